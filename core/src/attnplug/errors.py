@@ -1,0 +1,44 @@
+"""Every error that attnplug raises on purpose.
+
+Exception contract: a message says who (plugin, distribution, version), what was asked, what is allowed
+and what to do next, in one piece; what the message talks about is also an attribute. The command prints
+the message without a traceback and exits with ``exit_code``.
+"""
+
+from __future__ import annotations
+
+
+class AttnplugError(Exception):
+    """Base of all: something was refused, or a check failed."""
+
+    exit_code = 1
+
+
+class UsageError(AttnplugError):
+    """What was asked for cannot be understood: a wrong name, option, file or value."""
+
+    exit_code = 2
+
+
+class PluginError(AttnplugError):
+    """A plugin is wrong: its import, its hooks, its specs, its contract version or its names."""
+
+
+class HookError(AttnplugError):
+    """An optional hook cannot be called with what its caller offers."""
+
+
+class BackendError(AttnplugError):
+    """A backend could not be built, or what its factory returned is not a backend."""
+
+
+class PlanError(AttnplugError):
+    """A batch and its plan do not belong together (B5)."""
+
+
+class PoolError(AttnplugError):
+    """A page, slot or row was asked for, freed or written in a way the pool cannot honour."""
+
+
+class WorkspaceError(AttnplugError):
+    """Scratch memory was asked for in a way its contract forbids."""

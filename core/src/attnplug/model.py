@@ -1,0 +1,150 @@
+"""What a choice of backend needs to know about a model: its attention layers, as plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class AttentionKind(StrEnum):
+    """The family of a layer's attention."""
+
+    MHA = "mha"
+    """Softmax attention over K and V heads; grouped-query and multi-query are MHA with fewer KV heads."""
+    MLA = "mla"
+    """Multi-head latent attention: one compressed row per token in the cache."""
+    GDN = "gdn"
+    KDA = "kda"
+    LIGHTNING = "lightning"
+    MAMBA2 = "mamba2"
+    SHORT_CONV = "short_conv"
+
+    @property
+    def is_linear(self) -> bool:
+        """Whether the layer keeps a recurrent state per request instead of rows per token."""
+        return self not in (AttentionKind.MHA, AttentionKind.MLA)
+
+
+class Feature(StrEnum):
+    """What a layer's softmax may need beyond the plain form."""
+
+    SLIDING_WINDOW = "sliding_window"
+    LOGIT_CAP = "logit_cap"
+    SINKS = "sinks"
+    SPARSE = "sparse"
+
+
+@dataclass(frozen=True, slots=True)
+class MLADims:
+    """Dimensions of a latent-attention layer. A cache row is ``[kv_lora_rank | qk_rope_head_dim]``."""
+
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+
+    @property
+    def row_dim(self) -> int:
+        """Width of one cache row, and of one absorbed query row."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class LinearDims:
+    """Dimensions of a linear layer's state, per request.
+
+    The recurrent state is ``[heads, key_dim, value_dim]`` float32 (absent when ``heads`` is 0), the
+    convolution state ``[conv_channels, conv_width]`` (absent when ``conv_width`` is 0).
+    """
+
+    heads: int
+    key_heads: int
+    key_dim: int
+    value_dim: int
+    conv_channels: int = 0
+    conv_width: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LayerSpec:
+    """One attention layer as the model defines it, before tensor parallelism divides its heads.
+
+    ``head_dim`` is the width of a query and key row as the model's equations have them (for MLA: nope +
+    rope); ``v_head_dim`` that of a value row. ``sliding_window`` counts the keys a query sees, itself
+    included: a query at position p attends to positions p - window + 1 … p.
+    """
+
+    layer_id: int
+    kind: AttentionKind
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    v_head_dim: int
+    scale: float
+    sliding_window: int | None = None
+    logit_cap: float | None = None
+    sinks: bool = False
+    sparse_topk: int | None = None
+    mla: MLADims | None = None
+    linear: LinearDims | None = None
+
+    def __post_init__(self) -> None:
+        if (self.kind is AttentionKind.MLA) != (self.mla is not None):
+            raise ValueError(f"layer {self.layer_id}: kind {self.kind} and mla={self.mla} contradict each other")
+        if self.kind.is_linear != (self.linear is not None):
+            raise ValueError(f"layer {self.layer_id}: kind {self.kind} and linear={self.linear} contradict each other")
+        if self.kind is AttentionKind.MHA and (self.num_kv_heads < 1 or self.num_heads % self.num_kv_heads):
+            raise ValueError(
+                f"layer {self.layer_id}: {self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly"
+            )
+
+    @property
+    def features(self) -> frozenset[Feature]:
+        """The features that this layer needs of a backend."""
+        present = {
+            Feature.SLIDING_WINDOW: self.sliding_window is not None,
+            Feature.LOGIT_CAP: self.logit_cap is not None,
+            Feature.SINKS: self.sinks,
+            Feature.SPARSE: self.sparse_topk is not None,
+        }
+        return frozenset(feature for feature, needed in present.items() if needed)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """A model as attention sees it. ``layers`` holds attention layers only, ordered by ``layer_id``."""
+
+    name: str
+    model_type: str
+    layers: tuple[LayerSpec, ...]
+    context_length: int
+    dtype: str | None = None
+
+    @property
+    def kinds(self) -> frozenset[AttentionKind]:
+        return frozenset(layer.kind for layer in self.layers)
+
+    @property
+    def full_layers(self) -> tuple[LayerSpec, ...]:
+        """Layers that read a cache of rows per token: MHA, GQA, MLA."""
+        return tuple(layer for layer in self.layers if not layer.kind.is_linear)
+
+    @property
+    def linear_layers(self) -> tuple[LayerSpec, ...]:
+        return tuple(layer for layer in self.layers if layer.kind.is_linear)
+
+    def describe(self) -> str:
+        """One line for people: how many layers of which kind and shape."""
+        shapes: dict[str, int] = {}
+        for layer in self.layers:
+            shapes[_shape(layer)] = shapes.get(_shape(layer), 0) + 1
+        return f"{self.name}: " + ", ".join(f"{count} × {shape}" for shape, count in shapes.items())
+
+
+def _shape(layer: LayerSpec) -> str:
+    extra = "".join(f" +{feature}" for feature in sorted(layer.features))
+    if layer.mla is not None:
+        return f"mla heads {layer.num_heads}, latent {layer.mla.kv_lora_rank}+{layer.mla.qk_rope_head_dim}{extra}"
+    if layer.linear is not None:
+        return f"{layer.kind} heads {layer.linear.heads}, state {layer.linear.key_dim}×{layer.linear.value_dim}{extra}"
+    dims = f"{layer.head_dim}" if layer.head_dim == layer.v_head_dim else f"{layer.head_dim}/{layer.v_head_dim}"
+    return f"mha heads {layer.num_heads}/{layer.num_kv_heads}, dim {dims}{extra}"

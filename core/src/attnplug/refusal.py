@@ -1,0 +1,53 @@
+"""A reason why a backend cannot serve a problem. Reasons have codes; nobody matches on their text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class RefusalCode(StrEnum):
+    """The codes that core gives. A plugin's own check may use codes of its own."""
+
+    ROLE = "role"
+    KIND = "kind"
+    FEATURE = "feature"
+    DEVICE = "device"
+    SM = "sm"
+    DTYPE = "dtype"
+    KV_DTYPE = "kv_dtype"
+    PAGE_SIZE = "page_size"
+    HEAD_DIM = "head_dim"
+    MLA_DIMS = "mla_dims"
+    SPECULATION = "speculation"
+    CUDA_GRAPH = "cuda_graph"
+    TENSOR_PARALLEL = "tensor_parallel"
+    REQUIREMENT = "requirement"
+    CHECK_FAILED = "check_failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """One reason: a code, a sentence, the offending value, what is allowed, and the option to change.
+
+    ``value`` and ``allowed`` are plain data (strings, numbers, lists of them), so that they survive JSON.
+    """
+
+    code: str
+    message: str
+    value: object = None
+    allowed: object = None
+    option: str | None = None
+
+    def as_json(self) -> Mapping[str, object]:
+        return {
+            "code": str(self.code),
+            "message": self.message,
+            "value": self.value,
+            "allowed": self.allowed,
+            "option": self.option,
+        }
+
+    def __str__(self) -> str:
+        return f"{self.message} (change {self.option})" if self.option else self.message
