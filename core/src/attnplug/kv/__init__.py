@@ -1,0 +1,26 @@
+"""The cache: page ids and their references, layouts as data, slot tables, and the pools that hold the memory."""
+
+from __future__ import annotations
+
+from attnplug.kv.allocator import BadPages, OutOfPages, PageAllocator, PageCopy
+from attnplug.kv.buffer import PagedBuffer, torch_dtype
+from attnplug.kv.layout import LayoutName, PageLayout, split_table
+from attnplug.kv.pools import KVPools, LinearStatePool, MHAPool, MLAPool
+from attnplug.kv.table import SlotTable
+
+__all__ = [
+    "BadPages",
+    "KVPools",
+    "LayoutName",
+    "LinearStatePool",
+    "MHAPool",
+    "MLAPool",
+    "OutOfPages",
+    "PageAllocator",
+    "PageCopy",
+    "PageLayout",
+    "PagedBuffer",
+    "SlotTable",
+    "split_table",
+    "torch_dtype",
+]

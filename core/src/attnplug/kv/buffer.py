@@ -1,0 +1,124 @@
+"""The memory of one layer's cache rows: storage type, scale and layout behind plain writes and reads."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from attnplug.errors import PoolError
+from attnplug.kv.allocator import PageCopy, settle_copies
+from attnplug.kv.layout import PageLayout
+from attnplug.problem import DType
+
+_TORCH_DTYPES: dict[DType, torch.dtype] = {
+    DType.FLOAT32: torch.float32,
+    DType.FLOAT16: torch.float16,
+    DType.BFLOAT16: torch.bfloat16,
+    DType.FLOAT8_E4M3: torch.float8_e4m3fn,
+}
+
+_FLOAT8_MAX = 448.0
+
+
+def torch_dtype(dtype: DType) -> torch.dtype:
+    """torch's name for ``dtype``."""
+    return _TORCH_DTYPES[dtype]
+
+
+class PagedBuffer:
+    """Rows ``[heads, dim]`` at flat slots ``page * page_size + offset``, zero until written.
+
+    ``pages`` is the view ``[pages, page_size, heads, dim]`` that kernels read; it keeps its address. With an
+    fp8 ``dtype`` a row is stored as ``row / scale``, saturated at ±448 (a NaN stays one), and read back
+    as float32; other types store what is written, rounded, and have the scale 1.
+    """
+
+    def __init__(self, layout: PageLayout, *, dtype: DType, device: torch.device | str, scale: float = 1.0) -> None:
+        self._float8 = dtype is DType.FLOAT8_E4M3
+        if not (math.isfinite(scale) and scale > 0):
+            raise PoolError(f"a cache scale of {scale} cannot be divided by; give a finite number above 0")
+        if scale != 1.0 and not self._float8:
+            raise PoolError(f"a cache in {dtype} takes no scale, {scale} was given; leave it out or use fp8")
+        self.layout = layout
+        self.scale = scale
+        memory = torch.zeros(layout.elements, dtype=torch_dtype(dtype), device=device)
+        self.pages = layout.view(memory)
+        self.nbytes = memory.numel() * memory.element_size()
+        # torch has no index operations for float8 on the CPU, so these go through the bytes.
+        self._cells = layout.view(memory.view(torch.uint8)) if self._float8 else self.pages
+        # index_copy_ and index_select by flat slot are much faster than indexing by (page, offset).
+        self._flat = self._cells.flatten(0, 1) if layout.tokens_evenly_spaced else None
+
+    def check_rows(self, slots: Tensor, rows: Tensor, name: str) -> None:
+        """Refuse what ``write`` cannot store, before anything is written."""
+        expected = (slots.numel(), self.layout.heads, self.layout.dim)
+        if slots.dim() != 1 or rows.shape != expected:
+            raise PoolError(
+                f"{name} of shape {list(rows.shape)} cannot be written to slots of shape {list(slots.shape)}; "
+                f"give [tokens, {self.layout.heads}, {self.layout.dim}] and [tokens]"
+            )
+        self._check_slots(slots)
+
+    def write(self, slots: Tensor, rows: Tensor) -> None:
+        """Store ``rows`` ``[tokens, heads, dim]`` at ``slots`` ``[tokens]``; call ``check_rows`` first."""
+        cells = self._encode(rows)
+        if self._flat is not None:
+            self._flat.index_copy_(0, slots.to(torch.int64), cells)
+        else:
+            self._cells[self._page_and_offset(slots)] = cells
+
+    def read(self, slots: Tensor) -> Tensor:
+        """Rows ``[*slots.shape, heads, dim]`` in the stored type, or float32 when that is fp8."""
+        self._check_slots(slots)
+        if self._flat is not None:
+            cells = self._flat.index_select(0, slots.reshape(-1)).view(*slots.shape, self.layout.heads, self.layout.dim)
+        else:
+            cells = self._cells[self._page_and_offset(slots)]
+        return cells.view(torch.float8_e4m3fn).to(torch.float32).mul_(self.scale) if self._float8 else cells
+
+    def move_pages(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy whole pages, all at once; ``targets`` are distinct."""
+        self._cells.index_copy_(0, targets, self._cells.index_select(0, sources))
+
+    def _encode(self, rows: Tensor) -> Tensor:
+        if not self._float8:
+            return rows.to(self.pages.dtype)
+        # torch's own cast turns overflow into NaN before pytorch/pytorch#178817 (CPU) and saturates after it.
+        saturated = (rows.to(torch.float32) / self.scale).clamp_(-_FLOAT8_MAX, _FLOAT8_MAX)
+        return saturated.to(torch.float8_e4m3fn).view(torch.uint8)
+
+    def _page_and_offset(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        slots = slots.to(torch.int64)
+        page = slots.div(self.layout.page_size, rounding_mode="floor")
+        # Indexing counts negative numbers from the end, so slot -1 would hit the last page; past the end it
+        # is caught on the device, as index_copy_ would.
+        return page.masked_fill_(slots < 0, self.layout.num_pages), slots.remainder(self.layout.page_size)
+
+    def _check_slots(self, slots: Tensor) -> None:
+        if slots.device != self.pages.device:
+            raise PoolError(f"slots on {slots.device} cannot index a cache on {self.pages.device}; move them there")
+        # Elsewhere the check would wait for the device, which finds a bad index itself.
+        if slots.device.type == "cpu" and slots.numel():
+            low, high = (int(bound) for bound in slots.aminmax())
+            limit = self.layout.num_pages * self.layout.page_size
+            if low < 0 or high >= limit:
+                raise PoolError(f"slots {low} to {high} were asked for, and the cache holds 0 to {limit - 1}")
+
+
+def copy_pages(buffers: Iterable[PagedBuffer], copies: Sequence[PageCopy]) -> None:
+    """Make ``copies`` in each of ``buffers``, as if one after another, with one indexed operation per buffer."""
+    buffers = tuple(buffers)
+    if not copies or not buffers:
+        return
+    limit = min(buffer.layout.num_pages for buffer in buffers)
+    outside = sorted({page for copy in copies for page in (copy.source, copy.target) if not 0 <= page < limit})
+    if outside:
+        raise PoolError(f"pages {outside} cannot be copied: the pool holds pages 0 to {limit - 1}")
+    sources, targets = (torch.tensor(pages, dtype=torch.int64) for pages in settle_copies(copies))
+    device = buffers[0].pages.device
+    sources, targets = sources.to(device), targets.to(device)
+    for buffer in buffers:
+        buffer.move_pages(sources, targets)

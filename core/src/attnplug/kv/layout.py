@@ -1,0 +1,136 @@
+"""Where a layer's cache rows lie in memory, as data: a shape in logical order and its strides."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from attnplug.errors import PoolError
+
+LayoutName = Literal["token_major", "head_major"]
+"""The layouts that pools can be built with; kernels call them NHD and HND."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageLayout:
+    """The physical layout of one layer's keys, values or latent rows.
+
+    ``shape`` is ``(pages, page_size, heads, dim)`` whatever the order in memory; ``strides`` are in elements,
+    for the same four dimensions. No two places may overlap.
+    """
+
+    shape: tuple[int, int, int, int]
+    strides: tuple[int, int, int, int]
+
+    def __post_init__(self) -> None:
+        if len(self.shape) != 4 or len(self.strides) != 4:
+            raise PoolError(f"shape {self.shape} and strides {self.strides}: give four of each")
+        if min(self.shape) < 1:
+            raise PoolError(f"layout {self.shape}: pages, page_size, heads and dim must all be 1 or more")
+        span = 1
+        for stride, size in sorted((stride, size) for stride, size in zip(self.strides, self.shape, strict=True)):
+            if size == 1:
+                continue
+            if stride < span:
+                raise PoolError(f"strides {self.strides} make places of the shape {self.shape} overlap")
+            span = stride * (size - 1) + span
+
+    @classmethod
+    def token_major(cls, num_pages: int, page_size: int, heads: int, dim: int) -> PageLayout:
+        """Page, token, head, dim from slow to fast: the heads of one token lie together ("NHD")."""
+        return cls((num_pages, page_size, heads, dim), (page_size * heads * dim, heads * dim, dim, 1))
+
+    @classmethod
+    def head_major(cls, num_pages: int, page_size: int, heads: int, dim: int) -> PageLayout:
+        """Page, head, token, dim from slow to fast: one head's tokens of a page lie together ("HND")."""
+        return cls((num_pages, page_size, heads, dim), (heads * page_size * dim, dim, page_size * dim, 1))
+
+    @classmethod
+    def named(cls, name: LayoutName, num_pages: int, page_size: int, heads: int, dim: int) -> PageLayout:
+        """The layout that ``name`` stands for."""
+        if name == "token_major":
+            return cls.token_major(num_pages, page_size, heads, dim)
+        if name == "head_major":
+            return cls.head_major(num_pages, page_size, heads, dim)
+        raise PoolError(f"{name!r} is not a cache layout; use token_major or head_major")
+
+    @property
+    def num_pages(self) -> int:
+        return self.shape[0]
+
+    @property
+    def page_size(self) -> int:
+        return self.shape[1]
+
+    @property
+    def heads(self) -> int:
+        return self.shape[2]
+
+    @property
+    def dim(self) -> int:
+        return self.shape[3]
+
+    @property
+    def elements(self) -> int:
+        """How many elements a buffer needs, from the first place to the last."""
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
+
+    @property
+    def tokens_evenly_spaced(self) -> bool:
+        """Whether one stride leads from each token to the next, across page boundaries too.
+
+        Then the pages can be cut elsewhere, and the cache can be indexed by flat slot.
+        """
+        return self.strides[0] == self.page_size * self.strides[1]
+
+    def view(self, buffer: Tensor) -> Tensor:
+        """``buffer``, which is one-dimensional and contiguous, seen as ``[pages, page_size, heads, dim]``."""
+        if buffer.dim() != 1 or not buffer.is_contiguous() or buffer.numel() < self.elements:
+            raise PoolError(
+                f"a buffer of shape {list(buffer.shape)} cannot hold the layout {self.shape}; "
+                f"give a contiguous one-dimensional buffer of {self.elements} elements or more"
+            )
+        return buffer.as_strided(self.shape, self.strides)
+
+    def split(self, kernel_page_size: int) -> PageLayout:
+        """The same memory with smaller pages: page p becomes kernel pages p * ratio … p * ratio + ratio - 1.
+
+        ``ratio`` is ``page_size / kernel_page_size``; ``split_table`` does the same to a page table.
+        """
+        if kernel_page_size == self.page_size:
+            return self
+        if kernel_page_size < 1 or self.page_size % kernel_page_size:
+            raise PoolError(
+                f"pages of {self.page_size} tokens cannot be split into kernel pages of {kernel_page_size}; "
+                f"use a --page-size that is a multiple of the kernel's"
+            )
+        if not self.tokens_evenly_spaced:
+            raise PoolError(
+                f"pages of {self.page_size} tokens cannot be seen as kernel pages of {kernel_page_size}: with "
+                f"shape {self.shape} and strides {self.strides} kernel pages would not be evenly spaced; "
+                f"use the token_major layout or a --page-size of {kernel_page_size}"
+            )
+        pages = self.num_pages * (self.page_size // kernel_page_size)
+        _, token_stride, head_stride, dim_stride = self.strides
+        return PageLayout(
+            (pages, kernel_page_size, self.heads, self.dim),
+            (kernel_page_size * token_stride, token_stride, head_stride, dim_stride),
+        )
+
+
+def split_table(page_table: Tensor, ratio: int) -> Tensor:
+    """A page table in kernel pages: ``[requests, pages]`` → ``[requests, pages * ratio]``, same integer type.
+
+    Negative entries mark unused places and become -1. Needs no synchronisation with the device.
+    """
+    if ratio < 1 or page_table.dim() != 2:
+        raise PoolError(
+            f"a page table of shape {list(page_table.shape)} cannot be split by {ratio}; "
+            "give [requests, pages] and a ratio of 1 or more"
+        )
+    first = page_table.unsqueeze(2) * ratio
+    kernel_pages = first + torch.arange(ratio, dtype=page_table.dtype, device=page_table.device)
+    return kernel_pages.masked_fill_(first < 0, -1).flatten(1)

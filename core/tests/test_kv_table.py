@@ -1,0 +1,419 @@
+"""SlotTable: rows of pages that grow, fork, shrink and end, and never write to what another row reads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from attnplug.errors import PoolError
+from attnplug.kv import MHAPool, OutOfPages, PageAllocator, PageCopy, SlotTable
+from attnplug.model import AttentionKind, LayerSpec
+from attnplug.problem import DType
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")],
+    ),
+]
+
+
+def make_table(num_pages: int = 8, *, max_requests: int = 4, max_pages: int = 4) -> tuple[PageAllocator, SlotTable]:
+    allocator = PageAllocator(num_pages)
+    return allocator, SlotTable(allocator, page_size=4, max_requests=max_requests, max_pages=max_pages)
+
+
+def snapshot(allocator: PageAllocator, table: SlotTable, *rows: int) -> object:
+    counts = [allocator.references(page) for page in range(allocator.num_pages)]
+    page_table, lengths = table.batch(rows, width=table.max_pages)
+    return counts, page_table.tolist(), lengths.tolist(), [table.pages(row) for row in rows]
+
+
+def test_a_new_row_is_empty() -> None:
+    allocator, table = make_table()
+    row = table.admit()
+    assert (table.length(row), table.pages(row)) == (0, ())
+    assert allocator.free_pages == 8
+
+
+def test_a_row_takes_a_page_only_when_the_last_one_is_full() -> None:
+    _, table = make_table()
+    row = table.admit()
+    held = []
+    for _ in range(9):
+        assert table.extend(row, 1) == ()
+        held.append(len(table.pages(row)))
+    assert held == [1, 1, 1, 1, 2, 2, 2, 2, 3]
+    assert table.length(row) == 9
+
+
+def test_a_row_extended_by_nothing_stays_as_it_is() -> None:
+    allocator, table = make_table()
+    row = table.admit()
+    table.extend(row, 3)
+    fork = table.admit(table.pages(row), 3)
+    before = snapshot(allocator, table, row, fork)
+    assert table.extend(fork, 0) == ()
+    assert snapshot(allocator, table, row, fork) == before
+
+
+def test_an_admitted_prefix_is_shared() -> None:
+    allocator, table = make_table()
+    row = table.admit()
+    table.extend(row, 8)
+    other = table.admit(table.pages(row), 8)
+    assert table.pages(other) == table.pages(row)
+    assert [allocator.references(page) for page in table.pages(row)] == [2, 2]
+    assert allocator.free_pages == 6
+
+
+@pytest.mark.parametrize(("pages", "length"), [(0, 1), (1, 0), (1, 5), (2, 4), (2, 9), (0, -1)])
+def test_a_prefix_must_have_exactly_the_pages_of_its_tokens(pages: int, length: int) -> None:
+    allocator, table = make_table()
+    row = table.admit()
+    table.extend(row, 8)
+    before = snapshot(allocator, table, row)
+    with pytest.raises(PoolError, match=f"{pages} shared pages do not hold exactly {length} tokens"):
+        table.admit(table.pages(row)[:pages], length)
+    assert snapshot(allocator, table, row) == before
+
+
+def test_a_prefix_of_free_pages_is_refused_and_takes_no_row() -> None:
+    _, table = make_table(max_requests=1)
+    with pytest.raises(PoolError, match="3"):
+        table.admit([3], 4)
+    table.admit()
+
+
+def test_a_prefix_longer_than_a_row_is_refused() -> None:
+    allocator, table = make_table()
+    pages = allocator.allocate(5)
+    with pytest.raises(PoolError, match="20 tokens need 5 pages, and a row holds 4"):
+        table.admit(pages, 20)
+    assert [allocator.references(page) for page in pages] == [1] * 5
+
+
+def test_one_request_too_many_names_the_limit_and_the_option() -> None:
+    _, table = make_table(max_requests=2)
+    table.admit()
+    table.admit()
+    with pytest.raises(PoolError, match=r"request 3 .* holds 2 requests.*--max-batch"):
+        table.admit()
+
+
+def test_a_released_row_can_be_used_again() -> None:
+    allocator, table = make_table(max_requests=1)
+    row = table.admit()
+    table.extend(row, 9)
+    table.release(row)
+    assert allocator.free_pages == 8
+    again = table.admit()
+    assert (table.length(again), table.pages(again)) == (0, ())
+    assert table.batch([again], width=4)[0].tolist() == [[-1, -1, -1, -1]]
+
+
+def test_a_partly_filled_shared_page_is_copied_before_it_grows() -> None:
+    allocator, table = make_table()
+    row = table.admit()
+    table.extend(row, 6)
+    fork = table.admit(table.pages(row), 6)
+    copies = table.extend(fork, 1)
+    assert copies == (PageCopy(table.pages(row)[1], table.pages(fork)[1]),)
+    assert table.pages(fork)[0] == table.pages(row)[0]
+    assert table.pages(fork)[1] != table.pages(row)[1]
+    assert allocator.references(table.pages(row)[1]) == 1
+
+
+def test_the_row_that_shared_its_page_copies_it_too() -> None:
+    _, table = make_table()
+    row = table.admit()
+    table.extend(row, 6)
+    fork = table.admit(table.pages(row), 6)
+    (copy,) = table.extend(row, 1)
+    assert copy.source == table.pages(fork)[1]
+    assert table.extend(fork, 1) == ()
+
+
+def test_a_full_shared_page_is_not_copied() -> None:
+    _, table = make_table()
+    row = table.admit()
+    table.extend(row, 4)
+    fork = table.admit(table.pages(row), 4)
+    assert table.extend(fork, 1) == ()
+    assert table.pages(fork)[0] == table.pages(row)[0]
+
+
+def test_a_truncated_row_copies_the_shared_page_it_ends_in() -> None:
+    _, table = make_table()
+    row = table.admit()
+    table.extend(row, 8)
+    fork = table.admit(table.pages(row), 8)
+    table.truncate(fork, 6)
+    (copy,) = table.extend(fork, 1)
+    assert copy == PageCopy(table.pages(row)[1], table.pages(fork)[1])
+
+
+def test_truncation_gives_back_the_pages_beyond() -> None:
+    allocator, table = make_table()
+    row = table.admit()
+    table.extend(row, 13)
+    kept = table.pages(row)[:2]
+    table.truncate(row, 5)
+    assert (table.length(row), table.pages(row)) == (5, kept)
+    assert allocator.free_pages == 6
+    assert table.batch([row], width=4)[0].tolist() == [[*kept, -1, -1]]
+
+
+@pytest.mark.parametrize("length", [-1, 6])
+def test_truncation_beyond_the_row_is_refused(length: int) -> None:
+    allocator, table = make_table()
+    row = table.admit()
+    table.extend(row, 5)
+    before = snapshot(allocator, table, row)
+    with pytest.raises(PoolError, match=f"5 tokens cannot be truncated to {length}"):
+        table.truncate(row, length)
+    assert snapshot(allocator, table, row) == before
+
+
+def test_an_extension_the_allocator_cannot_serve_changes_nothing() -> None:
+    allocator, table = make_table(num_pages=3)
+    row = table.admit()
+    table.extend(row, 6)
+    fork = table.admit(table.pages(row), 6)
+    before = snapshot(allocator, table, row, fork)
+    with pytest.raises(OutOfPages) as caught:
+        table.extend(fork, 3)  # one page to copy to and one more, of which one is free
+    assert (caught.value.asked, caught.value.free) == (2, 1)
+    assert snapshot(allocator, table, row, fork) == before
+
+
+def test_an_extension_past_the_row_changes_nothing() -> None:
+    allocator, table = make_table()
+    row = table.admit()
+    table.extend(row, 15)
+    before = snapshot(allocator, table, row)
+    with pytest.raises(PoolError, match=r"17 tokens need 5 pages, and a row holds 4 \(16 tokens\)"):
+        table.extend(row, 2)
+    assert snapshot(allocator, table, row) == before
+
+
+def test_a_negative_extension_is_refused() -> None:
+    _, table = make_table()
+    row = table.admit()
+    with pytest.raises(PoolError, match="truncate"):
+        table.extend(row, -1)
+
+
+USES: dict[str, Callable[[SlotTable, int], object]] = {
+    "extend": lambda table, row: table.extend(row, 1),
+    "truncate": lambda table, row: table.truncate(row, 0),
+    "release": lambda table, row: table.release(row),
+    "length": lambda table, row: table.length(row),
+    "pages": lambda table, row: table.pages(row),
+    "batch": lambda table, row: table.batch([row]),
+    "lengths_cpu": lambda table, row: table.lengths_cpu([row]),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
+@pytest.mark.parametrize("row", [0, 1, -1, 99], ids=["released", "never admitted", "negative", "too big"])
+def test_a_row_that_is_not_in_use_is_refused(use: Callable[[SlotTable, int], object], row: int) -> None:
+    _, table = make_table()
+    table.release(table.admit())
+    with pytest.raises(PoolError, match=f"row {row} is not in use"):
+        use(table, row)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_batch_is_padded_with_minus_one(device: str) -> None:
+    allocator = PageAllocator(8)
+    table = SlotTable(allocator, page_size=4, max_requests=4, max_pages=4, device=device)
+    short, long = table.admit(), table.admit()
+    table.extend(short, 2)
+    table.extend(long, 9)
+    page_table, lengths = table.batch([long, short])
+    assert page_table.tolist() == [[*table.pages(long)], [*table.pages(short), -1, -1]]
+    assert lengths.tolist() == [9, 2]
+    assert page_table.dtype == lengths.dtype == torch.int32
+    assert page_table.device.type == lengths.device.type == device
+
+
+@pytest.mark.parametrize("width", [3, 4, 7])
+def test_a_batch_can_be_made_wider(width: int) -> None:
+    _, table = make_table()
+    row = table.admit()
+    table.extend(row, 9)
+    page_table, _ = table.batch([row], width=width)
+    assert page_table.tolist() == [[*table.pages(row), *[-1] * (width - 3)]]
+
+
+def test_a_batch_narrower_than_its_rows_is_refused() -> None:
+    _, table = make_table()
+    row = table.admit()
+    table.extend(row, 9)
+    with pytest.raises(PoolError, match="width 2 cannot hold a row of 3 pages"):
+        table.batch([row], width=2)
+
+
+def test_batches_of_nothing_have_a_place() -> None:
+    _, table = make_table()
+    assert table.batch([])[0].shape == (0, 1)
+    assert table.batch([table.admit()])[0].tolist() == [[-1]]
+
+
+def test_a_batch_does_not_change_with_the_table() -> None:
+    _, table = make_table()
+    row = table.admit()
+    table.extend(row, 3)
+    page_table, lengths = table.batch([row])
+    table.release(row)
+    assert (page_table.tolist(), lengths.tolist()) == ([[0]], [3])
+
+
+def test_lengths_are_on_the_cpu_whatever_the_device() -> None:
+    table = SlotTable(PageAllocator(8), page_size=4, max_requests=4, max_pages=4, device="meta")
+    rows = [table.admit(), table.admit()]
+    table.extend(rows[1], 6)
+    lengths = table.lengths_cpu(rows)
+    assert (lengths.device.type, lengths.dtype, lengths.tolist()) == ("cpu", torch.int32, [0, 6])
+
+
+SIZES = ["page_size", "max_requests", "max_pages"]
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_a_table_that_holds_nothing_is_refused(name: str) -> None:
+    page_size, max_requests, max_pages = (0 if name == size else 4 for size in SIZES)
+    with pytest.raises(PoolError, match=f"{name}=0"):
+        SlotTable(PageAllocator(8), page_size=page_size, max_requests=max_requests, max_pages=max_pages)
+
+
+class TableOverPool(RuleBasedStateMachine):
+    """Random requests over a real pool: every row reads back exactly what was written for it.
+
+    Each token carries a number of its own. Free pages are NaN, so a row that reads one, or a copy that
+    comes too late, is seen.
+    """
+
+    PAGE_SIZE = 3
+    PAGES = 10
+    LAYER = LayerSpec(0, AttentionKind.MHA, 1, 1, 2, 1, 1.0)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allocator = PageAllocator(self.PAGES)
+        self.table = SlotTable(self.allocator, page_size=self.PAGE_SIZE, max_requests=4, max_pages=4)
+        self.pool = MHAPool(
+            [self.LAYER], num_pages=self.PAGES, page_size=self.PAGE_SIZE, dtype=DType.FLOAT32, device="cpu"
+        )
+        self.contents: dict[int, list[float]] = {}
+        self.next_token = 1.0
+        self.poison_free_pages()
+
+    def poison_free_pages(self) -> None:
+        for page in range(self.PAGES):
+            if not self.allocator.references(page):
+                self.pool.keys(0)[page] = torch.nan
+                self.pool.values(0)[page] = torch.nan
+
+    def slots(self, row: int, first: int) -> torch.Tensor:
+        pages = self.table.pages(row)
+        places = range(first, self.table.length(row))
+        return torch.tensor([pages[t // self.PAGE_SIZE] * self.PAGE_SIZE + t % self.PAGE_SIZE for t in places]).long()
+
+    def write(self, row: int) -> None:
+        first = len(self.contents[row])
+        tokens = self.table.length(row) - first
+        numbers = torch.arange(tokens) + self.next_token
+        self.next_token += tokens
+        self.pool.write(0, self.slots(row, first), numbers.view(-1, 1, 1).expand(-1, 1, 2), -numbers.view(-1, 1, 1))
+        self.contents[row] += numbers.tolist()
+
+    def any_row(self, data: st.DataObject) -> int:
+        return data.draw(st.sampled_from(sorted(self.contents)))
+
+    @rule()
+    def admit(self) -> None:
+        if len(self.contents) == 4:
+            with pytest.raises(PoolError):
+                self.table.admit()
+        else:
+            self.contents[self.table.admit()] = []
+
+    @precondition(lambda self: 0 < len(self.contents) < 4)
+    @rule(data=st.data())
+    def fork(self, data: st.DataObject) -> None:
+        row = self.any_row(data)
+        length = data.draw(st.integers(0, self.table.length(row)))
+        pages = self.table.pages(row)[: -(-length // self.PAGE_SIZE)]
+        self.contents[self.table.admit(pages, length)] = self.contents[row][:length]
+
+    @precondition(lambda self: self.contents)
+    @rule(data=st.data())
+    def extend_several_then_copy_once_then_write(self, data: st.DataObject) -> None:
+        rows = data.draw(st.lists(st.sampled_from(sorted(self.contents)), min_size=1, unique=True))
+        copies: list[PageCopy] = []
+        extended = []
+        for row in rows:
+            before = (self.table.pages(row), self.table.length(row), self.allocator.free_pages)
+            try:
+                copies += self.table.extend(row, data.draw(st.integers(0, 6)))
+                extended.append(row)
+            except PoolError:
+                assert (self.table.pages(row), self.table.length(row), self.allocator.free_pages) == before
+        self.pool.copy_pages(copies)
+        for row in extended:
+            self.write(row)
+
+    @precondition(lambda self: self.contents)
+    @rule(data=st.data())
+    def truncate(self, data: st.DataObject) -> None:
+        row = self.any_row(data)
+        length = data.draw(st.integers(0, self.table.length(row)))
+        self.table.truncate(row, length)
+        del self.contents[row][length:]
+        self.poison_free_pages()
+
+    @precondition(lambda self: self.contents)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        row = self.any_row(data)
+        self.table.release(row)
+        del self.contents[row]
+        self.poison_free_pages()
+
+    @invariant()
+    def rows_read_back_what_was_written_for_them(self) -> None:
+        for row, contents in self.contents.items():
+            slots = self.slots(row, 0)
+            assert self.pool.read_keys(0, slots)[:, 0, 1].tolist() == contents
+            assert self.pool.read_values(0, slots)[:, 0, 0].neg().tolist() == contents
+
+    @invariant()
+    def references_are_those_of_the_rows(self) -> None:
+        held = Counter(page for row in self.contents for page in self.table.pages(row))
+        assert [self.allocator.references(page) for page in range(self.PAGES)] == [held[p] for p in range(self.PAGES)]
+        assert self.allocator.free_pages == self.PAGES - len(held)
+
+    @invariant()
+    def a_batch_shows_the_rows(self) -> None:
+        rows = sorted(self.contents)
+        page_table, lengths = self.table.batch(rows, width=4)
+        assert page_table.tolist() == [[*p, *[-1] * (4 - len(p))] for p in (self.table.pages(row) for row in rows)]
+        assert lengths.tolist() == [len(self.contents[row]) for row in rows]
+
+    def teardown(self) -> None:
+        for row in list(self.contents):
+            self.table.release(row)
+        assert self.allocator.free_pages == self.PAGES
+
+
+TableOverPool.TestCase.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)
+TestTableOverPool = TableOverPool.TestCase
