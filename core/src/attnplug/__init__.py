@@ -1,0 +1,182 @@
+"""attnplug: attention backends for LLM inference as plugins.
+
+Everything a backend's author needs is importable from here and nothing deeper is promised. Names that need torch
+are imported when they are first used: a plugin's entry point, and ``attnplug backends``, load without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from attnplug.chunks import Chunk, Span, plan_prefix_chunks
+from attnplug.claims import Claims, PageSizes
+from attnplug.contract import CONTRACT_VERSION
+from attnplug.errors import (
+    AttnplugError,
+    BackendError,
+    HookError,
+    PlanError,
+    PluginError,
+    PoolError,
+    UsageError,
+    WorkspaceError,
+)
+from attnplug.hooks import bind_hook
+from attnplug.hookspecs import hookimpl
+from attnplug.model import AttentionKind, Feature, LayerSpec, LinearDims, MLADims, ModelSpec
+from attnplug.plan import BackendId, ForwardMode, Plan, PlanRecord, claim_plan
+from attnplug.problem import DType, GraphLevel, Problem, Role
+from attnplug.refusal import Refusal, RefusalCode
+from attnplug.registry import Registered, Registry, load_registry
+from attnplug.select import BackendRequest, Selection, SelectionError, explain, select
+from attnplug.spec import BackendSpec, Capabilities
+
+if TYPE_CHECKING:
+    from attnplug.backend import (
+        AttentionBackend,
+        BackendContext,
+        ChunkPlanning,
+        ForwardExtras,
+        GraphPlanning,
+        Limits,
+        Parallel,
+        build_backend,
+    )
+    from attnplug.batch import ForwardBatch
+    from attnplug.context import active_backend, forward_context, plan_forward
+    from attnplug.geometry import Geometry
+    from attnplug.kv import (
+        KVPools,
+        LinearStatePool,
+        MHAPool,
+        MLAPool,
+        OutOfPages,
+        PageAllocator,
+        PageCopy,
+        PageLayout,
+        SlotTable,
+        split_table,
+    )
+    from attnplug.workspace import SCRATCH, Workspace, WorkspaceKind, WorkspaceOwner, WorkspaceUse
+    from attnplug.wrappers import ForwardingBackend, SplitBackend
+
+_NEEDS_TORCH = {
+    "backend": (
+        "AttentionBackend",
+        "BackendContext",
+        "ChunkPlanning",
+        "ForwardExtras",
+        "GraphPlanning",
+        "Limits",
+        "Parallel",
+        "build_backend",
+    ),
+    "batch": ("ForwardBatch",),
+    "context": ("active_backend", "forward_context", "plan_forward"),
+    "geometry": ("Geometry",),
+    "kv": (
+        "KVPools",
+        "LinearStatePool",
+        "MHAPool",
+        "MLAPool",
+        "OutOfPages",
+        "PageAllocator",
+        "PageCopy",
+        "PageLayout",
+        "SlotTable",
+        "split_table",
+    ),
+    "workspace": ("SCRATCH", "Workspace", "WorkspaceKind", "WorkspaceOwner", "WorkspaceUse"),
+    "wrappers": ("ForwardingBackend", "SplitBackend"),
+}
+_MODULE_OF = {name: module for module, names in _NEEDS_TORCH.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'attnplug' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"attnplug.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULE_OF})
+
+
+__all__ = [
+    "CONTRACT_VERSION",
+    "SCRATCH",
+    "AttentionBackend",
+    "AttentionKind",
+    "AttnplugError",
+    "BackendContext",
+    "BackendError",
+    "BackendId",
+    "BackendRequest",
+    "BackendSpec",
+    "Capabilities",
+    "Chunk",
+    "ChunkPlanning",
+    "Claims",
+    "DType",
+    "Feature",
+    "ForwardBatch",
+    "ForwardExtras",
+    "ForwardMode",
+    "ForwardingBackend",
+    "Geometry",
+    "GraphLevel",
+    "GraphPlanning",
+    "HookError",
+    "KVPools",
+    "LayerSpec",
+    "Limits",
+    "LinearDims",
+    "LinearStatePool",
+    "MHAPool",
+    "MLADims",
+    "MLAPool",
+    "ModelSpec",
+    "OutOfPages",
+    "PageAllocator",
+    "PageCopy",
+    "PageLayout",
+    "PageSizes",
+    "Parallel",
+    "Plan",
+    "PlanError",
+    "PlanRecord",
+    "PluginError",
+    "PoolError",
+    "Problem",
+    "Refusal",
+    "RefusalCode",
+    "Registered",
+    "Registry",
+    "Role",
+    "Selection",
+    "SelectionError",
+    "SlotTable",
+    "Span",
+    "SplitBackend",
+    "UsageError",
+    "Workspace",
+    "WorkspaceError",
+    "WorkspaceKind",
+    "WorkspaceOwner",
+    "WorkspaceUse",
+    "active_backend",
+    "bind_hook",
+    "build_backend",
+    "claim_plan",
+    "explain",
+    "forward_context",
+    "hookimpl",
+    "load_registry",
+    "plan_forward",
+    "plan_prefix_chunks",
+    "select",
+    "split_table",
+]

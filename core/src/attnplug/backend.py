@@ -1,0 +1,229 @@
+"""What a backend is: the protocol, its optional hooks, and the context from which it is built."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from attnplug.batch import ForwardBatch
+from attnplug.claims import Claims
+from attnplug.errors import BackendError
+from attnplug.hooks import bind_hook
+from attnplug.kv import KVPools
+from attnplug.model import LayerSpec, ModelSpec
+from attnplug.plan import BackendId, Plan
+from attnplug.problem import DType, Role
+from attnplug.registry import Registered
+from attnplug.workspace import WorkspaceOwner
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardExtras:
+    """What a caller may ask of a forward beyond the plain result.
+
+    A backend lists in ``Capabilities.extras`` the fields it honours, and must raise when given another one:
+    nothing is dropped silently. New fields come in minor versions of the contract.
+    """
+
+    lse: Tensor | None = None
+    """``[tokens, heads]`` float32, filled with the log-sum-exp: natural log, -inf where a row sees no key (C4)."""
+
+    def asked(self) -> frozenset[str]:
+        return frozenset(name for name in self.__slots__ if getattr(self, name) is not None)
+
+
+@runtime_checkable
+class AttentionBackend(Protocol):
+    """Attention over a paged cache, planned once per batch and run once per layer.
+
+    Subclass contract. A backend is built from a :class:`BackendContext` and nothing else, and keeps no state of "the
+    current batch": what it knows of a batch is in the plan it returned. It takes memory from the context's workspace.
+
+    Exception contract. ``forward_*`` raise :class:`PlanError` for a plan of another backend or mode, or with more rows
+    than q has (``batch.plan_for`` does it); rows behind the planned ones are padding: zero output, nothing written.
+    """
+
+    backend_id: BackendId
+    """Made by the backend in its constructor; stamps its plans."""
+    claims: Claims
+    """What callers may rely on."""
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
+        """Plan a batch. The caller assigns the plan to ``batch.plan``; nothing here changes the batch."""
+        ...
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        *,
+        save_kv_cache: bool = True,
+        extras: ForwardExtras | None = None,
+    ) -> Tensor:
+        """Write this layer's new rows to the cache and attend, causally, each request to its own rows.
+
+        MHA: q ``[tokens, heads, head_dim]``, k ``[tokens, kv_heads, head_dim]``, v ``[tokens, kv_heads, v_head_dim]``;
+        returns ``[tokens, heads, v_head_dim]``. MLA, absorbed: q ``[tokens, heads, kv_lora_rank + rope]``, k the new
+        latent rows ``[tokens, 1, kv_lora_rank + rope]``, v ``None``; returns ``[tokens, heads, kv_lora_rank]``.
+        With ``save_kv_cache=False`` nothing is written: the rows must be in the cache, and k and v may be ``None``.
+        """
+        ...
+
+    def forward_decode(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        *,
+        save_kv_cache: bool = True,
+        extras: ForwardExtras | None = None,
+    ) -> Tensor:
+        """As ``forward_extend``, for batches with one new token per request."""
+        ...
+
+
+class ChunkPlanning(Protocol):
+    """Optional: planning of one-shot and chunked MLA prefill. Absent means that there is nothing to plan."""
+
+    def init_mha_chunk_metadata(
+        self, forward_batch: ForwardBatch, disable_flashinfer_ragged: bool = False
+    ) -> Plan | None:
+        """Plan the chunks of a batch, once, before its first layer; the caller assigns it to ``batch.chunk_plan``."""
+        ...
+
+
+class GraphPlanning(Protocol):
+    """Optional: planning around a captured CUDA graph. Needed exactly when ``claims.cuda_graph`` is above NEVER."""
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Allocate what captured kernels read; its addresses never change afterwards."""
+        ...
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> Plan:
+        """Plan on the host, before a capture or a replay."""
+        ...
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        """The part of planning that is captured, first thing inside the graph."""
+        ...
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """The length that padded requests of a captured batch carry."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The largest step that will be asked for."""
+
+    max_requests: int
+    max_tokens: int
+    max_context: int
+
+
+@dataclass(frozen=True, slots=True)
+class Parallel:
+    """This process's place among the tensor-parallel ranks."""
+
+    rank: int = 0
+    size: int = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BackendContext:
+    """Everything a backend is built from. It cannot be made before its parts, so the order of construction
+    (pools, then backends) needs no discipline. ``page_size`` is the manager's; pools tell their layouts."""
+
+    name: str
+    roles: frozenset[Role]
+    model: ModelSpec
+    device: torch.device
+    dtype: torch.dtype
+    kv_dtype: DType
+    page_size: int
+    limits: Limits
+    pools: KVPools
+    workspace: WorkspaceOwner
+    parallel: Parallel = Parallel()
+    options: Any = None
+
+
+def protocol_attributes() -> tuple[str, ...]:
+    """Data members of the protocol, read off the protocol."""
+    return tuple(inspect.get_annotations(AttentionBackend))
+
+
+def protocol_methods() -> dict[str, inspect.Signature]:
+    """Methods of the protocol with their signatures, ``self`` left out."""
+    return _methods(AttentionBackend)
+
+
+def optional_hooks() -> dict[str, tuple[str, ...]]:
+    """Every optional hook with the names of what its caller offers, in order."""
+    return {
+        name: tuple(signature.parameters)
+        for protocol in (ChunkPlanning, GraphPlanning)
+        for name, signature in _methods(protocol).items()
+    }
+
+
+def _methods(protocol: type) -> dict[str, inspect.Signature]:
+    found = {}
+    for name, member in vars(protocol).items():
+        if not name.startswith("_") and inspect.isfunction(member):
+            signature = inspect.signature(member)
+            found[name] = signature.replace(parameters=list(signature.parameters.values())[1:])
+    return found
+
+
+def backend_problems(backend: object) -> Iterator[str]:
+    """Every way in which an object falls short of the protocol; nothing if it is a backend."""
+    for name in protocol_attributes():
+        if getattr(backend, name, None) is None:
+            yield f"it has no {name}"
+    for name, wanted in protocol_methods().items():
+        method = getattr(backend, name, None)
+        if not callable(method):
+            yield f"it has no method {name}{wanted}"
+            continue
+        positional = [p.name for p in wanted.parameters.values() if p.kind is not p.KEYWORD_ONLY]
+        keywords = {p.name: None for p in wanted.parameters.values() if p.kind is p.KEYWORD_ONLY}
+        given = inspect.signature(method)
+        try:
+            given.bind(*positional, **keywords)
+        except TypeError as error:
+            yield f"its {name}{given} cannot be called as {name}{wanted}: {error}"
+
+
+def build_backend(registered: Registered, context: BackendContext) -> AttentionBackend:
+    """Import a backend's factory, build it, and insist that it is a backend whose hooks can be called."""
+    spec, source = registered.spec, registered.source
+    module_name, _, attribute = spec.factory.partition(":")
+    who = f"backend {spec.name} ({source})"
+    try:
+        factory: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            factory = getattr(factory, part)
+    except Exception as error:  # kernel libraries raise anything on import, not only ImportError
+        raise BackendError(f"{who}: importing {spec.factory} failed with {type(error).__name__}: {error}") from error
+    backend = factory(context)
+    problems = list(backend_problems(backend))
+    if problems:
+        raise BackendError(
+            f"{who}: what {spec.factory} returned is not a backend:\n" + "\n".join(f"  {p}" for p in problems)
+        )
+    for hook, offered in optional_hooks().items():
+        bind_hook(backend, hook, offered)
+    built: AttentionBackend = backend
+    return built

@@ -1,0 +1,45 @@
+"""The forward context: which backend is active, and planning by the batch's own marker (B1, B6)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+from attnplug.backend import AttentionBackend
+from attnplug.batch import ForwardBatch, apply_skip_attn_backend_init
+from attnplug.errors import BackendError
+from attnplug.plan import Plan
+
+_active: ContextVar[AttentionBackend] = ContextVar("attnplug_active_backend")
+
+
+@contextmanager
+def forward_context(backend: AttentionBackend) -> Iterator[AttentionBackend]:
+    """Make ``backend`` the active one for the code inside, in this thread or task. Contexts nest."""
+    token = _active.set(backend)
+    try:
+        yield backend
+    finally:
+        _active.reset(token)
+
+
+def active_backend() -> AttentionBackend:
+    """The backend of the innermost forward context."""
+    try:
+        return _active.get()
+    except LookupError:
+        raise BackendError("no backend is active; run the model inside 'with forward_context(backend):'") from None
+
+
+def plan_forward(
+    backend: AttentionBackend, batch: ForwardBatch, *, skip_attn_backend_init: bool | None = None
+) -> Plan | None:
+    """Plan a batch unless whoever planned it already said so; returns the plan that is now in force.
+
+    ``skip_attn_backend_init`` is the old flag, kept for callers that have not moved to the marker (B3).
+    """
+    apply_skip_attn_backend_init(batch, skip_attn_backend_init)
+    if batch.needs_forward_metadata_init():
+        batch.plan = backend.init_forward_metadata(batch)
+    return batch.plan

@@ -1,0 +1,1 @@
+"""The embedded default: MHA, GQA and MLA with torch alone, on the CPU and on CUDA."""

@@ -1,0 +1,31 @@
+"""What core says about its own backend, through the same door as every other plugin."""
+
+from __future__ import annotations
+
+from attnplug.contract import CONTRACT_VERSION
+from attnplug.hookspecs import hookimpl
+from attnplug.model import AttentionKind, Feature
+from attnplug.problem import DType, Role
+from attnplug.spec import BackendSpec, Capabilities
+
+
+@hookimpl
+def attnplug_backends() -> list[BackendSpec]:
+    return [
+        BackendSpec(
+            name="torch_native",
+            summary="MHA, GQA and MLA with torch alone: correct everywhere, the reference for the rest",
+            contract=CONTRACT_VERSION,
+            factory="attnplug.torch_native.backend:TorchNativeBackend",
+            capabilities=Capabilities(
+                kinds=frozenset({AttentionKind.MHA, AttentionKind.MLA}),
+                devices=frozenset({"cpu", "cuda"}),
+                dtypes=frozenset({DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16}),
+                kv_dtypes=frozenset(DType),
+                roles=frozenset({Role.PREFILL, Role.DECODE, Role.DRAFT}),
+                features=frozenset({Feature.SLIDING_WINDOW, Feature.LOGIT_CAP}),
+                max_speculative_tokens=64,
+                extras=frozenset({"lse"}),
+            ),
+        )
+    ]

@@ -1,0 +1,6 @@
+"""Backends made of backends. All of them stand on one forwarding base."""
+
+from attnplug.wrappers.forwarding import ForwardingBackend
+from attnplug.wrappers.split import SplitBackend
+
+__all__ = ["ForwardingBackend", "SplitBackend"]

@@ -1,0 +1,68 @@
+"""The base of every wrapper: nothing of the protocol can be left out (A9)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from attnplug.backend import AttentionBackend, optional_hooks, protocol_methods
+from attnplug.claims import Claims, weakest
+from attnplug.errors import BackendError
+from attnplug.hooks import Hook, bind_hook
+from attnplug.plan import BackendId
+
+
+class ForwardingBackend:
+    """A backend that hands everything to backends of its own, which it knows by label.
+
+    Subclass contract. A subclass defines every method of the protocol and every optional hook; one that leaves any out
+    cannot be created as a class. There are no defaults here on purpose: a default that silently wins over a child's
+    answer is the bug this base exists against. Claims are the weakest of the children's, and ``forced_by`` says which
+    children weakened each. Children's optional hooks are bound once, at construction, by their own signatures (A8).
+    """
+
+    backend_id: BackendId
+    claims: Claims
+    forced_by: Mapping[str, tuple[str, ...]]
+
+    def __init_subclass__(cls, **arguments: Any) -> None:
+        super().__init_subclass__(**arguments)
+        missing = [name for name in (*protocol_methods(), *optional_hooks()) if not _defines(cls, name)]
+        if missing:
+            raise TypeError(
+                f"wrapper {cls.__qualname__} does not forward {', '.join(missing)}; "
+                "a wrapper defines every member of the protocol and every optional hook"
+            )
+
+    def __init__(self, name: str, children: Mapping[str, AttentionBackend]) -> None:
+        self.backend_id = BackendId(name)
+        self.children = dict(children)
+        combined = weakest({label: child.claims for label, child in children.items()})
+        self.claims = combined.claims
+        self.forced_by = combined.forced_by
+        self._hooks: dict[tuple[str, str], Hook | None] = {
+            (label, hook): bind_hook(child, hook, offered)
+            for label, child in children.items()
+            for hook, offered in optional_hooks().items()
+        }
+
+    def child_hook(self, label: str, hook: str) -> Hook | None:
+        """A child's optional hook as a function of everything that is offered; ``None`` if the child has none."""
+        return self._hooks[label, hook]
+
+    def required_hook(self, label: str, hook: str) -> Hook:
+        """A child's hook that the caller cannot do without."""
+        found = self._hooks[label, hook]
+        if found is None:
+            child = self.children[label].backend_id.name
+            raise BackendError(
+                f"{self.backend_id.name} needs {hook} of its {label} backend {child}, which has none; "
+                f"its claim is cuda_graph={self.children[label].claims.cuda_graph.name}"
+            )
+        return found
+
+
+def _defines(cls: type, name: str) -> bool:
+    """Whether a class itself says what a member does; inheriting the protocol's empty body does not count."""
+    member = getattr(cls, name, None)
+    return member is not None and member is not getattr(AttentionBackend, name, None)

@@ -1,0 +1,91 @@
+"""One backend for prefill and another for decode, behind the face of one."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from attnplug.backend import AttentionBackend, ForwardExtras
+from attnplug.batch import ForwardBatch
+from attnplug.model import LayerSpec
+from attnplug.plan import ForwardMode, Plan
+from attnplug.problem import Role
+from attnplug.wrappers.forwarding import ForwardingBackend
+
+
+class SplitBackend(ForwardingBackend):
+    """Routes a batch by its mode: decode and idle to ``decode``, everything else to ``prefill``.
+
+    Target verify is an extend of a few tokens, which either kind of kernel may serve better: ``verify`` says which
+    child takes it. Plans are the children's own, so a batch whose mode changes after planning is refused by the child
+    that did not plan it.
+    """
+
+    def __init__(self, prefill: AttentionBackend, decode: AttentionBackend, *, verify: Role = Role.PREFILL) -> None:
+        if verify not in (Role.PREFILL, Role.DECODE):
+            raise ValueError(f"verify goes to {Role.PREFILL} or {Role.DECODE}, not to {verify}")
+        super().__init__(
+            f"split({prefill.backend_id.name}, {decode.backend_id.name})", {Role.PREFILL: prefill, Role.DECODE: decode}
+        )
+        self._route = {mode: Role.DECODE if mode in _DECODE_MODES else Role.PREFILL for mode in ForwardMode}
+        self._route[ForwardMode.TARGET_VERIFY] = verify
+
+    def _child(self, batch: ForwardBatch) -> AttentionBackend:
+        return self.children[self._route[batch.forward_mode]]
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
+        return self._child(batch).init_forward_metadata(batch)
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        *,
+        save_kv_cache: bool = True,
+        extras: ForwardExtras | None = None,
+    ) -> Tensor:
+        return self._child(batch).forward_extend(q, k, v, layer, batch, save_kv_cache=save_kv_cache, extras=extras)
+
+    def forward_decode(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        *,
+        save_kv_cache: bool = True,
+        extras: ForwardExtras | None = None,
+    ) -> Tensor:
+        return self._child(batch).forward_decode(q, k, v, layer, batch, save_kv_cache=save_kv_cache, extras=extras)
+
+    def init_mha_chunk_metadata(
+        self, forward_batch: ForwardBatch, disable_flashinfer_ragged: bool = False
+    ) -> Plan | None:
+        """Chunks are a matter of prefill; a prefill backend without the hook has nothing to plan."""
+        hook = self.child_hook(Role.PREFILL, "init_mha_chunk_metadata")
+        if hook is None:
+            return None
+        plan: Plan | None = hook(forward_batch, disable_flashinfer_ragged)
+        return plan
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        for label in self.children:
+            self.required_hook(label, "init_cuda_graph_state")(max_bs, max_num_tokens)
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> Plan:
+        hook = self.required_hook(self._route[forward_batch.forward_mode], "init_forward_metadata_out_graph")
+        plan: Plan = hook(forward_batch, in_capture)
+        return plan
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        self.required_hook(self._route[forward_batch.forward_mode], "init_forward_metadata_in_graph")(forward_batch)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """The larger of the children's: one batch is padded once, and both must be able to plan it."""
+        return max(int(self.required_hook(label, "get_cuda_graph_seq_len_fill_value")()) for label in self.children)
+
+
+_DECODE_MODES = (ForwardMode.DECODE, ForwardMode.IDLE)
