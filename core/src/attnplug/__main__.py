@@ -1,0 +1,5 @@
+"""``python -m attnplug``."""
+
+from attnplug.cli import main
+
+main()

@@ -1,0 +1,22 @@
+"""The command ``attnplug``. Exit codes: 0 good, 1 a refusal or failed check, 2 wrong usage."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from attnplug.errors import AttnplugError
+
+
+def main() -> None:
+    """Run the command; a person's mistake ends in one message on standard error, never in a traceback."""
+    from attnplug.cli.app import app
+
+    try:
+        app(prog_name="attnplug")
+    except AttnplugError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:  # the reader of our output went away, as in 'attnplug backends | head -1'
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

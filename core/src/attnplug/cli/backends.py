@@ -1,0 +1,111 @@
+"""``attnplug backends``: every installed backend, what it supports and whether it is usable here."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from attnplug.cli.text import table
+from attnplug.cli.warn import warn_of_names
+from attnplug.hardware import visible_gpus
+from attnplug.problem import GraphLevel, Problem
+from attnplug.refusal import Refusal
+from attnplug.registry import ALLOW_VARIABLE, Registered, Registry, load_registry
+from attnplug.spec import Capabilities
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the listing."""
+
+    name: str
+    distribution: str
+    version: str
+    contract: str | None
+    status: str
+    supports: str = ""
+    reasons: tuple[Refusal, ...] = ()
+    error: str | None = None
+
+    def as_json(self) -> dict[str, object]:
+        return {
+            "name": self.name,
+            "distribution": self.distribution,
+            "version": self.version,
+            "contract": self.contract,
+            "status": self.status,
+            "reasons": [reason.as_json() for reason in self.reasons],
+            "error": self.error,
+        }
+
+    @property
+    def text(self) -> str:
+        """The status as people read it."""
+        if self.status == "usable":
+            return "usable here"
+        if self.status == "refused":
+            return "refused here: " + "; ".join(map(str, self.reasons))
+        return f"{self.status}: {self.error}"
+
+
+def list_backends(*, json: bool, every: bool) -> None:
+    registry = load_registry()
+    rows = list(listing(registry, every))
+    if json:
+        print(jsonlib.dumps([row.as_json() for row in rows], indent=2))
+    else:
+        columns = ("name", "distribution", "contract", "supports", "status")
+        cells = [(r.name, f"{r.distribution} {r.version}", r.contract or "", r.supports, r.text) for r in rows]
+        print(table(columns, cells))
+    hidden = [] if every else [(len(registry.broken), "broken"), (len(registry.blocked), "blocked")]
+    counts = " and ".join(f"{count} {what}" for count, what in hidden if count)
+    if counts:
+        print(f"{counts} not shown; 'attnplug backends --all' shows them", file=sys.stderr)
+    warn_of_names(registry)
+
+
+def listing(registry: Registry, every: bool) -> Iterator[Row]:
+    """Usable and refused backends, by name; with ``every``, broken and blocked ones after them."""
+    here = [Problem(device="cuda", sm=gpu.sm) for gpu in visible_gpus()] + [Problem(device="cpu")]
+    for name, backend in registry.backends.items():
+        reasons = _refusals_everywhere(backend, here)
+        yield Row(
+            name,
+            backend.source.distribution,
+            backend.source.version,
+            backend.spec.contract,
+            "refused" if reasons else "usable",
+            describe(backend.spec.capabilities),
+            tuple(reasons),
+        )
+    if every:
+        for broken in registry.broken:
+            source = broken.source
+            yield Row(broken.name, source.distribution, source.version, broken.contract, "broken", error=broken.error)
+        for source in registry.blocked:
+            error = f"{ALLOW_VARIABLE} does not name it"
+            yield Row(source.entry_point, source.distribution, source.version, None, "blocked", error=error)
+
+
+def _refusals_everywhere(backend: Registered, here: list[Problem]) -> list[Refusal]:
+    """Reasons against a backend on this machine: none if one device here suits it, else those of the likeliest."""
+    outcomes = [backend.spec.refusals(problem) for problem in here]
+    return min(outcomes, key=len) if all(outcomes) else []
+
+
+def describe(can: Capabilities) -> str:
+    """What a backend supports, in one line."""
+    parts = ["/".join(sorted(can.kinds)), "for " + "/".join(sorted(can.roles)), "on " + "/".join(sorted(can.devices))]
+    if can.min_sm is not None or can.max_sm is not None:
+        low, high = can.min_sm or "", can.max_sm or ""
+        parts.append(f"SM {low}" if low == high else f"SM {low}–{high}")
+    parts.append("/".join(sorted(can.dtypes)))
+    if can.kv_dtypes != can.dtypes:
+        parts.append("KV " + "/".join(sorted(can.kv_dtypes)))
+    parts.append(f"page size {can.page_sizes}")
+    if can.cuda_graph > GraphLevel.NEVER:
+        parts.append(f"graphs {can.cuda_graph.name.lower()}")
+    parts += sorted(can.features)
+    return ", ".join(parts)

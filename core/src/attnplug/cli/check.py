@@ -1,0 +1,348 @@
+"""``attnplug check``: run a backend on real pages and compare every result with float64."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.table import Table
+from torch import Tensor
+
+from attnplug.backend import AttentionBackend, BackendContext, ForwardExtras, Limits, build_backend
+from attnplug.batch import ForwardBatch
+from attnplug.cli.warn import warn_of_plugins
+from attnplug.context import forward_context, plan_forward
+from attnplug.errors import UsageError
+from attnplug.kv import KVPools, MHAPool, MLAPool, PageAllocator, SlotTable, torch_dtype
+from attnplug.model import AttentionKind, LayerSpec, MLADims, ModelSpec
+from attnplug.options import split_settings
+from attnplug.plan import ForwardMode
+from attnplug.problem import DType, Problem, Role
+from attnplug.reference import attention_float64
+from attnplug.registry import Registry, load_registry
+from attnplug.select import AUTO, BackendRequest, Selection, SelectionError, select
+from attnplug.spec import DEVICES
+from attnplug.workspace import WorkspaceOwner
+
+_TOLERANCE = {DType.FLOAT32: 2e-6, DType.FLOAT16: 5e-3, DType.BFLOAT16: 2e-2}
+_MODEL_CONTEXT = 512
+
+
+@dataclass(frozen=True, slots=True)
+class CheckOptions:
+    """The command line of ``check``, as given."""
+
+    attention: str = AUTO
+    device: str | None = None
+    dtype: str = "float32"
+    kv_dtype: str | None = None
+    page_size: int | None = None
+    seed: int = 0
+    settings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One batch: how many new tokens each request gets; requests that are absent get none."""
+
+    title: str
+    mode: ForwardMode
+    new_tokens: dict[int, int]
+
+
+# Request 0 starts without a prefix and then decodes; 1 comes in two parts; 2 arrives while the others run.
+STEPS = (
+    Step("prefill, no prefix", ForwardMode.EXTEND, {0: 37, 1: 100}),
+    Step("prefill with prefix", ForwardMode.EXTEND, {1: 29}),
+    Step("mixed", ForwardMode.MIXED, {0: 1, 1: 33, 2: 50}),
+    Step("decode", ForwardMode.DECODE, {2: 1, 0: 1, 1: 1}),
+)
+
+LAYERS = {
+    "MHA 4 heads": LayerSpec(0, AttentionKind.MHA, 4, 4, 64, 64, 64**-0.5),
+    "GQA 8/2 heads": LayerSpec(0, AttentionKind.MHA, 8, 2, 64, 64, 64**-0.5),
+    "GQA, window 24": LayerSpec(0, AttentionKind.MHA, 8, 2, 64, 64, 64**-0.5, sliding_window=24),
+    "GQA, logit cap 30": LayerSpec(0, AttentionKind.MHA, 8, 2, 64, 64, 64**-0.5, logit_cap=30.0),
+    "MLA 16 heads, 512+64": LayerSpec(
+        0,
+        AttentionKind.MLA,
+        16,
+        16,
+        192,
+        128,
+        192**-0.5,
+        mla=MLADims(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64),
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One layer in one step: the largest errors and the time of plan and forward."""
+
+    layer: str
+    step: str
+    rows: int
+    error: float
+    lse_error: float | None
+    tolerance: float
+    plan_ms: float
+    forward_ms: float
+
+    @property
+    def holds(self) -> bool:
+        # written so that NaN fails
+        return self.error <= self.tolerance and (self.lse_error is None or self.lse_error <= self.tolerance)
+
+
+def run_check(options: CheckOptions, *, json: bool) -> None:
+    console = Console(stderr=json, width=None if sys.stdout.isatty() else 120, highlight=False)
+    registry = load_registry()
+    warn_of_plugins(registry)
+    device, sm = _device(options.device)
+    dtype = DType.parse(options.dtype, "--dtype")
+    if dtype not in _TOLERANCE:
+        raise UsageError(f"--dtype {dtype} is a type for caches; use one of {', '.join(_TOLERANCE)}")
+    request = BackendRequest(options.attention, {}, split_settings(options.settings))
+    kv_dtype = DType.parse(options.kv_dtype, "--kv-dtype") if options.kv_dtype is not None else dtype
+    _introduce(console, registry, device, sm)
+    served: dict[str, Selection] = {}
+    refused: dict[str, SelectionError] = {}
+    for name, layer in LAYERS.items():
+        model = ModelSpec(name, "check", (layer,), _MODEL_CONTEXT)
+        problem = Problem(model, device.type, sm, dtype, kv_dtype, options.page_size)
+        try:
+            served[name] = select(registry, request, problem)
+        except SelectionError as error:
+            refused[name] = error
+    if not served:
+        raise next(iter(refused.values()))
+    for name, selection in served.items():
+        choice = selection.choices[Role.PREFILL]
+        console.print(f"{name}: [bold]{selection.chosen(Role.PREFILL).spec.name}[/], {choice.why}")
+    for name, refusal in refused.items():
+        reasons = "; ".join(str(r) for choice in refusal.selection.unserved for r in choice.candidates[0].refusals)
+        console.print(f"{name}: [yellow]refused[/]: {reasons}")
+    results = _run(console, served, device, options.seed)
+    _show(console, results, json)
+    sys.exit(0 if all(result.holds for result in results) else 1)
+
+
+def _device(asked: str | None) -> tuple[torch.device, int | None]:
+    if asked is not None and asked not in DEVICES:
+        raise UsageError(f"--device {asked!r} is unknown; use one of {', '.join(DEVICES)}")
+    available = torch.cuda.is_available()
+    if asked == "cuda" and not available:
+        raise UsageError(
+            f"--device cuda is asked for, but torch {torch.__version__} sees no CUDA device; "
+            "use --device cpu, or see 'attnplug doctor' for what is missing"
+        )
+    if asked == "cpu" or not available:
+        return torch.device("cpu"), None
+    major, minor = torch.cuda.get_device_capability()
+    return torch.device("cuda"), major * 10 + minor
+
+
+def _introduce(console: Console, registry: Registry, device: torch.device, sm: int | None) -> None:
+    place = torch.cuda.get_device_name(device) + f", SM {sm}" if device.type == "cuda" else "cpu"
+    console.print(f"[bold]attnplug check[/] on {place}, torch {torch.__version__}")
+    for name, backend in registry.backends.items():
+        console.print(f"found {name} ({backend.source}): {backend.spec.summary}")
+
+
+def _run(console: Console, served: dict[str, Selection], device: torch.device, seed: int) -> list[Result]:
+    results: list[Result] = []
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("checking", total=len(served) * len(STEPS))
+        for name, selection in served.items():
+            progress.update(task, description=name)
+            for result in _check_layer(name, selection, device, seed):
+                results.append(result)
+                progress.advance(task)
+    return results
+
+
+def _check_layer(name: str, selection: Selection, device: torch.device, seed: int) -> Iterator[Result]:
+    problem = selection.problem
+    assert problem.model is not None and problem.dtype is not None and problem.kv_dtype is not None
+    layer, page_size = problem.model.layers[0], selection.page_size
+    assert page_size is not None
+    scene = Scene(layer, problem.dtype, problem.kv_dtype, page_size, device, seed)
+    registered = selection.chosen(Role.PREFILL)
+    context = BackendContext(
+        name=registered.spec.name,
+        roles=frozenset({Role.PREFILL, Role.DECODE}),
+        model=problem.model,
+        device=device,
+        dtype=torch_dtype(problem.dtype),
+        kv_dtype=problem.kv_dtype,
+        page_size=page_size,
+        limits=Limits(max_requests=3, max_tokens=256, max_context=_MODEL_CONTEXT),
+        pools=scene.pools,
+        workspace=WorkspaceOwner(),
+        options=selection.options.get(registered.spec.name),
+    )
+    backend = build_backend(registered, context)
+    with_lse = "lse" in registered.spec.capabilities.extras
+    tolerance = _TOLERANCE[problem.dtype]
+    with forward_context(backend):
+        for step in STEPS:
+            yield scene.run(name, step, backend, with_lse, tolerance)
+
+
+class Scene:
+    """Requests with random rows in permuted pages of a poisoned pool: whatever is read without reason turns NaN."""
+
+    def __init__(
+        self, layer: LayerSpec, dtype: DType, kv_dtype: DType, page_size: int, device: torch.device, seed: int
+    ) -> None:
+        self.layer, self.kv_dtype, self.device = layer, kv_dtype, device
+        self.dtype = torch_dtype(dtype)
+        self._random = torch.Generator().manual_seed(seed)
+        pages = 4 * (_MODEL_CONTEXT // page_size + 4)
+        self.pools = _poisoned_pools(layer, pages, page_size, kv_dtype, device)
+        allocator = PageAllocator(pages)
+        self.table = SlotTable(allocator, page_size=page_size, max_requests=3, max_pages=pages, device=device)
+        # Pages come back in an order of chance, so that no request's pages are neighbours.
+        taken = allocator.allocate(pages)
+        order = torch.randperm(pages, generator=self._random).tolist()
+        allocator.release([taken[index] for index in order])
+        self.rows = {request: self.table.admit() for request in (0, 1, 2)}
+        self.keys: dict[int, list[Tensor]] = {0: [], 1: [], 2: []}
+        self.values: dict[int, list[Tensor]] = {0: [], 1: [], 2: []}
+
+    def run(self, name: str, step: Step, backend: AttentionBackend, with_lse: bool, tolerance: float) -> Result:
+        for request, count in step.new_tokens.items():
+            self.pools.copy_pages(self.table.extend(self.rows[request], count))
+        q, k, v = self._inputs(step)
+        batch = self._batch(step)
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=self.device) if with_lse else None
+        extras = ForwardExtras(lse=lse) if with_lse else None
+        started = self._now()
+        plan_forward(backend, batch)
+        planned = self._now()
+        forward = backend.forward_decode if step.mode.is_decode else backend.forward_extend
+        out = forward(q, k, v, self.layer, batch, extras=extras)
+        finished = self._now()
+        wanted, wanted_lse = self._wanted(step, q)
+        return Result(
+            layer=name,
+            step=step.title,
+            rows=q.shape[0],
+            error=_largest_error(out, wanted),
+            lse_error=_largest_error(lse, wanted_lse) if lse is not None else None,
+            tolerance=tolerance,
+            plan_ms=1e3 * (planned - started),
+            forward_ms=1e3 * (finished - planned),
+        )
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def _normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self._random).to(self.dtype)
+
+    def _inputs(self, step: Step) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Random q, k and v of a step on the device; keys and values are remembered as the cache will hold them."""
+        layer, tokens = self.layer, sum(step.new_tokens.values())
+        if layer.mla is not None:
+            # Absorbing spreads a query of head_dim over a whole cache row; its length stays, and so do the logits'.
+            shrink = (layer.head_dim / layer.mla.row_dim) ** 0.5
+            q = self._normal(tokens, layer.num_heads, layer.mla.row_dim) * shrink
+            k = self._normal(tokens, 1, layer.mla.row_dim)
+            v, remembered = None, k[..., : layer.mla.kv_lora_rank]
+        else:
+            q = self._normal(tokens, layer.num_heads, layer.head_dim)
+            k = self._normal(tokens, layer.num_kv_heads, layer.head_dim)
+            v = remembered = self._normal(tokens, layer.num_kv_heads, layer.v_head_dim)
+        stored = torch_dtype(self.kv_dtype)
+        lengths = list(step.new_tokens.values())
+        for request, keys, values in zip(step.new_tokens, k.split(lengths), remembered.split(lengths), strict=True):
+            self.keys[request].append(keys.to(stored).double())
+            self.values[request].append(values.to(stored).double())
+        return q.to(self.device), k.to(self.device), None if v is None else v.to(self.device)
+
+    def _batch(self, step: Step) -> ForwardBatch:
+        rows = [self.rows[request] for request in step.new_tokens]
+        page_table, seq_lens = self.table.batch(rows)
+        new = torch.tensor(list(step.new_tokens.values()), dtype=torch.int32)
+        return ForwardBatch(
+            forward_mode=step.mode,
+            input_ids=torch.zeros(int(new.sum()), dtype=torch.int64, device=self.device),
+            page_table=page_table,
+            seq_lens=seq_lens,
+            seq_lens_cpu=self.table.lengths_cpu(rows),
+            extend_seq_lens=None if step.mode.is_decode else new.to(self.device),
+            extend_seq_lens_cpu=None if step.mode.is_decode else new,
+        )
+
+    def _wanted(self, step: Step, q: Tensor) -> tuple[Tensor, Tensor]:
+        layer = self.layer
+        outputs = []
+        for request, queries in zip(step.new_tokens, q.split(list(step.new_tokens.values())), strict=True):
+            keys, values = torch.cat(self.keys[request]), torch.cat(self.values[request])
+            outputs.append(
+                attention_float64(
+                    queries,
+                    keys,
+                    values,
+                    scale=layer.scale,
+                    first_position=keys.shape[0] - queries.shape[0],
+                    window=layer.sliding_window,
+                    cap=layer.logit_cap,
+                )
+            )
+        return torch.cat([out for out, _ in outputs]), torch.cat([lse for _, lse in outputs])
+
+
+def _poisoned_pools(layer: LayerSpec, pages: int, page_size: int, kv_dtype: DType, device: torch.device) -> KVPools:
+    if layer.kind is AttentionKind.MLA:
+        mla = MLAPool([layer], num_pages=pages, page_size=page_size, dtype=kv_dtype, device=device)
+        mla.rows(layer.layer_id).copy_(torch.full((), float("nan")))
+        return KVPools(mla=mla)
+    mha = MHAPool([layer], num_pages=pages, page_size=page_size, dtype=kv_dtype, device=device)
+    mha.keys(layer.layer_id).copy_(torch.full((), float("nan")))
+    mha.values(layer.layer_id).copy_(torch.full((), float("nan")))
+    return KVPools(mha=mha)
+
+
+def _largest_error(found: Tensor, wanted: Tensor) -> float:
+    """Largest difference, relative to the largest magnitude where that is above 1. NaN anywhere gives NaN."""
+    difference = (found.detach().cpu().double() - wanted).abs().max()
+    return float(difference / wanted.abs().max().clamp(min=1.0))
+
+
+def _show(console: Console, results: list[Result], json: bool) -> None:
+    table = Table(box=None)
+    for column in ("layer", "step"):
+        table.add_column(column)
+    for column in ("rows", "error", "lse error", "allowed", "plan ms", "run ms"):
+        table.add_column(column, justify="right")
+    table.add_column("")
+    for result in results:
+        table.add_row(
+            result.layer,
+            result.step,
+            str(result.rows),
+            f"{result.error:.1e}",
+            "–" if result.lse_error is None else f"{result.lse_error:.1e}",
+            f"{result.tolerance:.0e}",
+            f"{result.plan_ms:.2f}",
+            f"{result.forward_ms:.2f}",
+            "[green]ok[/]" if result.holds else "[bold red]WRONG[/]",
+        )
+    console.print(table)
+    wrong = sum(not result.holds for result in results)
+    console.print(f"{len(results) - wrong} of {len(results)} checks hold against float64")
+    if json:
+        fields = ("layer", "step", "rows", "error", "lse_error", "tolerance", "plan_ms", "forward_ms", "holds")
+        print(jsonlib.dumps([{name: getattr(result, name) for name in fields} for result in results], indent=2))

@@ -1,0 +1,127 @@
+"""``attnplug explain``: the choice for each role, with every reason against every candidate."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import sys
+from dataclasses import dataclass
+
+from attnplug.cli.warn import warn_of_plugins
+from attnplug.errors import UsageError
+from attnplug.hardware import visible_gpus
+from attnplug.model import ModelSpec
+from attnplug.model_config import load_model
+from attnplug.options import split_settings
+from attnplug.problem import DType, GraphLevel, Problem, Role
+from attnplug.registry import load_registry
+from attnplug.select import AUTO, BackendRequest, RoleChoice, explain, render
+from attnplug.spec import DEVICES
+
+
+@dataclass(frozen=True, slots=True)
+class ExplainOptions:
+    """The command line of ``explain``, as given."""
+
+    model: str
+    attention: str = AUTO
+    prefill: str | None = None
+    decode: str | None = None
+    linear: str | None = None
+    draft: str | None = None
+    device: str | None = None
+    sm: int | None = None
+    dtype: str | None = None
+    kv_dtype: str | None = None
+    page_size: int | None = None
+    speculative_tokens: int = 0
+    tensor_parallel: int = 1
+    cuda_graph: str = "never"
+    settings: tuple[str, ...] = ()
+
+    def request(self) -> BackendRequest:
+        given = {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.LINEAR: self.linear, Role.DRAFT: self.draft}
+        roles = {role: name for role, name in given.items() if name is not None}
+        return BackendRequest(self.attention, roles, split_settings(self.settings))
+
+    def problem(self, model: ModelSpec) -> Problem:
+        device, sm = where(self.device, self.sm)
+        dtype = DType.parse(self.dtype, "--dtype") if self.dtype is not None else model_dtype(model)
+        return Problem(
+            model=model,
+            device=device,
+            sm=sm,
+            dtype=dtype,
+            kv_dtype=DType.parse(self.kv_dtype, "--kv-dtype") if self.kv_dtype is not None else dtype,
+            page_size=self.page_size,
+            cuda_graph=graph_level(self.cuda_graph),
+            speculative_tokens=self.speculative_tokens,
+            tensor_parallel=self.tensor_parallel,
+        )
+
+
+def where(device: str | None, sm: int | None) -> tuple[str, int | None]:
+    """The device and SM to judge by: what is asked for, which need not be here, or else what is here."""
+    if device is not None and device not in DEVICES:
+        raise UsageError(f"--device {device!r} is unknown; use one of {', '.join(DEVICES)}")
+    if device == "cpu":
+        if sm is not None:
+            raise UsageError(f"--sm {sm} speaks of a GPU, but --device is cpu; leave one of them out")
+        return "cpu", None
+    if sm is not None:
+        return "cuda", sm
+    gpus = visible_gpus()
+    if gpus:
+        return "cuda", gpus[0].sm
+    if device == "cuda":
+        raise UsageError(
+            "--device cuda is asked for, but there is no CUDA device here; "
+            "say for which one with --sm (90 for an H100 or H200, 100 for a B200)"
+        )
+    return "cpu", None
+
+
+def model_dtype(model: ModelSpec) -> DType | None:
+    """The model's own element type, where its config says one that we know."""
+    try:
+        return None if model.dtype is None else DType.parse(model.dtype, "dtype")
+    except UsageError:
+        raise UsageError(f"the model's config asks for dtype {model.dtype!r}; choose one with --dtype") from None
+
+
+def graph_level(text: str) -> GraphLevel:
+    try:
+        return GraphLevel[text.upper()]
+    except KeyError:
+        known = ", ".join(level.name.lower() for level in GraphLevel)
+        raise UsageError(f"--cuda-graph {text!r} is unknown; use one of {known}") from None
+
+
+def explain_choice(options: ExplainOptions, *, json: bool) -> None:
+    model = load_model(options.model)
+    problem = options.problem(model)
+    registry = load_registry()
+    selection = explain(registry, options.request(), problem)
+    warn_of_plugins(registry)
+    if json:
+        print(jsonlib.dumps({role.value: _as_json(choice) for role, choice in selection.choices.items()}, indent=2))
+    else:
+        print("\n".join(render(selection)))
+    if selection.unserved:
+        sys.exit(1)
+
+
+def _as_json(choice: RoleChoice) -> dict[str, object]:
+    return {
+        "requested": choice.requested,
+        "chosen": choice.chosen.spec.name if choice.chosen is not None else None,
+        "why": choice.why,
+        "candidates": [
+            {
+                "name": candidate.backend.spec.name,
+                "distribution": candidate.backend.source.distribution,
+                "version": candidate.backend.source.version,
+                "refusals": [refusal.as_json() for refusal in candidate.refusals],
+            }
+            for candidate in choice.candidates
+        ],
+    }
