@@ -322,8 +322,9 @@ def test_qwen3_next_has_twelve_full_layers_of_48() -> None:
 
 
 def test_gdn_keys_and_values_are_not_mixed_up() -> None:
-    linear = read(QWEN3_NEXT, linear_key_head_dim=64, linear_value_head_dim=192).layers[0].linear
-    assert linear == LinearDims(32, 16, 64, 192, conv_channels=2 * 16 * 64 + 32 * 192, conv_width=4)
+    spec = read(QWEN3_NEXT, linear_num_key_heads=8, linear_key_head_dim=64, linear_value_head_dim=192)
+    assert spec.layers[0].linear == LinearDims(32, 8, 64, 192, conv_channels=7168, conv_width=4)  # 2 * 512 + 6144
+    assert spec.layers[0].scale == 0.125
 
 
 def test_qwen3_5_nests_a_text_config_with_layer_types() -> None:
@@ -421,9 +422,7 @@ def test_tiny_configs_are_json() -> None:
 
 
 def test_reading_a_model_imports_no_torch() -> None:
-    code = (
-        "import sys; from attnplug.model_config import load_model as f; f('tiny:llama'); print('torch' in sys.modules)"
-    )
+    code = "import sys, attnplug.model_config as m; m.load_model('tiny:llama'); print('torch' in sys.modules)"
     path = str(Path(sys.modules["attnplug.model_config"].__file__ or "").parents[1])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": path})
     assert done.stdout == "False\n", done.stderr

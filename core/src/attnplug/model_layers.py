@@ -10,15 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from attnplug.config_keys import Config
 from attnplug.model import AttentionKind, LayerSpec, LinearDims, MLADims
 
-if TYPE_CHECKING:  # readers are handed the config, so that model_config can import this module
-    from attnplug.model_config import Config
-
 Layers = Sequence[LayerSpec | None]
-Reader = Callable[["Config"], Layers]
+Reader = Callable[[Config], Layers]
 
 # What transformers' config classes assume for keys that published configs leave out (gemma-3-4b-it has no
 # num_attention_heads). The period counts layers from one full layer to the next.

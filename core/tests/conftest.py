@@ -1,0 +1,13 @@
+"""Settings for all tests of core."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import settings
+
+# Two test processes on two cores: one thread each is fastest.
+torch.set_num_threads(1)
+
+# A shared machine may stall any example for a second; slowness is measured in benchmarks/, not here.
+settings.register_profile("attnplug", deadline=None, print_blob=True)
+settings.load_profile("attnplug")

@@ -1,0 +1,307 @@
+"""The batch and its plan state: the marker (B1), the old flag (B3), splitting (B4), row checks (B5)."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+
+import pytest
+import torch
+
+from attnplug import BackendId, ForwardBatch, ForwardMode, Plan, PlanError, plan_forward
+from attnplug import batch as batch_module
+from attnplug.batch import apply_skip_attn_backend_init
+
+
+def make(requests: int = 2, tokens: int | None = None, mode: ForwardMode = ForwardMode.DECODE) -> ForwardBatch:
+    return ForwardBatch(
+        forward_mode=mode,
+        input_ids=torch.zeros(requests if tokens is None else tokens, dtype=torch.int64),
+        page_table=torch.arange(requests * 4, dtype=torch.int32).view(requests, 4),
+        seq_lens=torch.full((requests,), 5, dtype=torch.int32),
+    )
+
+
+def reshape(batch: ForwardBatch, requests: int, tokens: int) -> None:
+    """What data-parallel padding does."""
+    batch.input_ids = torch.zeros(tokens, dtype=torch.int64)
+    batch.seq_lens = torch.ones(requests, dtype=torch.int32)
+
+
+class TestMarker:
+    def test_fresh_batch_needs_planning(self):
+        """B1"""
+        assert make().needs_forward_metadata_init()
+
+    def test_mark_skips(self):
+        """B1"""
+        batch = make()
+        batch.mark_forward_metadata_ready()
+        assert not batch.needs_forward_metadata_init()
+
+    def test_reshape_with_opt_in_plans_again(self):
+        """B1: only if it was marked replan_equivalent=True."""
+        batch = make(2)
+        batch.mark_forward_metadata_ready(replan_equivalent=True)
+        assert not batch.needs_forward_metadata_init()
+        reshape(batch, 4, 4)
+        assert batch.needs_forward_metadata_init()
+
+    def test_reshape_without_opt_in_keeps_skipping(self):
+        """B1"""
+        batch = make(2)
+        batch.mark_forward_metadata_ready()
+        reshape(batch, 4, 4)
+        assert not batch.needs_forward_metadata_init()
+
+    def test_marking_again_records_the_new_shapes(self):
+        """B1"""
+        batch = make(2)
+        batch.mark_forward_metadata_ready(replan_equivalent=True)
+        reshape(batch, 4, 4)
+        batch.mark_forward_metadata_ready(replan_equivalent=True)
+        assert not batch.needs_forward_metadata_init()
+        reshape(batch, 2, 2)
+        assert batch.needs_forward_metadata_init()
+
+    def test_marking_again_without_opt_in_withdraws_it(self):
+        """B1"""
+        batch = make(2)
+        batch.mark_forward_metadata_ready(replan_equivalent=True)
+        batch.mark_forward_metadata_ready()
+        reshape(batch, 4, 4)
+        assert not batch.needs_forward_metadata_init()
+
+    def test_tokens_change_while_the_batch_size_does_not(self):
+        """B1: it records batch_size and the number of input tokens."""
+        batch = make(2, tokens=6, mode=ForwardMode.EXTEND)
+        batch.mark_forward_metadata_ready(replan_equivalent=True)
+        reshape(batch, 2, 8)
+        assert batch.needs_forward_metadata_init()
+
+
+class PlanningSpy:
+    """Counts how often it plans."""
+
+    def __init__(self) -> None:
+        self.backend_id = BackendId("spy")
+        self.planned = 0
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
+        self.planned += 1
+        return Plan(self.backend_id, batch.forward_mode, batch.num_tokens, None)
+
+
+class TestForwardPath:
+    def test_forward_path_plans_what_nobody_planned(self):
+        """B1: needs_forward_metadata_init() is the only judge."""
+        spy, batch = PlanningSpy(), make()
+        assert plan_forward(spy, batch) is batch.plan
+        assert spy.planned == 1 and batch.plan is not None
+
+    def test_forward_path_leaves_a_marked_batch_alone(self):
+        """B1"""
+        spy, batch = PlanningSpy(), make()
+        batch.plan = mine = spy.init_forward_metadata(batch)
+        batch.mark_forward_metadata_ready()
+        assert plan_forward(spy, batch) is mine
+        assert spy.planned == 1
+
+
+@pytest.fixture
+def fresh_process(monkeypatch):
+    monkeypatch.setattr(batch_module, "_warned", False)
+
+
+@pytest.mark.usefixtures("fresh_process")
+class TestOldFlag:
+    def test_true_maps_onto_the_marker_and_warns(self):
+        """B3"""
+        batch = make()
+        with pytest.warns(DeprecationWarning, match="mark_forward_metadata_ready"):
+            apply_skip_attn_backend_init(batch, True)
+        assert not batch.needs_forward_metadata_init()
+
+    def test_warns_once_per_process_and_not_once_per_call(self):
+        """B3"""
+        with pytest.warns(DeprecationWarning):
+            apply_skip_attn_backend_init(make(), True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            apply_skip_attn_backend_init(make(), True)
+            apply_skip_attn_backend_init(make(), False)
+
+    def test_false_warns_and_decides_nothing(self):
+        """B3"""
+        batch = make()
+        batch.mark_forward_metadata_ready()
+        with pytest.warns(DeprecationWarning):
+            apply_skip_attn_backend_init(batch, False)
+        assert not batch.needs_forward_metadata_init()
+
+    def test_not_given_is_silent(self):
+        """B3"""
+        batch = make()
+        apply_skip_attn_backend_init(batch, None)
+        assert batch.needs_forward_metadata_init()
+
+    def test_public_entry_accepts_it(self):
+        """B3: accepted at the public entry points."""
+        spy, batch = PlanningSpy(), make()
+        with pytest.warns(DeprecationWarning):
+            plan_forward(spy, batch, skip_attn_backend_init=True)
+        assert spy.planned == 0
+
+    def test_warning_points_at_the_caller_of_the_entry(self):
+        """B3: whoever still passes the flag learns where."""
+        with pytest.warns(DeprecationWarning) as caught:
+            plan_forward(PlanningSpy(), make(), skip_attn_backend_init=False)
+        assert caught[0].filename == __file__
+
+
+def extend_batch() -> ForwardBatch:
+    """Three requests with 2, 1 and 3 new tokens; every field has a value that tells where it came from."""
+    new = torch.tensor([2, 1, 3], dtype=torch.int32)
+    return ForwardBatch(
+        forward_mode=ForwardMode.EXTEND,
+        input_ids=torch.arange(6),
+        positions=torch.arange(100, 106),
+        page_table=torch.arange(12, dtype=torch.int32).view(3, 4),
+        seq_lens=torch.tensor([10, 11, 12], dtype=torch.int32),
+        seq_lens_cpu=torch.tensor([10, 11, 12], dtype=torch.int32),
+        extend_seq_lens=new,
+        extend_seq_lens_cpu=new,
+    )
+
+
+class TestSplit:
+    def test_tokens_and_requests_go_to_their_half(self):
+        """B4"""
+        first, second = extend_batch().split(2)
+        assert first.input_ids.tolist() == [0, 1, 2] and second.input_ids.tolist() == [3, 4, 5]
+        assert first.positions.tolist() == [100, 101, 102] and second.positions.tolist() == [103, 104, 105]
+        assert first.seq_lens.tolist() == [10, 11] and second.seq_lens.tolist() == [12]
+        assert first.seq_lens_cpu.tolist() == [10, 11] and second.seq_lens_cpu.tolist() == [12]
+        assert first.extend_seq_lens.tolist() == [2, 1] and second.extend_seq_lens_cpu.tolist() == [3]
+        assert second.page_table.tolist() == [[8, 9, 10, 11]]
+        assert first.forward_mode is second.forward_mode is ForwardMode.EXTEND
+
+    def test_marker_and_plans_are_reset_on_both_children(self):
+        """B4"""
+        batch = extend_batch()
+        batch.plan = batch.chunk_plan = Plan(BackendId("any"), batch.forward_mode, 6, None)
+        batch.mark_forward_metadata_ready()
+        for child in batch.split(1):
+            assert child.needs_forward_metadata_init()
+            assert child.plan is None and child.chunk_plan is None
+        assert not batch.needs_forward_metadata_init(), "the parent keeps its own plan"
+
+    def test_every_field_says_how_it_is_divided(self):
+        """B4: the splitter handles every field of the batch."""
+        for field in dataclasses.fields(ForwardBatch):
+            assert field.metadata.get("split") in ("token", "request", "shared", "reset"), field.name
+
+    def test_field_that_nobody_can_divide_is_refused_by_name(self):
+        """B4: … or refuses by name."""
+
+        @dataclasses.dataclass(slots=True, eq=False)
+        class Extended(ForwardBatch):
+            mrope_positions: torch.Tensor | None = None
+
+        fields = {field.name: getattr(extend_batch(), field.name) for field in dataclasses.fields(ForwardBatch)}
+        first, _ = Extended(**fields).split(1)
+        assert isinstance(first, Extended)
+        with pytest.raises(PlanError, match="mrope_positions"):
+            Extended(**fields, mrope_positions=torch.zeros(6)).split(1)
+
+    def test_undeclared_field_cannot_be_smuggled_in(self):
+        """B4, B6: what is not a field of the batch cannot become one; pools and coordinators least of all."""
+        with pytest.raises(AttributeError):
+            extend_batch().hisparse_coordinator = object()
+        names = {field.name for field in dataclasses.fields(ForwardBatch)}
+        assert not {name for name in names if "pool" in name or "coordinator" in name or "backend" in name}
+
+    @pytest.mark.parametrize("requests", [0, 3])
+    def test_one_half_may_be_empty(self, requests):
+        first, second = extend_batch().split(requests)
+        assert (first.batch_size, second.batch_size) == (requests, 3 - requests)
+        assert first.num_tokens + second.num_tokens == 6
+
+    def test_decode_batch_splits_by_request(self):
+        first, second = make(3).split(1)
+        assert (first.num_tokens, second.num_tokens) == (1, 2)
+
+    def test_padded_batch_is_refused(self):
+        batch = make(2, tokens=4)
+        with pytest.raises(PlanError, match=r"4 rows for 2 tokens"):
+            batch.split(1)
+
+    def test_split_point_outside_is_refused(self):
+        with pytest.raises(PlanError, match=r"3 requests .* after 4"):
+            extend_batch().split(4)
+
+
+class TestPlanForForward:
+    def setup_method(self):
+        self.me = BackendId("mine")
+        self.batch = make(3)
+        self.batch.plan = Plan(self.me, ForwardMode.DECODE, query_rows=3, kv_rows=15)
+
+    def test_as_many_rows_as_planned(self):
+        """B5"""
+        assert self.batch.plan_for(self.me, 3, decode=True) is self.batch.plan
+
+    def test_more_rows_than_planned_are_padding(self):
+        """B5: the tail is padding."""
+        assert self.batch.plan_for(self.me, 5, decode=True).query_rows == 3
+
+    def test_fewer_rows_are_an_error_with_both_numbers(self):
+        """B5"""
+        with pytest.raises(PlanError, match=r"2 query rows.*3"):
+            self.batch.plan_for(self.me, 2, decode=True)
+
+    def test_plan_of_another_backend_is_never_used(self):
+        """B5"""
+        with pytest.raises(PlanError, match=r"other.*mine"):
+            self.batch.plan_for(BackendId("other"), 3, decode=True)
+
+    def test_plan_of_another_instance_of_the_same_backend_is_never_used(self):
+        """B5"""
+        with pytest.raises(PlanError, match="another instance"):
+            self.batch.plan_for(BackendId("mine"), 3, decode=True)
+
+    def test_plan_for_another_mode_is_never_used(self):
+        """B5"""
+        self.batch.forward_mode = ForwardMode.MIXED
+        with pytest.raises(PlanError, match=r"decode.*mixed"):
+            self.batch.plan_for(self.me, 3, decode=False)
+
+    def test_no_plan_says_what_to_do(self):
+        """B5"""
+        self.batch.plan = None
+        with pytest.raises(PlanError, match="init_forward_metadata"):
+            self.batch.plan_for(self.me, 3, decode=True)
+
+    @pytest.mark.parametrize(("mode", "decode"), [(ForwardMode.DECODE, False), (ForwardMode.EXTEND, True)])
+    def test_wrong_entry_for_the_mode(self, mode, decode):
+        self.batch.forward_mode = mode
+        with pytest.raises(PlanError, match=f"call forward_{'extend' if decode else 'decode'}"):
+            self.batch.plan_for(self.me, 3, decode=decode)
+
+    def test_part_of_a_wrappers_plan_is_found_at_any_depth(self):
+        """B5, A9: nested wrappers keep each child's plan."""
+        inner = Plan(self.me, ForwardMode.DECODE, 3, 15)
+        outer = Plan(
+            BackendId("a"),
+            ForwardMode.DECODE,
+            3,
+            None,
+            parts=(Plan(BackendId("b"), ForwardMode.DECODE, 3, None, parts=(inner,)),),
+        )
+        self.batch.plan = outer
+        assert self.batch.plan_for(self.me, 3, decode=True) is inner
+
+    def test_plan_cannot_be_changed(self):
+        """B5: the plan is a value."""
+        with pytest.raises(dataclasses.FrozenInstanceError):
+            self.batch.plan.query_rows = 4

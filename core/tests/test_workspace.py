@@ -1,0 +1,136 @@
+"""One workspace, owned in one place (A2)."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from attnplug import SCRATCH, WorkspaceError, WorkspaceKind, WorkspaceOwner
+from attnplug.workspace import CUTE_DSL_SCRATCH, TRTLLM_SEMAPHORES
+
+MiB = 1 << 20
+
+
+def test_same_contract_shares_one_allocation():
+    """A2: two backends with the same contract share one allocation."""
+    owner = WorkspaceOwner()
+    first = owner.request("flashinfer_mla", "cpu", SCRATCH, 384 * 1024)
+    second = owner.request("trtllm_mla", "cpu", SCRATCH, 150 * 1024)
+    assert first.buffer.data_ptr() == second.buffer.data_ptr()
+    assert owner.nbytes == 384 * 1024
+
+
+def test_asking_for_more_grows_it_for_everyone():
+    """A2: asking for more grows it."""
+    owner = WorkspaceOwner()
+    first = owner.request("a", "cpu", SCRATCH, MiB)
+    second = owner.request("b", "cpu", SCRATCH, 4 * MiB)
+    assert first.buffer.numel() == 4 * MiB
+    assert first.buffer is second.buffer
+
+
+def test_no_duplicate_remains_after_growing():
+    """A2: the total has no duplicate."""
+    owner = WorkspaceOwner()
+    owner.request("a", "cpu", SCRATCH, MiB)
+    owner.request("b", "cpu", SCRATCH, 4 * MiB)
+    gc.collect()
+    assert owner.nbytes == 4 * MiB
+
+
+def test_a_holder_of_the_old_buffer_shows_in_the_report():
+    """A2: the total is reported, with what is still held."""
+    owner = WorkspaceOwner()
+    held = owner.request("a", "cpu", SCRATCH, MiB).buffer
+    owner.request("b", "cpu", SCRATCH, 4 * MiB)
+    assert owner.report()[0].retired_bytes == held.numel() == MiB
+    assert owner.nbytes == 5 * MiB
+    del held
+    gc.collect()
+    assert owner.report()[0].retired_bytes == 0
+
+
+def test_zeroed_memory_is_zero_and_never_handed_out_as_scratch():
+    """A2: semaphore memory is a different kind from plain scratch."""
+    owner = WorkspaceOwner()
+    scratch = owner.request("a", "cpu", SCRATCH, 1024)
+    scratch.buffer.fill_(7)
+    semaphores = owner.request("trtllm_mla", "cpu", TRTLLM_SEMAPHORES, 1024)
+    assert semaphores.buffer.eq(0).all()
+    assert semaphores.buffer.data_ptr() != scratch.buffer.data_ptr()
+
+
+def test_zeroed_memory_is_zero_after_growing():
+    """A2"""
+    owner = WorkspaceOwner()
+    owner.request("a", "cpu", TRTLLM_SEMAPHORES, 64)
+    assert owner.request("b", "cpu", TRTLLM_SEMAPHORES, 1 << 16).buffer.eq(0).all()
+
+
+def test_cute_dsl_never_shares_with_trtllm():
+    """A2: CuTe-DSL kernels overwrite theirs."""
+    owner = WorkspaceOwner()
+    buffers = {
+        owner.request("backend", "cpu", kind, 1024).buffer.data_ptr()
+        for kind in (SCRATCH, TRTLLM_SEMAPHORES, CUTE_DSL_SCRATCH)
+    }
+    assert len(buffers) == 3
+
+
+def test_one_name_with_two_contracts_is_refused():
+    owner = WorkspaceOwner()
+    owner.request("a", "cpu", WorkspaceKind("mine", zeroed=True), 16)
+    with pytest.raises(WorkspaceError, match=r"'mine'.*zeroed=False.*zeroed=True"):
+        owner.request("b", "cpu", WorkspaceKind("mine"), 16)
+
+
+def test_report_gives_bytes_by_owner_and_kind():
+    """A2: a report of bytes by owner and kind."""
+    owner = WorkspaceOwner()
+    owner.request("a", "cpu", SCRATCH, 100)
+    owner.request("b", "cpu", SCRATCH, 300)
+    owner.request("a", "cpu", SCRATCH, 50)
+    owner.request("b", "cpu", TRTLLM_SEMAPHORES, 10)
+    report = {use.kind: use for use in owner.report()}
+    assert report["scratch"].nbytes == 300
+    assert report["scratch"].owners == {"a": 100, "b": 300}
+    assert report["trtllm-semaphores"].owners == {"b": 10}
+    assert report["trtllm-semaphores"].zeroed
+
+
+def test_frozen_workspace_serves_but_does_not_grow():
+    """Captured graphs hold its address."""
+    owner = WorkspaceOwner()
+    before = owner.request("a", "cpu", SCRATCH, 100).buffer
+    owner.freeze()
+    assert owner.request("b", "cpu", SCRATCH, 100).buffer is before
+    with pytest.raises(WorkspaceError, match=r"b asks for 101 bytes.*frozen at 100"):
+        owner.request("b", "cpu", SCRATCH, 101)
+    assert owner.report()[0].owners == {"a": 100, "b": 100}
+
+
+def test_refused_request_leaves_no_trace():
+    owner = WorkspaceOwner()
+    owner.freeze()
+    with pytest.raises(WorkspaceError):
+        owner.request("a", "cpu", SCRATCH, 8)
+    assert owner.report() == ()
+
+
+def test_asking_for_nothing_is_refused():
+    with pytest.raises(WorkspaceError, match="0 bytes"):
+        WorkspaceOwner().request("a", "cpu", SCRATCH, 0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_devices_do_not_share_and_one_device_has_one_name():
+    """A2: by (device, kind, size)."""
+    owner = WorkspaceOwner()
+    cpu = owner.request("a", "cpu", SCRATCH, 64)
+    unnamed = owner.request("a", "cuda", SCRATCH, 64)
+    named = owner.request("b", torch.device("cuda", torch.cuda.current_device()), SCRATCH, 64)
+    assert cpu.buffer.device.type == "cpu" and unnamed.buffer.device.type == "cuda"
+    assert unnamed is named
