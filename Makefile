@@ -7,7 +7,7 @@ PACKAGES := core
 EDITABLE := $(addprefix -e ./,$(PACKAGES))
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
-.PHONY: run test lint types tests bench gpu-test clean
+.PHONY: run test lint types tests bench docs gpu-test clean
 
 run: $(VENV)/installed
 	$(BIN)/attnplug check
@@ -17,12 +17,16 @@ test: lint types tests
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python docs/generate.py --check
 
 types: $(VENV)/installed-dev
 	$(BIN)/mypy
 
 tests: $(VENV)/installed-dev
 	$(BIN)/pytest -n 2
+
+docs: $(VENV)/installed-dev
+	$(BIN)/python docs/generate.py
 
 gpu-test: # on a GPU host whose python has the packages installed
 	$(PYTHON) -m pytest -m gpu

@@ -124,7 +124,7 @@ class TestOldFlag:
 
     def test_warns_once_per_process_and_not_once_per_call(self):
         """B3"""
-        with pytest.warns(DeprecationWarning):
+        with pytest.warns(DeprecationWarning, match="skip_attn_backend_init"):
             apply_skip_attn_backend_init(make(), True)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -135,7 +135,7 @@ class TestOldFlag:
         """B3"""
         batch = make()
         batch.mark_forward_metadata_ready()
-        with pytest.warns(DeprecationWarning):
+        with pytest.warns(DeprecationWarning, match="skip_attn_backend_init"):
             apply_skip_attn_backend_init(batch, False)
         assert not batch.needs_forward_metadata_init()
 
@@ -148,13 +148,13 @@ class TestOldFlag:
     def test_public_entry_accepts_it(self):
         """B3: accepted at the public entry points."""
         spy, batch = PlanningSpy(), make()
-        with pytest.warns(DeprecationWarning):
+        with pytest.warns(DeprecationWarning, match="skip_attn_backend_init"):
             plan_forward(spy, batch, skip_attn_backend_init=True)
         assert spy.planned == 0
 
     def test_warning_points_at_the_caller_of_the_entry(self):
         """B3: whoever still passes the flag learns where."""
-        with pytest.warns(DeprecationWarning) as caught:
+        with pytest.warns(DeprecationWarning, match="skip_attn_backend_init") as caught:
             plan_forward(PlanningSpy(), make(), skip_attn_backend_init=False)
         assert caught[0].filename == __file__
 

@@ -64,6 +64,7 @@ class Case:
     pages: str = "permuted"
     padding: int = 0
     cpu_lengths: bool = True
+    lse: bool = True
     seed: int = 0
 
     @property
@@ -177,19 +178,19 @@ class Stage:
     def new_rows(self, of: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat([rows[before:] for rows, (before, _) in zip(of, self.case.lengths, strict=True)])
 
-    def run(self, batch: ForwardBatch | None = None, **arguments) -> tuple[torch.Tensor, torch.Tensor]:
-        """Plan and run; returns the output and its log-sum-exp, padding rows included."""
+    def run(self, batch: ForwardBatch | None = None, **arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Plan and run; returns the output and, if the case asks, its log-sum-exp, padding rows included."""
         batch = batch or self.batch()
         batch.plan = batch.plan or self.backend.init_forward_metadata(batch)
         q, k = self.q, self.new_rows(self.keys)
         v = None if self.case.mla is not None else self.new_rows(self.values)
         if self.case.padding:
             q, k, v = (None if t is None else _padded(t, self.case.padding) for t in (q, k, v))
-        lse = torch.full(q.shape[:2], NAN, device=self.device)
+        lse = torch.full(q.shape[:2], NAN, device=self.device) if self.case.lse else None
         forward = self.backend.forward_decode if self.case.mode.is_decode else self.backend.forward_extend
         q, k, v = (None if t is None else t.to(self.device) for t in (q, k, v))
         out = forward(q, k, v, self.layer, batch, extras=ForwardExtras(lse=lse), **arguments)
-        return out.cpu(), lse.cpu()
+        return out.cpu(), None if lse is None else lse.cpu()
 
     def wanted(self) -> tuple[torch.Tensor, torch.Tensor]:
         stored = torch_dtype(self.case.kv_dtype or self.case.dtype)
@@ -230,7 +231,7 @@ def check(case: Case, device: str = "cpu") -> None:
     real = wanted.shape[0]
     if real:
         assert error(out[:real], wanted) <= TOLERANCE[case.dtype]
-        assert error(lse[:real], wanted_lse) <= TOLERANCE[case.dtype]
+        assert lse is None or error(lse[:real], wanted_lse) <= TOLERANCE[case.dtype]
     assert (out[real:] == 0).all()
     assert out.dtype is stage.dtype
 
@@ -249,7 +250,7 @@ def cases(draw, mla: bool) -> Case:
         heads=kv_heads * draw(st.sampled_from([1, 2, 4])),
         kv_heads=kv_heads,
         head_dim=draw(st.sampled_from([8, 16, 64])),
-        v_head_dim=draw(st.sampled_from([8, 24])),
+        v_head_dim=draw(st.sampled_from([8, 16, 24, 64])),
         mla=draw(st.sampled_from([MLADims(32, 16, 8), MLADims(64, 8, 0), MLADims(512, 128, 64)])) if mla else None,
         window=draw(st.sampled_from([None, None, 1, 7, 1000])),
         cap=draw(st.sampled_from([None, None, 5.0, 50.0])),
@@ -258,6 +259,7 @@ def cases(draw, mla: bool) -> Case:
         pages=draw(st.sampled_from(["permuted", "interleaved", "descending"])),
         padding=draw(st.sampled_from([0, 0, 1, 5])),
         cpu_lengths=draw(st.booleans()),
+        lse=draw(st.booleans()),
         seed=draw(st.integers(0, 1 << 16)),
     )
 
@@ -303,8 +305,9 @@ PAGE_EDGES = [
     ("lengths", "page_size"), [case[1:] for case in PAGE_EDGES], ids=[case[0] for case in PAGE_EDGES]
 )
 @pytest.mark.parametrize("pages", ["permuted", "interleaved", "descending"])
-def test_page_edges(lengths, page_size, pages, device):
-    check(Case(lengths, page_size=page_size, pages=pages), device)
+@pytest.mark.parametrize("lse", [True, False])
+def test_page_edges(lengths, page_size, pages, lse, device):
+    check(Case(lengths, page_size=page_size, pages=pages, lse=lse), device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -329,8 +332,9 @@ def test_long_prefill_is_cut_into_tiles(device, monkeypatch):
     from attnplug.torch_native import attention
 
     monkeypatch.setattr(attention, "_TILE_SCORES", 2000)
-    check(Case(((100, 90), (0, 61)), heads=4, kv_heads=2), device)
-    check(Case(((100, 90),), heads=4, kv_heads=2, window=9), device)
+    for lse in (True, False):
+        check(Case(((100, 90), (0, 61)), heads=4, kv_heads=2, lse=lse), device)
+        check(Case(((100, 90),), heads=4, kv_heads=2, window=9, lse=lse), device)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -96,12 +96,12 @@ class ForwardBatch:
             return False
         return (record.batch_size, record.num_tokens) != (self.batch_size, self.num_tokens)
 
-    def plan_for(self, planner: BackendId, rows: int, *, decode: bool) -> Plan:
+    def plan_for(self, planner: BackendId, rows: int, *, decode: bool | None = None) -> Plan:
         """The plan by which a backend's forward may run ``rows`` query rows; see :func:`claim_plan`.
 
-        ``decode`` says which entry it is: ``forward_decode`` or ``forward_extend``.
+        ``decode`` says which entry asks, ``forward_decode`` or ``forward_extend``, where the two differ.
         """
-        if decode is not self.forward_mode.is_decode and self.forward_mode is not ForwardMode.IDLE:
+        if decode not in (None, self.forward_mode.is_decode) and self.forward_mode is not ForwardMode.IDLE:
             called, right = ("decode", "extend") if decode else ("extend", "decode")
             raise PlanError(
                 f"forward_{called} of backend {planner.name} was called for a batch in mode {self.forward_mode}; "

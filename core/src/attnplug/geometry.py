@@ -6,7 +6,9 @@ planner.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -16,74 +18,87 @@ from attnplug.errors import PlanError
 from attnplug.plan import ForwardMode
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Geometry:
     """How many rows each request has, and where its cache rows lie.
 
-    ``query_lens`` and ``kv_lens`` are ``[requests]`` int64 on the CPU; ``page_table`` is ``[requests, pages]`` on the
+    ``query_lens`` and ``kv_lens`` are on the host, one per request; ``page_table`` is ``[requests, pages]`` on the
     device that will read the cache. New tokens are the last ``query_lens`` rows of a request's ``kv_lens``.
     """
 
     mode: ForwardMode
-    query_lens: Tensor
-    kv_lens: Tensor
+    query_lens: Sequence[int]
+    kv_lens: Sequence[int]
     page_table: Tensor
     page_size: int
 
     @classmethod
     def of(cls, batch: ForwardBatch, page_size: int) -> Geometry:
         """The geometry of a batch, checked. Copies nothing from the device where the batch has its CPU lengths."""
-        query_lens, kv_lens = batch.query_lens_cpu().long(), batch.kv_lens_cpu().long()
-        requests = batch.batch_size
-        if not query_lens.shape[0] == kv_lens.shape[0] == batch.page_table.shape[0] == requests:
-            raise PlanError(
-                f"the batch has {requests} requests, but {query_lens.shape[0]} query lengths, "
-                f"{kv_lens.shape[0]} CPU lengths and {batch.page_table.shape[0]} rows in its page table"
-            )
+        query_lens: list[int] = batch.query_lens_cpu().tolist()
+        kv_lens: list[int] = batch.kv_lens_cpu().tolist()
         geometry = cls(batch.forward_mode, query_lens, kv_lens, batch.page_table, page_size)
-        if requests:
-            geometry._check(batch.num_tokens)
+        geometry._check(batch.batch_size, batch.num_tokens)
         return geometry
 
-    @property
+    @cached_property
     def query_rows(self) -> int:
-        return int(self.query_lens.sum())
+        return sum(self.query_lens)
 
-    @property
+    @cached_property
     def kv_rows(self) -> int:
-        return int(self.kv_lens.sum())
+        return sum(self.kv_lens)
 
-    def _check(self, rows: int) -> None:
+    def _check(self, requests: int, rows: int) -> None:
+        if not len(self.query_lens) == len(self.kv_lens) == self.page_table.shape[0] == requests:
+            raise PlanError(
+                f"the batch has {requests} requests, but {len(self.query_lens)} query lengths, "
+                f"{len(self.kv_lens)} CPU lengths and {self.page_table.shape[0]} rows in its page table"
+            )
         if rows < self.query_rows:
             raise PlanError(f"the batch has {rows} input rows for {self.query_rows} new tokens")
-        bad = torch.nonzero((self.query_lens < 0) | (self.query_lens > self.kv_lens)).flatten()
-        if bad.numel():
-            request = int(bad[0])
-            raise PlanError(
-                f"request {request} has {int(self.query_lens[request])} new tokens but only "
-                f"{int(self.kv_lens[request])} rows in all; seq_lens counts the new tokens too"
-            )
-        capacity, longest = self.page_table.shape[1] * self.page_size, int(self.kv_lens.max())
+        for request, (new, total) in enumerate(zip(self.query_lens, self.kv_lens, strict=True)):
+            if not 0 <= new <= total:
+                raise PlanError(
+                    f"request {request} has {new} new tokens but only {total} rows in all; "
+                    "seq_lens counts the new tokens too"
+                )
+        capacity, longest = self.page_table.shape[1] * self.page_size, max(self.kv_lens, default=0)
         if longest > capacity:
             raise PlanError(
-                f"request {int(self.kv_lens.argmax())} has {longest} rows, but the page table holds "
+                f"request {self.kv_lens.index(longest)} has {longest} rows, but the page table holds "
                 f"{self.page_table.shape[1]} pages of {self.page_size}, {capacity} rows"
             )
 
-    def slots(self, requests: Tensor, positions: Tensor) -> Tensor:
-        """Cache slots (``page * page_size + offset``, int64, on the table's device) of rows of requests.
-
-        ``requests`` and ``positions`` are CPU index tensors of one shape, or shapes that broadcast.
-        """
-        device = self.page_table.device
-        requests, positions = (t.to(device, non_blocking=True) for t in torch.broadcast_tensors(requests, positions))
-        pages = self.page_table[requests, positions // self.page_size].long()
-        return pages * self.page_size + positions % self.page_size
-
     def new_slots(self) -> Tensor:
-        """``[query_rows]``: the slot into which each new token's row is written."""
-        requests = torch.repeat_interleave(torch.arange(len(self.query_lens)), self.query_lens)
-        first_row = self.query_lens.cumsum(0) - self.query_lens
-        start = self.kv_lens - self.query_lens
-        positions = torch.arange(len(requests)) - first_row[requests] + start[requests]
-        return self.slots(requests, positions)
+        """``[query_rows]`` int64: the cache slot (``page * page_size + offset``) of each new token's row."""
+        lens = torch.tensor([self.query_lens, self.kv_lens], dtype=torch.int64)
+        requests = torch.arange(len(self.query_lens))
+        ends = lens[1]
+        if self.mode is not ForwardMode.DECODE:
+            requests = torch.repeat_interleave(requests, lens[0], output_size=self.query_rows)
+            # A request's last new row is its last row of all: count back from there.
+            ends = (lens[1] - lens[0].cumsum(0))[requests] + torch.arange(1, self.query_rows + 1)
+        device = self.page_table.device
+        positions = (ends - 1).to(device, non_blocking=True)
+        pages = self.page_table[requests.to(device, non_blocking=True), positions // self.page_size]
+        return pages.long() * self.page_size + positions % self.page_size
+
+    def cache_slots(self, requests: Sequence[int]) -> Tensor:
+        """``[requests, longest]`` int64: the slots of all cache rows of some requests, one request a row.
+
+        A shorter request is padded by repeating its own last slot, so that padding never touches other memory.
+        """
+        lens = [self.kv_lens[request] for request in requests]
+        longest = max(lens)
+        table = self.page_table[:, : -(-longest // self.page_size)]
+        device = table.device
+        if len(requests) != table.shape[0] or list(requests) != list(range(table.shape[0])):
+            table = table[torch.tensor(requests).to(device, non_blocking=True)]
+        slots = table.long().unsqueeze(2) * self.page_size + torch.arange(self.page_size, device=device)
+        slots = slots.flatten(1)[:, :longest]
+        if min(lens) == longest:
+            return slots
+        ends = torch.tensor(lens).to(device, non_blocking=True).unsqueeze(1)
+        beyond = torch.arange(longest, device=device) >= ends
+        return torch.where(beyond, slots.gather(1, ends - 1), slots)

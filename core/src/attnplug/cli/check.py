@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json as jsonlib
+import math
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from rich.console import Console
@@ -223,21 +224,26 @@ class Scene:
             self.pools.copy_pages(self.table.extend(self.rows[request], count))
         q, k, v = self._inputs(step)
         batch = self._batch(step)
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=self.device) if with_lse else None
-        extras = ForwardExtras(lse=lse) if with_lse else None
         started = self._now()
         plan_forward(backend, batch)
         planned = self._now()
         forward = backend.forward_decode if step.mode.is_decode else backend.forward_extend
-        out = forward(q, k, v, self.layer, batch, extras=extras)
+        out = forward(q, k, v, self.layer, batch)
         finished = self._now()
         wanted, wanted_lse = self._wanted(step, q)
+        error, lse_error = _largest_error(out, wanted), None
+        if with_lse:  # often another path of the same backend, so its output is checked again
+            lse = torch.full(q.shape[:2], float("nan"), device=self.device)
+            extras = ForwardExtras(lse=lse)
+            again = forward(q, None, None, self.layer, batch, save_kv_cache=False, extras=extras)
+            error = max(error, _largest_error(again, wanted), key=_nan_is_largest)
+            lse_error = _largest_error(lse, wanted_lse)
         return Result(
             layer=name,
             step=step.title,
             rows=q.shape[0],
-            error=_largest_error(out, wanted),
-            lse_error=_largest_error(lse, wanted_lse) if lse is not None else None,
+            error=error,
+            lse_error=lse_error,
             tolerance=tolerance,
             plan_ms=1e3 * (planned - started),
             forward_ms=1e3 * (finished - planned),
@@ -321,6 +327,10 @@ def _largest_error(found: Tensor, wanted: Tensor) -> float:
     return float(difference / wanted.abs().max().clamp(min=1.0))
 
 
+def _nan_is_largest(error: float) -> float:
+    return math.inf if math.isnan(error) else error
+
+
 def _show(console: Console, results: list[Result], json: bool) -> None:
     table = Table(box=None)
     for column in ("layer", "step"):
@@ -344,5 +354,10 @@ def _show(console: Console, results: list[Result], json: bool) -> None:
     wrong = sum(not result.holds for result in results)
     console.print(f"{len(results) - wrong} of {len(results)} checks hold against float64")
     if json:
-        fields = ("layer", "step", "rows", "error", "lse_error", "tolerance", "plan_ms", "forward_ms", "holds")
-        print(jsonlib.dumps([{name: getattr(result, name) for name in fields} for result in results], indent=2))
+        print(jsonlib.dumps([_as_json(result) for result in results], indent=2))
+
+
+def _as_json(result: Result) -> dict[str, object]:
+    """The result's fields and whether it holds; NaN, which JSON lacks, becomes null."""
+    values = {**asdict(result), "holds": result.holds}
+    return {name: None if isinstance(v, float) and math.isnan(v) else v for name, v in values.items()}

@@ -1,4 +1,4 @@
-"""Dense attention of some requests' queries over their gathered cache rows, in float32, tile by tile."""
+"""Dense attention of some requests' queries over their gathered cache rows, tile by tile."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from attnplug.torch_native.planner import Group
@@ -42,29 +43,51 @@ def attend(q: Tensor, k: Tensor, v: Tensor, group: Group, softmax: Softmax, lse:
     v_dim]``. Returns ``[requests, queries, heads, v_dim]`` in q's dtype and, if asked, the log-sum-exp
     ``[requests, queries, heads]`` float32.
     """
-    requests, queries, heads, _ = q.shape
-    kv_heads = k.shape[2]
-    shared = heads // kv_heads
-    # [requests, kv_heads, shared, queries, dim]: the query heads of one KV head become rows of one product.
-    grouped = q.float().unflatten(2, (kv_heads, shared)).permute(0, 2, 3, 1, 4)
-    keys, values = k.float().permute(0, 2, 3, 1), v.float().permute(0, 2, 1, 3)
-    out = q.new_empty(requests, queries, heads, v.shape[-1])
-    sums = torch.empty(requests, queries, heads, dtype=torch.float32, device=q.device) if lse else None
-    for tile in _tiles(group, requests * heads, softmax.window):
-        rows = grouped[:, :, :, tile.first : tile.last].flatten(2, 3)
-        scores = _products(rows, keys[..., tile.start : tile.stop]).mul_(softmax.scale)
-        if softmax.cap is not None:
-            scores = scores.div_(softmax.cap).tanh_().mul_(softmax.cap)
-        scores = scores.unflatten(2, (shared, tile.last - tile.first))
-        if (hidden := _hidden(group, tile, softmax.window)) is not None:
-            scores.masked_fill_(hidden[:, None, None], float("-inf"))
-        if sums is not None:
-            sums[:, tile.first : tile.last] = scores.logsumexp(-1).flatten(1, 2).transpose(1, 2)
-        weights = torch.softmax(scores, -1).flatten(2, 3)
-        attended = torch.matmul(weights, values[:, :, tile.start : tile.stop])
-        attended = attended.unflatten(2, (shared, tile.last - tile.first)).flatten(1, 2)
-        out[:, tile.first : tile.last] = attended.transpose(1, 2)
+    # torch's fused kernel wherever it can say all that is asked; it has neither a cap nor a log-sum-exp to give, and
+    # falls back to something slower than ours for values of another width.
+    fused = softmax.cap is None and not lse and k.shape[-1] == v.shape[-1]
+    # On a CPU, kernels for the short types are slower than float32, some a hundred times.
+    exact = not fused or q.device.type == "cpu"
+    dtype = torch.float32 if exact else q.dtype
+    queries, keys, values = (tensor.to(dtype).transpose(1, 2) for tensor in (q, k, v))
+    out = q.new_empty(*q.shape[:-1], v.shape[-1])
+    sums = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if lse else None
+    if not fused and k.shape[2] > 1:
+        keys, values = keys.contiguous(), values.contiguous()  # once, instead of inside every product
+    for tile in _tiles(group, group.requests * q.shape[2], softmax.window):
+        rows = queries[:, :, tile.first : tile.last]
+        seen_keys, seen_values = keys[:, :, tile.start : tile.stop], values[:, :, tile.start : tile.stop]
+        hidden = _hidden(group, tile, softmax.window)
+        if fused:
+            mask = None if hidden is None else ~hidden.unsqueeze(1)
+            result = F.scaled_dot_product_attention(
+                rows, seen_keys, seen_values, attn_mask=mask, scale=softmax.scale, enable_gqa=True
+            )
+        else:
+            result, tile_sums = _attend_by_parts(rows, seen_keys, seen_values, hidden, softmax)
+            if sums is not None:
+                sums[:, tile.first : tile.last] = tile_sums.transpose(1, 2)
+        out[:, tile.first : tile.last] = result.transpose(1, 2)
     return out, sums
+
+
+def _attend_by_parts(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, softmax: Softmax) -> tuple[Tensor, Tensor]:
+    """Attention with every intermediate at hand, all float32.
+
+    q ``[requests, heads, queries, dim]``, k and v ``[requests, kv_heads, keys, …]``, hidden ``[requests, queries,
+    keys]``. Returns the output and the log-sum-exp ``[requests, heads, queries]``.
+    """
+    kv_heads, queries = k.shape[1], q.shape[2]
+    # The query heads that share a KV head become rows of one product.
+    rows = q.unflatten(1, (kv_heads, -1)).flatten(2, 3)
+    scores = _products(rows, k.transpose(2, 3)).mul_(softmax.scale)
+    if softmax.cap is not None:
+        scores = scores.div_(softmax.cap).tanh_().mul_(softmax.cap)
+    if hidden is not None:
+        scores.unflatten(2, (-1, queries)).masked_fill_(hidden[:, None, None], float("-inf"))
+    sums = scores.logsumexp(-1).unflatten(2, (-1, queries)).flatten(1, 2)
+    result = torch.matmul(torch.softmax(scores, -1), v)
+    return result.unflatten(2, (-1, queries)).flatten(1, 2), sums
 
 
 def _products(rows: Tensor, keys: Tensor) -> Tensor:

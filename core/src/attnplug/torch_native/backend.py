@@ -50,33 +50,7 @@ class TorchNativeBackend:
         save_kv_cache: bool = True,
         extras: ForwardExtras | None = None,
     ) -> Tensor:
-        plan = batch.plan_for(self.backend_id, q.shape[0], decode=False)
-        return self._forward(q, k, v, layer, plan, save_kv_cache, extras)
-
-    def forward_decode(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        *,
-        save_kv_cache: bool = True,
-        extras: ForwardExtras | None = None,
-    ) -> Tensor:
-        plan = batch.plan_for(self.backend_id, q.shape[0], decode=True)
-        return self._forward(q, k, v, layer, plan, save_kv_cache, extras)
-
-    def _forward(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: LayerSpec,
-        plan: Plan,
-        save_kv_cache: bool,
-        extras: ForwardExtras | None,
-    ) -> Tensor:
+        plan = batch.plan_for(self.backend_id, q.shape[0])
         lse = self._lse(q, extras)
         metadata: NativeMetadata = plan.metadata
         if save_kv_cache:
@@ -97,6 +71,8 @@ class TorchNativeBackend:
                 return result.flatten(0, 1)
             out[rows] = result.flatten(0, 1)
         return out
+
+    forward_decode = forward_extend  # one new token per request is an extend by one
 
     def _read(self, layer: LayerSpec, group: Group) -> tuple[Tensor, Tensor]:
         """Keys ``[requests, keys, kv_heads, dim]`` and values of a group's requests."""

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from attnplug.geometry import Geometry
 
-# A group is padded to its longest request: it may waste half of what it reads, but only while the whole read stays
-# small; beyond that a group of its own is cheaper than the padding.
+# A group is padded to its longest request. Up to this many rows a request the padding costs less than another group.
 _SMALL_READ = 4096
+# A group reads at most this many rows: its keys and values are copied together before they are attended to.
 _LARGEST_READ = 1 << 17
 
 
@@ -20,8 +22,8 @@ class Group:
     """Requests with equally many new tokens, attended to in one go.
 
     ``rows`` ``[requests * queries]`` says which rows of q are theirs (``None``: all of q's planned rows, in order);
-    ``slots`` ``[requests, keys]`` where their cache rows lie, padded by repeating a request's own last row, so that
-    padding never touches memory of others. ``offsets`` ``[requests]`` is the position of a request's first query.
+    ``slots`` ``[requests, keys]`` where their cache rows lie. ``offsets`` is the position of each request's first
+    query, on the host and ``[requests]`` on the device.
     """
 
     rows: Tensor | None
@@ -47,52 +49,55 @@ class NativeMetadata:
 
 def plan_groups(geometry: Geometry) -> NativeMetadata:
     """Divide a batch into groups by query length, then by similar cache length."""
-    members = _memberships(geometry.query_lens.tolist(), geometry.kv_lens.tolist())
-    first_rows = geometry.query_lens.cumsum(0) - geometry.query_lens
-    groups = tuple(_group(geometry, torch.tensor(requests), first_rows) for requests in members)
-    if len(groups) == 1 and members[0] == sorted(members[0]):
-        groups = (replace(groups[0], rows=None),)
+    members = _memberships(geometry.query_lens, geometry.kv_lens)
+    first_rows = list(accumulate(geometry.query_lens, initial=0))
+    in_order = len(members) == 1 and members[0] == sorted(members[0])
+    groups = tuple(_group(geometry, requests, None if in_order else first_rows) for requests in members)
     return NativeMetadata(geometry.new_slots(), groups)
 
 
-def _memberships(query_lens: list[int], kv_lens: list[int]) -> list[list[int]]:
-    """The request numbers of each group, longest cache first; a group of all keeps the batch's own order."""
+def _memberships(query_lens: Sequence[int], kv_lens: Sequence[int]) -> list[list[int]]:
+    """The request numbers of each group. Requests that fit into one group keep the batch's own order."""
     by_queries: dict[int, list[int]] = {}
     for request, queries in enumerate(query_lens):
         if queries:
             by_queries.setdefault(queries, []).append(request)
     groups: list[list[int]] = []
     for requests in by_queries.values():
-        longest = max(kv_lens[request] for request in requests)
-        if longest * len(requests) <= min(2 * sum(kv_lens[r] for r in requests), _LARGEST_READ):
+        read = len(requests) * max(kv_lens[request] for request in requests)
+        if read <= min(2 * sum(kv_lens[request] for request in requests), _LARGEST_READ):
             groups.append(requests)
-            continue
-        current: list[int] = []
-        for request in sorted(requests, key=lambda r: -kv_lens[r]):
-            longest = kv_lens[current[0]] if current else 0
-            read = longest * (len(current) + 1)
-            wasteful = 2 * kv_lens[request] < longest and longest > _SMALL_READ
-            if current and (read > _LARGEST_READ or wasteful):
-                groups.append(current)
-                current = []
-            current.append(request)
-        groups.append(current)
+        else:
+            groups += _by_length(requests, kv_lens)
     return groups
 
 
-def _group(geometry: Geometry, requests: Tensor, first_rows: Tensor) -> Group:
-    queries = int(geometry.query_lens[requests[0]])
-    kv_lens = geometry.kv_lens[requests]
-    offsets = kv_lens - queries
-    keys = int(kv_lens.max())
-    positions = torch.minimum(torch.arange(keys)[None, :], kv_lens[:, None] - 1)
+def _by_length(requests: list[int], kv_lens: Sequence[int]) -> list[list[int]]:
+    """Longest first; a request that would waste more than half of a large read starts a group of its own."""
+    groups: list[list[int]] = []
+    for request in sorted(requests, key=lambda request: -kv_lens[request]):
+        longest = kv_lens[groups[-1][0]] if groups else 0
+        wasteful = longest > _SMALL_READ and 2 * kv_lens[request] < longest
+        if not groups or wasteful or longest * (len(groups[-1]) + 1) > _LARGEST_READ:
+            groups.append([])
+        groups[-1].append(request)
+    return groups
+
+
+def _group(geometry: Geometry, requests: list[int], first_rows: list[int] | None) -> Group:
+    queries = geometry.query_lens[requests[0]]
+    offsets = [geometry.kv_lens[request] - queries for request in requests]
     device = geometry.page_table.device
+    rows = None
+    if first_rows is not None:
+        starts = torch.tensor([first_rows[request] for request in requests])
+        rows = (starts.unsqueeze(1) + torch.arange(queries)).flatten().to(device, non_blocking=True)
     return Group(
-        rows=(first_rows[requests][:, None] + torch.arange(queries)[None, :]).flatten().to(device, non_blocking=True),
-        slots=geometry.slots(requests[:, None], positions),
-        offsets=offsets.to(device, non_blocking=True),
+        rows=rows,
+        slots=geometry.cache_slots(requests),
+        offsets=torch.tensor(offsets).to(device, non_blocking=True),
         queries=queries,
-        keys=keys,
-        smallest_offset=int(offsets.min()),
-        largest_offset=int(offsets.max()),
+        keys=max(offsets) + queries,
+        smallest_offset=min(offsets),
+        largest_offset=max(offsets),
     )

@@ -1,0 +1,54 @@
+"""What holds across the packages of the workspace."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+from packaging.requirements import Requirement
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = {
+    path.parent.relative_to(ROOT).as_posix(): tomllib.loads(path.read_text())["project"]
+    for pattern in ("core", "engine", "conformance", "plugins/*", "bridges/*")
+    for path in ROOT.glob(f"{pattern}/pyproject.toml")
+}
+PINNED = {
+    Requirement(line).name.lower().replace("_", "-")
+    for line in (ROOT / "constraints.txt").read_text().splitlines()
+    if line and not line.startswith("#")
+}
+
+
+def test_all_packages_share_one_version():
+    assert len({project["version"] for project in PACKAGES.values()}) == 1
+
+
+def test_the_changelog_knows_the_version():
+    version = PACKAGES["core"]["version"]
+    assert re.search(rf"^## {re.escape(version)}\b", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+
+
+def test_the_makefile_installs_every_package():
+    (line,) = re.findall(r"^PACKAGES := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(line.split()) == set(PACKAGES)
+
+
+def test_published_requirements_are_ranges_and_ci_pins_each():
+    for name, project in PACKAGES.items():
+        for text in project["dependencies"]:
+            requirement = Requirement(text)
+            assert not any(part.operator in ("==", "===", "~=") for part in requirement.specifier), f"{name}: {text}"
+            if not requirement.name.startswith("attnplug"):
+                assert requirement.name.lower() in PINNED, f"{name}: {text} is not in constraints.txt"
+
+
+def test_every_package_carries_the_license():
+    for name in PACKAGES:
+        assert (ROOT / name / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+
+
+def test_every_package_is_typed():
+    for name in PACKAGES:
+        assert list((ROOT / name).glob("src/*/py.typed")), name
