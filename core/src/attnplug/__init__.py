@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from attnplug.capabilities import Capabilities
 from attnplug.chunks import Chunk, Span, plan_prefix_chunks
 from attnplug.claims import Claims, PageSizes
 from attnplug.contract import CONTRACT_VERSION
@@ -24,13 +25,14 @@ from attnplug.errors import (
 )
 from attnplug.hooks import bind_hook
 from attnplug.hookspecs import hookimpl
+from attnplug.loading import Registered
 from attnplug.model import AttentionKind, Feature, LayerSpec, LinearDims, MLADims, ModelSpec
 from attnplug.plan import BackendId, ForwardMode, Plan, PlanRecord, claim_plan
 from attnplug.problem import DType, GraphLevel, Problem, Role
 from attnplug.refusal import Refusal, RefusalCode
-from attnplug.registry import Registered, Registry, load_registry
+from attnplug.registry import Registry, load_registry
 from attnplug.select import BackendRequest, Selection, SelectionError, explain, select
-from attnplug.spec import BackendSpec, Capabilities
+from attnplug.spec import BackendSpec
 
 if TYPE_CHECKING:
     from attnplug.backend import (

@@ -13,13 +13,13 @@ from torch import Tensor
 
 from attnplug.batch import ForwardBatch
 from attnplug.claims import Claims
-from attnplug.errors import BackendError
+from attnplug.errors import AttnplugError, BackendError, describe_error
 from attnplug.hooks import bind_hook
 from attnplug.kv import KVPools
+from attnplug.loading import Registered
 from attnplug.model import LayerSpec, ModelSpec
 from attnplug.plan import BackendId, Plan
 from attnplug.problem import DType, Role
-from attnplug.registry import Registered
 from attnplug.workspace import WorkspaceOwner
 
 
@@ -215,9 +215,13 @@ def build_backend(registered: Registered, context: BackendContext) -> AttentionB
         factory: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
             factory = getattr(factory, part)
-    except Exception as error:  # kernel libraries raise anything on import, not only ImportError
-        raise BackendError(f"{who}: importing {spec.factory} failed with {type(error).__name__}: {error}") from error
-    backend = factory(context)
+        if not callable(factory):
+            raise BackendError(f"{who}: {spec.factory} is {factory!r}, which cannot be called to build a backend")
+        backend = factory(context)
+    except (AttnplugError, KeyboardInterrupt):
+        raise
+    except BaseException as error:  # kernel libraries raise anything on import, not only ImportError
+        raise BackendError(f"{who}: {spec.factory} cannot be built: {describe_error(error)}") from error
     problems = list(backend_problems(backend))
     if problems:
         raise BackendError(

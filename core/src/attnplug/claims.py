@@ -40,7 +40,9 @@ class PageSizes:
     def __str__(self) -> str:
         if self.kernel is None:
             return "any"
-        return " or ".join(f"a multiple of {size}" if size > 1 else "any" for size in sorted(self.kernel))
+        if 1 in self.kernel:
+            return "any"
+        return " or ".join(f"a multiple of {size}" for size in sorted(self.kernel))
 
 
 def _claim(default: Any, weaker: Callable[[Any, Any], Any]) -> Any:

@@ -15,9 +15,10 @@ CONTRACT_VERSION = f"{MAJOR}.{MINOR}"
 
 def contract_problem(declared: object) -> str | None:
     """Why a backend written for ``declared`` cannot run on this core; ``None`` if it can."""
-    match = re.fullmatch(r"(\d+)\.(\d+)", declared) if isinstance(declared, str) else None
+    match = re.fullmatch(r"(\d{1,4})\.(\d{1,4})", declared) if isinstance(declared, str) else None
     if match is None:
-        return f"contract {declared!r} is not a version; write MAJOR.MINOR as a string, such as {CONTRACT_VERSION!r}"
+        shown = repr(declared)[:20]
+        return f"contract {shown} is not a version; write MAJOR.MINOR as a string, such as {CONTRACT_VERSION!r}"
     major, minor = int(match[1]), int(match[2])
     if major > MAJOR or (major == MAJOR and minor > MINOR):
         return (

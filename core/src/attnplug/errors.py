@@ -8,6 +8,17 @@ the message without a traceback and exits with ``exit_code``.
 from __future__ import annotations
 
 
+def describe_error(error: BaseException) -> str:
+    """An exception of somebody else's code in one text; ours speak for themselves."""
+    if isinstance(error, AttnplugError):
+        return str(error)
+    try:
+        text = str(error)
+    except Exception:  # an exception that cannot even be printed is still to be reported
+        text = "(its message cannot be printed)"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 class AttnplugError(Exception):
     """Base of all: something was refused, or a check failed."""
 

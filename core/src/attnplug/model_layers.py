@@ -294,6 +294,7 @@ def _nemotron_h(config: Config) -> Layers:
 
 
 READERS: Mapping[str, Reader] = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32"), _latent_layers),
     "kimi_linear": _kimi_linear,
     "qwen3_next": _gdn_hybrid,
     "qwen3_5_text": _gdn_hybrid,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
-from attnplug.errors import UsageError
+from attnplug.errors import UsageError, describe_error
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
@@ -26,14 +26,22 @@ def options_problems(options: object) -> Iterator[str]:
     except Exception as error:
         yield f"options class {options.__name__} has annotations that cannot be read: {error}"
         return
+    complete = True
     for field in dataclasses.fields(options):
         if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             yield f"option {field.name} has no default"
+            complete = False
         if not _readable(hints[field.name]):
             yield (
                 f"option {field.name} has type {_type_name(hints[field.name])}; "
                 "use bool, int, float, str, Literal, an Enum, or one of them with None"
             )
+            complete = False
+    if complete:
+        try:
+            options()
+        except Exception as error:  # its own __post_init__ may raise anything
+            yield f"options class {options.__name__} refuses its own defaults: {describe_error(error)}"
 
 
 def parse_options(name: str, options: type[Any] | None, settings: Mapping[str, str]) -> Any:
@@ -59,9 +67,9 @@ def parse_options(name: str, options: type[Any] | None, settings: Mapping[str, s
             ) from None
     try:
         return options(**values)
-    except (TypeError, ValueError) as error:  # the class's own __post_init__ refuses a value
+    except Exception as error:  # the class's own __post_init__ refuses a value, by whatever exception
         given = ", ".join(f"{name}.{key}={text}" for key, text in settings.items())
-        raise UsageError(f"backend {name} refuses its options ({given}): {error}") from error
+        raise UsageError(f"backend {name} refuses its options ({given}): {describe_error(error)}") from error
 
 
 def split_settings(settings: Iterable[str]) -> dict[str, dict[str, str]]:
@@ -82,10 +90,17 @@ def describe_options(options: type[Any]) -> str:
     """One line per option: name, type and default."""
     hints = get_type_hints(options)
     return "\n".join(
-        f"  {field.name}: {_type_name(hints[field.name])} = {_default(field)!r}"
+        f"  {field.name}: {_type_name(hints[field.name])} = {_written(_default(field))}"
         for field in dataclasses.fields(options)
         if field.init
     )
+
+
+def _written(value: object) -> str:
+    """A value as a person would type it."""
+    if isinstance(value, Enum):
+        return str(value.value)
+    return str(value).lower() if value is None or isinstance(value, bool) else repr(value)
 
 
 def _default(field: dataclasses.Field[Any]) -> object:

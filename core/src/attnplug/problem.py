@@ -8,6 +8,8 @@ from enum import IntEnum, StrEnum
 from attnplug.errors import UsageError
 from attnplug.model import ModelSpec
 
+LARGEST_PAGE = 1 << 16
+
 
 class Role(StrEnum):
     """What a backend is chosen for. Each role can have a backend of its own."""
@@ -84,8 +86,10 @@ class Problem:
     tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
-        if self.page_size is not None and self.page_size < 1:
-            raise UsageError(f"--page-size {self.page_size} is not a page size; give a number of tokens, 1 or more")
+        if self.page_size is not None and not 1 <= self.page_size <= LARGEST_PAGE:
+            raise UsageError(
+                f"--page-size {self.page_size} is not a page size; give a number of tokens from 1 to {LARGEST_PAGE}"
+            )
         if self.speculative_tokens < 0:
             raise UsageError(f"--speculative-tokens {self.speculative_tokens} is negative; 0 turns speculation off")
         if self.tensor_parallel < 1:
@@ -102,6 +106,6 @@ class Problem:
             needed += [Role.PREFILL, Role.DECODE]
         if self.model.linear_layers:
             needed.append(Role.LINEAR)
-        if self.speculative_tokens:
+        if self.speculative_tokens and self.model.full_layers:
             needed.append(Role.DRAFT)
         return tuple(needed)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -44,10 +45,25 @@ class Refusal:
         return {
             "code": str(self.code),
             "message": self.message,
-            "value": self.value,
-            "allowed": self.allowed,
+            "value": _plain(self.value),
+            "allowed": _plain(self.allowed),
             "option": self.option,
         }
 
     def __str__(self) -> str:
         return f"{self.message} (change {self.option})" if self.option else self.message
+
+
+def _plain(value: object) -> object:
+    """What JSON can hold, whatever a plugin's own check put there."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Set):
+        return sorted((_plain(item) for item in value), key=str)
+    return str(value)

@@ -25,6 +25,7 @@ def requirement_refusal(requirement: str) -> Refusal | None:
     found = installed_version(wanted.name)
     if found is not None and wanted.specifier.contains(found, prereleases=True):
         return None
+    extras = f"[{','.join(sorted(wanted.extras))}]" if wanted.extras else ""
     allowed = str(wanted.specifier) or "any version"
     state = f"is {found}" if found is not None else "is not installed"
     needs = f"{wanted.name} {wanted.specifier}".strip()
@@ -33,7 +34,7 @@ def requirement_refusal(requirement: str) -> Refusal | None:
         f"it needs {needs}, which {state}",
         value=found,
         allowed=allowed,
-        option=f"pip install '{wanted.name}{wanted.specifier}'",
+        option=f"pip install '{wanted.name}{extras}{wanted.specifier}'",
     )
 
 

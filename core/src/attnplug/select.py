@@ -13,10 +13,11 @@ from typing import Any
 
 from attnplug.claims import PageSizes
 from attnplug.errors import AttnplugError, UsageError
+from attnplug.loading import Registered
 from attnplug.options import parse_options
 from attnplug.problem import Problem, Role
 from attnplug.refusal import Refusal
-from attnplug.registry import Registered, Registry
+from attnplug.registry import Registry
 
 AUTO = "auto"
 DEFAULT_PAGE_SIZE = 64
@@ -34,6 +35,10 @@ class BackendRequest:
         """The name asked for in a role. ``--attention-backend`` speaks of full attention, not of linear layers."""
         return self.roles.get(role, AUTO if role is Role.LINEAR else self.attention)
 
+    def option_for(self, role: Role) -> str:
+        """The option that decides the role."""
+        return role.option if role in self.roles or role is Role.LINEAR else "--attention-backend"
+
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
@@ -49,8 +54,13 @@ class RoleChoice:
 
     role: Role
     requested: str
+    option: str
     chosen: Registered | None
     candidates: tuple[Candidate, ...]
+
+    @property
+    def chosen_name(self) -> str | None:
+        return None if self.chosen is None else self.chosen.spec.name
 
     @property
     def why(self) -> str:
@@ -58,7 +68,7 @@ class RoleChoice:
         if self.chosen is None:
             return "nothing can serve"
         if self.requested != AUTO:
-            return f"asked for by {self.role.option} or --attention-backend"
+            return f"asked for by {self.option}"
         usable = [candidate.backend.spec for candidate in self.candidates if not candidate.refusals]
         refused = len(self.candidates) - len(usable)
         others = ", ".join(spec.name for spec in usable if spec.name != self.chosen.spec.name)
@@ -98,7 +108,7 @@ class SelectionError(AttnplugError):
 
 def explain(registry: Registry, request: BackendRequest, problem: Problem) -> Selection:
     """Judge every role. Only a request that cannot be understood is an error here; a refusal is an answer."""
-    choices = {role: _choose(registry, request.name_for(role), role, problem) for role in problem.roles()}
+    choices = {role: _choose(registry, request, role, problem) for role in problem.roles()}
     for role, name in request.roles.items():
         if role not in choices and name != AUTO:
             registry.get(name)  # a wrong name is an error even where the role is not needed
@@ -115,7 +125,8 @@ def select(registry: Registry, request: BackendRequest, problem: Problem) -> Sel
     return selection
 
 
-def _choose(registry: Registry, requested: str, role: Role, problem: Problem) -> RoleChoice:
+def _choose(registry: Registry, request: BackendRequest, role: Role, problem: Problem) -> RoleChoice:
+    requested = request.name_for(role)
     asked = None if requested == AUTO else registry.get(requested)
     candidates = [
         Candidate(backend, tuple(backend.spec.refusals(problem, role)))
@@ -124,7 +135,7 @@ def _choose(registry: Registry, requested: str, role: Role, problem: Problem) ->
         )
     ]
     usable = [c.backend for c in candidates if not c.refusals and asked in (None, c.backend)]
-    return RoleChoice(role, requested, usable[0] if usable else None, tuple(candidates))
+    return RoleChoice(role, requested, request.option_for(role), usable[0] if usable else None, tuple(candidates))
 
 
 def _unneeded(role: Role) -> str:
@@ -153,7 +164,7 @@ def _options(registry: Registry, request: BackendRequest, choices: Mapping[Role,
     for name, settings in request.options.items():
         backend = registry.get(name)
         parse_options(name, backend.spec.options, settings)
-        if name not in chosen | asked:
+        if settings and name not in chosen | asked:
             given = next(iter(settings))
             raise UsageError(
                 f"--backend-option {name}.{given} is given, but {name} is not chosen for any role "
@@ -170,9 +181,8 @@ def render(selection: Selection, *, only_unserved: bool = False) -> Iterator[str
     yield from _inputs(selection)
     for choice in selection.unserved if only_unserved else selection.choices.values():
         yield ""
-        name = choice.chosen.spec.name if choice.chosen is not None else None
-        if name is not None:
-            yield f"{choice.role}: {name} ({choice.why})"
+        if choice.chosen_name is not None:
+            yield f"{choice.role}: {choice.chosen_name} ({choice.why})"
         elif choice.requested != AUTO:
             yield f"{choice.role}: {choice.requested} was asked for and cannot serve"
         elif choice.candidates:

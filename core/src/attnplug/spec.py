@@ -7,108 +7,19 @@ test skips and documentation tables ask the same function.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import redirect_stdout
 from dataclasses import dataclass, field
-from enum import Enum
-from typing import Any, TypeVar
+from typing import Any
 
-from attnplug.claims import Claims, PageSizes
-from attnplug.errors import PluginError
-from attnplug.model import AttentionKind, Feature, LayerSpec
+from attnplug.capabilities import Capabilities
+from attnplug.errors import PluginError, describe_error
+from attnplug.model import AttentionKind, LayerSpec
 from attnplug.options import options_problems
-from attnplug.problem import DType, GraphLevel, Problem, Role
+from attnplug.problem import GraphLevel, Problem, Role
 from attnplug.refusal import Refusal, RefusalCode
 from attnplug.requirement import requirement_problem, requirement_refusal
-
-DEVICES = ("cpu", "cuda")
-
-_Member = TypeVar("_Member", bound=Enum)
-
-
-@dataclass(frozen=True, slots=True)
-class Capabilities:
-    """What a backend can do, as data. What is not claimed here is refused.
-
-    ``head_dims`` are (query/key, value) widths for MHA, ``mla_dims`` are (kv_lora_rank, rope) widths for MLA;
-    ``None`` means any. ``kv_dtypes`` left out means the same as ``dtypes``. ``min_sm`` and ``max_sm`` bound the
-    compute capability on CUDA, both inclusive. ``extras`` names the fields of ``ForwardExtras`` it honours.
-    """
-
-    kinds: frozenset[AttentionKind]
-    devices: frozenset[str]
-    dtypes: frozenset[DType]
-    kv_dtypes: frozenset[DType] = frozenset()
-    roles: frozenset[Role] = frozenset({Role.PREFILL, Role.DECODE})
-    min_sm: int | None = None
-    max_sm: int | None = None
-    page_sizes: PageSizes = PageSizes()
-    head_dims: frozenset[tuple[int, int]] | None = None
-    mla_dims: frozenset[tuple[int, int]] | None = None
-    features: frozenset[Feature] = frozenset()
-    max_speculative_tokens: int = 0
-    cuda_graph: GraphLevel = GraphLevel.NEVER
-    needs_cpu_seq_lens: bool = True
-    extras: frozenset[str] = frozenset()
-
-    def __post_init__(self) -> None:
-        def normalise(name: str, value: object) -> None:
-            object.__setattr__(self, name, value)
-
-        normalise("kinds", _members("kinds", self.kinds, AttentionKind))
-        normalise("roles", _members("roles", self.roles, Role))
-        normalise("dtypes", _members("dtypes", self.dtypes, DType))
-        normalise("kv_dtypes", _members("kv_dtypes", self.kv_dtypes, DType) or self.dtypes)
-        normalise("features", _members("features", self.features, Feature))
-        normalise("devices", frozenset(_several("devices", self.devices)))
-        normalise("extras", frozenset(_several("extras", self.extras)))
-        for name in ("head_dims", "mla_dims"):
-            pairs = getattr(self, name)
-            if pairs is not None:
-                normalise(name, frozenset(tuple(pair) for pair in _several(name, pairs)))
-
-    @property
-    def claims(self) -> Claims:
-        """The run-time claims of a backend that is exactly as good as its spec says."""
-        return Claims(
-            cuda_graph=self.cuda_graph, page_sizes=self.page_sizes, needs_cpu_seq_lens=self.needs_cpu_seq_lens
-        )
-
-    def contradictions(self) -> Iterator[str]:
-        """Every way in which these capabilities contradict themselves."""
-        linear = {kind for kind in self.kinds if kind.is_linear}
-        full = self.kinds - linear
-        for name in ("kinds", "devices", "dtypes", "roles"):
-            if not getattr(self, name):
-                yield f"{name} is empty, so it could never be chosen"
-        for device in sorted(self.devices - set(DEVICES)):
-            yield f"device {device!r} is unknown; known are {', '.join(DEVICES)}"
-        if self.kinds and self.roles:
-            if linear and Role.LINEAR not in self.roles:
-                yield f"it claims the linear kinds {_listed(linear)} but not the role linear"
-            if Role.LINEAR in self.roles and not linear:
-                yield f"it claims the role linear but no linear kind, only {_listed(full)}"
-            if full and self.roles == {Role.LINEAR}:
-                yield f"it claims the kinds {_listed(full)} but only the role linear"
-            if not full and self.roles - {Role.LINEAR}:
-                yield f"it claims the roles {_listed(self.roles - {Role.LINEAR})} but only linear kinds"
-        if (self.min_sm is not None or self.max_sm is not None) and "cuda" not in self.devices:
-            yield f"it bounds the SM but its devices are {_listed(self.devices)}, without cuda"
-        if self.min_sm is not None and self.max_sm is not None and self.min_sm > self.max_sm:
-            yield f"min_sm {self.min_sm} is above max_sm {self.max_sm}"
-        if self.cuda_graph > GraphLevel.NEVER and "cuda" not in self.devices:
-            yield f"it claims CUDA graphs ({self.cuda_graph.name}) but its devices are {_listed(self.devices)}"
-        if self.page_sizes.kernel is not None and any(size < 1 for size in self.page_sizes.kernel):
-            yield f"page sizes {sorted(self.page_sizes.kernel)} hold one below 1"
-        if self.page_sizes.kernel is not None and not self.page_sizes.kernel:
-            yield "page_sizes allows no page size at all"
-        if self.mla_dims is not None and AttentionKind.MLA not in self.kinds:
-            yield f"it gives mla_dims but does not claim the kind mla, only {_listed(self.kinds)}"
-        if self.head_dims is not None and AttentionKind.MHA not in self.kinds:
-            yield f"it gives head_dims but does not claim the kind mha, only {_listed(self.kinds)}"
-        if self.max_speculative_tokens < 0:
-            yield f"max_speculative_tokens {self.max_speculative_tokens} is negative"
-        if Role.DRAFT in self.roles and not self.max_speculative_tokens:
-            yield "it claims the role draft but max_speculative_tokens is 0"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +44,6 @@ class BackendSpec:
     preference: int = 0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "requires", tuple(_several("requires", self.requires)))
         problems = list(self._problems())
         if problems:
             raise PluginError(f"backend {self.name!r}: " + "; ".join(problems))
@@ -155,9 +65,10 @@ class BackendSpec:
             yield from self.capabilities.contradictions()
         else:
             yield f"capabilities {self.capabilities!r} must be Capabilities(...)"
-        for requirement in self.requires:
-            if (problem := requirement_problem(requirement)) is not None:
-                yield problem
+        if isinstance(self.requires, tuple | list):
+            yield from (problem for text in self.requires if (problem := requirement_problem(text)) is not None)
+        else:
+            yield f"requires {self.requires!r} must be a tuple of requirement strings"
         if self.options is not None:
             yield from options_problems(self.options)
 
@@ -179,14 +90,18 @@ class BackendSpec:
     def _own_refusals(self, problem: Problem, role: Role | None) -> list[Refusal]:
         assert self.check is not None
         try:
-            reasons = list(self.check(problem, role))
-        except Exception as error:  # a plugin's mistake must not take the other candidates with it (D2)
-            text = f"its own check failed with {type(error).__name__}: {error}"
+            with redirect_stdout(sys.stderr):  # what it prints must not end up in our output
+                found = self.check(problem, role)
+                if not isinstance(found, Iterable):
+                    raise TypeError(f"it returned {found!r}; return a list of Refusal")
+                reasons = list(found)
+            if wrong := [reason for reason in reasons if not isinstance(reason, Refusal)]:
+                raise TypeError(f"it returned {wrong[0]!r} in its list, which is not a Refusal")
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # a plugin's mistake must not take the other candidates with it (D2)
+            text = f"its own check failed with {describe_error(error)}"
             return [Refusal(RefusalCode.CHECK_FAILED, text, value=type(error).__name__)]
-        wrong = [reason for reason in reasons if not isinstance(reason, Refusal)]
-        if wrong:
-            text = f"its own check returned {wrong[0]!r}, which is not a Refusal"
-            return [Refusal(RefusalCode.CHECK_FAILED, text, value=repr(wrong[0]))]
         return reasons
 
 
@@ -252,7 +167,6 @@ def _role_refusals(can: Capabilities, problem: Problem, role: Role) -> Iterator[
 def _layer_refusals(can: Capabilities, problem: Problem, role: Role, layer: LayerSpec) -> Iterator[Refusal]:
     if layer.kind not in can.kinds:
         yield _outside(RefusalCode.KIND, "attention kind", layer.kind, can.kinds, role.option)
-        return
     for feature in sorted(layer.features - can.features):
         yield _outside(RefusalCode.FEATURE, "feature", feature, can.features, role.option)
     if layer.kind is AttentionKind.MHA and can.head_dims is not None:
@@ -295,24 +209,3 @@ def _sm_range(low: int | None, high: int | None) -> str:
     if high is None:
         return f"SM {low} or newer"
     return f"SM {low}" if low == high else f"SM {low} to {high}"
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(sorted(str(name) for name in names))
-
-
-def _several(name: str, values: object) -> tuple[Any, ...]:
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        raise PluginError(f"{name}={values!r} must be a set or list, not {type(values).__name__}")
-    return tuple(values)
-
-
-def _members(name: str, values: object, enum: type[_Member]) -> frozenset[_Member]:
-    known = {str(member.value): member for member in enum}
-    members = []
-    for value in _several(name, values):
-        text = str(value.value) if isinstance(value, Enum) else str(value)
-        if text not in known:
-            raise PluginError(f"{name} holds {value!r}; known are {', '.join(known)}")
-        members.append(known[text])
-    return frozenset(members)

@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from attnplug.cli import output
+
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
@@ -14,7 +16,17 @@ app = typer.Typer(
     help="Attention backends for LLM inference as plugins.",
 )
 
-Json = Annotated[bool, typer.Option("--json", help="Write JSON to standard output, everything else to standard error.")]
+
+def _reserve(json: bool) -> bool:
+    if json:
+        output.reserve_for_json()
+    return json
+
+
+Json = Annotated[
+    bool,
+    typer.Option("--json", callback=_reserve, help="Write JSON to standard output, everything else to standard error."),
+]
 Attention = Annotated[
     str,
     typer.Option("--attention-backend", metavar="NAME|auto", help="Backend for full attention, prefill and decode."),
@@ -133,7 +145,9 @@ def check(
     dtype: Annotated[str, typer.Option("--dtype", metavar="DTYPE", help="Element type of activations.")] = "float32",
     kv_dtype: KVType = None,
     page_size: PageSize = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the random inputs.")] = 0,
+    seed: Annotated[
+        int, typer.Option("--seed", metavar="N", min=0, max=2**63 - 1, help="Seed of the random inputs.")
+    ] = 0,
     backend_option: Settings = None,
     json: Json = False,
 ) -> None:

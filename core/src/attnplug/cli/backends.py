@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from attnplug.capabilities import Capabilities
+from attnplug.cli import output
 from attnplug.cli.text import table
 from attnplug.cli.warn import warn_of_names
 from attnplug.hardware import visible_gpus
+from attnplug.loading import Registered
 from attnplug.problem import GraphLevel, Problem
 from attnplug.refusal import Refusal
-from attnplug.registry import ALLOW_VARIABLE, Registered, Registry, load_registry
-from attnplug.spec import Capabilities
+from attnplug.registry import ALLOW_VARIABLE, Registry, load_registry
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,7 @@ def list_backends(*, json: bool, every: bool) -> None:
     registry = load_registry()
     rows = list(listing(registry, every))
     if json:
-        print(jsonlib.dumps([row.as_json() for row in rows], indent=2))
+        output.write_json([row.as_json() for row in rows])
     else:
         columns = ("name", "distribution", "contract", "supports", "status")
         cells = [(r.name, f"{r.distribution} {r.version}", r.contract or "", r.supports, r.text) for r in rows]

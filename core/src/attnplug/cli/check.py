@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 import math
 import sys
 import time
+import traceback
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
@@ -13,13 +13,16 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 from attnplug.backend import AttentionBackend, BackendContext, ForwardExtras, Limits, build_backend
 from attnplug.batch import ForwardBatch
+from attnplug.capabilities import DEVICES
+from attnplug.cli import output
 from attnplug.cli.warn import warn_of_plugins
 from attnplug.context import forward_context, plan_forward
-from attnplug.errors import UsageError
+from attnplug.errors import BackendError, UsageError, describe_error
 from attnplug.kv import KVPools, MHAPool, MLAPool, PageAllocator, SlotTable, torch_dtype
 from attnplug.model import AttentionKind, LayerSpec, MLADims, ModelSpec
 from attnplug.options import split_settings
@@ -28,8 +31,8 @@ from attnplug.problem import DType, Problem, Role
 from attnplug.reference import attention_float64
 from attnplug.registry import Registry, load_registry
 from attnplug.select import AUTO, BackendRequest, Selection, SelectionError, select
-from attnplug.spec import DEVICES
 from attnplug.workspace import WorkspaceOwner
+from attnplug.wrappers import SplitBackend
 
 _TOLERANCE = {DType.FLOAT32: 2e-6, DType.FLOAT16: 5e-3, DType.BFLOAT16: 2e-2}
 _MODEL_CONTEXT = 512
@@ -85,16 +88,17 @@ LAYERS = {
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One layer in one step: the largest errors and the time of plan and forward."""
+    """One layer in one step: the largest errors and the time of plan and forward, or what went wrong instead."""
 
     layer: str
     step: str
     rows: int
-    error: float
-    lse_error: float | None
     tolerance: float
-    plan_ms: float
-    forward_ms: float
+    error: float = math.nan
+    lse_error: float | None = None
+    plan_ms: float = math.nan
+    forward_ms: float = math.nan
+    failure: str | None = None
 
     @property
     def holds(self) -> bool:
@@ -103,7 +107,7 @@ class Result:
 
 
 def run_check(options: CheckOptions, *, json: bool) -> None:
-    console = Console(stderr=json, width=None if sys.stdout.isatty() else 120, highlight=False)
+    console = Console(stderr=json, width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
     registry = load_registry()
     warn_of_plugins(registry)
     device, sm = _device(options.device)
@@ -125,11 +129,12 @@ def run_check(options: CheckOptions, *, json: bool) -> None:
     if not served:
         raise next(iter(refused.values()))
     for name, selection in served.items():
-        choice = selection.choices[Role.PREFILL]
-        console.print(f"{name}: [bold]{selection.chosen(Role.PREFILL).spec.name}[/], {choice.why}")
+        for outcome in sorted({f"{choice.chosen_name}, {choice.why}" for choice in selection.choices.values()}):
+            console.print(f"{name}: {outcome}")
     for name, refusal in refused.items():
-        reasons = "; ".join(str(r) for choice in refusal.selection.unserved for r in choice.candidates[0].refusals)
-        console.print(f"{name}: [yellow]refused[/]: {reasons}")
+        first = [choice.candidates[0] for choice in refusal.selection.unserved]
+        reasons = dict.fromkeys(str(reason) for candidate in first for reason in candidate.refusals)
+        console.print(f"{name}: refused by {first[0].backend.spec.name}: {'; '.join(reasons)}", style="yellow")
     results = _run(console, served, device, options.seed)
     _show(console, results, json)
     sys.exit(0 if all(result.holds for result in results) else 1)
@@ -152,7 +157,7 @@ def _device(asked: str | None) -> tuple[torch.device, int | None]:
 
 def _introduce(console: Console, registry: Registry, device: torch.device, sm: int | None) -> None:
     place = torch.cuda.get_device_name(device) + f", SM {sm}" if device.type == "cuda" else "cpu"
-    console.print(f"[bold]attnplug check[/] on {place}, torch {torch.__version__}")
+    console.print(f"attnplug check on {place}, torch {torch.__version__}", style="bold")
     for name, backend in registry.backends.items():
         console.print(f"found {name} ({backend.source}): {backend.spec.summary}")
 
@@ -173,29 +178,46 @@ def _run(console: Console, served: dict[str, Selection], device: torch.device, s
 def _check_layer(name: str, selection: Selection, device: torch.device, seed: int) -> Iterator[Result]:
     problem = selection.problem
     assert problem.model is not None and problem.dtype is not None and problem.kv_dtype is not None
-    layer, page_size = problem.model.layers[0], selection.page_size
-    assert page_size is not None
-    scene = Scene(layer, problem.dtype, problem.kv_dtype, page_size, device, seed)
-    registered = selection.chosen(Role.PREFILL)
-    context = BackendContext(
-        name=registered.spec.name,
-        roles=frozenset({Role.PREFILL, Role.DECODE}),
-        model=problem.model,
-        device=device,
-        dtype=torch_dtype(problem.dtype),
-        kv_dtype=problem.kv_dtype,
-        page_size=page_size,
-        limits=Limits(max_requests=3, max_tokens=256, max_context=_MODEL_CONTEXT),
-        pools=scene.pools,
-        workspace=WorkspaceOwner(),
-        options=selection.options.get(registered.spec.name),
-    )
-    backend = build_backend(registered, context)
-    with_lse = "lse" in registered.spec.capabilities.extras
+    assert selection.page_size is not None
+    scene = Scene(problem.model.layers[0], problem.dtype, problem.kv_dtype, selection.page_size, device, seed)
+    backend = _build(selection, scene)
+    chosen = [selection.chosen(role) for role in selection.choices]
+    with_lse = all("lse" in registered.spec.capabilities.extras for registered in chosen)
     tolerance = _TOLERANCE[problem.dtype]
     with forward_context(backend):
         for step in STEPS:
-            yield scene.run(name, step, backend, with_lse, tolerance)
+            try:
+                yield scene.run(name, step, backend, with_lse, tolerance)
+            except Exception as error:
+                failure = f"{backend.backend_id.name}: {describe_error(error)}{_place(error)}"
+                yield Result(name, step.title, sum(step.new_tokens.values()), tolerance, failure=failure)
+                return  # what the cache holds now is anybody's guess
+
+
+def _build(selection: Selection, scene: Scene) -> AttentionBackend:
+    """The chosen backend, or a split of two where prefill and decode got different ones."""
+    problem = selection.problem
+    assert problem.model is not None and problem.kv_dtype is not None
+    built: dict[Role, AttentionBackend] = {}
+    for role in selection.choices:
+        registered = selection.chosen(role)
+        same = [other for other in built if selection.chosen(other) is registered]
+        context = BackendContext(
+            name=registered.spec.name,
+            roles=frozenset(other for other in selection.choices if selection.chosen(other) is registered),
+            model=problem.model,
+            device=scene.device,
+            dtype=scene.dtype,
+            kv_dtype=problem.kv_dtype,
+            page_size=scene.table.page_size,
+            limits=Limits(max_requests=3, max_tokens=256, max_context=_MODEL_CONTEXT),
+            pools=scene.pools,
+            workspace=scene.workspace,
+            options=selection.options.get(registered.spec.name),
+        )
+        built[role] = built[same[0]] if same else build_backend(registered, context)
+    prefill, decode = built[Role.PREFILL], built[Role.DECODE]
+    return prefill if prefill is decode else SplitBackend(prefill, decode)
 
 
 class Scene:
@@ -206,6 +228,7 @@ class Scene:
     ) -> None:
         self.layer, self.kv_dtype, self.device = layer, kv_dtype, device
         self.dtype = torch_dtype(dtype)
+        self.workspace = WorkspaceOwner()
         self._random = torch.Generator().manual_seed(seed)
         pages = 4 * (_MODEL_CONTEXT // page_size + 4)
         self.pools = _poisoned_pools(layer, pages, page_size, kv_dtype, device)
@@ -321,8 +344,17 @@ def _poisoned_pools(layer: LayerSpec, pages: int, page_size: int, kv_dtype: DTyp
     return KVPools(mha=mha)
 
 
+def _place(error: BaseException) -> str:
+    """Where an exception was raised: its last frame."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+
+
 def _largest_error(found: Tensor, wanted: Tensor) -> float:
     """Largest difference, relative to the largest magnitude where that is above 1. NaN anywhere gives NaN."""
+    if not isinstance(found, Tensor) or found.shape != wanted.shape:
+        shape = tuple(found.shape) if isinstance(found, Tensor) else repr(found)
+        raise BackendError(f"the result has shape {shape} and should have {tuple(wanted.shape)}")
     difference = (found.detach().cpu().double() - wanted).abs().max()
     return float(difference / wanted.abs().max().clamp(min=1.0))
 
@@ -348,13 +380,16 @@ def _show(console: Console, results: list[Result], json: bool) -> None:
             f"{result.tolerance:.0e}",
             f"{result.plan_ms:.2f}",
             f"{result.forward_ms:.2f}",
-            "[green]ok[/]" if result.holds else "[bold red]WRONG[/]",
+            Text("ok", style="green") if result.holds else Text("WRONG", style="bold red"),
         )
     console.print(table)
+    for result in results:
+        if result.failure is not None:
+            console.print(f"{result.layer}, {result.step}: {result.failure}", style="red")
     wrong = sum(not result.holds for result in results)
     console.print(f"{len(results) - wrong} of {len(results)} checks hold against float64")
     if json:
-        print(jsonlib.dumps([_as_json(result) for result in results], indent=2))
+        output.write_json([_as_json(result) for result in results])
 
 
 def _as_json(result: Result) -> dict[str, object]:

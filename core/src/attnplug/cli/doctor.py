@@ -18,8 +18,10 @@ from concurrent.futures import ThreadPoolExecutor
 from importlib import metadata
 from pathlib import Path
 
+from attnplug.cli import output
 from attnplug.cli.backends import listing
 from attnplug.contract import CONTRACT_VERSION
+from attnplug.errors import describe_error
 from attnplug.hardware import visible_gpus
 from attnplug.registry import ALLOW_VARIABLE, STRICT_VARIABLE, load_registry
 
@@ -41,7 +43,7 @@ def report(*, json: bool) -> None:
         "cache folders": _caches,
     }
     if json:
-        print(jsonlib.dumps({title: _guarded(probe) for title, probe in sections.items()}, indent=2))
+        output.write_json({title: _guarded(probe) for title, probe in sections.items()})
         return
     for title, probe in sections.items():
         print(f"{title}")
@@ -60,7 +62,7 @@ def _guarded(probe: Callable[[], Findings]) -> Findings:
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt):
             raise
-        return {"probe failed": f"{type(error).__name__}: {error}"}
+        return {"probe failed": describe_error(error)}
 
 
 def _environment() -> Findings:
@@ -73,18 +75,16 @@ def _environment() -> Findings:
 
 
 def _torch() -> Findings:
-    code = (
-        "import torch, json; f = {'version': torch.__version__, 'CUDA build': str(torch.version.cuda), "
-        "'CUDA available': str(torch.cuda.is_available())}\n"
-        "for i in range(torch.cuda.device_count()):\n"
-        "    p = torch.cuda.get_device_properties(i)\n"
-        "    f[f'cuda:{i}'] = f'{p.name}, SM {p.major}{p.minor}, {p.total_memory / 2**30:.0f} GiB'\n"
-        "print(json.dumps(f))"
-    )
-    found, error = _in_own_process(code)
-    if error is not None:
-        return {"import failed": error}
-    return {str(name): str(text) for name, text in jsonlib.loads(found).items()}
+    code = """
+import torch
+answer = {"version": torch.__version__, "CUDA build": str(torch.version.cuda)}
+answer["CUDA available"] = str(torch.cuda.is_available())
+for number in range(torch.cuda.device_count()):
+    gpu = torch.cuda.get_device_properties(number)
+    answer[f"cuda:{number}"] = f"{gpu.name}, SM {gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
+"""
+    found = _in_own_process(code)
+    return {"import failed": found["failed"]} if "failed" in found else found
 
 
 def _gpus() -> Findings:
@@ -101,39 +101,62 @@ def _library(name: str) -> str:
         if importlib.util.find_spec(name) is None:
             return "not installed"
     except Exception as error:
-        return f"cannot be looked up: {type(error).__name__}: {error}"
-    owners = metadata.packages_distributions().get(name, [])
-    version = ", ".join(sorted({f"{owner} {metadata.version(owner)}" for owner in owners})) or "no distribution"
-    _, error_text = _in_own_process(f"import {name}")
-    return version if error_text is None else f"{version}; import failed: {error_text}"
+        return f"cannot be looked up: {describe_error(error)}"
+    version = _version_of(name)
+    failure = _in_own_process(f"import {name}; answer = {{}}").get("failed")
+    return version if failure is None else f"{version}; import failed: {failure}"
 
 
-def _in_own_process(code: str) -> tuple[str, str | None]:
-    """Run Python code apart from us: the last line it printed, and its error if it had one."""
+def _version_of(module: str) -> str:
+    try:
+        owners = sorted(set(metadata.packages_distributions().get(module, [])))
+        return ", ".join(f"{owner} {metadata.version(owner)}" for owner in owners) or "no distribution"
+    except Exception as error:
+        return f"version unknown ({describe_error(error)})"
+
+
+def _in_own_process(code: str) -> Findings:
+    """What code leaves in ``answer``, run apart from us; ``{"failed": why}`` where it does not get that far."""
+    mark = f"attnplug-{os.urandom(8).hex()}"  # its own prints, at exit too, are not the answer
+    script = (
+        "import json, os\ntry:\n    scope = {}\n"
+        f"    exec({code!r}, scope)\n    answer = scope['answer']\n"
+        "except BaseException as error:\n    answer = {'failed': f'{type(error).__name__}: {error}'}\n"
+        f"os.write(1, ('\\n{mark}' + json.dumps(answer) + '\\n').encode())\nos._exit(0)"
+    )
     try:
         done = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, timeout=_PROBE_SECONDS, check=False
+            [sys.executable, "-c", script],
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            capture_output=True,
+            timeout=_PROBE_SECONDS,
+            check=False,
         )
     except subprocess.TimeoutExpired:
-        return "", f"no answer within {_PROBE_SECONDS} s"
-    lines = done.stdout.strip().splitlines() or [""]
-    if done.returncode == 0:
-        return lines[-1], None
-    if done.returncode < 0:
-        return "", f"killed by signal {-done.returncode}"
-    errors = done.stderr.strip().splitlines() or ["no message"]
-    return "", f"{errors[-1]} (exit code {done.returncode})"
+        return {"failed": f"no answer within {_PROBE_SECONDS} s"}
+    for line in reversed(done.stdout.decode(errors="replace").splitlines()):
+        if line.startswith(mark):
+            return {str(name): str(text) for name, text in jsonlib.loads(line.removeprefix(mark)).items()}
+    ended = f"killed by signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
+    return {"failed": f"the process ended during the import ({ended})"}
 
 
 def _plugins() -> Findings:
+    """Listed in a process of their own: a plugin that takes its process down shall not take the report along."""
+    code = "from attnplug.cli.doctor import plugin_findings; answer = plugin_findings()"
+    return _in_own_process(code)
+
+
+def plugin_findings() -> Findings:
+    """Every plugin, whatever its state, and names in the allow-list that no plugin answers to."""
     environment = {name: value for name, value in os.environ.items() if name != STRICT_VARIABLE}
     registry = load_registry(environment=environment)
+    rows = [(row.name, f"{row.distribution} {row.version}: {row.text}") for row in listing(registry, every=True)]
+    rows += [(name, f"named in {ALLOW_VARIABLE}, but no installed plugin answers to it") for name in registry.unmatched]
     findings: dict[str, str] = {}
-    for row in listing(registry, every=True):
-        key = row.name if row.name not in findings else f"{row.name} [{row.distribution}]"
-        findings[key] = f"{row.distribution} {row.version}: {row.text}"
-    for name in registry.unmatched:
-        findings[name] = f"named in {ALLOW_VARIABLE}, but no installed plugin answers to it"
+    for name, text in rows:
+        findings[name] = f"{findings[name]}\n{text}" if name in findings else text
     return findings
 
 

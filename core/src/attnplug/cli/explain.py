@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json as jsonlib
 import sys
 from dataclasses import dataclass
 
+from attnplug.capabilities import DEVICES
+from attnplug.cli import output
 from attnplug.cli.warn import warn_of_plugins
 from attnplug.errors import UsageError
 from attnplug.hardware import visible_gpus
@@ -15,7 +16,6 @@ from attnplug.options import split_settings
 from attnplug.problem import DType, GraphLevel, Problem, Role
 from attnplug.registry import load_registry
 from attnplug.select import AUTO, BackendRequest, RoleChoice, explain, render
-from attnplug.spec import DEVICES
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +100,10 @@ def explain_choice(options: ExplainOptions, *, json: bool) -> None:
     model = load_model(options.model)
     problem = options.problem(model)
     registry = load_registry()
-    selection = explain(registry, options.request(), problem)
     warn_of_plugins(registry)
+    selection = explain(registry, options.request(), problem)
     if json:
-        print(jsonlib.dumps({role.value: _as_json(choice) for role, choice in selection.choices.items()}, indent=2))
+        output.write_json({role.value: _as_json(choice) for role, choice in selection.choices.items()})
     else:
         print("\n".join(render(selection)))
     if selection.unserved:
@@ -113,7 +113,7 @@ def explain_choice(options: ExplainOptions, *, json: bool) -> None:
 def _as_json(choice: RoleChoice) -> dict[str, object]:
     return {
         "requested": choice.requested,
-        "chosen": choice.chosen.spec.name if choice.chosen is not None else None,
+        "chosen": choice.chosen_name,
         "why": choice.why,
         "candidates": [
             {

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from attnplug.capabilities import Capabilities
 from attnplug.contract import CONTRACT_VERSION
 from attnplug.hookspecs import hookimpl
 from attnplug.model import AttentionKind, Feature
 from attnplug.problem import DType, Role
-from attnplug.spec import BackendSpec, Capabilities
+from attnplug.spec import BackendSpec
 
 
 @hookimpl

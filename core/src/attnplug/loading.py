@@ -1,0 +1,210 @@
+"""Finding plugins and loading them, one at a time, each isolated from the others (D2).
+
+pluggy's own loader stops at the first broken plugin, skips a second one of the same name, never calls a misspelled
+hook and never fills an argument with a default, all in silence. Each of these is an error here, reported with the
+plugin's distribution and version and its author's own signature.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import pluggy
+
+from attnplug import hookspecs
+from attnplug.contract import CONTRACT_VERSION, contract_problem
+from attnplug.errors import PluginError, describe_error
+from attnplug.spec import BackendSpec
+
+GROUP = "attnplug.plugins"
+HOOKS = tuple(name for name, _ in inspect.getmembers(hookspecs, inspect.isfunction) if name.startswith("attnplug_"))
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a plugin comes from."""
+
+    entry_point: str
+    target: str
+    distribution: str
+    version: str
+
+    @classmethod
+    def of(cls, point: EntryPoint) -> Source:
+        return cls(point.name, point.value, *_identity(point.dist))
+
+    def __str__(self) -> str:
+        return f"{self.distribution} {self.version}"
+
+
+def _identity(distribution: metadata.Distribution | None) -> tuple[str, str]:
+    """Name and version; what damaged or missing metadata cannot tell is said so."""
+    try:
+        name, version = (distribution.name, distribution.version) if distribution is not None else (None, None)
+    except Exception:  # whatever reading the metadata of a damaged installation raises
+        name, version = None, None
+    return name or f"unknown distribution ({getattr(distribution, '_path', 'made by hand')})", version or "?"
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """A backend that can be asked for, and the plugin that brought it."""
+
+    spec: BackendSpec
+    source: Source
+
+
+@dataclass(frozen=True, slots=True)
+class Broken:
+    """A plugin, or one of its backends, that cannot be used. ``name`` is the backend's where it is known."""
+
+    name: str
+    source: Source
+    error: str
+    contract: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.source}): {self.error}"
+
+
+def find_plugins() -> tuple[list[EntryPoint], list[Broken]]:
+    """Every entry point of our group, and installations whose entry points cannot be read."""
+    try:
+        return list(metadata.entry_points(group=GROUP)), []
+    except Exception:  # one damaged installation fails the whole call
+        return _find_one_by_one()
+
+
+def _find_one_by_one() -> tuple[list[EntryPoint], list[Broken]]:
+    points: dict[tuple[str, str], EntryPoint] = {}
+    broken: list[Broken] = []
+    for distribution in metadata.distributions():
+        name, version = _identity(distribution)
+        try:
+            for point in distribution.entry_points.select(group=GROUP):
+                points.setdefault((name, point.name), point)  # the first on the path is the one that is imported
+        except Exception as error:
+            source = Source("", "entry_points.txt", name, version)
+            broken.append(Broken(name, source, f"its entry points cannot be read: {describe_error(error)}"))
+    return list(points.values()), broken
+
+
+def new_manager() -> pluggy.PluginManager:
+    manager = pluggy.PluginManager(hookspecs.PROJECT)
+    manager.add_hookspecs(hookspecs)
+    return manager
+
+
+def load_plugin(manager: pluggy.PluginManager, point: EntryPoint) -> Iterator[Registered | Broken]:
+    """One plugin's backends, or what is wrong with it. Raises nothing but an interrupt."""
+    source = Source.of(point)
+    try:
+        # A plugin that prints while it loads must not end up in our output.
+        with contextlib.redirect_stdout(sys.stderr):
+            plugin = point.load()
+            functions = _hook_functions(manager, plugin, source)
+            manager.register(plugin, f"{source.distribution}:{source.entry_point}")
+            specs = [spec for function in functions for spec in _specs(function)]
+        outcomes = [_judge(spec, source) for spec in specs]
+    except (KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:  # plugins raise anything: SystemExit, types of their own
+        yield Broken(source.entry_point, source, describe_error(error))
+        return
+    if not outcomes:
+        yield Broken(source.entry_point, source, "it brings no backend: its hook returned nothing")
+    yield from outcomes
+
+
+def _judge(spec: BackendSpec, source: Source) -> Registered | Broken:
+    problem = contract_problem(spec.contract)
+    return Registered(spec, source) if problem is None else Broken(spec.name, source, problem, str(spec.contract)[:20])
+
+
+def _hook_functions(manager: pluggy.PluginManager, plugin: Any, source: Source) -> list[Callable[[], Any]]:
+    """The plugin's hook functions, after every check that pluggy leaves out."""
+    if inspect.isclass(plugin):
+        raise PluginError(f"{source.target} is a class; let the entry point name a module, or an instance of the class")
+    functions: list[Callable[[], Any]] = []
+    for attribute in dir(plugin):
+        options = manager.parse_hookimpl_opts(plugin, attribute)
+        if options is None:
+            continue
+        function = getattr(plugin, attribute)
+        _check_hook(options.get("specname") or attribute, function, options)
+        functions.append(function)
+    if functions:
+        return functions
+    for name in HOOKS:
+        if callable(candidate := getattr(plugin, name, None)):
+            raise PluginError(f"{_signature(candidate, name)} is not marked as a hook; put @attnplug.hookimpl above it")
+    raise PluginError(
+        f"{source.target} has no hookimpl; define attnplug_backends() there, marked @attnplug.hookimpl, "
+        "returning a list of BackendSpec"
+    )
+
+
+def _check_hook(hook: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
+    where = _signature(function)
+    if hook not in HOOKS:
+        near = difflib.get_close_matches(hook, HOOKS, n=1)
+        raise PluginError(
+            f"{where} implements a hook that does not exist, so it would never be called; "
+            + (f"did you mean {near[0]}?" if near else f"hooks are {', '.join(HOOKS)}")
+        )
+    if options.get("wrapper") or options.get("hookwrapper"):
+        raise PluginError(f"{where} is a hook wrapper; a backend's plugin only returns its own specs")
+    names = list(inspect.signature(function).parameters)
+    if names:
+        raise PluginError(
+            f"{where}: parameter {', '.join(names)} would never be filled, with or without a default: "
+            f"{hook}() takes none; remove it"
+        )
+
+
+def _specs(function: Callable[[], Any]) -> list[BackendSpec]:
+    """Call a hook and insist on its return type, printing the author's signature back."""
+    where = _signature(function)
+    try:
+        result = function()
+        if isinstance(result, BackendSpec):
+            raise PluginError("it returned one BackendSpec; return a list of them: [spec]")
+        if isinstance(result, str | bytes | Mapping) or not isinstance(result, Iterable):
+            raise PluginError(f"it returned {_brief(result)}; return a list of BackendSpec")
+        specs = list(result)
+    except Exception as error:
+        raise PluginError(f"{where}: {describe_error(error)}{_hint(error)}") from error
+    for position, spec in enumerate(specs):
+        if not isinstance(spec, BackendSpec):
+            raise PluginError(f"{where}: it returned {_brief(spec)} at position {position}, not a BackendSpec")
+    return specs
+
+
+def _hint(error: Exception) -> str:
+    if isinstance(error, TypeError) and any(cls in str(error) for cls in ("BackendSpec", "Capabilities")):
+        return f" (this attnplug speaks contract {CONTRACT_VERSION}; a plugin for another one may use other fields)"
+    return ""
+
+
+def _brief(value: object) -> str:
+    text = repr(value)
+    return f"{text[:60]}{'…' if len(text) > 60 else ''} ({type(value).__name__})"
+
+
+def _signature(function: Callable[..., Any], name: str | None = None) -> str:
+    """``def name(parameters) (file:line)``, so that an author finds the place at once."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+    try:
+        signature = str(inspect.signature(function))
+    except (TypeError, ValueError):
+        signature = "(…)"
+    return f"def {name or getattr(function, '__name__', '?')}{signature}{place}"

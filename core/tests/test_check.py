@@ -1,0 +1,321 @@
+"""``attnplug check``: it passes a right backend, and no wrong one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from attnplug.cli import main
+
+Attnplug = Callable[..., "Outcome"]
+Backend = Callable[..., None]
+
+
+class Outcome(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """Standard output as JSON that any parser reads: it holds nothing else, and no NaN."""
+        return json.loads(self.out, parse_constant=pytest.fail)
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ATTNPLUG_PLUGINS", "ATTNPLUG_STRICT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # typer sets its own; this puts it back
+
+
+@pytest.fixture
+def check(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Attnplug:
+    """Runs the command on the CPU, in this process. An exception that would be a traceback fails the test."""
+
+    def run(*arguments: str) -> Outcome:
+        given = arguments if "--device" in arguments else ("--device", "cpu", *arguments)
+        monkeypatch.setattr(sys, "argv", ["attnplug", "check", *given])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit:
+            main()
+        captured = capsys.readouterr()
+        code = exit.value.code
+        return Outcome(code if isinstance(code, int) else int(code is not None), captured.out, captured.err)
+
+    return run
+
+
+PLUGIN = """
+from attnplug import BackendSpec, Capabilities, hookimpl
+
+@hookimpl
+def attnplug_backends():
+    can = Capabilities(kinds=["mha"], devices=["cpu"], dtypes=["float32"], roles={roles!r}, extras={extras!r})
+    return [BackendSpec("tested", {summary!r}, "1.0", "{module}_backend:Tested", can, preference=100)]
+"""
+
+BACKEND = """
+import torch
+from attnplug import ForwardExtras
+from attnplug.torch_native.backend import TorchNativeBackend
+
+{before}
+
+class Tested(TorchNativeBackend):
+    def forward_extend(self, q, k, v, layer, batch, *, save_kv_cache=True, extras=None):
+        out = super().forward_extend(q, k, v, layer, batch, save_kv_cache=save_kv_cache, extras=extras)
+        {extend}
+        return out
+
+    def forward_decode(self, q, k, v, layer, batch, *, save_kv_cache=True, extras=None):
+        out = super().forward_decode(q, k, v, layer, batch, save_kv_cache=save_kv_cache, extras=extras)
+        {decode}
+        return out
+"""
+
+
+@pytest.fixture
+def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend]:
+    """Installs the backend ``tested``: torch_native's results, and then what a test does to them."""
+    monkeypatch.syspath_prepend(tmp_path)
+    module = "check_plugin"
+
+    def install(
+        extend: str = "pass",
+        decode: str = "pass",
+        *,
+        before: str = "",
+        source: str | None = None,
+        roles: tuple[str, ...] = ("prefill", "decode"),
+        extras: tuple[str, ...] = ("lse",),
+        summary: str = "a backend of a test",
+    ) -> None:
+        plugin = PLUGIN.format(module=module, roles=roles, extras=extras, summary=summary)
+        (tmp_path / f"{module}.py").write_text(plugin)
+        made = BACKEND.format(extend=extend, decode=decode, before=before) if source is None else source
+        (tmp_path / f"{module}_backend.py").write_text(made)
+        info = tmp_path / "tested_dist-1.2.3.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tested-dist\nVersion: 1.2.3\n")
+        (info / "entry_points.txt").write_text(f"[attnplug.plugins]\ntested = {module}\n")
+
+    yield install
+    for name in (module, f"{module}_backend"):
+        sys.modules.pop(name, None)
+
+
+TESTED = ("--attention-backend", "tested")
+
+# ---- the default holds ----
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["--kv-dtype", "fp8", "--seed", "9223372036854775807"],
+        ["--dtype", "fp16", "--page-size", "1"],
+        ["--dtype", "bf16", "--kv-dtype", "fp8", "--page-size", "7"],
+    ],
+    ids=" ".join,
+)
+def test_the_default_backend_holds(check: Attnplug, arguments: list[str]) -> None:
+    outcome = check(*arguments)
+    assert outcome.code == 0
+    assert "20 of 20 checks hold" in outcome.out
+    assert "WRONG" not in outcome.out
+
+
+def test_the_report_shows_what_was_found_chosen_and_why(check: Attnplug) -> None:
+    text = check().out
+    for part in ("torch_native (attnplug 0.1.0)", "auto: highest preference", "MHA", "GQA", "MLA", "decode", "mixed"):
+        assert part in text
+
+
+def test_as_json_stdout_holds_nothing_else(check: Attnplug) -> None:
+    outcome = check("--json")
+    assert outcome.code == 0
+    assert len(outcome.json) == 20
+    assert all(result["holds"] and result["error"] <= result["tolerance"] for result in outcome.json)
+    assert "20 of 20" in outcome.err
+
+
+# ---- no wrong backend passes ----
+
+
+def test_a_right_backend_of_a_plugin_holds(check: Attnplug, backend: Backend) -> None:
+    """D1"""
+    backend()
+    outcome = check(*TESTED)
+    assert outcome.code == 0
+    assert "8 of 8 checks hold" in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("extend", "decode"),
+    [
+        ("out = out * 1.001", "pass"),
+        ("pass", "out = out * 1.001"),
+        ("out = out * float('nan')", "pass"),
+        ("pass", "out[-1, -1, -1] = float('nan')"),
+        ("out[0, 0, 0] += 1e-3", "pass"),
+        ("pass", "out = torch.zeros_like(out)"),
+        ("pass", "out = out.flip(0)"),
+        ("if extras: extras.lse.mul_(1.4426950408889634)", "pass"),
+        ("pass", "if extras: extras.lse.fill_(float('nan'))"),
+        ("if extras: extras.lse.zero_()", "pass"),
+        ("out = out.unsqueeze(0)", "pass"),
+        ("out = out.flatten(1)", "pass"),
+        ("out = out[:-1]", "pass"),
+        ("pass", "out = None"),
+        ("raise RuntimeError('no kernel image')", "pass"),
+        ("pass", "raise AssertionError('bad page')"),
+    ],
+)
+def test_a_wrong_result_is_shown_as_wrong_and_is_exit_code_1(
+    check: Attnplug, backend: Backend, extend: str, decode: str
+) -> None:
+    """C4 for the log-sum-exp: base 2 is wrong."""
+    backend(extend, decode)
+    outcome = check(*TESTED)
+    assert outcome.code == 1
+    assert "WRONG" in outcome.out
+    assert "8 of 8" not in outcome.out
+
+
+def test_a_log_sum_exp_that_is_never_written_is_wrong(check: Attnplug, backend: Backend) -> None:
+    """The buffer must not hold what an earlier result left in memory."""
+    source = BACKEND.format(extend="pass", decode="pass", before="")
+    backend(source=source.replace("extras=extras)", "extras=None)"))
+    outcome = check(*TESTED)
+    assert outcome.code == 1
+    assert "WRONG" in outcome.out
+
+
+def test_a_backend_that_does_not_write_the_cache_is_wrong(check: Attnplug, backend: Backend) -> None:
+    source = BACKEND.format(extend="pass", decode="pass", before="")
+    backend(source=source.replace("save_kv_cache=save_kv_cache", "save_kv_cache=False"))
+    outcome = check(*TESTED)
+    assert outcome.code == 1
+    assert "WRONG" in outcome.out
+
+
+def test_a_wrong_result_is_json_that_any_parser_reads(check: Attnplug, backend: Backend) -> None:
+    backend("out = out * float('nan')")
+    outcome = check(*TESTED, "--json")
+    assert outcome.code == 1
+    assert not all(result["holds"] for result in outcome.json)
+
+
+def test_an_error_in_a_forward_names_the_backend_and_the_error(check: Attnplug, backend: Backend) -> None:
+    backend("raise RuntimeError('no kernel image')")
+    outcome = check(*TESTED)
+    assert "tested" in outcome.out + outcome.err
+    assert "no kernel image" in outcome.out + outcome.err
+
+
+# ---- backends that cannot be built ----
+
+
+@pytest.mark.parametrize(
+    ("source", "needs"),
+    [
+        ("import no_such_kernel_library", "no_such_kernel_library"),
+        ("raise AssertionError('needs an H100')", "needs an H100"),
+        ("import sys; sys.exit(0)", "SystemExit"),
+        ("", "Tested"),
+        ("def Tested(context): raise RuntimeError('no kernel image')", "no kernel image"),
+        ("def Tested(): pass", "Tested"),
+        ("def Tested(context): return None", "not a backend"),
+        ("Tested = 7", "7"),
+    ],
+)
+def test_a_backend_that_cannot_be_built_is_exit_code_1_with_its_plugin_and_error(
+    check: Attnplug, backend: Backend, source: str, needs: str
+) -> None:
+    """D2"""
+    backend(source=source)
+    outcome = check(*TESTED)
+    assert outcome.code == 1
+    for text in ("tested", "tested-dist 1.2.3", needs):
+        assert text in outcome.err
+
+
+def test_a_backend_that_prints_does_not_spoil_json(check: Attnplug, backend: Backend) -> None:
+    backend("print('in a forward')", before="print('on import')")
+    assert len(check(*TESTED, "--json").json) == 8
+
+
+def test_square_brackets_of_a_plugin_are_text(check: Attnplug, backend: Backend) -> None:
+    """They are no markup: neither dropped nor an error."""
+    backend(summary="fast [experimental] or [/slow]")
+    outcome = check(*TESTED)
+    assert outcome.code == 0
+    assert "fast [experimental] or [/slow]" in outcome.out
+
+
+def test_decode_runs_on_the_backend_that_was_chosen_for_it(check: Attnplug, backend: Backend) -> None:
+    """D3: a backend that claims prefill alone is not asked to decode."""
+    backend(decode="raise RuntimeError('decode was not claimed')", roles=("prefill",))
+    outcome = check()
+    assert outcome.code == 0
+    assert "decode was not claimed" not in outcome.out + outcome.err
+
+
+def test_layers_that_are_refused_are_shown_with_the_reasons(check: Attnplug, backend: Backend) -> None:
+    """D3"""
+    backend()
+    outcome = check(*TESTED)
+    assert "attention kind mla is not supported" in outcome.out
+    assert "feature sliding_window" in outcome.out
+
+
+def test_where_every_layer_is_refused_the_reasons_are_the_error(check: Attnplug, backend: Backend) -> None:
+    """D3"""
+    backend()
+    outcome = check(*TESTED, "--dtype", "bf16")
+    assert outcome.code == 1
+    for text in ("tested was asked for and cannot serve", "bfloat16", "float32", "--dtype"):
+        assert text in outcome.err
+
+
+# ---- wrong options ----
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device here")
+def test_cuda_where_there_is_none_is_wrong_usage(check: Attnplug) -> None:
+    outcome = check("--device", "cuda")
+    assert outcome.code == 2
+    for text in ("--device cuda", "--device cpu", "doctor"):
+        assert text in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "needs"),
+    [
+        (["--device", "tpu"], ["'tpu'", "cpu, cuda"]),
+        (["--dtype", "fp8"], ["float8_e4m3fn", "bfloat16"]),
+        (["--dtype", "int8"], ["'int8'", "bfloat16"]),
+        (["--kv-dtype", ""], ["--kv-dtype", "''"]),
+        (["--page-size", "0"], ["--page-size 0"]),
+        (["--page-size", "99999999999999999"], ["--page-size", "99999999999999999"]),
+        (["--seed", "99999999999999999999999"], ["--seed", "9223372036854775807"]),
+        (["--attention-backend", "torch_nativ"], ["did you mean torch_native?"]),
+        (["--backend-option", "torch_native.x=1"], ["torch_native.x", "no options"]),
+        (["--backend-option", "="], ["NAME.KEY=VALUE"]),
+    ],
+)
+def test_a_wrong_option_is_exit_code_2_with_value_and_allowed(
+    check: Attnplug, arguments: list[str], needs: list[str]
+) -> None:
+    outcome = check(*arguments)
+    assert outcome.code == 2
+    for text in needs:
+        assert text in outcome.err

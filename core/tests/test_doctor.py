@@ -1,0 +1,275 @@
+"""``attnplug doctor``: whatever is wrong with the environment is in the report, and the report is always there."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnplug.cli import doctor, main
+
+Report = Callable[[], dict[str, dict[str, str]]]
+Library = Callable[[str, str], None]
+SECTIONS = ["environment", "torch", "GPUs", "kernel libraries", "plugins", "variables", "cache folders"]
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ATTNPLUG_PLUGINS", "ATTNPLUG_STRICT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # typer sets its own; this puts it back
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Runs doctor in this process, insists on exit code 0, and gives its standard output."""
+
+    def doctor_command(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["attnplug", "doctor", *arguments])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit:
+            main()
+        assert exit.value.code in (0, None)
+        return capsys.readouterr().out
+
+    return doctor_command
+
+
+@pytest.fixture
+def report(run: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> Report:
+    """The report as JSON. Torch's own probe is left out: it costs a second and has a test of its own."""
+    monkeypatch.setattr(doctor, "_torch", dict)
+
+    def as_json() -> dict[str, dict[str, str]]:
+        found: Any = json.loads(run("--json"))
+        assert list(found) == SECTIONS
+        return found
+
+    return as_json
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
+    """Puts a fake kernel library on the path of this process and of those it starts."""
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def write(name: str, source: str) -> None:
+        (tmp_path / f"{name}.py").write_text(source)
+
+    return write
+
+
+def libraries(report: Report) -> dict[str, str]:
+    """Every library is reported, whatever one of them does."""
+    found = report()["kernel libraries"]
+    assert list(found) == list(doctor.KERNEL_LIBRARIES)
+    return found
+
+
+# ---- the report ----
+
+
+def test_the_report_names_every_section(run: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_torch", dict)
+    text = run()
+    for section in SECTIONS:
+        assert section in text.splitlines()
+    for name in ("python", "attnplug", "contract 1.0", "flashinfer", "torch_native"):
+        assert name in text
+
+
+def test_torch_is_reported_with_its_version(run: Callable[..., str]) -> None:
+    found = json.loads(run("--json"))["torch"]
+    assert found["version"]
+    assert found["CUDA available"] in ("True", "False")
+
+
+def test_a_torch_that_fails_to_import_is_reported(run: Callable[..., str], library: Library) -> None:
+    library("torch", "raise RuntimeError('libcudart.so.13 is missing')")
+    assert "libcudart.so.13 is missing" in json.loads(run("--json"))["torch"]["import failed"]
+
+
+def test_a_library_that_is_absent_is_not_installed(report: Report, library: Library) -> None:
+    assert libraries(report)["tokenspeed_mla"] == "not installed"
+
+
+def test_a_library_that_imports_is_no_failure(report: Report, library: Library) -> None:
+    library("flashinfer", "__version__ = '1'")
+    assert "failed" not in libraries(report)["flashinfer"]
+
+
+@pytest.mark.parametrize(
+    ("source", "needs"),
+    [
+        ("raise AssertionError('needs an H100')", "AssertionError: needs an H100"),
+        ("raise RuntimeError('driver too old')", "RuntimeError: driver too old"),
+        ("import no_such_dependency", "no_such_dependency"),
+        ("import os; os.abort()", "signal 6"),
+        ("import os; os._exit(7)", "7"),
+        ("raise SystemExit(3)", "3"),
+        ("def (", "SyntaxError"),
+        ("raise ValueError('first line\\nsecond line')", "first line"),
+        ("import atexit, sys\natexit.register(lambda: print('bye', file=sys.stderr))\nraise KeyError('real')", "real"),
+    ],
+)
+def test_a_library_that_fails_to_import_is_reported_with_its_error(
+    report: Report, library: Library, source: str, needs: str
+) -> None:
+    library("flashinfer", source)
+    found = libraries(report)
+    assert "import failed" in found["flashinfer"]
+    assert needs in found["flashinfer"]
+    assert found["flash_mla"] == "not installed"
+
+
+@pytest.mark.parametrize("source", ["raise SystemExit(0)", "import os; os._exit(0)"])
+def test_a_library_that_ends_the_process_quietly_has_not_been_imported(
+    report: Report, library: Library, source: str
+) -> None:
+    library("flashinfer", source)
+    assert "import failed" in libraries(report)["flashinfer"]
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "print('loading kernels')",
+        "import sys; sys.stdout.buffer.write(bytes(range(256)))",
+        "import os; os.write(2, b'\\xff\\xfe garbage'); os.write(1, b'\\xff' * 100000)",
+        "import sys; sys.stdout.buffer.write(b'\\xff'); sys.stdout.flush(); raise RuntimeError('bad')",
+    ],
+)
+def test_a_library_that_prints_garbage_does_not_spoil_the_report(report: Report, library: Library, source: str) -> None:
+    library("flash_attn", source)
+    assert ("import failed" in libraries(report)["flash_attn"]) == ("raise" in source)
+
+
+def test_a_library_that_hangs_is_reported(report: Report, library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_PROBE_SECONDS", 0.5)
+    library("fla", "import time; time.sleep(60)")
+    assert "no answer within 0.5 s" in libraries(report)["fla"]
+
+
+def test_damaged_metadata_costs_one_library_at_most(report: Report, library: Library, tmp_path: Path) -> None:
+    """An interrupted pip leaves a .dist-info without METADATA."""
+    library("flashinfer", "")
+    damaged = tmp_path / "flashinfer_python-1.0.dist-info"
+    damaged.mkdir()
+    (damaged / "top_level.txt").write_text("flashinfer\n")
+    assert libraries(report)["triton"]
+
+
+def test_a_probe_that_fails_costs_its_own_section_only(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing() -> dict[str, str]:
+        raise OSError("no nvml")
+
+    monkeypatch.setattr(doctor, "_gpus", failing)
+    found = report()
+    assert found["GPUs"] == {"probe failed": "OSError: no nvml"}
+    assert found["plugins"]
+
+
+def test_variables_that_matter_are_shown(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATTNPLUG_PLUGINS", "é✨")
+    assert report()["variables"]["ATTNPLUG_PLUGINS"] == "'é✨'"
+
+
+def test_cache_folders_are_shown_with_their_state(
+    report: Report, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "absent"))
+    found = report()["cache folders"]
+    assert found["triton"] == f"{tmp_path} (writable)"
+    assert "not there" in found["hugging face"]
+
+
+# ---- plugins ----
+
+PLUGIN = """
+from attnplug import BackendSpec, Capabilities, hookimpl
+
+@hookimpl
+def attnplug_backends():
+    can = Capabilities(kinds=["mha"], devices=["cpu"], dtypes=["float32"])
+    return [BackendSpec("{name}", "a backend of a test", "1.0", "nowhere:build", can)]
+"""
+
+
+@pytest.fixture
+def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
+    """Installs a plugin: real metadata in a folder on the path."""
+    monkeypatch.syspath_prepend(tmp_path)
+    modules: list[str] = []
+
+    def install(name: str, source: str) -> None:
+        module = f"doctor_plugin_{name}"
+        modules.append(module)
+        (tmp_path / f"{module}.py").write_text(source)
+        info = tmp_path / f"{name}_dist-1.2.3.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-dist\nVersion: 1.2.3\n")
+        (info / "entry_points.txt").write_text(f"[attnplug.plugins]\n{name} = {module}\n")
+
+    yield install
+    for module in modules:
+        sys.modules.pop(module, None)
+
+
+@pytest.mark.parametrize("strict", [None, "1"])
+def test_a_broken_plugin_is_reported_and_no_failure_even_in_strict_mode(
+    report: Report, plugin: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch, strict: str | None
+) -> None:
+    """D2"""
+    plugin("odd", "raise RuntimeError('no driver')")
+    if strict:
+        monkeypatch.setenv("ATTNPLUG_STRICT", strict)
+    found = report()["plugins"]
+    for text in ("odd-dist 1.2.3", "broken", "no driver"):
+        assert text in found["odd"]
+    assert "usable" in found["torch_native"]
+
+
+def test_a_blocked_plugin_is_reported(
+    report: Report, plugin: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin("extra", "")
+    monkeypatch.setenv("ATTNPLUG_PLUGINS", "")
+    assert "blocked" in report()["plugins"]["extra"]
+
+
+def test_a_name_that_matches_nothing_hides_no_backend_of_that_name(
+    report: Report, plugin: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is dropped silently: an entry point and its backend may have different names."""
+    plugin("entry", PLUGIN.format(name="fast"))
+    monkeypatch.setenv("ATTNPLUG_PLUGINS", "entry-dist,fast")
+    found = report()["plugins"]
+    text = json.dumps(found)
+    assert "usable here" in found["fast"]
+    assert "no installed plugin answers" in text
+
+
+def test_a_plugin_that_takes_the_process_down_does_not_take_the_report(
+    plugin: Callable[[str, str], None], tmp_path: Path
+) -> None:
+    """It always prints and never fails: a plugin may import a kernel library although it must not."""
+    plugin("crash", "import os; os.abort()")
+    done = subprocess.run(
+        [sys.executable, "-m", "attnplug", "doctor"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0
+    for section in SECTIONS:
+        assert section in done.stdout

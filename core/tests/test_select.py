@@ -1,0 +1,446 @@
+"""One backend per role, or every reason why not: what auto picks, what a request gets, and what the error holds."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import permutations
+from typing import Any
+
+import pytest
+
+from attnplug import (
+    CONTRACT_VERSION,
+    AttentionKind,
+    BackendRequest,
+    BackendSpec,
+    Capabilities,
+    DType,
+    GraphLevel,
+    LayerSpec,
+    LinearDims,
+    MLADims,
+    ModelSpec,
+    PageSizes,
+    PluginError,
+    Problem,
+    Refusal,
+    RefusalCode,
+    Registered,
+    Registry,
+    Role,
+    SelectionError,
+    UsageError,
+    explain,
+    select,
+)
+from attnplug.registry import Broken, Source
+from attnplug.select import render
+
+MHA = LayerSpec(0, AttentionKind.MHA, 8, 2, 64, 64, 0.125)
+MLA = LayerSpec(0, AttentionKind.MLA, 16, 16, 192, 128, 0.07, mla=MLADims(512, 128, 64))
+GDN = LayerSpec(1, AttentionKind.GDN, 4, 4, 16, 16, 0.25, linear=LinearDims(4, 2, 16, 16, 8, 4))
+
+LLAMA = ModelSpec("llama", "llama", (MHA,), 4096)
+HYBRID = ModelSpec("hybrid", "qwen3_next", (MHA, GDN), 4096)
+LINEAR_ONLY = ModelSpec("mamba", "mamba2", (GDN,), 4096)
+
+PLAIN = Capabilities(kinds={"mha"}, devices={"cpu", "cuda"}, dtypes=set(DType))
+CPU_FLOAT32 = Capabilities(kinds={"mha"}, devices={"cpu"}, dtypes={"float32"})
+LINEAR = Capabilities(kinds={"gdn"}, devices={"cpu"}, dtypes=set(DType), roles={"linear"})
+
+
+def backend(name: str, capabilities: Capabilities = PLAIN, **fields: Any) -> Registered:
+    spec = BackendSpec(
+        name=name,
+        summary="a backend of a test",
+        contract=CONTRACT_VERSION,
+        factory="nowhere:build",
+        capabilities=capabilities,
+        **fields,
+    )
+    return Registered(spec, Source(name, "nowhere", f"{name}-dist", "1.2"))
+
+
+def registry(*backends: Registered) -> Registry:
+    return Registry({each.spec.name: each for each in backends})
+
+
+def names(found: Mapping[Role, Any]) -> dict[str, str | None]:
+    return {str(role): choice.chosen.spec.name if choice.chosen else None for role, choice in found.items()}
+
+
+# ---- auto ----
+
+
+def test_auto_takes_the_highest_preference() -> None:
+    """D3"""
+    installed = registry(backend("slow"), backend("fast", preference=100), backend("middle", preference=50))
+    chosen = select(installed, BackendRequest(), Problem(LLAMA)).choices
+    assert names(chosen) == {"prefill": "fast", "decode": "fast"}
+
+
+def test_auto_leaves_out_what_is_refused() -> None:
+    """D3"""
+    fast = backend("fast", replace(PLAIN, min_sm=100), preference=100)
+    installed = registry(backend("slow"), fast)
+    assert names(select(installed, BackendRequest(), Problem(LLAMA, "cuda", 90)).choices)["prefill"] == "slow"
+    assert names(select(installed, BackendRequest(), Problem(LLAMA, "cuda", 100)).choices)["prefill"] == "fast"
+
+
+def test_a_tie_is_settled_by_name_whatever_the_order() -> None:
+    """D3"""
+    for order in permutations([backend("b"), backend("a"), backend("c")]):
+        selection = select(registry(*order), BackendRequest(), Problem(LLAMA))
+        assert names(selection.choices)["prefill"] == "a"
+        assert [each.backend.spec.name for each in selection.choices[Role.PREFILL].candidates] == ["a", "b", "c"]
+
+
+def test_auto_says_why() -> None:
+    installed = registry(
+        backend("fast", preference=7), backend("slow"), backend("other", replace(PLAIN, devices={"cuda"}))
+    )
+    why = explain(installed, BackendRequest(), Problem(LLAMA, "cpu")).choices[Role.PREFILL].why
+    for text in ("auto", "7", "slow", "1 refused"):
+        assert text in why
+
+
+def test_every_installed_backend_is_a_candidate() -> None:
+    """D3"""
+    installed = registry(backend("fast"), backend("linear", LINEAR), backend("mla", replace(PLAIN, kinds={"mla"})))
+    candidates = explain(installed, BackendRequest(), Problem(LLAMA)).choices[Role.DECODE].candidates
+    assert {each.backend.spec.name: bool(each.refusals) for each in candidates} == {
+        "fast": False,
+        "linear": True,
+        "mla": True,
+    }
+
+
+# ---- explicit requests ----
+
+
+def test_the_backend_asked_for_is_taken_over_a_better_one() -> None:
+    """D3"""
+    installed = registry(backend("slow"), backend("fast", preference=100))
+    selection = select(installed, BackendRequest("slow"), Problem(LLAMA))
+    assert names(selection.choices) == {"prefill": "slow", "decode": "slow"}
+    assert selection.choices[Role.PREFILL].candidates[0].backend.spec.name == "slow"
+    assert "--attention-backend" in selection.choices[Role.PREFILL].why
+
+
+def test_the_backend_asked_for_is_never_replaced() -> None:
+    """D3: a usable one does not step in."""
+    installed = registry(backend("fast"), backend("mla", replace(PLAIN, kinds={"mla"})))
+    with pytest.raises(SelectionError) as caught:
+        select(installed, BackendRequest("mla"), Problem(LLAMA))
+    assert names(caught.value.selection.choices) == {"prefill": None, "decode": None}
+
+
+def test_roles_can_differ() -> None:
+    """D3"""
+    installed = registry(*(backend(name) for name in "abc"), backend("lin", LINEAR))
+    request = BackendRequest("a", {Role.DECODE: "b"})
+    assert names(select(installed, request, Problem(HYBRID)).choices) == {
+        "prefill": "a",
+        "decode": "b",
+        "linear": "lin",
+    }
+
+
+def test_all_four_roles_can_differ() -> None:
+    """D3"""
+    drafting = replace(PLAIN, roles={"prefill", "decode", "draft"}, max_speculative_tokens=8)
+    installed = registry(
+        *(backend(name, drafting) for name in "abc"), backend("lin", replace(LINEAR, max_speculative_tokens=8))
+    )
+    request = BackendRequest(roles=dict(zip(Role, ("a", "b", "lin", "c"), strict=True)))
+    assert names(select(installed, request, Problem(HYBRID, speculative_tokens=4)).choices) == {
+        "prefill": "a",
+        "decode": "b",
+        "linear": "lin",
+        "draft": "c",
+    }
+
+
+def test_a_role_may_be_auto_where_another_is_asked_for() -> None:
+    """D3"""
+    installed = registry(backend("a"), backend("b", preference=1))
+    request = BackendRequest("a", {Role.DECODE: "auto"})
+    assert names(select(installed, request, Problem(LLAMA)).choices) == {"prefill": "a", "decode": "b"}
+
+
+def test_a_request_for_full_attention_says_nothing_of_linear_layers() -> None:
+    """D3"""
+    installed = registry(backend("a"), backend("lin", LINEAR))
+    assert names(select(installed, BackendRequest("a"), Problem(HYBRID)).choices)["linear"] == "lin"
+
+
+def test_prefill_and_decode_fall_to_backends_that_claim_them() -> None:
+    """D3"""
+    installed = registry(
+        backend("only_prefill", replace(PLAIN, roles={"prefill"}), preference=9),
+        backend("only_decode", replace(PLAIN, roles={"decode"}), preference=9),
+        backend("both"),
+    )
+    assert names(select(installed, BackendRequest(), Problem(LLAMA)).choices) == {
+        "prefill": "only_prefill",
+        "decode": "only_decode",
+    }
+
+
+def test_an_unknown_name_is_an_error_with_the_nearest() -> None:
+    with pytest.raises(UsageError, match="did you mean fast"):
+        explain(registry(backend("fast")), BackendRequest("fats"), Problem(LLAMA))
+
+
+def test_a_broken_name_is_an_error_with_what_is_wrong() -> None:
+    broken = Broken("odd", Source("odd", "nowhere", "odd-dist", "3.0"), "ImportError: no kernel")
+    installed = replace(registry(backend("fast")), broken=(broken,))
+    with pytest.raises(PluginError, match=r"odd-dist 3\.0.*no kernel"):
+        explain(installed, BackendRequest("odd"), Problem(LLAMA))
+
+
+@pytest.mark.parametrize(
+    ("model", "role", "why"),
+    [
+        (LLAMA, Role.LINEAR, "no linear-attention layer"),
+        (LLAMA, Role.DRAFT, "--speculative-tokens 0"),
+        (LINEAR_ONLY, Role.PREFILL, "no full-attention layer"),
+        (LINEAR_ONLY, Role.DECODE, "no full-attention layer"),
+    ],
+)
+def test_a_backend_for_a_role_that_is_not_needed_is_an_error(model: ModelSpec, role: Role, why: str) -> None:
+    """Nothing is dropped silently."""
+    installed = registry(backend("fast"), backend("lin", LINEAR))
+    with pytest.raises(UsageError) as caught:
+        explain(installed, BackendRequest(roles={role: "fast"}), Problem(model))
+    for text in (role.option, "fast", why):
+        assert text in str(caught.value)
+
+
+def test_auto_for_a_role_that_is_not_needed_is_none() -> None:
+    explain(registry(backend("fast")), BackendRequest(roles={Role.LINEAR: "auto"}), Problem(LLAMA))
+
+
+def test_an_unknown_name_for_a_role_that_is_not_needed_is_an_error_of_the_name() -> None:
+    with pytest.raises(UsageError, match="no backend 'fats'"):
+        explain(registry(backend("fast")), BackendRequest(roles={Role.LINEAR: "fats"}), Problem(LLAMA))
+
+
+def test_why_names_the_option_that_was_given() -> None:
+    """Which of two options decided is what a person wants to know."""
+    installed = registry(backend("a"), backend("b"))
+    choices = select(installed, BackendRequest("a", {Role.DECODE: "b"}), Problem(LLAMA)).choices
+    assert "--prefill-attention-backend" not in choices[Role.PREFILL].why
+    assert "--decode-attention-backend" in choices[Role.DECODE].why
+
+
+# ---- the page size ----
+
+
+@pytest.mark.parametrize(
+    ("sizes", "expected"),
+    [
+        ([PageSizes()], 64),
+        ([PageSizes.of(1)], 64),
+        ([PageSizes.of(16)], 64),
+        ([PageSizes.of(64, 32)], 64),
+        ([PageSizes.of(128)], 128),
+        ([PageSizes.of(48)], 48),
+        ([PageSizes.of(128, 256)], 128),
+        ([PageSizes(), PageSizes.of(128)], 128),
+        ([PageSizes.of(32), PageSizes.of(48)], 96),
+        ([PageSizes.of(16), PageSizes.of(64)], 64),
+    ],
+)
+def test_the_page_size_left_open_is_one_that_all_chosen_can_read(sizes: list[PageSizes], expected: int) -> None:
+    """A9: the intersection, and 64 where that will do."""
+    installed = registry(
+        *(backend(name, replace(PLAIN, page_sizes=each)) for name, each in zip("ab", sizes, strict=False))
+    )
+    request = BackendRequest("a", {Role.DECODE: "b"} if len(sizes) > 1 else {})
+    selection = select(installed, request, Problem(LLAMA))
+    assert selection.page_size == expected
+    for choice in selection.choices.values():
+        assert choice.chosen is not None
+        assert choice.chosen.spec.refusals(Problem(LLAMA, page_size=selection.page_size), choice.role) == []
+
+
+def test_the_page_size_asked_for_is_kept() -> None:
+    assert select(registry(backend("a")), BackendRequest(), Problem(LLAMA, page_size=7)).page_size == 7
+
+
+def test_a_backend_that_cannot_read_the_page_size_is_refused() -> None:
+    """D3"""
+    narrow = backend("a", replace(PLAIN, page_sizes=PageSizes.of(32)))
+    with pytest.raises(SelectionError) as caught:
+        select(registry(narrow), BackendRequest(), Problem(LLAMA, page_size=16))
+    (refusal,) = caught.value.selection.choices[Role.PREFILL].candidates[0].refusals
+    assert refusal.code == RefusalCode.PAGE_SIZE
+
+
+def test_where_nothing_is_chosen_the_page_size_stays_open() -> None:
+    assert explain(registry(), BackendRequest(), Problem(LLAMA)).page_size is None
+
+
+# ---- options ----
+
+
+@dataclass(frozen=True)
+class Options:
+    split: int = 1
+
+
+def test_options_are_parsed_for_the_chosen() -> None:
+    installed = registry(backend("a", options=Options, preference=1), backend("b"))
+    selection = select(installed, BackendRequest(options={"a": {"split": "4"}}), Problem(LLAMA))
+    assert selection.options == {"a": Options(4)}
+
+
+def test_options_not_given_are_the_defaults() -> None:
+    installed = registry(backend("a", options=Options), backend("b"))
+    selection = select(installed, BackendRequest("a", {Role.DECODE: "b"}), Problem(LLAMA))
+    assert selection.options == {"a": Options(), "b": None}
+
+
+def test_options_for_a_backend_that_is_not_chosen_are_an_error() -> None:
+    """Nothing is dropped silently."""
+    installed = registry(backend("a"), backend("b", options=Options))
+    with pytest.raises(UsageError) as caught:
+        select(installed, BackendRequest(options={"b": {"split": "4"}}), Problem(LLAMA))
+    for text in ("b.split", "chosen: a", "--attention-backend b"):
+        assert text in str(caught.value)
+
+
+def test_options_that_are_empty_are_no_error() -> None:
+    installed = registry(backend("a"), backend("b", options=Options))
+    assert select(installed, BackendRequest(options={"b": {}}), Problem(LLAMA)).options == {"a": None}
+
+
+def test_options_for_an_unknown_backend_are_an_error() -> None:
+    with pytest.raises(UsageError, match="no backend 'zzz'"):
+        select(registry(backend("a")), BackendRequest(options={"zzz": {"x": "1"}}), Problem(LLAMA))
+
+
+def test_a_wrong_option_is_an_error_even_where_the_backend_is_refused() -> None:
+    installed = registry(backend("a", replace(PLAIN, kinds={"mla"}), options=Options))
+    with pytest.raises(UsageError, match="split: int"):
+        explain(installed, BackendRequest("a", options={"a": {"splt": "4"}}), Problem(LLAMA))
+
+
+def test_options_for_a_backend_that_was_asked_for_and_refused_do_not_hide_why() -> None:
+    """D3"""
+    installed = registry(backend("a", replace(PLAIN, kinds={"mla"}), options=Options))
+    with pytest.raises(SelectionError):
+        select(installed, BackendRequest("a", options={"a": {"split": "4"}}), Problem(LLAMA))
+
+
+# ---- refusing ----
+
+
+def test_the_error_holds_the_inputs_and_every_candidate_with_every_reason() -> None:
+    """D3"""
+    installed = registry(
+        backend("mla_only", replace(PLAIN, kinds={"mla"}, min_sm=100)),
+        backend("old", CPU_FLOAT32, requires=["no-such-distribution>=2"]),
+    )
+    problem = Problem(
+        LLAMA,
+        "cuda",
+        90,
+        DType.BFLOAT16,
+        DType.BFLOAT16,
+        16,
+        GraphLevel.DECODE,
+        speculative_tokens=3,
+        tensor_parallel=2,
+    )
+    with pytest.raises(SelectionError) as caught:
+        select(installed, BackendRequest(), problem)
+    text = str(caught.value)
+    for given in ("llama", "8/2", "cuda", "SM 90", "bfloat16", "16", "DECODE", "3 speculative", "2 tensor-parallel"):
+        assert given in text
+    for candidate in ("mla_only (mla_only-dist 1.2)", "old (old-dist 1.2)"):
+        assert candidate in text
+    for role, choice in caught.value.selection.choices.items():
+        assert f"{role}:" in text
+        assert all(candidate.refusals for candidate in choice.candidates)
+        for candidate in choice.candidates:
+            for refusal in candidate.refusals:
+                assert refusal.message in text
+                assert refusal.option is None or refusal.option in text
+    codes = {r.code for c in caught.value.selection.choices[Role.PREFILL].candidates for r in c.refusals}
+    assert codes == {"kind", "sm", "device", "dtype", "kv_dtype", "requirement", "cuda_graph", "speculation"}
+
+
+def test_the_error_holds_only_roles_that_are_not_served() -> None:
+    """D3"""
+    with pytest.raises(SelectionError) as caught:
+        select(registry(backend("a")), BackendRequest(), Problem(HYBRID))
+    assert [choice.role for choice in caught.value.selection.unserved] == [Role.LINEAR]
+    assert "linear:" in str(caught.value)
+    assert "prefill:" not in str(caught.value)
+
+
+def test_an_explicit_request_that_is_refused_shows_what_else_could_serve() -> None:
+    """D3"""
+    installed = registry(backend("a"), backend("b", replace(PLAIN, kinds={"mla"})))
+    with pytest.raises(SelectionError) as caught:
+        select(installed, BackendRequest("b"), Problem(LLAMA))
+    assert "b was asked for and cannot serve" in str(caught.value)
+    assert "a (a-dist 1.2): usable" in str(caught.value)
+
+
+def test_with_nothing_installed_the_error_says_so() -> None:
+    with pytest.raises(SelectionError, match="no backend is installed"):
+        select(registry(), BackendRequest(), Problem(LLAMA))
+
+
+def test_explaining_is_no_error_where_selecting_is() -> None:
+    """D3: a refusal is an answer."""
+    selection = explain(registry(), BackendRequest(), Problem(LLAMA))
+    assert [choice.role for choice in selection.unserved] == [Role.PREFILL, Role.DECODE]
+    assert selection.choices[Role.PREFILL].why == "nothing can serve"
+
+
+def test_a_check_that_raises_costs_its_own_backend_only() -> None:
+    """D2"""
+
+    def check(problem: Problem, role: Role | None) -> list[Refusal]:
+        raise RuntimeError("no driver")
+
+    installed = registry(backend("bad", check=check, preference=100), backend("good"))
+    selection = select(installed, BackendRequest(), Problem(LLAMA))
+    assert names(selection.choices)["prefill"] == "good"
+    (refusal,) = selection.choices[Role.PREFILL].candidates[0].refusals
+    assert refusal.code == RefusalCode.CHECK_FAILED
+
+
+def test_hardware_that_is_not_here_can_be_explained() -> None:
+    """D3: nothing is built and nothing is looked for."""
+    blackwell = backend("blackwell", replace(PLAIN, devices={"cuda"}, min_sm=100), preference=100)
+    assert names(explain(registry(blackwell), BackendRequest(), Problem(LLAMA, "cuda", 100)).choices) == {
+        "prefill": "blackwell",
+        "decode": "blackwell",
+    }
+
+
+def test_every_reason_of_an_explanation_survives_json() -> None:
+    """D3"""
+    installed = registry(backend("a", replace(PLAIN, head_dims={(128, 128)})), backend("lin", LINEAR))
+    selection = explain(installed, BackendRequest(), Problem(HYBRID, "cuda", 90, page_size=5, tensor_parallel=3))
+    reasons = [r.as_json() for choice in selection.choices.values() for c in choice.candidates for r in c.refusals]
+    assert reasons
+    for reason in json.loads(json.dumps(reasons)):
+        assert set(reason) == {"code", "message", "value", "allowed", "option"}
+
+
+def test_the_explanation_shows_what_is_chosen_and_why() -> None:
+    text = "\n".join(render(explain(registry(backend("a")), BackendRequest(), Problem(LLAMA, "cpu"))))
+    assert "prefill: a (auto" in text
+    assert "64 (chosen)" in text
+
+
+def test_a_model_without_layers_needs_nothing() -> None:
+    assert select(registry(), BackendRequest(), Problem(ModelSpec("empty", "x", (), 1))).choices == {}
