@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from attnplug.cli import main
+from attnplug.cli.main import main
 
 Attnplug = Callable[..., "Outcome"]
 Backend = Callable[..., None]

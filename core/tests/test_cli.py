@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from attnplug.cli import main
+from attnplug.cli.main import main
 from attnplug.tiny import TINY_CONFIGS
 
 Attnplug = Callable[..., "Outcome"]
@@ -216,7 +216,7 @@ def test_a_terminal_without_unicode_gets_its_answer(arguments: list[str], encodi
 def test_listing_and_explaining_import_no_torch() -> None:
     """What lists plugins must start quickly and touch no CUDA state."""
     code = (
-        "import sys\nfrom attnplug.cli import main\n"
+        "import sys\nfrom attnplug.cli.main import main\n"
         "for arguments in (['backends'], ['backends', '--json'], ['explain', '--model', 'tiny:deepseek_v3']):\n"
         "    sys.argv = ['attnplug', *arguments]\n"
         "    try: main()\n"

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from attnplug.cli import doctor, main
+from attnplug.cli import doctor
+from attnplug.cli.main import main
 
 Report = Callable[[], dict[str, dict[str, str]]]
 Library = Callable[[str, str], None]

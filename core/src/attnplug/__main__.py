@@ -1,5 +1,5 @@
 """``python -m attnplug``."""
 
-from attnplug.cli import main
+from attnplug.cli.main import main
 
 main()

@@ -123,6 +123,7 @@ class Config:
 
 def show(value: object) -> str:
     try:
-        return reprlib.repr(value)
+        text = reprlib.repr(value)
     except ValueError:  # Python refuses to print an integer of thousands of digits
         return "a number of thousands of digits"
+    return text if len(text) <= 120 else text[:120] + "…"

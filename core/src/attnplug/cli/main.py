@@ -1,0 +1,35 @@
+"""The command ``attnplug``. Exit codes: 0 good, 1 a refusal or failed check, 2 wrong usage."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from attnplug.cli import output
+from attnplug.errors import AttnplugError
+
+
+def main() -> None:
+    """Run the command; a person's mistake ends in one message on standard error, never in a traceback."""
+    from attnplug.cli.app import app
+
+    try:
+        with output.safe_streams():
+            app(prog_name="attnplug")
+    except AttnplugError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_code)
+    except BrokenPipeError:  # the reader of our output went away, as in 'attnplug backends | head -1'
+        _discard_output()
+        sys.exit(1)
+    except OSError as error:
+        if error.errno is None or error.filename is not None:  # not of our output
+            raise
+        _discard_output()
+        print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
+        sys.exit(1)
+
+
+def _discard_output() -> None:
+    """Python flushes standard output once more when it ends; let that succeed."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
