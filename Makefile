@@ -23,7 +23,7 @@ types: $(VENV)/installed-dev
 	$(BIN)/mypy
 
 tests: $(VENV)/installed-dev
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist loadfile
 
 docs: $(VENV)/installed-dev
 	$(BIN)/python docs/generate.py

@@ -131,7 +131,7 @@ def config_file(folder: Path, **changes: object) -> Path:
 def test_every_command_has_help(attnplug: Attnplug, command: list[str]) -> None:
     outcome = attnplug(*command, "--help")
     assert outcome.code == 0
-    assert outcome.out.startswith(f"Usage: attnplug {' '.join(command)}".rstrip())
+    assert outcome.out.startswith(f"usage: attnplug {' '.join(command)}".rstrip())
     assert outcome.err == ""
 
 

@@ -39,6 +39,10 @@ class Distribution(NamedTuple):
     name: str | None
     version: str | None
 
+    def read_text(self, file: str) -> str | None:
+        lines = [("Name", self.name), ("Version", self.version)]
+        return "".join(f"{key}: {value}\n" for key, value in lines if value is not None) if file == "METADATA" else None
+
 
 def spec(name: str = "fast", **changes: Any) -> BackendSpec:
     fields = {

@@ -47,11 +47,18 @@ class Source:
 
 def _identity(distribution: metadata.Distribution | None) -> tuple[str, str]:
     """Name and version; what damaged or missing metadata cannot tell is said so."""
-    try:
-        name, version = (distribution.name, distribution.version) if distribution is not None else (None, None)
-    except Exception:  # whatever reading the metadata of a damaged installation raises
-        name, version = None, None
-    return name or f"unknown distribution ({getattr(distribution, '_path', 'made by hand')})", version or "?"
+    found: dict[str, str] = {}
+    if distribution is not None:
+        try:
+            # The two lines we need, without parsing a whole README as mail for each of fifty plugins.
+            text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+            for line in text.partition("\n\n")[0].splitlines():
+                key, _, value = line.partition(":")
+                found.setdefault(key.lower(), value.strip())
+        except Exception:  # whatever reading a damaged installation raises
+            found.clear()
+    place = getattr(distribution, "_path", "made by hand")
+    return found.get("name") or f"unknown distribution ({place})", found.get("version") or "?"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +110,13 @@ def new_manager() -> pluggy.PluginManager:
     return manager
 
 
-def load_plugin(manager: pluggy.PluginManager, point: EntryPoint) -> Iterator[Registered | Broken]:
+def load_plugin(manager: pluggy.PluginManager, point: EntryPoint, source: Source) -> Iterator[Registered | Broken]:
     """One plugin's backends, or what is wrong with it. Raises nothing but an interrupt."""
-    source = Source.of(point)
     try:
         # A plugin that prints while it loads must not end up in our output.
         with contextlib.redirect_stdout(sys.stderr):
+            if point.pattern.match(point.value) is None:
+                raise PluginError(f"its entry point leads to {point.value!r}; write 'package.module'")
             plugin = point.load()
             functions = _hook_functions(manager, plugin, source)
             manager.register(plugin, f"{source.distribution}:{source.entry_point}")

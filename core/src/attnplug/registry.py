@@ -58,7 +58,7 @@ def load_registry(
     ordered = sorted(points, key=lambda point: (points[point].distribution, point.name))
     allowed, blocked, unmatched = _permit(ordered, points, environment.get(ALLOW_VARIABLE))
     manager = new_manager()
-    outcomes = [outcome for point in allowed for outcome in load_plugin(manager, point)]
+    outcomes = [outcome for point in allowed for outcome in load_plugin(manager, point, points[point])]
     backends, taken = _unique([outcome for outcome in outcomes if isinstance(outcome, Registered)])
     broken += [outcome for outcome in outcomes if isinstance(outcome, Broken)] + taken
     registry = Registry(backends, tuple(broken), tuple(points[point] for point in blocked), unmatched)
@@ -120,7 +120,9 @@ def _taken(name: str, claimants: list[Registered]) -> str:
     owners = [f"{claimant.source} (entry point {claimant.source.entry_point})" for claimant in claimants]
     if len(set(owners)) == 1:
         return f"the name {name!r} is given {len(owners)} times by {owners[0]}, so none is used; give each its own name"
+    embedded = any(_normal(claimant.source.distribution) == BUILTIN_DISTRIBUTION for claimant in claimants)
+    keep = "set {} to leave the other out" if embedded else "name the one to keep in {}"
     return (
         f"the name {name!r} is claimed by {' and '.join(owners)}, so neither is used; "
-        f"uninstall one, or name the one to keep in {ALLOW_VARIABLE}"
+        f"uninstall one, or {keep.format(ALLOW_VARIABLE)}"
     )

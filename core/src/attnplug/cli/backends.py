@@ -51,7 +51,7 @@ class Row:
         return f"{self.status}: {self.error}"
 
 
-def list_backends(*, json: bool, every: bool) -> None:
+def list_backends(*, json: bool, every: bool) -> int:
     registry = load_registry()
     rows = list(listing(registry, every))
     if json:
@@ -65,6 +65,7 @@ def list_backends(*, json: bool, every: bool) -> None:
     if counts:
         print(f"{counts} not shown; 'attnplug backends --all' shows them", file=sys.stderr)
     warn_of_names(registry)
+    return 0
 
 
 def listing(registry: Registry, every: bool) -> Iterator[Row]:

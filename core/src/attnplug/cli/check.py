@@ -106,12 +106,14 @@ class Result:
         return self.error <= self.tolerance and (self.lse_error is None or self.lse_error <= self.tolerance)
 
 
-def run_check(options: CheckOptions, *, json: bool) -> None:
+def run_check(options: CheckOptions, *, json: bool) -> int:
     console = Console(stderr=json, width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
     registry = load_registry()
     warn_of_plugins(registry)
     device, sm = _device(options.device)
     dtype = DType.parse(options.dtype, "--dtype")
+    if not 0 <= options.seed < 1 << 63:
+        raise UsageError(f"--seed {options.seed} is no seed; give a number from 0 to {(1 << 63) - 1}")
     if dtype not in _TOLERANCE:
         raise UsageError(f"--dtype {dtype} is a type for caches; use one of {', '.join(_TOLERANCE)}")
     request = BackendRequest(options.attention, {}, split_settings(options.settings))
@@ -137,7 +139,7 @@ def run_check(options: CheckOptions, *, json: bool) -> None:
         console.print(f"{name}: refused by {first[0].backend.spec.name}: {'; '.join(reasons)}", style="yellow")
     results = _run(console, served, device, options.seed)
     _show(console, results, json)
-    sys.exit(0 if all(result.holds for result in results) else 1)
+    return 0 if all(result.holds for result in results) else 1
 
 
 def _device(asked: str | None) -> tuple[torch.device, int | None]:

@@ -32,7 +32,7 @@ _PROBE_SECONDS = 120
 Findings = Mapping[str, str]
 
 
-def report(*, json: bool) -> None:
+def report(*, json: bool) -> int:
     sections: dict[str, Callable[[], Findings]] = {
         "environment": _environment,
         "torch": _torch,
@@ -44,7 +44,7 @@ def report(*, json: bool) -> None:
     }
     if json:
         output.write_json({title: _guarded(probe) for title, probe in sections.items()})
-        return
+        return 0
     for title, probe in sections.items():
         print(f"{title}")
         findings = _guarded(probe)
@@ -54,6 +54,7 @@ def report(*, json: bool) -> None:
         if not findings:
             print("  none")
         sys.stdout.flush()
+    return 0
 
 
 def _guarded(probe: Callable[[], Findings]) -> Findings:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from attnplug.capabilities import DEVICES
 from attnplug.cli import output
@@ -24,10 +24,7 @@ class ExplainOptions:
 
     model: str
     attention: str = AUTO
-    prefill: str | None = None
-    decode: str | None = None
-    linear: str | None = None
-    draft: str | None = None
+    roles: Mapping[Role, str] = field(default_factory=dict)
     device: str | None = None
     sm: int | None = None
     dtype: str | None = None
@@ -39,9 +36,7 @@ class ExplainOptions:
     settings: tuple[str, ...] = ()
 
     def request(self) -> BackendRequest:
-        given = {Role.PREFILL: self.prefill, Role.DECODE: self.decode, Role.LINEAR: self.linear, Role.DRAFT: self.draft}
-        roles = {role: name for role, name in given.items() if name is not None}
-        return BackendRequest(self.attention, roles, split_settings(self.settings))
+        return BackendRequest(self.attention, self.roles, split_settings(self.settings))
 
     def problem(self, model: ModelSpec) -> Problem:
         device, sm = where(self.device, self.sm)
@@ -96,7 +91,7 @@ def graph_level(text: str) -> GraphLevel:
         raise UsageError(f"--cuda-graph {text!r} is unknown; use one of {known}") from None
 
 
-def explain_choice(options: ExplainOptions, *, json: bool) -> None:
+def explain_choice(options: ExplainOptions, *, json: bool) -> int:
     model = load_model(options.model)
     problem = options.problem(model)
     registry = load_registry()
@@ -106,8 +101,7 @@ def explain_choice(options: ExplainOptions, *, json: bool) -> None:
         output.write_json({role.value: _as_json(choice) for role, choice in selection.choices.items()})
     else:
         print("\n".join(render(selection)))
-    if selection.unserved:
-        sys.exit(1)
+    return 1 if selection.unserved else 0
 
 
 def _as_json(choice: RoleChoice) -> dict[str, object]:

@@ -6,16 +6,15 @@ import os
 import sys
 
 from attnplug.cli import output
+from attnplug.cli.app import run
 from attnplug.errors import AttnplugError
 
 
 def main() -> None:
     """Run the command; a person's mistake ends in one message on standard error, never in a traceback."""
-    from attnplug.cli.app import app
-
     try:
         with output.safe_streams():
-            app(prog_name="attnplug")
+            sys.exit(run())
     except AttnplugError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)

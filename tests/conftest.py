@@ -1,0 +1,123 @@
+"""Real wheels and fresh environments, without network, for the tests that install plugins."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True)
+class Environment:
+    """A virtual environment that holds attnplug from its wheel, and what a test installs."""
+
+    folder: Path
+    wheels: Path
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "bin" / "python"
+
+    def run(self, *command: str | Path, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Run a program of the environment. Only the variables given here speak to attnplug."""
+        program, *arguments = command
+        return _run([self.folder / "bin" / program, *arguments], self.folder, variables, check=False)
+
+    def attnplug(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+        """Run the command that the wheel installed."""
+        return self.run("attnplug", *arguments, **variables)
+
+    def backends(self, *flags: str, **variables: str) -> list[dict[str, Any]]:
+        """What ``attnplug backends --json`` lists; it must exit with 0 and print nothing but JSON."""
+        done = self.attnplug("backends", "--json", *flags, **variables)
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout)
+
+    def install(self, *distributions: str) -> None:
+        """``pip install`` from our wheels alone."""
+        self._pip("install", "--no-index", "--no-deps", "--find-links", str(self.wheels), *distributions)
+
+    def uninstall(self, *distributions: str) -> None:
+        self._pip("uninstall", "--yes", *distributions)
+
+    def _pip(self, command: str, *arguments: str) -> None:
+        # The environment has no pip of its own, which saves making it one: --python lets ours work on it.
+        pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--python", self.python]
+        _run([*pip, command, *arguments], self.folder, {})
+
+
+@pytest.fixture(scope="session")
+def dependencies(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with everything installed here except attnplug and its plugins: what a fresh environment needs."""
+    folder = tmp_path_factory.mktemp("dependencies")
+    for place in map(Path, sys.path):
+        if place.name not in ("site-packages", "dist-packages"):
+            continue
+        for item in sorted(place.iterdir()):
+            if not _left_out(item) and not (folder / item.name).exists():
+                (folder / item.name).symlink_to(item.resolve())
+    return folder
+
+
+def _left_out(item: Path) -> bool:
+    if item.name.startswith(("attnplug", "pip", "setuptools", "__pycache__")) or item.suffix == ".pth":
+        return True
+    points = item / "entry_points.txt"
+    return points.is_file() and "attnplug.plugins" in points.read_text()
+
+
+@pytest.fixture(scope="session")
+def build_wheels(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Build the wheel of attnplug and those of some projects into one folder."""
+
+    def build(*projects: Path) -> Path:
+        wheels = tmp_path_factory.mktemp("wheels")
+        pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+        offline = ["--no-index", "--no-deps", "--no-build-isolation"]
+        _run([*pip, "wheel", *offline, "--wheel-dir", wheels, ROOT / "core", *projects], wheels, {})
+        return wheels
+
+    return build
+
+
+@pytest.fixture(scope="session")
+def fresh_environment(tmp_path_factory: pytest.TempPathFactory, dependencies: Path) -> Callable[..., Environment]:
+    """Make an environment with attnplug, and the distributions named, from a folder of wheels."""
+
+    def make(wheels: Path, *distributions: str) -> Environment:
+        folder = tmp_path_factory.mktemp("environment")
+        _run([sys.executable, "-m", "venv", "--without-pip", folder], folder, {})
+        environment = Environment(folder, wheels)
+        where = environment.run("python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
+        (Path(where.stdout.strip()) / "dependencies.pth").write_text(f"{dependencies}\n")
+        environment.install("attnplug", *distributions)
+        return environment
+
+    return make
+
+
+def _run(
+    command: list[str | Path], folder: Path, variables: dict[str, str], *, check: bool = True
+) -> subprocess.CompletedProcess[str]:
+    ours = ("ATTNPLUG_", "PIP_", "PYTHON")  # what the caller's shell sets must not decide what a test sees
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith(ours)}
+    done = subprocess.run(
+        list(map(str, command)),
+        cwd=folder,
+        env=inherited | variables,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert not check or done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done

@@ -1,0 +1,465 @@
+"""Real wheels of good and broken plugins in a fresh environment without network, driven by the command line."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from subprocess import CompletedProcess
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from conftest import Environment
+
+KEYS = ["name", "distribution", "version", "contract", "status", "reasons", "error"]
+GOOD = "acme-attention"
+
+_PYPROJECT = """
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[project]
+name = "{distribution}"
+version = "{version}"
+
+[project.entry-points."attnplug.plugins"]
+{entry_point} = "{module}"
+
+[tool.hatch.build.targets.wheel]
+only-include = ["{module}.py"]
+"""
+
+
+@dataclass(frozen=True)
+class TinyPlugin:
+    """A distribution of one module: what is in it, and by which name its entry point goes."""
+
+    distribution: str
+    version: str
+    entry_point: str
+    body: str
+
+    def write(self, folder: Path) -> Path:
+        """Write the project that a wheel can be built from."""
+        module = self.distribution.replace("-", "_")
+        project = folder / self.distribution
+        project.mkdir()
+        text = _PYPROJECT.format(
+            distribution=self.distribution, version=self.version, entry_point=self.entry_point, module=module
+        )
+        (project / "pyproject.toml").write_text(text)
+        (project / f"{module}.py").write_text(self.body)
+        return project
+
+
+_SPEC = """
+from attnplug import AttentionKind, BackendSpec, Capabilities, DType, hookimpl
+
+def spec(name, contract="1.0", devices=("cpu",), dtypes=(DType.FLOAT32,), requires=(), **more):
+    can = Capabilities(kinds={AttentionKind.MHA}, devices=devices, dtypes=dtypes, **more)
+    return BackendSpec(name, "nothing runs", contract, "nowhere:Nothing", can, requires)
+"""
+
+_HOOK = """
+@hookimpl
+def attnplug_backends():
+    return [{spec}]
+"""
+
+# The plugins that cannot be used, and what must be said about each.
+BROKEN: dict[TinyPlugin, tuple[str, ...]] = {
+    TinyPlugin("bad-import", "0.1", "bad_import", "import a_kernel_library_nobody_has"): (
+        "ModuleNotFoundError",
+        "a_kernel_library_nobody_has",
+    ),
+    TinyPlugin("bad-syntax", "0.2", "bad_syntax", "def attnplug_backends(:"): ("SyntaxError", "bad_syntax.py"),
+    TinyPlugin("bad-assertion", "0.3", "bad_assertion", "assert 1 == 2, 'needs a newer GPU'"): (
+        "AssertionError",
+        "needs a newer GPU",
+    ),
+    TinyPlugin("bad-exit", "0.4", "bad_exit", "import sys; sys.exit('no GPU, goodbye')"): (
+        "SystemExit",
+        "no GPU, goodbye",
+    ),
+    TinyPlugin("bad-type", "0.5", "bad_type", _SPEC + _HOOK.format(spec="{'name': 'bad_type'}")): (
+        "def attnplug_backends()",
+        "bad_type.py:8",
+        "{'name': 'bad_type'} (dict)",
+        "not a BackendSpec",
+    ),
+    TinyPlugin("bad-list", "0.6", "bad_list", _SPEC + _HOOK.format(spec="").replace("[]", "spec('bad_list')")): (
+        "def attnplug_backends()",
+        "return a list",
+    ),
+    TinyPlugin("bad-contract", "0.7", "bad_contract", _SPEC + _HOOK.format(spec="spec('bad_contract', '2.0')")): (
+        "contract 2.0",
+        "this attnplug speaks 1.0",
+    ),
+    TinyPlugin(
+        "bad-hook",
+        "0.8",
+        "bad_hook",
+        _SPEC + _HOOK.format(spec="spec('bad_hook')").replace("attnplug_backends", "attnplug_backend"),
+    ): ("def attnplug_backend()", "bad_hook.py:8", "does not exist", "did you mean attnplug_backends?"),
+    TinyPlugin(
+        "bad-default", "0.9", "bad_default", _SPEC + _HOOK.format(spec="spec('bad_default')").replace("()", "(sm=90)")
+    ): ("def attnplug_backends(sm=90)", "bad_default.py:8", "parameter sm would never be filled"),
+    TinyPlugin(
+        "bad-mark", "0.10", "bad_mark", _SPEC + _HOOK.format(spec="spec('bad_mark')").replace("@hookimpl", "")
+    ): ("def attnplug_backends()", "not marked", "@attnplug.hookimpl"),
+    TinyPlugin(
+        "bad-claims",
+        "0.11",
+        "bad_claims",
+        _SPEC + _HOOK.format(spec="spec('bad_claims', devices={'cuda'}, min_sm=100, max_sm=90)"),
+    ): ("'bad_claims'", "min_sm 100 is above max_sm 90"),
+}
+
+CHATTY = TinyPlugin(
+    "chatty", "2.0", "chatty", "print('hello from chatty')" + _SPEC + _HOOK.format(spec="spec('chatty')")
+)
+NEEDY = TinyPlugin("needy", "3.0", "needy", _SPEC + _HOOK.format(spec="spec('needy', requires=('unobtainium>=7',))"))
+IMPOSTOR = TinyPlugin("impostor", "6.6.6", "other", _SPEC + _HOOK.format(spec="spec('acme')"))
+USURPER = TinyPlugin("usurper", "6.6.7", "usurper", _SPEC + _HOOK.format(spec="spec('torch_native')"))
+
+# Not -X importtime: it leaves out what importlib.import_module imports, and that is how plugins are loaded.
+_RUN_AND_NAME_MODULES = """
+import atexit, runpy, sys
+atexit.register(lambda: print("imported:", *{name.partition(".")[0] for name in sys.modules}, file=sys.stderr))
+from attnplug.cli.main import main
+main()
+"""
+
+
+@pytest.fixture(scope="module")
+def wheels(build_wheels: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    sources = tmp_path_factory.mktemp("sources")
+    good = shutil.copytree(Path(__file__).parent / "wheels" / GOOD, sources / GOOD)
+    tiny = (*BROKEN, CHATTY, NEEDY, IMPOSTOR, USURPER)
+    return build_wheels(good, *(plugin.write(sources) for plugin in tiny))
+
+
+@pytest.fixture(scope="module")
+def crowd(wheels: Path, fresh_environment: Callable[..., Environment]) -> Environment:
+    """The good plugin among all that are broken, one that prints and one that lacks a library. Nobody changes it."""
+    return fresh_environment(wheels, GOOD, CHATTY.distribution, NEEDY.distribution, *names(BROKEN))
+
+
+@pytest.fixture(scope="module")
+def listed(crowd: Environment) -> dict[str, dict[str, Any]]:
+    """What ``backends --all --json`` says in the crowd, by name."""
+    rows = crowd.backends("--all")
+    assert len({row["name"] for row in rows}) == len(rows)
+    return {row["name"]: row for row in rows}
+
+
+def names(plugins: Any) -> list[str]:
+    return [plugin.distribution for plugin in plugins]
+
+
+def by_status(rows: list[dict[str, Any]]) -> dict[str, str]:
+    return {f"{row['name']} from {row['distribution']}": row["status"] for row in rows}
+
+
+def refused_politely(done: CompletedProcess[str], exit_code: int) -> str:
+    """The one message of a command that ends in an error: nothing on standard output, no traceback."""
+    assert (done.returncode, done.stdout) == (exit_code, ""), done
+    assert "Traceback" not in done.stderr
+    assert "error: " in done.stderr
+    return done.stderr
+
+
+class TestInstallAndUninstall:
+    def test_a_backend_is_selectable_once_installed_and_gone_once_uninstalled(
+        self, wheels: Path, fresh_environment: Callable[..., Environment]
+    ) -> None:
+        """D1: pip install makes it selectable by name, pip uninstall removes it, and nothing else changes."""
+        environment = fresh_environment(wheels)
+        choose = ("explain", "--attention-backend", "acme", "--model", "tiny:llama", "--device", "cpu", "--json")
+        before = environment.backends("--all")
+        assert by_status(before) == {"torch_native from attnplug": "usable"}
+        assert "there is no backend 'acme'" in refused_politely(environment.attnplug(*choose), 2)
+
+        environment.install(GOOD)
+        installed = environment.backends("--all")
+        assert [row for row in installed if row["name"] != "acme"] == before
+        chosen = environment.attnplug(*choose)
+        assert chosen.returncode == 0, chosen.stderr
+        assert {role: choice["chosen"] for role, choice in json.loads(chosen.stdout).items()} == {
+            "prefill": "acme",
+            "decode": "acme",
+        }
+
+        environment.uninstall(GOOD)
+        assert environment.backends("--all") == before
+        assert "there is no backend 'acme'" in refused_politely(environment.attnplug(*choose), 2)
+
+    def test_each_broken_plugin_is_gone_once_uninstalled(
+        self, wheels: Path, fresh_environment: Callable[..., Environment]
+    ) -> None:
+        """D1, D2: one uninstall removes one plugin from the list, whatever is wrong with it."""
+        environment = fresh_environment(wheels, *names(BROKEN))
+        left = set(names(BROKEN))
+        for distribution in names(BROKEN):
+            environment.uninstall(distribution)
+            left.remove(distribution)
+            assert {row["distribution"] for row in environment.backends("--all")} == {"attnplug", *left}
+
+    def test_a_taken_name_belongs_to_neither_until_one_of_them_goes(
+        self, wheels: Path, fresh_environment: Callable[..., Environment]
+    ) -> None:
+        """D2: a taken name is an error that names both distributions; neither wins, and others are undisturbed."""
+        environment = fresh_environment(wheels, GOOD, IMPOSTOR.distribution)
+        assert by_status(environment.backends()) == {"torch_native from attnplug": "usable"}
+        rows = environment.backends("--all")
+        assert by_status(rows) == {
+            "torch_native from attnplug": "usable",
+            "acme from acme-attention": "broken",
+            "acme from impostor": "broken",
+        }
+        for row in rows[1:]:
+            assert "acme-attention 1.2.0" in row["error"] and "impostor 6.6.6" in row["error"]
+            assert row["contract"] == "1.0"
+        done = environment.attnplug("explain", "--attention-backend", "acme", "--model", "tiny:llama")
+        error = refused_politely(done, 1)
+        assert "acme-attention 1.2.0" in error and "impostor 6.6.6" in error
+
+        # what the error says to do works: name the one to keep, or uninstall the other
+        assert by_status(environment.backends(ATTNPLUG_PLUGINS=GOOD))["acme from acme-attention"] == "usable"
+        assert by_status(environment.backends(ATTNPLUG_PLUGINS="impostor"))["acme from impostor"] == "usable"
+        environment.uninstall(IMPOSTOR.distribution)
+        assert by_status(environment.backends("--all")) == {
+            "acme from acme-attention": "usable",
+            "torch_native from attnplug": "usable",
+        }
+
+    def test_even_the_embedded_backend_shares_its_name_with_nobody(
+        self, wheels: Path, fresh_environment: Callable[..., Environment]
+    ) -> None:
+        """D2: core's own backend has no privilege that would let a duplicate be dropped silently."""
+        environment = fresh_environment(wheels, GOOD, USURPER.distribution)
+        assert by_status(environment.backends("--all")) == {
+            "acme from acme-attention": "usable",
+            "torch_native from attnplug": "broken",
+            "torch_native from usurper": "broken",
+        }
+        assert by_status(environment.backends(ATTNPLUG_PLUGINS="")) == {"torch_native from attnplug": "usable"}
+
+
+class TestGoodBackend:
+    def test_it_passes_the_check_for_what_it_claims_and_refuses_the_rest(self, crowd: Environment) -> None:
+        """D1: an installed third-party backend runs through the real command; D3: what it does not claim is refused."""
+        errors = {}
+        for accumulate in ("float32", "float64"):
+            option = f"acme.accumulate={accumulate}"
+            arguments = ("--attention-backend", "acme", "--device", "cpu", "--backend-option", option)
+            done = crowd.attnplug("check", *arguments, "--json")
+            assert done.returncode == 0, done.stderr
+            results = json.loads(done.stdout)
+            assert {result["layer"] for result in results} == {"MHA 4 heads", "GQA 8/2 heads"}
+            assert len(results) == 8 and all(result["holds"] for result in results)
+            assert "GQA 8/2 heads: acme, asked for by" in done.stderr
+            assert re.search(r"GQA, window 24: refused.* sliding_window", done.stderr)
+            assert re.search(r"MLA 16 heads, 512\+64: refused.* mla", done.stderr)
+            errors[accumulate] = max(result["error"] for result in results)
+        assert errors["float64"] < errors["float32"]  # the typed option reached the backend
+
+    @pytest.mark.parametrize(
+        ("option", "message"),
+        [
+            ("acme.accumulate=float8", "must be one of float32, float64, not 'float8'"),
+            ("acme.speed=11", "backend acme has no option 'speed'"),
+        ],
+    )
+    def test_a_wrong_option_is_refused_with_the_valid_ones(self, crowd: Environment, option: str, message: str) -> None:
+        """D3: an option that the plugin's dataclass does not know is an error that lists what it knows."""
+        arguments = ("--attention-backend", "acme", "--model", "tiny:llama", "--backend-option", option)
+        error = refused_politely(crowd.attnplug("explain", *arguments), 2)
+        assert message in error and "accumulate: one of float32, float64 = 'float32'" in error
+
+    def test_explain_gives_the_choice_and_every_candidate(self, crowd: Environment) -> None:
+        """D1, D3: the installed plugin is chosen where it is asked for; each candidate carries every reason."""
+        arguments = ("--attention-backend", "acme", "--model", "tiny:llama", "--device", "cpu", "--dtype", "float32")
+        done = crowd.attnplug("explain", *arguments, "--json")
+        assert done.returncode == 0, done.stderr
+        roles = json.loads(done.stdout)
+        assert set(roles) == {"prefill", "decode"}
+        for choice in roles.values():
+            assert choice["chosen"] == "acme"
+            candidates = {candidate["name"]: candidate for candidate in choice["candidates"]}
+            assert set(candidates) == {"acme", "chatty", "needy", "torch_native"}
+            assert candidates["acme"] == {
+                "name": "acme",
+                "distribution": "acme-attention",
+                "version": "1.2.0",
+                "refusals": [],
+            }
+            assert [refusal["code"] for refusal in candidates["needy"]["refusals"]] == ["requirement"]
+        for plugin in BROKEN:
+            assert f"({plugin.distribution} {plugin.version})" in done.stderr  # a warning each
+
+    def test_it_is_refused_where_it_cannot_serve(self, crowd: Environment) -> None:
+        """D3: exit code 1 and a coded reason when the backend asked for cannot serve the model."""
+        arguments = ("--attention-backend", "acme", "--model", "tiny:deepseek_v3", "--device", "cpu", "--json")
+        done = crowd.attnplug("explain", *arguments)
+        assert done.returncode == 1
+        choice = json.loads(done.stdout)["prefill"]
+        assert choice["chosen"] is None
+        assert "kind" in [refusal["code"] for refusal in choice["candidates"][0]["refusals"]]
+
+
+class TestBrokenPlugins:
+    @pytest.mark.parametrize(("plugin", "fragments"), BROKEN.items(), ids=names(BROKEN))
+    def test_it_is_listed_with_distribution_version_and_error(
+        self, listed: dict[str, dict[str, Any]], plugin: TinyPlugin, fragments: tuple[str, ...]
+    ) -> None:
+        """D2: a broken plugin is reported with its distribution, version and error, and its author's own signature."""
+        row = listed[plugin.entry_point]
+        assert list(row) == KEYS
+        assert (row["distribution"], row["version"]) == (plugin.distribution, plugin.version)
+        assert (row["status"], row["reasons"]) == ("broken", [])
+        for fragment in fragments:
+            assert fragment in row["error"]
+
+    @pytest.mark.parametrize("plugin", BROKEN, ids=names(BROKEN))
+    def test_asking_for_it_by_name_says_why_not(self, crowd: Environment, plugin: TinyPlugin) -> None:
+        """D2: an error with distribution, version and error, exit code 1, no traceback."""
+        arguments = ("--attention-backend", plugin.entry_point, "--model", "tiny:llama")
+        error = refused_politely(crowd.attnplug("explain", *arguments), 1)
+        assert f"{plugin.distribution} {plugin.version}" in error
+        for fragment in BROKEN[plugin]:
+            assert fragment in error
+
+    def test_check_refuses_a_broken_backend_too(self, crowd: Environment) -> None:
+        """D2: every command that takes a name answers in the same way."""
+        done = crowd.attnplug("check", "--attention-backend", "bad_import")
+        assert done.returncode == 1
+        assert "bad-import 0.1" in done.stderr.split("error: ")[1] and "Traceback" not in done.stderr
+
+    def test_they_disturb_no_other_plugin(self, listed: dict[str, dict[str, Any]]) -> None:
+        """D2: next to every kind of broken plugin, the good ones are listed as they are when alone."""
+        assert {name: row["status"] for name, row in listed.items() if row["status"] != "broken"} == {
+            "acme": "usable",
+            "chatty": "usable",
+            "needy": "refused",
+            "torch_native": "usable",
+        }
+        assert len(listed) == len(BROKEN) + 4
+
+    def test_the_contract_that_a_plugin_speaks_is_listed(self, listed: dict[str, dict[str, Any]]) -> None:
+        """D2, D4: the version of a plugin written for another contract is shown, not only that it is another."""
+        assert listed["bad_contract"]["contract"] == "2.0"
+        assert listed["acme"]["contract"] == "1.0"
+
+    def test_strict_mode_makes_them_an_error_that_lists_them_all(self, crowd: Environment) -> None:
+        """D2: ATTNPLUG_STRICT=1 turns broken plugins into an error with each of them."""
+        for command in (("backends", "--json"), ("explain", "--model", "tiny:llama")):
+            error = refused_politely(crowd.attnplug(*command, ATTNPLUG_STRICT="1"), 1)
+            for plugin, fragments in BROKEN.items():
+                assert f"{plugin.distribution} {plugin.version}" in error
+                assert all(fragment in error for fragment in fragments)
+        assert crowd.attnplug("backends", ATTNPLUG_STRICT="0").returncode == 0
+
+    def test_strict_mode_is_content_without_broken_plugins(self, crowd: Environment) -> None:
+        """D2: what the allow-list keeps out is not loaded, so it is not broken either."""
+        rows = crowd.backends("--all", ATTNPLUG_STRICT="1", ATTNPLUG_PLUGINS=f"{GOOD},needy")
+        assert {row["status"] for row in rows} == {"usable", "refused", "blocked"}
+
+    def test_doctor_reports_them_and_does_not_fail(self, crowd: Environment) -> None:
+        """D2: the environment report holds every plugin with its error, even in strict mode."""
+        done = crowd.attnplug("doctor", "--json", ATTNPLUG_STRICT="1")
+        assert done.returncode == 0, done.stderr
+        plugins = json.loads(done.stdout)["plugins"]
+        for plugin in BROKEN:
+            assert plugins[plugin.entry_point].startswith(f"{plugin.distribution} {plugin.version}: broken: ")
+        assert plugins["acme"] == "acme-attention 1.2.0: usable here"
+
+
+class TestListing:
+    def test_broken_plugins_are_counted_and_shown_with_all(self, crowd: Environment) -> None:
+        """D2: without --all a broken plugin is not in the list, but nobody is left to think that it is not there."""
+        done = crowd.attnplug("backends")
+        assert done.returncode == 0
+        assert "bad" not in done.stdout
+        assert f"{len(BROKEN)} broken not shown" in done.stderr and "--all" in done.stderr
+        lines = {line.split()[0]: line for line in done.stdout.splitlines() if not line.startswith(" ")}
+        assert "acme-attention 1.2.0" in lines["acme"] and "usable here" in lines["acme"]
+        assert "refused here" in lines["needy"]
+        everything = crowd.attnplug("backends", "--all")
+        assert everything.returncode == 0
+        for plugin in BROKEN:
+            row = next(line for line in everything.stdout.splitlines() if line.startswith(f"{plugin.entry_point} "))
+            assert f"{plugin.distribution} {plugin.version}" in row and "broken: " in row
+
+    def test_json_has_exactly_the_promised_keys(self, crowd: Environment) -> None:
+        """D2: machines read the same keys for every status."""
+        rows = crowd.backends("--all", ATTNPLUG_PLUGINS="acme,needy,bad-import")
+        assert {row["status"] for row in rows} == {"usable", "refused", "broken", "blocked"}
+        for row in rows:
+            assert list(row) == KEYS
+            assert (row["error"] is not None) == (row["status"] in ("broken", "blocked"))
+            assert bool(row["reasons"]) == (row["status"] == "refused")
+
+    def test_a_plugin_that_prints_does_not_spoil_the_json(self, crowd: Environment) -> None:
+        """D2: what a plugin prints while it loads goes to standard error."""
+        done = crowd.attnplug("backends", "--json")
+        assert "chatty" in [row["name"] for row in json.loads(done.stdout)]
+        assert "hello from chatty" in done.stderr and "hello" not in done.stdout
+
+    def test_a_missing_requirement_is_a_refusal_that_says_what_to_install(
+        self, listed: dict[str, dict[str, Any]]
+    ) -> None:
+        """D2, D3: a plugin whose library is absent is whole: it is refused here, with the requirement."""
+        (reason,) = listed["needy"]["reasons"]
+        assert reason["code"] == "requirement"
+        assert (reason["value"], reason["allowed"]) == (None, ">=7")
+        assert "unobtainium" in reason["message"] and "pip install" in reason["option"]
+
+    @pytest.mark.parametrize("flags", [(), ("--json", "--all")], ids=["table", "json"])
+    def test_it_imports_neither_torch_nor_a_kernel_library(self, crowd: Environment, flags: tuple[str, ...]) -> None:
+        """D1: listing what is installed costs no import of what the backends run on."""
+        done = crowd.run("python", "-c", _RUN_AND_NAME_MODULES, "backends", *flags)
+        assert done.returncode == 0, done.stderr
+        imported = set(done.stderr.rpartition("imported: ")[2].split())
+        assert {"attnplug", "acme_attention", "chatty"} <= imported
+        assert not imported & {"torch", "numpy", "triton", "flashinfer", "flash_attn", "sgl_kernel", "cutlass", "fla"}
+
+
+class TestAllowList:
+    @pytest.mark.parametrize(
+        "allowed", ["acme-attention", "Acme_Attention", "acme", " acme , needy-not "], ids=lambda text: repr(text)
+    )
+    def test_it_allows_by_distribution_and_by_name(self, crowd: Environment, allowed: str) -> None:
+        """D1: ATTNPLUG_PLUGINS allows what it names; everything else but the embedded backend is blocked."""
+        rows = crowd.backends("--all", ATTNPLUG_PLUGINS=allowed)
+        assert {row["name"] for row in rows if row["status"] == "usable"} == {"acme", "torch_native"}
+        assert {row["status"] for row in rows if row["name"] not in ("acme", "torch_native")} == {"blocked"}
+        assert len(rows) == len(BROKEN) + 4
+
+    def test_empty_it_leaves_only_the_embedded_backend(self, crowd: Environment) -> None:
+        """D1: with an empty list nothing of any plugin is imported."""
+        assert by_status(crowd.backends(ATTNPLUG_PLUGINS="")) == {"torch_native from attnplug": "usable"}
+        done = crowd.attnplug("backends", ATTNPLUG_PLUGINS="")
+        assert "hello from chatty" not in done.stderr
+        assert f"{len(BROKEN) + 3} blocked not shown" in done.stderr
+
+    def test_a_name_that_matches_nothing_is_a_warning(self, crowd: Environment) -> None:
+        """D1: a misspelled allow-list is not silently an empty one; in strict mode it is an error."""
+        done = crowd.attnplug("backends", "--json", ATTNPLUG_PLUGINS="acme,amce")
+        assert done.returncode == 0
+        assert by_status(json.loads(done.stdout))["acme from acme-attention"] == "usable"
+        assert "warning: ATTNPLUG_PLUGINS names 'amce'" in done.stderr
+        done = crowd.attnplug("backends", ATTNPLUG_PLUGINS="acme,amce", ATTNPLUG_STRICT="1")
+        assert "'amce'" in refused_politely(done, 1)
+
+    def test_asking_for_a_blocked_backend_names_the_variable(self, crowd: Environment) -> None:
+        """D1: a blocked backend is not an unknown one."""
+        arguments = ("--attention-backend", "acme", "--model", "tiny:llama")
+        error = refused_politely(crowd.attnplug("explain", *arguments, ATTNPLUG_PLUGINS="needy"), 2)
+        assert "acme-attention 1.2.0" in error and "ATTNPLUG_PLUGINS" in error
