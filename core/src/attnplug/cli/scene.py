@@ -1,0 +1,198 @@
+"""The stage of ``attnplug check``: requests in scattered pages of a poisoned pool, and what float64 makes of them."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnplug.backend import AttentionBackend, ForwardExtras
+from attnplug.batch import ForwardBatch
+from attnplug.context import plan_forward
+from attnplug.errors import BackendError
+from attnplug.kv import KVPools, MHAPool, MLAPool, PageAllocator, SlotTable, torch_dtype
+from attnplug.model import AttentionKind, LayerSpec
+from attnplug.plan import ForwardMode
+from attnplug.problem import DType
+from attnplug.reference import attention_float64
+from attnplug.workspace import WorkspaceOwner
+
+CONTEXT = 512
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One batch: how many new tokens each request gets; requests that are absent get none."""
+
+    title: str
+    mode: ForwardMode
+    new_tokens: dict[int, int]
+
+
+# Request 0 starts without a prefix and then decodes; 1 comes in two parts; 2 arrives while the others run.
+STEPS = (
+    Step("prefill, no prefix", ForwardMode.EXTEND, {0: 37, 1: 100}),
+    Step("prefill with prefix", ForwardMode.EXTEND, {1: 29}),
+    Step("mixed", ForwardMode.MIXED, {0: 1, 1: 33, 2: 50}),
+    Step("decode", ForwardMode.DECODE, {2: 1, 0: 1, 1: 1}),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One layer in one step: the largest errors and the time of plan and forward, or what went wrong instead."""
+
+    layer: str
+    step: str
+    rows: int
+    tolerance: float
+    error: float = math.nan
+    lse_error: float | None = None
+    plan_ms: float = math.nan
+    forward_ms: float = math.nan
+    failure: str | None = None
+
+    @property
+    def holds(self) -> bool:
+        # written so that NaN fails
+        return self.error <= self.tolerance and (self.lse_error is None or self.lse_error <= self.tolerance)
+
+
+class Scene:
+    """Requests with random rows in permuted pages of a poisoned pool: whatever is read without reason turns NaN."""
+
+    def __init__(
+        self, layer: LayerSpec, dtype: DType, kv_dtype: DType, page_size: int, device: torch.device, seed: int
+    ) -> None:
+        self.layer, self.kv_dtype, self.device = layer, kv_dtype, device
+        self.dtype = torch_dtype(dtype)
+        self.workspace = WorkspaceOwner()
+        self._random = torch.Generator().manual_seed(seed)
+        pages = 4 * (CONTEXT // page_size + 4)
+        self.pools = _poisoned_pools(layer, pages, page_size, kv_dtype, device)
+        allocator = PageAllocator(pages)
+        self.table = SlotTable(allocator, page_size=page_size, max_requests=3, max_pages=pages, device=device)
+        # Pages come back in an order of chance, so that no request's pages are neighbours.
+        taken = allocator.allocate(pages)
+        order = torch.randperm(pages, generator=self._random).tolist()
+        allocator.release([taken[index] for index in order])
+        self.rows = {request: self.table.admit() for request in (0, 1, 2)}
+        self.keys: dict[int, list[Tensor]] = {0: [], 1: [], 2: []}
+        self.values: dict[int, list[Tensor]] = {0: [], 1: [], 2: []}
+
+    def run(self, name: str, step: Step, backend: AttentionBackend, with_lse: bool, tolerance: float) -> Result:
+        for request, count in step.new_tokens.items():
+            self.pools.copy_pages(self.table.extend(self.rows[request], count))
+        q, k, v = self._inputs(step)
+        batch = self._batch(step)
+        started = self._now()
+        plan_forward(backend, batch)
+        planned = self._now()
+        forward = backend.forward_decode if step.mode.is_decode else backend.forward_extend
+        out = forward(q, k, v, self.layer, batch)
+        finished = self._now()
+        wanted, wanted_lse = self._wanted(step, q)
+        error, lse_error = _largest_error(out, wanted), None
+        if with_lse:  # often another path of the same backend, so its output is checked again
+            lse = torch.full(q.shape[:2], float("nan"), device=self.device)
+            extras = ForwardExtras(lse=lse)
+            again = forward(q, None, None, self.layer, batch, save_kv_cache=False, extras=extras)
+            error = max(error, _largest_error(again, wanted), key=_nan_is_largest)
+            lse_error = _largest_error(lse, wanted_lse)
+        return Result(
+            layer=name,
+            step=step.title,
+            rows=q.shape[0],
+            error=error,
+            lse_error=lse_error,
+            tolerance=tolerance,
+            plan_ms=1e3 * (planned - started),
+            forward_ms=1e3 * (finished - planned),
+        )
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def _normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self._random).to(self.dtype)
+
+    def _inputs(self, step: Step) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Random q, k and v of a step on the device; keys and values are remembered as the cache will hold them."""
+        layer, tokens = self.layer, sum(step.new_tokens.values())
+        if layer.mla is not None:
+            # Absorbing spreads a query of head_dim over a whole cache row; its length stays, and so do the logits'.
+            shrink = (layer.head_dim / layer.mla.row_dim) ** 0.5
+            q = self._normal(tokens, layer.num_heads, layer.mla.row_dim) * shrink
+            k = self._normal(tokens, 1, layer.mla.row_dim)
+            v, remembered = None, k[..., : layer.mla.kv_lora_rank]
+        else:
+            q = self._normal(tokens, layer.num_heads, layer.head_dim)
+            k = self._normal(tokens, layer.num_kv_heads, layer.head_dim)
+            v = remembered = self._normal(tokens, layer.num_kv_heads, layer.v_head_dim)
+        stored = torch_dtype(self.kv_dtype)
+        lengths = list(step.new_tokens.values())
+        for request, keys, values in zip(step.new_tokens, k.split(lengths), remembered.split(lengths), strict=True):
+            self.keys[request].append(keys.to(stored).double())
+            self.values[request].append(values.to(stored).double())
+        return q.to(self.device), k.to(self.device), None if v is None else v.to(self.device)
+
+    def _batch(self, step: Step) -> ForwardBatch:
+        rows = [self.rows[request] for request in step.new_tokens]
+        page_table, seq_lens = self.table.batch(rows)
+        new = torch.tensor(list(step.new_tokens.values()), dtype=torch.int32)
+        return ForwardBatch(
+            forward_mode=step.mode,
+            input_ids=torch.zeros(int(new.sum()), dtype=torch.int64, device=self.device),
+            page_table=page_table,
+            seq_lens=seq_lens,
+            seq_lens_cpu=self.table.lengths_cpu(rows),
+            extend_seq_lens=None if step.mode.is_decode else new.to(self.device),
+            extend_seq_lens_cpu=None if step.mode.is_decode else new,
+        )
+
+    def _wanted(self, step: Step, q: Tensor) -> tuple[Tensor, Tensor]:
+        layer = self.layer
+        outputs = []
+        for request, queries in zip(step.new_tokens, q.split(list(step.new_tokens.values())), strict=True):
+            keys, values = torch.cat(self.keys[request]), torch.cat(self.values[request])
+            outputs.append(
+                attention_float64(
+                    queries,
+                    keys,
+                    values,
+                    scale=layer.scale,
+                    first_position=keys.shape[0] - queries.shape[0],
+                    window=layer.sliding_window,
+                    cap=layer.logit_cap,
+                )
+            )
+        return torch.cat([out for out, _ in outputs]), torch.cat([lse for _, lse in outputs])
+
+
+def _poisoned_pools(layer: LayerSpec, pages: int, page_size: int, kv_dtype: DType, device: torch.device) -> KVPools:
+    if layer.kind is AttentionKind.MLA:
+        mla = MLAPool([layer], num_pages=pages, page_size=page_size, dtype=kv_dtype, device=device)
+        mla.rows(layer.layer_id).copy_(torch.full((), float("nan")))
+        return KVPools(mla=mla)
+    mha = MHAPool([layer], num_pages=pages, page_size=page_size, dtype=kv_dtype, device=device)
+    mha.keys(layer.layer_id).copy_(torch.full((), float("nan")))
+    mha.values(layer.layer_id).copy_(torch.full((), float("nan")))
+    return KVPools(mha=mha)
+
+
+def _largest_error(found: Tensor, wanted: Tensor) -> float:
+    """Largest difference, relative to the largest magnitude where that is above 1. NaN anywhere gives NaN."""
+    if not isinstance(found, Tensor) or found.shape != wanted.shape:
+        shape = tuple(found.shape) if isinstance(found, Tensor) else repr(found)
+        raise BackendError(f"the result has shape {shape} and should have {tuple(wanted.shape)}")
+    difference = (found.detach().cpu().double() - wanted).abs().max()
+    return float(difference / wanted.abs().max().clamp(min=1.0))
+
+
+def _nan_is_largest(error: float) -> float:
+    return math.inf if math.isnan(error) else error
