@@ -1,9 +1,14 @@
-"""Settings for all tests of core."""
+"""Settings for all tests of core, and the fixtures that several files use."""
 
 from __future__ import annotations
 
 import torch
 from hypothesis import settings
+
+from support.command import attnplug, package, plain_environment
+from support.plugins import install, install_source, only_fault
+
+__all__ = ["attnplug", "install", "install_source", "only_fault", "package", "plain_environment"]
 
 # Two test processes on two cores: one thread each is fastest.
 torch.set_num_threads(1)

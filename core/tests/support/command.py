@@ -1,0 +1,108 @@
+"""The command as a test runs it, and distributions with a plugin that it finds installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from attnplug.cli.main import main
+
+Attnplug = Callable[..., "Outcome"]
+Package = Callable[..., None]
+
+
+class Outcome(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        """Standard output as JSON that any parser reads: it holds nothing else, and no NaN."""
+        return json.loads(self.out, parse_constant=pytest.fail)
+
+
+@pytest.fixture
+def plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ATTNPLUG_PLUGINS", "ATTNPLUG_STRICT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # what is refused here must not depend on the machine
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # typer sets its own; this puts it back
+
+
+@pytest.fixture
+def attnplug(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Attnplug:
+    """Runs the command in this process. An exception that would be a traceback fails the test."""
+
+    def run(*arguments: str) -> Outcome:
+        monkeypatch.setattr(sys, "argv", ["attnplug", *arguments])
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit:
+            main()
+        captured = capsys.readouterr()
+        assert "Traceback" not in captured.err
+        code = exit.value.code
+        return Outcome(code if isinstance(code, int) else int(code is not None), captured.out, captured.err)
+
+    return run
+
+
+def in_own_process(*arguments: str, path: Path | None = None, **environment: str) -> Outcome:
+    """Runs the command as a user's shell does, with what is under ``path`` installed."""
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    done = subprocess.run(
+        [sys.executable, "-m", "attnplug", *arguments],
+        env={**inherited, **({"PYTHONPATH": str(path)} if path else {}), **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        encoding="utf-8",
+        errors="surrogateescape",
+        timeout=60,
+        check=False,
+    )
+    return Outcome(done.returncode, done.stdout, done.stderr)
+
+
+PLUGIN = """
+from attnplug import BackendSpec, Capabilities, Problem, Refusal, hookimpl
+
+@hookimpl
+def attnplug_backends():
+    fields = dict(name={name!r}, summary="a backend of a test", contract="1.0", factory="nowhere:build")
+    capabilities = dict(kinds=["mha"], devices=["cpu"], dtypes=["float32"])
+    capabilities.update({capabilities})
+    fields.update({fields})
+    return [BackendSpec(capabilities=Capabilities(**capabilities), **fields)]
+"""
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Package]:
+    """Installs a distribution with one plugin module: real metadata in a folder on the path, as pip writes it."""
+    monkeypatch.syspath_prepend(tmp_path)
+    modules: list[str] = []
+
+    def install(
+        name: str, source: str | None = None, *, version: str = "1.2.3", fields: str = "{}", capabilities: str = "{}"
+    ) -> None:
+        module = f"plugin_module_{name}"
+        modules.append(module)
+        if source is None:
+            source = PLUGIN.format(name=name, fields=fields, capabilities=capabilities)
+        (tmp_path / f"{module}.py").write_text(source)
+        info = tmp_path / f"{name}_dist-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-dist\nVersion: {version}\n")
+        (info / "entry_points.txt").write_text(f"[attnplug.plugins]\n{name} = {module}\n")
+
+    yield install
+    for module in modules:
+        sys.modules.pop(module, None)

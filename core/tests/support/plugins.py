@@ -1,0 +1,112 @@
+"""Plugins made up by a test: the objects, the entry points that lead to them, and the one fault of a bad one."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+
+from attnplug import CONTRACT_VERSION, BackendSpec, Capabilities, hookimpl, load_registry
+from attnplug.loading import GROUP, Broken
+
+CAPABILITIES = Capabilities(kinds={"mha"}, devices={"cpu"}, dtypes={"float32"})
+
+
+class Distribution(NamedTuple):
+    """What a registry reads of an entry point's distribution."""
+
+    name: str | None
+    version: str | None
+
+    def read_text(self, file: str) -> str | None:
+        lines = [("Name", self.name), ("Version", self.version)]
+        return "".join(f"{key}: {value}\n" for key, value in lines if value is not None) if file == "METADATA" else None
+
+
+def spec(name: str = "fast", **changes: Any) -> BackendSpec:
+    fields = {
+        "name": name,
+        "summary": "a backend of a test",
+        "contract": CONTRACT_VERSION,
+        "factory": "nowhere:build",
+        "capabilities": CAPABILITIES,
+    }
+    return BackendSpec(**{**fields, **changes})
+
+
+def module(**members: object) -> ModuleType:
+    plugin = ModuleType("plugin")
+    vars(plugin).update(members)
+    return plugin
+
+
+def bringing(*specs: BackendSpec) -> ModuleType:
+    """A good plugin with these backends."""
+
+    @hookimpl
+    def attnplug_backends() -> list[BackendSpec]:
+        return list(specs)
+
+    return module(attnplug_backends=attnplug_backends)
+
+
+Install = Callable[..., EntryPoint]
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch) -> Install:
+    """Fabricates the entry point of a plugin object."""
+
+    def make(
+        plugin: object, name: str = "fast", distribution: str | None = "fast-attention", version: str | None = "1.2.3"
+    ) -> EntryPoint:
+        home = f"plugin_{name}_of_{distribution}".replace("-", "_").replace(".", "_")
+        monkeypatch.setitem(sys.modules, home, module(plugin=plugin))
+        return EntryPoint(name, f"{home}:plugin", GROUP)._for(Distribution(distribution, version))  # type: ignore[attr-defined]
+
+    return make
+
+
+@pytest.fixture
+def install_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
+    """Fabricates the entry point of a module with this source."""
+    monkeypatch.syspath_prepend(tmp_path)
+    made = []
+
+    def make(source: str) -> EntryPoint:
+        home = f"plugin_source_{len(made)}"
+        (tmp_path / f"{home}.py").write_text(source)
+        made.append(home)
+        return EntryPoint("fast", home, GROUP)._for(Distribution("fast-attention", "1.2.3"))  # type: ignore[attr-defined]
+
+    yield make
+    for home in made:
+        sys.modules.pop(home, None)
+
+
+@pytest.fixture
+def only_fault(install: Install) -> Callable[[EntryPoint], Broken]:
+    """Loads a bad plugin between two good ones and gives its one fault; both good ones must be there (D2)."""
+
+    def load(point: EntryPoint) -> Broken:
+        before = install(bringing(spec("before")), "before", "a-first")
+        behind = install(bringing(spec("behind")), "behind", "z-last")
+        registry = load_registry([before, point, behind], {})
+        assert set(registry.backends) == {"before", "behind"}
+        (fault,) = registry.broken
+        assert (fault.source.distribution, fault.source.version) == ("fast-attention", "1.2.3")
+        assert "fast-attention 1.2.3" in str(fault)
+        return fault
+
+    return load
+
+
+def place(function: Callable[..., Any]) -> str:
+    """Where an author wrote a function, as an error has to give it."""
+    function = getattr(function, "__func__", function)
+    return f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"

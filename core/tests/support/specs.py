@@ -1,0 +1,60 @@
+"""Layers of each sort, and specs that claim everything but for what a test takes away."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from hypothesis import strategies as st
+
+from attnplug import (
+    CONTRACT_VERSION,
+    AttentionKind,
+    BackendSpec,
+    Capabilities,
+    DType,
+    Feature,
+    GraphLevel,
+    LayerSpec,
+    LinearDims,
+    MLADims,
+    ModelSpec,
+    Role,
+)
+
+MHA = LayerSpec(0, AttentionKind.MHA, 8, 2, 64, 64, 0.125)
+MLA = LayerSpec(0, AttentionKind.MLA, 16, 16, 192, 128, 0.07, mla=MLADims(512, 128, 64))
+GDN = LayerSpec(0, AttentionKind.GDN, 4, 4, 16, 16, 0.25, linear=LinearDims(4, 2, 16, 16, 8, 4))
+
+EVERYTHING = Capabilities(
+    kinds=set(AttentionKind),
+    devices={"cpu", "cuda"},
+    dtypes=set(DType),
+    roles=set(Role),
+    features=set(Feature),
+    max_speculative_tokens=1 << 40,
+    cuda_graph=GraphLevel.ALWAYS,
+)
+
+
+def spec(capabilities: Capabilities = EVERYTHING, **changes: Any) -> BackendSpec:
+    fields: dict[str, Any] = {
+        "name": "fast",
+        "summary": "a backend of a test",
+        "contract": CONTRACT_VERSION,
+        "factory": "nowhere:build",
+    }
+    return BackendSpec(**{**fields, "capabilities": capabilities, **changes})
+
+
+def model(*layers: LayerSpec) -> ModelSpec:
+    return ModelSpec("m", "test", tuple(replace(layer, layer_id=i) for i, layer in enumerate(layers)), 4096)
+
+
+def claiming(**less: Any) -> BackendSpec:
+    """A spec that claims everything but for these."""
+    return spec(replace(EVERYTHING, **less))
+
+
+sizes = st.sampled_from([1, 2, 8, 16, 48, 64, 128])
+page_sizes = st.none() | st.frozensets(sizes, min_size=1)

@@ -1,0 +1,210 @@
+"""torch_native on a stage: scattered pages, NaN in everything that must not be read, and the float64 result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from attnplug import (
+    AttentionKind,
+    BackendContext,
+    DType,
+    ForwardBatch,
+    ForwardExtras,
+    ForwardMode,
+    KVPools,
+    LayerSpec,
+    Limits,
+    MHAPool,
+    MLADims,
+    MLAPool,
+    ModelSpec,
+    Role,
+    WorkspaceOwner,
+)
+from attnplug.kv import torch_dtype
+from attnplug.reference import attention_float64
+from attnplug.torch_native.backend import TorchNativeBackend
+
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One batch on one layer. Lengths are (rows in the cache before, new tokens) of each request."""
+
+    lengths: tuple[tuple[int, int], ...]
+    mode: ForwardMode = ForwardMode.EXTEND
+    page_size: int = 16
+    heads: int = 4
+    kv_heads: int = 4
+    head_dim: int = 16
+    v_head_dim: int = 16
+    mla: MLADims | None = None
+    window: int | None = None
+    cap: float | None = None
+    dtype: DType = DType.FLOAT32
+    kv_dtype: DType | None = None
+    layout: str = "token_major"
+    pages: str = "permuted"
+    padding: int = 0
+    cpu_lengths: bool = True
+    lse: bool = True
+    seed: int = 0
+
+    @property
+    def layer(self) -> LayerSpec:
+        if self.mla is not None:
+            head_dim = self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim
+            return LayerSpec(3, AttentionKind.MLA, self.heads, self.heads, head_dim, self.v_head_dim, head_dim**-0.5,
+                             self.window, self.cap, mla=self.mla)  # fmt: skip
+        return LayerSpec(3, AttentionKind.MHA, self.heads, self.kv_heads, self.head_dim, self.v_head_dim,
+                         self.head_dim**-0.5, self.window, self.cap)  # fmt: skip
+
+
+class Stage:
+    """A backend with a poisoned pool, the rows of its requests written where a page table of the case's kind says."""
+
+    def __init__(self, case: Case, device: str) -> None:
+        self.case, self.device, self.layer = case, torch.device(device), case.layer
+        self.dtype = torch_dtype(case.dtype)
+        kv_dtype = case.kv_dtype or case.dtype
+        self.random = torch.Generator().manual_seed(case.seed)
+        self.totals = [before + new for before, new in case.lengths]
+        self.width = max(1, *(-(-total // case.page_size) for total in self.totals)) + 1
+        pages = len(case.lengths) * self.width + 3
+        self.page_table = self._page_table(pages)
+        self.pools = self._pools(pages, kv_dtype)
+        self.backend = TorchNativeBackend(
+            BackendContext(
+                name="torch_native",
+                roles=frozenset({Role.PREFILL, Role.DECODE}),
+                model=ModelSpec("test", "test", (self.layer,), 4096),
+                device=self.device,
+                dtype=self.dtype,
+                kv_dtype=kv_dtype,
+                page_size=case.page_size,
+                limits=Limits(16, 4096, 4096),
+                pools=self.pools,
+                workspace=WorkspaceOwner(),
+            )
+        )
+        key_dim = self.layer.head_dim if case.mla is None else case.mla.row_dim
+        value_dim = case.v_head_dim if case.mla is None else case.mla.kv_lora_rank
+        kv_heads = case.kv_heads if case.mla is None else 1
+        shrink = 1.0 if case.mla is None else (self.layer.head_dim / key_dim) ** 0.5
+        tokens = sum(new for _, new in case.lengths)
+        self.q = (self._normal(tokens, case.heads, key_dim) * shrink).to(self.dtype)
+        self.keys = [self._normal(total, kv_heads, key_dim) for total in self.totals]
+        self.values = (
+            [keys[..., :value_dim] for keys in self.keys]
+            if case.mla is not None
+            else [self._normal(total, kv_heads, value_dim) for total in self.totals]
+        )
+        self._write_prefixes()
+
+    def _normal(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.random).to(self.dtype)
+
+    def _page_table(self, pages: int) -> torch.Tensor:
+        """``[requests, width]``; what lies behind a request's last page leads outside the pool."""
+        requests, width = len(self.totals), self.width
+        order = {
+            "permuted": torch.randperm(pages, generator=self.random)[: requests * width].view(requests, width),
+            "interleaved": torch.arange(requests * width).view(width, requests).T.contiguous(),
+            "descending": torch.arange(requests * width).flip(0).view(requests, width),
+        }[self.case.pages]
+        table = order.int()
+        for request, total in enumerate(self.totals):
+            table[request, -(-total // self.case.page_size) :] = 1 << 30
+        return table
+
+    def _pools(self, pages: int, kv_dtype: DType) -> KVPools:
+        shape = {"num_pages": pages, "page_size": self.case.page_size, "dtype": kv_dtype, "device": self.device}
+        if self.case.mla is not None:
+            pool = MLAPool([self.layer], **shape)
+            pool.rows(3).copy_(torch.tensor(NAN))
+            return KVPools(mla=pool)
+        mha = MHAPool([self.layer], layout=self.case.layout, **shape)
+        mha.keys(3).copy_(torch.tensor(NAN))
+        mha.values(3).copy_(torch.tensor(NAN))
+        return KVPools(mha=mha)
+
+    def _write_prefixes(self) -> None:
+        """By hand, row by row, straight into the memory: nothing of the code under test decides where."""
+        stores = (
+            [(self.pools.mla.rows(3), self.keys)]
+            if self.pools.mla is not None
+            else [(self.pools.mha.keys(3), self.keys), (self.pools.mha.values(3), self.values)]
+        )
+        for memory, rows in stores:
+            for request, (before, _) in enumerate(self.case.lengths):
+                for position in range(before):
+                    page = self.page_table[request, position // self.case.page_size]
+                    memory[page, position % self.case.page_size] = rows[request][position].to(
+                        memory.device, memory.dtype
+                    )
+
+    def batch(self) -> ForwardBatch:
+        new = torch.tensor([new for _, new in self.case.lengths], dtype=torch.int32)
+        lens = torch.tensor(self.totals, dtype=torch.int32)
+        decode = self.case.mode is ForwardMode.DECODE
+        mirror = self.case.cpu_lengths
+        return ForwardBatch(
+            forward_mode=self.case.mode,
+            input_ids=torch.zeros(int(new.sum()), dtype=torch.int64, device=self.device),
+            page_table=self.page_table.to(self.device),
+            seq_lens=lens.to(self.device),
+            seq_lens_cpu=lens if mirror else None,
+            extend_seq_lens=None if decode else new.to(self.device),
+            extend_seq_lens_cpu=new if mirror and not decode else None,
+        )
+
+    def new_rows(self, of: list[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([rows[before:] for rows, (before, _) in zip(of, self.case.lengths, strict=True)])
+
+    def run(self, batch: ForwardBatch | None = None, **arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Plan and run; returns the output and, if the case asks, its log-sum-exp, padding rows included."""
+        batch = batch or self.batch()
+        batch.plan = batch.plan or self.backend.init_forward_metadata(batch)
+        q, k = self.q, self.new_rows(self.keys)
+        v = None if self.case.mla is not None else self.new_rows(self.values)
+        if self.case.padding:
+            q, k, v = (None if t is None else _padded(t, self.case.padding) for t in (q, k, v))
+        lse = torch.full(q.shape[:2], NAN, device=self.device) if self.case.lse else None
+        forward = self.backend.forward_decode if self.case.mode.is_decode else self.backend.forward_extend
+        q, k, v = (None if t is None else t.to(self.device) for t in (q, k, v))
+        out = forward(q, k, v, self.layer, batch, extras=ForwardExtras(lse=lse), **arguments)
+        return out.cpu(), None if lse is None else lse.cpu()
+
+    def wanted(self) -> tuple[torch.Tensor, torch.Tensor]:
+        stored = torch_dtype(self.case.kv_dtype or self.case.dtype)
+        results = [
+            attention_float64(
+                queries,
+                keys.to(stored),
+                values.to(stored),
+                scale=self.layer.scale,
+                first_position=before,
+                window=self.case.window,
+                cap=self.case.cap,
+            )
+            for queries, keys, values, (before, _) in zip(
+                self.q.split([new for _, new in self.case.lengths]),
+                self.keys,
+                self.values,
+                self.case.lengths,
+                strict=True,
+            )
+        ]
+        return torch.cat([out for out, _ in results]), torch.cat([lse for _, lse in results])
+
+
+def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    return torch.cat([tensor, torch.full((rows, *tensor.shape[1:]), NAN, dtype=tensor.dtype)])
+
+
+def error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """NaN if anything found is NaN, so that it fails every comparison."""
+    return float((found.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1.0))

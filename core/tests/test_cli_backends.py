@@ -1,0 +1,144 @@
+"""attnplug backends: what it lists, and that no plugin spoils the list."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from support.command import PLUGIN, Attnplug, Package, in_own_process
+
+pytestmark = pytest.mark.usefixtures("plain_environment")
+
+
+def test_backends_shows_name_distribution_contract_and_status(attnplug: Attnplug) -> None:
+    """D1"""
+    outcome = attnplug("backends")
+    assert outcome.code == 0
+    assert outcome.err == ""
+    for text in ("torch_native", "attnplug 0.1.0", "1.0", "mha/mla", "usable here"):
+        assert text in outcome.out
+
+
+def test_an_installed_plugin_is_listed_and_gone_without_it(attnplug: Attnplug, package: Package) -> None:
+    """D1"""
+    assert [row["name"] for row in attnplug("backends", "--json").json] == ["torch_native"]
+    package("fast")
+    rows = attnplug("backends", "--json").json
+    assert [row["name"] for row in rows] == ["fast", "torch_native"]
+    assert rows[0] == {
+        "name": "fast",
+        "distribution": "fast-dist",
+        "version": "1.2.3",
+        "contract": "1.0",
+        "status": "usable",
+        "reasons": [],
+        "error": None,
+    }
+
+
+def test_a_backend_that_is_refused_here_says_why(attnplug: Attnplug, package: Package) -> None:
+    """D3"""
+    package("fast", capabilities='{"devices": ["cuda"], "min_sm": 90}', fields='{"requires": ["no-such-library>=2"]}')
+    row = attnplug("backends", "--json").json[0]
+    assert row["status"] == "refused"
+    assert {reason["code"] for reason in row["reasons"]} == {"device", "requirement"}
+    assert set(row["reasons"][0]) == {"code", "message", "value", "allowed", "option"}
+    assert "refused here" in attnplug("backends").out
+
+
+def test_broken_and_blocked_plugins_are_counted_and_shown_with_all(
+    attnplug: Attnplug, package: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D2"""
+    package("odd", "raise RuntimeError('no driver')")
+    package("extra")
+    monkeypatch.setenv("ATTNPLUG_PLUGINS", "odd-dist")
+    short = attnplug("backends", "--json")
+    assert short.code == 0
+    assert [row["name"] for row in short.json] == ["torch_native"]
+    assert "1 broken and 1 blocked" in short.err
+    rows = {row["name"]: row for row in attnplug("backends", "--all", "--json").json}
+    assert (rows["odd"]["status"], rows["odd"]["distribution"], rows["odd"]["version"]) == (
+        "broken",
+        "odd-dist",
+        "1.2.3",
+    )
+    assert "RuntimeError: no driver" in rows["odd"]["error"]
+    assert rows["extra"]["status"] == "blocked"
+    assert "ATTNPLUG_PLUGINS" in rows["extra"]["error"]
+    assert "broken: RuntimeError: no driver" in attnplug("backends", "--all").out
+
+
+def test_a_name_in_the_allow_list_that_matches_nothing_is_a_warning(
+    attnplug: Attnplug, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATTNPLUG_PLUGINS", "fsat")
+    outcome = attnplug("backends", "--json")
+    assert outcome.code == 0
+    assert "'fsat'" in outcome.err
+    assert outcome.json
+
+
+def test_in_strict_mode_a_broken_plugin_ends_the_command(
+    attnplug: Attnplug, package: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D2"""
+    package("odd", "raise RuntimeError('no driver')")
+    monkeypatch.setenv("ATTNPLUG_STRICT", "1")
+    for command in (["backends"], ["explain", "--model", "tiny:llama"], ["check"]):
+        outcome = attnplug(*command)
+        assert outcome.code == 1
+        assert outcome.out == ""
+        assert "odd-dist 1.2.3" in outcome.err and "no driver" in outcome.err
+
+
+@pytest.mark.parametrize("arguments", [["backends", "--json"], ["explain", "--model", "tiny:llama", "--json"]])
+@pytest.mark.parametrize(
+    ("on_import", "in_check"),
+    [("print('hello')", "None"), ("import os; os.write(1, b'hello')", "None"), ("", "print('hello')")],
+    ids=["on import", "on import, below Python", "in its check"],
+)
+def test_a_plugin_that_prints_does_not_spoil_json(
+    package: Package, tmp_path: Path, arguments: list[str], on_import: str, in_check: str
+) -> None:
+    """Below Python too: what prints on import is mostly a C library."""
+    fields = f'{{"check": lambda problem, role: {in_check} or []}}'
+    package("noisy", on_import + PLUGIN.format(name="noisy", capabilities="{}", fields=fields))
+    outcome = in_own_process(*arguments, path=tmp_path)
+    assert outcome.json
+    assert "hello" in outcome.err
+
+
+def test_a_plugin_s_odd_values_do_not_spoil_json(attnplug: Attnplug, package: Package) -> None:
+    """D2: one plugin's set must not take the report with it."""
+    package("odd", fields='{"check": lambda problem, role: [Refusal("own", "own", value={1, 2}, allowed=object())]}')
+    assert len(attnplug("backends", "--json").json) == 2
+    assert attnplug("explain", "--model", "tiny:llama", "--json").json["prefill"]["chosen"] == "torch_native"
+
+
+def test_a_plugin_s_check_cannot_end_the_command(attnplug: Attnplug, package: Package) -> None:
+    """D2"""
+    package("odd", fields='{"check": lambda problem, role: exit(0)}')
+    assert "torch_native" in attnplug("backends").out
+
+
+def test_damaged_metadata_of_another_installation_disturbs_nobody(package: Package, tmp_path: Path) -> None:
+    """D2: an interrupted pip leaves such a folder behind."""
+    package("fast")
+    damaged = tmp_path / "gone_dist-1.0.dist-info"
+    damaged.mkdir()
+    (damaged / "entry_points.txt").write_text("[attnplug.plugins]\ngone = plugin_module_gone\n")
+    for command in (["backends"], ["explain", "--model", "tiny:llama"]):
+        outcome = in_own_process(*command, path=tmp_path)
+        assert outcome.code == 0, outcome.err
+        assert "fast-dist" in outcome.out
+
+
+def test_a_file_of_entry_points_that_cannot_be_read_is_named(package: Package, tmp_path: Path) -> None:
+    """Python itself gives up there; a person must learn that it is not attnplug, and which file."""
+    package("fast")
+    (tmp_path / "fast_dist-1.2.3.dist-info" / "entry_points.txt").write_text("[attnplug.plugins]\nno equals sign\n")
+    outcome = in_own_process("backends", "--all", path=tmp_path)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "fast" in outcome.out and "its entry points" in outcome.out

@@ -1,0 +1,238 @@
+"""Rows in the pools: what is written at a slot is read back, in every layout and type, and nothing else moves."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnplug.errors import PoolError
+from attnplug.kv import LayoutName, MHAPool, MLAPool, PageCopy, PageLayout, torch_dtype
+from attnplug.problem import DType
+from support.devices import DEVICES
+from support.pools import LAYOUTS, PLAIN, mha_layer, mha_pool, mla_layer, mla_pool, random_rows
+
+# What is written is read back
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", PLAIN)
+def test_rows_are_read_back_as_stored(dtype: DType, layout: LayoutName, device: str) -> None:
+    pool = mha_pool(dtype=dtype, layout=layout, device=device)
+    slots = torch.tensor([19, 0, 7, 4], device=device)
+    k, v = random_rows(4, 2, 8, device), random_rows(4, 2, 6, device, seed=1)
+    pool.write(0, slots, k, v)
+    assert torch.equal(pool.read_keys(0, slots), k.to(torch_dtype(dtype)))
+    assert torch.equal(pool.read_values(0, slots), v.to(torch_dtype(dtype)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", list(DType))
+def test_a_row_lies_at_its_page_and_offset_and_nowhere_else(dtype: DType, layout: LayoutName, device: str) -> None:
+    pool = mha_pool(dtype=dtype, layout=layout, device=device)
+    ones = torch.ones(1, 2, 8, device=device)
+    pool.write(0, torch.tensor([2 * 4 + 3], device=device), ones, ones[..., :6])
+    for cache in (pool.keys(0), pool.values(0)):
+        assert cache.dtype == torch_dtype(dtype)
+        content = cache.float().cpu()
+        assert (content[2, 3] == 1).all()
+        assert content.sum() == content[2, 3].sum()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", list(DType))
+def test_layouts_differ_in_memory_and_agree_in_content(dtype: DType, device: str) -> None:
+    token_major = mha_pool(dtype=dtype, layout="token_major", device=device)
+    head_major = mha_pool(dtype=dtype, layout="head_major", device=device)
+    slots = torch.randperm(20, generator=torch.Generator().manual_seed(3))[:13].to(device)
+    k, v = random_rows(13, 2, 8, device), random_rows(13, 2, 6, device, seed=1)
+    for pool in (token_major, head_major):
+        pool.write(0, slots, k, v)
+        pool.copy_pages([PageCopy(0, 4), PageCopy(2, 1)])
+    assert torch.equal(token_major.keys(0).float(), head_major.keys(0).float())
+    assert torch.equal(token_major.values(0).float(), head_major.values(0).float())
+    assert token_major.keys(0).stride() == token_major.layout(0)[0].strides
+    assert head_major.keys(0).stride() == head_major.layout(0)[0].strides
+    assert head_major.layout(0) == (PageLayout.head_major(5, 4, 2, 8), PageLayout.head_major(5, 4, 2, 6))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3), (0,), (2, 0), (1, 2, 2)])
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+def test_reads_keep_the_shape_of_the_slots(layout: LayoutName, shape: tuple[int, ...], index: torch.dtype) -> None:
+    pool = mha_pool(layout=layout)
+    every = torch.arange(20)
+    k, v = random_rows(20, 2, 8), random_rows(20, 2, 6, seed=1)
+    pool.write(0, every, k, v)
+    slots = torch.randint(20, shape, generator=torch.Generator().manual_seed(1)).to(index)
+    assert torch.equal(pool.read_keys(0, slots), k[slots.long()])
+    assert torch.equal(pool.read_values(0, slots), v[slots.long()])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_and_slots_need_not_be_contiguous(layout: LayoutName) -> None:
+    pool = mha_pool(layout=layout)
+    packed = random_rows(2, 6, 14).transpose(0, 1)
+    slots = torch.arange(20)[::3][:6]
+    pool.write(0, slots, packed[..., :8], packed[..., 8:])
+    assert torch.equal(pool.read_keys(0, slots), packed[..., :8])
+    assert torch.equal(pool.read_values(0, slots.view(2, 3).t()), packed[..., 8:][torch.arange(6).view(2, 3).t()])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", list(DType))
+def test_only_the_slots_asked_for_are_read(dtype: DType, layout: LayoutName) -> None:
+    pool = mha_pool(dtype=dtype, layout=layout)
+    every, written = torch.arange(20), torch.tensor([6, 17])
+    pool.write(0, every, torch.full((20, 2, 8), torch.nan), torch.full((20, 2, 6), torch.nan))
+    pool.write(0, written, torch.ones(2, 2, 8), torch.ones(2, 2, 6))
+    assert (pool.read_keys(0, written) == 1).all()
+    assert (pool.read_values(0, written) == 1).all()
+    assert pool.read_keys(0, every).isnan().sum() == 18 * 2 * 8
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_no_rows_can_be_written(layout: LayoutName) -> None:
+    pool = mha_pool(layout=layout)
+    pool.write(0, torch.empty(0, dtype=torch.int64), torch.empty(0, 2, 8), torch.empty(0, 2, 6))
+    assert not pool.keys(0).any()
+
+
+def test_layers_do_not_share_memory() -> None:
+    pool = mha_pool(mha_layer(1), mha_layer(5, kv_heads=1, head_dim=4, v_head_dim=4))
+    pool.write(5, torch.tensor([0]), torch.ones(1, 1, 4), torch.ones(1, 1, 4))
+    assert not pool.keys(1).any()
+    assert pool.layer_ids == (1, 5)
+
+
+def test_a_kernel_with_smaller_pages_sees_the_same_rows() -> None:
+    pool = mha_pool()
+    k, v = random_rows(20, 2, 8), random_rows(20, 2, 6)
+    pool.write(0, torch.arange(20), k, v)
+    kernel_layout = pool.layout(0)[0].split(2)
+    kernel_pages = pool.keys(0).as_strided(kernel_layout.shape, kernel_layout.strides)
+    assert torch.equal(kernel_pages[7], k[14:16])
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.data(), st.sampled_from(LAYOUTS), st.integers(1, 4), st.integers(1, 5), st.integers(1, 3))
+def test_any_sequence_of_writes_reads_back_like_a_flat_array(
+    data: st.DataObject, layout: LayoutName, num_pages: int, page_size: int, heads: int
+) -> None:
+    layer = mha_layer(kv_heads=heads, head_dim=2, v_head_dim=3)
+    pool = MHAPool([layer], num_pages=num_pages, page_size=page_size, dtype=DType.FLOAT32, device="cpu", layout=layout)
+    size = num_pages * page_size
+    keys, values = torch.zeros(size, heads, 2), torch.zeros(size, heads, 3)
+    for seed in range(data.draw(st.integers(1, 3))):
+        slots = torch.tensor(data.draw(st.lists(st.integers(0, size - 1), unique=True)), dtype=torch.int64)
+        k, v = random_rows(len(slots), heads, 2, seed=seed), random_rows(len(slots), heads, 3, seed=seed + 9)
+        pool.write(0, slots, k, v)
+        keys[slots], values[slots] = k, v
+    assert torch.equal(pool.read_keys(0, torch.arange(size)), keys)
+    assert torch.equal(pool.values(0).reshape(size, heads, 3), values)
+
+
+# MLA
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", PLAIN)
+@pytest.mark.parametrize("shape", [(3, 20), (3, 1, 20)])
+def test_latent_rows_are_read_back_as_stored(dtype: DType, shape: tuple[int, ...], device: str) -> None:
+    pool = mla_pool(dtype, device)
+    slots = torch.tensor([19, 0, 7], device=device)
+    rows = random_rows(3, 1, 20, device).view(shape)
+    pool.write(0, slots, rows)
+    assert pool.rows(0).shape == (5, 4, 1, 20)
+    assert torch.equal(pool.read_rows(0, slots.view(3, 1)), rows.view(3, 1, 20).to(torch_dtype(dtype)))
+    assert torch.equal(pool.rows(0)[4, 3, 0], rows.view(3, 20)[0].to(torch_dtype(dtype)))
+
+
+def test_latent_rows_are_cut_into_kernel_pages() -> None:
+    assert mla_pool().layout(0).split(1) == PageLayout.token_major(20, 1, 1, 20)
+
+
+# fp8
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_fp8_rows_come_back_within_half_a_step(layout: LayoutName, device: str) -> None:
+    scales = {0: (0.25, 3.0)}
+    pool = mha_pool(dtype=DType.FLOAT8_E4M3, layout=layout, device=device, scales=scales)
+    slots = torch.arange(20, device=device)
+    k, v = random_rows(20, 2, 8, device), random_rows(20, 2, 6, device, seed=1)
+    pool.write(0, slots, k, v)
+    assert pool.scales(0) == (0.25, 3.0)
+    for read, written, scale in ((pool.read_keys(0, slots), k, 0.25), (pool.read_values(0, slots), v, 3.0)):
+        assert read.dtype == torch.float32
+        # Three bits of mantissa: half a step is 2^-4 of the number, and 2^-10 below the smallest normal one.
+        bound = torch.maximum(written.abs() * 2**-4, torch.tensor(scale * 2**-10, device=device))
+        assert ((read - written).abs() <= bound).all()
+    assert torch.equal(pool.keys(0).float() * 0.25, pool.read_keys(0, slots).view(5, 4, 2, 8))
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.lists(st.floats(-(2**20), 2**20, width=32), min_size=1, max_size=20),
+    st.floats(2**-8, 2**8, width=32),
+)
+def test_fp8_error_is_bounded_for_any_number_and_scale(numbers: list[float], scale: float) -> None:
+    pool = MLAPool([mla_layer()], num_pages=1, page_size=1, dtype=DType.FLOAT8_E4M3, device="cpu", scales={0: scale})
+    row = torch.zeros(1, 20)
+    row[0, : len(numbers)] = torch.tensor(numbers)
+    pool.write(0, torch.tensor([0]), row)
+    read = pool.read_rows(0, torch.tensor([0])).double()
+    expected = row.double().clamp(-448 * scale, 448 * scale)
+    bound = torch.maximum(expected.abs() * 2**-4, torch.tensor(scale * 2**-10)) * (1 + 1e-5)
+    assert ((read - expected).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", PLAIN)
+def test_fp8_saturates_and_keeps_nan(dtype: DType, device: str) -> None:
+    pool = mla_pool(DType.FLOAT8_E4M3, device, scales={0: 2.0})
+    row = torch.zeros(1, 20, dtype=torch_dtype(dtype), device=device)
+    row[0, :6] = torch.tensor([1e4, -1e4, torch.inf, -torch.inf, torch.nan, 896.0])
+    pool.write(0, torch.tensor([3], device=device), row)
+    read = pool.read_rows(0, torch.tensor(3, device=device))
+    assert read[:4].tolist() == [896.0, -896.0, 896.0, -896.0]
+    assert read[4].isnan()
+    assert read[5] == 896.0
+
+
+def test_fp8_writing_does_not_change_what_was_handed_in() -> None:
+    pool = mla_pool(DType.FLOAT8_E4M3)
+    rows = torch.full((1, 20), 1e4)
+    pool.write(0, torch.tensor([0]), rows)
+    assert (rows == 1e4).all()
+
+
+def test_a_scale_is_one_unless_given() -> None:
+    pool = mha_pool(mha_layer(0), mha_layer(1), dtype=DType.FLOAT8_E4M3, scales={1: (2.0, 4.0)})
+    assert (pool.scales(0), pool.scales(1)) == ((1.0, 1.0), (2.0, 4.0))
+    assert mla_pool().scale(0) == 1.0
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_scale_that_cannot_be_divided_by_is_refused(scale: float) -> None:
+    with pytest.raises(PoolError, match="scale"):
+        mla_pool(DType.FLOAT8_E4M3, scales={0: scale})
+
+
+def test_a_scale_without_fp8_is_refused() -> None:
+    with pytest.raises(PoolError, match=r"float16 takes no scale, 2\.0"):
+        mla_pool(DType.FLOAT16, scales={0: 2.0})
+
+
+def test_scales_for_layers_of_others_are_refused() -> None:
+    with pytest.raises(PoolError, match="layers 7; the pool has 0"):
+        mla_pool(DType.FLOAT8_E4M3, scales={7: 2.0})
+
+
+@pytest.mark.parametrize("dtype", list(DType))
+def test_every_type_has_its_torch_type_by_name(dtype: DType) -> None:
+    assert str(torch_dtype(dtype)) == f"torch.{dtype.value}"

@@ -1,0 +1,120 @@
+"""The pool of linear states: a slot for each request, zero when it is given out, shared and copied as a whole."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from attnplug.errors import PoolError
+from attnplug.kv import LinearStatePool
+from attnplug.model import LayerSpec
+from attnplug.problem import DType
+from support.devices import DEVICES
+from support.pools import linear_layer
+
+
+def linear_pool(*layers: LayerSpec, num_slots: int = 3, device: str = "cpu") -> LinearStatePool:
+    return LinearStatePool(layers or [linear_layer()], num_slots=num_slots, dtype=DType.BFLOAT16, device=device)
+
+
+def state(pool: LinearStatePool, layer_id: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    recurrent, conv = pool.recurrent(layer_id), pool.conv(layer_id)
+    assert recurrent is not None
+    assert conv is not None
+    return recurrent, conv
+
+
+def test_states_have_a_slot_per_request() -> None:
+    recurrent, conv = state(linear_pool())
+    assert (recurrent.shape, recurrent.dtype) == ((3, 2, 4, 5), torch.float32)
+    assert (conv.shape, conv.dtype) == ((3, 6, 3), torch.bfloat16)
+
+
+def test_a_state_the_layer_lacks_is_none() -> None:
+    pool = linear_pool(linear_layer(0, heads=0), linear_layer(1, conv_width=0))
+    assert pool.recurrent(0) is None
+    assert pool.conv(1) is None
+    assert pool.conv(0) is not None
+    assert pool.recurrent(1) is not None
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_an_allocated_slot_is_zero_in_every_layer_and_others_stay(device: str) -> None:
+    pool = linear_pool(linear_layer(0), linear_layer(1, heads=0), linear_layer(2, conv_width=0), device=device)
+    states = [pool.recurrent(0), pool.conv(0), pool.conv(1), pool.recurrent(2)]
+    for each in states:
+        assert each is not None
+        each.fill_(torch.nan)
+    slot = pool.allocate()
+    for each in states:
+        assert each is not None
+        assert not each[slot].any()
+        assert each[[s for s in range(3) if s != slot]].isnan().all()
+
+
+def test_one_slot_too_many_names_their_number_and_the_option() -> None:
+    pool = linear_pool(num_slots=2)
+    pool.allocate()
+    pool.allocate()
+    with pytest.raises(PoolError, match=r"all 2 linear-state slots.*--max-batch"):
+        pool.allocate()
+
+
+def test_a_shared_slot_is_free_only_after_its_last_release() -> None:
+    pool = linear_pool()
+    slot = pool.allocate()
+    pool.share(slot)
+    pool.release(slot)
+    assert (pool.references(slot), pool.free_slots) == (1, 2)
+    pool.release(slot)
+    assert (pool.free_slots, pool.num_slots) == (3, 3)
+
+
+def test_a_slot_is_not_released_twice() -> None:
+    pool = linear_pool()
+    slot = pool.allocate()
+    pool.release(slot)
+    with pytest.raises(PoolError, match="slots released more often"):
+        pool.release(slot)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_copied_state_is_a_snapshot(device: str) -> None:
+    pool = linear_pool(device=device)
+    source, target = pool.allocate(), pool.allocate()
+    recurrent, conv = state(pool)
+    recurrent[source], conv[source] = 3.0, 4.0
+    pool.copy(source, target)
+    recurrent[source], conv[source] = torch.nan, torch.nan
+    assert (recurrent[target] == 3).all()
+    assert (conv[target] == 4).all()
+
+
+def test_a_shared_slot_can_be_copied_from_and_not_to() -> None:
+    pool = linear_pool()
+    shared, other = pool.allocate(), pool.allocate()
+    pool.share(shared)
+    pool.copy(shared, other)
+    state(pool)[0][other] = 1.0
+    with pytest.raises(PoolError, match=rf"slot {other} \(1 references\) cannot be copied to slot {shared} \(2\)"):
+        pool.copy(other, shared)
+    assert not state(pool)[0][shared].any()
+
+
+def test_free_slots_are_not_copied() -> None:
+    pool = linear_pool()
+    slot = pool.allocate()
+    free = next(s for s in range(3) if s != slot)
+    for source, target in ((free, slot), (slot, free), (slot, 3)):
+        with pytest.raises(PoolError):
+            pool.copy(source, target)
+
+
+def test_a_linear_layer_the_pool_lacks_is_refused() -> None:
+    with pytest.raises(PoolError, match="linear pool has no layer 9; it has 0"):
+        linear_pool().recurrent(9)
+
+
+def test_convolution_states_in_fp8_are_refused() -> None:
+    with pytest.raises(PoolError, match="float8_e4m3fn"):
+        LinearStatePool([linear_layer()], num_slots=1, dtype=DType.FLOAT8_E4M3, device="cpu")

@@ -1,0 +1,364 @@
+"""Everything that can be wrong with one plugin, from its import to its contract, and that it is wrong alone."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoint
+from typing import Any
+
+import pytest
+
+from attnplug import CONTRACT_VERSION, BackendSpec, hookimpl, load_registry
+from attnplug.contract import contract_problem
+from attnplug.loading import GROUP, Broken
+from support.plugins import Install, bringing, module, place, spec
+
+# ---- isolation ----
+
+
+@pytest.mark.parametrize(
+    ("source", "needs"),
+    [
+        ("import no_such_kernel_library", "no_such_kernel_library"),
+        ("raise AssertionError('needs an H100')", "AssertionError: needs an H100"),
+        ("raise RuntimeError('driver too old')", "RuntimeError: driver too old"),
+        ("import sys; sys.exit('bye')", "SystemExit: bye"),
+        ("def (", "SyntaxError"),
+        ("class Odd(BaseException): pass\nraise Odd('neither an Exception')", "Odd: neither an Exception"),
+        ("class Mute(Exception):\n def __str__(self): raise ValueError('no text')\nraise Mute", "Mute"),
+    ],
+)
+def test_a_module_that_fails_to_import_is_broken_alone(
+    install_source: Install, only_fault: Callable[[EntryPoint], Broken], source: str, needs: str
+) -> None:
+    """D2"""
+    fault = only_fault(install_source(source))
+    assert needs in fault.error
+    assert fault.name == "fast"
+
+
+def test_an_entry_point_to_nothing_is_broken_alone(
+    install_source: Install, only_fault: Callable[[EntryPoint], Broken]
+) -> None:
+    """D2"""
+    point = install_source("")
+    missing = EntryPoint("fast", f"{point.value}:plugin", GROUP)._for(point.dist)  # type: ignore[attr-defined]
+    assert "plugin" in only_fault(missing).error
+
+
+@pytest.mark.parametrize("error", [ValueError("bad day"), SystemExit(3), KeyError("k")])
+def test_an_exception_inside_a_hook_is_broken_alone(
+    install: Install, only_fault: Callable[[EntryPoint], Broken], error: BaseException
+) -> None:
+    """D2"""
+
+    @hookimpl
+    def attnplug_backends() -> list[BackendSpec]:
+        raise error
+
+    fault = only_fault(install(module(attnplug_backends=attnplug_backends)))
+    assert f"{type(error).__name__}: {error}" in fault.error
+
+
+def test_an_exception_inside_a_hook_leads_to_the_hook(
+    install: Install, only_fault: Callable[[EntryPoint], Broken]
+) -> None:
+    @hookimpl
+    def attnplug_backends() -> list[BackendSpec]:
+        raise ValueError("bad day")
+
+    assert place(attnplug_backends) in only_fault(install(module(attnplug_backends=attnplug_backends))).error
+
+
+def test_a_generator_that_raises_midway_brings_nothing(
+    install: Install, only_fault: Callable[[EntryPoint], Broken]
+) -> None:
+    """D2: half a plugin is not used."""
+
+    @hookimpl
+    def attnplug_backends() -> Iterator[BackendSpec]:
+        yield spec("half")
+        raise RuntimeError("midway")
+
+    assert "RuntimeError: midway" in only_fault(install(module(attnplug_backends=attnplug_backends))).error
+
+
+def test_a_keyboard_interrupt_is_the_user_s(install_source: Install) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        load_registry([install_source("raise KeyboardInterrupt")], {})
+
+
+@pytest.mark.parametrize(("name", "version"), [(None, None), (None, "1.0"), ("fast-attention", None)])
+def test_a_distribution_with_damaged_metadata_disturbs_nobody(
+    install: Install, name: str | None, version: str | None
+) -> None:
+    """D2: an interrupted pip leaves a .dist-info without METADATA, and then name and version are None."""
+    damaged = install(bringing(spec("damaged")), "damaged", name, version)
+    good = install(bringing(spec("good")), "good", "good-dist")
+    for setting in ({}, {"ATTNPLUG_PLUGINS": "good-dist"}):
+        assert "good" in load_registry([damaged, good], setting).backends
+
+
+def test_printing_while_loading_does_not_reach_stdout(
+    install_source: Install, capsys: pytest.CaptureFixture[str]
+) -> None:
+    load_registry([install_source("print('hello from a kernel library')")], {})
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert "hello from a kernel library" in captured.err
+
+
+def test_printing_in_a_hook_does_not_reach_stdout(install: Install, capsys: pytest.CaptureFixture[str]) -> None:
+    @hookimpl
+    def attnplug_backends() -> Iterator[BackendSpec]:
+        print("hello from a hook")
+        yield spec()
+
+    load_registry([install(module(attnplug_backends=attnplug_backends))], {})
+    assert capsys.readouterr().out == ""
+
+
+# ---- wrong return types ----
+
+
+@pytest.mark.parametrize(
+    ("returned", "needs"),
+    [
+        (None, "None"),
+        ("fast", "'fast'"),
+        (7, "7"),
+        (spec(), "[spec]"),
+        ([spec(), "fast"], "'fast'"),
+        ([BackendSpec], "BackendSpec"),
+        ({"fast": spec()}, "'fast'"),
+        (b"fast", "bytes"),
+    ],
+    ids=["None", "str", "int", "one spec", "a wrong item", "the class", "dict", "bytes"],
+)
+def test_a_wrong_return_type_is_reported_with_the_author_s_signature(
+    install: Install, only_fault: Callable[[EntryPoint], Broken], returned: object, needs: str
+) -> None:
+    """D2"""
+
+    @hookimpl
+    def attnplug_backends() -> Any:
+        return returned
+
+    error = only_fault(install(module(attnplug_backends=attnplug_backends))).error
+    assert needs in error
+    assert "BackendSpec" in error
+    assert "def attnplug_backends()" in error
+    assert place(attnplug_backends) in error
+
+
+def test_a_dict_is_called_a_dict(install: Install, only_fault: Callable[[EntryPoint], Broken]) -> None:
+    """D2: its keys are what iterating gives, but what the author returned is a dict."""
+
+    @hookimpl
+    def attnplug_backends() -> Any:
+        return {"fast": spec()}
+
+    assert "dict" in only_fault(install(module(attnplug_backends=attnplug_backends))).error
+
+
+def test_the_position_of_a_wrong_item_is_given(install: Install, only_fault: Callable[[EntryPoint], Broken]) -> None:
+    @hookimpl
+    def attnplug_backends() -> Any:
+        return [spec("a"), spec("b"), 3.5]
+
+    assert "position 2" in only_fault(install(module(attnplug_backends=attnplug_backends))).error
+
+
+def test_a_plugin_without_backends_is_reported(install: Install, only_fault: Callable[[EntryPoint], Broken]) -> None:
+    assert "no backend" in only_fault(install(bringing())).error
+
+
+# ---- hooks that pluggy would never call, or call wrongly ----
+
+
+def test_a_misspelled_hook_is_reported_with_the_right_name(
+    install: Install, only_fault: Callable[[EntryPoint], Broken]
+) -> None:
+    """D2: pluggy ignores it."""
+
+    @hookimpl
+    def attnplug_backend() -> list[BackendSpec]:
+        return [spec()]
+
+    error = only_fault(install(module(attnplug_backend=attnplug_backend))).error
+    assert "def attnplug_backend()" in error
+    assert place(attnplug_backend) in error
+    assert "did you mean attnplug_backends?" in error
+
+
+def test_a_hook_of_an_unknown_name_gets_the_list_of_hooks(
+    install: Install, only_fault: Callable[[EntryPoint], Broken]
+) -> None:
+    @hookimpl
+    def something_else() -> None: ...
+
+    error = only_fault(install(module(something_else=something_else))).error
+    assert "something_else" in error
+    assert "attnplug_backends" in error
+
+
+def test_a_misspelled_hook_beside_a_good_one_is_reported(
+    install: Install, only_fault: Callable[[EntryPoint], Broken]
+) -> None:
+    plugin = bringing(spec())
+
+    @hookimpl
+    def attnplug_bakcends() -> list[BackendSpec]:
+        return []
+
+    plugin.attnplug_bakcends = attnplug_bakcends  # type: ignore[attr-defined]
+    assert "attnplug_bakcends" in only_fault(install(plugin)).error
+
+
+def test_an_optional_hook_is_no_way_around(install: Install, only_fault: Callable[[EntryPoint], Broken]) -> None:
+    """D2: pluggy's optionalhook turns its own check of names off, not ours."""
+
+    @hookimpl(optionalhook=True)
+    def attnplug_backend() -> list[BackendSpec]:
+        return [spec()]
+
+    assert "attnplug_backends" in only_fault(install(module(attnplug_backend=attnplug_backend))).error
+
+
+def test_an_undecorated_hook_is_reported(install: Install, only_fault: Callable[[EntryPoint], Broken]) -> None:
+    def attnplug_backends() -> list[BackendSpec]:
+        return [spec()]
+
+    error = only_fault(install(module(attnplug_backends=attnplug_backends))).error
+    assert "@attnplug.hookimpl" in error
+    assert "def attnplug_backends()" in error
+    assert place(attnplug_backends) in error
+
+
+def test_an_undecorated_hook_that_is_no_function_is_reported(
+    install: Install, only_fault: Callable[[EntryPoint], Broken]
+) -> None:
+    """A partial has no __name__ to print."""
+    hook = functools.partial(list, [spec()])
+    error = only_fault(install(module(attnplug_backends=hook))).error
+    assert "@attnplug.hookimpl" in error
+    assert "attnplug_backends" in error
+
+
+def test_a_module_without_hooks_is_told_what_to_define(
+    install: Install, only_fault: Callable[[EntryPoint], Broken]
+) -> None:
+    error = only_fault(install(module())).error
+    assert "attnplug_backends()" in error
+    assert "hookimpl" in error
+
+
+def _with_default(config: object = None) -> list[BackendSpec]:
+    return [spec()]
+
+
+def _keyword_only(*, config: object) -> list[BackendSpec]:
+    return [spec()]
+
+
+def _extra_argument(config: object) -> list[BackendSpec]:
+    return [spec()]
+
+
+@pytest.mark.parametrize("function", [_with_default, _keyword_only, _extra_argument])
+def test_a_hook_argument_that_nobody_fills_is_reported_with_the_author_s_signature(
+    install: Install, only_fault: Callable[[EntryPoint], Broken], function: Callable[..., Any]
+) -> None:
+    """D2: pluggy passes no argument that has a default, and there is none to pass."""
+    hook = hookimpl(specname="attnplug_backends")(function)
+    error = only_fault(install(module(hook=hook))).error
+    assert "config" in error
+    assert f"{function.__name__}(" in error
+    assert place(function) in error
+
+
+def test_a_class_in_place_of_its_instance_is_reported(
+    install: Install, only_fault: Callable[[EntryPoint], Broken]
+) -> None:
+    class Plugin:
+        @hookimpl
+        def attnplug_backends(self) -> list[BackendSpec]:
+            return [spec()]
+
+    error = only_fault(install(Plugin)).error
+    assert "is a class" in error and "an instance" in error
+
+
+def test_a_hook_wrapper_is_reported(install: Install, only_fault: Callable[[EntryPoint], Broken]) -> None:
+    """D2: a wrapper could change what others bring."""
+
+    @hookimpl(wrapper=True)
+    def attnplug_backends() -> Any:
+        return (yield)
+
+    error = only_fault(install(module(attnplug_backends=attnplug_backends))).error
+    assert "wrapper" in error
+    assert place(attnplug_backends) in error
+
+
+def test_one_plugin_under_two_entry_points_is_reported_as_that(install: Install) -> None:
+    """D2: pluggy's own words for it speak of its internals."""
+    plugin = bringing(spec())
+    registry = load_registry([install(plugin, "one"), install(plugin, "two")], {})
+    (fault,) = registry.broken
+    assert "one" in fault.error and "two" in str(fault)
+
+
+# ---- contract versions ----
+
+
+@pytest.mark.parametrize("contract", ["0.9", "1.1", "2.0", "1", "1.0.0", "", 1.0, None, "one.zero", " 1.0"])
+def test_another_contract_version_is_reported_with_both(
+    install: Install, only_fault: Callable[[EntryPoint], Broken], contract: object
+) -> None:
+    """D2, D4"""
+    fault = only_fault(install(bringing(spec(contract=contract))))
+    assert str(contract) in fault.error
+    assert CONTRACT_VERSION in fault.error
+    assert fault.name == "fast"
+
+
+def test_an_absurd_contract_version_disturbs_nobody(
+    install: Install, only_fault: Callable[[EntryPoint], Broken]
+) -> None:
+    """D2: Python refuses to make a number of thousands of digits."""
+    only_fault(install(bringing(spec(contract="1." + "9" * 5000))))
+
+
+def test_the_contract_of_this_core_is_accepted() -> None:
+    """D4"""
+    assert contract_problem(CONTRACT_VERSION) is None
+
+
+def test_an_older_minor_version_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """D4: a minor version only adds what old backends need not know."""
+    monkeypatch.setattr("attnplug.contract.MINOR", 3)
+    assert contract_problem("1.2") is None
+    assert contract_problem("1.4") is not None
+
+
+def test_only_the_backend_of_another_contract_is_left_out(install: Install) -> None:
+    """D2: its plugin's other backends are good."""
+    registry = load_registry([install(bringing(spec("old", contract="0.9"), spec("fast")))], {})
+    assert list(registry.backends) == ["fast"]
+    assert [(fault.name, fault.contract) for fault in registry.broken] == [("old", "0.9")]
+
+
+def test_a_field_of_another_contract_says_which_contract_is_spoken(
+    install: Install, only_fault: Callable[[EntryPoint], Broken]
+) -> None:
+    """D4: a plugin for a newer contract fails on the field before its version can be read."""
+
+    @hookimpl
+    def attnplug_backends() -> list[BackendSpec]:
+        return [spec(tree_attention=True)]
+
+    error = only_fault(install(module(attnplug_backends=attnplug_backends))).error
+    assert "tree_attention" in error
+    assert f"contract {CONTRACT_VERSION}" in error

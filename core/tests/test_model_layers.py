@@ -1,0 +1,335 @@
+"""What each family's config says about its layers.
+
+Expected numbers are worked out by hand from the published configs; no formula is shared with the code.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from attnplug.model import AttentionKind, Feature, LayerSpec, LinearDims, MLADims, ModelSpec
+from attnplug.model_config import UNBOUNDED_CONTEXT, load_model
+from attnplug.tiny import TINY_CONFIGS
+from support.configs import (
+    DEEPSEEK_V3,
+    KIMI_FULL,
+    KIMI_LINEAR,
+    LLAMA_3_8B,
+    NEMOTRON_H_8B,
+    QWEN3_NEXT,
+    YARN_40,
+    read,
+    refused,
+    without,
+)
+
+
+def near(value: float) -> Any:
+    """Equal to ``value``, given to seven digits."""
+    return pytest.approx(value, rel=1e-6)
+
+
+def windows(spec: ModelSpec) -> list[int | None]:
+    return [layer.sliding_window for layer in spec.layers]
+
+
+# ---- softmax ----
+
+
+def test_llama_is_grouped_query_attention() -> None:
+    spec = read(LLAMA_3_8B)
+    assert (spec.name, spec.model_type, spec.context_length, spec.dtype) == ("a-model", "llama", 8192, "bfloat16")
+    assert [layer.layer_id for layer in spec.layers] == list(range(32))
+    assert spec.layers[31] == LayerSpec(31, AttentionKind.MHA, 32, 8, 128, 128, near(0.08838835))
+
+
+@pytest.mark.parametrize("absent", [{}, {"num_key_value_heads": None, "head_dim": None}])
+def test_kv_heads_and_head_dim_default_when_absent_or_null(absent: dict[str, Any]) -> None:
+    layer = read(without(LLAMA_3_8B, "num_key_value_heads"), **absent).layers[0]
+    assert (layer.num_kv_heads, layer.head_dim) == (32, 128)
+
+
+def test_head_dim_wins_over_hidden_size() -> None:
+    assert read(LLAMA_3_8B, head_dim=96).layers[0].head_dim == 96
+
+
+def test_an_unknown_model_type_is_read_by_the_standard_keys() -> None:
+    assert read(LLAMA_3_8B, model_type="from_next_year").layers == read(LLAMA_3_8B).layers
+
+
+def test_mistral_slides_in_every_layer() -> None:
+    assert windows(read(LLAMA_3_8B, model_type="mistral", sliding_window=4096)) == [4096] * 32
+    assert windows(read(LLAMA_3_8B, model_type="mistral", sliding_window=None)) == [None] * 32
+    assert windows(read(LLAMA_3_8B, model_type="mistral")) == [4096] * 32  # what transformers' class assumes
+
+
+@pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])
+def test_qwen_slides_only_when_switched_on_and_only_in_upper_layers(model_type: str) -> None:
+    config = {**LLAMA_3_8B, "model_type": model_type, "sliding_window": 1024, "max_window_layers": 28}
+    assert windows(read(config)) == [None] * 32
+    assert windows(read(config, use_sliding_window=False)) == [None] * 32
+    assert windows(read(config, use_sliding_window=True)) == [None] * 28 + [1024] * 4
+
+
+def test_layer_types_win_over_every_other_rule_for_windows() -> None:
+    kinds = ["full_attention", "sliding_attention"] * 16
+    spec = read(LLAMA_3_8B, model_type="gemma2", sliding_window=64, sliding_window_pattern=6, layer_types=kinds)
+    assert windows(spec) == [None, 64] * 16
+
+
+def test_gemma2_slides_in_even_layers_and_caps_its_logits() -> None:
+    config = {
+        "model_type": "gemma2",
+        "hidden_size": 4608,
+        "num_hidden_layers": 46,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 16,
+        "head_dim": 128,
+        "query_pre_attn_scalar": 144,
+        "attn_logit_softcapping": 50.0,
+        "sliding_window": 4096,
+    }
+    spec = read(config)
+    assert windows(spec) == [4096, None] * 23
+    assert spec.layers[0].scale == pytest.approx(1 / 12)
+    assert {layer.logit_cap for layer in spec.layers} == {50.0}
+    assert spec.layers[0].features == {Feature.SLIDING_WINDOW, Feature.LOGIT_CAP}
+
+
+def test_gemma3_multimodal_config_that_leaves_most_keys_to_its_class() -> None:
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34, "sliding_window": 1024}
+    spec = read({"model_type": "gemma3", "text_config": text, "vision_config": {}, "torch_dtype": "bfloat16"})
+    assert (spec.model_type, spec.context_length, spec.dtype) == ("gemma3_text", 131072, "bfloat16")
+    assert (spec.layers[0].num_heads, spec.layers[0].num_kv_heads, spec.layers[0].head_dim) == (8, 4, 256)
+    assert windows(spec)[:12] == [1024, 1024, 1024, 1024, 1024, None] * 2
+    assert windows(read(text, sliding_window_pattern=2))[:4] == [1024, None, 1024, None]
+
+
+def test_gpt_oss_has_sinks_and_alternates() -> None:
+    spec = read(LLAMA_3_8B, model_type="gpt_oss", num_hidden_layers=24, sliding_window=128)
+    assert all(layer.sinks and layer.head_dim == 64 for layer in spec.layers)
+    assert windows(spec) == [128, None] * 12
+
+
+def test_granite_sets_its_own_scale() -> None:
+    assert read(LLAMA_3_8B, model_type="granite", attention_multiplier=0.015625).layers[0].scale == 0.015625
+
+
+@pytest.mark.parametrize("key", ["text_config", "llm_config", "language_config"])
+def test_nested_language_models_are_found(key: str) -> None:
+    spec = read({"model_type": "some_vl", "num_hidden_layers": 3, key: without(LLAMA_3_8B, "model_type")})
+    assert (spec.model_type, len(spec.layers)) == ("some_vl", 32)
+
+
+def test_a_complete_outer_config_is_not_overruled_by_a_nested_one() -> None:
+    assert len(read(LLAMA_3_8B, text_config={"num_hidden_layers": 1, "num_attention_heads": 1}).layers) == 32
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"dtype": "float16"}, "float16"),
+        ({"torch_dtype": "torch.float32"}, "float32"),
+        ({"dtype": None, "torch_dtype": "bfloat16"}, "bfloat16"),
+        ({}, None),
+    ],
+)
+def test_dtype_under_either_name(keys: dict[str, Any], expected: str | None) -> None:
+    assert read({**without(LLAMA_3_8B, "torch_dtype"), **keys}).dtype == expected
+
+
+# ---- latent ----
+
+
+def test_deepseek_v3() -> None:
+    spec = read(DEEPSEEK_V3)
+    assert (len(spec.layers), spec.context_length) == (61, 163840)
+    # 192 ** -0.5 * (0.1 * ln 40 + 1) ** 2 = 0.07216878 * 1.3688879 ** 2
+    scale = near(0.1352338)
+    assert spec.layers[60] == LayerSpec(60, AttentionKind.MLA, 128, 128, 192, 128, scale, mla=MLADims(512, 128, 64))
+
+
+def test_deepseek_v2_lite_has_the_yarn_factor_too() -> None:
+    rope = {**YARN_40, "mscale": 0.707, "mscale_all_dim": 0.707}
+    spec = read(DEEPSEEK_V3, model_type="deepseek_v2", num_hidden_layers=27, num_attention_heads=16, rope_scaling=rope)
+    assert spec.layers[0].scale == pytest.approx(0.1147221, rel=1e-5)  # 0.07216878 * 1.2608038 ** 2
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        None,
+        {"rope_type": "default", "rope_theta": 10000.0, "factor": 40, "mscale_all_dim": 1.0},
+        {"type": "yarn", "factor": 40},
+        {"type": "yarn", "factor": 40, "mscale_all_dim": 0},
+        {"type": "yarn", "factor": 1.0, "mscale_all_dim": 1.0},
+    ],
+)
+def test_rope_that_leaves_the_scale_alone(rope: dict[str, Any] | None) -> None:
+    assert read(DEEPSEEK_V3, rope_scaling=rope).layers[0].scale == pytest.approx(0.07216878)
+
+
+def test_rope_parameters_is_the_new_name_of_rope_scaling() -> None:
+    new = {**without(YARN_40, "type"), "rope_type": "yarn"}
+    assert read(without(DEEPSEEK_V3, "rope_scaling"), rope_parameters=new).layers == read(DEEPSEEK_V3).layers
+
+
+def test_deepseek_v32_is_sparse() -> None:
+    spec = read(DEEPSEEK_V3, model_type="deepseek_v32", index_topk=2048)
+    assert {layer.sparse_topk for layer in spec.layers} == {2048}
+    mixed = ["full_attention", "indexed_attention", "deepseek_sparse_attention"]
+    listed = read(DEEPSEEK_V3, num_hidden_layers=3, index_topk=64, layer_types=mixed)
+    assert [layer.sparse_topk for layer in listed.layers] == [None, 64, 64]
+    assert read(DEEPSEEK_V3).layers[0].sparse_topk is None
+
+
+# ---- linear and hybrid ----
+
+
+def test_kimi_linear_counts_its_layers_from_one() -> None:
+    spec = read(KIMI_LINEAR)
+    assert [layer.layer_id for layer in spec.full_layers] == [3, 7, 11, 15, 19, 23, 26]
+    assert [layer.layer_id for layer in spec.layers] == list(range(27))
+    assert spec.full_layers[0] == LayerSpec(
+        3, AttentionKind.MLA, 32, 32, 192, 128, near(0.07216878), mla=MLADims(512, 128, 64)
+    )
+    assert spec.layers[0] == LayerSpec(
+        0,
+        AttentionKind.KDA,
+        32,
+        32,
+        128,
+        128,
+        near(0.08838835),
+        linear=LinearDims(32, 32, 128, 128, conv_channels=12288, conv_width=4),
+    )
+
+
+def test_kimi_linear_has_no_yarn_factor_because_its_mla_has_no_rope() -> None:
+    assert read(KIMI_LINEAR, rope_scaling=YARN_40).layers == read(KIMI_LINEAR).layers
+
+
+def test_kimi_linear_in_the_keys_of_transformers() -> None:
+    kinds = ["full_attention" if number in KIMI_FULL else "linear_attention" for number in range(1, 28)]
+    flat = {"layer_types": kinds, "linear_num_heads": 32, "linear_head_dim": 128, "linear_conv_kernel_dim": 4}
+    assert read(without(KIMI_LINEAR, "linear_attn_config"), **flat).layers == read(KIMI_LINEAR).layers
+
+
+def test_qwen3_next_has_twelve_full_layers_of_48() -> None:
+    spec = read(QWEN3_NEXT)
+    assert [layer.layer_id for layer in spec.full_layers] == [3, 7, 11, 15, 19, 23, 27, 31, 35, 39, 43, 47]
+    assert spec.full_layers[0] == LayerSpec(3, AttentionKind.MHA, 16, 2, 256, 256, 0.0625)
+    assert spec.linear_layers[0] == LayerSpec(
+        0,
+        AttentionKind.GDN,
+        32,
+        16,
+        128,
+        128,
+        near(0.08838835),
+        linear=LinearDims(heads=32, key_heads=16, key_dim=128, value_dim=128, conv_channels=8192, conv_width=4),
+    )
+    assert read(without(QWEN3_NEXT, "full_attention_interval")).layers == spec.layers
+
+
+def test_gdn_keys_and_values_are_not_mixed_up() -> None:
+    spec = read(QWEN3_NEXT, linear_num_key_heads=8, linear_key_head_dim=64, linear_value_head_dim=192)
+    assert spec.layers[0].linear == LinearDims(32, 8, 64, 192, conv_channels=7168, conv_width=4)  # 2 * 512 + 6144
+    assert spec.layers[0].scale == 0.125
+
+
+def test_qwen3_5_nests_a_text_config_with_layer_types() -> None:
+    kinds = ["full_attention", "linear_attention"]
+    text = {**QWEN3_NEXT, "model_type": "qwen3_5_text", "num_hidden_layers": 2, "layer_types": kinds}
+    spec = read({"model_type": "qwen3_5", "text_config": text})
+    assert [layer.kind for layer in spec.layers] == [AttentionKind.MHA, AttentionKind.GDN]
+
+
+def test_minimax_text_01() -> None:
+    config = {
+        "model_type": "minimax_text_01",
+        "hidden_size": 6144,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "attn_type_list": [0, 0, 0, 0, 0, 0, 0, 1] * 10,
+    }
+    spec = read(config)
+    assert [layer.layer_id for layer in spec.full_layers] == list(range(7, 80, 8))
+    assert spec.full_layers[0] == LayerSpec(7, AttentionKind.MHA, 64, 8, 128, 128, near(0.08838835))
+    assert spec.layers[0] == LayerSpec(
+        0, AttentionKind.LIGHTNING, 64, 64, 128, 128, 1.0, linear=LinearDims(64, 64, 128, 128)
+    )
+    kinds = (["linear_attention"] * 7 + ["full_attention"]) * 10
+    native = read(without(config, "attn_type_list"), model_type="minimax", layer_types=kinds)
+    assert native.layers == spec.layers
+
+
+def test_mamba2() -> None:
+    config = {
+        "model_type": "mamba2",
+        "hidden_size": 2560,
+        "num_hidden_layers": 64,
+        "num_heads": 80,
+        "head_dim": 64,
+        "state_size": 128,
+        "n_groups": 1,
+        "conv_kernel": 4,
+        "expand": 2,
+    }
+    spec = read(config)
+    assert (len(spec.layers), spec.context_length, UNBOUNDED_CONTEXT) == (64, 1 << 20, 1 << 20)
+    dims = LinearDims(heads=80, key_heads=1, key_dim=128, value_dim=64, conv_channels=5376, conv_width=4)
+    assert spec.layers[5] == LayerSpec(5, AttentionKind.MAMBA2, 80, 1, 128, 64, 1.0, linear=dims)
+    assert "5120 / 2560" in refused(config, "expand", expand=3)
+    assert "num_heads, which is 80" in refused(config, "n_groups", n_groups=7)
+
+
+def test_nemotron_h_keeps_the_place_of_its_attention_layers_among_the_others() -> None:
+    spec = read(NEMOTRON_H_8B)
+    assert [layer.layer_id for layer in spec.full_layers] == [7, 18, 29, 40]
+    assert len(spec.linear_layers) == 24
+    assert spec.full_layers[0] == LayerSpec(7, AttentionKind.MHA, 32, 8, 128, 128, near(0.08838835))
+    dims = LinearDims(heads=128, key_heads=8, key_dim=128, value_dim=64, conv_channels=10240, conv_width=4)
+    assert spec.layers[1] == LayerSpec(2, AttentionKind.MAMBA2, 128, 8, 128, 64, 1.0, linear=dims)
+
+
+def test_nemotron_h_in_the_keys_of_transformers() -> None:
+    words = {"M": "mamba", "-": "mlp", "*": "attention", "E": "moe"}
+    blocks = [words[letter] for letter in "ME*-M"]
+    old = read(NEMOTRON_H_8B, num_hidden_layers=5, hybrid_override_pattern="ME*-M")
+    new = read(without(NEMOTRON_H_8B, "num_hidden_layers", "hybrid_override_pattern"), layers_block_type=blocks)
+    assert new.layers == old.layers
+    assert [layer.layer_id for layer in new.layers] == [0, 2, 4]
+
+
+# ---- tiny models ----
+
+TINY_KINDS = {
+    "llama": "mha mha",
+    "qwen3": "mha mha",
+    "deepseek_v2": "mla mla mla",
+    "deepseek_v3": "mla mla mla",
+    "kimi_linear": "kda kda kda mla kda",
+    "qwen3_next": "gdn gdn gdn mha",
+    "qwen3_5_text": "gdn gdn gdn mha",
+    "minimax": "lightning lightning lightning mha",
+    "mamba2": "mamba2 mamba2",
+    "nemotron_h": "mamba2 mamba2 mha",
+}
+
+
+@pytest.mark.parametrize("name", TINY_CONFIGS)
+def test_tiny_models(name: str) -> None:
+    spec = load_model(f"tiny:{name}")
+    assert (spec.name, spec.model_type, spec.dtype) == (f"tiny:{name}", name, "float32")
+    assert " ".join(layer.kind for layer in spec.layers) == TINY_KINDS[name]
+
+
+def test_tiny_configs_are_json() -> None:
+    assert json.loads(json.dumps(TINY_CONFIGS)) == TINY_CONFIGS
+    assert set(TINY_CONFIGS) == set(TINY_KINDS)

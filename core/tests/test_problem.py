@@ -1,0 +1,64 @@
+"""What a user asks for: numbers in range, the roles its layers need, and data types as people spell them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from attnplug import DType, LayerSpec, Problem, Role, UsageError
+from support.specs import GDN, MHA, MLA, model
+
+
+@pytest.mark.parametrize(
+    ("wrong", "option"),
+    [
+        ({"page_size": 0}, "--page-size 0"),
+        ({"page_size": -16}, "--page-size -16"),
+        ({"speculative_tokens": -1}, "--speculative-tokens -1"),
+        ({"tensor_parallel": 0}, "--tensor-parallel 0"),
+        ({"sm": 9}, "--sm 9"),
+        ({"sm": 9000}, "--sm 9000"),
+    ],
+)
+def test_a_number_out_of_range_is_an_error_with_its_option(wrong: dict[str, Any], option: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        Problem(**wrong)
+    assert option in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("layers", "tokens", "roles"),
+    [
+        ((MHA,), 0, (Role.PREFILL, Role.DECODE)),
+        ((GDN,), 0, (Role.LINEAR,)),
+        ((MLA, GDN), 0, (Role.PREFILL, Role.DECODE, Role.LINEAR)),
+        ((MLA,), 4, (Role.PREFILL, Role.DECODE, Role.DRAFT)),
+    ],
+)
+def test_a_problem_needs_the_roles_of_its_layers(
+    layers: tuple[LayerSpec, ...], tokens: int, roles: tuple[Role, ...]
+) -> None:
+    """D3"""
+    assert Problem(model(*layers), speculative_tokens=tokens).roles() == roles
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype"),
+    [
+        ("float32", DType.FLOAT32),
+        ("torch.bfloat16", DType.BFLOAT16),
+        ("BF16", DType.BFLOAT16),
+        ("half", DType.FLOAT16),
+        ("fp8", DType.FLOAT8_E4M3),
+    ],
+)
+def test_usual_spellings_of_a_data_type_are_read(text: str, dtype: DType) -> None:
+    assert DType.parse(text, "--dtype") is dtype
+
+
+def test_an_unknown_data_type_is_an_error_with_the_known_ones() -> None:
+    with pytest.raises(UsageError) as caught:
+        DType.parse("int8", "--kv-dtype")
+    assert "--kv-dtype" in str(caught.value) and "'int8'" in str(caught.value)
+    assert all(dtype in str(caught.value) for dtype in DType)

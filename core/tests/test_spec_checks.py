@@ -1,0 +1,174 @@
+"""What a spec refuses beyond its claims: a library that is missing, and whatever the plugin's own check does."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from importlib import metadata
+from typing import Any
+
+import pytest
+
+from attnplug import DType, Problem, Refusal, RefusalCode, Role
+from attnplug.requirement import requirement_refusal
+from support.specs import EVERYTHING, spec
+
+# ---- requirements ----
+
+
+def test_a_distribution_that_is_missing_is_a_refusal() -> None:
+    """D3"""
+    (refusal,) = spec(requires=["no-such-distribution>=1.2"]).refusals(Problem())
+    assert refusal.code == RefusalCode.REQUIREMENT
+    assert (refusal.value, refusal.allowed) == (None, ">=1.2")
+    assert refusal.option == "pip install 'no-such-distribution>=1.2'"
+    json.dumps(refusal.as_json())
+
+
+def test_a_distribution_that_is_too_old_is_a_refusal_with_its_version() -> None:
+    """D3"""
+    (refusal,) = spec(requires=["pluggy>=999"]).refusals(Problem())
+    assert (refusal.code, refusal.value) == (RefusalCode.REQUIREMENT, metadata.version("pluggy"))
+
+
+def test_every_missing_distribution_is_a_refusal() -> None:
+    """D3"""
+    assert len(spec(requires=["no-such-one", "pluggy", "no-such-two"]).refusals(Problem())) == 2
+
+
+@pytest.mark.parametrize("requirement", ["pluggy", "Pluggy>=1", "no-such-one; sys_platform == 'mars'", "pluggy[x]"])
+def test_a_requirement_that_is_met_or_not_meant_is_none(requirement: str) -> None:
+    assert requirement_refusal(requirement) is None
+
+
+def test_a_prerelease_that_is_installed_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metadata, "version", lambda name: "0.7.0rc1")
+    assert requirement_refusal("flashinfer-python>=0.6") is None
+
+
+@pytest.mark.parametrize("version", ["not-a-version", "1.0-custom_build_x!", ""])
+def test_an_installed_version_that_is_none_is_a_refusal(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    """D2: local builds of kernel libraries carry such versions; one must not take all candidates with it."""
+    monkeypatch.setattr(metadata, "version", lambda name: version)
+    (refusal,) = spec(requires=["flash-attn>=2.8"]).refusals(Problem())
+    assert (refusal.code, refusal.value) == (RefusalCode.REQUIREMENT, version)
+
+
+def test_the_advice_keeps_the_extras() -> None:
+    """What it says to install must be what is asked for."""
+    refusal = requirement_refusal("no-such-one[cu13]>=2")
+    assert refusal is not None
+    assert refusal.option == "pip install 'no-such-one[cu13]>=2'"
+
+
+# ---- the plugin's own check ----
+
+
+def own(check: Callable[..., Any], problem: Problem = Problem(), role: Role | None = Role.PREFILL) -> list[Refusal]:
+    return spec(check=check).refusals(problem, role)
+
+
+def test_a_check_adds_its_own_refusals() -> None:
+    reason = Refusal("odd_heads", "an even number of heads is needed", 7, "even", "--tensor-parallel")
+    assert own(lambda problem, role: [reason]) == [reason]
+
+
+def test_a_check_may_be_a_generator_that_gives_nothing() -> None:
+    def check(problem: Problem, role: Role | None) -> Iterable[Refusal]:
+        yield from ()
+
+    assert own(check) == []
+
+
+def test_a_check_sees_the_problem_and_the_role() -> None:
+    seen = []
+
+    def check(problem: Problem, role: Role | None) -> Iterable[Refusal]:
+        seen.append((problem, role))
+        return ()
+
+    problem = Problem(device="cpu")
+    own(check, problem, Role.DRAFT)
+    own(check, problem, None)
+    assert seen == [(problem, Role.DRAFT), (problem, None)]
+
+
+def test_a_check_does_not_hide_what_the_capabilities_refuse() -> None:
+    """D3"""
+    reason = Refusal("own", "own")
+    found = spec(replace(EVERYTHING, devices={"cuda"}), check=lambda problem, role: [reason]).refusals(
+        Problem(device="cpu")
+    )
+    assert [refusal.code for refusal in found] == [RefusalCode.DEVICE, "own"]
+
+
+@pytest.mark.parametrize("error", [ValueError("bad day"), KeyError("k"), AssertionError(), SystemExit(0)])
+def test_a_check_that_raises_is_a_refusal(error: BaseException) -> None:
+    """D2: it must not take the other candidates with it, nor end the process."""
+
+    def check(problem: Problem, role: Role | None) -> Iterable[Refusal]:
+        raise error
+
+    (refusal,) = own(check)
+    assert (refusal.code, refusal.value) == (RefusalCode.CHECK_FAILED, type(error).__name__)
+    assert str(error) in refusal.message
+
+
+def test_a_check_that_raises_midway_is_a_refusal() -> None:
+    """D2"""
+
+    def check(problem: Problem, role: Role | None) -> Iterable[Refusal]:
+        yield Refusal("own", "own")
+        raise ValueError("midway")
+
+    assert RefusalCode.CHECK_FAILED in {refusal.code for refusal in own(check)}
+
+
+class _NoText:
+    def __repr__(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize(
+    "returned",
+    [None, 7, True, "no", ["no"], [Refusal], [None], {"code": "x"}, [Refusal("own", "own"), "no"], [_NoText()]],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_check_that_returns_garbage_is_a_refusal(returned: Any) -> None:
+    """D2"""
+    (refusal,) = own(lambda problem, role: returned)
+    assert refusal.code == RefusalCode.CHECK_FAILED
+    json.dumps(refusal.as_json())
+
+
+def test_a_check_that_returns_none_is_told_what_to_return() -> None:
+    """The likeliest mistake: a function that falls off its end where all is well."""
+    (refusal,) = own(lambda problem, role: None)
+    assert "None" in refusal.message
+    assert "Refusal" in refusal.message
+
+
+def test_a_check_of_another_signature_is_a_refusal() -> None:
+    """D2"""
+    assert [refusal.code for refusal in own(lambda problem: [])] == [RefusalCode.CHECK_FAILED]
+
+
+@pytest.mark.parametrize("value", [{1, 2}, object(), frozenset({64}), {(1, 2): 3}, b"x", math.nan, DType.FLOAT32])
+def test_a_check_s_values_survive_json(value: object) -> None:
+    """D2: one plugin's set must not take the whole report with it."""
+    (refusal,) = own(lambda problem, role: [Refusal("own", "own", value=value, allowed=[value])])
+    text = json.dumps(refusal.as_json())
+    json.loads(text, parse_constant=pytest.fail)
+
+
+def test_a_check_that_prints_does_not_reach_stdout(capsys: pytest.CaptureFixture[str]) -> None:
+    """Standard output is for --json."""
+
+    def check(problem: Problem, role: Role | None) -> Iterable[Refusal]:
+        print("looking at the problem")
+        return []
+
+    assert own(check) == []
+    assert capsys.readouterr().out == ""
