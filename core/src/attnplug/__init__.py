@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from attnplug.capabilities import Capabilities
 from attnplug.chunks import Chunk, Span, plan_prefix_chunks
-from attnplug.claims import Claims, PageSizes
+from attnplug.claims import Claims, ExtendPath, PageSizes
 from attnplug.contract import CONTRACT_VERSION
 from attnplug.errors import (
     AttnplugError,
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
         GraphPlanning,
         Limits,
         Parallel,
+        RaggedAttention,
         build_backend,
     )
     from attnplug.batch import ForwardBatch
@@ -60,6 +61,8 @@ if TYPE_CHECKING:
         SlotTable,
         split_table,
     )
+    from attnplug.mla import ExtendPolicy, MLAAttention, MLAWeights, attend_mla, merge_partial
+    from attnplug.ragged import RaggedCall
     from attnplug.workspace import SCRATCH, Workspace, WorkspaceKind, WorkspaceOwner, WorkspaceUse
     from attnplug.wrappers import ForwardingBackend, SplitBackend
 
@@ -72,6 +75,7 @@ _NEEDS_TORCH = {
         "GraphPlanning",
         "Limits",
         "Parallel",
+        "RaggedAttention",
         "build_backend",
     ),
     "batch": ("ForwardBatch",),
@@ -89,6 +93,8 @@ _NEEDS_TORCH = {
         "SlotTable",
         "split_table",
     ),
+    "mla": ("ExtendPolicy", "MLAAttention", "MLAWeights", "attend_mla", "merge_partial"),
+    "ragged": ("RaggedCall",),
     "workspace": ("SCRATCH", "Workspace", "WorkspaceKind", "WorkspaceOwner", "WorkspaceUse"),
     "wrappers": ("ForwardingBackend", "SplitBackend"),
 }
@@ -123,6 +129,8 @@ __all__ = [
     "ChunkPlanning",
     "Claims",
     "DType",
+    "ExtendPath",
+    "ExtendPolicy",
     "Feature",
     "ForwardBatch",
     "ForwardExtras",
@@ -138,8 +146,10 @@ __all__ = [
     "LinearDims",
     "LinearStatePool",
     "MHAPool",
+    "MLAAttention",
     "MLADims",
     "MLAPool",
+    "MLAWeights",
     "ModelSpec",
     "OutOfPages",
     "PageAllocator",
@@ -153,6 +163,8 @@ __all__ = [
     "PluginError",
     "PoolError",
     "Problem",
+    "RaggedAttention",
+    "RaggedCall",
     "Refusal",
     "RefusalCode",
     "Registered",
@@ -170,6 +182,7 @@ __all__ = [
     "WorkspaceOwner",
     "WorkspaceUse",
     "active_backend",
+    "attend_mla",
     "bind_hook",
     "build_backend",
     "claim_plan",
@@ -177,6 +190,7 @@ __all__ = [
     "forward_context",
     "hookimpl",
     "load_registry",
+    "merge_partial",
     "plan_forward",
     "plan_prefix_chunks",
     "select",

@@ -20,6 +20,7 @@ from attnplug.loading import Registered
 from attnplug.model import LayerSpec, ModelSpec
 from attnplug.plan import BackendId, Plan
 from attnplug.problem import DType, Role
+from attnplug.ragged import RaggedCall
 from attnplug.workspace import WorkspaceOwner
 
 
@@ -103,6 +104,27 @@ class ChunkPlanning(Protocol):
         ...
 
 
+class RaggedAttention(Protocol):
+    """Optional: attention over rows at hand. Needed exactly when ``claims.mla_extend`` holds more than absorbed."""
+
+    def forward_ragged(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        call: RaggedCall,
+        lse: Tensor | None = None,
+    ) -> Tensor:
+        """One call of an MLA prefill as MHA; touches no cache.
+
+        q ``[query rows, heads, nope + rope]``, k ``[kv rows, heads, nope + rope]``, v ``[kv rows, heads, v_head_dim]``;
+        returns ``[query rows, heads, v_head_dim]`` and fills ``lse`` ``[query rows, heads]`` where it is given.
+        """
+        ...
+
+
 class GraphPlanning(Protocol):
     """Optional: planning around a captured CUDA graph. Needed exactly when ``claims.cuda_graph`` is above NEVER."""
 
@@ -173,7 +195,7 @@ def optional_hooks() -> dict[str, tuple[str, ...]]:
     """Every optional hook with the names of what its caller offers, in order."""
     return {
         name: tuple(signature.parameters)
-        for protocol in (ChunkPlanning, GraphPlanning)
+        for protocol in (ChunkPlanning, RaggedAttention, GraphPlanning)
         for name, signature in _methods(protocol).items()
     }
 

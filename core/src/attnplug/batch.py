@@ -49,6 +49,8 @@ class ForwardBatch:
     plan: Plan | None = _split(_RESET, default=None)
     chunk_plan: Plan | None = _split(_RESET, default=None)
     """What ``init_mha_chunk_metadata`` planned, for those backends that have it."""
+    mla_plan: Any = _split(_RESET, default=None)
+    """The ``MLAExtendPlan`` of a batch whose model has MLA layers."""
     plan_record: PlanRecord | None = _split(_RESET, default=None)
 
     @property

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
-from attnplug.claims import Claims, PageSizes
+from attnplug.claims import Claims, ExtendPath, PageSizes
 from attnplug.errors import PluginError
 from attnplug.model import AttentionKind, Feature
 from attnplug.problem import DType, GraphLevel, Role
@@ -25,7 +25,8 @@ class Capabilities:
 
     ``head_dims`` are (query/key, value) widths for MHA, ``mla_dims`` are (kv_lora_rank, rope) widths for MLA;
     ``None`` means any. ``kv_dtypes`` left out means the same as ``dtypes``. ``min_sm`` and ``max_sm`` bound the
-    compute capability on CUDA, both inclusive. ``extras`` names the fields of ``ForwardExtras`` it honours.
+    compute capability on CUDA, both inclusive. ``extras`` names the fields of ``ForwardExtras`` it honours,
+    ``mla_extend`` the ways in which it can run an MLA extend.
     """
 
     kinds: frozenset[AttentionKind]
@@ -43,6 +44,7 @@ class Capabilities:
     cuda_graph: GraphLevel = GraphLevel.NEVER
     needs_cpu_seq_lens: bool = True
     extras: frozenset[str] = frozenset()
+    mla_extend: frozenset[ExtendPath] = frozenset({ExtendPath.ABSORBED})
 
     def __post_init__(self) -> None:
         read = {
@@ -61,6 +63,7 @@ class Capabilities:
             "cuda_graph": _of_type("cuda_graph", self.cuda_graph, GraphLevel, "a GraphLevel"),
             "needs_cpu_seq_lens": _of_type("needs_cpu_seq_lens", self.needs_cpu_seq_lens, bool, "True or False"),
             "extras": frozenset(_several("extras", self.extras)),
+            "mla_extend": _members("mla_extend", self.mla_extend, ExtendPath),
         }
         for name, value in read.items():
             object.__setattr__(self, name, value)
@@ -69,7 +72,10 @@ class Capabilities:
     def claims(self) -> Claims:
         """The run-time claims of a backend that is exactly as good as its spec says."""
         return Claims(
-            cuda_graph=self.cuda_graph, page_sizes=self.page_sizes, needs_cpu_seq_lens=self.needs_cpu_seq_lens
+            cuda_graph=self.cuda_graph,
+            page_sizes=self.page_sizes,
+            needs_cpu_seq_lens=self.needs_cpu_seq_lens,
+            mla_extend=self.mla_extend,
         )
 
     def contradictions(self) -> Iterator[str]:

@@ -5,10 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
+from enum import StrEnum
 from functools import reduce
 from typing import Any
 
 from attnplug.problem import GraphLevel
+
+
+class ExtendPath(StrEnum):
+    """The ways to run an MLA extend (C1)."""
+
+    ABSORBED = "absorbed"
+    """In latent space, over the paged cache."""
+    ONE_SHOT = "one_shot"
+    """Gather all rows, up-project them, one causal call."""
+    CHUNKED = "chunked"
+    """Causal over the new rows, then chunk by chunk over the prefix, merged by log-sum-exp."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +68,7 @@ class Claims:
     cuda_graph: GraphLevel = _claim(GraphLevel.NEVER, min)
     page_sizes: PageSizes = _claim(PageSizes(), PageSizes.intersection)
     needs_cpu_seq_lens: bool = _claim(True, lambda mine, theirs: mine or theirs)
+    mla_extend: frozenset[ExtendPath] = _claim(frozenset({ExtendPath.ABSORBED}), frozenset.intersection)
 
 
 @dataclass(frozen=True, slots=True)

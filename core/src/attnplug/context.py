@@ -5,19 +5,33 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
 
 from attnplug.backend import AttentionBackend
 from attnplug.batch import ForwardBatch, apply_skip_attn_backend_init
 from attnplug.errors import BackendError
 from attnplug.plan import Plan
 
-_active: ContextVar[AttentionBackend] = ContextVar("attnplug_active_backend")
+
+@dataclass(frozen=True, slots=True)
+class ForwardContext:
+    """What the layers of a running model find: the backend and, for a model with MLA layers, what runs those."""
+
+    backend: AttentionBackend
+    mla: Any = None
+
+
+_active: ContextVar[ForwardContext] = ContextVar("attnplug_forward_context")
 
 
 @contextmanager
-def forward_context(backend: AttentionBackend) -> Iterator[AttentionBackend]:
-    """Make ``backend`` the active one for the code inside, in this thread or task. Contexts nest."""
-    token = _active.set(backend)
+def forward_context(backend: AttentionBackend, mla: Any = None) -> Iterator[AttentionBackend]:
+    """Make ``backend`` the active one for the code inside, in this thread or task. Contexts nest.
+
+    ``mla`` is the ``attnplug.mla.MLAAttention`` of the model, if it has such layers.
+    """
+    token = _active.set(ForwardContext(backend, mla))
     try:
         yield backend
     finally:
@@ -26,6 +40,18 @@ def forward_context(backend: AttentionBackend) -> Iterator[AttentionBackend]:
 
 def active_backend() -> AttentionBackend:
     """The backend of the innermost forward context."""
+    return _context().backend
+
+
+def active_mla() -> Any:
+    """What runs MLA layers in the innermost forward context."""
+    mla = _context().mla
+    if mla is None:
+        raise BackendError("an MLA layer runs, but its context has none; use 'forward_context(backend, mla)'")
+    return mla
+
+
+def _context() -> ForwardContext:
     try:
         return _active.get()
     except LookupError:

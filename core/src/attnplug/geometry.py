@@ -70,8 +70,15 @@ class Geometry:
                 f"{self.page_table.shape[1]} pages of {self.page_size}, {capacity} rows"
             )
 
+    def slots(self, requests: Tensor, positions: Tensor) -> Tensor:
+        """``[rows]`` int64: the cache slots (``page * page_size + offset``) of rows of requests, given on the CPU."""
+        device = self.page_table.device
+        requests, positions = requests.to(device, non_blocking=True), positions.to(device, non_blocking=True)
+        pages = self.page_table[requests, positions // self.page_size]
+        return pages.long() * self.page_size + positions % self.page_size
+
     def new_slots(self) -> Tensor:
-        """``[query_rows]`` int64: the cache slot (``page * page_size + offset``) of each new token's row."""
+        """``[query_rows]`` int64: the cache slot of each new token's row."""
         lens = torch.tensor([self.query_lens, self.kv_lens], dtype=torch.int64)
         requests = torch.arange(len(self.query_lens))
         ends = lens[1]
@@ -79,10 +86,7 @@ class Geometry:
             requests = torch.repeat_interleave(requests, lens[0], output_size=self.query_rows)
             # A request's last new row is its last row of all: count back from there.
             ends = (lens[1] - lens[0].cumsum(0))[requests] + torch.arange(1, self.query_rows + 1)
-        device = self.page_table.device
-        positions = (ends - 1).to(device, non_blocking=True)
-        pages = self.page_table[requests.to(device, non_blocking=True), positions // self.page_size]
-        return pages.long() * self.page_size + positions % self.page_size
+        return self.slots(requests, ends - 1)
 
     def cache_slots(self, requests: Sequence[int]) -> Tensor:
         """``[requests, longest]`` int64: the slots of all cache rows of some requests, one request a row.

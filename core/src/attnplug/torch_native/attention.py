@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from attnplug.torch_native.planner import Group
+from attnplug.torch_native.planner import Extent
 
 # Scores of one tile: 64 MiB of float32. Long prefills are cut into tiles of queries, which also lets a tile skip the
 # keys that none of its queries may see.
@@ -28,7 +28,7 @@ class Softmax:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Queries ``first … last - 1`` of a group and the keys ``start … stop - 1`` that at least one of them sees."""
+    """Queries ``first … last - 1`` of each request and the keys ``start … stop - 1`` that at least one of them sees."""
 
     first: int
     last: int
@@ -36,8 +36,10 @@ class Tile:
     stop: int
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, group: Group, softmax: Softmax, lse: bool) -> tuple[Tensor, Tensor | None]:
-    """Causal attention of one group.
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, extent: Extent, softmax: Softmax, lse: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Causal attention of one extent.
 
     q ``[requests, queries, heads, dim]``, k ``[requests, keys, kv_heads, dim]`` and v ``[requests, keys, kv_heads,
     v_dim]``. Returns ``[requests, queries, heads, v_dim]`` in q's dtype and, if asked, the log-sum-exp
@@ -54,10 +56,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, group: Group, softmax: Softmax, lse:
     sums = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if lse else None
     if not fused and k.shape[2] > 1:
         keys, values = keys.contiguous(), values.contiguous()  # once, instead of inside every product
-    for tile in _tiles(group, group.requests * q.shape[2], softmax.window):
+    for tile in _tiles(extent, extent.requests * q.shape[2], softmax.window):
         rows = queries[:, :, tile.first : tile.last]
         seen_keys, seen_values = keys[:, :, tile.start : tile.stop], values[:, :, tile.start : tile.stop]
-        hidden = _hidden(group, tile, softmax.window)
+        hidden = _hidden(extent, tile, softmax.window)
         if fused:
             mask = None if hidden is None else ~hidden.unsqueeze(1)
             result = F.scaled_dot_product_attention(
@@ -104,21 +106,21 @@ def _products(rows: Tensor, keys: Tensor) -> Tensor:
     return products
 
 
-def _tiles(group: Group, score_rows: int, window: int | None) -> Iterator[Tile]:
-    step = max(1, min(group.queries, _TILE_SCORES // max(1, score_rows * group.keys)))
-    for first in range(0, group.queries, step):
-        last = min(first + step, group.queries)
-        stop = min(group.keys, group.largest_offset + last)
-        start = 0 if window is None else max(0, group.smallest_offset + first - window + 1)
+def _tiles(extent: Extent, score_rows: int, window: int | None) -> Iterator[Tile]:
+    step = max(1, min(extent.queries, _TILE_SCORES // max(1, score_rows * extent.keys)))
+    for first in range(0, extent.queries, step):
+        last = min(first + step, extent.queries)
+        stop = min(extent.keys, extent.largest_offset + last)
+        start = 0 if window is None else max(0, extent.smallest_offset + first - window + 1)
         yield Tile(first, last, start, stop)
 
 
-def _hidden(group: Group, tile: Tile, window: int | None) -> Tensor | None:
+def _hidden(extent: Extent, tile: Tile, window: int | None) -> Tensor | None:
     """``[requests, queries, keys]`` true where a query must not see a key; ``None`` where every key is seen."""
-    if window is None and group.queries == 1 and group.smallest_offset == group.largest_offset:
+    if window is None and extent.queries == 1 and extent.smallest_offset == extent.largest_offset:
         return None
-    device = group.offsets.device
-    position = group.offsets[:, None] + torch.arange(tile.first, tile.last, device=device)
+    device = extent.offsets.device
+    position = extent.offsets[:, None] + torch.arange(tile.first, tile.last, device=device)
     key = torch.arange(tile.start, tile.stop, device=device)
     hidden = key > position[..., None]
     if window is not None:

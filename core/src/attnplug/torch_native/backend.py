@@ -6,14 +6,15 @@ from torch import Tensor
 
 from attnplug.backend import BackendContext, ForwardExtras
 from attnplug.batch import ForwardBatch
-from attnplug.claims import Claims
+from attnplug.claims import Claims, ExtendPath
 from attnplug.errors import BackendError, PoolError
 from attnplug.geometry import Geometry
 from attnplug.kv import MHAPool, MLAPool
 from attnplug.model import LayerSpec
 from attnplug.plan import BackendId, Plan
+from attnplug.ragged import RaggedCall
 from attnplug.torch_native.attention import Softmax, attend
-from attnplug.torch_native.planner import Group, NativeMetadata, plan_groups
+from attnplug.torch_native.planner import Extent, Group, NativeMetadata, plan_groups
 
 _EXTRAS = frozenset({"lse"})
 
@@ -21,7 +22,7 @@ _EXTRAS = frozenset({"lse"})
 class TorchNativeBackend:
     """MHA, GQA and absorbed MLA over paged caches of any page size. Holds the pools and nothing of any batch."""
 
-    claims = Claims()
+    claims = Claims(mla_extend=frozenset(ExtendPath))
 
     def __init__(self, context: BackendContext) -> None:
         self.backend_id = BackendId(context.name)
@@ -63,8 +64,8 @@ class TorchNativeBackend:
             lse.fill_(float("-inf"))
         for group in metadata.groups:
             rows = slice(0, plan.query_rows) if group.rows is None else group.rows
-            queries = q[rows].unflatten(0, (group.requests, group.queries))
-            result, sums = attend(queries, *self._read(layer, group), group, softmax, lse is not None)
+            queries = q[rows].unflatten(0, (group.extent.requests, group.extent.queries))
+            result, sums = attend(queries, *self._read(layer, group), group.extent, softmax, lse is not None)
             if lse is not None and sums is not None:
                 lse[rows] = sums.flatten(0, 1)
             if whole:
@@ -73,6 +74,30 @@ class TorchNativeBackend:
         return out
 
     forward_decode = forward_extend  # one new token per request is an extend by one
+
+    def forward_ragged(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        call: RaggedCall,
+        lse: Tensor | None = None,
+    ) -> Tensor:
+        softmax = Softmax(layer.scale, layer.sliding_window, layer.logit_cap)
+        out = q.new_empty(*q.shape[:2], v.shape[-1])
+        query = row = 0
+        for queries, rows in zip(call.query_lens, call.kv_lens, strict=True):
+            # Behind all keys, a query sees every one of them.
+            extent = Extent.of(queries, [rows - queries if call.causal else rows], rows, q.device)
+            mine, theirs = slice(query, query + queries), slice(row, row + rows)
+            result, sums = attend(q[None, mine], k[None, theirs], v[None, theirs], extent, softmax, lse is not None)
+            out[mine] = result[0]
+            if lse is not None and sums is not None:
+                lse[mine] = sums[0]
+            query, row = query + queries, row + rows
+        return out
 
     def _read(self, layer: LayerSpec, group: Group) -> tuple[Tensor, Tensor]:
         """Keys ``[requests, keys, kv_heads, dim]`` and values of a group's requests."""

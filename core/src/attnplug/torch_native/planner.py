@@ -18,25 +18,39 @@ _LARGEST_READ = 1 << 17
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Group:
-    """Requests with equally many new tokens, attended to in one go.
+class Extent:
+    """Who sees what among requests of equally many queries: a query sees the keys up to its own position.
 
-    ``rows`` ``[requests * queries]`` says which rows of q are theirs (``None``: all of q's planned rows, in order);
-    ``slots`` ``[requests, keys]`` where their cache rows lie. ``offsets`` is the position of each request's first
-    query, on the host and ``[requests]`` on the device.
+    ``offsets`` ``[requests]`` on the device is the position of each request's first query.
     """
 
-    rows: Tensor | None
-    slots: Tensor
     offsets: Tensor
     queries: int
     keys: int
     smallest_offset: int
     largest_offset: int
 
+    @classmethod
+    def of(cls, queries: int, offsets: Sequence[int], keys: int, device: torch.device) -> Extent:
+        on_device = torch.tensor(offsets).to(device, non_blocking=True)
+        return cls(on_device, queries, keys, min(offsets), max(offsets))
+
     @property
     def requests(self) -> int:
-        return self.slots.shape[0]
+        return self.offsets.shape[0]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """Requests with equally many new tokens, attended to in one go.
+
+    ``rows`` ``[requests * queries]`` says which rows of q are theirs (``None``: all of q's planned rows, in order);
+    ``slots`` ``[requests, keys]`` where their cache rows lie.
+    """
+
+    rows: Tensor | None
+    slots: Tensor
+    extent: Extent
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -92,12 +106,5 @@ def _group(geometry: Geometry, requests: list[int], first_rows: list[int] | None
     if first_rows is not None:
         starts = torch.tensor([first_rows[request] for request in requests])
         rows = (starts.unsqueeze(1) + torch.arange(queries)).flatten().to(device, non_blocking=True)
-    return Group(
-        rows=rows,
-        slots=geometry.cache_slots(requests),
-        offsets=torch.tensor(offsets).to(device, non_blocking=True),
-        queries=queries,
-        keys=max(offsets) + queries,
-        smallest_offset=min(offsets),
-        largest_offset=max(offsets),
-    )
+    extent = Extent.of(queries, offsets, max(offsets) + queries, device)
+    return Group(rows, geometry.cache_slots(requests), extent)

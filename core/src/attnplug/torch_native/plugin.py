@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from attnplug.capabilities import Capabilities
+from attnplug.claims import ExtendPath
 from attnplug.contract import CONTRACT_VERSION
 from attnplug.hookspecs import hookimpl
 from attnplug.model import AttentionKind, Feature
@@ -27,6 +28,7 @@ def attnplug_backends() -> list[BackendSpec]:
                 features=frozenset({Feature.SLIDING_WINDOW, Feature.LOGIT_CAP}),
                 max_speculative_tokens=64,
                 extras=frozenset({"lse"}),
+                mla_extend=frozenset(ExtendPath),
             ),
         )
     ]

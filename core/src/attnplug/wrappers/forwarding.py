@@ -57,7 +57,7 @@ class ForwardingBackend:
             child = self.children[label].backend_id.name
             raise BackendError(
                 f"{self.backend_id.name} needs {hook} of its {label} backend {child}, which has none; "
-                f"its claim is cuda_graph={self.children[label].claims.cuda_graph.name}"
+                f"it claims {self.children[label].claims}"
             )
         return found
 

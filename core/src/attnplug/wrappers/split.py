@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import Tensor
 
 from attnplug.backend import AttentionBackend, ForwardExtras
@@ -9,6 +11,7 @@ from attnplug.batch import ForwardBatch
 from attnplug.model import LayerSpec
 from attnplug.plan import ForwardMode, Plan
 from attnplug.problem import Role
+from attnplug.ragged import RaggedCall
 from attnplug.wrappers.forwarding import ForwardingBackend
 
 
@@ -26,6 +29,8 @@ class SplitBackend(ForwardingBackend):
         super().__init__(
             f"split({prefill.backend_id.name}, {decode.backend_id.name})", {Role.PREFILL: prefill, Role.DECODE: decode}
         )
+        # How an extend runs is the prefill backend's affair alone; the decode backend takes no part in it.
+        self.claims = replace(self.claims, mla_extend=prefill.claims.mla_extend)
         self._route = {mode: Role.DECODE if mode in _DECODE_MODES else Role.PREFILL for mode in ForwardMode}
         self._route[ForwardMode.TARGET_VERIFY] = verify
 
@@ -70,6 +75,19 @@ class SplitBackend(ForwardingBackend):
             return None
         plan: Plan | None = hook(forward_batch, disable_flashinfer_ragged)
         return plan
+
+    def forward_ragged(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        call: RaggedCall,
+        lse: Tensor | None = None,
+    ) -> Tensor:
+        out: Tensor = self.required_hook(Role.PREFILL, "forward_ragged")(q, k, v, layer, batch, call, lse)
+        return out
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         for label in self.children:

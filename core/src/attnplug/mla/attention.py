@@ -1,0 +1,155 @@
+"""Running an MLA layer: absorbed decode, and the extend by the path that was planned for the batch (C1, C2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnplug.backend import AttentionBackend, optional_hooks
+from attnplug.batch import ForwardBatch
+from attnplug.claims import ExtendPath
+from attnplug.context import active_mla
+from attnplug.errors import BackendError, PlanError
+from attnplug.geometry import Geometry
+from attnplug.hooks import Hook, bind_hook
+from attnplug.kv import MLAPool
+from attnplug.mla.merge import merge_partial
+from attnplug.mla.plan import MLAExtendPlan, Part, plan_extend
+from attnplug.mla.policy import ExtendPolicy
+from attnplug.model import LayerSpec
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MLAWeights:
+    """The up-projections of one layer, for this rank's heads.
+
+    ``w_kc`` ``[heads, nope, kv_lora_rank]`` takes latents to keys, ``w_vc`` ``[heads, kv_lora_rank, v_head_dim]`` to
+    values. Absorbed, the first goes into the query and the second into the output.
+    """
+
+    w_kc: Tensor
+    w_vc: Tensor
+    w_values: Tensor = field(init=False)
+    """``[heads * v_head_dim, kv_lora_rank]``: ``w_vc`` as one matrix, laid out once."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "w_values", self.w_vc.transpose(1, 2).reshape(-1, self.w_vc.shape[1]).contiguous())
+
+    def absorb(self, q: Tensor) -> Tensor:
+        """Queries ``[tokens, heads, nope + rope]`` → ``[tokens, heads, kv_lora_rank + rope]``."""
+        nope, rank = self.w_kc.shape[1:]
+        absorbed = q.new_empty(*q.shape[:2], rank + q.shape[-1] - nope)
+        absorbed[..., :rank] = torch.bmm(q[..., :nope].transpose(0, 1), self.w_kc).transpose(0, 1)
+        absorbed[..., rank:] = q[..., nope:]
+        return absorbed
+
+    def release(self, latent: Tensor) -> Tensor:
+        """Attended latents ``[tokens, heads, kv_lora_rank]`` → ``[tokens, heads, v_head_dim]``."""
+        return torch.bmm(latent.transpose(0, 1), self.w_vc).transpose(0, 1)
+
+    def up_project(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Cache rows ``[rows, kv_lora_rank + rope]`` → keys ``[rows, heads, nope + rope]`` and values."""
+        heads, nope, rank = self.w_kc.shape
+        latent, rope = rows[:, :rank], rows[:, rank:]
+        keys = rows.new_empty(rows.shape[0], heads, nope + rope.shape[1])
+        keys[..., :nope] = F.linear(latent, self.w_kc.flatten(0, 1)).unflatten(1, (heads, nope))
+        keys[..., nope:] = rope.unsqueeze(1)
+        return keys, F.linear(latent, self.w_values).unflatten(1, (heads, -1))
+
+
+class MLAAttention:
+    """The MLA layers of one model on one backend: holds the pool and the policy, binds the backend's hooks once."""
+
+    def __init__(self, backend: AttentionBackend, pool: MLAPool, policy: ExtendPolicy | None = None) -> None:
+        self._backend, self._pool, self._policy = backend, pool, policy or ExtendPolicy()
+        hooks = optional_hooks()
+        self._plan_chunks: Hook | None = bind_hook(backend, "init_mha_chunk_metadata", hooks["init_mha_chunk_metadata"])
+        self._ragged: Hook | None = bind_hook(backend, "forward_ragged", hooks["forward_ragged"])
+        needed = backend.claims.mla_extend - {ExtendPath.ABSORBED}
+        if needed and self._ragged is None:
+            raise BackendError(
+                f"backend {backend.backend_id.name} claims the extend paths {', '.join(sorted(needed))}, "
+                "but has no forward_ragged"
+            )
+
+    def prepare(self, batch: ForwardBatch) -> None:
+        """Once per batch, before its first layer: choose the path, prepare its calls, let the backend plan them."""
+        geometry = Geometry.of(batch, self._pool.page_size)
+        abilities = self._backend.claims.mla_extend
+        path = self._policy.choose(batch.forward_mode, geometry.query_lens, geometry.kv_lens, abilities)
+        batch.mla_plan = plan_extend(geometry, path, self._policy.chunk_capacity)
+        batch.chunk_plan = None
+        if path is not ExtendPath.ABSORBED and self._plan_chunks is not None:
+            batch.chunk_plan = self._plan_chunks(batch, self._policy.disable_ragged)
+
+    def attend(self, q: Tensor, rows: Tensor, layer: LayerSpec, weights: MLAWeights, batch: ForwardBatch) -> Tensor:
+        """One layer; see :func:`attend_mla`."""
+        plan: MLAExtendPlan | None = batch.mla_plan
+        if plan is None:
+            raise PlanError(
+                "the batch was not prepared for MLA; call MLAAttention.prepare(batch) before its first layer"
+            )
+        if plan.path is ExtendPath.ABSORBED:
+            run = self._backend.forward_decode if batch.forward_mode.is_decode else self._backend.forward_extend
+            return weights.release(run(weights.absorb(q), rows.unsqueeze(1), None, layer, batch))
+        if q.shape[0] < plan.query_rows:
+            raise PlanError(f"{q.shape[0]} query rows were given, but the batch was prepared for {plan.query_rows}")
+        self._pool.write(layer.layer_id, plan.new_slots, rows[: plan.query_rows])
+        out = self._as_mha(q[: plan.query_rows], rows[: plan.query_rows], layer, weights, batch, plan)
+        if q.shape[0] == plan.query_rows:
+            return out
+        return torch.cat([out, out.new_zeros(q.shape[0] - plan.query_rows, *out.shape[1:])])
+
+    def _as_mha(
+        self, q: Tensor, rows: Tensor, layer: LayerSpec, weights: MLAWeights, batch: ForwardBatch, plan: MLAExtendPlan
+    ) -> Tensor:
+        first, chunks = plan.parts[0], plan.parts[1:]
+        lse = self._new_lse(q) if chunks else None
+        out = self._run(first, q, rows, layer, weights, batch, lse)
+        if lse is None:
+            return out
+        merged = out.float()
+        for part in chunks:
+            queries = q if part.rows is None else q[part.rows]
+            part_lse = self._new_lse(queries)
+            part_out = self._run(part, queries, None, layer, weights, batch, part_lse)
+            if part.rows is None:
+                merged, lse = merge_partial(merged, lse, part_out, part_lse)
+            else:
+                merged[part.rows], lse[part.rows] = merge_partial(merged[part.rows], lse[part.rows], part_out, part_lse)
+        return merged.to(q.dtype)
+
+    def _run(
+        self,
+        part: Part,
+        q: Tensor,
+        rows: Tensor | None,
+        layer: LayerSpec,
+        weights: MLAWeights,
+        batch: ForwardBatch,
+        lse: Tensor | None,
+    ) -> Tensor:
+        """One ragged call. What it up-projects is alive only here, so memory is bounded by one chunk."""
+        if part.slots is not None:
+            rows = self._pool.read_rows(layer.layer_id, part.slots).to(q.dtype)
+        assert rows is not None and self._ragged is not None
+        keys, values = weights.up_project(rows)
+        out: Tensor = self._ragged(q, keys, values, layer, batch, part.call, lse)
+        return out
+
+    @staticmethod
+    def _new_lse(q: Tensor) -> Tensor:
+        return torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+
+
+def attend_mla(q: Tensor, rows: Tensor, layer: LayerSpec, weights: MLAWeights, batch: ForwardBatch) -> Tensor:
+    """An MLA layer on the active backend.
+
+    q ``[tokens, heads, nope + rope]`` with its rope part rotated, rows ``[tokens, kv_lora_rank + rope]`` the new cache
+    rows (normed latent, rotated key). Writes the rows and returns ``[tokens, heads, v_head_dim]``.
+    """
+    mla: MLAAttention = active_mla()
+    return mla.attend(q, rows, layer, weights, batch)

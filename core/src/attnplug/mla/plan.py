@@ -1,0 +1,84 @@
+"""What an MLA extend prepares once per batch: its path, the ragged calls, and the cache rows each reads (C2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from attnplug.chunks import Chunk, plan_prefix_chunks
+from attnplug.claims import ExtendPath
+from attnplug.geometry import Geometry
+from attnplug.ragged import RaggedCall
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """One ragged call of an extend.
+
+    ``slots`` ``[rows]`` are the cache rows to read and up-project; ``None`` means the new rows, which are at hand.
+    ``rows`` ``[queries]`` are the query rows that take part; ``None`` means all of them.
+    """
+
+    call: RaggedCall
+    slots: Tensor | None
+    rows: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MLAExtendPlan:
+    """How the MLA layers of one batch run. ``new_slots`` ``[tokens]`` is where new rows go."""
+
+    path: ExtendPath
+    new_slots: Tensor
+    query_rows: int
+    parts: tuple[Part, ...] = ()
+
+    @property
+    def calls(self) -> tuple[RaggedCall, ...]:
+        return tuple(part.call for part in self.parts)
+
+
+def plan_extend(geometry: Geometry, path: ExtendPath, chunk_capacity: int) -> MLAExtendPlan:
+    """Prepare a batch for its path. Nothing is copied from the device."""
+    new_slots = geometry.new_slots()
+    if path is ExtendPath.ABSORBED:
+        return MLAExtendPlan(path, new_slots, geometry.query_rows)
+    device = geometry.page_table.device
+    live = [request for request, new in enumerate(geometry.query_lens) if new]
+    queries = [geometry.query_lens[request] for request in live]
+    if path is ExtendPath.ONE_SHOT:
+        rows = [geometry.kv_lens[request] for request in live]
+        call = RaggedCall.of(0, queries, rows, causal=True, device=device)
+        whole = [(request, 0, geometry.kv_lens[request]) for request in live]
+        return MLAExtendPlan(path, new_slots, geometry.query_rows, (Part(call, _slots(geometry, whole), None),))
+    parts = [Part(RaggedCall.of(0, queries, queries, causal=True, device=device), None, None)]
+    prefixes = [kv - new if new else 0 for new, kv in zip(geometry.query_lens, geometry.kv_lens, strict=True)]
+    for index, chunk in enumerate(plan_prefix_chunks(prefixes, chunk_capacity), start=1):
+        parts.append(_chunk_part(geometry, index, chunk, live))
+    return MLAExtendPlan(path, new_slots, geometry.query_rows, tuple(parts))
+
+
+def _chunk_part(geometry: Geometry, index: int, chunk: Chunk, live: list[int]) -> Part:
+    """Every query of a chunk's requests sees every row of its span: the prefix lies before all of them."""
+    requests = [span.request for span in chunk.spans]
+    queries = [geometry.query_lens[request] for request in requests]
+    device = geometry.page_table.device
+    call = RaggedCall.of(index, queries, [span.length for span in chunk.spans], causal=False, device=device)
+    slots = _slots(geometry, [(span.request, span.start, span.length) for span in chunk.spans])
+    rows = None
+    if requests != live:
+        starts = list(accumulate(geometry.query_lens, initial=0))
+        ranges = [torch.arange(starts[r], starts[r] + geometry.query_lens[r]) for r in requests]
+        rows = torch.cat(ranges).to(device, non_blocking=True)
+    return Part(call, slots, rows)
+
+
+def _slots(geometry: Geometry, spans: Sequence[tuple[int, int, int]]) -> Tensor:
+    """``[rows]``: the cache slots of (request, start, length) spans, one span after the other."""
+    requests = torch.cat([torch.full((length,), request) for request, _, length in spans])
+    positions = torch.cat([torch.arange(start, start + length) for _, start, length in spans])
+    return geometry.slots(requests, positions)

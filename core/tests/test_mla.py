@@ -1,0 +1,282 @@
+"""MLA extends: three paths with one result (C1), prepared once per batch (C2), merged by log-sum-exp (C4)."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnplug import BackendError, Claims, ForwardMode, MLADims, PlanError, UsageError
+from attnplug.claims import ExtendPath
+from attnplug.context import forward_context
+from attnplug.mla import ExtendPolicy, MLAAttention, MLAWeights, attend_mla, merge_partial
+from attnplug.reference import attention_float64
+from support.devices import DEVICES
+from support.stage import Case, Stage, error
+
+DIMS = MLADims(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8)
+ALL = frozenset(ExtendPath)
+
+
+class Model:
+    """One MLA layer with random up-projections over a stage's cache."""
+
+    def __init__(self, case: Case, device: str = "cpu") -> None:
+        self.stage = Stage(case, device)
+        self.case, self.layer, self.device = case, self.stage.layer, torch.device(device)
+        random = torch.Generator().manual_seed(case.seed + 1)
+        dims = case.mla
+        assert dims is not None
+        rank = dims.kv_lora_rank
+        self.w_kc = torch.randn(case.heads, dims.qk_nope_head_dim, rank, generator=random) * rank**-0.5
+        self.w_vc = torch.randn(case.heads, rank, case.v_head_dim, generator=random) * rank**-0.5
+        self.weights = MLAWeights(*(w.to(self.device, self.stage.dtype) for w in (self.w_kc, self.w_vc)))
+        tokens = sum(new for _, new in case.lengths)
+        self.q = torch.randn(tokens, case.heads, self.layer.head_dim, generator=random).to(self.stage.dtype)
+
+    def run(self, policy: ExtendPolicy, padding: int = 0) -> torch.Tensor:
+        mla = MLAAttention(self.stage.backend, self.stage.pools.mla, policy)
+        batch = self.stage.batch()
+        batch.plan = self.stage.backend.init_forward_metadata(batch)
+        mla.prepare(batch)
+        self.batch = batch
+        q, rows = self.q, self.stage.new_rows(self.stage.keys).squeeze(1)
+        if padding:
+            q, rows = (torch.cat([t, torch.full((padding, *t.shape[1:]), math.nan, dtype=t.dtype)]) for t in (q, rows))
+        with forward_context(self.stage.backend, mla):
+            return attend_mla(q.to(self.device), rows.to(self.device), self.layer, self.weights, batch).cpu()
+
+    def wanted(self) -> torch.Tensor:
+        """By the model's equations, in float64: up-project every row, then plain attention."""
+        rank = self.w_kc.shape[2]
+        w_kc, w_vc = (w.to(self.stage.dtype).double() for w in (self.w_kc, self.w_vc))
+        outs = []
+        queries = self.q.split([new for _, new in self.case.lengths])
+        for q, rows, (before, _) in zip(queries, self.stage.keys, self.case.lengths, strict=True):
+            latent, rope = rows[:, 0, :rank].double(), rows[:, 0, rank:].double()
+            keys = torch.einsum("rl,hnl->rhn", latent, w_kc)
+            keys = torch.cat([keys, rope[:, None].expand(-1, keys.shape[1], -1)], -1)
+            values = torch.einsum("rl,hlv->rhv", latent, w_vc)
+            outs.append(attention_float64(q, keys, values, scale=self.layer.scale, first_position=before)[0])
+        return torch.cat(outs)
+
+
+def forced(path: ExtendPath, capacity: int = 1 << 17) -> ExtendPolicy:
+    return ExtendPolicy(forced=path, chunk_capacity=capacity)
+
+
+class TestPaths:
+    @pytest.mark.parametrize("device", DEVICES)
+    @pytest.mark.parametrize("path", ExtendPath)
+    def test_random_batches_match_float64_on_every_path(self, path, device):
+        """C1: three ways, one result; C3: chunks that split, pack, and leave requests without context."""
+
+        @settings(max_examples=40)
+        @given(
+            st.lists(st.tuples(st.one_of(st.just(0), st.integers(1, 60)), st.integers(1, 20)), min_size=1, max_size=4),
+            st.sampled_from([1, 3, 17, 64, 1 << 17]),
+            st.sampled_from([1, 5, 16]),
+            st.sampled_from([0, 3]),
+            st.integers(0, 99),
+        )
+        def holds(lengths, capacity, page_size, padding, seed):
+            case = Case(tuple(lengths), mla=DIMS, page_size=page_size, seed=seed)
+            model = Model(case, device)
+            out = model.run(forced(path, capacity), padding)
+            wanted = model.wanted()
+            assert error(out[: len(wanted)], wanted) <= 2e-6
+            assert (out[len(wanted) :] == 0).all()
+            assert model.batch.mla_plan.path is path
+
+        holds()
+
+    @pytest.mark.parametrize("path", ExtendPath)
+    def test_new_rows_are_in_the_cache_afterwards(self, path):
+        """A later step reads them, whichever path wrote them."""
+        model = Model(Case(((20, 9), (0, 5)), mla=DIMS))
+        model.run(forced(path))
+        cache = model.stage.pools.mla.rows(3)
+        for request, rows in enumerate(model.stage.keys):
+            for position, row in enumerate(rows):
+                page = model.stage.page_table[request, position // 16]
+                assert torch.equal(cache[page, position % 16], row)
+
+    @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.MIXED])
+    def test_other_modes_run_absorbed_whatever_is_forced(self, mode):
+        """C1: only a plain extend is worth up-projecting for."""
+        model = Model(Case(((20, 1), (7, 1)), mode=mode, mla=DIMS))
+        assert error(model.run(forced(ExtendPath.CHUNKED)), model.wanted()) <= 2e-6
+        assert model.batch.mla_plan.path is ExtendPath.ABSORBED
+
+    def test_up_projection_is_bounded_by_the_chunk_capacity(self, monkeypatch):
+        """C1: a prefix of any length takes the memory of one chunk."""
+        largest = []
+        original = MLAWeights.up_project
+        monkeypatch.setattr(MLAWeights, "up_project", lambda w, rows: largest.append(len(rows)) or original(w, rows))
+        model = Model(Case(((700, 4), (300, 6), (0, 9)), mla=DIMS))
+        out = model.run(forced(ExtendPath.CHUNKED, capacity=64))
+        assert max(largest) == 64 and len(largest) == 1 + math.ceil(1000 / 64)
+        assert error(out, model.wanted()) <= 2e-6
+
+    def test_fewer_rows_than_prepared_are_refused(self):
+        """B5"""
+        model = Model(Case(((20, 9),), mla=DIMS))
+        model.q = model.q[:5]
+        with pytest.raises(PlanError, match=r"5 query rows .* 9"):
+            model.run(forced(ExtendPath.CHUNKED))
+
+    def test_unprepared_batch_says_what_to_do(self):
+        """C2"""
+        model = Model(Case(((20, 9),), mla=DIMS))
+        mla = MLAAttention(model.stage.backend, model.stage.pools.mla)
+        with pytest.raises(PlanError, match="prepare"):
+            mla.attend(model.q, model.q[:, 0], model.layer, model.weights, model.stage.batch())
+
+    def test_model_with_mla_layers_needs_the_context_to_carry_them(self):
+        model = Model(Case(((20, 9),), mla=DIMS))
+        with (
+            forward_context(model.stage.backend),
+            pytest.raises(BackendError, match=r"forward_context\(backend, mla\)"),
+        ):
+            attend_mla(model.q, model.q[:, 0], model.layer, model.weights, model.stage.batch())
+
+
+class TestPolicy:
+    def choose(self, policy: ExtendPolicy, *lengths: tuple[int, int], abilities: Any = ALL) -> ExtendPath:
+        new, total = [n for _, n in lengths], [b + n for b, n in lengths]
+        return policy.choose(ForwardMode.EXTEND, new, total, abilities)
+
+    def test_no_prefix_runs_in_one_shot(self):
+        """C1"""
+        assert self.choose(ExtendPolicy(), (0, 100)) is ExtendPath.ONE_SHOT
+
+    def test_short_prefix_runs_absorbed(self):
+        """C1: threshold of prefixes 8192."""
+        assert self.choose(ExtendPolicy(), (8191, 100)) is ExtendPath.ABSORBED
+        assert self.choose(ExtendPolicy(), (8192, 100)) is ExtendPath.ONE_SHOT
+        assert self.choose(ExtendPolicy(), (4096, 5), (4096, 5)) is ExtendPath.ONE_SHOT
+
+    def test_what_does_not_fit_one_shot_is_chunked(self):
+        """C1: capacity 131072."""
+        assert self.choose(ExtendPolicy(), (131072, 1)) is ExtendPath.CHUNKED
+        assert self.choose(ExtendPolicy(), (0, 131073)) is ExtendPath.CHUNKED
+
+    def test_abilities_decide_and_not_names(self):
+        """C1: a policy of the backend's declared abilities."""
+        only = frozenset({ExtendPath.ABSORBED, ExtendPath.CHUNKED})
+        assert self.choose(ExtendPolicy(), (0, 100), abilities=only) is ExtendPath.CHUNKED
+        assert self.choose(ExtendPolicy(), (9000, 9), abilities=frozenset({ExtendPath.ABSORBED})) is ExtendPath.ABSORBED
+
+    def test_disabled_chunked_prefix_leaves_prefixes_absorbed(self):
+        """A3's switch"""
+        policy = ExtendPolicy(disable_chunked_prefix_cache=True)
+        assert self.choose(policy, (9000, 9)) is ExtendPath.ABSORBED
+        assert self.choose(policy, (0, 9)) is ExtendPath.ONE_SHOT
+
+    def test_disabled_ragged_leaves_everything_absorbed(self):
+        """A3's switch"""
+        assert self.choose(ExtendPolicy(disable_ragged=True), (0, 9)) is ExtendPath.ABSORBED
+
+    def test_forcing_what_the_backend_cannot_is_refused(self):
+        with pytest.raises(PlanError, match=r"chunked .* absorbed"):
+            self.choose(forced(ExtendPath.CHUNKED), (0, 9), abilities=frozenset({ExtendPath.ABSORBED}))
+
+    @pytest.mark.parametrize("wrong", [{"chunk_capacity": 0}, {"chunk_threshold": -1}])
+    def test_nonsense_is_refused(self, wrong):
+        with pytest.raises(UsageError):
+            ExtendPolicy(**wrong)
+
+
+class TestHook:
+    def prepare(self, backend: Any, policy: ExtendPolicy, lengths=((20, 9),)) -> Any:
+        model = Model(Case(lengths, mla=DIMS))
+        batch = model.stage.batch()
+        MLAAttention(backend, model.stage.pools.mla, policy).prepare(batch)
+        return batch
+
+    def backend(self, hook: Any) -> Any:
+        inner = Model(Case(((1, 1),), mla=DIMS)).stage.backend
+        members = {"init_mha_chunk_metadata": hook} if hook is not None else {}
+        cls = type("Hooked", (type(inner),), members)
+        backend = object.__new__(cls)
+        vars(backend).update(vars(inner))
+        return backend
+
+    def test_hook_is_called_once_per_batch_with_chunks_prepared(self):
+        """C2"""
+        seen: list[Any] = []
+
+        def hook(self, forward_batch, disable_flashinfer_ragged=False):
+            seen.append((forward_batch.mla_plan.path, len(forward_batch.mla_plan.calls), disable_flashinfer_ragged))
+            return "planned"
+
+        batch = self.prepare(self.backend(hook), forced(ExtendPath.CHUNKED, capacity=8))
+        assert seen == [(ExtendPath.CHUNKED, 4, False)]
+        assert batch.chunk_plan == "planned"
+
+    def test_one_parameter_hook(self):
+        """A8, C2"""
+        batch = self.prepare(self.backend(lambda self, forward_batch: "one"), forced(ExtendPath.ONE_SHOT))
+        assert batch.chunk_plan == "one"
+
+    def test_absorbed_extend_plans_no_chunks(self):
+        """C2: before the first layer of a chunked or one-shot extend, and only then."""
+        batch = self.prepare(
+            self.backend(lambda self, forward_batch: pytest.fail("called")), forced(ExtendPath.ABSORBED)
+        )
+        assert batch.chunk_plan is None
+
+    def test_absent_hook_plans_nothing(self):
+        """A8"""
+        assert self.prepare(self.backend(None), forced(ExtendPath.CHUNKED)).chunk_plan is None
+
+    def test_claim_without_the_method_is_refused_when_built(self):
+        class Boasting:
+            claims = Claims(mla_extend=ALL)
+            backend_id = Model(Case(((1, 1),), mla=DIMS)).stage.backend.backend_id
+
+        with pytest.raises(BackendError, match=r"chunked, one_shot.*forward_ragged"):
+            MLAAttention(Boasting(), Model(Case(((1, 1),), mla=DIMS)).stage.pools.mla)
+
+
+class TestMerge:
+    def test_two_halves_are_the_whole(self):
+        """C4"""
+        torch.manual_seed(0)
+        scores, values = torch.randn(3, 2, 10, dtype=torch.float64) * 4, torch.randn(10, 5, dtype=torch.float64)
+        halves = [(torch.softmax(s, -1) @ v, s.logsumexp(-1).float()) for s, v in
+                  zip(scores.split(4, -1), values.split(4), strict=True)]  # fmt: skip
+        out, lse = halves[0]
+        for part, part_lse in halves[1:]:
+            out, lse = merge_partial(out.float(), lse, part.float(), part_lse)
+        torch.testing.assert_close(out, (torch.softmax(scores, -1) @ values).float(), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(lse, scores.logsumexp(-1).float(), rtol=1e-6, atol=1e-6)
+
+    @pytest.mark.parametrize("empty", [-math.inf, math.inf])
+    def test_a_part_without_keys_takes_no_share(self, empty):
+        """C4: FlashMLA marks empty rows +inf, FA4 -inf; what their outputs hold is not looked at."""
+        out, lse = torch.ones(2, 1, 3), torch.full((2, 1), 0.5)
+        garbage, nothing = torch.full((2, 1, 3), math.nan), torch.full((2, 1), empty)
+        for merged, merged_lse in (
+            merge_partial(out, lse, garbage, nothing),
+            merge_partial(garbage, nothing, out, lse),
+        ):
+            assert torch.equal(merged, out) and torch.equal(merged_lse, lse)
+
+    def test_two_empty_parts_are_empty(self):
+        """C4"""
+        nothing = torch.full((2, 1), -math.inf)
+        merged, lse = merge_partial(torch.full((2, 1, 3), math.nan), nothing, torch.ones(2, 1, 3), nothing)
+        assert (merged == 0).all() and torch.equal(lse, nothing)
+
+    def test_large_sums_do_not_overflow(self):
+        out, lse = merge_partial(
+            torch.ones(1, 1, 1), torch.tensor([[500.0]]), torch.zeros(1, 1, 1), torch.tensor([[499.0]])
+        )
+        assert float(out) == pytest.approx(math.e / (math.e + 1)) and float(lse) == pytest.approx(
+            500 + math.log1p(1 / math.e)
+        )
