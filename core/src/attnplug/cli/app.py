@@ -7,12 +7,22 @@ importing typer alone, with what it brings, would take a third of that.
 from __future__ import annotations
 
 import argparse
+import difflib
+import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import EntryPoint, entry_points
 
 from attnplug.cli import output
+from attnplug.errors import PluginError, UsageError, describe_error
 from attnplug.problem import Role
 
 EPILOG = "Exit codes: 0 good, 1 a refusal or a failed check, 2 wrong usage."
+COMMANDS = "attnplug.commands"
+"""Entry-point group by which other packages add commands: name = the command, target = ``declare(commands)``."""
+
+_BROUGHT_BY = {"run": "attnplug-engine"}
+
+Commands = argparse._SubParsersAction  # what argparse calls the place where commands are added
 
 
 class _Version(argparse.Action):
@@ -27,27 +37,55 @@ class _Version(argparse.Action):
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Parse a command line and run its command; returns the exit code."""
-    parsed = _parser().parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    parsed = _parser(arguments).parse_args(arguments)
     if parsed.json:
         output.reserve_for_json()
     command: Callable[[argparse.Namespace], int] = parsed.command
     return command(parsed)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="attnplug", description="Attention backends for LLM inference as plugins.", epilog=EPILOG
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version of attnplug and of its contract")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for declare in (_declare_backends, _declare_explain, _declare_doctor, _declare_check):
+    for declare in _OWN.values():
         declare(commands)
+    asked = next((argument for argument in arguments if not argument.startswith("-")), None)
+    if asked not in _OWN:  # only then is it worth looking at what other packages bring
+        _add_commands_of_others(commands, asked)
     return parser
 
 
-def _command(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser], name: str, text: str, call: Callable[..., int]
+def _add_commands_of_others(commands: Commands[argparse.ArgumentParser], asked: str | None) -> None:
+    points = {point.name: point for point in entry_points(group=COMMANDS)}
+    if asked is not None and asked not in points:
+        known = [*_OWN, *points]
+        if asked in _BROUGHT_BY:
+            hint = f"it comes with {_BROUGHT_BY[asked]}: pip install {_BROUGHT_BY[asked]}"
+        else:
+            near = difflib.get_close_matches(asked, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
+        raise UsageError(f"there is no command {asked!r}; {hint}")
+    for point in points.values() if asked is None else [points[asked]]:
+        _declare_foreign(commands, point)
+
+
+def _declare_foreign(commands: Commands[argparse.ArgumentParser], point: EntryPoint) -> None:
+    try:
+        point.load()(commands)
+    except Exception as error:
+        raise PluginError(
+            f"command {point.name!r} ({point.value}) cannot be loaded: {describe_error(error)}"
+        ) from error
+
+
+def add_command(
+    commands: Commands[argparse.ArgumentParser], name: str, text: str, call: Callable[..., int]
 ) -> argparse.ArgumentParser:
+    """Add a command that runs ``call(parsed)`` and exits with what it returns."""
     # allow_abbrev: --device must not be taken for whatever longer option comes along in a later version.
     parser = commands.add_parser(name, help=text, description=text, epilog=EPILOG, allow_abbrev=False)
     parser.add_argument("--json", action="store_true", help="write JSON to standard output, all else to standard error")
@@ -55,18 +93,18 @@ def _command(
     return parser
 
 
-def _declare_backends(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _declare_backends(commands: Commands[argparse.ArgumentParser]) -> None:
     def call(parsed: argparse.Namespace) -> int:
         from attnplug.cli.backends import list_backends
 
         return list_backends(json=parsed.json, every=parsed.all)
 
     text = "List the installed backends: what each supports, and whether it is usable here."
-    parser = _command(commands, "backends", text, call)
+    parser = add_command(commands, "backends", text, call)
     parser.add_argument("--all", action="store_true", help="show broken and blocked plugins too")
 
 
-def _declare_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _declare_explain(commands: Commands[argparse.ArgumentParser]) -> None:
     def call(parsed: argparse.Namespace) -> int:
         from attnplug.cli.explain import ExplainOptions, explain_choice
 
@@ -87,11 +125,11 @@ def _declare_explain(commands: argparse._SubParsersAction[argparse.ArgumentParse
         return explain_choice(options, json=parsed.json)
 
     text = "Say which backend each role gets for a model, and every reason against every candidate."
-    parser = _command(commands, "explain", text, call)
+    parser = add_command(commands, "explain", text, call)
     parser.add_argument(
         "--model", required=True, metavar="CONFIG", help="a config.json, a folder that holds one, or tiny:NAME"
     )
-    _add_backend_options(parser)
+    add_backend_options(parser)
     for role in Role:
         parser.add_argument(role.option, metavar="NAME|auto", help=f"backend for the role {role} alone")
     parser.add_argument("--sm", type=int, metavar="90", help="compute capability, 9.0 is 90; need not be present here")
@@ -101,17 +139,17 @@ def _declare_explain(commands: argparse._SubParsersAction[argparse.ArgumentParse
     parser.add_argument("--cuda-graph", default="never", metavar="LEVEL", help="never, decode, uniform or always")
 
 
-def _declare_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _declare_doctor(commands: Commands[argparse.ArgumentParser]) -> None:
     def call(parsed: argparse.Namespace) -> int:
         from attnplug.cli.doctor import report
 
         return report(json=parsed.json)
 
     text = "Report on Python, torch, GPUs, kernel libraries, plugins and caches. Always prints, never fails."
-    _command(commands, "doctor", text, call)
+    add_command(commands, "doctor", text, call)
 
 
-def _declare_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def _declare_check(commands: Commands[argparse.ArgumentParser]) -> None:
     def call(parsed: argparse.Namespace) -> int:
         from attnplug.cli.check import CheckOptions, run_check
 
@@ -127,13 +165,13 @@ def _declare_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]
         return run_check(options, json=parsed.json)
 
     text = "Run paged attention on a backend and compare every result with an independent float64 computation."
-    parser = _command(commands, "check", text, call)
-    _add_backend_options(parser)
+    parser = add_command(commands, "check", text, call)
+    add_backend_options(parser)
     parser.add_argument("--dtype", default="float32", metavar="DTYPE", help="element type of activations")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random inputs")
 
 
-def _add_backend_options(parser: argparse.ArgumentParser) -> None:
+def add_backend_options(parser: argparse.ArgumentParser) -> None:
     """What every command that chooses a backend takes."""
     parser.add_argument("--attention-backend", default="auto", metavar="NAME|auto", help="backend for full attention")
     parser.add_argument("--device", metavar="cpu|cuda", help="default: cuda where there is a GPU, else cpu")
@@ -146,3 +184,11 @@ def _add_backend_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME.KEY=VALUE",
         help="an option of one backend; may be repeated",
     )
+
+
+_OWN: dict[str, Callable[[Commands[argparse.ArgumentParser]], None]] = {
+    "backends": _declare_backends,
+    "explain": _declare_explain,
+    "doctor": _declare_doctor,
+    "check": _declare_check,
+}
