@@ -35,6 +35,7 @@ from attnplug.select import BackendRequest, Selection, SelectionError, explain, 
 from attnplug.spec import BackendSpec
 
 if TYPE_CHECKING:
+    from attnplug.assembly import build_selection
     from attnplug.backend import (
         AttentionBackend,
         BackendContext,
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from attnplug.wrappers import ForwardingBackend, SplitBackend
 
 _NEEDS_TORCH = {
+    "assembly": ("build_selection",),
     "backend": (
         "AttentionBackend",
         "BackendContext",
@@ -185,6 +187,7 @@ __all__ = [
     "attend_mla",
     "bind_hook",
     "build_backend",
+    "build_selection",
     "claim_plan",
     "explain",
     "forward_context",

@@ -164,8 +164,8 @@ class Parallel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BackendContext:
-    """Everything a backend is built from. It cannot be made before its parts, so the order of construction
-    (pools, then backends) needs no discipline. ``page_size`` is the manager's; pools tell their layouts."""
+    """Everything a backend is built from. It cannot be made before its parts, so the order of construction (pools,
+    coordinators, backends) needs no discipline. ``page_size`` is the manager's; pools tell their layouts."""
 
     name: str
     roles: frozenset[Role]
@@ -178,6 +178,8 @@ class BackendContext:
     pools: KVPools
     workspace: WorkspaceOwner
     parallel: Parallel = Parallel()
+    coordinator: Any = None
+    """What keeps part of the cache elsewhere (HiSparse); captured by a backend's constructor, or None (A10)."""
     options: Any = None
 
 

@@ -14,7 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from attnplug.backend import AttentionBackend, BackendContext, Limits, build_backend
+from attnplug.assembly import build_selection
+from attnplug.backend import AttentionBackend, BackendContext, Limits
 from attnplug.capabilities import DEVICES
 from attnplug.cli import output
 from attnplug.cli.scene import CONTEXT, STEPS, Result, Scene
@@ -23,10 +24,9 @@ from attnplug.context import forward_context
 from attnplug.errors import UsageError, describe_error
 from attnplug.model import AttentionKind, LayerSpec, MLADims, ModelSpec
 from attnplug.options import split_settings
-from attnplug.problem import DType, Problem, Role
+from attnplug.problem import DType, Problem
 from attnplug.registry import Registry, load_registry
 from attnplug.select import AUTO, BackendRequest, Selection, SelectionError, select
-from attnplug.wrappers import SplitBackend
 
 _TOLERANCE = {DType.FLOAT32: 2e-6, DType.FLOAT16: 5e-3, DType.BFLOAT16: 2e-2}
 
@@ -153,29 +153,21 @@ def _check_layer(name: str, selection: Selection, device: torch.device, seed: in
 
 
 def _build(selection: Selection, scene: Scene) -> AttentionBackend:
-    """The chosen backend, or a split of two where prefill and decode got different ones."""
     problem = selection.problem
     assert problem.model is not None and problem.kv_dtype is not None
-    built: dict[Role, AttentionBackend] = {}
-    for role in selection.choices:
-        registered = selection.chosen(role)
-        same = [other for other in built if selection.chosen(other) is registered]
-        context = BackendContext(
-            name=registered.spec.name,
-            roles=frozenset(other for other in selection.choices if selection.chosen(other) is registered),
-            model=problem.model,
-            device=scene.device,
-            dtype=scene.dtype,
-            kv_dtype=problem.kv_dtype,
-            page_size=scene.table.page_size,
-            limits=Limits(max_requests=3, max_tokens=256, max_context=CONTEXT),
-            pools=scene.pools,
-            workspace=scene.workspace,
-            options=selection.options.get(registered.spec.name),
-        )
-        built[role] = built[same[0]] if same else build_backend(registered, context)
-    prefill, decode = built[Role.PREFILL], built[Role.DECODE]
-    return prefill if prefill is decode else SplitBackend(prefill, decode)
+    context = BackendContext(
+        name="",
+        roles=frozenset(),
+        model=problem.model,
+        device=scene.device,
+        dtype=scene.dtype,
+        kv_dtype=problem.kv_dtype,
+        page_size=scene.table.page_size,
+        limits=Limits(max_requests=3, max_tokens=256, max_context=CONTEXT),
+        pools=scene.pools,
+        workspace=scene.workspace,
+    )
+    return build_selection(selection, context)
 
 
 def _place(error: BaseException) -> str:

@@ -17,9 +17,10 @@ from attnplug.geometry import Geometry
 from attnplug.hooks import Hook, bind_hook
 from attnplug.kv import MLAPool
 from attnplug.mla.merge import merge_partial
-from attnplug.mla.plan import MLAExtendPlan, Part, plan_extend
+from attnplug.mla.plan import ABSORBED, MLAExtendPlan, Part, plan_extend
 from attnplug.mla.policy import ExtendPolicy
 from attnplug.model import LayerSpec
+from attnplug.plan import ForwardMode
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -77,12 +78,18 @@ class MLAAttention:
 
     def prepare(self, batch: ForwardBatch) -> None:
         """Once per batch, before its first layer: choose the path, prepare its calls, let the backend plan them."""
+        batch.chunk_plan = None
+        if batch.forward_mode is not ForwardMode.EXTEND:
+            batch.mla_plan = ABSORBED
+            return
         geometry = Geometry.of(batch, self._pool.page_size)
         abilities = self._backend.claims.mla_extend
         path = self._policy.choose(batch.forward_mode, geometry.query_lens, geometry.kv_lens, abilities)
+        if path is ExtendPath.ABSORBED:
+            batch.mla_plan = ABSORBED
+            return
         batch.mla_plan = plan_extend(geometry, path, self._policy.chunk_capacity)
-        batch.chunk_plan = None
-        if path is not ExtendPath.ABSORBED and self._plan_chunks is not None:
+        if self._plan_chunks is not None:
             batch.chunk_plan = self._plan_chunks(batch, self._policy.disable_ragged)
 
     def attend(self, q: Tensor, rows: Tensor, layer: LayerSpec, weights: MLAWeights, batch: ForwardBatch) -> Tensor:

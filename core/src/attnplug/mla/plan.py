@@ -30,7 +30,8 @@ class Part:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MLAExtendPlan:
-    """How the MLA layers of one batch run. ``new_slots`` ``[tokens]`` is where new rows go."""
+    """How the MLA layers of one batch run. ``new_slots`` ``[tokens]`` is where new rows go, by MHA; an absorbed
+    extend leaves writing and planning to the backend."""
 
     path: ExtendPath
     new_slots: Tensor
@@ -42,11 +43,12 @@ class MLAExtendPlan:
         return tuple(part.call for part in self.parts)
 
 
+ABSORBED = MLAExtendPlan(ExtendPath.ABSORBED, torch.empty(0, dtype=torch.int64), 0)
+
+
 def plan_extend(geometry: Geometry, path: ExtendPath, chunk_capacity: int) -> MLAExtendPlan:
-    """Prepare a batch for its path. Nothing is copied from the device."""
+    """Prepare a batch to run as MHA, in one shot or by chunks. Nothing is copied from the device."""
     new_slots = geometry.new_slots()
-    if path is ExtendPath.ABSORBED:
-        return MLAExtendPlan(path, new_slots, geometry.query_rows)
     device = geometry.page_table.device
     live = [request for request, new in enumerate(geometry.query_lens) if new]
     queries = [geometry.query_lens[request] for request in live]
