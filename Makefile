@@ -3,14 +3,14 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PACKAGES := core
+PACKAGES := core engine
 EDITABLE := $(addprefix -e ./,$(PACKAGES))
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
 .PHONY: run test lint types tests bench docs gpu-test clean
 
 run: $(VENV)/installed
-	$(BIN)/attnplug check
+	$(BIN)/python examples/generate_and_check.py
 
 test: lint types tests
 
@@ -35,12 +35,14 @@ bench: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/bind_hook.py
 	$(BIN)/python benchmarks/start_up.py
 	$(BIN)/python benchmarks/torch_native_cpu.py
+	$(BIN)/python benchmarks/engine_cpu.py
 
 $(VENV)/installed: constraints.txt Makefile $(addsuffix /pyproject.toml,$(PACKAGES))
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "attnplug needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; set PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) hatchling editables
 	$(PIP) --no-build-isolation $(EDITABLE)
+	$(PIP) transformers tokenizers
 	@touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed

@@ -23,7 +23,6 @@ def safe_streams() -> Iterator[None]:
 
     What :func:`reserve_for_json` changed is put back at the end.
     """
-    global _answers
     with contextlib.ExitStack() as undo:
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
@@ -36,12 +35,21 @@ def safe_streams() -> Iterator[None]:
         try:
             yield
         finally:
-            sys.stdout = stdout
+            release(stdout)
             stdout.flush()  # here, where what it raises can still be told to a person
-            if _answers is not None and _answers is not stdout:
-                os.dup2(_answers.fileno(), stdout.fileno())
-                _answers.close()
-            _answers = None
+
+
+def release(stdout: TextIO | None = None) -> None:
+    """Give standard output back to everyone: what :func:`reserve_for_json` took."""
+    global _answers
+    if _answers is not None:
+        stdout = stdout or sys.__stdout__ or _answers
+        if _answers is not stdout:
+            os.dup2(_answers.fileno(), stdout.fileno())
+            _answers.close()
+        _answers = None
+    if stdout is not None:
+        sys.stdout = stdout
 
 
 def reserve_for_json() -> None:
@@ -60,6 +68,11 @@ def reserve_for_json() -> None:
 
 def write_json(value: object) -> None:
     """The answer of a command that was asked for JSON."""
+    write_line(json.dumps(value, indent=2))
+
+
+def write_line(text: str) -> None:
+    """A part of the answer: one line of JSON lines."""
     assert _answers is not None, "reserve_for_json comes first"
-    _answers.write(json.dumps(value, indent=2) + "\n")
+    _answers.write(text + "\n")
     _answers.flush()

@@ -1,0 +1,252 @@
+"""Checkpoints on disk: Hugging Face folders with ``config.json`` and safetensors, read piece by piece.
+
+No pickle is ever loaded: unpickling runs whatever code the file holds.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from attnplug.errors import UsageError
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.bin.index.json")
+_FLOATS = {"F64", "F32", "F16", "BF16"}
+_SHOWN = 6
+
+
+class CheckpointError(UsageError):
+    """A checkpoint is wrong or incomplete. ``file`` is the file or folder at fault, ``tensor`` the tensor if any."""
+
+    def __init__(self, message: str, file: str, tensor: str | None = None) -> None:
+        super().__init__(message)
+        self.file = file
+        self.tensor = tensor
+
+
+class MissingTensor(CheckpointError):
+    """The model needs a tensor that no file holds. ``files`` are those that were searched."""
+
+    def __init__(self, message: str, file: str, tensor: str, files: Sequence[str]) -> None:
+        super().__init__(message, file, tensor)
+        self.files = tuple(files)
+
+
+class WrongShape(CheckpointError):
+    """A tensor has another shape than the model's config implies: ``found`` instead of ``expected``."""
+
+    def __init__(self, message: str, file: str, tensor: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+        super().__init__(message, file, tensor)
+        self.found = found
+        self.expected = expected
+
+
+class WrongDtype(CheckpointError):
+    """A tensor's numbers are of a kind that cannot be used as they are, such as the codes of a quantised weight."""
+
+    def __init__(self, message: str, file: str, tensor: str, found: str) -> None:
+        super().__init__(message, file, tensor)
+        self.found = found
+
+
+class UnusedTensors(CheckpointError):
+    """Tensors that no part of the model takes: the checkpoint is of another model than its config says."""
+
+    def __init__(self, message: str, file: str, tensors: Sequence[str]) -> None:
+        super().__init__(message, file, tensors[0])
+        self.tensors = tuple(tensors)
+
+
+class WeightSource(Protocol):
+    """Where a model's weights come from: a checkpoint on disk, or random numbers."""
+
+    @property
+    def config(self) -> Mapping[str, object]: ...
+
+    @property
+    def name(self) -> str:
+        """For messages: the folder, or the name of the model."""
+        ...
+
+    def names(self) -> Sequence[str]:
+        """The tensors that are there."""
+        ...
+
+    def tensor(
+        self, name: str, shape: tuple[int, ...], *, rows: slice | None = None, columns: slice | None = None
+    ) -> Tensor:
+        """A tensor, or the part of it that a rank owns, on the CPU in the type it is stored in; not to be written to.
+
+        ``shape`` is that of the whole tensor, as the model expects it. Raises CheckpointError where it is not so.
+        """
+        ...
+
+
+class Checkpoint:
+    """A Hugging Face folder. Files are opened when a tensor of theirs is first asked for; only that part is read."""
+
+    def __init__(self, folder: Path, config: Mapping[str, object], files: Mapping[str, str]) -> None:
+        self.folder = folder
+        self.config = config
+        self._files = files
+        """The file of each tensor."""
+        self._open: dict[str, Any] = {}
+
+    @classmethod
+    def open(cls, folder: str | Path) -> Checkpoint:
+        """Find the files of a checkpoint. Raises CheckpointError for what is missing or cannot be read."""
+        folder = Path(folder)
+        if not folder.is_dir():
+            problem = "is not a folder" if folder.exists() else "does not exist"
+            raise CheckpointError(f"the checkpoint {str(folder)!r} {problem}; give a Hugging Face folder", str(folder))
+        config_path = folder / "config.json"
+        if not config_path.is_file():
+            raise CheckpointError(
+                f"the checkpoint {str(folder)!r} holds no config.json; it holds {_listing(folder)}", str(config_path)
+            )
+        config = _read_json(config_path)
+        if (folder / SINGLE_FILE).is_file():
+            checkpoint = cls(folder, config, {})
+            checkpoint._files = dict.fromkeys(checkpoint._opened(SINGLE_FILE).keys(), SINGLE_FILE)
+            return checkpoint
+        if (folder / INDEX_FILE).is_file():
+            return cls(folder, config, _read_index(folder))
+        raise _no_weights(folder)
+
+    @property
+    def name(self) -> str:
+        return str(self.folder)
+
+    @property
+    def files(self) -> tuple[str, ...]:
+        """Names of the files that hold tensors."""
+        return tuple(sorted(set(self._files.values())))
+
+    def names(self) -> Sequence[str]:
+        return tuple(self._files)
+
+    def tensor(
+        self, name: str, shape: tuple[int, ...], *, rows: slice | None = None, columns: slice | None = None
+    ) -> Tensor:
+        if name not in self._files:
+            raise self._missing(name, shape)
+        file = self._files[name]
+        path = str(self.folder / file)
+        try:
+            stored = self._opened(file).get_slice(name)
+        except SafetensorError as error:
+            raise MissingTensor(
+                f"{path} has no tensor {name!r} (expected with shape {list(shape)}), but {INDEX_FILE} says it does",
+                path,
+                name,
+                (file,),
+            ) from error
+        if (found := tuple(stored.get_shape())) != shape:
+            raise WrongShape(
+                f"{path}: tensor {name!r} has shape {list(found)}, but the config implies {list(shape)}; "
+                "config.json and the weights are not of one model",
+                path,
+                name,
+                found,
+                shape,
+            )
+        if (dtype := str(stored.get_dtype())) not in _FLOATS:
+            raise WrongDtype(
+                f"{path}: tensor {name!r} is of type {dtype}; only unquantised weights can be loaded: "
+                f"{', '.join(sorted(_FLOATS))}",
+                path,
+                name,
+                dtype,
+            )
+        part: Tensor = stored[rows or slice(None)] if columns is None else stored[rows or slice(None), columns]
+        return part
+
+    def _opened(self, file: str) -> Any:
+        if file not in self._open:
+            path = self.folder / file
+            try:
+                self._open[file] = safe_open(str(path), framework="pt", device="cpu")
+            except (SafetensorError, OSError, ValueError) as error:
+                raise CheckpointError(
+                    f"{path} ({path.stat().st_size} bytes) cannot be read as safetensors: {error}; "
+                    "it is truncated or something else, so fetch it again",
+                    str(path),
+                ) from error
+        return self._open[file]
+
+    def _missing(self, name: str, shape: tuple[int, ...]) -> MissingTensor:
+        files = self.files
+        near = difflib.get_close_matches(name, self._files, n=2, cutoff=0.8)
+        closest = f"; the closest it has: {', '.join(map(repr, near))}" if near else ""
+        return MissingTensor(
+            f"the checkpoint {self.name!r} has no tensor {name!r}, which the model needs with shape {list(shape)}; "
+            f"searched: {shortened(files)}{closest}",
+            self.name,
+            name,
+            files,
+        )
+
+
+def shortened(names: Sequence[str]) -> str:
+    """Names for a message: the first few, and how many more there are."""
+    more = len(names) - _SHOWN
+    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def _read_json(path: Path) -> dict[str, object]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, or not JSON
+        raise CheckpointError(f"{path} cannot be read as JSON: {error}", str(path)) from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} is JSON, but not an object", str(path))
+    return content
+
+
+def _read_index(folder: Path) -> dict[str, str]:
+    """The file of each tensor. Every file must be there: one that is missing is found now, not after an hour."""
+    path = folder / INDEX_FILE
+    listed = _read_json(path).get("weight_map")
+    if not isinstance(listed, dict) or not listed:
+        raise CheckpointError(f"{path} has no 'weight_map' from tensor names to file names", str(path))
+    for name, file in listed.items():
+        # A file elsewhere is not part of this checkpoint, whatever the index says.
+        if not isinstance(file, str) or Path(file).name != file:
+            raise CheckpointError(f"{path} puts tensor {name!r} into {file!r}, which is no file name", str(path), name)
+    absent = [file for file in sorted(set(listed.values())) if not (folder / file).is_file()]
+    if absent:
+        count = len(set(listed.values()))
+        raise CheckpointError(
+            f"{path} names {count} files, of which {len(absent)} are missing from the folder: {shortened(absent)}; "
+            "fetch the rest of the checkpoint",
+            str(folder / absent[0]),
+        )
+    return listed
+
+
+def _no_weights(folder: Path) -> CheckpointError:
+    pickles = sorted({path.name for pattern in _PICKLES for path in folder.glob(pattern)})
+    if pickles:
+        return CheckpointError(
+            f"the checkpoint {str(folder)!r} has its weights only as pickle ({shortened(pickles)}), which is never "
+            "loaded because unpickling runs code; convert it with transformers' save_pretrained, which writes "
+            "safetensors",
+            str(folder / pickles[0]),
+        )
+    return CheckpointError(
+        f"the checkpoint {str(folder)!r} has neither {SINGLE_FILE} nor {INDEX_FILE}; it holds {_listing(folder)}",
+        str(folder / SINGLE_FILE),
+    )
+
+
+def _listing(folder: Path) -> str:
+    return shortened(sorted(path.name for path in folder.iterdir())) or "nothing"

@@ -1,0 +1,340 @@
+"""Text or tokens in, tokens out: a model, a backend, a scheduler and a sampler as one thing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from attnplug import (
+    BackendRequest,
+    DType,
+    ExtendPolicy,
+    ForwardMode,
+    Problem,
+    Role,
+    Selection,
+    load_registry,
+    select,
+)
+from attnplug.errors import PoolError, UsageError
+from attnplug.kv import torch_dtype
+from attnplug.model import ModelSpec
+from attnplug.model_config import load_model as load_spec
+from attnplug_engine.models import load_model
+from attnplug_engine.parallel import SINGLE, TensorParallel
+from attnplug_engine.prefix_cache import CacheStatistics, PrefixCache
+from attnplug_engine.request import FinishReason, Request, SamplingParams, Step, StepResult
+from attnplug_engine.runner import Capacity, ModelRunner, bytes_per_page
+from attnplug_engine.sampler import BadLogits, Sampler
+from attnplug_engine.scheduler import Scheduler
+from attnplug_engine.tokenizer import Tokenizer, find_tokenizer
+
+Prompt = str | Sequence[int]
+
+DEFAULT_MAX_TOKENS = 32
+
+_CPU_CACHE_BYTES = 1 << 30
+_GPU_CACHE_SHARE = 0.85
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How an engine is built. ``None`` means: choose for me."""
+
+    attention_backend: str = "auto"
+    role_backends: Mapping[Role, str] = field(default_factory=dict)
+    backend_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    device: str | None = None
+    dtype: DType | None = None
+    kv_dtype: DType | None = None
+    page_size: int | None = None
+    num_pages: int | None = None
+    max_batch: int = 32
+    chunked_prefill_size: int = 2048
+    """Most tokens of one step; -1 for prompts in one piece."""
+    prefix_cache: bool = True
+    context_length: int | None = None
+    extend_policy: ExtendPolicy = field(default_factory=ExtendPolicy)
+    seed: int = 0
+    check_layers: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("dtype", "kv_dtype"):
+            if isinstance(value := getattr(self, name), str):  # "bf16" is as good as the member
+                object.__setattr__(self, name, DType.parse(value, f"--{name.replace('_', '-')}"))
+        for name in ("max_batch", "num_pages", "context_length"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise UsageError(f"--{name.replace('_', '-')} {value} is not allowed; give 1 or more")
+        if self.chunked_prefill_size < 1 and self.chunked_prefill_size != -1:
+            raise UsageError(
+                f"--chunked-prefill-size {self.chunked_prefill_size} is not allowed; give 1 or more, or -1 for prompts "
+                "in one piece"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What became of one prompt. ``text`` is ``None`` where the checkpoint has no tokenizer."""
+
+    index: int
+    token_ids: list[int]
+    text: str | None
+    finish_reason: str
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class Statistics:
+    """Tokens and seconds since the engine was made. A step that does both is divided by its tokens."""
+
+    prefill_tokens: int = 0
+    prefill_seconds: float = 0.0
+    decode_tokens: int = 0
+    decode_seconds: float = 0.0
+
+    def add(self, step: Step, seconds: float) -> None:
+        total = step.num_tokens
+        decoding = (
+            total if step.mode is ForwardMode.DECODE else sum(1 for entry in step.entries if entry.request.output)
+        )
+        self.decode_tokens += decoding
+        self.prefill_tokens += total - decoding
+        self.decode_seconds += seconds * decoding / total
+        self.prefill_seconds += seconds * (total - decoding) / total
+
+
+class Engine:
+    """A model that generates on any installed backend: ``Engine("tiny:llama", attention_backend="torch_native")``.
+
+    Settings are the fields of :class:`EngineOptions`. Under tensor parallelism every rank makes the same calls: each
+    runs the same schedule and samples the same tokens.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        options: EngineOptions | None = None,
+        *,
+        parallel: TensorParallel = SINGLE,
+        **settings: Any,
+    ) -> None:
+        self.options = options = replace(options or EngineOptions(), **settings)
+        spec = load_spec(model)
+        device = _device(options.device)
+        dtype = options.dtype or _model_dtype(spec)
+        kv_dtype = options.kv_dtype or dtype
+        self.selection = _select(spec, options, device, dtype, kv_dtype, parallel.size)
+        loaded = load_model(model, dtype=torch_dtype(dtype), device=device, parallel=parallel, seed=options.seed)
+        self.vocab_size = loaded.module.vocab_size
+        self.tokenizer: Tokenizer | None = find_tokenizer(model, self.vocab_size)
+        self.stop_token_ids = _stop_tokens(loaded.config)
+        capacity = _capacity(spec, options, self.selection, kv_dtype, device, parallel.size)
+        self.runner = ModelRunner(
+            loaded,
+            self.selection,
+            capacity,
+            device=device,
+            dtype=torch_dtype(dtype),
+            kv_dtype=kv_dtype,
+            parallel=parallel,
+            policy=options.extend_policy,
+            check_layers=options.check_layers,
+        )
+        self.cache = PrefixCache(self.runner.allocator, capacity.page_size) if options.prefix_cache else None
+        self.scheduler = Scheduler(
+            self.runner.table,
+            self.runner.allocator,
+            self.cache,
+            max_batch=capacity.max_batch,
+            max_step_tokens=capacity.max_step_tokens,
+            context_length=capacity.context_length,
+        )
+        self.sampler = Sampler(options.seed)
+        self.statistics = Statistics()
+        self._next_id = 0
+
+    def add(self, prompt: Prompt, params: SamplingParams) -> Request:
+        """Queue a prompt; it takes part from the next step on."""
+        request = Request(self._next_id, tuple(self._tokens(prompt)), params)
+        self.scheduler.add(request)
+        self._next_id += 1
+        return request
+
+    def abort(self, request: Request) -> None:
+        """End a request now; what it has so far stays with it."""
+        self.scheduler.abort(request.id)
+
+    def step(self) -> StepResult | None:
+        """Run one step; ``None`` when there is nothing to do.
+
+        A request whose logits are not finite ends with an error; the others go on as if it had never been there.
+        """
+        step = self.scheduler.next_step()
+        if step is None:
+            return None
+        started = time.perf_counter()
+        try:
+            sampled = self.sampler.sample(self.runner.run(step), step.sampled_requests)
+        except BadLogits as error:
+            self.scheduler.drop_step(step)
+            ended = [self.scheduler.abort(request_id, FinishReason.ERROR) for request_id in error.request_ids]
+            return StepResult({}, tuple(request for request in ended if request is not None))
+        except BaseException:
+            self.scheduler.drop_step(step)
+            raise
+        self.statistics.add(step, time.perf_counter() - started)
+        return self.scheduler.finish_step(step, sampled)
+
+    def stream(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> Iterator[Update]:
+        """Generate for all prompts; yields each token as it comes, and each prompt's end."""
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise UsageError(f"{len(prompts)} prompts were given with {len(each)} sampling parameters")
+        requests: list[Request] = []
+        try:
+            for number, (prompt, one) in enumerate(zip(prompts, each, strict=True)):
+                with naming(f"prompt {number}"):
+                    requests.append(self.add(prompt, one))
+        except BaseException:  # all or none
+            for request in requests:
+                self.abort(request)
+            raise
+        return self.follow(requests)
+
+    def follow(self, requests: Sequence[Request]) -> Iterator[Update]:
+        """Run until these requests are finished; yields their tokens as they come, and their ends."""
+        index = {request.id: number for number, request in enumerate(requests)}
+        try:
+            while any(request.finish_reason is None for request in requests):
+                result = self.step()
+                assert result is not None, "an unfinished request is work"
+                for request_id, token in result.tokens.items():
+                    if request_id in index:
+                        yield Update(index[request_id], requests[index[request_id]], token)
+                for request in result.finished:
+                    if request.id in index:
+                        yield Update(index[request.id], request, None)
+        finally:
+            for request in requests:
+                self.abort(request)  # of an iterator that was left early, nothing stays behind
+
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **sampling: Any,
+    ) -> list[Completion]:
+        """Generate for all prompts, in their order. ``sampling`` are fields of ``SamplingParams``, alike for all."""
+        if params is None:
+            params = SamplingParams(**{"max_tokens": DEFAULT_MAX_TOKENS, **sampling})
+        elif sampling:
+            raise UsageError(f"give params or {', '.join(sampling)}, not both")
+        ended = {update.index: update.request for update in self.stream(prompts, params) if update.token is None}
+        return [self.completion(index, ended[index]) for index in range(len(prompts))]
+
+    def completion(self, index: int, request: Request) -> Completion:
+        """A finished request as its owner wants it."""
+        assert request.finish_reason is not None
+        text = None if self.tokenizer is None else self.tokenizer.decode(request.output)
+        error = None
+        if request.finish_reason is FinishReason.ERROR:
+            error = f"the logits of prompt {index} are not finite after {len(request.output)} tokens"
+        return Completion(index, list(request.output), text, request.finish_reason.value, error)
+
+    @property
+    def cache_statistics(self) -> CacheStatistics | None:
+        return None if self.cache is None else self.cache.statistics
+
+    def _tokens(self, prompt: Prompt) -> Sequence[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise UsageError("the checkpoint has no tokenizer.json; give the prompt as token ids")
+            return self.tokenizer.encode(prompt)
+        for token in prompt:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
+                raise UsageError(f"token id {token!r} is not in the vocabulary; give 0 to {self.vocab_size - 1}")
+        return prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """A new token of a prompt, or its end (``token`` is ``None``)."""
+
+    index: int
+    request: Request
+    token: int | None
+
+
+@contextmanager
+def naming(where: str) -> Iterator[None]:
+    """Say of a refused prompt which one it was."""
+    try:
+        yield
+    except (UsageError, PoolError) as error:
+        raise type(error)(f"{where}: {error}") from error
+
+
+def _device(asked: str | None) -> torch.device:
+    if asked is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if asked not in ("cpu", "cuda"):
+        raise UsageError(f"--device {asked!r} is unknown; use cpu or cuda")
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise UsageError(
+            f"--device cuda is asked for, but torch {torch.__version__} sees no CUDA device; "
+            "use --device cpu, or see 'attnplug doctor' for what is missing"
+        )
+    return torch.device(asked, torch.cuda.current_device()) if asked == "cuda" else torch.device(asked)
+
+
+def _model_dtype(spec: ModelSpec) -> DType:
+    return DType.FLOAT32 if spec.dtype is None else DType.parse(spec.dtype, "--dtype")
+
+
+def _select(
+    spec: ModelSpec, options: EngineOptions, device: torch.device, dtype: DType, kv_dtype: DType, ranks: int
+) -> Selection:
+    sm = None
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        sm = 10 * major + minor
+    problem = Problem(spec, device.type, sm, dtype, kv_dtype, page_size=options.page_size, tensor_parallel=ranks)
+    request = BackendRequest(options.attention_backend, options.role_backends, options.backend_options)
+    return select(load_registry(), request, problem)
+
+
+def _stop_tokens(config: Mapping[str, object]) -> frozenset[int]:
+    """What the checkpoint itself says ends a text."""
+    value = config.get("eos_token_id")
+    tokens = value if isinstance(value, list) else [value]
+    return frozenset(token for token in tokens if isinstance(token, int) and not isinstance(token, bool))
+
+
+def _capacity(
+    spec: ModelSpec,
+    options: EngineOptions,
+    selection: Selection,
+    kv_dtype: DType,
+    device: torch.device,
+    ranks: int,
+) -> Capacity:
+    page_size = selection.page_size
+    assert page_size is not None
+    context = min(options.context_length or spec.context_length, spec.context_length)
+    per_request = -(-context // page_size)
+    num_pages = options.num_pages
+    if num_pages is None:
+        page = bytes_per_page(spec, page_size, kv_dtype, ranks)
+        room = _CPU_CACHE_BYTES
+        if device.type == "cuda":
+            room = int(torch.cuda.mem_get_info(device)[0] * _GPU_CACHE_SHARE)
+        num_pages = min(room // page, per_request * options.max_batch)
+        if num_pages < 1:
+            raise PoolError(f"one page of {page_size} tokens takes {page} bytes, and there are {room}; use --page-size")
+    chunk = context if options.chunked_prefill_size == -1 else min(options.chunked_prefill_size, context)
+    return Capacity(num_pages, page_size, options.max_batch, chunk, context)

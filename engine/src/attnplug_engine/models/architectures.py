@@ -1,0 +1,132 @@
+"""The table of architectures, and the way from a model reference to a model that runs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from attnplug.config_keys import Config
+from attnplug.errors import UsageError
+from attnplug.model import ModelSpec
+from attnplug.model_config import load_model as load_spec
+from attnplug_engine.checkpoint import Checkpoint, WeightSource
+from attnplug_engine.models import deepseek, llama
+from attnplug_engine.models.decoder import Decoder
+from attnplug_engine.models.weights import Weights
+from attnplug_engine.parallel import SINGLE, TensorParallel
+from attnplug_engine.random_checkpoint import TINY, RandomCheckpoint
+
+
+@dataclass(frozen=True, slots=True)
+class Architecture:
+    """How models of one type are built. ``defaults`` are what the type's config class assumes for absent keys.
+
+    ``extra_layers`` names keys that count layers behind the last one (multi-token prediction): a checkpoint may hold
+    them, and the decoder has no use for them.
+    """
+
+    build: Callable[[Weights, Config, ModelSpec], Decoder]
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    extra_layers: tuple[str, ...] = ()
+
+
+ARCHITECTURES: Mapping[str, Architecture] = {
+    "llama": Architecture(llama.llama),
+    "mistral": Architecture(llama.mistral),
+    "qwen2": Architecture(llama.qwen2),
+    "qwen3": Architecture(llama.qwen3),
+    "deepseek_v2": Architecture(deepseek.deepseek_v2, deepseek.V2_DEFAULTS),
+    "deepseek_v3": Architecture(
+        deepseek.deepseek_v3, deepseek.V3_DEFAULTS, ("num_nextn_predict_layers", "num_mtp_layers")
+    ),
+}
+"""By the config's ``model_type``. To add one, write a function that builds its ``Decoder``, and its line here."""
+
+
+class UnknownArchitecture(UsageError):
+    """A model of a type that the engine cannot run. ``known`` are those that it can."""
+
+    def __init__(self, reference: str, model_type: str) -> None:
+        self.reference = reference
+        self.model_type = model_type
+        self.known = tuple(ARCHITECTURES)
+        super().__init__(
+            f"{reference!r} is of model type {model_type!r}, which the engine cannot run; it runs: "
+            f"{', '.join(self.known)}"
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadedModel:
+    """A model on its device. ``spec`` is that of the whole model, before ranks divide its heads."""
+
+    module: Decoder
+    spec: ModelSpec
+    config: Mapping[str, object]
+
+
+def load_model(
+    reference: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    parallel: TensorParallel = SINGLE,
+    seed: int = 0,
+) -> LoadedModel:
+    """Load a Hugging Face folder, or the built-in ``tiny:NAME`` with random weights by ``seed``.
+
+    Under ``parallel`` only this rank's part is read. Raises UsageError (ModelConfigError, CheckpointError,
+    UnknownArchitecture, ParallelError) for all that can be wrong.
+    """
+    spec = load_spec(reference)
+    _known(spec, reference)
+    source: WeightSource
+    if reference.startswith(TINY):
+        source = RandomCheckpoint.tiny(reference, seed=seed)
+    else:
+        path = Path(reference)
+        source = Checkpoint.open(path if path.is_dir() else path.parent)
+    return build_model(source, spec, dtype=dtype, device=device, parallel=parallel)
+
+
+def build_model(
+    source: WeightSource,
+    spec: ModelSpec,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    parallel: TensorParallel = SINGLE,
+) -> LoadedModel:
+    """Build the model that a source's config describes, from the source's weights."""
+    architecture = _known(spec, source.name)
+    config = Config({**architecture.defaults, **source.config}, source.name, spec.model_type)
+    if config.lookup("quantization_config") is not None:
+        raise config.error(
+            "means quantised weights, which cannot be loaded; give an unquantised checkpoint", "quantization_config"
+        )
+    weights = Weights(source, dtype=dtype, device=torch.device(device), parallel=parallel)
+    with torch.no_grad():
+        module = architecture.build(weights, config, spec)
+    weights.check_all_taken(_ignored(architecture, config))
+    return LoadedModel(module.eval(), spec, source.config)
+
+
+def _known(spec: ModelSpec, reference: str) -> Architecture:
+    architecture = ARCHITECTURES.get(spec.model_type)
+    if architecture is None:
+        raise UnknownArchitecture(reference, spec.model_type)
+    return architecture
+
+
+def _ignored(architecture: Architecture, config: Config) -> list[re.Pattern[str]]:
+    """Names of tensors that may stay behind: layers for multi-token prediction, and a second copy of a tied head."""
+    extra = max((config.optional_integer(key, least=0) or 0 for key in architecture.extra_layers), default=0)
+    first = config.layer_count()
+    patterns = [re.compile(rf"^model\.layers\.{index}\.") for index in range(first, first + extra)]
+    if config.flag("tie_word_embeddings"):
+        patterns.append(re.compile(r"^lm_head\.weight$"))
+    return patterns

@@ -1,0 +1,83 @@
+"""DeepSeek-V2 and V3: latent attention, and experts behind the first dense layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+
+from attnplug.config_keys import Config
+from attnplug.model import LayerSpec, ModelSpec
+from attnplug_engine.models.decoder import Decoder
+from attnplug_engine.models.experts import MixtureOfExperts, Router, SigmoidRouter, SoftmaxRouter
+from attnplug_engine.models.latent_attention import LatentAttention
+from attnplug_engine.models.layers import GatedMLP, check_activation
+from attnplug_engine.models.rope import HalfRotation, PairRotation, Rope
+from attnplug_engine.models.weights import Weights
+
+# What transformers' config classes assume for keys that a config leaves out.
+V2_DEFAULTS: Mapping[str, object] = {
+    "first_k_dense_replace": 0,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.0,
+    "q_lora_rank": 1536,
+}
+V3_DEFAULTS: Mapping[str, object] = {
+    "first_k_dense_replace": 3,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+    "norm_topk_prob": True,
+    "n_group": 8,
+    "topk_group": 4,
+    "q_lora_rank": 1536,
+    "rope_interleave": True,
+    "num_nextn_predict_layers": 1,
+}
+
+
+def deepseek_v2(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
+    """V2: softmax router; rotated pairs stay where they are, in queries and in the cache."""
+    _check_scoring(config, "softmax")
+    return _decoder(weights, config, spec, SoftmaxRouter, rotation=PairRotation, mlp_bias=config.flag("mlp_bias"))
+
+
+def deepseek_v3(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
+    """V3: sigmoid router with a bias; rotated rows are ``[evens | odds]``."""
+    _check_scoring(config, "sigmoid")
+    if config.optional_text("topk_method") not in (None, "noaux_tc"):
+        raise config.wrong("topk_method", "'noaux_tc'")
+    return _decoder(weights, config, spec, SigmoidRouter, deinterleave=config.flag("rope_interleave"))
+
+
+def _decoder(
+    weights: Weights,
+    config: Config,
+    spec: ModelSpec,
+    router: type[Router],
+    *,
+    rotation: type[HalfRotation] | type[PairRotation] = HalfRotation,
+    deinterleave: bool = False,
+    mlp_bias: bool = False,
+) -> Decoder:
+    check_activation(config)
+    if config.lookup("moe_layer_freq") not in (None, 1):
+        raise config.wrong("moe_layer_freq", "1: experts in every layer behind the dense ones")
+    first_sparse = config.integer("first_k_dense_replace", least=0)
+    hidden = config.integer("hidden_size")
+
+    def attention(weights: Weights, layer: LayerSpec) -> LatentAttention:
+        return LatentAttention(weights, layer, config, deinterleave=deinterleave)
+
+    def mlp(weights: Weights, layer: LayerSpec) -> nn.Module:
+        if layer.layer_id >= first_sparse:
+            return MixtureOfExperts(weights, config, router)
+        return GatedMLP(weights, hidden, config.integer("intermediate_size"), bias=mlp_bias)
+
+    width = config.integer("qk_rope_head_dim")
+    rope = Rope(config, width, dtype=weights.dtype, device=weights.device, rotation=rotation)
+    return Decoder(weights, config, spec, rope, attention, mlp)
+
+
+def _check_scoring(config: Config, scoring: str) -> None:
+    if (config.optional_text("scoring_func") or scoring) != scoring:
+        raise config.wrong("scoring_func", f"{scoring!r} for model type {config.model_type!r}")

@@ -1,0 +1,106 @@
+"""Multi-head latent attention, as in DeepSeek-V2 and V3: a cache of one compressed row per token.
+
+The queries' down-projection and the row's are one product, since both read the same input. How the row is expanded
+again, or the queries absorbed, is core's business (``attnplug.mla``); the layer brings the up-projection in its parts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from attnplug.batch import ForwardBatch
+from attnplug.config_keys import Config
+from attnplug.mla import MLAWeights, attend_mla
+from attnplug.model import LayerSpec
+from attnplug_engine.models.decoder import EPS, Attention
+from attnplug_engine.models.layers import Linear, RMSNorm
+from attnplug_engine.models.rope import Rotation
+from attnplug_engine.models.weights import Rows, Weights
+from attnplug_engine.parallel import even_part, length, scaled
+
+
+class LatentAttention(Attention):
+    """MLA with or without a low-rank query.
+
+    ``deinterleave`` says that the stored weights make rotary pairs ``(2 i, 2 i + 1)`` while the model keeps the rotated
+    row as ``[evens | odds]`` (V3's ``rope_interleave``). The rows of the weights are put in that order once, here, so
+    that a half rotation gives the very row that transformers caches.
+    """
+
+    def __init__(self, weights: Weights, layer: LayerSpec, config: Config, *, deinterleave: bool) -> None:
+        super().__init__()
+        dims = layer.mla
+        assert dims is not None  # the architecture's spec has MLA layers only
+        hidden, bias = config.integer("hidden_size"), config.flag("attention_bias")
+        heads = even_part(layer.num_heads, weights.parallel, "attention heads")
+        own = length(heads)
+        self.layer = replace(layer, num_heads=own, num_kv_heads=own)
+        self._latent, self._nope = dims.kv_lora_rank, dims.qk_nope_head_dim
+
+        rope_order = _evens_then_odds(dims.qk_rope_head_dim) if deinterleave else None
+        queries = layer.num_heads * layer.head_dim
+        query_order = _per_head(rope_order, own, self._nope, layer.head_dim)
+        row_order = _per_head(rope_order, 1, self._latent, dims.row_dim)
+        row = Rows("kv_a_proj_with_mqa", dims.row_dim, slice(0, dims.row_dim), row_order)
+        rank = config.optional_integer("q_lora_rank")
+        if rank is None:
+            query = Rows("q_proj", queries, scaled(heads, layer.head_dim), query_order)
+            # transformers gives q_proj no bias even where attention_bias is set, and the row's projection has one.
+            down = weights.stack("weight", [query, row], hidden)
+            self.down = Linear(down, _bias_of_row(weights, length(query.own), row) if bias else None)
+            self.q_norm, self.q_up = None, None
+            self._query_width = length(query.own)
+        else:
+            low = Rows("q_a_proj", rank, slice(0, rank))
+            self.down = Linear.stacked(weights, [low, row], hidden, bias=bias)
+            # Both inner norms have the class's own epsilon, not the config's, as in transformers.
+            self.q_norm = RMSNorm(weights.at("q_a_layernorm"), rank, EPS)
+            query = Rows("q_b_proj", queries, scaled(heads, layer.head_dim), query_order)
+            self.q_up = Linear.stacked(weights, [query], rank)
+            self._query_width = rank
+        self.row_norm = RMSNorm(weights.at("kv_a_layernorm"), self._latent, EPS)
+
+        width = self._nope + layer.v_head_dim
+        up = weights.stack("weight", [Rows("kv_b_proj", layer.num_heads * width, scaled(heads, width))], self._latent)
+        keys, values = up.unflatten(0, (own, width)).split((self._nope, layer.v_head_dim), dim=1)
+        # Values as [heads, v, latent] in memory: the matrix that core makes of them is then the same memory.
+        self.weights = MLAWeights(w_kc=keys.contiguous(), w_vc=values.contiguous().transpose(1, 2))
+        value = layer.v_head_dim
+        self.out = Linear.row_parallel(
+            weights.at("o_proj"), layer.num_heads * value, hidden, scaled(heads, value), bias=bias
+        )
+
+    def forward(self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch) -> Tensor:
+        layer = self.layer
+        down = self.down(hidden)
+        query, rows = down[:, : self._query_width], down[:, self._query_width :]
+        if self.q_norm is not None and self.q_up is not None:
+            query = self.q_up(self.q_norm(query))
+        q = query.unflatten(1, (layer.num_heads, layer.head_dim))
+        rotation.apply_(q[..., self._nope :])
+        rotary = rotation.apply(rows[:, None, self._latent :]).squeeze(1)
+        rows = torch.cat((self.row_norm(rows[:, : self._latent]), rotary), dim=1)
+        attended = attend_mla(q, rows, layer, self.weights, batch)
+        return cast(Tensor, self.out(attended.flatten(1)))
+
+
+def _evens_then_odds(width: int) -> Tensor:
+    return torch.cat((torch.arange(0, width, 2), torch.arange(1, width, 2)))
+
+
+def _per_head(rope_order: Tensor | None, heads: int, plain: int, width: int) -> Tensor | None:
+    """The order of ``heads * width`` rows whose last ones in each head are rotary and are to be in ``rope_order``."""
+    if rope_order is None:
+        return None
+    one = torch.cat((torch.arange(plain), plain + rope_order))
+    return (width * torch.arange(heads)[:, None] + one).flatten()
+
+
+def _bias_of_row(weights: Weights, without: int, row: Rows) -> Tensor:
+    """``[without + row]``: zeros for what has no bias, then the row's own."""
+    bias = weights.stack("bias", [row])
+    return torch.cat((bias.new_zeros(without), bias))

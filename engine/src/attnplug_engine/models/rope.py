@@ -1,0 +1,181 @@
+"""Rotary position embeddings: the frequencies of each rope type, and the two ways to rotate a row.
+
+The formulas are those of transformers' ``modeling_rope_utils`` (5.22), in float32 as there: with long contexts the
+last bits of a frequency decide over an angle.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from attnplug.config_keys import Config
+
+_DEFAULT_THETA = 10_000.0
+
+
+class Rotation(Protocol):
+    """The rotation for the tokens of one step, made once and used by every layer."""
+
+    def apply(self, x: Tensor) -> Tensor:
+        """``x`` ``[tokens, heads, dim]`` rotated."""
+        ...
+
+    def apply_(self, x: Tensor) -> None:
+        """Rotate ``x`` ``[tokens, heads, dim]``, which may be a view, in place."""
+        ...
+
+
+class HalfRotation:
+    """Pairs ``(i, i + dim / 2)``: Llama's way. Cosines and signed sines ``[tokens, 1, dim]`` in the model's type."""
+
+    __slots__ = ("_cos", "_half", "_sin")
+
+    def __init__(self, angles: Tensor, factor: float, dtype: torch.dtype) -> None:
+        cos, sin = angles.cos().mul_(factor), angles.sin().mul_(factor)
+        self._half = angles.shape[-1]
+        self._cos = torch.cat((cos, cos), -1).to(dtype).unsqueeze(1)
+        self._sin = torch.cat((-sin, sin), -1).to(dtype).unsqueeze(1)
+
+    def apply(self, x: Tensor) -> Tensor:
+        return torch.addcmul(x * self._cos, x.roll(self._half, -1), self._sin)
+
+    def apply_(self, x: Tensor) -> None:
+        torch.addcmul(x * self._cos, x.roll(self._half, -1), self._sin, out=x)
+
+
+class PairRotation:
+    """Pairs ``(2 i, 2 i + 1)``, each left where it is: DeepSeek-V2's way. Computes in float32 like transformers."""
+
+    __slots__ = ("_turn",)
+
+    def __init__(self, angles: Tensor, factor: float, dtype: torch.dtype) -> None:
+        self._turn = torch.polar(torch.full_like(angles, factor), angles).unsqueeze(1)
+
+    def apply(self, x: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x.float().contiguous().unflatten(-1, (-1, 2)))
+        return torch.view_as_real(pairs * self._turn).flatten(-2).to(x.dtype)
+
+    def apply_(self, x: Tensor) -> None:
+        even = x.storage_offset() % 2 == 0 and all(stride % 2 == 0 for stride in x.stride()[:-1])
+        if x.dtype is torch.float32 and even:
+            torch.view_as_complex(x.unflatten(-1, (-1, 2))).mul_(self._turn)
+        else:
+            x.copy_(self.apply(x))
+
+
+class Rope:
+    """A model's rotary embedding. Positions have no upper end here: angles are computed, not looked up."""
+
+    def __init__(
+        self,
+        config: Config,
+        dim: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        rotation: Callable[[Tensor, float, torch.dtype], Rotation] = HalfRotation,
+    ) -> None:
+        frequencies, self._factor = inverse_frequencies(config, dim)
+        self._frequencies = frequencies.to(device)
+        self._dtype = dtype
+        self._rotation = rotation
+
+    def at(self, positions: Tensor) -> Rotation:
+        """The rotation for tokens at ``positions`` ``[tokens]``."""
+        angles = positions.unsqueeze(-1) * self._frequencies
+        return self._rotation(angles, self._factor, self._dtype)
+
+
+def inverse_frequencies(config: Config, dim: int) -> tuple[Tensor, float]:
+    """``[dim / 2]`` float32 on the CPU, and the factor on cos and sin, as the config's rope keys say."""
+    section = config.section("rope_parameters") or config.section("rope_scaling") or Config({}, config.source, "")
+    for part in (section, config):
+        if (part.optional_number("partial_rotary_factor") or 1.0) != 1.0:
+            raise part.wrong("partial_rotary_factor", "1: no model here rotates a part of its head")
+    if dim % 2:
+        raise config.error(f"rope needs an even number of dimensions, not {dim}", "head_dim")
+    key = "rope_type" if section.lookup("rope_type") is not None else "type"
+    rope_type = section.optional_text(key) or "default"
+    if rope_type not in _TYPES:
+        raise section.wrong(key, f"one of {', '.join(map(repr, _TYPES))}")
+    theta = section.optional_number("rope_theta") or config.optional_number("rope_theta") or _DEFAULT_THETA
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
+    return _TYPES[rope_type](section, config, theta, 1.0 / (theta**exponents))
+
+
+def _default(section: Config, config: Config, theta: float, plain: Tensor) -> tuple[Tensor, float]:
+    return plain, 1.0
+
+
+def _linear(section: Config, config: Config, theta: float, plain: Tensor) -> tuple[Tensor, float]:
+    return plain / section.number("factor"), 1.0
+
+
+def _llama3(section: Config, config: Config, theta: float, plain: Tensor) -> tuple[Tensor, float]:
+    """Short wavelengths stay, long ones are stretched by the factor, those between are blended."""
+    factor, original = section.number("factor"), _original_length(section, config)
+    low, high = section.number("low_freq_factor"), section.number("high_freq_factor")
+    wavelengths = 2 * math.pi / plain
+    blend = (original / wavelengths - low) / (high - low)
+    blended = (1 - blend) * plain / factor + blend * plain
+    stretched = torch.where(wavelengths > original / low, plain / factor, blended)
+    return torch.where(wavelengths < original / high, plain, stretched), 1.0
+
+
+def _yarn(section: Config, config: Config, theta: float, plain: Tensor) -> tuple[Tensor, float]:
+    original = _original_length(section, config)
+    factor = section.optional_number("factor") or config.integer("max_position_embeddings") / original
+    dim = 2 * plain.shape[0]
+
+    def dimension(rotations: float) -> float:
+        """The dimension that makes this many rotations over the original length."""
+        return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(theta))
+
+    low = dimension(section.optional_number("beta_fast") or 32)
+    high = dimension(section.optional_number("beta_slow") or 1)
+    if section.lookup("truncate") is None or section.flag("truncate"):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    if low == high:
+        high += 0.001
+    interpolated = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    frequencies = plain / factor * interpolated + plain * (1 - interpolated)
+    return frequencies, _yarn_factor(section, factor)
+
+
+def _yarn_factor(section: Config, factor: float) -> float:
+    """What yarn puts on cos and sin. Its part on the softmax scale is in the LayerSpec already."""
+    given = section.optional_number("attention_factor")
+    if given is not None:
+        return given
+    mscale = section.optional_number("mscale", least=0.0)
+    all_dim = section.optional_number("mscale_all_dim", least=0.0)
+    if mscale and all_dim:
+        return _mscale(factor, mscale) / _mscale(factor, all_dim)
+    return _mscale(factor, 1.0)
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _original_length(section: Config, config: Config) -> int:
+    """The context length before it was extended; the outer key wins, as in transformers."""
+    return (
+        config.optional_integer("original_max_position_embeddings")
+        or section.optional_integer("original_max_position_embeddings")
+        or config.integer("max_position_embeddings")
+    )
+
+
+_TYPES: Mapping[str, Callable[[Config, Config, float, Tensor], tuple[Tensor, float]]] = {
+    "default": _default,
+    "linear": _linear,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}

@@ -1,0 +1,111 @@
+"""How a model takes its weights: by name, in its own type, its rank's part only, with a record of what was taken."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnplug_engine.checkpoint import UnusedTensors, WeightSource, shortened
+from attnplug_engine.parallel import TensorParallel, length
+
+# Buffers that old checkpoints carry, and that every model computes for itself.
+_HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of a stored weight ``[total, in_features]`` that go into a stack: this rank's, possibly in another order.
+
+    ``order`` holds indices into the owned rows, one for each row of the result.
+    """
+
+    name: str
+    total: int
+    own: slice
+    order: Tensor | None = None
+
+
+class Weights:
+    """The tensors under one prefix of a source, as parameters in the model's type and on its device.
+
+    ``at`` leads to a module's own tensors; what is taken anywhere below is recorded in one place, so that
+    ``check_all_taken`` at the root finds what nobody asked for.
+    """
+
+    def __init__(
+        self,
+        source: WeightSource,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        parallel: TensorParallel,
+        prefix: str = "",
+        taken: set[str] | None = None,
+    ) -> None:
+        self.dtype = dtype
+        self.device = device
+        self.parallel = parallel
+        self._source = source
+        self._prefix = prefix
+        self._taken = set() if taken is None else taken
+
+    def at(self, module: str) -> Weights:
+        """The weights of a module inside this one: ``"layers.3"``."""
+        return Weights(
+            self._source,
+            dtype=self.dtype,
+            device=self.device,
+            parallel=self.parallel,
+            prefix=f"{self._prefix}{module}.",
+            taken=self._taken,
+        )
+
+    def take(
+        self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None, exact: bool = False
+    ) -> Tensor:
+        """A tensor, or this rank's rows and columns of it. ``exact`` keeps it float32 whatever the model's type."""
+        part = self._read(name, shape, rows, columns)
+        # A copy in any case: what a file's memory map backs is not ours, and is not aligned for vector loads.
+        return part.to(self.device, torch.float32 if exact else self.dtype, copy=True).contiguous()
+
+    def stack(self, suffix: str, parts: Sequence[Rows], *in_features: int) -> Tensor:
+        """``[rows of all parts, *in_features]``: several stored tensors as one, for one matrix product."""
+        count = sum(length(part.own) for part in parts)
+        stacked = torch.empty(count, *in_features, dtype=self.dtype, device=self.device)
+        self.fill(stacked, suffix, parts)
+        return stacked
+
+    def fill(self, target: Tensor, suffix: str, parts: Sequence[Rows]) -> None:
+        """Fill ``target`` ``[rows of all parts, …]`` with the parts' rows, one part after the other."""
+        start = 0
+        for part in parts:
+            stop = start + length(part.own)
+            stored = self._read(f"{part.name}.{suffix}", (part.total, *target.shape[1:]), part.own, None)
+            target[start:stop].copy_(stored if part.order is None else stored[part.order])
+            start = stop
+
+    def check_all_taken(self, ignored: Iterable[re.Pattern[str]] = ()) -> None:
+        """Raise where the source holds tensors that no module took, other than those known to mean nothing here."""
+        patterns = (_HARMLESS, *ignored)
+        unused = [
+            name
+            for name in self._source.names()
+            if name not in self._taken and not any(pattern.search(name) for pattern in patterns)
+        ]
+        if unused:
+            raise UnusedTensors(
+                f"the checkpoint {self._source.name!r} holds {len(unused)} tensors that no part of the model takes: "
+                f"{shortened(unused)}; its config.json describes another model than its weights are of",
+                self._source.name,
+                unused,
+            )
+
+    def _read(self, name: str, shape: tuple[int, ...], rows: slice | None, columns: slice | None) -> Tensor:
+        full_name = self._prefix + name
+        part = self._source.tensor(full_name, shape, rows=rows, columns=columns)
+        self._taken.add(full_name)
+        return part

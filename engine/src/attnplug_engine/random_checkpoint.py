@@ -1,0 +1,78 @@
+"""Random weights behind the interface of a checkpoint, for models of which only the config exists.
+
+A tensor depends on the seed and its own name and on nothing else: not on the order of asking, and not on how many
+ranks share it. Shapes are those that the model asks for, so there is no list of tensors to keep.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from attnplug.config_keys import ModelConfigError
+from attnplug.tiny import TINY_CONFIGS
+from attnplug_engine.checkpoint import SINGLE_FILE
+
+TINY = "tiny:"
+
+_USUAL_RANGE = 0.02  # what transformers assumes where a config has no initializer_range
+_SMALL = 0.1  # of the range, for what is added to a norm's 1 and for biases
+
+
+class RandomCheckpoint:
+    """Weights for ``config``: normal with the config's ``initializer_range``, norms near 1, biases near 0."""
+
+    def __init__(self, config: Mapping[str, object], *, seed: int = 0, name: str = "random") -> None:
+        self.config = config
+        self.name = name
+        self._seed = seed
+        value = config.get("initializer_range", _USUAL_RANGE)
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise ModelConfigError(f"{name}: 'initializer_range' is {value!r}; it must be a number", name)
+        self._range = float(value)
+        self._shapes: dict[str, tuple[int, ...]] = {}
+
+    @classmethod
+    def tiny(cls, reference: str, *, seed: int = 0) -> RandomCheckpoint:
+        """The built-in model ``tiny:NAME``."""
+        name = reference.removeprefix(TINY)
+        if name not in TINY_CONFIGS:
+            known = ", ".join(TINY + each for each in TINY_CONFIGS)
+            raise ModelConfigError(f"{reference!r} is not a built-in model; known: {known}", reference)
+        return cls(TINY_CONFIGS[name], seed=seed, name=reference)
+
+    def names(self) -> Sequence[str]:
+        """The tensors that were asked for so far: there are no others."""
+        return tuple(self._shapes)
+
+    def tensor(
+        self, name: str, shape: tuple[int, ...], *, rows: slice | None = None, columns: slice | None = None
+    ) -> Tensor:
+        if self._shapes.setdefault(name, shape) != shape:
+            raise ValueError(f"tensor {name!r} was asked for as {self._shapes[name]} and as {shape}")
+        whole = self._whole(name, shape)
+        part = whole[rows or slice(None)]
+        return part if columns is None else part[:, columns]
+
+    def save(self, folder: str | Path) -> None:
+        """Write what was asked for so far as a Hugging Face folder, from which transformers loads the same model."""
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(json.dumps(self.config, indent=2) + "\n")
+        tensors = {name: self._whole(name, shape) for name, shape in self._shapes.items()}
+        save_file(tensors, str(folder / SINGLE_FILE), metadata={"format": "pt"})
+
+    def _whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        normal = torch.randn(shape, generator=generator)
+        if len(shape) > 1:
+            return normal.mul_(self._range)
+        normal.mul_(self._range * _SMALL)
+        return normal.add_(1.0) if name.endswith("norm.weight") else normal

@@ -1,0 +1,185 @@
+"""A request: what was asked, how its tokens are chosen, how far it has come, and its part in a step."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple
+
+from attnplug.errors import UsageError
+from attnplug.kv.allocator import PageCopy
+from attnplug.plan import ForwardMode
+
+LARGEST_SEED = 2**63 - 1
+
+
+def _check_whole(name: str, value: object, lowest: int, allowed: str, highest: int | None = None) -> None:
+    # Values come from JSON lines too, where a text or true is one typo away.
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or value < lowest or (highest is not None and value > highest):  # type: ignore[operator]
+        raise UsageError(f"{name}={value!r} is not allowed; give {allowed}")
+
+
+def _check_number(name: str, value: object, allowed: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise UsageError(f"{name}={value!r} is not allowed; give {allowed}")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the tokens of one request are chosen and when it ends.
+
+    A temperature of 0 is greedy, whatever ``top_k`` and ``top_p`` say. ``top_k`` keeps the k likeliest tokens (0
+    keeps all); ``top_p`` then keeps the likeliest that together have this share of what is left. Without a
+    ``seed`` the sampler derives one from its own seed and the request's id. A stop token ends the request and is its
+    last token.
+    """
+
+    max_tokens: int
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop_token_ids: frozenset[int] = frozenset()
+
+    def __post_init__(self) -> None:
+        _check_whole("max_tokens", self.max_tokens, 1, "a number of new tokens, 1 or more")
+        if _check_number("temperature", self.temperature, allowed := "0 for greedy, or a finite number above 0") < 0:
+            raise UsageError(f"temperature={self.temperature!r} is not allowed; give {allowed}")
+        _check_whole("top_k", self.top_k, 0, "0 for all tokens, or how many of the likeliest to keep")
+        if not 0 < _check_number("top_p", self.top_p, allowed := "a share above 0 and at most 1") <= 1:
+            raise UsageError(f"top_p={self.top_p!r} is not allowed; give {allowed}")
+        if self.seed is not None:
+            _check_whole("seed", self.seed, 0, f"None, or a number from 0 to {LARGEST_SEED}", LARGEST_SEED)
+        if not isinstance(self.stop_token_ids, frozenset):
+            raise UsageError(
+                f"stop_token_ids={self.stop_token_ids!r} is not allowed; give a frozenset of token ids, 0 or more each"
+            )
+        for token in self.stop_token_ids:
+            _check_whole("stop_token_ids: token", token, 0, "token ids, 0 or more each")
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    """It produced one of its stop tokens, which is its last token."""
+    LENGTH = "length"
+    """It has ``max_tokens`` tokens, or fills the context."""
+    ABORTED = "aborted"
+    """Its owner ended it."""
+    ERROR = "error"
+    """It could not go on; the engine says why."""
+
+
+class RequestState(StrEnum):
+    """Where a request is. A preempted one waits again."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One prompt on its way to its tokens. The scheduler changes it; everyone else reads.
+
+    ``computed`` counts the tokens, prompt and output together, whose cache rows are written; it falls back to 0
+    when the request is preempted, while ``output`` stays. ``cached_tokens`` is the prefix that the cache
+    supplied when the request was first admitted; a preempted request that finds its own pages again is no hit.
+    """
+
+    id: int
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    output: list[int] = field(default_factory=list)
+    state: RequestState = RequestState.WAITING
+    finish_reason: FinishReason | None = None
+    row: int | None = None
+    """Its row of the slot table, while it has one."""
+    computed: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    max_length: int = 0
+    """Tokens, prompt and output together, at which the request ends; the scheduler lowers it to the context."""
+
+    def __post_init__(self) -> None:
+        self.prompt = tuple(self.prompt)
+        self.max_length = len(self.prompt) + self.params.max_tokens
+
+    @property
+    def length(self) -> int:
+        """Tokens so far, prompt and output together."""
+        return len(self.prompt) + len(self.output)
+
+    @property
+    def decoding(self) -> bool:
+        """Whether all that is left to compute is its newest output token."""
+        return bool(self.output) and self.computed == len(self.prompt) + len(self.output) - 1
+
+    def tokens(self, start: int, stop: int) -> tuple[int, ...]:
+        """The tokens at positions ``start`` to ``stop - 1``, prompt and output as one sequence."""
+        prompt = len(self.prompt)
+        if stop <= prompt:
+            return self.prompt[start:stop]
+        return self.prompt[start:] + tuple(self.output[max(start - prompt, 0) : stop - prompt])
+
+
+class StepEntry(NamedTuple):  # made for every request at every step, at less than half a frozen dataclass's cost
+    """The tokens that one request runs in a step: ``token_ids`` at ``position``, ``position + 1``, …
+
+    ``sampled`` says that the logits of its last token choose the request's next token; the others only fill the
+    cache.
+    """
+
+    request: Request
+    position: int
+    token_ids: tuple[int, ...]
+    sampled: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What to run: the entries in the order of their rows in the batch.
+
+    ``copies`` go to the pools' ``copy_pages``, in this order, before anything is written. ``rows`` are the entries'
+    rows of the slot table, which has room for the new tokens already: its lengths include them.
+    """
+
+    mode: ForwardMode
+    entries: tuple[StepEntry, ...]
+    copies: tuple[PageCopy, ...]
+    rows: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(entry.token_ids) for entry in self.entries)
+
+    @property
+    def sampled_requests(self) -> list[Request]:
+        """The requests to sample a token for, in the order of ``sampled_rows``."""
+        return [entry.request for entry in self.entries if entry.sampled]
+
+    @property
+    def sampled_rows(self) -> list[int]:
+        """Which of the step's ``num_tokens`` rows carry the logits to sample from."""
+        rows, end = [], 0
+        for entry in self.entries:
+            end += len(entry.token_ids)
+            if entry.sampled:
+                rows.append(end - 1)
+        return rows
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step brought: each request's new token by request id, and the requests that it finished."""
+
+    tokens: dict[int, int]
+    finished: tuple[Request, ...]

@@ -1,0 +1,195 @@
+"""One step of a model: pools, backend and batch brought together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnplug import (
+    BackendContext,
+    DType,
+    ExtendPolicy,
+    ForwardBatch,
+    KVPools,
+    Limits,
+    MHAPool,
+    MLAAttention,
+    MLAPool,
+    PageAllocator,
+    Parallel,
+    Selection,
+    SlotTable,
+    WorkspaceOwner,
+    build_selection,
+    forward_context,
+    plan_forward,
+)
+from attnplug.errors import AttnplugError
+from attnplug.model import AttentionKind, ModelSpec
+from attnplug_engine.models import LoadedModel
+from attnplug_engine.parallel import SINGLE, TensorParallel
+from attnplug_engine.request import Step
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """How much the runner makes room for."""
+
+    num_pages: int
+    page_size: int
+    max_batch: int
+    max_step_tokens: int
+    context_length: int
+
+
+class NotFinite(AttnplugError):
+    """A layer produced NaN or infinity. ``layer_id`` is the first that did."""
+
+    def __init__(self, layer_id: int) -> None:
+        self.layer_id = layer_id
+        super().__init__(f"the output of layer {layer_id} is not finite: it is the first layer with NaN or infinity")
+
+
+class ModelRunner:
+    """A model with its pools and its backend; runs one step at a time, for whoever schedules.
+
+    Built in the only order that types allow: pools, then coordinators (none yet), then backends, which capture both.
+    """
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        selection: Selection,
+        capacity: Capacity,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        kv_dtype: DType,
+        parallel: TensorParallel = SINGLE,
+        policy: ExtendPolicy | None = None,
+        check_layers: bool = False,
+    ) -> None:
+        self.model, self.capacity, self.device = model.module, capacity, device
+        self.pools = build_pools(model.spec, capacity, kv_dtype, device, parallel)
+        self.workspace = WorkspaceOwner()
+        context = BackendContext(
+            name="",
+            roles=frozenset(),
+            model=model.spec,
+            device=device,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            page_size=capacity.page_size,
+            limits=Limits(
+                capacity.max_batch, max(capacity.max_step_tokens, capacity.max_batch), capacity.context_length
+            ),
+            pools=self.pools,
+            workspace=self.workspace,
+            parallel=Parallel(parallel.rank, parallel.size),
+            coordinator=None,
+        )
+        self.backend = build_selection(selection, context)
+        self.mla = MLAAttention(self.backend, self.pools.mla, policy) if self.pools.mla is not None else None
+        self.allocator = PageAllocator(capacity.num_pages)
+        self.table = SlotTable(
+            self.allocator,
+            page_size=capacity.page_size,
+            max_requests=capacity.max_batch,
+            max_pages=-(-capacity.context_length // capacity.page_size),
+            device=device,
+        )
+        if check_layers:
+            self._check_every_layer()
+
+    @torch.inference_mode()
+    def run(self, step: Step) -> Tensor:
+        """Logits ``[sampled, vocab]`` float32 of the step's sampled rows, in their order."""
+        if step.copies:
+            self.pools.copy_pages(step.copies)
+        batch = self._batch(step)
+        plan_forward(self.backend, batch)
+        if self.mla is not None:
+            self.mla.prepare(batch)
+        with forward_context(self.backend, self.mla):
+            assert batch.positions is not None
+            hidden = self.model.forward(batch.input_ids, batch.positions, batch)
+        rows = step.sampled_rows
+        if len(rows) != hidden.shape[0]:
+            hidden = hidden[torch.tensor(rows, dtype=torch.int64).to(self.device, non_blocking=True)]
+        return self.model.logits(hidden)
+
+    def _batch(self, step: Step) -> ForwardBatch:
+        decode = step.mode.is_decode
+        entries = step.entries
+        if decode:
+            ids = torch.tensor([[entry.token_ids[0] for entry in entries], [entry.position for entry in entries]])
+        else:
+            positions = [range(entry.position, entry.position + len(entry.token_ids)) for entry in entries]
+            ids = torch.tensor(
+                [
+                    [token for entry in entries for token in entry.token_ids],
+                    [position for span in positions for position in span],
+                ]
+            )
+        ids = ids.to(self.device, non_blocking=True)
+        page_table, seq_lens = self.table.batch(step.rows)
+        new = None if decode else torch.tensor([len(entry.token_ids) for entry in entries], dtype=torch.int32)
+        return ForwardBatch(
+            forward_mode=step.mode,
+            input_ids=ids[0],
+            positions=ids[1],
+            page_table=page_table,
+            seq_lens=seq_lens,
+            seq_lens_cpu=seq_lens if self.device.type == "cpu" else self.table.lengths_cpu(step.rows),
+            extend_seq_lens=None if new is None else new.to(self.device, non_blocking=True),
+            extend_seq_lens_cpu=new,
+        )
+
+    def _check_every_layer(self) -> None:
+        """For debugging: stop at the first layer whose output is not finite."""
+
+        def checker(layer_id: int) -> None:
+            def check(_module: object, _inputs: object, output: Tensor) -> None:
+                if not bool(torch.isfinite(output).all()):
+                    raise NotFinite(layer_id)
+
+            self.model.layers[layer_id].register_forward_hook(check)
+
+        for layer_id in range(len(self.model.layers)):
+            checker(layer_id)
+
+
+def build_pools(
+    spec: ModelSpec, capacity: Capacity, kv_dtype: DType, device: torch.device, parallel: TensorParallel
+) -> KVPools:
+    """The pools that a model's layers need, for this rank's heads."""
+    kinds = spec.kinds
+    mha = mla = None
+    if AttentionKind.MHA in kinds:
+        mha = MHAPool(
+            spec.layers,
+            num_pages=capacity.num_pages,
+            page_size=capacity.page_size,
+            dtype=kv_dtype,
+            device=device,
+            tensor_parallel=parallel.size,
+        )
+    if AttentionKind.MLA in kinds:
+        mla = MLAPool(
+            spec.layers, num_pages=capacity.num_pages, page_size=capacity.page_size, dtype=kv_dtype, device=device
+        )
+    return KVPools(mha=mha, mla=mla)
+
+
+def bytes_per_page(spec: ModelSpec, page_size: int, kv_dtype: DType, parallel_size: int = 1) -> int:
+    """What one page takes in all layers together, for this rank's heads."""
+    element = 1 if kv_dtype is DType.FLOAT8_E4M3 else 4 if kv_dtype is DType.FLOAT32 else 2
+    row = 0
+    for layer in spec.full_layers:
+        if layer.mla is not None:
+            row += layer.mla.row_dim
+        else:
+            row += max(1, layer.num_kv_heads // parallel_size) * (layer.head_dim + layer.v_head_dim)
+    return row * page_size * element

@@ -1,0 +1,350 @@
+"""Continuous batching: which tokens of which requests run in the next step."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from typing import Never
+
+from attnplug.errors import AttnplugError, PoolError, UsageError
+from attnplug.kv.allocator import OutOfPages, PageAllocator, PageCopy
+from attnplug.kv.table import SlotTable
+from attnplug.plan import ForwardMode
+from attnplug_engine.prefix_cache import PrefixCache
+from attnplug_engine.request import FinishReason, Request, RequestState, Step, StepEntry, StepResult
+
+
+class StepError(AttnplugError):
+    """A step was asked for or finished out of order, or with tokens that do not belong to it. Nothing changed."""
+
+
+class Scheduler:
+    """Serves requests first come, first served, as many at a time as rows and pages allow.
+
+    A step runs every decoding request, and fills up to ``max_step_tokens`` with prefill; at least one token of a
+    prefill runs, so a step has at most ``max(max_step_tokens, max_batch)`` tokens. A request is admitted when there
+    are pages, free or evictable, for all its tokens so far and one more for each running request. When a decoding
+    request cannot get its next page, the latest admitted request is preempted: it loses its row, waits at the
+    front of the queue, and computes its prompt and output again.
+
+    Why this always comes to an end. Running and then waiting requests are at all times in the order of their
+    arrival: admission moves the first that waits behind the last that runs, preemption moves it back. So at most
+    one running request is prefilling, the last: none is admitted behind a prefill that is not complete. The
+    oldest request runs in every step: it decodes first; or it prefills, and then it is alone. It always gets its pages:
+    everyone behind it is preempted before it is, and alone it has the whole pool (what nobody holds is evictable),
+    which ``add`` found large enough for its last token. So each step computes at least one token of the oldest
+    request, which is never preempted, and it ends within ``max_length`` steps; then the next is the oldest.
+
+    Pages that others hold when the scheduler is made are not counted on; hold none later. Between ``next_step`` and
+    ``finish_step`` (or ``drop_step``) the step is in flight, and the rows of its requests stay as they are.
+    """
+
+    def __init__(
+        self,
+        table: SlotTable,
+        allocator: PageAllocator,
+        cache: PrefixCache | None,
+        *,
+        max_batch: int,
+        max_step_tokens: int,
+        context_length: int,
+    ) -> None:
+        limits = {"max_batch": max_batch, "max_step_tokens": max_step_tokens, "context_length": context_length}
+        for name, value in limits.items():
+            if value < 1:
+                raise UsageError(f"{name}={value} is not allowed; give 1 or more")
+        if max_batch > table.max_requests:
+            raise UsageError(f"max_batch={max_batch} is more than the {table.max_requests} rows of the slot table")
+        if cache is not None and cache.page_size != table.page_size:
+            raise UsageError(
+                f"the prefix cache has pages of {cache.page_size} tokens and the slot table of {table.page_size}; "
+                "build both with the same page size"
+            )
+        self._table, self._allocator, self._cache = table, allocator, cache
+        self._page_size = table.page_size
+        self._max_batch = max_batch
+        self._max_step_tokens = max_step_tokens
+        self._context_length = min(context_length, table.max_pages * table.page_size)
+        self._pool_pages = allocator.free_pages + (len(cache) if cache is not None else 0)
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._requests: dict[int, Request] = {}
+        self._step: Step | None = None
+        # The first that waits did not fit, and no row was released since: no need to look again at every step.
+        self._blocked = False
+        self._retiring = False  # a running request has finished and still has its row
+        self._preemptions = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._running or self._waiting)
+
+    @property
+    def running(self) -> tuple[Request, ...]:
+        """In the order of their admission."""
+        return tuple(self._running)
+
+    @property
+    def waiting(self) -> tuple[Request, ...]:
+        """The next to be admitted first."""
+        return tuple(self._waiting)
+
+    @property
+    def preemptions(self) -> int:
+        """How many times a request has lost its row and had to compute its tokens again."""
+        return self._preemptions
+
+    def add(self, request: Request) -> None:
+        """Queue a new request, or say why it can never be served."""
+        if request.id in self._requests or request.state is not RequestState.WAITING:
+            raise UsageError(f"request {request.id} was added before; give every request an id of its own")
+        prompt = len(request.prompt)
+        if not prompt:
+            raise UsageError(f"request {request.id} has an empty prompt; give at least one token")
+        if prompt >= self._context_length:
+            raise UsageError(
+                f"request {request.id} has a prompt of {prompt} tokens, and the context holds {self._context_length}, "
+                f"new tokens included; shorten the prompt to {self._context_length - 1} tokens or fewer"
+            )
+        length = min(request.max_length, self._context_length)
+        # The last token ends the request and is never computed.
+        needed = -(-(length - 1) // self._page_size)
+        if needed > self._pool_pages:
+            raise PoolError(
+                f"request {request.id} needs {needed} pages for {prompt} prompt tokens and up to {length - prompt} "
+                f"new ones, and there are {self._pool_pages} (of {self._page_size} tokens each); lower its "
+                f"max_tokens, or build the pool with more pages"
+            )
+        request.max_length = length
+        self._requests[request.id] = request
+        self._waiting.append(request)
+
+    def abort(self, request_id: int, reason: FinishReason = FinishReason.ABORTED) -> Request | None:
+        """End a request now; returns it, or ``None`` when there is none of this id (any more).
+
+        While a step is in flight it keeps its row until the step is finished or dropped, and its token of that step
+        is ignored. No ``StepResult`` reports it. Pages of a request that ends by an error are not cached.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        if request.state is RequestState.WAITING:
+            self._waiting.remove(request)
+            self._blocked = False
+        self._finish(request, reason)
+        if self._step is None:
+            self._retire()
+        return request
+
+    def next_step(self) -> Step | None:
+        """The next step to run, or ``None`` when there is no work. It is in flight until it is finished or dropped."""
+        if self._step is not None:
+            raise StepError("the step before has not been finished; call finish_step or drop_step first")
+        entries: list[StepEntry] = []
+        copies: list[PageCopy] = []
+        preemptions = self._preemptions
+        self._decode(entries, copies)
+        decoding = len(entries)
+        if preemptions == self._preemptions and (self._waiting or decoding < len(self._running)):
+            self._prefill(entries, copies)
+        if not entries:
+            return self._refuse_to_starve() if self.has_work else None
+        # A preempted request that found all but its newest token in the cache is decoding from the start.
+        decoding += sum([entry.request.decoding for entry in entries[decoding:]])
+        mode = ForwardMode.MIXED if decoding else ForwardMode.EXTEND
+        if decoding == len(entries):
+            mode = ForwardMode.DECODE
+        rows = tuple([entry.request.row for entry in entries])
+        self._step = Step(mode, tuple(entries), tuple(copies), rows)  # type: ignore[arg-type] # who runs has a row
+        return self._step
+
+    def finish_step(self, step: Step, sampled: Mapping[int, int]) -> StepResult:
+        """Take in what the step computed, and the token that was sampled for each of its sampled requests."""
+        self._check_in_flight(step)
+        self._check_sampled(step, sampled)
+        self._step = None
+        tokens: dict[int, int] = {}
+        finished: list[Request] = []
+        running = RequestState.RUNNING  # looking up an enum's member costs as much as the rest of the line
+        for request, position, token_ids, is_sampled in step.entries:
+            if request.state is not running:  # aborted in flight
+                continue
+            request.computed = position + len(token_ids)
+            if not is_sampled:
+                continue
+            output = request.output
+            if self._cache is not None and (not output or len(token_ids) > 1):
+                self._cache_pages(self._cache, request, in_use=True)
+            token = sampled[request.id]
+            output.append(token)
+            tokens[request.id] = token
+            if token in request.params.stop_token_ids:
+                self._finish(request, FinishReason.STOP)
+            elif len(request.prompt) + len(output) >= request.max_length:
+                self._finish(request, FinishReason.LENGTH)
+            else:
+                continue
+            finished.append(request)
+        self._retire()
+        return StepResult(tokens, tuple(finished))
+
+    def drop_step(self, step: Step) -> None:
+        """Take back a step that could not be run; its requests go on as if it had never been made.
+
+        Only its ``copies`` stay due: the rows have the new pages now.
+        """
+        self._check_in_flight(step)
+        self._step = None
+        for entry in step.entries:
+            self._table.truncate(entry.request.row, entry.position)  # type: ignore[arg-type] # in flight: has a row
+        self._retire()
+
+    def _decode(self, entries: list[StepEntry], copies: list[PageCopy]) -> None:
+        """Give every decoding request its token, the earliest admitted first."""
+        running, extend = self._running, self._table.extend
+        for request in running[:]:
+            output, position = request.output, request.computed
+            if not output or position != len(request.prompt) + len(output) - 1:  # request.decoding, without the call
+                continue
+            try:
+                copies += extend(request.row, 1)  # type: ignore[arg-type] # who runs has a row
+            except OutOfPages:
+                if not self._extend_by_preemption(request, copies):
+                    return
+            entries.append(StepEntry(request, position, (output[-1],), True))
+            if request is running[-1]:  # those behind it were preempted
+                return
+
+    def _extend_by_preemption(self, request: Request, copies: list[PageCopy]) -> bool:
+        """Room for one more token, though the latest admitted may lose their rows; ``False`` when it is this one.
+
+        Nobody who loses its row has an entry in this step: it is ``request`` or one behind it.
+        """
+        while not self._extend(request, 1, copies):
+            if len(self._running) == 1 or self._preempt_last() is request:
+                return False
+        return True
+
+    def _prefill(self, entries: list[StepEntry], copies: list[PageCopy]) -> None:
+        """Go on with the prefill that is under way, then admit; stop behind a prefill that is not complete."""
+        running = self._running
+        budget = max(self._max_step_tokens - len(entries), 1)
+        if running and not running[-1].decoding:
+            budget = self._chunk(running[-1], budget, entries, copies)
+        while budget and self._waiting and len(running) < self._max_batch and not self._blocked:
+            request = self._waiting[0]
+            if not self._admit(request):
+                self._blocked = bool(running)
+                return
+            budget = self._chunk(request, budget, entries, copies)
+
+    def _chunk(self, request: Request, budget: int, entries: list[StepEntry], copies: list[PageCopy]) -> int:
+        """Run as much of a prefill as budget and pages allow; what is left of the budget, 0 if it is not complete."""
+        left = request.length - request.computed
+        tokens = min(left, budget)
+        if not self._extend(request, tokens, copies):
+            # What could be evicted is free now. A prefill that gets no page keeps those it has and waits for the
+            # next step; a decoding request that needs them preempts it.
+            tokens = self._allocator.free_pages * self._page_size + -request.computed % self._page_size
+            if not tokens or not self._extend(request, tokens, copies):
+                return 0
+        end = request.computed + tokens
+        entries.append(StepEntry(request, request.computed, request.tokens(request.computed, end), tokens == left))
+        return budget - tokens if tokens == left else 0
+
+    def _admit(self, request: Request) -> bool:
+        """Give the first waiting request a row, behind the cached part of its tokens; not if pages are too few."""
+        cache = self._cache
+        pages, cached = cache.match(request.tokens(0, request.length)) if cache is not None else ([], 0)
+        needed = -(-request.length // self._page_size) - len(pages)
+        lacking = needed + len(self._running) - self._allocator.free_pages
+        if lacking > 0 and (cache is None or not cache.can_evict(lacking, frozenset(pages))):
+            return False
+        request.row = self._table.admit(pages, cached)
+        request.computed = cached
+        request.state = RequestState.RUNNING
+        self._running.append(self._waiting.popleft())
+        if not request.preemptions:
+            request.cached_tokens = cached
+            if cache is not None:
+                cache.count_lookup(len(request.prompt), cached)
+        return True
+
+    def _extend(self, request: Request, tokens: int, copies: list[PageCopy]) -> bool:
+        """Make room for more tokens of a running request, out of the cache if need be; ``False`` changes no row."""
+        row = request.row
+        assert row is not None
+        try:
+            copies += self._table.extend(row, tokens)
+        except OutOfPages as error:
+            lacking = error.asked - error.free
+            if self._cache is None or self._cache.evict(lacking) < lacking:
+                return False
+            copies += self._table.extend(row, tokens)
+        return True
+
+    def _preempt_last(self) -> Request:
+        request = self._running.pop()
+        self._release(request)
+        request.state = RequestState.WAITING
+        request.preemptions += 1
+        self._waiting.appendleft(request)
+        self._preemptions += 1
+        return request
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        request.state = RequestState.FINISHED
+        request.finish_reason = reason
+        self._retiring = request.row is not None or self._retiring
+        del self._requests[request.id]
+
+    def _retire(self) -> None:
+        """Take the rows from the running requests that are finished."""
+        if not self._retiring:
+            return
+        self._retiring = False
+        for request in self._running:
+            if request.state is RequestState.FINISHED:
+                self._release(request)
+        self._running = [request for request in self._running if request.state is RequestState.RUNNING]
+
+    def _release(self, request: Request) -> None:
+        """Take a request's row; what it has computed of whole pages goes to the cache."""
+        assert request.row is not None
+        if self._cache is not None and request.finish_reason is not FinishReason.ERROR:
+            self._cache_pages(self._cache, request, in_use=False)
+        self._table.release(request.row)
+        request.row = None
+        request.computed = 0
+        self._blocked = False
+
+    def _cache_pages(self, cache: PrefixCache, request: Request, *, in_use: bool) -> None:
+        assert request.row is not None
+        full = request.computed // self._page_size
+        if full:
+            tokens = request.tokens(0, full * self._page_size)
+            cache.insert(tokens, self._table.pages(request.row)[:full], in_use=in_use)
+
+    def _check_in_flight(self, step: Step) -> None:
+        if step is not self._step:
+            raise StepError("this step is not in flight; give the one that next_step returned last, once")
+
+    def _check_sampled(self, step: Step, sampled: Mapping[int, int]) -> None:
+        ids = [entry.request.id for entry in step.entries if entry.sampled]
+        if len(ids) == len(sampled) and all([request_id in sampled for request_id in ids]):
+            return
+        if unknown := sorted(sampled.keys() - ids):
+            raise StepError(f"tokens were given for requests {unknown}, which this step does not sample")
+        # A request that was aborted in flight needs no token.
+        if missing := [request_id for request_id in ids if request_id in self._requests and request_id not in sampled]:
+            raise StepError(f"the step samples a token for requests {missing}, and none was given")
+
+    def _refuse_to_starve(self) -> Never:
+        """Nobody can run: with the pages that ``add`` counted on this cannot be, so someone else holds them."""
+        request = self._running[0] if self._running else self._waiting[0]
+        held = 0 if request.row is None else len(self._table.pages(request.row))
+        raise PoolError(
+            f"request {request.id} holds {held} pages and needs {-(-request.length // self._page_size)}; "
+            f"{self._allocator.free_pages} of {self._allocator.num_pages} are free and no other request runs, so the "
+            f"others are held outside the scheduler; hold such pages before it is made, or give them back"
+        )

@@ -1,0 +1,193 @@
+"""What the engine's tests of models share: transformers as the oracle, and a stage on which a model runs by hand."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnplug import (
+    BackendContext,
+    DType,
+    ForwardBatch,
+    ForwardMode,
+    KVPools,
+    Limits,
+    MHAPool,
+    MLAPool,
+    PageAllocator,
+    Parallel,
+    Role,
+    SlotTable,
+    WorkspaceOwner,
+)
+from attnplug.context import forward_context, plan_forward
+from attnplug.mla import MLAAttention
+from attnplug.tiny import TINY_CONFIGS
+from attnplug.torch_native.backend import TorchNativeBackend
+from attnplug_engine.models import LoadedModel
+from attnplug_engine.parallel import SINGLE, TensorParallel
+
+# Two test processes on two cores: one thread each is fastest.
+torch.set_num_threads(1)
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+PAGE_SIZE = 4
+MAX_PAGES = 64
+
+
+class Stage:
+    """A loaded model on torch_native: requests in scattered pages of a poisoned pool, run step by step."""
+
+    def __init__(self, loaded: LoadedModel, requests: int, parallel: TensorParallel = SINGLE) -> None:
+        self.module, layers = loaded.module, loaded.spec.layers
+        size = {"num_pages": MAX_PAGES, "page_size": PAGE_SIZE, "dtype": DType.FLOAT32, "device": "cpu"}
+        mla = any(layer.mla is not None for layer in layers)
+        self.pools = (
+            KVPools(mla=MLAPool(layers, **size))
+            if mla
+            else KVPools(mha=MHAPool(layers, **size, tensor_parallel=parallel.size))
+        )
+        for layer in layers:
+            for cache in self._caches(layer.layer_id):
+                cache.fill_(float("nan"))
+        self.backend = TorchNativeBackend(
+            BackendContext(
+                name="torch_native",
+                roles=frozenset({Role.PREFILL, Role.DECODE}),
+                model=loaded.spec,
+                device=torch.device("cpu"),
+                dtype=torch.float32,
+                kv_dtype=DType.FLOAT32,
+                page_size=PAGE_SIZE,
+                limits=Limits(requests, 4096, 4096),
+                pools=self.pools,
+                workspace=WorkspaceOwner(),
+                parallel=Parallel(parallel.rank, parallel.size),
+            )
+        )
+        self.mla = None if self.pools.mla is None else MLAAttention(self.backend, self.pools.mla)
+        allocator = PageAllocator(MAX_PAGES)
+        self.table = SlotTable(allocator, page_size=PAGE_SIZE, max_requests=requests, max_pages=MAX_PAGES)
+        taken = allocator.allocate(MAX_PAGES)
+        allocator.release(taken[1::2] + taken[0::2])  # so that neighbours in a request are none in the pool
+        self.rows = [self.table.admit() for _ in range(requests)]
+
+    def step(self, new_tokens: Sequence[Sequence[int]], mode: ForwardMode = ForwardMode.EXTEND) -> list[Tensor]:
+        """Run every request by its new tokens; logits ``[new tokens, vocab]`` of each."""
+        positions = []
+        for row, tokens in zip(self.rows, new_tokens, strict=True):
+            start = self.table.length(row)
+            positions += range(start, start + len(tokens))
+            self.pools.copy_pages(self.table.extend(row, len(tokens)))
+        page_table, seq_lens = self.table.batch(self.rows)
+        counts = torch.tensor([len(tokens) for tokens in new_tokens], dtype=torch.int32)
+        decode = mode.is_decode
+        batch = ForwardBatch(
+            forward_mode=mode,
+            input_ids=torch.tensor([token for tokens in new_tokens for token in tokens]),
+            page_table=page_table,
+            seq_lens=seq_lens,
+            seq_lens_cpu=self.table.lengths_cpu(self.rows),
+            extend_seq_lens=None if decode else counts,
+            extend_seq_lens_cpu=None if decode else counts,
+            positions=torch.tensor(positions),
+        )
+        with torch.inference_mode(), forward_context(self.backend, self.mla):
+            plan_forward(self.backend, batch)
+            if self.mla is not None:
+                self.mla.prepare(batch)
+            hidden = self.module(batch.input_ids, batch.positions, batch)
+            logits = self.module.logits(hidden)
+        assert logits.dtype is torch.float32
+        return list(logits.split(counts.tolist()))
+
+    def run(self, sequences: Sequence[Sequence[int]], decoded: int) -> list[Tensor]:
+        """Logits ``[tokens, vocab]`` of whole sequences: an extend, one behind a prefix, ``decoded`` decode steps."""
+        prompts = [list(sequence[: len(sequence) - decoded]) for sequence in sequences]
+        halves = [(len(prompt) + 1) // 2 for prompt in prompts]
+        first = self.step([prompt[:half] for prompt, half in zip(prompts, halves, strict=True)])
+        parts = [[logits] for logits in first]
+        rest = [prompt[half:] for prompt, half in zip(prompts, halves, strict=True)]
+        steps = [(rest, ForwardMode.EXTEND)]
+        steps += [([[sequence[len(sequence) - left]] for sequence in sequences], ForwardMode.DECODE)
+                  for left in range(decoded, 0, -1)]  # fmt: skip
+        for tokens, mode in steps:
+            for part, logits in zip(parts, self.step(tokens, mode), strict=True):
+                part.append(logits)
+        return [torch.cat(part) for part in parts]
+
+    def latent_rows(self, layer_id: int, request: int) -> Tensor:
+        """The cached rows ``[tokens, row_dim]`` of a request."""
+        row = self.rows[request]
+        assert self.pools.mla is not None
+        pages = self.pools.mla.rows(layer_id)[list(self.table.pages(row))]
+        return pages.flatten(0, 2)[: self.table.length(row)]
+
+    def _caches(self, layer_id: int) -> list[Tensor]:
+        if self.pools.mla is not None:
+            return [self.pools.mla.rows(layer_id)]
+        assert self.pools.mha is not None
+        return [self.pools.mha.keys(layer_id), self.pools.mha.values(layer_id)]
+
+
+class Oracle:
+    """A transformers model with random weights, and the folder that it was saved to."""
+
+    def __init__(self, folder: Path, model_type: str, changes: dict[str, Any], max_shard_size: str = "5GB") -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        # Types that have no tiny model of their own look like Llama's.
+        keys = {**TINY_CONFIGS.get(model_type, TINY_CONFIGS["llama"]), **changes}
+        del keys["model_type"], keys["architectures"]
+        torch.manual_seed(1)
+        config = AutoConfig.for_model(model_type, **keys)
+        self.model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+        with torch.no_grad():  # norms of 1 and biases of 0 would hide that they are missing
+            for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
+                if tensor.dim() == 1 and "inv_freq" not in name:
+                    tensor.add_(0.2 * torch.randn_like(tensor))
+        self.folder = folder
+        self.model.save_pretrained(folder, max_shard_size=max_shard_size)
+
+    def logits(self, tokens: Sequence[int]) -> Tensor:
+        """``[tokens, vocab]`` of a whole sequence at once."""
+        with torch.inference_mode():
+            return self.model(torch.tensor([list(tokens)])).logits[0]
+
+    def cache(self, tokens: Sequence[int]) -> Any:
+        with torch.inference_mode():
+            return self.model(torch.tensor([list(tokens)]), use_cache=True).past_key_values
+
+
+@pytest.fixture(autouse=True)
+def _quiet_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
+    monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+@pytest.fixture
+def make_oracle(tmp_path: Path) -> Callable[..., Oracle]:
+    """Saves a random transformers model of a type, with changes to its tiny config, and returns both."""
+
+    def make(model_type: str, folder: str = "checkpoint", max_shard_size: str = "5GB", **changes: Any) -> Oracle:
+        return Oracle(tmp_path / folder, model_type, changes, max_shard_size)
+
+    return make
+
+
+@pytest.fixture
+def make_stage() -> type[Stage]:
+    return Stage
+
+
+@pytest.fixture
+def sequences() -> list[list[int]]:
+    """Three requests of different lengths, of which the last 8 tokens are to be decoded one by one."""
+    random = torch.Generator().manual_seed(7)
+    return [torch.randint(0, 128, (length,), generator=random).tolist() for length in (8 + 17, 8 + 2, 8 + 30)]

@@ -1,0 +1,318 @@
+"""Checkpoints: what is read, what is refused and with which words; and random weights behind the same interface."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from attnplug.config_keys import ModelConfigError
+from attnplug.errors import UsageError
+from attnplug.tiny import TINY_CONFIGS
+from attnplug_engine.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    MissingTensor,
+    UnusedTensors,
+    WrongDtype,
+    WrongShape,
+)
+from attnplug_engine.models import build_model, load_model
+from attnplug_engine.random_checkpoint import RandomCheckpoint
+
+NORM = "model.layers.1.input_layernorm.weight"
+
+
+def load(folder):
+    return load_model(str(folder), dtype=torch.float32, device="cpu")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A good checkpoint of tiny:llama."""
+    return saved("llama", tmp_path / "model")
+
+
+def saved(name, folder):
+    source = RandomCheckpoint.tiny(f"tiny:{name}")
+    build_model(source, load_model(f"tiny:{name}", dtype=torch.float32, device="cpu").spec,
+                dtype=torch.float32, device="cpu")  # fmt: skip
+    source.save(folder)
+    return folder
+
+
+def rewrite(folder, change):
+    """Save the tensors again after ``change`` has had its way with them."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def set_keys(folder, **keys):
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
+
+
+def parameters(loaded):
+    return dict(loaded.module.named_parameters())
+
+
+# ---- what is read ----
+
+
+def test_a_sharded_checkpoint_is_the_same_model(make_oracle):
+    whole = load(make_oracle("deepseek_v3", "whole").folder)
+    oracle = make_oracle("deepseek_v3", "shards", max_shard_size="100KB")
+    assert len(Checkpoint.open(oracle.folder).files) > 3
+    shards = parameters(load(oracle.folder))
+    assert shards.keys() == parameters(whole).keys()
+    for name, parameter in parameters(whole).items():
+        assert torch.equal(parameter, shards[name]), name
+
+
+def test_only_the_rows_and_columns_asked_for_are_returned(folder):
+    name, shape = "model.layers.0.self_attn.o_proj.weight", (64, 64)
+    checkpoint = Checkpoint.open(folder)
+    whole = checkpoint.tensor(name, shape)
+    part = checkpoint.tensor(name, shape, rows=slice(3, 9), columns=slice(16, 48))
+    assert torch.equal(part, whole[3:9, 16:48])
+    assert torch.equal(checkpoint.tensor(name, shape, columns=slice(0, 5)), whole[:, :5])
+    assert torch.equal(checkpoint.tensor(NORM, (64,), rows=slice(2, 4)), checkpoint.tensor(NORM, (64,))[2:4])
+
+
+def test_the_config_file_stands_for_its_folder(folder):
+    assert parameters(load(folder / "config.json")).keys() == parameters(load(folder)).keys()
+
+
+def test_weights_stay_as_they_are_when_the_file_changes(folder):
+    loaded = load(folder)
+    before = loaded.module.embedding.clone()
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.seek(0)
+        file.write(b"\xff" * (folder / "model.safetensors").stat().st_size)
+    assert torch.equal(loaded.module.embedding, before)
+
+
+@pytest.mark.parametrize("name", ["model.layers.0.self_attn.rotary_emb.inv_freq", "model.rotary_emb.inv_freq"])
+def test_frequencies_in_a_checkpoint_are_harmless(folder, name):
+    rewrite(folder, lambda tensors: tensors.update({name: torch.zeros(8)}))
+    load(folder)
+
+
+def test_a_second_copy_of_a_tied_head_is_harmless(folder):
+    set_keys(folder, tie_word_embeddings=True)
+    load(folder)
+
+
+@pytest.mark.parametrize("key", ["num_nextn_predict_layers", "num_mtp_layers"])
+def test_layers_for_multi_token_prediction_are_left_behind(tmp_path, key):
+    folder = saved("deepseek_v3", tmp_path / "model")
+    rewrite(folder, lambda tensors: tensors.update({"model.layers.3.eh_proj.weight": torch.zeros(8)}))
+    set_keys(folder, num_nextn_predict_layers=0, num_mtp_layers=0)
+    with pytest.raises(UnusedTensors, match=r"model\.layers\.3\.eh_proj\.weight"):
+        load(folder)
+    set_keys(folder, **{key: 1})
+    load(folder)
+
+
+# ---- what is refused ----
+
+
+def test_a_folder_that_does_not_exist(tmp_path):
+    with pytest.raises(UsageError, match="does not exist"):
+        load(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="does not exist"):
+        Checkpoint.open(tmp_path / "nowhere")
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="is not a folder"):
+        Checkpoint.open(tmp_path / "file")
+
+
+def test_a_folder_without_config(folder):
+    (folder / "config.json").unlink()
+    with pytest.raises(CheckpointError, match=r"no config\.json; it holds model\.safetensors"):
+        Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "\xff", "1" * 5000])
+def test_a_config_that_is_not_a_json_object(folder, text):
+    (folder / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(CheckpointError, match=r"config\.json") as caught:
+        Checkpoint.open(folder)
+    assert caught.value.file == str(folder / "config.json")
+
+
+def test_a_folder_without_weights(folder):
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors nor .*; it holds config\.json"):
+        load(folder)
+
+
+@pytest.mark.parametrize(
+    "name", ["pytorch_model.bin", "consolidated.00.pth", "model.pt", "pytorch_model.bin.index.json"]
+)
+def test_pickle_is_never_loaded(folder, name):
+    (folder / "model.safetensors").rename(folder / name)
+    with pytest.raises(CheckpointError, match=rf"only as pickle \({re.escape(name)}\).*runs code") as caught:
+        load(folder)
+    assert caught.value.file == str(folder / name)
+
+
+def test_a_shard_that_is_not_there(make_oracle):
+    folder = make_oracle("llama", max_shard_size="50KB").folder
+    gone = sorted(folder.glob("model-*.safetensors"))[1]
+    gone.unlink()
+    with pytest.raises(CheckpointError, match=rf"1 are missing from the folder: {gone.name}") as caught:
+        load(folder)
+    assert caught.value.file == str(gone)
+
+
+@pytest.mark.parametrize("index", [{}, {"weight_map": {}}, {"weight_map": []}, {"weight_map": {"a": "../other"}},
+                                   {"weight_map": {"a": 3}}])  # fmt: skip
+def test_an_index_that_makes_no_sense(folder, index):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json"):
+        load(folder)
+
+
+def test_an_index_that_promises_what_a_shard_does_not_hold(folder):
+    (folder / "model.safetensors").rename(folder / "part.safetensors")
+    names = load_file(folder / "part.safetensors").keys()
+    rewritten = {key: value for key, value in load_file(folder / "part.safetensors").items() if key != NORM}
+    save_file(rewritten, folder / "part.safetensors")
+    index = {"weight_map": dict.fromkeys(names, "part.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(MissingTensor, match=rf"part\.safetensors has no tensor '{NORM}'.*\[64\]") as caught:
+        load(folder)
+    assert (caught.value.tensor, caught.value.file) == (NORM, str(folder / "part.safetensors"))
+
+
+@pytest.mark.parametrize("content", ["truncated", "empty", "text"])
+def test_a_file_that_is_not_safetensors(folder, content):
+    path = folder / "model.safetensors"
+    whole = path.read_bytes()
+    path.write_bytes({"truncated": whole[:-100], "empty": b"", "text": b"version https://git-lfs"}[content])
+    pattern = r"model\.safetensors \(\d+ bytes\) cannot be read as safetensors"
+    with pytest.raises(CheckpointError, match=pattern) as caught:
+        load(folder)
+    assert caught.value.file == str(path)
+
+
+def test_a_tensor_that_is_missing(folder):
+    rewrite(folder, lambda tensors: tensors.pop(NORM))
+    pattern = (
+        rf"no tensor '{re.escape(NORM)}'.* \[64\]; searched: model\.safetensors; the closest it has: 'model.layers"
+    )
+    with pytest.raises(MissingTensor, match=pattern) as caught:
+        load(folder)
+    assert (caught.value.tensor, caught.value.files) == (NORM, ("model.safetensors",))
+
+
+def test_an_untied_head_must_be_there(folder):
+    rewrite(folder, lambda tensors: tensors.pop("lm_head.weight"))
+    with pytest.raises(MissingTensor, match=r"lm_head\.weight.*\[128, 64\]"):
+        load(folder)
+
+
+def test_a_tensor_of_another_shape(folder):
+    name = "model.layers.0.mlp.up_proj.weight"
+    rewrite(folder, lambda tensors: tensors.update({name: torch.zeros(95, 64)}))
+    with pytest.raises(WrongShape, match=r"model\.safetensors.*up_proj.*\[95, 64\].*\[96, 64\]") as caught:
+        load(folder)
+    assert (caught.value.found, caught.value.expected) == ((95, 64), (96, 64))
+    assert (caught.value.tensor, caught.value.file) == (name, str(folder / "model.safetensors"))
+
+
+@pytest.mark.parametrize(("dtype", "name"), [(torch.int8, "I8"), (torch.float8_e4m3fn, "F8_E4M3")])
+def test_a_tensor_of_quantised_codes(folder, dtype, name):
+    key = "model.layers.0.mlp.up_proj.weight"
+    rewrite(folder, lambda tensors: tensors.update({key: torch.zeros(96, 64).to(dtype)}))
+    with pytest.raises(WrongDtype, match=rf"up_proj.*{name}.*BF16") as caught:
+        load(folder)
+    assert caught.value.found == name
+
+
+def test_a_checkpoint_whose_config_says_that_it_is_quantised(folder):
+    set_keys(folder, quantization_config={"quant_method": "fp8"})
+    with pytest.raises(ModelConfigError, match="quantization_config"):
+        load(folder)
+
+
+def test_tensors_that_no_module_takes(folder):
+    names = ["model.layers.0.self_attn.q_norm.weight", "model.layers.2.mlp.up_proj.weight"]
+    rewrite(folder, lambda tensors: tensors.update({name: torch.zeros(4) for name in names}))
+    with pytest.raises(UnusedTensors, match="2 tensors that no part of the model takes") as caught:
+        load(folder)
+    assert sorted(caught.value.tensors) == names
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "key"),
+    [
+        ("llama", {"hidden_act": "gelu"}, "hidden_act"),
+        ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type"),
+        ("llama", {"rope_scaling": {"type": "dynamic"}}, "rope_scaling.type"),
+        ("llama", {"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor"),
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method"),
+        ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob"),
+        ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func"),
+        ("deepseek_v3", {"topk_method": "greedy"}, "topk_method"),
+        ("deepseek_v3", {"moe_layer_freq": 2}, "moe_layer_freq"),
+        ("deepseek_v3", {"n_group": 3}, "n_group"),
+        ("deepseek_v3", {"n_group": 4, "topk_group": 2}, "n_group"),
+        ("deepseek_v3", {"n_group": 2, "num_experts_per_tok": 3}, "topk_group"),
+        ("deepseek_v3", {"num_experts_per_tok": 5}, "num_experts_per_tok"),
+    ],
+)
+def test_what_a_config_asks_for_and_the_model_cannot_do(tmp_path, name, keys, key):
+    folder = saved(name, tmp_path / "model")
+    set_keys(folder, **keys)
+    with pytest.raises(ModelConfigError) as caught:
+        load(folder)
+    assert caught.value.key == key
+
+
+# ---- random weights ----
+
+
+def test_random_weights_depend_on_seed_and_name_alone():
+    first, second = RandomCheckpoint.tiny("tiny:llama"), RandomCheckpoint.tiny("tiny:llama")
+    shapes = {"a.weight": (8, 4), "b.weight": (8, 4), "norm.weight": (8,), "b.bias": (8,)}
+    found = {name: first.tensor(name, shape) for name, shape in shapes.items()}
+    for name, shape in reversed(shapes.items()):
+        assert torch.equal(second.tensor(name, shape), found[name])
+    assert not torch.equal(found["a.weight"], found["b.weight"])
+    assert not torch.equal(RandomCheckpoint.tiny("tiny:llama", seed=1).tensor("a.weight", (8, 4)), found["a.weight"])
+
+
+def test_a_part_of_a_random_tensor_is_a_part_of_the_whole():
+    source = RandomCheckpoint.tiny("tiny:llama")
+    whole = source.tensor("a.weight", (8, 6))
+    assert torch.equal(source.tensor("a.weight", (8, 6), rows=slice(2, 5), columns=slice(1, 3)), whole[2:5, 1:3])
+
+
+def test_random_weights_have_the_size_that_the_config_says():
+    source = RandomCheckpoint.tiny("tiny:llama")
+    assert abs(source.tensor("a.weight", (256, 256)).std() - 0.25) < 0.01
+    assert (source.tensor("model.norm.weight", (256,)) - 1).abs().max() < 0.2
+    assert source.tensor("a.bias", (256,)).abs().max() < 0.2
+
+
+def test_a_tiny_model_is_the_same_each_time_and_another_with_another_seed():
+    first, again = (parameters(load_model("tiny:qwen3", dtype=torch.float32, device="cpu")) for _ in range(2))
+    other = parameters(load_model("tiny:qwen3", dtype=torch.float32, device="cpu", seed=5))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not any(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_a_tiny_model_that_does_not_exist():
+    with pytest.raises(ModelConfigError, match="tiny:llama"):
+        RandomCheckpoint.tiny("tiny:lama")
+    with pytest.raises(ModelConfigError, match="initializer_range"):
+        RandomCheckpoint({**TINY_CONFIGS["llama"], "initializer_range": "wide"})

@@ -1,0 +1,113 @@
+"""``attnplug run`` as a person types it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def attnplug(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "attnplug", "run", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.fixture
+def prompts(tmp_path: Path):
+    def write(*lines: object) -> str:
+        path = tmp_path / "prompts.jsonl"
+        path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
+        return str(path)
+
+    return write
+
+
+def test_one_prompt_streams_text_and_ends_with_figures():
+    done = attnplug("--model", "tiny:llama", "--prompt", "hello", "--max-tokens", "8", "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip("\n")
+    for told in ("prefill: torch_native", "decode: torch_native", "tokens/s", "prefix cache:"):
+        assert told in done.stderr
+
+
+def test_json_gives_one_line_a_prompt_in_order_and_nothing_else(prompts):
+    path = prompts(
+        {"prompt": "hello", "max_tokens": 9},
+        {"prompt_token_ids": [1, 2, 3], "max_tokens": 2},
+        "",
+        {"prompt": "x", "temperature": 0.7, "top_k": 5, "top_p": 0.9, "seed": 3, "stop_token_ids": [1]},
+    )
+    done = attnplug("--model", "tiny:deepseek_v3", "--prompts", path, "--max-tokens", "5", "--json", "--device", "cpu")
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [line["index"] for line in lines] == [0, 1, 2]
+    assert [len(line["token_ids"]) for line in lines][:2] == [9, 2]
+    assert all(set(line) == {"index", "token_ids", "text", "finish_reason"} for line in lines)
+
+
+@pytest.mark.parametrize("model", ["tiny:llama", "tiny:deepseek_v3"])
+def test_two_ranks_give_the_same_tokens_as_one(prompts, model):
+    """Heads split, one all-reduce a block, launched by the command itself."""
+    path = prompts({"prompt": "hello there"}, {"prompt": "hi"}, {"prompt": "hello again"})
+    arguments = ("--model", model, "--prompts", path, "--max-tokens", "24", "--json", "--device", "cpu")
+    one, two = attnplug(*arguments), attnplug(*arguments, "--tensor-parallel", "2")
+    assert (one.returncode, two.returncode) == (0, 0), two.stderr
+    assert one.stdout == two.stdout
+    assert len(two.stdout.splitlines()) == 3
+
+
+BAD_LINES = [
+    ("{", "not JSON"),
+    ("[1]", "not an object"),
+    ({"promt": "x"}, "promt"),
+    ({}, "exactly one of"),
+    ({"prompt": "x", "prompt_token_ids": [1]}, "exactly one of"),
+    ({"prompt": 3}, "must be a string"),
+    ({"prompt_token_ids": "x"}, "must be a list"),
+    ({"prompt_token_ids": [1, 999]}, "999"),
+    ({"prompt_token_ids": []}, "empty prompt"),
+    ({"prompt": "x", "temperature": -1}, "temperature"),
+    ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
+    ({"prompt": "x", "stop_token_ids": [[]]}, "stop_token_ids"),
+    ({"prompt": "é"}, "ASCII"),
+]
+
+
+@pytest.mark.parametrize(("line", "told"), BAD_LINES, ids=[str(told) for _, told in BAD_LINES])
+def test_a_bad_line_is_an_error_with_its_number(prompts, line, told, capsys, monkeypatch):
+    from attnplug.cli.main import main
+
+    path = prompts({"prompt": "fine"}, line)
+    arguments = ["attnplug", "run", "--model", "tiny:llama", "--prompts", path, "--device", "cpu"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    error = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert f"{path}:2" in error and told in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "told"),
+    [
+        (["--model", "tiny:llama", "--prompt", ""], 2, "empty prompt"),
+        (["--model", "nowhere", "--prompt", "x"], 2, "does not exist"),
+        (["--model", "tiny:mamba2", "--prompt", "x"], 1, "linear"),
+        (["--model", "tiny:llama", "--prompt", "x", "--attention-backend", "nope"], 2, "there is no backend 'nope'"),
+        (["--model", "tiny:llama", "--prompt", "x", "--tensor-parallel", "0"], 2, "--tensor-parallel 0"),
+        (["--model", "tiny:llama", "--prompt", "x", "--tensor-parallel", "3"], 1, "4 heads cannot be divided"),
+        (["--model", "tiny:llama", "--prompt", "x", "--mla-extend", "sideways"], 2, "sideways"),
+        (["--model", "tiny:llama", "--prompt", "x", "--max-tokens", "0"], 2, "max_tokens"),
+        (["--model", "tiny:llama", "--prompt", "x", "--page-size", "0"], 2, "--page-size 0"),
+        (["--model", "tiny:llama", "--prompts", "/no/such/file"], 2, "cannot be read"),
+        (["--model", "tiny:llama"], 2, "--prompt"),
+        (["--model", "tiny:llama", "--prompt", "x" * 50, "--num-pages", "1", "--page-size", "4"], 1, "pages"),
+    ],
+)
+def test_mistakes_are_told_in_one_message(arguments, code, told):
+    done = attnplug(*arguments, "--device", "cpu")
+    assert done.returncode == code, done.stderr
+    assert told in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,180 @@
+"""The engine as a person uses it from Python: prompts, sampling, aborts, errors."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from attnplug import DType, PoolError, UsageError
+from attnplug.model_config import ModelConfigError
+from attnplug.select import SelectionError
+from attnplug.tiny import TINY_CONFIGS
+from attnplug_engine import Engine, SamplingParams
+from attnplug_engine.runner import NotFinite
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine("tiny:llama", attention_backend="torch_native", device="cpu", page_size=4, num_pages=64, max_batch=4)
+
+
+def test_prompts_may_be_text_or_tokens(engine):
+    by_text, by_tokens = engine.generate(["hi", list(b"hi")], max_tokens=5)
+    assert by_text.token_ids == by_tokens.token_ids and len(by_text.token_ids) == 5
+    assert (by_text.index, by_tokens.index, by_text.finish_reason) == (0, 1, "length")
+    assert by_text.text == bytes(by_text.token_ids).decode()
+
+
+def test_sampling_is_reproducible_whatever_else_is_in_the_batch(engine):
+    params = SamplingParams(max_tokens=20, temperature=0.9, top_k=40, top_p=0.95, seed=7)
+    (alone,) = engine.generate(["a prompt"], params)
+    crowd = engine.generate(["one", "a prompt", "another one", "x"], params)
+    assert crowd[1].token_ids == alone.token_ids
+    other = engine.generate(["a prompt"], SamplingParams(max_tokens=20, temperature=0.9, seed=8))
+    assert other[0].token_ids != alone.token_ids
+
+
+def test_a_stop_token_ends_a_request(engine):
+    (free,) = engine.generate(["hello"], max_tokens=12)
+    stop = free.token_ids[4]
+    (stopped,) = engine.generate(["hello"], max_tokens=12, stop_token_ids=frozenset({stop}))
+    first = free.token_ids.index(stop)
+    assert stopped.token_ids == free.token_ids[: first + 1] and stopped.finish_reason == "stop"
+
+
+def test_an_aborted_request_keeps_what_it_has_and_gives_its_pages_back(engine):
+    engine.cache.clear()
+    request = engine.add("some prompt", SamplingParams(max_tokens=30))
+    for _ in range(4):
+        engine.step()
+    engine.abort(request)
+    assert request.finish_reason == "aborted" and len(request.output) >= 3
+    engine.cache.clear()
+    assert engine.runner.allocator.free_pages == 64
+
+
+def test_a_stream_that_is_left_early_leaves_nothing_behind(engine):
+    for update in engine.stream(["one", "two"], SamplingParams(max_tokens=30)):
+        if update.token is not None:
+            break
+    assert not engine.scheduler.has_work
+    engine.cache.clear()
+    assert engine.runner.allocator.free_pages == 64
+
+
+def test_statistics_count_tokens_by_what_they_were_for(engine):
+    fresh = Engine("tiny:llama", device="cpu", prefix_cache=False)
+    fresh.generate(["four", "sevenxx"], max_tokens=3)
+    assert (fresh.statistics.prefill_tokens, fresh.statistics.decode_tokens) == (11, 4)
+
+
+class TestErrors:
+    def test_empty_prompt(self, engine):
+        with pytest.raises(UsageError, match=r"prompt 1: .*empty prompt"):
+            engine.generate(["fine", ""], max_tokens=2)
+        assert not engine.scheduler.has_work
+
+    def test_prompt_longer_than_the_context(self, engine):
+        short = Engine("tiny:llama", device="cpu", context_length=8)
+        with pytest.raises(UsageError, match=r"prompt of 20 tokens.*context holds 8"):
+            short.generate([[1] * 20], max_tokens=2)
+
+    def test_token_id_out_of_range(self, engine):
+        with pytest.raises(UsageError, match=r"prompt 0: token id 128 .* 0 to 127"):
+            engine.generate([[1, 128]], max_tokens=2)
+        with pytest.raises(UsageError, match=r"token id -1"):
+            engine.generate([[-1]], max_tokens=2)
+        with pytest.raises(UsageError, match=r"token id True"):
+            engine.generate([[True]], max_tokens=2)
+
+    def test_pool_too_small_for_one_request(self):
+        small = Engine("tiny:llama", device="cpu", page_size=4, num_pages=3)
+        with pytest.raises(PoolError, match=r"needs 8 pages .* there are 3"):
+            small.generate([[1] * 20], max_tokens=12)
+
+    def test_model_that_does_not_exist(self):
+        with pytest.raises(ModelConfigError, match="no/such/model"):
+            Engine("no/such/model")
+
+    def test_architecture_that_the_engine_does_not_know(self, tmp_path):
+        config = {**TINY_CONFIGS["llama"], "model_type": "phi3"}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(UsageError, match=r"'phi3'.*llama.*deepseek_v3"):
+            Engine(str(tmp_path), device="cpu")
+
+    def test_layers_that_no_backend_serves(self):
+        with pytest.raises(SelectionError, match="mamba2"):
+            Engine("tiny:mamba2", device="cpu")
+
+    def test_backend_that_does_not_exist(self):
+        with pytest.raises(UsageError, match="did you mean torch_native"):
+            Engine("tiny:llama", attention_backend="torch_nativ", device="cpu")
+
+    def test_heads_that_cannot_be_divided(self):
+        class Three:
+            rank, size = 0, 3
+
+        with pytest.raises(SelectionError, match=r"4 heads cannot be divided among 3 ranks"):
+            Engine("tiny:llama", device="cpu", parallel=Three())
+
+    def test_cuda_where_there_is_none(self):
+        if torch.cuda.is_available():
+            pytest.skip("there is a CUDA device here")
+        with pytest.raises(UsageError, match="sees no CUDA device"):
+            Engine("tiny:llama", device="cuda")
+
+    @pytest.mark.parametrize(
+        ("setting", "value"),
+        [("max_batch", 0), ("num_pages", 0), ("chunked_prefill_size", 0), ("context_length", -1), ("dtype", "int7")],
+    )
+    def test_settings_that_make_no_sense(self, setting, value):
+        with pytest.raises(UsageError, match=f"--{setting.replace('_', '-')} "):
+            Engine("tiny:llama", device="cpu", **{setting: value})
+
+    def test_unknown_setting_is_an_error(self):
+        with pytest.raises(TypeError, match="max_batches"):
+            Engine("tiny:llama", max_batches=3)
+
+
+def poison(engine: Engine, layer: int) -> None:
+    """Token 9 makes the layer's output NaN, for whichever request has it."""
+
+    def corrupt(_module, inputs, output):
+        hidden = inputs[0]
+        return torch.where(engine.poisoned.unsqueeze(-1), float("nan"), output) if hidden is not None else output
+
+    engine.runner.model.layers[layer].register_forward_hook(corrupt, prepend=True)
+    original = engine.runner.model.forward
+
+    def forward(input_ids, positions, batch):
+        engine.poisoned = input_ids == 9
+        return original(input_ids, positions, batch)
+
+    engine.runner.model.forward = forward
+
+
+def test_nan_in_logits_ends_the_request_that_has_it_and_no_other():
+    engine = Engine("tiny:llama", device="cpu", page_size=4, prefix_cache=False)
+    wanted = engine.generate([[1, 2, 3]], max_tokens=4, stop_token_ids=frozenset({9}))[0]
+    poison(engine, 1)
+    good, bad = engine.generate([[1, 2, 3], [4, 5, 9]], max_tokens=4, stop_token_ids=frozenset({9}))
+    assert good.token_ids == wanted.token_ids and good.error is None
+    assert bad.finish_reason == "error" and "prompt 1" in bad.error
+    assert engine.runner.allocator.free_pages == engine.runner.allocator.num_pages
+
+
+def test_checking_layers_names_the_first_that_is_not_finite():
+    engine = Engine("tiny:llama", device="cpu", check_layers=True)
+    poison(engine, 1)
+    with pytest.raises(NotFinite) as caught:
+        engine.generate([[4, 9]], max_tokens=2)
+    assert caught.value.layer_id == 1
+    assert not engine.scheduler.running or engine.scheduler.has_work
+
+
+def test_dtypes_and_fp8_cache_run():
+    for dtype, kv_dtype in (("bf16", None), ("bf16", "fp8"), (DType.FLOAT16, None)):
+        engine = Engine("tiny:deepseek_v3", device="cpu", dtype=dtype, kv_dtype=kv_dtype)
+        assert len(engine.generate(["hello"], max_tokens=4)[0].token_ids) == 4

@@ -1,0 +1,417 @@
+"""What the scheduler decides, step by step; test_scheduler_tokens.py shows that tokens never depend on it."""
+
+from __future__ import annotations
+
+import pytest
+
+from attnplug.errors import PoolError, UsageError
+from attnplug.kv.allocator import PageAllocator
+from attnplug.kv.table import SlotTable
+from attnplug.plan import ForwardMode
+from attnplug_engine.prefix_cache import PrefixCache
+from attnplug_engine.request import FinishReason, Request, RequestState, SamplingParams, Step
+from attnplug_engine.scheduler import Scheduler, StepError
+
+
+class Pool:
+    def __init__(self, pages: int = 64, page_size: int = 4, rows: int = 8, max_pages: int = 64) -> None:
+        self.allocator = PageAllocator(pages)
+        self.table = SlotTable(self.allocator, page_size=page_size, max_requests=rows, max_pages=max_pages)
+        self.cache = PrefixCache(self.allocator, page_size)
+
+    def scheduler(
+        self, *, max_batch: int = 8, max_step_tokens: int = 16, context_length: int = 64, cached: bool = False
+    ) -> Scheduler:
+        return Scheduler(
+            self.table,
+            self.allocator,
+            self.cache if cached else None,
+            max_batch=max_batch,
+            max_step_tokens=max_step_tokens,
+            context_length=context_length,
+        )
+
+
+def request(number: int, length: int = 5, max_tokens: int = 4, **params: object) -> Request:
+    prompt = tuple(100 * number + position for position in range(length))
+    return Request(number, prompt, SamplingParams(max_tokens, **params))  # type: ignore[arg-type]
+
+
+def start(scheduler: Scheduler) -> Step:
+    step = scheduler.next_step()
+    assert step is not None
+    return step
+
+
+def finish(scheduler: Scheduler, step: Step, token: int = 7) -> tuple[Request, ...]:
+    return scheduler.finish_step(step, {found.id: token for found in step.sampled_requests}).finished
+
+
+def shape(step: Step) -> list[tuple[int, int, int, bool]]:
+    """Request, first position, tokens, sampled: for each entry."""
+    return [(entry.request.id, entry.position, len(entry.token_ids), entry.sampled) for entry in step.entries]
+
+
+def test_without_work_there_is_no_step() -> None:
+    scheduler = Pool().scheduler()
+    assert not scheduler.has_work
+    assert scheduler.next_step() is None
+
+
+def test_a_prompt_runs_in_chunks_and_only_its_last_token_is_sampled() -> None:
+    scheduler = Pool().scheduler(max_step_tokens=3)
+    scheduler.add(request(0, length=7))
+    steps = []
+    for _ in range(4):
+        steps.append(start(scheduler))
+        finish(scheduler, steps[-1])
+    assert [shape(step) for step in steps] == [
+        [(0, 0, 3, False)],
+        [(0, 3, 3, False)],
+        [(0, 6, 1, True)],
+        [(0, 7, 1, True)],
+    ]
+    assert [step.mode for step in steps] == [ForwardMode.EXTEND] * 3 + [ForwardMode.DECODE]
+    assert [step.entries[0].token_ids for step in steps] == [(0, 1, 2), (3, 4, 5), (6,), (7,)]
+
+
+def test_a_step_mixes_decoding_requests_with_what_prefill_the_chunk_leaves_room_for() -> None:
+    scheduler = Pool().scheduler(max_step_tokens=8)
+    scheduler.add(request(0))
+    scheduler.add(request(1, length=2))
+    finish(scheduler, start(scheduler))
+    scheduler.add(request(2, length=20))
+    step = start(scheduler)
+    assert step.mode is ForwardMode.MIXED
+    assert shape(step) == [(0, 5, 1, True), (1, 2, 1, True), (2, 0, 6, False)]
+    assert step.num_tokens == 8
+    assert [found.id for found in step.sampled_requests] == [0, 1]
+    assert step.sampled_rows == [0, 1]
+    assert step.rows == tuple(entry.request.row for entry in step.entries)
+
+
+def test_a_prefill_gets_one_token_when_decoding_requests_fill_the_chunk() -> None:
+    scheduler = Pool().scheduler(max_step_tokens=2)
+    for number in range(3):
+        scheduler.add(request(number, length=1))
+    finish(scheduler, start(scheduler))
+    assert shape(start(scheduler)) == [(0, 1, 1, True), (1, 1, 1, True), (2, 0, 1, True)]
+
+
+def test_a_decoding_request_runs_in_every_step_of_a_long_prefill() -> None:
+    scheduler = Pool().scheduler(max_step_tokens=4)
+    first = request(0, max_tokens=8)
+    scheduler.add(first)
+    finish(scheduler, start(scheduler))
+    finish(scheduler, start(scheduler))
+    scheduler.add(request(1, length=40))
+    for made in range(2, 6):
+        step = start(scheduler)
+        assert (step.entries[0].request, step.num_tokens) == (first, 4)
+        finish(scheduler, step)
+        assert len(first.output) == made
+
+
+def test_no_more_than_max_batch_requests_run() -> None:
+    scheduler = Pool().scheduler(max_batch=2)
+    for number in range(3):
+        scheduler.add(request(number, length=2, max_tokens=2))
+    step = start(scheduler)
+    assert [found[0] for found in shape(step)] == [0, 1]
+    finish(scheduler, step)
+    assert [found.id for found in finish(scheduler, start(scheduler))] == [0, 1]
+    assert [found[0] for found in shape(start(scheduler))] == [2]
+
+
+def test_a_request_that_does_not_fit_waits_and_nobody_overtakes_it() -> None:
+    scheduler = Pool(pages=6).scheduler()
+    for number, length in enumerate((12, 14, 1)):
+        scheduler.add(request(number, length, max_tokens=2))
+    step = start(scheduler)
+    assert [found[0] for found in shape(step)] == [0]
+    finish(scheduler, step)
+    finish(scheduler, start(scheduler))
+    assert [found[0] for found in shape(start(scheduler))] == [1, 2]
+
+
+def test_the_latest_admitted_is_preempted_and_waits_at_the_front() -> None:
+    scheduler = Pool(pages=5, page_size=2).scheduler()
+    first, second = request(0, length=3, max_tokens=7), request(1, length=3, max_tokens=3)
+    for added in (first, second, request(2)):
+        scheduler.add(added)
+    finish(scheduler, start(scheduler), token=50)
+    for token in (51, 52):
+        step = start(scheduler)
+        finish(scheduler, step, token)
+    assert [found[0] for found in shape(step)] == [0]
+    assert (second.state, second.row, second.computed, second.preemptions) == (RequestState.WAITING, None, 0, 1)
+    assert second.output == [50, 51]
+    assert [found.id for found in scheduler.waiting] == [1, 2]
+    while first.state is not RequestState.FINISHED:
+        finish(scheduler, start(scheduler))
+    step = start(scheduler)
+    assert step.entries[0].token_ids == (*second.prompt, 50, 51)
+    assert finish(scheduler, step, 53) == (second,)
+    assert second.output == [50, 51, 53]
+
+
+def test_a_prefill_without_a_page_keeps_those_it_has_and_goes_on_later() -> None:
+    scheduler = Pool(pages=9, page_size=2).scheduler(max_step_tokens=3)
+    scheduler.add(request(0, length=2, max_tokens=7))
+    finish(scheduler, start(scheduler))
+    scheduler.add(request(1, length=12, max_tokens=1))
+    prefill = []
+    while scheduler.has_work:
+        step = start(scheduler)
+        prefill.append([found[1:3] for found in shape(step) if found[0] == 1])
+        finish(scheduler, step)
+    assert prefill == [[(0, 2)], [(2, 2)], [(4, 2)], [(6, 2)], [(8, 2)], [], [(10, 2)]]
+    assert scheduler.preemptions == 0
+
+
+def test_cached_pages_are_evicted_for_a_request_that_needs_them() -> None:
+    pool = Pool(pages=4)
+    scheduler = pool.scheduler(cached=True)
+    scheduler.add(request(0, length=12, max_tokens=1))
+    finish(scheduler, start(scheduler))
+    assert len(pool.cache) == 3
+    scheduler.add(request(1, length=9, max_tokens=4))
+    finish(scheduler, start(scheduler))
+    assert pool.cache.statistics.evicted_pages == 2
+    assert pool.allocator.free_pages == 0
+
+
+def test_the_cached_prefix_of_a_request_is_not_evicted_to_admit_it() -> None:
+    pool = Pool(pages=6)
+    scheduler = pool.scheduler(cached=True)
+    first = request(0, length=12, max_tokens=1)
+    scheduler.add(first)
+    finish(scheduler, start(scheduler))
+    scheduler.add(request(1, length=5))
+    finish(scheduler, start(scheduler))
+    assert (len(pool.cache), pool.allocator.free_pages) == (4, 1)
+    scheduler.add(Request(2, (*first.prompt, 1, 2, 3, 4, 5), SamplingParams(1)))  # 2 pages more, and one to spare
+    finish(scheduler, start(scheduler))
+    assert [found.id for found in scheduler.waiting] == [2]
+
+
+def test_a_stop_token_ends_the_request_and_is_its_last_token() -> None:
+    scheduler = Pool().scheduler()
+    ended = request(0, stop_token_ids=frozenset({9}))
+    scheduler.add(ended)
+    assert finish(scheduler, start(scheduler), 8) == ()
+    result = scheduler.finish_step(start(scheduler), {0: 9})
+    assert (result.tokens, result.finished) == ({0: 9}, (ended,))
+    assert (ended.output, ended.finish_reason, ended.row) == ([8, 9], FinishReason.STOP, None)
+
+
+def test_max_tokens_and_the_context_end_a_request() -> None:
+    scheduler = Pool().scheduler(context_length=8)
+    by_count, by_context = request(0, length=3, max_tokens=2), request(1, length=6, max_tokens=9)
+    scheduler.add(by_count)
+    scheduler.add(by_context)
+    finish(scheduler, start(scheduler))
+    assert finish(scheduler, start(scheduler)) == (by_count, by_context)
+    assert (by_count.finish_reason, by_context.finish_reason) == (FinishReason.LENGTH, FinishReason.LENGTH)
+    assert by_context.length == 8
+
+
+def test_a_stop_token_counts_before_the_length() -> None:
+    scheduler = Pool().scheduler()
+    scheduler.add(request(0, max_tokens=1, stop_token_ids=frozenset({7})))
+    (ended,) = finish(scheduler, start(scheduler))
+    assert ended.finish_reason is FinishReason.STOP
+
+
+def test_an_abort_ends_a_waiting_and_a_running_request_and_frees_its_pages() -> None:
+    pool = Pool()
+    scheduler = pool.scheduler(max_batch=1)
+    running, waiting = request(0), request(1)
+    scheduler.add(running)
+    scheduler.add(waiting)
+    finish(scheduler, start(scheduler))
+    assert scheduler.abort(1) is waiting
+    assert scheduler.abort(0) is running
+    assert scheduler.abort(0) is None
+    assert (running.finish_reason, waiting.finish_reason) == (FinishReason.ABORTED, FinishReason.ABORTED)
+    assert not scheduler.has_work
+    assert pool.allocator.free_pages == 64
+
+
+def test_an_abort_of_the_first_that_waits_lets_the_next_in() -> None:
+    scheduler = Pool(pages=6).scheduler()
+    for number, length in enumerate((9, 20, 1)):
+        scheduler.add(request(number, length))
+    finish(scheduler, start(scheduler))
+    scheduler.abort(1)
+    assert [found[0] for found in shape(start(scheduler))] == [0, 2]
+
+
+def test_an_abort_in_flight_keeps_the_row_until_the_step_is_finished() -> None:
+    pool = Pool()
+    scheduler = pool.scheduler()
+    aborted, other = request(0), request(1)
+    scheduler.add(aborted)
+    scheduler.add(other)
+    step = start(scheduler)
+    assert scheduler.abort(0) is aborted
+    assert aborted.row == step.rows[0]
+    result = scheduler.finish_step(step, {1: 7})
+    assert (result.tokens, result.finished) == ({1: 7}, ())
+    assert (aborted.output, scheduler.running) == ([], (other,))
+    assert pool.allocator.free_pages == 62
+
+
+def test_a_request_that_ends_by_an_error_leaves_nothing_in_the_cache() -> None:
+    pool = Pool()
+    scheduler = pool.scheduler(cached=True)
+    failed = request(0, length=9)
+    scheduler.add(failed)
+    step = start(scheduler)
+    scheduler.abort(0, FinishReason.ERROR)
+    scheduler.finish_step(step, {})
+    assert failed.finish_reason is FinishReason.ERROR
+    assert (len(pool.cache), pool.allocator.free_pages) == (0, 64)
+
+
+def test_only_the_first_admission_of_a_request_counts_in_the_cache_statistics() -> None:
+    pool = Pool(pages=5, page_size=2)
+    scheduler = pool.scheduler(cached=True)
+    for number in range(2):
+        scheduler.add(request(number, length=3, max_tokens=6))
+    while scheduler.has_work:
+        finish(scheduler, start(scheduler))
+    assert scheduler.preemptions > 0
+    statistics = pool.cache.statistics
+    assert (statistics.lookups, statistics.hits, statistics.tokens, statistics.hit_tokens) == (2, 0, 6, 0)
+
+
+def test_a_dropped_step_gives_its_room_back() -> None:
+    pool = Pool()
+    scheduler = pool.scheduler()
+    scheduler.add(request(0, length=9))
+    step = start(scheduler)
+    scheduler.drop_step(step)
+    assert pool.allocator.free_pages == 64
+    assert shape(start(scheduler)) == shape(step)
+
+
+def test_an_empty_prompt_is_refused() -> None:
+    with pytest.raises(UsageError, match="request 3 has an empty prompt"):
+        Pool().scheduler().add(request(3, length=0))
+
+
+def test_a_prompt_longer_than_the_context_is_refused_with_both_lengths() -> None:
+    scheduler = Pool().scheduler(context_length=8)
+    with pytest.raises(UsageError, match=r"a prompt of 8 tokens, and the context holds 8.*to 7 tokens or fewer"):
+        scheduler.add(request(0, length=8))
+    scheduler.add(request(0, length=7))
+
+
+def test_a_row_of_the_table_limits_the_context_too() -> None:
+    with pytest.raises(UsageError, match="the context holds 8"):
+        Pool(page_size=4, max_pages=2).scheduler(context_length=64).add(request(0, length=10))
+
+
+def test_a_request_that_never_fits_is_refused_with_the_pages_it_needs() -> None:
+    scheduler = Pool(pages=3).scheduler()
+    with pytest.raises(PoolError, match="needs 4 pages for 5 prompt tokens and up to 9 new ones, and there are 3"):
+        scheduler.add(request(0, length=5, max_tokens=9))
+    assert not scheduler.has_work
+    scheduler.add(request(0, length=5, max_tokens=8))  # its last token is never computed
+
+
+def test_pages_that_were_held_before_are_not_counted_on() -> None:
+    pool = Pool(pages=3)
+    pool.allocator.allocate(1)
+    with pytest.raises(PoolError, match="there are 2"):
+        pool.scheduler().add(request(0, length=5, max_tokens=8))
+
+
+def test_pages_held_outside_are_an_error_and_not_an_endless_wait() -> None:
+    pool = Pool(pages=2)
+    scheduler = pool.scheduler()
+    scheduler.add(request(0, length=4, max_tokens=4))
+    taken = pool.allocator.allocate(2)
+    with pytest.raises(PoolError, match=r"request 0 holds 0 pages and needs 1; 0 of 2 are free.*outside the scheduler"):
+        scheduler.next_step()
+    pool.allocator.release(taken[:1])
+    finish(scheduler, start(scheduler))
+    with pytest.raises(PoolError, match="request 0 holds 1 pages and needs 2"):
+        scheduler.next_step()
+    pool.allocator.release(taken[1:])
+    while scheduler.has_work:
+        finish(scheduler, start(scheduler))
+
+
+def test_an_id_is_used_once() -> None:
+    scheduler = Pool().scheduler()
+    added = request(0)
+    scheduler.add(added)
+    with pytest.raises(UsageError, match="request 0 was added before"):
+        scheduler.add(request(0))
+    scheduler.abort(0)
+    with pytest.raises(UsageError, match="request 0 was added before"):
+        scheduler.add(added)
+
+
+def test_steps_are_finished_one_by_one_and_in_order() -> None:
+    scheduler = Pool().scheduler()
+    scheduler.add(request(0))
+    step = start(scheduler)
+    with pytest.raises(StepError, match="has not been finished"):
+        scheduler.next_step()
+    finish(scheduler, step)
+    for misuse in (lambda: scheduler.finish_step(step, {0: 1}), lambda: scheduler.drop_step(step)):
+        with pytest.raises(StepError, match="not in flight"):
+            misuse()
+
+
+def test_a_step_is_finished_with_exactly_the_tokens_it_samples() -> None:
+    scheduler = Pool().scheduler()
+    scheduler.add(request(0))
+    scheduler.add(request(1, length=20))
+    step = start(scheduler)
+    with pytest.raises(StepError, match=r"for requests \[1\], which this step does not sample"):
+        scheduler.finish_step(step, {0: 1, 1: 1})
+    with pytest.raises(StepError, match=r"a token for requests \[0\], and none was given"):
+        scheduler.finish_step(step, {})
+    assert finish(scheduler, step) == ()
+
+
+@pytest.mark.parametrize("name", ["max_batch", "max_step_tokens", "context_length"])
+def test_a_limit_of_0_is_refused(name: str) -> None:
+    with pytest.raises(UsageError, match=f"{name}=0 is not allowed; give 1 or more"):
+        Pool().scheduler(**{name: 0})  # type: ignore[arg-type]
+
+
+def test_limits_must_fit_the_table_and_the_cache() -> None:
+    with pytest.raises(UsageError, match="max_batch=9 is more than the 8 rows"):
+        Pool().scheduler(max_batch=9)
+    pool = Pool()
+    pool.cache = PrefixCache(pool.allocator, 8)
+    with pytest.raises(UsageError, match="pages of 8 tokens and the slot table of 4"):
+        pool.scheduler(cached=True)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"max_tokens": 0}, "max_tokens=0 is not allowed; give a number of new tokens, 1 or more"),
+        ({"max_tokens": True}, "max_tokens=True"),
+        ({"max_tokens": "5"}, "max_tokens='5'"),
+        ({"temperature": -0.5}, "temperature=-0.5 is not allowed; give 0 for greedy"),
+        ({"temperature": float("nan")}, "temperature=nan"),
+        ({"temperature": None}, "temperature=None"),
+        ({"top_k": -1}, "top_k=-1 is not allowed; give 0 for all tokens"),
+        ({"top_p": 0.0}, "top_p=0.0 is not allowed; give a share above 0 and at most 1"),
+        ({"top_p": 1.5}, "top_p=1.5"),
+        ({"seed": -1}, "seed=-1 is not allowed; give None, or a number from 0 to 9223372036854775807"),
+        ({"seed": 2**63}, "seed=9223372036854775808"),
+        ({"stop_token_ids": [1]}, r"stop_token_ids=\[1\] is not allowed; give a frozenset"),
+        ({"stop_token_ids": frozenset({-1})}, "token=-1 is not allowed; give token ids, 0 or more"),
+    ],
+)
+def test_a_wrong_sampling_parameter_is_refused_with_what_is_allowed(wrong: dict[str, object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        SamplingParams(**{"max_tokens": 4, **wrong})  # type: ignore[arg-type]

@@ -1,0 +1,291 @@
+"""Every request ends with the tokens that it gets alone, whatever else is served.
+
+The model is fake and exact: each token's id is written to its slot of a paged memory, and the next token is computed
+from what the page table shows. A wrong page, a page written while others hold it, a missing copy, a wrong prefix hit
+or a token computed twice gives other tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from attnplug.kv.allocator import PageAllocator
+from attnplug.kv.table import SlotTable
+from attnplug.plan import ForwardMode
+from attnplug_engine.prefix_cache import PrefixCache
+from attnplug_engine.request import FinishReason, Request, RequestState, SamplingParams, Step
+from attnplug_engine.scheduler import Scheduler
+
+VOCAB = 6
+STOP = 0
+
+
+def next_token(tokens: list[int]) -> int:
+    value = 7
+    for token in tokens:
+        value = (value * 31 + token + 1) % 1_000_003
+    return value % VOCAB
+
+
+def alone(request: Request, context_length: int) -> tuple[list[int], FinishReason]:
+    """The output of a request by the model's definition, without scheduler, pages or cache."""
+    tokens = list(request.prompt)
+    output: list[int] = []
+    while True:
+        output.append(next_token(tokens))
+        tokens.append(output[-1])
+        if output[-1] in request.params.stop_token_ids:
+            return output, FinishReason.STOP
+        if len(output) == request.params.max_tokens or len(tokens) == context_length:
+            return output, FinishReason.LENGTH
+
+
+class Serving:
+    """A scheduler on a real allocator and table, with the fake model's memory ``[pages, page_size]``."""
+
+    def __init__(
+        self,
+        *,
+        pages: int,
+        page_size: int,
+        max_batch: int = 4,
+        chunk: int = 16,
+        context: int = 64,
+        cached: bool = True,
+    ) -> None:
+        self.allocator = PageAllocator(pages)
+        self.table = SlotTable(
+            self.allocator, page_size=page_size, max_requests=max_batch, max_pages=-(-context // page_size)
+        )
+        self.cache = PrefixCache(self.allocator, page_size) if cached else None
+        self.scheduler = Scheduler(
+            self.table, self.allocator, self.cache, max_batch=max_batch, max_step_tokens=chunk, context_length=context
+        )
+        self.limit = max(chunk, max_batch)
+        self.memory = [[-1] * page_size for _ in range(pages)]
+        self.steps = 0
+
+    def compute(self, step: Step) -> dict[int, int]:
+        for copy in step.copies:
+            self.memory[copy.target] = list(self.memory[copy.source])
+        page_table, lengths = (tensor.tolist() for tensor in self.table.batch(step.rows))
+        size = self.table.page_size
+        for entry, pages, length in zip(step.entries, page_table, lengths, strict=True):
+            assert entry.position + len(entry.token_ids) == length
+            for position, token in enumerate(entry.token_ids, entry.position):
+                page = pages[position // size]
+                assert self.allocator.references(page) == 1, "a shared page is written"
+                self.memory[page][position % size] = token
+        sampled = {}
+        for entry, pages, length in zip(step.entries, page_table, lengths, strict=True):
+            if entry.sampled:
+                read = [self.memory[pages[position // size]][position % size] for position in range(length)]
+                sampled[entry.request.id] = next_token(read)
+        return sampled
+
+    def step(self, *, abort_in_flight: tuple[int, ...] = ()) -> Step | None:
+        """Schedule, run and finish one step, and check what holds for every step."""
+        decoding = [request for request in self.scheduler.running if request.decoding]
+        step = self.scheduler.next_step()
+        assert (step is not None) == self.scheduler.has_work
+        if step is None:
+            return None
+        self.steps += 1
+        self._check(step, decoding)
+        for request_id in abort_in_flight:
+            self.scheduler.abort(request_id)
+        result = self.scheduler.finish_step(step, self.compute(step))
+        assert result.tokens.keys() == {entry.request.id for entry in step.entries if entry.sampled} - set(
+            abort_in_flight
+        )
+        assert all(request.state is RequestState.FINISHED for request in result.finished)
+        for page, row in enumerate(self.memory):
+            if not self.allocator.references(page):
+                row[:] = [-9] * len(row)
+        return step
+
+    def _check(self, step: Step, decoding: list[Request]) -> None:
+        in_step = [entry.request for entry in step.entries]
+        assert step.num_tokens <= self.limit
+        for request in decoding:  # never stalled: it runs, or it was preempted
+            assert request in in_step or request.state is RequestState.WAITING
+        assert self.scheduler.running[0] in in_step  # the oldest always moves
+        queue = [request.id for request in self.scheduler.running + self.scheduler.waiting]
+        assert queue == sorted(queue)  # first come, first served
+        decodes = [entry.request.decoding for entry in step.entries]
+        mixed = ForwardMode.MIXED if any(decodes) else ForwardMode.EXTEND
+        assert step.mode is (ForwardMode.DECODE if all(decodes) else mixed)
+
+    def check_all_returned(self) -> None:
+        if self.cache is not None:
+            self.cache.clear()
+        assert self.allocator.free_pages == self.allocator.num_pages
+        assert all(self.allocator.references(page) == 0 for page in range(self.allocator.num_pages))
+
+
+@dataclass(frozen=True)
+class Arrival:
+    request: Request
+    step: int
+    abort_at: int | None
+    in_flight: bool
+
+
+@st.composite
+def arrivals(draw: st.DrawFn) -> list[Arrival]:
+    shared = draw(st.lists(st.integers(0, VOCAB - 1), min_size=30, max_size=30))
+    found = []
+    for number in range(draw(st.integers(1, 8))):
+        own = draw(st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=6))
+        prompt = (*shared[: draw(st.integers(0, 8) | st.integers(0, 30))], *own)
+        stops = draw(st.sampled_from([frozenset[int](), frozenset({STOP})]))
+        params = SamplingParams(draw(st.integers(1, 6) | st.integers(10, 24)), stop_token_ids=stops)
+        abort_at = draw(st.none() | st.none() | st.integers(0, 30))
+        when = draw(st.just(0) | st.integers(0, 20))
+        found.append(Arrival(Request(number, prompt, params), when, abort_at, draw(st.booleans())))
+    # Ids in the order of arrival, so that a queue in this order is a sorted one.
+    found.sort(key=lambda arrival: arrival.step)
+    for number, arrival in enumerate(found):
+        arrival.request.id = number
+    return found
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    arrivals=arrivals(),
+    page_size=st.integers(1, 8),
+    chunk=st.integers(1, 16),
+    max_batch=st.sampled_from([6, 4, 3, 2, 1]),
+    spare=st.integers(0, 4),
+    context=st.integers(37, 60),
+    cached=st.booleans(),
+)
+def test_every_request_gets_the_tokens_it_gets_alone(
+    arrivals: list[Arrival], page_size: int, chunk: int, max_batch: int, spare: int, context: int, cached: bool
+) -> None:
+    longest = max(min(arrival.request.max_length, context) for arrival in arrivals)
+    serving = Serving(
+        pages=-(-(longest - 1) // page_size) + spare,
+        page_size=page_size,
+        max_batch=max_batch,
+        chunk=chunk,
+        context=context,
+        cached=cached,
+    )
+    now, to_come = 0, list(arrivals)
+    while to_come or serving.scheduler.has_work:
+        while to_come and to_come[0].step <= now:
+            serving.scheduler.add(to_come.pop(0).request)
+        due = [arrival for arrival in arrivals if arrival.abort_at == now and arrival not in to_come]
+        for arrival in due:
+            if not arrival.in_flight:
+                serving.scheduler.abort(arrival.request.id)
+        serving.step(abort_in_flight=tuple(arrival.request.id for arrival in due if arrival.in_flight))
+        now += 1
+        # The oldest request moves in every step, so each costs at most its own length.
+        assert serving.steps <= sum(arrival.request.max_length for arrival in arrivals)
+    for arrival in arrivals:
+        request = arrival.request
+        output, reason = alone(request, context)
+        assert request.row is None
+        if request.finish_reason is FinishReason.ABORTED:
+            assert arrival.abort_at is not None
+            assert request.output == output[: len(request.output)]
+        else:
+            assert (request.output, request.finish_reason) == (output, reason)
+    statistics = serving.cache.statistics if serving.cache is not None else None
+    event(f"preempted: {serving.scheduler.preemptions > 0}")  # shown by --hypothesis-show-statistics
+    event(f"prefix hit: {statistics is not None and statistics.hits > 0}")
+    event(f"evicted: {statistics is not None and statistics.evicted_pages > 0}")
+    serving.check_all_returned()
+
+
+def run_all(serving: Serving, requests: list[Request]) -> None:
+    for request in requests:
+        serving.scheduler.add(request)
+    while serving.step():
+        pass
+    for request in requests:
+        assert request.output == alone(request, 64)[0]
+
+
+def prompt(length: int, salt: int = 0) -> tuple[int, ...]:
+    return tuple((position * position + salt * (position + 3)) % VOCAB for position in range(length))
+
+
+def test_preempted_requests_lose_nothing_and_keep_their_place() -> None:
+    for cached in (False, True):
+        serving = Serving(pages=8, page_size=4, cached=cached)
+        requests = [Request(number, prompt(6, number), SamplingParams(20)) for number in range(4)]
+        run_all(serving, requests)
+        assert serving.scheduler.preemptions > 0
+        assert requests[0].preemptions == 0
+        serving.check_all_returned()
+
+
+def test_a_prefix_in_the_cache_is_not_computed_again() -> None:
+    serving = Serving(pages=32, page_size=4)
+    first, second = (Request(number, (*prompt(14), number), SamplingParams(3)) for number in range(2))
+    run_all(serving, [first])
+    serving.scheduler.add(second)
+    step = serving.step()
+    assert step is not None
+    assert (step.entries[0].position, len(step.entries[0].token_ids)) == (12, 3)
+    assert (first.cached_tokens, second.cached_tokens) == (0, 12)
+    while serving.step():
+        pass
+    assert second.output == alone(second, 64)[0]
+
+
+def test_a_prompt_is_shared_as_soon_as_it_is_computed() -> None:
+    serving = Serving(pages=32, page_size=4)
+    first, second = (Request(number, prompt(14), SamplingParams(10)) for number in range(2))
+    serving.scheduler.add(first)
+    serving.step()
+    run_all(serving, [second])
+    assert second.cached_tokens == 12
+    serving.check_all_returned()
+
+
+def test_a_page_that_another_holder_refers_to_is_copied_before_it_is_written() -> None:
+    serving = Serving(pages=8, page_size=4)
+    request = Request(0, prompt(6), SamplingParams(6))
+    serving.scheduler.add(request)
+    serving.step()
+    shared = serving.table.pages(request.row or 0)[-1]
+    serving.allocator.share((shared,))  # as a fork of the row would
+    step = serving.step()
+    assert step is not None
+    assert [copy.source for copy in step.copies] == [shared]
+    serving.allocator.release((shared,))
+    while serving.step():
+        pass
+    assert request.output == alone(request, 64)[0]
+    serving.check_all_returned()
+
+
+def test_duplicate_prompts_that_run_side_by_side_never_hold_back_a_page() -> None:
+    # Both compute the same pages at once; only one of each can be cached, and the other must come back.
+    serving = Serving(pages=7, page_size=2, max_batch=2, chunk=16)
+    run_all(serving, [Request(number, prompt(6), SamplingParams(6)) for number in range(2)])
+    serving.check_all_returned()
+
+
+def test_a_dropped_step_is_made_again_with_the_same_tokens() -> None:
+    serving = Serving(pages=16, page_size=2, chunk=5)
+    requests = [Request(number, prompt(7, number), SamplingParams(6)) for number in range(3)]
+    for request in requests:
+        serving.scheduler.add(request)
+    number = 0
+    while serving.scheduler.has_work:
+        number += 1
+        if number % 2:
+            step = serving.scheduler.next_step()
+            assert step is not None
+            serving.scheduler.drop_step(step)
+        serving.step()
+    assert [request.output for request in requests] == [alone(request, 64)[0] for request in requests]
+    serving.check_all_returned()
