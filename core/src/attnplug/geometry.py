@@ -95,14 +95,15 @@ class Geometry:
         """
         lens = [self.kv_lens[request] for request in requests]
         longest = max(lens)
-        table = self.page_table[:, : -(-longest // self.page_size)]
-        device = table.device
+        table, device = self.page_table, self.page_table.device
         if len(requests) != table.shape[0] or list(requests) != list(range(table.shape[0])):
             table = table[torch.tensor(requests).to(device, non_blocking=True)]
-        slots = table.long().unsqueeze(2) * self.page_size + torch.arange(self.page_size, device=device)
-        slots = slots.flatten(1)[:, :longest]
+        # Divisions only along one request: the table is as long for all, and what it holds behind a request's last
+        # page is replaced below.
+        positions = torch.arange(longest, device=device)
+        pages = table.index_select(1, positions // self.page_size)
+        slots = torch.add(positions % self.page_size, pages, alpha=self.page_size)
         if min(lens) == longest:
             return slots
         ends = torch.tensor(lens).to(device, non_blocking=True).unsqueeze(1)
-        beyond = torch.arange(longest, device=device) >= ends
-        return torch.where(beyond, slots.gather(1, ends - 1), slots)
+        return torch.where(positions < ends, slots, slots.gather(1, ends - 1))

@@ -72,10 +72,16 @@ class PagedBuffer:
 
     def read(self, slots: Tensor) -> Tensor:
         """Rows ``[*slots.shape, heads, dim]`` in the stored type, or float32 when that is fp8."""
-        self._check_slots(slots)
+        self._check_device(slots)
         if self._flat is not None:
-            cells = self._flat.index_select(0, slots.reshape(-1)).view(*slots.shape, self.layout.heads, self.layout.dim)
+            try:
+                rows = self._flat.index_select(0, slots.reshape(-1))
+            except IndexError:
+                self._check_slots(slots)  # only now: on the hot path index_select's own look is enough
+                raise
+            cells = rows.view(*slots.shape, self.layout.heads, self.layout.dim)
         else:
+            self._check_slots(slots)
             cells = self._cells[self._page_and_offset(slots)]
         return cells.view(torch.float8_e4m3fn).to(torch.float32).mul_(self.scale) if self._float8 else cells
 
@@ -97,9 +103,12 @@ class PagedBuffer:
         # is caught on the device, as index_copy_ would.
         return page.masked_fill_(slots < 0, self.layout.num_pages), slots.remainder(self.layout.page_size)
 
-    def _check_slots(self, slots: Tensor) -> None:
+    def _check_device(self, slots: Tensor) -> None:
         if slots.device != self.pages.device:
             raise PoolError(f"slots on {slots.device} cannot index a cache on {self.pages.device}; move them there")
+
+    def _check_slots(self, slots: Tensor) -> None:
+        self._check_device(slots)
         # Elsewhere the check would wait for the device, which finds a bad index itself.
         if slots.device.type == "cpu" and slots.numel():
             low, high = (int(bound) for bound in slots.aminmax())

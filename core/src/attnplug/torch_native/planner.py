@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from attnplug.geometry import Geometry
+from attnplug.plan import ForwardMode
 
 # A group is padded to its longest request. Up to this many rows a request the padding costs less than another group.
 _SMALL_READ = 4096
@@ -39,6 +40,11 @@ class Extent:
     def requests(self) -> int:
         return self.offsets.shape[0]
 
+    @property
+    def plain(self) -> bool:
+        """Whether query i sees keys 0 … i of its request: a prefill without prefix."""
+        return self.largest_offset == 0 and self.queries == self.keys
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
@@ -67,6 +73,9 @@ def plan_groups(geometry: Geometry) -> NativeMetadata:
     first_rows = list(accumulate(geometry.query_lens, initial=0))
     in_order = len(members) == 1 and members[0] == sorted(members[0])
     groups = tuple(_group(geometry, requests, None if in_order else first_rows) for requests in members)
+    if in_order and geometry.mode is ForwardMode.DECODE and len(members[0]) == len(geometry.query_lens):
+        # A decoding request's new row is its last one, with which its slots end, padded or not.
+        return NativeMetadata(groups[0].slots[:, -1], groups)
     return NativeMetadata(geometry.new_slots(), groups)
 
 
