@@ -176,3 +176,24 @@ def test_cache_rows_equal_transformers_own(oracles, name):
         rows = engine.runner.pools.mla.read_rows(layer_id, slots)
         theirs = torch.cat([cache.layers[layer_id].keys[0, 0], cache.layers[layer_id].values[0, 0]], -1)
         torch.testing.assert_close(rows, theirs, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("chunk", [24, -1])
+def test_same_tokens_on_a_gpu(oracles, name, chunk):
+    engine = Engine(oracles(name).folder, device="cuda", page_size=16, chunked_prefill_size=chunk)
+    completions = engine.generate(prompts(), SamplingParams(max_tokens=NEW_TOKENS))
+    assert [completion.token_ids for completion in completions] == oracles(name).tokens
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("path", ExtendPath)
+def test_same_tokens_on_every_extend_path_on_a_gpu(oracles, path):
+    """C1"""
+    policy = ExtendPolicy(forced=path, chunk_capacity=8)
+    engine = Engine(oracles("deepseek_v3").folder, device="cuda", page_size=4, max_batch=2, extend_policy=policy)
+    completions = engine.generate(prompts(), SamplingParams(max_tokens=NEW_TOKENS))
+    assert [completion.token_ids for completion in completions] == oracles("deepseek_v3").tokens

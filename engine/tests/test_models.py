@@ -97,7 +97,7 @@ def test_cached_latent_rows_are_those_of_transformers(case, make_oracle, make_st
             assert_close(stage.latent_rows(layer_id, request), rows, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES.keys() & {"llama", "qwen3", "deepseek_v2", "deepseek_v3"})
+@pytest.mark.parametrize("name", ["llama", "qwen3", "deepseek_v2", "deepseek_v3"])
 def test_a_tiny_model_is_the_one_that_transformers_loads_from_what_it_saves(name, tmp_path, make_stage, sequences):
     from transformers import AutoModelForCausalLM
 
