@@ -142,7 +142,7 @@ def test_a_nucleus_wider_than_the_first_look_is_sorted_whole() -> None:
     assert draw(logits, params, 1 - 2**-53) == 2999
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_logits_that_are_not_finite_are_an_error_that_names_the_requests(bad: float, temperature: float) -> None:
     logits = torch.zeros(3, 40)
@@ -152,6 +152,17 @@ def test_logits_that_are_not_finite_are_an_error_that_names_the_requests(bad: fl
         Sampler().sample(logits, requests)
     assert caught.value.request_ids == (11, 13)
     assert isinstance(caught.value, AttnplugError)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_minus_infinity_marks_a_token_that_cannot_be_chosen(temperature: float) -> None:
+    logits = torch.full((2, 40), -float("inf"))
+    logits[0, 17] = -3.0
+    requests = [request(number, temperature=temperature) for number in (11, 12)]
+    assert Sampler().sample(logits[:1], requests[:1]) == {11: 17}
+    with pytest.raises(BadLogits) as caught:
+        Sampler().sample(logits, requests)
+    assert caught.value.request_ids == (12,)
 
 
 def test_huge_finite_logits_are_no_error() -> None:

@@ -57,7 +57,8 @@ class Sampler:
     def sample(self, logits: Tensor, requests: Sequence[Request]) -> dict[int, int]:
         """The next token of each request, by request id, from ``logits [requests, vocab]``, row by row.
 
-        Raises ``BadLogits`` and chooses nothing if any of them is NaN or infinite.
+        A logit of -inf marks a token that cannot be chosen. Raises ``BadLogits`` and chooses nothing if a row holds
+        NaN or +inf, or no token that can be chosen.
         """
         if logits.dim() != 2 or logits.shape[0] != len(requests) or not logits.shape[1]:
             raise UsageError(
@@ -78,17 +79,12 @@ class Sampler:
 
     def _greedy(self, logits: Tensor, requests: Sequence[Request]) -> list[int]:
         """The likeliest token of every row, the first of equals; checks every row, drawn ones too."""
-        # A sum is not finite when any of its terms is not, and is the cheapest look at all of them; -1 for these
-        # rows keeps this at one copy off the device.
-        # max and not argmax: the same indices (of equals the first), four times as fast on the CPU.
-        finite = torch.isfinite(logits.sum(dim=-1))
-        best: list[int] = torch.where(finite, logits.max(dim=-1).indices, -1).tolist()
+        # max and not argmax: the same indices (of equals the first), four times as fast on the CPU, and a NaN or +inf
+        # anywhere in a row is its maximum, so that one pass finds them too; -1 keeps it at one copy off the device.
+        largest = logits.max(dim=-1)
+        best: list[int] = torch.where(torch.isfinite(largest.values), largest.indices, -1).tolist()
         if -1 in best:
-            # Finite logits can have a sum that is not: look again at each.
-            good = torch.isfinite(logits).all(dim=-1).tolist()
-            if not all(good):
-                raise BadLogits([request.id for request, fine in zip(requests, good, strict=True) if not fine])
-            best = logits.max(dim=-1).indices.tolist()
+            raise BadLogits([request.id for request, token in zip(requests, best, strict=True) if token == -1])
         return best
 
     def _uniform(self, request: Request) -> float:
