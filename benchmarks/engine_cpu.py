@@ -152,7 +152,7 @@ def main() -> None:
     parameters = sum(p.numel() for p in model.parameters())
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(Path(folder))
-        engine = Engine(folder, device="cpu", prefix_cache=False, chunked_prefill_size=4096)
+        engine = Engine(folder, device="cpu", prefix_cache=False, chunked_prefill_size=4096, ignore_eos=True)
         versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
         threads = torch.get_num_threads()
         print(

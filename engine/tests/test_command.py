@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,8 @@ BAD_LINES = [
     ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
     ({"prompt": "x", "stop_token_ids": [[]]}, "stop_token_ids"),
     ({"prompt": "é"}, "ASCII"),
+    ('{"prompt": "\\ud800"}', "surrogate"),
+    ('{"prompt_token_ids": [' + "9" * 5000 + "]}", "not JSON that can be read"),
 ]
 
 
@@ -111,3 +114,21 @@ def test_mistakes_are_told_in_one_message(arguments, code, told):
     done = attnplug(*arguments, "--device", "cpu")
     assert done.returncode == code, done.stderr
     assert told in done.stderr and "Traceback" not in done.stderr
+
+
+def test_ending_the_command_ends_its_ranks():
+    """Nobody is left waiting for a rank that is gone."""
+    arguments = ["--model", "tiny:llama", "--prompt", "hi", "--max-tokens", "4000", "--tensor-parallel", "2"]
+    command = [sys.executable, "-m", "attnplug", "run", *arguments, "--device", "cpu"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as started:
+        children = Path(f"/proc/{started.pid}/task/{started.pid}/children")
+        if not children.exists():
+            started.kill()
+            pytest.skip("this system does not tell a process's children")
+        while len(ranks := children.read_text().split()) < 2:
+            time.sleep(0.1)
+        assert started.stdout is not None
+        started.stdout.read(1)  # it generates
+        started.terminate()
+        assert started.wait(timeout=30) == 143
+    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)

@@ -9,9 +9,12 @@ import torch
 
 from attnplug import DType, PoolError, UsageError
 from attnplug.model_config import ModelConfigError
+from attnplug.model_config import load_model as load_spec
 from attnplug.select import SelectionError
 from attnplug.tiny import TINY_CONFIGS
 from attnplug_engine import Engine, SamplingParams
+from attnplug_engine.models import build_model
+from attnplug_engine.random_checkpoint import RandomCheckpoint
 from attnplug_engine.runner import NotFinite
 
 
@@ -70,7 +73,35 @@ def test_statistics_count_tokens_by_what_they_were_for(engine):
     assert (fresh.statistics.prefill_tokens, fresh.statistics.decode_tokens) == (11, 4)
 
 
+@pytest.mark.parametrize("where", ["config.json", "generation_config.json"])
+def test_a_text_ends_where_the_checkpoint_says(tmp_path, where):
+    """generation_config.json has the last word, as in transformers."""
+    source = RandomCheckpoint.tiny("tiny:llama")
+    build_model(source, load_spec("tiny:llama"), dtype=torch.float32, device="cpu")
+    source.save(tmp_path)
+    free = Engine(str(tmp_path), device="cpu", ignore_eos=True).generate([[1, 2, 3]], max_tokens=12)[0].token_ids
+    end = free[5]
+    path = tmp_path / where
+    known = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**known, "eos_token_id": [end, 127]}))
+    (ended,) = Engine(str(tmp_path), device="cpu").generate([[1, 2, 3]], max_tokens=12)
+    assert ended.token_ids == free[: free.index(end) + 1] and ended.finish_reason == "stop"
+
+
 class TestErrors:
+    @pytest.mark.parametrize("prompts", ["hi", [1, 2, 3]])
+    def test_a_prompt_in_place_of_a_list_of_prompts(self, engine, prompts):
+        with pytest.raises(UsageError, match="give a list of prompts"):
+            engine.generate(prompts, max_tokens=2)
+
+    def test_text_that_is_none(self, engine):
+        with pytest.raises(UsageError, match="surrogate"):
+            engine.generate(["\ud800"], max_tokens=2)
+
+    def test_more_pages_than_memory(self):
+        with pytest.raises(PoolError, match=r"1000000000000 pages .* GiB"):
+            Engine("tiny:llama", device="cpu", num_pages=1000000000000)
+
     def test_empty_prompt(self, engine):
         with pytest.raises(UsageError, match=r"prompt 1: .*empty prompt"):
             engine.generate(["fine", ""], max_tokens=2)

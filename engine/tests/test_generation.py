@@ -88,7 +88,7 @@ def oracles(tmp_path_factory):
 
 
 def generate(oracle: Oracle, **options) -> tuple[Engine, list[list[int]]]:
-    engine = Engine(oracle.folder, EngineOptions(device="cpu", **options))
+    engine = Engine(oracle.folder, EngineOptions(device="cpu", ignore_eos=True, **options))
     completions = engine.generate(prompts(), SamplingParams(max_tokens=NEW_TOKENS))
     assert {completion.finish_reason for completion in completions} == {"length"}
     return engine, [completion.token_ids for completion in completions]
@@ -145,7 +145,7 @@ def test_same_tokens_when_a_tiny_pool_forces_preemption(oracles, name, prefix_ca
 def test_logits_agree_within_1e_4(oracles, name):
     """Every step's logits, prefill and decode, against a whole forward of transformers."""
     oracle = oracles(name)
-    engine = Engine(oracle.folder, EngineOptions(device="cpu", page_size=4, chunked_prefill_size=16))
+    engine = Engine(oracle.folder, EngineOptions(device="cpu", page_size=4, chunked_prefill_size=16, ignore_eos=True))
     seen = []
     original = engine.sampler.sample
 
@@ -183,7 +183,7 @@ def test_cache_rows_equal_transformers_own(oracles, name):
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("chunk", [24, -1])
 def test_same_tokens_on_a_gpu(oracles, name, chunk):
-    engine = Engine(oracles(name).folder, device="cuda", page_size=16, chunked_prefill_size=chunk)
+    engine = Engine(oracles(name).folder, device="cuda", page_size=16, chunked_prefill_size=chunk, ignore_eos=True)
     completions = engine.generate(prompts(), SamplingParams(max_tokens=NEW_TOKENS))
     assert [completion.token_ids for completion in completions] == oracles(name).tokens
 
@@ -194,6 +194,8 @@ def test_same_tokens_on_a_gpu(oracles, name, chunk):
 def test_same_tokens_on_every_extend_path_on_a_gpu(oracles, path):
     """C1"""
     policy = ExtendPolicy(forced=path, chunk_capacity=8)
-    engine = Engine(oracles("deepseek_v3").folder, device="cuda", page_size=4, max_batch=2, extend_policy=policy)
+    engine = Engine(
+        oracles("deepseek_v3").folder, device="cuda", page_size=4, max_batch=2, extend_policy=policy, ignore_eos=True
+    )
     completions = engine.generate(prompts(), SamplingParams(max_tokens=NEW_TOKENS))
     assert [completion.token_ids for completion in completions] == oracles("deepseek_v3").tokens

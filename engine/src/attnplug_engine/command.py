@@ -13,10 +13,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from attnplug import DType, ExtendPath, ExtendPolicy, Role
 from attnplug.cli import output
 from attnplug.cli.app import Commands, add_backend_options, add_command
-from attnplug.errors import UsageError
+from attnplug.errors import AttnplugError, UsageError
 from attnplug.options import split_settings
 from attnplug_engine.engine import DEFAULT_MAX_TOKENS, Completion, Engine, EngineOptions, naming
 from attnplug_engine.launch import join_ranks, run_ranks, started_as_rank
+from attnplug_engine.parallel import TensorParallel
 from attnplug_engine.prompts import PromptLine, read_prompts
 from attnplug_engine.request import SamplingParams
 
@@ -68,11 +69,18 @@ def run(parsed: argparse.Namespace) -> int:
         output.release()
         return run_ranks(parsed.tensor_parallel, sys.argv[1:])
     parallel = join_ranks(parsed.tensor_parallel, parsed.device or "cpu")
+    try:
+        return _run(parsed, lines, options, parallel)
+    except RuntimeError as error:
+        if parallel.size == 1:
+            raise
+        first = str(error).partition("\n")[0]
+        raise AttnplugError(f"rank {parallel.rank} lost the others, or one of them failed: {first}") from error
+
+
+def _run(parsed: argparse.Namespace, lines: list[PromptLine], options: EngineOptions, parallel: TensorParallel) -> int:
     silent = parallel.rank != 0
     engine = Engine(parsed.model, options, parallel=parallel)
-    if not parsed.ignore_eos:
-        ends = engine.stop_token_ids
-        lines = [replace(line, params=_stopping(line.params, ends)) for line in lines]
     console = Console(stderr=True, highlight=False, markup=False, quiet=silent)
     completions = _generate(engine, lines, console, stream=parsed.prompt is not None and not parsed.json and not silent)
     if not silent:
@@ -114,12 +122,9 @@ def _options(parsed: argparse.Namespace) -> EngineOptions:
         context_length=parsed.context_length,
         extend_policy=policy,
         seed=parsed.seed,
+        ignore_eos=parsed.ignore_eos,
         check_layers=parsed.check_layers,
     )
-
-
-def _stopping(params: SamplingParams, ends: frozenset[int]) -> SamplingParams:
-    return replace(params, stop_token_ids=params.stop_token_ids | ends)
 
 
 def _generate(engine: Engine, lines: list[PromptLine], console: Console, *, stream: bool) -> list[Completion]:

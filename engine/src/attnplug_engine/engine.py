@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ from attnplug.model_config import load_model as load_spec
 from attnplug_engine.models import load_model
 from attnplug_engine.parallel import SINGLE, TensorParallel
 from attnplug_engine.prefix_cache import CacheStatistics, PrefixCache
-from attnplug_engine.request import FinishReason, Request, SamplingParams, Step, StepResult
+from attnplug_engine.request import LARGEST_SEED, FinishReason, Request, SamplingParams, Step, StepResult
 from attnplug_engine.runner import Capacity, ModelRunner, bytes_per_page
 from attnplug_engine.sampler import BadLogits, Sampler
 from attnplug_engine.scheduler import Scheduler
@@ -37,6 +39,7 @@ from attnplug_engine.tokenizer import Tokenizer, find_tokenizer
 Prompt = str | Sequence[int]
 
 DEFAULT_MAX_TOKENS = 32
+LARGEST_BATCH = 1 << 16
 
 _CPU_CACHE_BYTES = 1 << 30
 _GPU_CACHE_SHARE = 0.85
@@ -61,6 +64,8 @@ class EngineOptions:
     context_length: int | None = None
     extend_policy: ExtendPolicy = field(default_factory=ExtendPolicy)
     seed: int = 0
+    ignore_eos: bool = False
+    """Go on past the tokens by which the checkpoint says that a text ends."""
     check_layers: bool = False
 
     def __post_init__(self) -> None:
@@ -70,6 +75,10 @@ class EngineOptions:
         for name in ("max_batch", "num_pages", "context_length"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} {value} is not allowed; give 1 or more")
+        if self.max_batch > LARGEST_BATCH:
+            raise UsageError(f"--max-batch {self.max_batch} is not allowed; give at most {LARGEST_BATCH}")
+        if not 0 <= self.seed <= LARGEST_SEED:
+            raise UsageError(f"--seed {self.seed} is not allowed; give 0 to {LARGEST_SEED}")
         if self.chunked_prefill_size < 1 and self.chunked_prefill_size != -1:
             raise UsageError(
                 f"--chunked-prefill-size {self.chunked_prefill_size} is not allowed; give 1 or more, or -1 for prompts "
@@ -132,7 +141,7 @@ class Engine:
         loaded = load_model(model, dtype=torch_dtype(dtype), device=device, parallel=parallel, seed=options.seed)
         self.vocab_size = loaded.module.vocab_size
         self.tokenizer: Tokenizer | None = find_tokenizer(model, self.vocab_size)
-        self.stop_token_ids = _stop_tokens(loaded.config)
+        self.stop_token_ids = frozenset() if options.ignore_eos else end_tokens(model, loaded.config)
         capacity = _capacity(spec, options, self.selection, kv_dtype, device, parallel.size)
         self.runner = ModelRunner(
             loaded,
@@ -159,7 +168,9 @@ class Engine:
         self._next_id = 0
 
     def add(self, prompt: Prompt, params: SamplingParams) -> Request:
-        """Queue a prompt; it takes part from the next step on."""
+        """Queue a prompt; it takes part from the next step on. It also ends where the checkpoint says texts end."""
+        if not self.stop_token_ids <= params.stop_token_ids:
+            params = replace(params, stop_token_ids=params.stop_token_ids | self.stop_token_ids)
         request = Request(self._next_id, tuple(self._tokens(prompt)), params)
         self.scheduler.add(request)
         self._next_id += 1
@@ -192,6 +203,8 @@ class Engine:
 
     def stream(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> Iterator[Update]:
         """Generate for all prompts; yields each token as it comes, and each prompt's end."""
+        if isinstance(prompts, str) or not all(isinstance(prompt, str | Sequence) for prompt in prompts):
+            raise UsageError(f"prompts is {prompts!r:.60}; give a list of prompts, each a text or a list of token ids")
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise UsageError(f"{len(prompts)} prompts were given with {len(each)} sampling parameters")
@@ -204,7 +217,7 @@ class Engine:
             for request in requests:
                 self.abort(request)
             raise
-        return self.follow(requests)
+        yield from self.follow(requests)
 
     def follow(self, requests: Sequence[Request]) -> Iterator[Update]:
         """Run until these requests are finished; yields their tokens as they come, and their ends."""
@@ -230,6 +243,8 @@ class Engine:
         **sampling: Any,
     ) -> list[Completion]:
         """Generate for all prompts, in their order. ``sampling`` are fields of ``SamplingParams``, alike for all."""
+        if "stop_token_ids" in sampling:
+            sampling["stop_token_ids"] = frozenset(sampling["stop_token_ids"])
         if params is None:
             params = SamplingParams(**{"max_tokens": DEFAULT_MAX_TOKENS, **sampling})
         elif sampling:
@@ -254,6 +269,10 @@ class Engine:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise UsageError("the checkpoint has no tokenizer.json; give the prompt as token ids")
+            try:
+                prompt.encode()
+            except UnicodeEncodeError:
+                raise UsageError("the prompt is not text: it holds half of a surrogate pair") from None
             return self.tokenizer.encode(prompt)
         for token in prompt:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
@@ -308,9 +327,17 @@ def _select(
     return select(load_registry(), request, problem)
 
 
-def _stop_tokens(config: Mapping[str, object]) -> frozenset[int]:
-    """What the checkpoint itself says ends a text."""
+def end_tokens(reference: str, config: Mapping[str, object]) -> frozenset[int]:
+    """The tokens by which a checkpoint says that a text ends: in generation_config.json, else in its config."""
     value = config.get("eos_token_id")
+    path = Path(reference) / "generation_config.json"
+    if path.is_file():
+        try:
+            given = json.loads(path.read_text(encoding="utf-8-sig"))
+        except (OSError, ValueError) as error:
+            raise UsageError(f"{path} cannot be read: {error}") from error
+        if isinstance(given, dict) and given.get("eos_token_id") is not None:
+            value = given["eos_token_id"]
     tokens = value if isinstance(value, list) else [value]
     return frozenset(token for token in tokens if isinstance(token, int) and not isinstance(token, bool))
 

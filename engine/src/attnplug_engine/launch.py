@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -21,6 +22,11 @@ def join_ranks(size: int, device: str) -> TensorParallel:
     """This process's place among ``size`` ranks."""
     if not started_as_rank():
         return SINGLE
+    if not os.environ["WORLD_SIZE"].isdigit() or not os.environ["RANK"].isdigit():
+        raise UsageError(
+            f"RANK={os.environ['RANK']!r} and WORLD_SIZE={os.environ['WORLD_SIZE']!r} are not numbers; "
+            "they are torchrun's to set: unset them"
+        )
     world = int(os.environ["WORLD_SIZE"])
     if world != size:
         raise UsageError(f"--tensor-parallel {size} was asked for, but {world} ranks were started; make them equal")
@@ -38,6 +44,8 @@ def run_ranks(size: int, arguments: Sequence[str]) -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
+    # Being ended from outside must end the ranks as well, so it takes the way through 'finally'.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     ranks = []
     for rank in range(size):
         place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

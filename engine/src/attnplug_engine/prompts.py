@@ -27,7 +27,7 @@ class PromptLine:
 def read_prompts(path: str, defaults: SamplingParams) -> list[PromptLine]:
     """The prompts of a file of JSON lines; empty lines are left out. A bad line is an error with its number."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise UsageError(f"--prompts {path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
@@ -46,8 +46,8 @@ def _lines(text: str, path: str, defaults: SamplingParams) -> Iterator[PromptLin
                 yield _line(json.loads(line), defaults, where)
             except json.JSONDecodeError as error:
                 raise UsageError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
-            except RecursionError:
-                raise UsageError(f"{where}: not JSON that can be read: nested too deeply") from None
+            except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
+                raise UsageError(f"{where}: not JSON that can be read: {error}") from None
 
 
 def _line(value: Any, defaults: SamplingParams, where: str) -> PromptLine:

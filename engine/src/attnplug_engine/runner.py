@@ -26,7 +26,7 @@ from attnplug import (
     forward_context,
     plan_forward,
 )
-from attnplug.errors import AttnplugError
+from attnplug.errors import AttnplugError, PoolError
 from attnplug.model import AttentionKind, ModelSpec
 from attnplug_engine.models import LoadedModel
 from attnplug_engine.parallel import SINGLE, TensorParallel
@@ -165,6 +165,19 @@ def build_pools(
     spec: ModelSpec, capacity: Capacity, kv_dtype: DType, device: torch.device, parallel: TensorParallel
 ) -> KVPools:
     """The pools that a model's layers need, for this rank's heads."""
+    try:
+        return _build_pools(spec, capacity, kv_dtype, device, parallel)
+    except RuntimeError as error:  # torch's allocators raise it, and its subclass for CUDA
+        needed = capacity.num_pages * bytes_per_page(spec, capacity.page_size, kv_dtype, parallel.size)
+        raise PoolError(
+            f"{capacity.num_pages} pages of {capacity.page_size} tokens take {needed / 2**30:.1f} GiB, which cannot be "
+            "allocated; lower --num-pages"
+        ) from error
+
+
+def _build_pools(
+    spec: ModelSpec, capacity: Capacity, kv_dtype: DType, device: torch.device, parallel: TensorParallel
+) -> KVPools:
     kinds = spec.kinds
     mha = mla = None
     if AttentionKind.MHA in kinds:

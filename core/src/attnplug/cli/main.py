@@ -18,6 +18,9 @@ def main() -> None:
     except AttnplugError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)
     except BrokenPipeError:  # the reader of our output went away, as in 'attnplug backends | head -1'
         _discard_output()
         sys.exit(1)
