@@ -108,17 +108,29 @@ class ModelRunner:
         """Logits ``[sampled, vocab]`` float32 of the step's sampled rows, in their order."""
         if step.copies:
             self.pools.copy_pages(step.copies)
+        hidden = self.forward(self.prepare(step))
+        rows = step.sampled_rows
+        if len(rows) != hidden.shape[0]:
+            hidden = hidden[torch.tensor(rows, dtype=torch.int64).to(self.device, non_blocking=True)]
+        return self.model.logits(hidden)
+
+    @torch.inference_mode()
+    def prepare(self, step: Step) -> ForwardBatch:
+        """The batch of a step, planned ahead of its forward and marked so (B2); writes nothing to the cache."""
         batch = self._batch(step)
+        batch.plan = self.backend.init_forward_metadata(batch)
+        batch.mark_forward_metadata_ready()
+        return batch
+
+    @torch.inference_mode()
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Hidden states ``[tokens, hidden]``. Plans the batch unless whoever made it has."""
         plan_forward(self.backend, batch)
         if self.mla is not None:
             self.mla.prepare(batch)
         with forward_context(self.backend, self.mla):
             assert batch.positions is not None
-            hidden = self.model.forward(batch.input_ids, batch.positions, batch)
-        rows = step.sampled_rows
-        if len(rows) != hidden.shape[0]:
-            hidden = hidden[torch.tensor(rows, dtype=torch.int64).to(self.device, non_blocking=True)]
-        return self.model.logits(hidden)
+            return self.model.forward(batch.input_ids, batch.positions, batch)
 
     def _batch(self, step: Step) -> ForwardBatch:
         decode = step.mode.is_decode

@@ -1,0 +1,75 @@
+"""One step by hand: what is planned where, and in which order things are built."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+
+from attnplug import BackendContext, ForwardBatch, PlanError
+from attnplug_engine import Engine, SamplingParams
+
+
+@pytest.fixture(params=["tiny:llama", "tiny:deepseek_v3"])
+def engine(request) -> Engine:
+    return Engine(request.param, device="cpu", page_size=4, prefix_cache=False)
+
+
+def count_plans(engine: Engine) -> list[ForwardBatch]:
+    planned: list[ForwardBatch] = []
+    original = engine.runner.backend.init_forward_metadata
+
+    def plan(batch):
+        planned.append(batch)
+        return original(batch)
+
+    engine.runner.backend.init_forward_metadata = plan
+    return planned
+
+
+def test_a_step_planned_ahead_is_marked_and_not_planned_again(engine):
+    """B2: every pre-planner marks."""
+    planned = count_plans(engine)
+    engine.add([1, 2, 3], SamplingParams(max_tokens=2))
+    batch = engine.runner.prepare(engine.scheduler.next_step())
+    assert not batch.needs_forward_metadata_init()
+    engine.runner.forward(batch)
+    assert planned == [batch]
+
+
+def test_a_batch_that_nobody_planned_is_planned_by_the_forward_path(engine):
+    """B1, B2"""
+    planned = count_plans(engine)
+    engine.add([1, 2, 3], SamplingParams(max_tokens=2))
+    batch = engine.runner._batch(engine.scheduler.next_step())
+    engine.runner.forward(batch)
+    assert planned == [batch]
+
+
+def test_steps_planned_ahead_give_the_same_as_steps_run_at_once(engine):
+    """B2: a plan belongs to its batch, so that the next may be planned before this one has run."""
+    engine.add([1, 2, 3, 4, 5], SamplingParams(max_tokens=2))
+    step = engine.scheduler.next_step()
+    first, second = engine.runner.prepare(step), engine.runner.prepare(step)
+    late, early = engine.runner.forward(second), engine.runner.forward(first)
+    assert torch.equal(late, early)
+
+
+def test_a_batch_that_shrank_after_planning_is_refused(engine):
+    """B5"""
+    engine.add([1, 2, 3], SamplingParams(max_tokens=2))
+    batch = engine.runner.prepare(engine.scheduler.next_step())
+    batch.input_ids, batch.positions = batch.input_ids[:2], batch.positions[:2]
+    with pytest.raises(PlanError, match="2"):
+        engine.runner.forward(batch)
+
+
+def test_a_backend_cannot_be_built_before_the_pools(engine):
+    """A10's order: the context that every backend is built from demands the pools, and has a place for coordinators."""
+    parameters = inspect.signature(BackendContext).parameters
+    assert parameters["pools"].default is inspect.Parameter.empty
+    assert parameters["coordinator"].default is None
+    with pytest.raises(TypeError, match="pools"):
+        BackendContext(name="x", roles=frozenset(), model=None, device=None, dtype=None, kv_dtype=None, page_size=4,
+                       limits=None, workspace=None)  # fmt: skip
