@@ -90,8 +90,8 @@ def test_every_wrong_field_is_named_at_once() -> None:
         {"min_sm": 9.0},
         {"page_sizes": {64}},
         {"page_sizes": 64},
-        {"page_sizes": PageSizes.of("64")},  # type: ignore[arg-type]
-        {"page_sizes": PageSizes(64)},  # type: ignore[arg-type]
+        {"page_sizes": PageSizes.of("64")},
+        {"page_sizes": PageSizes(64)},
         {"head_dims": {64}},
         {"head_dims": {(64,)}},
         {"head_dims": {(64, 64, 64)}},

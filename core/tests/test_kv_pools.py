@@ -178,7 +178,7 @@ def test_a_layer_id_that_repeats_is_refused() -> None:
 
 def test_an_unknown_layout_is_refused() -> None:
     with pytest.raises(PoolError, match="'dim_major' is not a cache layout"):
-        mha_pool(layout="dim_major")  # type: ignore[arg-type]
+        mha_pool(layout="dim_major")
 
 
 @pytest.mark.parametrize(("ranks", "heads"), [(1, 4), (2, 2), (4, 1), (8, 1)])

@@ -15,14 +15,7 @@ from attnplug.errors import PoolError
 from attnplug.kv import MHAPool, OutOfPages, PageAllocator, PageCopy, SlotTable
 from attnplug.model import AttentionKind, LayerSpec
 from attnplug.problem import DType
-
-DEVICES = [
-    "cpu",
-    pytest.param(
-        "cuda",
-        marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")],
-    ),
-]
+from support.devices import DEVICES
 
 
 def make_table(num_pages: int = 8, *, max_requests: int = 4, max_pages: int = 4) -> tuple[PageAllocator, SlotTable]:

@@ -43,7 +43,7 @@ def test_an_entry_point_to_nothing_is_broken_alone(
 ) -> None:
     """D2"""
     point = install_source("")
-    missing = EntryPoint("fast", f"{point.value}:plugin", GROUP)._for(point.dist)  # type: ignore[attr-defined]
+    missing = EntryPoint("fast", f"{point.value}:plugin", GROUP)._for(point.dist)
     assert "plugin" in only_fault(missing).error
 
 
@@ -212,7 +212,7 @@ def test_a_misspelled_hook_beside_a_good_one_is_reported(
     def attnplug_bakcends() -> list[BackendSpec]:
         return []
 
-    plugin.attnplug_bakcends = attnplug_bakcends  # type: ignore[attr-defined]
+    plugin.attnplug_bakcends = attnplug_bakcends
     assert "attnplug_bakcends" in only_fault(install(plugin)).error
 
 

@@ -24,7 +24,7 @@ KINDS: list[dict[str, float]] = [
 
 
 def request(number: int, made: int = 0, seed: int | None = None, **params: float) -> Request:
-    return Request(number, (1,), SamplingParams(99, seed=seed, **params), output=[0] * made)  # type: ignore[arg-type]
+    return Request(number, (1,), SamplingParams(99, seed=seed, **params), output=[0] * made)
 
 
 def kept(logits: list[float], params: SamplingParams) -> dict[int, float]:
@@ -49,7 +49,7 @@ def test_greedy_takes_the_likeliest_and_of_equals_the_first() -> None:
 @pytest.mark.parametrize("params", KINDS[1:])
 def test_tokens_come_as_often_as_their_probability_says(params: dict[str, float]) -> None:
     logits = torch.randn(12, generator=torch.Generator().manual_seed(3)) * 2
-    asked = SamplingParams(1, **params)  # type: ignore[arg-type]
+    asked = SamplingParams(1, **params)
     expected = kept(logits.tolist(), asked)
     draws = 4000
     counts = Counter(draw(logits, asked, uniform(11, position)) for position in range(draws))

@@ -34,7 +34,7 @@ class Pool:
 
 def request(number: int, length: int = 5, max_tokens: int = 4, **params: object) -> Request:
     prompt = tuple(100 * number + position for position in range(length))
-    return Request(number, prompt, SamplingParams(max_tokens, **params))  # type: ignore[arg-type]
+    return Request(number, prompt, SamplingParams(max_tokens, **params))
 
 
 def start(scheduler: Scheduler) -> Step:
@@ -382,7 +382,7 @@ def test_a_step_is_finished_with_exactly_the_tokens_it_samples() -> None:
 @pytest.mark.parametrize("name", ["max_batch", "max_step_tokens", "context_length"])
 def test_a_limit_of_0_is_refused(name: str) -> None:
     with pytest.raises(UsageError, match=f"{name}=0 is not allowed; give 1 or more"):
-        Pool().scheduler(**{name: 0})  # type: ignore[arg-type]
+        Pool().scheduler(**{name: 0})
 
 
 def test_limits_must_fit_the_table_and_the_cache() -> None:
@@ -414,4 +414,4 @@ def test_limits_must_fit_the_table_and_the_cache() -> None:
 )
 def test_a_wrong_sampling_parameter_is_refused_with_what_is_allowed(wrong: dict[str, object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        SamplingParams(**{"max_tokens": 4, **wrong})  # type: ignore[arg-type]
+        SamplingParams(**{"max_tokens": 4, **wrong})

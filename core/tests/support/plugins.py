@@ -67,7 +67,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Install:
     ) -> EntryPoint:
         home = f"plugin_{name}_of_{distribution}".replace("-", "_").replace(".", "_")
         monkeypatch.setitem(sys.modules, home, module(plugin=plugin))
-        return EntryPoint(name, f"{home}:plugin", GROUP)._for(Distribution(distribution, version))  # type: ignore[attr-defined]
+        return EntryPoint(name, f"{home}:plugin", GROUP)._for(Distribution(distribution, version))
 
     return make
 
@@ -82,7 +82,7 @@ def install_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
         home = f"plugin_source_{len(made)}"
         (tmp_path / f"{home}.py").write_text(source)
         made.append(home)
-        return EntryPoint("fast", home, GROUP)._for(Distribution("fast-attention", "1.2.3"))  # type: ignore[attr-defined]
+        return EntryPoint("fast", home, GROUP)._for(Distribution("fast-attention", "1.2.3"))
 
     yield make
     for home in made:

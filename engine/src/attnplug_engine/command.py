@@ -13,6 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from attnplug import DType, ExtendPath, ExtendPolicy, Role
 from attnplug.cli import output
 from attnplug.cli.app import Commands, add_backend_options, add_command
+from attnplug.device import open_device
 from attnplug.errors import AttnplugError, UsageError
 from attnplug.options import split_settings
 from attnplug_engine.engine import DEFAULT_MAX_TOKENS, Completion, Engine, EngineOptions, naming
@@ -68,7 +69,7 @@ def run(parsed: argparse.Namespace) -> int:
     if parsed.tensor_parallel > 1 and not started_as_rank():
         output.release()
         return run_ranks(parsed.tensor_parallel, sys.argv[1:])
-    parallel = join_ranks(parsed.tensor_parallel, parsed.device or "cpu")
+    parallel = join_ranks(parsed.tensor_parallel, open_device(parsed.device)[0].type)
     try:
         return _run(parsed, lines, options, parallel)
     except RuntimeError as error:

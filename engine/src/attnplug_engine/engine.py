@@ -23,6 +23,7 @@ from attnplug import (
     load_registry,
     select,
 )
+from attnplug.device import open_device
 from attnplug.errors import PoolError, UsageError
 from attnplug.kv import torch_dtype
 from attnplug.model import ModelSpec
@@ -134,10 +135,10 @@ class Engine:
     ) -> None:
         self.options = options = replace(options or EngineOptions(), **settings)
         spec = load_spec(model)
-        device = _device(options.device)
+        device, sm = open_device(options.device)
         dtype = options.dtype or _model_dtype(spec)
         kv_dtype = options.kv_dtype or dtype
-        self.selection = _select(spec, options, device, dtype, kv_dtype, parallel.size)
+        self.selection = _select(spec, options, (device.type, sm), dtype, kv_dtype, parallel.size)
         loaded = load_model(model, dtype=torch_dtype(dtype), device=device, parallel=parallel, seed=options.seed)
         self.vocab_size = loaded.module.vocab_size
         self.tokenizer: Tokenizer | None = find_tokenizer(model, self.vocab_size)
@@ -298,31 +299,14 @@ def naming(where: str) -> Iterator[None]:
         raise type(error)(f"{where}: {error}") from error
 
 
-def _device(asked: str | None) -> torch.device:
-    if asked is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if asked not in ("cpu", "cuda"):
-        raise UsageError(f"--device {asked!r} is unknown; use cpu or cuda")
-    if asked == "cuda" and not torch.cuda.is_available():
-        raise UsageError(
-            f"--device cuda is asked for, but torch {torch.__version__} sees no CUDA device; "
-            "use --device cpu, or see 'attnplug doctor' for what is missing"
-        )
-    return torch.device(asked, torch.cuda.current_device()) if asked == "cuda" else torch.device(asked)
-
-
 def _model_dtype(spec: ModelSpec) -> DType:
     return DType.FLOAT32 if spec.dtype is None else DType.parse(spec.dtype, "--dtype")
 
 
 def _select(
-    spec: ModelSpec, options: EngineOptions, device: torch.device, dtype: DType, kv_dtype: DType, ranks: int
+    spec: ModelSpec, options: EngineOptions, where: tuple[str, int | None], dtype: DType, kv_dtype: DType, ranks: int
 ) -> Selection:
-    sm = None
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        sm = 10 * major + minor
-    problem = Problem(spec, device.type, sm, dtype, kv_dtype, page_size=options.page_size, tensor_parallel=ranks)
+    problem = Problem(spec, *where, dtype, kv_dtype, page_size=options.page_size, tensor_parallel=ranks)
     request = BackendRequest(options.attention_backend, options.role_backends, options.backend_options)
     return select(load_registry(), request, problem)
 

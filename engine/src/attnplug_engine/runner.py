@@ -27,6 +27,7 @@ from attnplug import (
     plan_forward,
 )
 from attnplug.errors import AttnplugError, PoolError
+from attnplug.kv import torch_dtype
 from attnplug.model import AttentionKind, ModelSpec
 from attnplug_engine.models import LoadedModel
 from attnplug_engine.parallel import SINGLE, TensorParallel
@@ -210,11 +211,10 @@ def _build_pools(
 
 def bytes_per_page(spec: ModelSpec, page_size: int, kv_dtype: DType, parallel_size: int = 1) -> int:
     """What one page takes in all layers together, for this rank's heads."""
-    element = 1 if kv_dtype is DType.FLOAT8_E4M3 else 4 if kv_dtype is DType.FLOAT32 else 2
     row = 0
     for layer in spec.full_layers:
         if layer.mla is not None:
             row += layer.mla.row_dim
         else:
             row += max(1, layer.num_kv_heads // parallel_size) * (layer.head_dim + layer.v_head_dim)
-    return row * page_size * element
+    return row * page_size * torch_dtype(kv_dtype).itemsize

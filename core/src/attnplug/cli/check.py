@@ -16,11 +16,11 @@ from rich.text import Text
 
 from attnplug.assembly import build_selection
 from attnplug.backend import AttentionBackend, BackendContext, Limits
-from attnplug.capabilities import DEVICES
 from attnplug.cli import output
 from attnplug.cli.scene import CONTEXT, STEPS, Result, Scene
 from attnplug.cli.warn import warn_of_plugins
 from attnplug.context import forward_context
+from attnplug.device import open_device
 from attnplug.errors import UsageError, describe_error
 from attnplug.model import AttentionKind, LayerSpec, MLADims, ModelSpec
 from attnplug.options import split_settings
@@ -66,7 +66,7 @@ def run_check(options: CheckOptions, *, json: bool) -> int:
     console = Console(stderr=json, width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
     registry = load_registry()
     warn_of_plugins(registry)
-    device, sm = _device(options.device)
+    device, sm = open_device(options.device)
     dtype = DType.parse(options.dtype, "--dtype")
     if not 0 <= options.seed < 1 << 63:
         raise UsageError(f"--seed {options.seed} is no seed; give a number from 0 to {(1 << 63) - 1}")
@@ -96,21 +96,6 @@ def run_check(options: CheckOptions, *, json: bool) -> int:
     results = _run(console, served, device, options.seed)
     _show(console, results, json)
     return 0 if all(result.holds for result in results) else 1
-
-
-def _device(asked: str | None) -> tuple[torch.device, int | None]:
-    if asked is not None and asked not in DEVICES:
-        raise UsageError(f"--device {asked!r} is unknown; use one of {', '.join(DEVICES)}")
-    available = torch.cuda.is_available()
-    if asked == "cuda" and not available:
-        raise UsageError(
-            f"--device cuda is asked for, but torch {torch.__version__} sees no CUDA device; "
-            "use --device cpu, or see 'attnplug doctor' for what is missing"
-        )
-    if asked == "cpu" or not available:
-        return torch.device("cpu"), None
-    major, minor = torch.cuda.get_device_capability()
-    return torch.device("cuda"), major * 10 + minor
 
 
 def _introduce(console: Console, registry: Registry, device: torch.device, sm: int | None) -> None:

@@ -60,33 +60,7 @@ class AcmeBackend:
         save_kv_cache: bool = True,
         extras: ForwardExtras | None = None,
     ) -> Tensor:
-        plan = batch.plan_for(self.backend_id, q.shape[0], decode=False)
-        return self._forward(q, k, v, layer, plan, save_kv_cache, extras)
-
-    def forward_decode(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        *,
-        save_kv_cache: bool = True,
-        extras: ForwardExtras | None = None,
-    ) -> Tensor:
-        plan = batch.plan_for(self.backend_id, q.shape[0], decode=True)
-        return self._forward(q, k, v, layer, plan, save_kv_cache, extras)
-
-    def _forward(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: LayerSpec,
-        plan: Plan,
-        save_kv_cache: bool,
-        extras: ForwardExtras | None,
-    ) -> Tensor:
+        plan = batch.plan_for(self.backend_id, q.shape[0])
         if extras is not None and extras.asked():
             raise BackendError(f"backend {self.backend_id.name} knows no extras, not {', '.join(extras.asked())}")
         if save_kv_cache:
@@ -100,6 +74,8 @@ class AcmeBackend:
             out[first : first + queries] = self._attend(q[first : first + queries], layer, slots)
             first += queries
         return out
+
+    forward_decode = forward_extend
 
     def _attend(self, q: Tensor, layer: LayerSpec, slots: Tensor) -> Tensor:
         """One request: q ``[queries, heads, dim]`` over the cache rows at ``slots`` ``[keys]``, causal."""
