@@ -2,7 +2,8 @@
 
 A random Llama of about 50M parameters. Decode at batch 1, 8 and 32 and prefill of 2048 tokens, in tokens a second,
 against ``generate`` and continuous batching (``generate_batch``, in a process of its own with a time limit); and what a
-decode step costs outside the model's own math (scheduling, batch, plan, sampling). Ratios of one run are what counts.
+decode step costs outside the model's own math (scheduling, batch, plan, sampling): in place, where the math has just
+emptied the caches, and warm, around a model that does none. Ratios of one run are what counts.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import sys
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -38,6 +41,7 @@ CONFIG = {
 }
 PROMPT = 128
 LIMIT = 90
+PARTS = ("schedule", "batch", "plan", "sample", "reduce")
 
 
 def prompts(count: int, length: int) -> list[list[int]]:
@@ -110,37 +114,129 @@ def prefill_by_transformers(model: torch.nn.Module, length: int) -> float:
     return length / (time.perf_counter() - started)
 
 
+class Clock:
+    """Seconds spent in some methods since the last reading; they run as they are, once, where the engine calls them."""
+
+    def __init__(self, methods: dict[tuple[Any, str], str]) -> None:
+        self._methods, self._seconds = methods, dict.fromkeys(methods.values(), 0.0)
+
+    def __enter__(self) -> Clock:
+        for (owner, method), part in self._methods.items():
+            setattr(owner, method, self._timed(getattr(owner, method), part))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for owner, method in self._methods:
+            delattr(owner, method)
+
+    def _timed(self, run: Callable[..., Any], part: str) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            started = time.perf_counter()
+            result = run(*arguments)
+            self._seconds[part] += time.perf_counter() - started
+            return result
+
+        return timed
+
+    def read(self) -> dict[str, float]:
+        seconds, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
+        return seconds
+
+
+class ReadyMade(torch.nn.Module):
+    """In place of a model: hidden states and logits that are there already, so that a step is all but the math."""
+
+    def __init__(self, tokens: int, batch: int) -> None:
+        super().__init__()
+        self._hidden = torch.randn(tokens, CONFIG["hidden_size"])
+        self._logits = torch.randn(batch, CONFIG["vocab_size"])
+
+    def forward(self, input_ids: torch.Tensor, *_: object) -> torch.Tensor:
+        return self._hidden[: input_ids.shape[0]]
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._logits[: hidden.shape[0]]
+
+
 def overhead(engine: Engine, batch: int, new: int) -> dict[str, float]:
-    """Median microseconds of a decode step, and of its parts outside the model's math."""
+    """Median microseconds of decode steps and of their parts.
+
+    ``reduce`` is the sampler's pass over the logits and ``sample`` the rest of it; ``rest`` is what no other part has
+    (the runner, the forward context, statistics, this clock); ``outside`` is all but the model.
+    """
     runner, scheduler, sampler = engine.runner, engine.scheduler, engine.sampler
-    for prompt in prompts(batch, PROMPT):
-        engine.add(prompt, SamplingParams(max_tokens=new))
-    parts: dict[str, list[float]] = {name: [] for name in ("step", "schedule", "batch", "plan", "sample")}
-    while scheduler.has_work:
-        asked = time.perf_counter()
-        step = scheduler.next_step()
-        assert step is not None
-        t0 = time.perf_counter()
-        made = runner._batch(step)
-        t1 = time.perf_counter()
-        runner.backend.init_forward_metadata(made)
-        t2 = time.perf_counter()
-        logits = runner.run(step)
-        t3 = time.perf_counter()
-        sampled = sampler.sample(logits, step.sampled_requests)
-        t4 = time.perf_counter()
-        scheduler.finish_step(step, sampled)
-        t5 = time.perf_counter()
-        if step.mode.is_decode and len(step.entries) == batch:
-            for name, seconds in (("batch", t1 - t0), ("plan", t2 - t1), ("step", t3 - t2), ("sample", t4 - t3)):
-                parts[name].append(1e6 * seconds)
-            parts["schedule"].append(1e6 * (t0 - asked + t5 - t4))
-    return {name: statistics.median(values) for name, values in parts.items()}
+    methods = {
+        (engine, "step"): "step",
+        (scheduler, "next_step"): "schedule",
+        (scheduler, "finish_step"): "schedule",
+        (runner, "_batch"): "batch",
+        (runner.backend, "init_forward_metadata"): "plan",
+        (runner.model, "forward"): "model",
+        (runner.model, "logits"): "model",
+        (sampler, "sample"): "sample",
+        (sampler, "_greedy"): "reduce",
+    }
+    for number, prompt in enumerate(prompts(batch, PROMPT)):
+        engine.add(prompt[number % 16 :], SamplingParams(max_tokens=new))  # lengths differ, as they do in use
+    steps: list[dict[str, float]] = []
+    with Clock(methods) as clock:
+        while scheduler.has_work:
+            before = engine.statistics.decode_tokens
+            engine.step()
+            step = clock.read()
+            step["sample"] -= step["reduce"]
+            step["outside"] = step["step"] - step["model"]
+            step["rest"] = step["outside"] - sum(step[part] for part in PARTS)
+            if engine.statistics.decode_tokens - before == batch:
+                steps.append(step)
+    return {part: 1e6 * statistics.median(step[part] for step in steps) for part in steps[0]}
+
+
+def overhead_warm(engine: Engine, batch: int, new: int) -> dict[str, float]:
+    """The same without the model's math, which leaves none of the caches to what surrounds it."""
+    runner = engine.runner
+    model, runner.model = runner.model, ReadyMade(batch * PROMPT, batch)  # type: ignore[assignment]
+    try:
+        rounds = [overhead(engine, batch, new) for _ in range(8)]
+    finally:
+        runner.model = model
+    return {part: statistics.median(one[part] for one in rounds) for part in rounds[0]}
+
+
+def report_overhead(engine: Engine, new: int) -> dict[str, dict[str, float]]:
+    """Print what a decode step at batch 32 costs outside the model's math, and return it."""
+    found = {"step_us": overhead(engine, 32, new), "overhead_us": overhead_warm(engine, 32, new)}
+    for name, parts in found.items():
+        place = f"in a step of {parts['step']:.0f} µs" if name == "step_us" else "warm, without the math"
+        divided = ", ".join(f"{part} {parts[part]:.0f}" for part in (*PARTS, "rest"))
+        print(f"decode batch 32: {parts['outside']:.0f} µs outside the model's math {place}: {divided}", flush=True)
+    return found
+
+
+def compare_decode(engine: Engine, model: torch.nn.Module, folder: str, new: int) -> list[dict[str, float | None]]:
+    rows: list[dict[str, float | None]] = []
+    for batch in (1, 8, 32):
+        ours(engine, batch, 4)
+        pairs = [(ours(engine, batch, new)[1], by_generate(model, batch, new)) for _ in range(4)]
+        mine, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
+        batched = by_generate_batch(folder, batch, new)
+        rows.append({"decode batch": batch, "attnplug": mine, "generate": theirs, "generate_batch": batched})
+        line = f"decode batch {batch:>2}: attnplug {mine:7.1f} tok/s, generate {theirs:7.1f} (×{mine / theirs:.2f})"
+        print(line + (f", generate_batch {batched:7.1f} (×{mine / batched:.2f})" if batched else ""), flush=True)
+    return rows
+
+
+def compare_prefill(engine: Engine, model: torch.nn.Module) -> dict[str, float]:
+    pairs = [(ours(engine, 1, 1, 2048)[0], prefill_by_transformers(model, 2048)) for _ in range(3)]
+    mine, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
+    print(f"prefill 2048:    attnplug {mine:7.1f} tok/s, transformers {theirs:7.1f} (×{mine / theirs:.2f})", flush=True)
+    return {"attnplug": mine, "transformers": theirs}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=48)
+    parser.add_argument("--only", choices=["overhead"], help="measure this alone, in seconds instead of minutes")
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
@@ -149,38 +245,23 @@ def main() -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model("llama", **CONFIG)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32).eval()
-    parameters = sum(p.numel() for p in model.parameters())
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(Path(folder))
         engine = Engine(folder, device="cpu", prefix_cache=False, chunked_prefill_size=4096, ignore_eos=True)
-        versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
-        threads = torch.get_num_threads()
-        print(
-            f"Llama of {parameters / 1e6:.0f}M parameters, float32, {threads} threads, {versions}, {platform.machine()}"
-        )
-        rows = []
-        for batch in (1, 8, 32):
-            ours(engine, batch, 4)
-            pairs = [
-                (ours(engine, batch, arguments.tokens)[1], by_generate(model, batch, arguments.tokens))
-                for _ in range(4)
-            ]
-            mine, theirs = (statistics.median(column) for column in zip(*pairs, strict=True))
-            batched = by_generate_batch(folder, batch, arguments.tokens)
-            rows.append({"decode batch": batch, "attnplug": mine, "generate": theirs, "generate_batch": batched})
-            line = f"decode batch {batch:>2}: attnplug {mine:7.1f} tok/s, generate {theirs:7.1f} (×{mine / theirs:.2f})"
-            print(line + (f", generate_batch {batched:7.1f} (×{mine / batched:.2f})" if batched else ""), flush=True)
-    prefill = [(ours(engine, 1, 1, 2048)[0], prefill_by_transformers(model, 2048)) for _ in range(3)]
-    mine, theirs = (statistics.median(column) for column in zip(*prefill, strict=True))
-    print(f"prefill 2048:    attnplug {mine:7.1f} tok/s, transformers {theirs:7.1f} (×{mine / theirs:.2f})")
-    parts = overhead(engine, 32, arguments.tokens)
-    outside = sum(parts[name] for name in ("schedule", "batch", "plan", "sample"))
-    print(f"decode step at batch 32: {parts['step']:.0f} µs; outside the model's math {outside:.0f} µs: " + ", ".join(
-        f"{name} {parts[name]:.0f}" for name in ("schedule", "batch", "plan", "sample")))  # fmt: skip
+        result: dict[str, Any] = {
+            "machine": platform.machine(),
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "parameters": sum(p.numel() for p in model.parameters()),
+        }
+        print(f"Llama of {result['parameters'] / 1e6:.0f}M parameters, float32, {result['threads']} threads, "
+              f"torch {torch.__version__}, transformers {transformers.__version__}, {platform.machine()}")  # fmt: skip
+        if arguments.only is None:
+            result["decode"] = compare_decode(engine, model, folder, arguments.tokens)
+            result["prefill_2048"] = compare_prefill(engine, model)
+    result |= report_overhead(engine, arguments.tokens)
     if arguments.json:
-        result = {"machine": platform.machine(), "threads": torch.get_num_threads(), "torch": torch.__version__,
-                  "transformers": transformers.__version__, "parameters": parameters, "decode": rows,
-                  "prefill_2048": {"attnplug": mine, "transformers": theirs}, "step_us": parts}  # fmt: skip
         Path(arguments.json).write_text(json.dumps(result, indent=1) + "\n")
 
 

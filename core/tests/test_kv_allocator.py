@@ -54,6 +54,16 @@ def test_a_shared_page_is_free_only_after_its_last_release() -> None:
     assert (allocator.references(pages[0]), allocator.free_pages) == (0, 2)
 
 
+def test_shared_pages_are_told_from_the_others() -> None:
+    allocator = PageAllocator(4)
+    pages = allocator.allocate(3)
+    allocator.share(pages[1:])
+    assert allocator.shared(pages) == set(pages[1:])
+    assert allocator.shared([]) == set()
+    with pytest.raises(BadPages, match="4"):
+        allocator.shared([0, 4])
+
+
 def test_a_page_named_twice_is_shared_and_released_twice() -> None:
     allocator = PageAllocator(1)
     (page,) = allocator.allocate(1)

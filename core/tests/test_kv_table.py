@@ -112,6 +112,58 @@ def test_a_released_row_can_be_used_again() -> None:
     assert table.batch([again], width=4)[0].tolist() == [[-1, -1, -1, -1]]
 
 
+@pytest.mark.parametrize("lengths", [(1, 3), (4, 4, 4), (0, 5, 7), (3, 8, 11), ()])
+def test_rows_extended_together_are_as_if_one_after_the_other(lengths: tuple[int, ...]) -> None:
+    together, apart = make_table(16), make_table(16)
+    for _, table in (together, apart):
+        for length in lengths:
+            table.extend(table.admit(), length)
+    rows = list(range(len(lengths)))
+    for _ in range(4):
+        assert together[1].extend_each(rows) == ()
+        for row in rows:
+            apart[1].extend(row, 1)
+        assert snapshot(*together, *rows) == snapshot(*apart, *rows)
+
+
+def test_rows_extended_together_copy_the_pages_they_share() -> None:
+    allocator, table = make_table()
+    row = table.admit()
+    table.extend(row, 6)
+    fork, other = table.admit(table.pages(row), 6), table.admit()
+    shared = table.pages(row)[1]
+    (copy,) = table.extend_each([other, fork, row])
+    assert copy == PageCopy(shared, table.pages(fork)[1])
+    assert table.pages(row)[1] == shared
+    assert [table.length(each) for each in (row, fork, other)] == [7, 7, 1]
+    assert [allocator.references(page) for page in (shared, copy.target)] == [1, 1]
+
+
+def test_rows_that_cannot_all_be_extended_stay_as_they_are() -> None:
+    allocator, table = make_table(num_pages=5, max_pages=2)
+    rows = [table.admit() for _ in range(3)]
+    for row, length in zip(rows, (4, 3, 4), strict=True):
+        table.extend(row, length)
+    taken = allocator.allocate(1)
+    before = snapshot(allocator, table, *rows)
+    with pytest.raises(OutOfPages) as caught:
+        table.extend_each(rows)
+    assert (caught.value.asked, caught.value.free) == (2, 1)
+    assert snapshot(allocator, table, *rows) == before
+    allocator.release(taken)
+    table.extend(rows[2], 4)
+    before = snapshot(allocator, table, *rows)
+    with pytest.raises(PoolError, match="9 tokens need 3 pages, and a row holds 2"):
+        table.extend_each(rows)
+    with pytest.raises(PoolError, match="more than once"):
+        table.extend_each([rows[0], rows[1], rows[0]])
+    with pytest.raises(PoolError, match="row 3 is not in use"):
+        table.extend_each([rows[0], 3])
+    with pytest.raises(PoolError, match="row -1 is not in use"):
+        table.extend_each([rows[0], -1])
+    assert snapshot(allocator, table, *rows) == before
+
+
 def test_a_partly_filled_shared_page_is_copied_before_it_grows() -> None:
     allocator, table = make_table()
     row = table.admit()
@@ -363,6 +415,20 @@ class TableOverPool(RuleBasedStateMachine):
                 assert (self.table.pages(row), self.table.length(row), self.allocator.free_pages) == before
         self.pool.copy_pages(copies)
         for row in extended:
+            self.write(row)
+
+    @precondition(lambda self: self.contents)
+    @rule(data=st.data())
+    def extend_each_then_copy_then_write(self, data: st.DataObject) -> None:
+        rows = data.draw(st.lists(st.sampled_from(sorted(self.contents)), unique=True))
+        before = snapshot(self.allocator, self.table, *self.contents)
+        try:
+            copies = self.table.extend_each(rows)
+        except PoolError:
+            assert snapshot(self.allocator, self.table, *self.contents) == before
+            return
+        self.pool.copy_pages(copies)
+        for row in rows:
             self.write(row)
 
     @precondition(lambda self: self.contents)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from attnplug.errors import AttnplugError, UsageError
 from attnplug_engine.request import Request, SamplingParams
-from attnplug_engine.sampler import BadLogits, Sampler, draw, request_seed, uniform
+from attnplug_engine.sampler import BadLogits, Sampler, draw, likeliest, request_seed, uniform
 
 KINDS: list[dict[str, float]] = [
     {},
@@ -44,6 +44,31 @@ def kept(logits: list[float], params: SamplingParams) -> dict[int, float]:
 def test_greedy_takes_the_likeliest_and_of_equals_the_first() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [5.0, -1.0, 2.0, 5.0]])
     assert Sampler().sample(logits, [request(4), request(2)]) == {4: 1, 2: 0}
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    rows=st.integers(1, 4),
+    vocab=st.sampled_from([1, 31, 32, 96, 640, 1031, 1536]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_the_likeliest_token_by_the_definition(seed: int, rows: int, vocab: int, dtype: torch.dtype) -> None:
+    """Whatever the blocks in which it is looked for: the first of equals, and -1 where the largest is not finite."""
+    random = torch.Generator().manual_seed(seed)
+    logits = torch.randint(-3, 4, (rows, vocab), generator=random).to(dtype)  # full of equals
+    special = torch.tensor([-math.inf, -math.inf, math.inf, math.nan, 5.0, 5.0])[
+        torch.randint(0, 6, (2,), generator=random)
+    ]
+    logits[0, torch.randint(0, vocab, (2,), generator=random)] = special.to(dtype)
+    if seed % 3 == 0:
+        logits[-1] = -math.inf
+    expected = []
+    for row in logits.tolist():
+        bad = any(math.isnan(logit) for logit in row) or math.isinf(max(row))
+        expected.append(-1 if bad else row.index(max(row)))
+    assert likeliest(logits) == expected
+    assert likeliest(logits.t().contiguous().t()) == expected
 
 
 @pytest.mark.parametrize("params", KINDS[1:])

@@ -143,6 +143,10 @@ class StepEntry(NamedTuple):  # made for every request at every step, at less th
     token_ids: tuple[int, ...]
     sampled: bool
 
+    @property
+    def positions(self) -> range:
+        return range(self.position, self.position + len(self.token_ids))
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -159,7 +163,7 @@ class Step:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(entry.token_ids) for entry in self.entries)
+        return sum([len(entry.token_ids) for entry in self.entries])
 
     @property
     def sampled_requests(self) -> list[Request]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from attnplug import (
     PageAllocator,
     Parallel,
     Selection,
+    Serving,
     SlotTable,
     WorkspaceOwner,
     build_selection,
@@ -29,6 +31,7 @@ from attnplug import (
 from attnplug.errors import AttnplugError, PoolError
 from attnplug.kv import torch_dtype
 from attnplug.model import AttentionKind, ModelSpec
+from attnplug.transfer import to_device
 from attnplug_engine.models import LoadedModel
 from attnplug_engine.parallel import SINGLE, TensorParallel
 from attnplug_engine.request import Step
@@ -89,6 +92,7 @@ class ModelRunner:
             pools=self.pools,
             workspace=self.workspace,
             parallel=Parallel(parallel.rank, parallel.size),
+            serving=Serving(disable_chunked_prefix_cache=policy is not None and policy.disable_chunked_prefix_cache),
             coordinator=None,
         )
         self.backend = build_selection(selection, context)
@@ -109,13 +113,11 @@ class ModelRunner:
         """Logits ``[sampled, vocab]`` float32 of the step's sampled rows, in their order."""
         if step.copies:
             self.pools.copy_pages(step.copies)
-        hidden = self.forward(self.prepare(step))
-        rows = step.sampled_rows
-        if len(rows) != hidden.shape[0]:
-            hidden = hidden[torch.tensor(rows, dtype=torch.int64).to(self.device, non_blocking=True)]
+        hidden = self._forward(self.prepare(step))
+        if not step.mode.is_decode:  # which samples every row
+            hidden = hidden[to_device(step.sampled_rows, self.device)]
         return self.model.logits(hidden)
 
-    @torch.inference_mode()
     def prepare(self, step: Step) -> ForwardBatch:
         """The batch of a step, planned ahead of its forward and marked so (B2); writes nothing to the cache."""
         batch = self._batch(step)
@@ -126,6 +128,9 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Hidden states ``[tokens, hidden]``. Plans the batch unless whoever made it has."""
+        return self._forward(batch)
+
+    def _forward(self, batch: ForwardBatch) -> Tensor:
         plan_forward(self.backend, batch)
         if self.mla is not None:
             self.mla.prepare(batch)
@@ -134,30 +139,27 @@ class ModelRunner:
             return self.model.forward(batch.input_ids, batch.positions, batch)
 
     def _batch(self, step: Step) -> ForwardBatch:
-        decode = step.mode.is_decode
         entries = step.entries
-        if decode:
-            ids = torch.tensor([[entry.token_ids[0] for entry in entries], [entry.position for entry in entries]])
+        tokens = [token for entry in entries for token in entry.token_ids]
+        new = new_cpu = None
+        if step.mode.is_decode:
+            positions = [entry.position for entry in entries]
         else:
-            positions = [range(entry.position, entry.position + len(entry.token_ids)) for entry in entries]
-            ids = torch.tensor(
-                [
-                    [token for entry in entries for token in entry.token_ids],
-                    [position for span in positions for position in span],
-                ]
-            )
-        ids = ids.to(self.device, non_blocking=True)
+            positions = [position for entry in entries for position in entry.positions]
+            counts = [len(entry.token_ids) for entry in entries]
+            new = to_device(counts, self.device, np.int32)
+            new_cpu = torch.tensor(counts, dtype=torch.int32)
+        ids = to_device(tokens + positions, self.device)
         page_table, seq_lens = self.table.batch(step.rows)
-        new = None if decode else torch.tensor([len(entry.token_ids) for entry in entries], dtype=torch.int32)
         return ForwardBatch(
             forward_mode=step.mode,
-            input_ids=ids[0],
-            positions=ids[1],
+            input_ids=ids[: len(tokens)],
+            positions=ids[len(tokens) :],
             page_table=page_table,
             seq_lens=seq_lens,
-            seq_lens_cpu=seq_lens if self.device.type == "cpu" else self.table.lengths_cpu(step.rows),
-            extend_seq_lens=None if new is None else new.to(self.device, non_blocking=True),
-            extend_seq_lens_cpu=new,
+            seq_lens_cpu=seq_lens if seq_lens.is_cpu else self.table.lengths_cpu(step.rows),
+            extend_seq_lens=new,
+            extend_seq_lens_cpu=new_cpu,
         )
 
     def _check_every_layer(self) -> None:

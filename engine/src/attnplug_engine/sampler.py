@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from hashlib import blake2b
+from math import gcd
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,6 +15,9 @@ from attnplug_engine.request import Request, SamplingParams
 
 _FIRST_LOOK = 1024
 """How many of the likeliest tokens top-p looks at before it sorts the whole vocabulary."""
+
+_BLOCK, _SMALLEST_BLOCK = 512, 32
+"""On the CPU the largest logit is looked for in blocks: the largest power of two, within these, that divides a row."""
 
 
 class BadLogits(AttnplugError):
@@ -67,10 +72,10 @@ class Sampler:
         if not requests:
             return {}
         tokens = self._greedy(logits, requests)
-        drawn = [row for row, request in enumerate(requests) if not request.params.greedy]
+        drawn = [row for row, request in enumerate(requests) if request.params.temperature]
         if drawn:
             # One copy off the device for all of them; on the CPU a view of each row will do.
-            rows = logits if logits.device.type == "cpu" else logits[drawn].cpu()
+            rows = logits if logits.is_cpu else logits[drawn].cpu()
             for place, row in enumerate(drawn):
                 request = requests[row]
                 vector = rows[row if rows is logits else place]
@@ -79,10 +84,7 @@ class Sampler:
 
     def _greedy(self, logits: Tensor, requests: Sequence[Request]) -> list[int]:
         """The likeliest token of every row, the first of equals; checks every row, drawn ones too."""
-        # max and not argmax: the same indices (of equals the first), four times as fast on the CPU, and a NaN or +inf
-        # anywhere in a row is its maximum, so that one pass finds them too; -1 keeps it at one copy off the device.
-        largest = logits.max(dim=-1)
-        best: list[int] = torch.where(torch.isfinite(largest.values), largest.indices, -1).tolist()
+        best = likeliest(logits)
         if -1 in best:
             raise BadLogits([request.id for request, token in zip(requests, best, strict=True) if token == -1])
         return best
@@ -92,6 +94,27 @@ class Sampler:
         if seed is None:
             seed = request_seed(self._seed, request.id)
         return uniform(seed, len(request.output))
+
+
+def likeliest(logits: Tensor) -> list[int]:
+    """The token with the largest of ``logits [rows, vocab]`` in each row, the first of equals; -1 if it is not finite.
+
+    A NaN or +inf anywhere in a row is its largest, so that one pass finds them too.
+    """
+    rows, vocab = logits.shape
+    block = gcd(vocab, _BLOCK)
+    if not logits.is_cpu or logits.dtype is not torch.float32 or block < _SMALLEST_BLOCK:
+        largest = logits.max(dim=-1)
+        tokens: list[int] = torch.where(torch.isfinite(largest.values), largest.indices, -1).tolist()
+        return tokens
+    # On the CPU only torch's amax is vectorised, and it has no indices: take the largest of each block, then look for
+    # the token in the first block that has it. A third of the time of max, a tenth of argmax.
+    peaks = logits.view(rows, -1, block).amax(-1).numpy()
+    row, first = np.arange(rows), peaks.argmax(-1)
+    found = first * block + logits.numpy().reshape(rows, -1, block)[row, first].argmax(-1)
+    finite = np.isfinite(peaks[row, first])
+    chosen: list[int] = (found if finite.all() else np.where(finite, found, -1)).tolist()
+    return chosen
 
 
 def draw(logits: Tensor, params: SamplingParams, chance: float) -> int:

@@ -150,7 +150,7 @@ class Scheduler:
         if not entries:
             return self._refuse_to_starve() if self.has_work else None
         # A preempted request that found all but its newest token in the cache is decoding from the start.
-        decoding += sum([entry.request.decoding for entry in entries[decoding:]])
+        decoding += sum(entry.request.decoding for entry in entries[decoding:])
         mode = ForwardMode.MIXED if decoding else ForwardMode.EXTEND
         if decoding == len(entries):
             mode = ForwardMode.DECODE
@@ -200,30 +200,22 @@ class Scheduler:
         self._retire()
 
     def _decode(self, entries: list[StepEntry], copies: list[PageCopy]) -> None:
-        """Give every decoding request its token, the earliest admitted first."""
-        running, extend = self._running, self._table.extend
-        for request in running[:]:
-            output, position = request.output, request.computed
-            if not output or position != len(request.prompt) + len(output) - 1:  # request.decoding, without the call
-                continue
+        """Give every decoding request its token; when pages are too few, the latest admitted lose their rows."""
+        while True:
+            decoding = [  # request.decoding, without the calls
+                request
+                for request in self._running
+                if request.output and request.computed == len(request.prompt) + len(request.output) - 1
+            ]
             try:
-                copies += extend(request.row, 1)  # type: ignore[arg-type] # who runs has a row
-            except OutOfPages:
-                if not self._extend_by_preemption(request, copies):
-                    return
-            entries.append(StepEntry(request, position, (output[-1],), True))
-            if request is running[-1]:  # those behind it were preempted
-                return
-
-    def _extend_by_preemption(self, request: Request, copies: list[PageCopy]) -> bool:
-        """Room for one more token, though the latest admitted may lose their rows; ``False`` when it is this one.
-
-        Nobody who loses its row has an entry in this step: it is ``request`` or one behind it.
-        """
-        while not self._extend(request, 1, copies):
-            if len(self._running) == 1 or self._preempt_last() is request:
-                return False
-        return True
+                copies += self._table.extend_each([request.row for request in decoding])  # type: ignore[misc] # has one
+                break
+            except OutOfPages as error:
+                if not self._evict(error):
+                    if len(self._running) == 1:
+                        return
+                    self._preempt_last()
+        entries += [StepEntry(request, request.computed, (request.output[-1],), True) for request in decoding]
 
     def _prefill(self, entries: list[StepEntry], copies: list[PageCopy]) -> None:
         """Go on with the prefill that is under way, then admit; stop behind a prefill that is not complete."""
@@ -277,11 +269,15 @@ class Scheduler:
         try:
             copies += self._table.extend(row, tokens)
         except OutOfPages as error:
-            lacking = error.asked - error.free
-            if self._cache is None or self._cache.evict(lacking) < lacking:
+            if not self._evict(error):
                 return False
             copies += self._table.extend(row, tokens)
         return True
+
+    def _evict(self, error: OutOfPages) -> bool:
+        """Whether the cache could give what was lacking; it gives what it can."""
+        lacking = error.asked - error.free
+        return self._cache is not None and self._cache.evict(lacking) >= lacking
 
     def _preempt_last(self) -> Request:
         request = self._running.pop()
@@ -331,7 +327,7 @@ class Scheduler:
 
     def _check_sampled(self, step: Step, sampled: Mapping[int, int]) -> None:
         ids = [entry.request.id for entry in step.entries if entry.sampled]
-        if len(ids) == len(sampled) and all([request_id in sampled for request_id in ids]):
+        if sampled.keys() == set(ids):
             return
         if unknown := sorted(sampled.keys() - ids):
             raise StepError(f"tokens were given for requests {unknown}, which this step does not sample")

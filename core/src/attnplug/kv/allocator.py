@@ -77,16 +77,24 @@ class PageAllocator:
 
     def references(self, page: int) -> int:
         """How many hold ``page``; 0 when it is free."""
-        if not 0 <= page < self.num_pages:  # asked for every row at every step, so no general check first
-            self._check_inside((page,))
+        self._check_inside((page,))
         return self._references[page]
+
+    def shared(self, pages: Sequence[int]) -> set[int]:
+        """Those of ``pages`` that more than one hold."""
+        self._check_inside(pages)
+        return {page for page in pages if self._references[page] > 1}
+
+    def require(self, n: int) -> None:
+        """Raise ``OutOfPages`` unless ``n`` pages are free."""
+        if n > len(self._free):
+            raise OutOfPages(n, len(self._free), self.num_pages, self._unit)
 
     def allocate(self, n: int) -> list[int]:
         """``n`` pages with one reference each: all of them, or ``OutOfPages``."""
         if n < 0:
             raise PoolError(f"{n} {self._unit}s asked for; give 0 or more")
-        if n > len(self._free):
-            raise OutOfPages(n, len(self._free), self.num_pages, self._unit)
+        self.require(n)
         first = len(self._free) - n
         pages = self._free[first:]
         del self._free[first:]
@@ -122,6 +130,8 @@ class PageAllocator:
                 self._free.append(page)
 
     def _check_inside(self, pages: Sequence[int]) -> None:
+        if not pages or (min(pages) >= 0 and max(pages) < self.num_pages):
+            return
         outside = sorted({page for page in pages if not 0 <= page < self.num_pages})
         if outside:
             raise BadPages(

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from attnplug.errors import PoolError
 from attnplug.kv.allocator import PageAllocator, PageCopy
+from attnplug.transfer import to_device
 
-
-@dataclass(slots=True)
-class _Row:
-    """One request: its pages in order, always exactly as many as its length needs."""
-
-    pages: list[int]
-    length: int
+_UNUSED = -1
 
 
 class SlotTable:
@@ -47,12 +42,12 @@ class SlotTable:
         self._page_size = page_size
         self._max_pages = max_pages
         self._device = torch.device(device)
-        self._rows: list[_Row | None] = [None] * max_requests
         self._free_rows = list(range(max_requests - 1, -1, -1))
-        # The same pages as in the rows, so that a batch is one gather and not a loop over its pages; unused
-        # places are -1 at all times.
-        self._entries = array("i", [-1]) * (max_requests * max_pages)
-        self._master = torch.frombuffer(self._entries, dtype=torch.int32).view(max_requests, max_pages)
+        # A row is its length, which also says how many pages it has, and these pages in its stretch of the entries;
+        # whatever is not in use is -1. Python reads and writes the arrays element by element, numpy gathers a batch.
+        self._lengths = [_UNUSED] * max_requests
+        self._entries = array("i", [_UNUSED]) * (max_requests * max_pages)
+        self._page_table = np.frombuffer(self._entries, np.int32).reshape(max_requests, max_pages)
 
     @property
     def page_size(self) -> int:
@@ -60,7 +55,7 @@ class SlotTable:
 
     @property
     def max_requests(self) -> int:
-        return len(self._rows)
+        return len(self._lengths)
 
     @property
     def max_pages(self) -> int:
@@ -85,8 +80,8 @@ class SlotTable:
         self._check_room(length)
         self._allocator.share(shared_pages)
         row = self._free_rows.pop()
-        self._rows[row] = _Row(list(shared_pages), length)
-        self._write_master(row, 0, shared_pages)
+        self._lengths[row] = length
+        self._write(row, 0, shared_pages)
         return row
 
     def extend(self, row: int, tokens: int) -> tuple[PageCopy, ...]:
@@ -95,56 +90,80 @@ class SlotTable:
         Hand the copies, in the order they were returned, to the pools' ``copy_pages`` before any row's new
         tokens are written.
         """
-        entry = self._row(row)
+        length = self.length(row)
         if tokens < 0:
             raise PoolError(f"row {row} cannot be extended by {tokens} tokens; use truncate to make it shorter")
         if tokens == 0:
             return ()
-        length = entry.length + tokens
-        self._check_room(length)
-        held = len(entry.pages)
+        self._check_room(length + tokens)
+        held = self._pages_for(length)
         # What is replaced is only ever the last page, and only when new tokens would go into it.
-        copied = entry.length % self._page_size != 0 and self._allocator.references(entry.pages[-1]) > 1
-        needed = self._pages_for(length) - held + copied
-        fresh = self._allocator.allocate(needed) if needed else []
-        copies: tuple[PageCopy, ...] = ()
-        if copied:
-            shared = entry.pages.pop()
-            self._allocator.release((shared,))
-            copies = (PageCopy(shared, fresh[0]),)
-        if fresh:
-            self._write_master(row, len(entry.pages), fresh)
-            entry.pages += fresh
-        entry.length = length
-        return copies
+        last = self._page(row, held - 1) if length % self._page_size else None
+        copied = last is not None and self._allocator.references(last) > 1
+        fresh = self._allocator.allocate(self._pages_for(length + tokens) - held + copied)
+        self._write(row, held - copied, fresh)
+        self._lengths[row] = length + tokens
+        if last is None or not copied:
+            return ()
+        self._allocator.release((last,))
+        return (PageCopy(last, fresh[0]),)
+
+    def extend_each(self, rows: Sequence[int]) -> tuple[PageCopy, ...]:
+        """Make room for one more token in each of ``rows``, all different: a decode step's ``extend`` in one go.
+
+        Of rows that share the page they would write to, each counts as one that needs another.
+        """
+        lengths = self._lengths_of(rows)
+        if len(set(rows)) != len(rows):
+            raise PoolError(f"rows {list(rows)} cannot be extended by one token each: one is there more than once")
+        size, width, entries = self._page_size, self._max_pages, self._entries
+        pages = {
+            row: entries[row * width + length // size]
+            for row, length in zip(rows, lengths, strict=True)
+            if length % size  # or the last page is full
+        }
+        shared = self._allocator.shared(list(pages.values()))
+        ready = {row for row, page in pages.items() if page not in shared}
+        growing = [row for row in rows if row not in ready]
+        if growing:
+            self._check_room(max(self._lengths[row] for row in growing) + 1)
+            self._allocator.require(len(growing))
+        copies = [copy for row in growing for copy in self.extend(row, 1)]
+        for row in ready:
+            self._lengths[row] += 1
+        return tuple(copies)
 
     def truncate(self, row: int, length: int) -> None:
         """Forget the tokens from position ``length`` on, and give back the pages that held only these."""
-        entry = self._row(row)
-        if not 0 <= length <= entry.length:
-            raise PoolError(f"row {row} of {entry.length} tokens cannot be truncated to {length}")
+        before = self.length(row)
+        if not 0 <= length <= before:
+            raise PoolError(f"row {row} of {before} tokens cannot be truncated to {length}")
         kept = self._pages_for(length)
-        self._allocator.release(entry.pages[kept:])
-        self._master[row, kept : len(entry.pages)] = -1
-        del entry.pages[kept:]
-        entry.length = length
+        dropped = self.pages(row)[kept:]
+        self._allocator.release(dropped)
+        self._write(row, kept, [_UNUSED] * len(dropped))
+        self._lengths[row] = length
 
     def release(self, row: int) -> None:
         """End the request: drop its references, and let its row be used again."""
         self.truncate(row, 0)
-        self._rows[row] = None
+        self._lengths[row] = _UNUSED
         self._free_rows.append(row)
 
     def length(self, row: int) -> int:
-        return self._row(row).length
+        length = self._lengths[row] if 0 <= row < len(self._lengths) else _UNUSED
+        if length == _UNUSED:
+            raise PoolError(f"row {row} is not in use: it was never admitted, or has been released")
+        return length
 
     def pages(self, row: int) -> tuple[int, ...]:
         """The row's pages in the order of its tokens."""
-        return tuple(self._row(row).pages)
+        first = row * self._max_pages
+        return tuple(self._entries[first : first + self._pages_for(self.length(row))])
 
     def lengths_cpu(self, rows: Sequence[int]) -> Tensor:
         """Lengths ``[rows]`` int32 on the CPU, without asking the device."""
-        return torch.tensor([self._row(row).length for row in rows], dtype=torch.int32)
+        return torch.from_numpy(np.array(self._lengths_of(rows), np.int32))
 
     def batch(self, rows: Sequence[int], width: int | None = None) -> tuple[Tensor, Tensor]:
         """Page table ``[rows, width]``, -1 where unused, and lengths ``[rows]``: int32, on the table's device.
@@ -152,20 +171,26 @@ class SlotTable:
         Both are copies: later changes to the table do not reach them. ``width`` is by default the longest
         row's number of pages, at least 1.
         """
-        needed = max((len(self._row(row).pages) for row in rows), default=0)
+        lengths = self._lengths_of(rows)
+        needed = self._pages_for(max(lengths, default=0))
         if width is None:
             width = max(needed, 1)
         elif width < needed:
             raise PoolError(f"a page table of width {width} cannot hold a row of {needed} pages; make it {needed} wide")
-        page_table = torch.full((len(rows), width), -1, dtype=torch.int32)
-        page_table[:, :needed] = self._master[torch.tensor(rows, dtype=torch.int64), :needed]
-        return self._on_device(page_table), self._on_device(self.lengths_cpu(rows))
+        page_table = self._page_table[:, :width].take(rows, 0)
+        if width > self._max_pages:
+            page_table = np.pad(page_table, ((0, 0), (0, width - self._max_pages)), constant_values=_UNUSED)
+        return to_device(page_table, self._device, np.int32), to_device(lengths, self._device, np.int32)
 
-    def _row(self, row: int) -> _Row:
-        entry = self._rows[row] if 0 <= row < len(self._rows) else None
-        if entry is None:
-            raise PoolError(f"row {row} is not in use: it was never admitted, or has been released")
-        return entry
+    def _lengths_of(self, rows: Sequence[int]) -> list[int]:
+        try:
+            lengths = [self._lengths[row] for row in rows]
+        except IndexError:
+            lengths = [_UNUSED]
+        if _UNUSED in lengths or (rows and min(rows) < 0):
+            for row in rows:
+                self.length(row)  # says which
+        return lengths
 
     def _pages_for(self, length: int) -> int:
         return -(-length // self._page_size)
@@ -177,14 +202,8 @@ class SlotTable:
                 f"({self._max_pages * self._page_size} tokens); shorten the request, or build the table wider"
             )
 
-    def _write_master(self, row: int, first: int, pages: Sequence[int]) -> None:
-        start = row * self._max_pages + first
-        self._entries[start : start + len(pages)] = array("i", pages)  # a tenth of the cost of a tensor's slice
+    def _page(self, row: int, number: int) -> int:
+        return self._entries[row * self._max_pages + number]
 
-    def _on_device(self, tensor: Tensor) -> Tensor:
-        if self._device.type == "cpu":
-            return tensor
-        if self._device.type == "cuda":
-            # Pinned memory makes the copy asynchronous; torch keeps it until the copy is done.
-            return tensor.pin_memory().to(self._device, non_blocking=True)
-        return tensor.to(self._device)
+    def _write(self, row: int, first: int, pages: Sequence[int]) -> None:
+        self._page_table[row, first : first + len(pages)] = pages

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from attnplug.geometry import Geometry
 from attnplug.plan import ForwardMode
+from attnplug.transfer import to_device
 
 # A group is padded to its longest request. Up to this many rows a request the padding costs less than another group.
 _SMALL_READ = 4096
@@ -33,8 +34,7 @@ class Extent:
 
     @classmethod
     def of(cls, queries: int, offsets: Sequence[int], keys: int, device: torch.device) -> Extent:
-        on_device = torch.tensor(offsets).to(device, non_blocking=True)
-        return cls(on_device, queries, keys, min(offsets), max(offsets))
+        return cls(to_device(offsets, device), queries, keys, min(offsets), max(offsets))
 
     @property
     def requests(self) -> int:
@@ -70,13 +70,14 @@ class NativeMetadata:
 def plan_groups(geometry: Geometry) -> NativeMetadata:
     """Divide a batch into groups by query length, then by similar cache length."""
     members = _memberships(geometry.query_lens, geometry.kv_lens)
+    if len(members) == 1 and members[0] == sorted(members[0]):
+        group = _group(geometry, members[0], None)
+        if geometry.mode is ForwardMode.DECODE:
+            # A decoding request's new row is its last one, with which its slots end, padded or not.
+            return NativeMetadata(group.slots.select(1, -1), (group,))
+        return NativeMetadata(geometry.new_slots(), (group,))
     first_rows = list(accumulate(geometry.query_lens, initial=0))
-    in_order = len(members) == 1 and members[0] == sorted(members[0])
-    groups = tuple(_group(geometry, requests, None if in_order else first_rows) for requests in members)
-    if in_order and geometry.mode is ForwardMode.DECODE and len(members[0]) == len(geometry.query_lens):
-        # A decoding request's new row is its last one, with which its slots end, padded or not.
-        return NativeMetadata(groups[0].slots[:, -1], groups)
-    return NativeMetadata(geometry.new_slots(), groups)
+    return NativeMetadata(geometry.new_slots(), tuple(_group(geometry, each, first_rows) for each in members))
 
 
 def _memberships(query_lens: Sequence[int], kv_lens: Sequence[int]) -> list[list[int]]:
@@ -87,8 +88,8 @@ def _memberships(query_lens: Sequence[int], kv_lens: Sequence[int]) -> list[list
             by_queries.setdefault(queries, []).append(request)
     groups: list[list[int]] = []
     for requests in by_queries.values():
-        read = len(requests) * max(kv_lens[request] for request in requests)
-        if read <= min(2 * sum(kv_lens[request] for request in requests), _LARGEST_READ):
+        lens = [kv_lens[request] for request in requests]
+        if len(lens) * max(lens) <= min(2 * sum(lens), _LARGEST_READ):
             groups.append(requests)
         else:
             groups += _by_length(requests, kv_lens)
