@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import settings
 
+from attnplug.loading import find_plugins
 from support.command import attnplug, package, plain_environment
 from support.plugins import install, install_source, only_fault
 
@@ -16,3 +18,14 @@ torch.set_num_threads(1)
 # A shared machine may stall any example for a second; slowness is measured in benchmarks/, not here.
 settings.register_profile("attnplug", deadline=None, print_blob=True)
 settings.load_profile("attnplug")
+
+
+@pytest.fixture(autouse=True)
+def core_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test of core finds installed is core and what the test itself installs, not the plugins beside core."""
+
+    def find():
+        points, broken = find_plugins()
+        return [point for point in points if not point.value.startswith("attnplug_")], broken
+
+    monkeypatch.setattr("attnplug.registry.find_plugins", find)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 
 from attnplug import BackendError, ForwardBatch, ForwardExtras, ForwardMode, PlanError
+from support.devices import nothing_waits
 from support.stage import NAN, Case, Stage, error
 
 
@@ -163,11 +162,6 @@ def test_two_batches_planned_before_either_runs_do_not_disturb_each_other():
 def test_planning_copies_nothing_from_the_device_where_the_batch_has_its_lengths():
     stage = Stage(Case(((5, 3), (0, 4))), "cuda")
     batch = stage.batch()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that the mode is a prototype
-        torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits("cuda"):
         batch.plan = stage.backend.init_forward_metadata(batch)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert error(stage.run(batch)[0], stage.wanted()[0]) <= 2e-6

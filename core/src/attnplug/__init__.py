@@ -45,6 +45,7 @@ if TYPE_CHECKING:
         Limits,
         Parallel,
         RaggedAttention,
+        Serving,
         build_backend,
     )
     from attnplug.batch import ForwardBatch
@@ -64,6 +65,7 @@ if TYPE_CHECKING:
     )
     from attnplug.mla import ExtendPolicy, MLAAttention, MLAWeights, attend_mla, merge_partial
     from attnplug.ragged import RaggedCall
+    from attnplug.transfer import to_device
     from attnplug.workspace import SCRATCH, Workspace, WorkspaceKind, WorkspaceOwner, WorkspaceUse
     from attnplug.wrappers import ForwardingBackend, SplitBackend
 
@@ -78,6 +80,7 @@ _NEEDS_TORCH = {
         "Limits",
         "Parallel",
         "RaggedAttention",
+        "Serving",
         "build_backend",
     ),
     "batch": ("ForwardBatch",),
@@ -97,6 +100,7 @@ _NEEDS_TORCH = {
     ),
     "mla": ("ExtendPolicy", "MLAAttention", "MLAWeights", "attend_mla", "merge_partial"),
     "ragged": ("RaggedCall",),
+    "transfer": ("to_device",),
     "workspace": ("SCRATCH", "Workspace", "WorkspaceKind", "WorkspaceOwner", "WorkspaceUse"),
     "wrappers": ("ForwardingBackend", "SplitBackend"),
 }
@@ -174,6 +178,7 @@ __all__ = [
     "Role",
     "Selection",
     "SelectionError",
+    "Serving",
     "SlotTable",
     "Span",
     "SplitBackend",
@@ -198,4 +203,5 @@ __all__ = [
     "plan_prefix_chunks",
     "select",
     "split_table",
+    "to_device",
 ]

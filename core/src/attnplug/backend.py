@@ -6,7 +6,7 @@ import importlib
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -162,6 +162,16 @@ class Parallel:
     size: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """How this process serves, where a backend builds less for it (A3)."""
+
+    skip_prefill: bool = False
+    """A speculative draft's worker: it decodes, and somebody else prefills."""
+    disaggregation_mode: Literal["null", "prefill", "decode"] = "null"
+    disable_chunked_prefix_cache: bool = False
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class BackendContext:
     """Everything a backend is built from. It cannot be made before its parts, so the order of construction (pools,
@@ -178,6 +188,7 @@ class BackendContext:
     pools: KVPools
     workspace: WorkspaceOwner
     parallel: Parallel = Parallel()
+    serving: Serving = Serving()
     coordinator: Any = None
     """What keeps part of the cache elsewhere (HiSparse); captured by a backend's constructor, or None (A10)."""
     options: Any = None

@@ -6,8 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
+
+from attnplug.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,9 +34,10 @@ class RaggedCall:
     def of(
         cls, index: int, query_lens: Sequence[int], kv_lens: Sequence[int], *, causal: bool, device: torch.device
     ) -> RaggedCall:
-        indptrs = [torch.tensor(list(accumulate(lens, initial=0)), dtype=torch.int32) for lens in (query_lens, kv_lens)]
-        on_device = [indptr.to(device, non_blocking=True) for indptr in indptrs]
-        return cls(index, tuple(query_lens), tuple(kv_lens), causal, on_device[0], on_device[1])
+        query_indptr, kv_indptr = (
+            to_device(list(accumulate(lens, initial=0)), device, np.int32) for lens in (query_lens, kv_lens)
+        )
+        return cls(index, tuple(query_lens), tuple(kv_lens), causal, query_indptr, kv_indptr)
 
     @property
     def query_rows(self) -> int:

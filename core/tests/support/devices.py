@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 
@@ -12,3 +16,19 @@ DEVICES = [
         marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")],
     ),
 ]
+
+
+@contextmanager
+def nothing_waits(device: str) -> Iterator[None]:
+    """Inside, whatever waits for a GPU raises; on a CPU there is nobody to wait for."""
+    if device != "cuda":
+        yield
+        return
+    torch.cuda.synchronize()
+    with warnings.catch_warnings(action="ignore"):  # torch calls the mode a prototype at every change
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        with warnings.catch_warnings(action="ignore"):
+            torch.cuda.set_sync_debug_mode("default")

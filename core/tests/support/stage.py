@@ -1,12 +1,14 @@
-"""torch_native on a stage: scattered pages, NaN in everything that must not be read, and the float64 result."""
+"""A backend on a stage: scattered pages, NaN in everything that must not be read, and the float64 result."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from attnplug import (
+    AttentionBackend,
     AttentionKind,
     BackendContext,
     DType,
@@ -66,7 +68,9 @@ class Case:
 class Stage:
     """A backend with a poisoned pool, the rows of its requests written where a page table of the case's kind says."""
 
-    def __init__(self, case: Case, device: str) -> None:
+    def __init__(
+        self, case: Case, device: str, build: Callable[[BackendContext], AttentionBackend] = TorchNativeBackend
+    ) -> None:
         self.case, self.device, self.layer = case, torch.device(device), case.layer
         self.dtype = torch_dtype(case.dtype)
         kv_dtype = case.kv_dtype or case.dtype
@@ -76,9 +80,9 @@ class Stage:
         pages = len(case.lengths) * self.width + 3
         self.page_table = self._page_table(pages)
         self.pools = self._pools(pages, kv_dtype)
-        self.backend = TorchNativeBackend(
+        self.backend = build(
             BackendContext(
-                name="torch_native",
+                name="under_test",
                 roles=frozenset({Role.PREFILL, Role.DECODE}),
                 model=ModelSpec("test", "test", (self.layer,), 4096),
                 device=self.device,

@@ -1,0 +1,239 @@
+"""An MLA backend on a scene: scattered pages, NaN in all that must not be read, and the float64 result.
+
+Made for kernels: wide rows, many heads, long requests. Whatever runs in float64 runs on the case's device, in pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnplug import (
+    AttentionBackend,
+    AttentionKind,
+    BackendContext,
+    DType,
+    ForwardBatch,
+    ForwardExtras,
+    ForwardMode,
+    KVPools,
+    LayerSpec,
+    Limits,
+    MLADims,
+    MLAPool,
+    ModelSpec,
+    Role,
+    Serving,
+    WorkspaceOwner,
+)
+from attnplug.context import forward_context
+from attnplug.kv import torch_dtype
+from attnplug.mla import ExtendPolicy, MLAAttention, MLAWeights
+
+DEEPSEEK = MLADims(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64)
+LAYER = 3
+NAN = float("nan")
+
+
+@dataclass(frozen=True)
+class MLACase:
+    """One batch on one layer. Lengths are (rows in the cache before, new tokens) of each request."""
+
+    lengths: tuple[tuple[int, int], ...]
+    mode: ForwardMode = ForwardMode.EXTEND
+    page_size: int = 64
+    heads: int = 16
+    dims: MLADims = DEEPSEEK
+    v_head_dim: int = 128
+    dtype: DType = DType.BFLOAT16
+    kv_dtype: DType | None = None
+    kv_scale: float = 1.0
+    pages: str = "permuted"
+    padding: int = 0
+    cpu_lengths: bool = True
+    lse: bool = True
+    seed: int = 0
+    serving: Serving = field(default_factory=Serving)
+    options: Any = None
+
+    @property
+    def layer(self) -> LayerSpec:
+        width = self.dims.qk_nope_head_dim + self.dims.qk_rope_head_dim
+        return LayerSpec(
+            LAYER, AttentionKind.MLA, self.heads, self.heads, width, self.v_head_dim, width**-0.5, mla=self.dims
+        )
+
+
+class MLAScene:
+    """A backend with a poisoned pool that holds the prefixes of the case's requests, and the rows they bring."""
+
+    def __init__(self, case: MLACase, device: str, build: Callable[[BackendContext], AttentionBackend]) -> None:
+        self.case, self.device, self.layer = case, torch.device(device), case.layer
+        self.random = torch.Generator(self.device).manual_seed(case.seed)
+        self.dtype = torch_dtype(case.dtype)
+        kv_dtype = case.kv_dtype or case.dtype
+        self.new = [new for _, new in case.lengths]
+        self.totals = [before + new for before, new in case.lengths]
+        self.page_table, pages = self._page_table()
+        scales = {LAYER: case.kv_scale} if kv_dtype is DType.FLOAT8_E4M3 else None
+        self.pool = MLAPool(
+            [self.layer], num_pages=pages, page_size=case.page_size, dtype=kv_dtype, device=self.device, scales=scales
+        )
+        self.pool.rows(LAYER).copy_(torch.tensor(NAN))
+        self.workspace = WorkspaceOwner()
+        longest = max([*self.totals, 1])
+        self.backend = build(
+            BackendContext(
+                name="under_test",
+                roles=frozenset({Role.PREFILL, Role.DECODE}),
+                model=ModelSpec("test", "test", (self.layer,), 1 << 20),
+                device=self.device,
+                dtype=self.dtype,
+                kv_dtype=kv_dtype,
+                page_size=case.page_size,
+                limits=Limits(max(len(self.new), 1), max(sum(self.new), 1), max(4096, longest)),
+                pools=KVPools(mla=self.pool),
+                workspace=self.workspace,
+                serving=case.serving,
+                options=case.options,
+            )
+        )
+        tokens, dims = sum(self.new), case.dims
+        # Latents that a norm has been over, and absorbed queries whose logits have a spread of about one.
+        self.rows = [self.normal(total, dims.row_dim) for total in self.totals]
+        self.q = self.normal(tokens, case.heads, dims.row_dim) * (self.layer.head_dim / dims.row_dim) ** 0.5
+        self.store(self.rows, [(0, before) for before, _ in case.lengths])
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.random, device=self.device).to(self.dtype)
+
+    def _page_table(self) -> tuple[Tensor, int]:
+        """``[requests, width]``, and how many pages there are; behind a request's last page it leads nowhere."""
+        needed = [-(-total // self.case.page_size) for total in self.totals]
+        requests, width = len(needed), max([*needed, 1]) + 1
+        pages = requests * width + 3
+        order = {
+            "permuted": lambda: torch.randperm(pages, generator=self.random, device=self.device),
+            "interleaved": lambda: torch.arange(requests * width).view(width, requests).T.flatten(),
+            "descending": lambda: torch.arange(pages).flip(0),
+        }[self.case.pages]()
+        table = order[: requests * width].view(requests, width).int().cpu()
+        for request, count in enumerate(needed):
+            table[request, count:] = 1 << 30
+        return table, pages
+
+    def store(self, rows: list[Tensor], spans: list[tuple[int, int]]) -> None:
+        """Write rows ``start … stop`` of every request straight into the memory, by the page table."""
+        memory = self.pool.rows(LAYER)
+        as_bytes = memory.dtype is torch.float8_e4m3fn  # torch has no index operations for it on the CPU
+        for request, (start, stop) in enumerate(spans):
+            position = torch.arange(start, stop)
+            pages = self.page_table[request, position // self.case.page_size].long().to(self.device)
+            cells = (rows[request][start:stop].float() / self.case.kv_scale).to(memory.dtype)
+            target, cells = (t.view(torch.uint8) if as_bytes else t for t in (memory, cells))
+            target[pages, (position % self.case.page_size).to(self.device), 0] = cells
+
+    def stored(self, request: int) -> Tensor:
+        """The request's rows as a cache in its type holds them, in float64."""
+        kept = (self.rows[request].float() / self.case.kv_scale).to(torch_dtype(self.case.kv_dtype or self.case.dtype))
+        return kept.double() * self.case.kv_scale
+
+    def batch(self) -> ForwardBatch:
+        new, lens = (torch.tensor(numbers, dtype=torch.int32) for numbers in (self.new, self.totals))
+        decode, mirror = self.case.mode.is_decode, self.case.cpu_lengths
+        return ForwardBatch(
+            forward_mode=self.case.mode,
+            input_ids=torch.zeros(sum(self.new) + self.case.padding, dtype=torch.int64, device=self.device),
+            page_table=self.page_table.to(self.device),
+            seq_lens=lens.to(self.device),
+            seq_lens_cpu=lens if mirror else None,
+            extend_seq_lens=None if decode else new.to(self.device),
+            extend_seq_lens_cpu=new if mirror and not decode else None,
+        )
+
+    def padded(self, tensor: Tensor) -> Tensor:
+        tail = torch.full((self.case.padding, *tensor.shape[1:]), NAN, dtype=tensor.dtype, device=self.device)
+        return torch.cat([tensor, tail])
+
+    def new_rows(self) -> Tensor:
+        return torch.cat([rows[before:] for rows, (before, _) in zip(self.rows, self.case.lengths, strict=True)])
+
+    def absorbed(self, batch: ForwardBatch | None = None, **arguments: Any) -> tuple[Tensor, Tensor | None]:
+        """Plan (unless the batch is) and run in latent space; output and log-sum-exp, padding rows included."""
+        batch = batch or self.batch()
+        batch.plan = batch.plan or self.backend.init_forward_metadata(batch)
+        q, k = self.padded(self.q), self.padded(self.new_rows()).unsqueeze(1)
+        lse = torch.full(q.shape[:2], NAN, device=self.device) if self.case.lse else None
+        extras = ForwardExtras(lse=lse) if self.case.lse else None
+        forward = self.backend.forward_decode if self.case.mode.is_decode else self.backend.forward_extend
+        return forward(q, k, None, self.layer, batch, extras=extras, **arguments), lse
+
+    def wanted_absorbed(self) -> tuple[Tensor, Tensor]:
+        """What ``absorbed`` must give for the rows that are not padding."""
+        rank = self.case.dims.kv_lora_rank
+        outs = []
+        for request, q in enumerate(self.q.split(self.new)):
+            rows = self.stored(request)[:, None].expand(-1, self.case.heads, -1)
+            outs.append(attention(q, rows, rows[..., :rank], self.layer.scale))
+        return torch.cat([out for out, _ in outs]), torch.cat([lse for _, lse in outs])
+
+
+class MLAModel:
+    """One layer with random up-projections on a scene: what the three extend paths must agree on."""
+
+    def __init__(self, scene: MLAScene) -> None:
+        self.scene, case = scene, scene.case
+        rank, nope = case.dims.kv_lora_rank, case.dims.qk_nope_head_dim
+        self.weights = MLAWeights(
+            scene.normal(case.heads, nope, rank) * rank**-0.5,
+            scene.normal(case.heads, rank, case.v_head_dim) * rank**-0.5,
+        )
+        self.q = scene.normal(sum(scene.new), case.heads, scene.layer.head_dim)
+
+    def run(self, policy: ExtendPolicy, batch: ForwardBatch | None = None) -> Tensor:
+        scene = self.scene
+        mla = MLAAttention(scene.backend, scene.pool, policy)
+        self.batch = batch = batch or scene.batch()
+        batch.plan = scene.backend.init_forward_metadata(batch)
+        mla.prepare(batch)
+        with forward_context(scene.backend, mla):
+            q, rows = scene.padded(self.q), scene.padded(scene.new_rows())
+            return mla.attend(q, rows, scene.layer, self.weights, batch)
+
+    def wanted(self) -> Tensor:
+        """By the model's equations: up-project every row, then plain attention."""
+        scene, rank = self.scene, self.scene.case.dims.kv_lora_rank
+        w_kc, w_vc = self.weights.w_kc.double(), self.weights.w_vc.double()
+        outs = []
+        for request, q in enumerate(self.q.split(scene.new)):
+            latent, rope = scene.stored(request).split([rank, scene.case.dims.qk_rope_head_dim], -1)
+            keys = torch.einsum("rl,hnl->rhn", latent, w_kc)
+            keys = torch.cat([keys, rope[:, None].expand(-1, keys.shape[1], -1)], -1)
+            outs.append(attention(q, keys, torch.einsum("rl,hlv->rhv", latent, w_vc), scene.layer.scale)[0])
+        return torch.cat(outs)
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Causal attention of one request in float64: the last of q ``[queries, heads, dim]`` sees all of k."""
+    q, k, v = q.double(), k.double().transpose(0, 1), v.double().transpose(0, 1)
+    outs, lses = [], []
+    last = k.shape[1] - q.shape[0] + torch.arange(q.shape[0], device=q.device)
+    piece = max(1, (1 << 26) // max(1, q.shape[1] * k.shape[1]))
+    for part, sees in zip(q.split(piece), last.split(piece), strict=True):
+        logits = torch.matmul(part.transpose(0, 1), k.transpose(1, 2)) * scale
+        hidden = torch.arange(k.shape[1], device=q.device) > sees[:, None]
+        logits.masked_fill_(hidden, float("-inf"))
+        lses.append(logits.logsumexp(-1).T)
+        outs.append(torch.matmul(logits.softmax(-1), v).transpose(0, 1))
+    if not outs:
+        return q.new_zeros(0, q.shape[1], v.shape[-1]), q.new_zeros(q.shape[:2])
+    return torch.cat(outs), torch.cat(lses)
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    """‖found − wanted‖ / ‖wanted‖; NaN if anything found is NaN, so that it fails every comparison."""
+    return float((found.double() - wanted).norm() / wanted.norm())
