@@ -3,9 +3,12 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PACKAGES := core engine
-EDITABLE := $(addprefix -e ./,$(PACKAGES))
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+PACKAGES := core engine plugins/flashinfer_mla
+PLUGINS := $(filter plugins/%,$(PACKAGES))
+PIP_ANY := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP := $(PIP_ANY) --constraint constraints.txt
+# Read by plugins/flashinfer_mla/tests/test_signatures.py beside the pinned one: the ends of the range that it claims.
+FLASHINFER := 0.6.12 0.7.2.post1
 
 .PHONY: run test lint types tests bench docs gpu-test clean
 
@@ -37,17 +40,25 @@ bench: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/torch_native_cpu.py
 	$(BIN)/python benchmarks/engine_cpu.py
 
+# Plugins come without what they require: not every machine can install, or use, their kernel libraries.
 $(VENV)/installed: constraints.txt Makefile $(addsuffix /pyproject.toml,$(PACKAGES))
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "attnplug needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; set PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) hatchling editables
-	$(PIP) --no-build-isolation $(EDITABLE)
+	$(PIP) --no-build-isolation $(addprefix -e ./,$(filter-out $(PLUGINS),$(PACKAGES)))
+	$(PIP) --no-build-isolation --no-deps $(addprefix -e ./,$(PLUGINS))
 	$(PIP) transformers tokenizers
 	@touch $@
 
-$(VENV)/installed-dev: $(VENV)/installed
+# FlashInfer comes with what its import needs and no more: with the CuTe DSL, it cannot be imported where there is no CUDA.
+$(VENV)/installed-dev: $(VENV)/installed $(FLASHINFER:%=$(VENV)/flashinfer/%)
 	$(PIP) pytest pytest-xdist hypothesis mypy ruff
+	$(PIP) apache-tvm-ffi nvidia-ml-py requests
+	$(PIP) --no-deps flashinfer-python
 	@touch $@
+
+$(VENV)/flashinfer/%: | $(VENV)/installed
+	$(PIP_ANY) --no-deps --no-compile --target $@ flashinfer-python==$*
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

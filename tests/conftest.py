@@ -57,7 +57,7 @@ class Environment:
 
 @pytest.fixture(scope="session")
 def dependencies(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with everything installed here except attnplug and its plugins: what a fresh environment needs."""
+    """A folder with everything installed here but attnplug, its plugins and their kernel libraries."""
     folder = tmp_path_factory.mktemp("dependencies")
     for place in map(Path, sys.path):
         if place.name not in ("site-packages", "dist-packages"):
@@ -69,7 +69,7 @@ def dependencies(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _left_out(item: Path) -> bool:
-    if item.name.startswith(("attnplug", "pip", "setuptools", "__pycache__")) or item.suffix == ".pth":
+    if item.name.startswith(("attnplug", "flashinfer", "pip", "setuptools", "__pycache__")) or item.suffix == ".pth":
         return True
     points = item / "entry_points.txt"
     return points.is_file() and "attnplug.plugins" in points.read_text()

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 KEYS = ["name", "distribution", "version", "contract", "status", "reasons", "error"]
 GOOD = "acme-attention"
+FLASHINFER_MLA = Path(__file__).parent.parent / "plugins" / "flashinfer_mla"
 
 _PYPROJECT = """
 [build-system]
@@ -142,7 +143,7 @@ def wheels(build_wheels: Callable[..., Path], tmp_path_factory: pytest.TempPathF
     sources = tmp_path_factory.mktemp("sources")
     good = shutil.copytree(Path(__file__).parent / "wheels" / GOOD, sources / GOOD)
     tiny = (*BROKEN, CHATTY, NEEDY, IMPOSTOR, USURPER)
-    return build_wheels(good, *(plugin.write(sources) for plugin in tiny))
+    return build_wheels(good, FLASHINFER_MLA, *(plugin.write(sources) for plugin in tiny))
 
 
 @pytest.fixture(scope="module")
@@ -199,6 +200,25 @@ class TestInstallAndUninstall:
         environment.uninstall(GOOD)
         assert environment.backends("--all") == before
         assert "there is no backend 'acme'" in refused_politely(environment.attnplug(*choose), 2)
+
+    def test_our_flashinfer_plugin_comes_and_goes_with_its_wheel(
+        self, wheels: Path, fresh_environment: Callable[..., Environment]
+    ) -> None:
+        """D1, D3: installed where it cannot serve it is refused with every reason, the missing library among them."""
+        environment = fresh_environment(wheels, "attnplug-flashinfer-mla")
+        choose = ("explain", "--attention-backend", "flashinfer_mla", "--model", "tiny:deepseek_v3", "--device", "cpu")
+        done = environment.attnplug(*choose, "--json")
+        assert done.returncode == 1, done.stderr
+        for choice in json.loads(done.stdout).values():
+            (ours,) = (candidate for candidate in choice["candidates"] if candidate["name"] == "flashinfer_mla")
+            assert ours["distribution"] == "attnplug-flashinfer-mla"
+            reasons = {refusal["code"]: refusal for refusal in ours["refusals"]}
+            assert set(reasons) == {"requirement", "device", "dtype", "kv_dtype", "mla_dims"}
+            assert reasons["requirement"]["option"].startswith("pip install 'flashinfer-python")
+
+        environment.uninstall("attnplug-flashinfer-mla")
+        assert by_status(environment.backends("--all")) == {"torch_native from attnplug": "usable"}
+        assert "there is no backend 'flashinfer_mla'" in refused_politely(environment.attnplug(*choose), 2)
 
     def test_each_broken_plugin_is_gone_once_uninstalled(
         self, wheels: Path, fresh_environment: Callable[..., Environment]

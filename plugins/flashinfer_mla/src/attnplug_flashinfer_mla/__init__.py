@@ -1,0 +1,1 @@
+"""Latent attention (MLA) over FlashInfer's kernels, as an attnplug backend."""

@@ -1,0 +1,418 @@
+"""The backend: pools, wrappers and plans brought together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnplug import (
+    SCRATCH,
+    BackendContext,
+    BackendError,
+    BackendId,
+    Claims,
+    ExtendPath,
+    ForwardBatch,
+    ForwardExtras,
+    ForwardMode,
+    Geometry,
+    GraphLevel,
+    LayerSpec,
+    MLAPool,
+    Plan,
+    PlanError,
+    PoolError,
+    RaggedCall,
+    Serving,
+)
+from attnplug_flashinfer_mla.graphs import Captured, GraphState
+from attnplug_flashinfer_mla.indices import write_live_rows
+from attnplug_flashinfer_mla.kernels import Cache, FlashInferKernels, Kernels, PagedKernel, RaggedKernel, Shape
+from attnplug_flashinfer_mla.leases import Lease, Leases
+from attnplug_flashinfer_mla.options import FlashInferMLAOptions
+from attnplug_flashinfer_mla.planner import padded_heads, plan_paged
+
+_RAGGED_DIMS = frozenset({(192, 128), (128, 128), (64, 64), (256, 256)})
+"""Widths of keys and values that FlashInfer's ragged kernels are made for."""
+_EXTRAS = frozenset({"lse"})
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannedCall:
+    """Which rows of q a kernel was planned for, and with how many heads."""
+
+    rows: slice
+    heads: int
+    lease: Lease[PagedKernel]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedMetadata:
+    """The planned calls of a batch, and ``new_slots`` ``[rows]`` int64; -1 among them in captured batches only."""
+
+    calls: tuple[PlannedCall, ...]
+    new_slots: Tensor
+    captured: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PlannedRagged:
+    call: RaggedCall
+    lease: Lease[RaggedKernel]
+
+    @classmethod
+    def of(cls, call: RaggedCall, leases: Leases[RaggedKernel]) -> PlannedRagged:
+        lease = leases.lend()
+        lease.kernel.plan(call)
+        return cls(call, lease)
+
+
+class ChunkKVRunner:
+    """Plans the calls over prefix chunks; exists only where chunked KV is enabled (A3)."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self._leases: Leases[RaggedKernel] = Leases(kernels.ragged)
+
+    def plan(self, call: RaggedCall) -> PlannedRagged:
+        return PlannedRagged.of(call, self._leases)
+
+
+class FlashInferMLABackend:
+    """MLA over FlashInfer's wrappers. What it knows of a batch is in the batch's plan.
+
+    Whatever the switches, the constructor makes every wrapper that its role needs (A1): decode and ragged always, paged
+    prefill and verify unless ``serving.skip_prefill``, the chunk runner exactly under A3.
+    """
+
+    def __init__(self, context: BackendContext, *, kernels: Kernels | None = None) -> None:
+        options = context.options if context.options is not None else FlashInferMLAOptions()
+        self.backend_id = BackendId(context.name)
+        self._context = context
+        self._pool = _mla_pool(context)
+        self._shape = Shape.of(context)
+        self._caches = {
+            layer.layer_id: Cache.of(
+                self._pool.rows(layer.layer_id).squeeze(2), layer.mla.kv_lora_rank, self._pool.scale(layer.layer_id)
+            )
+            for layer in context.model.layers
+            if layer.mla is not None
+        }
+        if kernels is None:
+            kernels = _flashinfer_kernels(context, self._shape, options)
+        self._kernels = kernels
+        serving = context.serving
+        self._switches = _switches(serving, options)
+        self._decode = Leases(lambda: kernels.paged(decode=True))
+        self._ragged = Leases(kernels.ragged)
+        self._prefill, self._verify = (
+            None if serving.skip_prefill else Leases(lambda: kernels.paged(decode=False)) for _ in range(2)
+        )
+        self.mha_chunk_kv_cache = None if self._switches else ChunkKVRunner(kernels)
+        self._graph: GraphState | None = None
+        self.claims = Claims(
+            cuda_graph=GraphLevel.NEVER if options.kernel == "cutlass" else GraphLevel.UNIFORM,
+            mla_extend=self._extend_paths(serving, options),
+        )
+
+    def _extend_paths(self, serving: Serving, options: FlashInferMLAOptions) -> frozenset[ExtendPath]:
+        """One-shot takes the ragged wrapper, chunks the runner, both a kernel for these widths."""
+        paths = {ExtendPath.ABSORBED}
+        if not (options.disable_ragged or serving.skip_prefill) and self._shape.ragged_dims in _RAGGED_DIMS:
+            paths.add(ExtendPath.ONE_SHOT)
+            if self.mha_chunk_kv_cache is not None:
+                paths.add(ExtendPath.CHUNKED)
+        return frozenset(paths)
+
+    # Planning
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
+        geometry = Geometry.of(batch, self._shape.page_size)
+        decode = batch.forward_mode.is_decode
+        planned = plan_paged(geometry, self._shape.heads, causal=not decode)
+        calls = []
+        for call in planned.calls:
+            lease = self._leases(batch.forward_mode).lend()
+            lease.kernel.plan(call)
+            calls.append(PlannedCall(call.rows, call.heads, lease))
+        return Plan(
+            planner=self.backend_id,
+            mode=batch.forward_mode,
+            query_rows=geometry.query_rows,
+            kv_rows=geometry.kv_rows,
+            metadata=PagedMetadata(tuple(calls), planned.new_slots),
+        )
+
+    def _leases(self, mode: ForwardMode) -> Leases[PagedKernel]:
+        leases = self._prefill
+        if mode.is_decode:
+            leases = self._decode
+        elif mode is ForwardMode.TARGET_VERIFY:
+            leases = self._verify
+        if leases is None:
+            raise PlanError(
+                f"backend {self.backend_id.name} was built with skip_prefill=True, for a draft's worker: it plans "
+                f"decode, not {mode}; build it without, or let another backend prefill"
+            )
+        return leases
+
+    def init_mha_chunk_metadata(
+        self, forward_batch: ForwardBatch, disable_flashinfer_ragged: bool = False
+    ) -> Plan | None:
+        """Plan the ragged calls of a one-shot or chunked extend; ``None`` for an absorbed one, which has none.
+
+        With ``disable_flashinfer_ragged`` the causal call over new rows is somebody else's: only chunks are planned.
+        """
+        extend = forward_batch.mla_plan
+        if extend is None:
+            raise PlanError(
+                f"backend {self.backend_id.name} was asked to plan the chunks of a batch that was not prepared for "
+                "MLA; call MLAAttention.prepare(batch), which does both"
+            )
+        if extend.path is ExtendPath.ABSORBED:
+            return None
+        first, *chunks = extend.calls
+        planned: dict[int, PlannedRagged] = {}
+        if not disable_flashinfer_ragged:
+            planned[first.index] = PlannedRagged.of(first, self._ragged)
+        if chunks and self.mha_chunk_kv_cache is None:
+            raise PlanError(
+                f"backend {self.backend_id.name} has chunked KV off ({', '.join(self._switches)}), and the batch was "
+                f"prepared for {len(chunks)} prefix chunks; it can run this extend {', '.join(self.claims.mla_extend)}"
+            )
+        for call in chunks:
+            assert self.mha_chunk_kv_cache is not None
+            planned[call.index] = self.mha_chunk_kv_cache.plan(call)
+        return Plan(
+            planner=self.backend_id,
+            mode=forward_batch.forward_mode,
+            query_rows=first.query_rows,
+            kv_rows=sum(call.kv_rows for call in extend.calls),
+            metadata=planned,
+        )
+
+    # CUDA graphs
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Buffers for captured batches of up to ``max_bs`` requests and ``max_num_tokens`` rows."""
+        if self.claims.cuda_graph is GraphLevel.NEVER:
+            raise BackendError("kernel=cutlass decodes outside of CUDA graphs only; use kernel=auto")
+        pages = -(-self._context.limits.max_context // self._shape.page_size)
+        self._graph = GraphState(max_bs, max_num_tokens, pages, self._context.device)
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> Plan:
+        """The plan of a captured shape, always the same: what changes from replay to replay is made in the graph."""
+        plan: Plan = self._captured(forward_batch, in_capture).plan
+        return plan
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        """Page indices, slots and work list, from the page table and lengths that the batch has when the graph runs."""
+        captured = self._captured(forward_batch, False)
+        captured.fill(forward_batch.page_table, forward_batch.seq_lens, self._shape.page_size)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Padded requests have no rows: nothing is read or written for them."""
+        return 0
+
+    def _captured(self, batch: ForwardBatch, in_capture: bool) -> Captured:
+        if self._graph is None:
+            raise BackendError(
+                f"backend {self.backend_id.name} has no memory for CUDA graphs; call init_cuda_graph_state first"
+            )
+        mode = batch.forward_mode
+        found = self._graph.find(batch)
+        if found is None:
+            if not in_capture:
+                raise PlanError(
+                    f"a {mode} batch of {batch.batch_size} requests and {batch.num_tokens} rows was never captured; "
+                    "plan it with in_capture=True and capture it first"
+                )
+            self._leases(mode)  # refuses what this backend was not built for
+            heads = self._shape.heads if mode.is_decode else padded_heads(self._shape.heads)
+            found = self._graph.capture(batch, self._kernels, heads, self._shape.page_size)
+            call = PlannedCall(slice(0, batch.num_tokens), heads, Lease(found.kernel, self._graph.retired))
+            found.plan = Plan(
+                planner=self.backend_id,
+                mode=mode,
+                query_rows=batch.num_tokens,
+                kv_rows=None,
+                metadata=PagedMetadata((call,), found.slots, captured=True),
+            )
+        return found
+
+    # Running
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        *,
+        save_kv_cache: bool = True,
+        extras: ForwardExtras | None = None,
+    ) -> Tensor:
+        return self._forward(q, k, v, layer, batch, False, save_kv_cache, extras)
+
+    def forward_decode(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        *,
+        save_kv_cache: bool = True,
+        extras: ForwardExtras | None = None,
+    ) -> Tensor:
+        return self._forward(q, k, v, layer, batch, True, save_kv_cache, extras)
+
+    def _forward(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        decode: bool,
+        save_kv_cache: bool,
+        extras: ForwardExtras | None,
+    ) -> Tensor:
+        plan = batch.plan_for(self.backend_id, q.shape[0], decode=decode)
+        metadata: PagedMetadata = plan.metadata
+        cache, planned = self._cache(layer, q), plan.query_rows
+        if save_kv_cache:
+            self._save(layer, cache, metadata, k, v, planned)
+        lse = None if extras is None else self._lse(q, extras)
+        if q.shape[0] == planned and len(metadata.calls) == 1:
+            return _run(metadata.calls[0], q, cache, None, lse)
+        out = q.new_empty(q.shape[0], q.shape[1], self._shape.dims.kv_lora_rank)
+        out[planned:] = 0  # rows behind the plan are padding (B5)
+        if lse is not None:
+            lse[planned:] = float("-inf")
+        for call in metadata.calls:
+            _run(call, q[call.rows], cache, out[call.rows], None if lse is None else lse[call.rows])
+        return out
+
+    def forward_ragged(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        call: RaggedCall,
+        lse: Tensor | None = None,
+    ) -> Tensor:
+        plan = None if batch.chunk_plan is None else batch.chunk_plan.part_of(self.backend_id)
+        planned: PlannedRagged | None = None if plan is None else plan.metadata.get(call.index)
+        if planned is None or planned.call is not call:
+            raise PlanError(
+                f"call {call.index} of {call.query_rows} query rows has no plan of backend {self.backend_id.name}; "
+                "assign the result of init_mha_chunk_metadata(batch) to batch.chunk_plan before the first layer"
+            )
+        out = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
+        planned.lease.kernel.run(q, k, v, out, lse)
+        return out
+
+    def _cache(self, layer: LayerSpec, q: Tensor) -> Cache:
+        cache = self._caches.get(layer.layer_id)
+        if cache is None:
+            raise PoolError(
+                f"layer {layer.layer_id} is not an MLA layer of the model that backend {self.backend_id.name} serves"
+            )
+        if q.shape[1] != self._shape.heads:
+            raise BackendError(f"q has {q.shape[1]} heads, but the plan is for {self._shape.heads}")
+        return cache
+
+    def _lse(self, q: Tensor, extras: ForwardExtras) -> Tensor | None:
+        if unknown := extras.asked() - _EXTRAS:
+            raise BackendError(
+                f"backend {self.backend_id.name} was asked for {', '.join(sorted(unknown))}; "
+                f"it knows {', '.join(_EXTRAS)}"
+            )
+        if extras.lse is not None and extras.lse.shape != q.shape[:2]:
+            shapes = f"{tuple(extras.lse.shape)}, but q has (tokens, heads) {tuple(q.shape[:2])}"
+            raise BackendError(f"lse has shape {shapes}")
+        return extras.lse
+
+    def _save(
+        self, layer: LayerSpec, cache: Cache, metadata: PagedMetadata, k: Tensor | None, v: Tensor | None, rows: int
+    ) -> None:
+        if k is None or v is not None:
+            given = ", ".join(f"{n}={'None' if t is None else tuple(t.shape)}" for n, t in (("k", k), ("v", v)))
+            raise BackendError(
+                f"layer {layer.layer_id} ({layer.kind}) writes k and no v, but was given {given}; "
+                "pass save_kv_cache=False where nothing is to be written"
+            )
+        if k.shape[0] != rows:
+            k = k[:rows]
+        if metadata.captured:
+            write_live_rows(cache.rows, metadata.new_slots, k.flatten(1), cache.scale)
+        elif cache.flat.dtype is k.dtype:
+            cache.flat.index_copy_(0, metadata.new_slots, k)  # what the pool does, without its checks: our own slots
+        elif rows:
+            self._pool.write(layer.layer_id, metadata.new_slots, k)
+
+
+def _run(call: PlannedCall, q: Tensor, cache: Cache, out: Tensor | None, lse: Tensor | None) -> Tensor:
+    heads = q.shape[1]
+    if call.heads == heads:
+        return call.lease.kernel.run(q, cache, out, lse)
+    padded = q.new_zeros(q.shape[0], call.heads, q.shape[2])
+    padded[:, :heads] = q
+    wide_lse = None if lse is None else lse.new_empty(q.shape[0], call.heads)
+    wide = call.lease.kernel.run(padded, cache, None, wide_lse)[:, :heads]
+    if lse is not None and wide_lse is not None:
+        lse.copy_(wide_lse[:, :heads])
+    return wide.contiguous() if out is None else out.copy_(wide)
+
+
+def _mla_pool(context: BackendContext) -> MLAPool:
+    if context.pools.mla is None:
+        raise PoolError(f"backend {context.name} serves MLA layers, but there is no MLA pool")
+    return context.pools.mla
+
+
+def _flashinfer_kernels(context: BackendContext, shape: Shape, options: FlashInferMLAOptions) -> FlashInferKernels:
+    kernel: str = options.kernel
+    major, minor = torch.cuda.get_device_capability(context.device)
+    sm = 10 * major + minor
+    needed: Mapping[str, tuple[int, int]] = {"fa3": (90, 90), "cutlass": (100, 110)}
+    if kernel in needed and not needed[kernel][0] <= sm <= needed[kernel][1]:
+        low, high = needed[kernel]
+        wanted = f"SM {low}" if low == high else f"SM {low} to {high}"
+        raise BackendError(
+            f"kernel={kernel} needs {wanted}, this is SM {sm}; use flashinfer_mla.kernel=auto, or leave it out"
+        )
+    if kernel == "cutlass":
+        _check_cutlass(shape)
+    if kernel == "auto":
+        kernel = "fa3" if sm == 90 else "fa2"
+    workspace = context.workspace.request(context.name, context.device, SCRATCH, options.workspace_mib << 20)
+    return FlashInferKernels(shape, workspace.buffer, kernel)
+
+
+def _check_cutlass(shape: Shape) -> None:
+    """Its kernel takes these numbers for granted, the scale too, and looks at none of them but the first two."""
+    given = {"heads on a rank": shape.heads, "row width": shape.dims.row_dim, "scale": f"{shape.scale:.6f}"}
+    wanted = {"heads on a rank": 128, "row width": 576, "scale": f"{192**-0.5:.6f}"}
+    wrong = [f"{name} {wanted[name]}, this is {value}" for name, value in given.items() if value != wanted[name]]
+    if 128 % shape.page_size:
+        wrong.append(f"a page size that divides 128, this is {shape.page_size}")
+    if wrong:
+        raise BackendError(f"kernel=cutlass needs {'; '.join(wrong)}; use flashinfer_mla.kernel=auto")
+
+
+def _switches(serving: Serving, options: FlashInferMLAOptions) -> list[str]:
+    """What turns chunked KV off (A3), in words; nothing where it is on."""
+    off = {
+        "skip_prefill": serving.skip_prefill,
+        "disaggregation_mode=decode": serving.disaggregation_mode == "decode",
+        "disable_chunked_prefix_cache": serving.disable_chunked_prefix_cache,
+        "disable_ragged": options.disable_ragged,
+    }
+    return [name for name, is_off in off.items() if is_off]

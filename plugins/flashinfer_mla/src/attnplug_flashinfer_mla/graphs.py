@@ -1,0 +1,114 @@
+"""Memory and planning of captured batches: everything that a graph holds the address of."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from attnplug import BackendError, ForwardBatch, ForwardMode, Plan, PlanError
+from attnplug_flashinfer_mla.indices import Lengths, fill_indices
+from attnplug_flashinfer_mla.kernels import GraphBuffers, Kernels, PagedKernel
+from attnplug_flashinfer_mla.planner import PagedCall
+from attnplug_flashinfer_mla.schedule import MOST_WORKS, Schedule, UniformBatch, fill_schedule, schedule_problem
+
+
+@dataclass(slots=True, eq=False)
+class Captured:
+    """One captured shape of batch.
+
+    Request i's pages lie at ``i * pages`` of the index buffer, used or not, so that where they begin never changes:
+    all that does is made inside the graph, from the page table and the lengths that the batch has then.
+    """
+
+    kernel: PagedKernel
+    batch: UniformBatch
+    schedule: Schedule
+    qo_indptr: Tensor
+    kv_indptr: Tensor
+    kv_indices: Tensor
+    slots: Tensor
+    plan: Plan = field(init=False)
+
+    def fill(self, page_table: Tensor, kv_lens: Tensor, page_size: int) -> None:
+        """What the captured kernels read; two launches, which the graph holds too."""
+        fill_indices(
+            page_table, Lengths(self.qo_indptr, self.kv_indptr, kv_lens), page_size, self.kv_indices, self.slots
+        )
+        fill_schedule(self.schedule, self.batch, kv_lens)
+
+
+class GraphState:
+    """Buffers sized once, shared by every captured shape: graphs run one after the other."""
+
+    def __init__(self, max_bs: int, max_num_tokens: int, pages: int, device: torch.device) -> None:
+        self.max_bs, self.max_num_tokens, self.pages = max_bs, max_num_tokens, pages
+        self.retired: deque[PagedKernel] = deque()
+        self._kv_indices = torch.zeros(max_bs * pages, dtype=torch.int32, device=device)
+        self._slots = torch.full((max_num_tokens,), -1, dtype=torch.int64, device=device)
+        self._device = device
+        self._captured: dict[tuple[ForwardMode, int, int], Captured] = {}
+
+    def find(self, batch: ForwardBatch) -> Captured | None:
+        return self._captured.get((batch.forward_mode, batch.batch_size, batch.num_tokens))
+
+    def capture(self, batch: ForwardBatch, kernels: Kernels, heads: int, page_size: int) -> Captured:
+        """Make and plan the kernel of a shape that was not captured before."""
+        self._check(batch)
+        requests, tokens = batch.batch_size, batch.num_tokens
+        decode = batch.forward_mode.is_decode
+        shape = UniformBatch(requests, tokens // requests, heads, not decode, self.pages)
+        kv_lens = batch.kv_lens_cpu()
+        pages = (kv_lens + page_size - 1) // page_size
+        # The library plans once, over pages without gaps: it compiles, and says where its arrays lie.
+        lengths = Lengths(
+            torch.arange(0, tokens + 1, shape.queries, dtype=torch.int32),
+            torch.cat([pages.new_zeros(1), pages.cumsum(0, dtype=torch.int32)]),
+            kv_lens,
+        )
+        reserved = Lengths(*(part.to(self._device) for part in (lengths.qo_indptr, lengths.kv_indptr, kv_lens)))
+        kernel = kernels.paged(decode=decode, graph=GraphBuffers(reserved, self._kv_indices))
+        kv_indices = self._kv_indices[: int(lengths.kv_indptr[-1])]
+        kernel.plan(
+            PagedCall(slice(0, tokens), heads, not decode, lengths, kv_indices, batch.page_table, reserved.kv_lens)
+        )
+        schedule = kernel.schedule()
+        self._check_schedule(schedule, shape, lengths)
+        captured = Captured(
+            kernel=kernel,
+            batch=shape,
+            schedule=schedule,
+            qo_indptr=lengths.qo_indptr.to(self._device),
+            kv_indptr=torch.arange(requests + 1, dtype=torch.int32, device=self._device) * self.pages,
+            kv_indices=self._kv_indices,
+            slots=self._slots[:tokens],
+        )
+        self._captured[batch.forward_mode, requests, tokens] = captured
+        return captured
+
+    def _check_schedule(self, schedule: Schedule, shape: UniformBatch, lengths: Lengths) -> None:
+        works = shape.requests * shape.tiles(schedule) + schedule.clusters
+        if works > MOST_WORKS:
+            raise PlanError(f"a batch of {shape.requests} requests takes up to {works} work items, over {MOST_WORKS}")
+        problem = schedule_problem(schedule, shape, lengths.kv_lens.tolist(), lengths.kv_indptr.tolist())
+        if problem:
+            raise BackendError(
+                f"the installed flashinfer lays out its plans in a way that this plugin does not know: {problem}; "
+                "run without CUDA graphs"
+            )
+
+    def _check(self, batch: ForwardBatch) -> None:
+        requests, tokens, width = batch.batch_size, batch.num_tokens, batch.page_table.shape[1]
+        if batch.forward_mode not in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND):
+            raise PlanError(f"a {batch.forward_mode} batch cannot be captured; capture decode or target_verify")
+        if not requests or tokens % requests or (batch.forward_mode.is_decode and tokens != requests):
+            raise PlanError(
+                f"a captured batch has equally many rows of every request, not {tokens} rows for {requests} requests"
+            )
+        if requests > self.max_bs or tokens > self.max_num_tokens or width > self.pages:
+            raise PlanError(
+                f"a batch of {requests} requests, {tokens} rows and {width} pages a request does not fit the memory "
+                f"for graphs, of {self.max_bs} requests, {self.max_num_tokens} rows and {self.pages} pages"
+            )

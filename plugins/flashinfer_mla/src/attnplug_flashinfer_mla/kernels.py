@@ -1,0 +1,350 @@
+"""The seam to FlashInfer: what the backend asks of kernels, and the only code that imports the library.
+
+A kernel is planned for one call and then run once per layer; planning it again forgets the call before.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from attnplug import BackendContext, BackendError, DType, MLADims, RaggedCall
+from attnplug_flashinfer_mla.indices import Lengths
+from attnplug_flashinfer_mla.planner import PagedCall, on_host
+from attnplug_flashinfer_mla.schedule import Schedule
+
+_LN_2 = math.log(2.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What the MLA layers of a model, all alike, are on this rank."""
+
+    heads: int
+    dims: MLADims
+    v_head_dim: int
+    scale: float
+    page_size: int
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+
+    @classmethod
+    def of(cls, context: BackendContext) -> Shape:
+        """From the first MLA layer; layers that differ are refused when the backend is chosen."""
+        layers = [layer for layer in context.model.layers if layer.mla is not None]
+        if not layers:
+            raise BackendError(f"backend {context.name} serves MLA layers, and model {context.model.name} has none")
+        layer = layers[0]
+        assert layer.mla is not None
+        return cls(
+            heads=layer.num_heads // context.parallel.size,
+            dims=layer.mla,
+            v_head_dim=layer.v_head_dim,
+            scale=layer.scale,
+            page_size=context.page_size,
+            dtype=context.dtype,
+            kv_dtype=torch.float8_e4m3fn if context.kv_dtype is DType.FLOAT8_E4M3 else context.dtype,
+        )
+
+    @property
+    def ragged_dims(self) -> tuple[int, int]:
+        """Widths of a key and of a value, as MHA."""
+        return self.dims.qk_nope_head_dim + self.dims.qk_rope_head_dim, self.v_head_dim
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Cache:
+    """One layer's rows ``[pages, page_size, row_dim]``, cut into latent and rope once and not at every call."""
+
+    rows: Tensor
+    latent: Tensor
+    rope: Tensor
+    flat: Tensor
+    """``[slots, 1, row_dim]``."""
+    scale: float
+    scales: Mapping[str, float] = field(default_factory=dict)
+    """What a call over an fp8 cache is given in addition."""
+
+    @classmethod
+    def of(cls, rows: Tensor, kv_lora_rank: int, scale: float) -> Cache:
+        scales = {"ckv_scale": scale, "kpe_scale": scale} if rows.dtype is torch.float8_e4m3fn else {}
+        flat = rows.flatten(0, 1).unsqueeze(1)
+        return cls(rows, rows[..., :kv_lora_rank], rows[..., kv_lora_rank:], flat, scale, scales)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GraphBuffers:
+    """Memory at fixed addresses for a captured call: ``lengths`` as the library wants them, and its page indices."""
+
+    lengths: Lengths
+    kv_indices: Tensor
+
+
+class PagedKernel(Protocol):
+    """Latent attention over a paged cache."""
+
+    def plan(self, call: PagedCall) -> None: ...
+
+    def schedule(self) -> Schedule:
+        """Where the planned call's work list lies, for those who fill it themselves."""
+        ...
+
+    def run(self, q: Tensor, cache: Cache, out: Tensor | None, lse: Tensor | None) -> Tensor:
+        """q ``[rows, heads, row_dim]`` → ``[rows, heads, kv_lora_rank]``, in ``out`` if given; ``lse`` natural log."""
+        ...
+
+
+class RaggedKernel(Protocol):
+    """Plain attention over rows at hand."""
+
+    def plan(self, call: RaggedCall) -> None: ...
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None) -> None: ...
+
+
+class Kernels(Protocol):
+    """Makes kernels. ``decode`` says that every request has one query."""
+
+    def paged(self, *, decode: bool, graph: GraphBuffers | None = None) -> PagedKernel: ...
+
+    def ragged(self) -> RaggedKernel: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """The parts of FlashInfer in use, probed by feature and not by version.
+
+    ``metadata`` is the class in which newer planning takes its arrays (given flat they are deprecated there);
+    ``reads_fp8`` says whether a paged call takes an fp8 cache with its scales, ``ragged_natural_log`` whether a ragged
+    call can be asked for natural logarithms.
+    """
+
+    version: str
+    paged: Any
+    ragged: Any
+    metadata: Any
+    reads_fp8: bool
+    ragged_natural_log: bool
+
+
+@cache
+def load_library() -> Library:
+    """Import FlashInfer. Raises whatever its import raises."""
+    import flashinfer
+    from flashinfer import mla
+    from flashinfer.prefill import BatchPrefillWithRaggedKVCacheWrapper as Ragged
+
+    paged = mla.BatchMLAPagedAttentionWrapper
+    return Library(
+        version=str(flashinfer.__version__),
+        paged=paged,
+        ragged=Ragged,
+        metadata=getattr(mla, "MLAPlanMetadata", None),
+        reads_fp8="ckv_scale" in inspect.signature(paged.run).parameters,
+        ragged_natural_log="lse_base" in inspect.signature(Ragged.run).parameters,
+    )
+
+
+class FlashInferKernels:
+    """FlashInfer's wrappers for one model on one device, over one scratch buffer."""
+
+    def __init__(self, shape: Shape, workspace: Tensor, kernel: str) -> None:
+        self._library, self._shape, self._workspace = load_library(), shape, workspace
+        self._kernel = kernel
+
+    def paged(self, *, decode: bool, graph: GraphBuffers | None = None) -> PagedKernel:
+        if self._kernel == "cutlass" and decode:
+            return CutlassPaged(self._library, self._shape, self._workspace)
+        return FlashInferPaged(self._library, self._shape, self._workspace, self._without_cutlass(), graph)
+
+    def ragged(self) -> RaggedKernel:
+        return FlashInferRagged(self._library, self._shape, self._workspace, self._without_cutlass())
+
+    def _without_cutlass(self) -> str:
+        return "fa2" if self._kernel == "cutlass" else self._kernel
+
+
+class FlashInferPaged:
+    """``BatchMLAPagedAttentionWrapper``, by whichever of its calling conventions is not deprecated."""
+
+    def __init__(
+        self,
+        library: Library,
+        shape: Shape,
+        workspace: Tensor,
+        kernel: str,
+        graph: GraphBuffers | None,
+    ) -> None:
+        self._library, self._shape = library, shape
+        reserved: dict[str, Any] = {}
+        if graph is not None:
+            reserved = {
+                "use_cuda_graph": True,
+                "qo_indptr": graph.lengths.qo_indptr,
+                "kv_indptr": graph.lengths.kv_indptr,
+                "kv_indices": graph.kv_indices,
+                "kv_len_arr": graph.lengths.kv_lens,
+            }
+        self._wrapper = library.paged(workspace, backend=kernel, **reserved)
+        self._sent = torch.cuda.Event()
+
+    def plan(self, call: PagedCall) -> None:
+        shape, lengths = self._shape, call.lengths
+        arrays: dict[str, Any] = {
+            "qo_indptr": lengths.qo_indptr,
+            "kv_indptr": lengths.kv_indptr,
+            "kv_indices": call.kv_indices,
+            "kv_len_arr": lengths.kv_lens,
+        }
+        if self._library.metadata is not None:
+            arrays = {
+                "metadata": self._library.metadata.csr(**arrays),
+                "query_layout": "packed",
+                "kv_cache_layout": "packed",
+                "lse_mode": "basee",
+            }
+        # What planning sends lies in one buffer of the wrapper's, and the copy runs when the stream gets there. Given
+        # lengths on the device, planning would wait for them and so never overtake the copy of the plan before.
+        self._sent.synchronize()
+        self._wrapper.plan(
+            **arrays,
+            num_heads=call.heads,
+            head_dim_ckv=shape.dims.kv_lora_rank,
+            head_dim_kpe=shape.dims.qk_rope_head_dim,
+            page_size=shape.page_size,
+            causal=call.causal,
+            sm_scale=shape.scale,
+            q_data_type=shape.dtype,
+            kv_data_type=shape.kv_dtype,
+        )
+        self._sent.record()
+
+    def schedule(self) -> Schedule:
+        return Schedule.of(list(self._wrapper._plan_info), self._wrapper._int_workspace_buffer)
+
+    def run(self, q: Tensor, cache: Cache, out: Tensor | None, lse: Tensor | None) -> Tensor:
+        dims = self._shape.dims
+        if self._library.metadata is not None:
+            if lse is None:  # what was planned is what must be asked for
+                lse = q.new_empty(q.shape[:2], dtype=torch.float32)
+            result = self._wrapper.run(
+                query=q,
+                kv_cache=cache.rows,
+                out=out,
+                lse=lse,
+                return_lse=True,
+                return_lse_base_on_e=True,
+                **cache.scales,
+            )
+        else:
+            result = self._wrapper.run(
+                q_nope=q.narrow(2, 0, dims.kv_lora_rank),
+                q_pe=q.narrow(2, dims.kv_lora_rank, dims.qk_rope_head_dim),
+                ckv_cache=cache.latent,
+                kpe_cache=cache.rope,
+                out=out,
+                lse=lse,
+                return_lse=lse is not None,
+                return_lse_base_on_e=True,
+                **cache.scales,
+            )
+        attended: Tensor = result if lse is None else result[0]
+        return attended
+
+
+class CutlassPaged:
+    """Decode by the wrapper's CUTLASS kernel, which reads the page table itself and gives no log-sum-exp."""
+
+    def __init__(self, library: Library, shape: Shape, workspace: Tensor) -> None:
+        self._library, self._shape = library, shape
+        self._wrapper = library.paged(workspace, backend="cutlass")
+
+    def plan(self, call: PagedCall) -> None:
+        shape = self._shape
+        width = call.page_table.shape[1]
+        wanted = max(128 // shape.page_size, 1)
+        self._page_table = torch.nn.functional.pad(call.page_table, (0, -width % wanted))
+        self._kv_lens = call.kv_lens
+        if self._library.metadata is None:
+            return
+        self._wrapper.plan(
+            metadata=self._library.metadata.dense(
+                cum_seq_lens_q=call.lengths.qo_indptr,
+                block_tables=self._page_table,
+                seq_lens=self._kv_lens,
+                max_q_len=1,
+            ),
+            num_heads=shape.heads,
+            head_dim_ckv=shape.dims.kv_lora_rank,
+            head_dim_kpe=shape.dims.qk_rope_head_dim,
+            page_size=shape.page_size,
+            causal=False,
+            sm_scale=shape.scale,
+            q_data_type=shape.dtype,
+            kv_data_type=shape.kv_dtype,
+        )
+
+    def schedule(self) -> Schedule:
+        raise BackendError("kernel=cutlass decodes outside of CUDA graphs only; use kernel=auto")
+
+    def run(self, q: Tensor, cache: Cache, out: Tensor | None, lse: Tensor | None) -> Tensor:
+        if lse is not None:
+            raise BackendError("kernel=cutlass gives no log-sum-exp; use kernel=auto")
+        dims = self._shape.dims
+        if self._library.metadata is not None:
+            attended: Tensor = self._wrapper.run(query=q, kv_cache=cache.rows, out=out)
+        else:
+            attended = self._wrapper.run(
+                q_nope=q.narrow(2, 0, dims.kv_lora_rank),
+                q_pe=q.narrow(2, dims.kv_lora_rank, dims.qk_rope_head_dim),
+                ckv_cache=cache.latent,
+                kpe_cache=cache.rope,
+                out=out,
+                kv_len=self._kv_lens,
+                page_table=self._page_table,
+            )
+        return attended
+
+
+class FlashInferRagged:
+    """``BatchPrefillWithRaggedKVCacheWrapper``: MLA as MHA, keys and values of different widths."""
+
+    def __init__(self, library: Library, shape: Shape, workspace: Tensor, kernel: str) -> None:
+        self._library, self._shape, self._device = library, shape, workspace.device
+        self._wrapper = library.ragged(workspace, kv_layout="NHD", backend=kernel)
+        self._sent = torch.cuda.Event()
+
+    def plan(self, call: RaggedCall) -> None:
+        shape = self._shape
+        width, v_width = shape.ragged_dims
+        self._sent.synchronize()
+        self._wrapper.plan(
+            qo_indptr=on_host(tuple(accumulate(call.query_lens, initial=0)), self._device),
+            kv_indptr=on_host(tuple(accumulate(call.kv_lens, initial=0)), self._device),
+            num_qo_heads=shape.heads,
+            num_kv_heads=shape.heads,
+            head_dim_qk=width,
+            head_dim_vo=v_width,
+            causal=call.causal,
+            sm_scale=shape.scale,
+            q_data_type=shape.dtype,
+            kv_data_type=shape.dtype,
+        )
+        self._sent.record()
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None) -> None:
+        if lse is None:
+            self._wrapper.run(q, k, v, out=out)
+        elif self._library.ragged_natural_log:
+            self._wrapper.run(q, k, v, out=out, lse=lse, return_lse=True, lse_base="ln")
+        else:
+            self._wrapper.run(q, k, v, out=out, lse=lse, return_lse=True)
+            lse.mul_(_LN_2)  # it counts in powers of two (C4)

@@ -1,0 +1,135 @@
+"""Lengths and page tables → the calls that FlashInfer's paged kernels are planned with. Runs on any device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attnplug import Geometry
+from attnplug_flashinfer_mla.indices import Lengths, fill_indices
+
+# FlashInfer's scheduler keeps its work items in arrays of 16384 and, before 0.7.2, does not look whether they fit. A
+# query tile is one item, and splitting long caches adds at most one for each cluster of multiprocessors.
+_MOST_TILES = 16384 - 1024
+_TILE_ROWS = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """Consecutive requests whose queries run in one call; at its ends a request may take part with some queries only.
+
+    The queries of request i are the last ``query_lens[i]`` of its first ``kv_lens[i]`` rows.
+    """
+
+    first_request: int
+    first_row: int
+    query_lens: tuple[int, ...]
+    kv_lens: tuple[int, ...]
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.first_row, self.first_row + sum(self.query_lens))
+
+    @property
+    def requests(self) -> slice:
+        return slice(self.first_request, self.first_request + len(self.query_lens))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedCall:
+    """One call over the paged cache, as it is planned.
+
+    ``lengths`` are on the host; ``kv_indices`` ``[pages]`` int32 on the device holds request i's pages from
+    ``kv_indptr[i]`` on. ``heads`` may be more than the model has, the others being padding.
+    """
+
+    rows: slice
+    heads: int
+    causal: bool
+    lengths: Lengths
+    kv_indices: Tensor
+    page_table: Tensor
+    kv_lens: Tensor
+    """``[requests]`` int32 and ``page_table`` ``[requests, pages]`` on the device, for kernels that read these."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PagedCalls:
+    """The calls of one batch, which cover its new rows in order, and where these rows are written."""
+
+    calls: tuple[PagedCall, ...]
+    new_slots: Tensor
+
+
+def divide(query_lens: Sequence[int], kv_lens: Sequence[int], heads: int) -> list[Segment]:
+    """Segments that the kernels' scheduler has room for: nearly always one, with all requests."""
+    if sum(-(-queries * heads // _TILE_ROWS) for queries in query_lens) <= _MOST_TILES:
+        return [Segment(0, 0, tuple(query_lens), tuple(kv_lens))]
+    segments: list[Segment] = []
+    queries: list[int] = []
+    rows: list[int] = []
+    first_request = first_row = row = 0
+    free = _MOST_TILES
+    for request, (new, total) in enumerate(zip(query_lens, kv_lens, strict=True)):
+        left = new
+        while True:
+            taken = min(left, free * _TILE_ROWS // heads)
+            left -= taken
+            if taken or not new:
+                queries.append(taken)
+                rows.append(total - left)
+                free -= -(-taken * heads // _TILE_ROWS)
+                row += taken
+            if not left:
+                break
+            segments.append(Segment(first_request, first_row, tuple(queries), tuple(rows)))
+            queries, rows, first_request, first_row, free = [], [], request, row, _MOST_TILES
+    return [*segments, Segment(first_request, first_row, tuple(queries), tuple(rows))]
+
+
+def plan_paged(geometry: Geometry, heads: int, *, causal: bool) -> PagedCalls:
+    """Plan a batch. Nothing is copied from the device."""
+    device = geometry.page_table.device
+    slots = torch.empty(geometry.query_rows, dtype=torch.int64, device=device)
+    if not geometry.query_rows:
+        return PagedCalls((), slots)
+    planned = padded_heads(heads) if causal else heads
+    calls = [
+        _call(geometry, segment, planned, causal, slots)
+        for segment in divide(geometry.query_lens, geometry.kv_lens, planned)
+    ]
+    return PagedCalls(tuple(calls), slots)
+
+
+def padded_heads(heads: int) -> int:
+    """Heads that divide a query tile.
+
+    A tile that ends between the heads of one token loses that token's last key in causal calls where the key starts a
+    tile of its own: the kernels round the end of the tile down where their scheduler rounds it up. FlashInfer 0.7.2
+    refuses such calls, earlier ones give wrong results. With heads a power of two every tile ends with a token.
+    """
+    return 1 << (heads - 1).bit_length()
+
+
+def _call(geometry: Geometry, segment: Segment, heads: int, causal: bool, slots: Tensor) -> PagedCall:
+    device, page_size = geometry.page_table.device, geometry.page_size
+    pages = [-(-rows // page_size) for rows in segment.kv_lens]
+    numbers = on_host(
+        (*accumulate(segment.query_lens, initial=0), *accumulate(pages, initial=0), *segment.kv_lens), device
+    )
+    lengths = Lengths.of(numbers.to(device, non_blocking=True))  # one copy for the three
+    kv_indices = torch.empty(sum(pages), dtype=torch.int32, device=device)
+    page_table = geometry.page_table[segment.requests]
+    fill_indices(page_table, lengths, page_size, kv_indices, slots[segment.rows])
+    return PagedCall(segment.rows, heads, causal, Lengths.of(numbers), kv_indices, page_table, lengths.kv_lens)
+
+
+def on_host(numbers: Sequence[int], device: torch.device) -> Tensor:
+    """int32 in memory from which a copy to ``device`` runs by itself: FlashInfer makes some of its own."""
+    tensor = torch.from_numpy(np.fromiter(numbers, np.int32, len(numbers)))
+    return tensor.pin_memory() if device.type == "cuda" else tensor

@@ -1,0 +1,185 @@
+"""The plugin's kernels in plain torch, as strict as FlashInfer's: a result on them tests planning, and no kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from attnplug import BackendContext, DType, MLADims, RaggedCall
+from attnplug_flashinfer_mla.kernels import Cache, GraphBuffers, Shape
+from attnplug_flashinfer_mla.planner import PagedCall
+from attnplug_flashinfer_mla.schedule import MOST_WORKS, Schedule
+from support.mla_scene import MLACase
+
+NARROW = MLADims(kv_lora_rank=64, qk_nope_head_dim=48, qk_rope_head_dim=16)
+
+
+def on_cpu(case: MLACase) -> MLACase:
+    """The same planning in narrower rows, and in float32: nothing hides behind rounding."""
+    narrow = replace(case, dims=NARROW, v_head_dim=64)
+    return replace(narrow, dtype=DType.FLOAT32) if case.dtype is DType.BFLOAT16 else narrow
+
+
+@dataclass
+class ReferenceKernels:
+    """Makes reference kernels and remembers what it made."""
+
+    shape: Shape
+    made: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, context: BackendContext) -> ReferenceKernels:
+        return cls(Shape.of(context))
+
+    def paged(self, *, decode: bool, graph: GraphBuffers | None = None) -> ReferencePaged:
+        self.made.append(("graph " if graph else "") + ("decode" if decode else "paged"))
+        return ReferencePaged(self.shape, graph)
+
+    def ragged(self) -> ReferenceRagged:
+        self.made.append("ragged")
+        return ReferenceRagged(self.shape)
+
+
+class ReferencePaged:
+    """A call over pages. A captured one does what its schedule says, item by item and merge by merge."""
+
+    def __init__(self, shape: Shape, graph: GraphBuffers | None) -> None:
+        self.shape, self.graph = shape, graph
+
+    def plan(self, call: PagedCall) -> None:
+        lengths, page_size = call.lengths, self.shape.page_size
+        for part in (lengths.qo_indptr, lengths.kv_indptr, lengths.kv_lens):
+            assert part.device.type == "cpu" and part.dtype is torch.int32 and part.is_contiguous()
+        assert lengths.qo_indptr[0] == lengths.kv_indptr[0] == 0
+        assert len(lengths.qo_indptr) == len(lengths.kv_indptr) == len(lengths.kv_lens) + 1
+        pages = (lengths.kv_lens + page_size - 1) // page_size
+        assert torch.equal(lengths.kv_indptr.diff(), pages), "pages of a request are as many as its rows need"
+        assert call.kv_indices.dtype is torch.int32 and call.kv_indices.numel() == int(lengths.kv_indptr[-1])
+        new = lengths.qo_indptr.diff()
+        tiles = (new * call.heads + 63) // 64
+        assert int(tiles.sum()) + 132 <= MOST_WORKS, "the scheduler's arrays overflow"
+        if call.causal:
+            assert (128 if call.heads > 64 else 64) % call.heads == 0, "a tile ends between the heads of a token"
+        else:
+            assert int(new.max()) <= 1
+        self.call, self.lengths = call, lengths
+        if self.graph is not None:
+            self._schedule = library_schedule(call)
+
+    def schedule(self) -> Schedule:
+        return self._schedule
+
+    def run(self, q: Tensor, cache: Cache, out: Tensor | None, lse: Tensor | None) -> Tensor:
+        lengths, shape = self.lengths, self.shape
+        assert q.shape == (int(lengths.qo_indptr[-1]), self.call.heads, shape.dims.row_dim)
+        assert q.dtype is shape.dtype and cache.rows.dtype is shape.kv_dtype
+        assert bool(cache.scales) == (shape.kv_dtype is torch.float8_e4m3fn)
+        if out is None:
+            out = q.new_full((*q.shape[:2], shape.dims.kv_lora_rank), float("nan"))
+        if self.graph is not None:
+            self._run_schedule(q, cache, out)
+            return out
+        for request, kv_len in enumerate(lengths.kv_lens.tolist()):
+            rows = slice(*lengths.qo_indptr[request : request + 2].tolist())
+            keys = self._keys(cache, self.call.kv_indices, int(lengths.kv_indptr[request]), kv_len)
+            attend(q[rows], keys[:, None], keys[:, None, : shape.dims.kv_lora_rank], shape.scale, self.call.causal,
+                   out[rows], None if lse is None else lse[rows])  # fmt: skip
+        return out
+
+    def _keys(self, cache: Cache, kv_indices: Tensor, first: int, kv_len: int) -> Tensor:
+        pages = kv_indices[first : first + -(-kv_len // self.shape.page_size)].long()
+        memory = cache.rows if cache.rows.dtype is not torch.float8_e4m3fn else cache.rows.view(torch.uint8)
+        return memory[pages].flatten(0, 1)[:kv_len].view(cache.rows.dtype).double() * cache.scale
+
+    def _run_schedule(self, q: Tensor, cache: Cache, out: Tensor) -> None:
+        assert self.graph is not None
+        todo, heads, rank = self._schedule, self.call.heads, self.shape.dims.kv_lora_rank
+        rows = 2 * todo.clusters * todo.tile_rows  # what the library makes room for
+        part, part_lse = torch.full((rows, rank), float("nan")).double(), torch.full((rows,), float("nan")).double()
+        final = out.view(-1, rank)
+        for at in range(int(todo.work_indptr[0]), int(todo.work_indptr[-1])):
+            first, q_len, kv_len = (int(array[at]) for array in (todo.q_indptr, todo.q_len, todo.kv_len))
+            start, end = int(todo.kv_start[at]), int(todo.kv_end[at])
+            assert start % 64 == 0, "keys are loaded in steps of 64"
+            row = torch.arange(int(todo.q_start[at]), min(int(todo.q_start[at]) + todo.tile_rows, q_len * heads))
+            keys = self._keys(cache, self.graph.kv_indices, int(todo.kv_indptr[at]), kv_len)[start:end]
+            logits = q[first : first + q_len].reshape(q_len * heads, -1)[row].double() @ keys.T * self.shape.scale
+            if self.call.causal:
+                later = torch.arange(start, end) > (kv_len - q_len + row // heads)[:, None]
+                logits = logits.masked_fill(later, float("-inf"))
+            sums = logits.logsumexp(-1)
+            weights = torch.where(sums[:, None] > float("-inf"), torch.exp(logits - sums[:, None]), 0.0)
+            if (target := int(todo.partial_indptr[at])) < 0:
+                final[first * heads + row] = (weights @ keys[:, :rank]).to(out.dtype)
+            else:
+                place = slice(target, target + len(row))
+                assert part_lse[place].isnan().all(), "two items write the same part"
+                part[place], part_lse[place] = weights @ keys[:, :rank], sums
+        for entry in range(len(todo.merge_start)):
+            for number, row_ in enumerate(range(int(todo.merge_start[entry]), int(todo.merge_end[entry]))):
+                begin = int(todo.merge_partial_start[entry]) + number
+                where = range(begin, int(todo.merge_partial_end[entry]), int(todo.merge_stride[entry]))
+                weights = torch.softmax(part_lse[where], 0)
+                final[row_] = (weights[:, None] * part[where]).sum(0).to(out.dtype)
+
+
+def library_schedule(call: PagedCall, clusters: int = 7) -> Schedule:
+    """A valid schedule of a captured call as the library might make it, in memory laid out as the library does it."""
+    new, heads = int(call.lengths.qo_indptr[1]), call.heads
+    cluster_size = 2 if new * heads > 64 else 1
+    counts = [MOST_WORKS] * 3 + [clusters * cluster_size] * 5 + [MOST_WORKS] * 5 + [clusters + 1]
+    offsets = [sum(4 * -(-count // 4) * 4 for count in counts[:number]) for number in range(len(counts))]
+    memory = torch.zeros(offsets[-1] + 4 * counts[-1], dtype=torch.uint8)
+    schedule = Schedule.of([cluster_size, clusters, *offsets, 0, 0], memory)
+    works = []
+    for request, kv_len in enumerate(call.lengths.kv_lens.tolist()):
+        tiles = -(-new * heads // schedule.tile_rows)
+        for tile in range(tiles):
+            seen = min(-(-(tile + 1) * schedule.tile_rows // heads), new) if call.causal else new
+            end = max(kv_len - new + seen, 0)
+            works.append((request * new, int(call.lengths.kv_indptr[request]), -1, new, kv_len,
+                          tile * schedule.tile_rows, 0, end))  # fmt: skip
+    arrays = (schedule.q_indptr, schedule.kv_indptr, schedule.partial_indptr, schedule.q_len, schedule.kv_len,
+              schedule.q_start, schedule.kv_start, schedule.kv_end)  # fmt: skip
+    for array, numbers in zip(arrays, zip(*works, strict=True), strict=True):
+        array[: len(works)] = torch.tensor(numbers)
+    schedule.work_indptr.copy_(torch.tensor([min(cluster * -(-len(works) // clusters), len(works))
+                                             for cluster in range(clusters + 1)]))  # fmt: skip
+    return schedule
+
+
+class ReferenceRagged:
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+
+    def plan(self, call: RaggedCall) -> None:
+        assert min(call.query_lens) > 0 and min(call.kv_lens) > 0, "kernels return garbage for empty spans"
+        self.call = call
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None) -> None:
+        call = self.call
+        assert q.shape[0] == call.query_rows, f"{q.shape[0]} does not match qo_indptr[-1] ({call.query_rows})"
+        assert k.shape[0] == v.shape[0] == call.kv_rows and q.shape[1] == k.shape[1] == self.shape.heads
+        assert (k.shape[2], v.shape[2]) == self.shape.ragged_dims
+        query = row = 0
+        for queries, rows in zip(call.query_lens, call.kv_lens, strict=True):
+            mine, theirs = slice(query, query + queries), slice(row, row + rows)
+            attend(q[mine], k[theirs], v[theirs], self.shape.scale, call.causal, out[mine],
+                   None if lse is None else lse[mine])  # fmt: skip
+            query, row = query + queries, row + rows
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, out: Tensor, lse: Tensor | None) -> None:
+    """One request; the last query sees the last key. k and v may have one head for all."""
+    queries, keys = q.shape[0], k.shape[0]
+    logits = torch.einsum("qhd,khd->hqk", q.double(), k.double().expand(-1, q.shape[1], -1)) * scale
+    if causal:
+        later = torch.arange(keys) > (keys - queries + torch.arange(queries))[:, None]
+        logits = logits.masked_fill(later, float("-inf"))
+    sums = logits.logsumexp(-1)
+    weights = torch.where(sums[..., None] > float("-inf"), torch.exp(logits - sums[..., None]), 0.0)
+    out.copy_(torch.einsum("hqk,khd->qhd", weights, v.double().expand(-1, q.shape[1], -1)))
+    if lse is not None:
+        lse.copy_(sums.T)

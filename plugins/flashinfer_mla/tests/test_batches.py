@@ -1,0 +1,288 @@
+"""Batches against float64: planning through the reference kernels on a CPU, the real kernels on a GPU."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import pytest
+import torch
+
+from attnplug import BackendContext, DType, ForwardMode, PlanError
+from attnplug.claims import ExtendPath
+from attnplug.mla import ExtendPolicy
+from attnplug_flashinfer_mla.backend import FlashInferMLABackend
+from attnplug_flashinfer_mla.options import FlashInferMLAOptions
+from reference_kernels import ReferenceKernels, on_cpu
+from support.devices import DEVICES, nothing_waits
+from support.mla_scene import LAYER, MLACase, MLAModel, MLAScene, relative_error
+
+DECODE, VERIFY, EXTEND, MIXED = (
+    ForwardMode.DECODE,
+    ForwardMode.TARGET_VERIFY,
+    ForwardMode.EXTEND,
+    ForwardMode.MIXED,
+)
+on_every_device = pytest.mark.parametrize("device", DEVICES)
+GPU = DEVICES[1]
+
+
+def tolerance(case: MLACase) -> float:
+    return 1e-6 if case.dtype is DType.FLOAT32 else 5e-3
+
+
+def build(context: BackendContext) -> FlashInferMLABackend:
+    """Real kernels where there is a GPU, else the reference ones."""
+    kernels = ReferenceKernels.of(context) if context.device.type == "cpu" else None
+    return FlashInferMLABackend(context, kernels=kernels)
+
+
+def scene(case: MLACase, device: str) -> MLAScene:
+    return MLAScene(on_cpu(case) if device == "cpu" else case, device, build)
+
+
+def lengths(count: int, longest: int, new: int | tuple[int, int], seed: int) -> tuple[tuple[int, int], ...]:
+    """Prefixes of every kind (none, one row, whole pages, long ones) with new tokens behind them."""
+    chance = random.Random(seed)
+    prefixes = [chance.choice([0, 1, 63, 64, 65, chance.randint(2, longest)]) for _ in range(count)]
+    return tuple((p, new if isinstance(new, int) else chance.randint(*new)) for p in prefixes)
+
+
+def check_absorbed(case: MLACase, device: str) -> None:
+    stage = scene(case, device)
+    out, lse = stage.absorbed()
+    wanted, wanted_lse = stage.wanted_absorbed()
+    tokens = len(wanted)
+    assert relative_error(out[:tokens], wanted) <= tolerance(stage.case)
+    assert (out[tokens:] == 0).all()
+    assert lse is not None
+    assert relative_error(lse[:tokens], wanted_lse) <= tolerance(stage.case)
+    assert (lse[tokens:] == float("-inf")).all()
+
+
+class TestAbsorbed:
+    @on_every_device
+    @pytest.mark.parametrize("page_size", [1, 16, 32, 64])
+    @pytest.mark.parametrize("heads", [16, 32, 64, 128])
+    def test_decode(self, heads, page_size, device):
+        """C4; NaN in every row that must not be read."""
+        longest = 100 if device == "cpu" else 3000
+        case = MLACase(lengths(5, longest, 1, seed=heads + page_size), DECODE, page_size, heads)
+        check_absorbed(case, device)
+
+    @on_every_device
+    @pytest.mark.parametrize("new", range(2, 9))
+    @pytest.mark.parametrize("heads", [16, 128])
+    def test_verify_of_a_few_tokens(self, heads, new, device):
+        case = MLACase(lengths(4, 400, new, seed=new), VERIFY, page_size=[1, 16, 32, 64][new % 4], heads=heads)
+        check_absorbed(case, device)
+
+    @on_every_device
+    @pytest.mark.parametrize("page_size", [1, 16, 32, 64])
+    @pytest.mark.parametrize("heads", [16, 32, 64, 128])
+    def test_extend(self, heads, page_size, device):
+        """C1: absorbed, over the paged cache."""
+        longest, new = (100, 9) if device == "cpu" else (1500, 400)
+        check_absorbed(MLACase(lengths(4, longest, (1, new), seed=heads), EXTEND, page_size, heads), device)
+
+    @on_every_device
+    @pytest.mark.parametrize("pages", ["permuted", "interleaved", "descending"])
+    @pytest.mark.parametrize("mode", [DECODE, EXTEND])
+    def test_pages_in_any_order(self, mode, pages, device):
+        new = 1 if mode is DECODE else (1, 40)
+        check_absorbed(MLACase(lengths(6, 300, new, seed=7), mode, page_size=16, pages=pages), device)
+
+    @on_every_device
+    @pytest.mark.parametrize("mode", [DECODE, VERIFY, EXTEND, MIXED])
+    def test_padded_rows_are_zero_and_never_written(self, mode, device):
+        """B5"""
+        new = {DECODE: 1, VERIFY: 3}.get(mode, (1, 9))
+        case = MLACase(lengths(3, 100, new, seed=3), mode, page_size=16, padding=5)
+        check_absorbed(case, device)
+        stage = scene(case, device)
+        stage.absorbed()
+        written = (~stage.pool.rows(LAYER).float().isnan()).any(-1).sum()
+        assert int(written) == sum(stage.totals)
+
+    @on_every_device
+    def test_mixed_batch(self, device):
+        case = MLACase(((100, 1), (0, 37), (64, 1), (63, 2), (5, 0), (200, 64)), MIXED, page_size=16)
+        check_absorbed(case, device)
+
+    @on_every_device
+    @pytest.mark.parametrize("heads", [1, 5, 12, 24, 40, 96])
+    def test_heads_that_do_not_divide_a_tile(self, heads, device):
+        """The kernels would lose a key where a query tile ends within a token's heads (see padded_heads)."""
+        check_absorbed(MLACase(((64, 100), (127, 33), (0, 70)), EXTEND, 16, heads), device)
+        check_absorbed(MLACase(((64, 1), (127, 1)), DECODE, 16, heads), device)
+
+    @on_every_device
+    def test_new_rows_are_in_the_cache_afterwards(self, device):
+        stage = scene(MLACase(((20, 9), (0, 5), (64, 70)), EXTEND, page_size=16), device)
+        stage.absorbed()
+        for request, rows in enumerate(stage.rows):
+            position = torch.arange(len(rows))
+            pages = stage.page_table[request, position // 16].long()
+            assert torch.equal(stage.pool.rows(LAYER)[pages, position % 16, 0], rows)
+
+    @on_every_device
+    def test_rows_that_are_in_the_cache_are_not_written_again(self, device):
+        stage = scene(MLACase(((20, 3),), EXTEND, page_size=16), device)
+        stage.store(stage.rows, [(0, 23)])
+        batch = stage.batch()
+        batch.plan = stage.backend.init_forward_metadata(batch)
+        out = stage.backend.forward_extend(stage.q, None, None, stage.layer, batch, save_kv_cache=False)
+        assert relative_error(out, stage.wanted_absorbed()[0]) <= tolerance(stage.case)
+
+    @on_every_device
+    @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
+    def test_types(self, dtype, device):
+        case = partial(MLACase, lengths(4, 300, 1, seed=1), DECODE, dtype=dtype)
+        check_absorbed(case(), device)
+        check_absorbed(MLACase(lengths(4, 300, (1, 40), seed=2), EXTEND, dtype=dtype), device)
+
+    @on_every_device
+    @pytest.mark.parametrize("scale", [1.0, 0.37])
+    @pytest.mark.parametrize("mode", [DECODE, EXTEND])
+    def test_fp8_cache(self, mode, scale, device):
+        new = 1 if mode is DECODE else (1, 40)
+        check_absorbed(MLACase(lengths(4, 300, new, seed=5), mode, kv_dtype=DType.FLOAT8_E4M3, kv_scale=scale), device)
+
+    @on_every_device
+    def test_two_plans_live_at_the_same_time(self, device):
+        """B5: a plan is a value; planning another batch does not disturb it."""
+        stage = scene(MLACase(lengths(4, 300, 1, seed=1), DECODE, page_size=16), device)
+        first = stage.batch()
+        first.plan = stage.backend.init_forward_metadata(first)
+        shorter = stage.batch()
+        shorter.seq_lens_cpu = torch.ones_like(first.seq_lens_cpu)
+        shorter.plan = stage.backend.init_forward_metadata(shorter)
+        assert relative_error(stage.absorbed(first)[0], stage.wanted_absorbed()[0]) <= tolerance(stage.case)
+
+    @on_every_device
+    def test_without_lengths_on_the_cpu(self, device):
+        case = MLACase(lengths(4, 300, (1, 9), seed=1), EXTEND, page_size=16, cpu_lengths=False)
+        check_absorbed(case, device)
+
+    @on_every_device
+    def test_idle_batch(self, device):
+        stage = scene(MLACase((), ForwardMode.IDLE), device)
+        batch = stage.batch()
+        batch.plan = stage.backend.init_forward_metadata(batch)
+        assert stage.backend.forward_extend(stage.q, None, None, stage.layer, batch, save_kv_cache=False).shape[0] == 0
+
+    @pytest.mark.parametrize("device", [GPU])
+    def test_extend_beyond_the_schedulers_room(self, device):
+        """More query tiles than FlashInfer's scheduler holds run as several calls; test_planner divides them."""
+        check_absorbed(MLACase(((70, 9000), (0, 8000)), EXTEND, heads=128), device)
+
+
+class TestAsMHA:
+    @on_every_device
+    @pytest.mark.parametrize("capacity", [1, 16, 100, 1 << 17])
+    @pytest.mark.parametrize("path", [ExtendPath.ONE_SHOT, ExtendPath.CHUNKED])
+    def test_chunks_that_split_and_pack_and_leave_requests_out(self, path, capacity, device):
+        """C1, C2, C3, C4"""
+        if capacity == 1:
+            prefixes = ((3, 4), (0, 2), (2, 5))
+        else:
+            prefixes = (
+                ((130, 40), (0, 9), (64, 1), (1, 3)) if device == "cpu" else ((900, 333), (0, 90), (64, 1), (1, 30))
+            )
+        model = MLAModel(scene(MLACase(prefixes, page_size=16, padding=3), device))
+        out = model.run(ExtendPolicy(forced=path, chunk_capacity=capacity))
+        wanted = model.wanted()
+        assert relative_error(out[: len(wanted)], wanted) <= tolerance(model.scene.case)
+        assert (out[len(wanted) :] == 0).all()
+
+    @on_every_device
+    @pytest.mark.parametrize("page_size", [1, 16, 32, 64])
+    @pytest.mark.parametrize("heads", [16, 32, 64, 128])
+    @pytest.mark.parametrize("path", ExtendPath)
+    def test_three_paths_one_result(self, path, heads, page_size, device):
+        """C1"""
+        longest, new = (50, 9) if device == "cpu" else (1500, 400)
+        case = MLACase(lengths(4, longest, (1, new), seed=heads + page_size), page_size=page_size, heads=heads)
+        model = MLAModel(scene(case, device))
+        out = model.run(ExtendPolicy(forced=path, chunk_capacity=150))
+        # Absorbed, a query is rounded once more: after its up-projection.
+        allowed = tolerance(model.scene.case) * (2 if path is ExtendPath.ABSORBED else 1)
+        assert relative_error(out, model.wanted()) <= allowed
+
+    @on_every_device
+    @pytest.mark.parametrize("path", [ExtendPath.ONE_SHOT, ExtendPath.CHUNKED])
+    def test_fp8_cache_and_float16(self, path, device):
+        for case in (
+            MLACase(((130, 40), (0, 9)), kv_dtype=DType.FLOAT8_E4M3, kv_scale=0.5),
+            MLACase(((130, 40), (0, 9)), dtype=DType.FLOAT16),
+        ):
+            model = MLAModel(scene(case, device))
+            policy = ExtendPolicy(forced=path, chunk_capacity=64)
+            if case.kv_dtype is None:
+                assert relative_error(model.run(policy), model.wanted()) <= 5e-3
+                continue
+            # Chunked takes its new rows as they come, not as fp8 has them; both are right.
+            assert relative_error(model.run(policy), model.wanted()) <= (5e-3, 5e-2)[path is ExtendPath.CHUNKED]
+
+    @on_every_device
+    def test_planning_one_batch_does_not_depend_on_another(self, device):
+        """One-shot planning takes its lengths from its own batch, whatever was planned before or in between."""
+        stage = scene(MLACase(((800, 821), (0, 9)), page_size=16), device)
+        model = MLAModel(stage)
+        batch = stage.batch()
+        out = model.run(ExtendPolicy(forced=ExtendPath.ONE_SHOT), batch)
+        kept = batch.chunk_plan
+        fewer = scene(MLACase(((20, 3),), page_size=16), device).batch()
+        fewer.plan = stage.backend.init_forward_metadata(fewer)
+        assert batch.chunk_plan is kept
+        assert relative_error(out, model.wanted()) <= tolerance(stage.case)
+
+
+class TestNothingIsReadBack:
+    @on_every_device
+    @pytest.mark.parametrize("mode", [DECODE, VERIFY, EXTEND])
+    def test_planning_copies_nothing_from_the_device(self, mode, device):
+        """Lengths on the CPU are enough: those on the device are never looked at."""
+        new = {DECODE: 1, VERIFY: 3}.get(mode, (1, 40))
+        stage = scene(MLACase(lengths(4, 300, new, seed=1), mode, page_size=16), device)
+        model = MLAModel(stage)
+        model.run(ExtendPolicy(forced=ExtendPath.CHUNKED, chunk_capacity=64))  # compiles what there is to compile
+        batch = stage.batch()
+        batch.seq_lens = torch.full_like(batch.seq_lens, -(1 << 30))
+        if batch.extend_seq_lens is not None:
+            batch.extend_seq_lens = torch.full_like(batch.extend_seq_lens, -(1 << 30))
+        with nothing_waits(device):
+            out = model.run(ExtendPolicy(forced=ExtendPath.CHUNKED, chunk_capacity=64), batch)
+        assert relative_error(out, model.wanted()) <= 2 * tolerance(stage.case)
+
+
+class TestWrongUse:
+    def test_a_batch_planned_by_another_instance_is_refused(self):
+        """B5"""
+        one, other = (scene(MLACase(((20, 1),), DECODE), "cpu") for _ in range(2))
+        batch = one.batch()
+        batch.plan = other.backend.init_forward_metadata(batch)
+        with pytest.raises(PlanError, match="another instance"):
+            one.absorbed(batch)
+
+    def test_extend_is_refused_by_the_entry_for_decode(self):
+        stage = scene(MLACase(((20, 2),), EXTEND), "cpu")
+        batch = stage.batch()
+        batch.plan = stage.backend.init_forward_metadata(batch)
+        with pytest.raises(PlanError, match="call forward_extend"):
+            stage.backend.forward_decode(stage.q, None, None, stage.layer, batch, save_kv_cache=False)
+
+    def test_fewer_rows_than_planned_are_refused(self):
+        """B5"""
+        stage = scene(MLACase(((20, 2),), EXTEND), "cpu")
+        batch = stage.batch()
+        batch.plan = stage.backend.init_forward_metadata(batch)
+        with pytest.raises(PlanError, match="1 query rows, but the plan is for 2"):
+            stage.backend.forward_extend(stage.q[:1], None, None, stage.layer, batch, save_kv_cache=False)
+
+    def test_the_kernel_option_must_suit_the_gpu(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+        for kernel, message in (("fa3", "needs SM 90, this is SM 80"), ("cutlass", "needs SM 100 to 110")):
+            case = MLACase(((20, 1),), DECODE, options=FlashInferMLAOptions(kernel=kernel))
+            with pytest.raises(Exception, match=message):
+                MLAScene(case, "cpu", FlashInferMLABackend)

@@ -1,0 +1,207 @@
+"""Planning around captured graphs: the protocol on a CPU, real captures on a GPU (B2's ground)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attnplug import BackendContext, BackendError, DType, ForwardBatch, ForwardMode, PlanError
+from attnplug_flashinfer_mla.backend import FlashInferMLABackend
+from reference_kernels import ReferenceKernels, library_schedule, on_cpu
+from support.devices import DEVICES, nothing_waits
+from support.mla_scene import LAYER, NAN, MLACase, MLAScene, relative_error
+
+on_every_device = pytest.mark.parametrize("device", DEVICES)
+
+
+def build(context: BackendContext) -> FlashInferMLABackend:
+    kernels = ReferenceKernels.of(context) if context.device.type == "cpu" else None
+    return FlashInferMLABackend(context, kernels=kernels)
+
+
+class Capture:
+    """A captured batch of fixed memory, into which the batches of scenes are copied before each replay."""
+
+    def __init__(self, scene: MLAScene, requests: int, per_request: int) -> None:
+        self.scene, self.backend = scene, scene.backend
+        device, case = scene.device, scene.case
+        self.rows, self.per_request = requests * per_request, per_request
+        self.q = torch.zeros(self.rows, *scene.q.shape[1:], dtype=scene.dtype, device=device)
+        self.k = torch.full((self.rows, 1, case.dims.row_dim), NAN, dtype=scene.dtype, device=device)
+        fill = self.backend.get_cuda_graph_seq_len_fill_value()
+        width = 4096 // case.page_size
+        self.batch = ForwardBatch(
+            forward_mode=case.mode,
+            input_ids=torch.zeros(self.rows, dtype=torch.int64, device=device),
+            page_table=torch.full((requests, width), 1 << 30, dtype=torch.int32, device=device),
+            seq_lens=torch.full((requests,), fill, dtype=torch.int32, device=device),
+            seq_lens_cpu=torch.full((requests,), fill, dtype=torch.int32),
+        )
+        self.graph = None
+
+    def capture(self) -> None:
+        self.backend.init_cuda_graph_state(self.batch.batch_size + 1, self.rows + 3)
+        self.batch.plan = self.backend.init_forward_metadata_out_graph(self.batch, in_capture=True)
+        self.plan = self.batch.plan
+        if self.scene.device.type == "cpu":
+            self.run()
+            return
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.run()
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.run()
+
+    def run(self) -> None:
+        self.backend.init_forward_metadata_in_graph(self.batch)
+        forward = self.backend.forward_decode if self.batch.forward_mode.is_decode else self.backend.forward_extend
+        self.out = forward(self.q, self.k, None, self.scene.layer, self.batch)
+
+    def replay(self, scene: MLAScene) -> torch.Tensor:
+        """Another scene's batch, of fewer requests perhaps, through the same graph."""
+        real = len(scene.totals)
+        fill = self.backend.get_cuda_graph_seq_len_fill_value()
+        lens = torch.full((self.batch.batch_size,), fill, dtype=torch.int32)
+        lens[:real] = torch.tensor(scene.totals, dtype=torch.int32)
+        self.batch.seq_lens_cpu = lens
+        self.batch.seq_lens.copy_(lens)
+        self.batch.page_table.fill_(1 << 30)
+        self.batch.page_table[:real, : scene.page_table.shape[1]] = scene.page_table.to(scene.device)
+        self.q.fill_(NAN)
+        self.k.fill_(NAN)
+        self.q[: len(scene.q)] = scene.q
+        self.k[: len(scene.q), 0] = scene.new_rows()
+        memory = self.scene.pool.rows(LAYER)
+        memory.copy_(torch.tensor(NAN))
+        memory[: len(scene.pool.rows(LAYER))] = scene.pool.rows(LAYER)
+        plan = self.backend.init_forward_metadata_out_graph(self.batch)
+        assert plan is self.plan
+        if self.graph is None:
+            self.run()
+        else:
+            self.graph.replay()
+        return self.out
+
+
+def scenes(mode: ForwardMode, new: int, device: str, heads: int, page_size: int) -> tuple[MLAScene, list[MLAScene]]:
+    """A large pool to capture on, and batches to replay: long and short, full and with fewer requests."""
+    prefixes = [[300, 5, 64, 127], [1000, 17, 1, 0], [63], [2000, 900], [0, 1, 2, 3]]
+    cases = [
+        MLACase(tuple((prefix, new) for prefix in some), mode, page_size, heads, seed=seed)
+        for seed, some in enumerate(prefixes)
+    ]
+    if device == "cpu":
+        cases = [on_cpu(case) for case in cases]
+    stage = MLAScene(replace(cases[0], lengths=((4000, new),) * 4), device, build)
+    return stage, [MLAScene(case, device, build) for case in cases]
+
+
+@on_every_device
+@pytest.mark.parametrize(("heads", "page_size"), [(16, 64), (16, 1), (128, 16), (24, 64)])
+@pytest.mark.parametrize(("mode", "new"), [(ForwardMode.DECODE, 1), (ForwardMode.TARGET_VERIFY, 4)])
+def test_one_capture_serves_other_lengths_pages_and_fewer_requests(mode, new, heads, page_size, device):
+    """Replays give float64's result; padded requests read and write nothing; NaN is everywhere else."""
+    stage, others = scenes(mode, new, device, heads, page_size)
+    captured = Capture(stage, requests=4, per_request=new)
+    captured.capture()
+    address = captured.plan.metadata.new_slots.data_ptr()
+    for other in others:
+        out = captured.replay(other)
+        wanted = other.wanted_absorbed()[0]
+        assert relative_error(out[: len(wanted)], wanted) <= (1e-6 if device == "cpu" else 5e-3)
+        if heads == padded(heads):
+            assert (out[len(wanted) :] == 0).all()
+        written = (~stage.pool.rows(LAYER).float().isnan()).any(-1).sum()
+        assert int(written) == sum(other.totals)
+        assert captured.plan.metadata.new_slots.data_ptr() == address
+
+
+def padded(heads: int) -> int:
+    return 1 << (heads - 1).bit_length()
+
+
+def swapped(make):
+    """As if two of the library's arrays had changed places."""
+
+    def made(call):
+        schedule = make(call)
+        return replace(schedule, q_len=schedule.kv_len, kv_len=schedule.q_len)
+
+    return made
+
+
+@on_every_device
+def test_replay_planning_waits_for_nothing(device):
+    """Nothing is sent, nothing read back, and no length is needed on the host."""
+    stage, others = scenes(ForwardMode.DECODE, 1, device, 16, 64)
+    captured = Capture(stage, requests=4, per_request=1)
+    captured.capture()
+    captured.replay(others[0])
+    captured.batch.seq_lens_cpu = None
+    with nothing_waits(device):
+        assert captured.backend.init_forward_metadata_out_graph(captured.batch) is captured.plan
+
+
+@on_every_device
+def test_plans_that_overtake_the_device_do_not_overwrite_each_other(device):
+    """Replays queued one behind the other, each with lengths of its own, while the device is busy."""
+    stage, others = scenes(ForwardMode.DECODE, 1, device, 16, 64)
+    captured = Capture(stage, requests=4, per_request=1)
+    captured.capture()
+    full = [other for other in others if len(other.totals) == 4]
+    alone = [captured.replay(other).clone() for other in full]
+    if device == "cuda":
+        busy = torch.randn(8192, 8192, device=device)
+        for _ in range(20):
+            busy = busy @ busy / 8192
+    queued = [captured.replay(other).clone() for other in full * 3]
+    for found, wanted in zip(queued, alone * 3, strict=True):
+        assert torch.equal(found, wanted)
+
+
+class TestWrongUse:
+    def test_a_plan_laid_out_in_an_unknown_way_is_not_captured(self, monkeypatch):
+        """A later FlashInfer may lay its plans out differently: then there are no graphs, instead of wrong results."""
+        stage = self.stage()
+        monkeypatch.setattr("reference_kernels.library_schedule", swapped(library_schedule))
+        stage.backend.init_cuda_graph_state(4, 4)
+        with pytest.raises(BackendError, match=r"a way that this plugin does not know: .* run without CUDA graphs"):
+            stage.backend.init_forward_metadata_out_graph(stage.batch(), in_capture=True)
+
+    def stage(self, mode: ForwardMode = ForwardMode.DECODE, new: int = 1) -> MLAScene:
+        return MLAScene(MLACase(((20, new), (9, new)), mode, dtype=DType.FLOAT32), "cpu", build)
+
+    def test_graph_planning_without_memory_says_what_to_call(self):
+        stage = self.stage()
+        with pytest.raises(BackendError, match="init_cuda_graph_state"):
+            stage.backend.init_forward_metadata_out_graph(stage.batch(), in_capture=True)
+
+    def test_a_shape_that_was_not_captured_is_refused(self):
+        stage = self.stage()
+        stage.backend.init_cuda_graph_state(4, 4)
+        with pytest.raises(PlanError, match="2 requests and 2 rows was never captured"):
+            stage.backend.init_forward_metadata_out_graph(stage.batch())
+
+    @pytest.mark.parametrize(("limits", "number"), [((1, 4), "of 1 requests"), ((4, 1), "1 rows")])
+    def test_more_than_there_is_memory_for_is_refused(self, limits, number):
+        stage = self.stage()
+        stage.backend.init_cuda_graph_state(*limits)
+        with pytest.raises(PlanError, match=number):
+            stage.backend.init_forward_metadata_out_graph(stage.batch(), in_capture=True)
+
+    def test_an_extend_cannot_be_captured(self):
+        stage = self.stage(ForwardMode.EXTEND, 3)
+        stage.backend.init_cuda_graph_state(4, 8)
+        with pytest.raises(PlanError, match="extend batch cannot be captured"):
+            stage.backend.init_forward_metadata_out_graph(stage.batch(), in_capture=True)
+
+    def test_rows_must_be_equally_many(self):
+        stage = MLAScene(MLACase(((20, 2), (9, 3)), ForwardMode.TARGET_VERIFY, dtype=DType.FLOAT32), "cpu", build)
+        stage.backend.init_cuda_graph_state(4, 8)
+        with pytest.raises(PlanError, match="5 rows for 2 requests"):
+            stage.backend.init_forward_metadata_out_graph(stage.batch(), in_capture=True)

@@ -1,0 +1,91 @@
+"""Dividing batches, and indices: planning tests, on a CPU and, where there is one, by the kernels of a GPU."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnplug_flashinfer_mla.indices import Lengths, fill_indices, write_live_rows
+from attnplug_flashinfer_mla.planner import divide, padded_heads
+from support.devices import DEVICES
+
+requests = st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 40000)), min_size=1, max_size=8)
+
+
+@settings(max_examples=200)
+@given(requests, st.sampled_from([1, 16, 64, 128]))
+def test_planning_divides_a_batch_into_what_the_scheduler_holds(lengths, heads):
+    """Every query in one segment, in order, seeing the keys it saw; every segment within 16384 work items."""
+    new, total = [n for _, n in lengths], [p + n for p, n in lengths]
+    segments = divide(new, total, heads)
+    seen = []
+    row = 0
+    for segment in segments:
+        assert segment.rows == slice(row, row + sum(segment.query_lens))
+        row = segment.rows.stop
+        assert sum(-(-n * heads // 64) for n in segment.query_lens) + 264 <= 16384
+        for request, (queries, rows) in enumerate(zip(segment.query_lens, segment.kv_lens, strict=True)):
+            seen += [(segment.first_request + request, rows - queries + query) for query in range(queries)]
+    assert seen == [(r, p + n) for r, (p, new_) in enumerate(lengths) for n in range(new_)]
+
+
+def test_planning_keeps_what_fits_in_one_call():
+    assert len(divide([1] * 256, [2048] * 256, 128)) == 1
+    assert len(divide([7000], [7000], 128)) == 1
+    assert len(divide([8192], [8192], 128)) == 2
+
+
+@pytest.mark.parametrize(("heads", "padded"), [(1, 1), (5, 8), (16, 16), (24, 32), (96, 128), (128, 128)])
+def test_planning_pads_heads_to_divide_a_tile(heads, padded):
+    assert padded_heads(heads) == padded
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("page_size", [1, 5, 64])
+@pytest.mark.parametrize("gaps", [False, True])
+def test_planning_of_indices_row_by_row(gaps, page_size, device):
+    """Pages and slots as a loop finds them; what lies behind a request's last page leads nowhere and is not read."""
+    chance = random.Random(page_size)
+    kv = [0, 1, 64, *(chance.randint(1, 5000) for _ in range(5))]
+    new = [1, 1, 7, *(chance.randint(0, min(rows, 900)) for rows in kv[3:])]
+    pages = [-(-rows // page_size) for rows in kv]
+    width = max(pages) + 2
+    table = torch.randperm(len(kv) * width)[: len(kv) * width].view(len(kv), width).int()
+    for request, count in enumerate(pages):
+        table[request, count:] = 1 << 30
+    starts = (
+        [width * request for request in range(len(kv) + 1)] if gaps else [sum(pages[:r]) for r in range(len(kv) + 1)]
+    )
+    rows = [sum(new[:r]) for r in range(len(kv) + 1)]
+    lengths = Lengths.of(torch.tensor([*rows, *starts, *kv], dtype=torch.int32, device=device))
+    indices = torch.full((starts[-1],), -7, dtype=torch.int32, device=device)
+    slots = torch.full((rows[-1],), -9, dtype=torch.int64, device=device)
+    fill_indices(table.to(device), lengths, page_size, indices, slots)
+    wanted = torch.full_like(indices, -7).cpu()
+    for request, count in enumerate(pages):
+        wanted[starts[request] : starts[request] + count] = table[request, :count]
+    assert torch.equal(indices.cpu(), wanted)
+    positions = [(r, kv[r] - new[r] + n) for r in range(len(kv)) for n in range(new[r])]
+    found = [-1 if p < 0 else int(table[r, p // page_size]) * page_size + p % page_size for r, p in positions]
+    assert slots.tolist() == found
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_rows_without_a_place_are_not_written(dtype, device):
+    cache = torch.zeros(4, 16, 576).to(dtype).to(device)
+    rows = torch.randn(5, 576, device=device).bfloat16()
+    rows[4] = 1e4  # saturates in fp8 at the scale given
+    slots = torch.tensor([3, -1, 63, -1, 17], device=device)
+    write_live_rows(cache, slots, rows, 0.5)
+    flat = cache.flatten(0, 1).float().cpu()
+    stored = rows.cpu().float()
+    if dtype is torch.float8_e4m3fn:
+        stored = (stored / 0.5).clamp(-448, 448).to(dtype).float()
+    for slot, row in ((3, 0), (63, 2), (17, 4)):
+        assert torch.equal(flat[slot], stored[row])
+    assert int((flat != 0).any(-1).sum()) == 3

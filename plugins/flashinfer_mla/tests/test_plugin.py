@@ -1,0 +1,272 @@
+"""What the plugin says before anything is built: what it serves, and every reason why not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnplug import DType, GraphLevel, ModelSpec, Problem, Refusal, Role, UsageError, load_registry
+from attnplug.options import parse_options
+from attnplug_flashinfer_mla import kernels
+from attnplug_flashinfer_mla.options import FlashInferMLAOptions
+from attnplug_flashinfer_mla.plugin import attnplug_backends
+from support.command import in_own_process
+from support.configs import DEEPSEEK_V3, KIMI_LINEAR, read
+
+(SPEC,) = attnplug_backends()
+BF16, FP16, FP32, FP8 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32, DType.FLOAT8_E4M3
+ON_AN_H200 = Problem(read(DEEPSEEK_V3), "cuda", 90, BF16, BF16, 64)
+
+
+@pytest.fixture(autouse=True)
+def fresh_import() -> Iterator[None]:
+    """The library is looked for anew in each test."""
+    kernels.load_library.cache_clear()
+    yield
+    kernels.load_library.cache_clear()
+
+
+def refusals(role: Role | None = Role.DECODE, **changes: Any) -> list[Refusal]:
+    """The reasons against DeepSeek-V3 on an H200, with these changes."""
+    return SPEC.refusals(replace(ON_AN_H200, **changes), role)
+
+
+def uneven(model: ModelSpec) -> ModelSpec:
+    """The same model, one layer of which scales by 0.5."""
+    first, *others = model.layers
+    return replace(model, layers=(replace(first, scale=0.5), *others))
+
+
+# ---- yes ----
+
+
+@pytest.mark.parametrize("kv_dtype", [BF16, FP8])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE, Role.DRAFT])
+def test_it_serves_deepseek_v3_on_an_h200(role: Role, page_size: int, kv_dtype: DType) -> None:
+    """D3: with FlashInfer imported for real, which takes no GPU."""
+    assert refusals(role, page_size=page_size, kv_dtype=kv_dtype) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sm": 80},
+        {"sm": 100},
+        {"sm": 120},
+        {"dtype": FP16, "kv_dtype": FP16},
+        {"model": read(KIMI_LINEAR)},
+        {"cuda_graph": GraphLevel.UNIFORM, "speculative_tokens": 4},
+        {"tensor_parallel": 8},
+        {"model": None, "sm": None, "dtype": None, "kv_dtype": None, "page_size": None},
+    ],
+    ids=["ampere", "blackwell", "consumer", "fp16", "kimi", "graphs", "ranks", "undecided"],
+)
+def test_it_serves(changes: dict[str, Any]) -> None:
+    """D3"""
+    assert refusals(**changes) == []
+
+
+# ---- no ----
+
+
+@pytest.mark.parametrize(
+    ("changes", "reasons"),
+    [
+        ({"device": "cpu", "sm": None}, [("device", "cpu", ["cuda"], "--device")]),
+        ({"sm": 75}, [("sm", 75, "SM 80 or newer", "--sm")]),
+        (
+            {"model": read(DEEPSEEK_V3, kv_lora_rank=32, qk_rope_head_dim=8)},
+            [("mla_dims", [32, 8], [[512, 64]], "--decode-attention-backend")],
+        ),
+        (
+            {"model": read(DEEPSEEK_V3, kv_lora_rank=256)},
+            [("mla_dims", [256, 64], [[512, 64]], "--decode-attention-backend")],
+        ),
+        (
+            {"dtype": FP32, "kv_dtype": FP32},
+            [
+                ("dtype", "float32", ["bfloat16", "float16"], "--dtype"),
+                ("kv_dtype", "float32", ["bfloat16", "float16", "float8_e4m3fn"], "--kv-dtype"),
+            ],
+        ),
+        ({"dtype": FP16, "kv_dtype": FP8}, [("dtype", "float16", ["bfloat16"], "--dtype")]),
+        ({"kv_dtype": FP8, "sm": 80}, [("kv_dtype", "float8_e4m3fn", ["bfloat16"], "--kv-dtype")]),
+        ({"kv_dtype": FP8, "sm": 100}, [("kv_dtype", "float8_e4m3fn", ["bfloat16"], "--kv-dtype")]),
+        ({"kv_dtype": FP16}, [("kv_dtype", "float16", ["bfloat16", "float8_e4m3fn"], "--kv-dtype")]),
+        (
+            {"model": read(DEEPSEEK_V3, num_attention_heads=256, num_key_value_heads=256)},
+            [("heads", 256, 128, "--tensor-parallel")],
+        ),
+        ({"speculative_tokens": 65}, [("speculation", 65, 64, "--speculative-tokens")]),
+        (
+            {"cuda_graph": GraphLevel.ALWAYS},
+            [("cuda_graph", "ALWAYS", ["NEVER", "DECODE", "UNIFORM"], "--cuda-graph")],
+        ),
+    ],
+    ids=[
+        "cpu",
+        "turing",
+        "tiny",
+        "latent-256",
+        "fp32",
+        "fp8-with-fp16",
+        "fp8-on-ampere",
+        "fp8-on-blackwell",
+        "kv-fp16-with-bf16",
+        "256-heads",
+        "speculation",
+        "graphs-of-prefill",
+    ],
+)
+def test_it_refuses_with_value_and_what_is_allowed_and_the_option(
+    changes: dict[str, Any], reasons: list[tuple[str, object, object, str]]
+) -> None:
+    """D3: every reason, and no other."""
+    found = refusals(**changes)
+    assert [(reason.code, reason.value, reason.allowed, reason.option) for reason in found] == reasons
+    json.dumps([reason.as_json() for reason in found])
+
+
+def test_as_many_heads_as_a_tile_are_fine_on_two_ranks() -> None:
+    """D3: what is counted is what one rank has."""
+    many = read(DEEPSEEK_V3, num_attention_heads=256, num_key_value_heads=256)
+    assert refusals(model=many, tensor_parallel=2) == []
+
+
+def test_layers_that_differ_are_refused_with_how() -> None:
+    """D3: one plan serves all layers."""
+    model = read(DEEPSEEK_V3)
+    (reason,) = refusals(model=uneven(model))
+    assert reason.code == "layers"
+    assert [shape["scale"] for shape in reason.value] == [pytest.approx(model.layers[1].scale), 0.5]
+    assert "heads 128, kv_lora_rank 512, nope 128, rope 64, v 128, scale 0.5" in reason.message
+
+
+def test_linear_layers_are_somebody_elses() -> None:
+    """D3"""
+    assert {reason.code for reason in refusals(Role.LINEAR, model=read(KIMI_LINEAR))} == {"role", "kind"}
+
+
+# ---- the library ----
+
+
+@pytest.mark.parametrize(
+    ("raised", "text"),
+    [
+        ("AssertionError('Torch not compiled with CUDA enabled')", "Torch not compiled with CUDA enabled"),
+        ("OSError('libcudart.so.13: cannot open shared object file')", "libcudart.so.13"),
+    ],
+)
+def test_a_library_that_cannot_be_imported_is_a_refusal_with_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: str, text: str
+) -> None:
+    """D2, D3: with the CuTe DSL beside a torch for CPUs, FlashInfer's import fails as the first of these."""
+    (tmp_path / "flashinfer.py").write_text(f"raise {raised}")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
+    (reason,) = refusals()
+    assert (reason.code, reason.option) == ("import", "pip install flashinfer-python")
+    assert reason.value == raised.replace("('", ": ").removesuffix("')")
+    assert text in reason.message
+
+
+def test_a_library_that_reads_no_fp8_is_a_refusal_with_the_one_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    """D3"""
+    old = replace(kernels.load_library(), version="0.6.12", reads_fp8=False)
+    monkeypatch.setattr(kernels, "load_library", lambda: old)
+    (reason,) = refusals(kv_dtype=FP8)
+    assert (reason.code, reason.value) == ("kv_dtype", "float8_e4m3fn")
+    assert str(reason.option).startswith("pip install 'flashinfer-python>=")
+    assert refusals() == []
+
+
+def test_neither_torch_nor_flashinfer_is_imported_to_list_it_or_to_refuse_it() -> None:
+    """``attnplug backends`` and ``explain`` stay quick where there is no GPU, whatever is installed."""
+    code = """
+import sys
+from attnplug import Problem, Role
+from attnplug_flashinfer_mla import plugin
+(spec,) = plugin.attnplug_backends()
+assert spec.refusals(Problem(device="cpu"), Role.DECODE) and spec.refusals(Problem(device="cpu"))
+print([name for name in ("torch", "numpy", "triton", "flashinfer") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+# ---- options ----
+
+
+def test_without_settings_the_options_are_the_defaults() -> None:
+    assert parse_options(SPEC.name, SPEC.options, {}) == FlashInferMLAOptions(128, False, "auto")
+
+
+def test_options_are_typed() -> None:
+    settings = {"workspace_mib": "256", "disable_ragged": "true", "kernel": "fa2"}
+    assert parse_options(SPEC.name, SPEC.options, settings) == FlashInferMLAOptions(256, True, "fa2")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("workspace_mib", "0", "workspace_mib=0 holds nothing; give 1 or more"),
+        ("workspace_mib", "much", "must be int, not 'much'"),
+        ("kernel", "foo", "must be one of auto, fa2, fa3, cutlass, not 'foo'"),
+        ("disable_ragged", "maybe", "must be true or false, not 'maybe'"),
+        ("speed", "11", "has no option 'speed'"),
+    ],
+)
+def test_a_wrong_option_is_refused_with_what_is_right(key: str, value: str, message: str) -> None:
+    """D3"""
+    with pytest.raises(UsageError) as caught:
+        parse_options(SPEC.name, SPEC.options, {key: value})
+    assert message in str(caught.value)
+
+
+# ---- installed ----
+
+
+def test_it_is_found_by_its_entry_point() -> None:
+    """D1"""
+    found = load_registry().backends["flashinfer_mla"]
+    assert found.spec == SPEC
+    assert found.source.distribution == "attnplug-flashinfer-mla"
+
+
+def explained(*arguments: str) -> tuple[int, Any]:
+    outcome = in_own_process("explain", *arguments, "--json", CUDA_VISIBLE_DEVICES="")
+    return outcome.code, outcome.json
+
+
+def test_asked_for_on_a_cpu_it_says_why_not() -> None:
+    """D3"""
+    code, roles = explained("--model", "tiny:deepseek_v3", "--attention-backend", "flashinfer_mla", "--device", "cpu")
+    assert code == 1
+    for role in ("prefill", "decode"):
+        assert roles[role]["chosen"] is None
+        (reasons,) = (c["refusals"] for c in roles[role]["candidates"] if c["name"] == "flashinfer_mla")
+        assert [reason["code"] for reason in reasons] == ["device", "dtype", "kv_dtype", "mla_dims"]
+        assert all(reason["option"] and reason["allowed"] for reason in reasons)
+
+
+def test_auto_leaves_a_cpu_to_the_embedded_default() -> None:
+    """D1: installing this plugin changes nothing where it cannot serve."""
+    code, roles = explained("--model", "tiny:deepseek_v3")
+    assert code == 0
+    assert {choice["chosen"] for choice in roles.values()} == {"torch_native"}
+
+
+def test_auto_takes_it_on_an_h200(tmp_path: Path) -> None:
+    """D1, D3: the answer needs no GPU."""
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
+    code, roles = explained("--model", str(tmp_path), "--sm", "90", "--kv-dtype", "fp8")
+    assert code == 0
+    assert {choice["chosen"] for choice in roles.values()} == {"flashinfer_mla"}
