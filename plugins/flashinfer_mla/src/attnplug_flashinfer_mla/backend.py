@@ -35,8 +35,8 @@ from attnplug_flashinfer_mla.leases import Lease, Leases
 from attnplug_flashinfer_mla.options import FlashInferMLAOptions
 from attnplug_flashinfer_mla.planner import padded_heads, plan_paged
 
-_RAGGED_DIMS = frozenset({(192, 128), (128, 128), (64, 64), (256, 256)})
-"""Widths of keys and values that FlashInfer's ragged kernels are made for."""
+_RAGGED_DIMS = frozenset({(192, 128)})
+"""Widths of keys and values that the ragged kernels were proven with; other models extend absorbed."""
 _EXTRAS = frozenset({"lse"})
 
 
