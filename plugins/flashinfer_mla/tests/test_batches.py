@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from attnplug import BackendContext, DType, ForwardMode, PlanError
+from attnplug import BackendContext, BackendError, DType, ForwardExtras, ForwardMode, PlanError
 from attnplug.claims import ExtendPath
 from attnplug.mla import ExtendPolicy
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
@@ -108,6 +108,19 @@ class TestAbsorbed:
     def test_mixed_batch(self, device):
         case = MLACase(((100, 1), (0, 37), (64, 1), (63, 2), (5, 0), (200, 64)), MIXED, page_size=16)
         check_absorbed(case, device)
+
+    @on_every_device
+    @pytest.mark.parametrize("lengths", [((64, 1), (5, 0)), ((128, 1), (30, 0), (30, 0), (2, 1)), ((9, 0), (128, 2))])
+    def test_requests_without_new_tokens_do_not_change_the_others(self, lengths, device):
+        """They would halve the kernels' query tile, which then ends within a token's 128 heads and loses a key."""
+        check_absorbed(MLACase(lengths, MIXED, 16, 128), device)
+        check_absorbed(MLACase(lengths, EXTEND, 16, 96), device)
+
+    @on_every_device
+    @pytest.mark.parametrize("path", ExtendPath)
+    def test_extend_without_a_new_token(self, path, device):
+        model = MLAModel(scene(MLACase(((9000, 0), (0, 0)), EXTEND), device))
+        assert model.run(ExtendPolicy(forced=path)).shape[0] == 0
 
     @on_every_device
     @pytest.mark.parametrize("heads", [1, 5, 12, 24, 40, 96])
@@ -257,6 +270,28 @@ class TestNothingIsReadBack:
 
 
 class TestWrongUse:
+    @pytest.mark.parametrize(
+        "lse",
+        [torch.empty(2, 32)[:, :16], torch.empty(16, 2).T, torch.empty(2, 16, dtype=torch.float64), torch.empty(2, 8)],
+        ids=["part", "transposed", "float64", "narrow"],
+    )
+    def test_a_log_sum_exp_that_kernels_would_miss_is_refused(self, lse):
+        """They write it as a plain block of memory."""
+        stage = scene(MLACase(((20, 2),), EXTEND), "cpu")
+        batch = stage.batch()
+        batch.plan = stage.backend.init_forward_metadata(batch)
+        with pytest.raises(BackendError, match=r"lse must be contiguous float32 of shape \(2, 16\)"):
+            stage.backend.forward_extend(
+                stage.q, None, None, stage.layer, batch, save_kv_cache=False, extras=ForwardExtras(lse=lse)
+            )
+
+    def test_fewer_rows_of_k_than_planned_are_refused(self):
+        stage = scene(MLACase(((20, 2),), EXTEND), "cpu")
+        batch = stage.batch()
+        batch.plan = stage.backend.init_forward_metadata(batch)
+        with pytest.raises(BackendError, match="1 rows of k for 2 planned"):
+            stage.backend.forward_extend(stage.q, stage.new_rows()[:1, None], None, stage.layer, batch)
+
     def test_a_batch_planned_by_another_instance_is_refused(self):
         """B5"""
         one, other = (scene(MLACase(((20, 1),), DECODE), "cpu") for _ in range(2))
@@ -284,5 +319,5 @@ class TestWrongUse:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
         for kernel, message in (("fa3", "needs SM 90, this is SM 80"), ("cutlass", "needs SM 100 to 110")):
             case = MLACase(((20, 1),), DECODE, options=FlashInferMLAOptions(kernel=kernel))
-            with pytest.raises(Exception, match=message):
+            with pytest.raises(BackendError, match=message):
                 MLAScene(case, "cpu", FlashInferMLABackend)

@@ -13,7 +13,7 @@ from attnplug_flashinfer_mla.indices import Lengths, fill_indices, write_live_ro
 from attnplug_flashinfer_mla.planner import divide, padded_heads
 from support.devices import DEVICES
 
-requests = st.lists(st.tuples(st.integers(0, 3000), st.integers(0, 40000)), min_size=1, max_size=8)
+requests = st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 40000)), min_size=1, max_size=8)
 
 
 @settings(max_examples=200)
@@ -31,6 +31,16 @@ def test_planning_divides_a_batch_into_what_the_scheduler_holds(lengths, heads):
         for request, (queries, rows) in enumerate(zip(segment.query_lens, segment.kv_lens, strict=True)):
             seen += [(segment.first_request + request, rows - queries + query) for query in range(queries)]
     assert seen == [(r, p + n) for r, (p, new_) in enumerate(lengths) for n in range(new_)]
+
+
+def test_planning_of_more_rows_than_the_table_has_pages_stays_inside():
+    """A captured batch's lengths are the device's: nobody can look at them first."""
+    table = torch.arange(6, dtype=torch.int32).view(2, 3)
+    lengths = Lengths.of(torch.tensor([0, 1, 2, 0, 3, 6, 40, 24], dtype=torch.int32))
+    indices, slots = torch.full((6,), -7, dtype=torch.int32), torch.full((2,), -9)
+    fill_indices(table, lengths, 8, indices, slots)
+    assert indices.tolist() == [0, 1, 2, 3, 4, 5]
+    assert slots.tolist() == [-1, 5 * 8 + 7]
 
 
 def test_planning_keeps_what_fits_in_one_call():

@@ -85,7 +85,7 @@ class MLAAttention:
         geometry = Geometry.of(batch, self._pool.page_size)
         abilities = self._backend.claims.mla_extend
         path = self._policy.choose(batch.forward_mode, geometry.query_lens, geometry.kv_lens, abilities)
-        if path is ExtendPath.ABSORBED:
+        if path is ExtendPath.ABSORBED or not geometry.query_rows:
             batch.mla_plan = ABSORBED
             return
         batch.mla_plan = plan_extend(geometry, path, self._policy.chunk_capacity)

@@ -46,7 +46,7 @@ class PlannedCall:
 
     rows: slice
     heads: int
-    lease: Lease[PagedKernel]
+    lease: Lease[PagedKernel] | Captured
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -185,6 +185,8 @@ class FlashInferMLABackend:
         for call in chunks:
             assert self.mha_chunk_kv_cache is not None
             planned[call.index] = self.mha_chunk_kv_cache.plan(call)
+        if not planned:
+            return None
         return Plan(
             planner=self.backend_id,
             mode=forward_batch.forward_mode,
@@ -199,7 +201,17 @@ class FlashInferMLABackend:
         """Buffers for captured batches of up to ``max_bs`` requests and ``max_num_tokens`` rows."""
         if self.claims.cuda_graph is GraphLevel.NEVER:
             raise BackendError("kernel=cutlass decodes outside of CUDA graphs only; use kernel=auto")
+        if self._graph is not None:
+            raise BackendError(
+                f"backend {self.backend_id.name} has its memory for CUDA graphs already, and captured graphs hold its "
+                "addresses; call init_cuda_graph_state once, with the most that will be captured"
+            )
         pages = -(-self._context.limits.max_context // self._shape.page_size)
+        if max_bs * pages * self._shape.page_size >= 1 << 32:
+            raise BackendError(
+                f"{max_bs} captured requests of up to {self._context.limits.max_context} tokens are more rows than the "
+                "kernels can count; capture smaller batches, or lower --context-length"
+            )
         self._graph = GraphState(max_bs, max_num_tokens, pages, self._context.device)
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> Plan:
@@ -232,7 +244,7 @@ class FlashInferMLABackend:
             self._leases(mode)  # refuses what this backend was not built for
             heads = self._shape.heads if mode.is_decode else padded_heads(self._shape.heads)
             found = self._graph.capture(batch, self._kernels, heads, self._shape.page_size)
-            call = PlannedCall(slice(0, batch.num_tokens), heads, Lease(found.kernel, self._graph.retired))
+            call = PlannedCall(slice(0, batch.num_tokens), heads, found)
             found.plan = Plan(
                 planner=self.backend_id,
                 mode=mode,
@@ -314,6 +326,8 @@ class FlashInferMLABackend:
                 f"call {call.index} of {call.query_rows} query rows has no plan of backend {self.backend_id.name}; "
                 "assign the result of init_mha_chunk_metadata(batch) to batch.chunk_plan before the first layer"
             )
+        if lse is not None:
+            _check_lse(lse, q)
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
         planned.lease.kernel.run(q, k, v, out, lse)
         return out
@@ -334,9 +348,8 @@ class FlashInferMLABackend:
                 f"backend {self.backend_id.name} was asked for {', '.join(sorted(unknown))}; "
                 f"it knows {', '.join(_EXTRAS)}"
             )
-        if extras.lse is not None and extras.lse.shape != q.shape[:2]:
-            shapes = f"{tuple(extras.lse.shape)}, but q has (tokens, heads) {tuple(q.shape[:2])}"
-            raise BackendError(f"lse has shape {shapes}")
+        if extras.lse is not None:
+            _check_lse(extras.lse, q)
         return extras.lse
 
     def _save(
@@ -348,6 +361,8 @@ class FlashInferMLABackend:
                 f"layer {layer.layer_id} ({layer.kind}) writes k and no v, but was given {given}; "
                 "pass save_kv_cache=False where nothing is to be written"
             )
+        if k.shape[0] < rows:
+            raise BackendError(f"layer {layer.layer_id} was given {k.shape[0]} rows of k for {rows} planned ones")
         if k.shape[0] != rows:
             k = k[:rows]
         if metadata.captured:
@@ -371,6 +386,15 @@ def _run(call: PlannedCall, q: Tensor, cache: Cache, out: Tensor | None, lse: Te
     return wide.contiguous() if out is None else out.copy_(wide)
 
 
+def _check_lse(lse: Tensor, q: Tensor) -> None:
+    """Kernels write it as a plain block of memory, whatever it is."""
+    if lse.shape != q.shape[:2] or lse.dtype is not torch.float32 or not lse.is_contiguous():
+        raise BackendError(
+            f"lse must be contiguous float32 of shape {tuple(q.shape[:2])} (tokens, heads), not {lse.dtype} of shape "
+            f"{tuple(lse.shape)} with strides {lse.stride()}"
+        )
+
+
 def _mla_pool(context: BackendContext) -> MLAPool:
     if context.pools.mla is None:
         raise PoolError(f"backend {context.name} serves MLA layers, but there is no MLA pool")
@@ -392,6 +416,13 @@ def _flashinfer_kernels(context: BackendContext, shape: Shape, options: FlashInf
         _check_cutlass(shape)
     if kernel == "auto":
         kernel = "fa3" if sm == 90 else "fa2"
+    processors = torch.cuda.get_device_properties(context.device).multi_processor_count
+    least = -(-2 * processors * 64 * (2 * shape.dims.kv_lora_rank + 4) // 2**20)  # parts of divided tiles
+    if options.workspace_mib < least:
+        raise BackendError(
+            f"flashinfer_mla.workspace_mib={options.workspace_mib} is too little for {processors} multiprocessors; "
+            f"give {least} or more"
+        )
     workspace = context.workspace.request(context.name, context.device, SCRATCH, options.workspace_mib << 20)
     return FlashInferKernels(shape, workspace.buffer, kernel)
 

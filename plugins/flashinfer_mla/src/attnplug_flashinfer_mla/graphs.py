@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass, field
+from typing import Never
 
 import torch
 from torch import Tensor
@@ -45,13 +45,14 @@ class GraphState:
 
     def __init__(self, max_bs: int, max_num_tokens: int, pages: int, device: torch.device) -> None:
         self.max_bs, self.max_num_tokens, self.pages = max_bs, max_num_tokens, pages
-        self.retired: deque[PagedKernel] = deque()
         self._kv_indices = torch.zeros(max_bs * pages, dtype=torch.int32, device=device)
         self._slots = torch.full((max_num_tokens,), -1, dtype=torch.int64, device=device)
         self._device = device
         self._captured: dict[tuple[ForwardMode, int, int], Captured] = {}
 
     def find(self, batch: ForwardBatch) -> Captured | None:
+        if batch.page_table.shape[1] > self.pages:
+            self._refuse_size(batch)
         return self._captured.get((batch.forward_mode, batch.batch_size, batch.num_tokens))
 
     def capture(self, batch: ForwardBatch, kernels: Kernels, heads: int, page_size: int) -> Captured:
@@ -60,7 +61,7 @@ class GraphState:
         requests, tokens = batch.batch_size, batch.num_tokens
         decode = batch.forward_mode.is_decode
         shape = UniformBatch(requests, tokens // requests, heads, not decode, self.pages)
-        kv_lens = batch.kv_lens_cpu()
+        kv_lens = batch.kv_lens_cpu().int()
         pages = (kv_lens + page_size - 1) // page_size
         # The library plans once, over pages without gaps: it compiles, and says where its arrays lie.
         lengths = Lengths(
@@ -91,7 +92,10 @@ class GraphState:
     def _check_schedule(self, schedule: Schedule, shape: UniformBatch, lengths: Lengths) -> None:
         works = shape.requests * shape.tiles(schedule) + schedule.clusters
         if works > MOST_WORKS:
-            raise PlanError(f"a batch of {shape.requests} requests takes up to {works} work items, over {MOST_WORKS}")
+            raise PlanError(
+                f"a batch of {shape.requests} requests takes up to {works} work items, and flashinfer has room for "
+                f"{MOST_WORKS}; capture smaller batches"
+            )
         problem = schedule_problem(schedule, shape, lengths.kv_lens.tolist(), lengths.kv_indptr.tolist())
         if problem:
             raise BackendError(
@@ -100,15 +104,21 @@ class GraphState:
             )
 
     def _check(self, batch: ForwardBatch) -> None:
-        requests, tokens, width = batch.batch_size, batch.num_tokens, batch.page_table.shape[1]
+        requests, tokens = batch.batch_size, batch.num_tokens
         if batch.forward_mode not in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND):
-            raise PlanError(f"a {batch.forward_mode} batch cannot be captured; capture decode or target_verify")
+            raise PlanError(f"a {batch.forward_mode} batch cannot be captured; capture decode, verify or draft_extend")
+        if batch.seq_lens.dtype is not torch.int32:
+            raise PlanError(f"a captured batch has seq_lens in int32, not in {batch.seq_lens.dtype}")
         if not requests or tokens % requests or (batch.forward_mode.is_decode and tokens != requests):
             raise PlanError(
                 f"a captured batch has equally many rows of every request, not {tokens} rows for {requests} requests"
             )
-        if requests > self.max_bs or tokens > self.max_num_tokens or width > self.pages:
-            raise PlanError(
-                f"a batch of {requests} requests, {tokens} rows and {width} pages a request does not fit the memory "
-                f"for graphs, of {self.max_bs} requests, {self.max_num_tokens} rows and {self.pages} pages"
-            )
+        if requests > self.max_bs or tokens > self.max_num_tokens:
+            self._refuse_size(batch)
+
+    def _refuse_size(self, batch: ForwardBatch) -> Never:
+        raise PlanError(
+            f"a batch of {batch.batch_size} requests, {batch.num_tokens} rows and {batch.page_table.shape[1]} pages a "
+            f"request does not fit the memory for graphs, of {self.max_bs} requests, {self.max_num_tokens} rows and "
+            f"{self.pages} pages"
+        )

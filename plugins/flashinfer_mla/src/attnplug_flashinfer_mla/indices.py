@@ -30,23 +30,28 @@ def fill_indices(page_table: Tensor, lengths: Lengths, page_size: int, kv_indice
     """Fill ``kv_indices`` with the pages of every request, and ``slots`` ``[queries]`` with where new rows go.
 
     The new rows of a request are its last ones. A row before the request's first has no place: its slot is -1, which
-    is how padded requests of a captured batch, of length 0, come out. Entries of the table behind a request's last page
-    are not read, and places of ``kv_indices`` that belong to no page are left as they are.
+    is how padded requests of a captured batch, of length 0, come out. So does a row for which the table has no column.
+    Entries of the table behind a request's last page are not read, and places of ``kv_indices`` that belong to no page
+    are left as they are.
     """
+    if page_table.stride(1) != 1:
+        page_table = page_table.contiguous()
     if page_table.device.type == "cuda":
         from attnplug_flashinfer_mla.triton_kernels import launch_fill_indices
 
         launch_fill_indices(page_table, lengths, page_size, kv_indices, slots)
         return
     kv_lens = lengths.kv_lens.long()
-    pages = (kv_lens + page_size - 1) // page_size
+    width = page_table.shape[1]
+    pages = ((kv_lens + page_size - 1) // page_size).clamp(max=width)
     owner, place = _each(pages)
     kv_indices[lengths.kv_indptr.long()[owner] + place] = page_table[owner, place]
     new = lengths.qo_indptr.long().diff()
     owner, place = _each(new)
     position = (kv_lens - new)[owner] + place
-    page = page_table[owner, position.clamp(min=0) // page_size].long()
-    slots.copy_(torch.where(position >= 0, page * page_size + position % page_size, -1))
+    exists = (position >= 0) & (position < width * page_size)
+    page = page_table[owner, torch.where(exists, position // page_size, 0)].long()
+    slots.copy_(torch.where(exists, page * page_size + position % page_size, -1))
 
 
 def _each(counts: Tensor) -> tuple[Tensor, Tensor]:
@@ -61,6 +66,8 @@ def write_live_rows(cache: Tensor, slots: Tensor, rows: Tensor, scale: float) ->
     Can be captured: which rows are live is looked up when it runs. With an fp8 cache rows are divided by ``scale`` and
     saturate.
     """
+    if rows.stride(1) != 1:
+        rows = rows.contiguous()
     if cache.device.type == "cuda":
         from attnplug_flashinfer_mla.triton_kernels import launch_write_live_rows
 

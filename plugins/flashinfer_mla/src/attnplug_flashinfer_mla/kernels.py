@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import accumulate
@@ -91,6 +92,11 @@ class GraphBuffers:
 class PagedKernel(Protocol):
     """Latent attention over a paged cache."""
 
+    @property
+    def ready(self) -> bool:
+        """Whether it can be planned without waiting for what an earlier plan sent to the device."""
+        ...
+
     def plan(self, call: PagedCall) -> None: ...
 
     def schedule(self) -> Schedule:
@@ -104,6 +110,9 @@ class PagedKernel(Protocol):
 
 class RaggedKernel(Protocol):
     """Plain attention over rows at hand."""
+
+    @property
+    def ready(self) -> bool: ...
 
     def plan(self, call: RaggedCall) -> None: ...
 
@@ -159,6 +168,10 @@ class FlashInferKernels:
     def __init__(self, shape: Shape, workspace: Tensor, kernel: str) -> None:
         self._library, self._shape, self._workspace = load_library(), shape, workspace
         self._kernel = kernel
+        if kernel == "cutlass" and self._library.metadata is None:
+            raise BackendError(
+                f"kernel=cutlass needs flashinfer-python 0.7 or newer, this is {self._library.version}; use kernel=auto"
+            )
 
     def paged(self, *, decode: bool, graph: GraphBuffers | None = None) -> PagedKernel:
         if self._kernel == "cutlass" and decode:
@@ -194,10 +207,16 @@ class FlashInferPaged:
                 "kv_len_arr": graph.lengths.kv_lens,
             }
         self._wrapper = library.paged(workspace, backend=kernel, **reserved)
+        # What a plan sends lies in page-locked memory until the stream gets to its copy. Given lengths on the device,
+        # planning would wait for them and never overtake that copy; given them on the host it would.
         self._sent = torch.cuda.Event()
 
+    @property
+    def ready(self) -> bool:
+        return bool(self._sent.query())
+
     def plan(self, call: PagedCall) -> None:
-        shape, lengths = self._shape, call.lengths
+        lengths = call.lengths
         arrays: dict[str, Any] = {
             "qo_indptr": lengths.qo_indptr,
             "kv_indptr": lengths.kv_indptr,
@@ -211,9 +230,12 @@ class FlashInferPaged:
                 "kv_cache_layout": "packed",
                 "lse_mode": "basee",
             }
-        # What planning sends lies in one buffer of the wrapper's, and the copy runs when the stream gets there. Given
-        # lengths on the device, planning would wait for them and so never overtake the copy of the plan before.
-        self._sent.synchronize()
+        with _naming(f"a paged call of {len(lengths.kv_lens)} requests and {int(lengths.qo_indptr[-1])} rows"):
+            self._plan(call, arrays)
+        self._sent.record()
+
+    def _plan(self, call: PagedCall, arrays: dict[str, Any]) -> None:
+        shape = self._shape
         self._wrapper.plan(
             **arrays,
             num_heads=call.heads,
@@ -225,7 +247,6 @@ class FlashInferPaged:
             q_data_type=shape.dtype,
             kv_data_type=shape.kv_dtype,
         )
-        self._sent.record()
 
     def schedule(self) -> Schedule:
         return Schedule.of(list(self._wrapper._plan_info), self._wrapper._int_workspace_buffer)
@@ -261,7 +282,12 @@ class FlashInferPaged:
 
 
 class CutlassPaged:
-    """Decode by the wrapper's CUTLASS kernel, which reads the page table itself and gives no log-sum-exp."""
+    """Decode by the wrapper's CUTLASS kernel, which reads the page table itself and gives no log-sum-exp.
+
+    Only for FlashInfer that plans it (0.7): before, each call copied the whole layer's cache.
+    """
+
+    ready = True
 
     def __init__(self, library: Library, shape: Shape, workspace: Tensor) -> None:
         self._library, self._shape = library, shape
@@ -269,17 +295,13 @@ class CutlassPaged:
 
     def plan(self, call: PagedCall) -> None:
         shape = self._shape
-        width = call.page_table.shape[1]
-        wanted = max(128 // shape.page_size, 1)
-        self._page_table = torch.nn.functional.pad(call.page_table, (0, -width % wanted))
-        self._kv_lens = call.kv_lens
-        if self._library.metadata is None:
-            return
+        wanted = 128 // shape.page_size
+        page_table = torch.nn.functional.pad(call.page_table, (0, -call.page_table.shape[1] % wanted))
         self._wrapper.plan(
             metadata=self._library.metadata.dense(
                 cum_seq_lens_q=call.lengths.qo_indptr,
-                block_tables=self._page_table,
-                seq_lens=self._kv_lens,
+                block_tables=page_table,
+                seq_lens=call.lengths.kv_lens,
                 max_q_len=1,
             ),
             num_heads=shape.heads,
@@ -298,19 +320,7 @@ class CutlassPaged:
     def run(self, q: Tensor, cache: Cache, out: Tensor | None, lse: Tensor | None) -> Tensor:
         if lse is not None:
             raise BackendError("kernel=cutlass gives no log-sum-exp; use kernel=auto")
-        dims = self._shape.dims
-        if self._library.metadata is not None:
-            attended: Tensor = self._wrapper.run(query=q, kv_cache=cache.rows, out=out)
-        else:
-            attended = self._wrapper.run(
-                q_nope=q.narrow(2, 0, dims.kv_lora_rank),
-                q_pe=q.narrow(2, dims.kv_lora_rank, dims.qk_rope_head_dim),
-                ckv_cache=cache.latent,
-                kpe_cache=cache.rope,
-                out=out,
-                kv_len=self._kv_lens,
-                page_table=self._page_table,
-            )
+        attended: Tensor = self._wrapper.run(query=q, kv_cache=cache.rows, out=out)
         return attended
 
 
@@ -322,10 +332,18 @@ class FlashInferRagged:
         self._wrapper = library.ragged(workspace, kv_layout="NHD", backend=kernel)
         self._sent = torch.cuda.Event()
 
+    @property
+    def ready(self) -> bool:
+        return bool(self._sent.query())
+
     def plan(self, call: RaggedCall) -> None:
+        width, v_width = self._shape.ragged_dims
+        with _naming(f"a ragged call of {call.query_rows} query rows and {call.kv_rows} keys"):
+            self._plan(call, width, v_width)
+        self._sent.record()
+
+    def _plan(self, call: RaggedCall, width: int, v_width: int) -> None:
         shape = self._shape
-        width, v_width = shape.ragged_dims
-        self._sent.synchronize()
         self._wrapper.plan(
             qo_indptr=on_host(tuple(accumulate(call.query_lens, initial=0)), self._device),
             kv_indptr=on_host(tuple(accumulate(call.kv_lens, initial=0)), self._device),
@@ -338,7 +356,6 @@ class FlashInferRagged:
             q_data_type=shape.dtype,
             kv_data_type=shape.dtype,
         )
-        self._sent.record()
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor | None) -> None:
         if lse is None:
@@ -348,3 +365,12 @@ class FlashInferRagged:
         else:
             self._wrapper.run(q, k, v, out=out, lse=lse, return_lse=True)
             lse.mul_(_LN_2)  # it counts in powers of two (C4)
+
+
+@contextmanager
+def _naming(what: str) -> Iterator[None]:
+    """Say what was being planned when FlashInfer refused; its own errors name its buffers and no more."""
+    try:
+        yield
+    except (RuntimeError, ValueError) as error:
+        raise BackendError(f"flashinfer cannot plan {what}: {error}") from error

@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
-Kernel = TypeVar("Kernel")
+
+class Plannable(Protocol):
+    @property
+    def ready(self) -> bool: ...
+
+
+Kernel = TypeVar("Kernel", bound=Plannable)
 
 
 class Lease(Generic[Kernel]):
@@ -22,7 +28,8 @@ class Lease(Generic[Kernel]):
 
 
 class Leases(Generic[Kernel]):
-    """The kernels of one purpose. One is made at once; more are made when more plans live at the same time.
+    """The kernels of one purpose. One is made at once; more are made when more plans live at the same time, or when
+    those that came back have not sent their last plan yet: planning never waits for the device.
 
     FlashInfer's wrappers remember what they were planned for, so a plan is a value only if nobody else plans its
     wrapper meanwhile (B5). A returned kernel is planned again in stream order, as memory is reused by torch: whoever
@@ -34,8 +41,8 @@ class Leases(Generic[Kernel]):
         self._free = deque([make()])
 
     def lend(self) -> Lease[Kernel]:
-        try:
-            kernel = self._free.popleft()
-        except IndexError:
-            kernel = self._make()
-        return Lease(kernel, self._free)
+        for _ in range(len(self._free)):
+            if self._free[0].ready:
+                return Lease(self._free.popleft(), self._free)
+            self._free.rotate(-1)
+        return Lease(self._make(), self._free)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from attnplug import Geometry
+from attnplug import Geometry, to_device
 from attnplug_flashinfer_mla.indices import Lengths, fill_indices
 
 # FlashInfer's scheduler keeps its work items in arrays of 16384 and, before 0.7.2, does not look whether they fit. A
@@ -67,7 +67,7 @@ class PagedCalls:
 
 
 def divide(query_lens: Sequence[int], kv_lens: Sequence[int], heads: int) -> list[Segment]:
-    """Segments that the kernels' scheduler has room for: nearly always one, with all requests."""
+    """Segments that the kernels' scheduler has room for: nearly always one, with all requests. None is empty."""
     if sum(-(-queries * heads // _TILE_ROWS) for queries in query_lens) <= _MOST_TILES:
         return [Segment(0, 0, tuple(query_lens), tuple(kv_lens))]
     segments: list[Segment] = []
@@ -77,18 +77,17 @@ def divide(query_lens: Sequence[int], kv_lens: Sequence[int], heads: int) -> lis
     free = _MOST_TILES
     for request, (new, total) in enumerate(zip(query_lens, kv_lens, strict=True)):
         left = new
-        while True:
+        while left:
             taken = min(left, free * _TILE_ROWS // heads)
+            if not taken:
+                segments.append(Segment(first_request, first_row, tuple(queries), tuple(rows)))
+                queries, rows, first_request, first_row, free = [], [], request, row, _MOST_TILES
+                continue
             left -= taken
-            if taken or not new:
-                queries.append(taken)
-                rows.append(total - left)
-                free -= -(-taken * heads // _TILE_ROWS)
-                row += taken
-            if not left:
-                break
-            segments.append(Segment(first_request, first_row, tuple(queries), tuple(rows)))
-            queries, rows, first_request, first_row, free = [], [], request, row, _MOST_TILES
+            queries.append(taken)
+            rows.append(total - left)
+            free -= -(-taken * heads // _TILE_ROWS)
+            row += taken
     return [*segments, Segment(first_request, first_row, tuple(queries), tuple(rows))]
 
 
@@ -98,6 +97,7 @@ def plan_paged(geometry: Geometry, heads: int, *, causal: bool) -> PagedCalls:
     slots = torch.empty(geometry.query_rows, dtype=torch.int64, device=device)
     if not geometry.query_rows:
         return PagedCalls((), slots)
+    geometry = _without_empty_requests(geometry)
     planned = padded_heads(heads) if causal else heads
     calls = [
         _call(geometry, segment, planned, causal, slots)
@@ -106,12 +106,26 @@ def plan_paged(geometry: Geometry, heads: int, *, causal: bool) -> PagedCalls:
     return PagedCalls(tuple(calls), slots)
 
 
+def _without_empty_requests(geometry: Geometry) -> Geometry:
+    """FlashInfer's scheduler takes tiles of 128 rows if requests have more than 64 on average, and else of 64: requests
+    without queries would halve the tile, and with more than 64 heads it would end within a token (see below)."""
+    live = [request for request, new in enumerate(geometry.query_lens) if new]
+    if len(live) == len(geometry.query_lens):
+        return geometry
+    return replace(
+        geometry,
+        query_lens=[geometry.query_lens[request] for request in live],
+        kv_lens=[geometry.kv_lens[request] for request in live],
+        page_table=geometry.page_table.index_select(0, to_device(live, geometry.page_table.device)),
+    )
+
+
 def padded_heads(heads: int) -> int:
     """Heads that divide a query tile.
 
     A tile that ends between the heads of one token loses that token's last key in causal calls where the key starts a
     tile of its own: the kernels round the end of the tile down where their scheduler rounds it up. FlashInfer 0.7.2
-    refuses such calls, earlier ones give wrong results. With heads a power of two every tile ends with a token.
+    refuses such calls, earlier ones give wrong results. With a power of two, up to 128, every tile ends with a token.
     """
     return 1 << (heads - 1).bit_length()
 

@@ -16,13 +16,13 @@ _MOST_PROGRAMS = 16
 
 @triton.jit
 def _fill_indices(
-    table, table_stride, qo_indptr, kv_indptr, kv_lens, kv_indices, slots, page_size, BLOCK: tl.constexpr
+    table, table_stride, width, qo_indptr, kv_indptr, kv_lens, kv_indices, slots, page_size, BLOCK: tl.constexpr
 ):  # fmt: skip
     request = tl.program_id(0)
     first, step = tl.program_id(1) * BLOCK, tl.num_programs(1) * BLOCK
     row = table + request.to(tl.int64) * table_stride
     kv_len = tl.load(kv_lens + request)
-    pages = (kv_len + page_size - 1) // page_size
+    pages = tl.minimum((kv_len + page_size - 1) // page_size, width)
     target = kv_indices + tl.load(kv_indptr + request).to(tl.int64)
     for at in range(first, pages, step):
         place = at + tl.arange(0, BLOCK)
@@ -32,7 +32,7 @@ def _fill_indices(
     for at in range(first, new, step):
         place = at + tl.arange(0, BLOCK)
         position = kv_len - new + place
-        exists = (place < new) & (position >= 0)
+        exists = (place < new) & (position >= 0) & (position // page_size < width)
         page = tl.load(row + position // page_size, mask=exists, other=0).to(tl.int64)
         slot = tl.where(exists, page * page_size + position % page_size, -1)
         tl.store(slots + begin + place, slot, mask=place < new)
@@ -46,6 +46,7 @@ def launch_fill_indices(
     _fill_indices[(requests, max(programs, 1))](
         page_table,
         page_table.stride(0),
+        width,
         lengths.qo_indptr,
         lengths.kv_indptr,
         lengths.kv_lens,
