@@ -318,6 +318,7 @@ TINY_KINDS = {
     "qwen3_next": "gdn gdn gdn mha",
     "qwen3_5_text": "gdn gdn gdn mha",
     "minimax": "lightning lightning lightning mha",
+    "ring_linear": "lightning lightning lightning mla",
     "mamba2": "mamba2 mamba2",
     "nemotron_h": "mamba2 mamba2 mha",
 }

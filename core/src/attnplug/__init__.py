@@ -43,6 +43,8 @@ if TYPE_CHECKING:
         ForwardExtras,
         GraphPlanning,
         Limits,
+        LinearBackend,
+        LinearHooks,
         Parallel,
         RaggedAttention,
         Serving,
@@ -63,11 +65,12 @@ if TYPE_CHECKING:
         SlotTable,
         split_table,
     )
+    from attnplug.linear import LinearAttention, LinearInputs, attend_linear, convolve
     from attnplug.mla import ExtendPolicy, MLAAttention, MLAWeights, attend_mla, merge_partial
     from attnplug.ragged import RaggedCall
     from attnplug.transfer import to_device
     from attnplug.workspace import SCRATCH, Workspace, WorkspaceKind, WorkspaceOwner, WorkspaceUse
-    from attnplug.wrappers import ForwardingBackend, SplitBackend
+    from attnplug.wrappers import ForwardingBackend, HybridLinearBackend, SplitBackend
 
 _NEEDS_TORCH = {
     "assembly": ("build_selection",),
@@ -78,6 +81,8 @@ _NEEDS_TORCH = {
         "ForwardExtras",
         "GraphPlanning",
         "Limits",
+        "LinearBackend",
+        "LinearHooks",
         "Parallel",
         "RaggedAttention",
         "Serving",
@@ -98,11 +103,12 @@ _NEEDS_TORCH = {
         "SlotTable",
         "split_table",
     ),
+    "linear": ("LinearAttention", "LinearInputs", "attend_linear", "convolve"),
     "mla": ("ExtendPolicy", "MLAAttention", "MLAWeights", "attend_mla", "merge_partial"),
     "ragged": ("RaggedCall",),
     "transfer": ("to_device",),
     "workspace": ("SCRATCH", "Workspace", "WorkspaceKind", "WorkspaceOwner", "WorkspaceUse"),
-    "wrappers": ("ForwardingBackend", "SplitBackend"),
+    "wrappers": ("ForwardingBackend", "HybridLinearBackend", "SplitBackend"),
 }
 _MODULE_OF = {name: module for module, names in _NEEDS_TORCH.items() for name in names}
 
@@ -146,10 +152,15 @@ __all__ = [
     "GraphLevel",
     "GraphPlanning",
     "HookError",
+    "HybridLinearBackend",
     "KVPools",
     "LayerSpec",
     "Limits",
+    "LinearAttention",
+    "LinearBackend",
     "LinearDims",
+    "LinearHooks",
+    "LinearInputs",
     "LinearStatePool",
     "MHAPool",
     "MLAAttention",
@@ -189,11 +200,13 @@ __all__ = [
     "WorkspaceOwner",
     "WorkspaceUse",
     "active_backend",
+    "attend_linear",
     "attend_mla",
     "bind_hook",
     "build_backend",
     "build_selection",
     "claim_plan",
+    "convolve",
     "explain",
     "forward_context",
     "hookimpl",

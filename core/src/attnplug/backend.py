@@ -94,6 +94,15 @@ class AttentionBackend(Protocol):
         ...
 
 
+class LinearBackend(Protocol):
+    """A backend of the role linear: planned like any other, run by its :class:`LinearHooks`."""
+
+    backend_id: BackendId
+    claims: Claims
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> Plan: ...
+
+
 class ChunkPlanning(Protocol):
     """Optional: planning of one-shot and chunked MLA prefill. Absent means that there is nothing to plan."""
 
@@ -125,6 +134,33 @@ class RaggedAttention(Protocol):
         ...
 
 
+class LinearHooks(Protocol):
+    """Optional: linear attention. What a backend of the role linear has in place of ``forward_extend`` and
+    ``forward_decode``; it reads and writes the states at ``batch.state_slots`` of the pool it was built with."""
+
+    def forward_conv(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: LayerSpec, batch: ForwardBatch, silu: bool
+    ) -> Tensor:
+        """Causal convolution over each request's rows, the last of earlier steps from its state, which it updates.
+
+        x ``[tokens, conv_channels]``, weight ``[conv_channels, conv_width]`` (its last column meets the newest row),
+        bias ``[conv_channels]``; returns ``[tokens, conv_channels]``, after SiLU where asked. Padding rows give zero.
+        """
+        ...
+
+    def forward_linear(self, inputs: Any, layer: LayerSpec, batch: ForwardBatch) -> Tensor:
+        """The recurrence over each request's rows (``attnplug.linear.LinearInputs``); updates its state.
+
+        Returns ``[tokens, heads, value_dim]`` in the type of v; padding rows give zero.
+        """
+        ...
+
+    def commit_states(self, forward_batch: ForwardBatch, accepted: Tensor) -> None:
+        """After a target verify, which leaves every state as it was: advance each by its first ``accepted``
+        ``[requests]`` rows of that batch, for all layers. What was rejected leaves no trace."""
+        ...
+
+
 class GraphPlanning(Protocol):
     """Optional: planning around a captured CUDA graph. Needed exactly when ``claims.cuda_graph`` is above NEVER."""
 
@@ -141,7 +177,11 @@ class GraphPlanning(Protocol):
         ...
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """The length that padded requests of a captured batch carry."""
+        """The length that padded requests of a captured batch carry.
+
+        0 where nothing is to be read or written for them; above 0, their rows of the page table name pages that nobody
+        else uses.
+        """
         ...
 
 
@@ -208,7 +248,7 @@ def optional_hooks() -> dict[str, tuple[str, ...]]:
     """Every optional hook with the names of what its caller offers, in order."""
     return {
         name: tuple(signature.parameters)
-        for protocol in (ChunkPlanning, RaggedAttention, GraphPlanning)
+        for protocol in (ChunkPlanning, RaggedAttention, LinearHooks, GraphPlanning)
         for name, signature in _methods(protocol).items()
     }
 
@@ -222,12 +262,15 @@ def _methods(protocol: type) -> dict[str, inspect.Signature]:
     return found
 
 
-def backend_problems(backend: object) -> Iterator[str]:
-    """Every way in which an object falls short of the protocol; nothing if it is a backend."""
+def backend_problems(backend: object, *, linear: bool = False) -> Iterator[str]:
+    """Every way in which an object falls short of the protocol, or of that for linear attention; nothing if in none."""
     for name in protocol_attributes():
         if getattr(backend, name, None) is None:
             yield f"it has no {name}"
-    for name, wanted in protocol_methods().items():
+    needed = protocol_methods()
+    if linear:
+        needed = _methods(LinearHooks) | {"init_forward_metadata": needed["init_forward_metadata"]}
+    for name, wanted in needed.items():
         method = getattr(backend, name, None)
         if not callable(method):
             yield f"it has no method {name}{wanted}"
@@ -257,7 +300,7 @@ def build_backend(registered: Registered, context: BackendContext) -> AttentionB
         raise
     except BaseException as error:  # kernel libraries raise anything on import, not only ImportError
         raise BackendError(f"{who}: {spec.factory} cannot be built: {describe_error(error)}") from error
-    problems = list(backend_problems(backend))
+    problems = list(backend_problems(backend, linear=context.roles == {Role.LINEAR}))
     if problems:
         raise BackendError(
             f"{who}: what {spec.factory} returned is not a backend:\n" + "\n".join(f"  {p}" for p in problems)

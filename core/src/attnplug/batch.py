@@ -46,6 +46,8 @@ class ForwardBatch:
     extend_seq_lens_cpu: Tensor | None = _split(_REQUEST, default=None)
     positions: Tensor | None = _split(_TOKEN, default=None)
     """``[tokens]``: position of each new token in its request, for the model's embeddings."""
+    state_slots: Tensor | None = _split(_REQUEST, default=None)
+    """``[requests]`` int64: where each request's linear-attention state lies; -1 for padded requests."""
     plan: Plan | None = _split(_RESET, default=None)
     chunk_plan: Plan | None = _split(_RESET, default=None)
     """What ``init_mha_chunk_metadata`` planned, for those backends that have it."""

@@ -16,22 +16,24 @@ from attnplug.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class ForwardContext:
-    """What the layers of a running model find: the backend and, for a model with MLA layers, what runs those."""
+    """What the layers of a running model find: the backend, and what runs its MLA and its linear layers."""
 
     backend: AttentionBackend
     mla: Any = None
+    linear: Any = None
 
 
 _active: ContextVar[ForwardContext] = ContextVar("attnplug_forward_context")
 
 
 @contextmanager
-def forward_context(backend: AttentionBackend, mla: Any = None) -> Iterator[AttentionBackend]:
+def forward_context(backend: AttentionBackend, mla: Any = None, linear: Any = None) -> Iterator[AttentionBackend]:
     """Make ``backend`` the active one for the code inside, in this thread or task. Contexts nest.
 
-    ``mla`` is the ``attnplug.mla.MLAAttention`` of the model, if it has such layers.
+    ``mla`` is the ``attnplug.mla.MLAAttention`` of the model and ``linear`` its ``attnplug.linear.LinearAttention``, if
+    it has such layers.
     """
-    token = _active.set(ForwardContext(backend, mla))
+    token = _active.set(ForwardContext(backend, mla, linear))
     try:
         yield backend
     finally:
@@ -49,6 +51,16 @@ def active_mla() -> Any:
     if mla is None:
         raise BackendError("an MLA layer runs, but its context has none; use 'forward_context(backend, mla)'")
     return mla
+
+
+def active_linear() -> Any:
+    """What runs linear-attention layers in the innermost forward context."""
+    linear = _context().linear
+    if linear is None:
+        raise BackendError(
+            "a linear-attention layer runs, but its context has none; use 'forward_context(backend, mla, linear)'"
+        )
+    return linear
 
 
 def _context() -> ForwardContext:

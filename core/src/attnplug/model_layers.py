@@ -254,6 +254,14 @@ def _minimax(config: Config) -> Layers:
     return listed
 
 
+def _ring(config: Config) -> Layers:
+    """Lightning attention with a scale, and MLA in the last layer of each group: Ring-2.5, Ling-2.5."""
+    group, heads, width = (config.integer(key) for key in ("layer_group_size", "num_attention_heads", "head_dim"))
+    lightning = _linear(AttentionKind.LIGHTNING, LinearDims(heads, heads, width, width), width**-0.5)
+    full = _latent(config)
+    return [lightning if (index + 1) % group else full for index in range(config.layer_count())]
+
+
 def _mamba(config: Config, heads_key: str, width_key: str, state_key: str) -> LayerSpec:
     heads, width, groups = config.integer(heads_key), config.integer(width_key), config.integer("n_groups")
     if heads % groups:
@@ -305,6 +313,7 @@ READERS: Mapping[str, Reader] = {
     "minimax_m1": _minimax,
     "minimax_m2": _minimax,
     "minimax_text_01": _minimax,
+    "ring_linear": _ring,
     "mamba2": _mamba2,
     "nemotron_h": _nemotron_h,
 }

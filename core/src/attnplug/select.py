@@ -189,6 +189,8 @@ def render(selection: Selection, *, only_unserved: bool = False) -> Iterator[str
             yield f"{choice.role}: no installed backend can serve"
         else:
             yield f"{choice.role}: no backend is installed"
+        if choice.chosen is None and choice.role is Role.LINEAR and not _for_linear(choice):
+            yield "  none is made for linear attention; attnplug-hybrid-linear brings some that are: pip install it"
         for candidate in choice.candidates:
             spec = candidate.backend.spec
             if not candidate.refusals:
@@ -197,6 +199,10 @@ def render(selection: Selection, *, only_unserved: bool = False) -> Iterator[str
             yield f"  {spec.name} ({candidate.backend.source}): refused"
             for refusal in candidate.refusals:
                 yield f"    - {refusal}"
+
+
+def _for_linear(choice: RoleChoice) -> bool:
+    return any(Role.LINEAR in candidate.backend.spec.capabilities.roles for candidate in choice.candidates)
 
 
 def _inputs(selection: Selection) -> Iterator[str]:

@@ -1,6 +1,7 @@
 """The built-in tiny models: Hugging Face configs of real architectures, small enough to run anywhere in a blink.
 
-Each is the ``config.json`` of a model of that type, so transformers builds the same model and is its oracle.
+Each is the ``config.json`` of a model of that type, so transformers builds the same model and is its oracle; but for
+``ring_linear``, which transformers does not have.
 ``initializer_range`` is large on purpose: at the usual 0.02 random logits are nearly flat, and a wrong attention
 output would hardly show.
 """
@@ -106,6 +107,25 @@ _MODELS = (
         num_local_experts=4,
         num_experts_per_tok=2,
         block_size=16,
+    ),
+    _tiny(
+        "ring_linear",
+        "BailingMoeV2_5ForCausalLM",
+        **_DENSE,
+        **_MLA,
+        **_EXPERTS,
+        num_hidden_layers=4,
+        layer_group_size=4,
+        first_k_dense_replace=1,
+        head_dim=16,
+        partial_rotary_factor=0.5,
+        q_lora_rank=24,
+        num_experts=4,
+        routed_scaling_factor=2.5,
+        group_norm_size=2,
+        use_qk_norm=True,
+        rms_norm_eps=1e-6,
+        rope_theta=10000.0,
     ),
     _tiny("mamba2", "Mamba2ForCausalLM", **_MAMBA, num_hidden_layers=2, num_heads=8, head_dim=16, state_size=16),
     _tiny(

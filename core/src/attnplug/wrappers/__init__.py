@@ -1,6 +1,7 @@
 """Backends made of backends. All of them stand on one forwarding base."""
 
 from attnplug.wrappers.forwarding import ForwardingBackend
+from attnplug.wrappers.hybrid import HybridLinearBackend
 from attnplug.wrappers.split import SplitBackend
 
-__all__ = ["ForwardingBackend", "SplitBackend"]
+__all__ = ["ForwardingBackend", "HybridLinearBackend", "SplitBackend"]

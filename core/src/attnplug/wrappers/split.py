@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor
 
 from attnplug.backend import AttentionBackend, ForwardExtras
 from attnplug.batch import ForwardBatch
+from attnplug.hooks import Hook
 from attnplug.model import LayerSpec
 from attnplug.plan import ForwardMode, Plan
 from attnplug.problem import Role
@@ -88,6 +90,23 @@ class SplitBackend(ForwardingBackend):
     ) -> Tensor:
         out: Tensor = self.required_hook(Role.PREFILL, "forward_ragged")(q, k, v, layer, batch, call, lse)
         return out
+
+    def forward_conv(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: LayerSpec, batch: ForwardBatch, silu: bool
+    ) -> Tensor:
+        out: Tensor = self._linear_hook(batch, "forward_conv")(x, weight, bias, layer, batch, silu)
+        return out
+
+    def forward_linear(self, inputs: Any, layer: LayerSpec, batch: ForwardBatch) -> Tensor:
+        out: Tensor = self._linear_hook(batch, "forward_linear")(inputs, layer, batch)
+        return out
+
+    def commit_states(self, forward_batch: ForwardBatch, accepted: Tensor) -> None:
+        self._linear_hook(forward_batch, "commit_states")(forward_batch, accepted)
+
+    def _linear_hook(self, batch: ForwardBatch, hook: str) -> Hook:
+        """Of the child that planned the batch, should it be one with linear layers of its own."""
+        return self.required_hook(self._route[batch.forward_mode], hook)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         for label in self.children:
