@@ -1,0 +1,1 @@
+"""Linear attention for hybrid models, as attnplug backends."""

@@ -1,0 +1,106 @@
+"""Lengths and state slots → groups of requests that dense torch operations can take through their tokens together.
+
+Nothing is copied from the device: which requests are padded is known there alone, and settled there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnplug import to_device
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """Requests with similarly many new tokens, padded to the longest of them. All tensors are on the device.
+
+    ``requests``, ``slots`` and ``lens`` are ``[members]``: numbers in the batch, state slots, new tokens. ``rows``
+    ``[members, longest]`` are the rows of their tokens, the last one repeated behind a member's end, and ``live``
+    says which of them count.
+
+    A padded request is not a member, but takes its place as the double of one: the same rows go through the same state
+    to the same slot, so that what it writes is right, and nobody waits for the device to learn who is padded. In a
+    group of nothing else it has no live row, and writes back what it read.
+    """
+
+    requests: Tensor
+    slots: Tensor
+    lens: Tensor
+    rows: Tensor
+    live: Tensor
+
+    def first(self, tokens: Tensor) -> Group:
+        """The same with only the first of each member's tokens alive, as many as ``tokens`` ``[requests]`` says."""
+        lens = torch.minimum(self.lens, tokens[self.requests])
+        return replace(self, lens=lens, live=_within(lens, self.rows.shape[1]))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Grouping:
+    """Groups that cover every request with new tokens exactly once, and the way from their results to the batch's.
+
+    ``order`` ``[query_rows]`` says which of the groups' rows, laid one after the other, is each planned row's. There
+    are ``size`` of those; ``order`` is ``size`` for the rows of padded requests.
+    """
+
+    groups: tuple[Group, ...]
+    order: Tensor
+    size: int
+
+    def in_batch_order(self, results: Sequence[Tensor], zero: Tensor, rows: int) -> Tensor:
+        """``[rows, …]`` from each group's ``[members, longest, …]``; ``zero`` ``[1, …]`` is what padding rows get."""
+        order = F.pad(self.order, (0, rows - self.order.shape[0]), value=self.size)
+        return torch.cat([*(result.flatten(0, 1) for result in results), zero]).index_select(0, order)
+
+
+def plan_groups(query_lens: Sequence[int], state_slots: Tensor) -> Grouping:
+    """Divide a batch by its new tokens, given on the host; ``state_slots`` ``[requests]`` is -1 for padded requests."""
+    device = state_slots.device
+    first_rows = list(accumulate(query_lens, initial=0))
+    query_rows = first_rows.pop()
+    lens, firsts = to_device([query_lens, first_rows], device).unbind()
+    groups, starts, size = [], [0] * len(query_lens), 0
+    for members in _memberships(query_lens):
+        longest = query_lens[members[0]]
+        groups.append(_group(to_device(members, device), longest, lens, firsts, state_slots))
+        for number in members:
+            starts[number] = size
+            size += longest
+    request = torch.repeat_interleave(lens, output_size=query_rows)
+    shifts = to_device(starts, device) - firsts
+    order = torch.arange(query_rows, device=device) + shifts[request]
+    return Grouping(tuple(groups), order.masked_fill_(state_slots[request] < 0, size), size)
+
+
+def _memberships(query_lens: Sequence[int]) -> list[list[int]]:
+    """The request numbers of each group, longest first. Padding is less than half of any group."""
+    groups: list[list[int]] = []
+    for number in sorted(range(len(query_lens)), key=lambda number: -query_lens[number]):
+        if not query_lens[number]:
+            break
+        if not groups or 2 * query_lens[number] <= query_lens[groups[-1][0]]:
+            groups.append([])
+        groups[-1].append(number)
+    return groups
+
+
+def _group(numbers: Tensor, longest: int, lens: Tensor, firsts: Tensor, state_slots: Tensor) -> Group:
+    real = state_slots[numbers] >= 0
+    some_real = numbers[real.int().argmax(0, keepdim=True)]
+    requests = torch.where(real, numbers, some_real)
+    slots = state_slots[requests]
+    own = lens[requests].masked_fill_(slots < 0, 0)  # below zero still: the whole group is padded
+    last = (own - 1).clamp_(min=0).unsqueeze(1)
+    offsets = torch.minimum(torch.arange(longest, device=numbers.device), last)
+    rows = firsts[requests].unsqueeze(1) + offsets
+    return Group(requests, slots.clamp(min=0), own, rows, _within(own, longest))
+
+
+def _within(lens: Tensor, longest: int) -> Tensor:
+    return torch.arange(longest, device=lens.device) < lens.unsqueeze(1)

@@ -1,0 +1,178 @@
+"""The recurrences of linear attention over padded requests: token by token, and by chunks. All in float32.
+
+Both run :class:`attnplug.LinearInputs`' recurrence, in all its forms, and differ in nothing but rounding and speed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 64
+"""Tokens of a chunk, at most; a power of two."""
+# Up to this many tokens, one after the other is faster than what a chunk takes to prepare.
+_FEW_TOKENS = 8
+# Here and below, a decay is 0 in float32. Sums of log decays stay finite, and their differences numbers.
+_LOWEST = -200.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Tokens:
+    """What some requests bring to the recurrence, padded to equally many tokens, float32.
+
+    q, which holds the layer's scale, and k are ``[requests, tokens, heads, key_dim]``, v is ``[requests, tokens, heads,
+    value_dim]``. ``log_decay`` is ``[requests, tokens, heads, 1 or key_dim]``; ``beta``, for the delta rule alone,
+    ``[requests, tokens, heads, 1]``.
+    """
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor
+    beta: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        log_decay: Tensor,
+        beta: Tensor | None = None,
+        *,
+        scale: float = 1.0,
+        normalize: bool = False,
+    ) -> Tokens:
+        """From a layer's own shapes, in any type.
+
+        q and k ``[requests, tokens, key_heads, key_dim]``, v ``[requests, tokens, heads, value_dim]``, beta
+        ``[requests, tokens, heads]``, and log_decay of the same shape, or with ``key_dim`` behind it, or ``[heads]``.
+        """
+        requests, tokens, heads, _ = v.shape
+        if log_decay.dim() < 4:
+            log_decay = log_decay.expand(requests, tokens, heads).unsqueeze(-1)
+        return cls(
+            _rows(q, heads, normalize).mul(scale),
+            _rows(k, heads, normalize),
+            v.float(),
+            log_decay.float().clamp(min=_LOWEST),
+            None if beta is None else beta.float().unsqueeze(-1),
+        )
+
+    def only(self, live: Tensor) -> Tokens:
+        """The same tokens, of which those outside ``live`` ``[requests, tokens]`` leave the state as it is."""
+        dead = ~live[..., None, None]
+        # All of a token that could reach the state: a zero key alone would let a NaN through.
+        k, v, log_decay = (tensor.masked_fill(dead, 0) for tensor in (self.k, self.v, self.log_decay))
+        return Tokens(self.q, k, v, log_decay, None if self.beta is None else self.beta.masked_fill(dead, 0))
+
+
+def _rows(x: Tensor, heads: int, normalize: bool) -> Tensor:
+    """Queries or keys of each head, from those of its key head."""
+    x = x.float()
+    if normalize:
+        x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6)
+    return x if x.shape[2] == heads else x.repeat_interleave(heads // x.shape[2], 2)
+
+
+def advance(tokens: Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
+    """Take ``state`` ``[requests, heads, key_dim, value_dim]`` through the tokens, the quicker way.
+
+    Returns the output ``[requests, tokens, heads, value_dim]`` and the state behind the last token.
+    """
+    return recurrent(tokens, state) if tokens.q.shape[1] <= _FEW_TOKENS else chunked(tokens, state)
+
+
+def recurrent(tokens: Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`advance`, token by token."""
+    decays = tokens.log_decay.exp().unsqueeze(-1)
+    outputs = []
+    for token in range(tokens.q.shape[1]):
+        q, k, write = tokens.q[:, token], tokens.k[:, token], tokens.v[:, token]
+        state = state * decays[:, token]
+        if tokens.beta is not None:
+            write = tokens.beta[:, token] * (write - (k.unsqueeze(-2) @ state).squeeze(-2))
+        state.addcmul_(k.unsqueeze(-1), write.unsqueeze(-2))
+        outputs.append((q.unsqueeze(-2) @ state).squeeze(-2))
+    return torch.stack(outputs, 1), state
+
+
+def chunked(tokens: Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
+    """:func:`advance`, by chunks of up to :data:`CHUNK` tokens, each a few matrix products."""
+    count = tokens.q.shape[1]
+    size = min(CHUNK, 1 << (count - 1).bit_length())
+    outputs = []
+    chunks = (_chunks(tensor, size) for tensor in (tokens.q, tokens.k, tokens.v, tokens.log_decay))
+    betas = (None,) * -(-count // size) if tokens.beta is None else _chunks(tokens.beta, size)
+    for q, k, v, log_decay, beta in zip(*chunks, betas, strict=True):
+        out, state = _through_chunk(q, k, v, log_decay, beta, state)
+        outputs.append(out)
+    return torch.cat(outputs, 2)[:, :, :count].transpose(1, 2), state
+
+
+def _chunks(tensor: Tensor, size: int) -> tuple[Tensor, ...]:
+    """``[requests, heads, size, dim]`` each. Zeros fill the last: a token of zeros leaves the state as it is."""
+    padded = F.pad(tensor.transpose(1, 2), (0, 0, 0, -tensor.shape[1] % size))
+    chunks: tuple[Tensor, ...] = padded.split(size, 2)
+    return chunks
+
+
+def _through_chunk(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The output ``[requests, heads, size, value_dim]`` of one chunk and the state behind it.
+
+    With ``writes`` for what token i adds at its key, the state behind it is the first one, decayed from the chunk's
+    start, plus all writes so far, each decayed since it was made.
+    """
+    # Sums reach -20 * 64 where decays are strong. In float32 their differences, which are what counts, would lose 1e-4.
+    sums = log_decay.double().cumsum(-2)
+    since_start = sums.float().exp()
+    until_end = (sums[..., -1:, :] - sums).float().exp()
+    writes = v
+    if beta is not None:
+        # Write i is beta_i (v_i - what k_i finds), and what it finds are the first state and writes 0 … i - 1.
+        found = _decayed_products(k, k, sums).mul_(beta)
+        wanted = beta * (v - (k * since_start) @ state)
+        # Contiguous, like every right-hand side of a product here: on some CPUs others cost up to ten times as much.
+        writes = torch.linalg.solve_triangular(found, wanted, upper=False, unitriangular=True).contiguous()
+    out = (q * since_start) @ state + _decayed_products(q, k, sums) @ writes
+    state = since_start[..., -1, :].unsqueeze(-1) * state + (k * until_end).mT @ writes
+    return out, state
+
+
+def _decayed_products(x: Tensor, y: Tensor, sums: Tensor) -> Tensor:
+    """``[…, i, j]``: the product of x's row i with y's row j, decayed since j; zero for j > i.
+
+    x and y are ``[…, size, key_dim]``, the sums of log decays ``[…, size, 1 or key_dim]``. Never is the exponential of
+    a positive number taken.
+    """
+    if sums.shape[-1] == 1:
+        decay = (sums - sums.mT).clamp_(max=0).float().exp_()
+        return (x @ y.mT.contiguous()).mul_(decay).tril_()
+    return _products_by_channel(x, y, sums)
+
+
+def _products_by_channel(x: Tensor, y: Tensor, sums: Tensor) -> Tensor:
+    """Where each channel decays on its own, the decay must be split into a factor of each row.
+
+    Factors since the chunk's start overflow. So halve: rows of the second half meet those of the first by way of the
+    last row of the first, and since it lies between them both factors are decays. The halves do the same among
+    themselves, down to single rows.
+    """
+    size, half = x.shape[-2], x.shape[-2] // 2
+    if size == 1:
+        return (x * y).sum(-1, keepdim=True)
+    x, y, sums = (tensor.unflatten(-2, (2, half)) for tensor in (x, y, sums))
+    middle = sums[..., 0, -1:, :]
+    later = x[..., 1, :, :] * (sums[..., 1, :, :] - middle).float().exp_()
+    earlier = y[..., 0, :, :] * (middle - sums[..., 0, :, :]).float().exp_()
+    within = _products_by_channel(x, y, sums)
+    products = x.new_zeros(*later.shape[:-2], size, size)
+    products[..., :half, :half] = within[..., 0, :, :]
+    products[..., half:, half:] = within[..., 1, :, :]
+    products[..., half:, :half] = later @ earlier.mT.contiguous()
+    return products
