@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from naive_linear import NaiveLinearBackend
 from torch import Tensor
 
 from attnplug import (
@@ -18,6 +19,7 @@ from attnplug import (
     ForwardMode,
     KVPools,
     Limits,
+    LinearStatePool,
     MHAPool,
     MLAPool,
     PageAllocator,
@@ -27,10 +29,13 @@ from attnplug import (
     WorkspaceOwner,
 )
 from attnplug.context import forward_context, plan_forward
+from attnplug.linear import LinearAttention
 from attnplug.mla import MLAAttention
 from attnplug.tiny import TINY_CONFIGS
 from attnplug.torch_native.backend import TorchNativeBackend
+from attnplug.wrappers import HybridLinearBackend
 from attnplug_engine.models import LoadedModel
+from attnplug_engine.models.linear_attention import linear_part
 from attnplug_engine.parallel import SINGLE, TensorParallel
 
 # Two test processes on two cores: one thread each is fastest.
@@ -42,21 +47,51 @@ MAX_PAGES = 64
 
 
 class Stage:
-    """A loaded model on torch_native: requests in scattered pages of a poisoned pool, run step by step."""
+    """A loaded model on torch_native: requests in scattered pages of a poisoned pool, run step by step.
 
-    def __init__(self, loaded: LoadedModel, requests: int, parallel: TensorParallel = SINGLE) -> None:
-        self.module, layers = loaded.module, loaded.spec.layers
+    Linear layers run on ``make_linear``, a backend over a pool of states, of which those of nobody are poisoned, too.
+    """
+
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        requests: int,
+        parallel: TensorParallel = SINGLE,
+        make_linear: Callable[[LinearStatePool], Any] = NaiveLinearBackend,
+    ) -> None:
+        self.module, spec = loaded.module, loaded.spec
+        layers, full = spec.layers, spec.full_layers
         size = {"num_pages": MAX_PAGES, "page_size": PAGE_SIZE, "dtype": DType.FLOAT32, "device": "cpu"}
         mla = any(layer.mla is not None for layer in layers)
-        self.pools = (
-            KVPools(mla=MLAPool(layers, **size))
-            if mla
-            else KVPools(mha=MHAPool(layers, **size, tensor_parallel=parallel.size))
+        states = None
+        if spec.linear_layers:
+            own = [linear_part(layer, parallel).layer for layer in spec.linear_layers]
+            states = LinearStatePool(own, num_slots=2 * requests, dtype=DType.FLOAT32, device="cpu")
+        self.pools = KVPools(
+            mha=MHAPool(layers, **size, tensor_parallel=parallel.size) if full and not mla else None,
+            mla=MLAPool(layers, **size) if mla else None,
+            linear=states,
         )
-        for layer in layers:
-            for cache in self._caches(layer.layer_id):
-                cache.fill_(float("nan"))
-        self.backend = TorchNativeBackend(
+        for cache in self._caches():
+            cache.fill_(float("nan"))
+        self.backend: Any = self._full_backend(loaded, requests, parallel) if full else None
+        self.linear = None
+        if states is not None:
+            self.backend = HybridLinearBackend(self.backend, make_linear(states), spec)
+            self.linear = LinearAttention(self.backend)
+            slots = [states.allocate() for _ in range(2 * requests)]
+            self.slots = torch.tensor(slots[1::2][::-1])  # with gaps, and not in the order of the requests
+            for state in self.states():
+                state[slots[0::2]] = float("nan")
+        self.mla = None if self.pools.mla is None else MLAAttention(self.backend, self.pools.mla)
+        allocator = PageAllocator(MAX_PAGES)
+        self.table = SlotTable(allocator, page_size=PAGE_SIZE, max_requests=requests, max_pages=MAX_PAGES)
+        taken = allocator.allocate(MAX_PAGES)
+        allocator.release(taken[1::2] + taken[0::2])  # so that neighbours in a request are none in the pool
+        self.rows = [self.table.admit() for _ in range(requests)]
+
+    def _full_backend(self, loaded: LoadedModel, requests: int, parallel: TensorParallel) -> TorchNativeBackend:
+        return TorchNativeBackend(
             BackendContext(
                 name="torch_native",
                 roles=frozenset({Role.PREFILL, Role.DECODE}),
@@ -71,12 +106,6 @@ class Stage:
                 parallel=Parallel(parallel.rank, parallel.size),
             )
         )
-        self.mla = None if self.pools.mla is None else MLAAttention(self.backend, self.pools.mla)
-        allocator = PageAllocator(MAX_PAGES)
-        self.table = SlotTable(allocator, page_size=PAGE_SIZE, max_requests=requests, max_pages=MAX_PAGES)
-        taken = allocator.allocate(MAX_PAGES)
-        allocator.release(taken[1::2] + taken[0::2])  # so that neighbours in a request are none in the pool
-        self.rows = [self.table.admit() for _ in range(requests)]
 
     def step(self, new_tokens: Sequence[Sequence[int]], mode: ForwardMode = ForwardMode.EXTEND) -> list[Tensor]:
         """Run every request by its new tokens; logits ``[new tokens, vocab]`` of each."""
@@ -97,15 +126,20 @@ class Stage:
             extend_seq_lens=None if decode else counts,
             extend_seq_lens_cpu=None if decode else counts,
             positions=torch.tensor(positions),
+            state_slots=None if self.linear is None else self.slots,
         )
-        with torch.inference_mode(), forward_context(self.backend, self.mla):
+        return list(self.forward(batch).split(counts.tolist()))
+
+    def forward(self, batch: ForwardBatch) -> Tensor:
+        """Logits ``[tokens, vocab]`` of a batch."""
+        with torch.inference_mode(), forward_context(self.backend, self.mla, self.linear):
             plan_forward(self.backend, batch)
             if self.mla is not None:
                 self.mla.prepare(batch)
             hidden = self.module(batch.input_ids, batch.positions, batch)
             logits = self.module.logits(hidden)
         assert logits.dtype is torch.float32
-        return list(logits.split(counts.tolist()))
+        return logits
 
     def run(self, sequences: Sequence[Sequence[int]], decoded: int) -> list[Tensor]:
         """Logits ``[tokens, vocab]`` of whole sequences: an extend, one behind a prefix, ``decoded`` decode steps."""
@@ -129,11 +163,19 @@ class Stage:
         pages = self.pools.mla.rows(layer_id)[list(self.table.pages(row))]
         return pages.flatten(0, 2)[: self.table.length(row)]
 
-    def _caches(self, layer_id: int) -> list[Tensor]:
-        if self.pools.mla is not None:
-            return [self.pools.mla.rows(layer_id)]
-        assert self.pools.mha is not None
-        return [self.pools.mha.keys(layer_id), self.pools.mha.values(layer_id)]
+    def _caches(self) -> list[Tensor]:
+        mha, mla = self.pools.mha, self.pools.mla
+        caches = [] if mla is None else [mla.rows(layer_id) for layer_id in mla.layer_ids]
+        if mha is not None:
+            caches += [cache(layer_id) for layer_id in mha.layer_ids for cache in (mha.keys, mha.values)]
+        return caches
+
+    def states(self) -> list[Tensor]:
+        """The states of all linear layers, with a row for each slot."""
+        linear = self.pools.linear
+        assert linear is not None
+        states = [state(layer_id) for layer_id in linear.layer_ids for state in (linear.recurrent, linear.conv)]
+        return [state for state in states if state is not None]
 
 
 class Oracle:

@@ -49,7 +49,7 @@ def test_json_gives_one_line_a_prompt_in_order_and_nothing_else(prompts):
     assert all(set(line) == {"index", "token_ids", "text", "finish_reason"} for line in lines)
 
 
-@pytest.mark.parametrize("model", ["tiny:llama", "tiny:deepseek_v3"])
+@pytest.mark.parametrize("model", ["tiny:llama", "tiny:deepseek_v3", "tiny:kimi_linear"])
 def test_two_ranks_give_the_same_tokens_as_one(prompts, model):
     """Heads split, one all-reduce a block, launched by the command itself."""
     path = prompts({"prompt": "hello there"}, {"prompt": "hi"}, {"prompt": "hello again"})
@@ -98,7 +98,6 @@ def test_a_bad_line_is_an_error_with_its_number(prompts, line, told, capsys, mon
     [
         (["--model", "tiny:llama", "--prompt", ""], 2, "empty prompt"),
         (["--model", "nowhere", "--prompt", "x"], 2, "does not exist"),
-        (["--model", "tiny:mamba2", "--prompt", "x"], 1, "linear"),
         (["--model", "tiny:llama", "--prompt", "x", "--attention-backend", "nope"], 2, "there is no backend 'nope'"),
         (["--model", "tiny:llama", "--prompt", "x", "--tensor-parallel", "0"], 2, "--tensor-parallel 0"),
         (["--model", "tiny:llama", "--prompt", "x", "--tensor-parallel", "3"], 1, "4 heads cannot be divided"),
@@ -114,6 +113,14 @@ def test_mistakes_are_told_in_one_message(arguments, code, told):
     done = attnplug(*arguments, "--device", "cpu")
     assert done.returncode == code, done.stderr
     assert told in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_model_whose_layers_nothing_installed_serves_says_what_to_install(monkeypatch):
+    """D3: a linear kind without a kernel."""
+    monkeypatch.setenv("ATTNPLUG_PLUGINS", "")
+    done = attnplug("--model", "tiny:mamba2", "--prompt", "x", "--device", "cpu")
+    assert done.returncode == 1, done.stderr
+    assert "attnplug-hybrid-linear" in done.stderr and "Traceback" not in done.stderr
 
 
 def test_ending_the_command_ends_its_ranks():

@@ -135,7 +135,8 @@ class TestErrors:
         with pytest.raises(UsageError, match=r"'phi3'.*llama.*deepseek_v3"):
             Engine(str(tmp_path), device="cpu")
 
-    def test_layers_that_no_backend_serves(self):
+    def test_layers_that_no_backend_serves(self, monkeypatch):
+        monkeypatch.setenv("ATTNPLUG_PLUGINS", "")
         with pytest.raises(SelectionError, match="mamba2"):
             Engine("tiny:mamba2", device="cpu")
 

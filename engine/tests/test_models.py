@@ -9,6 +9,7 @@ import torch
 from torch.testing import assert_close
 
 from attnplug import ForwardBatch, ForwardMode
+from attnplug.tiny import TINY_CONFIGS
 from attnplug_engine.models import ARCHITECTURES, UnknownArchitecture, build_model, load_model
 from attnplug_engine.models.rope import HalfRotation, PairRotation
 from attnplug_engine.random_checkpoint import RandomCheckpoint
@@ -194,8 +195,9 @@ def test_a_tied_head_shares_the_memory_of_the_embedding(make_oracle):
     assert module.head.weight.data_ptr() == module.embedding.data_ptr()
 
 
-def test_an_unknown_architecture_is_refused_with_those_known():
-    with pytest.raises(UnknownArchitecture, match=r"'mamba2'.*llama.*deepseek_v3") as caught:
-        load_model("tiny:mamba2", dtype=torch.float32, device="cpu")
-    assert caught.value.model_type == "mamba2"
+def test_an_unknown_architecture_is_refused_with_those_known(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**TINY_CONFIGS["llama"], "model_type": "gemma"}))
+    with pytest.raises(UnknownArchitecture, match=r"'gemma'.*llama.*deepseek_v3") as caught:
+        load_model(str(tmp_path), dtype=torch.float32, device="cpu")
+    assert caught.value.model_type == "gemma"
     assert caught.value.known == tuple(ARCHITECTURES)

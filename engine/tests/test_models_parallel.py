@@ -5,13 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from thread_ranks import Threads, in_ranks
 from torch.testing import assert_close
 
 from attnplug_engine.models import load_model
@@ -28,46 +26,6 @@ MODELS = {
     "deepseek_v3": {},
     "deepseek_v3, no query rank": {"q_lora_rank": None},
 }
-
-
-class Threads:
-    """Ranks that are threads of this process, and a record of what each exchanged."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.slots: list[Tensor | None] = [None] * size
-        self.barrier = threading.Barrier(size, timeout=60)
-
-    def rank(self, rank: int) -> ThreadRank:
-        return ThreadRank(self, rank)
-
-
-class ThreadRank:
-    def __init__(self, threads: Threads, rank: int) -> None:
-        self.rank, self.size, self._threads = rank, threads.size, threads
-        self.calls: list[str] = []
-
-    def all_reduce(self, tensor: Tensor) -> Tensor:
-        self.calls.append("all_reduce")
-        return torch.stack(self._exchange(tensor)).sum(dim=0)
-
-    def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
-        self.calls.append("all_gather")
-        return torch.cat(self._exchange(tensor), dim)
-
-    def _exchange(self, tensor: Tensor) -> list[Tensor]:
-        self._threads.slots[self.rank] = tensor
-        self._threads.barrier.wait()
-        found = [slot.clone() for slot in self._threads.slots if slot is not None]
-        self._threads.barrier.wait()
-        return found
-
-
-def in_ranks(size, run):
-    """What ``run(parallel)`` returns on each of ``size`` ranks."""
-    ranks = [Threads(size)] * size
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(lambda rank: run(ranks[rank].rank(rank)), range(size)))
 
 
 @pytest.mark.parametrize("size", [2, 4])

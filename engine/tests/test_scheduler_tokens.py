@@ -2,16 +2,20 @@
 
 The model is fake and exact: each token's id is written to its slot of a paged memory, and the next token is computed
 from what the page table shows. A wrong page, a page written while others hold it, a missing copy, a wrong prefix hit
-or a token computed twice gives other tokens.
+or a token computed twice gives other tokens. Where the model is linear, what it knows of earlier tokens is a state in
+a slot instead: a state that is another's, or is written while the cache keeps it, or went through a token twice.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from attnplug import AttentionKind, DType, LayerSpec, LinearDims, LinearStatePool, UsageError
 from attnplug.kv.allocator import PageAllocator
 from attnplug.kv.table import SlotTable
 from attnplug.plan import ForwardMode
@@ -23,11 +27,18 @@ VOCAB = 6
 STOP = 0
 
 
-def next_token(tokens: list[int]) -> int:
-    value = 7
+FIRST = 7
+LAYER = LayerSpec(0, AttentionKind.LIGHTNING, 1, 1, 1, 1, 1.0, linear=LinearDims(1, 1, 1, 1))
+
+
+def advance(value: int, tokens: Sequence[int]) -> int:
     for token in tokens:
         value = (value * 31 + token + 1) % 1_000_003
-    return value % VOCAB
+    return value
+
+
+def next_token(tokens: list[int]) -> int:
+    return advance(FIRST, tokens) % VOCAB
 
 
 def alone(request: Request, context_length: int) -> tuple[list[int], FinishReason]:
@@ -55,14 +66,24 @@ class Serving:
         chunk: int = 16,
         context: int = 64,
         cached: bool = True,
+        slots: int = 0,
+        checkpoint: int = 8,
     ) -> None:
+        self.states = LinearStatePool([LAYER], num_slots=slots, dtype=DType.FLOAT32, device="cpu") if slots else None
         self.allocator = PageAllocator(pages)
         self.table = SlotTable(
             self.allocator, page_size=page_size, max_requests=max_batch, max_pages=-(-context // page_size)
         )
-        self.cache = PrefixCache(self.allocator, page_size) if cached else None
+        self.cache = PrefixCache(self.allocator, page_size, self.states) if cached else None
         self.scheduler = Scheduler(
-            self.table, self.allocator, self.cache, max_batch=max_batch, max_step_tokens=chunk, context_length=context
+            self.table,
+            self.allocator,
+            self.cache,
+            max_batch=max_batch,
+            max_step_tokens=chunk,
+            context_length=context,
+            states=self.states,
+            checkpoint=checkpoint,
         )
         self.limit = max(chunk, max_batch)
         self.memory = [[-1] * page_size for _ in range(pages)]
@@ -80,11 +101,31 @@ class Serving:
                 assert self.allocator.references(page) == 1, "a shared page is written"
                 self.memory[page][position % size] = token
         sampled = {}
+        if self.states is not None:
+            return self._advance_states(self.states, step)
         for entry, pages, length in zip(step.entries, page_table, lengths, strict=True):
             if entry.sampled:
                 read = [self.memory[pages[position // size]][position % size] for position in range(length)]
                 sampled[entry.request.id] = next_token(read)
         return sampled
+
+    def _advance_states(self, states: LinearStatePool, step: Step) -> dict[int, int]:
+        memory = states.recurrent(0)
+        assert memory is not None
+        sampled = {}
+        for entry, slot in zip(step.entries, step.state_slots, strict=True):
+            assert states.references(slot) == 1, "a snapshot is written"
+            value = advance(int(memory[slot]) + FIRST, entry.token_ids)  # a new slot holds 0
+            memory[slot] = value - FIRST
+            if entry.sampled:
+                sampled[entry.request.id] = value % VOCAB
+        return sampled
+
+    def fail(self) -> None:
+        """A step that runs, in part or whole, and then is taken back."""
+        if (step := self.scheduler.next_step()) is not None:
+            self.compute(step)
+            self.scheduler.drop_step(step)
 
     def step(self, *, abort_in_flight: tuple[int, ...] = ()) -> Step | None:
         """Schedule, run and finish one step, and check what holds for every step."""
@@ -124,6 +165,7 @@ class Serving:
             self.cache.clear()
         assert self.allocator.free_pages == self.allocator.num_pages
         assert all(self.allocator.references(page) == 0 for page in range(self.allocator.num_pages))
+        assert self.states is None or self.states.free_slots == self.states.num_slots
 
 
 @dataclass(frozen=True)
@@ -162,10 +204,23 @@ def arrivals(draw: st.DrawFn) -> list[Arrival]:
     spare=st.integers(0, 4),
     context=st.integers(37, 60),
     cached=st.booleans(),
+    snapshots=st.none() | st.integers(0, 6),
+    checkpoint=st.integers(1, 20),
+    failing=st.sets(st.integers(0, 30), max_size=3),
 )
 def test_every_request_gets_the_tokens_it_gets_alone(
-    arrivals: list[Arrival], page_size: int, chunk: int, max_batch: int, spare: int, context: int, cached: bool
+    arrivals: list[Arrival],
+    page_size: int,
+    chunk: int,
+    max_batch: int,
+    spare: int,
+    context: int,
+    cached: bool,
+    snapshots: int | None,
+    checkpoint: int,
+    failing: set[int],
 ) -> None:
+    """A7's ground: state slots are counted, and never shared for writing."""
     longest = max(min(arrival.request.max_length, context) for arrival in arrivals)
     serving = Serving(
         pages=-(-(longest - 1) // page_size) + spare,
@@ -174,6 +229,8 @@ def test_every_request_gets_the_tokens_it_gets_alone(
         chunk=chunk,
         context=context,
         cached=cached,
+        slots=0 if snapshots is None else max_batch + 1 + snapshots,
+        checkpoint=checkpoint,
     )
     now, to_come = 0, list(arrivals)
     while to_come or serving.scheduler.has_work:
@@ -183,10 +240,12 @@ def test_every_request_gets_the_tokens_it_gets_alone(
         for arrival in due:
             if not arrival.in_flight:
                 serving.scheduler.abort(arrival.request.id)
+        if now in failing:
+            serving.fail()
         serving.step(abort_in_flight=tuple(arrival.request.id for arrival in due if arrival.in_flight))
         now += 1
         # The oldest request moves in every step, so each costs at most its own length.
-        assert serving.steps <= sum(arrival.request.max_length for arrival in arrivals)
+        assert serving.steps <= (1 + len(failing)) * sum(arrival.request.max_length for arrival in arrivals)
     for arrival in arrivals:
         request = arrival.request
         output, reason = alone(request, context)
@@ -238,6 +297,47 @@ def test_a_prefix_in_the_cache_is_not_computed_again() -> None:
     while serving.step():
         pass
     assert second.output == alone(second, 64)[0]
+
+
+class TestLinearStates:
+    def test_a_hit_goes_as_far_as_a_snapshot(self) -> None:
+        """A7: at a checkpoint all before it is found; between checkpoints the tail is computed again."""
+        serving = Serving(pages=64, page_size=2, context=64, slots=12, checkpoint=8, chunk=64)
+        run_all(serving, [Request(0, prompt(21), SamplingParams(3))])
+        for number, (length, found) in enumerate(
+            ((21, 20), (20, 20), (19, 16), (17, 16), (15, 8), (9, 8), (7, 0)), start=1
+        ):
+            request = Request(number, (*prompt(length), 5), SamplingParams(2))
+            run_all(serving, [request])
+            assert request.cached_tokens == found, length
+        serving.check_all_returned()
+
+    def test_prefills_stop_at_checkpoints(self) -> None:
+        serving = Serving(pages=64, page_size=4, slots=12, checkpoint=8, chunk=64)
+        serving.scheduler.add(Request(0, prompt(21), SamplingParams(1)))
+        lengths = []
+        while (step := serving.step()) is not None:
+            lengths.append(step.num_tokens)
+        assert lengths == [8, 8, 4, 1]
+
+    def test_without_a_cache_nothing_is_cut(self) -> None:
+        serving = Serving(pages=64, page_size=4, slots=12, checkpoint=8, chunk=64, cached=False)
+        serving.scheduler.add(Request(0, prompt(21), SamplingParams(1)))
+        assert serving.step().num_tokens == 21
+
+    def test_too_few_slots_say_how_many_are_needed(self) -> None:
+        with pytest.raises(UsageError, match=r"4 slots .* 4 requests .* --state-slots 5"):
+            Serving(pages=8, page_size=4, max_batch=4, slots=4)
+
+    def test_the_least_recently_used_snapshot_makes_room(self) -> None:
+        serving = Serving(pages=64, page_size=2, max_batch=1, slots=3, checkpoint=8, chunk=64)
+        for number in range(4):
+            run_all(serving, [Request(number, prompt(9, number), SamplingParams(1))])
+        again, gone = Request(8, prompt(9, 3), SamplingParams(1)), Request(9, prompt(9, 0), SamplingParams(1))
+        run_all(serving, [again])
+        run_all(serving, [gone])
+        assert (again.cached_tokens, gone.cached_tokens) == (8, 0)
+        serving.check_all_returned()
 
 
 def test_a_prompt_is_shared_as_soon_as_it_is_computed() -> None:

@@ -22,6 +22,9 @@ from attnplug_engine.parallel import TensorParallel
 from attnplug_engine.prompts import PromptLine, read_prompts
 from attnplug_engine.request import SamplingParams
 
+_ROLES = (Role.PREFILL, Role.DECODE, Role.LINEAR)
+"""Those that a user may give a backend of its own."""
+
 
 def declare(commands: Commands[argparse.ArgumentParser]) -> None:
     """Add the command to core's command line."""
@@ -31,7 +34,7 @@ def declare(commands: Commands[argparse.ArgumentParser]) -> None:
     what.add_argument("--prompt", metavar="TEXT", help="one prompt")
     what.add_argument("--prompts", metavar="FILE.jsonl", help="one JSON object a line, with prompt or prompt_token_ids")
     add_backend_options(parser)
-    for role in (Role.PREFILL, Role.DECODE):
+    for role in _ROLES:
         parser.add_argument(role.option, metavar="NAME|auto", help=f"backend for the role {role} alone")
     parser.add_argument(
         "--dtype", metavar="DTYPE", help="element type of weights and activations (default: the model's)"
@@ -53,6 +56,14 @@ def declare(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     parser.add_argument("--context-length", type=int, metavar="N", help="most tokens a request, prompt included")
     parser.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt from its first token")
+    parser.add_argument("--state-slots", type=int, metavar="N", help="linear states, of requests and of snapshots")
+    parser.add_argument(
+        "--state-checkpoint",
+        type=int,
+        default=512,
+        metavar="N",
+        help="tokens from one snapshot of them to the next",
+    )
     parser.add_argument("--mla-extend", metavar="PATH", help=f"force how MLA prefills: {', '.join(ExtendPath)}")
     parser.add_argument("--mla-chunk-capacity", type=int, metavar="N", help="most prefix rows up-projected at a time")
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="processes that share the heads")
@@ -107,7 +118,7 @@ def _options(parsed: argparse.Namespace) -> EngineOptions:
         policy = replace(policy, forced=ExtendPath(parsed.mla_extend))
     if parsed.mla_chunk_capacity is not None:
         policy = replace(policy, chunk_capacity=parsed.mla_chunk_capacity)
-    names = {role: getattr(parsed, f"{role}_attention_backend") for role in (Role.PREFILL, Role.DECODE)}
+    names = {role: getattr(parsed, f"{role}_attention_backend") for role in _ROLES}
     return EngineOptions(
         attention_backend=parsed.attention_backend,
         role_backends={role: name for role, name in names.items() if name is not None},
@@ -120,6 +131,8 @@ def _options(parsed: argparse.Namespace) -> EngineOptions:
         max_batch=parsed.max_batch,
         chunked_prefill_size=parsed.chunked_prefill_size,
         prefix_cache=not parsed.no_prefix_cache,
+        state_slots=parsed.state_slots,
+        state_checkpoint=parsed.state_checkpoint,
         context_length=parsed.context_length,
         extend_policy=policy,
         seed=parsed.seed,

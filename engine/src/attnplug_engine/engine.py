@@ -44,6 +44,8 @@ LARGEST_BATCH = 1 << 16
 
 _CPU_CACHE_BYTES = 1 << 30
 _GPU_CACHE_SHARE = 0.85
+_SLOTS_A_REQUEST = 3
+"""Linear states by default: a request's own, and two snapshots."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +64,10 @@ class EngineOptions:
     chunked_prefill_size: int = 2048
     """Most tokens of one step; -1 for prompts in one piece."""
     prefix_cache: bool = True
+    state_slots: int | None = None
+    """For models with linear layers: slots for their states, of running requests and of snapshots together."""
+    state_checkpoint: int = 512
+    """Tokens from one snapshot of such a state to the next, rounded up to whole pages."""
     context_length: int | None = None
     extend_policy: ExtendPolicy = field(default_factory=ExtendPolicy)
     seed: int = 0
@@ -73,7 +79,7 @@ class EngineOptions:
         for name in ("dtype", "kv_dtype"):
             if isinstance(value := getattr(self, name), str):  # "bf16" is as good as the member
                 object.__setattr__(self, name, DType.parse(value, f"--{name.replace('_', '-')}"))
-        for name in ("max_batch", "num_pages", "context_length"):
+        for name in ("max_batch", "num_pages", "context_length", "state_slots", "state_checkpoint"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise UsageError(f"--{name.replace('_', '-')} {value} is not allowed; give 1 or more")
         if self.max_batch > LARGEST_BATCH:
@@ -155,7 +161,8 @@ class Engine:
             policy=options.extend_policy,
             check_layers=options.check_layers,
         )
-        self.cache = PrefixCache(self.runner.allocator, capacity.page_size) if options.prefix_cache else None
+        states = self.runner.pools.linear
+        self.cache = PrefixCache(self.runner.allocator, capacity.page_size, states) if options.prefix_cache else None
         self.scheduler = Scheduler(
             self.runner.table,
             self.runner.allocator,
@@ -163,6 +170,8 @@ class Engine:
             max_batch=capacity.max_batch,
             max_step_tokens=capacity.max_step_tokens,
             context_length=capacity.context_length,
+            states=states,
+            checkpoint=options.state_checkpoint,
         )
         self.sampler = Sampler(options.seed)
         self.statistics = Statistics()
@@ -339,6 +348,9 @@ def _capacity(
     context = min(options.context_length or spec.context_length, spec.context_length)
     per_request = -(-context // page_size)
     num_pages = options.num_pages
+    state_slots = options.state_slots or _SLOTS_A_REQUEST * options.max_batch + 1 if spec.linear_layers else 0
+    if num_pages is None and not spec.full_layers:
+        num_pages = per_request * options.max_batch  # a page is a number without memory then
     if num_pages is None:
         page = bytes_per_page(spec, page_size, kv_dtype, ranks)
         room = _CPU_CACHE_BYTES
@@ -348,4 +360,4 @@ def _capacity(
         if num_pages < 1:
             raise PoolError(f"one page of {page_size} tokens takes {page} bytes, and there are {room}; use --page-size")
     chunk = context if options.chunked_prefill_size == -1 else min(options.chunked_prefill_size, context)
-    return Capacity(num_pages, page_size, options.max_batch, chunk, context)
+    return Capacity(num_pages, page_size, options.max_batch, chunk, context, state_slots)

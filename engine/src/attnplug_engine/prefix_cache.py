@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from attnplug.errors import PoolError
+from attnplug.kv import LinearStatePool
 from attnplug.kv.allocator import PageAllocator
 
 
@@ -26,14 +27,15 @@ class CacheStatistics:
 
 
 class _Node:
-    """One cached page, below the pages that come before it."""
+    """One cached page, below the pages that come before it; perhaps with the linear state after its last token."""
 
-    __slots__ = ("children", "key", "page", "parent")
+    __slots__ = ("children", "key", "page", "parent", "snapshot")
 
     def __init__(self, key: tuple[int, ...], page: int, parent: _Node | None) -> None:
         self.key = key
         self.page = page
         self.parent = parent
+        self.snapshot: int | None = None
         self.children: dict[tuple[int, ...], _Node] = {}
 
 
@@ -48,15 +50,21 @@ class PrefixCache:
     the page before it, so that children come before their parents. And a row of a slot table that holds a
     page of the tree holds the tree's pages before it as well (see ``insert``), so that below a page which is
     held by nobody else all pages are.
+
+    For a model with linear layers a page alone is of no use: its layers need their state after the page's last token.
+    ``states`` is the pool of such states; some pages have a snapshot, a slot of it that the cache owns and nobody
+    writes to.
     """
 
-    def __init__(self, allocator: PageAllocator, page_size: int) -> None:
+    def __init__(self, allocator: PageAllocator, page_size: int, states: LinearStatePool | None = None) -> None:
         if page_size < 1:
             raise PoolError(f"a prefix cache with page_size={page_size} cannot hold anything; give 1 or more")
         self._allocator = allocator
         self._page_size = page_size
         self._root = _Node((), -1, None)
         self._oldest_first: OrderedDict[_Node, None] = OrderedDict()
+        self._states = states
+        self._snapshots: OrderedDict[_Node, None] = OrderedDict()  # the least recently used first
         self._lookups = self._hits = self._tokens = self._hit_tokens = self._evicted = 0
 
     def __len__(self) -> int:
@@ -77,17 +85,59 @@ class PrefixCache:
         At least one token is left over, for logits come from computing one. The pages are not held for the
         caller: take a reference before anything is evicted. Counts as a use, not as a lookup (``count_lookup``).
         """
-        size = self._page_size
-        node = self._root
-        pages: list[int] = []
-        for start in range(0, len(tokens) - size, size):
+        path = self._walk(tokens, len(tokens) - 1)
+        if path:
+            self._touch(path[-1])
+        return [node.page for node in path], len(path) * self._page_size
+
+    def match_snapshot(self, tokens: Sequence[int]) -> tuple[list[int], int, int | None]:
+        """As ``match``, but only as far as there is a snapshot, whose slot comes third: copy it before evicting any."""
+        path = self._walk(tokens, len(tokens) - 1)
+        while path and path[-1].snapshot is None:
+            path.pop()
+        if not path:
+            return [], 0, None
+        self._touch(path[-1])
+        self._snapshots.move_to_end(path[-1])
+        return [node.page for node in path], len(path) * self._page_size, path[-1].snapshot
+
+    def wants_snapshot(self, tokens: Sequence[int]) -> bool:
+        """Whether the page that ends with the last of ``tokens`` is cached and has no snapshot yet."""
+        path = self._walk(tokens, len(tokens))
+        return len(path) * self._page_size == len(tokens) and bool(path) and path[-1].snapshot is None
+
+    def add_snapshot(self, tokens: Sequence[int], slot: int) -> None:
+        """Give that page its snapshot; the caller's reference to ``slot`` becomes the cache's."""
+        node = self._walk(tokens, len(tokens))[-1]
+        assert node.snapshot is None
+        node.snapshot = slot
+        self._snapshots[node] = None
+
+    def evict_snapshot(self, keeping: int | None = None) -> bool:
+        """Free the slot of the least recently used snapshot but ``keeping``; ``False`` if there is none."""
+        node = next((node for node in self._snapshots if node.snapshot != keeping), None)
+        if node is None:
+            return False
+        self._drop_snapshot(node)
+        return True
+
+    def _drop_snapshot(self, node: _Node) -> None:
+        if node.snapshot is not None and self._states is not None:
+            self._states.release(node.snapshot)
+            node.snapshot = None
+            del self._snapshots[node]
+
+    def _walk(self, tokens: Sequence[int], most: int) -> list[_Node]:
+        """The cached pages that the first ``most`` of ``tokens`` begin with."""
+        size, node = self._page_size, self._root
+        path: list[_Node] = []
+        for start in range(0, most - size + 1, size):
             child = node.children.get(tuple(tokens[start : start + size]))
             if child is None:
                 break
             node = child
-            pages.append(node.page)
-        self._touch(node)
-        return pages, len(pages) * size
+            path.append(node)
+        return path
 
     def count_lookup(self, tokens: int, hit_tokens: int) -> None:
         """Record that a request of ``tokens`` tokens was served with ``hit_tokens`` of them from the cache."""
@@ -157,6 +207,7 @@ class PrefixCache:
                 passed.update(self._touch(node))
                 continue
             assert node.parent is not None
+            self._drop_snapshot(node)
             del node.parent.children[node.key]
             del self._oldest_first[node]
             self._allocator.release((node.page,))
@@ -166,6 +217,8 @@ class PrefixCache:
 
     def clear(self) -> None:
         """Forget everything: drop the cache's references. Pages that requests hold stay theirs."""
+        for node in list(self._snapshots):
+            self._drop_snapshot(node)
         self._allocator.release([node.page for node in self._oldest_first])
         self._oldest_first.clear()
         self._root.children.clear()

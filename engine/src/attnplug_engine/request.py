@@ -103,6 +103,8 @@ class Request:
     finish_reason: FinishReason | None = None
     row: int | None = None
     """Its row of the slot table, while it has one."""
+    slot: int | None = None
+    """Where its linear-attention state lies, while it has a row and the model has such layers."""
     computed: int = 0
     cached_tokens: int = 0
     preemptions: int = 0
@@ -153,13 +155,15 @@ class Step:
     """What to run: the entries in the order of their rows in the batch.
 
     ``copies`` go to the pools' ``copy_pages``, in this order, before anything is written. ``rows`` are the entries'
-    rows of the slot table, which has room for the new tokens already: its lengths include them.
+    rows of the slot table, which has room for the new tokens already: its lengths include them. ``state_slots`` are
+    the slots of their linear states, if the model has any.
     """
 
     mode: ForwardMode
     entries: tuple[StepEntry, ...]
     copies: tuple[PageCopy, ...]
     rows: tuple[int, ...]
+    state_slots: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:

@@ -15,6 +15,8 @@ from attnplug import (
     ForwardBatch,
     KVPools,
     Limits,
+    LinearAttention,
+    LinearStatePool,
     MHAPool,
     MLAAttention,
     MLAPool,
@@ -33,6 +35,7 @@ from attnplug.kv import torch_dtype
 from attnplug.model import AttentionKind, ModelSpec
 from attnplug.transfer import to_device
 from attnplug_engine.models import LoadedModel
+from attnplug_engine.models.linear_attention import linear_part
 from attnplug_engine.parallel import SINGLE, TensorParallel
 from attnplug_engine.request import Step
 
@@ -46,6 +49,8 @@ class Capacity:
     max_batch: int
     max_step_tokens: int
     context_length: int
+    state_slots: int = 0
+    """Slots for linear-attention states: one for each running request, and some for snapshots."""
 
 
 class NotFinite(AttnplugError):
@@ -97,6 +102,7 @@ class ModelRunner:
         )
         self.backend = build_selection(selection, context)
         self.mla = MLAAttention(self.backend, self.pools.mla, policy) if self.pools.mla is not None else None
+        self.linear = LinearAttention(self.backend) if self.pools.linear is not None else None
         self.allocator = PageAllocator(capacity.num_pages)
         self.table = SlotTable(
             self.allocator,
@@ -134,7 +140,7 @@ class ModelRunner:
         plan_forward(self.backend, batch)
         if self.mla is not None:
             self.mla.prepare(batch)
-        with forward_context(self.backend, self.mla):
+        with forward_context(self.backend, self.mla, self.linear):
             assert batch.positions is not None
             return self.model.forward(batch.input_ids, batch.positions, batch)
 
@@ -160,6 +166,7 @@ class ModelRunner:
             seq_lens_cpu=seq_lens if seq_lens.is_cpu else self.table.lengths_cpu(step.rows),
             extend_seq_lens=new,
             extend_seq_lens_cpu=new_cpu,
+            state_slots=None if self.pools.linear is None else to_device(step.state_slots, self.device),
         )
 
     def _check_every_layer(self) -> None:
@@ -208,7 +215,13 @@ def _build_pools(
         mla = MLAPool(
             spec.layers, num_pages=capacity.num_pages, page_size=capacity.page_size, dtype=kv_dtype, device=device
         )
-    return KVPools(mha=mha, mla=mla)
+    linear = None
+    if spec.linear_layers:
+        # What a convolution remembers are activations; only rows for attention are ever stored in fp8.
+        dtype = DType.BFLOAT16 if kv_dtype is DType.FLOAT8_E4M3 else kv_dtype
+        own = [linear_part(layer, parallel).layer for layer in spec.linear_layers]
+        linear = LinearStatePool(own, num_slots=capacity.state_slots, dtype=dtype, device=device)
+    return KVPools(mha=mha, mla=mla, linear=linear)
 
 
 def bytes_per_page(spec: ModelSpec, page_size: int, kv_dtype: DType, parallel_size: int = 1) -> int:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Never
 
 from attnplug.errors import AttnplugError, PoolError, UsageError
+from attnplug.kv import LinearStatePool
 from attnplug.kv.allocator import OutOfPages, PageAllocator, PageCopy
 from attnplug.kv.table import SlotTable
 from attnplug.plan import ForwardMode
@@ -35,6 +36,11 @@ class Scheduler:
     which ``add`` found large enough for its last token. So each step computes at least one token of the oldest
     request, which is never preempted, and it ends within ``max_length`` steps; then the next is the oldest.
 
+    Linear states. For a model with linear layers ``states`` holds a slot for every running request, and the prefix
+    cache keeps snapshots in the rest. A hit goes as far as a snapshot; so prefills stop at checkpoints, at whole pages:
+    every ``checkpoint`` tokens, and at the prompt's last whole page. A state cannot be taken back: where a step is
+    dropped, all that runs is preempted and computed again.
+
     Pages that others hold when the scheduler is made are not counted on; hold none later. Between ``next_step`` and
     ``finish_step`` (or ``drop_step``) the step is in flight, and the rows of its requests stay as they are.
     """
@@ -48,6 +54,8 @@ class Scheduler:
         max_batch: int,
         max_step_tokens: int,
         context_length: int,
+        states: LinearStatePool | None = None,
+        checkpoint: int = 512,
     ) -> None:
         limits = {"max_batch": max_batch, "max_step_tokens": max_step_tokens, "context_length": context_length}
         for name, value in limits.items():
@@ -60,7 +68,16 @@ class Scheduler:
                 f"the prefix cache has pages of {cache.page_size} tokens and the slot table of {table.page_size}; "
                 "build both with the same page size"
             )
+        if states is not None and states.num_slots <= max_batch:
+            raise UsageError(
+                f"{states.num_slots} slots for linear-attention states are too few for {max_batch} requests at a time: "
+                f"give --state-slots {max_batch + 1} or more, or lower --max-batch"
+            )
+        if checkpoint < 1:
+            raise UsageError(f"--state-checkpoint {checkpoint} is not a number of tokens; give 1 or more")
         self._table, self._allocator, self._cache = table, allocator, cache
+        self._states = states
+        self._checkpoint = -(-checkpoint // table.page_size) * table.page_size
         self._page_size = table.page_size
         self._max_batch = max_batch
         self._max_step_tokens = max_step_tokens
@@ -155,7 +172,8 @@ class Scheduler:
         if decoding == len(entries):
             mode = ForwardMode.DECODE
         rows = tuple([entry.request.row for entry in entries])
-        self._step = Step(mode, tuple(entries), tuple(copies), rows)  # type: ignore[arg-type] # who runs has a row
+        slots = () if self._states is None else tuple([entry.request.slot for entry in entries])
+        self._step = Step(mode, tuple(entries), tuple(copies), rows, slots)  # type: ignore[arg-type] # who runs has both
         return self._step
 
     def finish_step(self, step: Step, sampled: Mapping[int, int]) -> StepResult:
@@ -170,6 +188,8 @@ class Scheduler:
             if request.state is not running:  # aborted in flight
                 continue
             request.computed = position + len(token_ids)
+            if self._states is not None and request.computed == self._next_checkpoint(request, position):
+                self._take_snapshot(self._states, request)
             if not is_sampled:
                 continue
             output = request.output
@@ -189,15 +209,23 @@ class Scheduler:
         return StepResult(tokens, tuple(finished))
 
     def drop_step(self, step: Step) -> None:
-        """Take back a step that could not be run; its requests go on as if it had never been made.
+        """Take back a step that could not be run; its requests get the tokens they get without it.
 
-        Only its ``copies`` stay due: the rows have the new pages now.
+        Those that were prefilling wait again, as all do that have a linear state. Only ``copies`` stay due: the rows
+        have the new pages now.
         """
         self._check_in_flight(step)
         self._step = None
         for entry in step.entries:
             self._table.truncate(entry.request.row, entry.position)  # type: ignore[arg-type] # in flight: has a row
         self._retire()
+        # Only the last that runs may be prefilling, and the step may have had several.
+        # And a linear state cannot be taken back at all.
+        kept = 0
+        if self._states is None:
+            kept = next((n for n, request in enumerate(self._running) if not request.decoding), len(self._running))
+        while len(self._running) > kept:
+            self._preempt_last()
 
     def _decode(self, entries: list[StepEntry], copies: list[PageCopy]) -> None:
         """Give every decoding request its token; when pages are too few, the latest admitted lose their rows."""
@@ -234,6 +262,8 @@ class Scheduler:
         """Run as much of a prefill as budget and pages allow; what is left of the budget, 0 if it is not complete."""
         left = request.length - request.computed
         tokens = min(left, budget)
+        if self._states is not None:
+            tokens = min(tokens, self._next_checkpoint(request, request.computed) - request.computed)
         if not self._extend(request, tokens, copies):
             # What could be evicted is free now. A prefill that gets no page keeps those it has and waits for the
             # next step; a decoding request that needs them preempts it.
@@ -247,11 +277,21 @@ class Scheduler:
     def _admit(self, request: Request) -> bool:
         """Give the first waiting request a row, behind the cached part of its tokens; not if pages are too few."""
         cache = self._cache
-        pages, cached = cache.match(request.tokens(0, request.length)) if cache is not None else ([], 0)
+        tokens = request.tokens(0, request.length)
+        pages: list[int] = []
+        cached, snapshot = 0, None
+        if cache is not None and self._states is None:
+            pages, cached = cache.match(tokens)
+        elif cache is not None:
+            pages, cached, snapshot = cache.match_snapshot(tokens)
         needed = -(-request.length // self._page_size) - len(pages)
         lacking = needed + len(self._running) - self._allocator.free_pages
         if lacking > 0 and (cache is None or not cache.can_evict(lacking, frozenset(pages))):
             return False
+        if self._states is not None:
+            request.slot = self._new_slot(self._states, keeping=snapshot)
+            if snapshot is not None:
+                self._states.copy(snapshot, request.slot)
         request.row = self._table.admit(pages, cached)
         request.computed = cached
         request.state = RequestState.RUNNING
@@ -311,8 +351,38 @@ class Scheduler:
             self._cache_pages(self._cache, request, in_use=False)
         self._table.release(request.row)
         request.row = None
+        if self._states is not None and request.slot is not None:
+            self._states.release(request.slot)
+            request.slot = None
         request.computed = 0
         self._blocked = False
+
+    def _new_slot(self, states: LinearStatePool, keeping: int | None = None) -> int:
+        """A slot of its own, with a zero state. There is always one: there are more slots than requests can run."""
+        if not states.free_slots and self._cache is not None:
+            self._cache.evict_snapshot(keeping)
+        return states.allocate()
+
+    def _next_checkpoint(self, request: Request, computed: int) -> int:
+        """Where, behind ``computed`` tokens, a state is next worth keeping; beyond the request if nowhere."""
+        if self._cache is None:
+            return self._context_length + 1
+        multiple = (computed // self._checkpoint + 1) * self._checkpoint
+        last = (len(request.prompt) - 1) // self._page_size * self._page_size
+        return min(multiple, last) if computed < last else multiple
+
+    def _take_snapshot(self, states: LinearStatePool, request: Request) -> None:
+        """Keep a running request's state for those who come with the same tokens, should a slot be had."""
+        assert self._cache is not None and request.slot is not None
+        self._cache_pages(self._cache, request, in_use=True)
+        tokens = request.tokens(0, request.computed)
+        if not self._cache.wants_snapshot(tokens):
+            return
+        if not states.free_slots and not self._cache.evict_snapshot():
+            return
+        slot = states.allocate()
+        states.copy(request.slot, slot)
+        self._cache.add_snapshot(tokens, slot)
 
     def _cache_pages(self, cache: PrefixCache, request: Request, *, in_use: bool) -> None:
         assert request.row is not None

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-from attnplug.config_keys import Config
+from attnplug.config_keys import Config, show
 from attnplug.errors import UsageError
 from attnplug.model import ModelSpec
 from attnplug.model_config import load_model as load_spec
 from attnplug_engine.checkpoint import Checkpoint, WeightSource
-from attnplug_engine.models import deepseek, llama
+from attnplug_engine.models import deepseek, kimi, llama, mamba, minimax, nemotron, qwen_hybrid, ring
 from attnplug_engine.models.decoder import Decoder
 from attnplug_engine.models.weights import Weights
 from attnplug_engine.parallel import SINGLE, TensorParallel
@@ -25,13 +25,16 @@ from attnplug_engine.random_checkpoint import TINY, RandomCheckpoint
 class Architecture:
     """How models of one type are built. ``defaults`` are what the type's config class assumes for absent keys.
 
-    ``extra_layers`` names keys that count layers behind the last one (multi-token prediction): a checkpoint may hold
-    them, and the decoder has no use for them.
+    ``aliases`` are other names that configs have for keys, with the names that ``build`` reads. ``extra_layers`` names
+    keys that count layers behind the last one (multi-token prediction), and ``ignored`` are patterns of tensor names: a
+    checkpoint may hold both, and the decoder has no use for them.
     """
 
     build: Callable[[Weights, Config, ModelSpec], Decoder]
     defaults: Mapping[str, object] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
     extra_layers: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -41,8 +44,21 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen3": Architecture(llama.qwen3),
     "deepseek_v2": Architecture(deepseek.deepseek_v2, deepseek.V2_DEFAULTS),
     "deepseek_v3": Architecture(
-        deepseek.deepseek_v3, deepseek.V3_DEFAULTS, ("num_nextn_predict_layers", "num_mtp_layers")
+        deepseek.deepseek_v3, deepseek.V3_DEFAULTS, extra_layers=("num_nextn_predict_layers", "num_mtp_layers")
     ),
+    "kimi_linear": Architecture(kimi.kimi_linear, kimi.DEFAULTS, kimi.ALIASES),
+    "qwen3_next": Architecture(qwen_hybrid.qwen3_next, qwen_hybrid.NEXT_DEFAULTS, ignored=qwen_hybrid.PREDICTION),
+    "qwen3_5_text": Architecture(qwen_hybrid.qwen3_5, qwen_hybrid.DEFAULTS, ignored=qwen_hybrid.PREDICTION),
+    "minimax": Architecture(minimax.minimax, minimax.DEFAULTS, minimax.ALIASES, ignored=minimax.COMPUTED),
+    "ring_linear": Architecture(
+        ring.ring_linear,
+        ring.DEFAULTS,
+        ring.ALIASES,
+        extra_layers=("num_nextn_predict_layers",),
+        ignored=ring.PREDICTION,
+    ),
+    "mamba2": Architecture(mamba.mamba2, mamba.DEFAULTS, mamba.ALIASES),
+    "nemotron_h": Architecture(nemotron.nemotron_h, nemotron.DEFAULTS, nemotron.ALIASES, ignored=nemotron.PREDICTION),
 }
 """By the config's ``model_type``. To add one, write a function that builds its ``Decoder``, and its line here."""
 
@@ -103,7 +119,7 @@ def build_model(
 ) -> LoadedModel:
     """Build the model that a source's config describes, from the source's weights."""
     architecture = _known(spec, source.name)
-    config = Config({**architecture.defaults, **source.config}, source.name, spec.model_type)
+    config = _config(architecture, source, spec)
     if config.lookup("quantization_config") is not None:
         raise config.error(
             "means quantised weights, which cannot be loaded; give an unquantised checkpoint", "quantization_config"
@@ -122,11 +138,25 @@ def _known(spec: ModelSpec, reference: str) -> Architecture:
     return architecture
 
 
+def _config(architecture: Architecture, source: WeightSource, spec: ModelSpec) -> Config:
+    """The source's keys by the names that the architecture reads, with its defaults for those that are absent."""
+    given = Config(source.config, source.name, spec.model_type)
+    values = dict(architecture.defaults)
+    for key, value in source.config.items():
+        name = architecture.aliases.get(key, key)
+        if name != key and source.config.get(name, value) != value:
+            raise given.wrong(key, f"the same as {name!r}, which is {show(source.config[name])}")
+        values[name] = value
+    return Config(values, source.name, spec.model_type)
+
+
 def _ignored(architecture: Architecture, config: Config) -> list[re.Pattern[str]]:
     """Names of tensors that may stay behind: layers for multi-token prediction, and a second copy of a tied head."""
+    patterns = [re.compile(pattern) for pattern in architecture.ignored]
     extra = max((config.optional_integer(key, least=0) or 0 for key in architecture.extra_layers), default=0)
-    first = config.layer_count()
-    patterns = [re.compile(rf"^model\.layers\.{index}\.") for index in range(first, first + extra)]
+    if extra:
+        first = config.layer_count()
+        patterns += [re.compile(rf"^model\.layers\.{index}\.") for index in range(first, first + extra)]
     if config.flag("tie_word_embeddings"):
         patterns.append(re.compile(r"^lm_head\.weight$"))
     return patterns

@@ -1,8 +1,9 @@
-"""The decoder that every architecture here is: embedding, blocks of attention and MLP, a last norm, and the head."""
+"""The decoder that every architecture here is: embedding, blocks, a last norm, and the head."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 from torch import Tensor, nn
@@ -10,14 +11,26 @@ from torch.nn import functional as F
 
 from attnplug.batch import ForwardBatch
 from attnplug.config_keys import Config
-from attnplug.model import LayerSpec, ModelSpec
 from attnplug_engine.models.layers import Head, RMSNorm, frozen
-from attnplug_engine.models.rope import Rope, Rotation
+from attnplug_engine.models.rope import Positions, Rotation
 from attnplug_engine.models.weights import Weights
-from attnplug_engine.parallel import TensorParallel
 
 EPS = 1e-6
-"""What the config classes of all these models assume for ``rms_norm_eps``."""
+"""What most config classes assume for ``rms_norm_eps``; those that do not say so in their architecture's defaults."""
+
+MakeNorm = Callable[[Weights], RMSNorm]
+"""The norm of a model's hidden states, from the weights under its own name."""
+
+
+def norm_eps(config: Config) -> float:
+    eps = config.optional_number("rms_norm_eps", least=0.0)
+    return EPS if eps is None else eps
+
+
+def hidden_norm(config: Config, *, zero_centred: bool = False) -> MakeNorm:
+    """How a model makes the norms of its hidden states, between its blocks and in them."""
+    width, eps = config.integer("hidden_size"), norm_eps(config)
+    return lambda weights: RMSNorm(weights, width, eps, zero_centred=zero_centred)
 
 
 class Attention(nn.Module):
@@ -30,18 +43,30 @@ class Attention(nn.Module):
         raise NotImplementedError
 
 
-class Block(nn.Module):
-    """One layer: attention and MLP, each after a norm, each added to what came in, each reduced once."""
+class TokenWise(Attention):
+    """An MLP in the place of attention, for models in which one block is one or the other (Nemotron-H)."""
 
-    def __init__(
-        self, weights: Weights, hidden: int, eps: float, attention: Attention, mlp: nn.Module, parallel: TensorParallel
-    ) -> None:
+    def __init__(self, mlp: nn.Module) -> None:
         super().__init__()
-        self.input_norm = RMSNorm(weights.at("input_layernorm"), hidden, eps)
-        self.attention = attention
-        self.mlp_norm = RMSNorm(weights.at("post_attention_layernorm"), hidden, eps)
         self.mlp = mlp
-        self._parallel = parallel
+
+    def forward(self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch) -> Tensor:
+        return cast(Tensor, self.mlp(hidden))
+
+
+class Block(nn.Module):
+    """One layer: attention and MLP, each after a norm, each added to what came in, each reduced once.
+
+    ``mlp`` is a module from ``[tokens, hidden]`` to a sum to be reduced.
+    """
+
+    def __init__(self, weights: Weights, norm: MakeNorm, attention: Attention, mlp: nn.Module) -> None:
+        super().__init__()
+        self.input_norm = norm(weights.at("input_layernorm"))
+        self.attention = attention
+        self.mlp_norm = norm(weights.at("post_attention_layernorm"))
+        self.mlp = mlp
+        self._parallel = weights.parallel
 
     def forward(self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch) -> Tensor:
         """``[tokens, hidden]`` to ``[tokens, hidden]``."""
@@ -50,10 +75,40 @@ class Block(nn.Module):
         return self._parallel.all_reduce(self.mlp(self.mlp_norm(hidden))).add_(hidden)
 
 
-MakeAttention = Callable[[Weights, LayerSpec], Attention]
-"""Attention of a layer from the weights under ``self_attn``."""
-MakeMLP = Callable[[Weights, LayerSpec], nn.Module]
-"""MLP or experts of a layer from the weights under ``mlp``: ``[tokens, hidden]`` to a sum to be reduced."""
+class MixerBlock(nn.Module):
+    """One layer of a model in which attention and MLP are layers of their own: Mamba-2, Nemotron-H.
+
+    With ``exact_sum`` the hidden states between blocks are float32 whatever the model's type.
+    """
+
+    def __init__(self, weights: Weights, norm: MakeNorm, mixer: Attention, *, exact_sum: bool = False) -> None:
+        super().__init__()
+        self.norm = norm(weights.at("norm"))
+        self.attention = mixer
+        self._exact_sum = exact_sum
+        self._parallel = weights.parallel
+
+    def forward(self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch) -> Tensor:
+        """``[tokens, hidden]`` to ``[tokens, hidden]``."""
+        normed = self.norm(hidden.to(self.norm.weight.dtype))
+        mixed = self._parallel.all_reduce(self.attention(normed, rotation, batch))
+        return hidden.float() + mixed if self._exact_sum else mixed.add_(hidden)
+
+
+@dataclass(frozen=True, slots=True)
+class Names:
+    """What a checkpoint calls the parts of a decoder."""
+
+    model: str
+    embedding: str
+    norm: str
+
+    def layer(self, index: int) -> str:
+        return f"{self.model}.layers.{index}"
+
+
+MODEL = Names("model", "embed_tokens", "norm")
+BACKBONE = Names("backbone", "embeddings", "norm_f")
 
 
 class Decoder(nn.Module):
@@ -67,26 +122,19 @@ class Decoder(nn.Module):
         self,
         weights: Weights,
         config: Config,
-        spec: ModelSpec,
-        rope: Rope,
-        make_attention: MakeAttention,
-        make_mlp: MakeMLP,
+        norm: MakeNorm,
+        rope: Positions,
+        blocks: Sequence[nn.Module],
+        names: Names = MODEL,
     ) -> None:
         super().__init__()
         self.hidden_size, self.vocab_size = config.integer("hidden_size"), config.integer("vocab_size")
-        eps = config.optional_number("rms_norm_eps", least=0.0)
-        eps = EPS if eps is None else eps
-        model = weights.at("model")
+        model = weights.at(names.model)
         # Whole on every rank: a vocabulary in parts would cost a collective per step to save little memory.
-        self.embedding = frozen(model.take("embed_tokens.weight", self.vocab_size, self.hidden_size))
+        self.embedding = frozen(model.take(f"{names.embedding}.weight", self.vocab_size, self.hidden_size))
         self.rope = rope
-        self.layers = nn.ModuleList()
-        for layer in spec.layers:
-            own = model.at(f"layers.{layer.layer_id}")
-            attention = make_attention(own.at("self_attn"), layer)
-            mlp = make_mlp(own.at("mlp"), layer)
-            self.layers.append(Block(own, self.hidden_size, eps, attention, mlp, weights.parallel))
-        self.norm = RMSNorm(model.at("norm"), self.hidden_size, eps)
+        self.layers = nn.ModuleList(blocks)
+        self.norm = norm(model.at(names.norm))
         if config.flag("tie_word_embeddings"):
             self.head = Head.tied(self.embedding, weights.parallel)
         else:
@@ -98,7 +146,7 @@ class Decoder(nn.Module):
         rotation = self.rope.at(positions)
         for layer in self.layers:
             hidden = layer(hidden, rotation, batch)
-        return cast(Tensor, self.norm(hidden))
+        return cast(Tensor, self.norm(hidden.to(self.embedding.dtype)))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[rows, vocab]`` float32 for hidden states ``[rows, hidden]``, the same on every rank."""

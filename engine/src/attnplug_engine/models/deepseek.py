@@ -8,10 +8,10 @@ from torch import nn
 
 from attnplug.config_keys import Config
 from attnplug.model import LayerSpec, ModelSpec
-from attnplug_engine.models.decoder import Decoder
+from attnplug_engine.models.decoder import MODEL, Block, Decoder, hidden_norm
 from attnplug_engine.models.experts import MixtureOfExperts, Router, SigmoidRouter, SoftmaxRouter
 from attnplug_engine.models.latent_attention import LatentAttention
-from attnplug_engine.models.layers import GatedMLP, check_activation
+from attnplug_engine.models.layers import MLP, check_activation
 from attnplug_engine.models.rope import HalfRotation, PairRotation, Rope
 from attnplug_engine.models.weights import Weights
 
@@ -65,17 +65,21 @@ def _decoder(
     first_sparse = config.integer("first_k_dense_replace", least=0)
     hidden = config.integer("hidden_size")
 
-    def attention(weights: Weights, layer: LayerSpec) -> LatentAttention:
-        return LatentAttention(weights, layer, config, deinterleave=deinterleave)
+    norm = hidden_norm(config)
 
     def mlp(weights: Weights, layer: LayerSpec) -> nn.Module:
         if layer.layer_id >= first_sparse:
-            return MixtureOfExperts(weights, config, router)
-        return GatedMLP(weights, hidden, config.integer("intermediate_size"), bias=mlp_bias)
+            return MixtureOfExperts.deepseek(weights, config, router)
+        return MLP(weights, hidden, config.integer("intermediate_size"), bias=mlp_bias)
+
+    def block(layer: LayerSpec) -> Block:
+        own = weights.at(MODEL.layer(layer.layer_id))
+        attention = LatentAttention(own.at("self_attn"), layer, config, deinterleave=deinterleave)
+        return Block(own, norm, attention, mlp(own.at("mlp"), layer))
 
     width = config.integer("qk_rope_head_dim")
     rope = Rope(config, width, dtype=weights.dtype, device=weights.device, rotation=rotation)
-    return Decoder(weights, config, spec, rope, attention, mlp)
+    return Decoder(weights, config, norm, rope, [block(layer) for layer in spec.layers])
 
 
 def _check_scoring(config: Config, scoring: str) -> None:

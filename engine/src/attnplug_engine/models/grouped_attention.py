@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import cast
 
+import torch
 from torch import Tensor
 
 from attnplug.batch import ForwardBatch
@@ -17,8 +18,23 @@ from attnplug_engine.models.weights import Rows, Weights
 from attnplug_engine.parallel import even_part, kv_head_part, length, scaled
 
 
+@dataclass(frozen=True, slots=True)
+class HeadNorms:
+    """A norm on each head of queries and keys, before their rotation (Qwen3)."""
+
+    eps: float
+    zero_centred: bool = False
+
+    def make(self, weights: Weights, width: int) -> RMSNorm:
+        return RMSNorm(weights, width, self.eps, zero_centred=self.zero_centred)
+
+
 class GroupedAttention(Attention):
-    """MHA, GQA or MQA with rotary positions; ``norm_eps`` gives queries and keys a norm of each head (Qwen3)."""
+    """MHA, GQA or MQA with rotary positions.
+
+    ``gated`` says that ``q_proj`` gives each head its query and then a gate, whose sigmoid scales the head's output
+    (Qwen3-Next). Here all queries come first, then all gates, by the order in which the rows are put once.
+    """
 
     def __init__(
         self,
@@ -28,15 +44,18 @@ class GroupedAttention(Attention):
         *,
         qkv_bias: bool = False,
         out_bias: bool = False,
-        norm_eps: float | None = None,
+        norms: HeadNorms | None = None,
+        gated: bool = False,
     ) -> None:
         super().__init__()
         heads = even_part(layer.num_heads, weights.parallel, "attention heads")
         kv_heads = kv_head_part(layer.num_kv_heads, weights.parallel)
         self.layer = replace(layer, num_heads=length(heads), num_kv_heads=length(kv_heads))
         key, value = layer.head_dim, layer.v_head_dim
+        width = 2 * key if gated else key
+        query_order = _queries_then_gates(length(heads), key) if gated else None
         parts = [
-            Rows("q_proj", layer.num_heads * key, scaled(heads, key)),
+            Rows("q_proj", layer.num_heads * width, scaled(heads, width), query_order),
             Rows("k_proj", layer.num_kv_heads * key, scaled(kv_heads, key)),
             Rows("v_proj", layer.num_kv_heads * value, scaled(kv_heads, value)),
         ]
@@ -44,20 +63,29 @@ class GroupedAttention(Attention):
         self.out = Linear.row_parallel(
             weights.at("o_proj"), layer.num_heads * value, hidden, scaled(heads, value), bias=out_bias
         )
-        self.q_norm = None if norm_eps is None else RMSNorm(weights.at("q_norm"), key, norm_eps)
-        self.k_norm = None if norm_eps is None else RMSNorm(weights.at("k_norm"), key, norm_eps)
+        self.q_norm = None if norms is None else norms.make(weights.at("q_norm"), key)
+        self.k_norm = None if norms is None else norms.make(weights.at("k_norm"), key)
+        self._gates = length(heads) if gated else 0
 
     def forward(self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch) -> Tensor:
         layer = self.layer
-        heads, kv_heads = layer.num_heads, layer.num_kv_heads
-        qkv = self.qkv(hidden).unflatten(1, (heads + 2 * kv_heads, layer.head_dim))
-        v = qkv[:, heads + kv_heads :]
-        if self.q_norm is None or self.k_norm is None:
+        heads, kv_heads, gates = layer.num_heads, layer.num_kv_heads, self._gates
+        qkv = self.qkv(hidden).unflatten(1, (heads + gates + 2 * kv_heads, layer.head_dim))
+        if self.q_norm is None and not gates:
             q, k = rotation.apply(qkv[:, : heads + kv_heads]).split((heads, kv_heads), dim=1)
+            v = qkv[:, heads + kv_heads :]
         else:
-            q = rotation.apply(self.q_norm(qkv[:, :heads]))
-            k = rotation.apply(self.k_norm(qkv[:, heads : heads + kv_heads]))
+            q, gate, k, v = qkv.split((heads, gates, kv_heads, kv_heads), dim=1)
+            q = rotation.apply(q if self.q_norm is None else self.q_norm(q))
+            k = rotation.apply(k if self.k_norm is None else self.k_norm(k))
         backend = active_backend()
         run = backend.forward_decode if batch.forward_mode.is_decode else backend.forward_extend
         attended = run(q, k, v, layer, batch)
+        if gates:
+            attended = attended * gate.sigmoid()
         return cast(Tensor, self.out(attended.flatten(1)))
+
+
+def _queries_then_gates(heads: int, width: int) -> Tensor:
+    rows = torch.arange(2 * heads * width).unflatten(0, (heads, 2, width))
+    return cast(Tensor, rows.transpose(0, 1).flatten())

@@ -1,4 +1,4 @@
-"""Multi-head latent attention, as in DeepSeek-V2 and V3: a cache of one compressed row per token.
+"""Multi-head latent attention, as in DeepSeek-V2 and V3, Kimi-Linear, Ring: a cache of one compressed row per token.
 
 The queries' down-projection and the row's are one product, since both read the same input. How the row is expanded
 again, or the queries absorbed, is core's business (``attnplug.mla``); the layer brings the up-projection in its parts.
@@ -28,13 +28,23 @@ class LatentAttention(Attention):
 
     ``deinterleave`` says that the stored weights make rotary pairs ``(2 i, 2 i + 1)`` while the model keeps the rotated
     row as ``[evens | odds]`` (V3's ``rope_interleave``). The rows of the weights are put in that order once, here, so
-    that a half rotation gives the very row that transformers caches.
+    that a half rotation gives the very row that transformers caches. ``eps`` is that of both inner norms: the class's
+    own in most models, not the config's, as in transformers.
     """
 
-    def __init__(self, weights: Weights, layer: LayerSpec, config: Config, *, deinterleave: bool) -> None:
+    def __init__(
+        self,
+        weights: Weights,
+        layer: LayerSpec,
+        config: Config,
+        *,
+        deinterleave: bool,
+        eps: float = EPS,
+        out: str = "o_proj",
+    ) -> None:
         super().__init__()
         dims = layer.mla
-        assert dims is not None  # the architecture's spec has MLA layers only
+        assert dims is not None
         hidden, bias = config.integer("hidden_size"), config.flag("attention_bias")
         heads = even_part(layer.num_heads, weights.parallel, "attention heads")
         own = length(heads)
@@ -57,12 +67,11 @@ class LatentAttention(Attention):
         else:
             low = Rows("q_a_proj", rank, slice(0, rank))
             self.down = Linear.stacked(weights, [low, row], hidden, bias=bias)
-            # Both inner norms have the class's own epsilon, not the config's, as in transformers.
-            self.q_norm = RMSNorm(weights.at("q_a_layernorm"), rank, EPS)
+            self.q_norm = RMSNorm(weights.at("q_a_layernorm"), rank, eps)
             query = Rows("q_b_proj", queries, scaled(heads, layer.head_dim), query_order)
             self.q_up = Linear.stacked(weights, [query], rank)
             self._query_width = rank
-        self.row_norm = RMSNorm(weights.at("kv_a_layernorm"), self._latent, EPS)
+        self.row_norm = RMSNorm(weights.at("kv_a_layernorm"), self._latent, eps)
 
         width = self._nope + layer.v_head_dim
         up = weights.stack("weight", [Rows("kv_b_proj", layer.num_heads * width, scaled(heads, width))], self._latent)
@@ -71,7 +80,7 @@ class LatentAttention(Attention):
         self.weights = MLAWeights(w_kc=keys.contiguous(), w_vc=values.contiguous().transpose(1, 2))
         value = layer.v_head_dim
         self.out = Linear.row_parallel(
-            weights.at("o_proj"), layer.num_heads * value, hidden, scaled(heads, value), bias=bias
+            weights.at(out), layer.num_heads * value, hidden, scaled(heads, value), bias=bias
         )
 
     def forward(self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch) -> Tensor:

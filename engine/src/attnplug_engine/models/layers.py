@@ -1,8 +1,9 @@
-"""The plain parts of a decoder: linear maps that ranks share, norms, the gated MLP, embeddings and the head."""
+"""The plain parts of a decoder: linear maps that ranks share, norms, the MLP, embeddings and the head."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import cast
 
 import torch.nn.functional as F
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from attnplug.config_keys import Config
 from attnplug_engine.models.weights import Rows, Weights
-from attnplug_engine.parallel import TensorParallel, even_part, padded_part
+from attnplug_engine.parallel import ParallelError, TensorParallel, even_part, padded_part
 
 
 def frozen(tensor: Tensor) -> nn.Parameter:
@@ -48,30 +49,55 @@ class Linear(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension, with a weight for each place of it."""
+    """Root-mean-square norm over the last dimension, with a weight for each place of it.
 
-    def __init__(self, weights: Weights, width: int, eps: float) -> None:
+    ``zero_centred`` says that the stored weight is what is added to 1 (Qwen3-Next). The sum is kept in float32, as is
+    the norm then: in a narrower type a small weight would be lost beside the 1.
+    """
+
+    def __init__(self, weights: Weights, width: int, eps: float, *, zero_centred: bool = False) -> None:
         super().__init__()
-        self.weight = frozen(weights.take("weight", width))
+        weight = weights.take("weight", width, exact=zero_centred)
+        self.weight = frozen(weight.add_(1.0) if zero_centred else weight)
         self._shape = (width,)
         self._eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self._shape, self.weight, self._eps)
+        return F.rms_norm(x.to(self.weight.dtype), self._shape, self.weight, self._eps).to(x.dtype)
 
 
-class GatedMLP(nn.Module):
-    """``down(silu(gate(x)) * up(x))`` over this rank's part of the intermediate columns: a sum to be reduced."""
+class ColumnNorm(nn.Module):
+    """Root-mean-square norm over columns that the ranks share, in ``groups`` that are normed by themselves.
 
-    def __init__(self, weights: Weights, hidden: int, intermediate: int, *, bias: bool = False) -> None:
+    One group over all ranks costs a reduction of one number per token; of several groups each rank has whole ones.
+    """
+
+    def __init__(self, weights: Weights, width: int, eps: float, own: slice, *, groups: int = 1) -> None:
         super().__init__()
-        own = even_part(intermediate, weights.parallel, "MLP columns")
-        parts = [Rows(name, intermediate, own) for name in ("gate_proj", "up_proj")]
-        self.gate_up = Linear.stacked(weights, parts, hidden, bias=bias)
-        self.down = Linear.row_parallel(weights.at("down_proj"), intermediate, hidden, own, bias=bias)
+        parallel = weights.parallel
+        if groups > 1 and groups % parallel.size:
+            raise ParallelError(
+                f"{groups} groups of normed columns cannot be divided evenly over {parallel.size} ranks; "
+                f"use a --tensor-parallel that divides {groups}",
+                "norm groups",
+                groups,
+                parallel.size,
+            )
+        self.weight = frozen(weights.take("weight", width, rows=own, exact=True))
+        self._groups = max(groups // parallel.size, 1)
+        self._shape = (width // groups,)
+        self._eps = eps
+        self._parallel = parallel if groups == 1 and parallel.size > 1 else None
 
     def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self.down(silu_and_mul(self.gate_up(x))))
+        """``[tokens, own columns]`` to the same in float32."""
+        x = x.float()
+        if self._parallel is None:
+            return (
+                F.rms_norm(x.unflatten(-1, (self._groups, -1)), self._shape, None, self._eps).flatten(-2) * self.weight
+            )
+        squares = self._parallel.all_reduce(x.square().sum(-1, keepdim=True))
+        return x * (squares / self._shape[0] + self._eps).rsqrt() * self.weight
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
@@ -80,10 +106,46 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     return F.silu(gate).mul_(up)
 
 
-def check_activation(config: Config) -> None:
-    """Refuse a model whose MLP is gated by something else than SiLU."""
-    if (config.optional_text("hidden_act") or "silu") != "silu":
-        raise config.wrong("hidden_act", "'silu'")
+def relu_squared(up: Tensor) -> Tensor:
+    return F.relu(up).square_()
+
+
+@dataclass(frozen=True, slots=True)
+class MLPForm:
+    """How an MLP is stored and computed: its projections of the input, what is made of them, and the one behind."""
+
+    inputs: tuple[str, ...]
+    activate: Callable[[Tensor], Tensor]
+    output: str
+
+
+GATED = MLPForm(("gate_proj", "up_proj"), silu_and_mul, "down_proj")
+GATED_BY_NUMBER = MLPForm(("w1", "w3"), silu_and_mul, "w2")
+"""The same under the names that Mixtral gave its experts (Kimi-Linear, MiniMax)."""
+SQUARED = MLPForm(("up_proj",), relu_squared, "down_proj")
+
+
+class MLP(nn.Module):
+    """``down(silu(gate(x)) * up(x))``, or another form, over this rank's intermediate columns: a sum to be reduced."""
+
+    def __init__(
+        self, weights: Weights, hidden: int, intermediate: int, *, form: MLPForm = GATED, bias: bool = False
+    ) -> None:
+        super().__init__()
+        own = even_part(intermediate, weights.parallel, "MLP columns")
+        parts = [Rows(name, intermediate, own) for name in form.inputs]
+        self.gate_up = Linear.stacked(weights, parts, hidden, bias=bias)
+        self.down = Linear.row_parallel(weights.at(form.output), intermediate, hidden, own, bias=bias)
+        self._activate = form.activate
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast(Tensor, self.down(self._activate(self.gate_up(x))))
+
+
+def check_activation(config: Config, key: str = "hidden_act", activation: str = "silu") -> None:
+    """Refuse a model with another activation than the one that is built in here."""
+    if (config.optional_text(key) or activation) != activation:
+        raise config.wrong(key, repr(activation))
 
 
 class Head(nn.Module):

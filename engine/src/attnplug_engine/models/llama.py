@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from torch import nn
-
 from attnplug.config_keys import Config
 from attnplug.model import LayerSpec, ModelSpec
-from attnplug_engine.models.decoder import EPS, Decoder
-from attnplug_engine.models.grouped_attention import GroupedAttention
-from attnplug_engine.models.layers import GatedMLP, check_activation
+from attnplug_engine.models.decoder import MODEL, Block, Decoder, hidden_norm, norm_eps
+from attnplug_engine.models.grouped_attention import GroupedAttention, HeadNorms
+from attnplug_engine.models.layers import MLP, check_activation
 from attnplug_engine.models.rope import Rope
 from attnplug_engine.models.weights import Weights
 
@@ -47,14 +45,14 @@ def _decoder(
 ) -> Decoder:
     check_activation(config)
     hidden, intermediate = config.integer("hidden_size"), config.integer("intermediate_size")
-    eps = config.optional_number("rms_norm_eps", least=0.0)
-    norm_eps = (EPS if eps is None else eps) if head_norms else None
+    norm, head_norm = hidden_norm(config), HeadNorms(norm_eps(config)) if head_norms else None
 
-    def attention(weights: Weights, layer: LayerSpec) -> GroupedAttention:
-        return GroupedAttention(weights, layer, hidden, qkv_bias=qkv_bias, out_bias=out_bias, norm_eps=norm_eps)
-
-    def mlp(weights: Weights, layer: LayerSpec) -> nn.Module:
-        return GatedMLP(weights, hidden, intermediate, bias=mlp_bias)
+    def block(layer: LayerSpec) -> Block:
+        own = weights.at(MODEL.layer(layer.layer_id))
+        attention = GroupedAttention(
+            own.at("self_attn"), layer, hidden, qkv_bias=qkv_bias, out_bias=out_bias, norms=head_norm
+        )
+        return Block(own, norm, attention, MLP(own.at("mlp"), hidden, intermediate, bias=mlp_bias))
 
     rope = Rope(config, spec.layers[0].head_dim, dtype=weights.dtype, device=weights.device)
-    return Decoder(weights, config, spec, rope, attention, mlp)
+    return Decoder(weights, config, norm, rope, [block(layer) for layer in spec.layers])

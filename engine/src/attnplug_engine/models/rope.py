@@ -68,8 +68,47 @@ class PairRotation:
             x.copy_(self.apply(x))
 
 
+class PartialRotation:
+    """The rotation of the first ``width`` dimensions of a head; the others are left as they are (Qwen3-Next)."""
+
+    __slots__ = ("_inner", "_width")
+
+    def __init__(self, inner: Rotation, width: int) -> None:
+        self._inner = inner
+        self._width = width
+
+    def apply(self, x: Tensor) -> Tensor:
+        return torch.cat((self._inner.apply(x[..., : self._width]), x[..., self._width :]), -1)
+
+    def apply_(self, x: Tensor) -> None:
+        self._inner.apply_(x[..., : self._width])
+
+
+class NoRotation:
+    """Positions that leave no mark on queries and keys: Kimi-Linear, Nemotron-H."""
+
+    __slots__ = ()
+
+    def apply(self, x: Tensor) -> Tensor:
+        return x
+
+    def apply_(self, x: Tensor) -> None:
+        pass
+
+
+class Positions(Protocol):
+    """What a decoder knows of positions."""
+
+    def at(self, positions: Tensor) -> Rotation:
+        """The rotation for tokens at ``positions`` ``[tokens]``."""
+        ...
+
+
 class Rope:
-    """A model's rotary embedding. Positions have no upper end here: angles are computed, not looked up."""
+    """A model's rotary embedding. Positions have no upper end here: angles are computed, not looked up.
+
+    ``partial`` says that the model heeds ``partial_rotary_factor``; any other refuses one that is not 1.
+    """
 
     def __init__(
         self,
@@ -79,25 +118,51 @@ class Rope:
         dtype: torch.dtype,
         device: torch.device,
         rotation: Callable[[Tensor, float, torch.dtype], Rotation] = HalfRotation,
+        partial: bool = False,
     ) -> None:
-        frequencies, self._factor = inverse_frequencies(config, dim)
+        self.width = _rotary_width(config, dim, partial)
+        """How many dimensions are rotated."""
+        self._partial = self.width < dim
+        frequencies, self._factor = inverse_frequencies(config, self.width)
         self._frequencies = frequencies.to(device)
         self._dtype = dtype
         self._rotation = rotation
 
     def at(self, positions: Tensor) -> Rotation:
-        """The rotation for tokens at ``positions`` ``[tokens]``."""
         angles = positions.unsqueeze(-1) * self._frequencies
-        return self._rotation(angles, self._factor, self._dtype)
+        rotation = self._rotation(angles, self._factor, self._dtype)
+        return PartialRotation(rotation, self.width) if self._partial else rotation
+
+
+class NoRope:
+    """A model without positional embeddings."""
+
+    def at(self, positions: Tensor) -> Rotation:
+        return NoRotation()
+
+
+def _section(config: Config) -> Config:
+    return config.section("rope_parameters") or config.section("rope_scaling") or Config({}, config.source, "")
+
+
+def _rotary_width(config: Config, dim: int, partial: bool) -> int:
+    """How many of a head's dimensions are rotated."""
+    for part in (_section(config), config):
+        factor = part.optional_number("partial_rotary_factor")
+        if factor is None:
+            continue
+        if factor != 1.0 and not partial:
+            raise part.wrong("partial_rotary_factor", "1: this model rotates whole heads")
+        if factor > 1.0:
+            raise part.wrong("partial_rotary_factor", "at most 1")
+        return int(dim * factor)
+    return dim
 
 
 def inverse_frequencies(config: Config, dim: int) -> tuple[Tensor, float]:
     """``[dim / 2]`` float32 on the CPU, and the factor on cos and sin, as the config's rope keys say."""
-    section = config.section("rope_parameters") or config.section("rope_scaling") or Config({}, config.source, "")
-    for part in (section, config):
-        if (part.optional_number("partial_rotary_factor") or 1.0) != 1.0:
-            raise part.wrong("partial_rotary_factor", "1: no model here rotates a part of its head")
-    if dim % 2:
+    section = _section(config)
+    if dim % 2 or not dim:
         raise config.error(f"rope needs an even number of dimensions, not {dim}", "head_dim")
     key = "rope_type" if section.lookup("rope_type") is not None else "type"
     rope_type = section.optional_text(key) or "default"

@@ -20,13 +20,18 @@ _HARMLESS = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 class Rows:
     """Rows of a stored weight ``[total, in_features]`` that go into a stack: this rank's, possibly in another order.
 
-    ``order`` holds indices into the owned rows, one for each row of the result.
+    ``order`` holds indices into the owned rows, one for each row of the result; rows that it leaves out are not taken.
     """
 
     name: str
     total: int
     own: slice
     order: Tensor | None = None
+
+    @property
+    def count(self) -> int:
+        """How many rows of the stack these are."""
+        return length(self.own) if self.order is None else len(self.order)
 
 
 class Weights:
@@ -64,6 +69,10 @@ class Weights:
             taken=self._taken,
         )
 
+    def holds(self, name: str) -> bool:
+        """Whether the source has a tensor of this name, for the few that are stored under one of two names."""
+        return self._prefix + name in self._source.names()
+
     def take(
         self, name: str, *shape: int, rows: slice | None = None, columns: slice | None = None, exact: bool = False
     ) -> Tensor:
@@ -74,7 +83,7 @@ class Weights:
 
     def stack(self, suffix: str, parts: Sequence[Rows], *in_features: int) -> Tensor:
         """``[rows of all parts, *in_features]``: several stored tensors as one, for one matrix product."""
-        count = sum(length(part.own) for part in parts)
+        count = sum(part.count for part in parts)
         stacked = torch.empty(count, *in_features, dtype=self.dtype, device=self.device)
         self.fill(stacked, suffix, parts)
         return stacked
@@ -83,7 +92,7 @@ class Weights:
         """Fill ``target`` ``[rows of all parts, …]`` with the parts' rows, one part after the other."""
         start = 0
         for part in parts:
-            stop = start + length(part.own)
+            stop = start + part.count
             stored = self._read(f"{part.name}.{suffix}", (part.total, *target.shape[1:]), part.own, None)
             target[start:stop].copy_(stored if part.order is None else stored[part.order])
             start = stop

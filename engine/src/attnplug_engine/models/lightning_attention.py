@@ -1,0 +1,117 @@
+"""Lightning attention: a state that each head forgets at a rate of its own, the same for every token.
+
+MiniMax's and Ring's differ in all that is around the recurrence, so there are two layers here.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from attnplug.batch import ForwardBatch
+from attnplug.linear import LinearInputs, attend_linear
+from attnplug.model import LayerSpec
+from attnplug_engine.models.decoder import EPS, Attention
+from attnplug_engine.models.layers import ColumnNorm, Linear, RMSNorm, frozen
+from attnplug_engine.models.linear_attention import linear_part
+from attnplug_engine.models.rope import Rotation
+from attnplug_engine.models.weights import Rows, Weights
+from attnplug_engine.parallel import length, scaled
+
+
+def geometric_slopes(heads: int) -> Tensor:
+    """``[heads]`` float32: ``2 ** (-8 (h + 1) / heads)``."""
+    return (1 / 2 ** (8 / heads)) ** torch.arange(1, heads + 1).float()
+
+
+def alibi_slopes(heads: int) -> Tensor:
+    """ALiBi's: the same for a power of two; the heads beyond one have every other slope of twice as many."""
+    power = 1 << (heads.bit_length() - 1)
+    return torch.cat((geometric_slopes(power), geometric_slopes(2 * power)[::2][: heads - power]))
+
+
+class LightningAttention(Attention):
+    """MiniMax's: SiLU on queries, keys and values, no positions, no scale; one norm over all heads, then a gate.
+
+    The stored projection has ``[q | k | v]`` of each head together. Here all queries come first, then all keys, all
+    values, and the gates of the output.
+    """
+
+    def __init__(self, weights: Weights, layer: LayerSpec, hidden: int, layers: int) -> None:
+        super().__init__()
+        assert layer.linear is not None
+        heads, width = layer.linear.heads, layer.linear.key_dim
+        part = linear_part(layer, weights.parallel)
+        self.layer = part.layer
+        own = scaled(part.heads, width)
+        order = torch.arange(3 * length(own)).unflatten(0, (-1, 3, width)).transpose(0, 1).flatten()
+        qkv = Rows("qkv_proj", 3 * heads * width, scaled(part.heads, 3 * width), order)
+        self.down = Linear.stacked(weights, [qkv, Rows("output_gate", heads * width, own)], hidden)
+        # Later layers remember for longer; the small numbers are the authors' own.
+        factor = 1 - layer.layer_id / (layers - 1 + 1e-5) + 1e-5
+        slopes = geometric_slopes(heads) * factor
+        self.log_decay = frozen(-slopes[part.heads].to(weights.device))
+        # The class's own epsilon, not the config's, as in transformers.
+        self.norm = ColumnNorm(weights.at("norm"), heads * width, EPS, own)
+        self.out = Linear.row_parallel(weights.at("out_proj"), heads * width, hidden, own)
+
+    def forward(self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch) -> Tensor:
+        heads, width = self.layer.num_heads, self.layer.head_dim
+        qkv, gate = self.down(hidden).split((3 * heads * width, heads * width), dim=1)
+        q, k, v = F.silu(qkv).unflatten(1, (3, heads, width)).unbind(1)
+        attended = attend_linear(LinearInputs(q, k, v, self.log_decay), self.layer, batch)
+        return cast(Tensor, self.out((self.norm(attended.flatten(1)) * gate.float().sigmoid()).to(hidden.dtype)))
+
+
+class RotaryLightningAttention(Attention):
+    """Ring's: rotary positions on part of each head, after norms of its own where ``use_qk_norm`` says so; scaled.
+
+    The stored projection has all queries, then all keys, then all values. The output is normed in groups of heads.
+    """
+
+    def __init__(
+        self,
+        weights: Weights,
+        layer: LayerSpec,
+        hidden: int,
+        layers: int,
+        eps: float,
+        *,
+        norm_groups: int,
+        head_norms: bool,
+        silu: bool,
+        qkv_bias: bool,
+        out_bias: bool,
+    ) -> None:
+        super().__init__()
+        assert layer.linear is not None
+        heads, width = layer.linear.heads, layer.linear.key_dim
+        part = linear_part(layer, weights.parallel)
+        self.layer = part.layer
+        own, total = scaled(part.heads, width), heads * width
+        qkv = [
+            Rows("query_key_value", 3 * total, slice(start + own.start, start + own.stop))
+            for start in (0, total, 2 * total)
+        ]
+        self.qkv = Linear.stacked(weights, qkv, hidden, bias=qkv_bias)
+        self.gate = Linear.stacked(weights, [Rows("g_proj", total, own)], hidden)
+        self.q_norm = RMSNorm(weights.at("query_layernorm"), width, eps) if head_norms else None
+        self.k_norm = RMSNorm(weights.at("key_layernorm"), width, eps) if head_norms else None
+        self._silu = silu
+        slopes = alibi_slopes(heads) * (1 - layer.layer_id / max(layers - 1, 1) + 1e-5)
+        self.log_decay = frozen(-slopes[part.heads].to(weights.device))
+        self.norm = ColumnNorm(weights.at("g_norm"), total, eps, own, groups=norm_groups)
+        self.out = Linear.row_parallel(weights.at("dense"), total, hidden, own, bias=out_bias)
+
+    def forward(self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch) -> Tensor:
+        qkv = self.qkv(hidden)
+        qkv = F.silu(qkv) if self._silu else qkv
+        q, k, v = qkv.unflatten(1, (3, self.layer.num_heads, self.layer.head_dim)).unbind(1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        inputs = LinearInputs(rotation.apply(q), rotation.apply(k), v, self.log_decay)
+        attended = self.norm(attend_linear(inputs, self.layer, batch).flatten(1))
+        return cast(Tensor, self.out((attended * self.gate(hidden).float().sigmoid()).to(hidden.dtype)))

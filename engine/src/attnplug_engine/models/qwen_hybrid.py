@@ -1,0 +1,74 @@
+"""Qwen3-Next and Qwen3.5: Gated DeltaNet, with gated softmax attention in every fourth layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from torch import nn
+
+from attnplug.config_keys import Config
+from attnplug.model import LayerSpec, ModelSpec
+from attnplug_engine.models.decoder import MODEL, Attention, Block, Decoder, hidden_norm, norm_eps
+from attnplug_engine.models.delta_attention import GatedDeltaNet
+from attnplug_engine.models.experts import Experts, MixtureOfExperts, TopKRouter, WeighedExpert
+from attnplug_engine.models.grouped_attention import GroupedAttention, HeadNorms
+from attnplug_engine.models.layers import MLP, Linear, check_activation
+from attnplug_engine.models.rope import Rope
+from attnplug_engine.models.weights import Weights
+
+DEFAULTS: Mapping[str, object] = {"partial_rotary_factor": 0.25}
+NEXT_DEFAULTS: Mapping[str, object] = {**DEFAULTS, "decoder_sparse_step": 1, "norm_topk_prob": True}
+PREDICTION = (r"^mtp\.",)
+"""Layers for multi-token prediction, for which the decoder has no use."""
+
+MakeMLP = Callable[[Weights, int], nn.Module]
+"""MLP or experts of the layer with this index, from the weights under ``mlp``."""
+
+
+def qwen3_next(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
+    """Qwen3-Next: experts; the projections of its linear layers are stored by key head."""
+    hidden, step = config.integer("hidden_size"), config.integer("decoder_sparse_step")
+    experts, dense = config.integer("num_experts", least=0), config.sequence("mlp_only_layers") or ()
+
+    def mlp(weights: Weights, index: int) -> nn.Module:
+        if index in dense or not experts or (index + 1) % step:
+            return MLP(weights, hidden, config.integer("intermediate_size"))
+        return _experts(weights, config, hidden, experts)
+
+    return _decoder(weights, config, spec, mlp, grouped=True)
+
+
+def qwen3_5(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
+    """Qwen3.5's text model, where all three of a token's positions are the same one."""
+    hidden, intermediate = config.integer("hidden_size"), config.integer("intermediate_size")
+    return _decoder(weights, config, spec, lambda own, index: MLP(own, hidden, intermediate), grouped=False)
+
+
+def _decoder(weights: Weights, config: Config, spec: ModelSpec, mlp: MakeMLP, *, grouped: bool) -> Decoder:
+    check_activation(config)
+    hidden, bias, eps = config.integer("hidden_size"), config.flag("attention_bias"), norm_eps(config)
+    norm, head_norms = hidden_norm(config, zero_centred=True), HeadNorms(eps, zero_centred=True)
+
+    def attention(weights: Weights, layer: LayerSpec) -> Attention:
+        if layer.kind.is_linear:
+            return GatedDeltaNet(weights.at("linear_attn"), layer, hidden, eps, grouped=grouped)
+        own = weights.at("self_attn")
+        return GroupedAttention(own, layer, hidden, qkv_bias=bias, out_bias=bias, norms=head_norms, gated=True)
+
+    def block(layer: LayerSpec) -> Block:
+        own = weights.at(MODEL.layer(layer.layer_id))
+        return Block(own, norm, attention(own, layer), mlp(own.at("mlp"), layer.layer_id))
+
+    blocks = [block(layer) for layer in spec.layers]
+    head_dim = config.integer("head_dim")
+    rope = Rope(config, head_dim, dtype=weights.dtype, device=weights.device, partial=True)
+    return Decoder(weights, config, norm, rope, blocks)
+
+
+def _experts(weights: Weights, config: Config, hidden: int, experts: int) -> MixtureOfExperts:
+    shared = MLP(weights.at("shared_expert"), hidden, config.integer("shared_expert_intermediate_size"))
+    return MixtureOfExperts(
+        TopKRouter(weights.at("gate"), config, experts, normalised=config.flag("norm_topk_prob")),
+        Experts(weights.at("experts"), experts, hidden, config.integer("moe_intermediate_size")),
+        WeighedExpert(shared, Linear(weights.take("shared_expert_gate.weight", 1, hidden))),
+    )

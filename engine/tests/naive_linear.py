@@ -1,0 +1,70 @@
+"""Linear attention as its equations read: one request, one token and one state at a time, in loops."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from attnplug import BackendId, ForwardBatch, LayerSpec, Plan
+from attnplug.claims import Claims
+from attnplug.kv import LinearStatePool
+from attnplug.linear import LinearInputs
+
+
+class NaiveLinearBackend:
+    """A linear backend for tests: slow, and plainly the recurrence that ``LinearInputs`` describes."""
+
+    def __init__(self, pool: LinearStatePool) -> None:
+        self.backend_id = BackendId("naive_linear")
+        self.claims = Claims()
+        self._pool = pool
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
+        assert batch.state_slots is not None
+        rows = int(batch.query_lens_cpu().sum())
+        return Plan(self.backend_id, batch.forward_mode, rows, int(batch.kv_lens_cpu().sum()))
+
+    def forward_conv(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: LayerSpec, batch: ForwardBatch, silu: bool
+    ) -> Tensor:
+        states = self._pool.conv(layer.layer_id)
+        assert states is not None and states.shape[1:] == weight.shape == (x.shape[1], layer.linear.conv_width)
+        out = torch.zeros_like(x)
+        for slot, row in self._rows(batch):
+            state = torch.cat((states[slot][:, 1:], x[row].unsqueeze(1)), dim=1)
+            states[slot] = state
+            value = (state * weight).sum(dim=1)
+            value = value if bias is None else value + bias
+            out[row] = value * value.sigmoid() if silu else value
+        return out
+
+    def forward_linear(self, inputs: LinearInputs, layer: LayerSpec, batch: ForwardBatch) -> Tensor:
+        states = self._pool.recurrent(layer.layer_id)
+        heads, value_dim = inputs.v.shape[1:]
+        assert states is not None and states.shape[1:] == (heads, inputs.q.shape[2], value_dim)
+        assert inputs.log_decay.dtype is torch.float32 and bool((inputs.log_decay <= 0).all())
+        each = heads // inputs.q.shape[1]
+        out = torch.zeros_like(inputs.v)
+        for slot, row in self._rows(batch):
+            for head in range(heads):
+                q, k = inputs.q[row, head // each].float(), inputs.k[row, head // each].float()
+                if inputs.normalize:
+                    q, k = (x / (x.square().sum() + 1e-6).sqrt() for x in (q, k))
+                log_decay = inputs.log_decay[head] if inputs.log_decay.dim() == 1 else inputs.log_decay[row, head]
+                state = states[slot, head] * log_decay.exp().reshape(-1, 1)
+                v = inputs.v[row, head].float()
+                added = v if inputs.beta is None else (v - k @ state) * inputs.beta[row, head]
+                state = state + k[:, None] * added[None, :]
+                states[slot, head] = state
+                out[row, head] = layer.scale * (q @ state)
+        return out
+
+    def _rows(self, batch: ForwardBatch) -> Iterator[tuple[int, int]]:
+        """The state and the row of each new token."""
+        row = 0
+        for slot, count in zip(batch.state_slots.tolist(), batch.query_lens_cpu().tolist(), strict=True):
+            for _ in range(count):
+                yield slot, row
+                row += 1

@@ -1,0 +1,102 @@
+"""Models with linear layers: the same tokens as transformers, however states are kept, found again and lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from attnplug.tiny import TINY_CONFIGS
+from attnplug_engine.engine import Engine
+from attnplug_engine.request import SamplingParams
+
+MODELS = ["kimi_linear", "qwen3_next", "qwen3_5_text", "minimax", "mamba2", "nemotron_h"]
+NEW_TOKENS = 16
+
+
+def prompts() -> list[list[int]]:
+    """Different lengths; the second and third begin alike."""
+    random = torch.Generator().manual_seed(5)
+    drawn = [torch.randint(0, 128, (length,), generator=random).tolist() for length in (1, 40, 53, 17)]
+    drawn[2][:35] = drawn[1][:35]
+    return drawn
+
+
+class Oracle:
+    """A checkpoint that transformers made, and the tokens it gives by whole forwards, without any cache."""
+
+    def __init__(self, folder: str, name: str) -> None:
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        settings = {key: value for key, value in TINY_CONFIGS[name].items() if key != "model_type"}
+        torch.manual_seed(11)
+        config = AutoConfig.for_model(name, **settings)
+        self.model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+        self.model.save_pretrained(folder, safe_serialization=True)
+        self.folder, self._known = folder, dict[tuple[int, ...], list[int]]()
+
+    @torch.inference_mode()
+    def tokens(self, prompt: list[int]) -> list[int]:
+        if tuple(prompt) not in self._known:
+            sequence = list(prompt)
+            for _ in range(NEW_TOKENS):
+                logits = self.model(torch.tensor([sequence]), use_cache=False).logits
+                sequence.append(int(logits[0, -1].argmax()))
+            self._known[tuple(prompt)] = sequence[len(prompt) :]
+        return self._known[tuple(prompt)]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def oracle(request, tmp_path_factory):
+    return Oracle(str(tmp_path_factory.mktemp(request.param)), request.param)
+
+
+def engine(oracle: Oracle, **settings: Any) -> Engine:
+    return Engine(
+        oracle.folder,
+        **{"device": "cpu", "max_batch": 4, "page_size": 4, "context_length": 128, "ignore_eos": True, **settings},
+    )
+
+
+def check(engine: Engine, oracle: Oracle, given: list[list[int]] | None = None) -> None:
+    given = prompts() if given is None else given
+    done = engine.generate(given, SamplingParams(max_tokens=NEW_TOKENS))
+    assert [one.token_ids for one in done] == [oracle.tokens(prompt) for prompt in given]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"chunked_prefill_size": 7}, {"chunked_prefill_size": 1, "prefix_cache": False}, {"page_size": 16}],
+    ids=["whole", "chunks of 7", "token by token", "pages of 16"],
+)
+def test_same_tokens_as_transformers(oracle, settings):
+    """A7"""
+    check(engine(oracle, **settings), oracle)
+
+
+def test_hits_at_and_between_checkpoints_are_exact(oracle):
+    """A7: a prefix is found as far as there is a snapshot, and only what lies behind it is computed again."""
+    running = engine(oracle, state_checkpoint=16)
+    first, second = prompts()[1:3]
+    check(running, oracle, [first])
+    for prompt, found in ((first, 36), (second, 32), (first[:34], 32), (first[:31], 16), ([*first[:20], 5], 16)):
+        before = running.cache_statistics.hit_tokens
+        check(running, oracle, [prompt])
+        assert running.cache_statistics.hit_tokens - before == found
+
+
+def test_preempted_requests_get_the_same_tokens(oracle):
+    """A7: a state that was lost is computed again, from the nearest snapshot."""
+    running = engine(oracle, num_pages=24, state_checkpoint=8)
+    check(running, oracle, prompts()[1:])
+    assert running.scheduler.preemptions > 0
+
+
+def test_slots_that_run_short_cost_snapshots_and_no_tokens(oracle):
+    running = engine(oracle, state_slots=5, state_checkpoint=8)
+    check(running, oracle)
+    check(running, oracle)
+    running.cache.clear()
+    states = running.runner.pools.linear
+    assert states.free_slots == states.num_slots
