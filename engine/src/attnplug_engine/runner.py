@@ -127,6 +127,8 @@ class ModelRunner:
     def prepare(self, step: Step) -> ForwardBatch:
         """The batch of a step, planned ahead of its forward and marked so (B2); writes nothing to the cache."""
         batch = self._batch(step)
+        if self.mla is not None:
+            self.mla.prepare(batch)  # first: what runs as MHA needs no plan over the paged cache
         batch.plan = self.backend.init_forward_metadata(batch)
         batch.mark_forward_metadata_ready()
         return batch
@@ -137,9 +139,9 @@ class ModelRunner:
         return self._forward(batch)
 
     def _forward(self, batch: ForwardBatch) -> Tensor:
-        plan_forward(self.backend, batch)
-        if self.mla is not None:
+        if self.mla is not None and batch.mla_plan is None:
             self.mla.prepare(batch)
+        plan_forward(self.backend, batch)
         with forward_context(self.backend, self.mla, self.linear):
             assert batch.positions is not None
             return self.model.forward(batch.input_ids, batch.positions, batch)

@@ -141,6 +141,21 @@ def test_planning_the_regression_8218_after_800():
     assert planned.call.query_indptr[-1] == 8218 == planned.lease.kernel.call.query_rows
 
 
+def test_planning_of_what_runs_as_mha_takes_no_paged_kernel():
+    """C2: prepared first, such a batch is planned once, and not for the path it does not take."""
+    stage = scene(Serving(), False)
+    model = MLAModel(stage)
+    batch = stage.batch()
+    mla = MLAAttention(stage.backend, stage.pool, ExtendPolicy(forced=ExtendPath.CHUNKED, chunk_capacity=8))
+    mla.prepare(batch)
+    batch.plan = stage.backend.init_forward_metadata(batch)
+    assert batch.plan.metadata.calls == () and batch.plan.query_rows == 9
+    out = mla.attend(model.q, stage.new_rows(), stage.layer, model.weights, batch)
+    assert relative_error(out, model.wanted()) <= 1e-6
+    with pytest.raises(PlanError, match="prepared to run chunked"):
+        stage.absorbed(batch)
+
+
 def test_planning_ragged_call_that_was_not_planned_is_refused():
     """B5"""
     stage = scene(Serving(), False)

@@ -33,7 +33,7 @@ from attnplug_flashinfer_mla.indices import write_live_rows
 from attnplug_flashinfer_mla.kernels import Cache, FlashInferKernels, Kernels, PagedKernel, RaggedKernel, Shape
 from attnplug_flashinfer_mla.leases import Lease, Leases
 from attnplug_flashinfer_mla.options import FlashInferMLAOptions
-from attnplug_flashinfer_mla.planner import padded_heads, plan_paged
+from attnplug_flashinfer_mla.planner import PagedCalls, padded_heads, plan_paged
 
 _RAGGED_DIMS = frozenset({(192, 128)})
 """Widths of keys and values that the ragged kernels were proven with; other models extend absorbed."""
@@ -131,7 +131,10 @@ class FlashInferMLABackend:
     def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
         geometry = Geometry.of(batch, self._shape.page_size)
         decode = batch.forward_mode.is_decode
-        planned = plan_paged(geometry, self._shape.heads, causal=not decode)
+        if _runs_as_mha(batch):  # its calls are in the chunk plan, and core writes its rows
+            planned = PagedCalls((), geometry.page_table.new_empty(0, dtype=torch.int64))
+        else:
+            planned = plan_paged(geometry, self._shape.heads, causal=not decode)
         calls = []
         for call in planned.calls:
             lease = self._leases(batch.forward_mode).lend()
@@ -296,6 +299,11 @@ class FlashInferMLABackend:
         plan = batch.plan_for(self.backend_id, q.shape[0], decode=decode)
         metadata: PagedMetadata = plan.metadata
         cache, planned = self._cache(layer, q), plan.query_rows
+        if not metadata.calls and planned:
+            raise PlanError(
+                f"the batch was prepared to run {batch.mla_plan.path}, so {self.backend_id.name} has no plan to run it "
+                "absorbed; prepare it for that, or clear batch.mla_plan before planning"
+            )
         if save_kv_cache:
             self._save(layer, cache, metadata, k, v, planned)
         lse = None if extras is None else self._lse(q, extras)
@@ -384,6 +392,10 @@ def _run(call: PlannedCall, q: Tensor, cache: Cache, out: Tensor | None, lse: Te
     if lse is not None and wide_lse is not None:
         lse.copy_(wide_lse[:, :heads])
     return wide.contiguous() if out is None else out.copy_(wide)
+
+
+def _runs_as_mha(batch: ForwardBatch) -> bool:
+    return batch.mla_plan is not None and batch.mla_plan.path is not ExtendPath.ABSORBED
 
 
 def _check_lse(lse: Tensor, q: Tensor) -> None:
