@@ -196,6 +196,12 @@ class TestPlanning:
         with pytest.raises(PlanError, match="linear"):
             hybrid.forward_linear(inputs(), LINEAR, batch)
 
+    def test_a_drafts_extend_of_linear_layers_alone_is_refused(self):
+        """A7: it touches no state."""
+        hybrid = HybridLinearBackend(None, Linear(), ModelSpec("all", "test", (LINEAR,), 64))
+        with pytest.raises(PlanError, match="touches no state"):
+            hybrid.init_forward_metadata(batch_in(ForwardMode.DRAFT_EXTEND))
+
     def test_graphs_are_planned_by_both(self):
         """A9"""
         full, linear = Full(), Linear()
@@ -222,7 +228,7 @@ class TestPlanning:
         full = Full(claims=Claims(cuda_graph=GraphLevel.ALWAYS, mla_extend=frozenset(ExtendPath)))
         hybrid = HybridLinearBackend(full, Linear(), MODEL)
         assert hybrid.claims.cuda_graph is GraphLevel.DECODE and hybrid.forced_by["cuda_graph"] == ("linear",)
-        assert hybrid.claims.needs_cpu_seq_lens
+        assert hybrid.claims.needs_cpu_seq_lens and "mla_extend" not in hybrid.forced_by
         assert hybrid.claims.mla_extend == frozenset(ExtendPath)
 
 

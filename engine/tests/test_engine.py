@@ -140,6 +140,21 @@ class TestErrors:
         with pytest.raises(SelectionError, match="mamba2"):
             Engine("tiny:mamba2", device="cpu")
 
+    def test_backend_for_full_attention_where_there_is_none(self):
+        """D3: nothing is ignored silently."""
+        with pytest.raises(UsageError, match="no backend 'bogus'"):
+            Engine("tiny:mamba2", attention_backend="bogus", device="cpu")
+        with pytest.raises(UsageError, match=r"no full-attention layer; .* --linear-attention-backend"):
+            Engine("tiny:mamba2", attention_backend="torch_native", device="cpu")
+
+    def test_state_slots_of_a_model_without_states(self):
+        with pytest.raises(UsageError, match="--state-slots 2 is given, but the model has no linear-attention layer"):
+            Engine("tiny:llama", state_slots=2, device="cpu")
+
+    def test_states_that_do_not_fit_say_how_much_they_take(self):
+        with pytest.raises(PoolError, match=r"1000000000000 linear states [0-9.]+ GiB, .* --state-slots"):
+            Engine("tiny:mamba2", state_slots=10**12, device="cpu")
+
     def test_backend_that_does_not_exist(self):
         with pytest.raises(UsageError, match="did you mean torch_native"):
             Engine("tiny:llama", attention_backend="torch_nativ", device="cpu")

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from attnplug import DType
 from attnplug.tiny import TINY_CONFIGS
 from attnplug_engine.engine import Engine
 from attnplug_engine.request import SamplingParams
@@ -84,6 +85,12 @@ def test_hits_at_and_between_checkpoints_are_exact(oracle):
         before = running.cache_statistics.hit_tokens
         check(running, oracle, [prompt])
         assert running.cache_statistics.hit_tokens - before == found
+
+
+def test_the_type_of_the_kv_cache_does_not_touch_the_states(oracle):
+    """What a convolution remembers has the model's own type."""
+    running = engine(oracle, kv_dtype=DType.BFLOAT16)
+    assert running.runner.pools.linear.dtype is DType.FLOAT32
 
 
 def test_preempted_requests_get_the_same_tokens(oracle):

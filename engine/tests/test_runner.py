@@ -7,8 +7,11 @@ import inspect
 import pytest
 import torch
 
-from attnplug import BackendContext, ForwardBatch, PlanError
+from attnplug import BackendContext, DType, ForwardBatch, PlanError
+from attnplug.model_config import load_model as load_spec
 from attnplug_engine import Engine, SamplingParams
+from attnplug_engine.parallel import SINGLE
+from attnplug_engine.runner import Capacity, build_pools, bytes_per_state
 
 
 @pytest.fixture(params=["tiny:llama", "tiny:deepseek_v3"])
@@ -73,3 +76,12 @@ def test_a_backend_cannot_be_built_before_the_pools(engine):
     with pytest.raises(TypeError, match="pools"):
         BackendContext(name="x", roles=frozenset(), model=None, device=None, dtype=None, kv_dtype=None, page_size=4,
                        limits=None, workspace=None)  # fmt: skip
+
+
+@pytest.mark.parametrize("model", ["tiny:kimi_linear", "tiny:qwen3_next", "tiny:mamba2", "tiny:minimax"])
+def test_bytes_of_a_linear_state_are_those_of_its_pool(model):
+    """What is set aside for states is what they take."""
+    spec = load_spec(model)
+    capacity, cpu = Capacity(4, 4, 2, 8, 64, 5), torch.device("cpu")
+    pools = build_pools(spec, capacity, torch.float16, DType.FLOAT8_E4M3, cpu, SINGLE)
+    assert pools.linear.nbytes == 5 * bytes_per_state(spec, torch.float16, SINGLE)

@@ -328,6 +328,14 @@ class TestLinearStates:
     def test_too_few_slots_say_how_many_are_needed(self) -> None:
         with pytest.raises(UsageError, match=r"4 slots .* 4 requests .* --state-slots 5"):
             Serving(pages=8, page_size=4, max_batch=4, slots=4)
+        Serving(pages=8, page_size=4, max_batch=4, slots=4, cached=False)  # where nothing is kept, these are enough
+
+    def test_short_prompts_run_together(self) -> None:
+        """A stop behind the last page would admit one request a step."""
+        serving = Serving(pages=64, page_size=4, slots=12, checkpoint=32, chunk=64)
+        for number in range(4):
+            serving.scheduler.add(Request(number, prompt(13, number), SamplingParams(1)))
+        assert serving.step().num_tokens == 4 * 13
 
     def test_the_least_recently_used_snapshot_makes_room(self) -> None:
         serving = Serving(pages=64, page_size=2, max_batch=1, slots=3, checkpoint=8, chunk=64)

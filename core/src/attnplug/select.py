@@ -113,6 +113,12 @@ def explain(registry: Registry, request: BackendRequest, problem: Problem) -> Se
         if role not in choices and name != AUTO:
             registry.get(name)  # a wrong name is an error even where the role is not needed
             raise UsageError(f"{role.option} {name} is given, but {_unneeded(role)}; leave it out")
+    if request.attention != AUTO and choices and not {Role.PREFILL, Role.DECODE} & set(choices):
+        registry.get(request.attention)
+        raise UsageError(
+            f"--attention-backend {request.attention} is given, but {_unneeded(Role.PREFILL)}; leave it out, or give "
+            f"{Role.LINEAR.option}"
+        )
     chosen = [choice.chosen for choice in choices.values() if choice.chosen is not None]
     return Selection(problem, choices, _page_size(problem, chosen), _options(registry, request, choices))
 

@@ -60,7 +60,7 @@ def declare(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--state-checkpoint",
         type=int,
-        default=512,
+        default=1024,
         metavar="N",
         help="tokens from one snapshot of them to the next",
     )

@@ -32,7 +32,7 @@ from attnplug_engine.models import load_model
 from attnplug_engine.parallel import SINGLE, TensorParallel
 from attnplug_engine.prefix_cache import CacheStatistics, PrefixCache
 from attnplug_engine.request import LARGEST_SEED, FinishReason, Request, SamplingParams, Step, StepResult
-from attnplug_engine.runner import Capacity, ModelRunner, bytes_per_page
+from attnplug_engine.runner import Capacity, ModelRunner, bytes_per_page, bytes_per_state
 from attnplug_engine.sampler import BadLogits, Sampler
 from attnplug_engine.scheduler import Scheduler
 from attnplug_engine.tokenizer import Tokenizer, find_tokenizer
@@ -66,7 +66,7 @@ class EngineOptions:
     prefix_cache: bool = True
     state_slots: int | None = None
     """For models with linear layers: slots for their states, of running requests and of snapshots together."""
-    state_checkpoint: int = 512
+    state_checkpoint: int = 1024
     """Tokens from one snapshot of such a state to the next, rounded up to whole pages."""
     context_length: int | None = None
     extend_policy: ExtendPolicy = field(default_factory=ExtendPolicy)
@@ -149,7 +149,7 @@ class Engine:
         self.vocab_size = loaded.module.vocab_size
         self.tokenizer: Tokenizer | None = find_tokenizer(model, self.vocab_size)
         self.stop_token_ids = frozenset() if options.ignore_eos else end_tokens(model, loaded.config)
-        capacity = _capacity(spec, options, self.selection, kv_dtype, device, parallel.size)
+        capacity = _capacity(spec, options, self.selection, torch_dtype(dtype), kv_dtype, device, parallel)
         self.runner = ModelRunner(
             loaded,
             self.selection,
@@ -202,8 +202,8 @@ class Engine:
         try:
             sampled = self.sampler.sample(self.runner.run(step), step.sampled_requests)
         except BadLogits as error:
-            self.scheduler.drop_step(step)
             ended = [self.scheduler.abort(request_id, FinishReason.ERROR) for request_id in error.request_ids]
+            self.scheduler.drop_step(step)
             return StepResult({}, tuple(request for request in ended if request is not None))
         except BaseException:
             self.scheduler.drop_step(step)
@@ -339,25 +339,37 @@ def _capacity(
     spec: ModelSpec,
     options: EngineOptions,
     selection: Selection,
+    dtype: torch.dtype,
     kv_dtype: DType,
     device: torch.device,
-    ranks: int,
+    parallel: TensorParallel,
 ) -> Capacity:
     page_size = selection.page_size
     assert page_size is not None
     context = min(options.context_length or spec.context_length, spec.context_length)
     per_request = -(-context // page_size)
     num_pages = options.num_pages
-    state_slots = options.state_slots or _SLOTS_A_REQUEST * options.max_batch + 1 if spec.linear_layers else 0
+    state_slots = options.state_slots or 0
+    if spec.linear_layers and not state_slots:
+        state_slots = _SLOTS_A_REQUEST * options.max_batch + 1 if options.prefix_cache else options.max_batch
+    elif state_slots and not spec.linear_layers:
+        raise UsageError(
+            f"--state-slots {state_slots} is given, but the model has no linear-attention layer; leave it out"
+        )
     if num_pages is None and not spec.full_layers:
         num_pages = per_request * options.max_batch  # a page is a number without memory then
     if num_pages is None:
-        page = bytes_per_page(spec, page_size, kv_dtype, ranks)
+        page = bytes_per_page(spec, page_size, kv_dtype, parallel.size)
         room = _CPU_CACHE_BYTES
         if device.type == "cuda":
             room = int(torch.cuda.mem_get_info(device)[0] * _GPU_CACHE_SHARE)
+            room -= state_slots * bytes_per_state(spec, dtype, parallel)
         num_pages = min(room // page, per_request * options.max_batch)
         if num_pages < 1:
-            raise PoolError(f"one page of {page_size} tokens takes {page} bytes, and there are {room}; use --page-size")
+            states = f" beside {state_slots} linear states (--state-slots)" if state_slots else ""
+            raise PoolError(
+                f"one page of {page_size} tokens takes {page} bytes, and there are {max(room, 0)}{states}; "
+                "use --page-size"
+            )
     chunk = context if options.chunked_prefill_size == -1 else min(options.chunked_prefill_size, context)
     return Capacity(num_pages, page_size, options.max_batch, chunk, context, state_slots)

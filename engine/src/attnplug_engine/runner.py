@@ -81,7 +81,7 @@ class ModelRunner:
         check_layers: bool = False,
     ) -> None:
         self.model, self.capacity, self.device = model.module, capacity, device
-        self.pools = build_pools(model.spec, capacity, kv_dtype, device, parallel)
+        self.pools = build_pools(model.spec, capacity, dtype, kv_dtype, device, parallel)
         self.workspace = WorkspaceOwner()
         context = BackendContext(
             name="",
@@ -186,21 +186,34 @@ class ModelRunner:
 
 
 def build_pools(
-    spec: ModelSpec, capacity: Capacity, kv_dtype: DType, device: torch.device, parallel: TensorParallel
+    spec: ModelSpec,
+    capacity: Capacity,
+    dtype: torch.dtype,
+    kv_dtype: DType,
+    device: torch.device,
+    parallel: TensorParallel,
 ) -> KVPools:
-    """The pools that a model's layers need, for this rank's heads."""
+    """The pools that a model's layers need, for this rank's heads; ``dtype`` is the model's."""
     try:
-        return _build_pools(spec, capacity, kv_dtype, device, parallel)
-    except RuntimeError as error:  # torch's allocators raise it, and its subclass for CUDA
+        return _build_pools(spec, capacity, dtype, kv_dtype, device, parallel)
+    except (RuntimeError, MemoryError) as error:  # torch's allocators raise the first, and its subclass for CUDA
         needed = capacity.num_pages * bytes_per_page(spec, capacity.page_size, kv_dtype, parallel.size)
-        raise PoolError(
-            f"{capacity.num_pages} pages of {capacity.page_size} tokens take {needed / 2**30:.1f} GiB, which cannot be "
-            "allocated; lower --num-pages"
-        ) from error
+        what = f"{capacity.num_pages} pages of {capacity.page_size} tokens take {needed / 2**30:.1f} GiB"
+        options = "lower --num-pages"
+        if capacity.state_slots:
+            states = capacity.state_slots * bytes_per_state(spec, dtype, parallel)
+            what += f" and {capacity.state_slots} linear states {states / 2**30:.1f} GiB"
+            options += ", --state-slots or --max-batch"
+        raise PoolError(f"{what}, which cannot be allocated; {options}") from error
 
 
 def _build_pools(
-    spec: ModelSpec, capacity: Capacity, kv_dtype: DType, device: torch.device, parallel: TensorParallel
+    spec: ModelSpec,
+    capacity: Capacity,
+    dtype: torch.dtype,
+    kv_dtype: DType,
+    device: torch.device,
+    parallel: TensorParallel,
 ) -> KVPools:
     kinds = spec.kinds
     mha = mla = None
@@ -219,11 +232,23 @@ def _build_pools(
         )
     linear = None
     if spec.linear_layers:
-        # What a convolution remembers are activations; only rows for attention are ever stored in fp8.
-        dtype = DType.BFLOAT16 if kv_dtype is DType.FLOAT8_E4M3 else kv_dtype
         own = [linear_part(layer, parallel).layer for layer in spec.linear_layers]
-        linear = LinearStatePool(own, num_slots=capacity.state_slots, dtype=dtype, device=device)
+        state_dtype = DType(str(dtype).removeprefix("torch."))
+        linear = LinearStatePool(own, num_slots=capacity.state_slots, dtype=state_dtype, device=device)
     return KVPools(mha=mha, mla=mla, linear=linear)
+
+
+def bytes_per_state(spec: ModelSpec, dtype: torch.dtype, parallel: TensorParallel) -> int:
+    """What one request's linear states take in all layers together, for this rank's heads.
+
+    Recurrent states are float32. What a convolution remembers are activations, in the model's own ``dtype``.
+    """
+    total = 0
+    for layer in spec.linear_layers:
+        dims = linear_part(layer, parallel).dims
+        total += dims.heads * dims.key_dim * dims.value_dim * torch.float32.itemsize
+        total += dims.conv_channels * dims.conv_width * dtype.itemsize
+    return total
 
 
 def bytes_per_page(spec: ModelSpec, page_size: int, kv_dtype: DType, parallel_size: int = 1) -> int:

@@ -38,8 +38,8 @@ class Scheduler:
 
     Linear states. For a model with linear layers ``states`` holds a slot for every running request, and the prefix
     cache keeps snapshots in the rest. A hit goes as far as a snapshot; so prefills stop at checkpoints, at whole pages:
-    every ``checkpoint`` tokens, and at the prompt's last whole page. A state cannot be taken back: where a step is
-    dropped, all that runs is preempted and computed again.
+    every ``checkpoint`` tokens, and at the last whole page of prompts with more than that. A state cannot be taken
+    back: where a step is dropped, all that runs is preempted and computed again.
 
     Pages that others hold when the scheduler is made are not counted on; hold none later. Between ``next_step`` and
     ``finish_step`` (or ``drop_step``) the step is in flight, and the rows of its requests stay as they are.
@@ -55,7 +55,7 @@ class Scheduler:
         max_step_tokens: int,
         context_length: int,
         states: LinearStatePool | None = None,
-        checkpoint: int = 512,
+        checkpoint: int = 1024,
     ) -> None:
         limits = {"max_batch": max_batch, "max_step_tokens": max_step_tokens, "context_length": context_length}
         for name, value in limits.items():
@@ -68,10 +68,11 @@ class Scheduler:
                 f"the prefix cache has pages of {cache.page_size} tokens and the slot table of {table.page_size}; "
                 "build both with the same page size"
             )
-        if states is not None and states.num_slots <= max_batch:
+        needed = max_batch + (cache is not None)  # a snapshot is kept while it is copied
+        if states is not None and states.num_slots < needed:
             raise UsageError(
                 f"{states.num_slots} slots for linear-attention states are too few for {max_batch} requests at a time: "
-                f"give --state-slots {max_batch + 1} or more, or lower --max-batch"
+                f"give --state-slots {needed} or more, or lower --max-batch"
             )
         if checkpoint < 1:
             raise UsageError(f"--state-checkpoint {checkpoint} is not a number of tokens; give 1 or more")
@@ -369,7 +370,8 @@ class Scheduler:
             return self._context_length + 1
         multiple = (computed // self._checkpoint + 1) * self._checkpoint
         last = (len(request.prompt) - 1) // self._page_size * self._page_size
-        return min(multiple, last) if computed < last else multiple
+        # A short prompt is not worth a step of its own behind its last page: nobody is admitted beside a prefill.
+        return min(multiple, last) if self._checkpoint < last and computed < last else multiple
 
     def _take_snapshot(self, states: LinearStatePool, request: Request) -> None:
         """Keep a running request's state for those who come with the same tokens, should a slot be had."""

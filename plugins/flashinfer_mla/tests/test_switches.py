@@ -152,7 +152,7 @@ def test_planning_of_what_runs_as_mha_takes_no_paged_kernel():
     assert batch.plan.metadata.calls == () and batch.plan.query_rows == 9
     out = mla.attend(model.q, stage.new_rows(), stage.layer, model.weights, batch)
     assert relative_error(out, model.wanted()) <= 1e-6
-    with pytest.raises(PlanError, match="prepared to run chunked"):
+    with pytest.raises(PlanError, match="planned to run as MHA"):
         stage.absorbed(batch)
 
 

@@ -227,7 +227,8 @@ class LinearStatePool:
             (slot,) = self._slots.allocate(1)
         except OutOfPages as error:
             raise PoolError(
-                f"all {error.total} linear-state slots are in use; wait for a request to finish, or raise --max-batch"
+                f"all {error.total} linear-state slots are in use; wait for a request to finish, raise --state-slots, "
+                "or lower --max-batch"
             ) from error
         for state in self._states:
             state[slot].zero_()

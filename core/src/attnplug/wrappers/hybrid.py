@@ -41,6 +41,7 @@ class HybridLinearBackend(ForwardingBackend):
         if full is not None:
             # How an extend runs is the full backend's affair: the linear one has no paths to choose from.
             self.claims = replace(self.claims, mla_extend=full.claims.mla_extend)
+            self.forced_by = {claim: who for claim, who in self.forced_by.items() if claim != "mla_extend"}
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
         parts = tuple(child.init_forward_metadata(batch) for child in self._planning(batch))
@@ -49,7 +50,9 @@ class HybridLinearBackend(ForwardingBackend):
 
     def _planning(self, batch: ForwardBatch) -> list[Any]:
         """The children that a batch is planned by."""
-        if batch.forward_mode is ForwardMode.DRAFT_EXTEND and self._full is not None:
+        if batch.forward_mode is ForwardMode.DRAFT_EXTEND:
+            if self._full is None:
+                raise PlanError(f"{self.backend_id.name} has linear layers only, and a draft's extend touches no state")
             return [self._full]
         return list(self.children.values())
 

@@ -301,8 +301,8 @@ class FlashInferMLABackend:
         cache, planned = self._cache(layer, q), plan.query_rows
         if not metadata.calls and planned:
             raise PlanError(
-                f"the batch was prepared to run {batch.mla_plan.path}, so {self.backend_id.name} has no plan to run it "
-                "absorbed; prepare it for that, or clear batch.mla_plan before planning"
+                f"the batch was planned to run as MHA, so {self.backend_id.name} has no plan to run it absorbed; "
+                "prepare it for that, or clear batch.mla_plan before planning"
             )
         if save_kv_cache:
             self._save(layer, cache, metadata, k, v, planned)
