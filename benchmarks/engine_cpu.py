@@ -195,7 +195,7 @@ def overhead(engine: Engine, batch: int, new: int) -> dict[str, float]:
 def overhead_warm(engine: Engine, batch: int, new: int) -> dict[str, float]:
     """The same without the model's math, which leaves none of the caches to what surrounds it."""
     runner = engine.runner
-    model, runner.model = runner.model, ReadyMade(batch * PROMPT, batch)  # type: ignore[assignment]
+    model, runner.model = runner.model, ReadyMade(batch * PROMPT, batch)  # type: ignore[assignment] # as much of a model as is called
     try:
         rounds = [overhead(engine, batch, new) for _ in range(8)]
     finally:

@@ -84,7 +84,7 @@ class Linear(Full):
     def __init__(self, name: str = "linear", claims: Claims | None = None) -> None:
         super().__init__(name, claims or Claims(cuda_graph=GraphLevel.DECODE, needs_cpu_seq_lens=False))
 
-    forward_extend = forward_decode = init_mha_chunk_metadata = None  # type: ignore[assignment]
+    forward_extend = forward_decode = init_mha_chunk_metadata = None  # type: ignore[assignment] # it has none of these
 
     def forward_conv(self, x, weight, bias, layer, batch, silu):
         batch.plan_for(self.backend_id, x.shape[0])
@@ -287,7 +287,7 @@ class TestChunkHook:
     def test_preparing_a_batch_reaches_the_full_child_through_the_wrapper(self):
         """A8, C2: the bug that started it was a wrapper without the hook."""
         full = Full(claims=Claims(mla_extend=frozenset(ExtendPath)))
-        full.forward_ragged = lambda *arguments: None  # type: ignore[attr-defined]
+        full.forward_ragged = lambda *arguments: None  # type: ignore[attr-defined] # an optional hook
         scene = MLAScene(MLACase(((800, 8218),), page_size=16), "cpu", lambda context: full)
         hybrid = HybridLinearBackend(full, Linear(), ModelSpec("mla", "test", (LINEAR, scene.layer), 1 << 20))
         batch = scene.batch()

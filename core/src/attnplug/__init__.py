@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     from attnplug.linear import LinearAttention, LinearInputs, attend_linear, convolve
     from attnplug.mla import ExtendPolicy, MLAAttention, MLAWeights, attend_mla, merge_partial
     from attnplug.ragged import RaggedCall
-    from attnplug.transfer import to_device
+    from attnplug.transfer import on_host, to_device
     from attnplug.workspace import SCRATCH, Workspace, WorkspaceKind, WorkspaceOwner, WorkspaceUse
     from attnplug.wrappers import ForwardingBackend, HybridLinearBackend, SplitBackend
 
@@ -106,7 +106,7 @@ _NEEDS_TORCH = {
     "linear": ("LinearAttention", "LinearInputs", "attend_linear", "convolve"),
     "mla": ("ExtendPolicy", "MLAAttention", "MLAWeights", "attend_mla", "merge_partial"),
     "ragged": ("RaggedCall",),
-    "transfer": ("to_device",),
+    "transfer": ("on_host", "to_device"),
     "workspace": ("SCRATCH", "Workspace", "WorkspaceKind", "WorkspaceOwner", "WorkspaceUse"),
     "wrappers": ("ForwardingBackend", "HybridLinearBackend", "SplitBackend"),
 }
@@ -212,6 +212,7 @@ __all__ = [
     "hookimpl",
     "load_registry",
     "merge_partial",
+    "on_host",
     "plan_forward",
     "plan_prefix_chunks",
     "select",

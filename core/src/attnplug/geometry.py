@@ -78,23 +78,21 @@ class Geometry:
             f"request {request} has {new} new tokens but only {total} rows in all; seq_lens counts the new tokens too"
         )
 
-    def slots(self, requests: Tensor, positions: Tensor) -> Tensor:
-        """``[rows]`` int64: the cache slots (``page * page_size + offset``) of rows of requests, given on the CPU."""
-        device = self.page_table.device
-        requests, positions = requests.to(device, non_blocking=True), positions.to(device, non_blocking=True)
-        pages = self.page_table[requests, positions // self.page_size]
+    def span_slots(self, requests: Sequence[int], starts: Sequence[int], lens: Sequence[int]) -> Tensor:
+        """``[rows]`` int64: the cache slots (``page * page_size + offset``) of spans of requests, one behind the other.
+
+        Span i is the rows ``starts[i] … starts[i] + lens[i] - 1`` of ``requests[i]``.
+        """
+        if not sum(lens):
+            return torch.empty(0, dtype=torch.int64, device=self.page_table.device)
+        owner, positions = spread(starts, lens, self.page_table.device)
+        pages = self.page_table[to_device(requests, self.page_table.device)[owner], positions // self.page_size]
         return pages.long() * self.page_size + positions % self.page_size
 
     def new_slots(self) -> Tensor:
-        """``[query_rows]`` int64: the cache slot of each new token's row."""
-        lens = torch.tensor([self.query_lens, self.kv_lens], dtype=torch.int64)
-        requests = torch.arange(len(self.query_lens))
-        ends = lens[1]
-        if self.mode is not ForwardMode.DECODE:
-            requests = torch.repeat_interleave(requests, lens[0], output_size=self.query_rows)
-            # A request's last new row is its last row of all: count back from there.
-            ends = (lens[1] - lens[0].cumsum(0))[requests] + torch.arange(1, self.query_rows + 1)
-        return self.slots(requests, ends - 1)
+        """``[query_rows]`` int64: the cache slot of each new token's row. A request's new rows are its last ones."""
+        starts = [total - new for new, total in zip(self.query_lens, self.kv_lens, strict=True)]
+        return self.span_slots(range(len(starts)), starts, self.query_lens)
 
     def cache_slots(self, requests: Sequence[int]) -> Tensor:
         """``[requests, longest]`` int64: the slots of all cache rows of some requests, one request a row.
@@ -105,6 +103,18 @@ class Geometry:
         if list(requests) != list(range(table.shape[0])):
             table = table.index_select(0, to_device(requests, table.device))
         return (_host_slots if table.is_cpu else _device_slots)(table, lens, self.page_size)
+
+
+def spread(starts: Sequence[int], lens: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
+    """The numbers ``starts[i] … starts[i] + lens[i] - 1`` of all spans, one behind the other, and whose each is.
+
+    Made on the device from a few numbers a span: a copy of one number a row would wait for it.
+    """
+    rows = sum(lens)
+    first, counts = to_device([starts, lens], device).unbind()
+    owner = torch.repeat_interleave(counts, output_size=rows)
+    shifts = first - (counts.cumsum(0) - counts)
+    return owner, torch.arange(rows, device=device) + shifts[owner]
 
 
 # A slot is its position and a shift that is the same all over a page. Behind a request's last row both stay what they

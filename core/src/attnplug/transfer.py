@@ -17,8 +17,14 @@ def to_device(
     numbers: Sequence[Any] | NDArray[Any], device: torch.device, dtype: type[np.integer[Any]] = np.int64
 ) -> Tensor:
     """A tensor of whole numbers; a copy, whatever ``numbers`` is."""
+    tensor = on_host(numbers, device, dtype)
+    return tensor if device == _CPU else tensor.to(device, non_blocking=True)
+
+
+def on_host(
+    numbers: Sequence[Any] | NDArray[Any], device: torch.device, dtype: type[np.integer[Any]] = np.int64
+) -> Tensor:
+    """The same on the host, in memory from which a copy to ``device`` runs by itself; torch keeps it for that long."""
     tensor = torch.from_numpy(np.array(numbers, dtype))  # by way of numpy it costs a third of torch.tensor
-    if device == _CPU:  # device.type makes a string, at ten times the cost
-        return tensor
-    # Pinned memory makes the copy asynchronous; torch keeps it until the copy is done.
-    return (tensor.pin_memory() if device.type == "cuda" else tensor).to(device, non_blocking=True)
+    # device.type makes a string, at ten times the cost of a comparison
+    return tensor.pin_memory() if device != _CPU and device.type == "cuda" else tensor

@@ -17,7 +17,7 @@ LARGEST_SEED = 2**63 - 1
 def _check_whole(name: str, value: object, lowest: int, allowed: str, highest: int | None = None) -> None:
     # Values come from JSON lines too, where a text or true is one typo away.
     whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or value < lowest or (highest is not None and value > highest):  # type: ignore[operator]
+    if not whole or value < lowest or (highest is not None and value > highest):  # type: ignore[operator] # whole
         raise UsageError(f"{name}={value!r} is not allowed; give {allowed}")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from attnplug.chunks import Chunk, plan_prefix_chunks
 from attnplug.claims import ExtendPath
-from attnplug.geometry import Geometry
+from attnplug.geometry import Geometry, spread
 from attnplug.ragged import RaggedCall
 
 
@@ -55,8 +54,8 @@ def plan_extend(geometry: Geometry, path: ExtendPath, chunk_capacity: int) -> ML
     if path is ExtendPath.ONE_SHOT:
         rows = [geometry.kv_lens[request] for request in live]
         call = RaggedCall.of(0, queries, rows, causal=True, device=device)
-        whole = [(request, 0, geometry.kv_lens[request]) for request in live]
-        return MLAExtendPlan(path, new_slots, geometry.query_rows, (Part(call, _slots(geometry, whole), None),))
+        slots = geometry.span_slots(live, [0] * len(live), rows)
+        return MLAExtendPlan(path, new_slots, geometry.query_rows, (Part(call, slots, None),))
     parts = [Part(RaggedCall.of(0, queries, queries, causal=True, device=device), None, None)]
     prefixes = [kv - new if new else 0 for new, kv in zip(geometry.query_lens, geometry.kv_lens, strict=True)]
     for index, chunk in enumerate(plan_prefix_chunks(prefixes, chunk_capacity), start=1):
@@ -69,18 +68,11 @@ def _chunk_part(geometry: Geometry, index: int, chunk: Chunk, live: list[int]) -
     requests = [span.request for span in chunk.spans]
     queries = [geometry.query_lens[request] for request in requests]
     device = geometry.page_table.device
-    call = RaggedCall.of(index, queries, [span.length for span in chunk.spans], causal=False, device=device)
-    slots = _slots(geometry, [(span.request, span.start, span.length) for span in chunk.spans])
+    lens = [span.length for span in chunk.spans]
+    call = RaggedCall.of(index, queries, lens, causal=False, device=device)
+    slots = geometry.span_slots(requests, [span.start for span in chunk.spans], lens)
     rows = None
     if requests != live:
         starts = list(accumulate(geometry.query_lens, initial=0))
-        ranges = [torch.arange(starts[r], starts[r] + geometry.query_lens[r]) for r in requests]
-        rows = torch.cat(ranges).to(device, non_blocking=True)
+        _, rows = spread([starts[request] for request in requests], queries, device)
     return Part(call, slots, rows)
-
-
-def _slots(geometry: Geometry, spans: Sequence[tuple[int, int, int]]) -> Tensor:
-    """``[rows]``: the cache slots of (request, start, length) spans, one span after the other."""
-    requests = torch.cat([torch.full((length,), request) for request, _, length in spans])
-    positions = torch.cat([torch.arange(start, start + length) for _, start, length in spans])
-    return geometry.slots(requests, positions)

@@ -14,12 +14,13 @@ from functools import cache
 from itertools import accumulate
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from attnplug import BackendContext, BackendError, DType, MLADims, RaggedCall
+from attnplug import BackendContext, BackendError, DType, MLADims, RaggedCall, on_host
 from attnplug_flashinfer_mla.indices import Lengths
-from attnplug_flashinfer_mla.planner import PagedCall, on_host
+from attnplug_flashinfer_mla.planner import PagedCall
 from attnplug_flashinfer_mla.schedule import Schedule
 
 _LN_2 = math.log(2.0)
@@ -345,8 +346,8 @@ class FlashInferRagged:
     def _plan(self, call: RaggedCall, width: int, v_width: int) -> None:
         shape = self._shape
         self._wrapper.plan(
-            qo_indptr=on_host(tuple(accumulate(call.query_lens, initial=0)), self._device),
-            kv_indptr=on_host(tuple(accumulate(call.kv_lens, initial=0)), self._device),
+            qo_indptr=on_host(tuple(accumulate(call.query_lens, initial=0)), self._device, np.int32),
+            kv_indptr=on_host(tuple(accumulate(call.kv_lens, initial=0)), self._device, np.int32),
             num_qo_heads=shape.heads,
             num_kv_heads=shape.heads,
             head_dim_qk=width,

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnplug import Geometry, to_device
+from attnplug import Geometry, on_host, to_device
 from attnplug_flashinfer_mla.indices import Lengths, fill_indices
 
 # FlashInfer's scheduler keeps its work items in arrays of 16384 and, before 0.7.2, does not look whether they fit. A
@@ -134,16 +134,10 @@ def _call(geometry: Geometry, segment: Segment, heads: int, causal: bool, slots:
     device, page_size = geometry.page_table.device, geometry.page_size
     pages = [-(-rows // page_size) for rows in segment.kv_lens]
     numbers = on_host(
-        (*accumulate(segment.query_lens, initial=0), *accumulate(pages, initial=0), *segment.kv_lens), device
+        (*accumulate(segment.query_lens, initial=0), *accumulate(pages, initial=0), *segment.kv_lens), device, np.int32
     )
     lengths = Lengths.of(numbers.to(device, non_blocking=True))  # one copy for the three
     kv_indices = torch.empty(sum(pages), dtype=torch.int32, device=device)
     page_table = geometry.page_table[segment.requests]
     fill_indices(page_table, lengths, page_size, kv_indices, slots[segment.rows])
     return PagedCall(segment.rows, heads, causal, Lengths.of(numbers), kv_indices, page_table, lengths.kv_lens)
-
-
-def on_host(numbers: Sequence[int], device: torch.device) -> Tensor:
-    """int32 in memory from which a copy to ``device`` runs by itself: FlashInfer makes some of its own."""
-    tensor = torch.from_numpy(np.fromiter(numbers, np.int32, len(numbers)))
-    return tensor.pin_memory() if device.type == "cuda" else tensor
