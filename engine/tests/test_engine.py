@@ -215,7 +215,7 @@ def test_nan_in_logits_ends_the_request_that_has_it_and_no_other():
 @pytest.mark.parametrize("model", ["tiny:llama", "tiny:kimi_linear"])
 def test_pages_of_a_request_that_ends_by_an_error_are_not_found_again(model):
     """Others with the same tokens would read what made it fail."""
-    engine = Engine(model, device="cpu", page_size=4, chunked_prefill_size=12, state_checkpoint=64)
+    engine = Engine(model, device="cpu", page_size=4, chunked_prefill_size=4, state_checkpoint=64)
     poison(engine, 1)
     (bad,) = engine.generate([[4, 5, 6, 7, 8, 3, 2, 1, 5, 6, 7, 9]], max_tokens=4)
     assert bad.finish_reason == "error"

@@ -1,0 +1,249 @@
+"""The two sides that ``mla_h200.py`` compares over the same memory: our backend, and FlashInfer called directly."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from gpu_clock import device_us
+from torch import Tensor
+
+from attnplug import (
+    AttentionKind,
+    BackendContext,
+    DType,
+    ForwardBatch,
+    ForwardMode,
+    KVPools,
+    LayerSpec,
+    Limits,
+    MLADims,
+    MLAPool,
+    ModelSpec,
+    Role,
+    WorkspaceOwner,
+)
+from attnplug_flashinfer_mla.backend import FlashInferMLABackend
+
+PAGE = 64
+DIMS = MLADims(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64)
+QK_DIM, V_DIM = DIMS.qk_nope_head_dim + DIMS.qk_rope_head_dim, 128
+SCALE = QK_DIM**-0.5
+DTYPE = torch.bfloat16
+KERNEL = "fa3"
+MAX_CONTEXT = 131072
+SCRATCH_BYTES = 128 << 20
+"""What FlashInfer recommends, and our backend's default."""
+
+LAYERS = 4
+CALLS = 20
+"""Calls in a graph, over the layers in turn."""
+REPLAYS = 30
+HOST_CALLS = 50
+"""Calls between two looks at the clock: too few to fill the launch queue, where the host would wait for the device."""
+NEW, PREFIX, CAPACITY = 512, 32768, 16384
+PACKAGES = ("torch", "triton", "flashinfer-python", "attnplug", "attnplug-engine", "attnplug-flashinfer-mla")
+
+
+@dataclass(frozen=True)
+class Case:
+    """Equally long requests."""
+
+    heads: int
+    requests: int
+    length: int
+
+    def __str__(self) -> str:
+        return f"{self.heads:>3} heads {self.requests:>3} × {self.length:<5}"
+
+
+GRID = ((1, 1024), (1, 4096), (1, 16384), (1, 65536), (4, 4096), (16, 4096), (64, 4096), (128, 8192), (256, 2048))
+DECODE = tuple(Case(heads, *shape) for heads in (16, 128) for shape in GRID)
+PREFILL = (Case(128, 1, 4096), Case(16, 4, 4096), Case(16, 1, 16384), Case(16, 16, 1024))
+MEMORY = tuple(Case(heads, 4, PREFIX + NEW) for heads in (16, 128))
+QUICK_DECODE, QUICK_PREFILL = (Case(16, 1, 4096), Case(128, 64, 4096)), (Case(16, 4, 4096),)
+
+
+def causal_pairs(new: int, total: int) -> int:
+    """(query, key) pairs of one request and head whose ``new`` queries are the last of ``total`` rows."""
+    return new * total - new * (new - 1) // 2
+
+
+def prefill_flops(case: Case) -> int:
+    return case.heads * case.requests * causal_pairs(case.length, case.length) * 2 * (QK_DIM + V_DIM)
+
+
+def decode_bytes(case: Case) -> int:
+    """Cache rows, queries and outputs, each moved once."""
+    rows = case.length * DIMS.row_dim + case.heads * (DIMS.row_dim + DIMS.kv_lora_rank)
+    return case.requests * rows * DTYPE.itemsize
+
+
+def ratios(times: Mapping[str, float], to: str = "raw") -> dict[str, float]:
+    return {name: value / times[to] for name, value in times.items() if name != to}
+
+
+def difference(out: Tensor, reference: Tensor) -> float:
+    """‖out − reference‖ / ‖reference‖."""
+    return float((out.float() - reference.float()).norm() / reference.float().norm())
+
+
+def random(*shape: int, device: torch.device) -> Tensor:
+    return torch.randn(*shape, dtype=DTYPE, device=device)
+
+
+class Rig:
+    """What all cases share: the device, scratch memory for the raw wrappers, and work that keeps the device busy."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=device)
+        self._flush = torch.empty(256 << 20, dtype=torch.uint8, device=device)
+        self._left, self._right = (random(8192, 8192, device=device) for _ in range(2))
+        self._product = torch.empty_like(self._left)
+
+    def warm(self) -> None:
+        """Hold the device for 0.2 ms, in which the host gets ahead: launches then cost the device nothing."""
+        torch.cuda._sleep(400_000)
+
+    def cold(self) -> None:
+        """The same, with the L2 cache emptied."""
+        self._flush.zero_()
+        self.warm()
+
+    def multiply(self) -> None:
+        torch.mm(self._left, self._right, out=self._product)
+
+    def load(self) -> None:
+        """About 6 ms of work."""
+        for _ in range(4):
+            self.multiply()
+
+    def ceilings(self) -> dict[str, float]:
+        """Bandwidth of a large copy, read and written counted, and the rate of an 8192³ bf16 product."""
+        source = random(1 << 30, device=self.device)
+        target = torch.empty_like(source)
+        us = device_us({"copy": lambda: target.copy_(source), "product": self.multiply}, 20, self.warm)
+        moved = 2 * source.numel() * source.element_size()
+        return {"copy_gb_per_s": moved / us["copy"] / 1e3, "matmul_tflop_per_s": 2 * 8192**3 / us["product"] / 1e6}
+
+
+class Ours:
+    """Our backend over caches of random rows in random pages."""
+
+    def __init__(self, case: Case, device: torch.device, layers: int) -> None:
+        self.case, self.device = case, device
+        width = -(-case.length // PAGE)
+        pages = case.requests * width
+        self.page_table = torch.randperm(pages).view(case.requests, width).int().to(device)
+        self.layers = tuple(
+            LayerSpec(number, AttentionKind.MLA, case.heads, case.heads, QK_DIM, V_DIM, SCALE, mla=DIMS)
+            for number in range(layers)
+        )
+        self.pool = MLAPool(self.layers, num_pages=pages, page_size=PAGE, dtype=DType.BFLOAT16, device=device)
+        for layer in self.layers:
+            self.pool.rows(layer.layer_id).normal_()
+        self.workspace = WorkspaceOwner()
+        before = torch.cuda.memory_allocated()
+        self.backend = FlashInferMLABackend(
+            BackendContext(
+                name="flashinfer_mla",
+                roles=frozenset({Role.PREFILL, Role.DECODE}),
+                model=ModelSpec("benchmark", "benchmark", self.layers, MAX_CONTEXT),
+                device=device,
+                dtype=DTYPE,
+                kv_dtype=DType.BFLOAT16,
+                page_size=PAGE,
+                limits=Limits(case.requests, case.requests * case.length, MAX_CONTEXT),
+                pools=KVPools(mla=self.pool),
+                workspace=self.workspace,
+            )
+        )
+        self.backend_bytes = torch.cuda.memory_allocated() - before
+
+    def batch(self, new: int | None = None) -> ForwardBatch:
+        """Each request's last ``new`` rows extend it; without a number its last row is decoded."""
+        requests = self.case.requests
+        lens = torch.full((requests,), self.case.length, dtype=torch.int32)
+        news = None if new is None else torch.full((requests,), new, dtype=torch.int32)
+        return ForwardBatch(
+            forward_mode=ForwardMode.DECODE if new is None else ForwardMode.EXTEND,
+            input_ids=torch.zeros(requests * (new or 1), dtype=torch.int64, device=self.device),
+            page_table=self.page_table,
+            seq_lens=lens.to(self.device),
+            seq_lens_cpu=lens,
+            extend_seq_lens=None if news is None else news.to(self.device),
+            extend_seq_lens_cpu=news,
+        )
+
+
+class RawDecode:
+    """FlashInfer's paged wrapper over the caches of our pool, planned and called as its documentation does."""
+
+    def __init__(self, ours: Ours, q: Tensor, scratch: Tensor, *, graph: bool) -> None:
+        from flashinfer.mla import BatchMLAPagedAttentionWrapper
+
+        case, device, rank = ours.case, ours.device, DIMS.kv_lora_rank
+        counts = torch.arange(case.requests + 1, dtype=torch.int32, device=device)
+        self._arrays = {
+            "qo_indptr": counts,
+            "kv_indptr": counts * ours.page_table.shape[1],
+            "kv_indices": ours.page_table.flatten(),
+            "kv_len_arr": torch.full((case.requests,), case.length, dtype=torch.int32, device=device),
+        }
+        reserved = {name: array.clone() for name, array in self._arrays.items()} if graph else {}
+        self._wrapper = BatchMLAPagedAttentionWrapper(scratch, use_cuda_graph=graph, backend=KERNEL, **reserved)
+        self._heads = case.heads
+        self._q = q[..., :rank], q[..., rank:]
+        rows = [ours.pool.rows(layer.layer_id).squeeze(2) for layer in ours.layers]
+        self._caches = [(cache[..., :rank], cache[..., rank:]) for cache in rows]
+        self.plan()
+
+    def plan(self, _: int = 0) -> None:
+        self._wrapper.plan(
+            **self._arrays,
+            num_heads=self._heads,
+            head_dim_ckv=DIMS.kv_lora_rank,
+            head_dim_kpe=DIMS.qk_rope_head_dim,
+            page_size=PAGE,
+            causal=False,
+            sm_scale=SCALE,
+            q_data_type=DTYPE,
+            kv_data_type=DTYPE,
+        )
+
+    def run(self, number: int) -> Tensor:
+        out: Tensor = self._wrapper.run(*self._q, *self._caches[number % len(self._caches)])
+        return out
+
+
+class RawPrefill:
+    """FlashInfer's ragged wrapper, likewise."""
+
+    def __init__(self, case: Case, scratch: Tensor) -> None:
+        from flashinfer.prefill import BatchPrefillWithRaggedKVCacheWrapper
+
+        self._heads = case.heads
+        counts = torch.arange(case.requests + 1, dtype=torch.int32, device=scratch.device)
+        self._indptr = counts * case.length
+        self._wrapper = BatchPrefillWithRaggedKVCacheWrapper(scratch, kv_layout="NHD", backend=KERNEL)
+        self.plan()
+
+    def plan(self, _: int = 0) -> None:
+        self._wrapper.plan(
+            qo_indptr=self._indptr,
+            kv_indptr=self._indptr,
+            num_qo_heads=self._heads,
+            num_kv_heads=self._heads,
+            head_dim_qk=QK_DIM,
+            head_dim_vo=V_DIM,
+            causal=True,
+            sm_scale=SCALE,
+            q_data_type=DTYPE,
+            kv_data_type=DTYPE,
+        )
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out: Tensor = self._wrapper.run(q, k, v)
+        return out
