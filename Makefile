@@ -9,6 +9,8 @@ PIP_ANY := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PIP := $(PIP_ANY) --constraint constraints.txt
 # Read by plugins/flashinfer_mla/tests/test_signatures.py beside the pinned one: the ends of the range that it claims.
 FLASHINFER := 0.6.12 0.7.2.post1
+# The same for plugins/hybrid_linear. Not importable here: transformers' models would run on it.
+FLA := 0.6.0
 
 .PHONY: run test lint types tests bench docs gpu-test clean
 
@@ -51,14 +53,18 @@ $(VENV)/installed: constraints.txt Makefile $(addsuffix /pyproject.toml,$(PACKAG
 	@touch $@
 
 # FlashInfer comes with what its import needs and no more: with the CuTe DSL, it cannot be imported where there is no CUDA.
-$(VENV)/installed-dev: $(VENV)/installed $(FLASHINFER:%=$(VENV)/flashinfer/%)
+# Triton is there for its interpreter.
+$(VENV)/installed-dev: $(VENV)/installed $(FLASHINFER:%=$(VENV)/flashinfer/%) $(FLA:%=$(VENV)/fla/%)
 	$(PIP) pytest pytest-xdist hypothesis mypy ruff
 	$(PIP) apache-tvm-ffi nvidia-ml-py requests
-	$(PIP) --no-deps flashinfer-python
+	$(PIP) --no-deps flashinfer-python triton
 	@touch $@
 
 $(VENV)/flashinfer/%: | $(VENV)/installed
 	$(PIP_ANY) --no-deps --no-compile --target $@ flashinfer-python==$*
+
+$(VENV)/fla/%: | $(VENV)/installed
+	$(PIP_ANY) --no-deps --no-compile --target $@ fla-core==$*
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

@@ -11,23 +11,18 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
-import platform
-import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
+from dataclasses import asdict
 from functools import cached_property, partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 from gpu_clock import Call, capture, complaint_of_torch, device_us, host_us, medians, while_busy
+from gpu_report import Report, attempt, describe
 from mla_report import errors, print_report
 from mla_sides import (
     CALLS,
@@ -66,6 +61,8 @@ from attnplug import (
     MLAAttention,
     MLAWeights,
 )
+
+WHAT = "flashinfer_mla against FlashInfer called directly; bf16, kv_lora 512 + rope 64, pages of 64; medians"
 
 # Cases
 
@@ -284,34 +281,6 @@ class Memory:
 # The run
 
 
-@dataclass
-class Report:
-    """Everything found so far; written anew with every result."""
-
-    path: Path | None
-    found: dict[str, Any]
-    started: float = field(default_factory=time.monotonic)
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self.started
-
-    def put(self, name: str, value: Any) -> None:
-        self.found[name], self.found["seconds"] = value, self.seconds
-        if self.path is not None:
-            self.path.write_text(json.dumps(self.found, indent=1) + "\n")
-
-
-def attempt(measure: Callable[[], Any]) -> Any:
-    """What was measured, or the error in its place."""
-    try:
-        return measure()
-    except Exception as error:  # kernels fail in any way there is, and the other cases are worth having
-        trace = traceback.format_exc(limit=-4)
-        print(trace, file=sys.stderr, flush=True)
-        return {"error": f"{type(error).__name__}: {error}"[:400], "traceback": trace[-4000:]}
-
-
 def measure_case(make: Callable[[Case, Rig], Any], case: Case, rig: Rig) -> dict[str, Any]:
     bench = attempt(lambda: make(case, rig))
     if isinstance(bench, dict):
@@ -345,33 +314,6 @@ def compile_kernels(rig: Rig) -> dict[str, Any]:
     return found
 
 
-def describe(commit: str | None) -> dict[str, Any]:
-    """Where and with what this runs."""
-    versions: dict[str, str | None] = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = None
-    file = Path(__file__).resolve().parents[1] / ".gpu" / "commit"
-    if commit is None and file.exists():
-        commit = file.read_text().strip()
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        driver = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout.split()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        driver = None
-    return {
-        "what": "flashinfer_mla against FlashInfer called directly; bf16, kv_lora 512 + rope 64, pages of 64; medians",
-        "device": torch.cuda.get_device_name(),
-        "driver": driver,
-        "cuda": torch.version.cuda,
-        "versions": versions,
-        "commit": commit,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", metavar="FILE", type=Path)
@@ -385,7 +327,7 @@ def main() -> None:
         sys.exit(f"mla_h200 measures kernels for SM 90, and this is a {torch.cuda.get_device_name()}")
     os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
     torch.manual_seed(0)
-    report = Report(arguments.json, describe(arguments.commit))
+    report = Report(arguments.json, describe(WHAT, PACKAGES, arguments.commit))
     with torch.inference_mode():
         rig = Rig(torch.device("cuda", 0))
         report.put("ceilings", attempt(rig.ceilings))
