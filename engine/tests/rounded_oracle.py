@@ -65,8 +65,8 @@ class RoundedOracle:
             logits: Tensor = model(torch.tensor([tokens], device="cuda")).logits[0].float()
         return logits
 
-    def check(self, **settings: Any) -> None:
-        """An engine with these settings generates what it should."""
+    def check(self, *, slack: float = 1.5, **settings: Any) -> None:
+        """An engine with these settings generates what it should, within ``slack`` times transformers' rounding."""
         tokens, seen = generate(self.folder, self.prompts(), **settings)
         equal = decided = 0
         for prompt, chosen, found in zip(self.prompts(), tokens, seen, strict=True):
@@ -74,14 +74,14 @@ class RoundedOracle:
             wanted = self._logits(self._exact, sequence[:-1])[first:]
             rounding = self._logits(self._rounded, sequence[:-1])[first:] - wanted
             error, theirs = (float(off.norm() / wanted.norm()) for off in (found - wanted, rounding))
-            assert error <= 1.5 * theirs
+            assert error <= slack * theirs, f"prompt of {len(prompt)}: {error:.4f}, transformers {theirs:.4f}"
             top = wanted.topk(2, -1)
-            clear = (top.values[:, 0] - top.values[:, 1] > 1.5 * rounding.abs().amax(-1)).cpu()
+            clear = (top.values[:, 0] - top.values[:, 1] > slack * rounding.abs().amax(-1)).cpu()
             same = top.indices[:, 0].cpu() == torch.tensor(chosen)
-            assert bool(same[clear].all())
+            assert bool(same[clear].all()), f"prompt of {len(prompt)}: tokens differ where the margin is clear"
             equal, decided = equal + int(same.sum()), decided + int(clear.sum())
-        assert decided >= NEW_TOKENS  # many of the choices are clear ones, or the test says nothing
-        assert equal >= 0.9 * 4 * NEW_TOKENS
+        assert decided >= NEW_TOKENS, f"only {decided} choices are clear: the test says little"
+        assert equal >= 0.9 * 4 * NEW_TOKENS, f"only {equal} of {4 * NEW_TOKENS} tokens are equal"
 
 
 def generate(folder: str, prompts: Sequence[list[int]], **settings: Any) -> tuple[list[list[int]], list[Tensor]]:
