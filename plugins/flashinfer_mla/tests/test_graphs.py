@@ -74,7 +74,7 @@ class Capture:
         q, k = torch.full_like(self.q, NAN), torch.full_like(self.k, NAN)
         q[: len(scene.q)], k[: len(scene.q), 0] = scene.q, scene.new_rows()
         memory = self.scene.pool.rows(LAYER)
-        rows = torch.full_like(memory, NAN)
+        rows = torch.full(memory.shape, NAN, device=device).to(memory.dtype)
         rows[: len(scene.pool.rows(LAYER))] = scene.pool.rows(LAYER)
         on_device = lens.to(device)
 
@@ -101,11 +101,13 @@ class Capture:
         return self.stage(scene)()
 
 
-def scenes(mode: ForwardMode, new: int, device: str, heads: int, page_size: int) -> tuple[MLAScene, list[MLAScene]]:
+def scenes(
+    mode: ForwardMode, new: int, device: str, heads: int, page_size: int, **changes
+) -> tuple[MLAScene, list[MLAScene]]:
     """A large pool to capture on, and batches to replay: long and short, full and with fewer requests."""
     prefixes = [[300, 5, 64, 127], [1000, 17, 1, 0], [63], [2000, 900], [0, 1, 2, 3]]
     cases = [
-        MLACase(tuple((prefix, new) for prefix in some), mode, page_size, heads, seed=seed)
+        MLACase(tuple((prefix, new) for prefix in some), mode, page_size, heads, seed=seed, **changes)
         for seed, some in enumerate(prefixes)
     ]
     if device == "cpu":
@@ -119,14 +121,24 @@ def scenes(mode: ForwardMode, new: int, device: str, heads: int, page_size: int)
 @pytest.mark.parametrize(("mode", "new"), [(ForwardMode.DECODE, 1), (ForwardMode.TARGET_VERIFY, 4)])
 def test_one_capture_serves_other_lengths_pages_and_fewer_requests(mode, new, heads, page_size, device):
     """Replays give float64's result; padded requests read and write nothing; NaN is everywhere else."""
-    stage, others = scenes(mode, new, device, heads, page_size)
+    check_replays(*scenes(mode, new, device, heads, page_size), new)
+
+
+@on_every_device
+@pytest.mark.parametrize(("mode", "new"), [(ForwardMode.DECODE, 1), (ForwardMode.TARGET_VERIFY, 4)])
+def test_one_capture_serves_an_fp8_cache_too(mode, new, device):
+    """Of padding nothing is written there either."""
+    check_replays(*scenes(mode, new, device, 16, 64, kv_dtype=DType.FLOAT8_E4M3, kv_scale=0.37), new)
+
+
+def check_replays(stage: MLAScene, others: list[MLAScene], new: int) -> None:
     captured = Capture(stage, requests=4, per_request=new)
     captured.capture()
     address = captured.plan.metadata.new_slots.data_ptr()
     for other in others:
         out = captured.replay(other)
         wanted = other.wanted_absorbed()[0]
-        assert relative_error(out[: len(wanted)], wanted) <= (1e-6 if device == "cpu" else 5e-3)
+        assert relative_error(out[: len(wanted)], wanted) <= (1e-6 if stage.device.type == "cpu" else 5e-3)
         assert (out[len(wanted) :] == 0).all()
         written = (~stage.pool.rows(LAYER).float().isnan()).any(-1).sum()
         assert int(written) == sum(other.totals)
