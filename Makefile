@@ -3,12 +3,14 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PACKAGES := core engine plugins/flashinfer_mla plugins/hybrid_linear
+PACKAGES := core engine plugins/flashinfer_mla plugins/flashmla plugins/hybrid_linear
 PLUGINS := $(filter plugins/%,$(PACKAGES))
 PIP_ANY := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PIP := $(PIP_ANY) --constraint constraints.txt
 # Read by plugins/flashinfer_mla/tests/test_signatures.py beside the pinned one: the ends of the range that it claims.
 FLASHINFER := 0.6.12 0.7.2.post1
+# Read by plugins/flashmla/tests/test_signatures.py: it loads only beside CUDA, so it is unpacked and not installed.
+FLASHMLA := 1.0.0
 
 .PHONY: run test lint types tests bench docs gpu-test clean
 
@@ -51,7 +53,7 @@ $(VENV)/installed: constraints.txt Makefile $(addsuffix /pyproject.toml,$(PACKAG
 	@touch $@
 
 # FlashInfer comes with what its import needs and no more: with the CuTe DSL, it cannot be imported where there is no CUDA.
-$(VENV)/installed-dev: $(VENV)/installed $(FLASHINFER:%=$(VENV)/flashinfer/%)
+$(VENV)/installed-dev: $(VENV)/installed $(FLASHINFER:%=$(VENV)/flashinfer/%) $(FLASHMLA:%=$(VENV)/flashmla/%)
 	$(PIP) pytest pytest-xdist hypothesis mypy ruff
 	$(PIP) apache-tvm-ffi nvidia-ml-py requests
 	$(PIP) --no-deps flashinfer-python
@@ -59,6 +61,9 @@ $(VENV)/installed-dev: $(VENV)/installed $(FLASHINFER:%=$(VENV)/flashinfer/%)
 
 $(VENV)/flashinfer/%: | $(VENV)/installed
 	$(PIP_ANY) --no-deps --no-compile --target $@ flashinfer-python==$*
+
+$(VENV)/flashmla/%: | $(VENV)/installed
+	$(PIP_ANY) --no-deps --no-compile --target $@ sgl-flash-mla==$*
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
