@@ -126,8 +126,9 @@ class TestPlans:
     def test_planning_and_running_wait_for_nothing(self, device):
         stage = scene(MLACase(lengths(4, 300, 2, seed=4), VERIFY, padding=2), device)
         stage.absorbed()
+        batch = stage.batch()
         with nothing_waits(device):
-            stage.absorbed()
+            stage.absorbed(batch)
 
     @on_every_device
     def test_two_plans_live_at_the_same_time(self, device):

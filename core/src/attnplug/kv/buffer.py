@@ -57,6 +57,8 @@ class PagedBuffer:
         # index_copy_ and index_select by flat slot are much faster than indexing by (page, offset).
         self._flat = self._cells.flatten(0, 1) if layout.tokens_evenly_spaced else None
         self._on_host = memory.device.type == "cpu"
+        # As a tensor: by a number torch divides on a GPU as it multiplies with its inverse, which rounds twice.
+        self._divisor = torch.tensor(scale, dtype=torch.float32, device=device)
         self._kernel = _row_kernel(self.pages, layout, scale)
 
     def check_rows(self, slots: Tensor, rows: Tensor, name: str) -> bool:
@@ -126,7 +128,7 @@ class PagedBuffer:
         if not self._float8:
             return rows.to(self.pages.dtype)
         # torch's own cast turns overflow into NaN before pytorch/pytorch#178817 (CPU) and saturates after it.
-        saturated = (rows.to(torch.float32) / self.scale).clamp_(-_FLOAT8_MAX, _FLOAT8_MAX)
+        saturated = (rows.to(torch.float32) / self._divisor).clamp_(-_FLOAT8_MAX, _FLOAT8_MAX)
         return saturated.to(torch.float8_e4m3fn).view(torch.uint8)
 
     def _page_and_offset(self, slots: Tensor) -> tuple[Tensor, Tensor]:
