@@ -33,6 +33,8 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     kernels.load_library.cache_clear()
+    monkeypatch.setitem(sys.modules, "flash_mla", None)  # so that what a test imports by this name goes with it
+    del sys.modules["flash_mla"]
     yield tmp_path
     kernels.load_library.cache_clear()
 
@@ -154,7 +156,6 @@ def test_a_library_that_is_not_installed_is_a_refusal_with_what_to_install(insta
 def library(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     """A library of that source, on a machine with a GPU."""
     (folder / "flash_mla.py").write_text(source)
-    monkeypatch.delitem(sys.modules, "flash_mla", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
 
