@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PACKAGES := core engine plugins/flashinfer_mla plugins/hybrid_linear
+PACKAGES := core engine plugins/flashinfer_mla plugins/flashmla plugins/hybrid_linear
 PLUGINS := $(filter plugins/%,$(PACKAGES))
 PIP_ANY := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PIP := $(PIP_ANY) --constraint constraints.txt
@@ -11,6 +11,8 @@ PIP := $(PIP_ANY) --constraint constraints.txt
 FLASHINFER := 0.6.12 0.7.2.post1
 # The same for plugins/hybrid_linear. Not importable here: transformers' models would run on it.
 FLA := 0.6.0
+# Read by plugins/flashmla/tests/test_signatures.py: it loads only beside CUDA, so it is unpacked and not installed.
+FLASHMLA := 1.0.0
 
 .PHONY: run test lint types tests bench docs gpu-test clean
 
@@ -54,7 +56,8 @@ $(VENV)/installed: constraints.txt Makefile $(addsuffix /pyproject.toml,$(PACKAG
 
 # FlashInfer comes with what its import needs and no more: with the CuTe DSL, it cannot be imported where there is no CUDA.
 # Triton is there for its interpreter.
-$(VENV)/installed-dev: $(VENV)/installed $(FLASHINFER:%=$(VENV)/flashinfer/%) $(FLA:%=$(VENV)/fla/%)
+UNPACKED := $(FLASHINFER:%=$(VENV)/flashinfer/%) $(FLA:%=$(VENV)/fla/%) $(FLASHMLA:%=$(VENV)/flashmla/%)
+$(VENV)/installed-dev: $(VENV)/installed $(UNPACKED)
 	$(PIP) pytest pytest-xdist hypothesis mypy ruff
 	$(PIP) apache-tvm-ffi nvidia-ml-py requests
 	$(PIP) --no-deps flashinfer-python triton
@@ -65,6 +68,9 @@ $(VENV)/flashinfer/%: | $(VENV)/installed
 
 $(VENV)/fla/%: | $(VENV)/installed
 	$(PIP_ANY) --no-deps --no-compile --target $@ fla-core==$*
+
+$(VENV)/flashmla/%: | $(VENV)/installed
+	$(PIP_ANY) --no-deps --no-compile --target $@ sgl-flash-mla==$*
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

@@ -3,42 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from rounded_oracle import RoundedOracle
+from rounded_oracle import DEEPSEEK_V3, RoundedOracle
 
 from attnplug import DType, ExtendPath, ExtendPolicy
 from support.devices import DEVICES
 
 pytestmark = [*DEVICES[1].marks]
 
-CONFIG = {
-    "vocab_size": 512,
-    "hidden_size": 256,
-    "intermediate_size": 384,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "kv_lora_rank": 512,
-    "q_lora_rank": 96,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 4,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 128,
-    "n_group": 1,
-    "topk_group": 1,
-    "max_position_embeddings": 4096,
-    "initializer_range": 0.06,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
-
 
 @pytest.fixture(scope="module")
 def oracle(tmp_path_factory):
-    return RoundedOracle(str(tmp_path_factory.mktemp("deepseek")), "deepseek_v3", CONFIG)
+    return RoundedOracle(str(tmp_path_factory.mktemp("deepseek")), "deepseek_v3", DEEPSEEK_V3)
 
 
 @pytest.mark.parametrize(
