@@ -111,7 +111,7 @@ class RoundedOracle:
 
 def generate(folder: str, prompts: Sequence[list[int]], **settings: Any) -> tuple[list[list[int]], list[Tensor]]:
     """The tokens of every prompt, and the logits ``[tokens, vocabulary]`` that they were chosen from."""
-    engine = Engine(folder, **{"device": "cuda", "num_pages": 64, "max_batch": 4, **settings})
+    engine = Engine(folder, **{"device": "cuda", "num_pages": 64, "max_batch": 4, "ignore_eos": True, **settings})
     seen: dict[int, list[Tensor]] = {}
     sample = engine.sampler.sample
 

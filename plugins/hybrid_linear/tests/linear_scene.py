@@ -201,7 +201,8 @@ class LinearScene:
                     if member == PADDED:
                         assert not out[own].any()
                     else:
-                        assert relative_error(out[own], run(step, layer_id, member, own)[0]) <= tolerance
+                        error = relative_error(out[own], run(step, layer_id, member, own)[0])
+                        assert error <= tolerance, f"layer {layer_id}, request {member}: {error:.1e}"
 
     def accept(self, step: Step, accepted: Sequence[int]) -> None:
         """Advance what the states should be by the first of each member's rows."""
@@ -233,7 +234,8 @@ class LinearScene:
                 if states is None:
                     continue
                 for request, slot in enumerate(self.slots):
-                    assert relative_error(states[slot], wanted[layer.layer_id, request]) <= most
+                    error = relative_error(states[slot], wanted[layer.layer_id, request])
+                    assert error <= most, f"layer {layer.layer_id}, request {request}: {error:.1e}"
                 others = [slot for slot in range(self.pool.num_slots) if slot not in self.slots]
                 assert states[others].isnan().all()
 

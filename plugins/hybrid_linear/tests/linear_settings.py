@@ -79,6 +79,6 @@ SETTINGS = [
     pytest.param(TORCH, id="torch-cpu"),
     pytest.param(Setting(TorchLinearBackend, "cuda"), id="torch-cuda", marks=_CUDA),
     pytest.param(INTERPRETED, id="fla-planning-cpu"),
-    # The library multiplies in bfloat16 inside a chunk, so states differ by that as well.
-    pytest.param(Setting(FlaLinearBackend, "cuda", DType.BFLOAT16, 1e-2, 1e-2), id="fla-cuda", marks=_CUDA),
+    # Inside a chunk the library multiplies in bfloat16, so states differ as well: on an H200 by up to 1.3e-2.
+    pytest.param(Setting(FlaLinearBackend, "cuda", DType.BFLOAT16, 2e-2, 2e-2), id="fla-cuda", marks=_CUDA),
 ]

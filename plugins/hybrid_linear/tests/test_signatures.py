@@ -71,9 +71,8 @@ def test_planning_each_kind_calls_a_function_as_it_is(kind, called) -> None:
     assert call["q"].shape == call["k"].shape == (1, rows, heads, 16) and call["v"].shape == (1, rows, 4, 24)
     assert call["scale"] == 0.3 and call["output_final_state"] is True
     assert call["cu_seqlens"].tolist() == call["cu_seqlens_cpu"].tolist() == [0, 70, 73, 203]
-    if called == "chunk_simple_gla":
-        assert ("g_gamma" in call) == (kind is AttentionKind.LIGHTNING) and ("g" in call) == ("g_gamma" not in call)
-    else:
+    assert call["g"].shape == (1, rows, 4) + (16,) * (called == "chunk_kda")
+    if called != "chunk_simple_gla":
         assert call["use_qk_l2norm_in_kernel"] is True
     if called == "chunk_gated_delta_rule":
         assert call["chunk_indices"].tolist() == [[0, 0], [0, 1], [1, 0], [2, 0], [2, 1], [2, 2]]

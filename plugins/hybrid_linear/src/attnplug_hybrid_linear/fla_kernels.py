@@ -62,8 +62,13 @@ class FlaKernels:
     def chunked(self, inputs: LinearInputs, scale: float, chunks: Chunks, states: Tensor) -> tuple[Tensor, Tensor]:
         rows = int(chunks.boundaries_cpu[-1])
         q, k, v = (tensor[:rows].unsqueeze(0) for tensor in (inputs.q, inputs.k, inputs.v))
-        decay = inputs.log_decay
+        # The library takes a constant decay as such, but overflows at the end of a span where it is below -1.4.
+        decay = inputs.log_decay.expand(rows, -1) if inputs.log_decay.dim() == 1 else inputs.log_decay[:rows]
         common: dict[str, Any] = {
+            "q": q,
+            "k": k,
+            "v": v,
+            "g": decay.unsqueeze(0),
             "scale": scale,
             "initial_state": states,
             "output_final_state": True,
@@ -71,16 +76,14 @@ class FlaKernels:
             "cu_seqlens_cpu": chunks.boundaries_cpu,
         }
         if inputs.beta is None:
-            q, k = (_rows(tensor, v.shape[2], inputs.normalize) for tensor in (q, k))
-            given = {"g_gamma": decay} if decay.dim() == 1 else {"g": decay[:rows].unsqueeze(0)}
-            out, after = self._simple(q=q, k=k, v=v, **given, **common)
+            common |= {name: _rows(common[name], v.shape[2], inputs.normalize) for name in "qk"}
+            out, after = self._simple(**common)
         else:
-            common |= {"g": decay[:rows].unsqueeze(0), "beta": inputs.beta[:rows].unsqueeze(0)}
-            common["use_qk_l2norm_in_kernel"] = inputs.normalize
+            common |= {"beta": inputs.beta[:rows].unsqueeze(0), "use_qk_l2norm_in_kernel": inputs.normalize}
             if decay.dim() == 3:
-                out, after = self._kda(q=q, k=k, v=v, **common)
+                out, after = self._kda(**common)
             else:
-                out, after = self._gdn(q=q, k=k, v=v, chunk_indices=chunks.indices, **common)
+                out, after = self._gdn(**common, chunk_indices=chunks.indices)
         return out.squeeze(0), after
 
 
