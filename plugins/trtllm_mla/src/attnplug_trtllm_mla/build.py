@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from attnplug import SCRATCH, TRTLLM_SEMAPHORES, BackendContext, BackendError
+from attnplug import CUTE_DSL_SCRATCH, SCRATCH, TRTLLM_SEMAPHORES, BackendContext, BackendError, Workspace
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
 from attnplug_flashinfer_mla.kernels import Shape
 from attnplug_flashinfer_mla.options import FlashInferMLAOptions
@@ -37,6 +37,12 @@ def fallback(context: BackendContext, workspace_mib: int) -> FlashInferMLABacken
 
 def fallback_context(context: BackendContext, options: FlashInferMLAOptions) -> BackendContext:
     return replace(context, name=f"{context.name}/flashinfer_mla", options=options)
+
+
+def cute_dsl_scratch(context: BackendContext, shape: Shape) -> Workspace:
+    """What any call of a CuTe DSL decode kernel takes: partial results, 64 rows of them a multiprocessor."""
+    nbytes = blackwell_processors(context) * 64 * (shape.dims.kv_lora_rank + 1) * 4
+    return context.workspace.request(context.name, context.device, CUTE_DSL_SCRATCH, nbytes)
 
 
 def blackwell_processors(context: BackendContext) -> int:
