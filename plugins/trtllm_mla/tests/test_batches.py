@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import pytest
 import torch
 
-from attnplug import BackendContext, BackendError, DType, ForwardExtras, ForwardMode, PlanError, Serving
+from attnplug import BackendError, DType, ForwardExtras, ForwardMode, PlanError, Serving
 from attnplug.claims import ExtendPath
 from attnplug.mla import ExtendPolicy
-from attnplug_trtllm_mla.backend import TRTLLMMLABackend
-from attnplug_trtllm_mla.build import trtllm_mla
-from attnplug_trtllm_mla.plugin import attnplug_backends
 from generation_checks import (
     FP8,
     TOLERANCE,
@@ -22,24 +18,17 @@ from generation_checks import (
     check_verify,
     lengths,
     scene,
-    skip_unless_served,
 )
 from support.devices import DEVICES, nothing_waits
 from support.mla_scene import MLACase, MLAModel, MLAScene, relative_error
-from trtllm_reference import NEWEST, ReferenceFlashInfer, flashinfer_folder, reference_trtllm
+from trtllm_reference import NEWEST, ReferenceFlashInfer, build_on, flashinfer_folder, reference_trtllm
 
-(SPEC,) = attnplug_backends()
 GPU_PREFIXES = ((900, 333), (0, 90), (64, 1), (1, 30))
 # Said once by torch on a CPU that has no bfloat16 instructions.
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 DECODE, VERIFY, EXTEND, MIXED = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND, ForwardMode.MIXED
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 of_both_types = pytest.mark.parametrize("kv_dtype", [None, FP8], ids=["bf16", "fp8"])
-
-
-def build_on(device: str) -> Callable[[BackendContext], TRTLLMMLABackend]:
-    skip_unless_served(SPEC, device)
-    return reference_trtllm if device == "cpu" else trtllm_mla
 
 
 class TestDecode:

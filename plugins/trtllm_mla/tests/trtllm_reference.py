@@ -6,7 +6,6 @@ Python, in its launcher, or in words. What only the words say the library does n
 
 from __future__ import annotations
 
-from dataclasses import replace
 from inspect import Signature
 from pathlib import Path
 from typing import Any
@@ -14,15 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnplug import CUTE_DSL_SCRATCH, SCRATCH, TRTLLM_SEMAPHORES, BackendContext, MLADims
+from attnplug import CUTE_DSL_SCRATCH, SCRATCH, TRTLLM_SEMAPHORES, BackendContext, Workspace
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
 from attnplug_flashinfer_mla.kernels import Shape
 from attnplug_flashinfer_mla.options import FlashInferMLAOptions
 from attnplug_trtllm_mla.backend import Parts, TRTLLMMLABackend
-from attnplug_trtllm_mla.build import fallback_context
+from attnplug_trtllm_mla.build import fallback_context, trtllm_mla
 from attnplug_trtllm_mla.kernels import Library, TRTLLMDecode, TRTLLMRagged, counter_bytes
+from attnplug_trtllm_mla.plugin import attnplug_backends
+from generation_checks import Build, skip_unless_served
 from reference_kernels import ReferenceKernels, attend
-from support.mla_scene import MLACase
 from support.signatures import installed, read_signature, unpacked
 
 PROCESSORS = 4
@@ -30,7 +30,6 @@ SCRATCH_BYTES = 8 << 20
 """Small, so that calls with a log-sum-exp are divided."""
 NEWEST = "0.7.2.post1"
 TYPES = (torch.bfloat16, torch.float8_e4m3fn)
-DIMS = MLADims(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64)
 
 
 def flashinfer_folder(version: str | None) -> Path | None:
@@ -232,10 +231,12 @@ def reference_trtllm(context: BackendContext, flashinfer: ReferenceFlashInfer | 
     return TRTLLMMLABackend(context, Parts(decode, TRTLLMRagged(library, shape, scratch), reference_fallback(context)))
 
 
-def cute_dsl_memory(context: BackendContext) -> Any:
+def build_on(device: str) -> Build:
+    """trtllm_mla on a device: on a GPU all of it, where it serves that."""
+    skip_unless_served(attnplug_backends()[0], device)
+    return reference_trtllm if device == "cpu" else trtllm_mla
+
+
+def cute_dsl_memory(context: BackendContext) -> Workspace:
+    """What ``cute_dsl_scratch`` asks for, on so many multiprocessors."""
     return context.workspace.request(context.name, context.device, CUTE_DSL_SCRATCH, PROCESSORS * 64 * 513 * 4)
-
-
-def blackwell_case(case: MLACase) -> MLACase:
-    """A case in the widths that the kernels exist for."""
-    return replace(case, dims=DIMS, v_head_dim=128)
