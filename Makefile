@@ -9,6 +9,8 @@ PIP_ANY := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PIP := $(PIP_ANY) --constraint constraints.txt
 # Read by plugins/flashinfer_mla/tests/test_signatures.py beside the pinned one: the ends of the range that it claims.
 FLASHINFER := 0.6.12 0.7.2.post1
+# Read by plugins/tokenspeed_mla/tests: the ends of the range that it claims. Never imported: there is no CuTe DSL here.
+TOKENSPEED := 2.0.0 2.0.4
 
 .PHONY: run test lint types tests bench docs gpu-test clean
 
@@ -51,7 +53,7 @@ $(VENV)/installed: constraints.txt Makefile $(addsuffix /pyproject.toml,$(PACKAG
 	@touch $@
 
 # FlashInfer comes with what its import needs and no more: with the CuTe DSL, it cannot be imported where there is no CUDA.
-$(VENV)/installed-dev: $(VENV)/installed $(FLASHINFER:%=$(VENV)/flashinfer/%)
+$(VENV)/installed-dev: $(VENV)/installed $(FLASHINFER:%=$(VENV)/flashinfer/%) $(TOKENSPEED:%=$(VENV)/tokenspeed_mla/%)
 	$(PIP) pytest pytest-xdist hypothesis mypy ruff
 	$(PIP) apache-tvm-ffi nvidia-ml-py requests
 	$(PIP) --no-deps flashinfer-python
@@ -59,6 +61,9 @@ $(VENV)/installed-dev: $(VENV)/installed $(FLASHINFER:%=$(VENV)/flashinfer/%)
 
 $(VENV)/flashinfer/%: | $(VENV)/installed
 	$(PIP_ANY) --no-deps --no-compile --target $@ flashinfer-python==$*
+
+$(VENV)/tokenspeed_mla/%: | $(VENV)/installed
+	$(PIP_ANY) --no-deps --no-compile --target $@ tokenspeed-mla==$*
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
