@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from functools import partial
 
 import pytest
@@ -121,6 +122,29 @@ class TestWhatTheDecodeKernelIsNotFor:
     def test_a_drafts_worker_catches_up_without_the_fallback(self, device):
         """A1's skip_prefill leaves FlashInfer nothing to extend with."""
         case = MLACase(((100, 1), (0, 3)), ForwardMode.DRAFT_EXTEND, serving=Serving(skip_prefill=True))
+        check_absorbed(case, device, build_on(device))
+
+
+class TestRandomBatches:
+    @on_every_device
+    @pytest.mark.parametrize("seed", range(16))
+    def test_any_mode_page_size_type_and_number_of_heads(self, seed, device):
+        """A4, B5, C4: planned by whatever serves it, over pages in any order among others full of NaN."""
+        chance = random.Random(seed)
+        mode = chance.choice([DECODE, VERIFY, EXTEND, MIXED, ForwardMode.DRAFT_EXTEND])
+        new = {DECODE: 1, VERIFY: chance.randint(2, 8)}.get(mode, (1, 9))
+        case = MLACase(
+            lengths(chance.randint(1, 7), 300, new, seed),
+            mode,
+            page_size=chance.choice([32, 64, 96, 128]),
+            heads=chance.choice([2, 8, 12, 16, 65, 128]),
+            kv_dtype=chance.choice([None, FP8]),
+            kv_scale=1.0,
+            pages=chance.choice(["permuted", "interleaved", "descending"]),
+            padding=chance.randint(0, 4),
+            lse=chance.random() < 0.7,
+            seed=seed,
+        )
         check_absorbed(case, device, build_on(device))
 
 
