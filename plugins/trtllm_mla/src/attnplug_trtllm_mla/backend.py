@@ -121,8 +121,8 @@ class TRTLLMMLABackend:
     def init_mha_chunk_metadata(self, forward_batch: ForwardBatch) -> Plan | None:
         """Chunks for the fallback, where it must take them (A4); else nothing: the ragged kernel takes calls unplanned.
 
-        It must where a graph captures the prefill, and where chunks over a prefix were disabled. The first call, over
-        the new rows, is our own kernel's even then. Without a chunk runner (A3) there is nobody to plan for.
+        It must where a graph captures the prefill; the first call, over the new rows, is our own kernel's even then.
+        Where chunks over a prefix are disabled it has no runner for them (A3), so there is nobody to plan for.
         """
         fallback, extend = self._fallback, forward_batch.mla_plan
         if extend is None:
@@ -130,15 +130,9 @@ class TRTLLMMLABackend:
                 f"backend {self.backend_id.name} was asked to plan the chunks of a batch that was not prepared for "
                 "MLA; call MLAAttention.prepare(batch), which does both"
             )
-        if fallback is None or fallback.mha_chunk_kv_cache is None or not self._must_fall_back(forward_batch):
+        if fallback is None or fallback.mha_chunk_kv_cache is None or not forward_batch.captured:
             return None
         return fallback.init_mha_chunk_metadata(forward_batch, disable_flashinfer_ragged=True)
-
-    def _must_fall_back(self, batch: ForwardBatch) -> bool:
-        if batch.captured:
-            return True
-        has_prefix = not torch.equal(batch.kv_lens_cpu().long(), batch.query_lens_cpu().long())
-        return has_prefix and self._context.serving.disable_chunked_prefix_cache
 
     # CUDA graphs
 
