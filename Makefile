@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PACKAGES := core engine plugins/flashinfer_mla plugins/flashmla plugins/hybrid_linear
+PACKAGES := core engine plugins/flashinfer_mla plugins/flashmla plugins/hybrid_linear plugins/trtllm_mla plugins/tokenspeed_mla plugins/cutedsl_mla
 PLUGINS := $(filter plugins/%,$(PACKAGES))
 PIP_ANY := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PIP := $(PIP_ANY) --constraint constraints.txt
@@ -13,6 +13,8 @@ FLASHINFER := 0.6.12 0.7.2.post1
 FLA := 0.6.0
 # Read by plugins/flashmla/tests/test_signatures.py: it loads only beside CUDA, so it is unpacked and not installed.
 FLASHMLA := 1.0.0
+# Read by plugins/tokenspeed_mla/tests: the ends of the range that it claims. Never imported: there is no CuTe DSL here.
+TOKENSPEED := 2.0.0 2.0.4
 
 .PHONY: run test lint types tests bench docs gpu-test clean
 
@@ -56,8 +58,8 @@ $(VENV)/installed: constraints.txt Makefile $(addsuffix /pyproject.toml,$(PACKAG
 
 # FlashInfer comes with what its import needs and no more: with the CuTe DSL, it cannot be imported where there is no CUDA.
 # Triton is there for its interpreter.
-UNPACKED := $(FLASHINFER:%=$(VENV)/flashinfer/%) $(FLA:%=$(VENV)/fla/%) $(FLASHMLA:%=$(VENV)/flashmla/%)
-$(VENV)/installed-dev: $(VENV)/installed $(UNPACKED)
+UNPACKED := $(FLASHINFER:%=flashinfer/%) $(FLA:%=fla/%) $(FLASHMLA:%=flashmla/%) $(TOKENSPEED:%=tokenspeed_mla/%)
+$(VENV)/installed-dev: $(VENV)/installed $(addprefix $(VENV)/,$(UNPACKED))
 	$(PIP) pytest pytest-xdist hypothesis mypy ruff
 	$(PIP) apache-tvm-ffi nvidia-ml-py requests
 	$(PIP) --no-deps flashinfer-python triton
@@ -71,6 +73,9 @@ $(VENV)/fla/%: | $(VENV)/installed
 
 $(VENV)/flashmla/%: | $(VENV)/installed
 	$(PIP_ANY) --no-deps --no-compile --target $@ sgl-flash-mla==$*
+
+$(VENV)/tokenspeed_mla/%: | $(VENV)/installed
+	$(PIP_ANY) --no-deps --no-compile --target $@ tokenspeed-mla==$*
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

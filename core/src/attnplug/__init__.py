@@ -69,7 +69,15 @@ if TYPE_CHECKING:
     from attnplug.mla import ExtendPolicy, MLAAttention, MLAWeights, attend_mla, merge_partial
     from attnplug.ragged import RaggedCall
     from attnplug.transfer import on_host, to_device
-    from attnplug.workspace import SCRATCH, Workspace, WorkspaceKind, WorkspaceOwner, WorkspaceUse
+    from attnplug.workspace import (
+        CUTE_DSL_SCRATCH,
+        SCRATCH,
+        TRTLLM_SEMAPHORES,
+        Workspace,
+        WorkspaceKind,
+        WorkspaceOwner,
+        WorkspaceUse,
+    )
     from attnplug.wrappers import ForwardingBackend, HybridLinearBackend, SplitBackend
 
 _NEEDS_TORCH = {
@@ -107,7 +115,15 @@ _NEEDS_TORCH = {
     "mla": ("ExtendPolicy", "MLAAttention", "MLAWeights", "attend_mla", "merge_partial"),
     "ragged": ("RaggedCall",),
     "transfer": ("on_host", "to_device"),
-    "workspace": ("SCRATCH", "Workspace", "WorkspaceKind", "WorkspaceOwner", "WorkspaceUse"),
+    "workspace": (
+        "CUTE_DSL_SCRATCH",
+        "SCRATCH",
+        "TRTLLM_SEMAPHORES",
+        "Workspace",
+        "WorkspaceKind",
+        "WorkspaceOwner",
+        "WorkspaceUse",
+    ),
     "wrappers": ("ForwardingBackend", "HybridLinearBackend", "SplitBackend"),
 }
 _MODULE_OF = {name: module for module, names in _NEEDS_TORCH.items() for name in names}
@@ -127,7 +143,9 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "CONTRACT_VERSION",
+    "CUTE_DSL_SCRATCH",
     "SCRATCH",
+    "TRTLLM_SEMAPHORES",
     "AttentionBackend",
     "AttentionKind",
     "AttnplugError",

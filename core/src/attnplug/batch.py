@@ -48,6 +48,8 @@ class ForwardBatch:
     """``[tokens]``: position of each new token in its request, for the model's embeddings."""
     state_slots: Tensor | None = _split(_REQUEST, default=None)
     """``[requests]`` int64: where each request's linear-attention state lies; -1 for padded requests."""
+    captured: bool = _split(_SHARED, default=False)
+    """Whether a CUDA graph captures, or replays, what runs this batch: then kernels take no lengths from the host."""
     plan: Plan | None = _split(_RESET, default=None)
     chunk_plan: Plan | None = _split(_RESET, default=None)
     """What ``init_mha_chunk_metadata`` planned, for those backends that have it."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from attnplug import PlanError
 from attnplug_flashmla import kernels
 from attnplug_flashmla.kernels import Call, FlashMLAKernels, Library, Schedule
+from support.signatures import read_signature
 
 ROOT = Path(__file__).resolve().parents[3]
 (UNPACKED,) = re.findall(r"^FLASHMLA := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -40,26 +41,6 @@ def functions(package: Path) -> dict[str, ast.FunctionDef]:
     return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
-def signature(function: ast.FunctionDef) -> inspect.Signature:
-    """Of a function that is only read: names, kinds, and whether there is a default."""
-    arguments = function.args
-    assert not arguments.posonlyargs and not arguments.kwonlyargs
-    required = len(arguments.args) - len(arguments.defaults)
-    parameters = [
-        inspect.Parameter(
-            argument.arg,
-            inspect.Parameter.POSITIONAL_OR_KEYWORD,
-            default=inspect.Parameter.empty if number < required else None,
-        )
-        for number, argument in enumerate(arguments.args)
-    ]
-    if arguments.vararg:
-        parameters.append(inspect.Parameter(arguments.vararg.arg, inspect.Parameter.VAR_POSITIONAL))
-    if arguments.kwarg:
-        parameters.append(inspect.Parameter(arguments.kwarg.arg, inspect.Parameter.VAR_KEYWORD))
-    return inspect.Signature(parameters)
-
-
 class Schedmeta:
     """What the library's own class for a schedule holds; a name that it lacks cannot be set."""
 
@@ -70,10 +51,10 @@ class Recorder:
     """Stands in for FlashMLA: takes a call where the real signature does, and remembers it."""
 
     def __init__(self, package: Path) -> None:
-        self.real, self.calls = functions(package), dict[str, dict[str, Any]]()
+        self.source, self.calls = package / "flash_mla_interface.py", dict[str, dict[str, Any]]()
 
     def bind(self, name: str, arguments: dict[str, Any]) -> None:
-        self.calls[name] = dict(signature(self.real[name]).bind(**arguments).arguments)
+        self.calls[name] = dict(read_signature(self.source, name).bind(**arguments).arguments)
 
     def attend(self, **arguments: Any) -> tuple[Tensor, Tensor]:
         self.bind("flash_mla_with_kvcache", arguments)

@@ -17,17 +17,18 @@ from attnplug import AttentionKind, LinearDims, LinearInputs
 from attnplug_hybrid_linear.fla_kernels import CHUNK, Chunks, FlaKernels
 from attnplug_hybrid_linear.spans import cut
 from linear_inputs import RECURRENT, random_inputs
-from support.source_signatures import source_signature
+from support.signatures import read_signature, unpacked
 
 ROOT = Path(__file__).resolve().parents[3]
 (VERSION,) = re.findall(r"^FLA := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-OPS = ROOT / ".venv" / "fla" / VERSION / "fla" / "ops"
+FOLDER = unpacked("fla", VERSION)
+OPS = (FOLDER or Path()) / "fla" / "ops"
 FUNCTIONS = {
     "chunk_gated_delta_rule": "gated_delta_rule/chunk.py",
     "chunk_kda": "kda/chunk.py",
     "chunk_simple_gla": "simple_gla/chunk.py",
 }
-pytestmark = pytest.mark.skipif(not OPS.exists(), reason="no fla unpacked in .venv; make test does it")
+pytestmark = pytest.mark.skipif(FOLDER is None, reason="no fla unpacked in .venv; make test does it")
 DIMS = LinearDims(4, 2, 16, 24)
 LENS = [70, 0, 3, 130]
 
@@ -36,7 +37,7 @@ class Recorder:
     """Takes a call where the real signature does; what would vanish in its ``**kwargs`` is no argument."""
 
     def __init__(self, name: str) -> None:
-        self.signature, self.calls = source_signature(OPS / FUNCTIONS[name], name), list[dict[str, Any]]()
+        self.signature, self.calls = read_signature(OPS / FUNCTIONS[name], name), list[dict[str, Any]]()
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         given = self.signature.bind(*args, **kwargs).arguments

@@ -21,22 +21,20 @@ from attnplug import (
     Geometry,
     GraphLevel,
     LayerSpec,
-    MLAPool,
     Plan,
     PlanError,
-    PoolError,
     RaggedCall,
     Serving,
 )
 from attnplug_flashinfer_mla.graphs import Captured, GraphState
 from attnplug_flashinfer_mla.kernels import Cache, FlashInferKernels, Kernels, PagedKernel, RaggedKernel, Shape
+from attnplug_flashinfer_mla.layers import MLALayers, check_lse
 from attnplug_flashinfer_mla.leases import Lease, Leases
 from attnplug_flashinfer_mla.options import FlashInferMLAOptions
 from attnplug_flashinfer_mla.planner import PagedCalls, padded_heads, plan_paged
 
 _RAGGED_DIMS = frozenset({(192, 128)})
 """Widths of keys and values that the ragged kernels were proven with; other models extend absorbed."""
-_EXTRAS = frozenset({"lse"})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,15 +88,8 @@ class FlashInferMLABackend:
         options = context.options if context.options is not None else FlashInferMLAOptions()
         self.backend_id = BackendId(context.name)
         self._context = context
-        self._pool = _mla_pool(context)
         self._shape = Shape.of(context)
-        self._caches = {
-            layer.layer_id: Cache.of(
-                self._pool.rows(layer.layer_id).squeeze(2), layer.mla.kv_lora_rank, self._pool.scale(layer.layer_id)
-            )
-            for layer in context.model.layers
-            if layer.mla is not None
-        }
+        self._layers = MLALayers(context, self._shape)
         if kernels is None:
             kernels = _flashinfer_kernels(context, self._shape, options)
         self._kernels = kernels
@@ -297,15 +288,15 @@ class FlashInferMLABackend:
     ) -> Tensor:
         plan = batch.plan_for(self.backend_id, q.shape[0], decode=decode)
         metadata: PagedMetadata = plan.metadata
-        cache, planned = self._cache(layer, q), plan.query_rows
+        cache, planned = self._layers.cache(layer, q), plan.query_rows
         if not metadata.calls and planned:
             raise PlanError(
                 f"the batch was planned to run as MHA, so {self.backend_id.name} has no plan to run it absorbed; "
                 "prepare it for that, or clear batch.mla_plan before planning"
             )
         if save_kv_cache:
-            self._save(layer, cache, metadata, k, v, planned)
-        lse = None if extras is None else self._lse(q, extras)
+            self._layers.save(layer, cache, metadata.new_slots, k, v, planned, captured=metadata.captured)
+        lse = self._layers.lse(q, extras)
         if q.shape[0] == planned and len(metadata.calls) == 1:
             return _run(metadata.calls[0], q, cache, None, lse)
         out = q.new_empty(q.shape[0], q.shape[1], self._shape.dims.kv_lora_rank)
@@ -334,48 +325,10 @@ class FlashInferMLABackend:
                 "assign the result of init_mha_chunk_metadata(batch) to batch.chunk_plan before the first layer"
             )
         if lse is not None:
-            _check_lse(lse, q)
+            check_lse(lse, q)
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
         planned.lease.kernel.run(q, k, v, out, lse)
         return out
-
-    def _cache(self, layer: LayerSpec, q: Tensor) -> Cache:
-        cache = self._caches.get(layer.layer_id)
-        if cache is None:
-            raise PoolError(
-                f"layer {layer.layer_id} is not an MLA layer of the model that backend {self.backend_id.name} serves"
-            )
-        if q.shape[1] != self._shape.heads:
-            raise BackendError(f"q has {q.shape[1]} heads, but the plan is for {self._shape.heads}")
-        return cache
-
-    def _lse(self, q: Tensor, extras: ForwardExtras) -> Tensor | None:
-        if unknown := extras.asked() - _EXTRAS:
-            raise BackendError(
-                f"backend {self.backend_id.name} was asked for {', '.join(sorted(unknown))}; "
-                f"it knows {', '.join(_EXTRAS)}"
-            )
-        if extras.lse is not None:
-            _check_lse(extras.lse, q)
-        return extras.lse
-
-    def _save(
-        self, layer: LayerSpec, cache: Cache, metadata: PagedMetadata, k: Tensor | None, v: Tensor | None, rows: int
-    ) -> None:
-        if k is None or v is not None:
-            given = ", ".join(f"{n}={'None' if t is None else tuple(t.shape)}" for n, t in (("k", k), ("v", v)))
-            raise BackendError(
-                f"layer {layer.layer_id} ({layer.kind}) writes k and no v, but was given {given}; "
-                "pass save_kv_cache=False where nothing is to be written"
-            )
-        if k.shape[0] < rows:
-            raise BackendError(f"layer {layer.layer_id} was given {k.shape[0]} rows of k for {rows} planned ones")
-        if k.shape[0] != rows:
-            k = k[:rows]
-        if metadata.captured or cache.flat.dtype is not k.dtype:
-            self._pool.write(layer.layer_id, metadata.new_slots, k)
-        else:
-            cache.flat.index_copy_(0, metadata.new_slots, k)  # no padding, and slots of our own: nothing to check
 
 
 def _run(call: PlannedCall, q: Tensor, cache: Cache, out: Tensor | None, lse: Tensor | None) -> Tensor:
@@ -393,21 +346,6 @@ def _run(call: PlannedCall, q: Tensor, cache: Cache, out: Tensor | None, lse: Te
 
 def _runs_as_mha(batch: ForwardBatch) -> bool:
     return batch.mla_plan is not None and batch.mla_plan.path is not ExtendPath.ABSORBED
-
-
-def _check_lse(lse: Tensor, q: Tensor) -> None:
-    """Kernels write it as a plain block of memory, whatever it is."""
-    if lse.shape != q.shape[:2] or lse.dtype is not torch.float32 or not lse.is_contiguous():
-        raise BackendError(
-            f"lse must be contiguous float32 of shape {tuple(q.shape[:2])} (tokens, heads), not {lse.dtype} of shape "
-            f"{tuple(lse.shape)} with strides {lse.stride()}"
-        )
-
-
-def _mla_pool(context: BackendContext) -> MLAPool:
-    if context.pools.mla is None:
-        raise PoolError(f"backend {context.name} serves MLA layers, but there is no MLA pool")
-    return context.pools.mla
 
 
 def _flashinfer_kernels(context: BackendContext, shape: Shape, options: FlashInferMLAOptions) -> FlashInferKernels:

@@ -40,24 +40,58 @@ class Captured:
         fill_schedule(self.schedule, self.batch, kv_lens)
 
 
+@dataclass(frozen=True, slots=True)
+class GraphLimits:
+    """The most that memory for graphs was made for; ``pages`` is the width of a page table."""
+
+    max_bs: int
+    max_num_tokens: int
+    pages: int
+
+    def check_table(self, batch: ForwardBatch) -> None:
+        """Refuse a page table that does not fit, whenever it comes."""
+        if batch.page_table.shape[1] > self.pages:
+            self._refuse_size(batch)
+
+    def check(self, batch: ForwardBatch) -> None:
+        """Refuse a batch that cannot be captured."""
+        requests, tokens = batch.batch_size, batch.num_tokens
+        if batch.forward_mode not in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND):
+            raise PlanError(f"a {batch.forward_mode} batch cannot be captured; capture decode, verify or draft_extend")
+        if batch.seq_lens.dtype is not torch.int32:
+            raise PlanError(f"a captured batch has seq_lens in int32, not in {batch.seq_lens.dtype}")
+        if not requests or tokens % requests or (batch.forward_mode.is_decode and tokens != requests):
+            raise PlanError(
+                f"a captured batch has equally many rows of every request, not {tokens} rows for {requests} requests"
+            )
+        if requests > self.max_bs or tokens > self.max_num_tokens:
+            self._refuse_size(batch)
+
+    def _refuse_size(self, batch: ForwardBatch) -> Never:
+        raise PlanError(
+            f"a batch of {batch.batch_size} requests, {batch.num_tokens} rows and {batch.page_table.shape[1]} pages a "
+            f"request does not fit the memory for graphs, of {self.max_bs} requests, {self.max_num_tokens} rows and "
+            f"{self.pages} pages"
+        )
+
+
 class GraphState:
     """Buffers sized once, shared by every captured shape: graphs run one after the other."""
 
     def __init__(self, max_bs: int, max_num_tokens: int, pages: int, device: torch.device) -> None:
-        self.max_bs, self.max_num_tokens, self.pages = max_bs, max_num_tokens, pages
+        self.limits, self.pages = GraphLimits(max_bs, max_num_tokens, pages), pages
         self._kv_indices = torch.zeros(max_bs * pages, dtype=torch.int32, device=device)
         self._slots = torch.full((max_num_tokens,), -1, dtype=torch.int64, device=device)
         self._device = device
         self._captured: dict[tuple[ForwardMode, int, int], Captured] = {}
 
     def find(self, batch: ForwardBatch) -> Captured | None:
-        if batch.page_table.shape[1] > self.pages:
-            self._refuse_size(batch)
+        self.limits.check_table(batch)
         return self._captured.get((batch.forward_mode, batch.batch_size, batch.num_tokens))
 
     def capture(self, batch: ForwardBatch, kernels: Kernels, heads: int, page_size: int) -> Captured:
         """Make and plan the kernel of a shape that was not captured before."""
-        self._check(batch)
+        self.limits.check(batch)
         requests, tokens = batch.batch_size, batch.num_tokens
         decode = batch.forward_mode.is_decode
         shape = UniformBatch(requests, tokens // requests, heads, not decode, self.pages)
@@ -102,23 +136,3 @@ class GraphState:
                 f"the installed flashinfer lays out its plans in a way that this plugin does not know: {problem}; "
                 "run without CUDA graphs"
             )
-
-    def _check(self, batch: ForwardBatch) -> None:
-        requests, tokens = batch.batch_size, batch.num_tokens
-        if batch.forward_mode not in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND):
-            raise PlanError(f"a {batch.forward_mode} batch cannot be captured; capture decode, verify or draft_extend")
-        if batch.seq_lens.dtype is not torch.int32:
-            raise PlanError(f"a captured batch has seq_lens in int32, not in {batch.seq_lens.dtype}")
-        if not requests or tokens % requests or (batch.forward_mode.is_decode and tokens != requests):
-            raise PlanError(
-                f"a captured batch has equally many rows of every request, not {tokens} rows for {requests} requests"
-            )
-        if requests > self.max_bs or tokens > self.max_num_tokens:
-            self._refuse_size(batch)
-
-    def _refuse_size(self, batch: ForwardBatch) -> Never:
-        raise PlanError(
-            f"a batch of {batch.batch_size} requests, {batch.num_tokens} rows and {batch.page_table.shape[1]} pages a "
-            f"request does not fit the memory for graphs, of {self.max_bs} requests, {self.max_num_tokens} rows and "
-            f"{self.pages} pages"
-        )

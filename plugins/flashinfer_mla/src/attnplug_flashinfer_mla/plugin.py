@@ -58,8 +58,7 @@ def refusals(problem: Problem, role: Role | None) -> Iterator[Refusal]:
     """What the capabilities cannot say: types that must agree, heads a rank has, and whether FlashInfer imports."""
     yield from _type_refusals(problem)
     if problem.model is not None and role is not None:
-        layers = [layer for layer in problem.model.full_layers if layer.mla is not None]
-        yield from _layer_refusals(layers, problem.tensor_parallel)
+        yield from layer_refusals(problem)
     if problem.device == "cuda":
         yield from _library_refusals(problem)
 
@@ -83,7 +82,11 @@ def _type_refusals(problem: Problem) -> Iterator[Refusal]:
         yield Refusal(RefusalCode.KV_DTYPE, message, str(kv_dtype), allowed, "--kv-dtype")
 
 
-def _layer_refusals(layers: list[LayerSpec], ranks: int) -> Iterator[Refusal]:
+def layer_refusals(problem: Problem) -> Iterator[Refusal]:
+    """Of layers that no plan of ours could serve: too many heads, or layers that differ."""
+    assert problem.model is not None
+    layers = [layer for layer in problem.model.full_layers if layer.mla is not None]
+    ranks = problem.tensor_parallel
     heads = {layer.num_heads // ranks for layer in layers}
     if heads and max(heads) > MOST_HEADS:
         yield Refusal(
@@ -111,18 +114,23 @@ def _shape(layer: LayerSpec) -> tuple[tuple[str, float], ...]:
     )
 
 
+def import_refusal(error: Exception) -> Refusal | None:
+    """Of a FlashInfer that cannot be imported: with a half-installed CuTe DSL it raises AssertionError, and CUDA
+    libraries raise OSError. That it is not installed is said where its distribution is looked for."""
+    if isinstance(error, ModuleNotFoundError) and error.name == "flashinfer":
+        return None
+    text = f"{type(error).__name__}: {error}"
+    return Refusal("import", f"flashinfer cannot be imported: {text}", text, option="pip install flashinfer-python")
+
+
 def _library_refusals(problem: Problem) -> Iterator[Refusal]:
     from attnplug_flashinfer_mla.kernels import load_library  # imports FlashInfer: seconds
 
     try:
         library = load_library()
-    except ModuleNotFoundError as error:
-        if error.name == "flashinfer":
-            return  # that it is not installed is said where its distribution is looked for
-        yield _cannot_import(error)
-        return
-    except Exception as error:  # half-installed CuTe DSL raises AssertionError, CUDA libraries raise OSError
-        yield _cannot_import(error)
+    except Exception as error:
+        if (refusal := import_refusal(error)) is not None:
+            yield refusal
         return
     if problem.kv_dtype is DType.FLOAT8_E4M3 and not library.reads_fp8:
         yield Refusal(
@@ -132,8 +140,3 @@ def _library_refusals(problem: Problem) -> Iterator[Refusal]:
             [str(DType.BFLOAT16), str(DType.FLOAT16)],
             "pip install 'flashinfer-python>=0.6.14'",
         )
-
-
-def _cannot_import(error: Exception) -> Refusal:
-    text = f"{type(error).__name__}: {error}"
-    return Refusal("import", f"flashinfer cannot be imported: {text}", text, option="pip install flashinfer-python")

@@ -1,0 +1,164 @@
+"""Every backend of this repository that serves MLA, on the reference kernels that its own tests run on.
+
+A new plugin adds a line to ``PLUGINS``; whoever goes through them fails as long as one is missing.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from attnplug import (
+    AttentionBackend,
+    AttentionKind,
+    BackendContext,
+    DType,
+    ExtendPath,
+    HybridLinearBackend,
+    KVPools,
+    LayerSpec,
+    LinearDims,
+    LinearStatePool,
+    MLADims,
+    ModelSpec,
+    Serving,
+    load_registry,
+)
+from support.mla_scene import MLACase
+
+_PLUGINS = Path(__file__).parents[3] / "plugins"
+_LINEAR = LayerSpec(0, AttentionKind.KDA, 2, 2, 16, 16, 0.25, linear=LinearDims(2, 2, 16, 16, 96, 4))
+Build = Callable[[BackendContext], AttentionBackend]
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """What a chunk hook is asked for."""
+
+    serving: Serving
+    path: ExtendPath
+    prefix_chunks: int
+    captured: bool
+    disable_flashinfer_ragged: bool
+
+    @property
+    def runner(self) -> bool:
+        """Whether FlashInfer's chunk runner exists (A3)."""
+        serving = self.serving
+        return not (
+            serving.skip_prefill or serving.disaggregation_mode == "decode" or serving.disable_chunked_prefix_cache
+        )
+
+
+@dataclass(frozen=True)
+class MLAPlugin:
+    """How to build one, what it changes in a case, the parameters of its chunk hook (``None``: it has none), and what
+    the hook answers: the number of calls that it plans, or ``None`` for a refusal in words."""
+
+    build: Build
+    changes: dict[str, Any]
+    hook: tuple[str, ...] | None
+    planned: Callable[[Chunks], int | None]
+    prefills: bool = True
+
+    def case(self, case: MLACase) -> MLACase:
+        return replace(case, **self.changes)
+
+
+def _tests_of(*plugins: str) -> None:
+    """Let what the tests of a plugin share be imported."""
+    sys.path += [path for name in plugins if (path := str(_PLUGINS / name / "tests")) not in sys.path]
+
+
+def _torch_native(context: BackendContext) -> AttentionBackend:
+    from attnplug.torch_native.backend import TorchNativeBackend
+
+    return TorchNativeBackend(context)
+
+
+def _flashinfer_mla(context: BackendContext) -> AttentionBackend:
+    _tests_of("flashinfer_mla")
+    from attnplug_flashinfer_mla.backend import FlashInferMLABackend
+    from reference_kernels import ReferenceKernels
+
+    return FlashInferMLABackend(context, kernels=ReferenceKernels.of(context))
+
+
+def _flashmla(context: BackendContext) -> AttentionBackend:
+    _tests_of("flashmla")
+    from reference_flashmla import build
+
+    return build(context)
+
+
+def _trtllm_mla(context: BackendContext) -> AttentionBackend:
+    _tests_of("flashinfer_mla", "trtllm_mla")
+    from trtllm_reference import reference_trtllm
+
+    return reference_trtllm(context)
+
+
+def _tokenspeed_mla(context: BackendContext) -> AttentionBackend:
+    _tests_of("flashinfer_mla", "trtllm_mla", "tokenspeed_mla")
+    from tokenspeed_reference import reference_tokenspeed
+
+    return reference_tokenspeed(context)
+
+
+def _cutedsl_mla(context: BackendContext) -> AttentionBackend:
+    _tests_of("flashinfer_mla", "trtllm_mla", "cutedsl_mla")
+    from cutedsl_reference import reference_cutedsl
+
+    return reference_cutedsl(context)
+
+
+def _every_call(asked: Chunks) -> int | None:
+    """flashinfer_mla plans whatever runs as MHA, and refuses chunks where it has no runner for them."""
+    if asked.path is ExtendPath.ABSORBED:
+        return 0
+    if asked.prefix_chunks and not asked.runner:
+        return None
+    return asked.prefix_chunks + (not asked.disable_flashinfer_ragged)
+
+
+def _what_falls_back(asked: Chunks) -> int:
+    """A4: chunks of a captured prefill, where there is somebody to run them."""
+    return asked.prefix_chunks if asked.captured and asked.runner else 0
+
+
+def _nothing(asked: Chunks) -> int:
+    return 0
+
+
+_NARROW = {"dims": MLADims(64, 128, 64), "dtype": DType.FLOAT32}
+_FP8 = {"kv_dtype": DType.FLOAT8_E4M3}
+PLUGINS: dict[str, MLAPlugin] = {
+    "torch_native": MLAPlugin(_torch_native, _NARROW, None, _nothing),
+    "flashinfer_mla": MLAPlugin(_flashinfer_mla, _NARROW, ("forward_batch", "disable_flashinfer_ragged"), _every_call),
+    "flashmla": MLAPlugin(_flashmla, {"dtype": DType.FLOAT32}, None, _nothing, prefills=False),
+    "trtllm_mla": MLAPlugin(_trtllm_mla, {}, ("forward_batch",), _what_falls_back),
+    "tokenspeed_mla": MLAPlugin(_tokenspeed_mla, _FP8, ("forward_batch",), _what_falls_back),
+    "cutedsl_mla": MLAPlugin(_cutedsl_mla, {}, ("forward_batch",), _nothing, prefills=False),
+}
+
+
+def serving_mla() -> set[str]:
+    """The installed backends of this repository that claim MLA."""
+    return {
+        name
+        for name, found in load_registry().backends.items()
+        if found.source.distribution.startswith("attnplug") and AttentionKind.MLA in found.spec.capabilities.kinds
+    }
+
+
+def joined(context: BackendContext, full: AttentionBackend) -> HybridLinearBackend:
+    """A backend joined to one for linear layers, as in a hybrid model."""
+    from attnplug_hybrid_linear.torch_backend import TorchLinearBackend
+
+    states = LinearStatePool([_LINEAR], num_slots=2, dtype=DType.FLOAT32, device="cpu")
+    model = ModelSpec("joined", "test", (_LINEAR, *context.model.layers), 1 << 20)
+    own = replace(context, pools=KVPools(linear=states), model=model)
+    return HybridLinearBackend(full, TorchLinearBackend(own), model)

@@ -1,0 +1,52 @@
+"""Signatures of a library that lies unpacked on disk, read without importing it."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+
+def unpacked(library: str, version: str) -> Path | None:
+    """Where ``make test`` put a version of a library beside the installed one; ``None`` if it did not."""
+    folder = Path(sys.prefix) / library / version
+    return folder if folder.is_dir() else None
+
+
+def installed(package: str) -> Path:
+    """The folder that holds an installed package's folder, found without importing it."""
+    spec = importlib.util.find_spec(package)
+    assert spec is not None and spec.origin is not None, f"{package} is not installed"
+    return Path(spec.origin).parent.parent
+
+
+def read_signature(path: Path, function: str) -> inspect.Signature:
+    """The signature of a module's function. Defaults are there, but not what they are."""
+    tree = ast.parse(path.read_text())
+    (found,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function)
+    return _signature(found.args)
+
+
+def _signature(arguments: ast.arguments) -> inspect.Signature:
+    kinds = inspect.Parameter
+    positional = [*arguments.posonlyargs, *arguments.args]
+    defaults = [None] * (len(positional) - len(arguments.defaults)) + arguments.defaults
+    parameters = []
+    for number, (argument, default) in enumerate(zip(positional, defaults, strict=True)):
+        only = number < len(arguments.posonlyargs)
+        parameters.append(_parameter(argument, default, kinds.POSITIONAL_ONLY if only else kinds.POSITIONAL_OR_KEYWORD))
+    if arguments.vararg is not None:
+        parameters.append(_parameter(arguments.vararg, None, kinds.VAR_POSITIONAL))
+    for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+        parameters.append(_parameter(argument, default, kinds.KEYWORD_ONLY))
+    if arguments.kwarg is not None:
+        parameters.append(_parameter(arguments.kwarg, None, kinds.VAR_KEYWORD))
+    return inspect.Signature(parameters)
+
+
+def _parameter(argument: ast.arg, default: ast.expr | None, kind: Any) -> inspect.Parameter:
+    empty = inspect.Parameter.empty
+    return inspect.Parameter(argument.arg, kind, default=empty if default is None else ...)

@@ -1,0 +1,1 @@
+"""MLA decode by FlashInfer's CuTe DSL kernel: a variant of trtllm_mla."""

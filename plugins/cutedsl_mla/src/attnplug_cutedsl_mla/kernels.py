@@ -1,0 +1,37 @@
+"""FlashInfer's CuTe DSL kernel behind the seam of trtllm_mla, whose library this is."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from attnplug import Workspace
+from attnplug_flashinfer_mla.kernels import Shape
+from attnplug_trtllm_mla.kernels import MOST_REQUESTS, Library, Pages, run_decode
+from attnplug_trtllm_mla.planner import DecodeCall
+
+
+class CuteDSLDecode:
+    """``trtllm_batch_decode_with_kv_cache_mla`` by the CuTe DSL kernel: any number of heads up to 128, scratch that may
+    hold anything, natural logarithms in every version."""
+
+    def __init__(self, library: Library, shape: Shape, scratch: Workspace) -> None:
+        self._library, self._shape, self._scratch = library, shape, scratch
+        self.heads = shape.heads
+
+    def most_requests(self, queries: int, with_lse: bool) -> int:
+        tiles = -(-queries * self.heads // 128)
+        return min(MOST_REQUESTS, 65535 // tiles)  # CUDA counts blocks of the second dimension in 16 bits
+
+    def run(self, q: Tensor, pages: Pages, call: DecodeCall, out: Tensor, lse: Tensor | None) -> None:
+        run_decode(
+            self._library,
+            self._shape,
+            q,
+            pages,
+            call,
+            out,
+            lse,
+            workspace_buffer=self._scratch.buffer,
+            backend="cute-dsl",
+            cute_dsl_impl="monolithic",  # the one that gives a log-sum-exp
+        )

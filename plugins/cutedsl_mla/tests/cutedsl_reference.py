@@ -1,0 +1,23 @@
+"""cutedsl_mla on FlashInfer's functions in plain torch, which are trtllm_mla's."""
+
+from __future__ import annotations
+
+from attnplug import BackendContext
+from attnplug_cutedsl_mla.build import cutedsl_mla
+from attnplug_cutedsl_mla.kernels import CuteDSLDecode
+from attnplug_cutedsl_mla.plugin import attnplug_backends
+from attnplug_flashinfer_mla.kernels import Shape
+from attnplug_trtllm_mla.backend import Parts, TRTLLMMLABackend
+from generation_checks import Build, skip_unless_served
+from trtllm_reference import ReferenceFlashInfer, cute_dsl_memory
+
+
+def reference_cutedsl(context: BackendContext, flashinfer: ReferenceFlashInfer | None = None) -> TRTLLMMLABackend:
+    """cutedsl_mla, all of it but the library."""
+    library = (flashinfer or ReferenceFlashInfer()).library
+    return TRTLLMMLABackend(context, Parts(CuteDSLDecode(library, Shape.of(context), cute_dsl_memory(context))))
+
+
+def build_on(device: str) -> Build:
+    skip_unless_served(attnplug_backends()[0], device)
+    return reference_cutedsl if device == "cpu" else cutedsl_mla

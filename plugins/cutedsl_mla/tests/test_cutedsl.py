@@ -1,0 +1,143 @@
+"""The variant of trtllm_mla with FlashInfer's CuTe DSL kernel: decode alone, memory of its own (A5)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from attnplug import BackendContext, DType, ForwardMode, PlanError, Problem, Role, SplitBackend, load_registry
+from attnplug.claims import ExtendPath
+from attnplug.mla import ExtendPolicy
+from attnplug_cutedsl_mla.build import cutedsl_mla
+from attnplug_cutedsl_mla.plugin import attnplug_backends
+from attnplug_trtllm_mla.build import trtllm_mla
+from blackwell_device import PROCESSORS, pretend
+from cutedsl_reference import build_on, reference_cutedsl
+from generation_checks import FP8, check_absorbed, check_decode, check_verify, lengths, scene
+from support.configs import DEEPSEEK_V3, read
+from support.devices import DEVICES
+from support.mla_capture import MLACapture
+from support.mla_scene import MLACase, MLAModel, MLAScene, relative_error
+from trtllm_reference import NEWEST, ReferenceFlashInfer, flashinfer_folder, reference_trtllm
+
+(SPEC,) = attnplug_backends()
+ON_A_B200 = Problem(read(DEEPSEEK_V3), "cuda", 100, DType.BFLOAT16, DType.BFLOAT16, 64)
+on_every_device = pytest.mark.parametrize("device", DEVICES)
+of_both_types = pytest.mark.parametrize("kv_dtype", [None, FP8], ids=["bf16", "fp8"])
+# Said once by torch on a CPU that has no bfloat16 instructions.
+pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+
+
+@on_every_device
+@of_both_types
+@pytest.mark.parametrize("page_size", [32, 64, 128])
+@pytest.mark.parametrize("heads", [5, 16, 96, 128])
+def test_decode(heads, page_size, kv_dtype, device):
+    """A5, C4: natural logarithms as they come; any number of heads up to 128 as it is."""
+    check_decode(build_on(device), device, kv_dtype, page_size, heads)
+
+
+@on_every_device
+@of_both_types
+@pytest.mark.parametrize("new", range(2, 9))
+def test_verify_of_a_few_tokens(new, kv_dtype, device):
+    check_verify(build_on(device), device, kv_dtype, new)
+
+
+@on_every_device
+def test_a_draft_that_catches_up_by_different_numbers_of_rows(device):
+    case = MLACase(((100, 1), (0, 3), (63, 2), (5, 0)), ForwardMode.DRAFT_EXTEND, 32, padding=3)
+    check_absorbed(case, device, build_on(device))
+
+
+@on_every_device
+def test_captured_decode(device):
+    build_one = build_on(device)
+    case = MLACase(((300, 1), (5, 1), (64, 1)), ForwardMode.DECODE)
+    captured = MLACapture(MLAScene(replace(case, lengths=((4000, 1),) * 3), device, build_one), 3, 1)
+    captured.capture()
+    for other in (case, replace(case, lengths=((9, 1),))):
+        replayed = scene(other, device, build_one)
+        out, wanted = captured.replay(replayed), replayed.wanted_absorbed()[0]
+        assert relative_error(out[: len(wanted)], wanted) <= 5e-3
+        assert (out[len(wanted) :] == 0).all()
+
+
+@pytest.mark.parametrize("version", [None, NEWEST])
+def test_every_version_takes_the_calls(version):
+    if flashinfer_folder(version) is None:
+        pytest.skip(f"flashinfer {version} is not unpacked; make test does it")
+    build_one = partial(reference_cutedsl, flashinfer=ReferenceFlashInfer(version))
+    check_absorbed(MLACase(lengths(4, 100, 3, seed=1), ForwardMode.TARGET_VERIFY), "cpu", build_one)
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.MIXED])
+def test_prefill_is_refused_in_words(mode):
+    """A5: decode only."""
+    stage = scene(MLACase(((20, 3), (9, 1)), mode), "cpu", reference_cutedsl)
+    with pytest.raises(PlanError, match=rf"does not {mode}.*--prefill-attention-backend trtllm_mla"):
+        stage.backend.init_forward_metadata(stage.batch())
+
+
+def test_beside_a_backend_that_prefills_it_decodes():
+    """A5, A9: split by roles, the prefill backend's abilities and hooks are the wrapper's."""
+
+    def build(context: BackendContext) -> SplitBackend:
+        return SplitBackend(reference_trtllm(context), reference_cutedsl(context))
+
+    for path in ExtendPath:
+        model = MLAModel(scene(MLACase(((40, 9), (0, 3)), heads=2), "cpu", build))
+        out = model.run(ExtendPolicy(forced=path, chunk_capacity=32))
+        assert relative_error(out, model.wanted()) <= 1e-2
+    check_absorbed(MLACase(lengths(4, 100, 1, seed=2), ForwardMode.DECODE), "cpu", build)
+
+
+def test_its_scratch_is_never_trtllms(monkeypatch):
+    """A2, A5: its kernels overwrite it."""
+    pretend(monkeypatch)
+
+    def both(context: BackendContext):
+        trtllm_mla(replace(context, name="trtllm_mla"))
+        return cutedsl_mla(replace(context, name="cutedsl_mla"))
+
+    stage = MLAScene(MLACase(((20, 1),), ForwardMode.DECODE, heads=128), "cpu", both)
+    uses = {use.kind: use for use in stage.workspace.report()}
+    assert set(uses) == {"scratch", "trtllm-semaphores", "cute-dsl-scratch"}
+    assert uses["cute-dsl-scratch"].owners == {"cutedsl_mla": PROCESSORS * 64 * 513 * 4}
+    assert "cutedsl_mla" not in uses["scratch"].owners
+
+
+def test_here_only_the_dsl_is_missing():
+    """D3: on a B200, for DeepSeek-V3."""
+    for role in (Role.DECODE, Role.DRAFT):
+        (reason,) = SPEC.refusals(ON_A_B200, role)
+        assert (reason.code, reason.value) == ("requirement", None)
+        assert "nvidia-cutlass-dsl" in str(reason.option)
+
+
+def test_it_is_not_chosen_to_prefill():
+    """A5, D3"""
+    (reason,) = (r for r in SPEC.refusals(ON_A_B200, Role.PREFILL) if r.code == "role")
+    assert (reason.allowed, reason.option) == (["decode", "draft"], "--prefill-attention-backend")
+
+
+def test_on_an_h200_it_says_which_gpus_it_needs():
+    """D3"""
+    reasons = SPEC.refusals(replace(ON_A_B200, sm=90), Role.DECODE)
+    assert [str(reason.message) for reason in reasons][1:] == ["it needs SM 100 to 103, this is SM 90"]
+
+
+def test_it_is_found_by_its_entry_point():
+    """D1"""
+    found = load_registry().backends["cutedsl_mla"]
+    assert found.spec == SPEC and found.source.distribution == "attnplug-cutedsl-mla"
+
+
+def test_nothing_heavy_is_imported_to_list_it():
+    code = "import sys, attnplug_cutedsl_mla.plugin; print('torch' in sys.modules, 'flashinfer' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False False\n"

@@ -1,0 +1,1 @@
+"""Latent attention (MLA) by TokenSpeed's kernels: a variant of trtllm_mla."""

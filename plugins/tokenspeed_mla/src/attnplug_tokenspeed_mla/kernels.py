@@ -1,0 +1,106 @@
+"""TokenSpeed's kernels behind the seam of trtllm_mla: the only module that imports the library."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnplug import RaggedCall, Workspace
+from attnplug_flashinfer_mla.kernels import Shape
+from attnplug_trtllm_mla.kernels import MOST_REQUESTS, Pages, to_float8
+from attnplug_trtllm_mla.planner import DecodeCall
+
+_LN_2 = math.log(2.0)
+_RAGGED_DIMS = (192, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class Library:
+    """The functions in use."""
+
+    decode: Any
+    prefill: Any
+    warm_up: Any
+
+
+@cache
+def load_library() -> Library:
+    """Import the library. Its import succeeds even where what it needs is missing, and tells in this attribute."""
+    import tokenspeed_mla
+
+    error: ImportError | None = getattr(tokenspeed_mla, "_IMPORT_ERROR", None)
+    if error is not None:
+        raise error
+    return Library(
+        tokenspeed_mla.tokenspeed_mla_decode,
+        tokenspeed_mla.tokenspeed_mla_prefill,
+        tokenspeed_mla.warmup_compile_prefill,
+    )
+
+
+class TokenSpeedDecode:
+    """``tokenspeed_mla_decode``: any number of heads up to 128, scratch that may hold anything."""
+
+    def __init__(self, library: Library, shape: Shape, scratch: Workspace) -> None:
+        self._library, self._shape, self._scratch = library, shape, scratch
+        self.heads = shape.heads
+
+    def most_requests(self, queries: int, with_lse: bool) -> int:
+        return MOST_REQUESTS
+
+    def run(self, q: Tensor, pages: Pages, call: DecodeCall, out: Tensor, lse: Tensor | None) -> None:
+        result = self._library.decode(
+            query=q,
+            kv_cache=pages.rows,
+            workspace_buffer=self._scratch.buffer.view(torch.int8),
+            kv_lora_rank=self._shape.dims.kv_lora_rank,
+            qk_rope_head_dim=self._shape.dims.qk_rope_head_dim,
+            block_tables=call.tables,
+            seq_lens=call.lens,
+            max_seq_len=call.longest,
+            softmax_scale=self._shape.scale * pages.scale,
+            output_scale=pages.scale,
+            out=out,
+            causal_mask=True,
+            return_lse=lse is not None,
+        )
+        if lse is not None:
+            lse.copy_(result[1].flatten(0, 1)).mul_(_LN_2)  # it counts in powers of two (C4)
+
+
+class TokenSpeedRagged:
+    """``tokenspeed_mla_prefill``, whose kernel of this width is for fp8 alone; its log-sum-exp is in natural log."""
+
+    dims = frozenset({_RAGGED_DIMS})
+
+    def __init__(self, library: Library, shape: Shape) -> None:
+        self._library, self._shape = library, shape
+
+    def run(self, q: Tensor, k: Tensor, v: Tensor, call: RaggedCall, out: Tensor, lse: Tensor | None) -> None:
+        _, sums = self._library.prefill(
+            query=to_float8(q),
+            key=to_float8(k),
+            value=to_float8(v),
+            seq_lens=call.kv_indptr.diff(),
+            cum_seq_lens=call.kv_indptr,
+            max_seq_len=max(call.kv_lens),
+            batch_size=len(call.kv_lens),
+            softmax_scale=self._shape.scale,
+            is_causal=call.causal,
+            return_lse=True,  # asked for or not: the kernels that were compiled beforehand are those
+            cum_seq_lens_q=call.query_indptr,
+            max_seq_len_q=max(call.query_lens),
+            out=out,
+        )
+        if lse is not None:
+            lse.copy_(sums)
+
+    def warm_up(self) -> None:
+        """Compile now what would else hold up the first prefill for minutes."""
+        width, v_width = _RAGGED_DIMS
+        self._library.warm_up(q_dtype=torch.float8_e4m3fn, d_qk=width, d_v=v_width)

@@ -1,0 +1,296 @@
+"""The backend: pools, kernels and the fallback brought together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnplug import (
+    BackendContext,
+    BackendError,
+    BackendId,
+    Claims,
+    ExtendPath,
+    ForwardBatch,
+    ForwardExtras,
+    ForwardMode,
+    Geometry,
+    GraphLevel,
+    LayerSpec,
+    PageSizes,
+    Plan,
+    PlanError,
+    RaggedCall,
+)
+from attnplug_flashinfer_mla.backend import FlashInferMLABackend
+from attnplug_flashinfer_mla.kernels import Cache, Shape
+from attnplug_flashinfer_mla.layers import MLALayers, check_lse
+from attnplug_trtllm_mla.blackwell import KERNEL_PAGES
+from attnplug_trtllm_mla.graphs import Captured, GraphState
+from attnplug_trtllm_mla.kernels import DecodeKernel, Pages, RaggedKernel, to_float8
+from attnplug_trtllm_mla.planner import DecodeCall, plan_requests, plan_rows, uniform_queries
+
+_FEW_QUERIES = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
+"""Modes that bring a few rows a request: what the decode kernels are for."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parts:
+    """What a variant is made of. Without ``ragged`` it decodes, and somebody else prefills."""
+
+    decode: DecodeKernel
+    ragged: RaggedKernel | None = None
+    fallback: FlashInferMLABackend | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Metadata:
+    """The planned call of a batch (``None`` where there is nothing to run), and where its new rows go."""
+
+    call: DecodeCall | None
+    new_slots: Tensor
+    captured: Captured | None = None
+
+
+class TRTLLMMLABackend:
+    """MLA by kernels that read page tables themselves; what they do not serve runs on FlashInfer's (A4).
+
+    Decode, and verify with equally many rows of every request, are one kernel call. Other absorbed batches go to the
+    fallback, or, where that cannot read the cache, through the decode kernel with every row as a request of its own.
+    """
+
+    def __init__(self, context: BackendContext, parts: Parts) -> None:
+        self.backend_id = BackendId(context.name)
+        self._context, self._parts, self._fallback = context, parts, parts.fallback
+        self._shape = Shape.of(context)
+        self._layers = MLALayers(context, self._shape)
+        page_sizes = PageSizes.of(*KERNEL_PAGES)
+        kernel_page = page_sizes.kernel_size(context.page_size)
+        if kernel_page is None:
+            raise BackendError(f"page size {context.page_size} is not supported, only {page_sizes}; set --page-size")
+        self._page_sizes = (context.page_size, kernel_page)
+        self._float8 = self._shape.kv_dtype is torch.float8_e4m3fn
+        self._graph: GraphState | None = None
+        self.claims = Claims(cuda_graph=GraphLevel.UNIFORM, page_sizes=page_sizes, mla_extend=self._extend_paths())
+
+    @property
+    def _prefills(self) -> bool:
+        return self._parts.ragged is not None and not self._context.serving.skip_prefill
+
+    def _extend_paths(self) -> frozenset[ExtendPath]:
+        paths = {ExtendPath.ABSORBED}
+        ragged = self._parts.ragged
+        if ragged is not None and self._prefills and self._shape.ragged_dims in ragged.dims:
+            paths.add(ExtendPath.ONE_SHOT)
+            if not self._context.serving.disable_chunked_prefix_cache:
+                paths.add(ExtendPath.CHUNKED)
+        return frozenset(paths)
+
+    # Planning
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
+        geometry, mode = Geometry.of(batch, self._context.page_size), batch.forward_mode
+        queries = uniform_queries(geometry) if mode in _FEW_QUERIES else None
+        if not self._prefills and mode in (ForwardMode.EXTEND, ForwardMode.MIXED):
+            raise self._refusal(mode)
+        if not geometry.query_rows or _runs_as_mha(batch):  # core writes the rows of what runs as MHA
+            call, slots = None, geometry.page_table.new_empty(0, dtype=torch.int64)
+        elif queries is not None:
+            call, slots = plan_requests(geometry, queries, self._page_sizes[1])
+        elif self._fallback is not None and not self._float8 and not self._context.serving.skip_prefill:
+            plan = self._fallback.init_forward_metadata(batch)
+            return Plan(self.backend_id, mode, plan.query_rows, plan.kv_rows, parts=(plan,))
+        else:  # FlashInfer reads no fp8 cache on these GPUs
+            call, slots = plan_rows(geometry, self._page_sizes[1])
+        return Plan(self.backend_id, mode, geometry.query_rows, geometry.kv_rows, Metadata(call, slots))
+
+    def _refusal(self, mode: ForwardMode) -> PlanError:
+        name = self.backend_id.name
+        if self._parts.ragged is None:
+            return PlanError(
+                f"backend {name} decodes and verifies, it does not {mode}; choose another for that, such as "
+                "--prefill-attention-backend trtllm_mla"
+            )
+        return PlanError(
+            f"backend {name} was built with skip_prefill=True, for a draft's worker: it does not {mode}; build it "
+            "without, or let another backend prefill"
+        )
+
+    def init_mha_chunk_metadata(self, forward_batch: ForwardBatch) -> Plan | None:
+        """Chunks for the fallback, where it must take them (A4); else nothing: the ragged kernel takes calls unplanned.
+
+        It must where a graph captures the prefill; the first call, over the new rows, is our own kernel's even then.
+        Where chunks over a prefix are disabled it has no runner for them (A3), so there is nobody to plan for.
+        """
+        fallback, extend = self._fallback, forward_batch.mla_plan
+        if extend is None:
+            raise PlanError(
+                f"backend {self.backend_id.name} was asked to plan the chunks of a batch that was not prepared for "
+                "MLA; call MLAAttention.prepare(batch), which does both"
+            )
+        if fallback is None or fallback.mha_chunk_kv_cache is None or not forward_batch.captured:
+            return None
+        return fallback.init_mha_chunk_metadata(forward_batch, disable_flashinfer_ragged=True)
+
+    # CUDA graphs
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Buffers for captured batches of up to ``max_bs`` requests and ``max_num_tokens`` rows."""
+        if self._graph is not None:
+            raise BackendError(
+                f"backend {self.backend_id.name} has its memory for CUDA graphs already, and captured graphs hold its "
+                "addresses; call init_cuda_graph_state once, with the most that will be captured"
+            )
+        context = self._context
+        self._graph = GraphState(max_bs, max_num_tokens, context.limits.max_context, self._page_sizes, context.device)
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> Plan:
+        """The plan of a captured shape, always the same: what changes from replay to replay is made in the graph."""
+        return self._captured(forward_batch, in_capture).plan
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        """Tables, lengths and slots, from what the batch holds when the graph runs."""
+        captured = self._captured(forward_batch, False)
+        captured.fill(forward_batch.page_table, forward_batch.seq_lens, self._page_sizes)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Padded requests have no rows: nothing is written for them, and their output is zero."""
+        return 0
+
+    def _captured(self, batch: ForwardBatch, in_capture: bool) -> Captured:
+        if self._graph is None:
+            raise BackendError(
+                f"backend {self.backend_id.name} has no memory for CUDA graphs; call init_cuda_graph_state first"
+            )
+        found = self._graph.find(batch)
+        if found is None:
+            if not in_capture:
+                raise PlanError(
+                    f"a {batch.forward_mode} batch of {batch.batch_size} requests and {batch.num_tokens} rows was "
+                    "never captured; plan it with in_capture=True and capture it first"
+                )
+            found = self._graph.capture(batch)
+            metadata = Metadata(found.call, found.slots, found)
+            found.plan = Plan(self.backend_id, batch.forward_mode, batch.num_tokens, None, metadata)
+        return found
+
+    # Running
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        *,
+        save_kv_cache: bool = True,
+        extras: ForwardExtras | None = None,
+    ) -> Tensor:
+        plan = batch.plan_for(self.backend_id, q.shape[0], decode=False)
+        if plan.parts:
+            assert self._fallback is not None
+            return self._fallback.forward_extend(q, k, v, layer, batch, save_kv_cache=save_kv_cache, extras=extras)
+        return self._forward(q, k, v, layer, plan, save_kv_cache, extras)
+
+    def forward_decode(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        *,
+        save_kv_cache: bool = True,
+        extras: ForwardExtras | None = None,
+    ) -> Tensor:
+        plan = batch.plan_for(self.backend_id, q.shape[0], decode=True)
+        return self._forward(q, k, v, layer, plan, save_kv_cache, extras)
+
+    def _forward(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: LayerSpec,
+        plan: Plan,
+        save_kv_cache: bool,
+        extras: ForwardExtras | None,
+    ) -> Tensor:
+        metadata: Metadata = plan.metadata
+        cache, planned = self._layers.cache(layer, q), plan.query_rows
+        if metadata.call is None and planned:
+            raise PlanError(
+                f"the batch was planned to run as MHA, so {self.backend_id.name} has no plan to run it absorbed; "
+                "prepare it for that, or clear batch.mla_plan before planning"
+            )
+        captured = metadata.captured
+        if save_kv_cache:
+            self._layers.save(layer, cache, metadata.new_slots, k, v, planned, captured=captured is not None)
+        lse = self._layers.lse(q, extras)
+        out = q.new_empty(q.shape[0], q.shape[1], self._shape.dims.kv_lora_rank)
+        if q.shape[0] != planned:
+            out[planned:] = 0  # rows behind the plan are padding (B5)
+            if lse is not None:
+                lse[planned:] = float("-inf")
+        if metadata.call is not None:
+            self._run(metadata.call, q[:planned], cache, out[:planned], None if lse is None else lse[:planned])
+        if captured is not None:
+            out[:planned].masked_fill_(captured.dead[:, None, None], 0.0)
+            if lse is not None:
+                lse[:planned].masked_fill_(captured.dead[:, None], float("-inf"))
+        return out
+
+    def _run(self, call: DecodeCall, q: Tensor, cache: Cache, out: Tensor, lse: Tensor | None) -> None:
+        kernel, heads = self._parts.decode, q.shape[1]
+        if kernel.heads != heads:
+            return self._run_padded(call, q, cache, out, lse)
+        if self._float8:
+            q = to_float8(q)
+        pages = Pages(cache.rows.view(-1, self._page_sizes[1], cache.rows.shape[-1]), cache.scale)
+        q, result = (rows.unflatten(0, (call.requests, call.queries)) for rows in (q, out))
+        most = kernel.most_requests(call.queries, lse is not None)
+        for first in range(0, call.requests, most):
+            part = slice(first, min(first + most, call.requests))
+            sums = None if lse is None else lse[part.start * call.queries : part.stop * call.queries]
+            kernel.run(q[part], pages, call.part(part), result[part], sums)
+        return None
+
+    def _run_padded(self, call: DecodeCall, q: Tensor, cache: Cache, out: Tensor, lse: Tensor | None) -> None:
+        heads, wanted = q.shape[1], self._parts.decode.heads
+        padded = q.new_zeros(q.shape[0], wanted, q.shape[2])
+        padded[:, :heads] = q
+        wide = out.new_empty(q.shape[0], wanted, out.shape[2])
+        wide_lse = None if lse is None else lse.new_empty(q.shape[0], wanted)
+        self._run(call, padded, cache, wide, wide_lse)
+        out.copy_(wide[:, :heads])
+        if lse is not None and wide_lse is not None:
+            lse.copy_(wide_lse[:, :heads])
+
+    def forward_ragged(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        call: RaggedCall,
+        lse: Tensor | None = None,
+    ) -> Tensor:
+        """One call of an MLA prefill as MHA: by our own kernel, or, for chunks that it planned, by the fallback."""
+        fallback, ragged = self._fallback, self._parts.ragged
+        if call.index and fallback is not None and batch.chunk_plan is not None:
+            return fallback.forward_ragged(q, k, v, layer, batch, call, lse)
+        if ragged is None:
+            raise self._refusal(batch.forward_mode)
+        if lse is not None:
+            check_lse(lse, q)
+        out = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
+        ragged.run(q, k, v, call, out, lse)
+        return out
+
+
+def _runs_as_mha(batch: ForwardBatch) -> bool:
+    return batch.mla_plan is not None and batch.mla_plan.path is not ExtendPath.ABSORBED

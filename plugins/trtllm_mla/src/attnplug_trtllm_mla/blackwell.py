@@ -1,0 +1,60 @@
+"""What the backends of this family say of themselves in the same words. Imports no kernel library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from attnplug import (
+    AttentionKind,
+    Capabilities,
+    DType,
+    ExtendPath,
+    GraphLevel,
+    PageSizes,
+    Problem,
+    Refusal,
+    RefusalCode,
+    Role,
+)
+from attnplug_flashinfer_mla.plugin import layer_refusals
+
+SMS = (100, 103)
+KERNEL_PAGES = (32, 64)
+LIBRARY = "flashinfer-python>=0.6.18,<0.8"
+
+
+def capabilities(
+    *,
+    kv_dtypes: frozenset[DType] = frozenset({DType.BFLOAT16, DType.FLOAT8_E4M3}),
+    roles: frozenset[Role] = frozenset({Role.PREFILL, Role.DECODE, Role.DRAFT}),
+    mla_extend: frozenset[ExtendPath] = frozenset(ExtendPath),
+) -> Capabilities:
+    """What all of them can do, but for what a variant narrows."""
+    return Capabilities(
+        kinds=frozenset({AttentionKind.MLA}),
+        devices=frozenset({"cuda"}),
+        min_sm=SMS[0],
+        max_sm=SMS[-1],
+        dtypes=frozenset({DType.BFLOAT16}),  # whatever goes in, the kernels give bfloat16
+        kv_dtypes=kv_dtypes,
+        roles=roles,
+        page_sizes=PageSizes.of(*KERNEL_PAGES),
+        mla_dims=frozenset({(512, 64)}),
+        max_speculative_tokens=64,
+        cuda_graph=GraphLevel.UNIFORM,
+        extras=frozenset({"lse"}),
+        mla_extend=mla_extend,
+    )
+
+
+def refusals(
+    problem: Problem, role: Role | None, library_refusals: Callable[[], Iterator[Refusal]]
+) -> Iterator[Refusal]:
+    """What the capabilities cannot say. A library is imported only for a GPU that its kernels exist for."""
+    if problem.sm is not None and SMS[0] < problem.sm < SMS[-1]:  # others are outside of the range that is declared
+        listed = " or ".join(map(str, SMS))
+        yield Refusal(RefusalCode.SM, f"it needs SM {listed}, this is SM {problem.sm}", problem.sm, list(SMS), "--sm")
+    if problem.model is not None and role is not None:
+        yield from layer_refusals(problem)
+    if problem.device == "cuda" and problem.sm in (None, *SMS):
+        yield from library_refusals()

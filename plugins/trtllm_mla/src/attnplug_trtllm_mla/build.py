@@ -1,0 +1,58 @@
+"""The backend on a GPU: memory is asked for in one place, then kernels and fallback are made on it (A2)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from attnplug import CUTE_DSL_SCRATCH, SCRATCH, TRTLLM_SEMAPHORES, BackendContext, BackendError, Workspace
+from attnplug_flashinfer_mla.backend import FlashInferMLABackend
+from attnplug_flashinfer_mla.kernels import Shape
+from attnplug_flashinfer_mla.options import FlashInferMLAOptions
+from attnplug_trtllm_mla.backend import Parts, TRTLLMMLABackend
+from attnplug_trtllm_mla.blackwell import SMS
+from attnplug_trtllm_mla.kernels import TRTLLMDecode, TRTLLMRagged, check_scratch, counter_bytes, load_library
+from attnplug_trtllm_mla.options import TRTLLMMLAOptions
+
+
+def trtllm_mla(context: BackendContext) -> TRTLLMMLABackend:
+    """The factory of the spec."""
+    options = context.options if context.options is not None else TRTLLMMLAOptions()
+    processors, library, shape = blackwell_processors(context), load_library(), Shape.of(context)
+    # Before the fallback is built, which asks for as much: it would hold on to a smaller buffer.
+    scratch = context.workspace.request(context.name, context.device, SCRATCH, options.workspace_mib << 20)
+    semaphores = counter_bytes(shape, processors)
+    counters = context.workspace.request(context.name, context.device, TRTLLM_SEMAPHORES, semaphores)
+    decode = TRTLLMDecode(library, shape, scratch, counters, processors)
+    check_scratch(context.name, options.workspace_mib, decode, context.limits.max_tokens)
+    ragged = TRTLLMRagged(library, shape, scratch)
+    return TRTLLMMLABackend(context, Parts(decode, ragged, fallback(context, options.workspace_mib)))
+
+
+def fallback(context: BackendContext, workspace_mib: int) -> FlashInferMLABackend:
+    """FlashInfer's backend for the same layers, on the same scratch memory."""
+    return FlashInferMLABackend(fallback_context(context, FlashInferMLAOptions(workspace_mib)))
+
+
+def fallback_context(context: BackendContext, options: FlashInferMLAOptions) -> BackendContext:
+    return replace(context, name=f"{context.name}/flashinfer_mla", options=options)
+
+
+def cute_dsl_scratch(context: BackendContext, shape: Shape) -> Workspace:
+    """What any call of a CuTe DSL decode kernel takes: partial results, 64 rows of them a multiprocessor."""
+    nbytes = blackwell_processors(context) * 64 * (shape.dims.kv_lora_rank + 1) * 4
+    return context.workspace.request(context.name, context.device, CUTE_DSL_SCRATCH, nbytes)
+
+
+def blackwell_processors(context: BackendContext) -> int:
+    """How many multiprocessors the GPU has; an error if it is not one that the kernels exist for."""
+    major, minor = torch.cuda.get_device_capability(context.device)
+    if 10 * major + minor not in SMS:
+        listed = " or ".join(map(str, SMS))
+        raise BackendError(
+            f"backend {context.name} needs SM {listed}, this is SM {10 * major + minor}; choose another with "
+            "--attention-backend"
+        )
+    processors: int = torch.cuda.get_device_properties(context.device).multi_processor_count
+    return processors

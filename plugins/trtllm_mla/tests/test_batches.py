@@ -1,0 +1,314 @@
+"""Batches against float64: planning through the reference functions on a CPU, the real kernels on a Blackwell GPU."""
+
+from __future__ import annotations
+
+import random
+from functools import partial
+
+import pytest
+import torch
+
+from attnplug import BackendError, DType, ForwardExtras, ForwardMode, PlanError, Serving
+from attnplug.claims import ExtendPath
+from attnplug.mla import ExtendPolicy
+from generation_checks import (
+    FP8,
+    TOLERANCE,
+    check_absorbed,
+    check_decode,
+    check_verify,
+    lengths,
+    scene,
+)
+from support.devices import DEVICES, nothing_waits
+from support.mla_scene import MLACase, MLAModel, MLAScene, relative_error
+from trtllm_reference import NEWEST, ReferenceFlashInfer, build_on, flashinfer_folder, reference_trtllm
+
+GPU_PREFIXES = ((900, 333), (0, 90), (64, 1), (1, 30))
+# Said once by torch on a CPU that has no bfloat16 instructions.
+pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+DECODE, VERIFY, EXTEND, MIXED = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND, ForwardMode.MIXED
+on_every_device = pytest.mark.parametrize("device", DEVICES)
+of_both_types = pytest.mark.parametrize("kv_dtype", [None, FP8], ids=["bf16", "fp8"])
+
+
+class TestDecode:
+    @on_every_device
+    @of_both_types
+    @pytest.mark.parametrize("page_size", [32, 64, 128])
+    @pytest.mark.parametrize("heads", [8, 16, 128])
+    def test_decode(self, heads, page_size, kv_dtype, device):
+        """C4; A4's page sizes, and one of the manager's that the kernel reads as two. NaN in all that is not read."""
+        check_decode(build_on(device), device, kv_dtype, page_size, heads)
+
+    @on_every_device
+    @pytest.mark.parametrize("heads", [1, 5, 24, 40, 96])
+    def test_numbers_of_heads_that_have_no_kernel(self, heads, device):
+        """More than 64 and fewer than 128 are refused by the library, others by its older kernels."""
+        check_decode(build_on(device), device, None, 64, heads)
+
+    @on_every_device
+    @of_both_types
+    @pytest.mark.parametrize("new", range(2, 9))
+    def test_verify_of_a_few_tokens(self, new, kv_dtype, device):
+        check_verify(build_on(device), device, kv_dtype, new)
+
+    @on_every_device
+    @pytest.mark.parametrize("pages", ["permuted", "interleaved", "descending"])
+    def test_pages_in_any_order(self, pages, device):
+        check_absorbed(MLACase(lengths(6, 300, 1, seed=7), DECODE, 32, pages=pages), device, build_on(device))
+
+    def test_more_requests_with_a_log_sum_exp_than_scratch_has_room_for_are_several_calls(self):
+        """The launcher takes 2 KiB a head and request for it, and raises where there is too little."""
+        flashinfer = ReferenceFlashInfer()
+        case = MLACase(lengths(40, 100, 1, seed=3), DECODE, heads=128)
+        check_absorbed(case, "cpu", partial(reference_trtllm, flashinfer=flashinfer))
+        sizes = [len(call["seq_lens"]) for call in flashinfer.named("decode")]
+        assert sum(sizes) == 40 and len(sizes) > 1
+
+    def test_without_a_log_sum_exp_it_is_one_call(self):
+        flashinfer = ReferenceFlashInfer()
+        case = MLACase(lengths(40, 100, 1, seed=3), DECODE, heads=128, lse=False)
+        check_absorbed(case, "cpu", partial(reference_trtllm, flashinfer=flashinfer))
+        assert len(flashinfer.named("decode")) == 1
+
+    @on_every_device
+    def test_two_plans_live_at_the_same_time(self, device):
+        """B5: a plan is a value; planning another batch does not disturb it."""
+        stage = scene(MLACase(lengths(4, 300, 1, seed=1), DECODE), device, build_on(device))
+        first = stage.batch()
+        first.plan = stage.backend.init_forward_metadata(first)
+        shorter = stage.batch()
+        shorter.seq_lens_cpu = torch.ones_like(first.seq_lens_cpu)
+        shorter.plan = stage.backend.init_forward_metadata(shorter)
+        assert relative_error(stage.absorbed(first)[0], stage.wanted_absorbed()[0]) <= TOLERANCE
+
+    @on_every_device
+    def test_idle_batch(self, device):
+        stage = scene(MLACase((), ForwardMode.IDLE), device, build_on(device))
+        batch = stage.batch()
+        batch.plan = stage.backend.init_forward_metadata(batch)
+        assert stage.backend.forward_extend(stage.q, None, None, stage.layer, batch, save_kv_cache=False).shape[0] == 0
+
+
+class TestWhatTheDecodeKernelIsNotFor:
+    @on_every_device
+    @of_both_types
+    @pytest.mark.parametrize("mode", [EXTEND, MIXED, VERIFY, ForwardMode.DRAFT_EXTEND])
+    def test_requests_with_different_numbers_of_rows(self, mode, kv_dtype, device):
+        """A4: by FlashInfer's kernels, or row by row where these cannot read the cache."""
+        case = MLACase(((100, 1), (0, 37), (64, 1), (63, 2), (5, 0), (130, 40)), mode, 32, kv_dtype=kv_dtype, padding=3)
+        stage = check_absorbed(case, device, build_on(device))
+        batch = stage.batch()
+        fell_back = bool(stage.backend.init_forward_metadata(batch).parts)
+        assert fell_back == (kv_dtype is None)
+
+    @on_every_device
+    @of_both_types
+    @pytest.mark.parametrize("page_size", [32, 64, 128])
+    @pytest.mark.parametrize("heads", [16, 24, 128])
+    def test_extend(self, heads, page_size, kv_dtype, device):
+        """C1: absorbed, over the paged cache."""
+        case = MLACase(lengths(4, 200, (1, 9), seed=heads), EXTEND, page_size, heads, kv_dtype=kv_dtype)
+        check_absorbed(case, device, build_on(device))
+
+    def test_extend_of_one_request_is_no_verify(self):
+        """Its rows are equally many in every request, and may be thousands."""
+        flashinfer = ReferenceFlashInfer()
+        check_absorbed(MLACase(((64, 40),), EXTEND), "cpu", partial(reference_trtllm, flashinfer=flashinfer))
+        assert not flashinfer.calls
+
+    @on_every_device
+    def test_a_drafts_worker_catches_up_without_the_fallback(self, device):
+        """A1's skip_prefill leaves FlashInfer nothing to extend with."""
+        case = MLACase(((100, 1), (0, 3)), ForwardMode.DRAFT_EXTEND, serving=Serving(skip_prefill=True))
+        check_absorbed(case, device, build_on(device))
+
+
+class TestRandomBatches:
+    @on_every_device
+    @pytest.mark.parametrize("seed", range(16))
+    def test_any_mode_page_size_type_and_number_of_heads(self, seed, device):
+        """A4, B5, C4: planned by whatever serves it, over pages in any order among others full of NaN."""
+        chance = random.Random(seed)
+        mode = chance.choice([DECODE, VERIFY, EXTEND, MIXED, ForwardMode.DRAFT_EXTEND])
+        new = {DECODE: 1, VERIFY: chance.randint(2, 8)}.get(mode, (1, 9))
+        case = MLACase(
+            lengths(chance.randint(1, 7), 300, new, seed),
+            mode,
+            page_size=chance.choice([32, 64, 96, 128]),
+            heads=chance.choice([2, 8, 12, 16, 65, 128]),
+            kv_dtype=chance.choice([None, FP8]),
+            kv_scale=1.0,
+            pages=chance.choice(["permuted", "interleaved", "descending"]),
+            padding=chance.randint(0, 4),
+            lse=chance.random() < 0.7,
+            seed=seed,
+        )
+        check_absorbed(case, device, build_on(device))
+
+
+class TestAsMHA:
+    @on_every_device
+    @of_both_types
+    @pytest.mark.parametrize("capacity", [16, 100, 1 << 17])
+    @pytest.mark.parametrize("path", [ExtendPath.ONE_SHOT, ExtendPath.CHUNKED])
+    def test_chunks_that_split_and_pack_and_leave_requests_out(self, path, capacity, kv_dtype, device):
+        """C1, C2, C3, C4"""
+        heads, prefixes = (2, ((70, 20), (0, 9), (40, 1), (1, 3))) if device == "cpu" else (16, GPU_PREFIXES)
+        case = MLACase(prefixes, heads=heads, kv_dtype=kv_dtype, padding=3)
+        model = MLAModel(scene(case, device, build_on(device)))
+        out = model.run(ExtendPolicy(forced=path, chunk_capacity=capacity))
+        assert model.batch.chunk_plan is None  # A4: nothing is planned
+        wanted = model.wanted()
+        # Chunked takes its new rows as they come, not as fp8 has them; both are right.
+        allowed = 5e-2 if kv_dtype is FP8 and path is ExtendPath.CHUNKED else TOLERANCE
+        assert relative_error(out[: len(wanted)], wanted) <= allowed
+        assert (out[len(wanted) :] == 0).all()
+
+    @on_every_device
+    @pytest.mark.parametrize("path", ExtendPath)
+    def test_three_paths_one_result(self, path, device):
+        """C1"""
+        heads, longest, new = (2, 50, 9) if device == "cpu" else (32, 1500, 400)
+        case = MLACase(lengths(4, longest, (1, new), seed=5), heads=heads)
+        model = MLAModel(scene(case, device, build_on(device)))
+        # Absorbed, a query is rounded once more: after its up-projection.
+        allowed = TOLERANCE * (2 if path is ExtendPath.ABSORBED else 1)
+        assert relative_error(model.run(ExtendPolicy(forced=path, chunk_capacity=150)), model.wanted()) <= allowed
+
+    @on_every_device
+    @pytest.mark.parametrize("path", ExtendPath)
+    def test_extend_without_a_new_token(self, path, device):
+        model = MLAModel(scene(MLACase(((9000, 0), (0, 0)), EXTEND), device, build_on(device)))
+        assert model.run(ExtendPolicy(forced=path)).shape[0] == 0
+
+    def test_more_statistics_than_scratch_has_room_for_are_several_calls(self):
+        """Rows are counted as if every request had as many as the one with most, and rounded up to 256."""
+        flashinfer = ReferenceFlashInfer()
+        case = MLACase(((7, 9), (4, 300), (6, 5), (1, 2), (3, 7)), heads=2)
+        stage = scene(case, "cpu", partial(reference_trtllm, flashinfer=flashinfer))
+        model = MLAModel(stage)
+        stage.backend._parts.ragged._scratch.buffer = torch.empty((1 << 20) + 8 * 2 * 1024, dtype=torch.uint8)
+        out = model.run(ExtendPolicy(forced=ExtendPath.CHUNKED, chunk_capacity=1000))
+        assert relative_error(out, model.wanted()) <= TOLERANCE
+        assert [call["batch_size"] for call in flashinfer.named("ragged")] == [2, 3, 2, 3]
+
+    def test_one_request_that_does_not_fit_is_refused_in_words(self):
+        stage = scene(MLACase(((7, 9),), heads=128), "cpu", reference_trtllm)
+        stage.backend._parts.ragged._scratch.buffer = torch.empty(1 << 20, dtype=torch.uint8)
+        with pytest.raises(BackendError, match=r"9 queries takes 262144 bytes .* trtllm_mla\.workspace_mib"):
+            MLAModel(stage).run(ExtendPolicy(forced=ExtendPath.CHUNKED))
+
+    @on_every_device
+    @pytest.mark.parametrize("path", [ExtendPath.ONE_SHOT, ExtendPath.CHUNKED])
+    def test_a_captured_prefill_leaves_its_chunks_to_the_fallback(self, path, device):
+        """A4: planned with disable_flashinfer_ragged=True, so the first call stays our own kernel's."""
+        flashinfer = ReferenceFlashInfer()
+        build = partial(reference_trtllm, flashinfer=flashinfer) if device == "cpu" else build_on(device)
+        model = MLAModel(scene(MLACase(((70, 20), (0, 9)), heads=2 if device == "cpu" else 16), device, build))
+        batch = model.scene.batch()
+        batch.captured = True
+        out = model.run(ExtendPolicy(forced=path, chunk_capacity=32), batch)
+        assert relative_error(out, model.wanted()) <= TOLERANCE
+        chunks = [call.index for call in batch.mla_plan.calls[1:]]
+        assert (list(batch.chunk_plan.metadata) if chunks else batch.chunk_plan) == (chunks or None)
+        if device == "cpu":
+            assert len(flashinfer.named("ragged")) == 1
+
+
+class TestEveryVersion:
+    @pytest.mark.parametrize("version", [None, NEWEST])
+    def test_decode_verify_and_ragged_calls_are_taken(self, version):
+        """C4: by the signatures of the pinned FlashInfer and of the newest claimed; the two differ in the base of the
+        log-sum-exp that they can be asked for."""
+        if flashinfer_folder(version) is None:
+            pytest.skip(f"flashinfer {version} is not unpacked; make test does it")
+        build = partial(reference_trtllm, flashinfer=ReferenceFlashInfer(version))
+        check_absorbed(MLACase(lengths(4, 100, 1, seed=1), DECODE), "cpu", build)
+        check_absorbed(MLACase(lengths(4, 100, 3, seed=1), VERIFY, kv_dtype=FP8), "cpu", build)
+        model = MLAModel(scene(MLACase(((70, 9), (0, 3)), heads=2), "cpu", build))
+        out = model.run(ExtendPolicy(forced=ExtendPath.CHUNKED, chunk_capacity=32))
+        assert relative_error(out, model.wanted()) <= TOLERANCE
+
+    def test_the_newest_is_asked_for_natural_logarithms(self):
+        """C4"""
+        if flashinfer_folder(NEWEST) is None:
+            pytest.skip(f"flashinfer {NEWEST} is not unpacked; make test does it")
+        flashinfer = ReferenceFlashInfer(NEWEST)
+        check_absorbed(MLACase(((5, 1),), DECODE), "cpu", partial(reference_trtllm, flashinfer=flashinfer))
+        assert flashinfer.named("decode")[0]["return_lse_base"] == "basee"
+
+
+class TestNothingIsReadBack:
+    @on_every_device
+    @of_both_types
+    @pytest.mark.parametrize("mode", [DECODE, VERIFY, EXTEND])
+    def test_planning_copies_nothing_from_the_device(self, mode, kv_dtype, device):
+        """Lengths on the CPU are enough: those on the device are never looked at."""
+        new = {DECODE: 1, VERIFY: 3}.get(mode, (1, 40))
+        stage = scene(MLACase(lengths(4, 200, new, seed=1), mode, kv_dtype=kv_dtype), device, build_on(device))
+        stage.absorbed()  # compiles what there is to compile
+        batch = stage.batch()
+        batch.seq_lens = torch.full_like(batch.seq_lens, -(1 << 30))
+        if batch.extend_seq_lens is not None:
+            batch.extend_seq_lens = torch.full_like(batch.extend_seq_lens, -(1 << 30))
+        with nothing_waits(device):
+            out, _ = stage.absorbed(batch)
+        assert relative_error(out, stage.wanted_absorbed()[0]) <= TOLERANCE
+
+    @on_every_device
+    def test_without_lengths_on_the_cpu(self, device):
+        check_absorbed(MLACase(lengths(4, 300, 3, seed=1), VERIFY, cpu_lengths=False), device, build_on(device))
+
+
+class TestWrongUse:
+    def stage(self, **changes: object) -> MLAScene:
+        return scene(MLACase(**{"lengths": ((20, 2),), "mode": EXTEND, **changes}), "cpu", reference_trtllm)
+
+    def test_extend_in_a_drafts_worker_is_refused_in_words(self):
+        """A1, A4"""
+        stage = self.stage(serving=Serving(skip_prefill=True))
+        with pytest.raises(PlanError, match=r"skip_prefill=True.*does not extend"):
+            stage.backend.init_forward_metadata(stage.batch())
+
+    def test_a_batch_planned_to_run_as_mha_is_not_run_absorbed(self):
+        stage = self.stage()
+        model = MLAModel(stage)
+        model.run(ExtendPolicy(forced=ExtendPath.ONE_SHOT))
+        batch = model.batch
+        batch.plan = stage.backend.init_forward_metadata(batch)
+        with pytest.raises(PlanError, match="planned to run as MHA"):
+            stage.absorbed(batch)
+
+    def test_a_batch_planned_by_another_instance_is_refused(self):
+        """B5"""
+        one, other = self.stage(), self.stage()
+        batch = one.batch()
+        batch.plan = other.backend.init_forward_metadata(batch)
+        with pytest.raises(PlanError, match="another instance"):
+            one.absorbed(batch)
+
+    def test_a_log_sum_exp_that_kernels_would_miss_is_refused(self):
+        stage = self.stage(mode=VERIFY)
+        batch = stage.batch()
+        batch.plan = stage.backend.init_forward_metadata(batch)
+        extras = ForwardExtras(lse=torch.empty(2, 32)[:, :16])
+        with pytest.raises(BackendError, match="lse must be contiguous float32"):
+            stage.backend.forward_extend(stage.q, None, None, stage.layer, batch, save_kv_cache=False, extras=extras)
+
+    def test_a_page_size_that_no_kernel_page_divides_is_refused(self):
+        with pytest.raises(BackendError, match="page size 48 is not supported, only a multiple of 32"):
+            self.stage(page_size=48)
+
+    def test_chunks_of_a_batch_that_was_not_prepared_say_what_to_call(self):
+        stage = self.stage()
+        with pytest.raises(PlanError, match=r"MLAAttention\.prepare"):
+            stage.backend.init_mha_chunk_metadata(stage.batch())
+
+    def test_values_too_large_for_fp8_saturate(self):
+        """torch makes NaN of them."""
+        case = MLACase(((20, 1),), DECODE, kv_dtype=FP8, dtype=DType.BFLOAT16)
+        stage = scene(case, "cpu", reference_trtllm)
+        stage.q = stage.q * 1e6
+        assert stage.absorbed()[0].isfinite().all()

@@ -1,0 +1,122 @@
+"""Planning around captured graphs: the protocol on a CPU, real captures on a Blackwell GPU (B2's ground)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attnplug import BackendError, DType, ForwardMode, PlanError
+from attnplug_trtllm_mla.kernels import to_float8
+from generation_checks import FP8, TOLERANCE, scene
+from support.devices import DEVICES, nothing_waits
+from support.mla_capture import MLACapture
+from support.mla_scene import LAYER, MLACase, MLAScene, relative_error
+from trtllm_reference import build_on, reference_trtllm
+
+on_every_device = pytest.mark.parametrize("device", DEVICES)
+
+
+def scenes(mode: ForwardMode, new: int, device: str, heads: int, page_size: int, kv_dtype: DType | None):
+    """A large pool to capture on, and batches to replay: long and short, full and with fewer requests."""
+    prefixes = [[300, 5, 64, 127], [1000, 17, 1, 0], [63], [900, 90], [0, 1, 2, 3]]
+    cases = [
+        MLACase(tuple((prefix, new) for prefix in some), mode, page_size, heads, kv_dtype=kv_dtype, seed=seed)
+        for seed, some in enumerate(prefixes)
+    ]
+    build = build_on(device)
+    stage = MLAScene(replace(cases[0], lengths=((4000, new),) * 4), device, build)
+    return stage, [scene(case, device, build) for case in cases]
+
+
+@on_every_device
+@pytest.mark.parametrize(
+    ("heads", "page_size", "kv_dtype"), [(16, 64, None), (8, 32, FP8), (16, 128, None), (24, 64, FP8)]
+)
+@pytest.mark.parametrize(("mode", "new"), [(ForwardMode.DECODE, 1), (ForwardMode.TARGET_VERIFY, 4)])
+def test_one_capture_serves_other_lengths_pages_and_fewer_requests(mode, new, heads, page_size, kv_dtype, device):
+    """Replays give float64's result; padded requests are zero, and nothing is written for them."""
+    stage, others = scenes(mode, new, device, heads, page_size, kv_dtype)
+    captured = MLACapture(stage, requests=4, per_request=new)
+    captured.capture()
+    read = captured.plan.metadata.call
+    addresses = [tensor.data_ptr() for tensor in (read.tables, read.lens, captured.plan.metadata.new_slots)]
+    for other in others:
+        out = captured.replay(other)
+        wanted = other.wanted_absorbed()[0]
+        assert relative_error(out[: len(wanted)], wanted) <= TOLERANCE
+        assert (out[len(wanted) :] == 0).all()
+        written = (~stage.pool.rows(LAYER).float().isnan()).any(-1).sum()
+        assert int(written) == sum(other.totals)
+        call = captured.plan.metadata.call
+        assert addresses == [t.data_ptr() for t in (call.tables, call.lens, captured.plan.metadata.new_slots)]
+
+
+@on_every_device
+def test_replay_planning_waits_for_nothing(device):
+    """Nothing is sent, nothing read back, and no length is needed on the host."""
+    stage, others = scenes(ForwardMode.DECODE, 1, device, 16, 64, None)
+    captured = MLACapture(stage, requests=4, per_request=1)
+    captured.capture()
+    captured.replay(others[0])
+    captured.batch.seq_lens_cpu = None
+    with nothing_waits(device):
+        assert captured.backend.init_forward_metadata_out_graph(captured.batch) is captured.plan
+
+
+def test_a_padded_request_is_given_a_length_that_kernels_know():
+    """No empty KV rows: each of its queries sees a key, of whatever page, and its output and sums are cleared."""
+    from attnplug import ForwardExtras
+
+    stage, _ = scenes(ForwardMode.TARGET_VERIFY, 4, "cpu", 16, 64, None)
+    captured = MLACapture(stage, requests=4, per_request=4)
+    captured.capture()
+    assert captured.plan.metadata.call.lens.tolist() == [4] * 4
+    lse = torch.zeros(16, 16)
+    stage.backend.forward_extend(
+        captured.q, captured.k, None, stage.layer, captured.batch, extras=ForwardExtras(lse=lse)
+    )
+    assert (lse == float("-inf")).all()
+
+
+class TestWrongUse:
+    def stage(self, mode: ForwardMode = ForwardMode.DECODE, new: int = 1) -> MLAScene:
+        return MLAScene(MLACase(((20, new), (9, new)), mode), "cpu", reference_trtllm)
+
+    def test_graph_planning_without_memory_says_what_to_call(self):
+        stage = self.stage()
+        with pytest.raises(BackendError, match="init_cuda_graph_state"):
+            stage.backend.init_forward_metadata_out_graph(stage.batch(), in_capture=True)
+
+    def test_a_shape_that_was_not_captured_is_refused(self):
+        stage = self.stage()
+        stage.backend.init_cuda_graph_state(4, 4)
+        with pytest.raises(PlanError, match="2 requests and 2 rows was never captured"):
+            stage.backend.init_forward_metadata_out_graph(stage.batch())
+
+    def test_more_than_there_is_memory_for_is_refused(self):
+        stage = self.stage()
+        stage.backend.init_cuda_graph_state(1, 4)
+        with pytest.raises(PlanError, match="of 1 requests"):
+            stage.backend.init_forward_metadata_out_graph(stage.batch(), in_capture=True)
+
+    def test_memory_for_graphs_is_made_once(self):
+        """Captured graphs hold its addresses."""
+        stage = self.stage()
+        stage.backend.init_cuda_graph_state(4, 4)
+        with pytest.raises(BackendError, match="call init_cuda_graph_state once"):
+            stage.backend.init_cuda_graph_state(8, 8)
+
+    def test_an_extend_cannot_be_captured(self):
+        stage = self.stage(ForwardMode.EXTEND, 3)
+        stage.backend.init_cuda_graph_state(4, 8)
+        with pytest.raises(PlanError, match="extend batch cannot be captured"):
+            stage.backend.init_forward_metadata_out_graph(stage.batch(), in_capture=True)
+
+
+def test_rounded_queries_are_what_the_kernel_gets():
+    """The fp8 scenes above compare exactly because rounding them again changes nothing."""
+    q = torch.randn(64, 576).to(torch.bfloat16)
+    once = to_float8(q).to(torch.bfloat16)
+    assert torch.equal(to_float8(once).to(torch.bfloat16), once)

@@ -1,0 +1,82 @@
+"""One workspace for the backend and its fallback (A2)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from attnplug import BackendContext, BackendError, ForwardMode, Limits
+from attnplug_flashinfer_mla.backend import FlashInferMLABackend
+from attnplug_trtllm_mla.build import trtllm_mla
+from attnplug_trtllm_mla.options import TRTLLMMLAOptions
+from blackwell_device import pretend
+from support.mla_scene import MLACase, MLAScene
+
+MIB = 1 << 20
+CASE = MLACase(((20, 1),), ForwardMode.DECODE, heads=128)
+
+
+def test_one_scratch_buffer_and_semaphores_apart_from_it(monkeypatch):
+    """A2: the fallback asks for as much of the same kind, and gets the very same memory."""
+    given = pretend(monkeypatch)
+    stage = MLAScene(CASE, "cpu", trtllm_mla)
+    scratch, semaphores = stage.workspace.report()
+    assert (scratch.kind, scratch.zeroed, scratch.nbytes) == ("scratch", False, 128 * MIB)
+    assert scratch.owners == {"under_test": 128 * MIB, "under_test/flashinfer_mla": 128 * MIB}
+    assert (semaphores.kind, semaphores.zeroed, semaphores.nbytes) == ("trtllm-semaphores", True, 4 * MIB)
+    assert semaphores.owners == {"under_test": 4 * MIB}
+    assert scratch.retired_bytes == semaphores.retired_bytes == 0
+    assert stage.workspace.nbytes == 132 * MIB
+    decode = stage.backend._parts.decode
+    assert given and all(buffer is decode.scratch.buffer for buffer in given)
+    assert decode.counters.buffer.data_ptr() != decode.scratch.buffer.data_ptr()
+
+
+def test_a_larger_workspace_is_asked_for_before_the_fallback_holds_a_smaller_one(monkeypatch):
+    """A2"""
+    given = pretend(monkeypatch)
+    stage = MLAScene(replace(CASE, options=TRTLLMMLAOptions(workspace_mib=200)), "cpu", trtllm_mla)
+    assert {buffer.numel() for buffer in given} == {200 * MIB}
+    assert stage.workspace.nbytes == 204 * MIB
+
+
+def test_beside_flashinfer_mla_itself_nothing_is_added_but_semaphores(monkeypatch):
+    """A2: equal kinds share, whoever asks."""
+    pretend(monkeypatch)
+
+    def both(context: BackendContext) -> FlashInferMLABackend:
+        trtllm_mla(replace(context, name="trtllm_mla"))
+        return FlashInferMLABackend(replace(context, name="flashinfer_mla"))
+
+    stage = MLAScene(CASE, "cpu", both)
+    assert stage.workspace.nbytes == 132 * MIB
+    assert set(stage.workspace.report()[0].owners) == {"trtllm_mla", "trtllm_mla/flashinfer_mla", "flashinfer_mla"}
+
+
+@pytest.mark.parametrize("sm", [80, 90, 101, 120])
+def test_on_another_gpu_nothing_is_built(monkeypatch, sm):
+    """Whoever builds without choosing is refused too, before any memory is asked for."""
+    given = pretend(monkeypatch, sm)
+    owners = []
+
+    def build(context: BackendContext) -> object:
+        owners.append(context.workspace)
+        return trtllm_mla(context)
+
+    with pytest.raises(BackendError, match=f"needs SM 100 or 103, this is SM {sm}"):
+        MLAScene(CASE, "cpu", build)
+    assert not given and owners[0].report() == ()
+
+
+@pytest.mark.parametrize(("mib", "tokens", "least"), [(70, 1, 76), (128, 1 << 17, 129)])
+def test_too_little_scratch_is_refused_with_what_is_enough(monkeypatch, mib, tokens, least):
+    """Partial results of decode on 148 multiprocessors, or statistics of the largest step."""
+    pretend(monkeypatch)
+
+    def build(context: BackendContext) -> object:
+        limits = Limits(1, tokens, context.limits.max_context)
+        return trtllm_mla(replace(context, limits=limits, options=TRTLLMMLAOptions(mib)))
+
+    with pytest.raises(BackendError, match=rf"workspace_mib={mib} is too little .* give {least} or more"):
+        MLAScene(CASE, "cpu", build)

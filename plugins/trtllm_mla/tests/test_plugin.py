@@ -1,0 +1,173 @@
+"""What the plugin says before anything is built: what it serves, and every reason why not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnplug import DType, GraphLevel, Problem, Refusal, Role, UsageError, load_registry
+from attnplug.options import parse_options
+from attnplug_trtllm_mla import kernels
+from attnplug_trtllm_mla.options import TRTLLMMLAOptions
+from attnplug_trtllm_mla.plugin import attnplug_backends
+from support.command import in_own_process
+from support.configs import DEEPSEEK_V3, KIMI_LINEAR, read
+
+(SPEC,) = attnplug_backends()
+BF16, FP16, FP8 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT8_E4M3
+ON_A_B200 = Problem(read(DEEPSEEK_V3), "cuda", 100, BF16, BF16, 64)
+
+
+@pytest.fixture(autouse=True)
+def fresh_import() -> Iterator[None]:
+    """The library is looked for anew in each test."""
+    kernels.load_library.cache_clear()
+    yield
+    kernels.load_library.cache_clear()
+
+
+def refusals(role: Role | None = Role.DECODE, **changes: Any) -> list[Refusal]:
+    """The reasons against DeepSeek-V3 on a B200, with these changes."""
+    return SPEC.refusals(replace(ON_A_B200, **changes), role)
+
+
+@pytest.mark.parametrize("kv_dtype", [BF16, FP8])
+@pytest.mark.parametrize("page_size", [32, 64, 128])
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE, Role.DRAFT])
+@pytest.mark.parametrize("sm", [100, 103])
+def test_it_serves_deepseek_v3_on_blackwell(sm: int, role: Role, page_size: int, kv_dtype: DType) -> None:
+    """D3, A4: with FlashInfer imported for real, which takes no GPU."""
+    assert refusals(role, sm=sm, page_size=page_size, kv_dtype=kv_dtype) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": read(KIMI_LINEAR)},
+        {"cuda_graph": GraphLevel.UNIFORM, "speculative_tokens": 8},
+        {"tensor_parallel": 8},
+        {"model": None, "sm": None, "dtype": None, "kv_dtype": None, "page_size": None},
+    ],
+    ids=["kimi", "graphs", "ranks", "undecided"],
+)
+def test_it_serves(changes: dict[str, Any]) -> None:
+    """D3"""
+    assert refusals(**changes) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "reasons"),
+    [
+        ({"device": "cpu", "sm": None}, [("device", "cpu", ["cuda"], "--device")]),
+        ({"sm": 90}, [("sm", 90, "SM 100 to 103", "--sm")]),
+        ({"sm": 120}, [("sm", 120, "SM 100 to 103", "--sm")]),
+        ({"sm": 101}, [("sm", 101, [100, 103], "--sm")]),
+        (
+            {"model": read(DEEPSEEK_V3, kv_lora_rank=256)},
+            [("mla_dims", [256, 64], [[512, 64]], "--decode-attention-backend")],
+        ),
+        (
+            {"dtype": FP16, "kv_dtype": FP16},
+            [
+                ("dtype", "float16", ["bfloat16"], "--dtype"),
+                ("kv_dtype", "float16", ["bfloat16", "float8_e4m3fn"], "--kv-dtype"),
+            ],
+        ),
+        ({"page_size": 16}, [("page_size", 16, [32, 64], "--page-size")]),
+        (
+            {"model": read(DEEPSEEK_V3, num_attention_heads=256, num_key_value_heads=256)},
+            [("heads", 256, 128, "--tensor-parallel")],
+        ),
+        (
+            {"cuda_graph": GraphLevel.ALWAYS},
+            [("cuda_graph", "ALWAYS", ["NEVER", "DECODE", "UNIFORM"], "--cuda-graph")],
+        ),
+    ],
+    ids=["cpu", "hopper", "consumer", "between", "latent-256", "fp16", "page-16", "256-heads", "graphs-of-prefill"],
+)
+def test_it_refuses_with_value_and_what_is_allowed_and_the_option(
+    changes: dict[str, Any], reasons: list[tuple[str, object, object, str]]
+) -> None:
+    """D3, A4: every reason, and no other."""
+    found = refusals(**changes)
+    assert [(reason.code, reason.value, reason.allowed, reason.option) for reason in found] == reasons
+    json.dumps([reason.as_json() for reason in found])
+
+
+def test_a_library_that_cannot_be_imported_is_a_refusal_with_its_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D2, D3"""
+    (tmp_path / "flashinfer.py").write_text("raise AssertionError('Torch not compiled with CUDA enabled')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
+    (reason,) = refusals()
+    assert (reason.code, reason.option) == ("import", "pip install flashinfer-python")
+    assert "Torch not compiled with CUDA enabled" in reason.message
+
+
+def test_neither_torch_nor_flashinfer_is_imported_to_list_it_or_to_refuse_it() -> None:
+    """``attnplug backends`` and ``explain`` stay quick where its kernels cannot run, whatever is installed."""
+    code = """
+import sys
+from attnplug import Problem, Role
+from attnplug_trtllm_mla import plugin
+(spec,) = plugin.attnplug_backends()
+assert spec.refusals(Problem(device="cpu"), Role.DECODE) and spec.refusals(Problem(device="cuda", sm=90))
+print([name for name in ("torch", "numpy", "triton", "flashinfer") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_options_are_typed() -> None:
+    assert parse_options(SPEC.name, SPEC.options, {}) == TRTLLMMLAOptions(128)
+    assert parse_options(SPEC.name, SPEC.options, {"workspace_mib": "256"}) == TRTLLMMLAOptions(256)
+    with pytest.raises(UsageError, match="workspace_mib=0 holds nothing"):
+        parse_options(SPEC.name, SPEC.options, {"workspace_mib": "0"})
+
+
+def test_it_is_found_by_its_entry_point() -> None:
+    """D1"""
+    found = load_registry().backends["trtllm_mla"]
+    assert found.spec == SPEC
+    assert found.source.distribution == "attnplug-trtllm-mla"
+
+
+def explained(*arguments: str) -> tuple[int, Any]:
+    outcome = in_own_process("explain", *arguments, "--json", CUDA_VISIBLE_DEVICES="")
+    return outcome.code, outcome.json
+
+
+@pytest.fixture
+def deepseek(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
+    return str(tmp_path)
+
+
+def test_asked_for_on_an_h200_it_says_which_gpus_it_needs(deepseek: str) -> None:
+    """D3: before anything is built, and no GPU is needed to ask."""
+    code, roles = explained("--model", deepseek, "--attention-backend", "trtllm_mla", "--sm", "90")
+    assert code == 1
+    for role in ("prefill", "decode"):
+        (reasons,) = (c["refusals"] for c in roles[role]["candidates"] if c["name"] == "trtllm_mla")
+        assert [reason["message"] for reason in reasons] == ["it needs SM 100 to 103, this is SM 90"]
+
+
+def test_auto_leaves_hopper_to_flashinfer_mla_and_takes_fp8_on_blackwell(deepseek: str) -> None:
+    """D1, D3: FlashInfer's own kernels read no fp8 cache there."""
+    for sm, kv_dtype, wanted in (
+        ("90", "fp8", "flashinfer_mla"),
+        ("100", "bf16", "flashinfer_mla"),
+        ("100", "fp8", "trtllm_mla"),
+    ):
+        code, roles = explained("--model", deepseek, "--sm", sm, "--kv-dtype", kv_dtype)
+        assert code == 0
+        assert {choice["chosen"] for choice in roles.values()} == {wanted}

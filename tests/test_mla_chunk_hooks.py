@@ -1,0 +1,149 @@
+"""Chunk planning of every MLA plugin under every way of serving: it plans what it must, and refuses in words (A4)."""
+
+from __future__ import annotations
+
+import inspect
+from itertools import product
+
+import pytest
+
+from attnplug import (
+    BackendContext,
+    ExtendPath,
+    ExtendPolicy,
+    ForwardBatch,
+    ForwardMode,
+    Geometry,
+    HybridLinearBackend,
+    Plan,
+    PlanError,
+    Serving,
+)
+from attnplug.backend import optional_hooks
+from attnplug.hooks import bind_hook
+from attnplug.mla.plan import ABSORBED, plan_extend
+from support.mla_plugins import PLUGINS, Chunks, joined, serving_mla
+from support.mla_scene import MLACase, MLAModel, MLAScene, relative_error
+
+HOOK = "init_mha_chunk_metadata"
+CAPACITY = 16
+LENGTHS = {True: ((30, 5), (0, 4)), False: ((0, 5), (0, 4))}
+"""With a prefix and without."""
+SERVING = [
+    Serving(skip, mode, no_chunks)
+    for skip, mode, no_chunks in product((False, True), ("null", "prefill", "decode"), (False, True))
+]
+every_plugin = pytest.mark.parametrize("name", PLUGINS)
+every_serving = pytest.mark.parametrize(
+    "serving",
+    SERVING,
+    ids=lambda s: f"{s.disaggregation_mode}{'-draft' * s.skip_prefill}{'-unchunked' * s.disable_chunked_prefix_cache}",
+)
+# Said once by torch on a CPU that has no bfloat16 instructions.
+pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
+
+
+class Stage:
+    """A plugin's backend, alone and joined to a linear one, on a scene."""
+
+    def __init__(self, name: str, serving: Serving, prefix: bool) -> None:
+        plugin = PLUGINS[name]
+        case = plugin.case(MLACase(LENGTHS[prefix], page_size=64, heads=2, serving=serving))
+        self.hybrid: HybridLinearBackend
+
+        def build(context: BackendContext):
+            backend = plugin.build(context)
+            self.hybrid = joined(context, backend)
+            return backend
+
+        self.scene = MLAScene(case, "cpu", build)
+        self.backend = self.scene.backend
+
+    def batch(self, path: ExtendPath, captured: bool) -> ForwardBatch:
+        """A batch that somebody prepared for a path, whatever this backend claims."""
+        batch = self.scene.batch()
+        batch.captured = captured
+        batch.mla_plan = ABSORBED
+        if path is not ExtendPath.ABSORBED:
+            batch.mla_plan = plan_extend(Geometry.of(batch, 64), path, CAPACITY)
+        return batch
+
+
+def answer(hook, batch: ForwardBatch, flag: bool) -> int | None:
+    """How many calls a hook plans; ``None`` for a refusal in words. Any other exception is a failure."""
+    if hook is None:
+        return 0
+    try:
+        plan = hook(batch, flag)
+    except PlanError as error:
+        assert len(str(error)) > 40
+        return None
+    assert plan is None or (isinstance(plan, Plan) and plan.metadata)
+    return 0 if plan is None else len(plan.metadata)
+
+
+def test_every_plugin_that_serves_mla_is_here():
+    """A new one goes through this matrix too, or this fails."""
+    assert serving_mla() == set(PLUGINS)
+
+
+@every_plugin
+def test_hooks_keep_their_own_arity(name):
+    """A4, A6, A8: one parameter, two, or no hook at all; the wrapper offers both."""
+    backend, wanted = Stage(name, Serving(), True).backend, PLUGINS[name].hook
+    hook = getattr(backend, HOOK, None)
+    assert (None if hook is None else tuple(inspect.signature(hook).parameters)) == wanted
+
+
+@every_plugin
+@every_serving
+def test_it_plans_when_and_only_when_it_must(name, serving):
+    """A3, A4, A8: never an AttributeError or a TypeError; through the hybrid wrapper as without it."""
+    for prefix in (True, False):
+        stage = Stage(name, serving, prefix)
+        alone = bind_hook(stage.backend, HOOK, optional_hooks()[HOOK])
+        for path, captured, flag in product(ExtendPath, (False, True), (False, True)):
+            batch = stage.batch(path, captured)
+            chunks = max(len(batch.mla_plan.parts) - 1, 0)
+            assert bool(chunks) == (prefix and path is ExtendPath.CHUNKED)
+            wanted = PLUGINS[name].planned(Chunks(serving, path, chunks, captured, flag))
+            assert answer(alone, batch, flag) == wanted, (prefix, path, captured, flag)
+            assert answer(stage.hybrid.init_mha_chunk_metadata, batch, flag) == wanted
+
+
+@every_plugin
+@every_serving
+@pytest.mark.parametrize("captured", [False, True])
+def test_what_the_policy_chooses_runs_right(name, serving, captured):
+    """C1, C2, A4: with a prefix, by the abilities that the backend claims in this way of serving."""
+    stage = Stage(name, serving, prefix=True)
+    policy = ExtendPolicy(
+        chunk_threshold=1,
+        chunk_capacity=CAPACITY,
+        disable_chunked_prefix_cache=serving.disable_chunked_prefix_cache,
+    )
+    model, batch = MLAModel(stage.scene), stage.scene.batch()
+    batch.captured = captured
+    if name != "torch_native" and (serving.skip_prefill or not PLUGINS[name].prefills):
+        with pytest.raises(PlanError, match=r"skip_prefill|not extend"):
+            model.run(policy, batch)
+        return
+    # Rounded to bfloat16 here, and to fp8 there.
+    allowed = {"torch_native": 1e-6, "flashinfer_mla": 1e-6, "tokenspeed_mla": 0.1}.get(name, 1e-2)
+    assert relative_error(model.run(policy, batch), model.wanted()) <= allowed
+    chose = batch.mla_plan.path
+    assert chose in stage.backend.claims.mla_extend
+    if serving.disable_chunked_prefix_cache:
+        assert chose is ExtendPath.ABSORBED
+    elif ExtendPath.CHUNKED in stage.backend.claims.mla_extend:
+        assert chose is ExtendPath.CHUNKED
+
+
+@every_plugin
+def test_decode_needs_no_chunks(name):
+    """A4: a draft's worker and a decode server only decode, and hooks are never asked."""
+    for serving in (Serving(skip_prefill=True), Serving(disaggregation_mode="decode")):
+        case = PLUGINS[name].case(MLACase(((30, 1), (4, 1)), ForwardMode.DECODE, heads=8, serving=serving))
+        stage = MLAScene(case, "cpu", PLUGINS[name].build)
+        out, _ = stage.absorbed()
+        assert relative_error(out, stage.wanted_absorbed()[0]) <= 5e-2
