@@ -444,3 +444,12 @@ def test_the_explanation_shows_what_is_chosen_and_why() -> None:
 
 def test_a_model_without_layers_needs_nothing() -> None:
     assert select(registry(), BackendRequest(), Problem(ModelSpec("empty", "x", (), 1))).choices == {}
+
+
+def test_beside_one_that_serves_those_made_for_something_else_are_only_named() -> None:
+    """D3: with a dozen plugins installed, reasons that matter would drown."""
+    installed = registry(backend("a"), backend("old", replace(PLAIN, min_sm=100)), backend("linear", LINEAR))
+    text = "\n".join(render(explain(installed, BackendRequest(), Problem(LLAMA, "cuda", 90))))
+    assert "it needs SM 100" in text
+    assert "for another role or kind of attention: linear (--json has their reasons)" in text
+    assert "role prefill is not supported" not in text

@@ -16,7 +16,7 @@ from attnplug.errors import AttnplugError, UsageError
 from attnplug.loading import Registered
 from attnplug.options import parse_options
 from attnplug.problem import Problem, Role
-from attnplug.refusal import Refusal
+from attnplug.refusal import Refusal, RefusalCode
 from attnplug.registry import Registry
 
 AUTO = "auto"
@@ -183,7 +183,10 @@ def _options(registry: Registry, request: BackendRequest, choices: Mapping[Role,
 
 
 def render(selection: Selection, *, only_unserved: bool = False) -> Iterator[str]:
-    """The one text for explanations and errors: the inputs, then every candidate with every reason."""
+    """The one text for explanations and errors: the inputs, then every candidate with every reason.
+
+    Where ``auto`` found one, backends that are made for something else are only named.
+    """
     yield from _inputs(selection)
     for choice in selection.unserved if only_unserved else selection.choices.values():
         yield ""
@@ -197,7 +200,12 @@ def render(selection: Selection, *, only_unserved: bool = False) -> Iterator[str
             yield f"{choice.role}: no backend is installed"
         if choice.chosen is None and choice.role is Role.LINEAR and not _for_linear(choice):
             yield "  none is made for linear attention; attnplug-hybrid-linear brings some that are: pip install it"
+        elsewhere: list[Candidate] = []
+        if choice.requested == AUTO and choice.chosen is not None:
+            elsewhere = list(filter(_for_something_else, choice.candidates))
         for candidate in choice.candidates:
+            if candidate in elsewhere:
+                continue
             spec = candidate.backend.spec
             if not candidate.refusals:
                 yield f"  {spec.name} ({candidate.backend.source}): usable"
@@ -205,6 +213,13 @@ def render(selection: Selection, *, only_unserved: bool = False) -> Iterator[str
             yield f"  {spec.name} ({candidate.backend.source}): refused"
             for refusal in candidate.refusals:
                 yield f"    - {refusal}"
+        if elsewhere:
+            names = ", ".join(candidate.backend.spec.name for candidate in elsewhere)
+            yield f"  for another role or kind of attention: {names} (--json has their reasons)"
+
+
+def _for_something_else(candidate: Candidate) -> bool:
+    return any(refusal.code in (RefusalCode.ROLE, RefusalCode.KIND) for refusal in candidate.refusals)
 
 
 def _for_linear(choice: RoleChoice) -> bool:
