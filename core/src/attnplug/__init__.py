@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from attnplug.batch import ForwardBatch
     from attnplug.context import active_backend, forward_context, plan_forward
     from attnplug.geometry import Geometry
+    from attnplug.graphs import GraphLimits
     from attnplug.kv import (
         KVPools,
         LinearStatePool,
@@ -66,7 +67,15 @@ if TYPE_CHECKING:
         split_table,
     )
     from attnplug.linear import LinearAttention, LinearInputs, attend_linear, convolve
-    from attnplug.mla import ExtendPolicy, MLAAttention, MLAWeights, attend_mla, merge_partial
+    from attnplug.mla import (
+        ExtendPolicy,
+        MLAAttention,
+        MLALayers,
+        MLAWeights,
+        attend_mla,
+        check_lse,
+        merge_partial,
+    )
     from attnplug.ragged import RaggedCall
     from attnplug.transfer import on_host, to_device
     from attnplug.workspace import (
@@ -99,6 +108,7 @@ _NEEDS_TORCH = {
     "batch": ("ForwardBatch",),
     "context": ("active_backend", "forward_context", "plan_forward"),
     "geometry": ("Geometry",),
+    "graphs": ("GraphLimits",),
     "kv": (
         "KVPools",
         "LinearStatePool",
@@ -112,7 +122,7 @@ _NEEDS_TORCH = {
         "split_table",
     ),
     "linear": ("LinearAttention", "LinearInputs", "attend_linear", "convolve"),
-    "mla": ("ExtendPolicy", "MLAAttention", "MLAWeights", "attend_mla", "merge_partial"),
+    "mla": ("ExtendPolicy", "MLAAttention", "MLALayers", "MLAWeights", "attend_mla", "check_lse", "merge_partial"),
     "ragged": ("RaggedCall",),
     "transfer": ("on_host", "to_device"),
     "workspace": (
@@ -168,6 +178,7 @@ __all__ = [
     "ForwardingBackend",
     "Geometry",
     "GraphLevel",
+    "GraphLimits",
     "GraphPlanning",
     "HookError",
     "HybridLinearBackend",
@@ -183,6 +194,7 @@ __all__ = [
     "MHAPool",
     "MLAAttention",
     "MLADims",
+    "MLALayers",
     "MLAPool",
     "MLAWeights",
     "ModelSpec",
@@ -223,6 +235,7 @@ __all__ = [
     "bind_hook",
     "build_backend",
     "build_selection",
+    "check_lse",
     "claim_plan",
     "convolve",
     "explain",

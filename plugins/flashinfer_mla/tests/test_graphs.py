@@ -145,7 +145,7 @@ class TestWrongUse:
     def test_an_extend_cannot_be_captured(self):
         stage = self.stage(ForwardMode.EXTEND, 3)
         stage.backend.init_cuda_graph_state(4, 8)
-        with pytest.raises(PlanError, match="extend batch cannot be captured"):
+        with pytest.raises(PlanError, match="in mode extend cannot be captured"):
             stage.backend.init_forward_metadata_out_graph(stage.batch(), in_capture=True)
 
     def test_rows_must_be_equally_many(self):

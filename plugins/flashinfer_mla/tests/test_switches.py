@@ -175,5 +175,5 @@ def test_planning_backend_without_an_mla_pool_is_refused():
 
         return FlashInferMLABackend(replace(context, pools=KVPools()), kernels=ReferenceKernels.of(context))
 
-    with pytest.raises(PoolError, match="no MLA pool"):
+    with pytest.raises(PoolError, match="serves MLA layers, and needs a model and a pool"):
         MLAScene(MLACase(((5, 1),), ForwardMode.DECODE, dtype=DType.FLOAT32), "cpu", build)

@@ -21,14 +21,15 @@ from attnplug import (
     Geometry,
     GraphLevel,
     LayerSpec,
+    MLALayers,
     Plan,
     PlanError,
     RaggedCall,
     Serving,
+    check_lse,
 )
 from attnplug_flashinfer_mla.graphs import Captured, GraphState
 from attnplug_flashinfer_mla.kernels import Cache, FlashInferKernels, Kernels, PagedKernel, RaggedKernel, Shape
-from attnplug_flashinfer_mla.layers import MLALayers, check_lse
 from attnplug_flashinfer_mla.leases import Lease, Leases
 from attnplug_flashinfer_mla.options import FlashInferMLAOptions
 from attnplug_flashinfer_mla.planner import PagedCalls, padded_heads, plan_paged
@@ -52,7 +53,6 @@ class PagedMetadata:
 
     calls: tuple[PlannedCall, ...]
     new_slots: Tensor
-    captured: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -89,7 +89,12 @@ class FlashInferMLABackend:
         self.backend_id = BackendId(context.name)
         self._context = context
         self._shape = Shape.of(context)
-        self._layers = MLALayers(context, self._shape)
+        self._layers = MLALayers(context)
+        pool, rank = self._layers.pool, self._shape.dims.kv_lora_rank
+        self._caches = {
+            layer_id: Cache.of(pool.rows(layer_id).squeeze(2), rank, pool.scale(layer_id))
+            for layer_id in pool.layer_ids
+        }
         if kernels is None:
             kernels = _flashinfer_kernels(context, self._shape, options)
         self._kernels = kernels
@@ -243,7 +248,7 @@ class FlashInferMLABackend:
                 mode=mode,
                 query_rows=batch.num_tokens,
                 kv_rows=None,
-                metadata=PagedMetadata((call,), found.slots, captured=True),
+                metadata=PagedMetadata((call,), found.slots),
             )
         return found
 
@@ -288,14 +293,15 @@ class FlashInferMLABackend:
     ) -> Tensor:
         plan = batch.plan_for(self.backend_id, q.shape[0], decode=decode)
         metadata: PagedMetadata = plan.metadata
-        cache, planned = self._layers.cache(layer, q), plan.query_rows
+        self._layers.check(layer, q)
+        cache, planned = self._caches[layer.layer_id], plan.query_rows
         if not metadata.calls and planned:
             raise PlanError(
                 f"the batch was planned to run as MHA, so {self.backend_id.name} has no plan to run it absorbed; "
                 "prepare it for that, or clear batch.mla_plan before planning"
             )
         if save_kv_cache:
-            self._layers.save(layer, cache, metadata.new_slots, k, v, planned, captured=metadata.captured)
+            self._layers.save(layer, metadata.new_slots, k, v, planned)
         lse = self._layers.lse(q, extras)
         if q.shape[0] == planned and len(metadata.calls) == 1:
             return _run(metadata.calls[0], q, cache, None, lse)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Never
 
 import torch
 from torch import Tensor
 
-from attnplug import BackendError, ForwardBatch, ForwardMode, Plan, PlanError
+from attnplug import BackendError, ForwardBatch, ForwardMode, GraphLimits, Plan, PlanError
 from attnplug_flashinfer_mla.indices import Lengths, fill_indices
 from attnplug_flashinfer_mla.kernels import GraphBuffers, Kernels, PagedKernel
 from attnplug_flashinfer_mla.planner import PagedCall
@@ -38,41 +37,6 @@ class Captured:
             page_table, Lengths(self.qo_indptr, self.kv_indptr, kv_lens), page_size, self.kv_indices, self.slots
         )
         fill_schedule(self.schedule, self.batch, kv_lens)
-
-
-@dataclass(frozen=True, slots=True)
-class GraphLimits:
-    """The most that memory for graphs was made for; ``pages`` is the width of a page table."""
-
-    max_bs: int
-    max_num_tokens: int
-    pages: int
-
-    def check_table(self, batch: ForwardBatch) -> None:
-        """Refuse a page table that does not fit, whenever it comes."""
-        if batch.page_table.shape[1] > self.pages:
-            self._refuse_size(batch)
-
-    def check(self, batch: ForwardBatch) -> None:
-        """Refuse a batch that cannot be captured."""
-        requests, tokens = batch.batch_size, batch.num_tokens
-        if batch.forward_mode not in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND):
-            raise PlanError(f"a {batch.forward_mode} batch cannot be captured; capture decode, verify or draft_extend")
-        if batch.seq_lens.dtype is not torch.int32:
-            raise PlanError(f"a captured batch has seq_lens in int32, not in {batch.seq_lens.dtype}")
-        if not requests or tokens % requests or (batch.forward_mode.is_decode and tokens != requests):
-            raise PlanError(
-                f"a captured batch has equally many rows of every request, not {tokens} rows for {requests} requests"
-            )
-        if requests > self.max_bs or tokens > self.max_num_tokens:
-            self._refuse_size(batch)
-
-    def _refuse_size(self, batch: ForwardBatch) -> Never:
-        raise PlanError(
-            f"a batch of {batch.batch_size} requests, {batch.num_tokens} rows and {batch.page_table.shape[1]} pages a "
-            f"request does not fit the memory for graphs, of {self.max_bs} requests, {self.max_num_tokens} rows and "
-            f"{self.pages} pages"
-        )
 
 
 class GraphState:

@@ -16,17 +16,16 @@ from attnplug import (
     Geometry,
     GraphLevel,
     LayerSpec,
+    MLALayers,
     MLAPool,
     PageSizes,
     Plan,
     PlanError,
-    PoolError,
 )
 from attnplug_flashmla.graphs import Captured, GraphState
 from attnplug_flashmla.kernels import PAGE, Call, FlashMLAKernels, Kernels
 from attnplug_flashmla.planner import Metadata, Pages
 
-_EXTRAS = frozenset({"lse"})
 _UNIFORM = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
 
 
@@ -38,17 +37,13 @@ class FlashMLABackend:
     """
 
     def __init__(self, context: BackendContext, *, kernels: Kernels | None = None) -> None:
-        layers = {layer.layer_id: layer for layer in context.model.layers if layer.mla is not None}
-        if context.pools.mla is None or not layers:
-            raise PoolError(f"backend {context.name} serves MLA layers, and needs a model and a pool with some")
-        first, self._pool = next(iter(layers.values())), context.pools.mla
-        assert first.mla is not None
         self.backend_id = BackendId(context.name)
+        self._layers = MLALayers(context)
+        pool = self._layers.pool
         self._page_size, self._device = context.page_size, context.device
         self._max_context = context.limits.max_context
-        self._heads, self._rank = first.num_heads // context.parallel.size, first.mla.kv_lora_rank
-        self._caches = {layer_id: _kernel_pages(self._pool, layer_id) for layer_id in layers}
-        self._kernels = FlashMLAKernels(self._heads, self._rank) if kernels is None else kernels
+        self._caches = {layer_id: _kernel_pages(pool, layer_id) for layer_id in pool.layer_ids}
+        self._kernels = FlashMLAKernels(self._layers.heads, self._layers.kv_lora_rank) if kernels is None else kernels
         self._graph: GraphState | None = None
         self.claims = Claims(cuda_graph=GraphLevel.UNIFORM, page_sizes=PageSizes.of(PAGE), mla_extend=frozenset())
 
@@ -175,14 +170,15 @@ class FlashMLABackend:
     ) -> Tensor:
         plan = batch.plan_for(self.backend_id, q.shape[0], decode=decode)
         metadata: Metadata = plan.metadata
-        cache, rows = self._cache(layer, q), plan.query_rows
+        self._layers.check(layer, q)
+        cache, rows = self._caches[layer.layer_id], plan.query_rows
         if save_kv_cache:
-            self._save(layer, metadata, k, v, rows)
-        lse = None if extras is None else self._lse(q, extras)
+            self._layers.save(layer, metadata.new_slots, k, v, rows)
+        lse = self._layers.lse(q, extras)
         if metadata.call is None:
             if lse is not None:
                 lse.fill_(float("-inf"))
-            return q.new_zeros(q.shape[0], q.shape[1], self._rank)
+            return q.new_zeros(q.shape[0], q.shape[1], self._layers.kv_lora_rank)
         attended, sums = self._kernels.attend(q[:rows], cache, metadata.call, layer.scale)
         if lse is not None:
             # Where a row sees no key the kernel says +inf, core -inf (C4); the tail is padding.
@@ -192,41 +188,6 @@ class FlashMLABackend:
         if q.shape[0] == rows:
             return attended
         return torch.cat([attended, attended.new_zeros(q.shape[0] - rows, *attended.shape[1:])])  # B5
-
-    def _cache(self, layer: LayerSpec, q: Tensor) -> Tensor:
-        cache = self._caches.get(layer.layer_id)
-        if cache is None:
-            raise PoolError(
-                f"layer {layer.layer_id} is not an MLA layer of the model that backend {self.backend_id.name} serves"
-            )
-        if q.shape[1] != self._heads:
-            raise BackendError(f"q has {q.shape[1]} heads, but the plan is for {self._heads}")
-        return cache
-
-    def _save(self, layer: LayerSpec, metadata: Metadata, k: Tensor | None, v: Tensor | None, rows: int) -> None:
-        if k is None or v is not None:
-            given = ", ".join(f"{n}={'None' if t is None else tuple(t.shape)}" for n, t in (("k", k), ("v", v)))
-            raise BackendError(
-                f"layer {layer.layer_id} ({layer.kind}) writes k and no v, but was given {given}; "
-                "pass save_kv_cache=False where nothing is to be written"
-            )
-        if k.shape[0] < rows:
-            raise BackendError(f"layer {layer.layer_id} was given {k.shape[0]} rows of k for {rows} planned ones")
-        self._pool.write(layer.layer_id, metadata.new_slots, k if k.shape[0] == rows else k[:rows])
-
-    def _lse(self, q: Tensor, extras: ForwardExtras) -> Tensor | None:
-        if unknown := extras.asked() - _EXTRAS:
-            raise BackendError(
-                f"backend {self.backend_id.name} was asked for {', '.join(sorted(unknown))}; "
-                f"it knows {', '.join(_EXTRAS)}"
-            )
-        lse = extras.lse
-        if lse is not None and (lse.shape != q.shape[:2] or lse.dtype is not torch.float32):
-            raise BackendError(
-                f"lse must be float32 of shape {tuple(q.shape[:2])} (tokens, heads), not {lse.dtype} of shape "
-                f"{tuple(lse.shape)}"
-            )
-        return lse
 
 
 def _kernel_pages(pool: MLAPool, layer_id: int) -> Tensor:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Never
 
 import torch
 
-from attnplug import BackendId, ForwardBatch, ForwardMode, Plan, PlanError
+from attnplug import BackendId, ForwardBatch, ForwardMode, GraphLimits, Plan
 from attnplug_flashmla.kernels import PAGE, Call, Kernels
 from attnplug_flashmla.planner import Metadata, Pages
 
@@ -35,25 +34,18 @@ class GraphState:
     def __init__(
         self, max_bs: int, max_num_tokens: int, max_context: int, page_size: int, device: torch.device
     ) -> None:
-        self._requests, self._tokens, self._page_size = max_bs, max_num_tokens, page_size
-        self._pages = -(-max_context // page_size)
-        self._memory = Pages.reserve(max_bs, max_num_tokens, self._pages * page_size // PAGE, device)
+        self._limits, self._page_size = GraphLimits(max_bs, max_num_tokens, -(-max_context // page_size)), page_size
+        self._memory = Pages.reserve(max_bs, max_num_tokens, self._limits.pages * page_size // PAGE, device)
         self._captured: dict[tuple[ForwardMode, int, int], Captured] = {}
 
     def find(self, batch: ForwardBatch) -> Captured | None:
-        if batch.page_table.shape[1] > self._pages:
-            self._refuse_size(batch)
+        self._limits.check_table(batch)
         return self._captured.get((batch.forward_mode, batch.batch_size, batch.num_tokens))
 
     def capture(self, batch: ForwardBatch, kernels: Kernels, planner: BackendId) -> Captured:
         """Plan a shape that was not captured before."""
+        self._limits.check(batch)
         mode, requests, tokens = batch.forward_mode, batch.batch_size, batch.num_tokens
-        if not requests or tokens % requests or (mode.is_decode and tokens != requests):
-            raise PlanError(
-                f"a captured batch has equally many rows of every request, not {tokens} rows for {requests} requests"
-            )
-        if requests > self._requests or tokens > self._tokens:
-            self._refuse_size(batch)
         queries = tokens // requests
         pages = self._memory.part(requests, queries)
         pages.fill(batch.page_table, batch.seq_lens, self._page_size)
@@ -61,10 +53,3 @@ class GraphState:
         plan = Plan(planner, mode, query_rows=tokens, kv_rows=None, metadata=Metadata(pages.slots, call))
         captured = self._captured[mode, requests, tokens] = Captured(pages, call, plan)
         return captured
-
-    def _refuse_size(self, batch: ForwardBatch) -> Never:
-        raise PlanError(
-            f"a batch of {batch.batch_size} requests, {batch.num_tokens} rows and {batch.page_table.shape[1]} pages a "
-            f"request does not fit the memory for graphs, of {self._requests} requests, {self._tokens} rows and "
-            f"{self._pages} pages"
-        )

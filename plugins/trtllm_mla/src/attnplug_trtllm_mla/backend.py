@@ -19,14 +19,15 @@ from attnplug import (
     Geometry,
     GraphLevel,
     LayerSpec,
+    MLALayers,
     PageSizes,
     Plan,
     PlanError,
     RaggedCall,
+    check_lse,
 )
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
-from attnplug_flashinfer_mla.kernels import Cache, Shape
-from attnplug_flashinfer_mla.layers import MLALayers, check_lse
+from attnplug_flashinfer_mla.kernels import Shape
 from attnplug_trtllm_mla.blackwell import KERNEL_PAGES
 from attnplug_trtllm_mla.graphs import Captured, GraphState
 from attnplug_trtllm_mla.kernels import DecodeKernel, Pages, RaggedKernel, to_float8
@@ -65,12 +66,17 @@ class TRTLLMMLABackend:
         self.backend_id = BackendId(context.name)
         self._context, self._parts, self._fallback = context, parts, parts.fallback
         self._shape = Shape.of(context)
-        self._layers = MLALayers(context, self._shape)
+        self._layers = MLALayers(context)
         page_sizes = PageSizes.of(*KERNEL_PAGES)
         kernel_page = page_sizes.kernel_size(context.page_size)
         if kernel_page is None:
             raise BackendError(f"page size {context.page_size} is not supported, only {page_sizes}; set --page-size")
         self._page_sizes = (context.page_size, kernel_page)
+        pool, row_dim = self._layers.pool, self._shape.dims.row_dim
+        self._pages = {
+            layer_id: Pages(pool.rows(layer_id).view(-1, kernel_page, row_dim), pool.scale(layer_id))
+            for layer_id in pool.layer_ids
+        }
         self._float8 = self._shape.kv_dtype is torch.float8_e4m3fn
         self._graph: GraphState | None = None
         self.claims = Claims(cuda_graph=GraphLevel.UNIFORM, page_sizes=page_sizes, mla_extend=self._extend_paths())
@@ -220,7 +226,8 @@ class TRTLLMMLABackend:
         extras: ForwardExtras | None,
     ) -> Tensor:
         metadata: Metadata = plan.metadata
-        cache, planned = self._layers.cache(layer, q), plan.query_rows
+        self._layers.check(layer, q)
+        pages, planned = self._pages[layer.layer_id], plan.query_rows
         if metadata.call is None and planned:
             raise PlanError(
                 f"the batch was planned to run as MHA, so {self.backend_id.name} has no plan to run it absorbed; "
@@ -228,7 +235,7 @@ class TRTLLMMLABackend:
             )
         captured = metadata.captured
         if save_kv_cache:
-            self._layers.save(layer, cache, metadata.new_slots, k, v, planned, captured=captured is not None)
+            self._layers.save(layer, metadata.new_slots, k, v, planned)
         lse = self._layers.lse(q, extras)
         out = q.new_empty(q.shape[0], q.shape[1], self._shape.dims.kv_lora_rank)
         if q.shape[0] != planned:
@@ -236,20 +243,19 @@ class TRTLLMMLABackend:
             if lse is not None:
                 lse[planned:] = float("-inf")
         if metadata.call is not None:
-            self._run(metadata.call, q[:planned], cache, out[:planned], None if lse is None else lse[:planned])
+            self._run(metadata.call, q[:planned], pages, out[:planned], None if lse is None else lse[:planned])
         if captured is not None:
             out[:planned].masked_fill_(captured.dead[:, None, None], 0.0)
             if lse is not None:
                 lse[:planned].masked_fill_(captured.dead[:, None], float("-inf"))
         return out
 
-    def _run(self, call: DecodeCall, q: Tensor, cache: Cache, out: Tensor, lse: Tensor | None) -> None:
+    def _run(self, call: DecodeCall, q: Tensor, pages: Pages, out: Tensor, lse: Tensor | None) -> None:
         kernel, heads = self._parts.decode, q.shape[1]
         if kernel.heads != heads:
-            return self._run_padded(call, q, cache, out, lse)
+            return self._run_padded(call, q, pages, out, lse)
         if self._float8:
             q = to_float8(q)
-        pages = Pages(cache.rows.view(-1, self._page_sizes[1], cache.rows.shape[-1]), cache.scale)
         q, result = (rows.unflatten(0, (call.requests, call.queries)) for rows in (q, out))
         most = kernel.most_requests(call.queries, lse is not None)
         for first in range(0, call.requests, most):
@@ -258,13 +264,13 @@ class TRTLLMMLABackend:
             kernel.run(q[part], pages, call.part(part), result[part], sums)
         return None
 
-    def _run_padded(self, call: DecodeCall, q: Tensor, cache: Cache, out: Tensor, lse: Tensor | None) -> None:
+    def _run_padded(self, call: DecodeCall, q: Tensor, pages: Pages, out: Tensor, lse: Tensor | None) -> None:
         heads, wanted = q.shape[1], self._parts.decode.heads
         padded = q.new_zeros(q.shape[0], wanted, q.shape[2])
         padded[:, :heads] = q
         wide = out.new_empty(q.shape[0], wanted, out.shape[2])
         wide_lse = None if lse is None else lse.new_empty(q.shape[0], wanted)
-        self._run(call, padded, cache, wide, wide_lse)
+        self._run(call, padded, pages, wide, wide_lse)
         out.copy_(wide[:, :heads])
         if lse is not None and wide_lse is not None:
             lse.copy_(wide_lse[:, :heads])

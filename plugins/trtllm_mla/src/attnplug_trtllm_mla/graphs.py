@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from attnplug import ForwardBatch, ForwardMode, Plan
-from attnplug_flashinfer_mla.graphs import GraphLimits
+from attnplug import ForwardBatch, ForwardMode, GraphLimits, Plan
 from attnplug_flashinfer_mla.indices import Lengths, fill_indices
 from attnplug_trtllm_mla.planner import DecodeCall, kernel_table, table_width
 
