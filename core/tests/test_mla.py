@@ -182,7 +182,7 @@ class TestPolicy:
         assert self.choose(ExtendPolicy(disable_ragged=True), (0, 9)) is ExtendPath.ABSORBED
 
     def test_a_backend_that_cannot_extend_absorbed_never_does(self):
-        """C1: whatever the prefix, the mode and the capacity, its abilities decide; only decoding is somebody else's."""
+        """C1: whatever the prefix, the mode and the capacity; decoding alone is somebody else's."""
         as_mha = frozenset({ExtendPath.ONE_SHOT, ExtendPath.CHUNKED})
         assert self.choose(ExtendPolicy(), (5, 9), abilities=as_mha) is ExtendPath.ONE_SHOT
         assert self.choose(ExtendPolicy(chunk_capacity=8), (5, 9), abilities=as_mha) is ExtendPath.CHUNKED
