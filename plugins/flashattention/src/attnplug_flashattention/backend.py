@@ -66,7 +66,6 @@ class FlashAttentionBackend:
     def __init__(self, context: BackendContext, *, kernels: Kernels | None = None, processors: int = 132) -> None:
         options = context.options if context.options is not None else FlashAttentionOptions()
         self.backend_id = BackendId(context.name)
-        self._context = context
         self._page_size = context.page_size
         layers = context.model.full_layers
         mha = [layer for layer in layers if layer.mla is None]
@@ -144,7 +143,6 @@ class FlashAttentionBackend:
         rules = CaptureRules(
             self._page_size,
             self._kernel_page,
-            self._context.limits.max_context,
             self._division,
             any(cached.softmax.window is not None for cached in self._layers.values()),
         )
@@ -173,8 +171,9 @@ class FlashAttentionBackend:
             mode = batch.forward_mode
             if not in_capture:
                 raise PlanError(
-                    f"a {mode} batch of {batch.batch_size} requests and {batch.num_tokens} rows was never captured; "
-                    "plan it with in_capture=True and capture it first"
+                    f"a {mode} batch of {batch.batch_size} requests, {batch.num_tokens} rows and "
+                    f"{batch.page_table.shape[1]} pages a request was never captured; plan it with in_capture=True and "
+                    "capture it first"
                 )
             cached, tables = self._graph.plan(batch)
             plan = Plan(self.backend_id, mode, batch.num_tokens, None, Metadata(cached, None))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Never
 
 import torch
 from torch import Tensor
@@ -35,7 +34,6 @@ class CaptureRules:
 
     page_size: int
     kernel_page: int
-    max_context: int
     division: Division | None
     windowed: bool
 
@@ -45,22 +43,19 @@ class GraphState:
 
     def __init__(self, max_bs: int, max_num_tokens: int, rules: CaptureRules) -> None:
         self.max_bs, self.max_num_tokens, self._rules = max_bs, max_num_tokens, rules
-        self.pages = -(-rules.max_context // rules.page_size)
-        self._captured: dict[tuple[ForwardMode, int, int], Captured] = {}
+        self._captured: dict[tuple[ForwardMode, int, int, int], Captured] = {}
 
     def find(self, batch: ForwardBatch) -> Captured | None:
-        if batch.page_table.shape[1] > self.pages:
-            self._refuse_size(batch)
-        return self._captured.get((batch.forward_mode, batch.batch_size, batch.num_tokens))
+        return self._captured.get(_shape(batch))
 
     def add(self, batch: ForwardBatch, captured: Captured) -> None:
-        self._captured[batch.forward_mode, batch.batch_size, batch.num_tokens] = captured
+        self._captured[_shape(batch)] = captured
 
     def plan(self, batch: ForwardBatch) -> tuple[CachedPlan, tuple[Parts, ...]]:
         """How a shape that was not captured before will read and write, and the tables to fill for it.
 
         The batch's own lengths are no guide: a capture may carry any. As many parts are taken as pay for requests that
-        fill the table; shorter ones are cut into as many, which are smaller.
+        fill its page table; shorter ones are cut into as many, which are smaller.
         """
         self._check(batch)
         rules, decode, device = self._rules, batch.forward_mode.is_decode, batch.page_table.device
@@ -97,11 +92,11 @@ class GraphState:
                 f"a captured batch has equally many rows of every request, not {tokens} rows for {requests} requests"
             )
         if requests > self.max_bs or tokens > self.max_num_tokens:
-            self._refuse_size(batch)
+            raise PlanError(
+                f"a batch of {requests} requests and {tokens} rows is more than the {self.max_bs} requests and "
+                f"{self.max_num_tokens} rows that init_cuda_graph_state was called with"
+            )
 
-    def _refuse_size(self, batch: ForwardBatch) -> Never:
-        raise PlanError(
-            f"a batch of {batch.batch_size} requests, {batch.num_tokens} rows and {batch.page_table.shape[1]} pages a "
-            f"request does not fit the graphs' limits of {self.max_bs} requests, {self.max_num_tokens} rows and "
-            f"{self.pages} pages"
-        )
+
+def _shape(batch: ForwardBatch) -> tuple[ForwardMode, int, int, int]:
+    return batch.forward_mode, batch.batch_size, batch.num_tokens, batch.page_table.shape[1]
