@@ -9,6 +9,8 @@ PIP_ANY := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PIP := $(PIP_ANY) --constraint constraints.txt
 # Read by plugins/flashinfer_mla/tests/test_signatures.py beside the pinned one: the ends of the range that it claims.
 FLASHINFER := 0.6.12 0.7.2.post1
+# Read, and not imported, by plugins/flashattention/tests/test_signatures.py: neither can be without a GPU's libraries.
+FLASH_ATTENTION := 4.0.0b36 2.8.3.post2
 
 .PHONY: run test lint types tests bench docs gpu-test clean
 
@@ -51,7 +53,7 @@ $(VENV)/installed: constraints.txt Makefile $(addsuffix /pyproject.toml,$(PACKAG
 	@touch $@
 
 # FlashInfer comes with what its import needs and no more: with the CuTe DSL, it cannot be imported where there is no CUDA.
-$(VENV)/installed-dev: $(VENV)/installed $(FLASHINFER:%=$(VENV)/flashinfer/%)
+$(VENV)/installed-dev: $(VENV)/installed $(FLASHINFER:%=$(VENV)/flashinfer/%) $(FLASH_ATTENTION:%=$(VENV)/flashattention/%)
 	$(PIP) pytest pytest-xdist hypothesis mypy ruff
 	$(PIP) apache-tvm-ffi nvidia-ml-py requests
 	$(PIP) --no-deps flashinfer-python
@@ -59,6 +61,17 @@ $(VENV)/installed-dev: $(VENV)/installed $(FLASHINFER:%=$(VENV)/flashinfer/%)
 
 $(VENV)/flashinfer/%: | $(VENV)/installed
 	$(PIP_ANY) --no-deps --no-compile --target $@ flashinfer-python==$*
+
+$(VENV)/flashattention/4.%: | $(VENV)/installed
+	$(PIP_ANY) --no-deps --no-compile --target $@ flash-attn-4==4.$*
+
+# There is no wheel of it; what is read is one file of the source.
+$(VENV)/flashattention/2.%: | $(VENV)/installed
+	rm -rf $@.part && mkdir -p $@.part
+	cd $@.part && FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE $(CURDIR)/$(BIN)/python -m pip download --quiet \
+		--disable-pip-version-check --no-deps --no-build-isolation --no-binary flash-attn flash-attn==2.$*
+	cd $@.part && tar -xzf *.tar.gz --strip-components=1 --wildcards '*/flash_attn/flash_attn_interface.py'
+	rm $@.part/*.tar.gz && mv $@.part $@
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
