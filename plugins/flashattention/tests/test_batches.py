@@ -10,7 +10,7 @@ import torch
 
 from attnplug import BackendError, DType, ForwardExtras, ForwardMode, PlanError
 from attnplug_flashattention.planner import GatheredCall
-from reference_kernels import KERNELS, build, on_cpu, on_devices
+from flash_references import KERNELS, build, on_cpu, on_devices
 from support.devices import nothing_waits
 from support.mha_scene import LAYER, MHACase, MHAScene
 from support.mla_scene import relative_error

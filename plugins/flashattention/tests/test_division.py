@@ -15,7 +15,7 @@ from attnplug_flashattention.merge import merge_parts
 from attnplug_flashattention.options import FlashAttentionOptions
 from attnplug_flashattention.planner import Division, divide
 from attnplug_flashattention.tables import Parts, fill_parts, fill_slots, pages_a_part
-from reference_kernels import build, on_cpu, on_devices
+from flash_references import build, on_cpu, on_devices
 from support.devices import DEVICES
 from support.mha_scene import MHACase, MHAScene
 from support.mla_scene import relative_error

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attnplug import BackendError, DType, ForwardMode, GraphLevel, PlanError
-from reference_kernels import build, on_cpu, on_devices
+from flash_references import build, on_cpu, on_devices
 from support.devices import nothing_waits
 from support.mha_scene import LAYER, MHACase, MHAScene
 from support.mla_scene import NAN, relative_error

@@ -25,7 +25,7 @@ from attnplug import (
 from attnplug.backend import optional_hooks
 from attnplug.mla import ExtendPolicy, MLAAttention
 from attnplug.torch_native.backend import TorchNativeBackend
-from reference_kernels import build, on_cpu, on_devices
+from flash_references import build, on_cpu, on_devices
 from support.mla_scene import MLACase, MLAModel, MLAScene, relative_error
 
 ONE_SHOT, CHUNKED = ExtendPath.ONE_SHOT, ExtendPath.CHUNKED

@@ -11,7 +11,7 @@ import torch
 from attnplug import BackendError, ExtendPath, ForwardMode, GraphLevel, PlanError, Serving
 from attnplug.mla import ExtendPolicy
 from attnplug_flashattention.backend import FlashAttentionBackend
-from reference_kernels import build, on_cpu, on_devices
+from flash_references import build, on_cpu, on_devices
 from support.devices import DEVICES
 from support.mha_scene import MHACase, MHAScene
 from support.mla_scene import LAYER, MLACase, MLAModel, MLAScene, relative_error
