@@ -132,6 +132,14 @@ def load_fa4() -> Callable[..., Any]:
     return function
 
 
+def load_fa2() -> Callable[..., Any]:
+    """FlashAttention 2's function. Raises whatever its import raises."""
+    from flash_attn import flash_attn_varlen_func
+
+    function: Callable[..., Any] = flash_attn_varlen_func
+    return function
+
+
 class FA4Kernels:
     """flash-attn-4, written in the CuTe DSL and compiled at the first call of each kind.
 
@@ -289,9 +297,7 @@ class FA2Kernels(FlashAttention2):
     name = "fa2"
 
     def __init__(self, attend: Callable[..., Any] | None = None) -> None:
-        if attend is None:
-            from flash_attn import flash_attn_varlen_func as attend
-        self._function: Any = attend
+        self._function = attend or load_fa2()
 
     def _attend(
         self, q: Tensor, k: Tensor, v: Tensor, call: RaggedCall, softmax: Softmax, paged: PagedCall | None
