@@ -34,6 +34,9 @@ class ForwardExtras:
 
     lse: Tensor | None = None
     """``[tokens, heads]`` float32, filled with the log-sum-exp: natural log, -inf where a row sees no key (C4)."""
+    sinks: Tensor | None = None
+    """``[heads]`` float32, given for layers with ``sinks``: the logit of one more key, whose value is zero. Not in the
+    log-sum-exp."""
 
     def asked(self) -> frozenset[str]:
         return frozenset(name for name in self.__slots__ if getattr(self, name) is not None)

@@ -48,6 +48,7 @@ class MHACase:
     v_head_dim: int | None = None
     window: int | None = None
     cap: float | None = None
+    sinks: bool = False
     dtype: DType = DType.BFLOAT16
     layout: LayoutName = "token_major"
     pages: str = "permuted"
@@ -70,6 +71,7 @@ class MHACase:
             self.head_dim**-0.5,
             sliding_window=self.window,
             logit_cap=self.cap,
+            sinks=self.sinks,
         )
 
 
@@ -111,6 +113,7 @@ class MHAScene:
         self.q = self.normal(sum(self.new), case.heads, case.head_dim)
         self.keys = [self.normal(total, case.kv_heads, case.head_dim) for total in self.totals]
         self.values = [self.normal(total, case.kv_heads, self.layer.v_head_dim) for total in self.totals]
+        self.sinks = self.normal(case.heads).float() if case.sinks else None
         self.store([(0, before) for before, _ in case.lengths])
 
     def normal(self, *shape: int) -> Tensor:
@@ -179,7 +182,7 @@ class MHAScene:
         batch.plan = batch.plan or self.backend.init_forward_metadata(batch)
         q, k, v = map(self.padded, (self.q, *self.new_rows()))
         lse = torch.full(q.shape[:2], NAN, device=self.device) if self.case.lse else None
-        extras = ForwardExtras(lse=lse) if self.case.lse else None
+        extras = ForwardExtras(lse, self.sinks) if self.case.lse or self.case.sinks else None
         forward = self.backend.forward_decode if self.case.mode.is_decode else self.backend.forward_extend
         return forward(q, k, v, self.layer, batch, extras=extras, **arguments), lse
 
@@ -197,4 +200,8 @@ class MHAScene:
             )
             for q, keys, values in zip(self.q.split(self.new), self.keys, self.values, strict=True)
         ]
-        return torch.cat([out for out, _ in outs]), torch.cat([lse for _, lse in outs])
+        out, lse = torch.cat([out for out, _ in outs]), torch.cat([lse for _, lse in outs])
+        if self.sinks is not None:
+            weight, sink = lse.exp(), self.sinks.double().exp()
+            out = out * (weight / (weight + sink)).unsqueeze(-1)
+        return out, lse
