@@ -120,6 +120,23 @@ def test_capped_logits(mode, new, window, kernel, device):
 
 
 @everywhere
+@pytest.mark.parametrize("lse", [True, False])
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (VERIFY, 3), (EXTEND, (1, 60))])
+def test_sinks(mode, new, window, lse, kernel, device):
+    """They take a share of every row; the log-sum-exp is over the keys alone."""
+    case = MHACase(lengths(4, 300, new, 5), mode, 64, 8, 2, 64, window=window, sinks=True, padding=2)
+    if lse:
+        check(case, kernel, device)
+        return
+    stage = scene(replace(case, lse=False), kernel, device)
+    wanted = stage.wanted()[0]
+    out, _ = stage.run()
+    assert relative_error(out[: len(wanted)], wanted) <= tolerance(stage.case)
+    assert (out[len(wanted) :] == 0).all()
+
+
+@everywhere
 @pytest.mark.parametrize("new", range(2, 9))
 def test_verify_of_a_few_tokens(new, kernel, device):
     check(MHACase(lengths(4, 400, new, new), VERIFY, [1, 16, 64, 128][new % 4], 16, 2, 128), kernel, device)
@@ -253,6 +270,20 @@ class TestWrongUse:
             stage.backend.forward_extend(
                 stage.q, *stage.new_rows(), stage.layer, self.planned(stage), extras=ForwardExtras(lse=lse)
             )
+
+    def test_sinks_are_given_where_the_layer_has_them_and_nowhere_else(self):
+        plain = self.stage()
+        with pytest.raises(BackendError, match=r"sinks=False, but extras\.sinks were given"):
+            plain.backend.forward_extend(
+                plain.q, *plain.new_rows(), plain.layer, self.planned(plain), extras=ForwardExtras(sinks=torch.ones(8))
+            )
+        sunk = scene(MHACase(((20, 2),), sinks=True), "fa4", "cpu")
+        for extras, message in (
+            (None, r"sinks=True, but extras\.sinks were not given"),
+            (ForwardExtras(sinks=torch.ones(3)), r"shape \(3,\), but q has 8 heads"),
+        ):
+            with pytest.raises(BackendError, match=message):
+                sunk.backend.forward_extend(sunk.q, *sunk.new_rows(), sunk.layer, self.planned(sunk), extras=extras)
 
     def test_fewer_rows_of_v_than_planned_are_refused(self):
         stage = self.stage()

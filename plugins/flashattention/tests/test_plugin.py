@@ -68,7 +68,7 @@ def test_it_serves_llama_on_an_h200(role: Role, page_size: int) -> None:
         {"model": read(QWEN3_NEXT)},
         {"speculative_tokens": 4},
         {"tensor_parallel": 2},
-        {"model": changed(read(LLAMA_3_8B), sliding_window=128)},
+        {"model": changed(read(LLAMA_3_8B), sliding_window=128, sinks=True)},
         {"model": None, "sm": None, "dtype": None, "kv_dtype": None, "page_size": None},
     ],
     ids=["ampere", "blackwell", "consumer", "fp16", "qwen3-next", "speculation", "ranks", "window", "undecided"],
@@ -103,11 +103,11 @@ def test_with_flash_attn_4_it_captures_graphs_and_caps_logits(fa4: None) -> None
         ({"kv_dtype": FP16}, [("kv_dtype", "float16", ["bfloat16"], "--kv-dtype")]),
         ({"speculative_tokens": 65}, [("speculation", 65, 64, "--speculative-tokens")]),
         (
-            {"model": changed(read(LLAMA_3_8B), sinks=True)},
-            [("feature", "sinks", ["logit_cap", "sliding_window"], "--decode-attention-backend")],
+            {"model": changed(read(LLAMA_3_8B), sparse_topk=64)},
+            [("feature", "sparse", ["logit_cap", "sinks", "sliding_window"], "--decode-attention-backend")],
         ),
     ],
-    ids=["cpu", "turing", "fp32", "fp8", "kv-fp16-with-bf16", "speculation", "sinks"],
+    ids=["cpu", "turing", "fp32", "fp8", "kv-fp16-with-bf16", "speculation", "sparse"],
 )
 def test_it_refuses_with_value_and_what_is_allowed_and_the_option(
     changes: dict[str, Any], reasons: list[tuple[str, object, object, str]]
@@ -137,10 +137,13 @@ def test_mla_is_prefilled_and_decoded_by_somebody_else(role: Role) -> None:
     assert "use --prefill-attention-backend flashattention, and another backend to decode" in reason.message
 
 
-def test_mla_with_a_window_is_refused() -> None:
+def test_mla_with_a_window_or_sinks_is_refused() -> None:
     """D3"""
-    (reason,) = refusals(Role.PREFILL, model=changed(read(DEEPSEEK_V3), sliding_window=64))
-    assert (reason.code, reason.value) == ("feature", Feature.SLIDING_WINDOW)
+    found = refusals(Role.PREFILL, model=changed(read(DEEPSEEK_V3), sliding_window=64, sinks=True))
+    assert [(reason.code, reason.value) for reason in found] == [
+        ("feature", Feature.SINKS),
+        ("feature", Feature.SLIDING_WINDOW),
+    ]
 
 
 def test_linear_layers_are_somebody_elses() -> None:

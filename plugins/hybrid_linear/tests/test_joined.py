@@ -28,7 +28,8 @@ from attnplug.torch_native.backend import TorchNativeBackend
 from attnplug_hybrid_linear.torch_backend import TorchLinearBackend
 from support.mla_scene import MLACase, MLAScene
 
-sys.path.append(str(Path(__file__).parents[2] / "flashinfer_mla" / "tests"))
+for plugin in ("flashinfer_mla", "flashattention"):
+    sys.path.append(str(Path(__file__).parents[2] / plugin / "tests"))
 LINEAR = LayerSpec(0, AttentionKind.KDA, 2, 2, 16, 16, 0.25, linear=LinearDims(2, 2, 16, 16, 96, 4))
 
 
@@ -39,10 +40,19 @@ def flashinfer_mla(context: BackendContext) -> AttentionBackend:
     return FlashInferMLABackend(context, kernels=ReferenceKernels.of(context))
 
 
+def flashattention(context: BackendContext) -> AttentionBackend:
+    from attnplug_flashattention.backend import FlashAttentionBackend
+    from flash_references import reference
+
+    return FlashAttentionBackend(context, kernels=reference("fa4"))
+
+
 PLUGINS: dict[str, Callable[[BackendContext], AttentionBackend]] = {
     "torch_native": TorchNativeBackend,
     "flashinfer_mla": flashinfer_mla,
+    "flashattention": flashattention,
 }
+WITHOUT_HOOK = ("torch_native", "flashattention")
 
 
 def test_every_plugin_that_serves_mla_is_here():
@@ -85,8 +95,8 @@ def test_planning_8218_rows_after_a_prefix_of_800(name):
     mla.prepare(batch)
     first = batch.mla_plan.calls[0]
     assert first.query_indptr[-1] == 8218
-    if name == "torch_native":
-        assert batch.chunk_plan is None  # it has no hook: nothing to plan
+    if name in WITHOUT_HOOK:
+        assert batch.chunk_plan is None  # nothing to plan
     else:
         assert batch.chunk_plan.query_rows == 8218
         assert batch.chunk_plan.metadata[0].lease.kernel.call is first

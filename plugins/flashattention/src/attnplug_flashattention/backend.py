@@ -32,7 +32,8 @@ from attnplug_flashattention.merge import merge_parts
 from attnplug_flashattention.options import FlashAttentionOptions
 from attnplug_flashattention.planner import CachedPlan, Division, GatheredCall, plan_at_hand, plan_cached
 
-_EXTRAS = frozenset({"lse"})
+_EXTRAS = frozenset({"lse", "sinks"})
+_NO_EXTRAS = ForwardExtras()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -222,12 +223,14 @@ class FlashAttentionBackend:
     ) -> Tensor:
         plan = batch.plan_for(self.backend_id, q.shape[0], decode=decode)
         cached_layer, metadata = self._layer(layer), plan.metadata
-        lse = None if extras is None else self._lse(q, extras)
+        lse, sinks = self._extras(q, layer, extras)
         rows = plan.query_rows
         if not rows:
             return self._padded(q, rows, q.new_empty(0, q.shape[1], layer.v_head_dim), lse)
         new = self._new_rows(layer, k, v, rows) if save_kv_cache or metadata.cached is None else None
         queries, sums = (q, lse) if q.shape[0] == rows else (q[:rows], None if lse is None else lse[:rows])
+        if sinks is not None and sums is None:
+            sums = torch.empty(rows, q.shape[1], dtype=torch.float32, device=q.device)
         if metadata.cached is None:
             assert new is not None
             out = self._attend_at_hand(queries, new, metadata, cached_layer, sums)
@@ -238,6 +241,8 @@ class FlashAttentionBackend:
                 out = self._attend_at_hand(queries, new, metadata, cached_layer, sums)  # as written, and nearer
             else:
                 out = self._attend_cached(queries, layer, metadata.cached, cached_layer, sums)
+        if sinks is not None and sums is not None:
+            out = with_sinks(out, sums, sinks)
         return out if q.shape[0] == rows else self._padded(q, rows, out, lse)
 
     def _attend_at_hand(
@@ -294,15 +299,25 @@ class FlashAttentionBackend:
             )
         return cached
 
-    def _lse(self, q: Tensor, extras: ForwardExtras) -> Tensor | None:
+    def _extras(self, q: Tensor, layer: LayerSpec, extras: ForwardExtras | None) -> tuple[Tensor | None, Tensor | None]:
+        """The log-sum-exp to fill, and the layer's sinks."""
+        extras = _NO_EXTRAS if extras is None else extras
         if unknown := extras.asked() - _EXTRAS:
             raise BackendError(
                 f"backend {self.backend_id.name} was asked for {', '.join(sorted(unknown))}; "
-                f"it knows {', '.join(_EXTRAS)}"
+                f"it knows {', '.join(sorted(_EXTRAS))}"
             )
         if extras.lse is not None:
             _check_lse(extras.lse, q)
-        return extras.lse
+        if layer.sinks != (extras.sinks is not None):
+            given = "were given" if extras.sinks is not None else "were not given"
+            raise BackendError(
+                f"layer {layer.layer_id} has sinks={layer.sinks}, but extras.sinks {given}; give them for such layers, "
+                "and for no others"
+            )
+        if extras.sinks is not None and extras.sinks.shape != q.shape[1:2]:
+            raise BackendError(f"extras.sinks has shape {tuple(extras.sinks.shape)}, but q has {q.shape[1]} heads")
+        return extras.lse, extras.sinks
 
     def _new_rows(self, layer: LayerSpec, k: Tensor | None, v: Tensor | None, rows: int) -> tuple[Tensor, Tensor]:
         if k is None or v is None:
@@ -342,6 +357,12 @@ def skips_kv_cache(serving: Serving, model: ModelSpec) -> bool:
         and serving.disable_radix_cache
         and not any(layer.mla is not None for layer in model.layers)
     )
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """``out`` ``[rows, heads, dim]`` as if there were one more key, of logit ``sinks`` ``[heads]`` and value zero."""
+    share = torch.sigmoid(lse - sinks)  # of the other keys; they had all of it before
+    return (out * share.unsqueeze(-1)).to(out.dtype)
 
 
 def _with_lse(out: Tensor, found: Tensor | None, lse: Tensor | None) -> Tensor:

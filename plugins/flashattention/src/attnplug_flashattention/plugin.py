@@ -43,10 +43,10 @@ def attnplug_backends() -> list[BackendSpec]:
                 min_sm=80,
                 dtypes=frozenset({DType.BFLOAT16, DType.FLOAT16}),
                 roles=frozenset({Role.PREFILL, Role.DECODE, Role.DRAFT}),
-                features=frozenset({Feature.SLIDING_WINDOW, Feature.LOGIT_CAP}),
+                features=frozenset({Feature.SLIDING_WINDOW, Feature.LOGIT_CAP, Feature.SINKS}),
                 max_speculative_tokens=64,
                 cuda_graph=GraphLevel.UNIFORM,
-                extras=frozenset({"lse"}),
+                extras=frozenset({"lse", "sinks"}),
                 mla_extend=frozenset({ExtendPath.ONE_SHOT, ExtendPath.CHUNKED}),
             ),
         )
@@ -84,9 +84,9 @@ def _layer_refusals(layer: LayerSpec, role: Role | None) -> Iterator[Refusal]:
                 [str(Role.PREFILL)],
                 option,
             )
-        if layer.sliding_window is not None:
-            message = "MLA with a sliding window is not supported: chunks of a prefix have no place in a window"
-            yield Refusal(RefusalCode.FEATURE, message, str(Feature.SLIDING_WINDOW), [str(Feature.LOGIT_CAP)], option)
+        for feature in sorted(layer.features & {Feature.SLIDING_WINDOW, Feature.SINKS}):
+            message = f"MLA with the feature {feature} is not supported: a chunk of a prefix has no place for it"
+            yield Refusal(RefusalCode.FEATURE, message, str(feature), [str(Feature.LOGIT_CAP)], option)
     dims = layer.head_dim, layer.v_head_dim
     if not all(0 < width <= WIDEST_HEAD and width % HEAD_STEP == 0 for width in dims) or dims[0] < dims[1]:
         yield Refusal(
