@@ -3,12 +3,16 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PACKAGES := core engine plugins/flashattention plugins/flashinfer_mla plugins/hybrid_linear
+PACKAGES := core engine plugins/flashattention plugins/flashinfer_mla plugins/flashmla plugins/hybrid_linear
 PLUGINS := $(filter plugins/%,$(PACKAGES))
 PIP_ANY := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PIP := $(PIP_ANY) --constraint constraints.txt
 # Read by plugins/flashinfer_mla/tests/test_signatures.py beside the pinned one: the ends of the range that it claims.
 FLASHINFER := 0.6.12 0.7.2.post1
+# The same for plugins/hybrid_linear. Not importable here: transformers' models would run on it.
+FLA := 0.6.0
+# Read by plugins/flashmla/tests/test_signatures.py: it loads only beside CUDA, so it is unpacked and not installed.
+FLASHMLA := 1.0.0
 # Read, and not imported, by plugins/flashattention/tests/test_signatures.py: neither can be without a GPU's libraries.
 FLASH_ATTENTION := 4.0.0b36 2.8.3.post2
 
@@ -53,14 +57,23 @@ $(VENV)/installed: constraints.txt Makefile $(addsuffix /pyproject.toml,$(PACKAG
 	@touch $@
 
 # FlashInfer comes with what its import needs and no more: with the CuTe DSL, it cannot be imported where there is no CUDA.
-$(VENV)/installed-dev: $(VENV)/installed $(FLASHINFER:%=$(VENV)/flashinfer/%) $(FLASH_ATTENTION:%=$(VENV)/flashattention/%)
+# Triton is there for its interpreter.
+UNPACKED := $(FLASHINFER:%=$(VENV)/flashinfer/%) $(FLA:%=$(VENV)/fla/%) $(FLASHMLA:%=$(VENV)/flashmla/%) \
+	$(FLASH_ATTENTION:%=$(VENV)/flashattention/%)
+$(VENV)/installed-dev: $(VENV)/installed $(UNPACKED)
 	$(PIP) pytest pytest-xdist hypothesis mypy ruff
 	$(PIP) apache-tvm-ffi nvidia-ml-py requests
-	$(PIP) --no-deps flashinfer-python
+	$(PIP) --no-deps flashinfer-python triton
 	@touch $@
 
 $(VENV)/flashinfer/%: | $(VENV)/installed
 	$(PIP_ANY) --no-deps --no-compile --target $@ flashinfer-python==$*
+
+$(VENV)/fla/%: | $(VENV)/installed
+	$(PIP_ANY) --no-deps --no-compile --target $@ fla-core==$*
+
+$(VENV)/flashmla/%: | $(VENV)/installed
+	$(PIP_ANY) --no-deps --no-compile --target $@ sgl-flash-mla==$*
 
 $(VENV)/flashattention/4.%: | $(VENV)/installed
 	$(PIP_ANY) --no-deps --no-compile --target $@ flash-attn-4==4.$*

@@ -1,7 +1,7 @@
-"""MLA on an H200: the flashinfer_mla backend against FlashInfer called directly, over the same caches, in the same run.
+"""MLA on an H200: flashinfer_mla against FlashInfer and flashmla against FlashMLA, called directly, in the same run.
 
 Decode over the grid of the raw kernels' marks: on the device, eager and in CUDA graphs of 20 calls over four layers'
-caches; on the host, what a call takes beyond FlashInfer's own, and what planning takes, idle and while the device is
+caches; on the host, what a call takes beyond the library's own, and what planning takes, idle and while the device is
 busy, where a plan that waits shows as milliseconds. Prefill as MHA. Memory of a chunked prefill over long prefixes next
 to the same in one shot. Raw and ours take turns; ratios of one run are what counts, and ``raw_again`` is their noise.
 A case that fails has its error in its place. Every result is written as soon as it is there.
@@ -11,29 +11,26 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import os
-import platform
-import subprocess
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, field
-from datetime import UTC, datetime
+from dataclasses import asdict
 from functools import cached_property, partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 from gpu_clock import Call, capture, complaint_of_torch, device_us, host_us, medians, while_busy
+from gpu_report import Report, attempt, describe
 from mla_report import errors, print_report
 from mla_sides import (
     CALLS,
     CAPACITY,
     DECODE,
     DIMS,
+    FLASHINFER,
+    FLASHMLA,
     HOST_CALLS,
     LAYERS,
     MEMORY,
@@ -48,11 +45,12 @@ from mla_sides import (
     V_DIM,
     Case,
     Ours,
-    RawDecode,
+    Pair,
     RawPrefill,
     Rig,
     decode_bytes,
     difference,
+    missing_flashmla,
     prefill_flops,
     random,
     ratios,
@@ -67,25 +65,30 @@ from attnplug import (
     MLAWeights,
 )
 
+WHAT = (
+    "flashinfer_mla and flashmla against their libraries called directly; bf16, kv_lora 512 + rope 64, pages of 64; "
+    "medians"
+)
+
 # Cases
 
 
 class Decode:
-    """One decode case: both sides on the same queries and caches."""
+    """One decode case: both sides of a pair on the same queries and caches."""
 
-    def __init__(self, case: Case, rig: Rig) -> None:
-        self._case, self._rig = case, rig
-        self._ours = Ours(case, rig.device, LAYERS)
+    def __init__(self, case: Case, rig: Rig, pair: Pair = FLASHINFER) -> None:
+        self._case, self._rig, self._pair = case, rig, pair
+        self._ours = Ours(case, rig.device, LAYERS, pair.build)
         self._backend = self._ours.backend
         self._q = random(case.requests, case.heads, DIMS.row_dim, device=rig.device)
         self._rows = random(case.requests, 1, DIMS.row_dim, device=rig.device)
         self._batch = self._ours.batch()
         self._batch.plan = self._backend.init_forward_metadata(self._batch)
-        self._raw = RawDecode(self._ours, self._q, rig.scratch, graph=False)
+        self._raw = pair.raw(self._ours, self._q, rig, False)
 
     @cached_property
-    def _raw_in_graph(self) -> RawDecode:
-        return RawDecode(self._ours, self._q, self._rig.scratch, graph=True)
+    def _raw_in_graph(self) -> Any:
+        return self._pair.raw(self._ours, self._q, self._rig, True)
 
     @cached_property
     def _captured(self) -> ForwardBatch:
@@ -113,14 +116,14 @@ class Decode:
         return {"us": us, "ratio": ratios(us), "difference": off}
 
     def host(self) -> dict[str, Any]:
-        """One call on the host, and what ours adds to FlashInfer's."""
+        """One call on the host, and what ours adds to the library's."""
         ours = {"ours": self._call(self._batch), "ours_writing": self._call(self._batch, write=True)}
         rounds = host_us({"raw": self._raw.run, **ours}, 20, HOST_CALLS)
         added = {name: [a - b for a, b in zip(rounds[name], rounds["raw"], strict=True)] for name in ours}
         return {"us": medians(rounds), "added_us": medians(added)}
 
     def planning(self) -> dict[str, Any]:
-        """Plans on the host: FlashInfer's from device tensors, as an engine has them, ours from lengths on the host."""
+        """Plans on the host: the library's from device tensors, as an engine has them, ours as the batch has them."""
         captured, plan, replan = (
             self._captured,
             self._backend.init_forward_metadata,
@@ -140,13 +143,16 @@ class Decode:
 
     def graphs(self) -> dict[str, Any]:
         """A call inside a graph of 20: with the kernel that plans in the graph, without it, and with the KV write."""
-        batch, raw = self._captured, self._raw_in_graph.run
+        batch, library = self._captured, self._raw_in_graph
         ours, writing = self._call(batch), self._call(batch, write=True)
 
-        def repeated(call: Callable[[int], Tensor], *, fill: bool = False) -> Callable[[], Tensor]:
+        def plan() -> None:
+            self._backend.init_forward_metadata_in_graph(batch)
+
+        def repeated(call: Callable[[int], Tensor], begin: Callable[[], None] | None = None) -> Callable[[], Tensor]:
             def body() -> Tensor:
-                if fill:
-                    self._backend.init_forward_metadata_in_graph(batch)
+                if begin is not None:
+                    begin()
                 for number in range(CALLS):
                     out = call(number)
                 return out
@@ -154,11 +160,11 @@ class Decode:
             return body
 
         bodies = {
-            "raw": repeated(raw),
-            "ours": repeated(ours, fill=True),
+            "raw": repeated(library.run, library.begin),
+            "ours": repeated(ours, plan),
             "ours_calls_only": repeated(ours),
-            "ours_writing": repeated(writing, fill=True),
-            "raw_again": repeated(raw),
+            "ours_writing": repeated(writing, plan),
+            "raw_again": repeated(library.run, library.begin),
         }
         captured = {name: capture(body) for name, body in bodies.items()}
         replays = {name: graph.replay for name, (graph, _) in captured.items()}
@@ -195,7 +201,8 @@ class Prefill:
             return self._raw.run(self._q, self._k, self._v)
 
         def ours() -> Tensor:
-            return forward(self._q, self._k, self._v, layer, self._batch, call)
+            out: Tensor = forward(self._q, self._k, self._v, layer, self._batch, call)
+            return out
 
         off = difference(ours(), raw())
         us = device_us({"raw": raw, "ours": ours, "raw_again": raw}, REPLAYS, self._rig.cold)
@@ -284,34 +291,6 @@ class Memory:
 # The run
 
 
-@dataclass
-class Report:
-    """Everything found so far; written anew with every result."""
-
-    path: Path | None
-    found: dict[str, Any]
-    started: float = field(default_factory=time.monotonic)
-
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self.started
-
-    def put(self, name: str, value: Any) -> None:
-        self.found[name], self.found["seconds"] = value, self.seconds
-        if self.path is not None:
-            self.path.write_text(json.dumps(self.found, indent=1) + "\n")
-
-
-def attempt(measure: Callable[[], Any]) -> Any:
-    """What was measured, or the error in its place."""
-    try:
-        return measure()
-    except Exception as error:  # kernels fail in any way there is, and the other cases are worth having
-        trace = traceback.format_exc(limit=-4)
-        print(trace, file=sys.stderr, flush=True)
-        return {"error": f"{type(error).__name__}: {error}"[:400], "traceback": trace[-4000:]}
-
-
 def measure_case(make: Callable[[Case, Rig], Any], case: Case, rig: Rig) -> dict[str, Any]:
     bench = attempt(lambda: make(case, rig))
     if isinstance(bench, dict):
@@ -345,33 +324,6 @@ def compile_kernels(rig: Rig) -> dict[str, Any]:
     return found
 
 
-def describe(commit: str | None) -> dict[str, Any]:
-    """Where and with what this runs."""
-    versions: dict[str, str | None] = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            versions[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            versions[package] = None
-    file = Path(__file__).resolve().parents[1] / ".gpu" / "commit"
-    if commit is None and file.exists():
-        commit = file.read_text().strip()
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        driver = subprocess.run(query, capture_output=True, text=True, timeout=30, check=True).stdout.split()[0]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        driver = None
-    return {
-        "what": "flashinfer_mla against FlashInfer called directly; bf16, kv_lora 512 + rope 64, pages of 64; medians",
-        "device": torch.cuda.get_device_name(),
-        "driver": driver,
-        "cuda": torch.version.cuda,
-        "versions": versions,
-        "commit": commit,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", metavar="FILE", type=Path)
@@ -385,13 +337,18 @@ def main() -> None:
         sys.exit(f"mla_h200 measures kernels for SM 90, and this is a {torch.cuda.get_device_name()}")
     os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
     torch.manual_seed(0)
-    report = Report(arguments.json, describe(arguments.commit))
+    report = Report(arguments.json, describe(WHAT, PACKAGES, arguments.commit))
     with torch.inference_mode():
         rig = Rig(torch.device("cuda", 0))
         report.put("ceilings", attempt(rig.ceilings))
         report.put("compile_s", compile_kernels(rig))
         decode, prefill = (QUICK_DECODE, QUICK_PREFILL) if arguments.quick else (DECODE, PREFILL)
         measure_all("decode", Decode, decode, rig, report, arguments.limit)
+        if missing := missing_flashmla():
+            print(missing, flush=True)
+            report.put("flashmla_left_out", missing)
+        else:
+            measure_all("flashmla", partial(Decode, pair=FLASHMLA), decode, rig, report, arguments.limit)
         measure_all("prefill", Prefill, prefill, rig, report, arguments.limit)
         # Last, and the largest at the very end: whatever breaks the device there has nothing left to take along.
         measure_all("memory", Memory, () if arguments.quick else MEMORY, rig, report, arguments.limit)

@@ -43,6 +43,20 @@ DECODE_COLUMNS = {
     "writing": ("graph.ratio.ours_writing", ".3f"),
     "differ": ("graph.difference.ours", ".0e"),
 }
+FLASHMLA_COLUMNS = {
+    "raw": ("eager.us.raw", ".1f"),
+    "ours": ("eager.us.ours", ".1f"),
+    "host raw": ("host.us.raw", ".1f"),
+    "added": ("host.added_us.ours", ".1f"),
+    "FlashInf.": ("flashinfer", ".1f"),
+    "graph raw": ("graph.us.raw", ".1f"),
+    "again": ("graph.ratio.raw_again", ".3f"),
+    "ours/raw": ("graph.ratio.ours", ".3f"),
+    "writing": ("graph.ratio.ours_writing", ".3f"),
+    "plan": ("plan.us.ours", ".0f"),
+    "replay": ("plan.us.ours_replay", ".0f"),
+    "differ": ("graph.difference.ours", ".0e"),
+}
 PLAN_COLUMNS = {
     "stock": ("plan.us.stock", ".0f"),
     "in graph": ("plan.us.stock_in_graph", ".0f"),
@@ -84,6 +98,13 @@ MEMORY_COLUMNS = {
 def print_report(found: Mapping[str, Any]) -> None:
     decode = found.get("decode", [])
     print_table("Decode: µs on the device and the host, ratios in graphs", decode, DECODE_COLUMNS)
+    print_table(
+        "Decode by FlashMLA, likewise; raw FlashInfer in its graph beside it",
+        beside(found.get("flashmla", []), decode),
+        FLASHMLA_COLUMNS,
+    )
+    if left_out := found.get("flashmla_left_out"):
+        print(f"\n{left_out}")
     print_table("Decode plans: µs on the host, idle and (b.) behind 6 ms of work", decode, PLAN_COLUMNS)
     print_table("Prefill as MHA; plans in µs on the host", found.get("prefill", []), PREFILL_COLUMNS)
     print_table(f"Prefill of {NEW} after {PREFIX}: MiB, and µs on the device", found.get("memory", []), MEMORY_COLUMNS)
@@ -92,17 +113,32 @@ def print_report(found: Mapping[str, Any]) -> None:
           f"{value(found, 'compile_s.import')} s, its kernels there after {value(found, 'compile_s.decode')} s and "
           f"{value(found, 'compile_s.prefill')} s; {value(found, 'seconds', '.0f')} s in all")  # fmt: skip
     at_64 = [row for row in decode if row["requests"] == 64]
+    flashmla = found.get("flashmla", [])
     for name, goal, numbers in (
         ("host µs added to a call", "≤ 15", numbers_at(decode, "host.added_us.ours")),
         ("ratio in a graph", "≤ 1.02", numbers_at(decode, "graph.ratio.ours")),
         ("raw to itself", "noise", numbers_at(decode, "graph.ratio.raw_again")),
         ("µs of a replay's plan at batch 64", "≤ 40", numbers_at(at_64, "plan.us.ours_replay")),
+        ("flashmla: host µs added to a call", "≤ 15", numbers_at(flashmla, "host.added_us.ours")),
+        ("flashmla: ratio in a graph", "≤ 1.02", numbers_at(flashmla, "graph.ratio.ours")),
+        ("flashmla: raw to itself", "noise", numbers_at(flashmla, "graph.ratio.raw_again")),
     ):
         if numbers:
             print(f"{name}: median {statistics.median(numbers):.3f}, worst {max(numbers):.3f} ({goal})")
-    complaints = [row["plan"]["torch_complains"] for row in decode if "torch_complains" in row.get("plan", {})]
+    complaints = [
+        row["plan"]["torch_complains"] for row in (*decode, *flashmla) if "torch_complains" in row.get("plan", {})
+    ]
     said = {text for plans in complaints if (text := plans["ours_replay"]) is not None}
     print(f"torch's check of {len(complaints)} replays' plans for synchronising calls: {said or 'no complaint'}")
+
+
+def beside(rows: Iterable[Mapping[str, Any]], others: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of FlashMLA with the time that raw FlashInfer took in a graph for the same case."""
+    times = {Case(row["heads"], row["requests"], row["length"]): row.get("graph", {}).get("us", {}) for row in others}
+    return [
+        {**row, "flashinfer": times.get(Case(row["heads"], row["requests"], row["length"]), {}).get("raw")}
+        for row in rows
+    ]
 
 
 def numbers_at(rows: Iterable[Mapping[str, Any]], path: str) -> list[float]:

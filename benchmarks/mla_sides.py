@@ -1,9 +1,10 @@
-"""The two sides that ``mla_h200.py`` compares over the same memory: our backend, and FlashInfer called directly."""
+"""The sides that ``mla_h200.py`` compares over the same memory: our backends, and their libraries called directly."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from gpu_clock import device_us
@@ -25,6 +26,7 @@ from attnplug import (
     WorkspaceOwner,
 )
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
+from attnplug_flashmla.backend import FlashMLABackend
 
 PAGE = 64
 DIMS = MLADims(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64)
@@ -43,7 +45,10 @@ REPLAYS = 30
 HOST_CALLS = 50
 """Calls between two looks at the clock: too few to fill the launch queue, where the host would wait for the device."""
 NEW, PREFIX, CAPACITY = 512, 32768, 16384
-PACKAGES = ("torch", "triton", "flashinfer-python", "attnplug", "attnplug-engine", "attnplug-flashinfer-mla")
+PACKAGES = (
+    *("torch", "triton", "flashinfer-python", "sgl-flash-mla"),
+    *("attnplug", "attnplug-engine", "attnplug-flashinfer-mla", "attnplug-flashmla"),
+)
 
 
 @dataclass(frozen=True)
@@ -129,10 +134,13 @@ class Rig:
         return {"copy_gb_per_s": moved / us["copy"] / 1e3, "matmul_tflop_per_s": 2 * 8192**3 / us["product"] / 1e6}
 
 
-class Ours:
-    """Our backend over caches of random rows in random pages."""
+Build = Callable[[BackendContext], Any]
 
-    def __init__(self, case: Case, device: torch.device, layers: int) -> None:
+
+class Ours:
+    """One of our backends over caches of random rows in random pages."""
+
+    def __init__(self, case: Case, device: torch.device, layers: int, build: Build = FlashInferMLABackend) -> None:
         self.case, self.device = case, device
         width = -(-case.length // PAGE)
         pages = case.requests * width
@@ -146,9 +154,9 @@ class Ours:
             self.pool.rows(layer.layer_id).normal_()
         self.workspace = WorkspaceOwner()
         before = torch.cuda.memory_allocated()
-        self.backend = FlashInferMLABackend(
+        self.backend = build(
             BackendContext(
-                name="flashinfer_mla",
+                name="benchmark",
                 roles=frozenset({Role.PREFILL, Role.DECODE}),
                 model=ModelSpec("benchmark", "benchmark", self.layers, MAX_CONTEXT),
                 device=device,
@@ -213,9 +221,70 @@ class RawDecode:
             kv_data_type=DTYPE,
         )
 
+    def begin(self) -> None:
+        """Nothing of its planning can be captured."""
+
     def run(self, number: int) -> Tensor:
         out: Tensor = self._wrapper.run(*self._q, *self._caches[number % len(self._caches)])
         return out
+
+
+class RawFlashMLA:
+    """FlashMLA over the caches of our pool, as its documentation calls it: the first call after ``begin`` schedules."""
+
+    def __init__(self, ours: Ours, q: Tensor) -> None:
+        import flash_mla
+
+        case = ours.case
+        self._library, self._heads = flash_mla, case.heads
+        self._q, self._table = q.unsqueeze(1), ours.page_table
+        self._lens = torch.full((case.requests,), case.length, dtype=torch.int32, device=ours.device)
+        self._caches = [ours.pool.rows(layer.layer_id) for layer in ours.layers]
+        self.begin()
+
+    def begin(self) -> None:
+        self._schedule, _ = self._library.get_mla_metadata()
+
+    def plan(self, _: int = 0) -> None:
+        """The same ahead of the calls, to be timed by itself."""
+        self._library.get_mla_decoding_metadata(self._lens, self._heads, 1, h_q=self._heads, use_legacy=True)
+
+    def run(self, number: int) -> Tensor:
+        out, _ = self._library.flash_mla_with_kvcache(
+            self._q,
+            self._caches[number % len(self._caches)],
+            self._table,
+            self._lens,
+            DIMS.kv_lora_rank,
+            self._schedule,
+            softmax_scale=SCALE,
+            use_legacy=True,
+        )
+        attended: Tensor = out.squeeze(1)
+        return attended
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A backend of ours and its library: ``raw`` makes the library's side, for graphs or not."""
+
+    build: Build
+    raw: Callable[[Ours, Tensor, Rig, bool], Any]
+
+
+FLASHINFER = Pair(FlashInferMLABackend, lambda ours, q, rig, graph: RawDecode(ours, q, rig.scratch, graph=graph))
+FLASHMLA = Pair(FlashMLABackend, lambda ours, q, rig, graph: RawFlashMLA(ours, q))
+
+
+def missing_flashmla() -> str | None:
+    """Why FlashMLA cannot be measured here; None where it can."""
+    from attnplug_flashmla.kernels import load_library
+
+    try:
+        load_library()
+    except Exception as error:  # it may not be installed, or not load
+        return f"FlashMLA is left out: {type(error).__name__}: {error}; pip install sgl-flash-mla --no-deps"
+    return None
 
 
 class RawPrefill:

@@ -120,15 +120,22 @@ def test_slots_of_more_than_one_dimension_cannot_be_written() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("slot", [-1, 20])
+@pytest.mark.parametrize("slot", [-2, 20])
 def test_slots_outside_the_pool_are_refused(layout: LayoutName, slot: int) -> None:
     pool = mha_pool(layout=layout)
     slots = torch.tensor([0, slot])
-    with pytest.raises(PoolError, match=rf"{slot}.*holds 0 to 19"):
+    with pytest.raises(PoolError, match=rf"{slot}.*holds 0 to 19, and -1 for padding"):
         pool.write(0, slots, zeros(2, 2, 8) + 1, zeros(2, 2, 6))
     assert not pool.keys(0).any()
-    with pytest.raises(PoolError, match="holds 0 to 19"):
+    with pytest.raises(PoolError, match=r"holds 0 to 19$"):
         pool.read_values(0, slots)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_what_marks_padding_cannot_be_read(layout: LayoutName) -> None:
+    """Indexing would give the last row for it."""
+    with pytest.raises(PoolError, match=r"slots -1 to 3 .* holds 0 to 19$"):
+        mha_pool(layout=layout).read_keys(0, torch.tensor([3, -1]))
 
 
 def test_slots_on_another_device_are_refused() -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -9,8 +13,9 @@ from hypothesis import strategies as st
 
 from attnplug.errors import PoolError
 from attnplug.kv import LayoutName, MHAPool, MLAPool, PageCopy, PageLayout, torch_dtype
+from attnplug.model import AttentionKind, LayerSpec, MLADims
 from attnplug.problem import DType
-from support.devices import DEVICES
+from support.devices import DEVICES, nothing_waits
 from support.pools import LAYOUTS, PLAIN, mha_layer, mha_pool, mla_layer, mla_pool, random_rows
 
 # What is written is read back
@@ -153,6 +158,140 @@ def test_latent_rows_are_read_back_as_stored(dtype: DType, shape: tuple[int, ...
 
 def test_latent_rows_are_cut_into_kernel_pages() -> None:
     assert mla_pool().layout(0).split(1) == PageLayout.token_major(20, 1, 1, 20)
+
+
+# Padding
+
+
+@contextmanager
+def writing(how: str) -> Iterator[str]:
+    """The device to write on, ``how`` being one, or ``cuda without triton``: as if it were not installed."""
+    with pytest.MonkeyPatch.context() as patch:
+        if how.endswith("without triton"):
+            patch.setitem(sys.modules, "attnplug.kv.triton_rows", None)
+        yield how.partition(" ")[0]
+
+
+WAYS = [*DEVICES, pytest.param("cuda without triton", marks=DEVICES[1].marks)]
+"""Ways in which rows are written: by torch on a CPU, by one kernel on a GPU, and by torch there too."""
+SLOTS = [[-1, 6, -1, 17, 3], [6, -1], [-1, -1, 19], [-1], [-1] * 4, [], [19, 0, 7]]
+
+
+def bits(cache: torch.Tensor) -> torch.Tensor:
+    """A cache's memory, NaN included, in the order of slots ``[slots, bytes of a row]``."""
+    return cache.cpu().contiguous().flatten(0, 1).flatten(1).view(torch.uint8)
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", list(DType))
+@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize("numbers", SLOTS, ids=str)
+def test_rows_without_a_slot_are_not_written(
+    numbers: list[int], index: torch.dtype, dtype: DType, layout: LayoutName, how: str
+) -> None:
+    """B5: of padding nothing is written, nowhere; slot -1 least of all means the last one."""
+    with writing(how) as device:
+        pool = mha_pool(dtype=dtype, layout=layout, device=device)
+        for cache in (pool.keys(0), pool.values(0)):
+            cache.copy_(torch.tensor(torch.nan))
+        slots = torch.tensor(numbers, dtype=index)
+        k, v = random_rows(len(numbers), 2, 8, device), random_rows(len(numbers), 2, 6, device, seed=1)
+        k[slots < 0], v[slots < 0] = 99.0, 99.0
+        expected = [bits(cache).clone() for cache in (pool.keys(0), pool.values(0))]
+        for wanted, rows in zip(expected, (k, v), strict=True):
+            for slot, row in zip(numbers, rows.cpu(), strict=True):
+                if slot >= 0:
+                    wanted[slot] = row.to(torch_dtype(dtype)).flatten().view(torch.uint8)
+        ready = slots.to(device)
+        pool.write(0, ready, k, v)  # compiles
+        with nothing_waits(device):
+            pool.write(0, ready, k, v)
+        assert torch.equal(bits(pool.keys(0)), expected[0])
+        assert torch.equal(bits(pool.values(0)), expected[1])
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_fp8_rows_beside_padding_are_the_nearest_to_float64(dtype: torch.dtype, how: str) -> None:
+    """As wide as a DeepSeek row. Divided in float64, saturated, NaN kept; the scale is no power of two."""
+    layer = LayerSpec(0, AttentionKind.MLA, 4, 4, 192, 128, 1.0, mla=MLADims(512, 128, 64))
+    with writing(how) as device:
+        pool = MLAPool([layer], num_pages=3, page_size=16, dtype=DType.FLOAT8_E4M3, device=device, scales={0: 0.40625})
+        rows = (100 * random_rows(5, 1, 576, device)).to(dtype)
+        rows[0, 0, :4] = torch.tensor([1e4, -1e4, torch.nan, 0.40625 * 448])
+        slots = torch.tensor([47, -1, 0, -1, 18])
+        pool.write(0, slots.to(device), rows)
+        wanted = torch.zeros(48, 576, dtype=torch.float64)
+        for slot, row in zip(slots.tolist(), rows.cpu().double().squeeze(1), strict=True):
+            if slot >= 0:
+                wanted[slot] = (row / 0.40625).clamp(-448, 448)
+        assert (wanted == 448).sum() > 2
+        assert torch.equal(bits(pool.rows(0)), nearest_float8(wanted))
+
+
+def nearest_float8(x: torch.Tensor) -> torch.Tensor:
+    """The bits of the nearest number of float8_e4m3fn, of two equally near the even one."""
+    numbers = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()  # ascending; 127 is NaN
+    above = torch.searchsorted(numbers, x.abs()).clamp(max=126)
+    below = (above - 1).clamp(min=0)
+    up, down = numbers[above] - x.abs(), x.abs() - numbers[below]
+    code = torch.where((up < down) | ((up == down) & (above % 2 == 0)), above, below)
+    code = torch.where(x.isnan(), 127, code) + torch.where(x < 0, 128, 0)
+    return code.to(torch.uint8)
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_beside_padding_need_not_be_contiguous(layout: LayoutName, how: str) -> None:
+    """Slices, transposed dimensions, every other slot, and heads that do not lie together."""
+    with writing(how) as device:
+        pool = mha_pool(layout=layout, device=device)
+        packed = random_rows(2, 6, 14, device).transpose(0, 1)
+        slots = torch.tensor([4, 0, -1, 0, 9, 0, 2, 0, -1, 0, 19, 0], device=device)[::2]
+        pool.write(0, slots, packed[..., :8], packed[..., 8:])
+        live = torch.tensor([0, 2, 3, 5], device=device)
+        assert torch.equal(pool.read_keys(0, slots[live]), packed[live][..., :8])
+        assert torch.equal(pool.read_values(0, slots[live]), packed[live][..., 8:])
+        wide = random_rows(6, 8, 2, device, seed=4).transpose(1, 2)
+        pool.write(0, slots, wide, wide[..., 2:])
+        assert torch.equal(pool.read_keys(0, slots[live]), wide[live])
+        assert pool.keys(0).count_nonzero() == 4 * 2 * 8
+
+
+@pytest.mark.parametrize("how", WAYS)
+def test_rows_wider_than_a_block_are_written_whole(how: str) -> None:
+    with writing(how) as device:
+        pool = mha_pool(mha_layer(kv_heads=13, head_dim=128, v_head_dim=96), device=device, layout="head_major")
+        slots = torch.tensor([3, -1, 11], device=device)
+        k, v = random_rows(3, 13, 128, device), random_rows(3, 13, 96, device)
+        pool.write(0, slots, k, v)
+        assert torch.equal(pool.read_keys(0, slots[::2]), k[::2])
+        assert torch.equal(pool.read_values(0, slots[::2]), v[::2])
+        assert pool.keys(0).count_nonzero() == 2 * 13 * 128
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_a_slot_behind_the_last_writes_nothing_on_a_gpu(device: str) -> None:
+    """The CPU refuses it; a GPU could only say so if somebody waited, and stays inside the pool."""
+    pool = mla_pool(device=device)
+    pool.write(0, torch.tensor([20, 1 << 40], device=device), torch.ones(2, 20, device=device))
+    assert not pool.rows(0).any()
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_writing_can_be_captured(device: str) -> None:
+    """B2's ground: which rows are padding is decided at each replay."""
+    pool = mla_pool(device=device)
+    slots, rows = torch.tensor([3, -1], device=device), torch.ones(2, 20, device=device)
+    pool.write(0, slots, rows)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        pool.write(0, slots, rows)
+    pool.rows(0).zero_()
+    slots.copy_(torch.tensor([-1, 7]))
+    graph.replay()
+    assert pool.rows(0).flatten(0, 1).sum((1, 2)).nonzero().tolist() == [[7]]
 
 
 # fp8

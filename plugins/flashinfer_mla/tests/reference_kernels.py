@@ -95,7 +95,7 @@ class ReferencePaged:
     def _keys(self, cache: Cache, kv_indices: Tensor, first: int, kv_len: int) -> Tensor:
         pages = kv_indices[first : first + -(-kv_len // self.shape.page_size)].long()
         memory = cache.rows if cache.rows.dtype is not torch.float8_e4m3fn else cache.rows.view(torch.uint8)
-        return memory[pages].flatten(0, 1)[:kv_len].view(cache.rows.dtype).double() * cache.scale
+        return memory[pages].flatten(0, 1)[:kv_len].view(cache.rows.dtype).double() * cache.scales.get("ckv_scale", 1.0)
 
     def _run_schedule(self, q: Tensor, cache: Cache, out: Tensor) -> None:
         assert self.graph is not None

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 
-from attnplug import BackendContext, BackendError, DType, ForwardBatch, ForwardMode, PlanError
+from attnplug import BackendContext, BackendError, DType, ForwardMode, PlanError
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
 from reference_kernels import ReferenceKernels, library_schedule, on_cpu
 from support.devices import DEVICES, nothing_waits
-from support.mla_scene import LAYER, NAN, MLACase, MLAScene, relative_error
+from support.mla_capture import MLACapture, check_replays, replay_scenes
+from support.mla_scene import MLACase, MLAScene
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 
@@ -22,96 +22,11 @@ def build(context: BackendContext) -> FlashInferMLABackend:
     return FlashInferMLABackend(context, kernels=kernels)
 
 
-class Capture:
-    """A captured batch of fixed memory, into which the batches of scenes are copied before each replay."""
-
-    def __init__(self, scene: MLAScene, requests: int, per_request: int) -> None:
-        self.scene, self.backend = scene, scene.backend
-        device, case = scene.device, scene.case
-        self.rows, self.per_request = requests * per_request, per_request
-        self.q = torch.zeros(self.rows, *scene.q.shape[1:], dtype=scene.dtype, device=device)
-        self.k = torch.full((self.rows, 1, case.dims.row_dim), NAN, dtype=scene.dtype, device=device)
-        fill = self.backend.get_cuda_graph_seq_len_fill_value()
-        width = 4096 // case.page_size
-        self.batch = ForwardBatch(
-            forward_mode=case.mode,
-            input_ids=torch.zeros(self.rows, dtype=torch.int64, device=device),
-            page_table=torch.full((requests, width), 1 << 30, dtype=torch.int32, device=device),
-            seq_lens=torch.full((requests,), fill, dtype=torch.int32, device=device),
-            seq_lens_cpu=torch.full((requests,), fill, dtype=torch.int32),
-        )
-        self.graph = None
-
-    def capture(self) -> None:
-        self.backend.init_cuda_graph_state(self.batch.batch_size + 1, self.rows + 3)
-        self.batch.plan = self.backend.init_forward_metadata_out_graph(self.batch, in_capture=True)
-        self.plan = self.batch.plan
-        if self.scene.device.type == "cpu":
-            self.run()
-            return
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self.run()
-        torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.run()
-
-    def run(self) -> None:
-        self.backend.init_forward_metadata_in_graph(self.batch)
-        forward = self.backend.forward_decode if self.batch.forward_mode.is_decode else self.backend.forward_extend
-        self.out = forward(self.q, self.k, None, self.scene.layer, self.batch)
-
-    def stage(self, scene: MLAScene) -> Callable[[], torch.Tensor]:
-        """Another scene's batch, of fewer requests perhaps, made ready on the device; call it to replay it there."""
-        real, batch, device = len(scene.totals), self.batch, scene.device
-        fill = self.backend.get_cuda_graph_seq_len_fill_value()
-        lens = torch.full((batch.batch_size,), fill, dtype=torch.int32)
-        lens[:real] = torch.tensor(scene.totals, dtype=torch.int32)
-        table = torch.full_like(batch.page_table, 1 << 30)
-        table[:real, : scene.page_table.shape[1]] = scene.page_table.to(device)
-        q, k = torch.full_like(self.q, NAN), torch.full_like(self.k, NAN)
-        q[: len(scene.q)], k[: len(scene.q), 0] = scene.q, scene.new_rows()
-        memory = self.scene.pool.rows(LAYER)
-        rows = torch.full_like(memory, NAN)
-        rows[: len(scene.pool.rows(LAYER))] = scene.pool.rows(LAYER)
-        on_device = lens.to(device)
-
-        def replay() -> torch.Tensor:
-            batch.seq_lens_cpu = lens
-            for target, source in (
-                (batch.seq_lens, on_device),
-                (batch.page_table, table),
-                (self.q, q),
-                (self.k, k),
-                (memory, rows),
-            ):
-                target.copy_(source)
-            assert self.backend.init_forward_metadata_out_graph(batch) is self.plan
-            if self.graph is None:
-                self.run()
-            else:
-                self.graph.replay()
-            return self.out
-
-        return replay
-
-    def replay(self, scene: MLAScene) -> torch.Tensor:
-        return self.stage(scene)()
-
-
-def scenes(mode: ForwardMode, new: int, device: str, heads: int, page_size: int) -> tuple[MLAScene, list[MLAScene]]:
-    """A large pool to capture on, and batches to replay: long and short, full and with fewer requests."""
-    prefixes = [[300, 5, 64, 127], [1000, 17, 1, 0], [63], [2000, 900], [0, 1, 2, 3]]
-    cases = [
-        MLACase(tuple((prefix, new) for prefix in some), mode, page_size, heads, seed=seed)
-        for seed, some in enumerate(prefixes)
-    ]
-    if device == "cpu":
-        cases = [on_cpu(case) for case in cases]
-    stage = MLAScene(replace(cases[0], lengths=((4000, new),) * 4), device, build)
-    return stage, [MLAScene(case, device, build) for case in cases]
+def scenes(
+    mode: ForwardMode, new: int, device: str, heads: int, page_size: int, **changes
+) -> tuple[MLAScene, list[MLAScene]]:
+    case = MLACase(((0, new),), mode, page_size, heads, **changes)
+    return replay_scenes(on_cpu(case) if device == "cpu" else case, device, build)
 
 
 @on_every_device
@@ -119,18 +34,14 @@ def scenes(mode: ForwardMode, new: int, device: str, heads: int, page_size: int)
 @pytest.mark.parametrize(("mode", "new"), [(ForwardMode.DECODE, 1), (ForwardMode.TARGET_VERIFY, 4)])
 def test_one_capture_serves_other_lengths_pages_and_fewer_requests(mode, new, heads, page_size, device):
     """Replays give float64's result; padded requests read and write nothing; NaN is everywhere else."""
-    stage, others = scenes(mode, new, device, heads, page_size)
-    captured = Capture(stage, requests=4, per_request=new)
-    captured.capture()
-    address = captured.plan.metadata.new_slots.data_ptr()
-    for other in others:
-        out = captured.replay(other)
-        wanted = other.wanted_absorbed()[0]
-        assert relative_error(out[: len(wanted)], wanted) <= (1e-6 if device == "cpu" else 5e-3)
-        assert (out[len(wanted) :] == 0).all()
-        written = (~stage.pool.rows(LAYER).float().isnan()).any(-1).sum()
-        assert int(written) == sum(other.totals)
-        assert captured.plan.metadata.new_slots.data_ptr() == address
+    check_replays(*scenes(mode, new, device, heads, page_size))
+
+
+@on_every_device
+@pytest.mark.parametrize(("mode", "new"), [(ForwardMode.DECODE, 1), (ForwardMode.TARGET_VERIFY, 4)])
+def test_one_capture_serves_an_fp8_cache_too(mode, new, device):
+    """Of padding nothing is written there either."""
+    check_replays(*scenes(mode, new, device, 16, 64, kv_dtype=DType.FLOAT8_E4M3, kv_scale=0.37))
 
 
 def swapped(make):
@@ -147,7 +58,7 @@ def swapped(make):
 def test_replay_planning_waits_for_nothing(device):
     """Nothing is sent, nothing read back, and no length is needed on the host."""
     stage, others = scenes(ForwardMode.DECODE, 1, device, 16, 64)
-    captured = Capture(stage, requests=4, per_request=1)
+    captured = MLACapture(stage, requests=4, per_request=1)
     captured.capture()
     captured.replay(others[0])
     captured.batch.seq_lens_cpu = None
@@ -159,7 +70,7 @@ def test_replay_planning_waits_for_nothing(device):
 def test_plans_that_overtake_the_device_do_not_overwrite_each_other(device):
     """Replays queued one behind the other, each with lengths of its own, while the device is busy."""
     stage, others = scenes(ForwardMode.DECODE, 1, device, 16, 64)
-    captured = Capture(stage, requests=4, per_request=1)
+    captured = MLACapture(stage, requests=4, per_request=1)
     captured.capture()
     ready = [captured.stage(other) for other in others if len(other.totals) == 4]
     alone = [replay().clone() for replay in ready]

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,7 +76,7 @@ class LinearScene:
         dtype: DType = DType.FLOAT32,
         decay: float = 1.0,
         seed: int = 0,
-        build: Callable[[BackendContext], TorchLinearBackend] = TorchLinearBackend,
+        build: Callable[[BackendContext], Any] = TorchLinearBackend,
     ) -> None:
         self.device, self.dtype, self.decay = torch.device(device), torch_dtype(dtype), decay
         self.random = torch.Generator().manual_seed(seed)
@@ -200,7 +201,8 @@ class LinearScene:
                     if member == PADDED:
                         assert not out[own].any()
                     else:
-                        assert relative_error(out[own], run(step, layer_id, member, own)[0]) <= tolerance
+                        error = relative_error(out[own], run(step, layer_id, member, own)[0])
+                        assert error <= tolerance, f"layer {layer_id}, request {member}: {error:.1e}"
 
     def accept(self, step: Step, accepted: Sequence[int]) -> None:
         """Advance what the states should be by the first of each member's rows."""
@@ -232,18 +234,27 @@ class LinearScene:
                 if states is None:
                     continue
                 for request, slot in enumerate(self.slots):
-                    assert relative_error(states[slot], wanted[layer.layer_id, request]) <= most
+                    error = relative_error(states[slot], wanted[layer.layer_id, request])
+                    assert error <= most, f"layer {layer.layer_id}, request {request}: {error:.1e}"
                 others = [slot for slot in range(self.pool.num_slots) if slot not in self.slots]
                 assert states[others].isnan().all()
 
-    def bits(self) -> list[Tensor]:
-        """Every state in the pool as it lies in memory, NaN and all."""
+    def states(self) -> list[Tensor]:
+        """A copy of every state in the pool."""
         both = [read(layer.layer_id) for layer in LAYERS for read in (self.pool.recurrent, self.pool.conv)]
-        return [states.clone().view(torch.uint8) for states in both if states is not None]
+        return [states.clone() for states in both if states is not None]
+
+    def bits(self) -> list[Tensor]:
+        """The same as it lies in memory, NaN and all."""
+        return [states.view(torch.uint8) for states in self.states()]
 
 
 def same_bits(before: list[Tensor], after: list[Tensor]) -> bool:
     return all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+
+
+def same_values(before: list[Tensor], after: list[Tensor]) -> bool:
+    return all(torch.allclose(old, new, 0, 0, equal_nan=True) for old, new in zip(before, after, strict=True))
 
 
 def _poisoned(inputs: LinearInputs, rows: Tensor, device: torch.device) -> LinearInputs:

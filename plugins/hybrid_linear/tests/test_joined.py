@@ -20,6 +20,7 @@ from attnplug import (
     LinearStatePool,
     MLADims,
     ModelSpec,
+    SplitBackend,
     load_registry,
 )
 from attnplug.claims import ExtendPath
@@ -28,7 +29,7 @@ from attnplug.torch_native.backend import TorchNativeBackend
 from attnplug_hybrid_linear.torch_backend import TorchLinearBackend
 from support.mla_scene import MLACase, MLAScene
 
-for plugin in ("flashinfer_mla", "flashattention"):
+for plugin in ("flashinfer_mla", "flashmla", "flashattention"):
     sys.path.append(str(Path(__file__).parents[2] / plugin / "tests"))
 LINEAR = LayerSpec(0, AttentionKind.KDA, 2, 2, 16, 16, 0.25, linear=LinearDims(2, 2, 16, 16, 96, 4))
 
@@ -38,6 +39,14 @@ def flashinfer_mla(context: BackendContext) -> AttentionBackend:
     from reference_kernels import ReferenceKernels
 
     return FlashInferMLABackend(context, kernels=ReferenceKernels.of(context))
+
+
+def flashmla(context: BackendContext) -> AttentionBackend:
+    """It decodes, so it comes beside one that prefills."""
+    from attnplug_flashmla.backend import FlashMLABackend
+    from reference_flashmla import ReferenceFlashMLA
+
+    return SplitBackend(flashinfer_mla(context), FlashMLABackend(context, kernels=ReferenceFlashMLA()))
 
 
 def flashattention(context: BackendContext) -> AttentionBackend:
@@ -50,6 +59,7 @@ def flashattention(context: BackendContext) -> AttentionBackend:
 PLUGINS: dict[str, Callable[[BackendContext], AttentionBackend]] = {
     "torch_native": TorchNativeBackend,
     "flashinfer_mla": flashinfer_mla,
+    "flashmla": flashmla,
     "flashattention": flashattention,
 }
 WITHOUT_HOOK = ("torch_native", "flashattention")
@@ -69,7 +79,7 @@ def test_every_plugin_that_serves_mla_is_here():
 def test_planning_8218_rows_after_a_prefix_of_800(name):
     """A8: the regression that started it. Without the hook the plan would be an earlier batch's, of 800 rows."""
     case = MLACase(
-        ((800, 8218),), page_size=16, heads=2, dims=MLADims(64, 128, 64), v_head_dim=128, dtype=DType.FLOAT32
+        ((800, 8218),), page_size=64, heads=2, dims=MLADims(64, 128, 64), v_head_dim=128, dtype=DType.FLOAT32
     )
     joined: list[HybridLinearBackend] = []
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import metadata
 from typing import Any
 
 import pytest
 
-from attnplug import AttentionKind, DType, GraphLevel, Problem, Role, load_registry
+from attnplug import AttentionKind, DType, GraphLevel, Problem, Refusal, RefusalCode, Role, load_registry
 from attnplug_hybrid_linear.plugin import attnplug_backends
 from support.command import in_own_process
 from support.configs import DEEPSEEK_V3, KIMI_LINEAR, NEMOTRON_H_8B, QWEN3_NEXT, read
 
-(SPEC,) = attnplug_backends()
+SPECS = {spec.name: spec for spec in attnplug_backends()}
+SPEC, FLA = SPECS["torch"], SPECS["fla"]
 ON_A_CPU = Problem(read(QWEN3_NEXT), "cpu", None, DType.FLOAT32, DType.FLOAT32, 16)
 
 
@@ -64,8 +66,9 @@ def test_nothing_is_imported_to_list_it() -> None:
 import sys
 from attnplug import Problem, Role
 from attnplug_hybrid_linear import plugin
-(spec,) = plugin.attnplug_backends()
+spec, fla = plugin.attnplug_backends()
 assert not spec.refusals(Problem(device="cpu"), Role.LINEAR)
+assert fla.refusals(Problem(device="cpu"), Role.LINEAR)
 print([name for name in ("torch", "numpy", "triton", "fla") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -74,9 +77,10 @@ print([name for name in ("torch", "numpy", "triton", "fla") if name in sys.modul
 
 def test_it_is_found_by_its_entry_point() -> None:
     """D1"""
-    found = load_registry().backends["torch"]
-    assert found.spec == SPEC
-    assert found.source.distribution == "attnplug-hybrid-linear"
+    for spec in (SPEC, FLA):
+        found = load_registry().backends[spec.name]
+        assert found.spec == spec
+        assert found.source.distribution == "attnplug-hybrid-linear"
 
 
 def test_auto_takes_it_for_linear_layers_on_a_cpu() -> None:
@@ -85,3 +89,53 @@ def test_auto_takes_it_for_linear_layers_on_a_cpu() -> None:
     assert outcome.code == 0
     chosen = {role: choice["chosen"] for role, choice in outcome.json.items()}
     assert chosen == {"prefill": "torch_native", "decode": "torch_native", "linear": "torch"}
+
+
+ON_A_GPU = replace(ON_A_CPU, device="cuda", sm=90, dtype=DType.BFLOAT16, kv_dtype=DType.BFLOAT16)
+
+
+def _without_library(reasons: list[Refusal]) -> list[Refusal]:
+    """What does not depend on what is installed here."""
+    return [reason for reason in reasons if reason.code not in (RefusalCode.REQUIREMENT, "import")]
+
+
+@pytest.mark.parametrize("config", [QWEN3_NEXT, KIMI_LINEAR, NEMOTRON_H_8B], ids=lambda config: config["model_type"])
+@pytest.mark.parametrize("changes", [{}, {"dtype": DType.FLOAT16}, {"sm": 80}, {"cuda_graph": GraphLevel.UNIFORM}])
+def test_fla_serves_the_linear_layers_of_hybrid_models(config, changes) -> None:
+    """A7, D3"""
+    problem = replace(ON_A_GPU, model=read(config), **changes)
+    assert _without_library(FLA.refusals(problem, Role.LINEAR)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "allowed"),
+    [
+        ({"device": "cpu", "sm": None}, "device", ["cuda"]),
+        ({"sm": 75}, "sm", None),
+        ({"dtype": DType.FLOAT32}, "dtype", ["bfloat16", "float16"]),
+        ({"cuda_graph": GraphLevel.ALWAYS}, "cuda_graph", None),
+    ],
+)
+def test_fla_refuses(changes, code, allowed) -> None:
+    """D3: before anything is imported."""
+    (reason,) = _without_library(FLA.refusals(replace(ON_A_GPU, **changes), Role.LINEAR))
+    assert reason.code == code
+    assert allowed is None or sorted(reason.allowed) == allowed
+
+
+def test_fla_refuses_keys_wider_than_its_kernels_take() -> None:
+    """D3"""
+    problem = replace(ON_A_GPU, model=read(QWEN3_NEXT | {"linear_key_head_dim": 512}))
+    (reason,) = _without_library(FLA.refusals(problem, Role.LINEAR))
+    assert (reason.code, reason.value, reason.allowed) == ("key_dim", 512, 256)
+
+
+def test_without_the_library_fla_says_what_to_install(monkeypatch) -> None:
+    """D3"""
+    monkeypatch.setattr(metadata, "version", _not_installed)
+    (reason,) = FLA.refusals(replace(ON_A_GPU, device=None), Role.LINEAR)
+    assert "fla-core" in reason.message and "pip install 'fla-core" in str(reason.option)
+
+
+def _not_installed(name: str) -> str:
+    raise metadata.PackageNotFoundError(name)

@@ -11,18 +11,18 @@ from hypothesis import strategies as st
 
 from attnplug import ForwardMode, PlanError
 from linear_scene import LAYERS, PADDED, LinearScene, same_bits
-from support.devices import DEVICES, nothing_waits
+from linear_settings import INTERPRETED, SETTINGS, TORCH
+from support.devices import nothing_waits
 
 VERIFY, EXTEND, DECODE = ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND, ForwardMode.DECODE
-TOLERANCE = 1e-5
-on_every_device = pytest.mark.parametrize("device", DEVICES)
+in_every_setting = pytest.mark.parametrize("setting", SETTINGS)
 
 
 def commit(scene: LinearScene, batch, accepted: list[int]) -> None:
     scene.backend.commit_states(batch, torch.tensor(accepted, device=scene.device))
 
 
-@on_every_device
+@in_every_setting
 @pytest.mark.parametrize(
     ("members", "new", "accepted"),
     [
@@ -32,29 +32,30 @@ def commit(scene: LinearScene, batch, accepted: list[int]) -> None:
         ([0, 1], [65, 20], [64, 13]),
     ],
 )
-def test_verify_and_commit(members, new, accepted, device) -> None:
+def test_verify_and_commit(members, new, accepted, setting) -> None:
     """A7: states untouched to the bit by the verify; then as if only the accepted tokens had been run."""
-    scene = LinearScene(4, device=device)
+    scene = setting.scene(4)
     before = scene.bits()
     step = scene.run(VERIFY, members, new, padding=2)
     assert same_bits(before, scene.bits())
     commit(scene, step.batch, accepted)
-    scene.check(step, TOLERANCE, accepted)
-    scene.check_states(TOLERANCE)
+    scene.check(step, setting.tolerance, accepted)
+    scene.check_states(setting.state_tolerance)
 
 
-def test_nothing_accepted_changes_nothing() -> None:
+@in_every_setting
+def test_nothing_accepted_changes_nothing(setting) -> None:
     """A7: to the bit."""
-    scene = LinearScene(3)
+    scene = setting.scene(3)
     before = scene.bits()
     commit(scene, scene.run(VERIFY, [2, 0, PADDED], [3, 9, 2]).batch, [0, 0, 0])
     assert same_bits(before, scene.bits())
 
 
-@pytest.mark.parametrize("tokens", [3, 20])
-def test_a_commit_equals_an_extend_by_the_accepted_tokens(tokens) -> None:
+@pytest.mark.parametrize(("setting", "tokens"), [(TORCH, 3), (TORCH, 20), (INTERPRETED, 3)])
+def test_a_commit_equals_an_extend_by_the_accepted_tokens(setting, tokens) -> None:
     """A7: to the bit where both go the same way through the tokens."""
-    verified, extended = LinearScene(2), LinearScene(2)
+    verified, extended = setting.scene(2), setting.scene(2)
     step = verified.run(VERIFY, [1, 0], [tokens, tokens])
     commit(verified, step.batch, [tokens, tokens])
     extended.run(EXTEND, [1, 0], [tokens, tokens])
@@ -65,22 +66,23 @@ def test_a_commit_equals_an_extend_by_the_accepted_tokens(tokens) -> None:
 @given(data=st.data(), seed=st.integers(0, 99))
 def test_rounds_of_speculation(data, seed) -> None:
     """A7: verify, commit, and between them batches of other requests."""
-    scene = LinearScene(4, seed=seed)
+    scene = TORCH.scene(4, seed=seed)
     for _ in range(data.draw(st.integers(1, 4))):
         order = data.draw(st.permutations(range(4)))
         drafted, others = order[:2], order[2:]
         new = [data.draw(st.integers(1, 10)) for _ in drafted]
         accepted = [data.draw(st.integers(0, count)) for count in new]
         step = scene.run(VERIFY, drafted, new)
-        scene.check(scene.run(DECODE, others, [1, 1]), TOLERANCE)
+        scene.check(scene.run(DECODE, others, [1, 1]), TORCH.tolerance)
         commit(scene, step.batch, accepted)
-        scene.check(step, TOLERANCE, accepted)
-    scene.check_states(TOLERANCE)
+        scene.check(step, TORCH.tolerance, accepted)
+    scene.check_states(TORCH.state_tolerance)
 
 
-def test_what_was_rejected_leaves_no_trace() -> None:
+@in_every_setting
+def test_what_was_rejected_leaves_no_trace(setting) -> None:
     """A7: not even NaN."""
-    scene = LinearScene(2)
+    scene = setting.scene(2)
     step = scene.step(VERIFY, [1, 0], [12, 12])
     for layer in LAYERS:
         for tensors in (step.inputs.get(layer.layer_id), step.conv_rows.get(layer.layer_id)):
@@ -91,11 +93,12 @@ def test_what_was_rejected_leaves_no_trace() -> None:
     scene.forward(step)
     commit(scene, step.batch, [12, 5])
     scene.accept(step, [12, 5])
-    scene.check_states(TOLERANCE)
+    scene.check_states(setting.state_tolerance)
 
 
-def test_a_model_may_reuse_its_inputs_memory_before_the_commit() -> None:
-    scene = LinearScene(2)
+@in_every_setting
+def test_a_model_may_reuse_its_inputs_memory_before_the_commit(setting) -> None:
+    scene = setting.scene(2)
     step = scene.run(VERIFY, [1, 0], [4, 4])
     untouched = replace(step, inputs={}, conv_rows={layer_id: x.clone() for layer_id, x in step.conv_rows.items()})
     for layer_id, inputs in step.inputs.items():
@@ -108,24 +111,24 @@ def test_a_model_may_reuse_its_inputs_memory_before_the_commit() -> None:
     for x in step.conv_rows.values():
         x.fill_(torch.nan)
     commit(scene, step.batch, [3, 2])
-    scene.check(untouched, TOLERANCE, [3, 2])
-    scene.check_states(TOLERANCE)
+    scene.check(untouched, setting.tolerance, [3, 2])
+    scene.check_states(setting.state_tolerance)
 
 
-@on_every_device
-def test_a_commit_waits_for_nothing(device) -> None:
-    scene = LinearScene(3, device=device)
+@in_every_setting
+def test_a_commit_waits_for_nothing(setting) -> None:
+    scene = setting.scene(3)
     step = scene.run(VERIFY, [1, 0, PADDED], [4, 4, 4])
-    accepted = torch.tensor([2, 4, 0], device=device)
-    with nothing_waits(device):
+    accepted = torch.tensor([2, 4, 0], device=setting.device)
+    with nothing_waits(setting.device):
         scene.backend.commit_states(step.batch, accepted)
-    scene.check(step, TOLERANCE, [2, 4, 0])
-    scene.check_states(TOLERANCE)
+    scene.check(step, setting.tolerance, [2, 4, 0])
+    scene.check_states(setting.state_tolerance)
 
 
 class TestRefusals:
     def test_a_second_commit_is_refused(self) -> None:
-        scene = LinearScene(2)
+        scene = TORCH.scene(2)
         step = scene.run(VERIFY, [1], [4])
         commit(scene, step.batch, [4])
         with pytest.raises(PlanError, match="nothing to commit"):
@@ -133,12 +136,12 @@ class TestRefusals:
 
     @pytest.mark.parametrize("mode", [EXTEND, DECODE])
     def test_a_commit_of_states_that_advanced_already_is_refused(self, mode) -> None:
-        scene = LinearScene(2)
+        scene = TORCH.scene(2)
         with pytest.raises(PlanError, match=f"a batch in mode {mode} has nothing to commit"):
             commit(scene, scene.run(mode, [1], [1]).batch, [1])
 
     def test_a_number_for_each_request_is_needed(self) -> None:
-        scene = LinearScene(3)
+        scene = TORCH.scene(3)
         step = scene.run(VERIFY, [1, 0], [4, 4])
         with pytest.raises(PlanError, match=r"shape \(3,\).*batch's 2 requests"):
             commit(scene, step.batch, [1, 2, 3])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +22,10 @@ _TORCH_DTYPES: dict[DType, torch.dtype] = {
 }
 
 _FLOAT8_MAX = 448.0
+
+
+class _RowKernel(Protocol):
+    def write(self, slots: Tensor, rows: Tensor) -> None: ...
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
@@ -51,24 +56,54 @@ class PagedBuffer:
         self._cells = layout.view(memory.view(torch.uint8)) if self._float8 else self.pages
         # index_copy_ and index_select by flat slot are much faster than indexing by (page, offset).
         self._flat = self._cells.flatten(0, 1) if layout.tokens_evenly_spaced else None
+        self._on_host = memory.device.type == "cpu"
+        # As a tensor: by a number torch divides on a GPU as it multiplies with its inverse, which rounds twice.
+        self._divisor = torch.tensor(scale, dtype=torch.float32, device=device)
+        self._kernel = _row_kernel(self.pages, layout, scale)
 
-    def check_rows(self, slots: Tensor, rows: Tensor, name: str) -> None:
-        """Refuse what ``write`` cannot store, before anything is written."""
+    def check_rows(self, slots: Tensor, rows: Tensor, name: str) -> bool:
+        """Refuse what ``write`` cannot store, before anything is written.
+
+        Returns whether some of the rows may be padding; only a CPU can tell without waiting.
+        """
         expected = (slots.numel(), self.layout.heads, self.layout.dim)
         if slots.dim() != 1 or rows.shape != expected:
             raise PoolError(
                 f"{name} of shape {list(rows.shape)} cannot be written to slots of shape {list(slots.shape)}; "
                 f"give [tokens, {self.layout.heads}, {self.layout.dim}] and [tokens]"
             )
-        self._check_slots(slots)
+        return self._check_slots(slots, padding=True)
 
-    def write(self, slots: Tensor, rows: Tensor) -> None:
-        """Store ``rows`` ``[tokens, heads, dim]`` at ``slots`` ``[tokens]``; call ``check_rows`` first."""
-        cells = self._encode(rows)
+    def write(self, slots: Tensor, rows: Tensor, *, padded: bool) -> None:
+        """Store ``rows`` ``[tokens, heads, dim]`` at ``slots`` ``[tokens]``, but not where a slot is -1.
+
+        Call ``check_rows`` first: ``padded`` is what it returned. Waits for no device and can be captured: which rows
+        are padding is looked up when it runs. A slot behind the pool's last is found by the check on a CPU; on a GPU
+        nothing outside of the pool is written for it.
+        """
+        if self._kernel is not None:
+            self._kernel.write(slots, rows)
+            return
+        slots, cells = slots.to(torch.int64), self._encode(rows)
+        if padded and slots.numel():
+            slots, cells = self._without_padding(slots, cells)
         if self._flat is not None:
-            self._flat.index_copy_(0, slots.to(torch.int64), cells)
+            self._flat.index_copy_(0, slots, cells)
         else:
             self._cells[self._page_and_offset(slots)] = cells
+
+    def _without_padding(self, slots: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
+        """As many slots and cells, none of them padding, so that no number has to come back from the device.
+
+        Padding does once more what the first row that is none does. If there is none, it leaves slot 0 as it is.
+        """
+        live = slots >= 0
+        first = live.to(torch.uint8).argmax().view(1)
+        exists = live.index_select(0, first)
+        target = slots.index_select(0, first).clamp(min=0)
+        there = self._cells[self._page_and_offset(target)]
+        cell = torch.where(exists.view(1, 1, 1), cells.index_select(0, first), there)
+        return torch.where(live, slots, target), torch.where(live.view(-1, 1, 1), cells, cell)
 
     def read(self, slots: Tensor) -> Tensor:
         """Rows ``[*slots.shape, heads, dim]`` in the stored type, or float32 when that is fp8."""
@@ -93,13 +128,13 @@ class PagedBuffer:
         if not self._float8:
             return rows.to(self.pages.dtype)
         # torch's own cast turns overflow into NaN before pytorch/pytorch#178817 (CPU) and saturates after it.
-        saturated = (rows.to(torch.float32) / self.scale).clamp_(-_FLOAT8_MAX, _FLOAT8_MAX)
+        saturated = (rows.to(torch.float32) / self._divisor).clamp_(-_FLOAT8_MAX, _FLOAT8_MAX)
         return saturated.to(torch.float8_e4m3fn).view(torch.uint8)
 
     def _page_and_offset(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         slots = slots.to(torch.int64)
         page = slots.div(self.layout.page_size, rounding_mode="floor")
-        # Indexing counts negative numbers from the end, so slot -1 would hit the last page; past the end it
+        # Indexing counts negative numbers from the end, so slot -1 would read the last page; past the end it
         # is caught on the device, as index_copy_ would.
         return page.masked_fill_(slots < 0, self.layout.num_pages), slots.remainder(self.layout.page_size)
 
@@ -107,14 +142,33 @@ class PagedBuffer:
         if slots.device != self.pages.device:
             raise PoolError(f"slots on {slots.device} cannot index a cache on {self.pages.device}; move them there")
 
-    def _check_slots(self, slots: Tensor) -> None:
+    def _check_slots(self, slots: Tensor, *, padding: bool = False) -> bool:
+        """Refuse slots outside of the pool, but for -1 where ``padding`` may be among them; whether it may be."""
         self._check_device(slots)
-        # Elsewhere the check would wait for the device, which finds a bad index itself.
-        if slots.device.type == "cpu" and slots.numel():
-            low, high = (int(bound) for bound in slots.aminmax())
-            limit = self.layout.num_pages * self.layout.page_size
-            if low < 0 or high >= limit:
-                raise PoolError(f"slots {low} to {high} were asked for, and the cache holds 0 to {limit - 1}")
+        if not self._on_host:
+            return padding  # to look would be to wait for the device, which minds the bounds itself
+        if not slots.numel():
+            return False
+        low, high = (int(bound) for bound in slots.aminmax())
+        limit = self.layout.num_pages * self.layout.page_size
+        if low < -padding or high >= limit:
+            unless = ", and -1 for padding" if padding else ""
+            raise PoolError(f"slots {low} to {high} were asked for, and the cache holds 0 to {limit - 1}{unless}")
+        return low < 0
+
+
+def _row_kernel(pages: Tensor, layout: PageLayout, scale: float) -> _RowKernel | None:
+    """One kernel that writes rows, where there is a GPU that Triton knows; None where torch's operations do it."""
+    if pages.device.type != "cuda":
+        return None
+    if pages.element_size() == 1 and torch.cuda.get_device_capability(pages.device) < (8, 9):
+        return None  # Triton does not convert to this type there
+    try:
+        from attnplug.kv.triton_rows import RowWriter
+    except ImportError:
+        return None
+    writer: _RowKernel = RowWriter(pages, layout, scale)
+    return writer
 
 
 def copy_pages(buffers: Iterable[PagedBuffer], copies: Sequence[PageCopy]) -> None:

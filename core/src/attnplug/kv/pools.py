@@ -81,14 +81,15 @@ class MHAPool:
     def write(self, layer_id: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Store ``k`` ``[tokens, kv_heads, head_dim]`` and ``v`` ``[tokens, kv_heads, v_head_dim]``.
 
-        ``slots`` ``[tokens]`` int64 are flat: ``page * page_size + offset``.
+        ``slots`` ``[tokens]`` int64 are flat: ``page * page_size + offset``, or -1 for padding, of which nothing is
+        written. Waits for no device.
         """
         key_buffer = held_for(self._keys, layer_id, "MHA")
         value_buffer = self._values[layer_id]
-        key_buffer.check_rows(slots, k, "keys")
+        padded = key_buffer.check_rows(slots, k, "keys")
         value_buffer.check_rows(slots, v, "values")
-        key_buffer.write(slots, k)
-        value_buffer.write(slots, v)
+        key_buffer.write(slots, k, padded=padded)
+        value_buffer.write(slots, v, padded=padded)
 
     def read_keys(self, layer_id: int, slots: Tensor) -> Tensor:
         """``[*slots.shape, kv_heads, head_dim]``: in the stored type, or float32 from fp8."""
@@ -154,12 +155,15 @@ class MLAPool:
         return held_for(self._rows, layer_id, "MLA").scale
 
     def write(self, layer_id: int, slots: Tensor, rows: Tensor) -> None:
-        """Store ``rows`` ``[tokens, row_dim]`` or ``[tokens, 1, row_dim]`` at flat ``slots`` ``[tokens]`` int64."""
+        """Store ``rows`` ``[tokens, row_dim]`` or ``[tokens, 1, row_dim]`` at flat ``slots`` ``[tokens]`` int64.
+
+        A row whose slot is -1 is padding, and nothing is written of it. Waits for no device.
+        """
         buffer = held_for(self._rows, layer_id, "MLA")
         if rows.dim() == 2:
             rows = rows.unsqueeze(1)
-        buffer.check_rows(slots, rows, "latent rows")
-        buffer.write(slots, rows)
+        padded = buffer.check_rows(slots, rows, "latent rows")
+        buffer.write(slots, rows, padded=padded)
 
     def read_rows(self, layer_id: int, slots: Tensor) -> Tensor:
         """``[*slots.shape, row_dim]``: in the stored type, or float32 from fp8."""

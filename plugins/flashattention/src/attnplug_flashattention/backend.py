@@ -236,7 +236,8 @@ class FlashAttentionBackend:
             out = self._attend_at_hand(queries, new, metadata, cached_layer, sums)
         else:
             if new is not None:
-                self._write(layer, metadata.cached, *new)
+                assert self._pool is not None
+                self._pool.write(layer.layer_id, metadata.cached.new_slots, *new)
             if new is not None and metadata.at_hand is not None:
                 out = self._attend_at_hand(queries, new, metadata, cached_layer, sums)  # as written, and nearer
             else:
@@ -329,15 +330,6 @@ class FlashAttentionBackend:
                 f"layer {layer.layer_id} was given {k.shape[0]} rows of k and {v.shape[0]} of v for {rows} planned ones"
             )
         return (k, v) if k.shape[0] == v.shape[0] == rows else (k[:rows], v[:rows])
-
-    def _write(self, layer: LayerSpec, plan: CachedPlan, k: Tensor, v: Tensor) -> None:
-        """The only write to the cache. Slots of -1, in captured batches, are rows of padded requests."""
-        assert self._pool is not None
-        slots = plan.new_slots
-        if plan.captured and slots.device.type == "cpu":
-            live = slots >= 0
-            slots, k, v = slots[live], k[live], v[live]
-        self._pool.write(layer.layer_id, slots, k, v)
 
     @staticmethod
     def _padded(q: Tensor, rows: int, out: Tensor, lse: Tensor | None) -> Tensor:

@@ -75,7 +75,7 @@ class GraphState:
                 tables.append(cut)
                 table, kv_lens = cut.page_table, cut.kv_lens
             whole = PagedCall(table, kv_lens, rows, tokens // requests, causal=not decode)
-        return CachedPlan(slots, whole, divided, captured=True), tuple(tables)
+        return CachedPlan(slots, whole, divided), tuple(tables)
 
     def _check(self, batch: ForwardBatch) -> None:
         requests, tokens = batch.batch_size, batch.num_tokens

@@ -58,14 +58,13 @@ class DividedCall:
 class CachedPlan:
     """How a batch writes its new rows to the cache, and how it reads them from there.
 
-    ``new_slots`` ``[rows]`` int64; -1 among them in captured batches only. ``whole`` is ``None`` for a batch without
+    ``new_slots`` ``[rows]`` int64; -1 for padded requests, of captured batches. ``whole`` is ``None`` for one without
     queries. ``divided`` is for layers that see all keys; those with a window, which see few, run ``whole``.
     """
 
     new_slots: Tensor
     whole: PagedCall | GatheredCall | None
     divided: DividedCall | None = None
-    captured: bool = False
 
 
 @dataclass(frozen=True, slots=True)

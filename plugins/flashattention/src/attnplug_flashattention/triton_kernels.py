@@ -111,10 +111,11 @@ def _merge_parts(
         place = ((row * count + part)[:, None] * heads + head) * dim + column[None, :]
         values = tl.load(out + place, mask=(share > 0)[:, None] & (column < dim)[None, :], other=0.0)
         weighted += tl.sum(values.to(tl.float32) * share[:, None], 0)
-    result = weighted / tl.where(total > 0, total, 1.0)
+    divisor = tl.where(total > 0, total, 1.0)
+    result = weighted / divisor
     tl.store(merged + (row * heads + head) * dim + column, result.to(merged.dtype.element_ty), mask=column < dim)
     if LSE:
-        tl.store(merged_lse + row * heads + head, base + tl.log(total))
+        tl.store(merged_lse + row * heads + head, tl.where(total > 0, base + tl.log(divisor), float("-inf")))
 
 
 def launch_merge_parts(out: Tensor, lse: Tensor, count: int, merged_lse: Tensor | None) -> Tensor:

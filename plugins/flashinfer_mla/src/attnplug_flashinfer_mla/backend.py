@@ -29,7 +29,6 @@ from attnplug import (
     Serving,
 )
 from attnplug_flashinfer_mla.graphs import Captured, GraphState
-from attnplug_flashinfer_mla.indices import write_live_rows
 from attnplug_flashinfer_mla.kernels import Cache, FlashInferKernels, Kernels, PagedKernel, RaggedKernel, Shape
 from attnplug_flashinfer_mla.leases import Lease, Leases
 from attnplug_flashinfer_mla.options import FlashInferMLAOptions
@@ -373,12 +372,10 @@ class FlashInferMLABackend:
             raise BackendError(f"layer {layer.layer_id} was given {k.shape[0]} rows of k for {rows} planned ones")
         if k.shape[0] != rows:
             k = k[:rows]
-        if metadata.captured:
-            write_live_rows(cache.rows, metadata.new_slots, k.flatten(1), cache.scale)
-        elif cache.flat.dtype is k.dtype:
-            cache.flat.index_copy_(0, metadata.new_slots, k)  # what the pool does, without its checks: our own slots
-        elif rows:
+        if metadata.captured or cache.flat.dtype is not k.dtype:
             self._pool.write(layer.layer_id, metadata.new_slots, k)
+        else:
+            cache.flat.index_copy_(0, metadata.new_slots, k)  # no padding, and slots of our own: nothing to check
 
 
 def _run(call: PlannedCall, q: Tensor, cache: Cache, out: Tensor | None, lse: Tensor | None) -> Tensor:

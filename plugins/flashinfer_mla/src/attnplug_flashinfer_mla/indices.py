@@ -1,4 +1,4 @@
-"""Page indices and write slots of a batch, made on the device by one kernel; and the write that skips padding."""
+"""Page indices and write slots of a batch, made on the device by one kernel."""
 
 from __future__ import annotations
 
@@ -58,25 +58,3 @@ def _each(counts: Tensor) -> tuple[Tensor, Tensor]:
     """For ``counts`` things of each owner, one after the other: whose each is, and its number among the owner's."""
     owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
     return owner, torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]
-
-
-def write_live_rows(cache: Tensor, slots: Tensor, rows: Tensor, scale: float) -> None:
-    """Store ``rows`` ``[tokens, row_dim]`` in ``cache`` ``[pages, page_size, row_dim]``, but not where a slot is -1.
-
-    Can be captured: which rows are live is looked up when it runs. With an fp8 cache rows are divided by ``scale`` and
-    saturate.
-    """
-    if rows.stride(1) != 1:
-        rows = rows.contiguous()
-    if cache.device.type == "cuda":
-        from attnplug_flashinfer_mla.triton_kernels import launch_write_live_rows
-
-        launch_write_live_rows(cache, slots, rows, scale)
-        return
-    live = slots >= 0
-    if cache.dtype is torch.float8_e4m3fn:
-        rows = (rows.float() / scale).clamp(-448.0, 448.0)
-    cells = rows[live].to(cache.dtype)
-    if cache.dtype is torch.float8_e4m3fn:  # torch has no index operations for float8 on the CPU
-        cache, cells = cache.view(torch.uint8), cells.view(torch.uint8)
-    cache.flatten(0, 1).index_copy_(0, slots[live], cells)

@@ -71,7 +71,6 @@ class Cache:
     rope: Tensor
     flat: Tensor
     """``[slots, 1, row_dim]``."""
-    scale: float
     scales: Mapping[str, float] = field(default_factory=dict)
     """What a call over an fp8 cache is given in addition."""
 
@@ -79,7 +78,7 @@ class Cache:
     def of(cls, rows: Tensor, kv_lora_rank: int, scale: float) -> Cache:
         scales = {"ckv_scale": scale, "kpe_scale": scale} if rows.dtype is torch.float8_e4m3fn else {}
         flat = rows.flatten(0, 1).unsqueeze(1)
-        return cls(rows, rows[..., :kv_lora_rank], rows[..., kv_lora_rank:], flat, scale, scales)
+        return cls(rows, rows[..., :kv_lora_rank], rows[..., kv_lora_rank:], flat, scales)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -58,32 +58,6 @@ def launch_fill_indices(
 
 
 @triton.jit
-def _write_live_rows(cache, slots, rows, rows_stride, scale, dim, FLOAT8: tl.constexpr, BLOCK: tl.constexpr):
-    token = tl.program_id(0)
-    slot = tl.load(slots + token)
-    if slot >= 0:
-        place = tl.arange(0, BLOCK)
-        row = tl.load(rows + token.to(tl.int64) * rows_stride + place, mask=place < dim)
-        if FLOAT8:
-            row = tl.clamp(row.to(tl.float32) / scale, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-        tl.store(cache + slot * dim + place, row.to(cache.dtype.element_ty), mask=place < dim)
-
-
-def launch_write_live_rows(cache: Tensor, slots: Tensor, rows: Tensor, scale: float) -> None:
-    dim = cache.shape[-1]
-    _write_live_rows[(rows.shape[0],)](
-        cache,
-        slots,
-        rows,
-        rows.stride(0),
-        scale,
-        dim,
-        FLOAT8=cache.element_size() == 1,
-        BLOCK=triton.next_power_of_2(dim),
-    )
-
-
-@triton.jit
 def _fill_schedule(
     q_indptr, kv_indptr, partial_indptr, merge_start, merge_end, merge_partial_start, merge_partial_end, merge_stride,
     q_len, kv_len, q_start, kv_start, kv_end, work_indptr,

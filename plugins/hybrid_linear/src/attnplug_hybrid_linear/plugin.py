@@ -1,8 +1,27 @@
-"""What the plugin says of its backends. Imports neither torch nor a kernel library."""
+"""What the plugin says of its backends. Imports nothing heavy; flash-linear-attention only once CUDA is asked about."""
 
 from __future__ import annotations
 
-from attnplug import CONTRACT_VERSION, AttentionKind, BackendSpec, Capabilities, DType, Role, hookimpl
+from collections.abc import Iterator
+
+from attnplug import (
+    CONTRACT_VERSION,
+    AttentionKind,
+    BackendSpec,
+    Capabilities,
+    DType,
+    GraphLevel,
+    Problem,
+    Refusal,
+    Role,
+    hookimpl,
+)
+
+_KINDS = frozenset(kind for kind in AttentionKind if kind.is_linear)
+_ANY_CACHE = frozenset(DType)
+"""States are no KV cache: any type of that will do."""
+MOST_KEY_DIM = 256
+"""The widest keys that the library's kernels for the delta rule take."""
 
 
 @hookimpl
@@ -14,12 +33,61 @@ def attnplug_backends() -> list[BackendSpec]:
             contract=CONTRACT_VERSION,
             factory="attnplug_hybrid_linear.torch_backend:TorchLinearBackend",
             capabilities=Capabilities(
-                kinds=frozenset(kind for kind in AttentionKind if kind.is_linear),
+                kinds=_KINDS,
                 devices=frozenset({"cpu", "cuda"}),
                 dtypes=frozenset({DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16}),
-                kv_dtypes=frozenset(DType),  # states are no KV cache: any type of that will do
+                kv_dtypes=_ANY_CACHE,
                 roles=frozenset({Role.LINEAR}),
                 max_speculative_tokens=64,
             ),
-        )
+        ),
+        BackendSpec(
+            name="fla",
+            summary="linear attention in Triton: flash-linear-attention's chunks, and decode on states in place",
+            contract=CONTRACT_VERSION,
+            factory="attnplug_hybrid_linear.fla_backend:FlaLinearBackend",
+            requires=("fla-core>=0.6,<0.7",),
+            check=refusals,
+            preference=100,
+            capabilities=Capabilities(
+                kinds=_KINDS,
+                devices=frozenset({"cuda"}),
+                min_sm=80,
+                dtypes=frozenset({DType.BFLOAT16, DType.FLOAT16}),
+                kv_dtypes=_ANY_CACHE,
+                roles=frozenset({Role.LINEAR}),
+                max_speculative_tokens=64,
+                cuda_graph=GraphLevel.UNIFORM,
+            ),
+        ),
     ]
+
+
+def refusals(problem: Problem, role: Role | None) -> Iterator[Refusal]:
+    """What the capabilities of fla cannot say: how wide keys may be, and whether the library imports."""
+    if problem.model is not None and role is Role.LINEAR:
+        delta = (AttentionKind.GDN, AttentionKind.KDA)
+        widths = {layer.linear.key_dim for layer in problem.model.layers if layer.kind in delta and layer.linear}
+        if widths and max(widths) > MOST_KEY_DIM:
+            message = f"keys of the delta rule are {max(widths)} wide, at most {MOST_KEY_DIM}"
+            yield Refusal("key_dim", message, max(widths), MOST_KEY_DIM)
+    if problem.device == "cuda":
+        yield from _library_refusals()
+
+
+def _library_refusals() -> Iterator[Refusal]:
+    from attnplug_hybrid_linear.fla_kernels import FlaKernels  # imports the library: seconds
+
+    try:
+        FlaKernels()
+    except ModuleNotFoundError as error:
+        if error.name == "fla":
+            return  # that it is not installed is said where its distribution is looked for
+        yield _cannot_import(error)
+    except Exception as error:  # Triton raises RuntimeError where it finds no driver
+        yield _cannot_import(error)
+
+
+def _cannot_import(error: Exception) -> Refusal:
+    text = f"{type(error).__name__}: {error}"
+    return Refusal("import", f"fla cannot be imported: {text}", text, option="pip install fla-core")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from attnplug import (
@@ -17,12 +16,11 @@ from attnplug import (
     LayerSpec,
     LinearInputs,
     Plan,
-    PlanError,
-    PoolError,
 )
 from attnplug_hybrid_linear.convolution import convolve, newest_rows
 from attnplug_hybrid_linear.planner import Group, Grouping, plan_groups
 from attnplug_hybrid_linear.recurrence import Tokens, advance
+from attnplug_hybrid_linear.states import States, check_accepted, nothing_to_commit, slots_of
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,9 +55,7 @@ class TorchLinearBackend:
     def __init__(self, context: BackendContext) -> None:
         self.backend_id = BackendId(context.name)
         self._page_size = context.page_size
-        if context.pools.linear is None:
-            raise PoolError(f"backend {context.name} runs linear attention, but was given no pool of linear states")
-        self._pool = context.pools.linear
+        self._states = States(context)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
         geometry = Geometry.of(batch, self._page_size)
@@ -69,16 +65,14 @@ class TorchLinearBackend:
             mode=batch.forward_mode,
             query_rows=geometry.query_rows,
             kv_rows=geometry.kv_rows,
-            metadata=LinearMetadata(
-                plan_groups(geometry.query_lens, self._state_slots(batch)), Verified() if verify else None
-            ),
+            metadata=LinearMetadata(plan_groups(geometry.query_lens, slots_of(batch)), Verified() if verify else None),
         )
 
     def forward_conv(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: LayerSpec, batch: ForwardBatch, silu: bool
     ) -> Tensor:
         metadata: LinearMetadata = batch.plan_for(self.backend_id, x.shape[0]).metadata
-        states = self._conv_states(layer.layer_id)
+        states = self._states.conv(layer.layer_id)
         kept, results = [], []
         for group in metadata.grouping.groups:
             rows, before = x[group.rows], states[group.slots]
@@ -93,7 +87,7 @@ class TorchLinearBackend:
     def forward_linear(self, inputs: LinearInputs, layer: LayerSpec, batch: ForwardBatch) -> Tensor:
         v = inputs.v
         metadata: LinearMetadata = batch.plan_for(self.backend_id, v.shape[0]).metadata
-        states = self._recurrent_states(layer.layer_id)
+        states = self._states.recurrent(layer.layer_id)
         kept, results = [], []
         for group in metadata.grouping.groups:
             tokens = _tokens(inputs, group, layer.scale)
@@ -107,55 +101,24 @@ class TorchLinearBackend:
         return metadata.grouping.in_batch_order(results, v.new_zeros(1, *v.shape[1:]), v.shape[0])
 
     def commit_states(self, forward_batch: ForwardBatch, accepted: Tensor) -> None:
-        if accepted.shape != (forward_batch.batch_size,):
-            raise PlanError(
-                f"accepted has shape {tuple(accepted.shape)}; give one number for each of the batch's "
-                f"{forward_batch.batch_size} requests"
-            )
+        check_accepted(forward_batch, accepted)
         metadata: LinearMetadata = forward_batch.plan_for(self.backend_id, forward_batch.num_tokens).metadata
         if forward_batch.forward_mode is ForwardMode.IDLE:
             return
         if metadata.verified is None or metadata.verified.empty:
-            raise PlanError(
-                f"a batch in mode {forward_batch.forward_mode} has nothing to commit: states are committed once, "
-                "after a target verify; other modes advance them at once"
-            )
+            raise nothing_to_commit(forward_batch.forward_mode)
         groups = metadata.grouping.groups
         accepted = accepted.to(metadata.grouping.order.device, non_blocking=True)
         committed = [group.first(accepted) for group in groups]
         for layer_id, tokens in metadata.verified.tokens.items():
-            states = self._recurrent_states(layer_id)
+            states = self._states.recurrent(layer_id)
             for group, mine in zip(committed, tokens, strict=True):
                 _put(states, group, advance(mine.only(group.live), states[group.slots])[1])
         for layer_id, rows in metadata.verified.conv_rows.items():
-            states = self._conv_states(layer_id)
+            states = self._states.conv(layer_id)
             for group, own in zip(committed, rows, strict=True):
                 _put(states, group, newest_rows(own, states[group.slots], group.lens))
         metadata.verified.clear()
-
-    def _state_slots(self, batch: ForwardBatch) -> Tensor:
-        slots = batch.state_slots
-        if slots is None and batch.batch_size == 0:
-            return torch.zeros(0, dtype=torch.int64, device=batch.seq_lens.device)
-        if slots is None or slots.shape != (batch.batch_size,):
-            given = "none" if slots is None else f"state_slots of shape {tuple(slots.shape)}"
-            raise PlanError(
-                f"linear attention needs a state slot for each of the batch's {batch.batch_size} requests, "
-                f"-1 where one is padded; it has {given}"
-            )
-        return slots
-
-    def _recurrent_states(self, layer_id: int) -> Tensor:
-        states = self._pool.recurrent(layer_id)
-        if states is None:
-            raise PoolError(f"layer {layer_id} has no heads, so no recurrent state; it is a convolution alone")
-        return states
-
-    def _conv_states(self, layer_id: int) -> Tensor:
-        states = self._pool.conv(layer_id)
-        if states is None:
-            raise PoolError(f"layer {layer_id} has no convolution: its conv_width is 0")
-        return states
 
 
 def _tokens(inputs: LinearInputs, group: Group, scale: float) -> Tokens:

@@ -1,0 +1,121 @@
+"""An MLA batch captured in a CUDA graph and replayed with other scenes' batches; on a CPU it is run instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from attnplug import AttentionBackend, BackendContext, ForwardBatch
+from support.mla_scene import LAYER, NAN, MLACase, MLAScene, relative_error
+
+
+class MLACapture:
+    """A captured batch of fixed memory, into which the batches of scenes are copied before each replay."""
+
+    def __init__(self, scene: MLAScene, requests: int, per_request: int) -> None:
+        self.scene, self.backend = scene, scene.backend
+        device, case = scene.device, scene.case
+        self.rows, self.per_request = requests * per_request, per_request
+        self.q = torch.zeros(self.rows, *scene.q.shape[1:], dtype=scene.dtype, device=device)
+        self.k = torch.full((self.rows, 1, case.dims.row_dim), NAN, dtype=scene.dtype, device=device)
+        fill = self.backend.get_cuda_graph_seq_len_fill_value()
+        width = 4096 // case.page_size
+        self.batch = ForwardBatch(
+            forward_mode=case.mode,
+            input_ids=torch.zeros(self.rows, dtype=torch.int64, device=device),
+            page_table=torch.full((requests, width), 1 << 30, dtype=torch.int32, device=device),
+            seq_lens=torch.full((requests,), fill, dtype=torch.int32, device=device),
+            seq_lens_cpu=torch.full((requests,), fill, dtype=torch.int32),
+        )
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def capture(self) -> None:
+        self.backend.init_cuda_graph_state(self.batch.batch_size + 1, self.rows + 3)
+        self.batch.plan = self.backend.init_forward_metadata_out_graph(self.batch, in_capture=True)
+        self.plan = self.batch.plan
+        if self.scene.device.type == "cpu":
+            self.run()
+            return
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.run()
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.run()
+
+    def run(self) -> None:
+        self.backend.init_forward_metadata_in_graph(self.batch)
+        forward = self.backend.forward_decode if self.batch.forward_mode.is_decode else self.backend.forward_extend
+        self.out = forward(self.q, self.k, None, self.scene.layer, self.batch)
+
+    def stage(self, scene: MLAScene) -> Callable[[], torch.Tensor]:
+        """Another scene's batch, of fewer requests perhaps, made ready on the device; call it to replay it there."""
+        real, batch, device = len(scene.totals), self.batch, scene.device
+        fill = self.backend.get_cuda_graph_seq_len_fill_value()
+        lens = torch.full((batch.batch_size,), fill, dtype=torch.int32)
+        lens[:real] = torch.tensor(scene.totals, dtype=torch.int32)
+        table = torch.full_like(batch.page_table, 1 << 30)
+        table[:real, : scene.page_table.shape[1]] = scene.page_table.to(device)
+        q, k = torch.full_like(self.q, NAN), torch.full_like(self.k, NAN)
+        q[: len(scene.q)], k[: len(scene.q), 0] = scene.q, scene.new_rows()
+        memory = self.scene.pool.rows(LAYER)
+        rows = torch.full(memory.shape, NAN, device=device).to(memory.dtype)
+        rows[: len(scene.pool.rows(LAYER))] = scene.pool.rows(LAYER)
+        on_device = lens.to(device)
+
+        def replay() -> torch.Tensor:
+            batch.seq_lens_cpu = lens
+            for target, source in (
+                (batch.seq_lens, on_device),
+                (batch.page_table, table),
+                (self.q, q),
+                (self.k, k),
+                (memory, rows),
+            ):
+                target.copy_(source)
+            assert self.backend.init_forward_metadata_out_graph(batch) is self.plan
+            if self.graph is None:
+                self.run()
+            else:
+                self.graph.replay()
+            return self.out
+
+        return replay
+
+    def replay(self, scene: MLAScene) -> torch.Tensor:
+        return self.stage(scene)()
+
+
+def replay_scenes(
+    case: MLACase, device: str, build: Callable[[BackendContext], AttentionBackend]
+) -> tuple[MLAScene, list[MLAScene]]:
+    """A large pool to capture on, and batches to replay: long and short, full and with fewer requests.
+
+    They are as ``case`` says, but for the lengths; new tokens are as many as its first request has.
+    """
+    new = case.lengths[0][1]
+    prefixes = [[300, 5, 64, 127], [1000, 17, 1, 0], [63], [2000, 900], [0, 1, 2, 3]]
+    others = [
+        MLAScene(replace(case, lengths=tuple((prefix, new) for prefix in some), seed=seed), device, build)
+        for seed, some in enumerate(prefixes)
+    ]
+    return MLAScene(replace(case, lengths=((4000, new),) * 4), device, build), others
+
+
+def check_replays(stage: MLAScene, others: list[MLAScene]) -> None:
+    """Replays give float64's result; padded requests read and write nothing; NaN is everywhere else."""
+    captured = MLACapture(stage, requests=4, per_request=stage.new[0])
+    captured.capture()
+    address = captured.plan.metadata.new_slots.data_ptr()
+    for other in others:
+        out = captured.replay(other)
+        wanted = other.wanted_absorbed()[0]
+        assert relative_error(out[: len(wanted)], wanted) <= (1e-6 if stage.device.type == "cpu" else 5e-3)
+        assert (out[len(wanted) :] == 0).all()
+        written = (~stage.pool.rows(LAYER).float().isnan()).any(-1).sum()
+        assert int(written) == sum(other.totals)
+        assert captured.plan.metadata.new_slots.data_ptr() == address

@@ -1,0 +1,125 @@
+"""Generation in bfloat16 on a GPU, judged by transformers: in float32, and in bfloat16 to see what that costs.
+
+Tokens cannot be asked to be equal where rounding alone decides between two of them. So logits must be about as near to
+float32's as transformers' own in bfloat16 are, and tokens equal wherever the margin exceeds that.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnplug_engine.engine import Engine
+from attnplug_engine.request import SamplingParams
+
+NEW_TOKENS = 48
+DEEPSEEK_V3 = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 96,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "n_group": 1,
+    "topk_group": 1,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.06,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+"""Small, with the dimensions of attention that kernels are made for."""
+
+
+@contextmanager
+def without_fla() -> Iterator[None]:
+    """Inside, nobody can import flash-linear-attention: transformers would silently run on it."""
+    imported = sys.modules.pop("fla", None)
+    sys.modules["fla"] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules["fla"]
+        if imported is not None:
+            sys.modules["fla"] = imported
+
+
+class RoundedOracle:
+    """A random checkpoint in ``folder``, and what transformers computes from it."""
+
+    def __init__(self, folder: str, name: str, config: dict[str, Any]) -> None:
+        with without_fla():
+            from transformers import AutoConfig, AutoModelForCausalLM
+
+            torch.manual_seed(3)
+            model = AutoModelForCausalLM.from_config(
+                AutoConfig.for_model(name, **config), attn_implementation="eager", dtype=torch.bfloat16
+            )
+            model.save_pretrained(folder, safe_serialization=True)
+            self._exact, self._rounded = (
+                AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval().cuda()
+                for dtype in (torch.float32, torch.bfloat16)
+            )
+        self.folder, self._vocabulary = folder, config["vocab_size"]
+
+    def prompts(self) -> list[list[int]]:
+        random = torch.Generator().manual_seed(5)
+        drawn = [
+            torch.randint(0, self._vocabulary, (length,), generator=random).tolist() for length in (1, 40, 333, 130)
+        ]
+        drawn[3][:100] = drawn[2][:100]
+        return drawn
+
+    @torch.inference_mode()
+    def _logits(self, model: torch.nn.Module, tokens: list[int]) -> Tensor:
+        with without_fla():
+            logits: Tensor = model(torch.tensor([tokens], device="cuda")).logits[0].float()
+        return logits
+
+    def check(self, *, slack: float = 1.5, **settings: Any) -> None:
+        """An engine with these settings generates what it should, within ``slack`` times transformers' rounding."""
+        tokens, seen = generate(self.folder, self.prompts(), **settings)
+        equal = decided = 0
+        for prompt, chosen, found in zip(self.prompts(), tokens, seen, strict=True):
+            sequence, first = prompt + chosen, len(prompt) - 1
+            wanted = self._logits(self._exact, sequence[:-1])[first:]
+            rounding = self._logits(self._rounded, sequence[:-1])[first:] - wanted
+            error, theirs = (float(off.norm() / wanted.norm()) for off in (found - wanted, rounding))
+            assert error <= slack * theirs, f"prompt of {len(prompt)}: {error:.4f}, transformers {theirs:.4f}"
+            top = wanted.topk(2, -1)
+            clear = (top.values[:, 0] - top.values[:, 1] > slack * rounding.abs().amax(-1)).cpu()
+            same = top.indices[:, 0].cpu() == torch.tensor(chosen)
+            assert bool(same[clear].all()), f"prompt of {len(prompt)}: tokens differ where the margin is clear"
+            equal, decided = equal + int(same.sum()), decided + int(clear.sum())
+        assert decided >= NEW_TOKENS, f"only {decided} choices are clear: the test says little"
+        assert equal >= 0.9 * 4 * NEW_TOKENS, f"only {equal} of {4 * NEW_TOKENS} tokens are equal"
+
+
+def generate(folder: str, prompts: Sequence[list[int]], **settings: Any) -> tuple[list[list[int]], list[Tensor]]:
+    """The tokens of every prompt, and the logits ``[tokens, vocabulary]`` that they were chosen from."""
+    engine = Engine(folder, **{"device": "cuda", "num_pages": 64, "max_batch": 4, "ignore_eos": True, **settings})
+    seen: dict[int, list[Tensor]] = {}
+    sample = engine.sampler.sample
+
+    def watched(logits: Tensor, requests: Any) -> Any:
+        for row, request in zip(logits, requests, strict=True):
+            seen.setdefault(request.id, []).append(row.float().clone())
+        return sample(logits, requests)
+
+    engine.sampler.sample = watched  # type: ignore[method-assign]
+    done = engine.generate(list(prompts), SamplingParams(max_tokens=NEW_TOKENS))
+    return [completion.token_ids for completion in done], [torch.stack(seen[number]) for number in sorted(seen)]

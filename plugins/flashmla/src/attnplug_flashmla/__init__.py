@@ -1,0 +1,1 @@
+"""attnplug backend flashmla: MLA decode by FlashMLA. See ``attnplug_flashmla.plugin``."""

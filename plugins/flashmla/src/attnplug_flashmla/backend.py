@@ -1,0 +1,235 @@
+"""The backend: pool, kernels and plans brought together."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnplug import (
+    BackendContext,
+    BackendError,
+    BackendId,
+    Claims,
+    ForwardBatch,
+    ForwardExtras,
+    ForwardMode,
+    Geometry,
+    GraphLevel,
+    LayerSpec,
+    MLAPool,
+    PageSizes,
+    Plan,
+    PlanError,
+    PoolError,
+)
+from attnplug_flashmla.graphs import Captured, GraphState
+from attnplug_flashmla.kernels import PAGE, Call, FlashMLAKernels, Kernels
+from attnplug_flashmla.planner import Metadata, Pages
+
+_EXTRAS = frozenset({"lse"})
+_UNIFORM = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
+
+
+class FlashMLABackend:
+    """MLA decode by FlashMLA: batches with equally many new tokens of every request, one or a few.
+
+    What it knows of a batch is in the batch's plan, made on the device alone: a plan needs no length on the host, and a
+    captured one follows whatever lengths its graph finds.
+    """
+
+    def __init__(self, context: BackendContext, *, kernels: Kernels | None = None) -> None:
+        layers = {layer.layer_id: layer for layer in context.model.layers if layer.mla is not None}
+        if context.pools.mla is None or not layers:
+            raise PoolError(f"backend {context.name} serves MLA layers, and needs a model and a pool with some")
+        first, self._pool = next(iter(layers.values())), context.pools.mla
+        assert first.mla is not None
+        self.backend_id = BackendId(context.name)
+        self._page_size, self._device = context.page_size, context.device
+        self._max_context = context.limits.max_context
+        self._heads, self._rank = first.num_heads // context.parallel.size, first.mla.kv_lora_rank
+        self._caches = {layer_id: _kernel_pages(self._pool, layer_id) for layer_id in layers}
+        self._kernels = FlashMLAKernels(self._heads, self._rank) if kernels is None else kernels
+        self._graph: GraphState | None = None
+        self.claims = Claims(cuda_graph=GraphLevel.UNIFORM, page_sizes=PageSizes.of(PAGE), mla_extend=frozenset())
+
+    # Planning
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
+        queries = self._queries(batch)
+        kv_rows = None
+        if batch.seq_lens_cpu is not None:  # without it, looking at the lengths would be waiting for the device
+            kv_rows = Geometry.of(batch, self._page_size).kv_rows
+        rows = batch.batch_size * queries
+        return Plan(self.backend_id, batch.forward_mode, rows, kv_rows, self._metadata(batch, queries))
+
+    def _queries(self, batch: ForwardBatch) -> int:
+        """New tokens of every request of a batch."""
+        mode = batch.forward_mode
+        if mode is ForwardMode.IDLE:
+            return 0
+        self._check_mode(mode)
+        if mode.is_decode:
+            return 1
+        lens: set[int] = set(batch.query_lens_cpu().tolist())
+        if len(lens) > 1:
+            raise PlanError(
+                f"backend {self.backend_id.name} takes batches with equally many new tokens of every request, not "
+                f"{', '.join(map(str, sorted(lens)))} in one; let the prefill backend take this {mode}"
+            )
+        return lens.pop() if lens else 0
+
+    def _check_mode(self, mode: ForwardMode) -> None:
+        if mode not in _UNIFORM:
+            raise PlanError(
+                f"backend {self.backend_id.name} plans {', '.join(_UNIFORM)}, not {mode}; "
+                "choose another backend with --prefill-attention-backend"
+            )
+
+    def _metadata(self, batch: ForwardBatch, queries: int) -> Metadata:
+        requests, (_, columns) = batch.batch_size, batch.page_table.shape
+        pages = Pages.reserve(requests, requests * queries, columns * self._page_size // PAGE, batch.page_table.device)
+        if not pages.slots.numel():
+            return Metadata(pages.slots, None)
+        pages = pages.part(requests, queries)
+        pages.fill(batch.page_table, batch.seq_lens, self._page_size)
+        schedule = self._kernels.schedule(pages.kv_lens, queries)
+        return Metadata(pages.slots, Call(queries, pages.kv_lens, pages.table, schedule))
+
+    # CUDA graphs
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Memory for captured batches of up to ``max_bs`` requests and ``max_num_tokens`` rows."""
+        if self._graph is not None:
+            raise BackendError(
+                f"backend {self.backend_id.name} has its memory for CUDA graphs already, and captured graphs hold its "
+                "addresses; call init_cuda_graph_state once, with the most that will be captured"
+            )
+        self._graph = GraphState(max_bs, max_num_tokens, self._max_context, self._page_size, self._device)
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> Plan:
+        """The plan of a captured shape, always the same: what changes from replay to replay is made in the graph."""
+        return self._captured(forward_batch, in_capture).plan
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        """Pages, slots and schedule, from the page table and lengths that the batch has when the graph runs."""
+        self._captured(forward_batch, False).fill(forward_batch, self._page_size, self._kernels)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Padded requests have no rows: nothing is read or written for them."""
+        return 0
+
+    def _captured(self, batch: ForwardBatch, in_capture: bool) -> Captured:
+        if self._graph is None:
+            raise BackendError(
+                f"backend {self.backend_id.name} has no memory for CUDA graphs; call init_cuda_graph_state first"
+            )
+        self._check_mode(batch.forward_mode)
+        found = self._graph.find(batch)
+        if found is None:
+            if not in_capture:
+                raise PlanError(
+                    f"a {batch.forward_mode} batch of {batch.batch_size} requests and {batch.num_tokens} rows was "
+                    "never captured; plan it with in_capture=True and capture it first"
+                )
+            found = self._graph.capture(batch, self._kernels, self.backend_id)
+        return found
+
+    # Running
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        *,
+        save_kv_cache: bool = True,
+        extras: ForwardExtras | None = None,
+    ) -> Tensor:
+        return self._forward(q, k, v, layer, batch, False, save_kv_cache, extras)
+
+    def forward_decode(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        *,
+        save_kv_cache: bool = True,
+        extras: ForwardExtras | None = None,
+    ) -> Tensor:
+        return self._forward(q, k, v, layer, batch, True, save_kv_cache, extras)
+
+    def _forward(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        decode: bool,
+        save_kv_cache: bool,
+        extras: ForwardExtras | None,
+    ) -> Tensor:
+        plan = batch.plan_for(self.backend_id, q.shape[0], decode=decode)
+        metadata: Metadata = plan.metadata
+        cache, rows = self._cache(layer, q), plan.query_rows
+        if save_kv_cache:
+            self._save(layer, metadata, k, v, rows)
+        lse = None if extras is None else self._lse(q, extras)
+        if metadata.call is None:
+            if lse is not None:
+                lse.fill_(float("-inf"))
+            return q.new_zeros(q.shape[0], q.shape[1], self._rank)
+        attended, sums = self._kernels.attend(q[:rows], cache, metadata.call, layer.scale)
+        if lse is not None:
+            # Where a row sees no key the kernel says +inf, core -inf (C4); the tail is padding.
+            lse[:rows] = sums.transpose(1, 2).reshape(rows, -1)
+            lse.masked_fill_(lse == float("inf"), float("-inf"))
+            lse[rows:] = float("-inf")
+        if q.shape[0] == rows:
+            return attended
+        return torch.cat([attended, attended.new_zeros(q.shape[0] - rows, *attended.shape[1:])])  # B5
+
+    def _cache(self, layer: LayerSpec, q: Tensor) -> Tensor:
+        cache = self._caches.get(layer.layer_id)
+        if cache is None:
+            raise PoolError(
+                f"layer {layer.layer_id} is not an MLA layer of the model that backend {self.backend_id.name} serves"
+            )
+        if q.shape[1] != self._heads:
+            raise BackendError(f"q has {q.shape[1]} heads, but the plan is for {self._heads}")
+        return cache
+
+    def _save(self, layer: LayerSpec, metadata: Metadata, k: Tensor | None, v: Tensor | None, rows: int) -> None:
+        if k is None or v is not None:
+            given = ", ".join(f"{n}={'None' if t is None else tuple(t.shape)}" for n, t in (("k", k), ("v", v)))
+            raise BackendError(
+                f"layer {layer.layer_id} ({layer.kind}) writes k and no v, but was given {given}; "
+                "pass save_kv_cache=False where nothing is to be written"
+            )
+        if k.shape[0] < rows:
+            raise BackendError(f"layer {layer.layer_id} was given {k.shape[0]} rows of k for {rows} planned ones")
+        self._pool.write(layer.layer_id, metadata.new_slots, k if k.shape[0] == rows else k[:rows])
+
+    def _lse(self, q: Tensor, extras: ForwardExtras) -> Tensor | None:
+        if unknown := extras.asked() - _EXTRAS:
+            raise BackendError(
+                f"backend {self.backend_id.name} was asked for {', '.join(sorted(unknown))}; "
+                f"it knows {', '.join(_EXTRAS)}"
+            )
+        lse = extras.lse
+        if lse is not None and (lse.shape != q.shape[:2] or lse.dtype is not torch.float32):
+            raise BackendError(
+                f"lse must be float32 of shape {tuple(q.shape[:2])} (tokens, heads), not {lse.dtype} of shape "
+                f"{tuple(lse.shape)}"
+            )
+        return lse
+
+
+def _kernel_pages(pool: MLAPool, layer_id: int) -> Tensor:
+    """A layer's cache ``[pages, 64, 1, row_dim]``, whatever multiple of 64 the manager's pages are."""
+    layout = pool.layout(layer_id).split(PAGE)
+    return pool.rows(layer_id).as_strided(layout.shape, layout.strides)

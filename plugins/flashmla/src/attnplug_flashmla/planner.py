@@ -1,0 +1,72 @@
+"""Page table and lengths → what the kernel reads and where new rows go, by one kernel on a GPU. Knows no batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnplug import split_table
+from attnplug_flashmla.kernels import PAGE, Call
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Metadata:
+    """What a plan holds: where new rows are written, ``[rows]`` int64, and the call, none where there is no row."""
+
+    new_slots: Tensor
+    call: Call | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pages:
+    """A batch of ``queries`` new tokens a request, in memory that keeps its address.
+
+    ``kv_lens`` ``[requests]`` int32; ``table`` ``[requests, width]`` int32 in pages of 64; ``slots``
+    ``[requests * queries]`` int64, the cache slots of the new rows, -1 where there is none.
+    """
+
+    queries: int
+    kv_lens: Tensor
+    table: Tensor
+    slots: Tensor
+
+    @classmethod
+    def reserve(cls, requests: int, rows: int, width: int, device: torch.device) -> Pages:
+        """For up to this many requests and new rows in all; ``part`` cuts a batch out of it."""
+        return cls(
+            1,
+            torch.empty(requests, dtype=torch.int32, device=device),
+            torch.empty(requests, width, dtype=torch.int32, device=device),
+            torch.empty(rows, dtype=torch.int64, device=device),
+        )
+
+    def part(self, requests: int, queries: int) -> Pages:
+        """The same memory for a smaller batch."""
+        return Pages(queries, self.kv_lens[:requests], self.table[:requests], self.slots[: requests * queries])
+
+    def fill(self, page_table: Tensor, seq_lens: Tensor, page_size: int) -> None:
+        """From a page table ``[requests, pages]`` in pages of ``page_size``, a multiple of 64, and lengths.
+
+        New rows are the last ones of a request. A row before its first has no place, and so has one for which the table
+        has no column, which a length on the device can ask for. Entries behind a request's last page are not read.
+        Waits for nothing and can be captured.
+        """
+        if page_table.stride(1) != 1:
+            page_table = page_table.contiguous()
+        if page_table.device.type == "cuda":
+            from attnplug_flashmla.triton_kernels import launch_fill_pages
+
+            launch_fill_pages(page_table, seq_lens, page_size, self.queries, self.kv_lens, self.table, self.slots)
+            return
+        width = page_table.shape[1]
+        lens = seq_lens.long().clamp(max=width * page_size)
+        self.kv_lens.copy_(lens)
+        table = split_table(page_table, page_size // PAGE)
+        used = torch.arange(table.shape[1]) < (lens.unsqueeze(1) + PAGE - 1) // PAGE
+        self.table[:, : table.shape[1]] = torch.where(used, table, 0)
+        position = (seq_lens.long().unsqueeze(1) - self.queries) + torch.arange(self.queries)
+        exists = (position >= 0) & (position < width * page_size)
+        page = page_table.long().gather(1, torch.where(exists, position // page_size, 0))
+        self.slots.copy_(torch.where(exists, page * page_size + position % page_size, -1).flatten())

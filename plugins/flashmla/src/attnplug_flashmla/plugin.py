@@ -1,0 +1,98 @@
+"""What the plugin says of its backend. FlashMLA is imported only where torch finds a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attnplug import (
+    CONTRACT_VERSION,
+    AttentionKind,
+    BackendSpec,
+    Capabilities,
+    DType,
+    GraphLevel,
+    LayerSpec,
+    PageSizes,
+    Problem,
+    Refusal,
+    RefusalCode,
+    Role,
+    hookimpl,
+)
+
+MOST_HEADS = 128
+"""Heads a rank can have. The kernel would take more, and nobody has tested it with more."""
+
+
+@hookimpl
+def attnplug_backends() -> list[BackendSpec]:
+    return [
+        BackendSpec(
+            name="flashmla",
+            summary="MLA decode and verify by FlashMLA on Hopper GPUs; prefill is another backend's",
+            contract=CONTRACT_VERSION,
+            factory="attnplug_flashmla.backend:FlashMLABackend",
+            requires=("sgl-flash-mla>=1.0,<2",),
+            check=refusals,
+            preference=90,  # FlashInfer's calls take a third of the host's time, and need no second backend for prefill
+            capabilities=Capabilities(
+                kinds=frozenset({AttentionKind.MLA}),
+                devices=frozenset({"cuda"}),
+                min_sm=90,
+                max_sm=90,
+                dtypes=frozenset({DType.BFLOAT16, DType.FLOAT16}),
+                roles=frozenset({Role.DECODE}),
+                page_sizes=PageSizes.of(64),
+                mla_dims=frozenset({(512, 64)}),
+                max_speculative_tokens=8,
+                cuda_graph=GraphLevel.UNIFORM,
+                extras=frozenset({"lse"}),
+                mla_extend=frozenset(),
+            ),
+        )
+    ]
+
+
+def refusals(problem: Problem, role: Role | None) -> Iterator[Refusal]:
+    """What the capabilities cannot say: types that must agree, heads a rank has, and whether FlashMLA loads."""
+    dtype, kv_dtype = problem.dtype, problem.kv_dtype
+    if dtype is not None and kv_dtype in (DType.BFLOAT16, DType.FLOAT16) and kv_dtype is not dtype:
+        message = f"a cache in {kv_dtype} cannot be read with {dtype} queries"
+        yield Refusal(RefusalCode.KV_DTYPE, message, str(kv_dtype), [str(dtype)], "--kv-dtype")
+    if problem.model is not None and role is not None:
+        layers = [layer for layer in problem.model.full_layers if layer.mla is not None]
+        yield from _head_refusals(layers, problem.tensor_parallel)
+    if problem.device == "cuda":
+        yield from _library_refusals()
+
+
+def _head_refusals(layers: list[LayerSpec], ranks: int) -> Iterator[Refusal]:
+    heads = sorted({layer.num_heads // ranks for layer in layers})
+    if heads and heads[-1] > MOST_HEADS:
+        message = f"{heads[-1]} heads on one rank are too many, at most {MOST_HEADS}"
+        yield Refusal("heads", message, heads[-1], MOST_HEADS, "--tensor-parallel")
+    if len(heads) > 1:
+        listed = ", ".join(map(str, heads))
+        yield Refusal("layers", f"one plan serves all layers, but they have {listed} heads on a rank", heads)
+
+
+def _library_refusals() -> Iterator[Refusal]:
+    import torch  # seconds, and only where CUDA is spoken of
+
+    if not torch.cuda.is_available():
+        return  # its libraries load only beside CUDA's: whether they would elsewhere cannot be said here
+    from attnplug_flashmla.kernels import load_library
+
+    try:
+        load_library()
+    except ModuleNotFoundError as error:
+        if error.name == "flash_mla":
+            return  # that it is not installed is said where its distribution is looked for
+        yield _cannot_import(error)
+    except Exception as error:  # libraries of CUDA that are not there raise OSError, others anything
+        yield _cannot_import(error)
+
+
+def _cannot_import(error: Exception) -> Refusal:
+    text = f"{type(error).__name__}: {error}"
+    return Refusal("import", f"flash_mla cannot be used: {text}", text, option="pip install sgl-flash-mla")

@@ -1,0 +1,259 @@
+"""Batches against float64: planning through the reference kernels on a CPU, FlashMLA itself on a GPU."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attnplug import BackendError, DType, ForwardExtras, ForwardMode, PlanError, PoolError
+from reference_flashmla import scene
+from support.devices import DEVICES, nothing_waits
+from support.mla_scene import LAYER, MLACase, MLAScene, relative_error
+
+DECODE, VERIFY, DRAFT_EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND
+INF = float("inf")
+on_every_device = pytest.mark.parametrize("device", DEVICES)
+
+
+def lengths(count: int, longest: int, new: int, seed: int) -> tuple[tuple[int, int], ...]:
+    """Prefixes of every kind (none, one row, whole pages, long ones) with new tokens behind them."""
+    chance = random.Random(seed)
+    prefixes = [chance.choice([0, 1, 63, 64, 65, chance.randint(2, longest)]) for _ in range(count)]
+    return tuple((prefix, new) for prefix in prefixes)
+
+
+def check(case: MLACase, device: str) -> MLAScene:
+    """Output and log-sum-exp are float64's, padding gives zero and -inf, and nothing but new rows was written."""
+    stage = scene(case, device)
+    out, lse = stage.absorbed()
+    wanted, wanted_lse = stage.wanted_absorbed()
+    tokens = len(wanted)
+    tolerance = 1e-6 if device == "cpu" else 5e-3
+    assert relative_error(out[:tokens], wanted) <= tolerance
+    assert (out[tokens:] == 0).all()
+    assert lse is not None
+    assert relative_error(lse[:tokens], wanted_lse) <= tolerance
+    assert (lse[tokens:] == -INF).all()
+    assert int((~stage.pool.rows(LAYER).float().isnan()).any(-1).sum()) == sum(stage.totals)
+    return stage
+
+
+class TestBatches:
+    @on_every_device
+    @pytest.mark.parametrize("heads", [1, 16, 32, 64, 126, 128])
+    @pytest.mark.parametrize("requests", [1, 5, 40])
+    def test_decode(self, requests, heads, device):
+        """C4; NaN in every row that must not be read."""
+        longest = 200 if device == "cpu" else 3000
+        check(MLACase(lengths(requests, longest, 1, seed=heads + requests), DECODE, heads=heads), device)
+
+    @on_every_device
+    @pytest.mark.parametrize("new", range(1, 10))
+    @pytest.mark.parametrize("heads", [16, 32, 64, 128])
+    def test_verify_of_a_few_tokens(self, heads, new, device):
+        """Causal: each of the new tokens sees those before it."""
+        longest = 150 if device == "cpu" else 2500
+        check(MLACase(lengths(4, longest, new, seed=new), VERIFY, heads=heads), device)
+
+    @on_every_device
+    def test_draft_extend_by_equally_many_tokens(self, device):
+        check(MLACase(lengths(3, 200, 4, seed=1), DRAFT_EXTEND), device)
+
+    @on_every_device
+    @pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (VERIFY, 3)])
+    @pytest.mark.parametrize("page_size", [64, 128, 192])
+    def test_a_manager_with_larger_pages(self, page_size, mode, new, device):
+        """Its pages are several of the kernel's."""
+        check(MLACase(lengths(5, 500, new, seed=page_size), mode, page_size), device)
+
+    @on_every_device
+    @pytest.mark.parametrize("pages", ["permuted", "interleaved", "descending"])
+    @pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (VERIFY, 4)])
+    def test_pages_in_any_order(self, pages, mode, new, device):
+        check(MLACase(((130, new), (64, new), (1, new)), mode, pages=pages), device)
+
+    @on_every_device
+    @pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (VERIFY, 4)])
+    def test_padding_behind_the_planned_rows(self, mode, new, device):
+        """B5: its output is zero and nothing is written; q and k hold NaN there."""
+        check(MLACase(((70, new), (3, new)), mode, padding=5), device)
+
+    @on_every_device
+    @pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (VERIFY, 2)])
+    def test_lengths_that_differ_a_thousandfold(self, mode, new, device):
+        longest = 2000 if device == "cpu" else 40000
+        check(MLACase(((longest, new), (0, new), (7, new), (64, new)), mode), device)
+
+    @pytest.mark.parametrize("device", DEVICES[1:])
+    @pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (VERIFY, 3)])
+    def test_float16(self, mode, new, device):
+        check(MLACase(lengths(6, 900, new, seed=3), mode, dtype=DType.FLOAT16), device)
+
+    @pytest.mark.parametrize("device", DEVICES[1:])
+    @pytest.mark.parametrize("seed", range(8))
+    def test_random_batches(self, seed, device):
+        chance = random.Random(seed)
+        new = chance.choice([1, 1, 2, 5, 8])
+        case = MLACase(
+            lengths(chance.randint(1, 130), chance.choice([100, 3000, 9000]), new, seed),
+            DECODE if new == 1 else VERIFY,
+            heads=chance.choice([16, 32, 64, 128]),
+            page_size=chance.choice([64, 128]),
+            seed=seed,
+        )
+        check(case, device)
+
+
+class TestPlans:
+    @on_every_device
+    @pytest.mark.parametrize("mode", [DECODE, VERIFY])
+    def test_a_plan_needs_no_length_on_the_host(self, mode, device):
+        """What it would need for a verify is how many new tokens there are."""
+        stage = scene(MLACase(((90, 1), (5, 1)), mode), device)
+        batch = stage.batch()
+        stage.absorbed()  # compiles
+        batch.seq_lens_cpu = None
+        with nothing_waits(device):
+            batch.plan = stage.backend.init_forward_metadata(batch)
+        assert (batch.plan.query_rows, batch.plan.kv_rows) == (2, None)
+        out, _ = stage.absorbed(batch)
+        assert relative_error(out, stage.wanted_absorbed()[0]) <= 5e-3
+
+    @on_every_device
+    def test_planning_and_running_wait_for_nothing(self, device):
+        stage = scene(MLACase(lengths(4, 300, 2, seed=4), VERIFY, padding=2), device)
+        stage.absorbed()
+        batch = stage.batch()
+        with nothing_waits(device):
+            stage.absorbed(batch)
+
+    @on_every_device
+    def test_two_plans_live_at_the_same_time(self, device):
+        """B5: a plan is a value; what is planned later does not change it, nor do the batch's own numbers."""
+        stage = scene(MLACase(((100, 1), (30, 1)), DECODE), device)
+        first = stage.batch()
+        first.plan = stage.backend.init_forward_metadata(first)
+        first.seq_lens.fill_(1)
+        first.page_table.fill_(0)
+        second = stage.batch()
+        second.seq_lens = second.seq_lens - 7
+        second.seq_lens_cpu = second.seq_lens_cpu - 7
+        second.plan = stage.backend.init_forward_metadata(second)
+        out, _ = stage.absorbed(first)
+        assert relative_error(out, stage.wanted_absorbed()[0]) <= 5e-3
+
+    @on_every_device
+    def test_a_request_of_length_0_gives_zero(self, device):
+        """C4: -inf where FlashMLA says +inf. Lengths are the device's: the host would have refused this one."""
+        stage = scene(MLACase(((100, 1), (30, 1), (70, 1)), DECODE, cpu_lengths=False), device)
+        batch = stage.batch()
+        batch.seq_lens[1] = 0
+        batch.page_table[1] = 1 << 30
+        out, lse = stage.absorbed(batch)
+        assert relative_error(out[::2], stage.wanted_absorbed()[0][::2]) <= 5e-3
+        assert (out[1] == 0).all() and (lse[1] == -INF).all() and lse[::2].isfinite().all()
+        assert int((~stage.pool.rows(LAYER).float().isnan()).any(-1).sum()) == sum(stage.totals) - 1
+
+    @on_every_device
+    def test_an_idle_rank_plans_and_runs_nothing(self, device):
+        """B5: rows that a collective asks for are padding."""
+        stage = scene(MLACase((), ForwardMode.IDLE, padding=3), device)
+        batch = stage.batch()
+        batch.plan = stage.backend.init_forward_metadata(batch)
+        q, lse = stage.padded(stage.q), torch.zeros(3, 16, device=device)
+        rows = q[:, :1].contiguous()
+        out = stage.backend.forward_decode(q, rows, None, stage.layer, batch, extras=ForwardExtras(lse=lse))
+        assert out.shape == (3, 16, 512) and (out == 0).all() and (lse == -INF).all()
+        assert stage.pool.rows(LAYER).isnan().all()
+
+    @on_every_device
+    def test_nothing_is_written_where_nothing_is_to_be_saved(self, device):
+        stage = scene(MLACase(((100, 1), (30, 1)), DECODE), device)
+        stage.store(stage.rows, [(0, total) for total in stage.totals])
+        before = stage.pool.rows(LAYER).clone()
+        out, _ = stage.absorbed(save_kv_cache=False)
+        assert relative_error(out, stage.wanted_absorbed()[0]) <= 5e-3
+        assert torch.equal(stage.pool.rows(LAYER).nan_to_num(7), before.nan_to_num(7))
+
+
+class TestWrongUse:
+    def stage(self, mode: ForwardMode = DECODE, *lengths: tuple[int, int]) -> MLAScene:
+        return scene(MLACase(lengths or ((20, 1), (9, 1)), mode), "cpu")
+
+    @pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.MIXED])
+    def test_prefill_is_another_backends(self, mode):
+        """D3 says so before anything is built; a caller who goes on anyway is told again."""
+        stage = self.stage(mode)
+        with pytest.raises(PlanError, match=rf"not {mode}; choose another backend with --prefill-attention-backend"):
+            stage.backend.init_forward_metadata(stage.batch())
+
+    def test_new_tokens_must_be_equally_many(self):
+        stage = self.stage(VERIFY, (20, 2), (9, 3))
+        with pytest.raises(PlanError, match="not 2, 3 in one; let the prefill backend take this target_verify"):
+            stage.backend.init_forward_metadata(stage.batch())
+
+    def test_a_page_table_that_is_too_narrow_is_refused(self):
+        stage = self.stage(DECODE, (200, 1))
+        batch = stage.batch()
+        batch.page_table = batch.page_table[:, :2]
+        with pytest.raises(PlanError, match="201 rows, but the page table holds 2 pages of 64"):
+            stage.backend.init_forward_metadata(batch)
+
+    def test_a_plan_of_another_instance_is_refused(self):
+        """B5"""
+        stage, other = self.stage(), self.stage()
+        batch = stage.batch()
+        batch.plan = other.backend.init_forward_metadata(other.batch())
+        with pytest.raises(PlanError, match="another instance"):
+            stage.absorbed(batch)
+
+    def test_fewer_rows_than_planned_are_refused(self):
+        """B5: with both numbers."""
+        stage = self.stage()
+        batch = stage.batch()
+        batch.plan = stage.backend.init_forward_metadata(batch)
+        with pytest.raises(PlanError, match="1 query rows, but the plan is for 2"):
+            stage.backend.forward_decode(stage.q[:1], None, None, stage.layer, batch, save_kv_cache=False)
+
+    def test_a_batch_is_run_by_the_entry_of_its_mode(self):
+        stage = self.stage()
+        batch = stage.batch()
+        batch.plan = stage.backend.init_forward_metadata(batch)
+        with pytest.raises(PlanError, match="call forward_decode"):
+            stage.backend.forward_extend(stage.q, None, None, stage.layer, batch, save_kv_cache=False)
+
+    def test_rows_to_be_saved_must_be_given(self):
+        stage = self.stage()
+        batch = stage.batch()
+        batch.plan = stage.backend.init_forward_metadata(batch)
+        forward = stage.backend.forward_decode
+        rows = stage.new_rows().unsqueeze(1)
+        with pytest.raises(BackendError, match="was given k=None, v=None; pass save_kv_cache=False"):
+            forward(stage.q, None, None, stage.layer, batch)
+        with pytest.raises(BackendError, match=r"writes k and no v"):
+            forward(stage.q, rows, rows, stage.layer, batch)
+        with pytest.raises(BackendError, match="1 rows of k for 2 planned ones"):
+            forward(stage.q, rows[:1], None, stage.layer, batch)
+
+    def test_other_heads_and_layers_are_refused(self):
+        stage = self.stage()
+        batch = stage.batch()
+        batch.plan = stage.backend.init_forward_metadata(batch)
+        with pytest.raises(BackendError, match="q has 8 heads, but the plan is for 16"):
+            stage.backend.forward_decode(stage.q[:, :8], None, None, stage.layer, batch, save_kv_cache=False)
+        other = replace(stage.layer, layer_id=99)
+        with pytest.raises(PoolError, match="layer 99 is not an MLA layer"):
+            stage.backend.forward_decode(stage.q, None, None, other, batch, save_kv_cache=False)
+
+    def test_a_log_sum_exp_of_the_wrong_shape_is_refused(self):
+        """C4"""
+        stage = self.stage()
+        batch = stage.batch()
+        batch.plan = stage.backend.init_forward_metadata(batch)
+        with pytest.raises(BackendError, match=r"float32 of shape \(2, 16\) \(tokens, heads\)"):
+            stage.backend.forward_decode(
+                stage.q, None, None, stage.layer, batch, save_kv_cache=False, extras=ForwardExtras(torch.zeros(16, 2))
+            )

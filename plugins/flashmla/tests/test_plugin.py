@@ -1,0 +1,225 @@
+"""The spec: what it accepts and what it refuses, judged where there is no GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from attnplug import DType, GraphLevel, Problem, Refusal, Role, load_registry
+from attnplug_flashmla import kernels
+from attnplug_flashmla.plugin import attnplug_backends
+from support.command import in_own_process
+from support.configs import DEEPSEEK_V3, KIMI_LINEAR, read
+
+(SPEC,) = attnplug_backends()
+BF16, FP16, FP32, FP8 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32, DType.FLOAT8_E4M3
+ON_AN_H200 = Problem(read(DEEPSEEK_V3), "cuda", 90, BF16, BF16, 64)
+
+
+@pytest.fixture(autouse=True)
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """As if the library were installed, of a version that is right, on a machine without a GPU."""
+    distribution = tmp_path / "sgl_flash_mla-1.0.0.dist-info"
+    distribution.mkdir()
+    (distribution / "METADATA").write_text("Metadata-Version: 2.1\nName: sgl-flash-mla\nVersion: 1.0.0\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    kernels.load_library.cache_clear()
+    monkeypatch.setitem(sys.modules, "flash_mla", None)  # so that what a test imports by this name goes with it
+    del sys.modules["flash_mla"]
+    yield tmp_path
+    kernels.load_library.cache_clear()
+
+
+def refusals(role: Role | None = Role.DECODE, **changes: Any) -> list[Refusal]:
+    """The reasons against DeepSeek-V3 on an H200, with these changes."""
+    return SPEC.refusals(replace(ON_AN_H200, **changes), role)
+
+
+# ---- yes ----
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"dtype": FP16, "kv_dtype": FP16},
+        {"page_size": 128},
+        {"model": read(KIMI_LINEAR)},
+        {"cuda_graph": GraphLevel.UNIFORM, "speculative_tokens": 8},
+        {"tensor_parallel": 8},
+        {"tensor_parallel": 128},
+        {"model": None, "sm": None, "dtype": None, "kv_dtype": None, "page_size": None},
+    ],
+    ids=["deepseek", "fp16", "pages-of-128", "kimi", "graphs", "16-heads", "1-head", "undecided"],
+)
+def test_it_serves(changes: dict[str, Any]) -> None:
+    """D3"""
+    assert refusals(**changes) == []
+
+
+# ---- no ----
+
+
+@pytest.mark.parametrize(
+    ("changes", "reasons"),
+    [
+        ({"device": "cpu", "sm": None}, [("device", "cpu", ["cuda"], "--device")]),
+        ({"sm": 80}, [("sm", 80, "SM 90", "--sm")]),
+        ({"sm": 100}, [("sm", 100, "SM 90", "--sm")]),
+        (
+            {"model": read(DEEPSEEK_V3, kv_lora_rank=256)},
+            [("mla_dims", [256, 64], [[512, 64]], "--decode-attention-backend")],
+        ),
+        (
+            {"dtype": FP32, "kv_dtype": FP32},
+            [
+                ("dtype", "float32", ["bfloat16", "float16"], "--dtype"),
+                ("kv_dtype", "float32", ["bfloat16", "float16"], "--kv-dtype"),
+            ],
+        ),
+        ({"kv_dtype": FP8}, [("kv_dtype", "float8_e4m3fn", ["bfloat16", "float16"], "--kv-dtype")]),
+        ({"kv_dtype": FP16}, [("kv_dtype", "float16", ["bfloat16"], "--kv-dtype")]),
+        ({"page_size": 32}, [("page_size", 32, [64], "--page-size")]),
+        ({"page_size": 96}, [("page_size", 96, [64], "--page-size")]),
+        (
+            {"model": read(DEEPSEEK_V3, num_attention_heads=256, num_key_value_heads=256)},
+            [("heads", 256, 128, "--tensor-parallel")],
+        ),
+        ({"speculative_tokens": 9}, [("speculation", 9, 8, "--speculative-tokens")]),
+        (
+            {"cuda_graph": GraphLevel.ALWAYS},
+            [("cuda_graph", "ALWAYS", ["NEVER", "DECODE", "UNIFORM"], "--cuda-graph")],
+        ),
+    ],
+    ids=[
+        "cpu",
+        "ampere",
+        "blackwell",
+        "latent-256",
+        "fp32",
+        "fp8",
+        "kv-fp16-with-bf16",
+        "pages-of-32",
+        "pages-of-96",
+        "256-heads",
+        "speculation",
+        "graphs-of-prefill",
+    ],
+)
+def test_it_refuses_with_value_and_what_is_allowed_and_the_option(
+    changes: dict[str, Any], reasons: list[tuple[str, object, object, str]]
+) -> None:
+    """D3: every reason, and no other."""
+    found = refusals(**changes)
+    assert [(reason.code, reason.value, reason.allowed, reason.option) for reason in found] == reasons
+    json.dumps([reason.as_json() for reason in found])
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DRAFT])
+def test_other_roles_are_other_backends(role: Role) -> None:
+    """D3"""
+    (reason,) = refusals(role)
+    assert (reason.code, reason.allowed, reason.option) == ("role", ["decode"], f"--{role}-attention-backend")
+
+
+def test_layers_of_different_heads_are_refused_with_how_many() -> None:
+    """D3: one schedule serves all layers."""
+    model = read(DEEPSEEK_V3)
+    first, *others = model.layers
+    (reason,) = refusals(model=replace(model, layers=(replace(first, num_heads=64), *others)))
+    assert (reason.code, reason.value) == ("layers", [64, 128])
+    assert "64, 128 heads" in reason.message
+
+
+# ---- the library ----
+
+
+def test_a_library_that_is_not_installed_is_a_refusal_with_what_to_install(installed: Path) -> None:
+    """D3"""
+    (installed / "sgl_flash_mla-1.0.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: other\n")
+    if any(reason.code == "requirement" for reason in refusals()):
+        (reason,) = refusals()
+        assert reason.option == "pip install 'sgl-flash-mla<2,>=1.0'"
+    else:
+        pytest.skip("sgl-flash-mla is installed here for real")
+
+
+def library(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
+    """A library of that source, on a machine with a GPU."""
+    (folder / "flash_mla.py").write_text(source)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+
+
+@pytest.mark.parametrize(
+    ("source", "text"),
+    [
+        ("raise OSError('libcudart.so.13: cannot open shared object file')", "libcudart.so.13"),
+        ("def has_legacy(): return False", "built without its kernels for SM 90"),
+        ("__version__ = '2026.9'", "has no attribute 'has_legacy'"),
+    ],
+    ids=["no CUDA", "no legacy kernels", "another package of that name"],
+)
+def test_a_library_that_cannot_be_used_is_a_refusal_with_its_error(
+    installed: Path, monkeypatch: pytest.MonkeyPatch, source: str, text: str
+) -> None:
+    """D2, D3"""
+    library(installed, monkeypatch, source)
+    (reason,) = refusals()
+    assert (reason.code, reason.option) == ("import", "pip install sgl-flash-mla")
+    assert text in reason.message
+
+
+def test_a_library_with_the_kernels_is_fine(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """D3"""
+    names = ("flash_mla_with_kvcache", "get_mla_decoding_metadata", "get_mla_metadata")
+    library(installed, monkeypatch, "\n".join(["def has_legacy(): return True", *(f"{name} = None" for name in names)]))
+    assert refusals() == []
+
+
+def test_neither_torch_nor_the_library_is_imported_to_list_it_or_to_refuse_it() -> None:
+    """``attnplug backends`` and ``explain`` stay quick where there is no GPU, whatever is installed."""
+    code = """
+import sys
+from attnplug import Problem, Role
+from attnplug_flashmla import plugin
+(spec,) = plugin.attnplug_backends()
+assert spec.refusals(Problem(device="cpu"), Role.DECODE) and spec.refusals(Problem(device="cpu"))
+print([name for name in ("torch", "numpy", "triton", "flash_mla") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+# ---- installed ----
+
+
+def test_it_is_found_by_its_entry_point() -> None:
+    """D1"""
+    found = load_registry().backends["flashmla"]
+    assert found.spec == SPEC
+    assert found.source.distribution == "attnplug-flashmla"
+
+
+def test_it_is_asked_for_as_a_role_beside_a_backend_for_prefill(installed: Path) -> None:
+    """D1, D3: the answer needs no GPU, and the page size is one that both read."""
+    (installed / "config.json").write_text(json.dumps(DEEPSEEK_V3))
+    roles = ("--prefill-attention-backend", "flashinfer_mla", "--decode-attention-backend", "flashmla")
+    outcome = in_own_process(
+        *("explain", "--model", str(installed), "--sm", "90", *roles, "--json"),
+        CUDA_VISIBLE_DEVICES="",
+        PYTHONPATH=str(installed),
+    )
+    assert outcome.code == 0
+    assert {role: choice["chosen"] for role, choice in outcome.json.items()} == {
+        "prefill": "flashinfer_mla",
+        "decode": "flashmla",
+    }

@@ -1,0 +1,169 @@
+"""The recurrence of linear attention over states in place: a few tokens per request, as decode and verify have them.
+
+Per request and head the state is read once and written once, whatever the number of tokens, and next to those bytes
+everything else is small: 128 x 128 floats are 64 KiB each way, the query, key and value of a token under one. So what
+counts is that enough loads are under way: a program takes all key channels of a few value columns, which needs nothing
+of any other program, and there are ``heads * value_dim / BLOCK_V`` of them per request.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnplug import LinearInputs
+from attnplug_hybrid_linear.spans import Spans
+
+_FEW_HEADS = 512
+"""Heads of all requests together up to which small programs are faster, since larger ones leave the device idle."""
+
+
+@triton.jit
+def _advance(
+    q, k, v, log_decay, beta, out, states, starts, lens, slots, scale,
+    q_row, q_head, k_row, k_head, v_row, v_head, decay_row, decay_head, beta_row,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    BY_CHANNEL: tl.constexpr, DELTA: tl.constexpr, NORMALIZE: tl.constexpr, OUTPUT: tl.constexpr, STORE: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    head, span = tl.program_id(1), tl.program_id(2)
+    value = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    key = tl.arange(0, BLOCK_K)
+    is_value, is_key = value < VALUE_DIM, key < KEY_DIM
+    row, tokens, slot = tl.load(starts + span), tl.load(lens + span), tl.load(slots + span)
+    out_at = out + (row * HEADS + head) * VALUE_DIM + value
+    if slot < 0:
+        if OUTPUT:
+            for _ in range(tokens):
+                tl.store(out_at, tl.zeros([BLOCK_V], out.dtype.element_ty), mask=is_value)
+                out_at += HEADS * VALUE_DIM
+        return
+    if tokens == 0:
+        return
+
+    is_state = is_key[:, None] & is_value[None, :]
+    state_at = states + (slot * HEADS + head) * KEY_DIM * VALUE_DIM + key[:, None] * VALUE_DIM + value[None, :]
+    state = tl.load(state_at, mask=is_state, other=0.0)
+    key_head = head // (HEADS // KEY_HEADS)
+    q_at, k_at = q + row * q_row + key_head * q_head + key, k + row * k_row + key_head * k_head + key
+    v_at = v + row * v_row + head * v_head + value
+    decay_at = log_decay + row * decay_row + head * decay_head
+    beta_at = beta + row * beta_row + head
+    for _ in range(tokens):
+        key_row = tl.load(k_at, mask=is_key, other=0.0).to(tl.float32)
+        write = tl.load(v_at, mask=is_value, other=0.0).to(tl.float32)
+        if NORMALIZE:
+            key_row = key_row / tl.sqrt(tl.sum(key_row * key_row, 0) + 1e-6)
+        if BY_CHANNEL:
+            state *= tl.exp(tl.load(decay_at + key, mask=is_key, other=0.0))[:, None]
+        else:
+            state *= tl.exp(tl.load(decay_at))
+        if DELTA:
+            found = tl.sum(state * key_row[:, None], 0)
+            write = (write - found) * tl.load(beta_at).to(tl.float32)
+        state += key_row[:, None] * write[None, :]
+        if OUTPUT:
+            query = tl.load(q_at, mask=is_key, other=0.0).to(tl.float32)
+            if NORMALIZE:
+                query = query / tl.sqrt(tl.sum(query * query, 0) + 1e-6)
+            result = tl.sum(state * (query * scale)[:, None], 0)
+            tl.store(out_at, result.to(out.dtype.element_ty), mask=is_value)
+        q_at += q_row
+        k_at += k_row
+        v_at += v_row
+        out_at += HEADS * VALUE_DIM
+        decay_at += decay_row
+        beta_at += beta_row
+    if STORE:
+        tl.store(state_at, state, mask=is_state)
+
+
+def advance_in_place(
+    inputs: LinearInputs, scale: float, spans: Spans, states: Tensor, *, out: Tensor | None, store: bool
+) -> None:
+    """Take the states at the spans' slots through their rows; ``out`` ``[tokens, heads, value_dim]`` gets the output.
+
+    Without ``store`` the states stay as they were.
+    """
+    if not spans.rows:
+        return
+    heads, key_dim, value_dim = states.shape[1:]
+    q, k, v, decay = map(_contiguous_rows, (inputs.q, inputs.k, inputs.v, inputs.log_decay))
+    beta = decay if inputs.beta is None else _contiguous_rows(inputs.beta)  # without a delta rule it is not read
+    per_token, by_channel = decay.dim() > 1, decay.dim() == 3
+    block_v, warps = _configuration(heads * spans.slots.shape[0], by_channel)
+    _advance[(triton.cdiv(value_dim, block_v), heads, spans.slots.shape[0])](
+        q,
+        k,
+        v,
+        decay,
+        beta,
+        v if out is None else out,
+        states,
+        spans.starts,
+        spans.lens,
+        spans.slots,
+        scale,
+        *q.stride()[:2],
+        *k.stride()[:2],
+        *v.stride()[:2],
+        decay.stride(0) if per_token else 0,
+        decay.stride(1) if per_token else 1,
+        beta.stride(0),
+        HEADS=heads,
+        KEY_HEADS=q.shape[1],
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        BY_CHANNEL=by_channel,
+        DELTA=inputs.beta is not None,
+        NORMALIZE=inputs.normalize,
+        OUTPUT=out is not None,
+        STORE=store,
+        BLOCK_K=triton.next_power_of_2(key_dim),
+        BLOCK_V=block_v,
+        num_warps=warps,
+    )
+
+
+def _configuration(heads: int, by_channel: bool) -> tuple[int, int]:
+    """Value columns and warps of a program: the fastest of eleven on an H200, 128 x 128 states, 1 to 256 requests."""
+    if heads <= _FEW_HEADS:
+        return 16, 1
+    return (32, 1) if by_channel else (64, 4)
+
+
+def _contiguous_rows(tensor: Tensor) -> Tensor:
+    """Kernels step over rows and heads by any stride, but walk a row by ones."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
+
+
+@triton.jit
+def _put(states, slots, values, size, BLOCK: tl.constexpr):
+    slot = tl.load(slots + tl.program_id(1))
+    if slot >= 0:
+        place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+        value = tl.load(values + tl.program_id(1).to(tl.int64) * size + place, mask=place < size)
+        tl.store(states + slot * size + place, value, mask=place < size)
+
+
+def put_states(states: Tensor, spans: Spans, values: Tensor) -> None:
+    """Write ``values`` ``[spans, …]`` float32 to the spans' slots, and nothing for a padded one."""
+    size, block = states[0].numel(), 1024
+    _put[(triton.cdiv(size, block), values.shape[0])](states, spans.slots, values, size, BLOCK=block)
+
+
+@triton.jit
+def _clear(out, starts, lens, slots, width, BLOCK: tl.constexpr):
+    span = tl.program_id(0)
+    if tl.load(slots + span) < 0:
+        row, end = tl.load(starts + span), tl.load(starts + span) + tl.load(lens + span)
+        for at in range(row * width, end * width, BLOCK):
+            place = at + tl.arange(0, BLOCK)
+            tl.store(out + place, tl.zeros([BLOCK], out.dtype.element_ty), mask=place < end * width)
+
+
+def clear_padded(out: Tensor, spans: Spans) -> None:
+    """Zero the rows of padded requests in ``out`` ``[tokens, …]``."""
+    width = out[0].numel()
+    _clear[(spans.slots.shape[0],)](out, spans.starts, spans.lens, spans.slots, width, BLOCK=1024)

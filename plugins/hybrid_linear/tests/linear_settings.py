@@ -1,0 +1,84 @@
+"""The backends of this plugin on the devices that they run on: every test of one is a test of all.
+
+On a CPU our Triton kernels run in Triton's interpreter, and flash-linear-attention's, which cannot, are played by the
+recurrence that the torch backend has: planning tests. On a GPU all of it is real.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnplug import BackendContext, DType, LinearInputs
+from attnplug_hybrid_linear.fla_backend import FlaLinearBackend
+from attnplug_hybrid_linear.fla_kernels import CHUNK, Chunks
+from attnplug_hybrid_linear.recurrence import Tokens, advance
+from attnplug_hybrid_linear.torch_backend import TorchLinearBackend
+from linear_inputs import tokens_of
+from linear_scene import LinearScene
+from support.devices import DEVICES
+
+
+class ReferenceChunks:
+    """What the library's chunk kernels compute, and all that they insist on."""
+
+    def chunked(self, inputs: LinearInputs, scale: float, chunks: Chunks, states: Tensor) -> tuple[Tensor, Tensor]:
+        boundaries = chunks.boundaries.tolist()
+        assert chunks.boundaries.dtype is torch.int64 and chunks.boundaries_cpu.tolist() == boundaries
+        assert states.shape[0] == len(boundaries) - 1 and states.dtype is torch.float32 and states.is_contiguous()
+        spans = [slice(*pair) for pair in pairwise(boundaries)]
+        assert chunks.indices.tolist() == [
+            [number, place]
+            for number, span in enumerate(spans)
+            for place in range(-(-(span.stop - span.start) // CHUNK))
+        ]
+        outputs, after = [], torch.empty_like(states)
+        for number, span in enumerate(spans):
+            own = tokens_of(inputs, span)
+            decay, beta = own.log_decay, own.beta
+            tokens = Tokens.of(
+                *(tensor.unsqueeze(0) for tensor in (own.q, own.k, own.v)),
+                decay if decay.dim() == 1 else decay.unsqueeze(0),
+                None if beta is None else beta.unsqueeze(0),
+                scale=scale,
+                normalize=own.normalize,
+            )
+            out, after[number : number + 1] = advance(tokens, states[number : number + 1])
+            outputs.append(out.squeeze(0).to(inputs.v.dtype))
+        return torch.cat(outputs), after
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A backend on a device, and how near it comes to float64."""
+
+    build: Callable[[BackendContext], Any]
+    device: str
+    dtype: DType = DType.FLOAT32
+    tolerance: float = 1e-5
+    state_tolerance: float = 1e-5
+
+    def scene(self, requests: int = 4, **given: Any) -> LinearScene:
+        return LinearScene(requests, **{"device": self.device, "dtype": self.dtype, "build": self.build} | given)
+
+
+def _interpreted(context: BackendContext) -> FlaLinearBackend:
+    return FlaLinearBackend(context, ReferenceChunks())
+
+
+TORCH = Setting(TorchLinearBackend, "cpu")
+INTERPRETED = Setting(_interpreted, "cpu")
+_CUDA = DEVICES[1].marks
+SETTINGS = [
+    pytest.param(TORCH, id="torch-cpu"),
+    pytest.param(Setting(TorchLinearBackend, "cuda"), id="torch-cuda", marks=_CUDA),
+    pytest.param(INTERPRETED, id="fla-planning-cpu"),
+    # Inside a chunk the library multiplies in bfloat16, so states differ as well: on an H200 by up to 1.3e-2.
+    pytest.param(Setting(FlaLinearBackend, "cuda", DType.BFLOAT16, 2e-2, 2e-2), id="fla-cuda", marks=_CUDA),
+]

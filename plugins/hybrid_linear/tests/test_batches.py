@@ -1,0 +1,210 @@
+"""Every backend on its scene: every kind of layer, every mode, and slots that nobody may touch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnplug import DType, ForwardMode, KVPools, PlanError, PoolError
+from attnplug.backend import backend_problems
+from attnplug_hybrid_linear.fla_backend import FEW_TOKENS, FlaLinearBackend
+from linear_scene import LAYERS, PADDED, LinearScene, same_bits, same_values
+from linear_settings import INTERPRETED, SETTINGS, TORCH, Setting
+from support.devices import nothing_waits
+
+DECODE, EXTEND, MIXED = ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.MIXED
+in_every_setting = pytest.mark.parametrize("setting", SETTINGS)
+
+
+def check(
+    setting: Setting, scene: LinearScene, mode: ForwardMode, members: list[int], new: list[int], **batch: object
+) -> None:
+    scene.check(scene.run(mode, members, new, **batch), setting.tolerance)
+    scene.check_states(setting.state_tolerance)
+
+
+@in_every_setting
+class TestBatches:
+    def test_decode(self, setting) -> None:
+        """A7; NaN in every slot that must not be read."""
+        check(setting, setting.scene(4), DECODE, [2, 0, 3], [1, 1, 1])
+
+    def test_extend_by_ragged_lengths(self, setting) -> None:
+        """A7"""
+        check(setting, setting.scene(6), EXTEND, [4, 2, 0, 3, 1], [70, 3, 130, 1, 9])
+
+    def test_mixed(self, setting) -> None:
+        """A7"""
+        check(setting, setting.scene(5), MIXED, [3, 0, 1, 4, 2], [1, 40, 1, 1, 12])
+
+    def test_strong_decays(self, setting) -> None:
+        check(setting, setting.scene(3, decay=20.0), EXTEND, [1, 0], [100, 37])
+
+    def test_a_request_without_new_tokens_is_not_touched(self, setting) -> None:
+        """A7: bit by bit."""
+        scene = setting.scene(4)
+        before = scene.bits()
+        check(setting, scene, EXTEND, [3, 0, 2], [0, 5, 0])
+        check(setting, scene, EXTEND, [3, 0, 2], [0, 0, 0])
+        for old, new in zip(before, scene.bits(), strict=True):
+            for request in (1, 2, 3):
+                assert torch.equal(old[scene.slots[request]], new[scene.slots[request]])
+
+    @pytest.mark.parametrize(("mode", "new"), [(DECODE, [1, 1]), (EXTEND, [3, 20]), (MIXED, [1, 9])])
+    def test_rows_behind_the_plan_are_zero_and_change_nothing(self, mode, new, setting) -> None:
+        """B5"""
+        check(setting, setting.scene(3), mode, [2, 0], new, padding=5)
+
+    @pytest.mark.parametrize(
+        ("mode", "members", "new"),
+        [
+            (DECODE, [PADDED, 1, 0, PADDED], [1, 1, 1, 1]),
+            (EXTEND, [1, PADDED, 0, PADDED], [9, 9, 4, 30]),
+            (EXTEND, [1, PADDED, PADDED], [9, 0, 1]),
+            (MIXED, [PADDED, 2, 0, PADDED], [1, 1, 8, 5]),
+        ],
+    )
+    def test_padded_requests_give_zero_and_touch_no_slot(self, mode, members, new, setting) -> None:
+        """A7, B5: their rows are NaN, and none of it shows."""
+        check(setting, setting.scene(3), mode, members, new)
+
+    @pytest.mark.parametrize(("mode", "new"), [(DECODE, [1, 1]), (EXTEND, [3, 20])])
+    def test_a_batch_of_padded_requests_alone_touches_no_slot(self, mode, new, setting) -> None:
+        """A7, B5: slot 0 neither. (A GPU may write one NaN as another.)"""
+        scene = setting.scene(3)
+        before = scene.states()
+        check(setting, scene, mode, [PADDED, PADDED], new)
+        assert same_values(before, scene.states())
+
+    def test_idle(self, setting) -> None:
+        """B5: no request, no slots; rows that are there are padding."""
+        scene = setting.scene(2)
+        before = scene.bits()
+        check(setting, scene, ForwardMode.IDLE, [], [], padding=3)
+        step = scene.step(ForwardMode.IDLE, [], [])
+        step.batch.state_slots = None
+        step.batch.plan = scene.backend.init_forward_metadata(step.batch)
+        scene.forward(step)
+        scene.backend.commit_states(step.batch, torch.zeros(0, dtype=torch.int64, device=setting.device))
+        assert same_bits(before, scene.bits())
+
+    @pytest.mark.parametrize(
+        ("mode", "new"), [(DECODE, [1, 1, 1, 1]), (MIXED, [1, 16, 5, 12]), (MIXED, [1, 40, 5, 12])]
+    )
+    def test_planning_and_running_wait_for_nothing(self, mode, new, setting) -> None:
+        """Lengths on the CPU: nothing is copied from the device."""
+        if setting.build is FlaLinearBackend and max(new) > FEW_TOKENS:
+            pytest.skip("the library sends the chunks of its kernels to the device, and waits, once a batch")
+        scene = setting.scene(4)
+        check(setting, scene, mode, [3, 0, PADDED, 1], new)  # compiles, where there is something to compile
+        step = scene.step(mode, [3, 0, PADDED, 1], new)
+        with nothing_waits(setting.device):
+            step.batch.plan = scene.backend.init_forward_metadata(step.batch)
+            scene.forward(step)
+        scene.check(step, setting.tolerance)
+
+    def test_lengths_on_the_device_alone(self, setting) -> None:
+        check(setting, setting.scene(4), EXTEND, [3, 0, 1], [2, 40, 12], mirror=False)
+
+    @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
+    def test_short_types(self, dtype, setting) -> None:
+        """States are float32 still: only the outputs are rounded (by the interpreter towards zero)."""
+        scene = setting.scene(4, dtype=dtype)
+        for mode, new in ((EXTEND, [20, 9, 1]), (DECODE, [1, 1, 1])):
+            scene.check(scene.run(mode, [2, 0, 3], new), max(setting.tolerance, 8e-3))
+        scene.check_states(setting.state_tolerance)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> tuple[ForwardMode, list[int], list[int], int]:
+    members = draw(st.permutations(range(5)))[: draw(st.integers(1, 5))]
+    members = [PADDED if draw(st.integers(0, 5)) == 0 else member for member in members]
+    mode = draw(st.sampled_from([DECODE, EXTEND, MIXED]))
+    lens = st.just(1) if mode is DECODE else st.sampled_from([0, 1, 1, 2, 5, 9, 17, 33])
+    return mode, members, [draw(lens) for _ in members], draw(st.integers(0, 2))
+
+
+@pytest.mark.parametrize("setting", [pytest.param(TORCH, id="torch-cpu")])
+@settings(max_examples=25)
+@given(steps=st.lists(batches(), min_size=1, max_size=5), seed=st.integers(0, 99))
+def test_any_steps_of_any_requests(steps, seed, setting) -> None:
+    """A7: whoever is in a batch, in whatever order, its states go through its own tokens and nobody else's do."""
+    _run_steps(steps, seed, setting)
+
+
+@pytest.mark.parametrize("setting", [pytest.param(INTERPRETED, id="fla-planning-cpu")])
+@settings(max_examples=6)
+@given(steps=st.lists(batches(), min_size=1, max_size=2), seed=st.integers(0, 99))
+def test_any_steps_of_any_requests_interpreted(steps, seed, setting) -> None:
+    """A7: the same; an interpreted step takes a second."""
+    _run_steps(steps, seed, setting)
+
+
+def _run_steps(steps, seed: int, setting: Setting) -> None:
+    scene = setting.scene(5, seed=seed)
+    for mode, members, new, padding in steps:
+        scene.check(scene.run(mode, members, new, padding=padding), setting.tolerance)
+    scene.check_states(setting.state_tolerance)
+
+
+@in_every_setting
+def test_two_batches_between_each_other(setting) -> None:
+    """B5: what a backend knows of a batch is in its plan."""
+    scene = setting.scene(4)
+    first, second = scene.step(EXTEND, [0, 2], [9, 3]), scene.step(DECODE, [1, 3], [1, 1])
+    scene.forward(second)
+    scene.forward(first)
+    scene.check(first, setting.tolerance)
+    scene.check(second, setting.tolerance)
+    scene.check_states(setting.state_tolerance)
+
+
+@pytest.mark.parametrize("setting", [TORCH, INTERPRETED], ids=["torch", "fla"])
+class TestRefusals:
+    def test_a_plan_of_somebody_else_is_refused(self, setting) -> None:
+        """B5"""
+        scene, other = setting.scene(2), setting.scene(2)
+        step = scene.step(DECODE, [0], [1])
+        step.batch.plan = other.backend.init_forward_metadata(step.batch)
+        with pytest.raises(PlanError, match="another instance"):
+            scene.forward(step)
+
+    def test_fewer_rows_than_planned_are_refused_with_both_numbers(self, setting) -> None:
+        """B5"""
+        scene = setting.scene(2)
+        step = scene.step(EXTEND, [0, 1], [3, 4])
+        step.conv_rows = {layer_id: x[:5] for layer_id, x in step.conv_rows.items()}
+        with pytest.raises(PlanError, match=r"given 5 query rows.*for 7"):
+            scene.forward(step)
+
+    def test_a_batch_without_slots_is_refused(self, setting) -> None:
+        scene = setting.scene(2)
+        batch = scene.batch(EXTEND, [0, 1], [3, 4])
+        for slots, given_ in ((None, "none"), (torch.zeros(3, dtype=torch.int64), r"shape \(3,\)")):
+            batch.state_slots = slots
+            with pytest.raises(PlanError, match=rf"slot for each of the batch's 2 requests.*{given_}"):
+                scene.backend.init_forward_metadata(batch)
+
+    def test_a_context_without_a_pool_of_states_is_refused(self, setting) -> None:
+        with pytest.raises(PoolError, match="no pool of linear states"):
+            setting.scene(build=lambda context: setting.build(replace(context, pools=KVPools())))
+
+    def test_a_layer_without_the_state_asked_for_is_refused(self, setting) -> None:
+        scene = setting.scene(2)
+        step = scene.step(DECODE, [0], [1])
+        lightning, short_conv = LAYERS[2], LAYERS[4]
+        x, inputs = next(iter(step.conv_rows.values())), next(iter(step.inputs.values()))
+        with pytest.raises(PoolError, match="layer 5 has no convolution"):
+            scene.backend.forward_conv(x, x, None, lightning, step.batch, True)
+        with pytest.raises(PoolError, match="layer 9 has no heads"):
+            scene.backend.forward_linear(inputs, short_conv, step.batch)
+
+
+@pytest.mark.parametrize("setting", [TORCH, INTERPRETED], ids=["torch", "fla"])
+def test_it_is_a_linear_backend(setting) -> None:
+    """A7"""
+    assert list(backend_problems(setting.scene().backend, linear=True)) == []

@@ -1,0 +1,122 @@
+"""Captured batches: planned once, replayed with other requests, inputs and slots."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attnplug import ForwardMode, LinearInputs, PlanError
+from linear_scene import PADDED, LinearScene, Step, same_bits
+from linear_settings import INTERPRETED, SETTINGS
+
+DECODE, VERIFY = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
+in_every_graph_setting = pytest.mark.parametrize(
+    "setting", [setting for setting in SETTINGS if setting.id.startswith("fla")]
+)
+
+
+class Capture:
+    """A captured batch of fixed memory. Nobody is in it until something is replayed: all its requests are padded."""
+
+    def __init__(self, scene: LinearScene, mode: ForwardMode, requests: int, per_request: int) -> None:
+        self.scene, backend = scene, scene.backend
+        self.step = scene.step(mode, [PADDED] * requests, [per_request] * requests)
+        backend.init_cuda_graph_state(requests, requests * per_request)
+        batch = self.step.batch
+        self.plan = batch.plan = backend.init_forward_metadata_out_graph(batch, in_capture=True)
+        self.graph = None
+        self.run()
+        if scene.device.type == "cuda":
+            torch.cuda.synchronize()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self.run()
+
+    def run(self) -> None:
+        self.scene.backend.init_forward_metadata_in_graph(self.step.batch)
+        self.scene.forward(self.step)
+
+    def replay(self, members: list[int]) -> Step:
+        """A step of these requests through the captured memory."""
+        own, scene = self.step, self.scene
+        step = scene.step(own.batch.forward_mode, members, own.new)
+        own.batch.state_slots.copy_(step.batch.state_slots)
+        for layer_id, inputs in step.inputs.items():
+            for target, source in zip(_tensors(own.inputs[layer_id]), _tensors(inputs), strict=True):
+                target.copy_(source)
+        for layer_id, x in step.conv_rows.items():
+            own.conv_rows[layer_id].copy_(x)
+        assert scene.backend.init_forward_metadata_out_graph(own.batch) is self.plan
+        if self.graph is None:
+            self.run()
+        else:
+            self.graph.replay()
+        out, conv_out = ({key: each.clone() for key, each in outs.items()} for outs in (own.out, own.conv_out))
+        return replace(step, batch=own.batch, out=out, conv_out=conv_out)
+
+
+def _tensors(inputs: LinearInputs) -> list[torch.Tensor]:
+    given = (inputs.q, inputs.k, inputs.v, inputs.log_decay, inputs.beta)
+    return [tensor for tensor in given if tensor is not None]
+
+
+@in_every_graph_setting
+def test_capturing_touches_no_state(setting) -> None:
+    """A7: to the bit."""
+    scene = setting.scene(4)
+    before = scene.bits()
+    Capture(scene, DECODE, 3, 1)
+    Capture(scene, VERIFY, 3, 4)
+    assert same_bits(before, scene.bits())
+
+
+@in_every_graph_setting
+def test_one_capture_serves_whoever_comes(setting) -> None:
+    """A7: other requests, other slots, fewer than captured."""
+    scene = setting.scene(5)
+    capture = Capture(scene, DECODE, 3, 1)
+    for members in ([4, 0, 2], [1, PADDED, 3], [2, 4, PADDED], [PADDED] * 3):
+        scene.check(capture.replay(members), setting.tolerance)
+    scene.check_states(setting.state_tolerance)
+
+
+@in_every_graph_setting
+def test_a_captured_verify_is_committed_after_each_replay(setting) -> None:
+    """A7: what it keeps for that is filled again by every replay."""
+    scene = setting.scene(4)
+    capture = Capture(scene, VERIFY, 3, 4)
+    for members, accepted in (([3, 0, 1], [1, 4, 0]), ([2, PADDED, 0], [3, 4, 2]), ([1, 2, 3], [4, 4, 4])):
+        before = scene.bits()
+        step = capture.replay(members)
+        assert same_bits(before, scene.bits())
+        scene.backend.commit_states(step.batch, torch.tensor(accepted, device=setting.device))
+        scene.check(step, setting.tolerance, accepted)
+        scene.check_states(setting.state_tolerance)
+
+
+@in_every_graph_setting
+def test_eager_batches_between_replays(setting) -> None:
+    """B2: neither sees anything of the other."""
+    scene = setting.scene(5)
+    capture = Capture(scene, DECODE, 2, 1)
+    scene.check(scene.run(ForwardMode.EXTEND, [3, 1], [5, 9]), setting.tolerance)
+    scene.check(capture.replay([1, 4]), setting.tolerance)
+    scene.check(scene.run(DECODE, [0, 1], [1, 1]), setting.tolerance)
+    scene.check(capture.replay([0, PADDED]), setting.tolerance)
+    scene.check_states(setting.state_tolerance)
+
+
+class TestRefusals:
+    def test_a_prefill_is_not_captured(self) -> None:
+        scene = INTERPRETED.scene(2)
+        batch = scene.batch(ForwardMode.EXTEND, [0, 1], [4, 4])
+        with pytest.raises(PlanError, match="in mode extend cannot be captured; capture decode or target_verify"):
+            scene.backend.init_forward_metadata_out_graph(batch, in_capture=True)
+
+    def test_requests_have_equally_many_rows(self) -> None:
+        scene = INTERPRETED.scene(2)
+        batch = scene.batch(VERIFY, [0, 1], [4, 3])
+        with pytest.raises(PlanError, match="equally many rows of every request, not 7 rows for 2 requests"):
+            scene.backend.init_forward_metadata_out_graph(batch, in_capture=True)
