@@ -153,6 +153,7 @@ def generate(oracle: Oracle, **settings: Any) -> tuple[list[list[int]], dict[int
         {"page_size": 256, "num_pages": 16, "dtype": DType.FLOAT16},
         {"backend_options": {"flashattention": {"kernel": "torch"}}, "chunked_prefill_size": 90},
         {"extend_policy": ExtendPolicy(forced=ExtendPath.CHUNKED, chunk_capacity=64), "chunked_prefill_size": 90},
+        {"role_backends": {Role.PREFILL: "flashattention", Role.DECODE: "flashmla"}, "page_size": 64},
     ],
     ids=lambda settings: ",".join(str(key) for key in settings) or "default",
 )
@@ -161,8 +162,10 @@ def test_same_tokens_as_transformers_where_bfloat16_can_tell(oracle, settings):
 
     Logits as near to float32's as transformers' own in bfloat16; tokens equal where the margin exceeds that.
     """
-    if "extend_policy" in settings and oracle.name != "deepseek_v3":
-        pytest.skip("extend policies are for MLA")
+    if oracle.name != "deepseek_v3" and {"extend_policy", "role_backends"} & set(settings):
+        pytest.skip("these are for MLA")
+    if "role_backends" in settings:
+        pytest.importorskip("flash_mla", exc_type=ImportError)
     if "backend_options" not in settings:
         skip_without_fa4()
     tokens, seen = generate(oracle, **settings)
