@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PACKAGES := core engine plugins/flashinfer_mla plugins/flashmla plugins/hybrid_linear plugins/trtllm_mla plugins/tokenspeed_mla plugins/cutedsl_mla
+PACKAGES := core engine plugins/flashattention plugins/flashinfer_mla plugins/flashmla plugins/hybrid_linear plugins/trtllm_mla plugins/tokenspeed_mla plugins/cutedsl_mla
 PLUGINS := $(filter plugins/%,$(PACKAGES))
 PIP_ANY := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PIP := $(PIP_ANY) --constraint constraints.txt
@@ -15,6 +15,8 @@ FLA := 0.6.0
 FLASHMLA := 1.0.0
 # Read by plugins/tokenspeed_mla/tests: the ends of the range that it claims. Never imported: there is no CuTe DSL here.
 TOKENSPEED := 2.0.0 2.0.4
+# Read, and not imported, by plugins/flashattention/tests/test_signatures.py: neither can be without a GPU's libraries.
+FLASH_ATTENTION := 4.0.0b36 2.8.3.post2
 
 .PHONY: run test lint types tests bench docs gpu-test clean
 
@@ -58,7 +60,8 @@ $(VENV)/installed: constraints.txt Makefile $(addsuffix /pyproject.toml,$(PACKAG
 
 # FlashInfer comes with what its import needs and no more: with the CuTe DSL, it cannot be imported where there is no CUDA.
 # Triton is there for its interpreter.
-UNPACKED := $(FLASHINFER:%=flashinfer/%) $(FLA:%=fla/%) $(FLASHMLA:%=flashmla/%) $(TOKENSPEED:%=tokenspeed_mla/%)
+UNPACKED := $(FLASHINFER:%=flashinfer/%) $(FLA:%=fla/%) $(FLASHMLA:%=flashmla/%) $(TOKENSPEED:%=tokenspeed_mla/%) \
+	$(FLASH_ATTENTION:%=flashattention/%)
 $(VENV)/installed-dev: $(VENV)/installed $(addprefix $(VENV)/,$(UNPACKED))
 	$(PIP) pytest pytest-xdist hypothesis mypy ruff
 	$(PIP) apache-tvm-ffi nvidia-ml-py requests
@@ -76,6 +79,17 @@ $(VENV)/flashmla/%: | $(VENV)/installed
 
 $(VENV)/tokenspeed_mla/%: | $(VENV)/installed
 	$(PIP_ANY) --no-deps --no-compile --target $@ tokenspeed-mla==$*
+
+$(VENV)/flashattention/4.%: | $(VENV)/installed
+	$(PIP_ANY) --no-deps --no-compile --target $@ flash-attn-4==4.$*
+
+# There is no wheel of it; what is read is one file of the source.
+$(VENV)/flashattention/2.%: | $(VENV)/installed
+	rm -rf $@.part && mkdir -p $@.part
+	cd $@.part && FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE $(CURDIR)/$(BIN)/python -m pip download --quiet \
+		--disable-pip-version-check --no-deps --no-build-isolation --no-binary flash-attn flash-attn==2.$*
+	cd $@.part && tar -xzf *.tar.gz --strip-components=1 --wildcards '*/flash_attn/flash_attn_interface.py'
+	rm $@.part/*.tar.gz && mv $@.part $@
 
 clean:
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache

@@ -124,7 +124,8 @@ def test_what_the_policy_chooses_runs_right(name, serving, captured):
     )
     model, batch = MLAModel(stage.scene), stage.scene.batch()
     batch.captured = captured
-    if name != "torch_native" and (serving.skip_prefill or not PLUGINS[name].prefills):
+    plugin = PLUGINS[name]
+    if not plugin.prefills or (serving.skip_prefill and not plugin.prefills_always):
         with pytest.raises(PlanError, match=r"skip_prefill|not extend"):
             model.run(policy, batch)
         return
@@ -134,12 +135,12 @@ def test_what_the_policy_chooses_runs_right(name, serving, captured):
     chose = batch.mla_plan.path
     assert chose in stage.backend.claims.mla_extend
     if serving.disable_chunked_prefix_cache:
-        assert chose is ExtendPath.ABSORBED
+        assert chose is (ExtendPath.ABSORBED if plugin.decodes else ExtendPath.ONE_SHOT)
     elif ExtendPath.CHUNKED in stage.backend.claims.mla_extend:
         assert chose is ExtendPath.CHUNKED
 
 
-@every_plugin
+@pytest.mark.parametrize("name", [name for name, plugin in PLUGINS.items() if plugin.decodes])
 def test_decode_needs_no_chunks(name):
     """A4: a draft's worker and a decode server only decode, and hooks are never asked."""
     for serving in (Serving(skip_prefill=True), Serving(disaggregation_mode="decode")):

@@ -181,6 +181,28 @@ class TestPolicy:
         """A3's switch"""
         assert self.choose(ExtendPolicy(disable_ragged=True), (0, 9)) is ExtendPath.ABSORBED
 
+    def test_a_backend_that_cannot_extend_absorbed_never_does(self):
+        """C1: whatever the prefix, the mode and the capacity; decoding alone is somebody else's."""
+        as_mha = frozenset({ExtendPath.ONE_SHOT, ExtendPath.CHUNKED})
+        assert self.choose(ExtendPolicy(), (5, 9), abilities=as_mha) is ExtendPath.ONE_SHOT
+        assert self.choose(ExtendPolicy(chunk_capacity=8), (5, 9), abilities=as_mha) is ExtendPath.CHUNKED
+        off = ExtendPolicy(chunk_capacity=8, disable_chunked_prefix_cache=True)
+        assert self.choose(off, (5, 9), abilities=as_mha) is ExtendPath.ONE_SHOT
+        assert self.choose(off, (0, 9), abilities=as_mha) is ExtendPath.CHUNKED
+        only_chunks = frozenset({ExtendPath.CHUNKED})
+        assert self.choose(off, (5, 9), abilities=only_chunks) is ExtendPath.CHUNKED
+        for mode in (ForwardMode.MIXED, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND):
+            assert ExtendPolicy().choose(mode, [3], [20], as_mha) is ExtendPath.ONE_SHOT
+            assert ExtendPolicy().choose(mode, [3], [20], ALL) is ExtendPath.ABSORBED
+        assert ExtendPolicy().choose(ForwardMode.DECODE, [1], [20], as_mha) is ExtendPath.ABSORBED
+        with pytest.raises(PlanError, match=r"ragged attention is disabled, .* chunked, one_shot"):
+            self.choose(ExtendPolicy(disable_ragged=True), (0, 9), abilities=as_mha)
+
+    def test_one_shot_without_chunks_stops_at_the_capacity(self):
+        """C1"""
+        able = frozenset({ExtendPath.ABSORBED, ExtendPath.ONE_SHOT})
+        assert self.choose(ExtendPolicy(), (0, 131073), abilities=able) is ExtendPath.ABSORBED
+
     def test_forcing_what_the_backend_cannot_is_refused(self):
         with pytest.raises(PlanError, match=r"chunked .* absorbed"):
             self.choose(forced(ExtendPath.CHUNKED), (0, 9), abilities=frozenset({ExtendPath.ABSORBED}))

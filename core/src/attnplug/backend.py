@@ -34,6 +34,9 @@ class ForwardExtras:
 
     lse: Tensor | None = None
     """``[tokens, heads]`` float32, filled with the log-sum-exp: natural log, -inf where a row sees no key (C4)."""
+    sinks: Tensor | None = None
+    """``[heads]`` float32, given for layers with ``sinks``: the logit of one more key, whose value is zero. Not in the
+    log-sum-exp."""
 
     def asked(self) -> frozenset[str]:
         return frozenset(name for name in self.__slots__ if getattr(self, name) is not None)
@@ -204,12 +207,18 @@ class Parallel:
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """How this process serves, where a backend builds less for it (A3)."""
+    """How this process serves, where a backend builds or does less for it (A3, A6)."""
 
     skip_prefill: bool = False
     """A speculative draft's worker: it decodes, and somebody else prefills."""
     disaggregation_mode: Literal["null", "prefill", "decode"] = "null"
     disable_chunked_prefix_cache: bool = False
+    is_embedding: bool = False
+    """Prompts are embedded and nothing is generated: no token is ever decoded."""
+    chunked_prefill_size: int | None = None
+    """The most tokens of a prompt in one step; -1 where prompts are never cut, ``None`` where nobody said."""
+    disable_radix_cache: bool = False
+    """No request begins with rows that another one left in the cache."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,7 +13,7 @@ from attnplug.model import AttentionKind, Feature
 from attnplug.problem import DType, GraphLevel, Role
 
 DEVICES = ("cpu", "cuda")
-EXTRAS = ("lse",)
+EXTRAS = ("lse", "sinks")
 """The fields of ``ForwardExtras``, which needs torch and so lives elsewhere."""
 
 _Member = TypeVar("_Member", bound=Enum)

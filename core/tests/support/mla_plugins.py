@@ -63,6 +63,9 @@ class MLAPlugin:
     hook: tuple[str, ...] | None
     planned: Callable[[Chunks], int | None]
     prefills: bool = True
+    decodes: bool = True
+    prefills_always: bool = False
+    """Also for a draft's worker, which asks nobody for it."""
 
     def case(self, case: MLACase) -> MLACase:
         return replace(case, **self.changes)
@@ -85,6 +88,14 @@ def _flashinfer_mla(context: BackendContext) -> AttentionBackend:
     from reference_kernels import ReferenceKernels
 
     return FlashInferMLABackend(context, kernels=ReferenceKernels.of(context))
+
+
+def _flashattention(context: BackendContext) -> AttentionBackend:
+    _tests_of("flashattention")
+    from attnplug_flashattention.backend import FlashAttentionBackend
+    from flash_references import reference
+
+    return FlashAttentionBackend(context, kernels=reference("fa4"))
 
 
 def _flashmla(context: BackendContext) -> AttentionBackend:
@@ -136,8 +147,9 @@ def _nothing(asked: Chunks) -> int:
 _NARROW = {"dims": MLADims(64, 128, 64), "dtype": DType.FLOAT32}
 _FP8 = {"kv_dtype": DType.FLOAT8_E4M3}
 PLUGINS: dict[str, MLAPlugin] = {
-    "torch_native": MLAPlugin(_torch_native, _NARROW, None, _nothing),
+    "torch_native": MLAPlugin(_torch_native, _NARROW, None, _nothing, prefills_always=True),
     "flashinfer_mla": MLAPlugin(_flashinfer_mla, _NARROW, ("forward_batch", "disable_flashinfer_ragged"), _every_call),
+    "flashattention": MLAPlugin(_flashattention, {}, None, _nothing, decodes=False, prefills_always=True),
     "flashmla": MLAPlugin(_flashmla, {"dtype": DType.FLOAT32}, None, _nothing, prefills=False),
     "trtllm_mla": MLAPlugin(_trtllm_mla, {}, ("forward_batch",), _what_falls_back),
     "tokenspeed_mla": MLAPlugin(_tokenspeed_mla, _FP8, ("forward_batch",), _what_falls_back),

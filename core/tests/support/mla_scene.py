@@ -217,15 +217,22 @@ class MLAModel:
         return torch.cat(outs)
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Causal attention of one request in float64: the last of q ``[queries, heads, dim]`` sees all of k."""
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, window: int | None = None, cap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Causal attention of one request in float64: the last of q ``[queries, heads, dim]`` sees the last of k."""
     q, k, v = q.double(), k.double().transpose(0, 1), v.double().transpose(0, 1)
     outs, lses = [], []
     last = k.shape[1] - q.shape[0] + torch.arange(q.shape[0], device=q.device)
     piece = max(1, (1 << 26) // max(1, q.shape[1] * k.shape[1]))
     for part, sees in zip(q.split(piece), last.split(piece), strict=True):
         logits = torch.matmul(part.transpose(0, 1), k.transpose(1, 2)) * scale
-        hidden = torch.arange(k.shape[1], device=q.device) > sees[:, None]
+        if cap is not None:
+            logits = cap * torch.tanh(logits / cap)
+        position = torch.arange(k.shape[1], device=q.device)
+        hidden = position > sees[:, None]
+        if window is not None:
+            hidden |= position <= sees[:, None] - window
         logits.masked_fill_(hidden, float("-inf"))
         lses.append(logits.logsumexp(-1).T)
         outs.append(torch.matmul(logits.softmax(-1), v).transpose(0, 1))

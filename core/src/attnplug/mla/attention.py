@@ -79,11 +79,11 @@ class MLAAttention:
     def prepare(self, batch: ForwardBatch) -> None:
         """Once per batch, before its first layer: choose the path, prepare its calls, let the backend plan them."""
         batch.chunk_plan = None
-        if batch.forward_mode is not ForwardMode.EXTEND:
-            batch.mla_plan = ABSORBED
+        abilities, mode = self._backend.claims.mla_extend, batch.forward_mode
+        if mode is not ForwardMode.EXTEND and (mode.is_decode or ExtendPath.ABSORBED in abilities):
+            batch.mla_plan = ABSORBED  # what the policy would say too, without looking at the lengths
             return
         geometry = Geometry.of(batch, self._pool.page_size)
-        abilities = self._backend.claims.mla_extend
         path = self._policy.choose(batch.forward_mode, geometry.query_lens, geometry.kv_lens, abilities)
         if path is ExtendPath.ABSORBED or not geometry.query_rows:
             batch.mla_plan = ABSORBED

@@ -38,18 +38,33 @@ class ExtendPolicy:
         kv_lens: Sequence[int],
         abilities: frozenset[ExtendPath],
     ) -> ExtendPath:
-        """The path of one batch. Only a plain extend runs as MHA: the other modes bring few queries a request."""
-        if mode is not ForwardMode.EXTEND:
+        """The path of one batch. Decoding is absorbed. A backend that can extend absorbed runs only a plain extend as
+        MHA, because other modes bring few queries a request; one that cannot runs everything as MHA."""
+        if mode.is_decode:
             return ExtendPath.ABSORBED
-        if self.forced is not None:
+        if self.forced is not None and mode is ForwardMode.EXTEND:
             if self.forced not in abilities:
-                able = ", ".join(sorted(abilities))
-                raise PlanError(f"the extend path {self.forced} is forced, but the backend can only run {able}")
+                raise PlanError(
+                    f"the extend path {self.forced} is forced, but the backend can only run {_able(abilities)}"
+                )
             return self.forced
+        absorbed = ExtendPath.ABSORBED in abilities
         total, prefix = sum(kv_lens), sum(kv_lens) - sum(query_lens)
-        chunks_allowed = not self.disable_chunked_prefix_cache and not self.disable_ragged
-        if self.disable_ragged or (prefix and not (chunks_allowed and prefix >= self.chunk_threshold)):
+        chunks_allowed = not self.disable_chunked_prefix_cache
+        pays = not prefix or (chunks_allowed and prefix >= self.chunk_threshold)
+        if absorbed and (self.disable_ragged or mode is not ForwardMode.EXTEND or not pays):
             return ExtendPath.ABSORBED
+        if self.disable_ragged:
+            raise PlanError(f"ragged attention is disabled, but the backend can only run {_able(abilities)}")
         if total <= self.chunk_capacity and ExtendPath.ONE_SHOT in abilities:
             return ExtendPath.ONE_SHOT
-        return ExtendPath.CHUNKED if ExtendPath.CHUNKED in abilities else ExtendPath.ABSORBED
+        if ExtendPath.CHUNKED in abilities and (chunks_allowed or not prefix):
+            return ExtendPath.CHUNKED
+        if absorbed:
+            return ExtendPath.ABSORBED
+        # More rows than the capacity, or chunks that are switched off: but there is no other way.
+        return ExtendPath.ONE_SHOT if ExtendPath.ONE_SHOT in abilities else ExtendPath.CHUNKED
+
+
+def _able(abilities: frozenset[ExtendPath]) -> str:
+    return ", ".join(sorted(abilities))

@@ -1,0 +1,207 @@
+"""An MHA backend on a scene: scattered pages, NaN in all that must not be read, and the float64 result.
+
+Made for kernels, as ``mla_scene`` is: many heads, long requests; float64 runs on the case's device, in pieces.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnplug import (
+    AttentionBackend,
+    AttentionKind,
+    BackendContext,
+    DType,
+    ForwardBatch,
+    ForwardExtras,
+    ForwardMode,
+    KVPools,
+    LayerSpec,
+    Limits,
+    MHAPool,
+    ModelSpec,
+    Role,
+    Serving,
+    WorkspaceOwner,
+)
+from attnplug.kv import LayoutName, torch_dtype
+from support.mla_scene import NAN, attention
+
+LAYER = 3
+
+
+@dataclass(frozen=True)
+class MHACase:
+    """One batch on one layer. Lengths are (rows in the cache before, new tokens) of each request."""
+
+    lengths: tuple[tuple[int, int], ...]
+    mode: ForwardMode = ForwardMode.EXTEND
+    page_size: int = 64
+    heads: int = 8
+    kv_heads: int = 2
+    head_dim: int = 64
+    v_head_dim: int | None = None
+    window: int | None = None
+    cap: float | None = None
+    sinks: bool = False
+    dtype: DType = DType.BFLOAT16
+    layout: LayoutName = "token_major"
+    pages: str = "permuted"
+    padding: int = 0
+    cpu_lengths: bool = True
+    lse: bool = True
+    seed: int = 0
+    serving: Serving = field(default_factory=Serving)
+    options: Any = None
+
+    @property
+    def layer(self) -> LayerSpec:
+        return LayerSpec(
+            LAYER,
+            AttentionKind.MHA,
+            self.heads,
+            self.kv_heads,
+            self.head_dim,
+            self.head_dim if self.v_head_dim is None else self.v_head_dim,
+            self.head_dim**-0.5,
+            sliding_window=self.window,
+            logit_cap=self.cap,
+            sinks=self.sinks,
+        )
+
+
+class MHAScene:
+    """A backend with a poisoned pool that holds the prefixes of the case's requests, and the rows they bring."""
+
+    def __init__(self, case: MHACase, device: str, build: Callable[[BackendContext], AttentionBackend]) -> None:
+        self.case, self.device, self.layer = case, torch.device(device), case.layer
+        self.random = torch.Generator(self.device).manual_seed(case.seed)
+        self.dtype = torch_dtype(case.dtype)
+        self.new = [new for _, new in case.lengths]
+        self.totals = [before + new for before, new in case.lengths]
+        self.page_table, pages = self._page_table()
+        self.pool = MHAPool(
+            [self.layer],
+            num_pages=pages,
+            page_size=case.page_size,
+            dtype=case.dtype,
+            device=self.device,
+            layout=case.layout,
+        )
+        for memory in (self.pool.keys(LAYER), self.pool.values(LAYER)):
+            memory.copy_(torch.tensor(NAN))
+        self.context = BackendContext(
+            name="under_test",
+            roles=frozenset({Role.PREFILL, Role.DECODE}),
+            model=ModelSpec("test", "test", (self.layer,), 1 << 20),
+            device=self.device,
+            dtype=self.dtype,
+            kv_dtype=case.dtype,
+            page_size=case.page_size,
+            limits=Limits(max(len(self.new), 1), max(sum(self.new), 1), max([4096, *self.totals])),
+            pools=KVPools(mha=self.pool),
+            workspace=WorkspaceOwner(),
+            serving=case.serving,
+            options=case.options,
+        )
+        self.backend = build(self.context)
+        self.q = self.normal(sum(self.new), case.heads, case.head_dim)
+        self.keys = [self.normal(total, case.kv_heads, case.head_dim) for total in self.totals]
+        self.values = [self.normal(total, case.kv_heads, self.layer.v_head_dim) for total in self.totals]
+        self.sinks = self.normal(case.heads).float() if case.sinks else None
+        self.store([(0, before) for before, _ in case.lengths])
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.random, device=self.device).to(self.dtype)
+
+    def _page_table(self) -> tuple[Tensor, int]:
+        """``[requests, width]``, and how many pages there are; behind a request's last page it leads nowhere."""
+        needed = [-(-total // self.case.page_size) for total in self.totals]
+        requests, width = len(needed), max([*needed, 1]) + 1
+        pages = requests * width + 3
+        order = {
+            "permuted": lambda: torch.randperm(pages, generator=self.random, device=self.device),
+            "interleaved": lambda: torch.arange(requests * width).view(width, requests).T.flatten(),
+            "descending": lambda: torch.arange(pages).flip(0),
+        }[self.case.pages]()
+        table = order[: requests * width].view(requests, width).int().cpu()
+        for request, count in enumerate(needed):
+            table[request, count:] = 1 << 30
+        return table, pages
+
+    def store(self, spans: list[tuple[int, int]]) -> None:
+        """Write rows ``start … stop`` of every request straight into the memory, by the page table."""
+        for memory, rows in ((self.pool.keys(LAYER), self.keys), (self.pool.values(LAYER), self.values)):
+            for request, (start, stop) in enumerate(spans):
+                position = torch.arange(start, stop)
+                pages = self.page_table[request, position // self.case.page_size].long().to(self.device)
+                memory[pages, (position % self.case.page_size).to(self.device)] = rows[request][start:stop]
+
+    def written(self) -> int:
+        """How many rows of the cache hold something, in keys and in values alike."""
+        keys, values = (
+            ~memory.float().isnan().flatten(2).all(-1) for memory in (self.pool.keys(LAYER), self.pool.values(LAYER))
+        )
+        assert torch.equal(keys, values)
+        return int(keys.sum())
+
+    def batch(self) -> ForwardBatch:
+        new, lens = (torch.tensor(numbers, dtype=torch.int32) for numbers in (self.new, self.totals))
+        decode, mirror = self.case.mode.is_decode, self.case.cpu_lengths
+        return ForwardBatch(
+            forward_mode=self.case.mode,
+            input_ids=torch.zeros(sum(self.new) + self.case.padding, dtype=torch.int64, device=self.device),
+            page_table=self.page_table.to(self.device),
+            seq_lens=lens.to(self.device),
+            seq_lens_cpu=lens if mirror else None,
+            extend_seq_lens=None if decode else new.to(self.device),
+            extend_seq_lens_cpu=new if mirror and not decode else None,
+        )
+
+    def padded(self, tensor: Tensor) -> Tensor:
+        tail = torch.full((self.case.padding, *tensor.shape[1:]), NAN, dtype=tensor.dtype, device=self.device)
+        return torch.cat([tensor, tail])
+
+    def new_rows(self) -> tuple[Tensor, Tensor]:
+        """The keys and values that the batch brings."""
+        spans = [slice(before, before + new) for before, new in self.case.lengths]
+        keys, values = (
+            torch.cat([rows[span] for rows, span in zip(every, spans, strict=True)])
+            for every in (self.keys, self.values)
+        )
+        return keys, values
+
+    def run(self, batch: ForwardBatch | None = None, **arguments: Any) -> tuple[Tensor, Tensor | None]:
+        """Plan (unless the batch is) and run; output and log-sum-exp, padding rows included."""
+        batch = batch or self.batch()
+        batch.plan = batch.plan or self.backend.init_forward_metadata(batch)
+        q, k, v = map(self.padded, (self.q, *self.new_rows()))
+        lse = torch.full(q.shape[:2], NAN, device=self.device) if self.case.lse else None
+        extras = ForwardExtras(lse, self.sinks) if self.case.lse or self.case.sinks else None
+        forward = self.backend.forward_decode if self.case.mode.is_decode else self.backend.forward_extend
+        return forward(q, k, v, self.layer, batch, extras=extras, **arguments), lse
+
+    def wanted(self) -> tuple[Tensor, Tensor]:
+        """What ``run`` must give for the rows that are not padding."""
+        shared = self.case.heads // self.case.kv_heads
+        outs = [
+            attention(
+                q,
+                keys.repeat_interleave(shared, 1),
+                values.repeat_interleave(shared, 1),
+                self.layer.scale,
+                self.case.window,
+                self.case.cap,
+            )
+            for q, keys, values in zip(self.q.split(self.new), self.keys, self.values, strict=True)
+        ]
+        out, lse = torch.cat([out for out, _ in outs]), torch.cat([lse for _, lse in outs])
+        if self.sinks is not None:
+            weight, sink = lse.exp(), self.sinks.double().exp()
+            out = out * (weight / (weight + sink)).unsqueeze(-1)
+        return out, lse

@@ -1,0 +1,1 @@
+"""MHA, GQA and MLA prefill over FlashAttention kernels, as an attnplug backend."""

@@ -1,0 +1,320 @@
+"""The seam to the kernel libraries: what the backend asks of kernels, and the only code that imports one.
+
+Every kernel here is FlashAttention in one of its generations. Log-sum-exps are natural logarithms in all of them (C4).
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnplug import BackendError, LayerSpec, RaggedCall
+from attnplug_flashattention.planner import PagedCall
+
+Attended = tuple[Tensor, Tensor | None]
+"""Output ``[rows, heads, v_dim]`` and, where asked for, log-sum-exp ``[rows, heads]`` float32, of any strides."""
+
+
+@dataclass(frozen=True, slots=True)
+class Softmax:
+    """What a layer's softmax needs to know. ``window`` counts the keys that a query sees, itself included."""
+
+    scale: float
+    window: int | None = None
+    cap: float | None = None
+
+    @classmethod
+    def of(cls, layer: LayerSpec) -> Softmax:
+        return cls(layer.scale, layer.sliding_window, layer.logit_cap)
+
+
+class Kernels(Protocol):
+    """Attention by one library."""
+
+    name: str
+    captures: bool
+    """Whether calls over pages can be captured in a graph."""
+    divides: bool
+    """Whether a call divides long requests among multiprocessors by itself."""
+
+    def page_size(self, page_size: int, layers: Iterable[LayerSpec]) -> int | None:
+        """The page size in which it reads a cache in pages of ``page_size``; ``None`` if rows must be gathered."""
+        ...
+
+    def at_hand(self, q: Tensor, k: Tensor, v: Tensor, call: RaggedCall, softmax: Softmax, lse: bool) -> Attended:
+        """Attention over rows at hand: q ``[query rows, heads, dim]``, k and v ``[kv rows, kv_heads, …]``."""
+        ...
+
+    def over_pages(self, q: Tensor, k: Tensor, v: Tensor, call: PagedCall, softmax: Softmax, lse: bool) -> Attended:
+        """The same over a cache: k and v ``[pages, page_size, kv_heads, …]`` in the kernel's pages.
+
+        Rows of a page behind a sequence's last may hold anything; a sequence without keys gives zeros and -inf.
+        """
+        ...
+
+
+def choose_kernels(name: str, sm: int, layers: Iterable[LayerSpec]) -> Kernels:
+    """The kernels that an option asks for, imported; or the reason why not."""
+    layers = tuple(layers)
+    if name == "auto":
+        name = "fa4" if fa4_problem(sm, layers) is None and _fa4_imports() else "torch"
+    elif name == "fa4" and (problem := fa4_problem(sm, layers)) is not None:
+        raise BackendError(f"kernel=fa4 {problem}; use flashattention.kernel=auto, or leave it out")
+    made: dict[str, Callable[[], Kernels]] = {"fa4": FA4Kernels, "fa2": FA2Kernels, "torch": TorchKernels}
+    try:
+        kernels = made[name]()
+    except Exception as error:  # half-installed CuTe DSL raises AssertionError, CUDA libraries raise OSError
+        raise BackendError(
+            f"kernel={name} cannot be imported: {type(error).__name__}: {error}; {INSTALL[name]}, or use "
+            "flashattention.kernel=auto"
+        ) from error
+    capped = [layer.layer_id for layer in layers if layer.logit_cap is not None]
+    if name == "torch" and capped:
+        raise BackendError(f"layer {capped[0]} caps its logits, which torch's kernel cannot; {INSTALL['fa4']}")
+    return kernels
+
+
+INSTALL = {
+    "fa4": "pip install 'flash-attn-4>=4.0.0b36'",
+    "fa2": "pip install 'flash-attn>=2.8,<3'",
+    "torch": "pip install 'torch>=2.10'",
+}
+
+
+def fa4_problem(sm: int, layers: Iterable[LayerSpec]) -> str | None:
+    """Why FlashAttention 4 is not for this GPU or these layers; ``None`` if it is."""
+    if not 90 <= sm < 110:
+        return f"needs SM 90 to 103, this is SM {sm}"
+    for layer in layers:
+        dims = layer.head_dim, layer.v_head_dim
+        if sm >= 100 and max(dims) > 128 and dims not in ((192, 128), (256, 256)):
+            return f"takes head dims up to 128, (192, 128) or (256, 256) on SM {sm}, layer {layer.layer_id} has {dims}"
+    return None
+
+
+def _fa4_imports() -> bool:
+    try:
+        load_fa4()
+    except ModuleNotFoundError as error:
+        if str(error.name).partition(".")[0] == "flash_attn":
+            return False  # it is not installed
+        _say_why_not(error)
+        return False
+    except Exception as error:
+        _say_why_not(error)
+        return False
+    return True
+
+
+def _say_why_not(error: Exception) -> None:
+    warnings.warn(
+        f"flash-attn-4 is installed but cannot be imported ({type(error).__name__}: {error}); flashattention runs on "
+        "torch's kernel",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+@cache
+def load_fa4() -> Callable[..., Any]:
+    """FlashAttention 4's function. Raises whatever its import raises."""
+    from flash_attn.cute import flash_attn_varlen_func
+
+    function: Callable[..., Any] = flash_attn_varlen_func
+    return function
+
+
+def load_fa2() -> Callable[..., Any]:
+    """FlashAttention 2's function. Raises whatever its import raises."""
+    from flash_attn import flash_attn_varlen_func
+
+    function: Callable[..., Any] = flash_attn_varlen_func
+    return function
+
+
+class FA4Kernels:
+    """flash-attn-4, written in the CuTe DSL and compiled at the first call of each kind.
+
+    On SM 90 it divides no request among multiprocessors, and asserts where it is asked to: ``num_splits`` is always 1.
+    """
+
+    name = "fa4"
+    captures = True
+    divides = False
+
+    def __init__(self, attend: Callable[..., Any] | None = None) -> None:
+        self._attend = attend or load_fa4()
+
+    def page_size(self, page_size: int, layers: Iterable[LayerSpec]) -> int:
+        """Pages that are not a whole key tile.
+
+        Those that are would be loaded by TMA, all rows of them: a NaN behind a sequence's last row would get into its
+        result, and a sequence without rows would read the page named before its own. Others are loaded row by row, and
+        decode twice as fast on an H200.
+        """
+        tiles = {tile for layer in layers for tile in key_tiles(layer)}
+        return max(size for size in range(1, page_size + 1) if page_size % size == 0 and size not in tiles)
+
+    def at_hand(self, q: Tensor, k: Tensor, v: Tensor, call: RaggedCall, softmax: Softmax, lse: bool) -> Attended:
+        out, sums = self._attend(
+            q,
+            k,
+            v,
+            cu_seqlens_q=call.query_indptr,
+            cu_seqlens_k=call.kv_indptr,
+            max_seqlen_q=max(call.query_lens),
+            max_seqlen_k=max(call.kv_lens),
+            causal=call.causal,
+            return_lse=lse,
+            **_fa4_softmax(softmax),
+        )
+        return out, sums.T if lse else None
+
+    def over_pages(self, q: Tensor, k: Tensor, v: Tensor, call: PagedCall, softmax: Softmax, lse: bool) -> Attended:
+        cached = {
+            "seqused_k": call.kv_lens,
+            "page_table": call.page_table,
+            "max_seqlen_k": call.longest,
+            "causal": call.causal,
+            "return_lse": lse,
+            **_fa4_softmax(softmax),
+        }
+        if call.queries is None:
+            assert call.ragged is not None
+            indptr, longest = call.ragged.query_indptr, max(call.ragged.query_lens)
+            out, sums = self._attend(q, k, v, cu_seqlens_q=indptr, max_seqlen_q=longest, **cached)
+            return out, sums.T if lse else None
+        # A batch of equally long sequences: no scheduler has to find out where they begin.
+        out, sums = self._attend(q.unflatten(0, (-1, call.queries)), k, v, **cached)
+        return out.flatten(0, 1), sums.transpose(1, 2).flatten(0, 1) if lse else None
+
+
+def _fa4_softmax(softmax: Softmax) -> dict[str, Any]:
+    return {
+        "softmax_scale": softmax.scale,
+        "window_size": (None, None) if softmax.window is None else (softmax.window - 1, 0),
+        "softcap": softmax.cap or 0.0,
+        "num_splits": 1,
+    }
+
+
+def key_tiles(layer: LayerSpec) -> frozenset[int]:
+    """Keys that FlashAttention 4 may load at a time for a layer, on SM 90 and SM 100 (``_tile_size_fwd_sm90``)."""
+    if layer.head_dim <= 64:
+        own = {128}
+    elif layer.head_dim <= 96:
+        own = {128, 144}
+    elif layer.head_dim <= 128:
+        own = {128}
+    elif layer.head_dim <= 192:
+        own = {96, 112, 128}
+    else:
+        own = {64, 80} if layer.sliding_window is not None else {80}
+    return frozenset(own | {128})
+
+
+class FlashAttention2(ABC):
+    """Of either library: keys and values of one width, pages of a multiple of 256 rows."""
+
+    captures = False
+    divides = True
+    reads_pages = True
+
+    def page_size(self, page_size: int, layers: Iterable[LayerSpec]) -> int | None:
+        even = all(layer.head_dim == layer.v_head_dim for layer in layers)
+        return page_size if self.reads_pages and even and page_size % 256 == 0 else None
+
+    def at_hand(self, q: Tensor, k: Tensor, v: Tensor, call: RaggedCall, softmax: Softmax, lse: bool) -> Attended:
+        width = v.shape[-1]
+        padded = F.pad(v, (0, k.shape[-1] - width)) if width != k.shape[-1] else v
+        out, sums = self._attend(q, k, padded, call, softmax, None)
+        return out[..., :width], sums.T if lse else None
+
+    def over_pages(self, q: Tensor, k: Tensor, v: Tensor, call: PagedCall, softmax: Softmax, lse: bool) -> Attended:
+        assert call.ragged is not None
+        out, sums = self._attend(q, k, v, call.ragged, softmax, call)
+        return out, sums.T if lse else None
+
+    @abstractmethod
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, call: RaggedCall, softmax: Softmax, paged: PagedCall | None
+    ) -> tuple[Tensor, Tensor]:
+        """Output, and log-sum-exp ``[heads, rows]``."""
+
+    @staticmethod
+    def _window(call: RaggedCall, softmax: Softmax) -> tuple[int, int]:
+        """Keys before and behind a query's own that it sees; -1 for all of them."""
+        if softmax.window is not None:
+            return softmax.window - 1, 0
+        return (-1, 0) if call.causal else (-1, -1)
+
+
+class TorchKernels(FlashAttention2):
+    """The FlashAttention 2 inside of torch. Reads pages since torch 2.12; before, rows are gathered."""
+
+    name = "torch"
+
+    def __init__(self, attend: Callable[..., Any] | None = None) -> None:
+        from torch.nn.attention.varlen import AuxRequest, varlen_attn
+
+        self._function, self._aux = attend or varlen_attn, AuxRequest(lse=True)
+        known = inspect.signature(self._function).parameters
+        self.reads_pages = "block_table" in known
+        self._shared_heads: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in known else {}
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, call: RaggedCall, softmax: Softmax, paged: PagedCall | None
+    ) -> tuple[Tensor, Tensor]:
+        pages: dict[str, Any] = {} if paged is None else {"block_table": paged.page_table, "seqused_k": paged.kv_lens}
+        out, sums = self._function(
+            q,
+            k,
+            v,
+            call.query_indptr,
+            call.kv_indptr,
+            max(call.query_lens),
+            max(call.kv_lens),
+            return_aux=self._aux,
+            scale=softmax.scale,
+            window_size=self._window(call, softmax),
+            **self._shared_heads,
+            **pages,
+        )
+        return out, sums
+
+
+class FA2Kernels(FlashAttention2):
+    """flash-attn 2, where a user has built it. Its calls are checked against its signature; no GPU has run them."""
+
+    name = "fa2"
+
+    def __init__(self, attend: Callable[..., Any] | None = None) -> None:
+        self._function = attend or load_fa2()
+
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, call: RaggedCall, softmax: Softmax, paged: PagedCall | None
+    ) -> tuple[Tensor, Tensor]:
+        out, sums, _ = self._function(
+            q,
+            k,
+            v,
+            cu_seqlens_q=call.query_indptr,
+            cu_seqlens_k=call.kv_indptr,
+            max_seqlen_q=max(call.query_lens),
+            max_seqlen_k=max(call.kv_lens),
+            softmax_scale=softmax.scale,
+            causal=call.causal,
+            window_size=self._window(call, softmax),
+            softcap=softmax.cap or 0.0,
+            return_attn_probs=True,
+            block_table=None if paged is None else paged.page_table,
+        )
+        return out, sums

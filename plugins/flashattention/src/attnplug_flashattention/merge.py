@@ -1,0 +1,27 @@
+"""The parts of divided requests, brought together by their log-sum-exps."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def merge_parts(out: Tensor, lse: Tensor, count: int, merged_lse: Tensor | None) -> Tensor:
+    """Attention over all keys from attention over ``count`` disjoint parts of them.
+
+    ``out`` ``[rows * count, heads, dim]`` and ``lse`` ``[rows * count, heads]`` float32, natural log, -inf where a part
+    has no key: it takes no share, and what its output holds, NaN included, is not looked at. Returns ``[rows, heads,
+    dim]`` in the type of ``out`` and fills ``merged_lse`` ``[rows, heads]`` where it is given.
+    """
+    if out.device.type == "cuda":
+        from attnplug_flashattention.triton_kernels import launch_merge_parts
+
+        return launch_merge_parts(out, lse, count, merged_lse)
+    parts, sums = out.unflatten(0, (-1, count)), lse.unflatten(0, (-1, count))
+    largest = sums.amax(1, keepdim=True)
+    share = torch.exp(sums - torch.where(largest == float("-inf"), 0.0, largest)).unsqueeze(-1)
+    total = share.sum(1)
+    weighted = torch.where(share > 0, parts.float() * share, 0.0).sum(1)
+    if merged_lse is not None:
+        merged_lse.copy_(sums.logsumexp(1))
+    return torch.where(total > 0, weighted / total, 0.0).to(out.dtype)

@@ -1,0 +1,94 @@
+"""Page tables in the pages that a kernel reads, requests cut into parts, and write slots; made where the tables are.
+
+Each function is one kernel on a GPU, which a graph can hold, and plain torch elsewhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+KEY_TILE = 128
+"""Keys that a kernel loads at a time: parts end with a tile, unless pages do not, so that none is loaded in vain."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Parts:
+    """Where the requests of a batch, each cut into ``count`` parts, have their pages.
+
+    Row ``request * count + part`` of ``page_table`` ``[requests * count, width]`` int32 names the part's pages, each of
+    ``kernel_page`` rows; ``kv_lens`` ``[requests * count]`` int32 says how many rows it has, 0 if none is left for it.
+    """
+
+    page_table: Tensor
+    kv_lens: Tensor
+    count: int
+    page_size: int
+    kernel_page: int
+
+    @classmethod
+    def empty(
+        cls, requests: int, longest: int, count: int, page_size: int, kernel_page: int, device: torch.device
+    ) -> Parts:
+        """Memory for requests of up to ``longest`` rows."""
+        width = pages_a_part(-(-longest // kernel_page), count, kernel_page)
+        table = torch.zeros(requests * count, max(width, 1), dtype=torch.int32, device=device)
+        kv_lens = torch.zeros(requests * count, dtype=torch.int32, device=device)
+        return cls(table, kv_lens, count, page_size, kernel_page)
+
+
+def pages_a_part(pages: int, count: int, kernel_page: int) -> int:
+    """Pages in all but the last part of a request of ``pages``: equally many, and whole key tiles where it is cut."""
+    if count == 1:
+        return pages
+    step = max(1, KEY_TILE // kernel_page)
+    return -(-pages // (count * step)) * step
+
+
+def fill_parts(page_table: Tensor, kv_lens: Tensor, parts: Parts) -> None:
+    """Fill ``parts`` from ``page_table`` ``[requests, pages]`` in the manager's pages and ``kv_lens`` ``[requests]``.
+
+    Entries of the table behind a request's last page are not read; places that belong to no page keep what they hold.
+    """
+    if page_table.device.type == "cuda":
+        from attnplug_flashattention.triton_kernels import launch_fill_parts
+
+        launch_fill_parts(page_table, kv_lens, parts)
+        return
+    size, count = parts.kernel_page, parts.count
+    ratio = parts.page_size // size
+    width = min(page_table.shape[1] * ratio, parts.page_table.shape[1] * count)
+    lens = kv_lens.long().clamp(max=width * size)
+    pages = (lens + size - 1) // size
+    step = max(1, KEY_TILE // size) if count > 1 else 1
+    per = (pages + count * step - 1) // (count * step) * step
+    part, column = torch.arange(count)[:, None], torch.arange(parts.page_table.shape[1])
+    page = part * per[:, None, None] + column
+    live = (column < per[:, None, None]) & (page < pages[:, None, None])
+    request = torch.arange(len(lens))[:, None, None]
+    found = page_table[request, torch.where(live, page // ratio, 0)].long() * ratio + page % ratio
+    target = parts.page_table.unflatten(0, (-1, count))
+    target.copy_(torch.where(live, found, target))
+    rows = per[:, None] * size
+    parts.kv_lens.unflatten(0, (-1, count)).copy_((lens[:, None] - part.T * rows).clamp(min=0).minimum(rows))
+
+
+def fill_slots(page_table: Tensor, kv_lens: Tensor, page_size: int, slots: Tensor) -> None:
+    """Fill ``slots`` ``[requests * queries]`` int64 with where the new rows go, the last of each request.
+
+    A row before the request's first has no place, and none for which the table has no column: its slot is -1. That is
+    how padded requests of a captured batch, of length 0, come out.
+    """
+    if page_table.device.type == "cuda":
+        from attnplug_flashattention.triton_kernels import launch_fill_slots
+
+        launch_fill_slots(page_table, kv_lens, page_size, slots)
+        return
+    requests, width = page_table.shape
+    queries = slots.shape[0] // max(requests, 1)
+    position = kv_lens.long()[:, None] - queries + torch.arange(queries)
+    exists = (position >= 0) & (position < width * page_size)
+    page = page_table.gather(1, torch.where(exists, position // page_size, 0)).long()
+    slots.copy_(torch.where(exists, page * page_size + position % page_size, -1).flatten())

@@ -1,0 +1,21 @@
+"""Lets the tests of this plugin import what they share, and settles how they run."""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+from hypothesis import settings
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+# Read when a Triton kernel is defined: without a GPU it is interpreted.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+# Two test processes on two cores: one thread each is fastest.
+torch.set_num_threads(1)
+
+# A shared machine may stall any example for a second; slowness is measured in benchmarks/, not here.
+settings.register_profile("attnplug", deadline=None, print_blob=True)
+settings.load_profile("attnplug")

@@ -1,0 +1,317 @@
+"""Batches against float64: planning through reference kernels on a CPU, the real kernels on a GPU."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attnplug import BackendError, DType, ForwardExtras, ForwardMode, PlanError
+from attnplug_flashattention.planner import GatheredCall
+from flash_references import KERNELS, build, on_cpu, on_devices
+from support.devices import nothing_waits
+from support.mha_scene import LAYER, MHACase, MHAScene
+from support.mla_scene import relative_error
+
+DECODE, VERIFY, EXTEND, MIXED = (
+    ForwardMode.DECODE,
+    ForwardMode.TARGET_VERIFY,
+    ForwardMode.EXTEND,
+    ForwardMode.MIXED,
+)
+everywhere = on_devices(*KERNELS)
+ratios = pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 4), (32, 8), (16, 2), (16, 1)])
+widths = pytest.mark.parametrize("widths", [(64, 64), (128, 128), (192, 128), (256, 256)], ids=str)
+pages = pytest.mark.parametrize("page_size", [1, 16, 64, 128, 256])
+
+
+def tolerance(case: MHACase) -> float:
+    return 1e-6 if case.dtype is DType.FLOAT32 else 5e-3
+
+
+def scene(case: MHACase, kernel: str, device: str) -> MHAScene:
+    return MHAScene(on_cpu(case) if device == "cpu" else case, device, build(kernel))
+
+
+def lengths(count: int, longest: int, new: int | tuple[int, int], seed: int) -> tuple[tuple[int, int], ...]:
+    """Prefixes of every kind (none, one row, whole pages, long ones) with new tokens behind them."""
+    chance = random.Random(seed)
+    prefixes = [chance.choice([0, 1, 63, 64, 65, chance.randint(2, longest)]) for _ in range(count)]
+    return tuple((p, new if isinstance(new, int) else chance.randint(*new)) for p in prefixes)
+
+
+def check(case: MHACase, kernel: str, device: str) -> MHAScene:
+    stage = scene(case, kernel, device)
+    out, lse = stage.run()
+    wanted, wanted_lse = stage.wanted()
+    tokens = len(wanted)
+    assert relative_error(out[:tokens], wanted) <= tolerance(stage.case)
+    assert (out[tokens:] == 0).all()
+    assert stage.written() == sum(stage.totals)
+    assert lse is not None
+    assert relative_error(lse[:tokens], wanted_lse) <= tolerance(stage.case)
+    assert (lse[tokens:] == float("-inf")).all()
+    return stage
+
+
+@everywhere
+@widths
+@pages
+def test_decode(page_size, widths, kernel, device):
+    """C4; NaN in every row that must not be read."""
+    longest = 150 if device == "cpu" else 3000
+    case = MHACase(lengths(5, longest, 1, page_size), DECODE, page_size, 8, 2, *widths)
+    check(case, kernel, device)
+
+
+@everywhere
+@widths
+@pages
+def test_extend(page_size, widths, kernel, device):
+    """Prefixes are read from the cache."""
+    longest, new = (150, 9) if device == "cpu" else (1500, 400)
+    check(MHACase(lengths(4, longest, (1, new), page_size), EXTEND, page_size, 8, 2, *widths), kernel, device)
+
+
+@everywhere
+@widths
+def test_extend_without_prefix(widths, kernel, device):
+    """Keys and values are at hand, and read from there; they are in the cache afterwards."""
+    new = (1, 9) if device == "cpu" else (1, 900)
+    chance = random.Random(3)
+    case = MHACase(tuple((0, chance.randint(*new)) for _ in range(5)), EXTEND, 16, 8, 2, *widths, padding=3)
+    stage = check(case, kernel, device)
+    for request, rows in enumerate(stage.keys):
+        position = torch.arange(len(rows))
+        pages = stage.page_table[request, position // 16].long()
+        assert torch.equal(stage.pool.keys(LAYER)[pages, position % 16], rows)
+
+
+@everywhere
+@ratios
+@pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (VERIFY, 5), (EXTEND, (1, 40))])
+def test_query_heads_share_kv_heads(mode, new, heads, kv_heads, kernel, device):
+    check(MHACase(lengths(4, 300, new, heads), mode, 64, heads, kv_heads, 128), kernel, device)
+
+
+@everywhere
+@widths
+@pytest.mark.parametrize("window", [1, 17, 64, 200])
+@pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (VERIFY, 4), (EXTEND, (1, 60))])
+def test_windows(mode, new, window, widths, kernel, device):
+    """A query sees the last ``window`` keys, itself included."""
+    page_size = {1: 16, 17: 64, 64: 128, 200: 256}[window]
+    check(MHACase(lengths(5, 500, new, window), mode, page_size, 8, 2, *widths, window=window), kernel, device)
+
+
+@everywhere
+@pytest.mark.parametrize("window", [3, 40])
+def test_a_window_without_prefix(window, kernel, device):
+    check(MHACase(((0, 70), (0, 9), (0, 130)), EXTEND, 16, 8, 2, 64, window=window), kernel, device)
+
+
+@on_devices("fa4", "fa2")
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (EXTEND, (1, 60))])
+def test_capped_logits(mode, new, window, kernel, device):
+    check(MHACase(lengths(4, 300, new, 5), mode, 64, 8, 2, 128, cap=5.0, window=window), kernel, device)
+
+
+@everywhere
+@pytest.mark.parametrize("lse", [True, False])
+@pytest.mark.parametrize("window", [None, 30])
+@pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (VERIFY, 3), (EXTEND, (1, 60))])
+def test_sinks(mode, new, window, lse, kernel, device):
+    """They take a share of every row; the log-sum-exp is over the keys alone."""
+    case = MHACase(lengths(4, 300, new, 5), mode, 64, 8, 2, 64, window=window, sinks=True, padding=2)
+    if lse:
+        check(case, kernel, device)
+        return
+    stage = scene(replace(case, lse=False), kernel, device)
+    wanted = stage.wanted()[0]
+    out, _ = stage.run()
+    assert relative_error(out[: len(wanted)], wanted) <= tolerance(stage.case)
+    assert (out[len(wanted) :] == 0).all()
+
+
+@everywhere
+@pytest.mark.parametrize("new", range(2, 9))
+def test_verify_of_a_few_tokens(new, kernel, device):
+    check(MHACase(lengths(4, 400, new, new), VERIFY, [1, 16, 64, 128][new % 4], 16, 2, 128), kernel, device)
+
+
+@everywhere
+@pytest.mark.parametrize("order", ["permuted", "interleaved", "descending"])
+@pytest.mark.parametrize("mode", [DECODE, EXTEND])
+def test_pages_in_any_order(mode, order, kernel, device):
+    new = 1 if mode is DECODE else (1, 40)
+    check(MHACase(lengths(6, 300, new, 7), mode, 16, pages=order), kernel, device)
+
+
+@on_devices("fa4", "torch before paging")
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize("mode", [DECODE, EXTEND])
+def test_pages_with_one_heads_rows_together(mode, page_size, kernel, device):
+    new = 1 if mode is DECODE else (1, 40)
+    check(MHACase(lengths(4, 300, new, 7), mode, page_size, layout="head_major"), kernel, device)
+
+
+@everywhere
+@pytest.mark.parametrize("mode", [DECODE, VERIFY, EXTEND, MIXED])
+def test_padded_rows_are_zero_and_never_written(mode, kernel, device):
+    """B5"""
+    new = {DECODE: 1, VERIFY: 3}.get(mode, (1, 9))
+    check(MHACase(lengths(3, 100, new, 3), mode, 16, padding=5), kernel, device)
+
+
+@everywhere
+def test_mixed_batch(kernel, device):
+    check(MHACase(((100, 1), (0, 37), (64, 1), (63, 2), (5, 0), (200, 64)), MIXED, 16), kernel, device)
+
+
+@everywhere
+def test_requests_without_new_tokens(kernel, device):
+    check(MHACase(((9, 0), (0, 5), (30, 0), (0, 7)), EXTEND, 16), kernel, device)
+    stage = scene(MHACase(((90, 0), (0, 0)), EXTEND), kernel, device)
+    assert stage.run()[0].shape == (0, 8, 64)
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
+def test_types(dtype, kernel, device):
+    check(MHACase(lengths(4, 300, 1, 1), DECODE, dtype=dtype), kernel, device)
+    check(MHACase(lengths(4, 300, (1, 40), 2), EXTEND, dtype=dtype), kernel, device)
+
+
+@everywhere
+@pytest.mark.parametrize("before", [0, 20])
+def test_rows_that_are_in_the_cache_are_not_written_again(before, kernel, device):
+    """Without a write the cache is what counts, also for a request without prefix; k and v are not looked at."""
+    stage = scene(MHACase(((before, 3),), EXTEND, 16), kernel, device)
+    stage.store([(0, before + 3)])
+    batch = stage.batch()
+    batch.plan = stage.backend.init_forward_metadata(batch)
+    wanted = stage.wanted()[0]
+    wrong = torch.full_like(stage.new_rows()[0], float("nan"))
+    for k, v in ((None, None), (wrong, wrong)):
+        out = stage.backend.forward_extend(stage.q, k, v, stage.layer, batch, save_kv_cache=False)
+        assert relative_error(out, wanted) <= tolerance(stage.case)
+
+
+@everywhere
+def test_two_plans_live_at_the_same_time(kernel, device):
+    """B5: a plan is a value; planning another batch does not disturb it."""
+    stage = scene(MHACase(lengths(4, 300, 1, 1), DECODE, 16), kernel, device)
+    first = stage.batch()
+    first.plan = stage.backend.init_forward_metadata(first)
+    shorter = stage.batch()
+    shorter.seq_lens_cpu = torch.ones_like(first.seq_lens_cpu)
+    shorter.plan = stage.backend.init_forward_metadata(shorter)
+    assert relative_error(stage.run(first)[0], stage.wanted()[0]) <= tolerance(stage.case)
+
+
+@everywhere
+def test_without_lengths_on_the_cpu(kernel, device):
+    check(MHACase(lengths(4, 300, (1, 9), 1), EXTEND, 16, cpu_lengths=False), kernel, device)
+
+
+@everywhere
+def test_idle_batch(kernel, device):
+    stage = scene(MHACase((), ForwardMode.IDLE), kernel, device)
+    batch = stage.batch()
+    batch.plan = stage.backend.init_forward_metadata(batch)
+    assert stage.backend.forward_extend(stage.q, None, None, stage.layer, batch).shape == (0, 8, 64)
+
+
+@everywhere
+@pytest.mark.parametrize("mode", [DECODE, VERIFY, EXTEND])
+def test_planning_and_running_read_nothing_back(mode, kernel, device):
+    """Lengths on the CPU are enough: those on the device are never looked at."""
+    new = {DECODE: 1, VERIFY: 3}.get(mode, (1, 40))
+    stage = scene(MHACase(lengths(4, 300, new, 1), mode, 16), kernel, device)
+    stage.run()  # compiles what there is to compile
+    batch = stage.batch()
+    batch.seq_lens = torch.full_like(batch.seq_lens, -(1 << 30))
+    if batch.extend_seq_lens is not None:
+        batch.extend_seq_lens = torch.full_like(batch.extend_seq_lens, -(1 << 30))
+    with nothing_waits(device):
+        out, _ = stage.run(batch)
+    assert relative_error(out, stage.wanted()[0]) <= tolerance(stage.case)
+
+
+@pytest.mark.parametrize(("kernel", "gathers"), [("fa4", False), ("torch", False), ("torch before paging", True)])
+def test_pages_are_gathered_where_the_kernel_reads_none(kernel, gathers):
+    for page_size, widths in ((256, (64, 64)), (16, (64, 64)), (256, (192, 128))):
+        stage = scene(MHACase(((20, 1),), DECODE, page_size, 8, 2, *widths), kernel, "cpu")
+        whole = stage.backend.init_forward_metadata(stage.batch()).metadata.cached.whole
+        expected = gathers or (kernel == "torch" and (page_size % 256 != 0 or widths[0] != widths[1]))
+        assert isinstance(whole, GatheredCall) == expected
+
+
+class TestWrongUse:
+    def stage(self, lengths=((20, 2),), mode=EXTEND) -> MHAScene:
+        return scene(MHACase(lengths, mode), "fa4", "cpu")
+
+    def planned(self, stage: MHAScene):
+        batch = stage.batch()
+        batch.plan = stage.backend.init_forward_metadata(batch)
+        return batch
+
+    @pytest.mark.parametrize(
+        "lse",
+        [torch.empty(2, 16)[:, :8], torch.empty(8, 2).T, torch.empty(2, 8, dtype=torch.float64), torch.empty(2, 4)],
+        ids=["part", "transposed", "float64", "narrow"],
+    )
+    def test_a_log_sum_exp_that_kernels_would_miss_is_refused(self, lse):
+        stage = self.stage()
+        with pytest.raises(BackendError, match=r"lse must be contiguous float32 of shape \(2, 8\)"):
+            stage.backend.forward_extend(
+                stage.q, *stage.new_rows(), stage.layer, self.planned(stage), extras=ForwardExtras(lse=lse)
+            )
+
+    def test_sinks_are_given_where_the_layer_has_them_and_nowhere_else(self):
+        plain = self.stage()
+        with pytest.raises(BackendError, match=r"sinks=False, but extras\.sinks were given"):
+            plain.backend.forward_extend(
+                plain.q, *plain.new_rows(), plain.layer, self.planned(plain), extras=ForwardExtras(sinks=torch.ones(8))
+            )
+        sunk = scene(MHACase(((20, 2),), sinks=True), "fa4", "cpu")
+        for extras, message in (
+            (None, r"sinks=True, but extras\.sinks were not given"),
+            (ForwardExtras(sinks=torch.ones(3)), r"shape \(3,\), but q has 8 heads"),
+        ):
+            with pytest.raises(BackendError, match=message):
+                sunk.backend.forward_extend(sunk.q, *sunk.new_rows(), sunk.layer, self.planned(sunk), extras=extras)
+
+    def test_fewer_rows_of_v_than_planned_are_refused(self):
+        stage = self.stage()
+        k, v = stage.new_rows()
+        with pytest.raises(BackendError, match="2 rows of k and 1 of v for 2 planned"):
+            stage.backend.forward_extend(stage.q, k, v[:1], stage.layer, self.planned(stage))
+
+    def test_a_write_without_rows_is_refused(self):
+        stage = self.stage()
+        with pytest.raises(BackendError, match=r"needs k and v, but was given k=None.*save_kv_cache=False"):
+            stage.backend.forward_extend(stage.q, None, None, stage.layer, self.planned(stage))
+
+    def test_a_batch_planned_by_another_instance_is_refused(self):
+        """B5"""
+        one, other = (self.stage(((20, 1),), DECODE) for _ in range(2))
+        batch = one.batch()
+        batch.plan = other.backend.init_forward_metadata(batch)
+        with pytest.raises(PlanError, match="another instance"):
+            one.run(batch)
+
+    def test_extend_is_refused_by_the_entry_for_decode(self):
+        stage = self.stage()
+        with pytest.raises(PlanError, match="call forward_extend"):
+            stage.backend.forward_decode(stage.q, None, None, stage.layer, self.planned(stage), save_kv_cache=False)
+
+    def test_a_layer_of_another_model_is_refused(self):
+        stage = self.stage()
+        with pytest.raises(Exception, match="layer 9 is not an MHA layer"):
+            stage.backend.forward_extend(
+                stage.q, *stage.new_rows(), replace(stage.layer, layer_id=9), self.planned(stage)
+            )

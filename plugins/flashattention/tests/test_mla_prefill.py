@@ -1,0 +1,170 @@
+"""MLA prefilled as MHA: over rows at hand, in one shot or by chunks, alone and inside of every wrapper."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attnplug import (
+    BackendContext,
+    BackendError,
+    BackendId,
+    Claims,
+    ExtendPath,
+    ForwardMode,
+    GraphLevel,
+    HybridLinearBackend,
+    Plan,
+    PlanError,
+    Serving,
+    SplitBackend,
+    bind_hook,
+)
+from attnplug.backend import optional_hooks
+from attnplug.mla import ExtendPolicy, MLAAttention
+from attnplug.torch_native.backend import TorchNativeBackend
+from flash_references import build, on_cpu, on_devices
+from support.mla_scene import MLACase, MLAModel, MLAScene, relative_error
+
+ONE_SHOT, CHUNKED = ExtendPath.ONE_SHOT, ExtendPath.CHUNKED
+everywhere = on_devices("fa4", "fa2", "torch", "torch before paging")
+MIXED_PREFIXES = ((130, 40), (0, 9), (64, 1), (1, 3))
+
+
+class NoLinear:
+    """Stands where a hybrid model's linear backend does; these models' layers under test are all MLA."""
+
+    claims = Claims(cuda_graph=GraphLevel.ALWAYS, needs_cpu_seq_lens=False)
+
+    def __init__(self) -> None:
+        self.backend_id = BackendId("linear")
+
+    def init_forward_metadata(self, batch):
+        return Plan(self.backend_id, batch.forward_mode, 0, None)
+
+
+def alone(context: BackendContext, kernel: str):
+    return build(kernel)(context)
+
+
+def hybrid(context: BackendContext, kernel: str):
+    return HybridLinearBackend(build(kernel)(context), NoLinear(), context.model)
+
+
+def split(context: BackendContext, kernel: str):
+    return SplitBackend(build(kernel)(context), TorchNativeBackend(context))
+
+
+def hybrid_of_split(context: BackendContext, kernel: str):
+    return HybridLinearBackend(split(context, kernel), NoLinear(), context.model)
+
+
+WRAPPERS = [alone, hybrid, split, hybrid_of_split]
+
+
+def model(case: MLACase, kernel: str, device: str, wrap=alone) -> MLAModel:
+    case = on_cpu(case) if device == "cpu" else case
+    return MLAModel(MLAScene(case, device, lambda context: wrap(context, kernel)))
+
+
+def tolerance(device: str) -> float:
+    return 1e-6 if device == "cpu" else 5e-3
+
+
+@everywhere
+@pytest.mark.parametrize("capacity", [1, 16, 100, 1 << 17])
+@pytest.mark.parametrize("path", [ONE_SHOT, CHUNKED])
+def test_chunks_that_split_and_pack_and_leave_requests_out(path, capacity, kernel, device):
+    """C1, C2, C3, C4"""
+    prefixes = ((3, 4), (0, 2), (2, 5)) if capacity == 1 else MIXED_PREFIXES
+    if device == "cuda" and capacity != 1:
+        prefixes = ((900, 333), (0, 90), (64, 1), (1, 30))
+    found = model(MLACase(prefixes, page_size=16, padding=3, heads=4), kernel, device)
+    out = found.run(ExtendPolicy(forced=path, chunk_capacity=capacity))
+    wanted = found.wanted()
+    assert relative_error(out[: len(wanted)], wanted) <= tolerance(device)
+    assert (out[len(wanted) :] == 0).all()
+
+
+@on_devices("fa4", "torch")
+@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("path", [ONE_SHOT, CHUNKED])
+def test_heads(path, heads, kernel, device):
+    lengths = ((50, 9), (0, 12)) if device == "cpu" else ((1500, 400), (0, 700), (3, 1))
+    found = model(MLACase(lengths, heads=heads), kernel, device)
+    out = found.run(ExtendPolicy(forced=path, chunk_capacity=1000))
+    assert relative_error(out, found.wanted()) <= tolerance(device)
+
+
+@on_devices("fa4", "torch")
+@pytest.mark.parametrize("wrap", WRAPPERS)
+@pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.DRAFT_EXTEND])
+def test_every_wrapper_drives_it_without_a_hook(mode, wrap, kernel, device):
+    """A6, A8, A9: no ``init_mha_chunk_metadata`` means nothing to plan, also behind wrappers. Short prefixes, which
+    others would extend absorbed, run as MHA too: it claims no absorbed path."""
+    found = model(MLACase(MIXED_PREFIXES, mode, heads=4), kernel, device, wrap)
+    backend = found.scene.backend
+    assert backend.claims.mla_extend == {ONE_SHOT, CHUNKED}
+    out = found.run(ExtendPolicy())
+    assert found.batch.mla_plan.path is ONE_SHOT
+    assert found.batch.chunk_plan is None
+    assert relative_error(out, found.wanted()) <= tolerance(device)
+
+
+def test_it_has_no_chunk_hook_and_every_other_one_that_it_claims():
+    """A6, A9"""
+    backend = model(MLACase(((0, 3),), heads=4), "fa4", "cpu").scene.backend
+    hooks = {name for name, offered in optional_hooks().items() if bind_hook(backend, name, offered) is not None}
+    assert hooks == {
+        "forward_ragged",
+        "init_cuda_graph_state",
+        "init_forward_metadata_out_graph",
+        "init_forward_metadata_in_graph",
+        "get_cuda_graph_seq_len_fill_value",
+    }
+
+
+@pytest.mark.parametrize("wrap", [split, hybrid_of_split])
+def test_another_backend_decodes_what_it_prefilled(wrap):
+    """A9: prefill by this one and decode by another, over one cache."""
+    found = model(MLACase(((0, 30), (0, 7)), heads=4, page_size=16), "fa4", "cpu", wrap)
+    found.run(ExtendPolicy())
+    stage = found.scene
+    stage.case = replace(stage.case, mode=ForwardMode.DECODE, lengths=tuple((n, 1) for n in stage.totals))
+    stage.new, stage.totals = [1, 1], [total + 1 for total in stage.totals]
+    stage.rows = [torch.cat([rows, stage.normal(1, rows.shape[1])]) for rows in stage.rows]
+    found.q = stage.normal(2, 4, stage.layer.head_dim)
+    assert relative_error(found.run(ExtendPolicy()), found.wanted()) <= 1e-5
+
+
+@pytest.mark.parametrize("chunks_off", [True, False])
+@pytest.mark.parametrize("prefix", [0, 50])
+def test_switches_that_would_leave_it_nothing(prefix, chunks_off):
+    """A3's switches: without chunks it runs in one shot; without ragged attention it says that it has nothing else."""
+    serving = Serving(disable_chunked_prefix_cache=chunks_off)
+    found = model(MLACase(((prefix, 9),), heads=4, serving=serving), "fa4", "cpu")
+    out = found.run(ExtendPolicy(disable_chunked_prefix_cache=chunks_off, chunk_capacity=4))
+    assert found.batch.mla_plan.path is (ONE_SHOT if chunks_off and prefix else CHUNKED)
+    assert relative_error(out, found.wanted()) <= 1e-6
+    with pytest.raises(PlanError, match="ragged attention is disabled"):
+        found.run(ExtendPolicy(disable_ragged=True))
+
+
+def test_an_mla_layer_cannot_be_run_in_latent_space():
+    stage = MLAScene(on_cpu(MLACase(((20, 1),), ForwardMode.DECODE, heads=4)), "cpu", build("fa4"))
+    with pytest.raises(BackendError, match=r"is MLA, .* no attention over its latent rows; .* another backend decodes"):
+        stage.absorbed()
+
+
+def test_a_log_sum_exp_of_another_shape_is_refused():
+    stage = MLAScene(on_cpu(MLACase(((0, 3),), heads=4)), "cpu", build("fa4"))
+    found = MLAModel(stage)
+    mla = MLAAttention(stage.backend, stage.pool, ExtendPolicy())
+    batch = stage.batch()
+    mla.prepare(batch)
+    keys, values = found.weights.up_project(stage.new_rows())
+    (call,) = batch.mla_plan.calls
+    with pytest.raises(BackendError, match=r"lse must be contiguous float32 of shape \(3, 4\)"):
+        stage.backend.forward_ragged(found.q, keys, values, stage.layer, batch, call, torch.empty(4, 3))

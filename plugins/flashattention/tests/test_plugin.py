@@ -1,0 +1,260 @@
+"""What the plugin says before anything is built: what it serves, and every reason why not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnplug import DType, Feature, GraphLevel, ModelSpec, Problem, Refusal, Role, UsageError, load_registry
+from attnplug.options import parse_options
+from attnplug_flashattention import kernels
+from attnplug_flashattention.options import FlashAttentionOptions
+from attnplug_flashattention.plugin import attnplug_backends
+from support.command import in_own_process
+from support.configs import DEEPSEEK_V3, KIMI_LINEAR, LLAMA_3_8B, QWEN3_NEXT, read
+
+(SPEC,) = attnplug_backends()
+BF16, FP16, FP32, FP8 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32, DType.FLOAT8_E4M3
+ON_AN_H200 = Problem(read(LLAMA_3_8B), "cuda", 90, BF16, BF16, 64)
+
+
+def refusals(role: Role | None = Role.DECODE, **changes: Any) -> list[Refusal]:
+    """The reasons against Llama on an H200, with these changes."""
+    return SPEC.refusals(replace(ON_AN_H200, **changes), role)
+
+
+def changed(model: ModelSpec, **changes: Any) -> ModelSpec:
+    """The same model, its first layer changed."""
+    first, *others = model.layers
+    return replace(model, layers=(replace(first, **changes), *others))
+
+
+@pytest.fixture
+def fa4(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "load_fa4", lambda: None)
+
+
+@pytest.fixture
+def no_fa4(monkeypatch: pytest.MonkeyPatch) -> None:
+    def load() -> None:
+        raise ModuleNotFoundError("No module named 'flash_attn'", name="flash_attn")
+
+    monkeypatch.setattr(kernels, "load_fa4", load)
+
+
+# ---- yes ----
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 48, 64, 128, 256])
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE, Role.DRAFT])
+def test_it_serves_llama_on_an_h200(role: Role, page_size: int) -> None:
+    """D3"""
+    assert refusals(role, page_size=page_size) == []
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sm": 80},
+        {"sm": 100},
+        {"sm": 120},
+        {"dtype": FP16, "kv_dtype": FP16},
+        {"model": read(QWEN3_NEXT)},
+        {"speculative_tokens": 4},
+        {"tensor_parallel": 2},
+        {"model": changed(read(LLAMA_3_8B), sliding_window=128, sinks=True)},
+        {"model": None, "sm": None, "dtype": None, "kv_dtype": None, "page_size": None},
+    ],
+    ids=["ampere", "blackwell", "consumer", "fp16", "qwen3-next", "speculation", "ranks", "window", "undecided"],
+)
+def test_it_serves(changes: dict[str, Any]) -> None:
+    """D3: with or without flash-attn-4."""
+    assert refusals(**changes) == []
+
+
+def test_with_flash_attn_4_it_captures_graphs_and_caps_logits(fa4: None) -> None:
+    """D3"""
+    model = changed(read(LLAMA_3_8B), logit_cap=50.0)
+    assert refusals(cuda_graph=GraphLevel.UNIFORM, model=model) == []
+
+
+# ---- no ----
+
+
+@pytest.mark.parametrize(
+    ("changes", "reasons"),
+    [
+        ({"device": "cpu", "sm": None}, [("device", "cpu", ["cuda"], "--device")]),
+        ({"sm": 75}, [("sm", 75, "SM 80 or newer", "--sm")]),
+        (
+            {"dtype": FP32, "kv_dtype": FP32},
+            [
+                ("dtype", "float32", ["bfloat16", "float16"], "--dtype"),
+                ("kv_dtype", "float32", ["bfloat16", "float16"], "--kv-dtype"),
+            ],
+        ),
+        ({"kv_dtype": FP8}, [("kv_dtype", "float8_e4m3fn", ["bfloat16", "float16"], "--kv-dtype")]),
+        ({"kv_dtype": FP16}, [("kv_dtype", "float16", ["bfloat16"], "--kv-dtype")]),
+        ({"speculative_tokens": 65}, [("speculation", 65, 64, "--speculative-tokens")]),
+        (
+            {"model": changed(read(LLAMA_3_8B), sparse_topk=64)},
+            [("feature", "sparse", ["logit_cap", "sinks", "sliding_window"], "--decode-attention-backend")],
+        ),
+    ],
+    ids=["cpu", "turing", "fp32", "fp8", "kv-fp16-with-bf16", "speculation", "sparse"],
+)
+def test_it_refuses_with_value_and_what_is_allowed_and_the_option(
+    changes: dict[str, Any], reasons: list[tuple[str, object, object, str]]
+) -> None:
+    """D3: every reason, and no other."""
+    found = refusals(**changes)
+    assert [(reason.code, reason.value, reason.allowed, reason.option) for reason in found] == reasons
+    json.dumps([reason.as_json() for reason in found])
+
+
+@pytest.mark.parametrize("dims", [(72, 72), (320, 320), (64, 128), (8, 8)])
+def test_heads_of_other_widths_are_refused_once(dims: tuple[int, int]) -> None:
+    """D3"""
+    layers = tuple(replace(layer, head_dim=dims[0], v_head_dim=dims[1]) for layer in read(LLAMA_3_8B).layers)
+    (reason,) = refusals(model=replace(read(LLAMA_3_8B), layers=layers))
+    assert (reason.code, reason.value) == ("head_dim", list(dims))
+    assert "multiples of 16 up to 256" in reason.message
+
+
+@pytest.mark.parametrize("role", [Role.DECODE, Role.DRAFT])
+def test_mla_is_prefilled_and_decoded_by_somebody_else(role: Role) -> None:
+    """D3: the role that it cannot fill is refused with what to do."""
+    assert refusals(Role.PREFILL, model=read(DEEPSEEK_V3)) == []
+    assert refusals(Role.PREFILL, model=read(KIMI_LINEAR)) == []
+    (reason,) = refusals(role, model=read(DEEPSEEK_V3))
+    assert (reason.code, reason.value, reason.allowed, reason.option) == ("mla_role", role, ["prefill"], role.option)
+    assert "use --prefill-attention-backend flashattention, and another backend to decode" in reason.message
+
+
+def test_mla_with_a_window_or_sinks_is_refused() -> None:
+    """D3"""
+    found = refusals(Role.PREFILL, model=changed(read(DEEPSEEK_V3), sliding_window=64, sinks=True))
+    assert [(reason.code, reason.value) for reason in found] == [
+        ("feature", Feature.SINKS),
+        ("feature", Feature.SLIDING_WINDOW),
+    ]
+
+
+def test_linear_layers_are_somebody_elses() -> None:
+    """D3"""
+    assert {reason.code for reason in refusals(Role.LINEAR, model=read(QWEN3_NEXT))} == {"role", "kind"}
+
+
+# ---- the library ----
+
+
+def test_what_needs_flash_attn_4_is_refused_without_it(no_fa4: None) -> None:
+    """D3: with its error, and with how to get it."""
+    model = changed(read(LLAMA_3_8B), logit_cap=50.0)
+    found = refusals(cuda_graph=GraphLevel.DECODE, model=model)
+    assert [(reason.code, reason.value) for reason in found] == [("feature", "logit_cap"), ("cuda_graph", "DECODE")]
+    for reason in found:
+        assert "No module named 'flash_attn'" in reason.message
+        assert reason.option == "pip install 'flash-attn-4>=4.0.0b36'"
+
+
+def test_what_flash_attn_4_is_not_for_is_not_to_be_installed(fa4: None) -> None:
+    """D3: the GPU is the reason, not the library."""
+    (reason,) = refusals(cuda_graph=GraphLevel.DECODE, sm=80)
+    assert "flash-attn-4 needs SM 90 to 103, this is SM 80" in reason.message
+    assert reason.option == "--cuda-graph"
+
+
+def test_neither_torch_nor_a_kernel_library_is_imported_to_list_it_or_to_refuse_it() -> None:
+    """``attnplug backends`` and ``explain`` stay quick, whatever is installed."""
+    code = """
+import sys
+from attnplug import Problem, Role
+from attnplug_flashattention import plugin
+(spec,) = plugin.attnplug_backends()
+assert spec.refusals(Problem(device="cpu"), Role.DECODE) and not spec.refusals(Problem(device="cuda", sm=90))
+print([name for name in ("torch", "numpy", "triton", "flash_attn", "cutlass") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+# ---- options ----
+
+
+def test_without_settings_the_options_are_the_defaults() -> None:
+    assert parse_options(SPEC.name, SPEC.options, {}) == FlashAttentionOptions("auto", 0)
+
+
+def test_options_are_typed() -> None:
+    settings = {"kernel": "torch", "most_parts": "4"}
+    assert parse_options(SPEC.name, SPEC.options, settings) == FlashAttentionOptions("torch", 4)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("kernel", "fa3", "must be one of auto, fa4, fa2, torch, not 'fa3'"),
+        ("most_parts", "-1", "most_parts=-1 is negative; give 1 to never divide, or 0 for the rule"),
+        ("most_parts", "many", "must be int, not 'many'"),
+        ("speed", "11", "has no option 'speed'"),
+    ],
+)
+def test_a_wrong_option_is_refused_with_what_is_right(key: str, value: str, message: str) -> None:
+    """D3"""
+    with pytest.raises(UsageError) as caught:
+        parse_options(SPEC.name, SPEC.options, {key: value})
+    assert message in str(caught.value)
+
+
+# ---- installed ----
+
+
+def test_it_is_found_by_its_entry_point() -> None:
+    """D1"""
+    found = load_registry().backends["flashattention"]
+    assert found.spec == SPEC
+    assert found.source.distribution == "attnplug-flashattention"
+
+
+def explained(*arguments: str) -> tuple[int, Any]:
+    outcome = in_own_process("explain", *arguments, "--json", CUDA_VISIBLE_DEVICES="")
+    return outcome.code, outcome.json
+
+
+def test_auto_leaves_a_cpu_to_the_embedded_default() -> None:
+    """D1: installing this plugin changes nothing where it cannot serve."""
+    code, roles = explained("--model", "tiny:llama")
+    assert code == 0
+    assert {choice["chosen"] for choice in roles.values()} == {"torch_native"}
+
+
+def test_auto_takes_it_on_an_h200(tmp_path: Path) -> None:
+    """D1, D3: the answer needs no GPU."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
+    code, roles = explained("--model", str(tmp_path), "--sm", "90", "--dtype", "bf16")
+    assert code == 0
+    assert {choice["chosen"] for choice in roles.values()} == {"flashattention"}
+
+
+def test_roles_of_mla_are_divided(tmp_path: Path) -> None:
+    """D3: prefill by this backend, decode by another; asked for both, it says why not and what instead."""
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
+    common = ("--model", str(tmp_path), "--sm", "90", "--dtype", "bf16")
+    code, roles = explained(*common, "--prefill-attention-backend", "flashattention")
+    assert code == 0
+    assert {role: choice["chosen"] for role, choice in roles.items()} == {
+        "prefill": "flashattention",
+        "decode": "flashinfer_mla",
+    }
+    code, roles = explained(*common, "--attention-backend", "flashattention")
+    assert code == 1
+    assert roles["prefill"]["chosen"] == "flashattention"
+    (reasons,) = (c["refusals"] for c in roles["decode"]["candidates"] if c["name"] == "flashattention")
+    assert [reason["code"] for reason in reasons] == ["mla_role"]
