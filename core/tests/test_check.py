@@ -58,7 +58,7 @@ from attnplug import BackendSpec, Capabilities, hookimpl
 @hookimpl
 def attnplug_backends():
     can = Capabilities(kinds=["mha"], devices=["cpu"], dtypes=["float32"], roles={roles!r}, extras={extras!r})
-    return [BackendSpec("tested", {summary!r}, "1.0", "{module}_backend:Tested", can, preference=100)]
+    return [BackendSpec("tested", "a backend of a test", "1.0", "{module}_backend:Tested", can, preference=100)]
 """
 
 BACKEND = """
@@ -95,9 +95,8 @@ def backend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Backend
         source: str | None = None,
         roles: tuple[str, ...] = ("prefill", "decode"),
         extras: tuple[str, ...] = ("lse",),
-        summary: str = "a backend of a test",
     ) -> None:
-        plugin = PLUGIN.format(module=module, roles=roles, extras=extras, summary=summary)
+        plugin = PLUGIN.format(module=module, roles=roles, extras=extras)
         (tmp_path / f"{module}.py").write_text(plugin)
         made = BACKEND.format(extend=extend, decode=decode, before=before) if source is None else source
         (tmp_path / f"{module}_backend.py").write_text(made)
@@ -255,10 +254,10 @@ def test_a_backend_that_prints_does_not_spoil_json(check: Attnplug, backend: Bac
 
 def test_square_brackets_of_a_plugin_are_text(check: Attnplug, backend: Backend) -> None:
     """They are no markup: neither dropped nor an error."""
-    backend(summary="fast [experimental] or [/slow]")
+    backend("raise RuntimeError('fast [experimental] or [/slow]')")
     outcome = check(*TESTED)
-    assert outcome.code == 0
-    assert "fast [experimental] or [/slow]" in outcome.out
+    assert outcome.code == 1
+    assert "fast [experimental] or [/slow]" in outcome.out + outcome.err
 
 
 def test_decode_runs_on_the_backend_that_was_chosen_for_it(check: Attnplug, backend: Backend) -> None:

@@ -101,8 +101,8 @@ def run_check(options: CheckOptions, *, json: bool) -> int:
 def _introduce(console: Console, registry: Registry, device: torch.device, sm: int | None) -> None:
     place = torch.cuda.get_device_name(device) + f", SM {sm}" if device.type == "cuda" else "cpu"
     console.print(f"attnplug check on {place}, torch {torch.__version__}", style="bold")
-    for name, backend in registry.backends.items():
-        console.print(f"found {name} ({backend.source}): {backend.spec.summary}")
+    found = ", ".join(f"{name} ({backend.source})" for name, backend in registry.backends.items())
+    console.print(f"found {found}")
 
 
 def _run(console: Console, served: dict[str, Selection], device: torch.device, seed: int) -> list[Result]:
