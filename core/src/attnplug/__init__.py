@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from attnplug.batch import ForwardBatch
     from attnplug.context import active_backend, forward_context, plan_forward
     from attnplug.geometry import Geometry
-    from attnplug.graphs import GraphLimits
+    from attnplug.graphs import Captures, GraphLimits
     from attnplug.kv import (
         KVPools,
         LinearStatePool,
@@ -108,7 +108,7 @@ _NEEDS_TORCH = {
     "batch": ("ForwardBatch",),
     "context": ("active_backend", "forward_context", "plan_forward"),
     "geometry": ("Geometry",),
-    "graphs": ("GraphLimits",),
+    "graphs": ("Captures", "GraphLimits"),
     "kv": (
         "KVPools",
         "LinearStatePool",
@@ -165,6 +165,7 @@ __all__ = [
     "BackendRequest",
     "BackendSpec",
     "Capabilities",
+    "Captures",
     "Chunk",
     "ChunkPlanning",
     "Claims",

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnplug import BackendError, DType, ForwardMode, GraphLevel, PlanError
+from attnplug import BackendError, DType, ForwardMode, GraphLevel
 from flash_references import build, on_cpu, on_devices
 from support.devices import nothing_waits
 from support.mha_scene import LAYER, MHACase, MHAScene
@@ -204,53 +204,3 @@ class TestWrongUse:
         assert stage.backend.claims.cuda_graph is GraphLevel.NEVER
         with pytest.raises(BackendError, match="kernel=torch cannot be captured; use kernel=fa4"):
             stage.backend.init_cuda_graph_state(4, 4)
-
-    def test_a_shape_that_was_not_captured_is_refused(self):
-        stage = self.stage()
-        stage.backend.init_cuda_graph_state(4, 4)
-        with pytest.raises(PlanError, match="2 requests, 2 rows and 2 pages a request was never captured"):
-            stage.backend.init_forward_metadata_out_graph(stage.batch())
-
-    @pytest.mark.parametrize(("limits", "number"), [((1, 4), "the 1 requests"), ((4, 1), "1 rows")])
-    def test_more_than_the_limits_is_refused(self, limits, number):
-        stage = self.stage()
-        stage.backend.init_cuda_graph_state(*limits)
-        with pytest.raises(PlanError, match=number):
-            stage.backend.init_forward_metadata_out_graph(stage.batch(), in_capture=True)
-
-    def test_limits_are_given_once(self):
-        stage = self.stage()
-        stage.backend.init_cuda_graph_state(4, 4)
-        with pytest.raises(BackendError, match="call init_cuda_graph_state once"):
-            stage.backend.init_cuda_graph_state(8, 8)
-
-    def test_a_page_table_of_another_width_is_another_shape(self):
-        """The graph reads the one it was captured with."""
-        stage = self.stage()
-        stage.backend.init_cuda_graph_state(4, 4)
-        batch = stage.batch()
-        stage.backend.init_forward_metadata_out_graph(batch, in_capture=True)
-        batch.page_table = torch.zeros(2, 65, dtype=torch.int32)
-        with pytest.raises(PlanError, match="65 pages a request was never captured"):
-            stage.backend.init_forward_metadata_out_graph(batch)
-
-    @pytest.mark.parametrize("name", ["seq_lens", "page_table"])
-    def test_what_kernels_read_as_it_is_must_be_int32(self, name):
-        stage = self.stage()
-        stage.backend.init_cuda_graph_state(4, 4)
-        batch = stage.batch()
-        setattr(batch, name, getattr(batch, name).long())
-        with pytest.raises(PlanError, match=rf"has {name} in int32 and without gaps, not in torch\.int64"):
-            stage.backend.init_forward_metadata_out_graph(batch, in_capture=True)
-
-    def test_an_extend_cannot_be_captured(self):
-        stage = self.stage(ForwardMode.EXTEND, ((20, 3), (9, 3)))
-        stage.backend.init_cuda_graph_state(4, 8)
-        with pytest.raises(PlanError, match="extend batch cannot be captured"):
-            stage.backend.init_forward_metadata_out_graph(stage.batch(), in_capture=True)
-
-    def test_rows_must_be_equally_many(self):
-        stage = self.stage(VERIFY, ((20, 2), (9, 3)))
-        stage.backend.init_cuda_graph_state(4, 8)
-        with pytest.raises(PlanError, match="5 rows for 2 requests"):
-            stage.backend.init_forward_metadata_out_graph(stage.batch(), in_capture=True)

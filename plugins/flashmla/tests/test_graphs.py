@@ -82,26 +82,6 @@ class TestWrongUse:
         with pytest.raises(BackendError, match="init_cuda_graph_state"):
             stage.backend.init_forward_metadata_out_graph(stage.batch(), in_capture=True)
 
-    def test_a_shape_that_was_not_captured_is_refused(self):
-        stage = self.stage()
-        stage.backend.init_cuda_graph_state(4, 4)
-        with pytest.raises(PlanError, match="2 requests and 2 rows was never captured"):
-            stage.backend.init_forward_metadata_out_graph(stage.batch())
-
-    @pytest.mark.parametrize(("limits", "number"), [((1, 4), "of 1 requests"), ((4, 1), "1 rows")])
-    def test_more_than_there_is_memory_for_is_refused(self, limits, number):
-        stage = self.stage()
-        stage.backend.init_cuda_graph_state(*limits)
-        with pytest.raises(PlanError, match=number):
-            stage.backend.init_forward_metadata_out_graph(stage.batch(), in_capture=True)
-
-    def test_memory_for_graphs_is_made_once(self):
-        """Captured graphs hold its addresses."""
-        stage = self.stage()
-        stage.backend.init_cuda_graph_state(4, 4)
-        with pytest.raises(BackendError, match="call init_cuda_graph_state once"):
-            stage.backend.init_cuda_graph_state(8, 8)
-
     def test_a_page_table_wider_than_the_memory_is_refused_whenever_it_comes(self):
         stage = self.stage()
         stage.backend.init_cuda_graph_state(4, 4)
@@ -110,15 +90,3 @@ class TestWrongUse:
         batch.page_table = torch.zeros(2, 65, dtype=torch.int32)
         with pytest.raises(PlanError, match=r"65 pages a request does not fit .* 64 pages"):
             stage.backend.init_forward_metadata_out_graph(batch)
-
-    def test_an_extend_cannot_be_captured(self):
-        stage = self.stage(ForwardMode.EXTEND, 3)
-        stage.backend.init_cuda_graph_state(4, 8)
-        with pytest.raises(PlanError, match="not extend"):
-            stage.backend.init_forward_metadata_out_graph(stage.batch(), in_capture=True)
-
-    def test_rows_must_be_equally_many(self):
-        stage = scene(MLACase(((20, 2), (9, 3)), ForwardMode.TARGET_VERIFY), "cpu")
-        stage.backend.init_cuda_graph_state(4, 8)
-        with pytest.raises(PlanError, match="5 rows for 2 requests"):
-            stage.backend.init_forward_metadata_out_graph(stage.batch(), in_capture=True)

@@ -11,12 +11,14 @@ from attnplug import (
     BackendContext,
     BackendError,
     BackendId,
+    Captures,
     Claims,
     ExtendPath,
     ForwardBatch,
     ForwardExtras,
     Geometry,
     GraphLevel,
+    GraphLimits,
     LayerSpec,
     MHAPool,
     ModelSpec,
@@ -26,7 +28,7 @@ from attnplug import (
     RaggedCall,
     Serving,
 )
-from attnplug_flashattention.graphs import Captured, CaptureRules, GraphState
+from attnplug_flashattention.graphs import Captured, CaptureRules, plan_captured
 from attnplug_flashattention.kernels import Kernels, Softmax, choose_kernels
 from attnplug_flashattention.merge import merge_parts
 from attnplug_flashattention.options import FlashAttentionOptions
@@ -88,7 +90,8 @@ class FlashAttentionBackend:
             cuda_graph=GraphLevel.UNIFORM if graphs else GraphLevel.NEVER,
             mla_extend=frozenset({ExtendPath.ONE_SHOT, ExtendPath.CHUNKED}),
         )
-        self._graph: GraphState | None = None
+        self._captures: Captures[Captured] = Captures(self.backend_id)
+        self._rules: CaptureRules | None = None
 
     def _cached_layer(self, layer: LayerSpec) -> CachedLayer:
         assert self._pool is not None
@@ -136,51 +139,32 @@ class FlashAttentionBackend:
             if self.fa_skip_kv_cache:
                 why = "with fa_skip_kv_cache nothing is decoded"
             raise BackendError(f"backend {self.backend_id.name} runs outside of CUDA graphs only here: {why}")
-        if self._graph is not None:
-            raise BackendError(
-                f"backend {self.backend_id.name} has its limits for CUDA graphs already, and captured graphs hold "
-                "addresses made for them; call init_cuda_graph_state once, with the most that will be captured"
-            )
-        rules = CaptureRules(
+        self._captures.reserve(GraphLimits(max_bs, max_num_tokens))
+        self._rules = CaptureRules(
             self._page_size,
             self._kernel_page,
             self._division,
             any(cached.softmax.window is not None for cached in self._layers.values()),
         )
-        self._graph = GraphState(max_bs, max_num_tokens, rules)
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> Plan:
         """The plan of a captured shape, always the same: what changes from replay to replay is made in the graph."""
-        return self._captured(forward_batch, in_capture).plan
+        return self._captures.find(forward_batch, in_capture, self._capture).plan
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """Slots and tables, from the page table and lengths that the batch has when the graph runs."""
-        captured = self._captured(forward_batch, False)
+        captured = self._captures.find(forward_batch, False, self._capture)
         captured.fill(forward_batch.page_table, forward_batch.seq_lens, self._page_size)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Padded requests have no rows: nothing is read or written for them."""
         return 0
 
-    def _captured(self, batch: ForwardBatch, in_capture: bool) -> Captured:
-        if self._graph is None:
-            raise BackendError(
-                f"backend {self.backend_id.name} has no limits for CUDA graphs; call init_cuda_graph_state first"
-            )
-        found = self._graph.find(batch)
-        if found is None:
-            mode = batch.forward_mode
-            if not in_capture:
-                raise PlanError(
-                    f"a {mode} batch of {batch.batch_size} requests, {batch.num_tokens} rows and "
-                    f"{batch.page_table.shape[1]} pages a request was never captured; plan it with in_capture=True and "
-                    "capture it first"
-                )
-            cached, tables = self._graph.plan(batch)
-            plan = Plan(self.backend_id, mode, batch.num_tokens, None, Metadata(cached, None))
-            found = Captured(plan, cached, tables)
-            self._graph.add(batch, found)
-        return found
+    def _capture(self, batch: ForwardBatch) -> Captured:
+        assert self._rules is not None
+        cached, tables = plan_captured(batch, self._rules)
+        plan = Plan(self.backend_id, batch.forward_mode, batch.num_tokens, None, Metadata(cached, None))
+        return Captured(plan, cached, tables)
 
     # Running
 

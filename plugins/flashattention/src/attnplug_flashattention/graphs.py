@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnplug import ForwardBatch, ForwardMode, Plan, PlanError
+from attnplug import ForwardBatch, Plan
 from attnplug_flashattention.planner import CachedPlan, Division, PagedCall, divide
 from attnplug_flashattention.tables import Parts, fill_parts, fill_slots
 
@@ -38,65 +38,27 @@ class CaptureRules:
     windowed: bool
 
 
-class GraphState:
-    """The captured shapes of one backend. Each has its own memory, made before its graph is captured."""
+def plan_captured(batch: ForwardBatch, rules: CaptureRules) -> tuple[CachedPlan, tuple[Parts, ...]]:
+    """How a shape that was not captured before will read and write, and the tables to fill for it.
 
-    def __init__(self, max_bs: int, max_num_tokens: int, rules: CaptureRules) -> None:
-        self.max_bs, self.max_num_tokens, self._rules = max_bs, max_num_tokens, rules
-        self._captured: dict[tuple[ForwardMode, int, int, int], Captured] = {}
-
-    def find(self, batch: ForwardBatch) -> Captured | None:
-        return self._captured.get(_shape(batch))
-
-    def add(self, batch: ForwardBatch, captured: Captured) -> None:
-        self._captured[_shape(batch)] = captured
-
-    def plan(self, batch: ForwardBatch) -> tuple[CachedPlan, tuple[Parts, ...]]:
-        """How a shape that was not captured before will read and write, and the tables to fill for it.
-
-        The batch's own lengths are no guide: a capture may carry any. As many parts are taken as pay for requests that
-        fill its page table; shorter ones are cut into as many, which are smaller.
-        """
-        self._check(batch)
-        rules, decode, device = self._rules, batch.forward_mode.is_decode, batch.page_table.device
-        requests, tokens = batch.batch_size, batch.num_tokens
-        slots = torch.full((tokens,), -1, dtype=torch.int64, device=device)
-        rows = batch.page_table.shape[1] * rules.page_size
-        count = rules.division.parts(requests, rows) if decode and rules.division is not None else 1
-        tables = []
-        divided = whole = None
-        if count > 1:
-            tables.append(Parts.empty(requests, rows, count, rules.page_size, rules.kernel_page, device))
-            divided = divide(tables[0])
-        if count == 1 or rules.windowed:
-            table, kv_lens = batch.page_table, batch.seq_lens
-            if rules.kernel_page != rules.page_size:
-                cut = Parts.empty(requests, rows, 1, rules.page_size, rules.kernel_page, device)
-                tables.append(cut)
-                table, kv_lens = cut.page_table, cut.kv_lens
-            whole = PagedCall(table, kv_lens, rows, tokens // requests, causal=not decode)
-        return CachedPlan(slots, whole, divided), tuple(tables)
-
-    def _check(self, batch: ForwardBatch) -> None:
-        requests, tokens = batch.batch_size, batch.num_tokens
-        if batch.forward_mode not in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND):
-            raise PlanError(f"a {batch.forward_mode} batch cannot be captured; capture decode, verify or draft_extend")
-        for name, tensor in (("seq_lens", batch.seq_lens), ("page_table", batch.page_table)):
-            if tensor.dtype is not torch.int32 or tensor.stride(-1) != 1:
-                raise PlanError(
-                    f"a captured batch has {name} in int32 and without gaps, not in {tensor.dtype} with strides "
-                    f"{tensor.stride()}: kernels read it as it is"
-                )
-        if not requests or tokens % requests or (batch.forward_mode.is_decode and tokens != requests):
-            raise PlanError(
-                f"a captured batch has equally many rows of every request, not {tokens} rows for {requests} requests"
-            )
-        if requests > self.max_bs or tokens > self.max_num_tokens:
-            raise PlanError(
-                f"a batch of {requests} requests and {tokens} rows is more than the {self.max_bs} requests and "
-                f"{self.max_num_tokens} rows that init_cuda_graph_state was called with"
-            )
-
-
-def _shape(batch: ForwardBatch) -> tuple[ForwardMode, int, int, int]:
-    return batch.forward_mode, batch.batch_size, batch.num_tokens, batch.page_table.shape[1]
+    The batch's own lengths are no guide: a capture may carry any. As many parts are taken as pay for requests that
+    fill its page table; shorter ones are cut into as many, which are smaller.
+    """
+    decode, device = batch.forward_mode.is_decode, batch.page_table.device
+    requests, tokens = batch.batch_size, batch.num_tokens
+    slots = torch.full((tokens,), -1, dtype=torch.int64, device=device)
+    rows = batch.page_table.shape[1] * rules.page_size
+    count = rules.division.parts(requests, rows) if decode and rules.division is not None else 1
+    tables = []
+    divided = whole = None
+    if count > 1:
+        tables.append(Parts.empty(requests, rows, count, rules.page_size, rules.kernel_page, device))
+        divided = divide(tables[0])
+    if count == 1 or rules.windowed:
+        table, kv_lens = batch.page_table, batch.seq_lens
+        if rules.kernel_page != rules.page_size:
+            cut = Parts.empty(requests, rows, 1, rules.page_size, rules.kernel_page, device)
+            tables.append(cut)
+            table, kv_lens = cut.page_table, cut.kv_lens
+        whole = PagedCall(table, kv_lens, rows, tokens // requests, causal=not decode)
+    return CachedPlan(slots, whole, divided), tuple(tables)

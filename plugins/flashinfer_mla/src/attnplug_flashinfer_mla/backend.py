@@ -13,6 +13,7 @@ from attnplug import (
     BackendContext,
     BackendError,
     BackendId,
+    Captures,
     Claims,
     ExtendPath,
     ForwardBatch,
@@ -20,6 +21,7 @@ from attnplug import (
     ForwardMode,
     Geometry,
     GraphLevel,
+    GraphLimits,
     LayerSpec,
     MLALayers,
     Plan,
@@ -28,7 +30,7 @@ from attnplug import (
     Serving,
     check_lse,
 )
-from attnplug_flashinfer_mla.graphs import Captured, GraphState
+from attnplug_flashinfer_mla.graphs import Captured, GraphMemory
 from attnplug_flashinfer_mla.kernels import Cache, FlashInferKernels, Kernels, PagedKernel, RaggedKernel, Shape
 from attnplug_flashinfer_mla.leases import Lease, Leases
 from attnplug_flashinfer_mla.options import FlashInferMLAOptions
@@ -106,7 +108,8 @@ class FlashInferMLABackend:
             None if serving.skip_prefill else Leases(lambda: kernels.paged(decode=False)) for _ in range(2)
         )
         self.mha_chunk_kv_cache = None if self._switches else ChunkKVRunner(kernels)
-        self._graph: GraphState | None = None
+        self._captures: Captures[Captured] = Captures(self.backend_id)
+        self._graph: GraphMemory | None = None
         self.claims = Claims(
             cuda_graph=GraphLevel.NEVER if options.kernel == "cutlass" else GraphLevel.UNIFORM,
             mla_extend=self._extend_paths(serving, options),
@@ -199,58 +202,43 @@ class FlashInferMLABackend:
         """Buffers for captured batches of up to ``max_bs`` requests and ``max_num_tokens`` rows."""
         if self.claims.cuda_graph is GraphLevel.NEVER:
             raise BackendError("kernel=cutlass decodes outside of CUDA graphs only; use kernel=auto")
-        if self._graph is not None:
-            raise BackendError(
-                f"backend {self.backend_id.name} has its memory for CUDA graphs already, and captured graphs hold its "
-                "addresses; call init_cuda_graph_state once, with the most that will be captured"
-            )
         pages = -(-self._context.limits.max_context // self._shape.page_size)
         if max_bs * pages * self._shape.page_size >= 1 << 32:
             raise BackendError(
                 f"{max_bs} captured requests of up to {self._context.limits.max_context} tokens are more rows than the "
                 "kernels can count; capture smaller batches, or lower --context-length"
             )
-        self._graph = GraphState(max_bs, max_num_tokens, pages, self._context.device)
+        self._captures.reserve(GraphLimits(max_bs, max_num_tokens, pages))
+        self._graph = GraphMemory(max_bs, max_num_tokens, pages, self._context.device)
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> Plan:
         """The plan of a captured shape, always the same: what changes from replay to replay is made in the graph."""
-        plan: Plan = self._captured(forward_batch, in_capture).plan
-        return plan
+        return self._captures.find(forward_batch, in_capture, self._capture).plan
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """Page indices, slots and work list, from the page table and lengths that the batch has when the graph runs."""
-        captured = self._captured(forward_batch, False)
+        captured = self._captures.find(forward_batch, False, self._capture)
         captured.fill(forward_batch.page_table, forward_batch.seq_lens, self._shape.page_size)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Padded requests have no rows: nothing is read or written for them."""
         return 0
 
-    def _captured(self, batch: ForwardBatch, in_capture: bool) -> Captured:
-        if self._graph is None:
-            raise BackendError(
-                f"backend {self.backend_id.name} has no memory for CUDA graphs; call init_cuda_graph_state first"
-            )
+    def _capture(self, batch: ForwardBatch) -> Captured:
+        assert self._graph is not None
         mode = batch.forward_mode
-        found = self._graph.find(batch)
-        if found is None:
-            if not in_capture:
-                raise PlanError(
-                    f"a {mode} batch of {batch.batch_size} requests and {batch.num_tokens} rows was never captured; "
-                    "plan it with in_capture=True and capture it first"
-                )
-            self._leases(mode)  # refuses what this backend was not built for
-            heads = self._shape.heads if mode.is_decode else padded_heads(self._shape.heads)
-            found = self._graph.capture(batch, self._kernels, heads, self._shape.page_size)
-            call = PlannedCall(slice(0, batch.num_tokens), heads, found)
-            found.plan = Plan(
-                planner=self.backend_id,
-                mode=mode,
-                query_rows=batch.num_tokens,
-                kv_rows=None,
-                metadata=PagedMetadata((call,), found.slots),
-            )
-        return found
+        self._leases(mode)  # refuses what this backend was not built for
+        heads = self._shape.heads if mode.is_decode else padded_heads(self._shape.heads)
+        captured = self._graph.capture(batch, self._kernels, heads, self._shape.page_size)
+        call = PlannedCall(slice(0, batch.num_tokens), heads, captured)
+        captured.plan = Plan(
+            planner=self.backend_id,
+            mode=mode,
+            query_rows=batch.num_tokens,
+            kv_rows=None,
+            metadata=PagedMetadata((call,), captured.slots),
+        )
+        return captured
 
     # Running
 

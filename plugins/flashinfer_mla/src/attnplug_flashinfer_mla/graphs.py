@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from attnplug import BackendError, ForwardBatch, ForwardMode, GraphLimits, Plan, PlanError
+from attnplug import BackendError, ForwardBatch, Plan, PlanError
 from attnplug_flashinfer_mla.indices import Lengths, fill_indices
 from attnplug_flashinfer_mla.kernels import GraphBuffers, Kernels, PagedKernel
 from attnplug_flashinfer_mla.planner import PagedCall
@@ -39,23 +39,17 @@ class Captured:
         fill_schedule(self.schedule, self.batch, kv_lens)
 
 
-class GraphState:
+class GraphMemory:
     """Buffers sized once, shared by every captured shape: graphs run one after the other."""
 
     def __init__(self, max_bs: int, max_num_tokens: int, pages: int, device: torch.device) -> None:
-        self.limits, self.pages = GraphLimits(max_bs, max_num_tokens, pages), pages
+        self.pages = pages
         self._kv_indices = torch.zeros(max_bs * pages, dtype=torch.int32, device=device)
         self._slots = torch.full((max_num_tokens,), -1, dtype=torch.int64, device=device)
         self._device = device
-        self._captured: dict[tuple[ForwardMode, int, int], Captured] = {}
-
-    def find(self, batch: ForwardBatch) -> Captured | None:
-        self.limits.check_table(batch)
-        return self._captured.get((batch.forward_mode, batch.batch_size, batch.num_tokens))
 
     def capture(self, batch: ForwardBatch, kernels: Kernels, heads: int, page_size: int) -> Captured:
         """Make and plan the kernel of a shape that was not captured before."""
-        self.limits.check(batch)
         requests, tokens = batch.batch_size, batch.num_tokens
         decode = batch.forward_mode.is_decode
         shape = UniformBatch(requests, tokens // requests, heads, not decode, self.pages)
@@ -75,7 +69,7 @@ class GraphState:
         )
         schedule = kernel.schedule()
         self._check_schedule(schedule, shape, lengths)
-        captured = Captured(
+        return Captured(
             kernel=kernel,
             batch=shape,
             schedule=schedule,
@@ -84,8 +78,6 @@ class GraphState:
             kv_indices=self._kv_indices,
             slots=self._slots[:tokens],
         )
-        self._captured[batch.forward_mode, requests, tokens] = captured
-        return captured
 
     def _check_schedule(self, schedule: Schedule, shape: UniformBatch, lengths: Lengths) -> None:
         works = shape.requests * shape.tiles(schedule) + schedule.clusters

@@ -7,14 +7,15 @@ from torch import Tensor
 
 from attnplug import (
     BackendContext,
-    BackendError,
     BackendId,
+    Captures,
     Claims,
     ForwardBatch,
     ForwardExtras,
     ForwardMode,
     Geometry,
     GraphLevel,
+    GraphLimits,
     LayerSpec,
     MLALayers,
     MLAPool,
@@ -22,9 +23,8 @@ from attnplug import (
     Plan,
     PlanError,
 )
-from attnplug_flashmla.graphs import Captured, GraphState
 from attnplug_flashmla.kernels import PAGE, Call, FlashMLAKernels, Kernels
-from attnplug_flashmla.planner import Metadata, Pages
+from attnplug_flashmla.planner import Captured, Metadata, Pages
 
 _UNIFORM = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
 
@@ -44,7 +44,8 @@ class FlashMLABackend:
         self._max_context = context.limits.max_context
         self._caches = {layer_id: _kernel_pages(pool, layer_id) for layer_id in pool.layer_ids}
         self._kernels = FlashMLAKernels(self._layers.heads, self._layers.kv_lora_rank) if kernels is None else kernels
-        self._graph: GraphState | None = None
+        self._captures: Captures[Captured] = Captures(self.backend_id)
+        self._graph: Pages | None = None
         self.claims = Claims(cuda_graph=GraphLevel.UNIFORM, page_sizes=PageSizes.of(PAGE), mla_extend=frozenset())
 
     # Planning
@@ -94,40 +95,33 @@ class FlashMLABackend:
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Memory for captured batches of up to ``max_bs`` requests and ``max_num_tokens`` rows."""
-        if self._graph is not None:
-            raise BackendError(
-                f"backend {self.backend_id.name} has its memory for CUDA graphs already, and captured graphs hold its "
-                "addresses; call init_cuda_graph_state once, with the most that will be captured"
-            )
-        self._graph = GraphState(max_bs, max_num_tokens, self._max_context, self._page_size, self._device)
+        pages = -(-self._max_context // self._page_size)
+        self._captures.reserve(GraphLimits(max_bs, max_num_tokens, pages))
+        self._graph = Pages.reserve(max_bs, max_num_tokens, pages * self._page_size // PAGE, self._device)
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> Plan:
         """The plan of a captured shape, always the same: what changes from replay to replay is made in the graph."""
-        return self._captured(forward_batch, in_capture).plan
+        return self._captures.find(forward_batch, in_capture, self._capture).plan
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """Pages, slots and schedule, from the page table and lengths that the batch has when the graph runs."""
-        self._captured(forward_batch, False).fill(forward_batch, self._page_size, self._kernels)
+        captured = self._captures.find(forward_batch, False, self._capture)
+        captured.fill(forward_batch, self._page_size, self._kernels)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Padded requests have no rows: nothing is read or written for them."""
         return 0
 
-    def _captured(self, batch: ForwardBatch, in_capture: bool) -> Captured:
-        if self._graph is None:
-            raise BackendError(
-                f"backend {self.backend_id.name} has no memory for CUDA graphs; call init_cuda_graph_state first"
-            )
-        self._check_mode(batch.forward_mode)
-        found = self._graph.find(batch)
-        if found is None:
-            if not in_capture:
-                raise PlanError(
-                    f"a {batch.forward_mode} batch of {batch.batch_size} requests and {batch.num_tokens} rows was "
-                    "never captured; plan it with in_capture=True and capture it first"
-                )
-            found = self._graph.capture(batch, self._kernels, self.backend_id)
-        return found
+    def _capture(self, batch: ForwardBatch) -> Captured:
+        """A shape's plan. Its memory is a part of what all shapes share: graphs run one after the other."""
+        assert self._graph is not None
+        queries = batch.num_tokens // batch.batch_size
+        pages = self._graph.part(batch.batch_size, queries)
+        pages.fill(batch.page_table, batch.seq_lens, self._page_size)
+        # A schedule's size depends on the shape, so each has one of its own.
+        call = Call(queries, pages.kv_lens, pages.table, self._kernels.schedule(pages.kv_lens, queries))
+        metadata = Metadata(pages.slots, call)
+        return Captured(pages, call, Plan(self.backend_id, batch.forward_mode, batch.num_tokens, None, metadata))
 
     # Running
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnplug import split_table
-from attnplug_flashmla.kernels import PAGE, Call
+from attnplug import ForwardBatch, Plan, split_table
+from attnplug_flashmla.kernels import PAGE, Call, Kernels
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -70,3 +70,17 @@ class Pages:
         exists = (position >= 0) & (position < width * page_size)
         page = page_table.long().gather(1, torch.where(exists, position // page_size, 0))
         self.slots.copy_(torch.where(exists, page * page_size + position % page_size, -1).flatten())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Captured:
+    """One captured shape of batch. All that changes from replay to replay is made inside the graph."""
+
+    pages: Pages
+    call: Call
+    plan: Plan
+
+    def fill(self, batch: ForwardBatch, page_size: int, kernels: Kernels) -> None:
+        """What the captured kernels read, from the page table and the lengths that the batch has then."""
+        self.pages.fill(batch.page_table, batch.seq_lens, page_size)
+        self.call.schedule.become(kernels.schedule(self.pages.kv_lens, self.call.queries))

@@ -15,15 +15,16 @@ from torch import Tensor
 from attnplug import (
     BackendContext,
     BackendId,
+    Captures,
     Claims,
     ForwardBatch,
     ForwardMode,
     Geometry,
     GraphLevel,
+    GraphLimits,
     LayerSpec,
     LinearInputs,
     Plan,
-    PlanError,
 )
 from attnplug_hybrid_linear.fla_kernels import CHUNK, ChunkKernels, Chunks, FlaKernels
 from attnplug_hybrid_linear.spans import Blocks, Spans, cut, plan_spans
@@ -79,7 +80,7 @@ class FlaLinearBackend:
         self._page_size = context.page_size
         self._states = States(context)
         self._kernels = FlaKernels() if kernels is None else kernels
-        self._captured: dict[tuple[ForwardMode, int, int], Plan] = {}
+        self._captures: Captures[Plan] = Captures(self.backend_id)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
         geometry = Geometry.of(batch, self._page_size)
@@ -92,23 +93,16 @@ class FlaLinearBackend:
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Nothing to reserve: what captured kernels read are the batch's own state slots, and lengths that stay."""
-        self._captured.clear()
+        self._captures.reserve(GraphLimits(max_bs, max_num_tokens))
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> Plan:
-        mode, requests, tokens = forward_batch.forward_mode, forward_batch.batch_size, forward_batch.num_tokens
-        plan = self._captured.get((mode, requests, tokens))
-        if plan is not None and not in_capture:
-            return plan
-        if mode not in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY):
-            raise PlanError(f"a batch in mode {mode} cannot be captured; capture decode or target_verify")
-        if not requests or tokens % requests or (mode.is_decode and tokens != requests):
-            raise PlanError(
-                f"a captured batch has equally many rows of every request, not {tokens} rows for {requests} requests"
-            )
-        lens, slots = [tokens // requests] * requests, slots_of(forward_batch)
-        metadata = FlaMetadata.of(lens, slots, verify=not mode.is_decode, captured=True)
-        plan = self._captured[mode, requests, tokens] = Plan(self.backend_id, mode, tokens, None, metadata)
-        return plan
+        return self._captures.find(forward_batch, in_capture, self._capture)
+
+    def _capture(self, batch: ForwardBatch) -> Plan:
+        mode, requests, tokens = batch.forward_mode, batch.batch_size, batch.num_tokens
+        lens = [tokens // requests] * requests
+        metadata = FlaMetadata.of(lens, slots_of(batch), verify=mode is ForwardMode.TARGET_VERIFY, captured=True)
+        return Plan(self.backend_id, mode, tokens, None, metadata)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """Nothing: where states lie is read from the batch by every captured kernel itself."""

@@ -11,6 +11,7 @@ from attnplug import (
     BackendContext,
     BackendError,
     BackendId,
+    Captures,
     Claims,
     ExtendPath,
     ForwardBatch,
@@ -18,6 +19,7 @@ from attnplug import (
     ForwardMode,
     Geometry,
     GraphLevel,
+    GraphLimits,
     LayerSpec,
     MLALayers,
     PageSizes,
@@ -29,7 +31,7 @@ from attnplug import (
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
 from attnplug_flashinfer_mla.kernels import Shape
 from attnplug_trtllm_mla.blackwell import KERNEL_PAGES
-from attnplug_trtllm_mla.graphs import Captured, GraphState
+from attnplug_trtllm_mla.graphs import Captured, GraphMemory
 from attnplug_trtllm_mla.kernels import DecodeKernel, Pages, RaggedKernel, to_float8
 from attnplug_trtllm_mla.planner import DecodeCall, plan_requests, plan_rows, uniform_queries
 
@@ -78,7 +80,8 @@ class TRTLLMMLABackend:
             for layer_id in pool.layer_ids
         }
         self._float8 = self._shape.kv_dtype is torch.float8_e4m3fn
-        self._graph: GraphState | None = None
+        self._captures: Captures[Captured] = Captures(self.backend_id)
+        self._graph: GraphMemory | None = None
         self.claims = Claims(cuda_graph=GraphLevel.UNIFORM, page_sizes=page_sizes, mla_extend=self._extend_paths())
 
     @property
@@ -144,43 +147,30 @@ class TRTLLMMLABackend:
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Buffers for captured batches of up to ``max_bs`` requests and ``max_num_tokens`` rows."""
-        if self._graph is not None:
-            raise BackendError(
-                f"backend {self.backend_id.name} has its memory for CUDA graphs already, and captured graphs hold its "
-                "addresses; call init_cuda_graph_state once, with the most that will be captured"
-            )
         context = self._context
-        self._graph = GraphState(max_bs, max_num_tokens, context.limits.max_context, self._page_sizes, context.device)
+        longest = context.limits.max_context
+        self._captures.reserve(GraphLimits(max_bs, max_num_tokens, -(-longest // context.page_size)))
+        self._graph = GraphMemory(max_bs, max_num_tokens, longest, self._page_sizes, context.device)
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> Plan:
         """The plan of a captured shape, always the same: what changes from replay to replay is made in the graph."""
-        return self._captured(forward_batch, in_capture).plan
+        return self._captures.find(forward_batch, in_capture, self._capture).plan
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """Tables, lengths and slots, from what the batch holds when the graph runs."""
-        captured = self._captured(forward_batch, False)
+        captured = self._captures.find(forward_batch, False, self._capture)
         captured.fill(forward_batch.page_table, forward_batch.seq_lens, self._page_sizes)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Padded requests have no rows: nothing is written for them, and their output is zero."""
         return 0
 
-    def _captured(self, batch: ForwardBatch, in_capture: bool) -> Captured:
-        if self._graph is None:
-            raise BackendError(
-                f"backend {self.backend_id.name} has no memory for CUDA graphs; call init_cuda_graph_state first"
-            )
-        found = self._graph.find(batch)
-        if found is None:
-            if not in_capture:
-                raise PlanError(
-                    f"a {batch.forward_mode} batch of {batch.batch_size} requests and {batch.num_tokens} rows was "
-                    "never captured; plan it with in_capture=True and capture it first"
-                )
-            found = self._graph.capture(batch)
-            metadata = Metadata(found.call, found.slots, found)
-            found.plan = Plan(self.backend_id, batch.forward_mode, batch.num_tokens, None, metadata)
-        return found
+    def _capture(self, batch: ForwardBatch) -> Captured:
+        assert self._graph is not None
+        captured = self._graph.capture(batch)
+        metadata = Metadata(captured.call, captured.slots, captured)
+        captured.plan = Plan(self.backend_id, batch.forward_mode, batch.num_tokens, None, metadata)
+        return captured
 
     # Running
 

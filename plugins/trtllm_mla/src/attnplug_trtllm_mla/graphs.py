@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from attnplug import ForwardBatch, ForwardMode, GraphLimits, Plan
+from attnplug import ForwardBatch, Plan
 from attnplug_flashinfer_mla.indices import Lengths, fill_indices
 from attnplug_trtllm_mla.planner import DecodeCall, kernel_table, table_width
 
@@ -37,38 +37,28 @@ class Captured:
         torch.lt(self.slots, 0, out=self.dead)
 
 
-class GraphState:
+class GraphMemory:
     """Buffers sized once, shared by every captured shape: graphs run one after the other."""
 
     def __init__(
         self, max_bs: int, max_num_tokens: int, max_context: int, page_sizes: tuple[int, int], device: torch.device
     ) -> None:
         self.page_sizes, self._longest = page_sizes, max_context
-        manager_page, kernel_page = page_sizes
-        self.limits = GraphLimits(max_bs, max_num_tokens, -(-max_context // manager_page))
-        self._width = table_width(max_context, kernel_page)
+        self._width = table_width(max_context, page_sizes[1])
         self._tables = torch.zeros(max_bs, self._width, dtype=torch.int32, device=device)
         self._lens = torch.ones(max_bs, dtype=torch.int32, device=device)
         self._slots = torch.full((max_num_tokens,), -1, dtype=torch.int64, device=device)
         self._dead = torch.ones(max_num_tokens, dtype=torch.bool, device=device)
-        self._captured: dict[tuple[ForwardMode, int, int], Captured] = {}
-
-    def find(self, batch: ForwardBatch) -> Captured | None:
-        self.limits.check_table(batch)
-        return self._captured.get((batch.forward_mode, batch.batch_size, batch.num_tokens))
 
     def capture(self, batch: ForwardBatch) -> Captured:
         """Lay out a shape that was not captured before. Its lengths are not looked at: they change."""
-        self.limits.check(batch)
         requests, tokens = batch.batch_size, batch.num_tokens
         queries, device = tokens // requests, self._lens.device
         each = torch.arange(requests + 1, dtype=torch.int32, device=device)
-        captured = Captured(
+        return Captured(
             call=DecodeCall(queries, self._tables[:requests], self._lens[:requests], self._longest),
             qo_indptr=each * queries,
             kv_indptr=each * self._width,
             slots=self._slots[:tokens],
             dead=self._dead[:tokens],
         )
-        self._captured[batch.forward_mode, requests, tokens] = captured
-        return captured
