@@ -40,8 +40,8 @@ def test_one_capture_serves_other_lengths_pages_and_fewer_requests(mode, new, he
 @on_every_device
 @pytest.mark.parametrize(("mode", "new"), [(ForwardMode.DECODE, 1), (ForwardMode.TARGET_VERIFY, 4)])
 def test_one_capture_serves_an_fp8_cache_too(mode, new, device):
-    """Of padding nothing is written there either."""
-    check_replays(*scenes(mode, new, device, 16, 64, kv_dtype=DType.FLOAT8_E4M3, kv_scale=0.37))
+    """Of padding nothing is written there either. The library rounds the scale to bfloat16, which holds this one."""
+    check_replays(*scenes(mode, new, device, 16, 64, kv_dtype=DType.FLOAT8_E4M3, kv_scale=0.375))
 
 
 def swapped(make):

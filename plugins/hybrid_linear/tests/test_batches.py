@@ -107,6 +107,20 @@ class TestBatches:
             scene.forward(step)
         scene.check(step, setting.tolerance)
 
+    @pytest.mark.parametrize(("mode", "new"), [(DECODE, [1, 1]), (EXTEND, [3, 20])])
+    def test_inputs_may_be_slices_and_lie_anyhow(self, mode, new, setting) -> None:
+        scene = setting.scene(3)
+        scene.weights = {layer_id: (_turned(weight), bias) for layer_id, (weight, bias) in scene.weights.items()}
+        step = scene.step(mode, [2, 0], new)
+        step.conv_rows = {layer_id: _turned(x) for layer_id, x in step.conv_rows.items()}
+        for layer_id, inputs in step.inputs.items():
+            q, k, v = _wider(inputs.q), _turned(inputs.k), _wider(inputs.v)
+            beta = None if inputs.beta is None else _turned(inputs.beta)
+            step.inputs[layer_id] = replace(inputs, q=q, k=k, v=v, beta=beta, log_decay=_wider(inputs.log_decay))
+        scene.forward(step)
+        scene.check(step, setting.tolerance)
+        scene.check_states(setting.state_tolerance)
+
     def test_lengths_on_the_device_alone(self, setting) -> None:
         check(setting, setting.scene(4), EXTEND, [3, 0, 1], [2, 40, 12], mirror=False)
 
@@ -117,6 +131,16 @@ class TestBatches:
         for mode, new in ((EXTEND, [20, 9, 1]), (DECODE, [1, 1, 1])):
             scene.check(scene.run(mode, [2, 0, 3], new), max(setting.tolerance, 8e-3))
         scene.check_states(setting.state_tolerance)
+
+
+def _turned(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers, the first dimension innermost in memory."""
+    return tensor.movedim(0, -1).contiguous().movedim(-1, 0)
+
+
+def _wider(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers as a slice of something wider, which is NaN beside them."""
+    return torch.cat([tensor, torch.full_like(tensor, torch.nan)], -1)[..., : tensor.shape[-1]]
 
 
 @st.composite

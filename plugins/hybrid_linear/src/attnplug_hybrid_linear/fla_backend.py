@@ -117,7 +117,6 @@ class FlaLinearBackend:
     ) -> Tensor:
         metadata: FlaMetadata = batch.plan_for(self.backend_id, x.shape[0]).metadata
         spans, verified = metadata.spans, metadata.verified
-        x = x if x.stride(1) == 1 else x.contiguous()
         out = _output(x, spans)
         states = self._states.conv(layer.layer_id)
         convolve_in_place(x, weight, bias, spans, metadata.blocks, states, out, silu=silu, store=verified is None)

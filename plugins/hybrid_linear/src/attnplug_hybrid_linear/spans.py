@@ -61,3 +61,8 @@ def cut(query_lens: Sequence[int], size: int, device: torch.device) -> Blocks:
     """The blocks of all spans, in order; those of empty requests are no spans."""
     counts = [-(-tokens // size) for tokens in query_lens if tokens]
     return Blocks(*spread([0] * len(counts), counts, device), size)
+
+
+def with_plain_rows(tensor: Tensor) -> Tensor:
+    """Kernels step over rows and heads by any stride, but walk a row by ones."""
+    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

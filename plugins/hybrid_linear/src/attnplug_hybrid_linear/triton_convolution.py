@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnplug_hybrid_linear.spans import Blocks, Spans
+from attnplug_hybrid_linear.spans import Blocks, Spans, with_plain_rows
 
 _CHANNELS = 128
 
@@ -99,6 +99,7 @@ def convolve_in_place(
     """
     if not spans.rows:
         return
+    x, weight = with_plain_rows(x), weight.contiguous()
     channels, width = weight.shape
     whole = blocks is None
     span, place = (None, None) if blocks is None else (blocks.span, blocks.place)
@@ -131,6 +132,7 @@ def convolve_in_place(
 
 def keep_newest(x: Tensor, spans: Spans, states: Tensor) -> None:
     """Move the states on behind the spans' rows of ``x``, whatever is read of them later."""
+    x = with_plain_rows(x)
     channels, width = states.shape[1:]
     _keep[(triton.cdiv(channels, _CHANNELS), spans.slots.shape[0])](
         x,

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from attnplug import LinearInputs
-from attnplug_hybrid_linear.spans import Spans
+from attnplug_hybrid_linear.spans import Spans, with_plain_rows
 
 _FEW_HEADS = 512
 """Heads of all requests together up to which small programs are faster, since larger ones leave the device idle."""
@@ -56,9 +56,9 @@ def _advance(
         if NORMALIZE:
             key_row = key_row / tl.sqrt(tl.sum(key_row * key_row, 0) + 1e-6)
         if BY_CHANNEL:
-            state *= tl.exp(tl.load(decay_at + key, mask=is_key, other=0.0))[:, None]
+            state *= tl.exp(tl.load(decay_at + key, mask=is_key, other=0.0).to(tl.float32))[:, None]
         else:
-            state *= tl.exp(tl.load(decay_at))
+            state *= tl.exp(tl.load(decay_at).to(tl.float32))
         if DELTA:
             found = tl.sum(state * key_row[:, None], 0)
             write = (write - found) * tl.load(beta_at).to(tl.float32)
@@ -89,8 +89,8 @@ def advance_in_place(
     if not spans.rows:
         return
     heads, key_dim, value_dim = states.shape[1:]
-    q, k, v, decay = map(_contiguous_rows, (inputs.q, inputs.k, inputs.v, inputs.log_decay))
-    beta = decay if inputs.beta is None else _contiguous_rows(inputs.beta)  # without a delta rule it is not read
+    q, k, v, decay = map(with_plain_rows, (inputs.q, inputs.k, inputs.v, inputs.log_decay))
+    beta = decay if inputs.beta is None else with_plain_rows(inputs.beta)  # without a delta rule it is not read
     per_token, by_channel = decay.dim() > 1, decay.dim() == 3
     block_v, warps = _configuration(heads * spans.slots.shape[0], by_channel)
     _advance[(triton.cdiv(value_dim, block_v), heads, spans.slots.shape[0])](
@@ -131,11 +131,6 @@ def _configuration(heads: int, by_channel: bool) -> tuple[int, int]:
     if heads <= _FEW_HEADS:
         return 16, 1
     return (32, 1) if by_channel else (64, 4)
-
-
-def _contiguous_rows(tensor: Tensor) -> Tensor:
-    """Kernels step over rows and heads by any stride, but walk a row by ones."""
-    return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
 @triton.jit
