@@ -13,6 +13,7 @@ import gc
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -263,7 +264,7 @@ def main() -> None:
     rows = []
     with torch.inference_mode():
         for case in CASES:
-            row = attempt(lambda case=case: measure(case, device))  # type: ignore[misc]
+            row = attempt(partial(measure, case, device))
             rows.append({**asdict(case), **row})
             report.put("cases", rows)
             print(line(case, row), flush=True)

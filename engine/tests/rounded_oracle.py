@@ -47,15 +47,17 @@ DEEPSEEK_V3 = {
 
 @contextmanager
 def without_fla() -> Iterator[None]:
-    """Inside, nobody can import flash-linear-attention: transformers would silently run on it."""
-    imported = sys.modules.pop("fla", None)
-    sys.modules["fla"] = None  # type: ignore[assignment]
+    """Inside, nobody can import the kernels for linear layers that transformers would silently run on."""
+    kept = {name: sys.modules.get(name) for name in ("fla", "causal_conv1d")}
+    sys.modules.update(dict.fromkeys(kept))
     try:
         yield
     finally:
-        del sys.modules["fla"]
-        if imported is not None:
-            sys.modules["fla"] = imported
+        for name, module in kept.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
 
 
 class RoundedOracle:
@@ -120,6 +122,6 @@ def generate(folder: str, prompts: Sequence[list[int]], **settings: Any) -> tupl
             seen.setdefault(request.id, []).append(row.float().clone())
         return sample(logits, requests)
 
-    engine.sampler.sample = watched  # type: ignore[method-assign]
+    engine.sampler.sample = watched
     done = engine.generate(list(prompts), SamplingParams(max_tokens=NEW_TOKENS))
     return [completion.token_ids for completion in done], [torch.stack(seen[number]) for number in sorted(seen)]

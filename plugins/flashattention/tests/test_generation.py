@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor
+from rounded_oracle import DEEPSEEK_V3, RoundedOracle
 
 from attnplug import DType, ExtendPath, ExtendPolicy, Role
 from flash_references import skip_without_fa4
@@ -26,7 +22,6 @@ COMMON = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 128}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64},
     "qwen3": {"num_hidden_layers": 3, "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 128},
@@ -48,140 +43,54 @@ MODELS: dict[str, dict[str, Any]] = {
         "linear_num_key_heads": 2,
         "linear_num_value_heads": 4,
         "num_experts": 2,  # both of them always: choosing would turn rounding into other experts
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
         "shared_expert_intermediate_size": 128,
-        **EXPERTS,
-    },
-    "deepseek_v3": {
-        "num_hidden_layers": 3,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "kv_lora_rank": 512,
-        "q_lora_rank": 96,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "first_k_dense_replace": 1,
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "n_group": 1,
-        "topk_group": 1,
-        **EXPERTS,
     },
 }
-NEW_TOKENS = 48
 
 
-@contextmanager
-def by_torch_alone(name: str) -> Iterator[None]:
-    """transformers takes fla's kernels for linear layers where it finds them when it imports the model."""
-    module = f"transformers.models.{name}.modeling_{name}"
-    kept = {blocked: sys.modules.get(blocked) for blocked in ("fla", "causal_conv1d")}
-    sys.modules.pop(module, None)
-    sys.modules.update(dict.fromkeys(kept))  # None: not to be imported
-    try:
-        yield
-    finally:
-        for blocked, was in kept.items():
-            if was is None:
-                del sys.modules[blocked]
-            else:
-                sys.modules[blocked] = was
-
-
-class Oracle:
-    """A checkpoint, and what transformers computes from it: in float32, and in bfloat16 to see what that costs."""
-
-    def __init__(self, folder: str, name: str) -> None:
-        with by_torch_alone(name):
-            from transformers import AutoConfig, AutoModelForCausalLM
-
-            torch.manual_seed(3)
-            config = AutoConfig.for_model(name, **COMMON, **MODELS[name])
-            made = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.bfloat16)
-            made.save_pretrained(folder, safe_serialization=True)
-            self.folder, self.name = folder, name
-            self.exact, self.rounded = (
-                AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval().cuda()
-                for dtype in (torch.float32, torch.bfloat16)
-            )
-
-    @torch.inference_mode()
-    def logits(self, model: torch.nn.Module, tokens: list[int]) -> Tensor:
-        return model(torch.tensor([tokens], device="cuda"), use_cache=False).logits[0].float()
-
-
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module")
 def oracle(request, tmp_path_factory):
-    return Oracle(str(tmp_path_factory.mktemp(request.param)), request.param)
+    name = request.param
+    config = DEEPSEEK_V3 if name == "deepseek_v3" else {**COMMON, **MODELS[name]}
+    return RoundedOracle(str(tmp_path_factory.mktemp(name)), name, config)
 
 
-def prompts() -> list[list[int]]:
-    random = torch.Generator().manual_seed(5)
-    drawn = [torch.randint(0, 512, (length,), generator=random).tolist() for length in (1, 40, 333, 130)]
-    drawn[3][:100] = drawn[2][:100]
-    return drawn
+SETTINGS: list[dict[str, Any]] = [
+    {},
+    {"page_size": 16, "num_pages": 120, "chunked_prefill_size": 100},
+    {"page_size": 128, "num_pages": 32, "chunked_prefill_size": 90},
+    {"page_size": 256, "num_pages": 16, "dtype": DType.FLOAT16},
+    {"backend_options": {"flashattention": {"kernel": "torch"}}, "chunked_prefill_size": 90},
+]
+MLA_SETTINGS: list[dict[str, Any]] = [
+    *SETTINGS,
+    {"extend_policy": ExtendPolicy(forced=ExtendPath.CHUNKED, chunk_capacity=64), "chunked_prefill_size": 90},
+    {"role_backends": {Role.PREFILL: "flashattention", Role.DECODE: "flashmla"}, "page_size": 64},
+]
 
 
-def generate(oracle: Oracle, **settings: Any) -> tuple[list[list[int]], dict[int, list[Tensor]]]:
-    """Tokens of every prompt, and the logits each of them was chosen from."""
-    from attnplug_engine.engine import Engine
-    from attnplug_engine.request import SamplingParams
-
-    backends: dict[str, Any] = {"attention_backend": "flashattention"}
-    if oracle.name == "deepseek_v3":
-        backends = {"attention_backend": "torch_native", "role_backends": {Role.PREFILL: "flashattention"}}
-    engine = Engine(oracle.folder, device="cuda", **{"num_pages": 64, "max_batch": 4, **backends, **settings})
-    seen: dict[int, list[Tensor]] = {}
-    sample = engine.sampler.sample
-
-    def watched(logits, requests):
-        for row, request in zip(logits, requests, strict=True):
-            seen.setdefault(request.id, []).append(row.float().clone())
-        return sample(logits, requests)
-
-    engine.sampler.sample = watched
-    done = engine.generate(prompts(), SamplingParams(max_tokens=NEW_TOKENS))
-    return [completion.token_ids for completion in done], seen
+def named(settings: object) -> str | None:
+    return (",".join(settings) or "default") if isinstance(settings, dict) else None
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"page_size": 16, "num_pages": 120, "chunked_prefill_size": 100},
-        {"page_size": 128, "num_pages": 32, "chunked_prefill_size": 90},
-        {"page_size": 256, "num_pages": 16, "dtype": DType.FLOAT16},
-        {"backend_options": {"flashattention": {"kernel": "torch"}}, "chunked_prefill_size": 90},
-        {"extend_policy": ExtendPolicy(forced=ExtendPath.CHUNKED, chunk_capacity=64), "chunked_prefill_size": 90},
-        {"role_backends": {Role.PREFILL: "flashattention", Role.DECODE: "flashmla"}, "page_size": 64},
-    ],
-    ids=lambda settings: ",".join(str(key) for key in settings) or "default",
-)
+@pytest.mark.parametrize("oracle", MODELS, indirect=True)
+@pytest.mark.parametrize("settings", SETTINGS, ids=named)
 def test_same_tokens_as_transformers_where_bfloat16_can_tell(oracle, settings):
-    """A7 for Qwen3-Next, C1 for DeepSeek-V3, whose prefill is this backend's and whose decode another's.
+    """A7 for Qwen3-Next. Logits as near to float32's as transformers' own in bfloat16, tokens equal beyond that."""
+    if "backend_options" not in settings:
+        skip_without_fa4()
+    oracle.check(attention_backend="flashattention", **settings)
 
-    Logits as near to float32's as transformers' own in bfloat16; tokens equal where the margin exceeds that.
-    """
-    if oracle.name != "deepseek_v3" and {"extend_policy", "role_backends"} & set(settings):
-        pytest.skip("these are for MLA")
+
+@pytest.mark.parametrize("oracle", ["deepseek_v3"], indirect=True)
+@pytest.mark.parametrize("settings", MLA_SETTINGS, ids=named)
+def test_prefill_here_and_decode_elsewhere(oracle, settings):
+    """C1: the same for DeepSeek-V3."""
     if "role_backends" in settings:
         pytest.importorskip("flash_mla", exc_type=ImportError)
     if "backend_options" not in settings:
         skip_without_fa4()
-    tokens, seen = generate(oracle, **settings)
-    equal = decided = 0
-    for index, prompt in enumerate(prompts()):
-        sequence = prompt + tokens[index]
-        first = len(prompt) - 1
-        wanted = oracle.logits(oracle.exact, sequence[:-1])[first:]
-        rounding = (oracle.logits(oracle.rounded, sequence[:-1])[first:] - wanted).norm() / wanted.norm()
-        found = torch.stack(seen[sorted(seen)[index]])
-        assert float((found - wanted).norm() / wanted.norm()) <= 1.5 * float(rounding)
-        noise = 4 * float((found - wanted).std())
-        top = wanted.topk(2, -1)
-        clear = (top.values[:, 0] - top.values[:, 1] > noise).cpu()
-        same = top.indices[:, 0].cpu() == torch.tensor(tokens[index])
-        assert bool(same[clear].all())
-        equal, decided = equal + int(same.sum()), decided + int(clear.sum())
-    assert decided >= 2 * NEW_TOKENS  # most of the choices are clear ones, or the test says nothing
-    assert equal >= 0.9 * 4 * NEW_TOKENS
+    roles = {"role_backends": {Role.PREFILL: "flashattention"}}
+    oracle.check(**{"attention_backend": "torch_native", **roles, **settings})

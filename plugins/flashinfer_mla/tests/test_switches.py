@@ -44,7 +44,7 @@ def scene(serving: Serving, disable_ragged: bool, lengths=((30, 5), (0, 4)), mod
 
     options = FlashInferMLAOptions(disable_ragged=disable_ragged)
     stage = MLAScene(on_cpu(MLACase(lengths, mode, page_size=16, serving=serving, options=options)), "cpu", build)
-    stage.made = made[0].made  # type: ignore[attr-defined]
+    stage.made = made[0].made
     return stage
 
 

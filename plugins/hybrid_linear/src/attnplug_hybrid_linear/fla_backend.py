@@ -66,7 +66,7 @@ class FlaMetadata:
     def of(cls, query_lens: Sequence[int], state_slots: Tensor, *, verify: bool, captured: bool = False) -> FlaMetadata:
         spans = plan_spans(query_lens, state_slots)
         blocks = cut(query_lens, CHUNK, state_slots.device) if spans.longest > FEW_TOKENS else None
-        chunks = None if blocks is None or verify else Chunks.of(query_lens, blocks)
+        chunks = None if blocks is None or verify else Chunks.of(query_lens, blocks, spans.slots)
         return cls(spans, blocks, chunks, Verified() if verify else None, captured)
 
 
@@ -139,8 +139,7 @@ class FlaLinearBackend:
 
     def _by_chunks(self, inputs: LinearInputs, layer: LayerSpec, spans: Spans, chunks: Chunks) -> Tensor:
         states = self._states.recurrent(layer.layer_id)
-        # A padded span takes some state along, and what becomes of it is not kept.
-        before = states.index_select(0, spans.slots.clamp(min=0))
+        before = states.index_select(0, chunks.slots)
         out, after = self._kernels.chunked(inputs, layer.scale, chunks, before)
         put_states(states, spans, after)
         clear_padded(out, spans)

@@ -23,18 +23,21 @@ class Chunks:
     """Spans as the library wants them.
 
     ``boundaries`` ``[spans + 1]`` say where each begins and the last ends, on the device and on the host; ``indices``
-    ``[chunks, 2]`` the span of each chunk and its place there. All int64.
+    ``[chunks, 2]`` the span of each chunk and its place there; ``slots`` ``[spans]`` whose state each starts from: a
+    padded one takes somebody's along, and what becomes of it is not kept. All int64.
     """
 
     boundaries: Tensor
     boundaries_cpu: Tensor
     indices: Tensor
+    slots: Tensor
 
     @classmethod
-    def of(cls, query_lens: Sequence[int], blocks: Blocks) -> Chunks:
+    def of(cls, query_lens: Sequence[int], blocks: Blocks, slots: Tensor) -> Chunks:
         boundaries = list(accumulate((tokens for tokens in query_lens if tokens), initial=0))
         device = blocks.span.device
-        return cls(to_device(boundaries, device), torch.tensor(boundaries), torch.stack([blocks.span, blocks.place], 1))
+        indices = torch.stack([blocks.span, blocks.place], 1)
+        return cls(to_device(boundaries, device), torch.tensor(boundaries), indices, slots.clamp(min=0))
 
 
 class ChunkKernels(Protocol):
