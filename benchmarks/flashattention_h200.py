@@ -16,13 +16,13 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 from gpu_clock import capture, device_us, host_us, medians
-from mla_h200 import Report, attempt, describe, measure_all
+from gpu_report import Report, attempt, describe
+from mla_h200 import measure_all
 from mla_report import errors, value
 from mla_sides import Rig, causal_pairs, difference, random, ratios
 from torch import Tensor
@@ -49,7 +49,17 @@ from attnplug_flashattention.options import FlashAttentionOptions
 
 PAGE, MAX_CONTEXT = 64, 131072
 LAYERS, CALLS, REPLAYS = 4, 20, 20
-PACKAGES = ("flash-attn-4", "nvidia-cutlass-dsl", "quack-kernels", "attnplug-flashattention")
+WHAT = "flashattention against flash-attn-4 and FlashInfer called directly; bf16, pages of 64; medians"
+PACKAGES = (
+    "torch",
+    "triton",
+    "flash-attn-4",
+    "nvidia-cutlass-dsl",
+    "quack-kernels",
+    "flashinfer-python",
+    "attnplug",
+    "attnplug-flashattention",
+)
 
 
 @dataclass(frozen=True)
@@ -256,15 +266,19 @@ class Prefill:
         self._v = random(rows, case.kv_heads, case.v_head_dim, device=rig.device)
         self._indptr = torch.arange(case.requests + 1, dtype=torch.int32, device=rig.device) * case.length
         self._fa4 = load_fa4()
-        self._forward = self._as_mla() if case.head_dim != case.v_head_dim else self._as_gqa()
+        mla = case.head_dim != case.v_head_dim
+        self._forward, self._unwritten = self._as_mla() if mla else self._as_gqa()
 
-    def _as_gqa(self) -> Callable[[], Tensor]:
+    def _as_gqa(self) -> tuple[Callable[[], Tensor], ...]:
+        """With the writing of the cache, and without."""
         ours = Ours(self._case, self._rig.device, 1)
         batch = ours.batch(self._case.length)
         batch.plan = ours.backend.init_forward_metadata(batch)
-        return lambda: ours.backend.forward_extend(self._q, self._k, self._v, ours.layers[0], batch)
+        forward = partial(ours.backend.forward_extend, self._q, self._k, self._v, ours.layers[0], batch)
+        return forward, partial(forward, save_kv_cache=False)
 
-    def _as_mla(self) -> Callable[[], Tensor]:
+    def _as_mla(self) -> tuple[Callable[[], Tensor], ...]:
+        """Both the same: the engine writes MLA's latent rows."""
         case, device = self._case, self._rig.device
         dims = MLADims(512, case.head_dim - 64, 64)
         layer = LayerSpec(0, AttentionKind.MLA, case.heads, case.heads, case.head_dim, case.v_head_dim,
@@ -273,7 +287,8 @@ class Prefill:
         backend, batch = small.backend, small.batch(1)
         lens = [case.length] * case.requests
         call = RaggedCall.of(0, lens, lens, causal=True, device=device)
-        return lambda: backend.forward_ragged(self._q, self._k, self._v, layer, batch, call)
+        forward = partial(backend.forward_ragged, self._q, self._k, self._v, layer, batch, call)
+        return forward, forward
 
     def parts(self) -> dict[str, Callable[[], dict[str, Any]]]:
         return {"eager": self.eager, "flashinfer": self.flashinfer} if self._flashinfer else {"eager": self.eager}
@@ -311,7 +326,8 @@ class Prefill:
             return out
 
         off = difference(self._forward(), raw())
-        us = device_us({"raw": raw, "ours": self._forward, "raw_again": raw}, REPLAYS, self._rig.cold)
+        sides = {"raw": raw, "ours": self._forward, "unwritten": self._unwritten, "raw_again": raw}
+        us = device_us(sides, REPLAYS, self._rig.cold)
         pairs = case.heads * case.requests * causal_pairs(case.length, case.length)
         flops = 2 * pairs * (case.head_dim + case.v_head_dim)
         rate = {name: flops / found / 1e6 for name, found in us.items()}
@@ -347,22 +363,12 @@ def print_prefill(title: str, rows: list[dict[str, Any]]) -> None:
             "fa4": value(row, "eager.tflop_per_s.raw", ".0f"),
             "ours": value(row, "eager.tflop_per_s.ours", ".0f"),
             "ours/fa4": value(row, "eager.ratio.ours", ".3f"),
+            "unwritten": value(row, "eager.ratio.unwritten", ".3f"),
             "again": value(row, "eager.ratio.raw_again", ".3f"),
             "ours/fi": value(row, "flashinfer.ratio.ours", ".3f"),
             "differ": value(row, "eager.difference", ".0e"),
         }
         print(f"{case!s:<32}" + "  ".join(f"{name} {cell:>6}" for name, cell in cells.items()), *errors(row)[:1])
-
-
-def described(commit: str | None) -> dict[str, Any]:
-    found = describe(commit)
-    for package in PACKAGES:
-        try:
-            found["versions"][package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            found["versions"][package] = None
-    found["what"] = "flashattention against flash-attn-4 and FlashInfer called directly; bf16, pages of 64; medians"
-    return found
 
 
 def main() -> None:
@@ -384,7 +390,7 @@ def main() -> None:
         sys.exit(f"flashattention_h200 measures kernels for SM 90, and this is a {torch.cuda.get_device_name()}")
     os.environ.setdefault("FLASHINFER_CUDA_ARCH_LIST", "9.0a")
     torch.manual_seed(0)
-    report = Report(arguments.json, described(arguments.commit))
+    report = Report(arguments.json, describe(WHAT, PACKAGES, arguments.commit))
     with torch.inference_mode():
         rig = Rig(torch.device("cuda", 0))
         report.put("ceilings", attempt(rig.ceilings))

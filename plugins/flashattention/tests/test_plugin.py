@@ -235,14 +235,13 @@ def test_auto_leaves_a_cpu_to_the_embedded_default() -> None:
     assert {choice["chosen"] for choice in roles.values()} == {"torch_native"}
 
 
-def test_it_serves_an_h200_where_it_is_asked_for(tmp_path: Path) -> None:
-    """D1, D3: the answer needs no GPU. Until its kernels have run on one, ``auto`` takes what has."""
+def test_auto_takes_it_on_an_h200(tmp_path: Path) -> None:
+    """D1, D3: the answer needs no GPU."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
     common = ("--model", str(tmp_path), "--sm", "90", "--dtype", "bf16")
-    for asked, chosen in ((("--attention-backend", "flashattention"), "flashattention"), ((), "torch_native")):
-        code, roles = explained(*common, *asked)
-        assert code == 0
-        assert {choice["chosen"] for choice in roles.values()} == {chosen}
+    code, roles = explained(*common)
+    assert code == 0
+    assert {choice["chosen"] for choice in roles.values()} == {"flashattention"}
 
 
 def test_roles_of_mla_are_divided(tmp_path: Path) -> None:

@@ -128,6 +128,9 @@ def load_fa4() -> Callable[..., Any]:
     """FlashAttention 4's function. Raises whatever its import raises."""
     from flash_attn.cute import flash_attn_varlen_func
 
+    # The CuTe DSL's word on an argument inside flash-attn, at every kernel it compiles: nothing that a user could mend.
+    warnings.filterwarnings("ignore", "Argument aux_data .* cannot be converted to a JitArgument", UserWarning)
+
     function: Callable[..., Any] = flash_attn_varlen_func
     return function
 

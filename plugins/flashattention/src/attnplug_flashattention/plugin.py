@@ -36,7 +36,7 @@ def attnplug_backends() -> list[BackendSpec]:
             factory="attnplug_flashattention.backend:FlashAttentionBackend",
             options=FlashAttentionOptions,
             check=refusals,
-            preference=-1,  # below every other, until its kernels have run on a GPU; then below those made for MLA
+            preference=60,  # below those made for MLA
             capabilities=Capabilities(
                 kinds=frozenset({AttentionKind.MHA, AttentionKind.MLA}),
                 devices=frozenset({"cuda"}),
