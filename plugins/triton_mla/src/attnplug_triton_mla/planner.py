@@ -1,0 +1,100 @@
+"""Lengths and page table → what the kernels read: memory for a batch's schedule, filled on the device. Knows no batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnplug import PlanError
+from attnplug_triton_mla.configurations import INVARIANT_PARTS, Configuration
+from attnplug_triton_mla.triton_plan import launch_plan, size_of_numbers
+
+_LARGEST_INDEX = 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """All that the host knows of a batch: ``queries`` new tokens of each request, or 0 where they may differ."""
+
+    requests: int
+    rows: int
+    queries: int
+    heads: int
+    page_size: int
+    pages: int
+    """Columns of the page table."""
+    invariant: bool
+
+    def tiles(self, tile: int) -> int:
+        """Tiles of rows at most."""
+        if self.queries:
+            return self.requests * -(-self.queries * self.heads // tile)
+        return min(-(-self.rows * self.heads // tile) + self.requests, self.rows * self.heads)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Schedule:
+    """How a batch is divided: ``numbers`` int32 and ``slots`` ``[rows]`` int64, both made on the device by ``fill``."""
+
+    shape: Shape
+    configuration: Configuration
+    programs: int
+    numbers: Tensor
+    slots: Tensor
+
+    @classmethod
+    def reserve(
+        cls, shape: Shape, configuration: Configuration, multiprocessors: int, device: torch.device
+    ) -> Schedule:
+        steps = -(-shape.pages * shape.page_size // configuration.step)
+        if shape.tiles(configuration.tile) * max(steps, 1) >= _LARGEST_INDEX:
+            raise PlanError(
+                f"{shape.rows} rows with {shape.heads} heads, over up to {shape.pages * shape.page_size} cache rows, "
+                "are more than the schedule can count; prefill fewer at once with --chunked-prefill-size"
+            )
+        programs = configuration.programs * multiprocessors
+        return cls(
+            shape,
+            configuration,
+            programs,
+            torch.empty(size_of_numbers(shape.requests, programs), dtype=torch.int32, device=device),
+            torch.empty(shape.rows, dtype=torch.int64, device=device),
+        )
+
+    @property
+    def parts(self) -> int:
+        """Parts that a tile is cut into at most, by its own length alone; 0 where the whole batch decides."""
+        if not self.shape.invariant:
+            return 0
+        return INVARIANT_PARTS if self.shape.queries else 1
+
+    @property
+    def partial_slots(self) -> int:
+        """Partial results that there can be at once."""
+        if self.shape.invariant:
+            return self.shape.tiles(self.configuration.tile) * self.parts if self.parts > 1 else 1
+        return 2 * self.programs
+
+    def fill(self, page_table: Tensor, seq_lens: Tensor, new_lens: Tensor | None) -> None:
+        """From the page table ``[requests, pages]`` and lengths ``[requests]``, by one launch that waits for nothing.
+
+        ``new_lens`` ``[requests]`` are read where the shape does not say how many new tokens there are.
+        """
+        launch_plan(
+            page_table,
+            seq_lens,
+            new_lens,
+            self.slots,
+            self.numbers,
+            queries=self.shape.queries,
+            programs=self.programs,
+            least_steps=self.configuration.least_steps,
+            part_cost=self.configuration.part_cost,
+            heads=self.shape.heads,
+            tile=self.configuration.tile,
+            step=self.configuration.step,
+            page_size=self.shape.page_size,
+            parts=self.parts,
+        )

@@ -1,0 +1,154 @@
+"""Partial results into one: the merge of a tile whose cache rows several programs shared.
+
+A part is what attention over its rows alone would give, normalised, with its log-sum-exp in base 2; so the result is
+the parts' mean with weights ``2 ** lse``. Parts are taken in the order of their rows, by whoever merges: the bits do
+not depend on which program was done first.
+
+Bytes decide, in L2: a part of 16 rows is 32 KiB in float32, and one multiprocessor reads about 110 GB/s. 64 parts are
+19 µs for one of them, and 1 µs for 64 of them. So few parts are merged by the program that comes last, at the end of
+the attention kernel (``merge_tile``), and many by a kernel of their own, one row and some columns a program
+(``launch_merge``).
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from attnplug_triton_mla.triton_plan import HEADER, RECORD
+
+LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def parts_of_tile(tile_start, units, stretch, programs, INVARIANT: tl.constexpr):
+    """How many parts a tile has; where the first lies, and where the others do, by their number behind that.
+
+    A part lies at its program's number. The first part of a tile is the last that its program begins, so the same
+    program may have another tile's last part: first parts lie behind all others.
+    """
+    if INVARIANT:
+        return units, tile_start, tile_start
+    first = tile_start // stretch
+    return (tile_start + units - 1) // stretch - first + 1, programs + first, first
+
+
+@triton.jit
+def merge_tile(
+    partials, partial_lse, out_at, lse_at, live, parts, first, others, out_scale,
+    RANK: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """All rows of a tile by one program, some columns at a time: a whole part would not fit the registers twice.
+
+    Past the L1 cache, which does not see what other multiprocessors wrote.
+    """
+    row = tl.arange(0, TILE)
+    top = tl.full([TILE], float("-inf"), tl.float32)
+    for part in range(parts):
+        slot = tl.where(part == 0, first, others + part).to(tl.int64)
+        top = tl.maximum(top, tl.load(partial_lse + slot * TILE + row, cache_modifier=".cg"))
+    base = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.zeros([TILE], tl.float32)
+    for part in range(parts):
+        slot = tl.where(part == 0, first, others + part).to(tl.int64)
+        total += tl.exp2(tl.load(partial_lse + slot * TILE + row, cache_modifier=".cg") - base)
+    divisor = tl.where(total == 0.0, 1.0, total)
+    for start in range(0, RANK, COLUMNS):
+        column = start + tl.arange(0, COLUMNS)
+        place = row[:, None] * RANK + column[None, :]
+        merged = tl.zeros([TILE, COLUMNS], tl.float32)
+        for part in range(parts):
+            slot = tl.where(part == 0, first, others + part).to(tl.int64)
+            weight = tl.exp2(tl.load(partial_lse + slot * TILE + row, cache_modifier=".cg") - base)
+            values = tl.load(partials + slot * TILE * RANK + place, cache_modifier=".cg").to(tl.float32)
+            merged += values * weight[:, None]
+        merged = merged * (out_scale / divisor)[:, None]
+        tl.store(out_at[:, None] + column[None, :], merged.to(out_at.dtype.element_ty), mask=live[:, None])
+    if LSE:
+        tl.store(lse_at, (base + tl.log2(total)) * LN_2, mask=live)
+
+
+@triton.jit
+def _merge(
+    partials, partial_lse, out, lse, numbers, programs, lse_row, lse_head, out_scale,
+    QUERIES: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr, INVARIANT: tl.constexpr, LSE: tl.constexpr,
+):  # fmt: skip
+    """One row, some columns, ``BLOCK`` parts at a time: enough loads are under way to hide what each takes."""
+    flat = tl.program_id(0)
+    request, row = flat // (QUERIES * HEADS), flat % (QUERIES * HEADS)
+    stretch = tl.load(numbers)
+    record = numbers + HEADER + request * RECORD
+    units = tl.load(record + 6)
+    tiles: tl.constexpr = (QUERIES * HEADS + TILE - 1) // TILE
+    tile_start = tl.load(record) - (tiles - row // TILE) * units
+    parts, first, others = parts_of_tile(tile_start, units, stretch, programs, INVARIANT)
+    if parts > 1:
+        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        top = tl.full([], float("-inf"), tl.float32)
+        total = tl.zeros([], tl.float32)
+        merged = tl.zeros([COLUMNS], tl.float32)
+        for start in range(0, parts, BLOCK):
+            part = start + tl.arange(0, BLOCK)
+            there = part < parts
+            at = tl.where(part == 0, first, others + part).to(tl.int64) * TILE + row % TILE
+            some = tl.load(partial_lse + at, mask=there, other=float("-inf"))
+            values = tl.load(
+                partials + at[:, None] * RANK + column[None, :], mask=there[:, None], other=0.0
+            ).to(tl.float32)  # fmt: skip
+            higher = tl.maximum(top, tl.max(some, 0))
+            base = tl.where(higher == float("-inf"), 0.0, higher)
+            weight, kept = tl.exp2(some - base), tl.exp2(top - base)
+            total = total * kept + tl.sum(weight, 0)
+            merged = merged * kept + tl.sum(values * weight[:, None], 0)
+            top = higher
+        merged = merged * (out_scale / tl.where(total == 0.0, 1.0, total))
+        tl.store(out + flat.to(tl.int64) * RANK + column, merged.to(out.dtype.element_ty))
+        if LSE:
+            if tl.program_id(1) == 0:
+                base = tl.where(top == float("-inf"), 0.0, top)
+                at = request * QUERIES + row // HEADS
+                tl.store(lse + at.to(tl.int64) * lse_row + row % HEADS * lse_head, (base + tl.log2(total)) * LN_2)
+
+
+def launch_merge(
+    partials: Tensor,
+    partial_lse: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    numbers: Tensor,
+    rows: int,
+    out_scale: float,
+    *,
+    programs: int,
+    queries: int,
+    tile: int,
+    parts: int,
+    columns: int,
+    invariant: bool,
+) -> None:
+    """Rows of ``out`` ``[rows, heads, rank]`` and ``lse`` whose tiles have parts; the others are left as they are."""
+    _, heads, rank = out.shape
+    columns = min(columns, rank)
+    lse_row, lse_head = (0, 0) if lse is None else lse.stride()
+    _merge[(rows * heads, rank // columns)](
+        partials,
+        partial_lse,
+        out,
+        partial_lse if lse is None else lse,
+        numbers,
+        programs,
+        lse_row,
+        lse_head,
+        out_scale,
+        QUERIES=queries,
+        HEADS=heads,
+        RANK=rank,
+        TILE=tile,
+        COLUMNS=columns,
+        BLOCK=parts,
+        INVARIANT=invariant,
+        LSE=lse is not None,
+        num_warps=4,
+    )

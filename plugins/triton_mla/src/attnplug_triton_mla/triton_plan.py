@@ -1,0 +1,160 @@
+"""The schedule of a batch, by one kernel: which program attends to which rows of which request, and where new rows go.
+
+The unit of work is a *step*: ``STEP`` cache rows for one *tile*, up to ``TILE`` rows of (query token, head) of one
+request. All steps of all tiles, request by request, are one line of work, and program p of the attention kernel takes
+the p-th stretch of it, all of equal length. So a long request is divided among many programs and short ones share one,
+the load is even whatever the lengths, and the grid has one size for all of them: what a captured graph needs. A tile
+that a stretch's end falls into is finished by the next program, and has parts to be merged, at most two of them begun
+or ended in any one program.
+
+Every tile counts with all cache rows of its request, also those that causality hides from it: then a place on the line
+is found by a division. In a verify that is nothing; a prefill without prefix gives early programs half the work of late
+ones.
+
+With ``PARTS`` the partition is batch-invariant: a tile is cut into at most so many parts by its own request's length
+alone, the line consists of parts instead of steps, and no part is divided.
+
+This runs once for a batch, all layers use it. Every program adds up all requests by itself, which costs less than
+meeting the others, and writes its own entry; what it reads is 4 to 8 bytes a request.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+HEADER = tl.constexpr(8)
+"""Numbers before the records: how long a program's stretch is, and how long the line."""
+RECORD = tl.constexpr(8)
+"""Numbers of a request, 32 bytes in one sector: where its work ends, cache rows, cache rows before its new ones, first
+new row, new rows, steps of a unit, units of a tile. Behind the records, per program, the request it begins with."""
+
+_ROWS = 128
+"""New rows whose slots are looked up at once."""
+
+
+@triton.jit
+def _plan(
+    page_table, table_row, table_column, width, seq_lens, new_lens, slots, numbers,
+    requests, rows, programs, least_steps, part_cost,
+    QUERIES: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    me = tl.program_id(0)
+    request = tl.arange(0, BLOCK)
+    exists = request < requests
+    asked = tl.load(seq_lens + request, mask=exists, other=0).to(tl.int32)
+    # Lengths on the device are nobody's to check: whatever they are, nothing outside of the batch is touched.
+    kv_len = tl.minimum(tl.maximum(asked, 0), width * PAGE_SIZE)
+    if QUERIES:
+        new = tl.where(exists, QUERIES, 0)
+        begin = request * QUERIES
+    else:
+        new = tl.maximum(tl.load(new_lens + request, mask=exists, other=0).to(tl.int32), 0)
+        begin = tl.minimum(tl.cumsum(new, 0) - new, rows)
+        new = tl.minimum(new, rows - begin)
+
+    tiles = (new * HEADS + TILE - 1) // TILE
+    steps = tl.maximum((kv_len + STEP - 1) // STEP, 1)  # without a cache row there is an output to be written yet
+    if PARTS:
+        unit = tl.maximum((steps + PARTS - 1) // PARTS, least_steps)
+    else:
+        unit = tl.full([BLOCK], 1, tl.int32)
+    units = (steps + unit - 1) // unit
+    end = tl.cumsum(tiles * units, 0)
+    total = tl.sum(tiles * units, 0)
+    stretch = tl.maximum((total + programs - 1) // programs, 1)
+    if not PARTS:
+        # Dividing a tile of n steps by k costs n / k steps and k merges: least where a part has sqrt(n * cost) steps.
+        longest = tl.max(tl.where(tiles > 0, steps, 0), 0)
+        worth = tl.ceil(tl.sqrt_rn(longest.to(tl.float32) * part_cost)).to(tl.int32)
+        stretch = tl.maximum(tl.maximum(stretch, worth), least_steps)
+
+    records = numbers + HEADER
+    first = tl.sum(tl.where(exists & (end <= me * stretch), 1, 0), 0)
+    tl.store(records + requests * RECORD + me, first)
+    if me == 0:
+        tl.store(numbers, stretch)
+        tl.store(numbers + 1, total)
+        record = records + request * RECORD
+        tl.store(record, end, mask=exists)
+        tl.store(record + 1, kv_len, mask=exists)
+        tl.store(record + 2, asked - new, mask=exists)
+        tl.store(record + 3, begin, mask=exists)
+        tl.store(record + 4, new, mask=exists)
+        tl.store(record + 5, unit, mask=exists)
+        tl.store(record + 6, units, mask=exists)
+
+    for mine in range(me, requests, programs):
+        its_new = tl.sum(tl.where(request == mine, new, 0), 0)
+        its_begin = tl.sum(tl.where(request == mine, begin, 0), 0)
+        its_prefix = tl.sum(tl.where(request == mine, asked - new, 0), 0)
+        for at in range(0, its_new, ROWS):
+            row = at + tl.arange(0, ROWS)
+            position = its_prefix + row
+            column = position // PAGE_SIZE
+            placed = (row < its_new) & (position >= 0) & (column < width)
+            entry = page_table + (tl.zeros([ROWS], tl.int64) + mine) * table_row + column * table_column
+            page = tl.load(entry, mask=placed, other=0).to(tl.int64)
+            slot = tl.where(placed, page * PAGE_SIZE + position % PAGE_SIZE, -1)
+            tl.store(slots + its_begin + row, slot, mask=row < its_new)
+    if not QUERIES:
+        for at in range(tl.sum(new, 0) + me * ROWS, rows, programs * ROWS):
+            row = at + tl.arange(0, ROWS)
+            tl.store(slots + row, tl.full([ROWS], -1, tl.int64), mask=row < rows)
+
+
+def size_of_numbers(requests: int, programs: int) -> int:
+    """How many int32 a schedule takes."""
+    return HEADER.value + RECORD.value * requests + programs
+
+
+def launch_plan(
+    page_table: Tensor,
+    seq_lens: Tensor,
+    new_lens: Tensor | None,
+    slots: Tensor,
+    numbers: Tensor,
+    *,
+    queries: int,
+    programs: int,
+    least_steps: int,
+    part_cost: float,
+    heads: int,
+    tile: int,
+    step: int,
+    page_size: int,
+    parts: int,
+) -> None:
+    """Fill ``slots`` ``[rows]`` int64 and ``numbers`` int32; ``queries`` new tokens of every request, 0: ``new_lens``.
+
+    A slot is -1 where the page table has no place for the row, or no request has the row. Waits for nothing and can
+    be captured.
+    """
+    requests, width = page_table.shape
+    block = max(triton.next_power_of_2(requests), 16)
+    _plan[(programs,)](
+        page_table,
+        page_table.stride(0),
+        page_table.stride(1),
+        width,
+        seq_lens,
+        seq_lens if new_lens is None else new_lens,
+        slots,
+        numbers,
+        requests,
+        slots.shape[0],
+        programs,
+        least_steps,
+        part_cost,
+        QUERIES=queries,
+        HEADS=heads,
+        TILE=tile,
+        STEP=step,
+        PAGE_SIZE=page_size,
+        PARTS=parts,
+        BLOCK=block,
+        ROWS=min(triton.next_power_of_2(max(queries, 1)), _ROWS) if queries else _ROWS,
+        num_warps=min(max(block // 128, 1), 8),
+    )
