@@ -6,34 +6,57 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 
-from attnplug import BackendContext, DType
+from attnplug import AttentionBackend, BackendContext, DType, MLADims
 from attnplug_triton_mla.configurations import Configuration
-from support.mla_scene import MLACase, MLAScene
+from support.mla_scene import DEEPSEEK, LAYER, MLACase, MLAScene, relative_error
 
+Choose = Callable[[int, int, bool], Configuration]
 MULTIPROCESSORS = 5
 """Of the imaginary GPU: few, since each is a loop in Python, and enough to divide a request."""
+NARROW = MLADims(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16)
+TOLERANCE = {DType.FLOAT32: 1e-6, DType.FLOAT16: 1e-3, DType.BFLOAT16: 5e-3}
+"""The interpreter rounds to bfloat16 toward zero, so on a CPU nothing is judged in it."""
 
 
 def small(rows: int, requests: int, invariant: bool) -> Configuration:
     """Short steps and low tiles, so that small batches have many of both."""
-    return Configuration(16 if rows <= 16 else 32, 16, 4, 2, merge="kernel" if requests < 4 else "last")
+    tile, merge = 16 if rows <= 16 else 32, "kernel" if requests < 4 else "last"
+    return Configuration(tile, 16, 4, 2, merge=merge, merge_columns=512)
 
 
-def build(context: BackendContext, choose: Callable[[int, int, bool], Configuration] | None = None):
-    if context.device.type == "cpu":
-        os.environ["TRITON_INTERPRET"] = "1"  # where this is not under our own conftest
-        from attnplug_triton_mla.backend import TritonMLABackend
-
-        return TritonMLABackend(context, choose=choose or small, multiprocessors=MULTIPROCESSORS)
+def build(context: BackendContext, choose: Choose | None = None) -> AttentionBackend:
+    on_cpu = context.device.type == "cpu"
+    if on_cpu:
+        os.environ["TRITON_INTERPRET"] = "1"  # for whoever is not under this folder's conftest
     from attnplug_triton_mla.backend import TritonMLABackend
 
+    if on_cpu:
+        return TritonMLABackend(context, choose=choose or small, multiprocessors=MULTIPROCESSORS)
     return TritonMLABackend(context) if choose is None else TritonMLABackend(context, choose=choose)
 
 
 def on(case: MLACase, device: str) -> MLACase:
-    """The case as it runs on a device; on a CPU in float32, where nothing hides behind rounding."""
-    return replace(case, dtype=DType.FLOAT32) if device == "cpu" and case.dtype is DType.BFLOAT16 else case
+    """The case as it runs on a device: on a CPU narrow, and in float32 rather than bfloat16."""
+    if device != "cpu":
+        return case
+    narrow = replace(case, dims=NARROW) if case.dims is DEEPSEEK else case
+    return replace(narrow, dtype=DType.FLOAT32) if case.dtype is DType.BFLOAT16 else narrow
 
 
-def scene(case: MLACase, device: str, choose: Callable[[int, int, bool], Configuration] | None = None) -> MLAScene:
+def scene(case: MLACase, device: str, choose: Choose | None = None) -> MLAScene:
     return MLAScene(on(case, device), device, lambda context: build(context, choose))
+
+
+def check(case: MLACase, device: str, choose: Choose | None = None) -> MLAScene:
+    """Output and log-sum-exp are float64's, padding gives zero and -inf, and nothing but new rows was written."""
+    stage = scene(case, device, choose)
+    out, lse = stage.absorbed()
+    wanted, wanted_lse = stage.wanted_absorbed()
+    tokens, tolerance = len(wanted), TOLERANCE[stage.case.dtype]
+    assert relative_error(out[:tokens], wanted) <= tolerance
+    assert (out[tokens:] == 0).all()
+    assert lse is not None
+    assert relative_error(lse[:tokens], wanted_lse) <= tolerance
+    assert (lse[tokens:] == float("-inf")).all()
+    assert int((~stage.pool.rows(LAYER).float().isnan()).any(-1).sum()) == sum(stage.totals)
+    return stage

@@ -23,7 +23,7 @@ from attnplug import (
     PlanError,
     PoolError,
 )
-from attnplug_triton_mla.configurations import Configuration, choose, fitting, most_partials
+from attnplug_triton_mla.configurations import Configuration, Room, choose, fitting, most_partials
 from attnplug_triton_mla.graphs import Captured, GraphState
 from attnplug_triton_mla.options import TritonMLAOptions
 from attnplug_triton_mla.planner import Schedule, Shape
@@ -79,11 +79,17 @@ class TritonMLABackend:
             for layer in layers
             if layer.mla is not None
         }
-        self._shared_bytes: int | None = None
+        self._room: Room | None = None
         if multiprocessors is None:
             properties = torch.cuda.get_device_properties(self._device)
             multiprocessors = properties.multi_processor_count
-            self._shared_bytes = properties.shared_memory_per_block_optin
+            row_dim = first.mla.row_dim
+            self._room = Room(
+                10 * properties.major + properties.minor,
+                properties.shared_memory_per_block_optin,
+                row_dim * context.dtype.itemsize,
+                row_dim * self._pool.rows(first.layer_id).element_size(),
+            )
         self._multiprocessors = multiprocessors
         self._scratch = Scratch(context.name, context.workspace, self._device, self._rank)
         # All that the table can ask for, before graphs freeze the workspace.
@@ -127,15 +133,8 @@ class TritonMLABackend:
         requests, pages = batch.page_table.shape
         shape = Shape(requests, rows, queries, self._heads, self._page_size, pages, self._invariant)
         configuration = self._choose(queries * self._heads, requests, self._invariant)
-        if self._shared_bytes is not None:
-            cache = next(iter(self._caches.values()))
-            configuration = fitting(
-                configuration,
-                self._shared_bytes,
-                cache.rank + cache.rope,
-                self._dtype.itemsize,
-                cache.pages.element_size(),
-            )
+        if self._room is not None:
+            configuration = fitting(configuration, self._room)
         schedule = Schedule.reserve(shape, configuration, self._multiprocessors, self._device)
         dtype = self._dtype if configuration.half_partials else torch.float32
         partials = self._scratch.partials(schedule.partial_slots, configuration.tile, dtype)
@@ -267,6 +266,7 @@ class TritonMLABackend:
             invariant=schedule.shape.invariant,
             warps=configuration.warps,
             stages=configuration.stages,
+            overlap=merge_after and configuration.overlap,
         )
         if merge_after:
             launch_merge(
@@ -283,6 +283,7 @@ class TritonMLABackend:
                 parts=configuration.merge_parts,
                 columns=configuration.merge_columns,
                 invariant=schedule.shape.invariant,
+                overlap=configuration.overlap,
             )
 
     def _cache(self, layer: LayerSpec, q: Tensor) -> LayerCache:

@@ -36,6 +36,8 @@ class Configuration:
     """Columns that a merging program takes at once."""
     half_partials: bool = False
     """Partial results in the queries' type instead of float32: half of the bytes to be merged."""
+    overlap: bool = False
+    """Launch the merging kernel while attention still runs, to wait on the device (SM 90 and newer)."""
 
 
 ANY = 1 << 30
@@ -43,22 +45,23 @@ ANY = 1 << 30
 # Not measured yet: by the numbers at the head of triton_attention.py and triton_merge.py, and by what the compiler says
 # of registers and shared memory on SM 90. Few requests: small steps, so that all multiprocessors have one, and a kernel
 # that merges, since parts are many. Many requests: large steps, and the last program merges two or three parts.
-_FEW = Configuration(16, 32, 4, 3, merge="kernel")
-_SOME = Configuration(16, 64, 4, 2, merge="kernel")
-_MANY = Configuration(16, 64, 4, 2, merge="last", part_cost=0.25)
+_LOW_FEW = Configuration(16, 32, 4, 3, merge="kernel")
+_LOW = Configuration(16, 64, 8, 3, merge="kernel")
+_TALL_FEW = Configuration(64, 32, 8, 3, merge="kernel")
+_TALL = Configuration(64, 64, 8, 2, merge="kernel")
 TABLE: tuple[tuple[int, int, Configuration], ...] = (
     # rows of a request up to, requests up to
-    (16, 2, _FEW),
-    (16, 32, _SOME),
-    (16, ANY, _MANY),
-    (32, 2, replace(_FEW, tile=32)),
-    (32, 32, replace(_SOME, tile=32)),
-    (32, ANY, replace(_MANY, tile=32)),
-    (ANY, 2, Configuration(64, 32, 8, 3, merge="kernel")),
-    (ANY, 16, Configuration(64, 64, 8, 2, merge="kernel")),
-    (ANY, ANY, Configuration(64, 64, 8, 2, merge="last", part_cost=0.25)),
+    (16, 2, _LOW_FEW),
+    (16, 32, _LOW),
+    (16, ANY, replace(_LOW, merge="last", part_cost=0.25)),
+    (32, 2, replace(_LOW_FEW, tile=32, warps=8)),
+    (32, 32, replace(_LOW, tile=32)),
+    (32, ANY, replace(_LOW, tile=32, merge="last", part_cost=0.25)),
+    (ANY, 2, _TALL_FEW),
+    (ANY, 16, _TALL),
+    (ANY, ANY, replace(_TALL, merge="last", part_cost=0.25)),
 )
-RAGGED = Configuration(64, 64, 8, 2, merge="last", part_cost=0.25)
+RAGGED = replace(_TALL, merge="last", part_cost=0.25)
 """For batches whose requests have different numbers of rows: tall tiles, as prefill fills them."""
 
 INVARIANT_PARTS = 16
@@ -87,25 +90,39 @@ def most_partials(multiprocessors: int) -> int:
     return max(2 * entry.programs * multiprocessors * entry.tile for entry in entries)
 
 
-def fitting(configuration: Configuration, shared_bytes: int, row_dim: int, q_bytes: int, kv_bytes: int) -> Configuration:
-    """The configuration, or one with fewer stages, shorter steps or lower tiles that fits so much shared memory."""
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What a GPU and the element types leave: shared memory of a program, and bytes of a query and of a cache row."""
+
+    sm: int
+    shared_bytes: int
+    query_bytes: int
+    row_bytes: int
+
+
+def fitting(configuration: Configuration, room: Room) -> Configuration:
+    """The configuration, or one with fewer stages, shorter steps or lower tiles that there is room for."""
     fits = configuration
-    while _shared_bytes(fits, row_dim, q_bytes, kv_bytes) > shared_bytes:
+    if room.sm // 10 in (10, 11) and fits.tile > 32:
+        # Products of 64 rows run on tensor memory there, for which the compiler takes more shared memory than there is.
+        fits = replace(fits, tile=32)
+    if fits.overlap and room.sm < 90:
+        fits = replace(fits, overlap=False)
+    while _shared_bytes(fits, room) > room.shared_bytes:
         if fits.stages > 2:
             fits = replace(fits, stages=fits.stages - 1)
         elif fits.step > 32:
             fits = replace(fits, step=fits.step // 2)
-        elif fits.stages > 1:
-            fits = replace(fits, stages=1)
         elif fits.tile > 16:
             fits = replace(fits, tile=fits.tile // 2)
+        elif fits.stages > 1:
+            fits = replace(fits, stages=1)
         else:
             break
     return fits
 
 
-def _shared_bytes(configuration: Configuration, row_dim: int, q_bytes: int, kv_bytes: int) -> int:
+def _shared_bytes(configuration: Configuration, room: Room) -> int:
     """Queries, the stages' cache rows, and once more in the queries' type where they are converted."""
-    step = configuration.step * row_dim
-    converted = step * q_bytes if kv_bytes != q_bytes else 0
-    return configuration.tile * row_dim * q_bytes + configuration.stages * step * kv_bytes + converted
+    rows = configuration.stages * room.row_bytes + (room.query_bytes if room.row_bytes != room.query_bytes else 0)
+    return configuration.tile * room.query_bytes + configuration.step * rows

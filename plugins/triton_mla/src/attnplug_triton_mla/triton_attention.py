@@ -23,8 +23,9 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents
 
-from attnplug_triton_mla.triton_merge import LN_2, merge_tile, parts_of_tile
+from attnplug_triton_mla.triton_merge import LN_2, log2_sum, merge_tile, parts_of_tile
 from attnplug_triton_mla.triton_plan import HEADER, RECORD
 
 _LOG2_E = 1.4426950408889634
@@ -36,8 +37,10 @@ def _attend(
     q_row, q_head, table_row, table_column, lse_row, lse_head, scale, out_scale,
     HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
     SLOT_STRIDE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, INVARIANT: tl.constexpr,
-    MERGE_COLUMNS: tl.constexpr, LSE: tl.constexpr,
+    MERGE_COLUMNS: tl.constexpr, LSE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()  # the merging kernel may come, and waits for our last store
     me = tl.program_id(0)
     column = tl.arange(0, RANK)
     stretch, line = tl.load(numbers), tl.load(numbers + 1)
@@ -80,11 +83,15 @@ def _attend(
         top = tl.full([TILE], float("-inf"), tl.float32)
         total = tl.zeros([TILE], tl.float32)
         attended = tl.zeros([TILE, RANK], tl.float32)
+        token = first_token + tl.arange(0, STEP)
+        page = tl.load(table + token // PAGE_SIZE * table_column, mask=token < end_token, other=0)
         for first in range(first_token, end_token, STEP):
             token = first + tl.arange(0, STEP)
             there = token < end_token
-            page = tl.load(table + token // PAGE_SIZE * table_column, mask=there, other=0).to(tl.int64)
-            slot_at = cache + page * PAGE_STRIDE + token % PAGE_SIZE * SLOT_STRIDE
+            slot_at = cache + page.to(tl.int64) * PAGE_STRIDE + token % PAGE_SIZE * SLOT_STRIDE
+            # The next step's pages, a step ahead: rows whose addresses are at hand are what the compiler can prefetch.
+            ahead = token + STEP
+            page = tl.load(table + ahead // PAGE_SIZE * table_column, mask=ahead < end_token, other=0)
             latent = tl.load(slot_at[:, None] + column[None, :], mask=there[:, None], other=0.0)
             latent = latent.to(q.dtype.element_ty)  # from fp8; its scale is in the two scales
             logits = tl.dot(q_latent, tl.trans(latent))
@@ -108,7 +115,7 @@ def _attend(
             result = attended * (out_scale / divisor)[:, None]
             tl.store(out_at[:, None] + column[None, :], result.to(out.dtype.element_ty), mask=live[:, None])
             if LSE:
-                tl.store(lse_at, (base + tl.log2(total)) * LN_2, mask=live)
+                tl.store(lse_at, log2_sum(base, total) * LN_2, mask=live)
         else:
             if INVARIANT:
                 slot, counter = at.to(tl.int64), counters + tile_start
@@ -118,7 +125,7 @@ def _attend(
             place = slot * TILE + tl.arange(0, TILE)
             part = (attended / divisor[:, None]).to(partials.dtype.element_ty)
             tl.store(partials + place[:, None] * RANK + column[None, :], part)
-            tl.store(partial_lse + place, base + tl.log2(total))
+            tl.store(partial_lse + place, log2_sum(base, total))
             if MERGE_COLUMNS > 0:
                 # Whoever counts last finds all parts written: the barrier orders this program's own stores before its
                 # count, and the count is a release and an acquire. It leaves the counter as it was, for the next call.
@@ -161,6 +168,7 @@ def launch_attend(
     invariant: bool,
     warps: int,
     stages: int,
+    overlap: bool,
 ) -> None:
     """Attend with q ``[rows, heads, rank + rope]``; ``out`` ``[rows, heads, rank]`` is contiguous.
 
@@ -202,6 +210,7 @@ def launch_attend(
         INVARIANT=invariant,
         MERGE_COLUMNS=min(merge_columns, cache.rank),
         LSE=lse is not None,
+        OVERLAP=overlap,
         num_warps=warps,
         num_stages=stages,
     )

@@ -15,6 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
 
 from attnplug_triton_mla.triton_plan import HEADER, RECORD
 
@@ -32,6 +33,13 @@ def parts_of_tile(tile_start, units, stretch, programs, INVARIANT: tl.constexpr)
         return units, tile_start, tile_start
     first = tile_start // stretch
     return (tile_start + units - 1) // stretch - first + 1, programs + first, first
+
+
+@triton.jit
+def log2_sum(base, total):
+    """``base + log2(total)``: -inf where nothing was added up (C4)."""
+    empty = total == 0.0
+    return tl.where(empty, float("-inf"), base + tl.log2(tl.where(empty, 1.0, total)))
 
 
 @triton.jit
@@ -66,14 +74,14 @@ def merge_tile(
         merged = merged * (out_scale / divisor)[:, None]
         tl.store(out_at[:, None] + column[None, :], merged.to(out_at.dtype.element_ty), mask=live[:, None])
     if LSE:
-        tl.store(lse_at, (base + tl.log2(total)) * LN_2, mask=live)
+        tl.store(lse_at, log2_sum(base, total) * LN_2, mask=live)
 
 
 @triton.jit
 def _merge(
     partials, partial_lse, out, lse, numbers, programs, lse_row, lse_head, out_scale,
     QUERIES: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr, INVARIANT: tl.constexpr, LSE: tl.constexpr,
+    BLOCK: tl.constexpr, INVARIANT: tl.constexpr, LSE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One row, some columns, ``BLOCK`` parts at a time: enough loads are under way to hide what each takes."""
     flat = tl.program_id(0)
@@ -84,6 +92,8 @@ def _merge(
     tiles: tl.constexpr = (QUERIES * HEADS + TILE - 1) // TILE
     tile_start = tl.load(record) - (tiles - row // TILE) * units
     parts, first, others = parts_of_tile(tile_start, units, stretch, programs, INVARIANT)
+    if OVERLAP:
+        gdc_wait()  # whether there are parts or not: whoever comes behind us waits for us alone
     if parts > 1:
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         top = tl.full([], float("-inf"), tl.float32)
@@ -109,7 +119,7 @@ def _merge(
             if tl.program_id(1) == 0:
                 base = tl.where(top == float("-inf"), 0.0, top)
                 at = request * QUERIES + row // HEADS
-                tl.store(lse + at.to(tl.int64) * lse_row + row % HEADS * lse_head, (base + tl.log2(total)) * LN_2)
+                tl.store(lse + at.to(tl.int64) * lse_row + row % HEADS * lse_head, log2_sum(base, total) * LN_2)
 
 
 def launch_merge(
@@ -127,6 +137,7 @@ def launch_merge(
     parts: int,
     columns: int,
     invariant: bool,
+    overlap: bool,
 ) -> None:
     """Rows of ``out`` ``[rows, heads, rank]`` and ``lse`` whose tiles have parts; the others are left as they are."""
     _, heads, rank = out.shape
@@ -150,5 +161,7 @@ def launch_merge(
         BLOCK=parts,
         INVARIANT=invariant,
         LSE=lse is not None,
+        OVERLAP=overlap,
         num_warps=4,
+        **({"launch_pdl": True} if overlap else {}),
     )

@@ -1,0 +1,304 @@
+"""Batches against float64, by the kernels themselves: interpreted on a CPU, compiled on a GPU."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attnplug import DType, ForwardMode, MLADims
+from attnplug_triton_mla.configurations import RAGGED, TABLE, Configuration
+from attnplug_triton_mla.options import TritonMLAOptions
+from attnplug_triton_mla.scratch import COUNTERS
+from interpreted_mla import MULTIPROCESSORS, check, scene, small
+from support.devices import DEVICES
+from support.mla_scene import MLACase, MLAScene, relative_error
+
+DECODE, VERIFY, DRAFT_EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND
+EXTEND, MIXED = ForwardMode.EXTEND, ForwardMode.MIXED
+FP8 = DType.FLOAT8_E4M3
+on_every_device = pytest.mark.parametrize("device", DEVICES)
+on_a_gpu = pytest.mark.parametrize("device", DEVICES[1:])
+modes = pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (VERIFY, 3), (EXTEND, 5)])
+
+
+def lengths(count: int, longest: int, new: int, seed: int) -> tuple[tuple[int, int], ...]:
+    """Prefixes of every kind (none, one row, whole pages, long ones) with new tokens behind them."""
+    chance = random.Random(seed)
+    prefixes = [chance.choice([0, 1, 63, 64, 65, chance.randint(2, longest)]) for _ in range(count)]
+    return tuple((prefix, new) for prefix in prefixes)
+
+
+def ragged(count: int, longest: int, most: int, seed: int) -> tuple[tuple[int, int], ...]:
+    """The same with some new tokens each, or none."""
+    chance = random.Random(seed)
+    return tuple((prefix, chance.choice([0, 1, chance.randint(1, most)])) for prefix, _ in lengths(count, longest, 1, seed))
+
+
+class TestBatches:
+    @on_every_device
+    @pytest.mark.parametrize(("requests", "heads"), [(1, 16), (3, 8), (5, 3), (7, 24)])
+    def test_decode(self, requests, heads, device):
+        """C4; NaN in every row that must not be read."""
+        longest = 120 if device == "cpu" else 3000
+        check(MLACase(lengths(requests, longest, 1, seed=heads + requests), DECODE, heads=heads), device)
+
+    @on_every_device
+    @pytest.mark.parametrize(("heads", "new"), [(8, 2), (4, 5), (24, 2), (2, 8)])
+    def test_verify_of_a_few_tokens(self, heads, new, device):
+        """Causal: each of the new tokens sees those before it."""
+        longest = 100 if device == "cpu" else 2500
+        check(MLACase(lengths(4, longest, new, seed=new), VERIFY, heads=heads), device)
+
+    @on_every_device
+    @pytest.mark.parametrize("uniform", [True, False])
+    def test_draft_extend(self, uniform, device):
+        given = ((90, 4), (0, 4), (64, 4)) if uniform else ((90, 4), (0, 1), (64, 2))
+        check(MLACase(given, DRAFT_EXTEND, heads=4), device)
+
+    @on_every_device
+    @pytest.mark.parametrize("mode", [EXTEND, MIXED])
+    def test_extend_by_different_numbers_of_tokens(self, mode, device):
+        """Some requests bring many, some one, some none."""
+        given = ((50, 9), (0, 20), (3, 1), (40, 0), (0, 0), (200, 5), (1, 1))
+        check(MLACase(given, mode, heads=4, padding=3), device)
+
+    @on_every_device
+    @pytest.mark.parametrize("page_size", [1, 16, 48, 64])
+    @modes
+    def test_pages_of_any_size(self, mode, new, page_size, device):
+        check(MLACase(lengths(3, 100, new, seed=page_size), mode, page_size, heads=2), device)
+
+    @on_every_device
+    @pytest.mark.parametrize("pages", ["permuted", "interleaved", "descending"])
+    @modes
+    def test_pages_in_any_order(self, mode, new, pages, device):
+        check(MLACase(((130, new), (64, new), (1, new)), mode, heads=2, pages=pages), device)
+
+    @on_every_device
+    @modes
+    def test_padding_behind_the_planned_rows(self, mode, new, device):
+        """B5: its output is zero and nothing is written; q and k hold NaN there."""
+        check(MLACase(((70, new), (3, new)), mode, heads=4, padding=5), device)
+
+    @on_every_device
+    @modes
+    def test_lengths_that_differ_a_thousandfold(self, mode, new, device):
+        longest = 2000 if device == "cpu" else 40000
+        cut = (lambda *_: Configuration(16, 128, 4, 2, merge="last")) if device == "cpu" else None
+        check(MLACase(((longest, new), (0, new), (7, new), (64, new)), mode, heads=2), device, cut)
+
+    @on_every_device
+    @modes
+    def test_float16(self, mode, new, device):
+        check(MLACase(lengths(4, 100, new, seed=3), mode, heads=2, dtype=DType.FLOAT16), device)
+
+    @on_every_device
+    @pytest.mark.parametrize("scale", [1.0, 0.37])
+    @modes
+    def test_an_fp8_cache_with_its_scale(self, mode, new, scale, device):
+        given = lengths(4, 100, new, seed=4)
+        check(MLACase(given, mode, heads=2, dtype=DType.FLOAT16, kv_dtype=FP8, kv_scale=scale), device)
+
+    @on_every_device
+    @pytest.mark.parametrize(("rank", "rope"), [(512, 64), (512, 0), (256, 64), (256, 0)])
+    def test_every_width_that_is_claimed(self, rank, rope, device):
+        check(MLACase(((90, 1), (5, 1)), DECODE, heads=8, dims=MLADims(rank, 128, rope)), device)
+
+    @on_every_device
+    @modes
+    def test_batches_without_lengths_on_the_host(self, mode, new, device):
+        """Rows that belong to no request come out as padding, found on the device."""
+        check(MLACase(((70, new), (3, new)), mode, heads=4, padding=2, cpu_lengths=False), device)
+
+    @on_every_device
+    def test_a_page_table_by_its_strides(self, device):
+        """It is read where it lies, a part of a larger one as well."""
+        stage = scene(MLACase(((130, 1), (64, 1), (1, 1)), DECODE, heads=4), device)
+        batch = stage.batch()
+        wide = torch.full((8, 3 * len(batch.page_table)), 1 << 30, dtype=torch.int32, device=device)
+        view = wide.T[::3, : batch.page_table.shape[1]]
+        batch.page_table = view.copy_(batch.page_table)
+        assert relative_error(stage.absorbed(batch)[0], stage.wanted_absorbed()[0]) <= 5e-3
+
+
+class TestConfigurations:
+    """Every way to cut and merge gives the result; which one is fast is the table's to say."""
+
+    @on_every_device
+    @pytest.mark.parametrize(
+        ("mode", "new", "merge"),
+        [(DECODE, 1, "last"), (DECODE, 1, "kernel"), (VERIFY, 3, "last"), (VERIFY, 3, "kernel"), (EXTEND, 5, "last")],
+    )
+    @pytest.mark.parametrize(
+        "changes",
+        [
+            {},
+            {"programs": 3},
+            {"least_steps": 3},
+            {"part_cost": 2.0},
+            {"tile": 32, "step": 32, "merge_columns": 16},
+            {"merge_parts": 2, "merge_columns": 16},
+        ],
+        ids=lambda changes: ",".join(changes) or "plain",
+    )
+    def test_ways_to_cut_and_merge(self, mode, new, merge, changes, device):
+        """Parts of long requests, several requests in one program, and both at once."""
+        cut = replace(Configuration(16, 16, 4, 2, merge=merge, merge_columns=64), **changes)
+        given = ((150, new), (0, new), (3, new), (50, new))
+        check(MLACase(given, mode, heads=2), device, lambda *_: cut)
+
+    @on_every_device
+    @pytest.mark.parametrize("merge", ["last", "kernel"])
+    def test_partial_results_in_half_the_bytes(self, merge, device):
+        cut = Configuration(16, 16, 4, 2, merge=merge, half_partials=True)
+        check(MLACase(((230, 1), (90, 1)), DECODE, heads=4, dtype=DType.FLOAT16), device, lambda *_: cut)
+
+    @on_a_gpu
+    @pytest.mark.parametrize("entry", sorted({RAGGED, *(entry for *_, entry in TABLE)}, key=str), ids=str)
+    @pytest.mark.parametrize("half", [False, True])
+    def test_every_entry_of_the_table_serves_every_shape(self, entry, half, device):
+        entry = replace(entry, half_partials=half)
+        for heads in (16, 128):
+            check(MLACase(lengths(5, 5000, 1, seed=heads), DECODE, heads=heads), device, lambda *_: entry)
+            check(MLACase(lengths(3, 2000, 4, seed=heads), VERIFY, heads=heads), device, lambda *_: entry)
+
+    @on_a_gpu
+    def test_a_merging_kernel_that_is_launched_early(self, device):
+        if torch.cuda.get_device_capability() < (9, 0):
+            pytest.skip("kernels wait for each other on the device from SM 90 on")
+        cut = Configuration(16, 32, 4, 3, merge="kernel", overlap=True)
+        stage = check(MLACase(((20000, 1), (5, 1)), DECODE), device, lambda *_: cut)
+        first = stage.absorbed()[0]
+        assert all(torch.equal(stage.absorbed()[0], first) for _ in range(50))
+
+
+class TestBits:
+    @on_every_device
+    @pytest.mark.parametrize("merge", ["last", "kernel"])
+    def test_the_same_batch_gives_the_same_bits(self, merge, device):
+        """Whoever comes last merges in the order of the parts; and leaves its counter at zero."""
+        cut = replace(small(16, 4, False), merge=merge)
+        stage = scene(MLACase(((300, 1), (80, 1), (2, 1), (64, 1)), DECODE, heads=4), device, lambda *_: cut)
+        first, first_lse = stage.absorbed()
+        for _ in range(2 if device == "cpu" else 100):
+            again, again_lse = stage.absorbed()
+            assert torch.equal(again, first) and torch.equal(again_lse, first_lse)
+        counters = stage.workspace.request("test", stage.device, COUNTERS, 1).buffer
+        assert counters.numel() > 1 and not counters.any()
+
+    @on_a_gpu
+    @pytest.mark.parametrize("heads", [16, 128])
+    @pytest.mark.parametrize("requests", [1, 7, 60, 200])
+    def test_the_same_bits_on_real_batches(self, requests, heads, device):
+        stage = scene(MLACase(lengths(requests, 9000, 1, seed=requests), DECODE, heads=heads), device)
+        first = stage.absorbed()[0]
+        assert all(torch.equal(stage.absorbed()[0], first) for _ in range(20))
+
+    @on_every_device
+    @pytest.mark.parametrize("merge", ["last", "kernel"])
+    @modes
+    def test_batch_invariance(self, mode, new, merge, device):
+        """A request's bits are the same alone, among others, and wherever it stands."""
+        mine, others = (150 if device == "cpu" else 9000, new), ((40, new), (0, new), (200, new))
+        cut = replace(small(16, 4, False), merge=merge, least_steps=2)
+        alone, rows = self.bits(mode, (mine,), 0, cut, device)
+        for position in (0, 3):
+            given = (*others[:position], mine, *others[position:])
+            among, _ = self.bits(mode, given, position, cut, device, rows)
+            assert torch.equal(among, alone)
+
+    def bits(self, mode, given, position, cut, device, rows=None):
+        """A request's output in a batch; its rows and queries are those of ``rows``, or what it brings."""
+        options = TritonMLAOptions(batch_invariant=True)
+        case = MLACase(given, mode, heads=2, options=options)
+        stage = scene(case, device, lambda *_: cut) if device == "cpu" else scene(case, device)
+        begin, new = sum(stage.new[:position]), stage.new[position]
+        if rows is not None:
+            stage.rows[position], stage.q[begin : begin + new] = rows
+            stage.store(stage.rows, [(0, before) for before, _ in given])
+        out, _ = stage.absorbed()
+        assert relative_error(out, stage.wanted_absorbed()[0]) <= 5e-3
+        return out[begin : begin + new].clone(), (stage.rows[position], stage.q[begin : begin + new])
+
+    @on_every_device
+    def test_without_the_option_the_batch_decides(self, device):
+        """Or the test above could not fail: with others in the batch, the same request is cut elsewhere."""
+        if device == "cpu":
+            cut = small(16, 4, False)  # the same for both
+            alone = self.parts(scene(MLACase(((150, 1),), DECODE, heads=4), device, lambda *_: cut))
+            among = self.parts(scene(MLACase(((150, 1), (300, 1)), DECODE, heads=4), device, lambda *_: cut))
+        else:
+            alone = self.parts(scene(MLACase(((9000, 1),), DECODE, heads=4), device))
+            among = self.parts(scene(MLACase(((9000, 1), (90000, 1)), DECODE, heads=4), device))
+        assert alone != among
+
+    def parts(self, stage: MLAScene) -> int:
+        """Steps that a program takes."""
+        return int(stage.backend.init_forward_metadata(stage.batch()).metadata.schedule.numbers[0])
+
+
+class TestMatrix:
+    """The whole of what the spec claims, on a GPU."""
+
+    @on_a_gpu
+    @pytest.mark.parametrize("heads", [8, 16, 24, 32, 64, 126, 128])
+    @pytest.mark.parametrize("page_size", [1, 16, 64])
+    @pytest.mark.parametrize("requests", [1, 5, 40])
+    def test_decode(self, requests, page_size, heads, device):
+        given = lengths(requests, 3000, 1, seed=heads + requests)
+        check(MLACase(given, DECODE, page_size, heads), device)
+
+    @on_a_gpu
+    @pytest.mark.parametrize("heads", [8, 16, 32, 128])
+    @pytest.mark.parametrize("new", range(1, 10))
+    def test_verify(self, new, heads, device):
+        check(MLACase(lengths(4, 2500, new, seed=new), VERIFY, heads=heads), device)
+
+    @on_a_gpu
+    @pytest.mark.parametrize("heads", [8, 16, 128])
+    @pytest.mark.parametrize("seed", range(4))
+    def test_extend(self, seed, heads, device):
+        check(MLACase(ragged(9, 3000, 300, seed), EXTEND, 16, heads, padding=seed), device)
+
+    @on_a_gpu
+    @pytest.mark.parametrize(("rank", "rope"), [(512, 64), (512, 0), (256, 64), (256, 0)])
+    @pytest.mark.parametrize("kv_dtype", [None, FP8])
+    @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
+    @modes
+    def test_widths_and_types(self, mode, new, dtype, kv_dtype, rank, rope, device):
+        if kv_dtype is FP8 and torch.cuda.get_device_capability() < (8, 9):
+            pytest.skip("an fp8 cache is read on SM 89 or newer")
+        for heads in (16, 128):
+            given = lengths(6, 2000, new, seed=heads)
+            dims = MLADims(rank, 128, rope)
+            check(MLACase(given, mode, 64, heads, dims, dtype=dtype, kv_dtype=kv_dtype, kv_scale=0.5 if kv_dtype else 1.0), device)
+
+    @on_a_gpu
+    @pytest.mark.parametrize("seed", range(8))
+    def test_random_batches(self, seed, device):
+        chance = random.Random(seed)
+        new = chance.choice([1, 1, 2, 5, 8])
+        options = TritonMLAOptions(batch_invariant=chance.random() < 0.3)
+        case = MLACase(
+            lengths(chance.randint(1, 130), chance.choice([100, 3000, 9000]), new, seed),
+            DECODE if new == 1 else VERIFY,
+            heads=chance.choice([8, 16, 32, 64, 128]),
+            page_size=chance.choice([1, 16, 64, 100]),
+            seed=seed,
+            options=options,
+        )
+        check(case, device)
+
+
+def test_the_imaginary_gpu_divides_and_shares():
+    """What the tests above rely on: a long request is cut, and several short ones fall to one program."""
+    for given, cut in ((((300, 1),), True), (((3, 1),) * 12, False)):
+        stage = scene(MLACase(given, DECODE, heads=4), "cpu")
+        schedule = stage.backend.init_forward_metadata(stage.batch()).metadata.schedule
+        steps = [-(-total // 16) for total in stage.totals]
+        stretch = int(schedule.numbers[0])
+        assert schedule.programs == MULTIPROCESSORS and int(schedule.numbers[1]) == sum(steps)
+        assert (max(steps) > stretch) is cut and (stretch > max(steps)) is not cut
