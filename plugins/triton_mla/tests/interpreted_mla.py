@@ -11,7 +11,7 @@ from attnplug_triton_mla.configurations import Configuration
 from support.mla_scene import DEEPSEEK, LAYER, MLACase, MLAScene, relative_error
 
 Choose = Callable[[int, int, bool], Configuration]
-MULTIPROCESSORS = 5
+MULTIPROCESSORS = 3
 """Of the imaginary GPU: few, since each is a loop in Python, and enough to divide a request."""
 NARROW = MLADims(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16)
 TOLERANCE = {DType.FLOAT32: 1e-6, DType.FLOAT16: 1e-3, DType.BFLOAT16: 5e-3}

@@ -62,20 +62,22 @@ class TestBatches:
     @pytest.mark.parametrize("mode", [EXTEND, MIXED])
     def test_extend_by_different_numbers_of_tokens(self, mode, device):
         """Some requests bring many, some one, some none."""
-        given = ((50, 9), (0, 20), (3, 1), (40, 0), (0, 0), (200, 5), (1, 1))
+        given = ((50, 9), (0, 20), (3, 1), (40, 0), (0, 0), (100, 5), (1, 1))
         check(MLACase(given, mode, heads=4, padding=3), device)
 
     @on_every_device
-    @pytest.mark.parametrize("page_size", [1, 16, 48, 64])
-    @modes
-    def test_pages_of_any_size(self, mode, new, page_size, device):
+    @pytest.mark.parametrize(
+        ("page_size", "mode", "new"), [(1, DECODE, 1), (16, VERIFY, 3), (48, EXTEND, 5), (48, DECODE, 1), (1, EXTEND, 5)]
+    )
+    def test_pages_of_any_size(self, page_size, mode, new, device):
         check(MLACase(lengths(3, 100, new, seed=page_size), mode, page_size, heads=2), device)
 
     @on_every_device
-    @pytest.mark.parametrize("pages", ["permuted", "interleaved", "descending"])
-    @modes
-    def test_pages_in_any_order(self, mode, new, pages, device):
-        check(MLACase(((130, new), (64, new), (1, new)), mode, heads=2, pages=pages), device)
+    @pytest.mark.parametrize(
+        ("pages", "mode", "new"), [("descending", DECODE, 1), ("interleaved", VERIFY, 3), ("descending", EXTEND, 5)]
+    )
+    def test_pages_in_any_order(self, pages, mode, new, device):
+        check(MLACase(((100, new), (64, new), (1, new)), mode, 16, heads=2, pages=pages), device)
 
     @on_every_device
     @modes
@@ -96,11 +98,10 @@ class TestBatches:
         check(MLACase(lengths(4, 100, new, seed=3), mode, heads=2, dtype=DType.FLOAT16), device)
 
     @on_every_device
-    @pytest.mark.parametrize("scale", [1.0, 0.37])
     @modes
-    def test_an_fp8_cache_with_its_scale(self, mode, new, scale, device):
+    def test_an_fp8_cache_with_its_scale(self, mode, new, device):
         given = lengths(4, 100, new, seed=4)
-        check(MLACase(given, mode, heads=2, dtype=DType.FLOAT16, kv_dtype=FP8, kv_scale=scale), device)
+        check(MLACase(given, mode, heads=2, dtype=DType.FLOAT16, kv_dtype=FP8, kv_scale=0.37), device)
 
     @on_every_device
     @pytest.mark.parametrize(("rank", "rope"), [(512, 64), (512, 0), (256, 64), (256, 0)])
@@ -130,7 +131,7 @@ class TestConfigurations:
     @on_every_device
     @pytest.mark.parametrize(
         ("mode", "new", "merge"),
-        [(DECODE, 1, "last"), (DECODE, 1, "kernel"), (VERIFY, 3, "last"), (VERIFY, 3, "kernel"), (EXTEND, 5, "last")],
+        [(DECODE, 1, "last"), (DECODE, 1, "kernel"), (VERIFY, 3, "kernel"), (EXTEND, 5, "last")],
     )
     @pytest.mark.parametrize(
         "changes",
@@ -147,7 +148,7 @@ class TestConfigurations:
     def test_ways_to_cut_and_merge(self, mode, new, merge, changes, device):
         """Parts of long requests, several requests in one program, and both at once."""
         cut = replace(Configuration(16, 16, 4, 2, merge=merge, merge_columns=64), **changes)
-        given = ((150, new), (0, new), (3, new), (50, new))
+        given = ((100, new), (0, new), (3, new), (40, new))
         check(MLACase(given, mode, heads=2), device, lambda *_: cut)
 
     @on_every_device
@@ -181,9 +182,9 @@ class TestBits:
     def test_the_same_batch_gives_the_same_bits(self, merge, device):
         """Whoever comes last merges in the order of the parts; and leaves its counter at zero."""
         cut = replace(small(16, 4, False), merge=merge)
-        stage = scene(MLACase(((300, 1), (80, 1), (2, 1), (64, 1)), DECODE, heads=4), device, lambda *_: cut)
+        stage = scene(MLACase(((150, 1), (40, 1), (2, 1), (64, 1)), DECODE, heads=2), device, lambda *_: cut)
         first, first_lse = stage.absorbed()
-        for _ in range(2 if device == "cpu" else 100):
+        for _ in range(1 if device == "cpu" else 100):
             again, again_lse = stage.absorbed()
             assert torch.equal(again, first) and torch.equal(again_lse, first_lse)
         counters = stage.workspace.request("test", stage.device, COUNTERS, 1).buffer
@@ -198,11 +199,12 @@ class TestBits:
         assert all(torch.equal(stage.absorbed()[0], first) for _ in range(20))
 
     @on_every_device
-    @pytest.mark.parametrize("merge", ["last", "kernel"])
-    @modes
+    @pytest.mark.parametrize(
+        ("mode", "new", "merge"), [(DECODE, 1, "last"), (DECODE, 1, "kernel"), (VERIFY, 3, "kernel"), (EXTEND, 5, "last")]
+    )
     def test_batch_invariance(self, mode, new, merge, device):
         """A request's bits are the same alone, among others, and wherever it stands."""
-        mine, others = (150 if device == "cpu" else 9000, new), ((40, new), (0, new), (200, new))
+        mine, others = (100 if device == "cpu" else 9000, new), ((40, new), (0, new), (130, new))
         cut = replace(small(16, 4, False), merge=merge, least_steps=2)
         alone, rows = self.bits(mode, (mine,), 0, cut, device)
         for position in (0, 3):

@@ -123,6 +123,13 @@ def fitting(configuration: Configuration, room: Room) -> Configuration:
 
 
 def _shared_bytes(configuration: Configuration, room: Room) -> int:
-    """Queries, the stages' cache rows, and once more in the queries' type where they are converted."""
-    rows = configuration.stages * room.row_bytes + (room.query_bytes if room.row_bytes != room.query_bytes else 0)
-    return configuration.tile * room.query_bytes + configuration.step * rows
+    """What the compiler takes: queries, weights, cache rows of all stages, converted ones once more.
+
+    Where products are asynchronous a stage's rows are in use while all others are on their way, else its own buffer is
+    free by then.
+    """
+    tile, step = configuration.tile, configuration.step
+    asynchronous = room.sm == 90 and tile >= 64
+    buffers = configuration.stages if asynchronous else max(configuration.stages - 1, 1)
+    converted = room.query_bytes if room.row_bytes != room.query_bytes else 0
+    return tile * room.query_bytes + tile * step * 2 + step * (buffers * room.row_bytes + converted)

@@ -1,0 +1,134 @@
+"""The spec: what it accepts and what it refuses, judged where there is no GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnplug import DType, GraphLevel, Problem, Refusal, Role, load_registry
+from attnplug_triton_mla.plugin import attnplug_backends
+from support.command import in_own_process
+from support.configs import DEEPSEEK_V3, KIMI_LINEAR, read
+
+(SPEC,) = attnplug_backends()
+BF16, FP16, FP32, FP8 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32, DType.FLOAT8_E4M3
+ON_AN_H200 = Problem(read(DEEPSEEK_V3), "cuda", 90, BF16, BF16, 64)
+
+
+def refusals(role: Role | None = Role.DECODE, **changes: Any) -> list[Refusal]:
+    """The reasons against DeepSeek-V3 on an H200, with these changes."""
+    return SPEC.refusals(replace(ON_AN_H200, **changes), role)
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE, Role.DRAFT])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"dtype": FP16, "kv_dtype": FP16},
+        {"kv_dtype": FP8},
+        {"kv_dtype": FP8, "dtype": FP16},
+        {"page_size": 1},
+        {"page_size": 48},
+        {"sm": 80},
+        {"sm": 120, "kv_dtype": FP8},
+        {"model": read(KIMI_LINEAR)},
+        {"model": read(DEEPSEEK_V3, kv_lora_rank=256)},
+        {"cuda_graph": GraphLevel.ALWAYS, "speculative_tokens": 8},
+        {"tensor_parallel": 16},
+        {"model": None, "sm": None, "dtype": None, "kv_dtype": None, "page_size": None},
+    ],
+    ids=[
+        *("deepseek", "fp16", "fp8", "fp8-with-fp16", "pages-of-1", "pages-of-48", "ampere", "blackwell", "kimi"),
+        *("latent-256", "graphs", "8-heads", "undecided"),
+    ],
+)
+def test_it_serves(changes: dict[str, Any], role: Role) -> None:
+    """D3"""
+    assert refusals(role, **changes) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "reasons"),
+    [
+        ({"device": "cpu", "sm": None}, [("device", "cpu", ["cuda"], "--device")]),
+        ({"sm": 75}, [("sm", 75, "SM 80 or newer", "--sm")]),
+        (
+            {"model": read(DEEPSEEK_V3, kv_lora_rank=128)},
+            [("mla_dims", [128, 64], [[256, 0], [256, 64], [512, 0], [512, 64]], "--decode-attention-backend")],
+        ),
+        (
+            {"dtype": FP32, "kv_dtype": FP32},
+            [
+                ("dtype", "float32", ["bfloat16", "float16"], "--dtype"),
+                ("kv_dtype", "float32", ["bfloat16", "float16", "float8_e4m3fn"], "--kv-dtype"),
+            ],
+        ),
+        ({"sm": 80, "kv_dtype": FP8}, [("kv_dtype", "float8_e4m3fn", ["bfloat16"], "--kv-dtype")]),
+        ({"kv_dtype": FP16}, [("kv_dtype", "float16", ["bfloat16", "float8_e4m3fn"], "--kv-dtype")]),
+        (
+            {"model": read(DEEPSEEK_V3, num_attention_heads=256, num_key_value_heads=256)},
+            [("heads", 256, 128, "--tensor-parallel")],
+        ),
+        ({"speculative_tokens": 9}, [("speculation", 9, 8, "--speculative-tokens")]),
+    ],
+    ids=["cpu", "turing", "latent-128", "fp32", "fp8-on-ampere", "kv-fp16-with-bf16", "256-heads", "speculation"],
+)
+def test_it_refuses_with_value_and_what_is_allowed_and_the_option(
+    changes: dict[str, Any], reasons: list[tuple[str, object, object, str]]
+) -> None:
+    """D3: every reason, and no other."""
+    found = refusals(**changes)
+    assert [(reason.code, reason.value, reason.allowed, reason.option) for reason in found] == reasons
+    json.dumps([reason.as_json() for reason in found])
+
+
+def test_layers_that_differ_are_refused_with_how() -> None:
+    """D3: one schedule serves all layers."""
+    model = read(DEEPSEEK_V3)
+    first, *others = model.layers
+    (reason,) = refusals(model=replace(model, layers=(replace(first, num_heads=64), *others)))
+    assert (reason.code, reason.value) == ("layers", [[64, 512, 64], [128, 512, 64]])
+    assert "64 heads, kv_lora_rank 512, rope 64; 128 heads" in reason.message
+
+
+def test_neither_torch_nor_triton_is_imported_to_list_it_or_to_refuse_it() -> None:
+    """``attnplug backends`` and ``explain`` stay quick, with a GPU too: there is no library to try."""
+    code = """
+import sys
+from attnplug import Problem, Role
+from attnplug_triton_mla import plugin
+(spec,) = plugin.attnplug_backends()
+assert spec.refusals(Problem(device="cpu"), Role.DECODE) and not spec.refusals(Problem(device="cuda"), Role.DECODE)
+print([name for name in ("torch", "numpy", "triton") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_it_is_found_by_its_entry_point() -> None:
+    """D1"""
+    found = load_registry().backends["triton_mla"]
+    assert found.spec == SPEC
+    assert found.source.distribution == "attnplug-triton-mla"
+
+
+def test_it_is_asked_for_as_a_role(tmp_path: Path) -> None:
+    """D1, D3: the answer needs no GPU; its options are known by name."""
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
+    roles = ("--prefill-attention-backend", "flashinfer_mla", "--decode-attention-backend", "triton_mla")
+    options = ("--backend-option", "triton_mla.batch_invariant=true")
+    outcome = in_own_process(
+        *("explain", "--model", str(tmp_path), "--sm", "90", *roles, *options, "--json"), CUDA_VISIBLE_DEVICES=""
+    )
+    assert outcome.code == 0, outcome
+    assert {role: choice["chosen"] for role, choice in outcome.json.items()} == {
+        "prefill": "flashinfer_mla",
+        "decode": "triton_mla",
+    }
