@@ -64,6 +64,8 @@ class MLAPlugin:
     planned: Callable[[Chunks], int | None]
     prefills: bool = True
     decodes: bool = True
+    as_mha: bool = True
+    """Not in latent space only."""
     prefills_always: bool = False
     """Also for a draft's worker, which asks nobody for it."""
 
@@ -126,6 +128,13 @@ def _cutedsl_mla(context: BackendContext) -> AttentionBackend:
     return reference_cutedsl(context)
 
 
+def _triton_mla(context: BackendContext) -> AttentionBackend:
+    _tests_of("triton_mla")
+    from interpreted_mla import build
+
+    return build(context)
+
+
 def _every_call(asked: Chunks) -> int | None:
     """flashinfer_mla plans whatever runs as MHA, and refuses chunks where it has no runner for them."""
     if asked.path is ExtendPath.ABSORBED:
@@ -154,6 +163,7 @@ PLUGINS: dict[str, MLAPlugin] = {
     "trtllm_mla": MLAPlugin(_trtllm_mla, {}, ("forward_batch",), _what_falls_back),
     "tokenspeed_mla": MLAPlugin(_tokenspeed_mla, _FP8, ("forward_batch",), _what_falls_back),
     "cutedsl_mla": MLAPlugin(_cutedsl_mla, {}, ("forward_batch",), _nothing, prefills=False),
+    "triton_mla": MLAPlugin(_triton_mla, _NARROW, None, _nothing, as_mha=False, prefills_always=True),
 }
 
 

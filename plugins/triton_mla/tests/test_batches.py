@@ -33,8 +33,8 @@ def lengths(count: int, longest: int, new: int, seed: int) -> tuple[tuple[int, i
 
 def ragged(count: int, longest: int, most: int, seed: int) -> tuple[tuple[int, int], ...]:
     """The same with some new tokens each, or none."""
-    chance = random.Random(seed)
-    return tuple((prefix, chance.choice([0, 1, chance.randint(1, most)])) for prefix, _ in lengths(count, longest, 1, seed))
+    chance, prefixes = random.Random(seed), lengths(count, longest, 1, seed)
+    return tuple((prefix, chance.choice([0, 1, chance.randint(1, most)])) for prefix, _ in prefixes)
 
 
 class TestBatches:
@@ -67,7 +67,8 @@ class TestBatches:
 
     @on_every_device
     @pytest.mark.parametrize(
-        ("page_size", "mode", "new"), [(1, DECODE, 1), (16, VERIFY, 3), (48, EXTEND, 5), (48, DECODE, 1), (1, EXTEND, 5)]
+        ("page_size", "mode", "new"),
+        [(1, DECODE, 1), (48, DECODE, 1), (16, VERIFY, 3), (48, EXTEND, 5), (1, EXTEND, 5)],
     )
     def test_pages_of_any_size(self, page_size, mode, new, device):
         check(MLACase(lengths(3, 100, new, seed=page_size), mode, page_size, heads=2), device)
@@ -200,7 +201,8 @@ class TestBits:
 
     @on_every_device
     @pytest.mark.parametrize(
-        ("mode", "new", "merge"), [(DECODE, 1, "last"), (DECODE, 1, "kernel"), (VERIFY, 3, "kernel"), (EXTEND, 5, "last")]
+        ("mode", "new", "merge"),
+        [(DECODE, 1, "last"), (DECODE, 1, "kernel"), (VERIFY, 3, "kernel"), (EXTEND, 5, "last")],
     )
     def test_batch_invariance(self, mode, new, merge, device):
         """A request's bits are the same alone, among others, and wherever it stands."""
@@ -275,8 +277,8 @@ class TestMatrix:
             pytest.skip("an fp8 cache is read on SM 89 or newer")
         for heads in (16, 128):
             given = lengths(6, 2000, new, seed=heads)
-            dims = MLADims(rank, 128, rope)
-            check(MLACase(given, mode, 64, heads, dims, dtype=dtype, kv_dtype=kv_dtype, kv_scale=0.5 if kv_dtype else 1.0), device)
+            case = MLACase(given, mode, 64, heads, MLADims(rank, 128, rope), dtype=dtype, kv_dtype=kv_dtype)
+            check(replace(case, kv_scale=0.5 if kv_dtype is FP8 else 1.0), device)
 
     @on_a_gpu
     @pytest.mark.parametrize("seed", range(8))

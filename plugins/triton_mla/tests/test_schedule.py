@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -45,8 +46,8 @@ def test_new_rows_are_the_last_of_their_request(page_size, uniform, device):
     lens = [0, 1, 3, 16, 47, 48, 300]
     new = [3] * 7 if uniform else [0, 1, 3, 2, 40, 0, 150]
     padding = 0 if uniform else 140
-    cut = Configuration(16, 16, 4, 2)
-    schedule, table = made(lens, new, queries=3 if uniform else 0, page_size=page_size, cut=cut, device=device, padding=padding)
+    given = {"queries": 3 if uniform else 0, "page_size": page_size, "padding": padding, "device": device}
+    schedule, table = made(lens, new, cut=Configuration(16, 16, 4, 2), **given)
     wanted = []
     for request, (length, count) in enumerate(zip(lens, new, strict=True)):
         for position in range(length - count, length):
@@ -78,8 +79,8 @@ def test_the_line_of_work_is_divided_evenly(seed, cut, device):
     ends = [sum(work[: request + 1]) for request in range(len(lens))]
     longest = max([each for each, count in zip(steps, tiles, strict=True) if count], default=0)
     assert total == sum(work)
-    at_least = max(-(-total // schedule.programs), cut.least_steps, 1)
-    assert stretch == max(at_least, -int(-((longest * cut.part_cost) ** 0.5) // 1)) and stretch * schedule.programs >= total
+    worth = math.ceil(math.sqrt(longest * cut.part_cost))
+    assert stretch == max(-(-total // schedule.programs), cut.least_steps, worth, 1)
     for request, (length, count) in enumerate(zip(lens, new, strict=True)):
         record = numbers[HEADER + RECORD * request :][:7]
         assert record == [ends[request], length, length - count, sum(new[:request]), count, 1, steps[request]]

@@ -86,7 +86,7 @@ class TritonMLABackend:
             row_dim = first.mla.row_dim
             self._room = Room(
                 10 * properties.major + properties.minor,
-                properties.shared_memory_per_block_optin,
+                properties.shared_memory_per_block_optin,  # type: ignore[attr-defined] # torch's stub leaves it out
                 row_dim * context.dtype.itemsize,
                 row_dim * self._pool.rows(first.layer_id).element_size(),
             )

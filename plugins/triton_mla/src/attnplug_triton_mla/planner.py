@@ -1,4 +1,4 @@
-"""Lengths and page table → what the kernels read: memory for a batch's schedule, filled on the device. Knows no batch."""
+"""Lengths and page table → what the kernels read: a batch's schedule, made on the device. Knows no batch."""
 
 from __future__ import annotations
 

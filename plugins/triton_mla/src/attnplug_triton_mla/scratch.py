@@ -14,7 +14,7 @@ COUNTERS = WorkspaceKind("triton-mla-counters", zeroed=True)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partials:
-    """``values`` for some slots of ``[tile, rank]``, ``lse`` float32 of ``[tile]``, and ``counters`` int32, all flat."""
+    """``values`` for slots of ``[tile, rank]``, ``lse`` float32 of ``[tile]``, and ``counters`` int32, all flat."""
 
     values: Tensor
     lse: Tensor

@@ -60,10 +60,7 @@ def _attend(
         tile = (at - start) // units
         tile_start = start + tile * units
         piece = at - tile_start
-        if INVARIANT:
-            taken = 1
-        else:
-            taken = tl.minimum(units - piece, stop - at)
+        taken = 1 if INVARIANT else tl.minimum(units - piece, stop - at)
 
         # Which of its rows see which cache rows.
         row = tile * TILE + tl.arange(0, TILE)

@@ -116,10 +116,9 @@ def _merge(
         merged = merged * (out_scale / tl.where(total == 0.0, 1.0, total))
         tl.store(out + flat.to(tl.int64) * RANK + column, merged.to(out.dtype.element_ty))
         if LSE:
-            if tl.program_id(1) == 0:
-                base = tl.where(top == float("-inf"), 0.0, top)
-                at = request * QUERIES + row // HEADS
-                tl.store(lse + at.to(tl.int64) * lse_row + row % HEADS * lse_head, log2_sum(base, total) * LN_2)
+            base = tl.where(top == float("-inf"), 0.0, top)
+            lse_at = lse + (request * QUERIES + row // HEADS).to(tl.int64) * lse_row + row % HEADS * lse_head
+            tl.store(lse_at, log2_sum(base, total) * LN_2, mask=tl.program_id(1) == 0)
 
 
 def launch_merge(

@@ -57,10 +57,9 @@ def _plan(
 
     tiles = (new * HEADS + TILE - 1) // TILE
     steps = tl.maximum((kv_len + STEP - 1) // STEP, 1)  # without a cache row there is an output to be written yet
+    unit = tl.full([BLOCK], 1, tl.int32)
     if PARTS:
         unit = tl.maximum((steps + PARTS - 1) // PARTS, least_steps)
-    else:
-        unit = tl.full([BLOCK], 1, tl.int32)
     units = (steps + unit - 1) // unit
     end = tl.cumsum(tiles * units, 0)
     total = tl.sum(tiles * units, 0)
@@ -107,7 +106,8 @@ def _plan(
 
 def size_of_numbers(requests: int, programs: int) -> int:
     """How many int32 a schedule takes."""
-    return HEADER.value + RECORD.value * requests + programs
+    size: int = HEADER.value + RECORD.value * requests + programs
+    return size
 
 
 def launch_plan(
