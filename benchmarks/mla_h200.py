@@ -1,10 +1,11 @@
-"""MLA on an H200: flashinfer_mla against FlashInfer and flashmla against FlashMLA, called directly, in the same run.
+"""MLA on an H200: our backends against FlashInfer and FlashMLA, called directly, in the same run.
 
 Decode over the grid of the raw kernels' marks: on the device, eager and in CUDA graphs of 20 calls over four layers'
 caches; on the host, what a call takes beyond the library's own, and what planning takes, idle and while the device is
-busy, where a plan that waits shows as milliseconds. Prefill as MHA. Memory of a chunked prefill over long prefixes next
-to the same in one shot. Raw and ours take turns; ratios of one run are what counts, and ``raw_again`` is their noise.
-A case that fails has its error in its place. Every result is written as soon as it is there.
+busy, where a plan that waits shows as milliseconds. triton_mla beside both libraries, in graphs in which every call
+reads a cache that is not in L2. Prefill as MHA. Memory of a chunked prefill over long prefixes next to the same in one
+shot. Raw and ours take turns; ratios of one run are what counts, and ``raw_again`` is their noise. A case that fails
+has its error in its place. Every result is written as soon as it is there.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable
-from dataclasses import asdict
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import asdict, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,8 @@ from mla_sides import (
     Case,
     Ours,
     Pair,
+    RawDecode,
+    RawFlashMLA,
     RawPrefill,
     Rig,
     decode_bytes,
@@ -54,6 +57,7 @@ from mla_sides import (
     prefill_flops,
     random,
     ratios,
+    rotating_layers,
 )
 from torch import Tensor
 
@@ -64,11 +68,14 @@ from attnplug import (
     MLAAttention,
     MLAWeights,
 )
+from attnplug_triton_mla.backend import TritonMLABackend
+from attnplug_triton_mla.options import TritonMLAOptions
 
 WHAT = (
-    "flashinfer_mla and flashmla against their libraries called directly; bf16, kv_lora 512 + rope 64, pages of 64; "
-    "medians"
+    "flashinfer_mla and flashmla against their libraries called directly, triton_mla beside both; bf16, kv_lora 512 + "
+    "rope 64, pages of 64; medians"
 )
+SECTIONS = ("decode", "flashmla", "triton", "prefill", "memory")
 
 # Cases
 
@@ -172,6 +179,73 @@ class Decode:
         off = {name: difference(out, captured["raw"][1]) for name, (_, out) in captured.items() if name != "raw"}
         rate = decode_bytes(self._case) / us["ours"] / 1e3
         return {"us": us, "ratio": ratios(us), "difference": off, "gb_per_s": rate}
+
+
+class Rotating:
+    """One decode case with caches that are not in L2, as a model's layers are not: triton_mla beside both libraries."""
+
+    def __init__(self, case: Case, rig: Rig) -> None:
+        self._case, self._rig, self._layers = case, rig, rotating_layers(case)
+        self._ours = Ours(case, rig.device, self._layers, TritonMLABackend)
+        invariant = replace(self._ours.context, options=TritonMLAOptions(batch_invariant=True))
+        self._backends = {"triton": self._ours.backend, "triton_invariant": TritonMLABackend(invariant)}
+        self._q = random(case.requests, case.heads, DIMS.row_dim, device=rig.device)
+        self._rows = random(case.requests, 1, DIMS.row_dim, device=rig.device)
+
+    def parts(self) -> dict[str, Callable[[], dict[str, Any]]]:
+        return {"graph": self.graphs, "host": self.host}
+
+    def _side(self, backend: Any) -> Callable[[], Tensor]:
+        """A step of 20 layers: the kernel that plans, then the calls."""
+        backend.init_cuda_graph_state(self._case.requests, self._case.requests)
+        batch, layers = self._ours.batch(), self._ours.layers
+        batch.plan = backend.init_forward_metadata_out_graph(batch, in_capture=True)
+
+        def body() -> Tensor:
+            backend.init_forward_metadata_in_graph(batch)
+            for number in range(CALLS):
+                layer = layers[number % self._layers]
+                out: Tensor = backend.forward_decode(self._q, None, None, layer, batch, save_kv_cache=False)
+            return out
+
+        return body
+
+    def _library(self, raw: Any) -> Callable[[], Tensor]:
+        def body() -> Tensor:
+            raw.begin()
+            for number in range(CALLS):
+                out: Tensor = raw.run(number)
+            return out
+
+        return body
+
+    def graphs(self) -> dict[str, Any]:
+        bodies = {"flashinfer": self._library(RawDecode(self._ours, self._q, self._rig.scratch, graph=True))}
+        if missing_flashmla() is None:
+            bodies["flashmla"] = self._library(RawFlashMLA(self._ours, self._q))
+        bodies |= {name: self._side(backend) for name, backend in self._backends.items()}
+        bodies["triton_again"] = bodies["triton"]
+        captured = {name: capture(body) for name, body in bodies.items()}
+        replays = {name: graph.replay for name, (graph, _) in captured.items()}
+        us = {name: value / CALLS for name, value in device_us(replays, REPLAYS, self._rig.cold).items()}
+        off = {name: difference(out, captured["flashinfer"][1]) for name, (_, out) in captured.items()}
+        best = min(us[name] for name in ("flashinfer", "flashmla") if name in us)
+        floor = decode_bytes(self._case) / 4.2e6
+        return {"us": us, "ratio": {"best": us["triton"] / best}, "difference": off, "floor_us": floor}
+
+    def host(self) -> dict[str, Any]:
+        """A call on the host, writing and not, and the plan of a batch that is not captured."""
+        backend, layers, batch = self._ours.backend, self._ours.layers, self._ours.batch()
+        batch.plan = backend.init_forward_metadata(batch)
+
+        def call(number: int, rows: Tensor | None = None) -> Tensor:
+            layer = layers[number % self._layers]
+            out: Tensor = backend.forward_decode(self._q, rows, None, layer, batch, save_kv_cache=rows is not None)
+            return out
+
+        calls: dict[str, Call] = {"call": call, "writing": lambda number: call(number, self._rows)}
+        plans: dict[str, Call] = {"plan": lambda _: backend.init_forward_metadata(batch)}
+        return {"us": medians(host_us(calls, 20, HOST_CALLS) | host_us(plans, 30, 1))}
 
 
 class Prefill:
@@ -313,11 +387,16 @@ def measure_all(
         print(f"[{report.seconds:5.0f} s] {name} {case}: {', '.join(errors(found)) or 'done'}", flush=True)
 
 
-def compile_kernels(rig: Rig) -> dict[str, Any]:
-    """Seconds until each of FlashInfer's modules is there, compiled where no cache has it."""
+def compile_kernels(rig: Rig, sections: Collection[str]) -> dict[str, Any]:
+    """Seconds until each of FlashInfer's modules that is measured is there, compiled where no cache has it."""
     found = {}
-    for name, make in {"import": lambda: __import__("flashinfer"), "decode": lambda: Decode(Case(16, 1, PAGE), rig),
-                       "prefill": lambda: Prefill(Case(16, 1, PAGE), rig)}.items():  # fmt: skip
+    made_by: dict[str, Callable[[], Any]] = {
+        "import": lambda: __import__("flashinfer"),
+        "decode": lambda: Decode(Case(16, 1, PAGE), rig),
+    }
+    if not {"prefill", "memory"}.isdisjoint(sections):
+        made_by["prefill"] = lambda: Prefill(Case(16, 1, PAGE), rig)
+    for name, make in made_by.items():
         started = time.monotonic()
         made = attempt(make)
         found[name] = made if isinstance(made, dict) else time.monotonic() - started
@@ -329,6 +408,7 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", type=Path)
     parser.add_argument("--quick", action="store_true", help="two decode cases and one prefill, in about a minute")
     parser.add_argument("--commit", metavar="TEXT", help="what was measured; .gpu/commit has it otherwise")
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, default=SECTIONS, help="what to measure")
     parser.add_argument("--limit", type=float, default=330, help="seconds after which no further case begins")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
@@ -341,17 +421,22 @@ def main() -> None:
     with torch.inference_mode():
         rig = Rig(torch.device("cuda", 0))
         report.put("ceilings", attempt(rig.ceilings))
-        report.put("compile_s", compile_kernels(rig))
+        report.put("compile_s", compile_kernels(rig, arguments.sections))
         decode, prefill = (QUICK_DECODE, QUICK_PREFILL) if arguments.quick else (DECODE, PREFILL)
-        measure_all("decode", Decode, decode, rig, report, arguments.limit)
         if missing := missing_flashmla():
             print(missing, flush=True)
             report.put("flashmla_left_out", missing)
-        else:
-            measure_all("flashmla", partial(Decode, pair=FLASHMLA), decode, rig, report, arguments.limit)
-        measure_all("prefill", Prefill, prefill, rig, report, arguments.limit)
-        # Last, and the largest at the very end: whatever breaks the device there has nothing left to take along.
-        measure_all("memory", Memory, () if arguments.quick else MEMORY, rig, report, arguments.limit)
+        sections: dict[str, tuple[Callable[[Case, Rig], Any], Iterable[Case]]] = {
+            "decode": (Decode, decode),
+            "flashmla": (partial(Decode, pair=FLASHMLA), () if missing else decode),
+            "triton": (Rotating, decode),
+            "prefill": (Prefill, prefill),
+            # Last, and the largest at the very end: whatever breaks the device there has nothing left to take along.
+            "memory": (Memory, () if arguments.quick else MEMORY),
+        }
+        for name in SECTIONS:
+            if name in arguments.sections:
+                measure_all(name, *sections[name], rig, report, arguments.limit)
     print_report(report.found)
 
 

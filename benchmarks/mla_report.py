@@ -57,6 +57,31 @@ FLASHMLA_COLUMNS = {
     "replay": ("plan.us.ours_replay", ".0f"),
     "differ": ("graph.difference.ours", ".0e"),
 }
+TRITON_COLUMNS = {
+    "FlashInf.": ("graph.us.flashinfer", ".1f"),
+    "FlashMLA": ("graph.us.flashmla", ".1f"),
+    "triton": ("graph.us.triton", ".1f"),
+    "again": ("graph.us.triton_again", ".1f"),
+    "invariant": ("graph.us.triton_invariant", ".1f"),
+    "bytes": ("graph.floor_us", ".1f"),
+    "to best": ("graph.ratio.best", ".3f"),
+    "differ": ("graph.difference.triton", ".0e"),
+    "host": ("host.us.call", ".1f"),
+    "+write": ("host.us.writing", ".1f"),
+    "plan": ("host.us.plan", ".1f"),
+}
+TRITON_GOALS = {
+    (16, 1, 1024): 6,
+    (16, 1, 4096): 8,
+    (16, 1, 16384): 13,
+    (16, 1, 65536): 26,
+    (16, 4, 4096): 12,
+    (16, 16, 4096): 27,
+    (128, 1, 1024): 9,
+    (128, 1, 4096): 14,
+    (128, 1, 16384): 24,
+}
+"""Microseconds in a graph, by heads, requests and length."""
 PLAN_COLUMNS = {
     "stock": ("plan.us.stock", ".0f"),
     "in graph": ("plan.us.stock_in_graph", ".0f"),
@@ -103,6 +128,12 @@ def print_report(found: Mapping[str, Any]) -> None:
         beside(found.get("flashmla", []), decode),
         FLASHMLA_COLUMNS,
     )
+    triton = found.get("triton", [])
+    print_table("triton_mla beside both, µs in graphs with caches out of L2, and on the host", triton, TRITON_COLUMNS)
+    for row in triton:
+        key = (row["heads"], row["requests"], row["length"])
+        if key in TRITON_GOALS:
+            print(f"{Case(*key)}: {value(row, 'graph.us.triton')} µs (≤ {TRITON_GOALS[key]})")
     if left_out := found.get("flashmla_left_out"):
         print(f"\n{left_out}")
     print_table("Decode plans: µs on the host, idle and (b.) behind 6 ms of work", decode, PLAN_COLUMNS)

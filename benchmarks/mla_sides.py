@@ -47,8 +47,9 @@ HOST_CALLS = 50
 NEW, PREFIX, CAPACITY = 512, 32768, 16384
 PACKAGES = (
     *("torch", "triton", "flashinfer-python", "sgl-flash-mla"),
-    *("attnplug", "attnplug-engine", "attnplug-flashinfer-mla", "attnplug-flashmla"),
+    *("attnplug", "attnplug-engine", "attnplug-flashinfer-mla", "attnplug-flashmla", "attnplug-triton-mla"),
 )
+_ROTATING_BYTES = 6 << 30
 
 
 @dataclass(frozen=True)
@@ -83,6 +84,12 @@ def decode_bytes(case: Case) -> int:
     """Cache rows, queries and outputs, each moved once."""
     rows = case.length * DIMS.row_dim + case.heads * (DIMS.row_dim + DIMS.kv_lora_rank)
     return case.requests * rows * DTYPE.itemsize
+
+
+def rotating_layers(case: Case) -> int:
+    """Layers for which every call of a graph reads a cache of its own, as many as there is memory for."""
+    nbytes = case.requests * case.length * DIMS.row_dim * DTYPE.itemsize
+    return min(CALLS, max(LAYERS, _ROTATING_BYTES // nbytes))
 
 
 def ratios(times: Mapping[str, float], to: str = "raw") -> dict[str, float]:
@@ -154,20 +161,19 @@ class Ours:
             self.pool.rows(layer.layer_id).normal_()
         self.workspace = WorkspaceOwner()
         before = torch.cuda.memory_allocated()
-        self.backend = build(
-            BackendContext(
-                name="benchmark",
-                roles=frozenset({Role.PREFILL, Role.DECODE}),
-                model=ModelSpec("benchmark", "benchmark", self.layers, MAX_CONTEXT),
-                device=device,
-                dtype=DTYPE,
-                kv_dtype=DType.BFLOAT16,
-                page_size=PAGE,
-                limits=Limits(case.requests, case.requests * case.length, MAX_CONTEXT),
-                pools=KVPools(mla=self.pool),
-                workspace=self.workspace,
-            )
+        self.context = BackendContext(
+            name="benchmark",
+            roles=frozenset({Role.PREFILL, Role.DECODE}),
+            model=ModelSpec("benchmark", "benchmark", self.layers, MAX_CONTEXT),
+            device=device,
+            dtype=DTYPE,
+            kv_dtype=DType.BFLOAT16,
+            page_size=PAGE,
+            limits=Limits(case.requests, case.requests * case.length, MAX_CONTEXT),
+            pools=KVPools(mla=self.pool),
+            workspace=self.workspace,
         )
+        self.backend = build(self.context)
         self.backend_bytes = torch.cuda.memory_allocated() - before
 
     def batch(self, new: int | None = None) -> ForwardBatch:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnplug import BackendError, ForwardExtras, ForwardMode, PlanError, PoolError
+from attnplug import SCRATCH, BackendError, ForwardExtras, ForwardMode, PlanError, PoolError
 from attnplug_triton_mla.options import TritonMLAOptions
 from interpreted_mla import scene
 from support.devices import DEVICES, nothing_waits
@@ -126,6 +126,15 @@ class TestMemory:
             ("scratch", False),
             ("triton-mla-counters", True),
         ]
+
+    def test_memory_that_another_backend_made_larger_is_not_held_twice(self):
+        """A2"""
+        stage = scene(MLACase(((100, 1), (30, 1)), DECODE, heads=2), "cpu")
+        first, _ = stage.absorbed()
+        before = stage.workspace.nbytes
+        stage.workspace.request("another", "cpu", SCRATCH, before * 2)
+        assert torch.equal(stage.absorbed()[0], first)
+        assert stage.workspace.report()[0].retired_bytes == 0
 
     def test_invariance_asks_for_memory_of_every_request(self):
         options = TritonMLAOptions(batch_invariant=True)

@@ -91,9 +91,8 @@ class TritonMLABackend:
                 row_dim * self._pool.rows(first.layer_id).element_size(),
             )
         self._multiprocessors = multiprocessors
-        self._scratch = Scratch(context.name, context.workspace, self._device, self._rank)
-        # All that the table can ask for, before graphs freeze the workspace.
-        self._scratch.partials(most_partials(multiprocessors), 1, torch.float32)
+        rows = most_partials(multiprocessors)
+        self._scratch = Scratch(context.name, context.workspace, self._device, self._rank, rows)
         self._max_context = context.limits.max_context
         self._graph: GraphState | None = None
         self.claims = Claims(cuda_graph=GraphLevel.ALWAYS, needs_cpu_seq_lens=False)
@@ -227,16 +226,14 @@ class TritonMLABackend:
         if save_kv_cache:
             self._save(layer, metadata, k, v, rows)
         lse = None if extras is None else self._lse(q, extras)
-        ragged = metadata.schedule is None or not metadata.schedule.shape.queries
-        if ragged:  # rows that no request has are the device's to know
-            out = q.new_zeros(q.shape[0], q.shape[1], self._rank)
-            padding = 0
-        else:
-            out = q.new_empty(q.shape[0], q.shape[1], self._rank)
-            padding = rows
-            out[padding:] = 0  # B5
-        if lse is not None:
-            lse[padding:] = float("-inf")
+        out = q.new_empty(q.shape[0], q.shape[1], self._rank)
+        # Which rows are padding (B5) the plan knows where all requests have equally many, else only the device.
+        uniform = metadata.schedule is not None and metadata.schedule.shape.queries > 0
+        first = rows if uniform else 0
+        if first < q.shape[0]:
+            out[first:] = 0
+            if lse is not None:
+                lse[first:] = float("-inf")
         if metadata.schedule is not None:
             self._attend(q, cache, metadata, out, lse, layer.scale)
         return out

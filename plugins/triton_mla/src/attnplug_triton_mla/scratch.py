@@ -24,24 +24,31 @@ class Partials:
 class Scratch:
     """Asks for more where a batch needs more; what an earlier plan holds stays its own."""
 
-    def __init__(self, name: str, workspace: WorkspaceOwner, device: torch.device, rank: int) -> None:
+    def __init__(self, name: str, workspace: WorkspaceOwner, device: torch.device, rank: int, rows: int) -> None:
+        """``rows`` of partial results are asked for at once, before graphs freeze the workspace."""
         self._name, self._workspace, self._device, self._rank = name, workspace, device, rank
         self._made: dict[tuple[int, int, torch.dtype], Partials] = {}
+        self._reserve(rows, torch.float32, rows)
 
     def partials(self, slots: int, tile: int, dtype: torch.dtype) -> Partials:
         """For ``slots`` partial results of ``tile`` rows each."""
+        if self._plain.buffer is not self._from:
+            self._made.clear()  # somebody asked for more: the new memory is everybody's
         found = self._made.get((slots, tile, dtype))
         if found is None:
-            found = self._made[slots, tile, dtype] = self._make(slots, tile, dtype)
+            rows = slots * tile
+            self._reserve(rows, dtype, slots)
+            values = rows * self._rank * dtype.itemsize
+            plain, counters = self._plain.buffer, self._counters.buffer
+            found = self._made[slots, tile, dtype] = Partials(
+                plain[rows * 4 : rows * 4 + values].view(dtype),
+                plain[: rows * 4].view(torch.float32),
+                counters[: slots * 4].view(torch.int32),
+            )
         return found
 
-    def _make(self, slots: int, tile: int, dtype: torch.dtype) -> Partials:
-        rows = slots * tile
-        split = rows * 4
-        plain = self._workspace.request(self._name, self._device, SCRATCH, split + rows * self._rank * dtype.itemsize)
-        counters = self._workspace.request(self._name, self._device, COUNTERS, slots * 4)
-        return Partials(
-            plain.buffer[split : split + rows * self._rank * dtype.itemsize].view(dtype),
-            plain.buffer[:split].view(torch.float32),
-            counters.buffer[: slots * 4].view(torch.int32),
-        )
+    def _reserve(self, rows: int, dtype: torch.dtype, counters: int) -> None:
+        nbytes = rows * (4 + self._rank * dtype.itemsize)
+        self._plain = self._workspace.request(self._name, self._device, SCRATCH, nbytes)
+        self._counters = self._workspace.request(self._name, self._device, COUNTERS, counters * 4)
+        self._from = self._plain.buffer

@@ -31,7 +31,8 @@ from attnplug_triton_mla.triton_plan import HEADER, RECORD
 _LOG2_E = 1.4426950408889634
 
 
-@triton.jit
+# Numbers that change from batch to batch are taken as they are: compiling again for a 1 among them gains nothing.
+@triton.jit(do_not_specialize=["requests", "programs", "table_row", "lse_row", "lse_head"])
 def _attend(
     q, cache, page_table, out, lse, partials, partial_lse, counters, numbers, requests, programs,
     q_row, q_head, table_row, table_column, lse_row, lse_head, scale, out_scale,

@@ -77,7 +77,7 @@ def merge_tile(
         tl.store(lse_at, log2_sum(base, total) * LN_2, mask=live)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["programs", "lse_row", "lse_head"])
 def _merge(
     partials, partial_lse, out, lse, numbers, programs, lse_row, lse_head, out_scale,
     QUERIES: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,

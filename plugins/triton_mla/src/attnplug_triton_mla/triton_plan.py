@@ -34,7 +34,7 @@ _ROWS = 128
 """New rows whose slots are looked up at once."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_row", "table_column", "width", "requests", "rows", "programs", "least_steps"])
 def _plan(
     page_table, table_row, table_column, width, seq_lens, new_lens, slots, numbers,
     requests, rows, programs, least_steps, part_cost,
