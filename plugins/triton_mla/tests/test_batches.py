@@ -142,7 +142,7 @@ class TestConfigurations:
             {"least_steps": 3},
             {"part_cost": 2.0},
             {"tile": 32, "step": 32, "merge_columns": 16},
-            {"merge_parts": 2, "merge_columns": 16},
+            {"merge_parts": 2, "merge_columns": 16, "programs": 3},
         ],
         ids=lambda changes: ",".join(changes) or "plain",
     )
