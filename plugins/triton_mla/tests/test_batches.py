@@ -160,12 +160,11 @@ class TestConfigurations:
 
     @on_a_gpu
     @pytest.mark.parametrize("entry", sorted({RAGGED, *(entry for *_, entry in TABLE)}, key=str), ids=str)
-    @pytest.mark.parametrize("half", [False, True])
-    def test_every_entry_of_the_table_serves_every_shape(self, entry, half, device):
-        entry = replace(entry, half_partials=half)
-        for heads in (16, 128):
-            check(MLACase(lengths(5, 5000, 1, seed=heads), DECODE, heads=heads), device, lambda *_: entry)
-            check(MLACase(lengths(3, 2000, 4, seed=heads), VERIFY, heads=heads), device, lambda *_: entry)
+    def test_every_entry_of_the_table_serves_every_batch(self, entry, device):
+        heads = {16: 16, 32: 32, 64: 128}[entry.tile]
+        for given, mode in ((lengths(5, 5000, 1, seed=1), DECODE), (lengths(3, 2000, 4, seed=2), VERIFY)):
+            check(MLACase(given, mode, heads=heads), device, lambda *_: entry)
+        check(MLACase(ragged(6, 2000, 50, seed=3), EXTEND, heads=heads), device, lambda *_: entry)
 
     @on_a_gpu
     def test_a_merging_kernel_that_is_launched_early(self, device):
@@ -245,13 +244,15 @@ class TestBits:
 
 
 class TestMatrix:
-    """The whole of what the spec claims, on a GPU."""
+    """The whole of what the spec claims, on a GPU. Every number of heads and page size is a kernel to be compiled."""
 
     @on_a_gpu
-    @pytest.mark.parametrize("heads", [8, 16, 24, 32, 64, 126, 128])
-    @pytest.mark.parametrize("page_size", [1, 16, 64])
-    @pytest.mark.parametrize("requests", [1, 5, 40])
-    def test_decode(self, requests, page_size, heads, device):
+    @pytest.mark.parametrize(
+        ("heads", "page_size"),
+        [(8, 1), (16, 1), (16, 16), (16, 64), (24, 16), (32, 64), (64, 16), (126, 64), (128, 1), (128, 64)],
+    )
+    @pytest.mark.parametrize("requests", [1, 5, 60])
+    def test_decode(self, requests, heads, page_size, device):
         given = lengths(requests, 3000, 1, seed=heads + requests)
         check(MLACase(given, DECODE, page_size, heads), device)
 
@@ -263,21 +264,20 @@ class TestMatrix:
 
     @on_a_gpu
     @pytest.mark.parametrize("heads", [8, 16, 128])
-    @pytest.mark.parametrize("seed", range(4))
+    @pytest.mark.parametrize("seed", range(3))
     def test_extend(self, seed, heads, device):
         check(MLACase(ragged(9, 3000, 300, seed), EXTEND, 16, heads, padding=seed), device)
 
     @on_a_gpu
     @pytest.mark.parametrize(("rank", "rope"), [(512, 64), (512, 0), (256, 64), (256, 0)])
     @pytest.mark.parametrize("kv_dtype", [None, FP8])
-    @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
     @modes
-    def test_widths_and_types(self, mode, new, dtype, kv_dtype, rank, rope, device):
+    def test_widths_and_types(self, mode, new, kv_dtype, rank, rope, device):
         if kv_dtype is FP8 and torch.cuda.get_device_capability() < (8, 9):
             pytest.skip("an fp8 cache is read on SM 89 or newer")
-        for heads in (16, 128):
-            given = lengths(6, 2000, new, seed=heads)
-            case = MLACase(given, mode, 64, heads, MLADims(rank, 128, rope), dtype=dtype, kv_dtype=kv_dtype)
+        given, dims = lengths(6, 2000, new, seed=rank), MLADims(rank, 128, rope)
+        for dtype in (DType.BFLOAT16, DType.FLOAT16)[: 2 if (rank, rope) == (512, 64) else 1]:
+            case = MLACase(given, mode, heads=16, dims=dims, dtype=dtype, kv_dtype=kv_dtype)
             check(replace(case, kv_scale=0.5 if kv_dtype is FP8 else 1.0), device)
 
     @on_a_gpu
@@ -289,8 +289,8 @@ class TestMatrix:
         case = MLACase(
             lengths(chance.randint(1, 130), chance.choice([100, 3000, 9000]), new, seed),
             DECODE if new == 1 else VERIFY,
-            heads=chance.choice([8, 16, 32, 64, 128]),
-            page_size=chance.choice([1, 16, 64, 100]),
+            heads=chance.choice([16, 128]),
+            page_size=chance.choice([1, 64]),
             seed=seed,
             options=options,
         )
