@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnplug import BackendError, BackendId, Captures, ForwardBatch, ForwardMode, GraphLimits, PlanError
+from attnplug import BackendError, BackendId, Captures, ForwardBatch, ForwardMode, GraphLevel, GraphLimits, PlanError
 
 DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND
 
@@ -39,6 +39,29 @@ def test_a_shape_is_captured_once_and_found_at_every_replay() -> None:
     assert first == [2, 2] and other == [2, 6]
     assert kept.find(batch(), False, shape) is first
     assert kept.find(batch(), True, shape) is first
+
+
+class TestAlways:
+    """Level ``ALWAYS``: an extend, whose rows are divided anew at each replay."""
+
+    LIMITS = GraphLimits(4, 8, level=GraphLevel.ALWAYS)
+
+    @pytest.mark.parametrize("mode", [EXTEND, ForwardMode.MIXED])
+    def test_an_extend_of_any_rows(self, mode) -> None:
+        self.LIMITS.check(replace(batch(mode, 2, 5), extend_seq_lens=torch.ones(2, dtype=torch.int32)))
+
+    def test_what_it_needs_and_what_stays_refused(self) -> None:
+        given = batch(EXTEND, 2, 5)
+        with pytest.raises(PlanError, match="a captured extend needs extend_seq_lens"):
+            self.LIMITS.check(given)
+        with pytest.raises(PlanError, match="has extend_seq_lens in int32 and without gaps"):
+            self.LIMITS.check(replace(given, extend_seq_lens=torch.ones(2, dtype=torch.int64)))
+        with pytest.raises(PlanError, match="has requests and rows, not 2 and 0"):
+            self.LIMITS.check(replace(batch(EXTEND, 2, 0), extend_seq_lens=torch.ones(2, dtype=torch.int32)))
+        with pytest.raises(PlanError, match="not 5 rows for 2 requests"):
+            self.LIMITS.check(batch(VERIFY, 2, 5))
+        with pytest.raises(PlanError, match="mode idle cannot be captured"):
+            self.LIMITS.check(batch(ForwardMode.IDLE))
 
 
 class TestRefusals:

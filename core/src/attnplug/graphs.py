@@ -11,37 +11,49 @@ import torch
 from attnplug.batch import ForwardBatch
 from attnplug.errors import BackendError, PlanError
 from attnplug.plan import BackendId, ForwardMode
+from attnplug.problem import GraphLevel
 
 _UNIFORM = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
+_ANY = (*_UNIFORM, ForwardMode.EXTEND, ForwardMode.MIXED)
 T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
 class GraphLimits:
-    """The most that memory for graphs of level ``UNIFORM`` was made for.
+    """The most that memory for graphs was made for.
 
-    ``pages`` is the width of a page table; ``None`` where no memory depends on it.
+    ``pages`` is the width of a page table; ``None`` where no memory depends on it. At level ``ALWAYS`` an extend is
+    captured too, whose ``extend_seq_lens`` say at each replay whose rows are whose.
     """
 
     max_bs: int
     max_num_tokens: int
     pages: int | None = None
+    level: GraphLevel = GraphLevel.UNIFORM
 
     def check(self, batch: ForwardBatch) -> None:
         """Refuse a batch that cannot be captured."""
         mode, requests, tokens = batch.forward_mode, batch.batch_size, batch.num_tokens
+        modes = _ANY if self.level is GraphLevel.ALWAYS else _UNIFORM
+        if mode not in modes:
+            raise PlanError(f"a batch in mode {mode} cannot be captured, only {', '.join(modes)}")
+        read = {"seq_lens": batch.seq_lens, "page_table": batch.page_table}
         if mode not in _UNIFORM:
-            raise PlanError(f"a batch in mode {mode} cannot be captured, only {', '.join(_UNIFORM)}")
-        for name, tensor in (("seq_lens", batch.seq_lens), ("page_table", batch.page_table)):
+            if batch.extend_seq_lens is None:
+                raise PlanError(f"a captured {mode} needs extend_seq_lens, the new tokens of each request")
+            read["extend_seq_lens"] = batch.extend_seq_lens
+        for name, tensor in read.items():
             if tensor.dtype is not torch.int32 or tensor.stride(-1) != 1:
                 raise PlanError(
                     f"a captured batch has {name} in int32 and without gaps, not in {tensor.dtype} with strides "
                     f"{tensor.stride()}: kernels read it where it lies"
                 )
-        if not requests or tokens % requests or (mode.is_decode and tokens != requests):
+        if mode in _UNIFORM and (not requests or tokens % requests or (mode.is_decode and tokens != requests)):
             raise PlanError(
                 f"a captured batch has equally many rows of every request, not {tokens} rows for {requests} requests"
             )
+        if not requests or not tokens:
+            raise PlanError(f"a captured batch has requests and rows, not {requests} and {tokens}")
         if requests > self.max_bs or tokens > self.max_num_tokens:
             self._refuse_size(batch)
         if self.pages is not None and batch.page_table.shape[1] > self.pages:
