@@ -100,19 +100,6 @@ class TestPlans:
         assert relative_error(out, stage.wanted_absorbed()[0]) <= 5e-3
         assert torch.equal(stage.pool.rows(LAYER).nan_to_num(7), before.nan_to_num(7))
 
-    @on_every_device
-    def test_log_sum_exp_by_its_strides(self, device):
-        """C4: also into a part of something larger."""
-        stage = scene(MLACase(((40, 1), (30, 1)), DECODE, heads=2), device)
-        batch = stage.batch()
-        batch.plan = stage.backend.init_forward_metadata(batch)
-        wide = torch.zeros(2, 4, device=device)
-        rows = stage.new_rows().unsqueeze(1)
-        extras = ForwardExtras(lse=wide.T[1:3])
-        stage.backend.forward_decode(stage.q, rows, None, stage.layer, batch, extras=extras)
-        assert relative_error(wide[:, 1:3].T, stage.wanted_absorbed()[1]) <= 5e-3
-        assert not wide[:, ::3].any()
-
 
 class TestMemory:
     def test_all_of_it_is_the_workspaces_and_none_depends_on_the_batch(self):

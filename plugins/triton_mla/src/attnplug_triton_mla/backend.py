@@ -10,46 +10,50 @@ from torch import Tensor
 
 from attnplug import (
     BackendContext,
-    BackendError,
     BackendId,
+    Captures,
     Claims,
     ForwardBatch,
     ForwardExtras,
     ForwardMode,
     Geometry,
     GraphLevel,
+    GraphLimits,
     LayerSpec,
+    MLALayers,
     Plan,
     PlanError,
-    PoolError,
 )
 from attnplug_triton_mla.configurations import Configuration, Room, choose, fitting, most_partials
-from attnplug_triton_mla.graphs import Captured, GraphState
 from attnplug_triton_mla.options import TritonMLAOptions
 from attnplug_triton_mla.planner import Schedule, Shape
 from attnplug_triton_mla.scratch import Partials, Scratch
 from attnplug_triton_mla.triton_attention import LayerCache, launch_attend
 from attnplug_triton_mla.triton_merge import launch_merge
 
-_EXTRAS = frozenset({"lse"})
 _UNIFORM = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Metadata:
-    """What a plan holds: the batch's own page table, and what was made from it; no schedule where there is no row."""
+    """What a plan holds: where new rows are written, ``[rows]`` int64, and how the batch is divided, if it has rows."""
 
-    page_table: Tensor
     new_slots: Tensor
     schedule: Schedule | None = None
     partials: Partials | None = None
+
+    def fill(self, batch: ForwardBatch) -> None:
+        """From the page table and lengths that the batch has on the device."""
+        if self.schedule is not None:
+            new_lens = None if self.schedule.shape.queries else batch.extend_seq_lens
+            self.schedule.fill(batch.page_table, batch.seq_lens, new_lens)
 
 
 class TritonMLABackend:
     """MLA by Triton kernels: one schedule for every kind of batch, made on the device from the lengths there.
 
     A plan takes nothing from the host but shapes, one launch fills it, and a captured one follows whatever lengths its
-    graph finds. It holds the batch's page table, not a copy: a page table that changes is planned again.
+    graph finds. The page table is read where the batch has it.
     """
 
     def __init__(
@@ -59,54 +63,35 @@ class TritonMLABackend:
         choose: Callable[[int, int, bool], Configuration] = choose,
         multiprocessors: int | None = None,
     ) -> None:
-        layers = [layer for layer in context.model.layers if layer.mla is not None]
-        if context.pools.mla is None or not layers:
-            raise PoolError(f"backend {context.name} serves MLA layers, and needs a model and a pool with some")
-        first, self._pool = layers[0], context.pools.mla
-        assert first.mla is not None
         options: TritonMLAOptions = context.options if context.options is not None else TritonMLAOptions()
         self.backend_id = BackendId(context.name)
+        self._layers = MLALayers(context)
+        pool, rank = self._layers.pool, self._layers.kv_lora_rank
         self._page_size, self._device, self._dtype = context.page_size, context.device, context.dtype
-        self._heads, self._rank = first.num_heads // context.parallel.size, first.mla.kv_lora_rank
         self._invariant, self._choose = options.batch_invariant, choose
-        self._caches = {
-            layer.layer_id: LayerCache(
-                self._pool.rows(layer.layer_id),
-                self._pool.scale(layer.layer_id),
-                layer.mla.kv_lora_rank,
-                layer.mla.qk_rope_head_dim,
-            )
-            for layer in layers
-            if layer.mla is not None
-        }
+        self._caches = {i: LayerCache(pool.rows(i), pool.scale(i), rank) for i in pool.layer_ids}
         self._room: Room | None = None
         if multiprocessors is None:
             properties = torch.cuda.get_device_properties(self._device)
             multiprocessors = properties.multi_processor_count
-            row_dim = first.mla.row_dim
+            cache = next(iter(self._caches.values())).pages
             self._room = Room(
                 10 * properties.major + properties.minor,
                 properties.shared_memory_per_block_optin,  # type: ignore[attr-defined] # torch's stub leaves it out
-                row_dim * context.dtype.itemsize,
-                row_dim * self._pool.rows(first.layer_id).element_size(),
+                cache.shape[-1] * context.dtype.itemsize,
+                cache.shape[-1] * cache.element_size(),
             )
         self._multiprocessors = multiprocessors
-        rows = most_partials(multiprocessors)
-        self._scratch = Scratch(context.name, context.workspace, self._device, self._rank, rows)
-        self._max_context = context.limits.max_context
-        self._graph: GraphState | None = None
+        self._scratch = Scratch(context.name, context.workspace, self._device, rank, most_partials(multiprocessors))
+        self._captures: Captures[Plan] = Captures(self.backend_id)
         self.claims = Claims(cuda_graph=GraphLevel.ALWAYS, needs_cpu_seq_lens=False)
 
     # Planning
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
         queries, rows, kv_rows = self._host_lengths(batch)
-        if not rows:
-            slots = torch.empty(0, dtype=torch.int64, device=self._device)
-            return Plan(self.backend_id, batch.forward_mode, 0, 0, Metadata(batch.page_table, slots))
-        metadata = self.metadata(batch, rows, queries)
-        assert metadata.schedule is not None
-        metadata.schedule.fill(batch.page_table, batch.seq_lens, None if queries else batch.extend_seq_lens)
+        metadata = self._metadata(batch, rows, queries)
+        metadata.fill(batch)
         return Plan(self.backend_id, batch.forward_mode, rows, kv_rows, metadata)
 
     def _host_lengths(self, batch: ForwardBatch) -> tuple[int, int, int | None]:
@@ -127,59 +112,46 @@ class TritonMLABackend:
         queries = lens[0] if mode in _UNIFORM and min(lens) == max(lens) else 0
         return queries, sum(lens), kv_rows
 
-    def metadata(self, batch: ForwardBatch, rows: int, queries: int) -> Metadata:
+    def _metadata(self, batch: ForwardBatch, rows: int, queries: int) -> Metadata:
         """Memory for a batch's schedule, still to be filled."""
+        if not rows:
+            return Metadata(torch.empty(0, dtype=torch.int64, device=self._device))
         requests, pages = batch.page_table.shape
-        shape = Shape(requests, rows, queries, self._heads, self._page_size, pages, self._invariant)
-        configuration = self._choose(queries * self._heads, requests, self._invariant)
+        heads = self._layers.heads
+        shape = Shape(requests, rows, queries, heads, self._page_size, pages, self._invariant)
+        configuration = self._choose(queries * heads, requests, self._invariant)
         if self._room is not None:
             configuration = fitting(configuration, self._room)
         schedule = Schedule.reserve(shape, configuration, self._multiprocessors, self._device)
         dtype = self._dtype if configuration.half_partials else torch.float32
         partials = self._scratch.partials(schedule.partial_slots, configuration.tile, dtype)
-        return Metadata(batch.page_table, schedule.slots, schedule, partials)
+        return Metadata(schedule.slots, schedule, partials)
 
     # CUDA graphs
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """For captured batches of up to ``max_bs`` requests and ``max_num_tokens`` rows."""
-        if self._graph is not None:
-            raise BackendError(
-                f"backend {self.backend_id.name} has its memory for CUDA graphs already, and captured graphs hold its "
-                "addresses; call init_cuda_graph_state once, with the most that will be captured"
-            )
-        self._graph = GraphState(max_bs, max_num_tokens, -(-self._max_context // self._page_size))
+        """For captured batches of up to ``max_bs`` requests and ``max_num_tokens`` rows; each shape has its own."""
+        self._captures.reserve(GraphLimits(max_bs, max_num_tokens, level=GraphLevel.ALWAYS))
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> Plan:
         """The plan of a captured shape, always the same: what changes from replay to replay is made in the graph."""
-        return self._captured(forward_batch, in_capture).plan
+        return self._captures.find(forward_batch, in_capture, self._capture)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         """Slots and schedule, from the page table and lengths that the batch has when the graph runs."""
-        self._captured(forward_batch, False).fill(forward_batch)
+        metadata: Metadata = self._captures.find(forward_batch, False, self._capture).metadata
+        metadata.fill(forward_batch)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Padded requests have no rows: nothing is read or written for them."""
         return 0
 
-    def _captured(self, batch: ForwardBatch, in_capture: bool) -> Captured:
-        if self._graph is None:
-            raise BackendError(
-                f"backend {self.backend_id.name} has no memory for CUDA graphs; call init_cuda_graph_state first"
-            )
-        found = self._graph.find(batch)
-        if in_capture and (found is None or not found.reads(batch)):
-            queries = self._graph.queries(batch)
-            metadata = self.metadata(batch, batch.num_tokens, queries)
-            plan = Plan(self.backend_id, batch.forward_mode, batch.num_tokens, None, metadata)
-            found = self._graph.keep(batch, plan)
-            found.fill(batch)
-        if found is None:
-            raise PlanError(
-                f"a {batch.forward_mode} batch of {batch.batch_size} requests and {batch.num_tokens} rows was never "
-                "captured; plan it with in_capture=True and capture it first"
-            )
-        return found
+    def _capture(self, batch: ForwardBatch) -> Plan:
+        mode, rows = batch.forward_mode, batch.num_tokens
+        queries = rows // batch.batch_size if mode.is_decode or mode in _UNIFORM else 0
+        metadata = self._metadata(batch, rows, queries)
+        metadata.fill(batch)
+        return Plan(self.backend_id, mode, rows, None, metadata)
 
     # Running
 
@@ -222,98 +194,21 @@ class TritonMLABackend:
     ) -> Tensor:
         plan = batch.plan_for(self.backend_id, q.shape[0], decode=decode)
         metadata: Metadata = plan.metadata
-        cache, rows = self._cache(layer, q), plan.query_rows
+        self._layers.check(layer, q)
+        cache, rows = self._caches[layer.layer_id], plan.query_rows
         if save_kv_cache:
-            self._save(layer, metadata, k, v, rows)
-        lse = None if extras is None else self._lse(q, extras)
-        out = q.new_empty(q.shape[0], q.shape[1], self._rank)
+            self._layers.save(layer, metadata.new_slots, k, v, rows)
+        lse = self._layers.lse(q, extras)
+        out = q.new_empty(q.shape[0], q.shape[1], self._layers.kv_lora_rank)
+        schedule, partials = metadata.schedule, metadata.partials
         # Which rows are padding (B5) the plan knows where all requests have equally many, else only the device.
-        uniform = metadata.schedule is not None and metadata.schedule.shape.queries > 0
-        first = rows if uniform else 0
+        first = rows if schedule is not None and schedule.shape.queries else 0
         if first < q.shape[0]:
             out[first:] = 0
             if lse is not None:
                 lse[first:] = float("-inf")
-        if metadata.schedule is not None:
-            self._attend(q, cache, metadata, out, lse, layer.scale)
+        if schedule is not None and partials is not None:
+            launch_attend(q, cache, batch.page_table, out, lse, partials, schedule, layer.scale)
+            if schedule.merged_by_kernel:
+                launch_merge(partials, out, lse, schedule, cache.scale)
         return out
-
-    def _attend(
-        self, q: Tensor, cache: LayerCache, metadata: Metadata, out: Tensor, lse: Tensor | None, scale: float
-    ) -> None:
-        schedule, partials = metadata.schedule, metadata.partials
-        assert schedule is not None and partials is not None
-        configuration, queries = schedule.configuration, schedule.shape.queries
-        merge_after = configuration.merge == "kernel" and queries > 0
-        launch_attend(
-            q,
-            cache,
-            metadata.page_table,
-            out,
-            lse,
-            partials.values,
-            partials.lse,
-            partials.counters,
-            schedule.numbers,
-            scale,
-            programs=schedule.programs,
-            tile=configuration.tile,
-            step=configuration.step,
-            merge_columns=0 if merge_after else configuration.merge_columns,
-            invariant=schedule.shape.invariant,
-            warps=configuration.warps,
-            stages=configuration.stages,
-            overlap=merge_after and configuration.overlap,
-        )
-        if merge_after:
-            launch_merge(
-                partials.values,
-                partials.lse,
-                out,
-                lse,
-                schedule.numbers,
-                schedule.shape.rows,
-                cache.scale,
-                programs=schedule.programs,
-                queries=queries,
-                tile=configuration.tile,
-                parts=configuration.merge_parts,
-                columns=configuration.merge_columns,
-                invariant=schedule.shape.invariant,
-                overlap=configuration.overlap,
-            )
-
-    def _cache(self, layer: LayerSpec, q: Tensor) -> LayerCache:
-        cache = self._caches.get(layer.layer_id)
-        if cache is None:
-            raise PoolError(
-                f"layer {layer.layer_id} is not an MLA layer of the model that backend {self.backend_id.name} serves"
-            )
-        if q.shape[1] != self._heads:
-            raise BackendError(f"q has {q.shape[1]} heads, but the plan is for {self._heads}")
-        return cache
-
-    def _save(self, layer: LayerSpec, metadata: Metadata, k: Tensor | None, v: Tensor | None, rows: int) -> None:
-        if k is None or v is not None:
-            given = ", ".join(f"{n}={'None' if t is None else tuple(t.shape)}" for n, t in (("k", k), ("v", v)))
-            raise BackendError(
-                f"layer {layer.layer_id} ({layer.kind}) writes k and no v, but was given {given}; "
-                "pass save_kv_cache=False where nothing is to be written"
-            )
-        if k.shape[0] < rows:
-            raise BackendError(f"layer {layer.layer_id} was given {k.shape[0]} rows of k for {rows} planned ones")
-        self._pool.write(layer.layer_id, metadata.new_slots, k if k.shape[0] == rows else k[:rows])
-
-    def _lse(self, q: Tensor, extras: ForwardExtras) -> Tensor | None:
-        if unknown := extras.asked() - _EXTRAS:
-            raise BackendError(
-                f"backend {self.backend_id.name} was asked for {', '.join(sorted(unknown))}; "
-                f"it knows {', '.join(_EXTRAS)}"
-            )
-        lse = extras.lse
-        if lse is not None and (lse.shape != q.shape[:2] or lse.dtype is not torch.float32):
-            raise BackendError(
-                f"lse must be float32 of shape {tuple(q.shape[:2])} (tokens, heads), not {lse.dtype} of shape "
-                f"{tuple(lse.shape)}"
-            )
-        return lse

@@ -11,7 +11,8 @@ from attnplug import PlanError
 from attnplug_triton_mla.configurations import INVARIANT_PARTS, Configuration
 from attnplug_triton_mla.triton_plan import launch_plan, size_of_numbers
 
-_LARGEST_INDEX = 1 << 31
+_LARGEST_INDEX = 1 << 30
+"""Kernels count in 32 bits, and the last program's stretch may end that far behind the line's end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,11 @@ class Schedule:
         if self.shape.invariant:
             return self.shape.tiles(self.configuration.tile) * self.parts if self.parts > 1 else 1
         return 2 * self.programs
+
+    @property
+    def merged_by_kernel(self) -> bool:
+        """Whether parts are left for a kernel of their own, which counts on equally many rows of every request."""
+        return self.configuration.merge == "kernel" and self.shape.queries > 0
 
     def fill(self, page_table: Tensor, seq_lens: Tensor, new_lens: Tensor | None) -> None:
         """From the page table ``[requests, pages]`` and lengths ``[requests]``, by one launch that waits for nothing.

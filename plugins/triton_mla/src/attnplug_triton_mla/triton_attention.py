@@ -25,6 +25,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
+from attnplug_triton_mla.planner import Schedule
+from attnplug_triton_mla.scratch import Partials
 from attnplug_triton_mla.triton_merge import LN_2, log2_sum, merge_tile, parts_of_tile
 from attnplug_triton_mla.triton_plan import HEADER, RECORD
 
@@ -32,10 +34,10 @@ _LOG2_E = 1.4426950408889634
 
 
 # Numbers that change from batch to batch are taken as they are: compiling again for a 1 among them gains nothing.
-@triton.jit(do_not_specialize=["requests", "programs", "table_row", "lse_row", "lse_head"])
+@triton.jit(do_not_specialize=["requests", "programs", "table_row"])
 def _attend(
     q, cache, page_table, out, lse, partials, partial_lse, counters, numbers, requests, programs,
-    q_row, q_head, table_row, table_column, lse_row, lse_head, scale, out_scale,
+    q_row, q_head, table_row, table_column, scale, out_scale,
     HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
     SLOT_STRIDE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, INVARIANT: tl.constexpr,
     MERGE_COLUMNS: tl.constexpr, LSE: tl.constexpr, OVERLAP: tl.constexpr,
@@ -106,8 +108,8 @@ def _attend(
 
         divisor = tl.where(total == 0.0, 1.0, total)
         base = tl.where(top == float("-inf"), 0.0, top)
-        out_at = out + (begin * HEADS + row).to(tl.int64) * RANK
-        lse_at = lse + (begin + query).to(tl.int64) * lse_row + head * lse_head
+        out_row = (begin * HEADS + row).to(tl.int64)
+        out_at, lse_at = out + out_row * RANK, lse + out_row
         parts, first_slot, other_slots = parts_of_tile(tile_start, units, stretch, programs, INVARIANT)
         if parts == 1:
             result = attended * (out_scale / divisor)[:, None]
@@ -144,7 +146,6 @@ class LayerCache:
     pages: Tensor
     scale: float
     rank: int
-    rope: int
 
 
 def launch_attend(
@@ -153,62 +154,48 @@ def launch_attend(
     page_table: Tensor,
     out: Tensor,
     lse: Tensor | None,
-    partials: Tensor,
-    partial_lse: Tensor,
-    counters: Tensor,
-    numbers: Tensor,
+    partials: Partials,
+    schedule: Schedule,
     scale: float,
-    *,
-    programs: int,
-    tile: int,
-    step: int,
-    merge_columns: int,
-    invariant: bool,
-    warps: int,
-    stages: int,
-    overlap: bool,
 ) -> None:
-    """Attend with q ``[rows, heads, rank + rope]``; ``out`` ``[rows, heads, rank]`` is contiguous.
+    """Attend with q ``[rows, heads, rank + rope]``; ``out`` ``[rows, heads, rank]`` and ``lse`` are contiguous.
 
-    With ``merge_columns`` 0, tiles of several parts are left in ``partials`` for ``launch_merge``.
+    Tiles of several parts are left in ``partials`` for ``launch_merge`` where the schedule says so.
     """
     if q.stride(2) != 1:
         q = q.contiguous()
-    pages = cache.pages
-    q_row, q_head, _ = q.stride()
-    lse_row, lse_head = (0, 0) if lse is None else lse.stride()
-    _attend[(programs,)](
+    pages, configuration, after = cache.pages, schedule.configuration, schedule.merged_by_kernel
+    _, page_size, _, row_dim = pages.shape
+    _attend[(schedule.programs,)](
         q,
         pages,
         page_table,
         out,
-        partial_lse if lse is None else lse,
-        partials,
-        partial_lse,
-        counters,
-        numbers,
-        page_table.shape[0],
-        programs,
-        q_row,
-        q_head,
+        partials.lse if lse is None else lse,
+        partials.values,
+        partials.lse,
+        partials.counters,
+        schedule.numbers,
+        schedule.shape.requests,
+        schedule.programs,
+        q.stride(0),
+        q.stride(1),
         page_table.stride(0),
         page_table.stride(1),
-        lse_row,
-        lse_head,
         scale * cache.scale * _LOG2_E,
         cache.scale,
         HEADS=q.shape[1],
         RANK=cache.rank,
-        ROPE=cache.rope,
-        PAGE_SIZE=pages.shape[1],
+        ROPE=row_dim - cache.rank,
+        PAGE_SIZE=page_size,
         PAGE_STRIDE=pages.stride(0),
         SLOT_STRIDE=pages.stride(1),
-        TILE=tile,
-        STEP=step,
-        INVARIANT=invariant,
-        MERGE_COLUMNS=min(merge_columns, cache.rank),
+        TILE=configuration.tile,
+        STEP=configuration.step,
+        INVARIANT=schedule.shape.invariant,
+        MERGE_COLUMNS=0 if after else min(configuration.merge_columns, cache.rank),
         LSE=lse is not None,
-        OVERLAP=overlap,
-        num_warps=warps,
-        num_stages=stages,
+        OVERLAP=after and configuration.overlap,
+        num_warps=configuration.warps,
+        num_stages=configuration.stages,
     )

@@ -17,6 +17,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
+from attnplug_triton_mla.planner import Schedule
+from attnplug_triton_mla.scratch import Partials
 from attnplug_triton_mla.triton_plan import HEADER, RECORD
 
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -77,9 +79,9 @@ def merge_tile(
         tl.store(lse_at, log2_sum(base, total) * LN_2, mask=live)
 
 
-@triton.jit(do_not_specialize=["programs", "lse_row", "lse_head"])
+@triton.jit(do_not_specialize=["programs"])
 def _merge(
-    partials, partial_lse, out, lse, numbers, programs, lse_row, lse_head, out_scale,
+    partials, partial_lse, out, lse, numbers, programs, out_scale,
     QUERIES: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr, INVARIANT: tl.constexpr, LSE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -117,50 +119,31 @@ def _merge(
         tl.store(out + flat.to(tl.int64) * RANK + column, merged.to(out.dtype.element_ty))
         if LSE:
             base = tl.where(top == float("-inf"), 0.0, top)
-            lse_at = lse + (request * QUERIES + row // HEADS).to(tl.int64) * lse_row + row % HEADS * lse_head
-            tl.store(lse_at, log2_sum(base, total) * LN_2, mask=tl.program_id(1) == 0)
+            tl.store(lse + flat, log2_sum(base, total) * LN_2, mask=tl.program_id(1) == 0)
 
 
-def launch_merge(
-    partials: Tensor,
-    partial_lse: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    numbers: Tensor,
-    rows: int,
-    out_scale: float,
-    *,
-    programs: int,
-    queries: int,
-    tile: int,
-    parts: int,
-    columns: int,
-    invariant: bool,
-    overlap: bool,
-) -> None:
+def launch_merge(partials: Partials, out: Tensor, lse: Tensor | None, schedule: Schedule, out_scale: float) -> None:
     """Rows of ``out`` ``[rows, heads, rank]`` and ``lse`` whose tiles have parts; the others are left as they are."""
     _, heads, rank = out.shape
-    columns = min(columns, rank)
-    lse_row, lse_head = (0, 0) if lse is None else lse.stride()
-    _merge[(rows * heads, rank // columns)](
-        partials,
-        partial_lse,
+    shape, configuration = schedule.shape, schedule.configuration
+    columns = min(configuration.merge_columns, rank)
+    _merge[(shape.rows * heads, rank // columns)](
+        partials.values,
+        partials.lse,
         out,
-        partial_lse if lse is None else lse,
-        numbers,
-        programs,
-        lse_row,
-        lse_head,
+        partials.lse if lse is None else lse,
+        schedule.numbers,
+        schedule.programs,
         out_scale,
-        QUERIES=queries,
+        QUERIES=shape.queries,
         HEADS=heads,
         RANK=rank,
-        TILE=tile,
+        TILE=configuration.tile,
         COLUMNS=columns,
-        BLOCK=parts,
-        INVARIANT=invariant,
+        BLOCK=configuration.merge_parts,
+        INVARIANT=shape.invariant,
         LSE=lse is not None,
-        OVERLAP=overlap,
+        OVERLAP=configuration.overlap,
         num_warps=4,
-        **({"launch_pdl": True} if overlap else {}),
+        **({"launch_pdl": True} if configuration.overlap else {}),
     )
