@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from attnplug.tiny import TINY_CONFIGS
 from attnplug_engine.engine import Engine
 from attnplug_engine.request import SamplingParams
 
@@ -43,6 +44,23 @@ DEEPSEEK_V3 = {
     "eos_token_id": None,
 }
 """Small, with the dimensions of attention that kernels are made for."""
+KIMI_LINEAR = {
+    **{key: value for key, value in TINY_CONFIGS["kimi_linear"].items() if key not in ("architectures", "model_type")},
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "linear_head_dim": 64,
+    "linear_num_heads": 8,
+    "num_experts_per_tok": 4,
+    "initializer_range": 0.06,
+    "dtype": "bfloat16",
+}
+"""The same of a hybrid. Every expert is chosen: which of two is would else be rounding's choice."""
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from rounded_oracle import RoundedOracle
+from rounded_oracle import KIMI_LINEAR, RoundedOracle
 
 from attnplug import ExtendPath, ExtendPolicy, Role
 from attnplug.tiny import TINY_CONFIGS
@@ -21,16 +21,7 @@ COMMON = {
 }
 GDN = {"linear_key_head_dim": 64, "linear_value_head_dim": 128, "head_dim": 64}
 CONFIGS = {
-    "kimi_linear": {
-        "num_attention_heads": 16,
-        "num_key_value_heads": 16,
-        "kv_lora_rank": 512,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "v_head_dim": 128,
-        "linear_head_dim": 64,
-        "linear_num_heads": 8,
-    },
+    "kimi_linear": KIMI_LINEAR,
     "qwen3_next": GDN,
     "qwen3_5_text": GDN,
     "minimax": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64},

@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from rounded_oracle import DEEPSEEK_V3, RoundedOracle
+from rounded_oracle import DEEPSEEK_V3, KIMI_LINEAR, RoundedOracle
 
 from attnplug import DType, Role
-from attnplug.tiny import TINY_CONFIGS
 from support.devices import DEVICES
 
 pytestmark = [*DEVICES[1].marks]
-
-KIMI_LINEAR = {
-    "hidden_size": 256,
-    "intermediate_size": 384,
-    "initializer_range": 0.06,
-    "dtype": "bfloat16",
-    "num_experts_per_tok": 4,  # every expert: which of two is chosen would else be rounding's choice
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "linear_head_dim": 64,
-    "linear_num_heads": 8,
-}
 
 
 @pytest.fixture(scope="module")
@@ -35,9 +18,7 @@ def deepseek(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def kimi(tmp_path_factory):
-    config = {**TINY_CONFIGS["kimi_linear"], **KIMI_LINEAR}
-    config = {key: value for key, value in config.items() if key not in ("architectures", "model_type")}
-    return RoundedOracle(str(tmp_path_factory.mktemp("kimi")), "kimi_linear", config)
+    return RoundedOracle(str(tmp_path_factory.mktemp("kimi")), "kimi_linear", KIMI_LINEAR)
 
 
 @pytest.mark.parametrize(
