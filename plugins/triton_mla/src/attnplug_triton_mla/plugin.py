@@ -38,7 +38,7 @@ def attnplug_backends() -> list[BackendSpec]:
             requires=("triton>=3.6,<4",),
             options=TritonMLAOptions,
             check=refusals,
-            preference=80,  # below the libraries until it has been measured against them
+            preference=-1,  # below every other, until its kernels have run on a GPU; then as measured
             capabilities=Capabilities(
                 kinds=frozenset({AttentionKind.MLA}),
                 devices=frozenset({"cuda"}),
