@@ -1,31 +1,60 @@
-"""Compiles the attention kernel for GPUs that need not be there, and prints the shared memory it takes for each.
+"""Compiles the plugin's kernels for GPUs that need not be there, and says what they take.
 
-python cross_compile.py '[{"sm": …, "cut": CONFIGURATION, "q": TYPE, "cache": TYPE}, …]'
+python cross_compile.py '[{"sm": …, "cut": CONFIGURATION, "q": TYPE, "cache": TYPE}, …]'    attention's shared bytes
+python cross_compile.py --table    every entry of the table on SM 90, with registers and spills by ptxas; minutes
 """
 
+import itertools
 import json
 import os
+import re
+import subprocess
 import sys
+import tempfile
 import warnings
+from collections.abc import Iterator
+from dataclasses import asdict, replace
+from typing import Any
 
 os.environ.pop("TRITON_INTERPRET", None)  # read when kernels are defined, so before any import of them
 
 import triton
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from attnplug_triton_mla.configurations import RAGGED, TABLE
 from attnplug_triton_mla.triton_attention import _attend
+from attnplug_triton_mla.triton_merge import _merge
+from attnplug_triton_mla.triton_plan import _plan
 
 RANK, ROPE, PAGE = 512, 64, 64
 POINTERS = {
     **dict.fromkeys(("lse", "partials", "partial_lse"), "*fp32"),
-    **dict.fromkeys(("page_table", "counters", "numbers"), "*i32"),
-    "scale": "fp32",
-    "out_scale": "fp32",
+    **dict.fromkeys(("page_table", "counters", "numbers", "seq_lens", "new_lens"), "*i32"),
+    "slots": "*i64",
 }
+FLOATS = dict.fromkeys(("scale", "out_scale", "part_cost"), "fp32")
 
 
-def shared_bytes(sm: int, cut: dict[str, object], q: str, cache: str) -> int:
+def compiled(kernel, sm: int, constants: dict[str, object], options: dict[str, object], **pointers: str):
+    """As the launcher would compile it: memory and strides of rows are multiples of 16."""
+    types, names = {**POINTERS, **FLOATS, **pointers}, kernel.arg_names
+    source = ASTSource(
+        fn=kernel,
+        signature={name: "constexpr" if name in constants else types.get(name, "i32") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={
+            (place,): [["tt.divisibility", 16]]
+            for place, name in enumerate(names)
+            if types.get(name, "").startswith("*") or name in ("q_row", "q_head")
+        },
+    )
+    with warnings.catch_warnings(action="ignore"):
+        return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
+
+
+def attend(sm: int, cut: dict[str, object], q: str, cache: str, invariant: bool = False):
     constants = {
         "table_column": 1,
         "HEADS": 16,
@@ -36,29 +65,87 @@ def shared_bytes(sm: int, cut: dict[str, object], q: str, cache: str) -> int:
         "SLOT_STRIDE": RANK + ROPE,
         "TILE": cut["tile"],
         "STEP": cut["step"],
-        "INVARIANT": False,
+        "INVARIANT": invariant,
         "MERGE_COLUMNS": cut["merge_columns"] if cut["merge"] == "last" else 0,
         "LSE": True,
         "OVERLAP": cut["overlap"],
     }
-    types = {**POINTERS, "q": f"*{q}", "out": f"*{q}", "cache": f"*{cache}"}
-    names = _attend.arg_names
-    source = ASTSource(
-        fn=_attend,
-        signature={name: "constexpr" if name in constants else types.get(name, "i32") for name in names},
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        # As the launcher finds them: memory and strides of rows are multiples of 16.
-        attrs={
-            (place,): [["tt.divisibility", 16]]
-            for place, name in enumerate(names)
-            if types.get(name, "").startswith("*") or name in ("q_row", "q_head")
-        },
-    )
     options = {"num_warps": cut["warps"], "num_stages": cut["stages"]}
-    with warnings.catch_warnings(action="ignore"):
-        made = triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
-    return int(made.metadata.shared)
+    half = {"partials": f"*{q}"} if cut["half_partials"] else {}
+    return compiled(_attend, sm, constants, options, q=f"*{q}", out=f"*{q}", cache=f"*{cache}", **half)
+
+
+def merge(sm: int, cut: dict[str, object], q: str, invariant: bool = False):
+    constants = {
+        "QUERIES": 1,
+        "HEADS": 16,
+        "RANK": RANK,
+        "TILE": cut["tile"],
+        "COLUMNS": cut["merge_columns"],
+        "BLOCK": cut["merge_parts"],
+        "INVARIANT": invariant,
+        "LSE": True,
+        "OVERLAP": cut["overlap"],
+    }
+    half = {"partials": f"*{q}"} if cut["half_partials"] else {}
+    options = {"num_warps": 4, "launch_pdl": cut["overlap"]}
+    return compiled(_merge, sm, constants, options, out=f"*{q}", **half)
+
+
+def plan(sm: int, cut: dict[str, object], queries: int, parts: int, block: int):
+    constants = {
+        "QUERIES": queries,
+        "HEADS": 16,
+        "TILE": cut["tile"],
+        "STEP": cut["step"],
+        "PAGE_SIZE": PAGE,
+        "PARTS": parts,
+        "BLOCK": block,
+        "ROWS": queries or 128,
+    }
+    return compiled(_plan, sm, constants, {"num_warps": min(max(block // 128, 1), 8)})
+
+
+def resources(made) -> str:
+    """Registers of a thread, bytes spilled and shared memory, on SM 90."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
+        source.write(made.asm["ptx"])
+        source.flush()
+        command = [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", source.name, "-o", os.devnull]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers, spilled = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores", said)
+    assert registers and spilled, said
+    products = next((name for name in ("wgmma", "mma.sync") if name in made.asm["ptx"]), "")
+    return f"{registers[1]:>3} registers, {spilled[1]:>4} spilled, {made.metadata.shared / 1024:5.1f} KiB {products}"
+
+
+def table() -> Iterator[tuple[str, Any]]:
+    """Every kernel that the table asks for, by what tells it from others."""
+    for queries, parts, block in ((1, 0, 16), (1, 16, 256), (0, 0, 16), (0, 1, 1024)):
+        name = f"plan   {queries} queries, {parts} parts, {block} requests"
+        yield name, plan(90, asdict(RAGGED), queries, parts, block)
+    for overlap, half in itertools.product((False, True), (False, True)):
+        cut = asdict(replace(RAGGED, overlap=overlap, half_partials=half))
+        yield f"merge  {'overlap' * overlap:7} {'half' * half:4}", merge(90, cut, "bf16")
+    entries = sorted({RAGGED, *(entry for *_, entry in TABLE)}, key=str)
+    for entry, cache, invariant in itertools.product(entries, ("bf16", "fp8e4nv"), (False, True)):
+        cut = f"{entry.tile} x {entry.step}, {entry.warps} warps, {entry.stages} stages, {entry.merge}"
+        made = attend(90, asdict(entry), "bf16", cache, invariant)
+        yield f"attend {cut:36} {cache:7} {'invariant' * invariant}", made
+
+
+def main(asked: str) -> None:
+    if asked == "--table":
+        print(f"Triton {triton.__version__}, SM 90")
+        for name, made in table():
+            print(f"{name:62} {resources(made)}", flush=True)
+        return
+    cases = json.loads(asked)
+    sm, cut = cases[0]["sm"], cases[0]["cut"]
+    plan(sm, cut, queries=1, parts=0, block=16)
+    merge(sm, {**cut, "overlap": sm >= 90}, cases[0]["q"])
+    print(json.dumps([int(attend(**case).metadata.shared) for case in cases]))
 
 
 if __name__ == "__main__":
-    print(json.dumps([shared_bytes(**case) for case in json.loads(sys.argv[1])]))
+    main(sys.argv[1])

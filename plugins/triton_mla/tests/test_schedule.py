@@ -67,7 +67,7 @@ def test_new_rows_are_the_last_of_their_request(page_size, uniform, device):
     ],
     ids=["plain", "two programs", "least steps", "part cost"],
 )
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_line_of_work_is_divided_evenly(seed, cut, device):
     """Stretches of one length, no shorter than asked, in the order of requests; a request's record says where it is."""
     lens, new = batch_of(seed)
