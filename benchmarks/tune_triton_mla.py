@@ -2,8 +2,12 @@
 
 Decode in CUDA graphs of 20 calls over caches that are not in L2. For each (heads, requests) first how the cache rows
 are cut, then how parts are merged, starting from the best two cuts. The length is not known when a configuration is
-chosen, so what counts is the mean, over lengths, of a candidate's time to the best one's. Prints the table as it stands
-in the module; ``--write`` puts it there. Kernels are compiled by several processes beforehand.
+chosen, so what counts is the mean, over lengths, of a candidate's time to the best one's. Kernels are compiled by
+several processes before they are measured.
+
+After every measurement the times and the table as it would be then are written to ``--json``, or to
+``$OUT/tune_triton_mla.json`` where there is such a folder; ``--seconds`` ends it in good order. Shapes that were not
+reached keep the entry that they have; the ones with goals come first. ``--write`` puts the table into the module.
 """
 
 from __future__ import annotations
@@ -12,12 +16,14 @@ import argparse
 import json
 import math
 import multiprocessing
+import os
 import re
 import sys
 import time
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, wait
 from dataclasses import asdict, fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +33,7 @@ from mla_sides import CALLS, DIMS, Case, Ours, Rig, random, rotating_layers
 from torch import Tensor
 
 from attnplug_triton_mla.backend import TritonMLABackend
-from attnplug_triton_mla.configurations import Configuration
+from attnplug_triton_mla.configurations import Configuration, choose
 
 REPLAYS = 9
 LENGTHS = (1024, 4096, 16384, 65536)
@@ -36,18 +42,20 @@ HEADS = {16: 16, 32: 32, 128: None}
 """Heads that are measured, with the rows that the entry found serves at most; the last serves all."""
 REQUESTS = {1: 2, 4: 8, 16: 32, 64: None}
 """Requests that are measured, with the requests that the entry found serves at most."""
+SHAPES = [(heads, requests) for heads_of_some in ((16, 128), (32,)) for requests in REQUESTS for heads in heads_of_some]
+"""In the order in which they are measured."""
 MODULE = Path(__file__).parents[1] / "plugins/triton_mla/src/attnplug_triton_mla/configurations.py"
 
 
 def cuts(heads: int) -> list[Configuration]:
-    """Ways to cut the cache rows, merged by a kernel. What does not fit the device is left out by its error."""
+    """Ways to cut the cache rows, merged by a kernel. 4 warps hold no more than 32 rows of either kind in registers.
+
+    Two programs share a multiprocessor's registers only where they have 4 warps each.
+    """
     tile = 16 if heads <= 16 else 32 if heads <= 32 else 64
-    low = [(32, 4, 3), (32, 4, 4), (64, 4, 3), (64, 8, 2), (64, 8, 3), (128, 8, 2)]
-    tall = [(32, 8, 2), (32, 8, 3), (32, 8, 4), (32, 4, 3), (64, 8, 2)]
-    shapes = [(step, warps, stages, 1) for step, warps, stages in (tall if tile == 64 else low)]
-    if tile < 64:
-        shapes += [(32, 4, 3, 2), (64, 8, 2, 2)]
-    return [Configuration(tile, step, warps, stages, programs) for step, warps, stages, programs in shapes]
+    low = [(32, 4, 3, 1), (32, 4, 4, 1), (64, 8, 2, 1), (64, 8, 3, 1), (128, 8, 2, 1), (32, 4, 3, 2)]
+    tall = [(32, 8, 2, 1), (32, 8, 3, 1), (32, 8, 4, 1), (64, 8, 2, 1)]
+    return [Configuration(tile, *shape) for shape in (tall if tile == 64 else low)]
 
 
 def merges(cut: Configuration) -> list[Configuration]:
@@ -68,12 +76,81 @@ def merges(cut: Configuration) -> list[Configuration]:
     ]
 
 
+class Progress:
+    """The clock, and what is known so far, in a file that is whole at any time."""
+
+    def __init__(self, path: Path | None, seconds: float) -> None:
+        self._path, self._started, self._seconds = path, time.monotonic(), seconds
+        self._measured: list[dict[str, Any]] = []
+        self._entries: dict[tuple[int, int], Configuration] = {}
+
+    @property
+    def passed(self) -> float:
+        return time.monotonic() - self._started
+
+    @property
+    def left(self) -> float:
+        return self._seconds - self.passed
+
+    def measured(self, case: Case, times: dict[Configuration, float]) -> None:
+        candidates = [{**asdict(candidate), "us": us} for candidate, us in times.items() if us < math.inf]
+        self._measured.append({**asdict(case), "candidates": candidates})
+        self._write()
+
+    def found(self, heads: int, requests: int, entry: Configuration) -> None:
+        self._entries[heads, requests] = entry
+        self._write()
+
+    def table(self) -> str:
+        """As it stands in the module, or is to stand there."""
+        lines = [
+            "TABLE: tuple[tuple[int, int, Configuration], ...] = (",
+            "    # rows of a request up to, requests up to",
+        ]
+        for heads, most_rows in HEADS.items():
+            for requests, most in REQUESTS.items():
+                entry = self._entries.get((heads, requests), choose(heads, requests, False))
+                lines.append(f"    ({most_rows or 'ANY'}, {most or 'ANY'}, {brief(entry)}),")
+        return "\n".join([*lines, ")"])
+
+    def _write(self) -> None:
+        if self._path is None:
+            return
+        tuned = [f"{heads} heads, {requests} requests" for heads, requests in self._entries]
+        known = {
+            "device": torch.cuda.get_device_name(),
+            "seconds": round(self.passed, 1),
+            "tuned": tuned,
+            "table": self.table().split("\n"),
+            "measured": self._measured,
+        }
+        part = self._path.with_suffix(".part")
+        part.write_text(json.dumps(known, indent=1) + "\n")
+        part.replace(self._path)
+
+
+def step(ours: Ours, q: Tensor, candidate: Configuration) -> Callable[[], Tensor]:
+    """A decode step of 20 calls, ready to be captured: the kernel that plans, then the layers in turn."""
+    backend, batch, layers = TritonMLABackend(ours.context, choose=lambda *_: candidate), ours.batch(), ours.layers
+    backend.init_cuda_graph_state(ours.case.requests, ours.case.requests)
+    batch.plan = backend.init_forward_metadata_out_graph(batch, in_capture=True)
+
+    def body() -> Tensor:
+        backend.init_forward_metadata_in_graph(batch)
+        for number in range(CALLS):
+            layer = layers[number % len(layers)]
+            out = backend.forward_decode(q, None, None, layer, batch, save_kv_cache=False)
+        return out
+
+    return body
+
+
 class Bench:
     """One case, on which configurations take turns."""
 
     def __init__(self, case: Case, rig: Rig) -> None:
-        self._case, self._rig, self._layers = case, rig, rotating_layers(case)
-        self._ours = Ours(case, rig.device, self._layers, TritonMLABackend)
+        self.case, self._rig = case, rig
+        self._ours = Ours(case, rig.device, rotating_layers(case), TritonMLABackend)
         self._q = random(case.requests, case.heads, DIMS.row_dim, device=rig.device)
 
     def measure(self, candidates: Iterable[Configuration]) -> dict[Configuration, float]:
@@ -81,73 +158,93 @@ class Bench:
         graphs, times = {}, {}
         for candidate in candidates:
             try:
-                graphs[candidate] = capture(self._body(candidate))[0]
+                graphs[candidate] = capture(step(self._ours, self._q, candidate))[0]
             except Exception as error:  # too much shared memory, most of all
-                print(f"{self._case} {brief(candidate)}: {type(error).__name__}: {error}"[:200], file=sys.stderr)
+                print(f"{self.case} {brief(candidate)}: {type(error).__name__}: {error}"[:200], file=sys.stderr)
                 times[candidate] = math.inf
         replays = {str(number): graph.replay for number, graph in enumerate(graphs.values())}
         us = device_us(replays, REPLAYS, self._rig.cold)
         return times | {candidate: us[str(number)] / CALLS for number, candidate in enumerate(graphs)}
 
-    def _body(self, candidate: Configuration) -> Any:
-        backend = TritonMLABackend(self._ours.context, choose=lambda *_: candidate)
-        backend.init_cuda_graph_state(self._case.requests, self._case.requests)
-        batch, layers = self._ours.batch(), self._ours.layers
-        batch.plan = backend.init_forward_metadata_out_graph(batch, in_capture=True)
 
-        def body() -> Tensor:
-            backend.init_forward_metadata_in_graph(batch)
-            for number in range(CALLS):
-                layer = layers[number % self._layers]
-                out = backend.forward_decode(self._q, None, None, layer, batch, save_kv_cache=False)
-            return out
-
-        return body
+# Compiling
 
 
-def compile_some(work: Sequence[tuple[int, Configuration]]) -> None:
-    """Compile kernels into Triton's cache, by running each once on a small batch."""
-    rig = Rig(torch.device("cuda", 0))
-    for heads, candidate in work:
-        bench = Bench(Case(heads, 1, 128), rig)
-        try:
-            bench._body(candidate)()
-        except Exception:  # said where it is measured
-            continue
+@cache
+def small(heads: int) -> tuple[Ours, Tensor]:
+    device = torch.device("cuda", 0)
+    return Ours(Case(heads, 1, 128), device, 1, TritonMLABackend), random(1, heads, DIMS.row_dim, device=device)
+
+
+def compile_one(heads: int, candidate: Configuration) -> None:
+    """Into Triton's cache, by running it on a small batch."""
+    with torch.inference_mode():
+        step(*small(heads), candidate)()
     torch.cuda.synchronize()
 
 
-def compile_all(processes: int) -> None:
-    kernels: dict[tuple[Any, ...], tuple[int, Configuration]] = {}
-    for heads in HEADS:
-        for cut in cuts(heads):
-            for merge in ("kernel", "last"):
-                kernels[heads, cut.tile, cut.step, cut.warps, cut.stages, merge] = heads, replace(cut, merge=merge)
-    work = list(kernels.values())
-    shares = [work[number::processes] for number in range(processes)]
-    with ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn")) as pool:
-        list(pool.map(compile_some, shares))
+class Compiler:
+    """Other processes that compile what is about to be measured, each kernel once."""
+
+    def __init__(self, pool: Executor, progress: Progress) -> None:
+        self._pool, self._progress = pool, progress
+        self._known: set[tuple[Any, ...]] = set()
+
+    def compile(self, work: Iterable[tuple[int, Configuration]]) -> None:
+        """Returns when all is there, or when time is over. What fails will say so where it is measured."""
+        futures = []
+        for heads, candidate in work:
+            own = replace(candidate, part_cost=0.0, least_steps=1, programs=1)  # these are numbers to a kernel
+            if (heads, own) not in self._known:
+                self._known.add((heads, own))
+                futures.append(self._pool.submit(compile_one, heads, own))
+        wait(futures, timeout=max(self._progress.left, 0))
 
 
-def regret(times: Sequence[dict[Configuration, float]], candidate: Configuration) -> float:
-    """Mean over the lengths of a candidate's time to the best one's."""
-    return sum(found.get(candidate, math.inf) / min(found.values()) for found in times) / len(times)
+# Choosing
 
 
-def tune(heads: int, requests: int, rig: Rig, results: list[dict[str, Any]]) -> Configuration:
-    """The best configuration for a shape over all lengths."""
+Times = dict[Case, dict[Configuration, float]]
+"""Microseconds of every candidate, by case."""
+
+
+def ranking(times: Times) -> list[Configuration]:
+    """Candidates by the mean, over the cases, of their time to the best one's."""
+    candidates = next(iter(times.values()))
+    return sorted(candidates, key=lambda candidate: sum(us[candidate] / min(us.values()) for us in times.values()))
+
+
+def measure_all(benches: Sequence[Bench], candidates: Sequence[Configuration], progress: Progress) -> Times:
+    """The times of every case that there was time for; those where everything failed are left out."""
+    found = {}
+    for bench in benches:
+        if progress.left <= 0:
+            break
+        us = bench.measure(candidates)
+        progress.measured(bench.case, us)
+        if min(us.values()) < math.inf:
+            found[bench.case] = us
+    return found
+
+
+def tune(heads: int, requests: int, rig: Rig, compiler: Compiler, progress: Progress) -> None:
+    """Find the best configuration for a shape over all lengths, or over those that there is time for."""
     lengths = [length for length in LENGTHS if requests * length <= MOST_TOKENS]
     benches = [Bench(Case(heads, requests, length), rig) for length in lengths]
-    first = [bench.measure(cuts(heads)) for bench in benches]
-    best_cuts = sorted(first[0], key=lambda cut: regret(first, cut))[:2]
-    second = [bench.measure([way for cut in best_cuts for way in merges(cut)]) for bench in benches]
-    best = min(second[0], key=lambda candidate: regret(second, candidate))
-    for length, cut_us, merge_us in zip(lengths, first, second, strict=True):
-        measured = [{**asdict(candidate), "us": us} for candidate, us in (cut_us | merge_us).items() if us < math.inf]
-        results.append({"heads": heads, "requests": requests, "length": length, "candidates": measured})
-        best_us = min([*cut_us.values(), *merge_us.values()])
-        print(f"  {length:>6}: chosen {merge_us[best]:6.1f} µs, best {best_us:6.1f} µs", flush=True)
-    return best
+    by_cut = measure_all(benches, cuts(heads), progress)
+    if not by_cut:
+        return
+    best, *others = ranking(by_cut)
+    progress.found(heads, requests, best)
+    ways = [way for cut in (best, *others[:1]) for way in merges(cut)]
+    compiler.compile((heads, way) for way in ways)
+    by_way = measure_all(benches, ways, progress)
+    if not by_way:
+        return
+    best = ranking(by_way)[0]
+    progress.found(heads, requests, best)
+    for case, us in by_way.items():
+        print(f"  {case}: chosen {us[best]:6.1f} µs, best {min(us.values()):6.1f} µs", flush=True)
 
 
 def brief(configuration: Configuration) -> str:
@@ -161,37 +258,37 @@ def brief(configuration: Configuration) -> str:
     return f"Configuration({', '.join(given)})"
 
 
-def table(entries: Sequence[tuple[int | None, int | None, Configuration]]) -> str:
-    lines = [f"    ({rows or 'ANY'}, {most or 'ANY'}, {brief(entry)})," for rows, most, entry in entries]
-    heading = "    # rows of a request up to, requests up to"
-    return "\n".join(["TABLE: tuple[tuple[int, int, Configuration], ...] = (", heading, *lines, ")"])
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", metavar="FILE", type=Path, help="every time that was measured")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", metavar="FILE", type=Path, help="where to write, after every measurement")
+    parser.add_argument("--seconds", metavar="N", type=float, default=300, help="after which nothing further begins")
     parser.add_argument("--write", action="store_true", help="put the table into configurations.py")
-    parser.add_argument("--processes", type=int, default=8, help="that compile")
+    parser.add_argument("--processes", type=int, default=min(8, os.cpu_count() or 1), help="that compile")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         sys.exit("tune_triton_mla measures kernels, and torch sees no CUDA device here")
-    started = time.monotonic()
-    compile_all(arguments.processes)
-    print(f"compiled after {time.monotonic() - started:.0f} s", flush=True)
+    path: Path | None = arguments.json
+    if path is None and (folder := os.environ.get("OUT")):
+        path = Path(folder) / "tune_triton_mla.json"
+    progress = Progress(path, arguments.seconds)
     torch.manual_seed(0)
-    results: list[dict[str, Any]] = []
-    entries = []
-    with torch.inference_mode():
-        rig = Rig(torch.device("cuda", 0))
-        for heads, most_rows in HEADS.items():
-            for requests, most_requests in REQUESTS.items():
-                print(f"[{time.monotonic() - started:4.0f} s] {heads} heads, {requests} requests", flush=True)
-                entries.append((most_rows, most_requests, tune(heads, requests, rig, results)))
+    pool = ProcessPoolExecutor(arguments.processes, mp_context=multiprocessing.get_context("spawn"))
+    try:
+        compiler = Compiler(pool, progress)
+        compiler.compile((heads, cut) for heads in HEADS for cut in cuts(heads))
+        print(f"compiled after {progress.passed:.0f} s", flush=True)
+        with torch.inference_mode():
+            rig = Rig(torch.device("cuda", 0))
+            for heads, requests in SHAPES:
+                if progress.left <= 0:
+                    break
+                print(f"[{progress.passed:4.0f} s] {heads} heads, {requests} requests", flush=True)
+                tune(heads, requests, rig, compiler, progress)
                 torch.cuda.empty_cache()
-                if arguments.json is not None:
-                    arguments.json.write_text(json.dumps(results, indent=1) + "\n")
-    text = table(entries)
-    print(f"\n{text}\n\n{time.monotonic() - started:.0f} s in all")
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+    text = progress.table()
+    print(f"\n{text}\n\n{progress.passed:.0f} s in all")
     if arguments.write:
         source = MODULE.read_text()
         replaced, count = re.subn(r"^TABLE: .*?^\)$", lambda _: text, source, flags=re.MULTILINE | re.DOTALL)
