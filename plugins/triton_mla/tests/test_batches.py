@@ -149,7 +149,7 @@ class TestConfigurations:
     def test_ways_to_cut_and_merge(self, mode, new, merge, changes, device):
         """Parts of long requests, several requests in one program, and both at once."""
         cut = replace(Configuration(16, 16, 4, 2, merge=merge, merge_columns=64), **changes)
-        given = ((100, new), (0, new), (3, new), (40, new))
+        given = ((70, new), (0, new), (3, new), (40, new))
         check(MLACase(given, mode, heads=2), device, lambda *_: cut)
 
     @on_every_device
@@ -205,7 +205,7 @@ class TestBits:
     )
     def test_batch_invariance(self, mode, new, merge, device):
         """A request's bits are the same alone, among others, and wherever it stands."""
-        mine, others = (100 if device == "cpu" else 9000, new), ((40, new), (0, new), (130, new))
+        mine, others = (70 if device == "cpu" else 9000, new), ((40, new), (0, new), (90, new))
         cut = replace(small(16, 4, False), merge=merge, least_steps=2)
         alone, rows = self.bits(mode, (mine,), 0, cut, device)
         for position in (0, 3):
