@@ -1,29 +1,16 @@
 """Lets the tests of this plugin import what they share, and settles how they run."""
 
-import os
 import sys
 from pathlib import Path
 
 import torch
 from hypothesis import settings
 
+from support.triton_mode import settle_triton
+
 sys.path.insert(0, str(Path(__file__).parent))
 
-# Read when a Triton kernel is defined: without a GPU it is interpreted.
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
-
-else:
-    # The library tries all of a kernel's configurations at its first use, for a minute. Any of them will do here.
-    from triton.runtime.autotuner import Autotuner
-
-    def first_configuration(self, *args, **kwargs):
-        config = self.configs[0]
-        if config.pre_hook is not None:
-            config.pre_hook({**dict(zip(self.arg_names, args, strict=False)), **kwargs, **config.all_kwargs()})
-        return self.fn.run(*args, **kwargs, **config.all_kwargs())
-
-    Autotuner.run = first_configuration
+settle_triton()
 
 # Two test processes on two cores: one thread each is fastest.
 torch.set_num_threads(1)
