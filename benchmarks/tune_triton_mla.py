@@ -1,9 +1,9 @@
 """The table of ``attnplug_triton_mla.configurations``, measured: candidates for every shape, over several lengths.
 
 Decode in CUDA graphs of 20 calls over caches that are not in L2. For each (heads, requests) first how the cache rows
-are cut, then how parts are merged, starting from the best two cuts. The length is not known when a configuration is
-chosen, so what counts is the mean, over lengths, of a candidate's time to the best one's. Kernels are compiled by
-several processes before they are measured.
+are cut, then how parts are merged, then what else may pay, each time from the best two so far. The length is not known
+when a configuration is chosen, so what counts is the mean, over lengths, of a candidate's time to the best one's.
+Kernels are compiled by several processes before they are measured.
 
 After every measurement the times and the table as it would be then are written to ``--json``, or to
 ``$OUT/tune_triton_mla.json`` where there is such a folder; ``--seconds`` ends it in good order. Shapes that were not
@@ -40,6 +40,8 @@ LENGTHS = (1024, 4096, 16384, 65536)
 MOST_TOKENS = 1 << 20
 HEADS = {16: 16, 32: 32, 128: None}
 """Heads that are measured, with the rows that the entry found serves at most; the last serves all."""
+MANY = 16
+"""Requests from which on the last program may be the one that merges; before, there are too many parts for one."""
 REQUESTS = {1: 2, 4: 8, 16: 32, 64: None}
 """Requests that are measured, with the requests that the entry found serves at most."""
 SHAPES = [(heads, requests) for heads_of_some in ((16, 128), (32,)) for requests in REQUESTS for heads in heads_of_some]
@@ -48,31 +50,35 @@ MODULE = Path(__file__).parents[1] / "plugins/triton_mla/src/attnplug_triton_mla
 
 
 def cuts(heads: int) -> list[Configuration]:
-    """Ways to cut the cache rows, merged by a kernel. 4 warps hold no more than 32 rows of either kind in registers.
+    """Ways to cut the cache rows: tile, step, warps, stages, programs of a multiprocessor."""
+    low = [
+        *((16, 32, 4, 3, 1), (16, 32, 4, 3, 2), (16, 32, 4, 2, 3), (16, 32, 4, 4, 1)),
+        *((16, 64, 4, 2, 2), (16, 64, 4, 3, 1), (16, 64, 8, 3, 1)),
+    ]
+    middle = [(32, 32, 4, 3, 2), (32, 32, 8, 3, 1), (32, 64, 8, 2, 1), (32, 64, 8, 3, 1), (16, 32, 4, 3, 2)]
+    tall = [(64, 32, 8, 3, 1), (64, 64, 8, 2, 1)]
+    return [Configuration(*shape) for shape in (low if heads <= 16 else middle if heads <= 32 else middle + tall)]
 
-    Two programs share a multiprocessor's registers only where they have 4 warps each.
-    """
-    tile = 16 if heads <= 16 else 32 if heads <= 32 else 64
-    low = [(32, 4, 3, 1), (32, 4, 4, 1), (64, 8, 2, 1), (64, 8, 3, 1), (128, 8, 2, 1), (32, 4, 3, 2)]
-    tall = [(32, 8, 2, 1), (32, 8, 3, 1), (32, 8, 4, 1), (64, 8, 2, 1)]
-    return [Configuration(tile, *shape) for shape in (tall if tile == 64 else low)]
+
+def merges(cut: Configuration, requests: int) -> list[Configuration]:
+    """Who merges what a cut leaves in parts, how many parts and columns at once."""
+    shapes = [(64, 64), (128, 32), (256, 32), (16, 512), (16, 256), (32, 128)]
+    by_kernel = [replace(cut, merge="kernel", merge_parts=parts, merge_columns=columns) for parts, columns in shapes]
+    last = replace(cut, merge="last", merge_columns=128)
+    by_last = [replace(last, part_cost=0.25), replace(last, part_cost=1.0)] if requests >= MANY else []
+    return by_kernel + by_last
 
 
-def merges(cut: Configuration) -> list[Configuration]:
-    """Ways to merge what a cut leaves in parts."""
-    kernel = replace(cut, merge="kernel")
-    last = replace(cut, merge="last")
+def refined(way: Configuration) -> list[Configuration]:
+    """What may pay on top of a way to merge."""
+    early = replace(way, early=True)
     return [
-        kernel,
-        replace(kernel, overlap=True),
-        replace(kernel, half_partials=True),
-        replace(kernel, merge_columns=512, merge_parts=16),
-        replace(kernel, merge_columns=64, merge_parts=64),
-        replace(kernel, least_steps=2),
-        last,
-        replace(last, part_cost=0.25),
-        replace(last, part_cost=1.0),
-        replace(last, part_cost=1.0, half_partials=True),
+        way,
+        replace(way, half_partials=True),
+        replace(way, least_steps=2),
+        early,
+        replace(early, half_partials=True),
+        *((replace(early, overlap=True), replace(way, overlap=True)) if way.merge == "kernel" else ()),
     ]
 
 
@@ -234,16 +240,19 @@ def tune(heads: int, requests: int, rig: Rig, compiler: Compiler, progress: Prog
     by_cut = measure_all(benches, cuts(heads), progress)
     if not by_cut:
         return
-    best, *others = ranking(by_cut)
+    times = by_cut
+    for more in (lambda cut: merges(cut, requests), refined):
+        best, *others = ranking(times)
+        progress.found(heads, requests, best)
+        ways = list(dict.fromkeys(way for found in (best, *others[:1]) for way in more(found)))
+        compiler.compile((heads, way) for way in ways)
+        measured = measure_all(benches, ways, progress)
+        if not measured:
+            return
+        times = measured
+    best = ranking(times)[0]
     progress.found(heads, requests, best)
-    ways = [way for cut in (best, *others[:1]) for way in merges(cut)]
-    compiler.compile((heads, way) for way in ways)
-    by_way = measure_all(benches, ways, progress)
-    if not by_way:
-        return
-    best = ranking(by_way)[0]
-    progress.found(heads, requests, best)
-    for case, us in by_way.items():
+    for case, us in times.items():
         print(f"  {case}: chosen {us[best]:6.1f} µs, best {min(us.values()):6.1f} µs", flush=True)
 
 

@@ -69,8 +69,9 @@ def attend(sm: int, cut: dict[str, object], q: str, cache: str, invariant: bool 
         "MERGE_COLUMNS": cut["merge_columns"] if cut["merge"] == "last" else 0,
         "LSE": True,
         "OVERLAP": cut["overlap"],
+        "EARLY": cut["early"],
     }
-    options = {"num_warps": cut["warps"], "num_stages": cut["stages"]}
+    options = {"num_warps": cut["warps"], "num_stages": cut["stages"], "launch_pdl": cut["early"]}
     half = {"partials": f"*{q}"} if cut["half_partials"] else {}
     return compiled(_attend, sm, constants, options, q=f"*{q}", out=f"*{q}", cache=f"*{cache}", **half)
 

@@ -84,7 +84,7 @@ def test_the_line_of_work_is_divided_evenly(seed, cut, device):
     for request, (length, count) in enumerate(zip(lens, new, strict=True)):
         record = numbers[HEADER + RECORD * request :][:7]
         assert record == [ends[request], length, length - count, sum(new[:request]), count, 1, steps[request]]
-    begins = numbers[HEADER + RECORD * len(lens) :]
+    begins = numbers[HEADER + RECORD * len(lens) + 7 :: RECORD]
     for program, request in enumerate(begins):
         if program * stretch < total:
             assert ends[request] > program * stretch >= ends[request] - work[request]

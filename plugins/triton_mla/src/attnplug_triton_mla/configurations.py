@@ -30,14 +30,16 @@ class Configuration:
     merge: Merge = "kernel"
     """Who merges the parts of a tile: the program that comes ``last``, or a ``kernel`` behind it, where every request
     has equally many rows."""
-    merge_parts: int = 32
+    merge_parts: int = 64
     """Parts that a program of the merging kernel takes at once."""
-    merge_columns: int = 128
+    merge_columns: int = 64
     """Columns that a merging program takes at once."""
     half_partials: bool = False
     """Partial results in the queries' type instead of float32: half of the bytes to be merged."""
     overlap: bool = False
     """Launch the merging kernel while attention still runs, to wait on the device (SM 90 and newer)."""
+    early: bool = False
+    """Launch attention while the kernel in front of it still runs, likewise."""
 
 
 ANY = 1 << 30
@@ -106,8 +108,8 @@ def fitting(configuration: Configuration, room: Room) -> Configuration:
     if room.sm // 10 in (10, 11) and fits.tile > 32:
         # Products of 64 rows run on tensor memory there, for which the compiler takes more shared memory than there is.
         fits = replace(fits, tile=32)
-    if fits.overlap and room.sm < 90:
-        fits = replace(fits, overlap=False)
+    if room.sm < 90:
+        fits = replace(fits, overlap=False, early=False)
     while _shared_bytes(fits, room) > room.shared_bytes:
         if fits.stages > 2:
             fits = replace(fits, stages=fits.stages - 1)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug_triton_mla.planner import Schedule
 from attnplug_triton_mla.scratch import Partials
@@ -33,6 +33,17 @@ from attnplug_triton_mla.triton_plan import HEADER, RECORD
 _LOG2_E = 1.4426950408889634
 
 
+@triton.jit
+def _load(at, column, there):
+    return tl.load(at[:, None] + column[None, :], mask=there[:, None], other=0.0)
+
+
+@triton.jit
+def _store(at, column, there, values, factor):
+    """``factor`` of every row times ``values``."""
+    tl.store(at[:, None] + column[None, :], (values * factor[:, None]).to(at.dtype.element_ty), mask=there[:, None])
+
+
 # Numbers that change from batch to batch are taken as they are: compiling again for a 1 among them gains nothing.
 @triton.jit(do_not_specialize=["requests", "programs", "table_row"])
 def _attend(
@@ -40,26 +51,33 @@ def _attend(
     q_row, q_head, table_row, table_column, scale, out_scale,
     HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
     SLOT_STRIDE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, INVARIANT: tl.constexpr,
-    MERGE_COLUMNS: tl.constexpr, LSE: tl.constexpr, OVERLAP: tl.constexpr,
+    MERGE_COLUMNS: tl.constexpr, LSE: tl.constexpr, OVERLAP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    if EARLY:
+        gdc_wait()  # for whatever is in front of us, before anything is read
     if OVERLAP:
         gdc_launch_dependents()  # the merging kernel may come, and waits for our last store
+    QUARTER: tl.constexpr = RANK // 4
+    ONE_PAGE: tl.constexpr = PAGE_SIZE % STEP == 0
+    column, position = tl.arange(0, QUARTER), tl.arange(0, STEP)
     me = tl.program_id(0)
-    column = tl.arange(0, RANK)
-    stretch, line = tl.load(numbers), tl.load(numbers + 1)
     records = numbers + HEADER
-    request = tl.load(records + requests * RECORD + me)
+    mine = records + (requests + me) * RECORD
+    stretch, line = tl.load(numbers), tl.load(numbers + 1)
+    end, kv_len, prefix, begin = tl.load(mine), tl.load(mine + 1), tl.load(mine + 2), tl.load(mine + 3)
+    new, unit, units, request = tl.load(mine + 4), tl.load(mine + 5), tl.load(mine + 6), tl.load(mine + 7)
     at = me * stretch
     stop = tl.minimum(at + stretch, line)
     while at < stop:
-        # Whose tile this is. A request without new rows has no work, and is passed over.
-        while tl.load(records + request * RECORD) <= at:
+        if at >= end:
+            # The next request. One without new rows has no work, and is passed over.
             request += 1
-        record = records + request * RECORD
-        kv_len, prefix, begin = tl.load(record + 1), tl.load(record + 2), tl.load(record + 3)
-        new, unit, units = tl.load(record + 4), tl.load(record + 5), tl.load(record + 6)
-        tiles = (new * HEADS + TILE - 1) // TILE
-        start = tl.load(record) - tiles * units
+            while tl.load(records + request * RECORD) <= at:
+                request += 1
+            theirs = records + request * RECORD
+            end, kv_len, prefix, begin = tl.load(theirs), tl.load(theirs + 1), tl.load(theirs + 2), tl.load(theirs + 3)
+            new, unit, units = tl.load(theirs + 4), tl.load(theirs + 5), tl.load(theirs + 6)
+        start = end - (new * HEADS + TILE - 1) // TILE * units
         tile = (at - start) // units
         tile_start = start + tile * units
         piece = at - tile_start
@@ -74,48 +92,69 @@ def _attend(
         first_token = piece * unit * STEP
         end_token = tl.minimum((piece + taken) * unit * STEP, tl.minimum(prefix + last_query + 1, kv_len))
 
+        table = page_table + request.to(tl.int64) * table_row
+        if ONE_PAGE:
+            page = tl.load(table + first_token // PAGE_SIZE * table_column, mask=first_token < end_token, other=0)
+        else:
+            token = first_token + position
+            page = tl.load(table + token // PAGE_SIZE * table_column, mask=token < end_token, other=0)
         q_at = q + (begin + query).to(tl.int64) * q_row + head * q_head
-        q_latent = tl.load(q_at[:, None] + column[None, :], mask=live[:, None], other=0.0)
+        q_0, q_1 = _load(q_at, column, live), _load(q_at + QUARTER, column, live)
+        q_2, q_3 = _load(q_at + 2 * QUARTER, column, live), _load(q_at + 3 * QUARTER, column, live)
         if ROPE > 0:
             rope_column = RANK + tl.arange(0, ROPE)
-            q_rope = tl.load(q_at[:, None] + rope_column[None, :], mask=live[:, None], other=0.0)
-        table = page_table + request.to(tl.int64) * table_row
+            q_rope = _load(q_at, rope_column, live)
         top = tl.full([TILE], float("-inf"), tl.float32)
-        total = tl.zeros([TILE], tl.float32)
-        attended = tl.zeros([TILE, RANK], tl.float32)
-        token = first_token + tl.arange(0, STEP)
-        page = tl.load(table + token // PAGE_SIZE * table_column, mask=token < end_token, other=0)
+        totals = tl.zeros([TILE, STEP], tl.float32)
+        sum_0, sum_1 = tl.zeros([TILE, QUARTER], tl.float32), tl.zeros([TILE, QUARTER], tl.float32)
+        sum_2, sum_3 = tl.zeros([TILE, QUARTER], tl.float32), tl.zeros([TILE, QUARTER], tl.float32)
         for first in range(first_token, end_token, STEP):
-            token = first + tl.arange(0, STEP)
+            token = first + position
             there = token < end_token
-            slot_at = cache + page.to(tl.int64) * PAGE_STRIDE + token % PAGE_SIZE * SLOT_STRIDE
             # The next step's pages, a step ahead: rows whose addresses are at hand are what the compiler can prefetch.
-            ahead = token + STEP
+            if ONE_PAGE:
+                slot_at = cache + page.to(tl.int64) * PAGE_STRIDE + first % PAGE_SIZE * SLOT_STRIDE
+                slot_at = slot_at + position * SLOT_STRIDE
+                ahead = first + STEP
+            else:
+                slot_at = cache + page.to(tl.int64) * PAGE_STRIDE + token % PAGE_SIZE * SLOT_STRIDE
+                ahead = token + STEP
             page = tl.load(table + ahead // PAGE_SIZE * table_column, mask=ahead < end_token, other=0)
-            latent = tl.load(slot_at[:, None] + column[None, :], mask=there[:, None], other=0.0)
-            latent = latent.to(q.dtype.element_ty)  # from fp8; its scale is in the two scales
-            logits = tl.dot(q_latent, tl.trans(latent))
+            # From fp8 if need be; its scale is in the two scales.
+            rows_0 = _load(slot_at, column, there).to(q.dtype.element_ty)
+            rows_1 = _load(slot_at + QUARTER, column, there).to(q.dtype.element_ty)
+            rows_2 = _load(slot_at + 2 * QUARTER, column, there).to(q.dtype.element_ty)
+            rows_3 = _load(slot_at + 3 * QUARTER, column, there).to(q.dtype.element_ty)
+            dot_0, dot_1 = tl.dot(q_0, tl.trans(rows_0)), tl.dot(q_1, tl.trans(rows_1))
+            dot_2, dot_3 = tl.dot(q_2, tl.trans(rows_2)), tl.dot(q_3, tl.trans(rows_3))
             if ROPE > 0:
-                rope = tl.load(slot_at[:, None] + rope_column[None, :], mask=there[:, None], other=0.0)
-                logits = tl.dot(q_rope, tl.trans(rope.to(q.dtype.element_ty)), logits)
-            logits = tl.where(token[None, :] < seen[:, None], logits * scale, float("-inf"))
+                dot_3 = tl.dot(q_rope, tl.trans(_load(slot_at, rope_column, there).to(q.dtype.element_ty)), dot_3)
+            # Each by the scale before they are added: a bare sum of products is one long chain to the compiler.
+            logits = (dot_0 * scale + dot_1 * scale) + (dot_2 * scale + dot_3 * scale)
+            logits = tl.where(token[None, :] < seen[:, None], logits, float("-inf"))
             higher = tl.maximum(top, tl.max(logits, 1))
             base = tl.where(higher == float("-inf"), 0.0, higher)
-            weight, kept = tl.exp2(logits - base[:, None]), tl.exp2(top - base)
-            total = total * kept + tl.sum(weight, 1)
-            attended = tl.dot(weight.to(q.dtype.element_ty), latent, attended * kept[:, None])
+            weights, kept = tl.exp2(logits - base[:, None]), tl.exp2(top - base)[:, None]
+            totals = totals * kept + weights  # added up over tokens once, behind the loop
+            weights = weights.to(q.dtype.element_ty)
+            sum_0, sum_1 = tl.dot(weights, rows_0, sum_0 * kept), tl.dot(weights, rows_1, sum_1 * kept)
+            sum_2, sum_3 = tl.dot(weights, rows_2, sum_2 * kept), tl.dot(weights, rows_3, sum_3 * kept)
             top = higher
 
-        divisor = tl.where(total == 0.0, 1.0, total)
-        base = tl.where(top == float("-inf"), 0.0, top)
+        total = tl.sum(totals, 1)
+        factor = 1.0 / tl.where(total == 0.0, 1.0, total)
+        log2 = log2_sum(tl.where(top == float("-inf"), 0.0, top), total)
         out_row = (begin * HEADS + row).to(tl.int64)
         out_at, lse_at = out + out_row * RANK, lse + out_row
         parts, first_slot, other_slots = parts_of_tile(tile_start, units, stretch, programs, INVARIANT)
         if parts == 1:
-            result = attended * (out_scale / divisor)[:, None]
-            tl.store(out_at[:, None] + column[None, :], result.to(out.dtype.element_ty), mask=live[:, None])
+            factor *= out_scale
+            _store(out_at, column, live, sum_0, factor)
+            _store(out_at + QUARTER, column, live, sum_1, factor)
+            _store(out_at + 2 * QUARTER, column, live, sum_2, factor)
+            _store(out_at + 3 * QUARTER, column, live, sum_3, factor)
             if LSE:
-                tl.store(lse_at, log2_sum(base, total) * LN_2, mask=live)
+                tl.store(lse_at, log2 * LN_2, mask=live)
         else:
             if INVARIANT:
                 slot, counter = at.to(tl.int64), counters + tile_start
@@ -123,9 +162,12 @@ def _attend(
                 slot = tl.where(piece == 0, first_slot, me).to(tl.int64)
                 counter = counters + other_slots
             place = slot * TILE + tl.arange(0, TILE)
-            part = (attended / divisor[:, None]).to(partials.dtype.element_ty)
-            tl.store(partials + place[:, None] * RANK + column[None, :], part)
-            tl.store(partial_lse + place, log2_sum(base, total))
+            part_at = partials + place * RANK
+            _store(part_at, column, live, sum_0, factor)
+            _store(part_at + QUARTER, column, live, sum_1, factor)
+            _store(part_at + 2 * QUARTER, column, live, sum_2, factor)
+            _store(part_at + 3 * QUARTER, column, live, sum_3, factor)
+            tl.store(partial_lse + place, log2, mask=live)
             if MERGE_COLUMNS > 0:
                 # Whoever counts last finds all parts written: the barrier orders this program's own stores before its
                 # count, and the count is a release and an acquire. It leaves the counter as it was, for the next call.
@@ -196,6 +238,8 @@ def launch_attend(
         MERGE_COLUMNS=0 if after else min(configuration.merge_columns, cache.rank),
         LSE=lse is not None,
         OVERLAP=after and configuration.overlap,
+        EARLY=configuration.early,
         num_warps=configuration.warps,
         num_stages=configuration.stages,
+        **({"launch_pdl": True} if configuration.early else {}),
     )

@@ -45,11 +45,16 @@ def log2_sum(base, total):
 
 
 @triton.jit
+def _lse_of_part(at, live):
+    return tl.load(at, mask=live, other=float("-inf"), cache_modifier=".cg")
+
+
+@triton.jit
 def merge_tile(
     partials, partial_lse, out_at, lse_at, live, parts, first, others, out_scale,
     RANK: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
-    """All rows of a tile by one program, some columns at a time: a whole part would not fit the registers twice.
+    """All live rows of a tile by one program, some columns at a time: a whole part would not fit the registers twice.
 
     Past the L1 cache, which does not see what other multiprocessors wrote.
     """
@@ -57,12 +62,12 @@ def merge_tile(
     top = tl.full([TILE], float("-inf"), tl.float32)
     for part in range(parts):
         slot = tl.where(part == 0, first, others + part).to(tl.int64)
-        top = tl.maximum(top, tl.load(partial_lse + slot * TILE + row, cache_modifier=".cg"))
+        top = tl.maximum(top, _lse_of_part(partial_lse + slot * TILE + row, live))
     base = tl.where(top == float("-inf"), 0.0, top)
     total = tl.zeros([TILE], tl.float32)
     for part in range(parts):
         slot = tl.where(part == 0, first, others + part).to(tl.int64)
-        total += tl.exp2(tl.load(partial_lse + slot * TILE + row, cache_modifier=".cg") - base)
+        total += tl.exp2(_lse_of_part(partial_lse + slot * TILE + row, live) - base)
     divisor = tl.where(total == 0.0, 1.0, total)
     for start in range(0, RANK, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
@@ -70,9 +75,9 @@ def merge_tile(
         merged = tl.zeros([TILE, COLUMNS], tl.float32)
         for part in range(parts):
             slot = tl.where(part == 0, first, others + part).to(tl.int64)
-            weight = tl.exp2(tl.load(partial_lse + slot * TILE + row, cache_modifier=".cg") - base)
-            values = tl.load(partials + slot * TILE * RANK + place, cache_modifier=".cg").to(tl.float32)
-            merged += values * weight[:, None]
+            weight = tl.exp2(_lse_of_part(partial_lse + slot * TILE + row, live) - base)
+            values = tl.load(partials + slot * TILE * RANK + place, mask=live[:, None], other=0.0, cache_modifier=".cg")
+            merged += values.to(tl.float32) * weight[:, None]
         merged = merged * (out_scale / divisor)[:, None]
         tl.store(out_at[:, None] + column[None, :], merged.to(out_at.dtype.element_ty), mask=live[:, None])
     if LSE:

@@ -28,7 +28,8 @@ HEADER = tl.constexpr(8)
 """Numbers before the records: how long a program's stretch is, and how long the line."""
 RECORD = tl.constexpr(8)
 """Numbers of a request, 32 bytes in one sector: where its work ends, cache rows, cache rows before its new ones, first
-new row, new rows, steps of a unit, units of a tile. Behind the records, per program, the request it begins with."""
+new row, new rows, steps of a unit, units of a tile. Behind them, for every program, those of the request that it begins
+with, and which that is: a program that is about to start has one load to wait for, not a chain of them."""
 
 _ROWS = 128
 """New rows whose slots are looked up at once."""
@@ -72,7 +73,16 @@ def _plan(
 
     records = numbers + HEADER
     first = tl.sum(tl.where(exists & (end <= me * stretch), 1, 0), 0)
-    tl.store(records + requests * RECORD + me, first)
+    its = request == first
+    mine = records + (requests + me) * RECORD
+    tl.store(mine, tl.sum(tl.where(its, end, 0), 0))
+    tl.store(mine + 1, tl.sum(tl.where(its, kv_len, 0), 0))
+    tl.store(mine + 2, tl.sum(tl.where(its, asked - new, 0), 0))
+    tl.store(mine + 3, tl.sum(tl.where(its, begin, 0), 0))
+    tl.store(mine + 4, tl.sum(tl.where(its, new, 0), 0))
+    tl.store(mine + 5, tl.sum(tl.where(its, unit, 0), 0))
+    tl.store(mine + 6, tl.sum(tl.where(its, units, 0), 0))
+    tl.store(mine + 7, first)
     if me == 0:
         tl.store(numbers, stretch)
         tl.store(numbers + 1, total)
@@ -85,16 +95,16 @@ def _plan(
         tl.store(record + 5, unit, mask=exists)
         tl.store(record + 6, units, mask=exists)
 
-    for mine in range(me, requests, programs):
-        its_new = tl.sum(tl.where(request == mine, new, 0), 0)
-        its_begin = tl.sum(tl.where(request == mine, begin, 0), 0)
-        its_prefix = tl.sum(tl.where(request == mine, asked - new, 0), 0)
+    for number in range(me, requests, programs):
+        its_new = tl.sum(tl.where(request == number, new, 0), 0)
+        its_begin = tl.sum(tl.where(request == number, begin, 0), 0)
+        its_prefix = tl.sum(tl.where(request == number, asked - new, 0), 0)
         for at in range(0, its_new, ROWS):
             row = at + tl.arange(0, ROWS)
             position = its_prefix + row
             column = position // PAGE_SIZE
             placed = (row < its_new) & (position >= 0) & (column < width)
-            entry = page_table + (tl.zeros([ROWS], tl.int64) + mine) * table_row + column * table_column
+            entry = page_table + (tl.zeros([ROWS], tl.int64) + number) * table_row + column * table_column
             page = tl.load(entry, mask=placed, other=0).to(tl.int64)
             slot = tl.where(placed, page * PAGE_SIZE + position % PAGE_SIZE, -1)
             tl.store(slots + its_begin + row, slot, mask=row < its_new)
@@ -106,7 +116,7 @@ def _plan(
 
 def size_of_numbers(requests: int, programs: int) -> int:
     """How many int32 a schedule takes."""
-    size: int = HEADER.value + RECORD.value * requests + programs
+    size: int = HEADER.value + RECORD.value * (requests + programs)
     return size
 
 
