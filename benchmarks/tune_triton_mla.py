@@ -55,9 +55,8 @@ def cuts(heads: int) -> list[Configuration]:
         *((16, 32, 4, 3, 1), (16, 32, 4, 3, 2), (16, 32, 4, 2, 3), (16, 32, 4, 4, 1)),
         *((16, 64, 4, 2, 2), (16, 64, 4, 3, 1), (16, 64, 8, 3, 1)),
     ]
-    middle = [(32, 32, 4, 3, 2), (32, 32, 8, 3, 1), (32, 64, 8, 2, 1), (32, 64, 8, 3, 1), (16, 32, 4, 3, 2)]
-    tall = [(64, 32, 8, 3, 1), (64, 64, 8, 2, 1)]
-    return [Configuration(*shape) for shape in (low if heads <= 16 else middle if heads <= 32 else middle + tall)]
+    tall = [(16, 64, 4, 3, 1), (32, 32, 4, 3, 2), (32, 32, 8, 3, 1), (32, 64, 8, 2, 1), (32, 64, 8, 3, 1)]
+    return [Configuration(*shape, overlap=True) for shape in (low if heads <= 16 else tall)]
 
 
 def merges(cut: Configuration, requests: int) -> list[Configuration]:
@@ -71,15 +70,7 @@ def merges(cut: Configuration, requests: int) -> list[Configuration]:
 
 def refined(way: Configuration) -> list[Configuration]:
     """What may pay on top of a way to merge."""
-    early = replace(way, early=True)
-    return [
-        way,
-        replace(way, half_partials=True),
-        replace(way, least_steps=2),
-        early,
-        replace(early, half_partials=True),
-        *((replace(early, overlap=True), replace(way, overlap=True)) if way.merge == "kernel" else ()),
-    ]
+    return [way, replace(way, overlap=False), replace(way, least_steps=2)]
 
 
 class Progress:

@@ -69,11 +69,9 @@ def attend(sm: int, cut: dict[str, object], q: str, cache: str, invariant: bool 
         "MERGE_COLUMNS": cut["merge_columns"] if cut["merge"] == "last" else 0,
         "LSE": True,
         "OVERLAP": cut["overlap"],
-        "EARLY": cut["early"],
     }
-    options = {"num_warps": cut["warps"], "num_stages": cut["stages"], "launch_pdl": cut["early"]}
-    half = {"partials": f"*{q}"} if cut["half_partials"] else {}
-    return compiled(_attend, sm, constants, options, q=f"*{q}", out=f"*{q}", cache=f"*{cache}", **half)
+    options = {"num_warps": cut["warps"], "num_stages": cut["stages"], "launch_pdl": cut["overlap"]}
+    return compiled(_attend, sm, constants, options, q=f"*{q}", out=f"*{q}", cache=f"*{cache}")
 
 
 def merge(sm: int, cut: dict[str, object], q: str, invariant: bool = False):
@@ -88,9 +86,8 @@ def merge(sm: int, cut: dict[str, object], q: str, invariant: bool = False):
         "LSE": True,
         "OVERLAP": cut["overlap"],
     }
-    half = {"partials": f"*{q}"} if cut["half_partials"] else {}
     options = {"num_warps": 4, "launch_pdl": cut["overlap"]}
-    return compiled(_merge, sm, constants, options, out=f"*{q}", **half)
+    return compiled(_merge, sm, constants, options, out=f"*{q}")
 
 
 def plan(sm: int, cut: dict[str, object], queries: int, parts: int, block: int):
@@ -125,9 +122,9 @@ def table() -> Iterator[tuple[str, Any]]:
     for queries, parts, block in ((1, 0, 16), (1, 16, 256), (0, 0, 16), (0, 1, 1024)):
         name = f"plan   {queries} queries, {parts} parts, {block} requests"
         yield name, plan(90, asdict(RAGGED), queries, parts, block)
-    for overlap, half in itertools.product((False, True), (False, True)):
-        cut = asdict(replace(RAGGED, overlap=overlap, half_partials=half))
-        yield f"merge  {'overlap' * overlap:7} {'half' * half:4}", merge(90, cut, "bf16")
+    for parts, columns in sorted({(entry.merge_parts, entry.merge_columns) for *_, entry in TABLE}):
+        cut = asdict(replace(RAGGED, merge_parts=parts, merge_columns=columns))
+        yield f"merge  {parts} parts, {columns} columns", merge(90, cut, "bf16")
     entries = sorted({RAGGED, *(entry for *_, entry in TABLE)}, key=str)
     for entry, cache, invariant in itertools.product(entries, ("bf16", "fp8e4nv"), (False, True)):
         cut = f"{entry.tile} x {entry.step}, {entry.warps} warps, {entry.stages} stages, {entry.merge}"

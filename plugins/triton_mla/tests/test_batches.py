@@ -152,22 +152,16 @@ class TestConfigurations:
         given = ((70, new), (0, new), (3, new), (40, new))
         check(MLACase(given, mode, heads=2), device, lambda *_: cut)
 
-    @on_every_device
-    @pytest.mark.parametrize("merge", ["last", "kernel"])
-    def test_partial_results_in_half_the_bytes(self, merge, device):
-        cut = Configuration(16, 16, 4, 2, merge=merge, half_partials=True)
-        check(MLACase(((230, 1), (90, 1)), DECODE, heads=4, dtype=DType.FLOAT16), device, lambda *_: cut)
-
     @on_a_gpu
     @pytest.mark.parametrize("entry", sorted({RAGGED, *(entry for *_, entry in TABLE)}, key=str), ids=str)
     def test_every_entry_of_the_table_serves_every_batch(self, entry, device):
-        heads = {16: 16, 32: 32, 64: 128}[entry.tile]
+        heads = {16: 16, 32: 128}[entry.tile]
         for given, mode in ((lengths(5, 5000, 1, seed=1), DECODE), (lengths(3, 2000, 4, seed=2), VERIFY)):
             check(MLACase(given, mode, heads=heads), device, lambda *_: entry)
         check(MLACase(ragged(6, 2000, 50, seed=3), EXTEND, heads=heads), device, lambda *_: entry)
 
     @on_a_gpu
-    def test_a_merging_kernel_that_is_launched_early(self, device):
+    def test_kernels_that_are_launched_early(self, device):
         if torch.cuda.get_device_capability() < (9, 0):
             pytest.skip("kernels wait for each other on the device from SM 90 on")
         cut = Configuration(16, 32, 4, 3, merge="kernel", overlap=True)

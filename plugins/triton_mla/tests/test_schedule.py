@@ -13,7 +13,7 @@ from attnplug_triton_mla.planner import Schedule, Shape
 from support.devices import DEVICES, nothing_waits
 
 NOWHERE = 1 << 30
-HEADER, RECORD = 8, 8
+HEADER, RECORD, PROGRAM = 8, 8, 16
 
 
 def made(lens, new, *, queries=0, heads=4, page_size=16, cut, sms=6, invariant=False, device="cpu", padding=0):
@@ -84,7 +84,7 @@ def test_the_line_of_work_is_divided_evenly(seed, cut, device):
     for request, (length, count) in enumerate(zip(lens, new, strict=True)):
         record = numbers[HEADER + RECORD * request :][:7]
         assert record == [ends[request], length, length - count, sum(new[:request]), count, 1, steps[request]]
-    begins = numbers[HEADER + RECORD * len(lens) + 7 :: RECORD]
+    begins = numbers[HEADER + RECORD * len(lens) + 7 :: PROGRAM]
     for program, request in enumerate(begins):
         if program * stretch < total:
             assert ends[request] > program * stretch >= ends[request] - work[request]

@@ -123,8 +123,7 @@ class TritonMLABackend:
         if self._room is not None:
             configuration = fitting(configuration, self._room)
         schedule = Schedule.reserve(shape, configuration, self._multiprocessors, self._device)
-        dtype = self._dtype if configuration.half_partials else torch.float32
-        partials = self._scratch.partials(schedule.partial_slots, configuration.tile, dtype)
+        partials = self._scratch.partials(schedule.partial_slots, configuration.tile)
         return Metadata(schedule.slots, schedule, partials)
 
     # CUDA graphs

@@ -16,9 +16,9 @@ Merge = Literal["last", "kernel"]
 @dataclass(frozen=True, slots=True)
 class Configuration:
     tile: int
-    """Rows of (query token, head) that a program attends with at once: 16, 32 or 64."""
+    """Rows of (query token, head) that a program attends with at once: 16 or 32."""
     step: int
-    """Cache rows at once: 32, 64 or 128."""
+    """Cache rows at once: 32 or 64."""
     warps: int
     stages: int
     programs: int = 1
@@ -34,37 +34,30 @@ class Configuration:
     """Parts that a program of the merging kernel takes at once."""
     merge_columns: int = 64
     """Columns that a merging program takes at once."""
-    half_partials: bool = False
-    """Partial results in the queries' type instead of float32: half of the bytes to be merged."""
     overlap: bool = False
-    """Launch the merging kernel while attention still runs, to wait on the device (SM 90 and newer)."""
-    early: bool = False
-    """Launch attention while the kernel in front of it still runs, likewise."""
+    """Launch each kernel while the one in front of it still runs, to wait on the device (SM 90 and newer)."""
 
 
 ANY = 1 << 30
 
-# Not measured yet: by the numbers at the head of triton_attention.py and triton_merge.py, and by what the compiler says
-# of registers and shared memory on SM 90. Few requests: small steps, so that all multiprocessors have one, and a kernel
-# that merges, since parts are many. Many requests: large steps, and the last program merges two or three parts.
-_LOW_FEW = Configuration(16, 32, 4, 3, merge="kernel")
-_LOW = Configuration(16, 64, 8, 3, merge="kernel")
-_TALL_FEW = Configuration(64, 32, 8, 3, merge="kernel")
-_TALL = Configuration(64, 64, 8, 2, merge="kernel")
+# Measured on an H200 (benchmarks/notes-triton-mla.md). 32 rows of few requests are two tiles of 16: a program reads its
+# queries from shared memory at every step, so that fewer of them in more programs are faster.
+_LOW = Configuration(16, 64, 4, 3, merge_parts=16, merge_columns=512, overlap=True)
+_LOW_FEW = replace(_LOW, merge_parts=128, merge_columns=32)
+_TALL = Configuration(32, 64, 8, 3, merge_parts=16, merge_columns=512, overlap=True)
+_TALL_MANY = replace(_TALL, step=32, warps=4, programs=2)
 TABLE: tuple[tuple[int, int, Configuration], ...] = (
     # rows of a request up to, requests up to
     (16, 2, _LOW_FEW),
-    (16, 32, _LOW),
-    (16, ANY, replace(_LOW, merge="last", part_cost=0.25)),
-    (32, 2, replace(_LOW_FEW, tile=32, warps=8)),
-    (32, 32, replace(_LOW, tile=32)),
-    (32, ANY, replace(_LOW, tile=32, merge="last", part_cost=0.25)),
-    (ANY, 2, _TALL_FEW),
-    (ANY, 16, _TALL),
-    (ANY, ANY, replace(_TALL, merge="last", part_cost=0.25)),
+    (16, ANY, _LOW),
+    (32, 2, _LOW_FEW),
+    (32, 8, _LOW),
+    (32, ANY, _TALL),
+    (ANY, 8, _TALL),
+    (ANY, ANY, _TALL_MANY),
 )
-RAGGED = replace(_TALL, merge="last", part_cost=0.25)
-"""For batches whose requests have different numbers of rows: tall tiles, as prefill fills them."""
+RAGGED = replace(_TALL, merge="last", merge_columns=128, part_cost=0.25)
+"""For batches whose requests have different numbers of rows, as those of a prefill."""
 
 INVARIANT_PARTS = 16
 """Parts of a tile under ``batch_invariant``, at most: memory is reserved for so many of every tile."""
@@ -105,11 +98,8 @@ class Room:
 def fitting(configuration: Configuration, room: Room) -> Configuration:
     """The configuration, or one with fewer stages, shorter steps or lower tiles that there is room for."""
     fits = configuration
-    if room.sm // 10 in (10, 11) and fits.tile > 32:
-        # Products of 64 rows run on tensor memory there, for which the compiler takes more shared memory than there is.
-        fits = replace(fits, tile=32)
     if room.sm < 90:
-        fits = replace(fits, overlap=False, early=False)
+        fits = replace(fits, overlap=False)
     while _shared_bytes(fits, room) > room.shared_bytes:
         if fits.stages > 2:
             fits = replace(fits, stages=fits.stages - 1)
@@ -125,13 +115,8 @@ def fitting(configuration: Configuration, room: Room) -> Configuration:
 
 
 def _shared_bytes(configuration: Configuration, room: Room) -> int:
-    """What the compiler takes: queries, weights, cache rows of all stages, converted ones once more.
-
-    Where products are asynchronous a stage's rows are in use while all others are on their way, else its own buffer is
-    free by then.
-    """
+    """What the compiler takes: queries, weights, cache rows of all stages but the one being loaded, converted ones."""
     tile, step = configuration.tile, configuration.step
-    asynchronous = room.sm == 90 and tile >= 64
-    buffers = configuration.stages if asynchronous else max(configuration.stages - 1, 1)
     converted = room.query_bytes if room.row_bytes != room.query_bytes else 0
-    return tile * room.query_bytes + tile * step * 2 + step * (buffers * room.row_bytes + converted)
+    rows = max(configuration.stages - 1, 1) * room.row_bytes + converted
+    return tile * room.query_bytes + tile * step * 2 + step * rows

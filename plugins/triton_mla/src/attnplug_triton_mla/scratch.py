@@ -14,7 +14,7 @@ COUNTERS = WorkspaceKind("triton-mla-counters", zeroed=True)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partials:
-    """``values`` for slots of ``[tile, rank]``, ``lse`` float32 of ``[tile]``, and ``counters`` int32, all flat."""
+    """``values`` for slots of ``[tile, rank]`` and ``lse`` of ``[tile]``, float32, and ``counters`` int32, all flat."""
 
     values: Tensor
     lse: Tensor
@@ -27,28 +27,27 @@ class Scratch:
     def __init__(self, name: str, workspace: WorkspaceOwner, device: torch.device, rank: int, rows: int) -> None:
         """``rows`` of partial results are asked for at once, before graphs freeze the workspace."""
         self._name, self._workspace, self._device, self._rank = name, workspace, device, rank
-        self._made: dict[tuple[int, int, torch.dtype], Partials] = {}
-        self._reserve(rows, torch.float32, rows)
+        self._made: dict[tuple[int, int], Partials] = {}
+        self._reserve(rows, rows)
 
-    def partials(self, slots: int, tile: int, dtype: torch.dtype) -> Partials:
+    def partials(self, slots: int, tile: int) -> Partials:
         """For ``slots`` partial results of ``tile`` rows each."""
         if self._plain.buffer is not self._from:
             self._made.clear()  # somebody asked for more: the new memory is everybody's
-        found = self._made.get((slots, tile, dtype))
+        found = self._made.get((slots, tile))
         if found is None:
             rows = slots * tile
-            self._reserve(rows, dtype, slots)
-            values = rows * self._rank * dtype.itemsize
+            self._reserve(rows, slots)
             plain, counters = self._plain.buffer, self._counters.buffer
-            found = self._made[slots, tile, dtype] = Partials(
-                plain[rows * 4 : rows * 4 + values].view(dtype),
+            found = self._made[slots, tile] = Partials(
+                plain[rows * 4 : rows * 4 * (1 + self._rank)].view(torch.float32),
                 plain[: rows * 4].view(torch.float32),
                 counters[: slots * 4].view(torch.int32),
             )
         return found
 
-    def _reserve(self, rows: int, dtype: torch.dtype, counters: int) -> None:
-        nbytes = rows * (4 + self._rank * dtype.itemsize)
+    def _reserve(self, rows: int, counters: int) -> None:
+        nbytes = rows * 4 * (1 + self._rank)
         self._plain = self._workspace.request(self._name, self._device, SCRATCH, nbytes)
         self._counters = self._workspace.request(self._name, self._device, COUNTERS, counters * 4)
         self._from = self._plain.buffer

@@ -28,20 +28,38 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from attnplug_triton_mla.planner import Schedule
 from attnplug_triton_mla.scratch import Partials
 from attnplug_triton_mla.triton_merge import LN_2, log2_sum, merge_tile, parts_of_tile
-from attnplug_triton_mla.triton_plan import HEADER, RECORD
+from attnplug_triton_mla.triton_plan import HEADER, PROGRAM, RECORD
 
 _LOG2_E = 1.4426950408889634
 
 
 @triton.jit
-def _load(at, column, there):
-    return tl.load(at[:, None] + column[None, :], mask=there[:, None], other=0.0)
+def _load(at, column, there, TYPE: tl.constexpr):
+    """From fp8 if need be; its scale is in the two scales."""
+    return tl.load(at[:, None] + column[None, :], mask=there[:, None], other=0.0).to(TYPE)
 
 
 @triton.jit
-def _store(at, column, there, values, factor):
-    """``factor`` of every row times ``values``."""
-    tl.store(at[:, None] + column[None, :], (values * factor[:, None]).to(at.dtype.element_ty), mask=there[:, None])
+def _load_quarters(at, column, there, TYPE: tl.constexpr):
+    QUARTER: tl.constexpr = column.shape[0]
+    return (
+        _load(at, column, there, TYPE),
+        _load(at + QUARTER, column, there, TYPE),
+        _load(at + 2 * QUARTER, column, there, TYPE),
+        _load(at + 3 * QUARTER, column, there, TYPE),
+    )
+
+
+@triton.jit
+def _store_quarters(at, column, there, sum_0, sum_1, sum_2, sum_3, factor):
+    """``factor`` of every row times the sums."""
+    QUARTER: tl.constexpr = column.shape[0]
+    TYPE: tl.constexpr = at.dtype.element_ty
+    place, there, factor = at[:, None] + column[None, :], there[:, None], factor[:, None]
+    tl.store(place, (sum_0 * factor).to(TYPE), mask=there)
+    tl.store(place + QUARTER, (sum_1 * factor).to(TYPE), mask=there)
+    tl.store(place + 2 * QUARTER, (sum_2 * factor).to(TYPE), mask=there)
+    tl.store(place + 3 * QUARTER, (sum_3 * factor).to(TYPE), mask=there)
 
 
 # Numbers that change from batch to batch are taken as they are: compiling again for a 1 among them gains nothing.
@@ -51,39 +69,28 @@ def _attend(
     q_row, q_head, table_row, table_column, scale, out_scale,
     HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
     SLOT_STRIDE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, INVARIANT: tl.constexpr,
-    MERGE_COLUMNS: tl.constexpr, LSE: tl.constexpr, OVERLAP: tl.constexpr, EARLY: tl.constexpr,
+    MERGE_COLUMNS: tl.constexpr, LSE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    if EARLY:
-        gdc_wait()  # for whatever is in front of us, before anything is read
     if OVERLAP:
+        gdc_wait()  # for whatever is in front of us, before anything is read
         gdc_launch_dependents()  # the merging kernel may come, and waits for our last store
-    QUARTER: tl.constexpr = RANK // 4
     ONE_PAGE: tl.constexpr = PAGE_SIZE % STEP == 0
-    column, position = tl.arange(0, QUARTER), tl.arange(0, STEP)
+    TYPE: tl.constexpr = q.dtype.element_ty
+    column, rope_column, position = tl.arange(0, RANK // 4), RANK + tl.arange(0, ROPE or 1), tl.arange(0, STEP)
     me = tl.program_id(0)
     records = numbers + HEADER
-    mine = records + (requests + me) * RECORD
+    mine = records + requests * RECORD + me * PROGRAM
     stretch, line = tl.load(numbers), tl.load(numbers + 1)
     end, kv_len, prefix, begin = tl.load(mine), tl.load(mine + 1), tl.load(mine + 2), tl.load(mine + 3)
     new, unit, units, request = tl.load(mine + 4), tl.load(mine + 5), tl.load(mine + 6), tl.load(mine + 7)
+    tile_start, tile, first_page = tl.load(mine + 8), tl.load(mine + 9), tl.load(mine + 10)
     at = me * stretch
     stop = tl.minimum(at + stretch, line)
     while at < stop:
-        if at >= end:
-            # The next request. One without new rows has no work, and is passed over.
-            request += 1
-            while tl.load(records + request * RECORD) <= at:
-                request += 1
-            theirs = records + request * RECORD
-            end, kv_len, prefix, begin = tl.load(theirs), tl.load(theirs + 1), tl.load(theirs + 2), tl.load(theirs + 3)
-            new, unit, units = tl.load(theirs + 4), tl.load(theirs + 5), tl.load(theirs + 6)
-        start = end - (new * HEADS + TILE - 1) // TILE * units
-        tile = (at - start) // units
-        tile_start = start + tile * units
         piece = at - tile_start
         taken = 1 if INVARIANT else tl.minimum(units - piece, stop - at)
 
-        # Which of its rows see which cache rows.
+        # Which of the tile's rows see which cache rows.
         row = tile * TILE + tl.arange(0, TILE)
         live = row < new * HEADS
         query, head = row // HEADS, row % HEADS
@@ -94,20 +101,18 @@ def _attend(
 
         table = page_table + request.to(tl.int64) * table_row
         if ONE_PAGE:
-            page = tl.load(table + first_token // PAGE_SIZE * table_column, mask=first_token < end_token, other=0)
+            page = first_page
         else:
             token = first_token + position
             page = tl.load(table + token // PAGE_SIZE * table_column, mask=token < end_token, other=0)
         q_at = q + (begin + query).to(tl.int64) * q_row + head * q_head
-        q_0, q_1 = _load(q_at, column, live), _load(q_at + QUARTER, column, live)
-        q_2, q_3 = _load(q_at + 2 * QUARTER, column, live), _load(q_at + 3 * QUARTER, column, live)
+        q_0, q_1, q_2, q_3 = _load_quarters(q_at, column, live, TYPE)
         if ROPE > 0:
-            rope_column = RANK + tl.arange(0, ROPE)
-            q_rope = _load(q_at, rope_column, live)
+            q_rope = _load(q_at, rope_column, live, TYPE)
         top = tl.full([TILE], float("-inf"), tl.float32)
         totals = tl.zeros([TILE, STEP], tl.float32)
-        sum_0, sum_1 = tl.zeros([TILE, QUARTER], tl.float32), tl.zeros([TILE, QUARTER], tl.float32)
-        sum_2, sum_3 = tl.zeros([TILE, QUARTER], tl.float32), tl.zeros([TILE, QUARTER], tl.float32)
+        sum_0, sum_1 = tl.zeros([TILE, RANK // 4], tl.float32), tl.zeros([TILE, RANK // 4], tl.float32)
+        sum_2, sum_3 = tl.zeros([TILE, RANK // 4], tl.float32), tl.zeros([TILE, RANK // 4], tl.float32)
         for first in range(first_token, end_token, STEP):
             token = first + position
             there = token < end_token
@@ -120,15 +125,11 @@ def _attend(
                 slot_at = cache + page.to(tl.int64) * PAGE_STRIDE + token % PAGE_SIZE * SLOT_STRIDE
                 ahead = token + STEP
             page = tl.load(table + ahead // PAGE_SIZE * table_column, mask=ahead < end_token, other=0)
-            # From fp8 if need be; its scale is in the two scales.
-            rows_0 = _load(slot_at, column, there).to(q.dtype.element_ty)
-            rows_1 = _load(slot_at + QUARTER, column, there).to(q.dtype.element_ty)
-            rows_2 = _load(slot_at + 2 * QUARTER, column, there).to(q.dtype.element_ty)
-            rows_3 = _load(slot_at + 3 * QUARTER, column, there).to(q.dtype.element_ty)
+            rows_0, rows_1, rows_2, rows_3 = _load_quarters(slot_at, column, there, TYPE)
             dot_0, dot_1 = tl.dot(q_0, tl.trans(rows_0)), tl.dot(q_1, tl.trans(rows_1))
             dot_2, dot_3 = tl.dot(q_2, tl.trans(rows_2)), tl.dot(q_3, tl.trans(rows_3))
             if ROPE > 0:
-                dot_3 = tl.dot(q_rope, tl.trans(_load(slot_at, rope_column, there).to(q.dtype.element_ty)), dot_3)
+                dot_3 = tl.dot(q_rope, tl.trans(_load(slot_at, rope_column, there, TYPE)), dot_3)
             # Each by the scale before they are added: a bare sum of products is one long chain to the compiler.
             logits = (dot_0 * scale + dot_1 * scale) + (dot_2 * scale + dot_3 * scale)
             logits = tl.where(token[None, :] < seen[:, None], logits, float("-inf"))
@@ -136,7 +137,7 @@ def _attend(
             base = tl.where(higher == float("-inf"), 0.0, higher)
             weights, kept = tl.exp2(logits - base[:, None]), tl.exp2(top - base)[:, None]
             totals = totals * kept + weights  # added up over tokens once, behind the loop
-            weights = weights.to(q.dtype.element_ty)
+            weights = weights.to(TYPE)
             sum_0, sum_1 = tl.dot(weights, rows_0, sum_0 * kept), tl.dot(weights, rows_1, sum_1 * kept)
             sum_2, sum_3 = tl.dot(weights, rows_2, sum_2 * kept), tl.dot(weights, rows_3, sum_3 * kept)
             top = higher
@@ -148,11 +149,7 @@ def _attend(
         out_at, lse_at = out + out_row * RANK, lse + out_row
         parts, first_slot, other_slots = parts_of_tile(tile_start, units, stretch, programs, INVARIANT)
         if parts == 1:
-            factor *= out_scale
-            _store(out_at, column, live, sum_0, factor)
-            _store(out_at + QUARTER, column, live, sum_1, factor)
-            _store(out_at + 2 * QUARTER, column, live, sum_2, factor)
-            _store(out_at + 3 * QUARTER, column, live, sum_3, factor)
+            _store_quarters(out_at, column, live, sum_0, sum_1, sum_2, sum_3, factor * out_scale)
             if LSE:
                 tl.store(lse_at, log2 * LN_2, mask=live)
         else:
@@ -162,11 +159,7 @@ def _attend(
                 slot = tl.where(piece == 0, first_slot, me).to(tl.int64)
                 counter = counters + other_slots
             place = slot * TILE + tl.arange(0, TILE)
-            part_at = partials + place * RANK
-            _store(part_at, column, live, sum_0, factor)
-            _store(part_at + QUARTER, column, live, sum_1, factor)
-            _store(part_at + 2 * QUARTER, column, live, sum_2, factor)
-            _store(part_at + 3 * QUARTER, column, live, sum_3, factor)
+            _store_quarters(partials + place * RANK, column, live, sum_0, sum_1, sum_2, sum_3, factor)
             tl.store(partial_lse + place, log2, mask=live)
             if MERGE_COLUMNS > 0:
                 # Whoever counts last finds all parts written: the barrier orders this program's own stores before its
@@ -178,7 +171,23 @@ def _attend(
                         RANK, TILE, MERGE_COLUMNS, LSE,
                     )  # fmt: skip
                     tl.store(counter, 0)
+
         at += taken
+        if at < stop:
+            if at >= end:
+                # The next request. One without new rows has no work, and is passed over.
+                request += 1
+                while tl.load(records + request * RECORD) <= at:
+                    request += 1
+                its = records + request * RECORD
+                end, kv_len, prefix, begin = tl.load(its), tl.load(its + 1), tl.load(its + 2), tl.load(its + 3)
+                new, unit, units = tl.load(its + 4), tl.load(its + 5), tl.load(its + 6)
+            start = end - (new * HEADS + TILE - 1) // TILE * units
+            tile = (at - start) // units
+            tile_start = start + tile * units
+            token = (at - tile_start) * unit * STEP
+            entry = page_table + request.to(tl.int64) * table_row + token // PAGE_SIZE * table_column
+            first_page = tl.load(entry, mask=token < kv_len, other=0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -237,9 +246,8 @@ def launch_attend(
         INVARIANT=schedule.shape.invariant,
         MERGE_COLUMNS=0 if after else min(configuration.merge_columns, cache.rank),
         LSE=lse is not None,
-        OVERLAP=after and configuration.overlap,
-        EARLY=configuration.early,
+        OVERLAP=configuration.overlap,
         num_warps=configuration.warps,
         num_stages=configuration.stages,
-        **({"launch_pdl": True} if configuration.early else {}),
+        **({"launch_pdl": True} if configuration.overlap else {}),
     )

@@ -28,8 +28,11 @@ HEADER = tl.constexpr(8)
 """Numbers before the records: how long a program's stretch is, and how long the line."""
 RECORD = tl.constexpr(8)
 """Numbers of a request, 32 bytes in one sector: where its work ends, cache rows, cache rows before its new ones, first
-new row, new rows, steps of a unit, units of a tile. Behind them, for every program, those of the request that it begins
-with, and which that is: a program that is about to start has one load to wait for, not a chain of them."""
+new row, new rows, steps of a unit, units of a tile."""
+PROGRAM = tl.constexpr(16)
+"""Numbers of a program, behind all requests': those of the request that it begins with, which that is, where on the
+line its first tile starts, that tile's number, and the page of its first cache row. So a program has one load to wait
+for before it asks for rows, not a chain of four."""
 
 _ROWS = 128
 """New rows whose slots are looked up at once."""
@@ -74,15 +77,25 @@ def _plan(
     records = numbers + HEADER
     first = tl.sum(tl.where(exists & (end <= me * stretch), 1, 0), 0)
     its = request == first
-    mine = records + (requests + me) * RECORD
-    tl.store(mine, tl.sum(tl.where(its, end, 0), 0))
-    tl.store(mine + 1, tl.sum(tl.where(its, kv_len, 0), 0))
+    its_end, its_len = tl.sum(tl.where(its, end, 0), 0), tl.sum(tl.where(its, kv_len, 0), 0)
+    its_unit, its_units = tl.sum(tl.where(its, unit, 0), 0), tl.sum(tl.where(its, units, 0), 0)
+    its_start = its_end - tl.sum(tl.where(its, tiles, 0), 0) * its_units
+    tile = (me * stretch - its_start) // tl.maximum(its_units, 1)
+    tile_start = its_start + tile * its_units
+    token = (me * stretch - tile_start) * its_unit * STEP
+    its_page = page_table + first.to(tl.int64) * table_row + token // PAGE_SIZE * table_column
+    mine = records + requests * RECORD + me * PROGRAM
+    tl.store(mine, its_end)
+    tl.store(mine + 1, its_len)
     tl.store(mine + 2, tl.sum(tl.where(its, asked - new, 0), 0))
     tl.store(mine + 3, tl.sum(tl.where(its, begin, 0), 0))
     tl.store(mine + 4, tl.sum(tl.where(its, new, 0), 0))
-    tl.store(mine + 5, tl.sum(tl.where(its, unit, 0), 0))
-    tl.store(mine + 6, tl.sum(tl.where(its, units, 0), 0))
+    tl.store(mine + 5, its_unit)
+    tl.store(mine + 6, its_units)
     tl.store(mine + 7, first)
+    tl.store(mine + 8, tile_start)
+    tl.store(mine + 9, tile)
+    tl.store(mine + 10, tl.load(its_page, mask=(me * stretch < total) & (token < its_len), other=0).to(tl.int32))
     if me == 0:
         tl.store(numbers, stretch)
         tl.store(numbers + 1, total)
@@ -116,7 +129,7 @@ def _plan(
 
 def size_of_numbers(requests: int, programs: int) -> int:
     """How many int32 a schedule takes."""
-    size: int = HEADER.value + RECORD.value * (requests + programs)
+    size: int = HEADER.value + RECORD.value * requests + PROGRAM.value * programs
     return size
 
 
