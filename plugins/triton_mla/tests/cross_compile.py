@@ -1,6 +1,7 @@
 """Compiles the plugin's kernels for GPUs that need not be there, and says what they take.
 
-python cross_compile.py '[{"sm": …, "cut": CONFIGURATION, "q": TYPE, "cache": TYPE}, …]'    attention's shared bytes
+python cross_compile.py '[{"sm": …, "cut": CONFIGURATION, "q": TYPE, "cache": TYPE, "page_size": …}, …]'
+    attention's shared bytes
 python cross_compile.py --table    every entry of the table on SM 90, with registers and spills by ptxas; minutes
 """
 
@@ -54,14 +55,14 @@ def compiled(kernel, sm: int, constants: dict[str, object], options: dict[str, o
         return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
 
 
-def attend(sm: int, cut: dict[str, object], q: str, cache: str, invariant: bool = False):
+def attend(sm: int, cut: dict[str, object], q: str, cache: str, invariant: bool = False, page_size: int = PAGE):
     constants = {
         "table_column": 1,
         "HEADS": 16,
         "RANK": RANK,
         "ROPE": ROPE,
-        "PAGE_SIZE": PAGE,
-        "PAGE_STRIDE": PAGE * (RANK + ROPE),
+        "PAGE_SIZE": page_size,
+        "PAGE_STRIDE": page_size * (RANK + ROPE),
         "SLOT_STRIDE": RANK + ROPE,
         "TILE": cut["tile"],
         "STEP": cut["step"],

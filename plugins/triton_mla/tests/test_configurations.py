@@ -62,13 +62,14 @@ def test_an_early_launch_is_for_gpus_that_know_it():
 def test_it_compiles_for_gpus_and_fits_them() -> None:
     """By Triton's compiler, which needs no GPU; whether it is right or fast there is not said."""
     wanted = []
-    for sm, entry, q, cache in (
-        (90, choose(128, 100, False), "bf16", "bf16"),
-        (100, choose(128, 1, False), "fp16", "fp8e4nv"),
+    for sm, entry, q, cache, page_size in (
+        (90, choose(128, 100, False), "bf16", "bf16", 64),
+        (90, choose(16, 1, False), "bf16", "bf16", 48),
+        (100, choose(128, 1, False), "fp16", "fp8e4nv", 1),
     ):
         row_bytes = WIDTH if cache == "fp8e4nv" else 2 * WIDTH
         found = fitting(entry, Room(sm, SHARED[sm], 2 * WIDTH, row_bytes))
-        wanted.append({"sm": sm, "cut": asdict(found), "q": q, "cache": cache})
+        wanted.append({"sm": sm, "cut": asdict(found), "q": q, "cache": cache, "page_size": page_size})
     script = Path(__file__).with_name("cross_compile.py")
     command = [sys.executable, str(script), json.dumps(wanted)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)

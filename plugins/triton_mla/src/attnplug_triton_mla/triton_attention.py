@@ -185,9 +185,9 @@ def _attend(
             start = end - (new * HEADS + TILE - 1) // TILE * units
             tile = (at - start) // units
             tile_start = start + tile * units
-            token = (at - tile_start) * unit * STEP
-            entry = page_table + request.to(tl.int64) * table_row + token // PAGE_SIZE * table_column
-            first_page = tl.load(entry, mask=token < kv_len, other=0)
+            begins = (at - tile_start) * unit * STEP
+            entry = page_table + request.to(tl.int64) * table_row + begins // PAGE_SIZE * table_column
+            first_page = tl.load(entry, mask=begins < kv_len, other=0)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
