@@ -120,8 +120,7 @@ def test_it_is_found_by_its_entry_point() -> None:
 
 
 def test_it_is_asked_for_as_a_role(tmp_path: Path) -> None:
-    """D1, D3: the answer needs no GPU; its options are known by name. Until its kernels have run on a GPU, ``auto``
-    takes what has."""
+    """D1, D3: the answer needs no GPU; its options are known by name."""
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
     roles = ("--prefill-attention-backend", "flashinfer_mla", "--decode-attention-backend", "triton_mla")
     options = ("--backend-option", "triton_mla.batch_invariant=true")
@@ -133,4 +132,4 @@ def test_it_is_asked_for_as_a_role(tmp_path: Path) -> None:
         "prefill": "flashinfer_mla",
         "decode": "triton_mla",
     }
-    assert SPEC.preference < 0
+    assert 0 < SPEC.preference < 90, "behind the libraries', before torch_native"
