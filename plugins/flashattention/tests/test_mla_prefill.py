@@ -168,3 +168,15 @@ def test_a_log_sum_exp_of_another_shape_is_refused():
     (call,) = batch.mla_plan.calls
     with pytest.raises(BackendError, match=r"lse must be contiguous float32 of shape \(3, 4\)"):
         stage.backend.forward_ragged(found.q, keys, values, stage.layer, batch, call, torch.empty(4, 3))
+
+
+@pytest.mark.parametrize("kernel", ["fa4", "torch"])
+def test_the_decode_that_another_backend_captures_is_not_its_affair(kernel):
+    """A9: by whatever kernel it prefills, a split can have its decode captured; a verify that is sent here cannot be,
+    and it does not claim so."""
+    backend = model(MLACase(((0, 3),), heads=4), kernel, "cpu").scene.backend
+    assert backend.claims.cuda_graph is GraphLevel.DECODE
+    backend.init_cuda_graph_state(2, 8)
+    stage = MLAScene(on_cpu(MLACase(((30, 4),), ForwardMode.TARGET_VERIFY, heads=4)), "cpu", build(kernel))
+    with pytest.raises(PlanError, match=r"nothing to capture for a batch to target_verify; let the decode backend"):
+        backend.init_forward_metadata_out_graph(stage.batch(), in_capture=True)

@@ -164,6 +164,14 @@ def test_what_needs_flash_attn_4_is_refused_without_it(no_fa4: None) -> None:
         assert reason.option == "pip install 'flash-attn-4>=4.0.0b36'"
 
 
+def test_graphs_of_an_mla_decode_need_no_flash_attn_4_for_the_prefill(no_fa4: None) -> None:
+    """D3: nothing of the prefill is captured. A verify would be, which the level UNIFORM includes."""
+    assert refusals(Role.PREFILL, model=read(DEEPSEEK_V3), cuda_graph=GraphLevel.DECODE) == []
+    (reason,) = refusals(Role.PREFILL, model=read(DEEPSEEK_V3), cuda_graph=GraphLevel.UNIFORM)
+    assert (reason.code, reason.value, reason.allowed) == ("cuda_graph", "UNIFORM", ["NEVER", "DECODE"])
+    assert reason.option == "--cuda-graph"
+
+
 def test_what_flash_attn_4_is_not_for_is_not_to_be_installed(fa4: None) -> None:
     """D3: the GPU is the reason, not the library."""
     (reason,) = refusals(cuda_graph=GraphLevel.DECODE, sm=80)

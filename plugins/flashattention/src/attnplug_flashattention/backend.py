@@ -85,13 +85,18 @@ class FlashAttentionBackend:
             heads = min(cached.keys.shape[2] for cached in self._layers.values())
             self._division = Division(heads, processors, options.most_parts)
         self.fa_skip_kv_cache = skips_kv_cache(context.serving, context.model)
-        graphs = kernels.captures and not self.fa_skip_kv_cache
         self.claims = Claims(
-            cuda_graph=GraphLevel.UNIFORM if graphs else GraphLevel.NEVER,
+            cuda_graph=self._graph_level(prefill_only=len(mha) < len(layers)),
             mla_extend=frozenset({ExtendPath.ONE_SHOT, ExtendPath.CHUNKED}),
         )
         self._captures: Captures[Captured] = Captures(self.backend_id)
         self._rules: CaptureRules | None = None
+
+    def _graph_level(self, *, prefill_only: bool) -> GraphLevel:
+        """Of a model with MLA layers another backend captures the decode, by whatever kernel this one prefills."""
+        if prefill_only:
+            return GraphLevel.DECODE
+        return GraphLevel.UNIFORM if self._kernels.captures and not self.fa_skip_kv_cache else GraphLevel.NEVER
 
     def _cached_layer(self, layer: LayerSpec) -> CachedLayer:
         assert self._pool is not None
@@ -134,18 +139,16 @@ class FlashAttentionBackend:
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Limits of captured batches: up to ``max_bs`` requests and ``max_num_tokens`` rows."""
-        if self.claims.cuda_graph is GraphLevel.NEVER or self._kernel_page is None:
+        if self.claims.cuda_graph is GraphLevel.NEVER:
             why = f"kernel={self._kernels.name} cannot be captured; use kernel=fa4"
             if self.fa_skip_kv_cache:
                 why = "with fa_skip_kv_cache nothing is decoded"
             raise BackendError(f"backend {self.backend_id.name} runs outside of CUDA graphs only here: {why}")
         self._captures.reserve(GraphLimits(max_bs, max_num_tokens))
-        self._rules = CaptureRules(
-            self._page_size,
-            self._kernel_page,
-            self._division,
-            any(cached.softmax.window is not None for cached in self._layers.values()),
-        )
+        if self.claims.cuda_graph is GraphLevel.UNIFORM:
+            assert self._kernel_page is not None
+            windowed = any(cached.softmax.window is not None for cached in self._layers.values())
+            self._rules = CaptureRules(self._page_size, self._kernel_page, self._division, windowed)
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> Plan:
         """The plan of a captured shape, always the same: what changes from replay to replay is made in the graph."""
@@ -161,7 +164,11 @@ class FlashAttentionBackend:
         return 0
 
     def _capture(self, batch: ForwardBatch) -> Captured:
-        assert self._rules is not None
+        if self._rules is None:
+            raise PlanError(
+                f"backend {self.backend_id.name} only prefills here, as MHA, since the model has MLA layers: it has "
+                f"nothing to capture for a batch to {batch.forward_mode}; let the decode backend plan that"
+            )
         cached, tables = plan_captured(batch, self._rules)
         plan = Plan(self.backend_id, batch.forward_mode, batch.num_tokens, None, Metadata(cached, None))
         return Captured(plan, cached, tables)

@@ -68,8 +68,13 @@ def refusals(problem: Problem, role: Role | None) -> Iterator[Refusal]:
             if refusal not in given:
                 given.append(refusal)
     yield from given
+    prefills_mla = role is Role.PREFILL and any(layer.mla is not None for layer in layers)
+    if prefills_mla and problem.cuda_graph is GraphLevel.UNIFORM:
+        message = "CUDA graphs of MLA are asked for at level UNIFORM, but a verify by this backend cannot be captured"
+        allowed = [GraphLevel.NEVER.name, GraphLevel.DECODE.name]
+        yield Refusal(RefusalCode.CUDA_GRAPH, message, problem.cuda_graph.name, allowed, "--cuda-graph")
     if problem.device == "cuda":
-        yield from _library_refusals(problem, layers)
+        yield from _library_refusals(problem, layers, captures=not prefills_mla)
 
 
 def _layer_refusals(layer: LayerSpec, role: Role | None) -> Iterator[Refusal]:
@@ -99,10 +104,10 @@ def _layer_refusals(layer: LayerSpec, role: Role | None) -> Iterator[Refusal]:
         )
 
 
-def _library_refusals(problem: Problem, layers: tuple[LayerSpec, ...]) -> Iterator[Refusal]:
+def _library_refusals(problem: Problem, layers: tuple[LayerSpec, ...], *, captures: bool) -> Iterator[Refusal]:
     """What torch's kernel, the one that is always there, cannot do; and why flash-attn-4 is not there to do it."""
     capped = any(layer.logit_cap is not None for layer in layers)
-    graphs = problem.cuda_graph > GraphLevel.NEVER
+    graphs = captures and problem.cuda_graph > GraphLevel.NEVER
     if not capped and not graphs:
         return
     from attnplug_flashattention.kernels import INSTALL, fa4_problem, load_fa4  # imports torch: seconds
