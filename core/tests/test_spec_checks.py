@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from attnplug import DType, Problem, Refusal, RefusalCode, Role
-from attnplug.requirement import requirement_refusal
+from attnplug.requirement import import_library, requirement_refusal
 from support.specs import EVERYTHING, spec
 
 # ---- requirements ----
@@ -61,6 +61,52 @@ def test_the_advice_keeps_the_extras() -> None:
     refusal = requirement_refusal("no-such-one[cu13]>=2")
     assert refusal is not None
     assert refusal.option == "pip install 'no-such-one[cu13]>=2'"
+
+
+# ---- libraries ----
+
+
+def raising(error: BaseException) -> Callable[[], object]:
+    def load() -> object:
+        raise error
+
+    return load
+
+
+def test_a_library_that_imports_is_given_back() -> None:
+    assert import_library(lambda: "functions", "flashinfer", "flashinfer-python>=0.6") == "functions"
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (OSError("libcudart.so.13"), "OSError: libcudart.so.13"),
+        (AssertionError(), "AssertionError"),
+        (SystemExit(3), "SystemExit: 3"),
+        (
+            ModuleNotFoundError("No module named 'cutlass'", name="cutlass"),
+            "ModuleNotFoundError: No module named 'cutlass'",
+        ),
+    ],
+)
+def test_whatever_an_import_raises_is_a_refusal(error: BaseException, text: str) -> None:
+    """D2, D3: with what was raised, and what to install."""
+    refusal = import_library(raising(error), "flashinfer", "flashinfer-python>=0.6")
+    assert isinstance(refusal, Refusal)
+    assert (refusal.code, refusal.value) == (RefusalCode.IMPORT, text)
+    assert refusal.message == f"flashinfer cannot be imported: {text}"
+    assert refusal.option == "pip install 'flashinfer-python>=0.6'"
+
+
+def test_a_library_that_is_not_there_is_left_to_the_requirement() -> None:
+    """One reason for one thing."""
+    error = ModuleNotFoundError("No module named 'flashinfer'", name="flashinfer")
+    assert import_library(raising(error), "flashinfer", "flashinfer-python>=0.6") is None
+
+
+def test_an_interrupt_stays_one() -> None:
+    with pytest.raises(KeyboardInterrupt):
+        import_library(raising(KeyboardInterrupt()), "flashinfer", "flashinfer-python>=0.6")
 
 
 # ---- the plugin's own check ----

@@ -31,6 +31,7 @@ from attnplug.plan import BackendId, ForwardMode, Plan, PlanRecord, claim_plan
 from attnplug.problem import DType, GraphLevel, Problem, Role
 from attnplug.refusal import Refusal, RefusalCode
 from attnplug.registry import Registry, load_registry
+from attnplug.requirement import import_library
 from attnplug.select import BackendRequest, Selection, SelectionError, explain, select
 from attnplug.spec import BackendSpec
 
@@ -242,6 +243,7 @@ __all__ = [
     "explain",
     "forward_context",
     "hookimpl",
+    "import_library",
     "load_registry",
     "merge_partial",
     "on_host",

@@ -25,6 +25,7 @@ class RefusalCode(StrEnum):
     CUDA_GRAPH = "cuda_graph"
     TENSOR_PARALLEL = "tensor_parallel"
     REQUIREMENT = "requirement"
+    IMPORT = "import"
     CHECK_FAILED = "check_failed"
 
 

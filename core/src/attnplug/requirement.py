@@ -1,10 +1,15 @@
-"""Whether the distributions that a backend needs are installed, asked of their metadata without importing them."""
+"""Whether what a backend needs is installed, asked of metadata alone; and whether it can be imported, by trying."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import metadata
+from typing import TypeVar
 
+from attnplug.errors import describe_error
 from attnplug.refusal import Refusal, RefusalCode
+
+Library = TypeVar("Library")
 
 
 def installed_version(distribution: str) -> str | None:
@@ -36,6 +41,24 @@ def requirement_refusal(requirement: str) -> Refusal | None:
         allowed=allowed,
         option=f"pip install '{wanted.name}{extras}{wanted.specifier}'",
     )
+
+
+def import_library(load: Callable[[], Library], module: str, requirement: str) -> Library | Refusal | None:
+    """What ``load`` returns, for checks that depend on it; or the refusal for a library that cannot be imported.
+
+    ``None`` where ``module`` is not there at all: that is for the spec's ``requires`` to say. Libraries raise anything
+    on import: AssertionError where others are half installed, OSError where CUDA's are missing, even SystemExit.
+    """
+    try:
+        return load()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == module:
+            return None
+        text = describe_error(error)
+        message = f"{module} cannot be imported: {text}"
+        return Refusal(RefusalCode.IMPORT, message, value=text, option=f"pip install '{requirement}'")
 
 
 def requirement_problem(requirement: object) -> str | None:

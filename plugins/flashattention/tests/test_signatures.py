@@ -264,7 +264,7 @@ class TestChoice:
         yield
         kernels.load_fa4.cache_clear()
 
-    def fails(self, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    def fails(self, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
         def load() -> Any:
             raise error
 
@@ -287,6 +287,7 @@ class TestChoice:
             ModuleNotFoundError("No module named 'cutlass'", name="cutlass"),
             AssertionError("Torch not compiled with CUDA enabled"),
             OSError("libcudart.so.13: cannot open shared object file"),
+            SystemExit("no GPU, no library"),
         ],
         ids=lambda error: type(error).__name__,
     )

@@ -163,6 +163,7 @@ def test_linear_layers_are_somebody_elses() -> None:
     [
         ("AssertionError('Torch not compiled with CUDA enabled')", "Torch not compiled with CUDA enabled"),
         ("OSError('libcudart.so.13: cannot open shared object file')", "libcudart.so.13"),
+        ("SystemExit('no GPU, no library')", "flashinfer cannot be imported: SystemExit: no GPU, no library"),
     ],
 )
 def test_a_library_that_cannot_be_imported_is_a_refusal_with_its_error(
@@ -173,7 +174,7 @@ def test_a_library_that_cannot_be_imported_is_a_refusal_with_its_error(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
     (reason,) = refusals()
-    assert (reason.code, reason.option) == ("import", "pip install flashinfer-python")
+    assert (reason.code, reason.option) == ("import", "pip install 'flashinfer-python>=0.6.12,<0.8'")
     assert reason.value == raised.replace("('", ": ").removesuffix("')")
     assert text in reason.message
 

@@ -174,7 +174,7 @@ def test_a_library_that_cannot_be_used_is_a_refusal_with_its_error(
     """D2, D3"""
     library(installed, monkeypatch, source)
     (reason,) = refusals()
-    assert (reason.code, reason.option) == ("import", "pip install sgl-flash-mla")
+    assert (reason.code, reason.option) == ("import", "pip install 'sgl-flash-mla>=1.0,<2'")
     assert text in reason.message
 
 

@@ -127,6 +127,7 @@ class TestBuilding:
             kernels.load_library()
         (reason,) = (r for r in SPEC.refusals(ON_A_B200, Role.DECODE) if r.code == "import")
         assert "no module named cutlass" in reason.message
+        assert reason.option == "pip install 'tokenspeed-mla>=2.0,<3'"
         sys.modules.pop("tokenspeed_mla", None)
 
 

@@ -109,7 +109,7 @@ def test_a_library_that_cannot_be_imported_is_a_refusal_with_its_error(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
     (reason,) = refusals()
-    assert (reason.code, reason.option) == ("import", "pip install flashinfer-python")
+    assert (reason.code, reason.option) == ("import", "pip install 'flashinfer-python>=0.6.18,<0.8'")
     assert "Torch not compiled with CUDA enabled" in reason.message
 
 

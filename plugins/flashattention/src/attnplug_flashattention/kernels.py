@@ -100,27 +100,28 @@ def fa4_problem(sm: int, layers: Iterable[LayerSpec]) -> str | None:
     return None
 
 
-def _fa4_imports() -> bool:
+def fa4_error() -> BaseException | None:
+    """What the import of flash-attn-4 raises, which may be anything, SystemExit included; ``None`` if it succeeds."""
     try:
         load_fa4()
-    except ModuleNotFoundError as error:
-        if str(error.name).partition(".")[0] == "flash_attn":
-            return False  # it is not installed
-        _say_why_not(error)
-        return False
-    except Exception as error:
-        _say_why_not(error)
-        return False
-    return True
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # half-installed CuTe DSL raises AssertionError, CUDA libraries raise OSError
+        return error
+    return None
 
 
-def _say_why_not(error: Exception) -> None:
-    warnings.warn(
-        f"flash-attn-4 is installed but cannot be imported ({type(error).__name__}: {error}); flashattention runs on "
-        "torch's kernel",
-        RuntimeWarning,
-        stacklevel=2,
-    )
+def _fa4_imports() -> bool:
+    error = fa4_error()
+    absent = isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] == "flash_attn"
+    if error is not None and not absent:
+        warnings.warn(
+            f"flash-attn-4 is installed but cannot be imported ({type(error).__name__}: {error}); flashattention runs "
+            "on torch's kernel",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return error is None
 
 
 @cache

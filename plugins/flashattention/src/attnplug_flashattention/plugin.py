@@ -110,19 +110,16 @@ def _library_refusals(problem: Problem, layers: tuple[LayerSpec, ...], *, captur
     graphs = captures and problem.cuda_graph > GraphLevel.NEVER
     if not capped and not graphs:
         return
-    from attnplug_flashattention.kernels import INSTALL, fa4_problem, load_fa4  # imports torch: seconds
+    from attnplug_flashattention.kernels import INSTALL, fa4_error, fa4_problem  # imports torch: seconds
 
     why = None if problem.sm is None else fa4_problem(problem.sm, layers)
     option = None
     if why is not None:
         why = f"flash-attn-4 {why}"
+    elif (error := fa4_error()) is not None:
+        why, option = f"flash-attn-4 cannot be imported ({type(error).__name__}: {error})", INSTALL["fa4"]
     else:
-        try:
-            load_fa4()
-        except Exception as error:  # half-installed CuTe DSL raises AssertionError, CUDA libraries raise OSError
-            why, option = f"flash-attn-4 cannot be imported ({type(error).__name__}: {error})", INSTALL["fa4"]
-        else:
-            return
+        return
     if capped:
         message = f"a cap on logits needs flash-attn-4, and {why}"
         yield Refusal(RefusalCode.FEATURE, message, str(Feature.LOGIT_CAP), [str(Feature.SLIDING_WINDOW)], option)

@@ -18,9 +18,11 @@ from attnplug import (
     RefusalCode,
     Role,
     hookimpl,
+    import_library,
 )
 from attnplug_flashinfer_mla.options import FlashInferMLAOptions
 
+LIBRARY = "flashinfer-python>=0.6.12,<0.8"
 MOST_HEADS = 128
 """Heads a rank can have: a query token's heads must fit one tile of the kernels."""
 
@@ -33,7 +35,7 @@ def attnplug_backends() -> list[BackendSpec]:
             summary="MLA by FlashInfer: paged decode, verify and extend; prefill as MHA in one shot or by chunks",
             contract=CONTRACT_VERSION,
             factory="attnplug_flashinfer_mla.backend:FlashInferMLABackend",
-            requires=("flashinfer-python>=0.6.12,<0.8",),
+            requires=(LIBRARY,),
             options=FlashInferMLAOptions,
             check=refusals,
             preference=100,
@@ -114,25 +116,13 @@ def _shape(layer: LayerSpec) -> tuple[tuple[str, float], ...]:
     )
 
 
-def import_refusal(error: Exception) -> Refusal | None:
-    """Of a FlashInfer that cannot be imported: with a half-installed CuTe DSL it raises AssertionError, and CUDA
-    libraries raise OSError. That it is not installed is said where its distribution is looked for."""
-    if isinstance(error, ModuleNotFoundError) and error.name == "flashinfer":
-        return None
-    text = f"{type(error).__name__}: {error}"
-    return Refusal("import", f"flashinfer cannot be imported: {text}", text, option="pip install flashinfer-python")
-
-
 def _library_refusals(problem: Problem) -> Iterator[Refusal]:
-    from attnplug_flashinfer_mla.kernels import load_library  # imports FlashInfer: seconds
+    from attnplug_flashinfer_mla.kernels import load_library  # imports torch: seconds
 
-    try:
-        library = load_library()
-    except Exception as error:
-        if (refusal := import_refusal(error)) is not None:
-            yield refusal
-        return
-    if problem.kv_dtype is DType.FLOAT8_E4M3 and not library.reads_fp8:
+    library = import_library(load_library, "flashinfer", LIBRARY)
+    if isinstance(library, Refusal):
+        yield library
+    elif library is not None and problem.kv_dtype is DType.FLOAT8_E4M3 and not library.reads_fp8:
         yield Refusal(
             RefusalCode.KV_DTYPE,
             f"flashinfer {library.version} reads no fp8 cache",

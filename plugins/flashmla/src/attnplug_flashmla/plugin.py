@@ -18,8 +18,10 @@ from attnplug import (
     RefusalCode,
     Role,
     hookimpl,
+    import_library,
 )
 
+LIBRARY = "sgl-flash-mla>=1.0,<2"
 MOST_HEADS = 128
 """Heads a rank can have. The kernel would take more, and nobody has tested it with more."""
 
@@ -32,7 +34,7 @@ def attnplug_backends() -> list[BackendSpec]:
             summary="MLA decode and verify by FlashMLA on Hopper GPUs; prefill is another backend's",
             contract=CONTRACT_VERSION,
             factory="attnplug_flashmla.backend:FlashMLABackend",
-            requires=("sgl-flash-mla>=1.0,<2",),
+            requires=(LIBRARY,),
             check=refusals,
             preference=90,  # FlashInfer's calls take a third of the host's time, and need no second backend for prefill
             capabilities=Capabilities(
@@ -83,16 +85,5 @@ def _library_refusals() -> Iterator[Refusal]:
         return  # its libraries load only beside CUDA's: whether they would elsewhere cannot be said here
     from attnplug_flashmla.kernels import load_library
 
-    try:
-        load_library()
-    except ModuleNotFoundError as error:
-        if error.name == "flash_mla":
-            return  # that it is not installed is said where its distribution is looked for
-        yield _cannot_import(error)
-    except Exception as error:  # libraries of CUDA that are not there raise OSError, others anything
-        yield _cannot_import(error)
-
-
-def _cannot_import(error: Exception) -> Refusal:
-    text = f"{type(error).__name__}: {error}"
-    return Refusal("import", f"flash_mla cannot be used: {text}", text, option="pip install sgl-flash-mla")
+    if isinstance(found := import_library(load_library, "flash_mla", LIBRARY), Refusal):
+        yield found

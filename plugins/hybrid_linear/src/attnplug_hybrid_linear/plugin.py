@@ -15,8 +15,10 @@ from attnplug import (
     Refusal,
     Role,
     hookimpl,
+    import_library,
 )
 
+LIBRARY = "fla-core>=0.6,<0.7"
 _KINDS = frozenset(kind for kind in AttentionKind if kind.is_linear)
 _ANY_CACHE = frozenset(DType)
 """States are no KV cache: any type of that will do."""
@@ -46,7 +48,7 @@ def attnplug_backends() -> list[BackendSpec]:
             summary="linear attention in Triton: flash-linear-attention's chunks, and decode on states in place",
             contract=CONTRACT_VERSION,
             factory="attnplug_hybrid_linear.fla_backend:FlaLinearBackend",
-            requires=("fla-core>=0.6,<0.7",),
+            requires=(LIBRARY,),
             check=refusals,
             preference=100,
             capabilities=Capabilities(
@@ -76,18 +78,7 @@ def refusals(problem: Problem, role: Role | None) -> Iterator[Refusal]:
 
 
 def _library_refusals() -> Iterator[Refusal]:
-    from attnplug_hybrid_linear.fla_kernels import FlaKernels  # imports the library: seconds
+    from attnplug_hybrid_linear.fla_kernels import FlaKernels  # imports torch: seconds
 
-    try:
-        FlaKernels()
-    except ModuleNotFoundError as error:
-        if error.name == "fla":
-            return  # that it is not installed is said where its distribution is looked for
-        yield _cannot_import(error)
-    except Exception as error:  # Triton raises RuntimeError where it finds no driver
-        yield _cannot_import(error)
-
-
-def _cannot_import(error: Exception) -> Refusal:
-    text = f"{type(error).__name__}: {error}"
-    return Refusal("import", f"fla cannot be imported: {text}", text, option="pip install fla-core")
+    if isinstance(found := import_library(FlaKernels, "fla", LIBRARY), Refusal):
+        yield found

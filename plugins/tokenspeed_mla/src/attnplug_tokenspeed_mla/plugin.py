@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attnplug import CONTRACT_VERSION, BackendSpec, DType, Problem, Refusal, Role, hookimpl
+from attnplug import CONTRACT_VERSION, BackendSpec, DType, Problem, Refusal, Role, hookimpl, import_library
 from attnplug_trtllm_mla import blackwell
 from attnplug_trtllm_mla.plugin import flashinfer_refusals
 
@@ -34,11 +34,6 @@ def refusals(problem: Problem, role: Role | None) -> Iterator[Refusal]:
 def _library_refusals() -> Iterator[Refusal]:
     from attnplug_tokenspeed_mla.kernels import load_library
 
-    try:
-        load_library()
-    except Exception as error:
-        # That it is not installed is said where its distribution is looked for.
-        if not (isinstance(error, ModuleNotFoundError) and error.name == "tokenspeed_mla"):
-            text = f"{type(error).__name__}: {error}"
-            yield Refusal("import", f"tokenspeed_mla cannot be imported: {text}", text, option="pip install " + LIBRARY)
+    if isinstance(found := import_library(load_library, "tokenspeed_mla", LIBRARY), Refusal):
+        yield found
     yield from flashinfer_refusals()  # the fallback's

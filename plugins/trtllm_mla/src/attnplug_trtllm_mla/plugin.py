@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from attnplug import CONTRACT_VERSION, BackendSpec, Problem, Refusal, Role, hookimpl
-from attnplug_flashinfer_mla.plugin import import_refusal
+from attnplug import CONTRACT_VERSION, BackendSpec, Problem, Refusal, Role, hookimpl, import_library
 from attnplug_trtllm_mla import blackwell
 from attnplug_trtllm_mla.options import TRTLLMMLAOptions
 
@@ -34,10 +33,7 @@ def refusals(problem: Problem, role: Role | None) -> Iterator[Refusal]:
 
 def flashinfer_refusals() -> Iterator[Refusal]:
     """Of a FlashInfer that cannot be imported, or lacks the functions."""
-    from attnplug_trtllm_mla.kernels import load_library  # imports FlashInfer: seconds
+    from attnplug_trtllm_mla.kernels import load_library  # imports torch: seconds
 
-    try:
-        load_library()
-    except Exception as error:
-        if (refusal := import_refusal(error)) is not None:
-            yield refusal
+    if isinstance(found := import_library(load_library, "flashinfer", blackwell.LIBRARY), Refusal):
+        yield found
