@@ -83,3 +83,13 @@ def test_the_first_screen_of_the_guide_is_a_whole_plugin():
 def test_no_placeholder_is_left():
     for text in (GUIDE, README):
         assert not re.findall(r"MAKE_RUN|TODO|FIXME|XXX", text)
+
+
+def test_samples_that_are_not_generated_know_every_backend():
+    """Their times are of one run; which backends there are is of this repository."""
+    names = re.findall(r"^\| `(\w+)` \| `attnplug", README, re.MULTILINE)
+    run, check = (
+        next(b for b in blocks(README, "console") if b.startswith(f"$ {c}\n")) for c in ("make run", "attnplug check")
+    )
+    assert [name for name in names if f"{name} (attnplug" not in " ".join(check.split())] == []
+    assert set(re.findall(r"(\d+) refused", run + check)) == {str(len(names) - 1)}

@@ -249,7 +249,8 @@ def test_the_largest_kernel_page_is_taken() -> None:
 
 def test_page_sizes_read_as_a_sentence() -> None:
     assert str(PageSizes()) == "any"
-    assert str(PageSizes.of(32, 64)) == "a multiple of 32 or a multiple of 64"
+    assert str(PageSizes.of(64, 32, 96)) == "a multiple of 32"
+    assert str(PageSizes.of(32, 48)) == "a multiple of 32 or a multiple of 48"
     assert str(PageSizes.of(1, 64)) == "any"
 
 

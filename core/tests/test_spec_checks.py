@@ -33,6 +33,13 @@ def test_a_distribution_that_is_too_old_is_a_refusal_with_its_version() -> None:
     assert (refusal.code, refusal.value) == (RefusalCode.REQUIREMENT, metadata.version("pluggy"))
 
 
+def test_a_refusal_ends_with_the_option_to_change_or_the_command_to_run() -> None:
+    """D3"""
+    assert str(Refusal("dtype", "no", option="--dtype")) == "no (change --dtype)"
+    assert str(Refusal("requirement", "no", option="pip install 'x>=1'")) == "no (pip install 'x>=1')"
+    assert str(Refusal("layers", "no")) == "no"
+
+
 def test_every_missing_distribution_is_a_refusal() -> None:
     """D3"""
     assert len(spec(requires=["no-such-one", "pluggy", "no-such-two"]).refusals(Problem())) == 2

@@ -50,11 +50,10 @@ class PageSizes:
         return PageSizes(frozenset(math.lcm(mine, theirs) for mine in self.kernel for theirs in other.kernel))
 
     def __str__(self) -> str:
-        if self.kernel is None:
+        if self.kernel is None or 1 in self.kernel:
             return "any"
-        if 1 in self.kernel:
-            return "any"
-        return " or ".join(f"a multiple of {size}" for size in sorted(self.kernel))
+        least = [size for size in sorted(self.kernel) if all(size % other or size == other for other in self.kernel)]
+        return " or ".join(f"a multiple of {size}" for size in least)
 
 
 def _claim(default: Any, weaker: Callable[[Any, Any], Any]) -> Any:

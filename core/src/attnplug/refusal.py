@@ -31,7 +31,7 @@ class RefusalCode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """One reason: a code, a sentence, the offending value, what is allowed, and the option to change.
+    """One reason: a code, a sentence, the offending value, what is allowed, and the option to change, or a command.
 
     ``value`` and ``allowed`` are plain data (strings, numbers, lists of them), so that they survive JSON.
     """
@@ -52,7 +52,9 @@ class Refusal:
         }
 
     def __str__(self) -> str:
-        return f"{self.message} (change {self.option})" if self.option else self.message
+        if self.option is None:
+            return self.message
+        return f"{self.message} ({'change ' if self.option.startswith('-') else ''}{self.option})"
 
 
 def _plain(value: object) -> object:

@@ -41,9 +41,9 @@ class Registry:
                 f"add {barred[0].distribution} to it, or unset it"
             )
         near = difflib.get_close_matches(name, self.backends, n=3, cutoff=0.5)
-        hint = f"did you mean {' or '.join(near)}? " if near else ""
+        hint = f"; did you mean {' or '.join(near)}?" if near else "."
         raise UsageError(
-            f"there is no backend {name!r}; {hint}Installed: {', '.join(sorted(self.backends)) or 'none'}. "
+            f"there is no backend {name!r}{hint} Installed: {', '.join(sorted(self.backends)) or 'none'}; "
             "'attnplug backends --all' shows the broken and blocked ones too"
         )
 
