@@ -89,6 +89,12 @@ def test_it_refuses_with_value_and_what_is_allowed_and_the_option(
     json.dumps([reason.as_json() for reason in found])
 
 
+def test_a_type_that_it_lacks_is_one_reason() -> None:
+    """D3: that the other one does not agree with it is none, and would come with wrong advice."""
+    assert [reason.code for reason in refusals(dtype=FP32)] == ["dtype"]
+    assert [reason.code for reason in refusals(kv_dtype=FP32)] == ["kv_dtype"]
+
+
 def test_layers_that_differ_are_refused_with_how() -> None:
     """D3: one schedule serves all layers."""
     model = read(DEEPSEEK_V3)

@@ -22,6 +22,7 @@ from attnplug import (
 )
 from attnplug_flashattention.options import FlashAttentionOptions
 
+DTYPES = frozenset({DType.BFLOAT16, DType.FLOAT16})
 WIDEST_HEAD = 256
 HEAD_STEP = 16
 
@@ -41,7 +42,7 @@ def attnplug_backends() -> list[BackendSpec]:
                 kinds=frozenset({AttentionKind.MHA, AttentionKind.MLA}),
                 devices=frozenset({"cuda"}),
                 min_sm=80,
-                dtypes=frozenset({DType.BFLOAT16, DType.FLOAT16}),
+                dtypes=DTYPES,
                 roles=frozenset({Role.PREFILL, Role.DECODE, Role.DRAFT}),
                 features=frozenset({Feature.SLIDING_WINDOW, Feature.LOGIT_CAP, Feature.SINKS}),
                 max_speculative_tokens=64,
@@ -56,7 +57,7 @@ def attnplug_backends() -> list[BackendSpec]:
 def refusals(problem: Problem, role: Role | None) -> Iterator[Refusal]:
     """What the capabilities cannot say: types that must agree, widths of heads, MLA's roles, what the library can."""
     dtype, kv_dtype = problem.dtype, problem.kv_dtype
-    if dtype is not None and kv_dtype is not None and kv_dtype is not dtype and kv_dtype is not DType.FLOAT8_E4M3:
+    if {dtype, kv_dtype} == DTYPES:
         message = f"a cache in {kv_dtype} cannot be read with {dtype} queries"
         yield Refusal(RefusalCode.KV_DTYPE, message, str(kv_dtype), [str(dtype)], "--kv-dtype")
     if role is Role.LINEAR:

@@ -22,6 +22,7 @@ from attnplug import (
 )
 from attnplug_flashinfer_mla.options import FlashInferMLAOptions
 
+DTYPES = frozenset({DType.BFLOAT16, DType.FLOAT16})
 LIBRARY = "flashinfer-python>=0.6.12,<0.8"
 MOST_HEADS = 128
 """Heads a rank can have: a query token's heads must fit one tile of the kernels."""
@@ -43,8 +44,8 @@ def attnplug_backends() -> list[BackendSpec]:
                 kinds=frozenset({AttentionKind.MLA}),
                 devices=frozenset({"cuda"}),
                 min_sm=80,
-                dtypes=frozenset({DType.BFLOAT16, DType.FLOAT16}),
-                kv_dtypes=frozenset({DType.BFLOAT16, DType.FLOAT16, DType.FLOAT8_E4M3}),
+                dtypes=DTYPES,
+                kv_dtypes=DTYPES | {DType.FLOAT8_E4M3},
                 roles=frozenset({Role.PREFILL, Role.DECODE, Role.DRAFT}),
                 mla_dims=frozenset({(512, 64)}),
                 max_speculative_tokens=64,
@@ -69,7 +70,7 @@ def _type_refusals(problem: Problem) -> Iterator[Refusal]:
     """The cache has the queries' type; or it is fp8, where queries are bfloat16 and the device is SM 90."""
     dtype, kv_dtype = problem.dtype, problem.kv_dtype
     on_sm_90 = problem.sm in (None, 90)
-    allowed = [str(dtype)] if dtype in (DType.BFLOAT16, DType.FLOAT16) else []
+    allowed = [str(dtype)] if dtype in DTYPES else []
     if kv_dtype is DType.FLOAT8_E4M3:
         if dtype not in (None, DType.BFLOAT16):
             message = f"an fp8 cache is read with bfloat16 queries only, not with {dtype}"
@@ -77,7 +78,7 @@ def _type_refusals(problem: Problem) -> Iterator[Refusal]:
         if not on_sm_90:
             message = f"an fp8 cache is read on SM 90 only, this is SM {problem.sm}"
             yield Refusal(RefusalCode.KV_DTYPE, message, str(kv_dtype), allowed, "--kv-dtype")
-    elif dtype is not None and kv_dtype is not None and kv_dtype is not dtype:
+    elif {dtype, kv_dtype} == DTYPES:
         if dtype is DType.BFLOAT16 and on_sm_90:
             allowed.append(str(DType.FLOAT8_E4M3))
         message = f"a cache in {kv_dtype} cannot be read with {dtype} queries"

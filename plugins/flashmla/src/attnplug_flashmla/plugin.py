@@ -21,6 +21,7 @@ from attnplug import (
     import_library,
 )
 
+DTYPES = frozenset({DType.BFLOAT16, DType.FLOAT16})
 LIBRARY = "sgl-flash-mla>=1.0,<2"
 MOST_HEADS = 128
 """Heads a rank can have. The kernel would take more, and nobody has tested it with more."""
@@ -42,7 +43,7 @@ def attnplug_backends() -> list[BackendSpec]:
                 devices=frozenset({"cuda"}),
                 min_sm=90,
                 max_sm=90,
-                dtypes=frozenset({DType.BFLOAT16, DType.FLOAT16}),
+                dtypes=DTYPES,
                 roles=frozenset({Role.DECODE}),
                 page_sizes=PageSizes.of(64),
                 mla_dims=frozenset({(512, 64)}),
@@ -58,7 +59,7 @@ def attnplug_backends() -> list[BackendSpec]:
 def refusals(problem: Problem, role: Role | None) -> Iterator[Refusal]:
     """What the capabilities cannot say: types that must agree, heads a rank has, and whether FlashMLA loads."""
     dtype, kv_dtype = problem.dtype, problem.kv_dtype
-    if dtype is not None and kv_dtype in (DType.BFLOAT16, DType.FLOAT16) and kv_dtype is not dtype:
+    if {dtype, kv_dtype} == DTYPES:
         message = f"a cache in {kv_dtype} cannot be read with {dtype} queries"
         yield Refusal(RefusalCode.KV_DTYPE, message, str(kv_dtype), [str(dtype)], "--kv-dtype")
     if problem.model is not None and role is not None:

@@ -21,6 +21,7 @@ from attnplug import (
 )
 from attnplug_triton_mla.options import TritonMLAOptions
 
+DTYPES = frozenset({DType.BFLOAT16, DType.FLOAT16})
 MOST_HEADS = 128
 """Heads a rank can have. The kernels would take more, and nobody has tested them with more."""
 FP8_SM = 89
@@ -43,8 +44,8 @@ def attnplug_backends() -> list[BackendSpec]:
                 kinds=frozenset({AttentionKind.MLA}),
                 devices=frozenset({"cuda"}),
                 min_sm=80,
-                dtypes=frozenset({DType.BFLOAT16, DType.FLOAT16}),
-                kv_dtypes=frozenset({DType.BFLOAT16, DType.FLOAT16, DType.FLOAT8_E4M3}),
+                dtypes=DTYPES,
+                kv_dtypes=DTYPES | {DType.FLOAT8_E4M3},
                 roles=frozenset({Role.PREFILL, Role.DECODE, Role.DRAFT}),
                 mla_dims=frozenset({(512, 64), (512, 0), (256, 64), (256, 0)}),
                 max_speculative_tokens=8,
@@ -65,7 +66,7 @@ def refusals(problem: Problem, role: Role | None) -> Iterator[Refusal]:
             message = f"an fp8 cache is read on SM {FP8_SM} or newer, this is SM {problem.sm}"
             allowed = [str(DType.BFLOAT16), str(DType.FLOAT16)] if dtype is None else [str(dtype)]
             yield Refusal(RefusalCode.KV_DTYPE, message, str(kv_dtype), allowed, "--kv-dtype")
-    elif dtype is not None and kv_dtype in (DType.BFLOAT16, DType.FLOAT16) and kv_dtype is not dtype:
+    elif {dtype, kv_dtype} == DTYPES:
         message = f"a cache in {kv_dtype} cannot be read with {dtype} queries"
         allowed = [str(dtype), str(DType.FLOAT8_E4M3)]
         yield Refusal(RefusalCode.KV_DTYPE, message, str(kv_dtype), allowed, "--kv-dtype")
