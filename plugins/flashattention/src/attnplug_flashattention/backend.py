@@ -27,6 +27,7 @@ from attnplug import (
     PoolError,
     RaggedCall,
     Serving,
+    check_lse,
 )
 from attnplug_flashattention.graphs import Captured, CaptureRules, plan_captured
 from attnplug_flashattention.kernels import Kernels, Softmax, choose_kernels
@@ -274,7 +275,7 @@ class FlashAttentionBackend:
         lse: Tensor | None = None,
     ) -> Tensor:
         if lse is not None:
-            _check_lse(lse, q)
+            check_lse(lse, q)
         out, sums = self._kernels.at_hand(q, k, v, call, Softmax.of(layer), lse is not None)
         return _with_lse(out, sums, lse)
 
@@ -300,7 +301,7 @@ class FlashAttentionBackend:
                 f"it knows {', '.join(sorted(_EXTRAS))}"
             )
         if extras.lse is not None:
-            _check_lse(extras.lse, q)
+            check_lse(extras.lse, q)
         if layer.sinks != (extras.sinks is not None):
             given = "were given" if extras.sinks is not None else "were not given"
             raise BackendError(
@@ -353,15 +354,6 @@ def _with_lse(out: Tensor, found: Tensor | None, lse: Tensor | None) -> Tensor:
         assert found is not None
         lse.copy_(found)
     return out
-
-
-def _check_lse(lse: Tensor, q: Tensor) -> None:
-    """Merging writes it as a plain block of memory, whatever it is."""
-    if lse.shape != q.shape[:2] or lse.dtype is not torch.float32 or not lse.is_contiguous():
-        raise BackendError(
-            f"lse must be contiguous float32 of shape {tuple(q.shape[:2])} (tokens, heads), not {lse.dtype} of shape "
-            f"{tuple(lse.shape)} with strides {lse.stride()}"
-        )
 
 
 def _mha_pool(context: BackendContext) -> MHAPool:

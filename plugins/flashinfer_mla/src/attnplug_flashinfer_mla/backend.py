@@ -179,9 +179,10 @@ class FlashInferMLABackend:
         if not disable_flashinfer_ragged:
             planned[first.index] = PlannedRagged.of(first, self._ragged)
         if chunks and self.mha_chunk_kv_cache is None:
+            able = " or ".join(sorted(self.claims.mla_extend))
             raise PlanError(
                 f"backend {self.backend_id.name} has chunked KV off ({', '.join(self._switches)}), and the batch was "
-                f"prepared for {len(chunks)} prefix chunks; it can run this extend {', '.join(self.claims.mla_extend)}"
+                f"prepared for {len(chunks)} prefix chunks; it can run this extend {able}"
             )
         for call in chunks:
             assert self.mha_chunk_kv_cache is not None
