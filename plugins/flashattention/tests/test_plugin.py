@@ -41,11 +41,12 @@ def fa4(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def no_fa4(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
     def load() -> None:
         raise ModuleNotFoundError("No module named 'flash_attn'", name="flash_attn")
 
-    monkeypatch.setattr(kernels, "load_fa4", load)
+    for name in ("load_fa4", "load_fa2"):
+        monkeypatch.setattr(kernels, name, load)
 
 
 # ---- yes ----
@@ -160,22 +161,34 @@ def test_linear_layers_are_somebody_elses() -> None:
 # ---- the library ----
 
 
-def test_what_needs_flash_attn_4_is_refused_without_it(no_fa4: None) -> None:
+def test_what_needs_flash_attn_4_is_refused_without_it(no_library: None) -> None:
     """D3: with its error, and with how to get it."""
     model = changed(read(LLAMA_3_8B), logit_cap=50.0)
     found = refusals(cuda_graph=GraphLevel.DECODE, model=model)
     assert [(reason.code, reason.value) for reason in found] == [("feature", "logit_cap"), ("cuda_graph", "DECODE")]
+    assert "flash-attn 2 cannot be imported (ModuleNotFoundError: No module named 'flash_attn')" in found[0].message
     for reason in found:
-        assert "No module named 'flash_attn'" in reason.message
+        assert "flash-attn-4 cannot be imported (ModuleNotFoundError: No module named 'flash_attn')" in reason.message
         assert reason.option == "pip install 'flash-attn-4>=4.0.0b36'"
 
 
-def test_graphs_of_an_mla_decode_need_no_flash_attn_4_for_the_prefill(no_fa4: None) -> None:
+def test_graphs_of_an_mla_decode_need_no_flash_attn_4_for_the_prefill(no_library: None) -> None:
     """D3: nothing of the prefill is captured. A verify would be, which the level UNIFORM includes."""
     assert refusals(Role.PREFILL, model=read(DEEPSEEK_V3), cuda_graph=GraphLevel.DECODE) == []
     (reason,) = refusals(Role.PREFILL, model=read(DEEPSEEK_V3), cuda_graph=GraphLevel.UNIFORM)
     assert (reason.code, reason.value, reason.allowed) == ("cuda_graph", "UNIFORM", ["NEVER", "DECODE"])
     assert reason.option == "--cuda-graph"
+
+
+def test_flash_attn_2_caps_logits_where_flash_attn_4_cannot(no_library: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """D3: on any GPU that it serves; without it, it is what to install where flash-attn-4 is not for the GPU."""
+    model = changed(read(LLAMA_3_8B), logit_cap=50.0)
+    (reason,) = refusals(model=model, sm=80)
+    assert (reason.code, reason.value) == ("feature", "logit_cap")
+    assert reason.option == "pip install 'flash-attn>=2.8,<3'"
+    monkeypatch.setattr(kernels, "load_fa2", lambda: None)
+    assert refusals(model=model, sm=80) == refusals(model=model, sm=90) == []
+    assert [reason.code for reason in refusals(model=model, cuda_graph=GraphLevel.DECODE)] == ["cuda_graph"]
 
 
 def test_what_flash_attn_4_is_not_for_is_not_to_be_installed(fa4: None) -> None:

@@ -311,5 +311,13 @@ class TestChoice:
 
     def test_capped_logits_are_not_left_to_torch(self, monkeypatch):
         self.fails(monkeypatch, ModuleNotFoundError("No module named 'flash_attn'", name="flash_attn"))
+        monkeypatch.setattr(kernels, "load_fa2", kernels.load_fa4)
         with pytest.raises(BackendError, match=r"layer 0 caps its logits, which torch's kernel cannot; pip install"):
             choose_kernels("auto", 90, [replace(LAYER, logit_cap=30.0)])
+
+    @pytest.mark.parametrize("sm", [80, 90])
+    def test_capped_logits_are_left_to_fa2_where_it_is(self, monkeypatch, sm):
+        self.fails(monkeypatch, ModuleNotFoundError("No module named 'flash_attn.cute'", name="flash_attn.cute"))
+        monkeypatch.setattr(kernels, "load_fa2", lambda: fa4_varlen_func)
+        assert choose_kernels("auto", sm, [LAYER, replace(LAYER, logit_cap=30.0)]).name == "fa2"
+        assert choose_kernels("auto", sm, [LAYER]).name == "torch"

@@ -64,8 +64,12 @@ class Kernels(Protocol):
 def choose_kernels(name: str, sm: int, layers: Iterable[LayerSpec]) -> Kernels:
     """The kernels that an option asks for, imported; or the reason why not."""
     layers = tuple(layers)
+    capped = [layer.layer_id for layer in layers if layer.logit_cap is not None]
     if name == "auto":
-        name = "fa4" if fa4_problem(sm, layers) is None and _fa4_imports() else "torch"
+        if fa4_problem(sm, layers) is None and _fa4_imports():
+            name = "fa4"
+        else:
+            name = "fa2" if capped and import_error(load_fa2) is None else "torch"
     elif name == "fa4" and (problem := fa4_problem(sm, layers)) is not None:
         raise BackendError(f"kernel=fa4 {problem}; use flashattention.kernel=auto, or leave it out")
     made: dict[str, Callable[[], Kernels]] = {"fa4": FA4Kernels, "fa2": FA2Kernels, "torch": TorchKernels}
@@ -76,9 +80,10 @@ def choose_kernels(name: str, sm: int, layers: Iterable[LayerSpec]) -> Kernels:
             f"kernel={name} cannot be imported: {type(error).__name__}: {error}; {INSTALL[name]}, or use "
             "flashattention.kernel=auto"
         ) from error
-    capped = [layer.layer_id for layer in layers if layer.logit_cap is not None]
     if name == "torch" and capped:
-        raise BackendError(f"layer {capped[0]} caps its logits, which torch's kernel cannot; {INSTALL['fa4']}")
+        raise BackendError(
+            f"layer {capped[0]} caps its logits, which torch's kernel cannot; {INSTALL['fa4']}, or {INSTALL['fa2']}"
+        )
     return kernels
 
 
@@ -100,10 +105,10 @@ def fa4_problem(sm: int, layers: Iterable[LayerSpec]) -> str | None:
     return None
 
 
-def fa4_error() -> BaseException | None:
-    """What the import of flash-attn-4 raises, which may be anything, SystemExit included; ``None`` if it succeeds."""
+def import_error(load: Callable[[], object]) -> BaseException | None:
+    """What the import of a library raises, which may be anything, SystemExit included; ``None`` if it succeeds."""
     try:
-        load_fa4()
+        load()
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # half-installed CuTe DSL raises AssertionError, CUDA libraries raise OSError
@@ -112,7 +117,7 @@ def fa4_error() -> BaseException | None:
 
 
 def _fa4_imports() -> bool:
-    error = fa4_error()
+    error = import_error(load_fa4)
     absent = isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] == "flash_attn"
     if error is not None and not absent:
         warnings.warn(

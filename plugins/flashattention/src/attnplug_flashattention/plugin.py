@@ -111,20 +111,26 @@ def _library_refusals(problem: Problem, layers: tuple[LayerSpec, ...], *, captur
     graphs = captures and problem.cuda_graph > GraphLevel.NEVER
     if not capped and not graphs:
         return
-    from attnplug_flashattention.kernels import INSTALL, fa4_error, fa4_problem  # imports torch: seconds
+    from attnplug_flashattention import kernels  # imports torch: seconds
 
-    why = None if problem.sm is None else fa4_problem(problem.sm, layers)
+    why = None if problem.sm is None else kernels.fa4_problem(problem.sm, layers)
     option = None
     if why is not None:
         why = f"flash-attn-4 {why}"
-    elif (error := fa4_error()) is not None:
-        why, option = f"flash-attn-4 cannot be imported ({type(error).__name__}: {error})", INSTALL["fa4"]
+    elif (error := kernels.import_error(kernels.load_fa4)) is not None:
+        why, option = f"flash-attn-4 {_cannot(error)}", kernels.INSTALL["fa4"]
     else:
         return
-    if capped:
-        message = f"a cap on logits needs flash-attn-4, and {why}"
-        yield Refusal(RefusalCode.FEATURE, message, str(Feature.LOGIT_CAP), [str(Feature.SLIDING_WINDOW)], option)
+    if capped and (error := kernels.import_error(kernels.load_fa2)) is not None:
+        message = f"a cap on logits needs flash-attn-4 or flash-attn 2: {why}, and flash-attn 2 {_cannot(error)}"
+        allowed = [str(Feature.SLIDING_WINDOW), str(Feature.SINKS)]
+        install = option or kernels.INSTALL["fa2"]
+        yield Refusal(RefusalCode.FEATURE, message, str(Feature.LOGIT_CAP), allowed, install)
     if graphs:
         message = f"CUDA graphs need flash-attn-4, and {why}"
         allowed = [GraphLevel.NEVER.name]
         yield Refusal(RefusalCode.CUDA_GRAPH, message, problem.cuda_graph.name, allowed, option or "--cuda-graph")
+
+
+def _cannot(error: BaseException) -> str:
+    return f"cannot be imported ({type(error).__name__}: {error})"
