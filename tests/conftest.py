@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -22,6 +23,8 @@ class Environment:
 
     folder: Path
     wheels: Path
+    pip: Path
+    """A folder with pip and nothing else: the environment has none of its own, which saves making it one."""
 
     @property
     def python(self) -> Path:
@@ -50,9 +53,9 @@ class Environment:
         self._pip("uninstall", "--yes", *distributions)
 
     def _pip(self, command: str, *arguments: str) -> None:
-        # The environment has no pip of its own, which saves making it one: --python lets ours work on it.
-        pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", "--python", self.python]
-        _run([*pip, command, *arguments], self.folder, {})
+        # Not our pip with --python: that is two processes, of which one only starts the other.
+        pip = [self.python, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+        _run([*pip, command, *arguments], self.folder, {"PYTHONPATH": str(self.pip)})
 
 
 @pytest.fixture(scope="session")
@@ -76,6 +79,16 @@ def _left_out(item: Path) -> bool:
 
 
 @pytest.fixture(scope="session")
+def pip_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the pip that is installed here."""
+    spec = importlib.util.find_spec("pip")
+    assert spec is not None and spec.origin is not None, "pip is not installed"
+    folder = tmp_path_factory.mktemp("pip")
+    (folder / "pip").symlink_to(Path(spec.origin).parent)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def build_wheels(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Build the wheel of attnplug and those of some projects into one folder."""
 
@@ -90,13 +103,15 @@ def build_wheels(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
 
 
 @pytest.fixture(scope="session")
-def fresh_environment(tmp_path_factory: pytest.TempPathFactory, dependencies: Path) -> Callable[..., Environment]:
+def fresh_environment(
+    tmp_path_factory: pytest.TempPathFactory, dependencies: Path, pip_alone: Path
+) -> Callable[..., Environment]:
     """Make an environment with attnplug, and the distributions named, from a folder of wheels."""
 
     def make(wheels: Path, *distributions: str) -> Environment:
         folder = tmp_path_factory.mktemp("environment")
         _run([sys.executable, "-m", "venv", "--without-pip", folder], folder, {})
-        environment = Environment(folder, wheels)
+        environment = Environment(folder, wheels, pip_alone)
         where = environment.run("python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
         (Path(where.stdout.strip()) / "dependencies.pth").write_text(f"{dependencies}\n")
         environment.install("attnplug", *distributions)

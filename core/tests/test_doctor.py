@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import subprocess
@@ -43,7 +44,20 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.fixture
-def report(run: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> Report:
+def stand_ins(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Empty modules in the place of the kernel libraries that are installed here: importing those takes seconds.
+
+    The last test of this file imports the real ones.
+    """
+    folder = tmp_path_factory.mktemp("stand_ins")
+    for name in doctor.KERNEL_LIBRARIES:
+        if importlib.util.find_spec(name) is not None:
+            (folder / f"{name}.py").touch()
+    monkeypatch.syspath_prepend(folder)
+
+
+@pytest.fixture
+def report(run: Callable[..., str], stand_ins: None, monkeypatch: pytest.MonkeyPatch) -> Report:
     """The report as JSON. Torch's own probe is left out: it costs a second and has a test of its own."""
     monkeypatch.setattr(doctor, "_torch", dict)
 
@@ -56,7 +70,7 @@ def report(run: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> Report:
 
 
 @pytest.fixture
-def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Library:
+def library(tmp_path: Path, stand_ins: None, monkeypatch: pytest.MonkeyPatch) -> Library:
     """Puts a fake kernel library on the path of this process and of those it starts."""
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -77,6 +91,7 @@ def libraries(report: Report) -> dict[str, str]:
 # ---- the report ----
 
 
+@pytest.mark.usefixtures("stand_ins")
 def test_the_report_names_every_section(run: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_torch", dict)
     text = run()
@@ -86,6 +101,7 @@ def test_the_report_names_every_section(run: Callable[..., str], monkeypatch: py
         assert name in text
 
 
+@pytest.mark.usefixtures("stand_ins")
 def test_torch_is_reported_with_its_version(run: Callable[..., str]) -> None:
     found = json.loads(run("--json"))["torch"]
     assert found["version"]

@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from support.command import Attnplug
 
-def attnplug(*arguments: str) -> subprocess.CompletedProcess[str]:
+
+def in_own_process(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "attnplug", "run", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
 
@@ -27,7 +29,7 @@ def prompts(tmp_path: Path):
 
 
 def test_one_prompt_streams_text_and_ends_with_figures():
-    done = attnplug("--model", "tiny:llama", "--prompt", "hello", "--max-tokens", "8", "--device", "cpu")
+    done = in_own_process("--model", "tiny:llama", "--prompt", "hello", "--max-tokens", "8", "--device", "cpu")
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip("\n")
     for told in ("prefill: torch_native", "decode: torch_native", "tokens/s", "prefix cache:"):
@@ -41,7 +43,8 @@ def test_json_gives_one_line_a_prompt_in_order_and_nothing_else(prompts):
         "",
         {"prompt": "x", "temperature": 0.7, "top_k": 5, "top_p": 0.9, "seed": 3, "stop_token_ids": [1]},
     )
-    done = attnplug("--model", "tiny:deepseek_v3", "--prompts", path, "--max-tokens", "5", "--json", "--device", "cpu")
+    arguments = ("--model", "tiny:deepseek_v3", "--prompts", path, "--max-tokens", "5", "--json", "--device", "cpu")
+    done = in_own_process(*arguments)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
     assert [line["index"] for line in lines] == [0, 1, 2]
@@ -50,13 +53,13 @@ def test_json_gives_one_line_a_prompt_in_order_and_nothing_else(prompts):
 
 
 @pytest.mark.parametrize("model", ["tiny:llama", "tiny:deepseek_v3", "tiny:kimi_linear"])
-def test_two_ranks_give_the_same_tokens_as_one(prompts, model):
+def test_two_ranks_give_the_same_tokens_as_one(attnplug: Attnplug, prompts, model):
     """Heads split, one all-reduce a block, launched by the command itself."""
     path = prompts({"prompt": "hello there"}, {"prompt": "hi"}, {"prompt": "hello again"})
     arguments = ("--model", model, "--prompts", path, "--max-tokens", "24", "--json", "--device", "cpu")
-    one, two = attnplug(*arguments), attnplug(*arguments, "--tensor-parallel", "2")
-    assert (one.returncode, two.returncode) == (0, 0), two.stderr
-    assert one.stdout == two.stdout
+    one, two = attnplug("run", *arguments), in_own_process(*arguments, "--tensor-parallel", "2")
+    assert (one.code, two.returncode) == (0, 0), two.stderr
+    assert one.out == two.stdout
     assert len(two.stdout.splitlines()) == 3
 
 
@@ -80,17 +83,11 @@ BAD_LINES = [
 
 
 @pytest.mark.parametrize(("line", "told"), BAD_LINES, ids=[str(told) for _, told in BAD_LINES])
-def test_a_bad_line_is_an_error_with_its_number(prompts, line, told, capsys, monkeypatch):
-    from attnplug.cli.main import main
-
+def test_a_bad_line_is_an_error_with_its_number(attnplug: Attnplug, prompts, line, told):
     path = prompts({"prompt": "fine"}, line)
-    arguments = ["attnplug", "run", "--model", "tiny:llama", "--prompts", path, "--device", "cpu"]
-    monkeypatch.setattr(sys, "argv", arguments)
-    with pytest.raises(SystemExit) as ended:
-        main()
-    error = capsys.readouterr().err
-    assert ended.value.code == 2
-    assert f"{path}:2" in error and told in error and "Traceback" not in error
+    outcome = attnplug("run", "--model", "tiny:llama", "--prompts", path, "--device", "cpu")
+    assert outcome.code == 2
+    assert f"{path}:2" in outcome.err and told in outcome.err and "Traceback" not in outcome.err
 
 
 @pytest.mark.parametrize(
@@ -100,7 +97,6 @@ def test_a_bad_line_is_an_error_with_its_number(prompts, line, told, capsys, mon
         (["--model", "nowhere", "--prompt", "x"], 2, "does not exist"),
         (["--model", "tiny:llama", "--prompt", "x", "--attention-backend", "nope"], 2, "there is no backend 'nope'"),
         (["--model", "tiny:llama", "--prompt", "x", "--tensor-parallel", "0"], 2, "--tensor-parallel 0"),
-        (["--model", "tiny:llama", "--prompt", "x", "--tensor-parallel", "3"], 1, "4 heads cannot be divided"),
         (["--model", "tiny:llama", "--prompt", "x", "--mla-extend", "sideways"], 2, "sideways"),
         (["--model", "tiny:llama", "--prompt", "x", "--max-tokens", "0"], 2, "max_tokens"),
         (["--model", "tiny:llama", "--prompt", "x", "--page-size", "0"], 2, "--page-size 0"),
@@ -109,18 +105,44 @@ def test_a_bad_line_is_an_error_with_its_number(prompts, line, told, capsys, mon
         (["--model", "tiny:llama", "--prompt", "x" * 50, "--num-pages", "1", "--page-size", "4"], 1, "pages"),
     ],
 )
-def test_mistakes_are_told_in_one_message(arguments, code, told):
-    done = attnplug(*arguments, "--device", "cpu")
-    assert done.returncode == code, done.stderr
-    assert told in done.stderr and "Traceback" not in done.stderr
+def test_mistakes_are_told_in_one_message(attnplug: Attnplug, arguments, code, told):
+    outcome = attnplug("run", *arguments, "--device", "cpu")
+    assert outcome.code == code, outcome.err
+    assert told in outcome.err and "Traceback" not in outcome.err
 
 
-def test_a_model_whose_layers_nothing_installed_serves_says_what_to_install(monkeypatch):
+def test_a_mistake_that_ranks_find_is_told_once():
+    done = in_own_process("--model", "tiny:llama", "--prompt", "x", "--tensor-parallel", "3", "--device", "cpu")
+    assert done.returncode == 1, done.stderr
+    assert "4 heads cannot be divided" in done.stderr and "Traceback" not in done.stderr
+    assert done.stderr.count("error: ") == 1
+
+
+def test_a_command_line_is_read_without_torch(prompts):
+    """A mistake in it is told at once, and who starts ranks has no use for a second's import and its memory."""
+    code = """
+import sys
+from attnplug.cli.main import main
+for arguments in (["--version"], ["--help"], ["run", "--help"], ["run", "--model", "tiny:llama"], sys.argv[1:]):
+    sys.argv = ["attnplug", *arguments]
+    try:
+        main()
+    except SystemExit as ended:
+        code = ended.code
+print([name for name in ("torch", "numpy", "rich") if name in sys.modules], code)
+"""
+    arguments = ["run", "--model", "tiny:llama", "--prompts", prompts("{"), "--tensor-parallel", "2"]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[] 2"
+    assert "not JSON" in done.stderr
+
+
+def test_a_model_whose_layers_nothing_installed_serves_says_what_to_install(attnplug: Attnplug, monkeypatch):
     """D3: a linear kind without a kernel."""
     monkeypatch.setenv("ATTNPLUG_PLUGINS", "")
-    done = attnplug("--model", "tiny:mamba2", "--prompt", "x", "--device", "cpu")
-    assert done.returncode == 1, done.stderr
-    assert "attnplug-hybrid-linear" in done.stderr and "Traceback" not in done.stderr
+    outcome = attnplug("run", "--model", "tiny:mamba2", "--prompt", "x", "--device", "cpu")
+    assert outcome.code == 1, outcome.err
+    assert "attnplug-hybrid-linear" in outcome.err and "Traceback" not in outcome.err
 
 
 def test_ending_the_command_ends_its_ranks():

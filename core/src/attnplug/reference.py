@@ -28,18 +28,20 @@ def attention_float64(
     q, k, v = (tensor.detach().cpu().double() for tensor in (q, k, v))
     queries, heads, _ = q.shape
     rows, kv_heads, _ = k.shape
+    q = q.unflatten(1, (kv_heads, heads // kv_heads))  # head 0 and its neighbours share KV head 0, and so on
+    k, v = k.transpose(0, 1), v.transpose(0, 1)
     out = torch.zeros(queries, heads, v.shape[-1], dtype=torch.float64)
     lse = torch.full((queries, heads), float("-inf"), dtype=torch.float64)
     for query in range(queries):
         position = first_position + query
         oldest = 0 if window is None else max(0, position - window + 1)
         newest = min(position, rows - 1)
-        for head in range(heads):
-            kv_head = head * kv_heads // heads
-            logits = k[oldest : newest + 1, kv_head] @ q[query, head] * scale
-            if cap is not None:
-                logits = cap * torch.tanh(logits / cap)
-            weights = torch.exp(logits - logits.max())
-            out[query, head] = weights @ v[oldest : newest + 1, kv_head] / weights.sum()
-            lse[query, head] = logits.max() + weights.sum().log()
+        logits = q[query] @ k[:, oldest : newest + 1].mT * scale
+        if cap is not None:
+            logits = cap * torch.tanh(logits / cap)
+        largest = logits.amax(-1, keepdim=True)
+        weights = torch.exp(logits - largest)
+        total = weights.sum(-1, keepdim=True)
+        out[query] = (weights @ v[:, oldest : newest + 1] / total).flatten(0, 1)
+        lse[query] = (largest + total.log()).flatten()
     return out, lse

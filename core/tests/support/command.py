@@ -15,6 +15,7 @@ import pytest
 from attnplug.cli.main import main
 
 Attnplug = Callable[..., "Outcome"]
+Explained = Callable[..., tuple[int, Any]]
 Package = Callable[..., None]
 
 
@@ -52,6 +53,20 @@ def attnplug(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
         return Outcome(code if isinstance(code, int) else int(code is not None), captured.out, captured.err)
 
     return run
+
+
+@pytest.fixture
+def explained(plain_environment: None, attnplug: Attnplug) -> Explained:
+    """Asks ``attnplug explain`` where no GPU is to be seen: its exit code, and what it answers for each role.
+
+    In this process, which has imported the libraries that it looks at: a process of its own takes seconds for that.
+    """
+
+    def ask(*arguments: str) -> tuple[int, Any]:
+        outcome = attnplug("explain", *arguments, "--json")
+        return outcome.code, outcome.json
+
+    return ask
 
 
 def in_own_process(*arguments: str, path: Path | None = None, **environment: str) -> Outcome:

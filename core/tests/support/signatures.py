@@ -6,6 +6,7 @@ import ast
 import importlib.util
 import inspect
 import sys
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ def installed(package: str) -> Path:
     return Path(spec.origin).parent.parent
 
 
+@cache  # a library's module of 200 KB takes a fifth of a second to parse, and every scene asks
 def read_signature(path: Path, function: str) -> inspect.Signature:
     """The signature of a module's function. Defaults are there, but not what they are."""
     tree = ast.parse(path.read_text())

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import os
+from functools import cache
+from typing import Any
 
 import torch
 
@@ -14,6 +17,7 @@ def settle_triton() -> None:
     """
     if not torch.cuda.is_available():
         os.environ["TRITON_INTERPRET"] = "1"
+        _quicken_interpreter()
         return
     from triton.runtime.autotuner import Autotuner
 
@@ -24,3 +28,26 @@ def settle_triton() -> None:
         return self.fn.run(*args, **kwargs, **config.all_kwargs())
 
     Autotuner.run = first_configuration
+
+
+def _quicken_interpreter() -> None:
+    """Whenever one function of a kernel calls another, Triton's interpreter looks through all that triton.language has
+    for what it replaces. Which names these are does not change, so they are looked for once.
+    """
+    from triton.language.core import is_builtin
+    from triton.runtime import interpreter
+
+    def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
+        for name in _builtins(package):
+            if is_builtin(member := getattr(package, name)):  # not replaced yet
+                interpreter._patch_attr(package, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch_builtin
+
+
+@cache
+def _builtins(package: object) -> list[str]:
+    """The names of what is replaced; first asked before anything is."""
+    from triton.language.core import is_builtin
+
+    return [name for name, member in inspect.getmembers(package) if is_builtin(member)]

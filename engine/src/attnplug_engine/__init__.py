@@ -1,8 +1,42 @@
-"""The engine: models, scheduling and tensor parallelism that run attention backends for real."""
+"""The engine: models, scheduling and tensor parallelism that run attention backends for real.
 
-from attnplug_engine.engine import Completion, Engine, EngineOptions, Statistics
-from attnplug_engine.request import FinishReason, Request, SamplingParams
-from attnplug_engine.runner import Capacity, ModelRunner
+Its names are imported when they are first used: what reads a command line starts without torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from attnplug_engine.engine import Completion, Engine, EngineOptions, Statistics
+    from attnplug_engine.request import FinishReason, Request, SamplingParams
+    from attnplug_engine.runner import Capacity, ModelRunner
+
+_MODULE_OF = {
+    "Capacity": "runner",
+    "Completion": "engine",
+    "Engine": "engine",
+    "EngineOptions": "engine",
+    "FinishReason": "request",
+    "ModelRunner": "runner",
+    "Request": "request",
+    "SamplingParams": "request",
+    "Statistics": "engine",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module 'attnplug_engine' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"attnplug_engine.{_MODULE_OF[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULE_OF})
+
 
 __all__ = [
     "Capacity",

@@ -31,7 +31,15 @@ from attnplug.model_config import load_model as load_spec
 from attnplug_engine.models import load_model
 from attnplug_engine.parallel import SINGLE, TensorParallel
 from attnplug_engine.prefix_cache import CacheStatistics, PrefixCache
-from attnplug_engine.request import LARGEST_SEED, FinishReason, Request, SamplingParams, Step, StepResult
+from attnplug_engine.request import (
+    DEFAULT_MAX_TOKENS,
+    LARGEST_SEED,
+    FinishReason,
+    Request,
+    SamplingParams,
+    Step,
+    StepResult,
+)
 from attnplug_engine.runner import Capacity, ModelRunner, bytes_per_page, bytes_per_state
 from attnplug_engine.sampler import BadLogits, Sampler
 from attnplug_engine.scheduler import Scheduler
@@ -39,7 +47,6 @@ from attnplug_engine.tokenizer import Tokenizer, find_tokenizer
 
 Prompt = str | Sequence[int]
 
-DEFAULT_MAX_TOKENS = 32
 LARGEST_BATCH = 1 << 16
 
 _CPU_CACHE_BYTES = 1 << 30

@@ -8,9 +8,12 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from attnplug.errors import AttnplugError, UsageError
-from attnplug_engine.parallel import SINGLE, ProcessGroupParallel, TensorParallel
+
+if TYPE_CHECKING:
+    from attnplug_engine.parallel import TensorParallel
 
 
 def started_as_rank() -> bool:
@@ -20,6 +23,8 @@ def started_as_rank() -> bool:
 
 def join_ranks(size: int, device: str) -> TensorParallel:
     """This process's place among ``size`` ranks."""
+    from attnplug_engine.parallel import SINGLE, ProcessGroupParallel  # who starts ranks needs no torch
+
     if not started_as_rank():
         return SINGLE
     if not os.environ["WORLD_SIZE"].isdigit() or not os.environ["RANK"].isdigit():

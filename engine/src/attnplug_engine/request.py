@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from attnplug.errors import UsageError
-from attnplug.kv.allocator import PageCopy
 from attnplug.plan import ForwardMode
 
+if TYPE_CHECKING:
+    from attnplug.kv import PageCopy
+
+DEFAULT_MAX_TOKENS = 32
 LARGEST_SEED = 2**63 - 1
 
 

@@ -128,7 +128,7 @@ class TestMerge:
     def test_parts_in_one_go_are_parts_one_by_one(self, dim, count, merge, device):
         """C4: the same as core's merge; empty parts hold NaN, which is not looked at; all of them empty is zero."""
         random = torch.Generator(device).manual_seed(count)
-        rows, heads = 5, 6
+        rows, heads = 4, 3
         out = torch.randn(rows * count, heads, dim, generator=random, device=device)
         lse = 4 * torch.randn(heads, rows * count, generator=random, device=device).T
         empty = torch.rand(rows * count, heads, generator=random, device=device) < 0.3

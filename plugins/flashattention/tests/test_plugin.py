@@ -16,7 +16,7 @@ from attnplug.options import parse_options
 from attnplug_flashattention import kernels
 from attnplug_flashattention.options import FlashAttentionOptions
 from attnplug_flashattention.plugin import attnplug_backends
-from support.command import in_own_process
+from support.command import Explained
 from support.configs import DEEPSEEK_V3, KIMI_LINEAR, LLAMA_3_8B, QWEN3_NEXT, read
 
 (SPEC,) = attnplug_backends()
@@ -250,19 +250,14 @@ def test_it_is_found_by_its_entry_point() -> None:
     assert found.source.distribution == "attnplug-flashattention"
 
 
-def explained(*arguments: str) -> tuple[int, Any]:
-    outcome = in_own_process("explain", *arguments, "--json", CUDA_VISIBLE_DEVICES="")
-    return outcome.code, outcome.json
-
-
-def test_auto_leaves_a_cpu_to_the_embedded_default() -> None:
+def test_auto_leaves_a_cpu_to_the_embedded_default(explained: Explained) -> None:
     """D1: installing this plugin changes nothing where it cannot serve."""
     code, roles = explained("--model", "tiny:llama")
     assert code == 0
     assert {choice["chosen"] for choice in roles.values()} == {"torch_native"}
 
 
-def test_auto_takes_it_on_an_h200(tmp_path: Path) -> None:
+def test_auto_takes_it_on_an_h200(explained: Explained, tmp_path: Path) -> None:
     """D1, D3: the answer needs no GPU."""
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
     common = ("--model", str(tmp_path), "--sm", "90", "--dtype", "bf16")
@@ -271,7 +266,7 @@ def test_auto_takes_it_on_an_h200(tmp_path: Path) -> None:
     assert {choice["chosen"] for choice in roles.values()} == {"flashattention"}
 
 
-def test_roles_of_mla_are_divided(tmp_path: Path) -> None:
+def test_roles_of_mla_are_divided(explained: Explained, tmp_path: Path) -> None:
     """D3: prefill by this backend, decode by another; asked for both, it says why not and what instead."""
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
     common = ("--model", str(tmp_path), "--sm", "90", "--dtype", "bf16")

@@ -6,6 +6,10 @@ from pathlib import Path
 import torch
 from hypothesis import settings
 
+from support.command import attnplug, explained, plain_environment
+
+__all__ = ["attnplug", "explained", "plain_environment"]
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 # Two test processes on two cores: one thread each is fastest.

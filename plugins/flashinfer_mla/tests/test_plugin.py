@@ -17,7 +17,7 @@ from attnplug.options import parse_options
 from attnplug_flashinfer_mla import kernels
 from attnplug_flashinfer_mla.options import FlashInferMLAOptions
 from attnplug_flashinfer_mla.plugin import attnplug_backends
-from support.command import in_own_process
+from support.command import Explained
 from support.configs import DEEPSEEK_V3, KIMI_LINEAR, read
 
 (SPEC,) = attnplug_backends()
@@ -248,12 +248,7 @@ def test_it_is_found_by_its_entry_point() -> None:
     assert found.source.distribution == "attnplug-flashinfer-mla"
 
 
-def explained(*arguments: str) -> tuple[int, Any]:
-    outcome = in_own_process("explain", *arguments, "--json", CUDA_VISIBLE_DEVICES="")
-    return outcome.code, outcome.json
-
-
-def test_asked_for_on_a_cpu_it_says_why_not() -> None:
+def test_asked_for_on_a_cpu_it_says_why_not(explained: Explained) -> None:
     """D3"""
     code, roles = explained("--model", "tiny:deepseek_v3", "--attention-backend", "flashinfer_mla", "--device", "cpu")
     assert code == 1
@@ -264,14 +259,14 @@ def test_asked_for_on_a_cpu_it_says_why_not() -> None:
         assert all(reason["option"] and reason["allowed"] for reason in reasons)
 
 
-def test_auto_leaves_a_cpu_to_the_embedded_default() -> None:
+def test_auto_leaves_a_cpu_to_the_embedded_default(explained: Explained) -> None:
     """D1: installing this plugin changes nothing where it cannot serve."""
     code, roles = explained("--model", "tiny:deepseek_v3")
     assert code == 0
     assert {choice["chosen"] for choice in roles.values()} == {"torch_native"}
 
 
-def test_auto_takes_it_on_an_h200(tmp_path: Path) -> None:
+def test_auto_takes_it_on_an_h200(explained: Explained, tmp_path: Path) -> None:
     """D1, D3: the answer needs no GPU."""
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
     code, roles = explained("--model", str(tmp_path), "--sm", "90", "--kv-dtype", "fp8")

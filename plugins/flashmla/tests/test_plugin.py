@@ -16,7 +16,7 @@ import torch
 from attnplug import DType, GraphLevel, Problem, Refusal, Role, load_registry
 from attnplug_flashmla import kernels
 from attnplug_flashmla.plugin import attnplug_backends
-from support.command import in_own_process
+from support.command import Explained
 from support.configs import DEEPSEEK_V3, KIMI_LINEAR, read
 
 (SPEC,) = attnplug_backends()
@@ -215,17 +215,13 @@ def test_it_is_found_by_its_entry_point() -> None:
     assert found.source.distribution == "attnplug-flashmla"
 
 
-def test_it_is_asked_for_as_a_role_beside_a_backend_for_prefill(installed: Path) -> None:
+def test_it_is_asked_for_as_a_role_beside_a_backend_for_prefill(explained: Explained, installed: Path) -> None:
     """D1, D3: the answer needs no GPU, and the page size is one that both read."""
     (installed / "config.json").write_text(json.dumps(DEEPSEEK_V3))
     roles = ("--prefill-attention-backend", "flashinfer_mla", "--decode-attention-backend", "flashmla")
-    outcome = in_own_process(
-        *("explain", "--model", str(installed), "--sm", "90", *roles, "--json"),
-        CUDA_VISIBLE_DEVICES="",
-        PYTHONPATH=str(installed),
-    )
-    assert outcome.code == 0
-    assert {role: choice["chosen"] for role, choice in outcome.json.items()} == {
+    code, answer = explained("--model", str(installed), "--sm", "90", *roles)
+    assert code == 0
+    assert {role: choice["chosen"] for role, choice in answer.items()} == {
         "prefill": "flashinfer_mla",
         "decode": "flashmla",
     }

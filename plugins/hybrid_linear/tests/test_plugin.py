@@ -12,7 +12,7 @@ import pytest
 
 from attnplug import AttentionKind, DType, GraphLevel, Problem, Refusal, RefusalCode, Role, load_registry
 from attnplug_hybrid_linear.plugin import attnplug_backends
-from support.command import in_own_process
+from support.command import Explained
 from support.configs import DEEPSEEK_V3, KIMI_LINEAR, NEMOTRON_H_8B, QWEN3_NEXT, read
 
 SPECS = {spec.name: spec for spec in attnplug_backends()}
@@ -83,11 +83,11 @@ def test_it_is_found_by_its_entry_point() -> None:
         assert found.source.distribution == "attnplug-hybrid-linear"
 
 
-def test_auto_takes_it_for_linear_layers_on_a_cpu() -> None:
+def test_auto_takes_it_for_linear_layers_on_a_cpu(explained: Explained) -> None:
     """D1, D3: and leaves the others to the embedded default."""
-    outcome = in_own_process("explain", "--model", "tiny:qwen3_next", "--json", CUDA_VISIBLE_DEVICES="")
-    assert outcome.code == 0
-    chosen = {role: choice["chosen"] for role, choice in outcome.json.items()}
+    code, answer = explained("--model", "tiny:qwen3_next")
+    assert code == 0
+    chosen = {role: choice["chosen"] for role, choice in answer.items()}
     assert chosen == {"prefill": "torch_native", "decode": "torch_native", "linear": "torch"}
 
 

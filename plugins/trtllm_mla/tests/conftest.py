@@ -6,6 +6,10 @@ from pathlib import Path
 import torch
 from hypothesis import settings
 
+from support.command import attnplug, explained, plain_environment
+
+__all__ = ["attnplug", "explained", "plain_environment"]
+
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE), str(HERE.parents[1] / "flashinfer_mla" / "tests")]
 

@@ -17,7 +17,7 @@ from attnplug.options import parse_options
 from attnplug_trtllm_mla import kernels
 from attnplug_trtllm_mla.options import TRTLLMMLAOptions
 from attnplug_trtllm_mla.plugin import attnplug_backends
-from support.command import in_own_process
+from support.command import Explained
 from support.configs import DEEPSEEK_V3, KIMI_LINEAR, read
 
 (SPEC,) = attnplug_backends()
@@ -141,18 +141,13 @@ def test_it_is_found_by_its_entry_point() -> None:
     assert found.source.distribution == "attnplug-trtllm-mla"
 
 
-def explained(*arguments: str) -> tuple[int, Any]:
-    outcome = in_own_process("explain", *arguments, "--json", CUDA_VISIBLE_DEVICES="")
-    return outcome.code, outcome.json
-
-
 @pytest.fixture
 def deepseek(tmp_path: Path) -> str:
     (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
     return str(tmp_path)
 
 
-def test_asked_for_on_an_h200_it_says_which_gpus_it_needs(deepseek: str) -> None:
+def test_asked_for_on_an_h200_it_says_which_gpus_it_needs(explained: Explained, deepseek: str) -> None:
     """D3: before anything is built, and no GPU is needed to ask."""
     code, roles = explained("--model", deepseek, "--attention-backend", "trtllm_mla", "--sm", "90")
     assert code == 1
@@ -161,7 +156,7 @@ def test_asked_for_on_an_h200_it_says_which_gpus_it_needs(deepseek: str) -> None
         assert [reason["message"] for reason in reasons] == ["it needs SM 100 to 103, this is SM 90"]
 
 
-def test_auto_leaves_hopper_to_flashinfer_mla_and_takes_fp8_on_blackwell(deepseek: str) -> None:
+def test_auto_leaves_hopper_to_flashinfer_mla_and_takes_fp8_on_blackwell(explained: Explained, deepseek: str) -> None:
     """D1, D3: FlashInfer's own kernels read no fp8 cache there."""
     for sm, kv_dtype, wanted in (
         ("90", "fp8", "flashinfer_mla"),

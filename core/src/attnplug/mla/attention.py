@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from attnplug.backend import AttentionBackend, optional_hooks
@@ -43,22 +42,30 @@ class MLAWeights:
         """Queries ``[tokens, heads, nope + rope]`` → ``[tokens, heads, kv_lora_rank + rope]``."""
         nope, rank = self.w_kc.shape[1:]
         absorbed = q.new_empty(*q.shape[:2], rank + q.shape[-1] - nope)
-        absorbed[..., :rank] = torch.bmm(q[..., :nope].transpose(0, 1), self.w_kc).transpose(0, 1)
+        absorbed[..., :rank] = _product(q[..., :nope].transpose(0, 1), self.w_kc).transpose(0, 1)
         absorbed[..., rank:] = q[..., nope:]
         return absorbed
 
     def release(self, latent: Tensor) -> Tensor:
         """Attended latents ``[tokens, heads, kv_lora_rank]`` → ``[tokens, heads, v_head_dim]``."""
-        return torch.bmm(latent.transpose(0, 1), self.w_vc).transpose(0, 1)
+        return _product(latent.transpose(0, 1), self.w_vc).transpose(0, 1)
 
     def up_project(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Cache rows ``[rows, kv_lora_rank + rope]`` → keys ``[rows, heads, nope + rope]`` and values."""
         heads, nope, rank = self.w_kc.shape
         latent, rope = rows[:, :rank], rows[:, rank:]
         keys = rows.new_empty(rows.shape[0], heads, nope + rope.shape[1])
-        keys[..., :nope] = F.linear(latent, self.w_kc.flatten(0, 1)).unflatten(1, (heads, nope))
+        keys[..., :nope] = _product(latent, self.w_kc.flatten(0, 1).T).unflatten(1, (heads, nope))
         keys[..., nope:] = rope.unsqueeze(1)
-        return keys, F.linear(latent, self.w_values).unflatten(1, (heads, -1))
+        return keys, _product(latent, self.w_values.T).unflatten(1, (heads, -1))
+
+
+def _product(rows: Tensor, weight: Tensor) -> Tensor:
+    """``rows @ weight``, of one matrix or of one for each head."""
+    product = torch.bmm if weight.dim() == 3 else torch.mm
+    if rows.device.type == "cpu" and rows.dtype.itemsize < 4:  # its kernels for the short types may be 200 times slower
+        return product(rows.float(), weight.float()).to(rows.dtype)
+    return product(rows, weight)
 
 
 class MLAAttention:
