@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnplug import ForwardMode, LinearInputs
+from attnplug import ForwardMode, LinearInputs, PlanError
 from linear_scene import PADDED, LinearScene, Step, same_bits
 from linear_settings import SETTINGS
 
@@ -85,7 +85,7 @@ def test_one_capture_serves_whoever_comes(setting) -> None:
 
 @in_every_graph_setting
 def test_a_captured_verify_is_committed_after_each_replay(setting) -> None:
-    """A7: what it keeps for that is filled again by every replay."""
+    """A7: what it keeps for that is filled again by every replay, and committed once."""
     scene = setting.scene(4)
     scene.backend.init_cuda_graph_state(4, 16)
     capture = Capture(scene, VERIFY, 3, 4)
@@ -96,6 +96,8 @@ def test_a_captured_verify_is_committed_after_each_replay(setting) -> None:
         scene.backend.commit_states(step.batch, torch.tensor(accepted, device=setting.device))
         scene.check(step, setting.tolerance, accepted)
         scene.check_states(setting.state_tolerance)
+        with pytest.raises(PlanError, match="committed once"):
+            scene.backend.commit_states(step.batch, torch.tensor(accepted, device=setting.device))
 
 
 @in_every_graph_setting

@@ -36,12 +36,17 @@ FEW_TOKENS = 16
 """Up to as many per request, one after the other is faster than by chunks."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Verified:
-    """What a target verify keeps for its commit, by layer id."""
+    """What a target verify keeps for its commit, by layer id, and whether it was committed."""
 
     inputs: dict[int, LinearInputs] = field(default_factory=dict)
     conv_rows: dict[int, Tensor] = field(default_factory=dict)
+    committed: bool = False
+
+    @property
+    def due(self) -> bool:
+        return not self.committed and bool(self.inputs or self.conv_rows)
 
     def clear(self) -> None:
         self.inputs.clear()
@@ -96,7 +101,11 @@ class FlaLinearBackend:
         self._captures.reserve(GraphLimits(max_bs, max_num_tokens))
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> Plan:
-        return self._captures.find(forward_batch, in_capture, self._capture)
+        plan = self._captures.find(forward_batch, in_capture, self._capture)
+        metadata: FlaMetadata = plan.metadata
+        if metadata.verified is not None:
+            metadata.verified.committed = False  # the replay that follows fills it again
+        return plan
 
     def _capture(self, batch: ForwardBatch) -> Plan:
         mode, requests, tokens = batch.forward_mode, batch.batch_size, batch.num_tokens
@@ -152,13 +161,14 @@ class FlaLinearBackend:
         if forward_batch.forward_mode is ForwardMode.IDLE:
             return
         verified = metadata.verified
-        if verified is None or not (verified.inputs or verified.conv_rows):
+        if verified is None or not verified.due:
             raise nothing_to_commit(forward_batch.forward_mode)
         spans = metadata.spans.first(accepted.to(metadata.spans.lens.device, non_blocking=True))
         for layer_id, inputs in verified.inputs.items():
             advance_in_place(inputs, 1.0, spans, self._states.recurrent(layer_id), out=None, store=True)
         for layer_id, rows in verified.conv_rows.items():
             keep_newest(rows, spans, self._states.conv(layer_id))
+        verified.committed = True
         if not metadata.captured:
             verified.clear()
 
