@@ -77,6 +77,7 @@ if TYPE_CHECKING:
         check_lse,
         merge_partial,
     )
+    from attnplug.planned import PlannedBackend
     from attnplug.ragged import RaggedCall
     from attnplug.transfer import on_host, to_device
     from attnplug.workspace import (
@@ -124,6 +125,7 @@ _NEEDS_TORCH = {
     ),
     "linear": ("LinearAttention", "LinearInputs", "attend_linear", "convolve"),
     "mla": ("ExtendPolicy", "MLAAttention", "MLALayers", "MLAWeights", "attend_mla", "check_lse", "merge_partial"),
+    "planned": ("PlannedBackend",),
     "ragged": ("RaggedCall",),
     "transfer": ("on_host", "to_device"),
     "workspace": (
@@ -209,6 +211,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "PlanRecord",
+    "PlannedBackend",
     "PluginError",
     "PoolError",
     "Problem",

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
 import torch
 
-from attnplug import BackendError, DType, ForwardExtras, ForwardMode, PlanError, PoolError
+from attnplug import DType, ForwardExtras, ForwardMode, PlanError
 from reference_flashmla import scene
 from support.devices import DEVICES, nothing_waits
+from support.mla_refusals import RefusedCalls
 from support.mla_scene import LAYER, MLACase, MLAScene, relative_error
 
 DECODE, VERIFY, DRAFT_EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND
@@ -179,7 +179,7 @@ class TestPlans:
         assert torch.equal(stage.pool.rows(LAYER).nan_to_num(7), before.nan_to_num(7))
 
 
-class TestWrongUse:
+class TestWrongUse(RefusedCalls):
     def stage(self, mode: ForwardMode = DECODE, *lengths: tuple[int, int]) -> MLAScene:
         return scene(MLACase(lengths or ((20, 1), (9, 1)), mode), "cpu")
 
@@ -201,59 +201,3 @@ class TestWrongUse:
         batch.page_table = batch.page_table[:, :2]
         with pytest.raises(PlanError, match="201 rows, but the page table holds 2 pages of 64"):
             stage.backend.init_forward_metadata(batch)
-
-    def test_a_plan_of_another_instance_is_refused(self):
-        """B5"""
-        stage, other = self.stage(), self.stage()
-        batch = stage.batch()
-        batch.plan = other.backend.init_forward_metadata(other.batch())
-        with pytest.raises(PlanError, match="another instance"):
-            stage.absorbed(batch)
-
-    def test_fewer_rows_than_planned_are_refused(self):
-        """B5: with both numbers."""
-        stage = self.stage()
-        batch = stage.batch()
-        batch.plan = stage.backend.init_forward_metadata(batch)
-        with pytest.raises(PlanError, match="1 query rows, but the plan is for 2"):
-            stage.backend.forward_decode(stage.q[:1], None, None, stage.layer, batch, save_kv_cache=False)
-
-    def test_a_batch_is_run_by_the_entry_of_its_mode(self):
-        stage = self.stage()
-        batch = stage.batch()
-        batch.plan = stage.backend.init_forward_metadata(batch)
-        with pytest.raises(PlanError, match="call forward_decode"):
-            stage.backend.forward_extend(stage.q, None, None, stage.layer, batch, save_kv_cache=False)
-
-    def test_rows_to_be_saved_must_be_given(self):
-        stage = self.stage()
-        batch = stage.batch()
-        batch.plan = stage.backend.init_forward_metadata(batch)
-        forward = stage.backend.forward_decode
-        rows = stage.new_rows().unsqueeze(1)
-        with pytest.raises(BackendError, match="was given k=None, v=None; pass save_kv_cache=False"):
-            forward(stage.q, None, None, stage.layer, batch)
-        with pytest.raises(BackendError, match=r"writes k and no v"):
-            forward(stage.q, rows, rows, stage.layer, batch)
-        with pytest.raises(BackendError, match="1 rows of k for 2 planned ones"):
-            forward(stage.q, rows[:1], None, stage.layer, batch)
-
-    def test_other_heads_and_layers_are_refused(self):
-        stage = self.stage()
-        batch = stage.batch()
-        batch.plan = stage.backend.init_forward_metadata(batch)
-        with pytest.raises(BackendError, match="q has 8 heads, but the plan is for 16"):
-            stage.backend.forward_decode(stage.q[:, :8], None, None, stage.layer, batch, save_kv_cache=False)
-        other = replace(stage.layer, layer_id=99)
-        with pytest.raises(PoolError, match="layer 99 is not an MLA layer"):
-            stage.backend.forward_decode(stage.q, None, None, other, batch, save_kv_cache=False)
-
-    def test_a_log_sum_exp_of_the_wrong_shape_is_refused(self):
-        """C4"""
-        stage = self.stage()
-        batch = stage.batch()
-        batch.plan = stage.backend.init_forward_metadata(batch)
-        with pytest.raises(BackendError, match=r"float32 of shape \(2, 16\) \(tokens, heads\)"):
-            stage.backend.forward_decode(
-                stage.q, None, None, stage.layer, batch, save_kv_cache=False, extras=ForwardExtras(torch.zeros(16, 2))
-            )

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
-from attnplug import SCRATCH, BackendError, ForwardExtras, ForwardMode, PlanError, PoolError
+from attnplug import SCRATCH, ForwardExtras, ForwardMode, PlanError
 from attnplug_triton_mla.options import TritonMLAOptions
 from interpreted_mla import scene
 from support.devices import DEVICES, nothing_waits
+from support.mla_refusals import RefusedCalls
 from support.mla_scene import LAYER, MLACase, MLAScene, relative_error
 
 DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND
@@ -131,7 +130,7 @@ class TestMemory:
         assert stage.workspace.nbytes > before
 
 
-class TestWrongUse:
+class TestWrongUse(RefusedCalls):
     def stage(self, mode: ForwardMode = DECODE, *lengths: tuple[int, int]) -> MLAScene:
         return scene(MLACase(lengths or ((20, 1), (9, 1)), mode, heads=4), "cpu")
 
@@ -157,59 +156,3 @@ class TestWrongUse:
         batch.page_table = torch.zeros(2, 1 << 18, dtype=torch.int32)
         with pytest.raises(PlanError, match=r"1048576 rows with 4 heads.*--chunked-prefill-size"):
             stage.backend.init_forward_metadata(batch)
-
-    def test_a_plan_of_another_instance_is_refused(self):
-        """B5"""
-        stage, other = self.stage(), self.stage()
-        batch = stage.batch()
-        batch.plan = other.backend.init_forward_metadata(other.batch())
-        with pytest.raises(PlanError, match="another instance"):
-            stage.absorbed(batch)
-
-    def test_fewer_rows_than_planned_are_refused(self):
-        """B5: with both numbers."""
-        stage = self.stage()
-        batch = stage.batch()
-        batch.plan = stage.backend.init_forward_metadata(batch)
-        with pytest.raises(PlanError, match="1 query rows, but the plan is for 2"):
-            stage.backend.forward_decode(stage.q[:1], None, None, stage.layer, batch, save_kv_cache=False)
-
-    def test_a_batch_is_run_by_the_entry_of_its_mode(self):
-        stage = self.stage()
-        batch = stage.batch()
-        batch.plan = stage.backend.init_forward_metadata(batch)
-        with pytest.raises(PlanError, match="call forward_decode"):
-            stage.backend.forward_extend(stage.q, None, None, stage.layer, batch, save_kv_cache=False)
-
-    def test_rows_to_be_saved_must_be_given(self):
-        stage = self.stage()
-        batch = stage.batch()
-        batch.plan = stage.backend.init_forward_metadata(batch)
-        forward = stage.backend.forward_decode
-        rows = stage.new_rows().unsqueeze(1)
-        with pytest.raises(BackendError, match="was given k=None, v=None; pass save_kv_cache=False"):
-            forward(stage.q, None, None, stage.layer, batch)
-        with pytest.raises(BackendError, match=r"writes k and no v"):
-            forward(stage.q, rows, rows, stage.layer, batch)
-        with pytest.raises(BackendError, match="1 rows of k for 2 planned ones"):
-            forward(stage.q, rows[:1], None, stage.layer, batch)
-
-    def test_other_heads_and_layers_are_refused(self):
-        stage = self.stage()
-        batch = stage.batch()
-        batch.plan = stage.backend.init_forward_metadata(batch)
-        with pytest.raises(BackendError, match="q has 2 heads, but the plan is for 4"):
-            stage.backend.forward_decode(stage.q[:, :2], None, None, stage.layer, batch, save_kv_cache=False)
-        other = replace(stage.layer, layer_id=99)
-        with pytest.raises(PoolError, match="layer 99 is not an MLA layer"):
-            stage.backend.forward_decode(stage.q, None, None, other, batch, save_kv_cache=False)
-
-    def test_a_log_sum_exp_of_the_wrong_shape_is_refused(self):
-        """C4"""
-        stage = self.stage()
-        batch = stage.batch()
-        batch.plan = stage.backend.init_forward_metadata(batch)
-        with pytest.raises(BackendError, match=r"float32 of shape \(2, 4\) \(tokens, heads\)"):
-            stage.backend.forward_decode(
-                stage.q, None, None, stage.layer, batch, save_kv_cache=False, extras=ForwardExtras(torch.zeros(4, 2))
-            )

@@ -21,6 +21,7 @@ from generation_checks import (
     scene,
 )
 from support.devices import DEVICES, nothing_waits
+from support.mla_refusals import RefusedCalls
 from support.mla_scene import MLACase, MLAModel, MLAScene, relative_error
 from trtllm_reference import NEWEST, ReferenceFlashInfer, build_on, flashinfer_folder, reference_trtllm
 
@@ -262,18 +263,21 @@ class TestNothingIsReadBack:
         check_absorbed(MLACase(lengths(4, 300, 3, seed=1), VERIFY, cpu_lengths=False), device, build_on(device))
 
 
-class TestWrongUse:
-    def stage(self, **changes: object) -> MLAScene:
+class TestWrongUse(RefusedCalls):
+    def stage(self) -> MLAScene:
+        return self.extended(lengths=((20, 1), (9, 1)), mode=DECODE)
+
+    def extended(self, **changes: object) -> MLAScene:
         return scene(MLACase(**{"lengths": ((20, 2),), "mode": EXTEND, **changes}), "cpu", reference_trtllm)
 
     def test_extend_in_a_drafts_worker_is_refused_in_words(self):
         """A1, A4"""
-        stage = self.stage(serving=Serving(skip_prefill=True))
+        stage = self.extended(serving=Serving(skip_prefill=True))
         with pytest.raises(PlanError, match=r"skip_prefill=True.*does not extend"):
             stage.backend.init_forward_metadata(stage.batch())
 
     def test_a_batch_planned_to_run_as_mha_is_not_run_absorbed(self):
-        stage = self.stage()
+        stage = self.extended()
         model = MLAModel(stage)
         model.run(ExtendPolicy(forced=ExtendPath.ONE_SHOT))
         batch = model.batch
@@ -281,16 +285,8 @@ class TestWrongUse:
         with pytest.raises(PlanError, match="planned to run as MHA"):
             stage.absorbed(batch)
 
-    def test_a_batch_planned_by_another_instance_is_refused(self):
-        """B5"""
-        one, other = self.stage(), self.stage()
-        batch = one.batch()
-        batch.plan = other.backend.init_forward_metadata(batch)
-        with pytest.raises(PlanError, match="another instance"):
-            one.absorbed(batch)
-
     def test_a_log_sum_exp_that_kernels_would_miss_is_refused(self):
-        stage = self.stage(mode=VERIFY)
+        stage = self.extended(mode=VERIFY)
         batch = stage.batch()
         batch.plan = stage.backend.init_forward_metadata(batch)
         extras = ForwardExtras(lse=torch.empty(2, 32)[:, :16])
@@ -299,10 +295,10 @@ class TestWrongUse:
 
     def test_a_page_size_that_no_kernel_page_divides_is_refused(self):
         with pytest.raises(BackendError, match="page size 48 is not supported, only a multiple of 32"):
-            self.stage(page_size=48)
+            self.extended(page_size=48)
 
     def test_chunks_of_a_batch_that_was_not_prepared_say_what_to_call(self):
-        stage = self.stage()
+        stage = self.extended()
         with pytest.raises(PlanError, match=r"MLAAttention\.prepare"):
             stage.backend.init_mha_chunk_metadata(stage.batch())
 

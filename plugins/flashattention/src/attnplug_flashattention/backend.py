@@ -24,6 +24,7 @@ from attnplug import (
     ModelSpec,
     Plan,
     PlanError,
+    PlannedBackend,
     PoolError,
     RaggedCall,
     Serving,
@@ -61,7 +62,7 @@ class Metadata:
     at_hand: RaggedCall | None
 
 
-class FlashAttentionBackend:
+class FlashAttentionBackend(PlannedBackend):
     """MHA and GQA over a paged cache, and MLA prefill over rows at hand. What it knows of a batch is in its plan.
 
     There is no ``init_mha_chunk_metadata``: kernels take the lengths of each call as they are (A6).
@@ -176,44 +177,17 @@ class FlashAttentionBackend:
 
     # Running
 
-    def forward_extend(
+    def run_plan(
         self,
+        plan: Plan,
         q: Tensor,
         k: Tensor | None,
         v: Tensor | None,
         layer: LayerSpec,
         batch: ForwardBatch,
-        *,
-        save_kv_cache: bool = True,
-        extras: ForwardExtras | None = None,
-    ) -> Tensor:
-        return self._forward(q, k, v, layer, batch, False, save_kv_cache, extras)
-
-    def forward_decode(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        *,
-        save_kv_cache: bool = True,
-        extras: ForwardExtras | None = None,
-    ) -> Tensor:
-        return self._forward(q, k, v, layer, batch, True, save_kv_cache, extras)
-
-    def _forward(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        decode: bool,
         save_kv_cache: bool,
         extras: ForwardExtras | None,
     ) -> Tensor:
-        plan = batch.plan_for(self.backend_id, q.shape[0], decode=decode)
         cached_layer, metadata = self._layer(layer), plan.metadata
         lse, sinks = self._extras(q, layer, extras)
         rows = plan.query_rows

@@ -26,6 +26,7 @@ from attnplug import (
     MLALayers,
     Plan,
     PlanError,
+    PlannedBackend,
     RaggedCall,
     Serving,
     check_lse,
@@ -79,7 +80,7 @@ class ChunkKVRunner:
         return PlannedRagged.of(call, self._leases)
 
 
-class FlashInferMLABackend:
+class FlashInferMLABackend(PlannedBackend):
     """MLA over FlashInfer's wrappers. What it knows of a batch is in the batch's plan.
 
     Whatever the switches, the constructor makes every wrapper that its role needs (A1): decode and ragged always, paged
@@ -243,44 +244,17 @@ class FlashInferMLABackend:
 
     # Running
 
-    def forward_extend(
+    def run_plan(
         self,
+        plan: Plan,
         q: Tensor,
         k: Tensor | None,
         v: Tensor | None,
         layer: LayerSpec,
         batch: ForwardBatch,
-        *,
-        save_kv_cache: bool = True,
-        extras: ForwardExtras | None = None,
-    ) -> Tensor:
-        return self._forward(q, k, v, layer, batch, False, save_kv_cache, extras)
-
-    def forward_decode(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        *,
-        save_kv_cache: bool = True,
-        extras: ForwardExtras | None = None,
-    ) -> Tensor:
-        return self._forward(q, k, v, layer, batch, True, save_kv_cache, extras)
-
-    def _forward(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        decode: bool,
         save_kv_cache: bool,
         extras: ForwardExtras | None,
     ) -> Tensor:
-        plan = batch.plan_for(self.backend_id, q.shape[0], decode=decode)
         metadata: PagedMetadata = plan.metadata
         self._layers.check(layer, q)
         cache, planned = self._caches[layer.layer_id], plan.query_rows

@@ -22,6 +22,7 @@ from attnplug import (
     PageSizes,
     Plan,
     PlanError,
+    PlannedBackend,
 )
 from attnplug_flashmla.kernels import PAGE, Call, FlashMLAKernels, Kernels
 from attnplug_flashmla.planner import Captured, Metadata, Pages
@@ -29,7 +30,7 @@ from attnplug_flashmla.planner import Captured, Metadata, Pages
 _UNIFORM = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
 
 
-class FlashMLABackend:
+class FlashMLABackend(PlannedBackend):
     """MLA decode by FlashMLA: batches with equally many new tokens of every request, one or a few.
 
     What it knows of a batch is in the batch's plan, made on the device alone: a plan needs no length on the host, and a
@@ -125,44 +126,17 @@ class FlashMLABackend:
 
     # Running
 
-    def forward_extend(
+    def run_plan(
         self,
+        plan: Plan,
         q: Tensor,
         k: Tensor | None,
         v: Tensor | None,
         layer: LayerSpec,
         batch: ForwardBatch,
-        *,
-        save_kv_cache: bool = True,
-        extras: ForwardExtras | None = None,
-    ) -> Tensor:
-        return self._forward(q, k, v, layer, batch, False, save_kv_cache, extras)
-
-    def forward_decode(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        *,
-        save_kv_cache: bool = True,
-        extras: ForwardExtras | None = None,
-    ) -> Tensor:
-        return self._forward(q, k, v, layer, batch, True, save_kv_cache, extras)
-
-    def _forward(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        decode: bool,
         save_kv_cache: bool,
         extras: ForwardExtras | None,
     ) -> Tensor:
-        plan = batch.plan_for(self.backend_id, q.shape[0], decode=decode)
         metadata: Metadata = plan.metadata
         self._layers.check(layer, q)
         cache, rows = self._caches[layer.layer_id], plan.query_rows

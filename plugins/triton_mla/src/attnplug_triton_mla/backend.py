@@ -23,6 +23,7 @@ from attnplug import (
     MLALayers,
     Plan,
     PlanError,
+    PlannedBackend,
 )
 from attnplug_triton_mla.configurations import Configuration, Room, choose, fitting, most_partials
 from attnplug_triton_mla.options import TritonMLAOptions
@@ -49,7 +50,7 @@ class Metadata:
             self.schedule.fill(batch.page_table, batch.seq_lens, new_lens)
 
 
-class TritonMLABackend:
+class TritonMLABackend(PlannedBackend):
     """MLA by Triton kernels: one schedule for every kind of batch, made on the device from the lengths there.
 
     A plan takes nothing from the host but shapes, one launch fills it, and a captured one follows whatever lengths its
@@ -154,44 +155,17 @@ class TritonMLABackend:
 
     # Running
 
-    def forward_extend(
+    def run_plan(
         self,
+        plan: Plan,
         q: Tensor,
         k: Tensor | None,
         v: Tensor | None,
         layer: LayerSpec,
         batch: ForwardBatch,
-        *,
-        save_kv_cache: bool = True,
-        extras: ForwardExtras | None = None,
-    ) -> Tensor:
-        return self._forward(q, k, v, layer, batch, False, save_kv_cache, extras)
-
-    def forward_decode(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        *,
-        save_kv_cache: bool = True,
-        extras: ForwardExtras | None = None,
-    ) -> Tensor:
-        return self._forward(q, k, v, layer, batch, True, save_kv_cache, extras)
-
-    def _forward(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        decode: bool,
         save_kv_cache: bool,
         extras: ForwardExtras | None,
     ) -> Tensor:
-        plan = batch.plan_for(self.backend_id, q.shape[0], decode=decode)
         metadata: Metadata = plan.metadata
         self._layers.check(layer, q)
         cache, rows = self._caches[layer.layer_id], plan.query_rows

@@ -40,8 +40,8 @@ class Configuration:
 
 ANY = 1 << 30
 
-# Measured on an H200 (benchmarks/notes-triton-mla.md). 32 rows of few requests are two tiles of 16: a program reads its
-# queries from shared memory at every step, so that fewer of them in more programs are faster.
+# Chosen from benchmarks/results/triton_mla_cuts_h200.json. 32 rows of few requests are two tiles of 16: a program reads
+# its queries from shared memory at every step, so that fewer of them in more programs are faster.
 _LOW = Configuration(16, 64, 4, 3, merge_parts=16, merge_columns=512, overlap=True)
 _LOW_FEW = replace(_LOW, merge_parts=128, merge_columns=32)
 _TALL = Configuration(32, 64, 8, 3, merge_parts=16, merge_columns=512, overlap=True)

@@ -1,15 +1,17 @@
 """MLA over a paged cache: one kernel for decode, verify and extend, that attends to what ``triton_plan`` scheduled.
 
 Two numbers decide. Bytes: a cache row is 1152 bytes in 16 bits (latent 512, rope 64), and is both key and value; an
-H200 reads 4.2 TB/s, 32 GB/s a multiprocessor, so a step of 64 rows takes one 2.3 µs where all read, and 0.7 µs from L2
-(about 110 GB/s) where few do. Operations: with M rows of queries, 2 * M * (576 + 512) a cache row; at M = 64 a step is
-8.9 MFLOP, 1.2 µs of a multiprocessor's 7.5 TFLOP/s, and at M = 16 a quarter of that. So decode with few heads waits
-for bytes, with 128 heads for both alike, and at small batches for neither: what is left there is latency, a chain of
-loads (schedule, record, page, row) and the merge. Hence:
+H200 reads 4.2 TB/s, 32 GB/s a multiprocessor, so a step of 64 rows takes one 2.3 µs where all read. Operations: with M
+rows of queries, 2 * M * (576 + 512) a cache row; at M = 16 a step is 2.2 MFLOP, a third of a microsecond. So decode
+with few heads waits for bytes; at small batches for neither, but for instructions and for loads that wait for each
+other: 1.5 µs a thousand of the former, with one warp a scheduler, and 0.3 to 0.8 each of the latter. Hence:
 
-- Rows (query token, head) of a request fill one tile of up to 64 rows, the tensor cores' own height: a verify of 4
-  tokens with 16 heads reads the cache once, not four times. 64 rows of float32 accumulators are half of the registers.
-- The latent part of a step is loaded once, and is K transposed and V as it is; rope is a product of its own.
+- A program finds all it begins with, its first page too, in a record of its own: one load, then rows.
+- Rows come in quarters of the latent. The four loads share addresses, of which a thread then has a quarter as many, and
+  the four products of a step are chains of their own. A step that lies in one page looks that page up once.
+- A quarter is loaded once, and is K transposed and V as it is; rope is a product of its own.
+- Rows (query token, head) of a request fill one tile: a verify of 2 tokens with 8 heads reads the cache once. Not more
+  than 32 rows: queries are read from shared memory at every step, whose bandwidth is the next limit.
 - Every program takes an equal stretch of the batch's work, whatever the lengths (see ``triton_plan``), and writes its
   result straight to the output where a tile is its alone.
 - What lies behind a request's rows may be anything, NaN too: it is neither loaded (zeros stand there, since zero times

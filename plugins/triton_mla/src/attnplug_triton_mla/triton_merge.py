@@ -5,9 +5,10 @@ the parts' mean with weights ``2 ** lse``. Parts are taken in the order of their
 not depend on which program was done first.
 
 Bytes decide, in L2: a part of 16 rows is 32 KiB in float32, and one multiprocessor reads about 110 GB/s. 64 parts are
-19 µs for one of them, and 1 µs for 64 of them. So few parts are merged by the program that comes last, at the end of
-the attention kernel (``merge_tile``), and many by a kernel of their own, one row and some columns a program
-(``launch_merge``).
+19 µs for one of them, and 1 µs for 64 of them. So parts are merged by a kernel of their own, one row and some columns a
+program (``launch_merge``); it takes as many parts at once as there may be, since one behind the other they wait. Where
+requests have different numbers of rows, which that kernel cannot divide, the program that comes last merges, at the end
+of the attention kernel (``merge_tile``).
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from attnplug import (
     PageSizes,
     Plan,
     PlanError,
+    PlannedBackend,
     RaggedCall,
     check_lse,
 )
@@ -57,7 +58,7 @@ class Metadata:
     captured: Captured | None = None
 
 
-class TRTLLMMLABackend:
+class TRTLLMMLABackend(PlannedBackend):
     """MLA by kernels that read page tables themselves; what they do not serve runs on FlashInfer's (A4).
 
     Decode, and verify with equally many rows of every request, are one kernel call. Other absorbed batches go to the
@@ -174,47 +175,20 @@ class TRTLLMMLABackend:
 
     # Running
 
-    def forward_extend(
+    def run_plan(
         self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        *,
-        save_kv_cache: bool = True,
-        extras: ForwardExtras | None = None,
-    ) -> Tensor:
-        plan = batch.plan_for(self.backend_id, q.shape[0], decode=False)
-        if plan.parts:
-            assert self._fallback is not None
-            return self._fallback.forward_extend(q, k, v, layer, batch, save_kv_cache=save_kv_cache, extras=extras)
-        return self._forward(q, k, v, layer, plan, save_kv_cache, extras)
-
-    def forward_decode(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        *,
-        save_kv_cache: bool = True,
-        extras: ForwardExtras | None = None,
-    ) -> Tensor:
-        plan = batch.plan_for(self.backend_id, q.shape[0], decode=True)
-        return self._forward(q, k, v, layer, plan, save_kv_cache, extras)
-
-    def _forward(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: LayerSpec,
         plan: Plan,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
         save_kv_cache: bool,
         extras: ForwardExtras | None,
     ) -> Tensor:
+        if plan.parts:
+            assert self._fallback is not None
+            return self._fallback.forward_extend(q, k, v, layer, batch, save_kv_cache=save_kv_cache, extras=extras)
         metadata: Metadata = plan.metadata
         self._layers.check(layer, q)
         pages, planned = self._pages[layer.layer_id], plan.query_rows
