@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug.kv.layout import PageLayout
 
@@ -16,8 +18,12 @@ def _write_rows(
     pages, slots, rows, token_stride, head_stride, scale, limit,
     PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
     DIM_STRIDE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, FLOAT8: tl.constexpr, BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program per token and block of its row. What is padding is looked up here, so nobody waits for it."""
+    if EARLY:
+        gdc_launch_dependents()  # attention that is launched early prepares itself meanwhile, and waits for our rows
+        gdc_wait()  # for whoever made slots and rows
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     if (slot >= 0) & (slot < limit):
@@ -42,6 +48,7 @@ class RowWriter:
         self._pages, self._scale = pages, scale
         self._limit = layout.num_pages * layout.page_size
         self._blocks = triton.cdiv(width, block)
+        early = torch.version.hip is None and torch.cuda.get_device_capability(pages.device) >= (9, 0)
         self._constants = {
             "PAGE_SIZE": layout.page_size,
             "PAGE_STRIDE": page_stride,
@@ -52,6 +59,8 @@ class RowWriter:
             "DIM": layout.dim,
             "FLOAT8": pages.element_size() == 1,
             "BLOCK": block,
+            "EARLY": early,
+            "launch_pdl": early,
         }
 
     def write(self, slots: Tensor, rows: Tensor) -> None:
