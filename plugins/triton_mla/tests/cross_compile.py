@@ -23,8 +23,10 @@ import triton
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
-from attnplug_triton_mla.configurations import RAGGED, TABLE
+from attnplug_triton_mla.configurations import ENTRIES, RAGGED, WIDE, Configuration
+from attnplug_triton_mla.gluon_attention import _attend_wide
 from attnplug_triton_mla.triton_attention import _attend
 from attnplug_triton_mla.triton_merge import _merge
 from attnplug_triton_mla.triton_plan import _plan
@@ -41,7 +43,7 @@ FLOATS = dict.fromkeys(("scale", "out_scale", "part_cost"), "fp32")
 def compiled(kernel, sm: int, constants: dict[str, object], options: dict[str, object], **pointers: str):
     """As the launcher would compile it: memory and strides of rows are multiples of 16."""
     types, names = {**POINTERS, **FLOATS, **pointers}, kernel.arg_names
-    source = ASTSource(
+    source = (GluonASTSource if kernel is _attend_wide else ASTSource)(
         fn=kernel,
         signature={name: "constexpr" if name in constants else types.get(name, "i32") for name in names},
         constexprs={(names.index(name),): value for name, value in constants.items()},
@@ -64,15 +66,21 @@ def attend(sm: int, cut: dict[str, object], q: str, cache: str, invariant: bool 
         "PAGE_SIZE": page_size,
         "PAGE_STRIDE": page_size * (RANK + ROPE),
         "SLOT_STRIDE": RANK + ROPE,
-        "TILE": cut["tile"],
-        "STEP": cut["step"],
         "INVARIANT": invariant,
-        "MERGE_COLUMNS": cut["merge_columns"] if cut["merge"] == "last" else 0,
         "LSE": True,
         "OVERLAP": cut["overlap"],
     }
-    options = {"num_warps": cut["warps"], "num_stages": cut["stages"], "launch_pdl": cut["overlap"]}
-    return compiled(_attend, sm, constants, options, q=f"*{q}", out=f"*{q}", cache=f"*{cache}")
+    options = {"num_warps": cut["warps"], "launch_pdl": cut["overlap"]}
+    types = {"q": f"*{q}", "out": f"*{q}", "cache": f"*{cache}"}
+    if cut["tile"] == WIDE:
+        return compiled(_attend_wide, sm, constants, options, **types)
+    constants |= {
+        "TILE": cut["tile"],
+        "STEP": cut["step"],
+        "Q_AT_EACH_STEP": cut["q_at_each_step"] and cache == q,
+        "MERGE_COLUMNS": cut["merge_columns"] if cut["merge"] == "last" else 0,
+    }
+    return compiled(_attend, sm, constants, options | {"num_stages": cut["stages"]}, **types)
 
 
 def merge(sm: int, cut: dict[str, object], q: str, invariant: bool = False):
@@ -83,11 +91,12 @@ def merge(sm: int, cut: dict[str, object], q: str, invariant: bool = False):
         "TILE": cut["tile"],
         "COLUMNS": cut["merge_columns"],
         "BLOCK": cut["merge_parts"],
+        "FEW": min(cut["merge_parts"], 32),
         "INVARIANT": invariant,
         "LSE": True,
         "OVERLAP": cut["overlap"],
     }
-    options = {"num_warps": 4, "launch_pdl": cut["overlap"]}
+    options = {"num_warps": cut["merge_warps"], "launch_pdl": cut["overlap"]}
     return compiled(_merge, sm, constants, options, out=f"*{q}")
 
 
@@ -97,6 +106,7 @@ def plan(sm: int, cut: dict[str, object], queries: int, parts: int, block: int):
         "HEADS": 16,
         "TILE": cut["tile"],
         "STEP": cut["step"],
+        "START": 0 if parts else cut["start_steps"],
         "PAGE_SIZE": PAGE,
         "PARTS": parts,
         "BLOCK": block,
@@ -123,21 +133,28 @@ def table() -> Iterator[tuple[str, Any]]:
     for queries, parts, block in ((1, 0, 16), (1, 16, 256), (0, 0, 16), (0, 1, 1024)):
         name = f"plan   {queries} queries, {parts} parts, {block} requests"
         yield name, plan(90, asdict(RAGGED), queries, parts, block)
-    for parts, columns in sorted({(entry.merge_parts, entry.merge_columns) for *_, entry in TABLE}):
-        cut = asdict(replace(RAGGED, merge_parts=parts, merge_columns=columns))
-        yield f"merge  {parts} parts, {columns} columns", merge(90, cut, "bf16")
-    entries = sorted({RAGGED, *(entry for *_, entry in TABLE)}, key=str)
-    for entry, cache, invariant in itertools.product(entries, ("bf16", "fp8e4nv"), (False, True)):
-        cut = f"{entry.tile} x {entry.step}, {entry.warps} warps, {entry.stages} stages, {entry.merge}"
-        made = attend(90, asdict(entry), "bf16", cache, invariant)
-        yield f"attend {cut:36} {cache:7} {'invariant' * invariant}", made
+    merges = sorted({(entry.merge_parts, entry.merge_columns, entry.merge_warps) for entry in ENTRIES})
+    for parts, columns, warps in merges:
+        cut = asdict(replace(RAGGED, merge_parts=parts, merge_columns=columns, merge_warps=warps))
+        yield f"merge  {parts} parts, {columns} columns, {warps} warps", merge(90, cut, "bf16")
+    cuts = {(entry.tile, entry.step, entry.warps, entry.stages, entry.merge, entry.q_at_each_step) for entry in ENTRIES}
+    for cut, cache, invariant in itertools.product(sorted(cuts), ("bf16", "fp8e4nv"), (False, True)):
+        tile, step, warps, stages, who, again = cut
+        if tile == WIDE and cache != "bf16":
+            continue
+        entry = Configuration(tile, step, warps, stages, merge=who, q_at_each_step=again, overlap=True)
+        name = f"{tile} x {step}, {warps} warps, {stages} stages, {who}{', q at each step' * again}"
+        yield (
+            f"attend {name:48} {cache:7} {'invariant' * invariant}",
+            attend(90, asdict(entry), "bf16", cache, invariant),
+        )
 
 
 def main(asked: str) -> None:
     if asked == "--table":
         print(f"Triton {triton.__version__}, SM 90")
         for name, made in table():
-            print(f"{name:62} {resources(made)}", flush=True)
+            print(f"{name:76} {resources(made)}", flush=True)
         return
     cases = json.loads(asked)
     sm, cut = cases[0]["sm"], cases[0]["cut"]

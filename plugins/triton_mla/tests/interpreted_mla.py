@@ -13,7 +13,7 @@ from attnplug import AttentionBackend, BackendContext, DType, MLADims
 from attnplug_triton_mla.configurations import Configuration
 from support.mla_scene import DEEPSEEK, LAYER, MLACase, MLAScene, relative_error
 
-Choose = Callable[[int, int, bool], Configuration]
+Choose = Callable[..., Configuration]
 MULTIPROCESSORS = 3
 """Of the imaginary GPU: few, since each is a loop in Python, and enough to divide a request."""
 NARROW = MLADims(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16)
@@ -21,10 +21,10 @@ TOLERANCE = {DType.FLOAT32: 1e-6, DType.FLOAT16: 1e-3, DType.BFLOAT16: 5e-3}
 """The interpreter rounds to bfloat16 toward zero, so on a CPU nothing is judged in it."""
 
 
-def small(rows: int, requests: int, invariant: bool) -> Configuration:
+def small(rows: int, requests: int, tokens: int, **_: bool) -> Configuration:
     """Short steps and low tiles, so that small batches have many of both."""
     tile, merge = 16 if rows <= 16 else 32, "kernel" if requests < 4 else "last"
-    return Configuration(tile, 16, 4, 2, merge=merge, merge_columns=512)
+    return Configuration(tile, 16, 4, 2, start_steps=1, merge=merge, merge_columns=512)
 
 
 def build(context: BackendContext, choose: Choose | None = None) -> AttentionBackend:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attnplug import DType, ForwardMode, MLADims
-from attnplug_triton_mla.configurations import RAGGED, TABLE, Configuration
+from attnplug_triton_mla.configurations import ENTRIES, WIDE, Configuration
 from attnplug_triton_mla.options import TritonMLAOptions
 from attnplug_triton_mla.scratch import COUNTERS
 from interpreted_mla import MULTIPROCESSORS, check, scene, small
@@ -90,7 +90,7 @@ class TestBatches:
     @modes
     def test_lengths_that_differ_a_thousandfold(self, mode, new, device):
         longest = 2000 if device == "cpu" else 40000
-        cut = (lambda *_: Configuration(16, 128, 4, 2, merge="last")) if device == "cpu" else None
+        cut = (lambda *_, **__: Configuration(16, 128, 4, 2, merge="last")) if device == "cpu" else None
         check(MLACase(((longest, new), (0, new), (7, new), (64, new)), mode, heads=2), device, cut)
 
     @on_every_device
@@ -103,6 +103,17 @@ class TestBatches:
     def test_an_fp8_cache_with_its_scale(self, mode, new, device):
         given = lengths(4, 100, new, seed=4)
         check(MLACase(given, mode, heads=2, dtype=DType.FLOAT16, kv_dtype=FP8, kv_scale=0.37), device)
+
+    @on_every_device
+    def test_small_queries_over_a_large_fp8_cache(self, device):
+        """Queries that fp16, in which fp8 rows are multiplied, would hold with a bit or two."""
+        given = ((90, 1), (40, 1))
+        stage = scene(MLACase(given, DECODE, heads=2, kv_dtype=FP8, kv_scale=1e7), device)
+        stage.rows = [rows * 1e7 for rows in stage.rows]
+        stage.store(stage.rows, [(0, before) for before, _ in given])
+        stage.q *= 1e-7
+        out, _ = stage.absorbed()
+        assert relative_error(out, stage.wanted_absorbed()[0]) <= 5e-3
 
     @on_every_device
     @pytest.mark.parametrize(("rank", "rope"), [(512, 64), (512, 0), (256, 64), (256, 0)])
@@ -143,6 +154,7 @@ class TestConfigurations:
             {"part_cost": 2.0},
             {"tile": 32, "step": 32, "merge_columns": 16},
             {"merge_parts": 2, "merge_columns": 16, "programs": 3},
+            {"q_at_each_step": True, "programs": 3},
         ],
         ids=lambda changes: ",".join(changes) or "plain",
     )
@@ -150,22 +162,35 @@ class TestConfigurations:
         """Parts of long requests, several requests in one program, and both at once."""
         cut = replace(Configuration(16, 16, 4, 2, merge=merge, merge_columns=64), **changes)
         given = ((70, new), (0, new), (3, new), (40, new))
-        check(MLACase(given, mode, heads=2), device, lambda *_: cut)
+        check(MLACase(given, mode, heads=2), device, lambda *_, **__: cut)
+
+    @on_every_device
+    @pytest.mark.parametrize("merge_parts", [64, 32])
+    def test_a_tile_of_many_parts(self, merge_parts, device):
+        """More than the shorter piece of code takes at once: by the longer one, or by the shorter one twice."""
+        cut = Configuration(16, 16, 4, 2, programs=14, merge_parts=merge_parts, merge_columns=512)
+        stage = check(MLACase(((630, 1),), DECODE, heads=2), device, lambda *_, **__: cut)
+        schedule = stage.backend.init_forward_metadata(stage.batch()).metadata.schedule
+        stretch, line, *_ = schedule.numbers.tolist()
+        assert line / stretch > 32
 
     @on_a_gpu
-    @pytest.mark.parametrize("entry", sorted({RAGGED, *(entry for *_, entry in TABLE)}, key=str), ids=str)
+    @pytest.mark.parametrize("entry", sorted(set(ENTRIES), key=str), ids=str)
     def test_every_entry_of_the_table_serves_every_batch(self, entry, device):
-        heads = {16: 16, 32: 128}[entry.tile]
+        heads = 16 if entry.tile == 16 else 128
         for given, mode in ((lengths(5, 5000, 1, seed=1), DECODE), (lengths(3, 2000, 4, seed=2), VERIFY)):
-            check(MLACase(given, mode, heads=heads), device, lambda *_: entry)
-        check(MLACase(ragged(6, 2000, 50, seed=3), EXTEND, heads=heads), device, lambda *_: entry)
+            check(MLACase(given, mode, heads=heads), device, lambda *_, **__: entry)
+        if entry.tile != WIDE:
+            check(MLACase(ragged(6, 2000, 50, seed=3), EXTEND, heads=heads), device, lambda *_, **__: entry)
 
     @on_a_gpu
-    def test_kernels_that_are_launched_early(self, device):
+    @pytest.mark.parametrize("entry", sorted({entry for entry in ENTRIES if entry.merge == "kernel"}, key=str), ids=str)
+    def test_kernels_that_are_launched_early(self, entry, device):
+        """New rows are written, read and merged by kernels that are launched before the one in front is done."""
         if torch.cuda.get_device_capability() < (9, 0):
             pytest.skip("kernels wait for each other on the device from SM 90 on")
-        cut = Configuration(16, 32, 4, 3, merge="kernel", overlap=True)
-        stage = check(MLACase(((20000, 1), (5, 1)), DECODE), device, lambda *_: cut)
+        heads = 16 if entry.tile == 16 else 128
+        stage = check(MLACase(((20000, 1), (5, 1)), DECODE, heads=heads), device, lambda *_, **__: entry)
         first = stage.absorbed()[0]
         assert all(torch.equal(stage.absorbed()[0], first) for _ in range(50))
 
@@ -175,8 +200,8 @@ class TestBits:
     @pytest.mark.parametrize("merge", ["last", "kernel"])
     def test_the_same_batch_gives_the_same_bits(self, merge, device):
         """Whoever comes last merges in the order of the parts; and leaves its counter at zero."""
-        cut = replace(small(16, 4, False), merge=merge)
-        stage = scene(MLACase(((150, 1), (40, 1), (2, 1), (64, 1)), DECODE, heads=2), device, lambda *_: cut)
+        cut = replace(small(16, 4, 64), merge=merge)
+        stage = scene(MLACase(((150, 1), (40, 1), (2, 1), (64, 1)), DECODE, heads=2), device, lambda *_, **__: cut)
         first, first_lse = stage.absorbed()
         for _ in range(1 if device == "cpu" else 100):
             again, again_lse = stage.absorbed()
@@ -200,7 +225,7 @@ class TestBits:
     def test_batch_invariance(self, mode, new, merge, device):
         """A request's bits are the same alone, among others, and wherever it stands."""
         mine, others = (70 if device == "cpu" else 9000, new), ((40, new), (0, new), (90, new))
-        cut = replace(small(16, 4, False), merge=merge, least_steps=2)
+        cut = replace(small(16, 4, 64), merge=merge, least_steps=2)
         alone, rows = self.bits(mode, (mine,), 0, cut, device)
         for position in (0, 3):
             given = (*others[:position], mine, *others[position:])
@@ -211,7 +236,7 @@ class TestBits:
         """A request's output in a batch; its rows and queries are those of ``rows``, or what it brings."""
         options = TritonMLAOptions(batch_invariant=True)
         case = MLACase(given, mode, heads=2, options=options)
-        stage = scene(case, device, lambda *_: cut) if device == "cpu" else scene(case, device)
+        stage = scene(case, device, lambda *_, **__: cut) if device == "cpu" else scene(case, device)
         begin, new = sum(stage.new[:position]), stage.new[position]
         if rows is not None:
             stage.rows[position], stage.q[begin : begin + new] = rows
@@ -224,9 +249,9 @@ class TestBits:
     def test_without_the_option_the_batch_decides(self, device):
         """Or the test above could not fail: with others in the batch, the same request is cut elsewhere."""
         if device == "cpu":
-            cut = small(16, 4, False)  # the same for both
-            alone = self.parts(scene(MLACase(((150, 1),), DECODE, heads=4), device, lambda *_: cut))
-            among = self.parts(scene(MLACase(((150, 1), (300, 1)), DECODE, heads=4), device, lambda *_: cut))
+            cut = small(16, 4, 64)  # the same for both
+            alone = self.parts(scene(MLACase(((150, 1),), DECODE, heads=4), device, lambda *_, **__: cut))
+            among = self.parts(scene(MLACase(((150, 1), (300, 1)), DECODE, heads=4), device, lambda *_, **__: cut))
         else:
             alone = self.parts(scene(MLACase(((9000, 1),), DECODE, heads=4), device))
             among = self.parts(scene(MLACase(((9000, 1), (90000, 1)), DECODE, heads=4), device))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import subprocess
 import sys
@@ -10,32 +11,48 @@ from pathlib import Path
 
 import pytest
 
-from attnplug_triton_mla.configurations import RAGGED, TABLE, Room, choose, fitting, most_partials
+from attnplug_triton_mla.configurations import (
+    ANY,
+    ENTRIES,
+    RAGGED,
+    TABLE,
+    TABLE_FP8,
+    WIDE,
+    Configuration,
+    Room,
+    choose,
+    fitting,
+    most_partials,
+)
 
 KIB = 1024
 SHARED = {80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}
 """What a program can have of shared memory, by SM."""
 WIDTH = 576
-ENTRIES = [RAGGED, *(entry for *_, entry in TABLE)]
 
 
-def test_every_shape_finds_its_entry():
+@pytest.mark.parametrize("fp8", [False, True])
+def test_every_shape_finds_its_entry(fp8):
     for rows in (1, 8, 16, 17, 32, 33, 64, 128, 1024):
         for requests in (1, 2, 3, 16, 64, 1000):
-            entry = choose(rows, requests, False)
-            assert entry in ENTRIES
-            assert rows > entry.tile or entry.tile < 2 * max(rows, 16), "a tile half of which is never used"
-    assert choose(0, 4, False) is RAGGED
+            for tokens in (0, 100, 8192, 8193, ANY):
+                entry = choose(rows, requests, tokens, fp8=fp8, invariant=False)
+                assert entry in ENTRIES
+                assert entry.tile == 16 or rows > entry.tile // 4, "a tile most of which is never used"
+    assert choose(0, 4, 100, fp8=fp8, invariant=False) is RAGGED
 
 
-def test_invariance_leaves_the_number_of_requests_out():
-    for rows in (0, 16, 32, 128):
-        assert len({choose(rows, requests, True) for requests in (1, 2, 3, 40, 1000)}) == 1
+@pytest.mark.parametrize("fp8", [False, True])
+@pytest.mark.parametrize("rows", [0, 16, 32, 128])
+def test_invariance_leaves_requests_and_lengths_out(rows, fp8):
+    shapes = itertools.product((1, 2, 3, 40, 1000), (100, ANY))
+    assert len({choose(rows, *shape, fp8=fp8, invariant=True) for shape in shapes}) == 1
 
 
 def test_who_merges_a_batch_of_different_rows():
-    """The merging kernel counts on equally many rows of every request."""
-    assert RAGGED.merge == "last"
+    """The merging kernel counts on equally many rows of every request, and the wide one leaves merging to it."""
+    assert RAGGED.merge == "last" and RAGGED.tile != WIDE
+    assert all(entry.merge == "kernel" for entry in ENTRIES if entry.tile == WIDE)
 
 
 def test_memory_is_for_the_largest_entry():
@@ -46,12 +63,13 @@ def test_memory_is_for_the_largest_entry():
 @pytest.mark.parametrize("row_bytes", [2 * WIDTH, WIDTH], ids=["16 bits", "fp8"])
 def test_what_is_chosen_has_room_by_our_own_count(sm, row_bytes):
     room = Room(sm, SHARED[sm], 2 * WIDTH, row_bytes)
-    for entry in ENTRIES:
+    table = TABLE if row_bytes == 2 * WIDTH else TABLE_FP8
+    for entry in (RAGGED, *(entry for *_, entry in table)):
         found = fitting(entry, room)
         rows = found.tile * 2 * WIDTH + max(found.stages - 1, 1) * found.step * row_bytes
         assert rows <= SHARED[sm] and found.tile >= 16 and found.step >= 32
-        if sm == 90 and row_bytes == 2 * WIDTH:
-            assert found == entry, "the table is for this GPU"
+        if sm == 90:
+            assert found == entry, "the tables are for this GPU"
 
 
 def test_an_early_launch_is_for_gpus_that_know_it():
@@ -59,13 +77,25 @@ def test_an_early_launch_is_for_gpus_that_know_it():
     assert [fitting(entry, Room(sm, 1 << 20, 2 * WIDTH, WIDTH)).overlap for sm in (80, 90)] == [False, True]
 
 
+def test_the_wide_kernel_is_for_sm_90_and_16_bits():
+    wide = choose(128, 100, ANY, fp8=False, invariant=False)
+    assert wide.tile == WIDE > choose(128, 100, ANY, fp8=True, invariant=False).tile
+    tiles = {sm: fitting(wide, Room(sm, SHARED[sm], 2 * WIDTH, 2 * WIDTH)).tile for sm in SHARED}
+    assert [sm for sm, tile in tiles.items() if tile == WIDE] == [90]
+
+
 def test_it_compiles_for_gpus_and_fits_them() -> None:
     """By Triton's compiler, which needs no GPU; whether it is right or fast there is not said."""
+
+    def chosen(rows: int, requests: int, fp8: bool = False) -> Configuration:
+        return choose(rows, requests, ANY, fp8=fp8, invariant=False)
+
     wanted = []
     for sm, entry, q, cache, page_size in (
-        (90, choose(128, 100, False), "bf16", "bf16", 64),
-        (90, choose(16, 1, False), "bf16", "bf16", 48),
-        (100, choose(128, 1, False), "fp16", "fp8e4nv", 1),
+        (90, chosen(128, 100), "bf16", "bf16", 64),
+        (90, chosen(128, 1), "fp16", "fp16", 16),
+        (90, chosen(16, 1), "bf16", "bf16", 48),
+        (100, chosen(128, 1, fp8=True), "bf16", "fp8e4nv", 1),
     ):
         row_bytes = WIDTH if cache == "fp8e4nv" else 2 * WIDTH
         found = fitting(entry, Room(sm, SHARED[sm], 2 * WIDTH, row_bytes))

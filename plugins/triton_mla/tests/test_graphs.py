@@ -21,7 +21,7 @@ on_every_device = pytest.mark.parametrize("device", DEVICES)
 on_a_gpu = pytest.mark.parametrize("device", DEVICES[1:])
 
 
-def coarse(rows: int, requests: int, invariant: bool) -> Configuration:
+def coarse(*_: int, **__: bool) -> Configuration:
     """Long steps, since what is interpreted costs by the step."""
     return Configuration(16, 128, 4, 2, merge="last")
 

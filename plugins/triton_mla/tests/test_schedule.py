@@ -62,22 +62,25 @@ def test_new_rows_are_the_last_of_their_request(page_size, uniform, device):
     [
         Configuration(16, 16, 4, 2),
         Configuration(32, 32, 4, 2, programs=2),
-        Configuration(16, 16, 4, 2, least_steps=7),
+        Configuration(16, 16, 4, 2, start_steps=0),
+        Configuration(16, 16, 4, 2, start_steps=5, least_steps=7),
         Configuration(16, 16, 4, 2, part_cost=3.0),
     ],
-    ids=["plain", "two programs", "least steps", "part cost"],
+    ids=["plain", "two programs", "no start", "least steps", "part cost"],
 )
 @pytest.mark.parametrize("seed", range(2))
 def test_the_line_of_work_is_divided_evenly(seed, cut, device):
     """Stretches of one length, no shorter than asked, in the order of requests; a request's record says where it is."""
     lens, new = batch_of(seed)
     schedule, _ = made(lens, new, cut=cut, device=device)
-    stretch, total, *_ = numbers = schedule.numbers.tolist()
+    stretch, total, lead, *_ = numbers = schedule.numbers.tolist()
     tiles = [-(-count * 4 // cut.tile) for count in new]
     steps = [max(-(-length // cut.step), 1) for length in lens]
-    work = [count * each for count, each in zip(tiles, steps, strict=True)]
+    of_work = [each for each, count in zip(steps, tiles, strict=True) if count]
+    longest, shortest = max(of_work, default=0), min(of_work, default=0)
+    assert lead == (cut.start_steps if longest > 4 * shortest else 0)
+    work = [count * (lead + each) for count, each in zip(tiles, steps, strict=True)]
     ends = [sum(work[: request + 1]) for request in range(len(lens))]
-    longest = max([each for each, count in zip(steps, tiles, strict=True) if count], default=0)
     assert total == sum(work)
     worth = math.ceil(math.sqrt(longest * cut.part_cost))
     assert stretch == max(-(-total // schedule.programs), cut.least_steps, worth, 1)

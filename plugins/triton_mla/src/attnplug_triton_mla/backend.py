@@ -13,6 +13,7 @@ from attnplug import (
     BackendId,
     Captures,
     Claims,
+    DType,
     ForwardBatch,
     ForwardExtras,
     ForwardMode,
@@ -25,7 +26,8 @@ from attnplug import (
     PlanError,
     PlannedBackend,
 )
-from attnplug_triton_mla.configurations import Configuration, Room, choose, fitting, most_partials
+from attnplug_triton_mla.configurations import WIDE, Configuration, Room, choose, fitting, most_partials
+from attnplug_triton_mla.gluon_attention import launch_wide
 from attnplug_triton_mla.options import TritonMLAOptions
 from attnplug_triton_mla.planner import Schedule, Shape
 from attnplug_triton_mla.scratch import Partials, Scratch
@@ -61,7 +63,7 @@ class TritonMLABackend(PlannedBackend):
         self,
         context: BackendContext,
         *,
-        choose: Callable[[int, int, bool], Configuration] = choose,
+        choose: Callable[..., Configuration] = choose,
         multiprocessors: int | None = None,
     ) -> None:
         options: TritonMLAOptions = context.options if context.options is not None else TritonMLAOptions()
@@ -70,6 +72,7 @@ class TritonMLABackend(PlannedBackend):
         pool, rank = self._layers.pool, self._layers.kv_lora_rank
         self._page_size, self._device, self._dtype = context.page_size, context.device, context.dtype
         self._invariant, self._choose = options.batch_invariant, choose
+        self._fp8 = context.kv_dtype is DType.FLOAT8_E4M3
         self._caches = {i: LayerCache(pool.rows(i), pool.scale(i), rank) for i in pool.layer_ids}
         self._room: Room | None = None
         if multiprocessors is None:
@@ -120,7 +123,8 @@ class TritonMLABackend(PlannedBackend):
         requests, pages = batch.page_table.shape
         heads = self._layers.heads
         shape = Shape(requests, rows, queries, heads, self._page_size, pages, self._invariant)
-        configuration = self._choose(queries * heads, requests, self._invariant)
+        tokens = pages * self._page_size
+        configuration = self._choose(queries * heads, requests, tokens, fp8=self._fp8, invariant=self._invariant)
         if self._room is not None:
             configuration = fitting(configuration, self._room)
         schedule = Schedule.reserve(shape, configuration, self._multiprocessors, self._device)
@@ -181,7 +185,8 @@ class TritonMLABackend(PlannedBackend):
             if lse is not None:
                 lse[first:] = float("-inf")
         if schedule is not None and partials is not None:
-            launch_attend(q, cache, batch.page_table, out, lse, partials, schedule, layer.scale)
+            launch = launch_wide if schedule.configuration.tile == WIDE else launch_attend
+            launch(q, cache, batch.page_table, out, lse, partials, schedule, layer.scale)
             if schedule.merged_by_kernel:
                 launch_merge(partials, out, lse, schedule, cache.scale)
         return out

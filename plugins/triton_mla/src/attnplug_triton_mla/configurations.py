@@ -1,8 +1,8 @@
-"""How the kernels are cut, by the shape of a batch: a table, and what fits a GPU that has less memory than its entry.
+"""How the kernels are cut, by the shape of a batch: two tables, and what fits a GPU that has less memory than an entry.
 
-What a shape is: rows of (query token, head) of a request, and how many requests. Not lengths: those are the device's
-to know, a captured graph serves them all, and the schedule answers them by itself. ``benchmarks/tune_triton_mla.py``
-measures candidates for every shape over several lengths and prints the table.
+What a shape is: rows of (query token, head) of a request, how many requests, and how long the page table lets them
+be. Not how long they are: that is the device's to know, a captured graph serves all lengths, and the schedule answers
+them by itself. ``benchmarks/tune_triton_mla.py`` measures candidates for every shape over several lengths.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ Merge = Literal["last", "kernel"]
 @dataclass(frozen=True, slots=True)
 class Configuration:
     tile: int
-    """Rows of (query token, head) that a program attends with at once: 16 or 32."""
+    """Rows of (query token, head) that a program attends with at once: 16 or 32; ``WIDE``: by the kernel for SM 90."""
     step: int
     """Cache rows at once: 32 or 64."""
     warps: int
     stages: int
     programs: int = 1
     """Programs for each multiprocessor. All of a batch's work is divided evenly among them."""
+    start_steps: int = 2
+    """What it costs to begin with another tile, in steps; counted where lengths differ much."""
     least_steps: int = 1
     """A program takes at least so many steps; fewer programs have work then."""
     part_cost: float = 0.0
@@ -34,30 +36,53 @@ class Configuration:
     """Parts that a program of the merging kernel takes at once."""
     merge_columns: int = 64
     """Columns that a merging program takes at once."""
+    merge_warps: int = 4
+    q_at_each_step: bool = False
+    """Read queries again at every step, as rows are, instead of waiting for them before the first: another tile is
+    begun sooner. Not with an fp8 cache."""
     overlap: bool = False
     """Launch each kernel while the one in front of it still runs, to wait on the device (SM 90 and newer)."""
 
 
+WIDE = 64
+"""Rows of a tile of ``gluon_attention``, with steps of 64, 8 warps and 2 stages; all else is ``triton_attention``'s."""
 ANY = 1 << 30
 
-# Chosen from benchmarks/results/triton_mla_cuts_h200.json. 32 rows of few requests are two tiles of 16: a program reads
-# its queries from shared memory at every step, so that fewer of them in more programs are faster.
-_LOW = Configuration(16, 64, 4, 3, merge_parts=16, merge_columns=512, overlap=True)
-_LOW_FEW = replace(_LOW, merge_parts=128, merge_columns=32)
-_TALL = Configuration(32, 64, 8, 3, merge_parts=16, merge_columns=512, overlap=True)
-_TALL_MANY = replace(_TALL, step=32, warps=4, programs=2)
-TABLE: tuple[tuple[int, int, Configuration], ...] = (
-    # rows of a request up to, requests up to
-    (16, 2, _LOW_FEW),
-    (16, ANY, _LOW),
-    (32, 2, _LOW_FEW),
-    (32, 8, _LOW),
-    (32, ANY, _TALL),
-    (ANY, 8, _TALL),
-    (ANY, ANY, _TALL_MANY),
+Table = tuple[tuple[int, int, int, Configuration], ...]
+
+# Chosen from benchmarks/results/triton_mla_cuts_h200.json. Many rows of few short requests are tiles of 16: more
+# programs share the work, and each has less to read before it begins.
+_LOW = Configuration(16, 64, 4, 3, q_at_each_step=True, merge_parts=16, merge_columns=512, overlap=True)
+_LOW_SOME = replace(_LOW, merge_parts=32, merge_columns=64, merge_warps=1)
+_LOW_FEW = replace(_LOW, step=32, stages=4, merge_parts=128, merge_columns=32, merge_warps=1)
+_WIDE = Configuration(WIDE, 64, 8, 2, merge_parts=16, merge_columns=512, overlap=True)
+_WIDE_SOME = replace(_WIDE, merge_parts=32, merge_columns=128, merge_warps=1)
+_WIDE_FEW = replace(_WIDE, merge_parts=64, merge_columns=64, merge_warps=2, part_cost=1 / 16)
+TABLE: Table = (
+    # rows of a request up to, requests up to, cache rows of a request up to
+    (16, 2, ANY, _LOW_FEW),
+    (16, 8, ANY, _LOW_SOME),
+    (16, ANY, ANY, _LOW),
+    (32, 2, ANY, _LOW_FEW),
+    (32, 8, ANY, _LOW_SOME),
+    (ANY, 2, 8192, replace(_LOW_SOME, q_at_each_step=False)),
+    (ANY, 2, ANY, _WIDE_FEW),
+    (ANY, 8, ANY, _WIDE_SOME),
+    (ANY, ANY, ANY, _WIDE),
 )
+_FP8 = Configuration(16, 64, 4, 4, merge_parts=16, merge_columns=512, overlap=True)
+_FP8_MANY = replace(_FP8, stages=3, programs=2)
+TABLE_FP8: Table = (
+    (16, 2, ANY, replace(_FP8, merge_parts=128, merge_columns=32, merge_warps=1)),
+    (16, 8, ANY, replace(_FP8, merge_parts=32, merge_columns=64, merge_warps=1)),
+    (16, 32, ANY, _FP8),
+    (ANY, 2, ANY, replace(_FP8_MANY, merge_parts=32, merge_columns=64, merge_warps=1)),
+    (ANY, ANY, ANY, _FP8_MANY),
+)
+_TALL = Configuration(32, 64, 8, 3, merge_parts=16, merge_columns=512, overlap=True)
 RAGGED = replace(_TALL, merge="last", merge_columns=128, part_cost=0.25)
 """For batches whose requests have different numbers of rows, as those of a prefill."""
+ENTRIES = (RAGGED, *(entry for *_, entry in (*TABLE, *TABLE_FP8)))
 
 INVARIANT_PARTS = 16
 """Parts of a tile under ``batch_invariant``, at most: memory is reserved for so many of every tile."""
@@ -66,23 +91,23 @@ _INVARIANT_REQUESTS = 16
 """The entry of the table that serves every number of requests then."""
 
 
-def choose(rows: int, requests: int, invariant: bool) -> Configuration:
-    """For ``requests`` with ``rows`` of (query token, head) each; 0 rows: they differ.
+def choose(rows: int, requests: int, tokens: int, *, fp8: bool, invariant: bool) -> Configuration:
+    """For ``requests`` with ``rows`` of (query token, head) each, over up to ``tokens``; 0 rows: they differ.
 
-    With ``invariant`` the number of requests decides nothing.
+    With ``invariant`` neither the number of requests nor their length decides.
     """
     if not rows:
         return RAGGED
     if invariant:
-        requests = _INVARIANT_REQUESTS
-    found = next(entry for most_rows, most, entry in TABLE if rows <= most_rows and requests <= most)
+        requests, tokens = _INVARIANT_REQUESTS, ANY
+    asked, table = (rows, requests, tokens), TABLE_FP8 if fp8 else TABLE
+    found = next(entry for *limits, entry in table if all(x <= most for x, most in zip(asked, limits, strict=True)))
     return replace(found, least_steps=_INVARIANT_STEPS) if invariant else found
 
 
 def most_partials(multiprocessors: int) -> int:
-    """Rows of partial results that any entry of the table can need at once."""
-    entries = (RAGGED, *(entry for _, _, entry in TABLE))
-    return max(2 * entry.programs * multiprocessors * entry.tile for entry in entries)
+    """Rows of partial results that any entry of the tables can need at once."""
+    return max(2 * entry.programs * multiprocessors * entry.tile for entry in ENTRIES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +123,8 @@ class Room:
 def fitting(configuration: Configuration, room: Room) -> Configuration:
     """The configuration, or one with fewer stages, shorter steps or lower tiles that there is room for."""
     fits = configuration
+    if fits.tile == WIDE and room.sm != 90:
+        fits = replace(fits, tile=_TALL.tile, stages=_TALL.stages)
     if room.sm < 90:
         fits = replace(fits, overlap=False)
     while _shared_bytes(fits, room) > room.shared_bytes:
@@ -115,8 +142,12 @@ def fitting(configuration: Configuration, room: Room) -> Configuration:
 
 
 def _shared_bytes(configuration: Configuration, room: Room) -> int:
-    """What the compiler takes: queries, weights, cache rows of all stages but the one being loaded, converted ones."""
-    tile, step = configuration.tile, configuration.step
-    converted = room.query_bytes if room.row_bytes != room.query_bytes else 0
-    rows = max(configuration.stages - 1, 1) * room.row_bytes + converted
-    return tile * room.query_bytes + tile * step * 2 + step * rows
+    """What the compiler takes: queries, weights, cache rows of all stages but the one being loaded.
+
+    The wide kernel has rows of all its stages, and some bytes to find the largest logit by.
+    """
+    tile, step, stages = configuration.tile, configuration.step, configuration.stages
+    wide = tile == WIDE
+    loaded = stages if wide else max(stages - 1, 1)
+    q_bytes = tile * room.query_bytes * (loaded if configuration.q_at_each_step else 1)
+    return q_bytes + tile * step * 2 + loaded * step * room.row_bytes + (1024 if wide else 0)

@@ -50,7 +50,7 @@ class Schedule:
         cls, shape: Shape, configuration: Configuration, multiprocessors: int, device: torch.device
     ) -> Schedule:
         steps = -(-shape.pages * shape.page_size // configuration.step)
-        if shape.tiles(configuration.tile) * max(steps, 1) >= _LARGEST_INDEX:
+        if shape.tiles(configuration.tile) * (configuration.start_steps + max(steps, 1)) >= _LARGEST_INDEX:
             raise PlanError(
                 f"{shape.rows} rows with {shape.heads} heads, over up to {shape.pages * shape.page_size} cache rows, "
                 "are more than the schedule can count; prefill fewer at once with --chunked-prefill-size"
@@ -60,7 +60,7 @@ class Schedule:
             shape,
             configuration,
             programs,
-            torch.empty(size_of_numbers(shape.requests, programs), dtype=torch.int32, device=device),
+            torch.empty(size_of_numbers(shape.requests, programs) + 1, dtype=torch.int32, device=device),
             torch.empty(shape.rows, dtype=torch.int64, device=device),
         )
 
@@ -84,7 +84,7 @@ class Schedule:
         return self.configuration.merge == "kernel" and self.shape.queries > 0
 
     def fill(self, page_table: Tensor, seq_lens: Tensor, new_lens: Tensor | None) -> None:
-        """From the page table ``[requests, pages]`` and lengths ``[requests]``, by one launch that waits for nothing.
+        """From the page table ``[requests, pages]`` and lengths ``[requests]``, by launches that wait for nothing.
 
         ``new_lens`` ``[requests]`` are read where the shape does not say how many new tokens there are.
         """
@@ -101,6 +101,11 @@ class Schedule:
             heads=self.shape.heads,
             tile=self.configuration.tile,
             step=self.configuration.step,
+            start_steps=0 if self.shape.invariant else self.configuration.start_steps,
             page_size=self.shape.page_size,
             parts=self.parts,
         )
+        if self.configuration.overlap:
+            # Kernels that are launched early read the schedule before they wait for the kernel in front of them. That
+            # must not be the one that makes it: one that does wait comes between, and sets a number that nobody reads.
+            self.numbers[-1:].zero_()

@@ -6,12 +6,16 @@ rows of queries, 2 * M * (576 + 512) a cache row; at M = 16 a step is 2.2 MFLOP,
 with few heads waits for bytes; at small batches for neither, but for instructions and for loads that wait for each
 other: 1.5 µs a thousand of the former, with one warp a scheduler, and 0.3 to 0.8 each of the latter. Hence:
 
-- A program finds all it begins with, its first page too, in a record of its own: one load, then rows.
+- A program finds all it begins with, its first page too, in a record of its own: one load, then rows. On SM 90 it is
+  launched while the kernel in front of it runs, reads that record and computes its addresses, and only then waits.
 - Rows come in quarters of the latent. The four loads share addresses, of which a thread then has a quarter as many, and
   the four products of a step are chains of their own. A step that lies in one page looks that page up once.
 - A quarter is loaded once, and is K transposed and V as it is; rope is a product of its own.
+- fp8 rows are loaded as 16 bits, each two numbers, since 16 bits are what shared memory gives transposed by matrices:
+  8 bits it gives one by one. So the quarters of an fp8 row are the even and the odd columns of each half.
 - Rows (query token, head) of a request fill one tile: a verify of 2 tokens with 8 heads reads the cache once. Not more
-  than 32 rows: queries are read from shared memory at every step, whose bandwidth is the next limit.
+  than 32 rows: queries are read from shared memory at every step, whose bandwidth is the next limit. More of them are
+  for ``gluon_attention``.
 - Every program takes an equal stretch of the batch's work, whatever the lengths (see ``triton_plan``), and writes its
   result straight to the output where a tile is its alone.
 - What lies behind a request's rows may be anything, NaN too: it is neither loaded (zeros stand there, since zero times
@@ -21,6 +25,7 @@ other: 1.5 µs a thousand of the former, with one warp a scheduler, and 0.3 to 0
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import triton
 import triton.language as tl
@@ -30,34 +35,67 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from attnplug_triton_mla.planner import Schedule
 from attnplug_triton_mla.scratch import Partials
 from attnplug_triton_mla.triton_merge import LN_2, log2_sum, merge_tile, parts_of_tile
-from attnplug_triton_mla.triton_plan import HEADER, PROGRAM, RECORD
+from attnplug_triton_mla.triton_plan import begin_stretch, next_tile
 
 _LOG2_E = 1.4426950408889634
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def _load(at, column, there, TYPE: tl.constexpr):
-    """From fp8 if need be; its scale is in the two scales."""
-    return tl.load(at[:, None] + column[None, :], mask=there[:, None], other=0.0).to(TYPE)
+def _load(at, column, there):
+    return tl.load(at[:, None] + column[None, :], mask=there[:, None], other=0.0)
 
 
 @triton.jit
-def _load_quarters(at, column, there, TYPE: tl.constexpr):
+def _load_quarters(at, column, there):
     QUARTER: tl.constexpr = column.shape[0]
     return (
-        _load(at, column, there, TYPE),
-        _load(at + QUARTER, column, there, TYPE),
-        _load(at + 2 * QUARTER, column, there, TYPE),
-        _load(at + 3 * QUARTER, column, there, TYPE),
+        _load(at, column, there),
+        _load(at + QUARTER, column, there),
+        _load(at + 2 * QUARTER, column, there),
+        _load(at + 3 * QUARTER, column, there),
     )
 
 
 @triton.jit
-def _store_quarters(at, column, there, sum_0, sum_1, sum_2, sum_3, factor):
-    """``factor`` of every row times the sums."""
+def _even_and_odd(of):
+    return tl.split(tl.reshape(of, [of.shape[0], of.shape[1] // 2, 2]))
+
+
+@triton.jit
+def _fp16_of_pairs(pairs):
+    """The lower and the upper of the two fp8 numbers in every 16 bits."""
+    if _INTERPRETED:
+        lower, upper = (pairs & 255).to(tl.uint8), (pairs >> 8).to(tl.uint8)
+        lower, upper = lower.to(tl.float8e4nv, bitcast=True), upper.to(tl.float8e4nv, bitcast=True)
+        return lower.to(tl.float16), upper.to(tl.float16)
+    # The same in three instructions for the four numbers of a register, where the compiler makes ten of the above: both
+    # lower bytes to the front, then each half converted.
+    return tl.inline_asm_elementwise(
+        "{ .reg .b32 sorted; .reg .b16 lower, upper;"
+        "prmt.b32 sorted, $2, 0, 0x3120; mov.b32 {lower, upper}, sorted;"
+        "cvt.rn.f16x2.e4m3x2 $0, lower; cvt.rn.f16x2.e4m3x2 $1, upper; }",
+        "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+    )  # fmt: skip
+
+
+@triton.jit
+def _largest(of):
+    return tl.max(tl.abs(of.to(tl.float32)), 1)
+
+
+@triton.jit
+def _store_quarters(at, column, there, sum_0, sum_1, sum_2, sum_3, factor, PAIRS: tl.constexpr):
+    """``factor`` of every row times the sums, which with ``PAIRS`` are of even and odd columns in turn."""
     QUARTER: tl.constexpr = column.shape[0]
     TYPE: tl.constexpr = at.dtype.element_ty
-    place, there, factor = at[:, None] + column[None, :], there[:, None], factor[:, None]
+    there, factor = there[:, None], factor[:, None]
+    if PAIRS:
+        place = at[:, None] + tl.arange(0, 2 * QUARTER)[None, :]
+        tl.store(place, (tl.interleave(sum_0, sum_1) * factor).to(TYPE), mask=there)
+        tl.store(place + 2 * QUARTER, (tl.interleave(sum_2, sum_3) * factor).to(TYPE), mask=there)
+        return
+    place = at[:, None] + column[None, :]
     tl.store(place, (sum_0 * factor).to(TYPE), mask=there)
     tl.store(place + QUARTER, (sum_1 * factor).to(TYPE), mask=there)
     tl.store(place + 2 * QUARTER, (sum_2 * factor).to(TYPE), mask=there)
@@ -67,27 +105,21 @@ def _store_quarters(at, column, there, sum_0, sum_1, sum_2, sum_3, factor):
 # Numbers that change from batch to batch are taken as they are: compiling again for a 1 among them gains nothing.
 @triton.jit(do_not_specialize=["requests", "programs", "table_row"])
 def _attend(
-    q, cache, page_table, out, lse, partials, partial_lse, counters, numbers, requests, programs,
-    q_row, q_head, table_row, table_column, scale, out_scale,
+    q, cache, page_table, out, lse, partials, partial_lse, numbers, requests, programs,
+    q_row, q_head, table_row, table_column, scale, out_scale, counters,
     HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
     SLOT_STRIDE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, INVARIANT: tl.constexpr,
-    MERGE_COLUMNS: tl.constexpr, LSE: tl.constexpr, OVERLAP: tl.constexpr,
+    Q_AT_EACH_STEP: tl.constexpr, MERGE_COLUMNS: tl.constexpr, LSE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
-        gdc_wait()  # for whatever is in front of us, before anything is read
-        gdc_launch_dependents()  # the merging kernel may come, and waits for our last store
+        gdc_launch_dependents()  # the next kernel may come, and waits for our last store
     ONE_PAGE: tl.constexpr = PAGE_SIZE % STEP == 0
-    TYPE: tl.constexpr = q.dtype.element_ty
+    FLOAT8: tl.constexpr = cache.dtype.element_ty.primitive_bitwidth == 8
+    TYPE: tl.constexpr = tl.float16 if FLOAT8 else q.dtype.element_ty
     column, rope_column, position = tl.arange(0, RANK // 4), RANK + tl.arange(0, ROPE or 1), tl.arange(0, STEP)
-    me = tl.program_id(0)
-    records = numbers + HEADER
-    mine = records + requests * RECORD + me * PROGRAM
-    stretch, line = tl.load(numbers), tl.load(numbers + 1)
-    end, kv_len, prefix, begin = tl.load(mine), tl.load(mine + 1), tl.load(mine + 2), tl.load(mine + 3)
-    new, unit, units, request = tl.load(mine + 4), tl.load(mine + 5), tl.load(mine + 6), tl.load(mine + 7)
-    tile_start, tile, first_page = tl.load(mine + 8), tl.load(mine + 9), tl.load(mine + 10)
-    at = me * stretch
-    stop = tl.minimum(at + stretch, line)
+    (
+        at, stop, stretch, lead, end, kv_len, prefix, begin, new, unit, units, request, tile_start, tile, first_page,
+    ) = begin_stretch(numbers, requests)  # fmt: skip
     while at < stop:
         piece = at - tile_start
         taken = 1 if INVARIANT else tl.minimum(units - piece, stop - at)
@@ -108,9 +140,35 @@ def _attend(
             token = first_token + position
             page = tl.load(table + token // PAGE_SIZE * table_column, mask=token < end_token, other=0)
         q_at = q + (begin + query).to(tl.int64) * q_row + head * q_head
-        q_0, q_1, q_2, q_3 = _load_quarters(q_at, column, live, TYPE)
-        if ROPE > 0:
-            q_rope = _load(q_at, rope_column, live, TYPE)
+        if OVERLAP:
+            # For whatever is in front of us, which may have written queries and cache rows, but not schedule or page
+            # table. All that is computed from those is computed while we wait.
+            gdc_wait()
+        by = scale
+        if not Q_AT_EACH_STEP:
+            if FLOAT8:
+                q_0, q_1 = _even_and_odd(_load(q_at, tl.arange(0, RANK // 2), live))
+                q_2, q_3 = _even_and_odd(_load(q_at, tl.arange(RANK // 2, RANK), live))
+            else:
+                q_0, q_1, q_2, q_3 = _load_quarters(q_at, column, live)
+            if ROPE > 0:
+                q_rope = _load(q_at, rope_column, live)
+            if q.dtype.element_ty != TYPE:
+                # fp8 is one instruction from fp16, and seven from bf16. Each row of queries is brought to numbers up to
+                # 2 first, by a power of 2: then fp16 holds them as well as bf16 did.
+                largest = tl.maximum(
+                    tl.maximum(_largest(q_0), _largest(q_1)), tl.maximum(_largest(q_2), _largest(q_3))
+                )  # fmt: skip
+                if ROPE > 0:
+                    largest = tl.maximum(largest, _largest(q_rope))
+                power = tl.exp2(tl.floor(tl.log2(tl.maximum(largest, 1e-30))))[:, None]
+                by = scale * power
+                q_0, q_1 = (q_0 / power).to(TYPE), (q_1 / power).to(TYPE)
+                q_2, q_3 = (q_2 / power).to(TYPE), (q_3 / power).to(TYPE)
+                if ROPE > 0:
+                    q_rope = (q_rope / power).to(TYPE)
+            if FLOAT8 and ROPE > 0:
+                q_rope_0, q_rope_1 = _even_and_odd(q_rope)
         top = tl.full([TILE], float("-inf"), tl.float32)
         totals = tl.zeros([TILE, STEP], tl.float32)
         sum_0, sum_1 = tl.zeros([TILE, RANK // 4], tl.float32), tl.zeros([TILE, RANK // 4], tl.float32)
@@ -127,13 +185,28 @@ def _attend(
                 slot_at = cache + page.to(tl.int64) * PAGE_STRIDE + token % PAGE_SIZE * SLOT_STRIDE
                 ahead = token + STEP
             page = tl.load(table + ahead // PAGE_SIZE * table_column, mask=ahead < end_token, other=0)
-            rows_0, rows_1, rows_2, rows_3 = _load_quarters(slot_at, column, there, TYPE)
+            if Q_AT_EACH_STEP:
+                # So the compiler asks for queries as it does for rows, ahead and without waiting. The shift gives 0,
+                # which it does not know: else it would take them out of the loop.
+                q_now = q_at + (first >> 30) * 16
+                q_0, q_1, q_2, q_3 = _load_quarters(q_now, column, live)
+                if ROPE > 0:
+                    q_rope = _load(q_now, rope_column, live)
+            if FLOAT8:
+                pairs_at = slot_at.to(tl.pointer_type(tl.uint16))
+                rows_0, rows_1 = _fp16_of_pairs(_load(pairs_at, column, there))
+                rows_2, rows_3 = _fp16_of_pairs(_load(pairs_at + RANK // 4, column, there))
+            else:
+                rows_0, rows_1, rows_2, rows_3 = _load_quarters(slot_at, column, there)
             dot_0, dot_1 = tl.dot(q_0, tl.trans(rows_0)), tl.dot(q_1, tl.trans(rows_1))
             dot_2, dot_3 = tl.dot(q_2, tl.trans(rows_2)), tl.dot(q_3, tl.trans(rows_3))
-            if ROPE > 0:
-                dot_3 = tl.dot(q_rope, tl.trans(_load(slot_at, rope_column, there, TYPE)), dot_3)
+            if FLOAT8 and ROPE > 0:
+                rope_0, rope_1 = _fp16_of_pairs(_load(pairs_at + RANK // 2, tl.arange(0, ROPE // 2), there))
+                dot_2, dot_3 = tl.dot(q_rope_0, tl.trans(rope_0), dot_2), tl.dot(q_rope_1, tl.trans(rope_1), dot_3)
+            elif ROPE > 0:
+                dot_3 = tl.dot(q_rope, tl.trans(_load(slot_at, rope_column, there)), dot_3)
             # Each by the scale before they are added: a bare sum of products is one long chain to the compiler.
-            logits = (dot_0 * scale + dot_1 * scale) + (dot_2 * scale + dot_3 * scale)
+            logits = (dot_0 * by + dot_1 * by) + (dot_2 * by + dot_3 * by)
             logits = tl.where(token[None, :] < seen[:, None], logits, float("-inf"))
             higher = tl.maximum(top, tl.max(logits, 1))
             base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -151,17 +224,17 @@ def _attend(
         out_at, lse_at = out + out_row * RANK, lse + out_row
         parts, first_slot, other_slots = parts_of_tile(tile_start, units, stretch, programs, INVARIANT)
         if parts == 1:
-            _store_quarters(out_at, column, live, sum_0, sum_1, sum_2, sum_3, factor * out_scale)
+            _store_quarters(out_at, column, live, sum_0, sum_1, sum_2, sum_3, factor * out_scale, FLOAT8)
             if LSE:
                 tl.store(lse_at, log2 * LN_2, mask=live)
         else:
             if INVARIANT:
                 slot, counter = at.to(tl.int64), counters + tile_start
             else:
-                slot = tl.where(piece == 0, first_slot, me).to(tl.int64)
+                slot = tl.where(piece == 0, first_slot, tl.program_id(0)).to(tl.int64)
                 counter = counters + other_slots
             place = slot * TILE + tl.arange(0, TILE)
-            _store_quarters(partials + place * RANK, column, live, sum_0, sum_1, sum_2, sum_3, factor)
+            _store_quarters(partials + place * RANK, column, live, sum_0, sum_1, sum_2, sum_3, factor, FLOAT8)
             tl.store(partial_lse + place, log2, mask=live)
             if MERGE_COLUMNS > 0:
                 # Whoever counts last finds all parts written: the barrier orders this program's own stores before its
@@ -176,20 +249,12 @@ def _attend(
 
         at += taken
         if at < stop:
-            if at >= end:
-                # The next request. One without new rows has no work, and is passed over.
-                request += 1
-                while tl.load(records + request * RECORD) <= at:
-                    request += 1
-                its = records + request * RECORD
-                end, kv_len, prefix, begin = tl.load(its), tl.load(its + 1), tl.load(its + 2), tl.load(its + 3)
-                new, unit, units = tl.load(its + 4), tl.load(its + 5), tl.load(its + 6)
-            start = end - (new * HEADS + TILE - 1) // TILE * units
-            tile = (at - start) // units
-            tile_start = start + tile * units
-            begins = (at - tile_start) * unit * STEP
-            entry = page_table + request.to(tl.int64) * table_row + begins // PAGE_SIZE * table_column
-            first_page = tl.load(entry, mask=begins < kv_len, other=0)
+            at, end, kv_len, prefix, begin, new, unit, units, request, tile_start, tile, first_page = next_tile(
+                at, end, kv_len, prefix, begin, new, unit, units, request, numbers, lead,
+                page_table, table_row, table_column, HEADS, TILE, STEP, PAGE_SIZE,
+            )  # fmt: skip
+    if OVERLAP:
+        gdc_wait()  # also without work: whoever comes behind us waits for us alone
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -199,6 +264,54 @@ class LayerCache:
     pages: Tensor
     scale: float
     rank: int
+
+
+def common_arguments(
+    q: Tensor,
+    cache: LayerCache,
+    page_table: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    partials: Partials,
+    schedule: Schedule,
+    scale: float,
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """What both attention kernels take: arguments by place, and constants and options by name."""
+    pages = cache.pages
+    _, page_size, _, row_dim = pages.shape
+    by_place = (
+        q,
+        pages,
+        page_table,
+        out,
+        partials.lse if lse is None else lse,
+        partials.values,
+        partials.lse,
+        schedule.numbers,
+        schedule.shape.requests,
+        schedule.programs,
+        q.stride(0),
+        q.stride(1),
+        page_table.stride(0),
+        page_table.stride(1),
+        scale * cache.scale * _LOG2_E,
+        cache.scale,
+    )
+    overlap = schedule.configuration.overlap
+    by_name = {
+        "HEADS": q.shape[1],
+        "RANK": cache.rank,
+        "ROPE": row_dim - cache.rank,
+        "PAGE_SIZE": page_size,
+        "PAGE_STRIDE": pages.stride(0),
+        "SLOT_STRIDE": pages.stride(1),
+        "INVARIANT": schedule.shape.invariant,
+        "LSE": lse is not None,
+        "OVERLAP": overlap,
+        "num_warps": schedule.configuration.warps,
+        **({"launch_pdl": True} if overlap else {}),
+    }
+    return by_place, by_name
 
 
 def launch_attend(
@@ -217,39 +330,15 @@ def launch_attend(
     """
     if q.stride(2) != 1:
         q = q.contiguous()
-    pages, configuration, after = cache.pages, schedule.configuration, schedule.merged_by_kernel
-    _, page_size, _, row_dim = pages.shape
+    configuration = schedule.configuration
+    by_place, by_name = common_arguments(q, cache, page_table, out, lse, partials, schedule, scale)
     _attend[(schedule.programs,)](
-        q,
-        pages,
-        page_table,
-        out,
-        partials.lse if lse is None else lse,
-        partials.values,
-        partials.lse,
+        *by_place,
         partials.counters,
-        schedule.numbers,
-        schedule.shape.requests,
-        schedule.programs,
-        q.stride(0),
-        q.stride(1),
-        page_table.stride(0),
-        page_table.stride(1),
-        scale * cache.scale * _LOG2_E,
-        cache.scale,
-        HEADS=q.shape[1],
-        RANK=cache.rank,
-        ROPE=row_dim - cache.rank,
-        PAGE_SIZE=page_size,
-        PAGE_STRIDE=pages.stride(0),
-        SLOT_STRIDE=pages.stride(1),
+        **by_name,
         TILE=configuration.tile,
         STEP=configuration.step,
-        INVARIANT=schedule.shape.invariant,
-        MERGE_COLUMNS=0 if after else min(configuration.merge_columns, cache.rank),
-        LSE=lse is not None,
-        OVERLAP=configuration.overlap,
-        num_warps=configuration.warps,
+        Q_AT_EACH_STEP=configuration.q_at_each_step and cache.pages.dtype == q.dtype,
+        MERGE_COLUMNS=0 if schedule.merged_by_kernel else min(configuration.merge_columns, cache.rank),
         num_stages=configuration.stages,
-        **({"launch_pdl": True} if configuration.overlap else {}),
     )

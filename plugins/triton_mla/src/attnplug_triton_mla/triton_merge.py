@@ -6,9 +6,9 @@ not depend on which program was done first.
 
 Bytes decide, in L2: a part of 16 rows is 32 KiB in float32, and one multiprocessor reads about 110 GB/s. 64 parts are
 19 µs for one of them, and 1 µs for 64 of them. So parts are merged by a kernel of their own, one row and some columns a
-program (``launch_merge``); it takes as many parts at once as there may be, since one behind the other they wait. Where
-requests have different numbers of rows, which that kernel cannot divide, the program that comes last merges, at the end
-of the attention kernel (``merge_tile``).
+program (``launch_merge``); it takes as many parts at once as there may be, since one behind the other they wait. With
+few requests a program is one warp, which has nobody to wait for. Where requests have different numbers of rows, which
+that kernel cannot divide, the program that comes last merges, at the end of the attention kernel (``merge_tile``).
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug_triton_mla.planner import Schedule
 from attnplug_triton_mla.scratch import Partials
 from attnplug_triton_mla.triton_plan import HEADER, RECORD
 
 LN_2 = tl.constexpr(0.6931471805599453)
+_FEW = 32
+"""Parts of a tile up to which they are merged by code that asks for so many at once: asking for 128 takes longer."""
 
 
 @triton.jit
@@ -85,47 +87,68 @@ def merge_tile(
         tl.store(lse_at, log2_sum(base, total) * LN_2, mask=live)
 
 
+@triton.jit
+def merge_row(
+    partials, partial_lse, place, row, parts, first, others, out_scale, out_at, lse_at, writes_lse,
+    RANK: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """Some columns of one row of a tile, ``BLOCK`` parts at once: they are asked for together and waited for once."""
+    top = tl.full([], float("-inf"), tl.float32)
+    total = tl.zeros([], tl.float32)
+    merged = tl.zeros([place.shape[0]], tl.float32)
+    for start in range(0, parts, BLOCK):
+        part = start + tl.arange(0, BLOCK)
+        there = part < parts
+        slot = tl.where(part == 0, first, others + part).to(tl.int64)
+        if OVERLAP:
+            gdc_wait()  # for the parts; not for the schedule, which says where they are
+        some = tl.load(partial_lse + slot * TILE + row, mask=there, other=float("-inf"))
+        values = tl.load(partials + slot[:, None] * (TILE * RANK) + place[None, :], mask=there[:, None], other=0.0)
+        higher = tl.maximum(top, tl.max(some, 0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        weight, kept = tl.exp2(some - base), tl.exp2(top - base)
+        total = total * kept + tl.sum(weight, 0)
+        merged = merged * kept + tl.sum(values * weight[:, None], 0)
+        top = higher
+    merged = merged * (out_scale / tl.where(total == 0.0, 1.0, total))
+    tl.store(out_at, merged.to(out_at.dtype.element_ty))
+    if writes_lse:
+        tl.store(lse_at, log2_sum(tl.where(top == float("-inf"), 0.0, top), total) * LN_2)
+
+
 @triton.jit(do_not_specialize=["programs"])
 def _merge(
     partials, partial_lse, out, lse, numbers, programs, out_scale,
     QUERIES: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr, INVARIANT: tl.constexpr, LSE: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK: tl.constexpr, FEW: tl.constexpr, INVARIANT: tl.constexpr, LSE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One row, some columns, ``BLOCK`` parts at a time: enough loads are under way to hide what each takes."""
+    """One row and some columns."""
+    if OVERLAP:
+        gdc_launch_dependents()
     flat = tl.program_id(0)
     request, row = flat // (QUERIES * HEADS), flat % (QUERIES * HEADS)
-    stretch = tl.load(numbers)
+    stretch, lead = tl.load(numbers), tl.load(numbers + 2)
     record = numbers + HEADER + request * RECORD
     units = tl.load(record + 6)
     tiles: tl.constexpr = (QUERIES * HEADS + TILE - 1) // TILE
-    tile_start = tl.load(record) - (tiles - row // TILE) * units
+    tile_start = tl.load(record) - (tiles - row // TILE) * (lead + units) + lead
     parts, first, others = parts_of_tile(tile_start, units, stretch, programs, INVARIANT)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    place = (row % TILE) * RANK + column
+    out_at, lse_at = out + flat.to(tl.int64) * RANK + column, lse + flat
+    writes_lse = LSE and tl.program_id(1) == 0
+    if parts > FEW:
+        merge_row(
+            partials, partial_lse, place, row % TILE, parts, first, others, out_scale, out_at, lse_at, writes_lse,
+            RANK, TILE, BLOCK, OVERLAP,
+        )  # fmt: skip
+    elif parts > 1:
+        merge_row(
+            partials, partial_lse, place, row % TILE, parts, first, others, out_scale, out_at, lse_at, writes_lse,
+            RANK, TILE, FEW, OVERLAP,
+        )  # fmt: skip
     if OVERLAP:
         gdc_wait()  # whether there are parts or not: whoever comes behind us waits for us alone
-    if parts > 1:
-        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        top = tl.full([], float("-inf"), tl.float32)
-        total = tl.zeros([], tl.float32)
-        merged = tl.zeros([COLUMNS], tl.float32)
-        for start in range(0, parts, BLOCK):
-            part = start + tl.arange(0, BLOCK)
-            there = part < parts
-            at = tl.where(part == 0, first, others + part).to(tl.int64) * TILE + row % TILE
-            some = tl.load(partial_lse + at, mask=there, other=float("-inf"))
-            values = tl.load(
-                partials + at[:, None] * RANK + column[None, :], mask=there[:, None], other=0.0
-            ).to(tl.float32)  # fmt: skip
-            higher = tl.maximum(top, tl.max(some, 0))
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            weight, kept = tl.exp2(some - base), tl.exp2(top - base)
-            total = total * kept + tl.sum(weight, 0)
-            merged = merged * kept + tl.sum(values * weight[:, None], 0)
-            top = higher
-        merged = merged * (out_scale / tl.where(total == 0.0, 1.0, total))
-        tl.store(out + flat.to(tl.int64) * RANK + column, merged.to(out.dtype.element_ty))
-        if LSE:
-            base = tl.where(top == float("-inf"), 0.0, top)
-            tl.store(lse + flat, log2_sum(base, total) * LN_2, mask=tl.program_id(1) == 0)
 
 
 def launch_merge(partials: Partials, out: Tensor, lse: Tensor | None, schedule: Schedule, out_scale: float) -> None:
@@ -147,9 +170,10 @@ def launch_merge(partials: Partials, out: Tensor, lse: Tensor | None, schedule: 
         TILE=configuration.tile,
         COLUMNS=columns,
         BLOCK=configuration.merge_parts,
+        FEW=min(configuration.merge_parts, _FEW),
         INVARIANT=shape.invariant,
         LSE=lse is not None,
         OVERLAP=configuration.overlap,
-        num_warps=4,
+        num_warps=configuration.merge_warps,
         **({"launch_pdl": True} if configuration.overlap else {}),
     )

@@ -5,7 +5,8 @@ request. All steps of all tiles, request by request, are one line of work, and p
 the p-th stretch of it, all of equal length. So a long request is divided among many programs and short ones share one,
 the load is even whatever the lengths, and the grid has one size for all of them: what a captured graph needs. A tile
 that a stretch's end falls into is finished by the next program, and has parts to be merged, at most two of them begun
-or ended in any one program.
+or ended in any one program. Where lengths differ much, every tile has a lead of steps on the line that nobody takes,
+for what it costs to start on one: whoever has many short ones has fewer rows.
 
 Every tile counts with all cache rows of its request, also those that causality hides from it: then a place on the line
 is found by a division. In a verify that is nothing; a prefill without prefix gives early programs half the work of late
@@ -25,7 +26,7 @@ import triton.language as tl
 from torch import Tensor
 
 HEADER = tl.constexpr(8)
-"""Numbers before the records: how long a program's stretch is, and how long the line."""
+"""Numbers before the records: how long a program's stretch is, how long the line, and the lead of a tile on it."""
 RECORD = tl.constexpr(8)
 """Numbers of a request, 32 bytes in one sector: where its work ends, cache rows, cache rows before its new ones, first
 new row, new rows, steps of a unit, units of a tile."""
@@ -34,6 +35,9 @@ PROGRAM = tl.constexpr(16)
 line its first tile starts, that tile's number, and the page of its first cache row. So a program has one load to wait
 for before it asks for rows, not a chain of four."""
 
+UNEVEN = tl.constexpr(4)
+"""So many times a batch's shortest request its longest must have for tiles to have a lead. Where all are alike it would
+even out nothing, and cut tiles into more parts."""
 _ROWS = 128
 """New rows whose slots are looked up at once."""
 
@@ -42,8 +46,8 @@ _ROWS = 128
 def _plan(
     page_table, table_row, table_column, width, seq_lens, new_lens, slots, numbers,
     requests, rows, programs, least_steps, part_cost,
-    QUERIES: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    QUERIES: tl.constexpr, HEADS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, START: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     me = tl.program_id(0)
     request = tl.arange(0, BLOCK)
@@ -65,12 +69,15 @@ def _plan(
     if PARTS:
         unit = tl.maximum((steps + PARTS - 1) // PARTS, least_steps)
     units = (steps + unit - 1) // unit
-    end = tl.cumsum(tiles * units, 0)
-    total = tl.sum(tiles * units, 0)
+    has_work = tiles > 0
+    longest = tl.max(tl.where(has_work, steps, 0), 0)
+    shortest = tl.min(tl.where(has_work, steps, longest), 0)
+    lead = tl.where(longest > UNEVEN * shortest, START, 0)
+    end = tl.cumsum(tiles * (lead + units), 0)
+    total = tl.sum(tiles * (lead + units), 0)
     stretch = tl.maximum((total + programs - 1) // programs, 1)
     if not PARTS:
         # Dividing a tile of n steps by k costs n / k steps and k merges: least where a part has sqrt(n * cost) steps.
-        longest = tl.max(tl.where(tiles > 0, steps, 0), 0)
         worth = tl.ceil(tl.sqrt_rn(longest.to(tl.float32) * part_cost)).to(tl.int32)
         stretch = tl.maximum(tl.maximum(stretch, worth), least_steps)
 
@@ -79,10 +86,10 @@ def _plan(
     its = request == first
     its_end, its_len = tl.sum(tl.where(its, end, 0), 0), tl.sum(tl.where(its, kv_len, 0), 0)
     its_unit, its_units = tl.sum(tl.where(its, unit, 0), 0), tl.sum(tl.where(its, units, 0), 0)
-    its_start = its_end - tl.sum(tl.where(its, tiles, 0), 0) * its_units
-    tile = (me * stretch - its_start) // tl.maximum(its_units, 1)
-    tile_start = its_start + tile * its_units
-    token = (me * stretch - tile_start) * its_unit * STEP
+    its_start = its_end - tl.sum(tl.where(its, tiles, 0), 0) * (lead + its_units)
+    tile = (me * stretch - its_start) // tl.maximum(lead + its_units, 1)
+    tile_start = its_start + tile * (lead + its_units) + lead
+    token = tl.maximum(me * stretch - tile_start, 0) * its_unit * STEP
     its_page = page_table + first.to(tl.int64) * table_row + token // PAGE_SIZE * table_column
     mine = records + requests * RECORD + me * PROGRAM
     tl.store(mine, its_end)
@@ -99,6 +106,7 @@ def _plan(
     if me == 0:
         tl.store(numbers, stretch)
         tl.store(numbers + 1, total)
+        tl.store(numbers + 2, lead)
         record = records + request * RECORD
         tl.store(record, end, mask=exists)
         tl.store(record + 1, kv_len, mask=exists)
@@ -127,6 +135,46 @@ def _plan(
             tl.store(slots + row, tl.full([ROWS], -1, tl.int64), mask=row < rows)
 
 
+@triton.jit
+def begin_stretch(numbers, requests):
+    """What a program begins with: its place on the line and its stretch's end, and its own record."""
+    me = tl.program_id(0)
+    mine = numbers + HEADER + requests * RECORD + me * PROGRAM
+    stretch, line, lead = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
+    end, kv_len, prefix, begin = tl.load(mine), tl.load(mine + 1), tl.load(mine + 2), tl.load(mine + 3)
+    new, unit, units, request = tl.load(mine + 4), tl.load(mine + 5), tl.load(mine + 6), tl.load(mine + 7)
+    tile_start, tile, first_page = tl.load(mine + 8), tl.load(mine + 9), tl.load(mine + 10)
+    at, stop = tl.maximum(me * stretch, tile_start), tl.minimum(me * stretch + stretch, line)
+    return (
+        at, stop, stretch, lead, end, kv_len, prefix, begin, new, unit, units, request, tile_start, tile, first_page,
+    )  # fmt: skip
+
+
+@triton.jit
+def next_tile(
+    at, end, kv_len, prefix, begin, new, unit, units, request, numbers, lead, page_table, table_row, table_column,
+    HEADS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PAGE_SIZE: tl.constexpr,
+):  # fmt: skip
+    """The tile at or behind a place on the line, from the request before it: where it begins, and what a record has."""
+    records = numbers + HEADER
+    if at >= end:
+        # The next request. One without new rows has no work, and is passed over.
+        request += 1
+        while tl.load(records + request * RECORD) <= at:
+            request += 1
+        its = records + request * RECORD
+        end, kv_len, prefix, begin = tl.load(its), tl.load(its + 1), tl.load(its + 2), tl.load(its + 3)
+        new, unit, units = tl.load(its + 4), tl.load(its + 5), tl.load(its + 6)
+    start = end - (new * HEADS + TILE - 1) // TILE * (lead + units)
+    tile = (at - start) // (lead + units)
+    tile_start = start + tile * (lead + units) + lead
+    at = tl.maximum(at, tile_start)
+    token = (at - tile_start) * unit * STEP
+    entry = page_table + request.to(tl.int64) * table_row + token // PAGE_SIZE * table_column
+    first_page = tl.load(entry, mask=token < kv_len, other=0)
+    return at, end, kv_len, prefix, begin, new, unit, units, request, tile_start, tile, first_page
+
+
 def size_of_numbers(requests: int, programs: int) -> int:
     """How many int32 a schedule takes."""
     size: int = HEADER.value + RECORD.value * requests + PROGRAM.value * programs
@@ -147,6 +195,7 @@ def launch_plan(
     heads: int,
     tile: int,
     step: int,
+    start_steps: int,
     page_size: int,
     parts: int,
 ) -> None:
@@ -175,6 +224,7 @@ def launch_plan(
         HEADS=heads,
         TILE=tile,
         STEP=step,
+        START=start_steps,
         PAGE_SIZE=page_size,
         PARTS=parts,
         BLOCK=block,

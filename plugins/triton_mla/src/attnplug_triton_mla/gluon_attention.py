@@ -1,0 +1,191 @@
+"""MLA for more rows of a request than fit a low tile, on SM 90: 64 rows a tile, by two warp groups.
+
+With 64 rows a step of 64 cache rows is 8.9 MFLOP, 1.7 µs of a multiprocessor at the rate of its best instruction,
+wgmma, which takes both factors from shared memory; mma.sync, which Triton makes of 16 and of 32 rows, reads the queries
+into registers again and again and takes three times that. Triton makes wgmma of 64 rows too, but has both warp groups
+compute all logits, and asks for the next rows behind the present step instead of before it. Hence this kernel says
+where everything is, in Gluon, Triton's own language for that:
+
+- Queries and two steps' rows lie in shared memory as wgmma reads them, 221 of its 227 KiB, copied there without
+  registers. The next step's rows are asked for before the present step is computed.
+- Each warp group has 32 of a step's 64 tokens when logits are computed, and half of the columns when values are added
+  up. Weights pass between them through shared memory.
+- Two meetings of all warps a step are for the largest logit of a row; sums of weights are added up behind the loop.
+
+What bounds a step is the way of the next rows from L2 (73 KiB in 2.9 µs): there is no room for a third step.
+
+The schedule, its parts and their merge are those of ``triton_attention``, whose programs this kernel's stand in for.
+Triton's interpreter does not run Gluon: on a CPU it is compiled, and tested on a GPU alone.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from attnplug_triton_mla import triton_merge, triton_plan
+from attnplug_triton_mla.planner import Schedule
+from attnplug_triton_mla.scratch import Partials
+from attnplug_triton_mla.triton_attention import LayerCache, common_arguments
+from attnplug_triton_mla.triton_merge import LN_2
+
+# As it is called from some version on, and in Triton 3.6.
+_copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+begin_stretch, next_tile = gluon.jit(triton_plan.begin_stretch.fn), gluon.jit(triton_plan.next_tile.fn)
+parts_of_tile, log2_sum = gluon.jit(triton_merge.parts_of_tile.fn), gluon.jit(triton_merge.log2_sum.fn)
+
+
+@gluon.jit
+def _ask_for(to, to_rope, at, there, column, rope_column, ROPE: gl.constexpr):
+    """Rows into shared memory, zeros where there are none: zero times what may be there would be NaN."""
+    _copy(to, at[:, None] + column[None, :], mask=there[:, None])
+    if ROPE > 0:
+        _copy(to_rope, at[:, None] + rope_column[None, :], mask=there[:, None])
+
+
+@gluon.jit(do_not_specialize=["requests", "programs", "table_row"])
+def _attend_wide(
+    q, cache, page_table, out, lse, partials, partial_lse, numbers, requests, programs,
+    q_row, q_head, table_row, table_column, scale, out_scale,
+    HEADS: gl.constexpr, RANK: gl.constexpr, ROPE: gl.constexpr, PAGE_SIZE: gl.constexpr, PAGE_STRIDE: gl.constexpr,
+    SLOT_STRIDE: gl.constexpr, INVARIANT: gl.constexpr, LSE: gl.constexpr, OVERLAP: gl.constexpr,
+):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()  # the next kernel may come, and waits for our last store
+    TILE: gl.constexpr = 64
+    STEP: gl.constexpr = 64
+    ONE_PAGE: gl.constexpr = PAGE_SIZE % STEP == 0
+    TYPE: gl.constexpr = q.dtype.element_ty
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
+    LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, STEP // 2, 16])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, RANK // 2, 16])
+    SHARED: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    q_shared = gl.allocate_shared_memory(TYPE, [TILE, RANK], SHARED)
+    q_rope_shared = gl.allocate_shared_memory(TYPE, [TILE, ROPE or 64], SHARED)
+    rows_shared = gl.allocate_shared_memory(TYPE, [2, STEP, RANK], SHARED)
+    rope_shared = gl.allocate_shared_memory(TYPE, [2, STEP, ROPE or 64], SHARED)
+    weights_shared = gl.allocate_shared_memory(TYPE, [TILE, STEP], SHARED)
+
+    slot = gl.arange(0, STEP, gl.SliceLayout(1, COPY))
+    column = gl.arange(0, RANK, gl.SliceLayout(0, COPY))
+    rope_column = RANK + gl.arange(0, ROPE or 64, gl.SliceLayout(0, COPY))
+    (
+        at, stop, stretch, lead, end, kv_len, prefix, begin, new, unit, units, request, tile_start, tile, first_page,
+    ) = begin_stretch(numbers, requests)  # fmt: skip
+    while at < stop:
+        piece = at - tile_start
+        taken = 1 if INVARIANT else gl.minimum(units - piece, stop - at)
+        last_query = gl.minimum((tile * TILE + TILE - 1) // HEADS, new - 1)
+        first_token = piece * unit * STEP
+        end_token = gl.minimum((piece + taken) * unit * STEP, gl.minimum(prefix + last_query + 1, kv_len))
+        table = page_table + request.to(gl.int64) * table_row
+
+        q_number = tile * TILE + slot
+        q_at = q + (begin + q_number // HEADS).to(gl.int64) * q_row + q_number % HEADS * q_head
+        if ONE_PAGE:
+            page = first_page
+        else:
+            token = first_token + slot
+            page = gl.load(table + token // PAGE_SIZE * table_column, mask=token < end_token, other=0)
+        if OVERLAP:
+            gdc_wait()  # for queries and cache rows; schedule and page table are older
+        _ask_for(q_shared, q_rope_shared, q_at, q_number < new * HEADS, column, rope_column, ROPE)
+
+        row = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(1, LOGITS))
+        seen = gl.minimum(prefix + row // HEADS + 1, kv_len)
+        position = gl.arange(0, STEP, gl.SliceLayout(0, LOGITS))
+        top = gl.full([TILE], float("-inf"), gl.float32, gl.SliceLayout(1, LOGITS))
+        totals = gl.full([TILE, STEP], 0.0, gl.float32, LOGITS)
+        sums = gl.full([TILE, RANK], 0.0, gl.float32, SUMS)
+        nothing = gl.full([TILE, STEP], 0.0, gl.float32, LOGITS)
+        buffer = 0
+        # Each round asks for the next step's rows and then does its own step; the first one only asks.
+        for first in range(first_token - STEP, end_token, STEP):
+            ahead = first + STEP
+            if first >= first_token:
+                async_copy.wait_group(0)
+                fence_async_shared()  # wgmma reads by another way than copies write
+            if ahead < end_token:
+                token = ahead + slot
+                if ONE_PAGE:
+                    rows_at = cache + page.to(gl.int64) * PAGE_STRIDE + ahead % PAGE_SIZE * SLOT_STRIDE
+                    rows_at = rows_at + slot * SLOT_STRIDE
+                    beyond = ahead + STEP
+                else:
+                    rows_at = cache + page.to(gl.int64) * PAGE_STRIDE + token % PAGE_SIZE * SLOT_STRIDE
+                    beyond = token + STEP
+                _ask_for(
+                    rows_shared.index(1 - buffer), rope_shared.index(1 - buffer), rows_at, token < end_token,
+                    column, rope_column, ROPE,
+                )  # fmt: skip
+                page = gl.load(table + beyond // PAGE_SIZE * table_column, mask=beyond < end_token, other=0)
+            async_copy.commit_group()
+            if first >= first_token:
+                rows = rows_shared.index(buffer)
+                dot = warpgroup_mma(q_shared, rows.permute((1, 0)), nothing, use_acc=False, is_async=True)
+                if ROPE > 0:
+                    dot = warpgroup_mma(
+                        q_rope_shared, rope_shared.index(buffer).permute((1, 0)), dot, is_async=True
+                    )  # fmt: skip
+                dot = warpgroup_mma_wait(0, deps=(dot,))
+                logits = gl.where((first + position)[None, :] < seen[:, None], dot * scale, float("-inf"))
+                higher = gl.maximum(top, gl.max(logits, 1))
+                base = gl.where(higher == float("-inf"), 0.0, higher)
+                weights, kept = gl.exp2(logits - base[:, None]), gl.exp2(top - base)
+                totals = totals * kept[:, None] + weights
+                top = higher
+                weights_shared.store(weights.to(TYPE))
+                fence_async_shared()
+                sums = sums * gl.convert_layout(kept, gl.SliceLayout(1, SUMS))[:, None]
+                sums = warpgroup_mma(weights_shared, rows, sums, is_async=True)
+                sums = warpgroup_mma_wait(0, deps=(sums,))
+            buffer = 1 - buffer
+
+        live = row < new * HEADS
+        total = gl.sum(totals, 1)
+        log2 = log2_sum(gl.where(top == float("-inf"), 0.0, top), total)
+        factor = gl.convert_layout(1.0 / gl.where(total == 0.0, 1.0, total), gl.SliceLayout(1, SUMS))
+        number = gl.arange(0, TILE, gl.SliceLayout(1, SUMS))
+        place = number[:, None] * RANK + gl.arange(0, RANK, gl.SliceLayout(0, SUMS))[None, :]
+        there = (tile * TILE + number < new * HEADS)[:, None]
+        parts, first_slot, _ = parts_of_tile(tile_start, units, stretch, programs, INVARIANT)
+        if parts == 1:
+            out_at = out + (begin * HEADS + tile * TILE).to(gl.int64) * RANK + place
+            gl.store(out_at, (sums * factor[:, None] * out_scale).to(TYPE), mask=there)
+            if LSE:
+                gl.store(lse + begin * HEADS + row, log2 * LN_2, mask=live)
+        else:
+            part = at if INVARIANT else gl.where(piece == 0, first_slot, gl.program_id(0))
+            part = part.to(gl.int64) * TILE
+            gl.store(partials + part * RANK + place, sums * factor[:, None], mask=there)
+            gl.store(partial_lse + part + (row - tile * TILE), log2, mask=live)
+
+        at += taken
+        if at < stop:
+            at, end, kv_len, prefix, begin, new, unit, units, request, tile_start, tile, first_page = next_tile(
+                at, end, kv_len, prefix, begin, new, unit, units, request, numbers, lead,
+                page_table, table_row, table_column, HEADS, TILE, STEP, PAGE_SIZE,
+            )  # fmt: skip
+    if OVERLAP:
+        gdc_wait()  # also without work: whoever comes behind us waits for us alone
+
+
+def launch_wide(
+    q: Tensor,
+    cache: LayerCache,
+    page_table: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    partials: Partials,
+    schedule: Schedule,
+    scale: float,
+) -> None:
+    """As ``launch_attend``, where every request has equally many rows; parts are left for ``launch_merge``."""
+    if q.stride(2) != 1:
+        q = q.contiguous()
+    by_place, by_name = common_arguments(q, cache, page_table, out, lse, partials, schedule, scale)
+    _attend_wide[(schedule.programs,)](*by_place, **by_name)
