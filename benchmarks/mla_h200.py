@@ -34,6 +34,7 @@ from mla_sides import (
     FLASHMLA,
     HOST_CALLS,
     LAYERS,
+    MAX_CONTEXT,
     MEMORY,
     NEW,
     PACKAGES,
@@ -60,6 +61,7 @@ from mla_sides import (
     rotating_layers,
 )
 from torch import Tensor
+from torch.nn.functional import pad
 
 from attnplug import (
     ExtendPath,
@@ -195,17 +197,22 @@ class Rotating:
     def parts(self) -> dict[str, Callable[[], dict[str, Any]]]:
         return {"graph": self.graphs, "host": self.host}
 
-    def _side(self, backend: Any) -> Callable[[], Tensor]:
-        """A step of 20 layers: the kernel that plans, then the calls."""
+    def _side(self, backend: Any, *, writing: bool = False, room: int = 0) -> Callable[[], Tensor]:
+        """A step of 20 layers: the kernel that plans, then the calls; with room, the page table is for longer requests.
+
+        With ``writing`` each call has its new rows to store first.
+        """
         backend.init_cuda_graph_state(self._case.requests, self._case.requests)
         batch, layers = self._ours.batch(), self._ours.layers
+        batch.page_table = pad(batch.page_table, (0, max(room // PAGE - batch.page_table.shape[1], 0)))
         batch.plan = backend.init_forward_metadata_out_graph(batch, in_capture=True)
+        rows = self._rows if writing else None
 
         def body() -> Tensor:
             backend.init_forward_metadata_in_graph(batch)
             for number in range(CALLS):
                 layer = layers[number % self._layers]
-                out: Tensor = backend.forward_decode(self._q, None, None, layer, batch, save_kv_cache=False)
+                out: Tensor = backend.forward_decode(self._q, rows, None, layer, batch, save_kv_cache=writing)
             return out
 
         return body
@@ -225,6 +232,8 @@ class Rotating:
             bodies["flashmla"] = self._library(RawFlashMLA(self._ours, self._q))
         bodies |= {name: self._side(backend) for name, backend in self._backends.items()}
         bodies["triton_again"] = bodies["triton"]
+        bodies["triton_room"] = self._side(TritonMLABackend(self._ours.context), room=MAX_CONTEXT)
+        bodies["triton_writing"] = self._side(TritonMLABackend(self._ours.context), writing=True)
         captured = {name: capture(body) for name, body in bodies.items()}
         replays = {name: graph.replay for name, (graph, _) in captured.items()}
         us = {name: value / CALLS for name, value in device_us(replays, REPLAYS, self._rig.cold).items()}

@@ -62,6 +62,8 @@ TRITON_COLUMNS = {
     "FlashMLA": ("graph.us.flashmla", ".1f"),
     "triton": ("graph.us.triton", ".1f"),
     "again": ("graph.us.triton_again", ".1f"),
+    "room": ("graph.us.triton_room", ".1f"),
+    "writing": ("graph.us.triton_writing", ".1f"),
     "invariant": ("graph.us.triton_invariant", ".1f"),
     "bytes": ("graph.floor_us", ".1f"),
     "to best": ("graph.ratio.best", ".3f"),

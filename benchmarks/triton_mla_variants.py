@@ -9,7 +9,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from copy import copy
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -34,6 +35,7 @@ from attnplug import (
     WorkspaceOwner,
 )
 from attnplug_triton_mla.backend import TritonMLABackend
+from attnplug_triton_mla.configurations import Configuration, choose
 from attnplug_triton_mla.options import TritonMLAOptions
 
 WHAT = "triton_mla: variants of decode and verify beside the plain decode; µs of a call in a graph of 20, medians"
@@ -106,7 +108,7 @@ class Side:
             options=TritonMLAOptions(batch_invariant=variant.invariant),
         )
         rows = len(lens) * variant.queries
-        self._backend, self._decode = TritonMLABackend(context), variant.queries == 1
+        self._context, self._decode = context, variant.queries == 1
         self._q = random(rows, variant.heads, DIMS.row_dim, device=device)
         new = None if self._decode else torch.full((len(lens),), variant.queries, dtype=torch.int32, device=device)
         self._batch = ForwardBatch(
@@ -116,7 +118,17 @@ class Side:
             seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
             extend_seq_lens=new,
         )
-        self._backend.init_cuda_graph_state(len(lens), rows)
+        self._capture(choose)
+
+    def cut_by(self, choose: Callable[..., Configuration]) -> Side:
+        """The same over the same memory, by other configurations."""
+        other = copy(self)
+        other._capture(choose)
+        return other
+
+    def _capture(self, choose: Callable[..., Configuration]) -> None:
+        self._backend, self._batch = TritonMLABackend(self._context, choose=choose), replace(self._batch)
+        self._backend.init_cuda_graph_state(self._batch.batch_size, self._batch.num_tokens)
         self._batch.plan = self._backend.init_forward_metadata_out_graph(self._batch, in_capture=True)
 
     def plan(self) -> Tensor:
