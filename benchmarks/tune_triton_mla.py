@@ -113,10 +113,12 @@ def compile_all(shapes: Iterable[Shape], processes: int, seconds: float) -> None
 
 def measure(shape: Shape, length: int, rig: Rig) -> dict[Configuration, float]:
     """Microseconds of a call, or infinity for a candidate that fails."""
-    side, graphs, times = Side(shape.variant(length), rig.device), {}, {}
+    plain, sides, graphs, times = Side(shape.variant(length), rig.device), [], {}, {}
     for candidate in candidates(shape):
         try:
-            graphs[candidate] = capture(side.cut_by(lambda *_, chosen=candidate, **__: chosen).calls)[0]
+            side = plain.cut_by(lambda *_, chosen=candidate, **__: chosen)
+            graphs[candidate] = capture(side.calls)[0]
+            sides.append(side)  # a graph does not keep the plan that it reads
         except Exception as error:  # too much shared memory, most of all
             print(f"{shape} {brief(candidate)}: {type(error).__name__}: {error}"[:200], file=sys.stderr)
             times[candidate] = math.inf
