@@ -94,6 +94,7 @@ def _attend_wide(
         if OVERLAP:
             gdc_wait()  # for queries and cache rows; schedule and page table are older
         _ask_for(q_shared, q_rope_shared, q_at, q_number < new * HEADS, column, rope_column, ROPE)
+        async_copy.commit_group()
 
         row = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(1, LOGITS))
         seen = gl.minimum(prefix + row // HEADS + 1, kv_len)
@@ -144,6 +145,7 @@ def _attend_wide(
                 sums = warpgroup_mma(weights_shared, rows, sums, is_async=True)
                 sums = warpgroup_mma_wait(0, deps=(sums,))
             buffer = 1 - buffer
+        async_copy.wait_group(0)  # for queries that found no cache row: the next tile's go to the same place
 
         live = row < new * HEADS
         total = gl.sum(totals, 1)
