@@ -20,8 +20,8 @@ from typing import Any
 os.environ.pop("TRITON_INTERPRET", None)  # read when kernels are defined, so before any import of them
 
 import triton
-from triton import knobs
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
@@ -120,7 +120,7 @@ def resources(made) -> str:
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
         source.write(made.asm["ptx"])
         source.flush()
-        command = [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", source.name, "-o", os.devnull]
+        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", source.name, "-o", os.devnull]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     registers, spilled = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores", said)
     assert registers and spilled, said
