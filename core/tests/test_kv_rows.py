@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -175,6 +175,28 @@ def writing(how: str) -> Iterator[str]:
 WAYS = [*DEVICES, pytest.param("cuda without triton", marks=DEVICES[1].marks)]
 """Ways in which rows are written: by torch on a CPU, by one kernel on a GPU, and by torch there too."""
 SLOTS = [[-1, 6, -1, 17, 3], [6, -1], [-1, -1, 19], [-1], [-1] * 4, [], [19, 0, 7]]
+
+
+def test_the_kernel_asks_amd_for_nothing_that_it_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a capability of 9.4 is no Hopper's, and Triton refuses options that are not its own."""
+    options = pytest.importorskip("triton.backends.amd.compiler").HIPOptions
+    from attnplug.kv import triton_rows
+
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 4))
+    layout = PageLayout.token_major(5, 4, 1, 20)
+    asked: dict[str, object] = {}
+
+    class Launch:
+        def __getitem__(self, grid: tuple[int, int]) -> Callable[..., None]:
+            return lambda *_, **constants: asked.update(constants)
+
+    names = set(triton_rows._write_rows.arg_names)
+    monkeypatch.setattr(triton_rows, "_write_rows", Launch())
+    pages = layout.view(torch.zeros(layout.elements))
+    triton_rows.RowWriter(pages, layout, 1.0).write(torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, 20))
+    assert asked["EARLY"] is False
+    assert set(asked) - names <= set(options.__dataclass_fields__)
 
 
 def bits(cache: torch.Tensor) -> torch.Tensor:

@@ -60,7 +60,7 @@ class RowWriter:
             "FLOAT8": pages.element_size() == 1,
             "BLOCK": block,
             "EARLY": early,
-            "launch_pdl": early,
+            **({"launch_pdl": True} if early else {}),  # an option that Triton for AMD refuses, whatever it says
         }
 
     def write(self, slots: Tensor, rows: Tensor) -> None:
