@@ -7,9 +7,13 @@ import random
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from attnplug_triton_mla.configurations import INVARIANT_PARTS, Configuration
 from attnplug_triton_mla.planner import Schedule, Shape
+from attnplug_triton_mla.triton_merge import parts_of_tile
+from attnplug_triton_mla.triton_plan import begin_stretch, next_tile
 from support.devices import DEVICES, nothing_waits
 
 NOWHERE = 1 << 30
@@ -91,6 +95,86 @@ def test_the_line_of_work_is_divided_evenly(seed, cut, device):
     for program, request in enumerate(begins):
         if program * stretch < total:
             assert ends[request] > program * stretch >= ends[request] - work[request]
+
+
+@triton.jit
+def _walk(
+    visits, numbers, requests, programs, page_table, table_row, HEADS: tl.constexpr, TILE: tl.constexpr,
+    STEP: tl.constexpr, PAGE_SIZE: tl.constexpr, INVARIANT: tl.constexpr,
+):  # fmt: skip
+    """The way of a program of the attention kernels: at every place where it begins, what it finds there."""
+    (
+        at, stop, stretch, lead, end, kv_len, prefix, begin, new, unit, units, request, tile_start, tile, first_page,
+    ) = begin_stretch(numbers, requests)  # fmt: skip
+    while at < stop:
+        piece = at - tile_start
+        taken = 1 if INVARIANT else tl.minimum(units - piece, stop - at)
+        parts, first, others = parts_of_tile(tile_start, units, stretch, programs, INVARIANT)
+        slot = at if INVARIANT else tl.where(piece == 0, first, tl.program_id(0))
+        visit = visits + at * 10
+        tl.store(visit + 1, request)
+        tl.store(visit + 2, tile)
+        tl.store(visit + 3, piece)
+        tl.store(visit + 4, taken)
+        tl.store(visit + 5, parts)
+        tl.store(visit + 6, slot)
+        tl.store(visit + 7, first)
+        tl.store(visit + 8, others)
+        tl.store(visit + 9, first_page)
+        tl.atomic_add(visit, 1)
+        at += taken
+        if at < stop:
+            at, end, kv_len, prefix, begin, new, unit, units, request, tile_start, tile, first_page = next_tile(
+                at, end, kv_len, prefix, begin, new, unit, units, request, numbers, lead,
+                page_table, table_row, 1, HEADS, TILE, STEP, PAGE_SIZE,
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("queries", [0, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_every_unit_of_every_tile_is_taken_once(seed, queries, invariant, device):
+    """And its parts are as many as the merge looks for, each in a place of its own that the merge finds."""
+    chance = random.Random(seed)
+    lens, new = batch_of(seed)
+    if queries:
+        new = [queries] * len(lens)
+    cut = Configuration(
+        chance.choice([16, 32, 64]), 16, 4, 2, programs=chance.choice([1, 2, 4]), start_steps=chance.choice([0, 2, 9]),
+        least_steps=chance.choice([1, 3]), part_cost=chance.choice([0.0, 0.5]),
+    )  # fmt: skip
+    heads, page_size = 11, 16
+    given = {"queries": queries, "heads": heads, "page_size": page_size, "invariant": invariant, "device": device}
+    schedule, table = made(lens, new, cut=cut, sms=3, **given)
+    numbers = schedule.numbers.tolist()
+    visits = torch.zeros(numbers[1] + 1, 10, dtype=torch.int32, device=device)
+    on_device = table.to(device)
+    _walk[(schedule.programs,)](
+        visits, schedule.numbers, len(lens), schedule.programs, on_device, table.shape[1],
+        HEADS=heads, TILE=cut.tile, STEP=cut.step, PAGE_SIZE=page_size, INVARIANT=invariant,
+    )  # fmt: skip
+    taken_by: dict[tuple[int, int], list[list[int]]] = {}
+    for times, request, tile, *visit in visits.tolist():
+        assert times in (0, 1)
+        if times:
+            taken_by.setdefault((request, tile), []).append(visit)
+    tiles = [(request, tile) for request, count in enumerate(new) for tile in range(-(-count * heads // cut.tile))]
+    assert sorted(taken_by) == tiles
+    places = []
+    for (request, _), parts in taken_by.items():
+        unit, units = numbers[HEADER + RECORD * request :][5:7]
+        at = 0
+        for number, (piece, taken, count, slot, first, others, page) in enumerate(parts):
+            assert (piece, count) == (at, len(parts))
+            assert slot == (first if number == 0 else others + number)
+            token = piece * unit * cut.step
+            assert page == (int(table[request, token // page_size]) if token < lens[request] else 0)
+            places += [slot] if count > 1 else []
+            at += taken
+        assert at == units
+    assert len(set(places)) == len(places)
+    assert max(places, default=0) < schedule.partial_slots
 
 
 @pytest.mark.parametrize("device", DEVICES)
