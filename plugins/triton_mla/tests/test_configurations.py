@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from attnplug_triton_mla.configurations import (
     ANY,
@@ -24,6 +25,7 @@ from attnplug_triton_mla.configurations import (
     fitting,
     most_partials,
 )
+from attnplug_triton_mla.planner import Schedule, Shape
 
 KIB = 1024
 SHARED = {80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}
@@ -55,8 +57,15 @@ def test_who_merges_a_batch_of_different_rows():
     assert all(entry.merge == "kernel" for entry in ENTRIES if entry.tile == WIDE)
 
 
-def test_memory_is_for_the_largest_entry():
-    assert most_partials(132) == max(2 * entry.programs * 132 * entry.tile for entry in ENTRIES)
+@pytest.mark.parametrize("sm", SHARED)
+def test_no_plan_asks_for_more_partial_results_than_were_reserved(sm):
+    """What is reserved when a backend is built is all that it ever takes: graphs freeze the workspace."""
+    for fp8, rows, requests, tokens in itertools.product((False, True), (0, 1, 16, 17, 33, 512), (1, 3, 99), (99, ANY)):
+        room = Room(sm, SHARED[sm], 2 * WIDTH, WIDTH if fp8 else 2 * WIDTH)
+        cut = fitting(choose(rows, requests, tokens, fp8=fp8, invariant=False), room)
+        shape = Shape(requests, requests * max(rows, 1), rows, 1, 64, 8, invariant=False)
+        slots = Schedule.reserve(shape, cut, 132, torch.device("meta")).partial_slots
+        assert slots * cut.tile <= most_partials(132)
 
 
 @pytest.mark.parametrize("sm", SHARED)
