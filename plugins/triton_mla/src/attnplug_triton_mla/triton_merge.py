@@ -88,7 +88,7 @@ def merge_tile(
 
 
 @triton.jit
-def merge_row(
+def _merge_row(
     partials, partial_lse, place, row, parts, first, others, out_scale, out_at, lse_at, writes_lse,
     RANK: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -138,12 +138,12 @@ def _merge(
     out_at, lse_at = out + flat.to(tl.int64) * RANK + column, lse + flat
     writes_lse = LSE and tl.program_id(1) == 0
     if parts > FEW:
-        merge_row(
+        _merge_row(
             partials, partial_lse, place, row % TILE, parts, first, others, out_scale, out_at, lse_at, writes_lse,
             RANK, TILE, BLOCK, OVERLAP,
         )  # fmt: skip
     elif parts > 1:
-        merge_row(
+        _merge_row(
             partials, partial_lse, place, row % TILE, parts, first, others, out_scale, out_at, lse_at, writes_lse,
             RANK, TILE, FEW, OVERLAP,
         )  # fmt: skip
