@@ -6,13 +6,13 @@ into registers again and again and takes three times that. Triton makes wgmma of
 compute all logits, and asks for the next rows behind the present step instead of before it. Hence this kernel says
 where everything is, in Gluon, Triton's own language for that:
 
-- Queries and two steps' rows lie in shared memory as wgmma reads them, 221 of its 227 KiB, copied there without
+- Queries and two steps' rows lie in shared memory as wgmma reads them, 224 of its 227 KiB, copied there without
   registers. The next step's rows are asked for before the present step is computed.
 - Each warp group has 32 of a step's 64 tokens when logits are computed, and half of the columns when values are added
   up. Weights pass between them through shared memory.
 - Two meetings of all warps a step are for the largest logit of a row; sums of weights are added up behind the loop.
 
-What bounds a step is the way of the next rows from L2 (73 KiB in 2.9 µs): there is no room for a third step.
+What bounds a step is the way of the next rows from L2 (72 KiB in 2.9 µs): there is no room for a third step.
 
 The schedule, its parts and their merge are those of ``triton_attention``, whose programs this kernel's stand in for.
 Triton's interpreter does not run Gluon: on a CPU it is compiled, and tested on a GPU alone.
@@ -94,7 +94,6 @@ def _attend_wide(
         if OVERLAP:
             gdc_wait()  # for queries and cache rows; schedule and page table are older
         _ask_for(q_shared, q_rope_shared, q_at, q_number < new * HEADS, column, rope_column, ROPE)
-        async_copy.commit_group()
 
         row = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(1, LOGITS))
         seen = gl.minimum(prefix + row // HEADS + 1, kv_len)
@@ -145,7 +144,9 @@ def _attend_wide(
                 sums = warpgroup_mma(weights_shared, rows, sums, is_async=True)
                 sums = warpgroup_mma_wait(0, deps=(sums,))
             buffer = 1 - buffer
-        async_copy.wait_group(0)  # for queries that found no cache row: the next tile's go to the same place
+        # Without a step nobody has waited for the queries: the next tile's, in the same place, might come before them.
+        async_copy.commit_group()
+        async_copy.wait_group(0)
 
         live = row < new * HEADS
         total = gl.sum(totals, 1)
