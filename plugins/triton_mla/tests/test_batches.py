@@ -191,6 +191,36 @@ class TestConfigurations:
         """Early tokens of a request do not see its last step, with which a program may begin, and go on to a tile."""
         check(MLACase(tuple((prefix, new) for prefix in prefixes), mode, heads=heads), device)
 
+    @pytest.mark.parametrize("tile", [16, WIDE])
+    def test_queries_lie_as_the_kernels_read_them(self, tile, monkeypatch):
+        """The wide one copies 16 bytes at once, and compiles for an address and strides that are multiples alone."""
+        from attnplug_triton_mla import gluon_attention, triton_attention
+
+        given: list[torch.Tensor] = []
+        launched = {(MULTIPROCESSORS,): lambda q, *_, **__: given.append(q)}
+        monkeypatch.setattr(triton_attention, "_attend", launched)
+        monkeypatch.setattr(gluon_attention, "_attend_wide", launched)
+        case, cut = MLACase(((9, 1), (3, 1)), DECODE, heads=4), Configuration(tile, 64, 8, 2)
+        stage = scene(case, "cpu", lambda *_, **__: cut)
+        batch, rows = stage.batch(), torch.zeros(2, 1, 48)
+        batch.plan = stage.backend.init_forward_metadata(batch)
+        memory, multiple = torch.randn(2 * 4 * 49 + 1), 16 if tile == WIDE else 1
+        plain, by_column = torch.randn(2, 4, 48), torch.randn(48, 2, 4).permute(1, 2, 0)
+        odd_strides, odd_address = memory[:-1].view(2, 4, 49)[..., :48], memory[1 : 1 + plain.numel()].view(2, 4, 48)
+        for q in (plain, by_column, odd_strides, odd_address):
+            stage.backend.forward_decode(q, rows, None, stage.layer, batch)
+            assert torch.equal(given[-1], q) and given[-1].stride(2) == 1
+            assert not any(number % multiple for number in (given[-1].data_ptr(), *given[-1].stride()[:2]))
+        assert given[0] is plain, "nothing is copied without need"
+
+    def test_heads_that_lie_further_apart_than_kernels_count(self):
+        """Each head's queries in a block of their own, as a product by heads leaves them."""
+        from attnplug_triton_mla.triton_attention import readable
+
+        q = torch.empty(128, 40_000, 576, dtype=torch.bfloat16, device="meta").transpose(0, 1)
+        assert 127 * q.stride(1) >= 1 << 31 and readable(q).is_contiguous()
+        assert readable(q[:, :64]).stride() == q.stride()
+
     @on_a_gpu
     @pytest.mark.parametrize("entry", sorted({entry for entry in ENTRIES if entry.merge == "kernel"}, key=str), ids=str)
     def test_kernels_that_are_launched_early(self, entry, device):

@@ -30,7 +30,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from attnplug_triton_mla import triton_merge, triton_plan
 from attnplug_triton_mla.planner import Schedule
 from attnplug_triton_mla.scratch import Partials
-from attnplug_triton_mla.triton_attention import LayerCache, common_arguments
+from attnplug_triton_mla.triton_attention import LayerCache, common_arguments, readable
 from attnplug_triton_mla.triton_merge import LN_2
 
 # As it is called from some version on, and in Triton 3.6.
@@ -188,7 +188,6 @@ def launch_wide(
     scale: float,
 ) -> None:
     """As ``launch_attend``, where every request has equally many rows; parts are left for ``launch_merge``."""
-    if q.stride(2) != 1:
-        q = q.contiguous()
+    q = readable(q, multiple_of=16)  # as the compiler must know: they are copied to shared memory 16 bytes at once
     by_place, by_name = common_arguments(q, cache, page_table, out, lse, partials, schedule, scale)
     _attend_wide[(schedule.programs,)](*by_place, **by_name)

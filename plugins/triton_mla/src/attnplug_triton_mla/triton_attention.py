@@ -27,6 +27,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -38,6 +39,7 @@ from attnplug_triton_mla.triton_merge import LN_2, log2_sum, merge_tile, parts_o
 from attnplug_triton_mla.triton_plan import begin_stretch, next_tile
 
 _LOG2_E = 1.4426950408889634
+_LARGEST_OFFSET = (1 << 31) - 1
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -266,6 +268,18 @@ class LayerCache:
     rank: int
 
 
+def readable(q: Tensor, multiple_of: int = 1) -> Tensor:
+    """``q``, or a copy where the kernels could not read it: by what its address and strides must be multiples of.
+
+    Columns lie side by side, and all heads of a row within 32 bits of elements, in which kernels count.
+    """
+    row, head, column = q.stride()
+    odd = any(number % multiple_of for number in (q.data_ptr(), row, head))
+    if column == 1 and head * q.shape[1] <= _LARGEST_OFFSET and not odd:
+        return q
+    return q.clone(memory_format=torch.contiguous_format)
+
+
 def common_arguments(
     q: Tensor,
     cache: LayerCache,
@@ -328,9 +342,7 @@ def launch_attend(
 
     Tiles of several parts are left in ``partials`` for ``launch_merge`` where the schedule says so.
     """
-    if q.stride(2) != 1:
-        q = q.contiguous()
-    configuration = schedule.configuration
+    q, configuration = readable(q), schedule.configuration
     by_place, by_name = common_arguments(q, cache, page_table, out, lse, partials, schedule, scale)
     _attend[(schedule.programs,)](
         *by_place,
