@@ -50,7 +50,7 @@ ANY = 1 << 30
 
 Table = tuple[tuple[int, int, int, Configuration], ...]
 
-# Chosen from benchmarks/results/triton_mla_cuts_h200.json. Many rows of few short requests are tiles of 16: more
+# Chosen from benchmarks/results/triton_mla_cuts_h200.json. Many rows of one short request are tiles of 16: more
 # programs share the work, and each has less to read before it begins.
 _LOW = Configuration(16, 64, 4, 3, q_at_each_step=True, merge_parts=16, merge_columns=512, overlap=True)
 _LOW_SOME = replace(_LOW, merge_parts=32, merge_columns=64, merge_warps=1)
@@ -65,8 +65,9 @@ TABLE: Table = (
     (16, ANY, ANY, _LOW),
     (32, 2, ANY, _LOW_FEW),
     (32, 8, ANY, _LOW_SOME),
-    (ANY, 2, 8192, replace(_LOW_SOME, q_at_each_step=False)),
-    (ANY, 2, ANY, _WIDE_FEW),
+    (ANY, 1, 8192, replace(_LOW_SOME, q_at_each_step=False)),
+    (ANY, 1, ANY, _WIDE_FEW),
+    (ANY, 2, ANY, replace(_WIDE_SOME, merge_columns=64)),
     (ANY, 8, ANY, _WIDE_SOME),
     (ANY, ANY, ANY, _WIDE),
 )

@@ -1,10 +1,10 @@
 """MLA for more rows of a request than fit a low tile, on SM 90: 64 rows a tile, by two warp groups.
 
-With 64 rows a step of 64 cache rows is 8.9 MFLOP, 1.7 µs of a multiprocessor at the rate of its best instruction,
-wgmma, which takes both factors from shared memory; mma.sync, which Triton makes of 16 and of 32 rows, reads the queries
-into registers again and again and takes three times that. Triton makes wgmma of 64 rows too, but has both warp groups
-compute all logits, and asks for the next rows behind the present step instead of before it. Hence this kernel says
-where everything is, in Gluon, Triton's own language for that:
+With 64 rows a step of 64 cache rows is 8.9 MFLOP, 1.7 µs of a multiprocessor at the 700 TFLOP/s that an H200 reaches
+with large products. Those are by wgmma, which takes both factors from shared memory; mma.sync, which Triton makes of 16
+and of 32 rows, has queries read into registers again and again and takes four times that. Triton makes wgmma of 64 rows
+too, but has both warp groups compute all logits, and asks for the next rows behind the present step instead of before
+it. Hence this kernel says where everything is, in Gluon, Triton's own language for that:
 
 - Queries and two steps' rows lie in shared memory as wgmma reads them, 224 of its 227 KiB, copied there without
   registers. The next step's rows are asked for before the present step is computed.
