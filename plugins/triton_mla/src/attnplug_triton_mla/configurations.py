@@ -145,10 +145,12 @@ def fitting(configuration: Configuration, room: Room) -> Configuration:
 def _shared_bytes(configuration: Configuration, room: Room) -> int:
     """What the compiler takes: queries, weights, cache rows of all stages but the one being loaded.
 
-    The wide kernel has rows of all its stages, and some bytes to find the largest logit by.
+    The wide kernel has rows of all its stages, and some bytes to find the largest logit by. Of fp8 rows Triton 3.8 has
+    half a step once more, converted; other versions have not.
     """
     tile, step, stages = configuration.tile, configuration.step, configuration.stages
     wide = tile == WIDE
     loaded = stages if wide else max(stages - 1, 1)
     q_bytes = tile * room.query_bytes * (loaded if configuration.q_at_each_step else 1)
-    return q_bytes + tile * step * 2 + loaded * step * room.row_bytes + (1024 if wide else 0)
+    converted = step * room.row_bytes if room.row_bytes != room.query_bytes else 0
+    return q_bytes + tile * step * 2 + loaded * step * room.row_bytes + converted + (1024 if wide else 0)
