@@ -26,8 +26,8 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
 from attnplug_triton_mla.configurations import ENTRIES, RAGGED, WIDE, Configuration
-from attnplug_triton_mla.gluon_attention import _attend_wide
-from attnplug_triton_mla.triton_attention import _attend
+from attnplug_triton_mla.gluon_attention import attend_wide
+from attnplug_triton_mla.triton_attention import attend as attend_low
 from attnplug_triton_mla.triton_merge import _merge
 from attnplug_triton_mla.triton_plan import _plan
 
@@ -43,7 +43,7 @@ FLOATS = dict.fromkeys(("scale", "out_scale", "part_cost"), "fp32")
 def compiled(kernel, sm: int, constants: dict[str, object], options: dict[str, object], **pointers: str):
     """As the launcher would compile it: memory and strides of rows are multiples of 16."""
     types, names = {**POINTERS, **FLOATS, **pointers}, kernel.arg_names
-    source = (GluonASTSource if kernel is _attend_wide else ASTSource)(
+    source = (GluonASTSource if kernel is attend_wide else ASTSource)(
         fn=kernel,
         signature={name: "constexpr" if name in constants else types.get(name, "i32") for name in names},
         constexprs={(names.index(name),): value for name, value in constants.items()},
@@ -73,14 +73,14 @@ def attend(sm: int, cut: dict[str, object], q: str, cache: str, invariant: bool 
     options = {"num_warps": cut["warps"], "launch_pdl": cut["overlap"]}
     types = {"q": f"*{q}", "out": f"*{q}", "cache": f"*{cache}"}
     if cut["tile"] == WIDE:
-        return compiled(_attend_wide, sm, constants, options, **types)
+        return compiled(attend_wide, sm, constants, options, **types)
     constants |= {
         "TILE": cut["tile"],
         "STEP": cut["step"],
         "Q_AT_EACH_STEP": cut["q_at_each_step"] and cache == q,
         "MERGE_COLUMNS": cut["merge_columns"] if cut["merge"] == "last" else 0,
     }
-    return compiled(_attend, sm, constants, options | {"num_stages": cut["stages"]}, **types)
+    return compiled(attend_low, sm, constants, options | {"num_stages": cut["stages"]}, **types)
 
 
 def merge(sm: int, cut: dict[str, object], q: str, invariant: bool = False):

@@ -194,12 +194,12 @@ class TestConfigurations:
     @pytest.mark.parametrize("tile", [16, WIDE])
     def test_queries_lie_as_the_kernels_read_them(self, tile, monkeypatch):
         """The wide one copies 16 bytes at once, and compiles for an address and strides that are multiples alone."""
-        from attnplug_triton_mla import gluon_attention, triton_attention
+        from attnplug_triton_mla import attention
 
         given: list[torch.Tensor] = []
         launched = {(MULTIPROCESSORS,): lambda q, *_, **__: given.append(q)}
-        monkeypatch.setattr(triton_attention, "_attend", launched)
-        monkeypatch.setattr(gluon_attention, "_attend_wide", launched)
+        monkeypatch.setattr(attention, "attend", launched)
+        monkeypatch.setattr(attention, "attend_wide", launched)
         case, cut = MLACase(((9, 1), (3, 1)), DECODE, heads=4), Configuration(tile, 64, 8, 2)
         stage = scene(case, "cpu", lambda *_, **__: cut)
         batch, rows = stage.batch(), torch.zeros(2, 1, 48)
@@ -215,7 +215,7 @@ class TestConfigurations:
 
     def test_heads_that_lie_further_apart_than_kernels_count(self):
         """Each head's queries in a block of their own, as a product by heads leaves them."""
-        from attnplug_triton_mla.triton_attention import readable
+        from attnplug_triton_mla.attention import readable
 
         q = torch.empty(128, 40_000, 576, dtype=torch.bfloat16, device="meta").transpose(0, 1)
         assert 127 * q.stride(1) >= 1 << 31 and readable(q).is_contiguous()

@@ -26,12 +26,11 @@ from attnplug import (
     PlanError,
     PlannedBackend,
 )
-from attnplug_triton_mla.configurations import WIDE, Configuration, Room, choose, fitting, most_partials
-from attnplug_triton_mla.gluon_attention import launch_wide
+from attnplug_triton_mla.attention import LayerCache, launch_attend
+from attnplug_triton_mla.configurations import Configuration, Room, choose, fitting, most_partials
 from attnplug_triton_mla.options import TritonMLAOptions
 from attnplug_triton_mla.planner import Schedule, Shape
 from attnplug_triton_mla.scratch import Partials, Scratch
-from attnplug_triton_mla.triton_attention import LayerCache, launch_attend
 from attnplug_triton_mla.triton_merge import launch_merge
 
 _UNIFORM = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
@@ -185,8 +184,7 @@ class TritonMLABackend(PlannedBackend):
             if lse is not None:
                 lse[first:] = float("-inf")
         if schedule is not None and partials is not None:
-            launch = launch_wide if schedule.configuration.tile == WIDE else launch_attend
-            launch(q, cache, batch.page_table, out, lse, partials, schedule, layer.scale)
+            launch_attend(q, cache, batch.page_table, out, lse, partials, schedule, layer.scale)
             if schedule.merged_by_kernel:
                 launch_merge(partials, out, lse, schedule, cache.scale)
         return out

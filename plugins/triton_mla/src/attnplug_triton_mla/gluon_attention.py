@@ -14,13 +14,13 @@ it. Hence this kernel says where everything is, in Gluon, Triton's own language 
 
 What bounds a step is the way of the next rows from L2 (72 KiB in 2.9 µs): there is no room for a third step.
 
-The schedule, its parts and their merge are those of ``triton_attention``, whose programs this kernel's stand in for.
+The schedule, its parts and their merge are those of ``triton_attention``, whose programs this kernel's stand in for;
+every request has equally many rows here, and parts are always left to the merging kernel.
 Triton's interpreter does not run Gluon: on a CPU it is compiled, and tested on a GPU alone.
 """
 
 from __future__ import annotations
 
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
@@ -28,9 +28,6 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug_triton_mla import triton_merge, triton_plan
-from attnplug_triton_mla.planner import Schedule
-from attnplug_triton_mla.scratch import Partials
-from attnplug_triton_mla.triton_attention import LayerCache, common_arguments, readable
 from attnplug_triton_mla.triton_merge import LN_2
 
 # As it is called from some version on, and in Triton 3.6.
@@ -48,7 +45,7 @@ def _ask_for(to, to_rope, at, there, column, rope_column, ROPE: gl.constexpr):
 
 
 @gluon.jit(do_not_specialize=["requests", "programs", "table_row"])
-def _attend_wide(
+def attend_wide(
     q, cache, page_table, out, lse, partials, partial_lse, numbers, requests, programs,
     q_row, q_head, table_row, table_column, scale, out_scale,
     HEADS: gl.constexpr, RANK: gl.constexpr, ROPE: gl.constexpr, PAGE_SIZE: gl.constexpr, PAGE_STRIDE: gl.constexpr,
@@ -175,19 +172,3 @@ def _attend_wide(
             )  # fmt: skip
     if OVERLAP:
         gdc_wait()  # also without work: whoever comes behind us waits for us alone
-
-
-def launch_wide(
-    q: Tensor,
-    cache: LayerCache,
-    page_table: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    partials: Partials,
-    schedule: Schedule,
-    scale: float,
-) -> None:
-    """As ``launch_attend``, where every request has equally many rows; parts are left for ``launch_merge``."""
-    q = readable(q, multiple_of=16)  # as the compiler must know: they are copied to shared memory 16 bytes at once
-    by_place, by_name = common_arguments(q, cache, page_table, out, lse, partials, schedule, scale)
-    _attend_wide[(schedule.programs,)](*by_place, **by_name)

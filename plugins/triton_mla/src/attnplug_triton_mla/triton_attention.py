@@ -24,22 +24,13 @@ other: 1.5 µs a thousand of the former, with one warp a scheduler, and 0.3 to 0
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnplug_triton_mla.planner import Schedule
-from attnplug_triton_mla.scratch import Partials
 from attnplug_triton_mla.triton_merge import LN_2, log2_sum, merge_tile, parts_of_tile
 from attnplug_triton_mla.triton_plan import begin_stretch, next_tile
 
-_LOG2_E = 1.4426950408889634
-_LARGEST_OFFSET = (1 << 31) - 1
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
@@ -106,7 +97,7 @@ def _store_quarters(at, column, there, sum_0, sum_1, sum_2, sum_3, factor, PAIRS
 
 # Numbers that change from batch to batch are taken as they are: compiling again for a 1 among them gains nothing.
 @triton.jit(do_not_specialize=["requests", "programs", "table_row"])
-def _attend(
+def attend(
     q, cache, page_table, out, lse, partials, partial_lse, numbers, requests, programs,
     q_row, q_head, table_row, table_column, scale, out_scale, counters,
     HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
@@ -257,100 +248,3 @@ def _attend(
             )  # fmt: skip
     if OVERLAP:
         gdc_wait()  # also without work: whoever comes behind us waits for us alone
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LayerCache:
-    """A layer's cache ``[pages, page_size, 1, rank + rope]``, and what a stored number must be multiplied with."""
-
-    pages: Tensor
-    scale: float
-    rank: int
-
-
-def readable(q: Tensor, multiple_of: int = 1) -> Tensor:
-    """``q``, or a copy where the kernels could not read it: by what its address and strides must be multiples of.
-
-    Columns lie side by side, and all heads of a row within 32 bits of elements, in which kernels count.
-    """
-    row, head, column = q.stride()
-    odd = any(number % multiple_of for number in (q.data_ptr(), row, head))
-    if column == 1 and head * q.shape[1] <= _LARGEST_OFFSET and not odd:
-        return q
-    return q.clone(memory_format=torch.contiguous_format)
-
-
-def common_arguments(
-    q: Tensor,
-    cache: LayerCache,
-    page_table: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    partials: Partials,
-    schedule: Schedule,
-    scale: float,
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """What both attention kernels take: arguments by place, and constants and options by name."""
-    pages = cache.pages
-    _, page_size, _, row_dim = pages.shape
-    by_place = (
-        q,
-        pages,
-        page_table,
-        out,
-        partials.lse if lse is None else lse,
-        partials.values,
-        partials.lse,
-        schedule.numbers,
-        schedule.shape.requests,
-        schedule.programs,
-        q.stride(0),
-        q.stride(1),
-        page_table.stride(0),
-        page_table.stride(1),
-        scale * cache.scale * _LOG2_E,
-        cache.scale,
-    )
-    overlap = schedule.configuration.overlap
-    by_name = {
-        "HEADS": q.shape[1],
-        "RANK": cache.rank,
-        "ROPE": row_dim - cache.rank,
-        "PAGE_SIZE": page_size,
-        "PAGE_STRIDE": pages.stride(0),
-        "SLOT_STRIDE": pages.stride(1),
-        "INVARIANT": schedule.shape.invariant,
-        "LSE": lse is not None,
-        "OVERLAP": overlap,
-        "num_warps": schedule.configuration.warps,
-        **({"launch_pdl": True} if overlap else {}),
-    }
-    return by_place, by_name
-
-
-def launch_attend(
-    q: Tensor,
-    cache: LayerCache,
-    page_table: Tensor,
-    out: Tensor,
-    lse: Tensor | None,
-    partials: Partials,
-    schedule: Schedule,
-    scale: float,
-) -> None:
-    """Attend with q ``[rows, heads, rank + rope]``; ``out`` ``[rows, heads, rank]`` and ``lse`` are contiguous.
-
-    Tiles of several parts are left in ``partials`` for ``launch_merge`` where the schedule says so.
-    """
-    q, configuration = readable(q), schedule.configuration
-    by_place, by_name = common_arguments(q, cache, page_table, out, lse, partials, schedule, scale)
-    _attend[(schedule.programs,)](
-        *by_place,
-        partials.counters,
-        **by_name,
-        TILE=configuration.tile,
-        STEP=configuration.step,
-        Q_AT_EACH_STEP=configuration.q_at_each_step and cache.pages.dtype == q.dtype,
-        MERGE_COLUMNS=0 if schedule.merged_by_kernel else min(configuration.merge_columns, cache.rank),
-        num_stages=configuration.stages,
-    )

@@ -1,0 +1,105 @@
+"""Attention by the kernel that a schedule is cut for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnplug_triton_mla.configurations import WIDE
+from attnplug_triton_mla.gluon_attention import attend_wide
+from attnplug_triton_mla.planner import Schedule
+from attnplug_triton_mla.scratch import Partials
+from attnplug_triton_mla.triton_attention import attend
+
+_LOG2_E = 1.4426950408889634
+_LARGEST_OFFSET = (1 << 31) - 1
+_COPIED = 16
+"""What the address and the strides of queries must be multiples of for ``attend_wide`` to compile: it copies them to
+shared memory 16 bytes at once."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerCache:
+    """A layer's cache ``[pages, page_size, 1, rank + rope]``, and what a stored number must be multiplied with."""
+
+    pages: Tensor
+    scale: float
+    rank: int
+
+
+def readable(q: Tensor, multiple_of: int = 1) -> Tensor:
+    """``q``, or a copy where the kernels could not read it: by what its address and strides must be multiples of.
+
+    Columns lie side by side, and all heads of a row within 32 bits of elements, in which kernels count.
+    """
+    row, head, column = q.stride()
+    odd = any(number % multiple_of for number in (q.data_ptr(), row, head))
+    if column == 1 and head * q.shape[1] <= _LARGEST_OFFSET and not odd:
+        return q
+    return q.clone(memory_format=torch.contiguous_format)
+
+
+def launch_attend(
+    q: Tensor,
+    cache: LayerCache,
+    page_table: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    partials: Partials,
+    schedule: Schedule,
+    scale: float,
+) -> None:
+    """Attend with q ``[rows, heads, rank + rope]``; ``out`` ``[rows, heads, rank]`` and ``lse`` are contiguous.
+
+    Tiles of several parts are left in ``partials`` for ``launch_merge`` where the schedule says so.
+    """
+    configuration, pages = schedule.configuration, cache.pages
+    wide = configuration.tile == WIDE
+    q = readable(q, _COPIED if wide else 1)
+    _, page_size, _, row_dim = pages.shape
+    by_place = (
+        q,
+        pages,
+        page_table,
+        out,
+        partials.lse if lse is None else lse,
+        partials.values,
+        partials.lse,
+        schedule.numbers,
+        schedule.shape.requests,
+        schedule.programs,
+        q.stride(0),
+        q.stride(1),
+        page_table.stride(0),
+        page_table.stride(1),
+        scale * cache.scale * _LOG2_E,
+        cache.scale,
+    )
+    by_name = {
+        "HEADS": q.shape[1],
+        "RANK": cache.rank,
+        "ROPE": row_dim - cache.rank,
+        "PAGE_SIZE": page_size,
+        "PAGE_STRIDE": pages.stride(0),
+        "SLOT_STRIDE": pages.stride(1),
+        "INVARIANT": schedule.shape.invariant,
+        "LSE": lse is not None,
+        "OVERLAP": configuration.overlap,
+        "num_warps": configuration.warps,
+        **({"launch_pdl": True} if configuration.overlap else {}),
+    }
+    if wide:
+        attend_wide[(schedule.programs,)](*by_place, **by_name)
+        return
+    attend[(schedule.programs,)](
+        *by_place,
+        partials.counters,
+        **by_name,
+        TILE=configuration.tile,
+        STEP=configuration.step,
+        Q_AT_EACH_STEP=configuration.q_at_each_step and pages.dtype == q.dtype,
+        MERGE_COLUMNS=0 if schedule.merged_by_kernel else min(configuration.merge_columns, cache.rank),
+        num_stages=configuration.stages,
+    )
