@@ -165,6 +165,16 @@ class TestConfigurations:
         check(MLACase(given, mode, heads=2), device, lambda *_, **__: cut)
 
     @on_every_device
+    @pytest.mark.parametrize("merge", ["last", "kernel"])
+    @pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (VERIFY, 3)])
+    def test_tiles_with_a_lead(self, mode, new, merge, device):
+        """Long and short requests: every tile's parts lie behind its lead, for whoever merges them too."""
+        cut = Configuration(16, 16, 4, 2, programs=4, start_steps=5, merge=merge, merge_columns=512)
+        given = ((3, new), (400, new), (0, new), (150, new))
+        stage = check(MLACase(given, mode, heads=8), device, lambda *_, **__: cut)
+        assert stage.backend.init_forward_metadata(stage.batch()).metadata.schedule.numbers[2] == 5
+
+    @on_every_device
     @pytest.mark.parametrize("merge_parts", [64, 32])
     def test_a_tile_of_many_parts(self, merge_parts, device):
         """More than the shorter piece of code takes at once: by the longer one, or by the shorter one twice."""

@@ -192,10 +192,21 @@ def test_an_invariant_cut_depends_on_the_length_alone(others, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_what_is_launched_early_does_not_follow_the_plan_at_once(overlap, device):
+    """It reads the schedule before it waits: another kernel comes between, which sets the last number."""
+    shape = Shape(1, 1, 1, 4, 16, 3, False)
+    schedule = Schedule.reserve(shape, Configuration(16, 16, 4, 2, overlap=overlap), 6, torch.device(device))
+    schedule.numbers.fill_(-7)
+    schedule.fill(torch.zeros(1, 3, dtype=torch.int32, device=device), torch.ones(1, device=device).int(), None)
+    assert schedule.numbers[-1] == (0 if overlap else -7)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_lengths_of_64_bits(device):
     """As some engines keep them."""
     shape = Shape(2, 2, 1, 4, 16, 3, False)
     schedule = Schedule.reserve(shape, Configuration(16, 16, 4, 2), 6, torch.device(device))
-    table = torch.arange(6, dtype=torch.int64, device=device).view(2, 3)
+    table = torch.arange(6, dtype=torch.int32, device=device).view(2, 3)
     schedule.fill(table, torch.tensor([17, 40], dtype=torch.int64, device=device), None)
     assert schedule.slots.tolist() == [16, 5 * 16 + 7]
