@@ -28,7 +28,7 @@ from mla_sides import CALLS, Rig
 from triton_mla_variants import PACKAGES, Side, Variant
 
 from attnplug import DType
-from attnplug_triton_mla.configurations import ANY, WIDE, Configuration, choose
+from attnplug_triton_mla.configurations import ANY, Configuration, choose
 
 WHAT = (
     "triton_mla: candidates for the tables in configurations.py; µs of a decode in graphs of 20, caches out of L2. A "
@@ -53,26 +53,28 @@ class Shape:
         return choose(self.heads, self.requests, tokens, fp8=self.fp8, invariant=False)
 
 
-SHAPES = [Shape(heads, requests, False) for requests in (1, 4, 16, 64) for heads in (16, 128)]
+SHAPES = [Shape(heads, requests, False) for requests in (1, 4, 16, 32, 64) for heads in (16, 128)]
 SHAPES += [Shape(16, requests, True) for requests in (1, 4, 16, 64)]
-SHAPES += [Shape(128, 4, True), Shape(32, 1, False), Shape(32, 16, False)]
+SHAPES += [Shape(128, 4, True), *(Shape(32, requests, False) for requests in (1, 4, 16))]
+SHAPES += [Shape(16, 2, False), Shape(128, 2, False), *(Shape(64, requests, False) for requests in (1, 4))]
 """In the order in which they are measured."""
 
 
 def cuts(shape: Shape) -> list[Configuration]:
-    """Ways to cut the cache rows: tile, step, warps, stages, and what goes with them."""
-    low = [Configuration(16, 64, 4, 3), Configuration(16, 32, 4, 4)]
+    """Ways to cut the cache rows: tile, step, warps, stages, kernel, and what goes with them."""
+    found = [Configuration(16, 64, 4, 3), Configuration(16, 32, 4, 4)]
     if shape.fp8:
-        return [*low, Configuration(16, 64, 4, 4), Configuration(16, 64, 4, 3, programs=2)]
+        return [*found, Configuration(16, 64, 4, 4), Configuration(16, 64, 4, 3, programs=2)]
+    found += [Configuration(16, 32, 4, buffers, "low") for buffers in (3, 4)]
     if shape.heads > 16:
-        low.append(Configuration(WIDE, 64, 8, 2, part_cost=1 / 16 if shape.requests == 1 else 0.0))
-    return [*low, *(replace(cut, q_at_each_step=True) for cut in low[:2])]
+        found.append(Configuration(64, 64, 8, 2, "wide", part_cost=1 / 16 if shape.requests == 1 else 0.0))
+    return found
 
 
 def merges(requests: int) -> list[tuple[int, int, int]]:
     """How many parts and columns at once, by how many warps."""
-    if requests == 1:
-        return [(128, 32, 1), (64, 64, 2), (32, 64, 1)]
+    if requests <= 2:
+        return [(128, 32, 1), (128, 32, 2), (64, 64, 2), (32, 64, 1)]
     return [(32, 64, 1), (32, 128, 1), (16, 512, 4)] if requests <= 8 else [(16, 512, 4), (16, 256, 1)]
 
 
@@ -86,13 +88,13 @@ def candidates(shape: Shape) -> list[Configuration]:
 
 
 def brief(configuration: Configuration) -> str:
-    """As it is written in the tables: the first four fields by place, others where they differ from their defaults."""
+    """As it would be written: the first four fields by place, others where they differ from their defaults."""
     place, named = fields(configuration)[:4], fields(configuration)[4:]
     given = [repr(getattr(configuration, field.name)) for field in place]
     for field in named:
         value = getattr(configuration, field.name)
         if value != field.default and field.name != "overlap":
-            given.append(f"{field.name}={value}")
+            given.append(f"{field.name}={value!r}")
     return ", ".join(given)
 
 

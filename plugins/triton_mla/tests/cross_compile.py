@@ -25,15 +25,16 @@ from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from attnplug_triton_mla.configurations import ENTRIES, RAGGED, WIDE, Configuration
-from attnplug_triton_mla.gluon_attention import attend_wide
-from attnplug_triton_mla.triton_attention import attend as attend_low
+from attnplug_triton_mla.configurations import ENTRIES, RAGGED, Configuration
+from attnplug_triton_mla.gluon_low import attend_low
+from attnplug_triton_mla.gluon_wide import attend_wide
+from attnplug_triton_mla.triton_attention import attend as attend_triton
 from attnplug_triton_mla.triton_merge import _merge
 from attnplug_triton_mla.triton_plan import _plan
 
 RANK, ROPE, PAGE = 512, 64, 64
 POINTERS = {
-    **dict.fromkeys(("lse", "partials", "partial_lse"), "*fp32"),
+    **dict.fromkeys(("lse", "partials", "partial_weights"), "*fp32"),
     **dict.fromkeys(("page_table", "counters", "numbers", "seq_lens", "new_lens"), "*i32"),
     "slots": "*i64",
 }
@@ -43,7 +44,7 @@ FLOATS = dict.fromkeys(("scale", "out_scale", "part_cost"), "fp32")
 def compiled(kernel, sm: int, constants: dict[str, object], options: dict[str, object], **pointers: str):
     """As the launcher would compile it: memory and strides of rows are multiples of 16."""
     types, names = {**POINTERS, **FLOATS, **pointers}, kernel.arg_names
-    source = (GluonASTSource if kernel is attend_wide else ASTSource)(
+    source = (GluonASTSource if kernel in (attend_low, attend_wide) else ASTSource)(
         fn=kernel,
         signature={name: "constexpr" if name in constants else types.get(name, "i32") for name in names},
         constexprs={(names.index(name),): value for name, value in constants.items()},
@@ -72,15 +73,16 @@ def attend(sm: int, cut: dict[str, object], q: str, cache: str, invariant: bool 
     }
     options = {"num_warps": cut["warps"], "launch_pdl": cut["overlap"]}
     types = {"q": f"*{q}", "out": f"*{q}", "cache": f"*{cache}"}
-    if cut["tile"] == WIDE:
+    if cut["kernel"] == "wide":
         return compiled(attend_wide, sm, constants, options, **types)
+    if cut["kernel"] == "low":
+        return compiled(attend_low, sm, constants | {"STEP": cut["step"], "BUFFERS": cut["stages"]}, options, **types)
     constants |= {
         "TILE": cut["tile"],
         "STEP": cut["step"],
-        "Q_AT_EACH_STEP": cut["q_at_each_step"] and cache == q,
         "MERGE_COLUMNS": cut["merge_columns"] if cut["merge"] == "last" else 0,
     }
-    return compiled(attend_low, sm, constants, options | {"num_stages": cut["stages"]}, **types)
+    return compiled(attend_triton, sm, constants, options | {"num_stages": cut["stages"]}, **types)
 
 
 def merge(sm: int, cut: dict[str, object], q: str, invariant: bool = False):
@@ -137,13 +139,13 @@ def table() -> Iterator[tuple[str, Any]]:
     for parts, columns, warps in merges:
         cut = asdict(replace(RAGGED, merge_parts=parts, merge_columns=columns, merge_warps=warps))
         yield f"merge  {parts} parts, {columns} columns, {warps} warps", merge(90, cut, "bf16")
-    cuts = {(entry.tile, entry.step, entry.warps, entry.stages, entry.merge, entry.q_at_each_step) for entry in ENTRIES}
+    cuts = {(entry.tile, entry.step, entry.warps, entry.stages, entry.kernel, entry.merge) for entry in ENTRIES}
     for cut, cache, invariant in itertools.product(sorted(cuts), ("bf16", "fp8e4nv"), (False, True)):
-        tile, step, warps, stages, who, again = cut
-        if tile == WIDE and cache != "bf16":
+        tile, step, warps, stages, kernel, who = cut
+        if kernel != "triton" and cache != "bf16":
             continue
-        entry = Configuration(tile, step, warps, stages, merge=who, q_at_each_step=again, overlap=True)
-        name = f"{tile} x {step}, {warps} warps, {stages} stages, {who}{', q at each step' * again}"
+        entry = Configuration(tile, step, warps, stages, kernel, merge=who, overlap=True)
+        name = f"{kernel}: {tile} x {step}, {warps} warps, {stages} stages, {who}"
         yield (
             f"attend {name:48} {cache:7} {'invariant' * invariant}",
             attend(90, asdict(entry), "bf16", cache, invariant),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attnplug import DType, ForwardMode, MLADims
-from attnplug_triton_mla.configurations import ENTRIES, WIDE, Configuration
+from attnplug_triton_mla.configurations import ENTRIES, Configuration
 from attnplug_triton_mla.options import TritonMLAOptions
 from attnplug_triton_mla.scratch import COUNTERS
 from interpreted_mla import MULTIPROCESSORS, check, scene, small
@@ -154,7 +154,6 @@ class TestConfigurations:
             {"part_cost": 2.0},
             {"tile": 32, "step": 32, "merge_columns": 16},
             {"merge_parts": 2, "merge_columns": 16, "programs": 3},
-            {"q_at_each_step": True, "programs": 3},
         ],
         ids=lambda changes: ",".join(changes) or "plain",
     )
@@ -190,7 +189,7 @@ class TestConfigurations:
         heads = 16 if entry.tile == 16 else 128
         for given, mode in ((lengths(5, 5000, 1, seed=1), DECODE), (lengths(3, 2000, 4, seed=2), VERIFY)):
             check(MLACase(given, mode, heads=heads), device, lambda *_, **__: entry)
-        if entry.tile != WIDE:
+        if entry.kernel == "triton":
             check(MLACase(ragged(6, 2000, 50, seed=3), EXTEND, heads=heads), device, lambda *_, **__: entry)
 
     @on_a_gpu
@@ -201,20 +200,20 @@ class TestConfigurations:
         """Early tokens of a request do not see its last step, with which a program may begin, and go on to a tile."""
         check(MLACase(tuple((prefix, new) for prefix in prefixes), mode, heads=heads), device)
 
-    @pytest.mark.parametrize("tile", [16, WIDE])
-    def test_queries_lie_as_the_kernels_read_them(self, tile, monkeypatch):
-        """The wide one copies 16 bytes at once, and compiles for an address and strides that are multiples alone."""
+    @pytest.mark.parametrize(("kernel", "tile"), [("triton", 16), ("low", 16), ("wide", 64)])
+    def test_queries_lie_as_the_kernels_read_them(self, kernel, tile, monkeypatch):
+        """Those in Gluon copy 16 bytes at once, and compile for an address and strides that are multiples alone."""
         from attnplug_triton_mla import attention
 
         given: list[torch.Tensor] = []
         launched = {(MULTIPROCESSORS,): lambda q, *_, **__: given.append(q)}
-        monkeypatch.setattr(attention, "attend", launched)
-        monkeypatch.setattr(attention, "attend_wide", launched)
-        case, cut = MLACase(((9, 1), (3, 1)), DECODE, heads=4), Configuration(tile, 64, 8, 2)
+        for name in ("attend", "attend_low", "attend_wide"):
+            monkeypatch.setattr(attention, name, launched)
+        case, cut = MLACase(((9, 1), (3, 1)), DECODE, heads=4), Configuration(tile, 64, 8, 2, kernel)
         stage = scene(case, "cpu", lambda *_, **__: cut)
         batch, rows = stage.batch(), torch.zeros(2, 1, 48)
         batch.plan = stage.backend.init_forward_metadata(batch)
-        memory, multiple = torch.randn(2 * 4 * 49 + 1), 16 if tile == WIDE else 1
+        memory, multiple = torch.randn(2 * 4 * 49 + 1), 1 if kernel == "triton" else 16
         plain, by_column = torch.randn(2, 4, 48), torch.randn(48, 2, 4).permute(1, 2, 0)
         odd_strides, odd_address = memory[:-1].view(2, 4, 49)[..., :48], memory[1 : 1 + plain.numel()].view(2, 4, 48)
         for q in (plain, by_column, odd_strides, odd_address):

@@ -18,7 +18,6 @@ from attnplug_triton_mla.configurations import (
     RAGGED,
     TABLE,
     TABLE_FP8,
-    WIDE,
     Configuration,
     Room,
     choose,
@@ -52,9 +51,9 @@ def test_invariance_leaves_requests_and_lengths_out(rows, fp8):
 
 
 def test_who_merges_a_batch_of_different_rows():
-    """The merging kernel counts on equally many rows of every request, and the wide one leaves merging to it."""
-    assert RAGGED.merge == "last" and RAGGED.tile != WIDE
-    assert all(entry.merge == "kernel" for entry in ENTRIES if entry.tile == WIDE)
+    """The merging kernel counts on equally many rows of every request, and those in Gluon leave merging to it."""
+    assert RAGGED.merge == "last" and RAGGED.kernel == "triton"
+    assert all(entry.merge == "kernel" for entry in ENTRIES if entry.kernel != "triton")
 
 
 @pytest.mark.parametrize("sm", SHARED)
@@ -75,7 +74,8 @@ def test_what_is_chosen_has_room_by_our_own_count(sm, row_bytes):
     table = TABLE if row_bytes == 2 * WIDTH else TABLE_FP8
     for entry in (RAGGED, *(entry for *_, entry in table)):
         found = fitting(entry, room)
-        rows = found.tile * 2 * WIDTH + max(found.stages - 1, 1) * found.step * row_bytes
+        kept = found.stages if found.kernel != "triton" else max(found.stages - 1, 1)
+        rows = found.tile * 2 * WIDTH + kept * found.step * row_bytes
         assert rows <= SHARED[sm] and found.tile >= 16 and found.step >= 32
         if sm == 90:
             assert found == entry, "the tables are for this GPU"
@@ -86,11 +86,14 @@ def test_an_early_launch_is_for_gpus_that_know_it():
     assert [fitting(entry, Room(sm, 1 << 20, 2 * WIDTH, WIDTH)).overlap for sm in (80, 90)] == [False, True]
 
 
-def test_the_wide_kernel_is_for_sm_90_and_16_bits():
-    wide = choose(128, 100, ANY, fp8=False, invariant=False)
-    assert wide.tile == WIDE > choose(128, 100, ANY, fp8=True, invariant=False).tile
-    tiles = {sm: fitting(wide, Room(sm, SHARED[sm], 2 * WIDTH, 2 * WIDTH)).tile for sm in SHARED}
-    assert [sm for sm, tile in tiles.items() if tile == WIDE] == [90]
+@pytest.mark.parametrize(("kernel", "rows", "tile", "instead"), [("low", 16, 16, 16), ("wide", 128, 64, 32)])
+def test_kernels_in_gluon_are_for_sm_90_and_16_bits(kernel, rows, tile, instead):
+    entry = choose(rows, 4, ANY, fp8=False, invariant=False)
+    assert (entry.kernel, entry.tile) == (kernel, tile)
+    assert {each.kernel for *_, each in TABLE_FP8} == {"triton"}
+    for sm in SHARED:
+        found = fitting(entry, Room(sm, 1 << 20, 2 * WIDTH, 2 * WIDTH))
+        assert (found.kernel, found.tile) == ((kernel, tile) if sm == 90 else ("triton", instead))
 
 
 def test_it_compiles_for_gpus_and_fits_them() -> None:
@@ -104,6 +107,7 @@ def test_it_compiles_for_gpus_and_fits_them() -> None:
         (90, chosen(128, 100), "bf16", "bf16", 64),
         (90, chosen(128, 1), "fp16", "fp16", 16),
         (90, chosen(16, 1), "bf16", "bf16", 48),
+        (90, chosen(16, 99), "bf16", "bf16", 16),
         (100, chosen(128, 1, fp8=True), "bf16", "fp8e4nv", 1),
     ):
         row_bytes = WIDTH if cache == "fp8e4nv" else 2 * WIDTH

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from attnplug_triton_mla.configurations import INVARIANT_PARTS, Configuration
 from attnplug_triton_mla.planner import Schedule, Shape
-from attnplug_triton_mla.triton_merge import parts_of_tile
+from attnplug_triton_mla.triton_merge import parts_of_tile, slot_of_part
 from attnplug_triton_mla.triton_plan import begin_stretch, next_tile
 from support.devices import DEVICES, nothing_waits
 
@@ -110,7 +110,7 @@ def _walk(
         piece = at - tile_start
         taken = 1 if INVARIANT else tl.minimum(units - piece, stop - at)
         parts, first, others = parts_of_tile(tile_start, units, stretch, programs, INVARIANT)
-        slot = at if INVARIANT else tl.where(piece == 0, first, tl.program_id(0))
+        slot = slot_of_part(at, tile_start, programs, INVARIANT)
         visit = visits + at * 10
         tl.store(visit + 1, request)
         tl.store(visit + 2, tile)
@@ -167,6 +167,7 @@ def test_every_unit_of_every_tile_is_taken_once(seed, queries, invariant, device
         at = 0
         for number, (piece, taken, count, slot, first, others, page) in enumerate(parts):
             assert (piece, count) == (at, len(parts))
+            assert (taken == units) == (count == 1)  # how an attention kernel knows that nobody merges
             assert slot == (first if number == 0 else others + number)
             token = piece * unit * cut.step
             assert page == (int(table[request, token // page_size]) if token < lens[request] else 0)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnplug_triton_mla.configurations import WIDE
-from attnplug_triton_mla.gluon_attention import attend_wide
+from attnplug_triton_mla.gluon_low import attend_low
+from attnplug_triton_mla.gluon_wide import attend_wide
 from attnplug_triton_mla.planner import Schedule
 from attnplug_triton_mla.scratch import Partials
 from attnplug_triton_mla.triton_attention import attend
@@ -16,7 +16,7 @@ from attnplug_triton_mla.triton_attention import attend
 _LOG2_E = 1.4426950408889634
 _LARGEST_OFFSET = (1 << 31) - 1
 _COPIED = 16
-"""What the address and the strides of queries must be multiples of for ``attend_wide`` to compile: it copies them to
+"""What the address and the strides of queries must be multiples of for kernels in Gluon to compile: they copy them to
 shared memory 16 bytes at once."""
 
 
@@ -56,20 +56,20 @@ def launch_attend(
     Tiles of several parts are left in ``partials`` for ``launch_merge`` where the schedule says so.
     """
     configuration, pages = schedule.configuration, cache.pages
-    wide = configuration.tile == WIDE
-    q = readable(q, _COPIED if wide else 1)
+    q = readable(q, 1 if configuration.kernel == "triton" else _COPIED)
     _, page_size, _, row_dim = pages.shape
     by_place = (
         q,
         pages,
         page_table,
         out,
-        partials.lse if lse is None else lse,
+        partials.weights if lse is None else lse,
         partials.values,
-        partials.lse,
+        partials.weights,
         schedule.numbers,
         schedule.shape.requests,
         schedule.programs,
+        partials.weights.shape[-1],
         q.stride(0),
         q.stride(1),
         page_table.stride(0),
@@ -90,16 +90,19 @@ def launch_attend(
         "num_warps": configuration.warps,
         **({"launch_pdl": True} if configuration.overlap else {}),
     }
-    if wide:
-        attend_wide[(schedule.programs,)](*by_place, **by_name)
+    grid = (schedule.programs,)
+    if configuration.kernel == "wide":
+        attend_wide[grid](*by_place, **by_name)
         return
-    attend[(schedule.programs,)](
+    if configuration.kernel == "low":
+        attend_low[grid](*by_place, **by_name, STEP=configuration.step, BUFFERS=configuration.stages)
+        return
+    attend[grid](
         *by_place,
         partials.counters,
         **by_name,
         TILE=configuration.tile,
         STEP=configuration.step,
-        Q_AT_EACH_STEP=configuration.q_at_each_step and pages.dtype == q.dtype,
         MERGE_COLUMNS=0 if schedule.merged_by_kernel else min(configuration.merge_columns, cache.rank),
         num_stages=configuration.stages,
     )

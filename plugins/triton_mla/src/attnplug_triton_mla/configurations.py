@@ -10,17 +10,21 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+Kernel = Literal["triton", "low", "wide"]
 Merge = Literal["last", "kernel"]
 
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
     tile: int
-    """Rows of (query token, head) that a program attends with at once: 16 or 32; ``WIDE``: by the kernel for SM 90."""
+    """Rows of (query token, head) that a program attends with at once."""
     step: int
     """Cache rows at once: 32 or 64."""
     warps: int
     stages: int
+    kernel: Kernel = "triton"
+    """``triton_attention`` with tiles of 16 or 32; or one for SM 90 and 16-bit caches: ``gluon_low`` with tiles of 16,
+    or ``gluon_wide`` with tiles of 64, steps of 64, 8 warps and 2 stages."""
     programs: int = 1
     """Programs for each multiprocessor. All of a batch's work is divided evenly among them."""
     start_steps: int = 2
@@ -37,35 +41,32 @@ class Configuration:
     merge_columns: int = 64
     """Columns that a merging program takes at once."""
     merge_warps: int = 4
-    q_at_each_step: bool = False
-    """Read queries again at every step, as rows are, instead of waiting for them before the first: another tile is
-    begun sooner. Not with an fp8 cache."""
     overlap: bool = False
     """Launch each kernel while the one in front of it still runs, to wait on the device (SM 90 and newer)."""
 
 
-WIDE = 64
-"""Rows of a tile of ``gluon_attention``, with steps of 64, 8 warps and 2 stages; all else is ``triton_attention``'s."""
 ANY = 1 << 30
 
 Table = tuple[tuple[int, int, int, Configuration], ...]
 
 # Chosen from benchmarks/results/triton_mla_cuts_h200.json. Many rows of one short request are tiles of 16: more
 # programs share the work, and each has less to read before it begins.
-_LOW = Configuration(16, 64, 4, 3, q_at_each_step=True, merge_parts=16, merge_columns=512, overlap=True)
+_LOW = Configuration(16, 32, 4, 3, "low", merge_parts=16, merge_columns=512, overlap=True)
 _LOW_SOME = replace(_LOW, merge_parts=32, merge_columns=64, merge_warps=1)
-_LOW_FEW = replace(_LOW, step=32, stages=4, merge_parts=128, merge_columns=32, merge_warps=1)
-_WIDE = Configuration(WIDE, 64, 8, 2, merge_parts=16, merge_columns=512, overlap=True)
+_LOW_FEW = replace(_LOW, merge_parts=128, merge_columns=32, merge_warps=1)
+_LOW_MANY = Configuration(16, 64, 4, 3, merge_parts=16, merge_columns=512, overlap=True)
+_WIDE = Configuration(64, 64, 8, 2, "wide", merge_parts=16, merge_columns=512, overlap=True)
 _WIDE_SOME = replace(_WIDE, merge_parts=32, merge_columns=128, merge_warps=1)
 _WIDE_FEW = replace(_WIDE, merge_parts=64, merge_columns=64, merge_warps=2, part_cost=1 / 16)
 TABLE: Table = (
     # rows of a request up to, requests up to, cache rows of a request up to
     (16, 2, ANY, _LOW_FEW),
     (16, 8, ANY, _LOW_SOME),
-    (16, ANY, ANY, _LOW),
+    (16, 32, ANY, _LOW),
+    (16, ANY, ANY, _LOW_MANY),
     (32, 2, ANY, _LOW_FEW),
     (32, 8, ANY, _LOW_SOME),
-    (ANY, 1, 8192, replace(_LOW_SOME, q_at_each_step=False)),
+    (ANY, 1, 8192, replace(_LOW_MANY, merge_parts=32, merge_columns=64, merge_warps=1)),
     (ANY, 1, ANY, _WIDE_FEW),
     (ANY, 2, ANY, replace(_WIDE_SOME, merge_columns=64)),
     (ANY, 8, ANY, _WIDE_SOME),
@@ -124,8 +125,9 @@ class Room:
 def fitting(configuration: Configuration, room: Room) -> Configuration:
     """The configuration, or one with fewer stages, shorter steps or lower tiles that there is room for."""
     fits = configuration
-    if fits.tile == WIDE and room.sm != 90:
-        fits = replace(fits, tile=_TALL.tile, stages=_TALL.stages)
+    if fits.kernel != "triton" and room.sm != 90:
+        tile = _TALL.tile if fits.kernel == "wide" else fits.tile
+        fits = replace(fits, kernel="triton", tile=tile, step=_TALL.step, stages=_TALL.stages)
     if room.sm < 90:
         fits = replace(fits, overlap=False)
     while _shared_bytes(fits, room) > room.shared_bytes:
@@ -145,12 +147,15 @@ def fitting(configuration: Configuration, room: Room) -> Configuration:
 def _shared_bytes(configuration: Configuration, room: Room) -> int:
     """What the compiler takes: queries, weights, cache rows of all stages but the one being loaded.
 
-    The wide kernel has rows of all its stages, and some bytes to find the largest logit by. Of fp8 rows Triton 3.8 has
-    half a step once more, converted; other versions have not.
+    Kernels in Gluon have rows of all their stages; the low one four times the logits instead of weights, the wide one
+    some bytes to find the largest logit by. Of fp8 rows Triton 3.8 has half a step once more, converted; other versions
+    have not.
     """
     tile, step, stages = configuration.tile, configuration.step, configuration.stages
-    wide = tile == WIDE
-    loaded = stages if wide else max(stages - 1, 1)
-    q_bytes = tile * room.query_bytes * (loaded if configuration.q_at_each_step else 1)
+    fixed = tile * room.query_bytes
+    if configuration.kernel == "low":
+        return fixed + tile * step * 4 * 4 + stages * step * room.row_bytes
+    if configuration.kernel == "wide":
+        return fixed + tile * step * 2 + stages * step * room.row_bytes + 1024
     converted = step * room.row_bytes if room.row_bytes != room.query_bytes else 0
-    return q_bytes + tile * step * 2 + loaded * step * room.row_bytes + converted + (1024 if wide else 0)
+    return fixed + tile * step * 2 + max(stages - 1, 1) * step * room.row_bytes + converted

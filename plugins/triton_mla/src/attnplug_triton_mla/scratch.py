@@ -14,10 +14,13 @@ COUNTERS = WorkspaceKind("triton-mla-counters", zeroed=True)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Partials:
-    """``values`` for slots of ``[tile, rank]`` and ``lse`` of ``[tile]``, float32, and ``counters`` int32, all flat."""
+    """``values`` for slots of ``[tile, rank]`` and ``counters`` int32, all flat, and ``weights`` ``[2, tile, slots]``.
+
+    Values are sums with weights ``2 ** (logit - top)``; ``weights`` holds ``top`` and the weights' sum.
+    """
 
     values: Tensor
-    lse: Tensor
+    weights: Tensor
     counters: Tensor
 
 
@@ -40,14 +43,14 @@ class Scratch:
             self._reserve(rows, slots)
             plain, counters = self._plain.buffer, self._counters.buffer
             found = self._made[slots, tile] = Partials(
-                plain[rows * 4 : rows * 4 * (1 + self._rank)].view(torch.float32),
-                plain[: rows * 4].view(torch.float32),
+                plain[rows * 8 : rows * 4 * (2 + self._rank)].view(torch.float32),
+                plain[: rows * 8].view(torch.float32).view(2, tile, slots),
                 counters[: slots * 4].view(torch.int32),
             )
         return found
 
     def _reserve(self, rows: int, counters: int) -> None:
-        nbytes = rows * 4 * (1 + self._rank)
+        nbytes = rows * 4 * (2 + self._rank)
         self._plain = self._workspace.request(self._name, self._device, SCRATCH, nbytes)
         self._counters = self._workspace.request(self._name, self._device, COUNTERS, counters * 4)
         self._from = self._plain.buffer

@@ -14,8 +14,8 @@ other: 1.5 µs a thousand of the former, with one warp a scheduler, and 0.3 to 0
 - fp8 rows are loaded as 16 bits, each two numbers, since 16 bits are what shared memory gives transposed by matrices:
   8 bits it gives one by one. So the quarters of an fp8 row are the even and the odd columns of each half.
 - Rows (query token, head) of a request fill one tile: a verify of 2 tokens with 8 heads reads the cache once. Not more
-  than 32 rows: queries are read from shared memory at every step, whose bandwidth is the next limit. More of them are
-  for ``gluon_attention``.
+  than 32 rows: queries are read from shared memory at every step, whose bandwidth is the next limit. On SM 90 more of
+  them are for ``gluon_wide``, and few requests for ``gluon_low``.
 - Every program takes an equal stretch of the batch's work, whatever the lengths (see ``triton_plan``), and writes its
   result straight to the output where a tile is its alone.
 - What lies behind a request's rows may be anything, NaN too: it is neither loaded (zeros stand there, since zero times
@@ -28,8 +28,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnplug_triton_mla.triton_merge import LN_2, log2_sum, merge_tile, parts_of_tile
-from attnplug_triton_mla.triton_plan import begin_stretch, next_tile
+from attnplug_triton_mla.triton_merge import LN_2, log2_sum, merge_tile, parts_of_tile, slot_of_part
+from attnplug_triton_mla.triton_plan import begin_stretch, next_tile, rows_of_part
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -78,31 +78,26 @@ def _largest(of):
 
 
 @triton.jit
-def _store_quarters(at, column, there, sum_0, sum_1, sum_2, sum_3, factor, PAIRS: tl.constexpr):
-    """``factor`` of every row times the sums, which with ``PAIRS`` are of even and odd columns in turn."""
-    QUARTER: tl.constexpr = column.shape[0]
-    TYPE: tl.constexpr = at.dtype.element_ty
-    there, factor = there[:, None], factor[:, None]
+def _side_by_side(left, right):
+    return tl.reshape(tl.permute(tl.join(left, right), 0, 2, 1), [left.shape[0], 2 * left.shape[1]])
+
+
+@triton.jit
+def _whole_rows(sum_0, sum_1, sum_2, sum_3, PAIRS: tl.constexpr):
+    """Of quarters, which with ``PAIRS`` are even and odd columns in turn. Whole, they change threads once."""
     if PAIRS:
-        place = at[:, None] + tl.arange(0, 2 * QUARTER)[None, :]
-        tl.store(place, (tl.interleave(sum_0, sum_1) * factor).to(TYPE), mask=there)
-        tl.store(place + 2 * QUARTER, (tl.interleave(sum_2, sum_3) * factor).to(TYPE), mask=there)
-        return
-    place = at[:, None] + column[None, :]
-    tl.store(place, (sum_0 * factor).to(TYPE), mask=there)
-    tl.store(place + QUARTER, (sum_1 * factor).to(TYPE), mask=there)
-    tl.store(place + 2 * QUARTER, (sum_2 * factor).to(TYPE), mask=there)
-    tl.store(place + 3 * QUARTER, (sum_3 * factor).to(TYPE), mask=there)
+        return _side_by_side(tl.interleave(sum_0, sum_1), tl.interleave(sum_2, sum_3))
+    return _side_by_side(_side_by_side(sum_0, sum_1), _side_by_side(sum_2, sum_3))
 
 
 # Numbers that change from batch to batch are taken as they are: compiling again for a 1 among them gains nothing.
-@triton.jit(do_not_specialize=["requests", "programs", "table_row"])
+@triton.jit(do_not_specialize=["requests", "programs", "partial_slots", "table_row"])
 def attend(
-    q, cache, page_table, out, lse, partials, partial_lse, numbers, requests, programs,
+    q, cache, page_table, out, lse, partials, partial_weights, numbers, requests, programs, partial_slots,
     q_row, q_head, table_row, table_column, scale, out_scale, counters,
     HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
     SLOT_STRIDE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, INVARIANT: tl.constexpr,
-    Q_AT_EACH_STEP: tl.constexpr, MERGE_COLUMNS: tl.constexpr, LSE: tl.constexpr, OVERLAP: tl.constexpr,
+    MERGE_COLUMNS: tl.constexpr, LSE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()  # the next kernel may come, and waits for our last store
@@ -113,18 +108,16 @@ def attend(
     (
         at, stop, stretch, lead, end, kv_len, prefix, begin, new, unit, units, request, tile_start, tile, first_page,
     ) = begin_stretch(numbers, requests)  # fmt: skip
+    start = at
     while at < stop:
-        piece = at - tile_start
-        taken = 1 if INVARIANT else tl.minimum(units - piece, stop - at)
-
+        taken, first_token, end_token = rows_of_part(
+            at, stop, kv_len, prefix, new, unit, units, tile_start, tile, HEADS, TILE, STEP, INVARIANT
+        )
         # Which of the tile's rows see which cache rows.
         row = tile * TILE + tl.arange(0, TILE)
         live = row < new * HEADS
         query, head = row // HEADS, row % HEADS
         seen = tl.minimum(prefix + query + 1, kv_len)
-        last_query = tl.minimum((tile * TILE + TILE - 1) // HEADS, new - 1)
-        first_token = piece * unit * STEP
-        end_token = tl.minimum((piece + taken) * unit * STEP, tl.minimum(prefix + last_query + 1, kv_len))
 
         table = page_table + request.to(tl.int64) * table_row
         if ONE_PAGE:
@@ -133,35 +126,34 @@ def attend(
             token = first_token + position
             page = tl.load(table + token // PAGE_SIZE * table_column, mask=token < end_token, other=0)
         q_at = q + (begin + query).to(tl.int64) * q_row + head * q_head
-        if OVERLAP:
+        if OVERLAP and at == start:
             # For whatever is in front of us, which may have written queries and cache rows, but not schedule or page
-            # table. All that is computed from those is computed while we wait.
+            # table. All that is computed from those is computed before: the condition keeps the compiler from mixing.
             gdc_wait()
         by = scale
-        if not Q_AT_EACH_STEP:
-            if FLOAT8:
-                q_0, q_1 = _even_and_odd(_load(q_at, tl.arange(0, RANK // 2), live))
-                q_2, q_3 = _even_and_odd(_load(q_at, tl.arange(RANK // 2, RANK), live))
-            else:
-                q_0, q_1, q_2, q_3 = _load_quarters(q_at, column, live)
+        if FLOAT8:
+            q_0, q_1 = _even_and_odd(_load(q_at, tl.arange(0, RANK // 2), live))
+            q_2, q_3 = _even_and_odd(_load(q_at, tl.arange(RANK // 2, RANK), live))
+        else:
+            q_0, q_1, q_2, q_3 = _load_quarters(q_at, column, live)
+        if ROPE > 0:
+            q_rope = _load(q_at, rope_column, live)
+        if q.dtype.element_ty != TYPE:
+            # fp8 is one instruction from fp16, and seven from bf16. Each row of queries is brought to numbers up to
+            # 2 first, by a power of 2: then fp16 holds them as well as bf16 did.
+            largest = tl.maximum(
+                tl.maximum(_largest(q_0), _largest(q_1)), tl.maximum(_largest(q_2), _largest(q_3))
+            )  # fmt: skip
             if ROPE > 0:
-                q_rope = _load(q_at, rope_column, live)
-            if q.dtype.element_ty != TYPE:
-                # fp8 is one instruction from fp16, and seven from bf16. Each row of queries is brought to numbers up to
-                # 2 first, by a power of 2: then fp16 holds them as well as bf16 did.
-                largest = tl.maximum(
-                    tl.maximum(_largest(q_0), _largest(q_1)), tl.maximum(_largest(q_2), _largest(q_3))
-                )  # fmt: skip
-                if ROPE > 0:
-                    largest = tl.maximum(largest, _largest(q_rope))
-                power = tl.exp2(tl.floor(tl.log2(tl.maximum(largest, 1e-30))))[:, None]
-                by = scale * power
-                q_0, q_1 = (q_0 / power).to(TYPE), (q_1 / power).to(TYPE)
-                q_2, q_3 = (q_2 / power).to(TYPE), (q_3 / power).to(TYPE)
-                if ROPE > 0:
-                    q_rope = (q_rope / power).to(TYPE)
-            if FLOAT8 and ROPE > 0:
-                q_rope_0, q_rope_1 = _even_and_odd(q_rope)
+                largest = tl.maximum(largest, _largest(q_rope))
+            power = tl.exp2(tl.floor(tl.log2(tl.maximum(largest, 1e-30))))[:, None]
+            by = scale * power
+            q_0, q_1 = (q_0 / power).to(TYPE), (q_1 / power).to(TYPE)
+            q_2, q_3 = (q_2 / power).to(TYPE), (q_3 / power).to(TYPE)
+            if ROPE > 0:
+                q_rope = (q_rope / power).to(TYPE)
+        if FLOAT8 and ROPE > 0:
+            q_rope_0, q_rope_1 = _even_and_odd(q_rope)
         top = tl.full([TILE], float("-inf"), tl.float32)
         totals = tl.zeros([TILE, STEP], tl.float32)
         sum_0, sum_1 = tl.zeros([TILE, RANK // 4], tl.float32), tl.zeros([TILE, RANK // 4], tl.float32)
@@ -178,13 +170,6 @@ def attend(
                 slot_at = cache + page.to(tl.int64) * PAGE_STRIDE + token % PAGE_SIZE * SLOT_STRIDE
                 ahead = token + STEP
             page = tl.load(table + ahead // PAGE_SIZE * table_column, mask=ahead < end_token, other=0)
-            if Q_AT_EACH_STEP:
-                # So the compiler asks for queries as it does for rows, ahead and without waiting. The shift gives 0,
-                # which it does not know: else it would take them out of the loop.
-                q_now = q_at + (first >> 30) * 16
-                q_0, q_1, q_2, q_3 = _load_quarters(q_now, column, live)
-                if ROPE > 0:
-                    q_rope = _load(q_now, rope_column, live)
             if FLOAT8:
                 pairs_at = slot_at.to(tl.pointer_type(tl.uint16))
                 rows_0, rows_1 = _fp16_of_pairs(_load(pairs_at, column, there))
@@ -210,33 +195,34 @@ def attend(
             sum_2, sum_3 = tl.dot(weights, rows_2, sum_2 * kept), tl.dot(weights, rows_3, sum_3 * kept)
             top = higher
 
-        total = tl.sum(totals, 1)
-        factor = 1.0 / tl.where(total == 0.0, 1.0, total)
-        log2 = log2_sum(tl.where(top == float("-inf"), 0.0, top), total)
+        sums, all_columns = _whole_rows(sum_0, sum_1, sum_2, sum_3, FLOAT8), tl.arange(0, RANK)[None, :]
         out_row = (begin * HEADS + row).to(tl.int64)
         out_at, lse_at = out + out_row * RANK, lse + out_row
-        parts, first_slot, other_slots = parts_of_tile(tile_start, units, stretch, programs, INVARIANT)
-        if parts == 1:
-            _store_quarters(out_at, column, live, sum_0, sum_1, sum_2, sum_3, factor * out_scale, FLOAT8)
+        if taken == units:
+            total = tl.sum(totals, 1)
+            factor = out_scale / tl.where(total == 0.0, 1.0, total)
+            result = (sums * factor[:, None]).to(out.dtype.element_ty)
+            tl.store(out_at[:, None] + all_columns, result, mask=live[:, None])
             if LSE:
+                log2 = log2_sum(tl.where(top == float("-inf"), 0.0, top), total)
                 tl.store(lse_at, log2 * LN_2, mask=live)
         else:
-            if INVARIANT:
-                slot, counter = at.to(tl.int64), counters + tile_start
-            else:
-                slot = tl.where(piece == 0, first_slot, tl.program_id(0)).to(tl.int64)
-                counter = counters + other_slots
-            place = slot * TILE + tl.arange(0, TILE)
-            _store_quarters(partials + place * RANK, column, live, sum_0, sum_1, sum_2, sum_3, factor, FLOAT8)
-            tl.store(partial_lse + place, log2, mask=live)
+            slot, number = slot_of_part(at, tile_start, programs, INVARIANT).to(tl.int64), tl.arange(0, TILE)
+            values_at = partials + (slot * TILE + number) * RANK
+            tl.store(values_at[:, None] + all_columns, sums, mask=live[:, None])
+            weights_at = partial_weights + number * partial_slots + slot
+            tl.store(weights_at, top, mask=live)
+            tl.store(weights_at + TILE * partial_slots, tl.sum(totals, 1), mask=live)
             if MERGE_COLUMNS > 0:
+                parts, first_slot, other_slots = parts_of_tile(tile_start, units, stretch, programs, INVARIANT)
+                counter = counters + other_slots
                 # Whoever counts last finds all parts written: the barrier orders this program's own stores before its
                 # count, and the count is a release and an acquire. It leaves the counter as it was, for the next call.
                 tl.debug_barrier()
                 if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == parts - 1:
                     merge_tile(
-                        partials, partial_lse, out_at, lse_at, live, parts, first_slot, other_slots, out_scale,
-                        RANK, TILE, MERGE_COLUMNS, LSE,
+                        partials, partial_weights, partial_slots, out_at, lse_at, live, parts, first_slot, other_slots,
+                        out_scale, RANK, TILE, MERGE_COLUMNS, LSE,
                     )  # fmt: skip
                     tl.store(counter, 0)
 

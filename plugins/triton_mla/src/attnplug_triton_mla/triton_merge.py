@@ -1,8 +1,8 @@
 """Partial results into one: the merge of a tile whose cache rows several programs shared.
 
-A part is what attention over its rows alone would give, normalised, with its log-sum-exp in base 2; so the result is
-the parts' mean with weights ``2 ** lse``. Parts are taken in the order of their rows, by whoever merges: the bits do
-not depend on which program was done first.
+A part is a sum of its cache rows with weights ``2 ** (logit - top)``, the weights' sum, and ``top``, the largest logit
+in base 2: what a program has at hand when its last row is added, with nothing left to compute. Parts are taken in the
+order of their rows, by whoever merges: the bits do not depend on which program was done first.
 
 Bytes decide, in L2: a part of 16 rows is 32 KiB in float32, and one multiprocessor reads about 110 GB/s. 64 parts are
 19 µs for one of them, and 1 µs for 64 of them. So parts are merged by a kernel of their own, one row and some columns a
@@ -41,6 +41,15 @@ def parts_of_tile(tile_start, units, stretch, programs, INVARIANT: tl.constexpr)
 
 
 @triton.jit
+def slot_of_part(at, tile_start, programs, INVARIANT: tl.constexpr):
+    """Where this program leaves the part that begins at ``at``: where ``parts_of_tile`` says, without a division."""
+    if INVARIANT:
+        return at
+    me = tl.program_id(0)
+    return tl.where(at == tile_start, programs + me, me)
+
+
+@triton.jit
 def log2_sum(base, total):
     """``base + log2(total)``: -inf where nothing was added up (C4)."""
     empty = total == 0.0
@@ -48,13 +57,13 @@ def log2_sum(base, total):
 
 
 @triton.jit
-def _lse_of_part(at, live):
+def _top_of_part(at, live):
     return tl.load(at, mask=live, other=float("-inf"), cache_modifier=".cg")
 
 
 @triton.jit
 def merge_tile(
-    partials, partial_lse, out_at, lse_at, live, parts, first, others, out_scale,
+    partials, partial_weights, partial_slots, out_at, lse_at, live, parts, first, others, out_scale,
     RANK: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
     """All live rows of a tile by one program, some columns at a time: a whole part would not fit the registers twice.
@@ -62,15 +71,17 @@ def merge_tile(
     Past the L1 cache, which does not see what other multiprocessors wrote.
     """
     row = tl.arange(0, TILE)
+    weights_at = partial_weights + row * partial_slots
     top = tl.full([TILE], float("-inf"), tl.float32)
     for part in range(parts):
         slot = tl.where(part == 0, first, others + part).to(tl.int64)
-        top = tl.maximum(top, _lse_of_part(partial_lse + slot * TILE + row, live))
+        top = tl.maximum(top, _top_of_part(weights_at + slot, live))
     base = tl.where(top == float("-inf"), 0.0, top)
     total = tl.zeros([TILE], tl.float32)
     for part in range(parts):
         slot = tl.where(part == 0, first, others + part).to(tl.int64)
-        total += tl.exp2(_lse_of_part(partial_lse + slot * TILE + row, live) - base)
+        weight = tl.exp2(_top_of_part(weights_at + slot, live) - base)
+        total += weight * tl.load(weights_at + TILE * partial_slots + slot, mask=live, other=0.0, cache_modifier=".cg")
     divisor = tl.where(total == 0.0, 1.0, total)
     for start in range(0, RANK, COLUMNS):
         column = start + tl.arange(0, COLUMNS)
@@ -78,9 +89,9 @@ def merge_tile(
         merged = tl.zeros([TILE, COLUMNS], tl.float32)
         for part in range(parts):
             slot = tl.where(part == 0, first, others + part).to(tl.int64)
-            weight = tl.exp2(_lse_of_part(partial_lse + slot * TILE + row, live) - base)
+            weight = tl.exp2(_top_of_part(weights_at + slot, live) - base)
             values = tl.load(partials + slot * TILE * RANK + place, mask=live[:, None], other=0.0, cache_modifier=".cg")
-            merged += values.to(tl.float32) * weight[:, None]
+            merged += values * weight[:, None]
         merged = merged * (out_scale / divisor)[:, None]
         tl.store(out_at[:, None] + column[None, :], merged.to(out_at.dtype.element_ty), mask=live[:, None])
     if LSE:
@@ -89,7 +100,7 @@ def merge_tile(
 
 @triton.jit
 def _merge_row(
-    partials, partial_lse, place, row, parts, first, others, out_scale, out_at, lse_at, writes_lse,
+    partials, partial_weights, partial_slots, place, row, parts, first, others, out_scale, out_at, lse_at, writes_lse,
     RANK: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Some columns of one row of a tile, ``BLOCK`` parts at once: they are asked for together and waited for once."""
@@ -100,14 +111,19 @@ def _merge_row(
         part = start + tl.arange(0, BLOCK)
         there = part < parts
         slot = tl.where(part == 0, first, others + part).to(tl.int64)
-        if OVERLAP:
-            gdc_wait()  # for the parts; not for the schedule, which says where they are
-        some = tl.load(partial_lse + slot * TILE + row, mask=there, other=float("-inf"))
-        values = tl.load(partials + slot[:, None] * (TILE * RANK) + place[None, :], mask=there[:, None], other=0.0)
-        higher = tl.maximum(top, tl.max(some, 0))
+        values_at = partials + slot[:, None] * (TILE * RANK) + place[None, :]
+        weights_at = partial_weights + row * partial_slots + slot
+        if OVERLAP and first >= 0:
+            # For the parts; not for the schedule, which says where they are. No slot is negative, but the compiler does
+            # not know that, and so leaves addresses before the wait.
+            gdc_wait()
+        tops = tl.load(weights_at, mask=there, other=float("-inf"))
+        totals = tl.load(weights_at + TILE * partial_slots, mask=there, other=0.0)
+        values = tl.load(values_at, mask=there[:, None], other=0.0)
+        higher = tl.maximum(top, tl.max(tops, 0))
         base = tl.where(higher == float("-inf"), 0.0, higher)
-        weight, kept = tl.exp2(some - base), tl.exp2(top - base)
-        total = total * kept + tl.sum(weight, 0)
+        weight, kept = tl.exp2(tops - base), tl.exp2(top - base)
+        total = total * kept + tl.sum(weight * totals, 0)
         merged = merged * kept + tl.sum(values * weight[:, None], 0)
         top = higher
     merged = merged * (out_scale / tl.where(total == 0.0, 1.0, total))
@@ -116,9 +132,9 @@ def _merge_row(
         tl.store(lse_at, log2_sum(tl.where(top == float("-inf"), 0.0, top), total) * LN_2)
 
 
-@triton.jit(do_not_specialize=["programs"])
+@triton.jit(do_not_specialize=["programs", "partial_slots"])
 def _merge(
-    partials, partial_lse, out, lse, numbers, programs, out_scale,
+    partials, partial_weights, partial_slots, out, lse, numbers, programs, out_scale,
     QUERIES: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr, FEW: tl.constexpr, INVARIANT: tl.constexpr, LSE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -139,13 +155,13 @@ def _merge(
     writes_lse = LSE and tl.program_id(1) == 0
     if parts > FEW:
         _merge_row(
-            partials, partial_lse, place, row % TILE, parts, first, others, out_scale, out_at, lse_at, writes_lse,
-            RANK, TILE, BLOCK, OVERLAP,
+            partials, partial_weights, partial_slots, place, row % TILE, parts, first, others, out_scale,
+            out_at, lse_at, writes_lse, RANK, TILE, BLOCK, OVERLAP,
         )  # fmt: skip
     elif parts > 1:
         _merge_row(
-            partials, partial_lse, place, row % TILE, parts, first, others, out_scale, out_at, lse_at, writes_lse,
-            RANK, TILE, FEW, OVERLAP,
+            partials, partial_weights, partial_slots, place, row % TILE, parts, first, others, out_scale,
+            out_at, lse_at, writes_lse, RANK, TILE, FEW, OVERLAP,
         )  # fmt: skip
     if OVERLAP:
         gdc_wait()  # whether there are parts or not: whoever comes behind us waits for us alone
@@ -158,9 +174,10 @@ def launch_merge(partials: Partials, out: Tensor, lse: Tensor | None, schedule: 
     columns = min(configuration.merge_columns, rank)
     _merge[(shape.rows * heads, rank // columns)](
         partials.values,
-        partials.lse,
+        partials.weights,
+        partials.weights.shape[-1],
         out,
-        partials.lse if lse is None else lse,
+        partials.weights if lse is None else lse,
         schedule.numbers,
         schedule.programs,
         out_scale,

@@ -151,6 +151,19 @@ def begin_stretch(numbers, requests):
 
 
 @triton.jit
+def rows_of_part(
+    at, stop, kv_len, prefix, new, unit, units, tile_start, tile,
+    HEADS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, INVARIANT: tl.constexpr,
+):  # fmt: skip
+    """How many units of its tile a program takes at once, and their cache rows, up to what the tile's last row sees."""
+    piece = at - tile_start
+    taken = 1 if INVARIANT else tl.minimum(units - piece, stop - at)
+    last_query = tl.minimum((tile * TILE + TILE - 1) // HEADS, new - 1)
+    seen = tl.minimum(prefix + last_query + 1, kv_len)
+    return taken, piece * unit * STEP, tl.minimum((piece + taken) * unit * STEP, seen)
+
+
+@triton.jit
 def next_tile(
     at, end, kv_len, prefix, begin, new, unit, units, request, numbers, lead, page_table, table_row, table_column,
     HEADS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PAGE_SIZE: tl.constexpr,

@@ -27,26 +27,21 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnplug_triton_mla import triton_merge, triton_plan
+from attnplug_triton_mla.gluon_tools import begin_stretch, copy, log2_sum, next_tile, rows_of_part, slot_of_part
 from attnplug_triton_mla.triton_merge import LN_2
-
-# As it is called from some version on, and in Triton 3.6.
-_copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
-begin_stretch, next_tile = gluon.jit(triton_plan.begin_stretch.fn), gluon.jit(triton_plan.next_tile.fn)
-parts_of_tile, log2_sum = gluon.jit(triton_merge.parts_of_tile.fn), gluon.jit(triton_merge.log2_sum.fn)
 
 
 @gluon.jit
 def _ask_for(to, to_rope, at, there, column, rope_column, ROPE: gl.constexpr):
     """Rows into shared memory, zeros where there are none: zero times what may be there would be NaN."""
-    _copy(to, at[:, None] + column[None, :], mask=there[:, None])
+    copy(to, at[:, None] + column[None, :], mask=there[:, None])
     if ROPE > 0:
-        _copy(to_rope, at[:, None] + rope_column[None, :], mask=there[:, None])
+        copy(to_rope, at[:, None] + rope_column[None, :], mask=there[:, None])
 
 
-@gluon.jit(do_not_specialize=["requests", "programs", "table_row"])
+@gluon.jit(do_not_specialize=["requests", "programs", "partial_slots", "table_row"])
 def attend_wide(
-    q, cache, page_table, out, lse, partials, partial_lse, numbers, requests, programs,
+    q, cache, page_table, out, lse, partials, partial_weights, numbers, requests, programs, partial_slots,
     q_row, q_head, table_row, table_column, scale, out_scale,
     HEADS: gl.constexpr, RANK: gl.constexpr, ROPE: gl.constexpr, PAGE_SIZE: gl.constexpr, PAGE_STRIDE: gl.constexpr,
     SLOT_STRIDE: gl.constexpr, INVARIANT: gl.constexpr, LSE: gl.constexpr, OVERLAP: gl.constexpr,
@@ -71,14 +66,13 @@ def attend_wide(
     column = gl.arange(0, RANK, gl.SliceLayout(0, COPY))
     rope_column = RANK + gl.arange(0, ROPE or 64, gl.SliceLayout(0, COPY))
     (
-        at, stop, stretch, lead, end, kv_len, prefix, begin, new, unit, units, request, tile_start, tile, first_page,
+        at, stop, _, lead, end, kv_len, prefix, begin, new, unit, units, request, tile_start, tile, first_page,
     ) = begin_stretch(numbers, requests)  # fmt: skip
+    start = at
     while at < stop:
-        piece = at - tile_start
-        taken = 1 if INVARIANT else gl.minimum(units - piece, stop - at)
-        last_query = gl.minimum((tile * TILE + TILE - 1) // HEADS, new - 1)
-        first_token = piece * unit * STEP
-        end_token = gl.minimum((piece + taken) * unit * STEP, gl.minimum(prefix + last_query + 1, kv_len))
+        taken, first_token, end_token = rows_of_part(
+            at, stop, kv_len, prefix, new, unit, units, tile_start, tile, HEADS, TILE, STEP, INVARIANT
+        )
         table = page_table + request.to(gl.int64) * table_row
 
         q_number = tile * TILE + slot
@@ -88,7 +82,7 @@ def attend_wide(
         else:
             token = first_token + slot
             page = gl.load(table + token // PAGE_SIZE * table_column, mask=token < end_token, other=0)
-        if OVERLAP:
+        if OVERLAP and at == start:
             gdc_wait()  # for queries and cache rows; schedule and page table are older
         _ask_for(q_shared, q_rope_shared, q_at, q_number < new * HEADS, column, rope_column, ROPE)
 
@@ -146,23 +140,23 @@ def attend_wide(
         async_copy.wait_group(0)
 
         live = row < new * HEADS
-        total = gl.sum(totals, 1)
-        log2 = log2_sum(gl.where(top == float("-inf"), 0.0, top), total)
-        factor = gl.convert_layout(1.0 / gl.where(total == 0.0, 1.0, total), gl.SliceLayout(1, SUMS))
         number = gl.arange(0, TILE, gl.SliceLayout(1, SUMS))
         place = number[:, None] * RANK + gl.arange(0, RANK, gl.SliceLayout(0, SUMS))[None, :]
         there = (tile * TILE + number < new * HEADS)[:, None]
-        parts, first_slot, _ = parts_of_tile(tile_start, units, stretch, programs, INVARIANT)
-        if parts == 1:
+        if taken == units:
+            total = gl.sum(totals, 1)
+            factor = gl.convert_layout(out_scale / gl.where(total == 0.0, 1.0, total), gl.SliceLayout(1, SUMS))
             out_at = out + (begin * HEADS + tile * TILE).to(gl.int64) * RANK + place
-            gl.store(out_at, (sums * factor[:, None] * out_scale).to(TYPE), mask=there)
+            gl.store(out_at, (sums * factor[:, None]).to(TYPE), mask=there)
             if LSE:
+                log2 = log2_sum(gl.where(top == float("-inf"), 0.0, top), total)
                 gl.store(lse + begin * HEADS + row, log2 * LN_2, mask=live)
         else:
-            part = at if INVARIANT else gl.where(piece == 0, first_slot, gl.program_id(0))
-            part = part.to(gl.int64) * TILE
-            gl.store(partials + part * RANK + place, sums * factor[:, None], mask=there)
-            gl.store(partial_lse + part + (row - tile * TILE), log2, mask=live)
+            part = slot_of_part(at, tile_start, programs, INVARIANT).to(gl.int64)
+            gl.store(partials + part * (TILE * RANK) + place, sums, mask=there)
+            weights_at = partial_weights + (row - tile * TILE) * partial_slots + part
+            gl.store(weights_at, top, mask=live)
+            gl.store(weights_at + TILE * partial_slots, gl.sum(totals, 1), mask=live)
 
         at += taken
         if at < stop:

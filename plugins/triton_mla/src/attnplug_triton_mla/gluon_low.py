@@ -1,0 +1,250 @@
+"""MLA for up to 16 rows of a tile on SM 90: the quarters of the latent are four warps' own.
+
+The same bytes and operations as in ``triton_attention``, whose programs this kernel's stand in for; what is saved is
+waiting. There, every warp has a share of a step's tokens when logits are computed and a share of the columns when
+values are added up, so all warps read all queries from shared memory at every step, meet three times for the largest
+logit, and pass weights through shared memory. Here warp w has quarter w of the latent in both products:
+
+- Its logits are sums over its own columns, of queries that it keeps in registers: 36 of them. The four partial logits
+  are added up through shared memory (8 KiB), and then every warp has all logits: the largest one, the weights and their
+  sums are each warp's own affair, and the weights lie in registers as the second product wants them.
+- A step's partial logits are computed beside the weights and values of the step before it, which do not wait for them.
+  Warps meet twice a step: when its rows have come, and between writing and reading partial logits.
+- Queries and the first steps' rows are asked for together, right behind the wait for the kernel in front; page numbers
+  are looked up before that, and later two steps ahead.
+- Rows are asked for row by row, 1 KiB at once. Quarter by quarter, one request of 65536 tokens took 3 % longer, and its
+  rope in pieces of 32 bytes 5 %.
+
+Steps of 32 rows, in three buffers: with more of them in flight long streams get slower. At 64 requests
+``triton_attention`` with its steps of 64 rows streams 5 % faster.
+
+Every request has equally many rows here, and parts are always left to the merging kernel. Triton's interpreter does not
+run Gluon: on a CPU it is compiled, and tested on a GPU alone.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from attnplug_triton_mla.gluon_tools import begin_stretch, copy, log2_sum, next_tile, rows_of_part, slot_of_part
+from attnplug_triton_mla.triton_merge import LN_2
+
+
+@gluon.jit
+def _rows_of(COPY: gl.constexpr, SIZE: gl.constexpr):
+    return gl.arange(0, SIZE, gl.SliceLayout(0, gl.SliceLayout(2, COPY)))
+
+
+@gluon.jit
+def _ask_for(to, at, there, offset, COPY: gl.constexpr):
+    """Quarters ``[4, rows, columns]`` of what lies ``offset`` behind ``at``, zeros where there is nothing."""
+    COLUMNS: gl.constexpr = to.shape[2]
+    quarter = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, COPY)))
+    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(1, COPY)))
+    place = (offset + quarter * COLUMNS)[:, None, None] + column[None, None, :]
+    copy(to, at[None, :, None] + place, mask=there[None, :, None])
+
+
+@gluon.jit
+def _page_of(
+    table, table_column, token, end_token, COPY: gl.constexpr, STEP: gl.constexpr, PAGE_SIZE: gl.constexpr
+):  # fmt: skip
+    """Of a step from ``token`` on: its one page, or that of each of its rows."""
+    if PAGE_SIZE % STEP != 0:
+        token += _rows_of(COPY, STEP)
+    return gl.load(table + token // PAGE_SIZE * table_column, mask=token < end_token, other=0)
+
+
+@gluon.jit
+def _ask_for_step(
+    to, cache, page, token, end_token, offset, COPY: gl.constexpr, STEP: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, PAGE_STRIDE: gl.constexpr, SLOT_STRIDE: gl.constexpr,
+):  # fmt: skip
+    row = _rows_of(COPY, STEP)
+    if PAGE_SIZE % STEP == 0:
+        at = cache + page.to(gl.int64) * PAGE_STRIDE + token % PAGE_SIZE * SLOT_STRIDE + row * SLOT_STRIDE
+    else:
+        at = cache + page.to(gl.int64) * PAGE_STRIDE + (token + row) % PAGE_SIZE * SLOT_STRIDE
+    _ask_for(to, at, token + row < end_token, offset, COPY)
+
+
+@gluon.jit
+def _partial_logits(own_q, own_q_rope, rows, rope, OWN: gl.constexpr, ROPE: gl.constexpr):
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, OWN, 2)
+    nothing = gl.full([4, own_q.shape[1], rows.shape[1]], 0.0, gl.float32, OWN)
+    dot = mma_v2(own_q, rows.permute((0, 2, 1)).load(RIGHT), nothing)
+    if ROPE > 0:
+        dot = mma_v2(own_q_rope, rope.permute((0, 2, 1)).load(RIGHT), dot)
+    return dot
+
+
+@gluon.jit
+def _add_step(logits, rows, top, total, sums, OWN: gl.constexpr):
+    """What a step's rows add to the sums; ``top`` is the largest logit so far, ``total`` the weights' sum."""
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, OWN, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, OWN, 2)
+    higher = gl.maximum(top, gl.max(logits, 1))
+    base = gl.where(higher == float("-inf"), 0.0, higher)
+    weights, kept = gl.exp2(logits - base[:, None]), gl.exp2(top - base)
+    total = total * kept + gl.sum(weights, 1)
+    own = gl.expand_dims(gl.convert_layout(weights.to(rows.dtype), gl.SliceLayout(0, LEFT)), 0)
+    own = gl.broadcast(own, gl.full([4, logits.shape[0], logits.shape[1]], 0.0, rows.dtype, LEFT))[0]
+    sums = sums * gl.convert_layout(kept, gl.SliceLayout(0, gl.SliceLayout(2, OWN)))[None, :, None]
+    return higher, total, mma_v2(own, rows.load(RIGHT), sums)
+
+
+@gluon.jit(do_not_specialize=["requests", "programs", "partial_slots", "table_row"])
+def attend_low(
+    q, cache, page_table, out, lse, partials, partial_weights, numbers, requests, programs, partial_slots,
+    q_row, q_head, table_row, table_column, scale, out_scale,
+    HEADS: gl.constexpr, RANK: gl.constexpr, ROPE: gl.constexpr, PAGE_SIZE: gl.constexpr, PAGE_STRIDE: gl.constexpr,
+    SLOT_STRIDE: gl.constexpr, STEP: gl.constexpr, BUFFERS: gl.constexpr, INVARIANT: gl.constexpr, LSE: gl.constexpr,
+    OVERLAP: gl.constexpr,
+):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()  # the next kernel may come, and waits for our last store
+    TILE: gl.constexpr = 16
+    QUARTER: gl.constexpr = RANK // 4
+    ROPE_QUARTER: gl.constexpr = ROPE // 4 or 16
+    ONE_PAGE: gl.constexpr = PAGE_SIZE % STEP == 0
+    TYPE: gl.constexpr = q.dtype.element_ty
+    # Lanes side by side along a row, then the quarters of that row, then the next rows.
+    COPY: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 256 // QUARTER, QUARTER // 8], [1, 4, 1], [2, 0, 1])
+    COPY_ROPE: gl.constexpr = gl.BlockedLayout([1, 1, 8], [4, 4, 2], [1, 4, 1], [2, 0, 1])
+    # A quarter is one warp's own; or every warp has all four of them.
+    OWN: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
+    ALL: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 4, 1], [1, 16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, OWN, 2)
+    LOGITS: gl.constexpr = gl.SliceLayout(0, ALL)
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [2, 1, 0])
+    SHARED_ROPE: gl.constexpr = gl.SwizzledSharedLayout(8, 4, 2, [2, 1, 0])
+    SHARED_LOGITS: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 4, [2, 1, 0])
+    q_shared = gl.allocate_shared_memory(TYPE, [4, TILE, QUARTER], SHARED)
+    q_rope_shared = gl.allocate_shared_memory(TYPE, [4, TILE, ROPE_QUARTER], SHARED_ROPE)
+    rows_shared = gl.allocate_shared_memory(TYPE, [BUFFERS, 4, STEP, QUARTER], SHARED)
+    rope_shared = gl.allocate_shared_memory(TYPE, [BUFFERS, 4, STEP, ROPE_QUARTER], SHARED_ROPE)
+    logits_shared = gl.allocate_shared_memory(gl.float32, [4, TILE, STEP], SHARED_LOGITS)
+    (
+        at, stop, _, lead, end, kv_len, prefix, begin, new, unit, units, request, tile_start, tile, first_page,
+    ) = begin_stretch(numbers, requests)  # fmt: skip
+    start = at
+    while at < stop:
+        taken, first_token, end_token = rows_of_part(
+            at, stop, kv_len, prefix, new, unit, units, tile_start, tile, HEADS, TILE, STEP, INVARIANT
+        )
+        table = page_table + request.to(gl.int64) * table_row
+        pages, rope_pages = (), ()
+        for number in gl.static_range(BUFFERS + 2):
+            token = first_token + number * STEP
+            if ONE_PAGE:
+                page = first_page
+                if number > 0:
+                    page = _page_of(table, table_column, token, end_token, COPY, STEP, PAGE_SIZE)
+                rope_page = page
+            else:
+                page = _page_of(table, table_column, token, end_token, COPY, STEP, PAGE_SIZE)
+                rope_page = _page_of(table, table_column, token, end_token, COPY_ROPE, STEP, PAGE_SIZE)
+            pages += (page,)
+            rope_pages += (rope_page,)
+        number = tile * TILE + _rows_of(COPY, TILE)
+        q_at = q + (begin + number // HEADS).to(gl.int64) * q_row + number % HEADS * q_head
+        rope_number = tile * TILE + _rows_of(COPY_ROPE, TILE)
+        q_rope_at = q + (begin + rope_number // HEADS).to(gl.int64) * q_row + rope_number % HEADS * q_head
+        if OVERLAP and at == start:
+            gdc_wait()  # for queries and cache rows; schedule and page table are older
+        _ask_for(q_shared, q_at, number < new * HEADS, 0, COPY)
+        if ROPE > 0:
+            _ask_for(q_rope_shared, q_rope_at, rope_number < new * HEADS, RANK, COPY_ROPE)
+        for buffer in gl.static_range(BUFFERS):
+            token = first_token + buffer * STEP
+            _ask_for_step(
+                rows_shared.index(buffer), cache, pages[buffer], token, end_token, 0,
+                COPY, STEP, PAGE_SIZE, PAGE_STRIDE, SLOT_STRIDE,
+            )  # fmt: skip
+            if ROPE > 0:
+                _ask_for_step(
+                    rope_shared.index(buffer), cache, rope_pages[buffer], token, end_token, RANK,
+                    COPY_ROPE, STEP, PAGE_SIZE, PAGE_STRIDE, SLOT_STRIDE,
+                )  # fmt: skip
+            async_copy.commit_group()
+        page, page_behind = pages[BUFFERS], pages[BUFFERS + 1]
+        rope_page, rope_page_behind = rope_pages[BUFFERS], rope_pages[BUFFERS + 1]
+
+        row = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(1, LOGITS))
+        seen = gl.minimum(prefix + row // HEADS + 1, kv_len)
+        position = gl.arange(0, STEP, gl.SliceLayout(0, LOGITS))
+        top = gl.full([TILE], float("-inf"), gl.float32, gl.SliceLayout(1, LOGITS))
+        total = gl.full([TILE], 0.0, gl.float32, gl.SliceLayout(1, LOGITS))
+        sums = gl.full([4, TILE, QUARTER], 0.0, gl.float32, OWN)
+        async_copy.wait_group(BUFFERS - 1)
+        own_q, own_q_rope = q_shared.load(LEFT), q_rope_shared.load(LEFT)
+        dot = _partial_logits(own_q, own_q_rope, rows_shared.index(0), rope_shared.index(0), OWN, ROPE)
+        logits_shared.store(dot)
+        logits = gl.sum(logits_shared.load(ALL), 0) * scale
+        logits = gl.where((first_token + position)[None, :] < seen[:, None], logits, float("-inf"))
+        buffer = 0
+        for first in range(first_token, end_token - STEP, STEP):
+            async_copy.wait_group(BUFFERS - 2)
+            following = gl.where(buffer == BUFFERS - 1, 0, buffer + 1)
+            rows, rope = rows_shared.index(following), rope_shared.index(following)
+            dot = _partial_logits(own_q, own_q_rope, rows, rope, OWN, ROPE)
+            top, total, sums = _add_step(logits, rows_shared.index(buffer), top, total, sums, OWN)
+            logits_shared.store(dot)
+            dots = logits_shared.load(ALL)
+            # All warps have met between these two, so nobody reads this step's rows any more.
+            token = first + BUFFERS * STEP
+            _ask_for_step(
+                rows_shared.index(buffer), cache, page, token, end_token, 0,
+                COPY, STEP, PAGE_SIZE, PAGE_STRIDE, SLOT_STRIDE,
+            )  # fmt: skip
+            if ROPE > 0:
+                _ask_for_step(
+                    rope_shared.index(buffer), cache, rope_page, token, end_token, RANK,
+                    COPY_ROPE, STEP, PAGE_SIZE, PAGE_STRIDE, SLOT_STRIDE,
+                )  # fmt: skip
+            async_copy.commit_group()
+            token += 2 * STEP
+            page, page_behind = page_behind, _page_of(table, table_column, token, end_token, COPY, STEP, PAGE_SIZE)
+            if ONE_PAGE:
+                rope_page, rope_page_behind = page, page_behind
+            else:
+                rope_page = rope_page_behind
+                rope_page_behind = _page_of(table, table_column, token, end_token, COPY_ROPE, STEP, PAGE_SIZE)
+            logits = gl.sum(dots, 0) * scale
+            logits = gl.where((first + STEP + position)[None, :] < seen[:, None], logits, float("-inf"))
+            buffer = following
+        top, total, sums = _add_step(logits, rows_shared.index(buffer), top, total, sums, OWN)
+        async_copy.wait_group(0)
+
+        live = row < new * HEADS
+        number = gl.arange(0, TILE, gl.SliceLayout(0, gl.SliceLayout(2, OWN)))
+        quarter = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, OWN)))
+        column = gl.arange(0, QUARTER, gl.SliceLayout(0, gl.SliceLayout(1, OWN)))
+        place = number[None, :, None] * RANK + (quarter * QUARTER)[:, None, None] + column[None, None, :]
+        there = (tile * TILE + number < new * HEADS)[None, :, None]
+        if taken == units:
+            factor = out_scale / gl.where(total == 0.0, 1.0, total)
+            factor = gl.convert_layout(factor, gl.SliceLayout(0, gl.SliceLayout(2, OWN)))[None, :, None]
+            out_at = out + (begin * HEADS + tile * TILE).to(gl.int64) * RANK + place
+            gl.store(out_at, (sums * factor).to(TYPE), mask=there)
+            if LSE:
+                log2 = log2_sum(gl.where(top == float("-inf"), 0.0, top), total)
+                gl.store(lse + begin * HEADS + row, log2 * LN_2, mask=live)
+        else:
+            part = slot_of_part(at, tile_start, programs, INVARIANT).to(gl.int64)
+            gl.store(partials + part * (TILE * RANK) + place, sums, mask=there)
+            weights_at = partial_weights + (row - tile * TILE) * partial_slots + part
+            gl.store(weights_at, top, mask=live)
+            gl.store(weights_at + TILE * partial_slots, total, mask=live)
+
+        at += taken
+        if at < stop:
+            at, end, kv_len, prefix, begin, new, unit, units, request, tile_start, tile, first_page = next_tile(
+                at, end, kv_len, prefix, begin, new, unit, units, request, numbers, lead,
+                page_table, table_row, table_column, HEADS, TILE, STEP, PAGE_SIZE,
+            )  # fmt: skip
+    if OVERLAP:
+        gdc_wait()  # also without work: whoever comes behind us waits for us alone
