@@ -49,14 +49,14 @@ ANY = 1 << 30
 
 Table = tuple[tuple[int, int, int, Configuration], ...]
 
-# Chosen from benchmarks/results/triton_mla_cuts_h200.json. Many rows of one short request are tiles of 16: more
+# Chosen from benchmarks/results/triton_mla_cuts_h200.json. Many rows of few short requests are tiles of 16: more
 # programs share the work, and each has less to read before it begins.
 _LOW = Configuration(16, 32, 4, 3, "low", merge_parts=16, merge_columns=512, overlap=True)
 _LOW_SOME = replace(_LOW, merge_parts=32, merge_columns=64, merge_warps=1)
-_LOW_FEW = replace(_LOW, merge_parts=128, merge_columns=32, merge_warps=1)
+_LOW_FEW = replace(_LOW, merge_parts=128, merge_columns=32, merge_warps=2)
 _LOW_MANY = Configuration(16, 64, 4, 3, merge_parts=16, merge_columns=512, overlap=True)
 _WIDE = Configuration(64, 64, 8, 2, "wide", merge_parts=16, merge_columns=512, overlap=True)
-_WIDE_SOME = replace(_WIDE, merge_parts=32, merge_columns=128, merge_warps=1)
+_WIDE_SOME = replace(_WIDE, merge_parts=32, merge_columns=64, merge_warps=1)
 _WIDE_FEW = replace(_WIDE, merge_parts=64, merge_columns=64, merge_warps=2, part_cost=1 / 16)
 TABLE: Table = (
     # rows of a request up to, requests up to, cache rows of a request up to
@@ -65,11 +65,11 @@ TABLE: Table = (
     (16, 32, ANY, _LOW),
     (16, ANY, ANY, _LOW_MANY),
     (32, 2, ANY, _LOW_FEW),
-    (32, 8, ANY, _LOW_SOME),
-    (ANY, 1, 8192, replace(_LOW_MANY, merge_parts=32, merge_columns=64, merge_warps=1)),
+    (32, 8, 8192, _LOW_SOME),
+    (ANY, 1, 8192, _LOW_SOME),
     (ANY, 1, ANY, _WIDE_FEW),
-    (ANY, 2, ANY, replace(_WIDE_SOME, merge_columns=64)),
-    (ANY, 8, ANY, _WIDE_SOME),
+    (64, 8, ANY, _WIDE_SOME),
+    (ANY, 2, ANY, _WIDE_SOME),
     (ANY, ANY, ANY, _WIDE),
 )
 _FP8 = Configuration(16, 64, 4, 4, merge_parts=16, merge_columns=512, overlap=True)
