@@ -94,6 +94,8 @@ def test_kernels_in_gluon_are_for_sm_90_and_16_bits(kernel, rows, tile, instead)
     for sm in SHARED:
         found = fitting(entry, Room(sm, 1 << 20, 2 * WIDTH, 2 * WIDTH))
         assert (found.kernel, found.tile) == ((kernel, tile) if sm == 90 else ("triton", instead))
+    crowded = fitting(entry, Room(90, 120 * KIB, 2 * WIDTH, 2 * WIDTH))
+    assert (crowded.kernel, crowded.tile) == ("triton", instead), "they know one shape, which is not cut down"
 
 
 def test_it_compiles_for_gpus_and_fits_them() -> None:
@@ -108,6 +110,7 @@ def test_it_compiles_for_gpus_and_fits_them() -> None:
         (90, chosen(128, 1), "fp16", "fp16", 16),
         (90, chosen(16, 1), "bf16", "bf16", 48),
         (90, chosen(16, 99), "bf16", "bf16", 16),
+        (89, chosen(16, 1), "bf16", "bf16", 64),
         (100, chosen(128, 1, fp8=True), "bf16", "fp8e4nv", 1),
     ):
         row_bytes = WIDTH if cache == "fp8e4nv" else 2 * WIDTH

@@ -125,7 +125,7 @@ class Room:
 def fitting(configuration: Configuration, room: Room) -> Configuration:
     """The configuration, or one with fewer stages, shorter steps or lower tiles that there is room for."""
     fits = configuration
-    if fits.kernel != "triton" and room.sm != 90:
+    if fits.kernel != "triton" and (room.sm != 90 or _shared_bytes(fits, room) > room.shared_bytes):
         tile = _TALL.tile if fits.kernel == "wide" else fits.tile
         fits = replace(fits, kernel="triton", tile=tile, step=_TALL.step, stages=_TALL.stages)
     if room.sm < 90:

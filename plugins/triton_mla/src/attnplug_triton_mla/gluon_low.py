@@ -2,8 +2,8 @@
 
 The same bytes and operations as in ``triton_attention``, whose programs this kernel's stand in for; what is saved is
 waiting. There, every warp has a share of a step's tokens when logits are computed and a share of the columns when
-values are added up, so all warps read all queries from shared memory at every step, meet three times for the largest
-logit, and pass weights through shared memory. Here warp w has quarter w of the latent in both products:
+values are added up, so all warps read all queries from shared memory at every step, meet to find the largest logit, and
+pass weights through shared memory: five or six meetings. Here warp w has quarter w of the latent in both products:
 
 - Its logits are sums over its own columns, of queries that it keeps in registers: 36 of them. The four partial logits
   are added up through shared memory (8 KiB), and then every warp has all logits: the largest one, the weights and their
@@ -12,8 +12,8 @@ logit, and pass weights through shared memory. Here warp w has quarter w of the 
   Warps meet twice a step: when its rows have come, and between writing and reading partial logits.
 - Queries and the first steps' rows are asked for together, right behind the wait for the kernel in front; page numbers
   are looked up before that, and later two steps ahead.
-- Rows are asked for row by row, 1 KiB at once. Quarter by quarter, one request of 65536 tokens took 3 % longer, and its
-  rope in pieces of 32 bytes 5 %.
+- All quarters of some rows are asked for, then of the next rows; a row's rope by neighbouring lanes. Quarter by quarter
+  one request of 65536 tokens took 3 % longer, and with its rope in pieces of 32 bytes 5 %.
 
 Steps of 32 rows, in three buffers: with more of them in flight long streams get slower. At 64 requests
 ``triton_attention`` with its steps of 64 rows streams 5 % faster.
@@ -111,7 +111,7 @@ def attend_low(
     ROPE_QUARTER: gl.constexpr = ROPE // 4 or 16
     ONE_PAGE: gl.constexpr = PAGE_SIZE % STEP == 0
     TYPE: gl.constexpr = q.dtype.element_ty
-    # Lanes side by side along a row, then the quarters of that row, then the next rows.
+    # The lanes of a warp along rows' quarters; then their next quarters, then the next rows.
     COPY: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 256 // QUARTER, QUARTER // 8], [1, 4, 1], [2, 0, 1])
     COPY_ROPE: gl.constexpr = gl.BlockedLayout([1, 1, 8], [4, 4, 2], [1, 4, 1], [2, 0, 1])
     # A quarter is one warp's own; or every warp has all four of them.

@@ -128,7 +128,7 @@ def attend(
         q_at = q + (begin + query).to(tl.int64) * q_row + head * q_head
         if OVERLAP and at == start:
             # For whatever is in front of us, which may have written queries and cache rows, but not schedule or page
-            # table. All that is computed from those is computed before: the condition keeps the compiler from mixing.
+            # table. What is computed from those alone comes before: the condition keeps the compiler from mixing.
             gdc_wait()
         by = scale
         if FLOAT8:

@@ -7,8 +7,9 @@ order of their rows, by whoever merges: the bits do not depend on which program 
 Bytes decide, in L2: a part of 16 rows is 32 KiB in float32, and one multiprocessor reads about 110 GB/s. 64 parts are
 19 µs for one of them, and 1 µs for 64 of them. So parts are merged by a kernel of their own, one row and some columns a
 program (``launch_merge``); it takes as many parts at once as there may be, since one behind the other they wait. With
-few requests a program is one warp, which has nobody to wait for. Where requests have different numbers of rows, which
-that kernel cannot divide, the program that comes last merges, at the end of the attention kernel (``merge_tile``).
+few requests a program is one or two warps, which have few to wait for. Where requests have different numbers of rows,
+which that kernel cannot divide, the program that comes last merges, at the end of the attention kernel
+(``merge_tile``).
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def _merge_row(
     partials, partial_weights, partial_slots, place, row, parts, first, others, out_scale, out_at, lse_at, writes_lse,
     RANK: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """Some columns of one row of a tile, ``BLOCK`` parts at once: they are asked for together and waited for once."""
+    """Some columns of one row of a tile, ``BLOCK`` parts at once."""
     top = tl.full([], float("-inf"), tl.float32)
     total = tl.zeros([], tl.float32)
     merged = tl.zeros([place.shape[0]], tl.float32)
@@ -115,7 +116,7 @@ def _merge_row(
         weights_at = partial_weights + row * partial_slots + slot
         if OVERLAP and first >= 0:
             # For the parts; not for the schedule, which says where they are. No slot is negative, but the compiler does
-            # not know that, and so leaves addresses before the wait.
+            # not know that, and so computes addresses before the wait (Triton 3.9 only some).
             gdc_wait()
         tops = tl.load(weights_at, mask=there, other=float("-inf"))
         totals = tl.load(weights_at + TILE * partial_slots, mask=there, other=0.0)
