@@ -13,7 +13,7 @@ import triton.language as tl
 from attnplug_triton_mla.configurations import INVARIANT_PARTS, Configuration
 from attnplug_triton_mla.planner import Schedule, Shape
 from attnplug_triton_mla.triton_merge import parts_of_tile, slot_of_part
-from attnplug_triton_mla.triton_plan import begin_stretch, next_tile
+from attnplug_triton_mla.triton_plan import begin_stretch, next_tile, rows_of_part
 from support.devices import DEVICES, nothing_waits
 
 NOWHERE = 1 << 30
@@ -107,20 +107,22 @@ def _walk(
         at, stop, stretch, lead, end, kv_len, prefix, begin, new, unit, units, request, tile_start, tile, first_page,
     ) = begin_stretch(numbers, requests)  # fmt: skip
     while at < stop:
-        piece = at - tile_start
-        taken = 1 if INVARIANT else tl.minimum(units - piece, stop - at)
+        taken, first_token, end_token = rows_of_part(
+            at, stop, kv_len, prefix, new, unit, units, tile_start, tile, HEADS, TILE, STEP, INVARIANT
+        )
         parts, first, others = parts_of_tile(tile_start, units, stretch, programs, INVARIANT)
         slot = slot_of_part(at, tile_start, programs, INVARIANT)
-        visit = visits + at * 10
+        visit = visits + at * 11
         tl.store(visit + 1, request)
         tl.store(visit + 2, tile)
-        tl.store(visit + 3, piece)
-        tl.store(visit + 4, taken)
-        tl.store(visit + 5, parts)
-        tl.store(visit + 6, slot)
-        tl.store(visit + 7, first)
-        tl.store(visit + 8, others)
-        tl.store(visit + 9, first_page)
+        tl.store(visit + 3, first_token)
+        tl.store(visit + 4, end_token)
+        tl.store(visit + 5, taken)
+        tl.store(visit + 6, parts)
+        tl.store(visit + 7, slot)
+        tl.store(visit + 8, first)
+        tl.store(visit + 9, others)
+        tl.store(visit + 10, first_page)
         tl.atomic_add(visit, 1)
         at += taken
         if at < stop:
@@ -135,7 +137,7 @@ def _walk(
 @pytest.mark.parametrize("queries", [0, 3])
 @pytest.mark.parametrize("seed", range(4))
 def test_every_unit_of_every_tile_is_taken_once(seed, queries, invariant, device):
-    """And its parts are as many as the merge looks for, each in a place of its own that the merge finds."""
+    """With its rows up to what the tile sees; parts are as many as the merge looks for, where the merge finds them."""
     chance = random.Random(seed)
     lens, new = batch_of(seed)
     if queries:
@@ -148,7 +150,7 @@ def test_every_unit_of_every_tile_is_taken_once(seed, queries, invariant, device
     given = {"queries": queries, "heads": heads, "page_size": page_size, "invariant": invariant, "device": device}
     schedule, table = made(lens, new, cut=cut, sms=3, **given)
     numbers = schedule.numbers.tolist()
-    visits = torch.zeros(numbers[1] + 1, 10, dtype=torch.int32, device=device)
+    visits = torch.zeros(numbers[1] + 1, 11, dtype=torch.int32, device=device)
     on_device = table.to(device)
     _walk[(schedule.programs,)](
         visits, schedule.numbers, len(lens), schedule.programs, on_device, table.shape[1],
@@ -162,14 +164,16 @@ def test_every_unit_of_every_tile_is_taken_once(seed, queries, invariant, device
     tiles = [(request, tile) for request, count in enumerate(new) for tile in range(-(-count * heads // cut.tile))]
     assert sorted(taken_by) == tiles
     places = []
-    for (request, _), parts in taken_by.items():
+    for (request, tile), parts in taken_by.items():
         unit, units = numbers[HEADER + RECORD * request :][5:7]
+        last_query = min((tile * cut.tile + cut.tile - 1) // heads, new[request] - 1)
+        seen = min(lens[request] - new[request] + last_query + 1, lens[request])
         at = 0
-        for number, (piece, taken, count, slot, first, others, page) in enumerate(parts):
-            assert (piece, count) == (at, len(parts))
+        for number, (token, end_token, taken, count, slot, first, others, page) in enumerate(parts):
+            assert (token, count) == (at * unit * cut.step, len(parts))
+            assert end_token == min((at + taken) * unit * cut.step, seen)
             assert (taken == units) == (count == 1)  # how an attention kernel knows that nobody merges
             assert slot == (first if number == 0 else others + number)
-            token = piece * unit * cut.step
             assert page == (int(table[request, token // page_size]) if token < lens[request] else 0)
             places += [slot] if count > 1 else []
             at += taken
