@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from attnplug import AttentionKind, DType, LayerSpec, LinearDims, LinearStatePool
 from attnplug.errors import PoolError
 from attnplug.kv.allocator import PageAllocator
 from attnplug_engine.prefix_cache import PrefixCache
@@ -131,6 +132,20 @@ def test_a_page_held_behind_one_that_is_not_keeps_both() -> None:
     allocator.share(pages[1:])
     assert cache.evict(2) == 0
     assert cache.match([1, 2, 3, 4, 5]) == (pages, 4)
+
+
+def test_an_evicted_page_gives_its_snapshot_back() -> None:
+    layer = LayerSpec(0, AttentionKind.LIGHTNING, 1, 1, 1, 1, 1.0, linear=LinearDims(1, 1, 1, 1))
+    states = LinearStatePool([layer], num_slots=2, dtype=DType.FLOAT32, device="cpu")
+    allocator = PageAllocator(4)
+    cache = PrefixCache(allocator, 2, states)
+    put(allocator, cache, [1, 2, 3, 4])
+    for tokens in ([1, 2], [1, 2, 3, 4]):
+        cache.add_snapshot(tokens, states.allocate())
+    assert cache.evict(1) == 1
+    assert (states.free_slots, cache.match_snapshot([1, 2, 3, 4, 5])[1]) == (1, 2)
+    assert cache.evict(1) == 1
+    assert states.free_slots == 2
 
 
 def test_statistics_count_what_was_served() -> None:

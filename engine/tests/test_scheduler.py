@@ -134,6 +134,16 @@ def test_a_request_that_does_not_fit_waits_and_nobody_overtakes_it() -> None:
     assert [found[0] for found in shape(start(scheduler))] == [1, 2]
 
 
+@pytest.mark.parametrize(("length", "admitted"), [(12, [0, 1]), (13, [0])])
+def test_admission_leaves_a_page_for_each_request_that_runs(length: int, admitted: list[int]) -> None:
+    """Of 6 pages the first holds 2: who needs 3 comes in, who needs all 4 waits."""
+    scheduler = Pool(pages=6).scheduler(max_step_tokens=64)
+    scheduler.add(request(0, length=7))
+    finish(scheduler, start(scheduler))
+    scheduler.add(request(1, length=length))
+    assert [found[0] for found in shape(start(scheduler))] == admitted
+
+
 def test_the_latest_admitted_is_preempted_and_waits_at_the_front() -> None:
     scheduler = Pool(pages=5, page_size=2).scheduler()
     first, second = request(0, length=3, max_tokens=7), request(1, length=3, max_tokens=3)
@@ -263,15 +273,18 @@ def test_an_abort_in_flight_keeps_the_row_until_the_step_is_finished() -> None:
 
 
 def test_a_request_that_ends_by_an_error_leaves_nothing_in_the_cache() -> None:
-    pool = Pool()
-    scheduler = pool.scheduler(cached=True)
-    failed = request(0, length=9)
-    scheduler.add(failed)
-    step = start(scheduler)
-    scheduler.abort(0, FinishReason.ERROR)
-    scheduler.finish_step(step, {})
-    assert failed.finish_reason is FinishReason.ERROR
-    assert (len(pool.cache), pool.allocator.free_pages) == (0, 64)
+    """Two of its pages are whole when it ends; of a request that ends otherwise they are cached."""
+    for reason, cached in ((FinishReason.ABORTED, 2), (FinishReason.ERROR, 0)):
+        pool = Pool()
+        scheduler = pool.scheduler(max_step_tokens=9, cached=True)
+        ended = request(0, length=20)
+        scheduler.add(ended)
+        finish(scheduler, start(scheduler))
+        step = start(scheduler)
+        scheduler.abort(0, reason)
+        scheduler.drop_step(step)
+        assert ended.finish_reason is reason
+        assert (len(pool.cache), pool.allocator.free_pages) == (cached, 64 - cached)
 
 
 def test_only_the_first_admission_of_a_request_counts_in_the_cache_statistics() -> None:
@@ -287,13 +300,19 @@ def test_only_the_first_admission_of_a_request_counts_in_the_cache_statistics() 
 
 
 def test_a_dropped_step_gives_its_room_back() -> None:
+    """A prefill's pages, as it waits again; a decoding request's new page, as it goes on."""
     pool = Pool()
     scheduler = pool.scheduler()
-    scheduler.add(request(0, length=9))
-    step = start(scheduler)
-    scheduler.drop_step(step)
-    assert pool.allocator.free_pages == 64
-    assert shape(start(scheduler)) == shape(step)
+    decoding = request(0, length=8)
+    scheduler.add(decoding)
+    for free in (64, 62):
+        step = start(scheduler)
+        scheduler.drop_step(step)
+        assert pool.allocator.free_pages == free
+        repeated = start(scheduler)
+        assert shape(repeated) == shape(step)
+        finish(scheduler, repeated)
+    assert pool.table.length(decoding.row or 0) == 9
 
 
 def test_an_empty_prompt_is_refused() -> None:
