@@ -2,63 +2,84 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from conftest import Environment
 
 ROOT = Path(__file__).parent.parent
 GUIDE = (ROOT / "docs" / "writing-a-backend.md").read_text()
 README = (ROOT / "README.md").read_text()
+MYPY_CACHE = ROOT / ".mypy_cache" / "guide"
+"""Kept from run to run: almost all that mypy reads is torch."""
 
 
 def blocks(text: str, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
 
 
+def files(text: str) -> dict[str, str]:
+    """The files that a page gives: a paragraph that begins with a path, and either a block or that it is empty."""
+    found = {}
+    for path, rest in re.findall(r"^`([\w./]+\.\w+)`(.*?)(?=^`[\w./]+\.\w+`|\Z)", text, re.DOTALL | re.MULTILINE):
+        given = re.findall(r"```\w+\n(.*?)```", rest, re.DOTALL)
+        assert len(given) == (" is empty" not in rest.partition("\n\n")[0]), f"{path}: {rest}"
+        found[path] = "".join(given)
+    return found
+
+
 @pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """An environment in which the guide's plugin is installed, file by file as the guide gives them."""
-    site = tmp_path_factory.mktemp("site")
-    plugin, backend = blocks(GUIDE, "python")
-    package = site / "my_attention"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "plugin.py").write_text(plugin)
-    (package / "backend.py").write_text(backend)
-    (toml,) = blocks(GUIDE, "toml")
-    (group,) = re.findall(r'\[project\.entry-points\."(.+)"\]', toml)
-    (point,) = re.findall(r'my_attention = "(.+)"', toml)
-    metadata = site / "my_attention-0.1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: my-attention\nVersion: 0.1.0\n")
-    (metadata / "entry_points.txt").write_text(f"[{group}]\nmy_attention = {point}\n")
-    return {**os.environ, "PYTHONPATH": str(site), "ATTNPLUG_STRICT": "1"}
+def project(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The guide's plugin: the files that its first screen gives, and no other."""
+    folder = tmp_path_factory.mktemp("my-attention")
+    for name, text in files(GUIDE.split("Install it")[0]).items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    return folder
 
 
-def attnplug(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "attnplug", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+@pytest.fixture(scope="module")
+def installed(
+    project: Path, build_wheels: Callable[..., Path], fresh_environment: Callable[..., Environment]
+) -> Environment:
+    return fresh_environment(build_wheels(project), "my-attention")
 
 
-def test_the_guides_plugin_is_selectable(environment):
+def test_the_guides_plugin_is_selectable_once_pip_has_installed_it(installed: Environment) -> None:
     """D1"""
-    done = attnplug(environment, "backends")
+    done = installed.attnplug("backends", ATTNPLUG_STRICT="1")
     assert done.returncode == 0, done.stderr
     assert "my-attention 0.1.0" in done.stdout
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("page_size", ["1", "16"])
-def test_the_guides_backend_is_right(environment, dtype, page_size):
-    done = attnplug(
-        environment, "check", "--attention-backend", "my_attention", "--dtype", dtype, "--page-size", page_size
-    )
+@pytest.mark.parametrize(("dtype", "page_size"), [("float32", "1"), ("bfloat16", "16")])
+def test_the_guides_backend_is_right(installed: Environment, dtype: str, page_size: str) -> None:
+    arguments = ("--attention-backend", "my_attention", "--dtype", dtype, "--page-size", page_size)
+    done = installed.attnplug("check", *arguments, ATTNPLUG_STRICT="1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "8 of 8 checks hold" in done.stdout
+
+
+def test_the_guides_plugin_passes_strict_type_checks(project: Path, installed: Environment, tmp_path: Path) -> None:
+    """Against attnplug's types as its wheel brings them; what is built has to be a backend, too."""
+    use = tmp_path / "use.py"
+    use.write_text(
+        "from attnplug import AttentionBackend, BackendContext\n"
+        "from my_attention.backend import MyBackend\n"
+        "def build(context: BackendContext) -> AttentionBackend:\n"
+        "    return MyBackend(context)\n"
+    )
+    mypy = [installed.python, "-m", "mypy", "--strict", "--config-file", "", "--cache-dir", MYPY_CACHE]
+    # Not by the environment's own run, which is limited in time: a first run reads all of torch.
+    done = subprocess.run([*mypy, "my_attention", use], cwd=project, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_readmes_plugin_is_the_guides():
