@@ -1,7 +1,11 @@
-"""Writes what is generated in the README: the output of commands and the table of backends.
+"""Writes what is generated in the documentation: output of commands, tables of specs and of measurements.
 
-python docs/generate.py            rewrite
-python docs/generate.py --check    fail if something is out of date (part of make lint)
+python docs/generate.py            rewrite the generated blocks
+python docs/generate.py --check    fail if one is out of date (part of make lint)
+python docs/generate.py --samples  rewrite the samples too: output that holds times, and so differs with every run
+
+A block is what lies between <!-- generated: WHAT --> or <!-- sample: WHAT --> and <!-- end -->. WHAT is a command, of
+whose output "| 12 lines" keeps the first 12, or one of the names in TABLES.
 """
 
 from __future__ import annotations
@@ -10,58 +14,103 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
-from attnplug import load_registry
+from measurements import cost_of_wrapping, decode_times
+
+from attnplug import Registered, load_registry
 from attnplug.cli.backends import describe
 
-README = Path(__file__).parent.parent / "README.md"
-_BLOCK = re.compile(r"<!-- generated: (.+?) -->\n.*?<!-- end -->", re.DOTALL)
+ROOT = Path(__file__).parent.parent
+PAGES = [
+    path
+    for pattern in ("README.md", "docs/*.md", "core/README.md", "engine/README.md", "plugins/*/README.md")
+    for path in sorted(ROOT.glob(pattern))
+]
+_BLOCK = re.compile(r"<!-- (generated|sample): (.+?) -->\n.*?<!-- end -->", re.DOTALL)
 
 
 def table_of_backends() -> str:
     """One row per backend of this repository, from its spec."""
     rows = ["| name | package | what it is | supports |", "|---|---|---|---|"]
-    for name, backend in load_registry().backends.items():
-        if backend.source.distribution.startswith("attnplug"):
-            spec = backend.spec
-            rows.append(
-                f"| `{name}` | `{backend.source.distribution}` | {spec.summary} | {describe(spec.capabilities)} |"
-            )
+    for name, backend in _ours().items():
+        spec = backend.spec
+        rows.append(f"| `{name}` | `{backend.source.distribution}` | {spec.summary} | {describe(spec.capabilities)} |")
     return "\n".join(rows)
 
 
-def output_of(command: str) -> str:
-    """What a command prints, as a person sees it."""
-    program = Path(sys.executable).parent / command.split()[0]
-    # Only this repository's packages, whatever else is installed where this runs; and no GPU to be found.
-    plugins = ",".join(sorted({b.source.distribution for b in load_registry().backends.values() if _ours(b)}))
+def table_of_commands() -> str:
+    """One row per command, as ``attnplug --help`` lists them."""
+    listed = re.findall(r"^    (\w+) +(\S.+)$", _run("attnplug --help"), re.MULTILINE)
+    return "\n".join(["| command | |", "|---|---|", *(f"| `attnplug {name}` | {text} |" for name, text in listed)])
+
+
+TABLES = {
+    "table of backends": table_of_backends,
+    "table of commands": table_of_commands,
+    "decode times": decode_times,
+    "cost of wrapping": cost_of_wrapping,
+}
+
+
+def _ours() -> dict[str, Registered]:
+    backends = load_registry().backends.items()
+    return {name: backend for name, backend in backends if backend.source.distribution.startswith("attnplug")}
+
+
+@cache
+def _run(command: str, *, sample: bool = False) -> str:
+    """What a command prints on a machine without a GPU; of a sample also what it tells people beside its result."""
+    program, *arguments = command.split()
+    words = [str(Path(sys.executable).parent / program), *arguments]
+    if command == "make run":
+        words = [sys.executable, "examples/generate_and_check.py"]
+    # Only this repository's packages, whatever else is installed where this runs.
+    plugins = ",".join(sorted({backend.source.distribution for backend in _ours().values()}))
     environment = {**os.environ, "ATTNPLUG_PLUGINS": plugins, "CUDA_VISIBLE_DEVICES": "", "NO_COLOR": "1"}
-    done = subprocess.run([program, *command.split()[1:]], capture_output=True, text=True, env=environment, check=False)
-    return f"```console\n$ {command}\n{done.stdout.rstrip()}\n```"
+    environment["COLUMNS"] = "1000" if "--help" in command else "150"  # help: one line a command
+    errors = subprocess.STDOUT if sample else subprocess.PIPE
+    done = subprocess.run(
+        words, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT, env=environment, check=False
+    )
+    return done.stdout.rstrip()
 
 
-def _ours(backend: object) -> bool:
-    return backend.source.distribution.startswith("attnplug")  # type: ignore[attr-defined]
+def output_of(what: str, *, sample: bool) -> str:
+    """A command with what it prints, or with the first lines of that."""
+    command, _, limit = what.partition(" | ")
+    lines = _run(command, sample=sample).splitlines()
+    if limit:
+        lines = [*lines[: int(limit.removesuffix(" lines"))], "…"]
+    return "\n".join(["```console", f"$ {command}", *lines, "```"])
 
 
-def generated(text: str) -> str:
+def generated(text: str, *, samples: bool) -> str:
+    """A page with its generated blocks, and its samples if they are asked for, as they are now."""
+
     def block(match: re.Match[str]) -> str:
-        what = match[1]
-        body = table_of_backends() if what == "table of backends" else output_of(what)
-        return f"<!-- generated: {what} -->\n{body}\n<!-- end -->"
+        kind, what = match.groups()
+        if kind == "sample" and not samples:
+            return match[0]
+        body = TABLES[what]() if what in TABLES else output_of(what, sample=kind == "sample")
+        return f"<!-- {kind}: {what} -->\n{body}\n<!-- end -->"
 
     return _BLOCK.sub(block, text)
 
 
 def main() -> None:
-    now = README.read_text()
-    wanted = generated(now)
-    if "--check" in sys.argv:
-        if now != wanted:
-            sys.exit("README.md is out of date; run 'make docs'")
-    else:
-        README.write_text(wanted)
+    stale = []
+    for page in PAGES:
+        now = page.read_text()
+        wanted = generated(now, samples="--samples" in sys.argv)
+        if now == wanted:
+            continue
+        stale.append(str(page.relative_to(ROOT)))
+        if "--check" not in sys.argv:
+            page.write_text(wanted)
+    if stale and "--check" in sys.argv:
+        sys.exit(f"out of date: {', '.join(stale)}; run 'make docs'")
 
 
 if __name__ == "__main__":

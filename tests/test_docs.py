@@ -10,12 +10,17 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from attnplug_engine.models.architectures import ARCHITECTURES
+
 if TYPE_CHECKING:
     from conftest import Environment
 
 ROOT = Path(__file__).parent.parent
 GUIDE = (ROOT / "docs" / "writing-a-backend.md").read_text()
 README = (ROOT / "README.md").read_text()
+ENGINE = (ROOT / "engine" / "README.md").read_text()
+DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("plugins/*/README.md")]
+SAMPLES = [("make run", README), ("attnplug check", (ROOT / "docs" / "commands.md").read_text())]
 MYPY_CACHE = ROOT / ".mypy_cache" / "guide"
 """Kept from run to run: almost all that mypy reads is torch."""
 
@@ -96,21 +101,37 @@ def test_the_readmes_python_runs(capsys, block, printed):
     assert re.fullmatch(printed, capsys.readouterr().out)
 
 
+def test_the_engines_python_runs():
+    (block,) = blocks(ENGINE, "python")
+    exec(compile(block, "engine/README.md", "exec"), names := {})
+    assert names["loaded"].spec.describe()
+
+
+def test_the_engines_readme_has_every_architecture():
+    listed = re.findall(r"^\| (`\w+`.*?) \|", ENGINE, re.MULTILINE)
+    assert {name for row in listed for name in re.findall(r"`(\w+)`", row)} == set(ARCHITECTURES)
+
+
 def test_the_first_screen_of_the_guide_is_a_whole_plugin():
     """All of it comes before the first heading below the title."""
-    assert len(re.findall(r"```(?:python|toml)\n", GUIDE.split("\n## ")[0])) == 3
+    first = GUIDE.split("\n## ")[0]
+    assert len(re.findall(r"```(?:python|toml)\n", first)) == 3
+    assert len(files(first.split("Install it")[0])) == 4
 
 
 def test_no_placeholder_is_left():
-    for text in (GUIDE, README):
-        assert not re.findall(r"MAKE_RUN|TODO|FIXME|XXX", text)
+    for page in DOCUMENTS:
+        assert not re.findall(r"MAKE_RUN|TODO|FIXME|XXX", page.read_text()), page
+
+
+def test_long_output_is_in_docs():
+    """What a reader scrolls past does not belong on the project's first page."""
+    assert all(len(block.splitlines()) <= 15 for block in blocks(README, "console"))
 
 
 def test_samples_that_are_not_generated_know_every_backend():
     """Their times are of one run; which backends there are is of this repository."""
     names = re.findall(r"^\| `(\w+)` \| `attnplug", README, re.MULTILINE)
-    run, check = (
-        next(b for b in blocks(README, "console") if b.startswith(f"$ {c}\n")) for c in ("make run", "attnplug check")
-    )
+    run, check = (re.findall(rf"<!-- sample: {what} -->\n(.*?)<!-- end", text, re.DOTALL)[0] for what, text in SAMPLES)
     assert [name for name in names if f"{name} (attnplug" not in " ".join(check.split())] == []
-    assert set(re.findall(r"(\d+) refused", run + check)) == {str(len(names) - 1)}
+    assert set(re.findall(r"(\d+) refused", run + check)) <= {str(len(names) - 1)}

@@ -52,3 +52,30 @@ def test_every_package_carries_the_license():
 def test_every_package_is_typed():
     for name in PACKAGES:
         assert list((ROOT / name).glob("src/*/py.typed")), name
+
+
+def test_every_package_says_where_it_comes_from():
+    """One home for all, and every page below it is a file or folder of this repository."""
+    home = PACKAGES["core"]["urls"]["Homepage"]
+    for name, project in PACKAGES.items():
+        below = {key: url.removeprefix(home) for key, url in project["urls"].items()}
+        assert below.keys() == {"Homepage", "Documentation", "Source", "Changelog"}, name
+        assert below["Homepage"] == "" and below["Source"] == f"/tree/main/{name}", name
+        for path in set(below.values()) - {""}:
+            assert (ROOT / re.sub(r"^/(tree|blob)/main/", "", path)).exists(), f"{name}: {path}"
+
+
+def test_links_of_a_packages_readme_hold_outside_of_the_repository():
+    """It is the page of the package on an index, where a relative link leads nowhere."""
+    home = PACKAGES["core"]["urls"]["Homepage"]
+    for name in PACKAGES:
+        for link in re.findall(r"\]\((.+?)\)", (ROOT / name / "README.md").read_text()):
+            assert link.startswith("https://"), f"{name}: {link}"
+            if link.startswith(f"{home}/"):
+                assert (ROOT / re.sub(r"^/(tree|blob)/main/", "", link.removeprefix(home))).exists(), f"{name}: {link}"
+
+
+def test_relative_links_of_the_documentation_lead_to_files():
+    for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")):
+        for link in re.findall(r"\]\(([^):#]+)[^):]*\)", page.read_text()):
+            assert (page.parent / link).exists(), f"{page.name}: {link}"

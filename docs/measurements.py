@@ -1,0 +1,66 @@
+"""Tables of the README from the committed results of benchmarks: no figure is typed by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+MLA_CASES = [
+    *((16, *case) for case in ((1, 1024), (1, 16384), (16, 4096), (128, 8192))),
+    *((128, *case) for case in ((1, 4096), (1, 16384), (16, 4096), (128, 8192))),
+]
+"""Heads, requests, tokens."""
+GQA_CASES = [(1, 16384), (16, 4096), (64, 8192)]
+
+
+def decode_times() -> str:
+    """µs of one layer's decode in a CUDA graph: MLA, then GQA."""
+    mla = {(case["heads"], case["requests"], case["length"]): case for case in _read("triton_mla_h200")["triton"]}
+    gqa = {(case["requests"], case["length"]): case for case in _read("flashattention_h200")["decode"]}
+    lines = ["| MLA, requests × tokens | `triton_mla` | FlashInfer | FlashMLA |", "|---|---|---|---|"]
+    for heads, requests, length in MLA_CASES:
+        us = mla[heads, requests, length]["graph"]["us"]
+        cells = _fastest(us["triton"], us["flashinfer"], us["flashmla"])
+        lines.append(f"| {heads} heads, {requests} × {length} | {cells} |")
+    lines += ["", "| GQA 32/8, requests × tokens | `flashattention` | FlashInfer | flash-attn-4 |", "|---|---|---|---|"]
+    for requests, length in GQA_CASES:
+        case = gqa[requests, length]
+        cells = _fastest(case["graph"]["us"]["ours"], case["flashinfer"]["us"], case["graph"]["us"]["raw"])
+        lines.append(f"| {requests} × {length} | {cells} |")
+    return "\n".join(lines)
+
+
+def cost_of_wrapping() -> str:
+    """The most that a backend takes beyond its library called directly, over all cases of a section."""
+    mla, attention, linear = (_read(f"{name}_h200") for name in ("mla", "flashattention", "linear"))
+    rows = [
+        ("`flashinfer_mla`, decode", mla["decode"], "ours", "ours_writing"),
+        ("`flashmla`, decode", mla["flashmla"], "ours", "ours_writing"),
+        ("`flashinfer_mla`, MLA prefill as MHA", mla["prefill"], "ours", None),
+        ("`flashattention`, GQA decode", attention["decode"], "ours", None),
+        ("`flashattention`, GQA prefill", attention["prefill"], None, "ours"),
+        ("`flashattention`, MLA prefill as MHA", attention["mla_prefill"], "ours", None),
+        ("`fla`, prefill and decode", linear["cases"], "ours", None),
+    ]
+    lines = ["| at most | in a graph | and writing its rows | eager | and writing its rows |", "|---|---|---|---|---|"]
+    for name, cases, plain, writing in rows:
+        cells = [_most(cases, mode, side) for mode in ("graph", "eager") for side in (plain, writing)]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _read(name: str) -> Any:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def _most(cases: Iterable[dict[str, Any]], mode: str, side: str | None) -> str:
+    ratios = [case[mode]["ratio"][side] for case in cases if side is not None and mode in case]
+    return f"{100 * (max(ratios) - 1):.1f} %" if ratios else ""
+
+
+def _fastest(*times: float) -> str:
+    """Cells of a row, the least in bold."""
+    return " | ".join(f"**{time:.0f}**" if time == min(times) else f"{time:.0f}" for time in times)
