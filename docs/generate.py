@@ -74,7 +74,7 @@ def _run(command: str, *, sample: bool = False) -> str:
     done = subprocess.run(
         words, stdout=subprocess.PIPE, stderr=errors, text=True, cwd=ROOT, env=environment, check=False
     )
-    return done.stdout.rstrip()
+    return "\n".join(line.rstrip() for line in done.stdout.rstrip().splitlines())
 
 
 def output_of(what: str, *, sample: bool) -> str:
