@@ -8,6 +8,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from attnplug.cli.plugins import OURS
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = {
     path.parent.relative_to(ROOT).as_posix(): tomllib.loads(path.read_text())["project"]
@@ -52,3 +54,13 @@ def test_every_package_carries_the_license():
 def test_every_package_is_typed():
     for name in PACKAGES:
         assert list((ROOT / name).glob("src/*/py.typed")), name
+
+
+def test_attnplug_plugins_offers_every_package_by_its_description():
+    """The command's catalogue is for people to read; it is right because it is compared."""
+    described = {
+        project["name"]: re.sub(r"^attnplug backends?: ", "", project["description"])
+        for project in PACKAGES.values()
+        if project["name"] != "attnplug"
+    }
+    assert described == OURS
