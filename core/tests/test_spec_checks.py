@@ -96,10 +96,21 @@ def test_a_factory_whose_module_is_not_there_is_a_refusal(package_of_a_test: str
 
 @pytest.mark.parametrize(
     "factory",
-    ["package_of_a_test.backend:build", "package_of_a_test:build", "attnplug.torch_native.backend:build", "sys:exit"],
+    [
+        "package_of_a_test.backend:build",
+        "package_of_a_test:build",
+        "attnplug.torch_native.plugin:BackendSpec",
+        "sys:exit",
+    ],
 )
 def test_a_factory_whose_module_is_there_is_none(package_of_a_test: str, factory: str) -> None:
     assert spec(factory=factory).refusals(Problem()) == []
+
+
+def test_a_factory_that_its_imported_module_lacks_is_a_refusal() -> None:
+    """D3: a plugin of one module, whose factory is misspelled."""
+    (refusal,) = spec(factory="attnplug.spec:BackendSepc").refusals(Problem())
+    assert (refusal.code, refusal.value) == (RefusalCode.FACTORY, "BackendSepc")
 
 
 def test_looking_for_a_factory_imports_nothing(package_of_a_test: str) -> None:

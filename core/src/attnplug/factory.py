@@ -1,4 +1,4 @@
-"""Whether the module of a spec's factory is there, without importing it."""
+"""Whether a spec's factory is there, as far as that can be told without importing its module."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from attnplug.refusal import Refusal, RefusalCode
 
 
 def factory_refusal(factory: str) -> Refusal | None:
-    """The refusal for a factory whose module is not there; ``None`` if it is, or if that cannot be told.
+    """The refusal for a factory that is not there; ``None`` if it is, or if that cannot be told.
 
     Nothing is imported: a factory's module imports torch and a kernel library. ``importlib.util.find_spec`` would
-    import the packages above it.
+    import the packages above it. In a module that happens to be imported already, the attribute is looked for, too.
     """
-    module = factory.partition(":")[0]
+    module, _, attribute = factory.partition(":")
+    if (loaded := sys.modules.get(module)) is not None:
+        first = attribute.partition(".")[0]
+        if first in vars(loaded) or "__getattr__" in vars(loaded):
+            return None
+        return Refusal(RefusalCode.FACTORY, f"its factory {factory} is not there: {module} has no {first}", value=first)
     try:
         missing = _missing(module)
     except Exception:  # of somebody's finder, or of a namespace inside a package that is not imported: build and see
@@ -28,8 +33,6 @@ def factory_refusal(factory: str) -> Refusal | None:
 
 def _missing(module: str) -> str | None:
     """The first part of a dotted name that no finder knows."""
-    if sys.modules.get(module) is not None:
-        return None
     path: Sequence[str] | None = None
     parts = module.split(".")
     for name in (".".join(parts[:end]) for end in range(1, len(parts) + 1)):
