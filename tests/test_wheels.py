@@ -64,7 +64,7 @@ from attnplug import AttentionKind, BackendSpec, Capabilities, DType, hookimpl
 
 def spec(name, contract="1.0", devices=("cpu",), dtypes=(DType.FLOAT32,), requires=(), **more):
     can = Capabilities(kinds={AttentionKind.MHA}, devices=devices, dtypes=dtypes, **more)
-    return BackendSpec(name, "nothing runs", contract, "nowhere:Nothing", can, requires)
+    return BackendSpec(name, "nothing runs", contract, "attnplug:nothing", can, requires)
 """
 
 _HOOK = """
@@ -259,17 +259,19 @@ class TestInstallAndUninstall:
             "torch_native from attnplug": "usable",
         }
 
-    def test_even_the_embedded_backend_shares_its_name_with_nobody(
+    def test_nobody_takes_the_embedded_backend_s_name(
         self, wheels: Path, fresh_environment: Callable[..., Environment]
     ) -> None:
-        """D2: core's own backend has no privilege that would let a duplicate be dropped silently."""
+        """D2: who claims it is broken, with an error that names both, and the default stays usable."""
         environment = fresh_environment(wheels, GOOD, USURPER.distribution)
-        assert by_status(environment.backends("--all")) == {
+        rows = environment.backends("--all")
+        assert by_status(rows) == {
             "acme from acme-attention": "usable",
-            "torch_native from attnplug": "broken",
+            "torch_native from attnplug": "usable",
             "torch_native from usurper": "broken",
         }
-        assert by_status(environment.backends(ATTNPLUG_PLUGINS="")) == {"torch_native from attnplug": "usable"}
+        (broken,) = (row for row in rows if row["status"] == "broken")
+        assert "attnplug 0.1.0" in broken["error"] and "usurper 6.6.7" in broken["error"]
 
 
 class TestGoodBackend:

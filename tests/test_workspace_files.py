@@ -8,6 +8,8 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+from attnplug.cli.plugins import OURS
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = {
     path.parent.relative_to(ROOT).as_posix(): tomllib.loads(path.read_text())["project"]
@@ -79,3 +81,13 @@ def test_relative_links_of_the_documentation_lead_to_files():
     for page in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")):
         for link in re.findall(r"\]\(([^):#]+)[^):]*\)", page.read_text()):
             assert (page.parent / link).exists(), f"{page.name}: {link}"
+
+
+def test_attnplug_plugins_offers_every_package_by_its_description():
+    """The command's catalogue is for people to read; it is right because it is compared."""
+    described = {
+        project["name"]: re.sub(r"^attnplug backends?: ", "", project["description"])
+        for project in PACKAGES.values()
+        if project["name"] != "attnplug"
+    }
+    assert described == OURS

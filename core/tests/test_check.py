@@ -134,7 +134,7 @@ def test_the_default_backend_holds(check: Attnplug, arguments: list[str]) -> Non
 
 def test_the_report_shows_what_was_found_chosen_and_why(check: Attnplug) -> None:
     text = check().out
-    for part in ("torch_native (attnplug 0.1.0)", "auto: highest preference", "MHA", "GQA", "MLA", "decode", "mixed"):
+    for part in ("torch_native (attnplug 0.1.0)", "auto: the only usable one", "MHA", "GQA", "MLA", "decode", "mixed"):
         assert part in text
 
 
@@ -245,6 +245,25 @@ def test_a_backend_that_cannot_be_built_is_exit_code_1_with_its_plugin_and_error
     assert outcome.code == 1
     for text in ("tested", "tested-dist 1.2.3", needs):
         assert text in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("source", "needs"),
+    [("import no_such_kernel_library", "no_such_kernel_library"), ("def Tested(context): 1 / 0", "ZeroDivisionError")],
+    ids=["on import", "in its constructor"],
+)
+def test_auto_goes_on_without_a_backend_that_cannot_be_built(
+    check: Attnplug, backend: Backend, source: str, needs: str
+) -> None:
+    """D2: it has the highest preference and nothing speaks against it, but the embedded default can serve."""
+    backend(source=source)
+    outcome = check("--json")
+    assert outcome.code == 0, outcome.err
+    assert len(outcome.json) == 20
+    (warning,) = [line for line in outcome.err.splitlines() if line.startswith("warning: ")]
+    for text in ("tested (tested-dist 1.2.3)", needs, "auto goes on without it"):
+        assert text in warning
+    assert "MHA 4 heads: torch_native, auto" in outcome.err
 
 
 def test_a_backend_that_prints_does_not_spoil_json(check: Attnplug, backend: Backend) -> None:

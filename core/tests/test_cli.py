@@ -13,7 +13,7 @@ from support.command import Attnplug, in_own_process
 pytestmark = pytest.mark.usefixtures("plain_environment")
 
 
-@pytest.mark.parametrize("command", [[], ["backends"], ["explain"], ["doctor"], ["check"]])
+@pytest.mark.parametrize("command", [[], ["backends"], ["plugins"], ["explain"], ["doctor"], ["check"]])
 def test_every_command_has_help(attnplug: Attnplug, command: list[str]) -> None:
     outcome = attnplug(*command, "--help")
     assert outcome.code == 0
@@ -103,7 +103,7 @@ def test_listing_and_explaining_import_no_torch() -> None:
     """What lists plugins must start quickly and touch no CUDA state."""
     code = (
         "import sys\nfrom attnplug.cli.main import main\n"
-        "for arguments in (['backends'], ['backends', '--json'], ['explain', '--model', 'tiny:deepseek_v3']):\n"
+        "for arguments in (['backends', '--json'], ['plugins'], ['explain', '--model', 'tiny:deepseek_v3']):\n"
         "    sys.argv = ['attnplug', *arguments]\n"
         "    try: main()\n"
         "    except SystemExit: pass\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,53 @@ def test_in_strict_mode_a_broken_plugin_ends_the_command(
         assert outcome.code == 1
         assert outcome.out == ""
         assert "odd-dist 1.2.3" in outcome.err and "no driver" in outcome.err
+
+
+def test_in_strict_mode_a_check_that_raises_ends_the_command(
+    attnplug: Attnplug, package: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D2"""
+    package("odd", fields='{"check": lambda problem, role: 1 / 0}')
+    package("good")
+    monkeypatch.setenv("ATTNPLUG_STRICT", "1")
+    for command in (["backends"], ["explain", "--model", "tiny:llama"]):
+        outcome = attnplug(*command)
+        assert (outcome.code, outcome.out) == (1, "")
+        assert "odd-dist 1.2.3" in outcome.err and "ZeroDivisionError" in outcome.err and "good" not in outcome.err
+
+
+def test_a_backend_whose_factory_is_not_there_is_refused_and_auto_goes_on(attnplug: Attnplug, package: Package) -> None:
+    """D2: however high its preference."""
+    package("odd", fields='{"factory": "no_such_module:build", "preference": 1000}')
+    row = attnplug("backends", "--json").json[0]
+    assert (row["status"], [reason["code"] for reason in row["reasons"]]) == ("refused", ["factory"])
+    assert "there is no module no_such_module" in attnplug("backends").out
+    choice = attnplug("explain", "--model", "tiny:llama", "--json").json["prefill"]
+    assert choice["chosen"] == "torch_native"
+    assert [one["refusals"][0]["code"] for one in choice["candidates"] if one["refusals"]] == ["factory"]
+
+
+def test_a_refusal_names_no_option_that_the_command_lacks(attnplug: Attnplug, package: Package) -> None:
+    package("fast", capabilities='{"devices": ["cuda"]}', fields='{"requires": ["no-such-library>=2"]}')
+    text = attnplug("backends").out
+    assert "--device" not in text and "no-such-library>=2" in text
+
+
+@pytest.mark.parametrize("arguments", [["backends"], ["explain", "--model", "tiny:llama"], ["plugins"]])
+def test_a_plugin_that_takes_long_to_load_is_a_warning(
+    attnplug: Attnplug, package: Package, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    package("slow")
+    clock = itertools.count(step=3.14159)
+    monkeypatch.setattr("attnplug.registry.monotonic", lambda: next(clock))
+    outcome = attnplug(*arguments)
+    assert (outcome.code, outcome.err) == (0, "warning: plugin slow (slow-dist 1.2.3) took 3.1 s to load\n")
+
+
+def test_a_plugin_that_interrupts_is_named(attnplug: Attnplug, package: Package) -> None:
+    package("odd", "raise KeyboardInterrupt")
+    outcome = attnplug("backends")
+    assert (outcome.code, outcome.err) == (130, "interrupted while loading plugin odd (odd-dist 1.2.3)\n")
 
 
 @pytest.mark.parametrize("arguments", [["backends", "--json"], ["explain", "--model", "tiny:llama", "--json"]])

@@ -80,8 +80,9 @@ def test_explain_works_for_hardware_that_is_not_here(attnplug: Attnplug, package
 
 def test_explain_takes_a_backend_for_each_role(attnplug: Attnplug, package: Package) -> None:
     """D3"""
-    package("fast", fields='{"preference": -1}')
-    found = attnplug("explain", "--model", "tiny:llama", "--decode-attention-backend", "fast", "--json").json
+    package("fast")
+    arguments = ("--attention-backend", "torch_native", "--decode-attention-backend", "fast", "--json")
+    found = attnplug("explain", "--model", "tiny:llama", *arguments).json
     assert {role: choice["chosen"] for role, choice in found.items()} == {"prefill": "torch_native", "decode": "fast"}
 
 
@@ -258,9 +259,8 @@ def test_an_option_of_a_backend_reaches_its_class(attnplug: Attnplug, package: P
 
 
 def test_an_option_for_a_backend_that_is_not_chosen_is_exit_code_2(attnplug: Attnplug, package: Package) -> None:
-    package(
-        "slow", OPTIONS + PLUGIN.format(name="slow", capabilities="{}", fields='{"options": Options, "preference": -1}')
-    )
+    package("fast", fields='{"preference": 1}')
+    package("slow", OPTIONS + PLUGIN.format(name="slow", capabilities="{}", fields='{"options": Options}'))
     outcome = attnplug("explain", "--model", "tiny:llama", "--backend-option", "slow.split=2")
     assert outcome.code == 2
     assert "slow.split" in outcome.err and "--attention-backend slow" in outcome.err

@@ -216,7 +216,7 @@ from attnplug import BackendSpec, Capabilities, hookimpl
 @hookimpl
 def attnplug_backends():
     can = Capabilities(kinds=["mha"], devices=["cpu"], dtypes=["float32"])
-    return [BackendSpec("{name}", "a backend of a test", "1.0", "nowhere:build", can)]
+    return [BackendSpec("{name}", "a backend of a test", "1.0", "attnplug:nothing", can)]
 """
 
 

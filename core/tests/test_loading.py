@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
 from typing import Any
@@ -84,9 +86,38 @@ def test_a_generator_that_raises_midway_brings_nothing(
     assert "RuntimeError: midway" in only_fault(install(module(attnplug_backends=attnplug_backends))).error
 
 
-def test_a_keyboard_interrupt_is_the_user_s(install_source: Install) -> None:
-    with pytest.raises(KeyboardInterrupt):
+def test_an_interrupt_names_the_plugin_that_was_loading(install_source: Install) -> None:
+    """It is the user's, or the plugin's own: either way a person wants to know which one."""
+    with pytest.raises(KeyboardInterrupt, match=r"while loading plugin fast \(fast-attention 1\.2\.3\)"):
         load_registry([install_source("raise KeyboardInterrupt")], {})
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        ("import sys; sys.path.clear()", "sys.path"),
+        ("import sys; sys.path = []", "sys.path"),
+        ("import sys; del sys.path[0]", "sys.path"),
+        ("import sys; sys.meta_path.clear()", "sys.meta_path"),
+    ],
+)
+def test_a_plugin_that_breaks_the_import_system_is_broken_alone(
+    install_source: Install, only_fault: Callable[[EntryPoint], Broken], source: str, what: str
+) -> None:
+    """D2: nobody could be imported after it."""
+    before = sys.path, list(sys.path), list(sys.meta_path)
+    assert f"removed entries from {what}" in only_fault(install_source(source)).error
+    assert before == (sys.path, list(sys.path), list(sys.meta_path))
+    assert before[0] is sys.path
+
+
+def test_what_a_plugin_adds_to_the_path_stays(install_source: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its backend may be found there, later."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    source = "import sys; sys.path.append('/no/such/folder')\nfrom support.plugins import bringing, spec\n"
+    registry = load_registry([install_source(source + "attnplug_backends = bringing(spec()).attnplug_backends")], {})
+    assert registry.broken == ()
+    assert "/no/such/folder" in sys.path
 
 
 @pytest.mark.parametrize(("name", "version"), [(None, None), (None, "1.0"), ("fast-attention", None)])
@@ -150,6 +181,17 @@ def test_a_wrong_return_type_is_reported_with_the_author_s_signature(
     assert "BackendSpec" in error
     assert "def attnplug_backends()" in error
     assert place(attnplug_backends) in error
+
+
+def test_a_generator_without_end_is_broken_alone(install: Install, only_fault: Callable[[EntryPoint], Broken]) -> None:
+    """D2"""
+
+    @hookimpl
+    def attnplug_backends() -> Iterator[BackendSpec]:
+        return itertools.repeat(spec())
+
+    error = only_fault(install(module(attnplug_backends=attnplug_backends))).error
+    assert "more than 1000" in error and place(attnplug_backends) in error
 
 
 def test_a_dict_is_called_a_dict(install: Install, only_fault: Callable[[EntryPoint], Broken]) -> None:

@@ -124,6 +124,32 @@ def test_a_name_given_twice_within_one_plugin_is_no_matter_of_installing(install
         assert "ATTNPLUG_PLUGINS" not in fault.error
 
 
+@pytest.mark.parametrize("claimants", [1, 2])
+def test_the_embedded_default_keeps_its_name(install: Install, claimants: int) -> None:
+    """D2: others that claim it are broken, with an error that names both distributions."""
+    points = [install(bringing(spec(), spec(f"own_{n}")), "x", f"usurper-{n}", "6.6") for n in range(claimants)]
+    embedded = install(bringing(spec()), "fast", "attnplug", "0.1.0")
+    registry = load_registry([*points, embedded], {})
+    assert registry.get("fast").source.distribution == "attnplug"
+    assert set(registry.backends) == {"fast", *(f"own_{n}" for n in range(claimants))}
+    assert [fault.source.distribution for fault in registry.broken] == [f"usurper-{n}" for n in range(claimants)]
+    for number, fault in enumerate(registry.broken):
+        for text in ("'fast'", "attnplug 0.1.0", f"usurper-{number} 6.6", "keeps it"):
+            assert text in fault.error
+
+
+# ---- slow plugins ----
+
+
+def test_a_plugin_that_takes_long_to_load_is_named(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    points = [install(bringing(spec(name)), name, f"{name}-dist") for name in ("quick", "slow")]
+    clock = iter([10.0, 10.2, 20.0, 23.1])
+    monkeypatch.setattr("attnplug.registry.monotonic", lambda: next(clock))
+    registry = load_registry(points, {})
+    assert {str(source): round(seconds, 1) for source, seconds in registry.slow.items()} == {"slow-dist 1.2.3": 3.1}
+    assert set(registry.backends) == {"quick", "slow"}
+
+
 # ---- ATTNPLUG_PLUGINS ----
 
 
@@ -208,6 +234,16 @@ def test_strict_mode_lists_every_broken_plugin(install: Install) -> None:
         load_registry(points, {"ATTNPLUG_STRICT": "1"})
 
 
+def test_strict_mode_lists_every_factory_that_is_not_there(install: Install) -> None:
+    """D2"""
+    bad = [spec(name, factory=f"no_such_{name}.backend:build") for name in ("one", "two")]
+    point = install(bringing(*bad, spec("good")))
+    assert set(load_registry([point], {}).backends) == {"one", "two", "good"}
+    with pytest.raises(PluginError, match=r"(?s)one \(fast-attention 1\.2\.3\).*no_such_one.*no_such_two") as caught:
+        load_registry([point], {"ATTNPLUG_STRICT": "1"})
+    assert "good" not in str(caught.value)
+
+
 def test_strict_mode_minds_names_that_match_nothing(three: list[EntryPoint]) -> None:
     with pytest.raises(PluginError, match="'fst'"):
         load_registry(three, {"ATTNPLUG_STRICT": "1", "ATTNPLUG_PLUGINS": "fst"})
@@ -228,6 +264,13 @@ def test_an_unknown_name_gets_the_nearest_and_all(install: Install) -> None:
     assert "'flash_atn'" in str(caught.value)
     assert "did you mean flash_attn?" in str(caught.value)
     assert "flash_attn, trtllm" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["Torch_Native", "TORCH-NATIVE", "torch-native"])
+def test_a_name_that_differs_in_case_or_hyphens_gets_the_one_meant(install: Install, name: str) -> None:
+    registry = load_registry([install(bringing(spec("torch_native"), spec("torch_naive")))], {})
+    with pytest.raises(UsageError, match=r"did you mean torch_native\?"):
+        registry.get(name)
 
 
 def test_an_unknown_name_far_from_all_gets_no_guess(install: Install) -> None:

@@ -1,34 +1,22 @@
-"""One backend per role, or every reason why not: what auto picks, what a request gets, and what the error holds."""
+"""One backend per role, or every reason why not: what a request gets, and what the error holds."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import permutations
-from typing import Any
 
 import pytest
 
 from attnplug import (
-    CONTRACT_VERSION,
-    AttentionKind,
     BackendRequest,
-    BackendSpec,
-    Capabilities,
     DType,
     GraphLevel,
-    LayerSpec,
-    LinearDims,
-    MLADims,
     ModelSpec,
     PageSizes,
     PluginError,
     Problem,
     Refusal,
     RefusalCode,
-    Registered,
-    Registry,
     Role,
     SelectionError,
     UsageError,
@@ -37,85 +25,7 @@ from attnplug import (
 )
 from attnplug.registry import Broken, Source
 from attnplug.select import render
-
-MHA = LayerSpec(0, AttentionKind.MHA, 8, 2, 64, 64, 0.125)
-MLA = LayerSpec(0, AttentionKind.MLA, 16, 16, 192, 128, 0.07, mla=MLADims(512, 128, 64))
-GDN = LayerSpec(1, AttentionKind.GDN, 4, 4, 16, 16, 0.25, linear=LinearDims(4, 2, 16, 16, 8, 4))
-
-LLAMA = ModelSpec("llama", "llama", (MHA,), 4096)
-HYBRID = ModelSpec("hybrid", "qwen3_next", (MHA, GDN), 4096)
-LINEAR_ONLY = ModelSpec("mamba", "mamba2", (GDN,), 4096)
-
-PLAIN = Capabilities(kinds={"mha"}, devices={"cpu", "cuda"}, dtypes=set(DType))
-CPU_FLOAT32 = Capabilities(kinds={"mha"}, devices={"cpu"}, dtypes={"float32"})
-LINEAR = Capabilities(kinds={"gdn"}, devices={"cpu"}, dtypes=set(DType), roles={"linear"})
-
-
-def backend(name: str, capabilities: Capabilities = PLAIN, **fields: Any) -> Registered:
-    spec = BackendSpec(
-        name=name,
-        summary="a backend of a test",
-        contract=CONTRACT_VERSION,
-        factory="nowhere:build",
-        capabilities=capabilities,
-        **fields,
-    )
-    return Registered(spec, Source(name, "nowhere", f"{name}-dist", "1.2"))
-
-
-def registry(*backends: Registered) -> Registry:
-    return Registry({each.spec.name: each for each in backends})
-
-
-def names(found: Mapping[Role, Any]) -> dict[str, str | None]:
-    return {str(role): choice.chosen.spec.name if choice.chosen else None for role, choice in found.items()}
-
-
-# ---- auto ----
-
-
-def test_auto_takes_the_highest_preference() -> None:
-    """D3"""
-    installed = registry(backend("slow"), backend("fast", preference=100), backend("middle", preference=50))
-    chosen = select(installed, BackendRequest(), Problem(LLAMA)).choices
-    assert names(chosen) == {"prefill": "fast", "decode": "fast"}
-
-
-def test_auto_leaves_out_what_is_refused() -> None:
-    """D3"""
-    fast = backend("fast", replace(PLAIN, min_sm=100), preference=100)
-    installed = registry(backend("slow"), fast)
-    assert names(select(installed, BackendRequest(), Problem(LLAMA, "cuda", 90)).choices)["prefill"] == "slow"
-    assert names(select(installed, BackendRequest(), Problem(LLAMA, "cuda", 100)).choices)["prefill"] == "fast"
-
-
-def test_a_tie_is_settled_by_name_whatever_the_order() -> None:
-    """D3"""
-    for order in permutations([backend("b"), backend("a"), backend("c")]):
-        selection = select(registry(*order), BackendRequest(), Problem(LLAMA))
-        assert names(selection.choices)["prefill"] == "a"
-        assert [each.backend.spec.name for each in selection.choices[Role.PREFILL].candidates] == ["a", "b", "c"]
-
-
-def test_auto_says_why() -> None:
-    installed = registry(
-        backend("fast", preference=7), backend("slow"), backend("other", replace(PLAIN, devices={"cuda"}))
-    )
-    why = explain(installed, BackendRequest(), Problem(LLAMA, "cpu")).choices[Role.PREFILL].why
-    for text in ("auto", "7", "slow", "1 refused"):
-        assert text in why
-
-
-def test_every_installed_backend_is_a_candidate() -> None:
-    """D3"""
-    installed = registry(backend("fast"), backend("linear", LINEAR), backend("mla", replace(PLAIN, kinds={"mla"})))
-    candidates = explain(installed, BackendRequest(), Problem(LLAMA)).choices[Role.DECODE].candidates
-    assert {each.backend.spec.name: bool(each.refusals) for each in candidates} == {
-        "fast": False,
-        "linear": True,
-        "mla": True,
-    }
-
+from support.selection import CPU_FLOAT32, HYBRID, LINEAR, LINEAR_ONLY, LLAMA, PLAIN, backend, names, registry
 
 # ---- explicit requests ----
 
@@ -219,8 +129,9 @@ def test_a_backend_for_a_role_that_is_not_needed_is_an_error(model: ModelSpec, r
         assert text in str(caught.value)
 
 
-def test_auto_for_a_role_that_is_not_needed_is_none() -> None:
-    explain(registry(backend("fast")), BackendRequest(roles={Role.LINEAR: "auto"}), Problem(LLAMA))
+def test_auto_for_a_role_that_is_not_needed_asks_for_nothing() -> None:
+    selection = explain(registry(backend("fast")), BackendRequest(roles={Role.LINEAR: "auto"}), Problem(LLAMA))
+    assert names(selection.choices) == {"prefill": "fast", "decode": "fast"}
 
 
 def test_an_unknown_name_for_a_role_that_is_not_needed_is_an_error_of_the_name() -> None:
@@ -415,6 +326,30 @@ def test_a_check_that_raises_costs_its_own_backend_only() -> None:
     assert names(selection.choices)["prefill"] == "good"
     (refusal,) = selection.choices[Role.PREFILL].candidates[0].refusals
     assert refusal.code == RefusalCode.CHECK_FAILED
+
+
+def test_a_factory_that_is_not_there_costs_its_own_backend_only() -> None:
+    """D2: however high its preference."""
+    installed = registry(backend("bad", factory="no_such_module:build", preference=100), backend("good"))
+    selection = select(installed, BackendRequest(), Problem(LLAMA))
+    assert names(selection.choices)["prefill"] == "good"
+    (refusal,) = selection.choices[Role.PREFILL].candidates[0].refusals
+    assert refusal.code == RefusalCode.FACTORY
+    assert "no_such_module:build" in refusal.message
+
+
+def test_in_strict_mode_every_check_that_raises_is_an_error() -> None:
+    """D2: a check that fails for this model alone is found here, not when plugins are loaded."""
+
+    def check(problem: Problem, role: Role | None) -> list[Refusal]:
+        raise RuntimeError("no driver")
+
+    bad = [backend(name, check=check) for name in ("bad", "worse")]
+    installed = replace(registry(*bad, backend("good")), strict=True)
+    with pytest.raises(PluginError, match="ATTNPLUG_STRICT") as caught:
+        explain(installed, BackendRequest(), Problem(LLAMA))
+    for name in ("bad", "worse"):
+        assert str(caught.value).count(f"{name} ({name}-dist 1.2): its own check failed with RuntimeError") == 1
 
 
 def test_hardware_that_is_not_here_can_be_explained() -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from importlib import metadata
+from itertools import repeat
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from attnplug import DType, Problem, Refusal, RefusalCode, Role
+from attnplug.factory import factory_refusal
 from attnplug.requirement import import_library, requirement_refusal
 from support.specs import EVERYTHING, spec
 
@@ -68,6 +72,73 @@ def test_the_advice_keeps_the_extras() -> None:
     refusal = requirement_refusal("no-such-one[cu13]>=2")
     assert refusal is not None
     assert refusal.option == "pip install 'no-such-one[cu13]>=2'"
+
+
+# ---- factories ----
+
+
+@pytest.mark.parametrize(
+    ("factory", "missing"),
+    [
+        ("no_such_module:build", "no_such_module"),
+        ("no_such_package.backend:build", "no_such_package"),
+        ("attnplug.no_such_module:build", "attnplug.no_such_module"),
+        ("attnplug.spec.inner:build", "attnplug.spec.inner"),
+        ("package_of_a_test.no_such_module:build", "package_of_a_test.no_such_module"),
+    ],
+)
+def test_a_factory_whose_module_is_not_there_is_a_refusal(package_of_a_test: str, factory: str, missing: str) -> None:
+    """D3"""
+    (refusal,) = spec(factory=factory).refusals(Problem())
+    assert (refusal.code, refusal.value) == (RefusalCode.FACTORY, missing)
+    assert factory in refusal.message
+
+
+@pytest.mark.parametrize(
+    "factory",
+    [
+        "package_of_a_test.backend:build",
+        "package_of_a_test:build",
+        "attnplug.torch_native.plugin:BackendSpec",
+        "sys:exit",
+    ],
+)
+def test_a_factory_whose_module_is_there_is_none(package_of_a_test: str, factory: str) -> None:
+    assert spec(factory=factory).refusals(Problem()) == []
+
+
+def test_a_factory_that_its_imported_module_lacks_is_a_refusal() -> None:
+    """D3: a plugin of one module, whose factory is misspelled."""
+    (refusal,) = spec(factory="attnplug.spec:BackendSepc").refusals(Problem())
+    assert (refusal.code, refusal.value) == (RefusalCode.FACTORY, "BackendSepc")
+
+
+def test_looking_for_a_factory_imports_nothing(package_of_a_test: str) -> None:
+    """Neither its module nor the package around it: either may import torch."""
+    spec(factory=f"{package_of_a_test}.backend:build").refusals(Problem())
+    assert not [name for name in sys.modules if name.startswith(package_of_a_test)]
+
+
+def test_a_finder_that_fails_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be told before it is tried is not refused."""
+
+    class Finder:
+        def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+            raise RuntimeError(name)
+
+    monkeypatch.setattr(sys, "meta_path", [Finder()])
+    assert factory_refusal("no_such_module:build") is None
+
+
+@pytest.fixture
+def package_of_a_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A package that nobody must import."""
+    name = "package_of_a_test"
+    (tmp_path / name).mkdir()
+    for module in ("__init__", "backend"):
+        (tmp_path / name / f"{module}.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    return name
 
 
 # ---- libraries ----
@@ -194,6 +265,21 @@ def test_a_check_that_returns_garbage_is_a_refusal(returned: Any) -> None:
     (refusal,) = own(lambda problem, role: returned)
     assert refusal.code == RefusalCode.CHECK_FAILED
     json.dumps(refusal.as_json())
+
+
+def test_a_check_without_end_is_a_refusal() -> None:
+    """D2"""
+    (refusal,) = own(lambda problem, role: repeat(Refusal("own", "own")))
+    assert refusal.code == RefusalCode.CHECK_FAILED
+    assert "more than 1000" in refusal.message
+
+
+def test_an_interrupt_names_the_backend_whose_check_was_running() -> None:
+    def check(problem: Problem, role: Role | None) -> Iterable[Refusal]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt, match="in the check of backend fast"):
+        own(check)
 
 
 def test_a_check_that_returns_none_is_told_what_to_return() -> None:

@@ -6,10 +6,13 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from attnplug import load_registry
+from attnplug.loading import Broken, Source
 from support.command import Attnplug
 
 
@@ -161,3 +164,13 @@ def test_ending_the_command_ends_its_ranks():
         started.terminate()
         assert started.wait(timeout=30) == 143
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
+
+
+def test_a_broken_plugin_is_a_warning(attnplug: Attnplug, monkeypatch: pytest.MonkeyPatch) -> None:
+    """D2: auto may have chosen another backend because of it."""
+    broken = Broken("odd", Source("odd", "odd_plugin", "odd-dist", "1.2.3"), "RuntimeError: no driver")
+    installed = replace(load_registry(), broken=(broken,))
+    monkeypatch.setattr("attnplug_engine.engine.load_registry", lambda: installed)
+    outcome = attnplug("run", "--model", "tiny:llama", "--prompt", "hi", "--max-tokens", "1", "--device", "cpu")
+    assert outcome.code == 0
+    assert "warning: plugin odd (odd-dist 1.2.3): RuntimeError: no driver\n" in outcome.err

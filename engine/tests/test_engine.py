@@ -3,16 +3,31 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
-from attnplug import DType, PoolError, UsageError
+from attnplug import (
+    BackendContext,
+    BackendError,
+    DType,
+    PageSizes,
+    PluginWarning,
+    PoolError,
+    Registered,
+    Registry,
+    Role,
+    UsageError,
+    load_registry,
+)
+from attnplug.loading import Source
 from attnplug.model_config import ModelConfigError
 from attnplug.model_config import load_model as load_spec
 from attnplug.select import SelectionError
 from attnplug.tiny import TINY_CONFIGS
 from attnplug_engine import Engine, SamplingParams
+from attnplug_engine.engine import _insist_on_one_choice
 from attnplug_engine.models import build_model
 from attnplug_engine.random_checkpoint import RandomCheckpoint
 from attnplug_engine.runner import NotFinite
@@ -236,3 +251,47 @@ def test_dtypes_and_fp8_cache_run():
     for dtype, kv_dtype in (("bf16", None), ("bf16", "fp8"), (DType.FLOAT16, None)):
         engine = Engine("tiny:deepseek_v3", device="cpu", dtype=dtype, kv_dtype=kv_dtype)
         assert len(engine.generate(["hello"], max_tokens=4)[0].token_ids) == 4
+
+
+class TestABackendThatCannotBeBuilt:
+    """D2: it has the highest preference and pages of its own size, and nothing speaks against it until it is built."""
+
+    @pytest.fixture(autouse=True)
+    def unbuildable(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        embedded = load_registry().get("torch_native")
+        can = replace(embedded.spec.capabilities, page_sizes=PageSizes.of(48))
+        spec = replace(embedded.spec, name="odd", factory=f"{__name__}:no_kernel", capabilities=can, preference=1000)
+        odd = Registered(spec, Source("odd", "odd", "odd-dist", "1.2.3"))
+        installed = Registry({"odd": odd, "torch_native": embedded})
+        monkeypatch.setattr("attnplug_engine.engine.load_registry", lambda: installed)
+
+    def test_auto_runs_on_the_next_one_with_a_warning(self, engine: Engine) -> None:
+        with pytest.warns(PluginWarning, match=r"odd \(odd-dist 1\.2\.3\).*no kernel image.*auto goes on without it"):
+            fallen_back = Engine("tiny:llama", device="cpu", num_pages=64, max_batch=4)
+        assert fallen_back.selection.choices[Role.PREFILL].chosen_name == "torch_native"
+        assert fallen_back.runner.capacity.page_size == fallen_back.selection.page_size == 64
+        assert fallen_back.generate(["hi"], max_tokens=4) == engine.generate(["hi"], max_tokens=4)
+
+    def test_asked_for_it_is_an_error(self) -> None:
+        with pytest.raises(BackendError, match="no kernel image"):
+            Engine("tiny:llama", attention_backend="odd", device="cpu")
+
+
+def no_kernel(context: BackendContext) -> None:
+    raise RuntimeError("no kernel image")
+
+
+def test_ranks_that_chose_differently_are_an_error(engine: Engine) -> None:
+    """They run one schedule, and pages of two sizes would part them."""
+
+    class Ranks:
+        rank, size, other = 0, 2, 0
+
+        def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+            return torch.cat([tensor, tensor + self.other], dim)
+
+    ranks = Ranks()
+    _insist_on_one_choice(engine.selection, ranks, torch.device("cpu"))
+    ranks.other = 1
+    with pytest.raises(BackendError, match="rank 0 runs prefill on torch_native"):
+        _insist_on_one_choice(engine.selection, ranks, torch.device("cpu"))

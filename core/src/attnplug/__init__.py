@@ -19,6 +19,7 @@ from attnplug.errors import (
     HookError,
     PlanError,
     PluginError,
+    PluginWarning,
     PoolError,
     UsageError,
     WorkspaceError,
@@ -36,7 +37,7 @@ from attnplug.select import BackendRequest, Selection, SelectionError, explain, 
 from attnplug.spec import BackendSpec
 
 if TYPE_CHECKING:
-    from attnplug.assembly import build_selection
+    from attnplug.assembly import build_chosen, build_selection
     from attnplug.backend import (
         AttentionBackend,
         BackendContext,
@@ -92,7 +93,7 @@ if TYPE_CHECKING:
     from attnplug.wrappers import ForwardingBackend, HybridLinearBackend, SplitBackend
 
 _NEEDS_TORCH = {
-    "assembly": ("build_selection",),
+    "assembly": ("build_chosen", "build_selection"),
     "backend": (
         "AttentionBackend",
         "BackendContext",
@@ -213,6 +214,7 @@ __all__ = [
     "PlanRecord",
     "PlannedBackend",
     "PluginError",
+    "PluginWarning",
     "PoolError",
     "Problem",
     "RaggedAttention",
@@ -239,6 +241,7 @@ __all__ = [
     "attend_mla",
     "bind_hook",
     "build_backend",
+    "build_chosen",
     "build_selection",
     "check_lse",
     "claim_plan",

@@ -2,27 +2,71 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 from attnplug.backend import AttentionBackend, BackendContext, build_backend
+from attnplug.errors import AttnplugError, BackendError, PluginWarning, UsageError
 from attnplug.loading import Registered
-from attnplug.problem import Role
-from attnplug.select import Selection
+from attnplug.problem import Problem, Role
+from attnplug.refusal import Refusal, RefusalCode
+from attnplug.registry import Registry
+from attnplug.select import AUTO, BackendRequest, Selection, select
 from attnplug.wrappers import HybridLinearBackend, SplitBackend
+
+Built = TypeVar("Built")
+
+
+class BuildError(BackendError):
+    """A chosen backend could not be built. ``backend`` is the one, with the plugin that brought it."""
+
+    def __init__(self, backend: Registered, error: AttnplugError) -> None:
+        who, text = f"backend {backend.spec.name} ({backend.source})", str(error)
+        super().__init__(text if text.startswith(who) else f"{who}: {text}")
+        self.backend = backend
+
+
+def build_chosen(
+    registry: Registry, request: BackendRequest, problem: Problem, build: Callable[[Selection], Built]
+) -> tuple[Selection, Built]:
+    """Select, and build what was chosen. Where ``auto`` chose one that cannot be built, warn and choose again (D2).
+
+    ``build`` makes everything that depends on the choice, pools included, since another backend may want another page
+    size; it raises what :func:`build_selection` raises. A backend that was asked for by name, or given options, is
+    never replaced, and none is in strict mode.
+    """
+    failed: dict[str, Refusal] = {}
+    while True:
+        selection = select(registry, request, problem, failed)
+        try:
+            return selection, build(selection)
+        except BuildError as error:
+            name = error.backend.spec.name
+            if registry.strict or request.options.get(name) or _asked_for(selection, error.backend):
+                raise
+            failed[name] = Refusal(RefusalCode.FACTORY, str(error), value=name)
+            warnings.warn(f"{error}; auto goes on without it", PluginWarning, stacklevel=2)
+
+
+def _asked_for(selection: Selection, backend: Registered) -> bool:
+    return any(choice.chosen is backend and choice.requested != AUTO for choice in selection.choices.values())
 
 
 def build_selection(selection: Selection, context: BackendContext) -> AttentionBackend:
     """Build what was chosen for each role, from one context whose name, roles and options are filled in here.
 
     The context holds pools and coordinators, so these exist before any backend does (A10's order). Prefill and decode
-    by different backends are split; a backend for linear layers is joined to what serves the others.
+    by different backends are split; a backend for linear layers is joined to what serves the others. One that cannot
+    be built is a :class:`BuildError`.
     """
     full = _full_attention(selection, context)
     if Role.LINEAR not in selection.choices:
         assert full is not None, "a model has layers of one sort or the other"
         return full
     registered = selection.chosen(Role.LINEAR)
-    linear = build_backend(registered, _own(selection, context, registered, frozenset({Role.LINEAR})))
+    linear = _build(registered, _own(selection, context, registered, frozenset({Role.LINEAR})))
     return HybridLinearBackend(full, linear, context.model)
 
 
@@ -36,9 +80,18 @@ def _full_attention(selection: Selection, context: BackendContext) -> AttentionB
         name = registered.spec.name
         if name not in built:
             mine = frozenset(other for other in roles if selection.chosen(other) is registered)
-            built[name] = build_backend(registered, _own(selection, context, registered, mine))
+            built[name] = _build(registered, _own(selection, context, registered, mine))
     prefill, decode = (built[selection.chosen(role).spec.name] for role in roles)
     return prefill if prefill is decode else SplitBackend(prefill, decode)
+
+
+def _build(registered: Registered, context: BackendContext) -> AttentionBackend:
+    try:
+        return build_backend(registered, context)
+    except UsageError:  # a mistake in what was asked, whoever finds it
+        raise
+    except AttnplugError as error:
+        raise BuildError(registered, error) from error
 
 
 def _own(

@@ -53,3 +53,7 @@ class PoolError(AttnplugError):
 
 class WorkspaceError(AttnplugError):
     """Scratch memory was asked for in a way its contract forbids."""
+
+
+class PluginWarning(UserWarning):
+    """A plugin failed, and things go on without it."""

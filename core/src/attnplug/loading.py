@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import difflib
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.metadata import EntryPoint
+from itertools import islice
 from typing import Any
 
 import pluggy
@@ -25,6 +27,9 @@ from attnplug.errors import PluginError, describe_error
 from attnplug.spec import BackendSpec
 
 GROUP = "attnplug.plugins"
+BUILTIN_DISTRIBUTION = "attnplug"
+MOST_BACKENDS = 1000
+"""Of one hook. A generator without end must not hang whoever lists backends."""
 HOOKS = tuple(name for name, _ in inspect.getmembers(hookspecs, inspect.isfunction) if name.startswith("attnplug_"))
 
 
@@ -41,8 +46,18 @@ class Source:
     def of(cls, point: EntryPoint) -> Source:
         return cls(point.name, point.value, *_identity(point.dist))
 
+    @property
+    def embedded(self) -> bool:
+        """Whether it is core's own. Known by the distribution: an entry point's name is for anyone to choose."""
+        return normal(self.distribution) == BUILTIN_DISTRIBUTION
+
     def __str__(self) -> str:
         return f"{self.distribution} {self.version}"
+
+
+def normal(distribution: str) -> str:
+    """A distribution's name as pip compares it."""
+    return re.sub(r"[-_.]+", "-", distribution.strip()).lower()
 
 
 def _identity(distribution: metadata.Distribution | None) -> tuple[str, str]:
@@ -84,19 +99,24 @@ class Broken:
 
 def find_plugins() -> tuple[list[EntryPoint], list[Broken]]:
     """Every entry point of our group, and installations whose entry points cannot be read."""
+    return find_entry_points(GROUP)
+
+
+def find_entry_points(group: str) -> tuple[list[EntryPoint], list[Broken]]:
+    """Every entry point of a group, and installations whose entry points cannot be read."""
     try:
-        return list(metadata.entry_points(group=GROUP)), []
+        return list(metadata.entry_points(group=group)), []
     except Exception:  # one damaged installation fails the whole call
-        return _find_one_by_one()
+        return _find_one_by_one(group)
 
 
-def _find_one_by_one() -> tuple[list[EntryPoint], list[Broken]]:
+def _find_one_by_one(group: str) -> tuple[list[EntryPoint], list[Broken]]:
     points: dict[tuple[str, str], EntryPoint] = {}
     broken: list[Broken] = []
     for distribution in metadata.distributions():
         name, version = _identity(distribution)
         try:
-            for point in distribution.entry_points.select(group=GROUP):
+            for point in distribution.entry_points.select(group=group):
                 points.setdefault((name, point.name), point)  # the first on the path is the one that is imported
         except Exception as error:
             source = Source("", "entry_points.txt", name, version)
@@ -111,25 +131,57 @@ def new_manager() -> pluggy.PluginManager:
 
 
 def load_plugin(manager: pluggy.PluginManager, point: EntryPoint, source: Source) -> Iterator[Registered | Broken]:
-    """One plugin's backends, or what is wrong with it. Raises nothing but an interrupt."""
+    """One plugin's backends, or what is wrong with it. Raises nothing but an interrupt, which names the plugin."""
     try:
-        # A plugin that prints while it loads must not end up in our output.
-        with contextlib.redirect_stdout(sys.stderr):
-            if point.pattern.match(point.value) is None:
-                raise PluginError(f"its entry point leads to {point.value!r}; write 'package.module'")
-            plugin = point.load()
+        with guarded():
+            plugin = load_entry_point(point)
             functions = _hook_functions(manager, plugin, source)
             manager.register(plugin, f"{source.distribution}:{source.entry_point}")
             specs = [spec for function in functions for spec in _specs(function)]
         outcomes = [_judge(spec, source) for spec in specs]
-    except (KeyboardInterrupt, GeneratorExit):
-        raise
+    except KeyboardInterrupt as error:
+        # The user's, who wants to know what took so long, or the plugin's own: Python cannot tell them apart.
+        raise KeyboardInterrupt(f"while loading plugin {source.entry_point} ({source})") from error
     except BaseException as error:  # plugins raise anything: SystemExit, types of their own
         yield Broken(source.entry_point, source, describe_error(error))
         return
     if not outcomes:
         yield Broken(source.entry_point, source, "it brings no backend: its hook returned nothing")
     yield from outcomes
+
+
+def load_entry_point(point: EntryPoint) -> Any:
+    """What an entry point leads to. Raises whatever the module raises that is imported: call it ``guarded``."""
+    if point.pattern.match(point.value) is None:
+        raise PluginError(f"its entry point leads to {point.value!r}; write 'package.module'")
+    return point.load()
+
+
+@contextlib.contextmanager
+def guarded() -> Iterator[None]:
+    """Around code of others: what it prints stays out of our output, and what it takes from the import system is put
+    back and told, since nobody could be loaded after it. What it adds there stays: its backend may need it later.
+    """
+    lists: dict[str, list[Any]] = {"path": sys.path, "meta_path": sys.meta_path}
+    entries = {name: list(found) for name, found in lists.items()}
+    raised: BaseException | None = None
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    except BaseException as error:
+        raised = error
+    taken = []
+    for name, before in entries.items():
+        now = getattr(sys, name, None)
+        if not isinstance(now, list) or any(entry not in now for entry in before):
+            lists[name][:] = before
+            setattr(sys, name, lists[name])
+            taken.append(f"sys.{name}")
+    if taken and not isinstance(raised, KeyboardInterrupt):
+        then = "" if raised is None else f"; then: {describe_error(raised)}"
+        raise PluginError(f"it removed entries from {' and '.join(taken)}, which were put back{then}") from raised
+    if raised is not None:
+        raise raised
 
 
 def _judge(spec: BackendSpec, source: Source) -> Registered | Broken:
@@ -187,7 +239,9 @@ def _specs(function: Callable[[], Any]) -> list[BackendSpec]:
             raise PluginError("it returned one BackendSpec; return a list of them: [spec]")
         if isinstance(result, str | bytes | Mapping) or not isinstance(result, Iterable):
             raise PluginError(f"it returned {_brief(result)}; return a list of BackendSpec")
-        specs = list(result)
+        specs = list(islice(result, MOST_BACKENDS + 1))
+        if len(specs) > MOST_BACKENDS:
+            raise PluginError(f"it returned more than {MOST_BACKENDS} backends, perhaps without end")
     except Exception as error:
         raise PluginError(f"{where}: {describe_error(error)}{_hint(error)}") from error
     for position, spec in enumerate(specs):

@@ -26,6 +26,7 @@ class RefusalCode(StrEnum):
     TENSOR_PARALLEL = "tensor_parallel"
     REQUIREMENT = "requirement"
     IMPORT = "import"
+    FACTORY = "factory"
     CHECK_FAILED = "check_failed"
 
 

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint
+from time import monotonic
 
 from attnplug.errors import PluginError, UsageError
-from attnplug.loading import Broken, Registered, Source, find_plugins, load_plugin, new_manager
+from attnplug.factory import factory_refusal
+from attnplug.loading import (
+    BUILTIN_DISTRIBUTION,
+    Broken,
+    Registered,
+    Source,
+    find_plugins,
+    load_plugin,
+    new_manager,
+    normal,
+)
+from attnplug.refusal import Refusal, RefusalCode
 
-BUILTIN_DISTRIBUTION = "attnplug"
+SLOW_SECONDS = 1.0
+"""A plugin that takes longer to load is named: loading one is meant to take milliseconds."""
 ALLOW_VARIABLE = "ATTNPLUG_PLUGINS"
 STRICT_VARIABLE = "ATTNPLUG_STRICT"
 
@@ -26,6 +38,10 @@ class Registry:
     blocked: tuple[Source, ...] = ()
     unmatched: tuple[str, ...] = ()
     """Names in ``ATTNPLUG_PLUGINS`` that no installed plugin answers to."""
+    slow: Mapping[Source, float] = field(default_factory=dict)
+    """Plugins that took long to load, with their seconds."""
+    strict: bool = False
+    """``ATTNPLUG_STRICT`` is set: what is wrong with any plugin is an error."""
 
     def get(self, name: str) -> Registered:
         """The backend of this name, or an error that says why there is none and which names are near."""
@@ -40,12 +56,24 @@ class Registry:
                 f"backend {name!r} ({barred[0]}) is blocked: {ALLOW_VARIABLE} does not name it; "
                 f"add {barred[0].distribution} to it, or unset it"
             )
-        near = difflib.get_close_matches(name, self.backends, n=3, cutoff=0.5)
+        near = _near(name, self.backends)
         hint = f"; did you mean {' or '.join(near)}?" if near else "."
         raise UsageError(
             f"there is no backend {name!r}{hint} Installed: {', '.join(sorted(self.backends)) or 'none'}; "
             "'attnplug backends --all' shows the broken and blocked ones too"
         )
+
+    def insist_on_checks(self, reasons: Iterable[tuple[Registered, Sequence[Refusal]]]) -> None:
+        """In strict mode, a backend's own check that fails is an error that lists all that do."""
+        if self.strict:
+            _fail(
+                dict.fromkeys(
+                    f"{backend.spec.name} ({backend.source}): {reason}"
+                    for backend, refusals in reasons
+                    for reason in refusals
+                    if reason.code == RefusalCode.CHECK_FAILED
+                )
+            )
 
 
 def load_registry(
@@ -58,17 +86,28 @@ def load_registry(
     ordered = sorted(points, key=lambda point: (points[point].distribution, point.name))
     allowed, blocked, unmatched = _permit(ordered, points, environment.get(ALLOW_VARIABLE))
     manager = new_manager()
-    outcomes = [outcome for point in allowed for outcome in load_plugin(manager, point, points[point])]
+    outcomes: list[Registered | Broken] = []
+    slow: dict[Source, float] = {}
+    for point in allowed:
+        started = monotonic()
+        outcomes += load_plugin(manager, point, points[point])
+        seconds = monotonic() - started
+        if seconds > SLOW_SECONDS and not points[point].embedded:
+            slow[points[point]] = seconds
     backends, taken = _unique([outcome for outcome in outcomes if isinstance(outcome, Registered)])
     broken += [outcome for outcome in outcomes if isinstance(outcome, Broken)] + taken
-    registry = Registry(backends, tuple(broken), tuple(points[point] for point in blocked), unmatched)
-    if _strict(environment.get(STRICT_VARIABLE)):
+    strict = _strict(environment.get(STRICT_VARIABLE))
+    registry = Registry(backends, tuple(broken), tuple(points[point] for point in blocked), unmatched, slow, strict)
+    if strict:
         _insist(registry)
     return registry
 
 
-def _normal(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name.strip()).lower()
+def _near(name: str, backends: Iterable[str]) -> list[str]:
+    """Names like this one; that which differs in case or hyphens alone is meant for sure."""
+    lower = name.lower().replace("-", "_")
+    known = list(backends)
+    return [lower] if lower in known else difflib.get_close_matches(lower, known, n=3, cutoff=0.5)
 
 
 def _permit(
@@ -77,13 +116,13 @@ def _permit(
     """Divide plugins by the allow-list: allowed, blocked, and the names in the list that match nothing."""
     if setting is None:
         return points, [], ()
-    wanted = {_normal(name): name.strip() for name in setting.split(",") if name.strip()}
+    wanted = {normal(name): name.strip() for name in setting.split(",") if name.strip()}
     known = {BUILTIN_DISTRIBUTION}
     allowed: list[EntryPoint] = []
     blocked: list[EntryPoint] = []
     for point in points:
-        distribution = _normal(sources[point].distribution)
-        names = {distribution, _normal(point.name)}
+        distribution = normal(sources[point].distribution)
+        names = {distribution, normal(point.name)}
         known |= names
         permitted = distribution == BUILTIN_DISTRIBUTION or not names.isdisjoint(wanted)
         (allowed if permitted else blocked).append(point)
@@ -97,32 +136,44 @@ def _strict(setting: str | None) -> bool:
 def _insist(registry: Registry) -> None:
     faults = [str(broken) for broken in registry.broken]
     faults += [f"{ALLOW_VARIABLE} names {name!r}, which no installed plugin answers to" for name in registry.unmatched]
+    faults += [
+        f"{name} ({backend.source}): {missing}"
+        for name, backend in registry.backends.items()
+        if (missing := factory_refusal(backend.spec.factory)) is not None
+    ]
+    _fail(faults)
+
+
+def _fail(faults: Collection[str]) -> None:
     if faults:
         raise PluginError(f"{STRICT_VARIABLE} is set and plugins are broken:\n" + "\n".join(f"  {f}" for f in faults))
 
 
 def _unique(candidates: list[Registered]) -> tuple[dict[str, Registered], list[Broken]]:
-    """Names are unique. Two claims to one name are an error of both: neither wins (D2)."""
+    """Names are unique. The embedded default keeps its own; else two claims to one name are an error of both (D2)."""
     claims: dict[str, list[Registered]] = {}
     for candidate in candidates:
         claims.setdefault(candidate.spec.name, []).append(candidate)
-    backends = {name: claimants[0] for name, claimants in sorted(claims.items()) if len(claimants) == 1}
-    broken = [
-        Broken(name, claimant.source, _taken(name, claimants), contract=claimant.spec.contract)
-        for name, claimants in sorted(claims.items())
-        if len(claimants) > 1
-        for claimant in claimants
-    ]
+    backends: dict[str, Registered] = {}
+    broken: list[Broken] = []
+    for name, claimants in sorted(claims.items()):
+        embedded = [claimant for claimant in claimants if claimant.source.embedded]
+        keeper = next((group[0] for group in (embedded, claimants) if len(group) == 1), None)
+        if keeper is not None:
+            backends[name] = keeper
+        broken += [
+            Broken(name, claimant.source, _taken(name, claimants, keeper), contract=claimant.spec.contract)
+            for claimant in claimants
+            if claimant is not keeper
+        ]
     return backends, broken
 
 
-def _taken(name: str, claimants: list[Registered]) -> str:
+def _taken(name: str, claimants: list[Registered], keeper: Registered | None) -> str:
     owners = [f"{claimant.source} (entry point {claimant.source.entry_point})" for claimant in claimants]
     if len(set(owners)) == 1:
         return f"the name {name!r} is given {len(owners)} times by {owners[0]}, so none is used; give each its own name"
-    embedded = any(_normal(claimant.source.distribution) == BUILTIN_DISTRIBUTION for claimant in claimants)
-    keep = "set {} to leave the other out" if embedded else "name the one to keep in {}"
-    return (
-        f"the name {name!r} is claimed by {' and '.join(owners)}, so neither is used; "
-        f"uninstall one, or {keep.format(ALLOW_VARIABLE)}"
-    )
+    claimed = f"the name {name!r} is claimed by {' and '.join(owners)}"
+    if keeper is not None:
+        return f"{claimed}; it is the embedded default's, which keeps it; uninstall the other, or give it another name"
+    return f"{claimed}, so neither is used; uninstall one, or name the one to keep in {ALLOW_VARIABLE}"

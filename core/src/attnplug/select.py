@@ -6,7 +6,7 @@ works for hardware that is not there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
@@ -69,14 +69,33 @@ class RoleChoice:
             return "nothing can serve"
         if self.requested != AUTO:
             return f"asked for by {self.option}"
-        usable = [candidate.backend.spec for candidate in self.candidates if not candidate.refusals]
+        usable = [candidate.backend for candidate in self.candidates if not candidate.refusals]
         refused = len(self.candidates) - len(usable)
-        others = ", ".join(spec.name for spec in usable if spec.name != self.chosen.spec.name)
-        return (
-            f"auto: highest preference ({self.chosen.spec.preference}) of {len(usable)} usable"
-            + (f", before {others}" if others else "")
-            + (f"; {refused} refused" if refused else "")
-        )
+        return f"auto: {_rank(self.chosen, usable)}" + (f"; {refused} refused" if refused else "")
+
+
+def _rank(chosen: Registered, usable: Sequence[Registered]) -> str:
+    """Why ``auto`` takes this one of the usable ones: what :func:`_order` decided, in words."""
+    preference = chosen.spec.preference
+    others = [backend for backend in usable if backend is not chosen]
+    equal = [b for b in others if b.spec.preference == preference and b.source.embedded == chosen.source.embedded]
+    passed_over = [b for b in others if b not in equal and b.spec.preference >= preference]  # embedded, by the order
+    default = f"the embedded default {_names(passed_over)}"
+    beside = f" beside {default}, which comes last" if passed_over else ""
+    if not others:
+        return "the only usable one"
+    if equal:
+        last = f"; {default} comes last" if passed_over else ""
+        return f"preference {preference}, equal with {_names(equal)}, first by name{last}"
+    if passed_over == others:
+        return f"the only usable one{beside}"
+    if passed_over:
+        return f"preference {preference}, the highest of {len(usable) - len(passed_over)} usable{beside}"
+    return f"preference {preference}, the highest of {len(usable)} usable, before {_names(others)}"
+
+
+def _names(backends: Iterable[Registered]) -> str:
+    return ", ".join(backend.spec.name for backend in backends)
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +125,15 @@ class SelectionError(AttnplugError):
         self.selection = selection
 
 
-def explain(registry: Registry, request: BackendRequest, problem: Problem) -> Selection:
-    """Judge every role. Only a request that cannot be understood is an error here; a refusal is an answer."""
-    choices = {role: _choose(registry, request, role, problem) for role in problem.roles()}
+def explain(
+    registry: Registry, request: BackendRequest, problem: Problem, failed: Mapping[str, Refusal] | None = None
+) -> Selection:
+    """Judge every role. Only a request that cannot be understood is an error here; a refusal is an answer.
+
+    ``failed`` are backends that could not be built although nothing spoke against them, by name, with the reason.
+    """
+    choices = {role: _choose(registry, request, role, problem, failed or {}) for role in problem.roles()}
+    registry.insist_on_checks((c.backend, c.refusals) for choice in choices.values() for c in choice.candidates)
     for role, name in request.roles.items():
         if role not in choices and name != AUTO:
             registry.get(name)  # a wrong name is an error even where the role is not needed
@@ -123,25 +148,34 @@ def explain(registry: Registry, request: BackendRequest, problem: Problem) -> Se
     return Selection(problem, choices, _page_size(problem, chosen), _options(registry, request, choices))
 
 
-def select(registry: Registry, request: BackendRequest, problem: Problem) -> Selection:
+def select(
+    registry: Registry, request: BackendRequest, problem: Problem, failed: Mapping[str, Refusal] | None = None
+) -> Selection:
     """The backends to build, checked before anything is built; raises :class:`SelectionError` with every reason."""
-    selection = explain(registry, request, problem)
+    selection = explain(registry, request, problem, failed)
     if selection.unserved:
         raise SelectionError(selection)
     return selection
 
 
-def _choose(registry: Registry, request: BackendRequest, role: Role, problem: Problem) -> RoleChoice:
+def _choose(
+    registry: Registry, request: BackendRequest, role: Role, problem: Problem, failed: Mapping[str, Refusal]
+) -> RoleChoice:
     requested = request.name_for(role)
     asked = None if requested == AUTO else registry.get(requested)
-    candidates = [
-        Candidate(backend, tuple(backend.spec.refusals(problem, role)))
-        for backend in sorted(
-            registry.backends.values(), key=lambda b: (b is not asked, -b.spec.preference, b.spec.name)
-        )
-    ]
+    candidates = []
+    for backend in sorted(registry.backends.values(), key=lambda backend: (backend is not asked, _order(backend))):
+        reasons = backend.spec.refusals(problem, role)
+        if backend.spec.name in failed:
+            reasons.append(failed[backend.spec.name])
+        candidates.append(Candidate(backend, tuple(reasons)))
     usable = [c.backend for c in candidates if not c.refusals and asked in (None, c.backend)]
     return RoleChoice(role, requested, request.option_for(role), usable[0] if usable else None, tuple(candidates))
+
+
+def _order(backend: Registered) -> tuple[bool, int, str]:
+    """The order in which ``auto`` takes usable backends, as ``BackendSpec.preference`` promises it."""
+    return backend.source.embedded, -backend.spec.preference, backend.spec.name
 
 
 def _unneeded(role: Role) -> str:

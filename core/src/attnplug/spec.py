@@ -11,15 +11,20 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from attnplug.capabilities import Capabilities
 from attnplug.errors import PluginError, describe_error
+from attnplug.factory import factory_refusal
 from attnplug.model import AttentionKind, LayerSpec
 from attnplug.options import options_problems
 from attnplug.problem import GraphLevel, Problem, Role
 from attnplug.refusal import Refusal, RefusalCode
 from attnplug.requirement import requirement_problem, requirement_refusal
+
+MOST_REFUSALS = 1000
+"""Of one check. A generator without end must not hang whoever asks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +34,7 @@ class BackendSpec:
     ``factory`` is ``"package.module:attribute"``, a callable that takes a ``BackendContext`` and returns the
     backend; it is imported when the backend is built and not before. ``requires`` are requirement strings that
     must be installed. ``options`` is a frozen dataclass with a default for every field. ``check`` gives further
-    refusals that the capabilities cannot express. Under ``auto`` the usable backend with the highest
-    ``preference`` wins: 0 for a reference, 100 for a backend that is meant to be fast where it runs at all.
+    refusals that the capabilities cannot express.
     """
 
     name: str
@@ -42,6 +46,9 @@ class BackendSpec:
     options: type[Any] | None = None
     check: Callable[[Problem, Role | None], Iterable[Refusal]] | None = field(default=None, compare=False)
     preference: int = 0
+    """Under ``auto`` the usable backend with the highest preference is chosen; of equal ones, the first by name. The
+    embedded default comes last, whatever the others' preference: it is chosen where nothing else is usable. Give 0 for
+    a reference, 100 for a backend that is meant to be fast where it runs at all."""
 
     def __post_init__(self) -> None:
         problems = list(self._problems())
@@ -77,7 +84,9 @@ class BackendSpec:
 
         Without a role or a model only what they would not decide is judged.
         """
+        missing = factory_refusal(self.factory)
         reasons = [
+            *([] if missing is None else [missing]),
             *(reason for text in self.requires if (reason := requirement_refusal(text)) is not None),
             *_environment_refusals(self.capabilities, problem),
         ]
@@ -94,11 +103,13 @@ class BackendSpec:
                 found = self.check(problem, role)
                 if not isinstance(found, Iterable):
                     raise TypeError(f"it returned {found!r}; return a list of Refusal")
-                reasons = list(found)
+                reasons = list(islice(found, MOST_REFUSALS + 1))
+                if len(reasons) > MOST_REFUSALS:
+                    raise ValueError(f"it gives more than {MOST_REFUSALS} refusals, perhaps without end")
             if wrong := [reason for reason in reasons if not isinstance(reason, Refusal)]:
                 raise TypeError(f"it returned {wrong[0]!r} in its list, which is not a Refusal")
-        except KeyboardInterrupt:
-            raise
+        except KeyboardInterrupt as error:
+            raise KeyboardInterrupt(f"in the check of backend {self.name}") from error
         except BaseException as error:  # a plugin's mistake must not take the other candidates with it (D2)
             text = f"its own check failed with {describe_error(error)}"
             return [Refusal(RefusalCode.CHECK_FAILED, text, value=type(error).__name__)]

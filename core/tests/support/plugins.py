@@ -33,7 +33,7 @@ def spec(name: str = "fast", **changes: Any) -> BackendSpec:
         "name": name,
         "summary": "a backend of a test",
         "contract": CONTRACT_VERSION,
-        "factory": "nowhere:build",
+        "factory": "attnplug:nothing",
         "capabilities": CAPABILITIES,
     }
     return BackendSpec(**{**fields, **changes})

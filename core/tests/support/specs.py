@@ -42,7 +42,7 @@ def spec(capabilities: Capabilities = EVERYTHING, **changes: Any) -> BackendSpec
         "name": "fast",
         "summary": "a backend of a test",
         "contract": CONTRACT_VERSION,
-        "factory": "nowhere:build",
+        "factory": "attnplug:nothing",
     }
     return BackendSpec(**{**fields, "capabilities": capabilities, **changes})
 

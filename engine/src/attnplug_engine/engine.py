@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,11 +21,12 @@ from attnplug import (
     Problem,
     Role,
     Selection,
+    build_chosen,
     load_registry,
     select,
 )
 from attnplug.device import open_device
-from attnplug.errors import PoolError, UsageError
+from attnplug.errors import BackendError, PoolError, UsageError
 from attnplug.kv import torch_dtype
 from attnplug.model import ModelSpec
 from attnplug.model_config import load_model as load_spec
@@ -151,23 +153,34 @@ class Engine:
         device, sm = open_device(options.device)
         dtype = options.dtype or _model_dtype(spec)
         kv_dtype = options.kv_dtype or dtype
-        self.selection = _select(spec, options, (device.type, sm), dtype, kv_dtype, parallel.size)
+        problem = Problem(
+            spec, device.type, sm, dtype, kv_dtype, page_size=options.page_size, tensor_parallel=parallel.size
+        )
+        request = BackendRequest(options.attention_backend, options.role_backends, options.backend_options)
+        self.registry = load_registry()
+        select(self.registry, request, problem)  # a refusal is told before a checkpoint is read
         loaded = load_model(model, dtype=torch_dtype(dtype), device=device, parallel=parallel, seed=options.seed)
         self.vocab_size = loaded.module.vocab_size
         self.tokenizer: Tokenizer | None = find_tokenizer(model, self.vocab_size)
         self.stop_token_ids = frozenset() if options.ignore_eos else end_tokens(model, loaded.config)
-        capacity = _capacity(spec, options, self.selection, torch_dtype(dtype), kv_dtype, device, parallel)
-        self.runner = ModelRunner(
-            loaded,
-            self.selection,
-            capacity,
-            device=device,
-            dtype=torch_dtype(dtype),
-            kv_dtype=kv_dtype,
-            parallel=parallel,
-            policy=options.extend_policy,
-            check_layers=options.check_layers,
-        )
+
+        def build(selection: Selection) -> ModelRunner:
+            return ModelRunner(
+                loaded,
+                selection,
+                _capacity(spec, options, selection, torch_dtype(dtype), kv_dtype, device, parallel),
+                device=device,
+                dtype=torch_dtype(dtype),
+                kv_dtype=kv_dtype,
+                parallel=parallel,
+                policy=options.extend_policy,
+                check_layers=options.check_layers,
+            )
+
+        self.selection, self.runner = build_chosen(self.registry, request, problem, build)
+        if parallel.size > 1:
+            _insist_on_one_choice(self.selection, parallel, device)
+        capacity = self.runner.capacity
         states = self.runner.pools.linear
         self.cache = PrefixCache(self.runner.allocator, capacity.page_size, states) if options.prefix_cache else None
         self.scheduler = Scheduler(
@@ -319,12 +332,15 @@ def _model_dtype(spec: ModelSpec) -> DType:
     return DType.FLOAT32 if spec.dtype is None else DType.parse(spec.dtype, "--dtype")
 
 
-def _select(
-    spec: ModelSpec, options: EngineOptions, where: tuple[str, int | None], dtype: DType, kv_dtype: DType, ranks: int
-) -> Selection:
-    problem = Problem(spec, *where, dtype, kv_dtype, page_size=options.page_size, tensor_parallel=ranks)
-    request = BackendRequest(options.attention_backend, options.role_backends, options.backend_options)
-    return select(load_registry(), request, problem)
+def _insist_on_one_choice(selection: Selection, parallel: TensorParallel, device: torch.device) -> None:
+    """Ranks run one schedule, so they must agree on pages. Where a backend is built on some alone, they would not."""
+    chosen = {str(role): choice.chosen_name for role, choice in selection.choices.items()}
+    mine = torch.tensor([zlib.crc32(repr((chosen, selection.page_size)).encode())], device=device)
+    if len(set(parallel.all_gather(mine, 0).tolist())) > 1:
+        raise BackendError(
+            f"rank {parallel.rank} runs {', '.join(f'{role} on {name}' for role, name in chosen.items())}, and others "
+            "chose otherwise: a backend could be built on some ranks alone; ask for one by --attention-backend"
+        )
 
 
 def end_tokens(reference: str, config: Mapping[str, object]) -> frozenset[int]:
@@ -369,6 +385,7 @@ def _capacity(
         page = bytes_per_page(spec, page_size, kv_dtype, parallel.size)
         room = _CPU_CACHE_BYTES
         if device.type == "cuda":
+            torch.cuda.empty_cache()  # what torch holds for later counts as taken
             room = int(torch.cuda.mem_get_info(device)[0] * _GPU_CACHE_SHARE)
             room -= state_slots * bytes_per_state(spec, dtype, parallel)
         num_pages = min(room // page, per_request * options.max_batch)

@@ -12,6 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from attnplug import DType, ExtendPath, ExtendPolicy, Role
 from attnplug.cli import output
+from attnplug.cli.warn import warn_of_plugins
 from attnplug.device import open_device
 from attnplug.errors import AttnplugError, UsageError
 from attnplug.options import split_settings
@@ -37,6 +38,8 @@ def generate(parsed: argparse.Namespace, lines: list[PromptLine]) -> int:
 def _run(parsed: argparse.Namespace, lines: list[PromptLine], options: EngineOptions, parallel: TensorParallel) -> int:
     silent = parallel.rank != 0
     engine = Engine(parsed.model, options, parallel=parallel)
+    if not silent:
+        warn_of_plugins(engine.registry)
     console = Console(stderr=True, highlight=False, markup=False, quiet=silent)
     completions = _generate(engine, lines, console, stream=parsed.prompt is not None and not parsed.json and not silent)
     if not silent:

@@ -7,22 +7,15 @@ importing typer alone, with what it brings, would take a third of that.
 from __future__ import annotations
 
 import argparse
-import difflib
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import EntryPoint, entry_points
 
-from attnplug.cli import output
-from attnplug.errors import PluginError, UsageError, describe_error
+from attnplug.cli import foreign, output
+from attnplug.cli.foreign import Commands as Commands
+from attnplug.cli.warn import shown_as_lines
 from attnplug.problem import Role
 
 EPILOG = "Exit codes: 0 good, 1 a refusal or a failed check, 2 wrong usage."
-COMMANDS = "attnplug.commands"
-"""Entry-point group by which other packages add commands: name = the command, target = ``declare(commands)``."""
-
-_BROUGHT_BY = {"run": "attnplug-engine"}
-
-Commands = argparse._SubParsersAction  # what argparse calls the place where commands are added
 
 
 class _Version(argparse.Action):
@@ -42,7 +35,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
     if parsed.json:
         output.reserve_for_json()
     command: Callable[[argparse.Namespace], int] = parsed.command
-    return command(parsed)
+    with shown_as_lines():
+        return command(parsed)
 
 
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
@@ -54,32 +48,11 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     for declare in _OWN.values():
         declare(commands)
     asked = next((argument for argument in arguments if not argument.startswith("-")), None)
-    if asked not in _OWN:  # only then is it worth looking at what other packages bring
-        _add_commands_of_others(commands, asked)
+    if asked is None and "--version" not in arguments:
+        foreign.add_all(commands, _OWN)
+    elif asked is not None and asked not in _OWN:  # only then is it worth looking at what other packages bring
+        foreign.add(commands, asked, _OWN)
     return parser
-
-
-def _add_commands_of_others(commands: Commands[argparse.ArgumentParser], asked: str | None) -> None:
-    points = {point.name: point for point in entry_points(group=COMMANDS)}
-    if asked is not None and asked not in points:
-        known = [*_OWN, *points]
-        if asked in _BROUGHT_BY:
-            hint = f"it comes with {_BROUGHT_BY[asked]}: pip install {_BROUGHT_BY[asked]}"
-        else:
-            near = difflib.get_close_matches(asked, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
-        raise UsageError(f"there is no command {asked!r}; {hint}")
-    for point in points.values() if asked is None else [points[asked]]:
-        _declare_foreign(commands, point)
-
-
-def _declare_foreign(commands: Commands[argparse.ArgumentParser], point: EntryPoint) -> None:
-    try:
-        point.load()(commands)
-    except Exception as error:
-        raise PluginError(
-            f"command {point.name!r} ({point.value}) cannot be loaded: {describe_error(error)}"
-        ) from error
 
 
 def add_command(
@@ -102,6 +75,16 @@ def _declare_backends(commands: Commands[argparse.ArgumentParser]) -> None:
     text = "List the installed backends: what each supports, and whether it is usable here."
     parser = add_command(commands, "backends", text, call)
     parser.add_argument("--all", action="store_true", help="show broken and blocked plugins too")
+
+
+def _declare_plugins(commands: Commands[argparse.ArgumentParser]) -> None:
+    def call(parsed: argparse.Namespace) -> int:
+        from attnplug.cli.plugins import list_plugins
+
+        return list_plugins(_OWN, json=parsed.json)
+
+    text = "List the packages that bring backends and commands: what is installed, and what could be."
+    add_command(commands, "plugins", text, call)
 
 
 def _declare_explain(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -188,6 +171,7 @@ def add_backend_options(parser: argparse.ArgumentParser) -> None:
 
 _OWN: dict[str, Callable[[Commands[argparse.ArgumentParser]], None]] = {
     "backends": _declare_backends,
+    "plugins": _declare_plugins,
     "explain": _declare_explain,
     "doctor": _declare_doctor,
     "check": _declare_check,

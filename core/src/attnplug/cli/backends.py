@@ -9,9 +9,8 @@ from dataclasses import dataclass
 from attnplug.capabilities import Capabilities
 from attnplug.cli import output
 from attnplug.cli.text import table
-from attnplug.cli.warn import warn_of_names
+from attnplug.cli.warn import warn_of_the_rest
 from attnplug.hardware import visible_gpus
-from attnplug.loading import Registered
 from attnplug.problem import GraphLevel, Problem
 from attnplug.refusal import Refusal
 from attnplug.registry import ALLOW_VARIABLE, Registry, load_registry
@@ -47,7 +46,10 @@ class Row:
         if self.status == "usable":
             return "usable here"
         if self.status == "refused":
-            return "refused here: " + "; ".join(map(str, self.reasons))
+            # What to install helps here; an option of another command does not.
+            return "refused here: " + "; ".join(
+                reason.message if (reason.option or "").startswith("-") else str(reason) for reason in self.reasons
+            )
         return f"{self.status}: {self.error}"
 
 
@@ -64,17 +66,20 @@ def list_backends(*, json: bool, every: bool) -> int:
     counts = " and ".join(f"{count} {what}" for count, what in hidden if count)
     if counts:
         print(f"{counts} not shown; 'attnplug backends --all' shows them", file=sys.stderr)
-    warn_of_names(registry)
+    warn_of_the_rest(registry)
     return 0
 
 
 def listing(registry: Registry, every: bool) -> Iterator[Row]:
     """Usable and refused backends, by name; with ``every``, broken and blocked ones after them."""
     here = [Problem(device="cuda", sm=gpu.sm) for gpu in visible_gpus()] + [Problem(device="cpu")]
-    for name, backend in registry.backends.items():
-        reasons = _refusals_everywhere(backend, here)
+    judged = [(backend, [backend.spec.refusals(problem) for problem in here]) for backend in registry.backends.values()]
+    registry.insist_on_checks((backend, reasons) for backend, outcomes in judged for reasons in outcomes)
+    for backend, outcomes in judged:
+        # Reasons on this machine: none if one device here suits it, else those of the likeliest.
+        reasons = min(outcomes, key=len)
         yield Row(
-            name,
+            backend.spec.name,
             backend.source.distribution,
             backend.source.version,
             backend.spec.contract,
@@ -89,12 +94,6 @@ def listing(registry: Registry, every: bool) -> Iterator[Row]:
         for source in registry.blocked:
             error = f"{ALLOW_VARIABLE} does not name it"
             yield Row(source.entry_point, source.distribution, source.version, None, "blocked", error=error)
-
-
-def _refusals_everywhere(backend: Registered, here: list[Problem]) -> list[Refusal]:
-    """Reasons against a backend on this machine: none if one device here suits it, else those of the likeliest."""
-    outcomes = [backend.spec.refusals(problem) for problem in here]
-    return min(outcomes, key=len) if all(outcomes) else []
 
 
 def describe(can: Capabilities) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 
 import torch
@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from attnplug.assembly import build_selection
+from attnplug.assembly import build_chosen, build_selection
 from attnplug.backend import AttentionBackend, BackendContext, Limits
 from attnplug.cli import output
 from attnplug.cli.scene import CONTEXT, STEPS, Result, Scene
@@ -87,13 +87,17 @@ def run_check(options: CheckOptions, *, json: bool) -> int:
     if not served:
         raise next(iter(refused.values()))
     for name, selection in served.items():
-        for outcome in sorted({f"{choice.chosen_name}, {choice.why}" for choice in selection.choices.values()}):
-            console.print(f"{name}: {outcome}")
+        _tell_choice(console, name, selection)
     for name, refusal in refused.items():
         first = [choice.candidates[0] for choice in refusal.selection.unserved]
         reasons = dict.fromkeys(str(reason) for candidate in first for reason in candidate.refusals)
         console.print(f"{name}: refused by {first[0].backend.spec.name}: {'; '.join(reasons)}", style="yellow")
-    results = _run(console, served, device, options.seed)
+
+    def stage(name: str) -> tuple[Selection, tuple[Scene, AttentionBackend]]:
+        problem = served[name].problem
+        return build_chosen(registry, request, problem, lambda choice: _build(choice, device, options.seed))
+
+    results = _run(console, served, stage)
     _show(console, results, json)
     return 0 if all(result.holds for result in results) else 1
 
@@ -105,28 +109,36 @@ def _introduce(console: Console, registry: Registry, device: torch.device, sm: i
     console.print(f"found {found}")
 
 
-def _run(console: Console, served: dict[str, Selection], device: torch.device, seed: int) -> list[Result]:
+def _tell_choice(console: Console, name: str, selection: Selection) -> None:
+    for outcome in sorted({f"{choice.chosen_name}, {choice.why}" for choice in selection.choices.values()}):
+        console.print(f"{name}: {outcome}")
+
+
+def _run(
+    console: Console,
+    served: dict[str, Selection],
+    stage: Callable[[str], tuple[Selection, tuple[Scene, AttentionBackend]]],
+) -> list[Result]:
     results: list[Result] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("checking", total=len(served) * len(STEPS))
-        for name, selection in served.items():
+        for name, first in served.items():
             progress.update(task, description=name)
-            for result in _check_layer(name, selection, device, seed):
+            selection, (scene, backend) = stage(name)
+            if selection.choices != first.choices:  # the one chosen first could not be built
+                _tell_choice(console, name, selection)
+            for result in _check_layer(name, selection, scene, backend):
                 results.append(result)
                 progress.advance(task)
     return results
 
 
-def _check_layer(name: str, selection: Selection, device: torch.device, seed: int) -> Iterator[Result]:
-    problem = selection.problem
-    assert problem.model is not None and problem.dtype is not None and problem.kv_dtype is not None
-    assert selection.page_size is not None
-    scene = Scene(problem.model.layers[0], problem.dtype, problem.kv_dtype, selection.page_size, device, seed)
-    backend = _build(selection, scene)
+def _check_layer(name: str, selection: Selection, scene: Scene, backend: AttentionBackend) -> Iterator[Result]:
+    assert selection.problem.dtype is not None
     chosen = [selection.chosen(role) for role in selection.choices]
     with_lse = all("lse" in registered.spec.capabilities.extras for registered in chosen)
-    tolerance = _TOLERANCE[problem.dtype]
+    tolerance = _TOLERANCE[selection.problem.dtype]
     with forward_context(backend):
         for step in STEPS:
             try:
@@ -137,9 +149,11 @@ def _check_layer(name: str, selection: Selection, device: torch.device, seed: in
                 return  # what the cache holds now is anybody's guess
 
 
-def _build(selection: Selection, scene: Scene) -> AttentionBackend:
+def _build(selection: Selection, device: torch.device, seed: int) -> tuple[Scene, AttentionBackend]:
     problem = selection.problem
-    assert problem.model is not None and problem.kv_dtype is not None
+    assert problem.model is not None and problem.dtype is not None and problem.kv_dtype is not None
+    assert selection.page_size is not None
+    scene = Scene(problem.model.layers[0], problem.dtype, problem.kv_dtype, selection.page_size, device, seed)
     context = BackendContext(
         name="",
         roles=frozenset(),
@@ -152,7 +166,7 @@ def _build(selection: Selection, scene: Scene) -> AttentionBackend:
         pools=scene.pools,
         workspace=scene.workspace,
     )
-    return build_selection(selection, context)
+    return scene, build_selection(selection, context)
 
 
 def _place(error: BaseException) -> str:

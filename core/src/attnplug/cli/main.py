@@ -18,8 +18,8 @@ def main() -> None:
     except AttnplugError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
+    except KeyboardInterrupt as error:  # it may say what was interrupted
+        print(f"interrupted {error}".rstrip(), file=sys.stderr)
         sys.exit(130)
     except BrokenPipeError:  # the reader of our output went away, as in 'attnplug backends | head -1'
         _discard_output()

@@ -1,0 +1,94 @@
+"""``attnplug plugins``: the packages that bring backends and commands, and those of ours that are not installed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+
+from attnplug.cli import output
+from attnplug.cli.backends import Row, listing
+from attnplug.cli.foreign import claims, conflict
+from attnplug.cli.text import table
+from attnplug.cli.warn import warn_of_the_rest
+from attnplug.loading import Source, normal
+from attnplug.registry import load_registry
+
+OURS: Mapping[str, str] = {
+    "attnplug-engine": "Runs real models on any attnplug backend: checkpoints, models, tensor parallelism, "
+    "continuous batching",
+    "attnplug-flashattention": "MHA, GQA and MLA prefill over FlashAttention kernels",
+    "attnplug-flashinfer-mla": "latent attention (MLA) over FlashInfer's kernels",
+    "attnplug-flashmla": "latent attention (MLA) decode by FlashMLA on Hopper GPUs",
+    "attnplug-triton-mla": "latent attention (MLA) by Triton kernels, planned on the device",
+    "attnplug-trtllm-mla": "latent attention (MLA) by TRT-LLM's generation kernels, on Blackwell",
+    "attnplug-tokenspeed-mla": "latent attention (MLA) by TokenSpeed's kernels, on Blackwell",
+    "attnplug-cutedsl-mla": "MLA decode by FlashInfer's CuTe DSL kernel, on Blackwell",
+    "attnplug-hybrid-linear": "linear attention (GDN, KDA, Lightning, Mamba2) and short convolutions",
+}
+"""What there is to install, to be read by people. Nothing is looked up here: entry points decide what is there (D1)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """One thing that an installed package brings: a backend, a command, or a plugin that could not be loaded."""
+
+    distribution: str
+    version: str
+    kind: str
+    name: str
+    status: str
+    text: str
+
+    def as_json(self) -> dict[str, object]:
+        return {"kind": self.kind, "name": self.name, "status": self.status, "text": self.text}
+
+
+def list_plugins(own_commands: Collection[str], *, json: bool) -> int:
+    registry = load_registry()
+    brought = [_backend(row) for row in listing(registry, every=True)]
+    brought += _commands(own_commands)
+    brought.sort(key=lambda one: (one.distribution != "attnplug", one.distribution, one.kind, one.name))
+    here = {normal(one.distribution) for one in brought}
+    missing = {name: text for name, text in OURS.items() if name not in here}
+    if json:
+        output.write_json({"installed": _by_package(brought), "available": [_offer(*item) for item in missing.items()]})
+    else:
+        cells = [(f"{b.distribution} {b.version}", f"{b.kind} {b.name}", b.text) for b in brought]
+        print(table(("installed", "brings", "status"), cells))
+        if missing:
+            print("\n" + table(("not installed", "what it is", "to install"), [_cells(*i) for i in missing.items()]))
+    warn_of_the_rest(registry)
+    return 0
+
+
+def _backend(row: Row) -> Brought:
+    kind = "plugin" if row.status in ("broken", "blocked") else "backend"  # of those only the entry point is known
+    return Brought(row.distribution, row.version, kind, row.name, row.status, row.text)
+
+
+def _commands(own: Collection[str]) -> Iterator[Brought]:
+    """Commands as their metadata has them. None is loaded, so one that fails to load is not known as broken."""
+    found, _ = claims()  # what cannot be read is among the broken plugins
+    for name, points in found.items():
+        taken = conflict(name, points, own)
+        for source in map(Source.of, points):
+            status = "installed" if taken is None else "broken"
+            yield Brought(source.distribution, source.version, "command", name, status, taken or "installed")
+
+
+def _by_package(brought: list[Brought]) -> list[dict[str, object]]:
+    packages: dict[tuple[str, str], list[Brought]] = {}
+    for one in brought:
+        packages.setdefault((one.distribution, one.version), []).append(one)
+    return [
+        {"distribution": distribution, "version": version, "brings": [one.as_json() for one in brings]}
+        for (distribution, version), brings in packages.items()
+    ]
+
+
+def _offer(distribution: str, summary: str) -> dict[str, str]:
+    return {"distribution": distribution, "summary": summary, "install": f"pip install {distribution}"}
+
+
+def _cells(distribution: str, summary: str) -> tuple[str, str, str]:
+    return distribution, summary, f"pip install {distribution}"

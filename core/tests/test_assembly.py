@@ -1,0 +1,117 @@
+"""Building what was chosen: what happens where a backend that was chosen cannot be built."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from attnplug import (
+    BackendRequest,
+    PageSizes,
+    PluginWarning,
+    Problem,
+    Registered,
+    Registry,
+    Role,
+    Selection,
+    SelectionError,
+    UsageError,
+    WorkspaceError,
+    build_chosen,
+)
+from attnplug.assembly import BuildError
+from attnplug.loading import Source
+from support.specs import MHA, claiming, model
+
+PROBLEM = Problem(model(MHA), "cpu")
+
+
+@dataclass(frozen=True)
+class Options:
+    split: int = 1
+
+
+def backend(name: str, **fields: Any) -> Registered:
+    spec = replace(claiming(), name=name, **fields)
+    return Registered(spec, Source(name, "nowhere", f"{name}-dist", "1.2"))
+
+
+BEST, GOOD = backend("best", preference=100, options=Options), backend("good", preference=50)
+INSTALLED = Registry({"best": BEST, "good": GOOD})
+
+
+def failing(*names: str) -> Callable[[Selection], str]:
+    """Builds the backend chosen for prefill, and gives its name; these cannot be built."""
+
+    def build(selection: Selection) -> str:
+        chosen = selection.chosen(Role.PREFILL)
+        if chosen.spec.name in names:
+            raise BuildError(chosen, WorkspaceError("no kernel image"))
+        return chosen.spec.name
+
+    return build
+
+
+def test_what_can_be_built_is_built_without_a_word() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        selection, built = build_chosen(INSTALLED, BackendRequest(), PROBLEM, failing())
+    assert built == "best"
+    assert selection.chosen(Role.DECODE) is BEST
+
+
+def test_auto_takes_the_next_with_a_warning_that_names_the_culprit() -> None:
+    """D2: a plugin that cannot be built costs its own backend only, and never silently."""
+    with pytest.warns(PluginWarning, match=r"best \(best-dist 1\.2\): no kernel image; auto goes on without it"):
+        selection, built = build_chosen(INSTALLED, BackendRequest(), PROBLEM, failing("best"))
+    assert built == "good"
+    assert selection.choices[Role.PREFILL].why == "auto: the only usable one; 1 refused"
+    (refusal,) = selection.choices[Role.PREFILL].candidates[0].refusals
+    assert refusal.code == "factory" and "no kernel image" in refusal.message
+
+
+def test_another_backend_may_have_another_page_size() -> None:
+    """Pools are built after the choice, so the choice is made anew and not only the backend exchanged."""
+    can = claiming().capabilities
+    best = backend("best", capabilities=replace(can, page_sizes=PageSizes.of(128)), preference=100)
+    good = backend("good", capabilities=replace(can, page_sizes=PageSizes.of(48)))
+    installed = Registry({"best": best, "good": good})
+    with pytest.warns(PluginWarning):
+        selection, _ = build_chosen(installed, BackendRequest(), PROBLEM, failing("best"))
+    assert selection.page_size == 48
+
+
+def test_where_none_can_be_built_the_error_holds_every_reason() -> None:
+    """D3"""
+    with pytest.warns(PluginWarning), pytest.raises(SelectionError) as caught:
+        build_chosen(INSTALLED, BackendRequest(), PROBLEM, failing("best", "good"))
+    assert str(caught.value).count("no kernel image") >= 2
+
+
+@pytest.mark.parametrize(
+    ("registry", "request_"),
+    [
+        (INSTALLED, BackendRequest("best")),
+        (INSTALLED, BackendRequest(roles={Role.DECODE: "best"})),
+        (INSTALLED, BackendRequest(options={"best": {"split": "2"}})),
+        (replace(INSTALLED, strict=True), BackendRequest()),
+    ],
+    ids=["asked for", "asked for in one role", "given options", "strict mode"],
+)
+def test_it_is_never_replaced(registry: Registry, request_: BackendRequest) -> None:
+    """D3: what a user said about a backend is not dropped."""
+    with pytest.raises(BuildError, match=r"best-dist 1\.2.*no kernel image") as caught:
+        build_chosen(registry, request_, PROBLEM, failing("best"))
+    assert caught.value.backend is BEST
+
+
+def test_a_mistake_in_what_was_asked_is_no_reason_to_go_on() -> None:
+    def build(selection: Selection) -> None:
+        raise UsageError("--context-length is too long")
+
+    with pytest.raises(UsageError):
+        build_chosen(INSTALLED, BackendRequest(), PROBLEM, build)

@@ -1,0 +1,135 @@
+"""Commands that other packages bring: a broken one matters to nobody but who asks for it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from support.command import Attnplug
+
+pytestmark = pytest.mark.usefixtures("plain_environment")
+
+GOOD = """
+from attnplug.cli.app import add_command
+
+def declare(commands):
+    add_command(commands, "greet", "Say hello.", lambda parsed: print("hello") or 0)
+"""
+
+Bring = Callable[..., None]
+
+
+@pytest.fixture
+def bring(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bring]:
+    """Installs a distribution that claims a command, with the module that its entry point leads to."""
+    monkeypatch.syspath_prepend(tmp_path)
+    modules: list[str] = []
+
+    def install(distribution: str, command: str = "greet", source: str = GOOD, *, entry: str | None = None) -> None:
+        module = f"commands_of_{distribution}"
+        modules.append(module)
+        (tmp_path / f"{module}.py").write_text(source)
+        info = tmp_path / f"{distribution}-4.5.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {distribution}\nVersion: 4.5\n")
+        entry = f"{command} = {module}:declare" if entry is None else entry
+        (info / "entry_points.txt").write_text(f"[attnplug.commands]\n{entry}\n")
+
+    yield install
+    for module in modules:
+        sys.modules.pop(module, None)
+
+
+def test_a_command_of_another_package_is_listed_and_runs(attnplug: Attnplug, bring: Bring) -> None:
+    bring("polite")
+    listed = attnplug("--help")
+    assert "greet" in listed.out and listed.err == ""
+    assert attnplug("greet") == (0, "hello\n", "")
+
+
+BROKEN = {
+    "raise RuntimeError('no driver')": "RuntimeError: no driver",
+    "import sys; sys.exit('bye')": "SystemExit: bye",
+    "": "declare",
+    "declare = 7": "not callable",
+    "def declare(commands): raise ValueError('bad day')": "ValueError: bad day",
+    "def declare(commands): pass": "adds no command of that name",
+    "def declare(commands): commands.add_parser('greet')": "add_command",
+    "def declare(commands): commands.add_parser('backends')": "conflicting subparser",
+    "def declare(commands): __import__('sys').path.clear()": "sys.path",
+}
+
+
+@pytest.mark.parametrize("source", BROKEN, ids=BROKEN.values())
+def test_a_broken_command_is_told_in_one_line_and_is_an_error_where_it_is_asked_for(
+    attnplug: Attnplug, bring: Bring, source: str
+) -> None:
+    """D2: with its distribution and version; help, version and every other command are as they were."""
+    bring("rude", source=source)
+    bring("polite", "wave", GOOD.replace("greet", "wave"))
+    listed = attnplug("--help")
+    assert listed.code == 0 and "wave" in listed.out and "backends" in listed.out
+    (line,) = listed.err.splitlines()
+    asked = attnplug("greet")
+    assert (asked.code, asked.out) == (1, "")
+    for text in ("'greet'", "rude 4.5", BROKEN[source]):
+        assert text in line and text in asked.err
+    for arguments in (["--version"], ["wave"], ["backends"]):
+        assert attnplug(*arguments)[::2] == (0, "")
+
+
+@pytest.mark.parametrize("entry", ["no equals sign", "greet = ", "greet = not a module:"])
+def test_entry_points_that_cannot_be_read_are_named(attnplug: Attnplug, bring: Bring, entry: str) -> None:
+    """D2: Python itself gives up there, for all packages together."""
+    bring("rude", entry=entry)
+    bring("polite", "wave", GOOD.replace("greet", "wave"))
+    listed = attnplug("--help")
+    assert listed.code == 0 and "wave" in listed.out
+    assert "rude 4.5" in listed.err and len(listed.err.splitlines()) == 1
+    assert attnplug("--version")[::2] == (0, "")
+    assert attnplug("wave")[::2] == (0, "")
+    asked = attnplug("greet")
+    assert asked.code in (1, 2) and "rude 4.5" in asked.err
+
+
+def test_the_version_needs_no_entry_points(attnplug: Attnplug, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnplug.cli.foreign.find_entry_points", lambda group: pytest.fail("looked for"))
+    assert attnplug("--version").code == 0
+
+
+def test_a_command_that_two_packages_claim_belongs_to_neither(attnplug: Attnplug, bring: Bring) -> None:
+    """D2: the error names both."""
+    bring("one")
+    bring("other")
+    listed, asked = attnplug("--help"), attnplug("greet")
+    assert listed.code == 0 and "greet" not in listed.out
+    assert asked.code == 1
+    for text in ("'greet'", "one 4.5", "other 4.5"):
+        assert text in listed.err and text in asked.err
+
+
+def test_a_command_of_core_s_own_name_is_told_and_never_runs(attnplug: Attnplug, bring: Bring) -> None:
+    """D2"""
+    bring("rude", "backends")
+    listed = attnplug("--help")
+    assert "'backends' of rude 4.5" in listed.err and "not used" in listed.err
+    assert "torch_native" in attnplug("backends").out
+
+
+def test_an_interrupt_names_the_command_that_was_loading(attnplug: Attnplug, bring: Bring) -> None:
+    bring("rude", source="raise KeyboardInterrupt")
+    outcome = attnplug("--help")
+    assert (outcome.code, outcome.err) == (130, "interrupted while loading command greet (rude 4.5)\n")
+
+
+@pytest.mark.parametrize(("asked", "meant"), [("Greet", "greet"), ("BACKENDS", "backends"), ("plugin", "plugins")])
+def test_a_command_that_does_not_exist_gets_the_nearest(
+    attnplug: Attnplug, bring: Bring, asked: str, meant: str
+) -> None:
+    bring("polite")
+    outcome = attnplug(asked)
+    assert outcome.code == 2
+    assert f"did you mean {meant}?" in outcome.err

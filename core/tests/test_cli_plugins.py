@@ -1,0 +1,64 @@
+"""attnplug plugins: the packages that are installed, and those of ours that could be."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from attnplug.cli.plugins import OURS
+from support.command import Attnplug, Package
+
+pytestmark = pytest.mark.usefixtures("plain_environment")
+
+
+@pytest.fixture(autouse=True)
+def no_commands_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine may be installed beside core."""
+    monkeypatch.setattr("attnplug.cli.plugins.claims", lambda: ({}, []))
+
+
+def test_core_alone_offers_all_of_our_packages(attnplug: Attnplug) -> None:
+    outcome = attnplug("plugins")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert "attnplug 0.1.0" in outcome.out and "torch_native" in outcome.out
+    for name, summary in OURS.items():
+        assert f"pip install {name}" in outcome.out
+        assert summary.split(",")[0][:30] in outcome.out
+
+
+def test_what_is_installed_is_listed_by_package_with_its_state(
+    attnplug: Attnplug, package: Package, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D1, D2"""
+    package("fast")
+    package("needy", fields='{"requires": ["no-such-library>=2"]}')
+    package("odd", "raise RuntimeError('no driver')")
+    package("extra")
+    monkeypatch.setenv("ATTNPLUG_PLUGINS", "fast,needy,odd")
+    found = {one["distribution"]: one for one in attnplug("plugins", "--json").json["installed"]}
+    assert list(found) == ["attnplug", "extra-dist", "fast-dist", "needy-dist", "odd-dist"]
+    assert found["fast-dist"] == {
+        "distribution": "fast-dist",
+        "version": "1.2.3",
+        "brings": [{"kind": "backend", "name": "fast", "status": "usable", "text": "usable here"}],
+    }
+    states = {name: one["brings"][0]["status"] for name, one in found.items()}
+    assert states["needy-dist"] == "refused" and states["odd-dist"] == "broken" and states["extra-dist"] == "blocked"
+    text = attnplug("plugins").out
+    assert "RuntimeError: no driver" in text and "pip install 'no-such-library>=2'" in text
+
+
+def test_an_installed_package_of_ours_is_not_offered(attnplug: Attnplug, package: Package, tmp_path: Path) -> None:
+    package("fast")
+    metadata = tmp_path / "fast_dist-1.2.3.dist-info" / "METADATA"
+    metadata.write_text(metadata.read_text().replace("fast-dist", "attnplug_flashmla"))
+    answer = attnplug("plugins", "--json").json
+    assert "attnplug_flashmla" in [one["distribution"] for one in answer["installed"]]
+    offered = {one["distribution"]: one for one in answer["available"]}
+    assert set(offered) == set(OURS) - {"attnplug-flashmla"}
+    assert offered["attnplug-triton-mla"] == {
+        "distribution": "attnplug-triton-mla",
+        "summary": OURS["attnplug-triton-mla"],
+        "install": "pip install attnplug-triton-mla",
+    }

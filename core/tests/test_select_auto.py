@@ -1,0 +1,89 @@
+"""What ``auto`` takes, by which rule, and that it says so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import permutations
+
+import pytest
+
+from attnplug import BackendRequest, Problem, Registered, Role, explain, select
+from support.selection import LINEAR, LLAMA, PLAIN, backend, names, registry
+
+
+def test_auto_takes_the_highest_preference() -> None:
+    """D3"""
+    installed = registry(backend("slow"), backend("fast", preference=100), backend("middle", preference=50))
+    chosen = select(installed, BackendRequest(), Problem(LLAMA)).choices
+    assert names(chosen) == {"prefill": "fast", "decode": "fast"}
+
+
+def test_auto_leaves_out_what_is_refused() -> None:
+    """D3"""
+    fast = backend("fast", replace(PLAIN, min_sm=100), preference=100)
+    installed = registry(backend("slow"), fast)
+    assert names(select(installed, BackendRequest(), Problem(LLAMA, "cuda", 90)).choices)["prefill"] == "slow"
+    assert names(select(installed, BackendRequest(), Problem(LLAMA, "cuda", 100)).choices)["prefill"] == "fast"
+
+
+def test_a_tie_is_settled_by_name_whatever_the_order() -> None:
+    """D3"""
+    for order in permutations([backend("b"), backend("a"), backend("c")]):
+        selection = select(registry(*order), BackendRequest(), Problem(LLAMA))
+        assert names(selection.choices)["prefill"] == "a"
+        assert [each.backend.spec.name for each in selection.choices[Role.PREFILL].candidates] == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("preference", [100, 0, -100])
+def test_the_embedded_default_comes_last(preference: int) -> None:
+    """D3: by what it is, not by its name or its preference."""
+    installed = registry(backend("default", distribution="attnplug"), backend("zzz", preference=preference))
+    selection = select(installed, BackendRequest(), Problem(LLAMA))
+    assert names(selection.choices) == {"prefill": "zzz", "decode": "zzz"}
+    assert selection.choices[Role.PREFILL].candidates[-1].backend.spec.name == "default"
+
+
+DEFAULT = backend("default", distribution="attnplug")
+REFUSED = backend("gpu", replace(PLAIN, devices={"cuda"}), preference=1000)
+
+
+@pytest.mark.parametrize(
+    ("installed", "why"),
+    [
+        ([DEFAULT], "the only usable one"),
+        ([DEFAULT, REFUSED], "the only usable one; 1 refused"),
+        ([backend("a"), REFUSED], "the only usable one; 1 refused"),
+        ([backend("a", preference=7), DEFAULT], "preference 7, the highest of 2 usable, before default"),
+        ([backend("a", preference=7), backend("b")], "preference 7, the highest of 2 usable, before b"),
+        ([backend("a"), DEFAULT], "the only usable one beside the embedded default default, which comes last"),
+        ([backend("a"), backend("b")], "preference 0, equal with b, first by name"),
+        (
+            [backend("a"), backend("b"), backend("c"), DEFAULT, REFUSED],
+            "preference 0, equal with b, c, first by name; the embedded default default comes last; 1 refused",
+        ),
+        (
+            [backend("a"), backend("b", preference=-1), DEFAULT],
+            "preference 0, the highest of 2 usable beside the embedded default default, which comes last",
+        ),
+        (
+            [backend("a", preference=7), backend("b", preference=7), DEFAULT],
+            "preference 7, equal with b, first by name",
+        ),
+    ],
+)
+def test_auto_says_by_which_rule(installed: list[Registered], why: str) -> None:
+    """D3: what decided, and nothing that did not."""
+    choice = explain(registry(*installed), BackendRequest(), Problem(LLAMA, "cpu")).choices[Role.PREFILL]
+    assert choice.chosen is installed[0]
+    assert choice.why == f"auto: {why}"
+
+
+def test_every_installed_backend_is_a_candidate() -> None:
+    """D3"""
+    installed = registry(backend("fast"), backend("linear", LINEAR), backend("mla", replace(PLAIN, kinds={"mla"})))
+    candidates = explain(installed, BackendRequest(), Problem(LLAMA)).choices[Role.DECODE].candidates
+    assert {each.backend.spec.name: bool(each.refusals) for each in candidates} == {
+        "fast": False,
+        "linear": True,
+        "mla": True,
+    }
