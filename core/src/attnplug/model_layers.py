@@ -13,6 +13,7 @@ from dataclasses import replace
 
 from attnplug.config_keys import Config
 from attnplug.model import AttentionKind, LayerSpec, LinearDims, MLADims
+from attnplug.rope_keys import rope_section, rope_type
 
 Layers = Sequence[LayerSpec | None]
 Reader = Callable[[Config], Layers]
@@ -165,8 +166,8 @@ def _yarn_mscale(config: Config) -> float:
     transformers does this alike in deepseek_v2 and deepseek_v3 (``yarn_apply_mscale``, 5.17 and 5.22), and for
     every rope type but "default", not for yarn alone. ``mscale`` itself acts on cos and sin, not on the scale.
     """
-    rope = config.section("rope_parameters") or config.section("rope_scaling")
-    if rope is None or (rope.optional_text("rope_type") or rope.optional_text("type") or "default") == "default":
+    rope = rope_section(config)
+    if rope_type(rope) == "default":
         return 1.0
     all_dim = rope.optional_number("mscale_all_dim", least=0.0)
     if not all_dim:

@@ -132,12 +132,13 @@ class Experts(nn.Module):
         super().__init__()
         own = even_part(intermediate, weights.parallel, "expert columns")
         columns = length(own)
+        parts = [Rows(name, intermediate, own) for name in form.inputs]
+        weights.at("0").check("weight", parts, hidden)
         empty = torch.empty(0, dtype=weights.dtype, device=weights.device)
         self.gate_up = frozen(empty.new_empty(experts, len(form.inputs) * columns, hidden))
         self.down = frozen(empty.new_empty(experts, hidden, columns))
         for expert in range(experts):
             one = weights.at(str(expert))
-            parts = [Rows(name, intermediate, own) for name in form.inputs]
             one.fill(self.gate_up[expert], "weight", parts)
             self.down[expert].copy_(one.take(f"{form.output}.weight", hidden, intermediate, columns=own))
         self._activate = form.activate
