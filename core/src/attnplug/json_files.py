@@ -16,17 +16,9 @@ MOST_BYTES = 16 << 20
 
 def read_json_object(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, object]:
     """The object that a file holds. Raises UsageError, which names the file, and nothing else."""
+    text = read_text(path, most_bytes)
     try:
-        regular_size(path)
-        with path.open("rb") as file:
-            content = file.read(most_bytes + 1)
-        if len(content) > most_bytes:
-            raise UsageError(f"{path} is larger than {most_bytes} bytes: this is not a {path.name}")
-        value = json.loads(content.decode("utf-8-sig"))
-    except OSError as error:
-        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not UTF-8 text: byte {error.start} cannot be decoded") from error
+        value = json.loads(text)
     except json.JSONDecodeError as error:
         where = f"line {error.lineno}, column {error.colno}"
         raise UsageError(f"{path} is not JSON: {error.msg} at {where}") from error
@@ -37,6 +29,21 @@ def read_json_object(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, obje
     if not isinstance(value, dict):
         raise UsageError(f"{path} is JSON, but not an object: it holds {show(value)}")
     return value
+
+
+def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
+    """The text of a file in UTF-8. Raises UsageError, which names the file, and nothing else."""
+    regular_size(path)
+    try:
+        with path.open("rb") as file:
+            content = file.read(most_bytes + 1)
+        if len(content) > most_bytes:
+            raise UsageError(f"{path} is larger than {most_bytes} bytes: this is not a {path.name}")
+        return content.decode("utf-8-sig")
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not UTF-8 text: byte {error.start} cannot be decoded") from error
 
 
 def regular_size(path: Path) -> int:

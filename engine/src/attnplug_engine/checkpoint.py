@@ -225,7 +225,8 @@ def checkpoint_folder(reference: str) -> Path:
 def shortened(names: Sequence[str]) -> str:
     """Names for a message: the first few, and how many more there are."""
     more = len(names) - _SHOWN
-    return ", ".join(name if len(name) <= 200 else f"{name[:200]}…" for name in names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    cut = (name if len(name) <= _MOST_NAME else f"{name[:_MOST_NAME]}…" for name in names[:_SHOWN])
+    return ", ".join(cut) + (f" and {more} more" if more > 0 else "")
 
 
 def _read_json(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, object]:

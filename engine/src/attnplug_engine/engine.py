@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -28,6 +26,8 @@ from attnplug.errors import PoolError, UsageError
 from attnplug.kv import torch_dtype
 from attnplug.model import ModelSpec
 from attnplug.model_config import load_model as load_spec
+from attnplug_engine.chat import Chat
+from attnplug_engine.chat_template import ChatTemplate
 from attnplug_engine.models import load_model
 from attnplug_engine.parallel import SINGLE, TensorParallel
 from attnplug_engine.prefix_cache import CacheStatistics, PrefixCache
@@ -43,9 +43,9 @@ from attnplug_engine.request import (
 from attnplug_engine.runner import Capacity, ModelRunner, bytes_per_page, bytes_per_state
 from attnplug_engine.sampler import BadLogits, Sampler
 from attnplug_engine.scheduler import Scheduler
-from attnplug_engine.tokenizer import Tokenizer, find_tokenizer
+from attnplug_engine.tokenizer import Tokenizer, end_tokens, find_tokenizer
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Chat
 
 LARGEST_BATCH = 1 << 16
 
@@ -182,6 +182,8 @@ class Engine:
         )
         self.sampler = Sampler(options.seed)
         self.statistics = Statistics()
+        self._model = model
+        self._chat_template: ChatTemplate | None = None
         self._next_id = 0
 
     def add(self, prompt: Prompt, params: SamplingParams) -> Request:
@@ -220,8 +222,10 @@ class Engine:
 
     def stream(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> Iterator[Update]:
         """Generate for all prompts; yields each token as it comes, and each prompt's end."""
-        if isinstance(prompts, str) or not all(isinstance(prompt, str | Sequence) for prompt in prompts):
-            raise UsageError(f"prompts is {prompts!r:.60}; give a list of prompts, each a text or a list of token ids")
+        if isinstance(prompts, str) or not all(isinstance(prompt, str | Sequence | Chat) for prompt in prompts):
+            raise UsageError(
+                f"prompts is {prompts!r:.60}; give a list of prompts, each a text, a Chat or a list of token ids"
+            )
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise UsageError(f"{len(prompts)} prompts were given with {len(each)} sampling parameters")
@@ -283,18 +287,24 @@ class Engine:
         return None if self.cache is None else self.cache.statistics
 
     def _tokens(self, prompt: Prompt) -> Sequence[int]:
-        if isinstance(prompt, str):
+        if isinstance(prompt, str | Chat):
             if self.tokenizer is None:
                 raise UsageError("the checkpoint has no tokenizer.json; give the prompt as token ids")
+            text = prompt if isinstance(prompt, str) else self._rendered(prompt)
             try:
-                prompt.encode()
+                text.encode()
             except UnicodeEncodeError:
                 raise UsageError("the prompt is not text: it holds half of a surrogate pair") from None
-            return self.tokenizer.encode(prompt)
+            return self.tokenizer.encode(text, special_tokens=isinstance(prompt, str))
         for token in prompt:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
                 raise UsageError(f"token id {token!r} is not in the vocabulary; give 0 to {self.vocab_size - 1}")
         return prompt
+
+    def _rendered(self, chat: Chat) -> str:
+        if self._chat_template is None:
+            self._chat_template = ChatTemplate.find(self._model)
+        return self._chat_template.render(chat)
 
 
 @dataclass(frozen=True, slots=True)
@@ -325,21 +335,6 @@ def _select(
     problem = Problem(spec, *where, dtype, kv_dtype, page_size=options.page_size, tensor_parallel=ranks)
     request = BackendRequest(options.attention_backend, options.role_backends, options.backend_options)
     return select(load_registry(), request, problem)
-
-
-def end_tokens(reference: str, config: Mapping[str, object]) -> frozenset[int]:
-    """The tokens by which a checkpoint says that a text ends: in generation_config.json, else in its config."""
-    value = config.get("eos_token_id")
-    path = Path(reference) / "generation_config.json"
-    if path.is_file():
-        try:
-            given = json.loads(path.read_text(encoding="utf-8-sig"))
-        except (OSError, ValueError) as error:
-            raise UsageError(f"{path} cannot be read: {error}") from error
-        if isinstance(given, dict) and given.get("eos_token_id") is not None:
-            value = given["eos_token_id"]
-    tokens = value if isinstance(value, list) else [value]
-    return frozenset(token for token in tokens if isinstance(token, int) and not isinstance(token, bool))
 
 
 def _capacity(

@@ -153,7 +153,7 @@ def _config(architecture: Architecture, source: WeightSource, spec: ModelSpec) -
 
 
 def _ignored(architecture: Architecture, config: Config) -> Callable[[str], bool]:
-    """Whether a tensor may stay behind by its name: it belongs to a layer for multi-token prediction, or is computed."""
+    """Whether a tensor may stay behind, by its name: it is of a layer for multi-token prediction, or is computed."""
     patterns = [re.compile(pattern) for pattern in architecture.ignored]
     extra = max((config.optional_integer(key, least=0) or 0 for key in architecture.extra_layers), default=0)
     behind = range(config.layer_count(), config.layer_count() + extra) if extra else range(0)
