@@ -11,9 +11,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from attnplug.config_keys import Config
+from attnplug.config_keys import Config, ModelConfigError
 from attnplug.model import AttentionKind, LayerSpec, LinearDims, MLADims
 from attnplug.rope_keys import rope_section, rope_type
+
+MOST_COLUMNS = 1 << 24
+"""Of a layer's queries, values, cache row or convolution: real ones are below a hundredth of it."""
 
 Layers = Sequence[LayerSpec | None]
 Reader = Callable[[Config], Layers]
@@ -320,7 +323,26 @@ READERS: Mapping[str, Reader] = {
 }
 
 
+def _check_width(config: Config, layer: LayerSpec) -> None:
+    """Refuse what no model has, before anybody allocates it."""
+    dims = layer.linear
+    widths = [layer.num_heads * layer.head_dim, layer.num_heads * layer.v_head_dim]
+    widths += [] if dims is None else [dims.conv_channels, dims.conv_width]
+    if layer.mla is not None:
+        widths.append(layer.mla.row_dim)
+    if max(widths) > MOST_COLUMNS:
+        heads = f"{layer.num_heads} heads of {layer.head_dim} and {layer.v_head_dim}"
+        raise ModelConfigError(
+            f"{config.source}: a layer of kind {layer.kind} has {max(widths)} columns ({heads}); "
+            f"at most {MOST_COLUMNS} can be read",
+            config.source,
+        )
+
+
 def read_layers(config: Config) -> tuple[LayerSpec, ...]:
     """The attention layers of a model, in order."""
     layers = READERS.get(config.model_type, _decoder)(config)
+    for layer in dict.fromkeys(layers):
+        if layer is not None:
+            _check_width(config, layer)
     return tuple(replace(layer, layer_id=index) for index, layer in enumerate(layers) if layer is not None)

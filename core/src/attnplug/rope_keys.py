@@ -37,5 +37,5 @@ def _check_flat(section: Config) -> None:
     for key, value in section.values.items():
         if isinstance(value, Mapping):
             raise section.error(
-                "is an object: rope that differs from layer to layer cannot be read; give one for all layers", key
+                "is an object: rope that differs from layer to layer cannot be read; give one for all layers", key[:80]
             )

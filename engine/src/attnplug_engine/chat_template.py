@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
-from typing import ClassVar, NoReturn
+from typing import NoReturn
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.exceptions import SecurityError
@@ -111,7 +111,7 @@ def _special_tokens(folder: Path, config: Mapping[str, object]) -> dict[str, str
 class _Generation(Extension):
     """``{% generation %}``, which marks what a model is trained on: its body, as it is."""
 
-    tags: ClassVar = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - as Jinja declares it
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)

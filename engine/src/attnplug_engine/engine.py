@@ -51,6 +51,7 @@ LARGEST_BATCH = 1 << 16
 
 _CPU_CACHE_BYTES = 1 << 30
 _GPU_CACHE_SHARE = 0.85
+_MOST_EMPTY_PAGES = 1 << 21
 _SLOTS_A_REQUEST = 3
 """Linear states by default: a request's own, and two snapshots."""
 
@@ -359,7 +360,8 @@ def _capacity(
             f"--state-slots {state_slots} is given, but the model has no linear-attention layer; leave it out"
         )
     if num_pages is None and not spec.full_layers:
-        num_pages = per_request * options.max_batch  # a page is a number without memory then
+        # A page is a number without memory then; but a config may claim any context.
+        num_pages = min(per_request * options.max_batch, _MOST_EMPTY_PAGES)
     if num_pages is None:
         page = bytes_per_page(spec, page_size, kv_dtype, parallel.size)
         room = _CPU_CACHE_BYTES

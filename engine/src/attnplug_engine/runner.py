@@ -108,7 +108,7 @@ class ModelRunner:
             self.allocator,
             page_size=capacity.page_size,
             max_requests=capacity.max_batch,
-            max_pages=-(-capacity.context_length // capacity.page_size),
+            max_pages=min(-(-capacity.context_length // capacity.page_size), capacity.num_pages),
             device=device,
         )
         if check_layers:

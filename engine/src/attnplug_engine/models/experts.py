@@ -133,7 +133,8 @@ class Experts(nn.Module):
         own = even_part(intermediate, weights.parallel, "expert columns")
         columns = length(own)
         parts = [Rows(name, intermediate, own) for name in form.inputs]
-        weights.at("0").check("weight", parts, hidden)
+        for expert in {0, experts - 1}:
+            weights.at(str(expert)).check("weight", parts, hidden)
         empty = torch.empty(0, dtype=weights.dtype, device=weights.device)
         self.gate_up = frozen(empty.new_empty(experts, len(form.inputs) * columns, hidden))
         self.down = frozen(empty.new_empty(experts, hidden, columns))
