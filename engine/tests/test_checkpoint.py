@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from attnplug.config_keys import ModelConfigError
 from attnplug.errors import UsageError
 from attnplug.tiny import TINY_CONFIGS
+from attnplug_engine import Engine
 from attnplug_engine.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -333,6 +334,7 @@ def test_tensors_that_no_module_takes(folder):
         ("llama", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters.full_attention"),
         ("llama", {"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("ring_linear", {"group_norm_size": 3}, "group_norm_size"),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method"),
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob"),
         ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func"),
@@ -351,6 +353,15 @@ def test_what_a_config_asks_for_and_the_model_cannot_do(tmp_path, name, keys, ke
     with pytest.raises(ModelConfigError) as caught:
         load(folder)
     assert caught.value.key == key
+
+
+@pytest.mark.parametrize("name", ["mamba2", "llama"])
+def test_a_context_that_a_config_only_claims_costs_no_memory(tmp_path, name):
+    folder = saved(name, tmp_path / "model")
+    set_keys(folder, max_position_embeddings=1 << 30)
+    runner = Engine(str(folder), device="cpu", num_pages=None if name == "mamba2" else 64).runner
+    assert runner.allocator.num_pages <= 1 << 21
+    assert runner.table.max_pages <= 1 << 21
 
 
 # ---- random weights ----
