@@ -55,7 +55,7 @@ $(VENV)/installed: constraints.txt Makefile $(addsuffix /pyproject.toml,$(PACKAG
 	$(PIP) hatchling editables
 	$(PIP) --no-build-isolation $(addprefix -e ./,$(filter-out $(PLUGINS),$(PACKAGES)))
 	$(PIP) --no-build-isolation --no-deps $(addprefix -e ./,$(PLUGINS))
-	$(PIP) transformers tokenizers
+	$(PIP) transformers
 	@touch $@
 
 # FlashInfer comes with what its import needs and no more: with the CuTe DSL, it cannot be imported where there is no CUDA.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import subprocess
 import sys
@@ -80,6 +81,11 @@ def test_a_folder_without_config_says_what_looks_close(tmp_path: Path) -> None:
 def test_config_json_is_a_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").mkdir()
     assert "cannot be read: Is a directory" in str(unreadable(tmp_path))
+
+
+def test_config_json_is_a_pipe_that_nobody_writes_to(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "config.json")
+    assert "not a regular file" in str(unreadable(tmp_path))
 
 
 def test_config_json_is_a_broken_link(tmp_path: Path) -> None:
@@ -220,6 +226,44 @@ def test_an_indexed_layer_needs_a_topk() -> None:
 def test_yarn_needs_a_factor() -> None:
     refused(DEEPSEEK_V3, "rope_scaling.factor", rope_scaling={"type": "yarn", "mscale_all_dim": 1})
     refused(DEEPSEEK_V3, "rope_scaling", rope_scaling="yarn")
+
+
+def test_rope_scaling_wins_over_rope_parameters() -> None:
+    """As in transformers: there the softmax scale of DeepSeek-V3 is that of ``rope_scaling``."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "mscale_all_dim": 1.0}
+    plain = {"rope_type": "default", "rope_theta": 10000.0}
+    base = without(DEEPSEEK_V3, "rope_scaling")
+    scales = [
+        read(base, **keys).layers[0].scale
+        for keys in (
+            {"rope_scaling": yarn},
+            {"rope_scaling": yarn, "rope_parameters": plain},
+            {"rope_scaling": plain, "rope_parameters": yarn},
+            {"rope_scaling": {}, "rope_parameters": yarn},
+            {},
+        )
+    ]
+    assert scales[0] == scales[1] == scales[3] > scales[2] == scales[4]
+
+
+def test_rope_that_differs_between_layers_is_refused() -> None:
+    nested = {"full_attention": {"rope_type": "yarn", "factor": 4.0}}
+    refused(without(DEEPSEEK_V3, "rope_scaling"), "rope_parameters.full_attention", rope_parameters=nested)
+
+
+@pytest.mark.parametrize(
+    ("config", "key"),
+    [
+        (LLAMA_3_8B, "head_dim"),
+        (LLAMA_3_8B, "num_attention_heads"),
+        (DEEPSEEK_V3, "kv_lora_rank"),
+        (DEEPSEEK_V3, "v_head_dim"),
+        (NEMOTRON_H_8B, "conv_kernel"),
+    ],
+)
+def test_sizes_that_nothing_could_hold(config: dict[str, Any], key: str) -> None:
+    with pytest.raises(ModelConfigError, match="columns"):
+        read({"hidden_size": 1 << 30, **config, "num_key_value_heads": 1, "head_dim": 128} | {key: 1 << 30})
 
 
 def test_a_nested_key_is_named_with_its_path() -> None:

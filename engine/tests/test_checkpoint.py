@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import os
 import re
 
 import pytest
@@ -12,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from attnplug.config_keys import ModelConfigError
 from attnplug.errors import UsageError
 from attnplug.tiny import TINY_CONFIGS
+from attnplug_engine import Engine
 from attnplug_engine.checkpoint import (
     Checkpoint,
     CheckpointError,
@@ -85,6 +88,9 @@ def test_only_the_rows_and_columns_asked_for_are_returned(folder):
 
 def test_the_config_file_stands_for_its_folder(folder):
     assert parameters(load(folder / "config.json")).keys() == parameters(load(folder)).keys()
+    set_keys(folder, tie_word_embeddings=True)
+    (folder / "config.json").rename(folder / "tied.json")
+    assert load(folder / "tied.json").config["tie_word_embeddings"]
 
 
 def test_weights_stay_as_they_are_when_the_file_changes(folder):
@@ -102,9 +108,34 @@ def test_frequencies_in_a_checkpoint_are_harmless(folder, name):
     load(folder)
 
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+
+def test_a_stored_head_wins_over_a_config_that_ties_it(folder):
+    """transformers does not tie what it finds stored with other numbers."""
+    from transformers import AutoModelForCausalLM
+
+    set_keys(folder, tie_word_embeddings=True)
+    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    module = load(folder).module
+    assert torch.equal(module.head.weight, load_file(folder / "model.safetensors")[HEAD])
+    assert torch.equal(module.head.weight, oracle.lm_head.weight)
+    assert torch.equal(module.embedding, oracle.get_input_embeddings().weight)
+
+
 def test_a_second_copy_of_a_tied_head_is_harmless(folder):
     set_keys(folder, tie_word_embeddings=True)
-    load(folder)
+    rewrite(folder, lambda tensors: tensors.update({HEAD: tensors[EMBEDDING].clone()}))
+    module = load(folder).module
+    assert module.head.weight.data_ptr() == module.embedding.data_ptr()
+
+
+def test_a_tied_embedding_may_be_stored_as_the_head(folder):
+    set_keys(folder, tie_word_embeddings=True)
+    rewrite(folder, lambda tensors: tensors.pop(EMBEDDING))
+    module = load(folder).module
+    assert torch.equal(module.embedding, load_file(folder / "model.safetensors")[HEAD])
+    assert module.head.weight.data_ptr() == module.embedding.data_ptr()
 
 
 @pytest.mark.parametrize("key", ["num_nextn_predict_layers", "num_mtp_layers"])
@@ -114,8 +145,9 @@ def test_layers_for_multi_token_prediction_are_left_behind(tmp_path, key):
     set_keys(folder, num_nextn_predict_layers=0, num_mtp_layers=0)
     with pytest.raises(UnusedTensors, match=r"model\.layers\.3\.eh_proj\.weight"):
         load(folder)
-    set_keys(folder, **{key: 1})
-    load(folder)
+    for count in (1, 10**9):
+        set_keys(folder, **{key: count})
+        load(folder)
 
 
 # ---- what is refused ----
@@ -171,11 +203,49 @@ def test_a_shard_that_is_not_there(make_oracle):
 
 
 @pytest.mark.parametrize("index", [{}, {"weight_map": {}}, {"weight_map": []}, {"weight_map": {"a": "../other"}},
-                                   {"weight_map": {"a": 3}}])  # fmt: skip
+                                   {"weight_map": {"a": 3}}, {"weight_map": {"a": "x" * 5000}},
+                                   {"weight_map": {"a": "x\0y"}}, {"weight_map": {"a": "\ud800"}},
+                                   "[" * 100_000, '{"weight_map": ' + "9" * 5000 + "}"])  # fmt: skip
 def test_an_index_that_makes_no_sense(folder, index):
     (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json"):
+    text = index if isinstance(index, str) else json.dumps(index)
+    (folder / "model.safetensors.index.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json") as caught:
+        load(folder)
+    assert len(str(caught.value)) < 1000
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(folder, name):
+    (folder / "model.safetensors").unlink()
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    with pytest.raises(CheckpointError, match=rf"{re.escape(name)} cannot be read: it is not a regular file"):
+        Checkpoint.open(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "keys"),
+    [
+        ("llama", {"hidden_size": 1 << 30, "head_dim": 16}),
+        ("llama", {"intermediate_size": 1 << 30}),
+        ("llama", {"vocab_size": 1 << 30}),
+        ("deepseek_v3", {"n_routed_experts": 1 << 30}),
+        ("deepseek_v3", {"moe_intermediate_size": 1 << 30}),
+        ("nemotron_h", {"n_routed_experts": 1 << 30}),
+    ],
+)
+def test_absurd_sizes_are_compared_with_the_weights_before_memory_is_asked_for(tmp_path, monkeypatch, name, keys):
+    folder = saved(name, tmp_path / "model")
+    set_keys(folder, **keys)
+    allocate = torch.Tensor.new_empty
+
+    def bounded(tensor, *shape, **settings):
+        assert math.prod(shape) < 1 << 30
+        return allocate(tensor, *shape, **settings)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", bounded)
+    with pytest.raises((WrongShape, MissingTensor)):
         load(folder)
 
 
@@ -256,8 +326,15 @@ def test_tensors_that_no_module_takes(folder):
         ("llama", {"hidden_act": "gelu"}, "hidden_act"),
         ("llama", {"rope_parameters": {"rope_type": "longrope"}}, "rope_parameters.rope_type"),
         ("llama", {"rope_scaling": {"type": "dynamic"}}, "rope_scaling.type"),
+        ("llama", {"rope_scaling": {"type": "su"}, "rope_parameters": {"rope_type": "default"}}, "rope_scaling.type"),
+        ("llama", {"rope_scaling": {"rope_type": None, "type": "yarn", "factor": 4.0}}, "rope_scaling.rope_type"),
+        ("llama", {"rope_scaling": {"rope_type": "yarn"}}, "rope_scaling.factor"),
+        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1}}, "rope_scaling.rope_theta"),
+        ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": None}}, "rope_parameters.rope_theta"),
+        ("llama", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters.full_attention"),
         ("llama", {"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("ring_linear", {"group_norm_size": 3}, "group_norm_size"),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method"),
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob"),
         ("deepseek_v2", {"scoring_func": "sigmoid"}, "scoring_func"),
@@ -276,6 +353,15 @@ def test_what_a_config_asks_for_and_the_model_cannot_do(tmp_path, name, keys, ke
     with pytest.raises(ModelConfigError) as caught:
         load(folder)
     assert caught.value.key == key
+
+
+@pytest.mark.parametrize("name", ["mamba2", "llama"])
+def test_a_context_that_a_config_only_claims_costs_no_memory(tmp_path, name):
+    folder = saved(name, tmp_path / "model")
+    set_keys(folder, max_position_embeddings=1 << 30)
+    runner = Engine(str(folder), device="cpu", num_pages=None if name == "mamba2" else 64).runner
+    assert runner.allocator.num_pages <= 1 << 21
+    assert runner.table.max_pages <= 1 << 21
 
 
 # ---- random weights ----

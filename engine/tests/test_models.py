@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 
 import pytest
@@ -9,9 +10,10 @@ import torch
 from torch.testing import assert_close
 
 from attnplug import ForwardBatch, ForwardMode
+from attnplug.config_keys import Config
 from attnplug.tiny import TINY_CONFIGS
 from attnplug_engine.models import ARCHITECTURES, UnknownArchitecture, build_model, load_model
-from attnplug_engine.models.rope import HalfRotation, PairRotation
+from attnplug_engine.models.rope import HalfRotation, PairRotation, inverse_frequencies
 from attnplug_engine.random_checkpoint import RandomCheckpoint
 
 DECODED = 8
@@ -149,6 +151,40 @@ def test_rope_keys_of_old_configs_mean_the_same(make_oracle):
     x = torch.randn(3, 2, 8)
     positions = torch.tensor([0, 7, 200])
     assert torch.equal(old.at(positions).apply(x), new.at(positions).apply(x))
+
+
+_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+ROPE_KEYS = {
+    "yarn beside plain parameters": {"rope_scaling": _YARN, "rope_parameters": {"rope_type": "default"}},
+    "plain scaling beside yarn": {"rope_scaling": {"type": "default"}, "rope_parameters": _YARN},
+    "empty scaling beside yarn": {"rope_scaling": {}, "rope_parameters": _YARN},
+    "both names of the type": {"rope_scaling": {**_YARN, "type": "linear"}},
+    "theta outside, parameters without": {"rope_theta": 500.0, "rope_parameters": _YARN},
+    "theta outside and inside": {"rope_theta": 500.0, "rope_parameters": {**_YARN, "rope_theta": 3e9}},
+    "theta of the section that loses": {"rope_scaling": _YARN, "rope_parameters": {"rope_theta": 500.0}},
+    "original length outside": {"original_max_position_embeddings": 32, "rope_scaling": _YARN},
+    "no original length": {"rope_scaling": {"type": "yarn", "factor": 4.0}},
+    "a factor of null": {"rope_scaling": {**_YARN, "factor": None}},
+    "attention factor": {"rope_scaling": {**_YARN, "attention_factor": 0.5}},
+    "mscale": {"rope_scaling": {**_YARN, "mscale": 0.707, "mscale_all_dim": 1.0}},
+    "mscale alone": {"rope_scaling": {**_YARN, "mscale": 0.707}},
+    "not truncated": {"rope_scaling": {**_YARN, "truncate": None, "beta_fast": 16, "beta_slow": 2}},
+    "llama3": {"rope_scaling": LLAMA3, "rope_parameters": _YARN},
+    "linear": {"rope_scaling": {"type": "linear", "factor": 3}, "rope_theta": 1e6},
+}
+
+
+@pytest.mark.parametrize("keys", ROPE_KEYS.values(), ids=ROPE_KEYS)
+def test_rope_keys_in_every_combination_mean_what_they_mean_in_transformers(keys):
+    """To the last bit: with long contexts it decides over an angle."""
+    from transformers import LlamaConfig
+    from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+    values = {**TINY_CONFIGS["llama"], "max_position_embeddings": 256, **keys}
+    wanted = LlamaRotaryEmbedding(LlamaConfig.from_dict(copy.deepcopy(values)))
+    frequencies, factor = inverse_frequencies(Config(values, "here", "llama"), 16)
+    assert torch.equal(frequencies, wanted.inv_freq)
+    assert factor == wanted.attention_scaling
 
 
 @pytest.mark.parametrize("rotation", [HalfRotation, PairRotation])

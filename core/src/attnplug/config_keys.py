@@ -12,6 +12,7 @@ from attnplug.errors import UsageError
 _T = TypeVar("_T")
 
 _MOST = 1 << 30  # of any count or width: real ones are far below, and floats made of them cannot overflow
+_MOST_NUMBER = 1e12  # the base of a rope for contexts of millions is 1e11
 _MOST_LAYERS = 4096
 
 
@@ -65,8 +66,8 @@ class Config:
             raise self.missing(key)
         value = self.values[key]
         # NaN is in no range.
-        if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= 1e9:
-            raise self.wrong(key, f"a number from {least:g} to 1e9")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= _MOST_NUMBER:
+            raise self.wrong(key, f"a number from {least:g} to {_MOST_NUMBER:g}")
         return float(value)
 
     def optional_number(self, key: str, least: float = 1e-9) -> float | None:

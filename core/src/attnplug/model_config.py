@@ -7,13 +7,14 @@ mean for attention is in ``model_layers``. Nothing is downloaded, and no weights
 from __future__ import annotations
 
 import difflib
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from attnplug.config_keys import Config, ModelConfigError, show
+from attnplug.config_keys import Config, ModelConfigError
+from attnplug.errors import UsageError
+from attnplug.json_files import read_json_object
 from attnplug.model import ModelSpec
 from attnplug.model_layers import CLASS_DEFAULTS, read_layers
 from attnplug.tiny import TINY_CONFIGS
@@ -22,7 +23,6 @@ UNBOUNDED_CONTEXT = 1 << 20
 """Context length of a model whose config sets no limit (Mamba-2 has no positions to run out of)."""
 
 _TINY = "tiny:"
-_MOST_BYTES = 16 << 20  # someone will give the file with the weights
 
 
 def load_model(reference: str) -> ModelSpec:
@@ -30,7 +30,7 @@ def load_model(reference: str) -> ModelSpec:
     if reference.startswith(_TINY):
         return _model(_tiny_config(reference), reference, reference)
     path = _config_path(reference)
-    return _model(_read_json(path), Path(os.path.abspath(path)).parent.name or str(path), str(path))
+    return _model(_read(path), Path(os.path.abspath(path)).parent.name or str(path), str(path))
 
 
 def model_from_config(config: Mapping[str, object], name: str) -> ModelSpec:
@@ -82,26 +82,11 @@ def _close_to_config(folder: Path) -> list[str]:
     return sorted(found, key=lambda name: (name != "params.json", -likeness[name]))[:4]
 
 
-def _read_json(path: Path) -> Mapping[str, object]:
-    source = str(path)
+def _read(path: Path) -> Mapping[str, object]:
     try:
-        with path.open("rb") as file:
-            content = file.read(_MOST_BYTES + 1)
-        if len(content) > _MOST_BYTES:
-            raise ModelConfigError(f"{source} is larger than {_MOST_BYTES} bytes: this is not a config.json", source)
-        config = json.loads(content.decode("utf-8-sig"))
-    except OSError as error:
-        raise ModelConfigError(f"{source} cannot be read: {error.strerror or error}", source) from error
-    except UnicodeDecodeError as error:
-        raise ModelConfigError(f"{source} is not UTF-8 text: byte {error.start} cannot be decoded", source) from error
-    except json.JSONDecodeError as error:
-        where = f"line {error.lineno}, column {error.colno}"
-        raise ModelConfigError(f"{source} is not JSON: {error.msg} at {where}", source) from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; thousands of brackets
-        raise ModelConfigError(f"{source} is not JSON that can be read: {error}", source) from error
-    if not isinstance(config, dict):
-        raise ModelConfigError(f"{source} is JSON, but not an object: it holds {show(config)}", source)
-    return config
+        return read_json_object(path)
+    except UsageError as error:
+        raise ModelConfigError(str(error), str(path)) from error
 
 
 def _model(values: Mapping[str, object], name: str, source: str) -> ModelSpec:

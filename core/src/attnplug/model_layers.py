@@ -11,8 +11,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from attnplug.config_keys import Config
+from attnplug.config_keys import Config, ModelConfigError
 from attnplug.model import AttentionKind, LayerSpec, LinearDims, MLADims
+from attnplug.rope_keys import rope_section, rope_type
+
+MOST_COLUMNS = 1 << 24
+"""Of a layer's queries, values, cache row or convolution: real ones are below a hundredth of it."""
 
 Layers = Sequence[LayerSpec | None]
 Reader = Callable[[Config], Layers]
@@ -165,8 +169,8 @@ def _yarn_mscale(config: Config) -> float:
     transformers does this alike in deepseek_v2 and deepseek_v3 (``yarn_apply_mscale``, 5.17 and 5.22), and for
     every rope type but "default", not for yarn alone. ``mscale`` itself acts on cos and sin, not on the scale.
     """
-    rope = config.section("rope_parameters") or config.section("rope_scaling")
-    if rope is None or (rope.optional_text("rope_type") or rope.optional_text("type") or "default") == "default":
+    rope = rope_section(config)
+    if rope_type(rope) == "default":
         return 1.0
     all_dim = rope.optional_number("mscale_all_dim", least=0.0)
     if not all_dim:
@@ -319,7 +323,26 @@ READERS: Mapping[str, Reader] = {
 }
 
 
+def _check_width(config: Config, layer: LayerSpec) -> None:
+    """Refuse what no model has, before anybody allocates it."""
+    dims = layer.linear
+    widths = [layer.num_heads * layer.head_dim, layer.num_heads * layer.v_head_dim]
+    widths += [] if dims is None else [dims.conv_channels, dims.conv_width]
+    if layer.mla is not None:
+        widths.append(layer.mla.row_dim)
+    if max(widths) > MOST_COLUMNS:
+        heads = f"{layer.num_heads} heads of {layer.head_dim} and {layer.v_head_dim}"
+        raise ModelConfigError(
+            f"{config.source}: a layer of kind {layer.kind} has {max(widths)} columns ({heads}); "
+            f"at most {MOST_COLUMNS} can be read",
+            config.source,
+        )
+
+
 def read_layers(config: Config) -> tuple[LayerSpec, ...]:
     """The attention layers of a model, in order."""
     layers = READERS.get(config.model_type, _decoder)(config)
+    for layer in dict.fromkeys(layers):
+        if layer is not None:
+            _check_width(config, layer)
     return tuple(replace(layer, layer_id=index) for index, layer in enumerate(layers) if layer is not None)

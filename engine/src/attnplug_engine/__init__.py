@@ -9,12 +9,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attnplug_engine.chat import Chat
     from attnplug_engine.engine import Completion, Engine, EngineOptions, Statistics
     from attnplug_engine.request import FinishReason, Request, SamplingParams
     from attnplug_engine.runner import Capacity, ModelRunner
 
 _MODULE_OF = {
     "Capacity": "runner",
+    "Chat": "chat",
     "Completion": "engine",
     "Engine": "engine",
     "EngineOptions": "engine",
@@ -40,6 +42,7 @@ def __dir__() -> list[str]:
 
 __all__ = [
     "Capacity",
+    "Chat",
     "Completion",
     "Engine",
     "EngineOptions",

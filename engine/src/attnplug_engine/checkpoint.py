@@ -6,7 +6,7 @@ No pickle is ever loaded: unpickling runs whatever code the file holds.
 from __future__ import annotations
 
 import difflib
-import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +14,9 @@ from typing import Any, Protocol
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from attnplug.config_keys import show
 from attnplug.errors import UsageError
+from attnplug.json_files import MOST_BYTES, read_json_object, regular_size
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -22,6 +24,8 @@ INDEX_FILE = "model.safetensors.index.json"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.bin.index.json")
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 _SHOWN = 6
+_MOST_NAME = 255
+_MOST_INDEX_BYTES = 1 << 28  # of 100,000 tensors it has 10 MB
 
 
 class CheckpointError(UsageError):
@@ -81,6 +85,10 @@ class WeightSource(Protocol):
         """The tensors that are there."""
         ...
 
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Raise CheckpointError where there is no tensor of this name and shape that can be read."""
+        ...
+
     def tensor(
         self, name: str, shape: tuple[int, ...], *, rows: slice | None = None, columns: slice | None = None
     ) -> Tensor:
@@ -102,23 +110,23 @@ class Checkpoint:
         self._open: dict[str, Any] = {}
 
     @classmethod
-    def open(cls, folder: str | Path) -> Checkpoint:
+    def open(cls, folder: str | Path, config_file: str = "config.json") -> Checkpoint:
         """Find the files of a checkpoint. Raises CheckpointError for what is missing or cannot be read."""
         folder = Path(folder)
-        if not folder.is_dir():
-            problem = "is not a folder" if folder.exists() else "does not exist"
+        if not os.path.isdir(folder):
+            problem = "is not a folder" if os.path.lexists(folder) else "does not exist"
             raise CheckpointError(f"the checkpoint {str(folder)!r} {problem}; give a Hugging Face folder", str(folder))
-        config_path = folder / "config.json"
-        if not config_path.is_file():
+        config_path = folder / config_file
+        if not os.path.lexists(config_path):
             raise CheckpointError(
                 f"the checkpoint {str(folder)!r} holds no config.json; it holds {_listing(folder)}", str(config_path)
             )
         config = _read_json(config_path)
-        if (folder / SINGLE_FILE).is_file():
+        if os.path.lexists(folder / SINGLE_FILE):
             checkpoint = cls(folder, config, {})
             checkpoint._files = dict.fromkeys(checkpoint._opened(SINGLE_FILE).keys(), SINGLE_FILE)
             return checkpoint
-        if (folder / INDEX_FILE).is_file():
+        if os.path.lexists(folder / INDEX_FILE):
             return cls(folder, config, _read_index(folder))
         raise _no_weights(folder)
 
@@ -134,9 +142,18 @@ class Checkpoint:
     def names(self) -> Sequence[str]:
         return tuple(self._files)
 
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        self._stored(name, shape)
+
     def tensor(
         self, name: str, shape: tuple[int, ...], *, rows: slice | None = None, columns: slice | None = None
     ) -> Tensor:
+        stored = self._stored(name, shape)
+        part: Tensor = stored[rows or slice(None)] if columns is None else stored[rows or slice(None), columns]
+        return part
+
+    def _stored(self, name: str, shape: tuple[int, ...]) -> Any:
+        """A handle on a tensor in its file, of which nothing is read yet."""
         if name not in self._files:
             raise self._missing(name, shape)
         file = self._files[name]
@@ -167,17 +184,20 @@ class Checkpoint:
                 name,
                 dtype,
             )
-        part: Tensor = stored[rows or slice(None)] if columns is None else stored[rows or slice(None), columns]
-        return part
+        return stored
 
     def _opened(self, file: str) -> Any:
         if file not in self._open:
             path = self.folder / file
             try:
+                size = regular_size(path)
+            except UsageError as error:
+                raise CheckpointError(str(error), str(path)) from error
+            try:
                 self._open[file] = safe_open(str(path), framework="pt", device="cpu")
             except (SafetensorError, OSError, ValueError) as error:
                 raise CheckpointError(
-                    f"{path} ({path.stat().st_size} bytes) cannot be read as safetensors: {error}; "
+                    f"{path} ({size} bytes) cannot be read as safetensors: {error}; "
                     "it is truncated or something else, so fetch it again",
                     str(path),
                 ) from error
@@ -196,33 +216,40 @@ class Checkpoint:
         )
 
 
+def checkpoint_folder(reference: str) -> Path:
+    """The folder of a model reference: a folder itself, or that of the config that it names."""
+    path = Path(reference)
+    return path if os.path.isdir(path) else path.parent
+
+
 def shortened(names: Sequence[str]) -> str:
     """Names for a message: the first few, and how many more there are."""
     more = len(names) - _SHOWN
-    return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    cut = (name if len(name) <= _MOST_NAME else f"{name[:_MOST_NAME]}…" for name in names[:_SHOWN])
+    return ", ".join(cut) + (f" and {more} more" if more > 0 else "")
 
 
-def _read_json(path: Path) -> dict[str, object]:
+def _read_json(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, object]:
     try:
-        content = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: not UTF-8, or not JSON
-        raise CheckpointError(f"{path} cannot be read as JSON: {error}", str(path)) from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is JSON, but not an object", str(path))
-    return content
+        return read_json_object(path, most_bytes)
+    except UsageError as error:
+        raise CheckpointError(str(error), str(path)) from error
 
 
 def _read_index(folder: Path) -> dict[str, str]:
     """The file of each tensor. Every file must be there: one that is missing is found now, not after an hour."""
     path = folder / INDEX_FILE
-    listed = _read_json(path).get("weight_map")
+    listed = _read_json(path, _MOST_INDEX_BYTES).get("weight_map")
     if not isinstance(listed, dict) or not listed:
         raise CheckpointError(f"{path} has no 'weight_map' from tensor names to file names", str(path))
     for name, file in listed.items():
         # A file elsewhere is not part of this checkpoint, whatever the index says.
-        if not isinstance(file, str) or Path(file).name != file:
-            raise CheckpointError(f"{path} puts tensor {name!r} into {file!r}, which is no file name", str(path), name)
-    absent = [file for file in sorted(set(listed.values())) if not (folder / file).is_file()]
+        if not isinstance(file, str) or Path(file).name != file or len(file) > _MOST_NAME:
+            raise CheckpointError(
+                f"{path} puts tensor {show(name)} into {show(file)}, which is no file name", str(path), name
+            )
+    # Not Path.is_file, which raises for names that a file system refuses.
+    absent = [file for file in sorted(set(listed.values())) if not os.path.isfile(folder / file)]
     if absent:
         count = len(set(listed.values()))
         raise CheckpointError(

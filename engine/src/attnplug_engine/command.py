@@ -9,6 +9,7 @@ from attnplug import ExtendPath, Role
 from attnplug.cli import output
 from attnplug.cli.app import Commands, add_backend_options, add_command
 from attnplug.errors import UsageError
+from attnplug_engine.chat import Chat
 from attnplug_engine.launch import run_ranks, started_as_rank
 from attnplug_engine.prompts import PromptLine, read_prompts
 from attnplug_engine.request import DEFAULT_MAX_TOKENS, SamplingParams
@@ -23,7 +24,12 @@ def declare(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument("--model", required=True, metavar="PATH|tiny:NAME", help="a checkpoint's folder, or tiny:NAME")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", metavar="TEXT", help="one prompt")
-    what.add_argument("--prompts", metavar="FILE.jsonl", help="one JSON object a line, with prompt or prompt_token_ids")
+    what.add_argument(
+        "--prompts",
+        metavar="FILE.jsonl",
+        help="one JSON object a line, with prompt, messages or prompt_token_ids",
+    )
+    parser.add_argument("--chat", action="store_true", help="a prompt is a user's message: use the chat template")
     add_backend_options(parser)
     for role in _ROLES:
         parser.add_argument(role.option, metavar="NAME|auto", help=f"backend for the role {role} alone")
@@ -80,5 +86,5 @@ def _prompts(parsed: argparse.Namespace) -> list[PromptLine]:
         max_tokens=parsed.max_tokens, temperature=parsed.temperature, top_k=parsed.top_k, top_p=parsed.top_p
     )
     if parsed.prompts is not None:
-        return read_prompts(parsed.prompts, defaults)
-    return [PromptLine(parsed.prompt, defaults, "--prompt")]
+        return read_prompts(parsed.prompts, defaults, chat=parsed.chat)
+    return [PromptLine(Chat.of_user(parsed.prompt) if parsed.chat else parsed.prompt, defaults, "--prompt")]

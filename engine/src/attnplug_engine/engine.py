@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +28,8 @@ from attnplug.errors import BackendError, PoolError, UsageError
 from attnplug.kv import torch_dtype
 from attnplug.model import ModelSpec
 from attnplug.model_config import load_model as load_spec
+from attnplug_engine.chat import Chat
+from attnplug_engine.chat_template import ChatTemplate
 from attnplug_engine.models import load_model
 from attnplug_engine.parallel import SINGLE, TensorParallel
 from attnplug_engine.prefix_cache import CacheStatistics, PrefixCache
@@ -45,14 +45,15 @@ from attnplug_engine.request import (
 from attnplug_engine.runner import Capacity, ModelRunner, bytes_per_page, bytes_per_state
 from attnplug_engine.sampler import BadLogits, Sampler
 from attnplug_engine.scheduler import Scheduler
-from attnplug_engine.tokenizer import Tokenizer, find_tokenizer
+from attnplug_engine.tokenizer import Tokenizer, end_tokens, find_tokenizer
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Chat
 
 LARGEST_BATCH = 1 << 16
 
 _CPU_CACHE_BYTES = 1 << 30
 _GPU_CACHE_SHARE = 0.85
+_MOST_EMPTY_PAGES = 1 << 21
 _SLOTS_A_REQUEST = 3
 """Linear states by default: a request's own, and two snapshots."""
 
@@ -195,6 +196,8 @@ class Engine:
         )
         self.sampler = Sampler(options.seed)
         self.statistics = Statistics()
+        self._model = model
+        self._chat_template: ChatTemplate | None = None
         self._next_id = 0
 
     def add(self, prompt: Prompt, params: SamplingParams) -> Request:
@@ -233,8 +236,10 @@ class Engine:
 
     def stream(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> Iterator[Update]:
         """Generate for all prompts; yields each token as it comes, and each prompt's end."""
-        if isinstance(prompts, str) or not all(isinstance(prompt, str | Sequence) for prompt in prompts):
-            raise UsageError(f"prompts is {prompts!r:.60}; give a list of prompts, each a text or a list of token ids")
+        if isinstance(prompts, str) or not all(isinstance(prompt, str | Sequence | Chat) for prompt in prompts):
+            raise UsageError(
+                f"prompts is {prompts!r:.60}; give a list of prompts, each a text, a Chat or a list of token ids"
+            )
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise UsageError(f"{len(prompts)} prompts were given with {len(each)} sampling parameters")
@@ -296,18 +301,24 @@ class Engine:
         return None if self.cache is None else self.cache.statistics
 
     def _tokens(self, prompt: Prompt) -> Sequence[int]:
-        if isinstance(prompt, str):
+        if isinstance(prompt, str | Chat):
             if self.tokenizer is None:
                 raise UsageError("the checkpoint has no tokenizer.json; give the prompt as token ids")
+            text = prompt if isinstance(prompt, str) else self._rendered(prompt)
             try:
-                prompt.encode()
+                text.encode()
             except UnicodeEncodeError:
                 raise UsageError("the prompt is not text: it holds half of a surrogate pair") from None
-            return self.tokenizer.encode(prompt)
+            return self.tokenizer.encode(text, special_tokens=isinstance(prompt, str))
         for token in prompt:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
                 raise UsageError(f"token id {token!r} is not in the vocabulary; give 0 to {self.vocab_size - 1}")
         return prompt
+
+    def _rendered(self, chat: Chat) -> str:
+        if self._chat_template is None:
+            self._chat_template = ChatTemplate.find(self._model)
+        return self._chat_template.render(chat)
 
 
 @dataclass(frozen=True, slots=True)
@@ -343,21 +354,6 @@ def _insist_on_one_choice(selection: Selection, parallel: TensorParallel, device
         )
 
 
-def end_tokens(reference: str, config: Mapping[str, object]) -> frozenset[int]:
-    """The tokens by which a checkpoint says that a text ends: in generation_config.json, else in its config."""
-    value = config.get("eos_token_id")
-    path = Path(reference) / "generation_config.json"
-    if path.is_file():
-        try:
-            given = json.loads(path.read_text(encoding="utf-8-sig"))
-        except (OSError, ValueError) as error:
-            raise UsageError(f"{path} cannot be read: {error}") from error
-        if isinstance(given, dict) and given.get("eos_token_id") is not None:
-            value = given["eos_token_id"]
-    tokens = value if isinstance(value, list) else [value]
-    return frozenset(token for token in tokens if isinstance(token, int) and not isinstance(token, bool))
-
-
 def _capacity(
     spec: ModelSpec,
     options: EngineOptions,
@@ -380,7 +376,8 @@ def _capacity(
             f"--state-slots {state_slots} is given, but the model has no linear-attention layer; leave it out"
         )
     if num_pages is None and not spec.full_layers:
-        num_pages = per_request * options.max_batch  # a page is a number without memory then
+        # A page is a number without memory then; but a config may claim any context.
+        num_pages = min(per_request * options.max_batch, _MOST_EMPTY_PAGES)
     if num_pages is None:
         page = bytes_per_page(spec, page_size, kv_dtype, parallel.size)
         room = _CPU_CACHE_BYTES

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from attnplug.errors import UsageError
+from attnplug_engine.chat import Chat
 from attnplug_engine.request import SamplingParams
 
-_PROMPT_KEYS = ("prompt", "prompt_token_ids")
+_PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
 _PARAM_KEYS = ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop_token_ids")
 
 
@@ -19,38 +20,41 @@ _PARAM_KEYS = ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop_toke
 class PromptLine:
     """One prompt and how its tokens are chosen. ``where`` is its place, for errors: ``prompts.jsonl:3``."""
 
-    prompt: str | list[int]
+    prompt: str | list[int] | Chat
     params: SamplingParams
     where: str
 
 
-def read_prompts(path: str, defaults: SamplingParams) -> list[PromptLine]:
-    """The prompts of a file of JSON lines; empty lines are left out. A bad line is an error with its number."""
+def read_prompts(path: str, defaults: SamplingParams, *, chat: bool = False) -> list[PromptLine]:
+    """The prompts of a file of JSON lines; empty lines are left out. A bad line is an error with its number.
+
+    With ``chat`` a prompt that is a text is one message of a user.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
     except OSError as error:
         raise UsageError(f"--prompts {path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"--prompts {path} is not UTF-8 text: byte {error.start} cannot be decoded") from error
-    lines = list(_lines(text, path, defaults))
+    lines = list(_lines(text, path, defaults, chat))
     if not lines:
         raise UsageError(f'--prompts {path} holds no prompt; write one JSON object a line: {{"prompt": "…"}}')
     return lines
 
 
-def _lines(text: str, path: str, defaults: SamplingParams) -> Iterator[PromptLine]:
+def _lines(text: str, path: str, defaults: SamplingParams, chat: bool) -> Iterator[PromptLine]:
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             where = f"{path}:{number}"
             try:
-                yield _line(json.loads(line), defaults, where)
+                yield _line(json.loads(line), defaults, where, chat)
             except json.JSONDecodeError as error:
                 raise UsageError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
             except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
                 raise UsageError(f"{where}: not JSON that can be read: {error}") from None
 
 
-def _line(value: Any, defaults: SamplingParams, where: str) -> PromptLine:
+def _line(value: Any, defaults: SamplingParams, where: str, chat: bool) -> PromptLine:
     if not isinstance(value, dict):
         raise UsageError(f'{where}: not an object; write {{"prompt": "…"}} or {{"prompt_token_ids": […]}}')
     unknown = sorted(value.keys() - {*_PROMPT_KEYS, *_PARAM_KEYS})
@@ -77,6 +81,10 @@ def _line(value: Any, defaults: SamplingParams, where: str) -> PromptLine:
         except TypeError:
             raise UsageError(f"{where}: stop_token_ids holds something that is no token id") from None
     try:
+        if given[0] == "messages":
+            prompt = Chat(prompt)
+        elif chat and given[0] == "prompt":
+            prompt = Chat.of_user(prompt)
         return PromptLine(prompt, replace(defaults, **changes), where)
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None

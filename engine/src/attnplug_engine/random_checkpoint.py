@@ -54,11 +54,14 @@ class RandomCheckpoint:
         """The tensors that were asked for so far: there are no others."""
         return tuple(self._shapes)
 
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        if self._shapes.setdefault(name, shape) != shape:
+            raise ValueError(f"tensor {name!r} was asked for as {self._shapes[name]} and as {shape}")
+
     def tensor(
         self, name: str, shape: tuple[int, ...], *, rows: slice | None = None, columns: slice | None = None
     ) -> Tensor:
-        if self._shapes.setdefault(name, shape) != shape:
-            raise ValueError(f"tensor {name!r} was asked for as {self._shapes[name]} and as {shape}")
+        self.check(name, shape)
         whole = self._whole(name, shape)
         part = whole[rows or slice(None)]
         return part if columns is None else part[:, columns]
@@ -74,7 +77,7 @@ class RandomCheckpoint:
     def _whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        normal = torch.randn(shape, generator=generator)
+        normal = torch.randn(shape, generator=generator, dtype=torch.float32)
         if len(shape) > 1:
             return normal.mul_(self._range)
         centre = next((centre for end, centre in _CENTRES.items() if name.endswith(end)), 0.0)

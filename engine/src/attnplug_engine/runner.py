@@ -108,7 +108,8 @@ class ModelRunner:
             self.allocator,
             page_size=capacity.page_size,
             max_requests=capacity.max_batch,
-            max_pages=-(-capacity.context_length // capacity.page_size),
+            # A config may claim any context, and the table is as wide; no request gets more pages than there are.
+            max_pages=min(-(-capacity.context_length // capacity.page_size), max(capacity.num_pages, 1 << 16)),
             device=device,
         )
         if check_layers:

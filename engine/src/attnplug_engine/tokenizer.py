@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
+from tokenizers import Tokenizer as Implementation
+
+from attnplug.config_keys import show
 from attnplug.errors import UsageError
+from attnplug.json_files import read_json_object, regular_size
+from attnplug_engine.checkpoint import checkpoint_folder
 from attnplug_engine.random_checkpoint import TINY
 
 
 class Tokenizer(Protocol):
     """What the engine needs of one."""
 
-    def encode(self, text: str) -> list[int]: ...
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        """The tokens of a text, with those that the model expects around every text unless ``special_tokens`` is off.
+
+        Raises UsageError for a text that it cannot encode, or for which the model has no tokens.
+        """
+        ...
 
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
@@ -24,7 +35,7 @@ class ByteTokenizer:
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = min(vocab_size, 256)
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         tokens = list(text.encode())
         if tokens and max(tokens) >= self._vocab_size:
             odd = next(character for character in text if max(character.encode()) >= self._vocab_size)
@@ -36,32 +47,64 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A checkpoint's ``tokenizer.json``, by the tokenizers library."""
+    """A checkpoint's ``tokenizer.json``, by the tokenizers library.
 
-    def __init__(self, path: Path) -> None:
+    What the file says of truncation and padding is for training batches and is not heeded, as in transformers.
+    """
+
+    def __init__(self, path: Path, vocab_size: int) -> None:
+        self._path, self._vocab_size = path, vocab_size
+        regular_size(path)
         try:
-            from tokenizers import Tokenizer as Implementation
-        except ImportError:
+            self._tokenizer = Implementation.from_file(str(path))
+        except BaseException as error:
+            raise _told(error, f"{path} cannot be read as a tokenizer") from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+
+    def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
+        try:
+            tokens = self._tokenizer.encode(text, add_special_tokens=special_tokens).ids
+        except BaseException as error:
+            raise _told(error, f"{self._path} cannot encode the prompt") from error
+        if tokens and max(tokens) >= self._vocab_size:
             raise UsageError(
-                f"{path} needs the package tokenizers, which is not installed; "
-                "pip install 'attnplug-engine[tokenizer]', or give prompts as token ids"
-            ) from None
-        try:
-            self._tokenizer: Any = Implementation.from_file(str(path))
-        except Exception as error:  # the library raises its own errors as plain Exception
-            raise UsageError(f"{path} cannot be read as a tokenizer: {error}") from error
-
-    def encode(self, text: str) -> list[int]:
-        return list(self._tokenizer.encode(text).ids)
+                f"{self._path} gives the prompt token id {max(tokens)}, but the model's vocabulary ends at "
+                f"{self._vocab_size - 1}; tokenizer.json and config.json are not of one model"
+            )
+        return list(tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(list(token_ids)))
+
+
+def _told(error: BaseException, what: str) -> BaseException:
+    """The library's errors are plain Exceptions, and those of its panics not even that; any other goes on as it is."""
+    ours = isinstance(error, Exception) or type(error).__name__ == "PanicException"
+    return UsageError(f"{what}: {error}") if ours else error
 
 
 def find_tokenizer(reference: str, vocab_size: int) -> Tokenizer | None:
     """The tokenizer of a model reference; ``None`` where the checkpoint has none."""
     if reference.startswith(TINY):
         return ByteTokenizer(vocab_size)
-    folder = Path(reference)
-    path = (folder if folder.is_dir() else folder.parent) / "tokenizer.json"
-    return FileTokenizer(path) if path.exists() else None
+    path = checkpoint_folder(reference) / "tokenizer.json"
+    return FileTokenizer(path, vocab_size) if os.path.lexists(path) else None
+
+
+def end_tokens(reference: str, config: Mapping[str, object]) -> frozenset[int]:
+    """The tokens by which a checkpoint says that a text ends.
+
+    Where there is a generation_config.json it alone counts, as in transformers, even if it names none.
+    """
+    source, values = reference, config
+    path = checkpoint_folder(reference) / "generation_config.json"
+    if not reference.startswith(TINY) and os.path.lexists(path):
+        source, values = str(path), read_json_object(path)
+    value = values.get("eos_token_id")
+    tokens = []
+    for token in value if isinstance(value, list) else [] if value is None else [value]:
+        if not isinstance(token, int) or isinstance(token, bool):
+            raise UsageError(f"{source}: 'eos_token_id' is {show(value)}; it must be a token id, or a list of them")
+        tokens.append(token)
+    return frozenset(token for token in tokens if token >= 0)  # -1 stands for none

@@ -97,7 +97,7 @@ class Scene:
         wanted, wanted_lse = self._wanted(step, q)
         error, lse_error = _largest_error(out, wanted), None
         if with_lse:  # often another path of the same backend, so its output is checked again
-            lse = torch.full(q.shape[:2], float("nan"), device=self.device)
+            lse = torch.full(q.shape[:2], float("nan"), dtype=torch.float32, device=self.device)
             extras = ForwardExtras(lse=lse)
             again = forward(q, None, None, self.layer, batch, save_kv_cache=False, extras=extras)
             error = max(error, _largest_error(again, wanted), key=_nan_is_largest)
@@ -119,7 +119,7 @@ class Scene:
         return time.perf_counter()
 
     def _normal(self, *shape: int) -> Tensor:
-        return torch.randn(*shape, generator=self._random).to(self.dtype)
+        return torch.randn(*shape, generator=self._random, dtype=torch.float32).to(self.dtype)
 
     def _inputs(self, step: Step) -> tuple[Tensor, Tensor, Tensor | None]:
         """Random q, k and v of a step on the device; keys and values are remembered as the cache will hold them."""
@@ -177,11 +177,11 @@ class Scene:
 def _poisoned_pools(layer: LayerSpec, pages: int, page_size: int, kv_dtype: DType, device: torch.device) -> KVPools:
     if layer.kind is AttentionKind.MLA:
         mla = MLAPool([layer], num_pages=pages, page_size=page_size, dtype=kv_dtype, device=device)
-        mla.rows(layer.layer_id).copy_(torch.full((), float("nan")))
+        mla.rows(layer.layer_id).copy_(torch.full((), float("nan"), dtype=torch.float32))
         return KVPools(mla=mla)
     mha = MHAPool([layer], num_pages=pages, page_size=page_size, dtype=kv_dtype, device=device)
-    mha.keys(layer.layer_id).copy_(torch.full((), float("nan")))
-    mha.values(layer.layer_id).copy_(torch.full((), float("nan")))
+    mha.keys(layer.layer_id).copy_(torch.full((), float("nan"), dtype=torch.float32))
+    mha.values(layer.layer_id).copy_(torch.full((), float("nan"), dtype=torch.float32))
     return KVPools(mha=mha)
 
 

@@ -196,7 +196,9 @@ class LinearStatePool:
             assert dims is not None
             state_shape = (num_slots, dims.heads, dims.key_dim, dims.value_dim)
             conv_shape = (num_slots, dims.conv_channels, dims.conv_width)
-            self._recurrent[layer_id] = torch.zeros(state_shape, device=device) if dims.heads else None
+            self._recurrent[layer_id] = (
+                torch.zeros(state_shape, dtype=torch.float32, device=device) if dims.heads else None
+            )
             conv = torch.zeros(conv_shape, dtype=torch_dtype(dtype), device=device) if dims.conv_width else None
             self._conv[layer_id] = conv
         self._states = [s for s in (*self._recurrent.values(), *self._conv.values()) if s is not None]

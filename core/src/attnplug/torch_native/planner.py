@@ -114,7 +114,7 @@ def _group(geometry: Geometry, requests: list[int], first_rows: list[int] | None
     device = geometry.page_table.device
     rows = None
     if first_rows is not None:
-        starts = torch.tensor([first_rows[request] for request in requests])
+        starts = torch.tensor([first_rows[request] for request in requests], dtype=torch.int64)
         rows = (starts.unsqueeze(1) + torch.arange(queries)).flatten().to(device, non_blocking=True)
     extent = Extent.of(queries, offsets, max(offsets) + queries, device)
     return Group(rows, geometry.cache_slots(requests), extent)

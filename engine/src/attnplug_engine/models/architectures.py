@@ -13,12 +13,14 @@ from attnplug.config_keys import Config, show
 from attnplug.errors import UsageError
 from attnplug.model import ModelSpec
 from attnplug.model_config import load_model as load_spec
-from attnplug_engine.checkpoint import Checkpoint, WeightSource
+from attnplug_engine.checkpoint import Checkpoint, WeightSource, checkpoint_folder
 from attnplug_engine.models import deepseek, kimi, llama, mamba, minimax, nemotron, qwen_hybrid, ring
 from attnplug_engine.models.decoder import Decoder
 from attnplug_engine.models.weights import Weights
 from attnplug_engine.parallel import SINGLE, TensorParallel
 from attnplug_engine.random_checkpoint import TINY, RandomCheckpoint
+
+_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +106,8 @@ def load_model(
     if reference.startswith(TINY):
         source = RandomCheckpoint.tiny(reference, seed=seed)
     else:
-        path = Path(reference)
-        source = Checkpoint.open(path if path.is_dir() else path.parent)
+        folder, path = checkpoint_folder(reference), Path(reference)
+        source = Checkpoint.open(folder) if folder == path else Checkpoint.open(folder, path.name)
     return build_model(source, spec, dtype=dtype, device=device, parallel=parallel)
 
 
@@ -150,13 +152,14 @@ def _config(architecture: Architecture, source: WeightSource, spec: ModelSpec) -
     return Config(values, source.name, spec.model_type)
 
 
-def _ignored(architecture: Architecture, config: Config) -> list[re.Pattern[str]]:
-    """Names of tensors that may stay behind: layers for multi-token prediction, and a second copy of a tied head."""
+def _ignored(architecture: Architecture, config: Config) -> Callable[[str], bool]:
+    """Whether a tensor may stay behind, by its name: it is of a layer for multi-token prediction, or is computed."""
     patterns = [re.compile(pattern) for pattern in architecture.ignored]
     extra = max((config.optional_integer(key, least=0) or 0 for key in architecture.extra_layers), default=0)
-    if extra:
-        first = config.layer_count()
-        patterns += [re.compile(rf"^model\.layers\.{index}\.") for index in range(first, first + extra)]
-    if config.flag("tie_word_embeddings"):
-        patterns.append(re.compile(r"^lm_head\.weight$"))
-    return patterns
+    behind = range(config.layer_count(), config.layer_count() + extra) if extra else range(0)
+
+    def ignored(name: str) -> bool:
+        layer = _LAYER.match(name)
+        return (layer is not None and int(layer[1]) in behind) or any(pattern.search(name) for pattern in patterns)
+
+    return ignored

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -107,6 +108,7 @@ class Names:
         return f"{self.model}.layers.{index}"
 
 
+_HEAD = "lm_head.weight"
 MODEL = Names("model", "embed_tokens", "norm")
 BACKBONE = Names("backbone", "embeddings", "norm_f")
 
@@ -131,14 +133,26 @@ class Decoder(nn.Module):
         self.hidden_size, self.vocab_size = config.integer("hidden_size"), config.integer("vocab_size")
         model = weights.at(names.model)
         # Whole on every rank: a vocabulary in parts would cost a collective per step to save little memory.
-        self.embedding = frozen(model.take(f"{names.embedding}.weight", self.vocab_size, self.hidden_size))
+        embedding, tied = f"{names.embedding}.weight", config.flag("tie_word_embeddings")
+        if tied and weights.holds(_HEAD) and not model.holds(embedding):
+            self.embedding = frozen(weights.take(_HEAD, self.vocab_size, self.hidden_size))
+        else:
+            self.embedding = frozen(model.take(embedding, self.vocab_size, self.hidden_size))
         self.rope = rope
         self.layers = nn.ModuleList(blocks)
         self.norm = norm(model.at(names.norm))
-        if config.flag("tie_word_embeddings"):
-            self.head = Head.tied(self.embedding, weights.parallel)
-        else:
-            self.head = Head.load(weights.at("lm_head"), self.vocab_size, self.hidden_size)
+        self.head = self._head(weights, tied)
+
+    def _head(self, weights: Weights, tied: bool) -> Head:
+        """The stored head; the embedding once more where it is tied, unless a head with other numbers is stored."""
+        if tied and not weights.holds(_HEAD):
+            return Head.tied(self.embedding, weights.parallel)
+        head = Head.load(weights, _HEAD, self.vocab_size, self.hidden_size)
+        if tied:  # transformers does the same: what is stored wins over what the config says
+            shared = Head.tied(self.embedding, weights.parallel)
+            if torch.equal(head.weight, shared.weight):
+                return shared
+        return head
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch) -> Tensor:
         """Hidden states ``[tokens, hidden]`` of tokens ``[tokens]`` at ``positions`` ``[tokens]`` of their requests."""

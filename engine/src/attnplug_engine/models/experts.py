@@ -132,12 +132,14 @@ class Experts(nn.Module):
         super().__init__()
         own = even_part(intermediate, weights.parallel, "expert columns")
         columns = length(own)
+        parts = [Rows(name, intermediate, own) for name in form.inputs]
+        for expert in {0, experts - 1}:
+            weights.at(str(expert)).check("weight", parts, hidden)
         empty = torch.empty(0, dtype=weights.dtype, device=weights.device)
         self.gate_up = frozen(empty.new_empty(experts, len(form.inputs) * columns, hidden))
         self.down = frozen(empty.new_empty(experts, hidden, columns))
         for expert in range(experts):
             one = weights.at(str(expert))
-            parts = [Rows(name, intermediate, own) for name in form.inputs]
             one.fill(self.gate_up[expert], "weight", parts)
             self.down[expert].copy_(one.take(f"{form.output}.weight", hidden, intermediate, columns=own))
         self._activate = form.activate

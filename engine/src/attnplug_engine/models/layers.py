@@ -157,9 +157,9 @@ class Head(nn.Module):
         self._vocab, self._padded, self._parallel = vocab, padded, parallel
 
     @classmethod
-    def load(cls, weights: Weights, vocab: int, hidden: int) -> Head:
+    def load(cls, weights: Weights, name: str, vocab: int, hidden: int) -> Head:
         own, padded = padded_part(vocab, weights.parallel)
-        return cls(weights.take("weight", vocab, hidden, rows=own), vocab, padded, weights.parallel)
+        return cls(weights.take(name, vocab, hidden, rows=own), vocab, padded, weights.parallel)
 
     @classmethod
     def tied(cls, embedding: Tensor, parallel: TensorParallel) -> Head:

@@ -48,6 +48,10 @@ def ring_linear(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
         raise config.wrong("moe_shared_expert_intermediate_size", f"moe_intermediate_size, which is {width}")
     norm, hidden, eps = hidden_norm(config), config.integer("hidden_size"), norm_eps(config)
     layers, first_sparse = config.layer_count(), config.integer("first_k_dense_replace", least=0)
+    norm_groups = config.integer("group_norm_size")
+    normed = config.integer("num_attention_heads") * config.integer("head_dim")
+    if normed % norm_groups:
+        raise config.wrong("group_norm_size", f"a divisor of num_attention_heads * head_dim, which is {normed}")
     router = partial(SigmoidRouter, bias="expert_bias")
 
     def attention(weights: Weights, layer: LayerSpec) -> Attention:
@@ -59,7 +63,7 @@ def ring_linear(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
             hidden,
             layers,
             eps,
-            norm_groups=config.integer("group_norm_size"),
+            norm_groups=norm_groups,
             head_norms=config.flag("use_qk_norm"),
             silu=config.flag("use_linear_silu"),
             qkv_bias=config.flag("use_bias") or config.flag("use_qkv_bias"),

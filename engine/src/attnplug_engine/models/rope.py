@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attnplug.config_keys import Config
+from attnplug.rope_keys import rope_section, rope_type, rope_type_key
 
 _DEFAULT_THETA = 10_000.0
 
@@ -141,50 +142,61 @@ class NoRope:
         return NoRotation()
 
 
-def _section(config: Config) -> Config:
-    return config.section("rope_parameters") or config.section("rope_scaling") or Config({}, config.source, "")
-
-
 def _rotary_width(config: Config, dim: int, partial: bool) -> int:
     """How many of a head's dimensions are rotated."""
-    for part in (_section(config), config):
-        factor = part.optional_number("partial_rotary_factor")
-        if factor is None:
-            continue
-        if factor != 1.0 and not partial:
-            raise part.wrong("partial_rotary_factor", "1: this model rotates whole heads")
-        if factor > 1.0:
-            raise part.wrong("partial_rotary_factor", "at most 1")
-        return int(dim * factor)
-    return dim
+    key = "partial_rotary_factor"
+    section = rope_section(config)
+    part = section if key in section.values else config
+    # Null in the outer config means none; transformers fails on one in the section.
+    factor = section.number(key) if part is section else config.optional_number(key)
+    if factor is None:
+        return dim
+    if factor != 1.0 and not partial:
+        raise part.wrong(key, "1: this model rotates whole heads")
+    if factor > 1.0:
+        raise part.wrong(key, "at most 1")
+    return int(dim * factor)
 
 
 def inverse_frequencies(config: Config, dim: int) -> tuple[Tensor, float]:
     """``[dim / 2]`` float32 on the CPU, and the factor on cos and sin, as the config's rope keys say."""
-    section = _section(config)
     if dim % 2 or not dim:
         raise config.error(f"rope needs an even number of dimensions, not {dim}", "head_dim")
-    key = "rope_type" if section.lookup("rope_type") is not None else "type"
-    rope_type = section.optional_text(key) or "default"
-    if rope_type not in _TYPES:
-        raise section.wrong(key, f"one of {', '.join(map(repr, _TYPES))}")
-    theta = section.optional_number("rope_theta") or config.optional_number("rope_theta") or _DEFAULT_THETA
-    exponents = torch.arange(0, dim, 2, dtype=torch.int64).float() / dim
-    return _TYPES[rope_type](section, config, theta, 1.0 / (theta**exponents))
+    section = rope_section(config)
+    name = rope_type(section)
+    if name not in _TYPES:
+        raise section.wrong(rope_type_key(section), f"one of {', '.join(map(repr, _TYPES))}")
+    theta = _theta(section, config)
+    exponents = torch.arange(0, dim, 2, dtype=torch.int64).to(torch.float32) / dim
+    return _TYPES[name](section, config, theta, theta**exponents)
 
 
-def _default(section: Config, config: Config, theta: float, plain: Tensor) -> tuple[Tensor, float]:
-    return plain, 1.0
+def _theta(section: Config, config: Config) -> float:
+    for part in (section, config):
+        if "rope_theta" in part.values:
+            theta = part.number("rope_theta")
+            if theta <= 1:
+                raise part.wrong("rope_theta", "greater than 1")
+            return theta
+    return _DEFAULT_THETA
 
 
-def _linear(section: Config, config: Config, theta: float, plain: Tensor) -> tuple[Tensor, float]:
-    return plain / section.number("factor"), 1.0
+# Each takes ``periods`` ``[dim / 2]``, the powers of theta: a plain rope's frequencies are their inverses.
 
 
-def _llama3(section: Config, config: Config, theta: float, plain: Tensor) -> tuple[Tensor, float]:
+def _default(section: Config, config: Config, theta: float, periods: Tensor) -> tuple[Tensor, float]:
+    return 1.0 / periods, 1.0
+
+
+def _linear(section: Config, config: Config, theta: float, periods: Tensor) -> tuple[Tensor, float]:
+    return 1.0 / periods / section.number("factor"), 1.0
+
+
+def _llama3(section: Config, config: Config, theta: float, periods: Tensor) -> tuple[Tensor, float]:
     """Short wavelengths stay, long ones are stretched by the factor, those between are blended."""
     factor, original = section.number("factor"), _original_length(section, config)
     low, high = section.number("low_freq_factor"), section.number("high_freq_factor")
+    plain = 1.0 / periods
     wavelengths = 2 * math.pi / plain
     blend = (original / wavelengths - low) / (high - low)
     blended = (1 - blend) * plain / factor + blend * plain
@@ -192,10 +204,13 @@ def _llama3(section: Config, config: Config, theta: float, plain: Tensor) -> tup
     return torch.where(wavelengths < original / high, plain, stretched), 1.0
 
 
-def _yarn(section: Config, config: Config, theta: float, plain: Tensor) -> tuple[Tensor, float]:
+def _yarn(section: Config, config: Config, theta: float, periods: Tensor) -> tuple[Tensor, float]:
+    if "factor" not in section.values:
+        raise section.missing("factor")
     original = _original_length(section, config)
+    # Null says that the factor follows from the lengths.
     factor = section.optional_number("factor") or config.integer("max_position_embeddings") / original
-    dim = 2 * plain.shape[0]
+    dim = 2 * periods.shape[0]
 
     def dimension(rotations: float) -> float:
         """The dimension that makes this many rotations over the original length."""
@@ -203,13 +218,13 @@ def _yarn(section: Config, config: Config, theta: float, plain: Tensor) -> tuple
 
     low = dimension(section.optional_number("beta_fast") or 32)
     high = dimension(section.optional_number("beta_slow") or 1)
-    if section.lookup("truncate") is None or section.flag("truncate"):
+    if "truncate" not in section.values or section.flag("truncate"):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     if low == high:
         high += 0.001
-    interpolated = ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    frequencies = plain / factor * interpolated + plain * (1 - interpolated)
+    kept = 1 - ((torch.arange(dim // 2, dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    frequencies = 1.0 / (factor * periods) * (1 - kept) + 1.0 / periods * kept
     return frequencies, _yarn_factor(section, factor)
 
 
@@ -231,11 +246,11 @@ def _mscale(factor: float, mscale: float) -> float:
 
 def _original_length(section: Config, config: Config) -> int:
     """The context length before it was extended; the outer key wins, as in transformers."""
-    return (
-        config.optional_integer("original_max_position_embeddings")
-        or section.optional_integer("original_max_position_embeddings")
-        or config.integer("max_position_embeddings")
-    )
+    key = "original_max_position_embeddings"
+    for part in (config, section):
+        if key in part.values:
+            return part.integer(key)
+    return config.integer("max_position_embeddings")
 
 
 _TYPES: Mapping[str, Callable[[Config, Config, float, Tensor], tuple[Tensor, float]]] = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -83,10 +83,16 @@ class Weights:
 
     def stack(self, suffix: str, parts: Sequence[Rows], *in_features: int) -> Tensor:
         """``[rows of all parts, *in_features]``: several stored tensors as one, for one matrix product."""
+        self.check(suffix, parts, *in_features)
         count = sum(part.count for part in parts)
         stacked = torch.empty(count, *in_features, dtype=self.dtype, device=self.device)
         self.fill(stacked, suffix, parts)
         return stacked
+
+    def check(self, suffix: str, parts: Sequence[Rows], *in_features: int) -> None:
+        """Raise where the parts are not stored so; before memory for them is asked for, of which a config may lie."""
+        for part in parts:
+            self._source.check(f"{self._prefix}{part.name}.{suffix}", (part.total, *in_features))
 
     def fill(self, target: Tensor, suffix: str, parts: Sequence[Rows]) -> None:
         """Fill ``target`` ``[rows of all parts, …]`` with the parts' rows, one part after the other."""
@@ -97,13 +103,12 @@ class Weights:
             target[start:stop].copy_(stored if part.order is None else stored[part.order])
             start = stop
 
-    def check_all_taken(self, ignored: Iterable[re.Pattern[str]] = ()) -> None:
+    def check_all_taken(self, ignored: Callable[[str], bool]) -> None:
         """Raise where the source holds tensors that no module took, other than those known to mean nothing here."""
-        patterns = (_HARMLESS, *ignored)
         unused = [
             name
             for name in self._source.names()
-            if name not in self._taken and not any(pattern.search(name) for pattern in patterns)
+            if name not in self._taken and not _HARMLESS.search(name) and not ignored(name)
         ]
         if unused:
             raise UnusedTensors(

@@ -1,0 +1,38 @@
+"""A conversation as a prompt. How a model wants it written is in ``chat_template``; nothing here needs torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from attnplug.config_keys import show
+from attnplug.errors import UsageError
+
+_ALLOWED = 'a list of messages, each an object with texts as "role" and "content"'
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """Messages for the checkpoint's own chat template: ``Chat([{"role": "user", "content": "Hello"}])``.
+
+    A message may have more keys than the two; what they mean is the template's business.
+    """
+
+    messages: Sequence[Mapping[str, object]]
+
+    def __post_init__(self) -> None:
+        messages: object = self.messages
+        if not isinstance(messages, list | tuple) or not messages:
+            raise UsageError(f"messages is {show(messages)}; it must be {_ALLOWED}")
+        for number, message in enumerate(messages):
+            if not isinstance(message, Mapping):
+                raise UsageError(f"messages has {show(message)} at index {number}; it must be {_ALLOWED}")
+            for key in ("role", "content"):
+                if not isinstance(message.get(key), str):
+                    found = show(message[key]) if key in message else "missing"
+                    raise UsageError(f"{key} of message {number} is {found}; messages must be {_ALLOWED}")
+
+    @classmethod
+    def of_user(cls, text: str) -> Chat:
+        """One message of a user."""
+        return cls([{"role": "user", "content": text}])

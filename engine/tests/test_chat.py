@@ -1,0 +1,289 @@
+"""Tokenizers and chat templates against transformers on the same folder, and what is said of bad ones."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+
+from attnplug.errors import UsageError
+from attnplug.model_config import load_model as load_spec
+from attnplug_engine import Chat, Engine
+from attnplug_engine.chat_template import ChatTemplate
+from attnplug_engine.models import build_model
+from attnplug_engine.prompts import read_prompts
+from attnplug_engine.random_checkpoint import RandomCheckpoint
+from attnplug_engine.request import SamplingParams
+from attnplug_engine.tokenizer import FileTokenizer, end_tokens, find_tokenizer
+
+SPECIAL = ("<s>", "</s>", "<unk>", "<|im_start|>", "<|im_end|>")
+MESSAGES = [{"role": "system", "content": "  Be <brief>. "}, {"role": "user", "content": "hello"}]
+TEMPLATE = """{{ bos_token }}
+{%- for message in messages %}
+    {% if loop.index0 > 5 %}{% break %}{% endif %}
+<|im_start|>{{ message.role }}
+{{ message['content'] | trim }}{{ eos_token }}
+{% endfor %}
+{% set seen = namespace(count=0) %}{% set seen.count = messages | length %}
+{{ seen.count }}{{ dict(a="<b>") | tojson }}{{ [1] | tojson(indent=2) }}{{ tools is none }}{{ end_token }}
+{% generation %}trained{% endgeneration %}
+{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+CONFIG = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": "<s>",
+    "eos_token": {"__type": "AddedToken", "content": "</s>", "lstrip": False, "normalized": False, "rstrip": False,
+                  "single_word": False},
+    "unk_token": "<unk>",
+    "end_token": "<|im_end|>",
+    "chat_template": TEMPLATE,
+}  # fmt: skip
+
+
+def write_tokenizer(folder, config=CONFIG):
+    """A tokenizer of characters, which begins a text with ``<s>``; its file says to cut to 2 tokens and pad to 16."""
+    folder.mkdir(exist_ok=True)
+    vocabulary = {token: number for number, token in enumerate((*map(chr, range(32, 127)), "\n", *SPECIAL))}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.add_special_tokens(list(SPECIAL))
+    begin = [("<s>", vocabulary["<s>"])]
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=begin)
+    tokenizer.enable_truncation(2)
+    tokenizer.enable_padding(length=16, pad_token="<unk>", pad_id=vocabulary["<unk>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_tokenizer(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A model of 128 tokens, with the tokenizer."""
+    folder = write_tokenizer(tmp_path_factory.mktemp("checkpoint"))
+    source = RandomCheckpoint.tiny("tiny:llama")
+    build_model(source, load_spec("tiny:llama"), dtype=torch.float32, device="cpu")
+    source.save(folder)
+    return folder
+
+
+def oracle(folder):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def refusal(folder, chat=None):
+    with pytest.raises(UsageError) as caught:
+        ChatTemplate.find(str(folder)).render(chat or Chat(MESSAGES))
+    assert len(str(caught.value)) < 1000
+    return str(caught.value)
+
+
+# ---- tokenizers ----
+
+
+def test_truncation_and_padding_of_the_file_are_for_training(folder):
+    found = find_tokenizer(str(folder), 128).encode("hello")
+    assert found == oracle(folder)("hello").input_ids
+    assert len(found) == 6
+
+
+def test_a_token_beyond_the_models_vocabulary_is_refused_with_both_numbers(folder):
+    with pytest.raises(UsageError, match="token id 96, but the model's vocabulary ends at 79"):
+        find_tokenizer(str(folder), 80).encode("hello")
+
+
+@pytest.mark.parametrize("content", ["", "[" * 100_000, "{}", '{"model": 3}'])
+def test_a_file_that_is_no_tokenizer(tmp_path, content):
+    (tmp_path / "tokenizer.json").write_text(content)
+    with pytest.raises(UsageError, match=r"tokenizer\.json cannot be read as a tokenizer"):
+        find_tokenizer(str(tmp_path), 128)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "tokenizer_config.json"])
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(folder, name):
+    (folder / name).unlink(missing_ok=True)
+    os.mkfifo(folder / name)
+    read = {"tokenizer.json": lambda: find_tokenizer(str(folder), 128),
+            "generation_config.json": lambda: end_tokens(str(folder), {}),
+            "tokenizer_config.json": lambda: ChatTemplate.find(str(folder))}[name]  # fmt: skip
+    with pytest.raises(UsageError, match="not a regular file"):
+        read()
+
+
+def test_a_text_that_the_tokenizer_cannot_encode(tmp_path):
+    tokenizer = Tokenizer(models.WordLevel({"a": 0}, unk_token="missing"))
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UsageError, match=r"tokenizer\.json cannot encode the prompt"):
+        FileTokenizer(tmp_path / "tokenizer.json", 128).encode("b")
+
+
+# ---- where a text ends ----
+
+
+@pytest.mark.parametrize("spelling", ["", "config.json"])
+@pytest.mark.parametrize(
+    ("given", "ends"), [({"eos_token_id": 7}, {7}), ({"eos_token_id": [7, 8]}, {7, 8}), ({}, set()), (None, {5})]
+)
+def test_generation_config_alone_says_where_a_text_ends(tmp_path, spelling, given, ends):
+    """As in transformers, and for both spellings of a folder."""
+    (tmp_path / "config.json").write_text("{}")
+    if given is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(given))
+    assert end_tokens(str(tmp_path / spelling), {"eos_token_id": 5}) == ends
+
+
+@pytest.mark.parametrize("content", ["[" * 100_000, '{"eos_token_id": ' + "9" * 5000 + "}", '{"eos_token_id": "7"}',
+                                     '{"eos_token_id": [7, true]}', '{"eos_token_id": 7.0}', "[]", "{"])  # fmt: skip
+def test_a_generation_config_that_makes_no_sense(tmp_path, content):
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(UsageError, match=r"generation_config\.json") as caught:
+        end_tokens(str(tmp_path), {})
+    assert len(str(caught.value)) < 1000
+
+
+# ---- chat templates ----
+
+
+def test_a_conversation_is_written_as_transformers_writes_it(folder):
+    wanted = oracle(folder)
+    text = ChatTemplate.find(str(folder)).render(Chat(MESSAGES))
+    assert text == wanted.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+    tokens = find_tokenizer(str(folder), 128).encode(text, special_tokens=False)
+    assert tokens == wanted.apply_chat_template(MESSAGES, add_generation_prompt=True)["input_ids"]
+    assert ChatTemplate.find(str(folder / "config.json")).render(Chat(MESSAGES)) == text
+
+
+@pytest.mark.parametrize("where", ["list", "jinja", "special tokens"])
+def test_templates_and_tokens_are_found_where_transformers_finds_them(folder, where):
+    path = folder / "tokenizer_config.json"
+    if where == "list":
+        named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": TEMPLATE}]
+        path.write_text(json.dumps({**CONFIG, "chat_template": named}))
+    elif where == "jinja":
+        (folder / "chat_template.jinja").write_text("wins{{ messages[0].role }}")
+    else:
+        path.write_text(json.dumps({"chat_template": TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}))
+        (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|im_end|>", "bos_token": "<s>"}))
+    wanted = oracle(folder).apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+    assert ChatTemplate.find(str(folder)).render(Chat(MESSAGES)) == wanted
+
+
+def test_a_template_of_an_older_processor(folder):
+    (folder / "tokenizer_config.json").unlink()
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": "{{ messages[0].role }}"}))
+    assert ChatTemplate.find(str(folder)).render(Chat(MESSAGES)) == "system"
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("ok\n{% for %}", "wrong in line 2"),
+        ("{{ " + "(" * 3000, "cannot be compiled"),
+        ("{{ raise_exception('no system role, please') }}", "refuses: no system role, please"),
+        ("{{ nothing.at_all }}", "'nothing' is undefined"),
+        ("{{ messages[0].absent.key }}", "no attribute 'absent'"),
+        ("{{ ().__class__.__mro__ }}", "unsafe"),
+        ("{{ messages.append(1) }}", "unsafe"),
+        ("{% set space = namespace(__class__=1) %}", "not allowed"),
+        ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
+        ("{% for i in range(9999) %}{% for j in range(9999) %}" + "x" * 999 + "{% endfor %}{% endfor %}", "characters"),
+        ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "RecursionError"),
+        ("{% include 'other' %}", "no loader"),
+        ("{{ 1 / 0 }}", "ZeroDivisionError"),
+    ],
+    ids=lambda value: value[:30],
+)
+def test_a_template_that_fails_gives_one_message(folder, template, told):
+    (folder / "tokenizer_config.json").write_text(json.dumps({**CONFIG, "chat_template": template}))
+    message = refusal(folder)
+    assert told in message
+    assert "tokenizer_config.json" in message
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [
+        ({}, "has no chat template"),
+        ({"chat_template": 3}, "it must be a text"),
+        ({"chat_template": [{"name": "rag", "template": "x"}, 3]}, "has no template named 'default'"),
+        ({"chat_template": [{"name": "default", "template": None}]}, "it must be a text"),
+        ("[" * 100_000, "nested too deeply"),
+        ('{"a": ' + "9" * 5000 + "}", "not JSON that can be read"),
+    ],
+)
+def test_a_config_without_a_usable_template(folder, content, told):
+    text = content if isinstance(content, str) else json.dumps(content)
+    (folder / "tokenizer_config.json").write_text(text)
+    assert told in refusal(folder)
+
+
+def test_a_built_in_model_has_no_template():
+    with pytest.raises(UsageError, match="tiny:llama has no chat template"):
+        ChatTemplate.find("tiny:llama")
+
+
+@pytest.mark.parametrize(
+    ("messages", "told"),
+    [
+        ([], "messages is []"),
+        ("hello", "messages is 'hello'"),
+        (["hello"], "'hello' at index 0"),
+        ([{"role": "user"}], "content of message 0 is missing"),
+        ([MESSAGES[0], {"role": 3, "content": "x"}], "role of message 1 is 3"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "content of message 0"),
+    ],
+)
+def test_messages_that_make_no_sense(messages, told):
+    with pytest.raises(UsageError) as caught:
+        Chat(messages)
+    assert told in str(caught.value)
+    assert "must be a list of messages" in str(caught.value)
+
+
+# ---- in the engine, and on the command line ----
+
+
+def test_the_engine_takes_a_conversation_as_a_prompt(checkpoint):
+    engine = Engine(str(checkpoint), device="cpu", num_pages=64)
+    tokens = oracle(checkpoint).apply_chat_template(MESSAGES, add_generation_prompt=True)["input_ids"]
+    request = engine.add(Chat(MESSAGES), SamplingParams(max_tokens=4))
+    assert list(request.prompt) == tokens
+    engine.abort(request)
+    chat, plain = engine.generate([Chat(MESSAGES), tokens], max_tokens=4)
+    assert chat.token_ids == plain.token_ids
+    with pytest.raises(UsageError, match=r"prompt 0: .*surrogate"):
+        engine.generate([Chat.of_user("\ud800")], max_tokens=4)
+
+
+def test_prompts_become_messages_with_chat_and_messages_always_are(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    lines = [{"prompt": "hello"}, {"messages": MESSAGES}, {"prompt_token_ids": [1, 2]}]
+    path.write_text("\n".join(map(json.dumps, lines)))
+    defaults = SamplingParams(max_tokens=4)
+    prompts = [line.prompt for line in read_prompts(str(path), defaults, chat=True)]
+    assert prompts == [Chat.of_user("hello"), Chat(MESSAGES), [1, 2]]
+    assert [line.prompt for line in read_prompts(str(path), defaults)] == ["hello", Chat(MESSAGES), [1, 2]]
+    path.write_text('{"messages": [{"role": "user"}]}')
+    with pytest.raises(UsageError, match=r"prompts\.jsonl:1: content of message 0 is missing"):
+        read_prompts(str(path), defaults)
+
+
+def test_run_chat_answers_a_users_message(attnplug, checkpoint):
+    options = ("run", "--model", str(checkpoint), "--device", "cpu", "--max-tokens", "4", "--json")
+    answer = attnplug(*options, "--chat", "--prompt", "hello")
+    assert answer.code == 0, answer.err
+    engine = Engine(str(checkpoint), device="cpu", num_pages=64)
+    (wanted,) = engine.generate([Chat.of_user("hello")], max_tokens=4)
+    assert answer.json["token_ids"] == wanted.token_ids
+    refused = attnplug("run", "--model", "tiny:llama", "--device", "cpu", "--chat", "--prompt", "hello")
+    assert refused.code == 2
+    assert "has no chat template" in refused.err
