@@ -31,7 +31,7 @@ from attnplug.plan import BackendId, ForwardMode, Plan, PlanRecord, claim_plan
 from attnplug.problem import DType, GraphLevel, Problem, Role
 from attnplug.refusal import Refusal, RefusalCode
 from attnplug.registry import Registry, load_registry
-from attnplug.requirement import import_library
+from attnplug.requirement import import_library, module_refusal, requirement_refusal
 from attnplug.select import BackendRequest, Selection, SelectionError, explain, select
 from attnplug.spec import BackendSpec
 
@@ -249,9 +249,11 @@ __all__ = [
     "import_library",
     "load_registry",
     "merge_partial",
+    "module_refusal",
     "on_host",
     "plan_forward",
     "plan_prefix_chunks",
+    "requirement_refusal",
     "select",
     "split_table",
     "to_device",
