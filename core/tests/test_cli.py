@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -87,6 +89,69 @@ def test_a_full_disk_is_an_error_for_a_person() -> None:
     assert "Traceback" not in done.stderr
     assert "Exception ignored" not in done.stderr
     assert "No space left" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "room", "reason"), [("/dev/full", 1000, "No space left on device"), ("answer", 100, "File too large")]
+)
+def test_a_full_disk_under_json_is_one_message(tmp_path: Path, file: str, room: int, reason: str) -> None:
+    """Also where a part fitted: what failed once must not fail again where nobody tells of it."""
+    with open(tmp_path / file, "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "attnplug", "backends", "--json"],
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (room, room)),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (1, f"error: the output cannot be written: {reason}\n")
+
+
+@pytest.mark.parametrize("mode", ["w", "a"])
+def test_a_line_that_a_full_disk_cuts_is_taken_back(tmp_path: Path, mode: str) -> None:
+    """JSON lines are whole or not there, also where others were in the file before."""
+    code = """
+import resource
+from attnplug.cli import output
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+output.reserve_for_json()
+output.write_line("a" * 50)
+output.write_line("b" * 50)
+"""
+    file = tmp_path / "lines"
+    file.write_text("before\n")
+    with open(file, mode) as stdout:
+        done = subprocess.run([sys.executable, "-c", code], stdout=stdout, stderr=subprocess.PIPE, check=False)
+    assert b"File too large" in done.stderr
+    assert file.read_text() == ("before\n" if mode == "a" else "") + "a" * 50 + "\n"
+
+
+@pytest.mark.parametrize("module", ["attnplug.capabilities", "attnplug.cli.app", "attnplug.cli.backends"])
+@pytest.mark.parametrize("command", ["attnplug", "-m attnplug"])
+def test_an_interrupt_while_the_command_is_imported_gets_no_traceback(
+    tmp_path: Path, command: str, module: str
+) -> None:
+    """Ctrl-C in the first tenths of a second: by its script, and by ``python -m``."""
+    (tmp_path / "sitecustomize.py").write_text(f"""
+import os, signal, sys
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting())
+""")
+    script = str(Path(sys.executable).with_name("attnplug"))
+    done = subprocess.run(
+        [sys.executable, *(command.split() if command.startswith("-") else [script]), "backends"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
 @pytest.mark.parametrize("arguments", [["backends"], ["explain", "--model", "tiny:llama"]])

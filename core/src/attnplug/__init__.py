@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from attnplug import interrupt  # noqa: F401 (first of all: what follows takes a tenth of a second)
 from attnplug.capabilities import Capabilities
 from attnplug.chunks import Chunk, Span, plan_prefix_chunks
 from attnplug.claims import Claims, ExtendPath, PageSizes
