@@ -95,10 +95,11 @@ def test_a_full_disk_is_an_error_for_a_person() -> None:
     ("file", "room", "reason"), [("/dev/full", 1000, "No space left on device"), ("answer", 100, "File too large")]
 )
 def test_a_full_disk_under_json_is_one_message(tmp_path: Path, file: str, room: int, reason: str) -> None:
-    """Also where a part fitted: what failed once must not fail again where nobody tells of it."""
+    """Of an answer that any buffer holds: what failed once must not fail again where nobody tells of it."""
     with open(tmp_path / file, "w") as full:
         done = subprocess.run(
             [sys.executable, "-m", "attnplug", "backends", "--json"],
+            env={**os.environ, "ATTNPLUG_PLUGINS": ""},
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (room, room)),
             stdout=full,
             stderr=subprocess.PIPE,
