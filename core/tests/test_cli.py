@@ -23,6 +23,14 @@ def test_every_command_has_help(attnplug: Attnplug, command: list[str]) -> None:
     assert outcome.err == ""
 
 
+def test_help_shows_every_default_there_is(attnplug: Attnplug) -> None:
+    text = " ".join(attnplug("explain", "--help").out.split())
+    for line in ("backend for full attention (default: auto)", "draft tokens a step (default: 0)", "(default: never)"):
+        assert line in text
+    for nothing in ("default: None", "default: False", "default: []", "SUPPRESS"):
+        assert nothing not in text
+
+
 def test_the_version_is_that_of_the_distribution_and_the_contract(attnplug: Attnplug) -> None:
     """D4"""
     outcome = attnplug("--version")
