@@ -100,7 +100,7 @@ def test_with_flash_attn_4_it_captures_graphs_and_caps_logits(fa4: Path) -> None
     ("changes", "reasons"),
     [
         ({"device": "cpu", "sm": None}, [("device", "cpu", ["cuda"], "--device")]),
-        ({"sm": 75}, [("sm", 75, "SM 80 or newer", "--sm")]),
+        ({"sm": 75}, [("sm", 75, "SM 80 or newer", None)]),
         (
             {"dtype": FP32, "kv_dtype": FP32},
             [

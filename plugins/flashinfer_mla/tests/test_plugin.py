@@ -85,7 +85,7 @@ def test_it_serves(changes: dict[str, Any]) -> None:
     ("changes", "reasons"),
     [
         ({"device": "cpu", "sm": None}, [("device", "cpu", ["cuda"], "--device")]),
-        ({"sm": 75}, [("sm", 75, "SM 80 or newer", "--sm")]),
+        ({"sm": 75}, [("sm", 75, "SM 80 or newer", None)]),
         (
             {"model": read(DEEPSEEK_V3, kv_lora_rank=32, qk_rope_head_dim=8)},
             [("mla_dims", [32, 8], [[512, 64]], "--decode-attention-backend")],

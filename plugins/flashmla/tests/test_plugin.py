@@ -73,8 +73,8 @@ def test_it_serves(changes: dict[str, Any]) -> None:
     ("changes", "reasons"),
     [
         ({"device": "cpu", "sm": None}, [("device", "cpu", ["cuda"], "--device")]),
-        ({"sm": 80}, [("sm", 80, "SM 90", "--sm")]),
-        ({"sm": 100}, [("sm", 100, "SM 90", "--sm")]),
+        ({"sm": 80}, [("sm", 80, "SM 90", None)]),
+        ({"sm": 100}, [("sm", 100, "SM 90", None)]),
         (
             {"model": read(DEEPSEEK_V3, kv_lora_rank=256)},
             [("mla_dims", [256, 64], [[512, 64]], "--decode-attention-backend")],

@@ -60,7 +60,7 @@ def test_it_serves(changes: dict[str, Any], role: Role) -> None:
     ("changes", "reasons"),
     [
         ({"device": "cpu", "sm": None}, [("device", "cpu", ["cuda"], "--device")]),
-        ({"sm": 75}, [("sm", 75, "SM 80 or newer", "--sm")]),
+        ({"sm": 75}, [("sm", 75, "SM 80 or newer", None)]),
         (
             {"model": read(DEEPSEEK_V3, kv_lora_rank=128)},
             [("mla_dims", [128, 64], [[256, 0], [256, 64], [512, 0], [512, 64]], "--decode-attention-backend")],

@@ -69,9 +69,9 @@ def test_it_serves(changes: dict[str, Any]) -> None:
     ("changes", "reasons"),
     [
         ({"device": "cpu", "sm": None}, [("device", "cpu", ["cuda"], "--device")]),
-        ({"sm": 90}, [("sm", 90, "SM 100 to 103", "--sm")]),
-        ({"sm": 120}, [("sm", 120, "SM 100 to 103", "--sm")]),
-        ({"sm": 101}, [("sm", 101, [100, 103], "--sm")]),
+        ({"sm": 90}, [("sm", 90, "SM 100 to 103", None)]),
+        ({"sm": 120}, [("sm", 120, "SM 100 to 103", None)]),
+        ({"sm": 101}, [("sm", 101, [100, 103], None)]),
         (
             {"model": read(DEEPSEEK_V3, kv_lora_rank=256)},
             [("mla_dims", [256, 64], [[512, 64]], "--decode-attention-backend")],

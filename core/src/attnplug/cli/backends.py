@@ -47,8 +47,13 @@ class Row:
         if self.status == "usable":
             return "usable here"
         if self.status == "refused":
-            return "refused here: " + "; ".join(map(str, self.reasons))
+            return "refused here: " + "; ".join(map(_without_options, self.reasons))
         return f"{self.status}: {self.error}"
+
+
+def _without_options(reason: Refusal) -> str:
+    """A reason with the command that would help, but without an option to change: here are none."""
+    return reason.message if (reason.option or "").startswith("-") else str(reason)
 
 
 def list_backends(*, json: bool, every: bool) -> int:

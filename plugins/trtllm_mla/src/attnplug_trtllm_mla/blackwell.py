@@ -52,7 +52,7 @@ def refusals(problem: Problem, role: Role | None) -> Iterator[Refusal]:
     """What the capabilities cannot say."""
     if problem.sm is not None and SMS[0] < problem.sm < SMS[-1]:  # others are outside of the range that is declared
         listed = " or ".join(map(str, SMS))
-        yield Refusal(RefusalCode.SM, f"it needs SM {listed}, this is SM {problem.sm}", problem.sm, list(SMS), "--sm")
+        yield Refusal(RefusalCode.SM, f"it needs SM {listed}, this is SM {problem.sm}", problem.sm, list(SMS))
     if problem.model is not None and role is not None:
         yield from layer_refusals(problem)
     if (missing := module_refusal("flashinfer", LIBRARY)) is not None:
