@@ -107,13 +107,14 @@ def add_command(
 
 def _declare_backends(commands: Commands[argparse.ArgumentParser]) -> None:
     def call(parsed: argparse.Namespace) -> int:
-        from attnplug.cli.backends import list_backends
+        from attnplug.cli.backends import list_backends, list_names
 
-        return list_backends(json=parsed.json, every=parsed.all)
+        return list_names(json=parsed.json) if parsed.names else list_backends(json=parsed.json, every=parsed.all)
 
     text = "List the installed backends: what each supports, and whether it is usable here."
     parser = add_command(commands, "backends", text, call)
     parser.add_argument("--all", action="store_true", help="show broken and blocked plugins too")
+    parser.add_argument("--names", action="store_true", help="only the names to choose from, one a line")
 
 
 def _declare_explain(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -186,6 +187,16 @@ def _declare_check(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random inputs")
 
 
+def _declare_completion(commands: Commands[argparse.ArgumentParser]) -> None:
+    def call(parsed: argparse.Namespace) -> int:
+        from attnplug.cli.completion import print_script
+
+        return print_script(parsed.shell, _parser([]), json=parsed.json)
+
+    parser = add_command(commands, "completion", "Print a script by which a shell completes this command.", call)
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="bash, zsh or fish")
+
+
 def add_backend_options(parser: argparse.ArgumentParser) -> None:
     """What every command that chooses a backend takes."""
     parser.add_argument("--attention-backend", default="auto", metavar="NAME|auto", help="backend for full attention")
@@ -210,4 +221,5 @@ _OWN: dict[str, Callable[[Commands[argparse.ArgumentParser]], None]] = {
     "explain": _declare_explain,
     "doctor": _declare_doctor,
     "check": _declare_check,
+    "completion": _declare_completion,
 }

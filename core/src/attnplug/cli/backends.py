@@ -73,6 +73,16 @@ def list_backends(*, json: bool, every: bool) -> int:
     return 0
 
 
+def list_names(*, json: bool) -> int:
+    """The names that can be asked for, usable here or not: quick enough for a shell that completes them."""
+    names = list(load_registry().backends)
+    if json:
+        output.write_json(names)
+    else:
+        print("\n".join(names))
+    return 0
+
+
 def listing(registry: Registry, every: bool) -> Iterator[Row]:
     """Usable and refused backends, by name; with ``every``, broken and blocked ones after them."""
     here = [Problem(device="cuda", sm=gpu.sm) for gpu in visible_gpus()] + [Problem(device="cpu")]
