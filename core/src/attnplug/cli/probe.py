@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -93,8 +94,8 @@ class Probes:
         if self._terminal is not None:
             self._clear()
             if self._running:
-                names = ", ".join(self._running)
-                self._terminal.write(f"probing {names} … {self._answered}/{self._asked}")
+                line = f"probing {', '.join(self._running)} … {self._answered}/{self._asked}"
+                self._terminal.write(line[: shutil.get_terminal_size().columns - 1])  # what wraps is not cleared again
                 self._terminal.flush()
 
     def _clear(self) -> None:
