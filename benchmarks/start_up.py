@@ -1,7 +1,8 @@
-"""How long ``attnplug`` takes to start with many plugins installed, beyond a bare interpreter (issue 2: under 300 ms).
+"""How long ``attnplug`` takes to start with many plugins installed, beyond a bare interpreter: listing under 300 ms,
+explaining a choice for a GPU under 500 ms.
 
 Fabricates plugin distributions (a dist-info folder and a module each) on PYTHONPATH, runs the commands in turn, and
-compares medians. Then says which imports cost the most.
+compares medians; the least CPU time says the same on a busy machine. Then says which imports cost the most.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import os
 import platform
 import re
+import resource
 import shutil
 import statistics
 import subprocess
@@ -22,7 +24,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 LIMIT_MS = 300
+EXPLAIN_LIMIT_MS = 500
 BARE = "python -c pass"
+EXPLAIN = "attnplug explain --sm 90"
 SHOWN_IMPORTS = 8
 
 _PLUGIN = """
@@ -54,16 +58,21 @@ def attnplug_backends() -> list[BackendSpec]:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One command: its median, and that beyond the bare interpreter's."""
+    """One command: its median, that beyond the bare interpreter's, and the CPU time of its cheapest run."""
 
     command: str
     median_ms: float
     fastest_ms: float
     beyond_ms: float
+    cpu_ms: float
+
+    @property
+    def limit_ms(self) -> int:
+        return EXPLAIN_LIMIT_MS if self.command == EXPLAIN else LIMIT_MS
 
     @property
     def within(self) -> bool:
-        return self.beyond_ms < LIMIT_MS
+        return self.beyond_ms < self.limit_ms
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,19 +99,28 @@ def fabricate(folder: Path, plugins: int) -> None:
 def measure(commands: Mapping[str, tuple[list[str], dict[str, str]]], runs: int) -> list[Timing]:
     """Time every command ``runs`` times, one after the other in turn, so that a busy machine is unfair to none."""
     times: dict[str, list[float]] = {title: [] for title in commands}
+    busy: dict[str, list[float]] = {title: [] for title in commands}
     for number in range(runs + 1):
         for title, (command, environment) in commands.items():
-            started = time.perf_counter()
+            started, used = time.perf_counter(), _children_ms()
             done = subprocess.run(command, env=environment, capture_output=True, check=False)
             elapsed = 1e3 * (time.perf_counter() - started)
             if done.returncode:
                 sys.exit(f"{title} failed with exit code {done.returncode}:\n{done.stderr.decode()}")
             if number:  # the first round compiles the plugins and fills the disk cache
                 times[title].append(elapsed)
+                busy[title].append(_children_ms() - used)
     bare = statistics.median(times[BARE])
     return [
-        Timing(title, (middle := statistics.median(taken)), min(taken), middle - bare) for title, taken in times.items()
+        Timing(title, (middle := statistics.median(taken)), min(taken), middle - bare, min(busy[title]))
+        for title, taken in times.items()
     ]
+
+
+def _children_ms() -> float:
+    """CPU time of all processes that ended so far."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return 1e3 * (used.ru_utime + used.ru_stime)
 
 
 def import_costs(command: list[str], environment: dict[str, str]) -> list[ImportCost]:
@@ -155,6 +173,7 @@ def main() -> None:
                 "attnplug backends": ([attnplug, "backends"], crowded),
                 "attnplug backends --json": ([attnplug, "backends", "--json"], crowded),
                 "attnplug backends, no plugins": ([attnplug, "backends"], without),
+                EXPLAIN: ([attnplug, "explain", "--model", "tiny:deepseek_v3", "--sm", "90"], crowded),
             },
             options.runs,
         )
@@ -166,8 +185,7 @@ def main() -> None:
             "machine": f"{platform.machine()}, {os.cpu_count()} cores",
             "plugins": options.plugins,
             "runs": options.runs,
-            "limit_ms": LIMIT_MS,
-            "commands": [asdict(timing) | {"within": timing.within} for timing in timings],
+            "commands": [asdict(timing) | {"limit_ms": timing.limit_ms, "within": timing.within} for timing in timings],
             "imports": [asdict(cost) for cost in imports],
         }
         options.json.write_text(json.dumps(figures, indent=2) + "\n")
@@ -175,10 +193,13 @@ def main() -> None:
 
 def show(timings: list[Timing], imports: list[ImportCost], plugins: int, runs: int) -> None:
     print(f"start-up with {plugins} plugins, Python {platform.python_version()}, median of {runs} runs in turn, ms\n")
-    print(f"{'':30} {'median':>8} {'fastest':>8} {'beyond bare':>12}")
+    print(f"{'':30} {'median':>8} {'fastest':>8} {'least CPU':>10} {'beyond bare':>12}")
     for timing in timings:
-        verdict = "" if timing.command == BARE else f"  {'under' if timing.within else 'OVER'} {LIMIT_MS}"
-        print(f"{timing.command:30} {timing.median_ms:8.0f} {timing.fastest_ms:8.0f} {timing.beyond_ms:12.0f}{verdict}")
+        verdict = "" if timing.command == BARE else f"  {'under' if timing.within else 'OVER'} {timing.limit_ms}"
+        print(
+            f"{timing.command:30} {timing.median_ms:8.0f} {timing.fastest_ms:8.0f} {timing.cpu_ms:10.0f} "
+            f"{timing.beyond_ms:12.0f}{verdict}"
+        )
     print(
         "\nimports of 'attnplug backends' beyond the bare interpreter's, ms (-X importtime, which itself costs time)\n"
     )

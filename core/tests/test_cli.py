@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -13,12 +15,20 @@ from support.command import Attnplug, in_own_process
 pytestmark = pytest.mark.usefixtures("plain_environment")
 
 
-@pytest.mark.parametrize("command", [[], ["backends"], ["plugins"], ["explain"], ["doctor"], ["check"]])
+@pytest.mark.parametrize("command", [[], ["backends"], ["plugins"], ["explain"], ["doctor"], ["check"], ["completion"]])
 def test_every_command_has_help(attnplug: Attnplug, command: list[str]) -> None:
     outcome = attnplug(*command, "--help")
     assert outcome.code == 0
     assert outcome.out.startswith(f"usage: attnplug {' '.join(command)}".rstrip())
     assert outcome.err == ""
+
+
+def test_help_shows_every_default_there_is(attnplug: Attnplug) -> None:
+    text = " ".join(attnplug("explain", "--help").out.split())
+    for line in ("backend for full attention (default: auto)", "draft tokens a step (default: 0)", "(default: never)"):
+        assert line in text
+    for nothing in ("default: None", "default: False", "default: []", "SUPPRESS"):
+        assert nothing not in text
 
 
 def test_the_version_is_that_of_the_distribution_and_the_contract(attnplug: Attnplug) -> None:
@@ -71,7 +81,6 @@ def test_a_reader_that_goes_away_gets_no_traceback(arguments: list[str]) -> None
             stdout=writing,
             stderr=subprocess.PIPE,
             text=True,
-            timeout=60,
             check=False,
         )
     finally:
@@ -90,6 +99,70 @@ def test_a_full_disk_is_an_error_for_a_person() -> None:
     assert "No space left" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("file", "room", "reason"), [("/dev/full", 1000, "No space left on device"), ("answer", 100, "File too large")]
+)
+def test_a_full_disk_under_json_is_one_message(tmp_path: Path, file: str, room: int, reason: str) -> None:
+    """Of an answer that any buffer holds: what failed once must not fail again where nobody tells of it."""
+    with open(tmp_path / file, "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "attnplug", "backends", "--json"],
+            env={**os.environ, "ATTNPLUG_PLUGINS": ""},
+            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (room, room)),
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (1, f"error: the output cannot be written: {reason}\n")
+
+
+@pytest.mark.parametrize("mode", ["w", "a"])
+def test_a_line_that_a_full_disk_cuts_is_taken_back(tmp_path: Path, mode: str) -> None:
+    """JSON lines are whole or not there, also where others were in the file before."""
+    code = """
+import resource
+from attnplug.cli import output
+resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
+output.reserve_for_json()
+output.write_line("a" * 50)
+output.write_line("b" * 50)
+"""
+    file = tmp_path / "lines"
+    file.write_text("before\n")
+    with open(file, mode) as stdout:
+        done = subprocess.run([sys.executable, "-c", code], stdout=stdout, stderr=subprocess.PIPE, check=False)
+    assert b"File too large" in done.stderr
+    assert file.read_text() == ("before\n" if mode == "a" else "") + "a" * 50 + "\n"
+
+
+@pytest.mark.parametrize("module", ["attnplug.capabilities", "attnplug.cli.app", "attnplug.cli.backends"])
+@pytest.mark.parametrize("command", ["attnplug", "-m attnplug"])
+def test_an_interrupt_while_the_command_is_imported_gets_no_traceback(
+    tmp_path: Path, command: str, module: str
+) -> None:
+    """Ctrl-C in the first tenths of a second: by its script, and by ``python -m``."""
+    (tmp_path / "sitecustomize.py").write_text(f"""
+import os, signal, sys
+
+class Interrupting:
+    def find_spec(self, name, path=None, target=None):
+        if name == {module!r}:
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Interrupting())
+""")
+    script = str(Path(sys.executable).with_name("attnplug"))
+    done = subprocess.run(
+        [sys.executable, *(command.split() if command.startswith("-") else [script]), "backends"],
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
 @pytest.mark.parametrize("arguments", [["backends"], ["explain", "--model", "tiny:llama"]])
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
 def test_a_terminal_without_unicode_gets_its_answer(arguments: list[str], encoding: str) -> None:
@@ -99,15 +172,19 @@ def test_a_terminal_without_unicode_gets_its_answer(arguments: list[str], encodi
     assert "Traceback" not in outcome.err
 
 
-def test_listing_and_explaining_import_no_torch() -> None:
-    """What lists plugins must start quickly and touch no CUDA state."""
+def test_listing_and_explaining_import_neither_torch_nor_a_kernel_library() -> None:
+    """With every plugin that is installed here, for any hardware: explaining needs metadata, not imports."""
     code = (
         "import sys\nfrom attnplug.cli.main import main\n"
-        "for arguments in (['backends', '--json'], ['plugins'], ['explain', '--model', 'tiny:deepseek_v3']):\n"
+        "asked = ['explain', '--model', 'tiny:deepseek_v3', '--dtype', 'bf16']\n"
+        "more = [['--sm', '90'], ['--sm', '100', '--kv-dtype', 'fp8'], ['--sm', '90', '--cuda-graph', 'decode']]\n"
+        "listed = [['backends'], ['backends', '--json'], ['plugins']]\n"
+        "for arguments in (*listed, asked, *([*asked, *each] for each in more)):\n"
         "    sys.argv = ['attnplug', *arguments]\n"
         "    try: main()\n"
         "    except SystemExit: pass\n"
-        "heavy = {'torch', 'numpy', 'triton', 'rich'} & set(sys.modules)\n"
+        "heavy = {'torch', 'numpy', 'triton', 'rich', 'flashinfer', 'fla', 'flash_attn', 'flash_mla', 'cutlass'}\n"
+        "heavy &= set(sys.modules)\n"
         "sys.exit(f'imported {heavy}' if heavy else 0)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -45,7 +45,9 @@ def test_a_backend_that_is_refused_here_says_why(attnplug: Attnplug, package: Pa
     assert row["status"] == "refused"
     assert {reason["code"] for reason in row["reasons"]} == {"device", "requirement"}
     assert set(row["reasons"][0]) == {"code", "message", "value", "allowed", "option"}
-    assert "refused here" in attnplug("backends").out
+    text = attnplug("backends").out
+    assert "refused here" in text and "pip install 'no-such-library>=2'" in " ".join(text.split())
+    assert "--" not in text  # it has no option that would change its answer
 
 
 def test_broken_and_blocked_plugins_are_counted_and_shown_with_all(

@@ -97,6 +97,50 @@ def test_a_backend_asked_for_and_refused_is_exit_code_1_with_every_reason(attnpl
 
 
 @pytest.mark.parametrize(
+    ("arguments", "option"),
+    [
+        ([], "--attention-backend"),
+        (["--attention-backend", "other"], "--attention-backend"),
+        (["--prefill-attention-backend", "other"], "--prefill-attention-backend"),
+    ],
+)
+def test_a_refusal_names_the_option_that_decides_the_role(
+    attnplug: Attnplug, package: Package, arguments: list[str], option: str
+) -> None:
+    """D3: and not one that nobody gave."""
+    package("other", capabilities='{"kinds": ["mla"]}')
+    outcome = attnplug("explain", "--model", "tiny:llama", *arguments, "--json")
+    (reasons,) = (c["refusals"] for c in outcome.json["prefill"]["candidates"] if c["name"] == "other")
+    assert [(reason["code"], reason["option"]) for reason in reasons] == [("kind", option)]
+
+
+def test_a_gpu_that_does_not_suit_is_not_an_option_to_change(attnplug: Attnplug, package: Package) -> None:
+    """D3: whoever runs a model cannot give another GPU."""
+    package("blackwell", capabilities='{"devices": ["cuda"], "min_sm": 100}')
+    arguments = ("explain", "--model", "tiny:llama", "--sm", "90", "--attention-backend", "blackwell")
+    assert "    - it needs SM 100 or newer, this is SM 90\n" in attnplug(*arguments).out
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "option"),
+    [
+        ('{"kinds": ["gdn"], "roles": ["linear"]}', "--linear-attention-backend"),
+        ('{"roles": ["decode"]}', "--decode-attention-backend"),
+        ("{}", "--attention-backend"),
+    ],
+)
+def test_an_option_for_a_backend_that_is_not_chosen_says_how_to_ask_for_it(
+    attnplug: Attnplug, package: Package, capabilities: str, option: str
+) -> None:
+    """D3: by the roles that it has."""
+    package("slow", OPTIONS + PLUGIN.format(name="slow", capabilities=capabilities, fields='{"options": Options}'))
+    taken = ("--prefill-attention-backend", "torch_native", "--decode-attention-backend", "torch_native")
+    outcome = attnplug("explain", "--model", "tiny:llama", *taken, "--backend-option", "slow.split=2")
+    assert outcome.code == 2
+    assert f"ask for it with {option} slow" in outcome.err
+
+
+@pytest.mark.parametrize(
     ("arguments", "needs"),
     [
         (["--device", "cuda"], ["--device cuda", "--sm"]),

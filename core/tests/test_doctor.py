@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import importlib.util
+import io
 import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from attnplug.cli import doctor
+from attnplug.cli import doctor, probe
 from attnplug.cli.main import main
 
 Report = Callable[[], dict[str, dict[str, str]]]
@@ -58,8 +62,9 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 @pytest.fixture
 def report(run: Callable[..., str], stand_ins: None, monkeypatch: pytest.MonkeyPatch) -> Report:
-    """The report as JSON. Torch's own probe is left out: it costs a second and has a test of its own."""
-    monkeypatch.setattr(doctor, "_torch", dict)
+    """The report as JSON. What imports torch is left out: it costs seconds and has tests of its own."""
+    monkeypatch.setattr(doctor, "_torch", lambda probes: {})
+    monkeypatch.setattr(doctor, "_factory_failures", lambda probes, factories: {})
 
     def as_json() -> dict[str, dict[str, str]]:
         found: Any = json.loads(run("--json"))
@@ -71,8 +76,9 @@ def report(run: Callable[..., str], stand_ins: None, monkeypatch: pytest.MonkeyP
 
 @pytest.fixture
 def library(tmp_path: Path, stand_ins: None, monkeypatch: pytest.MonkeyPatch) -> Library:
-    """Puts a fake kernel library on the path of this process and of those it starts."""
+    """Puts a fake kernel library on the path of this process and of those it starts. Plugins are not listed."""
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(doctor, "_plugins", lambda probes: {})
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     def write(name: str, source: str) -> None:
@@ -93,7 +99,8 @@ def libraries(report: Report) -> dict[str, str]:
 
 @pytest.mark.usefixtures("stand_ins")
 def test_the_report_names_every_section(run: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_torch", dict)
+    monkeypatch.setattr(doctor, "_torch", lambda probes: {})
+    monkeypatch.setattr(doctor, "_factory_failures", lambda probes, factories: {})
     text = run()
     for section in SECTIONS:
         assert section in text.splitlines()
@@ -102,7 +109,8 @@ def test_the_report_names_every_section(run: Callable[..., str], monkeypatch: py
 
 
 @pytest.mark.usefixtures("stand_ins")
-def test_torch_is_reported_with_its_version(run: Callable[..., str]) -> None:
+def test_torch_is_reported_with_its_version(run: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "_plugins", lambda probes: {})
     found = json.loads(run("--json"))["torch"]
     assert found["version"]
     assert found["CUDA available"] in ("True", "False")
@@ -169,7 +177,7 @@ def test_a_library_that_prints_garbage_does_not_spoil_the_report(report: Report,
 
 
 def test_a_library_that_hangs_is_reported(report: Report, library: Library, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_PROBE_SECONDS", 0.5)
+    monkeypatch.setattr(probe, "SECONDS", 0.5)
     library("fla", "import time; time.sleep(60)")
     assert "no answer within 0.5 s" in libraries(report)["fla"]
 
@@ -208,7 +216,93 @@ def test_cache_folders_are_shown_with_their_state(
     assert "not there" in found["hugging face"]
 
 
+# ---- probes ----
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_sections_are_found_out_at_the_same_time_and_given_in_order(
+    run: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    meeting = threading.Barrier(3)
+
+    def meet(probes: probe.Probes) -> dict[str, str]:
+        meeting.wait(timeout=60)  # one after the other they would wait in vain
+        return {"met": "yes"}
+
+    for name in ("_torch", "_kernel_libraries", "_plugins"):
+        monkeypatch.setattr(doctor, name, meet)
+    found = json.loads(run("--json"))
+    assert list(found) == SECTIONS
+    assert found["torch"] == found["kernel libraries"] == found["plugins"] == {"met": "yes"}
+
+
+def test_a_terminal_is_told_what_is_being_probed(capsys: pytest.CaptureFixture[str]) -> None:
+    """In one line, which a part of the report takes the place of."""
+    terminal = io.StringIO()
+    probes = probe.Probes(terminal)
+    assert probes.ask("flashinfer", "answer = {'a': 1}") == {"a": "1"}
+    probes.print("report")
+    assert terminal.getvalue().split("\r\x1b[K") == ["", "probing flashinfer … 0/1", "", "", ""]
+    assert capsys.readouterr().out == "report\n"
+
+
+@pytest.mark.parametrize(("terminal", "arguments", "told"), [(True, [], 1), (True, ["--json"], 0), (False, [], 0)])
+def test_progress_is_for_people_at_a_terminal(
+    run: Callable[..., str], monkeypatch: pytest.MonkeyPatch, terminal: bool, arguments: list[str], told: int
+) -> None:
+    shown: list[object] = []
+
+    class Watched(probe.Probes):
+        def __init__(self, terminal: Any) -> None:
+            shown.extend([] if terminal is None else [terminal])
+            super().__init__(None)
+
+    for name in ("_torch", "_kernel_libraries", "_plugins"):
+        monkeypatch.setattr(doctor, name, lambda probes: {})
+    monkeypatch.setattr(doctor, "Probes", Watched)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
+    run(*arguments)
+    assert len(shown) == told
+
+
+def test_what_runs_is_ended_when_nobody_waits_for_it(tmp_path: Path) -> None:
+    """An interrupt must not wait for a library that hangs."""
+    probes, started = probe.Probes(None), tmp_path / "started"
+    code = f"open({str(started)!r}, 'w'); import time; time.sleep(1000)"
+    with ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(probes.ask, "flashinfer", code)
+        while not started.exists():
+            time.sleep(0.01)
+        probes.stop()
+        assert "killed by signal" in asked.result()["failed"]
+    assert probes.ask("triton", "answer = {}") == {"failed": "interrupted"}
+
+
 # ---- plugins ----
+
+
+def test_a_usable_backend_whose_factory_cannot_be_imported_is_reported(
+    report: Report, plugin: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D2: metadata does not tell."""
+    plugin("fast", PLUGIN.format(name="fast"))
+    monkeypatch.setattr(doctor, "_factory_failures", lambda probes, factories: {"fast": f"not {factories['fast']}"})
+    text = "fast-dist 1.2.3: usable here, but its factory nowhere:build cannot be imported: not nowhere:build"
+    assert report()["plugins"]["fast"] == text
+
+
+def test_a_factory_that_takes_the_process_down_costs_its_own_backend_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """D2"""
+    (tmp_path / "crashing_factory.py").write_text("import os; os.abort()")
+    monkeypatch.syspath_prepend(tmp_path)
+    factories = {"good": "json:dumps", "gone": "nowhere:build", "less": "json:nothing", "crash": "crashing_factory:x"}
+    found = doctor._factory_failures(probe.Probes(None), factories)
+    assert list(found) == ["gone", "less", "crash"]
+    for name, text in (("gone", "ModuleNotFoundError"), ("less", "nothing"), ("crash", "signal 6")):
+        assert text in found[name]
+
 
 PLUGIN = """
 from attnplug import BackendSpec, Capabilities, hookimpl
@@ -222,8 +316,9 @@ def attnplug_backends():
 
 @pytest.fixture
 def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
-    """Installs a plugin: real metadata in a folder on the path."""
+    """Installs a plugin: real metadata in a folder on the path. Kernel libraries are not looked for."""
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(doctor, "_kernel_libraries", lambda probes: {})
     modules: list[str] = []
 
     def install(name: str, source: str) -> None:
@@ -284,7 +379,6 @@ def test_a_plugin_that_takes_the_process_down_does_not_take_the_report(
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=60,
         check=False,
     )
     assert done.returncode == 0

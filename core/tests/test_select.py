@@ -115,7 +115,7 @@ def test_a_broken_name_is_an_error_with_what_is_wrong() -> None:
     ("model", "role", "why"),
     [
         (LLAMA, Role.LINEAR, "no linear-attention layer"),
-        (LLAMA, Role.DRAFT, "--speculative-tokens 0"),
+        (LLAMA, Role.DRAFT, "--speculative-tokens turns it on"),
         (LINEAR_ONLY, Role.PREFILL, "no full-attention layer"),
         (LINEAR_ONLY, Role.DECODE, "no full-attention layer"),
     ],

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from attnplug import interrupt  # noqa: F401 (first of all: what follows takes a tenth of a second)
 from attnplug.capabilities import Capabilities
 from attnplug.chunks import Chunk, Span, plan_prefix_chunks
 from attnplug.claims import Claims, ExtendPath, PageSizes
@@ -32,7 +33,7 @@ from attnplug.plan import BackendId, ForwardMode, Plan, PlanRecord, claim_plan
 from attnplug.problem import DType, GraphLevel, Problem, Role
 from attnplug.refusal import Refusal, RefusalCode
 from attnplug.registry import Registry, load_registry
-from attnplug.requirement import import_library
+from attnplug.requirement import import_library, module_refusal, requirement_refusal
 from attnplug.select import BackendRequest, Selection, SelectionError, explain, select
 from attnplug.spec import BackendSpec
 
@@ -252,9 +253,11 @@ __all__ = [
     "import_library",
     "load_registry",
     "merge_partial",
+    "module_refusal",
     "on_host",
     "plan_forward",
     "plan_prefix_chunks",
+    "requirement_refusal",
     "select",
     "split_table",
     "to_device",

@@ -1,4 +1,4 @@
-"""Whether a spec's factory is there, as far as that can be told without importing its module."""
+"""Whether a spec's factory, or any module, is there, as far as that can be told without importing it."""
 
 from __future__ import annotations
 
@@ -21,18 +21,21 @@ def factory_refusal(factory: str) -> Refusal | None:
         if first in vars(loaded) or "__getattr__" in vars(loaded):
             return None
         return Refusal(RefusalCode.FACTORY, f"its factory {factory} is not there: {module} has no {first}", value=first)
-    try:
-        missing = _missing(module)
-    except Exception:  # of somebody's finder, or of a namespace inside a package that is not imported: build and see
-        return None
-    if missing is None:
+    if (missing := missing_module(module)) is None:
         return None
     message = f"its factory {factory} cannot be imported: there is no module {missing}"
     return Refusal(RefusalCode.FACTORY, message, value=missing)
 
 
+def missing_module(module: str) -> str | None:
+    """The first part of a dotted name that no finder knows; ``None`` if all are there, or if that cannot be told."""
+    try:
+        return _missing(module)
+    except Exception:  # of somebody's finder, or of a namespace inside a package that is not imported: import and see
+        return None
+
+
 def _missing(module: str) -> str | None:
-    """The first part of a dotted name that no finder knows."""
     path: Sequence[str] | None = None
     parts = module.split(".")
     for name in (".".join(parts[:end]) for end in range(1, len(parts) + 1)):

@@ -1,4 +1,4 @@
-"""Whether what a backend needs is installed, asked of metadata alone; and whether it can be imported, by trying."""
+"""Whether what a backend needs is installed, asked of metadata alone; and its import, when it is built."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Callable
 from importlib import metadata
 from typing import TypeVar
 
-from attnplug.errors import describe_error
+from attnplug.errors import BackendError, describe_error
+from attnplug.factory import missing_module
 from attnplug.refusal import Refusal, RefusalCode
 
 Library = TypeVar("Library")
@@ -43,22 +44,45 @@ def requirement_refusal(requirement: str) -> Refusal | None:
     )
 
 
-def import_library(load: Callable[[], Library], module: str, requirement: str) -> Library | Refusal | None:
-    """What ``load`` returns, for checks that depend on it; or the refusal for a library that cannot be imported.
+def module_refusal(module: str, requirement: str) -> Refusal | None:
+    """The refusal for a library that is half installed: its metadata is there, and ``module`` is not.
 
-    ``None`` where ``module`` is not there at all: that is for the spec's ``requires`` to say. Libraries raise anything
-    on import: AssertionError where others are half installed, OSError where CUDA's are missing, even SystemExit.
+    ``None`` where it is whole, or not installed at all: that is for the requirement to say. Looks for files and imports
+    nothing, parents of ``module`` included: a kernel library takes seconds, and may not import on this machine.
     """
+    from packaging.requirements import Requirement
+
+    wanted = Requirement(requirement)
+    found = installed_version(wanted.name)
+    if found is None or missing_module(module) is None:
+        return None
+    return Refusal(
+        RefusalCode.IMPORT,
+        f"{wanted.name} {found} is installed, but its module {module} is not there",
+        value=module,
+        option=f"pip install --force-reinstall '{requirement}'",
+    )
+
+
+def import_library(load: Callable[[], Library], requirement: str) -> Library:
+    """What ``load`` returns, which imports a kernel library; an error that names the library if it cannot.
+
+    For the module of a backend's factory, at its top: what cannot be imported shows there before anything is built.
+    Libraries raise anything on import: AssertionError where others are half installed, OSError where CUDA's are
+    missing, even SystemExit. All of it becomes a :class:`BackendError`.
+    """
+    from packaging.requirements import Requirement
+
     try:
         return load()
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        if isinstance(error, ModuleNotFoundError) and error.name == module:
-            return None
-        text = describe_error(error)
-        message = f"{module} cannot be imported: {text}"
-        return Refusal(RefusalCode.IMPORT, message, value=text, option=f"pip install '{requirement}'")
+        name = Requirement(requirement).name
+        raise BackendError(
+            f"{name} {installed_version(name) or '(not installed)'} cannot be imported: {describe_error(error)}; "
+            f"install one that can (pip install '{requirement}'), or use another backend"
+        ) from error
 
 
 def requirement_problem(requirement: object) -> str | None:

@@ -7,7 +7,7 @@ works for hardware that is not there.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
 
@@ -165,7 +165,7 @@ def _choose(
     asked = None if requested == AUTO else registry.get(requested)
     candidates = []
     for backend in sorted(registry.backends.values(), key=lambda backend: (backend is not asked, _order(backend))):
-        reasons = backend.spec.refusals(problem, role)
+        reasons = [_deciding(request, role, refusal) for refusal in backend.spec.refusals(problem, role)]
         if backend.spec.name in failed:
             reasons.append(failed[backend.spec.name])
         candidates.append(Candidate(backend, tuple(reasons)))
@@ -178,11 +178,16 @@ def _order(backend: Registered) -> tuple[bool, int, str]:
     return backend.source.embedded, -backend.spec.preference, backend.spec.name
 
 
+def _deciding(request: BackendRequest, role: Role, refusal: Refusal) -> Refusal:
+    """The refusal, naming the option that decided the role: most often not the one for this role alone."""
+    return replace(refusal, option=request.option_for(role)) if refusal.option == role.option else refusal
+
+
 def _unneeded(role: Role) -> str:
     if role is Role.LINEAR:
         return "the model has no linear-attention layer"
     if role is Role.DRAFT:
-        return "speculation is off (--speculative-tokens 0)"
+        return "speculation is off (--speculative-tokens turns it on)"
     return "the model has no full-attention layer"
 
 
@@ -208,12 +213,18 @@ def _options(registry: Registry, request: BackendRequest, choices: Mapping[Role,
             given = next(iter(settings))
             raise UsageError(
                 f"--backend-option {name}.{given} is given, but {name} is not chosen for any role "
-                f"(chosen: {', '.join(sorted(chosen)) or 'none'}); ask for it with --attention-backend {name}"
+                f"(chosen: {', '.join(sorted(chosen)) or 'none'}); ask for it with {_option_of(backend)} {name}"
             )
     return {
         name: parse_options(name, registry.backends[name].spec.options, request.options.get(name, {}))
         for name in sorted(chosen)
     }
+
+
+def _option_of(backend: Registered) -> str:
+    """The option that gives a backend all of its roles, or the first of them."""
+    roles = backend.spec.capabilities.roles
+    return "--attention-backend" if {Role.PREFILL, Role.DECODE} <= roles else min(roles, key=list(Role).index).option
 
 
 def render(selection: Selection, *, only_unserved: bool = False) -> Iterator[str]:

@@ -127,8 +127,7 @@ def _environment_refusals(can: Capabilities, problem: Problem) -> Iterator[Refus
                 RefusalCode.SM,
                 f"it needs {_sm_range(low, high)}, this is SM {problem.sm}",
                 value=problem.sm,
-                allowed=_sm_range(low, high),
-                option="--sm",
+                allowed=_sm_range(low, high),  # and no option: the GPU is what it is
             )
     if problem.dtype is not None and problem.dtype not in can.dtypes:
         yield _outside(RefusalCode.DTYPE, "dtype", problem.dtype, can.dtypes, "--dtype")

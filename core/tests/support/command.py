@@ -80,7 +80,6 @@ def in_own_process(*arguments: str, path: Path | None = None, **environment: str
         text=True,
         encoding="utf-8",
         errors="surrogateescape",
-        timeout=60,
         check=False,
     )
     return Outcome(done.returncode, done.stdout, done.stderr)

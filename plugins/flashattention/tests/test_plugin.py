@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,11 @@ import pytest
 
 from attnplug import DType, Feature, GraphLevel, ModelSpec, Problem, Refusal, Role, UsageError, load_registry
 from attnplug.options import parse_options
-from attnplug_flashattention import kernels
 from attnplug_flashattention.options import FlashAttentionOptions
 from attnplug_flashattention.plugin import attnplug_backends
 from support.command import Explained
 from support.configs import DEEPSEEK_V3, KIMI_LINEAR, LLAMA_3_8B, QWEN3_NEXT, read
+from support.libraries import install_library
 
 (SPEC,) = attnplug_backends()
 BF16, FP16, FP32, FP8 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32, DType.FLOAT8_E4M3
@@ -36,17 +37,24 @@ def changed(model: ModelSpec, **changes: Any) -> ModelSpec:
 
 
 @pytest.fixture
-def fa4(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "load_fa4", lambda: None)
+def no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Neither is installed; a folder on the path to install one in."""
+    real = metadata.version
+
+    def version(name: str) -> str:
+        if name.startswith("flash-attn") and not list(tmp_path.glob(f"{name.replace('-', '_')}-*")):
+            raise metadata.PackageNotFoundError(name)
+        return real(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture
-def no_library(monkeypatch: pytest.MonkeyPatch) -> None:
-    def load() -> None:
-        raise ModuleNotFoundError("No module named 'flash_attn'", name="flash_attn")
-
-    for name in ("load_fa4", "load_fa2"):
-        monkeypatch.setattr(kernels, name, load)
+def fa4(no_library: Path) -> Path:
+    install_library(no_library, "flash-attn-4", "4.0.0b36", {"flash_attn.cute.__init__": "raise SystemExit"})
+    return no_library
 
 
 # ---- yes ----
@@ -79,7 +87,7 @@ def test_it_serves(changes: dict[str, Any]) -> None:
     assert refusals(**changes) == []
 
 
-def test_with_flash_attn_4_it_captures_graphs_and_caps_logits(fa4: None) -> None:
+def test_with_flash_attn_4_it_captures_graphs_and_caps_logits(fa4: Path) -> None:
     """D3"""
     model = changed(read(LLAMA_3_8B), logit_cap=50.0)
     assert refusals(cuda_graph=GraphLevel.UNIFORM, model=model) == []
@@ -92,7 +100,7 @@ def test_with_flash_attn_4_it_captures_graphs_and_caps_logits(fa4: None) -> None
     ("changes", "reasons"),
     [
         ({"device": "cpu", "sm": None}, [("device", "cpu", ["cuda"], "--device")]),
-        ({"sm": 75}, [("sm", 75, "SM 80 or newer", "--sm")]),
+        ({"sm": 75}, [("sm", 75, "SM 80 or newer", None)]),
         (
             {"dtype": FP32, "kv_dtype": FP32},
             [
@@ -161,18 +169,33 @@ def test_linear_layers_are_somebody_elses() -> None:
 # ---- the library ----
 
 
-def test_what_needs_flash_attn_4_is_refused_without_it(no_library: None) -> None:
+def test_what_needs_flash_attn_4_is_refused_without_it(no_library: Path) -> None:
     """D3: with its error, and with how to get it."""
     model = changed(read(LLAMA_3_8B), logit_cap=50.0)
     found = refusals(cuda_graph=GraphLevel.DECODE, model=model)
     assert [(reason.code, reason.value) for reason in found] == [("feature", "logit_cap"), ("cuda_graph", "DECODE")]
-    assert "flash-attn 2 cannot be imported (ModuleNotFoundError: No module named 'flash_attn')" in found[0].message
+    assert "flash-attn-4 is not installed, and flash-attn is not installed" in found[0].message
     for reason in found:
-        assert "flash-attn-4 cannot be imported (ModuleNotFoundError: No module named 'flash_attn')" in reason.message
+        assert "flash-attn-4 is not installed" in reason.message
         assert reason.option == "pip install 'flash-attn-4>=4.0.0b36'"
 
 
-def test_graphs_of_an_mla_decode_need_no_flash_attn_4_for_the_prefill(no_library: None) -> None:
+def test_a_flash_attn_4_that_is_too_old_or_in_pieces_is_none(no_library: Path) -> None:
+    """D3: with what is wrong with it."""
+    install_library(no_library, "flash-attn-4", "4.0.0b1", {"flash_attn.cute.__init__": ""})
+    (reason,) = refusals(cuda_graph=GraphLevel.DECODE)
+    assert "flash-attn-4 is 4.0.0b1, not >=4.0.0b36" in reason.message
+    (no_library / "flash_attn_4-4.0.0b1.dist-info").rename(no_library / "flash_attn_4-4.0.0b36.dist-info")
+    (no_library / "flash_attn_4-4.0.0b36.dist-info" / "METADATA").write_text("Name: flash-attn-4\nVersion: 4.0.0b36\n")
+    assert refusals(cuda_graph=GraphLevel.DECODE) == []
+    (no_library / "flash_attn" / "cute" / "__init__.py").unlink()
+    (no_library / "flash_attn" / "cute").rmdir()
+    (reason,) = refusals(cuda_graph=GraphLevel.DECODE)
+    assert "its module flash_attn.cute is not there" in reason.message
+    assert reason.option == "pip install --force-reinstall 'flash-attn-4>=4.0.0b36'"
+
+
+def test_graphs_of_an_mla_decode_need_no_flash_attn_4_for_the_prefill(no_library: Path) -> None:
     """D3: nothing of the prefill is captured. A verify would be, which the level UNIFORM includes."""
     assert refusals(Role.PREFILL, model=read(DEEPSEEK_V3), cuda_graph=GraphLevel.DECODE) == []
     (reason,) = refusals(Role.PREFILL, model=read(DEEPSEEK_V3), cuda_graph=GraphLevel.UNIFORM)
@@ -180,18 +203,19 @@ def test_graphs_of_an_mla_decode_need_no_flash_attn_4_for_the_prefill(no_library
     assert reason.option == "--cuda-graph"
 
 
-def test_flash_attn_2_caps_logits_where_flash_attn_4_cannot(no_library: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flash_attn_2_caps_logits_where_flash_attn_4_cannot(no_library: Path) -> None:
     """D3: on any GPU that it serves; without it, it is what to install where flash-attn-4 is not for the GPU."""
     model = changed(read(LLAMA_3_8B), logit_cap=50.0)
     (reason,) = refusals(model=model, sm=80)
     assert (reason.code, reason.value) == ("feature", "logit_cap")
-    assert reason.option == "pip install 'flash-attn>=2.8,<3'"
-    monkeypatch.setattr(kernels, "load_fa2", lambda: None)
+    assert reason.option == "pip install 'flash-attn<3,>=2.8'"
+    modules = {"flash_attn.__init__": "raise SystemExit", "flash_attn.flash_attn_interface": ""}
+    install_library(no_library, "flash-attn", "2.8.3", modules)
     assert refusals(model=model, sm=80) == refusals(model=model, sm=90) == []
     assert [reason.code for reason in refusals(model=model, cuda_graph=GraphLevel.DECODE)] == ["cuda_graph"]
 
 
-def test_what_flash_attn_4_is_not_for_is_not_to_be_installed(fa4: None) -> None:
+def test_what_flash_attn_4_is_not_for_is_not_to_be_installed(fa4: Path) -> None:
     """D3: the GPU is the reason, not the library."""
     (reason,) = refusals(cuda_graph=GraphLevel.DECODE, sm=80)
     assert "flash-attn-4 needs SM 90 to 103, this is SM 80" in reason.message
@@ -202,10 +226,11 @@ def test_neither_torch_nor_a_kernel_library_is_imported_to_list_it_or_to_refuse_
     """``attnplug backends`` and ``explain`` stay quick, whatever is installed."""
     code = """
 import sys
-from attnplug import Problem, Role
+from attnplug import GraphLevel, Problem, Role
 from attnplug_flashattention import plugin
 (spec,) = plugin.attnplug_backends()
 assert spec.refusals(Problem(device="cpu"), Role.DECODE) and not spec.refusals(Problem(device="cuda", sm=90))
+spec.refusals(Problem(device="cuda", sm=90, cuda_graph=GraphLevel.DECODE), Role.DECODE)
 print([name for name in ("torch", "numpy", "triton", "flash_attn", "cutlass") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import subprocess
 import sys
@@ -12,13 +14,15 @@ from typing import Any
 
 import pytest
 
-from attnplug import DType, GraphLevel, ModelSpec, Problem, Refusal, Role, UsageError, load_registry
+from attnplug import BackendError, DType, GraphLevel, ModelSpec, Problem, Refusal, Role, UsageError, load_registry
 from attnplug.options import parse_options
 from attnplug_flashinfer_mla import kernels
+from attnplug_flashinfer_mla.backend import FlashInferMLABackend
 from attnplug_flashinfer_mla.options import FlashInferMLAOptions
 from attnplug_flashinfer_mla.plugin import attnplug_backends
 from support.command import Explained
 from support.configs import DEEPSEEK_V3, KIMI_LINEAR, read
+from support.libraries import install_library
 
 (SPEC,) = attnplug_backends()
 BF16, FP16, FP32, FP8 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32, DType.FLOAT8_E4M3
@@ -51,7 +55,7 @@ def uneven(model: ModelSpec) -> ModelSpec:
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE, Role.DRAFT])
 def test_it_serves_deepseek_v3_on_an_h200(role: Role, page_size: int, kv_dtype: DType) -> None:
-    """D3: with FlashInfer imported for real, which takes no GPU."""
+    """D3: judged by what is installed, which takes no GPU."""
     assert refusals(role, page_size=page_size, kv_dtype=kv_dtype) == []
 
 
@@ -81,7 +85,7 @@ def test_it_serves(changes: dict[str, Any]) -> None:
     ("changes", "reasons"),
     [
         ({"device": "cpu", "sm": None}, [("device", "cpu", ["cuda"], "--device")]),
-        ({"sm": 75}, [("sm", 75, "SM 80 or newer", "--sm")]),
+        ({"sm": 75}, [("sm", 75, "SM 80 or newer", None)]),
         (
             {"model": read(DEEPSEEK_V3, kv_lora_rank=32, qk_rope_head_dim=8)},
             [("mla_dims", [32, 8], [[512, 64]], "--decode-attention-backend")],
@@ -164,45 +168,74 @@ def test_linear_layers_are_somebody_elses() -> None:
 # ---- the library ----
 
 
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """One on the path before the library that is installed here."""
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
 @pytest.mark.parametrize(
     ("raised", "text"),
     [
-        ("AssertionError('Torch not compiled with CUDA enabled')", "Torch not compiled with CUDA enabled"),
-        ("OSError('libcudart.so.13: cannot open shared object file')", "libcudart.so.13"),
-        ("SystemExit('no GPU, no library')", "flashinfer cannot be imported: SystemExit: no GPU, no library"),
+        ("AssertionError('Torch not compiled with CUDA enabled')", "AssertionError: Torch not compiled with CUDA"),
+        ("OSError('libcudart.so.13: cannot open shared object file')", "OSError: libcudart.so.13"),
+        ("SystemExit('no GPU, no library')", "SystemExit: no GPU, no library"),
     ],
 )
-def test_a_library_that_cannot_be_imported_is_a_refusal_with_its_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: str, text: str
+def test_a_library_that_cannot_be_imported_fails_with_the_factorys_module(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, raised: str, text: str
 ) -> None:
-    """D2, D3: with the CuTe DSL beside a torch for CPUs, FlashInfer's import fails as the first of these."""
-    (tmp_path / "flashinfer.py").write_text(f"raise {raised}")
-    monkeypatch.syspath_prepend(tmp_path)
+    """D2: before anything is built. With the CuTe DSL beside a torch for CPUs, the first of these is raised."""
+    install_library(folder, "flashinfer-python", "0.6.15", {"flashinfer": f"raise {raised}"})
     monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
-    (reason,) = refusals()
-    assert (reason.code, reason.option) == ("import", "pip install 'flashinfer-python>=0.6.12,<0.8'")
-    assert reason.value == raised.replace("('", ": ").removesuffix("')")
-    assert text in reason.message
+    monkeypatch.delitem(sys.modules, "attnplug_flashinfer_mla.factory", raising=False)
+    assert refusals() == []  # metadata cannot tell
+    with pytest.raises(BackendError) as caught:
+        importlib.import_module(SPEC.factory.partition(":")[0])
+    assert f"flashinfer-python 0.6.15 cannot be imported: {text}" in str(caught.value)
+    assert "pip install 'flashinfer-python>=0.6.12,<0.8'" in str(caught.value)
 
 
-def test_a_library_that_reads_no_fp8_is_a_refusal_with_the_one_that_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_factory_is_the_backend() -> None:
+    """D1: where the library imports."""
+    module, _, name = SPEC.factory.partition(":")
+    assert getattr(importlib.import_module(module), name) is FlashInferMLABackend
+
+
+def test_a_library_in_pieces_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     """D3"""
-    old = replace(kernels.load_library(), version="0.6.12", reads_fp8=False)
-    monkeypatch.setattr(kernels, "load_library", lambda: old)
-    (reason,) = refusals(kv_dtype=FP8)
-    assert (reason.code, reason.value) == ("kv_dtype", "float8_e4m3fn")
-    assert str(reason.option).startswith("pip install 'flashinfer-python>=")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    (reason,) = refusals()
+    assert (reason.code, reason.value) == ("import", "flashinfer")
+
+
+@pytest.mark.parametrize(("version", "reads"), [("0.6.12", False), ("0.6.13.post1", False), ("0.6.14", True)])
+def test_a_library_that_reads_no_fp8_is_a_refusal_with_the_one_that_does(
+    folder: Path, version: str, reads: bool
+) -> None:
+    """D3"""
+    install_library(folder, "flashinfer-python", version)
     assert refusals() == []
+    found = refusals(kv_dtype=FP8)
+    if not reads:
+        (reason,) = found
+        assert (reason.code, reason.value) == ("kv_dtype", "float8_e4m3fn")
+        assert version in reason.message
+        assert str(reason.option) == "pip install 'flashinfer-python<0.8,>=0.6.14'"
+    else:
+        assert found == []
 
 
 def test_neither_torch_nor_flashinfer_is_imported_to_list_it_or_to_refuse_it() -> None:
-    """``attnplug backends`` and ``explain`` stay quick where there is no GPU, whatever is installed."""
+    """``attnplug backends`` and ``explain`` stay quick, whatever is installed."""
     code = """
 import sys
-from attnplug import Problem, Role
+from attnplug import DType, Problem, Role
 from attnplug_flashinfer_mla import plugin
 (spec,) = plugin.attnplug_backends()
 assert spec.refusals(Problem(device="cpu"), Role.DECODE) and spec.refusals(Problem(device="cpu"))
+assert not spec.refusals(Problem(device="cuda", sm=90, kv_dtype=DType.FLOAT8_E4M3), Role.DECODE)
 print([name for name in ("torch", "numpy", "triton", "flashinfer") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import subprocess
 import sys
@@ -11,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from attnplug import DType, GraphLevel, Problem, Refusal, Role, load_registry
+from attnplug import BackendError, DType, GraphLevel, Problem, Refusal, Role, load_registry
 from attnplug_flashmla import kernels
+from attnplug_flashmla.backend import FlashMLABackend
 from attnplug_flashmla.plugin import attnplug_backends
 from support.command import Explained
 from support.configs import DEEPSEEK_V3, KIMI_LINEAR, read
+from support.libraries import install_library
 
 (SPEC,) = attnplug_backends()
 BF16, FP16, FP32, FP8 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32, DType.FLOAT8_E4M3
@@ -26,12 +29,9 @@ ON_AN_H200 = Problem(read(DEEPSEEK_V3), "cuda", 90, BF16, BF16, 64)
 
 @pytest.fixture(autouse=True)
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """As if the library were installed, of a version that is right, on a machine without a GPU."""
-    distribution = tmp_path / "sgl_flash_mla-1.0.0.dist-info"
-    distribution.mkdir()
-    (distribution / "METADATA").write_text("Metadata-Version: 2.1\nName: sgl-flash-mla\nVersion: 1.0.0\n")
+    """As if the library were installed, of a version that is right: it raises when it is imported."""
+    install_library(tmp_path, "sgl-flash-mla", "1.0.0", {"flash_mla": "raise OSError('libcudart.so.13')"})
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     kernels.load_library.cache_clear()
     monkeypatch.setitem(sys.modules, "flash_mla", None)  # so that what a test imports by this name goes with it
     del sys.modules["flash_mla"]
@@ -73,8 +73,8 @@ def test_it_serves(changes: dict[str, Any]) -> None:
     ("changes", "reasons"),
     [
         ({"device": "cpu", "sm": None}, [("device", "cpu", ["cuda"], "--device")]),
-        ({"sm": 80}, [("sm", 80, "SM 90", "--sm")]),
-        ({"sm": 100}, [("sm", 100, "SM 90", "--sm")]),
+        ({"sm": 80}, [("sm", 80, "SM 90", None)]),
+        ({"sm": 100}, [("sm", 100, "SM 90", None)]),
         (
             {"model": read(DEEPSEEK_V3, kv_lora_rank=256)},
             [("mla_dims", [256, 64], [[512, 64]], "--decode-attention-backend")],
@@ -159,10 +159,21 @@ def test_a_library_that_is_not_installed_is_a_refusal_with_what_to_install(insta
         pytest.skip("sgl-flash-mla is installed here for real")
 
 
-def library(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
-    """A library of that source, on a machine with a GPU."""
-    (folder / "flash_mla.py").write_text(source)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+def test_a_library_in_pieces_is_a_refusal(installed: Path) -> None:
+    """D3"""
+    (installed / "flash_mla.py").unlink()
+    if importlib.util.find_spec("flash_mla") is not None:
+        pytest.skip("sgl-flash-mla is installed here for real")
+    (reason,) = refusals()
+    assert (reason.code, reason.value) == ("import", "flash_mla")
+
+
+def build(installed: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> Any:
+    """What the spec's factory leads to, with a library of that source."""
+    (installed / "flash_mla.py").write_text(source)
+    module, _, name = SPEC.factory.partition(":")
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    return getattr(importlib.import_module(module), name)
 
 
 @pytest.mark.parametrize(
@@ -174,31 +185,32 @@ def library(folder: Path, monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     ],
     ids=["no CUDA", "no legacy kernels", "another package of that name"],
 )
-def test_a_library_that_cannot_be_used_is_a_refusal_with_its_error(
+def test_a_library_that_cannot_be_used_fails_with_the_factorys_module(
     installed: Path, monkeypatch: pytest.MonkeyPatch, source: str, text: str
 ) -> None:
-    """D2, D3"""
-    library(installed, monkeypatch, source)
-    (reason,) = refusals()
-    assert (reason.code, reason.option) == ("import", "pip install 'sgl-flash-mla>=1.0,<2'")
-    assert text in reason.message
+    """D2: before anything is built."""
+    with pytest.raises(BackendError) as caught:
+        build(installed, monkeypatch, source)
+    assert "sgl-flash-mla 1.0.0 cannot be imported" in str(caught.value)
+    assert text in str(caught.value) and "pip install 'sgl-flash-mla>=1.0,<2'" in str(caught.value)
 
 
 def test_a_library_with_the_kernels_is_fine(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """D3"""
+    """D1"""
     names = ("flash_mla_with_kvcache", "get_mla_decoding_metadata", "get_mla_metadata")
-    library(installed, monkeypatch, "\n".join(["def has_legacy(): return True", *(f"{name} = None" for name in names)]))
-    assert refusals() == []
+    source = "\n".join(["def has_legacy(): return True", *(f"{name} = None" for name in names)])
+    assert build(installed, monkeypatch, source) is FlashMLABackend
 
 
 def test_neither_torch_nor_the_library_is_imported_to_list_it_or_to_refuse_it() -> None:
-    """``attnplug backends`` and ``explain`` stay quick where there is no GPU, whatever is installed."""
+    """``attnplug backends`` and ``explain`` stay quick, whatever is installed."""
     code = """
 import sys
 from attnplug import Problem, Role
 from attnplug_flashmla import plugin
 (spec,) = plugin.attnplug_backends()
 assert spec.refusals(Problem(device="cpu"), Role.DECODE) and spec.refusals(Problem(device="cpu"))
+spec.refusals(Problem(device="cuda", sm=90), Role.DECODE)
 print([name for name in ("torch", "numpy", "triton", "flash_mla") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from attnplug import AttentionKind, DType, GraphLevel, Problem, Refusal, RefusalCode, Role, load_registry
+from attnplug import AttentionKind, BackendError, DType, GraphLevel, Problem, Refusal, RefusalCode, Role, load_registry
 from attnplug_hybrid_linear.plugin import attnplug_backends
 from support.command import Explained
 from support.configs import DEEPSEEK_V3, KIMI_LINEAR, NEMOTRON_H_8B, QWEN3_NEXT, read
+from support.libraries import install_library
 
 SPECS = {spec.name: spec for spec in attnplug_backends()}
 SPEC, FLA = SPECS["torch"], SPECS["fla"]
@@ -69,6 +72,7 @@ from attnplug_hybrid_linear import plugin
 spec, fla = plugin.attnplug_backends()
 assert not spec.refusals(Problem(device="cpu"), Role.LINEAR)
 assert fla.refusals(Problem(device="cpu"), Role.LINEAR)
+fla.refusals(Problem(device="cuda", sm=90), Role.LINEAR)
 print([name for name in ("torch", "numpy", "triton", "fla") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -135,6 +139,26 @@ def test_without_the_library_fla_says_what_to_install(monkeypatch) -> None:
     monkeypatch.setattr(metadata, "version", _not_installed)
     (reason,) = FLA.refusals(replace(ON_A_GPU, device=None), Role.LINEAR)
     assert "fla-core" in reason.message and "pip install 'fla-core" in str(reason.option)
+
+
+def test_a_library_in_pieces_is_a_refusal_and_one_that_fails_to_import_fails_with_the_factorys_module(
+    tmp_path, monkeypatch
+) -> None:
+    """D2, D3: before anything is built."""
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "fla"]:
+        monkeypatch.delitem(sys.modules, name)
+    install_library(tmp_path, "fla-core", "0.6.9")
+    if importlib.util.find_spec("fla") is None:
+        (reason,) = FLA.refusals(ON_A_GPU, Role.LINEAR)
+        assert (reason.code, reason.value) == ("import", "fla")
+    (tmp_path / "fla.py").write_text("raise OSError('libcudart.so.13')")
+    importlib.invalidate_caches()
+    assert FLA.refusals(ON_A_GPU, Role.LINEAR) == []  # metadata cannot tell
+    with pytest.raises(BackendError) as caught:
+        importlib.import_module(FLA.factory.partition(":")[0])
+    assert "fla-core 0.6.9 cannot be imported: OSError: libcudart.so.13" in str(caught.value)
+    assert "pip install 'fla-core>=0.6,<0.7'" in str(caught.value)
 
 
 def _not_installed(name: str) -> str:

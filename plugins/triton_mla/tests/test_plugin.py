@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import subprocess
 import sys
 from dataclasses import replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from attnplug import DType, GraphLevel, Problem, Refusal, Role, load_registry
+from attnplug import BackendError, DType, GraphLevel, Problem, Refusal, Role, load_registry
 from attnplug_triton_mla.plugin import attnplug_backends
 from support.command import in_own_process
 from support.configs import DEEPSEEK_V3, KIMI_LINEAR, read
@@ -58,7 +60,7 @@ def test_it_serves(changes: dict[str, Any], role: Role) -> None:
     ("changes", "reasons"),
     [
         ({"device": "cpu", "sm": None}, [("device", "cpu", ["cuda"], "--device")]),
-        ({"sm": 75}, [("sm", 75, "SM 80 or newer", "--sm")]),
+        ({"sm": 75}, [("sm", 75, "SM 80 or newer", None)]),
         (
             {"model": read(DEEPSEEK_V3, kv_lora_rank=128)},
             [("mla_dims", [128, 64], [[256, 0], [256, 64], [512, 0], [512, 64]], "--decode-attention-backend")],
@@ -116,6 +118,18 @@ print([name for name in ("torch", "numpy", "triton") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "[]\n"
+
+
+def test_a_triton_that_cannot_be_imported_fails_with_the_factorys_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """D2: before anything is built, with its version and what to install."""
+    module, _, name = SPEC.factory.partition(":")
+    assert callable(getattr(importlib.import_module(module), name))
+    monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "triton.language", None)
+    with pytest.raises(BackendError) as caught:
+        importlib.import_module(module)
+    assert f"triton {metadata.version('triton')} cannot be imported" in str(caught.value)
+    assert "pip install 'triton>=3.6,<4'" in str(caught.value)
 
 
 def test_it_is_found_by_its_entry_point() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import json
 import subprocess
 import sys
@@ -12,13 +14,14 @@ from typing import Any
 
 import pytest
 
-from attnplug import DType, GraphLevel, Problem, Refusal, Role, UsageError, load_registry
+from attnplug import BackendError, DType, GraphLevel, Problem, Refusal, Role, UsageError, load_registry
 from attnplug.options import parse_options
 from attnplug_trtllm_mla import kernels
 from attnplug_trtllm_mla.options import TRTLLMMLAOptions
 from attnplug_trtllm_mla.plugin import attnplug_backends
 from support.command import Explained
 from support.configs import DEEPSEEK_V3, KIMI_LINEAR, read
+from support.libraries import install_library
 
 (SPEC,) = attnplug_backends()
 BF16, FP16, FP8 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT8_E4M3
@@ -43,7 +46,7 @@ def refusals(role: Role | None = Role.DECODE, **changes: Any) -> list[Refusal]:
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE, Role.DRAFT])
 @pytest.mark.parametrize("sm", [100, 103])
 def test_it_serves_deepseek_v3_on_blackwell(sm: int, role: Role, page_size: int, kv_dtype: DType) -> None:
-    """D3, A4: with FlashInfer imported for real, which takes no GPU."""
+    """D3, A4: judged by what is installed, which takes no GPU."""
     assert refusals(role, sm=sm, page_size=page_size, kv_dtype=kv_dtype) == []
 
 
@@ -66,9 +69,9 @@ def test_it_serves(changes: dict[str, Any]) -> None:
     ("changes", "reasons"),
     [
         ({"device": "cpu", "sm": None}, [("device", "cpu", ["cuda"], "--device")]),
-        ({"sm": 90}, [("sm", 90, "SM 100 to 103", "--sm")]),
-        ({"sm": 120}, [("sm", 120, "SM 100 to 103", "--sm")]),
-        ({"sm": 101}, [("sm", 101, [100, 103], "--sm")]),
+        ({"sm": 90}, [("sm", 90, "SM 100 to 103", None)]),
+        ({"sm": 120}, [("sm", 120, "SM 100 to 103", None)]),
+        ({"sm": 101}, [("sm", 101, [100, 103], None)]),
         (
             {"model": read(DEEPSEEK_V3, kv_lora_rank=256)},
             [("mla_dims", [256, 64], [[512, 64]], "--decode-attention-backend")],
@@ -101,26 +104,37 @@ def test_it_refuses_with_value_and_what_is_allowed_and_the_option(
     json.dumps([reason.as_json() for reason in found])
 
 
-def test_a_library_that_cannot_be_imported_is_a_refusal_with_its_error(
+def test_a_library_that_cannot_be_imported_fails_with_the_factorys_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """D2, D3"""
-    (tmp_path / "flashinfer.py").write_text("raise AssertionError('Torch not compiled with CUDA enabled')")
+    """D2: before anything is built."""
+    raised = "raise AssertionError('Torch not compiled with CUDA enabled')"
+    install_library(tmp_path, "flashinfer-python", "0.6.19", {"flashinfer": raised})
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "flashinfer", raising=False)
+    module = SPEC.factory.partition(":")[0]
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    with pytest.raises(BackendError) as caught:
+        importlib.import_module(module)
+    assert "flashinfer-python 0.6.19 cannot be imported: AssertionError: Torch not compiled" in str(caught.value)
+    assert "pip install 'flashinfer-python>=0.6.18,<0.8'" in str(caught.value)
+
+
+def test_a_library_in_pieces_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """D3"""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     (reason,) = refusals()
-    assert (reason.code, reason.option) == ("import", "pip install 'flashinfer-python>=0.6.18,<0.8'")
-    assert "Torch not compiled with CUDA enabled" in reason.message
+    assert (reason.code, reason.value) == ("import", "flashinfer")
 
 
 def test_neither_torch_nor_flashinfer_is_imported_to_list_it_or_to_refuse_it() -> None:
-    """``attnplug backends`` and ``explain`` stay quick where its kernels cannot run, whatever is installed."""
+    """``attnplug backends`` and ``explain`` stay quick, whatever is installed."""
     code = """
 import sys
 from attnplug import Problem, Role
 from attnplug_trtllm_mla import plugin
 (spec,) = plugin.attnplug_backends()
-assert spec.refusals(Problem(device="cpu"), Role.DECODE) and spec.refusals(Problem(device="cuda", sm=90))
+assert spec.refusals(Problem(device="cpu"), Role.DECODE) and not spec.refusals(Problem(device="cuda", sm=100))
 print([name for name in ("torch", "numpy", "triton", "flashinfer") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -18,6 +18,16 @@ from attnplug.problem import Role
 EPILOG = "Exit codes: 0 good, 1 a refusal or a failed check, 2 wrong usage."
 
 
+class _Help(argparse.HelpFormatter):
+    """Shows the default of every option that has one to show."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        default = action.default
+        if action.help is None or default is None or default is False or default in ([], argparse.SUPPRESS):
+            return action.help
+        return f"{action.help} (default: %(default)s)"
+
+
 class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib import metadata
@@ -60,7 +70,9 @@ def add_command(
 ) -> argparse.ArgumentParser:
     """Add a command that runs ``call(parsed)`` and exits with what it returns."""
     # allow_abbrev: --device must not be taken for whatever longer option comes along in a later version.
-    parser = commands.add_parser(name, help=text, description=text, epilog=EPILOG, allow_abbrev=False)
+    parser = commands.add_parser(
+        name, help=text, description=text, epilog=EPILOG, formatter_class=_Help, allow_abbrev=False
+    )
     parser.add_argument("--json", action="store_true", help="write JSON to standard output, all else to standard error")
     parser.set_defaults(command=call)
     return parser
@@ -68,13 +80,14 @@ def add_command(
 
 def _declare_backends(commands: Commands[argparse.ArgumentParser]) -> None:
     def call(parsed: argparse.Namespace) -> int:
-        from attnplug.cli.backends import list_backends
+        from attnplug.cli.backends import list_backends, list_names
 
-        return list_backends(json=parsed.json, every=parsed.all)
+        return list_names(json=parsed.json) if parsed.names else list_backends(json=parsed.json, every=parsed.all)
 
     text = "List the installed backends: what each supports, and whether it is usable here."
     parser = add_command(commands, "backends", text, call)
     parser.add_argument("--all", action="store_true", help="show broken and blocked plugins too")
+    parser.add_argument("--names", action="store_true", help="only the names to choose from, one a line")
 
 
 def _declare_plugins(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -114,8 +127,11 @@ def _declare_explain(commands: Commands[argparse.ArgumentParser]) -> None:
     )
     add_backend_options(parser)
     for role in Role:
-        parser.add_argument(role.option, metavar="NAME|auto", help=f"backend for the role {role} alone")
-    parser.add_argument("--sm", type=int, metavar="90", help="compute capability, 9.0 is 90; need not be present here")
+        otherwise = "auto" if role is Role.LINEAR else "as --attention-backend"
+        text = f"backend for the role {role} alone (default: {otherwise})"
+        parser.add_argument(role.option, metavar="NAME|auto", help=text)
+    text = "compute capability, 9.0 is 90; need not be present here (default: that of the first GPU)"
+    parser.add_argument("--sm", type=int, metavar="90", help=text)
     parser.add_argument("--dtype", metavar="DTYPE", help="element type of activations (default: the model's)")
     parser.add_argument("--speculative-tokens", type=int, default=0, metavar="N", help="draft tokens a step")
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="ranks that share the heads")
@@ -154,12 +170,26 @@ def _declare_check(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random inputs")
 
 
+def _declare_completion(commands: Commands[argparse.ArgumentParser]) -> None:
+    def call(parsed: argparse.Namespace) -> int:
+        from attnplug.cli.completion import print_script
+
+        return print_script(parsed.shell, _parser([]), json=parsed.json)
+
+    parser = add_command(commands, "completion", "Print a script by which a shell completes this command.", call)
+    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="bash, zsh or fish")
+
+
 def add_backend_options(parser: argparse.ArgumentParser) -> None:
     """What every command that chooses a backend takes."""
     parser.add_argument("--attention-backend", default="auto", metavar="NAME|auto", help="backend for full attention")
-    parser.add_argument("--device", metavar="cpu|cuda", help="default: cuda where there is a GPU, else cpu")
+    parser.add_argument(
+        "--device", metavar="cpu|cuda", help="where to run (default: cuda where there is a GPU, else cpu)"
+    )
     parser.add_argument("--kv-dtype", metavar="DTYPE", help="element type of the cache (default: as --dtype)")
-    parser.add_argument("--page-size", type=int, metavar="TOKENS", help="tokens per cache page")
+    parser.add_argument(
+        "--page-size", type=int, metavar="TOKENS", help="tokens per cache page (default: one that all backends read)"
+    )
     parser.add_argument(
         "--backend-option",
         action="append",
@@ -175,4 +205,5 @@ _OWN: dict[str, Callable[[Commands[argparse.ArgumentParser]], None]] = {
     "explain": _declare_explain,
     "doctor": _declare_doctor,
     "check": _declare_check,
+    "completion": _declare_completion,
 }

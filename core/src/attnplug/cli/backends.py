@@ -46,11 +46,13 @@ class Row:
         if self.status == "usable":
             return "usable here"
         if self.status == "refused":
-            # What to install helps here; an option of another command does not.
-            return "refused here: " + "; ".join(
-                reason.message if (reason.option or "").startswith("-") else str(reason) for reason in self.reasons
-            )
+            return "refused here: " + "; ".join(map(_without_options, self.reasons))
         return f"{self.status}: {self.error}"
+
+
+def _without_options(reason: Refusal) -> str:
+    """A reason with the command that would help, but without an option to change: here are none."""
+    return reason.message if (reason.option or "").startswith("-") else str(reason)
 
 
 def list_backends(*, json: bool, every: bool) -> int:
@@ -67,6 +69,16 @@ def list_backends(*, json: bool, every: bool) -> int:
     if counts:
         print(f"{counts} not shown; 'attnplug backends --all' shows them", file=sys.stderr)
     warn_of_the_rest(registry)
+    return 0
+
+
+def list_names(*, json: bool) -> int:
+    """The names that can be asked for, usable here or not: quick enough for a shell that completes them."""
+    names = list(load_registry().backends)
+    if json:
+        output.write_json(names)
+    else:
+        print("\n".join(names))
     return 0
 
 

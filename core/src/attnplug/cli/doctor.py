@@ -1,25 +1,26 @@
 """``attnplug doctor``: a report on the environment.
 
 Design constraints, to preserve when editing: every probe is guarded on its own; whatever imports a library does so in
-a process of its own, because some raise AssertionError or RuntimeError on import, some print, some take the process
-down; the report always prints, and the command never fails.
+a process of its own; all probes run at the same time; the report always prints, and the command never fails.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import json as jsonlib
+import operator
 import os
 import platform
-import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 
 from attnplug.cli import output
 from attnplug.cli.backends import listing
+from attnplug.cli.probe import Findings, Probes
 from attnplug.contract import CONTRACT_VERSION
 from attnplug.errors import describe_error
 from attnplug.hardware import visible_gpus
@@ -27,42 +28,45 @@ from attnplug.registry import ALLOW_VARIABLE, STRICT_VARIABLE, load_registry
 
 KERNEL_LIBRARIES = ("triton", "flashinfer", "flash_attn", "flash_mla", "fla", "tokenspeed_mla", "cutlass", "sgl_kernel")
 _VARIABLES = (ALLOW_VARIABLE, STRICT_VARIABLE, "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "TRITON_CACHE_DIR", "HF_HOME")
-_PROBE_SECONDS = 120
-
-Findings = Mapping[str, str]
 
 
 def report(*, json: bool) -> int:
+    probes = Probes(sys.stderr if sys.stderr.isatty() and not json else None)
     sections: dict[str, Callable[[], Findings]] = {
         "environment": _environment,
-        "torch": _torch,
+        "torch": partial(_torch, probes),
         "GPUs": _gpus,
-        "kernel libraries": _kernel_libraries,
-        "plugins": _plugins,
+        "kernel libraries": partial(_kernel_libraries, probes),
+        "plugins": partial(_plugins, probes),
         "variables": _variables,
         "cache folders": _caches,
     }
-    if json:
-        output.write_json({title: _guarded(probe) for title, probe in sections.items()})
-        return 0
-    for title, probe in sections.items():
-        print(f"{title}")
-        findings = _guarded(probe)
-        width = max(map(len, findings), default=0)
-        for name, text in findings.items():
-            print(f"  {name.ljust(width)}  " + text.replace("\n", "\n" + " " * (width + 4)))
-        if not findings:
-            print("  none")
-        sys.stdout.flush()
+    with ThreadPoolExecutor(max_workers=len(sections)) as pool:
+        try:
+            found = {title: pool.submit(_guarded, probe) for title, probe in sections.items()}
+            if json:
+                output.write_json({title: future.result() for title, future in found.items()})
+            else:
+                for title, future in found.items():
+                    probes.print(_section(title, future.result()))
+        except BaseException:  # an interrupt, or output that cannot be written: nobody waits for the rest
+            probes.stop()
+            raise
     return 0
+
+
+def _section(title: str, findings: Findings) -> str:
+    width = max(map(len, findings), default=0)
+    lines = [
+        f"  {name.ljust(width)}  " + text.replace("\n", "\n" + " " * (width + 4)) for name, text in findings.items()
+    ]
+    return "\n".join([title, *(lines or ["  none"])])
 
 
 def _guarded(probe: Callable[[], Findings]) -> Findings:
     try:
         return probe()
     except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            raise
         return {"probe failed": describe_error(error)}
 
 
@@ -75,7 +79,7 @@ def _environment() -> Findings:
     }
 
 
-def _torch() -> Findings:
+def _torch(probes: Probes) -> Findings:
     code = """
 import torch
 answer = {"version": torch.__version__, "CUDA build": str(torch.version.cuda)}
@@ -84,7 +88,7 @@ for number in range(torch.cuda.device_count()):
     gpu = torch.cuda.get_device_properties(number)
     answer[f"cuda:{number}"] = f"{gpu.name}, SM {gpu.major}{gpu.minor}, {gpu.total_memory / 2**30:.0f} GiB"
 """
-    found = _in_own_process(code)
+    found = probes.ask("torch", code)
     return {"import failed": found["failed"]} if "failed" in found else found
 
 
@@ -92,73 +96,92 @@ def _gpus() -> Findings:
     return {f"GPU {number}": f"{gpu.name}, SM {gpu.sm}" for number, gpu in enumerate(visible_gpus())}
 
 
-def _kernel_libraries() -> Findings:
-    with ThreadPoolExecutor(max_workers=os.cpu_count() or 1) as pool:
-        return dict(zip(KERNEL_LIBRARIES, pool.map(_library, KERNEL_LIBRARIES), strict=True))
+def _kernel_libraries(probes: Probes) -> Findings:
+    owners = _owners()
+    with ThreadPoolExecutor(max_workers=len(KERNEL_LIBRARIES)) as pool:
+        states = pool.map(partial(_library, probes, owners), KERNEL_LIBRARIES)
+        return dict(zip(KERNEL_LIBRARIES, states, strict=True))
 
 
-def _library(name: str) -> str:
+def _owners() -> Mapping[str, list[str]]:
+    """The distributions that each module belongs to; none where damaged metadata stops Python from telling."""
+    try:
+        return metadata.packages_distributions()
+    except Exception:
+        return {}
+
+
+def _library(probes: Probes, owners: Mapping[str, list[str]], name: str) -> str:
     try:
         if importlib.util.find_spec(name) is None:
             return "not installed"
     except Exception as error:
         return f"cannot be looked up: {describe_error(error)}"
-    version = _version_of(name)
-    failure = _in_own_process(f"import {name}; answer = {{}}").get("failed")
+    version = _version_of(owners.get(name, []))
+    failure = probes.ask(name, f"import {name}; answer = {{}}").get("failed")
     return version if failure is None else f"{version}; import failed: {failure}"
 
 
-def _version_of(module: str) -> str:
+def _version_of(owners: list[str]) -> str:
     try:
-        owners = sorted(set(metadata.packages_distributions().get(module, [])))
-        return ", ".join(f"{owner} {metadata.version(owner)}" for owner in owners) or "no distribution"
+        return ", ".join(f"{owner} {metadata.version(owner)}" for owner in sorted(set(owners))) or "no distribution"
     except Exception as error:
         return f"version unknown ({describe_error(error)})"
 
 
-def _in_own_process(code: str) -> Findings:
-    """What code leaves in ``answer``, run apart from us; ``{"failed": why}`` where it does not get that far."""
-    mark = f"attnplug-{os.urandom(8).hex()}"  # its own prints, at exit too, are not the answer
-    script = (
-        "import json, os\ntry:\n    scope = {}\n"
-        f"    exec({code!r}, scope)\n    answer = scope['answer']\n"
-        "except BaseException as error:\n    answer = {'failed': f'{type(error).__name__}: {error}'}\n"
-        f"os.write(1, ('\\n{mark}' + json.dumps(answer) + '\\n').encode())\nos._exit(0)"
-    )
-    try:
-        done = subprocess.run(
-            [sys.executable, "-c", script],
-            stdin=subprocess.DEVNULL,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
-            capture_output=True,
-            timeout=_PROBE_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        return {"failed": f"no answer within {_PROBE_SECONDS} s"}
-    for line in reversed(done.stdout.decode(errors="replace").splitlines()):
-        if line.startswith(mark):
-            return {str(name): str(text) for name, text in jsonlib.loads(line.removeprefix(mark)).items()}
-    ended = f"killed by signal {-done.returncode}" if done.returncode < 0 else f"exit code {done.returncode}"
-    return {"failed": f"the process ended during the import ({ended})"}
-
-
-def _plugins() -> Findings:
+def _plugins(probes: Probes) -> Findings:
     """Listed in a process of their own: a plugin that takes its process down shall not take the report along."""
-    code = "from attnplug.cli.doctor import plugin_findings; answer = plugin_findings()"
-    return _in_own_process(code)
+    answer = probes.ask("plugins", "from attnplug.cli.doctor import plugin_answer; answer = plugin_answer()")
+    if "failed" in answer:
+        return answer
+    findings, factories = jsonlib.loads(answer["findings"]), jsonlib.loads(answer["factories"])
+    for name, failure in _factory_failures(probes, factories).items():
+        findings[name] += f", but its factory {factories[name]} cannot be imported: {failure}"
+    return {str(name): str(text) for name, text in findings.items()}
 
 
-def plugin_findings() -> Findings:
-    """Every plugin, whatever its state, and names in the allow-list that no plugin answers to."""
+def _factory_failures(probes: Probes, factories: Mapping[str, str]) -> Findings:
+    """Why the factories of usable backends cannot be imported, which metadata does not tell."""
+    failures = probes.ask("factories", _importing(factories)) if factories else {}
+    if "failed" not in failures:
+        return failures
+    found: dict[str, str] = {}
+    for name, factory in factories.items():  # one of them took the process down
+        alone = probes.ask(name, _importing({name: factory}))
+        found |= {name: alone["failed"]} if "failed" in alone else alone
+    return found
+
+
+def _importing(factories: Mapping[str, str]) -> str:
+    return f"from attnplug.cli.doctor import import_factories; answer = import_factories({dict(factories)!r})"
+
+
+def import_factories(factories: Mapping[str, str]) -> Findings:
+    """Import each; what those raise that cannot be imported."""
+    failures = {}
+    for name, factory in factories.items():
+        module, _, attribute = factory.partition(":")
+        try:
+            operator.attrgetter(attribute)(importlib.import_module(module))
+        except BaseException as error:  # libraries raise anything on import, even SystemExit
+            failures[name] = describe_error(error)
+    return failures
+
+
+def plugin_answer() -> Findings:
+    """What is said of each plugin, and where the factories of usable backends are."""
     environment = {name: value for name, value in os.environ.items() if name != STRICT_VARIABLE}
     registry = load_registry(environment=environment)
-    rows = [(row.name, f"{row.distribution} {row.version}: {row.text}") for row in listing(registry, every=True)]
-    rows += [(name, f"named in {ALLOW_VARIABLE}, but no installed plugin answers to it") for name in registry.unmatched]
+    rows = list(listing(registry, every=True))
+    texts = [(row.name, f"{row.distribution} {row.version}: {row.text}") for row in rows]
+    texts += [
+        (name, f"named in {ALLOW_VARIABLE}, but no installed plugin answers to it") for name in registry.unmatched
+    ]
     findings: dict[str, str] = {}
-    for name, text in rows:
+    for name, text in texts:
         findings[name] = f"{findings[name]}\n{text}" if name in findings else text
-    return findings
+    factories = {row.name: registry.backends[row.name].spec.factory for row in rows if row.status == "usable"}
+    return {"findings": jsonlib.dumps(findings), "factories": jsonlib.dumps(factories)}
 
 
 def _variables() -> Findings:

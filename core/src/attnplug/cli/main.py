@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
+from attnplug import interrupt
 from attnplug.cli import output
 from attnplug.cli.app import run
 from attnplug.errors import AttnplugError
@@ -20,7 +21,7 @@ def main() -> None:
         sys.exit(error.exit_code)
     except KeyboardInterrupt as error:  # it may say what was interrupted
         print(f"interrupted {error}".rstrip(), file=sys.stderr)
-        sys.exit(130)
+        sys.exit(interrupt.EXIT_CODE)
     except BrokenPipeError:  # the reader of our output went away, as in 'attnplug backends | head -1'
         _discard_output()
         sys.exit(1)

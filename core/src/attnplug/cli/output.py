@@ -10,11 +10,13 @@ import contextlib
 import io
 import json
 import os
+import stat
 import sys
 from collections.abc import Iterator
 from typing import TextIO
 
-_answers: TextIO | None = None
+_answers: int | TextIO | None = None
+"""Where answers go while standard output is reserved: a descriptor, or a stream that has none."""
 
 
 @contextlib.contextmanager
@@ -42,12 +44,14 @@ def safe_streams() -> Iterator[None]:
 def release(stdout: TextIO | None = None) -> None:
     """Give standard output back to everyone: what :func:`reserve_for_json` took."""
     global _answers
-    if _answers is not None:
-        stdout = stdout or sys.__stdout__ or _answers
-        if _answers is not stdout:
-            os.dup2(_answers.fileno(), stdout.fileno())
-            _answers.close()
-        _answers = None
+    if isinstance(_answers, int):
+        stdout = stdout or sys.__stdout__
+        if stdout is not None:
+            os.dup2(_answers, stdout.fileno())
+        os.close(_answers)
+    elif _answers is not None:
+        stdout = stdout or _answers
+    _answers = None
     if stdout is not None:
         sys.stdout = stdout
 
@@ -61,7 +65,7 @@ def reserve_for_json() -> None:
         _answers = sys.stdout
     else:
         sys.stdout.flush()
-        _answers = os.fdopen(descriptor, "w", encoding="utf-8")
+        _answers = descriptor
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     sys.stdout = sys.stderr
 
@@ -72,7 +76,27 @@ def write_json(value: object) -> None:
 
 
 def write_line(text: str) -> None:
-    """A part of the answer: one line of JSON lines."""
+    """A part of the answer: one line of JSON lines, written at once. A file gets the whole line or none of it."""
     assert _answers is not None, "reserve_for_json comes first"
-    _answers.write(text + "\n")
-    _answers.flush()
+    if isinstance(_answers, int):
+        _write_whole(_answers, f"{text}\n".encode(errors="replace"))
+    else:
+        _answers.write(text + "\n")
+        _answers.flush()
+
+
+def _write_whole(descriptor: int, line: bytes) -> None:
+    """Without a buffer: what it keeps of a line that failed, it would try to write again later, and fail again.
+
+    A part of a line that a full disk took is cut off again. A pipe's reader has it already.
+    """
+    before, written = os.fstat(descriptor), 0
+    try:
+        while written < len(line):
+            written += os.write(descriptor, line[written:])
+    except OSError:
+        # The end of the file is ours if it grew by what we wrote.
+        if stat.S_ISREG(before.st_mode) and os.fstat(descriptor).st_size == before.st_size + written:
+            os.ftruncate(descriptor, before.st_size)
+            os.lseek(descriptor, before.st_size, os.SEEK_SET)
+        raise

@@ -8,15 +8,19 @@ import textwrap
 from collections.abc import Sequence
 
 _WIDE = 160
+_NARROWEST = 12
+"""Columns narrower than this are hard to read: rows are written below each other then."""
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Aligned columns; the last ones wrap within the terminal's width."""
+    """Aligned columns that wrap within the terminal's width; on a narrow one, a block of lines for each row."""
     width = shutil.get_terminal_size((_WIDE, 24)).columns if sys.stdout.isatty() else _WIDE
     widths = _widths([columns, *rows], width - 2 * (len(columns) - 1))
+    if widths is None:
+        return "\n\n".join(_block(columns, row, width) for row in rows)
     lines = [_line(columns, widths), _line(["─" * each for each in widths], widths)]
     for row in rows:
-        wrapped = [textwrap.wrap(cell, each) or [""] for cell, each in zip(row, widths, strict=True)]
+        wrapped = [_wrap(cell, each) or [""] for cell, each in zip(row, widths, strict=True)]
         for number in range(max(map(len, wrapped))):
             lines.append(_line([cell[number] if number < len(cell) else "" for cell in wrapped], widths))
     return "\n".join(lines)
@@ -26,12 +30,30 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip()
 
 
-def _widths(rows: Sequence[Sequence[str]], available: int) -> list[int]:
-    """Natural widths where they fit; otherwise the widest columns give way, down to a readable minimum."""
+def _widths(rows: Sequence[Sequence[str]], available: int) -> list[int] | None:
+    """Natural widths where they fit; otherwise the widest columns give way. ``None`` where too little would be left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     while sum(widths) > available:
         widest = max(range(len(widths)), key=widths.__getitem__)
-        if widths[widest] <= 16:
-            break
+        if widths[widest] <= _NARROWEST:
+            return None
         widths[widest] -= 1
     return widths
+
+
+def _block(columns: Sequence[str], row: Sequence[str], width: int) -> str:
+    """One row, its first cell as the heading of the others; cells that are empty are left out."""
+    heading, *others = zip(columns, row, strict=True)
+    lines = _wrap(heading[1], width)
+    for column, cell in others:
+        if cell:
+            lines += _wrap(f"{column}: {cell}", width, indent="  " if width > 4 else "")
+    return "\n".join(lines)
+
+
+def _wrap(text: str, width: int, indent: str = "") -> list[str]:
+    """Lines of at most this width; names of packages stay whole, for people copy them."""
+    wrapper = textwrap.TextWrapper(
+        max(width, 1), initial_indent=indent, subsequent_indent=2 * indent, break_on_hyphens=False
+    )
+    return wrapper.wrap(text)

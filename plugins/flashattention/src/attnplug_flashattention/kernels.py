@@ -18,6 +18,7 @@ from torch import Tensor
 
 from attnplug import BackendError, LayerSpec, RaggedCall
 from attnplug_flashattention.planner import PagedCall
+from attnplug_flashattention.plugin import FA2, FA4, fa4_problem
 
 Attended = tuple[Tensor, Tensor | None]
 """Output ``[rows, heads, v_dim]`` and, where asked for, log-sum-exp ``[rows, heads]`` float32, of any strides."""
@@ -88,21 +89,10 @@ def choose_kernels(name: str, sm: int, layers: Iterable[LayerSpec]) -> Kernels:
 
 
 INSTALL = {
-    "fa4": "pip install 'flash-attn-4>=4.0.0b36'",
-    "fa2": "pip install 'flash-attn>=2.8,<3'",
+    "fa4": f"pip install '{FA4}'",
+    "fa2": f"pip install '{FA2}'",
     "torch": "pip install 'torch>=2.10'",
 }
-
-
-def fa4_problem(sm: int, layers: Iterable[LayerSpec]) -> str | None:
-    """Why FlashAttention 4 is not for this GPU or these layers; ``None`` if it is."""
-    if not 90 <= sm < 110:
-        return f"needs SM 90 to 103, this is SM {sm}"
-    for layer in layers:
-        dims = layer.head_dim, layer.v_head_dim
-        if sm >= 100 and max(dims) > 128 and dims not in ((192, 128), (256, 256)):
-            return f"takes head dims up to 128, (192, 128) or (256, 256) on SM {sm}, layer {layer.layer_id} has {dims}"
-    return None
 
 
 def import_error(load: Callable[[], object]) -> BaseException | None:

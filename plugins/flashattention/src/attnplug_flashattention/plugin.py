@@ -1,8 +1,8 @@
-"""What the plugin says of its backend. A kernel library is imported only where an answer about CUDA depends on it."""
+"""What the plugin says of its backend. Kernel libraries are imported when it is built, and not before."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from attnplug import (
     CONTRACT_VERSION,
@@ -19,10 +19,14 @@ from attnplug import (
     RefusalCode,
     Role,
     hookimpl,
+    module_refusal,
+    requirement_refusal,
 )
 from attnplug_flashattention.options import FlashAttentionOptions
 
 DTYPES = frozenset({DType.BFLOAT16, DType.FLOAT16})
+FA4 = "flash-attn-4>=4.0.0b36"
+FA2 = "flash-attn>=2.8,<3"
 WIDEST_HEAD = 256
 HEAD_STEP = 16
 
@@ -111,26 +115,39 @@ def _library_refusals(problem: Problem, layers: tuple[LayerSpec, ...], *, captur
     graphs = captures and problem.cuda_graph > GraphLevel.NEVER
     if not capped and not graphs:
         return
-    from attnplug_flashattention import kernels  # imports torch: seconds
-
-    why = None if problem.sm is None else kernels.fa4_problem(problem.sm, layers)
-    option = None
-    if why is not None:
-        why = f"flash-attn-4 {why}"
-    elif (error := kernels.import_error(kernels.load_fa4)) is not None:
-        why, option = f"flash-attn-4 {_cannot(error)}", kernels.INSTALL["fa4"]
+    unfit = None if problem.sm is None else fa4_problem(problem.sm, layers)
+    if unfit is not None:
+        why, option = f"flash-attn-4 {unfit}", None
+    elif (lacking := _lacking(FA4, "flash_attn.cute")) is not None:
+        why, option = lacking
     else:
         return
-    if capped and (error := kernels.import_error(kernels.load_fa2)) is not None:
-        message = f"a cap on logits needs flash-attn-4 or flash-attn 2: {why}, and flash-attn 2 {_cannot(error)}"
+    if capped and (lacking := _lacking(FA2, "flash_attn.flash_attn_interface")) is not None:
+        message = f"a cap on logits needs flash-attn-4 or flash-attn 2: {why}, and {lacking[0]}"
         allowed = [str(Feature.SLIDING_WINDOW), str(Feature.SINKS)]
-        install = option or kernels.INSTALL["fa2"]
-        yield Refusal(RefusalCode.FEATURE, message, str(Feature.LOGIT_CAP), allowed, install)
+        yield Refusal(RefusalCode.FEATURE, message, str(Feature.LOGIT_CAP), allowed, option or lacking[1])
     if graphs:
         message = f"CUDA graphs need flash-attn-4, and {why}"
         allowed = [GraphLevel.NEVER.name]
         yield Refusal(RefusalCode.CUDA_GRAPH, message, problem.cuda_graph.name, allowed, option or "--cuda-graph")
 
 
-def _cannot(error: BaseException) -> str:
-    return f"cannot be imported ({type(error).__name__}: {error})"
+def _lacking(requirement: str, module: str) -> tuple[str, str | None] | None:
+    """What is wrong with an installation of a library, and what to do; ``None`` if nothing is."""
+    if (refusal := requirement_refusal(requirement)) is not None:
+        state = "is not installed" if refusal.value is None else f"is {refusal.value}, not {refusal.allowed}"
+        return f"{requirement.partition('>')[0]} {state}", refusal.option
+    if (refusal := module_refusal(module, requirement)) is not None:
+        return refusal.message, refusal.option
+    return None
+
+
+def fa4_problem(sm: int, layers: Iterable[LayerSpec]) -> str | None:
+    """Why FlashAttention 4 is not for this GPU or these layers; ``None`` if it is."""
+    if not 90 <= sm < 110:
+        return f"needs SM 90 to 103, this is SM {sm}"
+    for layer in layers:
+        dims = layer.head_dim, layer.v_head_dim
+        if sm >= 100 and max(dims) > 128 and dims not in ((192, 128), (256, 256)):
+            return f"takes head dims up to 128, (192, 128) or (256, 256) on SM {sm}, layer {layer.layer_id} has {dims}"
+    return None

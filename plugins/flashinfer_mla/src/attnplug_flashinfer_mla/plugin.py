@@ -1,4 +1,4 @@
-"""What the plugin says of its backend. FlashInfer is imported only once a CUDA device is asked about."""
+"""What the plugin says of its backend. FlashInfer is imported when the backend is built, and not before."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from attnplug import (
     RefusalCode,
     Role,
     hookimpl,
-    import_library,
+    module_refusal,
+    requirement_refusal,
 )
 from attnplug_flashinfer_mla.options import FlashInferMLAOptions
 
 DTYPES = frozenset({DType.BFLOAT16, DType.FLOAT16})
 LIBRARY = "flashinfer-python>=0.6.12,<0.8"
+READS_FP8 = "flashinfer-python>=0.6.14,<0.8"
+"""Versions whose paged calls take the scales of an fp8 cache."""
 MOST_HEADS = 128
 """Heads a rank can have: a query token's heads must fit one tile of the kernels."""
 
@@ -35,7 +38,7 @@ def attnplug_backends() -> list[BackendSpec]:
             name="flashinfer_mla",
             summary="MLA by FlashInfer: paged decode, verify and extend; prefill as MHA in one shot or by chunks",
             contract=CONTRACT_VERSION,
-            factory="attnplug_flashinfer_mla.backend:FlashInferMLABackend",
+            factory="attnplug_flashinfer_mla.factory:FlashInferMLABackend",
             requires=(LIBRARY,),
             options=FlashInferMLAOptions,
             check=refusals,
@@ -58,12 +61,14 @@ def attnplug_backends() -> list[BackendSpec]:
 
 
 def refusals(problem: Problem, role: Role | None) -> Iterator[Refusal]:
-    """What the capabilities cannot say: types that must agree, heads a rank has, and whether FlashInfer imports."""
+    """What the capabilities cannot say: types that must agree, heads a rank has, and what this FlashInfer lacks."""
     yield from _type_refusals(problem)
     if problem.model is not None and role is not None:
         yield from layer_refusals(problem)
-    if problem.device == "cuda":
-        yield from _library_refusals(problem)
+    if (missing := module_refusal("flashinfer", LIBRARY)) is not None:
+        yield missing
+    if problem.kv_dtype is DType.FLOAT8_E4M3:
+        yield from _fp8_refusals()
 
 
 def _type_refusals(problem: Problem) -> Iterator[Refusal]:
@@ -117,17 +122,13 @@ def _shape(layer: LayerSpec) -> tuple[tuple[str, float], ...]:
     )
 
 
-def _library_refusals(problem: Problem) -> Iterator[Refusal]:
-    from attnplug_flashinfer_mla.kernels import load_library  # imports torch: seconds
-
-    library = import_library(load_library, "flashinfer", LIBRARY)
-    if isinstance(library, Refusal):
-        yield library
-    elif library is not None and problem.kv_dtype is DType.FLOAT8_E4M3 and not library.reads_fp8:
+def _fp8_refusals() -> Iterator[Refusal]:
+    older = requirement_refusal(READS_FP8)
+    if older is not None and older.value is not None:  # one that is not installed is the spec's to name
         yield Refusal(
             RefusalCode.KV_DTYPE,
-            f"flashinfer {library.version} reads no fp8 cache",
-            str(problem.kv_dtype),
+            f"flashinfer-python {older.value} reads no fp8 cache",
+            str(DType.FLOAT8_E4M3),
             [str(DType.BFLOAT16), str(DType.FLOAT16)],
-            "pip install 'flashinfer-python>=0.6.14'",
+            older.option,
         )

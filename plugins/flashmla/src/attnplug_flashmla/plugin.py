@@ -1,4 +1,4 @@
-"""What the plugin says of its backend. FlashMLA is imported only where torch finds a GPU."""
+"""What the plugin says of its backend. FlashMLA is imported when the backend is built, and not before."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from attnplug import (
     RefusalCode,
     Role,
     hookimpl,
-    import_library,
+    module_refusal,
 )
 
 DTYPES = frozenset({DType.BFLOAT16, DType.FLOAT16})
@@ -34,7 +34,7 @@ def attnplug_backends() -> list[BackendSpec]:
             name="flashmla",
             summary="MLA decode and verify by FlashMLA on Hopper GPUs; prefill is another backend's",
             contract=CONTRACT_VERSION,
-            factory="attnplug_flashmla.backend:FlashMLABackend",
+            factory="attnplug_flashmla.factory:FlashMLABackend",
             requires=(LIBRARY,),
             check=refusals,
             preference=90,  # FlashInfer's calls take a third of the host's time, and need no second backend for prefill
@@ -57,7 +57,7 @@ def attnplug_backends() -> list[BackendSpec]:
 
 
 def refusals(problem: Problem, role: Role | None) -> Iterator[Refusal]:
-    """What the capabilities cannot say: types that must agree, heads a rank has, and whether FlashMLA loads."""
+    """What the capabilities cannot say: types that must agree, heads a rank has, and whether FlashMLA is whole."""
     dtype, kv_dtype = problem.dtype, problem.kv_dtype
     if {dtype, kv_dtype} == DTYPES:
         message = f"a cache in {kv_dtype} cannot be read with {dtype} queries"
@@ -65,8 +65,8 @@ def refusals(problem: Problem, role: Role | None) -> Iterator[Refusal]:
     if problem.model is not None and role is not None:
         layers = [layer for layer in problem.model.full_layers if layer.mla is not None]
         yield from _head_refusals(layers, problem.tensor_parallel)
-    if problem.device == "cuda":
-        yield from _library_refusals()
+    if (missing := module_refusal("flash_mla", LIBRARY)) is not None:
+        yield missing
 
 
 def _head_refusals(layers: list[LayerSpec], ranks: int) -> Iterator[Refusal]:
@@ -77,14 +77,3 @@ def _head_refusals(layers: list[LayerSpec], ranks: int) -> Iterator[Refusal]:
     if len(heads) > 1:
         listed = ", ".join(map(str, heads))
         yield Refusal("layers", f"one plan serves all layers, but they have {listed} heads on a rank", heads)
-
-
-def _library_refusals() -> Iterator[Refusal]:
-    import torch  # seconds, and only where CUDA is spoken of
-
-    if not torch.cuda.is_available():
-        return  # its libraries load only beside CUDA's: whether they would elsewhere cannot be said here
-    from attnplug_flashmla.kernels import load_library
-
-    if isinstance(found := import_library(load_library, "flash_mla", LIBRARY), Refusal):
-        yield found

@@ -1,4 +1,4 @@
-"""What the plugin says of its backends. Imports nothing heavy; flash-linear-attention only once CUDA is asked about."""
+"""What the plugin says of its backends. flash-linear-attention is imported when one is built, and not before."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from attnplug import (
     Refusal,
     Role,
     hookimpl,
-    import_library,
+    module_refusal,
 )
 
 LIBRARY = "fla-core>=0.6,<0.7"
@@ -47,7 +47,7 @@ def attnplug_backends() -> list[BackendSpec]:
             name="fla",
             summary="linear attention in Triton: flash-linear-attention's chunks, and decode on states in place",
             contract=CONTRACT_VERSION,
-            factory="attnplug_hybrid_linear.fla_backend:FlaLinearBackend",
+            factory="attnplug_hybrid_linear.fla_factory:FlaLinearBackend",
             requires=(LIBRARY,),
             check=refusals,
             preference=100,
@@ -66,19 +66,12 @@ def attnplug_backends() -> list[BackendSpec]:
 
 
 def refusals(problem: Problem, role: Role | None) -> Iterator[Refusal]:
-    """What the capabilities of fla cannot say: how wide keys may be, and whether the library imports."""
+    """What the capabilities of fla cannot say: how wide keys may be, and whether the library is whole."""
     if problem.model is not None and role is Role.LINEAR:
         delta = (AttentionKind.GDN, AttentionKind.KDA)
         widths = {layer.linear.key_dim for layer in problem.model.layers if layer.kind in delta and layer.linear}
         if widths and max(widths) > MOST_KEY_DIM:
             message = f"keys of the delta rule are {max(widths)} wide, at most {MOST_KEY_DIM}"
             yield Refusal("key_dim", message, max(widths), MOST_KEY_DIM)
-    if problem.device == "cuda":
-        yield from _library_refusals()
-
-
-def _library_refusals() -> Iterator[Refusal]:
-    from attnplug_hybrid_linear.fla_kernels import FlaKernels  # imports torch: seconds
-
-    if isinstance(found := import_library(FlaKernels, "fla", LIBRARY), Refusal):
-        yield found
+    if (missing := module_refusal("fla", LIBRARY)) is not None:
+        yield missing

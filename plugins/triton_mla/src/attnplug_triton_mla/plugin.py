@@ -18,10 +18,12 @@ from attnplug import (
     RefusalCode,
     Role,
     hookimpl,
+    module_refusal,
 )
 from attnplug_triton_mla.options import TritonMLAOptions
 
 DTYPES = frozenset({DType.BFLOAT16, DType.FLOAT16})
+LIBRARY = "triton>=3.6,<4"
 MOST_HEADS = 128
 """Heads a rank can have. The kernels would take more, and nobody has tested them with more."""
 FP8_SM = 89
@@ -35,8 +37,8 @@ def attnplug_backends() -> list[BackendSpec]:
             name="triton_mla",
             summary="MLA by Triton kernels: paged decode, verify and absorbed extend, planned on the device",
             contract=CONTRACT_VERSION,
-            factory="attnplug_triton_mla.backend:TritonMLABackend",
-            requires=("triton>=3.6,<4",),
+            factory="attnplug_triton_mla.factory:triton_mla",
+            requires=(LIBRARY,),
             options=TritonMLAOptions,
             check=refusals,
             preference=50,  # below the libraries': faster at few requests, slower with many heads and large batches
@@ -59,7 +61,7 @@ def attnplug_backends() -> list[BackendSpec]:
 
 
 def refusals(problem: Problem, role: Role | None) -> Iterator[Refusal]:
-    """What the capabilities cannot say: types that must agree, and what one plan for all layers asks of them."""
+    """What the capabilities cannot say: types that must agree, what one plan asks of all layers, a Triton in pieces."""
     dtype, kv_dtype = problem.dtype, problem.kv_dtype
     if kv_dtype is DType.FLOAT8_E4M3:
         if problem.sm is not None and problem.sm < FP8_SM:
@@ -73,6 +75,8 @@ def refusals(problem: Problem, role: Role | None) -> Iterator[Refusal]:
     if problem.model is not None and role is not None:
         layers = [layer for layer in problem.model.full_layers if layer.mla is not None]
         yield from _layer_refusals(layers, problem.tensor_parallel)
+    if (missing := module_refusal("triton", LIBRARY)) is not None:
+        yield missing
 
 
 def _layer_refusals(layers: list[LayerSpec], ranks: int) -> Iterator[Refusal]:

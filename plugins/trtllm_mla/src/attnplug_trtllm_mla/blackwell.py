@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from attnplug import (
     AttentionKind,
@@ -15,6 +15,7 @@ from attnplug import (
     Refusal,
     RefusalCode,
     Role,
+    module_refusal,
 )
 from attnplug_flashinfer_mla.plugin import layer_refusals
 
@@ -47,14 +48,12 @@ def capabilities(
     )
 
 
-def refusals(
-    problem: Problem, role: Role | None, library_refusals: Callable[[], Iterator[Refusal]]
-) -> Iterator[Refusal]:
-    """What the capabilities cannot say. A library is imported only for a GPU that its kernels exist for."""
+def refusals(problem: Problem, role: Role | None) -> Iterator[Refusal]:
+    """What the capabilities cannot say."""
     if problem.sm is not None and SMS[0] < problem.sm < SMS[-1]:  # others are outside of the range that is declared
         listed = " or ".join(map(str, SMS))
-        yield Refusal(RefusalCode.SM, f"it needs SM {listed}, this is SM {problem.sm}", problem.sm, list(SMS), "--sm")
+        yield Refusal(RefusalCode.SM, f"it needs SM {listed}, this is SM {problem.sm}", problem.sm, list(SMS))
     if problem.model is not None and role is not None:
         yield from layer_refusals(problem)
-    if problem.device == "cuda" and problem.sm in (None, *SMS):
-        yield from library_refusals()
+    if (missing := module_refusal("flashinfer", LIBRARY)) is not None:
+        yield missing

@@ -1,0 +1,155 @@
+"""``attnplug completion``: a script by which a shell completes commands, options and the names of backends.
+
+The scripts are made of the command line's own parser. Only names of backends are asked for when they are needed: they
+change with every plugin that is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from attnplug.cli import output
+from attnplug.problem import DType, GraphLevel
+
+_VALUES = {
+    "cpu|cuda": "cpu cuda",
+    "DTYPE": " ".join(DType),
+    "LEVEL": " ".join(level.name.lower() for level in GraphLevel),
+    "NAME|auto": "auto $(attnplug backends --names 2>/dev/null)",
+}
+"""Words for an option's value, by what help shows in its place. Others take files, or what nobody can list."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One option of a command: its name, what help says, and whether it takes a value and of which sort."""
+
+    name: str
+    help: str
+    value: str | None
+
+    @property
+    def words(self) -> str | None:
+        return None if self.value is None else _VALUES.get(self.value)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    name: str
+    help: str
+    options: tuple[Option, ...]
+    words: tuple[str, ...] = ()
+    """What it takes beside options."""
+
+
+def print_script(shell: str, parser: argparse.ArgumentParser, *, json: bool) -> int:
+    script = "\n".join(SHELLS[shell](read_commands(parser)))
+    if json:
+        output.write_json({"shell": shell, "script": script})
+    else:
+        print(script)
+    return 0
+
+
+def read_commands(parser: argparse.ArgumentParser) -> list[Command]:
+    """Every command of the parser."""
+    (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    texts = {action.dest: action.help or "" for action in commands._choices_actions}
+    return [Command(name, texts.get(name, ""), *_read(own)) for name, own in commands.choices.items()]
+
+
+def _read(parser: argparse.ArgumentParser) -> tuple[tuple[Option, ...], tuple[str, ...]]:
+    options: list[Option] = []
+    words: list[str] = []
+    for action in parser._actions:
+        if not action.option_strings:
+            words += map(str, action.choices or ())
+            continue
+        value = None if action.nargs == 0 else str(action.metavar or action.dest)
+        options.append(Option(action.option_strings[-1], (action.help or "").partition(" (")[0], value))
+    return tuple(options), tuple(words)
+
+
+def bash(commands: list[Command]) -> Iterator[str]:
+    yield '# attnplug for bash: eval "$(attnplug completion bash)"'
+    yield "_attnplug() {"
+    yield "    local words= current=${COMP_WORDS[COMP_CWORD]}"
+    yield "    COMPREPLY=()"
+    yield '    case "${COMP_WORDS[COMP_CWORD - 1]}" in'
+    for words, names in _by_words(commands).items():
+        yield f"        {' | '.join(names)}) " + ("return ;;" if words is None else f'words="{words}" ;;')
+    yield '        *) case "${COMP_WORDS[1]}" in'
+    for command in commands:
+        yield f'            {command.name}) words="{" ".join([*command.words, *(o.name for o in command.options)])}" ;;'
+    yield "        esac ;;"
+    yield "    esac"
+    yield f'    ((COMP_CWORD == 1)) && words="{" ".join(c.name for c in commands)} --help --version"'
+    yield '    COMPREPLY=($(compgen -W "$words" -- "$current"))'
+    yield "}"
+    yield "complete -o default -F _attnplug attnplug"
+
+
+def _by_words(commands: list[Command]) -> Mapping[str | None, list[str]]:
+    """Options that take a value, by the words for it."""
+    found: dict[str | None, list[str]] = {}
+    for command in commands:
+        for option in command.options:
+            if option.value is not None and option.name not in found.setdefault(option.words, []):
+                found[option.words].append(option.name)
+    return found
+
+
+def zsh(commands: list[Command]) -> Iterator[str]:
+    yield "#compdef attnplug"
+    yield '# attnplug for zsh, after compinit: eval "$(attnplug completion zsh)"'
+    yield "_attnplug() {"
+    yield "    local -a commands"
+    yield "    if (( CURRENT == 2 )); then"
+    yield f"        commands=({' '.join(_quoted(f'{c.name}:{c.help}') for c in commands)})"
+    yield "        _describe command commands"
+    yield "        return"
+    yield "    fi"
+    yield "    local command=$words[2]"
+    yield "    shift words"
+    yield "    (( CURRENT-- ))"
+    yield '    case "$command" in'
+    for command in commands:
+        parts = [_quoted(f"*:what:({' '.join(command.words)})")] if command.words else []
+        for option in command.options:
+            text = f"{option.name}[{option.help.translate(_NO_BRACKETS)}]"
+            if option.value is not None:
+                action = "_files" if option.words is None else f"({option.words})"
+                text += f":{option.value.replace(':', ' ')}:{action}"
+            parts.append(_quoted(text))
+        yield f"        {command.name}) _arguments {' '.join(parts)} ;;"
+    yield "    esac"
+    yield "}"
+    yield "compdef _attnplug attnplug"
+
+
+_NO_BRACKETS = str.maketrans("[]:", "() ")
+
+
+def fish(commands: list[Command]) -> Iterator[str]:
+    yield "# attnplug for fish: attnplug completion fish | source"
+    yield "complete -c attnplug -f"
+    for command in commands:
+        yield f"complete -c attnplug -n __fish_use_subcommand -a {command.name} -d {_quoted(command.help)}"
+        base = f"complete -c attnplug -n '__fish_seen_subcommand_from {command.name}'"
+        if command.words:
+            yield f"{base} -a {_quoted(' '.join(command.words))}"
+        for option in command.options:
+            takes = ""
+            if option.value is not None:
+                takes = " -r -F" if option.words is None else f" -x -a {_quoted(option.words.replace('$(', '('))}"
+            yield f"{base} -l {option.name.removeprefix('--')}{takes} -d {_quoted(option.help)}"
+
+
+def _quoted(text: str) -> str:
+    """In single quotes, as all three shells read them; an apostrophe becomes a typographic one."""
+    return "'" + text.replace("'", "’") + "'"
+
+
+SHELLS: dict[str, Callable[[list[Command]], Iterator[str]]] = {"bash": bash, "zsh": zsh, "fish": fish}

@@ -1,0 +1,12 @@
+"""The factory of the spec. FlashInfer is imported with this module: if that fails, nothing has been built yet."""
+
+from __future__ import annotations
+
+from attnplug import import_library
+from attnplug_cutedsl_mla.build import cutedsl_mla
+from attnplug_trtllm_mla.blackwell import LIBRARY
+from attnplug_trtllm_mla.kernels import load_library
+
+__all__ = ["cutedsl_mla"]
+
+import_library(load_library, LIBRARY)

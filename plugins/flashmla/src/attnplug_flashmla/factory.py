@@ -1,0 +1,12 @@
+"""The factory of the spec. FlashMLA is imported with this module: if that fails, nothing has been built yet."""
+
+from __future__ import annotations
+
+from attnplug import import_library
+from attnplug_flashmla.backend import FlashMLABackend
+from attnplug_flashmla.kernels import load_library
+from attnplug_flashmla.plugin import LIBRARY
+
+__all__ = ["FlashMLABackend"]
+
+import_library(load_library, LIBRARY)
