@@ -205,7 +205,7 @@ def test_the_factory_is_the_backend() -> None:
 
 def test_a_library_in_pieces_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     """D3"""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("attnplug.requirement.missing_module", lambda module: module)
     (reason,) = refusals()
     assert (reason.code, reason.value) == ("import", "flashinfer")
 

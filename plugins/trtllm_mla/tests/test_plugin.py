@@ -122,7 +122,7 @@ def test_a_library_that_cannot_be_imported_fails_with_the_factorys_module(
 
 def test_a_library_in_pieces_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     """D3"""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr("attnplug.requirement.missing_module", lambda module: module)
     (reason,) = refusals()
     assert (reason.code, reason.value) == ("import", "flashinfer")
 
