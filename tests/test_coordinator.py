@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
-import attnplug_trtllm_mla.build as trtllm
 import pytest
 
+import attnplug_trtllm_mla.build as trtllm
 from attnplug import BackendContext
 from support.mla_plugins import PLUGINS
 from support.mla_scene import MLACase, MLAScene

@@ -102,7 +102,7 @@ class TestForwardPath:
         assert spy.planned == 1 and batch.plan is not None
 
     def test_forward_path_does_not_mark_its_own_plan(self):
-        """B1: a mark says that planning happened outside of it; what it planned itself it plans again, changed or not."""
+        """B1: a mark says that planning happened outside of it; what it planned itself it plans again."""
         spy, batch = PlanningSpy(), make()
         plan_forward(spy, batch)
         assert batch.needs_forward_metadata_init()

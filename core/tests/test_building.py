@@ -14,7 +14,6 @@ from attnplug import (
     AttentionKind,
     BackendContext,
     BackendError,
-    BackendId,
     Capabilities,
     Claims,
     DType,
@@ -166,8 +165,10 @@ class TestClaims:
     @pytest.mark.parametrize(
         ("declared", "claims", "said"),
         [
-            ({"cuda_graph": GraphLevel.DECODE}, {"cuda_graph": GraphLevel.ALWAYS}, "cuda_graph ALWAYS, but its spec declares DECODE"),
-            ({"mla_extend": ["absorbed"]}, {"mla_extend": ["absorbed", "chunked"]}, "mla_extend absorbed, chunked, but its spec declares absorbed"),
+            ({"cuda_graph": GraphLevel.DECODE}, {"cuda_graph": GraphLevel.ALWAYS},
+             "cuda_graph ALWAYS, but its spec declares DECODE"),
+            ({"mla_extend": ["absorbed"]}, {"mla_extend": ["absorbed", "chunked"]},
+             "mla_extend absorbed, chunked, but its spec declares absorbed"),
             ({}, {"needs_cpu_seq_lens": False}, "needs_cpu_seq_lens False, but its spec declares True"),
             ({"page_sizes": PageSizes.of(64)}, {}, "page_sizes any, but its spec declares a multiple of 64"),
             ({"page_sizes": PageSizes.of(64)}, {"page_sizes": PageSizes.of(32, 64)}, "page_sizes a multiple of 32"),
@@ -214,6 +215,9 @@ class TestClaims:
         build_backend(registered(backend(claims), capabilities=mha), context())
 
 
+ROLES = {Role.PREFILL: "first", Role.DECODE: "second", Role.LINEAR: "third"}
+
+
 class TestContext:
     """What each backend of a selection is built from."""
 
@@ -230,20 +234,18 @@ class TestContext:
         whole = context(name="", roles=frozenset(), model=model, coordinator=coordinator)
         return build_selection(select(Registry(backends), request, problem), whole), seen
 
-    ROLES = {Role.PREFILL: "first", Role.DECODE: "second", Role.LINEAR: "third"}
-
     def test_the_coordinator_reaches_every_backend(self, registered):
         """A10: each captures it in its constructor."""
         coordinator = object()
-        request = BackendRequest(roles=self.ROLES)
+        request = BackendRequest(roles=ROLES)
         hybrid, seen = self.build(registered, request, GDN, FULL, coordinator=coordinator)
         assert isinstance(hybrid, HybridLinearBackend) and isinstance(hybrid.children["full"], SplitBackend)
-        assert {name: found.coordinator for name, found in seen.items()} == dict.fromkeys(self.ROLES.values(), coordinator)
+        assert {name: found.coordinator for name, found in seen.items()} == dict.fromkeys(ROLES.values(), coordinator)
 
     def test_each_backend_is_told_its_own_roles_alone(self, registered):
         """D3: a backend that decodes need not make what prefill takes."""
-        _, seen = self.build(registered, BackendRequest(roles=self.ROLES), GDN, FULL)
-        assert {name: set(found.roles) for name, found in seen.items()} == {n: {r} for r, n in self.ROLES.items()}
+        _, seen = self.build(registered, BackendRequest(roles=ROLES), GDN, FULL)
+        assert {name: set(found.roles) for name, found in seen.items()} == {n: {r} for r, n in ROLES.items()}
 
     def test_one_backend_of_both_roles_is_built_once(self, registered):
         """D3"""

@@ -311,7 +311,9 @@ class TestHook:
         """C4: it cannot pass for a result."""
         model = Model(Case(((20, 9),), mla=DIMS))
         ragged = model.stage.backend.forward_ragged
-        model.stage.backend.forward_ragged = lambda q, k, v, layer, batch, call, lse: ragged(q, k, v, layer, batch, call)
+        model.stage.backend.forward_ragged = lambda q, k, v, layer, batch, call, lse: ragged(
+            q, k, v, layer, batch, call
+        )
         assert model.run(forced(ExtendPath.CHUNKED)).isnan().all()
 
     def test_one_parameter_hook(self):

@@ -60,7 +60,9 @@ class ForwardingBackend:
     def plan_of(self, batch: ForwardBatch, made: Mapping[str, object], hook: str) -> Plan:
         """The wrapper's plan, of what ``hook`` of some children returned, by label: checked, the first one's rows."""
         mode, rows = batch.forward_mode, batch.num_tokens
-        parts = tuple(made_plan(plan, self.children[label].backend_id, mode, rows, hook) for label, plan in made.items())
+        parts = tuple(
+            made_plan(plan, self.children[label].backend_id, mode, rows, hook) for label, plan in made.items()
+        )
         return Plan(self.backend_id, mode, parts[0].query_rows, parts[0].kv_rows, parts=parts)
 
     def child_hook(self, label: str, hook: str) -> Hook | None:

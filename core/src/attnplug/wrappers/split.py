@@ -40,9 +40,7 @@ class SplitBackend(ForwardingBackend):
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
         label = self._route[batch.forward_mode]
-        return self.plan_of(
-            batch, {label: self.children[label].init_forward_metadata(batch)}, "init_forward_metadata"
-        )
+        return self.plan_of(batch, {label: self.children[label].init_forward_metadata(batch)}, "init_forward_metadata")
 
     def forward_extend(
         self,
