@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -315,6 +316,16 @@ class TestHook:
             q, k, v, layer, batch, call
         )
         assert model.run(forced(ExtendPath.CHUNKED)).isnan().all()
+
+    def test_hooks_are_inspected_when_built_and_never_again(self, monkeypatch):
+        """A8"""
+        model = Model(Case(((20, 9),), mla=DIMS))
+        backend = self.backend(lambda self, forward_batch: plan_of(forward_batch))
+        mla, batch = MLAAttention(backend, model.stage.pools.mla, forced(ExtendPath.CHUNKED)), model.stage.batch()
+        monkeypatch.setattr(inspect, "signature", lambda *a, **k: pytest.fail("inspected again"))
+        mla.prepare(batch)
+        mla.attend(model.q, model.stage.new_rows(model.stage.keys).squeeze(1), model.layer, model.weights, batch)
+        assert batch.chunk_plan is not None
 
     def test_one_parameter_hook(self):
         """A8, C2"""

@@ -336,7 +336,7 @@ def claim_problems(backend: AttentionBackend, declared: Capabilities, page_size:
     if ragged := claims.mla_extend - {ExtendPath.ABSORBED}:
         needed["forward_ragged"] = f"mla_extend {', '.join(sorted(ragged))}"
     for hook, claim in needed.items():
-        if getattr(backend, hook, None) is None:
+        if bind_optional_hook(backend, hook) is None:
             yield f"it claims {claim}, but has no {hook}{hook_signatures()[hook]}"
 
 
