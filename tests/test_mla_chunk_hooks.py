@@ -18,9 +18,9 @@ from attnplug import (
     Plan,
     PlanError,
     Serving,
+    load_registry,
 )
-from attnplug.backend import optional_hooks
-from attnplug.hooks import bind_hook
+from attnplug.backend import backend_problems, bind_optional_hook, claim_problems
 from attnplug.mla.plan import ABSORBED, plan_extend
 from support.mla_plugins import PLUGINS, Chunks, joined, serving_mla
 from support.mla_scene import MLACase, MLAModel, MLAScene, relative_error
@@ -96,12 +96,21 @@ def test_hooks_keep_their_own_arity(name):
 
 
 @every_plugin
+def test_every_backend_claims_what_its_spec_declares(name):
+    """A9: under every way of serving, and with the hooks that its claims take."""
+    declared = load_registry().get(name).spec.capabilities
+    for serving in SERVING:
+        backend = Stage(name, serving, True).backend
+        assert [*backend_problems(backend), *claim_problems(backend, declared, 64)] == []
+
+
+@every_plugin
 @every_serving
 def test_it_plans_when_and_only_when_it_must(name, serving):
     """A3, A4, A8: never an AttributeError or a TypeError; through the hybrid wrapper as without it."""
     for prefix in (True, False):
         stage = Stage(name, serving, prefix)
-        alone = bind_hook(stage.backend, HOOK, optional_hooks()[HOOK])
+        alone = bind_optional_hook(stage.backend, HOOK)
         for path, captured, flag in product(ExtendPath, (False, True), (False, True)):
             batch = stage.batch(path, captured)
             chunks = max(len(batch.mla_plan.parts) - 1, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from itertools import permutations
 
 import pytest
 import torch
@@ -72,11 +73,12 @@ class TestMarker:
         reshape(batch, 4, 4)
         assert not batch.needs_forward_metadata_init()
 
-    def test_tokens_change_while_the_batch_size_does_not(self):
+    @pytest.mark.parametrize("shape", [(2, 8), (3, 6)], ids=["tokens", "requests"])
+    def test_either_number_may_change_while_the_other_does_not(self, shape):
         """B1: it records batch_size and the number of input tokens."""
         batch = make(2, tokens=6, mode=ForwardMode.EXTEND)
         batch.mark_forward_metadata_ready(replan_equivalent=True)
-        reshape(batch, 2, 8)
+        reshape(batch, *shape)
         assert batch.needs_forward_metadata_init()
 
 
@@ -98,6 +100,38 @@ class TestForwardPath:
         spy, batch = PlanningSpy(), make()
         assert plan_forward(spy, batch) is batch.plan
         assert spy.planned == 1 and batch.plan is not None
+
+    def test_forward_path_does_not_mark_its_own_plan(self):
+        """B1: a mark says that planning happened outside of it; what it planned itself it plans again."""
+        spy, batch = PlanningSpy(), make()
+        plan_forward(spy, batch)
+        assert batch.needs_forward_metadata_init()
+        reshape(batch, 4, 4)
+        assert plan_forward(spy, batch).query_rows == 4
+
+    @pytest.mark.parametrize(
+        ("returned", "said"),
+        [
+            ({"rows": 2}, "returned {'rows': 2}, not a Plan"),
+            (None, "returned None, not a Plan; it returns its plan, and the caller gives it to the batch"),
+            (Plan(BackendId("spy"), ForwardMode.DECODE, 2, None), "stamped by <backend spy at 0x"),
+            ("mode", "returned a plan for mode extend, and the batch is in mode decode"),
+            ("rows", "returned a plan for 3 query rows, and the batch has 2"),
+        ],
+        ids=["dict", "none", "stranger", "mode", "rows"],
+    )
+    def test_a_plan_that_is_none_of_this_batch_is_the_backends_fault(self, returned, said):
+        """B5: also where it set batch.plan behind the caller's back."""
+        spy, batch = PlanningSpy(), make(2)
+        own = {
+            "mode": Plan(spy.backend_id, ForwardMode.EXTEND, 2, None),
+            "rows": Plan(spy.backend_id, ForwardMode.DECODE, 3, None),
+        }
+        batch.plan = Plan(spy.backend_id, ForwardMode.DECODE, 2, None)
+        spy.init_forward_metadata = lambda batch: own.get(returned, returned) if isinstance(returned, str) else returned
+        with pytest.raises(PlanError, match="init_forward_metadata of backend spy") as refused:
+            plan_forward(spy, batch)
+        assert said in str(refused.value)
 
     def test_forward_path_leaves_a_marked_batch_alone(self):
         """B1"""
@@ -132,11 +166,13 @@ class TestOldFlag:
             apply_skip_attn_backend_init(make(), False)
 
     def test_false_warns_and_decides_nothing(self):
-        """B3"""
+        """B3: neither does it mark, nor does it take a mark away."""
         batch = make()
-        batch.mark_forward_metadata_ready()
         with pytest.warns(DeprecationWarning, match="skip_attn_backend_init"):
             apply_skip_attn_backend_init(batch, False)
+        assert batch.needs_forward_metadata_init()
+        batch.mark_forward_metadata_ready()
+        apply_skip_attn_backend_init(batch, False)
         assert not batch.needs_forward_metadata_init()
 
     def test_not_given_is_silent(self):
@@ -159,47 +195,62 @@ class TestOldFlag:
         assert caught[0].filename == __file__
 
 
+def value_of(field: dataclasses.Field) -> object:
+    """A value that tells where it came from; by the field's type, so that a field that is added has one too."""
+    requests, tokens = 3, 6
+    if field.name == "page_table":
+        return torch.arange(12, dtype=torch.int32).view(requests, 4)
+    if field.name.startswith("extend_seq_lens"):
+        return torch.tensor([2, 1, 3], dtype=torch.int32)
+    if "Tensor" in field.type:
+        rows = tokens if field.metadata["split"] == "token" else requests
+        return torch.arange(100, 100 + rows, dtype=torch.int32)
+    if "Plan" in field.type or field.name == "mla_plan":
+        return Plan(BackendId("whole"), ForwardMode.EXTEND, tokens, None)
+    return {"ForwardMode": ForwardMode.EXTEND, "bool": True}[field.type]
+
+
+FIELDS = dataclasses.fields(ForwardBatch)
+
+
 def extend_batch() -> ForwardBatch:
-    """Three requests with 2, 1 and 3 new tokens; every field has a value that tells where it came from."""
-    new = torch.tensor([2, 1, 3], dtype=torch.int32)
-    return ForwardBatch(
-        forward_mode=ForwardMode.EXTEND,
-        input_ids=torch.arange(6),
-        positions=torch.arange(100, 106),
-        page_table=torch.arange(12, dtype=torch.int32).view(3, 4),
-        seq_lens=torch.tensor([10, 11, 12], dtype=torch.int32),
-        seq_lens_cpu=torch.tensor([10, 11, 12], dtype=torch.int32),
-        extend_seq_lens=new,
-        extend_seq_lens_cpu=new,
-    )
+    """Three requests with 2, 1 and 3 new tokens; really every field has a value, and none its default."""
+    batch = ForwardBatch(**{field.name: value_of(field) for field in FIELDS})
+    batch.mark_forward_metadata_ready()
+    assert all(getattr(batch, field.name) not in (None, False) for field in FIELDS if "Tensor" not in field.type)
+    return batch
+
+
+DIVIDED = {
+    **dict.fromkeys(("forward_mode", "captured"), "shared"),
+    **dict.fromkeys(("input_ids", "positions"), "token"),
+    **dict.fromkeys(("page_table", "seq_lens", "seq_lens_cpu", "extend_seq_lens", "extend_seq_lens_cpu"), "request"),
+    "state_slots": "request",
+    **dict.fromkeys(("plan", "chunk_plan", "mla_plan", "plan_record"), "reset"),
+}
 
 
 class TestSplit:
-    def test_tokens_and_requests_go_to_their_half(self):
-        """B4"""
-        first, second = extend_batch().split(2)
-        assert first.input_ids.tolist() == [0, 1, 2] and second.input_ids.tolist() == [3, 4, 5]
-        assert first.positions.tolist() == [100, 101, 102] and second.positions.tolist() == [103, 104, 105]
-        assert first.seq_lens.tolist() == [10, 11] and second.seq_lens.tolist() == [12]
-        assert first.seq_lens_cpu.tolist() == [10, 11] and second.seq_lens_cpu.tolist() == [12]
-        assert first.extend_seq_lens.tolist() == [2, 1] and second.extend_seq_lens_cpu.tolist() == [3]
-        assert second.page_table.tolist() == [[8, 9, 10, 11]]
-        assert first.forward_mode is second.forward_mode is ForwardMode.EXTEND
+    @pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
+    def test_every_field_goes_where_it_says(self, field):
+        """B4: tokens and requests to their half, what is shared to both, plans and marks to neither."""
+        batch = extend_batch()
+        value, (first, second) = getattr(batch, field.name), batch.split(2)
+        halves = getattr(first, field.name), getattr(second, field.name)
+        how = DIVIDED.get(field.name)
+        assert how is not None, f"say here how {field.name} is divided"
+        if how in ("token", "request"):
+            at = 3 if how == "token" else 2
+            assert torch.equal(halves[0], value[:at]) and torch.equal(halves[1], value[at:])
+        else:
+            assert halves == ((value, value) if how == "shared" else (None, None))
+        assert getattr(batch, field.name) is value, "the parent keeps its own"
 
-    def test_marker_and_plans_are_reset_on_both_children(self):
+    def test_both_children_start_unplanned(self):
         """B4"""
         batch = extend_batch()
-        batch.plan = batch.chunk_plan = Plan(BackendId("any"), batch.forward_mode, 6, None)
-        batch.mark_forward_metadata_ready()
-        for child in batch.split(1):
-            assert child.needs_forward_metadata_init()
-            assert child.plan is None and child.chunk_plan is None
+        assert all(child.needs_forward_metadata_init() for child in batch.split(1))
         assert not batch.needs_forward_metadata_init(), "the parent keeps its own plan"
-
-    def test_every_field_says_how_it_is_divided(self):
-        """B4: the splitter handles every field of the batch."""
-        for field in dataclasses.fields(ForwardBatch):
-            assert field.metadata.get("split") in ("token", "request", "shared", "reset"), field.name
 
     def test_field_that_nobody_can_divide_is_refused_by_name(self):
         """B4: … or refuses by name."""
@@ -270,11 +321,12 @@ class TestPlanForForward:
         with pytest.raises(PlanError, match="another instance"):
             self.batch.plan_for(BackendId("mine"), 3, decode=True)
 
-    def test_plan_for_another_mode_is_never_used(self):
-        """B5"""
-        self.batch.forward_mode = ForwardMode.MIXED
-        with pytest.raises(PlanError, match=r"decode.*mixed"):
-            self.batch.plan_for(self.me, 3, decode=False)
+    @pytest.mark.parametrize(("planned", "mode"), list(permutations(ForwardMode, 2)))
+    def test_plan_for_another_mode_is_never_used(self, planned, mode):
+        """B5: however alike the two are."""
+        self.batch.plan, self.batch.forward_mode = Plan(self.me, planned, 3, 15), mode
+        with pytest.raises(PlanError, match=f"a plan for mode {planned} and a batch in mode {mode}"):
+            self.batch.plan_for(self.me, 3)
 
     def test_no_plan_says_what_to_do(self):
         """B5"""

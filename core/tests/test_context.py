@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from attnplug import BackendError, active_backend, forward_context
+from attnplug.context import active_linear, active_mla
 
 
 def stand_in(name: str) -> Any:
@@ -27,6 +28,16 @@ def test_contexts_nest():
         with forward_context(stand_in("draft")):
             assert active_backend() == "draft"
         assert active_backend() == "target"
+
+
+@pytest.mark.parametrize("active", [active_mla, active_linear])
+def test_a_nested_context_inherits_nothing(active):
+    """B6: a draft without MLA or linear layers must not run them on its target's cache."""
+    target = stand_in("target")
+    with forward_context(target, mla=target, linear=target):
+        with forward_context(stand_in("draft")), pytest.raises(BackendError, match="its context has none"):
+            active()
+        assert active() is target
 
 
 def test_without_a_context_there_is_an_error_that_says_what_to_do():

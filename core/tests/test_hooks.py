@@ -11,11 +11,13 @@ import pytest
 from attnplug import HookError, bind_hook
 
 OFFERED = ("forward_batch", "disable_flashinfer_ragged")
+OFFER = (OFFERED, ("disable_flashinfer_ragged",))
+"""What is offered, and what of it a hook may ignore."""
 
 
 def call(hook: Any) -> Any:
     """Bind a hook and call it with a batch called "batch" and the flag set."""
-    bound = bind_hook(SimpleNamespace(hook=hook), "hook", OFFERED)
+    bound = bind_hook(SimpleNamespace(hook=hook), "hook", *OFFER)
     assert bound is not None
     return bound("batch", True)
 
@@ -61,7 +63,6 @@ def test_hook_that_is_none_is_absent():
         (lambda *args: args, ("batch", True)),
         (lambda *args, **rest: (args, rest), (("batch",), {"disable_flashinfer_ragged": True})),
         (lambda first, *args: (first, args), ("batch", (True,))),
-        (lambda: "called", "called"),
     ],
 )
 def test_every_shape_of_signature(hook, result):
@@ -90,9 +91,9 @@ def test_bound_method_classmethod_and_staticmethod():
             return forward_batch
 
     backend = Backend()
-    assert bind_hook(backend, "method", OFFERED)("batch", True) == (backend, "batch")
-    assert bind_hook(backend, "of_class", OFFERED)("batch", True) == (Backend, True)
-    assert bind_hook(backend, "static", OFFERED)("batch", True) == "batch"
+    assert bind_hook(backend, "method", *OFFER)("batch", True) == (backend, "batch")
+    assert bind_hook(backend, "of_class", *OFFER)("batch", True) == (Backend, True)
+    assert bind_hook(backend, "static", *OFFER)("batch", True) == "batch"
 
 
 def test_decorator_that_takes_anything_is_seen_through():
@@ -113,8 +114,8 @@ def test_decorator_that_takes_anything_is_seen_through():
         def two(self, forward_batch, *, disable_flashinfer_ragged=False):
             return forward_batch, disable_flashinfer_ragged
 
-    assert bind_hook(Backend(), "one", OFFERED)("batch", True) == ("traced", "batch")
-    assert bind_hook(Backend(), "two", OFFERED)("batch", True) == ("traced", ("traced", ("batch", True)))
+    assert bind_hook(Backend(), "one", *OFFER)("batch", True) == ("traced", "batch")
+    assert bind_hook(Backend(), "two", *OFFER)("batch", True) == ("traced", ("traced", ("batch", True)))
 
 
 def test_decorator_with_parameters_of_its_own_is_called_by_those():
@@ -132,7 +133,7 @@ def test_decorator_with_parameters_of_its_own_is_called_by_those():
         def hook(self, forward_batch, disable_flashinfer_ragged):
             return disable_flashinfer_ragged
 
-    assert bind_hook(Backend(), "hook", OFFERED)("batch", True) == "chosen by the wrapper"
+    assert bind_hook(Backend(), "hook", *OFFER)("batch", True) == "chosen by the wrapper"
 
 
 def test_callable_object_and_callable_without_a_signature():
@@ -160,6 +161,13 @@ def test_required_parameter_that_nobody_offers_is_refused_by_name_when_bound():
 def test_keyword_only_required_parameter_that_nobody_offers_is_refused():
     with pytest.raises(HookError, match="'stream'"):
         call(lambda forward_batch, *, stream: None)
+
+
+@pytest.mark.parametrize("hook", [lambda q, call: q, lambda: None, lambda q, stream=None, lse=None, /: q])
+def test_what_the_caller_needs_honoured_is_never_dropped(hook):
+    """A8: only what a hook may ignore; without lse, whoever merges would read what nobody wrote."""
+    with pytest.raises(HookError, match=r"SimpleNamespace.hook\(.*\) does not accept .*'lse'.*Add the parameter"):
+        bind_hook(SimpleNamespace(hook=hook), "hook", ("q", "call", "lse"), ("call",))
 
 
 def test_what_cannot_be_called_is_refused():
@@ -190,7 +198,7 @@ def test_introspection_happens_once(monkeypatch):
     """A8: introspection happens once, when the wrapper is built."""
     import inspect
 
-    bound = bind_hook(SimpleNamespace(hook=lambda forward_batch: forward_batch), "hook", OFFERED)
+    bound = bind_hook(SimpleNamespace(hook=lambda forward_batch: forward_batch), "hook", *OFFER)
     monkeypatch.setattr(inspect, "signature", lambda *a, **k: pytest.fail("inspected again"))
     assert bound is not None and bound("batch", True) == "batch"
 

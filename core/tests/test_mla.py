@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -10,7 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnplug import BackendError, Claims, ForwardMode, MLADims, PlanError, UsageError
+from attnplug import (
+    BackendError,
+    BackendId,
+    Claims,
+    ForwardBatch,
+    ForwardMode,
+    HookError,
+    MLADims,
+    Plan,
+    PlanError,
+    UsageError,
+)
 from attnplug.claims import ExtendPath
 from attnplug.context import forward_context
 from attnplug.mla import ExtendPolicy, MLAAttention, MLAWeights, attend_mla, merge_partial
@@ -67,6 +79,11 @@ class Model:
 
 def forced(path: ExtendPath, capacity: int = 1 << 17) -> ExtendPolicy:
     return ExtendPolicy(forced=path, chunk_capacity=capacity)
+
+
+def plan_of(batch: ForwardBatch, mode: ForwardMode = ForwardMode.EXTEND, rows: int = 9) -> Plan:
+    """What a chunk hook returns."""
+    return Plan(BackendId("chunks"), mode, rows, None)
 
 
 class TestPaths:
@@ -162,7 +179,9 @@ class TestPolicy:
 
     def test_what_does_not_fit_one_shot_is_chunked(self):
         """C1: capacity 131072."""
+        assert self.choose(ExtendPolicy(), (131071, 1)) is ExtendPath.ONE_SHOT
         assert self.choose(ExtendPolicy(), (131072, 1)) is ExtendPath.CHUNKED
+        assert self.choose(ExtendPolicy(), (0, 131072)) is ExtendPath.ONE_SHOT
         assert self.choose(ExtendPolicy(), (0, 131073)) is ExtendPath.CHUNKED
 
     def test_abilities_decide_and_not_names(self):
@@ -234,16 +253,86 @@ class TestHook:
 
         def hook(self, forward_batch, disable_flashinfer_ragged=False):
             seen.append((forward_batch.mla_plan.path, len(forward_batch.mla_plan.calls), disable_flashinfer_ragged))
-            return "planned"
+            return plan_of(forward_batch)
 
         batch = self.prepare(self.backend(hook), forced(ExtendPath.CHUNKED, capacity=8))
         assert seen == [(ExtendPath.CHUNKED, 4, False)]
-        assert batch.chunk_plan == "planned"
+        assert batch.chunk_plan.query_rows == 9
+
+    def test_hook_is_told_that_ragged_attention_is_disabled(self):
+        """A4, C2: a backend that cannot extend absorbed is asked for chunks all the same."""
+        seen: list[bool] = []
+        hook = lambda self, forward_batch, disable_flashinfer_ragged=False: seen.append(disable_flashinfer_ragged)  # noqa: E731
+        policy = ExtendPolicy(forced=ExtendPath.CHUNKED, disable_ragged=True)
+        assert self.prepare(self.backend(hook), policy).chunk_plan is None
+        assert seen == [True]
+
+    def test_a_batch_prepared_again_keeps_no_chunk_plan(self):
+        """C2: neither where the next path has none, nor where its hook plans nothing."""
+        model = Model(Case(((20, 9),), mla=DIMS))
+        batch, plans = model.stage.batch(), [True, False]
+        hook = lambda self, forward_batch: plan_of(forward_batch) if plans.pop(0) else None  # noqa: E731
+        backend = self.backend(hook)
+        for path, planned in ((ExtendPath.CHUNKED, True), (ExtendPath.ABSORBED, False)):
+            MLAAttention(backend, model.stage.pools.mla, forced(path)).prepare(batch)
+            assert (batch.chunk_plan is not None) == planned
+        batch.chunk_plan = plan_of(batch)
+        MLAAttention(backend, model.stage.pools.mla, forced(ExtendPath.CHUNKED)).prepare(batch)
+        assert batch.chunk_plan is None
+
+    @pytest.mark.parametrize(
+        ("wrong", "said"),
+        [
+            (lambda self, forward_batch: {"chunks": 4}, "'chunks': 4}, not a Plan"),
+            (lambda self, forward_batch: plan_of(forward_batch, mode=ForwardMode.DECODE), "a plan for mode decode"),
+            (lambda self, forward_batch: plan_of(forward_batch, rows=10), "for 10 query rows, and the batch has 9"),
+        ],
+    )
+    def test_a_chunk_plan_that_is_none_of_this_batch_is_the_backends_fault(self, wrong, said):
+        """B5, C2"""
+        with pytest.raises(PlanError, match=f"init_mha_chunk_metadata of backend under_test returned .*{said}"):
+            self.prepare(self.backend(wrong), forced(ExtendPath.CHUNKED))
+
+    @pytest.mark.parametrize("hook", ["init_mha_chunk_metadata", "forward_ragged"])
+    def test_a_hook_that_demands_what_nobody_offers_is_refused_when_built(self, hook):
+        """A8: not in the middle of a prefill."""
+        backend = self.backend(None)
+        setattr(backend, hook, lambda forward_batch, cursor: None)
+        with pytest.raises(HookError, match=f"{hook}.*'cursor'"):
+            MLAAttention(backend, Model(Case(((1, 1),), mla=DIMS)).stage.pools.mla)
+
+    def test_a_ragged_hook_without_lse_is_refused_when_built(self):
+        """A8, C4: it would leave what is merged to whatever lay in memory."""
+        backend = self.backend(None)
+        backend.forward_ragged = lambda q, k, v, layer, batch, call: q
+        with pytest.raises(HookError, match=r"forward_ragged.* does not accept 'lse'"):
+            MLAAttention(backend, Model(Case(((1, 1),), mla=DIMS)).stage.pools.mla)
+
+    def test_a_log_sum_exp_that_is_never_filled_is_not_finite(self):
+        """C4: it cannot pass for a result."""
+        model = Model(Case(((20, 9),), mla=DIMS))
+        ragged = model.stage.backend.forward_ragged
+        model.stage.backend.forward_ragged = lambda q, k, v, layer, batch, call, lse: ragged(
+            q, k, v, layer, batch, call
+        )
+        assert model.run(forced(ExtendPath.CHUNKED)).isnan().all()
+
+    def test_hooks_are_inspected_when_built_and_never_again(self, monkeypatch):
+        """A8"""
+        model = Model(Case(((20, 9),), mla=DIMS))
+        backend = self.backend(lambda self, forward_batch: plan_of(forward_batch))
+        mla, batch = MLAAttention(backend, model.stage.pools.mla, forced(ExtendPath.CHUNKED)), model.stage.batch()
+        monkeypatch.setattr(inspect, "signature", lambda *a, **k: pytest.fail("inspected again"))
+        mla.prepare(batch)
+        mla.attend(model.q, model.stage.new_rows(model.stage.keys).squeeze(1), model.layer, model.weights, batch)
+        assert batch.chunk_plan is not None
 
     def test_one_parameter_hook(self):
         """A8, C2"""
-        batch = self.prepare(self.backend(lambda self, forward_batch: "one"), forced(ExtendPath.ONE_SHOT))
-        assert batch.chunk_plan == "one"
+        batch = self.prepare(
+            self.backend(lambda self, forward_batch: plan_of(forward_batch)), forced(ExtendPath.ONE_SHOT)
+        )
+        assert batch.chunk_plan is not None
 
     def test_absorbed_extend_plans_no_chunks(self):
         """C2: before the first layer of a chunked or one-shot extend, and only then."""

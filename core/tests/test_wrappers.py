@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 import pytest
 import torch
 
@@ -11,12 +14,15 @@ from attnplug import (
     BackendError,
     BackendId,
     Claims,
+    ExtendPath,
     ForwardBatch,
     ForwardingBackend,
     ForwardMode,
     GraphLevel,
     HookError,
+    HybridLinearBackend,
     LayerSpec,
+    ModelSpec,
     PageSizes,
     Plan,
     PlanError,
@@ -25,6 +31,8 @@ from attnplug import (
 )
 from attnplug.backend import optional_hooks, protocol_attributes, protocol_methods
 from attnplug.claims import weakest
+from support.recorder import MEMBERS, PLANNERS, Recorder
+from support.specs import GDN
 
 LAYER = LayerSpec(0, AttentionKind.MHA, 1, 1, 8, 8, 1.0)
 
@@ -104,6 +112,92 @@ def concrete_wrappers() -> list[type[ForwardingBackend]]:
     return found
 
 
+LINEAR = GDN
+MODEL = ModelSpec("half", "test", (LINEAR, LayerSpec(1, AttentionKind.MHA, 1, 1, 8, 8, 1.0)), 64)
+BUILD: dict[type, Any] = {
+    SplitBackend: SplitBackend,
+    HybridLinearBackend: lambda first, second: HybridLinearBackend(first, second, MODEL),
+}
+"""How each wrapper is made of two children."""
+
+
+def arguments_for(member: str) -> dict[str, Any]:
+    """One value a parameter of the protocol, told apart by identity; real ones only where a wrapper looks at them."""
+    mode = ForwardMode.DECODE if member == "forward_decode" else ForwardMode.EXTEND
+    batch = batch_in(mode)
+    layer = MODEL.layers[0] if member in ("forward_conv", "forward_linear") else MODEL.layers[1]
+    real = {"batch": batch, "forward_batch": batch, "layer": layer}
+    return {name: real.get(name, object()) for name in MEMBERS[member].parameters}
+
+
+class TestArguments:
+    @pytest.mark.parametrize("wrapper", concrete_wrappers())
+    @pytest.mark.parametrize("member", MEMBERS)
+    def test_every_argument_of_every_member_reaches_a_child_and_its_answer_comes_back(
+        self, wrapper, member, monkeypatch
+    ):
+        """A9: save_kv_cache, extras, lse, in_capture, silu, and whatever the protocol gains; A8: inspected before."""
+        children = [Recorder("a"), Recorder("b")]
+        built = BUILD[wrapper](*children)
+        signature, arguments = MEMBERS[member], arguments_for(member)
+        by_position = [v for name, v in arguments.items() if signature.parameters[name].kind is not KEYWORD_ONLY]
+        by_name = {name: v for name, v in arguments.items() if signature.parameters[name].kind is KEYWORD_ONLY}
+        with monkeypatch.context() as patch:
+            patch.setattr(inspect, "signature", lambda *a, **k: pytest.fail("inspected again"))
+            answer = getattr(built, member)(*by_position, **by_name)
+        asked = [child for child in children if child.calls]
+        assert asked
+        for child in asked:
+            assert [called for called, _ in child.calls] == [member]
+            (given,) = child.given(member)
+            assert given.keys() == arguments.keys()
+            assert [name for name in given if given[name] is not arguments[name]] == []
+        if member in PLANNERS:
+            assert [answer.part_of(child.backend_id) for child in asked].count(None) == 0
+        elif answer is not None and member != "get_cuda_graph_seq_len_fill_value":
+            assert answer is asked[0].result
+        else:
+            assert signature.return_annotation in ("None", "int"), "a result was dropped"
+
+    @pytest.mark.parametrize("change", [{"extras": "dropped"}, {"save_kv_cache": False}])
+    def test_a_wrapper_whose_members_differ_from_the_protocols_cannot_be_created(self, change):
+        """A9: by construction: another default, or a parameter that is not there."""
+        members = {name: _stub(signature) for name, signature in MEMBERS.items()}
+        type("Right", (ForwardingBackend,), dict(members))
+        wrong = [
+            parameter.replace(default=change.get(parameter.name, parameter.default))
+            for parameter in MEMBERS["forward_extend"].parameters.values()
+            if change.get(parameter.name) != "dropped"
+        ]
+        members["forward_extend"] = _stub(MEMBERS["forward_extend"].replace(parameters=wrong))
+        with pytest.raises(TypeError, match=r"Wrong has forward_extend\(.*but the protocol has forward_extend\("):
+            type("Wrong", (ForwardingBackend,), members)
+
+    @pytest.mark.parametrize("member", ["init_forward_metadata", "init_forward_metadata_out_graph"])
+    @pytest.mark.parametrize("wrapper", concrete_wrappers())
+    def test_a_childs_plan_that_is_none_of_its_own_is_the_childs_fault(self, wrapper, member):
+        """B5: the child is named, and not whoever asked the wrapper."""
+        child = Recorder("careless")
+        setattr(child, member, lambda forward_batch, in_capture=False: {"planned": True})
+        built = BUILD[wrapper](child, Recorder("b"))
+        with pytest.raises(PlanError, match=f"{member} of backend careless returned .*, not a Plan"):
+            getattr(built, member)(batch_in(ForwardMode.EXTEND))
+
+
+KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
+
+
+def _stub(signature: inspect.Signature) -> Any:
+    """A method with this signature."""
+
+    def method(self, *args, **kwargs):
+        return None
+
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    method.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])  # type: ignore[attr-defined]
+    return method
+
+
 class TestForwardingBase:
     @pytest.mark.parametrize("wrapper", concrete_wrappers())
     @pytest.mark.parametrize("member", [*protocol_methods(), *optional_hooks()])
@@ -122,14 +216,14 @@ class TestForwardingBase:
     @pytest.mark.parametrize("left_out", [*protocol_methods(), *optional_hooks()])
     def test_wrapper_that_leaves_a_member_out_cannot_be_created(self, left_out):
         """A9: fails at class creation."""
-        members = {name: (lambda self: None) for name in (*protocol_methods(), *optional_hooks()) if name != left_out}
-        with pytest.raises(TypeError, match=left_out):
+        members = {name: _stub(signature) for name, signature in MEMBERS.items() if name != left_out}
+        with pytest.raises(TypeError, match=f"Forgetful does not forward {left_out};"):
             type("Forgetful", (ForwardingBackend,), members)
 
     def test_inheriting_the_protocols_empty_bodies_does_not_count(self):
         """A9"""
-        members = {name: (lambda self: None) for name in optional_hooks()}
-        with pytest.raises(TypeError, match="forward_extend"):
+        members = {name: _stub(MEMBERS[name]) for name in optional_hooks()}
+        with pytest.raises(TypeError, match="does not forward init_forward_metadata, forward_extend, forward_decode;"):
             type("Hollow", (ForwardingBackend, AttentionBackend), members)
 
     def test_wrapper_is_a_backend(self):
@@ -149,6 +243,13 @@ class TestClaims:
             "page_sizes": ("decode",),
             "needs_cpu_seq_lens": ("decode",),
         }
+
+    def test_a_claim_that_one_child_decides_is_forced_by_nobody(self):
+        """A9: how an extend runs is the prefill backend's affair; a decode backend that cannot weakens nothing."""
+        every = Claims(mla_extend=frozenset(ExtendPath))
+        split = SplitBackend(Spy("a", every), Spy("b", Claims(mla_extend=frozenset())))
+        assert split.claims.mla_extend == frozenset(ExtendPath)
+        assert not split.forced_by
 
     def test_children_that_agree_force_nothing(self):
         """A9"""
@@ -192,28 +293,27 @@ class TestSplit:
     def test_mode_decides_who_plans(self, mode):
         plan = self.split.init_forward_metadata(batch_in(mode))
         decoding = mode in (ForwardMode.DECODE, ForwardMode.IDLE)
-        assert plan.planner is (self.decode if decoding else self.prefill).backend_id
+        assert plan.planner is self.split.backend_id
+        assert [part.planner for part in plan.parts] == [(self.decode if decoding else self.prefill).backend_id]
 
     def test_verify_goes_where_it_is_told(self):
         split = SplitBackend(self.prefill, self.decode, verify=Role.DECODE)
         plan = split.init_forward_metadata(batch_in(ForwardMode.TARGET_VERIFY))
-        assert plan.planner is self.decode.backend_id
+        assert [part.planner for part in plan.parts] == [self.decode.backend_id]
 
-    def test_forward_passes_everything_on(self):
-        """A9"""
-        batch, q, k, v = batch_in(ForwardMode.DECODE), *(torch.zeros(2, 1, 8) for _ in range(3))
-        batch.plan = self.split.init_forward_metadata(batch)
-        extras = object()
-        assert self.split.forward_decode(q, k, v, LAYER, batch, save_kv_cache=False, extras=extras) is q
-        assert self.decode.calls[-1] == (
-            "forward_decode",
-            (q, k, v, LAYER, batch),
-            {"save_kv_cache": False, "extras": extras},
-        )
-        batch = batch_in(ForwardMode.EXTEND)
-        batch.plan = self.split.init_forward_metadata(batch)
-        self.split.forward_extend(q, k, v, LAYER, batch)
-        assert self.prefill.calls[-1][0] == "forward_extend"
+    def test_mode_decides_who_runs(self):
+        """A9: and who keeps the states of linear layers, should it have some."""
+        for mode, child in ((ForwardMode.DECODE, "decode"), (ForwardMode.EXTEND, "prefill")):
+            children = {"prefill": Recorder("p"), "decode": Recorder("d")}
+            split = SplitBackend(*children.values())
+            batch = batch_in(mode)
+            forward = split.forward_decode if mode.is_decode else split.forward_extend
+            forward("q", "k", "v", LAYER, batch)
+            split.forward_linear("inputs", LINEAR, batch)
+            split.commit_states(batch, "accepted")
+            assert len(children.pop(child).calls) == 3
+            (other,) = children.values()
+            assert other.calls == []
 
     def test_plan_of_the_other_child_is_refused(self):
         """B5: a batch whose mode changed after planning is not run by another's plan."""
@@ -263,13 +363,19 @@ class TestSplit:
         self.split.init_cuda_graph_state(8, 16)
         assert self.prefill.calls == self.decode.calls == [("init_cuda_graph_state", (8, 16), {})]
         batch = batch_in(ForwardMode.DECODE)
-        assert self.split.init_forward_metadata_out_graph(batch, in_capture=True).planner is self.decode.backend_id
+        self.split.init_forward_metadata_out_graph(batch, in_capture=True)
         self.split.init_forward_metadata_in_graph(batch)
         assert self.decode.calls[1:] == [
             ("init_forward_metadata_out_graph", (batch, True), {}),
             ("init_forward_metadata_in_graph", (batch,), {}),
         ]
-        assert self.split.get_cuda_graph_seq_len_fill_value() == 3
+        assert len(self.prefill.calls) == 1
+
+    @pytest.mark.parametrize("fills", [(0, 3), (3, 0)])
+    def test_the_larger_fill_value_is_taken(self, fills):
+        """A9: one batch is padded once, and both children must be able to plan it."""
+        prefill, decode = (Recorder("child", fill=fill) for fill in fills)
+        assert SplitBackend(prefill, decode).get_cuda_graph_seq_len_fill_value() == 3
 
     def test_graph_hook_that_a_child_lacks_is_an_error_that_names_it(self):
         split = SplitBackend(self.prefill, Hookless())

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnplug import DType
+from attnplug import DType, ExtendPath, ExtendPolicy
 from attnplug.tiny import TINY_CONFIGS
 from attnplug_engine.engine import Engine
 from attnplug_engine.request import SamplingParams
@@ -80,6 +80,16 @@ def test_same_tokens_as_transformers(oracle, settings):
 def test_same_tokens_token_by_token_without_a_prefix_cache(oracle):
     """A7"""
     check(engine(oracle, chunked_prefill_size=1, prefix_cache=False), oracle)
+
+
+@pytest.mark.parametrize("oracle", ["kimi_linear"], indirect=True)
+def test_forced_chunks_give_the_same_tokens_behind_the_hybrid_wrapper(oracle):
+    """A7, A8, C1: prefixes of 17 and 34 rows, up-projected 8 at a time and merged by what the full backend filled.
+    One prompt at a time: beside a request that decodes, an extend runs absorbed."""
+    policy = ExtendPolicy(forced=ExtendPath.CHUNKED, chunk_capacity=8)
+    running = engine(oracle, chunked_prefill_size=17, prefix_cache=False, extend_policy=policy)
+    for prompt in prompts()[1:3]:
+        check(running, oracle, [prompt])
 
 
 def test_hits_at_and_between_checkpoints_are_exact(oracle):

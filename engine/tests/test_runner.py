@@ -50,6 +50,23 @@ def test_a_batch_that_nobody_planned_is_planned_by_the_forward_path(engine):
     assert planned == [batch]
 
 
+@pytest.mark.parametrize("ahead", [True, False], ids=["planned ahead", "planned by the forward path"])
+def test_mla_is_prepared_once_and_before_planning(ahead):
+    """C2: what runs as MHA needs no plan over the paged cache, so planning must know; B2: a mark without opt-in."""
+    engine = Engine("tiny:deepseek_v3", device="cpu", page_size=4, prefix_cache=False)
+    runner, order = engine.runner, []
+    for owner, name in ((runner.mla, "prepare"), (runner.backend, "init_forward_metadata")):
+        original = getattr(owner, name)
+        setattr(owner, name, lambda batch, name=name, original=original: order.append(name) or original(batch))
+    engine.add([1, 2, 3], SamplingParams(max_tokens=2))
+    step = engine.scheduler.next_step()
+    batch = runner.prepare(step) if ahead else runner._batch(step)
+    assert (batch.plan_record is not None) == ahead
+    assert not ahead or not batch.plan_record.replan_equivalent
+    runner.forward(batch)
+    assert order == ["prepare", "init_forward_metadata"]
+
+
 def test_steps_planned_ahead_give_the_same_as_steps_run_at_once(engine):
     """B2: a plan belongs to its batch, so that the next may be planned before this one has run."""
     engine.add([1, 2, 3, 4, 5], SamplingParams(max_tokens=2))

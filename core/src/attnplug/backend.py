@@ -5,21 +5,23 @@ from __future__ import annotations
 import importlib
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal, Protocol, runtime_checkable
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any, Literal, Protocol, get_type_hints, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from attnplug.batch import ForwardBatch
-from attnplug.claims import Claims
-from attnplug.errors import AttnplugError, BackendError, describe_error
-from attnplug.hooks import bind_hook
+from attnplug.capabilities import Capabilities
+from attnplug.claims import Claims, ExtendPath
+from attnplug.errors import AttnplugError, BackendError, HookError, PluginError, describe_error
+from attnplug.hooks import Hook, bind_hook
 from attnplug.kv import KVPools
 from attnplug.loading import Registered
-from attnplug.model import LayerSpec, ModelSpec
+from attnplug.model import AttentionKind, LayerSpec, ModelSpec
 from attnplug.plan import BackendId, Plan
-from attnplug.problem import DType, Role
+from attnplug.problem import DType, GraphLevel, Role
 from attnplug.ragged import RaggedCall
 from attnplug.workspace import WorkspaceOwner
 
@@ -188,6 +190,14 @@ class GraphPlanning(Protocol):
         ...
 
 
+MAY_IGNORE: dict[str, frozenset[str]] = {
+    "init_mha_chunk_metadata": frozenset({"disable_flashinfer_ragged"}),
+    "init_forward_metadata_out_graph": frozenset({"in_capture"}),
+}
+"""What a hook may leave out of its signature: hints. Everything else that a caller offers must be accepted, because
+the caller relies on it: an ``lse`` that nobody fills, or a ``silu`` that nobody applies, is a wrong result."""
+
+
 @dataclass(frozen=True, slots=True)
 class Limits:
     """The largest step that will be asked for."""
@@ -243,9 +253,9 @@ class BackendContext:
     options: Any = None
 
 
-def protocol_attributes() -> tuple[str, ...]:
-    """Data members of the protocol, read off the protocol."""
-    return tuple(inspect.get_annotations(AttentionBackend))
+def protocol_attributes() -> dict[str, type]:
+    """Data members of the protocol with their types, read off the protocol."""
+    return get_type_hints(AttentionBackend)
 
 
 def protocol_methods() -> dict[str, inspect.Signature]:
@@ -253,13 +263,24 @@ def protocol_methods() -> dict[str, inspect.Signature]:
     return _methods(AttentionBackend)
 
 
+@cache
+def hook_signatures() -> dict[str, inspect.Signature]:
+    """Every optional hook with its signature, ``self`` left out."""
+    protocols = (ChunkPlanning, RaggedAttention, LinearHooks, GraphPlanning)
+    return {name: signature for protocol in protocols for name, signature in _methods(protocol).items()}
+
+
 def optional_hooks() -> dict[str, tuple[str, ...]]:
     """Every optional hook with the names of what its caller offers, in order."""
-    return {
-        name: tuple(signature.parameters)
-        for protocol in (ChunkPlanning, RaggedAttention, LinearHooks, GraphPlanning)
-        for name, signature in _methods(protocol).items()
-    }
+    return {name: tuple(signature.parameters) for name, signature in hook_signatures().items()}
+
+
+def bind_optional_hook(backend: object, name: str) -> Hook | None:
+    """An optional hook of a backend as a function of everything its caller offers; ``None`` if it has none.
+
+    Raises :class:`HookError` for a hook that cannot be called so, or that would drop what its caller needs honoured.
+    """
+    return bind_hook(backend, name, tuple(hook_signatures()[name].parameters), MAY_IGNORE.get(name, ()))
 
 
 def _methods(protocol: type) -> dict[str, inspect.Signature]:
@@ -273,28 +294,55 @@ def _methods(protocol: type) -> dict[str, inspect.Signature]:
 
 def backend_problems(backend: object, *, linear: bool = False) -> Iterator[str]:
     """Every way in which an object falls short of the protocol, or of that for linear attention; nothing if in none."""
-    for name in protocol_attributes():
-        if getattr(backend, name, None) is None:
+    for name, wanted in protocol_attributes().items():
+        found = getattr(backend, name, None)
+        if found is None:
             yield f"it has no {name}"
+        elif not isinstance(found, wanted):
+            yield f"its {name} is {found!r}, not a {wanted.__name__}"
     needed = protocol_methods()
     if linear:
         needed = _methods(LinearHooks) | {"init_forward_metadata": needed["init_forward_metadata"]}
-    for name, wanted in needed.items():
+    for name, signature in needed.items():
         method = getattr(backend, name, None)
         if not callable(method):
-            yield f"it has no method {name}{wanted}"
+            yield f"it has no method {name}{signature}"
             continue
-        positional = [p.name for p in wanted.parameters.values() if p.kind is not p.KEYWORD_ONLY]
-        keywords = {p.name: None for p in wanted.parameters.values() if p.kind is p.KEYWORD_ONLY}
+        positional = [p.name for p in signature.parameters.values() if p.kind is not p.KEYWORD_ONLY]
+        keywords = {p.name: None for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY}
         given = inspect.signature(method)
         try:
             given.bind(*positional, **keywords)
         except TypeError as error:
-            yield f"its {name}{given} cannot be called as {name}{wanted}: {error}"
+            yield f"its {name}{given} cannot be called as {name}{signature}: {error}"
+    for name in hook_signatures():
+        try:
+            bind_optional_hook(backend, name)
+        except (HookError, AttributeError) as error:  # the latter of a property that fails
+            yield describe_error(error)
+
+
+def claim_problems(backend: AttentionBackend, declared: Capabilities, page_size: int) -> Iterator[str]:
+    """Every claim of a built backend that its spec does not declare, or that it has no hooks for."""
+    claims = backend.claims
+    if AttentionKind.MLA not in declared.kinds:  # then nobody asks it how it extends
+        claims = replace(claims, mla_extend=declared.mla_extend)
+    yield from claims.beyond(declared.claims)
+    if claims.page_sizes.kernel_size(page_size) is None:
+        yield f"it was built for page size {page_size}, but claims only {claims.page_sizes}"
+    needed: dict[str, str] = {}
+    if claims.cuda_graph > GraphLevel.NEVER:
+        needed |= dict.fromkeys(_methods(GraphPlanning), f"cuda_graph {claims.cuda_graph.name}")
+    if ragged := claims.mla_extend - {ExtendPath.ABSORBED}:
+        needed["forward_ragged"] = f"mla_extend {', '.join(sorted(ragged))}"
+    for hook, claim in needed.items():
+        if bind_optional_hook(backend, hook) is None:
+            yield f"it claims {claim}, but has no {hook}{hook_signatures()[hook]}"
 
 
 def build_backend(registered: Registered, context: BackendContext) -> AttentionBackend:
-    """Import a backend's factory, build it, and insist that it is a backend whose hooks can be called."""
+    """Import a backend's factory, build it, and insist that it is a backend: one whose hooks can be called, and whose
+    claims its spec declares."""
     spec, source = registered.spec, registered.source
     module_name, _, attribute = spec.factory.partition(":")
     who = f"backend {spec.name} ({source})"
@@ -305,16 +353,18 @@ def build_backend(registered: Registered, context: BackendContext) -> AttentionB
         if not callable(factory):
             raise BackendError(f"{who}: {spec.factory} is {factory!r}, which cannot be called to build a backend")
         backend = factory(context)
+    except PluginError as error:  # of what it declares: says what is wrong, but not whose it is
+        raise BackendError(f"{who}: {spec.factory} cannot be built: {error}") from error
     except (AttnplugError, KeyboardInterrupt):
         raise
     except BaseException as error:  # kernel libraries raise anything on import, not only ImportError
         raise BackendError(f"{who}: {spec.factory} cannot be built: {describe_error(error)}") from error
     problems = list(backend_problems(backend, linear=context.roles == {Role.LINEAR}))
+    if not problems:
+        problems = list(claim_problems(backend, spec.capabilities, context.page_size))
     if problems:
         raise BackendError(
             f"{who}: what {spec.factory} returned is not a backend:\n" + "\n".join(f"  {p}" for p in problems)
         )
-    for hook, offered in optional_hooks().items():
-        bind_hook(backend, hook, offered)
     built: AttentionBackend = backend
     return built

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from enum import Enum
-from typing import Any, TypeVar
 
 from attnplug.claims import Claims, ExtendPath, PageSizes
-from attnplug.errors import PluginError
 from attnplug.model import AttentionKind, Feature
 from attnplug.problem import DType, GraphLevel, Role
+from attnplug.reading import integer, members, of_type, pairs, several
 
 DEVICES = ("cpu", "cuda")
 EXTRAS = ("lse", "sinks")
 """The fields of ``ForwardExtras``, which needs torch and so lives elsewhere."""
-
-_Member = TypeVar("_Member", bound=Enum)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,22 +44,22 @@ class Capabilities:
 
     def __post_init__(self) -> None:
         read = {
-            "kinds": _members("kinds", self.kinds, AttentionKind),
-            "devices": frozenset(_several("devices", self.devices)),
-            "dtypes": (dtypes := _members("dtypes", self.dtypes, DType)),
-            "kv_dtypes": _members("kv_dtypes", self.kv_dtypes, DType) or dtypes,
-            "roles": _members("roles", self.roles, Role),
-            "min_sm": _integer("min_sm", self.min_sm, optional=True),
-            "max_sm": _integer("max_sm", self.max_sm, optional=True),
-            "page_sizes": _page_sizes(self.page_sizes),
-            "head_dims": _pairs("head_dims", self.head_dims),
-            "mla_dims": _pairs("mla_dims", self.mla_dims),
-            "features": _members("features", self.features, Feature),
-            "max_speculative_tokens": _integer("max_speculative_tokens", self.max_speculative_tokens),
-            "cuda_graph": _of_type("cuda_graph", self.cuda_graph, GraphLevel, "a GraphLevel"),
-            "needs_cpu_seq_lens": _of_type("needs_cpu_seq_lens", self.needs_cpu_seq_lens, bool, "True or False"),
-            "extras": frozenset(_several("extras", self.extras)),
-            "mla_extend": _members("mla_extend", self.mla_extend, ExtendPath),
+            "kinds": members("kinds", self.kinds, AttentionKind),
+            "devices": frozenset(several("devices", self.devices)),
+            "dtypes": (dtypes := members("dtypes", self.dtypes, DType)),
+            "kv_dtypes": members("kv_dtypes", self.kv_dtypes, DType) or dtypes,
+            "roles": members("roles", self.roles, Role),
+            "min_sm": integer("min_sm", self.min_sm, optional=True),
+            "max_sm": integer("max_sm", self.max_sm, optional=True),
+            "page_sizes": PageSizes.read(self.page_sizes),
+            "head_dims": pairs("head_dims", self.head_dims),
+            "mla_dims": pairs("mla_dims", self.mla_dims),
+            "features": members("features", self.features, Feature),
+            "max_speculative_tokens": integer("max_speculative_tokens", self.max_speculative_tokens),
+            "cuda_graph": of_type("cuda_graph", self.cuda_graph, GraphLevel, "a GraphLevel"),
+            "needs_cpu_seq_lens": of_type("needs_cpu_seq_lens", self.needs_cpu_seq_lens, bool, "True or False"),
+            "extras": frozenset(several("extras", self.extras)),
+            "mla_extend": members("mla_extend", self.mla_extend, ExtendPath),
         }
         for name, value in read.items():
             object.__setattr__(self, name, value)
@@ -120,54 +116,3 @@ class Capabilities:
 
 def _listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(str(name) for name in names))
-
-
-def _several(name: str, values: object) -> tuple[Any, ...]:
-    if isinstance(values, str) or not isinstance(values, Iterable):
-        raise PluginError(f"{name}={values!r} must be a set or list, not {type(values).__name__}")
-    return tuple(values)
-
-
-def _members(name: str, values: object, enum: type[_Member]) -> frozenset[_Member]:
-    known = {str(member.value): member for member in enum}
-    members = []
-    for value in _several(name, values):
-        text = str(value.value) if isinstance(value, Enum) else str(value)
-        if text not in known:
-            raise PluginError(f"{name} holds {value!r}; known are {', '.join(known)}")
-        members.append(known[text])
-    return frozenset(members)
-
-
-def _of_type(name: str, value: object, wanted: type[Any], words: str) -> Any:
-    if not isinstance(value, wanted):
-        raise PluginError(f"{name}={value!r} must be {words}")
-    return value
-
-
-def _integer(name: str, value: object, optional: bool = False) -> int | None:
-    if value is None and optional:
-        return None
-    if not isinstance(value, int) or isinstance(value, bool):
-        raise PluginError(f"{name}={value!r} must be a whole number" + (" or None" if optional else ""))
-    return value
-
-
-def _pairs(name: str, values: object) -> frozenset[tuple[int, int]] | None:
-    if values is None:
-        return None
-    pairs = []
-    for pair in _several(name, values):
-        if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(isinstance(width, int) for width in pair):
-            raise PluginError(f"{name} holds {pair!r}; give pairs of whole numbers, such as (128, 128)")
-        pairs.append((pair[0], pair[1]))
-    return frozenset(pairs)
-
-
-def _page_sizes(value: object) -> PageSizes:
-    sizes = value.kernel if isinstance(value, PageSizes) else value
-    if not isinstance(value, PageSizes) or not (sizes is None or isinstance(sizes, frozenset)):
-        raise PluginError(f"page_sizes={value!r} must be PageSizes(), for any, or PageSizes.of(32, 64)")
-    for size in sizes or ():
-        _integer("page_sizes", size)
-    return value

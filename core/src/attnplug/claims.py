@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from functools import reduce
 from typing import Any
 
+from attnplug.errors import PluginError
 from attnplug.problem import GraphLevel
+from attnplug.reading import integer, members, of_type
 
 
 class ExtendPath(StrEnum):
@@ -37,6 +40,16 @@ class PageSizes:
     def of(cls, *sizes: int) -> PageSizes:
         return cls(frozenset(sizes))
 
+    @staticmethod
+    def read(value: object) -> PageSizes:
+        """A declared value, checked: ``PageSizes`` of whole numbers."""
+        sizes = value.kernel if isinstance(value, PageSizes) else value
+        if not isinstance(value, PageSizes) or not (sizes is None or isinstance(sizes, frozenset)):
+            raise PluginError(f"page_sizes={value!r} must be PageSizes(), for any, or PageSizes.of(32, 64)")
+        for size in sizes or ():
+            integer("page_sizes", size)
+        return value
+
     def kernel_size(self, page_size: int) -> int | None:
         """The largest kernel page size that serves this manager page size; ``None`` if none does."""
         if self.kernel is None:
@@ -49,6 +62,10 @@ class PageSizes:
             return other if self.kernel is None else self
         return PageSizes(frozenset(math.lcm(mine, theirs) for mine in self.kernel for theirs in other.kernel))
 
+    def within(self, other: PageSizes) -> bool:
+        """Whether the other serves every page size that this one does."""
+        return all(other.kernel_size(size) is not None for size in (self.kernel if self.kernel is not None else {1}))
+
     def __str__(self) -> str:
         if self.kernel is None or 1 in self.kernel:
             return "any"
@@ -56,18 +73,50 @@ class PageSizes:
         return " or ".join(f"a multiple of {size}" for size in least)
 
 
-def _claim(default: Any, weaker: Callable[[Any, Any], Any]) -> Any:
-    return field(default=default, metadata={"weaker": weaker})
+def _claim(default: Any, weaker: Callable[[Any, Any], Any], within: Callable[[Any, Any], bool]) -> Any:
+    """``weaker`` combines two children's claims; ``within`` says whether a claim is no wider than another."""
+    return field(default=default, metadata={"weaker": weaker, "within": within})
 
 
 @dataclass(frozen=True, slots=True)
 class Claims:
-    """What callers may rely on. Every field carries the rule by which a wrapper weakens it."""
+    """What callers may rely on. Every field carries the rule by which a wrapper weakens it.
 
-    cuda_graph: GraphLevel = _claim(GraphLevel.NEVER, min)
-    page_sizes: PageSizes = _claim(PageSizes(), PageSizes.intersection)
-    needs_cpu_seq_lens: bool = _claim(True, lambda mine, theirs: mine or theirs)
-    mla_extend: frozenset[ExtendPath] = _claim(frozenset({ExtendPath.ABSORBED}), frozenset.intersection)
+    Read as strictly as ``Capabilities``: a list of extend paths becomes a set of them, a misspelled one is an error.
+    """
+
+    cuda_graph: GraphLevel = _claim(GraphLevel.NEVER, min, operator.le)
+    page_sizes: PageSizes = _claim(PageSizes(), PageSizes.intersection, PageSizes.within)
+    needs_cpu_seq_lens: bool = _claim(True, operator.or_, operator.ge)
+    mla_extend: frozenset[ExtendPath] = _claim(
+        frozenset({ExtendPath.ABSORBED}), frozenset.intersection, frozenset.issubset
+    )
+
+    def __post_init__(self) -> None:
+        read = {
+            "cuda_graph": of_type("cuda_graph", self.cuda_graph, GraphLevel, "a GraphLevel"),
+            "page_sizes": PageSizes.read(self.page_sizes),
+            "needs_cpu_seq_lens": of_type("needs_cpu_seq_lens", self.needs_cpu_seq_lens, bool, "True or False"),
+            "mla_extend": members("mla_extend", self.mla_extend, ExtendPath),
+        }
+        if any(size < 1 for size in self.page_sizes.kernel or ()):
+            raise PluginError(f"page_sizes={self.page_sizes!r} holds a size below 1")
+        for name, value in read.items():
+            object.__setattr__(self, name, value)
+
+    def beyond(self, declared: Claims) -> Iterator[str]:
+        """Every claim that is wider than what was declared. A narrower one is fine: a backend may learn, when it is
+        built, that it can do less."""
+        for claim in fields(self):
+            mine, allowed = getattr(self, claim.name), getattr(declared, claim.name)
+            if not claim.metadata["within"](mine, allowed):
+                yield f"it claims {claim.name} {_shown(mine)}, but its spec declares {_shown(allowed)}"
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, frozenset):
+        return ", ".join(sorted(value)) or "none"
+    return value.name if isinstance(value, GraphLevel) else str(value)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,13 +127,17 @@ class CombinedClaims:
     forced_by: Mapping[str, tuple[str, ...]]
 
 
-def weakest(children: Mapping[str, Claims]) -> CombinedClaims:
-    """Combine the claims of named children. A claim on which all agree was forced by nobody."""
+def weakest(children: Mapping[str, Claims], decided_by: Mapping[str, str] | None = None) -> CombinedClaims:
+    """Combine the claims of named children. A claim on which all agree was forced by nobody.
+
+    ``decided_by`` names, for a claim, the one child whose affair it is: the others do not count.
+    """
     values: dict[str, Any] = {}
     forced_by: dict[str, tuple[str, ...]] = {}
     for claim in fields(Claims):
-        weaker = claim.metadata["weaker"]
-        named = {name: getattr(claims, claim.name) for name, claims in children.items()}
+        weaker, decider = claim.metadata["weaker"], (decided_by or {}).get(claim.name)
+        asked = children if decider is None else {decider: children[decider]}
+        named = {name: getattr(claims, claim.name) for name, claims in asked.items()}
         combined = values[claim.name] = _combine(weaker, named.values())
         if all(value == combined for value in named.values()):
             continue

@@ -11,7 +11,7 @@ from typing import Any
 from attnplug.backend import AttentionBackend
 from attnplug.batch import ForwardBatch, apply_skip_attn_backend_init
 from attnplug.errors import BackendError
-from attnplug.plan import Plan
+from attnplug.plan import Plan, made_plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,5 +79,7 @@ def plan_forward(
     """
     apply_skip_attn_backend_init(batch, skip_attn_backend_init)
     if batch.needs_forward_metadata_init():
-        batch.plan = backend.init_forward_metadata(batch)
+        plan = backend.init_forward_metadata(batch)
+        hook = "init_forward_metadata"
+        batch.plan = made_plan(plan, backend.backend_id, batch.forward_mode, batch.num_tokens, hook)
     return batch.plan

@@ -1,13 +1,14 @@
 """Calling a backend's optional hooks by their own signatures (A8).
 
 A hook is looked up and inspected once, by :func:`bind_hook`; what comes back is a plain function of everything
-that the caller offers, which passes on what the hook accepts. ``hasattr`` on a backend appears nowhere.
+that the caller offers, which passes on what the hook accepts. Only what a hook may ignore is ever left out.
+``hasattr`` on a backend appears nowhere.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from inspect import Parameter
 from typing import Any
 
@@ -16,7 +17,7 @@ from attnplug.errors import HookError
 Hook = Callable[..., Any]
 
 
-def bind_hook(target: object, name: str, offered: Sequence[str]) -> Hook | None:
+def bind_hook(target: object, name: str, offered: Sequence[str], may_ignore: Collection[str] = ()) -> Hook | None:
     """Bind hook ``name`` of ``target`` to a caller that offers the named values, in this order.
 
     Returns ``None`` if the target has no such hook (absent, or ``None``); otherwise a function that takes one
@@ -25,8 +26,10 @@ def bind_hook(target: object, name: str, offered: Sequence[str]) -> Hook | None:
     positional parameter that nothing else fills, whatever its author called it. ``**kwargs`` takes all that is
     left, by name; ``*args`` alone, or a callable without a signature, takes everything in order.
 
-    Raises :class:`HookError`, naming backend, hook, parameter and offer, if the hook requires a parameter that
-    nobody offers, or is not callable.
+    ``may_ignore`` names the offered values that the hook may do without. All others the caller needs honoured.
+
+    Raises :class:`HookError`, naming backend, hook and parameter, if the hook requires a parameter that nobody
+    offers, does not accept one that its caller needs honoured, or is not callable.
     """
     hook = _lookup(target, name)
     if hook is None:
@@ -38,7 +41,13 @@ def bind_hook(target: object, name: str, offered: Sequence[str]) -> Hook | None:
     except ValueError:
         # Nothing to read, as with some C functions: they take the whole offer, in order.
         return _adapter(hook, list(offered), offered)
-    return _adapter(hook, _arguments(signature, offered, f"{_owner(target)}.{name}"), offered)
+    arguments, ignored = _arguments(signature, offered, f"{_owner(target)}.{name}")
+    if unfit := [parameter for parameter in ignored if parameter not in may_ignore]:
+        raise HookError(
+            f"{_owner(target)}.{name}{signature} does not accept {', '.join(map(repr, unfit))}, which its caller needs "
+            f"honoured; offered are {', '.join(offered)}. Add the parameter"
+        )
+    return _adapter(hook, arguments, offered)
 
 
 def _lookup(target: object, name: str) -> Any:
@@ -77,8 +86,8 @@ def _takes_anything(signature: inspect.Signature) -> bool:
 _POSITIONAL = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
-def _arguments(signature: inspect.Signature, offered: Sequence[str], hook: str) -> list[str]:
-    """The argument list of a call to the hook, as source: ``["a", "c=c"]``."""
+def _arguments(signature: inspect.Signature, offered: Sequence[str], hook: str) -> tuple[list[str], list[str]]:
+    """The argument list of a call to the hook, as source: ``["a", "c=c"]``, and what of the offer it leaves out."""
     sources = _sources(signature, offered)
     left = [name for name in offered if name not in sources.values()]
     takes_names = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in signature.parameters.values())
@@ -88,6 +97,7 @@ def _arguments(signature: inspect.Signature, offered: Sequence[str], hook: str) 
     for parameter in signature.parameters.values():
         if parameter.kind is Parameter.VAR_KEYWORD:
             keywords += [f"{name}={name}" for name in left]
+            left = []
         elif parameter.kind is Parameter.VAR_POSITIONAL:
             taken = [] if gap else [name for name in left if name == offered[0] or not takes_names]
             positional += taken
@@ -103,8 +113,9 @@ def _arguments(signature: inspect.Signature, offered: Sequence[str], hook: str) 
                 "Rename the parameter, give it a default, or remove it"
             )
         else:
+            left += [sources[parameter.name]] if parameter.name in sources else []
             gap = gap or parameter.kind in _POSITIONAL
-    return positional + keywords
+    return positional + keywords, left
 
 
 def _sources(signature: inspect.Signature, offered: Sequence[str]) -> dict[str, str]:

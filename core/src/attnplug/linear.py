@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from attnplug.backend import LinearBackend, optional_hooks
+from attnplug.backend import LinearBackend, bind_optional_hook
 from attnplug.batch import ForwardBatch
 from attnplug.context import active_linear
 from attnplug.errors import BackendError
-from attnplug.hooks import Hook, bind_hook
+from attnplug.hooks import Hook
 from attnplug.model import LayerSpec
 
 
@@ -44,13 +44,12 @@ class LinearAttention:
     """The linear layers of one model on one backend: binds the backend's hooks once."""
 
     def __init__(self, backend: LinearBackend) -> None:
-        hooks = optional_hooks()
-        self.convolve: Hook = self._bound(backend, "forward_conv", hooks)
-        self.attend: Hook = self._bound(backend, "forward_linear", hooks)
+        self.convolve: Hook = self._bound(backend, "forward_conv")
+        self.attend: Hook = self._bound(backend, "forward_linear")
 
     @staticmethod
-    def _bound(backend: LinearBackend, name: str, hooks: dict[str, tuple[str, ...]]) -> Hook:
-        hook = bind_hook(backend, name, hooks[name])
+    def _bound(backend: LinearBackend, name: str) -> Hook:
+        hook = bind_optional_hook(backend, name)
         if hook is None:
             raise BackendError(
                 f"the model has linear-attention layers, but backend {backend.backend_id.name} has no {name}; "

@@ -73,9 +73,15 @@ class Plan:
         if self.planner is planner:
             return self
         for part in self.parts:
-            if (found := part.part_of(planner)) is not None:
+            if part.planner is planner:
+                return part
+            if part.parts and (found := part.part_of(planner)) is not None:
                 return found
         return None
+
+    def makers(self) -> list[str]:
+        """The names of those who planned: of a wrapper's plan, its children."""
+        return [name for part in self.parts for name in part.makers()] or [self.planner.name]
 
 
 def claim_plan(plan: Plan | None, planner: BackendId, mode: ForwardMode, rows: int) -> Plan:
@@ -90,9 +96,10 @@ def claim_plan(plan: Plan | None, planner: BackendId, mode: ForwardMode, rows: i
         )
     found = plan.part_of(planner)
     if found is None:
-        same = " (another instance of it)" if plan.planner.name == planner.name else ""
+        makers = plan.makers()
+        same = " (another instance of it)" if planner.name in makers else ""
         raise PlanError(
-            f"backend {planner.name} was given a plan made by {plan.planner.name}{same}; "
+            f"backend {planner.name} was given a plan made by {' and '.join(makers)}{same}; "
             f"plan the batch with the backend that runs it"
         )
     if found.mode is not mode:
@@ -105,3 +112,24 @@ def claim_plan(plan: Plan | None, planner: BackendId, mode: ForwardMode, rows: i
             "the batch shrank after it was planned: plan it again"
         )
     return found
+
+
+def made_plan(
+    plan: object, planner: BackendId, mode: ForwardMode, rows: int, hook: str, *, delegated: bool = False
+) -> Plan:
+    """What ``hook`` of a backend returned, if it is a plan of its own for a batch of ``rows`` in ``mode``.
+
+    Once per batch, where the plan is received: an error here names the backend that made it, and not the caller that
+    would find out layers later. A ``delegated`` plan may be another backend's, one that runs on this one's behalf.
+    """
+    if not isinstance(plan, Plan):
+        problem = f"{plan!r}, not a Plan; it returns its plan, and the caller gives it to the batch"
+    elif plan.planner is not planner and not delegated:
+        problem = f"a plan stamped by {plan.planner!r}; it stamps its plans with its own backend_id"
+    elif plan.mode is not mode:
+        problem = f"a plan for mode {plan.mode}, and the batch is in mode {mode}"
+    elif plan.query_rows > rows:
+        problem = f"a plan for {plan.query_rows} query rows, and the batch has {rows}"
+    else:
+        return plan
+    raise PlanError(f"{hook} of backend {planner.name} returned {problem}")

@@ -1,4 +1,4 @@
-"""Attention in float64, written to be read: what a backend's result is compared with.
+"""Attention, full and linear, in float64, written to be read: what a backend's result is compared with.
 
 It never sees a cache, a page or a plan, shares no code with any backend, and is as slow as it looks.
 """
@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from attnplug.linear import LinearInputs
 
 
 def attention_float64(
@@ -45,3 +47,43 @@ def attention_float64(
         out[query] = (weights @ v[:, oldest : newest + 1] / total).flatten(0, 1)
         lse[query] = (largest + total.log()).flatten()
     return out, lse
+
+
+def recurrence_float64(inputs: LinearInputs, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """One request's tokens in turn, by the equations of ``LinearInputs``.
+
+    ``state`` ``[heads, key_dim, value_dim]`` is the one before them. Returns the output ``[tokens, heads, value_dim]``
+    and the state after them, both float64.
+    """
+    q, k, v, log_decay = (t.detach().cpu().double() for t in (inputs.q, inputs.k, inputs.v, inputs.log_decay))
+    beta = None if inputs.beta is None else inputs.beta.detach().cpu().double()
+    tokens, heads, _ = v.shape
+    of_key_head = torch.arange(heads) * q.shape[1] // heads
+    out = torch.zeros_like(v)
+    for token in range(tokens):
+        query, key = q[token, of_key_head], k[token, of_key_head]
+        if inputs.normalize:
+            query, key = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (query, key))
+        decay = (log_decay if log_decay.dim() == 1 else log_decay[token]).exp()
+        state = state * decay.reshape(heads, -1, 1)
+        write = v[token]
+        if beta is not None:
+            write = (write - torch.einsum("hk,hkv->hv", key, state)) * beta[token, :, None]
+        state = state + torch.einsum("hk,hv->hkv", key, write)
+        out[token] = scale * torch.einsum("hk,hkv->hv", query, state)
+    return out, state
+
+
+def convolution_float64(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, *, silu: bool
+) -> tuple[Tensor, Tensor]:
+    """One request's rows ``[tokens, channels]`` in turn; ``state`` ``[channels, width]`` holds the newest rows, and so
+    does the one returned beside the output, both float64."""
+    x, weight = x.detach().cpu().double(), weight.detach().cpu().double()
+    out = torch.zeros_like(x)
+    for token, row in enumerate(x):
+        state = torch.cat([state[:, 1:], row[:, None]], 1)
+        out[token] = (state * weight).sum(1)
+        if bias is not None:
+            out[token] += bias.detach().cpu().double()
+    return out * torch.sigmoid(out) if silu else out, state

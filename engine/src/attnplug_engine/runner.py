@@ -130,7 +130,7 @@ class ModelRunner:
         batch = self._batch(step)
         if self.mla is not None:
             self.mla.prepare(batch)  # first: what runs as MHA needs no plan over the paged cache
-        batch.plan = self.backend.init_forward_metadata(batch)
+        plan_forward(self.backend, batch)
         batch.mark_forward_metadata_ready()
         return batch
 

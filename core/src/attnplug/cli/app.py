@@ -154,6 +154,7 @@ def _declare_check(commands: Commands[argparse.ArgumentParser]) -> None:
 
         options = CheckOptions(
             attention=parsed.attention_backend,
+            roles={role: name for role in roles if (name := getattr(parsed, f"{role}_attention_backend")) is not None},
             device=parsed.device,
             dtype=parsed.dtype,
             kv_dtype=parsed.kv_dtype,
@@ -163,9 +164,13 @@ def _declare_check(commands: Commands[argparse.ArgumentParser]) -> None:
         )
         return run_check(options, json=parsed.json)
 
-    text = "Run paged attention on a backend and compare every result with an independent float64 computation."
+    text = "Run attention on a backend and compare every result with an independent float64 computation."
     parser = add_command(commands, "check", text, call)
     add_backend_options(parser)
+    roles = (Role.PREFILL, Role.DECODE, Role.LINEAR)
+    for role in roles:
+        also = "; checks linear layers, and only them where no other is asked for" if role is Role.LINEAR else ""
+        parser.add_argument(role.option, metavar="NAME|auto", help=f"backend for the role {role} alone{also}")
     parser.add_argument("--dtype", default="float32", metavar="DTYPE", help="element type of activations")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random inputs")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 from rich.console import Console
@@ -17,18 +17,23 @@ from rich.text import Text
 from attnplug.assembly import build_chosen, build_selection
 from attnplug.backend import AttentionBackend, BackendContext, Limits
 from attnplug.cli import output
-from attnplug.cli.scene import CONTEXT, STEPS, Result, Scene
+from attnplug.cli.linear_scene import LINEAR_LAYERS, LinearScene
+from attnplug.cli.scene import CHECKED_DTYPES, CONTEXT, STEPS, Result, Scene
 from attnplug.cli.warn import warn_of_plugins
 from attnplug.context import forward_context
 from attnplug.device import open_device
 from attnplug.errors import UsageError, describe_error
 from attnplug.model import AttentionKind, LayerSpec, MLADims, ModelSpec
 from attnplug.options import split_settings
-from attnplug.problem import DType, Problem
+from attnplug.problem import DType, Problem, Role
+from attnplug.refusal import Refusal
 from attnplug.registry import Registry, load_registry
 from attnplug.select import AUTO, BackendRequest, Selection, SelectionError, select
 
-_TOLERANCE = {DType.FLOAT32: 2e-6, DType.FLOAT16: 5e-3, DType.BFLOAT16: 2e-2}
+ROLES = (Role.PREFILL, Role.DECODE, Role.LINEAR)
+_OPTIONS = {"--attention-backend", "--device", "--dtype", "--kv-dtype", "--page-size", "--backend-option"} | {
+    role.option for role in ROLES
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +41,7 @@ class CheckOptions:
     """The command line of ``check``, as given."""
 
     attention: str = AUTO
+    roles: Mapping[Role, str] = field(default_factory=dict)
     device: str | None = None
     dtype: str = "float32"
     kv_dtype: str | None = None
@@ -43,6 +49,30 @@ class CheckOptions:
     seed: int = 0
     settings: tuple[str, ...] = ()
 
+    def layers(self) -> dict[str, LayerSpec]:
+        """What to check: full attention, linear attention where a backend for it is asked for, and that alone where no
+        other is."""
+        linear = LINEAR_LAYERS if Role.LINEAR in self.roles else {}
+        asked_for_full = self.attention != AUTO or set(self.roles) - {Role.LINEAR}
+        return (LAYERS if asked_for_full or not linear else {}) | linear
+
+    def request(self, layer: LayerSpec, registry: Registry) -> BackendRequest:
+        """The part of what was asked for that speaks of a layer."""
+        linear = layer.kind.is_linear
+        settings = {
+            name: values
+            for name, values in split_settings(self.settings).items()
+            if name not in registry.backends or _for_linear(registry, name) == linear
+        }
+        roles = {role: name for role, name in self.roles.items() if (role is Role.LINEAR) == linear}
+        return BackendRequest(AUTO if linear else self.attention, roles, settings)
+
+
+def _for_linear(registry: Registry, name: str) -> bool:
+    return Role.LINEAR in registry.backends[name].spec.capabilities.roles
+
+
+Staged = tuple[Selection, tuple[Scene | LinearScene, AttentionBackend]]
 
 LAYERS = {
     "MHA 4 heads": LayerSpec(0, AttentionKind.MHA, 4, 4, 64, 64, 64**-0.5),
@@ -70,20 +100,19 @@ def run_check(options: CheckOptions, *, json: bool) -> int:
     dtype = DType.parse(options.dtype, "--dtype")
     if not 0 <= options.seed < 1 << 63:
         raise UsageError(f"--seed {options.seed} is no seed; give a number from 0 to {(1 << 63) - 1}")
-    if dtype not in _TOLERANCE:
-        raise UsageError(f"--dtype {dtype} is a type for caches; use one of {', '.join(_TOLERANCE)}")
-    request = BackendRequest(options.attention, {}, split_settings(options.settings))
+    if dtype not in CHECKED_DTYPES:
+        raise UsageError(f"--dtype {dtype} is a type for caches; use one of {', '.join(CHECKED_DTYPES)}")
     kv_dtype = DType.parse(options.kv_dtype, "--kv-dtype") if options.kv_dtype is not None else dtype
     _introduce(console, registry, device, sm)
     served: dict[str, Selection] = {}
     refused: dict[str, SelectionError] = {}
-    for name, layer in LAYERS.items():
+    for name, layer in options.layers().items():
         model = ModelSpec(name, "check", (layer,), CONTEXT)
         problem = Problem(model, device.type, sm, dtype, kv_dtype, options.page_size)
         try:
-            served[name] = select(registry, request, problem)
+            served[name] = select(registry, options.request(layer, registry), problem)
         except SelectionError as error:
-            refused[name] = error
+            refused[name] = SelectionError(_in_own_options(error.selection))
     if not served:
         raise next(iter(refused.values()))
     for name, selection in served.items():
@@ -93,13 +122,31 @@ def run_check(options: CheckOptions, *, json: bool) -> int:
         reasons = dict.fromkeys(str(reason) for candidate in first for reason in candidate.refusals)
         console.print(f"{name}: refused by {first[0].backend.spec.name}: {'; '.join(reasons)}", style="yellow")
 
-    def stage(name: str) -> tuple[Selection, tuple[Scene, AttentionBackend]]:
+    def stage(name: str) -> Staged:
         problem = served[name].problem
+        assert problem.model is not None
+        request = options.request(problem.model.layers[0], registry)
         return build_chosen(registry, request, problem, lambda choice: _build(choice, device, options.seed))
 
     results = _run(console, served, stage)
     _show(console, results, json)
     return 0 if all(result.holds for result in results) else 1
+
+
+def _in_own_options(selection: Selection) -> Selection:
+    """The same, without advice to change what this command has no option for."""
+
+    def own(reason: Refusal) -> Refusal:
+        foreign = reason.option is not None and reason.option.startswith("--") and reason.option not in _OPTIONS
+        return replace(reason, option=None) if foreign else reason
+
+    choices = {
+        role: replace(
+            choice, candidates=tuple(replace(c, refusals=tuple(map(own, c.refusals))) for c in choice.candidates)
+        )
+        for role, choice in selection.choices.items()
+    }
+    return replace(selection, choices=choices)
 
 
 def _introduce(console: Console, registry: Registry, device: torch.device, sm: int | None) -> None:
@@ -117,7 +164,7 @@ def _tell_choice(console: Console, name: str, selection: Selection) -> None:
 def _run(
     console: Console,
     served: dict[str, Selection],
-    stage: Callable[[str], tuple[Selection, tuple[Scene, AttentionBackend]]],
+    stage: Callable[[str], Staged],
 ) -> list[Result]:
     results: list[Result] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -134,26 +181,28 @@ def _run(
     return results
 
 
-def _check_layer(name: str, selection: Selection, scene: Scene, backend: AttentionBackend) -> Iterator[Result]:
-    assert selection.problem.dtype is not None
+def _check_layer(
+    name: str, selection: Selection, scene: Scene | LinearScene, backend: AttentionBackend
+) -> Iterator[Result]:
     chosen = [selection.chosen(role) for role in selection.choices]
     with_lse = all("lse" in registered.spec.capabilities.extras for registered in chosen)
-    tolerance = _TOLERANCE[selection.problem.dtype]
     with forward_context(backend):
         for step in STEPS:
             try:
-                yield scene.run(name, step, backend, with_lse, tolerance)
+                yield scene.run(name, step, backend, with_lse)
             except Exception as error:
                 failure = f"{backend.backend_id.name}: {describe_error(error)}{_place(error)}"
-                yield Result(name, step.title, sum(step.new_tokens.values()), tolerance, failure=failure)
+                yield Result(name, step.title, sum(step.new_tokens.values()), scene.tolerance, failure=failure)
                 return  # what the cache holds now is anybody's guess
 
 
-def _build(selection: Selection, device: torch.device, seed: int) -> tuple[Scene, AttentionBackend]:
+def _build(selection: Selection, device: torch.device, seed: int) -> tuple[Scene | LinearScene, AttentionBackend]:
     problem = selection.problem
     assert problem.model is not None and problem.dtype is not None and problem.kv_dtype is not None
     assert selection.page_size is not None
-    scene = Scene(problem.model.layers[0], problem.dtype, problem.kv_dtype, selection.page_size, device, seed)
+    layer = problem.model.layers[0]
+    stage = LinearScene if layer.kind.is_linear else Scene
+    scene = stage(layer, problem.dtype, problem.kv_dtype, selection.page_size, device, seed)
     context = BackendContext(
         name="",
         roles=frozenset(),
@@ -161,7 +210,7 @@ def _build(selection: Selection, device: torch.device, seed: int) -> tuple[Scene
         device=scene.device,
         dtype=scene.dtype,
         kv_dtype=problem.kv_dtype,
-        page_size=scene.table.page_size,
+        page_size=scene.page_size,
         limits=Limits(max_requests=3, max_tokens=256, max_context=CONTEXT),
         pools=scene.pools,
         workspace=scene.workspace,

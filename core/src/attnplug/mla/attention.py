@@ -7,19 +7,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from attnplug.backend import AttentionBackend, optional_hooks
+from attnplug.backend import AttentionBackend, bind_optional_hook
 from attnplug.batch import ForwardBatch
 from attnplug.claims import ExtendPath
 from attnplug.context import active_mla
 from attnplug.errors import BackendError, PlanError
 from attnplug.geometry import Geometry
-from attnplug.hooks import Hook, bind_hook
+from attnplug.hooks import Hook
 from attnplug.kv import MLAPool
 from attnplug.mla.merge import merge_partial
 from attnplug.mla.plan import ABSORBED, MLAExtendPlan, Part, plan_extend
 from attnplug.mla.policy import ExtendPolicy
 from attnplug.model import LayerSpec
-from attnplug.plan import ForwardMode
+from attnplug.plan import ForwardMode, made_plan
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,9 +73,8 @@ class MLAAttention:
 
     def __init__(self, backend: AttentionBackend, pool: MLAPool, policy: ExtendPolicy | None = None) -> None:
         self._backend, self._pool, self._policy = backend, pool, policy or ExtendPolicy()
-        hooks = optional_hooks()
-        self._plan_chunks: Hook | None = bind_hook(backend, "init_mha_chunk_metadata", hooks["init_mha_chunk_metadata"])
-        self._ragged: Hook | None = bind_hook(backend, "forward_ragged", hooks["forward_ragged"])
+        self._plan_chunks: Hook | None = bind_optional_hook(backend, "init_mha_chunk_metadata")
+        self._ragged: Hook | None = bind_optional_hook(backend, "forward_ragged")
         needed = backend.claims.mla_extend - {ExtendPath.ABSORBED}
         if needed and self._ragged is None:
             raise BackendError(
@@ -96,8 +95,12 @@ class MLAAttention:
             batch.mla_plan = ABSORBED
             return
         batch.mla_plan = plan_extend(geometry, path, self._policy.chunk_capacity)
-        if self._plan_chunks is not None:
-            batch.chunk_plan = self._plan_chunks(batch, self._policy.disable_ragged)
+        if self._plan_chunks is None:
+            return
+        plan = self._plan_chunks(batch, self._policy.disable_ragged)
+        if plan is not None:
+            who, hook = self._backend.backend_id, "init_mha_chunk_metadata"
+            batch.chunk_plan = made_plan(plan, who, mode, batch.num_tokens, hook, delegated=True)
 
     def attend(self, q: Tensor, rows: Tensor, layer: LayerSpec, weights: MLAWeights, batch: ForwardBatch) -> Tensor:
         """One layer; see :func:`attend_mla`."""
@@ -156,7 +159,8 @@ class MLAAttention:
 
     @staticmethod
     def _new_lse(q: Tensor) -> Tensor:
-        return torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        """NaN, so that rows which nobody fills turn into NaN, and not into whatever lay in memory."""
+        return torch.full(q.shape[:2], float("nan"), dtype=torch.float32, device=q.device)
 
 
 def attend_mla(q: Tensor, rows: Tensor, layer: LayerSpec, weights: MLAWeights, batch: ForwardBatch) -> Tensor:

@@ -11,7 +11,7 @@ def merge_partial(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> t
 
     Outputs are ``[tokens, heads, dim]``, log-sum-exps ``[tokens, heads]`` float32, natural log; the result is float32.
     A part without keys has the log-sum-exp -inf, or +inf from kernels that mark emptiness so: it takes no share, and
-    what its output holds, NaN included, is not looked at.
+    what its output holds, NaN included, is not looked at. A log-sum-exp of NaN was never filled: so is the result.
     """
     mine, theirs = _of_the_empty(lse), _of_the_empty(part_lse)
     largest = torch.maximum(mine, theirs)
@@ -19,7 +19,7 @@ def merge_partial(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> t
     share, part_share = torch.exp(mine - base), torch.exp(theirs - base)
     total = share + part_share
     merged = _weighted(out, share) + _weighted(part, part_share)
-    merged = torch.where(total.unsqueeze(-1) > 0, merged / total.unsqueeze(-1), 0.0)
+    merged = torch.where(total.unsqueeze(-1) == 0, 0.0, merged / total.unsqueeze(-1))
     return merged, base + torch.log(total)
 
 
@@ -29,4 +29,4 @@ def _of_the_empty(lse: Tensor) -> Tensor:
 
 def _weighted(out: Tensor, share: Tensor) -> Tensor:
     share = share.unsqueeze(-1)
-    return torch.where(share > 0, out.float() * share, 0.0)
+    return torch.where(share == 0, 0.0, out.float() * share)

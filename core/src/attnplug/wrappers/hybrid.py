@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -29,7 +28,9 @@ class HybridLinearBackend(ForwardingBackend):
     def __init__(self, full: AttentionBackend | None, linear: LinearBackend, model: ModelSpec) -> None:
         children: dict[str, Any] = {FULL: full, LINEAR: linear} if full is not None else {LINEAR: linear}
         names = ", ".join(child.backend_id.name for child in children.values())
-        super().__init__(f"hybrid({names})", children)
+        # How an extend runs is the full backend's affair: the linear one has no paths to choose from.
+        decided_by = {"mla_extend": FULL} if full is not None else None
+        super().__init__(f"hybrid({names})", children, decided_by)
         self._full, self._linear = full, linear
         self._route = {layer.layer_id: LINEAR if layer.kind.is_linear else FULL for layer in model.layers}
         if full is None and FULL in self._route.values():
@@ -38,23 +39,18 @@ class HybridLinearBackend(ForwardingBackend):
                 f"layer {layer_id} of {model.name} is a full-attention layer, but {self.backend_id.name} has no "
                 "backend for it"
             )
-        if full is not None:
-            # How an extend runs is the full backend's affair: the linear one has no paths to choose from.
-            self.claims = replace(self.claims, mla_extend=full.claims.mla_extend)
-            self.forced_by = {claim: who for claim, who in self.forced_by.items() if claim != "mla_extend"}
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
-        parts = tuple(child.init_forward_metadata(batch) for child in self._planning(batch))
-        first = parts[0]
-        return Plan(self.backend_id, batch.forward_mode, first.query_rows, first.kv_rows, parts=parts)
+        made = {label: self.children[label].init_forward_metadata(batch) for label in self._planning(batch)}
+        return self.plan_of(batch, made, "init_forward_metadata")
 
-    def _planning(self, batch: ForwardBatch) -> list[Any]:
-        """The children that a batch is planned by."""
+    def _planning(self, batch: ForwardBatch) -> list[str]:
+        """The children that a batch is planned by, eager and in graphs."""
         if batch.forward_mode is ForwardMode.DRAFT_EXTEND:
             if self._full is None:
                 raise PlanError(f"{self.backend_id.name} has linear layers only, and a draft's extend touches no state")
-            return [self._full]
-        return list(self.children.values())
+            return [FULL]
+        return list(self.children)
 
     def forward_extend(
         self,
@@ -148,19 +144,14 @@ class HybridLinearBackend(ForwardingBackend):
             self.required_hook(label, "init_cuda_graph_state")(max_bs, max_num_tokens)
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> Plan:
-        labels = self._graph_labels(forward_batch)
-        hooks = [self.required_hook(label, "init_forward_metadata_out_graph") for label in labels]
-        parts: tuple[Plan, ...] = tuple(hook(forward_batch, in_capture) for hook in hooks)
-        return Plan(self.backend_id, forward_batch.forward_mode, parts[0].query_rows, parts[0].kv_rows, parts=parts)
+        hook = "init_forward_metadata_out_graph"
+        hooks = {label: self.required_hook(label, hook) for label in self._planning(forward_batch)}
+        made = {label: plan(forward_batch, in_capture) for label, plan in hooks.items()}
+        return self.plan_of(forward_batch, made, hook)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        for label in self._graph_labels(forward_batch):
+        for label in self._planning(forward_batch):
             self.required_hook(label, "init_forward_metadata_in_graph")(forward_batch)
-
-    def _graph_labels(self, batch: ForwardBatch) -> list[str]:
-        """As in eager mode: a draft's extend is the full child's alone."""
-        planning = self._planning(batch)
-        return [label for label, child in self.children.items() if any(child is planned for planned in planning)]
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """The full child's, whose cache it is about: a linear child looks at slots, and -1 marks what is padded."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +20,7 @@ class SplitBackend(ForwardingBackend):
     """Routes a batch by its mode: decode and idle to ``decode``, everything else to ``prefill``.
 
     Target verify is an extend of a few tokens, which either kind of kernel may serve better: ``verify`` says which
-    child takes it. Plans are the children's own, so a batch whose mode changes after planning is refused by the child
+    child takes it. A plan holds that of one child, so a batch whose mode changes after planning is refused by the child
     that did not plan it.
     """
 
@@ -29,10 +28,10 @@ class SplitBackend(ForwardingBackend):
         if verify not in (Role.PREFILL, Role.DECODE):
             raise ValueError(f"verify goes to {Role.PREFILL} or {Role.DECODE}, not to {verify}")
         super().__init__(
-            f"split({prefill.backend_id.name}, {decode.backend_id.name})", {Role.PREFILL: prefill, Role.DECODE: decode}
+            f"split({prefill.backend_id.name}, {decode.backend_id.name})",
+            {Role.PREFILL: prefill, Role.DECODE: decode},
+            decided_by={"mla_extend": Role.PREFILL},  # the decode backend takes no part in an extend
         )
-        # How an extend runs is the prefill backend's affair alone; the decode backend takes no part in it.
-        self.claims = replace(self.claims, mla_extend=prefill.claims.mla_extend)
         self._route = {mode: Role.DECODE if mode in _DECODE_MODES else Role.PREFILL for mode in ForwardMode}
         self._route[ForwardMode.TARGET_VERIFY] = verify
 
@@ -40,7 +39,8 @@ class SplitBackend(ForwardingBackend):
         return self.children[self._route[batch.forward_mode]]
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
-        return self._child(batch).init_forward_metadata(batch)
+        label = self._route[batch.forward_mode]
+        return self.plan_of(batch, {label: self.children[label].init_forward_metadata(batch)}, "init_forward_metadata")
 
     def forward_extend(
         self,
@@ -113,9 +113,8 @@ class SplitBackend(ForwardingBackend):
             self.required_hook(label, "init_cuda_graph_state")(max_bs, max_num_tokens)
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> Plan:
-        hook = self.required_hook(self._route[forward_batch.forward_mode], "init_forward_metadata_out_graph")
-        plan: Plan = hook(forward_batch, in_capture)
-        return plan
+        label, hook = self._route[forward_batch.forward_mode], "init_forward_metadata_out_graph"
+        return self.plan_of(forward_batch, {label: self.required_hook(label, hook)(forward_batch, in_capture)}, hook)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
         self.required_hook(self._route[forward_batch.forward_mode], "init_forward_metadata_in_graph")(forward_batch)

@@ -1,0 +1,179 @@
+"""The stage of ``attnplug check`` for linear attention: states in scattered slots of a poisoned pool, and float64."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnplug.backend import AttentionBackend
+from attnplug.batch import ForwardBatch
+from attnplug.cli.scene import CONTEXT, LONGEST, Clock, Result, Step, allowed_error, largest_error, worse
+from attnplug.context import plan_forward
+from attnplug.errors import BackendError
+from attnplug.kv import KVPools, LinearStatePool, torch_dtype
+from attnplug.linear import LinearAttention, LinearInputs
+from attnplug.model import AttentionKind, LayerSpec, LinearDims
+from attnplug.problem import DType
+from attnplug.reference import convolution_float64, recurrence_float64
+from attnplug.workspace import WorkspaceOwner
+
+
+def _layer(kind: AttentionKind, dims: LinearDims) -> LayerSpec:
+    scale = max(dims.key_dim, 1) ** -0.5
+    return LayerSpec(0, kind, dims.heads, dims.key_heads, dims.key_dim, dims.value_dim, scale, linear=dims)
+
+
+LINEAR_LAYERS = {
+    "GDN 4/2 heads": _layer(AttentionKind.GDN, LinearDims(4, 2, 64, 64, conv_channels=512, conv_width=4)),
+    "KDA 4 heads": _layer(AttentionKind.KDA, LinearDims(4, 4, 64, 64, conv_channels=768, conv_width=4)),
+    "lightning 4 heads": _layer(AttentionKind.LIGHTNING, LinearDims(4, 4, 64, 64)),
+    "mamba2 8/1 heads": _layer(AttentionKind.MAMBA2, LinearDims(8, 1, 64, 32, conv_channels=384, conv_width=4)),
+    "short convolution": _layer(AttentionKind.SHORT_CONV, LinearDims(0, 0, 0, 0, conv_channels=128, conv_width=3)),
+}
+_DELTA = (AttentionKind.GDN, AttentionKind.KDA)
+_SLOTS = 7
+
+
+@dataclass
+class _State:
+    """What a request's states should be, in float64."""
+
+    recurrent: Tensor
+    conv: Tensor
+
+
+class LinearScene:
+    """Requests with states of their own; every slot that is nobody's is NaN, and must stay so."""
+
+    def __init__(
+        self, layer: LayerSpec, dtype: DType, kv_dtype: DType, page_size: int, device: torch.device, seed: int
+    ) -> None:
+        assert layer.linear is not None
+        self.layer, self.dims, self.device, self.page_size = layer, layer.linear, device, page_size
+        self.dtype, self.workspace = torch_dtype(dtype), WorkspaceOwner()
+        self.tolerance = allowed_error(dtype, self.dims.key_dim + LONGEST)
+        self._random, self._clock = torch.Generator().manual_seed(seed), Clock(device)
+        pool = LinearStatePool([layer], num_slots=_SLOTS, dtype=dtype, device=device)
+        self.pools = KVPools(linear=pool)
+        self._memory = {"recurrent": pool.recurrent(layer.layer_id), "conv": pool.conv(layer.layer_id)}
+        order = torch.randperm(_SLOTS, generator=self._random).tolist()
+        self._slots, self._others = order[:3], order[3:]
+        for states in self._memory.values():
+            if states is not None:
+                states.fill_(float("nan"))
+                states[self._slots] = 0.0
+        dims = self.dims
+        self._wanted = [
+            _State(
+                torch.zeros(dims.heads, dims.key_dim, dims.value_dim, dtype=torch.float64),
+                torch.zeros(dims.conv_channels, dims.conv_width, dtype=torch.float64),
+            )
+            for _ in self._slots
+        ]
+        self._totals = [0] * len(self._slots)
+        self._weight = self._normal(dims.conv_channels, dims.conv_width) * max(dims.conv_width, 1) ** -0.5
+        self._bias = self._normal(dims.conv_channels)
+
+    def run(self, name: str, step: Step, backend: AttentionBackend, with_lse: bool) -> Result:
+        lengths = list(step.new_tokens.values())
+        rows = sum(lengths)
+        batch, linear = self._batch(step), LinearAttention(backend)
+        x = self._normal(rows, self.dims.conv_channels) if self.dims.conv_width else None
+        inputs = self._inputs(rows) if self.dims.heads else None
+        started = self._clock.now()
+        plan_forward(backend, batch)
+        planned = self._clock.now()
+        conv_out = None if x is None else linear.convolve(x, self._weight, self._bias, self.layer, batch, True)
+        out = None if inputs is None else linear.attend(inputs, self.layer, batch)
+        finished = self._clock.now()
+        error = 0.0
+        first = 0
+        for request, count in step.new_tokens.items():
+            own, wanted = slice(first, first + count), self._wanted[request]
+            if x is not None:
+                right, wanted.conv = convolution_float64(x[own], self._weight, self._bias, wanted.conv, silu=True)
+                error = worse(error, largest_error(_rows(conv_out, rows)[own], right))
+            if inputs is not None:
+                right, wanted.recurrent = recurrence_float64(_part(inputs, own), wanted.recurrent, self.layer.scale)
+                error = worse(error, largest_error(_rows(out, rows)[own], right))
+            first += count
+        return Result(
+            layer=name,
+            step=step.title,
+            rows=rows,
+            tolerance=self.tolerance,
+            error=worse(error, self._state_error()),
+            plan_ms=1e3 * (planned - started),
+            forward_ms=1e3 * (finished - planned),
+        )
+
+    def _state_error(self) -> float:
+        error = 0.0
+        for kind, states in self._memory.items():
+            if states is None:
+                continue
+            if not states[self._others].isnan().all():
+                raise BackendError(f"it wrote to the {kind} state of a slot that no request of the batch has")
+            for slot, wanted in zip(self._slots, self._wanted, strict=True):
+                error = worse(error, largest_error(states[slot], getattr(wanted, kind)))
+        return error
+
+    def _normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self._random).to(self.dtype).to(self.device)
+
+    def _inputs(self, tokens: int) -> LinearInputs:
+        dims, kind = self.dims, self.layer.kind
+        q, k = (self._normal(tokens, dims.key_heads, dims.key_dim) for _ in "qk")
+        if kind not in _DELTA:
+            k = k * dims.key_dim**-0.5
+        decays = {AttentionKind.LIGHTNING: (dims.heads,), AttentionKind.KDA: (tokens, dims.heads, dims.key_dim)}
+        log_decay = -torch.rand(*decays.get(kind, (tokens, dims.heads)), generator=self._random)
+        beta = torch.rand(tokens, dims.heads, generator=self._random) if kind in _DELTA else None
+        return LinearInputs(
+            q,
+            k,
+            self._normal(tokens, dims.heads, dims.value_dim),
+            log_decay.to(self.device),
+            None if beta is None else beta.to(self.device),
+            normalize=kind in _DELTA,
+        )
+
+    def _batch(self, step: Step) -> ForwardBatch:
+        for request, count in step.new_tokens.items():
+            self._totals[request] += count
+        lens = torch.tensor([self._totals[request] for request in step.new_tokens], dtype=torch.int32)
+        new = torch.tensor(list(step.new_tokens.values()), dtype=torch.int32)
+        decode = step.mode.is_decode
+        slots = torch.tensor([self._slots[request] for request in step.new_tokens], dtype=torch.int64)
+        return ForwardBatch(
+            forward_mode=step.mode,
+            input_ids=torch.zeros(int(new.sum()), dtype=torch.int64, device=self.device),
+            page_table=torch.zeros(len(lens), CONTEXT // self.page_size + 1, dtype=torch.int32, device=self.device),
+            seq_lens=lens.to(self.device),
+            seq_lens_cpu=lens,
+            extend_seq_lens=None if decode else new.to(self.device),
+            extend_seq_lens_cpu=None if decode else new,
+            state_slots=slots.to(self.device),
+        )
+
+
+def _rows(found: object, rows: int) -> Tensor:
+    if not isinstance(found, Tensor) or found.shape[:1] != (rows,):
+        shape = tuple(found.shape) if isinstance(found, Tensor) else repr(found)
+        raise BackendError(f"the result has shape {shape} and should have {rows} rows")
+    return found
+
+
+def _part(inputs: LinearInputs, rows: slice) -> LinearInputs:
+    """One request's rows."""
+    decay, beta = inputs.log_decay, inputs.beta
+    return LinearInputs(
+        inputs.q[rows],
+        inputs.k[rows],
+        inputs.v[rows],
+        decay if decay.dim() == 1 else decay[rows],
+        None if beta is None else beta[rows],
+        inputs.normalize,
+    )

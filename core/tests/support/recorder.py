@@ -1,0 +1,52 @@
+"""A backend made from the protocol itself: every member, with the protocol's parameters, remembers what it was given.
+
+Nothing is listed by hand, so a parameter or a hook that the protocol gains is recorded too.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from attnplug import BackendId, Claims, GraphLevel, Plan
+from attnplug.backend import hook_signatures, protocol_methods
+
+MEMBERS = {**protocol_methods(), **hook_signatures()}
+PLANNERS = ("init_forward_metadata", "init_forward_metadata_out_graph", "init_mha_chunk_metadata")
+GRAPHS = Claims(cuda_graph=GraphLevel.ALWAYS)
+
+
+class Recorder:
+    """``calls`` holds each call's member and its arguments by name, defaults included. Planning hooks return a plan,
+    ``get_cuda_graph_seq_len_fill_value`` returns ``fill``, everything else an object that is ``result``."""
+
+    def __init__(self, name: str, claims: Claims = GRAPHS, fill: int = 0) -> None:
+        self.backend_id, self.claims, self.fill, self.result = BackendId(name), claims, fill, object()
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+
+    def given(self, member: str) -> list[dict[str, Any]]:
+        """The arguments of every call of a member."""
+        return [arguments for called, arguments in self.calls if called == member]
+
+    def _answer(self, member: str, arguments: dict[str, Any]) -> Any:
+        self.calls.append((member, arguments))
+        if member in PLANNERS:
+            batch = arguments.get("batch", arguments.get("forward_batch"))
+            return Plan(self.backend_id, batch.forward_mode, batch.num_tokens, None)
+        return self.fill if member == "get_cuda_graph_seq_len_fill_value" else self.result
+
+
+def _recording(member: str, signature: inspect.Signature) -> Callable[..., Any]:
+    def method(self: Recorder, *args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        return self._answer(member, bound.arguments)
+
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    method.__signature__ = signature.replace(parameters=[own, *signature.parameters.values()])  # type: ignore[attr-defined]
+    return method
+
+
+for _member, _signature in MEMBERS.items():
+    setattr(Recorder, _member, _recording(_member, _signature))

@@ -1,0 +1,254 @@
+"""From a spec to a backend: what is built is what was declared (A8, A9), from its own part of one context (A10)."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from attnplug import (
+    AttentionKind,
+    BackendContext,
+    BackendError,
+    Capabilities,
+    Claims,
+    DType,
+    ExtendPath,
+    GraphLevel,
+    HybridLinearBackend,
+    KVPools,
+    LayerSpec,
+    Limits,
+    ModelSpec,
+    PageSizes,
+    PluginError,
+    Problem,
+    Registered,
+    Registry,
+    Role,
+    SplitBackend,
+    WorkspaceOwner,
+    build_backend,
+    build_selection,
+    select,
+)
+from attnplug.backend import MAY_IGNORE, hook_signatures
+from attnplug.loading import Source
+from attnplug.select import BackendRequest
+from support.recorder import MEMBERS, Recorder
+from support.specs import EVERYTHING, GDN, MLA, spec
+
+EVERY_PATH = replace(EVERYTHING, mla_extend=frozenset(ExtendPath))
+SOURCE = Source("made_up", "made_up", "acme-attention", "1.2.3")
+FULL = LayerSpec(0, AttentionKind.MHA, 8, 2, 64, 64, 0.125)
+Build = Any
+
+
+@pytest.fixture
+def registered(monkeypatch) -> Any:
+    """Registers a factory under a name."""
+    module = ModuleType("made_up")
+    monkeypatch.setitem(sys.modules, "made_up", module)
+
+    def register(factory: Any, name: str = "fast", capabilities: Capabilities = EVERY_PATH) -> Registered:
+        setattr(module, name, factory)
+        return Registered(spec(capabilities, name=name, factory=f"made_up:{name}"), SOURCE)
+
+    return register
+
+
+def context(**changes: Any) -> BackendContext:
+    fields: dict[str, Any] = {
+        "name": "fast",
+        "roles": frozenset({Role.PREFILL, Role.DECODE}),
+        "model": ModelSpec("m", "test", (MLA,), 4096),
+        "device": torch.device("cpu"),
+        "dtype": torch.float32,
+        "kv_dtype": DType.FLOAT32,
+        "page_size": 64,
+        "limits": Limits(4, 64, 4096),
+        "pools": KVPools(),
+        "workspace": WorkspaceOwner(),
+    }
+    return BackendContext(**{**fields, **changes})
+
+
+def backend(claims: Claims | None = None, **members: Any) -> Any:
+    """A factory of a backend with every hook, but for these members; ``None`` takes one away."""
+    return lambda context: type("Made", (Recorder,), members)("fast", claims or Claims(GraphLevel.ALWAYS))
+
+
+def refused(built: Registered, page_size: int = 64) -> str:
+    with pytest.raises(BackendError) as error:
+        build_backend(built, context(page_size=page_size))
+    text = str(error.value)
+    assert text.startswith("backend fast (acme-attention 1.2.3): ")
+    return text
+
+
+class TestHooks:
+    def test_what_a_hook_may_ignore_is_a_parameter_of_it(self):
+        """A8: the table next to the protocols says nothing about what is not there."""
+        assert all(names < set(hook_signatures()[hook].parameters) for hook, names in MAY_IGNORE.items())
+
+    @pytest.mark.parametrize(
+        ("hook", "parameter"),
+        [(hook, parameter) for hook, signature in hook_signatures().items() for parameter in signature.parameters],
+    )
+    def test_a_hook_without_a_parameter_is_refused_unless_it_may_ignore_it(self, registered, hook, parameter):
+        """A8: nothing that a caller needs honoured is dropped by a signature."""
+        wanted = hook_signatures()[hook].parameters
+        source = ", ".join(["self", *(name for name in wanted if name != parameter)])
+        built = registered(backend(**{hook: eval(f"lambda {source}: None")}))
+        if parameter in MAY_IGNORE.get(hook, ()):
+            build_backend(built, context())
+        else:
+            assert f"{hook}(" in (text := refused(built)) and f"'{parameter}'" in text
+
+    @pytest.mark.parametrize("hook", hook_signatures())
+    def test_a_hook_that_demands_what_nobody_offers_is_refused_by_name(self, registered, hook):
+        """A8"""
+        source = ", ".join(["self", *hook_signatures()[hook].parameters, "cursor"])
+        text = refused(registered(backend(**{hook: eval(f"lambda {source}: None")})))
+        assert f"{hook}(" in text and "'cursor'" in text
+
+    def test_every_problem_is_named_at_once(self, registered):
+        """D2"""
+
+        def factory(context: BackendContext) -> Any:
+            made = backend(forward_decode=None, forward_ragged=lambda self, q, k, v, layer, batch, call: q)(context)
+            made.backend_id, made.claims = "fast", {"cuda_graph": 3}
+            return made
+
+        text = refused(registered(factory))
+        for said in (
+            "its backend_id is 'fast', not a BackendId",
+            "its claims is {'cuda_graph': 3}, not a Claims",
+            "it has no method forward_decode(",
+            "does not accept 'lse'",
+        ):
+            assert said in text
+
+
+class TestClaims:
+    @pytest.mark.parametrize(
+        ("wrong", "said"),
+        [
+            ({"mla_extend": ["absorbed", "choped"]}, "'choped'; known are absorbed, one_shot, chunked"),
+            ({"mla_extend": "absorbed"}, "mla_extend='absorbed' must be a set or list"),
+            ({"cuda_graph": "ALWAYS"}, "cuda_graph='ALWAYS' must be a GraphLevel"),
+            ({"cuda_graph": 3}, "cuda_graph=3 must be a GraphLevel"),
+            ({"needs_cpu_seq_lens": None}, "needs_cpu_seq_lens=None must be True or False"),
+            ({"page_sizes": {64}}, "page_sizes={64} must be PageSizes(), for any"),
+            ({"page_sizes": PageSizes.of("64")}, "page_sizes='64' must be a whole number"),
+            ({"page_sizes": PageSizes.of(0)}, "holds a size below 1"),
+        ],
+    )
+    def test_what_cannot_be_read_is_refused_in_words(self, registered, wrong, said):
+        """A9: and with the name of the backend, where one makes them as it is built."""
+        with pytest.raises(PluginError) as error:
+            Claims(**wrong)
+        assert said in str(error.value)
+        assert said in refused(registered(lambda context: backend(Claims(**wrong))(context)))
+
+    def test_a_list_is_read_as_a_set(self):
+        """As in Capabilities: what combines claims later need not care."""
+        assert Claims(mla_extend=["chunked", ExtendPath.ABSORBED]).mla_extend == {
+            ExtendPath.CHUNKED,
+            ExtendPath.ABSORBED,
+        }
+
+    @pytest.mark.parametrize(
+        ("declared", "claims", "said"),
+        [
+            ({"cuda_graph": GraphLevel.DECODE}, {"cuda_graph": GraphLevel.ALWAYS},
+             "cuda_graph ALWAYS, but its spec declares DECODE"),
+            ({"mla_extend": ["absorbed"]}, {"mla_extend": ["absorbed", "chunked"]},
+             "mla_extend absorbed, chunked, but its spec declares absorbed"),
+            ({}, {"needs_cpu_seq_lens": False}, "needs_cpu_seq_lens False, but its spec declares True"),
+            ({"page_sizes": PageSizes.of(64)}, {}, "page_sizes any, but its spec declares a multiple of 64"),
+            ({"page_sizes": PageSizes.of(64)}, {"page_sizes": PageSizes.of(32, 64)}, "page_sizes a multiple of 32"),
+            ({}, {"page_sizes": PageSizes.of(128)}, "it was built for page size 64, but claims only a multiple of 128"),
+        ],
+        ids=["graphs", "paths", "lengths", "any page", "pages", "page in use"],
+    )  # fmt: skip
+    def test_claims_wider_than_the_spec_are_refused(self, registered, declared, claims, said):
+        """A9, D3: selection judged by the spec."""
+        capabilities = replace(EVERYTHING, **declared)
+        assert said in refused(registered(backend(Claims(**claims)), capabilities=capabilities))
+
+    @pytest.mark.parametrize(
+        "claims",
+        [
+            {"cuda_graph": GraphLevel.NEVER},
+            {"mla_extend": []},
+            {"page_sizes": PageSizes.of(64)},
+            {"page_sizes": PageSizes.of(128, 64)},
+        ],
+    )
+    def test_claims_narrower_than_the_spec_are_fine(self, registered, claims):
+        """A backend may learn, when it is built, that it can do less."""
+        capabilities = replace(EVERY_PATH, page_sizes=PageSizes.of(32, 64), needs_cpu_seq_lens=False)
+        narrow = {"page_sizes": PageSizes.of(64), "cuda_graph": GraphLevel.ALWAYS, **claims}
+        build_backend(registered(backend(Claims(**narrow)), capabilities=capabilities), context())
+
+    @pytest.mark.parametrize(
+        ("claims", "hook"),
+        [
+            *(({"cuda_graph": GraphLevel.DECODE}, hook) for hook in MEMBERS if "graph" in hook),
+            ({"mla_extend": ["one_shot"]}, "forward_ragged"),
+        ],
+    )
+    def test_a_claim_without_its_hooks_is_refused(self, registered, claims, hook):
+        """A9: a graph level above never takes all the graph hooks, an extend as MHA forward_ragged."""
+        text = refused(registered(backend(Claims(**claims), **{hook: None})))
+        assert f"it claims {next(iter(claims))} " in text and f"but has no {hook}(" in text
+        build_backend(registered(backend(Claims(GraphLevel.NEVER), **{hook: None})), context())
+
+    def test_how_a_backend_extends_mla_is_nobodys_affair_where_it_serves_none(self, registered):
+        mha = replace(EVERYTHING, kinds={"mha"}, roles={"prefill", "decode"}, mla_extend=["absorbed"])
+        claims = Claims(mla_extend=frozenset(ExtendPath))
+        build_backend(registered(backend(claims), capabilities=mha), context())
+
+
+ROLES = {Role.PREFILL: "first", Role.DECODE: "second", Role.LINEAR: "third"}
+
+
+class TestContext:
+    """What each backend of a selection is built from."""
+
+    def build(self, registered: Any, request: BackendRequest, *layers: LayerSpec, coordinator: object = None) -> Any:
+        seen: dict[str, BackendContext] = {}
+
+        def factory(context: BackendContext) -> Recorder:
+            seen[context.name] = context
+            return Recorder(context.name, Claims(GraphLevel.ALWAYS))
+
+        backends = {name: registered(factory, name) for name in ("first", "second", "third")}
+        model = ModelSpec("m", "test", tuple(replace(layer, layer_id=i) for i, layer in enumerate(layers)), 4096)
+        problem = Problem(model, "cpu", None, DType.FLOAT32, DType.FLOAT32, 64)
+        whole = context(name="", roles=frozenset(), model=model, coordinator=coordinator)
+        return build_selection(select(Registry(backends), request, problem), whole), seen
+
+    def test_the_coordinator_reaches_every_backend(self, registered):
+        """A10: each captures it in its constructor."""
+        coordinator = object()
+        request = BackendRequest(roles=ROLES)
+        hybrid, seen = self.build(registered, request, GDN, FULL, coordinator=coordinator)
+        assert isinstance(hybrid, HybridLinearBackend) and isinstance(hybrid.children["full"], SplitBackend)
+        assert {name: found.coordinator for name, found in seen.items()} == dict.fromkeys(ROLES.values(), coordinator)
+
+    def test_each_backend_is_told_its_own_roles_alone(self, registered):
+        """D3: a backend that decodes need not make what prefill takes."""
+        _, seen = self.build(registered, BackendRequest(roles=ROLES), GDN, FULL)
+        assert {name: set(found.roles) for name, found in seen.items()} == {n: {r} for r, n in ROLES.items()}
+
+    def test_one_backend_of_both_roles_is_built_once(self, registered):
+        """D3"""
+        built, seen = self.build(registered, BackendRequest("second"), FULL)
+        assert isinstance(built, Recorder)
+        assert {name: set(found.roles) for name, found in seen.items()} == {"second": {Role.PREFILL, Role.DECODE}}

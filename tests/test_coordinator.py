@@ -1,0 +1,26 @@
+"""A coordinator reaches every backend that is built, those behind another one included (A10)."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+
+import attnplug_trtllm_mla.build as trtllm
+from attnplug import BackendContext
+from support.mla_plugins import PLUGINS
+from support.mla_scene import MLACase, MLAScene
+
+
+def test_a_fallback_is_built_from_its_owners_context(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A10: coordinator, pools and all; only name and options are its own."""
+    given: list[BackendContext] = []
+    monkeypatch.setattr(trtllm, "FlashInferMLABackend", given.append)
+    plugin, seen = PLUGINS["torch_native"], []
+    MLAScene(plugin.case(MLACase(((0, 1),))), "cpu", lambda context: seen.append(context) or plugin.build(context))
+    owner = replace(seen[0], name="trtllm_mla", coordinator=object())
+    trtllm.fallback(owner, 16)
+    (own,) = given
+    different = {f.name for f in fields(BackendContext) if getattr(own, f.name) is not getattr(owner, f.name)}
+    assert different == {"name", "options"}
+    assert own.name == "trtllm_mla/flashinfer_mla" and own.options.workspace_mib == 16
