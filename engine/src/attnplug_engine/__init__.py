@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attnplug_engine.embedding import Embedder, Embedding, EmbedOptions
     from attnplug_engine.engine import Completion, Engine, EngineOptions, Statistics
     from attnplug_engine.request import FinishReason, Request, SamplingParams
     from attnplug_engine.runner import Capacity, ModelRunner
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
 _MODULE_OF = {
     "Capacity": "runner",
     "Completion": "engine",
+    "EmbedOptions": "embedding",
+    "Embedder": "embedding",
+    "Embedding": "embedding",
     "Engine": "engine",
     "EngineOptions": "engine",
     "FinishReason": "request",
@@ -41,6 +45,9 @@ def __dir__() -> list[str]:
 __all__ = [
     "Capacity",
     "Completion",
+    "EmbedOptions",
+    "Embedder",
+    "Embedding",
     "Engine",
     "EngineOptions",
     "FinishReason",

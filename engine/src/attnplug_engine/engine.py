@@ -20,6 +20,7 @@ from attnplug import (
     Problem,
     Role,
     Selection,
+    Serving,
     load_registry,
     select,
 )
@@ -166,6 +167,9 @@ class Engine:
             kv_dtype=kv_dtype,
             parallel=parallel,
             policy=options.extend_policy,
+            serving=Serving(
+                chunked_prefill_size=options.chunked_prefill_size, disable_radix_cache=not options.prefix_cache
+            ),
             check_layers=options.check_layers,
         )
         states = self.runner.pools.linear

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from attnplug.errors import UsageError
+from attnplug_engine.launch import readable
 from attnplug_engine.request import SamplingParams
 
 _PROMPT_KEYS = ("prompt", "prompt_token_ids")
@@ -22,12 +24,14 @@ class PromptLine:
     prompt: str | list[int]
     params: SamplingParams
     where: str
+    id: object = None
+    """What the line calls itself; passed through."""
 
 
 def read_prompts(path: str, defaults: SamplingParams) -> list[PromptLine]:
     """The prompts of a file of JSON lines; empty lines are left out. A bad line is an error with its number."""
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        text = _read(readable(path))
     except OSError as error:
         raise UsageError(f"--prompts {path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
@@ -36,6 +40,11 @@ def read_prompts(path: str, defaults: SamplingParams) -> list[PromptLine]:
     if not lines:
         raise UsageError(f'--prompts {path} holds no prompt; write one JSON object a line: {{"prompt": "…"}}')
     return lines
+
+
+def _read(path: str) -> str:
+    content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    return content.decode("utf-8-sig")
 
 
 def _lines(text: str, path: str, defaults: SamplingParams) -> Iterator[PromptLine]:
@@ -53,7 +62,7 @@ def _lines(text: str, path: str, defaults: SamplingParams) -> Iterator[PromptLin
 def _line(value: Any, defaults: SamplingParams, where: str) -> PromptLine:
     if not isinstance(value, dict):
         raise UsageError(f'{where}: not an object; write {{"prompt": "…"}} or {{"prompt_token_ids": […]}}')
-    unknown = sorted(value.keys() - {*_PROMPT_KEYS, *_PARAM_KEYS})
+    unknown = sorted(value.keys() - {*_PROMPT_KEYS, *_PARAM_KEYS, "id"})
     if unknown:
         raise UsageError(
             f"{where}: unknown keys {', '.join(unknown)}; known are {', '.join(_PROMPT_KEYS + _PARAM_KEYS)}"
@@ -77,6 +86,6 @@ def _line(value: Any, defaults: SamplingParams, where: str) -> PromptLine:
         except TypeError:
             raise UsageError(f"{where}: stop_token_ids holds something that is no token id") from None
     try:
-        return PromptLine(prompt, replace(defaults, **changes), where)
+        return PromptLine(prompt, replace(defaults, **changes), where, value.get("id"))
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None

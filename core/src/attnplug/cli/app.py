@@ -20,7 +20,7 @@ EPILOG = "Exit codes: 0 good, 1 a refusal or a failed check, 2 wrong usage."
 COMMANDS = "attnplug.commands"
 """Entry-point group by which other packages add commands: name = the command, target = ``declare(commands)``."""
 
-_BROUGHT_BY = {"run": "attnplug-engine"}
+_BROUGHT_BY = {"run": "attnplug-engine", "embed": "attnplug-engine"}
 
 Commands = argparse._SubParsersAction  # what argparse calls the place where commands are added
 

@@ -135,9 +135,10 @@ class Decoder(nn.Module):
         self.rope = rope
         self.layers = nn.ModuleList(blocks)
         self.norm = norm(model.at(names.norm))
-        if config.flag("tie_word_embeddings"):
+        self.head: Head | None = None
+        if weights.head and config.flag("tie_word_embeddings"):
             self.head = Head.tied(self.embedding, weights.parallel)
-        else:
+        elif weights.head:
             self.head = Head.load(weights.at("lm_head"), self.vocab_size, self.hidden_size)
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch) -> Tensor:
@@ -150,4 +151,5 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[rows, vocab]`` float32 for hidden states ``[rows, hidden]``, the same on every rank."""
+        assert self.head is not None, "the model was loaded without its head"
         return cast(Tensor, self.head(hidden))
