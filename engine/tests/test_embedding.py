@@ -21,7 +21,7 @@ from attnplug_engine.pooling import Pooling
 
 SETTINGS: list[dict[str, Any]] = [
     {"pooling": Pooling.LAST},
-    {"pooling": Pooling.MEAN, "normalize": False, "max_batch": 2},
+    {"pooling": "mean", "normalize": False, "max_batch": 2},
     {"pooling": Pooling.FIRST, "page_size": 8},
     {"pooling": Pooling.LAST, "normalize": False, "chunked_prefill_size": 7},
     {"pooling": Pooling.MEAN, "chunked_prefill_size": 5, "max_batch": 2},
@@ -29,27 +29,26 @@ SETTINGS: list[dict[str, Any]] = [
 ]
 
 
-def wanted(folder: Path, prompts: Sequence[Sequence[int]], settings: dict[str, Any]) -> list[Tensor]:
-    """By transformers' base model, one prompt at a time, in float32."""
+def hidden_states(folder: Path, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+    """By transformers' base model, ``[tokens, hidden]`` of one prompt at a time, in float32."""
     from transformers import AutoModel
 
-    with without_fla():
+    with torch.inference_mode(), without_fla():
         model = AutoModel.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
-    vectors = []
-    for tokens in prompts:
-        with torch.inference_mode(), without_fla():
-            states = model(torch.tensor([list(tokens)])).last_hidden_state[0].double()
-        match settings["pooling"]:
-            case "last":
-                vector = states[len(tokens) - 1]
-            case "first":
-                vector = states[0]
-            case _:
-                vector = sum(states) / len(tokens)
-        if settings.get("normalize", True):
-            vector = vector / (vector * vector).sum().sqrt()
-        vectors.append(vector.float())
-    return vectors
+        return [model(torch.tensor([list(tokens)])).last_hidden_state[0].double() for tokens in prompts]
+
+
+def pooled(states: Tensor, pooling: str, normalize: bool = True) -> Tensor:
+    match pooling:
+        case "last":
+            vector = states[len(states) - 1]
+        case "first":
+            vector = states[0]
+        case _:
+            vector = sum(states) / len(states)
+    if normalize:
+        vector = vector / (vector * vector).sum().sqrt()
+    return vector.float()
 
 
 @pytest.fixture
@@ -62,11 +61,13 @@ def prompts(sequences: list[list[int]]) -> list[list[int]]:
 def test_embeddings_equal_pooled_hidden_states_of_transformers(model_type, make_oracle, prompts):
     """Whole prompts in one batch, and prompts cut in pieces, for which the cache must be right."""
     folder = make_oracle(model_type).folder
+    states = hidden_states(folder, prompts)
     for settings in SETTINGS:
         found = Embedder(str(folder), device="cpu", **settings).embed(prompts)
         assert [embedding.index for embedding in found] == list(range(len(prompts)))
         assert [embedding.prompt_tokens for embedding in found] == [len(tokens) for tokens in prompts]
-        for embedding, vector in zip(found, wanted(folder, prompts, settings), strict=True):
+        for embedding, each in zip(found, states, strict=True):
+            vector = pooled(each, settings["pooling"], settings.get("normalize", True))
             assert_close(embedding.vector, vector, atol=2e-5, rtol=1e-4)
 
 
@@ -94,8 +95,8 @@ def test_a_checkpoint_of_a_base_model_is_embedded_and_cannot_generate(model_type
     """As Qwen3-Embedding is saved: from ``Qwen3Model``."""
     folder = bare(model_type)
     found = Embedder(str(folder), device="cpu").embed(prompts)
-    for embedding, vector in zip(found, wanted(folder, prompts, {"pooling": "last"}), strict=True):
-        assert_close(embedding.vector, vector, atol=2e-5, rtol=1e-4)
+    for embedding, states in zip(found, hidden_states(folder, prompts), strict=True):
+        assert_close(embedding.vector, pooled(states, "last"), atol=2e-5, rtol=1e-4)
     with pytest.raises(MissingTensor, match=r"has no head.*cannot generate.*attnplug embed"):
         Engine(str(folder), device="cpu")
 

@@ -49,8 +49,8 @@ def check_head(checkpoint: Checkpoint) -> None:
     if HEAD in checkpoint.names() or config.get("tie_word_embeddings") is True:
         return
     raise MissingTensor(
-        f"the checkpoint {checkpoint.name!r} ({show(config.get('architectures'))}) has no head: no tensor {HEAD!r}, and "
-        "its config does not tie it to the embedding. It cannot generate; 'attnplug embed' pools its hidden states",
+        f"the checkpoint {checkpoint.name!r} ({show(config.get('architectures'))}) has no head: no tensor {HEAD!r}, "
+        "and its config does not tie it to the embedding. It cannot generate; 'attnplug embed' pools its hidden states",
         checkpoint.name,
         HEAD,
         checkpoint.files,

@@ -56,6 +56,10 @@ class EmbedOptions:
     prompt_name: str | None = None
     """Which of the checkpoint's texts to put before each prompt that is a text."""
 
+    def __post_init__(self) -> None:
+        if self.pooling is not None:  # "mean" is as good as the member
+            object.__setattr__(self, "pooling", Pooling.parse(self.pooling, "pooling"))
+
     def for_engine(self) -> EngineOptions:
         """The options that an engine has, too: checked, with types read."""
         return EngineOptions(
