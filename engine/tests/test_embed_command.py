@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
 import sys
 
 import pytest
@@ -75,6 +76,32 @@ def test_prompts_come_from_standard_input(attnplug: Attnplug, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(json.dumps(LINES[0]).encode())))
     outcome = attnplug("embed", *TINY, "--prompts", "-", "--json")
     assert outcome.code == 0 and json.loads(outcome.out)["id"] == "a"
+
+
+def test_a_standard_input_that_is_closed_is_told(attnplug: Attnplug, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", None)
+    for ranks in ("1", "2"):
+        outcome = attnplug("embed", *TINY, "--prompts", "-", "--tensor-parallel", ranks)
+        assert outcome.code == 2 and "--prompts - cannot be read: standard input is closed" in outcome.err
+
+
+def test_a_command_line_is_read_without_torch(prompts):
+    """A mistake in it is told at once, and so are heads that ranks cannot divide."""
+    code = """
+import sys
+from attnplug.cli.main import main
+for arguments in (["embed", "--help"], sys.argv[1:]):
+    sys.argv = ["attnplug", *arguments]
+    try:
+        main()
+    except SystemExit as ended:
+        code = ended.code
+print([name for name in ("torch", "numpy", "rich") if name in sys.modules], code)
+"""
+    arguments = ["embed", *TINY, "--prompts", prompts(*LINES), "--tensor-parallel", "3"]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "[] 1"
+    assert "4 heads cannot be divided" in done.stderr
 
 
 def test_pooling_and_normalisation_are_the_checkpoints_unless_asked_for(attnplug: Attnplug, embedding_model, prompts):

@@ -15,6 +15,7 @@ from torch.testing import assert_close
 
 from attnplug import PoolError, Role, Serving
 from attnplug.errors import UsageError
+from attnplug.tiny import TINY_CONFIGS
 from attnplug_engine import Embedder, Engine
 from attnplug_engine.checkpoint import MissingTensor
 from attnplug_engine.pooling import Pooling
@@ -71,6 +72,15 @@ def test_embeddings_equal_pooled_hidden_states_of_transformers(model_type, make_
             assert_close(embedding.vector, vector, atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("name", TINY_CONFIGS)
+def test_prompts_in_pieces_give_the_vectors_of_whole_ones(name, prompts):
+    """For every architecture: rows of the cache and states of linear layers go on from piece to piece."""
+    whole = Embedder(f"tiny:{name}", device="cpu", pooling="mean").embed(prompts)
+    pieces = Embedder(f"tiny:{name}", device="cpu", pooling="mean", chunked_prefill_size=9, page_size=8).embed(prompts)
+    for one, other in zip(whole, pieces, strict=True):
+        assert_close(one.vector, other.vector, atol=1e-5, rtol=0)
+
+
 @pytest.fixture
 def bare(make_oracle, tmp_path):
     """Saves what ``AutoModel`` makes of a checkpoint: no head, and names without ``model.``"""
@@ -94,7 +104,7 @@ def bare(make_oracle, tmp_path):
 def test_a_checkpoint_of_a_base_model_is_embedded_and_cannot_generate(model_type, bare, prompts):
     """As Qwen3-Embedding is saved: from ``Qwen3Model``."""
     folder = bare(model_type)
-    found = Embedder(str(folder), device="cpu").embed(prompts)
+    found = Embedder(folder, device="cpu").embed(prompts)
     for embedding, states in zip(found, hidden_states(folder, prompts), strict=True):
         assert_close(embedding.vector, pooled(states, "last"), atol=2e-5, rtol=1e-4)
     with pytest.raises(MissingTensor, match=r"has no head.*cannot generate.*attnplug embed"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -95,8 +96,14 @@ class Embedder:
     """
 
     def __init__(
-        self, model: str, options: EmbedOptions | None = None, *, parallel: TensorParallel = SINGLE, **settings: Any
+        self,
+        model: str | os.PathLike[str],
+        options: EmbedOptions | None = None,
+        *,
+        parallel: TensorParallel = SINGLE,
+        **settings: Any,
     ) -> None:
+        model = os.fspath(model)
         given = replace(options or EmbedOptions(), **settings)
         checked = given.for_engine()
         self.rules = read_rules(_folder(model), given.pooling, given.normalize)

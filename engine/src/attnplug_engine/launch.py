@@ -103,8 +103,7 @@ def _end_with_parent() -> None:
 @contextmanager
 def kept_for_ranks(path: str | None) -> Iterator[None]:
     """Inside, ranks find a copy of what can be read only once: of standard input (``-``) or of another pipe."""
-    read_once = path is not None and (path == "-" or (os.path.exists(path) and not os.path.isfile(path)))
-    if path is None or not read_once or os.path.isdir(path):
+    if path is None or not _read_once(path):
         yield
         return
     with tempfile.NamedTemporaryFile(prefix="attnplug-prompts-") as copy:
@@ -122,6 +121,12 @@ def kept_for_ranks(path: str | None) -> Iterator[None]:
             yield
         finally:
             del os.environ[_COPY]
+
+
+def _read_once(path: str) -> bool:
+    if path == "-":
+        return sys.stdin is not None
+    return os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path)
 
 
 def readable(path: str) -> str:

@@ -43,6 +43,8 @@ def read_prompts(path: str, defaults: SamplingParams) -> list[PromptLine]:
 
 
 def _read(path: str) -> str:
+    if path == "-" and sys.stdin is None:
+        raise OSError("standard input is closed")
     content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
     return content.decode("utf-8-sig")
 
