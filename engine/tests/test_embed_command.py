@@ -82,7 +82,7 @@ def test_a_standard_input_that_is_closed_is_told(attnplug: Attnplug, monkeypatch
     monkeypatch.setattr(sys, "stdin", None)
     for ranks in ("1", "2"):
         outcome = attnplug("embed", *TINY, "--prompts", "-", "--tensor-parallel", ranks)
-        assert outcome.code == 2 and "--prompts - cannot be read: standard input is closed" in outcome.err
+        assert outcome.code == 2 and "--prompts -" in outcome.err and "closed" in outcome.err
 
 
 def test_a_command_line_is_read_without_torch(prompts):

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from attnplug import DType
 from attnplug.cli import output
 from attnplug.device import open_device
-from attnplug.errors import AttnplugError
+from attnplug.errors import AttnplugError, UsageError
 from attnplug_engine.embed_command import backend_request
 from attnplug_engine.embedding import Embedder, Embedding, EmbedOptions
 from attnplug_engine.engine import naming
@@ -63,6 +63,8 @@ def _embed(
     tokens = []
     for line in lines:  # all are looked at before any runs: a bad one is told at once
         with naming(line.where):
+            if not isinstance(line.prompt, str | list):
+                raise UsageError("a conversation is not embedded; give prompt or prompt_token_ids")
             tokens.append(embedder.tokens(line.prompt))
     if not silent:
         _tell(embedder)

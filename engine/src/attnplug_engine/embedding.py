@@ -18,7 +18,8 @@ from attnplug.errors import PoolError, UsageError
 from attnplug.kv import torch_dtype
 from attnplug.model import ModelSpec
 from attnplug.model_config import load_model as load_spec
-from attnplug_engine.engine import EngineOptions, Prompt, naming
+from attnplug_engine import EngineOptions
+from attnplug_engine.engine import naming
 from attnplug_engine.models import LoadedModel, load_model
 from attnplug_engine.parallel import SINGLE, TensorParallel
 from attnplug_engine.pooling import EmbeddingRules, Pooling, read_rules
@@ -26,6 +27,8 @@ from attnplug_engine.random_checkpoint import TINY
 from attnplug_engine.request import Request, SamplingParams, Step, StepEntry
 from attnplug_engine.runner import Capacity, ModelRunner, bytes_per_page
 from attnplug_engine.tokenizer import find_tokenizer
+
+Prompt = str | Sequence[int]
 
 STEP_TOKENS = 8192
 """How many tokens of whole prompts run together. A longer prompt runs alone."""
@@ -132,19 +135,23 @@ class Embedder:
         self.vocab_size = loaded.module.vocab_size
         self.tokenizer = find_tokenizer(model, self.vocab_size)
         self._cut = None if checked.chunked_prefill_size == -1 else checked.chunked_prefill_size
-        self.capacity = _capacity(spec, checked, self.selection, kv_dtype, device, parallel)
-        self.runner = ModelRunner(
-            loaded,
-            self.selection,
-            self.capacity,
-            device=device,
-            dtype=torch_dtype(dtype),
-            kv_dtype=kv_dtype,
-            parallel=parallel,
-            serving=Serving(
-                is_embedding=True, chunked_prefill_size=checked.chunked_prefill_size, disable_radix_cache=True
-            ),
-        )
+
+        def build(selection: Selection) -> ModelRunner:
+            return ModelRunner(
+                loaded,
+                selection,
+                _capacity(spec, checked, selection, kv_dtype, device, parallel),
+                device=device,
+                dtype=torch_dtype(dtype),
+                kv_dtype=kv_dtype,
+                parallel=parallel,
+                serving=Serving(
+                    is_embedding=True, chunked_prefill_size=checked.chunked_prefill_size, disable_radix_cache=True
+                ),
+            )
+
+        self.runner = build(self.selection)
+        self.capacity = self.runner.capacity
 
     def embed(self, prompts: Sequence[Prompt]) -> list[Embedding]:
         """A vector for each prompt, in their order."""
