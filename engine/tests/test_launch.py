@@ -58,11 +58,13 @@ def waiting(tmp_path: Path) -> Path:
 
 
 @contextmanager
-def started(*arguments: str, path: Path | None = None) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+def started(
+    *arguments: str, path: Path | None = None, stderr: int = subprocess.PIPE
+) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A command in a session of its own, once its first rank has written something, and the ids of its ranks."""
     environment = {**os.environ, **({} if path is None else {"PYTHONPATH": str(path)})}
     command = [sys.executable, "-m", "attnplug", *arguments]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    pipes = {"stdout": subprocess.PIPE, "stderr": stderr}
     with subprocess.Popen(command, env=environment, text=True, start_new_session=True, **pipes) as process:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
         try:
@@ -118,6 +120,17 @@ def test_an_interrupt_of_all_processes_is_told_once(waiting):
         _, errors = process.communicate(timeout=120)
         assert (process.returncode, errors) == (130, "interrupted\n")
         wait_until_gone(ranks)
+
+
+def test_a_terminal_whose_rank_was_ended_shows_its_cursor_again(waiting):
+    """Progress bars hide it, and a process that is killed cannot bring it back."""
+    ours, theirs = os.openpty()
+    with started("wait", path=waiting, stderr=theirs) as (process, _):
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(timeout=120) == 130
+    os.close(theirs)
+    assert os.read(ours, 100) == b"\x1b[?25hinterrupted\r\n"
+    os.close(ours)
 
 
 # ---- what is refused before any is started ----

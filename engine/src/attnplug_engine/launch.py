@@ -161,10 +161,7 @@ def run_ranks(size: int, arguments: Sequence[str]) -> int:
             signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
         return _wait(ranks)
     finally:
-        for process in ranks:
-            if process.poll() is None:
-                process.kill()
-                process.wait()
+        _end(ranks)
         os.close(theirs)
         os.close(ours)
 
@@ -175,6 +172,16 @@ def _start(rank: int, size: int, port: int, pipe: int, arguments: Sequence[str])
     output = None if rank == 0 else subprocess.DEVNULL
     command = [sys.executable, "-m", "attnplug", *arguments]
     return subprocess.Popen(command, env=environment, stdout=output, stderr=output, pass_fds=(pipe,))
+
+
+def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
+    """End those that still run."""
+    left = [process for process in ranks if process.poll() is None]
+    for process in left:
+        process.kill()
+        process.wait()
+    if left and sys.stderr.isatty():
+        sys.stderr.write("\x1b[?25h")  # the first rank hides the cursor while its progress bar moves
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:

@@ -37,12 +37,25 @@ MODELS: dict[str, dict[str, Any]] = {
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [3], list(range(1, 101)), [9] * 33]
 
 
+ON_CPU = """
+from dataclasses import replace
+from attnplug import DType, hookimpl
+from attnplug_flashattention import plugin as on_a_gpu
+
+@hookimpl
+def attnplug_backends():
+    (spec,) = on_a_gpu.attnplug_backends()
+    float32 = frozenset({DType.FLOAT32})
+    can = replace(spec.capabilities, devices=frozenset({"cpu", "cuda"}), dtypes=float32, kv_dtypes=float32)
+    factory = "flash_references:on_references"
+    return [replace(spec, name="flash_on_cpu", factory=factory, check=None, capabilities=can)]
+"""
+
+
 @pytest.fixture
 def on_cpu(package: Package) -> str:
-    """The backend by a name of its own, as installed where there is a GPU, but on reference kernels and the CPU."""
-    fields = {"factory": "flash_references:on_references"}
-    capabilities = {"kinds": ["mha", "mla"], "mla_extend": ["one_shot", "chunked"], "features": ["sliding_window"]}
-    package("flash_on_cpu", fields=str(fields), capabilities=str(capabilities))
+    """The backend by a name of its own, installed like the real one, but on reference kernels and the CPU."""
+    package("flash_on_cpu", ON_CPU)
     return "flash_on_cpu"
 
 
