@@ -99,6 +99,17 @@ def test_prefill_and_decode_fall_to_backends_that_claim_them() -> None:
     }
 
 
+def test_an_embedding_needs_no_backend_to_decode() -> None:
+    """D3: one that only prefills serves it alone; one for the role decode would never run."""
+    installed = registry(backend("filler", replace(PLAIN, roles={"prefill"})), backend("lin", LINEAR), backend("other"))
+    problem = Problem(HYBRID, is_embedding=True)
+    selection = select(installed, BackendRequest("filler"), problem)
+    assert names(selection.choices) == {"prefill": "filler", "linear": "lin"}
+    assert any("no decode" in line for line in render(selection))
+    with pytest.raises(UsageError, match="--decode-attention-backend other is given, but an embedding decodes nothing"):
+        select(installed, BackendRequest(roles={Role.DECODE: "other"}), problem)
+
+
 def test_an_unknown_name_is_an_error_with_the_nearest() -> None:
     with pytest.raises(UsageError, match="did you mean fast"):
         explain(registry(backend("fast")), BackendRequest("fats"), Problem(LLAMA))

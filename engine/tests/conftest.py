@@ -37,9 +37,9 @@ from attnplug.wrappers import HybridLinearBackend
 from attnplug_engine.models import LoadedModel
 from attnplug_engine.models.linear_attention import linear_part
 from attnplug_engine.parallel import SINGLE, TensorParallel
-from support.command import attnplug
+from support.command import attnplug, package
 
-__all__ = ["attnplug"]
+__all__ = ["attnplug", "package"]
 
 # Two test processes on two cores: one thread each is fastest.
 torch.set_num_threads(1)

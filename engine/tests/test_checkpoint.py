@@ -284,7 +284,7 @@ def test_a_tensor_that_is_missing(folder):
 
 def test_an_untied_head_must_be_there(folder):
     rewrite(folder, lambda tensors: tensors.pop("lm_head.weight"))
-    with pytest.raises(MissingTensor, match=r"lm_head\.weight.*\[128, 64\]"):
+    with pytest.raises(MissingTensor, match=r"lm_head\.weight.*cannot generate"):
         load(folder)
 
 

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
+from typing import Any
 
 import pytest
 import torch
+from thread_ranks import in_ranks
 
-from attnplug import BackendContext, DType, ForwardBatch, PlanError
+from attnplug import BackendContext, DType, ExtendPolicy, ForwardBatch, Limits, Parallel, PlanError, Serving
 from attnplug.model_config import load_model as load_spec
 from attnplug_engine import Engine, SamplingParams
 from attnplug_engine.parallel import SINGLE
 from attnplug_engine.runner import Capacity, build_pools, bytes_per_state
+from support.command import Package
 
 
 @pytest.fixture(params=["tiny:llama", "tiny:deepseek_v3"])
@@ -102,3 +105,85 @@ def test_bytes_of_a_linear_state_are_those_of_its_pool(model):
     capacity, cpu = Capacity(4, 4, 2, 8, 64, 5), torch.device("cpu")
     pools = build_pools(spec, capacity, torch.float16, DType.FLOAT8_E4M3, cpu, SINGLE)
     assert pools.linear.nbytes == 5 * bytes_per_state(spec, torch.float16, SINGLE)
+
+
+# ---- what backends are told ----
+
+RECORDING = """
+from attnplug import CONTRACT_VERSION, BackendSpec, Capabilities, ExtendPath, hookimpl
+from attnplug.torch_native.backend import TorchNativeBackend
+
+
+class Recording(TorchNativeBackend):
+    def __init__(self, context):
+        super().__init__(context)
+        self.context, self.heads, self.rows = context, set(), []
+
+    def forward_extend(self, q, k, v, layer, batch, *, save_kv_cache=True, extras=None):
+        self.heads.add(q.shape[1])
+        self.rows.append(q.shape[0])
+        return super().forward_extend(q, k, v, layer, batch, save_kv_cache=save_kv_cache, extras=extras)
+
+    forward_decode = forward_extend
+
+
+@hookimpl
+def attnplug_backends():
+    capabilities = Capabilities(
+        kinds={"mha", "mla"}, devices={"cpu"}, dtypes={"float32"}, extras={"lse"}, mla_extend=set(ExtendPath)
+    )
+    factory = __name__ + ":Recording"
+    return [
+        BackendSpec(
+            name="recording", summary="keeps what it is told", contract=CONTRACT_VERSION, factory=factory,
+            capabilities=capabilities,
+        )
+    ]
+"""
+
+
+@pytest.fixture
+def recorded(package: Package):
+    """Builds engines on a backend that keeps its context, and the heads and rows of what it runs."""
+    package("recording", RECORDING)
+
+    def build(model: str = "tiny:llama", **settings: Any) -> Engine:
+        return Engine(model, device="cpu", attention_backend="recording", **settings)
+
+    return build
+
+
+@pytest.mark.parametrize("model", ["tiny:llama", "tiny:deepseek_v3"])
+def test_every_rank_tells_its_backend_where_it_is_and_runs_its_part_of_the_heads(recorded, model):
+    """Backends size their buffers by heads and ranks: four heads on two ranks are two on each, MLA's too."""
+
+    def run(parallel):
+        engine = recorded(model, parallel=parallel, page_size=4)
+        tokens = engine.generate([[1, 2, 3, 4, 5]], max_tokens=3)[0].token_ids
+        return engine.runner.backend.context, engine.runner.backend.heads, tokens
+
+    (alone,), both = in_ranks(1, run), in_ranks(2, run)
+    assert (alone[0].parallel, alone[1]) == (Parallel(0, 1), {4})
+    for rank, (context, heads, tokens) in enumerate(both):
+        assert context.parallel == Parallel(rank, 2)
+        assert heads == {2}
+        assert tokens == alone[2]
+        assert context.model == alone[0].model  # of the whole model: ranks divide it themselves
+
+
+def test_a_backend_is_told_how_prompts_run_and_what_is_kept(recorded):
+    """A3, A6: what a backend builds, or leaves out, for it."""
+    serving = recorded().runner.backend.context.serving
+    assert serving == Serving(chunked_prefill_size=2048, disable_radix_cache=False)
+    policy = ExtendPolicy(disable_chunked_prefix_cache=True)
+    other = recorded(chunked_prefill_size=-1, prefix_cache=False, extend_policy=policy).runner.backend.context.serving
+    assert other == Serving(disable_chunked_prefix_cache=True, chunked_prefill_size=-1, disable_radix_cache=True)
+
+
+def test_limits_hold_the_largest_prefill_and_a_step_in_which_all_decode(recorded):
+    """A step of 16 requests that decode has more rows than a chunk of 4."""
+    engine = recorded(chunked_prefill_size=4, max_batch=16, context_length=64, page_size=4, ignore_eos=True)
+    assert engine.runner.backend.context.limits == Limits(max_requests=16, max_tokens=16, max_context=64)
+    engine.generate([[index + 1] for index in range(16)], max_tokens=24)
+    assert max(engine.runner.backend.rows) == 16
+    assert recorded(chunked_prefill_size=32, max_batch=2).runner.backend.context.limits.max_tokens == 32

@@ -81,8 +81,7 @@ def _full_attention(selection: Selection, context: BackendContext) -> AttentionB
         if name not in built:
             mine = frozenset(other for other in roles if selection.chosen(other) is registered)
             built[name] = _build(registered, _own(selection, context, registered, mine))
-    prefill, decode = (built[selection.chosen(role).spec.name] for role in roles)
-    return prefill if prefill is decode else SplitBackend(prefill, decode)
+    return SplitBackend(*built.values()) if len(built) > 1 else next(iter(built.values()))
 
 
 def _build(registered: Registered, context: BackendContext) -> AttentionBackend:

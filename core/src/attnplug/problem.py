@@ -84,6 +84,8 @@ class Problem:
     cuda_graph: GraphLevel = GraphLevel.NEVER
     speculative_tokens: int = 0
     tensor_parallel: int = 1
+    is_embedding: bool = False
+    """Prompts are embedded and nothing is generated: no token is ever decoded."""
 
     def __post_init__(self) -> None:
         if self.page_size is not None and not 1 <= self.page_size <= LARGEST_PAGE:
@@ -103,7 +105,7 @@ class Problem:
             return ()
         needed = []
         if self.model.full_layers:
-            needed += [Role.PREFILL, Role.DECODE]
+            needed += [Role.PREFILL] if self.is_embedding else [Role.PREFILL, Role.DECODE]
         if self.model.linear_layers:
             needed.append(Role.LINEAR)
         if self.speculative_tokens and self.model.full_layers:

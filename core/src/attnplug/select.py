@@ -137,12 +137,12 @@ def explain(
     for role, name in request.roles.items():
         if role not in choices and name != AUTO:
             registry.get(name)  # a wrong name is an error even where the role is not needed
-            raise UsageError(f"{role.option} {name} is given, but {_unneeded(role)}; leave it out")
+            raise UsageError(f"{role.option} {name} is given, but {_unneeded(role, problem)}; leave it out")
     if request.attention != AUTO and choices and not {Role.PREFILL, Role.DECODE} & set(choices):
         registry.get(request.attention)
         raise UsageError(
-            f"--attention-backend {request.attention} is given, but {_unneeded(Role.PREFILL)}; leave it out, or give "
-            f"{Role.LINEAR.option}"
+            f"--attention-backend {request.attention} is given, but {_unneeded(Role.PREFILL, problem)}; leave it "
+            f"out, or give {Role.LINEAR.option}"
         )
     chosen = [choice.chosen for choice in choices.values() if choice.chosen is not None]
     return Selection(problem, choices, _page_size(problem, chosen), _options(registry, request, choices))
@@ -183,7 +183,9 @@ def _deciding(request: BackendRequest, role: Role, refusal: Refusal) -> Refusal:
     return replace(refusal, option=request.option_for(role)) if refusal.option == role.option else refusal
 
 
-def _unneeded(role: Role) -> str:
+def _unneeded(role: Role, problem: Problem) -> str:
+    if role is Role.DECODE and problem.is_embedding:
+        return "an embedding decodes nothing"
     if role is Role.LINEAR:
         return "the model has no linear-attention layer"
     if role is Role.DRAFT:
@@ -287,6 +289,8 @@ def _inputs(selection: Selection) -> Iterator[str]:
         extras.append(f"{problem.speculative_tokens} speculative tokens")
     if problem.tensor_parallel > 1:
         extras.append(f"{problem.tensor_parallel} tensor-parallel ranks")
+    if problem.is_embedding:
+        extras.append("embedding: no decode")
     if problem.cuda_graph:
         extras.append(f"CUDA graphs: {problem.cuda_graph.name}")
     if extras:

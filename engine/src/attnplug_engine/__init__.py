@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from attnplug_engine.chat import Chat
+    from attnplug_engine.embedding import Embedder, Embedding, EmbedOptions
     from attnplug_engine.engine import Completion, Engine, EngineOptions, Statistics
     from attnplug_engine.request import FinishReason, Request, SamplingParams
     from attnplug_engine.runner import Capacity, ModelRunner
@@ -18,6 +19,9 @@ _MODULE_OF = {
     "Capacity": "runner",
     "Chat": "chat",
     "Completion": "engine",
+    "EmbedOptions": "embedding",
+    "Embedder": "embedding",
+    "Embedding": "embedding",
     "Engine": "engine",
     "EngineOptions": "engine",
     "FinishReason": "request",
@@ -44,6 +48,9 @@ __all__ = [
     "Capacity",
     "Chat",
     "Completion",
+    "EmbedOptions",
+    "Embedder",
+    "Embedding",
     "Engine",
     "EngineOptions",
     "FinishReason",

@@ -9,8 +9,10 @@ from attnplug import ExtendPath, Role
 from attnplug.cli import output
 from attnplug.cli.app import Commands, add_backend_options, add_command
 from attnplug.errors import UsageError
+from attnplug.options import split_settings
+from attnplug.select import BackendRequest
 from attnplug_engine.chat import Chat
-from attnplug_engine.launch import run_ranks, started_as_rank
+from attnplug_engine.launch import check_division, kept_for_ranks, run_ranks, started_as_rank
 from attnplug_engine.prompts import PromptLine, read_prompts
 from attnplug_engine.request import DEFAULT_MAX_TOKENS, SamplingParams
 
@@ -72,13 +74,21 @@ def declare(commands: Commands[argparse.ArgumentParser]) -> None:
 def run(parsed: argparse.Namespace) -> int:
     if parsed.tensor_parallel < 1:
         raise UsageError(f"--tensor-parallel {parsed.tensor_parallel} is not a number of ranks; give 1 or more")
-    lines = _prompts(parsed)
     if parsed.tensor_parallel > 1 and not started_as_rank():
-        output.release()
-        return run_ranks(parsed.tensor_parallel, sys.argv[1:])
+        with kept_for_ranks(parsed.prompts):
+            _prompts(parsed)
+            check_division(parsed.model, _request(parsed), parsed.tensor_parallel)
+            output.release()
+            return run_ranks(parsed.tensor_parallel, sys.argv[1:])
+    lines = _prompts(parsed)
     from attnplug_engine.generate import generate
 
     return generate(parsed, lines)
+
+
+def _request(parsed: argparse.Namespace) -> BackendRequest:
+    named = {role: name for role in _ROLES if (name := getattr(parsed, f"{role}_attention_backend")) is not None}
+    return BackendRequest(parsed.attention_backend, named, split_settings(parsed.backend_option))
 
 
 def _prompts(parsed: argparse.Namespace) -> list[PromptLine]:

@@ -19,6 +19,7 @@ from attnplug import (
     Problem,
     Role,
     Selection,
+    Serving,
     build_chosen,
     load_registry,
     select,
@@ -175,6 +176,9 @@ class Engine:
                 kv_dtype=kv_dtype,
                 parallel=parallel,
                 policy=options.extend_policy,
+                serving=Serving(
+                    chunked_prefill_size=options.chunked_prefill_size, disable_radix_cache=not options.prefix_cache
+                ),
                 check_layers=options.check_layers,
             )
 

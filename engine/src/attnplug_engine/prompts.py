@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from attnplug.errors import UsageError
 from attnplug_engine.chat import Chat
+from attnplug_engine.launch import readable
 from attnplug_engine.request import SamplingParams
 
 _PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
@@ -23,6 +25,8 @@ class PromptLine:
     prompt: str | list[int] | Chat
     params: SamplingParams
     where: str
+    id: object = None
+    """What the line calls itself; passed through."""
 
 
 def read_prompts(path: str, defaults: SamplingParams, *, chat: bool = False) -> list[PromptLine]:
@@ -31,7 +35,7 @@ def read_prompts(path: str, defaults: SamplingParams, *, chat: bool = False) -> 
     With ``chat`` a prompt that is a text is one message of a user.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8-sig")
+        text = _read(readable(path))
     except OSError as error:
         raise UsageError(f"--prompts {path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
@@ -40,6 +44,13 @@ def read_prompts(path: str, defaults: SamplingParams, *, chat: bool = False) -> 
     if not lines:
         raise UsageError(f'--prompts {path} holds no prompt; write one JSON object a line: {{"prompt": "…"}}')
     return lines
+
+
+def _read(path: str) -> str:
+    if path == "-" and sys.stdin is None:
+        raise OSError("standard input is closed")
+    content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    return content.decode("utf-8-sig")
 
 
 def _lines(text: str, path: str, defaults: SamplingParams, chat: bool) -> Iterator[PromptLine]:
@@ -57,7 +68,7 @@ def _lines(text: str, path: str, defaults: SamplingParams, chat: bool) -> Iterat
 def _line(value: Any, defaults: SamplingParams, where: str, chat: bool) -> PromptLine:
     if not isinstance(value, dict):
         raise UsageError(f'{where}: not an object; write {{"prompt": "…"}} or {{"prompt_token_ids": […]}}')
-    unknown = sorted(value.keys() - {*_PROMPT_KEYS, *_PARAM_KEYS})
+    unknown = sorted(value.keys() - {*_PROMPT_KEYS, *_PARAM_KEYS, "id"})
     if unknown:
         raise UsageError(
             f"{where}: unknown keys {', '.join(unknown)}; known are {', '.join(_PROMPT_KEYS + _PARAM_KEYS)}"
@@ -85,6 +96,6 @@ def _line(value: Any, defaults: SamplingParams, where: str, chat: bool) -> Promp
             prompt = Chat(prompt)
         elif chat and given[0] == "prompt":
             prompt = Chat.of_user(prompt)
-        return PromptLine(prompt, replace(defaults, **changes), where)
+        return PromptLine(prompt, replace(defaults, **changes), where, value.get("id"))
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -65,6 +65,7 @@ class ModelRunner:
     """A model with its pools and its backend; runs one step at a time, for whoever schedules.
 
     Built in the only order that types allow: pools, then coordinators (none yet), then backends, which capture both.
+    ``serving`` tells them how steps will be made; what ``policy`` decides of it is filled in here.
     """
 
     def __init__(
@@ -78,8 +79,11 @@ class ModelRunner:
         kv_dtype: DType,
         parallel: TensorParallel = SINGLE,
         policy: ExtendPolicy | None = None,
+        serving: Serving | None = None,
         check_layers: bool = False,
     ) -> None:
+        policy = policy or ExtendPolicy()
+        serving = replace(serving or Serving(), disable_chunked_prefix_cache=policy.disable_chunked_prefix_cache)
         self.model, self.capacity, self.device = model.module, capacity, device
         self.pools = build_pools(model.spec, capacity, dtype, kv_dtype, device, parallel)
         self.workspace = WorkspaceOwner()
@@ -97,7 +101,7 @@ class ModelRunner:
             pools=self.pools,
             workspace=self.workspace,
             parallel=Parallel(parallel.rank, parallel.size),
-            serving=Serving(disable_chunked_prefix_cache=policy is not None and policy.disable_chunked_prefix_cache),
+            serving=serving,
             coordinator=None,
         )
         self.backend = build_selection(selection, context)
@@ -118,12 +122,20 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, step: Step) -> Tensor:
         """Logits ``[sampled, vocab]`` float32 of the step's sampled rows, in their order."""
-        if step.copies:
-            self.pools.copy_pages(step.copies)
-        hidden = self._forward(self.prepare(step))
+        hidden = self._hidden(step)
         if not step.mode.is_decode:  # which samples every row
             hidden = hidden[to_device(step.sampled_rows, self.device)]
         return self.model.logits(hidden)
+
+    @torch.inference_mode()
+    def hidden_states(self, step: Step) -> Tensor:
+        """Hidden states ``[tokens, hidden]`` of a step after the last norm, one entry's rows after the other's."""
+        return self._hidden(step)
+
+    def _hidden(self, step: Step) -> Tensor:
+        if step.copies:
+            self.pools.copy_pages(step.copies)
+        return self._forward(self.prepare(step))
 
     def prepare(self, step: Step) -> ForwardBatch:
         """The batch of a step, planned ahead of its forward and marked so (B2); writes nothing to the cache."""

@@ -6,10 +6,10 @@ from pathlib import Path
 import torch
 from hypothesis import settings
 
-from support.command import attnplug, explained, plain_environment
+from support.command import attnplug, explained, package, plain_environment
 from support.triton_mode import settle_triton
 
-__all__ = ["attnplug", "explained", "plain_environment"]
+__all__ = ["attnplug", "explained", "package", "plain_environment"]
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -14,7 +14,7 @@ from attnplug.loading import Broken, Source, find_entry_points, guarded, load_en
 GROUP = "attnplug.commands"
 """Entry-point group by which other packages add commands: name = the command, target = ``declare(commands)``."""
 
-_BROUGHT_BY = {"run": "attnplug-engine"}
+_BROUGHT_BY = {"run": "attnplug-engine", "embed": "attnplug-engine"}
 
 Commands = argparse._SubParsersAction  # what argparse calls the place where commands are added
 

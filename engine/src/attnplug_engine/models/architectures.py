@@ -13,6 +13,7 @@ from attnplug.config_keys import Config, show
 from attnplug.errors import UsageError
 from attnplug.model import ModelSpec
 from attnplug.model_config import load_model as load_spec
+from attnplug_engine.bare_checkpoint import HEAD, check_head, with_full_names
 from attnplug_engine.checkpoint import Checkpoint, WeightSource, checkpoint_folder
 from attnplug_engine.models import deepseek, kimi, llama, mamba, minimax, nemotron, qwen_hybrid, ring
 from attnplug_engine.models.decoder import Decoder
@@ -94,8 +95,11 @@ def load_model(
     device: torch.device | str,
     parallel: TensorParallel = SINGLE,
     seed: int = 0,
+    head: bool = True,
 ) -> LoadedModel:
     """Load a Hugging Face folder, or the built-in ``tiny:NAME`` with random weights by ``seed``.
+
+    Without ``head`` the model gives hidden states and no logits, and a checkpoint needs no head.
 
     Under ``parallel`` only this rank's part is read. Raises UsageError (ModelConfigError, CheckpointError,
     UnknownArchitecture, ParallelError) for all that can be wrong.
@@ -107,8 +111,11 @@ def load_model(
         source = RandomCheckpoint.tiny(reference, seed=seed)
     else:
         folder, path = checkpoint_folder(reference), Path(reference)
-        source = Checkpoint.open(folder) if folder == path else Checkpoint.open(folder, path.name)
-    return build_model(source, spec, dtype=dtype, device=device, parallel=parallel)
+        checkpoint = Checkpoint.open(folder) if folder == path else Checkpoint.open(folder, path.name)
+        if head:
+            check_head(checkpoint)
+        source = with_full_names(checkpoint)
+    return build_model(source, spec, dtype=dtype, device=device, parallel=parallel, head=head)
 
 
 def build_model(
@@ -118,18 +125,19 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device | str,
     parallel: TensorParallel = SINGLE,
+    head: bool = True,
 ) -> LoadedModel:
-    """Build the model that a source's config describes, from the source's weights."""
+    """Build the model that a source's config describes, from the source's weights; its ``head`` can be left out."""
     architecture = _known(spec, source.name)
     config = _config(architecture, source, spec)
     if config.lookup("quantization_config") is not None:
         raise config.error(
             "means quantised weights, which cannot be loaded; give an unquantised checkpoint", "quantization_config"
         )
-    weights = Weights(source, dtype=dtype, device=torch.device(device), parallel=parallel)
+    weights = Weights(source, dtype=dtype, device=torch.device(device), parallel=parallel, head=head)
     with torch.no_grad():
         module = architecture.build(weights, config, spec)
-    weights.check_all_taken(_ignored(architecture, config))
+    weights.check_all_taken(_ignored(architecture, config, head=head))
     return LoadedModel(module.eval(), spec, source.config)
 
 
@@ -152,13 +160,16 @@ def _config(architecture: Architecture, source: WeightSource, spec: ModelSpec) -
     return Config(values, source.name, spec.model_type)
 
 
-def _ignored(architecture: Architecture, config: Config) -> Callable[[str], bool]:
-    """Whether a tensor may stay behind, by its name: it is of a layer for multi-token prediction, or is computed."""
+def _ignored(architecture: Architecture, config: Config, *, head: bool) -> Callable[[str], bool]:
+    """Whether a tensor may stay behind, by its name: it is of a layer for multi-token prediction, is computed, or is
+    the head of a model without one."""
     patterns = [re.compile(pattern) for pattern in architecture.ignored]
     extra = max((config.optional_integer(key, least=0) or 0 for key in architecture.extra_layers), default=0)
     behind = range(config.layer_count(), config.layer_count() + extra) if extra else range(0)
 
     def ignored(name: str) -> bool:
+        if name == HEAD and not head:
+            return True
         layer = _LAYER.match(name)
         return (layer is not None and int(layer[1]) in behind) or any(pattern.search(name) for pattern in patterns)
 

@@ -141,7 +141,7 @@ class Decoder(nn.Module):
         self.rope = rope
         self.layers = nn.ModuleList(blocks)
         self.norm = norm(model.at(names.norm))
-        self.head = self._head(weights, tied)
+        self.head = self._head(weights, tied) if weights.head else None
 
     def _head(self, weights: Weights, tied: bool) -> Head:
         """The stored head; the embedding once more where it is tied, unless a head with other numbers is stored."""
@@ -164,4 +164,5 @@ class Decoder(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[rows, vocab]`` float32 for hidden states ``[rows, hidden]``, the same on every rank."""
+        assert self.head is not None, "the model was loaded without its head"
         return cast(Tensor, self.head(hidden))

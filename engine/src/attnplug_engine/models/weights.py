@@ -48,12 +48,15 @@ class Weights:
         dtype: torch.dtype,
         device: torch.device,
         parallel: TensorParallel,
+        head: bool = True,
         prefix: str = "",
         taken: set[str] | None = None,
     ) -> None:
         self.dtype = dtype
         self.device = device
         self.parallel = parallel
+        self.head = head
+        """Whether the model is to have its head."""
         self._source = source
         self._prefix = prefix
         self._taken = set() if taken is None else taken
@@ -65,6 +68,7 @@ class Weights:
             dtype=self.dtype,
             device=self.device,
             parallel=self.parallel,
+            head=self.head,
             prefix=f"{self._prefix}{module}.",
             taken=self._taken,
         )

@@ -1,0 +1,109 @@
+"""What ``attnplug embed`` does on each rank: an embedder by its options, the prompts through it, what is printed."""
+
+from __future__ import annotations
+
+import argparse
+import json as jsonlib
+import sys
+from collections.abc import Sequence
+
+from attnplug import DType
+from attnplug.cli import output
+from attnplug.device import open_device
+from attnplug.errors import AttnplugError, UsageError
+from attnplug_engine.embed_command import backend_request
+from attnplug_engine.embedding import Embedder, Embedding, EmbedOptions
+from attnplug_engine.engine import naming
+from attnplug_engine.launch import join_ranks
+from attnplug_engine.parallel import TensorParallel
+from attnplug_engine.pooling import MODULES_FILE, Pooling
+from attnplug_engine.prompts import PromptLine
+
+_SHOWN = 4
+
+
+def embed(parsed: argparse.Namespace, lines: Sequence[PromptLine]) -> int:
+    """Embed the prompts by the command line; returns the exit code."""
+    options = _options(parsed)
+    parallel = join_ranks(parsed.tensor_parallel, open_device(parsed.device)[0].type)
+    try:
+        return _embed(parsed, lines, options, parallel)
+    except RuntimeError as error:
+        if parallel.size == 1:
+            raise
+        first = str(error).partition("\n")[0]
+        raise AttnplugError(f"rank {parallel.rank} lost the others, or one of them failed: {first}") from error
+
+
+def _options(parsed: argparse.Namespace) -> EmbedOptions:
+    request = backend_request(parsed)
+    return EmbedOptions(
+        attention_backend=request.attention,
+        role_backends=request.roles,
+        backend_options=request.options,
+        device=parsed.device,
+        dtype=DType.parse(parsed.dtype, "--dtype") if parsed.dtype is not None else None,
+        kv_dtype=DType.parse(parsed.kv_dtype, "--kv-dtype") if parsed.kv_dtype is not None else None,
+        page_size=parsed.page_size,
+        max_batch=parsed.max_batch,
+        chunked_prefill_size=parsed.chunked_prefill_size,
+        context_length=parsed.context_length,
+        seed=parsed.seed,
+        pooling=Pooling(parsed.pooling) if parsed.pooling is not None else None,
+        normalize=parsed.normalize,
+        prompt_name=parsed.prompt_name,
+    )
+
+
+def _embed(
+    parsed: argparse.Namespace, lines: Sequence[PromptLine], options: EmbedOptions, parallel: TensorParallel
+) -> int:
+    silent = parallel.rank != 0
+    embedder = Embedder(parsed.model, options, parallel=parallel)
+    tokens = []
+    for line in lines:  # all are looked at before any runs: a bad one is told at once
+        with naming(line.where):
+            if not isinstance(line.prompt, str | list):
+                raise UsageError("a conversation is not embedded; give prompt or prompt_token_ids")
+            tokens.append(embedder.tokens(line.prompt))
+    if not silent:
+        _tell(embedder)
+    failed = False
+    for embedding in embedder.stream(tokens):
+        finite = bool(embedding.vector.isfinite().all())
+        failed |= not finite
+        if not silent:
+            _answer(embedding, lines[embedding.index], finite=finite, json=parsed.json)
+    return 1 if failed else 0
+
+
+def _tell(embedder: Embedder) -> None:
+    for role, choice in embedder.selection.choices.items():
+        print(f"{role}: {choice.chosen_name} ({choice.why})", file=sys.stderr)
+    rules = embedder.rules
+    norm = "normalised" if rules.normalize else "not normalised"
+    source = rules.source or f"the default, since the checkpoint has no {MODULES_FILE}"
+    print(f"pooling: {rules.pooling}, {norm} ({source})", file=sys.stderr)
+
+
+def _answer(embedding: Embedding, line: PromptLine, *, finite: bool, json: bool) -> None:
+    """Write one prompt's line now: what is finished is not lost when a later prompt fails."""
+    error = None
+    if not finite:
+        error = f"the hidden states of prompt {embedding.index} are not finite"
+        print(f"error: {line.where}: {error}", file=sys.stderr)
+    values = embedding.vector.tolist()
+    if json:
+        answer: dict[str, object] = {"index": embedding.index}
+        if line.id is not None:
+            answer["id"] = line.id
+        answer["embedding"] = values if finite else None
+        answer["usage"] = {"prompt_tokens": embedding.prompt_tokens}
+        if error is not None:
+            answer["error"] = error
+        output.write_line(jsonlib.dumps(answer))
+    elif finite:
+        first = ", ".join(f"{value:.4f}" for value in values[:_SHOWN])
+        length = float(embedding.vector.norm())
+        rest = ", …" if len(values) > _SHOWN else ""
+        print(f"[{embedding.index}] {len(values)} dimensions, length {length:.4f}: {first}{rest}", flush=True)

@@ -1,0 +1,338 @@
+"""Text or tokens in, one vector each out: the pooled hidden states of a model, on any installed backend."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from attnplug import BackendRequest, DType, ForwardMode, Problem, Role, Selection, Serving, load_registry, select
+from attnplug.device import open_device
+from attnplug.errors import PoolError, UsageError
+from attnplug.kv import torch_dtype
+from attnplug.model import ModelSpec
+from attnplug.model_config import load_model as load_spec
+from attnplug_engine import EngineOptions
+from attnplug_engine.engine import naming
+from attnplug_engine.models import LoadedModel, load_model
+from attnplug_engine.parallel import SINGLE, TensorParallel
+from attnplug_engine.pooling import EmbeddingRules, Pooling, read_rules
+from attnplug_engine.random_checkpoint import TINY
+from attnplug_engine.request import Request, SamplingParams, Step, StepEntry
+from attnplug_engine.runner import Capacity, ModelRunner, bytes_per_page
+from attnplug_engine.tokenizer import find_tokenizer
+
+Prompt = str | Sequence[int]
+
+STEP_TOKENS = 8192
+"""How many tokens of whole prompts run together. A longer prompt runs alone."""
+
+_CPU_CACHE_BYTES = 1 << 30
+_GPU_CACHE_SHARE = 0.5
+"""Of the free memory, at most: activations of a long prompt need some as well."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbedOptions:
+    """How an embedder is built. ``None`` means: choose for me, and for the last three, as the checkpoint says."""
+
+    attention_backend: str = "auto"
+    role_backends: Mapping[Role, str] = field(default_factory=dict)
+    backend_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    device: str | None = None
+    dtype: DType | None = None
+    kv_dtype: DType | None = None
+    page_size: int | None = None
+    max_batch: int = 32
+    chunked_prefill_size: int = -1
+    """Most tokens of one step; -1 for prompts in one piece, which some backends run without a cache (A6)."""
+    context_length: int | None = None
+    seed: int = 0
+    """Of a tiny model's weights."""
+    pooling: Pooling | None = None
+    normalize: bool | None = None
+    prompt_name: str | None = None
+    """Which of the checkpoint's texts to put before each prompt that is a text."""
+
+    def __post_init__(self) -> None:
+        if self.pooling is not None:  # "mean" is as good as the member
+            object.__setattr__(self, "pooling", Pooling.parse(self.pooling, "pooling"))
+
+    def for_engine(self) -> EngineOptions:
+        """The options that an engine has, too: checked, with types read."""
+        return EngineOptions(
+            attention_backend=self.attention_backend,
+            role_backends=self.role_backends,
+            backend_options=self.backend_options,
+            device=self.device,
+            dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
+            page_size=self.page_size,
+            max_batch=self.max_batch,
+            chunked_prefill_size=self.chunked_prefill_size,
+            context_length=self.context_length,
+            prefix_cache=False,
+            seed=self.seed,
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Embedding:
+    """What became of one prompt: ``vector`` ``[hidden]`` float32 on the CPU."""
+
+    index: int
+    vector: Tensor
+    prompt_tokens: int
+
+
+class Embedder:
+    """A model that embeds: ``Embedder("tiny:llama").embed(["a text", [1, 2, 3]])``.
+
+    Settings are the fields of :class:`EmbedOptions`. Under tensor parallelism every rank makes the same calls and gets
+    the same vectors. Nothing stays in the cache from one prompt to another.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        options: EmbedOptions | None = None,
+        *,
+        parallel: TensorParallel = SINGLE,
+        **settings: Any,
+    ) -> None:
+        model = os.fspath(model)
+        given = replace(options or EmbedOptions(), **settings)
+        checked = given.for_engine()
+        self.rules = read_rules(_folder(model), given.pooling, given.normalize)
+        self._named_prompt = given.prompt_name
+        self._prefix = _prefix(self.rules, given.prompt_name)
+        spec = load_spec(model)
+        device, sm = open_device(checked.device)
+        dtype = checked.dtype or (DType.FLOAT32 if spec.dtype is None else DType.parse(spec.dtype, "--dtype"))
+        kv_dtype = checked.kv_dtype or dtype
+        problem = Problem(
+            spec,
+            device.type,
+            sm,
+            dtype,
+            kv_dtype,
+            page_size=checked.page_size,
+            tensor_parallel=parallel.size,
+            is_embedding=True,
+        )
+        request = BackendRequest(checked.attention_backend, checked.role_backends, checked.backend_options)
+        self.selection = select(load_registry(), request, problem)
+        loaded = load_model(
+            model, dtype=torch_dtype(dtype), device=device, parallel=parallel, seed=checked.seed, head=False
+        )
+        _check_causal(model, loaded)
+        self.vocab_size = loaded.module.vocab_size
+        self.tokenizer = find_tokenizer(model, self.vocab_size)
+        self._cut = None if checked.chunked_prefill_size == -1 else checked.chunked_prefill_size
+
+        def build(selection: Selection) -> ModelRunner:
+            return ModelRunner(
+                loaded,
+                selection,
+                _capacity(spec, checked, selection, kv_dtype, device, parallel),
+                device=device,
+                dtype=torch_dtype(dtype),
+                kv_dtype=kv_dtype,
+                parallel=parallel,
+                serving=Serving(
+                    is_embedding=True, chunked_prefill_size=checked.chunked_prefill_size, disable_radix_cache=True
+                ),
+            )
+
+        self.runner = build(self.selection)
+        self.capacity = self.runner.capacity
+
+    def embed(self, prompts: Sequence[Prompt]) -> list[Embedding]:
+        """A vector for each prompt, in their order."""
+        if isinstance(prompts, str) or not all(isinstance(prompt, str | Sequence) for prompt in prompts):
+            raise UsageError(f"prompts is {prompts!r:.60}; give a list of prompts, each a text or a list of token ids")
+        tokens = []
+        for number, prompt in enumerate(prompts):
+            with naming(f"prompt {number}"):
+                tokens.append(self.tokens(prompt))
+        return list(self.stream(tokens))
+
+    def tokens(self, prompt: Prompt) -> tuple[int, ...]:
+        """A prompt's tokens, with what goes before a text. Raises where the model cannot embed them."""
+        if self._named_prompt is not None and not isinstance(prompt, str):
+            raise UsageError(f"the prompt {self._named_prompt!r} goes before texts, and this one is token ids")
+        found = tuple(self._encode(self._prefix + prompt) if isinstance(prompt, str) else self._ids(prompt))
+        if not found:
+            raise UsageError("an empty prompt has no hidden state to embed; give at least one token")
+        if len(found) > self.capacity.context_length:
+            raise UsageError(
+                f"the prompt has {len(found)} tokens, more than the context of {self.capacity.context_length} "
+                "(--context-length, and the model's own)"
+            )
+        if self._pages(len(found)) > self.capacity.num_pages:
+            room = self.capacity.num_pages * self.capacity.page_size
+            raise PoolError(f"the prompt has {len(found)} tokens, and the memory left for their cache holds {room}")
+        return found
+
+    def stream(self, prompts: Sequence[tuple[int, ...]]) -> Iterator[Embedding]:
+        """Embed what :meth:`tokens` gave; yields vectors as they come, in the order of the prompts."""
+        requests = [Request(index, tokens, SamplingParams(max_tokens=1)) for index, tokens in enumerate(prompts)]
+        for together in self._batches(requests):
+            yield from self._embed(together)
+
+    def _encode(self, text: str) -> Sequence[int]:
+        if self.tokenizer is None:
+            raise UsageError("the checkpoint has no tokenizer.json; give the prompt as token ids")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise UsageError("the prompt is not text: it holds half of a surrogate pair") from None
+        return self._ids(self.tokenizer.encode(text))
+
+    def _ids(self, tokens: Sequence[int]) -> Sequence[int]:
+        for token in tokens:
+            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
+                raise UsageError(f"token id {token!r} is not in the vocabulary; give 0 to {self.vocab_size - 1}")
+        return tokens
+
+    def _pages(self, tokens: int) -> int:
+        return -(-tokens // self.capacity.page_size)
+
+    def _batches(self, requests: Iterable[Request]) -> Iterator[list[Request]]:
+        """Prompts that have rows of the cache together, in order: as many as fit, at least one."""
+        together: list[Request] = []
+        tokens = pages = 0
+        for request in requests:
+            length = len(request.prompt)
+            full = len(together) == self.capacity.max_batch or tokens + length > STEP_TOKENS
+            if together and (full or pages + self._pages(length) > self.capacity.num_pages):
+                yield together
+                together, tokens, pages = [], 0, 0
+            together.append(request)
+            tokens, pages = tokens + length, pages + self._pages(length)
+        if together:
+            yield together
+
+    def _embed(self, requests: list[Request]) -> Iterator[Embedding]:
+        """Run prompts that fit together, in one step or, where prompts are cut, in several."""
+        table, states = self.runner.table, self.runner.pools.linear
+        gathered: dict[int, Tensor] = {}
+        try:
+            for request in requests:
+                request.row = table.admit()
+                request.slot = None if states is None else states.allocate()
+            for entries in _steps(requests, self._cut):
+                for entry, rows in zip(entries, self._run(entries), strict=True):
+                    before = gathered.get(entry.request.id)
+                    gathered[entry.request.id] = _gather(self.rules.pooling, before, rows)
+                yield from self._finished([entry.request for entry in entries if entry.sampled], gathered)
+        finally:
+            for request in requests:
+                if request.row is not None:
+                    table.release(request.row)
+                if states is not None and request.slot is not None:
+                    states.release(request.slot)
+
+    def _run(self, entries: tuple[StepEntry, ...]) -> tuple[Tensor, ...]:
+        """Hidden states ``[tokens, hidden]`` of each entry."""
+        requests = [entry.request for entry in entries]
+        rows = tuple(request.row for request in requests if request.row is not None)
+        for row, entry in zip(rows, entries, strict=True):
+            self.runner.table.extend(row, len(entry.token_ids))
+        slots = tuple(request.slot for request in requests if request.slot is not None)
+        hidden = self.runner.hidden_states(Step(ForwardMode.EXTEND, entries, (), rows, slots))
+        return torch.split(hidden, [len(entry.token_ids) for entry in entries])
+
+    def _finished(self, requests: list[Request], gathered: dict[int, Tensor]) -> Iterator[Embedding]:
+        if not requests:
+            return
+        vectors = torch.stack([gathered.pop(request.id) for request in requests])
+        if self.rules.pooling is Pooling.MEAN:
+            lengths = torch.tensor([len(request.prompt) for request in requests], device=vectors.device)
+            vectors = vectors / lengths.unsqueeze(1)
+        if self.rules.normalize:
+            vectors = F.normalize(vectors, dim=1)
+        for request, vector in zip(requests, vectors.cpu(), strict=True):
+            yield Embedding(request.id, vector, len(request.prompt))
+
+
+def _steps(requests: list[Request], most: int | None) -> Iterator[tuple[StepEntry, ...]]:
+    """The prompts from the first to the last, ``most`` tokens at a time; ``None`` is all at once."""
+    entries: list[StepEntry] = []
+    left = most
+    for request in requests:
+        done, length = 0, len(request.prompt)
+        while done < length:
+            end = length if left is None else min(length, done + left)
+            entries.append(StepEntry(request, done, request.prompt[done:end], sampled=end == length))
+            left = None if left is None else left - (end - done)
+            done = end
+            if left == 0:
+                yield tuple(entries)
+                entries, left = [], most
+    if entries:
+        yield tuple(entries)
+
+
+def _gather(pooling: Pooling, before: Tensor | None, rows: Tensor) -> Tensor:
+    """What is kept of a prompt's hidden states, ``[hidden]`` float32, once ``rows`` ``[tokens, hidden]`` are there."""
+    if pooling is Pooling.LAST:
+        return rows[-1].float()
+    if pooling is Pooling.FIRST:
+        return rows[0].float() if before is None else before
+    total = rows.sum(dim=0, dtype=torch.float32)
+    return total if before is None else before + total
+
+
+def _folder(model: str) -> Path | None:
+    if model.startswith(TINY):
+        return None
+    return Path(model) if Path(model).is_dir() else Path(model).parent
+
+
+def _prefix(rules: EmbeddingRules, name: str | None) -> str:
+    prefix = rules.prefix(name)
+    if prefix and not rules.pools_prompt and rules.pooling is Pooling.MEAN:
+        raise UsageError(
+            f"{rules.source} asks for a mean that leaves out the prompt {prefix!r}, which is not served; put another "
+            "text before your prompts yourself, or use another --pooling"
+        )
+    return prefix
+
+
+def _check_causal(model: str, loaded: LoadedModel) -> None:
+    """Refuse embedding models whose tokens attend to later ones: here they would be embedded wrongly."""
+    if loaded.config.get("is_causal") is False:
+        raise UsageError(
+            f"{model}: the config's 'is_causal' is false: tokens attend to those after them, which no model here does"
+        )
+
+
+def _capacity(
+    spec: ModelSpec,
+    options: EngineOptions,
+    selection: Selection,
+    kv_dtype: DType,
+    device: torch.device,
+    parallel: TensorParallel,
+) -> Capacity:
+    """Room for the longest prompt, and for as many shorter ones as run together."""
+    page_size = selection.page_size
+    assert page_size is not None
+    context = min(options.context_length or spec.context_length, spec.context_length)
+    num_pages = max(-(-context // page_size), STEP_TOKENS // page_size + options.max_batch)
+    if spec.full_layers:
+        room = _CPU_CACHE_BYTES
+        if device.type == "cuda":
+            room = int(torch.cuda.mem_get_info(device)[0] * _GPU_CACHE_SHARE)
+        num_pages = max(min(num_pages, room // bytes_per_page(spec, page_size, kv_dtype, parallel.size)), 1)
+    whole = max(context, STEP_TOKENS)
+    step = whole if options.chunked_prefill_size == -1 else min(options.chunked_prefill_size, whole)
+    slots = options.max_batch if spec.linear_layers else 0
+    return Capacity(num_pages, page_size, options.max_batch, step, context, slots)

@@ -1,0 +1,208 @@
+"""Embeddings against transformers on the same checkpoint: the same hidden states, pooled by code of its own."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rounded_oracle import without_fla
+from torch import Tensor
+from torch.testing import assert_close
+
+from attnplug import PoolError, Role, Serving
+from attnplug.errors import UsageError
+from attnplug.tiny import TINY_CONFIGS
+from attnplug_engine import Embedder, Engine
+from attnplug_engine.checkpoint import MissingTensor
+from attnplug_engine.pooling import Pooling
+
+SETTINGS: list[dict[str, Any]] = [
+    {"pooling": Pooling.LAST},
+    {"pooling": "mean", "normalize": False, "max_batch": 2},
+    {"pooling": Pooling.FIRST, "page_size": 8},
+    {"pooling": Pooling.LAST, "normalize": False, "chunked_prefill_size": 7},
+    {"pooling": Pooling.MEAN, "chunked_prefill_size": 5, "max_batch": 2},
+    {"pooling": Pooling.FIRST, "chunked_prefill_size": 3},
+]
+
+
+def hidden_states(folder: Path, prompts: Sequence[Sequence[int]]) -> list[Tensor]:
+    """By transformers' base model, ``[tokens, hidden]`` of one prompt at a time, in float32."""
+    from transformers import AutoModel
+
+    with torch.inference_mode(), without_fla():
+        model = AutoModel.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+        return [model(torch.tensor([list(tokens)])).last_hidden_state[0].double() for tokens in prompts]
+
+
+def pooled(states: Tensor, pooling: str, normalize: bool = True) -> Tensor:
+    match pooling:
+        case "last":
+            vector = states[len(states) - 1]
+        case "first":
+            vector = states[0]
+        case _:
+            vector = sum(states) / len(states)
+    if normalize:
+        vector = vector / (vector * vector).sum().sqrt()
+    return vector.float()
+
+
+@pytest.fixture
+def prompts(sequences: list[list[int]]) -> list[list[int]]:
+    """Without token 0, by which models pad: its hidden state can be zero, which has no direction."""
+    return [[max(token, 1) for token in tokens] for tokens in (*sequences, [5], sequences[0][:16])]
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen3", "deepseek_v3", "kimi_linear"])
+def test_embeddings_equal_pooled_hidden_states_of_transformers(model_type, make_oracle, prompts):
+    """Whole prompts in one batch, and prompts cut in pieces, for which the cache must be right."""
+    folder = make_oracle(model_type).folder
+    states = hidden_states(folder, prompts)
+    for settings in SETTINGS:
+        found = Embedder(str(folder), device="cpu", **settings).embed(prompts)
+        assert [embedding.index for embedding in found] == list(range(len(prompts)))
+        assert [embedding.prompt_tokens for embedding in found] == [len(tokens) for tokens in prompts]
+        for embedding, each in zip(found, states, strict=True):
+            vector = pooled(each, settings["pooling"], settings.get("normalize", True))
+            assert_close(embedding.vector, vector, atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", TINY_CONFIGS)
+def test_prompts_in_pieces_give_the_vectors_of_whole_ones(name, prompts):
+    """For every architecture: rows of the cache and states of linear layers go on from piece to piece."""
+    whole = Embedder(f"tiny:{name}", device="cpu", pooling="mean").embed(prompts)
+    pieces = Embedder(f"tiny:{name}", device="cpu", pooling="mean", chunked_prefill_size=9, page_size=8).embed(prompts)
+    for one, other in zip(whole, pieces, strict=True):
+        assert_close(one.vector, other.vector, atol=1e-5, rtol=0)
+
+
+@pytest.fixture
+def bare(make_oracle, tmp_path):
+    """Saves what ``AutoModel`` makes of a checkpoint: no head, and names without ``model.``"""
+
+    def save(model_type: str, **changes: Any) -> Path:
+        from safetensors import safe_open
+        from transformers import AutoModel
+
+        folder = tmp_path / "bare"
+        AutoModel.from_pretrained(make_oracle(model_type, **changes).folder, dtype=torch.float32).save_pretrained(
+            folder
+        )
+        names = list(safe_open(folder / "model.safetensors", "pt").keys())
+        assert "embed_tokens.weight" in names and "lm_head.weight" not in names
+        return folder
+
+    return save
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "mistral"])
+def test_a_checkpoint_of_a_base_model_is_embedded_and_cannot_generate(model_type, bare, prompts):
+    """As Qwen3-Embedding is saved: from ``Qwen3Model``."""
+    folder = bare(model_type)
+    found = Embedder(folder, device="cpu").embed(prompts)
+    for embedding, states in zip(found, hidden_states(folder, prompts), strict=True):
+        assert_close(embedding.vector, pooled(states, "last"), atol=2e-5, rtol=1e-4)
+    with pytest.raises(MissingTensor, match=r"has no head.*cannot generate.*attnplug embed"):
+        Engine(str(folder), device="cpu")
+
+
+def test_a_base_model_with_a_tied_head_generates(bare):
+    from transformers import AutoModelForCausalLM
+
+    folder = bare("qwen3", tie_word_embeddings=True)
+    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    (completion,) = Engine(str(folder), device="cpu").generate([[1, 2, 3]], max_tokens=4)
+    tokens = oracle.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=4, do_sample=False, pad_token_id=0)[0, 3:]
+    assert completion.token_ids == tokens.tolist()
+
+
+def test_a_backend_is_told_that_nothing_is_decoded_and_how_prompts_run(monkeypatch):
+    """A6: what ``fa_skip_kv_cache`` depends on; only the role prefill is filled."""
+    contexts = []
+    import attnplug.torch_native.backend as native
+
+    original = native.TorchNativeBackend.__init__
+    monkeypatch.setattr(
+        native.TorchNativeBackend,
+        "__init__",
+        lambda self, context: (contexts.append(context), original(self, context))[1],
+    )
+    whole = Embedder("tiny:llama", device="cpu")
+    Embedder("tiny:llama", device="cpu", chunked_prefill_size=64)
+    assert contexts[0].serving == Serving(is_embedding=True, chunked_prefill_size=-1, disable_radix_cache=True)
+    assert contexts[1].serving == Serving(is_embedding=True, chunked_prefill_size=64, disable_radix_cache=True)
+    assert [context.roles for context in contexts] == [{Role.PREFILL}] * 2
+    assert set(whole.selection.choices) == {Role.PREFILL}
+
+
+def test_many_prompts_run_within_the_limits_that_backends_were_told(monkeypatch):
+    """As many at a time as fit: by number, by tokens, by pages; and nothing is held afterwards."""
+    monkeypatch.setattr("attnplug_engine.embedding.STEP_TOKENS", 64)
+    embedder = Embedder("tiny:qwen3_next", device="cpu", max_batch=4, page_size=4, context_length=80)
+    steps = []
+    original = embedder.runner.hidden_states
+    monkeypatch.setattr(embedder.runner, "hidden_states", lambda step: (steps.append(step), original(step))[1])
+    lengths = [3] * 9 + [80, 30, 30, 30]
+    found = embedder.embed([[1 + index] * length for index, length in enumerate(lengths)])
+    assert [embedding.prompt_tokens for embedding in found] == lengths
+    assert [len(step.entries) for step in steps] == [4, 4, 1, 1, 2, 1]
+    assert max(step.num_tokens for step in steps) <= embedder.capacity.max_step_tokens
+    assert embedder.runner.allocator.free_pages == embedder.capacity.num_pages
+    assert embedder.runner.pools.linear.free_slots == embedder.capacity.state_slots
+
+
+def test_an_iterator_that_is_left_early_holds_nothing():
+    embedder = Embedder("tiny:kimi_linear", device="cpu", chunked_prefill_size=4)
+    stream = embedder.stream([embedder.tokens("hello"), embedder.tokens("hello again")])
+    next(stream)
+    stream.close()
+    assert embedder.runner.allocator.free_pages == embedder.capacity.num_pages
+    assert embedder.runner.pools.linear.free_slots == embedder.capacity.state_slots
+
+
+def test_a_prompt_does_not_see_the_others():
+    one = Embedder("tiny:deepseek_v3", device="cpu", pooling=Pooling.MEAN)
+    alone = one.embed(["hello"])[0].vector
+    assert_close(one.embed(["something else", "hello", "x"])[1].vector, alone, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "told"),
+    [
+        ("", "empty prompt"),
+        ([], "empty prompt"),
+        ([1, 128], "token id 128"),
+        ([True], "token id True"),
+        ("é", "ASCII"),
+        ("\ud800", "surrogate"),
+        ("x" * 65, "65 tokens, more than the context of 64"),
+    ],
+)
+def test_a_prompt_that_cannot_be_embedded_is_named(prompt, told):
+    with pytest.raises(UsageError, match=f"prompt 1: .*{told}"):
+        Embedder("tiny:llama", device="cpu", context_length=64).embed(["fine", prompt])
+
+
+def test_a_prompt_that_memory_cannot_hold_is_refused(monkeypatch):
+    monkeypatch.setattr("attnplug_engine.embedding._CPU_CACHE_BYTES", 100_000)
+    with pytest.raises(PoolError, match=r"prompt 0: the prompt has 4000 tokens, .* holds 192"):
+        Embedder("tiny:llama", device="cpu").embed([[1] * 4000])
+
+
+def test_a_model_whose_tokens_see_later_ones_is_refused(make_oracle):
+    """As gte-Qwen2 says of itself: its vectors would be wrong."""
+    folder = make_oracle("llama").folder
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "is_causal": False}))
+    with pytest.raises(UsageError, match="'is_causal' is false"):
+        Embedder(str(folder), device="cpu")
+
+
+def test_a_decode_backend_is_not_for_an_embedding():
+    with pytest.raises(UsageError, match="an embedding decodes nothing"):
+        Embedder("tiny:llama", device="cpu", role_backends={Role.DECODE: "torch_native"})

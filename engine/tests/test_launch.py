@@ -1,0 +1,260 @@
+"""Ranks as processes: what they are given, and how they end, whoever is killed."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from attnplug_engine.launch import kept_for_ranks, readable
+from attnplug_engine.parallel import ProcessGroupParallel
+from attnplug_engine.prompts import read_prompts
+from attnplug_engine.request import SamplingParams
+from support.command import Attnplug
+
+LINES = [{"prompt": "hello"}, {"prompt": "hi", "id": "x"}]
+TEXT = "".join(json.dumps(line) + "\n" for line in LINES)
+
+# ---- how they end ----
+
+WAITING = """
+import sys, threading
+from attnplug.cli.app import add_command
+from attnplug_engine import launch
+
+
+def declare(commands):
+    add_command(commands, "wait", "Two ranks that wait.", run)
+
+
+def run(parsed):
+    if not launch.started_as_rank():
+        return launch.run_ranks(2, sys.argv[1:])
+    launch._end_with_parent()
+    print("waiting", flush=True)
+    threading.Event().wait()
+"""
+
+
+@pytest.fixture
+def waiting(tmp_path: Path) -> Path:
+    """A folder with a command of two ranks that wait for ever, as an installed package would bring it: no torch."""
+    (tmp_path / "waiting_command.py").write_text(WAITING)
+    info = tmp_path / "waiting-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: waiting\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[attnplug.commands]\nwait = waiting_command:declare\n")
+    return tmp_path
+
+
+@contextmanager
+def started(
+    *arguments: str, path: Path | None = None, stderr: int = subprocess.PIPE
+) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A command in a session of its own, once its first rank has written something, and the ids of its ranks."""
+    environment = {**os.environ, **({} if path is None else {"PYTHONPATH": str(path)})}
+    command = [sys.executable, "-m", "attnplug", *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": stderr}
+    with subprocess.Popen(command, env=environment, text=True, start_new_session=True, **pipes) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        try:
+            if not children.exists():
+                pytest.skip("this system does not tell a process's children")
+            assert process.stdout is not None
+            process.stdout.read(1)
+            yield process, [int(child) for child in children.read_text().split()]
+        finally:
+            process.kill()
+
+
+def running(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until_gone(ranks: list[int]) -> None:
+    assert len(ranks) == 2
+    deadline = time.monotonic() + 120
+    while any(running(rank) for rank in ranks):
+        assert time.monotonic() < deadline, "ranks are still there"
+        time.sleep(0.05)
+
+
+def test_ranks_end_with_the_process_that_started_them_even_if_that_was_killed():
+    """A SIGKILL runs no handler; real ranks, that generate."""
+    arguments = ("--model", "tiny:llama", "--prompt", "hi", "--max-tokens", "4000", "--device", "cpu")
+    with started("run", *arguments, "--tensor-parallel", "2") as (process, ranks):
+        process.kill()
+        process.wait()
+        wait_until_gone(ranks)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_a_signal_ended_is_named(waiting, rank):
+    with started("wait", path=waiting) as (process, ranks):
+        os.kill(ranks[rank], signal.SIGKILL)
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 1
+        assert errors.splitlines() == [
+            f"error: rank {rank} of 2 was ended by SIGKILL; the system does that where memory runs out"
+        ]
+        wait_until_gone(ranks)
+
+
+def test_an_interrupt_of_all_processes_is_told_once(waiting):
+    """As a terminal does it: Ctrl-C reaches the ranks too."""
+    with started("wait", path=waiting) as (process, ranks):
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=120)
+        assert (process.returncode, errors) == (130, "interrupted\n")
+        wait_until_gone(ranks)
+
+
+def test_a_terminal_whose_rank_was_ended_shows_its_cursor_again(waiting):
+    """Progress bars hide it, and a process that is killed cannot bring it back."""
+    ours, theirs = os.openpty()
+    with started("wait", path=waiting, stderr=theirs) as (process, _):
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(timeout=120) == 130
+    os.close(theirs)
+    assert os.read(ours, 100) == b"\x1b[?25hinterrupted\r\n"
+    os.close(ours)
+
+
+# ---- what is refused before any is started ----
+
+
+@pytest.fixture
+def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("command", "embed_command"):
+        monkeypatch.setattr(f"attnplug_engine.{module}.run_ranks", lambda *_: pytest.fail("ranks are started"))
+
+
+@pytest.mark.parametrize("command", ["run", "embed"])
+def test_heads_that_ranks_cannot_divide_are_refused_before_any_is_started(attnplug: Attnplug, no_process, command):
+    arguments = ("--model", "tiny:llama", "--prompt", "x", "--tensor-parallel", "3", "--device", "cpu")
+    outcome = attnplug(command, *arguments)
+    assert outcome.code == 1
+    assert "4 heads cannot be divided among 3 ranks" in outcome.err and outcome.err.count("error: ") == 1
+
+
+@pytest.mark.parametrize(
+    ("environment", "told"),
+    [
+        ({"RANK": "0"}, "RANK='0' is set without WORLD_SIZE"),
+        ({"RANK": "one", "WORLD_SIZE": "2"}, "RANK='one' is not a number"),
+        ({"RANK": "²", "WORLD_SIZE": "2"}, "RANK='²' is not a number"),
+        ({"RANK": "0", "WORLD_SIZE": "9" * 5000}, "WORLD_SIZE='999"),
+        ({"RANK": "0", "WORLD_SIZE": "3"}, "--tensor-parallel 2 was asked for, but 3 ranks were started"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK=2 is not one of WORLD_SIZE=2 ranks"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "RANK=0 is set without MASTER_ADDR"),
+        ({"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}, "MASTER_PORT is not set"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "70000"},
+            "MASTER_PORT='70000' is not a number from 0 to 65535",
+        ),
+    ],
+)
+def test_a_place_among_ranks_that_is_not_whole_is_told_in_one_message(
+    attnplug: Attnplug, no_process, monkeypatch, environment, told
+):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    arguments = ("--model", "tiny:llama", "--prompt", "x", "--tensor-parallel", "2", "--device", "cpu")
+    outcome = attnplug("run", *arguments)
+    assert outcome.code == 2 and told in outcome.err and outcome.err.count("error: ") == 1
+
+
+def test_ranks_that_do_not_meet_are_told_where(attnplug: Attnplug, monkeypatch):
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1234"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("the client socket has timed out\nC++ frames")
+
+    monkeypatch.setattr(ProcessGroupParallel, "join", fail)
+    arguments = ("--model", "tiny:llama", "--prompt", "x", "--tensor-parallel", "2", "--device", "cpu")
+    outcome = attnplug("run", *arguments)
+    assert outcome.code == 1
+    assert "rank 1 of 2 cannot meet the others at 127.0.0.1:1234: the client socket has timed out\n" in outcome.err
+
+
+def test_a_stray_rank_means_nothing_to_one_process(attnplug: Attnplug, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    assert attnplug("embed", "--model", "tiny:llama", "--prompt", "x", "--device", "cpu").code == 0
+
+
+# ---- what can be read only once ----
+
+
+@pytest.fixture(params=["-", "a named pipe"])
+def read_once(request, tmp_path, monkeypatch) -> Iterator[str]:
+    """What a user gives for prompts that come through a pipe."""
+    if request.param == "-":
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(TEXT.encode())))
+        yield "-"
+        return
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    writer = threading.Thread(target=path.write_text, args=(TEXT,))
+    writer.start()
+    yield str(path)
+    writer.join()
+
+
+@pytest.mark.parametrize("command", ["run", "embed"])
+def test_ranks_read_what_their_parent_has_read_from_a_pipe(attnplug: Attnplug, monkeypatch, read_once, command):
+    """By the name that the user gave, so that messages say it."""
+    found: list[list[str]] = []
+    copies: list[str] = []
+
+    def ranks(*_: object) -> int:
+        copies.append(readable(read_once))
+        found.extend([line.where for line in read_prompts(read_once, SamplingParams(1))] for _ in range(2))
+        return 0
+
+    for module in ("command", "embed_command"):
+        monkeypatch.setattr(f"attnplug_engine.{module}.run_ranks", ranks)
+    arguments = ("--model", "tiny:llama", "--prompts", read_once, "--tensor-parallel", "2", "--device", "cpu")
+    assert attnplug(command, *arguments).code == 0
+    assert found[0] == found[1] and len(found[0]) == len(LINES)
+    assert not any(copies[0] in where for where in found[0])
+    assert not Path(copies[0]).exists() and readable(read_once) == read_once
+
+
+def test_a_file_is_read_where_it_is(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(TEXT)
+    for given in (None, str(path), str(tmp_path), str(tmp_path / "nowhere")):
+        with kept_for_ranks(given):
+            assert readable(str(given)) == str(given)
+
+
+def test_two_ranks_embed_what_one_process_does_from_standard_input(attnplug: Attnplug, tmp_path):
+    """Launched by the command itself, with prompts from a pipe."""
+    (tmp_path / "prompts").write_text(TEXT)
+    arguments = ["--model", "tiny:deepseek_v3", "--json", "--device", "cpu"]
+    one = attnplug("embed", *arguments, "--prompts", str(tmp_path / "prompts"))
+    command = [sys.executable, "-m", "attnplug", "embed", *arguments, "--prompts", "-", "--tensor-parallel", "2"]
+    two = subprocess.run(command, input=TEXT, capture_output=True, text=True, timeout=300, check=False)
+    assert (one.code, two.returncode) == (0, 0), two.stderr
+    ours, theirs = ([json.loads(line) for line in out.splitlines()] for out in (one.out, two.stdout))
+    assert [line.get("id") for line in theirs] == [None, "x"]
+    for alone, shared in zip(ours, theirs, strict=True):
+        assert shared["embedding"] == pytest.approx(alone["embedding"], abs=1e-5)
