@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from attnplug import (
     UsageError,
     WorkspaceError,
     build_chosen,
+    choose_importable,
 )
 from attnplug.assembly import BuildError
 from attnplug.loading import Source
@@ -115,3 +117,23 @@ def test_a_mistake_in_what_was_asked_is_no_reason_to_go_on() -> None:
 
     with pytest.raises(UsageError):
         build_chosen(INSTALLED, BackendRequest(), PROBLEM, build)
+
+
+def test_what_cannot_be_imported_is_left_out_before_anything_is_built(tmp_path: Path, monkeypatch: Any) -> None:
+    """D2, D3: a host loads its weights after this. It is told once, not again when the rest is built."""
+    (tmp_path / "half_a_library.py").write_text("raise OSError('libcudart.so.13: cannot open shared object file')")
+    monkeypatch.syspath_prepend(tmp_path)
+    best, good = (
+        backend("best", preference=100, factory="half_a_library:Backend"),
+        backend("good", factory="attnplug:Plan"),
+    )
+    installed = Registry({"best": best, "good": good})
+    with pytest.warns(PluginWarning, match=r"best-dist 1\.2.*libcudart.*auto goes on without it"):
+        selection = choose_importable(installed, BackendRequest(), PROBLEM)
+    assert selection.chosen(Role.PREFILL) is good
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again, _ = build_chosen(installed, BackendRequest(), PROBLEM, failing(), selection.failed)
+    assert again.chosen(Role.PREFILL) is good
+    with pytest.raises(BuildError, match="libcudart"):
+        choose_importable(installed, BackendRequest("best"), PROBLEM)

@@ -38,7 +38,7 @@ from attnplug.select import BackendRequest, Selection, SelectionError, explain, 
 from attnplug.spec import BackendSpec
 
 if TYPE_CHECKING:
-    from attnplug.assembly import build_chosen, build_selection
+    from attnplug.assembly import build_chosen, build_selection, choose_importable
     from attnplug.backend import (
         AttentionBackend,
         BackendContext,
@@ -94,7 +94,7 @@ if TYPE_CHECKING:
     from attnplug.wrappers import ForwardingBackend, HybridLinearBackend, SplitBackend
 
 _NEEDS_TORCH = {
-    "assembly": ("build_chosen", "build_selection"),
+    "assembly": ("build_chosen", "build_selection", "choose_importable"),
     "backend": (
         "AttentionBackend",
         "BackendContext",
@@ -245,6 +245,7 @@ __all__ = [
     "build_chosen",
     "build_selection",
     "check_lse",
+    "choose_importable",
     "claim_plan",
     "convolve",
     "explain",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import TypeVar
 
-from attnplug.backend import AttentionBackend, BackendContext, build_backend
+from attnplug.backend import AttentionBackend, BackendContext, build_backend, import_factory
 from attnplug.errors import AttnplugError, BackendError, PluginWarning, UsageError
 from attnplug.loading import Registered
 from attnplug.problem import Problem, Role
@@ -29,25 +29,43 @@ class BuildError(BackendError):
 
 
 def build_chosen(
-    registry: Registry, request: BackendRequest, problem: Problem, build: Callable[[Selection], Built]
+    registry: Registry,
+    request: BackendRequest,
+    problem: Problem,
+    build: Callable[[Selection], Built],
+    failed: Mapping[str, Refusal] | None = None,
 ) -> tuple[Selection, Built]:
     """Select, and build what was chosen. Where ``auto`` chose one that cannot be built, warn and choose again (D2).
 
     ``build`` makes everything that depends on the choice, pools included, since another backend may want another page
     size; it raises what :func:`build_selection` raises. A backend that was asked for by name, or given options, is
-    never replaced, and none is in strict mode.
+    never replaced, and none is in strict mode. ``failed`` is that of an earlier selection, such as the one by which
+    :func:`choose_importable` found out before weights were loaded.
     """
-    failed: dict[str, Refusal] = {}
+    left_out = dict(failed or {})
     while True:
-        selection = select(registry, request, problem, failed)
+        selection = select(registry, request, problem, left_out)
         try:
             return selection, build(selection)
         except BuildError as error:
             name = error.backend.spec.name
             if registry.strict or request.options.get(name) or _asked_for(selection, error.backend):
                 raise
-            failed[name] = Refusal(RefusalCode.FACTORY, str(error), value=name)
+            left_out[name] = Refusal(RefusalCode.FACTORY, str(error), value=name)
             warnings.warn(f"{error}; auto goes on without it", PluginWarning, stacklevel=2)
+
+
+def choose_importable(registry: Registry, request: BackendRequest, problem: Problem) -> Selection:
+    """Select backends whose factories can be imported, kernel libraries included; nothing is built yet (D3).
+
+    For hosts that load weights before they build backends: what cannot be imported is told before.
+    """
+    return build_chosen(registry, request, problem, _import_chosen)[0]
+
+
+def _import_chosen(selection: Selection) -> None:
+    for role in selection.choices:
+        _told(import_factory, selection.chosen(role))
 
 
 def _asked_for(selection: Selection, backend: Registered) -> bool:
@@ -85,8 +103,13 @@ def _full_attention(selection: Selection, context: BackendContext) -> AttentionB
 
 
 def _build(registered: Registered, context: BackendContext) -> AttentionBackend:
+    return _told(build_backend, registered, context)
+
+
+def _told(step: Callable[..., Built], registered: Registered, *context: BackendContext) -> Built:
+    """What a step of building gives; its errors say of which backend they are."""
     try:
-        return build_backend(registered, context)
+        return step(registered, *context)
     except UsageError:  # a mistake in what was asked, whoever finds it
         raise
     except AttnplugError as error:

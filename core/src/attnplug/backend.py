@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Literal, Protocol, get_type_hints, runtime_checkable
@@ -340,31 +341,54 @@ def claim_problems(backend: AttentionBackend, declared: Capabilities, page_size:
             yield f"it claims {claim}, but has no {hook}{hook_signatures()[hook]}"
 
 
-def build_backend(registered: Registered, context: BackendContext) -> AttentionBackend:
-    """Import a backend's factory, build it, and insist that it is a backend: one whose hooks can be called, and whose
-    claims its spec declares."""
-    spec, source = registered.spec, registered.source
+def import_factory(registered: Registered) -> Callable[[BackendContext], Any]:
+    """A backend's factory, which is imported here and not before. Raises :class:`BackendError`, whatever is wrong."""
+    spec = registered.spec
     module_name, _, attribute = spec.factory.partition(":")
-    who = f"backend {spec.name} ({source})"
-    try:
+    with _blamed_on(registered, "imported"):
         factory: Any = importlib.import_module(module_name)
         for part in attribute.split("."):
             factory = getattr(factory, part)
-        if not callable(factory):
-            raise BackendError(f"{who}: {spec.factory} is {factory!r}, which cannot be called to build a backend")
-        backend = factory(context)
+    if not callable(factory):
+        raise BackendError(
+            f"{_who(registered)}: {spec.factory} is {factory!r}, which cannot be called to build a backend"
+        )
+    found: Callable[[BackendContext], Any] = factory
+    return found
+
+
+@contextmanager
+def _blamed_on(registered: Registered, action: str) -> Iterator[None]:
+    """Whatever a plugin's code raises becomes an error that says whose it is. Kernel libraries raise anything."""
+    where = f"{_who(registered)}: {registered.spec.factory} cannot be {action}"
+    try:
+        yield
     except PluginError as error:  # of what it declares: says what is wrong, but not whose it is
-        raise BackendError(f"{who}: {spec.factory} cannot be built: {error}") from error
+        raise BackendError(f"{where}: {error}") from error
     except (AttnplugError, KeyboardInterrupt):
         raise
-    except BaseException as error:  # kernel libraries raise anything on import, not only ImportError
-        raise BackendError(f"{who}: {spec.factory} cannot be built: {describe_error(error)}") from error
+    except BaseException as error:
+        raise BackendError(f"{where}: {describe_error(error)}") from error
+
+
+def _who(registered: Registered) -> str:
+    return f"backend {registered.spec.name} ({registered.source})"
+
+
+def build_backend(registered: Registered, context: BackendContext) -> AttentionBackend:
+    """Import a backend's factory, build it, and insist that it is a backend: one whose hooks can be called, and whose
+    claims its spec declares."""
+    spec = registered.spec
+    factory = import_factory(registered)
+    with _blamed_on(registered, "built"):
+        backend = factory(context)
     problems = list(backend_problems(backend, linear=context.roles == {Role.LINEAR}))
     if not problems:
         problems = list(claim_problems(backend, spec.capabilities, context.page_size))
     if problems:
         raise BackendError(
-            f"{who}: what {spec.factory} returned is not a backend:\n" + "\n".join(f"  {p}" for p in problems)
+            f"{_who(registered)}: what {spec.factory} returned is not a backend:\n"
+            + "\n".join(f"  {p}" for p in problems)
         )
     built: AttentionBackend = backend
     return built

@@ -106,6 +106,8 @@ class Selection:
     choices: Mapping[Role, RoleChoice]
     page_size: int | None
     options: Mapping[str, Any]
+    failed: Mapping[str, Refusal] = field(default_factory=dict)
+    """Backends that were left out because they could not be built, by name, with the reason."""
 
     @property
     def unserved(self) -> tuple[RoleChoice, ...]:
@@ -145,7 +147,8 @@ def explain(
             f"out, or give {Role.LINEAR.option}"
         )
     chosen = [choice.chosen for choice in choices.values() if choice.chosen is not None]
-    return Selection(problem, choices, _page_size(problem, chosen), _options(registry, request, choices))
+    options = _options(registry, request, choices)
+    return Selection(problem, choices, _page_size(problem, chosen), options, failed or {})
 
 
 def select(

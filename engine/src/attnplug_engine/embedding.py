@@ -12,7 +12,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnplug import BackendRequest, DType, ForwardMode, Problem, Role, Selection, Serving, load_registry, select
+from attnplug import (
+    BackendRequest,
+    DType,
+    ForwardMode,
+    Problem,
+    Role,
+    Selection,
+    Serving,
+    build_chosen,
+    choose_importable,
+    load_registry,
+)
 from attnplug.device import open_device
 from attnplug.errors import PoolError, UsageError
 from attnplug.kv import torch_dtype
@@ -127,7 +138,8 @@ class Embedder:
             is_embedding=True,
         )
         request = BackendRequest(checked.attention_backend, checked.role_backends, checked.backend_options)
-        self.selection = select(load_registry(), request, problem)
+        registry = load_registry()
+        failed = choose_importable(registry, request, problem).failed
         loaded = load_model(
             model, dtype=torch_dtype(dtype), device=device, parallel=parallel, seed=checked.seed, head=False
         )
@@ -150,7 +162,7 @@ class Embedder:
                 ),
             )
 
-        self.runner = build(self.selection)
+        self.selection, self.runner = build_chosen(registry, request, problem, build, failed)
         self.capacity = self.runner.capacity
 
     def embed(self, prompts: Sequence[Prompt]) -> list[Embedding]:

@@ -21,8 +21,8 @@ from attnplug import (
     Selection,
     Serving,
     build_chosen,
+    choose_importable,
     load_registry,
-    select,
 )
 from attnplug.device import open_device
 from attnplug.errors import BackendError, PoolError, UsageError
@@ -160,7 +160,8 @@ class Engine:
         )
         request = BackendRequest(options.attention_backend, options.role_backends, options.backend_options)
         self.registry = load_registry()
-        select(self.registry, request, problem)  # a refusal is told before a checkpoint is read
+        # A refusal, and a kernel library that cannot be imported, are told before a checkpoint is read.
+        failed = choose_importable(self.registry, request, problem).failed
         loaded = load_model(model, dtype=torch_dtype(dtype), device=device, parallel=parallel, seed=options.seed)
         self.vocab_size = loaded.module.vocab_size
         self.tokenizer: Tokenizer | None = find_tokenizer(model, self.vocab_size)
@@ -182,7 +183,7 @@ class Engine:
                 check_layers=options.check_layers,
             )
 
-        self.selection, self.runner = build_chosen(self.registry, request, problem, build)
+        self.selection, self.runner = build_chosen(self.registry, request, problem, build, failed)
         if parallel.size > 1:
             _insist_on_one_choice(self.selection, parallel, device)
         capacity = self.runner.capacity
