@@ -36,7 +36,7 @@ def test_one_prompt_streams_text_and_ends_with_figures():
         assert told in done.stderr
 
 
-def test_json_gives_one_line_a_prompt_in_order_and_nothing_else(prompts):
+def test_json_gives_one_line_a_prompt_as_they_finish_and_nothing_else(prompts):
     path = prompts(
         {"prompt": "hello", "max_tokens": 9},
         {"prompt_token_ids": [1, 2, 3], "max_tokens": 2},
@@ -47,9 +47,13 @@ def test_json_gives_one_line_a_prompt_in_order_and_nothing_else(prompts):
     done = in_own_process(*arguments)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [line["index"] for line in lines] == [0, 1, 2]
-    assert [len(line["token_ids"]) for line in lines][:2] == [9, 2]
-    assert all(set(line) == {"index", "token_ids", "text", "finish_reason"} for line in lines)
+    assert [line["index"] for line in lines] == [1, 2, 0]
+    assert [line["usage"] for line in lines[::2]] == [
+        {"prompt_tokens": 3, "completion_tokens": 2, "cached_tokens": 0},
+        {"prompt_tokens": 5, "completion_tokens": 9, "cached_tokens": 0},
+    ]
+    keys = ["index", "token_ids", "text", "finish_reason", "usage", "error"]
+    assert all(list(line) == keys and line["error"] is None for line in lines)
 
 
 @pytest.mark.parametrize("model", ["tiny:llama", "tiny:deepseek_v3", "tiny:kimi_linear"])

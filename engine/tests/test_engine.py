@@ -148,11 +148,13 @@ class TestErrors:
             Engine("tiny:mamba2", attention_backend="torch_native", device="cpu")
 
     def test_state_slots_of_a_model_without_states(self):
-        with pytest.raises(UsageError, match="--state-slots 2 is given, but the model has no linear-attention layer"):
+        with pytest.raises(UsageError, match=r"state_slots \(--state-slots\) 2 is given, but the model has no linear"):
             Engine("tiny:llama", state_slots=2, device="cpu")
 
     def test_states_that_do_not_fit_say_how_much_they_take(self):
-        with pytest.raises(PoolError, match=r"1000000000000 linear states [0-9.]+ GiB, .* --state-slots"):
+        with pytest.raises(
+            PoolError, match=r"1000000000000 linear states [0-9.]+ GiB, .* state_slots \(--state-slots\)"
+        ):
             Engine("tiny:mamba2", state_slots=10**12, device="cpu")
 
     def test_backend_that_does_not_exist(self):
@@ -177,7 +179,8 @@ class TestErrors:
         [("max_batch", 0), ("num_pages", 0), ("chunked_prefill_size", 0), ("context_length", -1), ("dtype", "int7")],
     )
     def test_settings_that_make_no_sense(self, setting, value):
-        with pytest.raises(UsageError, match=f"--{setting.replace('_', '-')} "):
+        """Whoever reads it wrote Python or a command line: both names are told."""
+        with pytest.raises(UsageError, match=rf"{setting} \(--{setting.replace('_', '-')}\) '?{value}"):
             Engine("tiny:llama", device="cpu", **{setting: value})
 
     def test_unknown_setting_is_an_error(self):

@@ -9,20 +9,28 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from attnplug_engine.engine import Completion, Engine, EngineOptions, Statistics
-    from attnplug_engine.request import FinishReason, Request, SamplingParams
+    from attnplug_engine.completion import Completion, Statistics, Usage
+    from attnplug_engine.engine import Engine
+    from attnplug_engine.options import EngineOptions
+    from attnplug_engine.request import FinishReason, LikelyToken, Request, SamplingParams, TokenLogprobs, Update
     from attnplug_engine.runner import Capacity, ModelRunner
+    from attnplug_engine.transcript import Transcript
 
 _MODULE_OF = {
     "Capacity": "runner",
-    "Completion": "engine",
+    "Completion": "completion",
     "Engine": "engine",
-    "EngineOptions": "engine",
+    "EngineOptions": "options",
     "FinishReason": "request",
+    "LikelyToken": "request",
     "ModelRunner": "runner",
     "Request": "request",
     "SamplingParams": "request",
-    "Statistics": "engine",
+    "Statistics": "completion",
+    "TokenLogprobs": "request",
+    "Transcript": "transcript",
+    "Update": "request",
+    "Usage": "completion",
 }
 
 
@@ -44,8 +52,13 @@ __all__ = [
     "Engine",
     "EngineOptions",
     "FinishReason",
+    "LikelyToken",
     "ModelRunner",
     "Request",
     "SamplingParams",
     "Statistics",
+    "TokenLogprobs",
+    "Transcript",
+    "Update",
+    "Usage",
 ]

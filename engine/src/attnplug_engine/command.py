@@ -23,7 +23,12 @@ def declare(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument("--model", required=True, metavar="PATH|tiny:NAME", help="a checkpoint's folder, or tiny:NAME")
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--prompt", metavar="TEXT", help="one prompt")
-    what.add_argument("--prompts", metavar="FILE.jsonl", help="one JSON object a line, with prompt or prompt_token_ids")
+    what.add_argument(
+        "--prompts",
+        metavar="FILE.jsonl|-",
+        help="one JSON object a line, with prompt or prompt_token_ids, and its own id, max_tokens, stop and so on; "
+        "- reads standard input",
+    )
     add_backend_options(parser)
     for role in _ROLES:
         parser.add_argument(role.option, metavar="NAME|auto", help=f"backend for the role {role} alone")
@@ -35,6 +40,19 @@ def declare(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens; 0 keeps all")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest with this share")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of sampling and of tiny models' weights")
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end a prompt's text before this one; may be repeated",
+    )
+    parser.add_argument(
+        "--logprobs",
+        type=int,
+        metavar="N",
+        help="with --json: log probability of every token, and of the N likeliest in its place",
+    )
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the checkpoint's end-of-text token")
     parser.add_argument("--num-pages", type=int, metavar="N", help="pages of the cache (default: by memory)")
     parser.add_argument("--max-batch", type=int, default=32, metavar="N", help="requests at a time")
@@ -77,7 +95,12 @@ def run(parsed: argparse.Namespace) -> int:
 
 def _prompts(parsed: argparse.Namespace) -> list[PromptLine]:
     defaults = SamplingParams(
-        max_tokens=parsed.max_tokens, temperature=parsed.temperature, top_k=parsed.top_k, top_p=parsed.top_p
+        max_tokens=parsed.max_tokens,
+        temperature=parsed.temperature,
+        top_k=parsed.top_k,
+        top_p=parsed.top_p,
+        stop=tuple(parsed.stop),
+        logprobs=parsed.logprobs,
     )
     if parsed.prompts is not None:
         return read_prompts(parsed.prompts, defaults)

@@ -76,3 +76,8 @@ def write_line(text: str) -> None:
     assert _answers is not None, "reserve_for_json comes first"
     _answers.write(text + "\n")
     _answers.flush()
+
+
+def on_terminal() -> bool:
+    """Whether the answer is written to a terminal, where nothing else may be drawn meanwhile."""
+    return (_answers or sys.stdout).isatty()

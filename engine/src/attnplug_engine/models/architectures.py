@@ -92,9 +92,11 @@ def load_model(
     device: torch.device | str,
     parallel: TensorParallel = SINGLE,
     seed: int = 0,
+    progress: Callable[[int, int], None] | None = None,
 ) -> LoadedModel:
     """Load a Hugging Face folder, or the built-in ``tiny:NAME`` with random weights by ``seed``.
 
+    ``progress(done, total)`` is told of every tensor of a folder that is read.
     Under ``parallel`` only this rank's part is read. Raises UsageError (ModelConfigError, CheckpointError,
     UnknownArchitecture, ParallelError) for all that can be wrong.
     """
@@ -106,7 +108,7 @@ def load_model(
     else:
         path = Path(reference)
         source = Checkpoint.open(path if path.is_dir() else path.parent)
-    return build_model(source, spec, dtype=dtype, device=device, parallel=parallel)
+    return build_model(source, spec, dtype=dtype, device=device, parallel=parallel, progress=progress)
 
 
 def build_model(
@@ -116,6 +118,7 @@ def build_model(
     dtype: torch.dtype,
     device: torch.device | str,
     parallel: TensorParallel = SINGLE,
+    progress: Callable[[int, int], None] | None = None,
 ) -> LoadedModel:
     """Build the model that a source's config describes, from the source's weights."""
     architecture = _known(spec, source.name)
@@ -124,7 +127,9 @@ def build_model(
         raise config.error(
             "means quantised weights, which cannot be loaded; give an unquantised checkpoint", "quantization_config"
         )
-    weights = Weights(source, dtype=dtype, device=torch.device(device), parallel=parallel)
+    total = len(source.names())  # 0 for random weights, which are made as they are asked for
+    told = None if progress is None or not total else lambda done: progress(done, total)
+    weights = Weights(source, dtype=dtype, device=torch.device(device), parallel=parallel, on_read=told)
     with torch.no_grad():
         module = architecture.build(weights, config, spec)
     weights.check_all_taken(_ignored(architecture, config))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -50,6 +50,7 @@ class Weights:
         parallel: TensorParallel,
         prefix: str = "",
         taken: set[str] | None = None,
+        on_read: Callable[[int], None] | None = None,
     ) -> None:
         self.dtype = dtype
         self.device = device
@@ -57,6 +58,8 @@ class Weights:
         self._source = source
         self._prefix = prefix
         self._taken = set() if taken is None else taken
+        self._on_read = on_read
+        """Told after each tensor how many were read so far."""
 
     def at(self, module: str) -> Weights:
         """The weights of a module inside this one: ``"layers.3"``."""
@@ -67,6 +70,7 @@ class Weights:
             parallel=self.parallel,
             prefix=f"{self._prefix}{module}.",
             taken=self._taken,
+            on_read=self._on_read,
         )
 
     def holds(self, name: str) -> bool:
@@ -117,4 +121,6 @@ class Weights:
         full_name = self._prefix + name
         part = self._source.tensor(full_name, shape, rows=rows, columns=columns)
         self._taken.add(full_name)
+        if self._on_read is not None:
+            self._on_read(len(self._taken))
         return part
