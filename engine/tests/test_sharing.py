@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from attnplug import UsageError
-from attnplug_engine import Engine, Request, SamplingParams
-from attnplug_engine.request import Update
+from attnplug_engine import Engine, Request, SamplingParams, Update
 
 PROMPTS = ["one", "another prompt", "x", "a third of them", "more"]
 PARAMS = [SamplingParams(max_tokens=tokens) for tokens in (20, 7, 13, 1, 9)]

@@ -20,6 +20,7 @@ class Answers:
         self._json = json
         self._waiting: dict[int, Completion] = {}
         self._next = 0
+        self.written = 0
 
     def add(self, completion: Completion) -> None:
         """Write a completion, or keep its text until those before it are written."""
@@ -27,22 +28,33 @@ class Answers:
         if completion.error is not None:
             print(f"error: {line.where}: {completion.error}", file=sys.stderr)
         if self._json:
-            output.write_line(_json_line(completion, line))
+            self._write(_json_line(completion, line))
             return
         self._waiting[completion.index] = completion
         while self._next in self._waiting:
-            _print(self._waiting.pop(self._next))
+            self._write(_text_line(self._waiting.pop(self._next)))
             self._next += 1
 
     def close(self) -> None:
         """Write what still waits for prompts before it that will not finish."""
         while self._waiting:
-            _print(self._waiting.pop(min(self._waiting)))
+            self._write(_text_line(self._waiting.pop(min(self._waiting))))
+
+    def _write(self, line: str) -> None:
+        self.written += 1  # first: an interrupt comes as a rule when a line was seen
+        try:
+            if self._json:
+                output.write_line(line)
+            else:
+                print(line, flush=True)
+        except OSError:
+            self.written -= 1
+            raise
 
 
-def _print(completion: Completion) -> None:
+def _text_line(completion: Completion) -> str:
     told = completion.text if completion.text is not None else " ".join(map(str, completion.token_ids))
-    print(f"[{completion.index}] {told}", flush=True)
+    return f"[{completion.index}] {told}"
 
 
 def _json_line(completion: Completion, line: PromptLine) -> str:

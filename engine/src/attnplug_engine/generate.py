@@ -113,7 +113,7 @@ def _stream(engine: Engine, request: Request, where: str, speaks: bool) -> int:
 
 def _generate(engine: Engine, requests: Sequence[Request], answers: Answers | None, console: Console) -> int:
     """Run all prompts; each is answered when it is finished. Returns the exit code."""
-    finished, code = 0, 0
+    code = 0
     shown = len(requests) > 1 and not output.on_terminal()
     try:
         with _progress(console, "generating", shown, len(requests)) as (bar, task):
@@ -124,16 +124,16 @@ def _generate(engine: Engine, requests: Sequence[Request], answers: Answers | No
                 code = code if completion.error is None else 1
                 if answers is not None:
                     answers.add(completion)
-                finished += 1
                 bar.advance(task)
     except BrokenPipeError:  # nobody reads on, so there is nobody to tell
         raise
     except BaseException as error:
-        if answers is not None and not isinstance(error, OSError):
-            answers.close()
         interrupted = isinstance(error, KeyboardInterrupt)
-        what = "interrupted" if interrupted else "stopped"
-        console.print(f"{what}: {finished} of {len(requests)} prompts were finished and are written", soft_wrap=True)
+        if answers is not None:
+            if not isinstance(error, OSError):  # else there is no output to write to
+                answers.close()
+            what = "interrupted" if interrupted else "stopped"
+            console.print(f"{what}: {answers.written} of {len(requests)} prompts were finished and are written")
         if not interrupted:
             raise
         code = INTERRUPTED

@@ -7,7 +7,6 @@ import io
 import json
 import math
 import sys
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
@@ -42,10 +41,10 @@ def read_prompts(path: str, defaults: SamplingParams) -> list[PromptLine]:
         raise UsageError(f"--prompts {path} is not UTF-8 text: byte {error.start} cannot be decoded") from error
 
 
-def parse_prompts(stream: Iterable[str], name: str, defaults: SamplingParams) -> list[PromptLine]:
+def parse_prompts(stream: TextIO, name: str, defaults: SamplingParams) -> list[PromptLine]:
     """The prompts of JSON lines; empty lines are left out. A bad line is an error with ``name`` and its number."""
     prompts = []
-    for number, line in enumerate(stream, start=1):
+    for number, line in enumerate(stream.read().split("\n"), start=1):
         if line.strip():
             where = f"{name}:{number}"
             try:
