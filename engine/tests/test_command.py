@@ -102,10 +102,13 @@ class TestAnswers:
 
         return end_with
 
-    def test_texts_come_in_the_order_of_their_prompts(self, attnplug: Attnplug, uneven):
+    def test_texts_come_in_the_order_of_their_prompts(self, attnplug: Attnplug, uneven, monkeypatch):
+        """On standard output, also where a progress bar is drawn on standard error."""
+        monkeypatch.setenv("FORCE_COLOR", "1")
         outcome = attnplug(*RUN, "--prompts", uneven)
         assert outcome.code == 0, outcome.err
         assert [line[:3] for line in outcome.out.splitlines()] == ["[0]", "[1]", "[2]"]
+        assert "generating" in outcome.err
 
     @pytest.mark.parametrize("json", [True, False])
     @pytest.mark.parametrize(
@@ -233,6 +236,9 @@ def test_a_bad_line_is_an_error_with_its_number(attnplug: Attnplug, prompts, lin
         (["--model", "tiny:llama", "--prompt", "x", "--mla-extend", "sideways"], 2, "sideways"),
         (["--model", "tiny:llama", "--prompt", "x", "--max-tokens", "0"], 2, "max_tokens"),
         (["--model", "tiny:llama", "--prompt", "x", "--page-size", "0"], 2, "--page-size 0"),
+        (["--model", "tiny:llama", "--prompt", "x", "--logprobs", "2"], 2, "give --json too"),
+        (["--model", "tiny:llama", "--prompt", "x", "--stop", ""], 2, "stop="),
+        (["--model", "tiny:llama", "--prompt", "x", "--max-batch", "0"], 2, "max_batch (--max-batch) 0"),
         (["--model", "tiny:llama", "--prompts", "/no/such/file"], 2, "cannot be read"),
         (["--model", "tiny:llama"], 2, "--prompt"),
         (["--model", "tiny:llama", "--prompt", "x" * 50, "--num-pages", "1", "--page-size", "4"], 1, "pages"),

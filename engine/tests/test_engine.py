@@ -279,6 +279,11 @@ class TestErrors:
         with pytest.raises(UsageError, match=rf"{setting} \(--{setting.replace('_', '-')}\) '?{value}"):
             Engine("tiny:llama", device="cpu", **{setting: value})
 
+    def test_a_dtype_that_the_model_asks_for_is_not_blamed_on_an_option(self, tmp_path):
+        (tmp_path / "config.json").write_text(json.dumps({**TINY_CONFIGS["llama"], "dtype": "int7"}))
+        with pytest.raises(UsageError, match=r"^the model's dtype 'int7' is not a data type"):
+            Engine(tmp_path, device="cpu")
+
     def test_unknown_setting_is_an_error(self):
         with pytest.raises(TypeError, match="max_batches"):
             Engine("tiny:llama", max_batches=3)

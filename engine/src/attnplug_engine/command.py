@@ -84,6 +84,8 @@ def declare(commands: Commands[argparse.ArgumentParser]) -> None:
 def run(parsed: argparse.Namespace) -> int:
     if parsed.tensor_parallel < 1:
         raise UsageError(f"--tensor-parallel {parsed.tensor_parallel} is not a number of ranks; give 1 or more")
+    if parsed.logprobs is not None and not parsed.json:
+        raise UsageError(f"--logprobs {parsed.logprobs} is told in JSON lines only; give --json too")
     lines = _prompts(parsed)
     if parsed.tensor_parallel > 1 and not started_as_rank():
         output.release()

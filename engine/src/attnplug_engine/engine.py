@@ -351,7 +351,7 @@ def naming(where: str) -> Iterator[None]:
 
 
 def _model_dtype(spec: ModelSpec) -> DType:
-    return DType.FLOAT32 if spec.dtype is None else DType.parse(spec.dtype, "--dtype")
+    return DType.FLOAT32 if spec.dtype is None else DType.parse(spec.dtype, "the model's dtype")
 
 
 def _select(

@@ -61,7 +61,7 @@ class SamplingParams:
     logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _check_whole("max_tokens", self.max_tokens, 1, f"a number of new tokens, 1 to {LARGEST}")
+        _check_whole("max_tokens", self.max_tokens, 1, f"a number of new tokens, 1 or more, at most {LARGEST}")
         _check_number("temperature", self.temperature, 0, _LARGEST_FLOAT, "0 for greedy, or a finite number above 0")
         object.__setattr__(self, "temperature", float(self.temperature))  # torch divides by no int above 64 bits
         _check_whole("top_k", self.top_k, 0, "0 for all tokens, or how many of the likeliest to keep")
@@ -174,7 +174,7 @@ class Request:
         return self.prompt[start:] + tuple(self.output[max(start - prompt, 0) : stop - prompt])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # made for every token: frozen it takes twice as long
 class Update:
     """A new token of a prompt, or its end (``token`` is ``None``). ``index`` is the prompt's, in its list."""
 
