@@ -272,7 +272,15 @@ class TestErrors:
 
     @pytest.mark.parametrize(
         ("setting", "value"),
-        [("max_batch", 0), ("num_pages", 0), ("chunked_prefill_size", 0), ("context_length", -1), ("dtype", "int7")],
+        [
+            ("max_batch", 0),
+            ("num_pages", 0),
+            ("num_pages", 2**62),
+            ("seed", -1),
+            ("chunked_prefill_size", 0),
+            ("context_length", -1),
+            ("dtype", "int7"),
+        ],
     )
     def test_settings_that_make_no_sense(self, setting, value):
         """Whoever reads it wrote Python or a command line: both names are told."""

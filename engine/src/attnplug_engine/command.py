@@ -35,17 +35,23 @@ def declare(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--dtype", metavar="DTYPE", help="element type of weights and activations (default: the model's)"
     )
-    parser.add_argument("--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, metavar="N", help="new tokens a prompt")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy")
+    parser.add_argument(
+        "--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, metavar="N", help="most new tokens a prompt"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="how freely tokens are drawn; 0 is greedy"
+    )
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens; 0 keeps all")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest with this share")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest tokens that together have this share"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of sampling and of tiny models' weights")
     parser.add_argument(
         "--stop",
         action="append",
         default=[],
         metavar="TEXT",
-        help="end a prompt's text before this one; may be repeated",
+        help="a text that ends the answer, which is cut before it; may be repeated",
     )
     parser.add_argument(
         "--logprobs",
@@ -63,9 +69,16 @@ def declare(commands: Commands[argparse.ArgumentParser]) -> None:
         metavar="N",
         help="most tokens a step; -1: prompts in one piece",
     )
-    parser.add_argument("--context-length", type=int, metavar="N", help="most tokens a request, prompt included")
+    parser.add_argument(
+        "--context-length", type=int, metavar="N", help="most tokens a request, prompt included (default: the model's)"
+    )
     parser.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt from its first token")
-    parser.add_argument("--state-slots", type=int, metavar="N", help="linear states, of requests and of snapshots")
+    parser.add_argument(
+        "--state-slots",
+        type=int,
+        metavar="N",
+        help="linear states, of requests and of snapshots (default: by --max-batch)",
+    )
     parser.add_argument(
         "--state-checkpoint",
         type=int,

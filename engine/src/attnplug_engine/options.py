@@ -12,10 +12,11 @@ from attnplug.config_keys import show
 from attnplug.errors import PoolError, UsageError
 from attnplug.model import ModelSpec
 from attnplug_engine.parallel import TensorParallel
-from attnplug_engine.request import LARGEST, LARGEST_SEED
+from attnplug_engine.request import LARGEST_SEED
 from attnplug_engine.runner import Capacity, bytes_per_page, bytes_per_state
 
 LARGEST_BATCH = 1 << 16
+LARGEST_COUNT = 1 << 40  # of pages, slots or tokens: more than memory has, and less than torch's sizes overflow by
 
 _CPU_CACHE_BYTES = 1 << 30
 _GPU_CACHE_SHARE = 0.85
@@ -60,10 +61,10 @@ class EngineOptions:
         self._check_whole("max_batch", 1, LARGEST_BATCH)
         for name in ("num_pages", "context_length", "state_slots", "state_checkpoint"):
             if getattr(self, name) is not None:
-                self._check_whole(name, 1, LARGEST)
+                self._check_whole(name, 1, LARGEST_COUNT)
         self._check_whole("seed", 0, LARGEST_SEED)
         if self.chunked_prefill_size != -1:
-            self._check_whole("chunked_prefill_size", 1, LARGEST, ", or -1 for prompts in one piece")
+            self._check_whole("chunked_prefill_size", 1, LARGEST_COUNT, ", or -1 for prompts in one piece")
 
     def _check_whole(self, name: str, lowest: int, highest: int, or_else: str = "") -> None:
         value = getattr(self, name)
