@@ -287,7 +287,7 @@ def test_a_usable_backend_whose_factory_cannot_be_imported_is_reported(
     """D2: metadata does not tell."""
     plugin("fast", PLUGIN.format(name="fast"))
     monkeypatch.setattr(doctor, "_factory_failures", lambda probes, factories: {"fast": f"not {factories['fast']}"})
-    text = "fast-dist 1.2.3: usable here, but its factory nowhere:build cannot be imported: not nowhere:build"
+    text = "fast-dist 1.2.3: usable here, but its factory attnplug:nothing cannot be imported: not attnplug:nothing"
     assert report()["plugins"]["fast"] == text
 
 

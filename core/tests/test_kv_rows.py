@@ -249,7 +249,9 @@ def test_fp8_rows_beside_padding_are_the_nearest_to_float64(dtype: torch.dtype, 
             if slot >= 0:
                 wanted[slot] = (row / 0.40625).clamp(-448, 448)
         assert (wanted == 448).sum() > 2
-        assert torch.equal(bits(pool.rows(0)), nearest_float8(wanted))
+        written = bits(pool.rows(0))
+        written[(written & 127) == 127] = 127  # a NaN of either sign: which one, processors differ in
+        assert torch.equal(written, nearest_float8(wanted))
 
 
 def nearest_float8(x: torch.Tensor) -> torch.Tensor:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -12,7 +15,11 @@ from pathlib import Path
 import pytest
 
 from attnplug import load_registry
+from attnplug.cli import app, output
+from attnplug.errors import AttnplugError
 from attnplug.loading import Broken, Source
+from attnplug_engine.runner import ModelRunner
+from attnplug_engine.sampler import BadLogits, Sampler
 from support.command import Attnplug
 
 
@@ -39,7 +46,7 @@ def test_one_prompt_streams_text_and_ends_with_figures():
         assert told in done.stderr
 
 
-def test_json_gives_one_line_a_prompt_in_order_and_nothing_else(prompts):
+def test_json_gives_one_line_a_prompt_as_they_finish_and_nothing_else(prompts):
     path = prompts(
         {"prompt": "hello", "max_tokens": 9},
         {"prompt_token_ids": [1, 2, 3], "max_tokens": 2},
@@ -50,20 +57,138 @@ def test_json_gives_one_line_a_prompt_in_order_and_nothing_else(prompts):
     done = in_own_process(*arguments)
     assert done.returncode == 0, done.stderr
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [line["index"] for line in lines] == [0, 1, 2]
-    assert [len(line["token_ids"]) for line in lines][:2] == [9, 2]
-    assert all(set(line) == {"index", "token_ids", "text", "finish_reason"} for line in lines)
+    assert [line["index"] for line in lines] == [1, 2, 0]
+    assert [line["usage"] for line in lines[::2]] == [
+        {"prompt_tokens": 3, "completion_tokens": 2, "cached_tokens": 0},
+        {"prompt_tokens": 5, "completion_tokens": 9, "cached_tokens": 0},
+    ]
+    keys = ["index", "token_ids", "text", "finish_reason", "usage", "error"]
+    assert all(list(line) == keys and line["error"] is None for line in lines)
 
 
 @pytest.mark.parametrize("model", ["tiny:llama", "tiny:deepseek_v3", "tiny:kimi_linear"])
 def test_two_ranks_give_the_same_tokens_as_one(attnplug: Attnplug, prompts, model):
     """Heads split, one all-reduce a block, launched by the command itself."""
     path = prompts({"prompt": "hello there"}, {"prompt": "hi"}, {"prompt": "hello again"})
-    arguments = ("--model", model, "--prompts", path, "--max-tokens", "24", "--json", "--device", "cpu")
+    arguments = ("--model", model, "--prompts", path, "--max-tokens", "24", "--json", "--device", "cpu", "--stop", "zz")
     one, two = attnplug("run", *arguments), in_own_process(*arguments, "--tensor-parallel", "2")
     assert (one.code, two.returncode) == (0, 0), two.stderr
     assert one.out == two.stdout
     assert len(two.stdout.splitlines()) == 3
+
+
+RUN = ("run", "--model", "tiny:llama", "--device", "cpu")
+
+
+class TestAnswers:
+    """Every prompt is answered when it is finished: what ends the command takes nothing away."""
+
+    @pytest.fixture
+    def uneven(self, prompts) -> str:
+        """Three prompts, of which the second is finished first, and the first last."""
+        return prompts(*({"prompt": "hello", "max_tokens": tokens} for tokens in (9, 2, 5)))
+
+    @pytest.fixture
+    def end_with(self, monkeypatch):
+        """Makes the sixth step of every engine raise."""
+
+        def end_with(error: BaseException) -> None:
+            original, steps = ModelRunner.run, []
+
+            def run(self, step):
+                steps.append(step)
+                if len(steps) == 6:
+                    raise error
+                return original(self, step)
+
+            monkeypatch.setattr(ModelRunner, "run", run)
+
+        return end_with
+
+    def test_texts_come_in_the_order_of_their_prompts(self, attnplug: Attnplug, uneven, monkeypatch):
+        """On standard output, also where a progress bar is drawn on standard error."""
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        outcome = attnplug(*RUN, "--prompts", uneven)
+        assert outcome.code == 0, outcome.err
+        assert [line[:3] for line in outcome.out.splitlines()] == ["[0]", "[1]", "[2]"]
+        assert "generating" in outcome.err
+
+    @pytest.mark.parametrize("json", [True, False])
+    @pytest.mark.parametrize(
+        ("error", "code", "told"),
+        [
+            (KeyboardInterrupt(), 130, "interrupted: 2 of 3 prompts were finished"),
+            (AttnplugError("the device is gone"), 1, "stopped: 2 of 3 prompts were finished"),
+        ],
+    )
+    def test_what_is_finished_is_written(self, attnplug: Attnplug, uneven, end_with, json, error, code, told):
+        end_with(error)
+        outcome = attnplug(*RUN, "--prompts", uneven, *(["--json"] if json else []))
+        assert outcome.code == code and told in outcome.err and str(error) in outcome.err
+        indices = [int(line.split('"index": ' if json else "[")[1][0]) for line in outcome.out.splitlines()]
+        assert indices == [1, 2]
+
+    def test_output_that_cannot_be_written_ends_the_generation(self, uneven, end_with, monkeypatch, capsys):
+        def full(_text: str) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(output, "write_line", full)
+        end_with(AssertionError("it went on"))
+        with output.safe_streams(), pytest.raises(OSError, match="No space left on device"):
+            app.run([*RUN, "--prompts", uneven, "--json"])
+        assert "stopped: 0 of 3 prompts were finished" in capsys.readouterr().err
+
+    def test_an_interrupt_leaves_whole_lines(self, prompts):
+        path = prompts(*({"prompt": "hello", "max_tokens": 100 + number} for number in range(400)))
+        command = [sys.executable, "-m", "attnplug", *RUN, "--prompts", path, "--json", "--max-batch", "4"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
+            first = started.stdout.readline()
+            started.send_signal(signal.SIGINT)
+            rest, told = started.communicate()
+        lines = [json.loads(line) for line in (first + rest).splitlines()]
+        assert started.returncode == 130 and "Traceback" not in told
+        assert f"interrupted: {len(lines)} of 400 prompts were finished" in told
+        assert 0 < len(lines) < 400 and len({line["index"] for line in lines}) == len(lines)
+
+    def test_a_failed_prompt_says_why_in_its_line(self, attnplug: Attnplug, prompts, monkeypatch):
+        original = Sampler.sample
+
+        def sample(self, logits, requests):
+            if 1 in (request.id for request in requests):
+                raise BadLogits([1])
+            return original(self, logits, requests)
+
+        monkeypatch.setattr(Sampler, "sample", sample)
+        outcome = attnplug(*RUN, "--prompts", prompts({"prompt": "a"}, {"prompt": "b", "id": "bad"}), "--json")
+        failed, good = (json.loads(line) for line in outcome.out.splitlines())
+        assert outcome.code == 1 and (failed["id"], good["error"]) == ("bad", None)
+        assert failed["finish_reason"] == "error" and "not finite" in failed["error"]
+        assert failed["error"] in outcome.err and "--check-layers" in failed["error"]
+
+
+def test_prompts_come_from_standard_input_and_keep_their_ids(attnplug: Attnplug, monkeypatch):
+    ids = ["a", 7, 1.5, 10**30]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(json.dumps({"prompt": "x", "id": name}) for name in ids)))
+    outcome = attnplug(*RUN, "--prompts", "-", "--json", "--max-tokens", "2")
+    assert [json.loads(line)["id"] for line in outcome.out.splitlines()] == ids
+    monkeypatch.setattr("sys.stdin", io.StringIO("{}"))
+    outcome = attnplug(*RUN, "--prompts", "-")
+    assert outcome.code == 2 and "standard input:1: give exactly one of" in outcome.err
+
+
+def test_stop_texts_and_logprobs_of_the_command_and_of_a_line(attnplug: Attnplug, prompts):
+    arguments = (*RUN, "--max-tokens", "12")
+    text = attnplug(*arguments, "--prompt", "hello").out[:-1]
+    path = prompts({"prompt": "hello"}, {"prompt": "hello", "stop": [text[3]], "logprobs": 0})
+    outcome = attnplug(*arguments, "--prompts", path, "--json", "--stop", text[6], "--logprobs", "2")
+    own, general = (json.loads(line) for line in outcome.out.splitlines())
+    assert (general["text"], general["finish_reason"]) == (text[: text.index(text[6])], "stop")
+    assert own["text"] == text[: min(text.index(text[6]), text.index(text[3]))]
+    assert [(one["token_id"], len(one["top"])) for one in general["logprobs"]] == [
+        (token, 2) for token in general["token_ids"]
+    ]
+    assert all(one["top"] == [] and one["logprob"] < 0 for one in own["logprobs"])
+    assert attnplug(*arguments, "--prompt", "hello", "--stop", text[5:8]).out == text[: text.index(text[5:8])] + "\n"
 
 
 BAD_LINES = [
@@ -79,6 +204,17 @@ BAD_LINES = [
     ({"prompt": "x", "temperature": -1}, "temperature"),
     ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
     ({"prompt": "x", "stop_token_ids": [[]]}, "stop_token_ids"),
+    ({"prompt": "x", "stop": "x"}, "stop is 'x'; it must be a list of texts"),
+    ({"prompt": "x", "stop": [""]}, "stop="),
+    ({"prompt": "x", "logprobs": -1}, "logprobs=-1"),
+    ({"prompt": "x", "id": [1]}, "id is [1]; it must be a string or a number"),
+    ('{"prompt": "x", "id": 1e400}', "id is inf"),
+    ({"prompt": "x", "max_tokens": 10**400}, "max_tokens=1000"),
+    ({"prompt": "x", "temperature": 10**400}, "temperature=1000"),
+    ({"prompt": "x", "top_p": 10**400}, "top_p=1000"),
+    ({"prompt": "x", "seed": 10**400}, "seed=1000"),
+    ({"prompt": "x", "stop_token_ids": [10**400]}, "stop_token_ids"),
+    ({"prompt_token_ids": [10**400]}, "is not in the vocabulary"),
     ({"prompt": "é"}, "ASCII"),
     ('{"prompt": "\\ud800"}', "surrogate"),
     ('{"prompt_token_ids": [' + "9" * 5000 + "]}", "not JSON that can be read"),
@@ -103,6 +239,9 @@ def test_a_bad_line_is_an_error_with_its_number(attnplug: Attnplug, prompts, lin
         (["--model", "tiny:llama", "--prompt", "x", "--mla-extend", "sideways"], 2, "sideways"),
         (["--model", "tiny:llama", "--prompt", "x", "--max-tokens", "0"], 2, "max_tokens"),
         (["--model", "tiny:llama", "--prompt", "x", "--page-size", "0"], 2, "--page-size 0"),
+        (["--model", "tiny:llama", "--prompt", "x", "--logprobs", "2"], 2, "give --json too"),
+        (["--model", "tiny:llama", "--prompt", "x", "--stop", ""], 2, "stop="),
+        (["--model", "tiny:llama", "--prompt", "x", "--max-batch", "0"], 2, "max_batch (--max-batch) 0"),
         (["--model", "tiny:llama", "--prompts", "/no/such/file"], 2, "cannot be read"),
         (["--model", "tiny:llama"], 2, "--prompt"),
         (["--model", "tiny:llama", "--prompt", "x" * 50, "--num-pages", "1", "--page-size", "4"], 1, "pages"),

@@ -135,7 +135,10 @@ MISTAKES = [
     (["--prompt", "x", "--pooling", "max"], "--pooling 'max' is unknown; use one of last, mean, first"),
     (["--prompt", "x", "--prompt-name", "query"], "no prompt 'query'"),
     (["--prompt", "x", "--tensor-parallel", "0"], "--tensor-parallel 0"),
-    (["--prompt", "x", "--chunked-prefill-size", "0"], "--chunked-prefill-size 0"),
+    (
+        ["--prompt", "x", "--chunked-prefill-size", "0"],
+        "chunked_prefill_size (--chunked-prefill-size) 0 is not allowed",
+    ),
     (["--prompt", "x", "--attention-backend", "nope"], "there is no backend 'nope'"),
     (["--prompts", "/no/such/file"], "cannot be read"),
 ]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from attnplug import (
     BackendContext,
@@ -88,6 +90,98 @@ def test_statistics_count_tokens_by_what_they_were_for(engine):
     assert (fresh.statistics.prefill_tokens, fresh.statistics.decode_tokens) == (11, 4)
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """tiny:llama as a checkpoint, whose tokenizer has more tokens than the model: 0 to 129, "t0" to "t129"."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    source = RandomCheckpoint.tiny("tiny:llama")
+    build_model(source, load_spec("tiny:llama"), dtype=torch.float32, device="cpu")
+    source.save(folder)
+    tokenizer = Tokenizer(models.WordLevel({f"t{number}": number for number in range(130)}, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+def test_a_model_may_be_a_path(folder, engine):
+    by_path = Engine(folder, device="cpu")
+    assert (
+        by_path.generate([[1, 2, 3]], max_tokens=4)[0].token_ids
+        == engine.generate([[1, 2, 3]], max_tokens=4)[0].token_ids
+    )
+
+
+def test_a_tokenizer_that_is_not_of_the_model_is_told_before_anything_runs(folder):
+    engine = Engine(folder, device="cpu")
+    with pytest.raises(UsageError, match=r"prompt 1: .* token id 129, .* vocabulary ends at 127"):
+        engine.generate(["t1 t2", "t3 t129 t128"], max_tokens=2)
+    assert not engine.scheduler.has_work and not engine.statistics.prefill_tokens
+
+
+def test_reading_a_checkpoint_reports_its_progress(folder):
+    told: list[tuple[int, int]] = []
+    Engine(folder, device="cpu", progress=lambda done, total: told.append((done, total)))
+    total = told[0][1]
+    assert [done for done, _ in told] == list(range(1, total + 1)) and {of for _, of in told} == {total}
+
+
+def test_usage_counts_the_tokens_of_each_prompt():
+    fresh = Engine("tiny:llama", device="cpu", page_size=4)
+    first, second = (fresh.generate([[1, 2, 3, 4, 5, 6]], max_tokens=3)[0].usage for _ in range(2))
+    assert (first.prompt_tokens, first.completion_tokens, first.cached_tokens) == (6, 3, 0)
+    assert (second.prompt_tokens, second.completion_tokens, second.cached_tokens) == (6, 3, 4)
+
+
+class TestStopTexts:
+    def test_the_text_ends_before_it_and_the_tokens_with_it(self, engine):
+        (free,) = engine.generate(["hello"], max_tokens=12)
+        (stopped,) = engine.generate(["hello"], max_tokens=12, stop=[free.text[5:8], "no such text"])
+        end = free.text.index(free.text[5:8])
+        assert (stopped.text, stopped.finish_reason) == (free.text[:end], "stop")
+        assert stopped.token_ids == free.token_ids[: end + 3]
+        assert not engine.scheduler.has_work
+
+    def test_one_that_is_complete_with_the_last_token(self, engine):
+        (free,) = engine.generate(["hello"], max_tokens=8)
+        (stopped,) = engine.generate(["hello"], max_tokens=8, stop=free.text[-3:])
+        assert (stopped.text, stopped.finish_reason) == (free.text[:-3], "stop")
+
+    def test_one_that_is_not_complete_is_part_of_the_text(self, engine):
+        (free,) = engine.generate(["hello"], max_tokens=8)
+        (going,) = engine.generate(["hello"], max_tokens=8, stop=free.text[-3:] + "?")
+        assert (going.text, going.finish_reason) == (free.text, "length")
+
+    def test_others_in_the_batch_go_on(self, engine):
+        free = engine.generate(["one", "two", "three"], max_tokens=12)
+        stopping = SamplingParams(max_tokens=12, stop=(free[1].text[3],))
+        some = engine.generate(["one", "two", "three"], [SamplingParams(12), stopping, SamplingParams(12)])
+        assert [some[0].text, some[2].text] == [free[0].text, free[2].text]
+        assert some[1].token_ids == free[1].token_ids[: free[1].text.index(free[1].text[3]) + 1]
+
+    def test_they_need_a_tokenizer(self, folder, tmp_path):
+        for name in ("config.json", "model.safetensors"):
+            (tmp_path / name).symlink_to(folder / name)
+        with pytest.raises(UsageError, match=r"prompt 0: stop texts need .* tokenizer.json"):
+            Engine(tmp_path, device="cpu").generate([[1, 2]], stop=["x"])
+
+
+def test_logprobs_are_those_of_the_model(make_oracle):
+    """Before temperature, natural logarithm; against transformers, in a batch with one that does not ask."""
+    oracle = make_oracle("llama")
+    engine = Engine(oracle.folder, device="cpu", page_size=4, chunked_prefill_size=5, ignore_eos=True)
+    prompt = [5, 6, 7, 8, 9, 10, 11]
+    params = SamplingParams(max_tokens=6, temperature=1.7, top_k=9, seed=3, logprobs=4)
+    asking, silent = engine.generate([prompt, [1, 2, 3]], [params, SamplingParams(max_tokens=9)])
+    assert silent.logprobs is None and len(asking.logprobs) == 6
+    logits = oracle.logits(prompt + asking.token_ids)[len(prompt) - 1 : -1].double()
+    expected = torch.log_softmax(logits, dim=-1)
+    for place, (token, told) in enumerate(zip(asking.token_ids, asking.logprobs, strict=True)):
+        assert told.token_id == token and told.logprob == pytest.approx(float(expected[place, token]), abs=1e-4)
+        best = expected[place].topk(4)
+        assert [likely.token_id for likely in told.top] == best.indices.tolist()
+        assert [likely.logprob for likely in told.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+
+
 @pytest.mark.parametrize("where", ["config.json", "generation_config.json"])
 def test_a_text_ends_where_the_checkpoint_says(tmp_path, where):
     """generation_config.json has the last word, as in transformers."""
@@ -130,6 +224,8 @@ class TestErrors:
     def test_token_id_out_of_range(self, engine):
         with pytest.raises(UsageError, match=r"prompt 0: token id 128 .* 0 to 127"):
             engine.generate([[1, 128]], max_tokens=2)
+        with pytest.raises(UsageError, match=r"token id a number of thousands of digits is not"):
+            engine.generate([[10**5000]], max_tokens=2)
         with pytest.raises(UsageError, match=r"token id -1"):
             engine.generate([[-1]], max_tokens=2)
         with pytest.raises(UsageError, match=r"token id True"):
@@ -163,11 +259,13 @@ class TestErrors:
             Engine("tiny:mamba2", attention_backend="torch_native", device="cpu")
 
     def test_state_slots_of_a_model_without_states(self):
-        with pytest.raises(UsageError, match="--state-slots 2 is given, but the model has no linear-attention layer"):
+        with pytest.raises(UsageError, match=r"state_slots \(--state-slots\) 2 is given, but the model has no linear"):
             Engine("tiny:llama", state_slots=2, device="cpu")
 
     def test_states_that_do_not_fit_say_how_much_they_take(self):
-        with pytest.raises(PoolError, match=r"1000000000000 linear states [0-9.]+ GiB, .* --state-slots"):
+        with pytest.raises(
+            PoolError, match=r"1000000000000 linear states [0-9.]+ GiB, .* state_slots \(--state-slots\)"
+        ):
             Engine("tiny:mamba2", state_slots=10**12, device="cpu")
 
     def test_backend_that_does_not_exist(self):
@@ -189,11 +287,25 @@ class TestErrors:
 
     @pytest.mark.parametrize(
         ("setting", "value"),
-        [("max_batch", 0), ("num_pages", 0), ("chunked_prefill_size", 0), ("context_length", -1), ("dtype", "int7")],
+        [
+            ("max_batch", 0),
+            ("num_pages", 0),
+            ("num_pages", 2**62),
+            ("seed", -1),
+            ("chunked_prefill_size", 0),
+            ("context_length", -1),
+            ("dtype", "int7"),
+        ],
     )
     def test_settings_that_make_no_sense(self, setting, value):
-        with pytest.raises(UsageError, match=f"--{setting.replace('_', '-')} "):
+        """Whoever reads it wrote Python or a command line: both names are told."""
+        with pytest.raises(UsageError, match=rf"{setting} \(--{setting.replace('_', '-')}\) '?{value}"):
             Engine("tiny:llama", device="cpu", **{setting: value})
+
+    def test_a_dtype_that_the_model_asks_for_is_not_blamed_on_an_option(self, tmp_path):
+        (tmp_path / "config.json").write_text(json.dumps({**TINY_CONFIGS["llama"], "dtype": "int7"}))
+        with pytest.raises(UsageError, match=r"^the model's dtype 'int7' is not a data type"):
+            Engine(tmp_path, device="cpu")
 
     def test_unknown_setting_is_an_error(self):
         with pytest.raises(TypeError, match="max_batches"):
@@ -223,7 +335,7 @@ def test_nan_in_logits_ends_the_request_that_has_it_and_no_other():
     poison(engine, 1)
     good, bad = engine.generate([[1, 2, 3], [4, 5, 9]], max_tokens=4, stop_token_ids=frozenset({9}))
     assert good.token_ids == wanted.token_ids and good.error is None
-    assert bad.finish_reason == "error" and "prompt 1" in bad.error
+    assert bad.finish_reason == "error" and "prompt 1" in bad.error and "--check-layers" in bad.error
     assert engine.runner.allocator.free_pages == engine.runner.allocator.num_pages
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from attnplug.errors import AttnplugError, UsageError
 from attnplug_engine.request import Request, SamplingParams
-from attnplug_engine.sampler import BadLogits, Sampler, draw, likeliest, request_seed, uniform
+from attnplug_engine.sampler import BadLogits, Sampler, draw, likeliest, request_seed, token_logprobs, uniform
 
 KINDS: list[dict[str, float]] = [
     {},
@@ -23,7 +24,7 @@ KINDS: list[dict[str, float]] = [
 ]
 
 
-def request(number: int, made: int = 0, seed: int | None = None, **params: float) -> Request:
+def request(number: int, made: int = 0, seed: int | None = None, **params: Any) -> Request:
     return Request(number, (1,), SamplingParams(99, seed=seed, **params), output=[0] * made)
 
 
@@ -202,3 +203,45 @@ def test_shapes_are_checked() -> None:
         with pytest.raises(UsageError, match="do not fit 1 requests"):
             Sampler().sample(torch.zeros(shape), [request(0)])
     assert Sampler().sample(torch.zeros(0, 8), []) == {}
+
+
+def test_logprobs_by_the_definition_and_the_same_in_every_batch() -> None:
+    logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(2)) * 4
+    logits[1, 7:40] = -math.inf
+    logits[2, [3, 9, 30]] = 20.0
+    asked = [None, 20, 2]
+    requests = [request(number + 5, temperature=0.5, logprobs=count) for number, count in enumerate(asked)]
+    found = token_logprobs(logits, requests, {5: 1, 6: 4, 7: 9})
+    assert found.keys() == {6, 7}
+    for row, number in ((1, 6), (2, 7)):
+        assert (
+            found[number]
+            == token_logprobs(logits[row : row + 1], [requests[row]], {number: found[number].token_id})[number]
+        )
+        values = logits[row].tolist()
+        total = math.log(math.fsum(math.exp(value) for value in values))
+        assert found[number].logprob == pytest.approx(values[found[number].token_id] - total)
+        for likely in found[number].top:
+            assert likely.logprob == pytest.approx(values[likely.token_id] - total)
+    # Of tokens that cannot be chosen there is nothing to tell; of equals the first are told.
+    assert len(found[6].top) == 17 and found[6].top == tuple(sorted(found[6].top, key=lambda likely: -likely.logprob))
+    assert [likely.token_id for likely in found[7].top] == [3, 9]
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "temperature", "top_k", "top_p", "seed", "logprobs"])
+def test_parameters_that_make_no_sense_are_refused_by_name(name: str) -> None:
+    """Numbers of hundreds and of thousands of digits too, which Python turns into no float and into no text."""
+    for value in (-1, 10**400, 10**5000, float("nan"), "1", True):
+        with pytest.raises(UsageError, match=f"^{name}=.* is not allowed; give "):
+            SamplingParams(**{"max_tokens": 1, name: value})
+
+
+def test_a_temperature_may_be_a_huge_whole_number() -> None:
+    logits = torch.tensor([1.0, 3.0, 2.0])
+    assert draw(logits, SamplingParams(1, temperature=10**300), 0.99) == 2
+
+
+@pytest.mark.parametrize("stop", ["x", ["x"], ("x", ""), (3,)])
+def test_stop_texts_are_a_tuple_of_texts(stop: object) -> None:
+    with pytest.raises(UsageError, match=r"^stop=.* give a tuple of texts"):
+        SamplingParams(1, stop=stop)

@@ -10,25 +10,33 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from attnplug_engine.chat import Chat
+    from attnplug_engine.completion import Completion, Statistics, Usage
     from attnplug_engine.embedding import Embedder, Embedding, EmbedOptions
-    from attnplug_engine.engine import Completion, Engine, EngineOptions, Statistics
-    from attnplug_engine.request import FinishReason, Request, SamplingParams
+    from attnplug_engine.engine import Engine
+    from attnplug_engine.options import EngineOptions
+    from attnplug_engine.request import FinishReason, LikelyToken, Request, SamplingParams, TokenLogprobs, Update
     from attnplug_engine.runner import Capacity, ModelRunner
+    from attnplug_engine.transcript import Transcript
 
 _MODULE_OF = {
     "Capacity": "runner",
     "Chat": "chat",
-    "Completion": "engine",
+    "Completion": "completion",
     "EmbedOptions": "embedding",
     "Embedder": "embedding",
     "Embedding": "embedding",
     "Engine": "engine",
-    "EngineOptions": "engine",
+    "EngineOptions": "options",
     "FinishReason": "request",
+    "LikelyToken": "request",
     "ModelRunner": "runner",
     "Request": "request",
     "SamplingParams": "request",
-    "Statistics": "engine",
+    "Statistics": "completion",
+    "TokenLogprobs": "request",
+    "Transcript": "transcript",
+    "Update": "request",
+    "Usage": "completion",
 }
 
 
@@ -54,8 +62,13 @@ __all__ = [
     "Engine",
     "EngineOptions",
     "FinishReason",
+    "LikelyToken",
     "ModelRunner",
     "Request",
     "SamplingParams",
     "Statistics",
+    "TokenLogprobs",
+    "Transcript",
+    "Update",
+    "Usage",
 ]

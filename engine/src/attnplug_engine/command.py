@@ -28,8 +28,9 @@ def declare(commands: Commands[argparse.ArgumentParser]) -> None:
     what.add_argument("--prompt", metavar="TEXT", help="one prompt")
     what.add_argument(
         "--prompts",
-        metavar="FILE.jsonl",
-        help="one JSON object a line, with prompt, messages or prompt_token_ids",
+        metavar="FILE.jsonl|-",
+        help="one JSON object a line, with prompt, messages or prompt_token_ids, and its own id, max_tokens, stop and "
+        "so on; - reads standard input",
     )
     parser.add_argument("--chat", action="store_true", help="a prompt is a user's message: use the chat template")
     add_backend_options(parser)
@@ -38,11 +39,30 @@ def declare(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--dtype", metavar="DTYPE", help="element type of weights and activations (default: the model's)"
     )
-    parser.add_argument("--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, metavar="N", help="new tokens a prompt")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy")
+    parser.add_argument(
+        "--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, metavar="N", help="most new tokens a prompt"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, metavar="T", help="how freely tokens are drawn; 0 is greedy"
+    )
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="keep the K likeliest tokens; 0 keeps all")
-    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest with this share")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest tokens that together have this share"
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of sampling and of tiny models' weights")
+    parser.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="a text that ends the answer, which is cut before it; may be repeated",
+    )
+    parser.add_argument(
+        "--logprobs",
+        type=int,
+        metavar="N",
+        help="with --json: log probability of every token, and of the N likeliest in its place",
+    )
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the checkpoint's end-of-text token")
     parser.add_argument("--num-pages", type=int, metavar="N", help="pages of the cache (default: by memory)")
     parser.add_argument("--max-batch", type=int, default=32, metavar="N", help="requests at a time")
@@ -53,9 +73,16 @@ def declare(commands: Commands[argparse.ArgumentParser]) -> None:
         metavar="N",
         help="most tokens a step; -1: prompts in one piece",
     )
-    parser.add_argument("--context-length", type=int, metavar="N", help="most tokens a request, prompt included")
+    parser.add_argument(
+        "--context-length", type=int, metavar="N", help="most tokens a request, prompt included (default: the model's)"
+    )
     parser.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt from its first token")
-    parser.add_argument("--state-slots", type=int, metavar="N", help="linear states, of requests and of snapshots")
+    parser.add_argument(
+        "--state-slots",
+        type=int,
+        metavar="N",
+        help="linear states, of requests and of snapshots (default: by --max-batch)",
+    )
     parser.add_argument(
         "--state-checkpoint",
         type=int,
@@ -74,6 +101,8 @@ def declare(commands: Commands[argparse.ArgumentParser]) -> None:
 def run(parsed: argparse.Namespace) -> int:
     if parsed.tensor_parallel < 1:
         raise UsageError(f"--tensor-parallel {parsed.tensor_parallel} is not a number of ranks; give 1 or more")
+    if parsed.logprobs is not None and not parsed.json:
+        raise UsageError(f"--logprobs {parsed.logprobs} is told in JSON lines only; give --json too")
     if parsed.tensor_parallel > 1 and not started_as_rank():
         with kept_for_ranks(parsed.prompts):
             _prompts(parsed)
@@ -93,7 +122,12 @@ def _request(parsed: argparse.Namespace) -> BackendRequest:
 
 def _prompts(parsed: argparse.Namespace) -> list[PromptLine]:
     defaults = SamplingParams(
-        max_tokens=parsed.max_tokens, temperature=parsed.temperature, top_k=parsed.top_k, top_p=parsed.top_p
+        max_tokens=parsed.max_tokens,
+        temperature=parsed.temperature,
+        top_k=parsed.top_k,
+        top_p=parsed.top_p,
+        stop=tuple(parsed.stop),
+        logprobs=parsed.logprobs,
     )
     if parsed.prompts is not None:
         return read_prompts(parsed.prompts, defaults, chat=parsed.chat)

@@ -29,15 +29,15 @@ from attnplug.errors import PoolError, UsageError
 from attnplug.kv import torch_dtype
 from attnplug.model import ModelSpec
 from attnplug.model_config import load_model as load_spec
-from attnplug_engine import EngineOptions
+from attnplug_engine.encoder import PromptEncoder
 from attnplug_engine.engine import naming
 from attnplug_engine.models import LoadedModel, load_model
+from attnplug_engine.options import EngineOptions
 from attnplug_engine.parallel import SINGLE, TensorParallel
 from attnplug_engine.pooling import EmbeddingRules, Pooling, read_rules
 from attnplug_engine.random_checkpoint import TINY
 from attnplug_engine.request import Request, SamplingParams, Step, StepEntry
 from attnplug_engine.runner import Capacity, ModelRunner, bytes_per_page
-from attnplug_engine.tokenizer import find_tokenizer
 
 Prompt = str | Sequence[int]
 
@@ -125,7 +125,7 @@ class Embedder:
         self._prefix = _prefix(self.rules, given.prompt_name)
         spec = load_spec(model)
         device, sm = open_device(checked.device)
-        dtype = checked.dtype or (DType.FLOAT32 if spec.dtype is None else DType.parse(spec.dtype, "--dtype"))
+        dtype = checked.dtype or (DType.FLOAT32 if spec.dtype is None else DType.parse(spec.dtype, "the model's dtype"))
         kv_dtype = checked.kv_dtype or dtype
         problem = Problem(
             spec,
@@ -145,7 +145,7 @@ class Embedder:
         )
         _check_causal(model, loaded)
         self.vocab_size = loaded.module.vocab_size
-        self.tokenizer = find_tokenizer(model, self.vocab_size)
+        self._encoder = PromptEncoder(model, self.vocab_size)
         self._cut = None if checked.chunked_prefill_size == -1 else checked.chunked_prefill_size
 
         def build(selection: Selection) -> ModelRunner:
@@ -179,7 +179,7 @@ class Embedder:
         """A prompt's tokens, with what goes before a text. Raises where the model cannot embed them."""
         if self._named_prompt is not None and not isinstance(prompt, str):
             raise UsageError(f"the prompt {self._named_prompt!r} goes before texts, and this one is token ids")
-        found = tuple(self._encode(self._prefix + prompt) if isinstance(prompt, str) else self._ids(prompt))
+        found = tuple(self._encoder.encode(self._prefix + prompt if isinstance(prompt, str) else prompt))
         if not found:
             raise UsageError("an empty prompt has no hidden state to embed; give at least one token")
         if len(found) > self.capacity.context_length:
@@ -197,21 +197,6 @@ class Embedder:
         requests = [Request(index, tokens, SamplingParams(max_tokens=1)) for index, tokens in enumerate(prompts)]
         for together in self._batches(requests):
             yield from self._embed(together)
-
-    def _encode(self, text: str) -> Sequence[int]:
-        if self.tokenizer is None:
-            raise UsageError("the checkpoint has no tokenizer.json; give the prompt as token ids")
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise UsageError("the prompt is not text: it holds half of a surrogate pair") from None
-        return self._ids(self.tokenizer.encode(text))
-
-    def _ids(self, tokens: Sequence[int]) -> Sequence[int]:
-        for token in tokens:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
-                raise UsageError(f"token id {token!r} is not in the vocabulary; give 0 to {self.vocab_size - 1}")
-        return tokens
 
     def _pages(self, tokens: int) -> int:
         return -(-tokens // self.capacity.page_size)

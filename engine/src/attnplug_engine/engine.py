@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import threading
 import time
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,10 +17,7 @@ import torch
 from attnplug import (
     BackendRequest,
     DType,
-    ExtendPolicy,
-    ForwardMode,
     Problem,
-    Role,
     Selection,
     Serving,
     build_chosen,
@@ -30,127 +30,52 @@ from attnplug.kv import torch_dtype
 from attnplug.model import ModelSpec
 from attnplug.model_config import load_model as load_spec
 from attnplug_engine.chat import Chat
-from attnplug_engine.chat_template import ChatTemplate
+from attnplug_engine.completion import Completion, Statistics, Usage
+from attnplug_engine.encoder import Prompt, PromptEncoder
 from attnplug_engine.models import load_model
+from attnplug_engine.options import EngineOptions, capacity
 from attnplug_engine.parallel import SINGLE, TensorParallel
 from attnplug_engine.prefix_cache import CacheStatistics, PrefixCache
 from attnplug_engine.request import (
     DEFAULT_MAX_TOKENS,
-    LARGEST_SEED,
     FinishReason,
+    Follower,
     Request,
     SamplingParams,
     Step,
     StepResult,
+    TokenLogprobs,
+    Update,
 )
-from attnplug_engine.runner import Capacity, ModelRunner, bytes_per_page, bytes_per_state
-from attnplug_engine.sampler import BadLogits, Sampler
+from attnplug_engine.runner import ModelRunner
+from attnplug_engine.sampler import BadLogits, Sampler, token_logprobs
 from attnplug_engine.scheduler import Scheduler
-from attnplug_engine.tokenizer import Tokenizer, end_tokens, find_tokenizer
-
-Prompt = str | Sequence[int] | Chat
-
-LARGEST_BATCH = 1 << 16
-
-_CPU_CACHE_BYTES = 1 << 30
-_GPU_CACHE_SHARE = 0.85
-_MOST_EMPTY_PAGES = 1 << 21
-_SLOTS_A_REQUEST = 3
-"""Linear states by default: a request's own, and two snapshots."""
-
-
-@dataclass(frozen=True, slots=True)
-class EngineOptions:
-    """How an engine is built. ``None`` means: choose for me."""
-
-    attention_backend: str = "auto"
-    role_backends: Mapping[Role, str] = field(default_factory=dict)
-    backend_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    device: str | None = None
-    dtype: DType | None = None
-    kv_dtype: DType | None = None
-    page_size: int | None = None
-    num_pages: int | None = None
-    max_batch: int = 32
-    chunked_prefill_size: int = 2048
-    """Most tokens of one step; -1 for prompts in one piece."""
-    prefix_cache: bool = True
-    state_slots: int | None = None
-    """For models with linear layers: slots for their states, of running requests and of snapshots together."""
-    state_checkpoint: int = 1024
-    """Tokens from one snapshot of such a state to the next, rounded up to whole pages."""
-    context_length: int | None = None
-    extend_policy: ExtendPolicy = field(default_factory=ExtendPolicy)
-    seed: int = 0
-    ignore_eos: bool = False
-    """Go on past the tokens by which the checkpoint says that a text ends."""
-    check_layers: bool = False
-
-    def __post_init__(self) -> None:
-        for name in ("dtype", "kv_dtype"):
-            if isinstance(value := getattr(self, name), str):  # "bf16" is as good as the member
-                object.__setattr__(self, name, DType.parse(value, f"--{name.replace('_', '-')}"))
-        for name in ("max_batch", "num_pages", "context_length", "state_slots", "state_checkpoint"):
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise UsageError(f"--{name.replace('_', '-')} {value} is not allowed; give 1 or more")
-        if self.max_batch > LARGEST_BATCH:
-            raise UsageError(f"--max-batch {self.max_batch} is not allowed; give at most {LARGEST_BATCH}")
-        if not 0 <= self.seed <= LARGEST_SEED:
-            raise UsageError(f"--seed {self.seed} is not allowed; give 0 to {LARGEST_SEED}")
-        if self.chunked_prefill_size < 1 and self.chunked_prefill_size != -1:
-            raise UsageError(
-                f"--chunked-prefill-size {self.chunked_prefill_size} is not allowed; give 1 or more, or -1 for prompts "
-                "in one piece"
-            )
-
-
-@dataclass(frozen=True, slots=True)
-class Completion:
-    """What became of one prompt. ``text`` is ``None`` where the checkpoint has no tokenizer."""
-
-    index: int
-    token_ids: list[int]
-    text: str | None
-    finish_reason: str
-    error: str | None = None
-
-
-@dataclass(slots=True)
-class Statistics:
-    """Tokens and seconds since the engine was made. A step that does both is divided by its tokens."""
-
-    prefill_tokens: int = 0
-    prefill_seconds: float = 0.0
-    decode_tokens: int = 0
-    decode_seconds: float = 0.0
-
-    def add(self, step: Step, seconds: float) -> None:
-        total = step.num_tokens
-        decoding = (
-            total if step.mode is ForwardMode.DECODE else sum(1 for entry in step.entries if entry.request.output)
-        )
-        self.decode_tokens += decoding
-        self.prefill_tokens += total - decoding
-        self.decode_seconds += seconds * decoding / total
-        self.prefill_seconds += seconds * (total - decoding) / total
+from attnplug_engine.tokenizer import end_tokens
+from attnplug_engine.transcript import Transcript
 
 
 class Engine:
     """A model that generates on any installed backend: ``Engine("tiny:llama", attention_backend="torch_native")``.
 
-    Settings are the fields of :class:`EngineOptions`. Under tensor parallelism every rank makes the same calls: each
-    runs the same schedule and samples the same tokens.
+    Settings are the fields of :class:`EngineOptions`. ``progress(done, total)`` is told while a checkpoint's tensors
+    are read. Under tensor parallelism every rank makes the same calls: each runs the same schedule and samples the same
+    tokens.
+
+    An engine may be shared: by iterators that take turns, and by threads (of one rank). Whoever asks for a step runs
+    all requests by one step, and every request's tokens are kept for each one that follows it.
     """
 
     def __init__(
         self,
-        model: str,
+        model: str | os.PathLike[str],
         options: EngineOptions | None = None,
         *,
         parallel: TensorParallel = SINGLE,
+        progress: Callable[[int, int], None] | None = None,
         **settings: Any,
     ) -> None:
         self.options = options = replace(options or EngineOptions(), **settings)
+        model = os.fspath(model)
         spec = load_spec(model)
         device, sm = open_device(options.device)
         dtype = options.dtype or _model_dtype(spec)
@@ -158,20 +83,28 @@ class Engine:
         problem = Problem(
             spec, device.type, sm, dtype, kv_dtype, page_size=options.page_size, tensor_parallel=parallel.size
         )
-        request = BackendRequest(options.attention_backend, options.role_backends, options.backend_options)
+        wanted = BackendRequest(options.attention_backend, options.role_backends, options.backend_options)
         self.registry = load_registry()
         # A refusal, and a kernel library that cannot be imported, are told before a checkpoint is read.
-        failed = choose_importable(self.registry, request, problem).failed
-        loaded = load_model(model, dtype=torch_dtype(dtype), device=device, parallel=parallel, seed=options.seed)
+        failed = choose_importable(self.registry, wanted, problem).failed
+        loaded = load_model(
+            model,
+            dtype=torch_dtype(dtype),
+            device=device,
+            parallel=parallel,
+            seed=options.seed,
+            progress=progress,
+        )
         self.vocab_size = loaded.module.vocab_size
-        self.tokenizer: Tokenizer | None = find_tokenizer(model, self.vocab_size)
+        self._encoder = PromptEncoder(model, self.vocab_size)
+        self.tokenizer = self._encoder.tokenizer
         self.stop_token_ids = frozenset() if options.ignore_eos else end_tokens(model, loaded.config)
 
         def build(selection: Selection) -> ModelRunner:
             return ModelRunner(
                 loaded,
                 selection,
-                _capacity(spec, options, selection, torch_dtype(dtype), kv_dtype, device, parallel),
+                capacity(spec, options, selection, torch_dtype(dtype), kv_dtype, device, parallel),
                 device=device,
                 dtype=torch_dtype(dtype),
                 kv_dtype=kv_dtype,
@@ -183,61 +116,84 @@ class Engine:
                 check_layers=options.check_layers,
             )
 
-        self.selection, self.runner = build_chosen(self.registry, request, problem, build, failed)
+        self.selection, self.runner = build_chosen(self.registry, wanted, problem, build, failed)
         if parallel.size > 1:
             _insist_on_one_choice(self.selection, parallel, device)
-        capacity = self.runner.capacity
+        room = self.runner.capacity
         states = self.runner.pools.linear
-        self.cache = PrefixCache(self.runner.allocator, capacity.page_size, states) if options.prefix_cache else None
+        self.cache = PrefixCache(self.runner.allocator, room.page_size, states) if options.prefix_cache else None
         self.scheduler = Scheduler(
             self.runner.table,
             self.runner.allocator,
             self.cache,
-            max_batch=capacity.max_batch,
-            max_step_tokens=capacity.max_step_tokens,
-            context_length=capacity.context_length,
+            max_batch=room.max_batch,
+            max_step_tokens=room.max_step_tokens,
+            context_length=room.context_length,
             states=states,
             checkpoint=options.state_checkpoint,
         )
         self.sampler = Sampler(options.seed)
         self.statistics = Statistics()
-        self._model = model
-        self._chat_template: ChatTemplate | None = None
         self._next_id = 0
+        self._observed: set[Request] = set()  # unfinished, with stop texts or log probabilities to look after
+        self._lock = threading.RLock()
+        self._turn = threading.Lock()
 
     def add(self, prompt: Prompt, params: SamplingParams) -> Request:
         """Queue a prompt; it takes part from the next step on. It also ends where the checkpoint says texts end."""
         if not self.stop_token_ids <= params.stop_token_ids:
             params = replace(params, stop_token_ids=params.stop_token_ids | self.stop_token_ids)
-        request = Request(self._next_id, tuple(self._tokens(prompt)), params)
-        self.scheduler.add(request)
-        self._next_id += 1
+        tokens = tuple(self._encoder.encode(prompt))
+        transcript = None
+        if params.stop:
+            if self.tokenizer is None:
+                raise UsageError("stop texts need the checkpoint's tokenizer.json, and it has none; use stop_token_ids")
+            transcript = Transcript(self.tokenizer, params.stop)
+        with self._turn, self._lock:
+            request = Request(self._next_id, tokens, params, transcript=transcript)
+            self.scheduler.add(request)
+            self._next_id += 1
+            if transcript is not None or params.logprobs is not None:
+                self._observed.add(request)
         return request
 
     def abort(self, request: Request) -> None:
         """End a request now; what it has so far stays with it."""
-        self.scheduler.abort(request.id)
+        with self._lock:
+            if self.scheduler.holds(request):
+                self.scheduler.abort(request.id)
+                self._end(request)
 
     def step(self) -> StepResult | None:
         """Run one step; ``None`` when there is nothing to do.
 
         A request whose logits are not finite ends with an error; the others go on as if it had never been there.
         """
-        step = self.scheduler.next_step()
-        if step is None:
-            return None
-        started = time.perf_counter()
-        try:
-            sampled = self.sampler.sample(self.runner.run(step), step.sampled_requests)
-        except BadLogits as error:
-            ended = [self.scheduler.abort(request_id, FinishReason.ERROR) for request_id in error.request_ids]
-            self.scheduler.drop_step(step)
-            return StepResult({}, tuple(request for request in ended if request is not None))
-        except BaseException:
-            self.scheduler.drop_step(step)
-            raise
-        self.statistics.add(step, time.perf_counter() - started)
-        return self.scheduler.finish_step(step, sampled)
+        with self._lock:
+            step = self.scheduler.next_step()
+            if step is None:
+                return None
+            started = time.perf_counter()
+            logprobs: dict[int, TokenLogprobs] = {}
+            try:
+                logits, requests = self.runner.run(step), step.sampled_requests
+                sampled = self.sampler.sample(logits, requests)
+                if self._observed:
+                    logprobs = token_logprobs(logits, requests, sampled)
+            except BadLogits as error:
+                ended = [self.scheduler.abort(request_id, FinishReason.ERROR) for request_id in error.request_ids]
+                self.scheduler.drop_step(step)
+                result = StepResult({}, tuple(request for request in ended if request is not None))
+            except BaseException:
+                self.scheduler.drop_step(step)
+                raise
+            else:
+                self.statistics.add(step, time.perf_counter() - started)
+                result = self.scheduler.finish_step(step, sampled)
+                if self._observed:
+                    result = self._observe(result, requests, logprobs)
+            self._tell(step, result)
+            return result
 
     def stream(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> Iterator[Update]:
         """Generate for all prompts; yields each token as it comes, and each prompt's end."""
@@ -260,21 +216,37 @@ class Engine:
         yield from self.follow(requests)
 
     def follow(self, requests: Sequence[Request]) -> Iterator[Update]:
-        """Run until these requests are finished; yields their tokens as they come, and their ends."""
-        index = {request.id: number for number, request in enumerate(requests)}
+        """Run until these requests are finished; yields all their tokens, in order, and their ends.
+
+        An iterator that is left early aborts those of its requests that nobody else follows.
+        """
+        updates: deque[Update] = deque()
+        followers = [Follower(updates, index) for index in range(len(requests))]
+        unfinished = len(requests)
         try:
-            while any(request.finish_reason is None for request in requests):
-                result = self.step()
-                assert result is not None, "an unfinished request is work"
-                for request_id, token in result.tokens.items():
-                    if request_id in index:
-                        yield Update(index[request_id], requests[index[request_id]], token)
-                for request in result.finished:
-                    if request.id in index:
-                        yield Update(index[request.id], request, None)
+            with self._lock:
+                self._check_own(requests)
+                for request, follower in zip(requests, followers, strict=True):
+                    for token in request.output:
+                        follower.tell(request, token)
+                    if request.finish_reason is None:
+                        request.followers.append(follower)
+                    else:
+                        follower.tell(request, None)
+            while unfinished:
+                if not updates:
+                    self._advance(updates)
+                    continue
+                update = updates.popleft()
+                unfinished -= update.token is None
+                yield update
         finally:
-            for request in requests:
-                self.abort(request)  # of an iterator that was left early, nothing stays behind
+            with self._lock:
+                for request, follower in zip(requests, followers, strict=True):
+                    if follower in request.followers:
+                        request.followers.remove(follower)
+                        if not request.followers:
+                            self.abort(request)
 
     def generate(
         self,
@@ -285,6 +257,8 @@ class Engine:
         """Generate for all prompts, in their order. ``sampling`` are fields of ``SamplingParams``, alike for all."""
         if "stop_token_ids" in sampling:
             sampling["stop_token_ids"] = frozenset(sampling["stop_token_ids"])
+        if isinstance(stop := sampling.get("stop"), str | list):
+            sampling["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
         if params is None:
             params = SamplingParams(**{"max_tokens": DEFAULT_MAX_TOKENS, **sampling})
         elif sampling:
@@ -296,43 +270,80 @@ class Engine:
         """A finished request as its owner wants it."""
         assert request.finish_reason is not None
         text = None if self.tokenizer is None else self.tokenizer.decode(request.output)
+        if request.transcript is not None:
+            text = request.transcript.text
         error = None
         if request.finish_reason is FinishReason.ERROR:
             error = f"the logits of prompt {index} are not finite after {len(request.output)} tokens"
-        return Completion(index, list(request.output), text, request.finish_reason.value, error)
+            if not self.options.check_layers:
+                error += "; check_layers (--check-layers) stops at the first layer that is at fault"
+        return Completion(
+            index,
+            list(request.output),
+            text,
+            request.finish_reason.value,
+            Usage(len(request.prompt), len(request.output), request.cached_tokens),
+            error,
+            None if request.params.logprobs is None else list(request.logprobs),
+        )
 
     @property
     def cache_statistics(self) -> CacheStatistics | None:
         return None if self.cache is None else self.cache.statistics
 
-    def _tokens(self, prompt: Prompt) -> Sequence[int]:
-        if isinstance(prompt, str | Chat):
-            if self.tokenizer is None:
-                raise UsageError("the checkpoint has no tokenizer.json; give the prompt as token ids")
-            text = prompt if isinstance(prompt, str) else self._rendered(prompt)
-            try:
-                text.encode()
-            except UnicodeEncodeError:
-                raise UsageError("the prompt is not text: it holds half of a surrogate pair") from None
-            return self.tokenizer.encode(text, special_tokens=isinstance(prompt, str))
-        for token in prompt:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
-                raise UsageError(f"token id {token!r} is not in the vocabulary; give 0 to {self.vocab_size - 1}")
-        return prompt
+    def _check_own(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            if request.finish_reason is None and not self.scheduler.holds(request):
+                raise UsageError(f"request {request.id} is not this engine's; follow what its add() returned")
 
-    def _rendered(self, chat: Chat) -> str:
-        if self._chat_template is None:
-            self._chat_template = ChatTemplate.find(self._model)
-        return self._chat_template.render(chat)
+    def _advance(self, updates: deque[Update]) -> None:
+        """Run a step, unless one of another thread's has brought updates while this one waited."""
+        with self._turn:  # who waits for the lock goes first: a thread that steps in a loop would keep it out
+            self._lock.acquire()
+        try:
+            if not updates:
+                result = self.step()
+                assert result is not None, "an unfinished request is work"
+        finally:
+            self._lock.release()
 
+    def _observe(
+        self, result: StepResult, requests: Sequence[Request], logprobs: Mapping[int, TokenLogprobs]
+    ) -> StepResult:
+        """Take down log probabilities, and end the requests whose new token completes a stop text."""
+        finished = list(result.finished)
+        for request in requests:
+            token = result.tokens.get(request.id)
+            if token is None:  # aborted in flight
+                continue
+            if request.id in logprobs:
+                request.logprobs.append(logprobs[request.id])
+            if request.transcript is None:
+                continue
+            request.transcript.push(token)
+            if request.transcript.stopped:
+                if self.scheduler.abort(request.id, FinishReason.STOP) is not None:
+                    finished.append(request)
+                request.finish_reason = FinishReason.STOP  # also of one that has all its tokens
+        return StepResult(result.tokens, tuple(finished))
 
-@dataclass(frozen=True, slots=True)
-class Update:
-    """A new token of a prompt, or its end (``token`` is ``None``)."""
+    def _tell(self, step: Step, result: StepResult) -> None:
+        tokens = result.tokens
+        for entry in step.entries:
+            request = entry.request
+            if request.followers and (token := tokens.get(request.id)) is not None:
+                for follower in tuple(request.followers):  # an iterator may be collected, and so leave, right here
+                    follower.tell(request, token)
+        for request in result.finished:
+            self._end(request)
 
-    index: int
-    request: Request
-    token: int | None
+    def _end(self, request: Request) -> None:
+        """What is left to do when a request is finished, for whatever reason."""
+        self._observed.discard(request)
+        if request.transcript is not None:
+            request.transcript.finish()
+        for follower in tuple(request.followers):
+            follower.tell(request, None)
 
 
 @contextmanager
@@ -345,7 +356,7 @@ def naming(where: str) -> Iterator[None]:
 
 
 def _model_dtype(spec: ModelSpec) -> DType:
-    return DType.FLOAT32 if spec.dtype is None else DType.parse(spec.dtype, "--dtype")
+    return DType.FLOAT32 if spec.dtype is None else DType.parse(spec.dtype, "the model's dtype")
 
 
 def _insist_on_one_choice(selection: Selection, parallel: TensorParallel, device: torch.device) -> None:
@@ -357,45 +368,3 @@ def _insist_on_one_choice(selection: Selection, parallel: TensorParallel, device
             f"rank {parallel.rank} runs {', '.join(f'{role} on {name}' for role, name in chosen.items())}, and others "
             "chose otherwise: a backend could be built on some ranks alone; ask for one by --attention-backend"
         )
-
-
-def _capacity(
-    spec: ModelSpec,
-    options: EngineOptions,
-    selection: Selection,
-    dtype: torch.dtype,
-    kv_dtype: DType,
-    device: torch.device,
-    parallel: TensorParallel,
-) -> Capacity:
-    page_size = selection.page_size
-    assert page_size is not None
-    context = min(options.context_length or spec.context_length, spec.context_length)
-    per_request = -(-context // page_size)
-    num_pages = options.num_pages
-    state_slots = options.state_slots or 0
-    if spec.linear_layers and not state_slots:
-        state_slots = _SLOTS_A_REQUEST * options.max_batch + 1 if options.prefix_cache else options.max_batch
-    elif state_slots and not spec.linear_layers:
-        raise UsageError(
-            f"--state-slots {state_slots} is given, but the model has no linear-attention layer; leave it out"
-        )
-    if num_pages is None and not spec.full_layers:
-        # A page is a number without memory then; but a config may claim any context.
-        num_pages = min(per_request * options.max_batch, _MOST_EMPTY_PAGES)
-    if num_pages is None:
-        page = bytes_per_page(spec, page_size, kv_dtype, parallel.size)
-        room = _CPU_CACHE_BYTES
-        if device.type == "cuda":
-            torch.cuda.empty_cache()  # what torch holds for later counts as taken
-            room = int(torch.cuda.mem_get_info(device)[0] * _GPU_CACHE_SHARE)
-            room -= state_slots * bytes_per_state(spec, dtype, parallel)
-        num_pages = min(room // page, per_request * options.max_batch)
-        if num_pages < 1:
-            states = f" beside {state_slots} linear states (--state-slots)" if state_slots else ""
-            raise PoolError(
-                f"one page of {page_size} tokens takes {page} bytes, and there are {max(room, 0)}{states}; "
-                "use --page-size"
-            )
-    chunk = context if options.chunked_prefill_size == -1 else min(options.chunked_prefill_size, context)
-    return Capacity(num_pages, page_size, options.max_batch, chunk, context, state_slots)

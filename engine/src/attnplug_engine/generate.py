@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import json as jsonlib
 import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from attnplug import DType, ExtendPath, ExtendPolicy, Role
 from attnplug.cli import output
@@ -16,10 +17,16 @@ from attnplug.cli.warn import warn_of_plugins
 from attnplug.device import open_device
 from attnplug.errors import AttnplugError, UsageError
 from attnplug.options import split_settings
-from attnplug_engine.engine import Completion, Engine, EngineOptions, naming
+from attnplug_engine.answers import Answers
+from attnplug_engine.engine import Engine, naming
 from attnplug_engine.launch import join_ranks
+from attnplug_engine.options import EngineOptions
 from attnplug_engine.parallel import TensorParallel
 from attnplug_engine.prompts import PromptLine
+from attnplug_engine.request import Request
+from attnplug_engine.transcript import Transcript
+
+INTERRUPTED = 130
 
 
 def generate(parsed: argparse.Namespace, lines: list[PromptLine]) -> int:
@@ -36,16 +43,28 @@ def generate(parsed: argparse.Namespace, lines: list[PromptLine]) -> int:
 
 
 def _run(parsed: argparse.Namespace, lines: list[PromptLine], options: EngineOptions, parallel: TensorParallel) -> int:
-    silent = parallel.rank != 0
-    engine = Engine(parsed.model, options, parallel=parallel)
-    if not silent:
+    speaks = parallel.rank == 0
+    console = Console(stderr=True, highlight=False, markup=False, quiet=not speaks)
+    with _progress(console, "loading", shown=not parsed.json) as (bar, task):
+        engine = Engine(
+            parsed.model,
+            options,
+            parallel=parallel,
+            progress=lambda done, total: bar.update(task, completed=done, total=total),
+        )
+    if speaks:
         warn_of_plugins(engine.registry)
-    console = Console(stderr=True, highlight=False, markup=False, quiet=silent)
-    completions = _generate(engine, lines, console, stream=parsed.prompt is not None and not parsed.json and not silent)
-    if not silent:
-        _answer(completions, lines, parsed.json, streamed=parsed.prompt is not None)
+    requests = []
+    for line in lines:  # all are queued before any runs: a bad one is told at once
+        with naming(line.where):
+            requests.append(engine.add(line.prompt, line.params))
+    if parsed.prompt is not None and not parsed.json:
+        code = _stream(engine, requests[0], lines[0].where, speaks)
+    else:
+        code = _generate(engine, requests, Answers(lines, json=parsed.json) if speaks else None, console)
+    if speaks and code != INTERRUPTED:
         _summary(engine, console)
-    return 1 if any(completion.error for completion in completions) else 0
+    return code
 
 
 def _options(parsed: argparse.Namespace) -> EngineOptions:
@@ -79,54 +98,59 @@ def _options(parsed: argparse.Namespace) -> EngineOptions:
     )
 
 
-def _generate(engine: Engine, lines: list[PromptLine], console: Console, *, stream: bool) -> list[Completion]:
-    """Run all prompts; one prompt streams as it comes, many show a progress bar."""
-    requests = []
-    for line in lines:  # all are queued before any runs: a bad one is told at once
-        with naming(line.where):
-            requests.append(engine.add(line.prompt, line.params))
-    updates = engine.follow(requests)
-    ended: dict[int, Completion] = {}
+def _stream(engine: Engine, request: Request, where: str, speaks: bool) -> int:
+    """Run one prompt; its text is printed as it comes. Returns the exit code."""
+    transcript = None if engine.tokenizer is None else Transcript(engine.tokenizer, request.params.stop)
+    for update in engine.follow([request]):
+        if update.token is None:
+            new = "\n" if transcript is None else transcript.finish() + "\n"
+        else:
+            new = f"{update.token} " if transcript is None else transcript.push(update.token)
+        if speaks and new:
+            print(new, end="", flush=True)
+    error = engine.completion(0, request).error
+    if speaks and error is not None:
+        print(f"error: {where}: {error}", file=sys.stderr)
+    return 0 if error is None else 1
+
+
+def _generate(engine: Engine, requests: Sequence[Request], answers: Answers | None, console: Console) -> int:
+    """Run all prompts; each is answered when it is finished. Returns the exit code."""
+    code = 0
+    shown = len(requests) > 1 and not output.on_terminal()
+    try:
+        with _progress(console, "generating", shown, len(requests)) as (bar, task):
+            for update in engine.follow(requests):
+                if update.token is not None:
+                    continue
+                completion = engine.completion(update.index, update.request)
+                code = code if completion.error is None else 1
+                if answers is not None:
+                    answers.add(completion)
+                bar.advance(task)
+    except BrokenPipeError:  # nobody reads on, so there is nobody to tell
+        raise
+    except BaseException as error:
+        interrupted = isinstance(error, KeyboardInterrupt)
+        if answers is not None:
+            if not isinstance(error, OSError):  # else there is no output to write to
+                answers.close()
+            what = "interrupted" if interrupted else "stopped"
+            console.print(f"{what}: {answers.written} of {len(requests)} prompts were finished and are written")
+        if not interrupted:
+            raise
+        code = INTERRUPTED
+    return code
+
+
+@contextmanager
+def _progress(console: Console, what: str, shown: bool, total: int | None = None) -> Iterator[tuple[Progress, TaskID]]:
+    """A bar on standard error, where that is a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=console, disable=len(lines) == 1) as progress:
-        task = progress.add_task("generating", total=len(lines))
-        shown = ""
-        for update in updates:
-            if update.token is None:
-                ended[update.index] = engine.completion(update.index, update.request)
-                progress.advance(task)
-            elif stream:
-                if engine.tokenizer is None:
-                    print(update.token, end=" ", flush=True)
-                else:  # decoded anew, since a token may be part of a character
-                    text = engine.tokenizer.decode(update.request.output)
-                    if text.startswith(shown) and not text.endswith("\ufffd"):
-                        print(text[len(shown) :], end="", flush=True)
-                        shown = text
-        if stream:
-            rest = ended[0].text or ""
-            print(rest[len(shown) :] if rest.startswith(shown) else "", flush=True)
-    return [ended[index] for index in range(len(lines))]
-
-
-def _answer(completions: list[Completion], lines: list[PromptLine], json: bool, *, streamed: bool) -> None:
-    for completion, line in zip(completions, lines, strict=True):
-        if completion.error is not None:
-            print(f"error: {line.where}: {completion.error}", file=sys.stderr)
-        if json:
-            output.write_line(
-                jsonlib.dumps(
-                    {
-                        "index": completion.index,
-                        "token_ids": completion.token_ids,
-                        "text": completion.text,
-                        "finish_reason": completion.finish_reason,
-                    }
-                )
-            )
-        elif not streamed:
-            told = completion.text if completion.text is not None else " ".join(map(str, completion.token_ids))
-            print(f"[{completion.index}] {told}")
+    shown = shown and console.is_terminal and not console.quiet
+    # Standard output is not the bar's to redirect: it may be a file.
+    with Progress(*columns, console=console, transient=True, redirect_stdout=False, disable=not shown) as bar:
+        yield bar, bar.add_task(what, total=total)
 
 
 def _summary(engine: Engine, console: Console) -> None:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
+import math
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
+from attnplug.config_keys import show
 from attnplug.errors import UsageError
 from attnplug_engine.chat import Chat
 from attnplug_engine.launch import readable
 from attnplug_engine.request import SamplingParams
 
 _PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
-_PARAM_KEYS = ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop_token_ids")
+_PARAM_KEYS = ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop_token_ids", "stop", "logprobs")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,77 +27,91 @@ class PromptLine:
     prompt: str | list[int] | Chat
     params: SamplingParams
     where: str
-    id: object = None
-    """What the line calls itself; passed through."""
+    id: str | int | float | None = None
+    """What its owner calls it; the answer has it too."""
 
 
 def read_prompts(path: str, defaults: SamplingParams, *, chat: bool = False) -> list[PromptLine]:
-    """The prompts of a file of JSON lines; empty lines are left out. A bad line is an error with its number.
+    """The prompts of a file of JSON lines, or of standard input where ``path`` is ``-``.
 
     With ``chat`` a prompt that is a text is one message of a user.
     """
+    name = "standard input" if path == "-" else path
     try:
-        text = _read(readable(path))
+        with _opened(readable(path)) as stream:
+            return parse_prompts(stream, name, defaults, chat=chat)
     except OSError as error:
         raise UsageError(f"--prompts {path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"--prompts {path} is not UTF-8 text: byte {error.start} cannot be decoded") from error
-    lines = list(_lines(text, path, defaults, chat))
-    if not lines:
-        raise UsageError(f'--prompts {path} holds no prompt; write one JSON object a line: {{"prompt": "…"}}')
-    return lines
 
 
-def _read(path: str) -> str:
-    if path == "-" and sys.stdin is None:
-        raise OSError("standard input is closed")
-    content = sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
-    return content.decode("utf-8-sig")
-
-
-def _lines(text: str, path: str, defaults: SamplingParams, chat: bool) -> Iterator[PromptLine]:
-    for number, line in enumerate(text.split("\n"), start=1):
+def parse_prompts(stream: TextIO, name: str, defaults: SamplingParams, *, chat: bool = False) -> list[PromptLine]:
+    """The prompts of JSON lines; empty lines are left out. A bad line is an error with ``name`` and its number."""
+    prompts = []
+    for number, line in enumerate(stream.read().split("\n"), start=1):
         if line.strip():
-            where = f"{path}:{number}"
+            where = f"{name}:{number}"
             try:
-                yield _line(json.loads(line), defaults, where, chat)
+                prompts.append(_line(json.loads(line), defaults, where, chat))
             except json.JSONDecodeError as error:
                 raise UsageError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
             except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
                 raise UsageError(f"{where}: not JSON that can be read: {error}") from None
+    if not prompts:
+        raise UsageError(f'{name} holds no prompt; write one JSON object a line: {{"prompt": "…"}}')
+    return prompts
+
+
+def _opened(path: str) -> contextlib.AbstractContextManager[TextIO]:
+    if path != "-":
+        return open(path, encoding="utf-8-sig")
+    if sys.stdin is None:
+        raise UsageError("--prompts - reads standard input, which is closed")
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(encoding="utf-8-sig", errors="strict")
+    return contextlib.nullcontext(sys.stdin)
 
 
 def _line(value: Any, defaults: SamplingParams, where: str, chat: bool) -> PromptLine:
     if not isinstance(value, dict):
         raise UsageError(f'{where}: not an object; write {{"prompt": "…"}} or {{"prompt_token_ids": […]}}')
-    unknown = sorted(value.keys() - {*_PROMPT_KEYS, *_PARAM_KEYS, "id"})
-    if unknown:
-        raise UsageError(
-            f"{where}: unknown keys {', '.join(unknown)}; known are {', '.join(_PROMPT_KEYS + _PARAM_KEYS)}"
-        )
+    known = (*_PROMPT_KEYS, "id", *_PARAM_KEYS)
+    if unknown := sorted(value.keys() - set(known)):
+        raise UsageError(f"{where}: unknown keys {', '.join(unknown)}; known are {', '.join(known)}")
     given = [key for key in _PROMPT_KEYS if key in value]
     if len(given) != 1:
         raise UsageError(f"{where}: give exactly one of {' and '.join(_PROMPT_KEYS)}, not {len(given)}")
     prompt = value[given[0]]
     if given[0] == "prompt" and not isinstance(prompt, str):
-        raise UsageError(f"{where}: prompt is {prompt!r}; it must be a string")
+        raise UsageError(f"{where}: prompt is {show(prompt)}; it must be a string")
     if given[0] == "prompt_token_ids" and not isinstance(prompt, list):
-        raise UsageError(f"{where}: prompt_token_ids is {prompt!r}; it must be a list of token ids")
+        raise UsageError(f"{where}: prompt_token_ids is {show(prompt)}; it must be a list of token ids")
     changes = {key: value[key] for key in _PARAM_KEYS if key in value}
+    for key, kind in (("stop_token_ids", "token ids"), ("stop", "texts")):
+        if not isinstance(changes.get(key, []), list):
+            raise UsageError(f"{where}: {key} is {show(changes[key])}; it must be a list of {kind}")
     if "stop_token_ids" in changes:
-        if not isinstance(changes["stop_token_ids"], list):
-            raise UsageError(
-                f"{where}: stop_token_ids is {changes['stop_token_ids']!r}; it must be a list of token ids"
-            )
         try:
             changes["stop_token_ids"] = frozenset(changes["stop_token_ids"]) | defaults.stop_token_ids
         except TypeError:
             raise UsageError(f"{where}: stop_token_ids holds something that is no token id") from None
+    if "stop" in changes:
+        changes["stop"] = (*changes["stop"], *defaults.stop)
     try:
         if given[0] == "messages":
             prompt = Chat(prompt)
         elif chat and given[0] == "prompt":
             prompt = Chat.of_user(prompt)
-        return PromptLine(prompt, replace(defaults, **changes), where, value.get("id"))
+        return PromptLine(prompt, replace(defaults, **changes), where, _id(value))
     except UsageError as error:
         raise UsageError(f"{where}: {error}") from None
+
+
+def _id(line: dict[str, Any]) -> str | int | float | None:
+    value = line.get("id")
+    if isinstance(value, bool) or not isinstance(value, str | int | float | None):
+        raise UsageError(f"id is {show(value)}; it must be a string or a number")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UsageError(f"id is {value}, which JSON has no number for; write it as a string")
+    return value

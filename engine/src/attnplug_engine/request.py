@@ -3,31 +3,41 @@
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
+from attnplug.config_keys import show
 from attnplug.errors import UsageError
 from attnplug.plan import ForwardMode
 
 if TYPE_CHECKING:
+    from collections import deque
+
     from attnplug.kv import PageCopy
+    from attnplug_engine.transcript import Transcript
 
 DEFAULT_MAX_TOKENS = 32
-LARGEST_SEED = 2**63 - 1
+LARGEST = LARGEST_SEED = 2**63 - 1
+
+_LARGEST_FLOAT, _SMALLEST_FLOAT = sys.float_info.max, math.ulp(0.0)
 
 
-def _check_whole(name: str, value: object, lowest: int, allowed: str, highest: int | None = None) -> None:
-    # Values come from JSON lines too, where a text or true is one typo away.
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or value < lowest or (highest is not None and value > highest):  # type: ignore[operator] # whole
-        raise UsageError(f"{name}={value!r} is not allowed; give {allowed}")
+def _refuse(name: str, value: object, allowed: str) -> UsageError:
+    return UsageError(f"{name}={show(value)} is not allowed; give {allowed}")
 
 
-def _check_number(name: str, value: object, allowed: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise UsageError(f"{name}={value!r} is not allowed; give {allowed}")
-    return value
+def _check_whole(name: str, value: object, lowest: int, allowed: str) -> None:
+    # Values come from JSON lines too, where a text or true is one typo away, and numbers may have hundreds of digits.
+    if not isinstance(value, int) or isinstance(value, bool) or not lowest <= value <= LARGEST:
+        raise _refuse(name, value, allowed)
+
+
+def _check_number(name: str, value: object, lowest: float, highest: float, allowed: str) -> None:
+    # No math.isfinite, which overflows for an int of hundreds of digits; comparisons do not.
+    if isinstance(value, bool) or not isinstance(value, int | float) or not lowest <= value <= highest:
+        raise _refuse(name, value, allowed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +47,8 @@ class SamplingParams:
     A temperature of 0 is greedy, whatever ``top_k`` and ``top_p`` say. ``top_k`` keeps the k likeliest tokens (0
     keeps all); ``top_p`` then keeps the likeliest that together have this share of what is left. Without a
     ``seed`` the sampler derives one from its own seed and the request's id. A stop token ends the request and is its
-    last token.
+    last token. A text of ``stop`` ends it too, with the token that completes it; the request's text ends before it.
+    ``logprobs`` asks for the log probability of every new token, and of so many of the likeliest beside it.
     """
 
     max_tokens: int
@@ -46,22 +57,25 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int | None = None
     stop_token_ids: frozenset[int] = frozenset()
+    stop: tuple[str, ...] = ()
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _check_whole("max_tokens", self.max_tokens, 1, "a number of new tokens, 1 or more")
-        if _check_number("temperature", self.temperature, allowed := "0 for greedy, or a finite number above 0") < 0:
-            raise UsageError(f"temperature={self.temperature!r} is not allowed; give {allowed}")
+        _check_whole("max_tokens", self.max_tokens, 1, f"a number of new tokens, 1 or more, at most {LARGEST}")
+        _check_number("temperature", self.temperature, 0, _LARGEST_FLOAT, "0 for greedy, or a finite number above 0")
+        object.__setattr__(self, "temperature", float(self.temperature))  # torch divides by no int above 64 bits
         _check_whole("top_k", self.top_k, 0, "0 for all tokens, or how many of the likeliest to keep")
-        if not 0 < _check_number("top_p", self.top_p, allowed := "a share above 0 and at most 1") <= 1:
-            raise UsageError(f"top_p={self.top_p!r} is not allowed; give {allowed}")
+        _check_number("top_p", self.top_p, _SMALLEST_FLOAT, 1, "a share above 0 and at most 1")
         if self.seed is not None:
-            _check_whole("seed", self.seed, 0, f"None, or a number from 0 to {LARGEST_SEED}", LARGEST_SEED)
+            _check_whole("seed", self.seed, 0, f"None, or a number from 0 to {LARGEST_SEED}")
         if not isinstance(self.stop_token_ids, frozenset):
-            raise UsageError(
-                f"stop_token_ids={self.stop_token_ids!r} is not allowed; give a frozenset of token ids, 0 or more each"
-            )
+            raise _refuse("stop_token_ids", self.stop_token_ids, "a frozenset of token ids, 0 or more each")
         for token in self.stop_token_ids:
             _check_whole("stop_token_ids: token", token, 0, "token ids, 0 or more each")
+        if not isinstance(self.stop, tuple) or not all(isinstance(text, str) and text for text in self.stop):
+            raise _refuse("stop", self.stop, "a tuple of texts, none of them empty")
+        if self.logprobs is not None:
+            _check_whole("logprobs", self.logprobs, 0, "None, or how many of the likeliest tokens to tell, 0 or more")
 
     @property
     def greedy(self) -> bool:
@@ -72,7 +86,7 @@ class FinishReason(StrEnum):
     """Why a request ended."""
 
     STOP = "stop"
-    """It produced one of its stop tokens, which is its last token."""
+    """It produced one of its stop tokens, which is its last token, or a stop text."""
     LENGTH = "length"
     """It has ``max_tokens`` tokens, or fills the context."""
     ABORTED = "aborted"
@@ -89,9 +103,28 @@ class RequestState(StrEnum):
     FINISHED = "finished"
 
 
+class LikelyToken(NamedTuple):
+    """A token, and the natural logarithm of its probability."""
+
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """How likely the model found a token: of its own logits, before temperature, ``top_k`` and ``top_p``."""
+
+    token_id: int
+    logprob: float
+    top: tuple[LikelyToken, ...]
+    """The likeliest tokens in its place, as many as were asked for; of equals the lower token id first."""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """One prompt on its way to its tokens. The scheduler changes it; everyone else reads.
+
+    The last three fields are the engine's, which looks at every new token.
 
     ``computed`` counts the tokens, prompt and output together, whose cache rows are written; it falls back to 0
     when the request is preempted, while ``output`` stays. ``cached_tokens`` is the prefix that the cache
@@ -113,6 +146,11 @@ class Request:
     preemptions: int = 0
     max_length: int = 0
     """Tokens, prompt and output together, at which the request ends; the scheduler lowers it to the context."""
+    transcript: Transcript | None = None
+    """Its text so far, where it has stop texts to look for."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    """One for each output token, where they are asked for."""
+    followers: list[Follower] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.prompt = tuple(self.prompt)
@@ -134,6 +172,26 @@ class Request:
         if stop <= prompt:
             return self.prompt[start:stop]
         return self.prompt[start:] + tuple(self.output[max(start - prompt, 0) : stop - prompt])
+
+
+@dataclass(slots=True)  # made for every token: frozen it takes twice as long
+class Update:
+    """A new token of a prompt, or its end (``token`` is ``None``). ``index`` is the prompt's, in its list."""
+
+    index: int
+    request: Request
+    token: int | None
+
+
+@dataclass(slots=True, eq=False)
+class Follower:
+    """One who follows a request: where its updates go, and its index among those that he follows."""
+
+    updates: deque[Update]
+    index: int
+
+    def tell(self, request: Request, token: int | None) -> None:
+        self.updates.append(Update(self.index, request, token))
 
 
 class StepEntry(NamedTuple):  # made for every request at every step, at less than half a frozen dataclass's cost

@@ -212,11 +212,11 @@ def build_pools(
     except (RuntimeError, MemoryError) as error:  # torch's allocators raise the first, and its subclass for CUDA
         needed = capacity.num_pages * bytes_per_page(spec, capacity.page_size, kv_dtype, parallel.size)
         what = f"{capacity.num_pages} pages of {capacity.page_size} tokens take {needed / 2**30:.1f} GiB"
-        options = "lower --num-pages"
+        options = "lower num_pages (--num-pages)"
         if capacity.state_slots:
             states = capacity.state_slots * bytes_per_state(spec, dtype, parallel)
             what += f" and {capacity.state_slots} linear states {states / 2**30:.1f} GiB"
-            options += ", --state-slots or --max-batch"
+            options += ", state_slots (--state-slots) or max_batch (--max-batch)"
         raise PoolError(f"{what}, which cannot be allocated; {options}") from error
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
-from math import gcd
+from math import gcd, inf
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from attnplug.errors import AttnplugError, UsageError
-from attnplug_engine.request import Request, SamplingParams
+from attnplug_engine.request import LikelyToken, Request, SamplingParams, TokenLogprobs
 
 _FIRST_LOOK = 1024
 """How many of the likeliest tokens top-p looks at before it sorts the whole vocabulary."""
@@ -133,6 +133,28 @@ def draw(logits: Tensor, params: SamplingParams, chance: float) -> int:
     # The first whose cumulative weight is above the target; a token of weight 0 is never the first.
     choice = int(torch.searchsorted(cumulative, cumulative[-1:] * chance, right=True))
     return choice if kept is None else int(kept[choice])
+
+
+def token_logprobs(logits: Tensor, requests: Sequence[Request], tokens: Mapping[int, int]) -> dict[int, TokenLogprobs]:
+    """By request id, for those that ask: how likely ``logits [requests, vocab]`` make the token chosen for each.
+
+    As in a draw each row is worked on alone, in float64 on the CPU, so that other rows change nothing.
+    """
+    asking = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
+    if not asking:
+        return {}
+    found = {}
+    for row, vector in zip(asking, logits[asking].cpu(), strict=True):
+        request = requests[row]
+        logprobs = torch.log_softmax(vector.double(), dim=0)
+        top: list[LikelyToken] = []
+        if count := min(request.params.logprobs or 0, logprobs.shape[0]):
+            kept = _largest(logprobs, torch.topk(logprobs, count).values)
+            pairs = map(LikelyToken, kept.tolist(), logprobs[kept].tolist())
+            top = sorted((pair for pair in pairs if pair.logprob > -inf), key=lambda pair: -pair.logprob)
+        token = tokens[request.id]
+        found[request.id] = TokenLogprobs(token, float(logprobs[token]), tuple(top))
+    return found
 
 
 def _nucleus(weights: Tensor, share: float) -> Tensor:

@@ -72,10 +72,10 @@ class Scheduler:
         if states is not None and states.num_slots < needed:
             raise UsageError(
                 f"{states.num_slots} slots for linear-attention states are too few for {max_batch} requests at a time: "
-                f"give --state-slots {needed} or more, or lower --max-batch"
+                f"give state_slots (--state-slots) of {needed} or more, or lower max_batch (--max-batch)"
             )
         if checkpoint < 1:
-            raise UsageError(f"--state-checkpoint {checkpoint} is not a number of tokens; give 1 or more")
+            raise UsageError(f"checkpoint={checkpoint} is not a number of tokens; give 1 or more")
         self._table, self._allocator, self._cache = table, allocator, cache
         self._states = states
         self._checkpoint = -(-checkpoint // table.page_size) * table.page_size
@@ -111,6 +111,10 @@ class Scheduler:
     def preemptions(self) -> int:
         """How many times a request has lost its row and had to compute its tokens again."""
         return self._preemptions
+
+    def holds(self, request: Request) -> bool:
+        """Whether a request was added here and is not finished."""
+        return self._requests.get(request.id) is request
 
     def add(self, request: Request) -> None:
         """Queue a new request, or say why it can never be served."""

@@ -100,3 +100,8 @@ def _write_whole(descriptor: int, line: bytes) -> None:
             os.ftruncate(descriptor, before.st_size)
             os.lseek(descriptor, before.st_size, os.SEEK_SET)
         raise
+
+
+def on_terminal() -> bool:
+    """Whether the answer is written to a terminal, where nothing else may be drawn meanwhile."""
+    return os.isatty(_answers) if isinstance(_answers, int) else (_answers or sys.stdout).isatty()

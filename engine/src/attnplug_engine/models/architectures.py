@@ -96,11 +96,12 @@ def load_model(
     parallel: TensorParallel = SINGLE,
     seed: int = 0,
     head: bool = True,
+    progress: Callable[[int, int], None] | None = None,
 ) -> LoadedModel:
     """Load a Hugging Face folder, or the built-in ``tiny:NAME`` with random weights by ``seed``.
 
-    Without ``head`` the model gives hidden states and no logits, and a checkpoint needs no head.
-
+    Without ``head`` the model gives hidden states and no logits, and a checkpoint needs no head. ``progress(done,
+    total)`` is told of every tensor of a folder that is read.
     Under ``parallel`` only this rank's part is read. Raises UsageError (ModelConfigError, CheckpointError,
     UnknownArchitecture, ParallelError) for all that can be wrong.
     """
@@ -115,7 +116,7 @@ def load_model(
         if head:
             check_head(checkpoint)
         source = with_full_names(checkpoint)
-    return build_model(source, spec, dtype=dtype, device=device, parallel=parallel, head=head)
+    return build_model(source, spec, dtype=dtype, device=device, parallel=parallel, head=head, progress=progress)
 
 
 def build_model(
@@ -126,6 +127,7 @@ def build_model(
     device: torch.device | str,
     parallel: TensorParallel = SINGLE,
     head: bool = True,
+    progress: Callable[[int, int], None] | None = None,
 ) -> LoadedModel:
     """Build the model that a source's config describes, from the source's weights; its ``head`` can be left out."""
     architecture = _known(spec, source.name)
@@ -134,7 +136,9 @@ def build_model(
         raise config.error(
             "means quantised weights, which cannot be loaded; give an unquantised checkpoint", "quantization_config"
         )
-    weights = Weights(source, dtype=dtype, device=torch.device(device), parallel=parallel, head=head)
+    total = len(source.names())  # 0 for random weights, which are made as they are asked for
+    told = None if progress is None or not total else lambda done: progress(done, total)
+    weights = Weights(source, dtype=dtype, device=torch.device(device), parallel=parallel, head=head, on_read=told)
     with torch.no_grad():
         module = architecture.build(weights, config, spec)
     weights.check_all_taken(_ignored(architecture, config, head=head))

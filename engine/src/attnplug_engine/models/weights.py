@@ -51,6 +51,7 @@ class Weights:
         head: bool = True,
         prefix: str = "",
         taken: set[str] | None = None,
+        on_read: Callable[[int], None] | None = None,
     ) -> None:
         self.dtype = dtype
         self.device = device
@@ -60,6 +61,8 @@ class Weights:
         self._source = source
         self._prefix = prefix
         self._taken = set() if taken is None else taken
+        self._on_read = on_read
+        """Told after each tensor how many were read so far."""
 
     def at(self, module: str) -> Weights:
         """The weights of a module inside this one: ``"layers.3"``."""
@@ -71,6 +74,7 @@ class Weights:
             head=self.head,
             prefix=f"{self._prefix}{module}.",
             taken=self._taken,
+            on_read=self._on_read,
         )
 
     def holds(self, name: str) -> bool:
@@ -126,4 +130,6 @@ class Weights:
         full_name = self._prefix + name
         part = self._source.tensor(full_name, shape, rows=rows, columns=columns)
         self._taken.add(full_name)
+        if self._on_read is not None:
+            self._on_read(len(self._taken))
         return part

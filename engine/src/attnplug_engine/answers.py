@@ -1,0 +1,85 @@
+"""What ``attnplug run`` prints of each prompt, as soon as it can: what is finished is never lost."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import sys
+from collections.abc import Sequence
+
+from attnplug.cli import output
+from attnplug_engine.completion import Completion
+from attnplug_engine.prompts import PromptLine
+from attnplug_engine.request import LikelyToken
+
+
+class Answers:
+    """Writes JSON lines as their prompts finish, and texts in the order of the prompts."""
+
+    def __init__(self, lines: Sequence[PromptLine], *, json: bool) -> None:
+        self._lines = lines
+        self._json = json
+        self._waiting: dict[int, Completion] = {}
+        self._next = 0
+        self.written = 0
+
+    def add(self, completion: Completion) -> None:
+        """Write a completion, or keep its text until those before it are written."""
+        line = self._lines[completion.index]
+        if completion.error is not None:
+            print(f"error: {line.where}: {completion.error}", file=sys.stderr)
+        if self._json:
+            self._write(_json_line(completion, line))
+            return
+        self._waiting[completion.index] = completion
+        while self._next in self._waiting:
+            self._write(_text_line(self._waiting.pop(self._next)))
+            self._next += 1
+
+    def close(self) -> None:
+        """Write what still waits for prompts before it that will not finish."""
+        while self._waiting:
+            self._write(_text_line(self._waiting.pop(min(self._waiting))))
+
+    def _write(self, line: str) -> None:
+        self.written += 1  # first: an interrupt comes as a rule when a line was seen
+        try:
+            if self._json:
+                output.write_line(line)
+            else:
+                print(line, flush=True)
+        except OSError:
+            self.written -= 1
+            raise
+
+
+def _text_line(completion: Completion) -> str:
+    told = completion.text if completion.text is not None else " ".join(map(str, completion.token_ids))
+    return f"[{completion.index}] {told}"
+
+
+def _json_line(completion: Completion, line: PromptLine) -> str:
+    usage = completion.usage
+    told: dict[str, object] = {"index": completion.index}
+    if line.id is not None:
+        told["id"] = line.id
+    told |= {
+        "token_ids": completion.token_ids,
+        "text": completion.text,
+        "finish_reason": completion.finish_reason,
+        "usage": {
+            "prompt_tokens": usage.prompt_tokens,
+            "completion_tokens": usage.completion_tokens,
+            "cached_tokens": usage.cached_tokens,
+        },
+        "error": completion.error,
+    }
+    if completion.logprobs is not None:
+        told["logprobs"] = [
+            {"token_id": one.token_id, "logprob": one.logprob, "top": [_likely(likely) for likely in one.top]}
+            for one in completion.logprobs
+        ]
+    return jsonlib.dumps(told)
+
+
+def _likely(likely: LikelyToken) -> dict[str, object]:
+    return {"token_id": likely.token_id, "logprob": likely.logprob}

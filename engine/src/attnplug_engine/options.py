@@ -1,0 +1,123 @@
+"""How an engine is built: its settings, and how much it makes room for by them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from attnplug import DType, ExtendPolicy, Role, Selection
+from attnplug.config_keys import show
+from attnplug.errors import PoolError, UsageError
+from attnplug.model import ModelSpec
+from attnplug_engine.parallel import TensorParallel
+from attnplug_engine.request import LARGEST_SEED
+from attnplug_engine.runner import Capacity, bytes_per_page, bytes_per_state
+
+LARGEST_BATCH = 1 << 16
+LARGEST_COUNT = 1 << 40  # of pages, slots or tokens: more than memory has, and less than torch's sizes overflow by
+
+_CPU_CACHE_BYTES = 1 << 30
+_GPU_CACHE_SHARE = 0.85
+_MOST_EMPTY_PAGES = 1 << 21
+_SLOTS_A_REQUEST = 3
+"""Linear states by default: a request's own, and two snapshots."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """How an engine is built. ``None`` means: choose for me.
+
+    Messages name a setting both ways, ``max_batch (--max-batch)``: who reads them wrote Python or a command line.
+    """
+
+    attention_backend: str = "auto"
+    role_backends: Mapping[Role, str] = field(default_factory=dict)
+    backend_options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    device: str | None = None
+    dtype: DType | None = None
+    kv_dtype: DType | None = None
+    page_size: int | None = None
+    num_pages: int | None = None
+    max_batch: int = 32
+    chunked_prefill_size: int = 2048
+    """Most tokens of one step; -1 for prompts in one piece."""
+    prefix_cache: bool = True
+    state_slots: int | None = None
+    """For models with linear layers: slots for their states, of running requests and of snapshots together."""
+    state_checkpoint: int = 1024
+    """Tokens from one snapshot of such a state to the next, rounded up to whole pages."""
+    context_length: int | None = None
+    extend_policy: ExtendPolicy = field(default_factory=ExtendPolicy)
+    seed: int = 0
+    ignore_eos: bool = False
+    """Go on past the tokens by which the checkpoint says that a text ends."""
+    check_layers: bool = False
+
+    def __post_init__(self) -> None:
+        for name in ("dtype", "kv_dtype"):
+            if isinstance(value := getattr(self, name), str):  # "bf16" is as good as the member
+                object.__setattr__(self, name, DType.parse(value, named(name)))
+        self._check_whole("max_batch", 1, LARGEST_BATCH)
+        for name in ("num_pages", "context_length", "state_slots", "state_checkpoint"):
+            if getattr(self, name) is not None:
+                self._check_whole(name, 1, LARGEST_COUNT)
+        self._check_whole("seed", 0, LARGEST_SEED)
+        if self.chunked_prefill_size != -1:
+            self._check_whole("chunked_prefill_size", 1, LARGEST_COUNT, ", or -1 for prompts in one piece")
+
+    def _check_whole(self, name: str, lowest: int, highest: int, or_else: str = "") -> None:
+        value = getattr(self, name)
+        if not isinstance(value, int) or isinstance(value, bool) or not lowest <= value <= highest:
+            raise UsageError(
+                f"{named(name)} {show(value)} is not allowed; give a number from {lowest} to {highest}{or_else}"
+            )
+
+
+def named(setting: str) -> str:
+    """A setting as messages name it: by its field, and by the command's option."""
+    return f"{setting} (--{setting.replace('_', '-')})"
+
+
+def capacity(
+    spec: ModelSpec,
+    options: EngineOptions,
+    selection: Selection,
+    dtype: torch.dtype,
+    kv_dtype: DType,
+    device: torch.device,
+    parallel: TensorParallel,
+) -> Capacity:
+    """How much an engine makes room for: what its options say, and the rest by the memory that is free."""
+    page_size = selection.page_size
+    assert page_size is not None
+    context = min(options.context_length or spec.context_length, spec.context_length)
+    per_request = -(-context // page_size)
+    num_pages = options.num_pages
+    state_slots = options.state_slots or 0
+    if spec.linear_layers and not state_slots:
+        state_slots = _SLOTS_A_REQUEST * options.max_batch + 1 if options.prefix_cache else options.max_batch
+    elif state_slots and not spec.linear_layers:
+        raise UsageError(
+            f"{named('state_slots')} {state_slots} is given, but the model has no linear-attention layer; leave it out"
+        )
+    if num_pages is None and not spec.full_layers:
+        # A page is a number without memory then; but a config may claim any context.
+        num_pages = min(per_request * options.max_batch, _MOST_EMPTY_PAGES)
+    if num_pages is None:
+        page = bytes_per_page(spec, page_size, kv_dtype, parallel.size)
+        room = _CPU_CACHE_BYTES
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what torch holds for later counts as taken
+            room = int(torch.cuda.mem_get_info(device)[0] * _GPU_CACHE_SHARE)
+            room -= state_slots * bytes_per_state(spec, dtype, parallel)
+        num_pages = min(room // page, per_request * options.max_batch)
+        if num_pages < 1:
+            states = f" beside {state_slots} linear states: lower {named('state_slots')}" if state_slots else ""
+            raise PoolError(
+                f"one page of {page_size} tokens takes {page} bytes, and there are {max(room, 0)}{states}; "
+                f"give a smaller {named('page_size')}"
+            )
+    chunk = context if options.chunked_prefill_size == -1 else min(options.chunked_prefill_size, context)
+    return Capacity(num_pages, page_size, options.max_batch, chunk, context, state_slots)
