@@ -17,6 +17,9 @@ DEVICES = [
     ),
 ]
 
+NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU that is there")
+"""On tests of kernels in Triton's interpreter: nothing is interpreted beside a GPU in one process."""
+
 
 @contextmanager
 def nothing_waits(device: str) -> Iterator[None]:
