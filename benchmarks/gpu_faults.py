@@ -254,7 +254,7 @@ def stale() -> list[str]:
 
 
 def run(tests: tuple[str, ...], sources: list[Path], timeout: float) -> dict[str, Any]:
-    """``passed``, ``failed``, ``nothing selected`` or ``timed out``, in how many seconds, and what pytest says of it."""
+    """``passed``, ``failed``, ``nothing selected`` or ``timed out``, in how many seconds, and what pytest says."""
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-x", "--no-header", "-p", "no:cacheprovider", *tests]
     path = os.pathsep.join(map(str, [*sources, os.environ.get("PYTHONPATH", "")]))
     started, outcomes = time.monotonic(), {0: "passed", 1: "failed", 5: "nothing selected"}

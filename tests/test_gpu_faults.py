@@ -1,4 +1,4 @@
-"""The faults of ``benchmarks/gpu_faults.py``, which are put into kernels on a GPU, are faults of the kernels we have."""
+"""The faults of ``benchmarks/gpu_faults.py``, put into kernels on a GPU, are faults of the kernels that there are."""
 
 from __future__ import annotations
 
