@@ -16,7 +16,7 @@ from attnplug.errors import PoolError
 from attnplug.kv import LayoutName, MHAPool, MLAPool, PageCopy, PageLayout, buffer, torch_dtype
 from attnplug.model import AttentionKind, LayerSpec, MLADims
 from attnplug.problem import DType
-from support.devices import DEVICES, NO_GPU, nothing_waits
+from support.devices import DEVICES, INTERPRETED, nothing_waits
 from support.pools import LAYOUTS, PLAIN, mha_layer, mha_pool, mla_layer, mla_pool, random_rows
 
 # What is written is read back
@@ -179,8 +179,8 @@ def writing(how: str) -> Iterator[str]:
         yield how.partition(" ")[0]
 
 
-INTERPRETED = pytest.param("cpu by triton", marks=NO_GPU)
-WAYS = [*DEVICES, INTERPRETED, pytest.param("cuda without triton", marks=DEVICES[1].marks)]
+BY_TRITON = pytest.param("cpu by triton", marks=INTERPRETED)
+WAYS = [*DEVICES, BY_TRITON, pytest.param("cuda without triton", marks=DEVICES[1].marks)]
 """Ways in which rows are written: by torch on a CPU, by one kernel on a GPU, interpreted, and by torch on a GPU too."""
 SLOTS = [[-1, 6, -1, 17, 3], [6, -1], [-1, -1, 19], [-1], [-1] * 4, [], [19, 0, 7]]
 
@@ -212,7 +212,7 @@ def bits(cache: torch.Tensor) -> torch.Tensor:
     return cache.cpu().contiguous().flatten(0, 1).flatten(1).view(torch.uint8)
 
 
-@pytest.mark.parametrize("device", [DEVICES[1], INTERPRETED])
+@pytest.mark.parametrize("device", [DEVICES[1], BY_TRITON])
 @pytest.mark.parametrize("layout", [PageLayout.token_major(5, 4, 3, 20), PageLayout.head_major(5, 4, 3, 20)])
 def test_the_kernel_writes_nothing_before_or_behind_the_pages(layout: PageLayout, device: str) -> None:
     """B5: slot -1 is no memory of ours, and neither is a slot that only a device could know to be too large."""
@@ -258,7 +258,7 @@ def test_rows_without_a_slot_are_not_written(numbers: list[int], dtype: DType, l
         assert torch.equal(bits(pool.values(0)), expected[1])
 
 
-@pytest.mark.parametrize("how", [way for way in WAYS if way is not INTERPRETED])
+@pytest.mark.parametrize("how", [way for way in WAYS if way is not BY_TRITON])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_fp8_rows_beside_padding_are_the_nearest_to_float64(dtype: torch.dtype, how: str) -> None:
     """As wide as a DeepSeek row. Divided in float64, saturated, NaN kept; the scale is no power of two."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -17,8 +18,11 @@ DEVICES = [
     ),
 ]
 
-NO_GPU = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton compiles for the GPU that is there")
-"""On tests of kernels in Triton's interpreter: nothing is interpreted beside a GPU in one process."""
+INTERPRETED = pytest.mark.skipif(
+    torch.cuda.is_available() or find_spec("triton") is None,
+    reason="Triton is not installed, or there is a GPU, beside which nothing is interpreted in one process",
+)
+"""On tests of kernels in Triton's interpreter."""
 
 
 @contextmanager

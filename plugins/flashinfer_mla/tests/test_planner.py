@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 from attnplug_flashinfer_mla.indices import Lengths, fill_indices
 from attnplug_flashinfer_mla.planner import divide, padded_heads
 from attnplug_flashinfer_mla.triton_kernels import launch_fill_indices
-from support.devices import DEVICES, NO_GPU
+from support.devices import DEVICES, INTERPRETED
 
 in_every_way = pytest.mark.parametrize(
     ("fill", "device"),
     [
         pytest.param(fill_indices, "cpu", id="cpu"),
         pytest.param(fill_indices, "cuda", id="cuda", marks=DEVICES[1].marks),
-        pytest.param(launch_fill_indices, "cpu", id="interpreted", marks=NO_GPU),
+        pytest.param(launch_fill_indices, "cpu", id="interpreted", marks=INTERPRETED),
     ],
 )
 requests = st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 40000)), min_size=1, max_size=8)

@@ -19,7 +19,7 @@ from attnplug_flashinfer_mla.schedule import (
     schedule_problem,
 )
 from attnplug_flashinfer_mla.triton_kernels import launch_fill_schedule
-from support.devices import DEVICES, NO_GPU
+from support.devices import DEVICES, INTERPRETED
 
 lengths = st.lists(
     st.one_of(st.just(0), st.just(1), st.integers(0, 200), st.integers(0, 70000)), min_size=1, max_size=12
@@ -84,7 +84,7 @@ def check_merges(schedule: Schedule, batch: UniformBatch) -> None:
     assert merged == rows_of
 
 
-@pytest.mark.parametrize("device", [DEVICES[1], pytest.param("cpu", id="interpreted", marks=NO_GPU)])
+@pytest.mark.parametrize("device", [DEVICES[1], pytest.param("cpu", id="interpreted", marks=INTERPRETED)])
 @pytest.mark.parametrize(("queries", "heads"), [(1, 16), (1, 128), (4, 16), (4, 48), (4, 128)])
 def test_the_kernel_makes_the_same_list(queries, heads, device):
     random = torch.Generator().manual_seed(heads + queries)

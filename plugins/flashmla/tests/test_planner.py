@@ -10,7 +10,7 @@ from torch import Tensor
 
 from attnplug_flashmla.planner import Pages
 from attnplug_flashmla.triton_kernels import launch_fill_pages
-from support.devices import DEVICES, NO_GPU, nothing_waits
+from support.devices import DEVICES, INTERPRETED, nothing_waits
 
 NOWHERE = 1 << 30
 UNTOUCHED = -7
@@ -26,7 +26,7 @@ in_every_way = pytest.mark.parametrize(
     [
         pytest.param(Pages.fill, "cpu", id="cpu"),
         pytest.param(Pages.fill, "cuda", id="cuda", marks=DEVICES[1].marks),
-        pytest.param(interpreted, "cpu", id="interpreted", marks=NO_GPU),
+        pytest.param(interpreted, "cpu", id="interpreted", marks=INTERPRETED),
     ],
 )
 
