@@ -9,8 +9,11 @@ from hypothesis import settings
 from attnplug.loading import find_plugins
 from support.command import attnplug, package, plain_environment
 from support.plugins import install, install_source, only_fault
+from support.triton_mode import settle_triton
 
 __all__ = ["attnplug", "install", "install_source", "only_fault", "package", "plain_environment"]
+
+settle_triton()
 
 # Two test processes on two cores: one thread each is fastest.
 torch.set_num_threads(1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnplug.errors import PoolError
-from attnplug.kv import LayoutName, MHAPool, MLAPool, PageCopy, PageLayout, torch_dtype
+from attnplug.kv import LayoutName, MHAPool, MLAPool, PageCopy, PageLayout, buffer, torch_dtype
 from attnplug.model import AttentionKind, LayerSpec, MLADims
 from attnplug.problem import DType
-from support.devices import DEVICES, nothing_waits
+from support.devices import DEVICES, INTERPRETED, nothing_waits
 from support.pools import LAYOUTS, PLAIN, mha_layer, mha_pool, mla_layer, mla_pool, random_rows
 
 # What is written is read back
@@ -165,15 +166,22 @@ def test_latent_rows_are_cut_into_kernel_pages() -> None:
 
 @contextmanager
 def writing(how: str) -> Iterator[str]:
-    """The device to write on, ``how`` being one, or ``cuda without triton``: as if it were not installed."""
+    """The device to write on, ``how`` being one; or ``cuda without triton``, as if it were not installed; or ``cpu by
+    triton``, the kernel in Triton's interpreter."""
     with pytest.MonkeyPatch.context() as patch:
         if how.endswith("without triton"):
             patch.setitem(sys.modules, "attnplug.kv.triton_rows", None)
+        if how.endswith("by triton"):
+            from attnplug.kv.triton_rows import RowWriter
+
+            patch.setattr(buffer, "_row_kernel", RowWriter)
+            patch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
         yield how.partition(" ")[0]
 
 
-WAYS = [*DEVICES, pytest.param("cuda without triton", marks=DEVICES[1].marks)]
-"""Ways in which rows are written: by torch on a CPU, by one kernel on a GPU, and by torch there too."""
+BY_TRITON = pytest.param("cpu by triton", marks=INTERPRETED)
+WAYS = [*DEVICES, BY_TRITON, pytest.param("cuda without triton", marks=DEVICES[1].marks)]
+"""Ways in which rows are written: by torch on a CPU, by one kernel on a GPU, interpreted, and by torch on a GPU too."""
 SLOTS = [[-1, 6, -1, 17, 3], [6, -1], [-1, -1, 19], [-1], [-1] * 4, [], [19, 0, 7]]
 
 
@@ -204,22 +212,39 @@ def bits(cache: torch.Tensor) -> torch.Tensor:
     return cache.cpu().contiguous().flatten(0, 1).flatten(1).view(torch.uint8)
 
 
+@pytest.mark.parametrize("device", [DEVICES[1], BY_TRITON])
+@pytest.mark.parametrize("layout", [PageLayout.token_major(5, 4, 3, 20), PageLayout.head_major(5, 4, 3, 20)])
+def test_the_kernel_writes_nothing_before_or_behind_the_pages(layout: PageLayout, device: str) -> None:
+    """B5: slot -1 is no memory of ours, and neither is a slot that only a device could know to be too large."""
+    from attnplug.kv.triton_rows import RowWriter
+
+    guard, slots = layout.elements // layout.num_pages, torch.tensor([-1, 0, 19, 20, -2, 3, 4])
+    with writing(device) as where:
+        memory = torch.full((guard + layout.elements + guard,), torch.nan, device=where)
+        pages = layout.view(memory[guard : guard + layout.elements])
+        RowWriter(pages, layout, 1.0).write(slots.to(where), random_rows(len(slots), 3, 20, where))
+    assert memory[:guard].isnan().all() and memory[-guard:].isnan().all()
+    written = (~pages.isnan()).flatten(2).all(2)
+    assert written.flatten().nonzero().flatten().tolist() == [0, 3, 4, 19]
+    assert int((~memory.isnan()).sum()) == 4 * 3 * 20
+
+
 @pytest.mark.parametrize("how", WAYS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", list(DType))
-@pytest.mark.parametrize("index", [torch.int32, torch.int64])
+@pytest.mark.parametrize(("dtype", "layout"), list(itertools.product(DType, LAYOUTS)))
 @pytest.mark.parametrize("numbers", SLOTS, ids=str)
-def test_rows_without_a_slot_are_not_written(
-    numbers: list[int], index: torch.dtype, dtype: DType, layout: LayoutName, how: str
-) -> None:
+def test_rows_without_a_slot_are_not_written(numbers: list[int], dtype: DType, layout: LayoutName, how: str) -> None:
     """B5: of padding nothing is written, nowhere; slot -1 least of all means the last one."""
+    index = torch.int32 if (len(numbers) % 2) == (layout == "token_major") else torch.int64
     with writing(how) as device:
         pool = mha_pool(dtype=dtype, layout=layout, device=device)
         for cache in (pool.keys(0), pool.values(0)):
             cache.copy_(torch.tensor(torch.nan))
         slots = torch.tensor(numbers, dtype=index)
-        k, v = random_rows(len(numbers), 2, 8, device), random_rows(len(numbers), 2, 6, device, seed=1)
-        k[slots < 0], v[slots < 0] = 99.0, 99.0
+        # In halves, which every type holds: the interpreter rounds as it likes.
+        k, v = (
+            (2 * random_rows(len(numbers), 2, dim, device, seed=dim)).round().clamp(-7, 7) / 2 + 0.5 for dim in (8, 6)
+        )
+        k[slots < 0], v[slots < 0] = 96.0, 96.0
         expected = [bits(cache).clone() for cache in (pool.keys(0), pool.values(0))]
         for wanted, rows in zip(expected, (k, v), strict=True):
             for slot, row in zip(numbers, rows.cpu(), strict=True):
@@ -233,7 +258,7 @@ def test_rows_without_a_slot_are_not_written(
         assert torch.equal(bits(pool.values(0)), expected[1])
 
 
-@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("how", [way for way in WAYS if way is not BY_TRITON])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_fp8_rows_beside_padding_are_the_nearest_to_float64(dtype: torch.dtype, how: str) -> None:
     """As wide as a DeepSeek row. Divided in float64, saturated, NaN kept; the scale is no power of two."""
@@ -255,7 +280,7 @@ def test_fp8_rows_beside_padding_are_the_nearest_to_float64(dtype: torch.dtype, 
 
 
 def nearest_float8(x: torch.Tensor) -> torch.Tensor:
-    """The bits of the nearest number of float8_e4m3fn, of two equally near the even one."""
+    """The bits of the nearest number of float8_e4m3fn, of two equally near the even one; NaN without a sign."""
     numbers = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double()  # ascending; 127 is NaN
     above = torch.searchsorted(numbers, x.abs()).clamp(max=126)
     below = (above - 1).clamp(min=0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -16,6 +17,12 @@ DEVICES = [
         marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")],
     ),
 ]
+
+INTERPRETED = pytest.mark.skipif(
+    torch.cuda.is_available() or find_spec("triton") is None,
+    reason="Triton is not installed, or there is a GPU, beside which nothing is interpreted in one process",
+)
+"""On tests of kernels in Triton's interpreter."""
 
 
 @contextmanager
@@ -32,3 +39,20 @@ def nothing_waits(device: str) -> Iterator[None]:
     finally:
         with warnings.catch_warnings(action="ignore"):
             torch.cuda.set_sync_debug_mode("default")
+
+
+@contextmanager
+def nothing_is_zero_by_chance(device: torch.device) -> Iterator[None]:
+    """Inside, memory that nobody has written holds NaN (or the largest integer) on a CPU, where it is often zero.
+
+    Torch does so in its deterministic mode; on a GPU that mode forbids more than it finds. The function that is named
+    after the mode would import all of inductor.
+    """
+    if device.type != "cpu" or torch.are_deterministic_algorithms_enabled():
+        yield
+        return
+    torch.set_deterministic_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode("default")

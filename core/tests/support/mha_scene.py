@@ -1,12 +1,13 @@
 """An MHA backend on a scene: scattered pages, NaN in all that must not be read, and the float64 result.
 
-Made for kernels, as ``mla_scene`` is: many heads, long requests; float64 runs on the case's device, in pieces.
+As in ``mla_scene`` a layer nobody runs comes first, all NaN and of another scale, and heads are divided over two ranks.
+Made for kernels, as that is: many heads, long requests; float64 runs on the case's device, in pieces.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,19 +26,21 @@ from attnplug import (
     Limits,
     MHAPool,
     ModelSpec,
+    Parallel,
     Role,
     Serving,
     WorkspaceOwner,
 )
 from attnplug.kv import LayoutName, torch_dtype
-from support.mla_scene import NAN, attention
+from support.devices import nothing_is_zero_by_chance
+from support.mla_scene import FIRST_LAYER, LAYER, NAN, RANKS, attention
 
-LAYER = 3
+__all__ = ["LAYER", "MHACase", "MHAScene"]
 
 
 @dataclass(frozen=True)
 class MHACase:
-    """One batch on one layer. Lengths are (rows in the cache before, new tokens) of each request."""
+    """One batch on one layer of a rank. Lengths are (rows in the cache before, new tokens) of each request."""
 
     lengths: tuple[tuple[int, int], ...]
     mode: ForwardMode = ForwardMode.EXTEND
@@ -64,8 +67,8 @@ class MHACase:
         return LayerSpec(
             LAYER,
             AttentionKind.MHA,
-            self.heads,
-            self.kv_heads,
+            RANKS * self.heads,
+            RANKS * self.kv_heads,
             self.head_dim,
             self.head_dim if self.v_head_dim is None else self.v_head_dim,
             self.head_dim**-0.5,
@@ -73,6 +76,10 @@ class MHACase:
             logit_cap=self.cap,
             sinks=self.sinks,
         )
+
+    @property
+    def layers(self) -> tuple[LayerSpec, LayerSpec]:
+        return replace(self.layer, layer_id=FIRST_LAYER, scale=2 * self.layer.scale), self.layer
 
 
 class MHAScene:
@@ -86,19 +93,21 @@ class MHAScene:
         self.totals = [before + new for before, new in case.lengths]
         self.page_table, pages = self._page_table()
         self.pool = MHAPool(
-            [self.layer],
+            case.layers,
             num_pages=pages,
             page_size=case.page_size,
             dtype=case.dtype,
             device=self.device,
             layout=case.layout,
+            tensor_parallel=RANKS,
         )
-        for memory in (self.pool.keys(LAYER), self.pool.values(LAYER)):
-            memory.copy_(torch.tensor(NAN))
+        for layer_id in self.pool.layer_ids:
+            for memory in (self.pool.keys(layer_id), self.pool.values(layer_id)):
+                memory.copy_(torch.tensor(NAN))
         self.context = BackendContext(
             name="under_test",
             roles=frozenset({Role.PREFILL, Role.DECODE}),
-            model=ModelSpec("test", "test", (self.layer,), 1 << 20),
+            model=ModelSpec("test", "test", case.layers, 1 << 20),
             device=self.device,
             dtype=self.dtype,
             kv_dtype=case.dtype,
@@ -106,6 +115,7 @@ class MHAScene:
             limits=Limits(max(len(self.new), 1), max(sum(self.new), 1), max([4096, *self.totals])),
             pools=KVPools(mha=self.pool),
             workspace=WorkspaceOwner(),
+            parallel=Parallel(RANKS - 1, RANKS),
             serving=case.serving,
             options=case.options,
         )
@@ -179,12 +189,13 @@ class MHAScene:
     def run(self, batch: ForwardBatch | None = None, **arguments: Any) -> tuple[Tensor, Tensor | None]:
         """Plan (unless the batch is) and run; output and log-sum-exp, padding rows included."""
         batch = batch or self.batch()
-        batch.plan = batch.plan or self.backend.init_forward_metadata(batch)
         q, k, v = map(self.padded, (self.q, *self.new_rows()))
         lse = torch.full(q.shape[:2], NAN, device=self.device) if self.case.lse else None
         extras = ForwardExtras(lse, self.sinks) if self.case.lse or self.case.sinks else None
         forward = self.backend.forward_decode if self.case.mode.is_decode else self.backend.forward_extend
-        return forward(q, k, v, self.layer, batch, extras=extras, **arguments), lse
+        with nothing_is_zero_by_chance(self.device):
+            batch.plan = batch.plan or self.backend.init_forward_metadata(batch)
+            return forward(q, k, v, self.layer, batch, extras=extras, **arguments), lse
 
     def wanted(self) -> tuple[Tensor, Tensor]:
         """What ``run`` must give for the rows that are not padding."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 
 from attnplug import AttentionBackend, BackendContext, ForwardBatch, Plan
+from support.devices import nothing_is_zero_by_chance
 from support.mla_scene import LAYER, NAN, MLACase, MLAScene, relative_error
 
 
@@ -48,9 +49,10 @@ class MLACapture:
             self.run()
 
     def run(self) -> None:
-        self.backend.init_forward_metadata_in_graph(self.batch)
         forward = self.backend.forward_decode if self.batch.forward_mode.is_decode else self.backend.forward_extend
-        self.out = forward(self.q, self.k, None, self.scene.layer, self.batch)
+        with nothing_is_zero_by_chance(self.scene.device):
+            self.backend.init_forward_metadata_in_graph(self.batch)
+            self.out = forward(self.q, self.k, None, self.scene.layer, self.batch)
 
     def stage(self, scene: MLAScene) -> Callable[[], torch.Tensor]:
         """Another scene's batch, of fewer requests perhaps, made ready on the device; call it to replay it there."""

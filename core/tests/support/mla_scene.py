@@ -1,12 +1,14 @@
 """An MLA backend on a scene: scattered pages, NaN in all that must not be read, and the float64 result.
 
+The model has a layer in front of the one under test, whose cache is all NaN, and its heads are divided over two ranks:
+whoever takes another layer's cache, or the model's heads for a rank's, is found by every test.
 Made for kernels: wide rows, many heads, long requests. Whatever runs in float64 runs on the case's device, in pieces.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from attnplug import (
     MLADims,
     MLAPool,
     ModelSpec,
+    Parallel,
     Role,
     Serving,
     WorkspaceOwner,
@@ -33,15 +36,18 @@ from attnplug import (
 from attnplug.context import forward_context
 from attnplug.kv import torch_dtype
 from attnplug.mla import ExtendPolicy, MLAAttention, MLAWeights
+from support.devices import nothing_is_zero_by_chance
 
 DEEPSEEK = MLADims(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64)
-LAYER = 3
+FIRST_LAYER, LAYER = 1, 3
+"""The layer that nobody runs, and the one under test."""
+RANKS = 2
 NAN = float("nan")
 
 
 @dataclass(frozen=True)
 class MLACase:
-    """One batch on one layer. Lengths are (rows in the cache before, new tokens) of each request."""
+    """One batch on one layer of a rank. Lengths are (rows in the cache before, new tokens) of each request."""
 
     lengths: tuple[tuple[int, int], ...]
     mode: ForwardMode = ForwardMode.EXTEND
@@ -62,10 +68,12 @@ class MLACase:
 
     @property
     def layer(self) -> LayerSpec:
-        width = self.dims.qk_nope_head_dim + self.dims.qk_rope_head_dim
-        return LayerSpec(
-            LAYER, AttentionKind.MLA, self.heads, self.heads, width, self.v_head_dim, width**-0.5, mla=self.dims
-        )
+        width, heads = self.dims.qk_nope_head_dim + self.dims.qk_rope_head_dim, RANKS * self.heads
+        return LayerSpec(LAYER, AttentionKind.MLA, heads, heads, width, self.v_head_dim, width**-0.5, mla=self.dims)
+
+    @property
+    def layers(self) -> tuple[LayerSpec, LayerSpec]:
+        return replace(self.layer, layer_id=FIRST_LAYER), self.layer
 
 
 class MLAScene:
@@ -79,18 +87,19 @@ class MLAScene:
         self.new = [new for _, new in case.lengths]
         self.totals = [before + new for before, new in case.lengths]
         self.page_table, pages = self._page_table()
-        scales = {LAYER: case.kv_scale} if kv_dtype is DType.FLOAT8_E4M3 else None
+        scales = {LAYER: case.kv_scale, FIRST_LAYER: 2.0} if kv_dtype is DType.FLOAT8_E4M3 else None
         self.pool = MLAPool(
-            [self.layer], num_pages=pages, page_size=case.page_size, dtype=kv_dtype, device=self.device, scales=scales
+            case.layers, num_pages=pages, page_size=case.page_size, dtype=kv_dtype, device=self.device, scales=scales
         )
-        self.pool.rows(LAYER).copy_(torch.tensor(NAN))
+        for layer_id in self.pool.layer_ids:
+            self.pool.rows(layer_id).copy_(torch.tensor(NAN))
         self.workspace = WorkspaceOwner()
         longest = max([*self.totals, 1])
         self.backend = build(
             BackendContext(
                 name="under_test",
                 roles=frozenset({Role.PREFILL, Role.DECODE}),
-                model=ModelSpec("test", "test", (self.layer,), 1 << 20),
+                model=ModelSpec("test", "test", case.layers, 1 << 20),
                 device=self.device,
                 dtype=self.dtype,
                 kv_dtype=kv_dtype,
@@ -98,6 +107,7 @@ class MLAScene:
                 limits=Limits(max(len(self.new), 1), max(sum(self.new), 1), max(4096, longest)),
                 pools=KVPools(mla=self.pool),
                 workspace=self.workspace,
+                parallel=Parallel(RANKS - 1, RANKS),
                 serving=case.serving,
                 options=case.options,
             )
@@ -165,12 +175,13 @@ class MLAScene:
     def absorbed(self, batch: ForwardBatch | None = None, **arguments: Any) -> tuple[Tensor, Tensor | None]:
         """Plan (unless the batch is) and run in latent space; output and log-sum-exp, padding rows included."""
         batch = batch or self.batch()
-        batch.plan = batch.plan or self.backend.init_forward_metadata(batch)
         q, k = self.padded(self.q), self.padded(self.new_rows()).unsqueeze(1)
         lse = torch.full(q.shape[:2], NAN, device=self.device) if self.case.lse else None
         extras = ForwardExtras(lse=lse) if self.case.lse else None
         forward = self.backend.forward_decode if self.case.mode.is_decode else self.backend.forward_extend
-        return forward(q, k, None, self.layer, batch, extras=extras, **arguments), lse
+        with nothing_is_zero_by_chance(self.device):
+            batch.plan = batch.plan or self.backend.init_forward_metadata(batch)
+            return forward(q, k, None, self.layer, batch, extras=extras, **arguments), lse
 
     def wanted_absorbed(self) -> tuple[Tensor, Tensor]:
         """What ``absorbed`` must give for the rows that are not padding."""
@@ -198,10 +209,10 @@ class MLAModel:
         scene = self.scene
         mla = MLAAttention(scene.backend, scene.pool, policy)
         self.batch = batch = batch or scene.batch()
-        batch.plan = scene.backend.init_forward_metadata(batch)
-        mla.prepare(batch)
-        with forward_context(scene.backend, mla):
-            q, rows = scene.padded(self.q), scene.padded(scene.new_rows())
+        q, rows = scene.padded(self.q), scene.padded(scene.new_rows())
+        with nothing_is_zero_by_chance(scene.device), forward_context(scene.backend, mla):
+            batch.plan = scene.backend.init_forward_metadata(batch)
+            mla.prepare(batch)
             return mla.attend(q, rows, scene.layer, self.weights, batch)
 
     def wanted(self) -> Tensor:

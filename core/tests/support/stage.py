@@ -1,9 +1,12 @@
-"""A backend on a stage: scattered pages, NaN in everything that must not be read, and the float64 result."""
+"""A backend on a stage: scattered pages, NaN in everything that must not be read, and the float64 result.
+
+The model has a layer in front of the one under test, whose cache is all NaN: a test finds whoever reads that one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -28,6 +31,7 @@ from attnplug import (
 from attnplug.kv import torch_dtype
 from attnplug.reference import attention_float64
 from attnplug.torch_native.backend import TorchNativeBackend
+from support.devices import nothing_is_zero_by_chance
 
 NAN = float("nan")
 
@@ -64,6 +68,10 @@ class Case:
         return LayerSpec(3, AttentionKind.MHA, self.heads, self.kv_heads, self.head_dim, self.v_head_dim,
                          self.head_dim**-0.5, self.window, self.cap)  # fmt: skip
 
+    @property
+    def layers(self) -> tuple[LayerSpec, LayerSpec]:
+        return replace(self.layer, layer_id=1), self.layer
+
 
 class Stage:
     """A backend with a poisoned pool, the rows of its requests written where a page table of the case's kind says."""
@@ -84,7 +92,7 @@ class Stage:
             BackendContext(
                 name="under_test",
                 roles=frozenset({Role.PREFILL, Role.DECODE}),
-                model=ModelSpec("test", "test", (self.layer,), 4096),
+                model=ModelSpec("test", "test", case.layers, 4096),
                 device=self.device,
                 dtype=self.dtype,
                 kv_dtype=kv_dtype,
@@ -127,13 +135,16 @@ class Stage:
     def _pools(self, pages: int, kv_dtype: DType) -> KVPools:
         shape = {"num_pages": pages, "page_size": self.case.page_size, "dtype": kv_dtype, "device": self.device}
         if self.case.mla is not None:
-            pool = MLAPool([self.layer], **shape)
-            pool.rows(3).copy_(torch.tensor(NAN))
-            return KVPools(mla=pool)
-        mha = MHAPool([self.layer], layout=self.case.layout, **shape)
-        mha.keys(3).copy_(torch.tensor(NAN))
-        mha.values(3).copy_(torch.tensor(NAN))
-        return KVPools(mha=mha)
+            pool = MLAPool(self.case.layers, **shape)
+            memories = [pool.rows(layer_id) for layer_id in pool.layer_ids]
+            pools = KVPools(mla=pool)
+        else:
+            mha = MHAPool(self.case.layers, layout=self.case.layout, **shape)
+            memories = [read(layer_id) for layer_id in mha.layer_ids for read in (mha.keys, mha.values)]
+            pools = KVPools(mha=mha)
+        for memory in memories:
+            memory.copy_(torch.tensor(NAN))
+        return pools
 
     def _write_prefixes(self) -> None:
         """By hand, row by row, straight into the memory: nothing of the code under test decides where."""
@@ -171,7 +182,6 @@ class Stage:
     def run(self, batch: ForwardBatch | None = None, **arguments) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Plan and run; returns the output and, if the case asks, its log-sum-exp, padding rows included."""
         batch = batch or self.batch()
-        batch.plan = batch.plan or self.backend.init_forward_metadata(batch)
         q, k = self.q, self.new_rows(self.keys)
         v = None if self.case.mla is not None else self.new_rows(self.values)
         if self.case.padding:
@@ -179,7 +189,9 @@ class Stage:
         lse = torch.full(q.shape[:2], NAN, device=self.device) if self.case.lse else None
         forward = self.backend.forward_decode if self.case.mode.is_decode else self.backend.forward_extend
         q, k, v = (None if t is None else t.to(self.device) for t in (q, k, v))
-        out = forward(q, k, v, self.layer, batch, extras=ForwardExtras(lse=lse), **arguments)
+        with nothing_is_zero_by_chance(self.device):
+            batch.plan = batch.plan or self.backend.init_forward_metadata(batch)
+            out = forward(q, k, v, self.layer, batch, extras=ForwardExtras(lse=lse), **arguments)
         return out.cpu(), None if lse is None else lse.cpu()
 
     def wanted(self) -> tuple[torch.Tensor, torch.Tensor]:

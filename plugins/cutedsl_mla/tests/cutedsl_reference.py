@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from attnplug import BackendContext
 from attnplug_cutedsl_mla.build import cutedsl_mla
-from attnplug_cutedsl_mla.kernels import CuteDSLDecode
 from attnplug_cutedsl_mla.plugin import attnplug_backends
-from attnplug_flashinfer_mla.kernels import Shape
-from attnplug_trtllm_mla.backend import Parts, TRTLLMMLABackend
+from attnplug_trtllm_mla.backend import TRTLLMMLABackend
 from generation_checks import Build, skip_unless_served
-from trtllm_reference import ReferenceFlashInfer, cute_dsl_memory
+from trtllm_reference import ReferenceFlashInfer, on_blackwell
 
 
 def reference_cutedsl(context: BackendContext, flashinfer: ReferenceFlashInfer | None = None) -> TRTLLMMLABackend:
-    """cutedsl_mla, all of it but the library."""
-    library = (flashinfer or ReferenceFlashInfer()).library
-    return TRTLLMMLABackend(context, Parts(CuteDSLDecode(library, Shape.of(context), cute_dsl_memory(context))))
+    """cutedsl_mla by its own factory, all of it but the library."""
+    return on_blackwell(cutedsl_mla, (flashinfer or ReferenceFlashInfer()).library, context)
 
 
 def build_on(device: str) -> Build:

@@ -67,6 +67,15 @@ def test_captured_decode(device):
         assert (out[len(wanted) :] == 0).all()
 
 
+@pytest.mark.parametrize(
+    ("heads", "queries", "most"), [(16, 1, 8192), (128, 7, 8192), (128, 8, 8191), (65, 4, 8192), (128, 64, 1023)]
+)
+def test_a_call_has_no_more_blocks_than_cuda_counts(heads, queries, most):
+    """65535 in the second dimension: one for each 128 rows of a request, begun ones too."""
+    stage = scene(MLACase(((5, 1),), ForwardMode.DECODE, heads=heads), "cpu", reference_cutedsl)
+    assert stage.backend._parts.decode.most_requests(queries, with_lse=True) == most
+
+
 @pytest.mark.parametrize("version", [None, NEWEST])
 def test_every_version_takes_the_calls(version):
     if flashinfer_folder(version) is None:

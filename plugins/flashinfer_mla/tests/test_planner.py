@@ -1,4 +1,4 @@
-"""Dividing batches, and indices: planning tests, on a CPU and, where there is one, by the kernels of a GPU."""
+"""Dividing batches, and indices: planning tests, in torch on a CPU, and by the kernel: interpreted, or on a GPU."""
 
 from __future__ import annotations
 
@@ -11,12 +11,21 @@ from hypothesis import strategies as st
 
 from attnplug_flashinfer_mla.indices import Lengths, fill_indices
 from attnplug_flashinfer_mla.planner import divide, padded_heads
-from support.devices import DEVICES
+from attnplug_flashinfer_mla.triton_kernels import launch_fill_indices
+from support.devices import DEVICES, INTERPRETED
 
+in_every_way = pytest.mark.parametrize(
+    ("fill", "device"),
+    [
+        pytest.param(fill_indices, "cpu", id="cpu"),
+        pytest.param(fill_indices, "cuda", id="cuda", marks=DEVICES[1].marks),
+        pytest.param(launch_fill_indices, "cpu", id="interpreted", marks=INTERPRETED),
+    ],
+)
 requests = st.lists(st.tuples(st.integers(0, 3000), st.integers(1, 40000)), min_size=1, max_size=8)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(requests, st.sampled_from([1, 16, 64, 128]))
 def test_planning_divides_a_batch_into_what_the_scheduler_holds(lengths, heads):
     """Every query in one segment, in order, seeing the keys it saw; every segment within 16384 work items."""
@@ -33,14 +42,15 @@ def test_planning_divides_a_batch_into_what_the_scheduler_holds(lengths, heads):
     assert seen == [(r, p + n) for r, (p, new_) in enumerate(lengths) for n in range(new_)]
 
 
-def test_planning_of_more_rows_than_the_table_has_pages_stays_inside():
+@in_every_way
+def test_planning_of_more_rows_than_the_table_has_pages_stays_inside(fill, device):
     """A captured batch's lengths are the device's: nobody can look at them first."""
-    table = torch.arange(6, dtype=torch.int32).view(2, 3)
-    lengths = Lengths.of(torch.tensor([0, 1, 2, 0, 3, 6, 40, 24], dtype=torch.int32))
-    indices, slots = torch.full((6,), -7, dtype=torch.int32), torch.full((2,), -9)
-    fill_indices(table, lengths, 8, indices, slots)
-    assert indices.tolist() == [0, 1, 2, 3, 4, 5]
-    assert slots.tolist() == [-1, 5 * 8 + 7]
+    table = torch.arange(9, dtype=torch.int32, device=device).view(3, 3)
+    lengths = Lengths.of(torch.tensor([0, 1, 2, 3, 0, 3, 6, 9, 40, 25, 24], dtype=torch.int32, device=device))
+    indices, slots = torch.full((9,), -7, dtype=torch.int32, device=device), torch.full((3,), -9, device=device)
+    fill(table, lengths, 8, indices, slots)
+    assert indices.tolist() == list(range(9))
+    assert slots.tolist() == [-1, -1, 8 * 8 + 7]
 
 
 def test_planning_keeps_what_fits_in_one_call():
@@ -54,14 +64,14 @@ def test_planning_pads_heads_to_divide_a_tile(heads, padded):
     assert padded_heads(heads) == padded
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@in_every_way
 @pytest.mark.parametrize("page_size", [1, 5, 64])
 @pytest.mark.parametrize("gaps", [False, True])
-def test_planning_of_indices_row_by_row(gaps, page_size, device):
+def test_planning_of_indices_row_by_row(gaps, page_size, fill, device):
     """Pages and slots as a loop finds them; what lies behind a request's last page leads nowhere and is not read."""
     chance = random.Random(page_size)
-    kv = [0, 1, 64, *(chance.randint(1, 5000) for _ in range(5))]
-    new = [1, 1, 7, *(chance.randint(0, min(rows, 900)) for rows in kv[3:])]
+    kv = [0, 1, 64, 65, *(chance.randint(1, 5000) for _ in range(5))]
+    new = [1, 1, 7, 65, *(chance.randint(0, min(rows, 900)) for rows in kv[4:])]
     pages = [-(-rows // page_size) for rows in kv]
     width = max(pages) + 2
     table = torch.randperm(len(kv) * width)[: len(kv) * width].view(len(kv), width).int()
@@ -74,7 +84,7 @@ def test_planning_of_indices_row_by_row(gaps, page_size, device):
     lengths = Lengths.of(torch.tensor([*rows, *starts, *kv], dtype=torch.int32, device=device))
     indices = torch.full((starts[-1],), -7, dtype=torch.int32, device=device)
     slots = torch.full((rows[-1],), -9, dtype=torch.int64, device=device)
-    fill_indices(table.to(device), lengths, page_size, indices, slots)
+    fill(table.to(device), lengths, page_size, indices, slots)
     wanted = torch.full_like(indices, -7).cpu()
     for request, count in enumerate(pages):
         wanted[starts[request] : starts[request] + count] = table[request, :count]

@@ -61,6 +61,16 @@ def test_planning_constructor_makes_every_wrapper_that_its_role_needs(serving, d
     assert (stage.backend.mha_chunk_kv_cache is not None) == enabled(serving, disable_ragged)
 
 
+def test_planning_of_every_kind_of_batch_has_a_wrapper_of_its_own():
+    """A1: a verify is planned on the verify wrapper, beside an extend and a decode whose plans are still in use."""
+    stage = scene(Serving(), False, ((30, 1), (9, 1)), ForwardMode.DECODE)
+    made, plans = list(stage.made), []
+    for mode in (ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY, ForwardMode.DECODE):
+        batch = scene(Serving(), False, ((30, 1), (9, 1)), mode).batch()
+        plans.append(stage.backend.init_forward_metadata(batch))
+    assert stage.made == made, "a wrapper was lent out already"
+
+
 @every_combination
 def test_planning_claims_only_the_extends_it_can_run(serving, disable_ragged):
     """A3, C1"""

@@ -7,10 +7,13 @@ import torch
 from hypothesis import settings
 
 from support.command import attnplug, explained, plain_environment
+from support.triton_mode import settle_triton
 
 __all__ = ["attnplug", "explained", "plain_environment"]
 
 sys.path.insert(0, str(Path(__file__).parent))
+
+settle_triton()
 
 # Two test processes on two cores: one thread each is fastest.
 torch.set_num_threads(1)

@@ -122,7 +122,7 @@ class TestPlans:
         out, _ = stage.absorbed(batch)
         assert relative_error(out, stage.wanted_absorbed()[0]) <= 5e-3
 
-    @on_every_device
+    @pytest.mark.parametrize("device", DEVICES[1:])
     def test_planning_and_running_wait_for_nothing(self, device):
         stage = scene(MLACase(lengths(4, 300, 2, seed=4), VERIFY, padding=2), device)
         stage.absorbed()

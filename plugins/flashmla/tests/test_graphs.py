@@ -19,9 +19,15 @@ def scenes(mode: ForwardMode, new: int, device: str, heads: int = 16, page_size:
 
 
 @on_every_device
-@pytest.mark.parametrize(("heads", "page_size"), [(16, 64), (32, 64), (64, 128), (128, 64), (24, 64)])
 @pytest.mark.parametrize(
-    ("mode", "new"), [(ForwardMode.DECODE, 1), (ForwardMode.TARGET_VERIFY, 4), (ForwardMode.DRAFT_EXTEND, 2)]
+    ("mode", "new", "heads", "page_size"),
+    [
+        (ForwardMode.DECODE, 1, 16, 64),
+        (ForwardMode.DECODE, 1, 24, 128),
+        (ForwardMode.TARGET_VERIFY, 4, 32, 64),
+        (ForwardMode.TARGET_VERIFY, 4, 128, 64),
+        (ForwardMode.DRAFT_EXTEND, 2, 64, 128),
+    ],
 )
 def test_one_capture_serves_other_lengths_pages_and_fewer_requests(mode, new, heads, page_size, device):
     check_replays(*scenes(mode, new, device, heads, page_size))

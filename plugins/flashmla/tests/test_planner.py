@@ -1,4 +1,4 @@
-"""Pages, lengths and slots: planning tests, on a CPU and, where there is one, by the kernel of a GPU."""
+"""Pages, lengths and slots: planning tests, in torch on a CPU, and by the kernel: interpreted, or on a GPU."""
 
 from __future__ import annotations
 
@@ -6,19 +6,35 @@ import random
 
 import pytest
 import torch
+from torch import Tensor
 
 from attnplug_flashmla.planner import Pages
-from support.devices import DEVICES, nothing_waits
+from attnplug_flashmla.triton_kernels import launch_fill_pages
+from support.devices import DEVICES, INTERPRETED, nothing_waits
 
 NOWHERE = 1 << 30
 UNTOUCHED = -7
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("index", [torch.int32, torch.int64])
-@pytest.mark.parametrize("queries", [1, 2, 7, 8])
+def interpreted(pages: Pages, page_table: Tensor, seq_lens: Tensor, page_size: int) -> None:
+    """What ``Pages.fill`` does on a GPU."""
+    launch_fill_pages(page_table, seq_lens, page_size, pages.queries, pages.kv_lens, pages.table, pages.slots)
+
+
+in_every_way = pytest.mark.parametrize(
+    ("fill", "device"),
+    [
+        pytest.param(Pages.fill, "cpu", id="cpu"),
+        pytest.param(Pages.fill, "cuda", id="cuda", marks=DEVICES[1].marks),
+        pytest.param(interpreted, "cpu", id="interpreted", marks=INTERPRETED),
+    ],
+)
+
+
+@in_every_way
+@pytest.mark.parametrize(("queries", "index"), [(1, torch.int32), (2, torch.int64), (7, torch.int32), (8, torch.int64)])
 @pytest.mark.parametrize("page_size", [64, 128, 320])
-def test_planning_of_pages_and_slots_row_by_row(page_size, queries, index, device):
+def test_planning_of_pages_and_slots_row_by_row(page_size, queries, index, fill, device):
     """As a loop finds them. Entries behind a request's last page lead nowhere and are not read; what a batch has more
     memory for is left alone."""
     chance = random.Random(page_size + queries)
@@ -41,9 +57,9 @@ def test_planning_of_pages_and_slots_row_by_row(page_size, queries, index, devic
         part.fill_(UNTOUCHED)
     pages = memory.part(requests, queries)
     on_device, seq_lens = table.to(device), torch.tensor(lens, dtype=index, device=device)
-    pages.fill(on_device, seq_lens, page_size)
+    fill(pages, on_device, seq_lens, page_size)
     with nothing_waits(device):
-        pages.fill(on_device, seq_lens, page_size)
+        fill(pages, on_device, seq_lens, page_size)
     assert pages.kv_lens.tolist() == lens
     assert pages.slots.tolist() == wanted_slots
     found = memory.table.cpu()
@@ -55,15 +71,15 @@ def test_planning_of_pages_and_slots_row_by_row(page_size, queries, index, devic
     assert memory.slots[requests * queries :].eq(UNTOUCHED).all() and memory.kv_lens[requests:].eq(UNTOUCHED).all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_planning_of_more_rows_than_the_table_has_pages_stays_inside(device):
+@in_every_way
+def test_planning_of_more_rows_than_the_table_has_pages_stays_inside(fill, device):
     """A captured batch's lengths are the device's: nobody can look at them first."""
-    table = torch.arange(4, dtype=torch.int32, device=device).view(2, 2)
-    pages = Pages.reserve(2, 2, 2, torch.device(device)).part(2, 1)
-    pages.fill(table, torch.tensor([4000, 128], dtype=torch.int32, device=device), 64)
-    assert pages.kv_lens.tolist() == [128, 128]
-    assert pages.table.tolist() == [[0, 1], [2, 3]]
-    assert pages.slots.tolist() == [-1, 3 * 64 + 63]
+    table = torch.arange(6, dtype=torch.int32, device=device).view(3, 2)
+    pages = Pages.reserve(3, 3, 2, torch.device(device)).part(3, 1)
+    fill(pages, table, torch.tensor([4000, 129, 128], dtype=torch.int32, device=device), 64)
+    assert pages.kv_lens.tolist() == [128, 128, 128]
+    assert pages.table.tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert pages.slots.tolist() == [-1, -1, 5 * 64 + 63]
 
 
 @pytest.mark.parametrize("device", DEVICES)

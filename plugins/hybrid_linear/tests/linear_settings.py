@@ -82,3 +82,5 @@ SETTINGS = [
     # Inside a chunk the library multiplies in bfloat16, so states differ as well: on an H200 by up to 1.3e-2.
     pytest.param(Setting(FlaLinearBackend, "cuda", DType.BFLOAT16, 2e-2, 2e-2), id="fla-cuda", marks=_CUDA),
 ]
+ON_A_GPU = [setting for setting in SETTINGS if setting.id and setting.id.endswith("cuda")]
+"""For tests of what is waited for: on a CPU there is nobody to wait for."""

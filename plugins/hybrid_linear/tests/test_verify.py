@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from attnplug import ForwardMode, PlanError
 from linear_scene import LAYERS, PADDED, LinearScene, same_bits
-from linear_settings import INTERPRETED, SETTINGS, TORCH
+from linear_settings import INTERPRETED, ON_A_GPU, SETTINGS, TORCH
 from support.devices import nothing_waits
 
 VERIFY, EXTEND, DECODE = ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND, ForwardMode.DECODE
@@ -115,7 +115,7 @@ def test_a_model_may_reuse_its_inputs_memory_before_the_commit(setting) -> None:
     scene.check_states(setting.state_tolerance)
 
 
-@in_every_setting
+@pytest.mark.parametrize("setting", ON_A_GPU)
 def test_a_commit_waits_for_nothing(setting) -> None:
     scene = setting.scene(3)
     step = scene.run(VERIFY, [1, 0, PADDED], [4, 4, 4])

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnplug import BackendContext, BackendError, DType, ForwardMode, Problem, RaggedCall, Role, load_registry
+from attnplug import BackendContext, BackendError, DType, ForwardMode, Problem, RaggedCall, Role, Serving, load_registry
 from attnplug.claims import ExtendPath
 from attnplug.mla import ExtendPolicy
 from attnplug_tokenspeed_mla import build, kernels
@@ -118,6 +118,18 @@ class TestBuilding:
         assert uses["scratch"].owners == {"under_test/flashinfer_mla": 128 << 20}
         assert uses["cute-dsl-scratch"].owners == {"under_test": PROCESSORS * 64 * 513 * 4}
         assert [call["q_dtype"] for call in tokenspeed.named("warm_up")] == [torch.float8_e4m3fn]
+
+    @pytest.mark.parametrize(
+        ("changes", "warmed"),
+        [({}, [(192, 128)]), ({"serving": Serving(skip_prefill=True)}, []), ({"v_head_dim": 64}, [])],
+        ids=["prefills", "draft", "other-widths"],
+    )
+    def test_kernels_are_compiled_for_what_will_prefill(self, changes, warmed):
+        """For the widths of a call; a draft's worker has no prefill to wait for, nor have widths without a kernel."""
+        tokenspeed = ReferenceTokenSpeed()
+        case = MLACase(((20, 1),), ForwardMode.DECODE, kv_dtype=FP8, **changes)
+        MLAScene(case, "cpu", partial(reference_tokenspeed, tokenspeed=tokenspeed))
+        assert [(call["d_qk"], call["d_v"]) for call in tokenspeed.named("warm_up")] == warmed
 
     def test_a_library_whose_needs_are_missing_raises_why(self, monkeypatch, tmp_path):
         """Its import succeeds and puts functions there that raise when they are called."""

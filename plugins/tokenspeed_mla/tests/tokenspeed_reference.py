@@ -9,19 +9,17 @@ import torch
 from torch import Tensor
 
 from attnplug import BackendContext
-from attnplug_flashinfer_mla.kernels import Shape
 from attnplug_tokenspeed_mla.build import tokenspeed_mla
-from attnplug_tokenspeed_mla.kernels import Library, TokenSpeedDecode, TokenSpeedRagged
+from attnplug_tokenspeed_mla.kernels import Library
 from attnplug_tokenspeed_mla.plugin import attnplug_backends
-from attnplug_trtllm_mla.backend import Parts, TRTLLMMLABackend
+from attnplug_trtllm_mla.backend import TRTLLMMLABackend
 from generation_checks import Build, skip_unless_served
 from support.signatures import read_signature, unpacked
 from trtllm_reference import (
     check_cute_dsl_scratch,
     check_ragged,
     check_tables,
-    cute_dsl_memory,
-    reference_fallback,
+    on_blackwell,
     run_decode,
     run_ragged,
 )
@@ -92,10 +90,8 @@ class ReferenceTokenSpeed:
 
 
 def reference_tokenspeed(context: BackendContext, tokenspeed: ReferenceTokenSpeed | None = None) -> TRTLLMMLABackend:
-    """tokenspeed_mla, all of it but the library."""
-    library, shape = (tokenspeed or ReferenceTokenSpeed()).library, Shape.of(context)
-    decode = TokenSpeedDecode(library, shape, cute_dsl_memory(context))
-    return TRTLLMMLABackend(context, Parts(decode, TokenSpeedRagged(library, shape), reference_fallback(context)))
+    """tokenspeed_mla by its own factory, all of it but the library."""
+    return on_blackwell(tokenspeed_mla, (tokenspeed or ReferenceTokenSpeed()).library, context)
 
 
 def build_on(device: str) -> Build:

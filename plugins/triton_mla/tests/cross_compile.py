@@ -1,7 +1,7 @@
 """Compiles the plugin's kernels for GPUs that need not be there, and says what they take.
 
 python cross_compile.py '[{"sm": …, "cut": CONFIGURATION, "q": TYPE, "cache": TYPE, "page_size": …}, …]'
-    attention's shared bytes
+    the attention kernel of each case, and for its SM both plans and the merge; prints [SM, kernel, shared bytes] of all
 python cross_compile.py --table    every entry of the table on SM 90, with registers and spills by ptxas; minutes
 """
 
@@ -152,17 +152,24 @@ def table() -> Iterator[tuple[str, Any]]:
         )
 
 
+def every_kernel(cases: list[dict[str, Any]]) -> Iterator[tuple[int, str, Any]]:
+    """Of each case its attention kernel; of each SM among them, cut as its first case is, the kernels around it."""
+    for case in cases:
+        yield case["sm"], case["cut"]["kernel"], attend(**case)
+    for sm, case in {case["sm"]: case for case in reversed(cases)}.items():
+        yield sm, "plan", plan(sm, case["cut"], queries=1, parts=0, block=16)
+        yield sm, "plan of different rows", plan(sm, case["cut"], queries=0, parts=0, block=16)
+        yield sm, "merge", merge(sm, case["cut"], case["q"])
+
+
 def main(asked: str) -> None:
     if asked == "--table":
         print(f"Triton {triton.__version__}, SM 90")
         for name, made in table():
             print(f"{name:76} {resources(made)}", flush=True)
         return
-    cases = json.loads(asked)
-    sm, cut = cases[0]["sm"], cases[0]["cut"]
-    plan(sm, cut, queries=1, parts=0, block=16)
-    merge(sm, {**cut, "overlap": sm >= 90}, cases[0]["q"])
-    print(json.dumps([int(attend(**case).metadata.shared) for case in cases]))
+    found = [(sm, kernel, int(made.metadata.shared)) for sm, kernel, made in every_kernel(json.loads(asked))]
+    print(json.dumps(found))
 
 
 if __name__ == "__main__":

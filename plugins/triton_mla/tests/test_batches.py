@@ -94,12 +94,12 @@ class TestBatches:
         check(MLACase(((longest, new), (0, new), (7, new), (64, new)), mode, heads=2), device, cut)
 
     @on_every_device
-    @modes
+    @pytest.mark.parametrize(("mode", "new"), [(VERIFY, 3)])
     def test_float16(self, mode, new, device):
         check(MLACase(lengths(4, 100, new, seed=3), mode, heads=2, dtype=DType.FLOAT16), device)
 
     @on_every_device
-    @modes
+    @pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (EXTEND, 5)])
     def test_an_fp8_cache_with_its_scale(self, mode, new, device):
         given = lengths(4, 100, new, seed=4)
         check(MLACase(given, mode, heads=2, dtype=DType.FLOAT16, kv_dtype=FP8, kv_scale=0.37), device)
@@ -142,20 +142,20 @@ class TestConfigurations:
 
     @on_every_device
     @pytest.mark.parametrize(
-        ("mode", "new", "merge"),
-        [(DECODE, 1, "last"), (DECODE, 1, "kernel"), (VERIFY, 3, "kernel"), (EXTEND, 5, "last")],
-    )
-    @pytest.mark.parametrize(
-        "changes",
+        ("mode", "new", "merge", "changes"),
         [
-            {},
-            {"programs": 3},
-            {"least_steps": 3},
-            {"part_cost": 2.0},
-            {"tile": 32, "step": 32, "merge_columns": 16},
-            {"merge_parts": 2, "merge_columns": 16, "programs": 3},
+            (DECODE, 1, "last", {}),
+            (DECODE, 1, "kernel", {}),
+            (VERIFY, 3, "kernel", {}),
+            (EXTEND, 5, "last", {}),
+            (DECODE, 1, "last", {"programs": 3}),
+            (EXTEND, 5, "last", {"least_steps": 3}),
+            (VERIFY, 3, "kernel", {"part_cost": 2.0}),
+            (VERIFY, 3, "kernel", {"tile": 32, "step": 32, "merge_columns": 16}),
+            (EXTEND, 5, "last", {"tile": 32, "step": 32, "merge_columns": 16}),
+            (DECODE, 1, "kernel", {"merge_parts": 2, "merge_columns": 16, "programs": 3}),
         ],
-        ids=lambda changes: ",".join(changes) or "plain",
+        ids=lambda value: ",".join(value) or "plain" if isinstance(value, dict) else None,
     )
     def test_ways_to_cut_and_merge(self, mode, new, merge, changes, device):
         """Parts of long requests, several requests in one program, and both at once."""
@@ -164,8 +164,7 @@ class TestConfigurations:
         check(MLACase(given, mode, heads=2), device, lambda *_, **__: cut)
 
     @on_every_device
-    @pytest.mark.parametrize("merge", ["last", "kernel"])
-    @pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (VERIFY, 3)])
+    @pytest.mark.parametrize(("mode", "new", "merge"), [(DECODE, 1, "kernel"), (VERIFY, 3, "last")])
     def test_tiles_with_a_lead(self, mode, new, merge, device):
         """Long and short requests: every tile's parts lie behind its lead, for whoever merges them too."""
         cut = Configuration(16, 16, 4, 2, programs=4, start_steps=5, merge=merge, merge_columns=512)
@@ -271,7 +270,7 @@ class TestBits:
     @on_every_device
     @pytest.mark.parametrize(
         ("mode", "new", "merge"),
-        [(DECODE, 1, "last"), (DECODE, 1, "kernel"), (VERIFY, 3, "kernel"), (EXTEND, 5, "last")],
+        [(DECODE, 1, "kernel"), (VERIFY, 3, "last"), (EXTEND, 5, "last")],
     )
     def test_batch_invariance(self, mode, new, merge, device):
         """A request's bits are the same alone, among others, and wherever it stands."""

@@ -99,18 +99,21 @@ def test_kernels_in_gluon_are_for_sm_90_and_16_bits(kernel, rows, tile, instead)
 
 
 def test_it_compiles_for_gpus_and_fits_them() -> None:
-    """By Triton's compiler, which needs no GPU; whether it is right or fast there is not said."""
+    """Every kernel for every SM by Triton's compiler, which needs no GPU; those in Gluon for the one that they are for.
+
+    Whether it is right or fast there is not said.
+    """
 
     def chosen(rows: int, requests: int, fp8: bool = False) -> Configuration:
         return choose(rows, requests, ANY, fp8=fp8, invariant=False)
 
     wanted = []
     for sm, entry, q, cache, page_size in (
-        (90, chosen(128, 100), "bf16", "bf16", 64),
-        (90, chosen(128, 1), "fp16", "fp16", 16),
-        (90, chosen(16, 1), "bf16", "bf16", 48),
+        (80, RAGGED, "fp16", "fp16", 64),
+        (89, chosen(16, 1, fp8=True), "bf16", "fp8e4nv", 64),
         (90, chosen(16, 99), "bf16", "bf16", 16),
-        (89, chosen(16, 1), "bf16", "bf16", 64),
+        (90, chosen(16, 1), "bf16", "bf16", 48),
+        (90, chosen(128, 100), "bf16", "bf16", 64),
         (100, chosen(128, 1, fp8=True), "bf16", "fp8e4nv", 1),
     ):
         row_bytes = WIDTH if cache == "fp8e4nv" else 2 * WIDTH
@@ -118,7 +121,15 @@ def test_it_compiles_for_gpus_and_fits_them() -> None:
         wanted.append({"sm": sm, "cut": asdict(found), "q": q, "cache": cache, "page_size": page_size})
     script = Path(__file__).with_name("cross_compile.py")
     command = [sys.executable, str(script), json.dumps(wanted)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    for case, taken in zip(wanted, json.loads(done.stdout), strict=True):
-        assert 0 < taken <= SHARED[case["sm"]], case
+    compiled = json.loads(done.stdout)
+    around = {"triton", "plan", "plan of different rows", "merge"}
+    assert {(sm, kernel) for sm, kernel, _ in compiled} == {
+        *itertools.product((80, 89, 90, 100), around),
+        (90, "low"),
+        (90, "wide"),
+    }
+    for sm, kernel, taken in compiled:
+        assert taken <= SHARED[sm], (sm, kernel)
+        assert taken > 0 or kernel in around - {"triton"}

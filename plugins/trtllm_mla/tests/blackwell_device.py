@@ -1,39 +1,30 @@
-"""A CPU that looks like a Blackwell GPU to whoever builds a backend on it. Nothing can run there."""
+"""A CPU that looks like a Blackwell GPU to whoever builds a backend on it, with references for FlashInfer's kernels."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from attnplug_flashinfer_mla import kernels as flashinfer
+from attnplug_flashinfer_mla import backend as flashinfer
+from attnplug_flashinfer_mla.kernels import Shape
+from reference_kernels import ReferenceKernels
 
 PROCESSORS = 148
 
 
-class Event:
-    def record(self) -> None: ...
-
-    def query(self) -> bool:
-        return True
-
-
-def pretend(monkeypatch: pytest.MonkeyPatch, sm: int = 100) -> list[Tensor]:
-    """Let a backend and its fallback be built; returns what FlashInfer's wrappers are given as workspace."""
+def pretend(monkeypatch: pytest.MonkeyPatch, sm: int = 100, processors: int = PROCESSORS) -> list[Tensor]:
+    """Let a backend and its fallback be built by the plugin's own code; returns the fallback's workspaces."""
     given: list[Tensor] = []
 
-    def wrapper(workspace: Tensor, *args: Any, **named: Any) -> object:
+    def kernels(shape: Shape, workspace: Tensor, kernel: str) -> ReferenceKernels:
         given.append(workspace)
-        return object()
+        return ReferenceKernels(shape)
 
-    library = flashinfer.Library("test", wrapper, wrapper, None, True, True)
-    monkeypatch.setattr(flashinfer, "load_library", lambda: library)
+    properties = SimpleNamespace(multi_processor_count=processors)
+    monkeypatch.setattr(flashinfer, "FlashInferKernels", kernels)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: divmod(sm, 10))
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=PROCESSORS)
-    )
-    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     return given

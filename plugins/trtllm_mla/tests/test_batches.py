@@ -11,6 +11,7 @@ import torch
 from attnplug import BackendError, DType, ForwardExtras, ForwardMode, PlanError, Serving
 from attnplug.claims import ExtendPath
 from attnplug.mla import ExtendPolicy
+from attnplug_trtllm_mla.planner import table_width
 from generation_checks import (
     FP8,
     TOLERANCE,
@@ -105,9 +106,10 @@ class TestWhatTheDecodeKernelIsNotFor:
         assert fell_back == (kv_dtype is None)
 
     @on_every_device
-    @of_both_types
-    @pytest.mark.parametrize("page_size", [32, 64, 128])
-    @pytest.mark.parametrize("heads", [16, 24, 128])
+    @pytest.mark.parametrize(
+        ("heads", "page_size", "kv_dtype"),
+        [(16, 32, None), (24, 64, None), (128, 128, None), (16, 128, FP8), (24, 32, FP8), (128, 64, FP8)],
+    )
     def test_extend(self, heads, page_size, kv_dtype, device):
         """C1: absorbed, over the paged cache."""
         case = MLACase(lengths(4, 200, (1, 9), seed=heads), EXTEND, page_size, heads, kv_dtype=kv_dtype)
@@ -216,6 +218,38 @@ class TestAsMHA:
         assert (list(batch.chunk_plan.metadata) if chunks else batch.chunk_plan) == (chunks or None)
         if device == "cpu":
             assert len(flashinfer.named("ragged")) == 1
+
+    @pytest.mark.parametrize(
+        ("changes", "wanted"),
+        [
+            ({}, set(ExtendPath)),
+            ({"serving": Serving(disable_chunked_prefix_cache=True)}, {ExtendPath.ABSORBED, ExtendPath.ONE_SHOT}),
+            ({"serving": Serving(skip_prefill=True)}, {ExtendPath.ABSORBED}),
+            ({"v_head_dim": 64}, {ExtendPath.ABSORBED}),
+        ],
+        ids=["whole", "chunks-disabled", "draft", "other-widths"],
+    )
+    def test_it_claims_only_the_extends_it_can_run(self, changes, wanted):
+        """C1: chunks over a prefix are not offered where they are disabled."""
+        stage = MLAScene(MLACase(((20, 2),), **changes), "cpu", reference_trtllm)
+        assert stage.backend.claims.mla_extend == wanted
+
+
+class TestPlanning:
+    @pytest.mark.parametrize("page_size", [32, 64])
+    @pytest.mark.parametrize(("rows", "tiles"), [(0, 1), (1, 1), (127, 1), (128, 1), (129, 2), (256, 2), (257, 3)])
+    def test_a_row_of_a_page_table_holds_whole_tiles_and_no_more(self, rows, tiles, page_size):
+        """A4: blocks % (128 / page_size) == 0."""
+        assert table_width(rows, page_size) == tiles * 128 // page_size
+
+    @pytest.mark.parametrize(
+        ("heads", "padded"), [(1, 8), (8, 8), (9, 16), (16, 16), (63, 64), (64, 64), (65, 128), (128, 128)]
+    )
+    def test_the_kernel_is_given_this_ranks_heads_padded(self, heads, padded):
+        """Half of the model's: there are two ranks. More heads than that would be as right, and take longer."""
+        flashinfer = ReferenceFlashInfer()
+        check_absorbed(MLACase(((5, 1),), DECODE, heads=heads), "cpu", partial(reference_trtllm, flashinfer=flashinfer))
+        assert [call["query"].shape[2] for call in flashinfer.named("decode")] == [padded]
 
 
 class TestEveryVersion:

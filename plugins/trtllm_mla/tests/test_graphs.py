@@ -32,9 +32,14 @@ def scenes(mode: ForwardMode, new: int, device: str, heads: int, page_size: int,
 
 @on_every_device
 @pytest.mark.parametrize(
-    ("heads", "page_size", "kv_dtype"), [(16, 64, None), (8, 32, FP8), (16, 128, None), (24, 64, FP8)]
+    ("mode", "new", "heads", "page_size", "kv_dtype"),
+    [
+        (ForwardMode.DECODE, 1, 16, 64, None),
+        (ForwardMode.DECODE, 1, 24, 128, FP8),
+        (ForwardMode.TARGET_VERIFY, 4, 8, 32, FP8),
+        (ForwardMode.TARGET_VERIFY, 4, 24, 64, None),
+    ],
 )
-@pytest.mark.parametrize(("mode", "new"), [(ForwardMode.DECODE, 1), (ForwardMode.TARGET_VERIFY, 4)])
 def test_one_capture_serves_other_lengths_pages_and_fewer_requests(mode, new, heads, page_size, kv_dtype, device):
     """Replays give float64's result; padded requests are zero, and nothing is written for them."""
     stage, others = scenes(mode, new, device, heads, page_size, kv_dtype)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
-from attnplug import BackendContext, BackendError, ForwardMode, Limits
+from attnplug import BackendContext, BackendError, ForwardMode, Limits, Serving
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
 from attnplug_trtllm_mla.build import trtllm_mla
 from attnplug_trtllm_mla.options import TRTLLMMLAOptions
@@ -31,6 +31,33 @@ def test_one_scratch_buffer_and_semaphores_apart_from_it(monkeypatch):
     decode = stage.backend._parts.decode
     assert given and all(buffer is decode.scratch.buffer for buffer in given)
     assert decode.counters.buffer.data_ptr() != decode.scratch.buffer.data_ptr()
+
+
+@pytest.mark.parametrize(("heads", "kernel_heads"), [(3, 8), (8, 8), (9, 16), (65, 128), (96, 128)])
+def test_semaphores_are_for_the_heads_that_the_kernel_is_given(monkeypatch, heads, kernel_heads):
+    """One a request and head, those that pad the model's included, and for the most requests of a call."""
+    pretend(monkeypatch)
+    stage = MLAScene(replace(CASE, heads=heads), "cpu", trtllm_mla)
+    (semaphores,) = (use for use in stage.workspace.report() if use.kind == "trtllm-semaphores")
+    assert semaphores.nbytes == 4 * 8192 * kernel_heads
+    assert stage.backend._parts.decode.heads == kernel_heads
+
+
+def test_the_fallback_is_built_from_the_same_parts(monkeypatch):
+    """A10: the coordinator above all, and whatever else a context holds; only its name and options are its own."""
+    pretend(monkeypatch)
+    coordinator, contexts = object(), []
+
+    def build(context: BackendContext) -> object:
+        contexts.append(replace(context, coordinator=coordinator))
+        return trtllm_mla(contexts[0])
+
+    own = MLAScene(
+        replace(CASE, serving=Serving(disaggregation_mode="prefill")), "cpu", build
+    ).backend._fallback._context
+    for field in fields(BackendContext):
+        if field.name not in ("name", "options"):
+            assert getattr(own, field.name) is getattr(contexts[0], field.name), field.name
 
 
 def test_a_larger_workspace_is_asked_for_before_the_fallback_holds_a_smaller_one(monkeypatch):

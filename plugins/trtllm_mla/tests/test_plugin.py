@@ -54,7 +54,7 @@ def test_it_serves_deepseek_v3_on_blackwell(sm: int, role: Role, page_size: int,
     "changes",
     [
         {"model": read(KIMI_LINEAR)},
-        {"cuda_graph": GraphLevel.UNIFORM, "speculative_tokens": 8},
+        {"cuda_graph": GraphLevel.UNIFORM, "speculative_tokens": 64},
         {"tensor_parallel": 8},
         {"model": None, "sm": None, "dtype": None, "kv_dtype": None, "page_size": None},
     ],
@@ -92,8 +92,20 @@ def test_it_serves(changes: dict[str, Any]) -> None:
             {"cuda_graph": GraphLevel.ALWAYS},
             [("cuda_graph", "ALWAYS", ["NEVER", "DECODE", "UNIFORM"], "--cuda-graph")],
         ),
+        ({"speculative_tokens": 65}, [("speculation", 65, 64, "--speculative-tokens")]),
     ],
-    ids=["cpu", "hopper", "consumer", "between", "latent-256", "fp16", "page-16", "256-heads", "graphs-of-prefill"],
+    ids=[
+        "cpu",
+        "hopper",
+        "consumer",
+        "between",
+        "latent-256",
+        "fp16",
+        "page-16",
+        "256-heads",
+        "graphs-of-prefill",
+        "65-speculative-tokens",
+    ],
 )
 def test_it_refuses_with_value_and_what_is_allowed_and_the_option(
     changes: dict[str, Any], reasons: list[tuple[str, object, object, str]]

@@ -6,27 +6,29 @@ Python, in its launcher, or in words. What only the words say the library does n
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from inspect import Signature
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from attnplug import CUTE_DSL_SCRATCH, SCRATCH, TRTLLM_SEMAPHORES, BackendContext, Workspace
-from attnplug_flashinfer_mla.backend import FlashInferMLABackend
-from attnplug_flashinfer_mla.kernels import Shape
-from attnplug_flashinfer_mla.options import FlashInferMLAOptions
-from attnplug_trtllm_mla.backend import Parts, TRTLLMMLABackend
-from attnplug_trtllm_mla.build import fallback_context, trtllm_mla
-from attnplug_trtllm_mla.kernels import Library, TRTLLMDecode, TRTLLMRagged, counter_bytes
+from attnplug import BackendContext
+from attnplug_trtllm_mla.backend import TRTLLMMLABackend
+from attnplug_trtllm_mla.build import trtllm_mla
+from attnplug_trtllm_mla.kernels import Library
+from attnplug_trtllm_mla.options import TRTLLMMLAOptions
 from attnplug_trtllm_mla.plugin import attnplug_backends
+from blackwell_device import pretend
 from generation_checks import Build, skip_unless_served
-from reference_kernels import ReferenceKernels, attend
+from reference_kernels import attend
 from support.signatures import installed, read_signature, unpacked
 
 PROCESSORS = 4
-SCRATCH_BYTES = 8 << 20
+SCRATCH_MIB = 8
 """Small, so that calls with a log-sum-exp are divided."""
 NEWEST = "0.7.2.post1"
 TYPES = (torch.bfloat16, torch.float8_e4m3fn)
@@ -215,28 +217,24 @@ def run_ragged(
 # ---- backends on them ----
 
 
-def reference_fallback(context: BackendContext) -> FlashInferMLABackend:
-    """The fallback on its own reference kernels."""
-    own = fallback_context(context, FlashInferMLAOptions())
-    return FlashInferMLABackend(own, kernels=ReferenceKernels.of(own))
-
-
 def reference_trtllm(context: BackendContext, flashinfer: ReferenceFlashInfer | None = None) -> TRTLLMMLABackend:
-    """trtllm_mla, all of it but the library."""
-    library, shape = (flashinfer or ReferenceFlashInfer()).library, Shape.of(context)
-    scratch = context.workspace.request(context.name, context.device, SCRATCH, SCRATCH_BYTES)
-    semaphores = counter_bytes(shape, PROCESSORS)
-    counters = context.workspace.request(context.name, context.device, TRTLLM_SEMAPHORES, semaphores)
-    decode = TRTLLMDecode(library, shape, scratch, counters, PROCESSORS)
-    return TRTLLMMLABackend(context, Parts(decode, TRTLLMRagged(library, shape, scratch), reference_fallback(context)))
+    """trtllm_mla by its own factory, all of it but the library."""
+    options = TRTLLMMLAOptions(SCRATCH_MIB) if context.options is None else context.options
+    library = (flashinfer or ReferenceFlashInfer()).library
+    return on_blackwell(trtllm_mla, library, replace(context, options=options))
+
+
+def on_blackwell(
+    factory: Callable[[BackendContext], TRTLLMMLABackend], library: object, context: BackendContext
+) -> TRTLLMMLABackend:
+    """What the factory builds on a GPU of few multiprocessors, with ``library`` in place of the one it would load."""
+    with pytest.MonkeyPatch.context() as patch:
+        pretend(patch, processors=PROCESSORS)
+        patch.setattr(f"{factory.__module__}.load_library", lambda: library)
+        return factory(context)
 
 
 def build_on(device: str) -> Build:
     """trtllm_mla on a device: on a GPU all of it, where it serves that."""
     skip_unless_served(attnplug_backends()[0], device)
     return reference_trtllm if device == "cpu" else trtllm_mla
-
-
-def cute_dsl_memory(context: BackendContext) -> Workspace:
-    """What ``cute_dsl_scratch`` asks for, on so many multiprocessors."""
-    return context.workspace.request(context.name, context.device, CUTE_DSL_SCRATCH, PROCESSORS * 64 * 513 * 4)

@@ -1,0 +1,334 @@
+"""Faults that only a GPU sees, put into the kernels one at a time: do the tests marked ``gpu`` find each of them?
+
+    python benchmarks/gpu_faults.py --check                      that every fault still fits the source; anywhere
+    python benchmarks/gpu_faults.py [--only NAME …] [--json F]   on a GPU; about six minutes, less with --only
+
+A fault is a piece of a source file and what stands there instead. The package that it is in is copied, the copy is
+changed and put first on ``PYTHONPATH``, and a few tests run in a process of their own: the working tree stays as it is.
+Every selection of tests runs once without a fault too, or it would say nothing that one fails with it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("torch", "triton", "flashinfer-python", "sgl-flash-mla", "pytest")
+
+
+@dataclass(frozen=True)
+class Fault:
+    name: str
+    file: str
+    """From the root of the repository."""
+    old: str
+    """Found once in the file."""
+    new: str
+    tests: tuple[str, ...]
+    """What pytest is given beside ``-m gpu``."""
+
+    @property
+    def source(self) -> Path:
+        """The folder that is put on ``PYTHONPATH``."""
+        return ROOT / self.file.partition("/src/")[0] / "src"
+
+
+def _plugin(name: str) -> tuple[str, str]:
+    """A plugin's package and its tests."""
+    return f"plugins/{name}/src/attnplug_{name}", f"plugins/{name}/tests"
+
+
+ROWS, ROW_TESTS = "core/src/attnplug/kv/triton_rows.py", "core/tests/test_kv_rows.py"
+FLASHINFER, FLASHINFER_TESTS = _plugin("flashinfer_mla")
+FLASHMLA, FLASHMLA_TESTS = _plugin("flashmla")
+FLASHATTENTION, FLASHATTENTION_TESTS = _plugin("flashattention")
+TRITON, TRITON_TESTS = _plugin("triton_mla")
+
+# Few tests each, and the same for faults that are alike: each fault compiles its kernel anew, and no more than that.
+_NO_SLOT = (ROW_TESTS, "-k", "before_or_behind or without_a_slot and float32 and not triton")
+_INDICES = (f"{FLASHINFER_TESTS}/test_planner.py", "-k", "row_by_row or stays_inside")
+_WORK_LIST = (f"{FLASHINFER_TESTS}/test_schedule.py", "-k", "same_list and 1-16")
+_PAGED = (f"{FLASHINFER_TESTS}/test_batches.py", "-k", "TestAbsorbed and test_decode and 16-64")
+_RAGGED = (f"{FLASHINFER_TESTS}/test_batches.py", "-k", "three_paths and chunked-16-64")
+_PAGES = (f"{FLASHMLA_TESTS}/test_planner.py", "-k", "64-2 or 128-7 or stays_inside")
+_PARTS = (f"{FLASHATTENTION_TESTS}/test_division.py", "-k", "TestTables")
+_MERGE = (f"{FLASHATTENTION_TESTS}/test_division.py", "-k", "TestMerge and launch")
+_PLAN = (f"{TRITON_TESTS}/test_schedule.py", "-k", "last_of_their_request or plain or 0-0-False")
+_LOW = (f"{TRITON_TESTS}/test_batches.py", "-k", "TestMatrix and test_decode and 5-16-64")
+_WIDE = (f"{TRITON_TESTS}/test_batches.py", "-k", "TestMatrix and test_decode and 60-128-64")
+_LONG = (f"{TRITON_TESTS}/test_batches.py", "-k", "thousandfold and decode")
+"""As many steps a program as it takes to look up a page ahead."""
+_LAST = (f"{TRITON_TESTS}/test_batches.py", "-k", "ways_to_cut and extend and plain")
+_EARLY = f"{TRITON_TESTS}/test_batches.py"
+_WAIT_IN_GLUON = "            gdc_wait()  # for queries and cache rows; schedule and page table are older\n"
+_WITHOUT = "            pass\n"
+
+FAULTS = (
+    Fault("core: slot -1 is written", ROWS, "if (slot >= 0) & (slot < limit):", "if slot < limit:", _NO_SLOT),
+    Fault("core: a slot behind the last is written", ROWS, "slot < limit)", "slot <= limit)", _NO_SLOT),
+    Fault(
+        "core: the page of the slot behind",
+        ROWS,
+        "slot // PAGE_SIZE * PAGE_STRIDE",
+        "(slot + 1) // PAGE_SIZE * PAGE_STRIDE",
+        _NO_SLOT,
+    ),
+    Fault(
+        "flashinfer_mla: a begun page is left out",
+        f"{FLASHINFER}/triton_kernels.py",
+        "(kv_len + page_size - 1) // page_size, width)",
+        "kv_len // page_size, width)",
+        _INDICES,
+    ),
+    Fault(
+        "flashinfer_mla: new rows one further",
+        f"{FLASHINFER}/triton_kernels.py",
+        "position = kv_len - new + place",
+        "position = kv_len - new + place + 1",
+        _INDICES,
+    ),
+    Fault(
+        "flashinfer_mla: stretches one step further",
+        f"{FLASHINFER}/triton_kernels.py",
+        "tl.maximum(me * length - start, 0) * STEP, 0)",
+        "tl.maximum(me * length - start + 1, 0) * STEP, 0)",
+        _WORK_LIST,
+    ),
+    Fault(
+        "flashmla: a begun page is left out",
+        f"{FLASHMLA}/triton_kernels.py",
+        "pages = (kv_len + PAGE - 1) // PAGE",
+        "pages = kv_len // PAGE",
+        _PAGES,
+    ),
+    Fault(
+        "flashmla: new rows one further",
+        f"{FLASHMLA}/triton_kernels.py",
+        "position = asked - QUERIES + query",
+        "position = asked - QUERIES + query + 1",
+        _PAGES,
+    ),
+    Fault(
+        "flashattention: a part begins one page further",
+        f"{FLASHATTENTION}/triton_kernels.py",
+        "page = begin + place",
+        "page = begin + place + 1",
+        _PARTS,
+    ),
+    Fault(
+        "flashattention: new rows one further",
+        f"{FLASHATTENTION}/triton_kernels.py",
+        "- queries + row % queries",
+        "- queries + row % queries + 1",
+        _PARTS,
+    ),
+    Fault(
+        "flashattention: parts are merged in base 2",
+        f"{FLASHATTENTION}/triton_kernels.py",
+        "base + tl.log(divisor)",
+        "base + tl.log2(divisor)",
+        _MERGE,
+    ),
+    Fault(
+        "triton_mla: the column of the row behind",
+        f"{TRITON}/triton_plan.py",
+        "column = position // PAGE_SIZE",
+        "column = (position + 1) // PAGE_SIZE",
+        _PLAN,
+    ),
+    Fault(
+        "triton_mla: a begun step is left out",
+        f"{TRITON}/triton_plan.py",
+        "steps = tl.maximum((kv_len + STEP - 1) // STEP, 1)",
+        "steps = tl.maximum(kv_len // STEP, 1)",
+        _PLAN,
+    ),
+    Fault(
+        "triton_mla, low: the page of the step before",
+        f"{TRITON}/gluon_low.py",
+        "            token += 2 * STEP\n",
+        "            token += STEP\n",
+        _LONG,
+    ),
+    Fault(
+        "triton_mla, wide: the page of the step before",
+        f"{TRITON}/gluon_wide.py",
+        "beyond = ahead + STEP",
+        "beyond = ahead",
+        _WIDE,
+    ),
+    Fault(
+        "triton_mla, low: a log-sum-exp in base 2",
+        f"{TRITON}/gluon_low.py",
+        "log2 * LN_2, mask=live)",
+        "log2, mask=live)",
+        _LOW,
+    ),
+    Fault(
+        "triton_mla, wide: a log-sum-exp in base 2",
+        f"{TRITON}/gluon_wide.py",
+        "log2 * LN_2, mask=live)",
+        "log2, mask=live)",
+        _WIDE,
+    ),
+    Fault(
+        "triton_mla, merge: a log-sum-exp in base 2",
+        f"{TRITON}/triton_merge.py",
+        'tl.where(top == float("-inf"), 0.0, top), total) * LN_2)',
+        'tl.where(top == float("-inf"), 0.0, top), total))',
+        _LOW,
+    ),
+    Fault(
+        "triton_mla, last: a log-sum-exp in base 2",
+        f"{TRITON}/triton_merge.py",
+        "log2_sum(base, total) * LN_2, mask=live)",
+        "log2_sum(base, total), mask=live)",
+        _LAST,
+    ),
+    Fault(
+        "triton_mla, low: rows are read before they arrived",
+        f"{TRITON}/gluon_low.py",
+        _WAIT_IN_GLUON,
+        _WITHOUT,
+        (_EARLY, "-k", "launched_early and low"),
+    ),
+    Fault(
+        "triton_mla, wide: rows are read before they arrived",
+        f"{TRITON}/gluon_wide.py",
+        _WAIT_IN_GLUON,
+        _WITHOUT,
+        (_EARLY, "-k", "launched_early and wide"),
+    ),
+    Fault(
+        "triton_mla, triton: rows are read before they arrived",
+        f"{TRITON}/triton_attention.py",
+        "            gdc_wait()\n        by = scale\n",
+        "            pass\n        by = scale\n",
+        (_EARLY, "-k", "launched_early and not low and not wide"),
+    ),
+    Fault(
+        "triton_mla, merge: parts are read before they arrived",
+        f"{TRITON}/triton_merge.py",
+        "            gdc_wait()\n        tops = ",
+        "            pass\n        tops = ",
+        (_EARLY, "-k", "launched_early and low"),
+    ),
+    # FlashInfer compiles for a minute at its first use on a machine: these come last.
+    Fault(
+        "flashinfer_mla: a paged log-sum-exp in base 2",
+        f"{FLASHINFER}/kernels.py",
+        "                return_lse=lse is not None,\n                return_lse_base_on_e=True,\n",
+        "                return_lse=lse is not None,\n                return_lse_base_on_e=False,\n",
+        _PAGED,
+    ),
+    Fault(
+        "flashinfer_mla: a ragged log-sum-exp in base 2",
+        f"{FLASHINFER}/kernels.py",
+        "            lse.mul_(_LN_2)  # it counts in powers of two (C4)\n",
+        "            pass\n",
+        _RAGGED,
+    ),
+)
+
+
+def stale() -> list[str]:
+    """What is wrong with the faults themselves: those whose text is not found once, or whose tests are not there."""
+    found = []
+    for fault in FAULTS:
+        times = (ROOT / fault.file).read_text().count(fault.old)
+        if times != 1:
+            found.append(f"{fault.name}: {fault.old!r} occurs {times} times in {fault.file}, not once")
+        if not (ROOT / fault.tests[0]).is_file():
+            found.append(f"{fault.name}: there is no {fault.tests[0]}")
+    names = [fault.name for fault in FAULTS]
+    return found + [f"two faults are called {name!r}" for name in sorted({n for n in names if names.count(n) > 1})]
+
+
+def run(tests: tuple[str, ...], sources: list[Path], timeout: float) -> dict[str, Any]:
+    """``passed``, ``failed``, ``nothing selected`` or ``timed out``, in how many seconds, and what pytest says."""
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-q", "-x", "--no-header", "-p", "no:cacheprovider", *tests]
+    path = os.pathsep.join(map(str, [*sources, os.environ.get("PYTHONPATH", "")]))
+    started, outcomes = time.monotonic(), {0: "passed", 1: "failed", 5: "nothing selected"}
+    try:
+        done = subprocess.run(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return {"outcome": "timed out", "seconds": round(time.monotonic() - started, 1), "said": f"after {timeout} s"}
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if line and not line.startswith("SKIPPED")]
+    # A process that a fault killed, by memory that is not its own, has failed as well as one that says so.
+    outcome = outcomes.get(done.returncode, f"exit {done.returncode}")
+    if outcome == "passed" and not any(" passed" in line for line in lines[-3:]):
+        outcome = "nothing selected"  # all of it was skipped
+    said = [line[:250] for line in lines if line.startswith(("FAILED", "ERROR"))][:1] + lines[-1:]
+    return {"outcome": outcome, "seconds": round(time.monotonic() - started, 1), "said": " | ".join(said)}
+
+
+def with_fault(fault: Fault, sources: list[Path], timeout: float) -> dict[str, Any]:
+    """The outcome of its tests where a copy of its package, changed, comes before all others."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(shutil.copytree(fault.source, Path(folder) / "src", ignore=shutil.ignore_patterns("__pycache__")))
+        file = copy / Path(fault.file).relative_to(fault.source.relative_to(ROOT))
+        file.write_text(file.read_text().replace(fault.old, fault.new))
+        return run(fault.tests, [copy, *sources], timeout)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--check", action="store_true", help="only look whether the faults fit the source")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="faults whose name contains one of these")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
+    parser.add_argument("--commit", help="of the working tree, where that cannot be asked")
+    parser.add_argument("--timeout", type=float, default=180.0, help="seconds for one selection of tests")
+    arguments = parser.parse_args()
+    if problems := stale():
+        print("\n".join(problems), file=sys.stderr)
+        return 1
+    if arguments.check:
+        print(f"{len(FAULTS)} faults fit the source")
+        return 0
+    from gpu_report import Report, describe  # imports torch
+
+    about = describe("faults that only a GPU sees: do the tests marked gpu find them?", PACKAGES, arguments.commit)
+    report = Report(arguments.json, {**about, "without_fault": {}, "faults": {}})
+    sources = [ROOT / "core" / "src", ROOT / "engine" / "src", *sorted(ROOT.glob("plugins/*/src"))]
+    missed = []
+    for fault in FAULTS:
+        if arguments.only and not any(part in fault.name for part in arguments.only):
+            continue
+        selection = " ".join(fault.tests)
+        control = report.found["without_fault"]
+        if selection not in control:
+            control[selection] = run(fault.tests, sources, arguments.timeout)
+        found = with_fault(fault, sources, arguments.timeout)
+        red = found["outcome"] not in ("passed", "nothing selected")
+        found["seen"] = red and control[selection]["outcome"] == "passed"
+        if not found["seen"]:
+            missed.append(fault.name)
+        report.put("faults", {**report.found["faults"], fault.name: {**found, "tests": selection}})
+        print(f"{'seen' if found['seen'] else 'MISSED':6} {found['seconds']:6.1f} s  {fault.name}", flush=True)
+        if control[selection]["outcome"] != "passed":
+            print(
+                f"       without the fault: {control[selection]['outcome']}: {control[selection]['said']}", flush=True
+            )
+    report.put("missed", missed)
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
