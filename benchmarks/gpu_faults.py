@@ -1,7 +1,7 @@
 """Faults that only a GPU sees, put into the kernels one at a time: do the tests marked ``gpu`` find each of them?
 
     python benchmarks/gpu_faults.py --check                      that every fault still fits the source; anywhere
-    python benchmarks/gpu_faults.py [--only NAME …] [--json F]   on a GPU; about six minutes, less with --only
+    python benchmarks/gpu_faults.py [--only NAME …] [--json F]   on a GPU; minutes, less with --only
 
 A fault is a piece of a source file and what stands there instead. The package that it is in is copied, the copy is
 changed and put first on ``PYTHONPATH``, and a few tests run in a process of their own: the working tree stays as it is.
@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -294,6 +295,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="faults whose name contains one of these")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write what was found there")
     parser.add_argument("--commit", help="of the working tree, where that cannot be asked")
+    parser.add_argument("--jobs", type=int, default=4, help="selections at a time (default: %(default)s)")
     parser.add_argument("--timeout", type=float, default=180.0, help="seconds for one selection of tests")
     arguments = parser.parse_args()
     if problems := stale():
@@ -307,25 +309,27 @@ def main() -> int:
     about = describe("faults that only a GPU sees: do the tests marked gpu find them?", PACKAGES, arguments.commit)
     report = Report(arguments.json, {**about, "without_fault": {}, "faults": {}})
     sources = [ROOT / "core" / "src", ROOT / "engine" / "src", *sorted(ROOT.glob("plugins/*/src"))]
+    faults = [f for f in FAULTS if not arguments.only or any(part in f.name for part in arguments.only)]
+    selections = dict.fromkeys(fault.tests for fault in faults)
     missed = []
-    for fault in FAULTS:
-        if arguments.only and not any(part in fault.name for part in arguments.only):
-            continue
-        selection = " ".join(fault.tests)
-        control = report.found["without_fault"]
-        if selection not in control:
-            control[selection] = run(fault.tests, sources, arguments.timeout)
-        found = with_fault(fault, sources, arguments.timeout)
-        red = found["outcome"] not in ("passed", "nothing selected")
-        found["seen"] = red and control[selection]["outcome"] == "passed"
-        if not found["seen"]:
-            missed.append(fault.name)
-        report.put("faults", {**report.found["faults"], fault.name: {**found, "tests": selection}})
-        print(f"{'seen' if found['seen'] else 'MISSED':6} {found['seconds']:6.1f} s  {fault.name}", flush=True)
-        if control[selection]["outcome"] != "passed":
-            print(
-                f"       without the fault: {control[selection]['outcome']}: {control[selection]['said']}", flush=True
-            )
+    with ThreadPoolExecutor(arguments.jobs) as pool:
+        clean = pool.map(lambda tests: run(tests, sources, arguments.timeout), selections)
+        outcomes = pool.map(lambda fault: with_fault(fault, sources, arguments.timeout), faults)
+        control = {" ".join(tests): outcome for tests, outcome in zip(selections, clean, strict=True)}
+        report.put("without_fault", control)
+        for fault, found in zip(faults, outcomes, strict=True):
+            selection = " ".join(fault.tests)
+            red = found["outcome"] not in ("passed", "nothing selected")
+            found["seen"] = red and control[selection]["outcome"] == "passed"
+            if not found["seen"]:
+                missed.append(fault.name)
+            report.put("faults", {**report.found["faults"], fault.name: {**found, "tests": selection}})
+            print(f"{'seen' if found['seen'] else 'MISSED':6} {found['seconds']:6.1f} s  {fault.name}", flush=True)
+            if control[selection]["outcome"] != "passed":
+                print(
+                    f"       without the fault: {control[selection]['outcome']}: {control[selection]['said']}",
+                    flush=True,
+                )
     report.put("missed", missed)
     return 1 if missed else 0
 
