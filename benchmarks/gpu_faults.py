@@ -196,6 +196,13 @@ FAULTS = (
         _LAST,
     ),
     Fault(
+        "core: rows are written before they arrived",
+        ROWS,
+        "        gdc_wait()  # for whoever made slots and rows\n",
+        "",
+        (_EARLY, "-k", "launched_early and low"),
+    ),
+    Fault(
         "triton_mla, low: rows are read before they arrived",
         f"{TRITON}/gluon_low.py",
         _WAIT_IN_GLUON,

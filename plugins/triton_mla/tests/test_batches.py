@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnplug import DType, ForwardMode, MLADims
+from attnplug import SCRATCH, DType, ForwardExtras, ForwardMode, MLADims
 from attnplug_triton_mla.configurations import ENTRIES, Configuration
 from attnplug_triton_mla.options import TritonMLAOptions
 from attnplug_triton_mla.scratch import COUNTERS
@@ -232,17 +232,37 @@ class TestConfigurations:
     @on_a_gpu
     @pytest.mark.parametrize("entry", sorted({entry for entry in ENTRIES if entry.merge == "kernel"}, key=str), ids=str)
     def test_kernels_that_are_launched_early(self, entry, device):
-        """New rows are written, read and merged by kernels that are launched before the one in front is done."""
+        """New rows are written, read and merged by kernels that are launched before the one in front is done.
+
+        The first one lets the others begin at once, and is late with queries and rows: all of them have to wait.
+        """
         if torch.cuda.get_device_capability() < (9, 0):
             pytest.skip("kernels wait for each other on the device from SM 90 on")
+        from late_kernel import fill_late
+
         heads = 16 if entry.tile == 16 else 128
         stage = scene(MLACase(((20000, 1), (5, 1)), DECODE, heads=heads), device, lambda *_, **__: entry)
         memory = stage.pool.rows(LAYER)
         before, first = memory.clone(), stage.absorbed()[0]
         assert relative_error(first, stage.wanted_absorbed()[0]) <= 5e-3
-        for _ in range(50):
-            memory.copy_(before)  # NaN where new rows go: whoever reads them too soon finds it
-            assert torch.equal(stage.absorbed()[0], first)
+        q, k = stage.q, stage.new_rows().unsqueeze(1)
+        given, late = (
+            torch.cat([q.flatten(), k.flatten()]),
+            torch.empty(q.numel() + k.numel(), dtype=q.dtype).to(device),
+        )
+        late_q, late_k = late[: q.numel()].view_as(q), late[q.numel() :].view_as(k)
+        lse = torch.empty(q.shape[:2], device=device)
+        for _ in range(3):
+            batch = stage.batch()
+            # Whoever reads too soon finds NaN: in queries and new rows, where new rows go, and in partial results.
+            late.fill_(float("nan"))
+            memory.copy_(before)
+            stage.workspace.request("test", stage.device, SCRATCH, 1).buffer.fill_(255)
+            batch.plan = stage.backend.init_forward_metadata(batch)
+            torch.cuda.synchronize()
+            fill_late(late, given, milliseconds=20)
+            out = stage.backend.forward_decode(late_q, late_k, None, stage.layer, batch, extras=ForwardExtras(lse=lse))
+            assert torch.equal(out, first)
 
 
 class TestBits:
