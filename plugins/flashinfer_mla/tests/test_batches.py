@@ -29,7 +29,9 @@ GPU = DEVICES[1]
 
 
 def tolerance(case: MLACase) -> float:
-    return 1e-6 if case.dtype is DType.FLOAT32 else 5e-3
+    if case.dtype is DType.FLOAT32:
+        return 1e-6
+    return 5e-3 if case.kv_dtype is None else 8e-3  # queries of an fp8 cache are rounded once more, by its scale
 
 
 def build(context: BackendContext) -> FlashInferMLABackend:
