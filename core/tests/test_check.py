@@ -436,8 +436,16 @@ def test_where_every_layer_is_refused_the_reasons_are_the_error(check: Attnplug,
     backend()
     outcome = check(*TESTED, "--dtype", "bf16")
     assert outcome.code == 1
-    for text in ("tested was asked for and cannot serve", "bfloat16", "float32", "--dtype"):
+    for text in ("tested (tested-dist 1.2.3) was asked for by --attention-backend", "bfloat16", "float32", "--dtype"):
         assert text in outcome.err
+
+
+def test_where_every_layer_is_refused_the_error_speaks_of_the_nearest(check: Attnplug, backend: Backend) -> None:
+    """D3: a backend for MLA is not told that it lacks MHA."""
+    backend(plugin=PLUGIN.replace('"mha"', '"mla"'))
+    outcome = check(*TESTED, "--dtype", "bf16")
+    assert "attention kind" not in outcome.err
+    assert "dtype bfloat16 is not supported" in outcome.err
 
 
 # ---- wrong options ----

@@ -114,7 +114,7 @@ def run_check(options: CheckOptions, *, json: bool) -> int:
         except SelectionError as error:
             refused[name] = SelectionError(_in_own_options(error.selection))
     if not served:
-        raise next(iter(refused.values()))
+        raise min(refused.values(), key=_refusals)
     for name, selection in served.items():
         _tell_choice(console, name, selection)
     for name, refusal in refused.items():
@@ -131,6 +131,11 @@ def run_check(options: CheckOptions, *, json: bool) -> int:
     results = _run(console, served, stage)
     _show(console, results, json)
     return 0 if all(result.holds for result in results) else 1
+
+
+def _refusals(error: SelectionError) -> int:
+    """How many reasons there are: the layer with the fewest is the one that a backend was made for."""
+    return sum(len(choice.candidates[0].refusals) for choice in error.selection.unserved if choice.candidates)
 
 
 def _in_own_options(selection: Selection) -> Selection:
