@@ -51,6 +51,7 @@ from support.specs import EVERYTHING, claiming, page_sizes
         ({"factory": spec}, "factory"),
         ({"preference": "high"}, "preference"),
         ({"preference": 1.5}, "preference"),
+        ({"preference": True}, "preference"),
         ({"check": 7}, "check"),
         ({"capabilities": {"kinds": ["mha"]}}, "capabilities"),
         ({"requires": "torch"}, "requires"),

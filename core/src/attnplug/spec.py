@@ -64,8 +64,8 @@ class BackendSpec:
             yield f"summary {self.summary!r} must be one line of text"
         if not isinstance(self.factory, str) or not re.fullmatch(r"[\w.]+:[\w.]+", self.factory):
             yield f"factory {self.factory!r} must be a string 'package.module:attribute'"
-        if not isinstance(self.preference, int):
-            yield f"preference {self.preference!r} must be an integer"
+        if not isinstance(self.preference, int) or isinstance(self.preference, bool):
+            yield f"preference {self.preference!r} must be a whole number"
         if self.check is not None and not callable(self.check):
             yield f"check {self.check!r} must be a function of (problem, role)"
         if isinstance(self.capabilities, Capabilities):
@@ -106,7 +106,7 @@ class BackendSpec:
                 reasons = list(islice(found, MOST_REFUSALS + 1))
                 if len(reasons) > MOST_REFUSALS:
                     raise ValueError(f"it gives more than {MOST_REFUSALS} refusals, perhaps without end")
-            if wrong := [reason for reason in reasons if not isinstance(reason, Refusal)]:
+            if wrong := [reason for reason in reasons if type(reason) is not Refusal]:
                 raise TypeError(f"it returned {wrong[0]!r} in its list, which is not a Refusal")
         except KeyboardInterrupt as error:
             raise KeyboardInterrupt(f"in the check of backend {self.name}") from error

@@ -35,7 +35,7 @@ LINEAR = Capabilities(kinds={"gdn"}, devices={"cpu"}, dtypes=set(DType), roles={
 
 
 def backend(
-    name: str, capabilities: Capabilities = PLAIN, *, distribution: str | None = None, **fields: Any
+    name: str, capabilities: Capabilities = PLAIN, *, target: str = "nowhere", **fields: Any
 ) -> Registered:
     spec = BackendSpec(
         name=name,
@@ -44,7 +44,7 @@ def backend(
         capabilities=capabilities,
         **{"factory": "attnplug:nothing", **fields},
     )
-    return Registered(spec, Source(name, "nowhere", distribution or f"{name}-dist", "1.2"))
+    return Registered(spec, Source(name, target, f"{name}-dist", "1.2"))
 
 
 def registry(*backends: Registered) -> Registry:
