@@ -301,8 +301,10 @@ def test_a_refusal_of_wrong_types_is_told_by_the_check_that_makes_it(values: tup
 
 @pytest.mark.parametrize(
     "returned",
-    [None, 7, True, "no", ["no"], [Refusal], [None], {"code": "x"}, [Refusal("own", "own"), "no"], [_NoText()]]
-    + [[_OwnRefusal("own", "own")]],
+    [
+        *(None, 7, True, "no", ["no"], [Refusal], [None], {"code": "x"}, [Refusal("own", "own"), "no"]),
+        *([_NoText()], [_OwnRefusal("own", "own")]),
+    ],
     ids=lambda value: type(value).__name__,
 )
 def test_a_check_that_returns_garbage_is_a_refusal(returned: Any) -> None:

@@ -170,9 +170,9 @@ def guarded() -> Iterator[None]:
     entries = {name: list(found) for name, found in lists.items()}
     raised: BaseException | None = None
     try:
-        with _same_folder(), warnings.catch_warnings():
-            with contextlib.redirect_stdout(sys.stderr), contextlib.redirect_stderr(sys.stderr):
-                yield
+        streams = contextlib.redirect_stdout(sys.stderr), contextlib.redirect_stderr(sys.stderr)
+        with streams[0], streams[1], warnings.catch_warnings(), _same_folder():
+            yield
     except BaseException as error:
         raised = error
     taken = []

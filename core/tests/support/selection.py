@@ -34,9 +34,7 @@ CPU_FLOAT32 = Capabilities(kinds={"mha"}, devices={"cpu"}, dtypes={"float32"})
 LINEAR = Capabilities(kinds={"gdn"}, devices={"cpu"}, dtypes=set(DType), roles={"linear"})
 
 
-def backend(
-    name: str, capabilities: Capabilities = PLAIN, *, target: str = "nowhere", **fields: Any
-) -> Registered:
+def backend(name: str, capabilities: Capabilities = PLAIN, *, target: str = "nowhere", **fields: Any) -> Registered:
     spec = BackendSpec(
         name=name,
         summary="a backend of a test",
