@@ -314,6 +314,15 @@ def test_a_check_that_returns_garbage_is_a_refusal(returned: Any) -> None:
     json.dumps(refusal.as_json())
 
 
+@pytest.mark.parametrize("value", [10**5000, (endless := []), _NoText()], ids=["huge", "endless", "no text"])
+def test_a_value_that_json_cannot_hold_is_a_refusal(value: object) -> None:
+    """D2: it would take the answer on every other backend with it."""
+    if value is endless:
+        endless.append(endless)
+    (refusal,) = own(lambda problem, role: [Refusal("own", "text", value)])
+    assert refusal.code == RefusalCode.CHECK_FAILED
+
+
 def test_a_check_without_end_is_a_refusal() -> None:
     """D2"""
     (refusal,) = own(lambda problem, role: repeat(Refusal("own", "own")))
