@@ -103,7 +103,7 @@ def test_every_wrong_field_is_named_at_once() -> None:
         {"head_dims": {64}},
         {"head_dims": {(64,)}},
         {"head_dims": {(True, True)}},
-        {"head_dims": {(64, 0)}},
+        {"head_dims": {(64, -64)}},
         {"head_dims": {(64, 64, 64)}},
         {"head_dims": {("64", "64")}},
         {"mla_dims": {512}},

@@ -67,10 +67,14 @@ def attnplug_backends():
 
 BACKEND = """
 import torch
+from dataclasses import replace
 from attnplug import ForwardExtras
 from attnplug.torch_native.backend import TorchNativeBackend
 
 {before}
+
+def first(layer):
+    return replace(layer, layer_id=0)
 
 class Tested(TorchNativeBackend):
     def forward_extend(self, q, k, v, layer, batch, *, save_kv_cache=True, extras=None):
@@ -307,6 +311,8 @@ def test_a_right_backend_of_a_plugin_holds(check: Attnplug, backend: Backend) ->
         ("pass", "if extras: extras.lse.fill_(float('nan'))"),
         ("if extras: extras.lse.zero_()", "pass"),
         ("out = out.unsqueeze(0)", "pass"),
+        ("out = out.double()", "pass"),
+        ("if layer.layer_id: out = self.forward_extend(q, k, v, first(layer), batch, save_kv_cache=False)", "pass"),
         ("out = out.flatten(1)", "pass"),
         ("out = out[:-1]", "pass"),
         ("pass", "out = None"),

@@ -107,8 +107,8 @@ class Capabilities:
             yield f"page sizes {sorted(self.page_sizes.kernel or ())} hold one that is not from 1 to {LARGEST_PAGE}"
         if self.page_sizes.kernel is not None and not self.page_sizes.kernel:
             yield "page_sizes allows no page size at all"
-        if AttentionKind.MLA in self.kinds and not self.mla_extend:
-            yield "it claims the kind mla but no way to extend: mla_extend is empty"
+        if AttentionKind.MLA in self.kinds and Role.PREFILL in self.roles and not self.mla_extend:
+            yield "it claims the role prefill for the kind mla but no way to do so: mla_extend is empty"
         if self.mla_dims is not None and AttentionKind.MLA not in self.kinds:
             yield f"it gives mla_dims but does not claim the kind mla, only {_listed(self.kinds)}"
         if self.head_dims is not None and AttentionKind.MHA not in self.kinds:
