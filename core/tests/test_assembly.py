@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from attnplug import (
+    BackendContext,
     BackendRequest,
+    DType,
+    KVPools,
+    Limits,
     PageSizes,
     PluginWarning,
     Problem,
@@ -22,7 +29,9 @@ from attnplug import (
     SelectionError,
     UsageError,
     WorkspaceError,
+    WorkspaceOwner,
     build_chosen,
+    build_selection,
     choose_importable,
 )
 from attnplug.assembly import BuildError
@@ -117,6 +126,39 @@ def test_a_mistake_in_what_was_asked_is_no_reason_to_go_on() -> None:
 
     with pytest.raises(UsageError):
         build_chosen(INSTALLED, BackendRequest(), PROBLEM, build)
+
+
+def test_a_factory_that_refuses_its_options_is_wrong_usage_of_that_backend(monkeypatch: Any) -> None:
+    """D2, D3: who gave none did nothing wrong, so auto goes on."""
+
+    def factory(context: Any) -> None:
+        raise UsageError("split must be even")
+
+    monkeypatch.setitem(sys.modules, "refuses_options", SimpleNamespace(build=factory))
+    context = BackendContext(
+        "",
+        frozenset(),
+        PROBLEM.model,
+        torch.device("cpu"),
+        torch.float32,
+        DType.FLOAT32,
+        64,
+        Limits(1, 1, 1),
+        KVPools(),
+        WorkspaceOwner(),
+    )
+    best = backend("best", preference=100, options=Options, factory="refuses_options:build")
+    installed = Registry({"best": best, "good": GOOD})
+
+    def build(selection: Selection) -> None:
+        if selection.chosen(Role.PREFILL) is best:
+            build_selection(selection, context)
+
+    with pytest.raises(BuildError, match=r"best \(best-dist 1\.2\): split must be even") as caught:
+        build_chosen(installed, BackendRequest(options={"best": {"split": "3"}}), PROBLEM, build)
+    assert caught.value.exit_code == UsageError.exit_code
+    with pytest.warns(PluginWarning, match="split must be even"):
+        assert build_chosen(installed, BackendRequest(), PROBLEM, build)[0].chosen(Role.PREFILL) is GOOD
 
 
 def test_what_cannot_be_imported_is_left_out_before_anything_is_built(tmp_path: Path, monkeypatch: Any) -> None:

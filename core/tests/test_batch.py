@@ -115,17 +115,21 @@ class TestForwardPath:
             ({"rows": 2}, "returned {'rows': 2}, not a Plan"),
             (None, "returned None, not a Plan; it returns its plan, and the caller gives it to the batch"),
             (Plan(BackendId("spy"), ForwardMode.DECODE, 2, None), "stamped by <backend spy at 0x"),
-            ("mode", "returned a plan for mode extend, and the batch is in mode decode"),
+            ("mode", "a plan for mode <ForwardMode.EXTEND: 'extend'>, and the batch is in mode <ForwardMode.DECODE"),
+            ("text", "a plan for mode 'decode', and the batch is in mode <ForwardMode.DECODE: 'decode'>"),
             ("rows", "returned a plan for 3 query rows, and the batch has 2"),
+            ("negative", "returned a plan for -1 query rows, and the batch has 2"),
         ],
-        ids=["dict", "none", "stranger", "mode", "rows"],
+        ids=["dict", "none", "stranger", "mode", "text", "rows", "negative"],
     )
     def test_a_plan_that_is_none_of_this_batch_is_the_backends_fault(self, returned, said):
         """B5: also where it set batch.plan behind the caller's back."""
         spy, batch = PlanningSpy(), make(2)
         own = {
             "mode": Plan(spy.backend_id, ForwardMode.EXTEND, 2, None),
+            "text": Plan(spy.backend_id, "decode", 2, None),
             "rows": Plan(spy.backend_id, ForwardMode.DECODE, 3, None),
+            "negative": Plan(spy.backend_id, ForwardMode.DECODE, -1, None),
         }
         batch.plan = Plan(spy.backend_id, ForwardMode.DECODE, 2, None)
         spy.init_forward_metadata = lambda batch: own.get(returned, returned) if isinstance(returned, str) else returned

@@ -116,6 +116,24 @@ class TestHooks:
         text = refused(registered(backend(**{hook: eval(f"lambda {source}: None")})))
         assert f"{hook}(" in text and "'cursor'" in text
 
+    @pytest.mark.parametrize("member", ["claims", "forward_extend", "forward_ragged"])
+    def test_a_property_that_fails_is_told_as_the_backend_s_fault(self, registered, member):
+        """D2: whoever looks at a backend runs its properties."""
+
+        def fail(self: Any) -> Any:
+            raise SystemExit("not yet")
+
+        class Lazy(Recorder):
+            pass
+
+        made = Lazy("fast")
+        setattr(Lazy, member, property(fail))
+        assert "made_up:fast cannot be built: SystemExit: not yet" in refused(registered(lambda context: made))
+
+    def test_a_backend_of_another_name_is_refused(self, registered):
+        """D2: errors would name somebody else."""
+        assert "its backend_id is named 'torch_native'" in refused(registered(lambda context: Recorder("torch_native")))
+
     def test_every_problem_is_named_at_once(self, registered):
         """D2"""
 

@@ -67,10 +67,14 @@ def attnplug_backends():
 
 BACKEND = """
 import torch
+from dataclasses import replace
 from attnplug import ForwardExtras
 from attnplug.torch_native.backend import TorchNativeBackend
 
 {before}
+
+def first(layer):
+    return replace(layer, layer_id=0)
 
 class Tested(TorchNativeBackend):
     def forward_extend(self, q, k, v, layer, batch, *, save_kv_cache=True, extras=None):
@@ -307,6 +311,8 @@ def test_a_right_backend_of_a_plugin_holds(check: Attnplug, backend: Backend) ->
         ("pass", "if extras: extras.lse.fill_(float('nan'))"),
         ("if extras: extras.lse.zero_()", "pass"),
         ("out = out.unsqueeze(0)", "pass"),
+        ("out = out.double()", "pass"),
+        ("if layer.layer_id: out = self.forward_extend(q, k, v, first(layer), batch, save_kv_cache=False)", "pass"),
         ("out = out.flatten(1)", "pass"),
         ("out = out[:-1]", "pass"),
         ("pass", "out = None"),
@@ -436,8 +442,16 @@ def test_where_every_layer_is_refused_the_reasons_are_the_error(check: Attnplug,
     backend()
     outcome = check(*TESTED, "--dtype", "bf16")
     assert outcome.code == 1
-    for text in ("tested was asked for and cannot serve", "bfloat16", "float32", "--dtype"):
+    for text in ("tested (tested-dist 1.2.3) was asked for by --attention-backend", "bfloat16", "float32", "--dtype"):
         assert text in outcome.err
+
+
+def test_where_every_layer_is_refused_the_error_speaks_of_the_nearest(check: Attnplug, backend: Backend) -> None:
+    """D3: a backend for MLA is not told that it lacks MHA."""
+    backend(plugin=PLUGIN.replace('"mha"', '"mla"'))
+    outcome = check(*TESTED, "--dtype", "bf16")
+    assert "attention kind" not in outcome.err
+    assert "dtype bfloat16 is not supported" in outcome.err
 
 
 # ---- wrong options ----

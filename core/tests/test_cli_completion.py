@@ -52,6 +52,8 @@ def test_every_line_for_fish_is_one_command(attnplug: Attnplug) -> None:
         ("explain --device ", ["cpu", "cuda"]),
         ("explain --model tiny:llama --decode-attention-backend torch_n", ["torch_native"]),
         ("explain --attention-backend a", ["auto"]),
+        ("explain --attention-backend = torch_n", ["torch_native"]),  # how bash reads --attention-backend=torch_n
+        ("explain --device =", ["cpu", "cuda"]),
         ("check --cuda-g", []),
         ("completion f", ["fish"]),
         ("explain --model /nosu", []),

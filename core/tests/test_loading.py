@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
+import os
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
 
-from attnplug import CONTRACT_VERSION, BackendSpec, hookimpl, load_registry
+from attnplug import CONTRACT_VERSION, BackendSpec, Problem, Refusal, Role, hookimpl, load_registry
 from attnplug.contract import contract_problem
 from attnplug.loading import GROUP, Broken
 from support.plugins import Install, bringing, module, place, spec
@@ -29,6 +32,9 @@ from support.plugins import Install, bringing, module, place, spec
         ("def (", "SyntaxError"),
         ("class Odd(BaseException): pass\nraise Odd('neither an Exception')", "Odd: neither an Exception"),
         ("class Mute(Exception):\n def __str__(self): raise ValueError('no text')\nraise Mute", "Mute"),
+        ("class Mute(Exception):\n def __str__(self): raise SystemExit\nraise Mute", "Mute: (its message cannot"),
+        ("raise ValueError('x' * 100_000)", "x… (100000 characters)"),
+        (r"raise ValueError('\x1b[31mred\x00')", "ValueError: ?[31mred?"),
     ],
 )
 def test_a_module_that_fails_to_import_is_broken_alone(
@@ -99,16 +105,26 @@ def test_an_interrupt_names_the_plugin_that_was_loading(install_source: Install)
         ("import sys; sys.path = []", "sys.path"),
         ("import sys; del sys.path[0]", "sys.path"),
         ("import sys; sys.meta_path.clear()", "sys.meta_path"),
+        ("import sys; sys.path_hooks.clear()", "sys.path_hooks"),
     ],
 )
 def test_a_plugin_that_breaks_the_import_system_is_broken_alone(
     install_source: Install, only_fault: Callable[[EntryPoint], Broken], source: str, what: str
 ) -> None:
     """D2: nobody could be imported after it."""
-    before = sys.path, list(sys.path), list(sys.meta_path)
+    before = sys.path, list(sys.path), list(sys.meta_path), list(sys.path_hooks)
     assert f"removed entries from {what}" in only_fault(install_source(source)).error
-    assert before == (sys.path, list(sys.path), list(sys.meta_path))
+    assert before == (sys.path, list(sys.path), list(sys.meta_path), list(sys.path_hooks))
     assert before[0] is sys.path
+
+
+def test_what_a_plugin_changes_for_the_whole_process_is_put_back(install_source: Install) -> None:
+    """D2: a model's path may be relative, and what follows is still told, as a warning where it is one."""
+    source = "import os, sys, warnings\nos.chdir('/')\nsys.stderr = None\nwarnings.simplefilter('error')\n"
+    source += "from support.plugins import bringing, spec\nattnplug_backends = bringing(spec()).attnplug_backends"
+    before = os.getcwd(), sys.stderr, list(warnings.filters)
+    assert load_registry([install_source(source)], {}).broken == ()
+    assert before == (os.getcwd(), sys.stderr, list(warnings.filters))
 
 
 def test_what_a_plugin_adds_to_the_path_stays(install_source: Install, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,6 +208,19 @@ def test_a_generator_without_end_is_broken_alone(install: Install, only_fault: C
 
     error = only_fault(install(module(attnplug_backends=attnplug_backends))).error
     assert "more than 1000" in error and place(attnplug_backends) in error
+
+
+def test_a_spec_of_a_class_of_its_own_is_broken_alone(
+    install: Install, only_fault: Callable[[EntryPoint], Broken]
+) -> None:
+    """D2: whoever judges a spec calls its methods, and nobody guards them."""
+
+    class Hostile(BackendSpec):
+        def refusals(self, problem: Problem, role: Role | None = None) -> list[Refusal]:
+            raise SystemExit
+
+    fields = {field.name: getattr(spec(), field.name) for field in dataclasses.fields(BackendSpec)}
+    assert "(Hostile) at position 0, not a BackendSpec" in only_fault(install(bringing(Hostile(**fields)))).error
 
 
 def test_a_dict_is_called_a_dict(install: Install, only_fault: Callable[[EntryPoint], Broken]) -> None:
@@ -349,7 +378,7 @@ def test_one_plugin_under_two_entry_points_is_reported_as_that(install: Install)
     plugin = bringing(spec())
     registry = load_registry([install(plugin, "one"), install(plugin, "two")], {})
     (fault,) = registry.broken
-    assert "one" in fault.error and "two" in str(fault)
+    assert "is loaded already, by entry point fast-attention:one" in fault.error and "two" in str(fault)
 
 
 # ---- contract versions ----

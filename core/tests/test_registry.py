@@ -10,7 +10,7 @@ import pytest
 
 from attnplug import BackendSpec, PluginError, Registry, UsageError, hookimpl, load_registry
 from attnplug.loading import GROUP
-from support.plugins import Install, bringing, module, spec
+from support.plugins import EMBEDDED, Install, bringing, module, spec
 
 # ---- what works ----
 
@@ -127,14 +127,14 @@ def test_a_name_given_twice_within_one_plugin_is_no_matter_of_installing(install
 @pytest.mark.parametrize("claimants", [1, 2])
 def test_the_embedded_default_keeps_its_name(install: Install, claimants: int) -> None:
     """D2: others that claim it are broken, with an error that names both distributions."""
-    points = [install(bringing(spec(), spec(f"own_{n}")), "x", f"usurper-{n}", "6.6") for n in range(claimants)]
-    embedded = install(bringing(spec()), "fast", "attnplug", "0.1.0")
-    registry = load_registry([*points, embedded], {})
-    assert registry.get("fast").source.distribution == "attnplug"
-    assert set(registry.backends) == {"fast", *(f"own_{n}" for n in range(claimants))}
+    taken = spec("torch_native")
+    points = [install(bringing(taken, spec(f"own_{n}")), "x", f"usurper-{n}", "6.6") for n in range(claimants)]
+    registry = load_registry([*points, EMBEDDED], {})
+    assert registry.get("torch_native").source.distribution == "attnplug"
+    assert set(registry.backends) == {"torch_native", *(f"own_{n}" for n in range(claimants))}
     assert [fault.source.distribution for fault in registry.broken] == [f"usurper-{n}" for n in range(claimants)]
     for number, fault in enumerate(registry.broken):
-        for text in ("'fast'", "attnplug 0.1.0", f"usurper-{number} 6.6", "keeps it"):
+        for text in ("'torch_native'", "attnplug 0.1.0", f"usurper-{number} 6.6", "keeps it"):
             assert text in fault.error
 
 
@@ -157,7 +157,7 @@ def test_a_plugin_that_takes_long_to_load_is_named(install: Install, monkeypatch
 def three(install: Install) -> list[EntryPoint]:
     """The built-in, one plugin whose distribution has an odd spelling, and another."""
     return [
-        install(bringing(spec("built_in")), "built_in", "attnplug", "0.1.0"),
+        EMBEDDED,
         install(bringing(spec("fast")), "fast_entry", "My_Dist.X", "1.0"),
         install(bringing(spec("slow")), "slow_entry", "slow-dist", "1.0"),
     ]
@@ -170,17 +170,17 @@ def loaded(points: list[EntryPoint], setting: str | None) -> Registry:
 @pytest.mark.parametrize(
     ("setting", "backends"),
     [
-        (None, {"built_in", "fast", "slow"}),
-        ("", {"built_in"}),
-        (" , ,", {"built_in"}),
-        ("attnplug", {"built_in"}),
-        ("my-dist-x", {"built_in", "fast"}),
-        ("MY.DIST_X", {"built_in", "fast"}),
-        ("  my-dist-x ,", {"built_in", "fast"}),
-        ("fast_entry", {"built_in", "fast"}),
-        ("Fast-Entry", {"built_in", "fast"}),
-        ("fast_entry,slow-dist", {"built_in", "fast", "slow"}),
-        ("nobody", {"built_in"}),
+        (None, {"torch_native", "fast", "slow"}),
+        ("", {"torch_native"}),
+        (" , ,", {"torch_native"}),
+        ("attnplug", {"torch_native"}),
+        ("my-dist-x", {"torch_native", "fast"}),
+        ("MY.DIST_X", {"torch_native", "fast"}),
+        ("  my-dist-x ,", {"torch_native", "fast"}),
+        ("fast_entry", {"torch_native", "fast"}),
+        ("Fast-Entry", {"torch_native", "fast"}),
+        ("fast_entry,slow-dist", {"torch_native", "fast", "slow"}),
+        ("nobody", {"torch_native"}),
     ],
 )
 def test_the_allow_list_takes_distributions_and_names(
@@ -205,10 +205,12 @@ def test_a_blocked_plugin_is_not_imported(install_source: Install) -> None:
     assert [str(source) for source in registry.blocked] == ["fast-attention 1.2.3"]
 
 
-def test_a_plugin_cannot_call_itself_built_in(install: Install) -> None:
-    """The built-in is known by its distribution: an entry point's name is for anyone to choose."""
-    intruder = install(bringing(spec()), "attnplug", "intruder-dist")
-    assert loaded([intruder], "").backends == {}
+@pytest.mark.parametrize("distribution", ["intruder-dist", "attnplug"])
+def test_a_plugin_cannot_call_itself_built_in(install: Install, distribution: str) -> None:
+    """D2: the built-in is known by its module. An entry point's name, and metadata, are for anyone to choose."""
+    intruder = install(bringing(spec("torch_native")), "attnplug", distribution)
+    assert set(loaded([intruder, EMBEDDED], None).backends) == {"torch_native"}
+    assert not loaded([intruder, EMBEDDED], "").broken
 
 
 # ---- ATTNPLUG_STRICT ----

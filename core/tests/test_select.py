@@ -305,13 +305,32 @@ def test_the_error_holds_only_roles_that_are_not_served() -> None:
     assert "prefill:" not in str(caught.value)
 
 
-def test_an_explicit_request_that_is_refused_shows_what_else_could_serve() -> None:
-    """D3"""
-    installed = registry(backend("a"), backend("b", replace(PLAIN, kinds={"mla"})))
+def test_an_explicit_request_that_is_refused_begins_with_its_own_reasons_and_names_what_could_serve() -> None:
+    """D3: reasons against others would bury those that were asked for."""
+    decodes = backend("b", replace(CPU_FLOAT32, kinds={"mla"}, roles={"decode"}))
+    installed = registry(backend("a"), decodes, backend("c"), backend("d", CPU_FLOAT32))
     with pytest.raises(SelectionError) as caught:
-        select(installed, BackendRequest("b"), Problem(LLAMA))
-    assert "b was asked for and cannot serve" in str(caught.value)
-    assert "a (a-dist 1.2): usable" in str(caught.value)
+        select(installed, BackendRequest("b"), Problem(LLAMA, device="cuda", sm=90))
+    assert str(caught.value).splitlines()[:6] == [
+        "b (b-dist 1.2) was asked for by --attention-backend and cannot serve prefill and decode:",
+        "  - device cuda is not supported, only cpu (change --device)",
+        "  - for prefill: role prefill is not supported, only decode (change --attention-backend)",
+        "  - attention kind mha is not supported, only mla (change --attention-backend)",
+        "usable instead: a, c; 'attnplug explain' gives every reason against every other backend",
+        "",
+    ]
+    assert "SM 90" in str(caught.value)
+    assert "d-dist" not in str(caught.value)
+
+
+def test_roles_that_are_not_served_are_told_by_the_backend_asked_for_in_each() -> None:
+    """D3"""
+    mla = replace(PLAIN, kinds={"mla"})
+    with pytest.raises(SelectionError) as caught:
+        select(registry(backend("a", mla), backend("b", mla)), BackendRequest("a", {Role.DECODE: "b"}), Problem(LLAMA))
+    for text in ("by --attention-backend and cannot serve prefill:", "by --decode-attention-backend and cannot serve"):
+        assert text in str(caught.value)
+    assert str(caught.value).count("usable instead: none") == 2
 
 
 def test_with_nothing_installed_the_error_says_so() -> None:

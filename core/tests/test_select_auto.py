@@ -37,13 +37,13 @@ def test_a_tie_is_settled_by_name_whatever_the_order() -> None:
 @pytest.mark.parametrize("preference", [100, 0, -100])
 def test_the_embedded_default_comes_last(preference: int) -> None:
     """D3: by what it is, not by its name or its preference."""
-    installed = registry(backend("default", distribution="attnplug"), backend("zzz", preference=preference))
+    installed = registry(backend("default", target="attnplug.default"), backend("zzz", preference=preference))
     selection = select(installed, BackendRequest(), Problem(LLAMA))
     assert names(selection.choices) == {"prefill": "zzz", "decode": "zzz"}
     assert selection.choices[Role.PREFILL].candidates[-1].backend.spec.name == "default"
 
 
-DEFAULT = backend("default", distribution="attnplug")
+DEFAULT = backend("default", target="attnplug.default")
 REFUSED = backend("gpu", replace(PLAIN, devices={"cuda"}), preference=1000)
 
 

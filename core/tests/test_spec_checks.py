@@ -284,9 +284,27 @@ class _NoText:
         raise ValueError("no text")
 
 
+class _OwnRefusal(Refusal):
+    def __str__(self) -> str:
+        raise ValueError("no text")
+
+
+@pytest.mark.parametrize(
+    "values", [(5, "text"), ("own", None), ("own", "text", None, None, 7)], ids=["code", "message", "option"]
+)
+def test_a_refusal_of_wrong_types_is_told_by_the_check_that_makes_it(values: tuple[Any, ...]) -> None:
+    """D2: it would fail where it is printed, among the reasons of others."""
+    (refusal,) = own(lambda problem, role: [Refusal(*values)])
+    assert refusal.code == RefusalCode.CHECK_FAILED
+    assert "must be a string, not" in refusal.message
+
+
 @pytest.mark.parametrize(
     "returned",
-    [None, 7, True, "no", ["no"], [Refusal], [None], {"code": "x"}, [Refusal("own", "own"), "no"], [_NoText()]],
+    [
+        *(None, 7, True, "no", ["no"], [Refusal], [None], {"code": "x"}, [Refusal("own", "own"), "no"]),
+        *([_NoText()], [_OwnRefusal("own", "own")]),
+    ],
     ids=lambda value: type(value).__name__,
 )
 def test_a_check_that_returns_garbage_is_a_refusal(returned: Any) -> None:
@@ -294,6 +312,15 @@ def test_a_check_that_returns_garbage_is_a_refusal(returned: Any) -> None:
     (refusal,) = own(lambda problem, role: returned)
     assert refusal.code == RefusalCode.CHECK_FAILED
     json.dumps(refusal.as_json())
+
+
+@pytest.mark.parametrize("value", [10**5000, (endless := []), _NoText()], ids=["huge", "endless", "no text"])
+def test_a_value_that_json_cannot_hold_is_a_refusal(value: object) -> None:
+    """D2: it would take the answer on every other backend with it."""
+    if value is endless:
+        endless.append(endless)
+    (refusal,) = own(lambda problem, role: [Refusal("own", "text", value)])
+    assert refusal.code == RefusalCode.CHECK_FAILED
 
 
 def test_a_check_without_end_is_a_refusal() -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 from attnplug.backend import AttentionBackend, BackendContext, build_backend, import_factory
-from attnplug.errors import AttnplugError, BackendError, PluginWarning, UsageError
+from attnplug.errors import AttnplugError, BackendError, PluginWarning
 from attnplug.loading import Registered
 from attnplug.problem import Problem, Role
 from attnplug.refusal import Refusal, RefusalCode
@@ -26,6 +26,7 @@ class BuildError(BackendError):
         who, text = f"backend {backend.spec.name} ({backend.source})", str(error)
         super().__init__(text if text.startswith(who) else f"{who}: {text}")
         self.backend = backend
+        self.exit_code = error.exit_code  # of a UsageError, where it refuses the options that it was given
 
 
 def build_chosen(
@@ -110,8 +111,6 @@ def _told(step: Callable[..., Built], registered: Registered, *context: BackendC
     """What a step of building gives; its errors say of which backend they are."""
     try:
         return step(registered, *context)
-    except UsageError:  # a mistake in what was asked, whoever finds it
-        raise
     except AttnplugError as error:
         raise BuildError(registered, error) from error
 

@@ -323,6 +323,12 @@ def backend_problems(backend: object, *, linear: bool = False) -> Iterator[str]:
             yield describe_error(error)
 
 
+def name_problems(backend: AttentionBackend, name: str) -> Iterator[str]:
+    """Errors speak of a backend by its identity: it has to carry the name by which it is asked for."""
+    if backend.backend_id.name != name:
+        yield f"its backend_id is named {backend.backend_id.name!r}; make it of the context's name, which is {name!r}"
+
+
 def claim_problems(backend: AttentionBackend, declared: Capabilities, page_size: int) -> Iterator[str]:
     """Every claim of a built backend that its spec does not declare, or that it has no hooks for."""
     claims = backend.claims
@@ -380,11 +386,14 @@ def build_backend(registered: Registered, context: BackendContext) -> AttentionB
     claims its spec declares."""
     spec = registered.spec
     factory = import_factory(registered)
-    with _blamed_on(registered, "built"):
+    with _blamed_on(registered, "built"):  # properties of its own are run by whoever looks at it
         backend = factory(context)
-    problems = list(backend_problems(backend, linear=context.roles == {Role.LINEAR}))
-    if not problems:
-        problems = list(claim_problems(backend, spec.capabilities, context.page_size))
+        problems = list(backend_problems(backend, linear=context.roles == {Role.LINEAR}))
+        if not problems:
+            problems = [
+                *name_problems(backend, context.name),
+                *claim_problems(backend, spec.capabilities, context.page_size),
+            ]
     if problems:
         raise BackendError(
             f"{_who(registered)}: what {spec.factory} returned is not a backend:\n"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from attnplug.claims import Claims, ExtendPath, PageSizes
 from attnplug.model import AttentionKind, Feature
-from attnplug.problem import DType, GraphLevel, Role
+from attnplug.problem import LARGEST_PAGE, SM_RANGE, DType, GraphLevel, Role
 from attnplug.reading import integer, members, of_type, pairs, several
 
 DEVICES = ("cpu", "cuda")
@@ -100,10 +100,15 @@ class Capabilities:
             yield f"min_sm {self.min_sm} is above max_sm {self.max_sm}"
         if self.cuda_graph > GraphLevel.NEVER and "cuda" not in self.devices:
             yield f"it claims CUDA graphs ({self.cuda_graph.name}) but its devices are {_listed(self.devices)}"
-        if self.page_sizes.kernel is not None and any(size < 1 for size in self.page_sizes.kernel):
-            yield f"page sizes {sorted(self.page_sizes.kernel)} hold one below 1"
+        for name in ("min_sm", "max_sm"):
+            if (sm := getattr(self, name)) is not None and sm not in SM_RANGE:
+                yield f"{name} {sm} is not a compute capability; write 9.0 as 90, 10.3 as 103"
+        if any(not 1 <= size <= LARGEST_PAGE for size in self.page_sizes.kernel or ()):
+            yield f"page sizes {sorted(self.page_sizes.kernel or ())} hold one that is not from 1 to {LARGEST_PAGE}"
         if self.page_sizes.kernel is not None and not self.page_sizes.kernel:
             yield "page_sizes allows no page size at all"
+        if AttentionKind.MLA in self.kinds and Role.PREFILL in self.roles and not self.mla_extend:
+            yield "it claims the role prefill for the kind mla but no way to do so: mla_extend is empty"
         if self.mla_dims is not None and AttentionKind.MLA not in self.kinds:
             yield f"it gives mla_dims but does not claim the kind mla, only {_listed(self.kinds)}"
         if self.head_dims is not None and AttentionKind.MHA not in self.kinds:

@@ -7,15 +7,21 @@ the message without a traceback and exits with ``exit_code``.
 
 from __future__ import annotations
 
+LONGEST_MESSAGE = 2000
+"""Characters of somebody else's message that are shown: a compiler's log must not bury everything else."""
+
 
 def describe_error(error: BaseException) -> str:
-    """An exception of somebody else's code in one text; ours speak for themselves."""
+    """An exception of somebody else's code in one text, fit for a terminal; ours speak for themselves."""
     if isinstance(error, AttnplugError):
         return str(error)
     try:
         text = str(error)
-    except Exception:  # an exception that cannot even be printed is still to be reported
+    except BaseException:  # an exception that cannot even be printed is still to be reported
         text = "(its message cannot be printed)"
+    if len(text) > LONGEST_MESSAGE:
+        text = f"{text[:LONGEST_MESSAGE]}… ({len(text)} characters)"
+    text = "".join(letter if letter.isprintable() or letter in "\n\t" else "?" for letter in text)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 

@@ -10,8 +10,10 @@ from __future__ import annotations
 import contextlib
 import difflib
 import inspect
+import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -27,7 +29,6 @@ from attnplug.errors import PluginError, describe_error
 from attnplug.spec import BackendSpec
 
 GROUP = "attnplug.plugins"
-BUILTIN_DISTRIBUTION = "attnplug"
 MOST_BACKENDS = 1000
 """Of one hook. A generator without end must not hang whoever lists backends."""
 HOOKS = tuple(name for name, _ in inspect.getmembers(hookspecs, inspect.isfunction) if name.startswith("attnplug_"))
@@ -48,8 +49,8 @@ class Source:
 
     @property
     def embedded(self) -> bool:
-        """Whether it is core's own. Known by the distribution: an entry point's name is for anyone to choose."""
-        return normal(self.distribution) == BUILTIN_DISTRIBUTION
+        """Whether it is core's own. Known by the module: names, and even metadata, are for anyone to choose."""
+        return self.target.startswith("attnplug.")
 
     def __str__(self) -> str:
         return f"{self.distribution} {self.version}"
@@ -136,6 +137,8 @@ def load_plugin(manager: pluggy.PluginManager, point: EntryPoint, source: Source
         with guarded():
             plugin = load_entry_point(point)
             functions = _hook_functions(manager, plugin, source)
+            if (before := manager.get_name(plugin)) is not None:
+                raise PluginError(f"{source.target} is loaded already, by entry point {before}; remove one of the two")
             manager.register(plugin, f"{source.distribution}:{source.entry_point}")
             specs = [spec for function in functions for spec in _specs(function)]
         outcomes = [_judge(spec, source) for spec in specs]
@@ -161,12 +164,14 @@ def load_entry_point(point: EntryPoint) -> Any:
 def guarded() -> Iterator[None]:
     """Around code of others: what it prints stays out of our output, and what it takes from the import system is put
     back and told, since nobody could be loaded after it. What it adds there stays: its backend may need it later.
+    Standard error, filters of warnings and the current folder are put back too, in silence.
     """
-    lists: dict[str, list[Any]] = {"path": sys.path, "meta_path": sys.meta_path}
+    lists: dict[str, list[Any]] = {name: getattr(sys, name) for name in ("path", "meta_path", "path_hooks")}
     entries = {name: list(found) for name, found in lists.items()}
     raised: BaseException | None = None
     try:
-        with contextlib.redirect_stdout(sys.stderr):
+        streams = contextlib.redirect_stdout(sys.stderr), contextlib.redirect_stderr(sys.stderr)
+        with streams[0], streams[1], warnings.catch_warnings(), _same_folder():
             yield
     except BaseException as error:
         raised = error
@@ -182,6 +187,19 @@ def guarded() -> Iterator[None]:
         raise PluginError(f"it removed entries from {' and '.join(taken)}, which were put back{then}") from raised
     if raised is not None:
         raise raised
+
+
+@contextlib.contextmanager
+def _same_folder() -> Iterator[None]:
+    try:
+        folder = os.getcwd()
+    except OSError:  # it was deleted
+        folder = None
+    try:
+        yield
+    finally:
+        if folder is not None:
+            os.chdir(folder)
 
 
 def _judge(spec: BackendSpec, source: Source) -> Registered | Broken:
@@ -245,7 +263,7 @@ def _specs(function: Callable[[], Any]) -> list[BackendSpec]:
     except Exception as error:
         raise PluginError(f"{where}: {describe_error(error)}{_hint(error)}") from error
     for position, spec in enumerate(specs):
-        if not isinstance(spec, BackendSpec):
+        if type(spec) is not BackendSpec:  # what a subclass changes would run where nobody guards against it
             raise PluginError(f"{where}: it returned {_brief(spec)} at position {position}, not a BackendSpec")
     return specs
 

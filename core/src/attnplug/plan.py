@@ -127,8 +127,8 @@ def made_plan(
     elif plan.planner is not planner and not delegated:
         problem = f"a plan stamped by {plan.planner!r}; it stamps its plans with its own backend_id"
     elif plan.mode is not mode:
-        problem = f"a plan for mode {plan.mode}, and the batch is in mode {mode}"
-    elif plan.query_rows > rows:
+        problem = f"a plan for mode {plan.mode!r}, and the batch is in mode {mode!r}"
+    elif not 0 <= plan.query_rows <= rows:
         problem = f"a plan for {plan.query_rows} query rows, and the batch has {rows}"
     else:
         return plan

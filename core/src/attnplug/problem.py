@@ -9,6 +9,7 @@ from attnplug.errors import UsageError
 from attnplug.model import ModelSpec
 
 LARGEST_PAGE = 1 << 16
+SM_RANGE = range(10, 1000)
 
 
 class Role(StrEnum):
@@ -96,7 +97,7 @@ class Problem:
             raise UsageError(f"--speculative-tokens {self.speculative_tokens} is negative; 0 turns speculation off")
         if self.tensor_parallel < 1:
             raise UsageError(f"--tensor-parallel {self.tensor_parallel} is not a number of ranks; give 1 or more")
-        if self.sm is not None and not 10 <= self.sm <= 999:
+        if self.sm is not None and self.sm not in SM_RANGE:
             raise UsageError(f"--sm {self.sm} is not a compute capability; write 9.0 as 90, 10.3 as 103")
 
     def roles(self) -> tuple[Role, ...]:

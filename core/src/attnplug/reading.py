@@ -47,7 +47,7 @@ def pairs(name: str, values: object) -> frozenset[tuple[int, int]] | None:
         return None
     found = []
     for pair in several(name, values):
-        if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(isinstance(width, int) for width in pair):
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not all(type(w) is int and w >= 0 for w in pair):
             raise PluginError(f"{name} holds {pair!r}; give pairs of whole numbers, such as (128, 128)")
         found.append((pair[0], pair[1]))
     return frozenset(found)

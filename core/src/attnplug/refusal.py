@@ -7,6 +7,8 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from enum import StrEnum
 
+from attnplug.errors import PluginError
+
 
 class RefusalCode(StrEnum):
     """The codes that core gives. A plugin's own check may use codes of its own."""
@@ -42,6 +44,12 @@ class Refusal:
     value: object = None
     allowed: object = None
     option: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("code", "message", "option"):
+            text = getattr(self, name)
+            if not isinstance(text, str) and not (name == "option" and text is None):
+                raise PluginError(f"a Refusal's {name} must be a string, not {text!r}")
 
     def as_json(self) -> Mapping[str, object]:
         return {

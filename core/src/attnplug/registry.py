@@ -12,7 +12,6 @@ from time import monotonic
 from attnplug.errors import PluginError, UsageError
 from attnplug.factory import factory_refusal
 from attnplug.loading import (
-    BUILTIN_DISTRIBUTION,
     Broken,
     Registered,
     Source,
@@ -117,14 +116,14 @@ def _permit(
     if setting is None:
         return points, [], ()
     wanted = {normal(name): name.strip() for name in setting.split(",") if name.strip()}
-    known = {BUILTIN_DISTRIBUTION}
+    known: set[str] = set()
     allowed: list[EntryPoint] = []
     blocked: list[EntryPoint] = []
     for point in points:
         distribution = normal(sources[point].distribution)
         names = {distribution, normal(point.name)}
         known |= names
-        permitted = distribution == BUILTIN_DISTRIBUTION or not names.isdisjoint(wanted)
+        permitted = sources[point].embedded or not names.isdisjoint(wanted)
         (allowed if permitted else blocked).append(point)
     return allowed, blocked, tuple(sorted(text for name, text in wanted.items() if name not in known))
 

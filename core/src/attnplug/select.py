@@ -123,7 +123,7 @@ class SelectionError(AttnplugError):
     """Some role cannot be served. ``selection`` holds every candidate with every reason."""
 
     def __init__(self, selection: Selection) -> None:
-        super().__init__("\n".join(render(selection, only_unserved=True)))
+        super().__init__("\n".join(_refusal(selection)))
         self.selection = selection
 
 
@@ -232,40 +232,76 @@ def _option_of(backend: Registered) -> str:
     return "--attention-backend" if {Role.PREFILL, Role.DECODE} <= roles else min(roles, key=list(Role).index).option
 
 
-def render(selection: Selection, *, only_unserved: bool = False) -> Iterator[str]:
-    """The one text for explanations and errors: the inputs, then every candidate with every reason.
-
-    Where ``auto`` found one, backends that are made for something else are only named.
-    """
-    yield from _inputs(selection)
-    for choice in selection.unserved if only_unserved else selection.choices.values():
+def _refusal(selection: Selection) -> Iterator[str]:
+    """Why roles are not served. Of a backend that was asked for, its own reasons; of ``auto``, every candidate's."""
+    asked: dict[str, list[RoleChoice]] = {}
+    for choice in selection.unserved:
+        if choice.requested != AUTO:
+            asked.setdefault(choice.requested, []).append(choice)
+    for choices in asked.values():
+        yield from _refused_by_name(choices)
         yield ""
-        if choice.chosen_name is not None:
-            yield f"{choice.role}: {choice.chosen_name} ({choice.why})"
-        elif choice.requested != AUTO:
-            yield f"{choice.role}: {choice.requested} was asked for and cannot serve"
-        elif choice.candidates:
-            yield f"{choice.role}: no installed backend can serve"
-        else:
-            yield f"{choice.role}: no backend is installed"
-        if choice.chosen is None and choice.role is Role.LINEAR and not _for_linear(choice):
-            yield "  none is made for linear attention; attnplug-hybrid-linear brings some that are: pip install it"
-        elsewhere: list[Candidate] = []
-        if choice.requested == AUTO and choice.chosen is not None:
-            elsewhere = list(filter(_for_something_else, choice.candidates))
-        for candidate in choice.candidates:
-            if candidate in elsewhere:
-                continue
-            spec = candidate.backend.spec
-            if not candidate.refusals:
-                yield f"  {spec.name} ({candidate.backend.source}): usable"
-                continue
-            yield f"  {spec.name} ({candidate.backend.source}): refused"
-            for refusal in candidate.refusals:
-                yield f"    - {refusal}"
-        if elsewhere:
-            names = ", ".join(candidate.backend.spec.name for candidate in elsewhere)
-            yield f"  for another role or kind of attention: {names} (--json has their reasons)"
+    yield from _inputs(selection)
+    for choice in selection.unserved:
+        if choice.requested == AUTO:
+            yield ""
+            yield from _judged(choice)
+
+
+def _refused_by_name(choices: Sequence[RoleChoice]) -> Iterator[str]:
+    """One backend that was asked for in these roles: its reasons, then in one line what could serve instead."""
+    asked = choices[0].candidates[0].backend
+    roles = " and ".join(choice.role for choice in choices)
+    options = " and ".join(dict.fromkeys(choice.option for choice in choices))
+    yield f"{asked.spec.name} ({asked.source}) was asked for by {options} and cannot serve {roles}:"
+    found: dict[str, list[RoleChoice]] = {}
+    for choice in choices:
+        for refusal in choice.candidates[0].refusals:
+            found.setdefault(str(refusal), []).append(choice)
+    for reason, concerned in found.items():
+        yield f"  - {reason}" if len(concerned) == len(choices) else f"  - for {concerned[0].role}: {reason}"
+    usable = [{c.backend.spec.name: None for c in choice.candidates if not c.refusals} for choice in choices]
+    names = ", ".join(name for name in usable[0] if all(name in others for others in usable))
+    yield f"usable instead: {names or 'none'}; 'attnplug explain' gives every reason against every other backend"
+
+
+def render(selection: Selection) -> Iterator[str]:
+    """An explanation: the inputs, then every role with every candidate and every reason."""
+    yield from _inputs(selection)
+    for choice in selection.choices.values():
+        yield ""
+        yield from _judged(choice)
+
+
+def _judged(choice: RoleChoice) -> Iterator[str]:
+    """One role: what it gets, and every candidate. Where ``auto`` found one, backends that are made for something else
+    are only named."""
+    if choice.chosen_name is not None:
+        yield f"{choice.role}: {choice.chosen_name} ({choice.why})"
+    elif choice.requested != AUTO:
+        yield f"{choice.role}: {choice.requested} was asked for and cannot serve"
+    elif choice.candidates:
+        yield f"{choice.role}: no installed backend can serve"
+    else:
+        yield f"{choice.role}: no backend is installed"
+    if choice.chosen is None and choice.role is Role.LINEAR and not _for_linear(choice):
+        yield "  none is made for linear attention; attnplug-hybrid-linear brings some that are: pip install it"
+    elsewhere: list[Candidate] = []
+    if choice.requested == AUTO and choice.chosen is not None:
+        elsewhere = list(filter(_for_something_else, choice.candidates))
+    for candidate in choice.candidates:
+        if candidate in elsewhere:
+            continue
+        spec = candidate.backend.spec
+        if not candidate.refusals:
+            yield f"  {spec.name} ({candidate.backend.source}): usable"
+            continue
+        yield f"  {spec.name} ({candidate.backend.source}): refused"
+        for refusal in candidate.refusals:
+            yield f"    - {refusal}"
+    if elsewhere:
+        names = ", ".join(candidate.backend.spec.name for candidate in elsewhere)
+        yield f"  for another role or kind of attention: {names} (--json has their reasons)"
 
 
 def _for_something_else(candidate: Candidate) -> bool:

@@ -6,6 +6,7 @@ test skips and documentation tables ask the same function.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +24,8 @@ from attnplug.problem import GraphLevel, Problem, Role
 from attnplug.refusal import Refusal, RefusalCode
 from attnplug.requirement import requirement_problem, requirement_refusal
 
+_DOTTED = r"\w+(\.\w+)*"
+LARGEST_PREFERENCE = 10**9
 MOST_REFUSALS = 1000
 """Of one check. A generator without end must not hang whoever asks."""
 
@@ -56,16 +59,18 @@ class BackendSpec:
             raise PluginError(f"backend {self.name!r}: " + "; ".join(problems))
 
     def _problems(self) -> Iterator[str]:
-        if not isinstance(self.name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", self.name):
-            yield "its name must be lower-case letters, digits and underscores, starting with a letter"
+        if not isinstance(self.name, str) or not re.fullmatch(r"[a-z][a-z0-9_]{0,63}", self.name):
+            yield "its name must be at most 64 lower-case letters, digits and underscores, starting with a letter"
         elif self.name == "auto":
             yield "the name 'auto' asks for an automatic choice and cannot be a backend's"
-        if not isinstance(self.summary, str) or not self.summary or "\n" in self.summary:
+        if not isinstance(self.summary, str) or not self.summary or not self.summary.isprintable():
             yield f"summary {self.summary!r} must be one line of text"
-        if not isinstance(self.factory, str) or not re.fullmatch(r"[\w.]+:[\w.]+", self.factory):
+        if not isinstance(self.factory, str) or not re.fullmatch(rf"{_DOTTED}:{_DOTTED}", self.factory):
             yield f"factory {self.factory!r} must be a string 'package.module:attribute'"
-        if not isinstance(self.preference, int):
-            yield f"preference {self.preference!r} must be an integer"
+        if type(self.preference) is not int:
+            yield f"preference {self.preference!r} must be a whole number"
+        elif abs(self.preference) > LARGEST_PREFERENCE:
+            yield f"preference must be from -{LARGEST_PREFERENCE} to {LARGEST_PREFERENCE}"
         if self.check is not None and not callable(self.check):
             yield f"check {self.check!r} must be a function of (problem, role)"
         if isinstance(self.capabilities, Capabilities):
@@ -106,8 +111,9 @@ class BackendSpec:
                 reasons = list(islice(found, MOST_REFUSALS + 1))
                 if len(reasons) > MOST_REFUSALS:
                     raise ValueError(f"it gives more than {MOST_REFUSALS} refusals, perhaps without end")
-            if wrong := [reason for reason in reasons if not isinstance(reason, Refusal)]:
+            if wrong := [reason for reason in reasons if type(reason) is not Refusal]:
                 raise TypeError(f"it returned {wrong[0]!r} in its list, which is not a Refusal")
+            json.dumps([reason.as_json() for reason in reasons])  # fails here, if at all, and not among other reasons
         except KeyboardInterrupt as error:
             raise KeyboardInterrupt(f"in the check of backend {self.name}") from error
         except BaseException as error:  # a plugin's mistake must not take the other candidates with it (D2)

@@ -34,9 +34,7 @@ CPU_FLOAT32 = Capabilities(kinds={"mha"}, devices={"cpu"}, dtypes={"float32"})
 LINEAR = Capabilities(kinds={"gdn"}, devices={"cpu"}, dtypes=set(DType), roles={"linear"})
 
 
-def backend(
-    name: str, capabilities: Capabilities = PLAIN, *, distribution: str | None = None, **fields: Any
-) -> Registered:
+def backend(name: str, capabilities: Capabilities = PLAIN, *, target: str = "nowhere", **fields: Any) -> Registered:
     spec = BackendSpec(
         name=name,
         summary="a backend of a test",
@@ -44,7 +42,7 @@ def backend(
         capabilities=capabilities,
         **{"factory": "attnplug:nothing", **fields},
     )
-    return Registered(spec, Source(name, "nowhere", distribution or f"{name}-dist", "1.2"))
+    return Registered(spec, Source(name, target, f"{name}-dist", "1.2"))
 
 
 def registry(*backends: Registered) -> Registry:

@@ -70,8 +70,9 @@ def add_command(
 ) -> argparse.ArgumentParser:
     """Add a command that runs ``call(parsed)`` and exits with what it returns."""
     # allow_abbrev: --device must not be taken for whatever longer option comes along in a later version.
+    shown = text.replace("%", "%%")  # argparse formats it, but not the description
     parser = commands.add_parser(
-        name, help=text, description=text, epilog=EPILOG, formatter_class=_Help, allow_abbrev=False
+        name, help=shown, description=text, epilog=EPILOG, formatter_class=_Help, allow_abbrev=False
     )
     parser.add_argument("--json", action="store_true", help="write JSON to standard output, all else to standard error")
     parser.set_defaults(command=call)

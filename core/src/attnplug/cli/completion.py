@@ -75,9 +75,12 @@ def _read(parser: argparse.ArgumentParser) -> tuple[tuple[Option, ...], tuple[st
 def bash(commands: list[Command]) -> Iterator[str]:
     yield '# attnplug for bash: eval "$(attnplug completion bash)"'
     yield "_attnplug() {"
-    yield "    local words= current=${COMP_WORDS[COMP_CWORD]}"
+    yield "    local words= last=$COMP_CWORD current=${COMP_WORDS[COMP_CWORD]}"
     yield "    COMPREPLY=()"
-    yield '    case "${COMP_WORDS[COMP_CWORD - 1]}" in'
+    yield "    # bash makes three words of --option=value"
+    yield '    [[ $current == "=" ]] && current= && ((last++))'
+    yield '    [[ ${COMP_WORDS[last - 1]} == "=" ]] && ((last--))'
+    yield '    case "${COMP_WORDS[last - 1]}" in'
     for words, names in _by_words(commands).items():
         yield f"        {' | '.join(names)}) " + ("return ;;" if words is None else f'words="{words}" ;;')
     yield '        *) case "${COMP_WORDS[1]}" in'

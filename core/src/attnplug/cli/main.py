@@ -8,6 +8,7 @@ import sys
 from attnplug import interrupt
 from attnplug.cli import output
 from attnplug.cli.app import run
+from attnplug.cli.blame import plugin_fault
 from attnplug.errors import AttnplugError
 
 
@@ -15,7 +16,7 @@ def main() -> None:
     """Run the command; a person's mistake ends in one message on standard error, never in a traceback."""
     try:
         with output.safe_streams():
-            sys.exit(run())
+            sys.exit(_run())
     except AttnplugError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
@@ -31,6 +32,19 @@ def main() -> None:
         _discard_output()
         print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
         sys.exit(1)
+
+
+def _run() -> int:
+    """The command, where an error in a plugin's code is told as that. One in ours is a traceback, to be reported."""
+    try:
+        return run()
+    except (AttnplugError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        fault = plugin_fault(error)
+        if fault is None:
+            raise
+        raise fault from error
 
 
 def _discard_output() -> None:

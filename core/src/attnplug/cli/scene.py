@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -127,6 +127,8 @@ class Scene:
         finished = self._clock.now()
         wanted, wanted_lse = self._wanted(step, q)
         error, lse_error = largest_error(out, wanted), None
+        if out.dtype != q.dtype:
+            raise BackendError(f"the result is of {out.dtype}, and q of {q.dtype}; they have to agree")
         if with_lse:  # often another path of the same backend, so its output is checked again
             lse = torch.full(q.shape[:2], float("nan"), dtype=torch.float32, device=self.device)
             extras = ForwardExtras(lse=lse)
@@ -201,13 +203,18 @@ class Scene:
 
 
 def _poisoned_pools(layer: LayerSpec, pages: int, page_size: int, kv_dtype: DType, device: torch.device) -> KVPools:
+    """A pool for the layer and all before it, full of NaN."""
+    nan = torch.full((), float("nan"), dtype=torch.float32)
+    layers = [replace(layer, layer_id=number) for number in range(layer.layer_id + 1)]
     if layer.kind is AttentionKind.MLA:
-        mla = MLAPool([layer], num_pages=pages, page_size=page_size, dtype=kv_dtype, device=device)
-        mla.rows(layer.layer_id).copy_(torch.full((), float("nan"), dtype=torch.float32))
+        mla = MLAPool(layers, num_pages=pages, page_size=page_size, dtype=kv_dtype, device=device)
+        for each in layers:
+            mla.rows(each.layer_id).copy_(nan)
         return KVPools(mla=mla)
-    mha = MHAPool([layer], num_pages=pages, page_size=page_size, dtype=kv_dtype, device=device)
-    mha.keys(layer.layer_id).copy_(torch.full((), float("nan"), dtype=torch.float32))
-    mha.values(layer.layer_id).copy_(torch.full((), float("nan"), dtype=torch.float32))
+    mha = MHAPool(layers, num_pages=pages, page_size=page_size, dtype=kv_dtype, device=device)
+    for each in layers:
+        mha.keys(each.layer_id).copy_(nan)
+        mha.values(each.layer_id).copy_(nan)
     return KVPools(mha=mha)
 
 

@@ -1,0 +1,29 @@
+"""Whose fault an error is that nobody expected."""
+
+from __future__ import annotations
+
+import traceback
+from importlib.metadata import EntryPoint
+
+from attnplug.errors import PluginError, describe_error
+from attnplug.loading import Source, find_plugins
+
+
+def plugin_fault(error: BaseException) -> PluginError | None:
+    """What to tell a user of an error that comes out of a plugin's code; ``None`` if it does not come from there."""
+    packages = {package: Source.of(point) for point in find_plugins()[0] for package in _packages(point)}
+    for frame, line in reversed(list(traceback.walk_tb(error.__traceback__))):
+        source = packages.get(str(frame.f_globals.get("__name__")).partition(".")[0])
+        if source is not None and not source.embedded:
+            place = f"{frame.f_code.co_filename}:{line}, in {frame.f_code.co_name}"
+            return PluginError(f"plugin {source.entry_point} ({source}) failed at {place}: {describe_error(error)}")
+    return None
+
+
+def _packages(point: EntryPoint) -> set[str]:
+    """The packages and modules of a plugin: the one that its entry point leads to, and what was installed with it."""
+    try:
+        files = point.dist.files or [] if point.dist is not None else []
+        return {point.module.partition(".")[0], *(file.parts[0].removesuffix(".py") for file in files)}
+    except Exception:  # of a damaged installation
+        return set()
