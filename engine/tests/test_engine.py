@@ -84,6 +84,16 @@ def test_a_stream_that_is_left_early_leaves_nothing_behind(engine):
     assert engine.runner.allocator.free_pages == 64
 
 
+def test_prompts_in_one_piece_are_not_cut_beside_requests_that_decode():
+    """A6: what backends are told by ``chunked_prefill_size=-1`` is so."""
+    whole = Engine("tiny:llama", device="cpu", page_size=4, max_batch=3, context_length=32, chunked_prefill_size=-1)
+    decoding = [whole.add(text, SamplingParams(max_tokens=9)) for text in ("hi", "ho")]
+    whole.step()
+    longest = whole.add("x" * 31, SamplingParams(max_tokens=1))
+    whole.step()
+    assert [len(request.output) for request in (*decoding, longest)] == [2, 2, 1]
+
+
 def test_statistics_count_tokens_by_what_they_were_for(engine):
     fresh = Engine("tiny:llama", device="cpu", prefix_cache=False)
     fresh.generate(["four", "sevenxx"], max_tokens=3)

@@ -129,6 +129,7 @@ class Engine:
             max_batch=room.max_batch,
             max_step_tokens=room.max_step_tokens,
             context_length=room.context_length,
+            whole_prompts=options.chunked_prefill_size == -1,
             states=states,
             checkpoint=options.state_checkpoint,
         )
