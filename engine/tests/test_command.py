@@ -344,7 +344,7 @@ def test_a_broken_plugin_is_a_warning(attnplug: Attnplug, monkeypatch: pytest.Mo
     """D2: auto may have chosen another backend because of it."""
     broken = Broken("odd", Source("odd", "odd_plugin", "odd-dist", "1.2.3"), "RuntimeError: no driver")
     installed = replace(load_registry(), broken=(broken,))
-    monkeypatch.setattr("attnplug_engine.engine.load_registry", lambda: installed)
+    monkeypatch.setattr("attnplug_engine.prepare.load_registry", lambda: installed)
     outcome = attnplug("run", "--model", "tiny:llama", "--prompt", "hi", "--max-tokens", "1", "--device", "cpu")
     assert outcome.code == 0
     assert "warning: plugin odd (odd-dist 1.2.3): RuntimeError: no driver\n" in outcome.err

@@ -58,7 +58,10 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         for name in ("dtype", "kv_dtype"):
-            if isinstance(value := getattr(self, name), str):  # "bf16" is as good as the member
+            value = getattr(self, name)
+            if isinstance(value, torch.dtype):
+                value = str(value).removeprefix("torch.")
+            if isinstance(value, str):  # "bf16" is as good as the member
                 object.__setattr__(self, name, DType.parse(value, named(name)))
         self._check_whole("max_batch", 1, LARGEST_BATCH)
         for name in ("num_pages", "context_length", "state_slots", "state_checkpoint"):
