@@ -453,7 +453,7 @@ def test_limits_must_fit_the_table_and_the_cache() -> None:
         ({"top_k": -1}, "top_k=-1 is not allowed; give 0 for all tokens"),
         ({"top_p": 0.0}, "top_p=0.0 is not allowed; give a share above 0 and at most 1"),
         ({"top_p": 1.5}, "top_p=1.5"),
-        ({"seed": -1}, "seed=-1 is not allowed; give None, or a number from 0 to 9223372036854775807"),
+        ({"seed": -1}, "seed=-1 is not allowed; give a number from 0 to 9223372036854775807"),
         ({"seed": 2**63}, "seed=9223372036854775808"),
         ({"stop_token_ids": [1]}, r"stop_token_ids=\[1\] is not allowed; give a frozenset"),
         ({"stop_token_ids": frozenset({-1})}, "token=-1 is not allowed; give token ids, 0 or more"),
