@@ -92,13 +92,16 @@ class TestAnswers:
     def end_with(self, monkeypatch):
         """Makes the sixth step of every engine raise."""
 
-        def end_with(error: BaseException) -> None:
+        def end_with(error: BaseException | signal.Signals) -> None:
             original, steps = ModelRunner.run, []
 
             def run(self, step):
                 steps.append(step)
                 if len(steps) == 6:
-                    raise error
+                    if isinstance(error, signal.Signals):
+                        signal.raise_signal(error)
+                    else:
+                        raise error
                 return original(self, step)
 
             monkeypatch.setattr(ModelRunner, "run", run)
@@ -127,6 +130,13 @@ class TestAnswers:
         assert outcome.code == code and told in outcome.err and str(error) in outcome.err
         indices = [int(line.split('"index": ' if json else "[")[1][0]) for line in outcome.out.splitlines()]
         assert indices == [1, 2]
+
+    def test_what_is_finished_is_written_when_the_command_is_terminated(self, attnplug: Attnplug, uneven, end_with):
+        """By ``timeout`` or a batch system."""
+        end_with(signal.SIGTERM)
+        outcome = attnplug(*RUN, "--prompts", uneven)
+        assert outcome.code == 143 and "stopped: 2 of 3 prompts were finished" in outcome.err
+        assert [line[:3] for line in outcome.out.splitlines()] == ["[1]", "[2]"]
 
     def test_output_that_cannot_be_written_ends_the_generation(self, uneven, end_with, monkeypatch, capsys):
         def full(_text: str) -> None:
@@ -179,7 +189,7 @@ def test_prompts_come_from_standard_input_and_keep_their_ids(attnplug: Attnplug,
 def test_stop_texts_and_logprobs_of_the_command_and_of_a_line(attnplug: Attnplug, prompts):
     arguments = (*RUN, "--max-tokens", "12")
     text = attnplug(*arguments, "--prompt", "hello").out[:-1]
-    path = prompts({"prompt": "hello"}, {"prompt": "hello", "stop": [text[3]], "logprobs": 0})
+    path = prompts({"prompt": "hello"}, {"prompt": "hello", "stop": text[3], "logprobs": 0})
     outcome = attnplug(*arguments, "--prompts", path, "--json", "--stop", text[6], "--logprobs", "2")
     own, general = (json.loads(line) for line in outcome.out.splitlines())
     assert (general["text"], general["finish_reason"]) == (text[: text.index(text[6])], "stop")
@@ -204,9 +214,10 @@ BAD_LINES = [
     ({"prompt": "x", "temperature": -1}, "temperature"),
     ({"prompt": "x", "max_tokens": 0}, "max_tokens"),
     ({"prompt": "x", "stop_token_ids": [[]]}, "stop_token_ids"),
-    ({"prompt": "x", "stop": "x"}, "stop is 'x'; it must be a list of texts"),
-    ({"prompt": "x", "stop": [""]}, "stop="),
-    ({"prompt": "x", "logprobs": -1}, "logprobs=-1"),
+    ({"prompt": "x", "stop": 3}, "stop is 3; it must be a list of texts"),
+    ({"prompt": "x", "stop": [""]}, "stop=('',) is not allowed; give texts, none of them empty"),
+    ({"prompt": "x", "stop": ""}, "stop=('',)"),
+    ({"prompt": "x", "logprobs": -1}, "logprobs=-1 is not allowed; give how many"),
     ({"prompt": "x", "id": [1]}, "id is [1]; it must be a string or a number"),
     ('{"prompt": "x", "id": 1e400}', "id is inf"),
     ({"prompt": "x", "max_tokens": 10**400}, "max_tokens=1000"),
@@ -217,7 +228,8 @@ BAD_LINES = [
     ({"prompt_token_ids": [10**400]}, "is not in the vocabulary"),
     ({"prompt": "é"}, "ASCII"),
     ('{"prompt": "\\ud800"}', "surrogate"),
-    ('{"prompt_token_ids": [' + "9" * 5000 + "]}", "not JSON that can be read"),
+    ('{"prompt_token_ids": [' + "9" * 5000 + "]}", "not JSON that can be read: a number has thousands of digits"),
+    ("[" * 99999, "not JSON that can be read: thousands of brackets"),
 ]
 
 
@@ -279,6 +291,29 @@ print([name for name in ("torch", "numpy", "rich") if name in sys.modules], code
     assert "not JSON" in done.stderr
 
 
+@pytest.mark.parametrize("command", ["run", "embed"])
+def test_an_interrupt_that_an_imported_library_swallows_ends_the_command(command):
+    """As torch's C code does."""
+    code = """
+import signal, sys
+from attnplug.cli.main import main
+
+class Swallowing:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("attnplug_engine.generate", "attnplug_engine.embed"):
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                pass
+
+sys.meta_path.insert(0, Swallowing())
+main()
+"""
+    arguments = [command, "--model", "tiny:llama", "--prompt", "x", "--device", "cpu"]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
 def test_a_model_whose_layers_nothing_installed_serves_says_what_to_install(attnplug: Attnplug, monkeypatch):
     """D3: a linear kind without a kernel."""
     monkeypatch.setenv("ATTNPLUG_PLUGINS", "")
@@ -309,7 +344,7 @@ def test_a_broken_plugin_is_a_warning(attnplug: Attnplug, monkeypatch: pytest.Mo
     """D2: auto may have chosen another backend because of it."""
     broken = Broken("odd", Source("odd", "odd_plugin", "odd-dist", "1.2.3"), "RuntimeError: no driver")
     installed = replace(load_registry(), broken=(broken,))
-    monkeypatch.setattr("attnplug_engine.engine.load_registry", lambda: installed)
+    monkeypatch.setattr("attnplug_engine.prepare.load_registry", lambda: installed)
     outcome = attnplug("run", "--model", "tiny:llama", "--prompt", "hi", "--max-tokens", "1", "--device", "cpu")
     assert outcome.code == 0
     assert "warning: plugin odd (odd-dist 1.2.3): RuntimeError: no driver\n" in outcome.err

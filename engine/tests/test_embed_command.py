@@ -72,6 +72,16 @@ def test_text_is_a_short_line_and_the_defaults_are_told(attnplug: Attnplug):
     assert "pooling: last, normalised (the default, since the checkpoint has no modules.json)" in outcome.err
 
 
+def test_a_pooling_that_was_asked_for_is_not_called_the_checkpoints(attnplug: Attnplug):
+    outcome = attnplug("embed", *TINY, "--prompt", "hello", "--pooling", "mean", "--no-normalize")
+    assert "pooling: mean, not normalised (by --pooling and --no-normalize; else the default" in outcome.err
+
+
+def test_help_tells_each_default_once(attnplug: Attnplug):
+    text = " ".join(attnplug("embed", "--help").out.split())
+    assert "(default: 32)" in text and "(default: 32) (default" not in text
+
+
 def test_prompts_come_from_standard_input(attnplug: Attnplug, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(json.dumps(LINES[0]).encode())))
     outcome = attnplug("embed", *TINY, "--prompts", "-", "--json")
@@ -153,7 +163,11 @@ def test_mistakes_are_told_in_one_message(attnplug: Attnplug, arguments, told):
 
 @pytest.mark.parametrize(
     ("line", "told"),
-    [({"prompt": "x", "max_tokens": 3}, "nothing is sampled"), ({"prompt_token_ids": [128]}, "token id 128")],
+    [
+        ({"prompt": "x", "max_tokens": 1}, "unknown keys max_tokens; known are prompt, prompt_token_ids, id"),
+        ({"messages": []}, "unknown keys messages"),
+        ({"prompt_token_ids": [128]}, "token id 128"),
+    ],
 )
 def test_a_bad_line_is_an_error_with_its_number(attnplug: Attnplug, prompts, line, told):
     path = prompts(LINES[0], line)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -29,8 +32,9 @@ from attnplug.model_config import load_model as load_spec
 from attnplug.select import SelectionError
 from attnplug.tiny import TINY_CONFIGS
 from attnplug_engine import Engine, SamplingParams
-from attnplug_engine.engine import _insist_on_one_choice
 from attnplug_engine.models import build_model
+from attnplug_engine.options import EngineOptions
+from attnplug_engine.prepare import insist_on_one_choice
 from attnplug_engine.random_checkpoint import RandomCheckpoint
 from attnplug_engine.runner import NotFinite
 
@@ -45,6 +49,37 @@ def test_prompts_may_be_text_or_tokens(engine):
     assert by_text.token_ids == by_tokens.token_ids and len(by_text.token_ids) == 5
     assert (by_text.index, by_tokens.index, by_text.finish_reason) == (0, 1, "length")
     assert by_text.text == bytes(by_text.token_ids).decode()
+
+
+def test_token_ids_may_be_any_whole_numbers_and_bytes_are_none(engine):
+    (expected,) = engine.generate([[104, 105]], max_tokens=2)
+    (found,) = engine.generate([list(np.array([104, 105]))], max_tokens=2)
+    assert found.token_ids == expected.token_ids
+    with pytest.raises(UsageError, match="prompt 0: the prompt is bytes"):
+        engine.generate([b"hi"])
+
+
+def test_a_special_token_as_a_stop_text_ends_a_request(folder, tmp_path):
+    """Texts are told without special tokens, so that no text ever holds one."""
+    (free,) = Engine(folder, device="cpu").generate([[5, 6]], max_tokens=8)
+    last = free.token_ids[3]
+    copy = shutil.copytree(folder, tmp_path / "model")
+    tokenizer = Tokenizer.from_file(str(copy / "tokenizer.json"))
+    tokenizer.add_special_tokens([f"t{last}"])
+    tokenizer.save(str(copy / "tokenizer.json"))
+    (stopped,) = Engine(copy, device="cpu").generate([[5, 6]], max_tokens=8, stop=f"t{last}")
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids == free.token_ids[: free.token_ids.index(last) + 1]
+
+
+def test_a_table_that_memory_cannot_hold_is_told(monkeypatch):
+    monkeypatch.setattr("attnplug_engine.runner.SlotTable", Mock(side_effect=MemoryError))
+    with pytest.raises(PoolError, match=r"2 requests with 1024 pages .* lower max_batch \(--max-batch\)"):
+        Engine("tiny:llama", device="cpu", page_size=4, max_batch=2)
+
+
+def test_a_dtype_may_be_torchs():
+    assert EngineOptions(dtype=torch.bfloat16).dtype is DType.BFLOAT16
 
 
 def test_sampling_is_reproducible_whatever_else_is_in_the_batch(engine):
@@ -82,6 +117,16 @@ def test_a_stream_that_is_left_early_leaves_nothing_behind(engine):
     assert not engine.scheduler.has_work
     engine.cache.clear()
     assert engine.runner.allocator.free_pages == 64
+
+
+def test_prompts_in_one_piece_are_not_cut_beside_requests_that_decode():
+    """A6: what backends are told by ``chunked_prefill_size=-1`` is so."""
+    whole = Engine("tiny:llama", device="cpu", page_size=4, max_batch=3, context_length=32, chunked_prefill_size=-1)
+    decoding = [whole.add(text, SamplingParams(max_tokens=9)) for text in ("hi", "ho")]
+    whole.step()
+    longest = whole.add("x" * 31, SamplingParams(max_tokens=1))
+    whole.step()
+    assert [len(request.output) for request in (*decoding, longest)] == [2, 2, 1]
 
 
 def test_statistics_count_tokens_by_what_they_were_for(engine):
@@ -375,7 +420,7 @@ class TestABackendThatCannotBeBuilt:
         spec = replace(embedded.spec, name="odd", factory=f"{__name__}:no_kernel", capabilities=can, preference=1000)
         odd = Registered(spec, Source("odd", "odd", "odd-dist", "1.2.3"))
         installed = Registry({"odd": odd, "torch_native": embedded})
-        monkeypatch.setattr("attnplug_engine.engine.load_registry", lambda: installed)
+        monkeypatch.setattr("attnplug_engine.prepare.load_registry", lambda: installed)
 
     def test_auto_runs_on_the_next_one_with_a_warning(self, engine: Engine) -> None:
         with pytest.warns(PluginWarning, match=r"odd \(odd-dist 1\.2\.3\).*no kernel image.*auto goes on without it"):
@@ -403,7 +448,7 @@ def test_ranks_that_chose_differently_are_an_error(engine: Engine) -> None:
             return torch.cat([tensor, tensor + self.other], dim)
 
     ranks = Ranks()
-    _insist_on_one_choice(engine.selection, ranks, torch.device("cpu"))
+    insist_on_one_choice(engine.selection, ranks, torch.device("cpu"))
     ranks.other = 1
     with pytest.raises(BackendError, match="rank 0 runs prefill on torch_native"):
-        _insist_on_one_choice(engine.selection, ranks, torch.device("cpu"))
+        insist_on_one_choice(engine.selection, ranks, torch.device("cpu"))

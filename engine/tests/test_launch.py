@@ -29,6 +29,7 @@ TEXT = "".join(json.dumps(line) + "\n" for line in LINES)
 
 WAITING = """
 import sys, threading
+from attnplug import interrupt
 from attnplug.cli.app import add_command
 from attnplug_engine import launch
 
@@ -42,7 +43,11 @@ def run(parsed):
         return launch.run_ranks(2, sys.argv[1:])
     launch._end_with_parent()
     print("waiting", flush=True)
-    threading.Event().wait()
+    try:
+        with interrupt.terminated_in_order():
+            threading.Event().wait()
+    finally:
+        print("written", flush=True)
 """
 
 
@@ -117,8 +122,9 @@ def test_an_interrupt_of_all_processes_is_told_once(waiting):
     """As a terminal does it: Ctrl-C reaches the ranks too."""
     with started("wait", path=waiting) as (process, ranks):
         os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=120)
+        written, errors = process.communicate(timeout=120)
         assert (process.returncode, errors) == (130, "interrupted\n")
+        assert written.endswith("written\n"), "the first rank could not write what it held"
         wait_until_gone(ranks)
 
 
@@ -138,8 +144,7 @@ def test_a_terminal_whose_rank_was_ended_shows_its_cursor_again(waiting):
 
 @pytest.fixture
 def no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("command", "embed_command"):
-        monkeypatch.setattr(f"attnplug_engine.{module}.run_ranks", lambda *_: pytest.fail("ranks are started"))
+    monkeypatch.setattr("attnplug_engine.command_line.run_ranks", lambda *_: pytest.fail("ranks are started"))
 
 
 @pytest.mark.parametrize("command", ["run", "embed"])
@@ -229,8 +234,7 @@ def test_ranks_read_what_their_parent_has_read_from_a_pipe(attnplug: Attnplug, m
         found.extend([line.where for line in read_prompts(read_once, SamplingParams(1))] for _ in range(2))
         return 0
 
-    for module in ("command", "embed_command"):
-        monkeypatch.setattr(f"attnplug_engine.{module}.run_ranks", ranks)
+    monkeypatch.setattr("attnplug_engine.command_line.run_ranks", ranks)
     arguments = ("--model", "tiny:llama", "--prompts", read_once, "--tensor-parallel", "2", "--device", "cpu")
     assert attnplug(command, *arguments).code == 0
     assert found[0] == found[1] and len(found[0]) == len(LINES)

@@ -20,7 +20,13 @@ class Pool:
         self.cache = PrefixCache(self.allocator, page_size)
 
     def scheduler(
-        self, *, max_batch: int = 8, max_step_tokens: int = 16, context_length: int = 64, cached: bool = False
+        self,
+        *,
+        max_batch: int = 8,
+        max_step_tokens: int = 16,
+        context_length: int = 64,
+        cached: bool = False,
+        whole_prompts: bool = False,
     ) -> Scheduler:
         return Scheduler(
             self.table,
@@ -29,6 +35,7 @@ class Pool:
             max_batch=max_batch,
             max_step_tokens=max_step_tokens,
             context_length=context_length,
+            whole_prompts=whole_prompts,
         )
 
 
@@ -110,6 +117,27 @@ def test_a_decoding_request_runs_in_every_step_of_a_long_prefill() -> None:
         assert (step.entries[0].request, step.num_tokens) == (first, 4)
         finish(scheduler, step)
         assert len(first.output) == made
+
+
+def test_whole_prompts_are_never_cut_beside_decoding_requests_nor_beside_each_other() -> None:
+    """A6: backends are told that prompts come in one piece, and rely on it."""
+    scheduler = Pool().scheduler(max_batch=3, max_step_tokens=18, context_length=16, whole_prompts=True)
+    for number, length in enumerate((5, 15, 15)):
+        scheduler.add(request(number, length=length))
+    steps = []
+    for _ in range(3):
+        steps.append(start(scheduler))
+        finish(scheduler, steps[-1])
+    assert [shape(step) for step in steps] == [
+        [(0, 0, 5, True)],
+        [(0, 5, 1, True), (1, 0, 15, True)],
+        [(0, 6, 1, True), (2, 0, 15, True)],
+    ]
+
+
+def test_whole_prompts_need_room_for_the_longest_beside_all_that_decode() -> None:
+    with pytest.raises(UsageError, match="give 18 or more"):
+        Pool().scheduler(max_batch=3, max_step_tokens=17, context_length=16, whole_prompts=True)
 
 
 def test_no_more_than_max_batch_requests_run() -> None:
@@ -425,7 +453,7 @@ def test_limits_must_fit_the_table_and_the_cache() -> None:
         ({"top_k": -1}, "top_k=-1 is not allowed; give 0 for all tokens"),
         ({"top_p": 0.0}, "top_p=0.0 is not allowed; give a share above 0 and at most 1"),
         ({"top_p": 1.5}, "top_p=1.5"),
-        ({"seed": -1}, "seed=-1 is not allowed; give None, or a number from 0 to 9223372036854775807"),
+        ({"seed": -1}, "seed=-1 is not allowed; give a number from 0 to 9223372036854775807"),
         ({"seed": 2**63}, "seed=9223372036854775808"),
         ({"stop_token_ids": [1]}, r"stop_token_ids=\[1\] is not allowed; give a frozenset"),
         ({"stop_token_ids": frozenset({-1})}, "token=-1 is not allowed; give token ids, 0 or more"),

@@ -21,7 +21,7 @@ from attnplug.kv.table import SlotTable
 from attnplug.plan import ForwardMode
 from attnplug_engine.prefix_cache import PrefixCache
 from attnplug_engine.request import FinishReason, Request, RequestState, SamplingParams, Step
-from attnplug_engine.scheduler import Scheduler
+from attnplug_engine.scheduler import Scheduler, whole_step_tokens
 
 VOCAB = 6
 STOP = 0
@@ -63,7 +63,7 @@ class Serving:
         pages: int,
         page_size: int,
         max_batch: int = 4,
-        chunk: int = 16,
+        chunk: int | None = 16,
         context: int = 64,
         cached: bool = True,
         slots: int = 0,
@@ -75,17 +75,20 @@ class Serving:
             self.allocator, page_size=page_size, max_requests=max_batch, max_pages=-(-context // page_size)
         )
         self.cache = PrefixCache(self.allocator, page_size, self.states) if cached else None
+        self.whole = chunk is None
+        most = whole_step_tokens(context, max_batch) if chunk is None else chunk
         self.scheduler = Scheduler(
             self.table,
             self.allocator,
             self.cache,
             max_batch=max_batch,
-            max_step_tokens=chunk,
+            max_step_tokens=most,
+            whole_prompts=self.whole,
             context_length=context,
             states=self.states,
             checkpoint=checkpoint,
         )
-        self.limit = max(chunk, max_batch)
+        self.limit = max(most, max_batch)
         self.memory = [[-1] * page_size for _ in range(pages)]
         self.steps = 0
 
@@ -96,6 +99,7 @@ class Serving:
         size = self.table.page_size
         for entry, pages, length in zip(step.entries, page_table, lengths, strict=True):
             assert entry.position + len(entry.token_ids) == length
+            assert entry.sampled or not self.whole or self.states is not None, "a prompt is cut"
             for position, token in enumerate(entry.token_ids, entry.position):
                 page = pages[position // size]
                 assert self.allocator.references(page) == 1, "a shared page is written"
@@ -199,7 +203,7 @@ def arrivals(draw: st.DrawFn) -> list[Arrival]:
 @given(
     arrivals=arrivals(),
     page_size=st.integers(1, 8),
-    chunk=st.integers(1, 16),
+    chunk=st.none() | st.integers(1, 16),
     max_batch=st.sampled_from([6, 4, 3, 2, 1]),
     spare=st.integers(0, 4),
     context=st.integers(37, 60),
@@ -211,7 +215,7 @@ def arrivals(draw: st.DrawFn) -> list[Arrival]:
 def test_every_request_gets_the_tokens_it_gets_alone(
     arrivals: list[Arrival],
     page_size: int,
-    chunk: int,
+    chunk: int | None,
     max_batch: int,
     spare: int,
     context: int,

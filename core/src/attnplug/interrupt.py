@@ -1,12 +1,15 @@
-"""An interrupt that comes while the command is still being imported, before ``main`` could catch it.
+"""Being ended from outside: by an interrupt while modules are imported, or by SIGTERM.
 
-Importing this module is what prepares for it: the package does so before anything else.
+Importing this module prepares for an interrupt that comes before ``main`` could catch it: the package does so before
+anything else.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 EXIT_CODE = 130
@@ -24,6 +27,10 @@ def _end(kind: type[BaseException], error: BaseException, traceback: TracebackTy
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, traceback)
         return
+    _end_now()
+
+
+def _end_now(*_: object) -> None:
     if sys.stderr is not None:
         sys.stderr.write("interrupted\n")
         sys.stderr.flush()
@@ -32,3 +39,34 @@ def _end(kind: type[BaseException], error: BaseException, traceback: TracebackTy
 
 if _is_the_command():
     sys.excepthook = _end
+
+
+@contextmanager
+def at_once() -> Iterator[None]:
+    """An interrupt ends the process right here. For imports, after which there is nothing to clean up.
+
+    The C code of large libraries, torch's for one, ignores errors of what it imports, a KeyboardInterrupt too. It would
+    be lost, and the command go on.
+    """
+    import signal
+
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, or somebody else's
+        yield
+        return
+    signal.signal(signal.SIGINT, _end_now)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@contextmanager
+def terminated_in_order() -> Iterator[None]:
+    """SIGTERM raises SystemExit, so that what must not be lost can be written, and what was started can be ended."""
+    import signal
+
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -7,14 +7,12 @@ import json as jsonlib
 import sys
 from collections.abc import Sequence
 
-from attnplug import DType
 from attnplug.cli import output
-from attnplug.device import open_device
-from attnplug.errors import AttnplugError, UsageError
-from attnplug_engine.embed_command import backend_request
+from attnplug_engine.chat import Chat
+from attnplug_engine.command_line import shared_settings
 from attnplug_engine.embedding import Embedder, Embedding, EmbedOptions
 from attnplug_engine.engine import naming
-from attnplug_engine.launch import join_ranks
+from attnplug_engine.launch import joined_ranks
 from attnplug_engine.parallel import TensorParallel
 from attnplug_engine.pooling import MODULES_FILE, Pooling
 from attnplug_engine.prompts import PromptLine
@@ -24,35 +22,14 @@ _SHOWN = 4
 
 def embed(parsed: argparse.Namespace, lines: Sequence[PromptLine]) -> int:
     """Embed the prompts by the command line; returns the exit code."""
-    options = _options(parsed)
-    parallel = join_ranks(parsed.tensor_parallel, open_device(parsed.device)[0].type)
-    try:
-        return _embed(parsed, lines, options, parallel)
-    except RuntimeError as error:
-        if parallel.size == 1:
-            raise
-        first = str(error).partition("\n")[0]
-        raise AttnplugError(f"rank {parallel.rank} lost the others, or one of them failed: {first}") from error
-
-
-def _options(parsed: argparse.Namespace) -> EmbedOptions:
-    request = backend_request(parsed)
-    return EmbedOptions(
-        attention_backend=request.attention,
-        role_backends=request.roles,
-        backend_options=request.options,
-        device=parsed.device,
-        dtype=DType.parse(parsed.dtype, "--dtype") if parsed.dtype is not None else None,
-        kv_dtype=DType.parse(parsed.kv_dtype, "--kv-dtype") if parsed.kv_dtype is not None else None,
-        page_size=parsed.page_size,
-        max_batch=parsed.max_batch,
-        chunked_prefill_size=parsed.chunked_prefill_size,
-        context_length=parsed.context_length,
-        seed=parsed.seed,
+    options = EmbedOptions(
+        **shared_settings(parsed),
         pooling=Pooling(parsed.pooling) if parsed.pooling is not None else None,
         normalize=parsed.normalize,
         prompt_name=parsed.prompt_name,
     )
+    with joined_ranks(parsed.tensor_parallel, parsed.device) as parallel:
+        return _embed(parsed, lines, options, parallel)
 
 
 def _embed(
@@ -63,11 +40,10 @@ def _embed(
     tokens = []
     for line in lines:  # all are looked at before any runs: a bad one is told at once
         with naming(line.where):
-            if not isinstance(line.prompt, str | list):
-                raise UsageError("a conversation is not embedded; give prompt or prompt_token_ids")
+            assert not isinstance(line.prompt, Chat)
             tokens.append(embedder.tokens(line.prompt))
     if not silent:
-        _tell(embedder)
+        _tell(embedder, options)
     failed = False
     for embedding in embedder.stream(tokens):
         finite = bool(embedding.vector.isfinite().all())
@@ -77,12 +53,17 @@ def _embed(
     return 1 if failed else 0
 
 
-def _tell(embedder: Embedder) -> None:
+def _tell(embedder: Embedder, asked: EmbedOptions) -> None:
     for role, choice in embedder.selection.choices.items():
         print(f"{role}: {choice.chosen_name} ({choice.why})", file=sys.stderr)
     rules = embedder.rules
-    norm = "normalised" if rules.normalize else "not normalised"
     source = rules.source or f"the default, since the checkpoint has no {MODULES_FILE}"
+    options = [] if asked.pooling is None else ["--pooling"]
+    if asked.normalize is not None:
+        options.append("--normalize" if asked.normalize else "--no-normalize")
+    if options:
+        source = f"by {' and '.join(options)}; else {source}"
+    norm = "normalised" if rules.normalize else "not normalised"
     print(f"pooling: {rules.pooling}, {norm} ({source})", file=sys.stderr)
 
 

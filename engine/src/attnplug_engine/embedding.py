@@ -12,32 +12,19 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnplug import (
-    BackendRequest,
-    DType,
-    ForwardMode,
-    Problem,
-    Role,
-    Selection,
-    Serving,
-    build_chosen,
-    choose_importable,
-    load_registry,
-)
-from attnplug.device import open_device
+from attnplug import DType, ForwardMode, Role, Selection, Serving
 from attnplug.errors import PoolError, UsageError
-from attnplug.kv import torch_dtype
 from attnplug.model import ModelSpec
-from attnplug.model_config import load_model as load_spec
 from attnplug_engine.encoder import PromptEncoder
 from attnplug_engine.engine import naming
-from attnplug_engine.models import LoadedModel, load_model
+from attnplug_engine.models import LoadedModel
 from attnplug_engine.options import EngineOptions
 from attnplug_engine.parallel import SINGLE, TensorParallel
 from attnplug_engine.pooling import EmbeddingRules, Pooling, read_rules
+from attnplug_engine.prepare import prepare
 from attnplug_engine.random_checkpoint import TINY
 from attnplug_engine.request import Request, SamplingParams, Step, StepEntry
-from attnplug_engine.runner import Capacity, ModelRunner, bytes_per_page
+from attnplug_engine.runner import Capacity, bytes_per_page
 
 Prompt = str | Sequence[int]
 
@@ -123,46 +110,17 @@ class Embedder:
         self.rules = read_rules(_folder(model), given.pooling, given.normalize)
         self._named_prompt = given.prompt_name
         self._prefix = _prefix(self.rules, given.prompt_name)
-        spec = load_spec(model)
-        device, sm = open_device(checked.device)
-        dtype = checked.dtype or (DType.FLOAT32 if spec.dtype is None else DType.parse(spec.dtype, "the model's dtype"))
-        kv_dtype = checked.kv_dtype or dtype
-        problem = Problem(
-            spec,
-            device.type,
-            sm,
-            dtype,
-            kv_dtype,
-            page_size=checked.page_size,
-            tensor_parallel=parallel.size,
-            is_embedding=True,
-        )
-        request = BackendRequest(checked.attention_backend, checked.role_backends, checked.backend_options)
-        registry = load_registry()
-        failed = choose_importable(registry, request, problem).failed
-        loaded = load_model(
-            model, dtype=torch_dtype(dtype), device=device, parallel=parallel, seed=checked.seed, head=False
-        )
-        _check_causal(model, loaded)
-        self.vocab_size = loaded.module.vocab_size
+        prepared = prepare(model, checked, parallel, is_embedding=True)
+        _check_causal(model, prepared.loaded)
+        self.vocab_size = prepared.loaded.module.vocab_size
         self._encoder = PromptEncoder(model, self.vocab_size)
         self._cut = None if checked.chunked_prefill_size == -1 else checked.chunked_prefill_size
-
-        def build(selection: Selection) -> ModelRunner:
-            return ModelRunner(
-                loaded,
-                selection,
-                _capacity(spec, checked, selection, kv_dtype, device, parallel),
-                device=device,
-                dtype=torch_dtype(dtype),
-                kv_dtype=kv_dtype,
-                parallel=parallel,
-                serving=Serving(
-                    is_embedding=True, chunked_prefill_size=checked.chunked_prefill_size, disable_radix_cache=True
-                ),
-            )
-
-        self.selection, self.runner = build_chosen(registry, request, problem, build, failed)
+        self.selection, self.runner = prepared.build(
+            lambda selection: _capacity(
+                prepared.spec, checked, selection, prepared.kv_dtype, prepared.device, parallel
+            ),
+            Serving(is_embedding=True, chunked_prefill_size=checked.chunked_prefill_size, disable_radix_cache=True),
+        )
         self.capacity = self.runner.capacity
 
     def embed(self, prompts: Sequence[Prompt]) -> list[Embedding]:

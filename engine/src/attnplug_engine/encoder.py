@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 from attnplug.config_keys import show
@@ -28,10 +29,16 @@ class PromptEncoder:
         """The token ids of a prompt, all of the vocabulary. Raises UsageError."""
         if isinstance(prompt, str | Chat):
             return self._encode_text(prompt)
-        for token in prompt:
-            if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self._vocab_size:
-                raise UsageError(f"token id {show(token)} is not in the vocabulary; give 0 to {self._vocab_size - 1}")
-        return prompt
+        if isinstance(prompt, bytes):  # a sequence of numbers, too
+            raise UsageError("the prompt is bytes; give a text, or a list of token ids")
+        return [self._checked(token) for token in prompt]
+
+    def _checked(self, token: int) -> int:
+        if not isinstance(token, int) and hasattr(token, "__index__"):  # numpy's and torch's whole numbers
+            token = operator.index(token)
+        if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self._vocab_size:
+            raise UsageError(f"token id {show(token)} is not in the vocabulary; give 0 to {self._vocab_size - 1}")
+        return token
 
     def _encode_text(self, prompt: str | Chat) -> Sequence[int]:
         if self.tokenizer is None:

@@ -5,37 +5,21 @@ from __future__ import annotations
 import os
 import threading
 import time
-import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from attnplug import (
-    BackendRequest,
-    DType,
-    Problem,
-    Selection,
-    Serving,
-    build_chosen,
-    choose_importable,
-    load_registry,
-)
-from attnplug.device import open_device
-from attnplug.errors import BackendError, PoolError, UsageError
-from attnplug.kv import torch_dtype
-from attnplug.model import ModelSpec
-from attnplug.model_config import load_model as load_spec
+from attnplug import Serving
+from attnplug.errors import PoolError, UsageError
 from attnplug_engine.chat import Chat
 from attnplug_engine.completion import Completion, Statistics, Usage
 from attnplug_engine.encoder import Prompt, PromptEncoder
-from attnplug_engine.models import load_model
 from attnplug_engine.options import EngineOptions, capacity
 from attnplug_engine.parallel import SINGLE, TensorParallel
 from attnplug_engine.prefix_cache import CacheStatistics, PrefixCache
+from attnplug_engine.prepare import prepare
 from attnplug_engine.request import (
     DEFAULT_MAX_TOKENS,
     FinishReason,
@@ -47,7 +31,6 @@ from attnplug_engine.request import (
     TokenLogprobs,
     Update,
 )
-from attnplug_engine.runner import ModelRunner
 from attnplug_engine.sampler import BadLogits, Sampler, token_logprobs
 from attnplug_engine.scheduler import Scheduler
 from attnplug_engine.tokenizer import end_tokens
@@ -76,49 +59,20 @@ class Engine:
     ) -> None:
         self.options = options = replace(options or EngineOptions(), **settings)
         model = os.fspath(model)
-        spec = load_spec(model)
-        device, sm = open_device(options.device)
-        dtype = options.dtype or _model_dtype(spec)
-        kv_dtype = options.kv_dtype or dtype
-        problem = Problem(
-            spec, device.type, sm, dtype, kv_dtype, page_size=options.page_size, tensor_parallel=parallel.size
-        )
-        wanted = BackendRequest(options.attention_backend, options.role_backends, options.backend_options)
-        self.registry = load_registry()
-        # A refusal, and a kernel library that cannot be imported, are told before a checkpoint is read.
-        failed = choose_importable(self.registry, wanted, problem).failed
-        loaded = load_model(
-            model,
-            dtype=torch_dtype(dtype),
-            device=device,
-            parallel=parallel,
-            seed=options.seed,
-            progress=progress,
-        )
-        self.vocab_size = loaded.module.vocab_size
+        prepared = prepare(model, options, parallel, progress=progress)
+        self.registry = prepared.registry
+        self.vocab_size = prepared.loaded.module.vocab_size
         self._encoder = PromptEncoder(model, self.vocab_size)
         self.tokenizer = self._encoder.tokenizer
-        self.stop_token_ids = frozenset() if options.ignore_eos else end_tokens(model, loaded.config)
-
-        def build(selection: Selection) -> ModelRunner:
-            return ModelRunner(
-                loaded,
-                selection,
-                capacity(spec, options, selection, torch_dtype(dtype), kv_dtype, device, parallel),
-                device=device,
-                dtype=torch_dtype(dtype),
-                kv_dtype=kv_dtype,
-                parallel=parallel,
-                policy=options.extend_policy,
-                serving=Serving(
-                    chunked_prefill_size=options.chunked_prefill_size, disable_radix_cache=not options.prefix_cache
-                ),
-                check_layers=options.check_layers,
-            )
-
-        self.selection, self.runner = build_chosen(self.registry, wanted, problem, build, failed)
-        if parallel.size > 1:
-            _insist_on_one_choice(self.selection, parallel, device)
+        self.stop_token_ids = frozenset() if options.ignore_eos else end_tokens(model, prepared.loaded.config)
+        self.selection, self.runner = prepared.build(
+            lambda selection: capacity(
+                prepared.spec, options, selection, prepared.dtype, prepared.kv_dtype, prepared.device, parallel
+            ),
+            Serving(chunked_prefill_size=options.chunked_prefill_size, disable_radix_cache=not options.prefix_cache),
+            options.extend_policy,
+            check_layers=options.check_layers,
+        )
         room = self.runner.capacity
         states = self.runner.pools.linear
         self.cache = PrefixCache(self.runner.allocator, room.page_size, states) if options.prefix_cache else None
@@ -129,6 +83,7 @@ class Engine:
             max_batch=room.max_batch,
             max_step_tokens=room.max_step_tokens,
             context_length=room.context_length,
+            whole_prompts=options.chunked_prefill_size == -1,
             states=states,
             checkpoint=options.state_checkpoint,
         )
@@ -149,6 +104,10 @@ class Engine:
             if self.tokenizer is None:
                 raise UsageError("stop texts need the checkpoint's tokenizer.json, and it has none; use stop_token_ids")
             transcript = Transcript(self.tokenizer, params.stop)
+            # No text has these in it, so who gives one to stop at means the token.
+            special = self.tokenizer.special_tokens
+            named = {special[text] for text in params.stop if text in special}
+            params = replace(params, stop_token_ids=params.stop_token_ids | named)
         with self._turn, self._lock:
             request = Request(self._next_id, tokens, params, transcript=transcript)
             self.scheduler.add(request)
@@ -353,18 +312,3 @@ def naming(where: str) -> Iterator[None]:
         yield
     except (UsageError, PoolError) as error:
         raise type(error)(f"{where}: {error}") from error
-
-
-def _model_dtype(spec: ModelSpec) -> DType:
-    return DType.FLOAT32 if spec.dtype is None else DType.parse(spec.dtype, "the model's dtype")
-
-
-def _insist_on_one_choice(selection: Selection, parallel: TensorParallel, device: torch.device) -> None:
-    """Ranks run one schedule, so they must agree on pages. Where a backend is built on some alone, they would not."""
-    chosen = {str(role): choice.chosen_name for role, choice in selection.choices.items()}
-    mine = torch.tensor([zlib.crc32(repr((chosen, selection.page_size)).encode())], device=device)
-    if len(set(parallel.all_gather(mine, 0).tolist())) > 1:
-        raise BackendError(
-            f"rank {parallel.rank} runs {', '.join(f'{role} on {name}' for role, name in chosen.items())}, and others "
-            "chose otherwise: a backend could be built on some ranks alone; ask for one by --attention-backend"
-        )

@@ -11,15 +11,14 @@ from dataclasses import replace
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from attnplug import DType, ExtendPath, ExtendPolicy, Role
+from attnplug import ExtendPath, ExtendPolicy, interrupt
 from attnplug.cli import output
 from attnplug.cli.warn import warn_of_plugins
-from attnplug.device import open_device
-from attnplug.errors import AttnplugError, UsageError
-from attnplug.options import split_settings
+from attnplug.errors import UsageError
 from attnplug_engine.answers import Answers
+from attnplug_engine.command_line import shared_settings
 from attnplug_engine.engine import Engine, naming
-from attnplug_engine.launch import join_ranks
+from attnplug_engine.launch import joined_ranks
 from attnplug_engine.options import EngineOptions
 from attnplug_engine.parallel import TensorParallel
 from attnplug_engine.prompts import PromptLine
@@ -32,14 +31,8 @@ INTERRUPTED = 130
 def generate(parsed: argparse.Namespace, lines: list[PromptLine]) -> int:
     """Run the prompts by the command line; returns the exit code."""
     options = _options(parsed)
-    parallel = join_ranks(parsed.tensor_parallel, open_device(parsed.device)[0].type)
-    try:
+    with joined_ranks(parsed.tensor_parallel, parsed.device) as parallel:
         return _run(parsed, lines, options, parallel)
-    except RuntimeError as error:
-        if parallel.size == 1:
-            raise
-        first = str(error).partition("\n")[0]
-        raise AttnplugError(f"rank {parallel.rank} lost the others, or one of them failed: {first}") from error
 
 
 def _run(parsed: argparse.Namespace, lines: list[PromptLine], options: EngineOptions, parallel: TensorParallel) -> int:
@@ -75,24 +68,13 @@ def _options(parsed: argparse.Namespace) -> EngineOptions:
         policy = replace(policy, forced=ExtendPath(parsed.mla_extend))
     if parsed.mla_chunk_capacity is not None:
         policy = replace(policy, chunk_capacity=parsed.mla_chunk_capacity)
-    names = {role: getattr(parsed, f"{role}_attention_backend", None) for role in Role}
     return EngineOptions(
-        attention_backend=parsed.attention_backend,
-        role_backends={role: name for role, name in names.items() if name is not None},
-        backend_options=split_settings(parsed.backend_option),
-        device=parsed.device,
-        dtype=DType.parse(parsed.dtype, "--dtype") if parsed.dtype is not None else None,
-        kv_dtype=DType.parse(parsed.kv_dtype, "--kv-dtype") if parsed.kv_dtype is not None else None,
-        page_size=parsed.page_size,
+        **shared_settings(parsed),
         num_pages=parsed.num_pages,
-        max_batch=parsed.max_batch,
-        chunked_prefill_size=parsed.chunked_prefill_size,
         prefix_cache=not parsed.no_prefix_cache,
         state_slots=parsed.state_slots,
         state_checkpoint=parsed.state_checkpoint,
-        context_length=parsed.context_length,
         extend_policy=policy,
-        seed=parsed.seed,
         ignore_eos=parsed.ignore_eos,
         check_layers=parsed.check_layers,
     )
@@ -119,7 +101,7 @@ def _generate(engine: Engine, requests: Sequence[Request], answers: Answers | No
     code = 0
     shown = len(requests) > 1 and not output.on_terminal()
     try:
-        with _progress(console, "generating", shown, len(requests)) as (bar, task):
+        with interrupt.terminated_in_order(), _progress(console, "generating", shown, len(requests)) as (bar, task):
             for update in engine.follow(requests):
                 if update.token is not None:
                     continue

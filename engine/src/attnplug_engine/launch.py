@@ -11,9 +11,10 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
+from attnplug import interrupt
 from attnplug.errors import AttnplugError, UsageError
 from attnplug.model_config import load_model
 from attnplug.problem import Problem
@@ -36,8 +37,25 @@ def started_as_rank() -> bool:
     return "RANK" in os.environ
 
 
-def join_ranks(size: int, device: str) -> TensorParallel:
-    """This process's place among ``size`` ranks. From here on it ends with the process that started it."""
+@contextmanager
+def joined_ranks(size: int, device: str | None) -> Iterator[TensorParallel]:
+    """This process's place among ``size`` ranks, on what a user calls ``device``.
+
+    From here on it ends with the process that started it.
+    """
+    from attnplug.device import open_device
+
+    parallel = _join(size, open_device(device)[0].type)
+    try:
+        yield parallel
+    except RuntimeError as error:  # torch's, of a group that fell apart
+        if parallel.size == 1:
+            raise
+        first = str(error).partition("\n")[0]
+        raise AttnplugError(f"rank {parallel.rank} lost the others, or one of them failed: {first}") from error
+
+
+def _join(size: int, device: str) -> TensorParallel:
     from attnplug_engine.parallel import SINGLE, ProcessGroupParallel  # who starts ranks needs no torch
 
     _end_with_parent()
@@ -147,19 +165,22 @@ def run_ranks(size: int, arguments: Sequence[str]) -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    # Being ended from outside must end the ranks as well, so it takes the way through 'finally'.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     theirs, ours = os.pipe()
     ranks: list[subprocess.Popen[bytes]] = []
-    # Ctrl-C goes to all processes of the terminal. Ranks inherit that it is blocked, so only this process speaks of it.
-    unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        try:
-            for rank in range(size):
-                ranks.append(_start(rank, size, port, theirs, arguments))
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-        return _wait(ranks)
+        with interrupt.terminated_in_order():
+            # Ctrl-C goes to all processes of the terminal. Ranks inherit that it is blocked: only we speak of it.
+            unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            try:
+                for rank in range(size):
+                    ranks.append(_start(rank, size, port, theirs, arguments))
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+            return _wait(ranks)
+    except (KeyboardInterrupt, SystemExit):
+        if ranks:
+            _let_write(ranks[0])
+        raise
     finally:
         _end(ranks)
         os.close(theirs)
@@ -172,6 +193,13 @@ def _start(rank: int, size: int, port: int, pipe: int, arguments: Sequence[str])
     output = None if rank == 0 else subprocess.DEVNULL
     command = [sys.executable, "-m", "attnplug", *arguments]
     return subprocess.Popen(command, env=environment, stdout=output, stderr=output, pass_fds=(pipe,))
+
+
+def _let_write(first: subprocess.Popen[bytes]) -> None:
+    """Ask the first rank to end by itself: it may hold what is finished and not yet written."""
+    first.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        first.wait(timeout=10)
 
 
 def _end(ranks: list[subprocess.Popen[bytes]]) -> None:

@@ -14,6 +14,7 @@ from attnplug.model import ModelSpec
 from attnplug_engine.parallel import TensorParallel
 from attnplug_engine.request import LARGEST_SEED
 from attnplug_engine.runner import Capacity, bytes_per_page, bytes_per_state
+from attnplug_engine.scheduler import whole_step_tokens
 
 LARGEST_BATCH = 1 << 16
 LARGEST_COUNT = 1 << 40  # of pages, slots or tokens: more than memory has, and less than torch's sizes overflow by
@@ -57,7 +58,10 @@ class EngineOptions:
 
     def __post_init__(self) -> None:
         for name in ("dtype", "kv_dtype"):
-            if isinstance(value := getattr(self, name), str):  # "bf16" is as good as the member
+            value = getattr(self, name)
+            if isinstance(value, torch.dtype):
+                value = str(value).removeprefix("torch.")
+            if isinstance(value, str):  # "bf16" is as good as the member
                 object.__setattr__(self, name, DType.parse(value, named(name)))
         self._check_whole("max_batch", 1, LARGEST_BATCH)
         for name in ("num_pages", "context_length", "state_slots", "state_checkpoint"):
@@ -119,5 +123,8 @@ def capacity(
                 f"one page of {page_size} tokens takes {page} bytes, and there are {max(room, 0)}{states}; "
                 f"give a smaller {named('page_size')}"
             )
-    chunk = context if options.chunked_prefill_size == -1 else min(options.chunked_prefill_size, context)
+    if options.chunked_prefill_size == -1:
+        chunk = whole_step_tokens(context, options.max_batch)
+    else:
+        chunk = min(options.chunked_prefill_size, context)
     return Capacity(num_pages, page_size, options.max_batch, chunk, context, state_slots)

@@ -8,7 +8,7 @@ import json
 import math
 import sys
 from dataclasses import dataclass, replace
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from attnplug.config_keys import show
 from attnplug.errors import UsageError
@@ -18,6 +18,13 @@ from attnplug_engine.request import SamplingParams
 
 _PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
 _PARAM_KEYS = ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop_token_ids", "stop", "logprobs")
+
+
+class _Keys(NamedTuple):
+    """What a line may have, beside an id."""
+
+    prompt: tuple[str, ...]
+    params: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,33 +38,39 @@ class PromptLine:
     """What its owner calls it; the answer has it too."""
 
 
-def read_prompts(path: str, defaults: SamplingParams, *, chat: bool = False) -> list[PromptLine]:
+def read_prompts(
+    path: str, defaults: SamplingParams, *, chat: bool = False, embedded: bool = False
+) -> list[PromptLine]:
     """The prompts of a file of JSON lines, or of standard input where ``path`` is ``-``.
 
-    With ``chat`` a prompt that is a text is one message of a user.
+    With ``chat`` a prompt that is a text is one message of a user. Those to be ``embedded`` have no conversations, and
+    nothing is sampled for them.
     """
+    keys = _Keys(("prompt", "prompt_token_ids"), ()) if embedded else _Keys(_PROMPT_KEYS, _PARAM_KEYS)
     name = "standard input" if path == "-" else path
     try:
         with _opened(readable(path)) as stream:
-            return parse_prompts(stream, name, defaults, chat=chat)
+            return _parse(stream, name, defaults, keys, chat)
     except OSError as error:
         raise UsageError(f"--prompts {path} cannot be read: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
         raise UsageError(f"--prompts {path} is not UTF-8 text: byte {error.start} cannot be decoded") from error
 
 
-def parse_prompts(stream: TextIO, name: str, defaults: SamplingParams, *, chat: bool = False) -> list[PromptLine]:
+def _parse(stream: TextIO, name: str, defaults: SamplingParams, keys: _Keys, chat: bool) -> list[PromptLine]:
     """The prompts of JSON lines; empty lines are left out. A bad line is an error with ``name`` and its number."""
     prompts = []
     for number, line in enumerate(stream.read().split("\n"), start=1):
         if line.strip():
             where = f"{name}:{number}"
             try:
-                prompts.append(_line(json.loads(line), defaults, where, chat))
+                prompts.append(_line(json.loads(line), defaults, where, keys, chat))
             except json.JSONDecodeError as error:
                 raise UsageError(f"{where}: not JSON: {error.msg} at column {error.colno}") from None
-            except (ValueError, RecursionError) as error:  # numbers of thousands of digits, thousands of brackets
-                raise UsageError(f"{where}: not JSON that can be read: {error}") from None
+            except ValueError:
+                raise UsageError(f"{where}: not JSON that can be read: a number has thousands of digits") from None
+            except RecursionError:
+                raise UsageError(f"{where}: not JSON that can be read: thousands of brackets are open") from None
     if not prompts:
         raise UsageError(f'{name} holds no prompt; write one JSON object a line: {{"prompt": "…"}}')
     return prompts
@@ -73,21 +86,23 @@ def _opened(path: str) -> contextlib.AbstractContextManager[TextIO]:
     return contextlib.nullcontext(sys.stdin)
 
 
-def _line(value: Any, defaults: SamplingParams, where: str, chat: bool) -> PromptLine:
+def _line(value: Any, defaults: SamplingParams, where: str, keys: _Keys, chat: bool) -> PromptLine:
     if not isinstance(value, dict):
         raise UsageError(f'{where}: not an object; write {{"prompt": "…"}} or {{"prompt_token_ids": […]}}')
-    known = (*_PROMPT_KEYS, "id", *_PARAM_KEYS)
+    known = (*keys.prompt, "id", *keys.params)
     if unknown := sorted(value.keys() - set(known)):
         raise UsageError(f"{where}: unknown keys {', '.join(unknown)}; known are {', '.join(known)}")
-    given = [key for key in _PROMPT_KEYS if key in value]
+    given = [key for key in keys.prompt if key in value]
     if len(given) != 1:
-        raise UsageError(f"{where}: give exactly one of {' and '.join(_PROMPT_KEYS)}, not {len(given)}")
+        raise UsageError(f"{where}: give exactly one of {', '.join(keys.prompt)}, not {len(given)}")
     prompt = value[given[0]]
     if given[0] == "prompt" and not isinstance(prompt, str):
         raise UsageError(f"{where}: prompt is {show(prompt)}; it must be a string")
     if given[0] == "prompt_token_ids" and not isinstance(prompt, list):
         raise UsageError(f"{where}: prompt_token_ids is {show(prompt)}; it must be a list of token ids")
-    changes = {key: value[key] for key in _PARAM_KEYS if key in value}
+    changes = {key: value[key] for key in keys.params if key in value}
+    if isinstance(changes.get("stop"), str):
+        changes["stop"] = [changes["stop"]]
     for key, kind in (("stop_token_ids", "token ids"), ("stop", "texts")):
         if not isinstance(changes.get(key, []), list):
             raise UsageError(f"{where}: {key} is {show(changes[key])}; it must be a list of {kind}")

@@ -67,15 +67,15 @@ class SamplingParams:
         _check_whole("top_k", self.top_k, 0, "0 for all tokens, or how many of the likeliest to keep")
         _check_number("top_p", self.top_p, _SMALLEST_FLOAT, 1, "a share above 0 and at most 1")
         if self.seed is not None:
-            _check_whole("seed", self.seed, 0, f"None, or a number from 0 to {LARGEST_SEED}")
+            _check_whole("seed", self.seed, 0, f"a number from 0 to {LARGEST_SEED}")
         if not isinstance(self.stop_token_ids, frozenset):
             raise _refuse("stop_token_ids", self.stop_token_ids, "a frozenset of token ids, 0 or more each")
         for token in self.stop_token_ids:
             _check_whole("stop_token_ids: token", token, 0, "token ids, 0 or more each")
         if not isinstance(self.stop, tuple) or not all(isinstance(text, str) and text for text in self.stop):
-            raise _refuse("stop", self.stop, "a tuple of texts, none of them empty")
+            raise _refuse("stop", self.stop, "texts, none of them empty")
         if self.logprobs is not None:
-            _check_whole("logprobs", self.logprobs, 0, "None, or how many of the likeliest tokens to tell, 0 or more")
+            _check_whole("logprobs", self.logprobs, 0, "how many of the likeliest tokens to tell, 0 or more")
 
     @property
     def greedy(self) -> bool:

@@ -107,15 +107,7 @@ class ModelRunner:
         self.backend = build_selection(selection, context)
         self.mla = MLAAttention(self.backend, self.pools.mla, policy) if self.pools.mla is not None else None
         self.linear = LinearAttention(self.backend) if self.pools.linear is not None else None
-        self.allocator = PageAllocator(capacity.num_pages)
-        self.table = SlotTable(
-            self.allocator,
-            page_size=capacity.page_size,
-            max_requests=capacity.max_batch,
-            # A config may claim any context, and the table is as wide; no request gets more pages than there are.
-            max_pages=min(-(-capacity.context_length // capacity.page_size), max(capacity.num_pages, 1 << 16)),
-            device=device,
-        )
+        self.allocator, self.table = build_table(capacity, device)
         if check_layers:
             self._check_every_layer()
 
@@ -196,6 +188,28 @@ class ModelRunner:
 
         for layer_id in range(len(self.model.layers)):
             checker(layer_id)
+
+
+def build_table(capacity: Capacity, device: torch.device) -> tuple[PageAllocator, SlotTable]:
+    """The pages, and which request has which."""
+    # A config may claim any context, and the table is as wide; no request gets more pages than there are.
+    width = min(-(-capacity.context_length // capacity.page_size), max(capacity.num_pages, 1 << 16))
+    try:
+        allocator = PageAllocator(capacity.num_pages)
+        table = SlotTable(
+            allocator,
+            page_size=capacity.page_size,
+            max_requests=capacity.max_batch,
+            max_pages=width,
+            device=device,
+        )
+    except MemoryError as error:
+        raise PoolError(
+            f"the table of {capacity.max_batch} requests with {width} pages of {capacity.page_size} tokens each, of "
+            f"{capacity.num_pages} pages in all, cannot be allocated; lower max_batch (--max-batch), context_length "
+            "(--context-length) or num_pages (--num-pages)"
+        ) from error
+    return allocator, table
 
 
 def build_pools(

@@ -19,14 +19,20 @@ class StepError(AttnplugError):
     """A step was asked for or finished out of order, or with tokens that do not belong to it. Nothing changed."""
 
 
+def whole_step_tokens(context_length: int, max_batch: int) -> int:
+    """The tokens of the largest step where prompts run in one piece: the longest, and all others decoding."""
+    return context_length + max_batch - 1
+
+
 class Scheduler:
     """Serves requests first come, first served, as many at a time as rows and pages allow.
 
     A step runs every decoding request, and fills up to ``max_step_tokens`` with prefill; at least one token of a
-    prefill runs, so a step has at most ``max(max_step_tokens, max_batch)`` tokens. A request is admitted when there
-    are pages, free or evictable, for all its tokens so far and one more for each running request. When a decoding
-    request cannot get its next page, the latest admitted request is preempted: it loses its row, waits at the
-    front of the queue, and computes its prompt and output again.
+    prefill runs, so a step has at most ``max(max_step_tokens, max_batch)`` tokens. With ``whole_prompts`` a prefill
+    runs in one piece, or not in this step (A6); ``max_step_tokens`` then has room for the longest beside all that may
+    be decoding. A request is admitted when there are pages, free or evictable, for all its tokens so far and one more
+    for each running request. When a decoding request cannot get its next page, the latest admitted request is
+    preempted: it loses its row, waits at the front of the queue, and computes its prompt and output again.
 
     Why this always comes to an end. Running and then waiting requests are at all times in the order of their
     arrival: admission moves the first that waits behind the last that runs, preemption moves it back. So at most
@@ -38,8 +44,9 @@ class Scheduler:
 
     Linear states. For a model with linear layers ``states`` holds a slot for every running request, and the prefix
     cache keeps snapshots in the rest. A hit goes as far as a snapshot; so prefills stop at checkpoints, at whole pages:
-    every ``checkpoint`` tokens, and at the last whole page of prompts with more than that. A state cannot be taken
-    back: where a step is dropped, all that runs is preempted and computed again.
+    every ``checkpoint`` tokens, and at the last whole page of prompts with more than that. That cuts them even with
+    ``whole_prompts``: where prefixes are cached a prompt is a part of itself anyway. A state cannot be taken back:
+    where a step is dropped, all that runs is preempted and computed again.
 
     Pages that others hold when the scheduler is made are not counted on; hold none later. Between ``next_step`` and
     ``finish_step`` (or ``drop_step``) the step is in flight, and the rows of its requests stay as they are.
@@ -54,6 +61,7 @@ class Scheduler:
         max_batch: int,
         max_step_tokens: int,
         context_length: int,
+        whole_prompts: bool = False,
         states: LinearStatePool | None = None,
         checkpoint: int = 1024,
     ) -> None:
@@ -63,6 +71,8 @@ class Scheduler:
                 raise UsageError(f"{name}={value} is not allowed; give 1 or more")
         if max_batch > table.max_requests:
             raise UsageError(f"max_batch={max_batch} is more than the {table.max_requests} rows of the slot table")
+        if whole_prompts and max_step_tokens < (most := whole_step_tokens(context_length, max_batch)):
+            raise UsageError(f"max_step_tokens={max_step_tokens} is too few for whole prompts; give {most} or more")
         if cache is not None and cache.page_size != table.page_size:
             raise UsageError(
                 f"the prefix cache has pages of {cache.page_size} tokens and the slot table of {table.page_size}; "
@@ -82,6 +92,7 @@ class Scheduler:
         self._page_size = table.page_size
         self._max_batch = max_batch
         self._max_step_tokens = max_step_tokens
+        self._whole_prompts = whole_prompts
         self._context_length = min(context_length, table.max_pages * table.page_size)
         self._pool_pages = allocator.free_pages + (len(cache) if cache is not None else 0)
         self._waiting: deque[Request] = deque()
@@ -258,6 +269,8 @@ class Scheduler:
             budget = self._chunk(running[-1], budget, entries, copies)
         while budget and self._waiting and len(running) < self._max_batch and not self._blocked:
             request = self._waiting[0]
+            if self._whole_prompts and request.length > budget:
+                return
             if not self._admit(request):
                 self._blocked = bool(running)
                 return
@@ -272,6 +285,8 @@ class Scheduler:
         if not self._extend(request, tokens, copies):
             # What could be evicted is free now. A prefill that gets no page keeps those it has and waits for the
             # next step; a decoding request that needs them preempts it.
+            if self._whole_prompts:
+                return 0
             tokens = self._allocator.free_pages * self._page_size + -request.computed % self._page_size
             if not tokens or not self._extend(request, tokens, copies):
                 return 0

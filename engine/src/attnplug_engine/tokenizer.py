@@ -19,6 +19,9 @@ from attnplug_engine.random_checkpoint import TINY
 class Tokenizer(Protocol):
     """What the engine needs of one."""
 
+    special_tokens: Mapping[str, int]
+    """Those that ``decode`` leaves out, by what they are called: ``<|im_end|>``."""
+
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         """The tokens of a text, with those that the model expects around every text unless ``special_tokens`` is off.
 
@@ -34,6 +37,7 @@ class ByteTokenizer:
 
     def __init__(self, vocab_size: int) -> None:
         self._vocab_size = min(vocab_size, 256)
+        self.special_tokens: Mapping[str, int] = {}
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         tokens = list(text.encode())
@@ -61,6 +65,8 @@ class FileTokenizer:
             raise _told(error, f"{path} cannot be read as a tokenizer") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        added = self._tokenizer.get_added_tokens_decoder().items()
+        self.special_tokens: Mapping[str, int] = {token.content: index for index, token in added if token.special}
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         try:

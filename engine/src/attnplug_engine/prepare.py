@@ -1,0 +1,127 @@
+"""A model, and the backends that run it: how an engine and an embedder begin."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+
+from attnplug import (
+    BackendRequest,
+    DType,
+    ExtendPolicy,
+    Problem,
+    Refusal,
+    Registry,
+    Selection,
+    Serving,
+    build_chosen,
+    choose_importable,
+    load_registry,
+)
+from attnplug.device import open_device
+from attnplug.errors import BackendError
+from attnplug.kv import torch_dtype
+from attnplug.model import ModelSpec
+from attnplug.model_config import load_model as load_spec
+from attnplug_engine.models import LoadedModel, load_model
+from attnplug_engine.options import EngineOptions
+from attnplug_engine.parallel import TensorParallel
+from attnplug_engine.runner import Capacity, ModelRunner
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A model whose weights are read, for backends that were found to serve it."""
+
+    spec: ModelSpec
+    loaded: LoadedModel
+    device: torch.device
+    dtype: torch.dtype
+    kv_dtype: DType
+    parallel: TensorParallel
+    registry: Registry
+    request: BackendRequest
+    problem: Problem
+    failed: Mapping[str, Refusal]
+
+    def build(
+        self,
+        capacity: Callable[[Selection], Capacity],
+        serving: Serving,
+        policy: ExtendPolicy | None = None,
+        *,
+        check_layers: bool = False,
+    ) -> tuple[Selection, ModelRunner]:
+        """The backends that could be built, and the runner on them; the same on all ranks."""
+
+        def build(selection: Selection) -> ModelRunner:
+            return ModelRunner(
+                self.loaded,
+                selection,
+                capacity(selection),
+                device=self.device,
+                dtype=self.dtype,
+                kv_dtype=self.kv_dtype,
+                parallel=self.parallel,
+                policy=policy,
+                serving=serving,
+                check_layers=check_layers,
+            )
+
+        selection, runner = build_chosen(self.registry, self.request, self.problem, build, self.failed)
+        if self.parallel.size > 1:
+            insist_on_one_choice(selection, self.parallel, self.device)
+        return selection, runner
+
+
+def prepare(
+    model: str,
+    options: EngineOptions,
+    parallel: TensorParallel,
+    *,
+    progress: Callable[[int, int], None] | None = None,
+    is_embedding: bool = False,
+) -> Prepared:
+    """Look for backends that serve the model, then read its weights. An embedding model needs no output head."""
+    spec = load_spec(model)
+    device, sm = open_device(options.device)
+    dtype = options.dtype or (DType.FLOAT32 if spec.dtype is None else DType.parse(spec.dtype, "the model's dtype"))
+    kv_dtype = options.kv_dtype or dtype
+    problem = Problem(
+        spec,
+        device.type,
+        sm,
+        dtype,
+        kv_dtype,
+        page_size=options.page_size,
+        tensor_parallel=parallel.size,
+        is_embedding=is_embedding,
+    )
+    request = BackendRequest(options.attention_backend, options.role_backends, options.backend_options)
+    registry = load_registry()
+    # A refusal, and a kernel library that cannot be imported, are told before a checkpoint is read.
+    failed = choose_importable(registry, request, problem).failed
+    loaded = load_model(
+        model,
+        dtype=torch_dtype(dtype),
+        device=device,
+        parallel=parallel,
+        seed=options.seed,
+        progress=progress,
+        head=not is_embedding,
+    )
+    return Prepared(spec, loaded, device, torch_dtype(dtype), kv_dtype, parallel, registry, request, problem, failed)
+
+
+def insist_on_one_choice(selection: Selection, parallel: TensorParallel, device: torch.device) -> None:
+    """Ranks run one schedule, so they must agree on pages. Where a backend is built on some alone, they would not."""
+    chosen = {str(role): choice.chosen_name for role, choice in selection.choices.items()}
+    mine = torch.tensor([zlib.crc32(repr((chosen, selection.page_size)).encode())], device=device)
+    if len(set(parallel.all_gather(mine, 0).tolist())) > 1:
+        raise BackendError(
+            f"rank {parallel.rank} runs {', '.join(f'{role} on {name}' for role, name in chosen.items())}, and others "
+            "chose otherwise: a backend could be built on some ranks alone; ask for one by --attention-backend"
+        )
