@@ -14,6 +14,7 @@ from attnplug.errors import UsageError
 from attnplug.json_files import read_json_object, regular_size
 from attnplug_engine.checkpoint import checkpoint_folder
 from attnplug_engine.random_checkpoint import TINY
+from attnplug_engine.tokenizer_config import TokenizerConfig
 
 
 class Tokenizer(Protocol):
@@ -49,18 +50,22 @@ class ByteTokenizer:
 class FileTokenizer:
     """A checkpoint's ``tokenizer.json``, by the tokenizers library.
 
-    What the file says of truncation and padding is for training batches and is not heeded, as in transformers.
+    What the file says of truncation and padding is for training batches and is not heeded, as in transformers. The
+    tokens that only ``tokenizer_config.json`` beside it names are added to it.
     """
 
     def __init__(self, path: Path, vocab_size: int) -> None:
         self._path, self._vocab_size = path, vocab_size
         regular_size(path)
+        config = TokenizerConfig(path.parent)
         try:
             self._tokenizer = Implementation.from_file(str(path))
         except BaseException as error:
             raise _told(error, f"{path} cannot be read as a tokenizer") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._tokenizer.add_tokens(config.added_tokens())  # those that it has stay as they are
+        self._tokenizer.encode_special_tokens = config.splits_special_tokens
 
     def encode(self, text: str, *, special_tokens: bool = True) -> list[int]:
         try:
