@@ -217,7 +217,8 @@ def test_templates_and_tokens_are_found_where_transformers_finds_them(folder, wh
 
 @pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
 def test_a_template_gets_named_extra_tokens_thoughts_and_calls_of_tools(folder, name):
-    template = "{{ image }}{% for m in messages %}{{ m.thinking }}|{{ m.reasoning_content }}|{{ m.content is none }}{% endfor %}"
+    each = "{{ m.thinking }}|{{ m.reasoning_content }}|{{ m.content is none }}"
+    template = f"{{{{ image }}}}{{% for m in messages %}}{each}{{% endfor %}}"
     config = {**CONFIG, "chat_template": template, "extra_special_tokens": {"image": "<|im_end|>"}}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}

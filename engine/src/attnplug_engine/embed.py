@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from attnplug import DType
 from attnplug.cli import output
 from attnplug.device import open_device
-from attnplug.errors import AttnplugError, UsageError
+from attnplug.errors import UsageError
 from attnplug_engine.embed_command import backend_request
 from attnplug_engine.embedding import Embedder, Embedding, EmbedOptions
 from attnplug_engine.engine import naming
@@ -26,13 +26,7 @@ def embed(parsed: argparse.Namespace, lines: Sequence[PromptLine]) -> int:
     """Embed the prompts by the command line; returns the exit code."""
     options = _options(parsed)
     parallel = join_ranks(parsed.tensor_parallel, open_device(parsed.device)[0].type)
-    try:
-        return _embed(parsed, lines, options, parallel)
-    except RuntimeError as error:
-        if parallel.size == 1:
-            raise
-        first = str(error).partition("\n")[0]
-        raise AttnplugError(f"rank {parallel.rank} lost the others, or one of them failed: {first}") from error
+    return _embed(parsed, lines, options, parallel)
 
 
 def _options(parsed: argparse.Namespace) -> EmbedOptions:

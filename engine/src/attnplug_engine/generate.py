@@ -15,7 +15,7 @@ from attnplug import DType, ExtendPath, ExtendPolicy, Role
 from attnplug.cli import output
 from attnplug.cli.warn import warn_of_plugins
 from attnplug.device import open_device
-from attnplug.errors import AttnplugError, UsageError
+from attnplug.errors import UsageError
 from attnplug.options import split_settings
 from attnplug_engine.answers import Answers
 from attnplug_engine.engine import Engine, naming
@@ -33,13 +33,7 @@ def generate(parsed: argparse.Namespace, lines: list[PromptLine]) -> int:
     """Run the prompts by the command line; returns the exit code."""
     options = _options(parsed)
     parallel = join_ranks(parsed.tensor_parallel, open_device(parsed.device)[0].type)
-    try:
-        return _run(parsed, lines, options, parallel)
-    except RuntimeError as error:
-        if parallel.size == 1:
-            raise
-        first = str(error).partition("\n")[0]
-        raise AttnplugError(f"rank {parallel.rank} lost the others, or one of them failed: {first}") from error
+    return _run(parsed, lines, options, parallel)
 
 
 def _run(parsed: argparse.Namespace, lines: list[PromptLine], options: EngineOptions, parallel: TensorParallel) -> int:
