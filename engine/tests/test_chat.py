@@ -146,6 +146,13 @@ def test_a_file_that_is_no_tokenizer(tmp_path, content):
         find_tokenizer(str(tmp_path), 128)
 
 
+def test_a_file_that_is_too_large_for_a_tokenizer(tmp_path):
+    with (tmp_path / "tokenizer.json").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(UsageError, match=r"tokenizer\.json is larger than"):
+        find_tokenizer(str(tmp_path), 128)
+
+
 @pytest.mark.parametrize("name", ["tokenizer.json", "generation_config.json", "tokenizer_config.json"])
 def test_a_pipe_in_place_of_a_file_is_not_waited_for(folder, name):
     (folder / name).unlink(missing_ok=True)
@@ -180,7 +187,8 @@ def test_generation_config_alone_says_where_a_text_ends(tmp_path, spelling, give
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, '{"eos_token_id": ' + "9" * 5000 + "}", '{"eos_token_id": "7"}',
-                                     '{"eos_token_id": [7, true]}', '{"eos_token_id": 7.0}', "[]", "{"])  # fmt: skip
+                                     '{"eos_token_id": [7, true]}', '{"eos_token_id": 99999999999999999999}',
+                                     '{"eos_token_id": 7.0}', "[]", "{"])  # fmt: skip
 def test_a_generation_config_that_makes_no_sense(tmp_path, content):
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(UsageError, match=r"generation_config\.json") as caught:

@@ -16,6 +16,9 @@ from attnplug_engine.checkpoint import checkpoint_folder
 from attnplug_engine.random_checkpoint import TINY
 from attnplug_engine.tokenizer_config import TokenizerConfig
 
+_MOST_TOKEN = 1 << 30
+_MOST_BYTES = 1 << 29  # of 300,000 tokens it has 35 MB
+
 
 class Tokenizer(Protocol):
     """What the engine needs of one."""
@@ -56,7 +59,8 @@ class FileTokenizer:
 
     def __init__(self, path: Path, vocab_size: int) -> None:
         self._path, self._vocab_size = path, vocab_size
-        regular_size(path)
+        if regular_size(path) > _MOST_BYTES:
+            raise UsageError(f"{path} is larger than {_MOST_BYTES} bytes: this is not a tokenizer.json")
         config = TokenizerConfig(path.parent)
         try:
             self._tokenizer = Implementation.from_file(str(path))
@@ -109,7 +113,7 @@ def end_tokens(reference: str, config: Mapping[str, object]) -> frozenset[int]:
     value = values.get("eos_token_id")
     tokens = []
     for token in value if isinstance(value, list) else [] if value is None else [value]:
-        if not isinstance(token, int) or isinstance(token, bool):
+        if not isinstance(token, int) or isinstance(token, bool) or token > _MOST_TOKEN:
             raise UsageError(f"{source}: 'eos_token_id' is {show(value)}; it must be a token id, or a list of them")
         tokens.append(token)
     return frozenset(token for token in tokens if token >= 0)  # -1 stands for none
