@@ -205,7 +205,8 @@ def test_a_shard_that_is_not_there(make_oracle):
 @pytest.mark.parametrize("index", [{}, {"weight_map": {}}, {"weight_map": []}, {"weight_map": {"a": "../other"}},
                                    {"weight_map": {"a": 3}}, {"weight_map": {"a": "x" * 5000}},
                                    {"weight_map": {"a": "x\0y"}}, {"weight_map": {"a": "\ud800"}},
-                                   {"weight_map": {"a": ""}}, "[" * 100_000, '{"weight_map": ' + "9" * 5000 + "}"])  # fmt: skip
+                                   {"weight_map": {"a": ""}}, "[" * 100_000,
+                                   '{"weight_map": ' + "9" * 5000 + "}"])  # fmt: skip
 def test_an_index_that_makes_no_sense(folder, index):
     (folder / "model.safetensors").unlink()
     text = index if isinstance(index, str) else json.dumps(index)
