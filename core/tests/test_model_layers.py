@@ -64,6 +64,8 @@ def test_mistral_slides_in_every_layer() -> None:
     assert windows(read(LLAMA_3_8B, model_type="mistral", sliding_window=4096)) == [4096] * 32
     assert windows(read(LLAMA_3_8B, model_type="mistral", sliding_window=None)) == [None] * 32
     assert windows(read(LLAMA_3_8B, model_type="mistral")) == [4096] * 32  # what transformers' class assumes
+    for switch in (True, False):  # a key of Qwen's, at which transformers does not look in this model
+        assert windows(read(LLAMA_3_8B, model_type="mistral", use_sliding_window=switch)) == [4096] * 32
 
 
 @pytest.mark.parametrize("model_type", ["qwen2", "qwen3"])

@@ -96,6 +96,44 @@ def test_truncation_and_padding_of_the_file_are_for_training(folder):
     assert len(found) == 6
 
 
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"pad_token": "ell"},
+        {"sep_token": {"__type": "AddedToken", "content": "lo", "lstrip": True}},
+        {"additional_special_tokens": ["ell", {"__type": "AddedToken", "content": "he"}]},
+        {"extra_special_tokens": {"image": "ell"}, "additional_special_tokens": ["he"]},
+        {"added_tokens_decoder": {"200": {"content": "ell"}, "101": {"content": "lo", "rstrip": True}}},
+        {"split_special_tokens": True},
+    ],
+    ids=lambda keys: next(iter(keys)),
+)
+def test_tokens_that_only_the_config_names_are_tokens(folder, keys):
+    (folder / "tokenizer_config.json").write_text(json.dumps({**CONFIG, **keys}))
+    text = "hello lo <|im_end|>ell"
+    found = find_tokenizer(str(folder), 128).encode(text)
+    assert found == oracle(folder)(text).input_ids
+    assert found != FileTokenizer(write_tokenizer(folder / "plain") / "tokenizer.json", 128).encode(text)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"added_tokens_decoder": [1]},
+        {"added_tokens_decoder": {"x": {"content": "x"}}},
+        {"extra_special_tokens": 3},
+        {"added_tokens_decoder": {"1": {"content": 3}}},
+        {"added_tokens_decoder": {"1": {"content": "x", "lstrip": "yes"}}},
+        {"additional_special_tokens": [3]},
+    ],
+    ids=str,
+)
+def test_added_tokens_that_make_no_sense(folder, keys):
+    (folder / "tokenizer_config.json").write_text(json.dumps(keys))
+    with pytest.raises(UsageError, match=r"tokenizer_config\.json: '.*' has .*; it must be"):
+        find_tokenizer(str(folder), 128)
+
+
 def test_a_token_beyond_the_models_vocabulary_is_refused_with_both_numbers(folder):
     with pytest.raises(UsageError, match="token id 96, but the model's vocabulary ends at 79"):
         find_tokenizer(str(folder), 80).encode("hello")
@@ -105,6 +143,13 @@ def test_a_token_beyond_the_models_vocabulary_is_refused_with_both_numbers(folde
 def test_a_file_that_is_no_tokenizer(tmp_path, content):
     (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(UsageError, match=r"tokenizer\.json cannot be read as a tokenizer"):
+        find_tokenizer(str(tmp_path), 128)
+
+
+def test_a_file_that_is_too_large_for_a_tokenizer(tmp_path):
+    with (tmp_path / "tokenizer.json").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(UsageError, match=r"tokenizer\.json is larger than"):
         find_tokenizer(str(tmp_path), 128)
 
 
@@ -142,7 +187,8 @@ def test_generation_config_alone_says_where_a_text_ends(tmp_path, spelling, give
 
 
 @pytest.mark.parametrize("content", ["[" * 100_000, '{"eos_token_id": ' + "9" * 5000 + "}", '{"eos_token_id": "7"}',
-                                     '{"eos_token_id": [7, true]}', '{"eos_token_id": 7.0}', "[]", "{"])  # fmt: skip
+                                     '{"eos_token_id": [7, true]}', '{"eos_token_id": 99999999999999999999}',
+                                     '{"eos_token_id": 7.0}', "[]", "{"])  # fmt: skip
 def test_a_generation_config_that_makes_no_sense(tmp_path, content):
     (tmp_path / "generation_config.json").write_text(content)
     with pytest.raises(UsageError, match=r"generation_config\.json") as caught:
@@ -175,6 +221,19 @@ def test_templates_and_tokens_are_found_where_transformers_finds_them(folder, wh
         (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|im_end|>", "bos_token": "<s>"}))
     wanted = oracle(folder).apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
     assert ChatTemplate.find(str(folder)).render(Chat(MESSAGES)) == wanted
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+def test_a_template_gets_named_extra_tokens_thoughts_and_calls_of_tools(folder, name):
+    each = "{{ m.thinking }}|{{ m.reasoning_content }}|{{ m.content is none }}"
+    template = f"{{{{ image }}}}{{% for m in messages %}}{each}{{% endfor %}}"
+    config = {**CONFIG, "chat_template": template, "extra_special_tokens": {"image": "<|im_end|>"}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    called = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    messages = [*MESSAGES, {"role": "assistant", "content": "x", name: "hm"}, called]
+    wanted = oracle(folder).apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    assert ChatTemplate.find(str(folder)).render(Chat(messages)) == wanted
+    assert "hm|hm|False" in wanted and wanted.endswith("True") and wanted.startswith("<|im_end|>")
 
 
 def test_a_template_of_an_older_processor(folder):
@@ -240,6 +299,7 @@ def test_a_built_in_model_has_no_template():
         ([{"role": "user"}], "content of message 0 is missing"),
         ([MESSAGES[0], {"role": 3, "content": "x"}], "role of message 1 is 3"),
         ([{"role": "user", "content": [{"type": "text"}]}], "content of message 0"),
+        ([{"role": "assistant", "content": None, "tool_calls": []}], "content of message 0 is None"),
     ],
 )
 def test_messages_that_make_no_sense(messages, told):

@@ -205,7 +205,8 @@ def test_a_shard_that_is_not_there(make_oracle):
 @pytest.mark.parametrize("index", [{}, {"weight_map": {}}, {"weight_map": []}, {"weight_map": {"a": "../other"}},
                                    {"weight_map": {"a": 3}}, {"weight_map": {"a": "x" * 5000}},
                                    {"weight_map": {"a": "x\0y"}}, {"weight_map": {"a": "\ud800"}},
-                                   "[" * 100_000, '{"weight_map": ' + "9" * 5000 + "}"])  # fmt: skip
+                                   {"weight_map": {"a": ""}}, "[" * 100_000,
+                                   '{"weight_map": ' + "9" * 5000 + "}"])  # fmt: skip
 def test_an_index_that_makes_no_sense(folder, index):
     (folder / "model.safetensors").unlink()
     text = index if isinstance(index, str) else json.dumps(index)
@@ -213,6 +214,7 @@ def test_an_index_that_makes_no_sense(folder, index):
     with pytest.raises(CheckpointError, match=r"model\.safetensors\.index\.json") as caught:
         load(folder)
     assert len(str(caught.value)) < 1000
+    assert str(caught.value).isprintable() and "folder: ;" not in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "model.safetensors.index.json"])
@@ -334,6 +336,13 @@ def test_tensors_that_no_module_takes(folder):
         ("llama", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "rope_parameters.full_attention"),
         ("llama", {"rope_parameters": {"rope_type": "linear"}}, "rope_parameters.factor"),
         ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("llama", {"is_causal": False}, "is_causal"),
+        ("deepseek_v3", {"is_causal": False}, "is_causal"),
+        # Keys that transformers does not look at in these models, and by which core reads those of other types.
+        ("llama", {"sliding_window": 9}, "sliding_window"),
+        ("llama", {"attn_logit_softcapping": 2.0}, "attn_logit_softcapping"),
+        ("qwen3", {"attention_multiplier": 0.9}, "attention_multiplier"),
+        ("minimax", {"query_pre_attn_scalar": 4}, "query_pre_attn_scalar"),
         ("ring_linear", {"group_norm_size": 3}, "group_norm_size"),
         ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method"),
         ("deepseek_v2", {"norm_topk_prob": True}, "norm_topk_prob"),

@@ -15,9 +15,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 
 from attnplug_engine.launch import kept_for_ranks, readable
-from attnplug_engine.parallel import ProcessGroupParallel
+from attnplug_engine.parallel import ProcessGroupParallel, RankLost
 from attnplug_engine.prompts import read_prompts
 from attnplug_engine.request import SamplingParams
 from support.command import Attnplug
@@ -28,14 +29,33 @@ TEXT = "".join(json.dumps(line) + "\n" for line in LINES)
 # ---- how they end ----
 
 WAITING = """
-import sys, threading
+import os, sys, threading
 from attnplug import interrupt
+from attnplug.errors import AttnplugError
 from attnplug.cli.app import add_command
 from attnplug_engine import launch
 
 
 def declare(commands):
     add_command(commands, "wait", "Two ranks that wait.", run)
+
+
+def declare_fail(commands):
+    parser = add_command(commands, "fail", "Two ranks, of which one fails.", fail)
+    parser.add_argument("how")
+
+
+def fail(parsed):
+    if not launch.started_as_rank():
+        return launch.run_ranks(2, sys.argv[1:])
+    if os.environ["RANK"] == "0":
+        return 1 if parsed.how == "agree" else launch._LOST
+    if parsed.how == "refuse":
+        print("a warning", file=sys.stderr)
+        raise AttnplugError("the second rank refuses\\nfor a reason")
+    if parsed.how == "break":
+        raise RuntimeError("the second rank breaks")
+    return 1
 
 
 def run(parsed):
@@ -51,6 +71,9 @@ def run(parsed):
 """
 
 
+ENTRY_POINTS = "[attnplug.commands]\nwait = waiting_command:declare\nfail = waiting_command:declare_fail\n"
+
+
 @pytest.fixture
 def waiting(tmp_path: Path) -> Path:
     """A folder with a command of two ranks that wait for ever, as an installed package would bring it: no torch."""
@@ -58,7 +81,7 @@ def waiting(tmp_path: Path) -> Path:
     info = tmp_path / "waiting-1.0.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: waiting\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[attnplug.commands]\nwait = waiting_command:declare\n")
+    (info / "entry_points.txt").write_text(ENTRY_POINTS)
     return tmp_path
 
 
@@ -116,6 +139,49 @@ def test_a_rank_that_a_signal_ended_is_named(waiting, rank):
             f"error: rank {rank} of 2 was ended by SIGKILL; the system does that where memory runs out"
         ]
         wait_until_gone(ranks)
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("refuse", "error: rank 1 of 2 failed: the second rank refuses\nfor a reason\n"),
+        ("break", "error: rank 1 of 2 failed: RuntimeError: the second rank breaks\n"),
+        ("agree", ""),  # such as an error of one prompt, of which the first rank speaks
+    ],
+)
+def test_what_another_rank_than_the_first_has_to_say_is_told(waiting, how, told):
+    process = subprocess.run(
+        [sys.executable, "-m", "attnplug", "fail", how],
+        env={**os.environ, "PYTHONPATH": str(waiting)},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert (process.returncode, process.stderr) == (1, told)
+
+
+def test_a_rank_that_lost_the_others_leaves_it_to_its_parent_to_tell(monkeypatch):
+    """One that has no such parent, as under torchrun, tells it itself."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("Connection closed by peer\nC++ frames")
+
+    for name, result in (("get_rank", 1), ("get_world_size", 2)):
+        monkeypatch.setattr(f"torch.distributed.{name}", lambda *_, result=result: result)
+    for name in ("all_reduce", "all_gather"):
+        monkeypatch.setattr(f"torch.distributed.{name}", fail)
+    parallel = ProcessGroupParallel()
+    for collective in (parallel.all_reduce, lambda tensor: parallel.all_gather(tensor, 0)):
+        parallel.exit_code_when_lost = None
+        with pytest.raises(
+            RankLost, match=r"rank 1 lost the others, or one of them failed: Connection closed by peer$"
+        ):
+            collective(torch.zeros(2))
+        parallel.exit_code_when_lost = 69
+        with pytest.raises(SystemExit) as caught:
+            collective(torch.zeros(2))
+        assert caught.value.code == 69
 
 
 def test_an_interrupt_of_all_processes_is_told_once(waiting):

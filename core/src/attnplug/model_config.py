@@ -99,6 +99,10 @@ def _model(values: Mapping[str, object], name: str, source: str) -> ModelSpec:
                 "serves; give a decoder-only model",
                 "is_encoder_decoder",
             )
+        if part.lookup("is_causal") is False:  # transformers heeds it in every model
+            raise part.error(
+                "is false: attention in both directions, which no backend here serves; give a causal model", "is_causal"
+            )
     dtypes = (part.optional_text(key) for part in (config, outer) for key in ("dtype", "torch_dtype"))
     dtype = next((dtype.removeprefix("torch.") for dtype in dtypes if dtype is not None), None)
     return ModelSpec(

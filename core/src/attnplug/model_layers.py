@@ -120,7 +120,8 @@ def _slides(config: Config, count: int) -> list[bool]:
         return listed
     if config.optional_integer("sliding_window") is None:
         return [False] * count
-    if config.model_type.startswith("qwen") or config.lookup("use_sliding_window") is not None:
+    switched = config.model_type != "mistral" and config.lookup("use_sliding_window") is not None
+    if config.model_type.startswith("qwen") or switched:
         # Qwen's configs carry a window that is switched off.
         if not config.flag("use_sliding_window"):
             return [False] * count

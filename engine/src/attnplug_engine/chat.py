@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from attnplug.config_keys import show
 from attnplug.errors import UsageError
 
-_ALLOWED = 'a list of messages, each an object with texts as "role" and "content"'
+_ALLOWED = 'a list of messages, each an object with texts as "role" and "content" (null beside "tool_calls")'
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,8 @@ class Chat:
             if not isinstance(message, Mapping):
                 raise UsageError(f"messages has {show(message)} at index {number}; it must be {_ALLOWED}")
             for key in ("role", "content"):
-                if not isinstance(message.get(key), str):
+                silent = key == "content" and message.get(key) is None and bool(message.get("tool_calls"))
+                if not isinstance(message.get(key), str) and not silent:
                     found = show(message[key]) if key in message else "missing"
                     raise UsageError(f"{key} of message {number} is {found}; messages must be {_ALLOWED}")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import NoReturn
@@ -26,9 +26,11 @@ from attnplug.json_files import read_json_object, read_text
 from attnplug_engine.chat import Chat
 from attnplug_engine.checkpoint import checkpoint_folder
 from attnplug_engine.random_checkpoint import TINY
+from attnplug_engine.tokenizer_config import TokenizerConfig
 
 _KEY = "chat_template"
 _MOST_CHARACTERS = 1 << 24
+_REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class ChatTemplate:
@@ -49,14 +51,14 @@ class ChatTemplate:
         if reference.startswith(TINY):
             raise UsageError(f"{reference} has no chat template: a built-in model is not trained on conversations")
         folder = checkpoint_folder(reference)
-        config_path = folder / "tokenizer_config.json"
-        config = read_json_object(config_path) if os.path.lexists(config_path) else {}
-        text, source = _text(folder, config)
-        return cls(text, str(source), _special_tokens(folder, config))
+        config = TokenizerConfig(folder)
+        text, source = _text(folder, config.values)
+        return cls(text, str(source), config.special_tokens)
 
     def render(self, chat: Chat) -> str:
         """The conversation up to where the model's answer begins. Raises UsageError where the template fails."""
-        keys = {"messages": chat.messages, "tools": None, "documents": None, "add_generation_prompt": True}
+        messages = _with_reasoning(chat.messages)
+        keys = {"messages": messages, "tools": None, "documents": None, "add_generation_prompt": True}
         parts, count = [], 0
         try:
             for part in self._template.generate(self._tokens, **keys):
@@ -69,6 +71,15 @@ class ChatTemplate:
         except Exception as error:
             raise UsageError(f"{self._source}: the chat template fails: {describe_error(error)}") from error
         return "".join(parts)
+
+
+def _with_reasoning(messages: Sequence[Mapping[str, object]]) -> list[Mapping[str, object]]:
+    """The messages, with what a model thought under the names that templates read, whichever of them it has."""
+    told: list[Mapping[str, object]] = []
+    for message in messages:
+        given = next((message[key] for key in _REASONING if message.get(key) is not None), None)
+        told.append(message if given is None else {"thinking": given, **message, "reasoning_content": given})
+    return told
 
 
 def _text(folder: Path, config: Mapping[str, object]) -> tuple[str, Path]:
@@ -93,19 +104,6 @@ def _text(folder: Path, config: Mapping[str, object]) -> tuple[str, Path]:
     if not isinstance(value, str):
         raise UsageError(f"{path}: '{_KEY}' is {show(value)}; it must be a text, or a list of named templates")
     return value, path
-
-
-def _special_tokens(folder: Path, config: Mapping[str, object]) -> dict[str, str]:
-    """The special tokens by their names, as texts."""
-    path = folder / "special_tokens_map.json"
-    # Where older tokenizers have them; the config's list of added tokens says that it is a newer one.
-    older = read_json_object(path) if "added_tokens_decoder" not in config and os.path.lexists(path) else {}
-    tokens = {}
-    for key, value in {**config, **older}.items():
-        text = value.get("content") if isinstance(value, Mapping) else value
-        if key.endswith("_token") and isinstance(text, str):
-            tokens[key] = text
-    return tokens
 
 
 class _Generation(Extension):

@@ -244,7 +244,8 @@ def _read_index(folder: Path) -> dict[str, str]:
         raise CheckpointError(f"{path} has no 'weight_map' from tensor names to file names", str(path))
     for name, file in listed.items():
         # A file elsewhere is not part of this checkpoint, whatever the index says.
-        if not isinstance(file, str) or Path(file).name != file or len(file) > _MOST_NAME:
+        named = isinstance(file, str) and Path(file).name == file != "" and file.isprintable()
+        if not named or len(file) > _MOST_NAME:
             raise CheckpointError(
                 f"{path} puts tensor {show(name)} into {show(file)}, which is no file name", str(path), name
             )

@@ -18,7 +18,7 @@ from attnplug.errors import UsageError
 from attnplug_engine.answers import Answers
 from attnplug_engine.command_line import shared_settings
 from attnplug_engine.engine import Engine, naming
-from attnplug_engine.launch import joined_ranks
+from attnplug_engine.launch import join_ranks
 from attnplug_engine.options import EngineOptions
 from attnplug_engine.parallel import TensorParallel
 from attnplug_engine.prompts import PromptLine
@@ -31,8 +31,7 @@ INTERRUPTED = 130
 def generate(parsed: argparse.Namespace, lines: list[PromptLine]) -> int:
     """Run the prompts by the command line; returns the exit code."""
     options = _options(parsed)
-    with joined_ranks(parsed.tensor_parallel, parsed.device) as parallel:
-        return _run(parsed, lines, options, parallel)
+    return _run(parsed, lines, options, join_ranks(parsed.tensor_parallel, parsed.device))
 
 
 def _run(parsed: argparse.Namespace, lines: list[PromptLine], options: EngineOptions, parallel: TensorParallel) -> int:

@@ -10,9 +10,11 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING
 
 from attnplug import interrupt
 from attnplug.errors import AttnplugError, UsageError
@@ -29,6 +31,13 @@ _PARENT = "ATTNPLUG_PARENT_PIPE"
 _COPY = "ATTNPLUG_PROMPTS_COPY"
 """For a rank: the file that holds what the process that started it has read from a pipe."""
 
+_LOST = 69
+"""Exit code of a rank that ended because another one is gone: it has nothing to tell."""
+_PATIENCE = 10.0
+"""Seconds after a failure in which the other ranks may end, too: the first says the same mistake better."""
+_PAUSE = 0.05
+_MOST_TOLD = 4000
+
 
 def started_as_rank() -> bool:
     """Whether this process is one of several ranks already."""
@@ -37,28 +46,16 @@ def started_as_rank() -> bool:
     return "RANK" in os.environ
 
 
-@contextmanager
-def joined_ranks(size: int, device: str | None) -> Iterator[TensorParallel]:
-    """This process's place among ``size`` ranks, on what a user calls ``device``.
+def join_ranks(size: int, asked: str | None) -> TensorParallel:
+    """This process's place among ``size`` ranks, on the device that was asked for.
 
     From here on it ends with the process that started it.
     """
     from attnplug.device import open_device
-
-    parallel = _join(size, open_device(device)[0].type)
-    try:
-        yield parallel
-    except RuntimeError as error:  # torch's, of a group that fell apart
-        if parallel.size == 1:
-            raise
-        first = str(error).partition("\n")[0]
-        raise AttnplugError(f"rank {parallel.rank} lost the others, or one of them failed: {first}") from error
-
-
-def _join(size: int, device: str) -> TensorParallel:
     from attnplug_engine.parallel import SINGLE, ProcessGroupParallel  # who starts ranks needs no torch
 
-    _end_with_parent()
+    device = open_device(asked)[0].type
+    watched = _end_with_parent()
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return SINGLE
     rank, world = _number("RANK"), _number("WORLD_SIZE")
@@ -75,10 +72,12 @@ def _join(size: int, device: str) -> TensorParallel:
     if device == "cuda":
         _take_gpu(rank)
     try:
-        return ProcessGroupParallel.join(device)
+        joined = ProcessGroupParallel.join(device)
     except (RuntimeError, ValueError) as error:  # torch's network errors are the first
         first = str(error).partition("\n")[0]
         raise AttnplugError(f"rank {rank} of {world} cannot meet the others at {where}:{port}: {first}") from error
+    joined.exit_code_when_lost = _LOST if watched else None
+    return joined
 
 
 _TORCHRUN = "torchrun sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: set all of them, or unset RANK"
@@ -105,17 +104,21 @@ def _take_gpu(rank: int) -> None:
     torch.cuda.set_device(local)
 
 
-def _end_with_parent() -> None:
-    """End this process when the one that started it is gone, however that ended: its end of the pipe closes."""
+def _end_with_parent() -> bool:
+    """End this process when the one that started it is gone, however that ended: its end of the pipe closes.
+
+    Returns whether :func:`run_ranks` has started it.
+    """
     descriptor = os.environ.pop(_PARENT, None)
     if descriptor is None:
-        return
+        return False
 
     def watch() -> None:
         os.read(int(descriptor), 1)  # returns at the end of the pipe only
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+    return True
 
 
 @contextmanager
@@ -160,39 +163,76 @@ def check_division(model: str, request: BackendRequest, size: int, *, is_embeddi
     select(load_registry(), request, Problem(load_model(model), tensor_parallel=size, is_embedding=is_embedding))
 
 
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """A rank as its parent sees it. ``errors`` is what it writes to standard error; the first one's goes to ours."""
+
+    number: int
+    process: subprocess.Popen[bytes]
+    errors: IO[bytes] | None
+
+    @property
+    def code(self) -> int | None:
+        return self.process.poll()
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended badly by itself. One that ends with a bad code in silence agrees with the first."""
+        silent = self.errors is not None and os.fstat(self.errors.fileno()).st_size == 0
+        return self.code not in (None, 0, _LOST) and not (self.code == 1 and silent)
+
+    @property
+    def told(self) -> str:
+        """Its last error message, or the last line that it wrote; how it ended where there is none."""
+        text = ""
+        if self.errors is not None:
+            self.errors.seek(0, os.SEEK_END)
+            self.errors.seek(max(self.errors.tell() - _MOST_TOLD, 0))
+            text = self.errors.read().decode(errors="replace").strip()
+        _, found, message = f"\n{text}".rpartition("\nerror: ")
+        return (message if found else text.rpartition("\n")[2]) or f"it ended with exit code {self.code}"
+
+
 def run_ranks(size: int, arguments: Sequence[str]) -> int:
-    """Start the same command once per rank; only the first speaks. Returns the first bad exit code, or 0."""
+    """Start the same command once per rank; only the first speaks. Returns its exit code.
+
+    Raises AttnplugError with what another rank has to say, where that failed and the first did not.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     theirs, ours = os.pipe()
-    ranks: list[subprocess.Popen[bytes]] = []
-    try:
-        with interrupt.terminated_in_order():
-            # Ctrl-C goes to all processes of the terminal. Ranks inherit that it is blocked: only we speak of it.
-            unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-            try:
-                for rank in range(size):
-                    ranks.append(_start(rank, size, port, theirs, arguments))
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
-            return _wait(ranks)
-    except (KeyboardInterrupt, SystemExit):
-        if ranks:
-            _let_write(ranks[0])
-        raise
-    finally:
-        _end(ranks)
-        os.close(theirs)
-        os.close(ours)
+    ranks: list[_Rank] = []
+    with ExitStack() as files:
+        try:
+            with interrupt.terminated_in_order():
+                # Ctrl-C goes to all processes of the terminal. Ranks inherit that it is blocked: only we speak of it.
+                unblocked = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+                try:
+                    for number in range(size):
+                        errors = files.enter_context(tempfile.TemporaryFile()) if number else None
+                        ranks.append(_Rank(number, _start(number, size, port, theirs, errors, arguments), errors))
+                finally:
+                    signal.pthread_sigmask(signal.SIG_SETMASK, unblocked)
+                return _wait(ranks)
+        except (KeyboardInterrupt, SystemExit):
+            if ranks:
+                _let_write(ranks[0].process)
+            raise
+        finally:
+            _end(ranks)
+            os.close(theirs)
+            os.close(ours)
 
 
-def _start(rank: int, size: int, port: int, pipe: int, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+def _start(
+    rank: int, size: int, port: int, pipe: int, errors: IO[bytes] | None, arguments: Sequence[str]
+) -> subprocess.Popen[bytes]:
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     environment = {**os.environ, **{name: str(value) for name, value in place.items()}, _PARENT: str(pipe)}
     output = None if rank == 0 else subprocess.DEVNULL
     command = [sys.executable, "-m", "attnplug", *arguments]
-    return subprocess.Popen(command, env=environment, stdout=output, stderr=output, pass_fds=(pipe,))
+    return subprocess.Popen(command, env=environment, stdout=output, stderr=errors, pass_fds=(pipe,))
 
 
 def _let_write(first: subprocess.Popen[bytes]) -> None:
@@ -202,9 +242,9 @@ def _let_write(first: subprocess.Popen[bytes]) -> None:
         first.wait(timeout=10)
 
 
-def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
+def _end(ranks: list[_Rank]) -> None:
     """End those that still run."""
-    left = [process for process in ranks if process.poll() is None]
+    left = [rank.process for rank in ranks if rank.code is None]
     for process in left:
         process.kill()
         process.wait()
@@ -212,33 +252,28 @@ def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
         sys.stderr.write("\x1b[?25h")  # the first rank hides the cursor while its progress bar moves
 
 
-def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:
-    """Wait for all; when one fails, the others would wait for it for ever, so they are ended."""
-    waiting = dict(enumerate(ranks))
-    while waiting:
-        for rank, process in list(waiting.items()):
-            try:
-                code = process.wait(timeout=0.1)
-            except subprocess.TimeoutExpired:
-                continue
-            del waiting[rank]
-            if code == 0:
-                continue
-            _tell_of_killed(ranks)
-            if rank == 0:
-                return code
-            try:  # the first rank knows the same mistake and says it better
-                return ranks[0].wait(timeout=10) or code
-            except subprocess.TimeoutExpired:
-                raise AttnplugError(f"rank {rank} of {len(ranks)} failed with exit code {code}") from None
-    return 0
+def _wait(ranks: list[_Rank]) -> int:
+    """Wait for all; when one fails, the others would wait for it for ever, so they have a moment to end."""
+    patience = _PATIENCE
+    while patience > 0 and any(rank.code is None for rank in ranks):
+        time.sleep(_PAUSE)
+        failed = any(rank.failed for rank in ranks)
+        if failed and ranks[0].code is not None:
+            break
+        patience -= _PAUSE if failed or any(rank.code == _LOST for rank in ranks) else 0
+    codes = [rank.code for rank in ranks]
+    _tell_of_killed(codes)
+    if codes[0] not in (None, 0, _LOST) or not any(codes):
+        return codes[0] or 0
+    # One that lost the others is not at fault, unless nobody is.
+    rank = next((rank for rank in ranks if rank.code not in (None, 0, _LOST)), ranks[0])
+    raise AttnplugError(f"rank {rank.number} of {len(ranks)} failed: {rank.told}")
 
 
-def _tell_of_killed(ranks: list[subprocess.Popen[bytes]]) -> None:
+def _tell_of_killed(codes: Sequence[int | None]) -> None:
     """Raise where a signal ended a rank: it could not say so, and the others failed because of it."""
-    for rank, process in enumerate(ranks):
-        code = process.poll()
+    for rank, code in enumerate(codes):
         if code is not None and code < 0:
             name = signal.Signals(-code).name if -code in list(signal.Signals) else f"signal {-code}"
             why = "; the system does that where memory runs out" if -code == signal.SIGKILL else ""
-            raise AttnplugError(f"rank {rank} of {len(ranks)} was ended by {name}{why}")
+            raise AttnplugError(f"rank {rank} of {len(codes)} was ended by {name}{why}")

@@ -6,13 +6,15 @@ Every rank runs the same model on the same tokens with its own heads, columns an
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attnplug.errors import UsageError
+from attnplug.errors import AttnplugError, UsageError
 
 
 class ParallelError(UsageError):
@@ -23,6 +25,15 @@ class ParallelError(UsageError):
         self.what = what
         self.count = count
         self.size = size
+
+
+class RankLost(AttnplugError):
+    """A collective failed, because another rank is gone. ``rank`` is the one that noticed."""
+
+    def __init__(self, rank: int, error: RuntimeError) -> None:
+        first = str(error).partition("\n")[0]
+        super().__init__(f"rank {rank} lost the others, or one of them failed: {first}")
+        self.rank = rank
 
 
 class TensorParallel(Protocol):
@@ -68,6 +79,8 @@ class ProcessGroupParallel:
         self._owned = False
         self.rank = dist.get_rank(group)
         self.size = dist.get_world_size(group)
+        self.exit_code_when_lost: int | None = None
+        """Where the process that started this one tells which rank failed: how this one ends, instead of RankLost."""
 
     @classmethod
     def join(
@@ -95,13 +108,24 @@ class ProcessGroupParallel:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         tensor = tensor.contiguous()
-        dist.all_reduce(tensor, group=self._group)
+        with self._noticing_loss():
+            dist.all_reduce(tensor, group=self._group)
         return tensor
 
     def all_gather(self, tensor: Tensor, dim: int) -> Tensor:
         parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.size)]
-        dist.all_gather(parts, tensor.contiguous(), group=self._group)
+        with self._noticing_loss():
+            dist.all_gather(parts, tensor.contiguous(), group=self._group)
         return torch.cat(parts, dim)
+
+    @contextmanager
+    def _noticing_loss(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            if self.exit_code_when_lost is not None:
+                raise SystemExit(self.exit_code_when_lost) from error
+            raise RankLost(self.rank, error) from error
 
     def close(self) -> None:
         """End the group that ``join`` started; a group that was given stays."""

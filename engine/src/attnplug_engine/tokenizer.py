@@ -14,6 +14,10 @@ from attnplug.errors import UsageError
 from attnplug.json_files import read_json_object, regular_size
 from attnplug_engine.checkpoint import checkpoint_folder
 from attnplug_engine.random_checkpoint import TINY
+from attnplug_engine.tokenizer_config import TokenizerConfig
+
+_MOST_TOKEN = 1 << 30
+_MOST_BYTES = 1 << 29  # of 300,000 tokens it has 35 MB
 
 
 class Tokenizer(Protocol):
@@ -53,18 +57,23 @@ class ByteTokenizer:
 class FileTokenizer:
     """A checkpoint's ``tokenizer.json``, by the tokenizers library.
 
-    What the file says of truncation and padding is for training batches and is not heeded, as in transformers.
+    What the file says of truncation and padding is for training batches and is not heeded, as in transformers. The
+    tokens that only ``tokenizer_config.json`` beside it names are added to it.
     """
 
     def __init__(self, path: Path, vocab_size: int) -> None:
         self._path, self._vocab_size = path, vocab_size
-        regular_size(path)
+        if regular_size(path) > _MOST_BYTES:
+            raise UsageError(f"{path} is larger than {_MOST_BYTES} bytes: this is not a tokenizer.json")
+        config = TokenizerConfig(path.parent)
         try:
             self._tokenizer = Implementation.from_file(str(path))
         except BaseException as error:
             raise _told(error, f"{path} cannot be read as a tokenizer") from error
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        self._tokenizer.add_tokens(config.added_tokens())  # those that it has stay as they are
+        self._tokenizer.encode_special_tokens = config.splits_special_tokens
         added = self._tokenizer.get_added_tokens_decoder().items()
         self.special_tokens: Mapping[str, int] = {token.content: index for index, token in added if token.special}
 
@@ -110,7 +119,7 @@ def end_tokens(reference: str, config: Mapping[str, object]) -> frozenset[int]:
     value = values.get("eos_token_id")
     tokens = []
     for token in value if isinstance(value, list) else [] if value is None else [value]:
-        if not isinstance(token, int) or isinstance(token, bool):
+        if not isinstance(token, int) or isinstance(token, bool) or token > _MOST_TOKEN:
             raise UsageError(f"{source}: 'eos_token_id' is {show(value)}; it must be a token id, or a list of them")
         tokens.append(token)
     return frozenset(token for token in tokens if token >= 0)  # -1 stands for none

@@ -296,6 +296,15 @@ class TestChoice:
         with pytest.warns(RuntimeWarning, match=re.escape(str(error))):
             assert choose_kernels("auto", 90, [LAYER]).name == "torch"
 
+    def test_a_torch_whose_kernel_takes_no_scale_is_refused_when_built(self, monkeypatch):
+        """As in torch 2.10; at the first step it would be a TypeError."""
+
+        def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None): ...
+
+        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
+        with pytest.raises(BackendError, match=r"before torch 2\.11; pip install 'torch>=2\.11'"):
+            choose_kernels("torch", 90, [LAYER])
+
     @pytest.mark.parametrize(
         ("name", "sm", "message"),
         [

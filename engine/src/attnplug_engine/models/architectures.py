@@ -23,6 +23,8 @@ from attnplug_engine.random_checkpoint import TINY, RandomCheckpoint
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
+_SCALES = ("attention_multiplier", "query_pre_attn_scalar", "attn_logit_softcapping")
+
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
@@ -30,7 +32,8 @@ class Architecture:
 
     ``aliases`` are other names that configs have for keys, with the names that ``build`` reads. ``extra_layers`` names
     keys that count layers behind the last one (multi-token prediction), and ``ignored`` are patterns of tensor names: a
-    checkpoint may hold both, and the decoder has no use for them.
+    checkpoint may hold both, and the decoder has no use for them. ``unknown`` are keys by which core reads attention of
+    any model, and which this type does not have: transformers does not look at them.
     """
 
     build: Callable[[Weights, Config, ModelSpec], Decoder]
@@ -38,10 +41,11 @@ class Architecture:
     aliases: Mapping[str, str] = field(default_factory=dict)
     extra_layers: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
+    unknown: tuple[str, ...] = _SCALES
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
-    "llama": Architecture(llama.llama),
+    "llama": Architecture(llama.llama, unknown=(*_SCALES, "sliding_window")),
     "mistral": Architecture(llama.mistral),
     "qwen2": Architecture(llama.qwen2),
     "qwen3": Architecture(llama.qwen3),
@@ -136,6 +140,9 @@ def build_model(
         raise config.error(
             "means quantised weights, which cannot be loaded; give an unquantised checkpoint", "quantization_config"
         )
+    for key in architecture.unknown:
+        if config.lookup(key) is not None:
+            raise config.wrong(key, f"null or absent: models of type {spec.model_type!r} do not have it")
     total = len(source.names())  # 0 for random weights, which are made as they are asked for
     told = None if progress is None or not total else lambda done: progress(done, total)
     weights = Weights(source, dtype=dtype, device=torch.device(device), parallel=parallel, head=head, on_read=told)

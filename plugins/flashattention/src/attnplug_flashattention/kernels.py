@@ -91,7 +91,7 @@ def choose_kernels(name: str, sm: int, layers: Iterable[LayerSpec]) -> Kernels:
 INSTALL = {
     "fa4": f"pip install '{FA4}'",
     "fa2": f"pip install '{FA2}'",
-    "torch": "pip install 'torch>=2.10'",
+    "torch": "pip install 'torch>=2.11'",
 }
 
 
@@ -266,6 +266,8 @@ class TorchKernels(FlashAttention2):
 
         self._function, self._aux = attend or varlen_attn, AuxRequest(lse=True)
         known = inspect.signature(self._function).parameters
+        if not {"scale", "window_size"} <= known.keys():
+            raise ImportError("varlen_attn takes neither a scale nor a window before torch 2.11")
         self.reads_pages = "block_table" in known
         self._shared_heads: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in known else {}
 
