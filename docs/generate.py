@@ -42,7 +42,7 @@ def table_of_backends() -> str:
 
 def table_of_commands() -> str:
     """One row per command, as ``attnplug --help`` lists them."""
-    listed = re.findall(r"^    (\w+) +(\S.+)$", _run("attnplug --help"), re.MULTILINE)
+    listed = re.findall(r"^    (\w+)\s+(\S.+)$", _run("attnplug --help"), re.MULTILINE)
     return "\n".join(["| command | |", "|---|---|", *(f"| `attnplug {name}` | {text} |" for name, text in listed)])
 
 

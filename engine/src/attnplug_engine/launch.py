@@ -20,8 +20,9 @@ from attnplug import interrupt
 from attnplug.errors import AttnplugError, UsageError
 from attnplug.model_config import load_model
 from attnplug.problem import Problem
+from attnplug.refusal import RefusalCode
 from attnplug.registry import load_registry
-from attnplug.select import BackendRequest, select
+from attnplug.select import BackendRequest, SelectionError, select
 
 if TYPE_CHECKING:
     from attnplug_engine.parallel import TensorParallel
@@ -160,7 +161,15 @@ def check_division(model: str, request: BackendRequest, size: int, *, is_embeddi
 
     Where it runs, and in which types, is for the ranks to judge.
     """
-    select(load_registry(), request, Problem(load_model(model), tensor_parallel=size, is_embedding=is_embedding))
+    problem = Problem(load_model(model), tensor_parallel=size, is_embedding=is_embedding)
+    try:
+        select(load_registry(), request, problem)
+    except SelectionError as error:
+        judged = [c for choice in error.selection.unserved for c in choice.candidates]
+        for refusal in (refusal for candidate in judged for refusal in candidate.refusals):
+            if refusal.code == RefusalCode.TENSOR_PARALLEL:  # of the model: no choice of backends changes it
+                raise AttnplugError(f"{model}: {refusal}") from error
+        raise
 
 
 @dataclass(frozen=True, slots=True)
