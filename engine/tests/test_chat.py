@@ -254,6 +254,8 @@ def test_a_template_of_an_older_processor(folder):
         ("{{ messages.append(1) }}", "unsafe"),
         ("{% set space = namespace(__class__=1) %}", "not allowed"),
         ("{% for i in range(10**9) %}{% endfor %}", "Range too big"),
+        ("{{ 'x' * 10**10 }}", "'x' * 10000000000 is too large"),
+        ("{{ 9 ** 1000000 }}", "9 ** 1000000 is too large"),
         ("{% for i in range(9999) %}{% for j in range(9999) %}" + "x" * 999 + "{% endfor %}{% endfor %}", "characters"),
         ("{% macro again() %}{{ again() }}{% endmacro %}{{ again() }}", "RecursionError"),
         ("{% include 'other' %}", "no loader"),

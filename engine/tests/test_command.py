@@ -255,6 +255,7 @@ def test_a_bad_line_is_an_error_with_its_number(attnplug: Attnplug, prompts, lin
         (["--model", "tiny:llama", "--prompt", "x", "--stop", ""], 2, "stop="),
         (["--model", "tiny:llama", "--prompt", "x", "--max-batch", "0"], 2, "max_batch (--max-batch) 0"),
         (["--model", "tiny:llama", "--prompts", "/no/such/file"], 2, "cannot be read"),
+        (["--model", "tiny:llama", "--prompts", "/dev/null"], 2, "is a device, which may never end"),
         (["--model", "tiny:llama"], 2, "--prompt"),
         (["--model", "tiny:llama", "--prompt", "x" * 50, "--num-pages", "1", "--page-size", "4"], 1, "pages"),
     ],

@@ -7,16 +7,18 @@ the same text comes out.
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from jinja2 import TemplateError, TemplateSyntaxError, nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
+from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
@@ -30,6 +32,7 @@ from attnplug_engine.tokenizer_config import TokenizerConfig
 
 _KEY = "chat_template"
 _MOST_CHARACTERS = 1 << 24
+_MOST_POWER = 64
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
@@ -147,10 +150,24 @@ class _Dict:
         return dict.fromkeys(*args)  # type: ignore[call-overload, no-any-return]
 
 
+class _Sandbox(ImmutableSandboxedEnvironment):
+    """Jinja's, which bounds ``range``, with products and powers bounded too: ``'x' * 10**10`` would take all memory."""
+
+    intercepted_binops = frozenset({"*", "**"})
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        counts = [len(value) if isinstance(value, str | list | tuple) else value for value in (left, right)]
+        if operator == "**":
+            too_large = isinstance(right, int) and right > _MOST_POWER
+        else:
+            too_large = counts != [left, right] and math.prod(counts) > _MOST_CHARACTERS
+        if too_large:
+            raise SecurityError(f"{show(left)} {operator} {show(right)} is too large")
+        return super().call_binop(context, operator, left, right)
+
+
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
-    )
+    environment = _Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = _to_json
     environment.globals |= {
         "raise_exception": _raise,

@@ -106,9 +106,9 @@ def capacity(
         raise UsageError(
             f"{named('state_slots')} {state_slots} is given, but the model has no linear-attention layer; leave it out"
         )
-    if num_pages is None and not spec.full_layers:
+    if not spec.full_layers:
         # A page is a number without memory then; but a config may claim any context.
-        num_pages = min(per_request * options.max_batch, _MOST_EMPTY_PAGES)
+        num_pages = min(num_pages or per_request * options.max_batch, _MOST_EMPTY_PAGES)
     if num_pages is None:
         page = bytes_per_page(spec, page_size, kv_dtype, parallel.size)
         room = _CPU_CACHE_BYTES

@@ -6,6 +6,8 @@ import contextlib
 import io
 import json
 import math
+import os
+import stat
 import sys
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TextIO
@@ -78,6 +80,8 @@ def _parse(stream: TextIO, name: str, defaults: SamplingParams, keys: _Keys, cha
 
 def _opened(path: str) -> contextlib.AbstractContextManager[TextIO]:
     if path != "-":
+        if os.path.exists(path) and stat.S_ISCHR(os.stat(path).st_mode) and path not in ("/dev/stdin", "/dev/tty"):
+            raise UsageError(f"--prompts {path} is a device, which may never end; give a file, or - for standard input")
         return open(path, encoding="utf-8-sig")
     if sys.stdin is None:
         raise UsageError("--prompts - reads standard input, which is closed")

@@ -188,7 +188,6 @@ class LinearStatePool:
             raise PoolError("a convolution state cannot be kept in float8_e4m3fn; give the model's own type")
         own = distinct_layers([layer for layer in layers if layer.linear is not None], "linear")
         self.dtype = dtype
-        self._slots = PageAllocator(num_slots, unit="slot")
         self._recurrent: dict[int, Tensor | None] = {}
         self._conv: dict[int, Tensor | None] = {}
         for layer_id, layer in own.items():
@@ -202,6 +201,7 @@ class LinearStatePool:
             conv = torch.zeros(conv_shape, dtype=torch_dtype(dtype), device=device) if dims.conv_width else None
             self._conv[layer_id] = conv
         self._states = [s for s in (*self._recurrent.values(), *self._conv.values()) if s is not None]
+        self._slots = PageAllocator(num_slots, unit="slot")  # last: of slots that are too many the memory tells at once
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
