@@ -397,13 +397,20 @@ def test_ranks_that_chose_differently_are_an_error(engine: Engine) -> None:
     """They run one schedule, and pages of two sizes would part them."""
 
     class Ranks:
-        rank, size, other = 0, 2, 0
+        rank, size = 0, 2
+
+        def __init__(self) -> None:
+            self.told: list[torch.Tensor] = []
 
         def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-            return torch.cat([tensor, tensor + self.other], dim)
+            self.told = [*self.told, tensor][-2:]
+            return torch.cat(self.told, dim)
 
-    ranks = Ranks()
-    _insist_on_one_choice(engine.selection, ranks, torch.device("cpu"))
-    ranks.other = 1
+    ranks, cpu, selection = Ranks(), torch.device("cpu"), engine.selection
+    for _ in range(2):
+        _insist_on_one_choice(selection, ranks, cpu)
     with pytest.raises(BackendError, match="rank 0 runs prefill on torch_native"):
-        _insist_on_one_choice(engine.selection, ranks, torch.device("cpu"))
+        _insist_on_one_choice(replace(selection, page_size=48), ranks, cpu)
+    without = {role: replace(choice, chosen=None) for role, choice in selection.choices.items()}
+    with pytest.raises(BackendError, match="rank 0 runs prefill on None"):
+        _insist_on_one_choice(replace(selection, choices=without, page_size=48), ranks, cpu)
