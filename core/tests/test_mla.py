@@ -222,6 +222,10 @@ class TestPolicy:
         able = frozenset({ExtendPath.ABSORBED, ExtendPath.ONE_SHOT})
         assert self.choose(ExtendPolicy(), (0, 131073), abilities=able) is ExtendPath.ABSORBED
 
+    def test_only_a_plain_extend_is_forced(self):
+        """C1: other modes bring few queries a request."""
+        assert forced(ExtendPath.CHUNKED).choose(ForwardMode.MIXED, [3, 1], [20, 9], ALL) is ExtendPath.ABSORBED
+
     def test_forcing_what_the_backend_cannot_is_refused(self):
         with pytest.raises(PlanError, match=r"chunked .* absorbed"):
             self.choose(forced(ExtendPath.CHUNKED), (0, 9), abilities=frozenset({ExtendPath.ABSORBED}))
@@ -279,6 +283,21 @@ class TestHook:
         batch.chunk_plan = plan_of(batch)
         MLAAttention(backend, model.stage.pools.mla, forced(ExtendPath.CHUNKED)).prepare(batch)
         assert batch.chunk_plan is None
+
+    @pytest.mark.parametrize("path", [ExtendPath.ONE_SHOT, ExtendPath.CHUNKED])
+    def test_a_batch_without_new_tokens_has_no_calls_to_plan(self, path):
+        """C2, C3: kernels return garbage for empty spans."""
+        hook = lambda self, forward_batch: pytest.fail("there is nothing to plan")  # noqa: E731
+        assert self.prepare(self.backend(hook), forced(path), ((20, 0), (3, 0))).mla_plan.calls == ()
+
+    @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND])
+    def test_modes_that_graphs_capture_are_prepared_without_a_look_at_lengths(self, mode, monkeypatch):
+        """C1: they extend absorbed, whatever the lengths; those on the device would have to be waited for."""
+        monkeypatch.setattr("attnplug.mla.attention.Geometry", None)
+        model = Model(Case(((20, 1),), mode=mode, mla=DIMS))
+        batch = model.stage.batch()
+        MLAAttention(model.stage.backend, model.stage.pools.mla).prepare(batch)
+        assert batch.mla_plan.path is ExtendPath.ABSORBED
 
     @pytest.mark.parametrize(
         ("wrong", "said"),
