@@ -112,6 +112,13 @@ class TestPaths:
         holds()
 
     @pytest.mark.parametrize("path", ExtendPath)
+    def test_requests_without_new_tokens_are_in_no_call(self, path):
+        """C3: kernels return garbage for empty spans; the others' results do not know of them."""
+        model = Model(Case(((20, 0), (7, 4), (9, 0), (0, 3)), mla=DIMS))
+        assert error(model.run(forced(path, 8)), model.wanted()) <= 2e-6
+        assert all(min(call.query_lens) and min(call.kv_lens) for call in model.batch.mla_plan.calls)
+
+    @pytest.mark.parametrize("path", ExtendPath)
     def test_new_rows_are_in_the_cache_afterwards(self, path):
         """A later step reads them, whichever path wrote them."""
         model = Model(Case(((20, 9), (0, 5)), mla=DIMS))
