@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from attnplug_engine.launch import kept_for_ranks, readable
+from attnplug_engine.launch import join_ranks, kept_for_ranks, readable
 from attnplug_engine.parallel import ProcessGroupParallel
 from attnplug_engine.prompts import read_prompts
 from attnplug_engine.request import SamplingParams
@@ -92,13 +92,24 @@ def wait_until_gone(ranks: list[int]) -> None:
         time.sleep(0.05)
 
 
-def test_ranks_end_with_the_process_that_started_them_even_if_that_was_killed():
-    """A SIGKILL runs no handler; real ranks, that generate."""
-    arguments = ("--model", "tiny:llama", "--prompt", "hi", "--max-tokens", "4000", "--device", "cpu")
-    with started("run", *arguments, "--tensor-parallel", "2") as (process, ranks):
+def test_ranks_end_with_the_process_that_started_them_even_if_that_was_killed(waiting):
+    """A SIGKILL runs no handler. By themselves these would wait for ever."""
+    with started("wait", path=waiting) as (process, ranks):
         process.kill()
         process.wait()
         wait_until_gone(ranks)
+
+
+def test_who_joins_as_a_rank_ends_with_the_process_that_started_it(monkeypatch):
+    """Its end of the pipe closes, however it ended."""
+    ended, (theirs, ours) = threading.Event(), os.pipe()
+    monkeypatch.setattr("os._exit", lambda code: ended.set())
+    monkeypatch.setenv("ATTNPLUG_PARENT_PIPE", str(theirs))
+    join_ranks(1, "cpu")
+    assert not ended.is_set()
+    os.close(ours)
+    assert ended.wait(timeout=120)
+    os.close(theirs)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
