@@ -16,6 +16,7 @@ from attnplug import (
     BackendId,
     Claims,
     ForwardBatch,
+    ForwardExtras,
     ForwardMode,
     HookError,
     MLADims,
@@ -25,7 +26,15 @@ from attnplug import (
 )
 from attnplug.claims import ExtendPath
 from attnplug.context import forward_context
-from attnplug.mla import ExtendPolicy, MLAAttention, MLAWeights, attend_mla, merge_partial
+from attnplug.mla import (
+    ExtendPolicy,
+    MLAAttention,
+    MLALayers,
+    MLAWeights,
+    attend_mla,
+    check_lse,
+    merge_partial,
+)
 from attnplug.reference import attention_float64
 from support.devices import DEVICES
 from support.stage import Case, Stage, error
@@ -417,3 +426,22 @@ class TestMerge:
         assert float(out) == pytest.approx(math.e / (math.e + 1)) and float(lse) == pytest.approx(
             500 + math.log1p(1 / math.e)
         )
+
+
+class TestLayers:
+    """What every absorbed call starts with."""
+
+    @pytest.mark.parametrize(
+        "lse",
+        [torch.zeros(2, 5), torch.zeros(2, 4, dtype=torch.float64), torch.zeros(4, 2).T],
+        ids=["shape", "type", "strides"],
+    )
+    def test_a_log_sum_exp_that_kernels_would_fill_wrongly_is_refused(self, lse):
+        """C4: they take it for a plain block of memory."""
+        with pytest.raises(BackendError, match=r"lse must be contiguous float32 of shape \(2, 4\)"):
+            check_lse(lse, torch.zeros(2, 4, 16))
+
+    def test_extras_that_no_mla_kernel_knows_are_refused(self):
+        layers = Stage(Case(((1, 1),), mla=DIMS), "cpu", MLALayers).backend
+        with pytest.raises(BackendError, match="asked for sinks; it knows lse"):
+            layers.lse(torch.zeros(1, 4, 40), ForwardExtras(sinks=torch.zeros(4)))
