@@ -64,6 +64,15 @@ def test_a_stop_token_ends_a_request(engine):
     assert stopped.token_ids == free.token_ids[: first + 1] and stopped.finish_reason == "stop"
 
 
+def test_a_request_ends_at_its_own_stop_tokens_and_at_the_checkpoints(engine, monkeypatch):
+    (free,) = engine.generate(["hello"], max_tokens=12)
+    tokens = free.token_ids
+    for own, checkpoints in ((tokens[4], 127), (127, tokens[4])):
+        monkeypatch.setattr(engine, "stop_token_ids", frozenset({checkpoints}))
+        (stopped,) = engine.generate(["hello"], max_tokens=12, stop_token_ids=frozenset({own}))
+        assert stopped.token_ids == tokens[: tokens.index(tokens[4]) + 1]
+
+
 def test_an_aborted_request_keeps_what_it_has_and_gives_its_pages_back(engine):
     engine.cache.clear()
     request = engine.add("some prompt", SamplingParams(max_tokens=30))
@@ -139,7 +148,7 @@ class TestStopTexts:
         end = free.text.index(free.text[5:8])
         assert (stopped.text, stopped.finish_reason) == (free.text[:end], "stop")
         assert stopped.token_ids == free.token_ids[: end + 3]
-        assert not engine.scheduler.has_work
+        assert not engine.scheduler.has_work and not engine._observed
 
     def test_one_that_is_complete_with_the_last_token(self, engine):
         (free,) = engine.generate(["hello"], max_tokens=8)
@@ -157,6 +166,17 @@ class TestStopTexts:
         some = engine.generate(["one", "two", "three"], [SamplingParams(12), stopping, SamplingParams(12)])
         assert [some[0].text, some[2].text] == [free[0].text, free[2].text]
         assert some[1].token_ids == free[1].token_ids[: free[1].text.index(free[1].text[3]) + 1]
+
+    def test_a_request_that_is_aborted_while_a_step_runs_is_looked_at_no_more(self, engine, monkeypatch):
+        """As by an iterator that is collected just then. Its token of that step does not count."""
+        aborted, other = (engine.add("hello", SamplingParams(6, stop=("?!?",), logprobs=1)) for _ in range(2))
+        engine.step()
+        original = engine.runner.run
+        monkeypatch.setattr(engine.runner, "run", lambda step: (engine.abort(aborted), original(step))[1])
+        while engine.step():
+            pass
+        assert (len(aborted.output), len(aborted.logprobs)) == (1, 1)
+        assert (len(other.output), len(other.logprobs)) == (6, 6)
 
     def test_they_need_a_tokenizer(self, folder, tmp_path):
         for name in ("config.json", "model.safetensors"):
