@@ -155,6 +155,12 @@ class TestStopTexts:
         (stopped,) = engine.generate(["hello"], max_tokens=8, stop=free.text[-3:])
         assert (stopped.text, stopped.finish_reason) == (free.text[:-3], "stop")
 
+    def test_one_that_is_complete_with_the_last_token_ends_its_request_once(self, engine):
+        """Who follows several would take a second end for another's."""
+        (free,) = engine.generate(["hello"], max_tokens=4)
+        params = [SamplingParams(4, stop=(free.text[-3:],)), SamplingParams(9)]
+        assert [len(found.token_ids) for found in engine.generate(["hello", "another"], params)] == [4, 9]
+
     def test_one_that_is_not_complete_is_part_of_the_text(self, engine):
         (free,) = engine.generate(["hello"], max_tokens=8)
         (going,) = engine.generate(["hello"], max_tokens=8, stop=free.text[-3:] + "?")
@@ -356,6 +362,8 @@ def test_nan_in_logits_ends_the_request_that_has_it_and_no_other():
     good, bad = engine.generate([[1, 2, 3], [4, 5, 9]], max_tokens=4, stop_token_ids=frozenset({9}))
     assert good.token_ids == wanted.token_ids and good.error is None
     assert bad.finish_reason == "error" and "prompt 1" in bad.error and "--check-layers" in bad.error
+    engine.options = replace(engine.options, check_layers=True)  # the last layer is fine, and logits are not
+    assert "--check-layers" not in engine.generate([[4, 5, 9]], max_tokens=4)[0].error
     assert engine.runner.allocator.free_pages == engine.runner.allocator.num_pages
 
 
@@ -389,13 +397,14 @@ class TestABackendThatCannotBeBuilt:
     """D2: it has the highest preference and pages of its own size, and nothing speaks against it until it is built."""
 
     @pytest.fixture(autouse=True)
-    def unbuildable(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def installed(self, monkeypatch: pytest.MonkeyPatch) -> Registry:
         embedded = load_registry().get("torch_native")
         can = replace(embedded.spec.capabilities, page_sizes=PageSizes.of(48))
         spec = replace(embedded.spec, name="odd", factory=f"{__name__}:no_kernel", capabilities=can, preference=1000)
         odd = Registered(spec, Source("odd", "odd", "odd-dist", "1.2.3"))
         installed = Registry({"odd": odd, "torch_native": embedded})
         monkeypatch.setattr("attnplug_engine.engine.load_registry", lambda: installed)
+        return installed
 
     def test_auto_runs_on_the_next_one_with_a_warning(self, engine: Engine) -> None:
         with pytest.warns(PluginWarning, match=r"odd \(odd-dist 1\.2\.3\).*no kernel image.*auto goes on without it"):
@@ -403,6 +412,20 @@ class TestABackendThatCannotBeBuilt:
         assert fallen_back.selection.choices[Role.PREFILL].chosen_name == "torch_native"
         assert fallen_back.runner.capacity.page_size == fallen_back.selection.page_size == 64
         assert fallen_back.generate(["hi"], max_tokens=4) == engine.generate(["hi"], max_tokens=4)
+
+    def test_one_that_cannot_be_imported_is_told_once(
+        self, installed: Registry, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """Before weights are loaded, and not again when the rest is built."""
+        (tmp_path / "half_a_library.py").write_text("raise OSError('libcudart.so.13')")
+        monkeypatch.syspath_prepend(tmp_path)
+        odd = installed.backends["odd"]
+        unimportable = replace(odd, spec=replace(odd.spec, factory="half_a_library:Backend"))
+        registry = replace(installed, backends={**installed.backends, "odd": unimportable})
+        monkeypatch.setattr("attnplug_engine.engine.load_registry", lambda: registry)
+        with pytest.warns(PluginWarning, match=r"odd-dist.*libcudart") as told:
+            assert Engine("tiny:llama", device="cpu", num_pages=64, max_batch=4).selection.failed.keys() == {"odd"}
+        assert len(told) == 1
 
     def test_asked_for_it_is_an_error(self) -> None:
         with pytest.raises(BackendError, match="no kernel image"):
