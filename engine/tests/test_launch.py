@@ -185,6 +185,7 @@ def test_a_place_among_ranks_that_is_not_whole_is_told_in_one_message(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(ProcessGroupParallel, "join", lambda *_: pytest.fail("it waits for other ranks"))
     arguments = ("--model", "tiny:llama", "--prompt", "x", "--tensor-parallel", "2", "--device", "cpu")
     outcome = attnplug("run", *arguments)
     assert outcome.code == 2 and told in outcome.err and outcome.err.count("error: ") == 1
