@@ -159,6 +159,8 @@ class TestOldFlag:
         with pytest.warns(DeprecationWarning, match="mark_forward_metadata_ready"):
             apply_skip_attn_backend_init(batch, True)
         assert not batch.needs_forward_metadata_init()
+        reshape(batch, 4, 4)
+        assert not batch.needs_forward_metadata_init(), "nobody said that planning again is equivalent"
 
     def test_warns_once_per_process_and_not_once_per_call(self):
         """B3"""

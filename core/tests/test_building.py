@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
@@ -31,6 +31,7 @@ from attnplug import (
     Registry,
     Role,
     SplitBackend,
+    UsageError,
     WorkspaceOwner,
     build_backend,
     build_selection,
@@ -45,7 +46,11 @@ from support.specs import EVERYTHING, GDN, MLA, spec
 EVERY_PATH = replace(EVERYTHING, mla_extend=frozenset(ExtendPath))
 SOURCE = Source("made_up", "made_up", "acme-attention", "1.2.3")
 FULL = LayerSpec(0, AttentionKind.MHA, 8, 2, 64, 64, 0.125)
-Build = Any
+
+
+@dataclass(frozen=True)
+class Options:
+    pieces: int = 1
 
 
 @pytest.fixture
@@ -56,7 +61,7 @@ def registered(monkeypatch) -> Any:
 
     def register(factory: Any, name: str = "fast", capabilities: Capabilities = EVERY_PATH) -> Registered:
         setattr(module, name, factory)
-        return Registered(spec(capabilities, name=name, factory=f"made_up:{name}"), SOURCE)
+        return Registered(spec(capabilities, name=name, factory=f"made_up:{name}", options=Options), SOURCE)
 
     return register
 
@@ -264,6 +269,31 @@ class TestContext:
         """D3: a backend that decodes need not make what prefill takes."""
         _, seen = self.build(registered, BackendRequest(roles=ROLES), GDN, FULL)
         assert {name: set(found.roles) for name, found in seen.items()} == {n: {r} for r, n in ROLES.items()}
+
+    def test_each_backend_takes_the_batches_of_its_own_role(self, registered):
+        """D3, A9: and not those of the other."""
+        hybrid, _ = self.build(registered, BackendRequest(roles=ROLES), GDN, FULL)
+        assert {role: child.backend_id.name for role, child in hybrid.children["full"].children.items()} == {
+            Role.PREFILL: "first",
+            Role.DECODE: "second",
+        }
+        assert hybrid.children["linear"].backend_id.name == "third"
+
+    def test_each_backend_is_given_its_own_options(self, registered):
+        """D3: as a user set them, with defaults for the rest."""
+        settings = {"second": {"pieces": "2"}, "third": {"pieces": "3"}}
+        _, seen = self.build(registered, BackendRequest(roles=ROLES, options=settings), GDN, FULL)
+        assert [seen[name].options for name in ROLES.values()] == [Options(1), Options(2), Options(3)]
+
+    def test_a_mistake_in_what_was_asked_is_told_as_it_is(self, registered):
+        """D3: it is no fault of the backend that finds it, and no reason to take another."""
+
+        def refuse(context: BackendContext) -> None:
+            raise UsageError("--page-size 64 is too large")
+
+        choice = select(Registry({"fast": registered(refuse)}), BackendRequest(), Problem(context().model, "cpu"))
+        with pytest.raises(UsageError, match=r"^--page-size 64 is too large$"):
+            build_selection(choice, context())
 
     def test_one_backend_of_both_roles_is_built_once(self, registered):
         """D3"""

@@ -61,7 +61,7 @@ def test_threads_have_contexts_of_their_own():
 
     def run(name: str) -> None:
         with forward_context(stand_in(name)):
-            entered.wait(timeout=10)
+            entered.wait(timeout=60)
             seen[name] = active_backend()
 
     threads = [threading.Thread(target=run, args=(name,)) for name in ("a", "b")]

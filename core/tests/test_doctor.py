@@ -278,6 +278,25 @@ def test_what_runs_is_ended_when_nobody_waits_for_it(tmp_path: Path) -> None:
     assert probes.ask("triton", "answer = {}") == {"failed": "interrupted"}
 
 
+def test_a_report_that_cannot_be_written_waits_for_no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interrupt, or a reader that is gone: what runs is ended, so that the command ends at once."""
+    stopped = []
+
+    class Watched(probe.Probes):
+        def print(self, text: str) -> None:
+            raise BrokenPipeError
+
+        def stop(self) -> None:
+            stopped.append(True)
+
+    for name in ("_torch", "_kernel_libraries", "_plugins"):
+        monkeypatch.setattr(doctor, name, lambda probes: {})
+    monkeypatch.setattr(doctor, "Probes", Watched)
+    with pytest.raises(BrokenPipeError):
+        doctor.report(json=False)
+    assert stopped == [True]
+
+
 # ---- plugins ----
 
 

@@ -16,6 +16,7 @@ from attnplug import (
     BackendId,
     Claims,
     ForwardBatch,
+    ForwardExtras,
     ForwardMode,
     HookError,
     MLADims,
@@ -25,7 +26,15 @@ from attnplug import (
 )
 from attnplug.claims import ExtendPath
 from attnplug.context import forward_context
-from attnplug.mla import ExtendPolicy, MLAAttention, MLAWeights, attend_mla, merge_partial
+from attnplug.mla import (
+    ExtendPolicy,
+    MLAAttention,
+    MLALayers,
+    MLAWeights,
+    attend_mla,
+    check_lse,
+    merge_partial,
+)
 from attnplug.reference import attention_float64
 from support.devices import DEVICES
 from support.stage import Case, Stage, error
@@ -110,6 +119,13 @@ class TestPaths:
             assert model.batch.mla_plan.path is path
 
         holds()
+
+    @pytest.mark.parametrize("path", ExtendPath)
+    def test_requests_without_new_tokens_are_in_no_call(self, path):
+        """C3: kernels return garbage for empty spans; the others' results do not know of them."""
+        model = Model(Case(((20, 0), (7, 4), (9, 0), (0, 3)), mla=DIMS))
+        assert error(model.run(forced(path, 8)), model.wanted()) <= 2e-6
+        assert all(min(call.query_lens) and min(call.kv_lens) for call in model.batch.mla_plan.calls)
 
     @pytest.mark.parametrize("path", ExtendPath)
     def test_new_rows_are_in_the_cache_afterwards(self, path):
@@ -222,6 +238,10 @@ class TestPolicy:
         able = frozenset({ExtendPath.ABSORBED, ExtendPath.ONE_SHOT})
         assert self.choose(ExtendPolicy(), (0, 131073), abilities=able) is ExtendPath.ABSORBED
 
+    def test_only_a_plain_extend_is_forced(self):
+        """C1: other modes bring few queries a request."""
+        assert forced(ExtendPath.CHUNKED).choose(ForwardMode.MIXED, [3, 1], [20, 9], ALL) is ExtendPath.ABSORBED
+
     def test_forcing_what_the_backend_cannot_is_refused(self):
         with pytest.raises(PlanError, match=r"chunked .* absorbed"):
             self.choose(forced(ExtendPath.CHUNKED), (0, 9), abilities=frozenset({ExtendPath.ABSORBED}))
@@ -280,11 +300,26 @@ class TestHook:
         MLAAttention(backend, model.stage.pools.mla, forced(ExtendPath.CHUNKED)).prepare(batch)
         assert batch.chunk_plan is None
 
+    @pytest.mark.parametrize("path", [ExtendPath.ONE_SHOT, ExtendPath.CHUNKED])
+    def test_a_batch_without_new_tokens_has_no_calls_to_plan(self, path):
+        """C2, C3: kernels return garbage for empty spans."""
+        hook = lambda self, forward_batch: pytest.fail("there is nothing to plan")  # noqa: E731
+        assert self.prepare(self.backend(hook), forced(path), ((20, 0), (3, 0))).mla_plan.calls == ()
+
+    @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND])
+    def test_modes_that_graphs_capture_are_prepared_without_a_look_at_lengths(self, mode, monkeypatch):
+        """C1: they extend absorbed, whatever the lengths; those on the device would have to be waited for."""
+        monkeypatch.setattr("attnplug.mla.attention.Geometry", None)
+        model = Model(Case(((20, 1),), mode=mode, mla=DIMS))
+        batch = model.stage.batch()
+        MLAAttention(model.stage.backend, model.stage.pools.mla).prepare(batch)
+        assert batch.mla_plan.path is ExtendPath.ABSORBED
+
     @pytest.mark.parametrize(
         ("wrong", "said"),
         [
             (lambda self, forward_batch: {"chunks": 4}, "'chunks': 4}, not a Plan"),
-            (lambda self, forward_batch: plan_of(forward_batch, mode=ForwardMode.DECODE), "a plan for mode decode"),
+            (lambda self, forward_batch: plan_of(forward_batch, mode=ForwardMode.MIXED), "a plan for mode mixed"),
             (lambda self, forward_batch: plan_of(forward_batch, rows=10), "for 10 query rows, and the batch has 9"),
         ],
     )
@@ -391,3 +426,22 @@ class TestMerge:
         assert float(out) == pytest.approx(math.e / (math.e + 1)) and float(lse) == pytest.approx(
             500 + math.log1p(1 / math.e)
         )
+
+
+class TestLayers:
+    """What every absorbed call starts with."""
+
+    @pytest.mark.parametrize(
+        "lse",
+        [torch.zeros(2, 5), torch.zeros(2, 4, dtype=torch.float64), torch.zeros(4, 2).T],
+        ids=["shape", "type", "strides"],
+    )
+    def test_a_log_sum_exp_that_kernels_would_fill_wrongly_is_refused(self, lse):
+        """C4: they take it for a plain block of memory."""
+        with pytest.raises(BackendError, match=r"lse must be contiguous float32 of shape \(2, 4\)"):
+            check_lse(lse, torch.zeros(2, 4, 16))
+
+    def test_extras_that_no_mla_kernel_knows_are_refused(self):
+        layers = Stage(Case(((1, 1),), mla=DIMS), "cpu", MLALayers).backend
+        with pytest.raises(BackendError, match="asked for sinks; it knows lse"):
+            layers.lse(torch.zeros(1, 4, 40), ForwardExtras(sinks=torch.zeros(4)))

@@ -183,6 +183,16 @@ class TestArguments:
         with pytest.raises(PlanError, match=f"{member} of backend careless returned .*, not a Plan"):
             getattr(built, member)(batch_in(ForwardMode.EXTEND))
 
+    @pytest.mark.parametrize("member", ["init_forward_metadata", "init_forward_metadata_out_graph"])
+    @pytest.mark.parametrize("wrapper", concrete_wrappers())
+    def test_its_plan_counts_the_rows_that_a_child_planned(self, wrapper, member):
+        """B5: of a padded batch fewer than it has."""
+        child = Recorder("a")
+        plan = Plan(child.backend_id, ForwardMode.EXTEND, 1, 5)
+        setattr(child, member, lambda forward_batch, in_capture=False: plan)
+        made = getattr(BUILD[wrapper](child, Recorder("b")), member)(batch_in(ForwardMode.EXTEND))
+        assert (made.query_rows, made.kv_rows) == (1, 5)
+
 
 KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
 

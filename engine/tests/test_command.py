@@ -337,7 +337,7 @@ def test_ending_the_command_ends_its_ranks():
         assert started.stdout is not None
         started.stdout.read(1)  # it generates
         started.terminate()
-        assert started.wait(timeout=30) == 143
+        assert started.wait(timeout=120) == 143
     assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
 
 

@@ -13,12 +13,14 @@ from rounded_oracle import without_fla
 from torch import Tensor
 from torch.testing import assert_close
 
-from attnplug import PoolError, Role, Serving
+from attnplug import DType, PoolError, Role, Serving
 from attnplug.errors import UsageError
+from attnplug.model_config import load_model
 from attnplug.tiny import TINY_CONFIGS
 from attnplug_engine import Embedder, Engine
 from attnplug_engine.checkpoint import MissingTensor
 from attnplug_engine.pooling import Pooling
+from attnplug_engine.runner import bytes_per_page
 
 SETTINGS: list[dict[str, Any]] = [
     {"pooling": Pooling.LAST},
@@ -140,20 +142,36 @@ def test_a_backend_is_told_that_nothing_is_decoded_and_how_prompts_run(monkeypat
     assert set(whole.selection.choices) == {Role.PREFILL}
 
 
-def test_many_prompts_run_within_the_limits_that_backends_were_told(monkeypatch):
-    """As many at a time as fit: by number, by tokens, by pages; and nothing is held afterwards."""
+@pytest.mark.parametrize(
+    ("pages", "lengths", "together"),
+    [(20, [3] * 9 + [80], [4, 4, 1, 1]), (20, [22, 22, 22], [2, 1]), (10, [16, 16, 16], [2, 1])],
+    ids=["number", "tokens", "pages"],
+)
+def test_many_prompts_run_within_the_limits_that_backends_were_told(pages, lengths, together, monkeypatch):
+    """As many at a time as fit, by each of the limits alone; and nothing is held afterwards."""
+    page = bytes_per_page(load_model("tiny:qwen3_next"), 4, DType.FLOAT32)
     monkeypatch.setattr("attnplug_engine.embedding.STEP_TOKENS", 64)
+    monkeypatch.setattr("attnplug_engine.embedding._CPU_CACHE_BYTES", pages * page)
     embedder = Embedder("tiny:qwen3_next", device="cpu", max_batch=4, page_size=4, context_length=80)
+    assert embedder.capacity.num_pages == pages
     steps = []
     original = embedder.runner.hidden_states
     monkeypatch.setattr(embedder.runner, "hidden_states", lambda step: (steps.append(step), original(step))[1])
-    lengths = [3] * 9 + [80, 30, 30, 30]
     found = embedder.embed([[1 + index] * length for index, length in enumerate(lengths)])
     assert [embedding.prompt_tokens for embedding in found] == lengths
-    assert [len(step.entries) for step in steps] == [4, 4, 1, 1, 2, 1]
+    assert [len(step.entries) for step in steps] == together
     assert max(step.num_tokens for step in steps) <= embedder.capacity.max_step_tokens
     assert embedder.runner.allocator.free_pages == embedder.capacity.num_pages
     assert embedder.runner.pools.linear.free_slots == embedder.capacity.state_slots
+
+
+def test_a_mean_is_taken_in_float32(monkeypatch):
+    """Whatever the model computes in: a sum in bfloat16 has three digits."""
+    embedder = Embedder("tiny:llama", device="cpu", dtype="bf16", pooling="mean", normalize=False)
+    rows = torch.linspace(1, 2, 1000).unsqueeze(1).bfloat16()
+    monkeypatch.setattr(embedder.runner, "hidden_states", lambda step: rows)
+    (found,) = embedder.embed([[1] * 1000])
+    assert found.vector.item() == pytest.approx(rows.double().mean().item(), rel=1e-6)
 
 
 def test_an_iterator_that_is_left_early_holds_nothing():

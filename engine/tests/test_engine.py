@@ -99,6 +99,15 @@ def test_a_stop_token_ends_a_request(engine):
     assert stopped.token_ids == free.token_ids[: first + 1] and stopped.finish_reason == "stop"
 
 
+def test_a_request_ends_at_its_own_stop_tokens_and_at_the_checkpoints(engine, monkeypatch):
+    (free,) = engine.generate(["hello"], max_tokens=12)
+    tokens = free.token_ids
+    for own, checkpoints in ((tokens[4], 127), (127, tokens[4])):
+        monkeypatch.setattr(engine, "stop_token_ids", frozenset({checkpoints}))
+        (stopped,) = engine.generate(["hello"], max_tokens=12, stop_token_ids=frozenset({own}))
+        assert stopped.token_ids == tokens[: tokens.index(tokens[4]) + 1]
+
+
 def test_an_aborted_request_keeps_what_it_has_and_gives_its_pages_back(engine):
     engine.cache.clear()
     request = engine.add("some prompt", SamplingParams(max_tokens=30))
@@ -184,12 +193,18 @@ class TestStopTexts:
         end = free.text.index(free.text[5:8])
         assert (stopped.text, stopped.finish_reason) == (free.text[:end], "stop")
         assert stopped.token_ids == free.token_ids[: end + 3]
-        assert not engine.scheduler.has_work
+        assert not engine.scheduler.has_work and not engine._observed
 
     def test_one_that_is_complete_with_the_last_token(self, engine):
         (free,) = engine.generate(["hello"], max_tokens=8)
         (stopped,) = engine.generate(["hello"], max_tokens=8, stop=free.text[-3:])
         assert (stopped.text, stopped.finish_reason) == (free.text[:-3], "stop")
+
+    def test_one_that_is_complete_with_the_last_token_ends_its_request_once(self, engine):
+        """Who follows several would take a second end for another's."""
+        (free,) = engine.generate(["hello"], max_tokens=4)
+        params = [SamplingParams(4, stop=(free.text[-3:],)), SamplingParams(9)]
+        assert [len(found.token_ids) for found in engine.generate(["hello", "another"], params)] == [4, 9]
 
     def test_one_that_is_not_complete_is_part_of_the_text(self, engine):
         (free,) = engine.generate(["hello"], max_tokens=8)
@@ -202,6 +217,17 @@ class TestStopTexts:
         some = engine.generate(["one", "two", "three"], [SamplingParams(12), stopping, SamplingParams(12)])
         assert [some[0].text, some[2].text] == [free[0].text, free[2].text]
         assert some[1].token_ids == free[1].token_ids[: free[1].text.index(free[1].text[3]) + 1]
+
+    def test_a_request_that_is_aborted_while_a_step_runs_is_looked_at_no_more(self, engine, monkeypatch):
+        """As by an iterator that is collected just then. Its token of that step does not count."""
+        aborted, other = (engine.add("hello", SamplingParams(6, stop=("?!?",), logprobs=1)) for _ in range(2))
+        engine.step()
+        original = engine.runner.run
+        monkeypatch.setattr(engine.runner, "run", lambda step: (engine.abort(aborted), original(step))[1])
+        while engine.step():
+            pass
+        assert (len(aborted.output), len(aborted.logprobs)) == (1, 1)
+        assert (len(other.output), len(other.logprobs)) == (6, 6)
 
     def test_they_need_a_tokenizer(self, folder, tmp_path):
         for name in ("config.json", "model.safetensors"):
@@ -381,6 +407,8 @@ def test_nan_in_logits_ends_the_request_that_has_it_and_no_other():
     good, bad = engine.generate([[1, 2, 3], [4, 5, 9]], max_tokens=4, stop_token_ids=frozenset({9}))
     assert good.token_ids == wanted.token_ids and good.error is None
     assert bad.finish_reason == "error" and "prompt 1" in bad.error and "--check-layers" in bad.error
+    engine.options = replace(engine.options, check_layers=True)  # the last layer is fine, and logits are not
+    assert "--check-layers" not in engine.generate([[4, 5, 9]], max_tokens=4)[0].error
     assert engine.runner.allocator.free_pages == engine.runner.allocator.num_pages
 
 
@@ -414,13 +442,14 @@ class TestABackendThatCannotBeBuilt:
     """D2: it has the highest preference and pages of its own size, and nothing speaks against it until it is built."""
 
     @pytest.fixture(autouse=True)
-    def unbuildable(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def installed(self, monkeypatch: pytest.MonkeyPatch) -> Registry:
         embedded = load_registry().get("torch_native")
         can = replace(embedded.spec.capabilities, page_sizes=PageSizes.of(48))
         spec = replace(embedded.spec, name="odd", factory=f"{__name__}:no_kernel", capabilities=can, preference=1000)
         odd = Registered(spec, Source("odd", "odd", "odd-dist", "1.2.3"))
         installed = Registry({"odd": odd, "torch_native": embedded})
         monkeypatch.setattr("attnplug_engine.prepare.load_registry", lambda: installed)
+        return installed
 
     def test_auto_runs_on_the_next_one_with_a_warning(self, engine: Engine) -> None:
         with pytest.warns(PluginWarning, match=r"odd \(odd-dist 1\.2\.3\).*no kernel image.*auto goes on without it"):
@@ -428,6 +457,20 @@ class TestABackendThatCannotBeBuilt:
         assert fallen_back.selection.choices[Role.PREFILL].chosen_name == "torch_native"
         assert fallen_back.runner.capacity.page_size == fallen_back.selection.page_size == 64
         assert fallen_back.generate(["hi"], max_tokens=4) == engine.generate(["hi"], max_tokens=4)
+
+    def test_one_that_cannot_be_imported_is_told_once(
+        self, installed: Registry, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
+        """Before weights are loaded, and not again when the rest is built."""
+        (tmp_path / "half_a_library.py").write_text("raise OSError('libcudart.so.13')")
+        monkeypatch.syspath_prepend(tmp_path)
+        odd = installed.backends["odd"]
+        unimportable = replace(odd, spec=replace(odd.spec, factory="half_a_library:Backend"))
+        registry = replace(installed, backends={**installed.backends, "odd": unimportable})
+        monkeypatch.setattr("attnplug_engine.engine.load_registry", lambda: registry)
+        with pytest.warns(PluginWarning, match=r"odd-dist.*libcudart") as told:
+            assert Engine("tiny:llama", device="cpu", num_pages=64, max_batch=4).selection.failed.keys() == {"odd"}
+        assert len(told) == 1
 
     def test_asked_for_it_is_an_error(self) -> None:
         with pytest.raises(BackendError, match="no kernel image"):
@@ -442,13 +485,20 @@ def test_ranks_that_chose_differently_are_an_error(engine: Engine) -> None:
     """They run one schedule, and pages of two sizes would part them."""
 
     class Ranks:
-        rank, size, other = 0, 2, 0
+        rank, size = 0, 2
+
+        def __init__(self) -> None:
+            self.told: list[torch.Tensor] = []
 
         def all_gather(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-            return torch.cat([tensor, tensor + self.other], dim)
+            self.told = [*self.told, tensor][-2:]
+            return torch.cat(self.told, dim)
 
-    ranks = Ranks()
-    insist_on_one_choice(engine.selection, ranks, torch.device("cpu"))
-    ranks.other = 1
+    ranks, cpu, selection = Ranks(), torch.device("cpu"), engine.selection
+    for _ in range(2):
+        insist_on_one_choice(selection, ranks, cpu)
     with pytest.raises(BackendError, match="rank 0 runs prefill on torch_native"):
-        insist_on_one_choice(engine.selection, ranks, torch.device("cpu"))
+        insist_on_one_choice(replace(selection, page_size=48), ranks, cpu)
+    without = {role: replace(choice, chosen=None) for role, choice in selection.choices.items()}
+    with pytest.raises(BackendError, match="rank 0 runs prefill on None"):
+        insist_on_one_choice(replace(selection, choices=without, page_size=48), ranks, cpu)

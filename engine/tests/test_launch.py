@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnplug_engine.launch import kept_for_ranks, readable
+from attnplug_engine.launch import join_ranks, kept_for_ranks, readable
 from attnplug_engine.parallel import ProcessGroupParallel, RankLost
 from attnplug_engine.prompts import read_prompts
 from attnplug_engine.request import SamplingParams
@@ -120,13 +120,24 @@ def wait_until_gone(ranks: list[int]) -> None:
         time.sleep(0.05)
 
 
-def test_ranks_end_with_the_process_that_started_them_even_if_that_was_killed():
-    """A SIGKILL runs no handler; real ranks, that generate."""
-    arguments = ("--model", "tiny:llama", "--prompt", "hi", "--max-tokens", "4000", "--device", "cpu")
-    with started("run", *arguments, "--tensor-parallel", "2") as (process, ranks):
+def test_ranks_end_with_the_process_that_started_them_even_if_that_was_killed(waiting):
+    """A SIGKILL runs no handler. By themselves these would wait for ever."""
+    with started("wait", path=waiting) as (process, ranks):
         process.kill()
         process.wait()
         wait_until_gone(ranks)
+
+
+def test_who_joins_as_a_rank_ends_with_the_process_that_started_it(monkeypatch):
+    """Its end of the pipe closes, however it ended."""
+    ended, (theirs, ours) = threading.Event(), os.pipe()
+    monkeypatch.setattr("os._exit", lambda code: ended.set())
+    monkeypatch.setenv("ATTNPLUG_PARENT_PIPE", str(theirs))
+    join_ranks(1, "cpu")
+    assert not ended.is_set()
+    os.close(ours)
+    assert ended.wait(timeout=120)
+    os.close(theirs)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -245,6 +256,7 @@ def test_a_place_among_ranks_that_is_not_whole_is_told_in_one_message(
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setattr(ProcessGroupParallel, "join", lambda *_: pytest.fail("it waits for other ranks"))
     arguments = ("--model", "tiny:llama", "--prompt", "x", "--tensor-parallel", "2", "--device", "cpu")
     outcome = attnplug("run", *arguments)
     assert outcome.code == 2 and told in outcome.err and outcome.err.count("error: ") == 1

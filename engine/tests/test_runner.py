@@ -53,6 +53,21 @@ def test_a_batch_that_nobody_planned_is_planned_by_the_forward_path(engine):
     assert planned == [batch]
 
 
+def test_a_shared_page_is_copied_before_it_is_written(engine):
+    """The request goes on as if nobody else held its page."""
+    prompt, params = [1, 2, 3, 4, 5, 6], SamplingParams(max_tokens=6)
+    alone = engine.generate([prompt], params)[0].token_ids
+    request = engine.add(prompt, params)
+    engine.step()
+    shared = engine.runner.table.pages(request.row)[-1]
+    engine.runner.allocator.share((shared,))  # as a fork of the row would
+    engine.step()
+    assert engine.runner.table.pages(request.row)[-1] != shared
+    while engine.step():
+        pass
+    assert request.output == alone
+
+
 @pytest.mark.parametrize("ahead", [True, False], ids=["planned ahead", "planned by the forward path"])
 def test_mla_is_prepared_once_and_before_planning(ahead):
     """C2: what runs as MHA needs no plan over the paged cache, so planning must know; B2: a mark without opt-in."""

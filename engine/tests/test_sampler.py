@@ -209,7 +209,7 @@ def test_logprobs_by_the_definition_and_the_same_in_every_batch() -> None:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(2)) * 4
     logits[1, 7:40] = -math.inf
     logits[2, [3, 9, 30]] = 20.0
-    asked = [None, 20, 2]
+    asked = [None, 60, 2]  # of 50 tokens
     requests = [request(number + 5, temperature=0.5, logprobs=count) for number, count in enumerate(asked)]
     found = token_logprobs(logits, requests, {5: 1, 6: 4, 7: 9})
     assert found.keys() == {6, 7}
@@ -220,12 +220,14 @@ def test_logprobs_by_the_definition_and_the_same_in_every_batch() -> None:
         )
         values = logits[row].tolist()
         total = math.log(math.fsum(math.exp(value) for value in values))
-        assert found[number].logprob == pytest.approx(values[found[number].token_id] - total)
+        assert found[number].logprob == pytest.approx(values[found[number].token_id] - total, rel=1e-12)
         for likely in found[number].top:
-            assert likely.logprob == pytest.approx(values[likely.token_id] - total)
+            assert likely.logprob == pytest.approx(values[likely.token_id] - total, rel=1e-12)
     # Of tokens that cannot be chosen there is nothing to tell; of equals the first are told.
     assert len(found[6].top) == 17 and found[6].top == tuple(sorted(found[6].top, key=lambda likely: -likely.logprob))
     assert [likely.token_id for likely in found[7].top] == [3, 9]
+    alone = token_logprobs(logits[:1], [request(8, logprobs=0)], {8: 1})
+    assert alone[8].token_id == 1 and alone[8].top == ()
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "temperature", "top_k", "top_p", "seed", "logprobs"])

@@ -129,6 +129,28 @@ def test_a_request_of_another_engine_is_refused(engine, alone):
     assert tokens(list(engine.follow([own]))) == [alone[2]]
 
 
+def test_aborting_a_request_that_is_not_there_ends_nobody(engine, alone):
+    """Neither one that is finished, whose followers are told once, nor another engine's with the same id."""
+    own, finished = add(engine, [2, 3])
+    following = engine.follow([finished])
+    some = [next(following)]
+    engine.abort(finished)
+    engine.abort(Request(own.id, (1, 2), PARAMS[0]))
+    assert tokens(some + list(following)) == [alone[3]]
+    assert tokens(list(engine.follow([own]))) == [alone[2]]
+
+
+def test_a_step_that_fails_is_dropped_and_may_be_tried_again(engine, alone, monkeypatch):
+    requests = add(engine, [0, 2])
+    for _ in range(3):
+        engine.step()
+    with monkeypatch.context() as broken:
+        broken.setattr(engine.runner, "run", lambda step: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            engine.step()
+    assert tokens(list(engine.follow(requests))) == [alone[0], alone[2]]
+
+
 def test_threads_may_share_an_engine(engine, alone):
     results: dict[int, list[list[int]]] = {}
 
@@ -143,3 +165,25 @@ def test_threads_may_share_an_engine(engine, alone):
     for thread in threads:
         thread.join()
     assert results == {number: alone[number:] * 3 for number in range(4)}
+
+
+@pytest.mark.parametrize("step_too", [False, True])
+def test_other_threads_neither_add_nor_step_in_the_middle_of_a_step(engine, alone, monkeypatch, step_too):
+    """They wait until it is done."""
+    added: list[Request] = []
+    other = threading.Thread(target=lambda: engine.step() if step_too else added.extend(add(engine, [2])))
+    waited: list[bool] = []
+    original = engine.runner.run
+
+    def run(step):
+        if not waited:
+            other.start()
+            other.join(timeout=0.2)
+            waited.append(other.is_alive())
+        return original(step)
+
+    monkeypatch.setattr(engine.runner, "run", run)
+    assert tokens(list(engine.follow(add(engine, [0])))) == [alone[0]]
+    other.join()
+    assert waited == [True]
+    assert tokens(list(engine.follow(added))) == ([] if step_too else [alone[2]])

@@ -97,15 +97,24 @@ def test_a_character_that_is_never_complete_is_shown_at_the_end(tokenizer):
     transcript = Transcript(tokenizer)
     assert "".join(transcript.push(token) for token in ids[:-1]) == "a"
     assert set(transcript.finish()) == {"\ufffd"} and transcript.text == tokenizer.decode(ids[:-1])
+    assert transcript.finish() == ""
 
 
-def test_garbage_is_not_waited_on_for_ever(tokenizer):
-    lone = tokenizer.encode("日")[-1]
+def test_what_is_held_back_comes_before_a_character_that_is_never_complete(tokenizer):
+    ids = tokenizer.encode("a日")[:-1]
+    transcript = Transcript(tokenizer, ["ab"])
+    assert "".join(transcript.push(token) for token in ids) == ""
+    assert transcript.finish() == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize(("text", "characters"), [("日", 100), ("<end>", 0)], ids=["garbage", "nothing"])
+def test_what_gives_no_character_is_not_waited_on_for_ever(tokenizer, text, characters):
+    token = tokenizer.encode(text)[-1]
     counting = Counting(tokenizer)
     transcript = Transcript(counting)
     for _ in range(200):
-        transcript.push(lone)
-    assert len(transcript.text) > 100 and max(counting.counts) < 40
+        transcript.push(token)
+    assert len(transcript.text) >= characters and max(counting.counts) < 40
 
 
 def first_stop(text: str, stops: Sequence[str]) -> tuple[str, int | None]:

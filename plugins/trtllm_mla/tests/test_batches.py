@@ -121,6 +121,14 @@ class TestWhatTheDecodeKernelIsNotFor:
         check_absorbed(MLACase(((64, 40),), EXTEND), "cpu", partial(reference_trtllm, flashinfer=flashinfer))
         assert not flashinfer.calls
 
+    def test_rows_that_are_in_the_cache_are_not_written_again(self):
+        """A9: the fallback is told."""
+        stage = scene(MLACase(((64, 40),), EXTEND), "cpu", reference_trtllm)
+        batch = stage.batch()
+        written, _ = stage.absorbed(batch)
+        again = stage.backend.forward_extend(stage.q, None, None, stage.layer, batch, save_kv_cache=False)
+        assert batch.plan.parts and torch.equal(again, written)
+
     @on_every_device
     def test_a_drafts_worker_catches_up_without_the_fallback(self, device):
         """A1's skip_prefill leaves FlashInfer nothing to extend with."""

@@ -1,0 +1,89 @@
+"""Every option of ``explain`` and ``check`` arrives. Fields are enumerated: none is left at its default unnoticed."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, fields
+from typing import Any
+
+import pytest
+
+from attnplug import DType, Problem, Role, UsageError
+from attnplug.cli.check import CheckOptions
+from attnplug.cli.explain import ExplainOptions
+from attnplug.model_config import load_model
+from attnplug.problem import GraphLevel
+from support.command import Attnplug
+
+ROLES = {Role.PREFILL: "two", Role.DECODE: "three", Role.LINEAR: "four"}
+GIVEN = (
+    *("--attention-backend", "one", "--device", "cuda", "--dtype", "bf16", "--kv-dtype", "fp8", "--page-size", "16"),
+    *("--backend-option", "one.split=2", *(word for role, name in ROLES.items() for word in (role.option, name))),
+)
+SHARED: dict[str, Any] = {
+    "attention": "one",
+    "roles": ROLES,
+    "device": "cuda",
+    "dtype": "bf16",
+    "kv_dtype": "fp8",
+    "page_size": 16,
+    "settings": ("one.split=2",),
+}
+EXPLAIN = {
+    **SHARED,
+    "roles": {**ROLES, Role.DRAFT: "five"},
+    "model": "tiny:llama",
+    "sm": 90,
+    "speculative_tokens": 3,
+    "tensor_parallel": 2,
+    "cuda_graph": "uniform",
+}
+CHECK = {**SHARED, "seed": 7}
+
+
+@pytest.mark.parametrize(
+    ("command", "kind", "arguments", "expected"),
+    [
+        ("explain", ExplainOptions, ("--model", "tiny:llama", "--sm", "90", "--speculative-tokens", "3",
+         "--tensor-parallel", "2", "--cuda-graph", "uniform", "--draft-attention-backend", "five"), EXPLAIN),
+        ("check", CheckOptions, ("--seed", "7"), CHECK),
+    ],
+    ids=["explain", "check"],
+)  # fmt: skip
+def test_every_option_is_a_field_of_what_the_command_is_given(
+    attnplug: Attnplug,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    kind: Any,
+    arguments: tuple[str, ...],
+    expected: Any,
+) -> None:
+    seen = []
+
+    def spy(options: object, *, json: bool) -> int:
+        seen.append(options)
+        raise UsageError("nothing runs")
+
+    monkeypatch.setattr("attnplug.cli.explain.explain_choice", spy)
+    monkeypatch.setattr("attnplug.cli.check.run_check", spy)
+    assert "nothing runs" in attnplug(command, *GIVEN, *arguments).err
+    assert seen == [kind(**expected)]
+    default = {field.name: field.default for field in fields(kind) if field.default is not MISSING}
+    assert expected.keys() == {field.name for field in fields(kind)}
+    assert [name for name in default if default[name] == expected[name]] == []
+
+
+def test_every_field_of_explain_is_part_of_the_problem_or_of_the_request() -> None:
+    options, model = ExplainOptions(**EXPLAIN), load_model("tiny:llama")
+    assert options.problem(model) == Problem(
+        model=model,
+        device="cuda",
+        sm=90,
+        dtype=DType.BFLOAT16,
+        kv_dtype=DType.FLOAT8_E4M3,
+        page_size=16,
+        cuda_graph=GraphLevel.UNIFORM,
+        speculative_tokens=3,
+        tensor_parallel=2,
+    )
+    request = options.request()
+    assert (request.attention, request.roles, request.options) == ("one", EXPLAIN["roles"], {"one": {"split": "2"}})

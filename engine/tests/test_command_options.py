@@ -1,0 +1,116 @@
+"""Every option of ``run`` and ``embed`` arrives: as a field of what an engine or an embedder is built from.
+
+Fields are enumerated: one that is added and that no option fills, or that is left at its default, is found.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from attnplug import DType, ExtendPath, ExtendPolicy, Registry, Role, UsageError
+from attnplug_engine.embedding import EmbedOptions
+from attnplug_engine.options import EngineOptions
+from attnplug_engine.pooling import Pooling
+from attnplug_engine.request import SamplingParams
+from support.command import Attnplug
+
+SHARED = (
+    *("--model", "tiny:llama", "--prompt", "x", "--attention-backend", "one", "--device", "cpu", "--dtype", "bf16"),
+    *("--prefill-attention-backend", "two", "--linear-attention-backend", "three", "--backend-option", "two.split=4"),
+    *("--kv-dtype", "fp8", "--page-size", "16", "--max-batch", "3", "--chunked-prefill-size", "5"),
+    *("--context-length", "99", "--seed", "6", "--json"),
+)
+FIELDS: dict[str, Any] = {
+    "attention_backend": "one",
+    "role_backends": {Role.PREFILL: "two", Role.LINEAR: "three"},
+    "backend_options": {"two": {"split": "4"}},
+    "device": "cpu",
+    "dtype": DType.BFLOAT16,
+    "kv_dtype": DType.FLOAT8_E4M3,
+    "page_size": 16,
+    "max_batch": 3,
+    "chunked_prefill_size": 5,
+    "context_length": 99,
+    "seed": 6,
+}
+RUN: dict[str, Any] = {
+    **FIELDS,
+    "role_backends": {**FIELDS["role_backends"], Role.DECODE: "four"},
+    "num_pages": 7,
+    "prefix_cache": False,
+    "state_slots": 9,
+    "state_checkpoint": 64,
+    "extend_policy": ExtendPolicy(forced=ExtendPath.CHUNKED, chunk_capacity=33),
+    "ignore_eos": True,
+    "check_layers": True,
+}
+EMBED: dict[str, Any] = {**FIELDS, "pooling": Pooling.MEAN, "normalize": False, "prompt_name": "query"}
+
+
+class Spy:
+    """In the place of an engine or an embedder: keeps what it is given, and takes no prompt."""
+
+    registry = Registry({})
+    built: list[Spy]
+
+    def __init__(self, model: str, options: object, **_: object) -> None:
+        self.model, self.options, self.params = model, options, None
+        self.built.append(self)
+
+    def add(self, prompt: object, params: SamplingParams) -> None:
+        self.params = params
+        raise UsageError("nothing runs")
+
+    def tokens(self, prompt: object) -> None:
+        raise UsageError("nothing runs")
+
+
+@pytest.fixture
+def spies(monkeypatch: pytest.MonkeyPatch) -> list[Spy]:
+    monkeypatch.setattr(Spy, "built", found := [], raising=False)
+    monkeypatch.setattr("attnplug_engine.generate.Engine", Spy)
+    monkeypatch.setattr("attnplug_engine.embed.Embedder", Spy)
+    return found
+
+
+def values(options: Any) -> dict[str, Any]:
+    return {field.name: getattr(options, field.name) for field in fields(options)}
+
+
+@pytest.mark.parametrize(("kind", "expected"), [(EngineOptions, RUN), (EmbedOptions, EMBED)])
+def test_every_field_is_given_here_another_value_than_its_default(kind, expected):
+    default = values(kind())
+    assert expected.keys() == default.keys()
+    assert [name for name in default if default[name] == expected[name]] == []
+
+
+def test_every_option_of_run_reaches_the_engine_or_the_sampling(attnplug: Attnplug, spies):
+    outcome = attnplug(
+        "run",
+        *SHARED,
+        *("--decode-attention-backend", "four", "--num-pages", "7", "--no-prefix-cache", "--state-slots", "9"),
+        *("--state-checkpoint", "64", "--mla-extend", "chunked", "--mla-chunk-capacity", "33", "--ignore-eos"),
+        *("--check-layers", "--max-tokens", "8", "--temperature", "0.5", "--top-k", "11", "--top-p", "0.9"),
+        *("--stop", "a", "--stop", "b", "--logprobs", "2"),
+    )
+    assert "nothing runs" in outcome.err
+    (engine,) = spies
+    assert (engine.model, values(engine.options)) == ("tiny:llama", RUN)
+    assert engine.params == SamplingParams(8, 0.5, 11, 0.9, stop=("a", "b"), logprobs=2)
+
+
+def test_every_option_of_embed_reaches_the_embedder(attnplug: Attnplug, spies):
+    outcome = attnplug("embed", *SHARED, "--pooling", "mean", "--no-normalize", "--prompt-name", "query")
+    assert "nothing runs" in outcome.err
+    (embedder,) = spies
+    assert (embedder.model, values(embedder.options)) == ("tiny:llama", EMBED)
+
+
+def test_an_embedder_is_built_by_the_same_options_as_an_engine():
+    """Those that both have; nothing is found again in the cache."""
+    engine = EmbedOptions(**EMBED).for_engine()
+    assert {name: value for name, value in values(engine).items() if name in FIELDS} == FIELDS
+    assert engine.prefix_cache is False
