@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
-from attnplug.errors import BackendError
+from attnplug.errors import BackendError, UsageError
 from attnplug_engine import Embedder
 from attnplug_engine.models import build_model
 from attnplug_engine.models import load_model as load
@@ -127,6 +127,8 @@ def test_a_prompt_by_name_goes_before_the_text(embedding_model, tmp_path):
     tokenizer.save(str(embedding_model / "tokenizer.json"))
     named = Embedder(str(embedding_model), device="cpu", pooling="last", prompt_name="query")
     assert named.tokens("hi") == (9,)
+    with pytest.raises(UsageError, match="'query' goes before texts"):
+        named.tokens([1])
     assert Embedder(str(embedding_model), device="cpu").tokens("hi") == (10,)
 
 
