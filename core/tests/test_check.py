@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 
 from attnplug.cli.check import LAYERS
 from attnplug.cli.main import main
-from attnplug.cli.scene import STEPS, Scene, largest_error
+from attnplug.cli.scene import STEPS, Scene, largest_error, worse
 from attnplug.model import LayerSpec
 from attnplug.problem import DType
 
@@ -182,6 +183,12 @@ def test_rounding_is_no_fault() -> None:
 def test_what_is_allowed_in_float32_is_far_from_a_fault(layer: LayerSpec) -> None:
     """A thousandth of a per cent is one, however many terms a layer sums."""
     assert Scene(layer, DType.FLOAT32, DType.FLOAT32, 64, torch.device("cpu"), 0).tolerance < 2e-5
+
+
+@pytest.mark.parametrize("errors", [(1e-9, math.nan), (math.nan, 1e-9), (math.nan, math.inf)])
+def test_of_two_errors_nan_is_the_worse(errors: tuple[float, float]) -> None:
+    """Of two results of one step, too: no comparison with NaN holds, so that it is easily lost."""
+    assert math.isnan(worse(*errors))
 
 
 # ---- linear attention ----
