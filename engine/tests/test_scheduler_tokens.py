@@ -312,6 +312,15 @@ class TestLinearStates:
             assert request.cached_tokens == found, length
         serving.check_all_returned()
 
+    def test_a_repeated_prompt_of_whole_pages_computes_its_last_page_alone(self) -> None:
+        """Logits come from computing a token. Checkpoints are rounded up to whole pages, here from 7 to 8."""
+        serving = Serving(pages=64, page_size=2, context=64, slots=12, checkpoint=7, chunk=64)
+        for number, (length, found) in enumerate(((20, 0), (20, 18), (17, 16))):
+            request = Request(number, prompt(length), SamplingParams(1))
+            run_all(serving, [request])
+            assert request.cached_tokens == found, length
+        serving.check_all_returned()
+
     def test_prefills_stop_at_checkpoints(self) -> None:
         serving = Serving(pages=64, page_size=4, slots=12, checkpoint=8, chunk=64)
         serving.scheduler.add(Request(0, prompt(21), SamplingParams(1)))
