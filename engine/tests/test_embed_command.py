@@ -118,6 +118,11 @@ def test_pooling_and_normalisation_are_the_checkpoints_unless_asked_for(attnplug
     assert_close(vector("--pooling", "last", "--normalize"), last, atol=1e-6, rtol=0)
 
 
+def test_a_config_file_stands_for_its_folder(embedding_model):
+    by_file, by_folder = (Embedder(path, device="cpu") for path in (embedding_model / "config.json", embedding_model))
+    assert by_file.rules == by_folder.rules and by_file.rules.source is not None
+
+
 def test_a_prompt_by_name_goes_before_the_text(embedding_model, tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers
 

@@ -356,6 +356,16 @@ class TestLinearStates:
         assert (again.cached_tokens, gone.cached_tokens) == (8, 0)
         serving.check_all_returned()
 
+    def test_a_hit_is_a_use_of_its_snapshot(self) -> None:
+        """There is room for two: the third takes the place of the one that was not found again."""
+        serving = Serving(pages=64, page_size=2, max_batch=1, slots=3, checkpoint=8, chunk=64)
+        found = []
+        for number, which in enumerate((0, 1, 0, 2, 0, 1)):
+            request = Request(number, prompt(9, which), SamplingParams(1))
+            run_all(serving, [request])
+            found.append(request.cached_tokens)
+        assert found == [0, 0, 8, 0, 8, 0]
+
 
 def test_a_prompt_is_shared_as_soon_as_it_is_computed() -> None:
     serving = Serving(pages=32, page_size=4)
