@@ -208,7 +208,7 @@ def test_a_conversation_is_written_as_transformers_writes_it(folder):
     assert ChatTemplate.find(str(folder / "config.json")).render(Chat(MESSAGES)) == text
 
 
-@pytest.mark.parametrize("where", ["list", "jinja", "special tokens"])
+@pytest.mark.parametrize("where", ["list", "jinja", "special tokens", "both", "both, and added tokens"])
 def test_templates_and_tokens_are_found_where_transformers_finds_them(folder, where):
     path = folder / "tokenizer_config.json"
     if where == "list":
@@ -217,7 +217,9 @@ def test_templates_and_tokens_are_found_where_transformers_finds_them(folder, wh
     elif where == "jinja":
         (folder / "chat_template.jinja").write_text("wins{{ messages[0].role }}")
     else:
-        path.write_text(json.dumps({"chat_template": TEMPLATE, "tokenizer_class": "PreTrainedTokenizerFast"}))
+        config = CONFIG if where.startswith("both") else {"tokenizer_class": "PreTrainedTokenizerFast"}
+        added = {"added_tokens_decoder": {}} if where.endswith("added tokens") else {}
+        path.write_text(json.dumps({**config, **added, "chat_template": TEMPLATE}))
         (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": "<|im_end|>", "bos_token": "<s>"}))
     wanted = oracle(folder).apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
     assert ChatTemplate.find(str(folder)).render(Chat(MESSAGES)) == wanted

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
-from attnplug.errors import BackendError
+from attnplug.errors import BackendError, UsageError
 from attnplug_engine import Embedder
 from attnplug_engine.models import build_model
 from attnplug_engine.models import load_model as load
@@ -128,6 +128,11 @@ def test_pooling_and_normalisation_are_the_checkpoints_unless_asked_for(attnplug
     assert_close(vector("--pooling", "last", "--normalize"), last, atol=1e-6, rtol=0)
 
 
+def test_a_config_file_stands_for_its_folder(embedding_model):
+    by_file, by_folder = (Embedder(path, device="cpu") for path in (embedding_model / "config.json", embedding_model))
+    assert by_file.rules == by_folder.rules and by_file.rules.source is not None
+
+
 def test_a_prompt_by_name_goes_before_the_text(embedding_model, tmp_path):
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -137,6 +142,8 @@ def test_a_prompt_by_name_goes_before_the_text(embedding_model, tmp_path):
     tokenizer.save(str(embedding_model / "tokenizer.json"))
     named = Embedder(str(embedding_model), device="cpu", pooling="last", prompt_name="query")
     assert named.tokens("hi") == (9,)
+    with pytest.raises(UsageError, match="'query' goes before texts"):
+        named.tokens([1])
     assert Embedder(str(embedding_model), device="cpu").tokens("hi") == (10,)
 
 

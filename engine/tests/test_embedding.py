@@ -143,16 +143,16 @@ def test_a_backend_is_told_that_nothing_is_decoded_and_how_prompts_run(monkeypat
 
 
 @pytest.mark.parametrize(
-    ("pages", "lengths", "together"),
-    [(20, [3] * 9 + [80], [4, 4, 1, 1]), (20, [22, 22, 22], [2, 1]), (10, [16, 16, 16], [2, 1])],
+    ("pages", "context", "lengths", "together"),
+    [(20, 80, [3] * 9 + [80], [4, 4, 1, 1]), (20, 40, [22, 22, 22], [2, 1]), (10, 40, [16, 16, 16], [2, 1])],
     ids=["number", "tokens", "pages"],
 )
-def test_many_prompts_run_within_the_limits_that_backends_were_told(pages, lengths, together, monkeypatch):
+def test_many_prompts_run_within_the_limits_that_backends_were_told(pages, context, lengths, together, monkeypatch):
     """As many at a time as fit, by each of the limits alone; and nothing is held afterwards."""
     page = bytes_per_page(load_model("tiny:qwen3_next"), 4, DType.FLOAT32)
     monkeypatch.setattr("attnplug_engine.embedding.STEP_TOKENS", 64)
     monkeypatch.setattr("attnplug_engine.embedding._CPU_CACHE_BYTES", pages * page)
-    embedder = Embedder("tiny:qwen3_next", device="cpu", max_batch=4, page_size=4, context_length=80)
+    embedder = Embedder("tiny:qwen3_next", device="cpu", max_batch=4, page_size=4, context_length=context)
     assert embedder.capacity.num_pages == pages
     steps = []
     original = embedder.runner.hidden_states
@@ -181,6 +181,11 @@ def test_an_iterator_that_is_left_early_holds_nothing():
     stream.close()
     assert embedder.runner.allocator.free_pages == embedder.capacity.num_pages
     assert embedder.runner.pools.linear.free_slots == embedder.capacity.state_slots
+
+
+def test_the_seed_is_that_of_a_tiny_models_weights():
+    vectors = [Embedder("tiny:llama", device="cpu", seed=seed).embed(["hello"])[0].vector for seed in (0, 1, 1)]
+    assert torch.equal(vectors[1], vectors[2]) and not torch.allclose(vectors[0], vectors[1])
 
 
 def test_a_prompt_does_not_see_the_others():

@@ -316,6 +316,15 @@ class TestLinearStates:
             assert request.cached_tokens == found, length
         serving.check_all_returned()
 
+    def test_a_repeated_prompt_of_whole_pages_computes_its_last_page_alone(self) -> None:
+        """Logits come from computing a token. Checkpoints are rounded up to whole pages, here from 7 to 8."""
+        serving = Serving(pages=64, page_size=2, context=64, slots=12, checkpoint=7, chunk=64)
+        for number, (length, found) in enumerate(((20, 0), (20, 18), (17, 16))):
+            request = Request(number, prompt(length), SamplingParams(1))
+            run_all(serving, [request])
+            assert request.cached_tokens == found, length
+        serving.check_all_returned()
+
     def test_prefills_stop_at_checkpoints(self) -> None:
         serving = Serving(pages=64, page_size=4, slots=12, checkpoint=8, chunk=64)
         serving.scheduler.add(Request(0, prompt(21), SamplingParams(1)))
@@ -350,6 +359,16 @@ class TestLinearStates:
         run_all(serving, [gone])
         assert (again.cached_tokens, gone.cached_tokens) == (8, 0)
         serving.check_all_returned()
+
+    def test_a_hit_is_a_use_of_its_snapshot(self) -> None:
+        """There is room for two: the third takes the place of the one that was not found again."""
+        serving = Serving(pages=64, page_size=2, max_batch=1, slots=3, checkpoint=8, chunk=64)
+        found = []
+        for number, which in enumerate((0, 1, 0, 2, 0, 1)):
+            request = Request(number, prompt(9, which), SamplingParams(1))
+            run_all(serving, [request])
+            found.append(request.cached_tokens)
+        assert found == [0, 0, 8, 0, 8, 0]
 
 
 def test_a_prompt_is_shared_as_soon_as_it_is_computed() -> None:

@@ -10,7 +10,7 @@ import torch
 
 from attnplug import BackendContext, BackendError, DType, ForwardExtras, ForwardMode, PlanError
 from attnplug.claims import ExtendPath
-from attnplug.mla import ExtendPolicy
+from attnplug.mla import ExtendPolicy, MLAAttention
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
 from attnplug_flashinfer_mla.options import FlashInferMLAOptions
 from reference_kernels import ReferenceKernels, on_cpu
@@ -291,6 +291,17 @@ class TestWrongUse(RefusedCalls):
             stage.backend.forward_extend(
                 stage.q, None, None, stage.layer, batch, save_kv_cache=False, extras=ForwardExtras(lse=lse)
             )
+
+    def test_a_ragged_call_of_another_batch_is_refused(self):
+        """B5: its number alone says nothing."""
+        stage = scene(MLACase(((20, 2),), EXTEND, heads=16), "cpu")
+        model, batches = MLAModel(stage), [stage.batch() for _ in range(2)]
+        for batch in batches:
+            MLAAttention(stage.backend, stage.pool, ExtendPolicy(forced=ExtendPath.ONE_SHOT)).prepare(batch)
+        (call,) = batches[1].mla_plan.calls
+        keys = stage.normal(22, 16, stage.layer.head_dim)
+        with pytest.raises(PlanError, match="call 0 of 2 query rows has no plan of backend"):
+            stage.backend.forward_ragged(model.q, keys, keys[..., :128], stage.layer, batches[0], call)
 
     def test_extend_is_refused_by_the_entry_for_decode(self):
         stage = scene(MLACase(((20, 2),), EXTEND), "cpu")
