@@ -31,7 +31,6 @@ from attnplug import (
     Registry,
     Role,
     SplitBackend,
-    UsageError,
     WorkspaceOwner,
     build_backend,
     build_selection,
@@ -284,16 +283,6 @@ class TestContext:
         settings = {"second": {"pieces": "2"}, "third": {"pieces": "3"}}
         _, seen = self.build(registered, BackendRequest(roles=ROLES, options=settings), GDN, FULL)
         assert [seen[name].options for name in ROLES.values()] == [Options(1), Options(2), Options(3)]
-
-    def test_a_mistake_in_what_was_asked_is_told_as_it_is(self, registered):
-        """D3: it is no fault of the backend that finds it, and no reason to take another."""
-
-        def refuse(context: BackendContext) -> None:
-            raise UsageError("--page-size 64 is too large")
-
-        choice = select(Registry({"fast": registered(refuse)}), BackendRequest(), Problem(context().model, "cpu"))
-        with pytest.raises(UsageError, match=r"^--page-size 64 is too large$"):
-            build_selection(choice, context())
 
     def test_one_backend_of_both_roles_is_built_once(self, registered):
         """D3"""

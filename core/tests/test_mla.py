@@ -319,7 +319,7 @@ class TestHook:
         ("wrong", "said"),
         [
             (lambda self, forward_batch: {"chunks": 4}, "'chunks': 4}, not a Plan"),
-            (lambda self, forward_batch: plan_of(forward_batch, mode=ForwardMode.MIXED), "a plan for mode mixed"),
+            (lambda self, forward_batch: plan_of(forward_batch, mode=ForwardMode.MIXED), "a plan for mode .*mixed"),
             (lambda self, forward_batch: plan_of(forward_batch, rows=10), "for 10 query rows, and the batch has 9"),
         ],
     )

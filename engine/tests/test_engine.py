@@ -467,7 +467,7 @@ class TestABackendThatCannotBeBuilt:
         odd = installed.backends["odd"]
         unimportable = replace(odd, spec=replace(odd.spec, factory="half_a_library:Backend"))
         registry = replace(installed, backends={**installed.backends, "odd": unimportable})
-        monkeypatch.setattr("attnplug_engine.engine.load_registry", lambda: registry)
+        monkeypatch.setattr("attnplug_engine.prepare.load_registry", lambda: registry)
         with pytest.warns(PluginWarning, match=r"odd-dist.*libcudart") as told:
             assert Engine("tiny:llama", device="cpu", num_pages=64, max_batch=4).selection.failed.keys() == {"odd"}
         assert len(told) == 1

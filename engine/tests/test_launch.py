@@ -62,9 +62,9 @@ def run(parsed):
     if not launch.started_as_rank():
         return launch.run_ranks(2, sys.argv[1:])
     launch._end_with_parent()
-    print("waiting", flush=True)
     try:
         with interrupt.terminated_in_order():
+            print("waiting", flush=True)
             threading.Event().wait()
     finally:
         print("written", flush=True)

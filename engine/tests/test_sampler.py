@@ -245,5 +245,5 @@ def test_a_temperature_may_be_a_huge_whole_number() -> None:
 
 @pytest.mark.parametrize("stop", ["x", ["x"], ("x", ""), (3,)])
 def test_stop_texts_are_a_tuple_of_texts(stop: object) -> None:
-    with pytest.raises(UsageError, match=r"^stop=.* give a tuple of texts"):
+    with pytest.raises(UsageError, match=r"^stop=.* give texts, none of them empty"):
         SamplingParams(1, stop=stop)
