@@ -12,7 +12,7 @@ from attnplug_engine.chat import Chat
 from attnplug_engine.command_line import shared_settings
 from attnplug_engine.embedding import Embedder, Embedding, EmbedOptions
 from attnplug_engine.engine import naming
-from attnplug_engine.launch import join_ranks
+from attnplug_engine.launch import join_ranks, leave_ranks
 from attnplug_engine.parallel import TensorParallel
 from attnplug_engine.pooling import MODULES_FILE, Pooling
 from attnplug_engine.prompts import PromptLine
@@ -28,7 +28,8 @@ def embed(parsed: argparse.Namespace, lines: Sequence[PromptLine]) -> int:
         normalize=parsed.normalize,
         prompt_name=parsed.prompt_name,
     )
-    return _embed(parsed, lines, options, join_ranks(parsed.tensor_parallel, parsed.device))
+    parallel = join_ranks(parsed.tensor_parallel, parsed.device)
+    return leave_ranks(parallel, _embed(parsed, lines, options, parallel))
 
 
 def _embed(

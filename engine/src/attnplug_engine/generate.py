@@ -18,7 +18,7 @@ from attnplug.errors import UsageError
 from attnplug_engine.answers import Answers
 from attnplug_engine.command_line import shared_settings
 from attnplug_engine.engine import Engine, naming
-from attnplug_engine.launch import join_ranks
+from attnplug_engine.launch import join_ranks, leave_ranks
 from attnplug_engine.options import EngineOptions
 from attnplug_engine.parallel import TensorParallel
 from attnplug_engine.prompts import PromptLine
@@ -31,7 +31,9 @@ INTERRUPTED = 130
 def generate(parsed: argparse.Namespace, lines: list[PromptLine]) -> int:
     """Run the prompts by the command line; returns the exit code."""
     options = _options(parsed)
-    return _run(parsed, lines, options, join_ranks(parsed.tensor_parallel, parsed.device))
+    parallel = join_ranks(parsed.tensor_parallel, parsed.device)
+    code = _run(parsed, lines, options, parallel)
+    return code if code == INTERRUPTED else leave_ranks(parallel, code)
 
 
 def _run(parsed: argparse.Namespace, lines: list[PromptLine], options: EngineOptions, parallel: TensorParallel) -> int:

@@ -81,6 +81,21 @@ def join_ranks(size: int, asked: str | None) -> TensorParallel:
     return joined
 
 
+def leave_ranks(parallel: TensorParallel, code: int) -> int:
+    """End what :func:`join_ranks` began, with the exit code of a command that came to its end.
+
+    Ranks leave together: where one is gone while another's torch still listens to it, that may abort the other. Those
+    that do not speak end right here, without torch's own way out.
+    """
+    from attnplug_engine.parallel import ProcessGroupParallel
+
+    if isinstance(parallel, ProcessGroupParallel):
+        parallel.close()
+        if parallel.rank:
+            os._exit(code)
+    return code
+
+
 _TORCHRUN = "torchrun sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT: set all of them, or unset RANK"
 
 

@@ -7,7 +7,7 @@ Every rank runs the same model on the same tokens with its own heads, columns an
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Protocol
 
 import torch
@@ -128,8 +128,10 @@ class ProcessGroupParallel:
             raise RankLost(self.rank, error) from error
 
     def close(self) -> None:
-        """End the group that ``join`` started; a group that was given stays."""
+        """End the group that ``join`` started, once all ranks are here; a group that was given stays."""
         if self._owned and dist.is_initialized():
+            with suppress(RuntimeError):  # one that is gone already is not waited for
+                dist.barrier()
             dist.destroy_process_group()
         self._owned = False
 
