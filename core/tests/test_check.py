@@ -14,7 +14,8 @@ import torch
 
 from attnplug.cli.check import LAYERS
 from attnplug.cli.main import main
-from attnplug.cli.scene import STEPS, Scene, largest_error, worse
+from attnplug.cli.scene import STEPS, Scene, allowed_error, largest_error, worse
+from attnplug.kv import torch_dtype
 from attnplug.model import LayerSpec
 from attnplug.problem import DType
 
@@ -189,6 +190,12 @@ def test_what_is_allowed_in_float32_is_far_from_a_fault(layer: LayerSpec) -> Non
     assert Scene(layer, DType.FLOAT32, DType.FLOAT32, 64, torch.device("cpu"), 0).tolerance < 2e-5
 
 
+@pytest.mark.parametrize(("dtype", "most"), [(DType.FLOAT16, 0.01), (DType.BFLOAT16, 0.03)])
+def test_what_is_allowed_in_a_short_type_is_its_rounding(dtype: DType, most: float) -> None:
+    """Results have eleven bits, or eight."""
+    assert 2 * torch.finfo(torch_dtype(dtype)).eps < allowed_error(dtype, 1000) < most
+
+
 def test_a_requests_pages_are_in_no_order() -> None:
     """A backend that takes them for neighbours finds other rows there."""
     scene = Scene(LAYERS["MHA 4 heads"], DType.FLOAT32, DType.FLOAT32, 16, torch.device("cpu"), 0)
@@ -345,6 +352,13 @@ def test_a_wrong_result_is_shown_as_wrong_and_is_exit_code_1(
     assert outcome.code == 1
     assert "WRONG" in outcome.out
     assert "8 of 8" not in outcome.out
+
+
+def test_a_layer_is_checked_no_further_than_its_first_error(check: Attnplug, backend: Backend) -> None:
+    """What the cache holds then is anybody's guess."""
+    backend("raise RuntimeError('no kernel image')")
+    results = check(*TESTED, "--json").json
+    assert [result["step"] for result in results] == [STEPS[0].title] * len({result["layer"] for result in results})
 
 
 def test_a_log_sum_exp_that_is_never_written_is_wrong(check: Attnplug, backend: Backend) -> None:

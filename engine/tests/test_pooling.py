@@ -100,9 +100,10 @@ def test_a_file_that_is_not_json_is_named(saved):
 PROMPTS = {"prompts": {"query": "Query: ", "document": ""}, "default_prompt_name": None}
 
 
-def test_a_named_prompt_goes_before_texts_and_the_default_one_without_asking(saved):
-    rules = read_rules(saved([TRANSFORMER, POOLING], {}, PROMPTS))
-    assert [rules.prefix(name) for name in ("query", "document", None)] == ["Query: ", "", ""]
+@pytest.mark.parametrize(("default", "unasked"), [(None, ""), ("query", "Query: ")])
+def test_a_named_prompt_goes_before_texts_and_the_default_one_without_asking(saved, default, unasked):
+    rules = read_rules(saved([TRANSFORMER, POOLING], {}, {**PROMPTS, "default_prompt_name": default}))
+    assert [rules.prefix(name) for name in ("query", "document", None)] == ["Query: ", "", unasked]
     with pytest.raises(UsageError, match=r"no prompt 'quary' in .*; it has query, document"):
         rules.prefix("quary")
 

@@ -319,7 +319,7 @@ class TestLinearStates:
     def test_a_repeated_prompt_of_whole_pages_computes_its_last_page_alone(self) -> None:
         """Logits come from computing a token. Checkpoints are rounded up to whole pages, here from 7 to 8."""
         serving = Serving(pages=64, page_size=2, context=64, slots=12, checkpoint=7, chunk=64)
-        for number, (length, found) in enumerate(((20, 0), (20, 18), (17, 16))):
+        for number, (length, found) in enumerate(((20, 0), (20, 18), (17, 16), (8, 0))):  # the last has one at its end
             request = Request(number, prompt(length), SamplingParams(1))
             run_all(serving, [request])
             assert request.cached_tokens == found, length
