@@ -144,6 +144,7 @@ def test_an_interrupt_while_the_command_is_imported_gets_no_traceback(
     """Ctrl-C in the first tenths of a second: by its script, and by ``python -m``."""
     (tmp_path / "sitecustomize.py").write_text(f"""
 import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # also where it is ignored, as in the background of a shell
 
 class Interrupting:
     def find_spec(self, name, path=None, target=None):

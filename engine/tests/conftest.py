@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -236,3 +237,12 @@ def sequences() -> list[list[int]]:
     """Three requests of different lengths, of which the last 8 tokens are to be decoded one by one."""
     random = torch.Generator().manual_seed(7)
     return [torch.randint(0, 128, (length,), generator=random).tolist() for length in (8 + 17, 8 + 2, 8 + 30)]
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Processes that are started here take an interrupt, also where this one was started to ignore it: in the
+    background of a shell without job control."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

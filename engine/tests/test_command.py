@@ -148,6 +148,7 @@ class TestAnswers:
             app.run([*RUN, "--prompts", uneven, "--json"])
         assert "stopped: 0 of 3 prompts were finished" in capsys.readouterr().err
 
+    @pytest.mark.usefixtures("interruptible")
     def test_an_interrupt_leaves_whole_lines(self, prompts):
         path = prompts(*({"prompt": "hello", "max_tokens": 100 + number} for number in range(400)))
         command = [sys.executable, "-m", "attnplug", *RUN, "--prompts", path, "--json", "--max-batch", "4"]

@@ -195,6 +195,7 @@ def test_a_rank_that_lost_the_others_leaves_it_to_its_parent_to_tell(monkeypatch
         assert caught.value.code == 69
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_of_all_processes_is_told_once(waiting):
     """As a terminal does it: Ctrl-C reaches the ranks too."""
     with started("wait", path=waiting) as (process, ranks):
@@ -205,6 +206,7 @@ def test_an_interrupt_of_all_processes_is_told_once(waiting):
         wait_until_gone(ranks)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_terminal_whose_rank_was_ended_shows_its_cursor_again(waiting):
     """Progress bars hide it, and a process that is killed cannot bring it back."""
     ours, theirs = os.openpty()
