@@ -33,16 +33,14 @@ from attnplug import (
     DType,
     ForwardBatch,
     ForwardMode,
-    KVPools,
     LayerSpec,
-    Limits,
     MHAPool,
     MLADims,
     ModelSpec,
     RaggedCall,
     Role,
-    WorkspaceOwner,
 )
+from attnplug.host import KVPools, Limits, WorkspaceOwner
 from attnplug_flashattention.backend import FlashAttentionBackend
 from attnplug_flashattention.kernels import load_fa4
 from attnplug_flashattention.options import FlashAttentionOptions

@@ -28,16 +28,14 @@ from attnplug import (
     DType,
     ForwardBatch,
     ForwardMode,
-    KVPools,
     LayerSpec,
-    Limits,
     LinearDims,
     LinearInputs,
     LinearStatePool,
     ModelSpec,
     Role,
-    WorkspaceOwner,
 )
+from attnplug.host import KVPools, Limits, WorkspaceOwner
 from attnplug_hybrid_linear.fla_backend import FlaLinearBackend
 
 HEADS, DIM = 32, 128

@@ -63,13 +63,8 @@ from mla_sides import (
 from torch import Tensor
 from torch.nn.functional import pad
 
-from attnplug import (
-    ExtendPath,
-    ExtendPolicy,
-    ForwardBatch,
-    MLAAttention,
-    MLAWeights,
-)
+from attnplug import ExtendPath, ForwardBatch
+from attnplug.host import ExtendPolicy, MLAAttention, MLAWeights
 from attnplug_triton_mla.backend import TritonMLABackend
 from attnplug_triton_mla.options import TritonMLAOptions
 

@@ -16,15 +16,13 @@ from attnplug import (
     DType,
     ForwardBatch,
     ForwardMode,
-    KVPools,
     LayerSpec,
-    Limits,
     MLADims,
     MLAPool,
     ModelSpec,
     Role,
-    WorkspaceOwner,
 )
+from attnplug.host import KVPools, Limits, WorkspaceOwner
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
 from attnplug_flashmla.backend import FlashMLABackend
 

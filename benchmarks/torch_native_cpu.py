@@ -20,16 +20,12 @@ from attnplug import (
     DType,
     ForwardBatch,
     ForwardMode,
-    KVPools,
     LayerSpec,
-    Limits,
     MHAPool,
     ModelSpec,
     Role,
-    WorkspaceOwner,
 )
-from attnplug.kv import torch_dtype
-from attnplug.torch_native.backend import TorchNativeBackend
+from attnplug.host import KVPools, Limits, TorchNativeBackend, WorkspaceOwner, torch_dtype
 
 PAGE = 64
 LAYER = LayerSpec(0, AttentionKind.MHA, 16, 4, 64, 64, 64**-0.5)

@@ -26,14 +26,12 @@ from attnplug import (
     DType,
     ForwardBatch,
     ForwardMode,
-    KVPools,
     LayerSpec,
-    Limits,
     MLAPool,
     ModelSpec,
     Role,
-    WorkspaceOwner,
 )
+from attnplug.host import KVPools, Limits, WorkspaceOwner
 from attnplug_triton_mla.backend import TritonMLABackend
 from attnplug_triton_mla.configurations import Configuration, choose
 from attnplug_triton_mla.options import TritonMLAOptions

@@ -19,8 +19,7 @@ from pathlib import Path
 
 from measurements import cost_of_wrapping, decode_times
 
-from attnplug import Registered, load_registry
-from attnplug.cli.backends import describe
+from attnplug.host import Registered, describe, load_registry
 
 ROOT = Path(__file__).parent.parent
 PAGES = [

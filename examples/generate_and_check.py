@@ -18,7 +18,7 @@ import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from attnplug.tiny import TINY_CONFIGS
+from attnplug.host import TINY_CONFIGS
 
 PROMPTS = ("Attention is all you need.", "Attention is a plan and a run.", "A page, a prefix, a chunk")
 NEW_TOKENS = 48

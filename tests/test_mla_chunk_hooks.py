@@ -7,21 +7,11 @@ from itertools import product
 
 import pytest
 
-from attnplug import (
-    BackendContext,
-    ExtendPath,
-    ExtendPolicy,
-    ForwardBatch,
-    ForwardMode,
-    Geometry,
-    HybridLinearBackend,
-    Plan,
-    PlanError,
-    Serving,
-    load_registry,
-)
-from attnplug.backend import backend_problems, bind_optional_hook, claim_problems
-from attnplug.mla.plan import ABSORBED, plan_extend
+from attnplug import BackendContext, ExtendPath, ForwardBatch, ForwardMode, Geometry, Plan, PlanError, Serving
+from attnplug.choose.building import claim_problems
+from attnplug.contract.backend import bind_optional_hook
+from attnplug.host import ExtendPolicy, HybridLinearBackend, backend_problems, load_registry, plan_extend
+from attnplug.mla.plan import ABSORBED
 from support.mla_plugins import PLUGINS, Chunks, joined, serving_mla
 from support.mla_scene import MLACase, MLAModel, MLAScene, relative_error
 

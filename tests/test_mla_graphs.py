@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from attnplug import BackendContext, ForwardMode, GraphLevel, SplitBackend
+from attnplug import BackendContext, ForwardMode, GraphLevel
+from attnplug.host import SplitBackend
 from support.mla_capture import check_replays, replay_scenes
 from support.mla_plugins import PLUGINS
 from support.mla_scene import MLACase

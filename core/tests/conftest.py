@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from attnplug.loading import find_plugins
+from attnplug.choose.loading import find_plugins
 from support.command import attnplug, package, plain_environment
 from support.plugins import install, install_source, only_fault
 from support.triton_mode import settle_triton
@@ -31,4 +31,4 @@ def core_alone(monkeypatch: pytest.MonkeyPatch) -> None:
         points, broken = find_plugins()
         return [point for point in points if not point.value.startswith("attnplug_")], broken
 
-    monkeypatch.setattr("attnplug.registry.find_plugins", find)
+    monkeypatch.setattr("attnplug.choose.registry.find_plugins", find)

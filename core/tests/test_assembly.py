@@ -13,29 +13,24 @@ from typing import Any
 import pytest
 import torch
 
-from attnplug import (
-    BackendContext,
+from attnplug import BackendContext, DType, PageSizes, Problem, Role, WorkspaceError
+from attnplug.choose.assembly import BuildError
+from attnplug.choose.loading import Source
+from attnplug.host import (
     BackendRequest,
-    DType,
     KVPools,
     Limits,
-    PageSizes,
     PluginWarning,
-    Problem,
     Registered,
     Registry,
-    Role,
     Selection,
     SelectionError,
     UsageError,
-    WorkspaceError,
     WorkspaceOwner,
     build_chosen,
     build_selection,
     choose_importable,
 )
-from attnplug.assembly import BuildError
-from attnplug.loading import Source
 from support.specs import MHA, claiming, model
 
 PROBLEM = Problem(model(MHA), "cpu")

@@ -9,9 +9,10 @@ from itertools import permutations
 import pytest
 import torch
 
-from attnplug import BackendId, ForwardBatch, ForwardMode, Plan, PlanError, plan_forward
-from attnplug import batch as batch_module
-from attnplug.batch import apply_skip_attn_backend_init
+from attnplug import BackendId, ForwardBatch, ForwardMode, Plan, PlanError
+from attnplug.contract import batch as batch_module
+from attnplug.contract.batch import apply_skip_attn_backend_init
+from attnplug.host import plan_forward
 
 
 def make(requests: int = 2, tokens: int | None = None, mode: ForwardMode = ForwardMode.DECODE) -> ForwardBatch:

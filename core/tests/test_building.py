@@ -19,26 +19,28 @@ from attnplug import (
     DType,
     ExtendPath,
     GraphLevel,
-    HybridLinearBackend,
-    KVPools,
     LayerSpec,
-    Limits,
     ModelSpec,
     PageSizes,
     PluginError,
     Problem,
+    Role,
+)
+from attnplug.choose.loading import Source
+from attnplug.contract.backend import MAY_IGNORE, hook_signatures
+from attnplug.host import (
+    BackendRequest,
+    HybridLinearBackend,
+    KVPools,
+    Limits,
     Registered,
     Registry,
-    Role,
     SplitBackend,
     WorkspaceOwner,
     build_backend,
     build_selection,
     select,
 )
-from attnplug.backend import MAY_IGNORE, hook_signatures
-from attnplug.loading import Source
-from attnplug.select import BackendRequest
 from support.recorder import MEMBERS, Recorder
 from support.specs import EVERYTHING, GDN, MLA, spec
 

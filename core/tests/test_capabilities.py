@@ -25,8 +25,8 @@ from attnplug import (
     Role,
     hookimpl,
 )
-from attnplug.claims import weakest
-from attnplug.loading import Broken
+from attnplug.choose.loading import Broken
+from attnplug.declare.claims import weakest
 from support.plugins import Install, module, place, spec
 from support.specs import EVERYTHING, claiming, page_sizes
 

@@ -12,12 +12,11 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from attnplug import DType, LayerSpec
 from attnplug.cli.check import LAYERS
 from attnplug.cli.main import main
 from attnplug.cli.scene import STEPS, Scene, allowed_error, largest_error, worse
-from attnplug.kv import torch_dtype
-from attnplug.model import LayerSpec
-from attnplug.problem import DType
+from attnplug.host import torch_dtype
 
 Attnplug = Callable[..., "Outcome"]
 Backend = Callable[..., None]
@@ -71,7 +70,7 @@ BACKEND = """
 import torch
 from dataclasses import replace
 from attnplug import ForwardExtras
-from attnplug.torch_native.backend import TorchNativeBackend
+from attnplug.host import TorchNativeBackend
 
 {before}
 

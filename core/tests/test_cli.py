@@ -122,7 +122,7 @@ def test_a_line_that_a_full_disk_cuts_is_taken_back(tmp_path: Path, mode: str) -
     """JSON lines are whole or not there, also where others were in the file before."""
     code = """
 import resource
-from attnplug.cli import output
+from attnplug.host import output
 resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))
 output.reserve_for_json()
 output.write_line("a" * 50)
@@ -136,7 +136,7 @@ output.write_line("b" * 50)
     assert file.read_text() == ("before\n" if mode == "a" else "") + "a" * 50 + "\n"
 
 
-@pytest.mark.parametrize("module", ["attnplug.capabilities", "attnplug.cli.app", "attnplug.cli.backends"])
+@pytest.mark.parametrize("module", ["attnplug.declare.capabilities", "attnplug.cli.app", "attnplug.cli.backends"])
 @pytest.mark.parametrize("command", ["attnplug", "-m attnplug"])
 def test_an_interrupt_while_the_command_is_imported_gets_no_traceback(
     tmp_path: Path, command: str, module: str

@@ -132,7 +132,7 @@ def test_a_plugin_that_takes_long_to_load_is_a_warning(
 ) -> None:
     package("slow")
     clock = itertools.count(step=3.14159)
-    monkeypatch.setattr("attnplug.registry.monotonic", lambda: next(clock))
+    monkeypatch.setattr("attnplug.choose.registry.monotonic", lambda: next(clock))
     outcome = attnplug(*arguments)
     assert (outcome.code, outcome.err) == (0, "warning: plugin slow (slow-dist 1.2.3) took 3.1 s to load\n")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from attnplug.tiny import TINY_CONFIGS
+from attnplug.host import TINY_CONFIGS
 from support.command import PLUGIN, Attnplug, Package, in_own_process
 
 pytestmark = pytest.mark.usefixtures("plain_environment")

@@ -7,11 +7,10 @@ from typing import Any
 
 import pytest
 
-from attnplug import DType, Problem, Role, UsageError
+from attnplug import DType, GraphLevel, Problem, Role
 from attnplug.cli.check import CheckOptions
 from attnplug.cli.explain import ExplainOptions
-from attnplug.model_config import load_model
-from attnplug.problem import GraphLevel
+from attnplug.host import UsageError, load_model
 from support.command import Attnplug
 
 ROLES = {Role.PREFILL: "two", Role.DECODE: "three", Role.LINEAR: "four"}

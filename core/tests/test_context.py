@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from attnplug import BackendError, active_backend, forward_context
-from attnplug.context import active_linear, active_mla
+from attnplug import BackendError
+from attnplug.host import active_backend, forward_context
+from attnplug.layers.forward_context import active_linear, active_mla
 
 
 def stand_in(name: str) -> Any:

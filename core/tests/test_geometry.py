@@ -9,9 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnplug import ForwardMode, Geometry
-from attnplug.geometry import _device_slots, _host_slots
-from attnplug.transfer import to_device
+from attnplug import ForwardMode, Geometry, to_device
+from attnplug.contract.geometry import _device_slots, _host_slots
 from support.devices import DEVICES
 
 

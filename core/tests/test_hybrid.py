@@ -17,20 +17,23 @@ from attnplug import (
     ForwardMode,
     GraphLevel,
     HookError,
-    HybridLinearBackend,
     LayerSpec,
-    LinearAttention,
     LinearDims,
     LinearInputs,
     ModelSpec,
     Plan,
     PlanError,
+)
+from attnplug.host import (
+    ExtendPolicy,
+    HybridLinearBackend,
+    LinearAttention,
+    MLAAttention,
     SplitBackend,
     attend_linear,
     convolve,
+    forward_context,
 )
-from attnplug.context import forward_context
-from attnplug.mla import ExtendPolicy, MLAAttention
 from support.mla_scene import MLACase, MLAScene
 
 FULL = LayerSpec(1, AttentionKind.MHA, 1, 1, 8, 8, 1.0)

@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from attnplug.errors import PoolError
-from attnplug.kv import BadPages, OutOfPages, PageAllocator, PageCopy
+from attnplug import PoolError
+from attnplug.host import OutOfPages, PageAllocator, PageCopy
+from attnplug.kv import BadPages
 from attnplug.kv.allocator import settle_copies
 
 

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnplug.errors import PoolError
-from attnplug.kv import PageLayout, split_table
+from attnplug import PageLayout, PoolError, split_table
 
 SIZES = st.tuples(st.integers(1, 4), st.integers(1, 6), st.integers(1, 3), st.integers(1, 4))
 

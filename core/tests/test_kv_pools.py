@@ -7,9 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from attnplug.errors import PoolError
-from attnplug.kv import KVPools, LayoutName, LinearStatePool, MHAPool, MLAPool, PageCopy
-from attnplug.problem import DType
+from attnplug import DType, LinearStatePool, MHAPool, MLAPool, PoolError
+from attnplug.host import KVPools, PageCopy
+from attnplug.kv import LayoutName
 from support.devices import DEVICES
 from support.pools import LAYOUTS, linear_layer, mha_layer, mha_pool, mla_layer, mla_pool
 

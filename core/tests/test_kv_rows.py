@@ -12,10 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnplug.errors import PoolError
-from attnplug.kv import LayoutName, MHAPool, MLAPool, PageCopy, PageLayout, buffer, torch_dtype
-from attnplug.model import AttentionKind, LayerSpec, MLADims
-from attnplug.problem import DType
+from attnplug import AttentionKind, DType, LayerSpec, MHAPool, MLADims, MLAPool, PageLayout, PoolError
+from attnplug.host import PageCopy, torch_dtype
+from attnplug.kv import LayoutName, buffer
 from support.devices import DEVICES, INTERPRETED, nothing_waits
 from support.pools import LAYOUTS, PLAIN, mha_layer, mha_pool, mla_layer, mla_pool, random_rows
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnplug.errors import PoolError
-from attnplug.kv import LinearStatePool
-from attnplug.model import LayerSpec
-from attnplug.problem import DType
+from attnplug import DType, LayerSpec, LinearStatePool, PoolError
 from support.devices import DEVICES
 from support.pools import linear_layer
 

@@ -11,10 +11,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from attnplug.errors import PoolError
-from attnplug.kv import MHAPool, OutOfPages, PageAllocator, PageCopy, SlotTable
-from attnplug.model import AttentionKind, LayerSpec
-from attnplug.problem import DType
+from attnplug import AttentionKind, DType, LayerSpec, MHAPool, PoolError
+from attnplug.host import OutOfPages, PageAllocator, PageCopy, SlotTable
 from support.devices import DEVICES
 
 

@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 
-from attnplug import CONTRACT_VERSION, BackendSpec, Problem, Refusal, Role, hookimpl, load_registry
-from attnplug.contract import contract_problem
-from attnplug.loading import GROUP, Broken
+from attnplug import CONTRACT_VERSION, BackendSpec, Problem, Refusal, Role, hookimpl
+from attnplug.choose.loading import GROUP, Broken
+from attnplug.declare.version import contract_problem
+from attnplug.host import load_registry
 from support.plugins import Install, bringing, module, place, spec
 
 # ---- isolation ----
@@ -409,7 +410,7 @@ def test_the_contract_of_this_core_is_accepted() -> None:
 
 def test_an_older_minor_version_is_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """D4: a minor version only adds what old backends need not know."""
-    monkeypatch.setattr("attnplug.contract.MINOR", 3)
+    monkeypatch.setattr("attnplug.declare.version.MINOR", 3)
     assert contract_problem("1.2") is None
     assert contract_problem("1.4") is not None
 

@@ -15,27 +15,20 @@ from attnplug import (
     BackendError,
     BackendId,
     Claims,
+    ExtendPath,
     ForwardBatch,
     ForwardExtras,
     ForwardMode,
     HookError,
     MLADims,
+    MLALayers,
     Plan,
     PlanError,
-    UsageError,
-)
-from attnplug.claims import ExtendPath
-from attnplug.context import forward_context
-from attnplug.mla import (
-    ExtendPolicy,
-    MLAAttention,
-    MLALayers,
-    MLAWeights,
-    attend_mla,
     check_lse,
     merge_partial,
 )
-from attnplug.reference import attention_float64
+from attnplug.cli.reference import attention_float64
+from attnplug.host import ExtendPolicy, MLAAttention, MLAWeights, UsageError, attend_mla, forward_context
 from support.devices import DEVICES
 from support.stage import Case, Stage, error
 

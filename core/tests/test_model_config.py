@@ -14,15 +14,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnplug.errors import UsageError
-from attnplug.model_config import ModelConfigError, load_model, model_from_config
-from attnplug.tiny import TINY_CONFIGS
+from attnplug.hf.model_config import model_from_config
+from attnplug.host import TINY_CONFIGS, ModelConfigError, UsageError, load_model
 from support.configs import DEEPSEEK_V3, KIMI_LINEAR, LLAMA_3_8B, NEMOTRON_H_8B, QWEN3_NEXT, read, refused, without
 
 
 def test_reading_a_model_imports_no_torch() -> None:
-    code = "import sys, attnplug.model_config as m; m.load_model('tiny:llama'); print('torch' in sys.modules)"
-    path = str(Path(sys.modules["attnplug.model_config"].__file__ or "").parents[1])
+    code = "import sys, attnplug.hf.model_config as m; m.load_model('tiny:llama'); print('torch' in sys.modules)"
+    path = str(Path(sys.modules["attnplug.hf.model_config"].__file__ or "").parents[1])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": path})
     assert done.stdout == "False\n", done.stderr
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from attnplug.model import AttentionKind, Feature, LayerSpec, LinearDims, MLADims, ModelSpec
-from attnplug.model_config import UNBOUNDED_CONTEXT, load_model
-from attnplug.tiny import TINY_CONFIGS
+from attnplug import AttentionKind, Feature, LayerSpec, LinearDims, MLADims, ModelSpec
+from attnplug.hf.model_config import UNBOUNDED_CONTEXT
+from attnplug.host import TINY_CONFIGS, load_model
 from support.configs import (
     DEEPSEEK_V3,
     KIMI_FULL,

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from attnplug import DType, LayerSpec, Problem, Role, UsageError
+from attnplug import DType, LayerSpec, Problem, Role
+from attnplug.host import UsageError
 from support.specs import GDN, MHA, MLA, model
 
 

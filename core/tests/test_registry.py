@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from attnplug import BackendSpec, PluginError, Registry, UsageError, hookimpl, load_registry
-from attnplug.loading import GROUP
+from attnplug import BackendSpec, PluginError, hookimpl
+from attnplug.choose.loading import GROUP
+from attnplug.host import Registry, UsageError, load_registry
 from support.plugins import EMBEDDED, Install, bringing, module, spec
 
 # ---- what works ----
@@ -144,7 +145,7 @@ def test_the_embedded_default_keeps_its_name(install: Install, claimants: int) -
 def test_a_plugin_that_takes_long_to_load_is_named(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
     points = [install(bringing(spec(name)), name, f"{name}-dist") for name in ("quick", "slow")]
     clock = iter([10.0, 10.2, 20.0, 23.1])
-    monkeypatch.setattr("attnplug.registry.monotonic", lambda: next(clock))
+    monkeypatch.setattr("attnplug.choose.registry.monotonic", lambda: next(clock))
     registry = load_registry(points, {})
     assert {str(source): round(seconds, 1) for source, seconds in registry.slow.items()} == {"slow-dist 1.2.3": 3.1}
     assert set(registry.backends) == {"quick", "slow"}

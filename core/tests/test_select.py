@@ -7,24 +7,10 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from attnplug import (
-    BackendRequest,
-    DType,
-    GraphLevel,
-    ModelSpec,
-    PageSizes,
-    PluginError,
-    Problem,
-    Refusal,
-    RefusalCode,
-    Role,
-    SelectionError,
-    UsageError,
-    explain,
-    select,
-)
-from attnplug.registry import Broken, Source
-from attnplug.select import render
+from attnplug import DType, GraphLevel, ModelSpec, PageSizes, PluginError, Problem, Refusal, RefusalCode, Role
+from attnplug.choose.registry import Broken, Source
+from attnplug.choose.select import render
+from attnplug.host import BackendRequest, SelectionError, UsageError, explain, select
 from support.selection import CPU_FLOAT32, HYBRID, LINEAR, LINEAR_ONLY, LLAMA, PLAIN, backend, names, registry
 
 # ---- explicit requests ----

@@ -7,7 +7,8 @@ from itertools import permutations
 
 import pytest
 
-from attnplug import BackendRequest, Problem, Registered, Role, explain, select
+from attnplug import Problem, Role
+from attnplug.host import BackendRequest, Registered, explain, select
 from support.selection import LINEAR, LLAMA, PLAIN, backend, names, registry
 
 

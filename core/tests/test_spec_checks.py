@@ -14,9 +14,18 @@ from typing import Any
 
 import pytest
 
-from attnplug import BackendError, DType, Problem, Refusal, RefusalCode, Role
-from attnplug.factory import factory_refusal
-from attnplug.requirement import import_library, module_refusal, requirement_refusal
+from attnplug import (
+    BackendError,
+    DType,
+    Problem,
+    Refusal,
+    RefusalCode,
+    Role,
+    import_library,
+    module_refusal,
+    requirement_refusal,
+)
+from attnplug.declare.factory import factory_refusal
 from support.libraries import install_library
 from support.specs import EVERYTHING, spec
 
@@ -84,7 +93,7 @@ def test_the_advice_keeps_the_extras() -> None:
         ("no_such_module:build", "no_such_module"),
         ("no_such_package.backend:build", "no_such_package"),
         ("attnplug.no_such_module:build", "attnplug.no_such_module"),
-        ("attnplug.spec.inner:build", "attnplug.spec.inner"),
+        ("attnplug.declare.spec.inner:build", "attnplug.declare.spec.inner"),
         ("package_of_a_test.no_such_module:build", "package_of_a_test.no_such_module"),
     ],
 )
@@ -110,7 +119,7 @@ def test_a_factory_whose_module_is_there_is_none(package_of_a_test: str, factory
 
 def test_a_factory_that_its_imported_module_lacks_is_a_refusal() -> None:
     """D3: a plugin of one module, whose factory is misspelled."""
-    (refusal,) = spec(factory="attnplug.spec:BackendSepc").refusals(Problem())
+    (refusal,) = spec(factory="attnplug.declare.spec:BackendSepc").refusals(Problem())
     assert (refusal.code, refusal.value) == (RefusalCode.FACTORY, "BackendSepc")
 
 

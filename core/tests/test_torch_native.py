@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnplug import DType, ForwardMode, MLADims
-from attnplug.reference import attention_float64
+from attnplug.cli.reference import attention_float64
 from support.devices import DEVICES
 from support.stage import Case, Stage, error
 

@@ -7,8 +7,8 @@ import gc
 import pytest
 import torch
 
-from attnplug import SCRATCH, WorkspaceError, WorkspaceKind, WorkspaceOwner
-from attnplug.workspace import CUTE_DSL_SCRATCH, TRTLLM_SEMAPHORES
+from attnplug import CUTE_DSL_SCRATCH, SCRATCH, TRTLLM_SEMAPHORES, WorkspaceError, WorkspaceKind
+from attnplug.host import WorkspaceOwner
 
 MiB = 1 << 20
 

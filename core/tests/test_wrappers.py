@@ -20,17 +20,16 @@ from attnplug import (
     ForwardMode,
     GraphLevel,
     HookError,
-    HybridLinearBackend,
     LayerSpec,
     ModelSpec,
     PageSizes,
     Plan,
     PlanError,
     Role,
-    SplitBackend,
 )
-from attnplug.backend import optional_hooks, protocol_attributes, protocol_methods
-from attnplug.claims import weakest
+from attnplug.contract.backend import protocol_attributes, protocol_methods
+from attnplug.declare.claims import weakest
+from attnplug.host import HybridLinearBackend, SplitBackend, optional_hooks
 from support.recorder import MEMBERS, PLANNERS, Recorder
 from support.specs import GDN
 

@@ -13,28 +13,22 @@ import torch
 from naive_linear import NaiveLinearBackend
 from torch import Tensor
 
-from attnplug import (
-    BackendContext,
-    DType,
-    ForwardBatch,
-    ForwardMode,
+from attnplug import BackendContext, DType, ForwardBatch, ForwardMode, LinearStatePool, MHAPool, MLAPool, Role
+from attnplug.host import (
+    TINY_CONFIGS,
+    HybridLinearBackend,
     KVPools,
     Limits,
-    LinearStatePool,
-    MHAPool,
-    MLAPool,
+    LinearAttention,
+    MLAAttention,
     PageAllocator,
     Parallel,
-    Role,
     SlotTable,
+    TorchNativeBackend,
     WorkspaceOwner,
+    forward_context,
+    plan_forward,
 )
-from attnplug.context import forward_context, plan_forward
-from attnplug.linear import LinearAttention
-from attnplug.mla import MLAAttention
-from attnplug.tiny import TINY_CONFIGS
-from attnplug.torch_native.backend import TorchNativeBackend
-from attnplug.wrappers import HybridLinearBackend
 from attnplug_engine.models import LoadedModel
 from attnplug_engine.models.linear_attention import linear_part
 from attnplug_engine.parallel import SINGLE, TensorParallel

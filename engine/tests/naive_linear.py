@@ -7,10 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from attnplug import BackendId, ForwardBatch, LayerSpec, Plan
-from attnplug.claims import Claims
-from attnplug.kv import LinearStatePool
-from attnplug.linear import LinearInputs
+from attnplug import BackendId, Claims, ForwardBatch, LayerSpec, LinearInputs, LinearStatePool, Plan
 
 
 class NaiveLinearBackend:

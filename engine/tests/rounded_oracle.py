@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnplug.tiny import TINY_CONFIGS
+from attnplug.host import TINY_CONFIGS
 from attnplug_engine.engine import Engine
 from attnplug_engine.request import SamplingParams
 

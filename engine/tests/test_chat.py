@@ -9,8 +9,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
-from attnplug.errors import UsageError
-from attnplug.model_config import load_model as load_spec
+from attnplug.host import UsageError
+from attnplug.host import load_model as load_spec
 from attnplug_engine import Chat, Engine
 from attnplug_engine.chat_template import ChatTemplate
 from attnplug_engine.models import build_model

@@ -11,9 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from attnplug.config_keys import ModelConfigError
-from attnplug.errors import UsageError
-from attnplug.tiny import TINY_CONFIGS
+from attnplug.host import TINY_CONFIGS, ModelConfigError, UsageError
 from attnplug_engine import Engine
 from attnplug_engine.checkpoint import (
     Checkpoint,

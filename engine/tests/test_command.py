@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from attnplug import load_registry
-from attnplug.cli import app, output
-from attnplug.errors import AttnplugError
-from attnplug.loading import Broken, Source
+from attnplug import AttnplugError
+from attnplug.choose.loading import Broken, Source
+from attnplug.cli import app
+from attnplug.host import load_registry, output
 from attnplug_engine.runner import ModelRunner
 from attnplug_engine.sampler import BadLogits, Sampler
 from support.command import Attnplug

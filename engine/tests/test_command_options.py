@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from attnplug import DType, ExtendPath, ExtendPolicy, Registry, Role, UsageError
+from attnplug import DType, ExtendPath, Role
+from attnplug.host import ExtendPolicy, Registry, UsageError
 from attnplug_engine.embedding import EmbedOptions
 from attnplug_engine.options import EngineOptions
 from attnplug_engine.pooling import Pooling

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
 
-from attnplug.errors import BackendError, UsageError
+from attnplug import BackendError
+from attnplug.host import UsageError
 from attnplug_engine import Embedder
 from attnplug_engine.models import build_model
 from attnplug_engine.models import load_model as load

@@ -14,9 +14,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from attnplug import DType, PoolError, Role, Serving
-from attnplug.errors import UsageError
-from attnplug.model_config import load_model
-from attnplug.tiny import TINY_CONFIGS
+from attnplug.host import TINY_CONFIGS, UsageError, load_model
 from attnplug_engine import Embedder, Engine
 from attnplug_engine.checkpoint import MissingTensor
 from attnplug_engine.pooling import Pooling

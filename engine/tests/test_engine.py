@@ -13,24 +13,19 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from attnplug import (
-    BackendContext,
-    BackendError,
-    DType,
-    PageSizes,
+from attnplug import BackendContext, BackendError, DType, PageSizes, PoolError, Role
+from attnplug.choose.loading import Source
+from attnplug.host import (
+    TINY_CONFIGS,
+    ModelConfigError,
     PluginWarning,
-    PoolError,
     Registered,
     Registry,
-    Role,
+    SelectionError,
     UsageError,
     load_registry,
 )
-from attnplug.loading import Source
-from attnplug.model_config import ModelConfigError
-from attnplug.model_config import load_model as load_spec
-from attnplug.select import SelectionError
-from attnplug.tiny import TINY_CONFIGS
+from attnplug.host import load_model as load_spec
 from attnplug_engine import Engine, SamplingParams
 from attnplug_engine.models import build_model
 from attnplug_engine.options import EngineOptions

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnplug import ExtendPath, ExtendPolicy
-from attnplug.tiny import TINY_CONFIGS
+from attnplug import ExtendPath
+from attnplug.host import TINY_CONFIGS, ExtendPolicy
 from attnplug_engine.engine import Engine, EngineOptions
 from attnplug_engine.request import SamplingParams
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from attnplug import DType, ExtendPath, ExtendPolicy
-from attnplug.tiny import TINY_CONFIGS
+from attnplug import DType, ExtendPath
+from attnplug.host import TINY_CONFIGS, ExtendPolicy
 from attnplug_engine.engine import Engine
 from attnplug_engine.request import SamplingParams
 

@@ -16,9 +16,7 @@ from thread_ranks import Threads, in_ranks
 from torch.testing import assert_close
 
 from attnplug import BackendError, ForwardBatch, ForwardMode
-from attnplug.config_keys import ModelConfigError
-from attnplug.context import forward_context
-from attnplug.tiny import TINY_CONFIGS
+from attnplug.host import TINY_CONFIGS, ModelConfigError, forward_context
 from attnplug_engine.checkpoint import MissingTensor
 from attnplug_engine.models import build_model, load_model
 from attnplug_engine.models.lightning_attention import alibi_slopes

@@ -30,9 +30,9 @@ TEXT = "".join(json.dumps(line) + "\n" for line in LINES)
 
 WAITING = """
 import os, sys, threading
-from attnplug import interrupt
-from attnplug.errors import AttnplugError
-from attnplug.cli.app import add_command
+from attnplug.host import interrupt
+from attnplug import AttnplugError
+from attnplug.host import add_command
 from attnplug_engine import launch
 
 

@@ -10,8 +10,7 @@ import torch
 from torch.testing import assert_close
 
 from attnplug import ForwardBatch, ForwardMode
-from attnplug.config_keys import Config
-from attnplug.tiny import TINY_CONFIGS
+from attnplug.host import TINY_CONFIGS, Config
 from attnplug_engine.models import ARCHITECTURES, UnknownArchitecture, build_model, load_model
 from attnplug_engine.models.rope import HalfRotation, PairRotation, inverse_frequencies
 from attnplug_engine.random_checkpoint import RandomCheckpoint

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from attnplug.errors import UsageError
+from attnplug.host import UsageError
 from attnplug_engine.pooling import EmbeddingRules, Pooling, read_rules
 
 TRANSFORMER, POOLING, NORMALIZE = (

@@ -9,8 +9,9 @@ import pytest
 import torch
 from thread_ranks import in_ranks
 
-from attnplug import BackendContext, DType, ExtendPolicy, ForwardBatch, Limits, Parallel, PlanError, Serving
-from attnplug.model_config import load_model as load_spec
+from attnplug import BackendContext, DType, ForwardBatch, PlanError, Serving
+from attnplug.host import ExtendPolicy, Limits, Parallel
+from attnplug.host import load_model as load_spec
 from attnplug_engine import Engine, SamplingParams
 from attnplug_engine.parallel import SINGLE
 from attnplug_engine.runner import Capacity, build_pools, bytes_per_state
@@ -126,7 +127,7 @@ def test_bytes_of_a_linear_state_are_those_of_its_pool(model):
 
 RECORDING = """
 from attnplug import CONTRACT_VERSION, BackendSpec, Capabilities, ExtendPath, hookimpl
-from attnplug.torch_native.backend import TorchNativeBackend
+from attnplug.host import TorchNativeBackend
 
 
 class Recording(TorchNativeBackend):

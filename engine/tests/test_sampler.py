@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnplug.errors import AttnplugError, UsageError
+from attnplug import AttnplugError
+from attnplug.host import UsageError
 from attnplug_engine.request import Request, SamplingParams
 from attnplug_engine.sampler import BadLogits, Sampler, draw, likeliest, request_seed, token_logprobs, uniform
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from attnplug.errors import PoolError, UsageError
-from attnplug.kv.allocator import PageAllocator
-from attnplug.kv.table import SlotTable
-from attnplug.plan import ForwardMode
+from attnplug import ForwardMode, PoolError
+from attnplug.host import PageAllocator, SlotTable, UsageError
 from attnplug_engine.prefix_cache import PrefixCache
 from attnplug_engine.request import FinishReason, Request, RequestState, SamplingParams, Step
 from attnplug_engine.scheduler import Scheduler, StepError

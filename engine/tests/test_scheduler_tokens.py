@@ -15,10 +15,8 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from attnplug import AttentionKind, DType, LayerSpec, LinearDims, LinearStatePool, UsageError
-from attnplug.kv.allocator import PageAllocator
-from attnplug.kv.table import SlotTable
-from attnplug.plan import ForwardMode
+from attnplug import AttentionKind, DType, ForwardMode, LayerSpec, LinearDims, LinearStatePool
+from attnplug.host import PageAllocator, SlotTable, UsageError
 from attnplug_engine.prefix_cache import PrefixCache
 from attnplug_engine.request import FinishReason, Request, RequestState, SamplingParams, Step
 from attnplug_engine.scheduler import Scheduler, whole_step_tokens

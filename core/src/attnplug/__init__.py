@@ -1,265 +1,117 @@
 """attnplug: attention backends for LLM inference as plugins.
 
-Everything a backend's author needs is importable from here and nothing deeper is promised. Names that need torch
-are imported when they are first used: a plugin's entry point, and ``attnplug backends``, load without it.
+This is the face for authors of backends: what they need is importable from here. ``attnplug.host`` is the one for
+engines and bridges. Nothing deeper is promised. A name is imported when it is first used: a plugin's entry point, and
+``attnplug backends``, load without torch.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from attnplug import interrupt  # noqa: F401 (first of all: what follows takes a tenth of a second)
-from attnplug.capabilities import Capabilities
-from attnplug.chunks import Chunk, Span, plan_prefix_chunks
-from attnplug.claims import Claims, ExtendPath, PageSizes
-from attnplug.contract import CONTRACT_VERSION
-from attnplug.errors import (
-    AttnplugError,
-    BackendError,
-    HookError,
-    PlanError,
-    PluginError,
-    PluginWarning,
-    PoolError,
-    UsageError,
-    WorkspaceError,
-)
-from attnplug.hooks import bind_hook
-from attnplug.hookspecs import hookimpl
-from attnplug.loading import Registered
-from attnplug.model import AttentionKind, Feature, LayerSpec, LinearDims, MLADims, ModelSpec
-from attnplug.plan import BackendId, ForwardMode, Plan, PlanRecord, claim_plan
-from attnplug.problem import DType, GraphLevel, Problem, Role
-from attnplug.refusal import Refusal, RefusalCode
-from attnplug.registry import Registry, load_registry
-from attnplug.requirement import import_library, module_refusal, requirement_refusal
-from attnplug.select import BackendRequest, Selection, SelectionError, explain, select
-from attnplug.spec import BackendSpec
+from attnplug.machine import interrupt as _interrupt  # noqa: F401 (first of all: what follows takes a tenth of a second)
+
+# isort: split
+from attnplug.faces import face
 
 if TYPE_CHECKING:
-    from attnplug.assembly import build_chosen, build_selection, choose_importable
-    from attnplug.backend import (
-        AttentionBackend,
-        BackendContext,
-        ChunkPlanning,
-        ForwardExtras,
-        GraphPlanning,
-        Limits,
-        LinearBackend,
-        LinearHooks,
-        Parallel,
-        RaggedAttention,
-        Serving,
-        build_backend,
-    )
-    from attnplug.batch import ForwardBatch
-    from attnplug.context import active_backend, forward_context, plan_forward
-    from attnplug.geometry import Geometry
-    from attnplug.graphs import Captures, GraphLimits
-    from attnplug.kv import (
-        KVPools,
-        LinearStatePool,
-        MHAPool,
-        MLAPool,
-        OutOfPages,
-        PageAllocator,
-        PageCopy,
-        PageLayout,
-        SlotTable,
-        split_table,
-    )
-    from attnplug.linear import LinearAttention, LinearInputs, attend_linear, convolve
-    from attnplug.mla import (
-        ExtendPolicy,
-        MLAAttention,
-        MLALayers,
-        MLAWeights,
-        attend_mla,
-        check_lse,
-        merge_partial,
-    )
-    from attnplug.planned import PlannedBackend
-    from attnplug.ragged import RaggedCall
-    from attnplug.transfer import on_host, to_device
-    from attnplug.workspace import (
-        CUTE_DSL_SCRATCH,
-        SCRATCH,
-        TRTLLM_SEMAPHORES,
-        Workspace,
-        WorkspaceKind,
-        WorkspaceOwner,
-        WorkspaceUse,
-    )
-    from attnplug.wrappers import ForwardingBackend, HybridLinearBackend, SplitBackend
+    from attnplug.author.graphs import Captures as Captures
+    from attnplug.author.graphs import GraphLimits as GraphLimits
+    from attnplug.author.mla_layers import MLALayers as MLALayers
+    from attnplug.author.mla_layers import check_lse as check_lse
+    from attnplug.author.planned import PlannedBackend as PlannedBackend
+    from attnplug.choose.hookspecs import hookimpl as hookimpl
+    from attnplug.contract.backend import AttentionBackend as AttentionBackend
+    from attnplug.contract.backend import ForwardExtras as ForwardExtras
+    from attnplug.contract.batch import ForwardBatch as ForwardBatch
+    from attnplug.contract.context import BackendContext as BackendContext
+    from attnplug.contract.context import Serving as Serving
+    from attnplug.contract.geometry import Geometry as Geometry
+    from attnplug.contract.hooks import bind_hook as bind_hook
+    from attnplug.contract.linear import LinearInputs as LinearInputs
+    from attnplug.contract.plan import BackendId as BackendId
+    from attnplug.contract.plan import ForwardMode as ForwardMode
+    from attnplug.contract.plan import Plan as Plan
+    from attnplug.contract.ragged import RaggedCall as RaggedCall
+    from attnplug.declare.capabilities import Capabilities as Capabilities
+    from attnplug.declare.claims import Claims as Claims
+    from attnplug.declare.claims import ExtendPath as ExtendPath
+    from attnplug.declare.claims import PageSizes as PageSizes
+    from attnplug.declare.errors import AttnplugError as AttnplugError
+    from attnplug.declare.errors import BackendError as BackendError
+    from attnplug.declare.errors import HookError as HookError
+    from attnplug.declare.errors import PlanError as PlanError
+    from attnplug.declare.errors import PluginError as PluginError
+    from attnplug.declare.errors import PoolError as PoolError
+    from attnplug.declare.errors import WorkspaceError as WorkspaceError
+    from attnplug.declare.model import AttentionKind as AttentionKind
+    from attnplug.declare.model import Feature as Feature
+    from attnplug.declare.model import LayerSpec as LayerSpec
+    from attnplug.declare.model import LinearDims as LinearDims
+    from attnplug.declare.model import MLADims as MLADims
+    from attnplug.declare.model import ModelSpec as ModelSpec
+    from attnplug.declare.problem import DType as DType
+    from attnplug.declare.problem import GraphLevel as GraphLevel
+    from attnplug.declare.problem import Problem as Problem
+    from attnplug.declare.problem import Role as Role
+    from attnplug.declare.refusal import Refusal as Refusal
+    from attnplug.declare.refusal import RefusalCode as RefusalCode
+    from attnplug.declare.requirement import import_library as import_library
+    from attnplug.declare.requirement import module_refusal as module_refusal
+    from attnplug.declare.requirement import requirement_refusal as requirement_refusal
+    from attnplug.declare.spec import BackendSpec as BackendSpec
+    from attnplug.declare.version import CONTRACT_VERSION as CONTRACT_VERSION
+    from attnplug.kv import LinearStatePool as LinearStatePool
+    from attnplug.kv import MHAPool as MHAPool
+    from attnplug.kv import MLAPool as MLAPool
+    from attnplug.kv import PageLayout as PageLayout
+    from attnplug.kv import split_table as split_table
+    from attnplug.kv.workspace import CUTE_DSL_SCRATCH as CUTE_DSL_SCRATCH
+    from attnplug.kv.workspace import SCRATCH as SCRATCH
+    from attnplug.kv.workspace import TRTLLM_SEMAPHORES as TRTLLM_SEMAPHORES
+    from attnplug.kv.workspace import Workspace as Workspace
+    from attnplug.kv.workspace import WorkspaceKind as WorkspaceKind
+    from attnplug.kv.workspace import WorkspaceUse as WorkspaceUse
+    from attnplug.machine.transfer import on_host as on_host
+    from attnplug.machine.transfer import to_device as to_device
+    from attnplug.mla import merge_partial as merge_partial
+    from attnplug.wrappers import ForwardingBackend as ForwardingBackend
 
-_NEEDS_TORCH = {
-    "assembly": ("build_chosen", "build_selection", "choose_importable"),
-    "backend": (
-        "AttentionBackend",
-        "BackendContext",
-        "ChunkPlanning",
-        "ForwardExtras",
-        "GraphPlanning",
-        "Limits",
-        "LinearBackend",
-        "LinearHooks",
-        "Parallel",
-        "RaggedAttention",
-        "Serving",
-        "build_backend",
+_MODULES = {
+    "author.graphs": ("Captures", "GraphLimits"),
+    "author.mla_layers": ("MLALayers", "check_lse"),
+    "author.planned": ("PlannedBackend",),
+    "choose.hookspecs": ("hookimpl",),
+    "contract.backend": ("AttentionBackend", "ForwardExtras"),
+    "contract.batch": ("ForwardBatch",),
+    "contract.context": ("BackendContext", "Serving"),
+    "contract.geometry": ("Geometry",),
+    "contract.hooks": ("bind_hook",),
+    "contract.linear": ("LinearInputs",),
+    "contract.plan": ("BackendId", "ForwardMode", "Plan"),
+    "contract.ragged": ("RaggedCall",),
+    "declare.capabilities": ("Capabilities",),
+    "declare.claims": ("Claims", "ExtendPath", "PageSizes"),
+    "declare.errors": (
+        "AttnplugError",
+        "BackendError",
+        "HookError",
+        "PlanError",
+        "PluginError",
+        "PoolError",
+        "WorkspaceError",
     ),
-    "batch": ("ForwardBatch",),
-    "context": ("active_backend", "forward_context", "plan_forward"),
-    "geometry": ("Geometry",),
-    "graphs": ("Captures", "GraphLimits"),
-    "kv": (
-        "KVPools",
-        "LinearStatePool",
-        "MHAPool",
-        "MLAPool",
-        "OutOfPages",
-        "PageAllocator",
-        "PageCopy",
-        "PageLayout",
-        "SlotTable",
-        "split_table",
-    ),
-    "linear": ("LinearAttention", "LinearInputs", "attend_linear", "convolve"),
-    "mla": ("ExtendPolicy", "MLAAttention", "MLALayers", "MLAWeights", "attend_mla", "check_lse", "merge_partial"),
-    "planned": ("PlannedBackend",),
-    "ragged": ("RaggedCall",),
-    "transfer": ("on_host", "to_device"),
-    "workspace": (
-        "CUTE_DSL_SCRATCH",
-        "SCRATCH",
-        "TRTLLM_SEMAPHORES",
-        "Workspace",
-        "WorkspaceKind",
-        "WorkspaceOwner",
-        "WorkspaceUse",
-    ),
-    "wrappers": ("ForwardingBackend", "HybridLinearBackend", "SplitBackend"),
+    "declare.model": ("AttentionKind", "Feature", "LayerSpec", "LinearDims", "MLADims", "ModelSpec"),
+    "declare.problem": ("DType", "GraphLevel", "Problem", "Role"),
+    "declare.refusal": ("Refusal", "RefusalCode"),
+    "declare.requirement": ("import_library", "module_refusal", "requirement_refusal"),
+    "declare.spec": ("BackendSpec",),
+    "declare.version": ("CONTRACT_VERSION",),
+    "kv": ("LinearStatePool", "MHAPool", "MLAPool", "PageLayout", "split_table"),
+    "kv.workspace": ("CUTE_DSL_SCRATCH", "SCRATCH", "TRTLLM_SEMAPHORES", "Workspace", "WorkspaceKind", "WorkspaceUse"),
+    "machine.transfer": ("on_host", "to_device"),
+    "mla": ("merge_partial",),
+    "wrappers": ("ForwardingBackend",),
 }
-_MODULE_OF = {name: module for module, names in _NEEDS_TORCH.items() for name in names}
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module 'attnplug' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"attnplug.{_MODULE_OF[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_MODULE_OF})
-
-
-__all__ = [
-    "CONTRACT_VERSION",
-    "CUTE_DSL_SCRATCH",
-    "SCRATCH",
-    "TRTLLM_SEMAPHORES",
-    "AttentionBackend",
-    "AttentionKind",
-    "AttnplugError",
-    "BackendContext",
-    "BackendError",
-    "BackendId",
-    "BackendRequest",
-    "BackendSpec",
-    "Capabilities",
-    "Captures",
-    "Chunk",
-    "ChunkPlanning",
-    "Claims",
-    "DType",
-    "ExtendPath",
-    "ExtendPolicy",
-    "Feature",
-    "ForwardBatch",
-    "ForwardExtras",
-    "ForwardMode",
-    "ForwardingBackend",
-    "Geometry",
-    "GraphLevel",
-    "GraphLimits",
-    "GraphPlanning",
-    "HookError",
-    "HybridLinearBackend",
-    "KVPools",
-    "LayerSpec",
-    "Limits",
-    "LinearAttention",
-    "LinearBackend",
-    "LinearDims",
-    "LinearHooks",
-    "LinearInputs",
-    "LinearStatePool",
-    "MHAPool",
-    "MLAAttention",
-    "MLADims",
-    "MLALayers",
-    "MLAPool",
-    "MLAWeights",
-    "ModelSpec",
-    "OutOfPages",
-    "PageAllocator",
-    "PageCopy",
-    "PageLayout",
-    "PageSizes",
-    "Parallel",
-    "Plan",
-    "PlanError",
-    "PlanRecord",
-    "PlannedBackend",
-    "PluginError",
-    "PluginWarning",
-    "PoolError",
-    "Problem",
-    "RaggedAttention",
-    "RaggedCall",
-    "Refusal",
-    "RefusalCode",
-    "Registered",
-    "Registry",
-    "Role",
-    "Selection",
-    "SelectionError",
-    "Serving",
-    "SlotTable",
-    "Span",
-    "SplitBackend",
-    "UsageError",
-    "Workspace",
-    "WorkspaceError",
-    "WorkspaceKind",
-    "WorkspaceOwner",
-    "WorkspaceUse",
-    "active_backend",
-    "attend_linear",
-    "attend_mla",
-    "bind_hook",
-    "build_backend",
-    "build_chosen",
-    "build_selection",
-    "check_lse",
-    "choose_importable",
-    "claim_plan",
-    "convolve",
-    "explain",
-    "forward_context",
-    "hookimpl",
-    "import_library",
-    "load_registry",
-    "merge_partial",
-    "module_refusal",
-    "on_host",
-    "plan_forward",
-    "plan_prefix_chunks",
-    "requirement_refusal",
-    "select",
-    "split_table",
-    "to_device",
-]
+__getattr__, __dir__, __all__ = face(__name__, globals(), _MODULES)

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from attnplug.model import ModelSpec
-from attnplug.model_config import ModelConfigError, model_from_config
+from attnplug import ModelSpec
+from attnplug.hf.model_config import model_from_config
+from attnplug.host import ModelConfigError
 
 LLAMA_3_8B: dict[str, Any] = {
     "model_type": "llama",

@@ -21,17 +21,14 @@ from attnplug import (
     ForwardBatch,
     ForwardExtras,
     ForwardMode,
-    KVPools,
     LayerSpec,
-    Limits,
     MHAPool,
     ModelSpec,
-    Parallel,
     Role,
     Serving,
-    WorkspaceOwner,
 )
-from attnplug.kv import LayoutName, torch_dtype
+from attnplug.host import KVPools, Limits, Parallel, WorkspaceOwner, torch_dtype
+from attnplug.kv import LayoutName
 from support.devices import nothing_is_zero_by_chance
 from support.mla_scene import FIRST_LAYER, LAYER, NAN, RANKS, attention
 

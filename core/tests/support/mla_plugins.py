@@ -17,16 +17,14 @@ from attnplug import (
     BackendContext,
     DType,
     ExtendPath,
-    HybridLinearBackend,
-    KVPools,
     LayerSpec,
     LinearDims,
     LinearStatePool,
     MLADims,
     ModelSpec,
     Serving,
-    load_registry,
 )
+from attnplug.host import HybridLinearBackend, KVPools, load_registry
 from support.mla_scene import MLACase
 
 _PLUGINS = Path(__file__).parents[3] / "plugins"
@@ -79,7 +77,7 @@ def _tests_of(*plugins: str) -> None:
 
 
 def _torch_native(context: BackendContext) -> AttentionBackend:
-    from attnplug.torch_native.backend import TorchNativeBackend
+    from attnplug.host import TorchNativeBackend
 
     return TorchNativeBackend(context)
 

@@ -22,20 +22,24 @@ from attnplug import (
     ForwardBatch,
     ForwardExtras,
     ForwardMode,
-    KVPools,
     LayerSpec,
-    Limits,
     MLADims,
     MLAPool,
     ModelSpec,
-    Parallel,
     Role,
     Serving,
-    WorkspaceOwner,
 )
-from attnplug.context import forward_context
-from attnplug.kv import torch_dtype
-from attnplug.mla import ExtendPolicy, MLAAttention, MLAWeights
+from attnplug.host import (
+    ExtendPolicy,
+    KVPools,
+    Limits,
+    MLAAttention,
+    MLAWeights,
+    Parallel,
+    WorkspaceOwner,
+    forward_context,
+    torch_dtype,
+)
 from support.devices import nothing_is_zero_by_chance
 
 DEEPSEEK = MLADims(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64)

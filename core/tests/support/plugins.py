@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from attnplug import CONTRACT_VERSION, BackendSpec, Capabilities, hookimpl, load_registry
-from attnplug.loading import GROUP, Broken
+from attnplug import CONTRACT_VERSION, BackendSpec, Capabilities, hookimpl
+from attnplug.choose.loading import GROUP, Broken
+from attnplug.host import load_registry
 
 CAPABILITIES = Capabilities(kinds={"mha"}, devices={"cpu"}, dtypes={"float32"})
 

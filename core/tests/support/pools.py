@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from attnplug.kv import LayoutName, MHAPool, MLAPool
-from attnplug.model import AttentionKind, LayerSpec, LinearDims, MLADims
-from attnplug.problem import DType
+from attnplug import AttentionKind, DType, LayerSpec, LinearDims, MHAPool, MLADims, MLAPool
+from attnplug.kv import LayoutName
 
 LAYOUTS: list[LayoutName] = ["token_major", "head_major"]
 PLAIN = [DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16]

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from attnplug import BackendId, Claims, GraphLevel, Plan
-from attnplug.backend import hook_signatures, protocol_methods
+from attnplug.contract.backend import hook_signatures, protocol_methods
 
 MEMBERS = {**protocol_methods(), **hook_signatures()}
 PLANNERS = ("init_forward_metadata", "init_forward_metadata_out_graph", "init_mha_chunk_metadata")

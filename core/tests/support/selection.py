@@ -15,11 +15,10 @@ from attnplug import (
     LinearDims,
     MLADims,
     ModelSpec,
-    Registered,
-    Registry,
     Role,
 )
-from attnplug.loading import Source
+from attnplug.choose.loading import Source
+from attnplug.host import Registered, Registry
 
 MHA = LayerSpec(0, AttentionKind.MHA, 8, 2, 64, 64, 0.125)
 MLA = LayerSpec(0, AttentionKind.MLA, 16, 16, 192, 128, 0.07, mla=MLADims(512, 128, 64))

@@ -18,19 +18,15 @@ from attnplug import (
     ForwardBatch,
     ForwardExtras,
     ForwardMode,
-    KVPools,
     LayerSpec,
-    Limits,
     MHAPool,
     MLADims,
     MLAPool,
     ModelSpec,
     Role,
-    WorkspaceOwner,
 )
-from attnplug.kv import torch_dtype
-from attnplug.reference import attention_float64
-from attnplug.torch_native.backend import TorchNativeBackend
+from attnplug.cli.reference import attention_float64
+from attnplug.host import KVPools, Limits, TorchNativeBackend, WorkspaceOwner, torch_dtype
 from support.devices import nothing_is_zero_by_chance
 
 NAN = float("nan")

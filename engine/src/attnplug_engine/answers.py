@@ -6,7 +6,7 @@ import json as jsonlib
 import sys
 from collections.abc import Sequence
 
-from attnplug.cli import output
+from attnplug.host import output
 from attnplug_engine.completion import Completion
 from attnplug_engine.prompts import PromptLine
 from attnplug_engine.request import LikelyToken

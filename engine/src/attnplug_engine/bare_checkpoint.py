@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from attnplug.config_keys import show
+from attnplug.host import show
 from attnplug_engine.checkpoint import Checkpoint, MissingTensor, WeightSource
 
 HEAD = "lm_head.weight"

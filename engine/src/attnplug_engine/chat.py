@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from attnplug.config_keys import show
-from attnplug.errors import UsageError
+from attnplug.host import UsageError, show
 
 _ALLOWED = 'a list of messages, each an object with texts as "role" and "content" (null beside "tool_calls")'
 

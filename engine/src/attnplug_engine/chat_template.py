@@ -22,9 +22,7 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from attnplug.config_keys import show
-from attnplug.errors import UsageError, describe_error
-from attnplug.json_files import read_json_object, read_text
+from attnplug.host import UsageError, describe_error, read_json_object, read_text, show
 from attnplug_engine.chat import Chat
 from attnplug_engine.checkpoint import checkpoint_folder
 from attnplug_engine.random_checkpoint import TINY

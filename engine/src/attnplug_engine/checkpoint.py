@@ -14,9 +14,7 @@ from typing import Any, Protocol
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from attnplug.config_keys import show
-from attnplug.errors import UsageError
-from attnplug.json_files import MOST_BYTES, read_json_object, regular_size
+from attnplug.host import MOST_BYTES, UsageError, read_json_object, regular_size, show
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"

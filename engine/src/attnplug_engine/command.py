@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from attnplug import ExtendPath, Role, interrupt
-from attnplug.cli.app import Commands, add_command
-from attnplug.errors import UsageError
+from attnplug import ExtendPath, Role
+from attnplug.host import Commands, UsageError, add_command, interrupt
 from attnplug_engine.chat import Chat
 from attnplug_engine.command_line import add_model_and_prompts, add_serving_options, on_each_rank
 from attnplug_engine.prompts import PromptLine, read_prompts

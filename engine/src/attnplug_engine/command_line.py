@@ -11,11 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from attnplug import DType, Role
-from attnplug.cli import output
-from attnplug.cli.app import add_backend_options
-from attnplug.errors import UsageError
-from attnplug.options import split_settings
-from attnplug.select import BackendRequest
+from attnplug.host import BackendRequest, UsageError, add_backend_options, output, split_settings
 from attnplug_engine.launch import check_division, kept_for_ranks, run_ranks, started_as_rank
 from attnplug_engine.prompts import PromptLine
 

@@ -7,7 +7,7 @@ import json as jsonlib
 import sys
 from collections.abc import Sequence
 
-from attnplug.cli import output
+from attnplug.host import output
 from attnplug_engine.chat import Chat
 from attnplug_engine.command_line import shared_settings
 from attnplug_engine.embedding import Embedder, Embedding, EmbedOptions

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from attnplug import Role, interrupt
-from attnplug.cli.app import Commands, add_command
+from attnplug import Role
+from attnplug.host import Commands, add_command, interrupt
 from attnplug_engine.command_line import add_model_and_prompts, add_serving_options, on_each_rank
 from attnplug_engine.pooling import Pooling
 from attnplug_engine.prompts import PromptLine, read_prompts

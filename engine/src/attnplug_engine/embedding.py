@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnplug import DType, ForwardMode, Role, Selection, Serving
-from attnplug.errors import PoolError, UsageError
-from attnplug.model import ModelSpec
+from attnplug import DType, ForwardMode, ModelSpec, PoolError, Role, Serving
+from attnplug.host import Selection, UsageError
 from attnplug_engine.encoder import PromptEncoder
 from attnplug_engine.engine import naming
 from attnplug_engine.models import LoadedModel

@@ -5,8 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 
-from attnplug.config_keys import show
-from attnplug.errors import UsageError
+from attnplug.host import UsageError, show
 from attnplug_engine.chat import Chat
 from attnplug_engine.chat_template import ChatTemplate
 from attnplug_engine.tokenizer import Tokenizer, find_tokenizer

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from attnplug import Serving
-from attnplug.errors import PoolError, UsageError
+from attnplug import PoolError, Serving
+from attnplug.host import UsageError
 from attnplug_engine.chat import Chat
 from attnplug_engine.completion import Completion, Statistics, Usage
 from attnplug_engine.encoder import Prompt, PromptEncoder

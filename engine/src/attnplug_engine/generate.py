@@ -11,10 +11,8 @@ from dataclasses import replace
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from attnplug import ExtendPath, ExtendPolicy, interrupt
-from attnplug.cli import output
-from attnplug.cli.warn import warn_of_plugins
-from attnplug.errors import UsageError
+from attnplug import ExtendPath
+from attnplug.host import ExtendPolicy, UsageError, interrupt, output, warn_of_plugins
 from attnplug_engine.answers import Answers
 from attnplug_engine.command_line import shared_settings
 from attnplug_engine.engine import Engine, naming

@@ -16,13 +16,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING
 
-from attnplug import interrupt
-from attnplug.errors import AttnplugError, UsageError
-from attnplug.model_config import load_model
-from attnplug.problem import Problem
-from attnplug.refusal import RefusalCode
-from attnplug.registry import load_registry
-from attnplug.select import BackendRequest, SelectionError, select
+from attnplug import AttnplugError, Problem, RefusalCode
+from attnplug.host import BackendRequest, SelectionError, UsageError, interrupt, load_model, load_registry, select
 
 if TYPE_CHECKING:
     from attnplug_engine.parallel import TensorParallel
@@ -52,7 +47,7 @@ def join_ranks(size: int, asked: str | None) -> TensorParallel:
 
     From here on it ends with the process that started it.
     """
-    from attnplug.device import open_device
+    from attnplug.host import open_device
     from attnplug_engine.parallel import SINGLE, ProcessGroupParallel  # who starts ranks needs no torch
 
     device = open_device(asked)[0].type

@@ -7,10 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from attnplug import DType, ExtendPolicy, Role, Selection
-from attnplug.config_keys import show
-from attnplug.errors import PoolError, UsageError
-from attnplug.model import ModelSpec
+from attnplug import DType, ModelSpec, PoolError, Role
+from attnplug.host import ExtendPolicy, Selection, UsageError, show
 from attnplug_engine.parallel import TensorParallel
 from attnplug_engine.request import LARGEST_SEED
 from attnplug_engine.runner import Capacity, bytes_per_page, bytes_per_state

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attnplug.errors import AttnplugError, UsageError
+from attnplug import AttnplugError
+from attnplug.host import UsageError
 
 
 class ParallelError(UsageError):

@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
-from attnplug.errors import UsageError
+from attnplug.host import UsageError
 
 
 class Pooling(StrEnum):

@@ -6,9 +6,8 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from attnplug.errors import PoolError
-from attnplug.kv import LinearStatePool
-from attnplug.kv.allocator import PageAllocator
+from attnplug import LinearStatePool, PoolError
+from attnplug.host import PageAllocator
 
 
 @dataclass(frozen=True, slots=True)

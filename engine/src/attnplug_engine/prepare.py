@@ -8,24 +8,19 @@ from dataclasses import dataclass
 
 import torch
 
-from attnplug import (
+from attnplug import BackendError, DType, ModelSpec, Problem, Refusal, Serving
+from attnplug.host import (
     BackendRequest,
-    DType,
     ExtendPolicy,
-    Problem,
-    Refusal,
     Registry,
     Selection,
-    Serving,
     build_chosen,
     choose_importable,
     load_registry,
+    open_device,
+    torch_dtype,
 )
-from attnplug.device import open_device
-from attnplug.errors import BackendError
-from attnplug.kv import torch_dtype
-from attnplug.model import ModelSpec
-from attnplug.model_config import load_model as load_spec
+from attnplug.host import load_model as load_spec
 from attnplug_engine.models import LoadedModel, load_model
 from attnplug_engine.options import EngineOptions
 from attnplug_engine.parallel import TensorParallel

@@ -12,8 +12,7 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TextIO
 
-from attnplug.config_keys import show
-from attnplug.errors import UsageError
+from attnplug.host import UsageError, show
 from attnplug_engine.chat import Chat
 from attnplug_engine.launch import readable
 from attnplug_engine.request import SamplingParams

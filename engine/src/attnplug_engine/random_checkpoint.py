@@ -15,8 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from attnplug.config_keys import ModelConfigError
-from attnplug.tiny import TINY_CONFIGS
+from attnplug.host import TINY_CONFIGS, ModelConfigError
 from attnplug_engine.checkpoint import SINGLE_FILE
 
 TINY = "tiny:"

@@ -8,14 +8,13 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
-from attnplug.config_keys import show
-from attnplug.errors import UsageError
-from attnplug.plan import ForwardMode
+from attnplug import ForwardMode
+from attnplug.host import UsageError, show
 
 if TYPE_CHECKING:
     from collections import deque
 
-    from attnplug.kv import PageCopy
+    from attnplug.host import PageCopy
     from attnplug_engine.transcript import Transcript
 
 DEFAULT_MAX_TOKENS = 32

@@ -9,31 +9,35 @@ import torch
 from torch import Tensor
 
 from attnplug import (
+    AttentionKind,
+    AttnplugError,
     BackendContext,
     DType,
-    ExtendPolicy,
     ForwardBatch,
+    LinearStatePool,
+    MHAPool,
+    MLAPool,
+    ModelSpec,
+    PoolError,
+    Serving,
+    to_device,
+)
+from attnplug.host import (
+    ExtendPolicy,
     KVPools,
     Limits,
     LinearAttention,
-    LinearStatePool,
-    MHAPool,
     MLAAttention,
-    MLAPool,
     PageAllocator,
     Parallel,
     Selection,
-    Serving,
     SlotTable,
     WorkspaceOwner,
     build_selection,
     forward_context,
     plan_forward,
+    torch_dtype,
 )
-from attnplug.errors import AttnplugError, PoolError
-from attnplug.kv import torch_dtype
-from attnplug.model import AttentionKind, ModelSpec
-from attnplug.transfer import to_device
 from attnplug_engine.models import LoadedModel
 from attnplug_engine.models.linear_attention import linear_part
 from attnplug_engine.parallel import SINGLE, TensorParallel

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnplug.errors import AttnplugError, UsageError
+from attnplug import AttnplugError
+from attnplug.host import UsageError
 from attnplug_engine.request import LikelyToken, Request, SamplingParams, TokenLogprobs
 
 _FIRST_LOOK = 1024

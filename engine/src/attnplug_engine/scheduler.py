@@ -6,11 +6,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Never
 
-from attnplug.errors import AttnplugError, PoolError, UsageError
-from attnplug.kv import LinearStatePool
-from attnplug.kv.allocator import OutOfPages, PageAllocator, PageCopy
-from attnplug.kv.table import SlotTable
-from attnplug.plan import ForwardMode
+from attnplug import AttnplugError, ForwardMode, LinearStatePool, PoolError
+from attnplug.host import OutOfPages, PageAllocator, PageCopy, SlotTable, UsageError
 from attnplug_engine.prefix_cache import PrefixCache
 from attnplug_engine.request import FinishReason, Request, RequestState, Step, StepEntry, StepResult
 

@@ -9,9 +9,7 @@ from typing import Protocol
 
 from tokenizers import Tokenizer as Implementation
 
-from attnplug.config_keys import show
-from attnplug.errors import UsageError
-from attnplug.json_files import read_json_object, regular_size
+from attnplug.host import UsageError, read_json_object, regular_size, show
 from attnplug_engine.checkpoint import checkpoint_folder
 from attnplug_engine.random_checkpoint import TINY
 from attnplug_engine.tokenizer_config import TokenizerConfig

@@ -8,9 +8,7 @@ from pathlib import Path
 
 from tokenizers import AddedToken
 
-from attnplug.config_keys import show
-from attnplug.errors import UsageError
-from attnplug.json_files import read_json_object
+from attnplug.host import UsageError, read_json_object, show
 
 _NAME = "tokenizer_config.json"
 _DECODER = "added_tokens_decoder"

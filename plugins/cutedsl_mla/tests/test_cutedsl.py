@@ -9,9 +9,8 @@ from functools import partial
 
 import pytest
 
-from attnplug import BackendContext, DType, ForwardMode, PlanError, Problem, Role, SplitBackend, load_registry
-from attnplug.claims import ExtendPath
-from attnplug.mla import ExtendPolicy
+from attnplug import BackendContext, DType, ExtendPath, ForwardMode, PlanError, Problem, Role
+from attnplug.host import ExtendPolicy, SplitBackend, load_registry
 from attnplug_cutedsl_mla.build import cutedsl_mla
 from attnplug_cutedsl_mla.plugin import attnplug_backends
 from attnplug_trtllm_mla.build import trtllm_mla

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug import BackendError, ForwardMode
-from attnplug.mla import merge_partial
+from attnplug import BackendError, ForwardMode, merge_partial
 from attnplug_flashattention.merge import merge_parts
 from attnplug_flashattention.options import FlashAttentionOptions
 from attnplug_flashattention.planner import Division, divide

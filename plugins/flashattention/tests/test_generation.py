@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from rounded_oracle import DEEPSEEK_V3, RoundedOracle
 
-from attnplug import DType, ExtendPath, ExtendPolicy, Role
+from attnplug import DType, ExtendPath, Role
+from attnplug.host import ExtendPolicy
 from flash_references import skip_without_fa4
 from support.devices import DEVICES
 

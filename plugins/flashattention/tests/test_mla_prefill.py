@@ -15,16 +15,19 @@ from attnplug import (
     ExtendPath,
     ForwardMode,
     GraphLevel,
-    HybridLinearBackend,
     Plan,
     PlanError,
     Serving,
-    SplitBackend,
     bind_hook,
 )
-from attnplug.backend import optional_hooks
-from attnplug.mla import ExtendPolicy, MLAAttention
-from attnplug.torch_native.backend import TorchNativeBackend
+from attnplug.host import (
+    ExtendPolicy,
+    HybridLinearBackend,
+    MLAAttention,
+    SplitBackend,
+    TorchNativeBackend,
+    optional_hooks,
+)
 from flash_references import build, on_cpu, on_devices
 from support.mla_scene import MLACase, MLAModel, MLAScene, relative_error
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from attnplug import DType, Feature, GraphLevel, ModelSpec, Problem, Refusal, Role, UsageError, load_registry
-from attnplug.options import parse_options
+from attnplug import DType, Feature, GraphLevel, ModelSpec, Problem, Refusal, Role
+from attnplug.host import UsageError, load_registry, parse_options
 from attnplug_flashattention.options import FlashAttentionOptions
 from attnplug_flashattention.plugin import attnplug_backends
 from support.command import Explained

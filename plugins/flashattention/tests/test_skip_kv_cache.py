@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attnplug import BackendError, ExtendPath, ForwardMode, GraphLevel, PlanError, Serving
-from attnplug.mla import ExtendPolicy
+from attnplug.host import ExtendPolicy
 from attnplug_flashattention.backend import FlashAttentionBackend
 from flash_references import build, on_cpu, on_devices
 from support.devices import DEVICES

@@ -8,9 +8,8 @@ from functools import partial
 import pytest
 import torch
 
-from attnplug import BackendContext, BackendError, DType, ForwardExtras, ForwardMode, PlanError
-from attnplug.claims import ExtendPath
-from attnplug.mla import ExtendPolicy, MLAAttention
+from attnplug import BackendContext, BackendError, DType, ExtendPath, ForwardExtras, ForwardMode, PlanError
+from attnplug.host import ExtendPolicy, MLAAttention
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
 from attnplug_flashinfer_mla.options import FlashInferMLAOptions
 from reference_kernels import ReferenceKernels, on_cpu

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from rounded_oracle import DEEPSEEK_V3, RoundedOracle
 
-from attnplug import DType, ExtendPath, ExtendPolicy
+from attnplug import DType, ExtendPath
+from attnplug.host import ExtendPolicy
 from support.devices import DEVICES
 
 pytestmark = [*DEVICES[1].marks]

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from attnplug import BackendError, DType, GraphLevel, ModelSpec, Problem, Refusal, Role, UsageError, load_registry
-from attnplug.options import parse_options
+from attnplug import BackendError, DType, GraphLevel, ModelSpec, Problem, Refusal, Role
+from attnplug.host import UsageError, load_registry, parse_options
 from attnplug_flashinfer_mla import kernels
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
 from attnplug_flashinfer_mla.options import FlashInferMLAOptions
@@ -205,7 +205,7 @@ def test_the_factory_is_the_backend() -> None:
 
 def test_a_library_in_pieces_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     """D3"""
-    monkeypatch.setattr("attnplug.requirement.missing_module", lambda module: module)
+    monkeypatch.setattr("attnplug.declare.requirement.missing_module", lambda module: module)
     (reason,) = refusals()
     assert (reason.code, reason.value) == ("import", "flashinfer")
 

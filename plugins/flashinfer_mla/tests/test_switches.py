@@ -6,11 +6,8 @@ from itertools import product
 
 import pytest
 
-from attnplug import BackendContext, DType, ForwardMode, PlanError, PoolError, Serving
-from attnplug.claims import ExtendPath
-from attnplug.geometry import Geometry
-from attnplug.mla import ExtendPolicy, MLAAttention
-from attnplug.mla.plan import plan_extend
+from attnplug import BackendContext, DType, ExtendPath, ForwardMode, Geometry, PlanError, PoolError, Serving
+from attnplug.host import ExtendPolicy, MLAAttention, plan_extend
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
 from attnplug_flashinfer_mla.options import FlashInferMLAOptions
 from reference_kernels import ReferenceKernels, on_cpu
@@ -178,7 +175,7 @@ def test_planning_ragged_call_that_was_not_planned_is_refused():
 
 
 def test_planning_backend_without_an_mla_pool_is_refused():
-    from attnplug import KVPools
+    from attnplug.host import KVPools
 
     def build(context: BackendContext) -> FlashInferMLABackend:
         from dataclasses import replace

@@ -14,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from attnplug import BackendError, DType, GraphLevel, Problem, Refusal, Role, load_registry
+from attnplug import BackendError, DType, GraphLevel, Problem, Refusal, Role
+from attnplug.host import load_registry
 from attnplug_flashmla import kernels
 from attnplug_flashmla.backend import FlashMLABackend
 from attnplug_flashmla.plugin import attnplug_backends

@@ -21,17 +21,14 @@ from attnplug import (
     DType,
     ForwardBatch,
     ForwardMode,
-    KVPools,
     LayerSpec,
-    Limits,
     LinearDims,
     LinearInputs,
     LinearStatePool,
     ModelSpec,
     Role,
-    WorkspaceOwner,
 )
-from attnplug.kv import torch_dtype
+from attnplug.host import KVPools, Limits, WorkspaceOwner, torch_dtype
 from attnplug_hybrid_linear.torch_backend import TorchLinearBackend
 from linear_float64 import Array, relative_error
 from linear_inputs import random_inputs, tokens_of

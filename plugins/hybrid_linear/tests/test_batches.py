@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnplug import DType, ForwardMode, KVPools, PlanError, PoolError
-from attnplug.backend import backend_problems
+from attnplug import DType, ForwardMode, PlanError, PoolError
+from attnplug.host import KVPools, backend_problems
 from attnplug_hybrid_linear.fla_backend import FEW_TOKENS, FlaLinearBackend
 from linear_scene import LAYERS, PADDED, LinearScene, same_bits, same_values
 from linear_settings import INTERPRETED, ON_A_GPU, SETTINGS, TORCH, Setting

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from rounded_oracle import KIMI_LINEAR, RoundedOracle
 
-from attnplug import ExtendPath, ExtendPolicy, Role
-from attnplug.tiny import TINY_CONFIGS
+from attnplug import ExtendPath, Role
+from attnplug.host import TINY_CONFIGS, ExtendPolicy
 from support.devices import DEVICES
 
 pytestmark = [*DEVICES[1].marks]

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from attnplug import AttentionBackend, BackendContext, HybridLinearBackend
-from attnplug.claims import ExtendPath
-from attnplug.mla import ExtendPolicy, MLAAttention
+from attnplug import AttentionBackend, BackendContext, ExtendPath
+from attnplug.host import ExtendPolicy, HybridLinearBackend, MLAAttention
 from support.mla_plugins import PLUGINS, joined, serving_mla
 from support.mla_scene import MLACase, MLAScene
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from attnplug import AttentionKind, BackendError, DType, GraphLevel, Problem, Refusal, RefusalCode, Role, load_registry
+from attnplug import AttentionKind, BackendError, DType, GraphLevel, Problem, Refusal, RefusalCode, Role
+from attnplug.host import load_registry
 from attnplug_hybrid_linear.plugin import attnplug_backends
 from support.command import Explained
 from support.configs import DEEPSEEK_V3, KIMI_LINEAR, NEMOTRON_H_8B, QWEN3_NEXT, read

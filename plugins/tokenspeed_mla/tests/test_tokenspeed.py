@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from attnplug import BackendContext, BackendError, DType, ForwardMode, Problem, RaggedCall, Role, Serving, load_registry
-from attnplug.claims import ExtendPath
-from attnplug.mla import ExtendPolicy
+from attnplug import BackendContext, BackendError, DType, ExtendPath, ForwardMode, Problem, RaggedCall, Role, Serving
+from attnplug.host import ExtendPolicy, load_registry
 from attnplug_tokenspeed_mla import build, kernels
 from attnplug_tokenspeed_mla.plugin import attnplug_backends
 from attnplug_trtllm_mla.kernels import to_float8

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from attnplug import BackendError, DType, GraphLevel, Problem, Refusal, Role, load_registry
+from attnplug import BackendError, DType, GraphLevel, Problem, Refusal, Role
+from attnplug.host import load_registry
 from attnplug_triton_mla.plugin import attnplug_backends
 from support.command import in_own_process
 from support.configs import DEEPSEEK_V3, KIMI_LINEAR, read

@@ -8,9 +8,8 @@ from functools import partial
 import pytest
 import torch
 
-from attnplug import BackendError, DType, ForwardExtras, ForwardMode, PlanError, Serving
-from attnplug.claims import ExtendPath
-from attnplug.mla import ExtendPolicy
+from attnplug import BackendError, DType, ExtendPath, ForwardExtras, ForwardMode, PlanError, Serving
+from attnplug.host import ExtendPolicy
 from attnplug_trtllm_mla.planner import table_width
 from generation_checks import (
     FP8,

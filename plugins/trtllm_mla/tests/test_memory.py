@@ -6,7 +6,8 @@ from dataclasses import fields, replace
 
 import pytest
 
-from attnplug import BackendContext, BackendError, ForwardMode, Limits, Serving
+from attnplug import BackendContext, BackendError, ForwardMode, Serving
+from attnplug.host import Limits
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
 from attnplug_trtllm_mla.build import trtllm_mla
 from attnplug_trtllm_mla.options import TRTLLMMLAOptions

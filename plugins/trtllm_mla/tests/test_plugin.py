@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from attnplug import BackendError, DType, GraphLevel, Problem, Refusal, Role, UsageError, load_registry
-from attnplug.options import parse_options
+from attnplug import BackendError, DType, GraphLevel, Problem, Refusal, Role
+from attnplug.host import UsageError, load_registry, parse_options
 from attnplug_trtllm_mla import kernels
 from attnplug_trtllm_mla.options import TRTLLMMLAOptions
 from attnplug_trtllm_mla.plugin import attnplug_backends
@@ -134,7 +134,7 @@ def test_a_library_that_cannot_be_imported_fails_with_the_factorys_module(
 
 def test_a_library_in_pieces_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     """D3"""
-    monkeypatch.setattr("attnplug.requirement.missing_module", lambda module: module)
+    monkeypatch.setattr("attnplug.declare.requirement.missing_module", lambda module: module)
     (reason,) = refusals()
     assert (reason.code, reason.value) == ("import", "flashinfer")
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from attnplug.cli import foreign, output
 from attnplug.cli.foreign import Commands as Commands
 from attnplug.cli.warn import shown_as_lines
-from attnplug.problem import Role
+from attnplug.declare.problem import Role
 
 EPILOG = "Exit codes: 0 good, 1 a refusal or a failed check, 2 wrong usage."
 
@@ -32,7 +32,7 @@ class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
         from importlib import metadata
 
-        from attnplug.contract import CONTRACT_VERSION
+        from attnplug.declare.version import CONTRACT_VERSION
 
         print(f"attnplug {metadata.version('attnplug')}, contract {CONTRACT_VERSION}")
         parser.exit()

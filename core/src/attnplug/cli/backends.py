@@ -6,14 +6,14 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from attnplug.capabilities import Capabilities
+from attnplug.choose.registry import ALLOW_VARIABLE, Registry, load_registry
 from attnplug.cli import output
 from attnplug.cli.text import table
 from attnplug.cli.warn import warn_of_the_rest
-from attnplug.hardware import visible_gpus
-from attnplug.problem import GraphLevel, Problem
-from attnplug.refusal import Refusal
-from attnplug.registry import ALLOW_VARIABLE, Registry, load_registry
+from attnplug.declare.capabilities import Capabilities
+from attnplug.declare.problem import GraphLevel, Problem
+from attnplug.declare.refusal import Refusal
+from attnplug.machine.hardware import visible_gpus
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import traceback
 from importlib.metadata import EntryPoint
 
-from attnplug.errors import PluginError, describe_error
-from attnplug.loading import Source, find_plugins
+from attnplug.choose.loading import Source, find_plugins
+from attnplug.declare.errors import PluginError, describe_error
 
 
 def plugin_fault(error: BaseException) -> PluginError | None:

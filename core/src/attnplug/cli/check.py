@@ -14,21 +14,22 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from attnplug.assembly import build_chosen, build_selection
-from attnplug.backend import AttentionBackend, BackendContext, Limits
+from attnplug.choose.assembly import build_chosen, build_selection
+from attnplug.choose.registry import Registry, load_registry
+from attnplug.choose.select import AUTO, BackendRequest, Selection, SelectionError, select
 from attnplug.cli import output
 from attnplug.cli.linear_scene import LINEAR_LAYERS, LinearScene
 from attnplug.cli.scene import CHECKED_DTYPES, CONTEXT, STEPS, Result, Scene
 from attnplug.cli.warn import warn_of_plugins
-from attnplug.context import forward_context
-from attnplug.device import open_device
-from attnplug.errors import UsageError, describe_error
-from attnplug.model import AttentionKind, LayerSpec, MLADims, ModelSpec
-from attnplug.options import split_settings
-from attnplug.problem import DType, Problem, Role
-from attnplug.refusal import Refusal
-from attnplug.registry import Registry, load_registry
-from attnplug.select import AUTO, BackendRequest, Selection, SelectionError, select
+from attnplug.contract.backend import AttentionBackend
+from attnplug.contract.context import BackendContext, Limits
+from attnplug.declare.errors import UsageError, describe_error
+from attnplug.declare.model import AttentionKind, LayerSpec, MLADims, ModelSpec
+from attnplug.declare.options import split_settings
+from attnplug.declare.problem import DType, Problem, Role
+from attnplug.declare.refusal import Refusal
+from attnplug.layers.forward_context import forward_context
+from attnplug.machine.device import open_device
 
 ROLES = (Role.PREFILL, Role.DECODE, Role.LINEAR)
 _OPTIONS = {"--attention-backend", "--device", "--dtype", "--kv-dtype", "--page-size", "--backend-option"} | {

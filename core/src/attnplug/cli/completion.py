@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from attnplug.cli import output
-from attnplug.problem import DType, GraphLevel
+from attnplug.declare.problem import DType, GraphLevel
 
 _VALUES = {
     "cpu|cuda": "cpu cuda",

@@ -18,13 +18,13 @@ from functools import partial
 from importlib import metadata
 from pathlib import Path
 
+from attnplug.choose.registry import ALLOW_VARIABLE, STRICT_VARIABLE, load_registry
 from attnplug.cli import output
 from attnplug.cli.backends import listing
 from attnplug.cli.probe import Findings, Probes
-from attnplug.contract import CONTRACT_VERSION
-from attnplug.errors import describe_error
-from attnplug.hardware import visible_gpus
-from attnplug.registry import ALLOW_VARIABLE, STRICT_VARIABLE, load_registry
+from attnplug.declare.errors import describe_error
+from attnplug.declare.version import CONTRACT_VERSION
+from attnplug.machine.hardware import visible_gpus
 
 KERNEL_LIBRARIES = ("triton", "flashinfer", "flash_attn", "flash_mla", "fla", "tokenspeed_mla", "cutlass", "sgl_kernel")
 _VARIABLES = (ALLOW_VARIABLE, STRICT_VARIABLE, "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "TRITON_CACHE_DIR", "HF_HOME")

@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from attnplug.capabilities import DEVICES
+from attnplug.choose.registry import load_registry
+from attnplug.choose.select import AUTO, BackendRequest, RoleChoice, explain, render
 from attnplug.cli import output
 from attnplug.cli.warn import warn_of_plugins
-from attnplug.errors import UsageError
-from attnplug.hardware import visible_gpus
-from attnplug.model import ModelSpec
-from attnplug.model_config import load_model
-from attnplug.options import split_settings
-from attnplug.problem import DType, GraphLevel, Problem, Role
-from attnplug.registry import load_registry
-from attnplug.select import AUTO, BackendRequest, RoleChoice, explain, render
+from attnplug.declare.capabilities import DEVICES
+from attnplug.declare.errors import UsageError
+from attnplug.declare.model import ModelSpec
+from attnplug.declare.options import split_settings
+from attnplug.declare.problem import DType, GraphLevel, Problem, Role
+from attnplug.hf.model_config import load_model
+from attnplug.machine.hardware import visible_gpus
 
 
 @dataclass(frozen=True, slots=True)

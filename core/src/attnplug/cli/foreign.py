@@ -8,8 +8,8 @@ import sys
 from collections.abc import Collection, Mapping
 from importlib.metadata import EntryPoint
 
-from attnplug.errors import PluginError, UsageError, describe_error
-from attnplug.loading import Broken, Source, find_entry_points, guarded, load_entry_point
+from attnplug.choose.loading import Broken, Source, find_entry_points, guarded, load_entry_point
+from attnplug.declare.errors import PluginError, UsageError, describe_error
 
 GROUP = "attnplug.commands"
 """Entry-point group by which other packages add commands: name = the command, target = ``declare(commands)``."""

@@ -7,17 +7,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnplug.backend import AttentionBackend
-from attnplug.batch import ForwardBatch
+from attnplug.cli.reference import convolution_float64, recurrence_float64
 from attnplug.cli.scene import CONTEXT, LONGEST, Clock, Result, Step, allowed_error, largest_error, worse
-from attnplug.context import plan_forward
-from attnplug.errors import BackendError
+from attnplug.contract.backend import AttentionBackend
+from attnplug.contract.batch import ForwardBatch
+from attnplug.contract.linear import LinearInputs
+from attnplug.declare.errors import BackendError
+from attnplug.declare.model import AttentionKind, LayerSpec, LinearDims
+from attnplug.declare.problem import DType
 from attnplug.kv import KVPools, LinearStatePool, torch_dtype
-from attnplug.linear import LinearAttention, LinearInputs
-from attnplug.model import AttentionKind, LayerSpec, LinearDims
-from attnplug.problem import DType
-from attnplug.reference import convolution_float64, recurrence_float64
-from attnplug.workspace import WorkspaceOwner
+from attnplug.kv.workspace import WorkspaceOwner
+from attnplug.layers.forward_context import plan_forward
+from attnplug.layers.linear import LinearAttention
 
 
 def _layer(kind: AttentionKind, dims: LinearDims) -> LayerSpec:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import sys
 
-from attnplug import interrupt
 from attnplug.cli import output
 from attnplug.cli.app import run
 from attnplug.cli.blame import plugin_fault
-from attnplug.errors import AttnplugError
+from attnplug.declare.errors import AttnplugError
+from attnplug.machine import interrupt
 
 
 def main() -> None:

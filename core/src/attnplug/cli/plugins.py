@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
+from attnplug.choose.loading import Source, normal
+from attnplug.choose.registry import load_registry
 from attnplug.cli import output
 from attnplug.cli.backends import Row, listing
 from attnplug.cli.foreign import claims, conflict
 from attnplug.cli.text import table
 from attnplug.cli.warn import warn_of_the_rest
-from attnplug.loading import Source, normal
-from attnplug.registry import load_registry
 
 OURS: Mapping[str, str] = {
     "attnplug-engine": "Runs real models on any attnplug backend: checkpoints, models, tensor parallelism, "

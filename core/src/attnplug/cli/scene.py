@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attnplug.backend import AttentionBackend, ForwardExtras
-from attnplug.batch import ForwardBatch
-from attnplug.context import plan_forward
-from attnplug.errors import BackendError
+from attnplug.cli.reference import attention_float64
+from attnplug.contract.backend import AttentionBackend, ForwardExtras
+from attnplug.contract.batch import ForwardBatch
+from attnplug.contract.plan import ForwardMode
+from attnplug.declare.errors import BackendError
+from attnplug.declare.model import AttentionKind, LayerSpec
+from attnplug.declare.problem import DType
 from attnplug.kv import KVPools, MHAPool, MLAPool, PageAllocator, SlotTable, torch_dtype
-from attnplug.model import AttentionKind, LayerSpec
-from attnplug.plan import ForwardMode
-from attnplug.problem import DType
-from attnplug.reference import attention_float64
-from attnplug.workspace import WorkspaceOwner
+from attnplug.kv.workspace import WorkspaceOwner
+from attnplug.layers.forward_context import plan_forward
 
 CONTEXT = 512
 

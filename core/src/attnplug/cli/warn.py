@@ -8,8 +8,8 @@ import warnings
 from collections.abc import Iterator
 from typing import TextIO
 
-from attnplug.errors import PluginWarning
-from attnplug.registry import ALLOW_VARIABLE, Registry
+from attnplug.choose.registry import ALLOW_VARIABLE, Registry
+from attnplug.declare.errors import PluginWarning
 
 
 def warn_of_plugins(registry: Registry) -> None:

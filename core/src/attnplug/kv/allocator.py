@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from attnplug.errors import PoolError
+from attnplug.declare.errors import PoolError
 
 
 class OutOfPages(PoolError):

@@ -9,10 +9,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from attnplug.errors import PoolError
+from attnplug.declare.errors import PoolError
+from attnplug.declare.problem import DType
 from attnplug.kv.allocator import PageCopy, settle_copies
 from attnplug.kv.layout import PageLayout
-from attnplug.problem import DType
 
 _TORCH_DTYPES: dict[DType, torch.dtype] = {
     DType.FLOAT32: torch.float32,

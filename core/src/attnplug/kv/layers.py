@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import TypeVar
 
-from attnplug.errors import PoolError
-from attnplug.model import LayerSpec
+from attnplug.declare.errors import PoolError
+from attnplug.declare.model import LayerSpec
 
 T = TypeVar("T")
 

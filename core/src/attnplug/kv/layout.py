@@ -8,7 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from attnplug.errors import PoolError
+from attnplug.declare.errors import PoolError
 
 LayoutName = Literal["token_major", "head_major"]
 """The layouts that pools can be built with; kernels call them NHD and HND."""

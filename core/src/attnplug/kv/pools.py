@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnplug.errors import PoolError
+from attnplug.declare.errors import PoolError
+from attnplug.declare.model import AttentionKind, LayerSpec
+from attnplug.declare.problem import DType
 from attnplug.kv.allocator import OutOfPages, PageAllocator, PageCopy
 from attnplug.kv.buffer import PagedBuffer, copy_pages, torch_dtype
 from attnplug.kv.layers import check_scales, check_size, distinct_layers, heads_per_rank, held_for
 from attnplug.kv.layout import LayoutName, PageLayout
-from attnplug.model import AttentionKind, LayerSpec
-from attnplug.problem import DType
 
 
 class MHAPool:

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnplug.errors import PoolError
+from attnplug.declare.errors import PoolError
 from attnplug.kv.allocator import PageAllocator, PageCopy
-from attnplug.transfer import to_device
+from attnplug.machine.transfer import to_device
 
 _UNUSED = -1
 

@@ -1,7 +1,6 @@
 """Latent attention: the three ways to run an extend, the policy among them, and the merge of partial results."""
 
 from attnplug.mla.attention import MLAAttention, MLAWeights, attend_mla
-from attnplug.mla.layers import MLALayers, check_lse
 from attnplug.mla.merge import merge_partial
 from attnplug.mla.plan import MLAExtendPlan, plan_extend
 from attnplug.mla.policy import ExtendPolicy
@@ -10,10 +9,8 @@ __all__ = [
     "ExtendPolicy",
     "MLAAttention",
     "MLAExtendPlan",
-    "MLALayers",
     "MLAWeights",
     "attend_mla",
-    "check_lse",
     "merge_partial",
     "plan_extend",
 ]

@@ -7,19 +7,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from attnplug.backend import AttentionBackend, bind_optional_hook
-from attnplug.batch import ForwardBatch
-from attnplug.claims import ExtendPath
-from attnplug.context import active_mla
-from attnplug.errors import BackendError, PlanError
-from attnplug.geometry import Geometry
-from attnplug.hooks import Hook
+from attnplug.contract.backend import AttentionBackend, bind_optional_hook
+from attnplug.contract.batch import ForwardBatch
+from attnplug.contract.geometry import Geometry
+from attnplug.contract.hooks import Hook
+from attnplug.contract.plan import ForwardMode, made_plan
+from attnplug.declare.claims import ExtendPath
+from attnplug.declare.errors import BackendError, PlanError
+from attnplug.declare.model import LayerSpec
 from attnplug.kv import MLAPool
+from attnplug.layers.forward_context import active_mla
 from attnplug.mla.merge import merge_partial
 from attnplug.mla.plan import ABSORBED, MLAExtendPlan, Part, plan_extend
 from attnplug.mla.policy import ExtendPolicy
-from attnplug.model import LayerSpec
-from attnplug.plan import ForwardMode, made_plan
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -8,10 +8,10 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from attnplug.chunks import Chunk, plan_prefix_chunks
-from attnplug.claims import ExtendPath
-from attnplug.geometry import Geometry, spread
-from attnplug.ragged import RaggedCall
+from attnplug.contract.geometry import Geometry, spread
+from attnplug.contract.ragged import RaggedCall
+from attnplug.declare.claims import ExtendPath
+from attnplug.mla.chunks import Chunk, plan_prefix_chunks
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from attnplug.claims import ExtendPath
-from attnplug.errors import PlanError, UsageError
-from attnplug.plan import ForwardMode
+from attnplug.contract.plan import ForwardMode
+from attnplug.declare.claims import ExtendPath
+from attnplug.declare.errors import PlanError, UsageError
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from attnplug.backend import BackendContext, ForwardExtras
-from attnplug.batch import ForwardBatch
-from attnplug.claims import Claims, ExtendPath
-from attnplug.errors import BackendError, PoolError
-from attnplug.geometry import Geometry
+from attnplug.contract.backend import ForwardExtras
+from attnplug.contract.batch import ForwardBatch
+from attnplug.contract.context import BackendContext
+from attnplug.contract.geometry import Geometry
+from attnplug.contract.plan import BackendId, Plan
+from attnplug.contract.ragged import RaggedCall
+from attnplug.declare.claims import Claims, ExtendPath
+from attnplug.declare.errors import BackendError, PoolError
+from attnplug.declare.model import LayerSpec
 from attnplug.kv import MHAPool, MLAPool
-from attnplug.model import LayerSpec
-from attnplug.plan import BackendId, Plan
-from attnplug.ragged import RaggedCall
 from attnplug.torch_native.attention import Softmax, attend
 from attnplug.torch_native.planner import Extent, Group, NativeMetadata, plan_groups
 

@@ -9,9 +9,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from attnplug.geometry import Geometry
-from attnplug.plan import ForwardMode
-from attnplug.transfer import to_device
+from attnplug.contract.geometry import Geometry
+from attnplug.contract.plan import ForwardMode
+from attnplug.machine.transfer import to_device
 
 # A group is padded to its longest request. Up to this many rows a request the padding costs less than another group.
 _SMALL_READ = 4096

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from attnplug.capabilities import Capabilities
-from attnplug.claims import ExtendPath
-from attnplug.contract import CONTRACT_VERSION
-from attnplug.hookspecs import hookimpl
-from attnplug.model import AttentionKind, Feature
-from attnplug.problem import DType, Role
-from attnplug.spec import BackendSpec
+from attnplug.choose.hookspecs import hookimpl
+from attnplug.declare.capabilities import Capabilities
+from attnplug.declare.claims import ExtendPath
+from attnplug.declare.model import AttentionKind, Feature
+from attnplug.declare.problem import DType, Role
+from attnplug.declare.spec import BackendSpec
+from attnplug.declare.version import CONTRACT_VERSION
 
 
 @hookimpl

@@ -6,12 +6,12 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from attnplug.backend import AttentionBackend, bind_optional_hook, hook_signatures, protocol_methods
-from attnplug.batch import ForwardBatch
-from attnplug.claims import Claims, weakest
-from attnplug.errors import BackendError
-from attnplug.hooks import Hook
-from attnplug.plan import BackendId, Plan, made_plan
+from attnplug.contract.backend import AttentionBackend, bind_optional_hook, hook_signatures, protocol_methods
+from attnplug.contract.batch import ForwardBatch
+from attnplug.contract.hooks import Hook
+from attnplug.contract.plan import BackendId, Plan, made_plan
+from attnplug.declare.claims import Claims, weakest
+from attnplug.declare.errors import BackendError
 
 
 class ForwardingBackend:

@@ -6,12 +6,12 @@ from typing import Any
 
 from torch import Tensor
 
-from attnplug.backend import AttentionBackend, ForwardExtras, LinearBackend
-from attnplug.batch import ForwardBatch
-from attnplug.errors import BackendError, PlanError
-from attnplug.model import LayerSpec, ModelSpec
-from attnplug.plan import ForwardMode, Plan
-from attnplug.ragged import RaggedCall
+from attnplug.contract.backend import AttentionBackend, ForwardExtras, LinearBackend
+from attnplug.contract.batch import ForwardBatch
+from attnplug.contract.plan import ForwardMode, Plan
+from attnplug.contract.ragged import RaggedCall
+from attnplug.declare.errors import BackendError, PlanError
+from attnplug.declare.model import LayerSpec, ModelSpec
 from attnplug.wrappers.forwarding import ForwardingBackend
 
 FULL, LINEAR = "full", "linear"

@@ -6,13 +6,13 @@ from typing import Any
 
 from torch import Tensor
 
-from attnplug.backend import AttentionBackend, ForwardExtras
-from attnplug.batch import ForwardBatch
-from attnplug.hooks import Hook
-from attnplug.model import LayerSpec
-from attnplug.plan import ForwardMode, Plan
-from attnplug.problem import Role
-from attnplug.ragged import RaggedCall
+from attnplug.contract.backend import AttentionBackend, ForwardExtras
+from attnplug.contract.batch import ForwardBatch
+from attnplug.contract.hooks import Hook
+from attnplug.contract.plan import ForwardMode, Plan
+from attnplug.contract.ragged import RaggedCall
+from attnplug.declare.model import LayerSpec
+from attnplug.declare.problem import Role
 from attnplug.wrappers.forwarding import ForwardingBackend
 
 

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import torch
 
-from attnplug.config_keys import Config, show
-from attnplug.errors import UsageError
-from attnplug.model import ModelSpec
-from attnplug.model_config import load_model as load_spec
+from attnplug import ModelSpec
+from attnplug.host import Config, UsageError, show
+from attnplug.host import load_model as load_spec
 from attnplug_engine.bare_checkpoint import HEAD, check_head, with_full_names
 from attnplug_engine.checkpoint import Checkpoint, WeightSource, checkpoint_folder
 from attnplug_engine.models import deepseek, kimi, llama, mamba, minimax, nemotron, qwen_hybrid, ring

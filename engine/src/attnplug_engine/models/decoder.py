@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnplug.batch import ForwardBatch
-from attnplug.config_keys import Config
+from attnplug import ForwardBatch
+from attnplug.host import Config
 from attnplug_engine.models.layers import Head, RMSNorm, frozen
 from attnplug_engine.models.rope import Positions, Rotation
 from attnplug_engine.models.weights import Weights

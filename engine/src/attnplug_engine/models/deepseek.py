@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from attnplug.config_keys import Config
-from attnplug.model import LayerSpec, ModelSpec
+from attnplug import LayerSpec, ModelSpec
+from attnplug.host import Config
 from attnplug_engine.models.decoder import MODEL, Block, Decoder, hidden_norm
 from attnplug_engine.models.experts import MixtureOfExperts, Router, SigmoidRouter, SoftmaxRouter
 from attnplug_engine.models.latent_attention import LatentAttention

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnplug.batch import ForwardBatch
-from attnplug.linear import LinearInputs, attend_linear
-from attnplug.model import LayerSpec
+from attnplug import ForwardBatch, LayerSpec, LinearInputs
+from attnplug.host import attend_linear
 from attnplug_engine.models.decoder import Attention
 from attnplug_engine.models.layers import Linear
 from attnplug_engine.models.linear_attention import (

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnplug.config_keys import Config
+from attnplug.host import Config
 from attnplug_engine.models.layers import GATED, MLP, Linear, MLPForm, frozen
 from attnplug_engine.models.weights import Rows, Weights
 from attnplug_engine.parallel import even_part, length

@@ -8,9 +8,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from attnplug.batch import ForwardBatch
-from attnplug.context import active_backend
-from attnplug.model import LayerSpec
+from attnplug import ForwardBatch, LayerSpec
+from attnplug.host import active_backend
 from attnplug_engine.models.decoder import Attention
 from attnplug_engine.models.layers import Linear, RMSNorm
 from attnplug_engine.models.rope import Rotation

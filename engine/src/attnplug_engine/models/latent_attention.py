@@ -12,10 +12,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from attnplug.batch import ForwardBatch
-from attnplug.config_keys import Config
-from attnplug.mla import MLAWeights, attend_mla
-from attnplug.model import LayerSpec
+from attnplug import ForwardBatch, LayerSpec
+from attnplug.host import Config, MLAWeights, attend_mla
 from attnplug_engine.models.decoder import EPS, Attention
 from attnplug_engine.models.layers import Linear, RMSNorm
 from attnplug_engine.models.rope import Rotation

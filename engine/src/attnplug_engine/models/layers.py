@@ -9,7 +9,7 @@ from typing import cast
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnplug.config_keys import Config
+from attnplug.host import Config
 from attnplug_engine.models.weights import Rows, Weights
 from attnplug_engine.parallel import ParallelError, TensorParallel, even_part, padded_part
 

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnplug.batch import ForwardBatch
-from attnplug.linear import LinearInputs, attend_linear
-from attnplug.model import LayerSpec
+from attnplug import ForwardBatch, LayerSpec, LinearInputs
+from attnplug.host import attend_linear
 from attnplug_engine.models.decoder import EPS, Attention
 from attnplug_engine.models.layers import ColumnNorm, Linear, RMSNorm, frozen
 from attnplug_engine.models.linear_attention import linear_part

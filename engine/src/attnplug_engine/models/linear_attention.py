@@ -8,9 +8,8 @@ from dataclasses import dataclass, replace
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnplug.batch import ForwardBatch
-from attnplug.linear import convolve
-from attnplug.model import LayerSpec, LinearDims
+from attnplug import ForwardBatch, LayerSpec, LinearDims
+from attnplug.host import convolve
 from attnplug_engine.models.layers import frozen
 from attnplug_engine.models.weights import Rows, Weights
 from attnplug_engine.parallel import TensorParallel, even_part, kv_head_part, length

@@ -9,10 +9,8 @@ from typing import cast
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnplug.batch import ForwardBatch
-from attnplug.config_keys import Config
-from attnplug.linear import LinearInputs, attend_linear
-from attnplug.model import LayerSpec, ModelSpec
+from attnplug import ForwardBatch, LayerSpec, LinearInputs, ModelSpec
+from attnplug.host import Config, attend_linear
 from attnplug_engine.models.decoder import BACKBONE, Attention, Decoder, MixerBlock, hidden_norm
 from attnplug_engine.models.layers import ColumnNorm, Linear, check_activation, frozen
 from attnplug_engine.models.linear_attention import ShortConvolution, linear_part

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from attnplug.batch import ForwardBatch
-from attnplug.config_keys import Config
-from attnplug.model import LayerSpec, ModelSpec
+from attnplug import ForwardBatch, LayerSpec, ModelSpec
+from attnplug.host import Config
 from attnplug_engine.models.decoder import MODEL, Attention, Decoder, MakeNorm, hidden_norm
 from attnplug_engine.models.experts import Experts, MixtureOfExperts, TopKRouter
 from attnplug_engine.models.grouped_attention import GroupedAttention

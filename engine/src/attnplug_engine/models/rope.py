@@ -13,8 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from attnplug.config_keys import Config
-from attnplug.rope_keys import rope_section, rope_type, rope_type_key
+from attnplug.host import Config, rope_section, rope_type, rope_type_key
 
 _DEFAULT_THETA = 10_000.0
 

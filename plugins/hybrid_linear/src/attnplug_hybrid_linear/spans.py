@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnplug import to_device
-from attnplug.geometry import spread
+from attnplug.host import spread
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnplug import SCRATCH, WorkspaceKind, WorkspaceOwner
+from attnplug import SCRATCH, WorkspaceKind
+from attnplug.host import WorkspaceOwner
 
 COUNTERS = WorkspaceKind("triton-mla-counters", zeroed=True)
 

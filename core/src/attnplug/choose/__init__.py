@@ -1,0 +1,1 @@
+"""From installed plugins to the backend that runs: loading, selecting, building."""

@@ -1,0 +1,124 @@
+"""From a selection to the backend that runs: built once per backend, split where the roles differ."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TypeVar
+
+from attnplug.choose.building import build_backend, import_factory
+from attnplug.choose.loading import Registered
+from attnplug.choose.registry import Registry
+from attnplug.choose.select import AUTO, BackendRequest, Selection, select
+from attnplug.contract.backend import AttentionBackend
+from attnplug.contract.context import BackendContext
+from attnplug.declare.errors import AttnplugError, BackendError, PluginWarning
+from attnplug.declare.problem import Problem, Role
+from attnplug.declare.refusal import Refusal, RefusalCode
+from attnplug.wrappers import HybridLinearBackend, SplitBackend
+
+Built = TypeVar("Built")
+
+
+class BuildError(BackendError):
+    """A chosen backend could not be built. ``backend`` is the one, with the plugin that brought it."""
+
+    def __init__(self, backend: Registered, error: AttnplugError) -> None:
+        who, text = f"backend {backend.spec.name} ({backend.source})", str(error)
+        super().__init__(text if text.startswith(who) else f"{who}: {text}")
+        self.backend = backend
+        self.exit_code = error.exit_code  # of a UsageError, where it refuses the options that it was given
+
+
+def build_chosen(
+    registry: Registry,
+    request: BackendRequest,
+    problem: Problem,
+    build: Callable[[Selection], Built],
+    failed: Mapping[str, Refusal] | None = None,
+) -> tuple[Selection, Built]:
+    """Select, and build what was chosen. Where ``auto`` chose one that cannot be built, warn and choose again (D2).
+
+    ``build`` makes everything that depends on the choice, pools included, since another backend may want another page
+    size; it raises what :func:`build_selection` raises. A backend that was asked for by name, or given options, is
+    never replaced, and none is in strict mode. ``failed`` is that of an earlier selection, such as the one by which
+    :func:`choose_importable` found out before weights were loaded.
+    """
+    left_out = dict(failed or {})
+    while True:
+        selection = select(registry, request, problem, left_out)
+        try:
+            return selection, build(selection)
+        except BuildError as error:
+            name = error.backend.spec.name
+            if registry.strict or request.options.get(name) or _asked_for(selection, error.backend):
+                raise
+            left_out[name] = Refusal(RefusalCode.FACTORY, str(error), value=name)
+            warnings.warn(f"{error}; auto goes on without it", PluginWarning, stacklevel=2)
+
+
+def choose_importable(registry: Registry, request: BackendRequest, problem: Problem) -> Selection:
+    """Select backends whose factories can be imported, kernel libraries included; nothing is built yet (D3).
+
+    For hosts that load weights before they build backends: what cannot be imported is told before.
+    """
+    return build_chosen(registry, request, problem, _import_chosen)[0]
+
+
+def _import_chosen(selection: Selection) -> None:
+    for role in selection.choices:
+        _told(import_factory, selection.chosen(role))
+
+
+def _asked_for(selection: Selection, backend: Registered) -> bool:
+    return any(choice.chosen is backend and choice.requested != AUTO for choice in selection.choices.values())
+
+
+def build_selection(selection: Selection, context: BackendContext) -> AttentionBackend:
+    """Build what was chosen for each role, from one context whose name, roles and options are filled in here.
+
+    The context holds pools and coordinators, so these exist before any backend does (A10's order). Prefill and decode
+    by different backends are split; a backend for linear layers is joined to what serves the others. One that cannot
+    be built is a :class:`BuildError`.
+    """
+    full = _full_attention(selection, context)
+    if Role.LINEAR not in selection.choices:
+        assert full is not None, "a model has layers of one sort or the other"
+        return full
+    registered = selection.chosen(Role.LINEAR)
+    linear = _build(registered, _own(selection, context, registered, frozenset({Role.LINEAR})))
+    return HybridLinearBackend(full, linear, context.model)
+
+
+def _full_attention(selection: Selection, context: BackendContext) -> AttentionBackend | None:
+    roles = [role for role in (Role.PREFILL, Role.DECODE) if role in selection.choices]
+    if not roles:
+        return None
+    built: dict[str, AttentionBackend] = {}
+    for role in roles:
+        registered = selection.chosen(role)
+        name = registered.spec.name
+        if name not in built:
+            mine = frozenset(other for other in roles if selection.chosen(other) is registered)
+            built[name] = _build(registered, _own(selection, context, registered, mine))
+    return SplitBackend(*built.values()) if len(built) > 1 else next(iter(built.values()))
+
+
+def _build(registered: Registered, context: BackendContext) -> AttentionBackend:
+    return _told(build_backend, registered, context)
+
+
+def _told(step: Callable[..., Built], registered: Registered, *context: BackendContext) -> Built:
+    """What a step of building gives; its errors say of which backend they are."""
+    try:
+        return step(registered, *context)
+    except AttnplugError as error:
+        raise BuildError(registered, error) from error
+
+
+def _own(
+    selection: Selection, context: BackendContext, registered: Registered, roles: frozenset[Role]
+) -> BackendContext:
+    name = registered.spec.name
+    return replace(context, name=name, roles=roles, options=selection.options.get(name))

@@ -1,0 +1,138 @@
+"""Building one backend: its factory imported, its context given, and what comes back judged."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from attnplug.choose.loading import Registered
+from attnplug.contract.backend import (
+    AttentionBackend,
+    GraphPlanning,
+    LinearHooks,
+    bind_optional_hook,
+    hook_signatures,
+    methods,
+    protocol_attributes,
+    protocol_methods,
+)
+from attnplug.contract.context import BackendContext
+from attnplug.declare.capabilities import Capabilities
+from attnplug.declare.claims import ExtendPath
+from attnplug.declare.errors import AttnplugError, BackendError, HookError, PluginError, describe_error
+from attnplug.declare.model import AttentionKind
+from attnplug.declare.problem import GraphLevel, Role
+
+
+def backend_problems(backend: object, *, linear: bool = False) -> Iterator[str]:
+    """Every way in which an object falls short of the protocol, or of that for linear attention; nothing if in none."""
+    for name, wanted in protocol_attributes().items():
+        found = getattr(backend, name, None)
+        if found is None:
+            yield f"it has no {name}"
+        elif not isinstance(found, wanted):
+            yield f"its {name} is {found!r}, not a {wanted.__name__}"
+    needed = protocol_methods()
+    if linear:
+        needed = methods(LinearHooks) | {"init_forward_metadata": needed["init_forward_metadata"]}
+    for name, signature in needed.items():
+        method = getattr(backend, name, None)
+        if not callable(method):
+            yield f"it has no method {name}{signature}"
+            continue
+        positional = [p.name for p in signature.parameters.values() if p.kind is not p.KEYWORD_ONLY]
+        keywords = {p.name: None for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY}
+        given = inspect.signature(method)
+        try:
+            given.bind(*positional, **keywords)
+        except TypeError as error:
+            yield f"its {name}{given} cannot be called as {name}{signature}: {error}"
+    for name in hook_signatures():
+        try:
+            bind_optional_hook(backend, name)
+        except (HookError, AttributeError) as error:  # the latter of a property that fails
+            yield describe_error(error)
+
+
+def name_problems(backend: AttentionBackend, name: str) -> Iterator[str]:
+    """Errors speak of a backend by its identity: it has to carry the name by which it is asked for."""
+    if backend.backend_id.name != name:
+        yield f"its backend_id is named {backend.backend_id.name!r}; make it of the context's name, which is {name!r}"
+
+
+def claim_problems(backend: AttentionBackend, declared: Capabilities, page_size: int) -> Iterator[str]:
+    """Every claim of a built backend that its spec does not declare, or that it has no hooks for."""
+    claims = backend.claims
+    if AttentionKind.MLA not in declared.kinds:  # then nobody asks it how it extends
+        claims = replace(claims, mla_extend=declared.mla_extend)
+    yield from claims.beyond(declared.claims)
+    if claims.page_sizes.kernel_size(page_size) is None:
+        yield f"it was built for page size {page_size}, but claims only {claims.page_sizes}"
+    needed: dict[str, str] = {}
+    if claims.cuda_graph > GraphLevel.NEVER:
+        needed |= dict.fromkeys(methods(GraphPlanning), f"cuda_graph {claims.cuda_graph.name}")
+    if ragged := claims.mla_extend - {ExtendPath.ABSORBED}:
+        needed["forward_ragged"] = f"mla_extend {', '.join(sorted(ragged))}"
+    for hook, claim in needed.items():
+        if bind_optional_hook(backend, hook) is None:
+            yield f"it claims {claim}, but has no {hook}{hook_signatures()[hook]}"
+
+
+def import_factory(registered: Registered) -> Callable[[BackendContext], Any]:
+    """A backend's factory, which is imported here and not before. Raises :class:`BackendError`, whatever is wrong."""
+    spec = registered.spec
+    module_name, _, attribute = spec.factory.partition(":")
+    with _blamed_on(registered, "imported"):
+        factory: Any = importlib.import_module(module_name)
+        for part in attribute.split("."):
+            factory = getattr(factory, part)
+    if not callable(factory):
+        raise BackendError(
+            f"{_who(registered)}: {spec.factory} is {factory!r}, which cannot be called to build a backend"
+        )
+    found: Callable[[BackendContext], Any] = factory
+    return found
+
+
+@contextmanager
+def _blamed_on(registered: Registered, action: str) -> Iterator[None]:
+    """Whatever a plugin's code raises becomes an error that says whose it is. Kernel libraries raise anything."""
+    where = f"{_who(registered)}: {registered.spec.factory} cannot be {action}"
+    try:
+        yield
+    except PluginError as error:  # of what it declares: says what is wrong, but not whose it is
+        raise BackendError(f"{where}: {error}") from error
+    except (AttnplugError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise BackendError(f"{where}: {describe_error(error)}") from error
+
+
+def _who(registered: Registered) -> str:
+    return f"backend {registered.spec.name} ({registered.source})"
+
+
+def build_backend(registered: Registered, context: BackendContext) -> AttentionBackend:
+    """Import a backend's factory, build it, and insist that it is a backend: one whose hooks can be called, and whose
+    claims its spec declares."""
+    spec = registered.spec
+    factory = import_factory(registered)
+    with _blamed_on(registered, "built"):  # properties of its own are run by whoever looks at it
+        backend = factory(context)
+        problems = list(backend_problems(backend, linear=context.roles == {Role.LINEAR}))
+        if not problems:
+            problems = [
+                *name_problems(backend, context.name),
+                *claim_problems(backend, spec.capabilities, context.page_size),
+            ]
+    if problems:
+        raise BackendError(
+            f"{_who(registered)}: what {spec.factory} returned is not a backend:\n"
+            + "\n".join(f"  {p}" for p in problems)
+        )
+    built: AttentionBackend = backend
+    return built

@@ -1,0 +1,178 @@
+"""Every installed backend by its name (D1, D2). There is no list of names here: entry points are the list."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint
+from time import monotonic
+
+from attnplug.choose.loading import (
+    Broken,
+    Registered,
+    Source,
+    find_plugins,
+    load_plugin,
+    new_manager,
+    normal,
+)
+from attnplug.declare.errors import PluginError, UsageError
+from attnplug.declare.factory import factory_refusal
+from attnplug.declare.refusal import Refusal, RefusalCode
+
+SLOW_SECONDS = 1.0
+"""A plugin that takes longer to load is named: loading one is meant to take milliseconds."""
+ALLOW_VARIABLE = "ATTNPLUG_PLUGINS"
+STRICT_VARIABLE = "ATTNPLUG_STRICT"
+
+
+@dataclass(frozen=True, slots=True)
+class Registry:
+    """Every plugin found: the backends to choose from, the broken ones, and those the environment blocks."""
+
+    backends: Mapping[str, Registered]
+    broken: tuple[Broken, ...] = ()
+    blocked: tuple[Source, ...] = ()
+    unmatched: tuple[str, ...] = ()
+    """Names in ``ATTNPLUG_PLUGINS`` that no installed plugin answers to."""
+    slow: Mapping[Source, float] = field(default_factory=dict)
+    """Plugins that took long to load, with their seconds."""
+    strict: bool = False
+    """``ATTNPLUG_STRICT`` is set: what is wrong with any plugin is an error."""
+
+    def get(self, name: str) -> Registered:
+        """The backend of this name, or an error that says why there is none and which names are near."""
+        if name in self.backends:
+            return self.backends[name]
+        faults = [broken for broken in self.broken if name in (broken.name, broken.source.entry_point)]
+        if faults:
+            raise PluginError(f"backend {name!r} is installed but broken:\n" + "\n".join(f"  {f}" for f in faults))
+        barred = [source for source in self.blocked if name == source.entry_point]
+        if barred:
+            raise UsageError(
+                f"backend {name!r} ({barred[0]}) is blocked: {ALLOW_VARIABLE} does not name it; "
+                f"add {barred[0].distribution} to it, or unset it"
+            )
+        near = _near(name, self.backends)
+        hint = f"; did you mean {' or '.join(near)}?" if near else "."
+        raise UsageError(
+            f"there is no backend {name!r}{hint} Installed: {', '.join(sorted(self.backends)) or 'none'}; "
+            "'attnplug backends --all' shows the broken and blocked ones too"
+        )
+
+    def insist_on_checks(self, reasons: Iterable[tuple[Registered, Sequence[Refusal]]]) -> None:
+        """In strict mode, a backend's own check that fails is an error that lists all that do."""
+        if self.strict:
+            _fail(
+                dict.fromkeys(
+                    f"{backend.spec.name} ({backend.source}): {reason}"
+                    for backend, refusals in reasons
+                    for reason in refusals
+                    if reason.code == RefusalCode.CHECK_FAILED
+                )
+            )
+
+
+def load_registry(
+    plugins: Iterable[EntryPoint] | None = None, environment: Mapping[str, str] | None = None
+) -> Registry:
+    """Find and load every plugin. In strict mode a broken plugin is an error that lists all broken ones."""
+    environment = os.environ if environment is None else environment
+    found, broken = find_plugins() if plugins is None else (list(plugins), [])
+    points = {point: Source.of(point) for point in found}
+    ordered = sorted(points, key=lambda point: (points[point].distribution, point.name))
+    allowed, blocked, unmatched = _permit(ordered, points, environment.get(ALLOW_VARIABLE))
+    manager = new_manager()
+    outcomes: list[Registered | Broken] = []
+    slow: dict[Source, float] = {}
+    for point in allowed:
+        started = monotonic()
+        outcomes += load_plugin(manager, point, points[point])
+        seconds = monotonic() - started
+        if seconds > SLOW_SECONDS and not points[point].embedded:
+            slow[points[point]] = seconds
+    backends, taken = _unique([outcome for outcome in outcomes if isinstance(outcome, Registered)])
+    broken += [outcome for outcome in outcomes if isinstance(outcome, Broken)] + taken
+    strict = _strict(environment.get(STRICT_VARIABLE))
+    registry = Registry(backends, tuple(broken), tuple(points[point] for point in blocked), unmatched, slow, strict)
+    if strict:
+        _insist(registry)
+    return registry
+
+
+def _near(name: str, backends: Iterable[str]) -> list[str]:
+    """Names like this one; that which differs in case or hyphens alone is meant for sure."""
+    lower = name.lower().replace("-", "_")
+    known = list(backends)
+    return [lower] if lower in known else difflib.get_close_matches(lower, known, n=3, cutoff=0.5)
+
+
+def _permit(
+    points: list[EntryPoint], sources: Mapping[EntryPoint, Source], setting: str | None
+) -> tuple[list[EntryPoint], list[EntryPoint], tuple[str, ...]]:
+    """Divide plugins by the allow-list: allowed, blocked, and the names in the list that match nothing."""
+    if setting is None:
+        return points, [], ()
+    wanted = {normal(name): name.strip() for name in setting.split(",") if name.strip()}
+    known: set[str] = set()
+    allowed: list[EntryPoint] = []
+    blocked: list[EntryPoint] = []
+    for point in points:
+        distribution = normal(sources[point].distribution)
+        names = {distribution, normal(point.name)}
+        known |= names
+        permitted = sources[point].embedded or not names.isdisjoint(wanted)
+        (allowed if permitted else blocked).append(point)
+    return allowed, blocked, tuple(sorted(text for name, text in wanted.items() if name not in known))
+
+
+def _strict(setting: str | None) -> bool:
+    return (setting or "").strip().lower() not in ("", "0", "false", "no", "off")
+
+
+def _insist(registry: Registry) -> None:
+    faults = [str(broken) for broken in registry.broken]
+    faults += [f"{ALLOW_VARIABLE} names {name!r}, which no installed plugin answers to" for name in registry.unmatched]
+    faults += [
+        f"{name} ({backend.source}): {missing}"
+        for name, backend in registry.backends.items()
+        if (missing := factory_refusal(backend.spec.factory)) is not None
+    ]
+    _fail(faults)
+
+
+def _fail(faults: Collection[str]) -> None:
+    if faults:
+        raise PluginError(f"{STRICT_VARIABLE} is set and plugins are broken:\n" + "\n".join(f"  {f}" for f in faults))
+
+
+def _unique(candidates: list[Registered]) -> tuple[dict[str, Registered], list[Broken]]:
+    """Names are unique. The embedded default keeps its own; else two claims to one name are an error of both (D2)."""
+    claims: dict[str, list[Registered]] = {}
+    for candidate in candidates:
+        claims.setdefault(candidate.spec.name, []).append(candidate)
+    backends: dict[str, Registered] = {}
+    broken: list[Broken] = []
+    for name, claimants in sorted(claims.items()):
+        embedded = [claimant for claimant in claimants if claimant.source.embedded]
+        keeper = next((group[0] for group in (embedded, claimants) if len(group) == 1), None)
+        if keeper is not None:
+            backends[name] = keeper
+        broken += [
+            Broken(name, claimant.source, _taken(name, claimants, keeper), contract=claimant.spec.contract)
+            for claimant in claimants
+            if claimant is not keeper
+        ]
+    return backends, broken
+
+
+def _taken(name: str, claimants: list[Registered], keeper: Registered | None) -> str:
+    owners = [f"{claimant.source} (entry point {claimant.source.entry_point})" for claimant in claimants]
+    if len(set(owners)) == 1:
+        return f"the name {name!r} is given {len(owners)} times by {owners[0]}, so none is used; give each its own name"
+    claimed = f"the name {name!r} is claimed by {' and '.join(owners)}"
+    if keeper is not None:
+        return f"{claimed}; it is the embedded default's, which keeps it; uninstall the other, or give it another name"
+    return f"{claimed}, so neither is used; uninstall one, or name the one to keep in {ALLOW_VARIABLE}"

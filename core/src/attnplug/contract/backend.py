@@ -1,0 +1,229 @@
+"""What a backend is: the protocol, its optional hooks, and the context from which it is built."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol, get_type_hints, runtime_checkable
+
+from torch import Tensor
+
+from attnplug.contract.batch import ForwardBatch
+from attnplug.contract.hooks import Hook, bind_hook
+from attnplug.contract.plan import BackendId, Plan
+from attnplug.contract.ragged import RaggedCall
+from attnplug.declare.claims import Claims
+from attnplug.declare.model import LayerSpec
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardExtras:
+    """What a caller may ask of a forward beyond the plain result.
+
+    A backend lists in ``Capabilities.extras`` the fields it honours, and must raise when given another one:
+    nothing is dropped silently. New fields come in minor versions of the contract.
+    """
+
+    lse: Tensor | None = None
+    """``[tokens, heads]`` float32, filled with the log-sum-exp: natural log, -inf where a row sees no key (C4)."""
+    sinks: Tensor | None = None
+    """``[heads]`` float32, given for layers with ``sinks``: the logit of one more key, whose value is zero. Not in the
+    log-sum-exp."""
+
+    def asked(self) -> frozenset[str]:
+        return frozenset(name for name in self.__slots__ if getattr(self, name) is not None)
+
+
+@runtime_checkable
+class AttentionBackend(Protocol):
+    """Attention over a paged cache, planned once per batch and run once per layer.
+
+    Subclass contract. A backend is built from a :class:`BackendContext` and nothing else, and keeps no state of "the
+    current batch": what it knows of a batch is in the plan it returned. It takes memory from the context's workspace.
+
+    Exception contract. ``forward_*`` raise :class:`PlanError` for a plan of another backend or mode, or with more rows
+    than q has (``batch.plan_for`` does it); rows behind the planned ones are padding: zero output, nothing written.
+    """
+
+    backend_id: BackendId
+    """Made by the backend in its constructor; stamps its plans."""
+    claims: Claims
+    """What callers may rely on."""
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
+        """Plan a batch. The caller assigns the plan to ``batch.plan``; nothing here changes the batch."""
+        ...
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        *,
+        save_kv_cache: bool = True,
+        extras: ForwardExtras | None = None,
+    ) -> Tensor:
+        """Write this layer's new rows to the cache and attend, causally, each request to its own rows.
+
+        MHA: q ``[tokens, heads, head_dim]``, k ``[tokens, kv_heads, head_dim]``, v ``[tokens, kv_heads, v_head_dim]``;
+        returns ``[tokens, heads, v_head_dim]``. MLA, absorbed: q ``[tokens, heads, kv_lora_rank + rope]``, k the new
+        latent rows ``[tokens, 1, kv_lora_rank + rope]``, v ``None``; returns ``[tokens, heads, kv_lora_rank]``.
+        With ``save_kv_cache=False`` nothing is written: the rows must be in the cache, and k and v may be ``None``.
+        """
+        ...
+
+    def forward_decode(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        *,
+        save_kv_cache: bool = True,
+        extras: ForwardExtras | None = None,
+    ) -> Tensor:
+        """As ``forward_extend``, for batches with one new token per request."""
+        ...
+
+
+class LinearBackend(Protocol):
+    """A backend of the role linear: planned like any other, run by its :class:`LinearHooks`."""
+
+    backend_id: BackendId
+    claims: Claims
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> Plan: ...
+
+
+class ChunkPlanning(Protocol):
+    """Optional: planning of one-shot and chunked MLA prefill. Absent means that there is nothing to plan."""
+
+    def init_mha_chunk_metadata(
+        self, forward_batch: ForwardBatch, disable_flashinfer_ragged: bool = False
+    ) -> Plan | None:
+        """Plan the chunks of a batch, once, before its first layer; the caller assigns it to ``batch.chunk_plan``."""
+        ...
+
+
+class RaggedAttention(Protocol):
+    """Optional: attention over rows at hand. Needed exactly when ``claims.mla_extend`` holds more than absorbed."""
+
+    def forward_ragged(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        call: RaggedCall,
+        lse: Tensor | None = None,
+    ) -> Tensor:
+        """One call of an MLA prefill as MHA; touches no cache.
+
+        q ``[query rows, heads, nope + rope]``, k ``[kv rows, heads, nope + rope]``, v ``[kv rows, heads, v_head_dim]``;
+        returns ``[query rows, heads, v_head_dim]`` and fills ``lse`` ``[query rows, heads]`` where it is given.
+        """
+        ...
+
+
+class LinearHooks(Protocol):
+    """Optional: linear attention. What a backend of the role linear has in place of ``forward_extend`` and
+    ``forward_decode``; it reads and writes the states at ``batch.state_slots`` of the pool it was built with."""
+
+    def forward_conv(
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: LayerSpec, batch: ForwardBatch, silu: bool
+    ) -> Tensor:
+        """Causal convolution over each request's rows, the last of earlier steps from its state, which it updates.
+
+        x ``[tokens, conv_channels]``, weight ``[conv_channels, conv_width]`` (its last column meets the newest row),
+        bias ``[conv_channels]``; returns ``[tokens, conv_channels]``, after SiLU where asked. Padding rows give zero.
+        """
+        ...
+
+    def forward_linear(self, inputs: Any, layer: LayerSpec, batch: ForwardBatch) -> Tensor:
+        """The recurrence over each request's rows (``attnplug.contract.linear.LinearInputs``); updates its state.
+
+        Returns ``[tokens, heads, value_dim]`` in the type of v; padding rows give zero.
+        """
+        ...
+
+    def commit_states(self, forward_batch: ForwardBatch, accepted: Tensor) -> None:
+        """After a target verify, which leaves every state as it was: advance each by its first ``accepted``
+        ``[requests]`` rows of that batch, for all layers. What was rejected leaves no trace."""
+        ...
+
+
+class GraphPlanning(Protocol):
+    """Optional: planning around a captured CUDA graph. Needed exactly when ``claims.cuda_graph`` is above NEVER."""
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Allocate what captured kernels read; its addresses never change afterwards."""
+        ...
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> Plan:
+        """Plan on the host, before a capture or a replay."""
+        ...
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        """The part of planning that is captured, first thing inside the graph."""
+        ...
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """The length that padded requests of a captured batch carry.
+
+        0 where nothing is to be read or written for them; above 0, their rows of the page table name pages that nobody
+        else uses.
+        """
+        ...
+
+
+MAY_IGNORE: dict[str, frozenset[str]] = {
+    "init_mha_chunk_metadata": frozenset({"disable_flashinfer_ragged"}),
+    "init_forward_metadata_out_graph": frozenset({"in_capture"}),
+}
+"""What a hook may leave out of its signature: hints. Everything else that a caller offers must be accepted, because
+the caller relies on it: an ``lse`` that nobody fills, or a ``silu`` that nobody applies, is a wrong result."""
+
+
+def protocol_attributes() -> dict[str, type]:
+    """Data members of the protocol with their types, read off the protocol."""
+    return get_type_hints(AttentionBackend)
+
+
+def protocol_methods() -> dict[str, inspect.Signature]:
+    """Methods of the protocol with their signatures, ``self`` left out."""
+    return methods(AttentionBackend)
+
+
+@cache
+def hook_signatures() -> dict[str, inspect.Signature]:
+    """Every optional hook with its signature, ``self`` left out."""
+    protocols = (ChunkPlanning, RaggedAttention, LinearHooks, GraphPlanning)
+    return {name: signature for protocol in protocols for name, signature in methods(protocol).items()}
+
+
+def optional_hooks() -> dict[str, tuple[str, ...]]:
+    """Every optional hook with the names of what its caller offers, in order."""
+    return {name: tuple(signature.parameters) for name, signature in hook_signatures().items()}
+
+
+def bind_optional_hook(backend: object, name: str) -> Hook | None:
+    """An optional hook of a backend as a function of everything its caller offers; ``None`` if it has none.
+
+    Raises :class:`HookError` for a hook that cannot be called so, or that would drop what its caller needs honoured.
+    """
+    return bind_hook(backend, name, tuple(hook_signatures()[name].parameters), MAY_IGNORE.get(name, ()))
+
+
+def methods(protocol: type) -> dict[str, inspect.Signature]:
+    """A protocol's methods with their signatures, ``self`` left out."""
+    found = {}
+    for name, member in vars(protocol).items():
+        if not name.startswith("_") and inspect.isfunction(member):
+            signature = inspect.signature(member)
+            found[name] = signature.replace(parameters=list(signature.parameters.values())[1:])
+    return found

@@ -1,0 +1,135 @@
+"""The plan of a batch: a value that says who planned, for which mode and for how many rows (B5)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from attnplug.declare.errors import PlanError
+
+
+class ForwardMode(StrEnum):
+    """What a batch asks of attention."""
+
+    EXTEND = "extend"
+    """New tokens of each request, after a prefix that is in the cache (or none)."""
+    DECODE = "decode"
+    """One new token per request."""
+    MIXED = "mixed"
+    """Extending and decoding requests in one batch; a decoding one extends by a single token."""
+    IDLE = "idle"
+    """No request: this rank only takes part in collectives."""
+    TARGET_VERIFY = "target_verify"
+    """The target model checks the tokens that a draft proposed."""
+    DRAFT_EXTEND = "draft_extend"
+    """The draft model catches up with the tokens that the target accepted."""
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether ``forward_decode`` runs it; every other mode runs by ``forward_extend``."""
+        return self is ForwardMode.DECODE
+
+
+class BackendId:
+    """The identity of one built backend. Two instances of one backend are two planners: plans do not mix."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return f"<backend {self.name} at {id(self):#x}>"
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRecord:
+    """The shapes for which a batch was planned outside the forward path (B1)."""
+
+    batch_size: int
+    num_tokens: int
+    replan_equivalent: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a backend prepared for a batch: complete when made, never changed, published in one assignment.
+
+    ``query_rows`` counts the rows of q that belong to requests; ``kv_rows`` the cache rows they attend to, or
+    ``None`` where only the device knows. ``metadata`` is the planner's own, opaque to everyone else. A wrapper
+    that plans with several backends keeps their plans in ``parts``.
+    """
+
+    planner: BackendId
+    mode: ForwardMode
+    query_rows: int
+    kv_rows: int | None
+    metadata: Any = None
+    parts: tuple[Plan, ...] = ()
+
+    def part_of(self, planner: BackendId) -> Plan | None:
+        """The plan that ``planner`` made: this one, or one among its parts at any depth."""
+        if self.planner is planner:
+            return self
+        for part in self.parts:
+            if part.planner is planner:
+                return part
+            if part.parts and (found := part.part_of(planner)) is not None:
+                return found
+        return None
+
+    def makers(self) -> list[str]:
+        """The names of those who planned: of a wrapper's plan, its children."""
+        return [name for part in self.parts for name in part.makers()] or [self.planner.name]
+
+
+def claim_plan(plan: Plan | None, planner: BackendId, mode: ForwardMode, rows: int) -> Plan:
+    """The plan by which ``planner`` may run ``rows`` query rows in ``mode``, or an error (B5).
+
+    More rows than planned are allowed: the tail is padding, for which the caller returns zeros and writes nothing.
+    """
+    if plan is None:
+        raise PlanError(
+            f"backend {planner.name} was asked to run a batch that has no plan; "
+            "assign the result of init_forward_metadata(batch) to batch.plan first"
+        )
+    found = plan.part_of(planner)
+    if found is None:
+        makers = plan.makers()
+        same = " (another instance of it)" if planner.name in makers else ""
+        raise PlanError(
+            f"backend {planner.name} was given a plan made by {' and '.join(makers)}{same}; "
+            f"plan the batch with the backend that runs it"
+        )
+    if found.mode is not mode:
+        raise PlanError(
+            f"backend {planner.name} was given a plan for mode {found.mode} and a batch in mode {mode}; plan it again"
+        )
+    if rows < found.query_rows:
+        raise PlanError(
+            f"backend {planner.name} was given {rows} query rows, but the plan is for {found.query_rows}; "
+            "the batch shrank after it was planned: plan it again"
+        )
+    return found
+
+
+def made_plan(
+    plan: object, planner: BackendId, mode: ForwardMode, rows: int, hook: str, *, delegated: bool = False
+) -> Plan:
+    """What ``hook`` of a backend returned, if it is a plan of its own for a batch of ``rows`` in ``mode``.
+
+    Once per batch, where the plan is received: an error here names the backend that made it, and not the caller that
+    would find out layers later. A ``delegated`` plan may be another backend's, one that runs on this one's behalf.
+    """
+    if not isinstance(plan, Plan):
+        problem = f"{plan!r}, not a Plan; it returns its plan, and the caller gives it to the batch"
+    elif plan.planner is not planner and not delegated:
+        problem = f"a plan stamped by {plan.planner!r}; it stamps its plans with its own backend_id"
+    elif plan.mode is not mode:
+        problem = f"a plan for mode {plan.mode!r}, and the batch is in mode {mode!r}"
+    elif not 0 <= plan.query_rows <= rows:
+        problem = f"a plan for {plan.query_rows} query rows, and the batch has {rows}"
+    else:
+        return plan
+    raise PlanError(f"{hook} of backend {planner.name} returned {problem}")

@@ -1,0 +1,1 @@
+"""What plugins and hosts declare, as plain data: no torch."""

@@ -1,0 +1,57 @@
+"""Whether a spec's factory, or any module, is there, as far as that can be told without importing it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+
+from attnplug.declare.refusal import Refusal, RefusalCode
+
+
+def factory_refusal(factory: str) -> Refusal | None:
+    """The refusal for a factory that is not there; ``None`` if it is, or if that cannot be told.
+
+    Nothing is imported: a factory's module imports torch and a kernel library. ``importlib.util.find_spec`` would
+    import the packages above it. In a module that happens to be imported already, the attribute is looked for, too.
+    """
+    module, _, attribute = factory.partition(":")
+    if (loaded := sys.modules.get(module)) is not None:
+        first = attribute.partition(".")[0]
+        if first in vars(loaded) or "__getattr__" in vars(loaded):
+            return None
+        return Refusal(RefusalCode.FACTORY, f"its factory {factory} is not there: {module} has no {first}", value=first)
+    if (missing := missing_module(module)) is None:
+        return None
+    message = f"its factory {factory} cannot be imported: there is no module {missing}"
+    return Refusal(RefusalCode.FACTORY, message, value=missing)
+
+
+def missing_module(module: str) -> str | None:
+    """The first part of a dotted name that no finder knows; ``None`` if all are there, or if that cannot be told."""
+    try:
+        return _missing(module)
+    except Exception:  # of somebody's finder, or of a namespace inside a package that is not imported: import and see
+        return None
+
+
+def _missing(module: str) -> str | None:
+    path: Sequence[str] | None = None
+    parts = module.split(".")
+    for name in (".".join(parts[:end]) for end in range(1, len(parts) + 1)):
+        loaded = sys.modules.get(name)
+        if loaded is not None:
+            path = list(getattr(loaded, "__path__", ()))
+        elif (found := _find(name, path)) is not None:
+            path = list(found.submodule_search_locations or ())
+        else:
+            return name
+    return None
+
+
+def _find(name: str, path: Sequence[str] | None) -> ModuleSpec | None:
+    for finder in sys.meta_path:
+        found = finder.find_spec(name, path)
+        if found is not None:
+            return found
+    return None

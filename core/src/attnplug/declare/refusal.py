@@ -1,0 +1,81 @@
+"""A reason why a backend cannot serve a problem. Reasons have codes; nobody matches on their text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from enum import StrEnum
+
+from attnplug.declare.errors import PluginError
+
+
+class RefusalCode(StrEnum):
+    """The codes that core gives. A plugin's own check may use codes of its own."""
+
+    ROLE = "role"
+    KIND = "kind"
+    FEATURE = "feature"
+    DEVICE = "device"
+    SM = "sm"
+    DTYPE = "dtype"
+    KV_DTYPE = "kv_dtype"
+    PAGE_SIZE = "page_size"
+    HEAD_DIM = "head_dim"
+    MLA_DIMS = "mla_dims"
+    SPECULATION = "speculation"
+    CUDA_GRAPH = "cuda_graph"
+    TENSOR_PARALLEL = "tensor_parallel"
+    REQUIREMENT = "requirement"
+    IMPORT = "import"
+    FACTORY = "factory"
+    CHECK_FAILED = "check_failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """One reason: a code, a sentence, the offending value, what is allowed, and the option to change, or a command.
+
+    ``value`` and ``allowed`` are plain data (strings, numbers, lists of them), so that they survive JSON.
+    """
+
+    code: str
+    message: str
+    value: object = None
+    allowed: object = None
+    option: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("code", "message", "option"):
+            text = getattr(self, name)
+            if not isinstance(text, str) and not (name == "option" and text is None):
+                raise PluginError(f"a Refusal's {name} must be a string, not {text!r}")
+
+    def as_json(self) -> Mapping[str, object]:
+        return {
+            "code": str(self.code),
+            "message": self.message,
+            "value": _plain(self.value),
+            "allowed": _plain(self.allowed),
+            "option": self.option,
+        }
+
+    def __str__(self) -> str:
+        if self.option is None:
+            return self.message
+        return f"{self.message} ({'change ' if self.option.startswith('-') else ''}{self.option})"
+
+
+def _plain(value: object) -> object:
+    """What JSON can hold, whatever a plugin's own check put there."""
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Set):
+        return sorted((_plain(item) for item in value), key=str)
+    return str(value)

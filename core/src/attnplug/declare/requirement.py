@@ -1,0 +1,98 @@
+"""Whether what a backend needs is installed, asked of metadata alone; and its import, when it is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import metadata
+from typing import TypeVar
+
+from attnplug.declare.errors import BackendError, describe_error
+from attnplug.declare.factory import missing_module
+from attnplug.declare.refusal import Refusal, RefusalCode
+
+Library = TypeVar("Library")
+
+
+def installed_version(distribution: str) -> str | None:
+    """The version of an installed distribution; ``None`` if it is not there."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def requirement_refusal(requirement: str) -> Refusal | None:
+    """The refusal for a requirement string such as ``flashinfer-python>=0.6.12``; ``None`` if it is met."""
+    from packaging.requirements import Requirement  # here: a start-up without requirements need not pay for it
+
+    wanted = Requirement(requirement)
+    if wanted.marker is not None and not wanted.marker.evaluate():
+        return None
+    found = installed_version(wanted.name)
+    if found is not None and wanted.specifier.contains(found, prereleases=True):
+        return None
+    extras = f"[{','.join(sorted(wanted.extras))}]" if wanted.extras else ""
+    allowed = str(wanted.specifier) or "any version"
+    state = f"is {found}" if found is not None else "is not installed"
+    needs = f"{wanted.name} {wanted.specifier}".strip()
+    return Refusal(
+        RefusalCode.REQUIREMENT,
+        f"it needs {needs}, which {state}",
+        value=found,
+        allowed=allowed,
+        option=f"pip install '{wanted.name}{extras}{wanted.specifier}'",
+    )
+
+
+def module_refusal(module: str, requirement: str) -> Refusal | None:
+    """The refusal for a library that is half installed: its metadata is there, and ``module`` is not.
+
+    ``None`` where it is whole, or not installed at all: that is for the requirement to say. Looks for files and imports
+    nothing, parents of ``module`` included: a kernel library takes seconds, and may not import on this machine.
+    """
+    from packaging.requirements import Requirement
+
+    wanted = Requirement(requirement)
+    found = installed_version(wanted.name)
+    if found is None or missing_module(module) is None:
+        return None
+    return Refusal(
+        RefusalCode.IMPORT,
+        f"{wanted.name} {found} is installed, but its module {module} is not there",
+        value=module,
+        option=f"pip install --force-reinstall '{requirement}'",
+    )
+
+
+def import_library(load: Callable[[], Library], requirement: str) -> Library:
+    """What ``load`` returns, which imports a kernel library; an error that names the library if it cannot.
+
+    For the module of a backend's factory, at its top: what cannot be imported shows there before anything is built.
+    Libraries raise anything on import: AssertionError where others are half installed, OSError where CUDA's are
+    missing, even SystemExit. All of it becomes a :class:`BackendError`.
+    """
+    from packaging.requirements import Requirement
+
+    try:
+        return load()
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
+        name = Requirement(requirement).name
+        raise BackendError(
+            f"{name} {installed_version(name) or '(not installed)'} cannot be imported: {describe_error(error)}; "
+            f"install one that can (pip install '{requirement}'), or use another backend"
+        ) from error
+
+
+def requirement_problem(requirement: object) -> str | None:
+    """Why a requirement string cannot be read; ``None`` if it can."""
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    if not isinstance(requirement, str):
+        return f"requirement {requirement!r} is not a string"
+    try:
+        Requirement(requirement)
+    except InvalidRequirement as error:
+        return f"requirement {requirement!r} cannot be read: {error}"
+    return None

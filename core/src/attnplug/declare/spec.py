@@ -1,0 +1,227 @@
+"""What a plugin says about a backend before anything is built: names, capabilities, options, factory.
+
+All of it is data, and :meth:`BackendSpec.refusals` is the one judge over it: selection, explicit requests,
+test skips and documentation tables ask the same function.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+from attnplug.declare.capabilities import Capabilities
+from attnplug.declare.errors import PluginError, describe_error
+from attnplug.declare.factory import factory_refusal
+from attnplug.declare.model import AttentionKind, LayerSpec
+from attnplug.declare.options import options_problems
+from attnplug.declare.problem import GraphLevel, Problem, Role
+from attnplug.declare.refusal import Refusal, RefusalCode
+from attnplug.declare.requirement import requirement_problem, requirement_refusal
+
+_DOTTED = r"\w+(\.\w+)*"
+LARGEST_PREFERENCE = 10**9
+MOST_REFUSALS = 1000
+"""Of one check. A generator without end must not hang whoever asks."""
+
+
+@dataclass(frozen=True, slots=True)
+class BackendSpec:
+    """One backend, as its plugin declares it.
+
+    ``factory`` is ``"package.module:attribute"``, a callable that takes a ``BackendContext`` and returns the
+    backend; it is imported when the backend is built and not before. ``requires`` are requirement strings that
+    must be installed. ``options`` is a frozen dataclass with a default for every field. ``check`` gives further
+    refusals that the capabilities cannot express.
+    """
+
+    name: str
+    summary: str
+    contract: str
+    factory: str
+    capabilities: Capabilities
+    requires: tuple[str, ...] = ()
+    options: type[Any] | None = None
+    check: Callable[[Problem, Role | None], Iterable[Refusal]] | None = field(default=None, compare=False)
+    preference: int = 0
+    """Under ``auto`` the usable backend with the highest preference is chosen; of equal ones, the first by name. The
+    embedded default comes last, whatever the others' preference: it is chosen where nothing else is usable. Give 0 for
+    a reference, 100 for a backend that is meant to be fast where it runs at all."""
+
+    def __post_init__(self) -> None:
+        problems = list(self._problems())
+        if problems:
+            raise PluginError(f"backend {self.name!r}: " + "; ".join(problems))
+
+    def _problems(self) -> Iterator[str]:
+        if not isinstance(self.name, str) or not re.fullmatch(r"[a-z][a-z0-9_]{0,63}", self.name):
+            yield "its name must be at most 64 lower-case letters, digits and underscores, starting with a letter"
+        elif self.name == "auto":
+            yield "the name 'auto' asks for an automatic choice and cannot be a backend's"
+        if not isinstance(self.summary, str) or not self.summary or not self.summary.isprintable():
+            yield f"summary {self.summary!r} must be one line of text"
+        if not isinstance(self.factory, str) or not re.fullmatch(rf"{_DOTTED}:{_DOTTED}", self.factory):
+            yield f"factory {self.factory!r} must be a string 'package.module:attribute'"
+        if type(self.preference) is not int:
+            yield f"preference {self.preference!r} must be a whole number"
+        elif abs(self.preference) > LARGEST_PREFERENCE:
+            yield f"preference must be from -{LARGEST_PREFERENCE} to {LARGEST_PREFERENCE}"
+        if self.check is not None and not callable(self.check):
+            yield f"check {self.check!r} must be a function of (problem, role)"
+        if isinstance(self.capabilities, Capabilities):
+            yield from self.capabilities.contradictions()
+        else:
+            yield f"capabilities {self.capabilities!r} must be Capabilities(...)"
+        if isinstance(self.requires, tuple | list):
+            yield from (problem for text in self.requires if (problem := requirement_problem(text)) is not None)
+        else:
+            yield f"requires {self.requires!r} must be a tuple of requirement strings"
+        if self.options is not None:
+            yield from options_problems(self.options)
+
+    def refusals(self, problem: Problem, role: Role | None = None) -> list[Refusal]:
+        """Every reason why this backend cannot serve ``problem`` in ``role``; empty means it can.
+
+        Without a role or a model only what they would not decide is judged.
+        """
+        missing = factory_refusal(self.factory)
+        reasons = [
+            *([] if missing is None else [missing]),
+            *(reason for text in self.requires if (reason := requirement_refusal(text)) is not None),
+            *_environment_refusals(self.capabilities, problem),
+        ]
+        if role is not None:
+            reasons += _role_refusals(self.capabilities, problem, role)
+        if self.check is not None:
+            reasons += self._own_refusals(problem, role)
+        return reasons
+
+    def _own_refusals(self, problem: Problem, role: Role | None) -> list[Refusal]:
+        assert self.check is not None
+        try:
+            with redirect_stdout(sys.stderr):  # what it prints must not end up in our output
+                found = self.check(problem, role)
+                if not isinstance(found, Iterable):
+                    raise TypeError(f"it returned {found!r}; return a list of Refusal")
+                reasons = list(islice(found, MOST_REFUSALS + 1))
+                if len(reasons) > MOST_REFUSALS:
+                    raise ValueError(f"it gives more than {MOST_REFUSALS} refusals, perhaps without end")
+            if wrong := [reason for reason in reasons if type(reason) is not Refusal]:
+                raise TypeError(f"it returned {wrong[0]!r} in its list, which is not a Refusal")
+            json.dumps([reason.as_json() for reason in reasons])  # fails here, if at all, and not among other reasons
+        except KeyboardInterrupt as error:
+            raise KeyboardInterrupt(f"in the check of backend {self.name}") from error
+        except BaseException as error:  # a plugin's mistake must not take the other candidates with it (D2)
+            text = f"its own check failed with {describe_error(error)}"
+            return [Refusal(RefusalCode.CHECK_FAILED, text, value=type(error).__name__)]
+        return reasons
+
+
+def _environment_refusals(can: Capabilities, problem: Problem) -> Iterator[Refusal]:
+    """What device, element types, pages and switches decide."""
+    if problem.device is not None and problem.device not in can.devices:
+        yield _outside(RefusalCode.DEVICE, "device", problem.device, can.devices, "--device")
+    elif problem.device == "cuda" and problem.sm is not None:
+        low, high = can.min_sm, can.max_sm
+        if (low is not None and problem.sm < low) or (high is not None and problem.sm > high):
+            yield Refusal(
+                RefusalCode.SM,
+                f"it needs {_sm_range(low, high)}, this is SM {problem.sm}",
+                value=problem.sm,
+                allowed=_sm_range(low, high),  # and no option: the GPU is what it is
+            )
+    if problem.dtype is not None and problem.dtype not in can.dtypes:
+        yield _outside(RefusalCode.DTYPE, "dtype", problem.dtype, can.dtypes, "--dtype")
+    if problem.kv_dtype is not None and problem.kv_dtype not in can.kv_dtypes:
+        yield _outside(RefusalCode.KV_DTYPE, "KV dtype", problem.kv_dtype, can.kv_dtypes, "--kv-dtype")
+    if problem.page_size is not None and can.page_sizes.kernel_size(problem.page_size) is None:
+        yield Refusal(
+            RefusalCode.PAGE_SIZE,
+            f"page size {problem.page_size} is not supported, only {can.page_sizes}",
+            value=problem.page_size,
+            allowed=sorted(can.page_sizes.kernel or ()),
+            option="--page-size",
+        )
+    if problem.cuda_graph > can.cuda_graph:
+        yield Refusal(
+            RefusalCode.CUDA_GRAPH,
+            f"CUDA graphs are asked for at level {problem.cuda_graph.name}, it supports {can.cuda_graph.name}",
+            value=problem.cuda_graph.name,
+            allowed=[level.name for level in GraphLevel if level <= can.cuda_graph],
+            option="--cuda-graph",
+        )
+    if problem.speculative_tokens > can.max_speculative_tokens:
+        yield Refusal(
+            RefusalCode.SPECULATION,
+            f"{problem.speculative_tokens} speculative tokens are asked for, it takes {can.max_speculative_tokens}",
+            value=problem.speculative_tokens,
+            allowed=can.max_speculative_tokens,
+            option="--speculative-tokens",
+        )
+
+
+def _role_refusals(can: Capabilities, problem: Problem, role: Role) -> Iterator[Refusal]:
+    """What the role and the layers that fall to it decide. Layers of one shape give one refusal."""
+    if role not in can.roles:
+        yield _outside(RefusalCode.ROLE, "role", role, can.roles, role.option)
+    if problem.model is None:
+        return
+    layers = problem.model.linear_layers if role is Role.LINEAR else problem.model.full_layers
+    given: list[Refusal] = []
+    for layer in layers:
+        for reason in _layer_refusals(can, problem, role, layer):
+            if reason not in given:
+                given.append(reason)
+    yield from given
+
+
+def _layer_refusals(can: Capabilities, problem: Problem, role: Role, layer: LayerSpec) -> Iterator[Refusal]:
+    if layer.kind not in can.kinds:
+        yield _outside(RefusalCode.KIND, "attention kind", layer.kind, can.kinds, role.option)
+    for feature in sorted(layer.features - can.features):
+        yield _outside(RefusalCode.FEATURE, "feature", feature, can.features, role.option)
+    if layer.kind is AttentionKind.MHA and can.head_dims is not None:
+        dims = (layer.head_dim, layer.v_head_dim)
+        if dims not in can.head_dims:
+            yield _dims(RefusalCode.HEAD_DIM, "head dims (qk, v)", dims, can.head_dims, role)
+    if layer.mla is not None and can.mla_dims is not None:
+        dims = (layer.mla.kv_lora_rank, layer.mla.qk_rope_head_dim)
+        if dims not in can.mla_dims:
+            yield _dims(RefusalCode.MLA_DIMS, "MLA dims (kv_lora_rank, rope)", dims, can.mla_dims, role)
+    ranks = problem.tensor_parallel
+    if layer.num_heads % ranks:
+        yield Refusal(
+            RefusalCode.TENSOR_PARALLEL,
+            f"{layer.num_heads} heads cannot be divided among {ranks} ranks",
+            value=ranks,
+            allowed=[count for count in range(1, layer.num_heads + 1) if layer.num_heads % count == 0],
+            option="--tensor-parallel",
+        )
+
+
+def _outside(code: RefusalCode, what: str, value: str, allowed: Iterable[str], option: str) -> Refusal:
+    names = sorted(str(name) for name in allowed)
+    return Refusal(
+        code, f"{what} {value} is not supported, only {', '.join(names) or 'none'}", str(value), names, option
+    )
+
+
+def _dims(
+    code: RefusalCode, what: str, value: tuple[int, int], allowed: Iterable[tuple[int, int]], role: Role
+) -> Refusal:
+    pairs = sorted(allowed)
+    text = f"{what} {value} are not supported, only {', '.join(map(str, pairs))}"
+    return Refusal(code, text, list(value), [list(pair) for pair in pairs], role.option)
+
+
+def _sm_range(low: int | None, high: int | None) -> str:
+    if low is None:
+        return f"SM {high} or older"
+    if high is None:
+        return f"SM {low} or newer"
+    return f"SM {low}" if low == high else f"SM {low} to {high}"

@@ -1,0 +1,24 @@
+"""Modules that are tables of contents: each name is imported from where it is defined when it is first used."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+
+def face(
+    name: str, namespace: dict[str, Any], modules: Mapping[str, Sequence[str]]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """``__getattr__``, ``__dir__`` and ``__all__`` of module ``name``, which shows these names of our modules."""
+    module_of = {shown: module for module, names in modules.items() for shown in names}
+
+    def look_up(attribute: str) -> Any:
+        if attribute not in module_of:
+            raise AttributeError(f"module {name!r} has no attribute {attribute!r}")
+        home = f"attnplug.{module_of[attribute]}"
+        found = getattr(importlib.import_module(home), attribute, None)
+        value = namespace[attribute] = found if found is not None else importlib.import_module(f"{home}.{attribute}")
+        return value
+
+    return look_up, lambda: sorted({*namespace, *module_of}), sorted(module_of)

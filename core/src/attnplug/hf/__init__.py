@@ -1,0 +1,1 @@
+"""Hugging Face configs, and the built-in tiny models, as model specs."""

@@ -1,0 +1,130 @@
+"""From a model reference to a ``ModelSpec``.
+
+A reference is ``tiny:NAME`` (a built-in model), a ``config.json`` or the folder that holds one. What the keys
+mean for attention is in ``model_layers``. Nothing is downloaded, and no weights are looked at.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from attnplug.declare.errors import UsageError
+from attnplug.declare.model import ModelSpec
+from attnplug.hf.config_keys import Config, ModelConfigError
+from attnplug.hf.json_files import read_json_object
+from attnplug.hf.model_layers import CLASS_DEFAULTS, read_layers
+from attnplug.hf.tiny import TINY_CONFIGS
+
+UNBOUNDED_CONTEXT = 1 << 20
+"""Context length of a model whose config sets no limit (Mamba-2 has no positions to run out of)."""
+
+_TINY = "tiny:"
+
+
+def load_model(reference: str) -> ModelSpec:
+    """Read the model that ``reference`` names. Raises ModelConfigError, whatever is wrong."""
+    if reference.startswith(_TINY):
+        return _model(_tiny_config(reference), reference, reference)
+    path = _config_path(reference)
+    return _model(_read(path), Path(os.path.abspath(path)).parent.name or str(path), str(path))
+
+
+def model_from_config(config: Mapping[str, object], name: str) -> ModelSpec:
+    """Read a config that is already a mapping. Raises ModelConfigError; ``name`` is its ``source``."""
+    return _model(config, name, name)
+
+
+def _tiny_config(reference: str) -> Mapping[str, object]:
+    name = reference.removeprefix(_TINY)
+    if name not in TINY_CONFIGS:
+        near = difflib.get_close_matches(name, TINY_CONFIGS, n=2)
+        meant = f"did you mean {' or '.join(_TINY + match for match in near)}? " if near else ""
+        known = ", ".join(_TINY + known for known in TINY_CONFIGS)
+        raise ModelConfigError(f"{reference!r} is not a built-in model; {meant}known: {known}", reference)
+    return TINY_CONFIGS[name]
+
+
+def _config_path(reference: str) -> Path:
+    path = Path(reference)
+    if reference and os.path.isdir(path):
+        inside = path / "config.json"
+        if os.path.lexists(inside):
+            return inside
+        close = _close_to_config(path)
+        has = f"; it has {', '.join(close)}, which this cannot read" if close else ""
+        raise ModelConfigError(
+            f"the folder {reference!r} holds no config.json{has}; give the folder of a Hugging Face checkpoint",
+            reference,
+        )
+    if not reference or not os.path.lexists(path):
+        raise ModelConfigError(
+            f"{reference!r} does not exist; give a config.json, a folder that holds one (nothing is downloaded), "
+            f"or a built-in model: {', '.join(_TINY + known for known in TINY_CONFIGS)}",
+            reference,
+        )
+    return path
+
+
+def _close_to_config(folder: Path) -> list[str]:
+    """Names in a folder that its owner may have meant: other JSON files, and a config.json one level down."""
+    try:
+        entries = sorted(folder.iterdir())
+        found = [entry.name for entry in entries if entry.suffix in (".json", ".yaml") and os.path.isfile(entry)]
+        found += [f"{entry.name}/config.json" for entry in entries if os.path.isfile(entry / "config.json")]
+    except OSError:
+        return []
+    # Those that resemble it most come first: a sharded checkpoint's folder has many other JSON files.
+    likeness = {name: difflib.SequenceMatcher(None, name, "config.json").ratio() for name in found}
+    return sorted(found, key=lambda name: (name != "params.json", -likeness[name]))[:4]
+
+
+def _read(path: Path) -> Mapping[str, object]:
+    try:
+        return read_json_object(path)
+    except UsageError as error:
+        raise ModelConfigError(str(error), str(path)) from error
+
+
+def _model(values: Mapping[str, object], name: str, source: str) -> ModelSpec:
+    outer = Config(values, source, model_type="")
+    config = _typed(_language_model(outer), outer.optional_text("model_type"))
+    for part in (outer, config):
+        if part.flag("is_encoder_decoder"):
+            raise part.error(
+                "is true: an encoder-decoder model has attention over the encoder's output, which no backend here "
+                "serves; give a decoder-only model",
+                "is_encoder_decoder",
+            )
+        if part.lookup("is_causal") is False:  # transformers heeds it in every model
+            raise part.error(
+                "is false: attention in both directions, which no backend here serves; give a causal model", "is_causal"
+            )
+    dtypes = (part.optional_text(key) for part in (config, outer) for key in ("dtype", "torch_dtype"))
+    dtype = next((dtype.removeprefix("torch.") for dtype in dtypes if dtype is not None), None)
+    return ModelSpec(
+        name=name,
+        model_type=config.model_type,
+        layers=read_layers(config),
+        context_length=config.optional_integer("max_position_embeddings") or UNBOUNDED_CONTEXT,
+        dtype=dtype,
+    )
+
+
+def _language_model(outer: Config) -> Config:
+    """The config itself, or the part of a multimodal config that describes its decoder."""
+    if "num_attention_heads" in outer.values and "num_hidden_layers" in outer.values:
+        return outer
+    sections = (outer.section(key) for key in ("text_config", "llm_config", "language_config"))
+    return next((section for section in sections if section is not None), outer)
+
+
+def _typed(config: Config, outer_type: str | None) -> Config:
+    """The config with its model type, and with what that type's class assumes for keys that are absent."""
+    model_type = config.optional_text("model_type") or outer_type
+    if not model_type:
+        raise config.error("is missing; it says how the other keys are to be read", "model_type")
+    return replace(config, values={**CLASS_DEFAULTS.get(model_type, {}), **config.values}, model_type=model_type)

@@ -1,0 +1,349 @@
+"""What the keys of a Hugging Face config say about attention: one small reader per family of models.
+
+A reader turns a ``Config`` into one entry per layer of the model: a ``LayerSpec`` (its ``layer_id`` is set
+later, from its place in the list), or None for a layer that has no attention (MLP, experts). A new model type
+is one function and one line in ``READERS``; a type that is not there is read by ``_decoder``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from attnplug.declare.model import AttentionKind, LayerSpec, LinearDims, MLADims
+from attnplug.hf.config_keys import Config, ModelConfigError
+from attnplug.hf.rope_keys import rope_section, rope_type
+
+MOST_COLUMNS = 1 << 24
+"""Of a layer's queries, values, cache row or convolution: real ones are below a hundredth of it."""
+
+Layers = Sequence[LayerSpec | None]
+Reader = Callable[[Config], Layers]
+
+# What transformers' config classes assume for keys that published configs leave out (gemma-3-4b-it has no
+# num_attention_heads). The period counts layers from one full layer to the next.
+CLASS_DEFAULTS: Mapping[str, Mapping[str, object]] = {
+    "mistral": {"sliding_window": 4096},
+    "qwen3": {"head_dim": 128},
+    "gemma": {"head_dim": 256},
+    "gemma2": {"head_dim": 256, "sliding_window": 4096, "sliding_window_pattern": 2},
+    "gemma3_text": {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "sliding_window_pattern": 6,
+        "max_position_embeddings": 131072,
+    },
+    "cohere2": {"sliding_window": 4096, "sliding_window_pattern": 4},
+    "exaone4": {"sliding_window": 4096, "sliding_window_pattern": 4},
+    "olmo3": {"sliding_window": 4096, "sliding_window_pattern": 4},
+    "gpt_oss": {"head_dim": 64, "sliding_window": 128, "sliding_window_pattern": 2},
+    "qwen3_next": {"head_dim": 256},
+    "qwen3_5_text": {"head_dim": 256},
+    "qwen3_5_moe_text": {"head_dim": 256},
+    "nemotron_h": {"head_dim": 128},
+}
+
+
+# ---- softmax attention ----
+
+# Keys with a true value here change attention in a way that LayerSpec or the default reader does not know.
+# Reading such a model as a plain decoder would be silently wrong.
+_UNREAD = {
+    **dict.fromkeys(("linear_attn_config", "linear_num_key_heads", "layer_group_size"), "linear-attention layers"),
+    **dict.fromkeys(("attn_type_list", "layers_block_type", "hybrid_override_pattern"), "layers of several kinds"),
+    **dict.fromkeys(("mamba_d_state", "ssm_state_size", "attn_layer_period"), "state-space layers"),
+    "conv_L_cache": "short-convolution layers",
+    "attention_chunk_size": "chunked attention",
+    "global_head_dim": "head sizes that differ between layers",
+    "num_kv_shared_layers": "layers that share one cache",
+    "use_bidirectional_attention": "attention in both directions",
+    "multi_query": "Falcon's own count of KV heads",
+    "new_decoder_architecture": "Falcon's own count of KV heads",
+    "alibi": "ALiBi",
+}
+
+
+def _decoder(config: Config) -> Layers:
+    """Any decoder of the common shape: all layers MLA, or all softmax with or without a window."""
+    for key, meaning in _UNREAD.items():
+        if config.lookup(key):
+            raise config.error(
+                f"means {meaning}, which cannot be read for model type {config.model_type!r}; "
+                f"types with a reader of their own: {', '.join(READERS)}",
+                key,
+            )
+    if config.lookup("kv_lora_rank") is not None:
+        return _latent_layers(config)
+    full = _softmax(config)
+    slides = _slides(config, config.layer_count())
+    if not any(slides):
+        return [full] * len(slides)
+    sliding = replace(full, sliding_window=config.integer("sliding_window"))
+    return [sliding if slide else full for slide in slides]
+
+
+def _softmax(config: Config) -> LayerSpec:
+    heads = config.integer("num_attention_heads")
+    kv_heads = config.optional_integer("num_key_value_heads") or heads
+    if heads % kv_heads:
+        raise config.wrong("num_key_value_heads", f"a divisor of num_attention_heads, which is {heads}")
+    head_dim = config.optional_integer("head_dim")
+    if head_dim is None:
+        hidden = config.integer("hidden_size")
+        if hidden % heads:
+            raise config.wrong("hidden_size", f"a multiple of num_attention_heads ({heads}) where head_dim is not set")
+        head_dim = hidden // heads
+    scale = config.optional_number("attention_multiplier")
+    if scale is None:
+        scale = (config.optional_number("query_pre_attn_scalar") or head_dim) ** -0.5
+    return LayerSpec(
+        layer_id=0,
+        kind=AttentionKind.MHA,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        v_head_dim=head_dim,
+        scale=scale,
+        logit_cap=config.optional_number("attn_logit_softcapping"),
+        sinks=config.model_type == "gpt_oss",
+    )
+
+
+def _slides(config: Config, count: int) -> list[bool]:
+    """For each layer, whether it sees only the window."""
+    listed = config.choices("layer_types", {"full_attention": False, "sliding_attention": True}, count)
+    if listed is not None:
+        return listed
+    if config.optional_integer("sliding_window") is None:
+        return [False] * count
+    switched = config.model_type != "mistral" and config.lookup("use_sliding_window") is not None
+    if config.model_type.startswith("qwen") or switched:
+        # Qwen's configs carry a window that is switched off.
+        if not config.flag("use_sliding_window"):
+            return [False] * count
+        first = config.integer("max_window_layers", least=0)
+        return [index >= first for index in range(count)]
+    period = config.optional_integer("sliding_window_pattern")
+    return [period is None or (index + 1) % period != 0 for index in range(count)]
+
+
+def _latent_layers(config: Config) -> Layers:
+    count = config.layer_count()
+    dense = _latent(config, _yarn_mscale(config))
+    topk = config.optional_integer("index_topk")
+    if topk is None:
+        return config.choices("layer_types", {"full_attention": dense}, count) or [dense] * count
+    sparse = replace(dense, sparse_topk=topk)
+    known: Mapping[str | int, LayerSpec] = {
+        "full_attention": dense,
+        "indexed_attention": sparse,
+        "deepseek_sparse_attention": sparse,
+    }
+    return config.choices("layer_types", known, count) or [sparse] * count
+
+
+def _latent(config: Config, mscale: float = 1.0) -> LayerSpec:
+    heads = config.integer("num_attention_heads")
+    dims = MLADims(
+        config.integer("kv_lora_rank"), config.integer("qk_nope_head_dim"), config.integer("qk_rope_head_dim")
+    )
+    head_dim = dims.qk_nope_head_dim + dims.qk_rope_head_dim
+    return LayerSpec(
+        layer_id=0,
+        kind=AttentionKind.MLA,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=head_dim,
+        v_head_dim=config.integer("v_head_dim"),
+        scale=head_dim**-0.5 * mscale * mscale,
+        mla=dims,
+    )
+
+
+def _yarn_mscale(config: Config) -> float:
+    """The factor that long-context rope puts on queries and on keys, so twice on the scale.
+
+    transformers does this alike in deepseek_v2 and deepseek_v3 (``yarn_apply_mscale``, 5.17 and 5.22), and for
+    every rope type but "default", not for yarn alone. ``mscale`` itself acts on cos and sin, not on the scale.
+    """
+    rope = rope_section(config)
+    if rope_type(rope) == "default":
+        return 1.0
+    all_dim = rope.optional_number("mscale_all_dim", least=0.0)
+    if not all_dim:
+        return 1.0
+    factor = rope.number("factor")
+    return 0.1 * all_dim * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+# ---- linear attention, and models that mix it with softmax ----
+
+
+def _linear(kind: AttentionKind, dims: LinearDims, scale: float) -> LayerSpec:
+    """A linear layer: its queries and keys are ``key_dim`` wide, its values ``value_dim``."""
+    return LayerSpec(
+        layer_id=0,
+        kind=kind,
+        num_heads=dims.heads,
+        num_kv_heads=dims.key_heads,
+        head_dim=dims.key_dim,
+        v_head_dim=dims.value_dim,
+        scale=scale,
+        linear=dims,
+    )
+
+
+def _kimi_linear(config: Config) -> Layers:
+    """KDA, with MLA in between. Its MLA has no rope, hence no yarn factor, though it keeps the rope columns."""
+    count = config.layer_count()
+    published = config.section("linear_attn_config")  # of the checkpoints; transformers' own keys are flat
+
+    def dimension(nested: str, flat: str) -> int:
+        value = None if published is None else published.optional_integer(nested)
+        return config.integer(flat) if value is None else value
+
+    heads, width = dimension("num_heads", "linear_num_heads"), dimension("head_dim", "linear_head_dim")
+    conv_width = dimension("short_conv_kernel_size", "linear_conv_kernel_dim")
+    kda = _linear(AttentionKind.KDA, LinearDims(heads, heads, width, width, 3 * heads * width, conv_width), width**-0.5)
+    full = _latent(config)
+    listed = config.choices("layer_types", {"linear_attention": kda, "full_attention": full}, count)
+    if listed is not None:
+        return listed
+    if published is None:
+        raise config.missing("layer_types")
+    layers: list[LayerSpec | None] = [None] * count
+    for key, layer in (("kda_layers", kda), ("full_attn_layers", full)):
+        for number in published.sequence(key) or ():
+            if not isinstance(number, int) or isinstance(number, bool) or not 1 <= number <= count:
+                raise published.wrong(key, f"a list of layers, which count from 1 to {count}")
+            if layers[number - 1] is not None:
+                raise published.wrong(key, f"a list without layer {number}, which is listed already")
+            layers[number - 1] = layer
+    if None in layers:
+        raise published.wrong(
+            "kda_layers", f"complete with full_attn_layers: layer {layers.index(None) + 1} of {count} is in neither"
+        )
+    return layers
+
+
+def _gdn_hybrid(config: Config) -> Layers:
+    """Gated DeltaNet, with every ``full_attention_interval``-th layer softmax: Qwen3-Next, Qwen3.5."""
+    count = config.layer_count()
+    heads, key_heads = config.integer("linear_num_value_heads"), config.integer("linear_num_key_heads")
+    if heads % key_heads:
+        raise config.wrong("linear_num_key_heads", f"a divisor of linear_num_value_heads, which is {heads}")
+    key_dim, value_dim = config.integer("linear_key_head_dim"), config.integer("linear_value_head_dim")
+    channels = 2 * key_heads * key_dim + heads * value_dim
+    dims = LinearDims(heads, key_heads, key_dim, value_dim, channels, config.integer("linear_conv_kernel_dim"))
+    gdn, full = _linear(AttentionKind.GDN, dims, key_dim**-0.5), _softmax(config)
+    listed = config.choices("layer_types", {"linear_attention": gdn, "full_attention": full}, count)
+    interval = config.optional_integer("full_attention_interval") or 4
+    return listed or [gdn if (index + 1) % interval else full for index in range(count)]
+
+
+def _minimax(config: Config) -> Layers:
+    """Lightning attention, which has neither scale nor convolution, with softmax in between."""
+    count = config.layer_count()
+    full = replace(_softmax(config), sliding_window=config.optional_integer("sliding_window"))
+    dims = LinearDims(full.num_heads, full.num_heads, full.head_dim, full.head_dim)
+    lightning = _linear(AttentionKind.LIGHTNING, dims, 1.0)
+    listed = config.choices("layer_types", {"linear_attention": lightning, "full_attention": full}, count)
+    if listed is None:
+        listed = config.choices("attn_type_list", {0: lightning, 1: full}, count)
+    if listed is None:
+        raise config.missing("layer_types")
+    return listed
+
+
+def _ring(config: Config) -> Layers:
+    """Lightning attention with a scale, and MLA in the last layer of each group: Ring-2.5, Ling-2.5."""
+    group, heads, width = (config.integer(key) for key in ("layer_group_size", "num_attention_heads", "head_dim"))
+    lightning = _linear(AttentionKind.LIGHTNING, LinearDims(heads, heads, width, width), width**-0.5)
+    full = _latent(config)
+    return [lightning if (index + 1) % group else full for index in range(config.layer_count())]
+
+
+def _mamba(config: Config, heads_key: str, width_key: str, state_key: str) -> LayerSpec:
+    heads, width, groups = config.integer(heads_key), config.integer(width_key), config.integer("n_groups")
+    if heads % groups:
+        raise config.wrong("n_groups", f"a divisor of {heads_key}, which is {heads}")
+    state = config.integer(state_key)
+    channels = heads * width + 2 * groups * state
+    dims = LinearDims(heads, groups, state, width, channels, config.integer("conv_kernel"))
+    return _linear(AttentionKind.MAMBA2, dims, 1.0)
+
+
+def _mamba2(config: Config) -> Layers:
+    layer = _mamba(config, "num_heads", "head_dim", "state_size")
+    inner = layer.num_heads * layer.v_head_dim
+    expand, hidden = config.optional_integer("expand"), config.optional_integer("hidden_size")
+    if expand is not None and hidden is not None and expand * hidden != inner:
+        raise config.wrong("expand", f"num_heads * head_dim / hidden_size, which is {inner} / {hidden}")
+    return [layer] * config.layer_count()
+
+
+def _nemotron_h(config: Config) -> Layers:
+    """Mamba-2 and softmax layers among MLP and expert layers; its softmax layers have no rope."""
+    mamba, full = _mamba(config, "mamba_num_heads", "mamba_head_dim", "ssm_state_size"), _softmax(config)
+    count = config.optional_integer("num_hidden_layers")
+    known: dict[str | int, LayerSpec | None] = {"mamba": mamba, "attention": full, "mlp": None, "moe": None}
+    known |= {"linear_attention": mamba, "full_attention": full}
+    key = "layers_block_type"
+    pattern = config.optional_text("hybrid_override_pattern")
+    if config.lookup(key) is None and pattern is not None:
+        key = "hybrid_override_pattern"
+        known = {"M": mamba, "*": full, "-": None, "E": None}
+        config = replace(config, values={**config.values, key: list(pattern)})
+    listed = config.choices(key, known, count)
+    if listed is None:
+        raise config.missing(key)
+    if not any(listed):
+        raise config.error("names no layer with attention", key)
+    return listed
+
+
+READERS: Mapping[str, Reader] = {
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32"), _latent_layers),
+    "kimi_linear": _kimi_linear,
+    "qwen3_next": _gdn_hybrid,
+    "qwen3_5_text": _gdn_hybrid,
+    "qwen3_5_moe_text": _gdn_hybrid,
+    "qwen3_5": _gdn_hybrid,
+    "qwen3_5_moe": _gdn_hybrid,
+    "minimax": _minimax,
+    "minimax_m1": _minimax,
+    "minimax_m2": _minimax,
+    "minimax_text_01": _minimax,
+    "ring_linear": _ring,
+    "mamba2": _mamba2,
+    "nemotron_h": _nemotron_h,
+}
+
+
+def _check_width(config: Config, layer: LayerSpec) -> None:
+    """Refuse what no model has, before anybody allocates it."""
+    dims = layer.linear
+    widths = [layer.num_heads * layer.head_dim, layer.num_heads * layer.v_head_dim]
+    widths += [] if dims is None else [dims.conv_channels, dims.conv_width]
+    if layer.mla is not None:
+        widths.append(layer.mla.row_dim)
+    if max(widths) > MOST_COLUMNS:
+        heads = f"{layer.num_heads} heads of {layer.head_dim} and {layer.v_head_dim}"
+        raise ModelConfigError(
+            f"{config.source}: a layer of kind {layer.kind} has {max(widths)} columns ({heads}); "
+            f"at most {MOST_COLUMNS} can be read",
+            config.source,
+        )
+
+
+def read_layers(config: Config) -> tuple[LayerSpec, ...]:
+    """The attention layers of a model, in order."""
+    layers = READERS.get(config.model_type, _decoder)(config)
+    for layer in dict.fromkeys(layers):
+        if layer is not None:
+            _check_width(config, layer)
+    return tuple(replace(layer, layer_id=index) for index, layer in enumerate(layers) if layer is not None)

@@ -1,0 +1,127 @@
+"""The face for engines and bridges: choosing and building backends, memory, and what a model's layers call.
+
+Names that backends need too are in ``attnplug``. A name is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from attnplug.faces import face
+
+if TYPE_CHECKING:
+    from attnplug.choose.assembly import build_chosen as build_chosen
+    from attnplug.choose.assembly import build_selection as build_selection
+    from attnplug.choose.assembly import choose_importable as choose_importable
+    from attnplug.choose.building import backend_problems as backend_problems
+    from attnplug.choose.building import build_backend as build_backend
+    from attnplug.choose.loading import Registered as Registered
+    from attnplug.choose.registry import Registry as Registry
+    from attnplug.choose.registry import load_registry as load_registry
+    from attnplug.choose.select import BackendRequest as BackendRequest
+    from attnplug.choose.select import Selection as Selection
+    from attnplug.choose.select import SelectionError as SelectionError
+    from attnplug.choose.select import explain as explain
+    from attnplug.choose.select import select as select
+    from attnplug.cli import output as output
+    from attnplug.cli.app import Commands as Commands
+    from attnplug.cli.app import add_backend_options as add_backend_options
+    from attnplug.cli.app import add_command as add_command
+    from attnplug.cli.backends import describe as describe
+    from attnplug.cli.warn import warn_of_plugins as warn_of_plugins
+    from attnplug.contract.backend import ChunkPlanning as ChunkPlanning
+    from attnplug.contract.backend import GraphPlanning as GraphPlanning
+    from attnplug.contract.backend import LinearBackend as LinearBackend
+    from attnplug.contract.backend import LinearHooks as LinearHooks
+    from attnplug.contract.backend import RaggedAttention as RaggedAttention
+    from attnplug.contract.backend import optional_hooks as optional_hooks
+    from attnplug.contract.context import Limits as Limits
+    from attnplug.contract.context import Parallel as Parallel
+    from attnplug.contract.geometry import spread as spread
+    from attnplug.contract.plan import PlanRecord as PlanRecord
+    from attnplug.contract.plan import claim_plan as claim_plan
+    from attnplug.declare.errors import PluginWarning as PluginWarning
+    from attnplug.declare.errors import UsageError as UsageError
+    from attnplug.declare.errors import describe_error as describe_error
+    from attnplug.declare.options import parse_options as parse_options
+    from attnplug.declare.options import split_settings as split_settings
+    from attnplug.hf.config_keys import Config as Config
+    from attnplug.hf.config_keys import ModelConfigError as ModelConfigError
+    from attnplug.hf.config_keys import show as show
+    from attnplug.hf.json_files import MOST_BYTES as MOST_BYTES
+    from attnplug.hf.json_files import read_json_object as read_json_object
+    from attnplug.hf.json_files import read_text as read_text
+    from attnplug.hf.json_files import regular_size as regular_size
+    from attnplug.hf.model_config import load_model as load_model
+    from attnplug.hf.rope_keys import rope_section as rope_section
+    from attnplug.hf.rope_keys import rope_type as rope_type
+    from attnplug.hf.rope_keys import rope_type_key as rope_type_key
+    from attnplug.hf.tiny import TINY_CONFIGS as TINY_CONFIGS
+    from attnplug.kv import KVPools as KVPools
+    from attnplug.kv import OutOfPages as OutOfPages
+    from attnplug.kv import PageAllocator as PageAllocator
+    from attnplug.kv import PageCopy as PageCopy
+    from attnplug.kv import SlotTable as SlotTable
+    from attnplug.kv import torch_dtype as torch_dtype
+    from attnplug.kv.workspace import WorkspaceOwner as WorkspaceOwner
+    from attnplug.layers.forward_context import active_backend as active_backend
+    from attnplug.layers.forward_context import forward_context as forward_context
+    from attnplug.layers.forward_context import plan_forward as plan_forward
+    from attnplug.layers.linear import LinearAttention as LinearAttention
+    from attnplug.layers.linear import attend_linear as attend_linear
+    from attnplug.layers.linear import convolve as convolve
+    from attnplug.machine import interrupt as interrupt
+    from attnplug.machine.device import open_device as open_device
+    from attnplug.mla import ExtendPolicy as ExtendPolicy
+    from attnplug.mla import MLAAttention as MLAAttention
+    from attnplug.mla import MLAWeights as MLAWeights
+    from attnplug.mla import attend_mla as attend_mla
+    from attnplug.mla import plan_extend as plan_extend
+    from attnplug.mla.chunks import Chunk as Chunk
+    from attnplug.mla.chunks import Span as Span
+    from attnplug.mla.chunks import plan_prefix_chunks as plan_prefix_chunks
+    from attnplug.torch_native.backend import TorchNativeBackend as TorchNativeBackend
+    from attnplug.wrappers import HybridLinearBackend as HybridLinearBackend
+    from attnplug.wrappers import SplitBackend as SplitBackend
+
+_MODULES = {
+    "choose.assembly": ("build_chosen", "build_selection", "choose_importable"),
+    "choose.building": ("backend_problems", "build_backend"),
+    "choose.loading": ("Registered",),
+    "choose.registry": ("Registry", "load_registry"),
+    "choose.select": ("BackendRequest", "Selection", "SelectionError", "explain", "select"),
+    "cli": ("output",),
+    "cli.app": ("Commands", "add_backend_options", "add_command"),
+    "cli.backends": ("describe",),
+    "cli.warn": ("warn_of_plugins",),
+    "contract.backend": (
+        "ChunkPlanning",
+        "GraphPlanning",
+        "LinearBackend",
+        "LinearHooks",
+        "RaggedAttention",
+        "optional_hooks",
+    ),
+    "contract.context": ("Limits", "Parallel"),
+    "contract.geometry": ("spread",),
+    "contract.plan": ("PlanRecord", "claim_plan"),
+    "declare.errors": ("PluginWarning", "UsageError", "describe_error"),
+    "declare.options": ("parse_options", "split_settings"),
+    "hf.config_keys": ("Config", "ModelConfigError", "show"),
+    "hf.json_files": ("MOST_BYTES", "read_json_object", "read_text", "regular_size"),
+    "hf.model_config": ("load_model",),
+    "hf.rope_keys": ("rope_section", "rope_type", "rope_type_key"),
+    "hf.tiny": ("TINY_CONFIGS",),
+    "kv": ("KVPools", "OutOfPages", "PageAllocator", "PageCopy", "SlotTable", "torch_dtype"),
+    "kv.workspace": ("WorkspaceOwner",),
+    "layers.forward_context": ("active_backend", "forward_context", "plan_forward"),
+    "layers.linear": ("LinearAttention", "attend_linear", "convolve"),
+    "machine": ("interrupt",),
+    "machine.device": ("open_device",),
+    "mla": ("ExtendPolicy", "MLAAttention", "MLAWeights", "attend_mla", "plan_extend"),
+    "mla.chunks": ("Chunk", "Span", "plan_prefix_chunks"),
+    "torch_native.backend": ("TorchNativeBackend",),
+    "wrappers": ("HybridLinearBackend", "SplitBackend"),
+}
+
+__getattr__, __dir__, __all__ = face(__name__, globals(), _MODULES)
