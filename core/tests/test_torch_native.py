@@ -50,7 +50,6 @@ def cases(draw, mla: bool) -> Case:
         layout=draw(st.sampled_from(["token_major", "head_major"])),
         pages=draw(st.sampled_from(["permuted", "interleaved", "descending"])),
         padding=draw(st.sampled_from([0, 0, 1, 5])),
-        cpu_lengths=draw(st.booleans()),
         lse=draw(st.booleans()),
         seed=draw(st.integers(0, 1 << 16)),
     )

@@ -15,11 +15,13 @@ from attnplug.machine import interrupt as _interrupt  # noqa: F401 (first of all
 from attnplug.faces import face
 
 if TYPE_CHECKING:
-    from attnplug.author.graphs import Captures as Captures
+    from attnplug.author.attention import PlannedAttention as PlannedAttention
     from attnplug.author.graphs import GraphLimits as GraphLimits
-    from attnplug.author.mla_layers import MLALayers as MLALayers
-    from attnplug.author.mla_layers import check_lse as check_lse
     from attnplug.author.planned import PlannedBackend as PlannedBackend
+    from attnplug.author.served_layers import MLAShape as MLAShape
+    from attnplug.author.served_layers import NewRows as NewRows
+    from attnplug.author.served_layers import check_lse as check_lse
+    from attnplug.author.served_layers import output_width as output_width
     from attnplug.choose.hookspecs import hookimpl as hookimpl
     from attnplug.contract.backend import AttentionBackend as AttentionBackend
     from attnplug.contract.backend import ForwardExtras as ForwardExtras
@@ -29,8 +31,8 @@ if TYPE_CHECKING:
     from attnplug.contract.geometry import Geometry as Geometry
     from attnplug.contract.hooks import bind_hook as bind_hook
     from attnplug.contract.linear import LinearInputs as LinearInputs
+    from attnplug.contract.mode import ForwardMode as ForwardMode
     from attnplug.contract.plan import BackendId as BackendId
-    from attnplug.contract.plan import ForwardMode as ForwardMode
     from attnplug.contract.plan import Plan as Plan
     from attnplug.contract.ragged import RaggedCall as RaggedCall
     from attnplug.declare.capabilities import Capabilities as Capabilities
@@ -78,9 +80,10 @@ if TYPE_CHECKING:
     from attnplug.wrappers import ForwardingBackend as ForwardingBackend
 
 _MODULES = {
-    "author.graphs": ("Captures", "GraphLimits"),
-    "author.mla_layers": ("MLALayers", "check_lse"),
+    "author.attention": ("PlannedAttention",),
+    "author.graphs": ("GraphLimits",),
     "author.planned": ("PlannedBackend",),
+    "author.served_layers": ("MLAShape", "NewRows", "check_lse", "output_width"),
     "choose.hookspecs": ("hookimpl",),
     "contract.backend": ("AttentionBackend", "ForwardExtras"),
     "contract.batch": ("ForwardBatch",),
@@ -88,7 +91,8 @@ _MODULES = {
     "contract.geometry": ("Geometry",),
     "contract.hooks": ("bind_hook",),
     "contract.linear": ("LinearInputs",),
-    "contract.plan": ("BackendId", "ForwardMode", "Plan"),
+    "contract.mode": ("ForwardMode",),
+    "contract.plan": ("BackendId", "Plan"),
     "contract.ragged": ("RaggedCall",),
     "declare.capabilities": ("Capabilities",),
     "declare.claims": ("Claims", "ExtendPath", "PageSizes"),

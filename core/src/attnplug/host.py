@@ -35,11 +35,14 @@ if TYPE_CHECKING:
     from attnplug.contract.backend import LinearHooks as LinearHooks
     from attnplug.contract.backend import RaggedAttention as RaggedAttention
     from attnplug.contract.backend import optional_hooks as optional_hooks
+    from attnplug.contract.batch import BatchPlan as BatchPlan
+    from attnplug.contract.context import HostContext as HostContext
     from attnplug.contract.context import Limits as Limits
     from attnplug.contract.context import Parallel as Parallel
+    from attnplug.contract.geometry import HostLengths as HostLengths
     from attnplug.contract.geometry import spread as spread
     from attnplug.contract.plan import PlanRecord as PlanRecord
-    from attnplug.contract.plan import claim_plan as claim_plan
+    from attnplug.contract.plan import plan_to_run as plan_to_run
     from attnplug.declare.errors import PluginWarning as PluginWarning
     from attnplug.declare.errors import UsageError as UsageError
     from attnplug.declare.errors import describe_error as describe_error
@@ -64,19 +67,13 @@ if TYPE_CHECKING:
     from attnplug.kv import SlotTable as SlotTable
     from attnplug.kv import torch_dtype as torch_dtype
     from attnplug.kv.workspace import WorkspaceOwner as WorkspaceOwner
-    from attnplug.layers.forward_context import active_backend as active_backend
-    from attnplug.layers.forward_context import forward_context as forward_context
-    from attnplug.layers.forward_context import plan_forward as plan_forward
-    from attnplug.layers.linear import LinearAttention as LinearAttention
-    from attnplug.layers.linear import attend_linear as attend_linear
-    from attnplug.layers.linear import convolve as convolve
+    from attnplug.layers.model_attention import ModelAttention as ModelAttention
+    from attnplug.layers.model_attention import active_attention as active_attention
+    from attnplug.layers.model_attention import plan_forward as plan_forward
     from attnplug.machine import interrupt as interrupt
     from attnplug.machine.device import open_device as open_device
     from attnplug.mla import ExtendPolicy as ExtendPolicy
-    from attnplug.mla import MLAAttention as MLAAttention
     from attnplug.mla import MLAWeights as MLAWeights
-    from attnplug.mla import attend_mla as attend_mla
-    from attnplug.mla import plan_extend as plan_extend
     from attnplug.mla.chunks import Chunk as Chunk
     from attnplug.mla.chunks import Span as Span
     from attnplug.mla.chunks import plan_prefix_chunks as plan_prefix_chunks
@@ -102,9 +99,10 @@ _MODULES = {
         "RaggedAttention",
         "optional_hooks",
     ),
-    "contract.context": ("Limits", "Parallel"),
-    "contract.geometry": ("spread",),
-    "contract.plan": ("PlanRecord", "claim_plan"),
+    "contract.batch": ("BatchPlan",),
+    "contract.context": ("HostContext", "Limits", "Parallel"),
+    "contract.geometry": ("HostLengths", "spread"),
+    "contract.plan": ("PlanRecord", "plan_to_run"),
     "declare.errors": ("PluginWarning", "UsageError", "describe_error"),
     "declare.options": ("parse_options", "split_settings"),
     "hf.config_keys": ("Config", "ModelConfigError", "show"),
@@ -114,11 +112,10 @@ _MODULES = {
     "hf.tiny": ("TINY_CONFIGS",),
     "kv": ("KVPools", "OutOfPages", "PageAllocator", "PageCopy", "SlotTable", "torch_dtype"),
     "kv.workspace": ("WorkspaceOwner",),
-    "layers.forward_context": ("active_backend", "forward_context", "plan_forward"),
-    "layers.linear": ("LinearAttention", "attend_linear", "convolve"),
+    "layers.model_attention": ("ModelAttention", "active_attention", "plan_forward"),
     "machine": ("interrupt",),
     "machine.device": ("open_device",),
-    "mla": ("ExtendPolicy", "MLAAttention", "MLAWeights", "attend_mla", "plan_extend"),
+    "mla": ("ExtendPolicy", "MLAWeights"),
     "mla.chunks": ("Chunk", "Span", "plan_prefix_chunks"),
     "torch_native.backend": ("TorchNativeBackend",),
     "wrappers": ("HybridLinearBackend", "SplitBackend"),

@@ -1,6 +1,6 @@
 """An MHA backend on a scene: scattered pages, NaN in all that must not be read, and the float64 result.
 
-As in ``mla_scene`` a layer nobody runs comes first, all NaN and of another scale, and heads are divided over two ranks.
+As in ``mla_scene`` a layer that nobody runs comes first, all NaN and of another scale, and the model is one rank's.
 Made for kernels, as that is: many heads, long requests; float64 runs on the case's device, in pieces.
 """
 
@@ -27,8 +27,9 @@ from attnplug import (
     Role,
     Serving,
 )
-from attnplug.host import KVPools, Limits, Parallel, WorkspaceOwner, torch_dtype
+from attnplug.host import KVPools, Limits, Parallel, WorkspaceOwner, plan_forward, torch_dtype
 from attnplug.kv import LayoutName
+from support.batches import capabilities, geometry, padded
 from support.devices import nothing_is_zero_by_chance
 from support.mla_scene import FIRST_LAYER, LAYER, NAN, RANKS, attention
 
@@ -53,7 +54,9 @@ class MHACase:
     layout: LayoutName = "token_major"
     pages: str = "permuted"
     padding: int = 0
-    cpu_lengths: bool = True
+    exact_lengths: bool = True
+    """Whether the host knows them, or upper bounds only."""
+    lanes: int = 1
     lse: bool = True
     seed: int = 0
     serving: Serving = field(default_factory=Serving)
@@ -64,8 +67,8 @@ class MHACase:
         return LayerSpec(
             LAYER,
             AttentionKind.MHA,
-            RANKS * self.heads,
-            RANKS * self.kv_heads,
+            self.heads,
+            self.kv_heads,
             self.head_dim,
             self.head_dim if self.v_head_dim is None else self.v_head_dim,
             self.head_dim**-0.5,
@@ -96,7 +99,6 @@ class MHAScene:
             dtype=case.dtype,
             device=self.device,
             layout=case.layout,
-            tensor_parallel=RANKS,
         )
         for layer_id in self.pool.layer_ids:
             for memory in (self.pool.keys(layer_id), self.pool.values(layer_id)):
@@ -109,11 +111,12 @@ class MHAScene:
             dtype=self.dtype,
             kv_dtype=case.dtype,
             page_size=case.page_size,
-            limits=Limits(max(len(self.new), 1), max(sum(self.new), 1), max([4096, *self.totals])),
+            limits=Limits(max(len(self.new), 1), max(sum(self.new), 1), max([4096, *self.totals]), case.lanes),
             pools=KVPools(mha=self.pool),
             workspace=WorkspaceOwner(),
             parallel=Parallel(RANKS - 1, RANKS),
             serving=case.serving,
+            declared=capabilities("torch_native"),
             options=case.options,
         )
         self.backend = build(self.context)
@@ -158,17 +161,17 @@ class MHAScene:
         return int(keys.sum())
 
     def batch(self) -> ForwardBatch:
-        new, lens = (torch.tensor(numbers, dtype=torch.int32) for numbers in (self.new, self.totals))
-        decode, mirror = self.case.mode.is_decode, self.case.cpu_lengths
-        return ForwardBatch(
-            forward_mode=self.case.mode,
-            input_ids=torch.zeros(sum(self.new) + self.case.padding, dtype=torch.int64, device=self.device),
-            page_table=self.page_table.to(self.device),
-            seq_lens=lens.to(self.device),
-            seq_lens_cpu=lens if mirror else None,
-            extend_seq_lens=None if decode else new.to(self.device),
-            extend_seq_lens_cpu=new if mirror and not decode else None,
+        case = self.case
+        made = geometry(
+            case.mode,
+            self.page_table,
+            self.new,
+            self.totals,
+            case.page_size,
+            exact=case.exact_lengths,
+            device=self.device,
         )
+        return padded(ForwardBatch(made), case.padding)
 
     def padded(self, tensor: Tensor) -> Tensor:
         tail = torch.full((self.case.padding, *tensor.shape[1:]), NAN, dtype=tensor.dtype, device=self.device)
@@ -191,7 +194,8 @@ class MHAScene:
         extras = ForwardExtras(lse, self.sinks) if self.case.lse or self.case.sinks else None
         forward = self.backend.forward_decode if self.case.mode.is_decode else self.backend.forward_extend
         with nothing_is_zero_by_chance(self.device):
-            batch.plan = batch.plan or self.backend.init_forward_metadata(batch)
+            if batch.plan is None:
+                plan_forward(self.backend, batch)
             return forward(q, k, v, self.layer, batch, extras=extras, **arguments), lse
 
     def wanted(self) -> tuple[Tensor, Tensor]:

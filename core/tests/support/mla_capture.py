@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import torch
 
-from attnplug import AttentionBackend, BackendContext, ForwardBatch, Plan
+from attnplug import AttentionBackend, BackendContext, Plan
+from support.batches import captured, with_plan
 from support.devices import nothing_is_zero_by_chance
 from support.mla_scene import LAYER, NAN, MLACase, MLAScene, relative_error
 
@@ -23,19 +24,16 @@ class MLACapture:
         self.k = torch.full((self.rows, 1, case.dims.row_dim), NAN, dtype=scene.dtype, device=device)
         fill = self.backend.get_cuda_graph_seq_len_fill_value()
         width = 4096 // case.page_size
-        self.batch = ForwardBatch(
-            forward_mode=case.mode,
-            input_ids=torch.zeros(self.rows, dtype=torch.int64, device=device),
-            page_table=torch.full((requests, width), 1 << 30, dtype=torch.int32, device=device),
-            seq_lens=torch.full((requests,), fill, dtype=torch.int32, device=device),
-            seq_lens_cpu=torch.full((requests,), fill, dtype=torch.int32),
+        self.batch = captured(
+            case.mode, requests, per_request, pages=width, page_size=case.page_size, device=device, fill=fill
         )
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def capture(self) -> None:
         self.backend.init_cuda_graph_state(self.batch.batch_size + 1, self.rows + 3)
-        self.batch.plan = self.backend.init_forward_metadata_out_graph(self.batch, in_capture=True)
-        self.plan = _of_one(self.batch.plan)
+        plan = self.backend.init_forward_metadata_out_graph(self.batch, in_capture=True)
+        with_plan(self.batch, plan)
+        self.plan = _of_one(plan)
         if self.scene.device.type == "cpu":
             self.run()
             return
@@ -60,7 +58,7 @@ class MLACapture:
         fill = self.backend.get_cuda_graph_seq_len_fill_value()
         lens = torch.full((batch.batch_size,), fill, dtype=torch.int32)
         lens[:real] = torch.tensor(scene.totals, dtype=torch.int32)
-        table = torch.full_like(batch.page_table, 1 << 30)
+        table = torch.full_like(batch.geometry.page_table, 1 << 30)
         table[:real, : scene.page_table.shape[1]] = scene.page_table.to(device)
         q, k = torch.full_like(self.q, NAN), torch.full_like(self.k, NAN)
         q[: len(scene.q)], k[: len(scene.q), 0] = scene.q, scene.new_rows()
@@ -70,10 +68,9 @@ class MLACapture:
         on_device = lens.to(device)
 
         def replay() -> torch.Tensor:
-            batch.seq_lens_cpu = lens
             for target, source in (
-                (batch.seq_lens, on_device),
-                (batch.page_table, table),
+                (batch.geometry.seq_lens, on_device),
+                (batch.geometry.page_table, table),
                 (self.q, q),
                 (self.k, k),
                 (memory, rows),
@@ -110,19 +107,19 @@ def replay_scenes(
 
 def check_replays(stage: MLAScene, others: list[MLAScene]) -> None:
     """Replays give float64's result; padded requests read and write nothing; NaN is everywhere else."""
-    captured = MLACapture(stage, requests=4, per_request=stage.new[0])
-    captured.capture()
-    address = captured.plan.metadata.new_slots.data_ptr()
+    capture = MLACapture(stage, requests=4, per_request=stage.new[0])
+    capture.capture()
+    address = capture.plan.new_slots.data_ptr()
     for other in others:
-        out = captured.replay(other)
+        out = capture.replay(other)
         wanted = other.wanted_absorbed()[0]
         assert relative_error(out[: len(wanted)], wanted) <= (1e-6 if stage.device.type == "cpu" else 5e-3)
         assert (out[len(wanted) :] == 0).all()
         written = (~stage.pool.rows(LAYER).float().isnan()).any(-1).sum()
         assert int(written) == sum(other.totals)
-        assert captured.plan.metadata.new_slots.data_ptr() == address
+        assert capture.plan.new_slots.data_ptr() == address
 
 
 def _of_one(plan: Plan) -> Plan:
-    """The plan of the backend that runs it: behind a wrapper, its one part."""
+    """The plan of the backend that runs it: of a wrapper's, its one part."""
     return plan.parts[0] if plan.parts else plan

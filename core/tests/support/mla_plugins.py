@@ -25,6 +25,7 @@ from attnplug import (
     Serving,
 )
 from attnplug.host import HybridLinearBackend, KVPools, load_registry
+from support.batches import declaring
 from support.mla_scene import MLACase
 
 _PLUGINS = Path(__file__).parents[3] / "plugins"
@@ -87,7 +88,7 @@ def _flashinfer_mla(context: BackendContext) -> AttentionBackend:
     from attnplug_flashinfer_mla.backend import FlashInferMLABackend
     from reference_kernels import ReferenceKernels
 
-    return FlashInferMLABackend(context, kernels=ReferenceKernels.of(context))
+    return FlashInferMLABackend(declaring(context, "flashinfer_mla"), kernels=ReferenceKernels.of(context))
 
 
 def _flashattention(context: BackendContext) -> AttentionBackend:
@@ -95,7 +96,7 @@ def _flashattention(context: BackendContext) -> AttentionBackend:
     from attnplug_flashattention.backend import FlashAttentionBackend
     from flash_references import reference
 
-    return FlashAttentionBackend(context, kernels=reference("fa4"))
+    return FlashAttentionBackend(declaring(context, "flashattention"), kernels=reference("fa4"))
 
 
 def _flashmla(context: BackendContext) -> AttentionBackend:
@@ -181,4 +182,4 @@ def joined(context: BackendContext, full: AttentionBackend) -> HybridLinearBacke
     states = LinearStatePool([_LINEAR], num_slots=2, dtype=DType.FLOAT32, device="cpu")
     model = ModelSpec("joined", "test", (_LINEAR, *context.model.layers), 1 << 20)
     own = replace(context, pools=KVPools(linear=states), model=model)
-    return HybridLinearBackend(full, TorchLinearBackend(own), model)
+    return HybridLinearBackend(full, TorchLinearBackend(declaring(own, "torch")), model)

@@ -1,7 +1,7 @@
 """An MLA backend on a scene: scattered pages, NaN in all that must not be read, and the float64 result.
 
-The model has a layer in front of the one under test, whose cache is all NaN, and its heads are divided over two ranks:
-whoever takes another layer's cache, or the model's heads for a rank's, is found by every test.
+The model has a layer in front of the one under test, whose cache is all NaN, and is one rank's of two: whoever takes
+another layer's cache, or divides a rank's heads once more, is found by every test.
 Made for kernels: wide rows, many heads, long requests. Whatever runs in float64 runs on the case's device, in pieces.
 """
 
@@ -33,13 +33,14 @@ from attnplug.host import (
     ExtendPolicy,
     KVPools,
     Limits,
-    MLAAttention,
     MLAWeights,
+    ModelAttention,
     Parallel,
     WorkspaceOwner,
-    forward_context,
+    plan_forward,
     torch_dtype,
 )
+from support.batches import capabilities, geometry, padded
 from support.devices import nothing_is_zero_by_chance
 
 DEEPSEEK = MLADims(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64)
@@ -64,7 +65,9 @@ class MLACase:
     kv_scale: float = 1.0
     pages: str = "permuted"
     padding: int = 0
-    cpu_lengths: bool = True
+    exact_lengths: bool = True
+    """Whether the host knows them, or upper bounds only."""
+    lanes: int = 1
     lse: bool = True
     seed: int = 0
     serving: Serving = field(default_factory=Serving)
@@ -72,7 +75,7 @@ class MLACase:
 
     @property
     def layer(self) -> LayerSpec:
-        width, heads = self.dims.qk_nope_head_dim + self.dims.qk_rope_head_dim, RANKS * self.heads
+        width, heads = self.dims.qk_nope_head_dim + self.dims.qk_rope_head_dim, self.heads
         return LayerSpec(LAYER, AttentionKind.MLA, heads, heads, width, self.v_head_dim, width**-0.5, mla=self.dims)
 
     @property
@@ -108,11 +111,12 @@ class MLAScene:
                 dtype=self.dtype,
                 kv_dtype=kv_dtype,
                 page_size=case.page_size,
-                limits=Limits(max(len(self.new), 1), max(sum(self.new), 1), max(4096, longest)),
+                limits=Limits(max(len(self.new), 1), max(sum(self.new), 1), max(4096, longest), case.lanes),
                 pools=KVPools(mla=self.pool),
                 workspace=self.workspace,
                 parallel=Parallel(RANKS - 1, RANKS),
                 serving=case.serving,
+                declared=capabilities("torch_native"),
                 options=case.options,
             )
         )
@@ -157,17 +161,17 @@ class MLAScene:
         return kept.double() * self.case.kv_scale
 
     def batch(self) -> ForwardBatch:
-        new, lens = (torch.tensor(numbers, dtype=torch.int32) for numbers in (self.new, self.totals))
-        decode, mirror = self.case.mode.is_decode, self.case.cpu_lengths
-        return ForwardBatch(
-            forward_mode=self.case.mode,
-            input_ids=torch.zeros(sum(self.new) + self.case.padding, dtype=torch.int64, device=self.device),
-            page_table=self.page_table.to(self.device),
-            seq_lens=lens.to(self.device),
-            seq_lens_cpu=lens if mirror else None,
-            extend_seq_lens=None if decode else new.to(self.device),
-            extend_seq_lens_cpu=new if mirror and not decode else None,
+        case = self.case
+        made = geometry(
+            case.mode,
+            self.page_table,
+            self.new,
+            self.totals,
+            case.page_size,
+            exact=case.exact_lengths,
+            device=self.device,
         )
+        return padded(ForwardBatch(made), case.padding)
 
     def padded(self, tensor: Tensor) -> Tensor:
         tail = torch.full((self.case.padding, *tensor.shape[1:]), NAN, dtype=tensor.dtype, device=self.device)
@@ -184,7 +188,8 @@ class MLAScene:
         extras = ForwardExtras(lse=lse) if self.case.lse else None
         forward = self.backend.forward_decode if self.case.mode.is_decode else self.backend.forward_extend
         with nothing_is_zero_by_chance(self.device):
-            batch.plan = batch.plan or self.backend.init_forward_metadata(batch)
+            if batch.plan is None:
+                plan_forward(self.backend, batch)
             return forward(q, k, None, self.layer, batch, extras=extras, **arguments), lse
 
     def wanted_absorbed(self) -> tuple[Tensor, Tensor]:
@@ -211,13 +216,12 @@ class MLAModel:
 
     def run(self, policy: ExtendPolicy, batch: ForwardBatch | None = None) -> Tensor:
         scene = self.scene
-        mla = MLAAttention(scene.backend, scene.pool, policy)
+        attention = ModelAttention(scene.backend, KVPools(mla=scene.pool), policy)
         self.batch = batch = batch or scene.batch()
         q, rows = scene.padded(self.q), scene.padded(scene.new_rows())
-        with nothing_is_zero_by_chance(scene.device), forward_context(scene.backend, mla):
-            batch.plan = scene.backend.init_forward_metadata(batch)
-            mla.prepare(batch)
-            return mla.attend(q, rows, scene.layer, self.weights, batch)
+        with nothing_is_zero_by_chance(scene.device):
+            attention.plan(batch)
+            return attention.attend_mla(q, rows, scene.layer, self.weights, batch)
 
     def wanted(self) -> Tensor:
         """By the model's equations: up-project every row, then plain attention."""

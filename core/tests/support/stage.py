@@ -26,7 +26,8 @@ from attnplug import (
     Role,
 )
 from attnplug.cli.reference import attention_float64
-from attnplug.host import KVPools, Limits, TorchNativeBackend, WorkspaceOwner, torch_dtype
+from attnplug.host import KVPools, Limits, TorchNativeBackend, WorkspaceOwner, plan_forward, torch_dtype
+from support.batches import capabilities, geometry
 from support.devices import nothing_is_zero_by_chance
 
 NAN = float("nan")
@@ -51,7 +52,6 @@ class Case:
     layout: str = "token_major"
     pages: str = "permuted"
     padding: int = 0
-    cpu_lengths: bool = True
     lse: bool = True
     seed: int = 0
 
@@ -96,6 +96,8 @@ class Stage:
                 limits=Limits(16, 4096, 4096),
                 pools=self.pools,
                 workspace=WorkspaceOwner(),
+                declared=capabilities("torch_native"),
+                options=None,
             )
         )
         key_dim = self.layer.head_dim if case.mla is None else case.mla.row_dim
@@ -158,19 +160,9 @@ class Stage:
                     )
 
     def batch(self) -> ForwardBatch:
-        new = torch.tensor([new for _, new in self.case.lengths], dtype=torch.int32)
-        lens = torch.tensor(self.totals, dtype=torch.int32)
-        decode = self.case.mode is ForwardMode.DECODE
-        mirror = self.case.cpu_lengths
-        return ForwardBatch(
-            forward_mode=self.case.mode,
-            input_ids=torch.zeros(int(new.sum()), dtype=torch.int64, device=self.device),
-            page_table=self.page_table.to(self.device),
-            seq_lens=lens.to(self.device),
-            seq_lens_cpu=lens if mirror else None,
-            extend_seq_lens=None if decode else new.to(self.device),
-            extend_seq_lens_cpu=new if mirror and not decode else None,
-        )
+        case, new = self.case, [new for _, new in self.case.lengths]
+        made = geometry(case.mode, self.page_table, new, self.totals, case.page_size, device=self.device)
+        return ForwardBatch(made)
 
     def new_rows(self, of: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat([rows[before:] for rows, (before, _) in zip(of, self.case.lengths, strict=True)])
@@ -186,7 +178,8 @@ class Stage:
         forward = self.backend.forward_decode if self.case.mode.is_decode else self.backend.forward_extend
         q, k, v = (None if t is None else t.to(self.device) for t in (q, k, v))
         with nothing_is_zero_by_chance(self.device):
-            batch.plan = batch.plan or self.backend.init_forward_metadata(batch)
+            if batch.plan is None:
+                plan_forward(self.backend, batch)
             out = forward(q, k, v, self.layer, batch, extras=ForwardExtras(lse=lse), **arguments)
         return out.cpu(), None if lse is None else lse.cpu()
 

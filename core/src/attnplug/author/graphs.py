@@ -4,100 +4,106 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, Never, TypeVar
+from typing import Any, Never
 
 import torch
 
-from attnplug.contract.batch import ForwardBatch
-from attnplug.contract.plan import BackendId, ForwardMode
+from attnplug.contract.geometry import Geometry
+from attnplug.contract.mode import ForwardMode
+from attnplug.contract.plan import BackendId, Plan
 from attnplug.declare.errors import BackendError, PlanError
 from attnplug.declare.problem import GraphLevel
 
-_UNIFORM = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
-_ANY = (*_UNIFORM, ForwardMode.EXTEND, ForwardMode.MIXED)
-T = TypeVar("T")
+_DECODE = (ForwardMode.DECODE,)
+_UNIFORM = (*_DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
+_MODES = {
+    GraphLevel.NEVER: (),
+    GraphLevel.DECODE: _DECODE,
+    GraphLevel.UNIFORM: _UNIFORM,
+    GraphLevel.ALWAYS: (*_UNIFORM, ForwardMode.EXTEND, ForwardMode.MIXED),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class GraphLimits:
-    """The most that memory for graphs was made for.
+    """The most that memory for graphs is made for. ``pages`` is the width of a page table.
 
-    ``pages`` is the width of a page table; ``None`` where no memory depends on it. At level ``ALWAYS`` an extend is
-    captured too, whose ``extend_seq_lens`` say at each replay whose rows are whose.
+    At level ``ALWAYS`` an extend is captured too. Its ``new_lens`` say at each replay whose rows are whose.
     """
 
     max_bs: int
     max_num_tokens: int
-    pages: int | None = None
+    pages: int
     level: GraphLevel = GraphLevel.UNIFORM
 
-    def check(self, batch: ForwardBatch) -> None:
+    def check(self, geometry: Geometry) -> None:
         """Refuse a batch that cannot be captured."""
-        mode, requests, tokens = batch.forward_mode, batch.batch_size, batch.num_tokens
-        modes = _ANY if self.level is GraphLevel.ALWAYS else _UNIFORM
-        if mode not in modes:
-            raise PlanError(f"a batch in mode {mode} cannot be captured, only {', '.join(modes)}")
-        read = {"seq_lens": batch.seq_lens, "page_table": batch.page_table}
+        mode, requests, rows = geometry.mode, geometry.requests, geometry.rows
+        if mode not in _MODES[self.level]:
+            raise PlanError(f"a batch in mode {mode} cannot be captured, only {', '.join(_MODES[self.level])}")
+        read = {"seq_lens": geometry.seq_lens, "page_table": geometry.page_table}
         if mode not in _UNIFORM:
-            if batch.extend_seq_lens is None:
-                raise PlanError(f"a captured {mode} needs extend_seq_lens, the new tokens of each request")
-            read["extend_seq_lens"] = batch.extend_seq_lens
+            if geometry.new_lens is None:
+                raise PlanError(f"a captured {mode} needs new_lens, the new tokens of each request")
+            read["new_lens"] = geometry.new_lens
         for name, tensor in read.items():
             if tensor.dtype is not torch.int32 or tensor.stride(-1) != 1:
                 raise PlanError(
                     f"a captured batch has {name} in int32 and without gaps, not in {tensor.dtype} with strides "
                     f"{tensor.stride()}: kernels read it where it lies"
                 )
-        if mode in _UNIFORM and (not requests or tokens % requests or (mode.is_decode and tokens != requests)):
+        if mode in _UNIFORM and (not requests or rows % requests or (mode.is_decode and rows != requests)):
             raise PlanError(
-                f"a captured batch has equally many rows of every request, not {tokens} rows for {requests} requests"
+                f"a captured batch has equally many rows of every request, not {rows} rows for {requests} requests"
             )
-        if not requests or not tokens:
-            raise PlanError(f"a captured batch has requests and rows, not {requests} and {tokens}")
-        if requests > self.max_bs or tokens > self.max_num_tokens:
-            self._refuse_size(batch)
-        if self.pages is not None and batch.page_table.shape[1] > self.pages:
-            self._refuse_size(batch)
+        if not requests or not rows:
+            raise PlanError(f"a captured batch has requests and rows, not {requests} and {rows}")
+        if requests > self.max_bs or rows > self.max_num_tokens or geometry.page_table.shape[1] > self.pages:
+            self._refuse_size(geometry)
 
-    def _refuse_size(self, batch: ForwardBatch) -> Never:
-        pages = "" if self.pages is None else f" and {batch.page_table.shape[1]} pages a request"
-        most = "" if self.pages is None else f" and {self.pages} pages"
+    def _refuse_size(self, geometry: Geometry) -> Never:
         raise PlanError(
-            f"a batch of {batch.batch_size} requests, {batch.num_tokens} rows{pages} does not fit the memory for "
-            f"graphs, of {self.max_bs} requests, {self.max_num_tokens} rows{most}"
+            f"a batch of {geometry.requests} requests, {geometry.rows} rows and {geometry.page_table.shape[1]} pages a "
+            f"request does not fit the memory for graphs, of {self.max_bs} requests, {self.max_num_tokens} rows and "
+            f"{self.pages} pages"
         )
 
 
-class Captures(Generic[T]):
-    """What a backend keeps of each captured shape of batch: made once, and found again at every replay."""
+class Captures:
+    """The plan of each captured shape of batch, lane by lane: made once, and looked up at every replay.
+
+    Graphs of one lane run one after the other and share its memory. Those of different lanes share nothing.
+    """
 
     def __init__(self, backend: BackendId) -> None:
         self._backend = backend
         self._limits: GraphLimits | None = None
-        self._kept: dict[tuple[ForwardMode, int, int, int], T] = {}
+        self._memory: tuple[Any, ...] = ()
+        self._plans: dict[tuple[int, ForwardMode, int, int, int], Plan] = {}
 
-    def reserve(self, limits: GraphLimits) -> None:
-        """Say how much memory there is, before it is made; once."""
+    def reserve(self, limits: GraphLimits, memory: Callable[[], tuple[Any, ...]]) -> None:
+        """Make the memory of every lane; once."""
         if self._limits is not None:
             raise BackendError(
                 f"backend {self._backend.name} has its memory for CUDA graphs already, and captured graphs hold its "
                 "addresses; call init_cuda_graph_state once, with the most that will be captured"
             )
-        self._limits = limits
+        self._memory, self._limits = memory(), limits
 
-    def find(self, batch: ForwardBatch, in_capture: bool, capture: Callable[[ForwardBatch], T]) -> T:
-        """What ``capture`` made of a batch of this shape, or now makes of this one, if it is being captured."""
+    def plan(self, geometry: Geometry, capture: Callable[[Geometry, Any], Plan] | None) -> Plan:
+        """The plan of a batch of this shape; if there is none, ``capture`` makes it in the memory of its lane."""
         if self._limits is None:
             raise BackendError(
                 f"backend {self._backend.name} has no memory for CUDA graphs; call init_cuda_graph_state first"
             )
-        shape = (batch.forward_mode, batch.batch_size, batch.num_tokens, batch.page_table.shape[1])
-        if shape not in self._kept:
-            self._limits.check(batch)
-            if not in_capture:
+        shape = (geometry.lane, geometry.mode, geometry.requests, geometry.rows, geometry.page_table.shape[1])
+        plan = self._plans.get(shape)
+        if plan is None:
+            self._limits.check(geometry)
+            if capture is None:
                 raise PlanError(
-                    f"a {shape[0]} batch of {shape[1]} requests, {shape[2]} rows and {shape[3]} pages a request was "
-                    "never captured; plan it with in_capture=True and capture it first"
+                    f"a {shape[1]} batch of {shape[2]} requests, {shape[3]} rows and {shape[4]} pages a request was "
+                    f"never captured in lane {shape[0]}; plan it with in_capture=True and capture it first"
                 )
-            self._kept[shape] = capture(batch)
-        return self._kept[shape]
+            plan = self._plans[shape] = capture(geometry, self._memory[geometry.lane])
+        return plan

@@ -1,63 +1,77 @@
-"""The two entries of a backend whose decode runs as its extend does."""
+"""The base of a backend that plans: its identity, its claims, its lanes and its captured graphs."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import Any
 
-from torch import Tensor
-
-from attnplug.contract.backend import ForwardExtras
+from attnplug.author.graphs import Captures, GraphLimits
 from attnplug.contract.batch import ForwardBatch
+from attnplug.contract.context import BackendContext
+from attnplug.contract.geometry import Geometry
 from attnplug.contract.plan import BackendId, Plan
-from attnplug.declare.model import LayerSpec
+from attnplug.declare.claims import Claims
+from attnplug.declare.errors import BackendError, PlanError
+from attnplug.declare.problem import GraphLevel
 
 
 class PlannedBackend(ABC):
-    """Finds the batch's plan, which is refused if it is not this backend's or not for the entry, and runs it.
+    """Plans batches by their geometry, eager and for CUDA graphs.
 
-    Subclass contract: ``backend_id`` is set in the constructor.
+    Subclass contract. ``plan`` makes the plan of an eager batch. A backend that claims CUDA graphs defines ``capture``
+    and ``refill`` too, and ``reserve`` if captured kernels read memory of its own. Claims are those of the spec unless
+    the constructor is given narrower ones.
     """
 
-    backend_id: BackendId
-
-    def forward_extend(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        *,
-        save_kv_cache: bool = True,
-        extras: ForwardExtras | None = None,
-    ) -> Tensor:
-        plan = batch.plan_for(self.backend_id, q.shape[0], decode=False)
-        return self.run_plan(plan, q, k, v, layer, batch, save_kv_cache, extras)
-
-    def forward_decode(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        *,
-        save_kv_cache: bool = True,
-        extras: ForwardExtras | None = None,
-    ) -> Tensor:
-        plan = batch.plan_for(self.backend_id, q.shape[0], decode=True)
-        return self.run_plan(plan, q, k, v, layer, batch, save_kv_cache, extras)
+    def __init__(self, context: BackendContext, claims: Claims | None = None) -> None:
+        self.context = context
+        self.backend_id = BackendId(context.name)
+        self.claims = context.declared.claims if claims is None else claims
+        self._captures = Captures(self.backend_id)
 
     @abstractmethod
-    def run_plan(
-        self,
-        plan: Plan,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        save_kv_cache: bool,
-        extras: ForwardExtras | None,
-    ) -> Tensor:
-        """One layer of a planned batch, as ``AttentionBackend.forward_extend`` says."""
+    def plan(self, geometry: Geometry) -> Plan:
+        """The plan of an eager batch: ``Plan.of(self.backend_id, geometry, metadata, new_slots)``."""
+
+    def reserve(self, limits: GraphLimits) -> Any:
+        """Memory of one lane for captured batches of up to ``limits``; its addresses never change afterwards."""
+        return None
+
+    def capture(self, geometry: Geometry, memory: Any) -> Plan:
+        """The plan of a shape that was not captured before, in a lane's memory. It serves every replay."""
+        raise BackendError(f"backend {self.backend_id.name} claims CUDA graphs and defines no capture")
+
+    def refill(self, plan: Plan, geometry: Geometry) -> None:
+        """What changes from replay to replay, made inside the graph from the lengths and pages on the device."""
+        raise BackendError(f"backend {self.backend_id.name} claims CUDA graphs and defines no refill")
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
+        self._check_lane(batch.geometry)
+        return self.plan(batch.geometry)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        level, limits = self.claims.cuda_graph, self.context.limits
+        if level is GraphLevel.NEVER:
+            raise BackendError(f"backend {self.backend_id.name} runs outside of CUDA graphs only, as it is built here")
+        most = GraphLimits(max_bs, max_num_tokens, -(-limits.max_context // self.context.page_size), level)
+        self._captures.reserve(most, lambda: tuple(self.reserve(most) for _ in range(limits.lanes)))
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> Plan:
+        """The plan of a captured shape, always the same: what changes from replay to replay is made in the graph."""
+        self._check_lane(forward_batch.geometry)
+        return self._captures.plan(forward_batch.geometry, self.capture if in_capture else None)
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        geometry = forward_batch.geometry
+        self.refill(self._captures.plan(geometry, None), geometry)
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Padded requests have no rows: nothing is read or written for them."""
+        return 0
+
+    def _check_lane(self, geometry: Geometry) -> None:
+        if geometry.lane >= self.context.limits.lanes:
+            raise PlanError(
+                f"a batch is in lane {geometry.lane}, and backend {self.backend_id.name} was built for "
+                f"{self.context.limits.lanes}; build it with Limits(lanes={geometry.lane + 1}) or more"
+            )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import TypeVar
 
 from attnplug.choose.building import build_backend, import_factory
@@ -12,7 +11,7 @@ from attnplug.choose.loading import Registered
 from attnplug.choose.registry import Registry
 from attnplug.choose.select import AUTO, BackendRequest, Selection, select
 from attnplug.contract.backend import AttentionBackend
-from attnplug.contract.context import BackendContext
+from attnplug.contract.context import BackendContext, HostContext
 from attnplug.declare.errors import AttnplugError, BackendError, PluginWarning
 from attnplug.declare.problem import Problem, Role
 from attnplug.declare.refusal import Refusal, RefusalCode
@@ -75,8 +74,8 @@ def _asked_for(selection: Selection, backend: Registered) -> bool:
     return any(choice.chosen is backend and choice.requested != AUTO for choice in selection.choices.values())
 
 
-def build_selection(selection: Selection, context: BackendContext) -> AttentionBackend:
-    """Build what was chosen for each role, from one context whose name, roles and options are filled in here.
+def build_selection(selection: Selection, context: HostContext) -> AttentionBackend:
+    """Build what was chosen for each role; each backend's context is what all share and what is its own.
 
     The context holds pools and coordinators, so these exist before any backend does (A10's order). Prefill and decode
     by different backends are split; a backend for linear layers is joined to what serves the others. One that cannot
@@ -91,7 +90,7 @@ def build_selection(selection: Selection, context: BackendContext) -> AttentionB
     return HybridLinearBackend(full, linear, context.model)
 
 
-def _full_attention(selection: Selection, context: BackendContext) -> AttentionBackend | None:
+def _full_attention(selection: Selection, context: HostContext) -> AttentionBackend | None:
     roles = [role for role in (Role.PREFILL, Role.DECODE) if role in selection.choices]
     if not roles:
         return None
@@ -117,8 +116,6 @@ def _told(step: Callable[..., Built], registered: Registered, *context: BackendC
         raise BuildError(registered, error) from error
 
 
-def _own(
-    selection: Selection, context: BackendContext, registered: Registered, roles: frozenset[Role]
-) -> BackendContext:
-    name = registered.spec.name
-    return replace(context, name=name, roles=roles, options=selection.options.get(name))
+def _own(selection: Selection, context: HostContext, registered: Registered, roles: frozenset[Role]) -> BackendContext:
+    spec = registered.spec
+    return context.for_backend(spec.name, spec.capabilities, roles=roles, options=selection.options.get(spec.name))

@@ -22,13 +22,12 @@ from attnplug.cli.linear_scene import LINEAR_LAYERS, LinearScene
 from attnplug.cli.scene import CHECKED_DTYPES, CONTEXT, STEPS, Result, Scene
 from attnplug.cli.warn import warn_of_plugins
 from attnplug.contract.backend import AttentionBackend
-from attnplug.contract.context import BackendContext, Limits
+from attnplug.contract.context import HostContext, Limits
 from attnplug.declare.errors import UsageError, describe_error
 from attnplug.declare.model import AttentionKind, LayerSpec, MLADims, ModelSpec
 from attnplug.declare.options import split_settings
 from attnplug.declare.problem import DType, Problem, Role
 from attnplug.declare.refusal import Refusal
-from attnplug.layers.forward_context import forward_context
 from attnplug.machine.device import open_device
 
 ROLES = (Role.PREFILL, Role.DECODE, Role.LINEAR)
@@ -194,14 +193,13 @@ def _check_layer(
 ) -> Iterator[Result]:
     chosen = [selection.chosen(role) for role in selection.choices]
     with_lse = all("lse" in registered.spec.capabilities.extras for registered in chosen)
-    with forward_context(backend):
-        for step in STEPS:
-            try:
-                yield scene.run(name, step, backend, with_lse)
-            except Exception as error:
-                failure = f"{backend.backend_id.name}: {describe_error(error)}{_place(error)}"
-                yield Result(name, step.title, sum(step.new_tokens.values()), scene.tolerance, failure=failure)
-                return  # what the cache holds now is anybody's guess
+    for step in STEPS:
+        try:
+            yield scene.run(name, step, backend, with_lse)
+        except Exception as error:
+            failure = f"{backend.backend_id.name}: {describe_error(error)}{_place(error)}"
+            yield Result(name, step.title, sum(step.new_tokens.values()), scene.tolerance, failure=failure)
+            return  # what the cache holds now is anybody's guess
 
 
 def _build(selection: Selection, device: torch.device, seed: int) -> tuple[Scene | LinearScene, AttentionBackend]:
@@ -211,9 +209,7 @@ def _build(selection: Selection, device: torch.device, seed: int) -> tuple[Scene
     layer = problem.model.layers[-1]
     stage = LinearScene if layer.kind.is_linear else Scene
     scene = stage(layer, problem.dtype, problem.kv_dtype, selection.page_size, device, seed)
-    context = BackendContext(
-        name="",
-        roles=frozenset(),
+    context = HostContext(
         model=problem.model,
         device=scene.device,
         dtype=scene.dtype,

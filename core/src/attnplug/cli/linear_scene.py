@@ -11,14 +11,14 @@ from attnplug.cli.reference import convolution_float64, recurrence_float64
 from attnplug.cli.scene import CONTEXT, LONGEST, Clock, Result, Step, allowed_error, largest_error, worse
 from attnplug.contract.backend import AttentionBackend
 from attnplug.contract.batch import ForwardBatch
+from attnplug.contract.geometry import Geometry
 from attnplug.contract.linear import LinearInputs
 from attnplug.declare.errors import BackendError
 from attnplug.declare.model import AttentionKind, LayerSpec, LinearDims
 from attnplug.declare.problem import DType
 from attnplug.kv import KVPools, LinearStatePool, torch_dtype
 from attnplug.kv.workspace import WorkspaceOwner
-from attnplug.layers.forward_context import plan_forward
-from attnplug.layers.linear import LinearAttention
+from attnplug.layers.model_attention import ModelAttention
 
 
 def _layer(kind: AttentionKind, dims: LinearDims) -> LayerSpec:
@@ -80,14 +80,14 @@ class LinearScene:
     def run(self, name: str, step: Step, backend: AttentionBackend, with_lse: bool) -> Result:
         lengths = list(step.new_tokens.values())
         rows = sum(lengths)
-        batch, linear = self._batch(step), LinearAttention(backend)
+        batch, attention = self._batch(step), ModelAttention(backend, self.pools)
         x = self._normal(rows, self.dims.conv_channels) if self.dims.conv_width else None
         inputs = self._inputs(rows) if self.dims.heads else None
         started = self._clock.now()
-        plan_forward(backend, batch)
+        attention.plan(batch)
         planned = self._clock.now()
-        conv_out = None if x is None else linear.convolve(x, self._weight, self._bias, self.layer, batch, True)
-        out = None if inputs is None else linear.attend(inputs, self.layer, batch)
+        conv_out = None if x is None else attention.convolve(x, self._weight, self._bias, self.layer, batch)
+        out = None if inputs is None else attention.attend_linear(inputs, self.layer, batch)
         finished = self._clock.now()
         error = 0.0
         first = 0
@@ -144,20 +144,10 @@ class LinearScene:
     def _batch(self, step: Step) -> ForwardBatch:
         for request, count in step.new_tokens.items():
             self._totals[request] += count
-        lens = torch.tensor([self._totals[request] for request in step.new_tokens], dtype=torch.int32)
-        new = torch.tensor(list(step.new_tokens.values()), dtype=torch.int32)
-        decode = step.mode.is_decode
-        slots = torch.tensor([self._slots[request] for request in step.new_tokens], dtype=torch.int64)
-        return ForwardBatch(
-            forward_mode=step.mode,
-            input_ids=torch.zeros(int(new.sum()), dtype=torch.int64, device=self.device),
-            page_table=torch.zeros(len(lens), CONTEXT // self.page_size + 1, dtype=torch.int32, device=self.device),
-            seq_lens=lens.to(self.device),
-            seq_lens_cpu=lens,
-            extend_seq_lens=None if decode else new.to(self.device),
-            extend_seq_lens_cpu=None if decode else new,
-            state_slots=slots.to(self.device),
-        )
+        new, lens = list(step.new_tokens.values()), [self._totals[request] for request in step.new_tokens]
+        table = torch.zeros(len(lens), CONTEXT // self.page_size + 1, dtype=torch.int32, device=self.device)
+        slots = torch.tensor([self._slots[request] for request in step.new_tokens], device=self.device)
+        return ForwardBatch(Geometry.of_lengths(step.mode, table, new, lens, self.page_size, state_slots=slots))
 
 
 def _rows(found: object, rows: int) -> Tensor:

@@ -12,13 +12,14 @@ from torch import Tensor
 from attnplug.cli.reference import attention_float64
 from attnplug.contract.backend import AttentionBackend, ForwardExtras
 from attnplug.contract.batch import ForwardBatch
-from attnplug.contract.plan import ForwardMode
+from attnplug.contract.geometry import Geometry
+from attnplug.contract.mode import ForwardMode
 from attnplug.declare.errors import BackendError
 from attnplug.declare.model import AttentionKind, LayerSpec
 from attnplug.declare.problem import DType
 from attnplug.kv import KVPools, MHAPool, MLAPool, PageAllocator, SlotTable, torch_dtype
 from attnplug.kv.workspace import WorkspaceOwner
-from attnplug.layers.forward_context import plan_forward
+from attnplug.layers.model_attention import plan_forward
 
 CONTEXT = 512
 
@@ -172,16 +173,8 @@ class Scene:
     def _batch(self, step: Step) -> ForwardBatch:
         rows = [self.rows[request] for request in step.new_tokens]
         page_table, seq_lens = self.table.batch(rows)
-        new = torch.tensor(list(step.new_tokens.values()), dtype=torch.int32)
-        return ForwardBatch(
-            forward_mode=step.mode,
-            input_ids=torch.zeros(int(new.sum()), dtype=torch.int64, device=self.device),
-            page_table=page_table,
-            seq_lens=seq_lens,
-            seq_lens_cpu=self.table.lengths_cpu(rows),
-            extend_seq_lens=None if step.mode.is_decode else new.to(self.device),
-            extend_seq_lens_cpu=None if step.mode.is_decode else new,
-        )
+        new, lens = list(step.new_tokens.values()), self.table.lengths_cpu(rows).tolist()
+        return ForwardBatch(Geometry.of_lengths(step.mode, page_table, new, lens, self.page_size, seq_lens=seq_lens))
 
     def _wanted(self, step: Step, q: Tensor) -> tuple[Tensor, Tensor]:
         layer = self.layer

@@ -1,16 +1,17 @@
-"""What a backend is: the protocol, its optional hooks, and the context from which it is built."""
+"""What a backend is: the protocol and its optional hooks."""
 
 from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol, get_type_hints, runtime_checkable
+from typing import Protocol, get_type_hints, runtime_checkable
 
 from torch import Tensor
 
 from attnplug.contract.batch import ForwardBatch
 from attnplug.contract.hooks import Hook, bind_hook
+from attnplug.contract.linear import LinearInputs
 from attnplug.contract.plan import BackendId, Plan
 from attnplug.contract.ragged import RaggedCall
 from attnplug.declare.claims import Claims
@@ -30,6 +31,8 @@ class ForwardExtras:
     sinks: Tensor | None = None
     """``[heads]`` float32, given for layers with ``sinks``: the logit of one more key, whose value is zero. Not in the
     log-sum-exp."""
+    out: Tensor | None = None
+    """Memory of the host for the result, in the result's shape and q's type; the backend returns it."""
 
     def asked(self) -> frozenset[str]:
         return frozenset(name for name in self.__slots__ if getattr(self, name) is not None)
@@ -43,7 +46,7 @@ class AttentionBackend(Protocol):
     current batch": what it knows of a batch is in the plan it returned. It takes memory from the context's workspace.
 
     Exception contract. ``forward_*`` raise :class:`PlanError` for a plan of another backend or mode, or with more rows
-    than q has (``batch.plan_for`` does it); rows behind the planned ones are padding: zero output, nothing written.
+    than q has (``batch.plan_for`` does it); rows past the planned ones are padding: zero output, nothing written.
     """
 
     backend_id: BackendId
@@ -52,7 +55,7 @@ class AttentionBackend(Protocol):
     """What callers may rely on."""
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
-        """Plan a batch. The caller assigns the plan to ``batch.plan``; nothing here changes the batch."""
+        """Plan a batch, from its geometry alone. The caller publishes the plan; nothing here changes the batch."""
         ...
 
     def forward_extend(
@@ -105,7 +108,7 @@ class ChunkPlanning(Protocol):
     def init_mha_chunk_metadata(
         self, forward_batch: ForwardBatch, disable_flashinfer_ragged: bool = False
     ) -> Plan | None:
-        """Plan the chunks of a batch, once, before its first layer; the caller assigns it to ``batch.chunk_plan``."""
+        """Plan ``forward_batch.geometry.calls``, once, before the first layer; every call is then given the plan."""
         ...
 
 
@@ -118,21 +121,22 @@ class RaggedAttention(Protocol):
         k: Tensor,
         v: Tensor,
         layer: LayerSpec,
-        batch: ForwardBatch,
         call: RaggedCall,
+        plan: Plan | None = None,
         lse: Tensor | None = None,
     ) -> Tensor:
         """One call of an MLA prefill as MHA; touches no cache.
 
         q ``[query rows, heads, nope + rope]``, k ``[kv rows, heads, nope + rope]``, v ``[kv rows, heads, v_head_dim]``;
         returns ``[query rows, heads, v_head_dim]`` and fills ``lse`` ``[query rows, heads]`` where it is given.
+        ``plan`` is what ``init_mha_chunk_metadata`` returned for the batch of this call.
         """
         ...
 
 
 class LinearHooks(Protocol):
     """Optional: linear attention. What a backend of the role linear has in place of ``forward_extend`` and
-    ``forward_decode``; it reads and writes the states at ``batch.state_slots`` of the pool it was built with."""
+    ``forward_decode``. It reads and writes states at the geometry's ``state_slots``, in the pool it was built with."""
 
     def forward_conv(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: LayerSpec, batch: ForwardBatch, silu: bool
@@ -144,8 +148,8 @@ class LinearHooks(Protocol):
         """
         ...
 
-    def forward_linear(self, inputs: Any, layer: LayerSpec, batch: ForwardBatch) -> Tensor:
-        """The recurrence over each request's rows (``attnplug.contract.linear.LinearInputs``); updates its state.
+    def forward_linear(self, inputs: LinearInputs, layer: LayerSpec, batch: ForwardBatch) -> Tensor:
+        """The recurrence over each request's rows; updates its state.
 
         Returns ``[tokens, heads, value_dim]`` in the type of v; padding rows give zero.
         """

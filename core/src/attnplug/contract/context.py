@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
 
+from attnplug.declare.capabilities import Capabilities
 from attnplug.declare.model import ModelSpec
 from attnplug.declare.problem import DType, Role
 from attnplug.kv import KVPools
@@ -15,11 +16,13 @@ from attnplug.kv.workspace import WorkspaceOwner
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The largest step that will be asked for."""
+    """The largest step that will be asked for, and how many plans run at the same time."""
 
     max_requests: int
     max_tokens: int
     max_context: int
+    lanes: int = 1
+    """Batches come in lanes 0 … ``lanes - 1``. A backend has scratch and graph memory for each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,18 +49,21 @@ class Serving:
     """No request begins with rows that another one left in the cache."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class BackendContext:
-    """Everything a backend is built from. It cannot be made before its parts, so the order of construction (pools,
-    coordinators, backends) needs no discipline. ``page_size`` is the manager's; pools tell their layouts."""
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class HostContext:
+    """What all backends of one model on one rank share.
 
-    name: str
-    roles: frozenset[Role]
+    ``model`` is this rank's part: its heads are those that this rank computes, and its layers may be one KV group of
+    the model. It cannot be made before its parts, so the order of construction (pools, coordinators, backends) needs no
+    discipline. A host that binds its caches late builds late, and builds again if their addresses change.
+    """
+
     model: ModelSpec
     device: torch.device
     dtype: torch.dtype
     kv_dtype: DType
     page_size: int
+    """The manager's; pools tell their layouts."""
     limits: Limits
     pools: KVPools
     workspace: WorkspaceOwner
@@ -65,4 +71,23 @@ class BackendContext:
     serving: Serving = Serving()
     coordinator: Any = None
     """What keeps part of the cache elsewhere (HiSparse); captured by a backend's constructor, or None (A10)."""
-    options: Any = None
+
+    def for_backend(
+        self, name: str, declared: Capabilities, *, roles: frozenset[Role] = frozenset(), options: Any = None
+    ) -> BackendContext:
+        """The context of one backend: what is shared, and what is its own."""
+        shared = {field.name: getattr(self, field.name) for field in fields(HostContext)}
+        return BackendContext(**shared, name=name, declared=declared, roles=roles, options=options)
+
+
+@dataclass(frozen=True, slots=True, eq=False, kw_only=True)
+class BackendContext(HostContext):
+    """Everything that one backend is built from, and nothing else: no globals, no lazy attributes."""
+
+    name: str
+    """By which it was asked for; its identity carries it."""
+    declared: Capabilities
+    """What its spec claims; what it claims itself is not wider."""
+    roles: frozenset[Role]
+    options: Any
+    """The value of its own options, parsed; ``None`` where it has none."""

@@ -1,13 +1,12 @@
-"""Lengths and pages of a batch as a neutral value: what every planner starts from.
+"""Lengths and pages of a batch: the one input of every planner.
 
-It is not the batch and knows no pool, so a bridge can build it from another engine's metadata and drive the same
-planner.
+It knows no pool, no model and no engine. A bridge builds it from another engine's metadata and drives the same planner.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import le
 from typing import Never
 
@@ -15,87 +14,259 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnplug.contract.batch import ForwardBatch
-from attnplug.contract.plan import ForwardMode
+from attnplug.contract.mode import ForwardMode
+from attnplug.contract.ragged import RaggedCall
+from attnplug.contract.splitting import divide, split_by
 from attnplug.declare.errors import PlanError
 from attnplug.machine.transfer import to_device
 
 
-@dataclass(frozen=True, eq=False)
-class Geometry:
-    """How many rows each request has, and where its cache rows lie.
+@dataclass(frozen=True, slots=True)
+class HostLengths:
+    """Exact lengths on the host, one per request: new tokens, and cache rows with these included."""
 
-    ``query_lens`` and ``kv_lens`` are on the host, one per request; ``page_table`` is ``[requests, pages]`` on the
-    device that will read the cache. New tokens are the last ``query_lens`` rows of a request's ``kv_lens``.
-    """
-
-    mode: ForwardMode
     query_lens: Sequence[int]
     kv_lens: Sequence[int]
-    page_table: Tensor
-    page_size: int
+
+    def __getitem__(self, part: slice) -> HostLengths:
+        return HostLengths(self.query_lens[part], self.kv_lens[part])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Geometry:
+    """How many rows each request of a batch has, and where its cache rows lie.
+
+    A request's new tokens are the last of its rows. Rows of q, k and v are the requests' new tokens, one request after
+    the other. A padded request has length 0: nothing is read or written for it, and its rows of output are zero.
+    Lengths on the device are exact; those on the host are upper bounds, and exact ones are there only if the host has
+    them (``host``). A backend that needs exact ones says so in its claims (``needs_cpu_seq_lens``).
+    """
+
+    mode: ForwardMode = split_by("shared")
+    page_table: Tensor = split_by("request")
+    """``[requests, pages]`` int32 on the device that reads the cache. Entries after a request's last page mean
+    nothing and are never read."""
+    seq_lens: Tensor = split_by("request")
+    """``[requests]`` int32 on the device: cache rows of each request, its new tokens included."""
+    page_size: int = split_by("shared")
+    """Tokens to a page of the page table."""
+    rows: int = split_by("reset")
+    """Rows of q that belong to requests. Without ``host`` and with ``new_lens`` an upper bound: the device knows which
+    rows are padding."""
+    max_seq_len: int = split_by("shared")
+    """No request has more cache rows."""
+    max_new: int = split_by("shared")
+    """No request has more new tokens. Without ``new_lens`` each has exactly as many."""
+    new_lens: Tensor | None = split_by("request", default=None)
+    """``[requests]`` int32 on the device: new tokens of each request."""
+    host: HostLengths | None = split_by("request", default=None)
+    slots: Tensor | None = split_by("token", default=None)
+    """``[rows]`` int64: where new rows are written, -1 for padding, if the host decides that; else the page table
+    says it."""
+    state_slots: Tensor | None = split_by("request", default=None)
+    """``[requests]`` int64: where each request's linear-attention state lies; -1 for padded requests."""
+    calls: tuple[RaggedCall, ...] = split_by("reset", default=())
+    """The calls of an MLA prefill that runs as MHA, over rows at hand; none for one that runs absorbed."""
+    lane: int = split_by("shared", default=0)
+    """Plans of different lanes may be alive, and run, at the same time: on two streams, say."""
+    captured: bool = split_by("shared", default=False)
+    """Whether a CUDA graph captures, or replays, what runs this batch: then kernels take no lengths from the host."""
 
     @classmethod
-    def of(cls, batch: ForwardBatch, page_size: int) -> Geometry:
-        """The geometry of a batch, checked. Copies nothing from the device where the batch has its CPU lengths."""
-        decode = batch.forward_mode is ForwardMode.DECODE
-        query_lens: list[int] = [1] * batch.batch_size if decode else batch.query_lens_cpu().tolist()
-        kv_lens: list[int] = batch.kv_lens_cpu().tolist()
-        geometry = cls(batch.forward_mode, query_lens, kv_lens, batch.page_table, page_size)
-        geometry._check(batch.batch_size, batch.num_tokens)
-        return geometry
-
-    @property
-    def query_rows(self) -> int:
-        return sum(self.query_lens)
-
-    @property
-    def kv_rows(self) -> int:
-        return sum(self.kv_lens)
-
-    def _check(self, requests: int, rows: int) -> None:
-        tables, pages = self.page_table.shape
-        if not len(self.query_lens) == len(self.kv_lens) == tables == requests:
-            raise PlanError(
-                f"the batch has {requests} requests, but {len(self.query_lens)} query lengths, "
-                f"{len(self.kv_lens)} CPU lengths and {tables} rows in its page table"
-            )
-        if rows < self.query_rows:
-            raise PlanError(f"the batch has {rows} input rows for {self.query_rows} new tokens")
-        if min(self.query_lens, default=0) < 0 or not all(map(le, self.query_lens, self.kv_lens)):
-            self._refuse_lengths()
-        longest = max(self.kv_lens, default=0)
-        if longest > pages * self.page_size:
-            raise PlanError(
-                f"request {self.kv_lens.index(longest)} has {longest} rows, but the page table holds "
-                f"{pages} pages of {self.page_size}, {pages * self.page_size} rows"
-            )
-
-    def _refuse_lengths(self) -> Never:
-        lens = enumerate(zip(self.query_lens, self.kv_lens, strict=True))
-        request, new, total = next((number, *pair) for number, pair in lens if not 0 <= pair[0] <= pair[1])
-        raise PlanError(
-            f"request {request} has {new} new tokens but only {total} rows in all; seq_lens counts the new tokens too"
+    def of_lengths(
+        cls,
+        mode: ForwardMode,
+        page_table: Tensor,
+        query_lens: Sequence[int],
+        kv_lens: Sequence[int],
+        page_size: int,
+        *,
+        seq_lens: Tensor | None = None,
+        state_slots: Tensor | None = None,
+        slots: Tensor | None = None,
+        lane: int = 0,
+        captured: bool = False,
+    ) -> Geometry:
+        """The geometry of a batch whose lengths the host knows. ``seq_lens`` are those on the device, if they are there
+        already."""
+        device, longest = page_table.device, max(query_lens, default=0)
+        uniform = min(query_lens, default=0) == longest
+        return cls(
+            mode,
+            page_table,
+            to_device(kv_lens, device, np.int32) if seq_lens is None else seq_lens,
+            page_size,
+            rows=sum(query_lens),
+            max_seq_len=max(kv_lens, default=0),
+            max_new=longest,
+            new_lens=None if uniform else to_device(query_lens, device, np.int32),
+            host=HostLengths(query_lens, kv_lens),
+            slots=slots,
+            state_slots=state_slots,
+            lane=lane,
+            captured=captured,
         )
 
+    def __post_init__(self) -> None:
+        requests = self.seq_lens.shape[0]
+        tables, pages = self.page_table.shape
+        if tables != requests:
+            raise PlanError(f"the batch has {requests} lengths, but {tables} rows in its page table")
+        if self.new_lens is None and self.rows != requests * self.max_new:
+            raise PlanError(
+                f"a batch without new_lens has {self.max_new} new tokens for each of its {requests} requests, "
+                f"not {self.rows} rows in all"
+            )
+        if self.slots is not None and self.slots.shape != (self.rows,):
+            raise PlanError(f"slots has shape {tuple(self.slots.shape)}; give one for each of {self.rows} rows")
+        if self.host is not None:
+            self._check_host(self.host, requests)
+        if self.max_seq_len > pages * self.page_size:
+            raise PlanError(
+                f"a request has up to {self.max_seq_len} rows, but the page table holds {pages} pages of "
+                f"{self.page_size}, {pages * self.page_size} rows"
+            )
+
+    def _check_host(self, host: HostLengths, requests: int) -> None:
+        query_lens, kv_lens = host.query_lens, host.kv_lens
+        if not len(query_lens) == len(kv_lens) == requests:
+            raise PlanError(
+                f"the batch has {requests} requests, but {len(query_lens)} new lengths and {len(kv_lens)} lengths "
+                "on the host"
+            )
+        if min(query_lens, default=0) < 0 or not all(map(le, query_lens, kv_lens)):
+            self._refuse_lengths(host)
+        if self.rows != sum(query_lens):
+            raise PlanError(f"the batch has {self.rows} rows for {sum(query_lens)} new tokens")
+        longest, most = max(kv_lens, default=0), max(query_lens, default=0)
+        if longest > self.max_seq_len or most > self.max_new:
+            raise PlanError(
+                f"a request has {longest} rows and one {most} new tokens, over the bounds of {self.max_seq_len} and "
+                f"{self.max_new}"
+            )
+
+    def _refuse_lengths(self, host: HostLengths) -> Never:
+        lens = enumerate(zip(host.query_lens, host.kv_lens, strict=True))
+        request, new, total = next((number, *pair) for number, pair in lens if not 0 <= pair[0] <= pair[1])
+        raise PlanError(
+            f"request {request} has {new} new tokens but only {total} rows in all; its length counts the new tokens too"
+        )
+
+    @property
+    def requests(self) -> int:
+        return self.seq_lens.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.page_table.device
+
+    @property
+    def query_lens(self) -> Sequence[int]:
+        """New tokens of each request, exact, on the host."""
+        return self._exact().query_lens
+
+    @property
+    def kv_lens(self) -> Sequence[int]:
+        """Cache rows of each request, exact, on the host."""
+        return self._exact().kv_lens
+
+    @property
+    def kv_rows(self) -> int | None:
+        """Cache rows of all requests; ``None`` where only the device knows."""
+        return None if self.host is None else sum(self.host.kv_lens)
+
+    def _exact(self) -> HostLengths:
+        if self.host is None:
+            raise PlanError(
+                "this batch has upper bounds of its lengths on the host, and the backend needs exact ones; a host asks "
+                "claims.needs_cpu_seq_lens and gives Geometry.host, or chooses a backend that does without"
+            )
+        return self.host
+
+    def measured(self) -> Geometry:
+        """The same with exact lengths on the host. Waits for the device where it has to copy them."""
+        if self.host is not None:
+            return self
+        query_lens = [self.max_new] * self.requests if self.new_lens is None else self.new_lens.tolist()
+        rows = sum(query_lens)
+        return replace(
+            self,
+            rows=rows,
+            host=HostLengths(query_lens, self.seq_lens.tolist()),
+            slots=None if self.slots is None else self.slots[:rows],
+        )
+
+    def only(self, requests: Sequence[int]) -> Geometry:
+        """The geometry of some requests, given by number in ascending order; needs exact lengths."""
+        if len(requests) == self.requests:
+            return self
+        host = self._exact()
+        chosen = to_device(requests, self.device)
+        return Geometry.of_lengths(
+            self.mode,
+            self.page_table.index_select(0, chosen),
+            [host.query_lens[request] for request in requests],
+            [host.kv_lens[request] for request in requests],
+            self.page_size,
+            seq_lens=self.seq_lens.index_select(0, chosen),
+            lane=self.lane,
+            captured=self.captured,
+        )
+
+    def split(self, first: int, lanes: tuple[int, int] | None = None) -> tuple[Geometry, Geometry]:
+        """Divide after ``first`` requests, each half in a lane of its own if ``lanes`` says so. Halves have no calls:
+        they are planned anew."""
+        if not 0 <= first <= self.requests:
+            raise PlanError(f"a batch of {self.requests} requests cannot be split after {first}")
+        rows = first * self.max_new if self.new_lens is None else sum(self._exact().query_lens[:first])
+        halves = divide(self, first, rows)
+        for half, count, lane in zip(halves, (rows, self.rows - rows), lanes or (self.lane, self.lane), strict=True):
+            half.update(rows=count, calls=(), lane=lane)
+        return Geometry(**halves[0]), Geometry(**halves[1])
+
     def span_slots(self, requests: Sequence[int], starts: Sequence[int], lens: Sequence[int]) -> Tensor:
-        """``[rows]`` int64: the cache slots (``page * page_size + offset``) of spans of requests, one behind the other.
+        """``[rows]`` int64: the cache slots (``page * page_size + offset``) of spans of requests, in order.
 
         Span i is the rows ``starts[i] … starts[i] + lens[i] - 1`` of ``requests[i]``.
         """
         if not sum(lens):
-            return torch.empty(0, dtype=torch.int64, device=self.page_table.device)
-        owner, positions = spread(starts, lens, self.page_table.device)
-        pages = self.page_table[to_device(requests, self.page_table.device)[owner], positions // self.page_size]
+            return torch.empty(0, dtype=torch.int64, device=self.device)
+        owner, positions = spread(starts, lens, self.device)
+        pages = self.page_table[to_device(requests, self.device)[owner], positions // self.page_size]
         return pages.long() * self.page_size + positions % self.page_size
 
     def new_slots(self) -> Tensor:
-        """``[query_rows]`` int64: the cache slot of each new token's row. A request's new rows are its last ones."""
-        starts = [total - new for new, total in zip(self.query_lens, self.kv_lens, strict=True)]
-        return self.span_slots(range(len(starts)), starts, self.query_lens)
+        """``[rows]`` int64: the cache slot of each new token's row; -1 for padding. Waits for nothing."""
+        if self.slots is not None:
+            return self.slots
+        if self.host is None:
+            return self._new_slots_of_device()
+        query_lens, kv_lens = self.host.query_lens, self.host.kv_lens
+        starts = [total - new for new, total in zip(query_lens, kv_lens, strict=True)]
+        return self.span_slots(range(len(starts)), starts, query_lens)
+
+    def _new_slots_of_device(self) -> Tensor:
+        """From the lengths on the device alone."""
+        row = torch.arange(self.rows, device=self.device)
+        if not self.rows or not self.requests:
+            return torch.full_like(row, -1)
+        if self.new_lens is None:
+            owner, end = row // self.max_new, (row // self.max_new + 1) * self.max_new
+            live = torch.ones_like(row, dtype=torch.bool)
+        else:
+            ends = self.new_lens.cumsum(0)
+            owner = torch.searchsorted(ends, row, right=True)
+            live = owner < self.requests
+            owner = owner.clamp(max=self.requests - 1)
+            end = ends[owner]
+        position = self.seq_lens[owner].long() - end + row
+        live &= (position >= 0) & (position < self.page_table.shape[1] * self.page_size)
+        position = torch.where(live, position, 0)
+        pages = self.page_table[owner, position // self.page_size].long()
+        return torch.where(live, pages * self.page_size + position % self.page_size, -1)
 
     def cache_slots(self, requests: Sequence[int]) -> Tensor:
-        """``[requests, longest]`` int64: the slots of all cache rows of some requests, one request a row.
+        """``[requests, longest]`` int64: the slots of all cache rows of some requests, one request to a row.
 
         A shorter request is padded by repeating its own last slot, so that padding never touches other memory.
         """
@@ -106,9 +277,9 @@ class Geometry:
 
 
 def spread(starts: Sequence[int], lens: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """The numbers ``starts[i] … starts[i] + lens[i] - 1`` of all spans, one behind the other, and whose each is.
+    """For every row of some spans, in order: the number of its span, and its place ``starts[i] … starts[i] + lens[i]``.
 
-    Made on the device from a few numbers a span: a copy of one number a row would wait for it.
+    Made on the device from a few numbers per span: a copy of one number per row would wait for it.
     """
     rows = sum(lens)
     first, counts = to_device([starts, lens], device).unbind()
@@ -117,8 +288,8 @@ def spread(starts: Sequence[int], lens: Sequence[int], device: torch.device) -> 
     return owner, torch.arange(rows, device=device) + shifts[owner]
 
 
-# A slot is its position and a shift that is the same all over a page. Behind a request's last row both stay what they
-# are there. So divisions by the page size are for pages, not for rows.
+# A slot is its position plus a shift that is the same all over a page. Past a request's last row both stay what they
+# are there. So there is one division by the page size for each page, and none for each row.
 
 
 def _device_slots(table: Tensor, lens: Sequence[int], page_size: int) -> Tensor:

@@ -3,32 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Any
 
+from torch import Tensor
+
+from attnplug.contract.geometry import Geometry
+from attnplug.contract.mode import ForwardMode
 from attnplug.declare.errors import PlanError
-
-
-class ForwardMode(StrEnum):
-    """What a batch asks of attention."""
-
-    EXTEND = "extend"
-    """New tokens of each request, after a prefix that is in the cache (or none)."""
-    DECODE = "decode"
-    """One new token per request."""
-    MIXED = "mixed"
-    """Extending and decoding requests in one batch; a decoding one extends by a single token."""
-    IDLE = "idle"
-    """No request: this rank only takes part in collectives."""
-    TARGET_VERIFY = "target_verify"
-    """The target model checks the tokens that a draft proposed."""
-    DRAFT_EXTEND = "draft_extend"
-    """The draft model catches up with the tokens that the target accepted."""
-
-    @property
-    def is_decode(self) -> bool:
-        """Whether ``forward_decode`` runs it; every other mode runs by ``forward_extend``."""
-        return self is ForwardMode.DECODE
 
 
 class BackendId:
@@ -52,13 +33,20 @@ class PlanRecord:
     replan_equivalent: bool
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Plan:
     """What a backend prepared for a batch: complete when made, never changed, published in one assignment.
 
-    ``query_rows`` counts the rows of q that belong to requests; ``kv_rows`` the cache rows they attend to, or
-    ``None`` where only the device knows. ``metadata`` is the planner's own, opaque to everyone else. A wrapper
-    that plans with several backends keeps their plans in ``parts``.
+    Lifetime. An eager plan owns what it refers to and stays valid as long as somebody holds it. It may use its lane's
+    scratch memory while it runs: plans of one lane run one after the other, on one stream at a time, and plans of
+    different lanes may run at the same time on different streams. Whoever plans on one stream and runs on another makes
+    the second wait for the first. The plan of a captured batch refers to memory that the backend keeps for its lane:
+    it is valid until that lane's next replay is planned.
+
+    ``query_rows`` counts the rows of q that belong to requests; ``kv_rows`` the cache rows they attend to, or ``None``
+    where only the device knows. ``new_slots`` ``[query_rows]`` int64 is where new rows are written, -1 for padding.
+    ``metadata`` is the planner's own, opaque to everyone else. A wrapper that plans with several backends keeps their
+    plans in ``parts``.
     """
 
     planner: BackendId
@@ -66,7 +54,13 @@ class Plan:
     query_rows: int
     kv_rows: int | None
     metadata: Any = None
+    new_slots: Tensor | None = None
     parts: tuple[Plan, ...] = ()
+
+    @classmethod
+    def of(cls, planner: BackendId, geometry: Geometry, metadata: Any = None, new_slots: Tensor | None = None) -> Plan:
+        """A backend's plan for a batch of this geometry."""
+        return cls(planner, geometry.mode, geometry.rows, geometry.kv_rows, metadata, new_slots)
 
     def part_of(self, planner: BackendId) -> Plan | None:
         """The plan that ``planner`` made: this one, or one among its parts at any depth."""
@@ -84,16 +78,13 @@ class Plan:
         return [name for part in self.parts for name in part.makers()] or [self.planner.name]
 
 
-def claim_plan(plan: Plan | None, planner: BackendId, mode: ForwardMode, rows: int) -> Plan:
-    """The plan by which ``planner`` may run ``rows`` query rows in ``mode``, or an error (B5).
+def plan_to_run(plan: Plan | None, planner: BackendId, mode: ForwardMode, rows: int) -> Plan:
+    """The plan by which ``planner`` may run ``rows`` query rows in ``mode``, or an error (B5): the only judge.
 
     More rows than planned are allowed: the tail is padding, for which the caller returns zeros and writes nothing.
     """
     if plan is None:
-        raise PlanError(
-            f"backend {planner.name} was asked to run a batch that has no plan; "
-            "assign the result of init_forward_metadata(batch) to batch.plan first"
-        )
+        raise PlanError(f"backend {planner.name} was asked to run a batch that has no plan; plan the batch first")
     found = plan.part_of(planner)
     if found is None:
         makers = plan.makers()
@@ -114,7 +105,7 @@ def claim_plan(plan: Plan | None, planner: BackendId, mode: ForwardMode, rows: i
     return found
 
 
-def made_plan(
+def received_plan(
     plan: object, planner: BackendId, mode: ForwardMode, rows: int, hook: str, *, delegated: bool = False
 ) -> Plan:
     """What ``hook`` of a backend returned, if it is a plan of its own for a batch of ``rows`` in ``mode``.

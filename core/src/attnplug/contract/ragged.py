@@ -46,3 +46,16 @@ class RaggedCall:
     @property
     def kv_rows(self) -> int:
         return sum(self.kv_lens)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Part:
+    """One ragged call of an MLA extend.
+
+    ``slots`` ``[rows]`` are the cache rows to read and up-project; ``None`` means the new rows, which are at hand.
+    ``rows`` ``[queries]`` are the query rows that take part; ``None`` means all of them.
+    """
+
+    call: RaggedCall
+    slots: Tensor | None
+    rows: Tensor | None

@@ -11,7 +11,7 @@ from attnplug.declare.problem import LARGEST_PAGE, SM_RANGE, DType, GraphLevel, 
 from attnplug.declare.reading import integer, members, of_type, pairs, several
 
 DEVICES = ("cpu", "cuda")
-EXTRAS = ("lse", "sinks")
+EXTRAS = ("lse", "out", "sinks")
 """The fields of ``ForwardExtras``, which needs torch and so lives elsewhere."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from attnplug.contract.plan import ForwardMode
+from attnplug.contract.mode import ForwardMode
 from attnplug.declare.claims import ExtendPath
 from attnplug.declare.errors import PlanError, UsageError
 
@@ -37,17 +37,20 @@ class ExtendPolicy:
         query_lens: Sequence[int],
         kv_lens: Sequence[int],
         abilities: frozenset[ExtendPath],
+        asked: ExtendPath | None = None,
     ) -> ExtendPath:
-        """The path of one batch. Decoding is absorbed. A backend that can extend absorbed runs only a plain extend as
-        MHA, because other modes bring few queries a request; one that cannot runs everything as MHA."""
+        """The path of one batch: the one that is ``asked`` for, if any.
+
+        Decoding is absorbed. A backend that can extend absorbed runs only a plain extend as MHA, because other modes
+        bring few queries a request; one that cannot runs everything as MHA.
+        """
         if mode.is_decode:
             return ExtendPath.ABSORBED
-        if self.forced is not None and mode is ForwardMode.EXTEND:
-            if self.forced not in abilities:
-                raise PlanError(
-                    f"the extend path {self.forced} is forced, but the backend can only run {_able(abilities)}"
-                )
-            return self.forced
+        forced = asked or (self.forced if mode is ForwardMode.EXTEND else None)
+        if forced is not None:
+            if forced not in abilities:
+                raise PlanError(f"the extend path {forced} is asked for, but the backend can run {_able(abilities)}")
+            return forced
         absorbed = ExtendPath.ABSORBED in abilities
         total, prefix = sum(kv_lens), sum(kv_lens) - sum(query_lens)
         chunks_allowed = not self.disable_chunked_prefix_cache

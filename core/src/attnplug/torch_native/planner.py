@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnplug.contract.geometry import Geometry
-from attnplug.contract.plan import ForwardMode
+from attnplug.contract.mode import ForwardMode
 from attnplug.machine.transfer import to_device
 
 # A group is padded to its longest request. Up to this many rows a request the padding costs less than another group.
@@ -59,25 +59,18 @@ class Group:
     extent: Extent
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class NativeMetadata:
-    """Where new rows are written, and the groups that cover every request with new tokens exactly once."""
-
-    new_slots: Tensor
-    groups: tuple[Group, ...]
-
-
-def plan_groups(geometry: Geometry) -> NativeMetadata:
-    """Divide a batch into groups by query length, then by similar cache length."""
+def plan_groups(geometry: Geometry) -> tuple[Tensor, tuple[Group, ...]]:
+    """Where new rows are written, and groups that cover every request with new tokens exactly once: divided by query
+    length, then by similar cache length."""
     members = _memberships(geometry.query_lens, geometry.kv_lens)
     if len(members) == 1 and members[0] == sorted(members[0]):
         group = _group(geometry, members[0], None)
-        if geometry.mode is ForwardMode.DECODE:
+        if geometry.mode is ForwardMode.DECODE and geometry.slots is None:
             # A decoding request's new row is its last one, with which its slots end, padded or not.
-            return NativeMetadata(group.slots.select(1, -1), (group,))
-        return NativeMetadata(geometry.new_slots(), (group,))
+            return group.slots.select(1, -1), (group,)
+        return geometry.new_slots(), (group,)
     first_rows = list(accumulate(geometry.query_lens, initial=0))
-    return NativeMetadata(geometry.new_slots(), tuple(_group(geometry, each, first_rows) for each in members))
+    return geometry.new_slots(), tuple(_group(geometry, each, first_rows) for each in members)
 
 
 def _memberships(query_lens: Sequence[int], kv_lens: Sequence[int]) -> list[list[int]]:
@@ -111,7 +104,7 @@ def _by_length(requests: list[int], kv_lens: Sequence[int]) -> list[list[int]]:
 def _group(geometry: Geometry, requests: list[int], first_rows: list[int] | None) -> Group:
     queries = geometry.query_lens[requests[0]]
     offsets = [geometry.kv_lens[request] - queries for request in requests]
-    device = geometry.page_table.device
+    device = geometry.device
     rows = None
     if first_rows is not None:
         starts = torch.tensor([first_rows[request] for request in requests], dtype=torch.int64)

@@ -1,90 +1,164 @@
-"""The base of every wrapper: nothing of the protocol can be left out (A9)."""
+"""The base of every wrapper: what the protocol has, it forwards, by the route that the wrapper states (A9)."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
-from typing import Any
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
-from attnplug.contract.backend import AttentionBackend, bind_optional_hook, hook_signatures, protocol_methods
+from torch import Tensor
+
+from attnplug.contract.backend import ForwardExtras, bind_optional_hook, hook_signatures, protocol_methods
 from attnplug.contract.batch import ForwardBatch
 from attnplug.contract.hooks import Hook
-from attnplug.contract.plan import BackendId, Plan, made_plan
+from attnplug.contract.plan import BackendId, Plan, received_plan
 from attnplug.declare.claims import Claims, weakest
 from attnplug.declare.errors import BackendError
+from attnplug.declare.model import LayerSpec
+
+_BATCH, _LAYER = ("batch", "forward_batch"), "layer"
 
 
-class ForwardingBackend:
+class ForwardingBackend(ABC):
     """A backend that hands everything to backends of its own, which it knows by label.
 
-    Subclass contract. A subclass defines every method of the protocol and every optional hook, with the parameters and
-    defaults that these have there; one that leaves any out cannot be created as a class. There are no defaults here on
-    purpose: a default that silently wins over a child's answer is the bug this base exists against. Claims are the
-    weakest of the children's, but for those that ``decided_by`` leaves to one child, and ``forced_by`` says which
-    children weakened each. Children's optional hooks are bound once, at construction, by their own signatures (A8).
-    A wrapper's plan is its own; the children's are its parts.
+    Subclass contract. ``route`` says which children a call goes to. Every method of the protocol and every optional
+    hook is forwarded by it: those that a layer runs to one child, those about a batch to the children that it names,
+    all others to every child. This holds for hooks that a later version of the contract adds, too: they are read off
+    the protocol when the class is made. A subclass defines only what differs, with the protocol's own parameters.
+
+    A wrapper has an optional hook if one of its children has it. Where several children answer, plans become the parts
+    of one plan of the wrapper's; other answers must agree. Claims are the weakest of the children's, but for those that
+    ``decided_by`` leaves to one child, and ``forced_by`` says which children weakened each. Children's hooks are bound
+    once, at construction, by their own signatures (A8).
     """
 
     backend_id: BackendId
     claims: Claims
     forced_by: Mapping[str, tuple[str, ...]]
 
+    if TYPE_CHECKING:  # that it is a backend; the methods themselves are made below
+
+        def init_forward_metadata(self, batch: ForwardBatch) -> Plan: ...
+
+        def forward_extend(
+            self,
+            q: Tensor,
+            k: Tensor | None,
+            v: Tensor | None,
+            layer: LayerSpec,
+            batch: ForwardBatch,
+            *,
+            save_kv_cache: bool = True,
+            extras: ForwardExtras | None = None,
+        ) -> Tensor: ...
+
+        forward_decode = forward_extend
+
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
-        members = {**protocol_methods(), **hook_signatures()}
-        missing = [name for name in members if not _defines(cls, name)]
-        if missing:
-            raise TypeError(
-                f"wrapper {cls.__qualname__} does not forward {', '.join(missing)}; "
-                "a wrapper defines every member of the protocol and every optional hook"
-            )
-        for name, wanted in members.items():
-            own = inspect.signature(getattr(cls, name))
-            if _shape(own)[1:] != _shape(wanted):
-                raise TypeError(f"wrapper {cls.__qualname__} has {name}{own}, but the protocol has {name}{wanted}")
+        for name, signature in {**protocol_methods(), **hook_signatures()}.items():
+            own = getattr(cls, name, None)
+            if own is None:
+                setattr(cls, name, _forwarder(name, signature))
+            elif _shape(inspect.signature(own))[1:] != _shape(signature):
+                raise TypeError(
+                    f"wrapper {cls.__qualname__} has {name}{inspect.signature(own)}, but the protocol has "
+                    f"{name}{signature}; take the protocol's parameters, or leave it out: it is forwarded by the route"
+                )
 
-    def __init__(
-        self, name: str, children: Mapping[str, AttentionBackend], decided_by: Mapping[str, str] | None = None
-    ) -> None:
+    def __init__(self, name: str, children: Mapping[str, Any], decided_by: Mapping[str, str] | None = None) -> None:
         self.backend_id = BackendId(name)
         self.children = dict(children)
         combined = weakest({label: child.claims for label, child in children.items()}, decided_by)
         self.claims = combined.claims
         self.forced_by = combined.forced_by
-        self._hooks: dict[tuple[str, str], Hook | None] = {
-            (label, hook): bind_optional_hook(child, hook)
+        self._calls: dict[tuple[str, str], Hook | None] = {
+            (label, method): getattr(child, method, None)
             for label, child in children.items()
-            for hook in hook_signatures()
+            for method in protocol_methods()
         }
+        for hook in hook_signatures():
+            bound = {(label, hook): bind_optional_hook(child, hook) for label, child in children.items()}
+            self._calls |= bound
+            if not any(bound.values()):
+                setattr(self, hook, None)  # as absent as it is in the children
+
+    @abstractmethod
+    def route(self, batch: ForwardBatch | None, layer: LayerSpec | None) -> tuple[str, ...]:
+        """The labels of the children that a call goes to; exactly one where a layer is run.
+
+        ``batch`` and ``layer`` are those of the call, or ``None`` where it has none. A call with neither, such as the
+        one that reserves memory for graphs, goes to all children without asking.
+        """
+
+    def forward_to(
+        self, labels: tuple[str, ...], name: str, batch: ForwardBatch | None, arguments: tuple[Any, ...]
+    ) -> Any:
+        """What some children answer to a call, as one answer."""
+        answers = {label: self.required(label, name)(*arguments) for label in labels}
+        if batch is not None and any(isinstance(answer, Plan) for answer in answers.values()):
+            return self.plan_of(batch, answers, name)
+        first, *others = answers.values()
+        if any(other != first for other in others):
+            raise BackendError(f"{self.backend_id.name} cannot answer {name}: its children say {answers}")
+        return first
 
     def plan_of(self, batch: ForwardBatch, made: Mapping[str, object], hook: str) -> Plan:
         """The wrapper's plan, of what ``hook`` of some children returned, by label: checked, the first one's rows."""
         mode, rows = batch.forward_mode, batch.num_tokens
         parts = tuple(
-            made_plan(plan, self.children[label].backend_id, mode, rows, hook) for label, plan in made.items()
+            received_plan(plan, self.children[label].backend_id, mode, rows, hook) for label, plan in made.items()
         )
         return Plan(self.backend_id, mode, parts[0].query_rows, parts[0].kv_rows, parts=parts)
 
-    def child_hook(self, label: str, hook: str) -> Hook | None:
-        """A child's optional hook as a function of everything that is offered; ``None`` if the child has none."""
-        return self._hooks[label, hook]
+    def has(self, label: str, name: str) -> bool:
+        """Whether a child has a method or hook."""
+        return self._calls[label, name] is not None
 
-    def required_hook(self, label: str, hook: str) -> Hook:
-        """A child's hook that the caller cannot do without."""
-        found = self._hooks[label, hook]
+    def required(self, label: str, name: str) -> Hook:
+        """A child's method or hook, as a function of everything that is offered."""
+        found = self._calls[label, name]
         if found is None:
             child = self.children[label].backend_id.name
             raise BackendError(
-                f"{self.backend_id.name} needs {hook} of its {label} backend {child}, which has none; "
+                f"{self.backend_id.name} needs {name} of its {label} backend {child}, which has none; "
                 f"it claims {self.children[label].claims}"
             )
         return found
 
 
-def _defines(cls: type, name: str) -> bool:
-    """Whether a class itself says what a member does; inheriting the protocol's empty body does not count."""
-    member = getattr(cls, name, None)
-    return member is not None and member is not getattr(AttentionBackend, name, None)
+def _forwarder(name: str, signature: inspect.Signature) -> Callable[..., Any]:
+    """The method of a wrapper that forwards ``name``, with the protocol's own parameters.
+
+    Compiled, as a hook's adapter is: one frame, and no packing of arguments where a single layer runs.
+    """
+    parameters = signature.parameters
+    batch = next((parameter for parameter in _BATCH if parameter in parameters), None)
+    layer = _LAYER if _LAYER in parameters else None
+    given = ", ".join(f"{p}={p}" if q.kind is q.KEYWORD_ONLY else p for p, q in parameters.items())
+    source = _head(signature)
+    if layer is not None:
+        source += f" self.required(*self.route({batch}, layer), {name!r})({given})"
+    else:
+        labels = "tuple(self.children)" if batch is None else f"self.route({batch}, None)"
+        source += f" self.forward_to({labels}, {name!r}, {batch}, ({''.join(f'{p}, ' for p in parameters)}))"
+    defaults = {f"default_{p}": q.default for p, q in parameters.items() if q.default is not q.empty}
+    method: Callable[..., Any] = eval(source, defaults)
+    method.__name__, method.__qualname__ = name, f"{ForwardingBackend.__qualname__}.{name}"
+    return method
+
+
+def _head(signature: inspect.Signature) -> str:
+    """``lambda self, q, *, save=default_save:`` for a method's parameters."""
+    parts, keyword_only = ["self"], False
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.KEYWORD_ONLY and not keyword_only:
+            parts.append("*")
+            keyword_only = True
+        parts.append(name if parameter.default is parameter.empty else f"{name}=default_{name}")
+    return f"lambda {', '.join(parts)}:"
 
 
 def _shape(signature: inspect.Signature) -> list[tuple[str, Any, Any]]:

@@ -1,4 +1,4 @@
-"""A full-attention backend and a linear one behind the face of one; each layer goes to its own (A7, A8)."""
+"""A full-attention backend and a linear one as one; each layer goes to its own (A7, A8)."""
 
 from __future__ import annotations
 
@@ -6,15 +6,20 @@ from typing import Any
 
 from torch import Tensor
 
-from attnplug.contract.backend import AttentionBackend, ForwardExtras, LinearBackend
+from attnplug.contract.backend import AttentionBackend, LinearBackend
 from attnplug.contract.batch import ForwardBatch
-from attnplug.contract.plan import ForwardMode, Plan
-from attnplug.contract.ragged import RaggedCall
+from attnplug.contract.hooks import Hook
+from attnplug.contract.mode import ForwardMode
+from attnplug.contract.plan import Plan
 from attnplug.declare.errors import BackendError, PlanError
 from attnplug.declare.model import LayerSpec, ModelSpec
 from attnplug.wrappers.forwarding import ForwardingBackend
 
 FULL, LINEAR = "full", "linear"
+_RUNS = {
+    **dict.fromkeys(("forward_extend", "forward_decode", "forward_ragged"), FULL),
+    **dict.fromkeys(("forward_conv", "forward_linear"), LINEAR),
+}
 
 
 class HybridLinearBackend(ForwardingBackend):
@@ -31,129 +36,52 @@ class HybridLinearBackend(ForwardingBackend):
         # How an extend runs is the full backend's affair: the linear one has no paths to choose from.
         decided_by = {"mla_extend": FULL} if full is not None else None
         super().__init__(f"hybrid({names})", children, decided_by)
-        self._full, self._linear = full, linear
-        self._route = {layer.layer_id: LINEAR if layer.kind.is_linear else FULL for layer in model.layers}
-        if full is None and FULL in self._route.values():
-            layer_id = next(layer_id for layer_id, label in self._route.items() if label == FULL)
+        self._child_of = {layer.layer_id: (LINEAR if layer.kind.is_linear else FULL,) for layer in model.layers}
+        if full is None and (FULL,) in self._child_of.values():
+            layer_id = next(layer_id for layer_id, label in self._child_of.items() if label == (FULL,))
             raise BackendError(
                 f"layer {layer_id} of {model.name} is a full-attention layer, but {self.backend_id.name} has no "
                 "backend for it"
             )
 
-    def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
-        made = {label: self.children[label].init_forward_metadata(batch) for label in self._planning(batch)}
-        return self.plan_of(batch, made, "init_forward_metadata")
-
-    def _planning(self, batch: ForwardBatch) -> list[str]:
-        """The children that a batch is planned by, eager and in graphs."""
-        if batch.forward_mode is ForwardMode.DRAFT_EXTEND:
-            if self._full is None:
+    def route(self, batch: ForwardBatch | None, layer: LayerSpec | None) -> tuple[str, ...]:
+        if layer is not None:
+            try:
+                return self._child_of[layer.layer_id]
+            except KeyError:
+                raise BackendError(
+                    f"layer {layer.layer_id} is not one of the model that {self.backend_id.name} was built for, whose "
+                    f"layers are {sorted(self._child_of)}"
+                ) from None
+        if batch is not None and batch.forward_mode is ForwardMode.DRAFT_EXTEND:
+            if FULL not in self.children:
                 raise PlanError(f"{self.backend_id.name} has linear layers only, and a draft's extend touches no state")
-            return [FULL]
-        return list(self.children)
+            return (FULL,)
+        return tuple(self.children)
 
-    def forward_extend(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        *,
-        save_kv_cache: bool = True,
-        extras: ForwardExtras | None = None,
-    ) -> Tensor:
-        full = self._full_for(layer)
-        return full.forward_extend(q, k, v, layer, batch, save_kv_cache=save_kv_cache, extras=extras)
-
-    def forward_decode(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        *,
-        save_kv_cache: bool = True,
-        extras: ForwardExtras | None = None,
-    ) -> Tensor:
-        full = self._full_for(layer)
-        return full.forward_decode(q, k, v, layer, batch, save_kv_cache=save_kv_cache, extras=extras)
-
-    def _full_for(self, layer: LayerSpec) -> AttentionBackend:
-        if self._route.get(layer.layer_id) != FULL or self._full is None:
-            raise self._misrouted(layer, FULL)
-        return self._full
-
-    def _misrouted(self, layer: LayerSpec, asked: str) -> BackendError:
-        known = self._route.get(layer.layer_id)
-        if known is None:
-            return BackendError(
-                f"layer {layer.layer_id} is not one of the model that {self.backend_id.name} was built for, whose "
-                f"layers are {sorted(self._route)}"
-            )
-        return BackendError(f"layer {layer.layer_id} is a {known} layer, but was run as a {asked} one")
+    def required(self, label: str, name: str) -> Hook:
+        if (kind := _RUNS.get(name, label)) != label:
+            raise BackendError(f"a {label} layer was run by {name}, which is for {kind} ones")
+        return super().required(label, name)
 
     def init_mha_chunk_metadata(
         self, forward_batch: ForwardBatch, disable_flashinfer_ragged: bool = False
     ) -> Plan | None:
         """The full child's answer, by its own signature; a child without the hook has nothing to plan (A8)."""
-        if self._full is None:
+        if FULL not in self.children:
             raise PlanError(
                 f"{self.backend_id.name} was asked to plan the chunks of an MLA prefill, and its model has no "
                 "full-attention layer"
             )
-        hook = self.child_hook(FULL, "init_mha_chunk_metadata")
-        if hook is None:
+        if not self.has(FULL, "init_mha_chunk_metadata"):
             return None
-        plan: Plan | None = hook(forward_batch, disable_flashinfer_ragged)
+        plan: Plan | None = self.required(FULL, "init_mha_chunk_metadata")(forward_batch, disable_flashinfer_ragged)
         return plan
 
-    def forward_ragged(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        call: RaggedCall,
-        lse: Tensor | None = None,
-    ) -> Tensor:
-        out: Tensor = self.required_hook(FULL, "forward_ragged")(q, k, v, layer, batch, call, lse)
-        return out
-
-    def forward_conv(
-        self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: LayerSpec, batch: ForwardBatch, silu: bool
-    ) -> Tensor:
-        if self._route.get(layer.layer_id) != LINEAR:
-            raise self._misrouted(layer, LINEAR)
-        out: Tensor = self.required_hook(LINEAR, "forward_conv")(x, weight, bias, layer, batch, silu)
-        return out
-
-    def forward_linear(self, inputs: Any, layer: LayerSpec, batch: ForwardBatch) -> Tensor:
-        if self._route.get(layer.layer_id) != LINEAR:
-            raise self._misrouted(layer, LINEAR)
-        out: Tensor = self.required_hook(LINEAR, "forward_linear")(inputs, layer, batch)
-        return out
-
     def commit_states(self, forward_batch: ForwardBatch, accepted: Tensor) -> None:
-        self.required_hook(LINEAR, "commit_states")(forward_batch, accepted)
-
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        for label in self.children:
-            self.required_hook(label, "init_cuda_graph_state")(max_bs, max_num_tokens)
-
-    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> Plan:
-        hook = "init_forward_metadata_out_graph"
-        hooks = {label: self.required_hook(label, hook) for label in self._planning(forward_batch)}
-        made = {label: plan(forward_batch, in_capture) for label, plan in hooks.items()}
-        return self.plan_of(forward_batch, made, hook)
-
-    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        for label in self._planning(forward_batch):
-            self.required_hook(label, "init_forward_metadata_in_graph")(forward_batch)
+        self.required(LINEAR, "commit_states")(forward_batch, accepted)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """The full child's, whose cache it is about: a linear child looks at slots, and -1 marks what is padded."""
-        label = FULL if self._full is not None else LINEAR
-        return int(self.required_hook(label, "get_cuda_graph_seq_len_fill_value")())
+        label = FULL if FULL in self.children else LINEAR
+        return int(self.required(label, "get_cuda_graph_seq_len_fill_value")())

@@ -1,0 +1,110 @@
+"""The base of a backend that attends over cached rows: all of a call but the kernel."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import replace
+
+from torch import Tensor
+
+from attnplug.author.planned import PlannedBackend
+from attnplug.author.served_layers import NewRows, ServedLayers, output_width
+from attnplug.contract.backend import ForwardExtras
+from attnplug.contract.batch import ForwardBatch
+from attnplug.contract.context import BackendContext
+from attnplug.contract.plan import Plan
+from attnplug.declare.claims import Claims
+from attnplug.declare.model import LayerSpec
+
+
+class PlannedAttention(PlannedBackend):
+    """Both entries of a backend over ``attend``: finds the plan and refuses another's, checks the call, writes the new
+    rows, and returns zeros for padding (B5).
+
+    Subclass contract: ``plan`` and ``attend``.
+    """
+
+    def __init__(self, context: BackendContext, claims: Claims | None = None) -> None:
+        super().__init__(context, claims)
+        self.layers = ServedLayers(context, context.declared.extras | {"out"})
+
+    @abstractmethod
+    def attend(self, q: Tensor, layer: LayerSpec, plan: Plan, new: NewRows | None, extras: ForwardExtras) -> Tensor:
+        """One layer over the planned rows, of which there is at least one.
+
+        q is ``[plan.query_rows, heads, width]``. ``new`` are as many rows of k and v, which are in the cache by now, or
+        ``None`` where they were there before. Fill ``extras.lse`` if it is given. The result may be written to
+        ``extras.out``; any other tensor that is returned is copied there.
+        """
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        *,
+        save_kv_cache: bool = True,
+        extras: ForwardExtras | None = None,
+    ) -> Tensor:
+        plan = batch.plan_for(self.backend_id, q.shape[0], decode=False)
+        return self.run_plan(plan, q, k, v, layer, batch, save_kv_cache, extras)
+
+    def forward_decode(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        *,
+        save_kv_cache: bool = True,
+        extras: ForwardExtras | None = None,
+    ) -> Tensor:
+        plan = batch.plan_for(self.backend_id, q.shape[0], decode=True)
+        return self.run_plan(plan, q, k, v, layer, batch, save_kv_cache, extras)
+
+    def run_plan(
+        self,
+        plan: Plan,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        save_kv_cache: bool,
+        extras: ForwardExtras | None,
+    ) -> Tensor:
+        """One layer of a planned batch, as ``AttentionBackend.forward_extend`` says."""
+        self.layers.check(layer, q)
+        wanted = self.layers.wanted(layer, q, extras)
+        rows, new = plan.query_rows, None
+        if rows and self.takes_rows(plan, save_kv_cache):
+            new = self.layers.new_rows(layer, k, v, rows)
+            if save_kv_cache:
+                self.layers.write(layer, plan, new)
+        if rows != q.shape[0] or not rows:
+            return self._padded(plan, q, layer, new, wanted)
+        return _put(self.attend(q, layer, plan, new, wanted), wanted.out)
+
+    def takes_rows(self, plan: Plan, save_kv_cache: bool) -> bool:
+        """Whether a call needs k and v: to write them, for most backends."""
+        return save_kv_cache
+
+    def _padded(self, plan: Plan, q: Tensor, layer: LayerSpec, new: NewRows | None, wanted: ForwardExtras) -> Tensor:
+        rows, lse = plan.query_rows, wanted.lse
+        out = q.new_empty(*q.shape[:2], output_width(layer)) if wanted.out is None else wanted.out
+        out[rows:] = 0
+        if lse is not None:
+            lse[rows:] = float("-inf")
+        if rows:
+            part = replace(wanted, lse=None if lse is None else lse[:rows], out=out[:rows])
+            _put(self.attend(q[:rows], layer, plan, new, part), part.out)
+        return out
+
+
+def _put(result: Tensor, out: Tensor | None) -> Tensor:
+    if out is None or result is out:
+        return result
+    return out.copy_(result)

@@ -1,0 +1,159 @@
+"""All attention of one model: one object over its backend, its pools and its policy, which the model's layers find."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+
+from torch import Tensor
+
+from attnplug.contract.backend import AttentionBackend, ForwardExtras, bind_optional_hook
+from attnplug.contract.batch import BatchPlan, ForwardBatch, apply_skip_attn_backend_init
+from attnplug.contract.hooks import Hook
+from attnplug.contract.linear import LinearInputs
+from attnplug.contract.plan import Plan, received_plan
+from attnplug.declare.claims import ExtendPath
+from attnplug.declare.errors import BackendError
+from attnplug.declare.model import LayerSpec
+from attnplug.kv import KVPools
+from attnplug.mla import ExtendPolicy, MLAAttention, MLAWeights
+
+
+class ModelAttention:
+    """What a model's layers call: plans a batch once, then attends layer by layer.
+
+    ``policy`` says how MLA extends run. Whoever runs the model does so inside ``running()``.
+    """
+
+    def __init__(self, backend: AttentionBackend, pools: KVPools, policy: ExtendPolicy | None = None) -> None:
+        self.backend = backend
+        self._mla = None if pools.mla is None else MLAAttention(backend, pools.mla, policy or ExtendPolicy())
+        self._conv = self._linear = None
+        if pools.linear is not None:
+            self._conv, self._linear = (self._needed(hook) for hook in ("forward_conv", "forward_linear"))
+
+    def _needed(self, name: str) -> Hook:
+        hook = bind_optional_hook(self.backend, name)
+        if hook is None:
+            raise BackendError(
+                f"the model has linear-attention layers, but backend {self.backend.backend_id.name} has no {name}; "
+                "choose a backend for the role linear"
+            )
+        return hook
+
+    # Planning
+
+    def plan(
+        self,
+        batch: ForwardBatch,
+        path: ExtendPath | None = None,
+        *,
+        skip_attn_backend_init: bool | None = None,
+    ) -> BatchPlan | None:
+        """Plan a batch unless whoever planned it already said so; returns the plan that is now in force (B1).
+
+        ``path`` is how its MLA layers extend, where that is not left to the policy. ``skip_attn_backend_init`` is the
+        old flag, kept for callers that have not moved to the marker (B3).
+        """
+        apply_skip_attn_backend_init(batch, skip_attn_backend_init)
+        if not batch.needs_forward_metadata_init():
+            return batch.plan
+        extend = None if self._mla is None else self._mla.plan(batch.geometry, path)
+        calls = () if extend is None else tuple(part.call for part in extend.metadata)
+        if calls or batch.geometry.calls:
+            batch.geometry = replace(batch.geometry, calls=calls)  # the backend plans what it will run
+        chunks = None if extend is None or self._mla is None else self._mla.plan_chunks(batch)
+        batch.plan = BatchPlan(_attention_plan(self.backend, batch), extend, chunks)
+        return batch.plan
+
+    @contextmanager
+    def running(self) -> Iterator[ModelAttention]:
+        """Make this the attention that layers find, for the code inside, in this thread or task. Contexts nest (B6)."""
+        token = _active.set(self)
+        try:
+            yield self
+        finally:
+            _active.reset(token)
+
+    # Layers
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        *,
+        save_kv_cache: bool = True,
+        extras: ForwardExtras | None = None,
+    ) -> Tensor:
+        """An MHA layer; see ``AttentionBackend.forward_extend``."""
+        backend = self.backend
+        run = backend.forward_decode if batch.forward_mode.is_decode else backend.forward_extend
+        return run(q, k, v, layer, batch, save_kv_cache=save_kv_cache, extras=extras)
+
+    def attend_mla(self, q: Tensor, rows: Tensor, layer: LayerSpec, weights: MLAWeights, batch: ForwardBatch) -> Tensor:
+        """An MLA layer.
+
+        q ``[tokens, heads, nope + rope]`` with its rope part rotated, rows ``[tokens, kv_lora_rank + rope]`` the new
+        cache rows (normed latent, rotated key). Writes the rows and returns ``[tokens, heads, v_head_dim]``.
+        """
+        if self._mla is None:
+            raise BackendError(f"layer {layer.layer_id} is MLA, but the model was built without an MLA pool")
+        return self._mla.attend(q, rows, layer, weights, batch)
+
+    def convolve(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        *,
+        silu: bool = True,
+    ) -> Tensor:
+        """The short convolution of a linear layer; see ``LinearHooks.forward_conv``."""
+        if self._conv is None:
+            raise self._no_states(layer)
+        out: Tensor = self._conv(x, weight, bias, layer, batch, silu)
+        return out
+
+    def attend_linear(self, inputs: LinearInputs, layer: LayerSpec, batch: ForwardBatch) -> Tensor:
+        """The recurrence of a linear layer: ``[tokens, heads, value_dim]``; writes its state."""
+        if self._linear is None:
+            raise self._no_states(layer)
+        out: Tensor = self._linear(inputs, layer, batch)
+        return out
+
+    @staticmethod
+    def _no_states(layer: LayerSpec) -> BackendError:
+        return BackendError(f"layer {layer.layer_id} is linear, but the model was built without a pool of states")
+
+
+_active: ContextVar[ModelAttention] = ContextVar("attnplug_model_attention")
+
+
+def active_attention() -> ModelAttention:
+    """The attention of the model that runs: the innermost ``running()``."""
+    try:
+        return _active.get()
+    except LookupError:
+        raise BackendError("no attention is active; run the model inside 'with attention.running():'") from None
+
+
+def plan_forward(
+    backend: AttentionBackend, batch: ForwardBatch, *, skip_attn_backend_init: bool | None = None
+) -> BatchPlan | None:
+    """As :meth:`ModelAttention.plan`, for a caller that runs the backend's own entries: MLA runs absorbed."""
+    apply_skip_attn_backend_init(batch, skip_attn_backend_init)
+    if batch.needs_forward_metadata_init():
+        batch.plan = BatchPlan(_attention_plan(backend, batch))
+    return batch.plan
+
+
+def _attention_plan(backend: AttentionBackend, batch: ForwardBatch) -> Plan:
+    plan, hook = backend.init_forward_metadata(batch), "init_forward_metadata"
+    return received_plan(plan, backend.backend_id, batch.forward_mode, batch.num_tokens, hook)

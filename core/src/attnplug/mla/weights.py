@@ -1,0 +1,54 @@
+"""The up-projections of an MLA layer, and what absorbing them does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MLAWeights:
+    """The up-projections of one layer, for this rank's heads.
+
+    ``w_kc`` ``[heads, nope, kv_lora_rank]`` takes latents to keys, ``w_vc`` ``[heads, kv_lora_rank, v_head_dim]`` to
+    values. Absorbed, the first goes into the query and the second into the output.
+    """
+
+    w_kc: Tensor
+    w_vc: Tensor
+    w_values: Tensor = field(init=False)
+    """``[heads * v_head_dim, kv_lora_rank]``: ``w_vc`` as one matrix, laid out once."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "w_values", self.w_vc.transpose(1, 2).reshape(-1, self.w_vc.shape[1]).contiguous())
+
+    def absorb(self, q: Tensor) -> Tensor:
+        """Queries ``[tokens, heads, nope + rope]`` → ``[tokens, heads, kv_lora_rank + rope]``."""
+        nope, rank = self.w_kc.shape[1:]
+        absorbed = q.new_empty(*q.shape[:2], rank + q.shape[-1] - nope)
+        absorbed[..., :rank] = _product(q[..., :nope].transpose(0, 1), self.w_kc).transpose(0, 1)
+        absorbed[..., rank:] = q[..., nope:]
+        return absorbed
+
+    def project_back(self, latent: Tensor) -> Tensor:
+        """Attended latents ``[tokens, heads, kv_lora_rank]`` → ``[tokens, heads, v_head_dim]``."""
+        return _product(latent.transpose(0, 1), self.w_vc).transpose(0, 1)
+
+    def up_project(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Cache rows ``[rows, kv_lora_rank + rope]`` → keys ``[rows, heads, nope + rope]`` and values."""
+        heads, nope, rank = self.w_kc.shape
+        latent, rope = rows[:, :rank], rows[:, rank:]
+        keys = rows.new_empty(rows.shape[0], heads, nope + rope.shape[1])
+        keys[..., :nope] = _product(latent, self.w_kc.flatten(0, 1).T).unflatten(1, (heads, nope))
+        keys[..., nope:] = rope.unsqueeze(1)
+        return keys, _product(latent, self.w_values.T).unflatten(1, (heads, -1))
+
+
+def _product(rows: Tensor, weight: Tensor) -> Tensor:
+    """``rows @ weight``, of one matrix or of one for each head."""
+    product = torch.bmm if weight.dim() == 3 else torch.mm
+    if rows.device.type == "cpu" and rows.dtype.itemsize < 4:  # its kernels for the short types may be 200 times slower
+        return product(rows.float(), weight.float()).to(rows.dtype)
+    return product(rows, weight)
