@@ -186,19 +186,3 @@ def test_a_layer_id_that_repeats_is_refused() -> None:
 def test_an_unknown_layout_is_refused() -> None:
     with pytest.raises(PoolError, match="'dim_major' is not a cache layout"):
         mha_pool(layout="dim_major")
-
-
-@pytest.mark.parametrize(("ranks", "heads"), [(1, 4), (2, 2), (4, 1), (8, 1)])
-def test_ranks_divide_the_heads_and_keep_at_least_one(ranks: int, heads: int) -> None:
-    pool = MHAPool(
-        [mha_layer(kv_heads=4)], num_pages=1, page_size=2, dtype=DType.FLOAT32, device="cpu", tensor_parallel=ranks
-    )
-    assert pool.keys(0).shape == (1, 2, heads, 8)
-
-
-@pytest.mark.parametrize("ranks", [0, 3, 6])
-def test_ranks_that_cannot_divide_the_heads_are_refused(ranks: int) -> None:
-    with pytest.raises(PoolError, match=f"4 KV heads cannot be divided over {ranks} ranks"):
-        MHAPool(
-            [mha_layer(kv_heads=4)], num_pages=1, page_size=2, dtype=DType.FLOAT32, device="cpu", tensor_parallel=ranks
-        )

@@ -90,13 +90,12 @@ class MHAScene:
         self.totals = [before + new for before, new in case.lengths]
         self.page_table, pages = self._page_table()
         self.pool = MHAPool(
-            case.layers,
+            [layer.for_rank(RANKS) for layer in case.layers],
             num_pages=pages,
             page_size=case.page_size,
             dtype=case.dtype,
             device=self.device,
             layout=case.layout,
-            tensor_parallel=RANKS,
         )
         for layer_id in self.pool.layer_ids:
             for memory in (self.pool.keys(layer_id), self.pool.values(layer_id)):
