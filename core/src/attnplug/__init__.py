@@ -63,14 +63,15 @@ if TYPE_CHECKING:
     from attnplug.declare.requirement import requirement_refusal as requirement_refusal
     from attnplug.declare.spec import BackendSpec as BackendSpec
     from attnplug.declare.version import CONTRACT_VERSION as CONTRACT_VERSION
+    from attnplug.kv import CacheKey as CacheKey
+    from attnplug.kv import Coordinator as Coordinator
     from attnplug.kv import LinearStatePool as LinearStatePool
     from attnplug.kv import MHAPool as MHAPool
     from attnplug.kv import MLAPool as MLAPool
+    from attnplug.kv import PagedCache as PagedCache
     from attnplug.kv import PageLayout as PageLayout
     from attnplug.kv import split_table as split_table
-    from attnplug.kv.workspace import CUTE_DSL_SCRATCH as CUTE_DSL_SCRATCH
     from attnplug.kv.workspace import SCRATCH as SCRATCH
-    from attnplug.kv.workspace import TRTLLM_SEMAPHORES as TRTLLM_SEMAPHORES
     from attnplug.kv.workspace import Workspace as Workspace
     from attnplug.kv.workspace import WorkspaceKind as WorkspaceKind
     from attnplug.kv.workspace import WorkspaceUse as WorkspaceUse
@@ -111,8 +112,17 @@ _MODULES = {
     "declare.requirement": ("import_library", "module_refusal", "requirement_refusal"),
     "declare.spec": ("BackendSpec",),
     "declare.version": ("CONTRACT_VERSION",),
-    "kv": ("LinearStatePool", "MHAPool", "MLAPool", "PageLayout", "split_table"),
-    "kv.workspace": ("CUTE_DSL_SCRATCH", "SCRATCH", "TRTLLM_SEMAPHORES", "Workspace", "WorkspaceKind", "WorkspaceUse"),
+    "kv": (
+        "CacheKey",
+        "Coordinator",
+        "LinearStatePool",
+        "MHAPool",
+        "MLAPool",
+        "PageLayout",
+        "PagedCache",
+        "split_table",
+    ),
+    "kv.workspace": ("SCRATCH", "Workspace", "WorkspaceKind", "WorkspaceUse"),
     "machine.transfer": ("on_host", "to_device"),
     "mla": ("merge_partial",),
     "wrappers": ("ForwardingBackend",),
