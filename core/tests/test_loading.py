@@ -9,10 +9,10 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
+from importlib_metadata import EntryPoint
 
 from attnplug import CONTRACT_VERSION, BackendSpec, Problem, Refusal, Role, hookimpl
 from attnplug.choose.loading import GROUP, Broken

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
+from importlib_metadata import EntryPoint
 
 from attnplug import CONTRACT_VERSION, BackendSpec, Capabilities, hookimpl
 from attnplug.choose.loading import GROUP, Broken

@@ -7,10 +7,10 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import importlib_metadata as metadata
 import pytest
 
 from attnplug import BackendError, DType, GraphLevel, Problem, Refusal, Role

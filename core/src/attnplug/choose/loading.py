@@ -16,12 +16,12 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib import metadata
-from importlib.metadata import EntryPoint
 from itertools import islice
 from typing import Any
 
+import importlib_metadata as metadata
 import pluggy
+from importlib_metadata import EntryPoint
 
 from attnplug.choose import hookspecs
 from attnplug.declare.errors import PluginError, describe_error
@@ -61,7 +61,7 @@ def normal(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution.strip()).lower()
 
 
-def _identity(distribution: metadata.Distribution | None) -> tuple[str, str]:
+def _identity(distribution: metadata.IDistribution | None) -> tuple[str, str]:
     """Name and version; what damaged or missing metadata cannot tell is said so."""
     found: dict[str, str] = {}
     if distribution is not None:

@@ -6,8 +6,9 @@ import difflib
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import EntryPoint
 from time import monotonic
+
+from importlib_metadata import EntryPoint
 
 from attnplug.choose.loading import (
     Broken,
