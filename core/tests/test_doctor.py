@@ -329,7 +329,7 @@ from attnplug import BackendSpec, Capabilities, hookimpl
 @hookimpl
 def attnplug_backends():
     can = Capabilities(kinds=["mha"], devices=["cpu"], dtypes=["float32"])
-    return [BackendSpec("{name}", "a backend of a test", "1.0", "attnplug:nothing", can)]
+    return [BackendSpec("{name}", "a backend of a test", "0.9", "attnplug:nothing", can)]
 """
 
 

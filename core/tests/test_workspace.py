@@ -7,10 +7,12 @@ import gc
 import pytest
 import torch
 
-from attnplug import CUTE_DSL_SCRATCH, SCRATCH, TRTLLM_SEMAPHORES, WorkspaceError, WorkspaceKind
+from attnplug import SCRATCH, WorkspaceError, WorkspaceKind
 from attnplug.host import WorkspaceOwner
 
 MiB = 1 << 20
+SEMAPHORES = WorkspaceKind("semaphores", zeroed=True)
+OTHER_SCRATCH = WorkspaceKind("other-scratch")
 
 
 def test_same_contract_shares_one_allocation():
@@ -57,7 +59,7 @@ def test_zeroed_memory_is_zero_and_never_handed_out_as_scratch():
     owner = WorkspaceOwner()
     scratch = owner.request("a", "cpu", SCRATCH, 1024)
     scratch.buffer.fill_(7)
-    semaphores = owner.request("trtllm_mla", "cpu", TRTLLM_SEMAPHORES, 1024)
+    semaphores = owner.request("trtllm_mla", "cpu", SEMAPHORES, 1024)
     assert semaphores.buffer.eq(0).all()
     assert semaphores.buffer.data_ptr() != scratch.buffer.data_ptr()
 
@@ -65,16 +67,15 @@ def test_zeroed_memory_is_zero_and_never_handed_out_as_scratch():
 def test_zeroed_memory_is_zero_after_growing():
     """A2"""
     owner = WorkspaceOwner()
-    owner.request("a", "cpu", TRTLLM_SEMAPHORES, 64)
-    assert owner.request("b", "cpu", TRTLLM_SEMAPHORES, 1 << 16).buffer.eq(0).all()
+    owner.request("a", "cpu", SEMAPHORES, 64)
+    assert owner.request("b", "cpu", SEMAPHORES, 1 << 16).buffer.eq(0).all()
 
 
 def test_cute_dsl_never_shares_with_trtllm():
     """A2: CuTe-DSL kernels overwrite theirs."""
     owner = WorkspaceOwner()
     buffers = {
-        owner.request("backend", "cpu", kind, 1024).buffer.data_ptr()
-        for kind in (SCRATCH, TRTLLM_SEMAPHORES, CUTE_DSL_SCRATCH)
+        owner.request("backend", "cpu", kind, 1024).buffer.data_ptr() for kind in (SCRATCH, SEMAPHORES, OTHER_SCRATCH)
     }
     assert len(buffers) == 3
 
@@ -92,12 +93,12 @@ def test_report_gives_bytes_by_owner_and_kind():
     owner.request("a", "cpu", SCRATCH, 100)
     owner.request("b", "cpu", SCRATCH, 300)
     owner.request("a", "cpu", SCRATCH, 50)
-    owner.request("b", "cpu", TRTLLM_SEMAPHORES, 10)
+    owner.request("b", "cpu", SEMAPHORES, 10)
     report = {use.kind: use for use in owner.report()}
     assert report["scratch"].nbytes == 300
     assert report["scratch"].owners == {"a": 100, "b": 300}
-    assert report["trtllm-semaphores"].owners == {"b": 10}
-    assert report["trtllm-semaphores"].zeroed
+    assert report["semaphores"].owners == {"b": 10}
+    assert report["semaphores"].zeroed
 
 
 def test_frozen_workspace_serves_but_does_not_grow():

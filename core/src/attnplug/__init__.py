@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from attnplug.author.mla_layers import MLALayers as MLALayers
     from attnplug.author.mla_layers import check_lse as check_lse
     from attnplug.author.planned import PlannedBackend as PlannedBackend
-    from attnplug.choose.hookspecs import hookimpl as hookimpl
+    from attnplug.choose.plugin_hooks import hookimpl as hookimpl
     from attnplug.contract.backend import AttentionBackend as AttentionBackend
     from attnplug.contract.backend import ForwardExtras as ForwardExtras
     from attnplug.contract.batch import ForwardBatch as ForwardBatch
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from attnplug.declare.errors import PluginError as PluginError
     from attnplug.declare.errors import PoolError as PoolError
     from attnplug.declare.errors import WorkspaceError as WorkspaceError
+    from attnplug.declare.measured import MeasuredTable as MeasuredTable
     from attnplug.declare.model import AttentionKind as AttentionKind
     from attnplug.declare.model import Feature as Feature
     from attnplug.declare.model import LayerSpec as LayerSpec
@@ -61,16 +62,14 @@ if TYPE_CHECKING:
     from attnplug.declare.requirement import requirement_refusal as requirement_refusal
     from attnplug.declare.spec import BackendSpec as BackendSpec
     from attnplug.declare.version import CONTRACT_VERSION as CONTRACT_VERSION
+    from attnplug.declare.workspace_kind import SCRATCH as SCRATCH
+    from attnplug.declare.workspace_kind import WorkspaceKind as WorkspaceKind
     from attnplug.kv import LinearStatePool as LinearStatePool
     from attnplug.kv import MHAPool as MHAPool
     from attnplug.kv import MLAPool as MLAPool
     from attnplug.kv import PageLayout as PageLayout
     from attnplug.kv import split_table as split_table
-    from attnplug.kv.workspace import CUTE_DSL_SCRATCH as CUTE_DSL_SCRATCH
-    from attnplug.kv.workspace import SCRATCH as SCRATCH
-    from attnplug.kv.workspace import TRTLLM_SEMAPHORES as TRTLLM_SEMAPHORES
     from attnplug.kv.workspace import Workspace as Workspace
-    from attnplug.kv.workspace import WorkspaceKind as WorkspaceKind
     from attnplug.kv.workspace import WorkspaceUse as WorkspaceUse
     from attnplug.machine.transfer import on_host as on_host
     from attnplug.machine.transfer import to_device as to_device
@@ -81,7 +80,7 @@ _MODULES = {
     "author.graphs": ("Captures", "GraphLimits"),
     "author.mla_layers": ("MLALayers", "check_lse"),
     "author.planned": ("PlannedBackend",),
-    "choose.hookspecs": ("hookimpl",),
+    "choose.plugin_hooks": ("hookimpl",),
     "contract.backend": ("AttentionBackend", "ForwardExtras"),
     "contract.batch": ("ForwardBatch",),
     "contract.context": ("BackendContext", "Serving"),
@@ -101,17 +100,25 @@ _MODULES = {
         "PoolError",
         "WorkspaceError",
     ),
+    "declare.measured": ("MeasuredTable",),
     "declare.model": ("AttentionKind", "Feature", "LayerSpec", "LinearDims", "MLADims", "ModelSpec"),
     "declare.problem": ("DType", "GraphLevel", "Problem", "Role"),
     "declare.refusal": ("Refusal", "RefusalCode"),
     "declare.requirement": ("import_library", "module_refusal", "requirement_refusal"),
     "declare.spec": ("BackendSpec",),
     "declare.version": ("CONTRACT_VERSION",),
+    "declare.workspace_kind": ("SCRATCH", "WorkspaceKind"),
     "kv": ("LinearStatePool", "MHAPool", "MLAPool", "PageLayout", "split_table"),
-    "kv.workspace": ("CUTE_DSL_SCRATCH", "SCRATCH", "TRTLLM_SEMAPHORES", "Workspace", "WorkspaceKind", "WorkspaceUse"),
+    "kv.workspace": ("Workspace", "WorkspaceUse"),
     "machine.transfer": ("on_host", "to_device"),
     "mla": ("merge_partial",),
     "wrappers": ("ForwardingBackend",),
 }
 
-__getattr__, __dir__, __all__ = face(__name__, globals(), _MODULES)
+_REMOVED = {
+    "CUTE_DSL_SCRATCH": "declare a WorkspaceKind of your own",
+    "TRTLLM_SEMAPHORES": "declare a WorkspaceKind of your own",
+}
+"""Names that contract 1.0, the draft, had here, and what to use in place of each."""
+
+__getattr__, __dir__, __all__ = face(__name__, globals(), _MODULES, other="attnplug.host", removed=_REMOVED)

@@ -60,6 +60,21 @@ def bringing(*specs: BackendSpec) -> ModuleType:
     return module(attnplug_backends=attnplug_backends)
 
 
+def also(plugin: ModuleType, **returned: object) -> ModuleType:
+    """The plugin with further hooks, each with what it returns: ``also(plugin, attnplug_tiny_models={})``."""
+    for hook, result in returned.items():
+        setattr(plugin, hook, _returning(hook, result))
+    return plugin
+
+
+def _returning(hook: str, result: object) -> Callable[[], object]:
+    @hookimpl(specname=hook)
+    def implementation() -> object:
+        return result
+
+    return implementation
+
+
 Install = Callable[..., EntryPoint]
 
 
