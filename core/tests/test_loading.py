@@ -396,6 +396,24 @@ def test_a_hook_wrapper_is_reported(install: Install, only_fault: Callable[[Entr
     assert place(attnplug_backends) in error
 
 
+def test_an_object_that_cannot_be_compared_is_broken_alone(
+    install: Install, only_fault: Callable[[EntryPoint], Broken]
+) -> None:
+    """D2: pluggy looks for plugins by comparing them."""
+
+    class Plugin:
+        __hash__ = None
+
+        def __eq__(self, other: object) -> bool:
+            raise TypeError("do not compare me")
+
+        @hookimpl
+        def attnplug_backends(self) -> list[BackendSpec]:
+            return [spec()]
+
+    assert "do not compare me" in only_fault(install(Plugin())).error
+
+
 def test_one_plugin_under_two_entry_points_is_reported_as_that(install: Install) -> None:
     """D2: pluggy's own words for it speak of its internals."""
     plugin = bringing(spec())
@@ -407,9 +425,7 @@ def test_one_plugin_under_two_entry_points_is_reported_as_that(install: Install)
 # ---- contract versions ----
 
 
-@pytest.mark.parametrize(
-    "contract", ["0.8", "0.10", "1.0", "1.1", "1", "0.9.0", "", 0.9, None, "one.zero", " 0.9"]
-)
+@pytest.mark.parametrize("contract", ["0.8", "0.10", "1.0", "1.1", "1", "0.9.0", "", 0.9, None, "one.zero", " 0.9"])
 def test_another_contract_version_is_reported_with_both(
     install: Install, only_fault: Callable[[EntryPoint], Broken], contract: object
 ) -> None:

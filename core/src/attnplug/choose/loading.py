@@ -1,7 +1,7 @@
 """Finding plugins and loading them, one at a time, each isolated from the others (D2).
 
-Hooks are called through pluggy's relay, those of each plugin by a manager of its own. pluggy's own loader stops at the
-first broken plugin, skips a second one of the same name, never calls a misspelled hook and never fills an argument with
+Hooks are called through pluggy's relay, with one plugin registered at a time. pluggy's own loader stops at the first
+broken plugin, skips a second one of the same name, never calls a misspelled hook and never fills an argument with
 a default, all in silence. Each of these is an error here, reported with the plugin's distribution and version and its
 author's own signature.
 """
@@ -152,21 +152,31 @@ def _find_one_by_one(group: str) -> tuple[list[EntryPoint], list[Broken]]:
     return list(points.values()), broken
 
 
-def load_plugin(point: EntryPoint, source: Source, known: dict[int, str]) -> Loaded | Broken:
+def new_manager() -> pluggy.PluginManager:
+    manager = pluggy.PluginManager(plugin_hooks.PROJECT)
+    manager.add_hookspecs(plugin_hooks)
+    return manager
+
+
+def load_plugin(
+    manager: pluggy.PluginManager, point: EntryPoint, source: Source, known: dict[str, Any]
+) -> Loaded | Broken:
     """What one plugin brings, or what is wrong with it. Raises nothing but an interrupt, which names the plugin.
 
-    ``known`` holds the entry points of the plugins that were loaded before, by the plugin's identity.
+    Nobody is registered with ``manager``, before or after; but a broken plugin may leave anything there, so that
+    another manager is needed after it. ``known`` holds the plugins that were loaded before, by distribution and
+    entry point.
     """
     name = f"{source.distribution}:{source.entry_point}"
     try:
         with guarded():
             plugin = load_entry_point(point)
-            # A manager for each plugin: no other plugin sees, or suffers from, what this one registers.
-            manager = pluggy.PluginManager(plugin_hooks.PROJECT)
-            manager.add_hookspecs(plugin_hooks)
             _check_hooks(manager, plugin, source)
-            if (before := known.setdefault(id(plugin), name)) != name:
-                raise PluginError(f"{source.target} is loaded already, by entry point {before}; remove one of the two")
+            if before := [other for other, one in known.items() if one is plugin]:
+                raise PluginError(
+                    f"{source.target} is loaded already, by entry point {before[0]}; remove one of the two"
+                )
+            known[name] = plugin
             manager.register(plugin, name)
             loaded = Loaded(
                 source,
@@ -177,6 +187,7 @@ def load_plugin(point: EntryPoint, source: Source, known: dict[int, str]) -> Loa
             )
             if not (loaded.backends or loaded.workspace_kinds or loaded.rankings or loaded.tiny_models):
                 raise PluginError("it brings nothing: its hooks returned nothing")
+            manager.unregister(plugin)
             return loaded
     except KeyboardInterrupt as error:
         # The user's, who wants to know what took so long, or the plugin's own: Python cannot tell them apart.

@@ -7,7 +7,7 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from time import monotonic
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from importlib_metadata import EntryPoint
 
@@ -19,6 +19,7 @@ from attnplug.choose.loading import (
     Source,
     find_plugins,
     load_plugin,
+    new_manager,
     normal,
 )
 from attnplug.declare.errors import PluginError, UsageError
@@ -94,17 +95,19 @@ def load_registry(
     points = {point: Source.of(point) for point in found}
     ordered = sorted(points, key=lambda point: (points[point].distribution, point.name))
     allowed, blocked, unmatched = _permit(ordered, points, environment.get(ALLOW_VARIABLE))
+    manager = new_manager()
     loaded: list[Loaded] = []
-    known: dict[int, str] = {}
+    known: dict[str, Any] = {}
     slow: dict[Source, float] = {}
     for point in allowed:
         started = monotonic()
-        outcome = load_plugin(point, points[point], known)
+        outcome = load_plugin(manager, point, points[point], known)
         seconds = monotonic() - started
         if isinstance(outcome, Loaded):
             loaded.append(outcome)
         else:
             broken.append(outcome)
+            manager = new_manager()
         if seconds > SLOW_SECONDS and not points[point].embedded:
             slow[points[point]] = seconds
     backends = _settle("the name {!r}", "{}", _backends(loaded, broken), broken, CONTRACT_VERSION)
