@@ -63,7 +63,7 @@ from attnplug import BackendSpec, Capabilities, hookimpl
 @hookimpl
 def attnplug_backends():
     can = Capabilities(kinds=["mha"], devices=["cpu"], dtypes=["float32"], roles={roles!r}, extras={extras!r})
-    return [BackendSpec("tested", "a backend of a test", "1.0", "{module}_backend:Tested", can, preference=100)]
+    return [BackendSpec("tested", "a backend of a test", "0.9", "{module}_backend:Tested", can, preference=100)]
 """
 
 BACKEND = """
@@ -218,7 +218,7 @@ from attnplug import BackendSpec, Capabilities, hookimpl
 def attnplug_backends():
     kinds = ["gdn", "kda", "lightning", "mamba2", "short_conv"]
     can = Capabilities(kinds=kinds, devices=["cpu"], dtypes=["float32"], roles=["linear"])
-    return [BackendSpec("tested", "a linear backend of a test", "1.0", "{module}_backend:Tested", can)]
+    return [BackendSpec("tested", "a linear backend of a test", "0.9", "{module}_backend:Tested", can)]
 """
 LINEAR_BACKEND = """
 import torch
