@@ -231,9 +231,9 @@ class Tested:
         self.backend_id, self.pool = BackendId(context.name), context.pools.linear
 
     def init_forward_metadata(self, batch):
-        lens = batch.query_lens_cpu().tolist()
+        lens = batch.geometry.query_lens
         starts = [sum(lens[:i]) for i in range(len(lens))]
-        own = [(slot, slice(s, s + n)) for slot, s, n in zip(batch.state_slots.tolist(), starts, lens)]
+        own = [(slot, slice(s, s + n)) for slot, s, n in zip(batch.geometry.state_slots.tolist(), starts, lens)]
         return Plan(self.backend_id, batch.forward_mode, sum(lens), None, metadata=own)
 
     def forward_conv(self, x, weight, bias, layer, batch, silu):
@@ -277,9 +277,9 @@ LINEAR = ("--linear-attention-backend", "tested")
         ("pass", "pass"),
         ("out = out * 1.0001", "pass"),
         ("pass", "out = out * 1.0001"),
-        ("pass", "states[batch.state_slots[0]] *= 1.0001"),
-        ("states[batch.state_slots[0], 0, -1] += 1e-3", "pass"),
-        ("pass", "free = set(range(7)) - set(batch.state_slots.tolist()); states[sorted(free)] = 0"),
+        ("pass", "states[batch.geometry.state_slots[0]] *= 1.0001"),
+        ("states[batch.geometry.state_slots[0], 0, -1] += 1e-3", "pass"),
+        ("pass", "free = set(range(7)) - set(batch.geometry.state_slots.tolist()); states[sorted(free)] = 0"),
         ("out = out[:-1]", "pass"),
     ],
     ids=["right", "convolution", "recurrence", "state", "rows kept", "slots of nobody", "shape"],
