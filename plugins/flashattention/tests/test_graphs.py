@@ -240,7 +240,7 @@ def lane_error(lane: Capture, half: MHAScene) -> float:
 @pytest.mark.parametrize("kind", LANES)
 def test_captures_of_two_lanes_interleave(kind, kernel, device):
     """Plans of one shape in two lanes: both are filled before either runs, and each gives its own result."""
-    mode, _, new, _ = LANES[kind]
+    new = LANES[kind][2]
     halves = two_lanes(*LANES[kind], device)
     lanes = [Capture(half, 4, new, lane) for lane, half in enumerate(halves)]
     for number, lane in enumerate(lanes):
@@ -274,7 +274,7 @@ def test_eager_plans_of_two_lanes_interleave(kind, kernel, device):
 @pytest.mark.parametrize("kind", LANES)
 def test_lanes_run_on_two_streams(kind, eager, device):
     """Both at once, many times over: each result is float64's."""
-    mode, _, new, _ = LANES[kind]
+    new = LANES[kind][2]
     halves = two_lanes(*LANES[kind], device)
     lanes = [Capture(half, 4, new, lane) for lane, half in enumerate(halves)]
     for number, lane in enumerate(lanes):
