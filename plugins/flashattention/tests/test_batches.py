@@ -176,10 +176,10 @@ class Halves(MHAPool):
 
     def __init__(self, pool: MHAPool, layer: int, *, head_major: bool) -> None:
         pages, size, heads, dim = pool.keys(layer).shape
-        self.layer, shape = layer, (pages, 2, *((heads, size) if head_major else (size, heads)), dim)
+        shape = (pages, 2, *((heads, size) if head_major else (size, heads)), dim)
         memory = pool.keys(layer).new_full((64 + torch.Size(shape).numel(),), float("nan"))[64:].view(shape)
         self.halves = [half.transpose(1, 2) if head_major else half for half in memory.unbind(1)]
-        self.page_size, self.dtype, self.layer_ids_ = size, pool.dtype, (layer,)
+        self.page_size, self.dtype = size, pool.dtype
 
     def keys(self, layer_id):
         return self.halves[0]
