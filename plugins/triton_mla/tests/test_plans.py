@@ -12,7 +12,7 @@ from attnplug_triton_mla.options import TritonMLAOptions
 from interpreted_mla import scene
 from support.batches import with_plan
 from support.devices import DEVICES, nothing_waits
-from support.mla_scene import LAYER, MLACase, MLAScene, relative_error
+from support.mla_scene import LAYER, MLACase, relative_error
 
 DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND
 INF = float("inf")
