@@ -30,7 +30,6 @@ from attnplug.host import (
     plan_forward,
 )
 from attnplug_engine.models import LoadedModel
-from attnplug_engine.models.linear_attention import linear_part
 from attnplug_engine.parallel import SINGLE, TensorParallel
 from support.command import attnplug, package
 
@@ -58,15 +57,14 @@ class Stage:
         make_linear: Callable[[LinearStatePool], Any] = NaiveLinearBackend,
     ) -> None:
         self.module, spec = loaded.module, loaded.spec
-        layers, full = spec.layers, spec.full_layers
+        layers, full = spec.for_rank(parallel.size).layers, spec.full_layers
         size = {"num_pages": MAX_PAGES, "page_size": PAGE_SIZE, "dtype": DType.FLOAT32, "device": "cpu"}
         mla = any(layer.mla is not None for layer in layers)
         states = None
         if spec.linear_layers:
-            own = [linear_part(layer, parallel).layer for layer in spec.linear_layers]
-            states = LinearStatePool(own, num_slots=2 * requests, dtype=DType.FLOAT32, device="cpu")
+            states = LinearStatePool(layers, num_slots=2 * requests, dtype=DType.FLOAT32, device="cpu")
         self.pools = KVPools(
-            mha=MHAPool(layers, **size, tensor_parallel=parallel.size) if full and not mla else None,
+            mha=MHAPool(layers, **size) if full and not mla else None,
             mla=MLAPool(layers, **size) if mla else None,
             linear=states,
         )

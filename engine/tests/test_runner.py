@@ -13,7 +13,6 @@ from attnplug import BackendContext, DType, ForwardBatch, PlanError, Serving
 from attnplug.host import ExtendPolicy, Limits, Parallel
 from attnplug.host import load_model as load_spec
 from attnplug_engine import Engine, SamplingParams
-from attnplug_engine.parallel import SINGLE
 from attnplug_engine.runner import Capacity, build_pools, bytes_per_state
 from support.command import Package
 
@@ -119,8 +118,8 @@ def test_bytes_of_a_linear_state_are_those_of_its_pool(model):
     """What is set aside for states is what they take."""
     spec = load_spec(model)
     capacity, cpu = Capacity(4, 4, 2, 8, 64, 5), torch.device("cpu")
-    pools = build_pools(spec, capacity, torch.float16, DType.FLOAT8_E4M3, cpu, SINGLE)
-    assert pools.linear.nbytes == 5 * bytes_per_state(spec, torch.float16, SINGLE)
+    pools = build_pools(spec, capacity, torch.float16, DType.FLOAT8_E4M3, cpu)
+    assert pools.linear.nbytes == 5 * bytes_per_state(spec, torch.float16)
 
 
 # ---- what backends are told ----

@@ -285,7 +285,8 @@ def _capacity(
         room = _CPU_CACHE_BYTES
         if device.type == "cuda":
             room = int(torch.cuda.mem_get_info(device)[0] * _GPU_CACHE_SHARE)
-        num_pages = max(min(num_pages, room // bytes_per_page(spec, page_size, kv_dtype, parallel.size)), 1)
+        page = bytes_per_page(spec.for_rank(parallel.size), page_size, kv_dtype)
+        num_pages = max(min(num_pages, room // page), 1)
     whole = max(context, STEP_TOKENS)
     step = whole if options.chunked_prefill_size == -1 else min(options.chunked_prefill_size, whole)
     slots = options.max_batch if spec.linear_layers else 0

@@ -108,12 +108,13 @@ def capacity(
         # A page is a number without memory then; but a config may claim any context.
         num_pages = min(num_pages or per_request * options.max_batch, _MOST_EMPTY_PAGES)
     if num_pages is None:
-        page = bytes_per_page(spec, page_size, kv_dtype, parallel.size)
+        own = spec.for_rank(parallel.size)
+        page = bytes_per_page(own, page_size, kv_dtype)
         room = _CPU_CACHE_BYTES
         if device.type == "cuda":
             torch.cuda.empty_cache()  # what torch holds for later counts as taken
             room = int(torch.cuda.mem_get_info(device)[0] * _GPU_CACHE_SHARE)
-            room -= state_slots * bytes_per_state(spec, dtype, parallel)
+            room -= state_slots * bytes_per_state(own, dtype)
         num_pages = min(room // page, per_request * options.max_batch)
         if num_pages < 1:
             states = f" beside {state_slots} linear states: lower {named('state_slots')}" if state_slots else ""

@@ -39,7 +39,6 @@ from attnplug.host import (
     torch_dtype,
 )
 from attnplug_engine.models import LoadedModel
-from attnplug_engine.models.linear_attention import linear_part
 from attnplug_engine.parallel import SINGLE, TensorParallel
 from attnplug_engine.request import Step
 
@@ -89,7 +88,7 @@ class ModelRunner:
         policy = policy or ExtendPolicy()
         serving = replace(serving or Serving(), disable_chunked_prefix_cache=policy.disable_chunked_prefix_cache)
         self.model, self.capacity, self.device = model.module, capacity, device
-        self.pools = build_pools(model.spec, capacity, dtype, kv_dtype, device, parallel)
+        self.pools = build_pools(model.spec.for_rank(parallel.size), capacity, dtype, kv_dtype, device)
         self.workspace = WorkspaceOwner()
         context = BackendContext(
             name="",
@@ -222,17 +221,16 @@ def build_pools(
     dtype: torch.dtype,
     kv_dtype: DType,
     device: torch.device,
-    parallel: TensorParallel,
 ) -> KVPools:
-    """The pools that a model's layers need, for this rank's heads; ``dtype`` is the model's."""
+    """The pools that the layers of a rank's ``spec`` need; ``dtype`` is the model's."""
     try:
-        return _build_pools(spec, capacity, dtype, kv_dtype, device, parallel)
+        return _build_pools(spec, capacity, dtype, kv_dtype, device)
     except (RuntimeError, MemoryError) as error:  # torch's allocators raise the first, and its subclass for CUDA
-        needed = capacity.num_pages * bytes_per_page(spec, capacity.page_size, kv_dtype, parallel.size)
+        needed = capacity.num_pages * bytes_per_page(spec, capacity.page_size, kv_dtype)
         what = f"{capacity.num_pages} pages of {capacity.page_size} tokens take {needed / 2**30:.1f} GiB"
         options = "lower num_pages (--num-pages)"
         if capacity.state_slots:
-            states = capacity.state_slots * bytes_per_state(spec, dtype, parallel)
+            states = capacity.state_slots * bytes_per_state(spec, dtype)
             what += f" and {capacity.state_slots} linear states {states / 2**30:.1f} GiB"
             options += ", state_slots (--state-slots) or max_batch (--max-batch)"
         raise PoolError(f"{what}, which cannot be allocated; {options}") from error
@@ -244,18 +242,12 @@ def _build_pools(
     dtype: torch.dtype,
     kv_dtype: DType,
     device: torch.device,
-    parallel: TensorParallel,
 ) -> KVPools:
     kinds = spec.kinds
     mha = mla = None
     if AttentionKind.MHA in kinds:
         mha = MHAPool(
-            spec.layers,
-            num_pages=capacity.num_pages,
-            page_size=capacity.page_size,
-            dtype=kv_dtype,
-            device=device,
-            tensor_parallel=parallel.size,
+            spec.layers, num_pages=capacity.num_pages, page_size=capacity.page_size, dtype=kv_dtype, device=device
         )
     if AttentionKind.MLA in kinds:
         mla = MLAPool(
@@ -263,31 +255,31 @@ def _build_pools(
         )
     linear = None
     if spec.linear_layers:
-        own = [linear_part(layer, parallel).layer for layer in spec.linear_layers]
         state_dtype = DType(str(dtype).removeprefix("torch."))
-        linear = LinearStatePool(own, num_slots=capacity.state_slots, dtype=state_dtype, device=device)
+        linear = LinearStatePool(spec.layers, num_slots=capacity.state_slots, dtype=state_dtype, device=device)
     return KVPools(mha=mha, mla=mla, linear=linear)
 
 
-def bytes_per_state(spec: ModelSpec, dtype: torch.dtype, parallel: TensorParallel) -> int:
-    """What one request's linear states take in all layers together, for this rank's heads.
+def bytes_per_state(spec: ModelSpec, dtype: torch.dtype) -> int:
+    """What one request's linear states take in all layers of a rank's ``spec`` together.
 
     Recurrent states are float32. What a convolution remembers are activations, in the model's own ``dtype``.
     """
     total = 0
     for layer in spec.linear_layers:
-        dims = linear_part(layer, parallel).dims
+        dims = layer.linear
+        assert dims is not None
         total += dims.heads * dims.key_dim * dims.value_dim * torch.float32.itemsize
         total += dims.conv_channels * dims.conv_width * dtype.itemsize
     return total
 
 
-def bytes_per_page(spec: ModelSpec, page_size: int, kv_dtype: DType, parallel_size: int = 1) -> int:
-    """What one page takes in all layers together, for this rank's heads."""
+def bytes_per_page(spec: ModelSpec, page_size: int, kv_dtype: DType) -> int:
+    """What one page takes in all layers of a rank's ``spec`` together."""
     row = 0
     for layer in spec.full_layers:
         if layer.mla is not None:
             row += layer.mla.row_dim
         else:
-            row += max(1, layer.num_kv_heads // parallel_size) * (layer.head_dim + layer.v_head_dim)
+            row += layer.num_kv_heads * (layer.head_dim + layer.v_head_dim)
     return row * page_size * torch_dtype(kv_dtype).itemsize

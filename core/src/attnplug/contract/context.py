@@ -11,6 +11,7 @@ from attnplug.declare.capabilities import Capabilities
 from attnplug.declare.model import ModelSpec
 from attnplug.declare.problem import DType, Role
 from attnplug.kv import KVPools
+from attnplug.kv.coordinator import Coordinator
 from attnplug.kv.workspace import WorkspaceOwner
 
 
@@ -69,7 +70,7 @@ class HostContext:
     workspace: WorkspaceOwner
     parallel: Parallel = Parallel()
     serving: Serving = Serving()
-    coordinator: Any = None
+    coordinator: Coordinator | None = None
     """What keeps part of the cache elsewhere (HiSparse); captured by a backend's constructor, or None (A10)."""
 
     def for_backend(

@@ -35,7 +35,9 @@ def _write_rows(
             row = tl.div_rn(row.to(tl.float32), scale)
             row = tl.clamp(row, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
         target = pages + slot // PAGE_SIZE * PAGE_STRIDE + slot % PAGE_SIZE * SLOT_STRIDE
-        tl.store(target + head * HEAD_STRIDE + column * DIM_STRIDE, row.to(pages.dtype.element_ty), mask=exists)
+        # In 64 bits: where heads are the slowest dimension, they lie a whole cache apart.
+        target += head.to(tl.int64) * HEAD_STRIDE + column.to(tl.int64) * DIM_STRIDE
+        tl.store(target, row.to(pages.dtype.element_ty), mask=exists)
 
 
 class RowWriter:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,7 +12,7 @@ from attnplug import ForwardBatch, LayerSpec, LinearDims
 from attnplug.host import convolve
 from attnplug_engine.models.layers import frozen
 from attnplug_engine.models.weights import Rows, Weights
-from attnplug_engine.parallel import TensorParallel, even_part, kv_head_part, length
+from attnplug_engine.parallel import TensorParallel, even_part, kv_head_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,7 @@ def linear_part(layer: LayerSpec, parallel: TensorParallel) -> LinearPart:
     dims = layer.linear
     assert dims is not None
     heads = even_part(dims.heads, parallel, "linear-attention heads")
-    key_heads = kv_head_part(dims.key_heads, parallel)
-    own = replace(dims, heads=length(heads), key_heads=length(key_heads))
-    if dims.conv_width:
-        own = replace(own, conv_channels=2 * own.key_heads * own.key_dim + own.heads * own.value_dim)
-    return LinearPart(replace(layer, num_heads=own.heads, num_kv_heads=own.key_heads, linear=own), heads, key_heads)
+    return LinearPart(layer.for_rank(parallel.size), heads, kv_head_part(dims.key_heads, parallel))
 
 
 class ShortConvolution(nn.Module):

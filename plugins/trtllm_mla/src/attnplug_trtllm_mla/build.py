@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import torch
 
-from attnplug import CUTE_DSL_SCRATCH, SCRATCH, TRTLLM_SEMAPHORES, BackendContext, BackendError, Workspace
+from attnplug import SCRATCH, BackendContext, BackendError, Workspace
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
 from attnplug_flashinfer_mla.kernels import Shape
 from attnplug_flashinfer_mla.options import FlashInferMLAOptions
 from attnplug_trtllm_mla.backend import Parts, TRTLLMMLABackend
 from attnplug_trtllm_mla.blackwell import SMS
 from attnplug_trtllm_mla.kernels import TRTLLMDecode, TRTLLMRagged, check_scratch, counter_bytes, load_library
+from attnplug_trtllm_mla.memory import CUTE_DSL_SCRATCH, SEMAPHORES
 from attnplug_trtllm_mla.options import TRTLLMMLAOptions
 
 
@@ -23,7 +24,7 @@ def trtllm_mla(context: BackendContext) -> TRTLLMMLABackend:
     # Before the fallback is built, which asks for as much: it would hold on to a smaller buffer.
     scratch = context.workspace.request(context.name, context.device, SCRATCH, options.workspace_mib << 20)
     semaphores = counter_bytes(shape, processors)
-    counters = context.workspace.request(context.name, context.device, TRTLLM_SEMAPHORES, semaphores)
+    counters = context.workspace.request(context.name, context.device, SEMAPHORES, semaphores)
     decode = TRTLLMDecode(library, shape, scratch, counters, processors)
     check_scratch(context.name, options.workspace_mib, decode, context.limits.max_tokens)
     ragged = TRTLLMRagged(library, shape, scratch)
