@@ -153,15 +153,6 @@ def sglang(step: Step) -> Made:
     return caches, "slots heads dim", step.geometry(page_table, step.numbers(step.totals), step.new_slots(0))
 
 
-def pool_over(layers: list[LayerSpec], caches: list[Tensor], layout: str, page_size: int, dtype: DType) -> MLAPool:
-    # TODO-OVER: return MLAPool.over(layers, dict(enumerate(caches)), layout, page_size=page_size, dtype=dtype)
-    pages = caches[0].numel() // (page_size * caches[0].shape[-1])
-    pool = MLAPool(layers, num_pages=pages, page_size=page_size, dtype=dtype, device=caches[0].device)
-    for number, cache in enumerate(caches):
-        pool.rows(number).copy_(cache.reshape(pages, page_size, 1, -1))
-    return pool
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("mode", BATCHES)
 @pytest.mark.parametrize(
@@ -182,7 +173,7 @@ def test_another_engines_tensors_give_float64s_result(host, page_size, mode, dev
     layers = [
         LayerSpec(number, AttentionKind.MLA, HEADS, HEADS, width, 16, width**-0.5, mla=dims) for number in range(LAYERS)
     ]
-    pool = pool_over(layers, caches, layout, page_size, dtype)
+    pool = MLAPool.over(layers, dict(enumerate(caches)), layout, page_size=page_size, dtype=dtype)
     context = HostContext(
         model=ModelSpec("foreign", "foreign", tuple(layers), 4096),
         device=torch.device(device),
@@ -211,8 +202,8 @@ def test_another_engines_tensors_give_float64s_result(host, page_size, mode, dev
         assert relative_error(lse[mine], wanted_lse) <= tolerance
         at += new
     assert (out[tokens:] == 0).all() and (lse[tokens:] == float("-inf")).all()
-    rows = pool.rows(LAYER).reshape(-1, dims.row_dim)
+    rows = caches[LAYER].reshape(-1, dims.row_dim)
     for request, total in enumerate(step.totals):
         assert torch.equal(rows[step.slots(request, 0, total)].cpu(), step.kv[request])
     assert int((~rows.isnan()).any(-1).sum()) == sum(step.totals)
-    assert all(pool.rows(number).isnan().all() for number in range(LAYERS) if number != LAYER)
+    assert all(caches[number].isnan().all() for number in range(LAYERS) if number != LAYER)
