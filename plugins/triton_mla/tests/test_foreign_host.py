@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ from attnplug import (
     MLADims,
     MLAPool,
     ModelSpec,
+    PoolError,
 )
 from attnplug.host import HostContext, KVPools, Limits, WorkspaceOwner, plan_forward, torch_dtype
 from interpreted_mla import NARROW, TOLERANCE, build
@@ -117,14 +119,15 @@ class Step:
 Made = tuple[list[Tensor], str, Geometry]
 
 
-def vllm(step: Step, *, across_layers: bool = False) -> Made:
-    """``[blocks, block_size, width]`` a layer, also as a part of one tensor for all layers; a block table that is a
-    part of a larger one; ``slot_mapping`` with -1 for padding."""
-    shape, kept = (step.pages, step.page_size, step.dims.row_dim), {"dtype": step.q.dtype, "device": step.device}
+def vllm(step: Step, *, across_layers: bool = False, rows_apart: int = 0) -> Made:
+    """``[blocks, block_size, width]`` a layer, also as a part of one tensor for all layers, or with rows apart;
+    a block table that is a part of a larger one; ``slot_mapping`` with -1 for padding."""
+    width, kept = step.dims.row_dim, {"dtype": step.q.dtype, "device": step.device}
+    shape = (step.pages, step.page_size, width + rows_apart)
     if across_layers:
         caches = list(torch.full((shape[0], LAYERS, *shape[1:]), NAN, **kept).unbind(1))
     else:
-        caches = [torch.full(shape, NAN, **kept) for _ in range(LAYERS)]
+        caches = [torch.full(shape, NAN, **kept)[..., :width] for _ in range(LAYERS)]
     step.fill(lambda slot: caches[LAYER][slot // step.page_size, slot % step.page_size])
     persistent = torch.full((16, step.width + 7), NOWHERE, dtype=torch.int32)
     for request, total in enumerate(step.totals):
@@ -159,11 +162,12 @@ def sglang(step: Step) -> Made:
     ("host", "page_size"),
     [
         (vllm, 16),
-        (lambda step: vllm(step, across_layers=True), 64),
+        (partial(vllm, across_layers=True), 64),
+        (partial(vllm, rows_apart=1), 16),
         (sglang, 1),
         (sglang, 16),
     ],
-    ids=["vllm", "vllm across layers", "sglang", "sglang with pages"],
+    ids=["vllm", "vllm across layers", "vllm with rows apart", "sglang", "sglang with pages"],
 )
 def test_another_engines_tensors_give_float64s_result(host, page_size, mode, device):
     dims, dtype = (NARROW, DType.FLOAT32) if device == "cpu" else (DEEPSEEK, DType.BFLOAT16)
@@ -207,3 +211,29 @@ def test_another_engines_tensors_give_float64s_result(host, page_size, mode, dev
         assert torch.equal(rows[step.slots(request, 0, total)].cpu(), step.kv[request])
     assert int((~rows.isnan()).any(-1).sum()) == sum(step.totals)
     assert all(caches[number].isnan().all() for number in range(LAYERS) if number != LAYER)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rows", "copied"),
+    [
+        (DType.FLOAT16, lambda cells: cells[:, :48], True),
+        (DType.FLOAT16, lambda cells: cells[:, :50][:, 1:49], False),
+        (DType.FLOAT16, lambda cells: cells.view(-1)[: 32 * 50].view(32, 50)[:, :48], False),
+        (DType.FLOAT16, lambda cells: cells.T[:32, :48], None),
+        (DType.FLOAT8_E4M3, lambda cells: cells.view(-1)[: 32 * 50].view(32, 50)[:, :48], False),
+        (DType.FLOAT8_E4M3, lambda cells: cells.view(-1)[: 32 * 49].view(32, 49)[:, :48], None),
+    ],
+    ids=["apart", "not at 16 bytes", "not 16 bytes apart", "by columns", "fp8 pairs", "fp8 at odd addresses"],
+)
+def test_which_kernels_can_read_a_hosts_rows(dtype, rows, copied):
+    """Those in Gluon copy 16 bytes at once; fp8 is read by pairs; columns must lie side by side."""
+    from attnplug_triton_mla.attention import LayerCache
+
+    layer = LayerSpec(0, AttentionKind.MLA, HEADS, HEADS, 32, 16, 1.0, mla=NARROW)
+    cache = rows(torch.zeros(64, 64, dtype=torch_dtype(dtype))).unsqueeze(1)
+    pool = MLAPool.over([layer], {0: cache}, "slots heads dim", page_size=16, dtype=dtype)
+    if copied is None:
+        with pytest.raises(PoolError, match=r"layer 0 have strides .* columns lie side by side, at even addresses"):
+            LayerCache.of(pool, 0, 32)
+    else:
+        assert LayerCache.of(pool, 0, 32).copied is copied
