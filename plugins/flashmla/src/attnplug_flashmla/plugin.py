@@ -49,7 +49,8 @@ def attnplug_backends() -> list[BackendSpec]:
                 mla_dims=frozenset({(512, 64)}),
                 max_speculative_tokens=8,
                 cuda_graph=GraphLevel.UNIFORM,
-                extras=frozenset({"lse"}),
+                needs_cpu_seq_lens=False,
+                extras=frozenset({"lse", "out"}),
                 mla_extend=frozenset(),
             ),
         )

@@ -56,7 +56,7 @@ def attnplug_backends() -> list[BackendSpec]:
                 max_speculative_tokens=8,
                 cuda_graph=GraphLevel.ALWAYS,
                 needs_cpu_seq_lens=False,
-                extras=frozenset({"lse"}),
+                extras=frozenset({"lse", "out"}),
                 mla_extend=frozenset({ExtendPath.ABSORBED}),
             ),
         )
