@@ -2,10 +2,14 @@
 
 Exception contract: a message says who (plugin, distribution, version), what was asked, what is allowed
 and what to do next, in one piece; what the message talks about is also an attribute. The command prints
-the message without a traceback and exits with ``exit_code``.
+the message and the options to change, without a traceback, and exits with ``exit_code``.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+
+from attnplug.declare.settings import Render, rendered
 
 LONGEST_MESSAGE = 2000
 """Characters of somebody else's message that are shown: a compiler's log must not bury everything else."""
@@ -26,9 +30,22 @@ def describe_error(error: BaseException) -> str:
 
 
 class AttnplugError(Exception):
-    """Base of all: something was refused, or a check failed."""
+    """Base of all: something was refused, or a check failed.
+
+    ``settings`` are the keys of what a user can change about it. The message speaks of them as keys; a host that has
+    other spellings shows :meth:`told`.
+    """
 
     exit_code = 1
+
+    def __init__(self, message: str = "", *, settings: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.settings = tuple(settings)
+
+    def told(self, render: Render) -> str:
+        """The message, and the settings as ``render`` spells them."""
+        names = rendered(self.settings, render)
+        return f"{self} ({', '.join(names)})" if names else str(self)
 
 
 class UsageError(AttnplugError):

@@ -40,7 +40,7 @@ def requirement_refusal(requirement: str) -> Refusal | None:
         f"it needs {needs}, which {state}",
         value=found,
         allowed=allowed,
-        option=f"pip install '{wanted.name}{extras}{wanted.specifier}'",
+        advice=f"pip install '{wanted.name}{extras}{wanted.specifier}'",
     )
 
 
@@ -60,7 +60,7 @@ def module_refusal(module: str, requirement: str) -> Refusal | None:
         RefusalCode.IMPORT,
         f"{wanted.name} {found} is installed, but its module {module} is not there",
         value=module,
-        option=f"pip install --force-reinstall '{requirement}'",
+        advice=f"pip install --force-reinstall '{requirement}'",
     )
 
 

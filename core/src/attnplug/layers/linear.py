@@ -10,6 +10,7 @@ from attnplug.contract.hooks import Hook
 from attnplug.contract.linear import LinearInputs
 from attnplug.declare.errors import BackendError
 from attnplug.declare.model import LayerSpec
+from attnplug.declare.settings import Setting
 from attnplug.layers.forward_context import active_linear
 
 
@@ -26,7 +27,8 @@ class LinearAttention:
         if hook is None:
             raise BackendError(
                 f"the model has linear-attention layers, but backend {backend.backend_id.name} has no {name}; "
-                "choose a --linear-attention-backend"
+                f"choose a {Setting.LINEAR_ATTENTION_BACKEND}",
+                settings=[Setting.LINEAR_ATTENTION_BACKEND],
             )
         return hook
 

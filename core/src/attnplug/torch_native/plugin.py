@@ -6,7 +6,7 @@ from attnplug.choose.hookspecs import hookimpl
 from attnplug.declare.capabilities import Capabilities
 from attnplug.declare.claims import ExtendPath
 from attnplug.declare.model import AttentionKind, Feature
-from attnplug.declare.problem import DType, Role
+from attnplug.declare.problem import CacheLayout, DType, Role
 from attnplug.declare.spec import BackendSpec
 from attnplug.declare.version import CONTRACT_VERSION
 
@@ -29,6 +29,7 @@ def attnplug_backends() -> list[BackendSpec]:
                 max_speculative_tokens=64,
                 extras=frozenset({"lse"}),
                 mla_extend=frozenset(ExtendPath),
+                layouts=frozenset(CacheLayout),
             ),
         )
     ]

@@ -90,6 +90,7 @@ class FlashAttentionBackend(PlannedBackend):
         self.claims = Claims(
             cuda_graph=self._graph_level(prefill_only=len(mha) < len(layers)),
             mla_extend=frozenset({ExtendPath.ONE_SHOT, ExtendPath.CHUNKED}),
+            extras=_EXTRAS,
         )
         self._captures: Captures[Captured] = Captures(self.backend_id)
         self._rules: CaptureRules | None = None
@@ -259,7 +260,7 @@ class FlashAttentionBackend(PlannedBackend):
             if layer.mla is not None:
                 raise BackendError(
                     f"layer {layer.layer_id} is MLA, and {self.backend_id.name} has no attention over its latent rows; "
-                    "it prefills MLA as MHA (--prefill-attention-backend), and another backend decodes it"
+                    "it prefills MLA as MHA (prefill_attention_backend), and another backend decodes it"
                 )
             raise PoolError(
                 f"layer {layer.layer_id} is not an MHA layer of the model that backend {self.backend_id.name} serves"
