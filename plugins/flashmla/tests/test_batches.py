@@ -187,7 +187,7 @@ class TestWrongUse(RefusedCalls):
     def test_prefill_is_another_backends(self, mode):
         """D3 says so before anything is built; a caller who goes on anyway is told again."""
         stage = self.stage(mode)
-        with pytest.raises(PlanError, match=rf"not {mode}; choose another backend with --prefill-attention-backend"):
+        with pytest.raises(PlanError, match=rf"not {mode}; choose another backend with prefill_attention_backend"):
             stage.backend.init_forward_metadata(stage.batch())
 
     def test_new_tokens_must_be_equally_many(self):

@@ -139,7 +139,7 @@ def test_without_the_library_fla_says_what_to_install(monkeypatch) -> None:
     """D3"""
     monkeypatch.setattr(metadata, "version", _not_installed)
     (reason,) = FLA.refusals(replace(ON_A_GPU, device=None), Role.LINEAR)
-    assert "fla-core" in reason.message and "pip install 'fla-core" in str(reason.option)
+    assert "fla-core" in reason.message and "pip install 'fla-core" in str(reason.advice)
 
 
 def test_a_library_in_pieces_is_a_refusal_and_one_that_fails_to_import_fails_with_the_factorys_module(

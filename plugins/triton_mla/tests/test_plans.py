@@ -154,5 +154,5 @@ class TestWrongUse(RefusedCalls):
         batch.seq_lens_cpu = batch.extend_seq_lens_cpu = None
         batch.input_ids = torch.zeros(1 << 20, dtype=torch.int64)
         batch.page_table = torch.zeros(2, 1 << 18, dtype=torch.int32)
-        with pytest.raises(PlanError, match=r"1048576 rows with 4 heads.*--chunked-prefill-size"):
+        with pytest.raises(PlanError, match=r"1048576 rows with 4 heads.*chunked_prefill_size"):
             stage.backend.init_forward_metadata(batch)

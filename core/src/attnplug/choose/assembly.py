@@ -26,7 +26,7 @@ class BuildError(BackendError):
     """A chosen backend could not be built. ``backend`` is the one, with the plugin that brought it."""
 
     def __init__(self, backend: Registered, error: AttnplugError) -> None:
-        who, text = f"backend {backend.spec.name} ({backend.source})", str(error)
+        who, text = f"backend {backend.spec.name} ({backend.source})", error.message
         super().__init__(text if text.startswith(who) else f"{who}: {text}", settings=error.settings)
         self.backend = backend
         self.exit_code = error.exit_code  # of a UsageError, where it refuses the options that it was given

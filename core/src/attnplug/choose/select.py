@@ -129,13 +129,13 @@ def explain(
     for role, name in request.roles.items():
         if role not in choices and name != AUTO:
             registry.get(name)  # a wrong name is an error even where the role is not needed
-            message = f"{role.setting} {name} is given, but {_unneeded(role, problem)}; leave it out"
-            raise UsageError(message, settings=[role.setting])
+            message = f"`{role.setting}` {name} is given, but {_unneeded(role, problem)}; leave it out"
+            raise UsageError(message, settings=[role.setting, *([Setting.SPECULATIVE_TOKENS] * (role is Role.DRAFT))])
     if request.attention != AUTO and choices and not {Role.PREFILL, Role.DECODE} & set(choices):
         registry.get(request.attention)
         raise UsageError(
-            f"{Setting.ATTENTION_BACKEND} {request.attention} is given, but {_unneeded(Role.PREFILL, problem)}; leave "
-            f"it out, or give {Role.LINEAR.setting}",
+            f"`{Setting.ATTENTION_BACKEND}` {request.attention} is given, but {_unneeded(Role.PREFILL, problem)}; leave "
+            f"it out, or give `{Role.LINEAR.setting}`",
             settings=[Setting.ATTENTION_BACKEND, Role.LINEAR.setting],
         )
     chosen = [choice.chosen for choice in choices.values() if choice.chosen is not None]
@@ -203,7 +203,7 @@ def _unneeded(role: Role, problem: Problem) -> str:
     if role is Role.LINEAR:
         return "the model has no linear-attention layer"
     if role is Role.DRAFT:
-        return f"speculation is off ({Setting.SPECULATIVE_TOKENS} turns it on)"
+        return f"speculation is off (`{Setting.SPECULATIVE_TOKENS}` turns it on)"
     return "the model has no full-attention layer"
 
 
@@ -230,11 +230,11 @@ def _insist_on_options(registry: Registry, request: BackendRequest, choices: Map
         if not settings or name in chosen | asked:
             continue
         backend, given = registry.get(name), f"{name}.{next(iter(settings))}"
-        remedy, keys = f"; ask for it with {_setting_of(backend)} {name}", [given, _setting_of(backend)]
+        remedy, keys = f"; ask for it with `{_setting_of(backend)}` {name}", [given, _setting_of(backend)]
         if refusals := _own_refusals(backend, choices):
             remedy, keys = ": " + "; ".join(r.message for r in refusals), [r.setting for r in refusals if r.setting]
         raise UsageError(
-            f"{given} is given, but {name} is not chosen for any role (chosen: {', '.join(sorted(chosen)) or 'none'})"
+            f"`{given}` is given, but {name} is not chosen for any role (chosen: {', '.join(sorted(chosen)) or 'none'})"
             f"{remedy}",
             settings=keys,
         )

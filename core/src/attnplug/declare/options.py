@@ -50,7 +50,7 @@ def parse_options(name: str, options: type[Any] | None, settings: Mapping[str, s
     if options is None:
         if settings:
             given = f"{name}.{next(iter(settings))}"
-            raise UsageError(f"backend {name} takes no options, but {given} is given", settings=[given])
+            raise UsageError(f"backend {name} takes no options, but `{given}` is given", settings=[given])
         return None
     hints = get_type_hints(options)
     known = {field.name: field for field in dataclasses.fields(options) if field.init}
@@ -79,10 +79,10 @@ def split_settings(settings: Iterable[str]) -> dict[str, dict[str, str]]:
         target, equals, value = setting.partition("=")
         name, dot, key = target.partition(".")
         if not (equals and dot and name and key):
-            message = f"{setting!r} cannot be read as an option of a backend; write NAME.KEY=VALUE"
+            message = f"`{Setting.BACKEND_OPTION}` {setting!r} cannot be read; write NAME.KEY=VALUE"
             raise UsageError(message, settings=[Setting.BACKEND_OPTION])
         if key in by_backend.setdefault(name, {}):
-            message = f"{name}.{key} is given twice: {by_backend[name][key]!r} and {value!r}"
+            message = f"`{name}.{key}` is given twice: {by_backend[name][key]!r} and {value!r}"
             raise UsageError(message, settings=[f"{name}.{key}"])
         by_backend[name][key] = value
     return by_backend

@@ -42,7 +42,9 @@ class DType(StrEnum):
             return _SPELLINGS[text.lower().removeprefix("torch.")]
         except KeyError:
             known = ", ".join(cls)
-            raise UsageError(f"{setting} {text!r} is not a data type; use one of {known}", settings=[setting]) from None
+            raise UsageError(
+                f"`{setting}` {text!r} is not a data type; use one of {known}", settings=[setting]
+            ) from None
 
 
 _SPELLINGS: dict[str, DType] = {dtype.value: dtype for dtype in DType} | {
@@ -135,9 +137,10 @@ def model_dtype(model: ModelSpec) -> DType | None:
     """The element type that a model's config asks for; ``None`` where it says none."""
     try:
         return None if model.dtype is None else DType.parse(model.dtype, Setting.DTYPE)
-    except UsageError as error:
-        raise UsageError(f"the model's config: {error}", settings=error.settings) from None
+    except UsageError:
+        message = f"the model's config asks for dtype {model.dtype!r}; choose one of {', '.join(DType)} with `dtype`"
+        raise UsageError(message, settings=[Setting.DTYPE]) from None
 
 
 def _wrong(setting: Setting, value: int, why: str) -> UsageError:
-    return UsageError(f"{setting} {value} {why}", settings=[setting])
+    return UsageError(f"`{setting}` {value} {why}", settings=[setting])

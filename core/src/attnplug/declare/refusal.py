@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from attnplug.declare.errors import PluginError
-from attnplug.declare.settings import Render, rendered
+from attnplug.declare.settings import Render
 
 
 class RefusalCode(StrEnum):
@@ -69,8 +69,8 @@ class Refusal:
 
     def told(self, render: Render) -> str:
         """The sentence and what to do, with the setting as ``render`` spells it."""
-        remedies = [f"change {name}" for name in rendered(filter(None, [self.setting]), render)]
-        remedies += [] if self.advice is None else [self.advice]
+        shown = None if self.setting is None else render(self.setting)
+        remedies = [text for text in (shown and f"change {shown}", self.advice) if text]
         return f"{self.message} ({' or '.join(remedies)})" if remedies else self.message
 
     def __str__(self) -> str:

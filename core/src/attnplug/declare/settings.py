@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from enum import StrEnum
 
 
@@ -33,9 +33,4 @@ class Setting(StrEnum):
 
 
 Render = Callable[[str], str | None]
-"""A key as a host's users write it: ``--page-size`` for ``page_size``. ``None`` where they cannot set it."""
-
-
-def rendered(settings: Iterable[str], render: Render) -> list[str]:
-    """The settings that a host's users can change, as they write them, each once."""
-    return [text for text in dict.fromkeys(map(render, settings)) if text is not None]
+"""A key as a host's users write it: perhaps ``block_size`` for ``page_size``. ``None`` where they cannot set it."""

@@ -48,7 +48,7 @@ def heads_per_rank(layer: LayerSpec, tensor_parallel: int) -> int:
     if tensor_parallel < 1 or (heads % tensor_parallel and tensor_parallel % heads):
         raise PoolError(
             f"layer {layer.layer_id}: {heads} KV heads cannot be divided over {tensor_parallel} ranks; "
-            f"use a tensor_parallel that divides {heads} or is a multiple of it",
+            f"use a `tensor_parallel` that divides {heads} or is a multiple of it",
             settings=["tensor_parallel"],
         )
     return max(heads // tensor_parallel, 1)

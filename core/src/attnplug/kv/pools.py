@@ -233,8 +233,8 @@ class LinearStatePool:
             (slot,) = self._slots.allocate(1)
         except OutOfPages as error:
             raise PoolError(
-                f"all {error.total} linear-state slots are in use; wait for a request to finish, raise state_slots, "
-                "or lower max_batch",
+                f"all {error.total} linear-state slots are in use; wait for a request to finish, raise `state_slots`, "
+                "or lower `max_batch`",
                 settings=["state_slots", "max_batch"],
             ) from error
         for state in self._states:

@@ -27,7 +27,7 @@ class LinearAttention:
         if hook is None:
             raise BackendError(
                 f"the model has linear-attention layers, but backend {backend.backend_id.name} has no {name}; "
-                f"choose a {Setting.LINEAR_ATTENTION_BACKEND}",
+                f"choose a `{Setting.LINEAR_ATTENTION_BACKEND}`",
                 settings=[Setting.LINEAR_ATTENTION_BACKEND],
             )
         return hook

@@ -260,7 +260,8 @@ class FlashAttentionBackend(PlannedBackend):
             if layer.mla is not None:
                 raise BackendError(
                     f"layer {layer.layer_id} is MLA, and {self.backend_id.name} has no attention over its latent rows; "
-                    "it prefills MLA as MHA (prefill_attention_backend), and another backend decodes it"
+                    "it prefills MLA as MHA (`prefill_attention_backend`), and another backend decodes it",
+                    settings=["prefill_attention_backend"],
                 )
             raise PoolError(
                 f"layer {layer.layer_id} is not an MHA layer of the model that backend {self.backend_id.name} serves"

@@ -209,7 +209,7 @@ class FlashInferMLABackend(PlannedBackend):
         if max_bs * pages * self._shape.page_size >= 1 << 32:
             raise BackendError(
                 f"{max_bs} captured requests of up to {self._context.limits.max_context} tokens are more rows than the "
-                "kernels can count; capture smaller batches, or lower context_length",
+                "kernels can count; capture smaller batches, or lower `context_length`",
                 settings=["context_length"],
             )
         self._captures.reserve(GraphLimits(max_bs, max_num_tokens, pages))

@@ -77,10 +77,15 @@ def refusals(problem: Problem, role: Role | None, options: FlashInferMLAOptions)
     if (missing := module_refusal("flashinfer", LIBRARY)) is not None:
         yield missing
     if problem.kv_dtype is DType.FLOAT8_E4M3:
-        yield from _older(READS_FP8, RefusalCode.KV_DTYPE, "reads no fp8 cache", Setting.KV_DTYPE)
+        if (older := _older(READS_FP8)) is not None:
+            message = f"flashinfer-python {older.value} reads no fp8 cache"
+            allowed = [str(DType.BFLOAT16), str(DType.FLOAT16)]
+            value = str(problem.kv_dtype)
+            yield Refusal(RefusalCode.KV_DTYPE, message, value, allowed, Setting.KV_DTYPE, older.advice)
     yield from kernel_refusals(problem, options)
-    if options.kernel == "cutlass":
-        yield from _older(PLANS_CUTLASS, "kernel", "does not plan kernel=cutlass", KERNEL)
+    if options.kernel == "cutlass" and (older := _older(PLANS_CUTLASS)) is not None:
+        message = f"flashinfer-python {older.value} does not plan kernel=cutlass"
+        yield Refusal("kernel", message, options.kernel, None, KERNEL, older.advice)
 
 
 def _type_refusals(problem: Problem) -> Iterator[Refusal]:
@@ -168,9 +173,7 @@ def _cutlass_limits(problem: Problem) -> Iterator[str]:
         yield f"a page size that divides 128, this is {problem.page_size}"
 
 
-def _older(requirement: str, code: str, lacks: str, setting: str) -> Iterator[Refusal]:
-    """A refusal where the installed FlashInfer is not of these versions."""
-    older = requirement_refusal(requirement)
-    if older is not None and older.value is not None:  # one that is not installed is the spec's to name
-        message = f"flashinfer-python {older.value} {lacks}"
-        yield Refusal(code, message, older.value, older.allowed, setting, older.advice)
+def _older(requirement: str) -> Refusal | None:
+    """The refusal where FlashInfer is installed in another version; one that is not there is the spec's to name."""
+    refusal = requirement_refusal(requirement)
+    return None if refusal is None or refusal.value is None else refusal

@@ -79,7 +79,7 @@ class FlashMLABackend(PlannedBackend):
         if mode not in _UNIFORM:
             raise PlanError(
                 f"backend {self.backend_id.name} plans {', '.join(_UNIFORM)}, not {mode}; "
-                "choose another backend with prefill_attention_backend",
+                "choose another backend with `prefill_attention_backend`",
                 settings=["prefill_attention_backend"],
             )
 

@@ -121,7 +121,8 @@ class TRTLLMMLABackend(PlannedBackend):
         name = self.backend_id.name
         if self._parts.ragged is None:
             return PlanError(
-                f"backend {name} decodes and verifies, it does not {mode}; choose another for that, such as trtllm_mla",
+                f"backend {name} decodes and verifies, it does not {mode}; choose another for that, such as "
+                "`prefill_attention_backend` trtllm_mla",
                 settings=["prefill_attention_backend"],
             )
         return PlanError(
