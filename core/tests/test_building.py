@@ -194,12 +194,13 @@ class TestClaims:
              "cuda_graph ALWAYS, but its spec declares DECODE"),
             ({"mla_extend": ["absorbed"]}, {"mla_extend": ["absorbed", "chunked"]},
              "mla_extend absorbed, chunked, but its spec declares absorbed"),
+            ({"extras": ["lse"]}, {"extras": ["lse", "sinks"]}, "extras lse, sinks, but its spec declares lse"),
             ({}, {"needs_cpu_seq_lens": False}, "needs_cpu_seq_lens False, but its spec declares True"),
             ({"page_sizes": PageSizes.of(64)}, {}, "page_sizes any, but its spec declares a multiple of 64"),
             ({"page_sizes": PageSizes.of(64)}, {"page_sizes": PageSizes.of(32, 64)}, "page_sizes a multiple of 32"),
             ({}, {"page_sizes": PageSizes.of(128)}, "it was built for page size 64, but claims only a multiple of 128"),
         ],
-        ids=["graphs", "paths", "lengths", "any page", "pages", "page in use"],
+        ids=["graphs", "paths", "extras", "lengths", "any page", "pages", "page in use"],
     )  # fmt: skip
     def test_claims_wider_than_the_spec_are_refused(self, registered, declared, claims, said):
         """A9, D3: selection judged by the spec."""
