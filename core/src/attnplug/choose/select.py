@@ -130,7 +130,8 @@ def explain(
         if role not in choices and name != AUTO:
             registry.get(name)  # a wrong name is an error even where the role is not needed
             message = f"`{role.setting}` {name} is given, but {_unneeded(role, problem)}; leave it out"
-            raise UsageError(message, settings=[role.setting, *([Setting.SPECULATIVE_TOKENS] * (role is Role.DRAFT))])
+            also = [Setting.SPECULATIVE_TOKENS] if role is Role.DRAFT else []
+            raise UsageError(message, settings=[role.setting, *also])
     if request.attention != AUTO and choices and not {Role.PREFILL, Role.DECODE} & set(choices):
         registry.get(request.attention)
         raise UsageError(
@@ -230,13 +231,16 @@ def _insist_on_options(registry: Registry, request: BackendRequest, choices: Map
         if not settings or name in chosen | asked:
             continue
         backend, given = registry.get(name), f"{name}.{next(iter(settings))}"
-        remedy, keys = f"; ask for it with `{_setting_of(backend)}` {name}", [given, _setting_of(backend)]
         if refusals := _own_refusals(backend, choices):
-            remedy, keys = ": " + "; ".join(r.message for r in refusals), [r.setting for r in refusals if r.setting]
+            remedy = ": " + "; ".join(refusal.message for refusal in refusals)
+            also = [refusal.setting for refusal in refusals if refusal.setting is not None]
+        else:
+            also = [_setting_of(backend)]
+            remedy = f"; ask for it with `{also[0]}` {name}"
         raise UsageError(
             f"`{given}` is given, but {name} is not chosen for any role (chosen: {', '.join(sorted(chosen)) or 'none'})"
             f"{remedy}",
-            settings=keys,
+            settings=[given, *also],
         )
 
 

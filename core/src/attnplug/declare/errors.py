@@ -41,7 +41,7 @@ class AttnplugError(Exception):
     def __init__(self, message: str = "", *, settings: Iterable[str] = ()) -> None:
         super().__init__(message)
         self.message = message
-        self.settings = tuple(settings)
+        self.settings = tuple(dict.fromkeys(settings))
 
     def told(self, render: Render) -> str:
         """The message with settings as ``render`` spells them; those that it does not name come last."""
