@@ -430,7 +430,9 @@ def test_a_check_judges_by_the_options_that_were_given() -> None:
 def test_an_option_that_rules_its_backend_out_under_auto_is_an_error_that_says_why() -> None:
     """D3: the option would be ignored, and another backend run."""
     request = BackendRequest(options={"choosy": {"kernel": "fa9"}})
-    with pytest.raises(UsageError, match="choosy is not chosen for any role .*: kernel=fa9 is not for SM 90") as caught:
+    with pytest.raises(
+        UsageError, match=r"choosy is not chosen for any role .*: kernel=fa9 is not for SM 90"
+    ) as caught:
         select(registry(CHOOSY, backend("other")), request, Problem(LLAMA, "cuda", 90))
     assert caught.value.settings == ("choosy.kernel",)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from attnplug import DType, Feature, GraphLevel, ModelSpec, Problem, Refusal, Role
+from attnplug import CacheLayout, DType, Feature, GraphLevel, ModelSpec, Problem, Refusal, Role
 from attnplug.host import UsageError, load_registry, parse_options
 from attnplug_flashattention.options import FlashAttentionOptions
 from attnplug_flashattention.plugin import attnplug_backends
@@ -302,6 +302,13 @@ def test_a_kernel_whose_library_is_not_installed_is_refused_with_what_to_install
     (reason,) = SPEC.refusals(ON_AN_H200, Role.DECODE, FlashAttentionOptions(kernel="fa4"))
     assert (reason.code, reason.advice) == ("requirement", "pip install 'flash-attn-4>=4.0.0b36'")
     assert "kernel=fa4 is asked for, and flash-attn-4 is not installed" in reason.message
+
+
+def test_pages_that_flash_attn_4_reads_in_parts_cannot_be_head_major(fa4: Path) -> None:
+    """D3: the kernel reads pages of 128 tokens as smaller ones."""
+    head_major = {"layout": CacheLayout.HEAD_MAJOR, "page_size": 128}
+    assert [found[:2] for found in judged("auto", **head_major)] == [("layout", "page_size")]
+    assert judged("torch", **head_major) == judged("fa4", layout=CacheLayout.HEAD_MAJOR, page_size=64) == []
 
 
 def test_kernels_that_suit_are_not_refused(fa4: Path) -> None:

@@ -135,8 +135,8 @@ def explain(
     if request.attention != AUTO and choices and not {Role.PREFILL, Role.DECODE} & set(choices):
         registry.get(request.attention)
         raise UsageError(
-            f"`{Setting.ATTENTION_BACKEND}` {request.attention} is given, but {_unneeded(Role.PREFILL, problem)}; leave "
-            f"it out, or give `{Role.LINEAR.setting}`",
+            f"`{Setting.ATTENTION_BACKEND}` {request.attention} is given, but {_unneeded(Role.PREFILL, problem)}; "
+            f"leave it out, or give `{Role.LINEAR.setting}`",
             settings=[Setting.ATTENTION_BACKEND, Role.LINEAR.setting],
         )
     chosen = [choice.chosen for choice in choices.values() if choice.chosen is not None]

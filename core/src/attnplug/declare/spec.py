@@ -52,9 +52,9 @@ class BackendSpec:
     options: type[Any] | None = None
     check: Callable[[Problem, Role | None, Any], Iterable[Refusal]] | None = field(default=None, compare=False)
     preference: int = 0
-    """Under ``auto`` the usable backend with the highest preference is chosen; of equal ones, the first by name. The
-    embedded default comes last, whatever the others' preference: it is chosen where nothing else is usable. Give 0 for
-    a reference, 100 for a backend that is meant to be fast where it runs at all."""
+    """Under ``auto``, unless a host ranks otherwise, the usable backend with the highest preference is chosen; of equal
+    ones, the first by name. The embedded default comes last, whatever the others' preference: it is chosen where
+    nothing else is usable. Give 0 for a reference, 100 for a backend that is meant to be fast where it runs at all."""
 
     def __post_init__(self) -> None:
         problems = list(self._problems())

@@ -19,7 +19,7 @@ from torch import Tensor
 from attnplug import BackendError, LayerSpec, RaggedCall
 from attnplug_flashattention.options import KernelName
 from attnplug_flashattention.planner import PagedCall
-from attnplug_flashattention.plugin import FA2, FA4, KERNEL, TORCH, fa4_problem, kernel_unfit
+from attnplug_flashattention.plugin import FA2, FA4, KERNEL, TORCH, fa4_problem, kernel_unfit, key_tiles
 
 Attended = tuple[Tensor, Tensor | None]
 """Output ``[rows, heads, v_dim]`` and, where asked for, log-sum-exp ``[rows, heads]`` float32, of any strides."""
@@ -202,21 +202,6 @@ def _fa4_softmax(softmax: Softmax) -> dict[str, Any]:
         "softcap": softmax.cap or 0.0,
         "num_splits": 1,
     }
-
-
-def key_tiles(layer: LayerSpec) -> frozenset[int]:
-    """Keys that FlashAttention 4 may load at a time for a layer, on SM 90 and SM 100 (``_tile_size_fwd_sm90``)."""
-    if layer.head_dim <= 64:
-        own = {128}
-    elif layer.head_dim <= 96:
-        own = {128, 144}
-    elif layer.head_dim <= 128:
-        own = {128}
-    elif layer.head_dim <= 192:
-        own = {96, 112, 128}
-    else:
-        own = {64, 80} if layer.sliding_window is not None else {80}
-    return frozenset(own | {128})
 
 
 class FlashAttention2(ABC):

@@ -90,6 +90,8 @@ def refusals(problem: Problem, role: Role | None, options: FlashAttentionOptions
         allowed = [GraphLevel.NEVER.name, GraphLevel.DECODE.name]
         yield Refusal(RefusalCode.CUDA_GRAPH, message, problem.cuda_graph.name, allowed, Setting.CUDA_GRAPH)
     if problem.device == "cuda":
+        if options.kernel in ("auto", "fa4"):
+            yield from _split_refusals(problem, layers)
         graphs = problem.cuda_graph if not prefills_mla else GraphLevel.NEVER
         if options.kernel == "auto":
             yield from _auto_refusals(problem.sm, layers, graphs)
@@ -121,6 +123,20 @@ def _layer_refusals(layer: LayerSpec, role: Role | None) -> Iterator[Refusal]:
             list(dims),
             f"multiples of {HEAD_STEP} up to {WIDEST_HEAD}",
             setting,
+        )
+
+
+def _split_refusals(problem: Problem, layers: tuple[LayerSpec, ...]) -> Iterator[Refusal]:
+    """FlashAttention 4 reads a page of a whole key tile as smaller ones, which takes evenly spaced tokens."""
+    tiles = {tile for layer in layers if layer.mla is None for tile in key_tiles(layer)}
+    if problem.layout is not CacheLayout.HEAD_MAJOR or problem.page_size not in tiles:
+        return
+    if (problem.sm is None or fa4_problem(problem.sm, layers) is None) and _lacking(*LIBRARIES["fa4"]) is None:
+        message = (
+            f"flash-attn-4 reads pages of {problem.page_size} tokens in parts, which the layout head_major has not"
+        )
+        yield Refusal(
+            RefusalCode.LAYOUT, message, str(problem.layout), [str(CacheLayout.TOKEN_MAJOR)], Setting.PAGE_SIZE
         )
 
 
@@ -193,3 +209,18 @@ def fa4_problem(sm: int, layers: Iterable[LayerSpec]) -> str | None:
         if sm >= 100 and max(dims) > 128 and dims not in ((192, 128), (256, 256)):
             return f"takes head dims up to 128, (192, 128) or (256, 256) on SM {sm}, layer {layer.layer_id} has {dims}"
     return None
+
+
+def key_tiles(layer: LayerSpec) -> frozenset[int]:
+    """Keys that FlashAttention 4 may load at a time for a layer, on SM 90 and SM 100 (``_tile_size_fwd_sm90``)."""
+    if layer.head_dim <= 64:
+        own = {128}
+    elif layer.head_dim <= 96:
+        own = {128, 144}
+    elif layer.head_dim <= 128:
+        own = {128}
+    elif layer.head_dim <= 192:
+        own = {96, 112, 128}
+    else:
+        own = {64, 80} if layer.sliding_window is not None else {80}
+    return frozenset(own | {128})

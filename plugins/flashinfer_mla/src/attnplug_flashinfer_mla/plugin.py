@@ -76,12 +76,11 @@ def refusals(problem: Problem, role: Role | None, options: FlashInferMLAOptions)
         yield from layer_refusals(problem)
     if (missing := module_refusal("flashinfer", LIBRARY)) is not None:
         yield missing
-    if problem.kv_dtype is DType.FLOAT8_E4M3:
-        if (older := _older(READS_FP8)) is not None:
-            message = f"flashinfer-python {older.value} reads no fp8 cache"
-            allowed = [str(DType.BFLOAT16), str(DType.FLOAT16)]
-            value = str(problem.kv_dtype)
-            yield Refusal(RefusalCode.KV_DTYPE, message, value, allowed, Setting.KV_DTYPE, older.advice)
+    if problem.kv_dtype is DType.FLOAT8_E4M3 and (older := _older(READS_FP8)) is not None:
+        message = f"flashinfer-python {older.value} reads no fp8 cache"
+        allowed = [str(DType.BFLOAT16), str(DType.FLOAT16)]
+        value = str(problem.kv_dtype)
+        yield Refusal(RefusalCode.KV_DTYPE, message, value, allowed, Setting.KV_DTYPE, older.advice)
     yield from kernel_refusals(problem, options)
     if options.kernel == "cutlass" and (older := _older(PLANS_CUTLASS)) is not None:
         message = f"flashinfer-python {older.value} does not plan kernel=cutlass"
