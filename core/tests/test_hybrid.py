@@ -174,7 +174,7 @@ class TestRouting:
             attend_linear(inputs(), LINEAR, planned(hybrid, ForwardMode.EXTEND))
 
     def test_a_backend_without_linear_attention_says_what_to_choose(self):
-        with pytest.raises(BackendError, match="full has no forward_conv; choose a --linear-attention-backend"):
+        with pytest.raises(BackendError, match="full has no forward_conv; choose a linear_attention_backend"):
             LinearAttention(Full())
 
 
@@ -226,13 +226,13 @@ class TestPlanning:
         )
         assert linear.calls == [("commit", [2, 0])]
 
-    def test_the_weaker_claim_wins_but_for_the_extend_paths(self):
+    def test_the_weaker_claim_wins_but_for_extend_paths_and_extras(self):
         """A9"""
-        full = Full(claims=Claims(cuda_graph=GraphLevel.ALWAYS, mla_extend=frozenset(ExtendPath)))
+        full = Full(claims=Claims(cuda_graph=GraphLevel.ALWAYS, mla_extend=frozenset(ExtendPath), extras={"lse"}))
         hybrid = HybridLinearBackend(full, Linear(), MODEL)
         assert hybrid.claims.cuda_graph is GraphLevel.DECODE and hybrid.forced_by["cuda_graph"] == ("linear",)
         assert hybrid.claims.needs_cpu_seq_lens and "mla_extend" not in hybrid.forced_by
-        assert hybrid.claims.mla_extend == frozenset(ExtendPath)
+        assert hybrid.claims.mla_extend == frozenset(ExtendPath) and hybrid.claims.extras == {"lse"}
 
 
 def _one(self, forward_batch):

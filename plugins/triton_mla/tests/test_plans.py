@@ -152,5 +152,5 @@ class TestWrongUse:
         batch = stage.batch()
         table = torch.zeros(2, 1 << 18, dtype=torch.int32)
         batch.geometry = replace(batch.geometry, page_table=table, rows=1 << 20)
-        with pytest.raises(PlanError, match=r"1048576 rows with 4 heads.*--chunked-prefill-size"):
+        with pytest.raises(PlanError, match=r"1048576 rows with 4 heads.*chunked_prefill_size"):
             stage.backend.init_forward_metadata(batch)
