@@ -38,7 +38,7 @@ def test_planning_8218_rows_after_a_prefix_of_800(name):
         each.geometry = replace(each.geometry, state_slots=torch.tensor([1]))
         attention.plan(each)
     first = batch.geometry.calls[0]
-    assert first.query_lens == [8218] and batch.plan.extend.query_rows == 8218
+    assert first.query_lens == (8218,) and batch.plan.extend.query_rows == 8218
     chunks = batch.plan.chunks
     if name == "flashinfer_mla":
         assert chunks.query_rows == 8218
