@@ -19,7 +19,8 @@ GRAPHS = Claims(cuda_graph=GraphLevel.ALWAYS)
 
 class Recorder:
     """``calls`` holds each call's member and its arguments by name, defaults included. Planning hooks return a plan,
-    ``get_cuda_graph_seq_len_fill_value`` returns ``fill``, everything else an object that is ``result``."""
+    ``get_cuda_graph_seq_len_fill_value`` returns ``fill``, what has no result ``None``, and everything else an object
+    that is ``result``."""
 
     def __init__(self, name: str, claims: Claims = GRAPHS, fill: int = 0) -> None:
         self.backend_id, self.claims, self.fill, self.result = BackendId(name), claims, fill, object()
@@ -34,7 +35,9 @@ class Recorder:
         if member in PLANNERS:
             batch = arguments.get("batch", arguments.get("forward_batch"))
             return Plan(self.backend_id, batch.forward_mode, batch.num_tokens, None)
-        return self.fill if member == "get_cuda_graph_seq_len_fill_value" else self.result
+        if member == "get_cuda_graph_seq_len_fill_value":
+            return self.fill
+        return None if MEMBERS[member].return_annotation == "None" else self.result
 
 
 def _recording(member: str, signature: inspect.Signature) -> Callable[..., Any]:
