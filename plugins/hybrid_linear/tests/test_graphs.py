@@ -42,15 +42,23 @@ class Capture:
 
     def replay(self, members: list[int]) -> Step:
         """A step of these requests through the captured memory."""
-        own, scene = self.step, self.scene
-        step = scene.step(own.batch.forward_mode, members, own.new)
+        return self.launch(self.load(members))
+
+    def load(self, members: list[int]) -> Step:
+        """Plan a step of these requests, and copy it to the captured memory."""
+        own = self.step
+        step = self.scene.step(own.batch.forward_mode, members, own.new)
         own.batch.geometry.state_slots.copy_(step.batch.geometry.state_slots)
         for layer_id, inputs in step.inputs.items():
             for target, source in zip(_tensors(own.inputs[layer_id]), _tensors(inputs), strict=True):
                 target.copy_(source)
         for layer_id, x in step.conv_rows.items():
             own.conv_rows[layer_id].copy_(x)
-        assert scene.backend.init_forward_metadata_out_graph(own.batch) is self.plan
+        assert self.scene.backend.init_forward_metadata_out_graph(own.batch) is self.plan
+        return step
+
+    def launch(self, step: Step) -> Step:
+        own = self.step
         if self.graph is None:
             self.run()
         else:

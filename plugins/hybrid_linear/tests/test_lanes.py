@@ -106,24 +106,30 @@ def test_padded_requests_leave_the_slots_of_other_lanes_alone(monkeypatch) -> No
     scene.check_states()
 
 
+ROUNDS = (([0, 2, 4], [3, 1, 5]), ([5, PADDED, 1], [0, 4, 2]))
+"""Who is in which lane. The first round compiles, so that only the second is sure to overlap."""
+ACCEPTED = [2, 4, 1]
+
+
 @pytest.mark.parametrize("setting", ON_A_GPU)
 @pytest.mark.parametrize("mode", [DECODE, EXTEND, VERIFY])
 def test_eager_batches_on_two_streams(mode, setting) -> None:
     """A7, B5: each lane on a stream of its own, with nothing between them but the pool."""
     scene = setting.scene(6)
     lengths = {DECODE: [1, 1, 1], EXTEND: [5, 70, 3], VERIFY: [4, 4, 4]}[mode]
-    for members in (([0, 2, 4], [3, 1, 5]), ([5, PADDED, 1], [0, 4, 2])):
+    accepted = torch.tensor(ACCEPTED, device=setting.device)
+    for members in ROUNDS:
         steps = [scene.step(mode, own, lengths, lane=lane) for lane, own in enumerate(members)]
-        for step, stream in on_streams(steps):
+        for step, stream in zip(steps, streams(), strict=True):
             with torch.cuda.stream(stream):
-                torch.cuda._sleep(2_000_000)
+                torch.cuda._sleep(SLEEP)
                 with_plan(step.batch, scene.backend.init_forward_metadata(step.batch))
                 scene.forward(step)
                 if mode is VERIFY:
-                    scene.backend.commit_states(step.batch, torch.tensor([2, 4, 1], device="cuda"))
+                    scene.backend.commit_states(step.batch, accepted)
         torch.cuda.synchronize()
         for step in steps:
-            scene.check(step, setting.tolerance, [2, 4, 1] if mode is VERIFY else None)
+            scene.check(step, setting.tolerance, ACCEPTED if mode is VERIFY else None)
     scene.check_states(setting.state_tolerance)
 
 
@@ -134,26 +140,31 @@ def test_captured_batches_on_two_streams(mode, new, setting) -> None:
     scene = setting.scene(6)
     scene.backend.init_cuda_graph_state(4, 16)
     captures = [Capture(scene, mode, 3, new, lane=lane) for lane in range(2)]
-    for members in (([0, 2, 4], [3, 1, 5]), ([5, PADDED, 1], [0, 4, 2])):
-        steps = []
-        for (capture, stream), own in zip(on_streams(captures), members, strict=True):
+    accepted = torch.tensor(ACCEPTED, device=setting.device)
+    for members in ROUNDS:
+        steps = [capture.load(own) for capture, own in zip(captures, members, strict=True)]
+        for lane, stream in enumerate(streams()):
             with torch.cuda.stream(stream):
-                torch.cuda._sleep(2_000_000)
-                steps.append(capture.replay(own))
+                torch.cuda._sleep(SLEEP)
+                steps[lane] = captures[lane].launch(steps[lane])
                 if mode is VERIFY:
-                    scene.backend.commit_states(steps[-1].batch, torch.tensor([2, 4, 1], device="cuda"))
+                    scene.backend.commit_states(steps[lane].batch, accepted)
         torch.cuda.synchronize()
         for step in steps:
-            scene.check(step, setting.tolerance, [2, 4, 1] if mode is VERIFY else None)
+            scene.check(step, setting.tolerance, ACCEPTED if mode is VERIFY else None)
     scene.check_states(setting.state_tolerance)
 
 
-def on_streams(lanes: list) -> list[tuple]:
-    """Each lane with a stream that waits for what was done so far, and for nothing later."""
-    streams = [torch.cuda.Stream() for _ in lanes]
-    for stream in streams:
+SLEEP = 20_000_000
+"""Clock cycles, about ten milliseconds: long enough to launch both lanes meanwhile."""
+
+
+def streams() -> list[torch.cuda.Stream]:
+    """One for each of two lanes; they wait for what was done so far, and for nothing later."""
+    made = [torch.cuda.Stream() for _ in range(2)]
+    for stream in made:
         stream.wait_stream(torch.cuda.current_stream())
-    return list(zip(lanes, streams, strict=True))
+    return made
 
 
 @pytest.mark.parametrize("setting", SETTINGS[::2])
