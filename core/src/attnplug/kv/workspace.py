@@ -87,15 +87,20 @@ class WorkspaceOwner:
     """The one place that allocates scratch memory. Backends get it in their context."""
 
     def __init__(self) -> None:
-        self._workspaces: dict[tuple[torch.device, WorkspaceKind], Workspace] = {}
+        self._workspaces: dict[tuple[torch.device, WorkspaceKind, int], Workspace] = {}
         self._frozen = False
 
-    def request(self, owner: str, device: torch.device | str, kind: WorkspaceKind, nbytes: int) -> Workspace:
-        """At least ``nbytes`` of memory of this kind, shared with everyone who asks for the same kind there."""
+    def request(
+        self, owner: str, device: torch.device | str, kind: WorkspaceKind, nbytes: int, lane: int = 0
+    ) -> Workspace:
+        """At least ``nbytes`` of this kind, shared with everyone who asks for the same kind there in the same lane.
+
+        Lanes run at the same time, so they never share.
+        """
         if nbytes < 1:
             raise WorkspaceError(f"{owner} asks for {nbytes} bytes of {kind.name} workspace; ask for 1 or more")
-        key = (_exact(torch.device(device)), kind)
-        for _, other in self._workspaces:
+        key = (_exact(torch.device(device)), kind, lane)
+        for _, other, _ in self._workspaces:
             if other.name == kind.name and other != kind:
                 raise WorkspaceError(
                     f"{owner} asks for workspace {kind.name!r} with zeroed={kind.zeroed}, "
