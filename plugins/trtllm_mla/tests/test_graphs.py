@@ -7,13 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnplug import BackendError, DType, ForwardMode
+from attnplug import DType, ForwardExtras, ForwardMode
 from attnplug_trtllm_mla.kernels import to_float8
 from generation_checks import FP8, TOLERANCE, scene
 from support.devices import DEVICES, nothing_waits
 from support.mla_capture import MLACapture
+from support.mla_lanes import check_lanes
 from support.mla_scene import LAYER, MLACase, MLAScene, relative_error
-from trtllm_reference import build_on, reference_trtllm
+from trtllm_reference import build_on
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 
@@ -46,7 +47,7 @@ def test_one_capture_serves_other_lengths_pages_and_fewer_requests(mode, new, he
     captured = MLACapture(stage, requests=4, per_request=new)
     captured.capture()
     read = captured.plan.metadata.call
-    addresses = [tensor.data_ptr() for tensor in (read.tables, read.lens, captured.plan.metadata.new_slots)]
+    addresses = [tensor.data_ptr() for tensor in (read.tables, read.lens, captured.plan.new_slots)]
     for other in others:
         out = captured.replay(other)
         wanted = other.wanted_absorbed()[0]
@@ -55,7 +56,7 @@ def test_one_capture_serves_other_lengths_pages_and_fewer_requests(mode, new, he
         written = (~stage.pool.rows(LAYER).float().isnan()).any(-1).sum()
         assert int(written) == sum(other.totals)
         call = captured.plan.metadata.call
-        assert addresses == [t.data_ptr() for t in (call.tables, call.lens, captured.plan.metadata.new_slots)]
+        assert addresses == [t.data_ptr() for t in (call.tables, call.lens, captured.plan.new_slots)]
 
 
 @on_every_device
@@ -65,15 +66,13 @@ def test_replay_planning_waits_for_nothing(device):
     captured = MLACapture(stage, requests=4, per_request=1)
     captured.capture()
     captured.replay(others[0])
-    captured.batch.seq_lens_cpu = None
+    assert captured.batch.geometry.host is None
     with nothing_waits(device):
         assert captured.backend.init_forward_metadata_out_graph(captured.batch) is captured.plan
 
 
 def test_a_padded_request_is_given_a_length_that_kernels_know():
     """No empty KV rows: each of its queries sees a key, of whatever page, and its output and sums are cleared."""
-    from attnplug import ForwardExtras
-
     stage, _ = scenes(ForwardMode.TARGET_VERIFY, 4, "cpu", 16, 64, None)
     captured = MLACapture(stage, requests=4, per_request=4)
     captured.capture()
@@ -85,14 +84,12 @@ def test_a_padded_request_is_given_a_length_that_kernels_know():
     assert (lse == float("-inf")).all()
 
 
-class TestWrongUse:
-    def stage(self, mode: ForwardMode = ForwardMode.DECODE, new: int = 1) -> MLAScene:
-        return MLAScene(MLACase(((20, new), (9, new)), mode), "cpu", reference_trtllm)
-
-    def test_graph_planning_without_memory_says_what_to_call(self):
-        stage = self.stage()
-        with pytest.raises(BackendError, match="init_cuda_graph_state"):
-            stage.backend.init_forward_metadata_out_graph(stage.batch(), in_capture=True)
+@on_every_device
+@pytest.mark.parametrize(("mode", "new"), [(ForwardMode.DECODE, 1), (ForwardMode.TARGET_VERIFY, 4)])
+def test_two_lanes_run_at_the_same_time(mode, new, device):
+    """B5, A2: plans of one shape, eager and captured, share no scratch, no semaphores and no graph memory."""
+    case = MLACase(tuple((prefix, new) for prefix in (300, 5, 64, 127)), mode, heads=24)
+    check_lanes(case, device, build_on(device), TOLERANCE)
 
 
 def test_rounded_queries_are_what_the_kernel_gets():
