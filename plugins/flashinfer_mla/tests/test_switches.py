@@ -162,16 +162,27 @@ def test_planning_of_what_runs_as_mha_takes_no_paged_kernel():
         stage.absorbed(model.batch)
 
 
-def test_planning_of_ragged_calls_is_lane_by_lane():
-    """B5: plans of two lanes, alive at once, have kernels of their own lanes; one that was not built is refused."""
+@pytest.mark.parametrize("path", ExtendPath)
+def test_planning_lends_wrappers_of_the_batchs_lane(path):
+    """B5: plans of two lanes are alive at once; a lane that was not built is refused."""
     stage = scene(Serving(), False, lanes=2)
-    model, made = MLAModel(stage), [list(lane) for lane in stage.made]
-    batches = [stage.batch() for _ in range(2)]
-    for lane, batch in enumerate(batches):
+    model, made, plans = MLAModel(stage), [list(lane) for lane in stage.made], []
+    for lane in (0, 1):
+        batch = stage.batch()
         batch.geometry = replace(batch.geometry, lane=lane)
-        assert relative_error(model.run(ExtendPolicy(forced=ExtendPath.ONE_SHOT), batch), model.wanted()) <= 1e-6
+        assert relative_error(model.run(ExtendPolicy(forced=path), batch), model.wanted()) <= 1e-6
+        plans.append(batch.plan)
     assert stage.made == made, "a wrapper of another lane was lent out"
     beyond = stage.batch()
     beyond.geometry = replace(beyond.geometry, lane=2)
     with pytest.raises(PlanError, match="in lane 2"):
-        attention(stage, forced=ExtendPath.ONE_SHOT).plan(beyond)
+        attention(stage, forced=path).plan(beyond)
+
+
+def test_planning_of_a_capture_takes_a_wrapper_of_its_lane():
+    stage = scene(Serving(), False, ((30, 1), (9, 1)), ForwardMode.DECODE, lanes=2)
+    stage.backend.init_cuda_graph_state(2, 2)
+    batch = stage.batch()
+    batch.geometry = replace(batch.geometry, lane=1, captured=True, host=None)
+    stage.backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    assert [made.count("graph decode") for made in stage.made] == [0, 1]

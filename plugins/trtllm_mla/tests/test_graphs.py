@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,11 +11,12 @@ import torch
 from attnplug import DType, ForwardExtras, ForwardMode
 from attnplug_trtllm_mla.kernels import to_float8
 from generation_checks import FP8, TOLERANCE, scene
+from support.batches import with_plan
 from support.devices import DEVICES, nothing_waits
 from support.mla_capture import MLACapture
 from support.mla_lanes import check_lanes
 from support.mla_scene import LAYER, MLACase, MLAScene, relative_error
-from trtllm_reference import build_on
+from trtllm_reference import ReferenceFlashInfer, build_on, reference_trtllm
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 
@@ -90,6 +92,25 @@ def test_two_lanes_run_at_the_same_time(mode, new, device):
     """B5, A2: plans of one shape, eager and captured, share no scratch, no semaphores and no graph memory."""
     case = MLACase(tuple((prefix, new) for prefix in (300, 5, 64, 127)), mode, heads=24)
     check_lanes(case, device, build_on(device), TOLERANCE)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_decode_runs_on_the_memory_of_its_lane(captured):
+    """A2"""
+    flashinfer = ReferenceFlashInfer()
+    build = partial(reference_trtllm, flashinfer=flashinfer)
+    stage = MLAScene(MLACase(((30, 1), (9, 1)), ForwardMode.DECODE, lanes=2), "cpu", build)
+    stage.backend.init_cuda_graph_state(2, 2)
+    batch = stage.batch()
+    batch.geometry = replace(batch.geometry, lane=1, captured=captured, host=None if captured else batch.geometry.host)
+    if captured:
+        with_plan(batch, stage.backend.init_forward_metadata_out_graph(batch, in_capture=True))
+        stage.backend.init_forward_metadata_in_graph(batch)
+    stage.absorbed(batch)
+    own = stage.backend.lanes[1].decode
+    for call in flashinfer.named("decode"):
+        assert call["workspace_buffer"] is own.scratch.buffer
+        assert call["multi_ctas_kv_counter_buffer"] is own.counters.buffer
 
 
 def test_rounded_queries_are_what_the_kernel_gets():
