@@ -130,7 +130,7 @@ def test_what_the_policy_chooses_runs_right(name, serving, captured):
     batch.geometry = replace(batch.geometry, captured=captured)
     plugin = PLUGINS[name]
     if not plugin.prefills or (serving.skip_prefill and not plugin.prefills_always):
-        with pytest.raises(PlanError, match=r"skip_prefill|not extend"):
+        with pytest.raises(PlanError, match=r"skip_prefill|not extend|in mode extend"):
             model.run(policy, batch)
         return
     # Rounded to bfloat16 here, and to fp8 there.

@@ -37,7 +37,7 @@ class Sevens(PlannedAttention):
         declared = replace(
             context.declared,
             cuda_graph=GraphLevel.UNIFORM,
-            extras=frozenset({"lse", "sinks"}),
+            extras=frozenset({"lse", "out", "sinks"}),
         )
         super().__init__(replace(context, declared=declared, limits=replace(context.limits, lanes=2)))
         self.seen: list[tuple[Tensor, NewRows | None, ForwardExtras]] = []

@@ -93,7 +93,7 @@ class MHAScene:
         self.totals = [before + new for before, new in case.lengths]
         self.page_table, pages = self._page_table()
         self.pool = MHAPool(
-            [layer.for_rank(RANKS) for layer in case.layers],
+            case.layers,
             num_pages=pages,
             page_size=case.page_size,
             dtype=case.dtype,
