@@ -243,7 +243,9 @@ DIVIDED = {
 
 class TestSplit:
     @pytest.mark.parametrize(
-        "field", [f for f in (*FIELDS, *GEOMETRY) if f.name not in ("geometry", "rows", "calls", "lane")], ids=str
+        "field",
+        [f for f in (*FIELDS, *GEOMETRY) if f.name not in ("geometry", "rows", "calls", "lane")],
+        ids=lambda f: f.name,
     )
     def test_every_field_goes_where_it_says(self, field):
         """B4: tokens and requests to their half, what is shared to both, plans and marks to neither."""

@@ -79,6 +79,8 @@ def context(**changes: Any) -> BackendContext:
         "limits": Limits(4, 64, 4096),
         "pools": KVPools(),
         "workspace": WorkspaceOwner(),
+        "declared": Capabilities(frozenset(), frozenset(), frozenset()),
+        "options": None,
     }
     return BackendContext(**{**fields, **changes})
 
@@ -144,7 +146,7 @@ class TestHooks:
         """D2"""
 
         def factory(context: BackendContext) -> Any:
-            made = backend(forward_decode=None, forward_ragged=lambda self, q, k, v, layer, batch, call: q)(context)
+            made = backend(forward_decode=None, forward_ragged=lambda self, q, k, v, layer, call, plan: q)(context)
             made.backend_id, made.claims = "fast", {"cuda_graph": 3}
             return made
 

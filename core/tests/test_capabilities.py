@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from importlib_metadata import EntryPoint
 
 from attnplug import (
     AttentionKind,

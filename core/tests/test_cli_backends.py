@@ -17,7 +17,7 @@ def test_backends_shows_name_distribution_contract_and_status(attnplug: Attnplug
     outcome = attnplug("backends")
     assert outcome.code == 0
     assert outcome.err == ""
-    for text in ("torch_native", "attnplug 0.1.0", "1.0", "mha/mla", "usable here"):
+    for text in ("torch_native", "attnplug 0.1.0", "0.9", "mha/mla", "usable here"):
         assert text in outcome.out
 
 
@@ -31,7 +31,7 @@ def test_an_installed_plugin_is_listed_and_gone_without_it(attnplug: Attnplug, p
         "name": "fast",
         "distribution": "fast-dist",
         "version": "1.2.3",
-        "contract": "1.0",
+        "contract": "0.9",
         "status": "usable",
         "reasons": [],
         "error": None,

@@ -7,11 +7,11 @@ import math
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from importlib import metadata
 from itertools import repeat
 from pathlib import Path
 from typing import Any
 
+import importlib_metadata as metadata
 import pytest
 
 from attnplug import (

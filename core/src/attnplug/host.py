@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from attnplug.choose.building import backend_problems as backend_problems
     from attnplug.choose.building import build_backend as build_backend
     from attnplug.choose.loading import Registered as Registered
+    from attnplug.choose.models import load_model as load_model
+    from attnplug.choose.models import tiny_config as tiny_config
     from attnplug.choose.registry import Registry as Registry
     from attnplug.choose.registry import load_registry as load_registry
     from attnplug.choose.select import BackendRequest as BackendRequest
@@ -55,7 +57,6 @@ if TYPE_CHECKING:
     from attnplug.hf.json_files import read_json_object as read_json_object
     from attnplug.hf.json_files import read_text as read_text
     from attnplug.hf.json_files import regular_size as regular_size
-    from attnplug.hf.model_config import load_model as load_model
     from attnplug.hf.rope_keys import rope_section as rope_section
     from attnplug.hf.rope_keys import rope_type as rope_type
     from attnplug.hf.rope_keys import rope_type_key as rope_type_key
@@ -85,6 +86,7 @@ _MODULES = {
     "choose.assembly": ("build_chosen", "build_selection", "choose_importable"),
     "choose.building": ("backend_problems", "build_backend"),
     "choose.loading": ("Registered",),
+    "choose.models": ("load_model", "tiny_config"),
     "choose.registry": ("Registry", "load_registry"),
     "choose.select": ("BackendRequest", "Selection", "SelectionError", "explain", "select"),
     "cli": ("output",),
@@ -107,7 +109,6 @@ _MODULES = {
     "declare.options": ("parse_options", "split_settings"),
     "hf.config_keys": ("Config", "ModelConfigError", "show"),
     "hf.json_files": ("MOST_BYTES", "read_json_object", "read_text", "regular_size"),
-    "hf.model_config": ("load_model",),
     "hf.rope_keys": ("rope_section", "rope_type", "rope_type_key"),
     "hf.tiny": ("TINY_CONFIGS",),
     "kv": ("KVPools", "OutOfPages", "PageAllocator", "PageCopy", "SlotTable", "torch_dtype"),
@@ -121,4 +122,4 @@ _MODULES = {
     "wrappers": ("HybridLinearBackend", "SplitBackend"),
 }
 
-__getattr__, __dir__, __all__ = face(__name__, globals(), _MODULES)
+__getattr__, __dir__, __all__ = face(__name__, globals(), _MODULES, other="attnplug")

@@ -6,10 +6,10 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import importlib_metadata as metadata
 import pytest
 
 from attnplug import DType, Feature, GraphLevel, ModelSpec, Problem, Refusal, Role

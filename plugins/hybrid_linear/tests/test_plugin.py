@@ -7,9 +7,9 @@ import importlib.util
 import subprocess
 import sys
 from dataclasses import replace
-from importlib import metadata
 from typing import Any
 
+import importlib_metadata as metadata
 import pytest
 
 from attnplug import AttentionKind, BackendError, DType, GraphLevel, Problem, Refusal, RefusalCode, Role

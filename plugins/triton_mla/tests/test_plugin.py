@@ -7,10 +7,10 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import importlib_metadata as metadata
 import pytest
 
 from attnplug import BackendError, DType, GraphLevel, Problem, Refusal, Role
@@ -154,3 +154,9 @@ def test_it_is_asked_for_as_a_role(tmp_path: Path) -> None:
         "decode": "triton_mla",
     }
     assert 0 < SPEC.preference < 90, "behind the libraries', before torch_native"
+
+
+def test_its_counters_are_a_kind_of_memory_of_its_own() -> None:
+    """A2"""
+    counters = load_registry(environment={}).workspace_kinds["triton-mla-counters"]
+    assert counters.value.zeroed and counters.source.distribution == "attnplug-triton-mla"

@@ -192,3 +192,10 @@ def test_auto_leaves_hopper_to_flashinfer_mla_and_takes_fp8_on_blackwell(explain
         code, roles = explained("--model", deepseek, "--sm", sm, "--kv-dtype", kv_dtype)
         assert code == 0
         assert {choice["chosen"] for choice in roles.values()} == {wanted}
+
+
+def test_its_kinds_of_memory_are_its_own() -> None:
+    """A2: semaphores are zeroed, and CuTe DSL kernels never share with TRT-LLM's. Core knows neither."""
+    kinds = load_registry(environment={}).workspace_kinds.values()
+    own = {kind.value.name: kind.value.zeroed for kind in kinds if kind.source.entry_point == "trtllm_mla"}
+    assert own == {"trtllm-semaphores": True, "cute-dsl-scratch": False}

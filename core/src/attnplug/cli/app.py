@@ -30,7 +30,7 @@ class _Help(argparse.HelpFormatter):
 
 class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from importlib import metadata
+        import importlib_metadata as metadata
 
         from attnplug.declare.version import CONTRACT_VERSION
 

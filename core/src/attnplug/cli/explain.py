@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from attnplug.choose.models import load_model
 from attnplug.choose.registry import load_registry
 from attnplug.choose.select import AUTO, BackendRequest, RoleChoice, explain, render
 from attnplug.cli import output
@@ -14,7 +15,6 @@ from attnplug.declare.errors import UsageError
 from attnplug.declare.model import ModelSpec
 from attnplug.declare.options import split_settings
 from attnplug.declare.problem import DType, GraphLevel, Problem, Role
-from attnplug.hf.model_config import load_model
 from attnplug.machine.hardware import visible_gpus
 
 
@@ -92,9 +92,8 @@ def graph_level(text: str) -> GraphLevel:
 
 
 def explain_choice(options: ExplainOptions, *, json: bool) -> int:
-    model = load_model(options.model)
-    problem = options.problem(model)
     registry = load_registry()
+    problem = options.problem(load_model(options.model, registry))
     warn_of_plugins(registry)
     selection = explain(registry, options.request(), problem)
     if json:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import metadata
 from typing import TypeVar
+
+import importlib_metadata as metadata
 
 from attnplug.declare.errors import BackendError, describe_error
 from attnplug.declare.factory import missing_module

@@ -10,22 +10,7 @@ import torch
 from torch import Tensor
 
 from attnplug.declare.errors import WorkspaceError
-
-
-@dataclass(frozen=True, slots=True)
-class WorkspaceKind:
-    """The contract of some memory: who may leave what in it.
-
-    Backends that ask for an equal kind share one allocation. ``zeroed`` memory is zero on first use and its users
-    leave it zero (semaphores); plain memory holds anything. Kernels that overwrite what others expect to find zero
-    ask for a kind with a name of their own.
-    """
-
-    name: str
-    zeroed: bool = False
-
-
-SCRATCH = WorkspaceKind("scratch")
+from attnplug.declare.workspace_kind import WorkspaceKind
 
 Allocate = Callable[[int, torch.device, bool], Tensor]
 """Allocates memory for a workspace: bytes, device, whether it must be zero, to a tensor ``[bytes]`` uint8."""

@@ -51,7 +51,7 @@ def attnplug_backends() -> list[BackendSpec]:
                 features=frozenset({Feature.SLIDING_WINDOW, Feature.LOGIT_CAP, Feature.SINKS}),
                 max_speculative_tokens=64,
                 cuda_graph=GraphLevel.UNIFORM,
-                extras=frozenset({"lse", "sinks"}),
+                extras=frozenset({"lse", "out", "sinks"}),
                 mla_extend=frozenset({ExtendPath.ONE_SHOT, ExtendPath.CHUNKED}),
             ),
         )

@@ -17,6 +17,7 @@ from attnplug import (
     Refusal,
     RefusalCode,
     Role,
+    WorkspaceKind,
     hookimpl,
     module_refusal,
 )
@@ -28,6 +29,8 @@ MOST_HEADS = 128
 """Heads a rank can have. The kernels would take more, and nobody has tested them with more."""
 FP8_SM = 89
 """The first GPUs on which Triton converts from float8_e4m3fn."""
+COUNTERS = WorkspaceKind("triton-mla-counters", zeroed=True)
+"""Counters that every call leaves at zero."""
 
 
 @hookimpl
@@ -58,6 +61,11 @@ def attnplug_backends() -> list[BackendSpec]:
             ),
         )
     ]
+
+
+@hookimpl
+def attnplug_workspace_kinds() -> list[WorkspaceKind]:
+    return [COUNTERS]
 
 
 def refusals(problem: Problem, role: Role | None) -> Iterator[Refusal]:

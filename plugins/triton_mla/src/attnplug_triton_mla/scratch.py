@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnplug import SCRATCH, WorkspaceKind
+from attnplug import SCRATCH
 from attnplug.host import WorkspaceOwner
-
-COUNTERS = WorkspaceKind("triton-mla-counters", zeroed=True)
+from attnplug_triton_mla.plugin import COUNTERS
 
 
 @dataclass(frozen=True, slots=True, eq=False)

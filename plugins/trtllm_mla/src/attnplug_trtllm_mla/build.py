@@ -6,18 +6,15 @@ from dataclasses import replace
 
 import torch
 
-from attnplug import SCRATCH, BackendContext, BackendError, Workspace, WorkspaceKind
+from attnplug import SCRATCH, BackendContext, BackendError, Workspace
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
 from attnplug_flashinfer_mla.kernels import Shape
 from attnplug_flashinfer_mla.options import FlashInferMLAOptions
 from attnplug_trtllm_mla.backend import Parts, TRTLLMMLABackend
 from attnplug_trtllm_mla.blackwell import SMS
 from attnplug_trtllm_mla.kernels import TRTLLMDecode, TRTLLMRagged, check_scratch, counter_bytes, load_library
+from attnplug_trtllm_mla.memory import CUTE_DSL_SCRATCH, SEMAPHORES
 from attnplug_trtllm_mla.options import TRTLLMMLAOptions
-
-SEMAPHORES = WorkspaceKind("trtllm-semaphores", zeroed=True)
-CUTE_DSL_SCRATCH = WorkspaceKind("cute-dsl-scratch")
-"""CuTe DSL kernels overwrite all of theirs, so it is a kind of its own."""
 
 
 def trtllm_mla(context: BackendContext) -> TRTLLMMLABackend:
