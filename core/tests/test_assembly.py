@@ -76,7 +76,7 @@ def test_auto_takes_the_next_with_a_warning_that_names_the_culprit() -> None:
     with pytest.warns(PluginWarning, match=r"best \(best-dist 1\.2\): no kernel image; auto goes on without it"):
         selection, built = build_chosen(INSTALLED, BackendRequest(), PROBLEM, failing("best"))
     assert built == "good"
-    assert selection.choices[Role.PREFILL].why == "auto: the only usable one; 1 refused"
+    assert selection.choices[Role.PREFILL].why() == "auto: the only usable one; 1 refused"
     (refusal,) = selection.choices[Role.PREFILL].candidates[0].refusals
     assert refusal.code == "factory" and "no kernel image" in refusal.message
 

@@ -524,7 +524,8 @@ def test_only_options_that_check_has_are_advised(check: Attnplug, backend: Backe
         "attnplug_backends():\n    can",
         "attnplug_backends():\n"
         "    from attnplug import Refusal\n"
-        '    check = lambda problem, role: [Refusal("ranks", "it wants two ranks", option="--tensor-parallel")]\n'
+        "    def check(problem, role, options):\n"
+        '        return [Refusal("ranks", "it wants two ranks", setting="tensor_parallel")]\n'
         "    can",
     ).replace("preference=100", "check=check")
     backend(plugin=plugin)

@@ -62,6 +62,14 @@ def test_lanes_share_neither_plans_nor_memory() -> None:
     assert [kept.plan(batch(lane=lane), None) for lane in (0, 1)] == plans
 
 
+def test_a_shape_with_new_lens_is_another_one() -> None:
+    """Its rows are divided by what the device says at each replay, those of a uniform one evenly."""
+    kept = captures()
+    even, divided = kept.plan(batch(VERIFY, 2, 6), capture), kept.plan(batch(VERIFY, 2, 6, ragged=True), capture)
+    assert even is not divided
+    assert kept.plan(batch(VERIFY, 2, 6, ragged=True), None) is divided
+
+
 class TestAlways:
     """Level ``ALWAYS``: an extend, whose rows are divided anew at each replay."""
 

@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from attnplug.declare.model import LinearDims as LinearDims
     from attnplug.declare.model import MLADims as MLADims
     from attnplug.declare.model import ModelSpec as ModelSpec
+    from attnplug.declare.problem import CacheLayout as CacheLayout
     from attnplug.declare.problem import DType as DType
     from attnplug.declare.problem import GraphLevel as GraphLevel
     from attnplug.declare.problem import Problem as Problem
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from attnplug.declare.requirement import import_library as import_library
     from attnplug.declare.requirement import module_refusal as module_refusal
     from attnplug.declare.requirement import requirement_refusal as requirement_refusal
+    from attnplug.declare.settings import Setting as Setting
     from attnplug.declare.spec import BackendSpec as BackendSpec
     from attnplug.declare.version import CONTRACT_VERSION as CONTRACT_VERSION
     from attnplug.declare.workspace_kind import SCRATCH as SCRATCH
@@ -109,9 +111,10 @@ _MODULES = {
     ),
     "declare.measured": ("MeasuredTable",),
     "declare.model": ("AttentionKind", "Feature", "LayerSpec", "LinearDims", "MLADims", "ModelSpec"),
-    "declare.problem": ("DType", "GraphLevel", "Problem", "Role"),
+    "declare.problem": ("CacheLayout", "DType", "GraphLevel", "Problem", "Role"),
     "declare.refusal": ("Refusal", "RefusalCode"),
     "declare.requirement": ("import_library", "module_refusal", "requirement_refusal"),
+    "declare.settings": ("Setting",),
     "declare.spec": ("BackendSpec",),
     "declare.version": ("CONTRACT_VERSION",),
     "declare.workspace_kind": ("SCRATCH", "WorkspaceKind"),

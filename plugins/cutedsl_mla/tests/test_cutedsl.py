@@ -87,7 +87,7 @@ def test_every_version_takes_the_calls(version):
 def test_prefill_is_refused_in_words(mode):
     """A5: decode only."""
     stage = scene(MLACase(((20, 3), (9, 1)), mode), "cpu", reference_cutedsl)
-    with pytest.raises(PlanError, match=rf"does not {mode}.*--prefill-attention-backend trtllm_mla"):
+    with pytest.raises(PlanError, match=rf"does not {mode}.*prefill_attention_backend trtllm_mla"):
         stage.backend.init_forward_metadata(stage.batch())
 
 
@@ -124,13 +124,13 @@ def test_here_only_the_dsl_is_missing():
     for role in (Role.DECODE, Role.DRAFT):
         (reason,) = SPEC.refusals(ON_A_B200, role)
         assert (reason.code, reason.value) == ("requirement", None)
-        assert "nvidia-cutlass-dsl" in str(reason.option)
+        assert "nvidia-cutlass-dsl" in str(reason.advice)
 
 
 def test_it_is_not_chosen_to_prefill():
     """A5, D3"""
     (reason,) = (r for r in SPEC.refusals(ON_A_B200, Role.PREFILL) if r.code == "role")
-    assert (reason.allowed, reason.option) == (["decode", "draft"], "--prefill-attention-backend")
+    assert (reason.allowed, reason.setting) == (["decode", "draft"], "prefill_attention_backend")
 
 
 def test_on_an_h200_it_says_which_gpus_it_needs():

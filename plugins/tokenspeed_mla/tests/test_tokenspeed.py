@@ -152,7 +152,7 @@ class TestWhatItSays:
         """A5"""
         reasons = SPEC.refusals(replace(ON_A_B200, kv_dtype=DType.BFLOAT16), Role.DECODE)
         (reason,) = (r for r in reasons if r.code == "kv_dtype")
-        assert (reason.value, reason.allowed, reason.option) == ("bfloat16", ["float8_e4m3fn"], "--kv-dtype")
+        assert (reason.value, reason.allowed, reason.setting) == ("bfloat16", ["float8_e4m3fn"], "kv_dtype")
 
     def test_on_an_h200_it_says_which_gpus_it_needs(self):
         """D3"""

@@ -79,7 +79,7 @@ class Captures:
         self._backend = backend
         self._limits: GraphLimits | None = None
         self._memory: tuple[Any, ...] = ()
-        self._plans: dict[tuple[int, ForwardMode, int, int, int], Plan] = {}
+        self._plans: dict[tuple[int, ForwardMode, int, int, int, bool], Plan] = {}
 
     def reserve(self, limits: GraphLimits, memory: Callable[[], tuple[Any, ...]]) -> None:
         """Make the memory of every lane; once."""
@@ -96,7 +96,8 @@ class Captures:
             raise BackendError(
                 f"backend {self._backend.name} has no memory for CUDA graphs; call init_cuda_graph_state first"
             )
-        shape = (geometry.lane, geometry.mode, geometry.requests, geometry.rows, geometry.page_table.shape[1])
+        uniform, width = geometry.new_lens is None, geometry.page_table.shape[1]
+        shape = (geometry.lane, geometry.mode, geometry.requests, geometry.rows, width, uniform)
         plan = self._plans.get(shape)
         if plan is None:
             self._limits.check(geometry)

@@ -28,6 +28,7 @@ from importlib_metadata import EntryPoint
 
 from attnplug.choose import plugin_hooks
 from attnplug.declare.errors import PluginError, describe_error
+from attnplug.declare.installed import metadata_lines
 from attnplug.declare.measured import MeasuredTable
 from attnplug.declare.spec import BackendSpec
 from attnplug.declare.version import CONTRACT_VERSION
@@ -69,18 +70,9 @@ def normal(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution.strip()).lower()
 
 
-def _identity(distribution: metadata.IDistribution | None) -> tuple[str, str]:
+def _identity(distribution: metadata.Distribution | None) -> tuple[str, str]:
     """Name and version; what damaged or missing metadata cannot tell is said so."""
-    found: dict[str, str] = {}
-    if distribution is not None:
-        try:
-            # The two lines we need, without parsing a whole README as mail for each of fifty plugins.
-            text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
-            for line in text.partition("\n\n")[0].splitlines():
-                key, _, value = line.partition(":")
-                found.setdefault(key.lower(), value.strip())
-        except Exception:  # whatever reading a damaged installation raises
-            found.clear()
+    found = {} if distribution is None else metadata_lines(distribution)
     place = getattr(distribution, "_path", "made by hand")
     return found.get("name") or f"unknown distribution ({place})", found.get("version") or "?"
 

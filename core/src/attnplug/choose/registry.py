@@ -70,7 +70,7 @@ class Registry:
         hint = f"; did you mean {' or '.join(near)}?" if near else "."
         raise UsageError(
             f"there is no backend {name!r}{hint} Installed: {', '.join(sorted(self.backends)) or 'none'}; "
-            "'attnplug backends --all' shows the broken and blocked ones too"
+            "'attnplug doctor' shows the broken and blocked ones too"
         )
 
     def insist_on_checks(self, reasons: Iterable[tuple[Registered, Sequence[Refusal]]]) -> None:

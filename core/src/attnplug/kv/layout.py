@@ -126,13 +126,15 @@ class PageLayout:
         if kernel_page_size < 1 or self.page_size % kernel_page_size:
             raise PoolError(
                 f"pages of {self.page_size} tokens cannot be split into kernel pages of {kernel_page_size}; "
-                f"use a --page-size that is a multiple of the kernel's"
+                f"use a `page_size` that is a multiple of the kernel's",
+                settings=["page_size"],
             )
         if not self.tokens_evenly_spaced:
             raise PoolError(
                 f"pages of {self.page_size} tokens cannot be seen as kernel pages of {kernel_page_size}: with "
                 f"shape {self.shape} and strides {self.strides} kernel pages would not be evenly spaced; "
-                f"use the token_major layout or a --page-size of {kernel_page_size}"
+                f"use the token_major layout or a `page_size` of {kernel_page_size}",
+                settings=["page_size"],
             )
         pages = self.num_pages * (self.page_size // kernel_page_size)
         _, token_stride, head_stride, dim_stride = self.strides

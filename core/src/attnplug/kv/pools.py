@@ -331,8 +331,9 @@ class LinearStatePool:
             (slot,) = self._slots.allocate(1)
         except OutOfPages as error:
             raise PoolError(
-                f"all {error.total} linear-state slots are in use; wait for a request to finish, raise --state-slots, "
-                "or lower --max-batch"
+                f"all {error.total} linear-state slots are in use; wait for a request to finish, raise `state_slots`, "
+                "or lower `max_batch`",
+                settings=["state_slots", "max_batch"],
             ) from error
         for state in self._states:
             state[slot].zero_()

@@ -70,7 +70,8 @@ class SlotTable:
             limit = self.max_requests
             raise PoolError(
                 f"request {limit + 1} cannot be admitted: the table holds {limit} requests; "
-                "wait for one to finish, or raise --max-batch"
+                "wait for one to finish, or raise `max_batch`",
+                settings=["max_batch"],
             )
         if length < 0 or len(shared_pages) != self._pages_for(length):
             raise PoolError(

@@ -8,7 +8,7 @@ from attnplug.choose.plugin_hooks import hookimpl
 from attnplug.declare.capabilities import Capabilities
 from attnplug.declare.claims import ExtendPath
 from attnplug.declare.model import AttentionKind, Feature
-from attnplug.declare.problem import DType, Role
+from attnplug.declare.problem import CacheLayout, DType, Role
 from attnplug.declare.spec import BackendSpec
 from attnplug.declare.version import CONTRACT_VERSION
 from attnplug.declare.workspace_kind import SCRATCH, WorkspaceKind
@@ -33,6 +33,7 @@ def attnplug_backends() -> list[BackendSpec]:
                 max_speculative_tokens=64,
                 extras=frozenset({"lse"}),
                 mla_extend=frozenset(ExtendPath),
+                layouts=frozenset(CacheLayout),
             ),
         )
     ]

@@ -60,7 +60,9 @@ class ForwardingBackend(ABC):
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
         for name, signature in {**protocol_methods(), **hook_signatures()}.items():
-            own = getattr(cls, name, None)
+            owner = next((base for base in cls.__mro__ if name in vars(base)), None)
+            # The empty bodies of a protocol that a wrapper inherits from forward nothing.
+            own = None if getattr(owner, "_is_protocol", False) else getattr(cls, name, None)
             if own is None:
                 setattr(cls, name, _forwarder(name, signature))
             elif _shape(inspect.signature(own))[1:] != _shape(signature):
@@ -95,11 +97,17 @@ class ForwardingBackend(ABC):
         """
 
     def forward_to(
-        self, labels: tuple[str, ...], name: str, batch: ForwardBatch | None, arguments: tuple[Any, ...]
+        self,
+        labels: tuple[str, ...],
+        name: str,
+        batch: ForwardBatch | None,
+        call: Callable[[Hook], Any],
+        plans: bool = False,
     ) -> Any:
-        """What some children answer to a call, as one answer."""
-        answers = {label: self.required(label, name)(*arguments) for label in labels}
-        if batch is not None and any(isinstance(answer, Plan) for answer in answers.values()):
+        """What some children answer to a call, as one answer. ``call`` runs a child's method with the arguments;
+        ``plans`` says that the protocol promises a plan of it."""
+        answers = {label: call(self.required(label, name)) for label in labels}
+        if batch is not None and (plans or any(isinstance(answer, Plan) for answer in answers.values())):
             return self.plan_of(batch, answers, name)
         first, *others = answers.values()
         if any(other != first for other in others):
@@ -144,7 +152,8 @@ def _forwarder(name: str, signature: inspect.Signature) -> Callable[..., Any]:
         source += f" self.required(*self.route({batch}, layer), {name!r})({given})"
     else:
         labels = "tuple(self.children)" if batch is None else f"self.route({batch}, None)"
-        source += f" self.forward_to({labels}, {name!r}, {batch}, ({''.join(f'{p}, ' for p in parameters)}))"
+        plans = signature.return_annotation in ("Plan", Plan)
+        source += f" self.forward_to({labels}, {name!r}, {batch}, lambda method: method({given}), {plans})"
     defaults = {f"default_{p}": q.default for p, q in parameters.items() if q.default is not q.empty}
     method: Callable[..., Any] = eval(source, defaults)
     method.__name__, method.__qualname__ = name, f"{ForwardingBackend.__qualname__}.{name}"

@@ -33,8 +33,8 @@ class HybridLinearBackend(ForwardingBackend):
     def __init__(self, full: AttentionBackend | None, linear: LinearBackend, model: ModelSpec) -> None:
         children: dict[str, Any] = {FULL: full, LINEAR: linear} if full is not None else {LINEAR: linear}
         names = ", ".join(child.backend_id.name for child in children.values())
-        # How an extend runs is the full backend's affair: the linear one has no paths to choose from.
-        decided_by = {"mla_extend": FULL} if full is not None else None
+        # How an extend runs, and what a softmax honours beside it, is the full backend's affair alone.
+        decided_by = {"mla_extend": FULL, "extras": FULL} if full is not None else None
         super().__init__(f"hybrid({names})", children, decided_by)
         self._child_of = {layer.layer_id: (LINEAR if layer.kind.is_linear else FULL,) for layer in model.layers}
         if full is None and (FULL,) in self._child_of.values():

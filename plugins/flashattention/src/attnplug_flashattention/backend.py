@@ -219,7 +219,8 @@ class FlashAttentionBackend(PlannedAttention):
         if cached is None:
             raise BackendError(
                 f"layer {layer.layer_id} is MLA, and {self.backend_id.name} has no attention over its latent rows; "
-                "it prefills MLA as MHA (--prefill-attention-backend), and another backend decodes it"
+                "it prefills MLA as MHA (`prefill_attention_backend`), and another backend decodes it",
+                settings=["prefill_attention_backend"],
             )
         return cached
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +26,7 @@ from attnplug import (
     Plan,
     PlanError,
     PlannedBackend,
+    Problem,
     RaggedCall,
     Serving,
     check_lse,
@@ -36,6 +36,7 @@ from attnplug_flashinfer_mla.kernels import Cache, FlashInferKernels, Kernels, P
 from attnplug_flashinfer_mla.leases import Lease, Leases
 from attnplug_flashinfer_mla.options import FlashInferMLAOptions
 from attnplug_flashinfer_mla.planner import PagedCalls, padded_heads, plan_paged
+from attnplug_flashinfer_mla.plugin import KERNEL, kernel_refusals
 
 _RAGGED_DIMS = frozenset({(192, 128)})
 """Widths of keys and values that the ragged kernels were proven with; other models extend absorbed."""
@@ -208,7 +209,8 @@ class FlashInferMLABackend(PlannedBackend):
         if max_bs * pages * self._shape.page_size >= 1 << 32:
             raise BackendError(
                 f"{max_bs} captured requests of up to {self._context.limits.max_context} tokens are more rows than the "
-                "kernels can count; capture smaller batches, or lower --context-length"
+                "kernels can count; capture smaller batches, or lower `context_length`",
+                settings=["context_length"],
             )
         self._captures.reserve(GraphLimits(max_bs, max_num_tokens, pages))
         self._graph = GraphMemory(max_bs, max_num_tokens, pages, self._context.device)
@@ -321,15 +323,9 @@ def _flashinfer_kernels(context: BackendContext, shape: Shape, options: FlashInf
     kernel: str = options.kernel
     major, minor = torch.cuda.get_device_capability(context.device)
     sm = 10 * major + minor
-    needed: Mapping[str, tuple[int, int]] = {"fa3": (90, 90), "cutlass": (100, 110)}
-    if kernel in needed and not needed[kernel][0] <= sm <= needed[kernel][1]:
-        low, high = needed[kernel]
-        wanted = f"SM {low}" if low == high else f"SM {low} to {high}"
-        raise BackendError(
-            f"kernel={kernel} needs {wanted}, this is SM {sm}; use flashinfer_mla.kernel=auto, or leave it out"
-        )
-    if kernel == "cutlass":
-        _check_cutlass(shape)
+    problem = Problem(context.model, "cuda", sm, page_size=context.page_size, tensor_parallel=context.parallel.size)
+    for refusal in kernel_refusals(problem, options):
+        raise BackendError(f"{refusal.message}; use {KERNEL}=auto, or leave it out", settings=[KERNEL])
     if kernel == "auto":
         kernel = "fa3" if sm == 90 else "fa2"
     processors = torch.cuda.get_device_properties(context.device).multi_processor_count
@@ -337,21 +333,11 @@ def _flashinfer_kernels(context: BackendContext, shape: Shape, options: FlashInf
     if options.workspace_mib < least:
         raise BackendError(
             f"flashinfer_mla.workspace_mib={options.workspace_mib} is too little for {processors} multiprocessors; "
-            f"give {least} or more"
+            f"give {least} or more",
+            settings=["flashinfer_mla.workspace_mib"],
         )
     workspace = context.workspace.request(context.name, context.device, SCRATCH, options.workspace_mib << 20)
     return FlashInferKernels(shape, workspace.buffer, kernel)
-
-
-def _check_cutlass(shape: Shape) -> None:
-    """Its kernel takes these numbers for granted, the scale too, and looks at none of them but the first two."""
-    given = {"heads on a rank": shape.heads, "row width": shape.dims.row_dim, "scale": f"{shape.scale:.6f}"}
-    wanted = {"heads on a rank": 128, "row width": 576, "scale": f"{192**-0.5:.6f}"}
-    wrong = [f"{name} {wanted[name]}, this is {value}" for name, value in given.items() if value != wanted[name]]
-    if 128 % shape.page_size:
-        wrong.append(f"a page size that divides 128, this is {shape.page_size}")
-    if wrong:
-        raise BackendError(f"kernel=cutlass needs {'; '.join(wrong)}; use flashinfer_mla.kernel=auto")
 
 
 def _switches(serving: Serving, options: FlashInferMLAOptions) -> list[str]:

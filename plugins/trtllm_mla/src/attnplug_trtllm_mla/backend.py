@@ -73,7 +73,8 @@ class TRTLLMMLABackend(PlannedBackend):
         page_sizes = PageSizes.of(*KERNEL_PAGES)
         kernel_page = page_sizes.kernel_size(context.page_size)
         if kernel_page is None:
-            raise BackendError(f"page size {context.page_size} is not supported, only {page_sizes}; set --page-size")
+            message = f"page size {context.page_size} is not supported, only {page_sizes}"
+            raise BackendError(message, settings=["page_size"])
         self._page_sizes = (context.page_size, kernel_page)
         pool, row_dim = self._layers.pool, self._shape.dims.row_dim
         self._pages = {
@@ -121,7 +122,8 @@ class TRTLLMMLABackend(PlannedBackend):
         if self._parts.ragged is None:
             return PlanError(
                 f"backend {name} decodes and verifies, it does not {mode}; choose another for that, such as "
-                "--prefill-attention-backend trtllm_mla"
+                "`prefill_attention_backend` trtllm_mla",
+                settings=["prefill_attention_backend"],
             )
         return PlanError(
             f"backend {name} was built with skip_prefill=True, for a draft's worker: it does not {mode}; build it "

@@ -53,7 +53,8 @@ def blackwell_processors(context: BackendContext) -> int:
         listed = " or ".join(map(str, SMS))
         raise BackendError(
             f"backend {context.name} needs SM {listed}, this is SM {10 * major + minor}; choose another with "
-            "--attention-backend"
+            "`attention_backend`",
+            settings=["attention_backend"],
         )
     processors: int = torch.cuda.get_device_properties(context.device).multi_processor_count
     return processors

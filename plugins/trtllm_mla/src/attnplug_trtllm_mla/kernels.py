@@ -274,7 +274,8 @@ def check_scratch(name: str, workspace_mib: int, decode: TRTLLMDecode, max_token
     if workspace_mib < least:
         raise BackendError(
             f"{name}.workspace_mib={workspace_mib} is too little for {decode.processors} multiprocessors and steps of "
-            f"{max_tokens} tokens; give {least} or more"
+            f"{max_tokens} tokens; give {least} or more",
+            settings=[f"{name}.workspace_mib"],
         )
 
 
