@@ -198,6 +198,21 @@ def test_no_placeholder_is_left():
         assert not re.findall(r"MAKE_RUN|TODO|FIXME|XXX", page.read_text()), page
 
 
+def anchors(page: Path) -> set[str]:
+    """The headings of a page, as links spell them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_links_between_pages_lead_somewhere():
+    for page in DOCUMENTS:
+        for link in re.findall(r"\]\((?!http)([^)]+)\)", page.read_text()):
+            path, _, anchor = link.partition("#")
+            target = page if not path else page.parent / path
+            assert target.exists(), f"{page}: {link}"
+            assert not anchor or anchor in anchors(target), f"{page}: {link}"
+
+
 def test_long_output_is_in_docs():
     """What a reader scrolls past does not belong on the project's first page."""
     assert all(len(block.splitlines()) <= 15 for block in blocks(README, "console"))
