@@ -1,4 +1,4 @@
-"""Both halves of an MLA batch in two lanes of one backend: interleaved on a CPU, at the same time on a GPU."""
+"""Two lanes of one MLA backend: plans of one shape alive at once, interleaved on a CPU, on two streams on a GPU."""
 
 from __future__ import annotations
 
@@ -8,100 +8,116 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from attnplug import ForwardBatch
-from support.batches import with_plan
-from support.mla_scene import MLAScene, relative_error
+from attnplug import AttentionBackend, BackendContext, ForwardBatch
+from attnplug.host import plan_forward
+from support.batches import captured, with_plan
+from support.devices import nothing_is_zero_by_chance
+from support.mla_scene import MLACase, MLAScene, relative_error
 
-_ROUNDS = 50
-
-
-class Lanes:
-    """A scene with an even number of requests, equally many new tokens each, whose halves have one shape."""
-
-    def __init__(self, stage: MLAScene) -> None:
-        self.stage, half = stage, len(stage.totals) // 2
-        self.batches = stage.batch().split(half, lanes=(0, 1))
-        rows = [batch.geometry.rows for batch in self.batches]
-        self.q, self.k = stage.q.split(rows), stage.new_rows().unsqueeze(1).split(rows)
-        self.wanted = stage.wanted_absorbed()[0].split(rows)
-
-    def forward(self, lane: int) -> Tensor:
-        backend, batch = self.stage.backend, self.batches[lane]
-        run = backend.forward_decode if batch.forward_mode.is_decode else backend.forward_extend
-        return run(self.q[lane], self.k[lane], None, self.stage.layer, batch)
-
-    def plan(self, lane: int) -> None:
-        with_plan(self.batches[lane], self.stage.backend.init_forward_metadata(self.batches[lane]))
-
-    def check(self, lane: int, out: Tensor) -> None:
-        tolerance = 1e-6 if self.stage.device.type == "cpu" else 5e-3
-        assert relative_error(out, self.wanted[lane]) <= tolerance
+RUNS = 20
+"""Calls on each stream, enough that the two meet."""
 
 
-def check_eager_lanes(stage: MLAScene) -> None:
-    """Two plans of one shape are alive at once."""
-    lanes = Lanes(stage)
-    if stage.device.type == "cpu":
-        for step in (lanes.plan, lanes.forward):
-            made = [step(lane) for lane in (0, 1)]
-        for lane, out in enumerate(made):
-            lanes.check(lane, out)
+class Lane:
+    """One lane's half of a scene's requests, with its queries and new rows. Both halves have the same shape."""
+
+    def __init__(self, scene: MLAScene, batch: ForwardBatch, rows: slice) -> None:
+        self.scene, self.batch, self.rows = scene, batch, rows
+        self.q, self.k = scene.q[rows].clone(), scene.new_rows()[rows].unsqueeze(1).clone()
+        self.outs: list[Tensor] = []
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.stream = torch.cuda.Stream() if scene.device.type == "cuda" else None
+
+    def run(self) -> None:
+        backend = self.scene.backend
+        forward = backend.forward_decode if self.batch.forward_mode.is_decode else backend.forward_extend
+        with nothing_is_zero_by_chance(self.scene.device):
+            self.outs.append(forward(self.q, self.k, None, self.scene.layer, self.batch))
+
+    def replay(self) -> None:
+        if self.graph is None:
+            self.run()
+        else:
+            self.graph.replay()
+            self.outs.append(self.captured_out.clone())
+
+    def capture(self) -> None:
+        """From a batch of fixed memory, as a graph is captured with; then this lane's real batch is put there."""
+        real, backend = self.batch.geometry, self.scene.backend
+        self.batch = captured(
+            real.mode,
+            real.requests,
+            real.max_new,
+            pages=real.page_table.shape[1],
+            page_size=real.page_size,
+            device=real.device,
+            fill=backend.get_cuda_graph_seq_len_fill_value(),
+        )
+        fixed = self.batch.geometry = replace(self.batch.geometry, lane=real.lane)
+        with_plan(self.batch, backend.init_forward_metadata_out_graph(self.batch, in_capture=True))
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                self._plan_and_run()
+            torch.cuda.synchronize()
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph):
+                self._plan_and_run()
+            self.captured_out = self.outs[-1]
+        fixed.page_table.copy_(real.page_table)
+        fixed.seq_lens.copy_(real.seq_lens)
+        self.outs.clear()
+
+    def _plan_and_run(self) -> None:
+        self.scene.backend.init_forward_metadata_in_graph(self.batch)
+        self.run()
+
+
+def two_lanes(scene: MLAScene) -> list[Lane]:
+    """The first half of a scene's requests is one lane's, the second the other's."""
+    halves = scene.batch().split(len(scene.totals) // 2, lanes=(0, 1))
+    rows = halves[0].geometry.rows
+    assert rows == halves[1].geometry.rows
+    return [Lane(scene, batch, slice(n * rows, (n + 1) * rows)) for n, batch in enumerate(halves)]
+
+
+def check_lanes(
+    case: MLACase,
+    device: str,
+    build: Callable[[BackendContext], AttentionBackend],
+    tolerance: float,
+    *,
+    graphs: bool | None = None,
+) -> None:
+    """Eager and captured, or one of them."""
+    for captures in (False, True) if graphs is None else (graphs,):
+        scene = MLAScene(replace(case, lanes=2), device, build)
+        lanes = two_lanes(scene)
+        if captures:
+            geometry = lanes[0].batch.geometry
+            scene.backend.init_cuda_graph_state(geometry.requests, geometry.rows)
+            for lane in lanes:
+                lane.capture()
+            if device == "cpu":  # what a graph does first: both, before either runs
+                for lane in lanes:
+                    scene.backend.init_forward_metadata_in_graph(lane.batch)
+        else:
+            for lane in lanes:
+                plan_forward(scene.backend, lane.batch)
+        _run_at_once(lanes)
+        wanted = scene.wanted_absorbed()[0]
+        for lane in lanes:
+            for out in lane.outs:
+                assert relative_error(out, wanted[lane.rows].to(out.device)) <= tolerance, (captures, lane.rows)
+
+
+def _run_at_once(lanes: list[Lane]) -> None:
+    if lanes[0].stream is None:
+        for lane in (*lanes, lanes[0]):
+            lane.run()
         return
-
-    def plan_and_run(lane: int) -> Tensor:
-        lanes.plan(lane)
-        return lanes.forward(lane)
-
-    _on_two_streams(lanes, [plan_and_run, plan_and_run])
-
-
-def check_captured_lanes(stage: MLAScene) -> None:
-    """Two graphs of one shape, the second planned before the first has run."""
-    lanes = Lanes(stage)
-    backend, batches = stage.backend, lanes.batches
-    backend.init_cuda_graph_state(batches[0].batch_size, batches[0].geometry.rows)
-    for batch in batches:
-        batch.geometry = replace(batch.geometry, captured=True, host=None)
-        with_plan(batch, backend.init_forward_metadata_out_graph(batch, in_capture=True))
-    if stage.device.type == "cpu":
-        for batch in batches:
-            backend.init_forward_metadata_in_graph(batch)
-        for lane in (0, 1):
-            lanes.check(lane, lanes.forward(lane))
-        return
-    _on_two_streams(lanes, [_graph(backend, batches[lane], lanes, lane) for lane in (0, 1)])
-
-
-def _graph(backend, batch: ForwardBatch, lanes: Lanes, lane: int) -> Callable[[int], Tensor]:
-    def run() -> Tensor:
-        backend.init_forward_metadata_in_graph(batch)
-        return lanes.forward(lane)
-
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()  # compiles
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run()
-
-    def replay(_: int) -> Tensor:
-        graph.replay()
-        return out.clone()
-
-    return replay
-
-
-def _on_two_streams(lanes: Lanes, bodies: list[Callable[[int], Tensor]]) -> None:
-    for lane, body in enumerate(bodies):
-        body(lane)  # compiles
+    for lane in lanes * RUNS:
+        with torch.cuda.stream(lane.stream):
+            lane.replay()
     torch.cuda.synchronize()
-    streams, outs = [torch.cuda.Stream() for _ in bodies], []
-    for _ in range(_ROUNDS):
-        for lane, body in enumerate(bodies):
-            with torch.cuda.stream(streams[lane]):
-                outs.append((lane, body(lane)))
-    torch.cuda.synchronize()
-    for lane, out in outs:
-        lanes.check(lane, out)

@@ -17,9 +17,11 @@ from attnplug_trtllm_mla.build import trtllm_mla
 from blackwell_device import PROCESSORS, pretend
 from cutedsl_reference import build_on, reference_cutedsl
 from generation_checks import FP8, check_absorbed, check_decode, check_verify, lengths, scene
+from support.batches import declaring
 from support.configs import DEEPSEEK_V3, read
 from support.devices import DEVICES
 from support.mla_capture import MLACapture
+from support.mla_lanes import check_lanes
 from support.mla_scene import MLACase, MLAModel, MLAScene, relative_error
 from trtllm_reference import NEWEST, ReferenceFlashInfer, flashinfer_folder, reference_trtllm
 
@@ -66,13 +68,20 @@ def test_captured_decode(device):
         assert (out[len(wanted) :] == 0).all()
 
 
+@on_every_device
+def test_two_lanes_run_at_the_same_time(device):
+    """B5, A2: by scratch memory of their own."""
+    case = MLACase(((300, 1), (5, 1), (64, 1), (127, 1)), ForwardMode.DECODE)
+    check_lanes(case, device, build_on(device), 5e-3)
+
+
 @pytest.mark.parametrize(
     ("heads", "queries", "most"), [(16, 1, 8192), (128, 7, 8192), (128, 8, 8191), (65, 4, 8192), (128, 64, 1023)]
 )
 def test_a_call_has_no_more_blocks_than_cuda_counts(heads, queries, most):
     """65535 in the second dimension: one for each 128 rows of a request, begun ones too."""
     stage = scene(MLACase(((5, 1),), ForwardMode.DECODE, heads=heads), "cpu", reference_cutedsl)
-    assert stage.backend._parts.decode.most_requests(queries, with_lse=True) == most
+    assert stage.backend.lanes[0].decode.most_requests(queries, with_lse=True) == most
 
 
 @pytest.mark.parametrize("version", [None, NEWEST])
@@ -109,8 +118,8 @@ def test_its_scratch_is_never_trtllms(monkeypatch):
     pretend(monkeypatch)
 
     def both(context: BackendContext):
-        trtllm_mla(replace(context, name="trtllm_mla"))
-        return cutedsl_mla(replace(context, name="cutedsl_mla"))
+        trtllm_mla(replace(declaring(context, "trtllm_mla"), name="trtllm_mla"))
+        return cutedsl_mla(replace(declaring(context, "cutedsl_mla"), name="cutedsl_mla"))
 
     stage = MLAScene(MLACase(((20, 1),), ForwardMode.DECODE, heads=128), "cpu", both)
     uses = {use.kind: use for use in stage.workspace.report()}

@@ -11,8 +11,8 @@ from attnplug import ForwardMode
 from reference_flashmla import build, on
 from support.devices import DEVICES, nothing_waits
 from support.mla_capture import MLACapture, check_replays, replay_scenes
-from support.mla_lanes import check_captured_lanes, check_eager_lanes
-from support.mla_scene import MLACase, MLAScene
+from support.mla_lanes import check_lanes
+from support.mla_scene import MLACase
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 
@@ -81,23 +81,13 @@ def test_replays_that_overtake_the_device_do_not_overwrite_each_other(device):
         assert torch.equal(found, wanted)
 
 
-def lane_scene(mode: ForwardMode, new: int, device: str):
-    longest = 300 if device == "cpu" else 30000
-    given = tuple((prefix, new) for prefix in (longest, 5, 64, longest // 2))
-    return MLAScene(on(MLACase(given, mode, lanes=2), device), device, build)
-
-
 @on_every_device
 @pytest.mark.parametrize(("mode", "new"), [(ForwardMode.DECODE, 1), (ForwardMode.TARGET_VERIFY, 3)])
 def test_two_lanes_at_the_same_time(mode, new, device):
-    check_eager_lanes(lane_scene(mode, new, device))
-
-
-@on_every_device
-@pytest.mark.parametrize(("mode", "new"), [(ForwardMode.DECODE, 1), (ForwardMode.TARGET_VERIFY, 3)])
-def test_two_captured_lanes_at_the_same_time(mode, new, device):
-    """Each has memory of its own: the second is refilled before the first has run."""
-    check_captured_lanes(lane_scene(mode, new, device))
+    """Each has memory of its own: a captured one is refilled before the other has run."""
+    longest = 300 if device == "cpu" else 30000
+    case = on(MLACase(tuple((prefix, new) for prefix in (longest, 5, 64, longest // 2)), mode), device)
+    check_lanes(case, device, build, 1e-6 if device == "cpu" else 5e-3)
 
 
 @on_every_device

@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from attnplug import DType, ForwardBatch, ForwardExtras, ForwardMode, Geometry
+from attnplug.host import plan_forward
 from attnplug_triton_mla.configurations import Configuration
 from attnplug_triton_mla.options import TritonMLAOptions
 from interpreted_mla import build, on, scene
 from support.batches import with_plan
 from support.devices import DEVICES, nothing_waits
 from support.mla_capture import MLACapture, check_replays, replay_scenes
-from support.mla_lanes import Lanes, check_captured_lanes, check_eager_lanes
+from support.mla_lanes import check_lanes, two_lanes
 from support.mla_scene import LAYER, NAN, MLACase, MLAScene, relative_error
 
 DECODE, VERIFY, DRAFT_EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND
@@ -221,35 +222,31 @@ def test_a_replay_writes_new_rows_where_the_host_says(device):
 class TestLanes:
     """Plans of one shape, alive and running at the same time."""
 
-    def stage(self, mode: ForwardMode, new: int, device: str) -> MLAScene:
+    def case(self, mode: ForwardMode, new: int, device: str) -> MLACase:
         longest = 150 if device == "cpu" else 30000
-        given = tuple((prefix, new) for prefix in (longest, 5, 64, longest // 2))
-        return scene(MLACase(given, mode, heads=2, lanes=2), device)
+        return MLACase(tuple((prefix, new) for prefix in (longest, 5, 64, longest // 2)), mode, heads=2, lanes=2)
 
     @on_every_device
-    @pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (EXTEND, 5)])
-    def test_eager(self, mode, new, device):
-        check_eager_lanes(self.stage(mode, new, device))
-
-    @on_every_device
-    @pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (VERIFY, 3)])
-    def test_captured(self, mode, new, device):
-        check_captured_lanes(self.stage(mode, new, device))
+    @pytest.mark.parametrize(("mode", "new", "graphs"), [(DECODE, 1, None), (EXTEND, 5, False), (VERIFY, 3, True)])
+    def test_at_the_same_time(self, mode, new, graphs, device):
+        case = on(self.case(mode, new, device), device)
+        check_lanes(case, device, build, 1e-6 if device == "cpu" else 5e-3, graphs=graphs)
 
     def test_one_runs_while_parts_of_the_other_wait_to_be_merged(self, monkeypatch):
         """Partial results are a lane's own."""
         from attnplug_triton_mla import backend
 
-        lanes, merge, outs = Lanes(self.stage(DECODE, 1, "cpu")), backend.launch_merge, []
+        stage = scene(self.case(DECODE, 1, "cpu"), "cpu")
+        lanes, merge = two_lanes(stage), backend.launch_merge
 
         def merge_late(*arguments):
             monkeypatch.setattr(backend, "launch_merge", merge)
-            outs.append(lanes.forward(1))
+            lanes[1].run()
             merge(*arguments)
 
-        for lane in (0, 1):
-            lanes.plan(lane)
+        for lane in lanes:
+            plan_forward(stage.backend, lane.batch)
         monkeypatch.setattr(backend, "launch_merge", merge_late)
-        outs.append(lanes.forward(0))
-        for lane, out in zip((1, 0), outs, strict=True):
-            lanes.check(lane, out)
+        lanes[0].run()
+        for lane in lanes:
+            assert relative_error(lane.outs[0], stage.wanted_absorbed()[0][lane.rows]) <= 1e-6

@@ -26,7 +26,7 @@ class PlannedAttention(PlannedBackend):
 
     def __init__(self, context: BackendContext, claims: Claims | None = None) -> None:
         super().__init__(context, claims)
-        self.layers = ServedLayers(context, context.declared.extras | {"out"})
+        self.layers = ServedLayers(context, self.claims.extras)
 
     @abstractmethod
     def attend(self, q: Tensor, layer: LayerSpec, plan: Plan, new: NewRows | None, extras: ForwardExtras) -> Tensor:

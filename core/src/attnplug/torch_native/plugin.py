@@ -31,7 +31,7 @@ def attnplug_backends() -> list[BackendSpec]:
                 roles=frozenset({Role.PREFILL, Role.DECODE, Role.DRAFT}),
                 features=frozenset({Feature.SLIDING_WINDOW, Feature.LOGIT_CAP}),
                 max_speculative_tokens=64,
-                extras=frozenset({"lse"}),
+                extras=frozenset({"lse", "out"}),
                 mla_extend=frozenset(ExtendPath),
                 layouts=frozenset(CacheLayout),
             ),

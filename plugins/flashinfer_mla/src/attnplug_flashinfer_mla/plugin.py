@@ -37,6 +37,21 @@ KERNEL_SMS = {"fa3": (90, 90), "cutlass": (100, 110)}
 MOST_HEADS = 128
 """Heads a rank can have: a query token's heads must fit one tile of the kernels."""
 
+CAPABILITIES = Capabilities(
+    kinds=frozenset({AttentionKind.MLA}),
+    devices=frozenset({"cuda"}),
+    min_sm=80,
+    dtypes=DTYPES,
+    kv_dtypes=DTYPES | {DType.FLOAT8_E4M3},
+    roles=frozenset({Role.PREFILL, Role.DECODE, Role.DRAFT}),
+    mla_dims=frozenset({(512, 64)}),
+    max_speculative_tokens=64,
+    cuda_graph=GraphLevel.UNIFORM,
+    extras=frozenset({"lse", "out"}),
+    mla_extend=frozenset(ExtendPath),
+    layouts=frozenset({CacheLayout.TOKEN_MAJOR, CacheLayout.HEAD_MAJOR}),
+)
+
 
 @hookimpl
 def attnplug_backends() -> list[BackendSpec]:
@@ -50,20 +65,7 @@ def attnplug_backends() -> list[BackendSpec]:
             options=FlashInferMLAOptions,
             check=refusals,
             preference=100,
-            capabilities=Capabilities(
-                kinds=frozenset({AttentionKind.MLA}),
-                devices=frozenset({"cuda"}),
-                min_sm=80,
-                dtypes=DTYPES,
-                kv_dtypes=DTYPES | {DType.FLOAT8_E4M3},
-                roles=frozenset({Role.PREFILL, Role.DECODE, Role.DRAFT}),
-                mla_dims=frozenset({(512, 64)}),
-                max_speculative_tokens=64,
-                cuda_graph=GraphLevel.UNIFORM,
-                extras=frozenset({"lse"}),
-                mla_extend=frozenset(ExtendPath),
-                layouts=frozenset({CacheLayout.TOKEN_MAJOR, CacheLayout.HEAD_MAJOR}),
-            ),
+            capabilities=CAPABILITIES,
         )
     ]
 

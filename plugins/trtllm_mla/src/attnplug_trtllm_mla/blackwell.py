@@ -45,7 +45,7 @@ def capabilities(
         mla_dims=frozenset({(512, 64)}),
         max_speculative_tokens=64,
         cuda_graph=GraphLevel.UNIFORM,
-        extras=frozenset({"lse"}),
+        extras=frozenset({"lse", "out"}),
         mla_extend=mla_extend,
         layouts=frozenset({CacheLayout.TOKEN_MAJOR, CacheLayout.HEAD_MAJOR}),
     )
