@@ -1,4 +1,4 @@
-"""What a backend keeps of the batches that CUDA graphs were captured for, and those that it refuses."""
+"""What a backend keeps for the shapes of batch that CUDA graphs capture, and which shapes it refuses."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _MODES = {
 
 @dataclass(frozen=True, slots=True)
 class GraphLimits:
-    """The most that memory for graphs is made for. ``pages`` is the width of a page table.
+    """The largest batch that memory for graphs is made for. ``pages`` is the width of a page table.
 
-    At level ``ALWAYS`` an extend is captured too. Its ``new_lens`` say at each replay whose rows are whose.
+    At level ``ALWAYS`` an extend is captured too. At each replay its ``new_lens`` say which rows are whose.
     """
 
     max_bs: int
@@ -70,7 +70,7 @@ class GraphLimits:
 
 
 class Captures:
-    """The plan of each captured shape of batch, lane by lane: made once, and looked up at every replay.
+    """The plan of each captured shape of batch, by lane. It is made once, and looked up at every replay.
 
     Graphs of one lane run one after the other and share its memory. Those of different lanes share nothing.
     """

@@ -1,4 +1,4 @@
-"""The memory of one layer's cache rows: storage type, scale and layout behind plain writes and reads."""
+"""The memory of one layer's cache rows: plain writes and reads, whatever the storage type, scale and layout."""
 
 from __future__ import annotations
 
@@ -104,9 +104,9 @@ class PagedBuffer:
             self._cells[self._page_and_offset(slots)] = cells
 
     def _without_padding(self, slots: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
-        """As many slots and cells, none of them padding, so that no number has to come back from the device.
+        """As many slots and cells, none of them padding: then no number has to come back from the device.
 
-        Padding does once more what the first row that is none does. If there is none, it leaves slot 0 as it is.
+        Padding repeats the write of the first other row. If there is none, it leaves slot 0 as it is.
         """
         live = slots >= 0
         first = live.to(torch.uint8).argmax().view(1)
@@ -136,7 +136,7 @@ class PagedBuffer:
         self._cells.index_copy_(0, targets, self._cells.index_select(0, sources))
 
     def move_rows(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy rows between slots of this pool, all at once and as stored; where targets repeat, so do sources."""
+        """Copy rows between slots of this pool, all at once and as stored. Equal targets have equal sources."""
         if self._flat is not None:
             self._scatter(targets, self._flat.index_select(0, sources))
         else:
@@ -161,7 +161,7 @@ class PagedBuffer:
             raise PoolError(f"slots on {slots.device} cannot index a cache on {self.pages.device}; move them there")
 
     def _check_slots(self, slots: Tensor, *, padding: bool = False) -> bool:
-        """Refuse slots outside of the pool, but for -1 where ``padding`` may be among them; whether it may be."""
+        """Refuse slots outside of the pool, except -1 if there may be ``padding``; returns whether there may be."""
         self._check_device(slots)
         if not self._on_host:
             return padding  # to look would be to wait for the device, which minds the bounds itself
@@ -226,9 +226,9 @@ def move_rows(buffers: Iterable[PagedBuffer], sources: Tensor, targets: Tensor) 
 
 
 def _without_skipped(sources: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """As many moves, none of them skipped, so that no number has to come back from the device.
+    """As many moves, none of them skipped: then no number has to come back from the device.
 
-    A skipped one repeats the first that is not. If there is none, it moves slot 0 to itself.
+    A skipped move repeats the first one that is not skipped. If there is none, it moves slot 0 to itself.
     """
     live = targets >= 0
     first = live.to(torch.uint8).argmax().view(1)

@@ -1,4 +1,4 @@
-"""All caches of one model: the pools of its layer kinds, and caches that a layer kind brings by itself."""
+"""All caches of one model: the pools for its kinds of layer, and further caches that a kind of layer needs."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from attnplug.kv.pools import LinearStatePool, MHAPool, MLAPool
 
 
 class PagedCache(Protocol):
-    """A cache that lies at the pages and slots of the requests' page table, and so moves when they do.
+    """A cache that is addressed by the pages and slots of the requests' page table, and so moves when they do.
 
     Index keys and compressed entries are such caches. A cache with less than a row per token (an entry for every
-    fourth token) moves what belongs to the slots it is given.
+    fourth token, say) moves what belongs to the slots it is given.
     """
 
     @property
@@ -82,9 +82,9 @@ class KVPools:
         """Copy the row at slot ``sources[i]`` to slot ``targets[i]``, in every layer that has rows per token.
 
         Both are ``[n]`` integers on the pools' device. All rows are read before any is written, so a slot may be
-        source and target. A target of -1 skips its row, whatever its source is; other targets are distinct. Waits for
-        no device and can be captured. Slots outside of the pool raise PoolError on a CPU. A GPU fails at them later,
-        as it does at any index that is out of bounds.
+        source and target. A target of -1 skips its row, whatever its source is; other targets are distinct. This waits
+        for no device and can be captured. Slots outside of the pool raise PoolError on a CPU. A GPU fails later, as it
+        does for any index that is out of bounds.
         """
         for cache in self._paged():
             cache.move_rows(sources, targets)

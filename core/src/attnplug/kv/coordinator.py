@@ -7,11 +7,11 @@ from typing import Protocol, runtime_checkable
 
 @runtime_checkable
 class Coordinator(Protocol):
-    """Keeps rows of the cache in other memory than the pools', and brings them back when attention reads them (A10).
+    """Keeps rows of the cache outside of the pools, and brings them back when attention reads them (A10).
 
     HiSparse is one: all rows are in host memory, and each request has a small buffer of hot rows on the device. A
-    coordinator is built after the pools and before the backends. A backend captures it in its constructor, and one
-    that calls more than this narrows it to the class that it knows. It is not a part of a batch.
+    coordinator is built after the pools and before the backends. A backend takes it in its constructor. A backend that
+    calls more than this protocol narrows it to the class that it knows. It is not a part of a batch.
     """
 
     @property
@@ -30,9 +30,9 @@ class Coordinator(Protocol):
         ...
 
     def release(self, row: int) -> None:
-        """Give back all that is kept for the request in this row of the slot table: it ended or was aborted.
+        """Give back all that is kept for the request in this row of the slot table, which ended or was aborted.
 
-        Allowed in every state of a request, also while copies of its rows are under way: these are waited for. A row
-        for which nothing is kept is left alone.
+        This is allowed in every state of a request. Copies of its rows that are under way are waited for. A row for
+        which nothing is kept is left alone.
         """
         ...

@@ -1,4 +1,4 @@
-"""Cache tensors that somebody else allocated, seen as pages: what their dimensions mean, and what does not fit."""
+"""Cache tensors that a host allocated, seen as pages: what their dimensions mean, and what does not fit."""
 
 from __future__ import annotations
 
@@ -124,9 +124,10 @@ def check_together(buffers: Mapping[str, PagedBuffer]) -> None:
 
 
 def _overlap(first: Tensor, second: Tensor) -> bool:
-    """Whether two strided tensors share a byte, exactly: spans may interleave, as those of keys and values do.
+    """Whether two strided tensors share a byte. This is exact: spans may interleave, as those of keys and values do.
 
-    They share one if their distance in bytes is a sum of steps, from each dimension a number of steps within its size.
+    They share one if their distance in bytes is a sum of steps, with a number of steps of each dimension that is within
+    its size.
     """
     steps: dict[int, list[int]] = {}
     for tensor, low, high in ((first, 0, 1), (second, -1, 0)):

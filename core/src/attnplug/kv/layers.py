@@ -1,4 +1,4 @@
-"""Which of a model's layers a pool holds, and what may be asked of it: the checks that pools share."""
+"""The checks that pools share: which of a model's layers a pool holds, and what may be asked of it."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class PageLayout:
 
     @property
     def name(self) -> LayoutName | Literal["strided"]:
-        """How the memory lies: as ``token_major`` or ``head_major`` describe it, without gaps, or ``strided``.
+        """How the memory is laid out: as ``token_major`` or ``head_major``, without gaps, or else ``strided``.
 
         With one head the first two are the same memory, and the name is ``token_major``.
         """

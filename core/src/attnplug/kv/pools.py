@@ -139,14 +139,14 @@ class MHAPool:
         return held_for(self._keys, layer_id, "MHA").layout, self._values[layer_id].layout
 
     def scales(self, layer_id: int) -> tuple[float, float]:
-        """What a stored key and value must be multiplied with; 1.0 unless the cache is fp8."""
+        """What to multiply a stored key and value by; 1.0 unless the cache is fp8."""
         return held_for(self._keys, layer_id, "MHA").scale, self._values[layer_id].scale
 
     def write(self, layer_id: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Store ``k`` ``[tokens, kv_heads, head_dim]`` and ``v`` ``[tokens, kv_heads, v_head_dim]``.
 
-        ``slots`` ``[tokens]`` int64 are flat: ``page * page_size + offset``, or -1 for padding, of which nothing is
-        written. Waits for no device.
+        ``slots`` ``[tokens]`` int64 are flat: ``page * page_size + offset``, or -1 for padding, which is not written.
+        Waits for no device.
         """
         key_buffer = held_for(self._keys, layer_id, "MHA")
         value_buffer = self._values[layer_id]
@@ -245,13 +245,13 @@ class MLAPool:
         return held_for(self._rows, layer_id, "MLA").layout
 
     def scale(self, layer_id: int) -> float:
-        """What a stored row must be multiplied with; 1.0 unless the cache is fp8."""
+        """What to multiply a stored row by; 1.0 unless the cache is fp8."""
         return held_for(self._rows, layer_id, "MLA").scale
 
     def write(self, layer_id: int, slots: Tensor, rows: Tensor) -> None:
         """Store ``rows`` ``[tokens, row_dim]`` or ``[tokens, 1, row_dim]`` at flat ``slots`` ``[tokens]`` int64.
 
-        A row whose slot is -1 is padding, and nothing is written of it. Waits for no device.
+        A row with the slot -1 is padding and is not written. Waits for no device.
         """
         buffer = held_for(self._rows, layer_id, "MLA")
         if rows.dim() == 2:

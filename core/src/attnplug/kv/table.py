@@ -112,7 +112,7 @@ class SlotTable:
     def extend_each(self, rows: Sequence[int]) -> tuple[PageCopy, ...]:
         """Make room for one more token in each of ``rows``, all different: a decode step's ``extend`` in one go.
 
-        Of rows that share the page they would write to, each counts as one that needs another.
+        Rows that share the page they would write to each count as needing a page of their own.
         """
         lengths = self._lengths_of(rows)
         if len(set(rows)) != len(rows):

@@ -1,4 +1,4 @@
-"""Rows into pages by one kernel. Imported where there is a GPU with Triton, and nowhere else."""
+"""Writes rows into pages with one kernel. Imported only where there is a GPU with Triton."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ def _write_rows(
 
 
 class RowWriter:
-    """Writes rows ``[tokens, heads, dim]`` into ``pages``. All that the pages decide is settled once, not per call."""
+    """Writes rows ``[tokens, heads, dim]`` into ``pages``. What depends on the pages alone is settled once, not per
+    call."""
 
     def __init__(self, pages: Tensor, layout: PageLayout, scale: float) -> None:
         width = layout.heads * layout.dim

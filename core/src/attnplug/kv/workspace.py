@@ -20,7 +20,7 @@ Allocate = Callable[[int, torch.device, bool], Tensor]
 class WorkspaceUse:
     """One line of the report: an allocation and what each owner asked of it.
 
-    ``retired_bytes`` is held by users of a buffer that has since grown: they should take ``Workspace.buffer`` anew.
+    ``retired_bytes`` is held by users of a buffer that has grown since. They should take ``Workspace.buffer`` again.
     """
 
     device: str
@@ -33,7 +33,8 @@ class WorkspaceUse:
 
 
 class Workspace:
-    """One shared allocation. ``buffer`` is its memory now, ``[bytes]`` uint8; it changes when somebody wants more."""
+    """One shared allocation. ``buffer`` is its current memory, ``[bytes]`` uint8. It changes when somebody asks for
+    more."""
 
     __slots__ = ("_owners", "_retired", "buffer", "kind", "lane")
 

@@ -1,4 +1,4 @@
-"""The base of every wrapper: what the protocol has, it forwards, by the route that the wrapper states (A9)."""
+"""The base of every wrapper: it forwards all that the protocol has, by the wrapper's route (A9)."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ class ForwardingBackend(ABC):
     """A backend that hands everything to backends of its own, which it knows by label.
 
     Subclass contract. ``route`` says which children a call goes to. Every method of the protocol and every optional
-    hook is forwarded by it: those that a layer runs to one child, those about a batch to the children that it names,
-    all others to every child. This holds for hooks that a later version of the contract adds, too: they are read off
-    the protocol when the class is made. A subclass defines only what differs, with the protocol's own parameters.
+    hook is forwarded by it. A call that runs a layer goes to one child, a call about a batch to the children that the
+    route names, and any other call to every child. Methods are generated from the protocol when the class is made, so
+    hooks that a later version of the contract adds are forwarded too. A subclass defines only what differs, with the
+    protocol's own parameters.
 
     A wrapper has an optional hook if one of its children has it. Where several children answer, plans become the parts
-    of one plan of the wrapper's; other answers must agree. Claims are the weakest of the children's, but for those that
-    ``decided_by`` leaves to one child, and ``forced_by`` says which children weakened each. Children's hooks are bound
+    of one plan of the wrapper's; other answers must agree. Claims are the weakest of the children's, except for those
+    that ``decided_by`` leaves to one child. ``forced_by`` says which children weakened each. Children's hooks are bound
     once, at construction, by their own signatures (A8).
     """
 
@@ -114,7 +115,7 @@ class ForwardingBackend(ABC):
         return first
 
     def plan_of(self, batch: ForwardBatch, made: Mapping[str, object], hook: str) -> Plan:
-        """The wrapper's plan, of what ``hook`` of some children returned, by label: checked, the first one's rows."""
+        """The wrapper's plan, made of what ``hook`` returned from some children, by label. Each is checked."""
         mode, rows = batch.forward_mode, batch.num_tokens
         parts = tuple(
             received_plan(plan, self.children[label].backend_id, mode, rows, hook) for label, plan in made.items()
