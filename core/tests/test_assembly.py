@@ -13,7 +13,17 @@ from typing import Any
 import pytest
 import torch
 
-from attnplug import DType, PageSizes, Problem, Role, WorkspaceError
+from attnplug import (
+    BackendContext,
+    DType,
+    ForwardBatch,
+    ForwardMode,
+    Geometry,
+    PageSizes,
+    Problem,
+    Role,
+    WorkspaceError,
+)
 from attnplug.choose.assembly import BuildError
 from attnplug.choose.loading import Source
 from attnplug.host import (
@@ -31,7 +41,9 @@ from attnplug.host import (
     build_chosen,
     build_selection,
     choose_importable,
+    select,
 )
+from support.recorder import Recorder
 from support.specs import MHA, claiming, model
 
 PROBLEM = Problem(model(MHA), "cpu")
@@ -47,6 +59,16 @@ def backend(name: str, **fields: Any) -> Registered:
     return Registered(spec, Source(name, "nowhere", f"{name}-dist", "1.2"))
 
 
+CONTEXT = HostContext(
+    model=PROBLEM.model,
+    device=torch.device("cpu"),
+    dtype=torch.float32,
+    kv_dtype=DType.FLOAT32,
+    page_size=64,
+    limits=Limits(1, 1, 1),
+    pools=KVPools(),
+    workspace=WorkspaceOwner(),
+)
 BEST, GOOD = backend("best", preference=100, options=Options), backend("good", preference=50)
 INSTALLED = Registry({"best": BEST, "good": GOOD})
 
@@ -131,22 +153,12 @@ def test_a_factory_that_refuses_its_options_is_wrong_usage_of_that_backend(monke
         raise UsageError("split must be even")
 
     monkeypatch.setitem(sys.modules, "refuses_options", SimpleNamespace(build=factory))
-    context = HostContext(
-        model=PROBLEM.model,
-        device=torch.device("cpu"),
-        dtype=torch.float32,
-        kv_dtype=DType.FLOAT32,
-        page_size=64,
-        limits=Limits(1, 1, 1),
-        pools=KVPools(),
-        workspace=WorkspaceOwner(),
-    )
     best = backend("best", preference=100, options=Options, factory="refuses_options:build")
     installed = Registry({"best": best, "good": GOOD})
 
     def build(selection: Selection) -> None:
         if selection.chosen(Role.PREFILL) is best:
-            build_selection(selection, context)
+            build_selection(selection, CONTEXT)
 
     with pytest.raises(BuildError, match=r"best \(best-dist 1\.2\): split must be even") as caught:
         build_chosen(installed, BackendRequest(options={"best": {"split": "3"}}), PROBLEM, build)
@@ -173,3 +185,23 @@ def test_what_cannot_be_imported_is_left_out_before_anything_is_built(tmp_path: 
     assert again.chosen(Role.PREFILL) is good
     with pytest.raises(BuildError, match="libcudart"):
         choose_importable(installed, BackendRequest("best"), PROBLEM)
+
+
+@pytest.mark.parametrize("verify", [Role.PREFILL, Role.DECODE])
+def test_verify_goes_where_the_selection_says(monkeypatch: Any, verify: Role) -> None:
+    """A9: a choice that is stated and dropped on the way would be a wrong backend that runs."""
+    built: dict[str, Recorder] = {}
+
+    def factory(context: BackendContext) -> Recorder:
+        return built.setdefault(context.name, Recorder(context.name, context.declared.claims))
+
+    monkeypatch.setitem(sys.modules, "recorders", SimpleNamespace(build=factory))
+    both = {name: backend(name, factory="recorders:build") for name in ("a", "b")}
+    request = BackendRequest(roles={Role.PREFILL: "a", Role.DECODE: "b"}, verify=verify)
+    selection = select(Registry(both), request, PROBLEM)
+    split = build_selection(selection, CONTEXT)
+    table = torch.zeros(1, 1, dtype=torch.int32)
+    batch = ForwardBatch(Geometry.of_lengths(ForwardMode.TARGET_VERIFY, table, [1], [1], 64))
+    assert split.init_forward_metadata(batch).makers() == ["a" if verify is Role.PREFILL else "b"]
+    with pytest.raises(UsageError, match="speculative_attention_mode linear does not verify; use prefill or decode"):
+        BackendRequest(verify=Role.LINEAR)

@@ -24,20 +24,20 @@ class TestSplit:
     @pytest.mark.parametrize("mode", ForwardMode)
     def test_mode_decides_who_plans(self, mode):
         plan = self.split.init_forward_metadata(batch_in(mode))
-        decoding = mode in (ForwardMode.DECODE, ForwardMode.IDLE)
+        decoding = mode in (ForwardMode.DECODE, ForwardMode.IDLE, ForwardMode.TARGET_VERIFY)
         assert plan.planner is self.split.backend_id
         assert [part.planner for part in plan.parts] == [(self.decode if decoding else self.prefill).backend_id]
 
     def test_verify_goes_where_it_is_told(self):
         """A9: planning, running and committing, eager and in graphs."""
-        split = SplitBackend(self.prefill, self.decode, verify=Role.DECODE)
+        split = SplitBackend(self.prefill, self.decode, verify=Role.PREFILL)
         batch = batch_in(ForwardMode.TARGET_VERIFY)
         split.init_forward_metadata(batch)
         split.init_forward_metadata_out_graph(batch, in_capture=True)
         split.init_forward_metadata_in_graph(batch)
         split.forward_extend("q", "k", "v", FULL, batch)
         split.commit_states(batch, "accepted")
-        assert len(self.decode.calls) == 5 and self.prefill.calls == []
+        assert len(self.prefill.calls) == 5 and self.decode.calls == []
 
     def test_verify_goes_to_prefill_or_decode_only(self):
         with pytest.raises(ValueError, match="verify goes to prefill or decode, not to linear"):

@@ -105,7 +105,7 @@ def _full_attention(selection: Selection, context: HostContext) -> AttentionBack
         if name not in built:
             mine = frozenset(other for other in roles if selection.chosen(other) is registered)
             built[name] = _build(selection, registered, context, mine)
-    return SplitBackend(*built.values()) if len(built) > 1 else next(iter(built.values()))
+    return SplitBackend(*built.values(), verify=selection.verify) if len(built) > 1 else next(iter(built.values()))
 
 
 def _build(

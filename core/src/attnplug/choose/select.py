@@ -33,6 +33,17 @@ class BackendRequest:
     attention: str = AUTO
     roles: Mapping[Role, str] = field(default_factory=dict)
     options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    verify: Role = Role.DECODE
+    """Whose backend checks the tokens that a draft proposed, where prefill and decode have different ones. It is an
+    extend of a few tokens, which decode kernels are made for."""
+
+    def __post_init__(self) -> None:
+        if self.verify not in (Role.PREFILL, Role.DECODE):
+            raise UsageError(
+                f"`{Setting.SPECULATIVE_ATTENTION_MODE}` {self.verify} does not verify; use {Role.PREFILL} or "
+                f"{Role.DECODE}",
+                settings=[Setting.SPECULATIVE_ATTENTION_MODE],
+            )
 
     def name_for(self, role: Role) -> str:
         """The name asked for in a role. ``attention`` speaks of full attention, not of linear layers."""
@@ -89,6 +100,8 @@ class Selection:
     options: Mapping[str, Any]
     failed: Mapping[str, Refusal] = field(default_factory=dict)
     """Backends that were left out because they could not be built, by name, with the reason."""
+    verify: Role = Role.DECODE
+    """Whose backend verifies."""
 
     @property
     def unserved(self) -> tuple[RoleChoice, ...]:
@@ -142,7 +155,7 @@ def explain(
     chosen = [choice.chosen for choice in choices.values() if choice.chosen is not None]
     _insist_on_options(registry, request, choices)
     options = {name: given.get(name, _parsed(registry, name, {})) for name in sorted({b.spec.name for b in chosen})}
-    return Selection(problem, choices, _page_size(problem, chosen), options, failed or {})
+    return Selection(problem, choices, _page_size(problem, chosen), options, failed or {}, request.verify)
 
 
 def select(

@@ -21,7 +21,7 @@ class SplitBackend(ForwardingBackend):
     child that did not plan it.
     """
 
-    def __init__(self, prefill: AttentionBackend, decode: AttentionBackend, *, verify: Role = Role.PREFILL) -> None:
+    def __init__(self, prefill: AttentionBackend, decode: AttentionBackend, *, verify: Role = Role.DECODE) -> None:
         if verify not in (Role.PREFILL, Role.DECODE):
             raise ValueError(f"verify goes to {Role.PREFILL} or {Role.DECODE}, not to {verify}")
         super().__init__(
