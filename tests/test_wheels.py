@@ -214,7 +214,7 @@ class TestInstallAndUninstall:
             assert ours["distribution"] == "attnplug-flashinfer-mla"
             reasons = {refusal["code"]: refusal for refusal in ours["refusals"]}
             assert set(reasons) == {"requirement", "device", "dtype", "kv_dtype", "mla_dims"}
-            assert reasons["requirement"]["option"].startswith("pip install 'flashinfer-python")
+            assert reasons["requirement"]["advice"].startswith("pip install 'flashinfer-python")
 
         environment.uninstall("attnplug-flashinfer-mla")
         assert by_status(environment.backends("--all")) == {"torch_native from attnplug": "usable"}
@@ -441,7 +441,7 @@ class TestListing:
         (reason,) = listed["needy"]["reasons"]
         assert reason["code"] == "requirement"
         assert (reason["value"], reason["allowed"]) == (None, ">=7")
-        assert "unobtainium" in reason["message"] and "pip install" in reason["option"]
+        assert "unobtainium" in reason["message"] and "pip install" in reason["advice"]
 
     @pytest.mark.parametrize("flags", [(), ("--json", "--all")], ids=["table", "json"])
     def test_it_imports_neither_torch_nor_a_kernel_library(self, crowd: Environment, flags: tuple[str, ...]) -> None:
