@@ -27,7 +27,7 @@ from attnplug.host import (
 )
 from attnplug.host import load_model as load_spec
 from attnplug_engine import Engine, SamplingParams
-from attnplug_engine.models import build_model
+from attnplug_engine.models.architectures import build_model
 from attnplug_engine.options import EngineOptions
 from attnplug_engine.prepare import insist_on_one_choice
 from attnplug_engine.random_checkpoint import RandomCheckpoint

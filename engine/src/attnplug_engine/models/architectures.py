@@ -17,7 +17,7 @@ from attnplug_engine.checkpoint import Checkpoint, WeightSource, checkpoint_fold
 from attnplug_engine.models import deepseek, kimi, llama, mamba, minimax, nemotron, qwen_hybrid, ring
 from attnplug_engine.models.decoder import Decoder
 from attnplug_engine.models.weights import Weights
-from attnplug_engine.parallel import SINGLE, TensorParallel
+from attnplug_engine.parallel import SINGLE, TensorParallel, rank_local
 from attnplug_engine.random_checkpoint import TINY, RandomCheckpoint
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
@@ -30,7 +30,7 @@ class Architecture:
     """How models of one type are built. ``defaults`` are what the type's config class assumes for absent keys.
 
     ``aliases`` are other names that configs have for keys, with the names that ``build`` reads. ``extra_layers`` names
-    keys that count layers behind the last one (multi-token prediction), and ``ignored`` are patterns of tensor names: a
+    keys that count layers after the last one (multi-token prediction), and ``ignored`` are patterns of tensor names: a
     checkpoint may hold both, and the decoder has no use for them. ``unknown`` are keys by which core reads attention of
     any model, and which this type does not have: transformers does not look at them.
     """
@@ -84,7 +84,7 @@ class UnknownArchitecture(UsageError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A model on its device. ``spec`` is that of the whole model, before ranks divide its heads."""
+    """A model on its device. ``spec`` has the heads that this rank has of it."""
 
     module: Decoder
     spec: ModelSpec
@@ -148,7 +148,7 @@ def build_model(
     with torch.no_grad():
         module = architecture.build(weights, config, spec)
     weights.check_all_taken(_ignored(architecture, config, head=head))
-    return LoadedModel(module.eval(), spec, source.config)
+    return LoadedModel(module.eval(), rank_local(spec, parallel), source.config)
 
 
 def _known(spec: ModelSpec, reference: str) -> Architecture:

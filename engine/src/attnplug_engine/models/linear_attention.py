@@ -1,18 +1,18 @@
-"""What the linear-attention layers share: a rank's part of one, its short convolution, and the gated norm behind it."""
+"""What the linear-attention layers share: a rank's part of one, its short convolution, and the gated norm after it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnplug import ForwardBatch, LayerSpec, LinearDims
-from attnplug.host import convolve
+from attnplug.host import active_attention
 from attnplug_engine.models.layers import frozen
 from attnplug_engine.models.weights import Rows, Weights
-from attnplug_engine.parallel import TensorParallel, even_part, kv_head_part, length
+from attnplug_engine.parallel import TensorParallel, even_part, kv_head_part, rank_layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +47,11 @@ def linear_part(layer: LayerSpec, parallel: TensorParallel) -> LinearPart:
     dims = layer.linear
     assert dims is not None
     heads = even_part(dims.heads, parallel, "linear-attention heads")
-    key_heads = kv_head_part(dims.key_heads, parallel)
-    own = replace(dims, heads=length(heads), key_heads=length(key_heads))
-    if dims.conv_width:
-        own = replace(own, conv_channels=2 * own.key_heads * own.key_dim + own.heads * own.value_dim)
-    return LinearPart(replace(layer, num_heads=own.heads, num_kv_heads=own.key_heads, linear=own), heads, key_heads)
+    return LinearPart(rank_layer(layer, parallel), heads, kv_head_part(dims.key_heads, parallel))
 
 
 class ShortConvolution(nn.Module):
-    """The convolution over each channel's last rows that a layer has in front of its recurrence, with SiLU behind it.
+    """The convolution over each channel's last rows that a layer has before its recurrence, with SiLU after it.
 
     Stored weights are ``[channels, 1, width]``; ``parts`` are this rank's channels of them, in the order of its rows.
     """
@@ -69,7 +65,7 @@ class ShortConvolution(nn.Module):
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """``[tokens, channels]`` to the same; reads and moves on the requests' states."""
-        return convolve(x, self.weight, self.bias, self._layer, batch, silu=True)
+        return active_attention().convolve(x, self.weight, self.bias, self._layer, batch)
 
 
 class GatedHeadNorm(nn.Module):
@@ -96,5 +92,5 @@ class DecayGate(nn.Module):
         self.dt_bias = frozen(dt_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[tokens, …]``, with the bias's shape behind the tokens, to log decays of the same shape."""
+        """``[tokens, …]``, with the bias's shape after the tokens, to log decays of the same shape."""
         return self.rate * F.softplus(x.float() + self.dt_bias)
