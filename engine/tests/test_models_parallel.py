@@ -12,6 +12,8 @@ import torch
 from thread_ranks import Threads, in_ranks
 from torch.testing import assert_close
 
+from attnplug.host import TINY_CONFIGS
+from attnplug.host import load_model as load_spec
 from attnplug_engine.models.architectures import load_model
 from attnplug_engine.parallel import ParallelError, even_part, kv_head_part, padded_part
 
@@ -52,6 +54,16 @@ def test_a_step_reduces_twice_per_layer_and_gathers_once(name, make_stage, seque
 
     for calls, layers in in_ranks(2, run):
         assert calls == ["all_reduce"] * 2 * layers + ["all_gather"]
+
+
+def test_the_layers_that_run_are_those_of_the_ranks_model():
+    """What a layer gives to its backend is what the backend was built for."""
+    for name in TINY_CONFIGS:
+        loaded = load_model(f"tiny:{name}", dtype=torch.float32, device="cpu", parallel=Threads(2).rank(1))
+        own = [block.attention.layer for block in loaded.module.layers if hasattr(block.attention, "layer")]
+        assert own == list(loaded.spec.layers), name
+        whole = load_spec(f"tiny:{name}").layers
+        assert [2 * layer.num_heads for layer in own] == [layer.num_heads for layer in whole], name
 
 
 def test_a_rank_holds_half_of_all_that_is_divided():
