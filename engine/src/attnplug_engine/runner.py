@@ -69,8 +69,8 @@ class ModelRunner:
     """A model with its pools and its backend; runs one step at a time, for whoever schedules.
 
     Built in the only order that types allow: pools, then coordinators (none yet), then backends, which capture both.
-    ``serving`` tells them how steps will be made; what ``policy`` decides of it is filled in here. Lengths that only
-    the host needs are made where the backend, or the choice of an MLA extend's path, asks for them.
+    ``serving`` tells them how steps will be made; what ``policy`` decides of it is filled in here. Batches have
+    exact lengths on the host only if the backend needs them, or if they decide the path of an MLA extend.
     """
 
     def __init__(
@@ -157,15 +157,14 @@ class ModelRunner:
         tokens = [token for entry in entries for token in entry.token_ids]
         starts = [entry.position for entry in entries]
         if step.mode.is_decode:
-            exact, counts, positions, longest, uniform = self._exact_decode, [1] * len(entries), starts, 1, True
+            exact, counts, positions = self._exact_decode, [1] * len(entries), starts
         else:
             exact, counts = self._exact_extend, [len(entry.token_ids) for entry in entries]
             positions = [position for entry in entries for position in entry.positions]
-            longest = max(counts)
-            uniform = longest == min(counts)
-        lengths = list(map(add, starts, counts))  # the table's, which has room for the new tokens already
-        page_table, seq_lens = self.table.batch(step.rows)
+        lengths, longest = list(map(add, starts, counts)), max(counts)
+        uniform = len(tokens) == longest * len(entries)
         ids = to_device(tokens + positions, self.device)
+        page_table, seq_lens = self.table.batch(step.rows)
         geometry = Geometry(
             step.mode,
             page_table,

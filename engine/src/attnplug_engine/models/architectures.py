@@ -171,16 +171,16 @@ def _config(architecture: Architecture, source: WeightSource, spec: ModelSpec) -
 
 
 def _ignored(architecture: Architecture, config: Config, *, head: bool) -> Callable[[str], bool]:
-    """Whether a tensor may stay behind, by its name: it is of a layer for multi-token prediction, is computed, or is
+    """Whether a tensor may be left out, by its name: it is of a layer for multi-token prediction, is computed, or is
     the head of a model without one."""
     patterns = [re.compile(pattern) for pattern in architecture.ignored]
     extra = max((config.optional_integer(key, least=0) or 0 for key in architecture.extra_layers), default=0)
-    behind = range(config.layer_count(), config.layer_count() + extra) if extra else range(0)
+    further = range(config.layer_count(), config.layer_count() + extra) if extra else range(0)
 
     def ignored(name: str) -> bool:
         if name == HEAD and not head:
             return True
         layer = _LAYER.match(name)
-        return (layer is not None and int(layer[1]) in behind) or any(pattern.search(name) for pattern in patterns)
+        return (layer is not None and int(layer[1]) in further) or any(pattern.search(name) for pattern in patterns)
 
     return ignored
