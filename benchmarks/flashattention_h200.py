@@ -33,6 +33,7 @@ from attnplug import (
     DType,
     ForwardBatch,
     ForwardMode,
+    Geometry,
     LayerSpec,
     MHAPool,
     MLADims,
@@ -40,7 +41,7 @@ from attnplug import (
     RaggedCall,
     Role,
 )
-from attnplug.host import KVPools, Limits, WorkspaceOwner
+from attnplug.host import BatchPlan, KVPools, Limits, WorkspaceOwner, load_registry, plan_forward
 from attnplug_flashattention.backend import FlashAttentionBackend
 from attnplug_flashattention.kernels import load_fa4
 from attnplug_flashattention.options import FlashAttentionOptions
@@ -114,33 +115,27 @@ class Ours:
             limits=Limits(case.requests, case.requests * case.length, MAX_CONTEXT),
             pools=KVPools(mha=self.pool),
             workspace=WorkspaceOwner(),
+            declared=load_registry().backends["flashattention"].spec.capabilities,
             options=FlashAttentionOptions(**{"kernel": "fa4", **options}),
         )
         self.backend = FlashAttentionBackend(self.context)
 
     def batch(self, new: int | None = None) -> ForwardBatch:
         """Each request's last ``new`` rows extend it; without a number its last row is decoded."""
-        requests = self.case.requests
-        lens = torch.full((requests,), self.case.length, dtype=torch.int32)
-        news = None if new is None else torch.full((requests,), new, dtype=torch.int32)
+        requests, length = self.case.requests, self.case.length
+        mode = ForwardMode.DECODE if new is None else ForwardMode.EXTEND
         return ForwardBatch(
-            forward_mode=ForwardMode.DECODE if new is None else ForwardMode.EXTEND,
-            input_ids=torch.zeros(requests * (new or 1), dtype=torch.int64, device=self.device),
-            page_table=self.page_table,
-            seq_lens=lens.to(self.device),
-            seq_lens_cpu=lens,
-            extend_seq_lens=None if news is None else news.to(self.device),
-            extend_seq_lens_cpu=news,
+            Geometry.of_lengths(mode, self.page_table, [new or 1] * requests, [length] * requests, PAGE)
         )
 
     def captured(self) -> ForwardBatch:
         """A batch to decode as an engine captures it: with room in its table for the longest context."""
-        batch = self.batch()
+        geometry = self.batch().geometry
         table = torch.zeros(self.case.requests, MAX_CONTEXT // PAGE, dtype=torch.int32, device=self.device)
         table[:, : self.page_table.shape[1]] = self.page_table
-        batch = replace(batch, page_table=table)
+        batch = ForwardBatch(replace(geometry, page_table=table, max_seq_len=MAX_CONTEXT, host=None, captured=True))
         self.backend.init_cuda_graph_state(self.case.requests, self.case.requests)
-        batch.plan = self.backend.init_forward_metadata_out_graph(batch, in_capture=True)
+        batch.plan = BatchPlan(self.backend.init_forward_metadata_out_graph(batch, in_capture=True))
         self.backend.init_forward_metadata_in_graph(batch)
         return batch
 
@@ -154,7 +149,7 @@ class Decode:
         self._q = random(case.requests, case.heads, case.head_dim, device=rig.device)
         self._lens = torch.full((case.requests,), case.length, dtype=torch.int32, device=rig.device)
         self._batch = self._ours.batch()
-        self._batch.plan = self._ours.backend.init_forward_metadata(self._batch)
+        plan_forward(self._ours.backend, self._batch)
         self._fa4 = load_fa4()
 
     @cached_property
@@ -182,7 +177,7 @@ class Decode:
         ours = self._call(self._batch)
         off = difference(ours(0), self._raw(0))
         us = device_us({"raw": lambda: self._raw(0), "ours": lambda: ours(0)}, REPLAYS, self._rig.cold)
-        divided = self._batch.plan.metadata.cached.divided
+        divided = self._batch.plan.attention.metadata.cached.divided
         return {"us": us, "ratio": ratios(us), "difference": off, "parts": 1 if divided is None else divided.count}
 
     def host(self) -> dict[str, Any]:
@@ -211,7 +206,7 @@ class Decode:
     def graphs(self) -> dict[str, Any]:
         """A call inside a graph of 20, the kernels that plan in the graph included."""
         batch, backend = self._captured, self._ours.backend
-        divided = batch.plan.metadata.cached.divided
+        divided = batch.plan.attention.metadata.cached.divided
         bodies = {
             "raw": self._repeated(self._raw),
             "ours": self._repeated(self._call(batch), lambda: backend.init_forward_metadata_in_graph(batch)),
@@ -271,7 +266,7 @@ class Prefill:
         """With the writing of the cache, and without."""
         ours = Ours(self._case, self._rig.device, 1)
         batch = ours.batch(self._case.length)
-        batch.plan = ours.backend.init_forward_metadata(batch)
+        plan_forward(ours.backend, batch)
         forward = partial(ours.backend.forward_extend, self._q, self._k, self._v, ours.layers[0], batch)
         return forward, partial(forward, save_kv_cache=False)
 
@@ -282,10 +277,9 @@ class Prefill:
         layer = LayerSpec(0, AttentionKind.MLA, case.heads, case.heads, case.head_dim, case.v_head_dim,
                           case.head_dim**-0.5, mla=dims)  # fmt: skip
         small = Ours(replace(case, requests=1, length=PAGE), device, 1)
-        backend, batch = small.backend, small.batch(1)
         lens = [case.length] * case.requests
         call = RaggedCall.of(0, lens, lens, causal=True, device=device)
-        forward = partial(backend.forward_ragged, self._q, self._k, self._v, layer, batch, call)
+        forward = partial(small.backend.forward_ragged, self._q, self._k, self._v, layer, call)
         return forward, forward
 
     def parts(self) -> dict[str, Callable[[], dict[str, Any]]]:

@@ -28,6 +28,7 @@ from attnplug import (
     DType,
     ForwardBatch,
     ForwardMode,
+    Geometry,
     LayerSpec,
     LinearDims,
     LinearInputs,
@@ -35,8 +36,9 @@ from attnplug import (
     ModelSpec,
     Role,
 )
-from attnplug.host import KVPools, Limits, WorkspaceOwner
+from attnplug.host import BatchPlan, KVPools, Limits, WorkspaceOwner
 from attnplug_hybrid_linear.fla_backend import FlaLinearBackend
+from attnplug_hybrid_linear.plugin import attnplug_backends
 
 HEADS, DIM = 32, 128
 SCALE = DIM**-0.5
@@ -96,10 +98,12 @@ class Sides:
                 limits=Limits(case.requests, case.requests * case.tokens, 1 << 20),
                 pools=KVPools(linear=self.pool),
                 workspace=WorkspaceOwner(),
+                declared=next(spec.capabilities for spec in attnplug_backends() if spec.name == "fla"),
+                options=None,
             )
         )
         self.batch = self._batch()
-        self.batch.plan = self.backend.init_forward_metadata(self.batch)
+        self.plan()
 
     def _states(self, number: int) -> Tensor:
         states = self.pool.recurrent(number)
@@ -116,17 +120,13 @@ class Sides:
 
     def _batch(self) -> ForwardBatch:
         requests, tokens = self.case.requests, self.case.tokens
-        lens = torch.full((requests,), tokens, dtype=torch.int32)
-        return ForwardBatch(
-            forward_mode=ForwardMode.DECODE if self.decode else ForwardMode.EXTEND,
-            input_ids=torch.zeros(requests * tokens, dtype=torch.int64, device=self.device),
-            page_table=torch.zeros(requests, -(-tokens // 64), dtype=torch.int32, device=self.device),
-            seq_lens=lens.to(self.device),
-            seq_lens_cpu=lens,
-            extend_seq_lens=None if self.decode else lens.to(self.device),
-            extend_seq_lens_cpu=None if self.decode else lens,
-            state_slots=self.slots,
-        )
+        mode = ForwardMode.DECODE if self.decode else ForwardMode.EXTEND
+        table = torch.zeros(requests, -(-tokens // 64), dtype=torch.int32, device=self.device)
+        lens = [tokens] * requests
+        return ForwardBatch(Geometry.of_lengths(mode, table, lens, lens, 64, state_slots=self.slots))
+
+    def plan(self) -> None:
+        self.batch.plan = BatchPlan(self.backend.init_forward_metadata(self.batch))
 
     def ours(self, number: int) -> Tensor:
         return self.backend.forward_linear(self.inputs, self.layers[number % self.count], self.batch)
@@ -226,7 +226,7 @@ class Sides:
     def difference(self) -> float:
         """‖ours − raw‖ / ‖raw‖ from equal states; raw leaves them as they are, ours does not."""
         self.slots.copy_(torch.arange(self.case.requests, device=self.device))
-        self.batch.plan = self.backend.init_forward_metadata(self.batch)  # slots are as the plan found them
+        self.plan()  # slots are as the plan found them
         raw = self.raw()(0).float()
         ours = self.ours(0).float()
         found = float((ours - raw).norm() / raw.norm())

@@ -64,8 +64,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from attnplug import ExtendPath, ForwardBatch
-from attnplug.host import ExtendPolicy, MLAAttention, MLAWeights
-from attnplug_triton_mla.backend import TritonMLABackend
+from attnplug.host import BatchPlan, ExtendPolicy, KVPools, MLAWeights, ModelAttention
 from attnplug_triton_mla.options import TritonMLAOptions
 
 WHAT = (
@@ -82,12 +81,12 @@ class Decode:
 
     def __init__(self, case: Case, rig: Rig, pair: Pair = FLASHINFER) -> None:
         self._case, self._rig, self._pair = case, rig, pair
-        self._ours = Ours(case, rig.device, LAYERS, pair.build)
+        self._ours = Ours(case, rig.device, LAYERS, pair.name)
         self._backend = self._ours.backend
         self._q = random(case.requests, case.heads, DIMS.row_dim, device=rig.device)
         self._rows = random(case.requests, 1, DIMS.row_dim, device=rig.device)
         self._batch = self._ours.batch()
-        self._batch.plan = self._backend.init_forward_metadata(self._batch)
+        self._batch.plan = BatchPlan(self._backend.init_forward_metadata(self._batch))
         self._raw = pair.raw(self._ours, self._q, rig, False)
 
     @cached_property
@@ -98,8 +97,8 @@ class Decode:
     def _captured(self) -> ForwardBatch:
         """A batch planned for a graph, its page indices in place."""
         self._backend.init_cuda_graph_state(self._case.requests, self._case.requests)
-        batch = self._ours.batch()
-        batch.plan = self._backend.init_forward_metadata_out_graph(batch, in_capture=True)
+        batch = self._ours.batch(captured=True)
+        batch.plan = BatchPlan(self._backend.init_forward_metadata_out_graph(batch, in_capture=True))
         self._backend.init_forward_metadata_in_graph(batch)
         return batch
 
@@ -183,9 +182,9 @@ class Rotating:
 
     def __init__(self, case: Case, rig: Rig) -> None:
         self._case, self._rig, self._layers = case, rig, rotating_layers(case)
-        self._ours = Ours(case, rig.device, self._layers, TritonMLABackend)
-        invariant = replace(self._ours.context, options=TritonMLAOptions(batch_invariant=True))
-        self._backends = {"triton": self._ours.backend, "triton_invariant": TritonMLABackend(invariant)}
+        self._ours = Ours(case, rig.device, self._layers, "triton_mla")
+        invariant = self._ours.build("triton_mla", TritonMLAOptions(batch_invariant=True))
+        self._backends = {"triton": self._ours.backend, "triton_invariant": invariant}
         self._q = random(case.requests, case.heads, DIMS.row_dim, device=rig.device)
         self._rows = random(case.requests, 1, DIMS.row_dim, device=rig.device)
 
@@ -198,9 +197,11 @@ class Rotating:
         With ``writing`` each call has its new rows to store first.
         """
         backend.init_cuda_graph_state(self._case.requests, self._case.requests)
-        batch, layers = self._ours.batch(), self._ours.layers
-        batch.page_table = pad(batch.page_table, (0, max(room // PAGE - batch.page_table.shape[1], 0)))
-        batch.plan = backend.init_forward_metadata_out_graph(batch, in_capture=True)
+        batch, layers = self._ours.batch(captured=True), self._ours.layers
+        table = batch.geometry.page_table
+        wide = pad(table, (0, max(room // PAGE - table.shape[1], 0)))
+        batch.geometry = replace(batch.geometry, page_table=wide)
+        batch.plan = BatchPlan(backend.init_forward_metadata_out_graph(batch, in_capture=True))
         rows = self._rows if writing else None
 
         def body() -> Tensor:
@@ -227,8 +228,8 @@ class Rotating:
             bodies["flashmla"] = self._library(RawFlashMLA(self._ours, self._q))
         bodies |= {name: self._side(backend) for name, backend in self._backends.items()}
         bodies["triton_again"] = bodies["triton"]
-        bodies["triton_room"] = self._side(TritonMLABackend(self._ours.context), room=MAX_CONTEXT)
-        bodies["triton_writing"] = self._side(TritonMLABackend(self._ours.context), writing=True)
+        bodies["triton_room"] = self._side(self._ours.build("triton_mla"), room=MAX_CONTEXT)
+        bodies["triton_writing"] = self._side(self._ours.build("triton_mla"), writing=True)
         captured = {name: capture(body) for name, body in bodies.items()}
         replays = {name: graph.replay for name, (graph, _) in captured.items()}
         us = {name: value / CALLS for name, value in device_us(replays, REPLAYS, self._rig.cold).items()}
@@ -240,7 +241,7 @@ class Rotating:
     def host(self) -> dict[str, Any]:
         """A call on the host, writing and not, and the plan of a batch that is not captured."""
         backend, layers, batch = self._ours.backend, self._ours.layers, self._ours.batch()
-        batch.plan = backend.init_forward_metadata(batch)
+        batch.plan = BatchPlan(backend.init_forward_metadata(batch))
 
         def call(number: int, rows: Tensor | None = None) -> Tensor:
             layer = layers[number % self._layers]
@@ -259,9 +260,9 @@ class Prefill:
         self._case, self._rig = case, rig
         self._ours = Ours(case, rig.device, 1)
         policy = ExtendPolicy(forced=ExtendPath.ONE_SHOT)
-        self._mla = MLAAttention(self._ours.backend, self._ours.pool, policy)
+        self._attention = ModelAttention(self._ours.backend, KVPools(mla=self._ours.pool), policy)
         self._batch = self._ours.batch(case.length)
-        self._mla.prepare(self._batch)
+        self._attention.plan(self._batch)
         rows = case.requests * case.length
         self._q, self._k, self._v = (
             random(rows, case.heads, dim, device=rig.device) for dim in (QK_DIM, QK_DIM, V_DIM)
@@ -272,14 +273,15 @@ class Prefill:
         return {"eager": self.eager, "plan": self.planning}
 
     def eager(self) -> dict[str, Any]:
-        (call,) = self._batch.mla_plan.calls
+        (call,), planned = self._batch.geometry.calls, self._batch.plan
+        assert planned is not None
         forward, (layer,) = self._ours.backend.forward_ragged, self._ours.layers
 
         def raw() -> Tensor:
             return self._raw.run(self._q, self._k, self._v)
 
         def ours() -> Tensor:
-            out: Tensor = forward(self._q, self._k, self._v, layer, self._batch, call)
+            out: Tensor = forward(self._q, self._k, self._v, layer, call, planned.chunks)
             return out
 
         off = difference(ours(), raw())
@@ -293,7 +295,7 @@ class Prefill:
         calls: dict[str, Call] = {
             "stock": self._raw.plan,
             "ours": lambda _: plan(self._batch),
-            "ours_prepare": lambda _: self._mla.prepare(other),
+            "ours_prepare": lambda _: self._attention.plan(other),
         }
         return {
             "us": medians(host_us(calls, 30, 1)),
@@ -337,14 +339,15 @@ class Memory:
     def peak(self, path: ExtendPath) -> dict[str, Any]:
         """Bytes that preparing a batch leaves on the device, and the most that one layer adds while it runs."""
         policy = ExtendPolicy(chunk_capacity=CAPACITY, forced=path)
-        mla, batch = MLAAttention(self._ours.backend, self._ours.pool, policy), self._ours.batch(NEW)
+        attention = ModelAttention(self._ours.backend, KVPools(mla=self._ours.pool), policy)
+        batch = self._ours.batch(NEW)
         (layer,) = self._ours.layers
         before = torch.cuda.memory_allocated()
-        mla.prepare(batch)
+        attention.plan(batch)
         prepared = torch.cuda.memory_allocated() - before
 
         def run() -> Tensor:
-            return mla.attend(self._q, self._rows, layer, self._weights, batch)
+            return attention.attend_mla(self._q, self._rows, layer, self._weights, batch)
 
         run()  # cuBLAS takes its workspace at the first call
         torch.cuda.synchronize()
@@ -353,7 +356,7 @@ class Memory:
         out = run()
         torch.cuda.synchronize()
         found = {
-            "calls": len(batch.mla_plan.calls),
+            "calls": len(batch.geometry.calls),
             "prepared_bytes": prepared,
             "peak_bytes": torch.cuda.max_memory_allocated() - before,
         }

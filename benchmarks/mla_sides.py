@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,19 +12,20 @@ from torch import Tensor
 
 from attnplug import (
     AttentionKind,
-    BackendContext,
     DType,
     ForwardBatch,
     ForwardMode,
+    Geometry,
     LayerSpec,
     MLADims,
     MLAPool,
     ModelSpec,
     Role,
 )
-from attnplug.host import KVPools, Limits, WorkspaceOwner
+from attnplug.host import HostContext, KVPools, Limits, WorkspaceOwner, load_registry
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
 from attnplug_flashmla.backend import FlashMLABackend
+from attnplug_triton_mla.backend import TritonMLABackend
 
 PAGE = 64
 DIMS = MLADims(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64)
@@ -139,13 +140,17 @@ class Rig:
         return {"copy_gb_per_s": moved / us["copy"] / 1e3, "matmul_tflop_per_s": 2 * 8192**3 / us["product"] / 1e6}
 
 
-Build = Callable[[BackendContext], Any]
+BACKENDS: dict[str, Callable[..., Any]] = {
+    "flashinfer_mla": FlashInferMLABackend,
+    "flashmla": FlashMLABackend,
+    "triton_mla": TritonMLABackend,
+}
 
 
 class Ours:
     """One of our backends over caches of random rows in random pages."""
 
-    def __init__(self, case: Case, device: torch.device, layers: int, build: Build = FlashInferMLABackend) -> None:
+    def __init__(self, case: Case, device: torch.device, layers: int, name: str = "flashinfer_mla") -> None:
         self.case, self.device = case, device
         width = -(-case.length // PAGE)
         pages = case.requests * width
@@ -159,9 +164,7 @@ class Ours:
             self.pool.rows(layer.layer_id).normal_()
         self.workspace = WorkspaceOwner()
         before = torch.cuda.memory_allocated()
-        self.context = BackendContext(
-            name="benchmark",
-            roles=frozenset({Role.PREFILL, Role.DECODE}),
+        self._host = HostContext(
             model=ModelSpec("benchmark", "benchmark", self.layers, MAX_CONTEXT),
             device=device,
             dtype=DTYPE,
@@ -171,23 +174,23 @@ class Ours:
             pools=KVPools(mla=self.pool),
             workspace=self.workspace,
         )
-        self.backend = build(self.context)
+        self.backend = self.build(name)
         self.backend_bytes = torch.cuda.memory_allocated() - before
 
-    def batch(self, new: int | None = None) -> ForwardBatch:
-        """Each request's last ``new`` rows extend it; without a number its last row is decoded."""
-        requests = self.case.requests
-        lens = torch.full((requests,), self.case.length, dtype=torch.int32)
-        news = None if new is None else torch.full((requests,), new, dtype=torch.int32)
-        return ForwardBatch(
-            forward_mode=ForwardMode.DECODE if new is None else ForwardMode.EXTEND,
-            input_ids=torch.zeros(requests * (new or 1), dtype=torch.int64, device=self.device),
-            page_table=self.page_table,
-            seq_lens=lens.to(self.device),
-            seq_lens_cpu=lens,
-            extend_seq_lens=None if news is None else news.to(self.device),
-            extend_seq_lens_cpu=news,
-        )
+    def build(self, name: str, options: Any = None) -> Any:
+        """A backend over these caches."""
+        declared, roles = load_registry().backends[name].spec.capabilities, frozenset({Role.PREFILL, Role.DECODE})
+        return BACKENDS[name](self._host.for_backend(name, declared, roles=roles, options=options))
+
+    def batch(self, new: int | None = None, *, captured: bool = False) -> ForwardBatch:
+        """Each request's last ``new`` rows extend it; without a number its last row is decoded.
+
+        A captured batch has its lengths on the device only.
+        """
+        requests, length = self.case.requests, self.case.length
+        mode = ForwardMode.DECODE if new is None else ForwardMode.EXTEND
+        geometry = Geometry.of_lengths(mode, self.page_table, [new or 1] * requests, [length] * requests, PAGE)
+        return ForwardBatch(replace(geometry, host=None, captured=True) if captured else geometry)
 
 
 class RawDecode:
@@ -272,12 +275,12 @@ class RawFlashMLA:
 class Pair:
     """A backend of ours and its library: ``raw`` makes the library's side, for graphs or not."""
 
-    build: Build
+    name: str
     raw: Callable[[Ours, Tensor, Rig, bool], Any]
 
 
-FLASHINFER = Pair(FlashInferMLABackend, lambda ours, q, rig, graph: RawDecode(ours, q, rig.scratch, graph=graph))
-FLASHMLA = Pair(FlashMLABackend, lambda ours, q, rig, graph: RawFlashMLA(ours, q))
+FLASHINFER = Pair("flashinfer_mla", lambda ours, q, rig, graph: RawDecode(ours, q, rig.scratch, graph=graph))
+FLASHMLA = Pair("flashmla", lambda ours, q, rig, graph: RawFlashMLA(ours, q))
 
 
 def missing_flashmla() -> str | None:

@@ -10,7 +10,7 @@ import argparse
 import sys
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 
@@ -20,21 +20,12 @@ from gpu_report import Report, attempt, describe
 from mla_sides import CALLS, DIMS, MAX_CONTEXT, QK_DIM, SCALE, V_DIM, Rig, random
 from torch import Tensor
 
-from attnplug import (
-    AttentionKind,
-    BackendContext,
-    DType,
-    ForwardBatch,
-    ForwardMode,
-    LayerSpec,
-    MLAPool,
-    ModelSpec,
-    Role,
-)
-from attnplug.host import KVPools, Limits, WorkspaceOwner
+from attnplug import AttentionKind, DType, ForwardBatch, ForwardMode, Geometry, LayerSpec, MLAPool, ModelSpec
+from attnplug.host import BatchPlan, HostContext, KVPools, Limits, WorkspaceOwner
 from attnplug_triton_mla.backend import TritonMLABackend
 from attnplug_triton_mla.configurations import Configuration, choose
 from attnplug_triton_mla.options import TritonMLAOptions
+from attnplug_triton_mla.plugin import attnplug_backends
 
 WHAT = "triton_mla: variants of decode and verify beside the plain decode; µs of a call in a graph of 20, medians"
 PACKAGES = ("torch", "triton", "attnplug", "attnplug-triton-mla")
@@ -92,9 +83,7 @@ class Side:
         for layer in self._layers:
             rows = pool.rows(layer.layer_id)
             rows.copy_(random(*rows.shape, device=device))
-        context = BackendContext(
-            name="benchmark",
-            roles=frozenset({Role.PREFILL, Role.DECODE}),
+        host = HostContext(
             model=ModelSpec("benchmark", "benchmark", self._layers, MAX_CONTEXT),
             device=device,
             dtype=torch.bfloat16,
@@ -103,18 +92,21 @@ class Side:
             limits=Limits(len(lens), len(lens) * variant.queries, MAX_CONTEXT),
             pools=KVPools(mla=pool),
             workspace=WorkspaceOwner(),
-            options=TritonMLAOptions(batch_invariant=variant.invariant),
         )
+        (spec,), options = attnplug_backends(), TritonMLAOptions(batch_invariant=variant.invariant)
         rows = len(lens) * variant.queries
-        self._context, self._decode = context, variant.queries == 1
+        self._context = host.for_backend("benchmark", spec.capabilities, options=options)
+        self._decode = variant.queries == 1
         self._q = random(rows, variant.heads, DIMS.row_dim, device=device)
-        new = None if self._decode else torch.full((len(lens),), variant.queries, dtype=torch.int32, device=device)
-        self._batch = ForwardBatch(
-            forward_mode=ForwardMode.DECODE if self._decode else ForwardMode.TARGET_VERIFY,
-            input_ids=torch.zeros(rows, dtype=torch.int64, device=device),
-            page_table=table.to(device),
-            seq_lens=torch.tensor(lens, dtype=torch.int32, device=device),
-            extend_seq_lens=new,
+        self._geometry = Geometry(
+            ForwardMode.DECODE if self._decode else ForwardMode.TARGET_VERIFY,
+            table.to(device),
+            torch.tensor(lens, dtype=torch.int32, device=device),
+            size,
+            rows=rows,
+            max_seq_len=max(lens),
+            max_new=variant.queries,
+            captured=True,
         )
         self._capture(choose)
 
@@ -125,9 +117,10 @@ class Side:
         return other
 
     def _capture(self, choose: Callable[..., Configuration]) -> None:
-        self._backend, self._batch = TritonMLABackend(self._context, choose=choose), replace(self._batch)
+        self._backend, self._batch = TritonMLABackend(self._context, choose=choose), ForwardBatch(self._geometry)
         self._backend.init_cuda_graph_state(self._batch.batch_size, self._batch.num_tokens)
-        self._batch.plan = self._backend.init_forward_metadata_out_graph(self._batch, in_capture=True)
+        plan = self._backend.init_forward_metadata_out_graph(self._batch, in_capture=True)
+        self._batch.plan = BatchPlan(plan)
 
     def plan(self) -> Tensor:
         for _ in range(CALLS):

@@ -1,11 +1,11 @@
-"""Writes what is generated in the documentation: output of commands, tables of specs and of measurements.
+"""Writes the generated parts of the documentation: output of commands, tables of specs and of measurements.
 
 python docs/generate.py            rewrite the generated blocks
 python docs/generate.py --check    fail if one is out of date (part of make lint)
 python docs/generate.py --samples  rewrite the samples too: output that holds times, and so differs with every run
 
-A block is what lies between <!-- generated: WHAT --> or <!-- sample: WHAT --> and <!-- end -->. WHAT is a command, of
-whose output "| 12 lines" keeps the first 12, or one of the names in TABLES.
+A block is what lies between <!-- generated: WHAT --> or <!-- sample: WHAT --> and <!-- end -->. WHAT is a command, or
+one of the names in TABLES. After a command, "| 12 lines" keeps the first 12 lines of its output.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _ours() -> dict[str, Registered]:
 
 @cache
 def _run(command: str, *, sample: bool = False) -> str:
-    """What a command prints on a machine without a GPU; of a sample also what it tells people beside its result."""
+    """What a command prints on a machine without a GPU. A sample also has what goes to standard error."""
     program, *arguments = command.split()
     words = [str(Path(sys.executable).parent / program), *arguments]
     if command == "make run":
@@ -77,7 +77,7 @@ def _run(command: str, *, sample: bool = False) -> str:
 
 
 def output_of(what: str, *, sample: bool) -> str:
-    """A command with what it prints, or with the first lines of that."""
+    """A command and what it prints, or the first lines of that."""
     command, _, limit = what.partition(" | ")
     lines = _run(command, sample=sample).splitlines()
     if limit:
@@ -86,7 +86,7 @@ def output_of(what: str, *, sample: bool) -> str:
 
 
 def generated(text: str, *, samples: bool) -> str:
-    """A page with its generated blocks, and its samples if they are asked for, as they are now."""
+    """A page with its generated blocks up to date, and its samples too if they are asked for."""
 
     def block(match: re.Match[str]) -> str:
         kind, what = match.groups()

@@ -1,4 +1,5 @@
-"""Tables of the README from the committed results of benchmarks: no figure is typed by hand."""
+"""Tables of the README and of docs/measurements.md, from the committed results of benchmarks. No figure is typed by
+hand."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ GQA_CASES = [(1, 16384), (16, 4096), (64, 8192)]
 
 
 def decode_times() -> str:
-    """µs of one layer's decode in a CUDA graph: MLA, then GQA."""
+    """µs of one layer's decode in a CUDA graph, for MLA and for GQA."""
     mla = {(case["heads"], case["requests"], case["length"]): case for case in _read("triton_mla_h200")["triton"]}
     gqa = {(case["requests"], case["length"]): case for case in _read("flashattention_h200")["decode"]}
     lines = ["| MLA, requests × tokens | `triton_mla` | FlashInfer | FlashMLA |", "|---|---|---|---|"]
@@ -34,7 +35,7 @@ def decode_times() -> str:
 
 
 def cost_of_wrapping() -> str:
-    """The most that a backend takes beyond its library called directly, over all cases of a section."""
+    """The most that a backend adds to the time of its library, called directly, over all cases of a section."""
     mla, attention, linear = (_read(f"{name}_h200") for name in ("mla", "flashattention", "linear"))
     rows = [
         ("`flashinfer_mla`, decode", mla["decode"], "ours", "ours_writing"),
@@ -62,5 +63,5 @@ def _most(cases: Iterable[dict[str, Any]], mode: str, side: str | None) -> str:
 
 
 def _fastest(*times: float) -> str:
-    """Cells of a row, the least in bold."""
+    """Cells of a row, with the smallest in bold."""
     return " | ".join(f"**{time:.0f}**" if time == min(times) else f"{time:.0f}" for time in times)

@@ -1,4 +1,4 @@
-"""A coordinator reaches every backend that is built, those behind another one included (A10)."""
+"""A coordinator reaches every backend that is built, those inside another one included (A10)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from support.mla_scene import MLACase, MLAScene
 
 
 def test_a_fallback_is_built_from_its_owners_context(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A10: coordinator, pools and all; only name and options are its own."""
+    """A10: coordinator, pools and all; only name, options and what its spec declares are its own."""
     given: list[BackendContext] = []
     monkeypatch.setattr(trtllm, "FlashInferMLABackend", given.append)
     plugin, seen = PLUGINS["torch_native"], []
@@ -22,5 +22,5 @@ def test_a_fallback_is_built_from_its_owners_context(monkeypatch: pytest.MonkeyP
     trtllm.fallback(owner, 16)
     (own,) = given
     different = {f.name for f in fields(BackendContext) if getattr(own, f.name) is not getattr(owner, f.name)}
-    assert different == {"name", "options"}
+    assert different == {"name", "options", "declared"}
     assert own.name == "trtllm_mla/flashinfer_mla" and own.options.workspace_mib == 16

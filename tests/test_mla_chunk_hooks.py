@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from itertools import product
 
 import pytest
 
-from attnplug import BackendContext, ExtendPath, ForwardBatch, ForwardMode, Geometry, Plan, PlanError, Serving
+from attnplug import BackendContext, ExtendPath, ForwardBatch, ForwardMode, Plan, PlanError, Serving
 from attnplug.choose.building import claim_problems
 from attnplug.contract.backend import bind_optional_hook
-from attnplug.host import ExtendPolicy, HybridLinearBackend, backend_problems, load_registry, plan_extend
-from attnplug.mla.plan import ABSORBED
+from attnplug.host import ExtendPolicy, HybridLinearBackend, backend_problems, load_registry
+from attnplug.mla.plan import plan_extend
 from support.mla_plugins import PLUGINS, Chunks, joined, serving_mla
 from support.mla_scene import MLACase, MLAModel, MLAScene, relative_error
 
@@ -52,11 +53,15 @@ class Stage:
     def batch(self, path: ExtendPath, captured: bool) -> ForwardBatch:
         """A batch that somebody prepared for a path, whatever this backend claims."""
         batch = self.scene.batch()
-        batch.captured = captured
-        batch.mla_plan = ABSORBED
-        if path is not ExtendPath.ABSORBED:
-            batch.mla_plan = plan_extend(Geometry.of(batch, 64), path, CAPACITY)
+        parts = () if path is ExtendPath.ABSORBED else plan_extend(batch.geometry, path, CAPACITY)
+        batch.geometry = replace(batch.geometry, captured=captured, calls=tuple(part.call for part in parts))
         return batch
+
+
+def path_of(batch: ForwardBatch) -> ExtendPath:
+    """How a planned batch with a prefix runs."""
+    paths = {0: ExtendPath.ABSORBED, 1: ExtendPath.ONE_SHOT}
+    return paths.get(len(batch.geometry.calls), ExtendPath.CHUNKED)
 
 
 def answer(hook, batch: ForwardBatch, flag: bool) -> int | None:
@@ -103,7 +108,7 @@ def test_it_plans_when_and_only_when_it_must(name, serving):
         alone = bind_optional_hook(stage.backend, HOOK)
         for path, captured, flag in product(ExtendPath, (False, True), (False, True)):
             batch = stage.batch(path, captured)
-            chunks = max(len(batch.mla_plan.parts) - 1, 0)
+            chunks = max(len(batch.geometry.calls) - 1, 0)
             assert bool(chunks) == (prefix and path is ExtendPath.CHUNKED)
             wanted = PLUGINS[name].planned(Chunks(serving, path, chunks, captured, flag))
             assert answer(alone, batch, flag) == wanted, (prefix, path, captured, flag)
@@ -122,17 +127,17 @@ def test_what_the_policy_chooses_runs_right(name, serving, captured):
         disable_chunked_prefix_cache=serving.disable_chunked_prefix_cache,
     )
     model, batch = MLAModel(stage.scene), stage.scene.batch()
-    batch.captured = captured
+    batch.geometry = replace(batch.geometry, captured=captured)
     plugin = PLUGINS[name]
     if not plugin.prefills or (serving.skip_prefill and not plugin.prefills_always):
-        with pytest.raises(PlanError, match=r"skip_prefill|not extend"):
+        with pytest.raises(PlanError, match=r"skip_prefill|not extend|in mode extend"):
             model.run(policy, batch)
         return
     # Rounded to bfloat16 here, and to fp8 there.
     exact = dict.fromkeys(("torch_native", "flashinfer_mla", "triton_mla"), 1e-6)
     allowed = {**exact, "tokenspeed_mla": 0.1}.get(name, 1e-2)
     assert relative_error(model.run(policy, batch), model.wanted()) <= allowed
-    chose = batch.mla_plan.path
+    chose = path_of(batch)
     assert chose in stage.backend.claims.mla_extend
     if serving.disable_chunked_prefix_cache:
         assert chose is (ExtendPath.ABSORBED if plugin.decodes else ExtendPath.ONE_SHOT)

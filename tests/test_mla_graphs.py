@@ -12,7 +12,7 @@ from support.mla_scene import MLACase
 
 
 @pytest.mark.parametrize("name", ["flashmla", "flashinfer_mla", "triton_mla"])
-def test_a_decode_is_captured_behind_flashattentions_prefill(name):
+def test_a_decode_is_captured_beside_flashattentions_prefill(name):
     """A9: the graphs are the decode backend's, and the prefill backend is in nobody's way."""
 
     def build(context: BackendContext) -> SplitBackend:

@@ -62,7 +62,7 @@ class TinyPlugin:
 _SPEC = """
 from attnplug import AttentionKind, BackendSpec, Capabilities, DType, hookimpl
 
-def spec(name, contract="1.0", devices=("cpu",), dtypes=(DType.FLOAT32,), requires=(), **more):
+def spec(name, contract="0.9", devices=("cpu",), dtypes=(DType.FLOAT32,), requires=(), **more):
     can = Capabilities(kinds={AttentionKind.MHA}, devices=devices, dtypes=dtypes, **more)
     return BackendSpec(name, "nothing runs", contract, "attnplug:nothing", can, requires)
 """
@@ -100,7 +100,7 @@ BROKEN: dict[TinyPlugin, tuple[str, ...]] = {
     ),
     TinyPlugin("bad-contract", "0.7", "bad_contract", _SPEC + _HOOK.format(spec="spec('bad_contract', '2.0')")): (
         "contract 2.0",
-        "this attnplug speaks 1.0",
+        "this attnplug speaks 0.9",
     ),
     TinyPlugin(
         "bad-hook",
@@ -245,7 +245,7 @@ class TestInstallAndUninstall:
         }
         for row in rows[1:]:
             assert "acme-attention 1.2.0" in row["error"] and "impostor 6.6.6" in row["error"]
-            assert row["contract"] == "1.0"
+            assert row["contract"] == "0.9"
         done = environment.attnplug("explain", "--attention-backend", "acme", "--model", "tiny:llama")
         error = refused_politely(done, 1)
         assert "acme-attention 1.2.0" in error and "impostor 6.6.6" in error
@@ -377,7 +377,7 @@ class TestBrokenPlugins:
     def test_the_contract_that_a_plugin_speaks_is_listed(self, listed: dict[str, dict[str, Any]]) -> None:
         """D2, D4: the version of a plugin written for another contract is shown, not only that it is another."""
         assert listed["bad_contract"]["contract"] == "2.0"
-        assert listed["acme"]["contract"] == "1.0"
+        assert listed["acme"]["contract"] == "0.9"
 
     def test_strict_mode_makes_them_an_error_that_lists_them_all(self, crowd: Environment) -> None:
         """D2: ATTNPLUG_STRICT=1 turns broken plugins into an error with each of them."""

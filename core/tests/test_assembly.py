@@ -13,11 +13,12 @@ from typing import Any
 import pytest
 import torch
 
-from attnplug import BackendContext, DType, PageSizes, Problem, Role, WorkspaceError
+from attnplug import DType, PageSizes, Problem, Role, WorkspaceError
 from attnplug.choose.assembly import BuildError
 from attnplug.choose.loading import Source
 from attnplug.host import (
     BackendRequest,
+    HostContext,
     KVPools,
     Limits,
     PluginWarning,
@@ -75,7 +76,7 @@ def test_auto_takes_the_next_with_a_warning_that_names_the_culprit() -> None:
     with pytest.warns(PluginWarning, match=r"best \(best-dist 1\.2\): no kernel image; auto goes on without it"):
         selection, built = build_chosen(INSTALLED, BackendRequest(), PROBLEM, failing("best"))
     assert built == "good"
-    assert selection.choices[Role.PREFILL].why == "auto: the only usable one; 1 refused"
+    assert selection.choices[Role.PREFILL].why() == "auto: the only usable one; 1 refused"
     (refusal,) = selection.choices[Role.PREFILL].candidates[0].refusals
     assert refusal.code == "factory" and "no kernel image" in refusal.message
 
@@ -130,17 +131,15 @@ def test_a_factory_that_refuses_its_options_is_wrong_usage_of_that_backend(monke
         raise UsageError("split must be even")
 
     monkeypatch.setitem(sys.modules, "refuses_options", SimpleNamespace(build=factory))
-    context = BackendContext(
-        "",
-        frozenset(),
-        PROBLEM.model,
-        torch.device("cpu"),
-        torch.float32,
-        DType.FLOAT32,
-        64,
-        Limits(1, 1, 1),
-        KVPools(),
-        WorkspaceOwner(),
+    context = HostContext(
+        model=PROBLEM.model,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        kv_dtype=DType.FLOAT32,
+        page_size=64,
+        limits=Limits(1, 1, 1),
+        pools=KVPools(),
+        workspace=WorkspaceOwner(),
     )
     best = backend("best", preference=100, options=Options, factory="refuses_options:build")
     installed = Registry({"best": best, "good": GOOD})

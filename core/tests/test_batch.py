@@ -9,25 +9,24 @@ from itertools import permutations
 import pytest
 import torch
 
-from attnplug import BackendId, ForwardBatch, ForwardMode, Plan, PlanError
+from attnplug import BackendId, ForwardBatch, ForwardMode, Geometry, Plan, PlanError, RaggedCall
 from attnplug.contract import batch as batch_module
 from attnplug.contract.batch import apply_skip_attn_backend_init
-from attnplug.host import plan_forward
+from attnplug.host import BatchPlan, HostLengths, PlanRecord, plan_forward
+from support.batches import geometry, padded, with_plan
 
 
 def make(requests: int = 2, tokens: int | None = None, mode: ForwardMode = ForwardMode.DECODE) -> ForwardBatch:
-    return ForwardBatch(
-        forward_mode=mode,
-        input_ids=torch.zeros(requests if tokens is None else tokens, dtype=torch.int64),
-        page_table=torch.arange(requests * 4, dtype=torch.int32).view(requests, 4),
-        seq_lens=torch.full((requests,), 5, dtype=torch.int32),
-    )
+    """A batch of one new token a request, and padding rows up to ``tokens``."""
+    table = torch.arange(requests * 4, dtype=torch.int32).view(requests, 4)
+    made = ForwardBatch(geometry(mode, table, [1] * requests, [5] * requests, 8))
+    return made if tokens is None else padded(made, tokens - requests)
 
 
 def reshape(batch: ForwardBatch, requests: int, tokens: int) -> None:
     """What data-parallel padding does."""
-    batch.input_ids = torch.zeros(tokens, dtype=torch.int64)
-    batch.seq_lens = torch.ones(requests, dtype=torch.int32)
+    other = make(requests, tokens, batch.forward_mode)
+    batch.geometry, batch.input_ids = other.geometry, other.input_ids
 
 
 class TestMarker:
@@ -108,7 +107,7 @@ class TestForwardPath:
         plan_forward(spy, batch)
         assert batch.needs_forward_metadata_init()
         reshape(batch, 4, 4)
-        assert plan_forward(spy, batch).query_rows == 4
+        assert plan_forward(spy, batch).attention.query_rows == 4
 
     @pytest.mark.parametrize(
         ("returned", "said"),
@@ -124,7 +123,7 @@ class TestForwardPath:
         ids=["dict", "none", "stranger", "mode", "text", "rows", "negative"],
     )
     def test_a_plan_that_is_none_of_this_batch_is_the_backends_fault(self, returned, said):
-        """B5: also where it set batch.plan behind the caller's back."""
+        """B5: also where it set batch.plan itself."""
         spy, batch = PlanningSpy(), make(2)
         own = {
             "mode": Plan(spy.backend_id, ForwardMode.EXTEND, 2, None),
@@ -132,7 +131,7 @@ class TestForwardPath:
             "rows": Plan(spy.backend_id, ForwardMode.DECODE, 3, None),
             "negative": Plan(spy.backend_id, ForwardMode.DECODE, -1, None),
         }
-        batch.plan = Plan(spy.backend_id, ForwardMode.DECODE, 2, None)
+        with_plan(batch, Plan(spy.backend_id, ForwardMode.DECODE, 2, None))
         spy.init_forward_metadata = lambda batch: own.get(returned, returned) if isinstance(returned, str) else returned
         with pytest.raises(PlanError, match="init_forward_metadata of backend spy") as refused:
             plan_forward(spy, batch)
@@ -141,7 +140,7 @@ class TestForwardPath:
     def test_forward_path_leaves_a_marked_batch_alone(self):
         """B1"""
         spy, batch = PlanningSpy(), make()
-        batch.plan = mine = spy.init_forward_metadata(batch)
+        mine = with_plan(batch, spy.init_forward_metadata(batch)).plan
         batch.mark_forward_metadata_ready()
         assert plan_forward(spy, batch) is mine
         assert spy.planned == 1
@@ -205,53 +204,81 @@ class TestOldFlag:
 def value_of(field: dataclasses.Field) -> object:
     """A value that tells where it came from; by the field's type, so that a field that is added has one too."""
     requests, tokens = 3, 6
-    if field.name == "page_table":
-        return torch.arange(12, dtype=torch.int32).view(requests, 4)
-    if field.name.startswith("extend_seq_lens"):
-        return torch.tensor([2, 1, 3], dtype=torch.int32)
+    known: dict[str, object] = {
+        "page_table": torch.arange(12, dtype=torch.int32).view(requests, 4),
+        "new_lens": torch.tensor([2, 1, 3], dtype=torch.int32),
+        "host": HostLengths([2, 1, 3], [7, 8, 9]),
+        "rows": tokens,
+        "max_new": 3,
+        "calls": (RaggedCall.of(0, [6], [6], causal=True, device=torch.device("cpu")),),
+        "mode": ForwardMode.EXTEND,
+    }
+    if field.name in known:
+        return known[field.name]
     if "Tensor" in field.type:
         rows = tokens if field.metadata["split"] == "token" else requests
         return torch.arange(100, 100 + rows, dtype=torch.int32)
-    if "Plan" in field.type or field.name == "mla_plan":
-        return Plan(BackendId("whole"), ForwardMode.EXTEND, tokens, None)
-    return {"ForwardMode": ForwardMode.EXTEND, "bool": True}[field.type]
+    if field.name == "geometry":
+        return Geometry(**{each.name: value_of(each) for each in dataclasses.fields(Geometry)})
+    if field.name == "plan":
+        return BatchPlan(Plan(BackendId("whole"), ForwardMode.EXTEND, tokens, None))
+    return {"int": 9, "bool": True, "PlanRecord | None": PlanRecord(3, 6, False)}[field.type]
 
 
-FIELDS = dataclasses.fields(ForwardBatch)
+GEOMETRY, FIELDS = dataclasses.fields(Geometry), dataclasses.fields(ForwardBatch)
 
 
 def extend_batch() -> ForwardBatch:
     """Three requests with 2, 1 and 3 new tokens; really every field has a value, and none its default."""
-    batch = ForwardBatch(**{field.name: value_of(field) for field in FIELDS})
-    batch.mark_forward_metadata_ready()
-    assert all(getattr(batch, field.name) not in (None, False) for field in FIELDS if "Tensor" not in field.type)
-    return batch
+    return ForwardBatch(**{field.name: value_of(field) for field in FIELDS})
 
 
 DIVIDED = {
-    **dict.fromkeys(("forward_mode", "captured"), "shared"),
-    **dict.fromkeys(("input_ids", "positions"), "token"),
-    **dict.fromkeys(("page_table", "seq_lens", "seq_lens_cpu", "extend_seq_lens", "extend_seq_lens_cpu"), "request"),
-    "state_slots": "request",
-    **dict.fromkeys(("plan", "chunk_plan", "mla_plan", "plan_record"), "reset"),
+    **dict.fromkeys(("mode", "page_size", "max_seq_len", "max_new", "captured"), "shared"),
+    **dict.fromkeys(("input_ids", "positions", "slots"), "token"),
+    **dict.fromkeys(("page_table", "seq_lens", "new_lens", "state_slots", "host"), "request"),
+    **dict.fromkeys(("plan", "plan_record"), "reset"),
 }
 
 
 class TestSplit:
-    @pytest.mark.parametrize("field", FIELDS, ids=lambda field: field.name)
+    @pytest.mark.parametrize(
+        "field",
+        [f for f in (*FIELDS, *GEOMETRY) if f.name not in ("geometry", "rows", "calls", "lane")],
+        ids=lambda f: f.name,
+    )
     def test_every_field_goes_where_it_says(self, field):
         """B4: tokens and requests to their half, what is shared to both, plans and marks to neither."""
         batch = extend_batch()
-        value, (first, second) = getattr(batch, field.name), batch.split(2)
-        halves = getattr(first, field.name), getattr(second, field.name)
+        first, second = batch.split(2)
+        if field in GEOMETRY:
+            batch, first, second = batch.geometry, first.geometry, second.geometry
+        value, halves = getattr(batch, field.name), (getattr(first, field.name), getattr(second, field.name))
         how = DIVIDED.get(field.name)
         assert how is not None, f"say here how {field.name} is divided"
-        if how in ("token", "request"):
+        if field.name == "host":
+            assert halves == (HostLengths([2, 1], [7, 8]), HostLengths([3], [9]))
+        elif how in ("token", "request"):
             at = 3 if how == "token" else 2
             assert torch.equal(halves[0], value[:at]) and torch.equal(halves[1], value[at:])
         else:
             assert halves == ((value, value) if how == "shared" else (None, None))
-        assert getattr(batch, field.name) is value, "the parent keeps its own"
+
+    def test_rows_are_counted_calls_are_planned_anew_and_lanes_are_the_callers(self):
+        """B4"""
+        halves = [half.geometry for half in extend_batch().split(2)]
+        assert [(half.rows, half.calls, half.lane) for half in halves] == [(3, (), 9), (3, (), 9)]
+        assert [half.geometry.lane for half in extend_batch().split(1, lanes=(0, 1))] == [0, 1]
+
+    def test_without_exact_lengths_only_a_uniform_batch_can_be_split(self):
+        """The host does not know after which row."""
+        uniform = make(3)
+        uniform.geometry = dataclasses.replace(uniform.geometry, host=None)
+        assert [half.num_tokens for half in uniform.split(1)] == [1, 2]
+        ragged = extend_batch()
+        ragged.geometry = dataclasses.replace(ragged.geometry, host=None)
+        with pytest.raises(PlanError, match="needs exact ones"):
+            ragged.split(1)
 
     def test_both_children_start_unplanned(self):
         """B4"""
@@ -276,7 +303,7 @@ class TestSplit:
         """B4, B6: what is not a field of the batch cannot become one; pools and coordinators least of all."""
         with pytest.raises(AttributeError):
             extend_batch().hisparse_coordinator = object()
-        names = {field.name for field in dataclasses.fields(ForwardBatch)}
+        names = {field.name for field in (*FIELDS, *GEOMETRY)}
         assert not {name for name in names if "pool" in name or "coordinator" in name or "backend" in name}
 
     @pytest.mark.parametrize("requests", [0, 3])
@@ -303,11 +330,12 @@ class TestPlanForForward:
     def setup_method(self):
         self.me = BackendId("mine")
         self.batch = make(3)
-        self.batch.plan = Plan(self.me, ForwardMode.DECODE, query_rows=3, kv_rows=15)
+        self.plan = Plan(self.me, ForwardMode.DECODE, query_rows=3, kv_rows=15)
+        with_plan(self.batch, self.plan)
 
     def test_as_many_rows_as_planned(self):
         """B5"""
-        assert self.batch.plan_for(self.me, 3, decode=True) is self.batch.plan
+        assert self.batch.plan_for(self.me, 3, decode=True) is self.plan
 
     def test_more_rows_than_planned_are_padding(self):
         """B5: the tail is padding."""
@@ -331,19 +359,20 @@ class TestPlanForForward:
     @pytest.mark.parametrize(("planned", "mode"), list(permutations(ForwardMode, 2)))
     def test_plan_for_another_mode_is_never_used(self, planned, mode):
         """B5: however alike the two are."""
-        self.batch.plan, self.batch.forward_mode = Plan(self.me, planned, 3, 15), mode
+        with_plan(self.batch, Plan(self.me, planned, 3, 15))
+        self.batch.geometry = dataclasses.replace(self.batch.geometry, mode=mode)
         with pytest.raises(PlanError, match=f"a plan for mode {planned} and a batch in mode {mode}"):
             self.batch.plan_for(self.me, 3)
 
     def test_no_plan_says_what_to_do(self):
         """B5"""
         self.batch.plan = None
-        with pytest.raises(PlanError, match="init_forward_metadata"):
+        with pytest.raises(PlanError, match="a batch that has no plan; plan the batch first"):
             self.batch.plan_for(self.me, 3, decode=True)
 
     @pytest.mark.parametrize(("mode", "decode"), [(ForwardMode.DECODE, False), (ForwardMode.EXTEND, True)])
     def test_wrong_entry_for_the_mode(self, mode, decode):
-        self.batch.forward_mode = mode
+        self.batch.geometry = dataclasses.replace(self.batch.geometry, mode=mode)
         with pytest.raises(PlanError, match=f"call forward_{'extend' if decode else 'decode'}"):
             self.batch.plan_for(self.me, 3, decode=decode)
 
@@ -357,10 +386,10 @@ class TestPlanForForward:
             None,
             parts=(Plan(BackendId("b"), ForwardMode.DECODE, 3, None, parts=(inner,)),),
         )
-        self.batch.plan = outer
+        with_plan(self.batch, outer)
         assert self.batch.plan_for(self.me, 3, decode=True) is inner
 
     def test_plan_cannot_be_changed(self):
         """B5: the plan is a value."""
         with pytest.raises(dataclasses.FrozenInstanceError):
-            self.batch.plan.query_rows = 4
+            self.plan.query_rows = 4

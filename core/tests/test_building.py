@@ -47,6 +47,7 @@ from support.specs import EVERYTHING, GDN, MLA, spec
 EVERY_PATH = replace(EVERYTHING, mla_extend=frozenset(ExtendPath))
 SOURCE = Source("made_up", "made_up", "acme-attention", "1.2.3")
 FULL = LayerSpec(0, AttentionKind.MHA, 8, 2, 64, 64, 0.125)
+SINKS = ModelSpec("m", "test", (replace(FULL, sinks=True),), 4096)
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,8 @@ def context(**changes: Any) -> BackendContext:
         "limits": Limits(4, 64, 4096),
         "pools": KVPools(),
         "workspace": WorkspaceOwner(),
+        "declared": Capabilities(frozenset(), frozenset(), frozenset()),
+        "options": None,
     }
     return BackendContext(**{**fields, **changes})
 
@@ -144,7 +147,7 @@ class TestHooks:
         """D2"""
 
         def factory(context: BackendContext) -> Any:
-            made = backend(forward_decode=None, forward_ragged=lambda self, q, k, v, layer, batch, call: q)(context)
+            made = backend(forward_decode=None, forward_ragged=lambda self, q, k, v, layer, call, plan: q)(context)
             made.backend_id, made.claims = "fast", {"cuda_graph": 3}
             return made
 
@@ -193,12 +196,13 @@ class TestClaims:
              "cuda_graph ALWAYS, but its spec declares DECODE"),
             ({"mla_extend": ["absorbed"]}, {"mla_extend": ["absorbed", "chunked"]},
              "mla_extend absorbed, chunked, but its spec declares absorbed"),
+            ({"extras": ["lse"]}, {"extras": ["lse", "sinks"]}, "extras lse, sinks, but its spec declares lse"),
             ({}, {"needs_cpu_seq_lens": False}, "needs_cpu_seq_lens False, but its spec declares True"),
             ({"page_sizes": PageSizes.of(64)}, {}, "page_sizes any, but its spec declares a multiple of 64"),
             ({"page_sizes": PageSizes.of(64)}, {"page_sizes": PageSizes.of(32, 64)}, "page_sizes a multiple of 32"),
             ({}, {"page_sizes": PageSizes.of(128)}, "it was built for page size 64, but claims only a multiple of 128"),
         ],
-        ids=["graphs", "paths", "lengths", "any page", "pages", "page in use"],
+        ids=["graphs", "paths", "extras", "lengths", "any page", "pages", "page in use"],
     )  # fmt: skip
     def test_claims_wider_than_the_spec_are_refused(self, registered, declared, claims, said):
         """A9, D3: selection judged by the spec."""
@@ -237,6 +241,29 @@ class TestClaims:
         mha = replace(EVERYTHING, kinds={"mha"}, roles={"prefill", "decode"}, mla_extend=["absorbed"])
         claims = Claims(mla_extend=frozenset(ExtendPath))
         build_backend(registered(backend(claims), capabilities=mha), context())
+
+    @pytest.mark.parametrize(
+        ("claims", "asked", "said"),
+        [
+            ({}, {"cuda_graph": GraphLevel.UNIFORM}, "level UNIFORM, and what was built claims NEVER"),
+            (
+                {},
+                {"exact_lengths": False},
+                "upper bounds of lengths only, and what was built claims needs_cpu_seq_lens",
+            ),
+            ({"extras": ["lse"]}, {"model": SINKS}, "need the extra sinks, and what was built claims the extras lse"),
+            ({"mla_extend": []}, {"model": ModelSpec("m", "test", (MLA,), 4096)}, "its mla_extend is empty"),
+        ],
+        ids=["graphs", "lengths", "extras", "paths"],
+    )
+    def test_claims_that_fall_short_of_the_problem_are_an_error_with_both(self, registered, claims, asked, said):
+        """A9, D3: narrower than the spec is fine, but not where the problem needs what is left out."""
+        capabilities = replace(EVERY_PATH, needs_cpu_seq_lens=False, extras={"lse", "sinks"})
+        built = registered(backend(Claims(**claims)), capabilities=capabilities)
+        build_backend(built, context(), Problem())
+        with pytest.raises(BackendError, match="does not serve what it was selected for") as error:
+            build_backend(built, context(), Problem(**asked))
+        assert said in str(error.value)
 
 
 ROLES = {Role.PREFILL: "first", Role.DECODE: "second", Role.LINEAR: "third"}
@@ -285,6 +312,15 @@ class TestContext:
         settings = {"second": {"pieces": "2"}, "third": {"pieces": "3"}}
         _, seen = self.build(registered, BackendRequest(roles=ROLES, options=settings), GDN, FULL)
         assert [seen[name].options for name in ROLES.values()] == [Options(1), Options(2), Options(3)]
+
+    def test_what_is_built_is_held_to_the_problem_that_it_was_selected_for(self, registered):
+        """A9, D3"""
+        capabilities = replace(EVERYTHING, cuda_graph=GraphLevel.ALWAYS)
+        modest = registered(lambda context: Recorder(context.name, Claims()), "modest", capabilities)
+        problem = Problem(ModelSpec("m", "test", (FULL,), 4096), page_size=64, cuda_graph=GraphLevel.DECODE)
+        selection = select(Registry({"modest": modest}), BackendRequest("modest"), problem)
+        with pytest.raises(BackendError, match="asked for at level DECODE, and what was built claims NEVER"):
+            build_selection(selection, context(name="", roles=frozenset(), model=problem.model))
 
     def test_one_backend_of_both_roles_is_built_once(self, registered):
         """D3"""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from importlib_metadata import EntryPoint
 
 from attnplug import (
     AttentionKind,
@@ -154,8 +154,10 @@ def test_cache_types_left_out_are_those_of_the_activations() -> None:
 def test_capabilities_become_claims() -> None:
     """A9: what a spec says is what a backend claims."""
     sizes = PageSizes.of(64)
-    capabilities = replace(EVERYTHING, page_sizes=sizes, needs_cpu_seq_lens=False, cuda_graph=GraphLevel.DECODE)
-    assert capabilities.claims == Claims(GraphLevel.DECODE, sizes, False)
+    capabilities = replace(
+        EVERYTHING, page_sizes=sizes, needs_cpu_seq_lens=False, cuda_graph=GraphLevel.DECODE, extras={"lse"}
+    )
+    assert capabilities.claims == Claims(GraphLevel.DECODE, sizes, False, extras={"lse"})
 
 
 # ---- capabilities that contradict themselves ----
@@ -267,14 +269,15 @@ def test_page_sizes_read_as_a_sentence() -> None:
 
 def test_the_weaker_claim_is_taken_and_its_child_named() -> None:
     """A9"""
-    strong = Claims(GraphLevel.ALWAYS, PageSizes(), needs_cpu_seq_lens=False)
-    weak = Claims(GraphLevel.DECODE, PageSizes.of(64), needs_cpu_seq_lens=True)
+    strong = Claims(GraphLevel.ALWAYS, PageSizes(), needs_cpu_seq_lens=False, extras={"lse", "sinks"})
+    weak = Claims(GraphLevel.DECODE, PageSizes.of(64), needs_cpu_seq_lens=True, extras={"lse"})
     combined = weakest({"strong": strong, "weak": weak})
     assert combined.claims == weak
     assert combined.forced_by == {
         "cuda_graph": ("weak",),
         "page_sizes": ("weak",),
         "needs_cpu_seq_lens": ("weak",),
+        "extras": ("weak",),
     }
 
 

@@ -63,7 +63,7 @@ from attnplug import BackendSpec, Capabilities, hookimpl
 @hookimpl
 def attnplug_backends():
     can = Capabilities(kinds=["mha"], devices=["cpu"], dtypes=["float32"], roles={roles!r}, extras={extras!r})
-    return [BackendSpec("tested", "a backend of a test", "1.0", "{module}_backend:Tested", can, preference=100)]
+    return [BackendSpec("tested", "a backend of a test", "0.9", "{module}_backend:Tested", can, preference=100)]
 """
 
 BACKEND = """
@@ -218,7 +218,7 @@ from attnplug import BackendSpec, Capabilities, hookimpl
 def attnplug_backends():
     kinds = ["gdn", "kda", "lightning", "mamba2", "short_conv"]
     can = Capabilities(kinds=kinds, devices=["cpu"], dtypes=["float32"], roles=["linear"])
-    return [BackendSpec("tested", "a linear backend of a test", "1.0", "{module}_backend:Tested", can)]
+    return [BackendSpec("tested", "a linear backend of a test", "0.9", "{module}_backend:Tested", can)]
 """
 LINEAR_BACKEND = """
 import torch
@@ -231,9 +231,9 @@ class Tested:
         self.backend_id, self.pool = BackendId(context.name), context.pools.linear
 
     def init_forward_metadata(self, batch):
-        lens = batch.query_lens_cpu().tolist()
+        lens = batch.geometry.query_lens
         starts = [sum(lens[:i]) for i in range(len(lens))]
-        own = [(slot, slice(s, s + n)) for slot, s, n in zip(batch.state_slots.tolist(), starts, lens)]
+        own = [(slot, slice(s, s + n)) for slot, s, n in zip(batch.geometry.state_slots.tolist(), starts, lens)]
         return Plan(self.backend_id, batch.forward_mode, sum(lens), None, metadata=own)
 
     def forward_conv(self, x, weight, bias, layer, batch, silu):
@@ -277,9 +277,9 @@ LINEAR = ("--linear-attention-backend", "tested")
         ("pass", "pass"),
         ("out = out * 1.0001", "pass"),
         ("pass", "out = out * 1.0001"),
-        ("pass", "states[batch.state_slots[0]] *= 1.0001"),
-        ("states[batch.state_slots[0], 0, -1] += 1e-3", "pass"),
-        ("pass", "free = set(range(7)) - set(batch.state_slots.tolist()); states[sorted(free)] = 0"),
+        ("pass", "states[batch.geometry.state_slots[0]] *= 1.0001"),
+        ("states[batch.geometry.state_slots[0], 0, -1] += 1e-3", "pass"),
+        ("pass", "free = set(range(7)) - set(batch.geometry.state_slots.tolist()); states[sorted(free)] = 0"),
         ("out = out[:-1]", "pass"),
     ],
     ids=["right", "convolution", "recurrence", "state", "rows kept", "slots of nobody", "shape"],
@@ -524,7 +524,8 @@ def test_only_options_that_check_has_are_advised(check: Attnplug, backend: Backe
         "attnplug_backends():\n    can",
         "attnplug_backends():\n"
         "    from attnplug import Refusal\n"
-        '    check = lambda problem, role: [Refusal("ranks", "it wants two ranks", option="--tensor-parallel")]\n'
+        "    def check(problem, role, options):\n"
+        '        return [Refusal("ranks", "it wants two ranks", setting="tensor_parallel")]\n'
         "    can",
     ).replace("preference=100", "check=check")
     backend(plugin=plugin)

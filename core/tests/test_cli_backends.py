@@ -17,7 +17,7 @@ def test_backends_shows_name_distribution_contract_and_status(attnplug: Attnplug
     outcome = attnplug("backends")
     assert outcome.code == 0
     assert outcome.err == ""
-    for text in ("torch_native", "attnplug 0.1.0", "1.0", "mha/mla", "usable here"):
+    for text in ("torch_native", "attnplug 0.1.0", "0.9", "mha/mla", "usable here"):
         assert text in outcome.out
 
 
@@ -31,7 +31,7 @@ def test_an_installed_plugin_is_listed_and_gone_without_it(attnplug: Attnplug, p
         "name": "fast",
         "distribution": "fast-dist",
         "version": "1.2.3",
-        "contract": "1.0",
+        "contract": "0.9",
         "status": "usable",
         "reasons": [],
         "error": None,
@@ -44,7 +44,7 @@ def test_a_backend_that_is_refused_here_says_why(attnplug: Attnplug, package: Pa
     row = attnplug("backends", "--json").json[0]
     assert row["status"] == "refused"
     assert {reason["code"] for reason in row["reasons"]} == {"device", "requirement"}
-    assert set(row["reasons"][0]) == {"code", "message", "value", "allowed", "option"}
+    assert set(row["reasons"][0]) == {"code", "message", "value", "allowed", "setting", "option", "advice"}
     text = attnplug("backends").out
     assert "refused here" in text and "pip install 'no-such-library>=2'" in " ".join(text.split())
     assert "--" not in text  # it has no option that would change its answer
@@ -100,7 +100,7 @@ def test_in_strict_mode_a_check_that_raises_ends_the_command(
     attnplug: Attnplug, package: Package, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """D2"""
-    package("odd", fields='{"check": lambda problem, role: 1 / 0}')
+    package("odd", fields='{"check": lambda problem, role, options: 1 / 0}')
     package("good")
     monkeypatch.setenv("ATTNPLUG_STRICT", "1")
     for command in (["backends"], ["explain", "--model", "tiny:llama"]):
@@ -153,7 +153,7 @@ def test_a_plugin_that_prints_does_not_spoil_json(
     package: Package, tmp_path: Path, arguments: list[str], on_import: str, in_check: str
 ) -> None:
     """Below Python too: what prints on import is mostly a C library."""
-    fields = f'{{"check": lambda problem, role: {in_check} or []}}'
+    fields = f'{{"check": lambda problem, role, options: {in_check} or []}}'
     package("noisy", on_import + PLUGIN.format(name="noisy", capabilities="{}", fields=fields))
     outcome = in_own_process(*arguments, path=tmp_path)
     assert outcome.json
@@ -162,14 +162,17 @@ def test_a_plugin_that_prints_does_not_spoil_json(
 
 def test_a_plugin_s_odd_values_do_not_spoil_json(attnplug: Attnplug, package: Package) -> None:
     """D2: one plugin's set must not take the report with it."""
-    package("odd", fields='{"check": lambda problem, role: [Refusal("own", "own", value={1, 2}, allowed=object())]}')
+    package(
+        "odd",
+        fields='{"check": lambda problem, role, options: [Refusal("own", "own", value={1, 2}, allowed=object())]}',
+    )
     assert len(attnplug("backends", "--json").json) == 2
     assert attnplug("explain", "--model", "tiny:llama", "--json").json["prefill"]["chosen"] == "torch_native"
 
 
 def test_a_plugin_s_check_cannot_end_the_command(attnplug: Attnplug, package: Package) -> None:
     """D2"""
-    package("odd", fields='{"check": lambda problem, role: exit(0)}')
+    package("odd", fields='{"check": lambda problem, role, options: exit(0)}')
     assert "torch_native" in attnplug("backends").out
 
 

@@ -64,7 +64,7 @@ def test_explain_as_json_has_a_fixed_shape(attnplug: Attnplug, package: Package)
         assert candidates["torch_native"] == []
         assert {refusal["code"] for refusal in candidates["fast"]} == {"device", "head_dim"}
         for refusal in candidates["fast"]:
-            assert set(refusal) == {"code", "message", "value", "allowed", "option"}
+            assert set(refusal) == {"code", "message", "value", "allowed", "setting", "option", "advice"}
 
 
 def test_explain_works_for_hardware_that_is_not_here(attnplug: Attnplug, package: Package) -> None:

@@ -10,13 +10,17 @@ import pytest
 from attnplug import DType, GraphLevel, Problem, Role
 from attnplug.cli.check import CheckOptions
 from attnplug.cli.explain import ExplainOptions
-from attnplug.host import UsageError, load_model
+from attnplug.host import UsageError, load_model, option
 from support.command import Attnplug
 
 ROLES = {Role.PREFILL: "two", Role.DECODE: "three", Role.LINEAR: "four"}
 GIVEN = (
     *("--attention-backend", "one", "--device", "cuda", "--dtype", "bf16", "--kv-dtype", "fp8", "--page-size", "16"),
-    *("--backend-option", "one.split=2", *(word for role, name in ROLES.items() for word in (role.option, name))),
+    *(
+        "--backend-option",
+        "one.split=2",
+        *(word for role, name in ROLES.items() for word in (option(role.setting), name)),
+    ),
 )
 SHARED: dict[str, Any] = {
     "attention": "one",
@@ -58,7 +62,7 @@ def test_every_option_is_a_field_of_what_the_command_is_given(
 ) -> None:
     seen = []
 
-    def spy(options: object, *, json: bool) -> int:
+    def spy(options: object, render: object, *, json: bool) -> int:
         seen.append(options)
         raise UsageError("nothing runs")
 

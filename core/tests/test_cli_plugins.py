@@ -62,3 +62,17 @@ def test_an_installed_package_of_ours_is_not_offered(attnplug: Attnplug, package
         "summary": OURS["attnplug-triton-mla"],
         "install": "pip install attnplug-triton-mla",
     }
+
+
+def test_what_a_plugin_brings_beyond_backends_is_listed(attnplug: Attnplug, package: Package) -> None:
+    package(
+        "acme",
+        "from attnplug import WorkspaceKind, hookimpl\n"
+        "attnplug_workspace_kinds = hookimpl(specname='attnplug_workspace_kinds')(lambda: [WorkspaceKind('counts')])\n"
+        "attnplug_tiny_models = hookimpl(specname='attnplug_tiny_models')(lambda: {'acme': {'model_type': 'llama'}})\n",
+    )
+    (found,) = [one for one in attnplug("plugins", "--json").json["installed"] if one["distribution"] == "acme-dist"]
+    assert [(one["kind"], one["name"]) for one in found["brings"]] == [
+        ("model", "tiny:acme"),
+        ("workspace kind", "counts"),
+    ]

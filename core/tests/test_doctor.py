@@ -104,7 +104,7 @@ def test_the_report_names_every_section(run: Callable[..., str], monkeypatch: py
     text = run()
     for section in SECTIONS:
         assert section in text.splitlines()
-    for name in ("python", "attnplug", "contract 1.0", "flashinfer", "torch_native"):
+    for name in ("python", "attnplug", "contract 0.9", "flashinfer", "torch_native"):
         assert name in text
 
 
@@ -329,7 +329,7 @@ from attnplug import BackendSpec, Capabilities, hookimpl
 @hookimpl
 def attnplug_backends():
     can = Capabilities(kinds=["mha"], devices=["cpu"], dtypes=["float32"])
-    return [BackendSpec("{name}", "a backend of a test", "1.0", "attnplug:nothing", can)]
+    return [BackendSpec("{name}", "a backend of a test", "0.9", "attnplug:nothing", can)]
 """
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnplug import ForwardMode, Geometry, to_device
+from attnplug import ForwardMode, Geometry, PlanError, to_device
 from attnplug.contract.geometry import _device_slots, _host_slots
+from attnplug.host import HostLengths
 from support.devices import DEVICES
 
 
@@ -31,7 +33,7 @@ def expected(table: torch.Tensor, lens: Sequence[int], page_size: int) -> list[l
 def test_slots_of_whole_requests(
     slots: Callable[..., torch.Tensor], page_size: int, lens: list[int], spare: int
 ) -> None:
-    """A shorter request repeats its own last slot, whatever its table holds behind its last page."""
+    """A shorter request repeats its own last slot, whatever its table holds after its last page."""
     width = -(-max(lens) // page_size) + spare
     table = torch.randperm(len(lens) * width, dtype=torch.int32).view(len(lens), width)
     for row, length in zip(table, lens, strict=True):
@@ -45,7 +47,7 @@ def test_slots_of_whole_requests(
 @pytest.mark.parametrize("requests", [[0, 1, 2], range(3), [2, 0], [1]])
 def test_slots_of_some_requests(device: str, requests: Sequence[int]) -> None:
     table = torch.tensor([[4, 1, -1], [0, -1, -1], [5, 2, 3]], dtype=torch.int32)
-    geometry = Geometry(ForwardMode.DECODE, [1, 1, 1], [6, 2, 9], table.to(device), 4)
+    geometry = Geometry.of_lengths(ForwardMode.DECODE, table.to(device), [1, 1, 1], [6, 2, 9], 4)
     lens = [geometry.kv_lens[request] for request in requests]
     found = geometry.cache_slots(requests)
     assert found.device == geometry.page_table.device
@@ -63,3 +65,77 @@ def test_numbers_on_a_device_are_a_copy(device: str) -> None:
     copied = to_device(numbers, torch.device(device))
     numbers[0] = 7
     assert (copied.tolist(), copied.dtype, copied.device.type) == ([3, 1], torch.int64, device)
+
+
+class TestNewSlots:
+    """Where new rows go: said by the host, or found by the page table, with or without lengths on the host."""
+
+    @pytest.mark.parametrize("device", DEVICES)
+    @settings(max_examples=60, deadline=None)
+    @given(
+        lengths=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 6)), min_size=1, max_size=6),
+        page_size=st.sampled_from([1, 3, 8]),
+        padding=st.integers(0, 3),
+    )
+    def test_the_device_finds_what_the_host_does(self, device, lengths, page_size, padding):
+        """And -1 for rows that no request has: the host gave an upper bound."""
+        new, totals = [n for _, n in lengths], [before + n for before, n in lengths]
+        width = -(-max(totals) // page_size) + 1
+        table = torch.randperm(len(lengths) * width, dtype=torch.int32).view(len(lengths), width).to(device)
+        known = Geometry.of_lengths(ForwardMode.EXTEND, table, new, totals, page_size)
+        unknown = replace(
+            known,
+            host=None,
+            rows=sum(new) + padding,
+            new_lens=torch.tensor(new, dtype=torch.int32, device=device),
+            max_seq_len=width * page_size,
+        )
+        assert unknown.new_slots().tolist() == known.new_slots().tolist() + [-1] * padding
+
+    def test_a_padded_request_has_no_slots(self):
+        """Its length is 0, whatever rows it has in a uniform batch."""
+        table = torch.tensor([[7, 5], [9, 9]], dtype=torch.int32)
+        lens = torch.tensor([5, 0], dtype=torch.int32)
+        made = Geometry(ForwardMode.TARGET_VERIFY, table, lens, 4, rows=4, max_seq_len=8, max_new=2)
+        assert made.new_slots().tolist() == [7 * 4 + 3, 5 * 4, -1, -1]
+
+    def test_a_host_that_owns_the_slots_says_them(self):
+        table, slots = torch.zeros(2, 3, dtype=torch.int32), torch.tensor([5, -1])
+        made = Geometry.of_lengths(ForwardMode.DECODE, table, [1, 1], [6, 2], 4, slots=slots)
+        assert made.new_slots() is slots
+
+
+class TestLengths:
+    def test_exact_lengths_can_be_fetched_from_the_device(self):
+        table = torch.zeros(2, 3, dtype=torch.int32)
+        known = Geometry.of_lengths(ForwardMode.EXTEND, table, [2, 1], [6, 2], 4)
+        unknown = replace(known, host=None, rows=7, max_seq_len=12)
+        assert unknown.kv_rows is None and unknown.measured().kv_rows == 8
+        assert (unknown.measured().rows, unknown.measured().query_lens) == (3, [2, 1])
+        assert known.measured() is known
+
+    @pytest.mark.parametrize(
+        ("wrong", "said"),
+        [
+            ({"host": HostLengths([3, 1], [2, 2])}, "request 0 has 3 new tokens but only 2 rows"),
+            ({"host": HostLengths([2, -1], [6, 2])}, "request 1 has -1 new tokens"),
+            ({"host": HostLengths([2], [6])}, "2 requests, but 1 new lengths"),
+            ({"host": HostLengths([2, 2], [6, 2])}, "3 rows for 4 new tokens"),
+            ({"max_seq_len": 5}, "6 rows and one 2 new tokens, over the bounds of 5 and 2"),
+            ({"max_seq_len": 13}, "up to 13 rows, but the page table holds 3 pages of 4, 12 rows"),
+            ({"new_lens": None, "max_new": 2}, "2 new tokens for each of its 2 requests, not 3 rows"),
+            ({"slots": torch.zeros(2)}, "give one for each of 3 rows"),
+            ({"seq_lens": torch.zeros(3)}, "3 lengths, but 2 rows in its page table"),
+        ],
+    )
+    def test_what_contradicts_itself_is_refused(self, wrong, said):
+        table = torch.zeros(2, 3, dtype=torch.int32)
+        known = Geometry.of_lengths(ForwardMode.EXTEND, table, [2, 1], [6, 2], 4)
+        with pytest.raises(PlanError, match=said):
+            replace(known, **wrong)
+
+    def test_some_requests_of_a_batch(self):
+        table = torch.arange(9, dtype=torch.int32).view(3, 3)
+        some = Geometry.of_lengths(ForwardMode.EXTEND, table, [2, 0, 3], [6, 2, 9], 4).only([0, 2])
+        assert (some.rows, some.query_lens, some.kv_lens) == (5, [2, 3], [6, 9])
+        assert some.page_table.tolist() == [[0, 1, 2], [6, 7, 8]] and some.seq_lens.tolist() == [6, 9]

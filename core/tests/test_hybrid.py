@@ -12,28 +12,23 @@ from attnplug import (
     BackendError,
     BackendId,
     Claims,
+    DType,
     ExtendPath,
     ForwardBatch,
     ForwardMode,
+    Geometry,
     GraphLevel,
     HookError,
     LayerSpec,
     LinearDims,
     LinearInputs,
+    LinearStatePool,
     ModelSpec,
     Plan,
     PlanError,
 )
-from attnplug.host import (
-    ExtendPolicy,
-    HybridLinearBackend,
-    LinearAttention,
-    MLAAttention,
-    SplitBackend,
-    attend_linear,
-    convolve,
-    forward_context,
-)
+from attnplug.host import ExtendPolicy, HybridLinearBackend, KVPools, ModelAttention, SplitBackend, active_attention
+from support.batches import with_plan
 from support.mla_scene import MLACase, MLAScene
 
 FULL = LayerSpec(1, AttentionKind.MHA, 1, 1, 8, 8, 1.0)
@@ -107,19 +102,20 @@ class Linear(Full):
 
 
 def batch_in(mode: ForwardMode) -> ForwardBatch:
-    return ForwardBatch(
-        forward_mode=mode,
-        input_ids=torch.zeros(2, dtype=torch.int64),
-        page_table=torch.zeros(2, 1, dtype=torch.int32),
-        seq_lens=torch.ones(2, dtype=torch.int32),
-        state_slots=torch.tensor([4, 5]),
-    )
+    table = torch.zeros(2, 1, dtype=torch.int32)
+    return ForwardBatch(Geometry.of_lengths(mode, table, [1, 1], [1, 1], 16, state_slots=torch.tensor([4, 5])))
 
 
 def planned(hybrid: HybridLinearBackend, mode: ForwardMode) -> ForwardBatch:
     batch = batch_in(mode)
-    batch.plan = hybrid.init_forward_metadata(batch)
-    return batch
+    return with_plan(batch, hybrid.init_forward_metadata(batch))
+
+
+def with_states(backend: Any) -> ModelAttention:
+    """A model's attention, with states for its linear layer."""
+    return ModelAttention(
+        backend, KVPools(linear=LinearStatePool([LINEAR], num_slots=6, dtype=DType.FLOAT32, device="cpu"))
+    )
 
 
 def inputs() -> LinearInputs:
@@ -132,11 +128,13 @@ class TestRouting:
         """A7"""
         full, linear = Full(), Linear()
         hybrid = HybridLinearBackend(full, linear, MODEL)
-        batch = planned(hybrid, ForwardMode.DECODE)
-        with forward_context(hybrid, linear=LinearAttention(hybrid)):
-            convolve(torch.ones(2, 24), torch.ones(24, 4), None, LINEAR, batch)
-            attend_linear(inputs(), LINEAR, batch)
-            hybrid.forward_decode(ROWS, None, None, FULL, batch, save_kv_cache=False)
+        batch = batch_in(ForwardMode.DECODE)
+        with with_states(hybrid).running():
+            attention = active_attention()
+            attention.plan(batch)
+            attention.convolve(torch.ones(2, 24), torch.ones(24, 4), None, LINEAR, batch)
+            attention.attend_linear(inputs(), LINEAR, batch)
+            attention.attend(ROWS, None, None, FULL, batch, save_kv_cache=False)
         assert full.calls == [("plan", "decode"), ("decode", 1, False, None)]
         assert linear.calls == [("plan", "decode"), ("conv", 0, True), ("linear", 0)]
 
@@ -144,9 +142,9 @@ class TestRouting:
         """A7"""
         hybrid = HybridLinearBackend(Full(), Linear(), MODEL)
         batch = planned(hybrid, ForwardMode.EXTEND)
-        with pytest.raises(BackendError, match="layer 0 is a linear layer, but was run as a full one"):
+        with pytest.raises(BackendError, match="a linear layer was run by forward_extend, which is for full ones"):
             hybrid.forward_extend(ROWS, None, None, LINEAR, batch)
-        with pytest.raises(BackendError, match="layer 1 is a full layer, but was run as a linear one"):
+        with pytest.raises(BackendError, match="a full layer was run by forward_linear, which is for linear ones"):
             hybrid.forward_linear(inputs(), FULL, batch)
 
     def test_a_layer_of_another_model_is_refused(self):
@@ -168,14 +166,14 @@ class TestRouting:
         assert linear.calls[-1] == ("linear", 0)
         assert hybrid.get_cuda_graph_seq_len_fill_value() == 1
 
-    def test_a_linear_layer_without_its_context_says_so(self):
+    def test_a_model_without_states_has_no_linear_layers(self):
         hybrid = HybridLinearBackend(Full(), Linear(), MODEL)
-        with forward_context(hybrid), pytest.raises(BackendError, match=r"forward_context\(backend, mla, linear\)"):
-            attend_linear(inputs(), LINEAR, planned(hybrid, ForwardMode.EXTEND))
+        with pytest.raises(BackendError, match="layer 0 is linear, but the model was built without a pool of states"):
+            ModelAttention(hybrid, KVPools()).attend_linear(inputs(), LINEAR, planned(hybrid, ForwardMode.EXTEND))
 
     def test_a_backend_without_linear_attention_says_what_to_choose(self):
-        with pytest.raises(BackendError, match="full has no forward_conv; choose a --linear-attention-backend"):
-            LinearAttention(Full())
+        with pytest.raises(BackendError, match="full has no forward_conv; choose a backend for the role linear"):
+            with_states(Full())
 
 
 class TestPlanning:
@@ -211,7 +209,7 @@ class TestPlanning:
         hybrid = HybridLinearBackend(full, linear, MODEL)
         hybrid.init_cuda_graph_state(4, 8)
         batch = batch_in(ForwardMode.DECODE)
-        batch.plan = hybrid.init_forward_metadata_out_graph(batch, True)
+        with_plan(batch, hybrid.init_forward_metadata_out_graph(batch, True))
         hybrid.init_forward_metadata_in_graph(batch)
         hybrid.forward_decode(ROWS, None, None, FULL, batch)
         hybrid.forward_linear(inputs(), LINEAR, batch)
@@ -226,13 +224,13 @@ class TestPlanning:
         )
         assert linear.calls == [("commit", [2, 0])]
 
-    def test_the_weaker_claim_wins_but_for_the_extend_paths(self):
+    def test_the_weaker_claim_wins_but_for_extend_paths_and_extras(self):
         """A9"""
-        full = Full(claims=Claims(cuda_graph=GraphLevel.ALWAYS, mla_extend=frozenset(ExtendPath)))
+        full = Full(claims=Claims(cuda_graph=GraphLevel.ALWAYS, mla_extend=frozenset(ExtendPath), extras={"lse"}))
         hybrid = HybridLinearBackend(full, Linear(), MODEL)
         assert hybrid.claims.cuda_graph is GraphLevel.DECODE and hybrid.forced_by["cuda_graph"] == ("linear",)
         assert hybrid.claims.needs_cpu_seq_lens and "mla_extend" not in hybrid.forced_by
-        assert hybrid.claims.mla_extend == frozenset(ExtendPath)
+        assert hybrid.claims.mla_extend == frozenset(ExtendPath) and hybrid.claims.extras == {"lse"}
 
 
 def _one(self, forward_batch):
@@ -269,11 +267,9 @@ class TestChunkHook:
         assert full.calls == [seen]
 
     def test_absent_means_nothing_to_plan(self):
-        """A6, A8"""
+        """A6, A8: the wrapper has no such hook either."""
         hookless = type("Hookless", (Full,), {"init_mha_chunk_metadata": None})()
-        assert (
-            HybridLinearBackend(hookless, Linear(), MODEL).init_mha_chunk_metadata(batch_in(ForwardMode.EXTEND)) is None
-        )
+        assert HybridLinearBackend(hookless, Linear(), MODEL).init_mha_chunk_metadata is None
 
     def test_a_hook_that_wants_more_than_is_offered_is_refused_when_it_is_built(self):
         """A8"""
@@ -281,19 +277,24 @@ class TestChunkHook:
         with pytest.raises(HookError, match="cursor"):
             HybridLinearBackend(demanding, Linear(), MODEL)
 
-    def test_a_model_without_full_layers_has_no_chunks_to_plan(self):
-        """A7"""
-        hybrid = HybridLinearBackend(None, Linear(), ModelSpec("all", "test", (LINEAR,), 64))
+    def test_a_linear_child_is_never_asked_for_chunks(self):
+        """A7: not even where it has the hook, and not in place of a full child that has none."""
+        linear = type("Odd", (Linear,), {"init_mha_chunk_metadata": Full.init_mha_chunk_metadata})()
+        hookless = type("Hookless", (Full,), {"init_mha_chunk_metadata": None})()
+        batch = batch_in(ForwardMode.EXTEND)
+        assert HybridLinearBackend(hookless, linear, MODEL).init_mha_chunk_metadata(batch) is None
+        alone = HybridLinearBackend(None, linear, ModelSpec("all", "test", (LINEAR,), 64))
         with pytest.raises(PlanError, match="no full-attention layer"):
-            hybrid.init_mha_chunk_metadata(batch_in(ForwardMode.EXTEND))
+            alone.init_mha_chunk_metadata(batch)
+        assert linear.calls == []
 
-    def test_preparing_a_batch_reaches_the_full_child_through_the_wrapper(self):
+    def test_planning_a_batch_reaches_the_full_child_through_the_wrapper(self):
         """A8, C2: the bug that started it was a wrapper without the hook."""
         full = Full(claims=Claims(mla_extend=frozenset(ExtendPath)))
-        full.forward_ragged = lambda *arguments: None  # type: ignore[attr-defined] # an optional hook
+        full.forward_ragged = lambda q, k, v, layer, call, plan=None, lse=None: None  # type: ignore[attr-defined] # a hook
         scene = MLAScene(MLACase(((800, 8218),), page_size=16), "cpu", lambda context: full)
         hybrid = HybridLinearBackend(full, Linear(), ModelSpec("mla", "test", (LINEAR, scene.layer), 1 << 20))
         batch = scene.batch()
-        MLAAttention(hybrid, scene.pool, ExtendPolicy(forced=ExtendPath.CHUNKED)).prepare(batch)
-        assert full.calls == [("chunks", False)]
-        assert batch.chunk_plan is not None and batch.chunk_plan.query_rows == 8218
+        ModelAttention(hybrid, KVPools(mla=scene.pool), ExtendPolicy(forced=ExtendPath.CHUNKED)).plan(batch)
+        assert ("chunks", False) in full.calls
+        assert batch.plan.chunks.planner is full.backend_id and batch.plan.chunks.query_rows == 8218

@@ -33,7 +33,7 @@ def imports_of(path: Path) -> set[str]:
 
 
 ROOMS = ("cli", "torch_native", "choose", "wrappers", "layers", "mla", "author", "contract", "kv", "hf", "machine")
-ROOMS += ("declare",)
+ROOMS = (*ROOMS, "declare")
 """From top to bottom: a room imports from those below it."""
 FACES = {"attnplug", "attnplug.__main__", "attnplug.host", "attnplug.faces"}
 

@@ -60,6 +60,28 @@ def test_strides_of_a_padded_cache_are_accepted() -> None:
     assert keys_beside_values.elements == 2 * 16 + 3 * 2 + 1 + 1
 
 
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        (PageLayout.token_major(3, 4, 2, 5), "token_major"),
+        (PageLayout.head_major(3, 4, 2, 5), "head_major"),
+        (PageLayout.head_major(3, 4, 1, 5), "token_major"),
+        (PageLayout((1, 4, 2, 5), (99, 10, 5, 1)), "token_major"),
+        (PageLayout((3, 4, 2, 5), (80, 10, 5, 1)), "strided"),
+        (PageLayout((3, 4, 2, 5), (40, 10, 1, 2)), "strided"),
+    ],
+)
+def test_a_layout_has_a_name_by_where_its_places_lie(layout: PageLayout, name: str) -> None:
+    assert layout.name == name
+
+
+def test_a_tensor_tells_its_layout() -> None:
+    pages = torch.zeros(3, 2, 4, 5).transpose(1, 2)
+    assert PageLayout.of(pages) == PageLayout.head_major(3, 4, 2, 5)
+    with pytest.raises(PoolError, match=r"\[3, 4\]: give \[pages, page_size, heads, dim\]"):
+        PageLayout.of(torch.zeros(3, 4))
+
+
 def test_overlapping_strides_are_refused() -> None:
     with pytest.raises(PoolError, match="overlap"):
         PageLayout((2, 4, 1, 2), (7, 2, 2, 1))

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, assert_type
 
 import pytest
 import torch
 
-from attnplug import DType, LinearStatePool, MHAPool, MLAPool, PoolError
+from attnplug import CacheKey, DType, LinearStatePool, MHAPool, MLAPool, PoolError
 from attnplug.host import KVPools, PageCopy
 from attnplug.kv import LayoutName
-from support.devices import DEVICES
+from support.devices import DEVICES, nothing_waits
 from support.pools import LAYOUTS, linear_layer, mha_layer, mha_pool, mla_layer, mla_pool
 
 # Copies of pages
@@ -77,6 +78,120 @@ def test_the_pools_of_a_model_copy_and_count_together() -> None:
 def test_a_model_without_pools_has_nothing_to_copy() -> None:
     KVPools().copy_pages([PageCopy(0, 1)])
     assert KVPools().nbytes == 0
+
+
+# Caches that a layer kind brings
+
+
+class IndexKeys:
+    """One number per token, which moves with the pages."""
+
+    def __init__(self) -> None:
+        self.numbers = torch.arange(20)
+        self.nbytes = self.numbers.nbytes
+
+    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        for copy in copies:
+            self.numbers.view(5, 4)[copy.target] = self.numbers.view(5, 4)[copy.source]
+
+    def move_rows(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        live = targets >= 0
+        self.numbers[targets[live]] = self.numbers[sources[live]]
+
+
+class Entries(IndexKeys):
+    pass
+
+
+INDEX_KEYS = CacheKey("index keys", IndexKeys)
+ENTRIES = CacheKey("entries", Entries)
+
+
+def test_a_cache_is_found_by_its_key_and_counted() -> None:
+    index_keys, entries = IndexKeys(), Entries()
+    pools = KVPools(mla=mla_pool(), caches={INDEX_KEYS: index_keys, ENTRIES: entries})
+    assert_type(pools.cache(INDEX_KEYS), IndexKeys)
+    assert pools.cache(INDEX_KEYS) is index_keys and pools.cache(ENTRIES) is entries
+    assert pools.nbytes == mla_pool().nbytes + 2 * 160
+
+
+def test_every_cache_moves_with_the_pages() -> None:
+    """A prefix that is shared and copied takes its index keys along."""
+    keys, mha, mla = IndexKeys(), filled(mha_pool()), mla_pool()
+    pools = KVPools(mha, mla, caches={INDEX_KEYS: keys})
+    pools.copy_pages([PageCopy(1, 0)])
+    assert keys.numbers[:4].tolist() == [4, 5, 6, 7] and (mha.keys(0)[0] == 1).all()
+    mla.write(0, torch.tensor([8]), torch.full((1, 20), 2.0))
+    pools.move_rows(torch.tensor([8, 3]), torch.tensor([19, -1]))
+    assert keys.numbers[-2:].tolist() == [18, 8]
+    assert (mha.keys(0)[4, 3] == 2).all() and (mha.values(0)[4, :3] == 4).all()
+    assert (mla.rows(0)[4, 3] == 2).all()
+
+
+@pytest.mark.parametrize("key", [ENTRIES, CacheKey("index keys", Entries)])
+def test_a_cache_that_is_not_held_is_refused(key: CacheKey[Entries]) -> None:
+    with pytest.raises(PoolError, match=f"no cache '{key.name}' of class Entries; caches held: 'index keys'"):
+        KVPools(caches={INDEX_KEYS: IndexKeys()}).cache(key)
+    with pytest.raises(PoolError, match="caches held: none"):
+        KVPools().cache(key)
+
+
+def test_a_cache_of_another_class_than_its_key_is_refused() -> None:
+    with pytest.raises(PoolError, match="cache 'entries' is a IndexKeys; its key says Entries"):
+        KVPools(caches={ENTRIES: IndexKeys()})
+
+
+# Rows that move; what they hold afterwards is in test_kv_foreign.py
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("sources", "targets", "message"),
+    [
+        ([0, 20], [1, 2], "slots 0 to 20 .* holds 0 to 19$"),
+        ([0, -1], [1, 2], "slots -1 to 0 .* holds 0 to 19$"),
+        ([0, 1], [1, 20], "slots 1 to 20 .* holds 0 to 19, and -1"),
+        ([0, 1], [1, -2], "slots -2 to 1"),
+        ([0], [1, 2], r"from slots of shape \[1\] to slots of shape \[2\]; give"),
+        ([[0]], [[1]], r"from slots of shape \[1, 1\]"),
+    ],
+)
+def test_rows_move_only_within_the_pool(sources: Any, targets: Any, message: str, layout: LayoutName) -> None:
+    pool = filled(mha_pool(layout=layout))
+    before = pool.keys(0).clone()
+    with pytest.raises(PoolError, match=message):
+        KVPools(mha=pool).move_rows(torch.tensor(sources), torch.tensor(targets))
+    assert torch.equal(pool.keys(0), before)
+
+
+@pytest.mark.parametrize("slots", ["sources", "targets"])
+def test_rows_move_by_slots_on_the_device_of_the_pool(slots: str) -> None:
+    devices = {"sources": "cpu", "targets": "cpu", slots: "meta"}
+    both = {name: torch.zeros(1, dtype=torch.int64, device=device) for name, device in devices.items()}
+    with pytest.raises(PoolError, match="slots on meta"):
+        mla_pool().move_rows(**both)
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT8_E4M3])
+def test_moving_rows_waits_for_nothing_and_can_be_captured(dtype: DType, layout: LayoutName, device: str) -> None:
+    """B2's ground: which rows move where, and which are skipped, is decided at each replay."""
+    pool = filled(mha_pool(dtype=dtype, layout=layout, device=device))
+    sources, targets = (torch.tensor(slots, device=device) for slots in ([4, 8], [0, -1]))
+    with nothing_waits(device):
+        pool.move_rows(sources, targets)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        pool.move_rows(sources, targets)
+    filled(pool)
+    sources.copy_(torch.tensor([12, 16]))
+    targets.copy_(torch.tensor([-1, 3]))
+    graph.replay()
+    expected = torch.arange(20) // 4
+    expected[3] = 4
+    assert pool.keys(0).float().cpu().flatten(0, 1)[:, 0, 0].tolist() == expected.tolist()
+    assert pool.values(0).float().cpu().flatten(0, 1)[:, 1, 5].tolist() == expected.tolist()
 
 
 def test_an_fp8_cache_takes_a_byte_per_number() -> None:
@@ -186,19 +301,3 @@ def test_a_layer_id_that_repeats_is_refused() -> None:
 def test_an_unknown_layout_is_refused() -> None:
     with pytest.raises(PoolError, match="'dim_major' is not a cache layout"):
         mha_pool(layout="dim_major")
-
-
-@pytest.mark.parametrize(("ranks", "heads"), [(1, 4), (2, 2), (4, 1), (8, 1)])
-def test_ranks_divide_the_heads_and_keep_at_least_one(ranks: int, heads: int) -> None:
-    pool = MHAPool(
-        [mha_layer(kv_heads=4)], num_pages=1, page_size=2, dtype=DType.FLOAT32, device="cpu", tensor_parallel=ranks
-    )
-    assert pool.keys(0).shape == (1, 2, heads, 8)
-
-
-@pytest.mark.parametrize("ranks", [0, 3, 6])
-def test_ranks_that_cannot_divide_the_heads_are_refused(ranks: int) -> None:
-    with pytest.raises(PoolError, match=f"4 KV heads cannot be divided over {ranks} ranks"):
-        MHAPool(
-            [mha_layer(kv_heads=4)], num_pages=1, page_size=2, dtype=DType.FLOAT32, device="cpu", tensor_parallel=ranks
-        )

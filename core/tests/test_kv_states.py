@@ -53,7 +53,7 @@ def test_one_slot_too_many_names_their_number_and_the_option() -> None:
     pool = linear_pool(num_slots=2)
     pool.allocate()
     pool.allocate()
-    with pytest.raises(PoolError, match=r"all 2 linear-state slots.*--max-batch"):
+    with pytest.raises(PoolError, match=r"all 2 linear-state slots.*lower max_batch"):
         pool.allocate()
 
 

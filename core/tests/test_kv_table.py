@@ -95,7 +95,7 @@ def test_one_request_too_many_names_the_limit_and_the_option() -> None:
     _, table = make_table(max_requests=2)
     table.admit()
     table.admit()
-    with pytest.raises(PoolError, match=r"request 3 .* holds 2 requests.*--max-batch"):
+    with pytest.raises(PoolError, match=r"request 3 .* holds 2 requests.*raise max_batch"):
         table.admit()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,18 +18,16 @@ from attnplug import (
     Claims,
     ExtendPath,
     ForwardBatch,
-    ForwardExtras,
     ForwardMode,
     HookError,
     MLADims,
-    MLALayers,
     Plan,
     PlanError,
-    check_lse,
     merge_partial,
 )
 from attnplug.cli.reference import attention_float64
-from attnplug.host import ExtendPolicy, MLAAttention, MLAWeights, UsageError, attend_mla, forward_context
+from attnplug.host import ExtendPolicy, MLAWeights, ModelAttention, UsageError
+from attnplug.mla import MLAAttention
 from support.devices import DEVICES
 from support.stage import Case, Stage, error
 
@@ -53,16 +52,21 @@ class Model:
         self.q = torch.randn(tokens, case.heads, self.layer.head_dim, generator=random).to(self.stage.dtype)
 
     def run(self, policy: ExtendPolicy, padding: int = 0) -> torch.Tensor:
-        mla = MLAAttention(self.stage.backend, self.stage.pools.mla, policy)
-        batch = self.stage.batch()
-        batch.plan = self.stage.backend.init_forward_metadata(batch)
-        mla.prepare(batch)
-        self.batch = batch
+        attention = ModelAttention(self.stage.backend, self.stage.pools, policy)
+        self.batch = batch = self.stage.batch()
+        attention.plan(batch)
         q, rows = self.q, self.stage.new_rows(self.stage.keys).squeeze(1)
         if padding:
             q, rows = (torch.cat([t, torch.full((padding, *t.shape[1:]), math.nan, dtype=t.dtype)]) for t in (q, rows))
-        with forward_context(self.stage.backend, mla):
-            return attend_mla(q.to(self.device), rows.to(self.device), self.layer, self.weights, batch).cpu()
+        return attention.attend_mla(q.to(self.device), rows.to(self.device), self.layer, self.weights, batch).cpu()
+
+    @property
+    def path(self) -> ExtendPath:
+        """How the last batch ran, by its calls: those over a prefix are not causal, and read rows of the cache."""
+        calls = self.batch.geometry.calls
+        if not calls:
+            return ExtendPath.ABSORBED
+        return ExtendPath.ONE_SHOT if self.batch.plan.extend.metadata[0].slots is not None else ExtendPath.CHUNKED
 
     def wanted(self) -> torch.Tensor:
         """By the model's equations, in float64: up-project every row, then plain attention."""
@@ -109,7 +113,7 @@ class TestPaths:
             wanted = model.wanted()
             assert error(out[: len(wanted)], wanted) <= 2e-6
             assert (out[len(wanted) :] == 0).all()
-            assert model.batch.mla_plan.path is path
+            assert model.path is path
 
         holds()
 
@@ -118,7 +122,7 @@ class TestPaths:
         """C3: kernels return garbage for empty spans; the others' results do not know of them."""
         model = Model(Case(((20, 0), (7, 4), (9, 0), (0, 3)), mla=DIMS))
         assert error(model.run(forced(path, 8)), model.wanted()) <= 2e-6
-        assert all(min(call.query_lens) and min(call.kv_lens) for call in model.batch.mla_plan.calls)
+        assert all(min(call.query_lens) and min(call.kv_lens) for call in model.batch.geometry.calls)
 
     @pytest.mark.parametrize("path", ExtendPath)
     def test_new_rows_are_in_the_cache_afterwards(self, path):
@@ -136,7 +140,7 @@ class TestPaths:
         """C1: only a plain extend is worth up-projecting for."""
         model = Model(Case(((20, 1), (7, 1)), mode=mode, mla=DIMS))
         assert error(model.run(forced(ExtendPath.CHUNKED)), model.wanted()) <= 2e-6
-        assert model.batch.mla_plan.path is ExtendPath.ABSORBED
+        assert model.path is ExtendPath.ABSORBED
 
     def test_up_projection_is_bounded_by_the_chunk_capacity(self, monkeypatch):
         """C1: a prefix of any length takes the memory of one chunk."""
@@ -152,23 +156,36 @@ class TestPaths:
         """B5"""
         model = Model(Case(((20, 9),), mla=DIMS))
         model.q = model.q[:5]
-        with pytest.raises(PlanError, match=r"5 query rows .* 9"):
+        with pytest.raises(PlanError, match=r"5 query rows, .* 9"):
             model.run(forced(ExtendPath.CHUNKED))
 
-    def test_unprepared_batch_says_what_to_do(self):
-        """C2"""
+    def test_the_path_is_an_argument_of_planning(self):
+        """C1: it overrules the policy, and what the backend cannot run is refused."""
         model = Model(Case(((20, 9),), mla=DIMS))
-        mla = MLAAttention(model.stage.backend, model.stage.pools.mla)
-        with pytest.raises(PlanError, match="prepare"):
-            mla.attend(model.q, model.q[:, 0], model.layer, model.weights, model.stage.batch())
+        attention, batch = ModelAttention(model.stage.backend, model.stage.pools), model.stage.batch()
+        assert attention.plan(batch).extend is None
+        assert attention.plan(batch, ExtendPath.CHUNKED).extend is not None and len(batch.geometry.calls) == 2
+        assert attention.plan(batch).extend is None and batch.geometry.calls == ()
+        model.stage.backend.claims = Claims()
+        with pytest.raises(PlanError, match="chunked is asked for, but the backend can run absorbed"):
+            attention.plan(batch, ExtendPath.CHUNKED)
 
-    def test_model_with_mla_layers_needs_the_context_to_carry_them(self):
-        model = Model(Case(((20, 9),), mla=DIMS))
-        with (
-            forward_context(model.stage.backend),
-            pytest.raises(BackendError, match=r"forward_context\(backend, mla\)"),
-        ):
-            attend_mla(model.q, model.q[:, 0], model.layer, model.weights, model.stage.batch())
+    def test_a_batch_planned_by_another_facade_is_refused(self):
+        """B5: how it runs as MHA is a plan like any other."""
+        model, other = (Model(Case(((20, 9),), mla=DIMS)) for _ in range(2))
+        batch = model.stage.batch()
+        ModelAttention(model.stage.backend, model.stage.pools).plan(batch, ExtendPath.CHUNKED)
+        attention = ModelAttention(other.stage.backend, other.stage.pools)
+        with pytest.raises(PlanError, match=r"mla over under_test was given a plan made by .*another instance"):
+            attention.attend_mla(model.q, model.q[:, 0], model.layer, model.weights, batch)
+
+    def test_without_exact_lengths_a_backend_that_can_runs_absorbed(self):
+        """C1: the thresholds are about lengths that the host does not know."""
+        model = Model(Case(((0, 9),), mla=DIMS))
+        known = model.stage.batch().geometry
+        mla = MLAAttention(model.stage.backend, model.stage.pools.mla, ExtendPolicy())
+        assert mla.plan(known) is not None
+        assert mla.plan(replace(known, host=None)) is None
 
 
 class TestPolicy:
@@ -249,7 +266,7 @@ class TestHook:
     def prepare(self, backend: Any, policy: ExtendPolicy, lengths=((20, 9),)) -> Any:
         model = Model(Case(lengths, mla=DIMS))
         batch = model.stage.batch()
-        MLAAttention(backend, model.stage.pools.mla, policy).prepare(batch)
+        ModelAttention(backend, model.stage.pools, policy).plan(batch)
         return batch
 
     def backend(self, hook: Any) -> Any:
@@ -265,48 +282,42 @@ class TestHook:
         seen: list[Any] = []
 
         def hook(self, forward_batch, disable_flashinfer_ragged=False):
-            seen.append((forward_batch.mla_plan.path, len(forward_batch.mla_plan.calls), disable_flashinfer_ragged))
+            seen.append((len(forward_batch.geometry.calls), disable_flashinfer_ragged))
             return plan_of(forward_batch)
 
         batch = self.prepare(self.backend(hook), forced(ExtendPath.CHUNKED, capacity=8))
-        assert seen == [(ExtendPath.CHUNKED, 4, False)]
-        assert batch.chunk_plan.query_rows == 9
+        assert seen == [(4, False)]
+        assert batch.plan.chunks.query_rows == 9
 
     def test_hook_is_told_that_ragged_attention_is_disabled(self):
         """A4, C2: a backend that cannot extend absorbed is asked for chunks all the same."""
         seen: list[bool] = []
         hook = lambda self, forward_batch, disable_flashinfer_ragged=False: seen.append(disable_flashinfer_ragged)  # noqa: E731
         policy = ExtendPolicy(forced=ExtendPath.CHUNKED, disable_ragged=True)
-        assert self.prepare(self.backend(hook), policy).chunk_plan is None
+        assert self.prepare(self.backend(hook), policy).plan.chunks is None
         assert seen == [True]
 
-    def test_a_batch_prepared_again_keeps_no_chunk_plan(self):
+    def test_a_batch_planned_again_keeps_no_chunk_plan(self):
         """C2: neither where the next path has none, nor where its hook plans nothing."""
         model = Model(Case(((20, 9),), mla=DIMS))
         batch, plans = model.stage.batch(), [True, False]
-        hook = lambda self, forward_batch: plan_of(forward_batch) if plans.pop(0) else None  # noqa: E731
-        backend = self.backend(hook)
-        for path, planned in ((ExtendPath.CHUNKED, True), (ExtendPath.ABSORBED, False)):
-            MLAAttention(backend, model.stage.pools.mla, forced(path)).prepare(batch)
-            assert (batch.chunk_plan is not None) == planned
-        batch.chunk_plan = plan_of(batch)
-        MLAAttention(backend, model.stage.pools.mla, forced(ExtendPath.CHUNKED)).prepare(batch)
-        assert batch.chunk_plan is None
+        backend = self.backend(lambda self, forward_batch: plan_of(forward_batch) if plans.pop(0) else None)
+        attention = ModelAttention(backend, model.stage.pools)
+        for path, planned in ((ExtendPath.CHUNKED, True), (ExtendPath.ABSORBED, False), (ExtendPath.CHUNKED, False)):
+            assert (attention.plan(batch, path).chunks is not None) == planned
 
     @pytest.mark.parametrize("path", [ExtendPath.ONE_SHOT, ExtendPath.CHUNKED])
     def test_a_batch_without_new_tokens_has_no_calls_to_plan(self, path):
         """C2, C3: kernels return garbage for empty spans."""
         hook = lambda self, forward_batch: pytest.fail("there is nothing to plan")  # noqa: E731
-        assert self.prepare(self.backend(hook), forced(path), ((20, 0), (3, 0))).mla_plan.calls == ()
+        assert self.prepare(self.backend(hook), forced(path), ((20, 0), (3, 0))).geometry.calls == ()
 
     @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND])
-    def test_modes_that_graphs_capture_are_prepared_without_a_look_at_lengths(self, mode, monkeypatch):
+    def test_modes_that_graphs_capture_are_planned_without_a_look_at_lengths(self, mode):
         """C1: they extend absorbed, whatever the lengths; those on the device would have to be waited for."""
-        monkeypatch.setattr("attnplug.mla.attention.Geometry", None)
         model = Model(Case(((20, 1),), mode=mode, mla=DIMS))
-        batch = model.stage.batch()
-        MLAAttention(model.stage.backend, model.stage.pools.mla).prepare(batch)
-        assert batch.mla_plan.path is ExtendPath.ABSORBED
+        geometry = replace(model.stage.batch().geometry, host=None)
+        assert MLAAttention(model.stage.backend, model.stage.pools.mla, ExtendPolicy()).plan(geometry) is None
 
     @pytest.mark.parametrize(
         ("wrong", "said"),
@@ -327,51 +338,50 @@ class TestHook:
         backend = self.backend(None)
         setattr(backend, hook, lambda forward_batch, cursor: None)
         with pytest.raises(HookError, match=f"{hook}.*'cursor'"):
-            MLAAttention(backend, Model(Case(((1, 1),), mla=DIMS)).stage.pools.mla)
+            ModelAttention(backend, Model(Case(((1, 1),), mla=DIMS)).stage.pools)
 
     def test_a_ragged_hook_without_lse_is_refused_when_built(self):
         """A8, C4: it would leave what is merged to whatever lay in memory."""
         backend = self.backend(None)
-        backend.forward_ragged = lambda q, k, v, layer, batch, call: q
+        backend.forward_ragged = lambda q, k, v, layer, call, plan: q
         with pytest.raises(HookError, match=r"forward_ragged.* does not accept 'lse'"):
-            MLAAttention(backend, Model(Case(((1, 1),), mla=DIMS)).stage.pools.mla)
+            ModelAttention(backend, Model(Case(((1, 1),), mla=DIMS)).stage.pools)
 
     def test_a_log_sum_exp_that_is_never_filled_is_not_finite(self):
         """C4: it cannot pass for a result."""
         model = Model(Case(((20, 9),), mla=DIMS))
         ragged = model.stage.backend.forward_ragged
-        model.stage.backend.forward_ragged = lambda q, k, v, layer, batch, call, lse: ragged(
-            q, k, v, layer, batch, call
-        )
+        model.stage.backend.forward_ragged = lambda q, k, v, layer, call, plan, lse: ragged(q, k, v, layer, call)
         assert model.run(forced(ExtendPath.CHUNKED)).isnan().all()
 
     def test_hooks_are_inspected_when_built_and_never_again(self, monkeypatch):
         """A8"""
         model = Model(Case(((20, 9),), mla=DIMS))
         backend = self.backend(lambda self, forward_batch: plan_of(forward_batch))
-        mla, batch = MLAAttention(backend, model.stage.pools.mla, forced(ExtendPath.CHUNKED)), model.stage.batch()
+        attention, batch = ModelAttention(backend, model.stage.pools, forced(ExtendPath.CHUNKED)), model.stage.batch()
         monkeypatch.setattr(inspect, "signature", lambda *a, **k: pytest.fail("inspected again"))
-        mla.prepare(batch)
-        mla.attend(model.q, model.stage.new_rows(model.stage.keys).squeeze(1), model.layer, model.weights, batch)
-        assert batch.chunk_plan is not None
+        attention.plan(batch)
+        rows = model.stage.new_rows(model.stage.keys).squeeze(1)
+        attention.attend_mla(model.q, rows, model.layer, model.weights, batch)
+        assert batch.plan.chunks is not None
 
     def test_one_parameter_hook(self):
         """A8, C2"""
         batch = self.prepare(
             self.backend(lambda self, forward_batch: plan_of(forward_batch)), forced(ExtendPath.ONE_SHOT)
         )
-        assert batch.chunk_plan is not None
+        assert batch.plan.chunks is not None
 
     def test_absorbed_extend_plans_no_chunks(self):
         """C2: before the first layer of a chunked or one-shot extend, and only then."""
         batch = self.prepare(
             self.backend(lambda self, forward_batch: pytest.fail("called")), forced(ExtendPath.ABSORBED)
         )
-        assert batch.chunk_plan is None
+        assert batch.plan.chunks is None
 
     def test_absent_hook_plans_nothing(self):
         """A8"""
-        assert self.prepare(self.backend(None), forced(ExtendPath.CHUNKED)).chunk_plan is None
+        assert self.prepare(self.backend(None), forced(ExtendPath.CHUNKED)).plan.chunks is None
 
     def test_claim_without_the_method_is_refused_when_built(self):
         class Boasting:
@@ -379,7 +389,7 @@ class TestHook:
             backend_id = Model(Case(((1, 1),), mla=DIMS)).stage.backend.backend_id
 
         with pytest.raises(BackendError, match=r"chunked, one_shot.*forward_ragged"):
-            MLAAttention(Boasting(), Model(Case(((1, 1),), mla=DIMS)).stage.pools.mla)
+            ModelAttention(Boasting(), Model(Case(((1, 1),), mla=DIMS)).stage.pools)
 
 
 class TestMerge:
@@ -419,22 +429,3 @@ class TestMerge:
         assert float(out) == pytest.approx(math.e / (math.e + 1)) and float(lse) == pytest.approx(
             500 + math.log1p(1 / math.e)
         )
-
-
-class TestLayers:
-    """What every absorbed call starts with."""
-
-    @pytest.mark.parametrize(
-        "lse",
-        [torch.zeros(2, 5), torch.zeros(2, 4, dtype=torch.float64), torch.zeros(4, 2).T],
-        ids=["shape", "type", "strides"],
-    )
-    def test_a_log_sum_exp_that_kernels_would_fill_wrongly_is_refused(self, lse):
-        """C4: they take it for a plain block of memory."""
-        with pytest.raises(BackendError, match=r"lse must be contiguous float32 of shape \(2, 4\)"):
-            check_lse(lse, torch.zeros(2, 4, 16))
-
-    def test_extras_that_no_mla_kernel_knows_are_refused(self):
-        layers = Stage(Case(((1, 1),), mla=DIMS), "cpu", MLALayers).backend
-        with pytest.raises(BackendError, match="asked for sinks; it knows lse"):
-            layers.lse(torch.zeros(1, 4, 40), ForwardExtras(sinks=torch.zeros(4)))

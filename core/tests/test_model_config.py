@@ -20,7 +20,7 @@ from support.configs import DEEPSEEK_V3, KIMI_LINEAR, LLAMA_3_8B, NEMOTRON_H_8B,
 
 
 def test_reading_a_model_imports_no_torch() -> None:
-    code = "import sys, attnplug.hf.model_config as m; m.load_model('tiny:llama'); print('torch' in sys.modules)"
+    code = "import sys, attnplug.host as m; m.load_model('tiny:llama'); print('torch' in sys.modules)"
     path = str(Path(sys.modules["attnplug.hf.model_config"].__file__ or "").parents[1])
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env={"PYTHONPATH": path})
     assert done.stdout == "False\n", done.stderr

@@ -12,20 +12,21 @@ from support.specs import GDN, MHA, MLA, model
 
 
 @pytest.mark.parametrize(
-    ("wrong", "option"),
+    ("wrong", "said"),
     [
-        ({"page_size": 0}, "--page-size 0"),
-        ({"page_size": -16}, "--page-size -16"),
-        ({"speculative_tokens": -1}, "--speculative-tokens -1"),
-        ({"tensor_parallel": 0}, "--tensor-parallel 0"),
-        ({"sm": 9}, "--sm 9"),
-        ({"sm": 9000}, "--sm 9000"),
+        ({"page_size": 0}, "page_size 0"),
+        ({"page_size": -16}, "page_size -16"),
+        ({"speculative_tokens": -1}, "speculative_tokens -1"),
+        ({"tensor_parallel": 0}, "tensor_parallel 0"),
+        ({"sm": 9}, "sm 9"),
+        ({"sm": 9000}, "sm 9000"),
     ],
 )
-def test_a_number_out_of_range_is_an_error_with_its_option(wrong: dict[str, Any], option: str) -> None:
+def test_a_number_out_of_range_is_an_error_with_its_setting(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(UsageError) as caught:
         Problem(**wrong)
-    assert option in str(caught.value)
+    assert said in str(caught.value)
+    assert caught.value.settings == tuple(wrong)
 
 
 @pytest.mark.parametrize(
@@ -55,11 +56,11 @@ def test_a_problem_needs_the_roles_of_its_layers(
     ],
 )
 def test_usual_spellings_of_a_data_type_are_read(text: str, dtype: DType) -> None:
-    assert DType.parse(text, "--dtype") is dtype
+    assert DType.parse(text, "dtype") is dtype
 
 
 def test_an_unknown_data_type_is_an_error_with_the_known_ones() -> None:
     with pytest.raises(UsageError) as caught:
-        DType.parse("int8", "--kv-dtype")
-    assert "--kv-dtype" in str(caught.value) and "'int8'" in str(caught.value)
+        DType.parse("int8", "kv_dtype")
+    assert "kv_dtype" in str(caught.value) and "'int8'" in str(caught.value)
     assert all(dtype in str(caught.value) for dtype in DType)

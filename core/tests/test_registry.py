@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
+from importlib_metadata import EntryPoint
 
 from attnplug import BackendSpec, PluginError, hookimpl
 from attnplug.choose.loading import GROUP

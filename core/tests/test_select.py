@@ -9,8 +9,7 @@ import pytest
 
 from attnplug import DType, GraphLevel, ModelSpec, PageSizes, PluginError, Problem, Refusal, RefusalCode, Role
 from attnplug.choose.registry import Broken, Source
-from attnplug.choose.select import render
-from attnplug.host import BackendRequest, SelectionError, UsageError, explain, select
+from attnplug.host import BackendRequest, SelectionError, UsageError, explain, explanation, select
 from support.selection import CPU_FLOAT32, HYBRID, LINEAR, LINEAR_ONLY, LLAMA, PLAIN, backend, names, registry
 
 # ---- explicit requests ----
@@ -22,7 +21,7 @@ def test_the_backend_asked_for_is_taken_over_a_better_one() -> None:
     selection = select(installed, BackendRequest("slow"), Problem(LLAMA))
     assert names(selection.choices) == {"prefill": "slow", "decode": "slow"}
     assert selection.choices[Role.PREFILL].candidates[0].backend.spec.name == "slow"
-    assert "--attention-backend" in selection.choices[Role.PREFILL].why
+    assert "attention_backend" in selection.choices[Role.PREFILL].why()
 
 
 def test_the_backend_asked_for_is_never_replaced() -> None:
@@ -91,8 +90,8 @@ def test_an_embedding_needs_no_backend_to_decode() -> None:
     problem = Problem(HYBRID, is_embedding=True)
     selection = select(installed, BackendRequest("filler"), problem)
     assert names(selection.choices) == {"prefill": "filler", "linear": "lin"}
-    assert any("no decode" in line for line in render(selection))
-    with pytest.raises(UsageError, match="--decode-attention-backend other is given, but an embedding decodes nothing"):
+    assert any("no decode" in line for line in explanation(selection))
+    with pytest.raises(UsageError, match="decode_attention_backend other is given, but an embedding decodes nothing"):
         select(installed, BackendRequest(roles={Role.DECODE: "other"}), problem)
 
 
@@ -112,7 +111,7 @@ def test_a_broken_name_is_an_error_with_what_is_wrong() -> None:
     ("model", "role", "why"),
     [
         (LLAMA, Role.LINEAR, "no linear-attention layer"),
-        (LLAMA, Role.DRAFT, "--speculative-tokens turns it on"),
+        (LLAMA, Role.DRAFT, "speculative_tokens turns it on"),
         (LINEAR_ONLY, Role.PREFILL, "no full-attention layer"),
         (LINEAR_ONLY, Role.DECODE, "no full-attention layer"),
     ],
@@ -122,7 +121,7 @@ def test_a_backend_for_a_role_that_is_not_needed_is_an_error(model: ModelSpec, r
     installed = registry(backend("fast"), backend("lin", LINEAR))
     with pytest.raises(UsageError) as caught:
         explain(installed, BackendRequest(roles={role: "fast"}), Problem(model))
-    for text in (role.option, "fast", why):
+    for text in (role.setting, "fast", why):
         assert text in str(caught.value)
 
 
@@ -140,8 +139,8 @@ def test_why_names_the_option_that_was_given() -> None:
     """Which of two options decided is what a person wants to know."""
     installed = registry(backend("a"), backend("b"))
     choices = select(installed, BackendRequest("a", {Role.DECODE: "b"}), Problem(LLAMA)).choices
-    assert "--prefill-attention-backend" not in choices[Role.PREFILL].why
-    assert "--decode-attention-backend" in choices[Role.DECODE].why
+    assert "prefill_attention_backend" not in choices[Role.PREFILL].why()
+    assert "decode_attention_backend" in choices[Role.DECODE].why()
 
 
 # ---- the page size ----
@@ -217,7 +216,7 @@ def test_options_for_a_backend_that_is_not_chosen_are_an_error() -> None:
     installed = registry(backend("a"), backend("b", options=Options))
     with pytest.raises(UsageError) as caught:
         select(installed, BackendRequest(options={"b": {"split": "4"}}), Problem(LLAMA))
-    for text in ("b.split", "chosen: a", "--attention-backend b"):
+    for text in ("b.split", "chosen: a", "attention_backend b"):
         assert text in str(caught.value)
 
 
@@ -277,7 +276,7 @@ def test_the_error_holds_the_inputs_and_every_candidate_with_every_reason() -> N
         for candidate in choice.candidates:
             for refusal in candidate.refusals:
                 assert refusal.message in text
-                assert refusal.option is None or refusal.option in text
+                assert refusal.setting is None or refusal.setting in text
     codes = {r.code for c in caught.value.selection.choices[Role.PREFILL].candidates for r in c.refusals}
     assert codes == {"kind", "sm", "device", "dtype", "kv_dtype", "requirement", "cuda_graph", "speculation"}
 
@@ -298,10 +297,10 @@ def test_an_explicit_request_that_is_refused_begins_with_its_own_reasons_and_nam
     with pytest.raises(SelectionError) as caught:
         select(installed, BackendRequest("b"), Problem(LLAMA, device="cuda", sm=90))
     assert str(caught.value).splitlines()[:6] == [
-        "b (b-dist 1.2) was asked for by --attention-backend and cannot serve prefill and decode:",
-        "  - device cuda is not supported, only cpu (change --device)",
-        "  - for prefill: role prefill is not supported, only decode (change --attention-backend)",
-        "  - attention kind mha is not supported, only mla (change --attention-backend)",
+        "b (b-dist 1.2) was asked for by attention_backend and cannot serve prefill and decode:",
+        "  - device cuda is not supported, only cpu (change device)",
+        "  - for prefill: role prefill is not supported, only decode (change attention_backend)",
+        "  - attention kind mha is not supported, only mla (change attention_backend)",
         "usable instead: a, c; 'attnplug explain' gives every reason against every other backend",
         "",
     ]
@@ -314,7 +313,7 @@ def test_roles_that_are_not_served_are_told_by_the_backend_asked_for_in_each() -
     mla = replace(PLAIN, kinds={"mla"})
     with pytest.raises(SelectionError) as caught:
         select(registry(backend("a", mla), backend("b", mla)), BackendRequest("a", {Role.DECODE: "b"}), Problem(LLAMA))
-    for text in ("by --attention-backend and cannot serve prefill:", "by --decode-attention-backend and cannot serve"):
+    for text in ("by attention_backend and cannot serve prefill:", "by decode_attention_backend and cannot serve"):
         assert text in str(caught.value)
     assert str(caught.value).count("usable instead: none") == 2
 
@@ -328,13 +327,13 @@ def test_explaining_is_no_error_where_selecting_is() -> None:
     """D3: a refusal is an answer."""
     selection = explain(registry(), BackendRequest(), Problem(LLAMA))
     assert [choice.role for choice in selection.unserved] == [Role.PREFILL, Role.DECODE]
-    assert selection.choices[Role.PREFILL].why == "nothing can serve"
+    assert selection.choices[Role.PREFILL].why() == "nothing can serve"
 
 
 def test_a_check_that_raises_costs_its_own_backend_only() -> None:
     """D2"""
 
-    def check(problem: Problem, role: Role | None) -> list[Refusal]:
+    def check(problem: Problem, role: Role | None, options: object) -> list[Refusal]:
         raise RuntimeError("no driver")
 
     installed = registry(backend("bad", check=check, preference=100), backend("good"))
@@ -357,7 +356,7 @@ def test_a_factory_that_is_not_there_costs_its_own_backend_only() -> None:
 def test_in_strict_mode_every_check_that_raises_is_an_error() -> None:
     """D2: a check that fails for this model alone is found here, not when plugins are loaded."""
 
-    def check(problem: Problem, role: Role | None) -> list[Refusal]:
+    def check(problem: Problem, role: Role | None, options: object) -> list[Refusal]:
         raise RuntimeError("no driver")
 
     bad = [backend(name, check=check) for name in ("bad", "worse")]
@@ -384,11 +383,11 @@ def test_every_reason_of_an_explanation_survives_json() -> None:
     reasons = [r.as_json() for choice in selection.choices.values() for c in choice.candidates for r in c.refusals]
     assert reasons
     for reason in json.loads(json.dumps(reasons)):
-        assert set(reason) == {"code", "message", "value", "allowed", "option"}
+        assert set(reason) == {"code", "message", "value", "allowed", "setting", "advice"}
 
 
 def test_the_explanation_shows_what_is_chosen_and_why() -> None:
-    text = "\n".join(render(explain(registry(backend("a")), BackendRequest(), Problem(LLAMA, "cpu"))))
+    text = "\n".join(explanation(explain(registry(backend("a")), BackendRequest(), Problem(LLAMA, "cpu"))))
     assert "prefill: a (auto" in text
     assert "64 (chosen)" in text
 
@@ -400,7 +399,52 @@ def test_a_model_without_layers_needs_nothing() -> None:
 def test_beside_one_that_serves_those_made_for_something_else_are_only_named() -> None:
     """D3: with a dozen plugins installed, reasons that matter would drown."""
     installed = registry(backend("a"), backend("old", replace(PLAIN, min_sm=100)), backend("linear", LINEAR))
-    text = "\n".join(render(explain(installed, BackendRequest(), Problem(LLAMA, "cuda", 90))))
+    text = "\n".join(explanation(explain(installed, BackendRequest(), Problem(LLAMA, "cuda", 90))))
     assert "it needs SM 100" in text
-    assert "for another role or kind of attention: linear (--json has their reasons)" in text
+    assert "for another role or kind of attention: linear" in text
     assert "role prefill is not supported" not in text
+
+
+@dataclass(frozen=True)
+class Kernel:
+    kernel: str = "auto"
+
+
+def _choosy(problem: Problem, role: Role | None, options: Kernel) -> list[Refusal]:
+    if options.kernel == "auto":
+        return []
+    return [Refusal("kernel", f"kernel={options.kernel} is not for SM {problem.sm}", setting="choosy.kernel")]
+
+
+CHOOSY = backend("choosy", check=_choosy, options=Kernel, preference=9)
+
+
+def test_a_check_judges_by_the_options_that_were_given() -> None:
+    """D3: what an option rules out is refused here, and not when the backend is built."""
+    request = BackendRequest("choosy", options={"choosy": {"kernel": "fa9"}})
+    with pytest.raises(SelectionError, match="kernel=fa9 is not for SM 90"):
+        select(registry(CHOOSY), request, Problem(LLAMA, "cuda", 90))
+    assert not explain(registry(CHOOSY), BackendRequest("choosy"), Problem(LLAMA, "cuda", 90)).unserved
+
+
+def test_an_option_that_rules_its_backend_out_under_auto_is_an_error_that_says_why() -> None:
+    """D3: the option would be ignored, and another backend run."""
+    request = BackendRequest(options={"choosy": {"kernel": "fa9"}})
+    with pytest.raises(
+        UsageError, match=r"choosy is not chosen for any role .*: kernel=fa9 is not for SM 90"
+    ) as caught:
+        select(registry(CHOOSY, backend("other")), request, Problem(LLAMA, "cuda", 90))
+    assert caught.value.settings == ("choosy.kernel",)
+
+
+def test_a_host_spells_settings_in_a_refusal_and_in_an_explanation() -> None:
+    """D3: the contract knows no command line."""
+    spelled = {"attention_backend": "backend=", "device": "target", "page_size": "block_size"}
+    installed, problem = registry(backend("a", CPU_FLOAT32), backend("b")), Problem(LLAMA, "cuda")
+    with pytest.raises(SelectionError) as caught:
+        select(installed, BackendRequest("a"), problem)
+    text = caught.value.told(spelled.get)
+    assert "a (a-dist 1.2) was asked for by backend= and cannot serve" in text
+    assert "only cpu (change target)" in text and "(change device)" in str(caught.value)
+    shown = "\n".join(explanation(explain(installed, BackendRequest("b"), problem), spelled.get))
+    assert "prefill: b (asked for by backend=)" in shown

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import permutations
 
 import pytest
 
 from attnplug import Problem, Role
-from attnplug.host import BackendRequest, Registered, explain, select
+from attnplug.host import BackendRequest, Ranked, Registered, explain, select
 from support.selection import LINEAR, LLAMA, PLAIN, backend, names, registry
 
 
@@ -76,7 +77,7 @@ def test_auto_says_by_which_rule(installed: list[Registered], why: str) -> None:
     """D3: what decided, and nothing that did not."""
     choice = explain(registry(*installed), BackendRequest(), Problem(LLAMA, "cpu")).choices[Role.PREFILL]
     assert choice.chosen is installed[0]
-    assert choice.why == f"auto: {why}"
+    assert choice.why() == f"auto: {why}"
 
 
 def test_every_installed_backend_is_a_candidate() -> None:
@@ -88,3 +89,28 @@ def test_every_installed_backend_is_a_candidate() -> None:
         "linear": True,
         "mla": True,
     }
+
+
+class _Measured:
+    """Ranks by a table of times for each role; a host's or a plugin's measurements would be one."""
+
+    def rank(self, usable: Sequence[Registered], role: Role, problem: Problem) -> Ranked:
+        times = {"slow": {Role.PREFILL: 1, Role.DECODE: 9}, "fast": {Role.PREFILL: 5, Role.DECODE: 2}}
+        ordered = sorted(usable, key=lambda backend: times[backend.spec.name][role])
+        return Ranked(tuple(ordered), f"{times[ordered[0].spec.name][role]} ms")
+
+
+def test_another_ranking_orders_what_is_usable_and_says_why() -> None:
+    """D3: the fixed preference is what there is without one."""
+    refused = backend("gone", replace(PLAIN, min_sm=100), preference=1000)
+    installed = registry(backend("slow"), backend("fast", preference=100), refused)
+    choices = select(installed, BackendRequest(), Problem(LLAMA, "cuda", 90), ranking=_Measured()).choices
+    assert names(choices) == {"prefill": "slow", "decode": "fast"}
+    assert choices[Role.PREFILL].why() == "auto: 1 ms; 1 refused"
+
+
+def test_a_ranking_is_not_asked_about_a_backend_that_was_asked_for() -> None:
+    """D3"""
+    installed = registry(backend("slow"), backend("fast"))
+    choices = select(installed, BackendRequest("fast"), Problem(LLAMA), ranking=_Measured()).choices
+    assert names(choices) == {"prefill": "fast", "decode": "fast"}

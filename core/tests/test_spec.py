@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug import Capabilities, DType, Feature, GraphLevel, PageSizes, Problem, RefusalCode, Role
+from attnplug import CacheLayout, Capabilities, DType, Feature, GraphLevel, PageSizes, Problem, RefusalCode, Role
 from support.specs import GDN, MHA, MLA, claiming, model, page_sizes, sizes, spec
 
 # ---- each code, from real data ----
@@ -24,37 +24,37 @@ from support.specs import GDN, MHA, MLA, claiming, model, page_sizes, sizes, spe
             {"roles": {"prefill", "decode", "linear"}},
             Problem(model(MHA), speculative_tokens=4),
             Role.DRAFT,
-            ("role", "draft", ["decode", "linear", "prefill"], "--draft-attention-backend"),
+            ("role", "draft", ["decode", "linear", "prefill"], "draft_attention_backend"),
         ),
         (
             {"kinds": {"mha", "gdn"}},
             Problem(model(MLA)),
             Role.PREFILL,
-            ("kind", "mla", ["gdn", "mha"], "--prefill-attention-backend"),
+            ("kind", "mla", ["gdn", "mha"], "prefill_attention_backend"),
         ),
         (
             {"kinds": {"mha", "mamba2"}},
             Problem(model(GDN)),
             Role.LINEAR,
-            ("kind", "gdn", ["mamba2", "mha"], "--linear-attention-backend"),
+            ("kind", "gdn", ["mamba2", "mha"], "linear_attention_backend"),
         ),
         (
             {"features": {"logit_cap"}},
             Problem(model(replace(MHA, sliding_window=128))),
             Role.DECODE,
-            ("feature", "sliding_window", ["logit_cap"], "--decode-attention-backend"),
+            ("feature", "sliding_window", ["logit_cap"], "decode_attention_backend"),
         ),
         (
             {"features": ()},
             Problem(model(replace(MLA, sparse_topk=2048))),
             Role.DECODE,
-            ("feature", "sparse", [], "--decode-attention-backend"),
+            ("feature", "sparse", [], "decode_attention_backend"),
         ),
         (
             {"devices": {"cuda"}},
             Problem(device="cpu"),
             None,
-            ("device", "cpu", ["cuda"], "--device"),
+            ("device", "cpu", ["cuda"], "device"),
         ),
         (
             {"min_sm": 100},
@@ -84,60 +84,67 @@ from support.specs import GDN, MHA, MLA, claiming, model, page_sizes, sizes, spe
             {"dtypes": {"bfloat16", "float16"}},
             Problem(dtype=DType.FLOAT32),
             None,
-            ("dtype", "float32", ["bfloat16", "float16"], "--dtype"),
+            ("dtype", "float32", ["bfloat16", "float16"], "dtype"),
         ),
         (
             {"kv_dtypes": {"float8_e4m3fn"}},
             Problem(kv_dtype=DType.BFLOAT16),
             None,
-            ("kv_dtype", "bfloat16", ["float8_e4m3fn"], "--kv-dtype"),
+            ("kv_dtype", "bfloat16", ["float8_e4m3fn"], "kv_dtype"),
         ),
         (
             {"page_sizes": PageSizes.of(32, 64)},
             Problem(page_size=16),
             None,
-            ("page_size", 16, [32, 64], "--page-size"),
+            ("page_size", 16, [32, 64], "page_size"),
         ),
         (
             {"head_dims": {(128, 128), (192, 128)}},
             Problem(model(MHA)),
             Role.PREFILL,
-            ("head_dim", [64, 64], [[128, 128], [192, 128]], "--prefill-attention-backend"),
+            ("head_dim", [64, 64], [[128, 128], [192, 128]], "prefill_attention_backend"),
         ),
         (
             {"mla_dims": {(256, 64)}},
             Problem(model(MLA)),
             Role.PREFILL,
-            ("mla_dims", [512, 64], [[256, 64]], "--prefill-attention-backend"),
+            ("mla_dims", [512, 64], [[256, 64]], "prefill_attention_backend"),
         ),
         (
             {"max_speculative_tokens": 3},
             Problem(speculative_tokens=4),
             None,
-            ("speculation", 4, 3, "--speculative-tokens"),
+            ("speculation", 4, 3, "speculative_tokens"),
         ),
         (
             {"cuda_graph": GraphLevel.DECODE},
             Problem(cuda_graph=GraphLevel.ALWAYS),
             None,
-            ("cuda_graph", "ALWAYS", ["NEVER", "DECODE"], "--cuda-graph"),
+            ("cuda_graph", "ALWAYS", ["NEVER", "DECODE"], "cuda_graph"),
         ),
         (
             {},
             Problem(model(MHA), tensor_parallel=3),
             Role.PREFILL,
-            ("tensor_parallel", 3, [1, 2, 4, 8], "--tensor-parallel"),
+            ("tensor_parallel", 3, [1, 2, 4, 8], "tensor_parallel"),
+        ),
+        ({}, Problem(exact_lengths=False), None, ("lengths", False, True, "exact_lengths")),
+        (
+            {"layouts": ["token_major", "head_major"]},
+            Problem(layout=CacheLayout.STRIDED),
+            None,
+            ("layout", "strided", ["head_major", "token_major"], "layout"),
         ),
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else None,
 )
-def test_a_refusal_has_code_value_allowed_and_option(
+def test_a_refusal_has_code_value_allowed_and_setting(
     claims: dict[str, Any], problem: Problem, role: Role | None, expected: tuple[object, ...]
 ) -> None:
-    """D3: one reason, with the offending value, the allowed ones and the option to change, where an option could."""
+    """D3: one reason, with the offending value, the allowed ones and the setting to change, where one could."""
     (refusal,) = claiming(**claims).refusals(problem, role)
-    assert (refusal.code, refusal.value, refusal.allowed, refusal.option) == expected
-    assert (refusal.option or refusal.message) in str(refusal)
+    assert (refusal.code, refusal.value, refusal.allowed, refusal.setting) == expected
+    assert (refusal.setting or refusal.message) in str(refusal)
     assert json.loads(json.dumps(refusal.as_json()))["code"] == expected[0]
 
 

@@ -6,21 +6,23 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import replace
-from importlib import metadata
+from dataclasses import dataclass, replace
 from itertools import repeat
 from pathlib import Path
 from typing import Any
 
+import importlib_metadata as metadata
 import pytest
 
 from attnplug import (
     BackendError,
     DType,
+    PluginError,
     Problem,
     Refusal,
     RefusalCode,
     Role,
+    Setting,
     import_library,
     module_refusal,
     requirement_refusal,
@@ -37,7 +39,7 @@ def test_a_distribution_that_is_missing_is_a_refusal() -> None:
     (refusal,) = spec(requires=["no-such-distribution>=1.2"]).refusals(Problem())
     assert refusal.code == RefusalCode.REQUIREMENT
     assert (refusal.value, refusal.allowed) == (None, ">=1.2")
-    assert refusal.option == "pip install 'no-such-distribution>=1.2'"
+    assert (refusal.setting, refusal.advice) == (None, "pip install 'no-such-distribution>=1.2'")
     json.dumps(refusal.as_json())
 
 
@@ -47,11 +49,20 @@ def test_a_distribution_that_is_too_old_is_a_refusal_with_its_version() -> None:
     assert (refusal.code, refusal.value) == (RefusalCode.REQUIREMENT, metadata.version("pluggy"))
 
 
-def test_a_refusal_ends_with_the_option_to_change_or_the_command_to_run() -> None:
+def test_a_refusal_ends_with_the_setting_to_change_or_the_command_to_run() -> None:
     """D3"""
-    assert str(Refusal("dtype", "no", option="--dtype")) == "no (change --dtype)"
-    assert str(Refusal("requirement", "no", option="pip install 'x>=1'")) == "no (pip install 'x>=1')"
+    assert str(Refusal("dtype", "no", setting="dtype")) == "no (change dtype)"
+    assert str(Refusal("requirement", "no", advice="pip install 'x>=1'")) == "no (pip install 'x>=1')"
+    both = Refusal("kernel", "no", setting="fast.kernel", advice="pip install 'x>=1'")
+    assert str(both) == "no (change fast.kernel or pip install 'x>=1')"
     assert str(Refusal("layers", "no")) == "no"
+
+
+def test_a_host_spells_the_setting_of_a_refusal_and_leaves_out_what_it_does_not_have() -> None:
+    """D3"""
+    refusal = Refusal("page_size", "no", setting=Setting.PAGE_SIZE)
+    assert refusal.told({"page_size": "block_size"}.get) == "no (change block_size)"
+    assert refusal.told({"dtype": "dtype"}.get) == "no"
 
 
 def test_every_missing_distribution_is_a_refusal() -> None:
@@ -65,14 +76,14 @@ def test_a_requirement_that_is_met_or_not_meant_is_none(requirement: str) -> Non
 
 
 def test_a_prerelease_that_is_installed_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metadata, "version", lambda name: "0.7.0rc1")
+    monkeypatch.setattr("attnplug.declare.requirement.installed_version", lambda name: "0.7.0rc1")
     assert requirement_refusal("flashinfer-python>=0.6") is None
 
 
 @pytest.mark.parametrize("version", ["not-a-version", "1.0-custom_build_x!", ""])
 def test_an_installed_version_that_is_none_is_a_refusal(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
     """D2: local builds of kernel libraries carry such versions; one must not take all candidates with it."""
-    monkeypatch.setattr(metadata, "version", lambda name: version)
+    monkeypatch.setattr("attnplug.declare.requirement.installed_version", lambda name: version)
     (refusal,) = spec(requires=["flash-attn>=2.8"]).refusals(Problem())
     assert (refusal.code, refusal.value) == (RefusalCode.REQUIREMENT, version)
 
@@ -81,7 +92,7 @@ def test_the_advice_keeps_the_extras() -> None:
     """What it says to install must be what is asked for."""
     refusal = requirement_refusal("no-such-one[cu13]>=2")
     assert refusal is not None
-    assert refusal.option == "pip install 'no-such-one[cu13]>=2'"
+    assert refusal.advice == "pip install 'no-such-one[cu13]>=2'"
 
 
 # ---- factories ----
@@ -180,7 +191,7 @@ def test_metadata_without_the_module_is_a_refusal_with_what_to_do(folder: Path, 
     assert refusal is not None
     assert (refusal.code, refusal.value) == (RefusalCode.IMPORT, module)
     assert refusal.message == f"kernels-of-a-test 2.1 is installed, but its module {module} is not there"
-    assert refusal.option == "pip install --force-reinstall 'kernels-of-a-test>=2'"
+    assert refusal.advice == "pip install --force-reinstall 'kernels-of-a-test>=2'"
 
 
 def test_a_library_that_is_not_there_is_left_to_the_requirement() -> None:
@@ -228,17 +239,22 @@ def test_an_interrupt_stays_one() -> None:
 # ---- the plugin's own check ----
 
 
+@dataclass(frozen=True)
+class Split:
+    parts: int = 1
+
+
 def own(check: Callable[..., Any], problem: Problem = Problem(), role: Role | None = Role.PREFILL) -> list[Refusal]:
     return spec(check=check).refusals(problem, role)
 
 
 def test_a_check_adds_its_own_refusals() -> None:
-    reason = Refusal("odd_heads", "an even number of heads is needed", 7, "even", "--tensor-parallel")
-    assert own(lambda problem, role: [reason]) == [reason]
+    reason = Refusal("odd_heads", "an even number of heads is needed", 7, "even", "tensor_parallel")
+    assert own(lambda problem, role, options: [reason]) == [reason]
 
 
 def test_a_check_may_be_a_generator_that_gives_nothing() -> None:
-    def check(problem: Problem, role: Role | None) -> Iterable[Refusal]:
+    def check(problem: Problem, role: Role | None, options: Any) -> Iterable[Refusal]:
         yield from ()
 
     assert own(check) == []
@@ -247,7 +263,7 @@ def test_a_check_may_be_a_generator_that_gives_nothing() -> None:
 def test_a_check_sees_the_problem_and_the_role() -> None:
     seen = []
 
-    def check(problem: Problem, role: Role | None) -> Iterable[Refusal]:
+    def check(problem: Problem, role: Role | None, options: Any) -> Iterable[Refusal]:
         seen.append((problem, role))
         return ()
 
@@ -260,7 +276,7 @@ def test_a_check_sees_the_problem_and_the_role() -> None:
 def test_a_check_does_not_hide_what_the_capabilities_refuse() -> None:
     """D3"""
     reason = Refusal("own", "own")
-    found = spec(replace(EVERYTHING, devices={"cuda"}), check=lambda problem, role: [reason]).refusals(
+    found = spec(replace(EVERYTHING, devices={"cuda"}), check=lambda problem, role, options: [reason]).refusals(
         Problem(device="cpu")
     )
     assert [refusal.code for refusal in found] == [RefusalCode.DEVICE, "own"]
@@ -270,7 +286,7 @@ def test_a_check_does_not_hide_what_the_capabilities_refuse() -> None:
 def test_a_check_that_raises_is_a_refusal(error: BaseException) -> None:
     """D2: it must not take the other candidates with it, nor end the process."""
 
-    def check(problem: Problem, role: Role | None) -> Iterable[Refusal]:
+    def check(problem: Problem, role: Role | None, options: Any) -> Iterable[Refusal]:
         raise error
 
     (refusal,) = own(check)
@@ -281,7 +297,7 @@ def test_a_check_that_raises_is_a_refusal(error: BaseException) -> None:
 def test_a_check_that_raises_midway_is_a_refusal() -> None:
     """D2"""
 
-    def check(problem: Problem, role: Role | None) -> Iterable[Refusal]:
+    def check(problem: Problem, role: Role | None, options: Any) -> Iterable[Refusal]:
         yield Refusal("own", "own")
         raise ValueError("midway")
 
@@ -303,7 +319,7 @@ class _OwnRefusal(Refusal):
 )
 def test_a_refusal_of_wrong_types_is_told_by_the_check_that_makes_it(values: tuple[Any, ...]) -> None:
     """D2: it would fail where it is printed, among the reasons of others."""
-    (refusal,) = own(lambda problem, role: [Refusal(*values)])
+    (refusal,) = own(lambda problem, role, options: [Refusal(*values)])
     assert refusal.code == RefusalCode.CHECK_FAILED
     assert "must be a string, not" in refusal.message
 
@@ -318,7 +334,7 @@ def test_a_refusal_of_wrong_types_is_told_by_the_check_that_makes_it(values: tup
 )
 def test_a_check_that_returns_garbage_is_a_refusal(returned: Any) -> None:
     """D2"""
-    (refusal,) = own(lambda problem, role: returned)
+    (refusal,) = own(lambda problem, role, options: returned)
     assert refusal.code == RefusalCode.CHECK_FAILED
     json.dumps(refusal.as_json())
 
@@ -328,19 +344,19 @@ def test_a_value_that_json_cannot_hold_is_a_refusal(value: object) -> None:
     """D2: it would take the answer on every other backend with it."""
     if value is endless:
         endless.append(endless)
-    (refusal,) = own(lambda problem, role: [Refusal("own", "text", value)])
+    (refusal,) = own(lambda problem, role, options: [Refusal("own", "text", value)])
     assert refusal.code == RefusalCode.CHECK_FAILED
 
 
 def test_a_check_without_end_is_a_refusal() -> None:
     """D2"""
-    (refusal,) = own(lambda problem, role: repeat(Refusal("own", "own")))
+    (refusal,) = own(lambda problem, role, options: repeat(Refusal("own", "own")))
     assert refusal.code == RefusalCode.CHECK_FAILED
     assert "more than 1000" in refusal.message
 
 
 def test_an_interrupt_names_the_backend_whose_check_was_running() -> None:
-    def check(problem: Problem, role: Role | None) -> Iterable[Refusal]:
+    def check(problem: Problem, role: Role | None, options: Any) -> Iterable[Refusal]:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt, match="in the check of backend fast"):
@@ -349,20 +365,35 @@ def test_an_interrupt_names_the_backend_whose_check_was_running() -> None:
 
 def test_a_check_that_returns_none_is_told_what_to_return() -> None:
     """The likeliest mistake: a function that falls off its end where all is well."""
-    (refusal,) = own(lambda problem, role: None)
+    (refusal,) = own(lambda problem, role, options: None)
     assert "None" in refusal.message
     assert "Refusal" in refusal.message
 
 
-def test_a_check_of_another_signature_is_a_refusal() -> None:
-    """D2"""
-    assert [refusal.code for refusal in own(lambda problem: [])] == [RefusalCode.CHECK_FAILED]
+@pytest.mark.parametrize("check", [lambda problem, role: [], lambda problem, role, options, more: []])
+def test_a_check_of_another_signature_is_refused_with_what_to_change(check: Any) -> None:
+    """D2: such as one written for contract 1.0, which was not given the options."""
+    with pytest.raises(PluginError, match=r"takes \(problem, role.*let it take \(problem, role, options\)"):
+        spec(check=check)
+
+
+@pytest.mark.parametrize("options", [None, Split(), Split(2)])
+def test_a_check_sees_the_options_or_their_defaults(options: Split | None) -> None:
+    seen = []
+
+    def check(problem: Problem, role: Role | None, options: Any) -> Iterable[Refusal]:
+        seen.append(options)
+        return ()
+
+    spec(check=check, options=Split).refusals(Problem(), None, options)
+    spec(check=check).refusals(Problem())
+    assert seen == [options or Split(), None]
 
 
 @pytest.mark.parametrize("value", [{1, 2}, object(), frozenset({64}), {(1, 2): 3}, b"x", math.nan, DType.FLOAT32])
 def test_a_check_s_values_survive_json(value: object) -> None:
     """D2: one plugin's set must not take the whole report with it."""
-    (refusal,) = own(lambda problem, role: [Refusal("own", "own", value=value, allowed=[value])])
+    (refusal,) = own(lambda problem, role, options: [Refusal("own", "own", value=value, allowed=[value])])
     text = json.dumps(refusal.as_json())
     json.loads(text, parse_constant=pytest.fail)
 
@@ -370,7 +401,7 @@ def test_a_check_s_values_survive_json(value: object) -> None:
 def test_a_check_that_prints_does_not_reach_stdout(capsys: pytest.CaptureFixture[str]) -> None:
     """Standard output is for --json."""
 
-    def check(problem: Problem, role: Role | None) -> Iterable[Refusal]:
+    def check(problem: Problem, role: Role | None, options: Any) -> Iterable[Refusal]:
         print("looking at the problem")
         return []
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from attnplug import BackendError, ForwardBatch, ForwardExtras, ForwardMode, PlanError
+from attnplug import BackendError, ForwardBatch, ForwardExtras, ForwardMode, Geometry, PlanError
+from attnplug.host import plan_forward
+from support.batches import padded
 from support.devices import nothing_waits
 from support.stage import NAN, Case, Stage, error
 
@@ -35,21 +39,18 @@ def test_rows_already_in_the_cache_need_not_be_written_again():
 def test_several_layers_share_one_plan():
     stage = Stage(Case(((5, 3), (0, 2))), "cpu")
     batch = stage.batch()
-    batch.plan = stage.backend.init_forward_metadata(batch)
+    plan_forward(stage.backend, batch)
     assert torch.equal(stage.run(batch)[0], stage.run(batch)[0])
 
 
 def test_idle_batch_gives_zeros_for_its_padding():
     """B5: an idle rank only pads."""
     stage = Stage(Case(((0, 1),)), "cpu")
-    batch = replace_batch(stage.batch(), ForwardMode.IDLE, requests=0)
-    batch.plan = stage.backend.init_forward_metadata(batch)
+    table = torch.zeros(0, 2, dtype=torch.int32)
+    batch = padded(ForwardBatch(Geometry.of_lengths(ForwardMode.IDLE, table, [], [], 16)), 1)
+    plan_forward(stage.backend, batch)
     out = stage.backend.forward_extend(stage.q, None, None, stage.layer, batch)
     assert out.shape == (1, 4, 16) and (out == 0).all()
-
-
-def replace_batch(batch: ForwardBatch, mode: ForwardMode, requests: int) -> ForwardBatch:
-    return ForwardBatch(mode, batch.input_ids[:0], batch.page_table[:requests], batch.seq_lens[:requests])
 
 
 def test_request_without_new_tokens_takes_no_part():
@@ -64,7 +65,7 @@ class TestRefusals:
         """B5: an error that gives both numbers."""
         stage = Stage(Case(((5, 3),)), "cpu")
         batch = stage.batch()
-        batch.plan = stage.backend.init_forward_metadata(batch)
+        plan_forward(stage.backend, batch)
         stage.q = stage.q[:2]
         with pytest.raises(PlanError, match=r"2 query rows.*3"):
             stage.run(batch)
@@ -73,7 +74,7 @@ class TestRefusals:
         """B5"""
         stage, other = Stage(Case(((5, 3),)), "cpu"), Stage(Case(((5, 3),)), "cpu")
         batch = stage.batch()
-        batch.plan = other.backend.init_forward_metadata(batch)
+        plan_forward(other.backend, batch)
         with pytest.raises(PlanError, match="another instance"):
             stage.run(batch)
 
@@ -81,51 +82,33 @@ class TestRefusals:
         """B5"""
         stage = Stage(Case(((5, 1),), ForwardMode.EXTEND), "cpu")
         batch = stage.batch()
-        batch.plan = stage.backend.init_forward_metadata(batch)
-        batch.forward_mode = ForwardMode.DECODE
+        plan_forward(stage.backend, batch)
+        batch.geometry = replace(batch.geometry, mode=ForwardMode.DECODE)
         with pytest.raises(PlanError, match=r"extend.*decode"):
             stage.backend.forward_decode(stage.q, None, None, stage.layer, batch, save_kv_cache=False)
 
-    def test_more_new_tokens_than_rows(self):
+    def test_upper_bounds_of_the_lengths_are_not_enough(self):
+        """It claims needs_cpu_seq_lens, and never copies them from the device by itself."""
         stage = Stage(Case(((0, 3),)), "cpu")
         batch = stage.batch()
-        batch.seq_lens_cpu = batch.seq_lens = torch.tensor([2], dtype=torch.int32)
-        with pytest.raises(PlanError, match=r"request 0 has 3 new tokens but only 2 rows"):
-            stage.backend.init_forward_metadata(batch)
-
-    def test_page_table_too_narrow(self):
-        stage = Stage(Case(((40, 3),)), "cpu")
-        batch = stage.batch()
-        batch.page_table = batch.page_table[:, :2]
-        with pytest.raises(PlanError, match=r"43 rows.*2 pages of 16, 32 rows"):
-            stage.backend.init_forward_metadata(batch)
-
-    def test_fewer_input_rows_than_new_tokens(self):
-        stage = Stage(Case(((0, 3),)), "cpu")
-        batch = stage.batch()
-        batch.input_ids = batch.input_ids[:2]
-        with pytest.raises(PlanError, match=r"2 input rows for 3 new tokens"):
-            stage.backend.init_forward_metadata(batch)
-
-    def test_extend_without_its_lengths(self):
-        stage = Stage(Case(((0, 3),)), "cpu")
-        batch = stage.batch()
-        batch.extend_seq_lens = batch.extend_seq_lens_cpu = None
-        with pytest.raises(PlanError, match="extend_seq_lens"):
-            stage.backend.init_forward_metadata(batch)
+        batch.geometry = replace(batch.geometry, host=None)
+        with pytest.raises(PlanError, match="the backend needs exact ones"):
+            plan_forward(stage.backend, batch)
+        batch.geometry = batch.geometry.measured()
+        assert error(stage.run(batch)[0], stage.wanted()[0]) <= 2e-6
 
     def test_nothing_to_write_must_be_said(self):
         stage = Stage(Case(((0, 3),)), "cpu")
         batch = stage.batch()
-        batch.plan = stage.backend.init_forward_metadata(batch)
+        plan_forward(stage.backend, batch)
         with pytest.raises(BackendError, match="save_kv_cache=False"):
             stage.backend.forward_extend(stage.q, None, None, stage.layer, batch)
 
     def test_lse_of_the_wrong_shape(self):
         stage = Stage(Case(((0, 3),)), "cpu")
         batch = stage.batch()
-        batch.plan = stage.backend.init_forward_metadata(batch)
-        with pytest.raises(BackendError, match=r"\(3, 5\).*\(3, 4\)"):
+        plan_forward(stage.backend, batch)
+        with pytest.raises(BackendError, match=r"\(3, 4\).*\(3, 5\)"):
             stage.backend.forward_extend(
                 stage.q,
                 None,
@@ -150,8 +133,8 @@ def test_two_batches_planned_before_either_runs_do_not_disturb_each_other():
     stage = Stage(Case(((5, 3), (0, 4))), "cpu")
     alone, _ = stage.run()
     first, second = stage.batch().split(1)
-    first.plan = stage.backend.init_forward_metadata(first)
-    second.plan = stage.backend.init_forward_metadata(second)
+    plan_forward(stage.backend, first)
+    plan_forward(stage.backend, second)
     late = stage.backend.forward_extend(stage.q[3:], None, None, stage.layer, second, save_kv_cache=False)
     early = stage.backend.forward_extend(stage.q[:3], None, None, stage.layer, first, save_kv_cache=False)
     torch.testing.assert_close(torch.cat([early, late]), alone, rtol=1e-6, atol=1e-6)
@@ -163,5 +146,5 @@ def test_planning_copies_nothing_from_the_device_where_the_batch_has_its_lengths
     stage = Stage(Case(((5, 3), (0, 4))), "cuda")
     batch = stage.batch()
     with nothing_waits("cuda"):
-        batch.plan = stage.backend.init_forward_metadata(batch)
+        plan_forward(stage.backend, batch)
     assert error(stage.run(batch)[0], stage.wanted()[0]) <= 2e-6

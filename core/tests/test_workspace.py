@@ -7,10 +7,12 @@ import gc
 import pytest
 import torch
 
-from attnplug import CUTE_DSL_SCRATCH, SCRATCH, TRTLLM_SEMAPHORES, WorkspaceError, WorkspaceKind
+from attnplug import SCRATCH, WorkspaceError, WorkspaceKind
 from attnplug.host import WorkspaceOwner
 
 MiB = 1 << 20
+SEMAPHORES = WorkspaceKind("semaphores", zeroed=True)
+OVERWRITTEN = WorkspaceKind("overwritten")
 
 
 def test_same_contract_shares_one_allocation():
@@ -57,7 +59,7 @@ def test_zeroed_memory_is_zero_and_never_handed_out_as_scratch():
     owner = WorkspaceOwner()
     scratch = owner.request("a", "cpu", SCRATCH, 1024)
     scratch.buffer.fill_(7)
-    semaphores = owner.request("trtllm_mla", "cpu", TRTLLM_SEMAPHORES, 1024)
+    semaphores = owner.request("trtllm_mla", "cpu", SEMAPHORES, 1024)
     assert semaphores.buffer.eq(0).all()
     assert semaphores.buffer.data_ptr() != scratch.buffer.data_ptr()
 
@@ -65,16 +67,15 @@ def test_zeroed_memory_is_zero_and_never_handed_out_as_scratch():
 def test_zeroed_memory_is_zero_after_growing():
     """A2"""
     owner = WorkspaceOwner()
-    owner.request("a", "cpu", TRTLLM_SEMAPHORES, 64)
-    assert owner.request("b", "cpu", TRTLLM_SEMAPHORES, 1 << 16).buffer.eq(0).all()
+    owner.request("a", "cpu", SEMAPHORES, 64)
+    assert owner.request("b", "cpu", SEMAPHORES, 1 << 16).buffer.eq(0).all()
 
 
-def test_cute_dsl_never_shares_with_trtllm():
-    """A2: CuTe-DSL kernels overwrite theirs."""
+def test_kinds_never_share():
+    """A2: CuTe-DSL kernels overwrite theirs, TRT-LLM's leave theirs zero."""
     owner = WorkspaceOwner()
     buffers = {
-        owner.request("backend", "cpu", kind, 1024).buffer.data_ptr()
-        for kind in (SCRATCH, TRTLLM_SEMAPHORES, CUTE_DSL_SCRATCH)
+        owner.request("backend", "cpu", kind, 1024).buffer.data_ptr() for kind in (SCRATCH, SEMAPHORES, OVERWRITTEN)
     }
     assert len(buffers) == 3
 
@@ -92,12 +93,12 @@ def test_report_gives_bytes_by_owner_and_kind():
     owner.request("a", "cpu", SCRATCH, 100)
     owner.request("b", "cpu", SCRATCH, 300)
     owner.request("a", "cpu", SCRATCH, 50)
-    owner.request("b", "cpu", TRTLLM_SEMAPHORES, 10)
+    owner.request("b", "cpu", SEMAPHORES, 10)
     report = {use.kind: use for use in owner.report()}
     assert report["scratch"].nbytes == 300
     assert report["scratch"].owners == {"a": 100, "b": 300}
-    assert report["trtllm-semaphores"].owners == {"b": 10}
-    assert report["trtllm-semaphores"].zeroed
+    assert report["semaphores"].owners == {"b": 10}
+    assert report["semaphores"].zeroed
 
 
 def test_frozen_workspace_serves_but_does_not_grow():
@@ -122,6 +123,67 @@ def test_refused_request_leaves_no_trace():
 def test_asking_for_nothing_is_refused():
     with pytest.raises(WorkspaceError, match="0 bytes"):
         WorkspaceOwner().request("a", "cpu", SCRATCH, 0)
+
+
+# Lanes
+
+
+def test_lanes_never_share():
+    """A2: plans of two lanes run at the same time, on two streams."""
+    owner = WorkspaceOwner()
+    first, second = (owner.request("a", "cpu", SCRATCH, 64, lane) for lane in (0, 1))
+    assert first.buffer.data_ptr() != second.buffer.data_ptr()
+    assert owner.request("b", "cpu", SCRATCH, 32, lane=1) is second
+    assert [(use.lane, use.owners) for use in owner.report()] == [(0, {"a": 64}), (1, {"a": 64, "b": 32})]
+    assert owner.nbytes == 128
+
+
+def test_a_lane_that_was_not_reserved_cannot_be_asked_for_once_frozen():
+    owner = WorkspaceOwner()
+    owner.request("a", "cpu", SCRATCH, 64)
+    owner.freeze()
+    with pytest.raises(WorkspaceError, match="frozen at 0"):
+        owner.request("a", "cpu", SCRATCH, 64, lane=1)
+
+
+def test_a_lane_below_zero_is_refused():
+    with pytest.raises(WorkspaceError, match="lane -1"):
+        WorkspaceOwner().request("a", "cpu", SCRATCH, 64, lane=-1)
+
+
+# A host's allocator
+
+
+def test_a_host_can_supply_the_memory():
+    asked = []
+
+    def allocate(nbytes, device, zeroed):
+        asked.append((nbytes, device, zeroed))
+        return torch.zeros(nbytes, dtype=torch.uint8, device=device)
+
+    owner = WorkspaceOwner(allocate)
+    owner.request("a", "cpu", SCRATCH, 64)
+    owner.request("b", "cpu", SEMAPHORES, 8)
+    owner.request("b", "cpu", SCRATCH, 32)
+    assert asked == [(64, torch.device("cpu"), False), (8, torch.device("cpu"), True)]
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (torch.zeros(8), r"\[8\] torch.float32 on cpu .* \[8\] torch.uint8 on cpu"),
+        (torch.zeros(9, dtype=torch.uint8), r"gave \[9\]"),
+        (torch.zeros(2, 4, dtype=torch.uint8), r"gave \[2, 4\]"),
+        (torch.zeros(16, dtype=torch.uint8)[::2], "contiguous"),
+        (torch.zeros(8, dtype=torch.uint8, device="meta"), "on meta"),
+        (torch.ones(8, dtype=torch.uint8), "semaphores workspace that is not zero"),
+    ],
+)
+def test_what_an_allocator_gives_is_checked(given, named):
+    owner = WorkspaceOwner(lambda nbytes, device, zeroed: given)
+    with pytest.raises(WorkspaceError, match=named):
+        owner.request("a", "cpu", SEMAPHORES, 8)
+    assert owner.report() == ()
 
 
 @pytest.mark.gpu

@@ -145,7 +145,7 @@ class TestAnswers:
         monkeypatch.setattr(output, "write_line", full)
         end_with(AssertionError("it went on"))
         with output.safe_streams(), pytest.raises(OSError, match="No space left on device"):
-            app.run([*RUN, "--prompts", uneven, "--json"])
+            app.run(app.parse([*RUN, "--prompts", uneven, "--json"]))
         assert "stopped: 0 of 3 prompts were finished" in capsys.readouterr().err
 
     @pytest.mark.usefixtures("interruptible")
@@ -321,7 +321,8 @@ def test_a_model_whose_layers_nothing_installed_serves_says_what_to_install(attn
     monkeypatch.setenv("ATTNPLUG_PLUGINS", "")
     outcome = attnplug("run", "--model", "tiny:mamba2", "--prompt", "x", "--device", "cpu")
     assert outcome.code == 1, outcome.err
-    assert "attnplug-hybrid-linear" in outcome.err and "Traceback" not in outcome.err
+    assert "'attnplug plugins' lists packages that bring some" in outcome.err and "Traceback" not in outcome.err
+    assert "attnplug-hybrid-linear" in attnplug("plugins").out
 
 
 def test_ending_the_command_ends_its_ranks():

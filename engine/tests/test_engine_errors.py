@@ -90,7 +90,7 @@ class TestErrors:
         """D3: nothing is ignored silently."""
         with pytest.raises(UsageError, match="no backend 'bogus'"):
             Engine("tiny:mamba2", attention_backend="bogus", device="cpu")
-        with pytest.raises(UsageError, match=r"no full-attention layer; .* --linear-attention-backend"):
+        with pytest.raises(UsageError, match=r"no full-attention layer; .* linear_attention_backend"):
             Engine("tiny:mamba2", attention_backend="torch_native", device="cpu")
 
     def test_state_slots_of_a_model_without_states(self):
@@ -129,7 +129,6 @@ class TestErrors:
             ("seed", -1),
             ("chunked_prefill_size", 0),
             ("context_length", -1),
-            ("dtype", "int7"),
         ],
     )
     def test_settings_that_make_no_sense(self, setting, value):
@@ -137,9 +136,14 @@ class TestErrors:
         with pytest.raises(UsageError, match=rf"{setting} \(--{setting.replace('_', '-')}\) '?{value}"):
             Engine("tiny:llama", device="cpu", **{setting: value})
 
+    def test_a_dtype_that_there_is_not_is_told_by_its_setting(self):
+        with pytest.raises(UsageError, match="dtype 'int7' is not a data type") as caught:
+            Engine("tiny:llama", device="cpu", dtype="int7")
+        assert caught.value.settings == ("dtype",)
+
     def test_a_dtype_that_the_model_asks_for_is_not_blamed_on_an_option(self, tmp_path):
         (tmp_path / "config.json").write_text(json.dumps({**TINY_CONFIGS["llama"], "dtype": "int7"}))
-        with pytest.raises(UsageError, match=r"^the model's dtype 'int7' is not a data type"):
+        with pytest.raises(UsageError, match=r"^the model's config asks for dtype 'int7'; choose one of"):
             Engine(tmp_path, device="cpu")
 
     def test_unknown_setting_is_an_error(self):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from attnplug.author.served_layers import NewRows as NewRows
     from attnplug.author.served_layers import check_lse as check_lse
     from attnplug.author.served_layers import output_width as output_width
-    from attnplug.choose.hookspecs import hookimpl as hookimpl
+    from attnplug.choose.plugin_hooks import hookimpl as hookimpl
     from attnplug.contract.backend import AttentionBackend as AttentionBackend
     from attnplug.contract.backend import ForwardExtras as ForwardExtras
     from attnplug.contract.batch import ForwardBatch as ForwardBatch
@@ -46,12 +46,14 @@ if TYPE_CHECKING:
     from attnplug.declare.errors import PluginError as PluginError
     from attnplug.declare.errors import PoolError as PoolError
     from attnplug.declare.errors import WorkspaceError as WorkspaceError
+    from attnplug.declare.measured import MeasuredTable as MeasuredTable
     from attnplug.declare.model import AttentionKind as AttentionKind
     from attnplug.declare.model import Feature as Feature
     from attnplug.declare.model import LayerSpec as LayerSpec
     from attnplug.declare.model import LinearDims as LinearDims
     from attnplug.declare.model import MLADims as MLADims
     from attnplug.declare.model import ModelSpec as ModelSpec
+    from attnplug.declare.problem import CacheLayout as CacheLayout
     from attnplug.declare.problem import DType as DType
     from attnplug.declare.problem import GraphLevel as GraphLevel
     from attnplug.declare.problem import Problem as Problem
@@ -61,18 +63,20 @@ if TYPE_CHECKING:
     from attnplug.declare.requirement import import_library as import_library
     from attnplug.declare.requirement import module_refusal as module_refusal
     from attnplug.declare.requirement import requirement_refusal as requirement_refusal
+    from attnplug.declare.settings import Setting as Setting
     from attnplug.declare.spec import BackendSpec as BackendSpec
     from attnplug.declare.version import CONTRACT_VERSION as CONTRACT_VERSION
+    from attnplug.declare.workspace_kind import SCRATCH as SCRATCH
+    from attnplug.declare.workspace_kind import WorkspaceKind as WorkspaceKind
+    from attnplug.kv import CacheKey as CacheKey
+    from attnplug.kv import Coordinator as Coordinator
     from attnplug.kv import LinearStatePool as LinearStatePool
     from attnplug.kv import MHAPool as MHAPool
     from attnplug.kv import MLAPool as MLAPool
+    from attnplug.kv import PagedCache as PagedCache
     from attnplug.kv import PageLayout as PageLayout
     from attnplug.kv import split_table as split_table
-    from attnplug.kv.workspace import CUTE_DSL_SCRATCH as CUTE_DSL_SCRATCH
-    from attnplug.kv.workspace import SCRATCH as SCRATCH
-    from attnplug.kv.workspace import TRTLLM_SEMAPHORES as TRTLLM_SEMAPHORES
     from attnplug.kv.workspace import Workspace as Workspace
-    from attnplug.kv.workspace import WorkspaceKind as WorkspaceKind
     from attnplug.kv.workspace import WorkspaceUse as WorkspaceUse
     from attnplug.machine.transfer import on_host as on_host
     from attnplug.machine.transfer import to_device as to_device
@@ -84,7 +88,7 @@ _MODULES = {
     "author.graphs": ("GraphLimits",),
     "author.planned": ("PlannedBackend",),
     "author.served_layers": ("MLAShape", "NewRows", "check_lse", "output_width"),
-    "choose.hookspecs": ("hookimpl",),
+    "choose.plugin_hooks": ("hookimpl",),
     "contract.backend": ("AttentionBackend", "ForwardExtras"),
     "contract.batch": ("ForwardBatch",),
     "contract.context": ("BackendContext", "Serving"),
@@ -105,17 +109,35 @@ _MODULES = {
         "PoolError",
         "WorkspaceError",
     ),
+    "declare.measured": ("MeasuredTable",),
     "declare.model": ("AttentionKind", "Feature", "LayerSpec", "LinearDims", "MLADims", "ModelSpec"),
-    "declare.problem": ("DType", "GraphLevel", "Problem", "Role"),
+    "declare.problem": ("CacheLayout", "DType", "GraphLevel", "Problem", "Role"),
     "declare.refusal": ("Refusal", "RefusalCode"),
     "declare.requirement": ("import_library", "module_refusal", "requirement_refusal"),
+    "declare.settings": ("Setting",),
     "declare.spec": ("BackendSpec",),
     "declare.version": ("CONTRACT_VERSION",),
-    "kv": ("LinearStatePool", "MHAPool", "MLAPool", "PageLayout", "split_table"),
-    "kv.workspace": ("CUTE_DSL_SCRATCH", "SCRATCH", "TRTLLM_SEMAPHORES", "Workspace", "WorkspaceKind", "WorkspaceUse"),
+    "declare.workspace_kind": ("SCRATCH", "WorkspaceKind"),
+    "kv": (
+        "CacheKey",
+        "Coordinator",
+        "LinearStatePool",
+        "MHAPool",
+        "MLAPool",
+        "PageLayout",
+        "PagedCache",
+        "split_table",
+    ),
+    "kv.workspace": ("Workspace", "WorkspaceUse"),
     "machine.transfer": ("on_host", "to_device"),
     "mla": ("merge_partial",),
     "wrappers": ("ForwardingBackend",),
 }
 
-__getattr__, __dir__, __all__ = face(__name__, globals(), _MODULES)
+_REMOVED = {
+    "CUTE_DSL_SCRATCH": "declare a WorkspaceKind of your own",
+    "TRTLLM_SEMAPHORES": "declare a WorkspaceKind of your own",
+}
+"""Names that contract 1.0, the draft, had here, and what to use in place of each."""
+
+__getattr__, __dir__, __all__ = face(__name__, globals(), _MODULES, other="attnplug.host", removed=_REMOVED)

@@ -16,18 +16,24 @@ if TYPE_CHECKING:
     from attnplug.choose.building import backend_problems as backend_problems
     from attnplug.choose.building import build_backend as build_backend
     from attnplug.choose.loading import Registered as Registered
+    from attnplug.choose.models import load_model as load_model
+    from attnplug.choose.models import tiny_config as tiny_config
+    from attnplug.choose.ranking import Ranked as Ranked
+    from attnplug.choose.ranking import Ranking as Ranking
     from attnplug.choose.registry import Registry as Registry
     from attnplug.choose.registry import load_registry as load_registry
     from attnplug.choose.select import BackendRequest as BackendRequest
     from attnplug.choose.select import Selection as Selection
     from attnplug.choose.select import SelectionError as SelectionError
     from attnplug.choose.select import explain as explain
+    from attnplug.choose.select import explanation as explanation
     from attnplug.choose.select import select as select
     from attnplug.cli import output as output
     from attnplug.cli.app import Commands as Commands
     from attnplug.cli.app import add_backend_options as add_backend_options
     from attnplug.cli.app import add_command as add_command
     from attnplug.cli.backends import describe as describe
+    from attnplug.cli.options import option as option
     from attnplug.cli.warn import warn_of_plugins as warn_of_plugins
     from attnplug.contract.backend import ChunkPlanning as ChunkPlanning
     from attnplug.contract.backend import GraphPlanning as GraphPlanning
@@ -48,6 +54,8 @@ if TYPE_CHECKING:
     from attnplug.declare.errors import describe_error as describe_error
     from attnplug.declare.options import parse_options as parse_options
     from attnplug.declare.options import split_settings as split_settings
+    from attnplug.declare.problem import model_dtype as model_dtype
+    from attnplug.declare.settings import Render as Render
     from attnplug.hf.config_keys import Config as Config
     from attnplug.hf.config_keys import ModelConfigError as ModelConfigError
     from attnplug.hf.config_keys import show as show
@@ -55,7 +63,6 @@ if TYPE_CHECKING:
     from attnplug.hf.json_files import read_json_object as read_json_object
     from attnplug.hf.json_files import read_text as read_text
     from attnplug.hf.json_files import regular_size as regular_size
-    from attnplug.hf.model_config import load_model as load_model
     from attnplug.hf.rope_keys import rope_section as rope_section
     from attnplug.hf.rope_keys import rope_type as rope_type
     from attnplug.hf.rope_keys import rope_type_key as rope_type_key
@@ -85,11 +92,14 @@ _MODULES = {
     "choose.assembly": ("build_chosen", "build_selection", "choose_importable"),
     "choose.building": ("backend_problems", "build_backend"),
     "choose.loading": ("Registered",),
+    "choose.models": ("load_model", "tiny_config"),
+    "choose.ranking": ("Ranked", "Ranking"),
     "choose.registry": ("Registry", "load_registry"),
-    "choose.select": ("BackendRequest", "Selection", "SelectionError", "explain", "select"),
+    "choose.select": ("BackendRequest", "Selection", "SelectionError", "explain", "explanation", "select"),
     "cli": ("output",),
     "cli.app": ("Commands", "add_backend_options", "add_command"),
     "cli.backends": ("describe",),
+    "cli.options": ("option",),
     "cli.warn": ("warn_of_plugins",),
     "contract.backend": (
         "ChunkPlanning",
@@ -105,9 +115,10 @@ _MODULES = {
     "contract.plan": ("PlanRecord", "plan_to_run"),
     "declare.errors": ("PluginWarning", "UsageError", "describe_error"),
     "declare.options": ("parse_options", "split_settings"),
+    "declare.problem": ("model_dtype",),
+    "declare.settings": ("Render",),
     "hf.config_keys": ("Config", "ModelConfigError", "show"),
     "hf.json_files": ("MOST_BYTES", "read_json_object", "read_text", "regular_size"),
-    "hf.model_config": ("load_model",),
     "hf.rope_keys": ("rope_section", "rope_type", "rope_type_key"),
     "hf.tiny": ("TINY_CONFIGS",),
     "kv": ("KVPools", "OutOfPages", "PageAllocator", "PageCopy", "SlotTable", "torch_dtype"),
@@ -121,4 +132,4 @@ _MODULES = {
     "wrappers": ("HybridLinearBackend", "SplitBackend"),
 }
 
-__getattr__, __dir__, __all__ = face(__name__, globals(), _MODULES)
+__getattr__, __dir__, __all__ = face(__name__, globals(), _MODULES, other="attnplug")

@@ -85,10 +85,9 @@ def _torch_native(context: BackendContext) -> AttentionBackend:
 
 def _flashinfer_mla(context: BackendContext) -> AttentionBackend:
     _tests_of("flashinfer_mla")
-    from attnplug_flashinfer_mla.backend import FlashInferMLABackend
-    from reference_kernels import ReferenceKernels
+    from reference_kernels import build
 
-    return FlashInferMLABackend(declaring(context, "flashinfer_mla"), kernels=ReferenceKernels.of(context))
+    return build(context)
 
 
 def _flashattention(context: BackendContext) -> AttentionBackend:
@@ -143,9 +142,11 @@ def _every_call(asked: Chunks) -> int | None:
     return asked.prefix_chunks + (not asked.disable_flashinfer_ragged)
 
 
-def _what_falls_back(asked: Chunks) -> int:
-    """A4: chunks of a captured prefill, where there is somebody to run them."""
-    return asked.prefix_chunks if asked.captured and asked.runner else 0
+def _what_falls_back(asked: Chunks) -> int | None:
+    """A4: chunks of a captured prefill, or where they are disabled; refused where nobody is there to run them."""
+    if not (asked.captured or asked.serving.disable_chunked_prefix_cache) or not asked.prefix_chunks:
+        return 0
+    return asked.prefix_chunks if asked.runner else None
 
 
 def _nothing(asked: Chunks) -> int:

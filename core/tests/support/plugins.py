@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
+from importlib_metadata import EntryPoint
 
 from attnplug import CONTRACT_VERSION, BackendSpec, Capabilities, hookimpl
 from attnplug.choose.loading import GROUP, Broken
@@ -58,6 +58,21 @@ def bringing(*specs: BackendSpec) -> ModuleType:
         return list(specs)
 
     return module(attnplug_backends=attnplug_backends)
+
+
+def also(plugin: ModuleType, **returned: object) -> ModuleType:
+    """The plugin with further hooks, each with what it returns: ``also(plugin, attnplug_tiny_models={})``."""
+    for hook, result in returned.items():
+        setattr(plugin, hook, _returning(hook, result))
+    return plugin
+
+
+def _returning(hook: str, result: object) -> Callable[[], object]:
+    @hookimpl(specname=hook)
+    def implementation() -> object:
+        return result
+
+    return implementation
 
 
 Install = Callable[..., EntryPoint]

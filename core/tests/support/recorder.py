@@ -1,6 +1,6 @@
-"""A backend made from the protocol itself: every member, with the protocol's parameters, remembers what it was given.
+"""Children of wrappers: one with every member of the protocol, and one with no more than it must have.
 
-Nothing is listed by hand, so a parameter or a hook that the protocol gains is recorded too.
+The first is made from the protocol itself, so a parameter or a hook that the protocol gains is recorded too.
 """
 
 from __future__ import annotations
@@ -9,7 +9,9 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from attnplug import BackendId, Claims, GraphLevel, Plan
+import torch
+
+from attnplug import BackendId, Claims, ForwardBatch, ForwardMode, Geometry, GraphLevel, Plan
 from attnplug.contract.backend import hook_signatures, protocol_methods
 
 MEMBERS = {**protocol_methods(), **hook_signatures()}
@@ -19,7 +21,8 @@ GRAPHS = Claims(cuda_graph=GraphLevel.ALWAYS)
 
 class Recorder:
     """``calls`` holds each call's member and its arguments by name, defaults included. Planning hooks return a plan,
-    ``get_cuda_graph_seq_len_fill_value`` returns ``fill``, everything else an object that is ``result``."""
+    ``get_cuda_graph_seq_len_fill_value`` returns ``fill``, what has no result ``None``, and everything else an object
+    that is ``result``."""
 
     def __init__(self, name: str, claims: Claims = GRAPHS, fill: int = 0) -> None:
         self.backend_id, self.claims, self.fill, self.result = BackendId(name), claims, fill, object()
@@ -34,7 +37,9 @@ class Recorder:
         if member in PLANNERS:
             batch = arguments.get("batch", arguments.get("forward_batch"))
             return Plan(self.backend_id, batch.forward_mode, batch.num_tokens, None)
-        return self.fill if member == "get_cuda_graph_seq_len_fill_value" else self.result
+        if member == "get_cuda_graph_seq_len_fill_value":
+            return self.fill
+        return None if MEMBERS[member].return_annotation == "None" else self.result
 
 
 def _recording(member: str, signature: inspect.Signature) -> Callable[..., Any]:
@@ -50,3 +55,26 @@ def _recording(member: str, signature: inspect.Signature) -> Callable[..., Any]:
 
 for _member, _signature in MEMBERS.items():
     setattr(Recorder, _member, _recording(_member, _signature))
+
+
+class Hookless:
+    """Only what the protocol requires, as FlashAttention: no optional hook at all."""
+
+    def __init__(self, name: str = "hookless") -> None:
+        self.backend_id, self.claims = BackendId(name), Claims()
+
+    def init_forward_metadata(self, batch):
+        return Plan.of(self.backend_id, batch.geometry)
+
+    def forward_extend(self, q, k, v, layer, batch, *, save_kv_cache=True, extras=None):
+        batch.plan_for(self.backend_id, q.shape[0], decode=False)
+        return q
+
+    def forward_decode(self, q, k, v, layer, batch, *, save_kv_cache=True, extras=None):
+        batch.plan_for(self.backend_id, q.shape[0], decode=True)
+        return q
+
+
+def batch_in(mode: ForwardMode) -> ForwardBatch:
+    """Two requests with one new token each."""
+    return ForwardBatch(Geometry.of_lengths(mode, torch.zeros(2, 1, dtype=torch.int32), [1, 1], [1, 1], 16))

@@ -10,8 +10,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from attnplug import DType, Role
-from attnplug.host import BackendRequest, UsageError, add_backend_options, output, split_settings
+from attnplug import DType, Role, Setting
+from attnplug.host import BackendRequest, UsageError, add_backend_options, option, output, split_settings
 from attnplug_engine.launch import check_division, kept_for_ranks, run_ranks, started_as_rank
 from attnplug_engine.prompts import PromptLine
 
@@ -32,7 +32,7 @@ def add_serving_options(
     """Which backends, in which types, for how much at a time. ``seeded`` says what the seed is for."""
     add_backend_options(parser)
     for role in roles:
-        parser.add_argument(role.option, metavar="NAME|auto", help=f"backend for the role {role} alone")
+        parser.add_argument(option(role.setting), metavar="NAME|auto", help=f"backend for the role {role} alone")
     parser.add_argument(
         "--dtype", metavar="DTYPE", help="element type of weights and activations (default: the model's)"
     )
@@ -59,8 +59,8 @@ def shared_settings(parsed: argparse.Namespace) -> dict[str, Any]:
         "role_backends": request.roles,
         "backend_options": request.options,
         "device": parsed.device,
-        "dtype": DType.parse(parsed.dtype, "--dtype") if parsed.dtype is not None else None,
-        "kv_dtype": DType.parse(parsed.kv_dtype, "--kv-dtype") if parsed.kv_dtype is not None else None,
+        "dtype": DType.parse(parsed.dtype, Setting.DTYPE) if parsed.dtype is not None else None,
+        "kv_dtype": DType.parse(parsed.kv_dtype, Setting.KV_DTYPE) if parsed.kv_dtype is not None else None,
         "page_size": parsed.page_size,
         "max_batch": parsed.max_batch,
         "chunked_prefill_size": parsed.chunked_prefill_size,

@@ -7,7 +7,7 @@ import json as jsonlib
 import sys
 from collections.abc import Sequence
 
-from attnplug.host import output
+from attnplug.host import Render, output
 from attnplug_engine.chat import Chat
 from attnplug_engine.command_line import shared_settings
 from attnplug_engine.embedding import Embedder, Embedding, EmbedOptions
@@ -43,7 +43,7 @@ def _embed(
             assert not isinstance(line.prompt, Chat)
             tokens.append(embedder.tokens(line.prompt))
     if not silent:
-        _tell(embedder, options)
+        _tell(embedder, options, parsed.render)
     failed = False
     for embedding in embedder.stream(tokens):
         finite = bool(embedding.vector.isfinite().all())
@@ -53,9 +53,9 @@ def _embed(
     return 1 if failed else 0
 
 
-def _tell(embedder: Embedder, asked: EmbedOptions) -> None:
+def _tell(embedder: Embedder, asked: EmbedOptions, render: Render) -> None:
     for role, choice in embedder.selection.choices.items():
-        print(f"{role}: {choice.chosen_name} ({choice.why})", file=sys.stderr)
+        print(f"{role}: {choice.chosen_name} ({choice.why(render)})", file=sys.stderr)
     rules = embedder.rules
     source = rules.source or f"the default, since the checkpoint has no {MODULES_FILE}"
     options = [] if asked.pooling is None else ["--pooling"]

@@ -311,4 +311,4 @@ def naming(where: str) -> Iterator[None]:
     try:
         yield
     except (UsageError, PoolError) as error:
-        raise type(error)(f"{where}: {error}") from error
+        raise type(error)(f"{where}: {error.message}", settings=error.settings) from error

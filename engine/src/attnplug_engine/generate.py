@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from attnplug import ExtendPath
-from attnplug.host import ExtendPolicy, UsageError, interrupt, output, warn_of_plugins
+from attnplug.host import ExtendPolicy, Render, UsageError, interrupt, output, warn_of_plugins
 from attnplug_engine.answers import Answers
 from attnplug_engine.command_line import shared_settings
 from attnplug_engine.engine import Engine, naming
@@ -55,7 +55,7 @@ def _run(parsed: argparse.Namespace, lines: list[PromptLine], options: EngineOpt
     else:
         code = _generate(engine, requests, Answers(lines, json=parsed.json) if speaks else None, console)
     if speaks and code != INTERRUPTED:
-        _summary(engine, console)
+        _summary(engine, console, parsed.render)
     return code
 
 
@@ -134,9 +134,9 @@ def _progress(console: Console, what: str, shown: bool, total: int | None = None
         yield bar, bar.add_task(what, total=total)
 
 
-def _summary(engine: Engine, console: Console) -> None:
+def _summary(engine: Engine, console: Console, render: Render) -> None:
     for role, choice in engine.selection.choices.items():
-        console.print(f"{role}: {choice.chosen_name} ({choice.why})")
+        console.print(f"{role}: {choice.chosen_name} ({choice.why(render)})")
     counts = engine.statistics
     for name, tokens, seconds in (
         ("prefill", counts.prefill_tokens, counts.prefill_seconds),

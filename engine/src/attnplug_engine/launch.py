@@ -178,7 +178,7 @@ def check_division(model: str, request: BackendRequest, size: int, *, is_embeddi
         judged = [c for choice in error.selection.unserved for c in choice.candidates]
         for refusal in (refusal for candidate in judged for refusal in candidate.refusals):
             if refusal.code == RefusalCode.TENSOR_PARALLEL:  # of the model: no choice of backends changes it
-                raise AttnplugError(f"{model}: {refusal}") from error
+                raise AttnplugError(f"{model}: {refusal.message}", settings=filter(None, [refusal.setting])) from error
         raise
 
 

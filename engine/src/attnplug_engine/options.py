@@ -59,7 +59,7 @@ class EngineOptions:
             if isinstance(value, torch.dtype):
                 value = str(value).removeprefix("torch.")
             if isinstance(value, str):  # "bf16" is as good as the member
-                object.__setattr__(self, name, DType.parse(value, named(name)))
+                object.__setattr__(self, name, DType.parse(value, name))
         self._check_whole("max_batch", 1, LARGEST_BATCH)
         for name in ("num_pages", "context_length", "state_slots", "state_checkpoint"):
             if getattr(self, name) is not None:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attnplug import AttnplugError, LayerSpec, ModelSpec
+from attnplug import AttnplugError
 from attnplug.host import UsageError
 
 
@@ -166,24 +165,6 @@ def kv_head_part(kv_heads: int, parallel: TensorParallel) -> slice:
         )
     head = parallel.rank * kv_heads // parallel.size
     return slice(head, head + 1)
-
-
-def rank_layer(layer: LayerSpec, parallel: TensorParallel) -> LayerSpec:
-    """A layer of the whole model with the heads that this rank has of it. Raises ParallelError."""
-    dims = layer.linear
-    if dims is None:
-        heads = length(even_part(layer.num_heads, parallel, "attention heads"))
-        return replace(layer, num_heads=heads, num_kv_heads=length(kv_head_part(layer.num_kv_heads, parallel)))
-    heads = length(even_part(dims.heads, parallel, "linear-attention heads"))
-    own = replace(dims, heads=heads, key_heads=length(kv_head_part(dims.key_heads, parallel)))
-    if dims.conv_width:
-        own = replace(own, conv_channels=2 * own.key_heads * own.key_dim + own.heads * own.value_dim)
-    return replace(layer, num_heads=own.heads, num_kv_heads=own.key_heads, linear=own)
-
-
-def rank_local(spec: ModelSpec, parallel: TensorParallel) -> ModelSpec:
-    """A whole model with the heads that this rank has of it."""
-    return replace(spec, layers=tuple(rank_layer(layer, parallel) for layer in spec.layers))
 
 
 def padded_part(count: int, parallel: TensorParallel) -> tuple[slice, int]:

@@ -17,6 +17,7 @@ from attnplug.host import (
     build_chosen,
     choose_importable,
     load_registry,
+    model_dtype,
     open_device,
     torch_dtype,
 )
@@ -82,7 +83,7 @@ def prepare(
     """Look for backends that serve the model, then read its weights. An embedding model needs no output head."""
     spec = load_spec(model)
     device, sm = open_device(options.device)
-    dtype = options.dtype or (DType.FLOAT32 if spec.dtype is None else DType.parse(spec.dtype, "the model's dtype"))
+    dtype = options.dtype or model_dtype(spec) or DType.FLOAT32
     kv_dtype = options.kv_dtype or dtype
     problem = Problem(
         spec,

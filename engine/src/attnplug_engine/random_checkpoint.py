@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from attnplug.host import TINY_CONFIGS, ModelConfigError
+from attnplug.host import ModelConfigError, tiny_config
 from attnplug_engine.checkpoint import SINGLE_FILE
 
 TINY = "tiny:"
@@ -42,12 +42,8 @@ class RandomCheckpoint:
 
     @classmethod
     def tiny(cls, reference: str, *, seed: int = 0) -> RandomCheckpoint:
-        """The built-in model ``tiny:NAME``."""
-        name = reference.removeprefix(TINY)
-        if name not in TINY_CONFIGS:
-            known = ", ".join(TINY + each for each in TINY_CONFIGS)
-            raise ModelConfigError(f"{reference!r} is not a built-in model; known: {known}", reference)
-        return cls(TINY_CONFIGS[name], seed=seed, name=reference)
+        """The tiny model ``tiny:NAME``, of core or of a plugin."""
+        return cls(tiny_config(reference), seed=seed, name=reference)
 
     def names(self) -> Sequence[str]:
         """The tensors that were asked for so far: there are no others."""

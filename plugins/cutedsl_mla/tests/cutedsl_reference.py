@@ -7,6 +7,7 @@ from attnplug_cutedsl_mla.build import cutedsl_mla
 from attnplug_cutedsl_mla.plugin import attnplug_backends
 from attnplug_trtllm_mla.backend import TRTLLMMLABackend
 from generation_checks import Build, skip_unless_served
+from support.batches import declaring
 from trtllm_reference import ReferenceFlashInfer, on_blackwell
 
 
@@ -17,4 +18,4 @@ def reference_cutedsl(context: BackendContext, flashinfer: ReferenceFlashInfer |
 
 def build_on(device: str) -> Build:
     skip_unless_served(attnplug_backends()[0], device)
-    return reference_cutedsl if device == "cpu" else cutedsl_mla
+    return reference_cutedsl if device == "cpu" else lambda context: cutedsl_mla(declaring(context, "cutedsl_mla"))

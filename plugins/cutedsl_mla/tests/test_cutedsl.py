@@ -17,9 +17,11 @@ from attnplug_trtllm_mla.build import trtllm_mla
 from blackwell_device import PROCESSORS, pretend
 from cutedsl_reference import build_on, reference_cutedsl
 from generation_checks import FP8, check_absorbed, check_decode, check_verify, lengths, scene
+from support.batches import declaring
 from support.configs import DEEPSEEK_V3, read
 from support.devices import DEVICES
 from support.mla_capture import MLACapture
+from support.mla_lanes import check_lanes
 from support.mla_scene import MLACase, MLAModel, MLAScene, relative_error
 from trtllm_reference import NEWEST, ReferenceFlashInfer, flashinfer_folder, reference_trtllm
 
@@ -66,13 +68,20 @@ def test_captured_decode(device):
         assert (out[len(wanted) :] == 0).all()
 
 
+@on_every_device
+def test_two_lanes_run_at_the_same_time(device):
+    """B5, A2: by scratch memory of their own."""
+    case = MLACase(((300, 1), (5, 1), (64, 1), (127, 1)), ForwardMode.DECODE)
+    check_lanes(case, device, build_on(device), 5e-3)
+
+
 @pytest.mark.parametrize(
     ("heads", "queries", "most"), [(16, 1, 8192), (128, 7, 8192), (128, 8, 8191), (65, 4, 8192), (128, 64, 1023)]
 )
 def test_a_call_has_no_more_blocks_than_cuda_counts(heads, queries, most):
     """65535 in the second dimension: one for each 128 rows of a request, begun ones too."""
     stage = scene(MLACase(((5, 1),), ForwardMode.DECODE, heads=heads), "cpu", reference_cutedsl)
-    assert stage.backend._parts.decode.most_requests(queries, with_lse=True) == most
+    assert stage.backend.lanes[0].decode.most_requests(queries, with_lse=True) == most
 
 
 @pytest.mark.parametrize("version", [None, NEWEST])
@@ -87,7 +96,7 @@ def test_every_version_takes_the_calls(version):
 def test_prefill_is_refused_in_words(mode):
     """A5: decode only."""
     stage = scene(MLACase(((20, 3), (9, 1)), mode), "cpu", reference_cutedsl)
-    with pytest.raises(PlanError, match=rf"does not {mode}.*--prefill-attention-backend trtllm_mla"):
+    with pytest.raises(PlanError, match=rf"does not {mode}.*prefill_attention_backend trtllm_mla"):
         stage.backend.init_forward_metadata(stage.batch())
 
 
@@ -109,8 +118,8 @@ def test_its_scratch_is_never_trtllms(monkeypatch):
     pretend(monkeypatch)
 
     def both(context: BackendContext):
-        trtllm_mla(replace(context, name="trtllm_mla"))
-        return cutedsl_mla(replace(context, name="cutedsl_mla"))
+        trtllm_mla(replace(declaring(context, "trtllm_mla"), name="trtllm_mla"))
+        return cutedsl_mla(replace(declaring(context, "cutedsl_mla"), name="cutedsl_mla"))
 
     stage = MLAScene(MLACase(((20, 1),), ForwardMode.DECODE, heads=128), "cpu", both)
     uses = {use.kind: use for use in stage.workspace.report()}
@@ -124,13 +133,13 @@ def test_here_only_the_dsl_is_missing():
     for role in (Role.DECODE, Role.DRAFT):
         (reason,) = SPEC.refusals(ON_A_B200, role)
         assert (reason.code, reason.value) == ("requirement", None)
-        assert "nvidia-cutlass-dsl" in str(reason.option)
+        assert "nvidia-cutlass-dsl" in str(reason.advice)
 
 
 def test_it_is_not_chosen_to_prefill():
     """A5, D3"""
     (reason,) = (r for r in SPEC.refusals(ON_A_B200, Role.PREFILL) if r.code == "role")
-    assert (reason.allowed, reason.option) == (["decode", "draft"], "--prefill-attention-backend")
+    assert (reason.allowed, reason.setting) == (["decode", "draft"], "prefill_attention_backend")
 
 
 def test_on_an_h200_it_says_which_gpus_it_needs():

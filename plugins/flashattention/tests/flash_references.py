@@ -19,6 +19,7 @@ from attnplug_flashattention import kernels
 from attnplug_flashattention.backend import FlashAttentionBackend
 from attnplug_flashattention.kernels import FA2Kernels, FA4Kernels, Kernels, TorchKernels
 from attnplug_flashattention.options import FlashAttentionOptions
+from support.batches import declaring
 
 TYPES = (torch.float32, torch.float16, torch.bfloat16)
 KERNELS = ("fa4", "fa2", "torch", "torch before paging")
@@ -45,6 +46,7 @@ def build(name: str = "fa4", processors: int = 132) -> Callable[[BackendContext]
     """Makes backends: with real kernels where there is a GPU, else with reference ones."""
 
     def made(context: BackendContext) -> FlashAttentionBackend:
+        context = declaring(context, "flashattention")
         if context.device.type == "cpu":
             return FlashAttentionBackend(context, kernels=reference(name), processors=processors)
         if name == "fa4":
@@ -57,7 +59,7 @@ def build(name: str = "fa4", processors: int = 132) -> Callable[[BackendContext]
 
 def on_references(context: BackendContext) -> FlashAttentionBackend:
     """A factory as an entry point names one: the backend on a CPU."""
-    return build("fa4")(context)
+    return FlashAttentionBackend(context, kernels=reference("fa4"))
 
 
 def skip_without_fa4() -> None:

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnplug import BackendError, DType, ForwardExtras, ForwardMode, PlanError
+from attnplug import BackendContext, DType, ForwardMode, Geometry, MHAPool, PageLayout, PlanError
+from attnplug.host import KVPools, plan_forward
 from attnplug_flashattention.planner import GatheredCall
 from flash_references import KERNELS, build, on_cpu, on_devices
 from support.devices import nothing_waits
@@ -36,7 +37,7 @@ def scene(case: MHACase, kernel: str, device: str) -> MHAScene:
 
 
 def lengths(count: int, longest: int, new: int | tuple[int, int], seed: int) -> tuple[tuple[int, int], ...]:
-    """Prefixes of every kind (none, one row, whole pages, long ones) with new tokens behind them."""
+    """Prefixes of every kind (none, one row, whole pages, long ones) with new tokens after them."""
     chance = random.Random(seed)
     prefixes = [chance.choice([0, 1, 63, 64, 65, chance.randint(2, longest)]) for _ in range(count)]
     return tuple((p, new if isinstance(new, int) else chance.randint(*new)) for p in prefixes)
@@ -158,12 +159,88 @@ def test_pages_with_one_heads_rows_together(mode, page_size, kernel, device):
     check(MHACase(lengths(4, 300, new, 7), mode, page_size, layout="head_major"), kernel, device)
 
 
+@on_devices("fa4", "torch", "torch before paging")
+@pytest.mark.parametrize("layout", ["token_major", "head_major"])
+@pytest.mark.parametrize("page_size", [16, 256])
+@pytest.mark.parametrize(
+    ("mode", "some"),
+    [(DECODE, ((40, 1), (0, 0), (300, 1), (0, 0))), (VERIFY, ((0, 0), (40, 3), (5, 3))), (EXTEND, ((0, 7), (0, 0)))],
+)
+def test_padded_requests_between_others(mode, some, page_size, layout, kernel, device):
+    """Requests of length 0 have no row, and nothing is read or written for them."""
+    check(MHACase(some, mode, page_size, layout=layout, padding=2), kernel, device)
+
+
+class Halves(MHAPool):
+    """A pool over a host's memory: keys and values are halves of every page of one tensor, after other memory."""
+
+    def __init__(self, pool: MHAPool, layer: int, *, head_major: bool) -> None:
+        pages, size, heads, dim = pool.keys(layer).shape
+        shape = (pages, 2, *((heads, size) if head_major else (size, heads)), dim)
+        memory = pool.keys(layer).new_full((64 + torch.Size(shape).numel(),), float("nan"))[64:].view(shape)
+        self.halves = [half.transpose(1, 2) if head_major else half for half in memory.unbind(1)]
+        self.page_size, self.dtype = size, pool.dtype
+
+    def keys(self, layer_id):
+        return self.halves[0]
+
+    def values(self, layer_id):
+        return self.halves[1]
+
+    def layout(self, layer_id):
+        keys, values = (PageLayout(tuple(half.shape), half.stride()) for half in self.halves)
+        return keys, values
+
+    def write(self, layer_id, slots, k, v):
+        page, offset = slots[slots >= 0] // self.page_size, slots[slots >= 0] % self.page_size
+        for half, rows in zip(self.halves, (k, v), strict=True):
+            half[page, offset] = rows[slots >= 0]
+
+    def read_keys(self, layer_id, slots):
+        return self.halves[0][slots // self.page_size, slots % self.page_size]
+
+    def read_values(self, layer_id, slots):
+        return self.halves[1][slots // self.page_size, slots % self.page_size]
+
+
+@on_devices("fa4", "torch", "torch before paging")
+@pytest.mark.parametrize("head_major", [False, True])
+@pytest.mark.parametrize(("mode", "some"), [(DECODE, ((300, 1), (0, 0), (40, 1))), (EXTEND, ((300, 9), (0, 4)))])
+def test_keys_and_values_that_are_halves_of_a_hosts_pages(mode, some, head_major, kernel, device):
+    """The cache is read with the pool's own strides, from where its memory begins."""
+    pools = []
+
+    def over_halves(context: BackendContext):
+        pools.append(Halves(context.pools.mha, LAYER, head_major=head_major))
+        return build(kernel)(replace(context, pools=KVPools(mha=pools[0])))
+
+    case = MHACase(some, mode, 256)
+    stage = MHAScene(on_cpu(case) if device == "cpu" else case, device, over_halves)
+    stage.pool = pools[0]
+    stage.store([(0, before) for before, _ in some])
+    out, _ = stage.run()
+    assert relative_error(out, stage.wanted()[0]) <= tolerance(stage.case)
+    assert stage.written() == sum(stage.totals)
+
+
 @everywhere
-@pytest.mark.parametrize("mode", [DECODE, VERIFY, EXTEND, MIXED])
-def test_padded_rows_are_zero_and_never_written(mode, kernel, device):
-    """B5"""
-    new = {DECODE: 1, VERIFY: 3}.get(mode, (1, 9))
-    check(MHACase(lengths(3, 100, new, 3), mode, 16, padding=5), kernel, device)
+@pytest.mark.parametrize(("mode", "some"), [(DECODE, ((20, 1), (9, 1))), (EXTEND, ((0, 7), (0, 0), (0, 3)))])
+def test_new_rows_go_where_the_host_says(mode, some, kernel, device):
+    """Nothing is written for a row whose slot is -1; all others lie where the page table leads."""
+    stage = scene(MHACase(some, mode, 16), kernel, device)
+    batch = stage.batch()
+    slots = batch.geometry.new_slots().clone()
+    slots[-1] = -1
+    batch.geometry = replace(batch.geometry, slots=slots)
+    plan_forward(stage.backend, batch)
+    assert torch.equal(batch.plan.attention.new_slots, slots)
+    whole = batch.plan.attention.metadata.cached.whole
+    if isinstance(whole, GatheredCall):
+        assert (whole.rows >= 0).all()
+    k, v = stage.new_rows()
+    forward = stage.backend.forward_decode if mode.is_decode else stage.backend.forward_extend
+    forward(stage.q, k, v, stage.layer, batch)
+    assert stage.written() == sum(stage.totals) - 1
 
 
 @everywhere
@@ -192,7 +269,7 @@ def test_rows_that_are_in_the_cache_are_not_written_again(before, kernel, device
     stage = scene(MHACase(((before, 3),), EXTEND, 16), kernel, device)
     stage.store([(0, before + 3)])
     batch = stage.batch()
-    batch.plan = stage.backend.init_forward_metadata(batch)
+    plan_forward(stage.backend, batch)
     wanted = stage.wanted()[0]
     wrong = torch.full_like(stage.new_rows()[0], float("nan"))
     for k, v in ((None, None), (wrong, wrong)):
@@ -204,38 +281,27 @@ def test_rows_that_are_in_the_cache_are_not_written_again(before, kernel, device
 def test_two_plans_live_at_the_same_time(kernel, device):
     """B5: a plan is a value; planning another batch does not disturb it."""
     stage = scene(MHACase(lengths(4, 300, 1, 1), DECODE, 16), kernel, device)
-    first = stage.batch()
-    first.plan = stage.backend.init_forward_metadata(first)
-    shorter = stage.batch()
-    shorter.seq_lens_cpu = torch.ones_like(first.seq_lens_cpu)
-    shorter.plan = stage.backend.init_forward_metadata(shorter)
+    first, shorter = stage.batch(), stage.batch()
+    plan_forward(stage.backend, first)
+    shorter.geometry = Geometry.of_lengths(DECODE, first.geometry.page_table, [1] * 4, [1] * 4, 16)
+    plan_forward(stage.backend, shorter)
     assert relative_error(stage.run(first)[0], stage.wanted()[0]) <= tolerance(stage.case)
 
 
-@everywhere
-def test_without_lengths_on_the_cpu(kernel, device):
-    check(MHACase(lengths(4, 300, (1, 9), 1), EXTEND, 16, cpu_lengths=False), kernel, device)
-
-
-@everywhere
-def test_idle_batch(kernel, device):
-    stage = scene(MHACase((), ForwardMode.IDLE), kernel, device)
-    batch = stage.batch()
-    batch.plan = stage.backend.init_forward_metadata(batch)
-    assert stage.backend.forward_extend(stage.q, None, None, stage.layer, batch).shape == (0, 8, 64)
+def test_lengths_that_the_host_does_not_know_are_refused():
+    stage = scene(MHACase(lengths(4, 300, (1, 9), 1), EXTEND, 16, exact_lengths=False), "fa4", "cpu")
+    assert stage.backend.claims.needs_cpu_seq_lens
+    with pytest.raises(PlanError, match=r"the backend needs exact ones"):
+        stage.run()
 
 
 @everywhere
 @pytest.mark.parametrize("mode", [DECODE, VERIFY, EXTEND])
-def test_planning_and_running_read_nothing_back(mode, kernel, device):
-    """Lengths on the CPU are enough: those on the device are never looked at."""
+def test_planning_and_running_wait_for_nothing(mode, kernel, device):
     new = {DECODE: 1, VERIFY: 3}.get(mode, (1, 40))
     stage = scene(MHACase(lengths(4, 300, new, 1), mode, 16), kernel, device)
     stage.run()  # compiles what there is to compile
     batch = stage.batch()
-    batch.seq_lens = torch.full_like(batch.seq_lens, -(1 << 30))
-    if batch.extend_seq_lens is not None:
-        batch.extend_seq_lens = torch.full_like(batch.extend_seq_lens, -(1 << 30))
     with nothing_waits(device):
         out, _ = stage.run(batch)
     assert relative_error(out, stage.wanted()[0]) <= tolerance(stage.case)
@@ -248,70 +314,3 @@ def test_pages_are_gathered_where_the_kernel_reads_none(kernel, gathers):
         whole = stage.backend.init_forward_metadata(stage.batch()).metadata.cached.whole
         expected = gathers or (kernel == "torch" and (page_size % 256 != 0 or widths[0] != widths[1]))
         assert isinstance(whole, GatheredCall) == expected
-
-
-class TestWrongUse:
-    def stage(self, lengths=((20, 2),), mode=EXTEND) -> MHAScene:
-        return scene(MHACase(lengths, mode), "fa4", "cpu")
-
-    def planned(self, stage: MHAScene):
-        batch = stage.batch()
-        batch.plan = stage.backend.init_forward_metadata(batch)
-        return batch
-
-    @pytest.mark.parametrize(
-        "lse",
-        [torch.empty(2, 16)[:, :8], torch.empty(8, 2).T, torch.empty(2, 8, dtype=torch.float64), torch.empty(2, 4)],
-        ids=["part", "transposed", "float64", "narrow"],
-    )
-    def test_a_log_sum_exp_that_kernels_would_miss_is_refused(self, lse):
-        stage = self.stage()
-        with pytest.raises(BackendError, match=r"lse must be contiguous float32 of shape \(2, 8\)"):
-            stage.backend.forward_extend(
-                stage.q, *stage.new_rows(), stage.layer, self.planned(stage), extras=ForwardExtras(lse=lse)
-            )
-
-    def test_sinks_are_given_where_the_layer_has_them_and_nowhere_else(self):
-        plain = self.stage()
-        with pytest.raises(BackendError, match=r"sinks=False, but extras\.sinks were given"):
-            plain.backend.forward_extend(
-                plain.q, *plain.new_rows(), plain.layer, self.planned(plain), extras=ForwardExtras(sinks=torch.ones(8))
-            )
-        sunk = scene(MHACase(((20, 2),), sinks=True), "fa4", "cpu")
-        for extras, message in (
-            (None, r"sinks=True, but extras\.sinks were not given"),
-            (ForwardExtras(sinks=torch.ones(3)), r"shape \(3,\), but q has 8 heads"),
-        ):
-            with pytest.raises(BackendError, match=message):
-                sunk.backend.forward_extend(sunk.q, *sunk.new_rows(), sunk.layer, self.planned(sunk), extras=extras)
-
-    def test_fewer_rows_of_v_than_planned_are_refused(self):
-        stage = self.stage()
-        k, v = stage.new_rows()
-        with pytest.raises(BackendError, match="2 rows of k and 1 of v for 2 planned"):
-            stage.backend.forward_extend(stage.q, k, v[:1], stage.layer, self.planned(stage))
-
-    def test_a_write_without_rows_is_refused(self):
-        stage = self.stage()
-        with pytest.raises(BackendError, match=r"needs k and v, but was given k=None.*save_kv_cache=False"):
-            stage.backend.forward_extend(stage.q, None, None, stage.layer, self.planned(stage))
-
-    def test_a_batch_planned_by_another_instance_is_refused(self):
-        """B5"""
-        one, other = (self.stage(((20, 1),), DECODE) for _ in range(2))
-        batch = one.batch()
-        batch.plan = other.backend.init_forward_metadata(batch)
-        with pytest.raises(PlanError, match="another instance"):
-            one.run(batch)
-
-    def test_extend_is_refused_by_the_entry_for_decode(self):
-        stage = self.stage()
-        with pytest.raises(PlanError, match="call forward_extend"):
-            stage.backend.forward_decode(stage.q, None, None, stage.layer, self.planned(stage), save_kv_cache=False)
-
-    def test_a_layer_of_another_model_is_refused(self):
-        stage = self.stage()
-        with pytest.raises(Exception, match="layer 9 is not an MHA layer"):
-            stage.backend.forward_extend(
-                stage.q, *stage.new_rows(), replace(stage.layer, layer_id=9), self.planned(stage)
-            )

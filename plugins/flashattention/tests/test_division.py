@@ -10,10 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from attnplug import BackendError, ForwardMode, merge_partial
+from attnplug.host import plan_forward
 from attnplug_flashattention.merge import merge_parts
 from attnplug_flashattention.options import FlashAttentionOptions
+from attnplug_flashattention.parts import Parts, pages_a_part
 from attnplug_flashattention.planner import Division, divide
-from attnplug_flashattention.tables import Parts, fill_parts, fill_slots, pages_a_part
+from attnplug_flashattention.tables import fill_parts, fill_slots
 from attnplug_flashattention.triton_kernels import launch_fill_parts, launch_fill_slots, launch_merge_parts
 from flash_references import build, on_cpu, on_devices
 from support.devices import DEVICES
@@ -169,8 +171,8 @@ def test_divided_requests_give_the_same(page_size, most, kernel, device):
     case = MHACase(lens, ForwardMode.DECODE, page_size, 8, 1, 64, options=options)
     stage = MHAScene(on_cpu(case) if device == "cpu" else case, device, build(kernel))
     batch = stage.batch()
-    batch.plan = stage.backend.init_forward_metadata(batch)
-    divided = batch.plan.metadata.cached.divided
+    plan_forward(stage.backend, batch)
+    divided = batch.plan.attention.metadata.cached.divided
     if lens is LONG:
         assert (1 if divided is None else divided.count) == (most or pytest.approx(30, abs=14))
     out, lse = stage.run(batch)
@@ -187,8 +189,8 @@ def test_a_layer_with_a_window_is_not_divided(kernel, device):
     case = MHACase(LONG, ForwardMode.DECODE, 64, 8, 1, 64, window=150)
     stage = MHAScene(on_cpu(case) if device == "cpu" else case, device, build(kernel))
     batch = stage.batch()
-    batch.plan = stage.backend.init_forward_metadata(batch)
-    assert batch.plan.metadata.cached.divided is not None  # the batch is: other layers may have no window
+    plan_forward(stage.backend, batch)
+    assert batch.plan.attention.metadata.cached.divided is not None  # the batch is: other layers may have no window
     assert relative_error(stage.run(batch)[0], stage.wanted()[0]) <= (1e-6 if device == "cpu" else 5e-3)
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import replace
 
 import pytest
 import torch
 
-from attnplug import BackendError, DType, ForwardMode, GraphLevel
+from attnplug import DType, ForwardBatch, ForwardMode, GraphLevel, PlanError
+from attnplug.host import plan_forward
 from flash_references import build, on_cpu, on_devices
-from support.devices import nothing_waits
+from support.batches import captured, with_plan
+from support.devices import DEVICES, nothing_waits
 from support.mha_scene import LAYER, MHACase, MHAScene
 from support.mla_scene import NAN, relative_error
 
@@ -19,24 +22,33 @@ everywhere = on_devices("fa4")
 
 
 class Capture:
-    """A batch at fixed addresses on one scene, captured (or not) with the calls that a step makes."""
+    """A batch at fixed addresses on one scene, in a lane, captured (or not) with the calls that a step makes."""
 
-    def __init__(self, scene: MHAScene, requests: int, per_request: int) -> None:
+    def __init__(self, scene: MHAScene, requests: int, per_request: int, lane: int = 0) -> None:
         self.scene, self.backend = scene, scene.backend
         self.rows = requests * per_request
-        batch = scene.batch()
-        self.batch = replace(batch, input_ids=batch.input_ids[: self.rows])
         case, device = scene.case, scene.device
+        batch = captured(
+            case.mode,
+            requests,
+            per_request,
+            pages=-(-scene.context.limits.max_context // case.page_size),
+            page_size=case.page_size,
+            device=device,
+            fill=self.backend.get_cuda_graph_seq_len_fill_value(),
+        )
+        self.batch = ForwardBatch(replace(batch.geometry, lane=lane))
         shape = {"dtype": scene.dtype, "device": device}
         self.q = torch.zeros(self.rows, case.heads, case.head_dim, **shape)
         self.k = torch.zeros(self.rows, case.kv_heads, case.head_dim, **shape)
         self.v = torch.zeros(self.rows, case.kv_heads, scene.layer.v_head_dim, **shape)
         self.graph: torch.cuda.CUDAGraph | None = None
 
-    def capture(self) -> Capture:
-        self.backend.init_cuda_graph_state(self.batch.batch_size + 1, self.rows + 3)
-        self.batch.plan = self.backend.init_forward_metadata_out_graph(self.batch, in_capture=True)
-        self.plan = self.batch.plan
+    def capture(self, *, reserve: bool = True) -> Capture:
+        if reserve:
+            self.backend.init_cuda_graph_state(self.batch.batch_size + 1, self.rows + 3)
+        self.plan = self.backend.init_forward_metadata_out_graph(self.batch, in_capture=True)
+        with_plan(self.batch, self.plan)
         if self.scene.device.type == "cpu":
             self.run()
             return self
@@ -50,24 +62,35 @@ class Capture:
             self.run()
         return self
 
-    def run(self) -> None:
+    def fill(self) -> None:
         self.backend.init_forward_metadata_in_graph(self.batch)
+
+    def attend(self) -> None:
         forward = self.backend.forward_decode if self.batch.forward_mode.is_decode else self.backend.forward_extend
         self.out = forward(self.q, self.k, self.v, self.scene.layer, self.batch)
 
-    def stage(self, scene: MHAScene) -> Callable[[], torch.Tensor]:
-        """Another scene's batch, of fewer requests perhaps, made ready on the device; call it to replay it there."""
-        real, batch, device = len(scene.totals), self.batch, scene.device
+    def run(self) -> None:
+        self.fill()
+        self.attend()
+
+    def copies(self, scene: MHAScene) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """What another scene's batch, of fewer requests perhaps, puts where this one's is."""
+        real, geometry, device = len(scene.totals), self.batch.geometry, scene.device
         fill = self.backend.get_cuda_graph_seq_len_fill_value()
-        lens = torch.full((batch.batch_size,), fill, dtype=torch.int32)
+        lens = torch.full((geometry.requests,), fill, dtype=torch.int32)
         lens[:real] = torch.tensor(scene.totals, dtype=torch.int32)
-        table = torch.full_like(batch.page_table, 1 << 30)
+        table = torch.full_like(geometry.page_table, 1 << 30)
         table[:real, : scene.page_table.shape[1]] = scene.page_table.to(device)
-        copies = [(batch.seq_lens, lens.to(device)), (batch.page_table, table)]
+        copies = [(geometry.seq_lens, lens.to(device)), (geometry.page_table, table)]
         for target, rows in zip((self.q, self.k, self.v), (scene.q, *scene.new_rows()), strict=True):
             source = torch.full_like(target, NAN)
             source[: len(rows)] = rows
             copies.append((target, source))
+        return copies
+
+    def stage(self, scene: MHAScene) -> Callable[[], torch.Tensor]:
+        """Another scene's batch and cache made ready on the device; call it to replay it there."""
+        copies = self.copies(scene)
         for target, other in (
             (self.scene.pool.keys(LAYER), scene.pool.keys(LAYER)),
             (self.scene.pool.values(LAYER), scene.pool.values(LAYER)),
@@ -77,10 +100,9 @@ class Capture:
             copies.append((target, source))
 
         def replay() -> torch.Tensor:
-            batch.seq_lens_cpu = lens
             for target, source in copies:
                 target.copy_(source)
-            assert self.backend.init_forward_metadata_out_graph(batch) is self.plan
+            assert self.backend.init_forward_metadata_out_graph(self.batch) is self.plan
             if self.graph is None:
                 self.run()
             else:
@@ -128,14 +150,14 @@ PAGE_SIZES = [1, 16, 64, 128, 256]
 def test_one_capture_serves_other_lengths_pages_and_fewer_requests(mode, new, page_size, shape, kernel, device):
     """Replays give float64's result; padded requests read and write nothing; NaN is everywhere else."""
     stage, others = scenes(MHACase((), mode, page_size, **SHAPES[shape]), new, device)
-    captured = Capture(stage, requests=4, per_request=new).capture()
-    cached = captured.plan.metadata.cached
+    capture = Capture(stage, requests=4, per_request=new).capture()
+    cached = capture.plan.metadata.cached
     calls = [call for call in (cached.whole, cached.divided and cached.divided.call) if call is not None]
     assert calls
-    held = [cached.new_slots, *(tensor for call in calls for tensor in (call.page_table, call.kv_lens))]
+    held = [capture.plan.new_slots, *(tensor for call in calls for tensor in (call.page_table, call.kv_lens))]
     addresses = [tensor.data_ptr() for tensor in held]
     for other in others:
-        out = captured.replay(other)
+        out = capture.replay(other)
         wanted = other.wanted()[0]
         assert relative_error(out[: len(wanted)], wanted) <= (1e-6 if device == "cpu" else 5e-3)
         assert (out[len(wanted) :] == 0).all()
@@ -147,40 +169,39 @@ def test_one_capture_serves_other_lengths_pages_and_fewer_requests(mode, new, pa
 def test_decode_is_divided_as_the_longest_context_asks(kernel, device):
     """The parts are counted at capture; which pages each has is found when the graph runs."""
     stage, others = scenes(MHACase((), DECODE, 128, 8, 2, 64), 1, device)
-    captured = Capture(stage, requests=4, per_request=1).capture()
-    cached = captured.plan.metadata.cached
+    capture = Capture(stage, requests=4, per_request=1).capture()
+    cached = capture.plan.metadata.cached
     assert cached.divided is not None and cached.whole is None
     assert cached.divided.call.page_table.shape[0] == 4 * cached.divided.count
-    assert relative_error(captured.replay(others[0]), others[0].wanted()[0]) <= (1e-6 if device == "cpu" else 5e-3)
+    assert relative_error(capture.replay(others[0]), others[0].wanted()[0]) <= (1e-6 if device == "cpu" else 5e-3)
 
 
 @everywhere
 def test_an_undivided_batch_is_read_by_its_own_table(kernel, device):
     """No copy of it is made in the graph: where pages need not be cut, kernels read what the batch has."""
     stage, _ = scenes(MHACase((), VERIFY, 64, 8, 2, 64), 4, device)
-    captured = Capture(stage, requests=4, per_request=4).capture()
-    whole = captured.plan.metadata.cached.whole
-    assert whole.page_table is captured.batch.page_table
-    assert whole.kv_lens is captured.batch.seq_lens
+    capture = Capture(stage, requests=4, per_request=4).capture()
+    whole = capture.plan.metadata.cached.whole
+    assert whole.page_table is capture.batch.geometry.page_table
+    assert whole.kv_lens is capture.batch.geometry.seq_lens
 
 
 @everywhere
 def test_replay_planning_waits_for_nothing(kernel, device):
-    """Nothing is sent, nothing read back, and no length is needed on the host."""
+    """Nothing is sent, nothing read back, and the host knows no length."""
     stage, others = scenes(MHACase((), DECODE, 64), 1, device)
-    captured = Capture(stage, requests=4, per_request=1).capture()
-    captured.replay(others[0])
-    captured.batch.seq_lens_cpu = None
+    capture = Capture(stage, requests=4, per_request=1).capture()
+    capture.replay(others[0])
     with nothing_waits(device):
-        assert captured.backend.init_forward_metadata_out_graph(captured.batch) is captured.plan
+        assert capture.backend.init_forward_metadata_out_graph(capture.batch) is capture.plan
 
 
 @everywhere
 def test_plans_that_overtake_the_device_do_not_overwrite_each_other(kernel, device):
-    """Replays queued one behind the other, each with lengths of its own, while the device is busy."""
+    """Replays queued one after the other, each with lengths of its own, while the device is busy."""
     stage, others = scenes(MHACase((), DECODE, 64), 1, device)
-    captured = Capture(stage, requests=4, per_request=1).capture()
-    ready = [captured.stage(other) for other in others if len(other.totals) == 4]
+    capture = Capture(stage, requests=4, per_request=1).capture()
+    ready = [capture.stage(other) for other in others if len(other.totals) == 4]
     alone = [replay().clone() for replay in ready]
     if device == "cuda":
         busy = torch.randn(8192, 8192, device=device)
@@ -193,17 +214,115 @@ def test_plans_that_overtake_the_device_do_not_overwrite_each_other(kernel, devi
         assert torch.equal(found, wanted)
 
 
+@everywhere
+def test_captured_rows_go_where_the_host_says(kernel, device):
+    stage, others = scenes(MHACase((), DECODE, 64), 1, device)
+    capture = Capture(stage, requests=4, per_request=1)
+    slots = torch.full((4,), -1, dtype=torch.int64, device=device)
+    capture.batch.geometry = replace(capture.batch.geometry, slots=slots)
+    capture.capture()
+    capture.replay(others[0])
+    assert stage.written() == sum(others[0].totals) - 4
+    slots.copy_(others[0].batch().geometry.new_slots())
+    assert relative_error(capture.replay(others[0]), others[0].wanted()[0]) <= (1e-6 if device == "cpu" else 5e-3)
+    assert stage.written() == sum(others[0].totals)
+
+
+LANES = {"gqa": (DECODE, 64, 1, 300), "divided": (DECODE, 128, 1, 2000), "verify": (VERIFY, 16, 4, 300)}
+
+
+def two_lanes(mode: ForwardMode, page_size: int, new: int, longest: int, device: str) -> tuple[MHAScene, MHAScene]:
+    """Two batches of one shape over one pool and one backend: each has half of the requests."""
+    case = MHACase(tuple((longest - 31 * number, new) for number in range(8)), mode, page_size, lanes=2, lse=False)
+    stage = MHAScene(on_cpu(case) if device == "cpu" else case, device, build("fa4"))
+    halves = []
+    for mine in (slice(0, 4), slice(4, 8)):
+        half = copy(stage)
+        half.case = replace(stage.case, lengths=stage.case.lengths[mine])
+        half.new, half.totals, half.page_table = stage.new[mine], stage.totals[mine], stage.page_table[mine]
+        half.keys, half.values = stage.keys[mine], stage.values[mine]
+        half.q = stage.q[mine.start * new : mine.stop * new]
+        halves.append(half)
+    return halves[0], halves[1]
+
+
+@everywhere
+@pytest.mark.parametrize("kind", LANES)
+def test_captures_of_two_lanes_interleave(kind, kernel, device):
+    """Plans of one shape in two lanes: both are filled before either runs, and each gives its own result."""
+    new = LANES[kind][2]
+    halves = two_lanes(*LANES[kind], device)
+    lanes = [Capture(half, 4, new, lane) for lane, half in enumerate(halves)]
+    lanes[0].backend.init_cuda_graph_state(4, 4 * new)
+    for lane, half in zip(lanes, halves, strict=True):
+        with_plan(lane.batch, lane.backend.init_forward_metadata_out_graph(lane.batch, in_capture=True))
+        for target, source in lane.copies(half):
+            target.copy_(source)
+    assert lanes[0].batch.plan.attention is not lanes[1].batch.plan.attention
+    for lane in lanes:
+        lane.fill()
+    for lane in lanes:
+        lane.attend()
+    for lane, half in zip(lanes, halves, strict=True):
+        assert relative_error(lane.out, half.wanted()[0]) <= (1e-6 if device == "cpu" else 5e-3)
+
+
+@everywhere
+@pytest.mark.parametrize("kind", LANES)
+def test_eager_plans_of_two_lanes_interleave(kind, kernel, device):
+    halves = two_lanes(*LANES[kind], device)
+    batches = [half.batch() for half in halves]
+    batches[1].geometry = replace(batches[1].geometry, lane=1)
+    for half, batch in zip(halves, batches, strict=True):
+        plan_forward(half.backend, batch)
+    for half, batch in reversed(list(zip(halves, batches, strict=True))):
+        assert relative_error(half.run(batch)[0], half.wanted()[0]) <= (1e-6 if device == "cpu" else 5e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("kind", LANES)
+def test_lanes_run_on_two_streams(kind, eager, device):
+    """Both at once, many times over: each result is float64's."""
+    new = LANES[kind][2]
+    halves = two_lanes(*LANES[kind], device)
+    lanes = [Capture(half, 4, new, lane) for lane, half in enumerate(halves)]
+    for number, lane in enumerate(lanes):
+        for target, source in lane.copies(halves[number]):
+            target.copy_(source)
+        if eager:
+            lane.batch = halves[number].batch()
+            lane.batch.geometry = replace(lane.batch.geometry, lane=number)
+            plan_forward(lane.backend, lane.batch)
+            lane.attend()  # compiles what there is to compile
+        else:
+            lane.capture(reserve=number == 0)
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+    found: list[list[torch.Tensor]] = [[], []]
+    for _ in range(20):
+        for number, (lane, stream) in enumerate(zip(lanes, streams, strict=True)):
+            with torch.cuda.stream(stream):
+                lane.attend() if lane.graph is None else lane.graph.replay()
+                found[number].append(lane.out.clone())
+    torch.cuda.synchronize()
+    for outs, half in zip(found, halves, strict=True):
+        wanted = half.wanted()[0]
+        assert max(relative_error(out, wanted) for out in outs) <= 5e-3
+
+
 class TestWrongUse:
-    def stage(self, mode: ForwardMode = DECODE, lengths=((20, 1), (9, 1)), kernel: str = "fa4") -> MHAScene:
-        return MHAScene(MHACase(lengths, mode, dtype=DType.FLOAT32), "cpu", build(kernel))
+    def stage(self, kernel: str = "fa4") -> MHAScene:
+        case = MHACase(((20, 4), (9, 4)), VERIFY, dtype=DType.FLOAT32)
+        return MHAScene(case, "cpu", build(kernel))
 
-    def test_graph_planning_without_limits_says_what_to_call(self):
+    def test_a_kernel_that_cannot_be_captured_claims_no_graphs(self):
+        assert self.stage("torch").backend.claims.cuda_graph is GraphLevel.NEVER
+        assert self.stage("fa4").backend.claims.cuda_graph is GraphLevel.UNIFORM
+
+    def test_a_shape_captured_anew_with_other_memory_is_refused(self):
+        """Kernels read the batch's own table where it lies, and the plan of a shape is made once."""
         stage = self.stage()
-        with pytest.raises(BackendError, match="init_cuda_graph_state"):
-            stage.backend.init_forward_metadata_out_graph(stage.batch(), in_capture=True)
-
-    def test_a_kernel_that_cannot_be_captured_says_so(self):
-        stage = self.stage(kernel="torch")
-        assert stage.backend.claims.cuda_graph is GraphLevel.NEVER
-        with pytest.raises(BackendError, match="kernel=torch cannot be captured; use kernel=fa4"):
-            stage.backend.init_cuda_graph_state(4, 4)
+        Capture(stage, 2, 4).capture()
+        with pytest.raises(PlanError, match=r"captured in lane 0 with its page table and lengths in other memory"):
+            Capture(stage, 2, 4).capture(reserve=False)

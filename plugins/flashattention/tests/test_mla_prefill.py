@@ -17,13 +17,13 @@ from attnplug import (
     GraphLevel,
     Plan,
     PlanError,
+    RaggedCall,
     Serving,
     bind_hook,
 )
 from attnplug.host import (
     ExtendPolicy,
     HybridLinearBackend,
-    MLAAttention,
     SplitBackend,
     TorchNativeBackend,
     optional_hooks,
@@ -111,8 +111,9 @@ def test_every_wrapper_drives_it_without_a_hook(mode, wrap, kernel, device):
     backend = found.scene.backend
     assert backend.claims.mla_extend == {ONE_SHOT, CHUNKED}
     out = found.run(ExtendPolicy())
-    assert found.batch.mla_plan.path is ONE_SHOT
-    assert found.batch.chunk_plan is None
+    (call,) = found.batch.geometry.calls  # in one shot
+    assert sum(call.kv_lens) == sum(found.scene.totals)
+    assert found.batch.plan.chunks is None
     assert relative_error(out, found.wanted()) <= tolerance(device)
 
 
@@ -149,7 +150,7 @@ def test_switches_that_would_leave_it_nothing(prefix, chunks_off):
     serving = Serving(disable_chunked_prefix_cache=chunks_off)
     found = model(MLACase(((prefix, 9),), heads=4, serving=serving), "fa4", "cpu")
     out = found.run(ExtendPolicy(disable_chunked_prefix_cache=chunks_off, chunk_capacity=4))
-    assert found.batch.mla_plan.path is (ONE_SHOT if chunks_off and prefix else CHUNKED)
+    assert found.batch.geometry.calls[0].kv_lens == (prefix + 9 if chunks_off else 9,)
     assert relative_error(out, found.wanted()) <= 1e-6
     with pytest.raises(PlanError, match="ragged attention is disabled"):
         found.run(ExtendPolicy(disable_ragged=True))
@@ -162,15 +163,12 @@ def test_an_mla_layer_cannot_be_run_in_latent_space():
 
 
 def test_a_log_sum_exp_of_another_shape_is_refused():
-    stage = MLAScene(on_cpu(MLACase(((0, 3),), heads=4)), "cpu", build("fa4"))
-    found = MLAModel(stage)
-    mla = MLAAttention(stage.backend, stage.pool, ExtendPolicy())
-    batch = stage.batch()
-    mla.prepare(batch)
+    found = model(MLACase(((0, 3),), heads=4), "fa4", "cpu")
+    stage = found.scene
     keys, values = found.weights.up_project(stage.new_rows())
-    (call,) = batch.mla_plan.calls
+    call = RaggedCall.of(0, [3], [3], causal=True, device=stage.device)
     with pytest.raises(BackendError, match=r"lse must be contiguous float32 of shape \(3, 4\)"):
-        stage.backend.forward_ragged(found.q, keys, values, stage.layer, batch, call, torch.empty(4, 3))
+        stage.backend.forward_ragged(found.q, keys, values, stage.layer, call, lse=torch.empty(4, 3))
 
 
 @pytest.mark.parametrize("kernel", ["fa4", "torch"])
@@ -181,5 +179,8 @@ def test_the_decode_that_another_backend_captures_is_not_its_affair(kernel):
     assert backend.claims.cuda_graph is GraphLevel.DECODE
     backend.init_cuda_graph_state(2, 8)
     stage = MLAScene(on_cpu(MLACase(((30, 4),), ForwardMode.TARGET_VERIFY, heads=4)), "cpu", build(kernel))
-    with pytest.raises(PlanError, match=r"nothing to capture for a batch to target_verify; let the decode backend"):
+    with pytest.raises(PlanError, match=r"target_verify cannot be captured, only decode"):
+        backend.init_forward_metadata_out_graph(stage.batch(), in_capture=True)
+    stage = MLAScene(on_cpu(MLACase(((30, 1),), ForwardMode.DECODE, heads=4)), "cpu", build(kernel))
+    with pytest.raises(PlanError, match=r"nothing to capture for a batch to decode; let the decode backend"):
         backend.init_forward_metadata_out_graph(stage.batch(), in_capture=True)

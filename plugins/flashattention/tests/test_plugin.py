@@ -6,13 +6,13 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from attnplug import DType, Feature, GraphLevel, ModelSpec, Problem, Refusal, Role
+from attnplug import CacheLayout, DType, Feature, GraphLevel, ModelSpec, Problem, Refusal, Role
+from attnplug.declare.installed import installed_version
 from attnplug.host import UsageError, load_registry, parse_options
 from attnplug_flashattention.options import FlashAttentionOptions
 from attnplug_flashattention.plugin import attnplug_backends
@@ -38,15 +38,16 @@ def changed(model: ModelSpec, **changes: Any) -> ModelSpec:
 
 @pytest.fixture
 def no_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Neither is installed; a folder on the path to install one in."""
-    real = metadata.version
+    """Neither is installed, beside a torch that has the kernel; a folder on the path to install one in."""
 
-    def version(name: str) -> str:
+    def version(name: str) -> str | None:
+        if name == "torch":
+            return "2.11.0"
         if name.startswith("flash-attn") and not list(tmp_path.glob(f"{name.replace('-', '_')}-*")):
-            raise metadata.PackageNotFoundError(name)
-        return real(name)
+            return None
+        return installed_version(name)
 
-    monkeypatch.setattr(metadata, "version", version)
+    monkeypatch.setattr("attnplug.declare.requirement.installed_version", version)
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path
 
@@ -99,31 +100,31 @@ def test_with_flash_attn_4_it_captures_graphs_and_caps_logits(fa4: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "reasons"),
     [
-        ({"device": "cpu", "sm": None}, [("device", "cpu", ["cuda"], "--device")]),
+        ({"device": "cpu", "sm": None}, [("device", "cpu", ["cuda"], "device")]),
         ({"sm": 75}, [("sm", 75, "SM 80 or newer", None)]),
         (
             {"dtype": FP32, "kv_dtype": FP32},
             [
-                ("dtype", "float32", ["bfloat16", "float16"], "--dtype"),
-                ("kv_dtype", "float32", ["bfloat16", "float16"], "--kv-dtype"),
+                ("dtype", "float32", ["bfloat16", "float16"], "dtype"),
+                ("kv_dtype", "float32", ["bfloat16", "float16"], "kv_dtype"),
             ],
         ),
-        ({"kv_dtype": FP8}, [("kv_dtype", "float8_e4m3fn", ["bfloat16", "float16"], "--kv-dtype")]),
-        ({"kv_dtype": FP16}, [("kv_dtype", "float16", ["bfloat16"], "--kv-dtype")]),
-        ({"speculative_tokens": 65}, [("speculation", 65, 64, "--speculative-tokens")]),
+        ({"kv_dtype": FP8}, [("kv_dtype", "float8_e4m3fn", ["bfloat16", "float16"], "kv_dtype")]),
+        ({"kv_dtype": FP16}, [("kv_dtype", "float16", ["bfloat16"], "kv_dtype")]),
+        ({"speculative_tokens": 65}, [("speculation", 65, 64, "speculative_tokens")]),
         (
             {"model": changed(read(LLAMA_3_8B), sparse_topk=64)},
-            [("feature", "sparse", ["logit_cap", "sinks", "sliding_window"], "--decode-attention-backend")],
+            [("feature", "sparse", ["logit_cap", "sinks", "sliding_window"], "decode_attention_backend")],
         ),
     ],
     ids=["cpu", "turing", "fp32", "fp8", "kv-fp16-with-bf16", "speculation", "sparse"],
 )
-def test_it_refuses_with_value_and_what_is_allowed_and_the_option(
+def test_it_refuses_with_value_and_what_is_allowed_and_the_setting(
     changes: dict[str, Any], reasons: list[tuple[str, object, object, str]]
 ) -> None:
     """D3: every reason, and no other."""
     found = refusals(**changes)
-    assert [(reason.code, reason.value, reason.allowed, reason.option) for reason in found] == reasons
+    assert [(reason.code, reason.value, reason.allowed, reason.setting) for reason in found] == reasons
     json.dumps([reason.as_json() for reason in found])
 
 
@@ -148,8 +149,8 @@ def test_mla_is_prefilled_and_decoded_by_somebody_else(role: Role) -> None:
     assert refusals(Role.PREFILL, model=read(DEEPSEEK_V3)) == []
     assert refusals(Role.PREFILL, model=read(KIMI_LINEAR)) == []
     (reason,) = refusals(role, model=read(DEEPSEEK_V3))
-    assert (reason.code, reason.value, reason.allowed, reason.option) == ("mla_role", role, ["prefill"], role.option)
-    assert "use --prefill-attention-backend flashattention, and another backend to decode" in reason.message
+    assert (reason.code, reason.value, reason.allowed, reason.setting) == ("mla_role", role, ["prefill"], role.setting)
+    assert "let it prefill, and another backend decode" in reason.message
 
 
 def test_mla_with_a_window_or_sinks_is_refused() -> None:
@@ -177,7 +178,7 @@ def test_what_needs_flash_attn_4_is_refused_without_it(no_library: Path) -> None
     assert "flash-attn-4 is not installed, and flash-attn is not installed" in found[0].message
     for reason in found:
         assert "flash-attn-4 is not installed" in reason.message
-        assert reason.option == "pip install 'flash-attn-4>=4.0.0b36'"
+        assert reason.advice == "pip install 'flash-attn-4>=4.0.0b36'"
 
 
 def test_a_flash_attn_4_that_is_too_old_or_in_pieces_is_none(no_library: Path) -> None:
@@ -192,7 +193,7 @@ def test_a_flash_attn_4_that_is_too_old_or_in_pieces_is_none(no_library: Path) -
     (no_library / "flash_attn" / "cute").rmdir()
     (reason,) = refusals(cuda_graph=GraphLevel.DECODE)
     assert "its module flash_attn.cute is not there" in reason.message
-    assert reason.option == "pip install --force-reinstall 'flash-attn-4>=4.0.0b36'"
+    assert reason.advice == "pip install --force-reinstall 'flash-attn-4>=4.0.0b36'"
 
 
 def test_graphs_of_an_mla_decode_need_no_flash_attn_4_for_the_prefill(no_library: Path) -> None:
@@ -200,7 +201,7 @@ def test_graphs_of_an_mla_decode_need_no_flash_attn_4_for_the_prefill(no_library
     assert refusals(Role.PREFILL, model=read(DEEPSEEK_V3), cuda_graph=GraphLevel.DECODE) == []
     (reason,) = refusals(Role.PREFILL, model=read(DEEPSEEK_V3), cuda_graph=GraphLevel.UNIFORM)
     assert (reason.code, reason.value, reason.allowed) == ("cuda_graph", "UNIFORM", ["NEVER", "DECODE"])
-    assert reason.option == "--cuda-graph"
+    assert reason.setting == "cuda_graph"
 
 
 def test_flash_attn_2_caps_logits_where_flash_attn_4_cannot(no_library: Path) -> None:
@@ -208,7 +209,7 @@ def test_flash_attn_2_caps_logits_where_flash_attn_4_cannot(no_library: Path) ->
     model = changed(read(LLAMA_3_8B), logit_cap=50.0)
     (reason,) = refusals(model=model, sm=80)
     assert (reason.code, reason.value) == ("feature", "logit_cap")
-    assert reason.option == "pip install 'flash-attn<3,>=2.8'"
+    assert reason.advice == "pip install 'flash-attn<3,>=2.8'"
     modules = {"flash_attn.__init__": "raise SystemExit", "flash_attn.flash_attn_interface": ""}
     install_library(no_library, "flash-attn", "2.8.3", modules)
     assert refusals(model=model, sm=80) == refusals(model=model, sm=90) == []
@@ -219,7 +220,7 @@ def test_what_flash_attn_4_is_not_for_is_not_to_be_installed(fa4: Path) -> None:
     """D3: the GPU is the reason, not the library."""
     (reason,) = refusals(cuda_graph=GraphLevel.DECODE, sm=80)
     assert "flash-attn-4 needs SM 90 to 103, this is SM 80" in reason.message
-    assert reason.option == "--cuda-graph"
+    assert reason.setting == "cuda_graph"
 
 
 def test_neither_torch_nor_a_kernel_library_is_imported_to_list_it_or_to_refuse_it() -> None:
@@ -263,6 +264,55 @@ def test_a_wrong_option_is_refused_with_what_is_right(key: str, value: str, mess
     with pytest.raises(UsageError) as caught:
         parse_options(SPEC.name, SPEC.options, {key: value})
     assert message in str(caught.value)
+
+
+def judged(kernel: str, **changes: Any) -> list[tuple[str, str | None, str]]:
+    """What speaks against a kernel for Llama on an H200, with these changes."""
+    options = FlashAttentionOptions(kernel=kernel)  # type: ignore[arg-type]
+    found = SPEC.refusals(replace(ON_AN_H200, **changes), Role.DECODE, options)
+    return [(reason.code, reason.setting, reason.message) for reason in found]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "changes", "code", "said"),
+    [
+        ("fa4", {"sm": 80}, "kernel", "kernel=fa4 needs SM 90 to 103, this is SM 80"),
+        ("fa2", {}, "requirement", "kernel=fa2 is asked for, and flash-attn is not installed"),
+        ("torch", {"cuda_graph": GraphLevel.DECODE}, "cuda_graph", "need flash-attn-4, and kernel=torch is asked for"),
+        (
+            "torch",
+            {"model": changed(read(LLAMA_3_8B), logit_cap=50.0)},
+            "feature",
+            "layer 0 caps its logits, which torch's kernel cannot",
+        ),
+    ],
+)
+def test_a_kernel_that_does_not_suit_is_refused_before_anything_is_built(
+    fa4: Path, kernel: str, changes: dict[str, Any], code: str, said: str
+) -> None:
+    """D3: by the option that asks for it."""
+    ((found, setting, message),) = judged(kernel, **changes)
+    assert (found, setting) == (code, "flashattention.kernel")
+    assert said in message
+
+
+def test_a_kernel_whose_library_is_not_installed_is_refused_with_what_to_install(no_library: Path) -> None:
+    """D3"""
+    (reason,) = SPEC.refusals(ON_AN_H200, Role.DECODE, FlashAttentionOptions(kernel="fa4"))
+    assert (reason.code, reason.advice) == ("requirement", "pip install 'flash-attn-4>=4.0.0b36'")
+    assert "kernel=fa4 is asked for, and flash-attn-4 is not installed" in reason.message
+
+
+def test_pages_that_flash_attn_4_reads_in_parts_cannot_be_head_major(fa4: Path) -> None:
+    """D3: the kernel reads pages of 128 tokens as smaller ones."""
+    head_major = {"layout": CacheLayout.HEAD_MAJOR, "page_size": 128}
+    assert [found[:2] for found in judged("auto", **head_major)] == [("layout", "page_size")]
+    assert judged("torch", **head_major) == judged("fa4", layout=CacheLayout.HEAD_MAJOR, page_size=64) == []
+
+
+def test_kernels_that_suit_are_not_refused(fa4: Path) -> None:
+    """D3"""
+    assert judged("fa4", cuda_graph=GraphLevel.UNIFORM) == judged("torch") == judged("auto") == []
 
 
 # ---- installed ----

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from attnplug import BackendContext, DType, MLADims, RaggedCall
-from attnplug_flashinfer_mla.kernels import Cache, GraphBuffers, Shape
+from attnplug import BackendContext, DType, MLADims, MLAShape, RaggedCall
+from attnplug_flashinfer_mla.backend import FlashInferMLABackend
+from attnplug_flashinfer_mla.kernels import Cache, GraphBuffers
 from attnplug_flashinfer_mla.planner import PagedCall
 from attnplug_flashinfer_mla.schedule import MOST_WORKS, Schedule
+from support.batches import declaring
 from support.mla_scene import MLACase
 
 NARROW = MLADims(kv_lora_rank=64, qk_nope_head_dim=128, qk_rope_head_dim=64)
@@ -24,14 +26,15 @@ def on_cpu(case: MLACase) -> MLACase:
 
 @dataclass
 class ReferenceKernels:
-    """Makes reference kernels and remembers what it made."""
+    """Makes the reference kernels of one lane and remembers what it made."""
 
-    shape: Shape
+    shape: MLAShape
     made: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, context: BackendContext) -> ReferenceKernels:
-        return cls(Shape.of(context))
+    def of(cls, context: BackendContext) -> list[ReferenceKernels]:
+        """One for each lane."""
+        return [cls(MLAShape.of(context)) for _ in range(context.limits.lanes)]
 
     def paged(self, *, decode: bool, graph: GraphBuffers | None = None) -> ReferencePaged:
         self.made.append(("graph " if graph else "") + ("decode" if decode else "paged"))
@@ -42,12 +45,18 @@ class ReferenceKernels:
         return ReferenceRagged(self.shape)
 
 
+def build(context: BackendContext) -> FlashInferMLABackend:
+    """Real kernels where there is a GPU, else the reference ones."""
+    own = declaring(context, "flashinfer_mla")
+    return FlashInferMLABackend(own, kernels=ReferenceKernels.of(own) if own.device.type == "cpu" else None)
+
+
 class ReferencePaged:
     """A call over pages. A captured one does what its schedule says, item by item and merge by merge."""
 
     ready = True
 
-    def __init__(self, shape: Shape, graph: GraphBuffers | None) -> None:
+    def __init__(self, shape: MLAShape, graph: GraphBuffers | None) -> None:
         self.shape, self.graph = shape, graph
 
     def plan(self, call: PagedCall) -> None:
@@ -157,7 +166,7 @@ def library_schedule(call: PagedCall, clusters: int = 7) -> Schedule:
 class ReferenceRagged:
     ready = True
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: MLAShape) -> None:
         self.shape = shape
 
     def plan(self, call: RaggedCall) -> None:

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
-from attnplug import BackendContext, BackendError, DType, ExtendPath, ForwardExtras, ForwardMode, PlanError
-from attnplug.host import ExtendPolicy, MLAAttention
+from attnplug import BackendError, DType, ExtendPath, ForwardExtras, ForwardMode, PlanError
+from attnplug.host import ExtendPolicy, HostLengths, KVPools, ModelAttention, plan_forward
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
 from attnplug_flashinfer_mla.options import FlashInferMLAOptions
-from reference_kernels import ReferenceKernels, on_cpu
+from reference_kernels import build, on_cpu
 from support.devices import DEVICES, nothing_waits
-from support.mla_refusals import RefusedCalls
 from support.mla_scene import LAYER, MLACase, MLAModel, MLAScene, relative_error
 
 DECODE, VERIFY, EXTEND, MIXED = (
@@ -33,18 +33,12 @@ def tolerance(case: MLACase) -> float:
     return 5e-3 if case.kv_dtype is None else 8e-3  # queries of an fp8 cache are rounded once more, by its scale
 
 
-def build(context: BackendContext) -> FlashInferMLABackend:
-    """Real kernels where there is a GPU, else the reference ones."""
-    kernels = ReferenceKernels.of(context) if context.device.type == "cpu" else None
-    return FlashInferMLABackend(context, kernels=kernels)
-
-
 def scene(case: MLACase, device: str) -> MLAScene:
     return MLAScene(on_cpu(case) if device == "cpu" else case, device, build)
 
 
 def lengths(count: int, longest: int, new: int | tuple[int, int], seed: int) -> tuple[tuple[int, int], ...]:
-    """Prefixes of every kind (none, one row, whole pages, long ones) with new tokens behind them."""
+    """Prefixes of every kind (none, one row, whole pages, long ones) with new tokens after them."""
     chance = random.Random(seed)
     prefixes = [chance.choice([0, 1, 63, 64, 65, chance.randint(2, longest)]) for _ in range(count)]
     return tuple((p, new if isinstance(new, int) else chance.randint(*new)) for p in prefixes)
@@ -95,20 +89,8 @@ class TestAbsorbed:
         check_absorbed(MLACase(lengths(6, 300, new, seed=7), mode, page_size=16, pages=pages), device)
 
     @on_every_device
-    @pytest.mark.parametrize("mode", [DECODE, VERIFY, EXTEND, MIXED])
-    def test_padded_rows_are_zero_and_never_written(self, mode, device):
-        """B5"""
-        new = {DECODE: 1, VERIFY: 3}.get(mode, (1, 9))
-        case = MLACase(lengths(3, 100, new, seed=3), mode, page_size=16, padding=5)
-        check_absorbed(case, device)
-        stage = scene(case, device)
-        stage.absorbed()
-        written = (~stage.pool.rows(LAYER).float().isnan()).any(-1).sum()
-        assert int(written) == sum(stage.totals)
-
-    @on_every_device
     def test_mixed_batch(self, device):
-        case = MLACase(((100, 1), (0, 37), (64, 1), (63, 2), (5, 0), (200, 64)), MIXED, page_size=16)
+        case = MLACase(((100, 1), (0, 37), (64, 1), (63, 2), (5, 0), (200, 64)), MIXED, page_size=16, padding=5)
         check_absorbed(case, device)
 
     @on_every_device
@@ -141,15 +123,6 @@ class TestAbsorbed:
             assert torch.equal(stage.pool.rows(LAYER)[pages, position % 16, 0], rows)
 
     @on_every_device
-    def test_rows_that_are_in_the_cache_are_not_written_again(self, device):
-        stage = scene(MLACase(((20, 3),), EXTEND, page_size=16), device)
-        stage.store(stage.rows, [(0, 23)])
-        batch = stage.batch()
-        batch.plan = stage.backend.init_forward_metadata(batch)
-        out = stage.backend.forward_extend(stage.q, None, None, stage.layer, batch, save_kv_cache=False)
-        assert relative_error(out, stage.wanted_absorbed()[0]) <= tolerance(stage.case)
-
-    @on_every_device
     @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
     def test_types(self, dtype, device):
         case = partial(MLACase, lengths(4, 300, 1, seed=1), DECODE, dtype=dtype)
@@ -167,23 +140,40 @@ class TestAbsorbed:
     def test_two_plans_live_at_the_same_time(self, device):
         """B5: a plan is a value; planning another batch does not disturb it."""
         stage = scene(MLACase(lengths(4, 300, 1, seed=1), DECODE, page_size=16), device)
-        first = stage.batch()
-        first.plan = stage.backend.init_forward_metadata(first)
-        shorter = stage.batch()
-        shorter.seq_lens_cpu = torch.ones_like(first.seq_lens_cpu)
-        shorter.plan = stage.backend.init_forward_metadata(shorter)
+        first, shorter = stage.batch(), stage.batch()
+        shorter.geometry = replace(shorter.geometry, host=HostLengths([1] * 4, [1] * 4))
+        for batch in (first, shorter):
+            plan_forward(stage.backend, batch)
         assert relative_error(stage.absorbed(first)[0], stage.wanted_absorbed()[0]) <= tolerance(stage.case)
 
     @on_every_device
-    def test_without_lengths_on_the_cpu(self, device):
-        case = MLACase(lengths(4, 300, (1, 9), seed=1), EXTEND, page_size=16, cpu_lengths=False)
-        check_absorbed(case, device)
+    @pytest.mark.parametrize("heads", [16, 24])
+    def test_the_result_is_put_into_the_hosts_memory(self, heads, device):
+        """Written there by the kernel, or copied: memory with gaps, and heads that are padded."""
+        stage = scene(MLACase(((64, 7), (9, 2)), EXTEND, heads=heads, lse=False), device)
+        plain, _ = stage.absorbed()
+        batch = stage.batch()
+        plan_forward(stage.backend, batch)
+        for wide in (plain.shape[2], 2 * plain.shape[2]):
+            out = plain.new_zeros(*plain.shape[:2], wide)[..., : plain.shape[2]]
+            extras = ForwardExtras(out=out)
+            found = stage.backend.forward_extend(
+                stage.q, None, None, stage.layer, batch, save_kv_cache=False, extras=extras
+            )
+            assert found is out and torch.equal(out, plain)
+
+    def test_new_rows_go_where_the_host_says(self):
+        stage = scene(MLACase(((20, 2), (9, 1)), EXTEND), "cpu")
+        batch = stage.batch()
+        slots = batch.geometry.new_slots().flip(0)
+        batch.geometry = replace(batch.geometry, slots=slots)
+        assert stage.backend.init_forward_metadata(batch).new_slots is slots
 
     @on_every_device
     def test_idle_batch(self, device):
         stage = scene(MLACase((), ForwardMode.IDLE), device)
         batch = stage.batch()
-        batch.plan = stage.backend.init_forward_metadata(batch)
+        plan_forward(stage.backend, batch)
         assert stage.backend.forward_extend(stage.q, None, None, stage.layer, batch, save_kv_cache=False).shape[0] == 0
 
     @pytest.mark.parametrize("device", [GPU])
@@ -247,10 +237,9 @@ class TestAsMHA:
         model = MLAModel(stage)
         batch = stage.batch()
         out = model.run(ExtendPolicy(forced=ExtendPath.ONE_SHOT), batch)
-        kept = batch.chunk_plan
-        fewer = scene(MLACase(((20, 3),), page_size=16), device).batch()
-        fewer.plan = stage.backend.init_forward_metadata(fewer)
-        assert batch.chunk_plan is kept
+        kept = batch.plan.chunks
+        stage.backend.init_forward_metadata(scene(MLACase(((20, 3),), page_size=16), device).batch())
+        assert batch.plan.chunks is kept
         assert relative_error(out, model.wanted()) <= tolerance(stage.case)
 
 
@@ -264,50 +253,32 @@ class TestNothingIsReadBack:
         model = MLAModel(stage)
         model.run(ExtendPolicy(forced=ExtendPath.CHUNKED, chunk_capacity=64))  # compiles what there is to compile
         batch = stage.batch()
-        batch.seq_lens = torch.full_like(batch.seq_lens, -(1 << 30))
-        if batch.extend_seq_lens is not None:
-            batch.extend_seq_lens = torch.full_like(batch.extend_seq_lens, -(1 << 30))
+        nonsense = torch.full_like(batch.geometry.seq_lens, -(1 << 30))
+        new_lens = None if batch.geometry.new_lens is None else nonsense
+        batch.geometry = replace(batch.geometry, seq_lens=nonsense, new_lens=new_lens)
         with nothing_waits(device):
             out = model.run(ExtendPolicy(forced=ExtendPath.CHUNKED, chunk_capacity=64), batch)
         assert relative_error(out, model.wanted()) <= 2 * tolerance(stage.case)
 
 
-class TestWrongUse(RefusedCalls):
-    def stage(self) -> MLAScene:
-        return scene(MLACase(((20, 1), (9, 1)), DECODE), "cpu")
-
-    @pytest.mark.parametrize(
-        "lse",
-        [torch.empty(2, 32)[:, :16], torch.empty(16, 2).T, torch.empty(2, 16, dtype=torch.float64), torch.empty(2, 8)],
-        ids=["part", "transposed", "float64", "narrow"],
-    )
-    def test_a_log_sum_exp_that_kernels_would_miss_is_refused(self, lse):
-        """They write it as a plain block of memory."""
-        stage = scene(MLACase(((20, 2),), EXTEND), "cpu")
-        batch = stage.batch()
-        batch.plan = stage.backend.init_forward_metadata(batch)
-        with pytest.raises(BackendError, match=r"lse must be contiguous float32 of shape \(2, 16\)"):
-            stage.backend.forward_extend(
-                stage.q, None, None, stage.layer, batch, save_kv_cache=False, extras=ForwardExtras(lse=lse)
-            )
+class TestWrongUse:
+    def test_a_host_with_upper_bounds_only_is_told_what_is_needed(self):
+        """FlashInfer plans on the host, over exact lengths."""
+        stage = scene(MLACase(((20, 2), (9, 1)), EXTEND, exact_lengths=False), "cpu")
+        with pytest.raises(PlanError, match="the backend needs exact ones"):
+            stage.absorbed()
 
     def test_a_ragged_call_of_another_batch_is_refused(self):
         """B5: its number alone says nothing."""
         stage = scene(MLACase(((20, 2),), EXTEND, heads=16), "cpu")
-        model, batches = MLAModel(stage), [stage.batch() for _ in range(2)]
-        for batch in batches:
-            MLAAttention(stage.backend, stage.pool, ExtendPolicy(forced=ExtendPath.ONE_SHOT)).prepare(batch)
-        (call,) = batches[1].mla_plan.calls
-        keys = stage.normal(22, 16, stage.layer.head_dim)
-        with pytest.raises(PlanError, match="call 0 of 2 query rows has no plan of backend"):
-            stage.backend.forward_ragged(model.q, keys, keys[..., :128], stage.layer, batches[0], call)
-
-    def test_extend_is_refused_by_the_entry_for_decode(self):
-        stage = scene(MLACase(((20, 2),), EXTEND), "cpu")
-        batch = stage.batch()
-        batch.plan = stage.backend.init_forward_metadata(batch)
-        with pytest.raises(PlanError, match="call forward_extend"):
-            stage.backend.forward_decode(stage.q, None, None, stage.layer, batch, save_kv_cache=False)
+        attention = ModelAttention(stage.backend, KVPools(mla=stage.pool), ExtendPolicy(forced=ExtendPath.ONE_SHOT))
+        batches = [stage.batch() for _ in range(2)]
+        plans = [attention.plan(batch) for batch in batches]
+        (call,) = batches[1].geometry.calls
+        q, keys = (stage.normal(rows, 16, stage.layer.head_dim) for rows in (2, 22))
+        for other in (plans[0].chunks, None):
+            with pytest.raises(PlanError, match="call 0 of 2 query rows has no plan of backend"):
+                stage.backend.forward_ragged(q, keys, keys[..., :128], stage.layer, call, other)
 
     def test_the_kernel_option_must_suit_the_gpu(self, monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))

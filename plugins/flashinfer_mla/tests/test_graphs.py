@@ -7,19 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnplug import BackendContext, BackendError, DType, ForwardMode, PlanError
-from attnplug_flashinfer_mla.backend import FlashInferMLABackend
-from reference_kernels import ReferenceKernels, library_schedule, on_cpu
+from attnplug import BackendError, DType, ForwardMode
+from reference_kernels import build, library_schedule, on_cpu
 from support.devices import DEVICES, nothing_waits
 from support.mla_capture import MLACapture, check_replays, replay_scenes
+from support.mla_lanes import check_lanes
 from support.mla_scene import MLACase, MLAScene
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
-
-
-def build(context: BackendContext) -> FlashInferMLABackend:
-    kernels = ReferenceKernels.of(context) if context.device.type == "cpu" else None
-    return FlashInferMLABackend(context, kernels=kernels)
 
 
 def scenes(
@@ -44,12 +39,12 @@ def test_one_capture_serves_an_fp8_cache_too(mode, new, device):
     check_replays(*scenes(mode, new, device, 16, 64, kv_dtype=DType.FLOAT8_E4M3, kv_scale=0.375))
 
 
-def swapped(make):
+def swapped(one: str, other: str):
     """As if two of the library's arrays had changed places."""
 
     def made(call):
-        schedule = make(call)
-        return replace(schedule, q_len=schedule.kv_len, kv_len=schedule.q_len)
+        schedule = library_schedule(call)
+        return replace(schedule, **{one: getattr(schedule, other), other: getattr(schedule, one)})
 
     return made
 
@@ -61,14 +56,14 @@ def test_replay_planning_waits_for_nothing(device):
     captured = MLACapture(stage, requests=4, per_request=1)
     captured.capture()
     captured.replay(others[0])
-    captured.batch.seq_lens_cpu = None
+    assert captured.batch.geometry.host is None
     with nothing_waits(device):
         assert captured.backend.init_forward_metadata_out_graph(captured.batch) is captured.plan
 
 
 @on_every_device
 def test_plans_that_overtake_the_device_do_not_overwrite_each_other(device):
-    """Replays queued one behind the other, each with lengths of its own, while the device is busy."""
+    """Replays queued one after the other, each with lengths of its own, while the device is busy."""
     stage, others = scenes(ForwardMode.DECODE, 1, device, 16, 64)
     captured = MLACapture(stage, requests=4, per_request=1)
     captured.capture()
@@ -85,28 +80,21 @@ def test_plans_that_overtake_the_device_do_not_overwrite_each_other(device):
         assert torch.equal(found, wanted)
 
 
-class TestWrongUse:
-    def test_a_plan_laid_out_in_an_unknown_way_is_not_captured(self, monkeypatch):
-        """A later FlashInfer may lay its plans out differently: then there are no graphs, instead of wrong results."""
-        stage = self.stage()
-        monkeypatch.setattr("reference_kernels.library_schedule", swapped(library_schedule))
-        stage.backend.init_cuda_graph_state(4, 4)
-        with pytest.raises(BackendError, match=r"a way that this plugin does not know: .* run without CUDA graphs"):
-            stage.backend.init_forward_metadata_out_graph(stage.batch(), in_capture=True)
+@on_every_device
+@pytest.mark.parametrize(("mode", "new"), [(ForwardMode.DECODE, 1), (ForwardMode.TARGET_VERIFY, 4)])
+def test_two_lanes_run_at_the_same_time(mode, new, device):
+    """B5: plans of one shape, eager and captured, share no wrapper, no scratch and no graph memory. Long requests on a
+    GPU: their parts are merged from scratch memory."""
+    prefixes = (300, 5, 64, 127) if device == "cpu" else (3000, 2900, 3800, 3500)
+    case = MLACase(tuple((prefix, new) for prefix in prefixes), mode)
+    check_lanes(on_cpu(case) if device == "cpu" else case, device, build, 1e-6 if device == "cpu" else 5e-3)
 
-    def stage(self, mode: ForwardMode = ForwardMode.DECODE, new: int = 1) -> MLAScene:
-        return MLAScene(MLACase(((20, new), (9, new)), mode, dtype=DType.FLOAT32), "cpu", build)
 
-    def test_graph_planning_without_memory_says_what_to_call(self):
-        stage = self.stage()
-        with pytest.raises(BackendError, match="init_cuda_graph_state"):
-            stage.backend.init_forward_metadata_out_graph(stage.batch(), in_capture=True)
-
-    def test_a_page_table_wider_than_the_memory_is_refused_whenever_it_comes(self):
-        stage = self.stage()
-        stage.backend.init_cuda_graph_state(4, 4)
-        batch = stage.batch()
-        stage.backend.init_forward_metadata_out_graph(batch, in_capture=True)
-        batch.page_table = torch.zeros(2, 65, dtype=torch.int32)
-        with pytest.raises(PlanError, match=r"65 pages a request does not fit .* 64 pages"):
-            stage.backend.init_forward_metadata_out_graph(batch)
+@pytest.mark.parametrize("rearranged", [swapped("q_len", "kv_len"), swapped("kv_start", "kv_end")])
+def test_a_plan_laid_out_in_an_unknown_way_is_not_captured(monkeypatch, rearranged):
+    """A later FlashInfer may lay its plans out differently: then there are no graphs, instead of wrong results."""
+    stage = MLAScene(MLACase(((20, 1), (9, 1)), ForwardMode.DECODE, dtype=DType.FLOAT32), "cpu", build)
+    monkeypatch.setattr("reference_kernels.library_schedule", rearranged)
+    capture = MLACapture(stage, requests=2, per_request=1)
+    with pytest.raises(BackendError, match=r"a way that this plugin does not know: .* run without CUDA graphs"):
+        capture.capture()

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnplug_flashinfer_mla.indices import Lengths, fill_indices
+from attnplug_flashinfer_mla.filling import fill_indices
+from attnplug_flashinfer_mla.lengths import Lengths
 from attnplug_flashinfer_mla.planner import divide, padded_heads
 from attnplug_flashinfer_mla.triton_kernels import launch_fill_indices
 from support.devices import DEVICES, INTERPRETED
@@ -68,7 +69,7 @@ def test_planning_pads_heads_to_divide_a_tile(heads, padded):
 @pytest.mark.parametrize("page_size", [1, 5, 64])
 @pytest.mark.parametrize("gaps", [False, True])
 def test_planning_of_indices_row_by_row(gaps, page_size, fill, device):
-    """Pages and slots as a loop finds them; what lies behind a request's last page leads nowhere and is not read."""
+    """Pages and slots as a loop finds them; what lies after a request's last page leads nowhere and is not read."""
     chance = random.Random(page_size)
     kv = [0, 1, 64, 65, *(chance.randint(1, 5000) for _ in range(5))]
     new = [1, 1, 7, 65, *(chance.randint(0, min(rows, 900)) for rows in kv[4:])]

@@ -84,35 +84,35 @@ def test_it_serves(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "reasons"),
     [
-        ({"device": "cpu", "sm": None}, [("device", "cpu", ["cuda"], "--device")]),
+        ({"device": "cpu", "sm": None}, [("device", "cpu", ["cuda"], "device")]),
         ({"sm": 75}, [("sm", 75, "SM 80 or newer", None)]),
         (
             {"model": read(DEEPSEEK_V3, kv_lora_rank=32, qk_rope_head_dim=8)},
-            [("mla_dims", [32, 8], [[512, 64]], "--decode-attention-backend")],
+            [("mla_dims", [32, 8], [[512, 64]], "decode_attention_backend")],
         ),
         (
             {"model": read(DEEPSEEK_V3, kv_lora_rank=256)},
-            [("mla_dims", [256, 64], [[512, 64]], "--decode-attention-backend")],
+            [("mla_dims", [256, 64], [[512, 64]], "decode_attention_backend")],
         ),
         (
             {"dtype": FP32, "kv_dtype": FP32},
             [
-                ("dtype", "float32", ["bfloat16", "float16"], "--dtype"),
-                ("kv_dtype", "float32", ["bfloat16", "float16", "float8_e4m3fn"], "--kv-dtype"),
+                ("dtype", "float32", ["bfloat16", "float16"], "dtype"),
+                ("kv_dtype", "float32", ["bfloat16", "float16", "float8_e4m3fn"], "kv_dtype"),
             ],
         ),
-        ({"dtype": FP16, "kv_dtype": FP8}, [("dtype", "float16", ["bfloat16"], "--dtype")]),
-        ({"kv_dtype": FP8, "sm": 80}, [("kv_dtype", "float8_e4m3fn", ["bfloat16"], "--kv-dtype")]),
-        ({"kv_dtype": FP8, "sm": 100}, [("kv_dtype", "float8_e4m3fn", ["bfloat16"], "--kv-dtype")]),
-        ({"kv_dtype": FP16}, [("kv_dtype", "float16", ["bfloat16", "float8_e4m3fn"], "--kv-dtype")]),
+        ({"dtype": FP16, "kv_dtype": FP8}, [("dtype", "float16", ["bfloat16"], "dtype")]),
+        ({"kv_dtype": FP8, "sm": 80}, [("kv_dtype", "float8_e4m3fn", ["bfloat16"], "kv_dtype")]),
+        ({"kv_dtype": FP8, "sm": 100}, [("kv_dtype", "float8_e4m3fn", ["bfloat16"], "kv_dtype")]),
+        ({"kv_dtype": FP16}, [("kv_dtype", "float16", ["bfloat16", "float8_e4m3fn"], "kv_dtype")]),
         (
             {"model": read(DEEPSEEK_V3, num_attention_heads=256, num_key_value_heads=256)},
-            [("heads", 256, 128, "--tensor-parallel")],
+            [("heads", 256, 128, "tensor_parallel")],
         ),
-        ({"speculative_tokens": 65}, [("speculation", 65, 64, "--speculative-tokens")]),
+        ({"speculative_tokens": 65}, [("speculation", 65, 64, "speculative_tokens")]),
         (
             {"cuda_graph": GraphLevel.ALWAYS},
-            [("cuda_graph", "ALWAYS", ["NEVER", "DECODE", "UNIFORM"], "--cuda-graph")],
+            [("cuda_graph", "ALWAYS", ["NEVER", "DECODE", "UNIFORM"], "cuda_graph")],
         ),
     ],
     ids=[
@@ -130,12 +130,12 @@ def test_it_serves(changes: dict[str, Any]) -> None:
         "graphs-of-prefill",
     ],
 )
-def test_it_refuses_with_value_and_what_is_allowed_and_the_option(
+def test_it_refuses_with_value_and_what_is_allowed_and_the_setting(
     changes: dict[str, Any], reasons: list[tuple[str, object, object, str]]
 ) -> None:
     """D3: every reason, and no other."""
     found = refusals(**changes)
-    assert [(reason.code, reason.value, reason.allowed, reason.option) for reason in found] == reasons
+    assert [(reason.code, reason.value, reason.allowed, reason.setting) for reason in found] == reasons
     json.dumps([reason.as_json() for reason in found])
 
 
@@ -222,7 +222,7 @@ def test_a_library_that_reads_no_fp8_is_a_refusal_with_the_one_that_does(
         (reason,) = found
         assert (reason.code, reason.value) == ("kv_dtype", "float8_e4m3fn")
         assert version in reason.message
-        assert str(reason.option) == "pip install 'flashinfer-python<0.8,>=0.6.14'"
+        assert (reason.setting, reason.advice) == ("kv_dtype", "pip install 'flashinfer-python<0.8,>=0.6.14'")
     else:
         assert found == []
 
@@ -269,6 +269,45 @@ def test_a_wrong_option_is_refused_with_what_is_right(key: str, value: str, mess
     with pytest.raises(UsageError) as caught:
         parse_options(SPEC.name, SPEC.options, {key: value})
     assert message in str(caught.value)
+
+
+def judged(kernel: str, **changes: Any) -> list[str]:
+    """What speaks against a kernel for DeepSeek-V3, without YaRN's scale, on a B200."""
+    plain = read(DEEPSEEK_V3, rope_scaling=None)
+    problem = replace(ON_AN_H200, **{"model": plain, "sm": 100, **changes})
+    options = FlashInferMLAOptions(kernel=kernel)  # type: ignore[arg-type]
+    found = SPEC.refusals(problem, Role.DECODE, options)
+    assert all(reason.setting == "flashinfer_mla.kernel" for reason in found)
+    return [reason.message for reason in found]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "changes", "said"),
+    [
+        ("fa3", {}, "kernel=fa3 needs SM 90, this is SM 100"),
+        ("cutlass", {"sm": 90}, "kernel=cutlass needs SM 100 to 110, this is SM 90"),
+        ("cutlass", {"cuda_graph": GraphLevel.DECODE}, "at level DECODE, and kernel=cutlass decodes outside of them"),
+        ("cutlass", {"tensor_parallel": 8}, "kernel=cutlass needs heads on a rank 128, this is 16"),
+        ("cutlass", {"page_size": 96}, "kernel=cutlass needs a page size that divides 128, this is 96"),
+        ("cutlass", {"model": read(DEEPSEEK_V3)}, "kernel=cutlass needs scale 0.072169, this is 0.1"),
+    ],
+)
+def test_a_kernel_that_does_not_suit_is_refused_before_anything_is_built(
+    folder: Path, kernel: str, changes: dict[str, Any], said: str
+) -> None:
+    """D3: by the option that asks for it."""
+    install_library(folder, "flashinfer-python", "0.7.0")
+    assert [said in message for message in judged(kernel, **changes)] == [True]
+    assert judged("auto", **changes) == []
+
+
+def test_a_library_that_does_not_plan_cutlass_is_a_refusal_with_the_one_that_does(folder: Path) -> None:
+    """D3"""
+    install_library(folder, "flashinfer-python", "0.7.0")
+    assert judged("cutlass") == []
+    (folder / "flashinfer_python-0.7.0.dist-info" / "METADATA").write_text("Name: flashinfer-python\nVersion: 0.6.18\n")
+    (folder / "flashinfer_python-0.7.0.dist-info").rename(folder / "flashinfer_python-0.6.18.dist-info")
+    assert judged("cutlass") == ["flashinfer-python 0.6.18 does not plan kernel=cutlass"]
 
 
 # ---- installed ----

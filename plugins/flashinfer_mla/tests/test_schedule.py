@@ -10,14 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnplug_flashinfer_mla.schedule import (
-    MOST_WORKS,
-    Schedule,
-    UniformBatch,
-    fill_schedule,
-    keys_seen,
-    schedule_problem,
-)
+from attnplug_flashinfer_mla.filling import fill_schedule
+from attnplug_flashinfer_mla.schedule import MOST_WORKS, Schedule, UniformBatch, keys_seen, schedule_problem
 from attnplug_flashinfer_mla.triton_kernels import launch_fill_schedule
 from support.devices import DEVICES, INTERPRETED
 

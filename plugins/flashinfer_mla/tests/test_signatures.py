@@ -23,10 +23,10 @@ import torch
 from packaging.requirements import Requirement
 from torch import Tensor
 
-from attnplug import BackendError, MLADims, RaggedCall
+from attnplug import BackendError, MLADims, MLAShape, RaggedCall
 from attnplug_flashinfer_mla import kernels
-from attnplug_flashinfer_mla.indices import Lengths
-from attnplug_flashinfer_mla.kernels import Cache, FlashInferKernels, GraphBuffers, Library, Shape
+from attnplug_flashinfer_mla.kernels import Cache, FlashInferKernels, GraphBuffers, Library
+from attnplug_flashinfer_mla.lengths import Lengths
 from attnplug_flashinfer_mla.planner import PagedCall
 from attnplug_flashinfer_mla.schedule import MOST_WORKS, TILE_ROWS
 
@@ -34,7 +34,8 @@ ROOT = Path(__file__).resolve().parents[3]
 VERSION_VARIABLE = "ATTNPLUG_TEST_FLASHINFER"
 (UNPACKED,) = re.findall(r"^FLASHINFER := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
 
-SHAPE = Shape(
+SHAPE = MLAShape(
+    pool=None,  # kernels take their rows by the call
     heads=128,
     dims=MLADims(512, 128, 64),
     v_head_dim=128,
@@ -270,7 +271,7 @@ def scheduler() -> str:
 
 
 def array_sizes() -> dict[str, int]:
-    """How many numbers each array of the work list has room for, in the order in which they lie behind each other."""
+    """How many numbers each array of the work list has room for, in the order in which they lie."""
     allocation = r"plan_info\.(\w+) =\s+int_allocator\.aligned_alloc_offset\(\s*sizeof\(IdType\) \* (\w+), 16, \"mla_"
     counts = {"max_total_num_works": MOST_WORKS, "num_sm": PROCESSORS}
     return {name: counts[count] for name, count in re.findall(allocation, scheduler())}

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
 
-from attnplug import BackendContext, DType, ExtendPath, ForwardMode, Geometry, PlanError, PoolError, Serving
-from attnplug.host import ExtendPolicy, MLAAttention, plan_extend
+from attnplug import BackendContext, ExtendPath, ForwardMode, PlanError, Serving
+from attnplug.host import ExtendPolicy, KVPools, ModelAttention
+from attnplug.mla.plan import plan_extend
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
 from attnplug_flashinfer_mla.options import FlashInferMLAOptions
 from reference_kernels import ReferenceKernels, on_cpu
+from support.batches import declaring
 from support.mla_scene import MLACase, MLAModel, MLAScene, relative_error
 
 MATRIX = [
@@ -32,40 +35,49 @@ def enabled(serving: Serving, disable_ragged: bool) -> bool:
     )
 
 
-def scene(serving: Serving, disable_ragged: bool, lengths=((30, 5), (0, 4)), mode=ForwardMode.EXTEND) -> MLAScene:
-    made: list[ReferenceKernels] = []
+def scene(
+    serving: Serving, disable_ragged: bool, lengths=((30, 5), (0, 4)), mode=ForwardMode.EXTEND, lanes=1
+) -> MLAScene:
+    kernels: list[ReferenceKernels] = []
 
     def build(context: BackendContext) -> FlashInferMLABackend:
-        made.append(ReferenceKernels.of(context))
-        return FlashInferMLABackend(context, kernels=made[0])
+        kernels.extend(ReferenceKernels.of(context))
+        return FlashInferMLABackend(declaring(context, "flashinfer_mla"), kernels=kernels)
 
     options = FlashInferMLAOptions(disable_ragged=disable_ragged)
-    stage = MLAScene(on_cpu(MLACase(lengths, mode, page_size=16, serving=serving, options=options)), "cpu", build)
-    stage.made = made[0].made
+    case = MLACase(lengths, mode, page_size=16, serving=serving, options=options, lanes=lanes)
+    stage = MLAScene(on_cpu(case), "cpu", build)
+    stage.made = [lane.made for lane in kernels]
     return stage
+
+
+def attention(stage: MLAScene, **policy: object) -> ModelAttention:
+    return ModelAttention(stage.backend, KVPools(mla=stage.pool), ExtendPolicy(**policy))
 
 
 @every_combination
 def test_planning_constructor_makes_every_wrapper_that_its_role_needs(serving, disable_ragged):
-    """A1: decode and ragged always, paged prefill and verify unless skip_prefill, the chunk runner exactly under A3."""
-    stage = scene(serving, disable_ragged)
+    """A1: decode and ragged always, paged prefill and verify unless skip_prefill, the chunk runner exactly under A3; in
+    every lane."""
+    stage = scene(serving, disable_ragged, lanes=2)
     wanted = ["decode", "ragged"]
     if not serving.skip_prefill:
         wanted += ["paged", "paged"]
     if enabled(serving, disable_ragged):
         wanted += ["ragged"]
-    assert sorted(stage.made) == sorted(wanted)
-    assert (stage.backend.mha_chunk_kv_cache is not None) == enabled(serving, disable_ragged)
+    assert [sorted(made) for made in stage.made] == [sorted(wanted)] * 2
+    for lane in stage.backend.lanes:
+        assert (lane.mha_chunk_kv_cache is not None) == enabled(serving, disable_ragged)
 
 
 def test_planning_of_every_kind_of_batch_has_a_wrapper_of_its_own():
     """A1: a verify is planned on the verify wrapper, beside an extend and a decode whose plans are still in use."""
     stage = scene(Serving(), False, ((30, 1), (9, 1)), ForwardMode.DECODE)
-    made, plans = list(stage.made), []
+    made, plans = list(stage.made[0]), []
     for mode in (ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY, ForwardMode.DECODE):
         batch = scene(Serving(), False, ((30, 1), (9, 1)), mode).batch()
         plans.append(stage.backend.init_forward_metadata(batch))
-    assert stage.made == made, "a wrapper was lent out already"
+    assert stage.made == [made], "a wrapper was lent out already"
 
 
 @every_combination
@@ -84,18 +96,17 @@ def test_planning_hook_is_right_or_refuses_in_words(serving, disable_ragged, pat
     """A3, A4's ground: whatever the switches and whoever prepared the batch, never an AttributeError."""
     stage = scene(serving, disable_ragged)
     batch = stage.batch()
-    batch.mla_plan = plan_extend(Geometry.of(batch, 16), path, 8)
+    if path is not ExtendPath.ABSORBED:
+        calls = tuple(part.call for part in plan_extend(batch.geometry, path, 8))
+        batch.geometry = replace(batch.geometry, calls=calls)
     if path is ExtendPath.ABSORBED:
-        from attnplug.mla.plan import ABSORBED
-
-        batch.mla_plan = ABSORBED
         assert stage.backend.init_mha_chunk_metadata(batch, flag) is None
     elif path is ExtendPath.CHUNKED and not enabled(serving, disable_ragged):
         with pytest.raises(PlanError, match=r"chunked KV off \(.+\).* 4 prefix chunks"):
             stage.backend.init_mha_chunk_metadata(batch, flag)
     else:
         plan = stage.backend.init_mha_chunk_metadata(batch, flag)
-        calls = [call.index for call in batch.mla_plan.calls]
+        calls = [call.index for call in batch.geometry.calls]
         if flag and path is ExtendPath.ONE_SHOT:
             assert plan is None  # its one call is somebody else's
         else:
@@ -128,59 +139,50 @@ def test_planning_by_the_policy_alone_runs_in_every_combination(serving, disable
         assert relative_error(model.run(policy), model.wanted()) <= 1e-6
 
 
-def test_planning_hook_before_the_batch_is_prepared_says_what_to_call():
-    stage = scene(Serving(), False)
-    with pytest.raises(PlanError, match=r"MLAAttention\.prepare"):
-        stage.backend.init_mha_chunk_metadata(stage.batch())
-
-
 def test_planning_the_regression_8218_after_800():
     """A8's bug: the plan covers the rows of its own batch, however many an earlier one had."""
     stage = scene(Serving(), False, lengths=((800, 8218),))
-    mla = MLAAttention(stage.backend, stage.pool, ExtendPolicy(forced=ExtendPath.CHUNKED, chunk_capacity=512))
-    first = scene(Serving(), False, lengths=((0, 800),)).batch()
-    first.plan = stage.backend.init_forward_metadata(first)
-    mla.prepare(first)
-    batch = stage.batch()
-    mla.prepare(batch)
-    assert batch.chunk_plan.query_rows == 8218
-    planned = batch.chunk_plan.metadata[0]
+    chunked = attention(stage, forced=ExtendPath.CHUNKED, chunk_capacity=512)
+    chunked.plan(scene(Serving(), False, lengths=((0, 800),)).batch())
+    chunks = chunked.plan(stage.batch()).chunks
+    assert chunks.query_rows == 8218
+    planned = chunks.metadata[0]
     assert planned.call.query_indptr[-1] == 8218 == planned.lease.kernel.call.query_rows
 
 
 def test_planning_of_what_runs_as_mha_takes_no_paged_kernel():
-    """C2: prepared first, such a batch is planned once, and not for the path it does not take."""
+    """C2: such a batch is planned once, and not for the path it does not take."""
     stage = scene(Serving(), False)
     model = MLAModel(stage)
-    batch = stage.batch()
-    mla = MLAAttention(stage.backend, stage.pool, ExtendPolicy(forced=ExtendPath.CHUNKED, chunk_capacity=8))
-    mla.prepare(batch)
-    batch.plan = stage.backend.init_forward_metadata(batch)
-    assert batch.plan.metadata.calls == () and batch.plan.query_rows == 9
-    out = mla.attend(model.q, stage.new_rows(), stage.layer, model.weights, batch)
+    out = model.run(ExtendPolicy(forced=ExtendPath.CHUNKED, chunk_capacity=8))
+    plan = model.batch.plan.attention
+    assert plan.metadata is None and plan.new_slots is None and plan.query_rows == 9
     assert relative_error(out, model.wanted()) <= 1e-6
     with pytest.raises(PlanError, match="planned to run as MHA"):
-        stage.absorbed(batch)
+        stage.absorbed(model.batch)
 
 
-def test_planning_ragged_call_that_was_not_planned_is_refused():
-    """B5"""
-    stage = scene(Serving(), False)
-    model = MLAModel(stage)
-    model.run(ExtendPolicy(forced=ExtendPath.ONE_SHOT))
-    call = model.batch.mla_plan.calls[0]
-    model.batch.chunk_plan = None
-    with pytest.raises(PlanError, match="call 0 of 9 query rows has no plan"):
-        stage.backend.forward_ragged(model.q, model.q, model.q, stage.layer, model.batch, call)
+@pytest.mark.parametrize("path", ExtendPath)
+def test_planning_lends_wrappers_of_the_batchs_lane(path):
+    """B5: plans of two lanes are alive at once; a lane that was not built is refused."""
+    stage = scene(Serving(), False, lanes=2)
+    model, made, plans = MLAModel(stage), [list(lane) for lane in stage.made], []
+    for lane in (0, 1):
+        batch = stage.batch()
+        batch.geometry = replace(batch.geometry, lane=lane)
+        assert relative_error(model.run(ExtendPolicy(forced=path), batch), model.wanted()) <= 1e-6
+        plans.append(batch.plan)
+    assert stage.made == made, "a wrapper of another lane was lent out"
+    beyond = stage.batch()
+    beyond.geometry = replace(beyond.geometry, lane=2)
+    with pytest.raises(PlanError, match="in lane 2"):
+        attention(stage, forced=path).plan(beyond)
 
 
-def test_planning_backend_without_an_mla_pool_is_refused():
-    from attnplug.host import KVPools
-
-    def build(context: BackendContext) -> FlashInferMLABackend:
-        from dataclasses import replace
-
-        return FlashInferMLABackend(replace(context, pools=KVPools()), kernels=ReferenceKernels.of(context))
-
-    with pytest.raises(PoolError, match="serves MLA layers, and needs a model and a pool"):
-        MLAScene(MLACase(((5, 1),), ForwardMode.DECODE, dtype=DType.FLOAT32), "cpu", build)
+def test_planning_of_a_capture_takes_a_wrapper_of_its_lane():
+    stage = scene(Serving(), False, ((30, 1), (9, 1)), ForwardMode.DECODE, lanes=2)
+    stage.backend.init_cuda_graph_state(2, 2)
+    batch = stage.batch()
+    batch.geometry = replace(batch.geometry, lane=1, captured=True, host=None)
+    stage.backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    assert [made.count("graph decode") for made in stage.made] == [0, 1]

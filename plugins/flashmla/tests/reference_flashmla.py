@@ -10,6 +10,7 @@ from torch import Tensor
 from attnplug import BackendContext, DType
 from attnplug_flashmla.backend import FlashMLABackend
 from attnplug_flashmla.kernels import Call, Schedule
+from support.batches import declaring
 from support.mla_scene import MLACase, MLAScene
 
 PARTS = 7
@@ -18,7 +19,8 @@ ROW_DIM, RANK, PAGE = 576, 512, 64
 
 def build(context: BackendContext) -> FlashMLABackend:
     """Real kernels where there is a GPU, else the reference ones."""
-    return FlashMLABackend(context, kernels=ReferenceFlashMLA() if context.device.type == "cpu" else None)
+    kernels = ReferenceFlashMLA() if context.device.type == "cpu" else None
+    return FlashMLABackend(declaring(context, "flashmla"), kernels=kernels)
 
 
 def on(case: MLACase, device: str) -> MLACase:

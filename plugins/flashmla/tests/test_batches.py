@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 import torch
 
-from attnplug import DType, ForwardExtras, ForwardMode, PlanError
+from attnplug import DType, ForwardMode, PlanError
 from reference_flashmla import scene
+from support.batches import with_plan
 from support.devices import DEVICES, nothing_waits
-from support.mla_refusals import RefusedCalls
 from support.mla_scene import LAYER, MLACase, MLAScene, relative_error
 
 DECODE, VERIFY, DRAFT_EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND
@@ -19,7 +20,7 @@ on_every_device = pytest.mark.parametrize("device", DEVICES)
 
 
 def lengths(count: int, longest: int, new: int, seed: int) -> tuple[tuple[int, int], ...]:
-    """Prefixes of every kind (none, one row, whole pages, long ones) with new tokens behind them."""
+    """Prefixes of every kind (none, one row, whole pages, long ones) with new tokens after them."""
     chance = random.Random(seed)
     prefixes = [chance.choice([0, 1, 63, 64, 65, chance.randint(2, longest)]) for _ in range(count)]
     return tuple((prefix, new) for prefix in prefixes)
@@ -77,7 +78,7 @@ class TestBatches:
 
     @on_every_device
     @pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (VERIFY, 4)])
-    def test_padding_behind_the_planned_rows(self, mode, new, device):
+    def test_padding_after_the_planned_rows(self, mode, new, device):
         """B5: its output is zero and nothing is written; q and k hold NaN there."""
         check(MLACase(((70, new), (3, new)), mode, padding=5), device)
 
@@ -109,16 +110,16 @@ class TestBatches:
 
 class TestPlans:
     @on_every_device
-    @pytest.mark.parametrize("mode", [DECODE, VERIFY])
-    def test_a_plan_needs_no_length_on_the_host(self, mode, device):
-        """What it would need for a verify is how many new tokens there are."""
-        stage = scene(MLACase(((90, 1), (5, 1)), mode), device)
-        batch = stage.batch()
+    @pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (VERIFY, 3)])
+    def test_a_plan_needs_no_length_on_the_host(self, mode, new, device):
+        """``needs_cpu_seq_lens`` is false, and planning waits for nothing."""
+        stage = scene(MLACase(((90, new), (5, new)), mode, exact_lengths=False), device)
+        assert not stage.backend.claims.needs_cpu_seq_lens
         stage.absorbed()  # compiles
-        batch.seq_lens_cpu = None
+        batch = stage.batch()
         with nothing_waits(device):
-            batch.plan = stage.backend.init_forward_metadata(batch)
-        assert (batch.plan.query_rows, batch.plan.kv_rows) == (2, None)
+            with_plan(batch, stage.backend.init_forward_metadata(batch))
+        assert (batch.plan.attention.query_rows, batch.plan.attention.kv_rows) == (2 * new, None)
         out, _ = stage.absorbed(batch)
         assert relative_error(out, stage.wanted_absorbed()[0]) <= 5e-3
 
@@ -133,71 +134,53 @@ class TestPlans:
     @on_every_device
     def test_two_plans_live_at_the_same_time(self, device):
         """B5: a plan is a value; what is planned later does not change it, nor do the batch's own numbers."""
-        stage = scene(MLACase(((100, 1), (30, 1)), DECODE), device)
-        first = stage.batch()
-        first.plan = stage.backend.init_forward_metadata(first)
-        first.seq_lens.fill_(1)
-        first.page_table.fill_(0)
-        second = stage.batch()
-        second.seq_lens = second.seq_lens - 7
-        second.seq_lens_cpu = second.seq_lens_cpu - 7
-        second.plan = stage.backend.init_forward_metadata(second)
+        stage = scene(MLACase(((100, 1), (30, 1)), DECODE, exact_lengths=False), device)
+        first, second = stage.batch(), stage.batch()
+        with_plan(first, stage.backend.init_forward_metadata(first))
+        first.geometry.seq_lens.fill_(1)
+        first.geometry.page_table.fill_(0)
+        second.geometry.seq_lens.sub_(7)
+        stage.backend.init_forward_metadata(second)
         out, _ = stage.absorbed(first)
         assert relative_error(out, stage.wanted_absorbed()[0]) <= 5e-3
 
     @on_every_device
     def test_a_request_of_length_0_gives_zero(self, device):
         """C4: -inf where FlashMLA says +inf. Lengths are the device's: the host would have refused this one."""
-        stage = scene(MLACase(((100, 1), (30, 1), (70, 1)), DECODE, cpu_lengths=False), device)
+        stage = scene(MLACase(((100, 1), (30, 1), (70, 1)), DECODE, exact_lengths=False), device)
         batch = stage.batch()
-        batch.seq_lens[1] = 0
-        batch.page_table[1] = 1 << 30
+        batch.geometry.seq_lens[1] = 0
+        batch.geometry.page_table[1] = 1 << 30
         out, lse = stage.absorbed(batch)
         assert relative_error(out[::2], stage.wanted_absorbed()[0][::2]) <= 5e-3
         assert (out[1] == 0).all() and (lse[1] == -INF).all() and lse[::2].isfinite().all()
         assert int((~stage.pool.rows(LAYER).float().isnan()).any(-1).sum()) == sum(stage.totals) - 1
 
     @on_every_device
-    def test_an_idle_rank_plans_and_runs_nothing(self, device):
-        """B5: rows that a collective asks for are padding."""
-        stage = scene(MLACase((), ForwardMode.IDLE, padding=3), device)
-        batch = stage.batch()
-        batch.plan = stage.backend.init_forward_metadata(batch)
-        q, lse = stage.padded(stage.q), torch.zeros(3, 16, device=device)
-        rows = q[:, :1].contiguous()
-        out = stage.backend.forward_decode(q, rows, None, stage.layer, batch, extras=ForwardExtras(lse=lse))
-        assert out.shape == (3, 16, 512) and (out == 0).all() and (lse == -INF).all()
-        assert stage.pool.rows(LAYER).isnan().all()
-
-    @on_every_device
-    def test_nothing_is_written_where_nothing_is_to_be_saved(self, device):
+    def test_new_rows_go_where_the_host_says(self, device):
+        """-1 is padding: nothing is written of it. The cache is read by the page table all the same."""
         stage = scene(MLACase(((100, 1), (30, 1)), DECODE), device)
         stage.store(stage.rows, [(0, total) for total in stage.totals])
+        batch = stage.batch()
+        nowhere = int(stage.pool.rows(LAYER).isnan().all(-1).flatten().nonzero()[0])  # an unused slot
+        slots = torch.tensor([nowhere, -1], device=device)
+        batch.geometry = replace(batch.geometry, slots=slots)
         before = stage.pool.rows(LAYER).clone()
-        out, _ = stage.absorbed(save_kv_cache=False)
+        out, _ = stage.absorbed(batch)
         assert relative_error(out, stage.wanted_absorbed()[0]) <= 5e-3
-        assert torch.equal(stage.pool.rows(LAYER).nan_to_num(7), before.nan_to_num(7))
+        changed = (stage.pool.rows(LAYER).nan_to_num(7) != before.nan_to_num(7)).any(-1).flatten()
+        assert changed.nonzero().flatten().tolist() == [nowhere]
 
 
-class TestWrongUse(RefusedCalls):
-    def stage(self, mode: ForwardMode = DECODE, *lengths: tuple[int, int]) -> MLAScene:
-        return scene(MLACase(lengths or ((20, 1), (9, 1)), mode), "cpu")
-
+class TestWrongUse:
     @pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.MIXED])
     def test_prefill_is_another_backends(self, mode):
         """D3 says so before anything is built; a caller who goes on anyway is told again."""
-        stage = self.stage(mode)
-        with pytest.raises(PlanError, match=rf"not {mode}; choose another backend with --prefill-attention-backend"):
+        stage = scene(MLACase(((20, 1), (9, 1)), mode), "cpu")
+        with pytest.raises(PlanError, match=rf"in mode {mode}; let the prefill backend take it"):
             stage.backend.init_forward_metadata(stage.batch())
 
     def test_new_tokens_must_be_equally_many(self):
-        stage = self.stage(VERIFY, (20, 2), (9, 3))
-        with pytest.raises(PlanError, match="not 2, 3 in one; let the prefill backend take this target_verify"):
+        stage = scene(MLACase(((20, 2), (9, 3)), VERIFY), "cpu")
+        with pytest.raises(PlanError, match=r"mode target_verify with new_lens, .* let the prefill backend take it"):
             stage.backend.init_forward_metadata(stage.batch())
-
-    def test_a_page_table_that_is_too_narrow_is_refused(self):
-        stage = self.stage(DECODE, (200, 1))
-        batch = stage.batch()
-        batch.page_table = batch.page_table[:, :2]
-        with pytest.raises(PlanError, match="201 rows, but the page table holds 2 pages of 64"):
-            stage.backend.init_forward_metadata(batch)

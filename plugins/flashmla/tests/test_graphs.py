@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from attnplug import BackendError, ForwardMode, PlanError
-from reference_flashmla import build, on, scene
+from attnplug import ForwardMode
+from reference_flashmla import build, on
 from support.devices import DEVICES, nothing_waits
 from support.mla_capture import MLACapture, check_replays, replay_scenes
-from support.mla_scene import MLACase, MLAScene
+from support.mla_lanes import check_lanes
+from support.mla_scene import MLACase
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 
 
-def scenes(mode: ForwardMode, new: int, device: str, heads: int = 16, page_size: int = 64):
-    return replay_scenes(on(MLACase(((0, new),), mode, page_size, heads), device), device, build)
+def scenes(mode: ForwardMode, new: int, device: str, heads: int = 16, page_size: int = 64, lanes: int = 1):
+    return replay_scenes(on(MLACase(((0, new),), mode, page_size, heads, lanes=lanes), device), device, build)
 
 
 @on_every_device
@@ -55,14 +58,13 @@ def test_replay_planning_waits_for_nothing(device):
     captured = MLACapture(stage, requests=4, per_request=1)
     captured.capture()
     captured.replay(others[0])
-    captured.batch.seq_lens_cpu = None
     with nothing_waits(device):
         assert captured.backend.init_forward_metadata_out_graph(captured.batch) is captured.plan
 
 
 @on_every_device
 def test_replays_that_overtake_the_device_do_not_overwrite_each_other(device):
-    """Queued one behind the other, each with lengths of its own, while the device is busy."""
+    """Queued one after the other, each with lengths of its own, while the device is busy."""
     stage, others = scenes(ForwardMode.DECODE, 1, device)
     captured = MLACapture(stage, requests=4, per_request=1)
     captured.capture()
@@ -79,20 +81,24 @@ def test_replays_that_overtake_the_device_do_not_overwrite_each_other(device):
         assert torch.equal(found, wanted)
 
 
-class TestWrongUse:
-    def stage(self, mode: ForwardMode = ForwardMode.DECODE, new: int = 1) -> MLAScene:
-        return scene(MLACase(((20, new), (9, new)), mode), "cpu")
+@on_every_device
+@pytest.mark.parametrize(("mode", "new"), [(ForwardMode.DECODE, 1), (ForwardMode.TARGET_VERIFY, 3)])
+def test_two_lanes_at_the_same_time(mode, new, device):
+    """Each has memory of its own: a captured one is refilled before the other has run."""
+    longest = 300 if device == "cpu" else 30000
+    case = on(MLACase(tuple((prefix, new) for prefix in (longest, 5, 64, longest // 2)), mode), device)
+    check_lanes(case, device, build, 1e-6 if device == "cpu" else 5e-3)
 
-    def test_graph_planning_without_memory_says_what_to_call(self):
-        stage = self.stage()
-        with pytest.raises(BackendError, match="init_cuda_graph_state"):
-            stage.backend.init_forward_metadata_out_graph(stage.batch(), in_capture=True)
 
-    def test_a_page_table_wider_than_the_memory_is_refused_whenever_it_comes(self):
-        stage = self.stage()
-        stage.backend.init_cuda_graph_state(4, 4)
-        batch = stage.batch()
-        stage.backend.init_forward_metadata_out_graph(batch, in_capture=True)
-        batch.page_table = torch.zeros(2, 65, dtype=torch.int32)
-        with pytest.raises(PlanError, match=r"65 pages a request does not fit .* 64 pages"):
-            stage.backend.init_forward_metadata_out_graph(batch)
+@on_every_device
+def test_a_replay_writes_new_rows_where_the_host_says(device):
+    """Its slots are copied inside the graph, from wherever the batch has them then."""
+    stage, _ = scenes(ForwardMode.DECODE, 1, device)
+    captured = MLACapture(stage, requests=4, per_request=1)
+    slots = torch.tensor([64, -1, 7, -1], device=device)
+    captured.batch.geometry = replace(captured.batch.geometry, slots=slots)
+    captured.capture()
+    assert captured.plan.new_slots.tolist() == slots.tolist() and captured.plan.new_slots is not slots
+    slots.copy_(torch.tensor([-1, 3, -1, 9]))
+    captured.backend.init_forward_metadata_in_graph(captured.batch)
+    assert captured.plan.new_slots.tolist() == [-1, 3, -1, 9]

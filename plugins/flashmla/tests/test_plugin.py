@@ -73,32 +73,32 @@ def test_it_serves(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "reasons"),
     [
-        ({"device": "cpu", "sm": None}, [("device", "cpu", ["cuda"], "--device")]),
+        ({"device": "cpu", "sm": None}, [("device", "cpu", ["cuda"], "device")]),
         ({"sm": 80}, [("sm", 80, "SM 90", None)]),
         ({"sm": 100}, [("sm", 100, "SM 90", None)]),
         (
             {"model": read(DEEPSEEK_V3, kv_lora_rank=256)},
-            [("mla_dims", [256, 64], [[512, 64]], "--decode-attention-backend")],
+            [("mla_dims", [256, 64], [[512, 64]], "decode_attention_backend")],
         ),
         (
             {"dtype": FP32, "kv_dtype": FP32},
             [
-                ("dtype", "float32", ["bfloat16", "float16"], "--dtype"),
-                ("kv_dtype", "float32", ["bfloat16", "float16"], "--kv-dtype"),
+                ("dtype", "float32", ["bfloat16", "float16"], "dtype"),
+                ("kv_dtype", "float32", ["bfloat16", "float16"], "kv_dtype"),
             ],
         ),
-        ({"kv_dtype": FP8}, [("kv_dtype", "float8_e4m3fn", ["bfloat16", "float16"], "--kv-dtype")]),
-        ({"kv_dtype": FP16}, [("kv_dtype", "float16", ["bfloat16"], "--kv-dtype")]),
-        ({"page_size": 32}, [("page_size", 32, [64], "--page-size")]),
-        ({"page_size": 96}, [("page_size", 96, [64], "--page-size")]),
+        ({"kv_dtype": FP8}, [("kv_dtype", "float8_e4m3fn", ["bfloat16", "float16"], "kv_dtype")]),
+        ({"kv_dtype": FP16}, [("kv_dtype", "float16", ["bfloat16"], "kv_dtype")]),
+        ({"page_size": 32}, [("page_size", 32, [64], "page_size")]),
+        ({"page_size": 96}, [("page_size", 96, [64], "page_size")]),
         (
             {"model": read(DEEPSEEK_V3, num_attention_heads=256, num_key_value_heads=256)},
-            [("heads", 256, 128, "--tensor-parallel")],
+            [("heads", 256, 128, "tensor_parallel")],
         ),
-        ({"speculative_tokens": 9}, [("speculation", 9, 8, "--speculative-tokens")]),
+        ({"speculative_tokens": 9}, [("speculation", 9, 8, "speculative_tokens")]),
         (
             {"cuda_graph": GraphLevel.ALWAYS},
-            [("cuda_graph", "ALWAYS", ["NEVER", "DECODE", "UNIFORM"], "--cuda-graph")],
+            [("cuda_graph", "ALWAYS", ["NEVER", "DECODE", "UNIFORM"], "cuda_graph")],
         ),
     ],
     ids=[
@@ -116,12 +116,12 @@ def test_it_serves(changes: dict[str, Any]) -> None:
         "graphs-of-prefill",
     ],
 )
-def test_it_refuses_with_value_and_what_is_allowed_and_the_option(
+def test_it_refuses_with_value_and_what_is_allowed_and_the_setting(
     changes: dict[str, Any], reasons: list[tuple[str, object, object, str]]
 ) -> None:
     """D3: every reason, and no other."""
     found = refusals(**changes)
-    assert [(reason.code, reason.value, reason.allowed, reason.option) for reason in found] == reasons
+    assert [(reason.code, reason.value, reason.allowed, reason.setting) for reason in found] == reasons
     json.dumps([reason.as_json() for reason in found])
 
 
@@ -135,7 +135,7 @@ def test_a_type_that_it_lacks_is_one_reason() -> None:
 def test_other_roles_are_other_backends(role: Role) -> None:
     """D3"""
     (reason,) = refusals(role)
-    assert (reason.code, reason.allowed, reason.option) == ("role", ["decode"], f"--{role}-attention-backend")
+    assert (reason.code, reason.allowed, reason.setting) == ("role", ["decode"], f"{role}_attention_backend")
 
 
 def test_layers_of_different_heads_are_refused_with_how_many() -> None:
@@ -155,7 +155,7 @@ def test_a_library_that_is_not_installed_is_a_refusal_with_what_to_install(insta
     (installed / "sgl_flash_mla-1.0.0.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: other\n")
     if any(reason.code == "requirement" for reason in refusals()):
         (reason,) = refusals()
-        assert reason.option == "pip install 'sgl-flash-mla<2,>=1.0'"
+        assert reason.advice == "pip install 'sgl-flash-mla<2,>=1.0'"
     else:
         pytest.skip("sgl-flash-mla is installed here for real")
 

@@ -7,7 +7,7 @@ took part in; a batch may also hold padded requests, all of whose rows are NaN.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -29,9 +29,9 @@ from attnplug import (
     Role,
 )
 from attnplug.host import KVPools, Limits, WorkspaceOwner, torch_dtype
-from attnplug_hybrid_linear.torch_backend import TorchLinearBackend
 from linear_float64 import Array, relative_error
 from linear_inputs import random_inputs, tokens_of
+from support.batches import capabilities, geometry, padded, with_plan
 
 PADDED = -1
 """In place of a request's number: a padded request."""
@@ -69,11 +69,12 @@ class LinearScene:
         self,
         requests: int = 4,
         *,
+        name: str,
+        build: Callable[[BackendContext], Any],
         device: str = "cpu",
         dtype: DType = DType.FLOAT32,
         decay: float = 1.0,
         seed: int = 0,
-        build: Callable[[BackendContext], Any] = TorchLinearBackend,
     ) -> None:
         self.device, self.dtype, self.decay = torch.device(device), torch_dtype(dtype), decay
         self.random = torch.Generator().manual_seed(seed)
@@ -102,9 +103,11 @@ class LinearScene:
                 dtype=self.dtype,
                 kv_dtype=dtype,
                 page_size=16,
-                limits=Limits(16, 4096, 4096),
+                limits=Limits(16, 4096, 4096, lanes=2),
                 pools=KVPools(linear=self.pool),
                 workspace=WorkspaceOwner(),
+                declared=capabilities(name),
+                options=None,
             )
         )
 
@@ -122,22 +125,31 @@ class LinearScene:
     # ---- a step ----
 
     def batch(
-        self, mode: ForwardMode, members: Sequence[int], new: Sequence[int], *, padding: int = 0, mirror: bool = True
+        self,
+        mode: ForwardMode,
+        members: Sequence[int],
+        new: Sequence[int],
+        *,
+        padding: int = 0,
+        exact: bool = True,
+        lane: int = 0,
+        captured: bool = False,
     ) -> ForwardBatch:
-        """``padding`` rows lie behind those of the requests; ``mirror`` says whether lengths are on the CPU too."""
+        """``padding`` rows come after those of the requests. Without ``exact`` the host has bounds of lengths only."""
         slots = [PADDED if member == PADDED else self.slots[member] for member in members]
-        lens = torch.tensor(new, dtype=torch.int32)
-        decode = mode is ForwardMode.DECODE
-        return ForwardBatch(
-            forward_mode=mode,
-            input_ids=torch.zeros(sum(new) + padding, dtype=torch.int64, device=self.device),
-            page_table=torch.zeros(len(new), 64, dtype=torch.int32, device=self.device),
-            seq_lens=lens.to(self.device),
-            seq_lens_cpu=lens if mirror else None,
-            extend_seq_lens=None if decode else lens.to(self.device),
-            extend_seq_lens_cpu=lens if mirror and not decode else None,
+        table = torch.zeros(len(new), 256, dtype=torch.int32)
+        made = geometry(
+            mode,
+            table,
+            new,
+            new,
+            16,
+            exact=exact and not captured,
+            device=self.device,
             state_slots=torch.tensor(slots, dtype=torch.int64, device=self.device),
+            lane=lane,
         )
+        return padded(ForwardBatch(replace(made, captured=captured)), padding)
 
     def step(self, mode: ForwardMode, members: Sequence[int], new: Sequence[int], **batch: object) -> Step:
         """A batch with inputs for every layer; planned, not run."""
@@ -158,11 +170,11 @@ class LinearScene:
                 x = self._normal(rows, dims.conv_channels)
                 x[padded.to(self.device)] = torch.nan
                 made.conv_rows[layer.layer_id] = x
-        made.batch.plan = self.backend.init_forward_metadata(made.batch)
+        with_plan(made.batch, self.backend.init_forward_metadata(made.batch))
         return made
 
-    def forward(self, step: Step) -> None:
-        for layer in LAYERS:
+    def forward(self, step: Step, layers: Sequence[LayerSpec] = LAYERS) -> None:
+        for layer in layers:
             if layer.layer_id in step.conv_rows:
                 weight, bias = self.weights[layer.layer_id]
                 x = step.conv_rows[layer.layer_id]
@@ -184,12 +196,12 @@ class LinearScene:
         return [slice(start, stop) for start, stop in pairwise(accumulate(step.new, initial=0))]
 
     def check(self, step: Step, tolerance: float, accepted: Sequence[int] | None = None) -> None:
-        """The outputs are right; from here on the states should be behind the ``accepted`` rows, or all of them."""
+        """The outputs are right; from here on the states should be after the ``accepted`` rows, or all of them."""
         self.check_outputs(step, tolerance)
         self.accept(step, step.new if accepted is None else accepted)
 
     def check_outputs(self, step: Step, tolerance: float) -> None:
-        """What float64 says, and zero for padded requests and behind the last one."""
+        """What float64 says, and zero for padded requests and after the last one."""
         for results, run in ((step.out, self._recurrence), (step.conv_out, self._convolution)):
             for layer_id, out in results.items():
                 assert out.dtype is self.dtype

@@ -58,6 +58,7 @@ class ReferenceChunks:
 class Setting:
     """A backend on a device, and how near it comes to float64."""
 
+    name: str
     build: Callable[[BackendContext], Any]
     device: str
     dtype: DType = DType.FLOAT32
@@ -65,22 +66,23 @@ class Setting:
     state_tolerance: float = 1e-5
 
     def scene(self, requests: int = 4, **given: Any) -> LinearScene:
-        return LinearScene(requests, **{"device": self.device, "dtype": self.dtype, "build": self.build} | given)
+        own = {"name": self.name, "build": self.build, "device": self.device, "dtype": self.dtype}
+        return LinearScene(requests, **own | given)
 
 
 def _interpreted(context: BackendContext) -> FlaLinearBackend:
     return FlaLinearBackend(context, ReferenceChunks())
 
 
-TORCH = Setting(TorchLinearBackend, "cpu")
-INTERPRETED = Setting(_interpreted, "cpu")
+TORCH = Setting("torch", TorchLinearBackend, "cpu")
+INTERPRETED = Setting("fla", _interpreted, "cpu")
 _CUDA = DEVICES[1].marks
 SETTINGS = [
     pytest.param(TORCH, id="torch-cpu"),
-    pytest.param(Setting(TorchLinearBackend, "cuda"), id="torch-cuda", marks=_CUDA),
+    pytest.param(Setting("torch", TorchLinearBackend, "cuda"), id="torch-cuda", marks=_CUDA),
     pytest.param(INTERPRETED, id="fla-planning-cpu"),
     # Inside a chunk the library multiplies in bfloat16, so states differ as well: on an H200 by up to 1.3e-2.
-    pytest.param(Setting(FlaLinearBackend, "cuda", DType.BFLOAT16, 2e-2, 2e-2), id="fla-cuda", marks=_CUDA),
+    pytest.param(Setting("fla", FlaLinearBackend, "cuda", DType.BFLOAT16, 2e-2, 2e-2), id="fla-cuda", marks=_CUDA),
 ]
 ON_A_GPU = [setting for setting in SETTINGS if setting.id and setting.id.endswith("cuda")]
 """For tests of what is waited for: on a CPU there is nobody to wait for."""

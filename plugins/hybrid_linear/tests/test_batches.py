@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 
 from attnplug import DType, ForwardMode, PlanError, PoolError
 from attnplug.host import KVPools, backend_problems
-from attnplug_hybrid_linear.fla_backend import FEW_TOKENS, FlaLinearBackend
+from attnplug_hybrid_linear.fla_backend import FEW_TOKENS
 from linear_scene import LAYERS, PADDED, LinearScene, same_bits, same_values
 from linear_settings import INTERPRETED, ON_A_GPU, SETTINGS, TORCH, Setting
+from support.batches import with_plan
 from support.devices import nothing_waits
 
 DECODE, EXTEND, MIXED = ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.MIXED
@@ -56,7 +57,7 @@ class TestBatches:
                 assert torch.equal(old[scene.slots[request]], new[scene.slots[request]])
 
     @pytest.mark.parametrize(("mode", "new"), [(DECODE, [1, 1]), (EXTEND, [3, 20]), (MIXED, [1, 9])])
-    def test_rows_behind_the_plan_are_zero_and_change_nothing(self, mode, new, setting) -> None:
+    def test_rows_past_the_plan_are_zero_and_change_nothing(self, mode, new, setting) -> None:
         """B5"""
         check(setting, setting.scene(3), mode, [2, 0], new, padding=5)
 
@@ -87,8 +88,8 @@ class TestBatches:
         before = scene.bits()
         check(setting, scene, ForwardMode.IDLE, [], [], padding=3)
         step = scene.step(ForwardMode.IDLE, [], [])
-        step.batch.state_slots = None
-        step.batch.plan = scene.backend.init_forward_metadata(step.batch)
+        step.batch.geometry = replace(step.batch.geometry, state_slots=None)
+        with_plan(step.batch, scene.backend.init_forward_metadata(step.batch))
         scene.forward(step)
         scene.backend.commit_states(step.batch, torch.zeros(0, dtype=torch.int64, device=setting.device))
         assert same_bits(before, scene.bits())
@@ -107,8 +108,20 @@ class TestBatches:
         scene.check(step, setting.tolerance)
         scene.check_states(setting.state_tolerance)
 
-    def test_lengths_on_the_device_alone(self, setting) -> None:
-        check(setting, setting.scene(4), EXTEND, [3, 0, 1], [2, 40, 12], mirror=False)
+    @pytest.mark.parametrize(
+        ("mode", "new"), [(DECODE, 1), (ForwardMode.TARGET_VERIFY, 4), (EXTEND, 20)], ids=lambda value: str(value)
+    )
+    def test_batches_of_equal_lengths_need_no_exact_ones_on_the_host(self, mode, new, setting) -> None:
+        scene = setting.scene(4)
+        step = scene.run(mode, [3, PADDED, 1], [new] * 3, exact=False, padding=2)
+        if mode is ForwardMode.TARGET_VERIFY:
+            scene.backend.commit_states(step.batch, torch.full((3,), new, device=setting.device))
+        scene.check(step, setting.tolerance)
+        scene.check_states(setting.state_tolerance)
+
+    def test_other_batches_need_exact_lengths_on_the_host(self, setting) -> None:
+        with pytest.raises(PlanError, match="the backend needs exact ones"):
+            setting.scene(4).step(EXTEND, [3, 0, 1], [2, 40, 12], exact=False)
 
     @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
     def test_short_types(self, dtype, setting) -> None:
@@ -133,13 +146,13 @@ def _wider(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(("mode", "new"), [(DECODE, [1, 1, 1, 1]), (MIXED, [1, 16, 5, 12]), (MIXED, [1, 40, 5, 12])])
 def test_planning_and_running_wait_for_nothing(mode, new, setting) -> None:
     """Lengths on the CPU: nothing is copied from the device."""
-    if setting.build is FlaLinearBackend and max(new) > FEW_TOKENS:
+    if setting.name == "fla" and max(new) > FEW_TOKENS:
         pytest.skip("the library sends the chunks of its kernels to the device, and waits, once a batch")
     scene = setting.scene(4)
     check(setting, scene, mode, [3, 0, PADDED, 1], new)  # compiles, where there is something to compile
     step = scene.step(mode, [3, 0, PADDED, 1], new)
     with nothing_waits(setting.device):
-        step.batch.plan = scene.backend.init_forward_metadata(step.batch)
+        with_plan(step.batch, scene.backend.init_forward_metadata(step.batch))
         scene.forward(step)
     scene.check(step, setting.tolerance)
 
@@ -176,25 +189,13 @@ def _run_steps(steps, seed: int, setting: Setting) -> None:
     scene.check_states(setting.state_tolerance)
 
 
-@in_every_setting
-def test_two_batches_between_each_other(setting) -> None:
-    """B5: what a backend knows of a batch is in its plan."""
-    scene = setting.scene(4)
-    first, second = scene.step(EXTEND, [0, 2], [9, 3]), scene.step(DECODE, [1, 3], [1, 1])
-    scene.forward(second)
-    scene.forward(first)
-    scene.check(first, setting.tolerance)
-    scene.check(second, setting.tolerance)
-    scene.check_states(setting.state_tolerance)
-
-
 @pytest.mark.parametrize("setting", [TORCH, INTERPRETED], ids=["torch", "fla"])
 class TestRefusals:
     def test_a_plan_of_somebody_else_is_refused(self, setting) -> None:
         """B5"""
         scene, other = setting.scene(2), setting.scene(2)
         step = scene.step(DECODE, [0], [1])
-        step.batch.plan = other.backend.init_forward_metadata(step.batch)
+        with_plan(step.batch, other.backend.init_forward_metadata(step.batch))
         with pytest.raises(PlanError, match="another instance"):
             scene.forward(step)
 
@@ -210,7 +211,7 @@ class TestRefusals:
         scene = setting.scene(2)
         batch = scene.batch(EXTEND, [0, 1], [3, 4])
         for slots, given_ in ((None, "none"), (torch.zeros(3, dtype=torch.int64), r"shape \(3,\)")):
-            batch.state_slots = slots
+            batch.geometry = replace(batch.geometry, state_slots=slots)
             with pytest.raises(PlanError, match=rf"slot for each of the batch's 2 requests.*{given_}"):
                 scene.backend.init_forward_metadata(batch)
 

@@ -10,6 +10,7 @@ import torch
 from attnplug import ForwardMode, LinearInputs, PlanError
 from linear_scene import PADDED, LinearScene, Step, same_bits
 from linear_settings import SETTINGS
+from support.batches import with_plan
 
 DECODE, VERIFY = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
 in_every_graph_setting = pytest.mark.parametrize(
@@ -20,11 +21,13 @@ in_every_graph_setting = pytest.mark.parametrize(
 class Capture:
     """A captured batch of fixed memory. Nobody is in it until something is replayed: all its requests are padded."""
 
-    def __init__(self, scene: LinearScene, mode: ForwardMode, requests: int, per_request: int) -> None:
-        self.scene, backend = scene, scene.backend
-        self.step = scene.step(mode, [PADDED] * requests, [per_request] * requests)
-        batch = self.step.batch
-        self.plan = batch.plan = backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    def __init__(
+        self, scene: LinearScene, mode: ForwardMode, requests: int, per_request: int, *, lane: int = 0
+    ) -> None:
+        self.scene = scene
+        self.step = scene.step(mode, [PADDED] * requests, [per_request] * requests, lane=lane, captured=True)
+        self.plan = scene.backend.init_forward_metadata_out_graph(self.step.batch, in_capture=True)
+        with_plan(self.step.batch, self.plan)
         self.graph = None
         self.run()
         if scene.device.type == "cuda":
@@ -39,15 +42,23 @@ class Capture:
 
     def replay(self, members: list[int]) -> Step:
         """A step of these requests through the captured memory."""
-        own, scene = self.step, self.scene
-        step = scene.step(own.batch.forward_mode, members, own.new)
-        own.batch.state_slots.copy_(step.batch.state_slots)
+        return self.launch(self.load(members))
+
+    def load(self, members: list[int]) -> Step:
+        """Plan a step of these requests, and copy it to the captured memory."""
+        own = self.step
+        step = self.scene.step(own.batch.forward_mode, members, own.new)
+        own.batch.geometry.state_slots.copy_(step.batch.geometry.state_slots)
         for layer_id, inputs in step.inputs.items():
             for target, source in zip(_tensors(own.inputs[layer_id]), _tensors(inputs), strict=True):
                 target.copy_(source)
         for layer_id, x in step.conv_rows.items():
             own.conv_rows[layer_id].copy_(x)
-        assert scene.backend.init_forward_metadata_out_graph(own.batch) is self.plan
+        assert self.scene.backend.init_forward_metadata_out_graph(own.batch) is self.plan
+        return step
+
+    def launch(self, step: Step) -> Step:
+        own = self.step
         if self.graph is None:
             self.run()
         else:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
-from attnplug import AttentionBackend, BackendContext, ExtendPath
-from attnplug.host import ExtendPolicy, HybridLinearBackend, MLAAttention
+import pytest
+import torch
+
+from attnplug import AttentionBackend, BackendContext, ExtendPath, ForwardBatch
+from attnplug.host import ExtendPolicy, HybridLinearBackend, KVPools, ModelAttention
+from support.batches import geometry
 from support.mla_plugins import PLUGINS, joined, serving_mla
 from support.mla_scene import MLACase, MLAScene
 
@@ -26,16 +30,18 @@ def test_planning_8218_rows_after_a_prefix_of_800(name):
         return backends[0]
 
     scene = MLAScene(case, "cpu", build)
-    mla = MLAAttention(backends[0], scene.pool, ExtendPolicy(forced=ExtendPath.CHUNKED, chunk_capacity=512))
-    earlier = scene.batch()
-    earlier.seq_lens_cpu = earlier.extend_seq_lens_cpu = earlier.seq_lens_cpu * 0 + 800
-    mla.prepare(earlier)
+    policy = ExtendPolicy(forced=ExtendPath.CHUNKED, chunk_capacity=512)
+    attention = ModelAttention(backends[0], KVPools(mla=scene.pool), policy)
+    earlier = ForwardBatch(geometry(case.mode, scene.page_table, [800], [800], case.page_size))
     batch = scene.batch()
-    mla.prepare(batch)
-    first = batch.mla_plan.calls[0]
-    assert first.query_indptr[-1] == 8218
+    for each in (earlier, batch):
+        each.geometry = replace(each.geometry, state_slots=torch.tensor([1]))
+        attention.plan(each)
+    first = batch.geometry.calls[0]
+    assert first.query_lens == (8218,) and batch.plan.extend.query_rows == 8218
+    chunks = batch.plan.chunks
     if name == "flashinfer_mla":
-        assert batch.chunk_plan.query_rows == 8218
-        assert batch.chunk_plan.metadata[0].lease.kernel.call is first
+        assert chunks.query_rows == 8218
+        assert chunks.metadata[0].lease.kernel.call is first
     else:
-        assert batch.chunk_plan is None  # no hook, or nothing that a hook has to plan
+        assert chunks is None  # no hook, or nothing that a hook has to plan

@@ -21,9 +21,11 @@ from attnplug_trtllm_mla.kernels import to_float8
 from blackwell_device import PROCESSORS, pretend
 from generation_checks import FP8, check_absorbed, check_decode, check_verify, lengths, scene
 from reference_kernels import attend
+from support.batches import declaring
 from support.configs import DEEPSEEK_V3, read
 from support.devices import DEVICES
 from support.mla_capture import MLACapture
+from support.mla_lanes import check_lanes
 from support.mla_scene import MLACase, MLAModel, MLAScene, relative_error
 from tokenspeed_reference import NEWEST, OLDEST, ReferenceTokenSpeed, build_on, reference_tokenspeed
 
@@ -74,7 +76,7 @@ class TestResults:
         )
         call = RaggedCall.of(0, [3, 6], [20, 30], causal=causal, device=stage.device)
         lse = torch.full((9, 4), math.nan, device=stage.device)
-        out = stage.backend.forward_ragged(q, k, v, stage.layer, stage.batch(), call, lse)
+        out = stage.backend.forward_ragged(q, k, v, stage.layer, call, lse=lse)
         wanted, sums = torch.zeros(9, 4, 128).double(), torch.zeros(9, 4).double()
         for rows, keys in ((slice(0, 3), slice(0, 20)), (slice(3, 9), slice(20, 50))):
             parts = (t.cpu() for t in (q[rows], k[keys], v[keys]))
@@ -94,6 +96,12 @@ class TestResults:
             assert relative_error(out[: len(wanted)], wanted) <= 5e-3
             assert (out[len(wanted) :] == 0).all()
 
+    @on_every_device
+    def test_two_lanes_run_at_the_same_time(self, device):
+        """B5, A2: by scratch memory of their own."""
+        case = MLACase(((300, 1), (5, 1), (64, 1), (127, 1)), ForwardMode.DECODE, kv_dtype=FP8)
+        check_lanes(case, device, build_on(device), 5e-2)  # queries are rounded to fp8
+
     @pytest.mark.parametrize("version", [OLDEST, NEWEST])
     def test_the_ends_of_the_claimed_range_take_the_same_calls(self, version):
         tokenspeed = ReferenceTokenSpeed(version)
@@ -111,7 +119,7 @@ class TestBuilding:
         tokenspeed = ReferenceTokenSpeed()
         monkeypatch.setattr(build, "load_library", lambda: tokenspeed.library)
         case = MLACase(((20, 1),), ForwardMode.DECODE, heads=128, kv_dtype=FP8)
-        stage = MLAScene(case, "cpu", build.tokenspeed_mla)
+        stage = MLAScene(case, "cpu", lambda context: build.tokenspeed_mla(declaring(context, "tokenspeed_mla")))
         uses = {use.kind: use for use in stage.workspace.report()}
         assert set(uses) == {"scratch", "cute-dsl-scratch"}
         assert uses["scratch"].owners == {"under_test/flashinfer_mla": 128 << 20}
@@ -152,7 +160,7 @@ class TestWhatItSays:
         """A5"""
         reasons = SPEC.refusals(replace(ON_A_B200, kv_dtype=DType.BFLOAT16), Role.DECODE)
         (reason,) = (r for r in reasons if r.code == "kv_dtype")
-        assert (reason.value, reason.allowed, reason.option) == ("bfloat16", ["float8_e4m3fn"], "--kv-dtype")
+        assert (reason.value, reason.allowed, reason.setting) == ("bfloat16", ["float8_e4m3fn"], "kv_dtype")
 
     def test_on_an_h200_it_says_which_gpus_it_needs(self):
         """D3"""

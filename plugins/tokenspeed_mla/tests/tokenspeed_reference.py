@@ -14,6 +14,7 @@ from attnplug_tokenspeed_mla.kernels import Library
 from attnplug_tokenspeed_mla.plugin import attnplug_backends
 from attnplug_trtllm_mla.backend import TRTLLMMLABackend
 from generation_checks import Build, skip_unless_served
+from support.batches import declaring
 from support.signatures import read_signature, unpacked
 from trtllm_reference import (
     check_cute_dsl_scratch,
@@ -96,4 +97,8 @@ def reference_tokenspeed(context: BackendContext, tokenspeed: ReferenceTokenSpee
 
 def build_on(device: str) -> Build:
     skip_unless_served(attnplug_backends()[0], device)
-    return reference_tokenspeed if device == "cpu" else tokenspeed_mla
+    return (
+        reference_tokenspeed
+        if device == "cpu"
+        else lambda context: tokenspeed_mla(declaring(context, "tokenspeed_mla"))
+    )

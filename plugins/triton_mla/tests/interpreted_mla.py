@@ -11,6 +11,7 @@ import torch
 
 from attnplug import AttentionBackend, BackendContext, DType, MLADims
 from attnplug_triton_mla.configurations import Configuration
+from support.batches import declaring
 from support.mla_scene import DEEPSEEK, LAYER, MLACase, MLAScene, relative_error
 
 Choose = Callable[..., Configuration]
@@ -35,6 +36,7 @@ def build(context: BackendContext, choose: Choose | None = None) -> AttentionBac
         os.environ["TRITON_INTERPRET"] = "1"  # for whoever is not under this folder's conftest
     from attnplug_triton_mla.backend import TritonMLABackend
 
+    context = declaring(context, "triton_mla")
     if on_cpu:
         return TritonMLABackend(context, choose=choose or small, multiprocessors=MULTIPROCESSORS)
     return TritonMLABackend(context) if choose is None else TritonMLABackend(context, choose=choose)

@@ -13,6 +13,7 @@ from attnplug_triton_mla.configurations import ENTRIES, Configuration
 from attnplug_triton_mla.options import TritonMLAOptions
 from attnplug_triton_mla.scratch import COUNTERS
 from interpreted_mla import MULTIPROCESSORS, check, scene, small
+from support.batches import with_plan
 from support.devices import DEVICES
 from support.mla_scene import LAYER, MLACase, MLAScene, relative_error
 
@@ -25,7 +26,7 @@ modes = pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (VERIFY, 3), (EXT
 
 
 def lengths(count: int, longest: int, new: int, seed: int) -> tuple[tuple[int, int], ...]:
-    """Prefixes of every kind (none, one row, whole pages, long ones) with new tokens behind them."""
+    """Prefixes of every kind (none, one row, whole pages, long ones) with new tokens after them."""
     chance = random.Random(seed)
     prefixes = [chance.choice([0, 1, 63, 64, 65, chance.randint(2, longest)]) for _ in range(count)]
     return tuple((prefix, new) for prefix in prefixes)
@@ -82,7 +83,7 @@ class TestBatches:
 
     @on_every_device
     @modes
-    def test_padding_behind_the_planned_rows(self, mode, new, device):
+    def test_padding_after_the_planned_rows(self, mode, new, device):
         """B5: its output is zero and nothing is written; q and k hold NaN there."""
         check(MLACase(((70, new), (3, new)), mode, heads=4, padding=5), device)
 
@@ -123,17 +124,43 @@ class TestBatches:
     @on_every_device
     @modes
     def test_batches_without_lengths_on_the_host(self, mode, new, device):
-        """Rows that belong to no request come out as padding, found on the device."""
-        check(MLACase(((70, new), (3, new)), mode, heads=4, padding=2, cpu_lengths=False), device)
+        check(MLACase(((70, new), (3, new)), mode, heads=4, padding=2, exact_lengths=False), device)
+
+    @on_every_device
+    @pytest.mark.parametrize("mode", [EXTEND, VERIFY])
+    def test_an_upper_bound_of_the_rows(self, mode, device):
+        """Planned rows that belong to no request come out as padding, found on the device."""
+        stage = scene(MLACase(((70, 5), (3, 2)), mode, heads=4, padding=2, exact_lengths=False), device)
+        batch = stage.batch()
+        batch.geometry = replace(batch.geometry, rows=9)
+        out, lse = stage.absorbed(batch)
+        wanted, wanted_lse = stage.wanted_absorbed()
+        assert batch.plan.attention.query_rows == 9 and (out[7:] == 0).all() and (lse[7:] == float("-inf")).all()
+        assert relative_error(out[:7], wanted) <= 5e-3 and relative_error(lse[:7], wanted_lse) <= 5e-3
+        assert int((~stage.pool.rows(LAYER).float().isnan()).any(-1).sum()) == sum(stage.totals)
+
+    @on_every_device
+    @pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (EXTEND, 4)])
+    def test_memory_of_the_host_for_the_result(self, mode, new, device):
+        """What kernels can write to is written; else the result is copied there."""
+        stage = scene(MLACase(((70, new), (3, new)), mode, heads=4), device)
+        wanted, q, k = stage.wanted_absorbed()[0], stage.q, stage.new_rows().unsqueeze(1)
+        plain = q.new_empty(wanted.shape)
+        for memory in (plain, plain.transpose(0, 1).contiguous().transpose(0, 1)):
+            batch = with_plan(stage.batch(), stage.backend.init_forward_metadata(stage.batch()))
+            forward = stage.backend.forward_decode if mode is DECODE else stage.backend.forward_extend
+            assert forward(q, k, None, stage.layer, batch, extras=ForwardExtras(out=memory)) is memory
+            assert relative_error(memory, wanted) <= 5e-3
 
     @on_every_device
     def test_a_page_table_by_its_strides(self, device):
         """It is read where it lies, a part of a larger one as well."""
         stage = scene(MLACase(((130, 1), (64, 1), (1, 1)), DECODE, heads=4), device)
         batch = stage.batch()
-        wide = torch.full((8, 3 * len(batch.page_table)), 1 << 30, dtype=torch.int32, device=device)
-        view = wide.T[::3, : batch.page_table.shape[1]]
-        batch.page_table = view.copy_(batch.page_table)
+        table = batch.geometry.page_table
+        wide = torch.full((8, 3 * len(table)), 1 << 30, dtype=torch.int32, device=device)
+        view = wide.T[::3, : table.shape[1]].copy_(table)
+        batch.geometry = replace(batch.geometry, page_table=view)
         assert relative_error(stage.absorbed(batch)[0], stage.wanted_absorbed()[0]) <= 5e-3
 
 
@@ -166,7 +193,7 @@ class TestConfigurations:
     @on_every_device
     @pytest.mark.parametrize(("mode", "new", "merge"), [(DECODE, 1, "kernel"), (VERIFY, 3, "last")])
     def test_tiles_with_a_lead(self, mode, new, merge, device):
-        """Long and short requests: every tile's parts lie behind its lead, for whoever merges them too."""
+        """Long and short requests: every tile's parts lie after its lead, for whoever merges them too."""
         cut = Configuration(16, 16, 4, 2, programs=4, start_steps=5, merge=merge, merge_columns=512)
         given = ((3, new), (400, new), (0, new), (150, new))
         stage = check(MLACase(given, mode, heads=8), device, lambda *_, **__: cut)
@@ -211,7 +238,7 @@ class TestConfigurations:
         case, cut = MLACase(((9, 1), (3, 1)), DECODE, heads=4), Configuration(tile, 64, 8, 2, kernel)
         stage = scene(case, "cpu", lambda *_, **__: cut)
         batch, rows = stage.batch(), torch.zeros(2, 1, 48)
-        batch.plan = stage.backend.init_forward_metadata(batch)
+        with_plan(batch, stage.backend.init_forward_metadata(batch))
         memory, multiple = torch.randn(2 * 4 * 49 + 1), 1 if kernel == "triton" else 16
         plain, by_column = torch.randn(2, 4, 48), torch.randn(48, 2, 4).permute(1, 2, 0)
         odd_strides, odd_address = memory[:-1].view(2, 4, 49)[..., :48], memory[1 : 1 + plain.numel()].view(2, 4, 48)
@@ -258,7 +285,7 @@ class TestConfigurations:
             late.fill_(float("nan"))
             memory.copy_(before)
             stage.workspace.request("test", stage.device, SCRATCH, 1).buffer.fill_(255)
-            batch.plan = stage.backend.init_forward_metadata(batch)
+            with_plan(batch, stage.backend.init_forward_metadata(batch))
             torch.cuda.synchronize()
             fill_late(late, given, milliseconds=20)
             out = stage.backend.forward_decode(late_q, late_k, None, stage.layer, batch, extras=ForwardExtras(lse=lse))
@@ -295,6 +322,8 @@ class TestBits:
     def test_batch_invariance(self, mode, new, merge, device):
         """A request's bits are the same alone, among others, and wherever it stands."""
         mine, others = (70 if device == "cpu" else 9000, new), ((40, new), (0, new), (90, new))
+        if mode is EXTEND:
+            others = ((40, 2), (0, 7), (90, 1))
         cut = replace(small(16, 4, 64), merge=merge, least_steps=2)
         alone, rows = self.bits(mode, (mine,), 0, cut, device)
         for position in (0, 3):

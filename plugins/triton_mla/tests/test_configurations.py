@@ -96,6 +96,8 @@ def test_kernels_in_gluon_are_for_sm_90_and_16_bits(kernel, rows, tile, instead)
         assert (found.kernel, found.tile) == ((kernel, tile) if sm == 90 else ("triton", instead))
     crowded = fitting(entry, Room(90, 120 * KIB, 2 * WIDTH, 2 * WIDTH))
     assert (crowded.kernel, crowded.tile) == ("triton", instead), "they know one shape, which is not cut down"
+    odd = fitting(entry, Room(90, 1 << 20, 2 * WIDTH, 2 * WIDTH, copied=False))
+    assert (odd.kernel, odd.tile) == ("triton", instead), "they copy rows by 16 bytes"
 
 
 def test_it_compiles_for_gpus_and_fits_them() -> None:

@@ -7,12 +7,15 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnplug import BackendError, DType, ForwardBatch, ForwardExtras, ForwardMode, PlanError
+from attnplug import DType, ForwardBatch, ForwardExtras, ForwardMode, Geometry
+from attnplug.host import plan_forward
 from attnplug_triton_mla.configurations import Configuration
 from attnplug_triton_mla.options import TritonMLAOptions
 from interpreted_mla import build, on, scene
+from support.batches import with_plan
 from support.devices import DEVICES, nothing_waits
 from support.mla_capture import MLACapture, check_replays, replay_scenes
+from support.mla_lanes import check_lanes, two_lanes
 from support.mla_scene import LAYER, NAN, MLACase, MLAScene, relative_error
 
 DECODE, VERIFY, DRAFT_EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND
@@ -86,7 +89,6 @@ def test_replay_planning_waits_for_nothing_and_launches_nothing(device):
     captured = MLACapture(stage, requests=4, per_request=1)
     captured.capture()
     captured.replay(others[0])
-    captured.batch.seq_lens_cpu = None
     numbers = captured.plan.metadata.schedule.numbers.fill_(-7)
     with nothing_waits(device):
         assert captured.backend.init_forward_metadata_out_graph(captured.batch) is captured.plan
@@ -95,7 +97,7 @@ def test_replay_planning_waits_for_nothing_and_launches_nothing(device):
 
 @on_a_gpu
 def test_replays_that_overtake_the_device_do_not_overwrite_each_other(device):
-    """Queued one behind the other, each with lengths of its own, while the device is busy."""
+    """Queued one after the other, each with lengths of its own, while the device is busy."""
     stage, others = scenes(DECODE, 1, device, heads=16)
     captured = MLACapture(stage, requests=4, per_request=1)
     captured.capture()
@@ -119,18 +121,24 @@ class CapturedExtend:
         self.q = torch.zeros(rows, *stage.q.shape[1:], dtype=stage.dtype, device=device)
         self.k = torch.zeros(rows, 1, stage.case.dims.row_dim, dtype=stage.dtype, device=device)
         self.lse = torch.zeros(rows, stage.case.heads, device=device)
-        zeros = torch.zeros(requests, dtype=torch.int32, device=device)
-        self.batch = ForwardBatch(
-            forward_mode=mode,
-            input_ids=torch.zeros(rows, dtype=torch.int64, device=device),
-            page_table=torch.full((requests, 40), 1 << 30, dtype=torch.int32, device=device),
-            seq_lens=zeros,
-            extend_seq_lens=zeros.clone(),
+        zeros, pages, page_size = torch.zeros(requests, dtype=torch.int32, device=device), 40, stage.case.page_size
+        table = torch.full((requests, pages), 1 << 30, dtype=torch.int32, device=device)
+        self.geometry = Geometry(
+            mode,
+            table,
+            zeros,
+            page_size,
+            rows=rows,
+            max_seq_len=pages * page_size,
+            max_new=rows,
+            new_lens=zeros.clone(),
             captured=True,
         )
+        self.batch = ForwardBatch(self.geometry)
         self.graph: torch.cuda.CUDAGraph | None = None
         stage.backend.init_cuda_graph_state(requests, rows)
-        self.batch.plan = stage.backend.init_forward_metadata_out_graph(self.batch, in_capture=True)
+        self.plan = stage.backend.init_forward_metadata_out_graph(self.batch, in_capture=True)
+        with_plan(self.batch, self.plan)
         self.run()
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -144,20 +152,20 @@ class CapturedExtend:
         self.out = backend.forward_extend(self.q, self.k, None, self.stage.layer, self.batch, extras=extras)
 
     def replay(self, other: MLAScene) -> tuple[torch.Tensor, torch.Tensor]:
-        batch, real = self.batch, len(other.totals)
-        for target in (batch.seq_lens, batch.extend_seq_lens):
-            target.zero_()
-        batch.page_table.fill_(1 << 30)
-        batch.seq_lens[:real] = torch.tensor(other.totals, dtype=torch.int32)
-        batch.extend_seq_lens[:real] = torch.tensor(other.new, dtype=torch.int32)
-        batch.page_table[:real, : other.page_table.shape[1]] = other.page_table.to(batch.page_table.device)
+        table, seq_lens, new_lens = self.geometry.page_table, self.geometry.seq_lens, self.geometry.new_lens
+        real = len(other.totals)
+        for lens, numbers in ((seq_lens, other.totals), (new_lens, other.new)):
+            lens.zero_()
+            lens[:real] = torch.tensor(numbers, dtype=torch.int32)
+        table.fill_(1 << 30)
+        table[:real, : other.page_table.shape[1]] = other.page_table.to(table.device)
         self.q.fill_(NAN)
         self.k.fill_(NAN)
         self.q[: len(other.q)], self.k[: len(other.q), 0] = other.q, other.new_rows()
         memory = self.stage.pool.rows(LAYER)
         memory.fill_(NAN)
         memory[: len(other.pool.rows(LAYER))] = other.pool.rows(LAYER)
-        assert self.stage.backend.init_forward_metadata_out_graph(batch) is batch.plan
+        assert self.stage.backend.init_forward_metadata_out_graph(self.batch) is self.plan
         if self.graph is None:
             self.run()
         else:
@@ -185,7 +193,7 @@ def test_a_captured_extend_serves_any_division_of_its_rows(mode, device):
 
 @on_every_device
 def test_a_second_capture_of_a_shape_reads_its_own_page_table(device):
-    """Nothing of a page table is kept with the plan that two captures share."""
+    """Two captures share a plan, and each graph reads the memory that it was captured with."""
     stage, others = scenes(DECODE, 1, device)
     first, second = (MLACapture(stage, requests=4, per_request=1) for _ in range(2))
     first.capture()
@@ -193,31 +201,52 @@ def test_a_second_capture_of_a_shape_reads_its_own_page_table(device):
     second.capture()
     assert first.plan is second.plan
     full = next(other for other in others if len(other.totals) == 4)
-    first.batch.page_table.fill_(1 << 30)
+    first.batch.geometry.page_table.fill_(1 << 30)
     assert relative_error(second.replay(full), full.wanted_absorbed()[0]) <= (1e-6 if device == "cpu" else 5e-3)
 
 
-class TestWrongUse:
-    """What core refuses for every backend is tested there; here, that it is asked."""
+@on_every_device
+def test_a_replay_writes_new_rows_where_the_host_says(device):
+    """Its slots are copied inside the graph, from wherever the batch has them then."""
+    stage, _ = scenes(DECODE, 1, device)
+    captured = MLACapture(stage, requests=4, per_request=1)
+    slots = torch.tensor([64, -1, 7, -1], device=device)
+    captured.batch.geometry = replace(captured.batch.geometry, slots=slots)
+    captured.capture()
+    assert captured.plan.new_slots.tolist() == slots.tolist() and captured.plan.new_slots is not slots
+    slots.copy_(torch.tensor([-1, 3, -1, 9]))
+    captured.backend.init_forward_metadata_in_graph(captured.batch)
+    assert captured.plan.new_slots.tolist() == [-1, 3, -1, 9]
 
-    def stage(self, mode: ForwardMode = DECODE, new: int = 1) -> MLAScene:
-        return scene(MLACase(((20, new), (9, new)), mode, heads=2), "cpu")
 
-    def test_graph_planning_without_memory_says_what_to_call(self):
-        stage = self.stage()
-        with pytest.raises(BackendError, match="init_cuda_graph_state"):
-            stage.backend.init_forward_metadata_out_graph(stage.batch(), in_capture=True)
+class TestLanes:
+    """Plans of one shape, alive and running at the same time."""
 
-    def test_more_than_was_announced_is_refused(self):
-        stage = self.stage(VERIFY, 3)
-        stage.backend.init_cuda_graph_state(4, 5)
-        with pytest.raises(PlanError, match="2 requests, 6 rows does not fit the memory for graphs, of 4 requests, 5"):
-            stage.backend.init_forward_metadata_out_graph(stage.batch(), in_capture=True)
+    def case(self, mode: ForwardMode, new: int, device: str) -> MLACase:
+        longest = 150 if device == "cpu" else 30000
+        return MLACase(tuple((prefix, new) for prefix in (longest, 5, 64, longest // 2)), mode, heads=2, lanes=2)
 
-    def test_an_extend_needs_its_new_tokens(self):
-        stage = self.stage(EXTEND)
-        stage.backend.init_cuda_graph_state(4, 8)
-        batch = stage.batch()
-        batch.extend_seq_lens = None
-        with pytest.raises(PlanError, match="captured extend needs extend_seq_lens"):
-            stage.backend.init_forward_metadata_out_graph(batch, in_capture=True)
+    @on_every_device
+    @pytest.mark.parametrize(("mode", "new", "graphs"), [(DECODE, 1, None), (EXTEND, 5, False), (VERIFY, 3, True)])
+    def test_at_the_same_time(self, mode, new, graphs, device):
+        case = on(self.case(mode, new, device), device)
+        check_lanes(case, device, build, 1e-6 if device == "cpu" else 5e-3, graphs=graphs)
+
+    def test_one_runs_while_parts_of_the_other_wait_to_be_merged(self, monkeypatch):
+        """Partial results are a lane's own."""
+        from attnplug_triton_mla import backend
+
+        stage = scene(self.case(DECODE, 1, "cpu"), "cpu")
+        lanes, merge = two_lanes(stage), backend.launch_merge
+
+        def merge_late(*arguments):
+            monkeypatch.setattr(backend, "launch_merge", merge)
+            lanes[1].run()
+            merge(*arguments)
+
+        for lane in lanes:
+            plan_forward(stage.backend, lane.batch)
+        monkeypatch.setattr(backend, "launch_merge", merge_late)
+        lanes[0].run()
+        for lane in lanes:
+            assert relative_error(lane.outs[0], stage.wanted_absorbed()[0][lane.rows]) <= 1e-6

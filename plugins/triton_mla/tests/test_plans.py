@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from attnplug import SCRATCH, ForwardExtras, ForwardMode, PlanError
+from attnplug import SCRATCH, ForwardMode, PlanError
 from attnplug_triton_mla.options import TritonMLAOptions
 from interpreted_mla import scene
+from support.batches import with_plan
 from support.devices import DEVICES, nothing_waits
-from support.mla_refusals import RefusedCalls
-from support.mla_scene import LAYER, MLACase, MLAScene, relative_error
+from support.mla_scene import LAYER, MLACase, relative_error
 
 DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND
 INF = float("inf")
@@ -22,13 +24,12 @@ class TestPlans:
     @pytest.mark.parametrize("mode", [DECODE, EXTEND])
     def test_planning_and_running_wait_for_nothing(self, mode, device):
         """No length is on the host, so none could be copied from it either."""
-        stage = scene(MLACase(((90, 1), (5, 1)), mode, heads=2, padding=1, cpu_lengths=False), device)
+        stage = scene(MLACase(((90, 1), (5, 1)), mode, heads=2, padding=1, exact_lengths=False), device)
         stage.absorbed()  # compiles
         batch = stage.batch()
         with nothing_waits(device):
             out, _ = stage.absorbed(batch)
-        assert batch.plan.kv_rows is None
-        assert batch.plan.query_rows == (2 if mode is DECODE else 3)  # how many are padding is the device's to know
+        assert batch.plan.attention.kv_rows is None
         assert relative_error(out[:2], stage.wanted_absorbed()[0]) <= 5e-3 and (out[2] == 0).all()
 
     @on_every_device
@@ -39,65 +40,80 @@ class TestPlans:
         assert (plan.query_rows, plan.kv_rows) == (5, 14)
 
     @on_every_device
+    @pytest.mark.parametrize(
+        ("mode", "given"),
+        [(DECODE, ((90, 1), (5, 1))), (VERIFY, ((90, 3), (5, 3))), (EXTEND, ((9, 4),)), (EXTEND, ((9, 2), (0, 3)))],
+    )
+    def test_lengths_on_the_host_change_nothing(self, mode, given, device):
+        """``needs_cpu_seq_lens`` is false: a plan comes from what the device has."""
+        made = []
+        for exact in (True, False):
+            stage = scene(MLACase(given, mode, heads=2, exact_lengths=exact), device)
+            assert not stage.backend.claims.needs_cpu_seq_lens
+            batch = stage.batch()
+            plan = stage.backend.init_forward_metadata(batch)
+            schedule = plan.metadata.schedule
+            schedule.numbers.fill_(-7)  # not all of them are written
+            stage.backend.refill(plan, batch.geometry)
+            numbers, slots = schedule.numbers.tolist(), plan.new_slots.tolist()
+            made.append((plan.query_rows, schedule.shape, schedule.configuration, numbers, slots))
+        assert made[0] == made[1]
+
+    @on_every_device
     def test_two_plans_live_at_the_same_time(self, device):
         """B5: a plan is a value; what is planned later does not change it."""
-        stage = scene(MLACase(((100, 1), (30, 1)), DECODE, heads=2), device)
+        stage = scene(MLACase(((100, 1), (30, 1)), DECODE, heads=2, exact_lengths=False), device)
         first, second = stage.batch(), stage.batch()
-        first.plan = stage.backend.init_forward_metadata(first)
-        second.seq_lens = second.seq_lens - 7
-        second.seq_lens_cpu = second.seq_lens_cpu - 7
-        second.plan = stage.backend.init_forward_metadata(second)
+        with_plan(first, stage.backend.init_forward_metadata(first))
+        second.geometry.seq_lens.sub_(7)
+        stage.backend.init_forward_metadata(second)
         out, _ = stage.absorbed(first)
         assert relative_error(out, stage.wanted_absorbed()[0]) <= 5e-3
 
     @on_every_device
     def test_a_request_of_length_0_gives_zero(self, device):
         """C4: -inf. Lengths are the device's: the host would have refused this one."""
-        stage = scene(MLACase(((100, 1), (30, 1), (70, 1)), DECODE, heads=2, cpu_lengths=False), device)
+        stage = scene(MLACase(((100, 1), (30, 1), (70, 1)), DECODE, heads=2, exact_lengths=False), device)
         batch = stage.batch()
-        batch.seq_lens[1] = 0
-        batch.page_table[1] = 1 << 30
+        batch.geometry.seq_lens[1] = 0
+        batch.geometry.page_table[1] = 1 << 30
         out, lse = stage.absorbed(batch)
         assert relative_error(out[::2], stage.wanted_absorbed()[0][::2]) <= 5e-3
         assert (out[1] == 0).all() and (lse[1] == -INF).all() and lse[::2].isfinite().all()
         assert int((~stage.pool.rows(LAYER).float().isnan()).any(-1).sum()) == sum(stage.totals) - 1
 
     @on_every_device
-    @pytest.mark.parametrize("mode", [DECODE, EXTEND])
-    def test_lengths_that_the_page_table_cannot_hold_stay_inside(self, mode, device):
+    @pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (EXTEND, 2)])
+    def test_lengths_that_the_page_table_cannot_hold_stay_inside(self, mode, new, device):
         """What is on the device nobody can look at first: nothing outside of the batch is read or written."""
-        stage = scene(MLACase(((20, 1), (30, 1)), mode, heads=2, cpu_lengths=False), device)
+        stage = scene(MLACase(((20, 1), (30, new)), mode, heads=2, exact_lengths=False), device)
         stage.pool.rows(LAYER).zero_()
         batch = stage.batch()
-        batch.page_table = batch.page_table[:, :1].contiguous()
-        batch.seq_lens[0] = 10_000
+        table = batch.geometry.page_table[:, :1].contiguous()
+        batch.geometry = replace(batch.geometry, page_table=table, max_seq_len=64)
+        batch.geometry.seq_lens[0] = 10_000
         if mode is EXTEND:
-            batch.extend_seq_lens[1] = 500
+            batch.geometry.new_lens[1] = 500
         out, _ = stage.absorbed(batch)
         assert out.isfinite().all()
         page, offset = (stage.pool.rows(LAYER)[:, :, 0] != 0).any(-1).nonzero().unbind(-1)
-        assert (page.tolist(), offset.tolist()) == ([int(stage.page_table[1, 0])], [30])
+        assert (page.tolist(), offset.tolist()) == ([int(stage.page_table[1, 0])] * new, [30, 31][:new])
 
     @on_every_device
-    def test_an_idle_rank_plans_and_runs_nothing(self, device):
-        """B5: rows that a collective asks for are padding."""
-        stage = scene(MLACase((), ForwardMode.IDLE, padding=3), device)
-        batch = stage.batch()
-        batch.plan = stage.backend.init_forward_metadata(batch)
-        q, lse = stage.padded(stage.q), torch.zeros(3, 16, device=device)
-        rows = q[:, :1].contiguous()
-        out = stage.backend.forward_decode(q, rows, None, stage.layer, batch, extras=ForwardExtras(lse=lse))
-        assert out.shape == (3, 16, stage.case.dims.kv_lora_rank) and (out == 0).all() and (lse == -INF).all()
-        assert stage.pool.rows(LAYER).isnan().all()
-
-    @on_every_device
-    def test_nothing_is_written_where_nothing_is_to_be_saved(self, device):
-        stage = scene(MLACase(((100, 1), (30, 1)), DECODE, heads=2), device)
+    @pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (EXTEND, 3)])
+    def test_new_rows_go_where_the_host_says(self, mode, new, device):
+        """-1 is padding: nothing is written of it. The cache is read by the page table all the same."""
+        stage = scene(MLACase(((100, 1), (30, new)), mode, heads=2), device)
         stage.store(stage.rows, [(0, total) for total in stage.totals])
+        batch = stage.batch()
+        nowhere = int(stage.pool.rows(LAYER).isnan().all(-1).flatten().nonzero()[0])  # an unused slot
+        slots = torch.tensor([nowhere] + [-1] * new, device=device)
+        batch.geometry = replace(batch.geometry, slots=slots)
         before = stage.pool.rows(LAYER).clone()
-        out, _ = stage.absorbed(save_kv_cache=False)
+        out, _ = stage.absorbed(batch)
         assert relative_error(out, stage.wanted_absorbed()[0]) <= 5e-3
-        assert torch.equal(stage.pool.rows(LAYER).nan_to_num(7), before.nan_to_num(7))
+        changed = (stage.pool.rows(LAYER).nan_to_num(7) != before.nan_to_num(7)).any(-1).flatten()
+        assert changed.nonzero().flatten().tolist() == [nowhere]
 
 
 class TestMemory:
@@ -130,29 +146,11 @@ class TestMemory:
         assert stage.workspace.nbytes > before
 
 
-class TestWrongUse(RefusedCalls):
-    def stage(self, mode: ForwardMode = DECODE, *lengths: tuple[int, int]) -> MLAScene:
-        return scene(MLACase(lengths or ((20, 1), (9, 1)), mode, heads=4), "cpu")
-
-    def test_a_page_table_that_is_too_narrow_is_refused(self):
-        stage = self.stage(DECODE, (200, 1))
-        batch = stage.batch()
-        batch.page_table = batch.page_table[:, :2]
-        with pytest.raises(PlanError, match="201 rows, but the page table holds 2 pages of 64"):
-            stage.backend.init_forward_metadata(batch)
-
-    def test_an_extend_needs_its_new_tokens(self):
-        stage = self.stage(EXTEND)
-        batch = stage.batch()
-        batch.extend_seq_lens = batch.extend_seq_lens_cpu = None
-        with pytest.raises(PlanError, match="mode extend needs extend_seq_lens"):
-            stage.backend.init_forward_metadata(batch)
-
+class TestWrongUse:
     def test_more_work_than_can_be_counted_is_refused(self):
-        stage = self.stage(EXTEND)
+        stage = scene(MLACase(((20, 2), (9, 1)), EXTEND, heads=4, exact_lengths=False), "cpu")
         batch = stage.batch()
-        batch.seq_lens_cpu = batch.extend_seq_lens_cpu = None
-        batch.input_ids = torch.zeros(1 << 20, dtype=torch.int64)
-        batch.page_table = torch.zeros(2, 1 << 18, dtype=torch.int32)
-        with pytest.raises(PlanError, match=r"1048576 rows with 4 heads.*--chunked-prefill-size"):
+        table = torch.zeros(2, 1 << 18, dtype=torch.int32)
+        batch.geometry = replace(batch.geometry, page_table=table, rows=1 << 20)
+        with pytest.raises(PlanError, match=r"1048576 rows with 4 heads.*chunked_prefill_size"):
             stage.backend.init_forward_metadata(batch)

@@ -7,10 +7,10 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import importlib_metadata as metadata
 import pytest
 
 from attnplug import BackendError, DType, GraphLevel, Problem, Refusal, Role
@@ -60,35 +60,35 @@ def test_it_serves(changes: dict[str, Any], role: Role) -> None:
 @pytest.mark.parametrize(
     ("changes", "reasons"),
     [
-        ({"device": "cpu", "sm": None}, [("device", "cpu", ["cuda"], "--device")]),
+        ({"device": "cpu", "sm": None}, [("device", "cpu", ["cuda"], "device")]),
         ({"sm": 75}, [("sm", 75, "SM 80 or newer", None)]),
         (
             {"model": read(DEEPSEEK_V3, kv_lora_rank=128)},
-            [("mla_dims", [128, 64], [[256, 0], [256, 64], [512, 0], [512, 64]], "--decode-attention-backend")],
+            [("mla_dims", [128, 64], [[256, 0], [256, 64], [512, 0], [512, 64]], "decode_attention_backend")],
         ),
         (
             {"dtype": FP32, "kv_dtype": FP32},
             [
-                ("dtype", "float32", ["bfloat16", "float16"], "--dtype"),
-                ("kv_dtype", "float32", ["bfloat16", "float16", "float8_e4m3fn"], "--kv-dtype"),
+                ("dtype", "float32", ["bfloat16", "float16"], "dtype"),
+                ("kv_dtype", "float32", ["bfloat16", "float16", "float8_e4m3fn"], "kv_dtype"),
             ],
         ),
-        ({"sm": 80, "kv_dtype": FP8}, [("kv_dtype", "float8_e4m3fn", ["bfloat16"], "--kv-dtype")]),
-        ({"kv_dtype": FP16}, [("kv_dtype", "float16", ["bfloat16", "float8_e4m3fn"], "--kv-dtype")]),
+        ({"sm": 80, "kv_dtype": FP8}, [("kv_dtype", "float8_e4m3fn", ["bfloat16"], "kv_dtype")]),
+        ({"kv_dtype": FP16}, [("kv_dtype", "float16", ["bfloat16", "float8_e4m3fn"], "kv_dtype")]),
         (
             {"model": read(DEEPSEEK_V3, num_attention_heads=256, num_key_value_heads=256)},
-            [("heads", 256, 128, "--tensor-parallel")],
+            [("heads", 256, 128, "tensor_parallel")],
         ),
-        ({"speculative_tokens": 9}, [("speculation", 9, 8, "--speculative-tokens")]),
+        ({"speculative_tokens": 9}, [("speculation", 9, 8, "speculative_tokens")]),
     ],
     ids=["cpu", "turing", "latent-128", "fp32", "fp8-on-ampere", "kv-fp16-with-bf16", "256-heads", "speculation"],
 )
-def test_it_refuses_with_value_and_what_is_allowed_and_the_option(
+def test_it_refuses_with_value_and_what_is_allowed_and_the_setting(
     changes: dict[str, Any], reasons: list[tuple[str, object, object, str]]
 ) -> None:
     """D3: every reason, and no other."""
     found = refusals(**changes)
-    assert [(reason.code, reason.value, reason.allowed, reason.option) for reason in found] == reasons
+    assert [(reason.code, reason.value, reason.allowed, reason.setting) for reason in found] == reasons
     json.dumps([reason.as_json() for reason in found])
 
 
@@ -154,3 +154,9 @@ def test_it_is_asked_for_as_a_role(tmp_path: Path) -> None:
         "decode": "triton_mla",
     }
     assert 0 < SPEC.preference < 90, "behind the libraries', before torch_native"
+
+
+def test_its_counters_are_a_kind_of_memory_of_its_own() -> None:
+    """A2"""
+    counters = load_registry(environment={}).workspace_kinds["triton-mla-counters"]
+    assert counters.value.zeroed and counters.source.distribution == "attnplug-triton-mla"

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from attnplug import MLAShape
 from attnplug_flashinfer_mla import backend as flashinfer
-from attnplug_flashinfer_mla.kernels import Shape
 from reference_kernels import ReferenceKernels
 
 PROCESSORS = 148
@@ -19,7 +19,7 @@ def pretend(monkeypatch: pytest.MonkeyPatch, sm: int = 100, processors: int = PR
     """Let a backend and its fallback be built by the plugin's own code; returns the fallback's workspaces."""
     given: list[Tensor] = []
 
-    def kernels(shape: Shape, workspace: Tensor, kernel: str) -> ReferenceKernels:
+    def kernels(shape: MLAShape, workspace: Tensor, kernel: str) -> ReferenceKernels:
         given.append(workspace)
         return ReferenceKernels(shape)
 

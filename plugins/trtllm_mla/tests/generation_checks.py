@@ -35,7 +35,7 @@ def scene(case: MLACase, device: str, build: Build) -> MLAScene:
 
 
 def lengths(count: int, longest: int, new: int | tuple[int, int], seed: int) -> tuple[tuple[int, int], ...]:
-    """Prefixes of every kind (none, one row, whole pages, long ones) with new tokens behind them."""
+    """Prefixes of every kind (none, one row, whole pages, long ones) with new tokens after them."""
     chance = random.Random(seed)
     prefixes = [chance.choice([0, 1, 31, 63, 64, 65, 127, 128, chance.randint(2, longest)]) for _ in range(count)]
     return tuple((p, new if isinstance(new, int) else chance.randint(*new)) for p in prefixes)

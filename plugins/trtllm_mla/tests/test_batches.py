@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import partial
 
 import pytest
 import torch
 
 from attnplug import BackendError, DType, ExtendPath, ForwardExtras, ForwardMode, PlanError, Serving
-from attnplug.host import ExtendPolicy
+from attnplug.host import ExtendPolicy, HostLengths, plan_forward
+from attnplug.mla.plan import plan_extend
+from attnplug_flashinfer_mla.backend import FlashInferMLABackend
 from attnplug_trtllm_mla.planner import table_width
 from generation_checks import (
     FP8,
@@ -21,7 +24,6 @@ from generation_checks import (
     scene,
 )
 from support.devices import DEVICES, nothing_waits
-from support.mla_refusals import RefusedCalls
 from support.mla_scene import MLACase, MLAModel, MLAScene, relative_error
 from trtllm_reference import NEWEST, ReferenceFlashInfer, build_on, flashinfer_folder, reference_trtllm
 
@@ -77,18 +79,42 @@ class TestDecode:
     def test_two_plans_live_at_the_same_time(self, device):
         """B5: a plan is a value; planning another batch does not disturb it."""
         stage = scene(MLACase(lengths(4, 300, 1, seed=1), DECODE), device, build_on(device))
-        first = stage.batch()
-        first.plan = stage.backend.init_forward_metadata(first)
-        shorter = stage.batch()
-        shorter.seq_lens_cpu = torch.ones_like(first.seq_lens_cpu)
-        shorter.plan = stage.backend.init_forward_metadata(shorter)
+        first, shorter = stage.batch(), stage.batch()
+        shorter.geometry = replace(shorter.geometry, host=HostLengths([1] * 4, [1] * 4))
+        for batch in (first, shorter):
+            plan_forward(stage.backend, batch)
         assert relative_error(stage.absorbed(first)[0], stage.wanted_absorbed()[0]) <= TOLERANCE
+
+    @on_every_device
+    @pytest.mark.parametrize("heads", [16, 24])
+    @pytest.mark.parametrize("mode", [DECODE, EXTEND])
+    def test_the_result_is_put_into_the_hosts_memory(self, mode, heads, device):
+        """Written there by the kernel, or copied: memory with gaps, padded heads, and what the fallback gives."""
+        case = MLACase(((64, 1), (9, 1)) if mode is DECODE else ((64, 3), (9, 1)), mode, heads=heads, lse=False)
+        stage = scene(case, device, build_on(device))
+        plain, _ = stage.absorbed()
+        batch = stage.batch()
+        plan_forward(stage.backend, batch)
+        forward = stage.backend.forward_decode if mode is DECODE else stage.backend.forward_extend
+        for wide in (512, 1024):
+            out = plain.new_zeros(*plain.shape[:2], wide)[..., :512]
+            extras = ForwardExtras(out=out)
+            found = forward(stage.q, None, None, stage.layer, batch, save_kv_cache=False, extras=extras)
+            assert found is out and torch.equal(out, plain)
+
+    def test_new_rows_go_where_the_host_says(self):
+        for mode, new in ((VERIFY, 2), (EXTEND, 2)):
+            stage = scene(MLACase(((20, new), (9, new)), mode), "cpu", reference_trtllm)
+            batch = stage.batch()
+            slots = batch.geometry.new_slots().flip(0)
+            batch.geometry = replace(batch.geometry, slots=slots)
+            assert stage.backend.init_forward_metadata(batch).new_slots is slots
 
     @on_every_device
     def test_idle_batch(self, device):
         stage = scene(MLACase((), ForwardMode.IDLE), device, build_on(device))
         batch = stage.batch()
-        batch.plan = stage.backend.init_forward_metadata(batch)
+        plan_forward(stage.backend, batch)
         assert stage.backend.forward_extend(stage.q, None, None, stage.layer, batch, save_kv_cache=False).shape[0] == 0
 
 
@@ -126,7 +152,7 @@ class TestWhatTheDecodeKernelIsNotFor:
         batch = stage.batch()
         written, _ = stage.absorbed(batch)
         again = stage.backend.forward_extend(stage.q, None, None, stage.layer, batch, save_kv_cache=False)
-        assert batch.plan.parts and torch.equal(again, written)
+        assert batch.plan.attention.parts and torch.equal(again, written)
 
     @on_every_device
     def test_a_drafts_worker_catches_up_without_the_fallback(self, device):
@@ -169,7 +195,7 @@ class TestAsMHA:
         case = MLACase(prefixes, heads=heads, kv_dtype=kv_dtype, padding=3)
         model = MLAModel(scene(case, device, build_on(device)))
         out = model.run(ExtendPolicy(forced=path, chunk_capacity=capacity))
-        assert model.batch.chunk_plan is None  # A4: nothing is planned
+        assert model.batch.plan.chunks is None  # A4: nothing is planned
         wanted = model.wanted()
         # Chunked takes its new rows as they come, not as fp8 has them; both are right.
         allowed = 5e-2 if kv_dtype is FP8 and path is ExtendPath.CHUNKED else TOLERANCE
@@ -199,14 +225,14 @@ class TestAsMHA:
         case = MLACase(((7, 9), (4, 300), (6, 5), (1, 2), (3, 7)), heads=2)
         stage = scene(case, "cpu", partial(reference_trtllm, flashinfer=flashinfer))
         model = MLAModel(stage)
-        stage.backend._parts.ragged._scratch.buffer = torch.empty((1 << 20) + 8 * 2 * 1024, dtype=torch.uint8)
+        stage.backend.lanes[0].ragged._scratch.buffer = torch.empty((1 << 20) + 8 * 2 * 1024, dtype=torch.uint8)
         out = model.run(ExtendPolicy(forced=ExtendPath.CHUNKED, chunk_capacity=1000))
         assert relative_error(out, model.wanted()) <= TOLERANCE
         assert [call["batch_size"] for call in flashinfer.named("ragged")] == [2, 3, 2, 3]
 
     def test_one_request_that_does_not_fit_is_refused_in_words(self):
         stage = scene(MLACase(((7, 9),), heads=128), "cpu", reference_trtllm)
-        stage.backend._parts.ragged._scratch.buffer = torch.empty(1 << 20, dtype=torch.uint8)
+        stage.backend.lanes[0].ragged._scratch.buffer = torch.empty(1 << 20, dtype=torch.uint8)
         with pytest.raises(BackendError, match=r"9 queries takes 262144 bytes .* trtllm_mla\.workspace_mib"):
             MLAModel(stage).run(ExtendPolicy(forced=ExtendPath.CHUNKED))
 
@@ -218,26 +244,71 @@ class TestAsMHA:
         build = partial(reference_trtllm, flashinfer=flashinfer) if device == "cpu" else build_on(device)
         model = MLAModel(scene(MLACase(((70, 20), (0, 9)), heads=2 if device == "cpu" else 16), device, build))
         batch = model.scene.batch()
-        batch.captured = True
+        batch.geometry = replace(batch.geometry, captured=True)
         out = model.run(ExtendPolicy(forced=path, chunk_capacity=32), batch)
         assert relative_error(out, model.wanted()) <= TOLERANCE
-        chunks = [call.index for call in batch.mla_plan.calls[1:]]
-        assert (list(batch.chunk_plan.metadata) if chunks else batch.chunk_plan) == (chunks or None)
+        chunks = [call.index for call in batch.geometry.calls[1:]]
+        planned = batch.plan.chunks
+        assert (list(planned.metadata) if chunks else planned) == (chunks or None)
         if device == "cpu":
             assert len(flashinfer.named("ragged")) == 1
+
+    @pytest.mark.parametrize("prefix", [0, 70])
+    def test_with_chunked_prefix_disabled_a_prefix_is_the_fallbacks_to_plan(self, prefix, monkeypatch):
+        """A4: with disable_flashinfer_ragged=True, and only where there is a prefix. In one shot it answers None, as
+        the one call is our own kernel's; it has no runner for chunks, and says so."""
+        asked = []
+        hook = FlashInferMLABackend.init_mha_chunk_metadata
+
+        def spy(fallback, forward_batch, disable_flashinfer_ragged=False):
+            asked.append(disable_flashinfer_ragged)
+            return hook(fallback, forward_batch, disable_flashinfer_ragged)
+
+        monkeypatch.setattr(FlashInferMLABackend, "init_mha_chunk_metadata", spy)
+        case = MLACase(((prefix, 20), (0, 9)), heads=2, serving=Serving(disable_chunked_prefix_cache=True))
+        model = MLAModel(scene(case, "cpu", reference_trtllm))
+        out = model.run(ExtendPolicy(forced=ExtendPath.ONE_SHOT))
+        assert model.batch.plan.chunks is None and asked == [True] * bool(prefix)
+        assert relative_error(out, model.wanted()) <= TOLERANCE
+        batch = model.scene.batch()
+        calls = tuple(part.call for part in plan_extend(batch.geometry, ExtendPath.CHUNKED, 16))
+        batch.geometry = replace(batch.geometry, calls=calls)
+        if not prefix:
+            assert model.scene.backend.init_mha_chunk_metadata(batch) is None and not asked
+            return
+        with pytest.raises(PlanError, match=r"chunked KV off \(disable_chunked_prefix_cache\).* 5 prefix chunks"):
+            model.scene.backend.init_mha_chunk_metadata(batch)
+
+    def test_ragged_calls_run_on_the_memory_of_their_lane(self):
+        """A2: they are not planned, and carry their lane."""
+        flashinfer = ReferenceFlashInfer()
+        stage = scene(
+            MLACase(((70, 20), (0, 9)), heads=2, lanes=2), "cpu", partial(reference_trtllm, flashinfer=flashinfer)
+        )
+        model, buffers = MLAModel(stage), [lane.decode.scratch.buffer for lane in stage.backend.lanes]
+        for lane in (1, 0):
+            batch = stage.batch()
+            batch.geometry = replace(batch.geometry, lane=lane)
+            out = model.run(ExtendPolicy(forced=ExtendPath.CHUNKED, chunk_capacity=64), batch)
+            assert relative_error(out, model.wanted()) <= TOLERANCE
+        used = [call["workspace_buffer"] for call in flashinfer.named("ragged")]
+        assert (
+            len(used) == 6 and all(one is buffers[1] for one in used[:3]) and all(one is buffers[0] for one in used[3:])
+        )
 
     @pytest.mark.parametrize(
         ("changes", "wanted"),
         [
             ({}, set(ExtendPath)),
             ({"serving": Serving(disable_chunked_prefix_cache=True)}, {ExtendPath.ABSORBED, ExtendPath.ONE_SHOT}),
+            ({"serving": Serving(disaggregation_mode="decode")}, {ExtendPath.ABSORBED, ExtendPath.ONE_SHOT}),
             ({"serving": Serving(skip_prefill=True)}, {ExtendPath.ABSORBED}),
             ({"v_head_dim": 64}, {ExtendPath.ABSORBED}),
         ],
-        ids=["whole", "chunks-disabled", "draft", "other-widths"],
+        ids=["whole", "chunks-disabled", "decode-server", "draft", "other-widths"],
     )
     def test_it_claims_only_the_extends_it_can_run(self, changes, wanted):
-        """C1: chunks over a prefix are not offered where they are disabled."""
+        """C1, A4: chunks over a prefix are not offered where the fallback has no runner for them."""
         stage = MLAScene(MLACase(((20, 2),), **changes), "cpu", reference_trtllm)
         assert stage.backend.claims.mla_extend == wanted
 
@@ -253,7 +324,7 @@ class TestPlanning:
         ("heads", "padded"), [(1, 8), (8, 8), (9, 16), (16, 16), (63, 64), (64, 64), (65, 128), (128, 128)]
     )
     def test_the_kernel_is_given_this_ranks_heads_padded(self, heads, padded):
-        """Half of the model's: there are two ranks. More heads than that would be as right, and take longer."""
+        """The context's model is this rank's. More heads than that would be as right, and take longer."""
         flashinfer = ReferenceFlashInfer()
         check_absorbed(MLACase(((5, 1),), DECODE, heads=heads), "cpu", partial(reference_trtllm, flashinfer=flashinfer))
         assert [call["query"].shape[2] for call in flashinfer.named("decode")] == [padded]
@@ -292,24 +363,22 @@ class TestNothingIsReadBack:
         stage = scene(MLACase(lengths(4, 200, new, seed=1), mode, kv_dtype=kv_dtype), device, build_on(device))
         stage.absorbed()  # compiles what there is to compile
         batch = stage.batch()
-        batch.seq_lens = torch.full_like(batch.seq_lens, -(1 << 30))
-        if batch.extend_seq_lens is not None:
-            batch.extend_seq_lens = torch.full_like(batch.extend_seq_lens, -(1 << 30))
+        nonsense = torch.full_like(batch.geometry.seq_lens, -(1 << 30))
+        new_lens = None if batch.geometry.new_lens is None else nonsense
+        batch.geometry = replace(batch.geometry, seq_lens=nonsense, new_lens=new_lens)
         with nothing_waits(device):
             out, _ = stage.absorbed(batch)
         assert relative_error(out, stage.wanted_absorbed()[0]) <= TOLERANCE
 
-    @on_every_device
-    def test_without_lengths_on_the_cpu(self, device):
-        check_absorbed(MLACase(lengths(4, 300, 3, seed=1), VERIFY, cpu_lengths=False), device, build_on(device))
 
-
-class TestWrongUse(RefusedCalls):
-    def stage(self) -> MLAScene:
-        return self.extended(lengths=((20, 1), (9, 1)), mode=DECODE)
-
+class TestWrongUse:
     def extended(self, **changes: object) -> MLAScene:
         return scene(MLACase(**{"lengths": ((20, 2),), "mode": EXTEND, **changes}), "cpu", reference_trtllm)
+
+    def test_a_host_with_upper_bounds_only_is_told_what_is_needed(self):
+        stage = self.extended(lengths=((20, 1), (9, 1)), mode=DECODE, exact_lengths=False)
+        with pytest.raises(PlanError, match="the backend needs exact ones"):
+            stage.absorbed()
 
     def test_extend_in_a_drafts_worker_is_refused_in_words(self):
         """A1, A4"""
@@ -321,27 +390,12 @@ class TestWrongUse(RefusedCalls):
         stage = self.extended()
         model = MLAModel(stage)
         model.run(ExtendPolicy(forced=ExtendPath.ONE_SHOT))
-        batch = model.batch
-        batch.plan = stage.backend.init_forward_metadata(batch)
         with pytest.raises(PlanError, match="planned to run as MHA"):
-            stage.absorbed(batch)
-
-    def test_a_log_sum_exp_that_kernels_would_miss_is_refused(self):
-        stage = self.extended(mode=VERIFY)
-        batch = stage.batch()
-        batch.plan = stage.backend.init_forward_metadata(batch)
-        extras = ForwardExtras(lse=torch.empty(2, 32)[:, :16])
-        with pytest.raises(BackendError, match="lse must be contiguous float32"):
-            stage.backend.forward_extend(stage.q, None, None, stage.layer, batch, save_kv_cache=False, extras=extras)
+            stage.absorbed(model.batch)
 
     def test_a_page_size_that_no_kernel_page_divides_is_refused(self):
         with pytest.raises(BackendError, match="page size 48 is not supported, only a multiple of 32"):
             self.extended(page_size=48)
-
-    def test_chunks_of_a_batch_that_was_not_prepared_say_what_to_call(self):
-        stage = self.extended()
-        with pytest.raises(PlanError, match=r"MLAAttention\.prepare"):
-            stage.backend.init_mha_chunk_metadata(stage.batch())
 
     def test_values_too_large_for_fp8_saturate(self):
         """torch makes NaN of them."""

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
-from attnplug import BackendError, DType, ForwardMode
+from attnplug import DType, ForwardExtras, ForwardMode
 from attnplug_trtllm_mla.kernels import to_float8
 from generation_checks import FP8, TOLERANCE, scene
+from support.batches import with_plan
 from support.devices import DEVICES, nothing_waits
 from support.mla_capture import MLACapture
+from support.mla_lanes import check_lanes
 from support.mla_scene import LAYER, MLACase, MLAScene, relative_error
-from trtllm_reference import build_on, reference_trtllm
+from trtllm_reference import ReferenceFlashInfer, build_on, reference_trtllm
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 
@@ -46,7 +49,7 @@ def test_one_capture_serves_other_lengths_pages_and_fewer_requests(mode, new, he
     captured = MLACapture(stage, requests=4, per_request=new)
     captured.capture()
     read = captured.plan.metadata.call
-    addresses = [tensor.data_ptr() for tensor in (read.tables, read.lens, captured.plan.metadata.new_slots)]
+    addresses = [tensor.data_ptr() for tensor in (read.tables, read.lens, captured.plan.new_slots)]
     for other in others:
         out = captured.replay(other)
         wanted = other.wanted_absorbed()[0]
@@ -55,7 +58,7 @@ def test_one_capture_serves_other_lengths_pages_and_fewer_requests(mode, new, he
         written = (~stage.pool.rows(LAYER).float().isnan()).any(-1).sum()
         assert int(written) == sum(other.totals)
         call = captured.plan.metadata.call
-        assert addresses == [t.data_ptr() for t in (call.tables, call.lens, captured.plan.metadata.new_slots)]
+        assert addresses == [t.data_ptr() for t in (call.tables, call.lens, captured.plan.new_slots)]
 
 
 @on_every_device
@@ -65,15 +68,13 @@ def test_replay_planning_waits_for_nothing(device):
     captured = MLACapture(stage, requests=4, per_request=1)
     captured.capture()
     captured.replay(others[0])
-    captured.batch.seq_lens_cpu = None
+    assert captured.batch.geometry.host is None
     with nothing_waits(device):
         assert captured.backend.init_forward_metadata_out_graph(captured.batch) is captured.plan
 
 
 def test_a_padded_request_is_given_a_length_that_kernels_know():
     """No empty KV rows: each of its queries sees a key, of whatever page, and its output and sums are cleared."""
-    from attnplug import ForwardExtras
-
     stage, _ = scenes(ForwardMode.TARGET_VERIFY, 4, "cpu", 16, 64, None)
     captured = MLACapture(stage, requests=4, per_request=4)
     captured.capture()
@@ -85,14 +86,31 @@ def test_a_padded_request_is_given_a_length_that_kernels_know():
     assert (lse == float("-inf")).all()
 
 
-class TestWrongUse:
-    def stage(self, mode: ForwardMode = ForwardMode.DECODE, new: int = 1) -> MLAScene:
-        return MLAScene(MLACase(((20, new), (9, new)), mode), "cpu", reference_trtllm)
+@on_every_device
+@pytest.mark.parametrize(("mode", "new"), [(ForwardMode.DECODE, 1), (ForwardMode.TARGET_VERIFY, 4)])
+def test_two_lanes_run_at_the_same_time(mode, new, device):
+    """B5, A2: plans of one shape, eager and captured, share no scratch, no semaphores and no graph memory."""
+    case = MLACase(tuple((prefix, new) for prefix in (300, 5, 64, 127)), mode, heads=24)
+    check_lanes(case, device, build_on(device), TOLERANCE)
 
-    def test_graph_planning_without_memory_says_what_to_call(self):
-        stage = self.stage()
-        with pytest.raises(BackendError, match="init_cuda_graph_state"):
-            stage.backend.init_forward_metadata_out_graph(stage.batch(), in_capture=True)
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_a_decode_runs_on_the_memory_of_its_lane(captured):
+    """A2"""
+    flashinfer = ReferenceFlashInfer()
+    build = partial(reference_trtllm, flashinfer=flashinfer)
+    stage = MLAScene(MLACase(((30, 1), (9, 1)), ForwardMode.DECODE, lanes=2), "cpu", build)
+    stage.backend.init_cuda_graph_state(2, 2)
+    batch = stage.batch()
+    batch.geometry = replace(batch.geometry, lane=1, captured=captured, host=None if captured else batch.geometry.host)
+    if captured:
+        with_plan(batch, stage.backend.init_forward_metadata_out_graph(batch, in_capture=True))
+        stage.backend.init_forward_metadata_in_graph(batch)
+    stage.absorbed(batch)
+    own = stage.backend.lanes[1].decode
+    for call in flashinfer.named("decode"):
+        assert call["workspace_buffer"] is own.scratch.buffer
+        assert call["multi_ctas_kv_counter_buffer"] is own.counters.buffer
 
 
 def test_rounded_queries_are_what_the_kernel_gets():

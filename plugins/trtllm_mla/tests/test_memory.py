@@ -9,13 +9,20 @@ import pytest
 from attnplug import BackendContext, BackendError, ForwardMode, Serving
 from attnplug.host import Limits
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
-from attnplug_trtllm_mla.build import trtllm_mla
+from attnplug_flashinfer_mla.plugin import CAPABILITIES
+from attnplug_trtllm_mla import build as plugin
+from attnplug_trtllm_mla.backend import TRTLLMMLABackend
 from attnplug_trtllm_mla.options import TRTLLMMLAOptions
 from blackwell_device import pretend
+from support.batches import declaring
 from support.mla_scene import MLACase, MLAScene
 
 MIB = 1 << 20
 CASE = MLACase(((20, 1),), ForwardMode.DECODE, heads=128)
+
+
+def trtllm_mla(context: BackendContext) -> TRTLLMMLABackend:
+    return plugin.trtllm_mla(declaring(context, "trtllm_mla"))
 
 
 def test_one_scratch_buffer_and_semaphores_apart_from_it(monkeypatch):
@@ -29,9 +36,21 @@ def test_one_scratch_buffer_and_semaphores_apart_from_it(monkeypatch):
     assert semaphores.owners == {"under_test": 4 * MIB}
     assert scratch.retired_bytes == semaphores.retired_bytes == 0
     assert stage.workspace.nbytes == 132 * MIB
-    decode = stage.backend._parts.decode
-    assert given and all(buffer is decode.scratch.buffer for buffer in given)
-    assert decode.counters.buffer.data_ptr() != decode.scratch.buffer.data_ptr()
+    (lane,) = stage.backend.lanes
+    assert given and all(buffer is lane.decode.scratch.buffer for buffer in given)
+    assert lane.decode.counters.buffer.data_ptr() != lane.decode.scratch.buffer.data_ptr()
+
+
+def test_every_lane_has_memory_of_its_own(monkeypatch):
+    """A2: shared with the fallback's lane of the same number, and with nobody else's."""
+    given = pretend(monkeypatch)
+    stage = MLAScene(replace(CASE, lanes=2), "cpu", trtllm_mla)
+    lanes = stage.backend.lanes
+    assert [buffer.data_ptr() for buffer in given] == [lane.decode.scratch.buffer.data_ptr() for lane in lanes]
+    memories = {memory.buffer.data_ptr() for lane in lanes for memory in (lane.decode.scratch, lane.decode.counters)}
+    assert len(memories) == 4
+    assert all(lane.ragged._scratch is lane.decode.scratch for lane in lanes)
+    assert stage.workspace.nbytes == 2 * 132 * MIB
 
 
 @pytest.mark.parametrize(("heads", "kernel_heads"), [(3, 8), (8, 8), (9, 16), (65, 128), (96, 128)])
@@ -41,11 +60,12 @@ def test_semaphores_are_for_the_heads_that_the_kernel_is_given(monkeypatch, head
     stage = MLAScene(replace(CASE, heads=heads), "cpu", trtllm_mla)
     (semaphores,) = (use for use in stage.workspace.report() if use.kind == "trtllm-semaphores")
     assert semaphores.nbytes == 4 * 8192 * kernel_heads
-    assert stage.backend._parts.decode.heads == kernel_heads
+    assert stage.backend.lanes[0].decode.heads == kernel_heads
 
 
 def test_the_fallback_is_built_from_the_same_parts(monkeypatch):
-    """A10: the coordinator above all, and whatever else a context holds; only its name and options are its own."""
+    """A10: the coordinator above all, and whatever else a context holds; its name and options are its own, and it
+    declares what flashinfer_mla does."""
     pretend(monkeypatch)
     coordinator, contexts = object(), []
 
@@ -53,12 +73,12 @@ def test_the_fallback_is_built_from_the_same_parts(monkeypatch):
         contexts.append(replace(context, coordinator=coordinator))
         return trtllm_mla(contexts[0])
 
-    own = MLAScene(
-        replace(CASE, serving=Serving(disaggregation_mode="prefill")), "cpu", build
-    ).backend._fallback._context
+    case = replace(CASE, serving=Serving(disaggregation_mode="prefill"))
+    own = MLAScene(case, "cpu", build).backend._fallback.context
     for field in fields(BackendContext):
-        if field.name not in ("name", "options"):
+        if field.name not in ("name", "options", "declared"):
             assert getattr(own, field.name) is getattr(contexts[0], field.name), field.name
+    assert own.declared is CAPABILITIES
 
 
 def test_a_larger_workspace_is_asked_for_before_the_fallback_holds_a_smaller_one(monkeypatch):
@@ -75,7 +95,7 @@ def test_beside_flashinfer_mla_itself_nothing_is_added_but_semaphores(monkeypatc
 
     def both(context: BackendContext) -> FlashInferMLABackend:
         trtllm_mla(replace(context, name="trtllm_mla"))
-        return FlashInferMLABackend(replace(context, name="flashinfer_mla"))
+        return FlashInferMLABackend(replace(context, name="flashinfer_mla", declared=CAPABILITIES))
 
     stage = MLAScene(CASE, "cpu", both)
     assert stage.workspace.nbytes == 132 * MIB

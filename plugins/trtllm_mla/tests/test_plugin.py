@@ -68,31 +68,31 @@ def test_it_serves(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("changes", "reasons"),
     [
-        ({"device": "cpu", "sm": None}, [("device", "cpu", ["cuda"], "--device")]),
+        ({"device": "cpu", "sm": None}, [("device", "cpu", ["cuda"], "device")]),
         ({"sm": 90}, [("sm", 90, "SM 100 to 103", None)]),
         ({"sm": 120}, [("sm", 120, "SM 100 to 103", None)]),
         ({"sm": 101}, [("sm", 101, [100, 103], None)]),
         (
             {"model": read(DEEPSEEK_V3, kv_lora_rank=256)},
-            [("mla_dims", [256, 64], [[512, 64]], "--decode-attention-backend")],
+            [("mla_dims", [256, 64], [[512, 64]], "decode_attention_backend")],
         ),
         (
             {"dtype": FP16, "kv_dtype": FP16},
             [
-                ("dtype", "float16", ["bfloat16"], "--dtype"),
-                ("kv_dtype", "float16", ["bfloat16", "float8_e4m3fn"], "--kv-dtype"),
+                ("dtype", "float16", ["bfloat16"], "dtype"),
+                ("kv_dtype", "float16", ["bfloat16", "float8_e4m3fn"], "kv_dtype"),
             ],
         ),
-        ({"page_size": 16}, [("page_size", 16, [32, 64], "--page-size")]),
+        ({"page_size": 16}, [("page_size", 16, [32, 64], "page_size")]),
         (
             {"model": read(DEEPSEEK_V3, num_attention_heads=256, num_key_value_heads=256)},
-            [("heads", 256, 128, "--tensor-parallel")],
+            [("heads", 256, 128, "tensor_parallel")],
         ),
         (
             {"cuda_graph": GraphLevel.ALWAYS},
-            [("cuda_graph", "ALWAYS", ["NEVER", "DECODE", "UNIFORM"], "--cuda-graph")],
+            [("cuda_graph", "ALWAYS", ["NEVER", "DECODE", "UNIFORM"], "cuda_graph")],
         ),
-        ({"speculative_tokens": 65}, [("speculation", 65, 64, "--speculative-tokens")]),
+        ({"speculative_tokens": 65}, [("speculation", 65, 64, "speculative_tokens")]),
     ],
     ids=[
         "cpu",
@@ -107,12 +107,12 @@ def test_it_serves(changes: dict[str, Any]) -> None:
         "65-speculative-tokens",
     ],
 )
-def test_it_refuses_with_value_and_what_is_allowed_and_the_option(
+def test_it_refuses_with_value_and_what_is_allowed_and_the_setting(
     changes: dict[str, Any], reasons: list[tuple[str, object, object, str]]
 ) -> None:
     """D3, A4: every reason, and no other."""
     found = refusals(**changes)
-    assert [(reason.code, reason.value, reason.allowed, reason.option) for reason in found] == reasons
+    assert [(reason.code, reason.value, reason.allowed, reason.setting) for reason in found] == reasons
     json.dumps([reason.as_json() for reason in found])
 
 
@@ -192,3 +192,10 @@ def test_auto_leaves_hopper_to_flashinfer_mla_and_takes_fp8_on_blackwell(explain
         code, roles = explained("--model", deepseek, "--sm", sm, "--kv-dtype", kv_dtype)
         assert code == 0
         assert {choice["chosen"] for choice in roles.values()} == {wanted}
+
+
+def test_its_kinds_of_memory_are_its_own() -> None:
+    """A2: semaphores are zeroed, and CuTe DSL kernels never share with TRT-LLM's. Core knows neither."""
+    kinds = load_registry(environment={}).workspace_kinds.values()
+    own = {kind.value.name: kind.value.zeroed for kind in kinds if kind.source.entry_point == "trtllm_mla"}
+    assert own == {"trtllm-semaphores": True, "cute-dsl-scratch": False}

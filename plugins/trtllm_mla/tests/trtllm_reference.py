@@ -25,6 +25,7 @@ from attnplug_trtllm_mla.plugin import attnplug_backends
 from blackwell_device import pretend
 from generation_checks import Build, skip_unless_served
 from reference_kernels import attend
+from support.batches import declaring
 from support.signatures import installed, read_signature, unpacked
 
 PROCESSORS = 4
@@ -227,14 +228,17 @@ def reference_trtllm(context: BackendContext, flashinfer: ReferenceFlashInfer | 
 def on_blackwell(
     factory: Callable[[BackendContext], TRTLLMMLABackend], library: object, context: BackendContext
 ) -> TRTLLMMLABackend:
-    """What the factory builds on a GPU of few multiprocessors, with ``library`` in place of the one it would load."""
+    """What the factory builds on a GPU of few multiprocessors, with ``library`` in place of the one it would load.
+
+    A factory of this family has the name of its backend.
+    """
     with pytest.MonkeyPatch.context() as patch:
         pretend(patch, processors=PROCESSORS)
         patch.setattr(f"{factory.__module__}.load_library", lambda: library)
-        return factory(context)
+        return factory(declaring(context, factory.__name__))
 
 
 def build_on(device: str) -> Build:
     """trtllm_mla on a device: on a GPU all of it, where it serves that."""
     skip_unless_served(attnplug_backends()[0], device)
-    return reference_trtllm if device == "cpu" else trtllm_mla
+    return reference_trtllm if device == "cpu" else lambda context: trtllm_mla(declaring(context, "trtllm_mla"))

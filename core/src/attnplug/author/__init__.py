@@ -1,1 +1,1 @@
-"""Bases for authors of backends: what backends of one family would write again."""
+"""Bases for authors of backends: what every backend would otherwise write again."""

@@ -18,23 +18,23 @@ from attnplug.declare.model import LayerSpec
 
 
 class PlannedAttention(PlannedBackend):
-    """Both entries of a backend over ``attend``: finds the plan and refuses another's, checks the call, writes the new
-    rows, and returns zeros for padding (B5).
+    """Both entries of a backend, over ``attend``. It finds the plan and refuses another backend's, checks the call,
+    writes the new rows, and returns zeros for padding (B5).
 
     Subclass contract: ``plan`` and ``attend``.
     """
 
     def __init__(self, context: BackendContext, claims: Claims | None = None) -> None:
         super().__init__(context, claims)
-        self.layers = ServedLayers(context, context.declared.extras | {"out"})
+        self.layers = ServedLayers(context, self.claims.extras)
 
     @abstractmethod
     def attend(self, q: Tensor, layer: LayerSpec, plan: Plan, new: NewRows | None, extras: ForwardExtras) -> Tensor:
-        """One layer over the planned rows, of which there is at least one.
+        """One layer over the planned rows; there is at least one.
 
-        q is ``[plan.query_rows, heads, width]``. ``new`` are as many rows of k and v, which are in the cache by now, or
-        ``None`` where they were there before. Fill ``extras.lse`` if it is given. The result may be written to
-        ``extras.out``; any other tensor that is returned is copied there.
+        q is ``[plan.query_rows, heads, width]``. ``new`` holds as many rows of k and v, which are in the cache by now.
+        It is ``None`` where they were there before. Fill ``extras.lse`` if it is given. Write the result to
+        ``extras.out`` if you can; any other tensor that you return is copied there.
         """
 
     def forward_extend(

@@ -1,4 +1,4 @@
-"""What a backend keeps of the batches that CUDA graphs were captured for, and those that it refuses."""
+"""What a backend keeps for the shapes of batch that CUDA graphs capture, and which shapes it refuses."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ _MODES = {
 
 @dataclass(frozen=True, slots=True)
 class GraphLimits:
-    """The most that memory for graphs is made for. ``pages`` is the width of a page table.
+    """The largest batch that memory for graphs is made for. ``pages`` is the width of a page table.
 
-    At level ``ALWAYS`` an extend is captured too. Its ``new_lens`` say at each replay whose rows are whose.
+    At level ``ALWAYS`` an extend is captured too. At each replay its ``new_lens`` say which rows are whose.
     """
 
     max_bs: int
@@ -70,7 +70,7 @@ class GraphLimits:
 
 
 class Captures:
-    """The plan of each captured shape of batch, lane by lane: made once, and looked up at every replay.
+    """The plan of each captured shape of batch, by lane. It is made once, and looked up at every replay.
 
     Graphs of one lane run one after the other and share its memory. Those of different lanes share nothing.
     """
@@ -79,7 +79,7 @@ class Captures:
         self._backend = backend
         self._limits: GraphLimits | None = None
         self._memory: tuple[Any, ...] = ()
-        self._plans: dict[tuple[int, ForwardMode, int, int, int], Plan] = {}
+        self._plans: dict[tuple[int, ForwardMode, int, int, int, bool], Plan] = {}
 
     def reserve(self, limits: GraphLimits, memory: Callable[[], tuple[Any, ...]]) -> None:
         """Make the memory of every lane; once."""
@@ -96,7 +96,8 @@ class Captures:
             raise BackendError(
                 f"backend {self._backend.name} has no memory for CUDA graphs; call init_cuda_graph_state first"
             )
-        shape = (geometry.lane, geometry.mode, geometry.requests, geometry.rows, geometry.page_table.shape[1])
+        uniform, width = geometry.new_lens is None, geometry.page_table.shape[1]
+        shape = (geometry.lane, geometry.mode, geometry.requests, geometry.rows, width, uniform)
         plan = self._plans.get(shape)
         if plan is None:
             self._limits.check(geometry)

@@ -34,7 +34,7 @@ class PlannedBackend(ABC):
         """The plan of an eager batch: ``Plan.of(self.backend_id, geometry, metadata, new_slots)``."""
 
     def reserve(self, limits: GraphLimits) -> Any:
-        """Memory of one lane for captured batches of up to ``limits``; its addresses never change afterwards."""
+        """Memory of one lane for captured batches of up to ``limits``. Its addresses never change afterwards."""
         return None
 
     def capture(self, geometry: Geometry, memory: Any) -> Plan:
@@ -42,7 +42,7 @@ class PlannedBackend(ABC):
         raise BackendError(f"backend {self.backend_id.name} claims CUDA graphs and defines no capture")
 
     def refill(self, plan: Plan, geometry: Geometry) -> None:
-        """What changes from replay to replay, made inside the graph from the lengths and pages on the device."""
+        """Make what changes from replay to replay, inside the graph, from the lengths and pages on the device."""
         raise BackendError(f"backend {self.backend_id.name} claims CUDA graphs and defines no refill")
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Plan:

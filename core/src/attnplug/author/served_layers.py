@@ -1,4 +1,4 @@
-"""The layers that a backend serves: what a call on one of them is checked for, before a kernel runs."""
+"""The layers that a backend serves, and the checks of a call on one of them before a kernel runs."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ServedLayers:
         }
 
     def check(self, layer: LayerSpec, q: Tensor) -> None:
-        """That these queries ``[rows, heads, width]`` are for a layer that the backend serves."""
+        """Check that these queries ``[rows, heads, width]`` are for a layer that the backend serves."""
         wanted = self._queries.get(layer.layer_id)
         if wanted is None:
             raise PoolError(
@@ -42,7 +42,7 @@ class ServedLayers:
             )
 
     def wanted(self, layer: LayerSpec, q: Tensor, extras: ForwardExtras | None) -> ForwardExtras:
-        """What a call asks for, checked; an extra that the backend does not claim is an error."""
+        """What a call asks for, checked. An extra that the backend does not claim is an error."""
         if extras is None:
             if layer.sinks:
                 self._refuse_sinks(layer, NOTHING)
@@ -75,7 +75,7 @@ class ServedLayers:
         )
 
     def new_rows(self, layer: LayerSpec, k: Tensor | None, v: Tensor | None, rows: int) -> NewRows:
-        """The first ``rows`` of k and v, checked; of an MLA layer there is no v."""
+        """The first ``rows`` rows of k and v, checked. An MLA layer has no v."""
         if k is None or (v is None) != (layer.mla is not None):
             given = ", ".join(f"{n}={'None' if t is None else tuple(t.shape)}" for n, t in (("k", k), ("v", v)))
             raise BackendError(
@@ -88,7 +88,7 @@ class ServedLayers:
         return k if k.shape[0] == rows else k[:rows], v if v is None or v.shape[0] == rows else v[:rows]
 
     def write(self, layer: LayerSpec, plan: Plan, new: NewRows) -> None:
-        """Write new rows to where the plan says, but not where a slot is -1; nowhere if it says nothing."""
+        """Write new rows to the plan's slots, except where a slot is -1. A plan without slots writes nothing."""
         if plan.new_slots is None:
             return
         k, v = new
@@ -103,12 +103,12 @@ class ServedLayers:
 
 
 def output_width(layer: LayerSpec) -> int:
-    """The width of a row of the result: of values, or of latents for absorbed MLA."""
+    """The width of a row of the result: that of values, or of latents for absorbed MLA."""
     return layer.v_head_dim if layer.mla is None else layer.mla.kv_lora_rank
 
 
 def check_lse(lse: Tensor, q: Tensor) -> None:
-    """Kernels write it as a plain block of memory, whatever it is."""
+    """Refuse an ``lse`` that a kernel cannot fill: kernels write it as one plain block of memory."""
     if lse.shape != q.shape[:2] or lse.dtype is not torch.float32 or not lse.is_contiguous():
         raise BackendError(
             f"lse must be contiguous float32 of shape {tuple(q.shape[:2])} (tokens, heads), not {lse.dtype} of shape "
@@ -118,7 +118,7 @@ def check_lse(lse: Tensor, q: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MLAShape:
-    """What the MLA layers of a model, all alike, are on this rank, and the pool that holds their rows."""
+    """The shape of a model's MLA layers on this rank, which are all alike, and the pool that holds their rows."""
 
     pool: MLAPool
     heads: int

@@ -8,10 +8,11 @@ from typing import TypeVar
 
 from attnplug.choose.building import build_backend, import_factory
 from attnplug.choose.loading import Registered
+from attnplug.choose.ranking import Ranking
 from attnplug.choose.registry import Registry
-from attnplug.choose.select import AUTO, BackendRequest, Selection, select
+from attnplug.choose.select import AUTO, BY_PREFERENCE, BackendRequest, Selection, select
 from attnplug.contract.backend import AttentionBackend
-from attnplug.contract.context import BackendContext, HostContext
+from attnplug.contract.context import HostContext
 from attnplug.declare.errors import AttnplugError, BackendError, PluginWarning
 from attnplug.declare.problem import Problem, Role
 from attnplug.declare.refusal import Refusal, RefusalCode
@@ -24,8 +25,8 @@ class BuildError(BackendError):
     """A chosen backend could not be built. ``backend`` is the one, with the plugin that brought it."""
 
     def __init__(self, backend: Registered, error: AttnplugError) -> None:
-        who, text = f"backend {backend.spec.name} ({backend.source})", str(error)
-        super().__init__(text if text.startswith(who) else f"{who}: {text}")
+        who, text = f"backend {backend.spec.name} ({backend.source})", error.message
+        super().__init__(text if text.startswith(who) else f"{who}: {text}", settings=error.settings)
         self.backend = backend
         self.exit_code = error.exit_code  # of a UsageError, where it refuses the options that it was given
 
@@ -36,6 +37,7 @@ def build_chosen(
     problem: Problem,
     build: Callable[[Selection], Built],
     failed: Mapping[str, Refusal] | None = None,
+    ranking: Ranking = BY_PREFERENCE,
 ) -> tuple[Selection, Built]:
     """Select, and build what was chosen. Where ``auto`` chose one that cannot be built, warn and choose again (D2).
 
@@ -46,7 +48,7 @@ def build_chosen(
     """
     left_out = dict(failed or {})
     while True:
-        selection = select(registry, request, problem, left_out)
+        selection = select(registry, request, problem, left_out, ranking)
         try:
             return selection, build(selection)
         except BuildError as error:
@@ -57,12 +59,14 @@ def build_chosen(
             warnings.warn(f"{error}; auto goes on without it", PluginWarning, stacklevel=2)
 
 
-def choose_importable(registry: Registry, request: BackendRequest, problem: Problem) -> Selection:
+def choose_importable(
+    registry: Registry, request: BackendRequest, problem: Problem, ranking: Ranking = BY_PREFERENCE
+) -> Selection:
     """Select backends whose factories can be imported, kernel libraries included; nothing is built yet (D3).
 
     For hosts that load weights before they build backends: what cannot be imported is told before.
     """
-    return build_chosen(registry, request, problem, _import_chosen)[0]
+    return build_chosen(registry, request, problem, _import_chosen, ranking=ranking)[0]
 
 
 def _import_chosen(selection: Selection) -> None:
@@ -86,7 +90,7 @@ def build_selection(selection: Selection, context: HostContext) -> AttentionBack
         assert full is not None, "a model has layers of one sort or the other"
         return full
     registered = selection.chosen(Role.LINEAR)
-    linear = _build(registered, _own(selection, context, registered, frozenset({Role.LINEAR})))
+    linear = _build(selection, registered, context, frozenset({Role.LINEAR}))
     return HybridLinearBackend(full, linear, context.model)
 
 
@@ -100,22 +104,21 @@ def _full_attention(selection: Selection, context: HostContext) -> AttentionBack
         name = registered.spec.name
         if name not in built:
             mine = frozenset(other for other in roles if selection.chosen(other) is registered)
-            built[name] = _build(registered, _own(selection, context, registered, mine))
+            built[name] = _build(selection, registered, context, mine)
     return SplitBackend(*built.values()) if len(built) > 1 else next(iter(built.values()))
 
 
-def _build(registered: Registered, context: BackendContext) -> AttentionBackend:
-    return _told(build_backend, registered, context)
+def _build(
+    selection: Selection, registered: Registered, context: HostContext, roles: frozenset[Role]
+) -> AttentionBackend:
+    spec = registered.spec
+    own = context.for_backend(spec.name, spec.capabilities, roles=roles, options=selection.options.get(spec.name))
+    return _told(build_backend, registered, own, selection.problem)
 
 
-def _told(step: Callable[..., Built], registered: Registered, *context: BackendContext) -> Built:
+def _told(step: Callable[..., Built], registered: Registered, *rest: object) -> Built:
     """What a step of building gives; its errors say of which backend they are."""
     try:
-        return step(registered, *context)
+        return step(registered, *rest)
     except AttnplugError as error:
         raise BuildError(registered, error) from error
-
-
-def _own(selection: Selection, context: HostContext, registered: Registered, roles: frozenset[Role]) -> BackendContext:
-    spec = registered.spec
-    return context.for_backend(spec.name, spec.capabilities, roles=roles, options=selection.options.get(spec.name))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -22,10 +22,13 @@ from attnplug.contract.backend import (
 )
 from attnplug.contract.context import BackendContext
 from attnplug.declare.capabilities import Capabilities
-from attnplug.declare.claims import ExtendPath
+from attnplug.declare.claims import Claims, ExtendPath
 from attnplug.declare.errors import AttnplugError, BackendError, HookError, PluginError, describe_error
-from attnplug.declare.model import AttentionKind
-from attnplug.declare.problem import GraphLevel, Role
+from attnplug.declare.model import AttentionKind, Feature
+from attnplug.declare.problem import GraphLevel, Problem, Role
+
+EXTRA_OF = {Feature.SINKS: "sinks"}
+"""The extra by which a layer's feature reaches ``forward``."""
 
 
 def backend_problems(backend: object, *, linear: bool = False) -> Iterator[str]:
@@ -82,6 +85,27 @@ def claim_problems(backend: AttentionBackend, declared: Capabilities, page_size:
             yield f"it claims {claim}, but has no {hook}{hook_signatures()[hook]}"
 
 
+def unmet(claims: Claims, problem: Problem, roles: Collection[Role]) -> Iterator[str]:
+    """Every way in which a built backend claims less than the problem that it was selected for needs."""
+    if problem.cuda_graph > claims.cuda_graph:
+        yield (
+            f"CUDA graphs were asked for at level {problem.cuda_graph.name}, and what was built claims "
+            f"{claims.cuda_graph.name}"
+        )
+    if claims.needs_cpu_seq_lens and not problem.exact_lengths:
+        yield "the host has upper bounds of lengths only, and what was built claims needs_cpu_seq_lens"
+    if problem.model is None or not set(roles) - {Role.LINEAR}:
+        return
+    layers = problem.model.full_layers
+    for feature in sorted({feature for layer in layers for feature in layer.features}):
+        extra = EXTRA_OF.get(feature)
+        if extra is not None and extra not in claims.extras:
+            claimed = ", ".join(sorted(claims.extras)) or "none"
+            yield f"the model's {feature} need the extra {extra}, and what was built claims the extras {claimed}"
+    if Role.PREFILL in roles and not claims.mla_extend and any(layer.mla is not None for layer in layers):
+        yield "it was chosen to prefill MLA, and what was built claims no way to: its mla_extend is empty"
+
+
 def import_factory(registered: Registered) -> Callable[[BackendContext], Any]:
     """A backend's factory, which is imported here and not before. Raises :class:`BackendError`, whatever is wrong."""
     spec = registered.spec
@@ -116,9 +140,9 @@ def _who(registered: Registered) -> str:
     return f"backend {registered.spec.name} ({registered.source})"
 
 
-def build_backend(registered: Registered, context: BackendContext) -> AttentionBackend:
-    """Import a backend's factory, build it, and insist that it is a backend: one whose hooks can be called, and whose
-    claims its spec declares."""
+def build_backend(registered: Registered, context: BackendContext, problem: Problem | None = None) -> AttentionBackend:
+    """Import a backend's factory, build it, and insist that it is a backend: one whose hooks can be called, whose
+    claims its spec declares, and which claims what ``problem`` needs, the one that it was selected for."""
     spec = registered.spec
     factory = import_factory(registered)
     with _blamed_on(registered, "built"):  # properties of its own are run by whoever looks at it
@@ -133,6 +157,12 @@ def build_backend(registered: Registered, context: BackendContext) -> AttentionB
         raise BackendError(
             f"{_who(registered)}: what {spec.factory} returned is not a backend:\n"
             + "\n".join(f"  {p}" for p in problems)
+        )
+    lacking = [] if problem is None else list(unmet(backend.claims, problem, context.roles))
+    if lacking:
+        raise BackendError(
+            f"{_who(registered)}: what {spec.factory} returned does not serve what it was selected for:\n"
+            + "\n".join(f"  {p}" for p in lacking)
         )
     built: AttentionBackend = backend
     return built

@@ -1,8 +1,9 @@
 """Finding plugins and loading them, one at a time, each isolated from the others (D2).
 
-pluggy's own loader stops at the first broken plugin, skips a second one of the same name, never calls a misspelled
-hook and never fills an argument with a default, all in silence. Each of these is an error here, reported with the
-plugin's distribution and version and its author's own signature.
+Hooks are called through pluggy's relay, with one plugin registered at a time. pluggy's own loader stops at the first
+broken plugin, skips a second one of the same name, never calls a misspelled hook and never fills an argument with
+a default, all in silence. Each of these is an error here, reported with the plugin's distribution and version and its
+author's own signature.
 """
 
 from __future__ import annotations
@@ -10,28 +11,36 @@ from __future__ import annotations
 import contextlib
 import difflib
 import inspect
+import json
 import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import metadata
-from importlib.metadata import EntryPoint
+from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+import importlib_metadata as metadata
 import pluggy
+from importlib_metadata import EntryPoint
 
-from attnplug.choose import hookspecs
+from attnplug.choose import plugin_hooks
 from attnplug.declare.errors import PluginError, describe_error
+from attnplug.declare.installed import metadata_lines
+from attnplug.declare.measured import MeasuredTable
 from attnplug.declare.spec import BackendSpec
-from attnplug.declare.version import CONTRACT_VERSION, contract_problem
+from attnplug.declare.version import CONTRACT_VERSION
+from attnplug.declare.workspace_kind import WorkspaceKind
 
 GROUP = "attnplug.plugins"
-MOST_BACKENDS = 1000
+MOST_ITEMS = 1000
 """Of one hook. A generator without end must not hang whoever lists backends."""
-HOOKS = tuple(name for name, _ in inspect.getmembers(hookspecs, inspect.isfunction) if name.startswith("attnplug_"))
+HOOKS = tuple(name for name in vars(plugin_hooks) if name.startswith("attnplug_"))
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +72,7 @@ def normal(distribution: str) -> str:
 
 def _identity(distribution: metadata.Distribution | None) -> tuple[str, str]:
     """Name and version; what damaged or missing metadata cannot tell is said so."""
-    found: dict[str, str] = {}
-    if distribution is not None:
-        try:
-            # The two lines we need, without parsing a whole README as mail for each of fifty plugins.
-            text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
-            for line in text.partition("\n\n")[0].splitlines():
-                key, _, value = line.partition(":")
-                found.setdefault(key.lower(), value.strip())
-        except Exception:  # whatever reading a damaged installation raises
-            found.clear()
+    found = {} if distribution is None else metadata_lines(distribution)
     place = getattr(distribution, "_path", "made by hand")
     return found.get("name") or f"unknown distribution ({place})", found.get("version") or "?"
 
@@ -86,8 +86,27 @@ class Registered:
 
 
 @dataclass(frozen=True, slots=True)
+class Provided(Generic[Item]):
+    """Something that is not a backend, and the plugin that brought it."""
+
+    value: Item
+    source: Source
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What one plugin brings, hook by hook."""
+
+    source: Source
+    backends: Sequence[BackendSpec]
+    workspace_kinds: Sequence[WorkspaceKind]
+    rankings: Sequence[MeasuredTable]
+    tiny_models: Mapping[str, Mapping[str, object]]
+
+
+@dataclass(frozen=True, slots=True)
 class Broken:
-    """A plugin, or one of its backends, that cannot be used. ``name`` is the backend's where it is known."""
+    """A plugin, or one thing that it brings, that cannot be used. ``name`` is the backend's where it is known."""
 
     name: str
     source: Source
@@ -126,31 +145,47 @@ def _find_one_by_one(group: str) -> tuple[list[EntryPoint], list[Broken]]:
 
 
 def new_manager() -> pluggy.PluginManager:
-    manager = pluggy.PluginManager(hookspecs.PROJECT)
-    manager.add_hookspecs(hookspecs)
+    manager = pluggy.PluginManager(plugin_hooks.PROJECT)
+    manager.add_hookspecs(plugin_hooks)
     return manager
 
 
-def load_plugin(manager: pluggy.PluginManager, point: EntryPoint, source: Source) -> Iterator[Registered | Broken]:
-    """One plugin's backends, or what is wrong with it. Raises nothing but an interrupt, which names the plugin."""
+def load_plugin(
+    manager: pluggy.PluginManager, point: EntryPoint, source: Source, known: dict[str, Any]
+) -> Loaded | Broken:
+    """What one plugin brings, or what is wrong with it. Raises nothing but an interrupt, which names the plugin.
+
+    Nobody is registered with ``manager``, before or after; but a broken plugin may leave anything there, so that
+    another manager is needed after it. ``known`` holds the plugins that were loaded before, by distribution and
+    entry point.
+    """
+    name = f"{source.distribution}:{source.entry_point}"
     try:
         with guarded():
             plugin = load_entry_point(point)
-            functions = _hook_functions(manager, plugin, source)
-            if (before := manager.get_name(plugin)) is not None:
-                raise PluginError(f"{source.target} is loaded already, by entry point {before}; remove one of the two")
-            manager.register(plugin, f"{source.distribution}:{source.entry_point}")
-            specs = [spec for function in functions for spec in _specs(function)]
-        outcomes = [_judge(spec, source) for spec in specs]
+            _check_hooks(manager, plugin, source)
+            if before := [other for other, one in known.items() if one is plugin]:
+                raise PluginError(
+                    f"{source.target} is loaded already, by entry point {before[0]}; remove one of the two"
+                )
+            known[name] = plugin
+            manager.register(plugin, name)
+            loaded = Loaded(
+                source,
+                _call(manager.hook.attnplug_backends, partial(_items, BackendSpec), ()),
+                _call(manager.hook.attnplug_workspace_kinds, partial(_items, WorkspaceKind), ()),
+                _call(manager.hook.attnplug_rankings, partial(_items, MeasuredTable), ()),
+                _call(manager.hook.attnplug_tiny_models, _models, {}),
+            )
+            if not (loaded.backends or loaded.workspace_kinds or loaded.rankings or loaded.tiny_models):
+                raise PluginError("it brings nothing: its hooks returned nothing")
+            manager.unregister(plugin)
+            return loaded
     except KeyboardInterrupt as error:
         # The user's, who wants to know what took so long, or the plugin's own: Python cannot tell them apart.
         raise KeyboardInterrupt(f"while loading plugin {source.entry_point} ({source})") from error
     except BaseException as error:  # plugins raise anything: SystemExit, types of their own
-        yield Broken(source.entry_point, source, describe_error(error))
-        return
-    if not outcomes:
-        yield Broken(source.entry_point, source, "it brings no backend: its hook returned nothing")
-    yield from outcomes
+        return Broken(source.entry_point, source, describe_error(error))
 
 
 def load_entry_point(point: EntryPoint) -> Any:
@@ -202,32 +237,29 @@ def _same_folder() -> Iterator[None]:
             os.chdir(folder)
 
 
-def _judge(spec: BackendSpec, source: Source) -> Registered | Broken:
-    problem = contract_problem(spec.contract)
-    return Registered(spec, source) if problem is None else Broken(spec.name, source, problem, str(spec.contract)[:20])
-
-
-def _hook_functions(manager: pluggy.PluginManager, plugin: Any, source: Source) -> list[Callable[[], Any]]:
-    """The plugin's hook functions, after every check that pluggy leaves out."""
+def _check_hooks(manager: pluggy.PluginManager, plugin: Any, source: Source) -> None:
+    """Every check of a plugin's hooks that pluggy leaves out."""
     if inspect.isclass(plugin):
         raise PluginError(f"{source.target} is a class; let the entry point name a module, or an instance of the class")
-    functions: list[Callable[[], Any]] = []
+    found: dict[str, Callable[..., Any]] = {}
     for attribute in dir(plugin):
         options = manager.parse_hookimpl_opts(plugin, attribute)
         if options is None:
+            if attribute in HOOKS and callable(candidate := getattr(plugin, attribute)):
+                where = _signature(candidate, attribute)
+                raise PluginError(f"{where} is not marked as a hook; put @attnplug.hookimpl above it")
             continue
-        function = getattr(plugin, attribute)
-        _check_hook(options.get("specname") or attribute, function, options)
-        functions.append(function)
-    if functions:
-        return functions
-    for name in HOOKS:
-        if callable(candidate := getattr(plugin, name, None)):
-            raise PluginError(f"{_signature(candidate, name)} is not marked as a hook; put @attnplug.hookimpl above it")
-    raise PluginError(
-        f"{source.target} has no hookimpl; define attnplug_backends() there, marked @attnplug.hookimpl, "
-        "returning a list of BackendSpec"
-    )
+        hook, function = options.get("specname") or attribute, getattr(plugin, attribute)
+        _check_hook(hook, function, options)
+        if hook in found:
+            both = f"{_signature(found[hook])} and {_signature(function)}"
+            raise PluginError(f"{both} both implement {hook}; let one return what both do")
+        found[hook] = function
+    if not found:
+        raise PluginError(
+            f"{source.target} has no hookimpl; define attnplug_backends() there, marked @attnplug.hookimpl, "
+            "returning a list of BackendSpec"
+        )
 
 
 def _check_hook(hook: str, function: Callable[..., Any], options: Mapping[str, Any]) -> None:
@@ -239,7 +271,7 @@ def _check_hook(hook: str, function: Callable[..., Any], options: Mapping[str, A
             + (f"did you mean {near[0]}?" if near else f"hooks are {', '.join(HOOKS)}")
         )
     if options.get("wrapper") or options.get("hookwrapper"):
-        raise PluginError(f"{where} is a hook wrapper; a backend's plugin only returns its own specs")
+        raise PluginError(f"{where} is a hook wrapper; a plugin only returns what it brings itself")
     names = list(inspect.signature(function).parameters)
     if names:
         raise PluginError(
@@ -248,24 +280,54 @@ def _check_hook(hook: str, function: Callable[..., Any], options: Mapping[str, A
         )
 
 
-def _specs(function: Callable[[], Any]) -> list[BackendSpec]:
-    """Call a hook and insist on its return type, printing the author's signature back."""
-    where = _signature(function)
+def _call(hook: pluggy.HookCaller, read: Callable[[Any], Result], nothing: Any) -> Result:
+    """Call a plugin's hook and read what it returns, ``nothing`` if it has no such hook.
+
+    An error prints the author's signature back.
+    """
+    implementations = hook.get_hookimpls()
+    if not implementations:
+        return read(nothing)
     try:
-        result = function()
-        if isinstance(result, BackendSpec):
-            raise PluginError("it returned one BackendSpec; return a list of them: [spec]")
-        if isinstance(result, str | bytes | Mapping) or not isinstance(result, Iterable):
-            raise PluginError(f"it returned {_brief(result)}; return a list of BackendSpec")
-        specs = list(islice(result, MOST_BACKENDS + 1))
-        if len(specs) > MOST_BACKENDS:
-            raise PluginError(f"it returned more than {MOST_BACKENDS} backends, perhaps without end")
+        return read(next(iter(hook()), None))  # one implementation; pluggy leaves out a None
     except Exception as error:
+        where = _signature(implementations[0].function)
         raise PluginError(f"{where}: {describe_error(error)}{_hint(error)}") from error
-    for position, spec in enumerate(specs):
-        if type(spec) is not BackendSpec:  # what a subclass changes would run where nobody guards against it
-            raise PluginError(f"{where}: it returned {_brief(spec)} at position {position}, not a BackendSpec")
-    return specs
+
+
+def _items(item: type[Item], result: Any) -> list[Item]:
+    """The result of a hook that returns a list."""
+    name = item.__name__
+    if isinstance(result, item):
+        raise PluginError(f"it returned one {name}; return a list of them, even of one")
+    if isinstance(result, str | bytes | Mapping) or not isinstance(result, Iterable):
+        raise PluginError(f"it returned {_brief(result)}; return a list of {name}")
+    items = list(islice(result, MOST_ITEMS + 1))
+    if len(items) > MOST_ITEMS:
+        raise PluginError(f"it returned more than {MOST_ITEMS} items, perhaps without end")
+    for position, one in enumerate(items):
+        if type(one) is not item:  # what a subclass changes would run where nobody guards against it
+            raise PluginError(f"it returned {_brief(one)} at position {position}, not a {name}")
+    return items
+
+
+def _models(result: Any) -> dict[str, Mapping[str, object]]:
+    """The result of ``attnplug_tiny_models``, as plain copies."""
+    if not isinstance(result, Mapping):
+        raise PluginError(f"it returned {_brief(result)}; return a dict of configs by name: {{'acme': {{…}}}}")
+    models = {}
+    for name, config in result.items():
+        if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*", name):
+            raise PluginError(f"tiny model {name!r} must be named by letters, digits, '_', '-' and '.'")
+        if not isinstance(config, Mapping) or not isinstance(config.get("model_type"), str):
+            raise PluginError(
+                f"tiny model {name!r} is {_brief(config)}; give the dict of its config.json, model_type too"
+            )
+        try:
+            models[name] = json.loads(json.dumps(dict(config)))
+        except (TypeError, ValueError) as error:
+            raise PluginError(f"tiny model {name!r} holds what a config.json cannot: {error}") from error
+    return models
 
 
 def _hint(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""Every installed backend by its name (D1, D2). There is no list of names here: entry points are the list."""
+"""All that installed plugins bring, by name (D1, D2). There is no list of names here: entry points are the list."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import difflib
 import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import EntryPoint
 from time import monotonic
+from typing import Any, Protocol, TypeVar
+
+from importlib_metadata import EntryPoint
 
 from attnplug.choose.loading import (
     Broken,
+    Loaded,
+    Provided,
     Registered,
     Source,
     find_plugins,
@@ -20,7 +24,10 @@ from attnplug.choose.loading import (
 )
 from attnplug.declare.errors import PluginError, UsageError
 from attnplug.declare.factory import factory_refusal
+from attnplug.declare.measured import MeasuredTable
 from attnplug.declare.refusal import Refusal, RefusalCode
+from attnplug.declare.version import CONTRACT_VERSION, contract_problem
+from attnplug.declare.workspace_kind import WorkspaceKind
 
 SLOW_SECONDS = 1.0
 """A plugin that takes longer to load is named: loading one is meant to take milliseconds."""
@@ -41,6 +48,10 @@ class Registry:
     """Plugins that took long to load, with their seconds."""
     strict: bool = False
     """``ATTNPLUG_STRICT`` is set: what is wrong with any plugin is an error."""
+    workspace_kinds: Mapping[str, Provided[WorkspaceKind]] = field(default_factory=dict)
+    rankings: Mapping[str, Provided[MeasuredTable]] = field(default_factory=dict)
+    """Measured tables by their title."""
+    tiny_models: Mapping[str, Provided[Mapping[str, object]]] = field(default_factory=dict)
 
     def get(self, name: str) -> Registered:
         """The backend of this name, or an error that says why there is none and which names are near."""
@@ -59,7 +70,7 @@ class Registry:
         hint = f"; did you mean {' or '.join(near)}?" if near else "."
         raise UsageError(
             f"there is no backend {name!r}{hint} Installed: {', '.join(sorted(self.backends)) or 'none'}; "
-            "'attnplug backends --all' shows the broken and blocked ones too"
+            "'attnplug doctor' shows the broken and blocked ones too"
         )
 
     def insist_on_checks(self, reasons: Iterable[tuple[Registered, Sequence[Refusal]]]) -> None:
@@ -85,19 +96,42 @@ def load_registry(
     ordered = sorted(points, key=lambda point: (points[point].distribution, point.name))
     allowed, blocked, unmatched = _permit(ordered, points, environment.get(ALLOW_VARIABLE))
     manager = new_manager()
-    outcomes: list[Registered | Broken] = []
+    loaded: list[Loaded] = []
+    known: dict[str, Any] = {}
     slow: dict[Source, float] = {}
     for point in allowed:
         started = monotonic()
-        outcomes += load_plugin(manager, point, points[point])
+        outcome = load_plugin(manager, point, points[point], known)
         seconds = monotonic() - started
+        if isinstance(outcome, Loaded):
+            loaded.append(outcome)
+        else:
+            broken.append(outcome)
+            manager = new_manager()
         if seconds > SLOW_SECONDS and not points[point].embedded:
             slow[points[point]] = seconds
-    backends, taken = _unique([outcome for outcome in outcomes if isinstance(outcome, Registered)])
-    broken += [outcome for outcome in outcomes if isinstance(outcome, Broken)] + taken
-    strict = _strict(environment.get(STRICT_VARIABLE))
-    registry = Registry(backends, tuple(broken), tuple(points[point] for point in blocked), unmatched, slow, strict)
-    if strict:
+    backends = _settle("the name {!r}", "{}", _backends(loaded, broken), broken, CONTRACT_VERSION)
+    kinds = _settle(
+        "the workspace kind {!r} (zeroed by one, not by the other)", "workspace kind {}", _kinds(loaded), broken
+    )
+    tables = [(table.title, Provided(table, plugin.source)) for plugin in loaded for table in plugin.rankings]
+    rankings = _settle("the measured table of {}", "measured table of {}", tables, broken)
+    models = [
+        (name, Provided(config, plugin.source)) for plugin in loaded for name, config in plugin.tiny_models.items()
+    ]
+    tiny_models = _settle("the name 'tiny:{}'", "tiny:{}", models, broken)
+    registry = Registry(
+        backends,
+        tuple(broken),
+        tuple(points[point] for point in blocked),
+        unmatched,
+        slow,
+        _strict(environment.get(STRICT_VARIABLE)),
+        kinds,
+        rankings,
+        tiny_models,
+    )
+    if registry.strict:
         _insist(registry)
     return registry
 
@@ -148,31 +182,60 @@ def _fail(faults: Collection[str]) -> None:
         raise PluginError(f"{STRICT_VARIABLE} is set and plugins are broken:\n" + "\n".join(f"  {f}" for f in faults))
 
 
-def _unique(candidates: list[Registered]) -> tuple[dict[str, Registered], list[Broken]]:
-    """Names are unique. The embedded default keeps its own; else two claims to one name are an error of both (D2)."""
-    claims: dict[str, list[Registered]] = {}
-    for candidate in candidates:
-        claims.setdefault(candidate.spec.name, []).append(candidate)
-    backends: dict[str, Registered] = {}
-    broken: list[Broken] = []
-    for name, claimants in sorted(claims.items()):
+def _backends(loaded: Iterable[Loaded], broken: list[Broken]) -> list[tuple[str, Registered]]:
+    """The backends of our contract by name. Those of another one are left out, and are ``broken``."""
+    found = []
+    for plugin in loaded:
+        for spec in plugin.backends:
+            problem = contract_problem(spec.contract)
+            if problem is None:
+                found.append((spec.name, Registered(spec, plugin.source)))
+            else:
+                broken.append(Broken(spec.name, plugin.source, problem, str(spec.contract)[:20]))
+    return found
+
+
+def _kinds(loaded: Iterable[Loaded]) -> list[tuple[str, Provided[WorkspaceKind]]]:
+    """Kinds by name, each contract once: plugins that declare an equal kind share it. Core's own declaration counts."""
+    core_last = sorted(loaded, key=lambda plugin: plugin.source.embedded)
+    kinds = {kind: Provided(kind, plugin.source) for plugin in core_last for kind in plugin.workspace_kinds}
+    return [(kind.name, provided) for kind, provided in kinds.items()]
+
+
+class _Sourced(Protocol):
+    @property
+    def source(self) -> Source: ...
+
+
+Claim = TypeVar("Claim", bound=_Sourced)
+
+
+def _settle(
+    title: str, label: str, claims: Iterable[tuple[str, Claim]], broken: list[Broken], contract: str | None = None
+) -> dict[str, Claim]:
+    """Names are unique. Core keeps its own; else two claims to one name are an error of both (D2), and ``broken``.
+
+    ``title`` and ``label`` are formats of the name, for the error's text and for the name of what is broken.
+    """
+    by_name: dict[str, list[Claim]] = {}
+    for name, claim in claims:
+        by_name.setdefault(name, []).append(claim)
+    kept: dict[str, Claim] = {}
+    for name, claimants in sorted(by_name.items()):
         embedded = [claimant for claimant in claimants if claimant.source.embedded]
         keeper = next((group[0] for group in (embedded, claimants) if len(group) == 1), None)
         if keeper is not None:
-            backends[name] = keeper
-        broken += [
-            Broken(name, claimant.source, _taken(name, claimants, keeper), contract=claimant.spec.contract)
-            for claimant in claimants
-            if claimant is not keeper
-        ]
-    return backends, broken
+            kept[name] = keeper
+        error = _taken(title.format(name), claimants, keeper)
+        broken += [Broken(label.format(name), one.source, error, contract) for one in claimants if one is not keeper]
+    return kept
 
 
-def _taken(name: str, claimants: list[Registered], keeper: Registered | None) -> str:
+def _taken(title: str, claimants: Sequence[_Sourced], keeper: _Sourced | None) -> str:
     owners = [f"{claimant.source} (entry point {claimant.source.entry_point})" for claimant in claimants]
     if len(set(owners)) == 1:
-        return f"the name {name!r} is given {len(owners)} times by {owners[0]}, so none is used; give each its own name"
-    claimed = f"the name {name!r} is claimed by {' and '.join(owners)}"
+        return f"{title} is given {len(owners)} times by {owners[0]}, so none is used; keep one of them"
+    claimed = f"{title} is claimed by {' and '.join(owners)}"
     if keeper is not None:
-        return f"{claimed}; it is the embedded default's, which keeps it; uninstall the other, or give it another name"
+        return f"{claimed}; attnplug's own keeps it; uninstall the other, or give it another name"
     return f"{claimed}, so neither is used; uninstall one, or name the one to keep in {ALLOW_VARIABLE}"

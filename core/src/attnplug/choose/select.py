@@ -1,4 +1,4 @@
-"""Command-line options → one backend per role, or every reason why not (D3).
+"""Settings → one backend per role, or every reason why not (D3).
 
 Nothing is built here and nothing heavy imported: a choice is judged from specs and a problem, both plain data, so it
 works for hardware that is not there.
@@ -6,21 +6,24 @@ works for hardware that is not there.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import Any
 
 from attnplug.choose.loading import Registered
+from attnplug.choose.ranking import PreferenceRanking, Ranking, by_preference
 from attnplug.choose.registry import Registry
 from attnplug.declare.claims import PageSizes
 from attnplug.declare.errors import AttnplugError, UsageError
 from attnplug.declare.options import parse_options
 from attnplug.declare.problem import Problem, Role
 from attnplug.declare.refusal import Refusal, RefusalCode
+from attnplug.declare.settings import Render, Setting
 
 AUTO = "auto"
 DEFAULT_PAGE_SIZE = 64
+BY_PREFERENCE = PreferenceRanking()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,12 +35,12 @@ class BackendRequest:
     options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
     def name_for(self, role: Role) -> str:
-        """The name asked for in a role. ``--attention-backend`` speaks of full attention, not of linear layers."""
+        """The name asked for in a role. ``attention`` speaks of full attention, not of linear layers."""
         return self.roles.get(role, AUTO if role is Role.LINEAR else self.attention)
 
-    def option_for(self, role: Role) -> str:
-        """The option that decides the role."""
-        return role.option if role in self.roles or role is Role.LINEAR else "--attention-backend"
+    def setting_for(self, role: Role) -> Setting:
+        """The setting that decides the role."""
+        return role.setting if role in self.roles or role is Role.LINEAR else Setting.ATTENTION_BACKEND
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,52 +53,30 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class RoleChoice:
-    """The outcome for one role. ``candidates`` holds all installed backends, the one asked for first."""
+    """The outcome for one role. ``candidates`` holds all installed backends, the one asked for first.
+
+    ``setting`` decided the role; ``rank`` says why ``auto`` took the chosen one among the usable ones.
+    """
 
     role: Role
     requested: str
-    option: str
+    setting: Setting
     chosen: Registered | None
     candidates: tuple[Candidate, ...]
+    rank: str = ""
 
     @property
     def chosen_name(self) -> str | None:
         return None if self.chosen is None else self.chosen.spec.name
 
-    @property
-    def why(self) -> str:
+    def why(self, render: Render = str) -> str:
         """One line: why this one."""
         if self.chosen is None:
             return "nothing can serve"
         if self.requested != AUTO:
-            return f"asked for by {self.option}"
-        usable = [candidate.backend for candidate in self.candidates if not candidate.refusals]
-        refused = len(self.candidates) - len(usable)
-        return f"auto: {_rank(self.chosen, usable)}" + (f"; {refused} refused" if refused else "")
-
-
-def _rank(chosen: Registered, usable: Sequence[Registered]) -> str:
-    """Why ``auto`` takes this one of the usable ones: what :func:`_order` decided, in words."""
-    preference = chosen.spec.preference
-    others = [backend for backend in usable if backend is not chosen]
-    equal = [b for b in others if b.spec.preference == preference and b.source.embedded == chosen.source.embedded]
-    passed_over = [b for b in others if b not in equal and b.spec.preference >= preference]  # embedded, by the order
-    default = f"the embedded default {_names(passed_over)}"
-    beside = f" beside {default}, which comes last" if passed_over else ""
-    if not others:
-        return "the only usable one"
-    if equal:
-        last = f"; {default} comes last" if passed_over else ""
-        return f"preference {preference}, equal with {_names(equal)}, first by name{last}"
-    if passed_over == others:
-        return f"the only usable one{beside}"
-    if passed_over:
-        return f"preference {preference}, the highest of {len(usable) - len(passed_over)} usable{beside}"
-    return f"preference {preference}, the highest of {len(usable)} usable, before {_names(others)}"
-
-
-def _names(backends: Iterable[Registered]) -> str:
-    return ", ".join(backend.spec.name for backend in backends)
+            return f"asked for by {render(self.setting) or self.setting}"
+        refused = sum(bool(candidate.refusals) for candidate in self.candidates)
+        return f"auto: {self.rank}" + (f"; {refused} refused" if refused else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,67 +104,98 @@ class SelectionError(AttnplugError):
     """Some role cannot be served. ``selection`` holds every candidate with every reason."""
 
     def __init__(self, selection: Selection) -> None:
-        super().__init__("\n".join(_refusal(selection)))
+        super().__init__("\n".join(_refusal(selection, str)))
         self.selection = selection
+
+    def told(self, render: Render) -> str:
+        return "\n".join(_refusal(self.selection, render))
 
 
 def explain(
-    registry: Registry, request: BackendRequest, problem: Problem, failed: Mapping[str, Refusal] | None = None
+    registry: Registry,
+    request: BackendRequest,
+    problem: Problem,
+    failed: Mapping[str, Refusal] | None = None,
+    ranking: Ranking = BY_PREFERENCE,
 ) -> Selection:
     """Judge every role. Only a request that cannot be understood is an error here; a refusal is an answer.
 
     ``failed`` are backends that could not be built although nothing spoke against them, by name, with the reason.
     """
-    choices = {role: _choose(registry, request, role, problem, failed or {}) for role in problem.roles()}
+    given = {name: _parsed(registry, name, settings) for name, settings in request.options.items()}
+    judge = _Judge(registry, request, problem, failed or {}, given, ranking)
+    choices = {role: judge.choose(role) for role in problem.roles()}
     registry.insist_on_checks((c.backend, c.refusals) for choice in choices.values() for c in choice.candidates)
     for role, name in request.roles.items():
         if role not in choices and name != AUTO:
             registry.get(name)  # a wrong name is an error even where the role is not needed
-            raise UsageError(f"{role.option} {name} is given, but {_unneeded(role, problem)}; leave it out")
+            message = f"`{role.setting}` {name} is given, but {_unneeded(role, problem)}; leave it out"
+            also = [Setting.SPECULATIVE_TOKENS] if role is Role.DRAFT else []
+            raise UsageError(message, settings=[role.setting, *also])
     if request.attention != AUTO and choices and not {Role.PREFILL, Role.DECODE} & set(choices):
         registry.get(request.attention)
         raise UsageError(
-            f"--attention-backend {request.attention} is given, but {_unneeded(Role.PREFILL, problem)}; leave it "
-            f"out, or give {Role.LINEAR.option}"
+            f"`{Setting.ATTENTION_BACKEND}` {request.attention} is given, but {_unneeded(Role.PREFILL, problem)}; "
+            f"leave it out, or give `{Role.LINEAR.setting}`",
+            settings=[Setting.ATTENTION_BACKEND, Role.LINEAR.setting],
         )
     chosen = [choice.chosen for choice in choices.values() if choice.chosen is not None]
-    options = _options(registry, request, choices)
+    _insist_on_options(registry, request, choices)
+    options = {name: given.get(name, _parsed(registry, name, {})) for name in sorted({b.spec.name for b in chosen})}
     return Selection(problem, choices, _page_size(problem, chosen), options, failed or {})
 
 
 def select(
-    registry: Registry, request: BackendRequest, problem: Problem, failed: Mapping[str, Refusal] | None = None
+    registry: Registry,
+    request: BackendRequest,
+    problem: Problem,
+    failed: Mapping[str, Refusal] | None = None,
+    ranking: Ranking = BY_PREFERENCE,
 ) -> Selection:
     """The backends to build, checked before anything is built; raises :class:`SelectionError` with every reason."""
-    selection = explain(registry, request, problem, failed)
+    selection = explain(registry, request, problem, failed, ranking)
     if selection.unserved:
         raise SelectionError(selection)
     return selection
 
 
-def _choose(
-    registry: Registry, request: BackendRequest, role: Role, problem: Problem, failed: Mapping[str, Refusal]
-) -> RoleChoice:
-    requested = request.name_for(role)
-    asked = None if requested == AUTO else registry.get(requested)
-    candidates = []
-    for backend in sorted(registry.backends.values(), key=lambda backend: (backend is not asked, _order(backend))):
-        reasons = [_deciding(request, role, refusal) for refusal in backend.spec.refusals(problem, role)]
-        if backend.spec.name in failed:
-            reasons.append(failed[backend.spec.name])
-        candidates.append(Candidate(backend, tuple(reasons)))
-    usable = [c.backend for c in candidates if not c.refusals and asked in (None, c.backend)]
-    return RoleChoice(role, requested, request.option_for(role), usable[0] if usable else None, tuple(candidates))
+@dataclass(frozen=True, slots=True)
+class _Judge:
+    """What the choice for every role depends on."""
 
+    registry: Registry
+    request: BackendRequest
+    problem: Problem
+    failed: Mapping[str, Refusal]
+    options: Mapping[str, Any]
+    """Parsed, of the backends that were given any."""
+    ranking: Ranking
 
-def _order(backend: Registered) -> tuple[bool, int, str]:
-    """The order in which ``auto`` takes usable backends, as ``BackendSpec.preference`` promises it."""
-    return backend.source.embedded, -backend.spec.preference, backend.spec.name
+    def choose(self, role: Role) -> RoleChoice:
+        requested = self.request.name_for(role)
+        asked = None if requested == AUTO else self.registry.get(requested)
+        ordered = sorted(
+            self.registry.backends.values(), key=lambda backend: (backend is not asked, by_preference(backend))
+        )
+        candidates = tuple(Candidate(backend, tuple(self._refusals(backend, role))) for backend in ordered)
+        usable = [c.backend for c in candidates if not c.refusals and asked in (None, c.backend)]
+        chosen, why = (usable[0] if usable else None), ""
+        if usable and asked is None:
+            ranked = self.ranking.rank(usable, role, self.problem)
+            chosen, why = ranked.backends[0], ranked.why
+        return RoleChoice(role, requested, self.request.setting_for(role), chosen, candidates, why)
+
+    def _refusals(self, backend: Registered, role: Role) -> Iterator[Refusal]:
+        spec = backend.spec
+        for refusal in spec.refusals(self.problem, role, self.options.get(spec.name)):
+            yield _deciding(self.request, role, refusal)
+        if spec.name in self.failed:
+            yield self.failed[spec.name]
 
 
 def _deciding(request: BackendRequest, role: Role, refusal: Refusal) -> Refusal:
-    """The refusal, naming the option that decided the role: most often not the one for this role alone."""
-    return replace(refusal, option=request.option_for(role)) if refusal.option == role.option else refusal
+    """The refusal, naming the setting that decided the role: most often not the one for this role alone."""
+    return replace(refusal, setting=request.setting_for(role)) if refusal.setting == role.setting else refusal
 
 
 def _unneeded(role: Role, problem: Problem) -> str:
@@ -192,7 +204,7 @@ def _unneeded(role: Role, problem: Problem) -> str:
     if role is Role.LINEAR:
         return "the model has no linear-attention layer"
     if role is Role.DRAFT:
-        return "speculation is off (--speculative-tokens turns it on)"
+        return f"speculation is off (`{Setting.SPECULATIVE_TOKENS}` turns it on)"
     return "the model has no full-attention layer"
 
 
@@ -207,57 +219,73 @@ def _page_size(problem: Problem, chosen: list[Registered]) -> int | None:
     return min(common.kernel)
 
 
-def _options(registry: Registry, request: BackendRequest, choices: Mapping[Role, RoleChoice]) -> dict[str, Any]:
-    """Parsed options of every chosen backend. Options for one that is not chosen would be ignored: an error."""
+def _parsed(registry: Registry, name: str, settings: Mapping[str, str]) -> Any:
+    return parse_options(name, registry.get(name).spec.options, settings)
+
+
+def _insist_on_options(registry: Registry, request: BackendRequest, choices: Mapping[Role, RoleChoice]) -> None:
+    """Options for a backend that is neither chosen nor asked for would be ignored: an error."""
     chosen = {choice.chosen.spec.name for choice in choices.values() if choice.chosen is not None}
     asked = {request.name_for(role) for role in choices}
     for name, settings in request.options.items():
-        backend = registry.get(name)
-        parse_options(name, backend.spec.options, settings)
-        if settings and name not in chosen | asked:
-            given = next(iter(settings))
-            raise UsageError(
-                f"--backend-option {name}.{given} is given, but {name} is not chosen for any role "
-                f"(chosen: {', '.join(sorted(chosen)) or 'none'}); ask for it with {_option_of(backend)} {name}"
-            )
-    return {
-        name: parse_options(name, registry.backends[name].spec.options, request.options.get(name, {}))
-        for name in sorted(chosen)
-    }
+        if not settings or name in chosen | asked:
+            continue
+        backend, given = registry.get(name), f"{name}.{next(iter(settings))}"
+        if refusals := _own_refusals(backend, choices):
+            remedy = ": " + "; ".join(refusal.message for refusal in refusals)
+            also = [refusal.setting for refusal in refusals if refusal.setting is not None]
+        else:
+            also = [_setting_of(backend)]
+            remedy = f"; ask for it with `{also[0]}` {name}"
+        raise UsageError(
+            f"`{given}` is given, but {name} is not chosen for any role (chosen: {', '.join(sorted(chosen)) or 'none'})"
+            f"{remedy}",
+            settings=[given, *also],
+        )
 
 
-def _option_of(backend: Registered) -> str:
-    """The option that gives a backend all of its roles, or the first of them."""
+def _own_refusals(backend: Registered, choices: Mapping[Role, RoleChoice]) -> list[Refusal]:
+    """Why a backend was not chosen for the first of the roles that it is made for; empty where it could have been."""
+    for choice in choices.values():
+        (candidate,) = (c for c in choice.candidates if c.backend is backend)
+        if not _for_something_else(candidate):
+            return list(candidate.refusals)
+    return []
+
+
+def _setting_of(backend: Registered) -> Setting:
+    """The setting that gives a backend all of its roles, or the first of them."""
     roles = backend.spec.capabilities.roles
-    return "--attention-backend" if {Role.PREFILL, Role.DECODE} <= roles else min(roles, key=list(Role).index).option
+    both = {Role.PREFILL, Role.DECODE} <= roles
+    return Setting.ATTENTION_BACKEND if both else min(roles, key=list(Role).index).setting
 
 
-def _refusal(selection: Selection) -> Iterator[str]:
+def _refusal(selection: Selection, render: Render) -> Iterator[str]:
     """Why roles are not served. Of a backend that was asked for, its own reasons; of ``auto``, every candidate's."""
     asked: dict[str, list[RoleChoice]] = {}
     for choice in selection.unserved:
         if choice.requested != AUTO:
             asked.setdefault(choice.requested, []).append(choice)
     for choices in asked.values():
-        yield from _refused_by_name(choices)
+        yield from _refused_by_name(choices, render)
         yield ""
     yield from _inputs(selection)
     for choice in selection.unserved:
         if choice.requested == AUTO:
             yield ""
-            yield from _judged(choice)
+            yield from _judged(choice, render)
 
 
-def _refused_by_name(choices: Sequence[RoleChoice]) -> Iterator[str]:
+def _refused_by_name(choices: Sequence[RoleChoice], render: Render) -> Iterator[str]:
     """One backend that was asked for in these roles: its reasons, then in one line what could serve instead."""
     asked = choices[0].candidates[0].backend
     roles = " and ".join(choice.role for choice in choices)
-    options = " and ".join(dict.fromkeys(choice.option for choice in choices))
-    yield f"{asked.spec.name} ({asked.source}) was asked for by {options} and cannot serve {roles}:"
+    by = " and ".join(dict.fromkeys(render(choice.setting) or choice.setting for choice in choices))
+    yield f"{asked.spec.name} ({asked.source}) was asked for by {by} and cannot serve {roles}:"
     found: dict[str, list[RoleChoice]] = {}
     for choice in choices:
         for refusal in choice.candidates[0].refusals:
-            found.setdefault(str(refusal), []).append(choice)
+            found.setdefault(refusal.told(render), []).append(choice)
     for reason, concerned in found.items():
         yield f"  - {reason}" if len(concerned) == len(choices) else f"  - for {concerned[0].role}: {reason}"
     usable = [{c.backend.spec.name: None for c in choice.candidates if not c.refusals} for choice in choices]
@@ -265,19 +293,19 @@ def _refused_by_name(choices: Sequence[RoleChoice]) -> Iterator[str]:
     yield f"usable instead: {names or 'none'}; 'attnplug explain' gives every reason against every other backend"
 
 
-def render(selection: Selection) -> Iterator[str]:
-    """An explanation: the inputs, then every role with every candidate and every reason."""
+def explanation(selection: Selection, render: Render = str) -> Iterator[str]:
+    """Lines: the inputs, then every role with every candidate and every reason."""
     yield from _inputs(selection)
     for choice in selection.choices.values():
         yield ""
-        yield from _judged(choice)
+        yield from _judged(choice, render)
 
 
-def _judged(choice: RoleChoice) -> Iterator[str]:
+def _judged(choice: RoleChoice, render: Render) -> Iterator[str]:
     """One role: what it gets, and every candidate. Where ``auto`` found one, backends that are made for something else
     are only named."""
     if choice.chosen_name is not None:
-        yield f"{choice.role}: {choice.chosen_name} ({choice.why})"
+        yield f"{choice.role}: {choice.chosen_name} ({choice.why(render)})"
     elif choice.requested != AUTO:
         yield f"{choice.role}: {choice.requested} was asked for and cannot serve"
     elif choice.candidates:
@@ -285,10 +313,8 @@ def _judged(choice: RoleChoice) -> Iterator[str]:
     else:
         yield f"{choice.role}: no backend is installed"
     if choice.chosen is None and choice.role is Role.LINEAR and not _for_linear(choice):
-        yield "  none is made for linear attention; attnplug-hybrid-linear brings some that are: pip install it"
-    elsewhere: list[Candidate] = []
-    if choice.requested == AUTO and choice.chosen is not None:
-        elsewhere = list(filter(_for_something_else, choice.candidates))
+        yield "  none is made for linear attention; 'attnplug plugins' lists packages that bring some"
+    elsewhere = passed_over(choice)
     for candidate in choice.candidates:
         if candidate in elsewhere:
             continue
@@ -298,10 +324,17 @@ def _judged(choice: RoleChoice) -> Iterator[str]:
             continue
         yield f"  {spec.name} ({candidate.backend.source}): refused"
         for refusal in candidate.refusals:
-            yield f"    - {refusal}"
+            yield f"    - {refusal.told(render)}"
     if elsewhere:
         names = ", ".join(candidate.backend.spec.name for candidate in elsewhere)
-        yield f"  for another role or kind of attention: {names} (--json has their reasons)"
+        yield f"  for another role or kind of attention: {names}"
+
+
+def passed_over(choice: RoleChoice) -> list[Candidate]:
+    """Candidates that an explanation only names: where ``auto`` found one, those made for something else."""
+    if choice.requested != AUTO or choice.chosen is None:
+        return []
+    return list(filter(_for_something_else, choice.candidates))
 
 
 def _for_something_else(candidate: Candidate) -> bool:
@@ -330,6 +363,10 @@ def _inputs(selection: Selection) -> Iterator[str]:
         extras.append(f"{problem.tensor_parallel} tensor-parallel ranks")
     if problem.is_embedding:
         extras.append("embedding: no decode")
+    if problem.layout is not None:
+        extras.append(f"cache layout: {problem.layout}")
+    if not problem.exact_lengths:
+        extras.append("upper bounds of lengths only")
     if problem.cuda_graph:
         extras.append(f"CUDA graphs: {problem.cuda_graph.name}")
     if extras:

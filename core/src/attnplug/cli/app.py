@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 from attnplug.cli import foreign, output
 from attnplug.cli.foreign import Commands as Commands
+from attnplug.cli.options import option, options_of
 from attnplug.cli.warn import shown_as_lines
 from attnplug.declare.problem import Role
 
@@ -30,7 +31,7 @@ class _Help(argparse.HelpFormatter):
 
 class _Version(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from importlib import metadata
+        import importlib_metadata as metadata
 
         from attnplug.declare.version import CONTRACT_VERSION
 
@@ -38,10 +39,14 @@ class _Version(argparse.Action):
         parser.exit()
 
 
-def run(arguments: Sequence[str] | None = None) -> int:
-    """Parse a command line and run its command; returns the exit code."""
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """A command line, parsed. Its ``render`` spells a setting as an option of the command, where it has one."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    parsed = _parser(arguments).parse_args(arguments)
+    return _parser(arguments).parse_args(arguments)
+
+
+def run(parsed: argparse.Namespace) -> int:
+    """Run the command of a parsed command line; returns the exit code."""
     if parsed.json:
         output.reserve_for_json()
     command: Callable[[argparse.Namespace], int] = parsed.command
@@ -68,14 +73,17 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
 def add_command(
     commands: Commands[argparse.ArgumentParser], name: str, text: str, call: Callable[..., int]
 ) -> argparse.ArgumentParser:
-    """Add a command that runs ``call(parsed)`` and exits with what it returns."""
+    """Add a command that runs ``call(parsed)`` and exits with what it returns.
+
+    ``parsed.render`` spells a setting as an option of the command; ``None`` for one that it does not have.
+    """
     # allow_abbrev: --device must not be taken for whatever longer option comes along in a later version.
     shown = text.replace("%", "%%")  # argparse formats it, but not the description
     parser = commands.add_parser(
         name, help=shown, description=text, epilog=EPILOG, formatter_class=_Help, allow_abbrev=False
     )
     parser.add_argument("--json", action="store_true", help="write JSON to standard output, all else to standard error")
-    parser.set_defaults(command=call)
+    parser.set_defaults(command=call, render=options_of(parser))
     return parser
 
 
@@ -119,7 +127,7 @@ def _declare_explain(commands: Commands[argparse.ArgumentParser]) -> None:
             cuda_graph=parsed.cuda_graph,
             settings=tuple(parsed.backend_option),
         )
-        return explain_choice(options, json=parsed.json)
+        return explain_choice(options, parsed.render, json=parsed.json)
 
     text = "Say which backend each role gets for a model, and every reason against every candidate."
     parser = add_command(commands, "explain", text, call)
@@ -130,7 +138,7 @@ def _declare_explain(commands: Commands[argparse.ArgumentParser]) -> None:
     for role in Role:
         otherwise = "auto" if role is Role.LINEAR else "as --attention-backend"
         text = f"backend for the role {role} alone (default: {otherwise})"
-        parser.add_argument(role.option, metavar="NAME|auto", help=text)
+        parser.add_argument(option(role.setting), metavar="NAME|auto", help=text)
     text = "compute capability, 9.0 is 90; need not be present here (default: that of the first GPU)"
     parser.add_argument("--sm", type=int, metavar="90", help=text)
     parser.add_argument("--dtype", metavar="DTYPE", help="element type of activations (default: the model's)")
@@ -163,7 +171,7 @@ def _declare_check(commands: Commands[argparse.ArgumentParser]) -> None:
             seed=parsed.seed,
             settings=tuple(parsed.backend_option),
         )
-        return run_check(options, json=parsed.json)
+        return run_check(options, parsed.render, json=parsed.json)
 
     text = "Run attention on a backend and compare every result with an independent float64 computation."
     parser = add_command(commands, "check", text, call)
@@ -171,7 +179,7 @@ def _declare_check(commands: Commands[argparse.ArgumentParser]) -> None:
     roles = (Role.PREFILL, Role.DECODE, Role.LINEAR)
     for role in roles:
         also = "; checks linear layers, and only them where no other is asked for" if role is Role.LINEAR else ""
-        parser.add_argument(role.option, metavar="NAME|auto", help=f"backend for the role {role} alone{also}")
+        parser.add_argument(option(role.setting), metavar="NAME|auto", help=f"backend for the role {role} alone{also}")
     parser.add_argument("--dtype", default="float32", metavar="DTYPE", help="element type of activations")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random inputs")
 

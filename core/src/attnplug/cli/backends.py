@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from attnplug.choose.registry import ALLOW_VARIABLE, Registry, load_registry
 from attnplug.cli import output
+from attnplug.cli.options import option, refusal_as_json
 from attnplug.cli.text import table
 from attnplug.cli.warn import warn_of_the_rest
 from attnplug.declare.capabilities import Capabilities
@@ -36,7 +37,7 @@ class Row:
             "version": self.version,
             "contract": self.contract,
             "status": self.status,
-            "reasons": [reason.as_json() for reason in self.reasons],
+            "reasons": [refusal_as_json(reason, option) for reason in self.reasons],
             "error": self.error,
         }
 
@@ -46,13 +47,12 @@ class Row:
         if self.status == "usable":
             return "usable here"
         if self.status == "refused":
-            return "refused here: " + "; ".join(map(_without_options, self.reasons))
+            return "refused here: " + "; ".join(reason.told(_no_option) for reason in self.reasons)
         return f"{self.status}: {self.error}"
 
 
-def _without_options(reason: Refusal) -> str:
-    """A reason with the command that would help, but without an option to change: here are none."""
-    return reason.message if (reason.option or "").startswith("-") else str(reason)
+def _no_option(setting: str) -> None:
+    """A listing has no option by which a reader could change a setting."""
 
 
 def list_backends(*, json: bool, every: bool) -> int:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import traceback
-from importlib.metadata import EntryPoint
+
+from importlib_metadata import EntryPoint
 
 from attnplug.choose.loading import Source, find_plugins
 from attnplug.declare.errors import PluginError, describe_error

@@ -27,13 +27,8 @@ from attnplug.declare.errors import UsageError, describe_error
 from attnplug.declare.model import AttentionKind, LayerSpec, MLADims, ModelSpec
 from attnplug.declare.options import split_settings
 from attnplug.declare.problem import DType, Problem, Role
-from attnplug.declare.refusal import Refusal
+from attnplug.declare.settings import Render, Setting
 from attnplug.machine.device import open_device
-
-ROLES = (Role.PREFILL, Role.DECODE, Role.LINEAR)
-_OPTIONS = {"--attention-backend", "--device", "--dtype", "--kv-dtype", "--page-size", "--backend-option"} | {
-    role.option for role in ROLES
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,17 +88,17 @@ LAYERS = {
 }
 
 
-def run_check(options: CheckOptions, *, json: bool) -> int:
+def run_check(options: CheckOptions, render: Render, *, json: bool) -> int:
     console = Console(stderr=json, width=None if sys.stdout.isatty() else 120, highlight=False, markup=False)
     registry = load_registry()
     warn_of_plugins(registry)
     device, sm = open_device(options.device)
-    dtype = DType.parse(options.dtype, "--dtype")
+    dtype = DType.parse(options.dtype, Setting.DTYPE)
     if not 0 <= options.seed < 1 << 63:
         raise UsageError(f"--seed {options.seed} is no seed; give a number from 0 to {(1 << 63) - 1}")
     if dtype not in CHECKED_DTYPES:
         raise UsageError(f"--dtype {dtype} is a type for caches; use one of {', '.join(CHECKED_DTYPES)}")
-    kv_dtype = DType.parse(options.kv_dtype, "--kv-dtype") if options.kv_dtype is not None else dtype
+    kv_dtype = DType.parse(options.kv_dtype, Setting.KV_DTYPE) if options.kv_dtype is not None else dtype
     _introduce(console, registry, device, sm)
     served: dict[str, Selection] = {}
     refused: dict[str, SelectionError] = {}
@@ -114,14 +109,14 @@ def run_check(options: CheckOptions, *, json: bool) -> int:
         try:
             served[name] = select(registry, options.request(layer, registry), problem)
         except SelectionError as error:
-            refused[name] = SelectionError(_in_own_options(error.selection))
+            refused[name] = error
     if not served:
         raise min(refused.values(), key=_refusals)
     for name, selection in served.items():
-        _tell_choice(console, name, selection)
+        _tell_choice(console, name, selection, render)
     for name, refusal in refused.items():
         first = [choice.candidates[0] for choice in refusal.selection.unserved]
-        reasons = dict.fromkeys(str(reason) for candidate in first for reason in candidate.refusals)
+        reasons = dict.fromkeys(reason.told(render) for candidate in first for reason in candidate.refusals)
         console.print(f"{name}: refused by {first[0].backend.spec.name}: {'; '.join(reasons)}", style="yellow")
 
     def stage(name: str) -> Staged:
@@ -130,7 +125,7 @@ def run_check(options: CheckOptions, *, json: bool) -> int:
         request = options.request(problem.model.layers[-1], registry)
         return build_chosen(registry, request, problem, lambda choice: _build(choice, device, options.seed))
 
-    results = _run(console, served, stage)
+    results = _run(console, served, stage, render)
     _show(console, results, json)
     return 0 if all(result.holds for result in results) else 1
 
@@ -140,22 +135,6 @@ def _refusals(error: SelectionError) -> int:
     return sum(len(choice.candidates[0].refusals) for choice in error.selection.unserved if choice.candidates)
 
 
-def _in_own_options(selection: Selection) -> Selection:
-    """The same, without advice to change what this command has no option for."""
-
-    def own(reason: Refusal) -> Refusal:
-        foreign = reason.option is not None and reason.option.startswith("--") and reason.option not in _OPTIONS
-        return replace(reason, option=None) if foreign else reason
-
-    choices = {
-        role: replace(
-            choice, candidates=tuple(replace(c, refusals=tuple(map(own, c.refusals))) for c in choice.candidates)
-        )
-        for role, choice in selection.choices.items()
-    }
-    return replace(selection, choices=choices)
-
-
 def _introduce(console: Console, registry: Registry, device: torch.device, sm: int | None) -> None:
     place = torch.cuda.get_device_name(device) + f", SM {sm}" if device.type == "cuda" else "cpu"
     console.print(f"attnplug check on {place}, torch {torch.__version__}", style="bold")
@@ -163,8 +142,8 @@ def _introduce(console: Console, registry: Registry, device: torch.device, sm: i
     console.print(f"found {found}")
 
 
-def _tell_choice(console: Console, name: str, selection: Selection) -> None:
-    for outcome in sorted({f"{choice.chosen_name}, {choice.why}" for choice in selection.choices.values()}):
+def _tell_choice(console: Console, name: str, selection: Selection, render: Render) -> None:
+    for outcome in sorted({f"{choice.chosen_name}, {choice.why(render)}" for choice in selection.choices.values()}):
         console.print(f"{name}: {outcome}")
 
 
@@ -172,6 +151,7 @@ def _run(
     console: Console,
     served: dict[str, Selection],
     stage: Callable[[str], Staged],
+    render: Render,
 ) -> list[Result]:
     results: list[Result] = []
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
@@ -181,7 +161,7 @@ def _run(
             progress.update(task, description=name)
             selection, (scene, backend) = stage(name)
             if selection.choices != first.choices:  # the one chosen first could not be built
-                _tell_choice(console, name, selection)
+                _tell_choice(console, name, selection, render)
             for result in _check_layer(name, selection, scene, backend):
                 results.append(result)
                 progress.advance(task)

@@ -15,8 +15,9 @@ import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from importlib import metadata
 from pathlib import Path
+
+import importlib_metadata as metadata
 
 from attnplug.choose.registry import ALLOW_VARIABLE, STRICT_VARIABLE, load_registry
 from attnplug.cli import output

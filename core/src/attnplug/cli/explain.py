@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from attnplug.choose.models import load_model
 from attnplug.choose.registry import load_registry
-from attnplug.choose.select import AUTO, BackendRequest, RoleChoice, explain, render
+from attnplug.choose.select import AUTO, BackendRequest, RoleChoice, explain, explanation, passed_over
 from attnplug.cli import output
+from attnplug.cli.options import refusal_as_json
 from attnplug.cli.warn import warn_of_plugins
 from attnplug.declare.capabilities import DEVICES
 from attnplug.declare.errors import UsageError
 from attnplug.declare.model import ModelSpec
 from attnplug.declare.options import split_settings
-from attnplug.declare.problem import DType, GraphLevel, Problem, Role
-from attnplug.hf.model_config import load_model
+from attnplug.declare.problem import DType, GraphLevel, Problem, Role, model_dtype
+from attnplug.declare.settings import Render, Setting
 from attnplug.machine.hardware import visible_gpus
 
 
@@ -40,13 +42,13 @@ class ExplainOptions:
 
     def problem(self, model: ModelSpec) -> Problem:
         device, sm = where(self.device, self.sm)
-        dtype = DType.parse(self.dtype, "--dtype") if self.dtype is not None else model_dtype(model)
+        dtype = DType.parse(self.dtype, Setting.DTYPE) if self.dtype is not None else model_dtype(model)
         return Problem(
             model=model,
             device=device,
             sm=sm,
             dtype=dtype,
-            kv_dtype=DType.parse(self.kv_dtype, "--kv-dtype") if self.kv_dtype is not None else dtype,
+            kv_dtype=DType.parse(self.kv_dtype, Setting.KV_DTYPE) if self.kv_dtype is not None else dtype,
             page_size=self.page_size,
             cuda_graph=graph_level(self.cuda_graph),
             speculative_tokens=self.speculative_tokens,
@@ -75,14 +77,6 @@ def where(device: str | None, sm: int | None) -> tuple[str, int | None]:
     return "cpu", None
 
 
-def model_dtype(model: ModelSpec) -> DType | None:
-    """The model's own element type, where its config says one that we know."""
-    try:
-        return None if model.dtype is None else DType.parse(model.dtype, "dtype")
-    except UsageError:
-        raise UsageError(f"the model's config asks for dtype {model.dtype!r}; choose one with --dtype") from None
-
-
 def graph_level(text: str) -> GraphLevel:
     try:
         return GraphLevel[text.upper()]
@@ -91,30 +85,31 @@ def graph_level(text: str) -> GraphLevel:
         raise UsageError(f"--cuda-graph {text!r} is unknown; use one of {known}") from None
 
 
-def explain_choice(options: ExplainOptions, *, json: bool) -> int:
-    model = load_model(options.model)
-    problem = options.problem(model)
+def explain_choice(options: ExplainOptions, render: Render, *, json: bool) -> int:
     registry = load_registry()
+    problem = options.problem(load_model(options.model, registry))
     warn_of_plugins(registry)
     selection = explain(registry, options.request(), problem)
     if json:
-        output.write_json({role.value: _as_json(choice) for role, choice in selection.choices.items()})
+        output.write_json({role.value: _as_json(choice, render) for role, choice in selection.choices.items()})
     else:
-        print("\n".join(render(selection)))
+        print("\n".join(explanation(selection, render)))
+        if any(map(passed_over, selection.choices.values())):
+            print("\n--json has every reason against backends for another role or kind of attention")
     return 1 if selection.unserved else 0
 
 
-def _as_json(choice: RoleChoice) -> dict[str, object]:
+def _as_json(choice: RoleChoice, render: Render) -> dict[str, object]:
     return {
         "requested": choice.requested,
         "chosen": choice.chosen_name,
-        "why": choice.why,
+        "why": choice.why(render),
         "candidates": [
             {
                 "name": candidate.backend.spec.name,
                 "distribution": candidate.backend.source.distribution,
                 "version": candidate.backend.source.version,
-                "refusals": [refusal.as_json() for refusal in candidate.refusals],
+                "refusals": [refusal_as_json(refusal, render) for refusal in candidate.refusals],
             }
             for candidate in choice.candidates
         ],

@@ -6,7 +6,8 @@ import argparse
 import difflib
 import sys
 from collections.abc import Collection, Mapping
-from importlib.metadata import EntryPoint
+
+from importlib_metadata import EntryPoint
 
 from attnplug.choose.loading import Broken, Source, find_entry_points, guarded, load_entry_point
 from attnplug.declare.errors import PluginError, UsageError, describe_error

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 
 from attnplug.cli import output
-from attnplug.cli.app import run
+from attnplug.cli.app import parse, run
 from attnplug.cli.blame import plugin_fault
+from attnplug.cli.options import option
 from attnplug.declare.errors import AttnplugError
+from attnplug.declare.settings import Render
 from attnplug.machine import interrupt
 
 
 def main() -> None:
     """Run the command; a person's mistake ends in one message on standard error, never in a traceback."""
+    render: Render = option
     try:
         with output.safe_streams():
-            sys.exit(_run())
+            parsed = parse()
+            render = parsed.render
+            sys.exit(_run(parsed))
     except AttnplugError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {error.told(render)}", file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt as error:  # it may say what was interrupted
         print(f"interrupted {error}".rstrip(), file=sys.stderr)
@@ -34,10 +40,10 @@ def main() -> None:
         sys.exit(1)
 
 
-def _run() -> int:
+def _run(parsed: argparse.Namespace) -> int:
     """The command, where an error in a plugin's code is told as that. One in ours is a traceback, to be reported."""
     try:
-        return run()
+        return run(parsed)
     except (AttnplugError, KeyboardInterrupt):
         raise
     except BaseException as error:

@@ -1,4 +1,4 @@
-"""``attnplug plugins``: the packages that bring backends and commands, and those of ours that are not installed."""
+"""``attnplug plugins``: what installed packages bring, and which packages of ours are not installed."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 from attnplug.choose.loading import Source, normal
-from attnplug.choose.registry import load_registry
+from attnplug.choose.registry import Registry, load_registry
 from attnplug.cli import output
 from attnplug.cli.backends import Row, listing
 from attnplug.cli.foreign import claims, conflict
 from attnplug.cli.text import table
 from attnplug.cli.warn import warn_of_the_rest
+from attnplug.hf.tiny import TINY
 
 OURS: Mapping[str, str] = {
     "attnplug-engine": "Runs real models on any attnplug backend: checkpoints, models, tensor parallelism, "
@@ -30,7 +31,7 @@ OURS: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Brought:
-    """One thing that an installed package brings: a backend, a command, or a plugin that could not be loaded."""
+    """One thing that an installed package brings: a backend, a command, what hooks add to these, a broken plugin."""
 
     distribution: str
     version: str
@@ -47,6 +48,7 @@ def list_plugins(own_commands: Collection[str], *, json: bool) -> int:
     registry = load_registry()
     brought = [_backend(row) for row in listing(registry, every=True)]
     brought += _commands(own_commands)
+    brought += _other(registry)
     brought.sort(key=lambda one: (one.distribution != "attnplug", one.distribution, one.kind, one.name))
     here = {normal(one.distribution) for one in brought}
     missing = {name: text for name, text in OURS.items() if name not in here}
@@ -74,6 +76,16 @@ def _commands(own: Collection[str]) -> Iterator[Brought]:
         for source in map(Source.of, points):
             status = "installed" if taken is None else "broken"
             yield Brought(source.distribution, source.version, "command", name, status, taken or "installed")
+
+
+def _other(registry: Registry) -> Iterator[Brought]:
+    """What plugins bring beyond backends. Core's own is the same everywhere, and is left out."""
+    kinds = [("workspace kind", name, kind.source) for name, kind in registry.workspace_kinds.items()]
+    tables = [("measured table", name, table.source) for name, table in registry.rankings.items()]
+    models = [("model", TINY + name, model.source) for name, model in registry.tiny_models.items()]
+    for kind, name, source in (*kinds, *tables, *models):
+        if not source.embedded:
+            yield Brought(source.distribution, source.version, kind, name, "installed", "installed")
 
 
 def _by_package(brought: list[Brought]) -> list[dict[str, object]]:

@@ -141,10 +141,10 @@ class LinearHooks(Protocol):
     def forward_conv(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: LayerSpec, batch: ForwardBatch, silu: bool
     ) -> Tensor:
-        """Causal convolution over each request's rows, the last of earlier steps from its state, which it updates.
+        """Causal convolution over each request's rows. Those of earlier steps come from its state, which is updated.
 
         x ``[tokens, conv_channels]``, weight ``[conv_channels, conv_width]`` (its last column meets the newest row),
-        bias ``[conv_channels]``; returns ``[tokens, conv_channels]``, after SiLU where asked. Padding rows give zero.
+        bias ``[conv_channels]``; returns ``[tokens, conv_channels]``, after SiLU if ``silu``. Padding rows give zero.
         """
         ...
 
@@ -156,8 +156,11 @@ class LinearHooks(Protocol):
         ...
 
     def commit_states(self, forward_batch: ForwardBatch, accepted: Tensor) -> None:
-        """After a target verify, which leaves every state as it was: advance each by its first ``accepted``
-        ``[requests]`` rows of that batch, for all layers. What was rejected leaves no trace."""
+        """Advance each request's state by the first ``accepted`` ``[requests]`` of its rows, in all layers.
+
+        Called after a target verify of ``forward_batch``, which leaves every state as it was. Rejected rows leave no
+        trace.
+        """
         ...
 
 
@@ -173,14 +176,14 @@ class GraphPlanning(Protocol):
         ...
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        """The part of planning that is captured, first thing inside the graph."""
+        """The part of planning that is captured. It comes first inside the graph."""
         ...
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """The length that padded requests of a captured batch carry.
 
-        0 where nothing is to be read or written for them; above 0, their rows of the page table name pages that nobody
-        else uses.
+        With 0, nothing is read or written for them. With more, their rows of the page table name pages that nobody else
+        uses.
         """
         ...
 
@@ -189,8 +192,8 @@ MAY_IGNORE: dict[str, frozenset[str]] = {
     "init_mha_chunk_metadata": frozenset({"disable_flashinfer_ragged"}),
     "init_forward_metadata_out_graph": frozenset({"in_capture"}),
 }
-"""What a hook may leave out of its signature: hints. Everything else that a caller offers must be accepted, because
-the caller relies on it: an ``lse`` that nobody fills, or a ``silu`` that nobody applies, is a wrong result."""
+"""What a hook may leave out of its signature: hints. It must accept everything else that a caller offers, because the
+caller relies on it. An ``lse`` that nobody fills, or a ``silu`` that nobody applies, is a wrong result."""
 
 
 def protocol_attributes() -> dict[str, type]:
@@ -218,7 +221,8 @@ def optional_hooks() -> dict[str, tuple[str, ...]]:
 def bind_optional_hook(backend: object, name: str) -> Hook | None:
     """An optional hook of a backend as a function of everything its caller offers; ``None`` if it has none.
 
-    Raises :class:`HookError` for a hook that cannot be called so, or that would drop what its caller needs honoured.
+    Raises :class:`HookError` for a hook that cannot be called like this, or that would drop what its caller needs
+    honoured.
     """
     return bind_hook(backend, name, tuple(hook_signatures()[name].parameters), MAY_IGNORE.get(name, ()))
 

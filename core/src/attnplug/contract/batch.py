@@ -21,7 +21,7 @@ class BatchPlan:
     attention: Plan
     """The backend's, from ``init_forward_metadata``."""
     extend: Plan | None = None
-    """How MLA layers run as MHA, planned by who calls the backend; ``None`` where they run absorbed."""
+    """How MLA layers run as MHA, planned by the backend's caller; ``None`` where they run absorbed."""
     chunks: Plan | None = None
     """What ``init_mha_chunk_metadata`` planned, for backends that have it."""
 
@@ -58,13 +58,13 @@ class ForwardBatch:
     def mark_forward_metadata_ready(self, replan_equivalent: bool = False) -> None:
         """Record that this batch was planned outside the forward path, for the shapes it has now.
 
-        ``replan_equivalent`` says that planning again after a change of shape gives an equivalent plan, so that
-        the forward path may do it; without it a marked batch is never planned again without its planner's knowledge.
+        ``replan_equivalent`` says that planning again after a change of shape gives an equivalent plan. The forward
+        path may then do so; otherwise it never plans a marked batch again.
         """
         self.plan_record = PlanRecord(self.batch_size, self.num_tokens, replan_equivalent)
 
     def needs_forward_metadata_init(self) -> bool:
-        """Whether the forward path has to plan this batch: the only judge of it."""
+        """Whether the forward path has to plan this batch. Nothing else decides that."""
         record = self.plan_record
         if record is None:
             return True

@@ -11,6 +11,7 @@ from attnplug.declare.capabilities import Capabilities
 from attnplug.declare.model import ModelSpec
 from attnplug.declare.problem import DType, Role
 from attnplug.kv import KVPools
+from attnplug.kv.coordinator import Coordinator
 from attnplug.kv.workspace import WorkspaceOwner
 
 
@@ -38,13 +39,13 @@ class Serving:
     """How this process serves, where a backend builds or does less for it (A3, A6)."""
 
     skip_prefill: bool = False
-    """A speculative draft's worker: it decodes, and somebody else prefills."""
+    """This is a speculative draft's worker. It decodes; another backend prefills."""
     disaggregation_mode: Literal["null", "prefill", "decode"] = "null"
     disable_chunked_prefix_cache: bool = False
     is_embedding: bool = False
     """Prompts are embedded and nothing is generated: no token is ever decoded."""
     chunked_prefill_size: int | None = None
-    """The most tokens of a prompt in one step; -1 where prompts are never cut, ``None`` where nobody said."""
+    """The most tokens of a prompt in one step; -1 if prompts are never cut, ``None`` if that is unknown."""
     disable_radix_cache: bool = False
     """No request begins with rows that another one left in the cache."""
 
@@ -69,13 +70,13 @@ class HostContext:
     workspace: WorkspaceOwner
     parallel: Parallel = Parallel()
     serving: Serving = Serving()
-    coordinator: Any = None
-    """What keeps part of the cache elsewhere (HiSparse); captured by a backend's constructor, or None (A10)."""
+    coordinator: Coordinator | None = None
+    """What keeps part of the cache elsewhere (HiSparse), if anything does. Backends get it when built (A10)."""
 
     def for_backend(
         self, name: str, declared: Capabilities, *, roles: frozenset[Role] = frozenset(), options: Any = None
     ) -> BackendContext:
-        """The context of one backend: what is shared, and what is its own."""
+        """The context of one backend: what all share, and what is its own."""
         shared = {field.name: getattr(self, field.name) for field in fields(HostContext)}
         return BackendContext(**shared, name=name, declared=declared, roles=roles, options=options)
 
@@ -85,9 +86,9 @@ class BackendContext(HostContext):
     """Everything that one backend is built from, and nothing else: no globals, no lazy attributes."""
 
     name: str
-    """By which it was asked for; its identity carries it."""
+    """The name by which it was asked for. Its ``backend_id`` has the same."""
     declared: Capabilities
-    """What its spec claims; what it claims itself is not wider."""
+    """What its spec declares. Its own claims are not wider."""
     roles: frozenset[Role]
     options: Any
-    """The value of its own options, parsed; ``None`` where it has none."""
+    """Its own options, as parsed; ``None`` where its spec has none."""

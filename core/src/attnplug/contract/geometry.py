@@ -61,16 +61,16 @@ class Geometry:
     """``[requests]`` int32 on the device: new tokens of each request."""
     host: HostLengths | None = split_by("request", default=None)
     slots: Tensor | None = split_by("token", default=None)
-    """``[rows]`` int64: where new rows are written, -1 for padding, if the host decides that; else the page table
-    says it."""
+    """``[rows]`` int64: where new rows are written, -1 for padding. ``None`` where the host leaves that to the page
+    table. Read them by ``new_slots()``."""
     state_slots: Tensor | None = split_by("request", default=None)
     """``[requests]`` int64: where each request's linear-attention state lies; -1 for padded requests."""
     calls: tuple[RaggedCall, ...] = split_by("reset", default=())
     """The calls of an MLA prefill that runs as MHA, over rows at hand; none for one that runs absorbed."""
     lane: int = split_by("shared", default=0)
-    """Plans of different lanes may be alive, and run, at the same time: on two streams, say."""
+    """Plans of different lanes may be alive, and may run, at the same time; on two streams, for example."""
     captured: bool = split_by("shared", default=False)
-    """Whether a CUDA graph captures, or replays, what runs this batch: then kernels take no lengths from the host."""
+    """Whether a CUDA graph captures or replays this batch. Its kernels then take no lengths from the host."""
 
     @classmethod
     def of_lengths(
@@ -87,7 +87,7 @@ class Geometry:
         lane: int = 0,
         captured: bool = False,
     ) -> Geometry:
-        """The geometry of a batch whose lengths the host knows. ``seq_lens`` are those on the device, if they are there
+        """The geometry of a batch whose lengths the host knows. Give ``seq_lens`` if the lengths are on the device
         already."""
         device, longest = page_table.device, max(query_lens, default=0)
         uniform = min(query_lens, default=0) == longest
@@ -184,7 +184,7 @@ class Geometry:
         return self.host
 
     def measured(self) -> Geometry:
-        """The same with exact lengths on the host. Waits for the device where it has to copy them."""
+        """The same with exact lengths on the host. If they have to be copied, this waits for the device."""
         if self.host is not None:
             return self
         query_lens = [self.max_new] * self.requests if self.new_lens is None else self.new_lens.tolist()
@@ -214,7 +214,7 @@ class Geometry:
         )
 
     def split(self, first: int, lanes: tuple[int, int] | None = None) -> tuple[Geometry, Geometry]:
-        """Divide after ``first`` requests, each half in a lane of its own if ``lanes`` says so. Halves have no calls:
+        """Divide after ``first`` requests. ``lanes`` are those of the halves, if not this one's. Halves have no calls:
         they are planned anew."""
         if not 0 <= first <= self.requests:
             raise PlanError(f"a batch of {self.requests} requests cannot be split after {first}")
@@ -278,7 +278,7 @@ class Geometry:
 
 
 def spread(starts: Sequence[int], lens: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    """For every row of some spans, in order: the number of its span, and its place ``starts[i] … starts[i] + lens[i]``.
+    """For every row of some spans, in order: the number of its span, and its position, from ``starts[i]`` on.
 
     Made on the device from a few numbers per span: a copy of one number per row would wait for it.
     """
@@ -289,8 +289,8 @@ def spread(starts: Sequence[int], lens: Sequence[int], device: torch.device) -> 
     return owner, torch.arange(rows, device=device) + shifts[owner]
 
 
-# A slot is its position plus a shift that is the same all over a page. Past a request's last row both stay what they
-# are there. So there is one division by the page size for each page, and none for each row.
+# A slot is its position plus a shift, which is the same for all of a page. Past a request's last row, both keep the
+# values they have there. So there is one division by the page size per page, and none per row.
 
 
 def _device_slots(table: Tensor, lens: Sequence[int], page_size: int) -> Tensor:

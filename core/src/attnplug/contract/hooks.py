@@ -26,7 +26,7 @@ def bind_hook(target: object, name: str, offered: Sequence[str], may_ignore: Col
     positional parameter that nothing else fills, whatever its author called it. ``**kwargs`` takes all that is
     left, by name; ``*args`` alone, or a callable without a signature, takes everything in order.
 
-    ``may_ignore`` names the offered values that the hook may do without. All others the caller needs honoured.
+    ``may_ignore`` names the offered values that the hook may do without. The caller needs all others honoured.
 
     Raises :class:`HookError`, naming backend, hook and parameter, if the hook requires a parameter that nobody
     offers, does not accept one that its caller needs honoured, or is not callable.
@@ -63,7 +63,7 @@ def _lookup(target: object, name: str) -> Any:
 def _signature(hook: Hook) -> inspect.Signature:
     """The signature that a call must satisfy.
 
-    A decorator's wrapper that takes ``(*args, **kwargs)`` accepts what the function behind it accepts; one with
+    A decorator's wrapper that takes ``(*args, **kwargs)`` accepts what the wrapped function accepts. One with
     parameters of its own is called by those, whatever ``__wrapped__`` says.
     """
     signature = inspect.signature(hook, follow_wrapped=False)

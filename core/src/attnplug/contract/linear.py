@@ -11,8 +11,8 @@ from torch import Tensor
 class LinearInputs:
     """What a layer brings to its recurrence, one row per new token.
 
-    A request's state S ``[heads, key_dim, value_dim]`` goes through its tokens in turn. For each of them, head by
-    head, with ``d = exp(log_decay)``::
+    A request's state S ``[heads, key_dim, value_dim]`` is updated token by token. For each token and head, with
+    ``d = exp(log_decay)``::
 
         S = d S                                     d scales all of S, or each of its key channels (KDA)
         S = S + k (v - k S) beta     with ``beta``: the delta rule (GDN, KDA)

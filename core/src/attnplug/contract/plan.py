@@ -40,8 +40,8 @@ class Plan:
     Lifetime. An eager plan owns what it refers to and stays valid as long as somebody holds it. It may use its lane's
     scratch memory while it runs: plans of one lane run one after the other, on one stream at a time, and plans of
     different lanes may run at the same time on different streams. Whoever plans on one stream and runs on another makes
-    the second wait for the first. The plan of a captured batch refers to memory that the backend keeps for its lane:
-    it is valid until that lane's next replay is planned.
+    the second wait for the first. The plan of a captured batch refers to memory that the backend keeps for its lane. It
+    is valid until that lane's next replay is planned.
 
     ``query_rows`` counts the rows of q that belong to requests; ``kv_rows`` the cache rows they attend to, or ``None``
     where only the device knows. ``new_slots`` ``[query_rows]`` int64 is where new rows are written, -1 for padding.
@@ -74,12 +74,12 @@ class Plan:
         return None
 
     def makers(self) -> list[str]:
-        """The names of those who planned: of a wrapper's plan, its children."""
+        """The names of the backends that planned; for a wrapper's plan, those of its children."""
         return [name for part in self.parts for name in part.makers()] or [self.planner.name]
 
 
 def plan_to_run(plan: Plan | None, planner: BackendId, mode: ForwardMode, rows: int) -> Plan:
-    """The plan by which ``planner`` may run ``rows`` query rows in ``mode``, or an error (B5): the only judge.
+    """The plan by which ``planner`` may run ``rows`` query rows in ``mode``, or an error (B5); the only judge of plans.
 
     More rows than planned are allowed: the tail is padding, for which the caller returns zeros and writes nothing.
     """
@@ -110,8 +110,8 @@ def received_plan(
 ) -> Plan:
     """What ``hook`` of a backend returned, if it is a plan of its own for a batch of ``rows`` in ``mode``.
 
-    Once per batch, where the plan is received: an error here names the backend that made it, and not the caller that
-    would find out layers later. A ``delegated`` plan may be another backend's, one that runs on this one's behalf.
+    Called once per batch, where the plan is received. An error here names the backend that made the plan, not a caller
+    that finds out layers later. A ``delegated`` plan may be that of another backend, which runs on this one's behalf.
     """
     if not isinstance(plan, Plan):
         problem = f"{plan!r}, not a Plan; it returns its plan, and the caller gives it to the batch"

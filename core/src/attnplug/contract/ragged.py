@@ -20,7 +20,8 @@ class RaggedCall:
     Sequence i has ``query_lens[i]`` query rows and ``kv_lens[i]`` key rows, none of them empty; rows of all sequences
     follow each other. With ``causal`` the last query sees the last key and each one before it one key less. ``index``
     tells the calls of one batch apart, so that a backend that plans finds its plan. ``query_indptr`` and ``kv_indptr``
-    ``[sequences + 1]`` int32 are on the device.
+    ``[sequences + 1]`` int32 are on the device. ``lane`` is the batch's: a backend that plans nothing finds its scratch
+    memory by it.
     """
 
     index: int
@@ -29,15 +30,23 @@ class RaggedCall:
     causal: bool
     query_indptr: Tensor
     kv_indptr: Tensor
+    lane: int = 0
 
     @classmethod
     def of(
-        cls, index: int, query_lens: Sequence[int], kv_lens: Sequence[int], *, causal: bool, device: torch.device
+        cls,
+        index: int,
+        query_lens: Sequence[int],
+        kv_lens: Sequence[int],
+        *,
+        causal: bool,
+        device: torch.device,
+        lane: int = 0,
     ) -> RaggedCall:
         query_indptr, kv_indptr = (
             to_device(list(accumulate(lens, initial=0)), device, np.int32) for lens in (query_lens, kv_lens)
         )
-        return cls(index, tuple(query_lens), tuple(kv_lens), causal, query_indptr, kv_indptr)
+        return cls(index, tuple(query_lens), tuple(kv_lens), causal, query_indptr, kv_indptr, lane)
 
     @property
     def query_rows(self) -> int:

@@ -18,8 +18,8 @@ def split_by(by: SplitBy, **arguments: Any) -> Any:
 def divide(value: Any, requests: int, tokens: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """The fields of both halves of a dataclass.
 
-    A field with a value that nobody said how to divide is refused by name: dropping it would be a wrong batch that
-    runs.
+    A field that has a value and does not say how to divide it is refused by name. Dropping it would give a wrong batch
+    that runs.
     """
     halves: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
     for field in dataclasses.fields(value):

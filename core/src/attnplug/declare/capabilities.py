@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from attnplug.declare.claims import Claims, ExtendPath, PageSizes
 from attnplug.declare.model import AttentionKind, Feature
-from attnplug.declare.problem import LARGEST_PAGE, SM_RANGE, DType, GraphLevel, Role
+from attnplug.declare.problem import LARGEST_PAGE, SM_RANGE, CacheLayout, DType, GraphLevel, Role
 from attnplug.declare.reading import integer, members, of_type, pairs, several
 
 DEVICES = ("cpu", "cuda")
@@ -22,7 +22,7 @@ class Capabilities:
     ``head_dims`` are (query/key, value) widths for MHA, ``mla_dims`` are (kv_lora_rank, rope) widths for MLA;
     ``None`` means any. ``kv_dtypes`` left out means the same as ``dtypes``. ``min_sm`` and ``max_sm`` bound the
     compute capability on CUDA, both inclusive. ``extras`` names the fields of ``ForwardExtras`` it honours,
-    ``mla_extend`` the ways in which it can run an MLA extend.
+    ``mla_extend`` the ways in which it can run an MLA extend, ``layouts`` the layouts of a cache that it reads.
     """
 
     kinds: frozenset[AttentionKind]
@@ -41,6 +41,7 @@ class Capabilities:
     needs_cpu_seq_lens: bool = True
     extras: frozenset[str] = frozenset()
     mla_extend: frozenset[ExtendPath] = frozenset({ExtendPath.ABSORBED})
+    layouts: frozenset[CacheLayout] = frozenset({CacheLayout.TOKEN_MAJOR})
 
     def __post_init__(self) -> None:
         read = {
@@ -60,6 +61,7 @@ class Capabilities:
             "needs_cpu_seq_lens": of_type("needs_cpu_seq_lens", self.needs_cpu_seq_lens, bool, "True or False"),
             "extras": frozenset(several("extras", self.extras)),
             "mla_extend": members("mla_extend", self.mla_extend, ExtendPath),
+            "layouts": members("layouts", self.layouts, CacheLayout),
         }
         for name, value in read.items():
             object.__setattr__(self, name, value)
@@ -72,13 +74,14 @@ class Capabilities:
             page_sizes=self.page_sizes,
             needs_cpu_seq_lens=self.needs_cpu_seq_lens,
             mla_extend=self.mla_extend,
+            extras=self.extras,
         )
 
     def contradictions(self) -> Iterator[str]:
         """Every way in which these capabilities contradict themselves."""
         linear = {kind for kind in self.kinds if kind.is_linear}
         full = self.kinds - linear
-        for name in ("kinds", "devices", "dtypes", "roles", "head_dims", "mla_dims"):
+        for name in ("kinds", "devices", "dtypes", "roles", "layouts", "head_dims", "mla_dims"):
             if (value := getattr(self, name)) is not None and not value:
                 yield f"{name} is empty, so it could never be chosen"
         for extra in sorted(self.extras - set(EXTRAS), key=str):

@@ -12,7 +12,7 @@ from typing import Any
 
 from attnplug.declare.errors import PluginError
 from attnplug.declare.problem import GraphLevel
-from attnplug.declare.reading import integer, members, of_type
+from attnplug.declare.reading import integer, members, of_type, several
 
 
 class ExtendPath(StrEnum):
@@ -91,6 +91,8 @@ class Claims:
     mla_extend: frozenset[ExtendPath] = _claim(
         frozenset({ExtendPath.ABSORBED}), frozenset.intersection, frozenset.issubset
     )
+    extras: frozenset[str] = _claim(frozenset(), frozenset.intersection, frozenset.issubset)
+    """The fields of ``ForwardExtras`` that it honours."""
 
     def __post_init__(self) -> None:
         read = {
@@ -98,6 +100,7 @@ class Claims:
             "page_sizes": PageSizes.read(self.page_sizes),
             "needs_cpu_seq_lens": of_type("needs_cpu_seq_lens", self.needs_cpu_seq_lens, bool, "True or False"),
             "mla_extend": members("mla_extend", self.mla_extend, ExtendPath),
+            "extras": frozenset(several("extras", self.extras)),
         }
         if any(size < 1 for size in self.page_sizes.kernel or ()):
             raise PluginError(f"page_sizes={self.page_sizes!r} holds a size below 1")

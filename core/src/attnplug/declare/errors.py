@@ -2,10 +2,14 @@
 
 Exception contract: a message says who (plugin, distribution, version), what was asked, what is allowed
 and what to do next, in one piece; what the message talks about is also an attribute. The command prints
-the message without a traceback and exits with ``exit_code``.
+the message and the options to change, without a traceback, and exits with ``exit_code``.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterable
+
+from attnplug.declare.settings import Render
 
 LONGEST_MESSAGE = 2000
 """Characters of somebody else's message that are shown: a compiler's log must not bury everything else."""
@@ -26,9 +30,35 @@ def describe_error(error: BaseException) -> str:
 
 
 class AttnplugError(Exception):
-    """Base of all: something was refused, or a check failed."""
+    """Base of all: something was refused, or a check failed.
+
+    ``settings`` are the keys of what a user can change about it. A message names a setting by its key in backticks,
+    so that :meth:`told` can show it as a host spells it; as a string the error shows plain keys.
+    """
 
     exit_code = 1
+
+    def __init__(self, message: str = "", *, settings: Iterable[str] = ()) -> None:
+        super().__init__(message)
+        self.message = message
+        self.settings = tuple(dict.fromkeys(settings))
+
+    def told(self, render: Render) -> str:
+        """The message with settings as ``render`` spells them; those that it does not name come last."""
+        text, others = self.message, []
+        for key in self.settings:
+            shown = render(key)
+            if f"`{key}`" in text:
+                text = text.replace(f"`{key}`", shown or key)
+            elif shown is not None:
+                others.append(shown)
+        return f"{text} ({', '.join(others)})" if others else text
+
+    def __str__(self) -> str:
+        text = self.message
+        for key in self.settings:
+            text = text.replace(f"`{key}`", key)
+        return text
 
 
 class UsageError(AttnplugError):

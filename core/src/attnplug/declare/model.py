@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+
+from attnplug.declare.errors import UsageError
 
 
 class AttentionKind(StrEnum):
@@ -66,8 +68,9 @@ class LinearDims:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """One attention layer as the model defines it, before tensor parallelism divides its heads.
+    """One attention layer: the whole model's as a configuration defines it, or one rank's, made by ``for_rank``.
 
+    Choosing a backend looks at whole layers. Pools, contexts and forward calls have a rank's own layers.
     ``head_dim`` is the width of a query and key row as the model's equations have them (for MLA: nope +
     rope); ``v_head_dim`` that of a value row. ``sliding_window`` counts the keys a query sees, itself
     included: a query at position p attends to positions p - window + 1 … p.
@@ -97,6 +100,26 @@ class LayerSpec:
                 f"layer {self.layer_id}: {self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly"
             )
 
+    def for_rank(self, size: int) -> LayerSpec:
+        """This layer with the heads that each of ``size`` ranks has. Ranks differ in which heads, not in how many.
+
+        Query heads are divided evenly. KV heads are divided too, or replicated where there are more ranks than KV
+        heads, so that every rank has at least one. The latent of MLA is whole on every rank. Raises UsageError where
+        the heads cannot be divided like this.
+        """
+        if size < 1:
+            raise UsageError(f"{size} is not a number of ranks; give 1 or more")
+        if size == 1:
+            return self
+        if self.linear is not None:
+            own = _linear_for_rank(self.linear, size, self.layer_id)
+            return replace(self, num_heads=own.heads, num_kv_heads=own.key_heads, linear=own)
+        return replace(
+            self,
+            num_heads=_part(self.num_heads, size, "query heads", self.layer_id),
+            num_kv_heads=_part(self.num_kv_heads, size, "KV heads", self.layer_id, replicated=True),
+        )
+
     @property
     def features(self) -> frozenset[Feature]:
         """The features that this layer needs of a backend."""
@@ -111,13 +134,23 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A model as attention sees it. ``layers`` holds attention layers only, ordered by ``layer_id``."""
+    """A model as attention sees it. ``layers`` holds attention layers only, ordered by ``layer_id``.
+
+    ``ranks`` says whose heads the layers have: 1 for the whole model's, else those of one of so many ranks.
+    """
 
     name: str
     model_type: str
     layers: tuple[LayerSpec, ...]
     context_length: int
     dtype: str | None = None
+    ranks: int = 1
+
+    def for_rank(self, size: int) -> ModelSpec:
+        """This model with the heads that each of ``size`` ranks has; see ``LayerSpec.for_rank``."""
+        if self.ranks != 1:
+            raise ValueError(f"{self.name} is already one of {self.ranks} ranks' part; divide the whole model")
+        return replace(self, layers=tuple(layer.for_rank(size) for layer in self.layers), ranks=size)
 
     @property
     def kinds(self) -> frozenset[AttentionKind]:
@@ -138,6 +171,26 @@ class ModelSpec:
         for layer in self.layers:
             shapes[_shape(layer)] = shapes.get(_shape(layer), 0) + 1
         return f"{self.name}: " + ", ".join(f"{count} × {shape}" for shape, count in shapes.items())
+
+
+def _linear_for_rank(dims: LinearDims, size: int, layer_id: int) -> LinearDims:
+    """Heads divided, key heads like KV heads; a convolution has the channels of the rank's own heads."""
+    if not dims.heads:  # a convolution alone
+        return replace(dims, conv_channels=_part(dims.conv_channels, size, "convolution channels", layer_id))
+    heads = _part(dims.heads, size, "linear-attention heads", layer_id)
+    key_heads = _part(dims.key_heads, size, "key heads", layer_id, replicated=True)
+    channels = 2 * key_heads * dims.key_dim + heads * dims.value_dim if dims.conv_width else dims.conv_channels
+    return replace(dims, heads=heads, key_heads=key_heads, conv_channels=channels)
+
+
+def _part(count: int, size: int, what: str, layer_id: int, *, replicated: bool = False) -> int:
+    """One rank's part of ``count``. Where they may be ``replicated``, ranks that are more share them, one each."""
+    if count % size and not (replicated and size % count == 0):
+        raise UsageError(
+            f"layer {layer_id}: {count} {what} cannot be divided over {size} ranks; use a number of ranks that "
+            f"divides {count}" + " or is a multiple of it" * replicated
+        )
+    return max(count // size, 1)
 
 
 def _shape(layer: LayerSpec) -> str:

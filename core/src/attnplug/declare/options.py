@@ -1,4 +1,4 @@
-"""Typed options of a backend: ``NAME.KEY=VALUE`` on the command line, a frozen dataclass in the backend."""
+"""Typed options of a backend: ``NAME.KEY=VALUE`` as users write them, a frozen dataclass in the backend."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from attnplug.declare.errors import UsageError, describe_error
+from attnplug.declare.settings import Setting
 
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off"})
@@ -48,9 +49,8 @@ def parse_options(name: str, options: type[Any] | None, settings: Mapping[str, s
     """Build the options of backend ``name`` from its ``KEY=VALUE`` settings; ``None`` if it takes none."""
     if options is None:
         if settings:
-            raise UsageError(
-                f"backend {name} takes no options, but --backend-option gives {name}.{next(iter(settings))}"
-            )
+            given = f"{name}.{next(iter(settings))}"
+            raise UsageError(f"backend {name} takes no options, but `{given}` is given", settings=[given])
         return None
     hints = get_type_hints(options)
     known = {field.name: field for field in dataclasses.fields(options) if field.init}
@@ -79,9 +79,11 @@ def split_settings(settings: Iterable[str]) -> dict[str, dict[str, str]]:
         target, equals, value = setting.partition("=")
         name, dot, key = target.partition(".")
         if not (equals and dot and name and key):
-            raise UsageError(f"--backend-option {setting!r} cannot be read; write NAME.KEY=VALUE")
+            message = f"`{Setting.BACKEND_OPTION}` {setting!r} cannot be read; write NAME.KEY=VALUE"
+            raise UsageError(message, settings=[Setting.BACKEND_OPTION])
         if key in by_backend.setdefault(name, {}):
-            raise UsageError(f"--backend-option {name}.{key} is given twice: {by_backend[name][key]!r} and {value!r}")
+            message = f"`{name}.{key}` is given twice: {by_backend[name][key]!r} and {value!r}"
+            raise UsageError(message, settings=[f"{name}.{key}"])
         by_backend[name][key] = value
     return by_backend
 

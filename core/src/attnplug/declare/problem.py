@@ -7,6 +7,7 @@ from enum import IntEnum, StrEnum
 
 from attnplug.declare.errors import UsageError
 from attnplug.declare.model import ModelSpec
+from attnplug.declare.settings import Setting
 
 LARGEST_PAGE = 1 << 16
 SM_RANGE = range(10, 1000)
@@ -21,9 +22,9 @@ class Role(StrEnum):
     DRAFT = "draft"
 
     @property
-    def option(self) -> str:
-        """The command-line option that sets this role alone."""
-        return f"--{self.value}-attention-backend"
+    def setting(self) -> Setting:
+        """The setting of this role alone."""
+        return Setting(f"{self.value}_attention_backend")
 
 
 class DType(StrEnum):
@@ -35,13 +36,15 @@ class DType(StrEnum):
     FLOAT8_E4M3 = "float8_e4m3fn"
 
     @classmethod
-    def parse(cls, text: str, option: str) -> DType:
-        """Read a user's spelling; ``option`` names where it came from, for the error."""
+    def parse(cls, text: str, setting: str) -> DType:
+        """Read a user's spelling; ``setting`` is the key of where it came from, for the error."""
         try:
             return _SPELLINGS[text.lower().removeprefix("torch.")]
         except KeyError:
             known = ", ".join(cls)
-            raise UsageError(f"{option} {text!r} is not a data type; use one of {known}") from None
+            raise UsageError(
+                f"`{setting}` {text!r} is not a data type; use one of {known}", settings=[setting]
+            ) from None
 
 
 _SPELLINGS: dict[str, DType] = {dtype.value: dtype for dtype in DType} | {
@@ -68,6 +71,17 @@ class GraphLevel(IntEnum):
     """Any batch, prefill included."""
 
 
+class CacheLayout(StrEnum):
+    """How a page of the cache lies in memory. A latent row of MLA is one head, so the first two are the same for it."""
+
+    TOKEN_MAJOR = "token_major"
+    """The heads of one token lie together (NHD), pages one after the other."""
+    HEAD_MAJOR = "head_major"
+    """The tokens of one head lie together within a page (HND), pages one after the other."""
+    STRIDED = "strided"
+    """Any strides between pages, tokens and heads; the elements of one row lie together."""
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """What is to be served, where and how. ``None`` means: not decided, so no reason to refuse.
@@ -87,18 +101,23 @@ class Problem:
     tensor_parallel: int = 1
     is_embedding: bool = False
     """Prompts are embedded and nothing is generated: no token is ever decoded."""
+    exact_lengths: bool = True
+    """Whether the host knows exact lengths on the CPU; without them it has upper bounds only."""
+    layout: CacheLayout | None = None
 
     def __post_init__(self) -> None:
         if self.page_size is not None and not 1 <= self.page_size <= LARGEST_PAGE:
-            raise UsageError(
-                f"--page-size {self.page_size} is not a page size; give a number of tokens from 1 to {LARGEST_PAGE}"
+            raise _wrong(
+                Setting.PAGE_SIZE,
+                self.page_size,
+                f"is not a page size; give a number of tokens from 1 to {LARGEST_PAGE}",
             )
         if self.speculative_tokens < 0:
-            raise UsageError(f"--speculative-tokens {self.speculative_tokens} is negative; 0 turns speculation off")
+            raise _wrong(Setting.SPECULATIVE_TOKENS, self.speculative_tokens, "is negative; 0 turns speculation off")
         if self.tensor_parallel < 1:
-            raise UsageError(f"--tensor-parallel {self.tensor_parallel} is not a number of ranks; give 1 or more")
+            raise _wrong(Setting.TENSOR_PARALLEL, self.tensor_parallel, "is not a number of ranks; give 1 or more")
         if self.sm is not None and self.sm not in SM_RANGE:
-            raise UsageError(f"--sm {self.sm} is not a compute capability; write 9.0 as 90, 10.3 as 103")
+            raise _wrong(Setting.SM, self.sm, "is not a compute capability; write 9.0 as 90, 10.3 as 103")
 
     def roles(self) -> tuple[Role, ...]:
         """The roles that this problem needs filled."""
@@ -112,3 +131,16 @@ class Problem:
         if self.speculative_tokens and self.model.full_layers:
             needed.append(Role.DRAFT)
         return tuple(needed)
+
+
+def model_dtype(model: ModelSpec) -> DType | None:
+    """The element type that a model's config asks for; ``None`` where it says none."""
+    try:
+        return None if model.dtype is None else DType.parse(model.dtype, Setting.DTYPE)
+    except UsageError:
+        message = f"the model's config asks for dtype {model.dtype!r}; choose one of {', '.join(DType)} with `dtype`"
+        raise UsageError(message, settings=[Setting.DTYPE]) from None
+
+
+def _wrong(setting: Setting, value: int, why: str) -> UsageError:
+    return UsageError(f"`{setting}` {value} {why}", settings=[setting])

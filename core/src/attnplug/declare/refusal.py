@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from attnplug.declare.errors import PluginError
+from attnplug.declare.settings import Render
 
 
 class RefusalCode(StrEnum):
@@ -21,6 +22,8 @@ class RefusalCode(StrEnum):
     DTYPE = "dtype"
     KV_DTYPE = "kv_dtype"
     PAGE_SIZE = "page_size"
+    LAYOUT = "layout"
+    LENGTHS = "lengths"
     HEAD_DIM = "head_dim"
     MLA_DIMS = "mla_dims"
     SPECULATION = "speculation"
@@ -34,21 +37,24 @@ class RefusalCode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """One reason: a code, a sentence, the offending value, what is allowed, and the option to change, or a command.
+    """One reason: a code, a sentence, the offending value, what is allowed, and what to do about it.
 
     ``value`` and ``allowed`` are plain data (strings, numbers, lists of them), so that they survive JSON.
+    ``setting`` is the key of what to change: a ``Setting``, or ``NAME.KEY`` for an option of backend ``NAME``.
+    ``advice`` is a command that helps, such as ``pip install …``.
     """
 
     code: str
     message: str
     value: object = None
     allowed: object = None
-    option: str | None = None
+    setting: str | None = None
+    advice: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("code", "message", "option"):
+        for name in ("code", "message", "setting", "advice"):
             text = getattr(self, name)
-            if not isinstance(text, str) and not (name == "option" and text is None):
+            if not isinstance(text, str) and not (name in ("setting", "advice") and text is None):
                 raise PluginError(f"a Refusal's {name} must be a string, not {text!r}")
 
     def as_json(self) -> Mapping[str, object]:
@@ -57,13 +63,18 @@ class Refusal:
             "message": self.message,
             "value": _plain(self.value),
             "allowed": _plain(self.allowed),
-            "option": self.option,
+            "setting": self.setting,
+            "advice": self.advice,
         }
 
+    def told(self, render: Render) -> str:
+        """The sentence and what to do, with the setting as ``render`` spells it."""
+        shown = None if self.setting is None else render(self.setting)
+        remedies = [text for text in (shown and f"change {shown}", self.advice) if text]
+        return f"{self.message} ({' or '.join(remedies)})" if remedies else self.message
+
     def __str__(self) -> str:
-        if self.option is None:
-            return self.message
-        return f"{self.message} ({'change ' if self.option.startswith('-') else ''}{self.option})"
+        return self.told(str)
 
 
 def _plain(value: object) -> object:

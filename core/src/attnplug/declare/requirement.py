@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import metadata
 from typing import TypeVar
 
 from attnplug.declare.errors import BackendError, describe_error
 from attnplug.declare.factory import missing_module
+from attnplug.declare.installed import installed_version
 from attnplug.declare.refusal import Refusal, RefusalCode
 
 Library = TypeVar("Library")
-
-
-def installed_version(distribution: str) -> str | None:
-    """The version of an installed distribution; ``None`` if it is not there."""
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def requirement_refusal(requirement: str) -> Refusal | None:
@@ -40,7 +32,7 @@ def requirement_refusal(requirement: str) -> Refusal | None:
         f"it needs {needs}, which {state}",
         value=found,
         allowed=allowed,
-        option=f"pip install '{wanted.name}{extras}{wanted.specifier}'",
+        advice=f"pip install '{wanted.name}{extras}{wanted.specifier}'",
     )
 
 
@@ -60,7 +52,7 @@ def module_refusal(module: str, requirement: str) -> Refusal | None:
         RefusalCode.IMPORT,
         f"{wanted.name} {found} is installed, but its module {module} is not there",
         value=module,
-        option=f"pip install --force-reinstall '{requirement}'",
+        advice=f"pip install --force-reinstall '{requirement}'",
     )
 
 

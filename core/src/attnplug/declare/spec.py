@@ -6,6 +6,7 @@ test skips and documentation tables ask the same function.
 
 from __future__ import annotations
 
+import inspect
 import json
 import re
 import sys
@@ -23,6 +24,7 @@ from attnplug.declare.options import options_problems
 from attnplug.declare.problem import GraphLevel, Problem, Role
 from attnplug.declare.refusal import Refusal, RefusalCode
 from attnplug.declare.requirement import requirement_problem, requirement_refusal
+from attnplug.declare.settings import Setting
 
 _DOTTED = r"\w+(\.\w+)*"
 LARGEST_PREFERENCE = 10**9
@@ -37,7 +39,8 @@ class BackendSpec:
     ``factory`` is ``"package.module:attribute"``, a callable that takes a ``BackendContext`` and returns the
     backend; it is imported when the backend is built and not before. ``requires`` are requirement strings that
     must be installed. ``options`` is a frozen dataclass with a default for every field. ``check`` gives further
-    refusals that the capabilities cannot express.
+    refusals that the capabilities cannot express: of a problem, a role and the backend's options, as parsed. They are
+    the defaults where a user sets none, and ``None`` where the spec has no options.
     """
 
     name: str
@@ -47,11 +50,11 @@ class BackendSpec:
     capabilities: Capabilities
     requires: tuple[str, ...] = ()
     options: type[Any] | None = None
-    check: Callable[[Problem, Role | None], Iterable[Refusal]] | None = field(default=None, compare=False)
+    check: Callable[[Problem, Role | None, Any], Iterable[Refusal]] | None = field(default=None, compare=False)
     preference: int = 0
-    """Under ``auto`` the usable backend with the highest preference is chosen; of equal ones, the first by name. The
-    embedded default comes last, whatever the others' preference: it is chosen where nothing else is usable. Give 0 for
-    a reference, 100 for a backend that is meant to be fast where it runs at all."""
+    """Under ``auto``, unless a host ranks otherwise, the usable backend with the highest preference is chosen; of equal
+    ones, the first by name. The embedded default comes last, whatever the others' preference: it is chosen where
+    nothing else is usable. Give 0 for a reference, 100 for a backend that is meant to be fast where it runs at all."""
 
     def __post_init__(self) -> None:
         problems = list(self._problems())
@@ -71,8 +74,8 @@ class BackendSpec:
             yield f"preference {self.preference!r} must be a whole number"
         elif abs(self.preference) > LARGEST_PREFERENCE:
             yield f"preference must be from -{LARGEST_PREFERENCE} to {LARGEST_PREFERENCE}"
-        if self.check is not None and not callable(self.check):
-            yield f"check {self.check!r} must be a function of (problem, role)"
+        if self.check is not None:
+            yield from _check_problems(self.check)
         if isinstance(self.capabilities, Capabilities):
             yield from self.capabilities.contradictions()
         else:
@@ -84,10 +87,11 @@ class BackendSpec:
         if self.options is not None:
             yield from options_problems(self.options)
 
-    def refusals(self, problem: Problem, role: Role | None = None) -> list[Refusal]:
+    def refusals(self, problem: Problem, role: Role | None = None, options: Any = None) -> list[Refusal]:
         """Every reason why this backend cannot serve ``problem`` in ``role``; empty means it can.
 
-        Without a role or a model only what they would not decide is judged.
+        Without a role or a model only what they would not decide is judged. ``options`` are the parsed ones; the
+        defaults where there are none.
         """
         missing = factory_refusal(self.factory)
         reasons = [
@@ -98,14 +102,16 @@ class BackendSpec:
         if role is not None:
             reasons += _role_refusals(self.capabilities, problem, role)
         if self.check is not None:
-            reasons += self._own_refusals(problem, role)
+            reasons += self._own_refusals(problem, role, options)
         return reasons
 
-    def _own_refusals(self, problem: Problem, role: Role | None) -> list[Refusal]:
+    def _own_refusals(self, problem: Problem, role: Role | None, options: Any) -> list[Refusal]:
         assert self.check is not None
         try:
+            if options is None and self.options is not None:
+                options = self.options()
             with redirect_stdout(sys.stderr):  # what it prints must not end up in our output
-                found = self.check(problem, role)
+                found = self.check(problem, role, options)
                 if not isinstance(found, Iterable):
                     raise TypeError(f"it returned {found!r}; return a list of Refusal")
                 reasons = list(islice(found, MOST_REFUSALS + 1))
@@ -122,10 +128,27 @@ class BackendSpec:
         return reasons
 
 
+def _check_problems(check: object) -> Iterator[str]:
+    if not callable(check):
+        yield f"check {check!r} must be a function of (problem, role, options)"
+        return
+    try:
+        given = inspect.signature(check)
+    except (TypeError, ValueError):  # of a builtin: it cannot be told
+        return
+    try:
+        given.bind(None, None, None)
+    except TypeError:
+        yield (
+            f"its check takes ({', '.join(given.parameters)}); let it take (problem, role, options), the last one the "
+            "backend's options as parsed"
+        )
+
+
 def _environment_refusals(can: Capabilities, problem: Problem) -> Iterator[Refusal]:
     """What device, element types, pages and switches decide."""
     if problem.device is not None and problem.device not in can.devices:
-        yield _outside(RefusalCode.DEVICE, "device", problem.device, can.devices, "--device")
+        yield _outside(RefusalCode.DEVICE, "device", problem.device, can.devices, Setting.DEVICE)
     elif problem.device == "cuda" and problem.sm is not None:
         low, high = can.min_sm, can.max_sm
         if (low is not None and problem.sm < low) or (high is not None and problem.sm > high):
@@ -133,19 +156,29 @@ def _environment_refusals(can: Capabilities, problem: Problem) -> Iterator[Refus
                 RefusalCode.SM,
                 f"it needs {_sm_range(low, high)}, this is SM {problem.sm}",
                 value=problem.sm,
-                allowed=_sm_range(low, high),  # and no option: the GPU is what it is
+                allowed=_sm_range(low, high),  # and no setting: the GPU is what it is
             )
     if problem.dtype is not None and problem.dtype not in can.dtypes:
-        yield _outside(RefusalCode.DTYPE, "dtype", problem.dtype, can.dtypes, "--dtype")
+        yield _outside(RefusalCode.DTYPE, "dtype", problem.dtype, can.dtypes, Setting.DTYPE)
     if problem.kv_dtype is not None and problem.kv_dtype not in can.kv_dtypes:
-        yield _outside(RefusalCode.KV_DTYPE, "KV dtype", problem.kv_dtype, can.kv_dtypes, "--kv-dtype")
+        yield _outside(RefusalCode.KV_DTYPE, "KV dtype", problem.kv_dtype, can.kv_dtypes, Setting.KV_DTYPE)
     if problem.page_size is not None and can.page_sizes.kernel_size(problem.page_size) is None:
         yield Refusal(
             RefusalCode.PAGE_SIZE,
             f"page size {problem.page_size} is not supported, only {can.page_sizes}",
             value=problem.page_size,
             allowed=sorted(can.page_sizes.kernel or ()),
-            option="--page-size",
+            setting=Setting.PAGE_SIZE,
+        )
+    if problem.layout is not None and problem.layout not in can.layouts:
+        yield _outside(RefusalCode.LAYOUT, "cache layout", problem.layout, can.layouts, Setting.LAYOUT)
+    if can.needs_cpu_seq_lens and not problem.exact_lengths:
+        yield Refusal(
+            RefusalCode.LENGTHS,
+            "it needs exact lengths on the CPU, and this host has upper bounds only",
+            value=False,
+            allowed=True,
+            setting=Setting.EXACT_LENGTHS,
         )
     if problem.cuda_graph > can.cuda_graph:
         yield Refusal(
@@ -153,7 +186,7 @@ def _environment_refusals(can: Capabilities, problem: Problem) -> Iterator[Refus
             f"CUDA graphs are asked for at level {problem.cuda_graph.name}, it supports {can.cuda_graph.name}",
             value=problem.cuda_graph.name,
             allowed=[level.name for level in GraphLevel if level <= can.cuda_graph],
-            option="--cuda-graph",
+            setting=Setting.CUDA_GRAPH,
         )
     if problem.speculative_tokens > can.max_speculative_tokens:
         yield Refusal(
@@ -161,14 +194,14 @@ def _environment_refusals(can: Capabilities, problem: Problem) -> Iterator[Refus
             f"{problem.speculative_tokens} speculative tokens are asked for, it takes {can.max_speculative_tokens}",
             value=problem.speculative_tokens,
             allowed=can.max_speculative_tokens,
-            option="--speculative-tokens",
+            setting=Setting.SPECULATIVE_TOKENS,
         )
 
 
 def _role_refusals(can: Capabilities, problem: Problem, role: Role) -> Iterator[Refusal]:
     """What the role and the layers that fall to it decide. Layers of one shape give one refusal."""
     if role not in can.roles:
-        yield _outside(RefusalCode.ROLE, "role", role, can.roles, role.option)
+        yield _outside(RefusalCode.ROLE, "role", role, can.roles, role.setting)
     if problem.model is None:
         return
     layers = problem.model.linear_layers if role is Role.LINEAR else problem.model.full_layers
@@ -182,9 +215,9 @@ def _role_refusals(can: Capabilities, problem: Problem, role: Role) -> Iterator[
 
 def _layer_refusals(can: Capabilities, problem: Problem, role: Role, layer: LayerSpec) -> Iterator[Refusal]:
     if layer.kind not in can.kinds:
-        yield _outside(RefusalCode.KIND, "attention kind", layer.kind, can.kinds, role.option)
+        yield _outside(RefusalCode.KIND, "attention kind", layer.kind, can.kinds, role.setting)
     for feature in sorted(layer.features - can.features):
-        yield _outside(RefusalCode.FEATURE, "feature", feature, can.features, role.option)
+        yield _outside(RefusalCode.FEATURE, "feature", feature, can.features, role.setting)
     if layer.kind is AttentionKind.MHA and can.head_dims is not None:
         dims = (layer.head_dim, layer.v_head_dim)
         if dims not in can.head_dims:
@@ -200,14 +233,14 @@ def _layer_refusals(can: Capabilities, problem: Problem, role: Role, layer: Laye
             f"{layer.num_heads} heads cannot be divided among {ranks} ranks",
             value=ranks,
             allowed=[count for count in range(1, layer.num_heads + 1) if layer.num_heads % count == 0],
-            option="--tensor-parallel",
+            setting=Setting.TENSOR_PARALLEL,
         )
 
 
-def _outside(code: RefusalCode, what: str, value: str, allowed: Iterable[str], option: str) -> Refusal:
+def _outside(code: RefusalCode, what: str, value: str, allowed: Iterable[str], setting: Setting) -> Refusal:
     names = sorted(str(name) for name in allowed)
     return Refusal(
-        code, f"{what} {value} is not supported, only {', '.join(names) or 'none'}", str(value), names, option
+        code, f"{what} {value} is not supported, only {', '.join(names) or 'none'}", str(value), names, setting
     )
 
 
@@ -216,7 +249,7 @@ def _dims(
 ) -> Refusal:
     pairs = sorted(allowed)
     text = f"{what} {value} are not supported, only {', '.join(map(str, pairs))}"
-    return Refusal(code, text, list(value), [list(pair) for pair in pairs], role.option)
+    return Refusal(code, text, list(value), [list(pair) for pair in pairs], role.setting)
 
 
 def _sm_range(low: int | None, high: int | None) -> str:

@@ -1,16 +1,18 @@
 """The version of the contract between core and backends (D4).
 
-``MAJOR`` changes when a correct backend of the old contract could stop working; ``MINOR`` when something is
-added that old backends need not know. docs/writing-a-backend.md holds the promise in full.
+Before 1.0 a minor version may change things, so a backend declares the very version that it was written for.
+docs/writing-a-backend.md holds the promise in full.
 """
 
 from __future__ import annotations
 
 import re
 
-MAJOR = 1
-MINOR = 0
+MAJOR = 0
+MINOR = 9
 CONTRACT_VERSION = f"{MAJOR}.{MINOR}"
+DRAFT = "1.0"
+"""What the contract called itself before anybody else depended on it."""
 
 
 def contract_problem(declared: object) -> str | None:
@@ -19,15 +21,15 @@ def contract_problem(declared: object) -> str | None:
     if match is None:
         shown = repr(declared)[:20]
         return f"contract {shown} is not a version; write MAJOR.MINOR as a string, such as {CONTRACT_VERSION!r}"
-    major, minor = int(match[1]), int(match[2])
-    if major > MAJOR or (major == MAJOR and minor > MINOR):
+    version = int(match[1]), int(match[2])
+    if version == (MAJOR, MINOR):
+        return None
+    both = f"it speaks contract {declared}, this attnplug speaks {CONTRACT_VERSION}"
+    if declared == DRAFT:
         return (
-            f"it speaks contract {declared}, this attnplug speaks {CONTRACT_VERSION}; "
-            "upgrade attnplug, or install a release of the plugin made for this one"
+            f"{both}: contract {DRAFT} was a draft that was never released; make the changes that CHANGELOG.md lists "
+            f"under 'Contract {CONTRACT_VERSION}', then declare contract={CONTRACT_VERSION!r}"
         )
-    if major < MAJOR:
-        return (
-            f"it speaks contract {declared}, this attnplug speaks {CONTRACT_VERSION}; "
-            f"install a release of the plugin made for contract {MAJOR}"
-        )
-    return None
+    if version > (MAJOR, MINOR):
+        return f"{both}; upgrade attnplug, or install a release of the plugin made for contract {CONTRACT_VERSION}"
+    return f"{both}; install a release of the plugin made for contract {CONTRACT_VERSION}"

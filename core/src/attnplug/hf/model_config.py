@@ -1,7 +1,7 @@
 """From a model reference to a ``ModelSpec``.
 
-A reference is ``tiny:NAME`` (a built-in model), a ``config.json`` or the folder that holds one. What the keys
-mean for attention is in ``model_layers``. Nothing is downloaded, and no weights are looked at.
+A reference is a ``config.json`` or the folder that holds one. What the keys mean for attention is in
+``model_layers``. Nothing is downloaded, and no weights are looked at.
 """
 
 from __future__ import annotations
@@ -17,18 +17,14 @@ from attnplug.declare.model import ModelSpec
 from attnplug.hf.config_keys import Config, ModelConfigError
 from attnplug.hf.json_files import read_json_object
 from attnplug.hf.model_layers import CLASS_DEFAULTS, read_layers
-from attnplug.hf.tiny import TINY_CONFIGS
+from attnplug.hf.tiny import TINY, TINY_CONFIGS
 
 UNBOUNDED_CONTEXT = 1 << 20
 """Context length of a model whose config sets no limit (Mamba-2 has no positions to run out of)."""
 
-_TINY = "tiny:"
 
-
-def load_model(reference: str) -> ModelSpec:
-    """Read the model that ``reference`` names. Raises ModelConfigError, whatever is wrong."""
-    if reference.startswith(_TINY):
-        return _model(_tiny_config(reference), reference, reference)
+def read_model(reference: str) -> ModelSpec:
+    """Read the config that ``reference`` leads to. Raises ModelConfigError, whatever is wrong."""
     path = _config_path(reference)
     return _model(_read(path), Path(os.path.abspath(path)).parent.name or str(path), str(path))
 
@@ -36,16 +32,6 @@ def load_model(reference: str) -> ModelSpec:
 def model_from_config(config: Mapping[str, object], name: str) -> ModelSpec:
     """Read a config that is already a mapping. Raises ModelConfigError; ``name`` is its ``source``."""
     return _model(config, name, name)
-
-
-def _tiny_config(reference: str) -> Mapping[str, object]:
-    name = reference.removeprefix(_TINY)
-    if name not in TINY_CONFIGS:
-        near = difflib.get_close_matches(name, TINY_CONFIGS, n=2)
-        meant = f"did you mean {' or '.join(_TINY + match for match in near)}? " if near else ""
-        known = ", ".join(_TINY + known for known in TINY_CONFIGS)
-        raise ModelConfigError(f"{reference!r} is not a built-in model; {meant}known: {known}", reference)
-    return TINY_CONFIGS[name]
 
 
 def _config_path(reference: str) -> Path:
@@ -63,7 +49,7 @@ def _config_path(reference: str) -> Path:
     if not reference or not os.path.lexists(path):
         raise ModelConfigError(
             f"{reference!r} does not exist; give a config.json, a folder that holds one (nothing is downloaded), "
-            f"or a built-in model: {', '.join(_TINY + known for known in TINY_CONFIGS)}",
+            f"or a built-in model: {', '.join(TINY + known for known in TINY_CONFIGS)}",
             reference,
         )
     return path

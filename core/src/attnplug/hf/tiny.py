@@ -1,4 +1,4 @@
-"""The built-in tiny models: Hugging Face configs of real architectures, small enough to run anywhere in a blink.
+"""Core's own tiny models: Hugging Face configs of real architectures, small enough to run anywhere in a blink.
 
 Each is the ``config.json`` of a model of that type, so transformers builds the same model and is its oracle; but for
 ``ring_linear``, which transformers does not have.
@@ -9,6 +9,9 @@ output would hardly show.
 from __future__ import annotations
 
 from collections.abc import Mapping
+
+TINY = "tiny:"
+"""What a reference to a tiny model starts with."""
 
 
 def _tiny(model_type: str, architecture: str, /, **keys: object) -> dict[str, object]:
@@ -147,4 +150,4 @@ _MODELS = (
 )
 
 TINY_CONFIGS: Mapping[str, Mapping[str, object]] = {str(config["model_type"]): config for config in _MODELS}
-"""Config by model type; ``tiny:NAME`` is the one under NAME."""
+"""Config by model type. They come to the registry by core's own plugin, as those of other plugins do."""

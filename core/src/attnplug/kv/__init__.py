@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from attnplug.kv.allocator import BadPages, OutOfPages, PageAllocator, PageCopy
 from attnplug.kv.buffer import PagedBuffer, torch_dtype
+from attnplug.kv.caches import CacheKey, KVPools, PagedCache
+from attnplug.kv.coordinator import Coordinator
 from attnplug.kv.layout import LayoutName, PageLayout, split_table
-from attnplug.kv.pools import KVPools, LinearStatePool, MHAPool, MLAPool
+from attnplug.kv.pools import LinearStatePool, MHAPool, MLAPool
 from attnplug.kv.table import SlotTable
 
 __all__ = [
     "BadPages",
+    "CacheKey",
+    "Coordinator",
     "KVPools",
     "LayoutName",
     "LinearStatePool",
@@ -20,6 +24,7 @@ __all__ = [
     "PageCopy",
     "PageLayout",
     "PagedBuffer",
+    "PagedCache",
     "SlotTable",
     "split_table",
     "torch_dtype",

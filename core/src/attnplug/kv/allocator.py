@@ -1,4 +1,4 @@
-"""Page ids with reference counts. Knows nothing of what a page holds, so a linear-state slot is a page too."""
+"""Page ids with reference counts. It does not know what a page holds, so a linear-state slot is a page too."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class PageAllocator:
         return self._references[page]
 
     def shared(self, pages: Sequence[int]) -> set[int]:
-        """Those of ``pages`` that more than one hold."""
+        """Those of ``pages`` that have more than one holder."""
         self._check_inside(pages)
         return {page for page in pages if self._references[page] > 1}
 

@@ -1,4 +1,4 @@
-"""The memory of one layer's cache rows: storage type, scale and layout behind plain writes and reads."""
+"""The memory of one layer's cache rows: plain writes and reads, whatever the storage type, scale and layout."""
 
 from __future__ import annotations
 
@@ -34,32 +34,40 @@ def torch_dtype(dtype: DType) -> torch.dtype:
 
 
 class PagedBuffer:
-    """Rows ``[heads, dim]`` at flat slots ``page * page_size + offset``, zero until written.
+    """Rows ``[heads, dim]`` at flat slots ``page * page_size + offset``.
 
-    ``pages`` is the view ``[pages, page_size, heads, dim]`` that kernels read; it keeps its address. With an
-    fp8 ``dtype`` a row is stored as ``row / scale``, saturated at ±448 (a NaN stays one), and read back
-    as float32; other types store what is written, rounded, and have the scale 1.
+    ``pages`` is the memory, ``[pages, page_size, heads, dim]`` of any strides, which kernels read. It keeps its address
+    and its content: only ``allocate`` makes memory that is zero until written. In fp8 a row is stored as
+    ``row / scale``, saturated at ±448 (a NaN stays one), and read back as float32. Other types store what is written,
+    rounded, and have the scale 1.
     """
 
-    def __init__(self, layout: PageLayout, *, dtype: DType, device: torch.device | str, scale: float = 1.0) -> None:
-        self._float8 = dtype is DType.FLOAT8_E4M3
+    def __init__(self, pages: Tensor, scale: float = 1.0) -> None:
+        self._float8 = pages.dtype == torch.float8_e4m3fn
         if not (math.isfinite(scale) and scale > 0):
             raise PoolError(f"a cache scale of {scale} cannot be divided by; give a finite number above 0")
         if scale != 1.0 and not self._float8:
-            raise PoolError(f"a cache in {dtype} takes no scale, {scale} was given; leave it out or use fp8")
-        self.layout = layout
+            shown = str(pages.dtype).removeprefix("torch.")
+            raise PoolError(f"a cache in {shown} takes no scale, {scale} was given; leave it out or use fp8")
+        self.layout = layout = PageLayout.of(pages)
         self.scale = scale
-        memory = torch.zeros(layout.elements, dtype=torch_dtype(dtype), device=device)
-        self.pages = layout.view(memory)
-        self.nbytes = memory.numel() * memory.element_size()
+        self.pages = pages
+        self.nbytes = pages.numel() * pages.element_size()
         # torch has no index operations for float8 on the CPU, so these go through the bytes.
-        self._cells = layout.view(memory.view(torch.uint8)) if self._float8 else self.pages
+        self._cells = pages.view(torch.uint8) if self._float8 else pages
         # index_copy_ and index_select by flat slot are much faster than indexing by (page, offset).
-        self._flat = self._cells.flatten(0, 1) if layout.tokens_evenly_spaced else None
-        self._on_host = memory.device.type == "cpu"
+        self._flat = self._cells.view(-1, layout.heads, layout.dim) if layout.tokens_evenly_spaced else None
+        self._on_host = pages.device.type == "cpu"
         # As a tensor: by a number torch divides on a GPU as it multiplies with its inverse, which rounds twice.
-        self._divisor = torch.tensor(scale, dtype=torch.float32, device=device)
-        self._kernel = _row_kernel(self.pages, layout, scale)
+        self._divisor = torch.tensor(scale, dtype=torch.float32, device=pages.device)
+        self._kernel = _row_kernel(pages, layout, scale)
+
+    @classmethod
+    def allocate(
+        cls, layout: PageLayout, *, dtype: DType, device: torch.device | str, scale: float = 1.0
+    ) -> PagedBuffer:
+        """A buffer over new memory, zero until written."""
+        return cls(layout.view(torch.zeros(layout.elements, dtype=torch_dtype(dtype), device=device)), scale)
 
     def check_rows(self, slots: Tensor, rows: Tensor, name: str) -> bool:
         """Refuse what ``write`` cannot store, before anything is written.
@@ -78,7 +86,7 @@ class PagedBuffer:
         """Store ``rows`` ``[tokens, heads, dim]`` at ``slots`` ``[tokens]``, but not where a slot is -1.
 
         Call ``check_rows`` first: ``padded`` is what it returned. Waits for no device and can be captured: which rows
-        are padding is looked up when it runs. A slot behind the pool's last is found by the check on a CPU; on a GPU
+        are padding is looked up when it runs. A slot past the pool's last is found by the check on a CPU; on a GPU
         nothing outside of the pool is written for it.
         """
         if self._kernel is not None:
@@ -87,15 +95,18 @@ class PagedBuffer:
         slots, cells = slots.to(torch.int64), self._encode(rows)
         if padded and slots.numel():
             slots, cells = self._without_padding(slots, cells)
+        self._scatter(slots, cells)
+
+    def _scatter(self, slots: Tensor, cells: Tensor) -> None:
         if self._flat is not None:
             self._flat.index_copy_(0, slots, cells)
         else:
             self._cells[self._page_and_offset(slots)] = cells
 
     def _without_padding(self, slots: Tensor, cells: Tensor) -> tuple[Tensor, Tensor]:
-        """As many slots and cells, none of them padding, so that no number has to come back from the device.
+        """As many slots and cells, none of them padding: then no number has to come back from the device.
 
-        Padding does once more what the first row that is none does. If there is none, it leaves slot 0 as it is.
+        Padding repeats the write of the first other row. If there is none, it leaves slot 0 as it is.
         """
         live = slots >= 0
         first = live.to(torch.uint8).argmax().view(1)
@@ -124,6 +135,13 @@ class PagedBuffer:
         """Copy whole pages, all at once; ``targets`` are distinct."""
         self._cells.index_copy_(0, targets, self._cells.index_select(0, sources))
 
+    def move_rows(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy rows between slots of this pool, all at once and as stored. Equal targets have equal sources."""
+        if self._flat is not None:
+            self._scatter(targets, self._flat.index_select(0, sources))
+        else:
+            self._scatter(targets, self._cells[self._page_and_offset(sources)])
+
     def _encode(self, rows: Tensor) -> Tensor:
         if not self._float8:
             return rows.to(self.pages.dtype)
@@ -143,7 +161,7 @@ class PagedBuffer:
             raise PoolError(f"slots on {slots.device} cannot index a cache on {self.pages.device}; move them there")
 
     def _check_slots(self, slots: Tensor, *, padding: bool = False) -> bool:
-        """Refuse slots outside of the pool, but for -1 where ``padding`` may be among them; whether it may be."""
+        """Refuse slots outside of the pool, except -1 if there may be ``padding``; returns whether there may be."""
         self._check_device(slots)
         if not self._on_host:
             return padding  # to look would be to wait for the device, which minds the bounds itself
@@ -185,3 +203,35 @@ def copy_pages(buffers: Iterable[PagedBuffer], copies: Sequence[PageCopy]) -> No
     sources, targets = sources.to(device), targets.to(device)
     for buffer in buffers:
         buffer.move_pages(sources, targets)
+
+
+def move_rows(buffers: Iterable[PagedBuffer], sources: Tensor, targets: Tensor) -> None:
+    """Copy rows in each of ``buffers``, which hold the same slots on one device; see ``KVPools.move_rows``."""
+    buffers = tuple(buffers)
+    if targets.dim() != 1 or sources.shape != targets.shape:
+        raise PoolError(
+            f"rows cannot be moved from slots of shape {list(sources.shape)} to slots of shape {list(targets.shape)}; "
+            "give [n] and [n]"
+        )
+    buffers[0]._check_device(sources)
+    padded = buffers[0]._check_slots(targets, padding=True)
+    if not targets.numel():
+        return
+    if padded:
+        sources, targets = _without_skipped(sources, targets)
+    buffers[0]._check_slots(sources)
+    sources, targets = sources.to(torch.int64), targets.to(torch.int64)
+    for buffer in buffers:
+        buffer.move_rows(sources, targets)
+
+
+def _without_skipped(sources: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """As many moves, none of them skipped: then no number has to come back from the device.
+
+    A skipped move repeats the first one that is not skipped. If there is none, it moves slot 0 to itself.
+    """
+    live = targets >= 0
+    first = live.to(torch.uint8).argmax().view(1)
+    target = targets.index_select(0, first)
+    source = sources.index_select(0, first).masked_fill(target < 0, 0)
+    return torch.where(live, sources, source), torch.where(live, targets, target.clamp(min=0))

@@ -1,8 +1,8 @@
-"""Which of a model's layers a pool holds, and what may be asked of it: the checks that pools share."""
+"""The checks that pools share: which of a model's layers a pool holds, and what may be asked of it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 from attnplug.declare.errors import PoolError
@@ -16,7 +16,7 @@ def held_for(held: Mapping[int, T], layer_id: int, kind: str) -> T:
     try:
         return held[layer_id]
     except KeyError:
-        raise PoolError(f"the {kind} pool has no layer {layer_id}; it has {_ids(held)}") from None
+        raise PoolError(f"the {kind} pool has no layer {layer_id}; it has {layer_list(held)}") from None
 
 
 def distinct_layers(layers: Sequence[LayerSpec], kind: str) -> dict[int, LayerSpec]:
@@ -39,19 +39,9 @@ def check_scales(scales: Collection[int], layers: Collection[int]) -> None:
     """Refuse scales for layers that the pool does not have."""
     unknown = set(scales) - set(layers)
     if unknown:
-        raise PoolError(f"scales were given for layers {_ids(unknown)}; the pool has {_ids(layers)}")
+        raise PoolError(f"scales were given for layers {layer_list(unknown)}; the pool has {layer_list(layers)}")
 
 
-def heads_per_rank(layer: LayerSpec, tensor_parallel: int) -> int:
-    """A rank's KV heads: an even part, or one that several ranks hold when there are more ranks than heads."""
-    heads = layer.num_kv_heads
-    if tensor_parallel < 1 or (heads % tensor_parallel and tensor_parallel % heads):
-        raise PoolError(
-            f"layer {layer.layer_id}: {heads} KV heads cannot be divided over {tensor_parallel} ranks; "
-            f"use a --tensor-parallel that divides {heads} or is a multiple of it"
-        )
-    return max(heads // tensor_parallel, 1)
-
-
-def _ids(layer_ids: Collection[int]) -> str:
+def layer_list(layer_ids: Iterable[int]) -> str:
+    """Layer ids as messages show them."""
     return ", ".join(map(str, sorted(layer_ids)))

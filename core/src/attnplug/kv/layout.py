@@ -12,6 +12,7 @@ from attnplug.declare.errors import PoolError
 
 LayoutName = Literal["token_major", "head_major"]
 """The layouts that pools can be built with; kernels call them NHD and HND."""
+_NAMES: tuple[LayoutName, ...] = ("token_major", "head_major")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,14 @@ class PageLayout:
             span = stride * (size - 1) + span
 
     @classmethod
+    def of(cls, pages: Tensor) -> PageLayout:
+        """The layout of a tensor ``[pages, page_size, heads, dim]`` of any strides."""
+        if pages.dim() != 4:
+            raise PoolError(f"pages of shape {list(pages.shape)}: give [pages, page_size, heads, dim]")
+        (a, b, c, d), (e, f, g, h) = pages.shape, pages.stride()
+        return cls((a, b, c, d), (e, f, g, h))
+
+    @classmethod
     def token_major(cls, num_pages: int, page_size: int, heads: int, dim: int) -> PageLayout:
         """Page, token, head, dim from slow to fast: the heads of one token lie together ("NHD")."""
         return cls((num_pages, page_size, heads, dim), (page_size * heads * dim, heads * dim, dim, 1))
@@ -56,6 +65,18 @@ class PageLayout:
         if name == "head_major":
             return cls.head_major(num_pages, page_size, heads, dim)
         raise PoolError(f"{name!r} is not a cache layout; use token_major or head_major")
+
+    @property
+    def name(self) -> LayoutName | Literal["strided"]:
+        """How the memory is laid out: as ``token_major`` or ``head_major``, without gaps, or else ``strided``.
+
+        With one head the first two are the same memory, and the name is ``token_major``.
+        """
+        for name in _NAMES:
+            strides = zip(self.shape, self.strides, PageLayout.named(name, *self.shape).strides, strict=True)
+            if all(size == 1 or own == other for size, own, other in strides):
+                return name
+        return "strided"
 
     @property
     def num_pages(self) -> int:
@@ -84,7 +105,7 @@ class PageLayout:
 
         Then the pages can be cut elsewhere, and the cache can be indexed by flat slot.
         """
-        return self.strides[0] == self.page_size * self.strides[1]
+        return 1 in self.shape[:2] or self.strides[0] == self.page_size * self.strides[1]
 
     def view(self, buffer: Tensor) -> Tensor:
         """``buffer``, which is one-dimensional and contiguous, seen as ``[pages, page_size, heads, dim]``."""
@@ -105,13 +126,15 @@ class PageLayout:
         if kernel_page_size < 1 or self.page_size % kernel_page_size:
             raise PoolError(
                 f"pages of {self.page_size} tokens cannot be split into kernel pages of {kernel_page_size}; "
-                f"use a --page-size that is a multiple of the kernel's"
+                f"use a `page_size` that is a multiple of the kernel's",
+                settings=["page_size"],
             )
         if not self.tokens_evenly_spaced:
             raise PoolError(
                 f"pages of {self.page_size} tokens cannot be seen as kernel pages of {kernel_page_size}: with "
                 f"shape {self.shape} and strides {self.strides} kernel pages would not be evenly spaced; "
-                f"use the token_major layout or a --page-size of {kernel_page_size}"
+                f"use the token_major layout or a `page_size` of {kernel_page_size}",
+                settings=["page_size"],
             )
         pages = self.num_pages * (self.page_size // kernel_page_size)
         _, token_stride, head_stride, dim_stride = self.strides

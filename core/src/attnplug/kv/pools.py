@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,17 +11,37 @@ from attnplug.declare.errors import PoolError
 from attnplug.declare.model import AttentionKind, LayerSpec
 from attnplug.declare.problem import DType
 from attnplug.kv.allocator import OutOfPages, PageAllocator, PageCopy
-from attnplug.kv.buffer import PagedBuffer, copy_pages, torch_dtype
-from attnplug.kv.layers import check_scales, check_size, distinct_layers, heads_per_rank, held_for
+from attnplug.kv.buffer import PagedBuffer, copy_pages, move_rows, torch_dtype
+from attnplug.kv.foreign import check_tensors, check_together, foreign_buffer, page_views
+from attnplug.kv.layers import check_scales, check_size, distinct_layers, held_for
 from attnplug.kv.layout import LayoutName, PageLayout
 
 
-class MHAPool:
-    """Keys and values of all MHA layers among ``layers``; the others are left to other pools.
+def _mha_layers(
+    layers: Sequence[LayerSpec], scales: Mapping[int, tuple[float, float]] | None
+) -> dict[int, tuple[LayerSpec, tuple[float, float]]]:
+    """The MHA layers by id, each with its scales."""
+    own = distinct_layers([layer for layer in layers if layer.kind is AttentionKind.MHA], "MHA")
+    scales = scales or {}
+    check_scales(scales, own)
+    return {layer_id: (layer, scales.get(layer_id, (1.0, 1.0))) for layer_id, layer in own.items()}
 
-    Per layer a K cache ``[pages, page_size, kv_heads, head_dim]`` and a V cache ``[pages, page_size,
-    kv_heads, v_head_dim]``, where ``kv_heads`` is this rank's part under ``tensor_parallel``, at least 1.
-    ``scales`` gives a layer's fp8 key and value scale; 1.0 where absent.
+
+def _mla_layers(layers: Sequence[LayerSpec], scales: Mapping[int, float] | None) -> dict[int, tuple[int, float]]:
+    """Width of a row and scale of the MLA layers, by id."""
+    own = distinct_layers([layer for layer in layers if layer.mla is not None], "MLA")
+    scales = scales or {}
+    check_scales(scales, own)
+    dims = {layer_id: layer.mla.row_dim for layer_id, layer in own.items() if layer.mla is not None}
+    return {layer_id: (width, scales.get(layer_id, 1.0)) for layer_id, width in dims.items()}
+
+
+class MHAPool:
+    """Keys and values of all MHA layers among ``layers``, which are this rank's; others are left to other pools.
+
+    Per layer a K cache ``[pages, page_size, kv_heads, head_dim]`` and a V cache ``[pages, page_size, kv_heads,
+    v_head_dim]``, in memory that is allocated here, or that a host has (``over``). ``scales`` gives a layer's fp8 key
+    and value scale; 1.0 where absent.
     """
 
     def __init__(
@@ -35,24 +54,69 @@ class MHAPool:
         device: torch.device | str,
         layout: LayoutName = "token_major",
         scales: Mapping[int, tuple[float, float]] | None = None,
-        tensor_parallel: int = 1,
     ) -> None:
         check_size(num_pages, page_size)
-        own = distinct_layers([layer for layer in layers if layer.kind is AttentionKind.MHA], "MHA")
-        scales = scales or {}
-        check_scales(scales, own)
-        self.num_pages = num_pages
-        self.page_size = page_size
-        self.dtype = dtype
-        self._keys: dict[int, PagedBuffer] = {}
-        self._values: dict[int, PagedBuffer] = {}
-        for layer_id, layer in own.items():
-            heads = heads_per_rank(layer, tensor_parallel)
-            key_scale, value_scale = scales.get(layer_id, (1.0, 1.0))
+        buffers = {}
+        for layer_id, (layer, (key_scale, value_scale)) in _mha_layers(layers, scales).items():
+            heads = layer.num_kv_heads
             key_layout = PageLayout.named(layout, num_pages, page_size, heads, layer.head_dim)
             value_layout = PageLayout.named(layout, num_pages, page_size, heads, layer.v_head_dim)
-            self._keys[layer_id] = PagedBuffer(key_layout, dtype=dtype, device=device, scale=key_scale)
-            self._values[layer_id] = PagedBuffer(value_layout, dtype=dtype, device=device, scale=value_scale)
+            buffers[layer_id] = (
+                PagedBuffer.allocate(key_layout, dtype=dtype, device=device, scale=key_scale),
+                PagedBuffer.allocate(value_layout, dtype=dtype, device=device, scale=value_scale),
+            )
+        self._hold(buffers, dtype)
+
+    @classmethod
+    def over(
+        cls,
+        layers: Sequence[LayerSpec],
+        tensors: Mapping[int, Tensor | tuple[Tensor, Tensor]],
+        layout: str,
+        *,
+        page_size: int,
+        dtype: DType,
+        scales: Mapping[int, tuple[float, float]] | None = None,
+    ) -> MHAPool:
+        """A pool over a host's tensors, by layer id: one for keys and values, or a pair. Nothing is copied or zeroed.
+
+        ``layout`` names the dimensions of each tensor from slow to fast: ``pages``, ``tokens``, ``heads``, ``dim``, and
+        ``kv`` where one tensor holds keys and values. Parentheses join several into one dimension, and ``slots`` is
+        ``(pages tokens)``. vLLM has ``"kv pages tokens heads dim"``, ``"pages kv tokens heads dim"``, the same with
+        ``heads tokens``, and ``"pages heads tokens (kv dim)"``; SGLang has pairs of ``"slots heads dim"``. The tensors'
+        own strides may be any. fp8 may come as uint8.
+        """
+        check_size(1, page_size)
+        own = _mha_layers(layers, scales)
+        check_tensors(tensors, own, "MHA")
+        buffers, named = {}, dict[str, PagedBuffer]()
+        for layer_id, (layer, both_scales) in own.items():
+            given, heads, widths = tensors[layer_id], layer.num_kv_heads, (layer.head_dim, layer.v_head_dim)
+            names = f"the keys of layer {layer_id}", f"the values of layer {layer_id}"
+            if isinstance(given, Tensor):
+                pages = page_views(given, layout, page_size, heads, widths, f"the cache of layer {layer_id}")
+            else:
+                pages = [
+                    page_views(tensor, layout, page_size, heads, (width,), name)[0]
+                    for tensor, width, name in zip(given, widths, names, strict=True)
+                ]
+            keys, values = (
+                foreign_buffer(view, dtype, scale, name)
+                for view, scale, name in zip(pages, both_scales, names, strict=True)
+            )
+            buffers[layer_id] = keys, values
+            named |= {names[0]: keys, names[1]: values}
+        check_together(named)
+        pool = cls.__new__(cls)
+        pool._hold(buffers, dtype)
+        return pool
+
+    def _hold(self, buffers: Mapping[int, tuple[PagedBuffer, PagedBuffer]], dtype: DType) -> None:
+        self._keys = {layer_id: keys for layer_id, (keys, _) in buffers.items()}
+        self._values = {layer_id: values for layer_id, (_, values) in buffers.items()}
+        self._buffers = (*self._keys.values(), *self._values.values())
+        self.num_pages, self.page_size = self._buffers[0].layout.shape[:2]
+        self.dtype = dtype
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
@@ -60,7 +124,7 @@ class MHAPool:
 
     @property
     def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in (*self._keys.values(), *self._values.values()))
+        return sum(buffer.nbytes for buffer in self._buffers)
 
     def keys(self, layer_id: int) -> Tensor:
         """``[pages, page_size, kv_heads, head_dim]`` as stored: the cache itself, with the layout's strides."""
@@ -75,14 +139,14 @@ class MHAPool:
         return held_for(self._keys, layer_id, "MHA").layout, self._values[layer_id].layout
 
     def scales(self, layer_id: int) -> tuple[float, float]:
-        """What a stored key and value must be multiplied with; 1.0 unless the cache is fp8."""
+        """What to multiply a stored key and value by; 1.0 unless the cache is fp8."""
         return held_for(self._keys, layer_id, "MHA").scale, self._values[layer_id].scale
 
     def write(self, layer_id: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Store ``k`` ``[tokens, kv_heads, head_dim]`` and ``v`` ``[tokens, kv_heads, v_head_dim]``.
 
-        ``slots`` ``[tokens]`` int64 are flat: ``page * page_size + offset``, or -1 for padding, of which nothing is
-        written. Waits for no device.
+        ``slots`` ``[tokens]`` int64 are flat: ``page * page_size + offset``, or -1 for padding, which is not written.
+        Waits for no device.
         """
         key_buffer = held_for(self._keys, layer_id, "MHA")
         value_buffer = self._values[layer_id]
@@ -101,7 +165,11 @@ class MHAPool:
 
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Copy pages in every layer, as if one after another."""
-        copy_pages((*self._keys.values(), *self._values.values()), copies)
+        copy_pages(self._buffers, copies)
+
+    def move_rows(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy rows in every layer from slots to slots; see ``KVPools.move_rows``."""
+        move_rows(self._buffers, sources, targets)
 
 
 class MLAPool:
@@ -122,18 +190,44 @@ class MLAPool:
         scales: Mapping[int, float] | None = None,
     ) -> None:
         check_size(num_pages, page_size)
-        own = distinct_layers([layer for layer in layers if layer.mla is not None], "MLA")
-        scales = scales or {}
-        check_scales(scales, own)
-        self.num_pages = num_pages
-        self.page_size = page_size
+        buffers = {}
+        for layer_id, (row_dim, scale) in _mla_layers(layers, scales).items():
+            layout = PageLayout.token_major(num_pages, page_size, 1, row_dim)
+            buffers[layer_id] = PagedBuffer.allocate(layout, dtype=dtype, device=device, scale=scale)
+        self._hold(buffers, dtype)
+
+    @classmethod
+    def over(
+        cls,
+        layers: Sequence[LayerSpec],
+        tensors: Mapping[int, Tensor],
+        layout: str,
+        *,
+        page_size: int,
+        dtype: DType,
+        scales: Mapping[int, float] | None = None,
+    ) -> MLAPool:
+        """A pool over a host's tensors, by layer id, without a copy; ``layout`` is as in ``MHAPool.over``.
+
+        vLLM has ``"pages tokens dim"``, SGLang ``"slots heads dim"`` with one head.
+        """
+        check_size(1, page_size)
+        own = _mla_layers(layers, scales)
+        check_tensors(tensors, own, "MLA")
+        buffers, named = {}, {}
+        for layer_id, (row_dim, scale) in own.items():
+            name = f"the latent rows of layer {layer_id}"
+            (pages,) = page_views(tensors[layer_id], layout, page_size, 1, (row_dim,), name)
+            buffers[layer_id] = named[name] = foreign_buffer(pages, dtype, scale, name)
+        check_together(named)
+        pool = cls.__new__(cls)
+        pool._hold(buffers, dtype)
+        return pool
+
+    def _hold(self, buffers: dict[int, PagedBuffer], dtype: DType) -> None:
+        self._rows = buffers
+        self.num_pages, self.page_size = next(iter(buffers.values())).layout.shape[:2]
         self.dtype = dtype
-        self._rows: dict[int, PagedBuffer] = {}
-        for layer_id, layer in own.items():
-            assert layer.mla is not None
-            row_layout = PageLayout.token_major(num_pages, page_size, 1, layer.mla.row_dim)
-            scale = scales.get(layer_id, 1.0)
-            self._rows[layer_id] = PagedBuffer(row_layout, dtype=dtype, device=device, scale=scale)
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
@@ -151,13 +245,13 @@ class MLAPool:
         return held_for(self._rows, layer_id, "MLA").layout
 
     def scale(self, layer_id: int) -> float:
-        """What a stored row must be multiplied with; 1.0 unless the cache is fp8."""
+        """What to multiply a stored row by; 1.0 unless the cache is fp8."""
         return held_for(self._rows, layer_id, "MLA").scale
 
     def write(self, layer_id: int, slots: Tensor, rows: Tensor) -> None:
         """Store ``rows`` ``[tokens, row_dim]`` or ``[tokens, 1, row_dim]`` at flat ``slots`` ``[tokens]`` int64.
 
-        A row whose slot is -1 is padding, and nothing is written of it. Waits for no device.
+        A row with the slot -1 is padding and is not written. Waits for no device.
         """
         buffer = held_for(self._rows, layer_id, "MLA")
         if rows.dim() == 2:
@@ -172,6 +266,10 @@ class MLAPool:
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Copy pages in every layer, as if one after another."""
         copy_pages(self._rows.values(), copies)
+
+    def move_rows(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy rows in every layer from slots to slots; see ``KVPools.move_rows``."""
+        move_rows(self._rows.values(), sources, targets)
 
 
 class LinearStatePool:
@@ -233,8 +331,9 @@ class LinearStatePool:
             (slot,) = self._slots.allocate(1)
         except OutOfPages as error:
             raise PoolError(
-                f"all {error.total} linear-state slots are in use; wait for a request to finish, raise --state-slots, "
-                "or lower --max-batch"
+                f"all {error.total} linear-state slots are in use; wait for a request to finish, raise `state_slots`, "
+                "or lower `max_batch`",
+                settings=["state_slots", "max_batch"],
             ) from error
         for state in self._states:
             state[slot].zero_()
@@ -261,22 +360,3 @@ class LinearStatePool:
             )
         for state in self._states:
             state[target].copy_(state[source])
-
-
-@dataclass(frozen=True, slots=True)
-class KVPools:
-    """The pools of one model: those that its layers need."""
-
-    mha: MHAPool | None = None
-    mla: MLAPool | None = None
-    linear: LinearStatePool | None = None
-
-    @property
-    def nbytes(self) -> int:
-        return sum(pool.nbytes for pool in (self.mha, self.mla, self.linear) if pool is not None)
-
-    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
-        """Copy pages in every layer that has pages; linear states are copied by ``LinearStatePool.copy``."""
-        for pool in (self.mha, self.mla):
-            if pool is not None:
-                pool.copy_pages(copies)

@@ -70,7 +70,8 @@ class SlotTable:
             limit = self.max_requests
             raise PoolError(
                 f"request {limit + 1} cannot be admitted: the table holds {limit} requests; "
-                "wait for one to finish, or raise --max-batch"
+                "wait for one to finish, or raise `max_batch`",
+                settings=["max_batch"],
             )
         if length < 0 or len(shared_pages) != self._pages_for(length):
             raise PoolError(
@@ -111,7 +112,7 @@ class SlotTable:
     def extend_each(self, rows: Sequence[int]) -> tuple[PageCopy, ...]:
         """Make room for one more token in each of ``rows``, all different: a decode step's ``extend`` in one go.
 
-        Of rows that share the page they would write to, each counts as one that needs another.
+        Rows that share the page they would write to each count as needing a page of their own.
         """
         lengths = self._lengths_of(rows)
         if len(set(rows)) != len(rows):

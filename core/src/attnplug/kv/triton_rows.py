@@ -1,4 +1,4 @@
-"""Rows into pages by one kernel. Imported where there is a GPU with Triton, and nowhere else."""
+"""Writes rows into pages with one kernel. Imported only where there is a GPU with Triton."""
 
 from __future__ import annotations
 
@@ -35,11 +35,14 @@ def _write_rows(
             row = tl.div_rn(row.to(tl.float32), scale)
             row = tl.clamp(row, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
         target = pages + slot // PAGE_SIZE * PAGE_STRIDE + slot % PAGE_SIZE * SLOT_STRIDE
-        tl.store(target + head * HEAD_STRIDE + column * DIM_STRIDE, row.to(pages.dtype.element_ty), mask=exists)
+        # In 64 bits: where heads are the slowest dimension, they lie a whole cache apart.
+        target += head.to(tl.int64) * HEAD_STRIDE + column.to(tl.int64) * DIM_STRIDE
+        tl.store(target, row.to(pages.dtype.element_ty), mask=exists)
 
 
 class RowWriter:
-    """Writes rows ``[tokens, heads, dim]`` into ``pages``. All that the pages decide is settled once, not per call."""
+    """Writes rows ``[tokens, heads, dim]`` into ``pages``. What depends on the pages alone is settled once, not per
+    call."""
 
     def __init__(self, pages: Tensor, layout: PageLayout, scale: float) -> None:
         width = layout.heads * layout.dim

@@ -3,42 +3,29 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from attnplug.declare.errors import WorkspaceError
+from attnplug.declare.workspace_kind import WorkspaceKind
 
-
-@dataclass(frozen=True, slots=True)
-class WorkspaceKind:
-    """The contract of some memory: who may leave what in it.
-
-    Backends that ask for an equal kind share one allocation. ``zeroed`` memory is zero on first use and its users
-    leave it zero (semaphores); plain memory holds anything. Kernels that overwrite what others expect to find zero
-    ask for a kind with a name of their own.
-    """
-
-    name: str
-    zeroed: bool = False
-
-
-SCRATCH = WorkspaceKind("scratch")
-TRTLLM_SEMAPHORES = WorkspaceKind("trtllm-semaphores", zeroed=True)
-CUTE_DSL_SCRATCH = WorkspaceKind("cute-dsl-scratch")
+Allocate = Callable[[int, torch.device, bool], Tensor]
+"""Allocates memory for a workspace: bytes, device, whether it must be zero, to a tensor ``[bytes]`` uint8."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorkspaceUse:
     """One line of the report: an allocation and what each owner asked of it.
 
-    ``retired_bytes`` is held by users of a buffer that has since grown: they should take ``Workspace.buffer`` anew.
+    ``retired_bytes`` is held by users of a buffer that has grown since. They should take ``Workspace.buffer`` again.
     """
 
     device: str
     kind: str
+    lane: int
     zeroed: bool
     nbytes: int
     owners: dict[str, int]
@@ -46,36 +33,53 @@ class WorkspaceUse:
 
 
 class Workspace:
-    """One shared allocation. ``buffer`` is its memory now, ``[bytes]`` uint8; it changes when somebody wants more."""
+    """One shared allocation. ``buffer`` is its current memory, ``[bytes]`` uint8. It changes when somebody asks for
+    more."""
 
-    __slots__ = ("_owners", "_retired", "buffer", "kind")
+    __slots__ = ("_owners", "_retired", "buffer", "kind", "lane")
 
-    def __init__(self, kind: WorkspaceKind, device: torch.device) -> None:
+    def __init__(self, kind: WorkspaceKind, device: torch.device, lane: int) -> None:
         self.kind = kind
+        self.lane = lane
         self.buffer: Tensor = torch.zeros(0, dtype=torch.uint8, device=device)
         self._owners: dict[str, int] = {}
         self._retired: list[weakref.ref[Tensor]] = []
 
-    def _ask(self, owner: str, nbytes: int, frozen: bool) -> None:
+    def _ask(self, owner: str, nbytes: int, allocate: Allocate | None) -> None:
         have = self.buffer.numel()
         if nbytes > have:
-            if frozen:
+            if allocate is None:
                 raise WorkspaceError(
                     f"{owner} asks for {nbytes} bytes of {self.kind.name} workspace, but it is frozen at {have}: "
                     "captured graphs hold its address; ask for the most you will need before graphs are captured"
                 )
+            buffer = allocate(nbytes, self.buffer.device, self.kind.zeroed)
+            self._check(buffer, nbytes)
             if have:
                 self._retired.append(weakref.ref(self.buffer))
-            # torch.empty for plain memory: touching hundreds of MiB that kernels overwrite costs start-up time.
-            make = torch.zeros if self.kind.zeroed else torch.empty
-            self.buffer = make(nbytes, dtype=torch.uint8, device=self.buffer.device)
+            self.buffer = buffer
         self._owners[owner] = max(nbytes, self._owners.get(owner, 0))
+
+    def _check(self, buffer: Tensor, nbytes: int) -> None:
+        device = self.buffer.device
+        if (buffer.shape, buffer.dtype, buffer.device) != (
+            (nbytes,),
+            torch.uint8,
+            device,
+        ) or not buffer.is_contiguous():
+            raise WorkspaceError(
+                f"the allocator gave {list(buffer.shape)} {buffer.dtype} on {buffer.device} for {self.kind.name} "
+                f"workspace; it must give contiguous [{nbytes}] torch.uint8 on {device}"
+            )
+        if self.kind.zeroed and buffer.any():
+            raise WorkspaceError(f"the allocator gave {self.kind.name} workspace that is not zero, as it was asked to")
 
     def _use(self) -> WorkspaceUse:
         alive = [buffer for ref in self._retired if (buffer := ref()) is not None]
         return WorkspaceUse(
             device=str(self.buffer.device),
             kind=self.kind.name,
+            lane=self.lane,
             zeroed=self.kind.zeroed,
             nbytes=self.buffer.numel(),
             owners=dict(self._owners),
@@ -83,19 +87,35 @@ class Workspace:
         )
 
 
+def _allocate(nbytes: int, device: torch.device, zeroed: bool) -> Tensor:
+    # torch.empty for plain memory: touching hundreds of MiB that kernels overwrite costs start-up time.
+    return (torch.zeros if zeroed else torch.empty)(nbytes, dtype=torch.uint8, device=device)
+
+
 class WorkspaceOwner:
-    """The one place that allocates scratch memory. Backends get it in their context."""
+    """The one place that allocates scratch memory. Backends get it in their context.
 
-    def __init__(self) -> None:
-        self._workspaces: dict[tuple[torch.device, WorkspaceKind], Workspace] = {}
-        self._frozen = False
+    A host that accounts for memory itself gives its own ``allocate``; what it returns is checked.
+    """
 
-    def request(self, owner: str, device: torch.device | str, kind: WorkspaceKind, nbytes: int) -> Workspace:
-        """At least ``nbytes`` of memory of this kind, shared with everyone who asks for the same kind there."""
-        if nbytes < 1:
-            raise WorkspaceError(f"{owner} asks for {nbytes} bytes of {kind.name} workspace; ask for 1 or more")
-        key = (_exact(torch.device(device)), kind)
-        for _, other in self._workspaces:
+    def __init__(self, allocate: Allocate = _allocate) -> None:
+        self._workspaces: dict[tuple[torch.device, WorkspaceKind, int], Workspace] = {}
+        self._allocate: Allocate | None = allocate
+
+    def request(
+        self, owner: str, device: torch.device | str, kind: WorkspaceKind, nbytes: int, lane: int = 0
+    ) -> Workspace:
+        """At least ``nbytes`` of this kind, shared with everyone who asks for the same kind there in the same lane.
+
+        Lanes run at the same time, so they never share.
+        """
+        if nbytes < 1 or lane < 0:
+            raise WorkspaceError(
+                f"{owner} asks for {nbytes} bytes of {kind.name} workspace in lane {lane}; ask for 1 or more, in "
+                "lane 0 or higher"
+            )
+        key = (_exact(torch.device(device)), kind, lane)
+        for _, other, _ in self._workspaces:
             if other.name == kind.name and other != kind:
                 raise WorkspaceError(
                     f"{owner} asks for workspace {kind.name!r} with zeroed={kind.zeroed}, "
@@ -103,19 +123,19 @@ class WorkspaceOwner:
                 )
         workspace = self._workspaces.get(key)
         if workspace is None:
-            workspace = Workspace(kind, key[0])
-        workspace._ask(owner, nbytes, self._frozen)
+            workspace = Workspace(kind, key[0], lane)
+        workspace._ask(owner, nbytes, self._allocate)
         self._workspaces[key] = workspace
         return workspace
 
     def freeze(self) -> None:
         """From now on nothing grows: captured graphs hold the addresses."""
-        self._frozen = True
+        self._allocate = None
 
     def report(self) -> tuple[WorkspaceUse, ...]:
-        """Every allocation, by device and kind, with its owners."""
-        uses: Iterator[WorkspaceUse] = (workspace._use() for workspace in self._workspaces.values())
-        return tuple(sorted(uses, key=lambda use: (use.device, use.kind)))
+        """Every allocation, by device, kind and lane, with its owners."""
+        uses = (workspace._use() for workspace in self._workspaces.values())
+        return tuple(sorted(uses, key=lambda use: (use.device, use.kind, use.lane)))
 
     @property
     def nbytes(self) -> int:

@@ -1,4 +1,4 @@
-"""All attention of one model: one object over its backend, its pools and its policy, which the model's layers find."""
+"""All attention of one model: one object over its backend, pools and policy. The model's layers find it."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ class ModelAttention:
         *,
         skip_attn_backend_init: bool | None = None,
     ) -> BatchPlan | None:
-        """Plan a batch unless whoever planned it already said so; returns the plan that is now in force (B1).
+        """Plan a batch, unless it is marked as planned already; returns the plan that is now in force (B1).
 
-        ``path`` is how its MLA layers extend, where that is not left to the policy. ``skip_attn_backend_init`` is the
+        ``path`` is how its MLA layers extend, if that is not left to the policy. ``skip_attn_backend_init`` is the
         old flag, kept for callers that have not moved to the marker (B3).
         """
         apply_skip_attn_backend_init(batch, skip_attn_backend_init)

@@ -23,7 +23,7 @@ from attnplug.mla.weights import MLAWeights
 
 
 class MLAAttention:
-    """The MLA layers of one model on one backend: holds the pool and the policy, binds the backend's hooks once."""
+    """The MLA layers of one model on one backend. Holds the pool and the policy, and binds the backend's hooks once."""
 
     def __init__(self, backend: AttentionBackend, pool: MLAPool, policy: ExtendPolicy) -> None:
         self._backend, self._pool, self._policy = backend, pool, policy
@@ -38,9 +38,9 @@ class MLAAttention:
             )
 
     def plan(self, geometry: Geometry, path: ExtendPath | None = None) -> Plan | None:
-        """How a batch runs as MHA, its ``metadata`` the parts of it; ``None`` if it runs absorbed.
+        """How a batch runs as MHA, with its parts as ``metadata``; ``None`` if it runs absorbed.
 
-        ``path`` overrules the policy. Where a host has no exact lengths, a backend that can extend absorbed does.
+        ``path`` overrules the policy. If the host has no exact lengths, a backend that can extend absorbed does so.
         """
         abilities, mode = self._backend.claims.mla_extend, geometry.mode
         if path is None and ExtendPath.ABSORBED in abilities and (mode is not ForwardMode.EXTEND or not geometry.host):
@@ -123,5 +123,5 @@ class MLAAttention:
 
     @staticmethod
     def _new_lse(q: Tensor) -> Tensor:
-        """NaN, so that rows which nobody fills turn into NaN, and not into whatever lay in memory."""
+        """Filled with NaN: rows that nobody fills then give NaN, and not whatever was in memory."""
         return torch.full(q.shape[:2], float("nan"), dtype=torch.float32, device=q.device)

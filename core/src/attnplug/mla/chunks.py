@@ -17,7 +17,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Spans that one kernel call attends to together, at most one of each request, in the order of requests."""
+    """Spans that one kernel call attends to together: at most one per request, in the order of requests."""
 
     spans: tuple[Span, ...]
 
@@ -27,10 +27,10 @@ class Chunk:
 
 
 def plan_prefix_chunks(prefix_lens: Sequence[int], capacity: int) -> tuple[Chunk, ...]:
-    """Cover every prefix row exactly once with as few chunks of at most ``capacity`` rows as can be.
+    """Cover every prefix row exactly once, with as few chunks of at most ``capacity`` rows as possible.
 
-    Chunks are filled one after the other, across requests: every chunk but the last is full, whatever the skew of
-    the lengths. (Dividing the capacity evenly among requests would leave most of it unused once the short ones end.)
+    Chunks are filled one after the other, across requests. Every chunk but the last is full, however skewed the lengths
+    are. (Dividing the capacity evenly among requests would leave most of it unused once the short ones end.)
     Requests without a prefix appear in no chunk, since kernels return garbage for empty spans.
     """
     if capacity < 1:

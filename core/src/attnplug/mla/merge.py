@@ -10,8 +10,8 @@ def merge_partial(out: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor) -> t
     """Attention over two disjoint sets of keys, from attention over each.
 
     Outputs are ``[tokens, heads, dim]``, log-sum-exps ``[tokens, heads]`` float32, natural log; the result is float32.
-    A part without keys has the log-sum-exp -inf, or +inf from kernels that mark emptiness so: it takes no share, and
-    what its output holds, NaN included, is not looked at. A log-sum-exp of NaN was never filled: so is the result.
+    A part without keys has the log-sum-exp -inf; some kernels give +inf instead. It takes no share, and its output is
+    not looked at, even if it is NaN. A log-sum-exp of NaN was never filled; the result is NaN then.
     """
     mine, theirs = _of_the_empty(lse), _of_the_empty(part_lse)
     largest = torch.maximum(mine, theirs)

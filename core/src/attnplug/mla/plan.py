@@ -17,9 +17,10 @@ def plan_extend(geometry: Geometry, path: ExtendPath, chunk_capacity: int) -> tu
     queries = [query_lens[request] for request in live]
     if path is ExtendPath.ONE_SHOT:
         rows = [kv_lens[request] for request in live]
-        call = RaggedCall.of(0, queries, rows, causal=True, device=device)
+        call = RaggedCall.of(0, queries, rows, causal=True, device=device, lane=geometry.lane)
         return (Part(call, geometry.span_slots(live, [0] * len(live), rows), None),)
-    parts = [Part(RaggedCall.of(0, queries, queries, causal=True, device=device), None, None)]
+    call = RaggedCall.of(0, queries, queries, causal=True, device=device, lane=geometry.lane)
+    parts = [Part(call, None, None)]
     prefixes = [kv - new if new else 0 for new, kv in zip(query_lens, kv_lens, strict=True)]
     for index, chunk in enumerate(plan_prefix_chunks(prefixes, chunk_capacity), start=1):
         parts.append(_chunk_part(geometry, index, chunk, live))
@@ -31,7 +32,7 @@ def _chunk_part(geometry: Geometry, index: int, chunk: Chunk, live: list[int]) -
     requests = [span.request for span in chunk.spans]
     queries = [geometry.query_lens[request] for request in requests]
     lens = [span.length for span in chunk.spans]
-    call = RaggedCall.of(index, queries, lens, causal=False, device=geometry.device)
+    call = RaggedCall.of(index, queries, lens, causal=False, device=geometry.device, lane=geometry.lane)
     slots = geometry.span_slots(requests, [span.start for span in chunk.spans], lens)
     rows = None
     if requests != live:

@@ -12,11 +12,11 @@ from attnplug.declare.errors import PlanError, UsageError
 
 @dataclass(frozen=True, slots=True)
 class ExtendPolicy:
-    """When which path pays.
+    """Which path is the fastest when.
 
-    Absorbed attention reads the cache as it is but multiplies rows of ``kv_lora_rank``; as MHA the rows are
-    up-projected first, which pays once there is enough to attend to. ``chunk_threshold`` is the sum of prefixes from
-    which it does; ``chunk_capacity`` the most prefix rows that are up-projected at a time. ``forced`` overrules both.
+    Absorbed attention reads the cache as it is, but multiplies rows of ``kv_lora_rank``. As MHA the rows are
+    up-projected first, which is worth it once there is enough to attend to. ``chunk_threshold`` is the sum of prefixes
+    from which it is. ``chunk_capacity`` is the most prefix rows to up-project at a time. ``forced`` overrules both.
     """
 
     chunk_threshold: int = 8192
@@ -42,7 +42,7 @@ class ExtendPolicy:
         """The path of one batch: the one that is ``asked`` for, if any.
 
         Decoding is absorbed. A backend that can extend absorbed runs only a plain extend as MHA, because other modes
-        bring few queries a request; one that cannot runs everything as MHA.
+        bring few queries per request. A backend that cannot runs everything as MHA.
         """
         if mode.is_decode:
             return ExtendPath.ABSORBED

@@ -47,7 +47,7 @@ class MLAWeights:
 
 
 def _product(rows: Tensor, weight: Tensor) -> Tensor:
-    """``rows @ weight``, of one matrix or of one for each head."""
+    """``rows @ weight``, for one matrix or for one per head."""
     product = torch.bmm if weight.dim() == 3 else torch.mm
     if rows.device.type == "cpu" and rows.dtype.itemsize < 4:  # its kernels for the short types may be 200 times slower
         return product(rows.float(), weight.float()).to(rows.dtype)

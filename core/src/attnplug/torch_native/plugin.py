@@ -1,14 +1,18 @@
-"""What core says about its own backend, through the same door as every other plugin."""
+"""What core itself brings, through the same door as every other plugin: a backend, plain memory, tiny models."""
 
 from __future__ import annotations
 
-from attnplug.choose.hookspecs import hookimpl
+from collections.abc import Mapping
+
+from attnplug.choose.plugin_hooks import hookimpl
 from attnplug.declare.capabilities import Capabilities
 from attnplug.declare.claims import ExtendPath
 from attnplug.declare.model import AttentionKind, Feature
-from attnplug.declare.problem import DType, Role
+from attnplug.declare.problem import CacheLayout, DType, Role
 from attnplug.declare.spec import BackendSpec
 from attnplug.declare.version import CONTRACT_VERSION
+from attnplug.declare.workspace_kind import SCRATCH, WorkspaceKind
+from attnplug.hf.tiny import TINY_CONFIGS
 
 
 @hookimpl
@@ -27,8 +31,19 @@ def attnplug_backends() -> list[BackendSpec]:
                 roles=frozenset({Role.PREFILL, Role.DECODE, Role.DRAFT}),
                 features=frozenset({Feature.SLIDING_WINDOW, Feature.LOGIT_CAP}),
                 max_speculative_tokens=64,
-                extras=frozenset({"lse"}),
+                extras=frozenset({"lse", "out"}),
                 mla_extend=frozenset(ExtendPath),
+                layouts=frozenset(CacheLayout),
             ),
         )
     ]
+
+
+@hookimpl
+def attnplug_workspace_kinds() -> list[WorkspaceKind]:
+    return [SCRATCH]
+
+
+@hookimpl
+def attnplug_tiny_models() -> Mapping[str, Mapping[str, object]]:
+    return TINY_CONFIGS

@@ -1,4 +1,4 @@
-"""Backends made of backends. All of them stand on one forwarding base."""
+"""Backends made of backends, all on one forwarding base."""
 
 from attnplug.wrappers.forwarding import ForwardingBackend
 from attnplug.wrappers.hybrid import HybridLinearBackend

@@ -1,4 +1,4 @@
-"""The base of every wrapper: what the protocol has, it forwards, by the route that the wrapper states (A9)."""
+"""The base of every wrapper: it forwards all that the protocol has, by the wrapper's route (A9)."""
 
 from __future__ import annotations
 
@@ -24,13 +24,14 @@ class ForwardingBackend(ABC):
     """A backend that hands everything to backends of its own, which it knows by label.
 
     Subclass contract. ``route`` says which children a call goes to. Every method of the protocol and every optional
-    hook is forwarded by it: those that a layer runs to one child, those about a batch to the children that it names,
-    all others to every child. This holds for hooks that a later version of the contract adds, too: they are read off
-    the protocol when the class is made. A subclass defines only what differs, with the protocol's own parameters.
+    hook is forwarded by it. A call that runs a layer goes to one child, a call about a batch to the children that the
+    route names, and any other call to every child. Methods are generated from the protocol when the class is made, so
+    hooks that a later version of the contract adds are forwarded too. A subclass defines only what differs, with the
+    protocol's own parameters.
 
     A wrapper has an optional hook if one of its children has it. Where several children answer, plans become the parts
-    of one plan of the wrapper's; other answers must agree. Claims are the weakest of the children's, but for those that
-    ``decided_by`` leaves to one child, and ``forced_by`` says which children weakened each. Children's hooks are bound
+    of one plan of the wrapper's; other answers must agree. Claims are the weakest of the children's, except for those
+    that ``decided_by`` leaves to one child. ``forced_by`` says which children weakened each. Children's hooks are bound
     once, at construction, by their own signatures (A8).
     """
 
@@ -59,7 +60,9 @@ class ForwardingBackend(ABC):
     def __init_subclass__(cls, **arguments: Any) -> None:
         super().__init_subclass__(**arguments)
         for name, signature in {**protocol_methods(), **hook_signatures()}.items():
-            own = getattr(cls, name, None)
+            owner = next((base for base in cls.__mro__ if name in vars(base)), None)
+            # The empty bodies of a protocol that a wrapper inherits from forward nothing.
+            own = None if getattr(owner, "_is_protocol", False) else getattr(cls, name, None)
             if own is None:
                 setattr(cls, name, _forwarder(name, signature))
             elif _shape(inspect.signature(own))[1:] != _shape(signature):
@@ -94,11 +97,17 @@ class ForwardingBackend(ABC):
         """
 
     def forward_to(
-        self, labels: tuple[str, ...], name: str, batch: ForwardBatch | None, arguments: tuple[Any, ...]
+        self,
+        labels: tuple[str, ...],
+        name: str,
+        batch: ForwardBatch | None,
+        call: Callable[[Hook], Any],
+        plans: bool = False,
     ) -> Any:
-        """What some children answer to a call, as one answer."""
-        answers = {label: self.required(label, name)(*arguments) for label in labels}
-        if batch is not None and any(isinstance(answer, Plan) for answer in answers.values()):
+        """What some children answer to a call, as one answer. ``call`` runs a child's method with the arguments;
+        ``plans`` says that the protocol promises a plan of it."""
+        answers = {label: call(self.required(label, name)) for label in labels}
+        if batch is not None and (plans or any(isinstance(answer, Plan) for answer in answers.values())):
             return self.plan_of(batch, answers, name)
         first, *others = answers.values()
         if any(other != first for other in others):
@@ -106,7 +115,7 @@ class ForwardingBackend(ABC):
         return first
 
     def plan_of(self, batch: ForwardBatch, made: Mapping[str, object], hook: str) -> Plan:
-        """The wrapper's plan, of what ``hook`` of some children returned, by label: checked, the first one's rows."""
+        """The wrapper's plan, made of what ``hook`` returned from some children, by label. Each is checked."""
         mode, rows = batch.forward_mode, batch.num_tokens
         parts = tuple(
             received_plan(plan, self.children[label].backend_id, mode, rows, hook) for label, plan in made.items()
@@ -143,7 +152,8 @@ def _forwarder(name: str, signature: inspect.Signature) -> Callable[..., Any]:
         source += f" self.required(*self.route({batch}, layer), {name!r})({given})"
     else:
         labels = "tuple(self.children)" if batch is None else f"self.route({batch}, None)"
-        source += f" self.forward_to({labels}, {name!r}, {batch}, ({''.join(f'{p}, ' for p in parameters)}))"
+        plans = signature.return_annotation in ("Plan", Plan)
+        source += f" self.forward_to({labels}, {name!r}, {batch}, lambda method: method({given}), {plans})"
     defaults = {f"default_{p}": q.default for p, q in parameters.items() if q.default is not q.empty}
     method: Callable[..., Any] = eval(source, defaults)
     method.__name__, method.__qualname__ = name, f"{ForwardingBackend.__qualname__}.{name}"

@@ -25,16 +25,16 @@ _RUNS = {
 class HybridLinearBackend(ForwardingBackend):
     """Routes layers by their ids, from a table made once.
 
-    A batch is planned by both children; only a draft's extend, which touches no state, by the full one alone. What the
-    full child says of prefill (its chunk hook, whatever its signature, its ragged attention) is the wrapper's own
-    answer. ``full`` is ``None`` for a model all of whose layers are linear.
+    Both children plan a batch. Only a draft's extend, which touches no state, is planned by the full one alone. The
+    full child's answers about prefill (its chunk hook, whatever its signature, and its ragged attention) are the
+    wrapper's. ``full`` is ``None`` for a model that has linear layers only.
     """
 
     def __init__(self, full: AttentionBackend | None, linear: LinearBackend, model: ModelSpec) -> None:
         children: dict[str, Any] = {FULL: full, LINEAR: linear} if full is not None else {LINEAR: linear}
         names = ", ".join(child.backend_id.name for child in children.values())
-        # How an extend runs is the full backend's affair: the linear one has no paths to choose from.
-        decided_by = {"mla_extend": FULL} if full is not None else None
+        # How an extend runs, and what a softmax honours beside it, is the full backend's affair alone.
+        decided_by = {"mla_extend": FULL, "extras": FULL} if full is not None else None
         super().__init__(f"hybrid({names})", children, decided_by)
         self._child_of = {layer.layer_id: (LINEAR if layer.kind.is_linear else FULL,) for layer in model.layers}
         if full is None and (FULL,) in self._child_of.values():
@@ -82,6 +82,6 @@ class HybridLinearBackend(ForwardingBackend):
         self.required(LINEAR, "commit_states")(forward_batch, accepted)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """The full child's, whose cache it is about: a linear child looks at slots, and -1 marks what is padded."""
+        """The full child's, because it is about its cache. A linear child looks at slots, where -1 marks padding."""
         label = FULL if FULL in self.children else LINEAR
         return int(self.required(label, "get_cuda_graph_seq_len_fill_value")())

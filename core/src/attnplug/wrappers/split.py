@@ -16,9 +16,9 @@ _DECODE_MODES = (ForwardMode.DECODE, ForwardMode.IDLE)
 class SplitBackend(ForwardingBackend):
     """Routes a batch by its mode: decode and idle to ``decode``, everything else to ``prefill``.
 
-    Target verify is an extend of a few tokens, which either kind of kernel may serve better: ``verify`` says which
-    child takes it. A plan holds that of one child, so a batch whose mode changes after planning is refused by the child
-    that did not plan it.
+    Target verify is an extend of a few tokens, and either kind of kernel may serve it better. ``verify`` says which
+    child takes it. A plan holds one child's plan, so a batch that changes its mode after planning is refused by the
+    child that did not plan it.
     """
 
     def __init__(self, prefill: AttentionBackend, decode: AttentionBackend, *, verify: Role = Role.PREFILL) -> None:

@@ -17,7 +17,7 @@ from attnplug_engine.checkpoint import Checkpoint, WeightSource, checkpoint_fold
 from attnplug_engine.models import deepseek, kimi, llama, mamba, minimax, nemotron, qwen_hybrid, ring
 from attnplug_engine.models.decoder import Decoder
 from attnplug_engine.models.weights import Weights
-from attnplug_engine.parallel import SINGLE, TensorParallel, rank_local
+from attnplug_engine.parallel import SINGLE, TensorParallel
 from attnplug_engine.random_checkpoint import TINY, RandomCheckpoint
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
@@ -148,7 +148,7 @@ def build_model(
     with torch.no_grad():
         module = architecture.build(weights, config, spec)
     weights.check_all_taken(_ignored(architecture, config, head=head))
-    return LoadedModel(module.eval(), rank_local(spec, parallel), source.config)
+    return LoadedModel(module.eval(), spec.for_rank(parallel.size), source.config)
 
 
 def _known(spec: ModelSpec, reference: str) -> Architecture:

@@ -14,7 +14,7 @@ from attnplug_engine.models.decoder import Attention
 from attnplug_engine.models.layers import Linear, RMSNorm
 from attnplug_engine.models.rope import Rotation
 from attnplug_engine.models.weights import Rows, Weights
-from attnplug_engine.parallel import even_part, kv_head_part, length, rank_layer, scaled
+from attnplug_engine.parallel import even_part, kv_head_part, length, scaled
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +49,7 @@ class GroupedAttention(Attention):
         super().__init__()
         heads = even_part(layer.num_heads, weights.parallel, "attention heads")
         kv_heads = kv_head_part(layer.num_kv_heads, weights.parallel)
-        self.layer = rank_layer(layer, weights.parallel)
+        self.layer = layer.for_rank(weights.parallel.size)
         key, value = layer.head_dim, layer.v_head_dim
         width = 2 * key if gated else key
         query_order = _queries_then_gates(length(heads), key) if gated else None

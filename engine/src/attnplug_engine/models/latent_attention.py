@@ -17,7 +17,7 @@ from attnplug_engine.models.decoder import EPS, Attention
 from attnplug_engine.models.layers import Linear, RMSNorm
 from attnplug_engine.models.rope import Rotation
 from attnplug_engine.models.weights import Rows, Weights
-from attnplug_engine.parallel import even_part, length, rank_layer, scaled
+from attnplug_engine.parallel import even_part, length, scaled
 
 
 class LatentAttention(Attention):
@@ -45,7 +45,7 @@ class LatentAttention(Attention):
         hidden, bias = config.integer("hidden_size"), config.flag("attention_bias")
         heads = even_part(layer.num_heads, weights.parallel, "attention heads")
         own = length(heads)
-        self.layer = rank_layer(layer, weights.parallel)
+        self.layer = layer.for_rank(weights.parallel.size)
         self._latent, self._nope = dims.kv_lora_rank, dims.qk_nope_head_dim
 
         rope_order = _evens_then_odds(dims.qk_rope_head_dim) if deinterleave else None

@@ -12,7 +12,7 @@ from attnplug import ForwardBatch, LayerSpec, LinearDims
 from attnplug.host import active_attention
 from attnplug_engine.models.layers import frozen
 from attnplug_engine.models.weights import Rows, Weights
-from attnplug_engine.parallel import TensorParallel, even_part, kv_head_part, rank_layer
+from attnplug_engine.parallel import TensorParallel, even_part, kv_head_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ def linear_part(layer: LayerSpec, parallel: TensorParallel) -> LinearPart:
     dims = layer.linear
     assert dims is not None
     heads = even_part(dims.heads, parallel, "linear-attention heads")
-    return LinearPart(rank_layer(layer, parallel), heads, kv_head_part(dims.key_heads, parallel))
+    return LinearPart(layer.for_rank(parallel.size), heads, kv_head_part(dims.key_heads, parallel))
 
 
 class ShortConvolution(nn.Module):

@@ -1,11 +1,10 @@
-"""FlashInfer's CuTe DSL kernel behind the seam of trtllm_mla, whose library this is."""
+"""FlashInfer's CuTe DSL kernel at the seam of trtllm_mla, whose library this is."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from attnplug import Workspace
-from attnplug_flashinfer_mla.kernels import Shape
+from attnplug import MLAShape, Workspace
 from attnplug_trtllm_mla.kernels import MOST_REQUESTS, Library, Pages, run_decode
 from attnplug_trtllm_mla.planner import DecodeCall
 
@@ -14,7 +13,7 @@ class CuteDSLDecode:
     """``trtllm_batch_decode_with_kv_cache_mla`` by the CuTe DSL kernel: any number of heads up to 128, scratch that may
     hold anything, natural logarithms in every version."""
 
-    def __init__(self, library: Library, shape: Shape, scratch: Workspace) -> None:
+    def __init__(self, library: Library, shape: MLAShape, scratch: Workspace) -> None:
         self._library, self._shape, self._scratch = library, shape, scratch
         self.heads = shape.heads
 

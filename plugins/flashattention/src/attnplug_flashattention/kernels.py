@@ -17,8 +17,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from attnplug import BackendError, LayerSpec, RaggedCall
+from attnplug_flashattention.options import KernelName
 from attnplug_flashattention.planner import PagedCall
-from attnplug_flashattention.plugin import FA2, FA4, fa4_problem
+from attnplug_flashattention.plugin import FA2, FA4, KERNEL, TORCH, fa4_problem, kernel_unfit, key_tiles
 
 Attended = tuple[Tensor, Tensor | None]
 """Output ``[rows, heads, v_dim]`` and, where asked for, log-sum-exp ``[rows, heads]`` float32, of any strides."""
@@ -62,7 +63,7 @@ class Kernels(Protocol):
         ...
 
 
-def choose_kernels(name: str, sm: int, layers: Iterable[LayerSpec]) -> Kernels:
+def choose_kernels(name: KernelName, sm: int, layers: Iterable[LayerSpec]) -> Kernels:
     """The kernels that an option asks for, imported; or the reason why not."""
     layers = tuple(layers)
     capped = [layer.layer_id for layer in layers if layer.logit_cap is not None]
@@ -71,27 +72,25 @@ def choose_kernels(name: str, sm: int, layers: Iterable[LayerSpec]) -> Kernels:
             name = "fa4"
         else:
             name = "fa2" if capped and import_error(load_fa2) is None else "torch"
-    elif name == "fa4" and (problem := fa4_problem(sm, layers)) is not None:
-        raise BackendError(f"kernel=fa4 {problem}; use flashattention.kernel=auto, or leave it out")
+    elif name != "torch" and (unfit := kernel_unfit(name, sm, layers)) is not None:
+        raise BackendError(f"{unfit.message}; use {KERNEL}=auto, or leave it out", settings=[KERNEL])
     made: dict[str, Callable[[], Kernels]] = {"fa4": FA4Kernels, "fa2": FA2Kernels, "torch": TorchKernels}
     try:
         kernels = made[name]()
     except Exception as error:  # half-installed CuTe DSL raises AssertionError, CUDA libraries raise OSError
         raise BackendError(
-            f"kernel={name} cannot be imported: {type(error).__name__}: {error}; {INSTALL[name]}, or use "
-            "flashattention.kernel=auto"
+            f"kernel={name} cannot be imported: {type(error).__name__}: {error}; {INSTALL[name]}, or use {KERNEL}=auto",
+            settings=[KERNEL],
         ) from error
-    if name == "torch" and capped:
-        raise BackendError(
-            f"layer {capped[0]} caps its logits, which torch's kernel cannot; {INSTALL['fa4']}, or {INSTALL['fa2']}"
-        )
+    if (unfit := kernel_unfit(name, sm, layers)) is not None:
+        raise BackendError(f"{unfit.message}; {INSTALL['fa4']}, or {INSTALL['fa2']}")
     return kernels
 
 
 INSTALL = {
     "fa4": f"pip install '{FA4}'",
     "fa2": f"pip install '{FA2}'",
-    "torch": "pip install 'torch>=2.11'",
+    "torch": f"pip install '{TORCH}'",
 }
 
 
@@ -203,21 +202,6 @@ def _fa4_softmax(softmax: Softmax) -> dict[str, Any]:
         "softcap": softmax.cap or 0.0,
         "num_splits": 1,
     }
-
-
-def key_tiles(layer: LayerSpec) -> frozenset[int]:
-    """Keys that FlashAttention 4 may load at a time for a layer, on SM 90 and SM 100 (``_tile_size_fwd_sm90``)."""
-    if layer.head_dim <= 64:
-        own = {128}
-    elif layer.head_dim <= 96:
-        own = {128, 144}
-    elif layer.head_dim <= 128:
-        own = {128}
-    elif layer.head_dim <= 192:
-        own = {96, 112, 128}
-    else:
-        own = {64, 80} if layer.sliding_window is not None else {80}
-    return frozenset(own | {128})
 
 
 class FlashAttention2(ABC):

@@ -1,4 +1,4 @@
-"""What a user can set: ``--backend-option flashattention.NAME=VALUE``."""
+"""What a user can set, as ``flashattention.NAME=VALUE``."""
 
 from __future__ import annotations
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from attnplug import Geometry, RaggedCall, on_host, split_table, to_device
-from attnplug_flashattention.tables import KEY_TILE, Parts, fill_parts, fill_slots
+from attnplug import Geometry, RaggedCall, split_table, to_device
+from attnplug_flashattention.parts import KEY_TILE, Parts
+from attnplug_flashattention.tables import fill_parts, fill_slots
 
 # What a call costs beside its key tiles, in the time of one: 1.4 µs on an H200, where one multiprocessor takes 183 µs
 # for the 128 tiles of 16384 keys. The first is paid at every start of a tile of queries, the second once.
@@ -56,15 +57,15 @@ class DividedCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedPlan:
-    """How a batch writes its new rows to the cache, and how it reads them from there.
+    """How a batch reads the cache.
 
-    ``new_slots`` ``[rows]`` int64; -1 for padded requests, of captured batches. ``whole`` is ``None`` for one without
-    queries. ``divided`` is for layers that see all keys; those with a window, which see few, run ``whole``.
+    ``divided`` is for layers that see all keys. Those with a window, which see few, run ``whole``; it is ``None`` where
+    no layer does. ``tables`` are filled anew inside a graph, before every replay.
     """
 
-    new_slots: Tensor
     whole: PagedCall | GatheredCall | None
     divided: DividedCall | None = None
+    tables: tuple[Parts, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,76 +96,89 @@ class Division:
         return -(-blocks * count // self.processors) * (-(-tiles // count) + _START)
 
 
-def plan_cached(geometry: Geometry, kernel_page: int | None, division: Division | None) -> CachedPlan:
-    """Plan a batch over the cache. Nothing is copied from the device.
+def with_queries(geometry: Geometry) -> Geometry:
+    """The requests that have queries: the others have neither a row of q nor a result."""
+    return geometry.only([request for request, new in enumerate(geometry.query_lens) if new])
 
-    ``kernel_page`` is the page size that the kernel reads, ``None`` if it reads no pages; ``division`` is for kernels
-    that do not divide long requests themselves.
+
+def ragged_call(geometry: Geometry) -> RaggedCall:
+    """The lengths of a batch, all of whose requests have queries: one copy to the device."""
+    query_lens, kv_lens = tuple(geometry.query_lens), tuple(geometry.kv_lens)
+    sums = [list(accumulate(query_lens, initial=0)), list(accumulate(kv_lens, initial=0))]
+    query_indptr, kv_indptr = to_device(sums, geometry.device, np.int32).unbind()
+    return RaggedCall(0, query_lens, kv_lens, not geometry.mode.is_decode, query_indptr, kv_indptr)
+
+
+def plan_cached(
+    geometry: Geometry, live: Geometry, call: RaggedCall, kernel_page: int | None, division: Division | None
+) -> tuple[Tensor, CachedPlan]:
+    """Where a batch writes its new rows, and how it reads the cache. Nothing is copied from the device.
+
+    ``live`` are its requests with queries, and ``call`` their lengths. ``kernel_page`` is the page size that the kernel
+    reads, ``None`` if it reads no pages; ``division`` is for kernels that do not divide long requests themselves.
     """
-    device = geometry.page_table.device
-    if not geometry.query_rows:
-        return CachedPlan(torch.empty(0, dtype=torch.int64, device=device), None)
-    geometry = without_empty_requests(geometry)
-    ragged, kv_lens = _ragged(geometry)
-    decode = geometry.mode.is_decode
-    longest = max(geometry.kv_lens)
-    if decode:
-        slots = torch.empty(geometry.query_rows, dtype=torch.int64, device=device)
-        fill_slots(geometry.page_table, kv_lens, geometry.page_size, slots)
+    decode, longest = geometry.mode.is_decode, max(call.kv_lens)
+    if decode and geometry.slots is None:
+        slots = torch.empty(geometry.rows, dtype=torch.int64, device=geometry.device)
+        fill_slots(live.page_table, live.seq_lens, live.page_size, slots)
     else:
         slots = geometry.new_slots()
     if kernel_page is None:
-        fresh = list(geometry.query_lens) == list(geometry.kv_lens)
-        requests = range(len(geometry.kv_lens))
-        rows = slots if fresh else geometry.span_slots(requests, [0] * len(requests), geometry.kv_lens)
-        return CachedPlan(slots, GatheredCall(rows, ragged))
+        if geometry.slots is None and call.query_lens == call.kv_lens:
+            return slots, CachedPlan(GatheredCall(slots, call))
+        rows = live.span_slots(range(live.requests), [0] * live.requests, call.kv_lens)
+        return slots, CachedPlan(GatheredCall(rows, call))
     ratio = geometry.page_size // kernel_page
-    table = geometry.page_table if ratio == 1 else split_table(geometry.page_table, ratio)
-    queries = geometry.query_lens[0] if len(set(geometry.query_lens)) == 1 else None
-    whole = PagedCall(table, kv_lens, longest, queries, not decode, ragged)
+    table = live.page_table if ratio == 1 else split_table(live.page_table, ratio)
+    queries = call.query_lens[0] if len(set(call.query_lens)) == 1 else None
+    whole = PagedCall(table, live.seq_lens, longest, queries, call.causal, call)
     divided = None
-    if decode and division is not None and (count := division.parts(len(geometry.kv_lens), longest)) > 1:
-        parts = Parts.empty(len(geometry.kv_lens), longest, count, geometry.page_size, kernel_page, device)
-        fill_parts(geometry.page_table, kv_lens, parts)
+    if decode and division is not None and (count := division.parts(live.requests, longest)) > 1:
+        parts = Parts.empty(live.requests, longest, count, live.page_size, kernel_page, live.device)
+        fill_parts(live.page_table, live.seq_lens, parts)
         divided = divide(parts)
-    return CachedPlan(slots, whole, divided)
+    return slots, CachedPlan(whole, divided)
+
+
+def plan_captured(
+    geometry: Geometry, kernel_page: int, division: Division | None, *, windowed: bool
+) -> tuple[Tensor, CachedPlan]:
+    """The same for a captured shape: what :func:`refill` fills, inside the graph, before every replay.
+
+    Kernels that can read the batch's own table and lengths do so. Lengths are no guide here, a capture may carry any:
+    as many parts are taken as pay for requests that fill the table. Shorter ones are cut into as many, which are
+    smaller. ``windowed`` says whether some layer has a window.
+    """
+    decode, requests, device = geometry.mode.is_decode, geometry.requests, geometry.device
+    slots = torch.full((geometry.rows,), -1, dtype=torch.int64, device=device)
+    longest = geometry.page_table.shape[1] * geometry.page_size
+    count = division.parts(requests, longest) if decode and division is not None else 1
+    tables = []
+    divided = whole = None
+    if count > 1:
+        tables.append(Parts.empty(requests, longest, count, geometry.page_size, kernel_page, device))
+        divided = divide(tables[0])
+    if count == 1 or windowed:
+        table, kv_lens = geometry.page_table, geometry.seq_lens
+        if kernel_page != geometry.page_size:
+            cut = Parts.empty(requests, longest, 1, geometry.page_size, kernel_page, device)
+            tables.append(cut)
+            table, kv_lens = cut.page_table, cut.kv_lens
+        whole = PagedCall(table, kv_lens, longest, geometry.rows // requests, causal=not decode)
+    return slots, CachedPlan(whole, divided, tuple(tables))
+
+
+def refill(geometry: Geometry, slots: Tensor, tables: tuple[Parts, ...]) -> None:
+    """One launch for the slots of a captured batch, and one for each table that is not the batch's own."""
+    if geometry.slots is None:
+        fill_slots(geometry.page_table, geometry.seq_lens, geometry.page_size, slots)
+    else:
+        slots.copy_(geometry.slots)
+    for parts in tables:
+        fill_parts(geometry.page_table, geometry.seq_lens, parts)
 
 
 def divide(parts: Parts) -> DividedCall:
     """The call over parts of requests that have one query each."""
     longest = parts.page_table.shape[1] * parts.kernel_page
     return DividedCall(parts.count, PagedCall(parts.page_table, parts.kv_lens, longest, queries=1, causal=False))
-
-
-def plan_at_hand(geometry: Geometry) -> RaggedCall | None:
-    """The call of an extend all of whose keys are new, over the rows at hand; ``None`` where there are others."""
-    live = [(new, total) for new, total in zip(geometry.query_lens, geometry.kv_lens, strict=True) if new]
-    if geometry.mode.is_decode or not live or any(new != total for new, total in live):
-        return None
-    lens = [new for new, _ in live]
-    return RaggedCall.of(0, lens, lens, causal=True, device=geometry.page_table.device)
-
-
-def without_empty_requests(geometry: Geometry) -> Geometry:
-    """The requests that have queries: the others would have neither a row of q nor a result."""
-    live = [request for request, new in enumerate(geometry.query_lens) if new]
-    if len(live) == len(geometry.query_lens):
-        return geometry
-    return replace(
-        geometry,
-        query_lens=[geometry.query_lens[request] for request in live],
-        kv_lens=[geometry.kv_lens[request] for request in live],
-        page_table=geometry.page_table.index_select(0, to_device(live, geometry.page_table.device)),
-    )
-
-
-def _ragged(geometry: Geometry) -> tuple[RaggedCall, Tensor]:
-    """The lengths of a batch on the device, and ``kv_lens`` ``[requests]`` int32 among them: one copy for all."""
-    query_lens, kv_lens = tuple(geometry.query_lens), tuple(geometry.kv_lens)
-    requests, device = len(kv_lens), geometry.page_table.device
-    numbers = on_host((*accumulate(query_lens, initial=0), *accumulate(kv_lens, initial=0), *kv_lens), device, np.int32)
-    if device.type != "cpu":
-        numbers = numbers.to(device, non_blocking=True)
-    query_indptr, kv_indptr = numbers[: requests + 1], numbers[requests + 1 : 2 * requests + 2]
-    ragged = RaggedCall(0, query_lens, kv_lens, not geometry.mode.is_decode, query_indptr, kv_indptr)
-    return ragged, numbers[2 * requests + 2 :]

@@ -8,6 +8,7 @@ from attnplug import (
     CONTRACT_VERSION,
     AttentionKind,
     BackendSpec,
+    CacheLayout,
     Capabilities,
     DType,
     ExtendPath,
@@ -18,17 +19,26 @@ from attnplug import (
     Refusal,
     RefusalCode,
     Role,
+    Setting,
     hookimpl,
     module_refusal,
     requirement_refusal,
 )
-from attnplug_flashattention.options import FlashAttentionOptions
+from attnplug_flashattention.options import FlashAttentionOptions, KernelName
 
 DTYPES = frozenset({DType.BFLOAT16, DType.FLOAT16})
 FA4 = "flash-attn-4>=4.0.0b36"
 FA2 = "flash-attn>=2.8,<3"
+TORCH = "torch>=2.11"
 WIDEST_HEAD = 256
 HEAD_STEP = 16
+KERNEL = "flashattention.kernel"
+LIBRARIES = {
+    "fa4": (FA4, "flash_attn.cute"),
+    "fa2": (FA2, "flash_attn.flash_attn_interface"),
+    "torch": (TORCH, "torch"),
+}
+"""What each kernel is installed with, and the module that holds it."""
 
 
 @hookimpl
@@ -51,19 +61,20 @@ def attnplug_backends() -> list[BackendSpec]:
                 features=frozenset({Feature.SLIDING_WINDOW, Feature.LOGIT_CAP, Feature.SINKS}),
                 max_speculative_tokens=64,
                 cuda_graph=GraphLevel.UNIFORM,
-                extras=frozenset({"lse", "sinks"}),
+                extras=frozenset({"lse", "out", "sinks"}),
                 mla_extend=frozenset({ExtendPath.ONE_SHOT, ExtendPath.CHUNKED}),
+                layouts=frozenset({CacheLayout.TOKEN_MAJOR, CacheLayout.HEAD_MAJOR}),
             ),
         )
     ]
 
 
-def refusals(problem: Problem, role: Role | None) -> Iterator[Refusal]:
+def refusals(problem: Problem, role: Role | None, options: FlashAttentionOptions) -> Iterator[Refusal]:
     """What the capabilities cannot say: types that must agree, widths of heads, MLA's roles, what the library can."""
     dtype, kv_dtype = problem.dtype, problem.kv_dtype
     if {dtype, kv_dtype} == DTYPES:
         message = f"a cache in {kv_dtype} cannot be read with {dtype} queries"
-        yield Refusal(RefusalCode.KV_DTYPE, message, str(kv_dtype), [str(dtype)], "--kv-dtype")
+        yield Refusal(RefusalCode.KV_DTYPE, message, str(kv_dtype), [str(dtype)], Setting.KV_DTYPE)
     if role is Role.LINEAR:
         return
     layers = () if problem.model is None or role is None else problem.model.full_layers
@@ -77,26 +88,32 @@ def refusals(problem: Problem, role: Role | None) -> Iterator[Refusal]:
     if prefills_mla and problem.cuda_graph is GraphLevel.UNIFORM:
         message = "CUDA graphs of MLA are asked for at level UNIFORM, but a verify by this backend cannot be captured"
         allowed = [GraphLevel.NEVER.name, GraphLevel.DECODE.name]
-        yield Refusal(RefusalCode.CUDA_GRAPH, message, problem.cuda_graph.name, allowed, "--cuda-graph")
+        yield Refusal(RefusalCode.CUDA_GRAPH, message, problem.cuda_graph.name, allowed, Setting.CUDA_GRAPH)
     if problem.device == "cuda":
-        yield from _library_refusals(problem, layers, captures=not prefills_mla)
+        if options.kernel in ("auto", "fa4"):
+            yield from _split_refusals(problem, layers)
+        graphs = problem.cuda_graph if not prefills_mla else GraphLevel.NEVER
+        if options.kernel == "auto":
+            yield from _auto_refusals(problem.sm, layers, graphs)
+        else:
+            yield from _kernel_refusals(options.kernel, problem.sm, layers, graphs)
 
 
 def _layer_refusals(layer: LayerSpec, role: Role | None) -> Iterator[Refusal]:
-    option = None if role is None else role.option
+    setting = None if role is None else role.setting
     if layer.mla is not None:
         if role is not Role.PREFILL:
             yield Refusal(
                 "mla_role",
-                f"MLA is served in the role prefill only, not in {role}: there is no kernel over latent rows; use "
-                f"{Role.PREFILL.option} flashattention, and another backend to decode",
+                f"MLA is served in the role prefill only, not in {role}: there is no kernel over latent rows; let "
+                "it prefill, and another backend decode",
                 str(role),
                 [str(Role.PREFILL)],
-                option,
+                setting,
             )
         for feature in sorted(layer.features & {Feature.SLIDING_WINDOW, Feature.SINKS}):
             message = f"MLA with the feature {feature} is not supported: a chunk of a prefix has no place for it"
-            yield Refusal(RefusalCode.FEATURE, message, str(feature), [str(Feature.LOGIT_CAP)], option)
+            yield Refusal(RefusalCode.FEATURE, message, str(feature), [str(Feature.LOGIT_CAP)], setting)
     dims = layer.head_dim, layer.v_head_dim
     if not all(0 < width <= WIDEST_HEAD and width % HEAD_STEP == 0 for width in dims) or dims[0] < dims[1]:
         yield Refusal(
@@ -105,40 +122,81 @@ def _layer_refusals(layer: LayerSpec, role: Role | None) -> Iterator[Refusal]:
             "not wider than keys",
             list(dims),
             f"multiples of {HEAD_STEP} up to {WIDEST_HEAD}",
-            option,
+            setting,
         )
 
 
-def _library_refusals(problem: Problem, layers: tuple[LayerSpec, ...], *, captures: bool) -> Iterator[Refusal]:
+def _split_refusals(problem: Problem, layers: tuple[LayerSpec, ...]) -> Iterator[Refusal]:
+    """FlashAttention 4 reads a page of a whole key tile as smaller ones, which takes evenly spaced tokens."""
+    tiles = {tile for layer in layers if layer.mla is None for tile in key_tiles(layer)}
+    if problem.layout is not CacheLayout.HEAD_MAJOR or problem.page_size not in tiles:
+        return
+    if (problem.sm is None or fa4_problem(problem.sm, layers) is None) and _lacking(*LIBRARIES["fa4"]) is None:
+        message = (
+            f"flash-attn-4 reads pages of {problem.page_size} tokens in parts, which the layout head_major has not"
+        )
+        yield Refusal(
+            RefusalCode.LAYOUT, message, str(problem.layout), [str(CacheLayout.TOKEN_MAJOR)], Setting.PAGE_SIZE
+        )
+
+
+def kernel_unfit(kernel: KernelName, sm: int | None, layers: Iterable[LayerSpec]) -> Refusal | None:
+    """Why a kernel that was asked for is not for this GPU or these layers; ``None`` if it is."""
+    layers = tuple(layers)
+    if kernel == "fa4" and sm is not None and (unfit := fa4_problem(sm, layers)) is not None:
+        return Refusal("kernel", f"kernel=fa4 {unfit}", kernel, ["auto", "fa2", "torch"], KERNEL)
+    capped = [layer.layer_id for layer in layers if layer.logit_cap is not None]
+    if kernel == "torch" and capped:
+        message = f"layer {capped[0]} caps its logits, which torch's kernel cannot"
+        return Refusal(RefusalCode.FEATURE, message, str(Feature.LOGIT_CAP), _UNCAPPED, KERNEL)
+    return None
+
+
+def _kernel_refusals(
+    kernel: KernelName, sm: int | None, layers: tuple[LayerSpec, ...], graphs: GraphLevel
+) -> Iterator[Refusal]:
+    """What speaks against the kernel that was asked for."""
+    if (unfit := kernel_unfit(kernel, sm, layers)) is not None:
+        yield unfit
+    if (lacking := _lacking(*LIBRARIES[kernel])) is not None:
+        why, advice = lacking
+        yield Refusal(RefusalCode.REQUIREMENT, f"kernel={kernel} is asked for, and {why}", kernel, None, KERNEL, advice)
+    if kernel != "fa4" and graphs > GraphLevel.NEVER:
+        message = f"CUDA graphs need flash-attn-4, and kernel={kernel} is asked for"
+        yield Refusal(RefusalCode.CUDA_GRAPH, message, graphs.name, [GraphLevel.NEVER.name], KERNEL)
+
+
+def _auto_refusals(sm: int | None, layers: tuple[LayerSpec, ...], graphs: GraphLevel) -> Iterator[Refusal]:
     """What torch's kernel, the one that is always there, cannot do; and why flash-attn-4 is not there to do it."""
     capped = any(layer.logit_cap is not None for layer in layers)
-    graphs = captures and problem.cuda_graph > GraphLevel.NEVER
     if not capped and not graphs:
         return
-    unfit = None if problem.sm is None else fa4_problem(problem.sm, layers)
+    unfit = None if sm is None else fa4_problem(sm, layers)
     if unfit is not None:
-        why, option = f"flash-attn-4 {unfit}", None
-    elif (lacking := _lacking(FA4, "flash_attn.cute")) is not None:
-        why, option = lacking
+        why, advice = f"flash-attn-4 {unfit}", None
+    elif (lacking := _lacking(*LIBRARIES["fa4"])) is not None:
+        why, advice = lacking
     else:
         return
-    if capped and (lacking := _lacking(FA2, "flash_attn.flash_attn_interface")) is not None:
+    if capped and (lacking := _lacking(*LIBRARIES["fa2"])) is not None:
         message = f"a cap on logits needs flash-attn-4 or flash-attn 2: {why}, and {lacking[0]}"
-        allowed = [str(Feature.SLIDING_WINDOW), str(Feature.SINKS)]
-        yield Refusal(RefusalCode.FEATURE, message, str(Feature.LOGIT_CAP), allowed, option or lacking[1])
+        yield Refusal(RefusalCode.FEATURE, message, str(Feature.LOGIT_CAP), _UNCAPPED, advice=advice or lacking[1])
     if graphs:
         message = f"CUDA graphs need flash-attn-4, and {why}"
         allowed = [GraphLevel.NEVER.name]
-        yield Refusal(RefusalCode.CUDA_GRAPH, message, problem.cuda_graph.name, allowed, option or "--cuda-graph")
+        yield Refusal(RefusalCode.CUDA_GRAPH, message, graphs.name, allowed, Setting.CUDA_GRAPH, advice)
+
+
+_UNCAPPED = [str(Feature.SLIDING_WINDOW), str(Feature.SINKS)]
 
 
 def _lacking(requirement: str, module: str) -> tuple[str, str | None] | None:
     """What is wrong with an installation of a library, and what to do; ``None`` if nothing is."""
     if (refusal := requirement_refusal(requirement)) is not None:
         state = "is not installed" if refusal.value is None else f"is {refusal.value}, not {refusal.allowed}"
-        return f"{requirement.partition('>')[0]} {state}", refusal.option
+        return f"{requirement.partition('>')[0]} {state}", refusal.advice
     if (refusal := module_refusal(module, requirement)) is not None:
-        return refusal.message, refusal.option
+        return refusal.message, refusal.advice
     return None
 
 
@@ -151,3 +209,18 @@ def fa4_problem(sm: int, layers: Iterable[LayerSpec]) -> str | None:
         if sm >= 100 and max(dims) > 128 and dims not in ((192, 128), (256, 256)):
             return f"takes head dims up to 128, (192, 128) or (256, 256) on SM {sm}, layer {layer.layer_id} has {dims}"
     return None
+
+
+def key_tiles(layer: LayerSpec) -> frozenset[int]:
+    """Keys that FlashAttention 4 may load at a time for a layer, on SM 90 and SM 100 (``_tile_size_fwd_sm90``)."""
+    if layer.head_dim <= 64:
+        own = {128}
+    elif layer.head_dim <= 96:
+        own = {128, 144}
+    elif layer.head_dim <= 128:
+        own = {128}
+    elif layer.head_dim <= 192:
+        own = {96, 112, 128}
+    else:
+        own = {64, 80} if layer.sliding_window is not None else {80}
+    return frozenset(own | {128})

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnplug_flashattention.tables import KEY_TILE, Parts
+from attnplug_flashattention.parts import KEY_TILE, Parts
 
 _BLOCK = 256
 _MOST_PROGRAMS = 32

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,8 +12,6 @@ from attnplug import (
     SCRATCH,
     BackendContext,
     BackendError,
-    BackendId,
-    Captures,
     Claims,
     ExtendPath,
     ForwardBatch,
@@ -23,19 +21,22 @@ from attnplug import (
     GraphLevel,
     GraphLimits,
     LayerSpec,
-    MLALayers,
+    MLAShape,
+    NewRows,
     Plan,
     PlanError,
-    PlannedBackend,
+    PlannedAttention,
+    Problem,
     RaggedCall,
     Serving,
     check_lse,
 )
 from attnplug_flashinfer_mla.graphs import Captured, GraphMemory
-from attnplug_flashinfer_mla.kernels import Cache, FlashInferKernels, Kernels, PagedKernel, RaggedKernel, Shape
+from attnplug_flashinfer_mla.kernels import Cache, FlashInferKernels, Kernels, PagedKernel, RaggedKernel
 from attnplug_flashinfer_mla.leases import Lease, Leases
 from attnplug_flashinfer_mla.options import FlashInferMLAOptions
-from attnplug_flashinfer_mla.planner import PagedCalls, padded_heads, plan_paged
+from attnplug_flashinfer_mla.planner import padded_heads, plan_paged
+from attnplug_flashinfer_mla.plugin import KERNEL, kernel_refusals
 
 _RAGGED_DIMS = frozenset({(192, 128)})
 """Widths of keys and values that the ragged kernels were proven with; other models extend absorbed."""
@@ -51,14 +52,6 @@ class PlannedCall:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PagedMetadata:
-    """The planned calls of a batch, and ``new_slots`` ``[rows]`` int64; -1 among them in captured batches only."""
-
-    calls: tuple[PlannedCall, ...]
-    new_slots: Tensor
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class PlannedRagged:
     call: RaggedCall
     lease: Lease[RaggedKernel]
@@ -70,93 +63,79 @@ class PlannedRagged:
         return cls(call, lease)
 
 
-class ChunkKVRunner:
-    """Plans the calls over prefix chunks; exists only where chunked KV is enabled (A3)."""
+class Wrappers:
+    """What plans of one lane run on: decode and ragged always, paged prefill and verify unless ``skip_prefill`` (A1).
 
-    def __init__(self, kernels: Kernels) -> None:
-        self._leases: Leases[RaggedKernel] = Leases(kernels.ragged)
-
-    def plan(self, call: RaggedCall) -> PlannedRagged:
-        return PlannedRagged.of(call, self._leases)
-
-
-class FlashInferMLABackend(PlannedBackend):
-    """MLA over FlashInfer's wrappers. What it knows of a batch is in the batch's plan.
-
-    Whatever the switches, the constructor makes every wrapper that its role needs (A1): decode and ragged always, paged
-    prefill and verify unless ``serving.skip_prefill``, the chunk runner exactly under A3.
+    ``mha_chunk_kv_cache`` runs the calls over prefix chunks; it is there exactly if chunked KV is on (A3).
     """
 
-    def __init__(self, context: BackendContext, *, kernels: Kernels | None = None) -> None:
-        options = context.options if context.options is not None else FlashInferMLAOptions()
-        self.backend_id = BackendId(context.name)
-        self._context = context
-        self._shape = Shape.of(context)
-        self._layers = MLALayers(context)
-        pool, rank = self._layers.pool, self._shape.dims.kv_lora_rank
-        self._caches = {
-            layer_id: Cache.of(pool.rows(layer_id).squeeze(2), rank, pool.scale(layer_id))
-            for layer_id in pool.layer_ids
-        }
-        if kernels is None:
-            kernels = _flashinfer_kernels(context, self._shape, options)
-        self._kernels = kernels
-        serving = context.serving
-        self._switches = _switches(serving, options)
-        self._decode = Leases(lambda: kernels.paged(decode=True))
-        self._ragged = Leases(kernels.ragged)
-        self._prefill, self._verify = (
-            None if serving.skip_prefill else Leases(lambda: kernels.paged(decode=False)) for _ in range(2)
+    def __init__(self, kernels: Kernels, *, skip_prefill: bool, chunked: bool) -> None:
+        self.kernels = kernels
+        self.decode = Leases(lambda: kernels.paged(decode=True))
+        self.ragged = Leases(kernels.ragged)
+        self.prefill, self.verify = (
+            None if skip_prefill else Leases(lambda: kernels.paged(decode=False)) for _ in range(2)
         )
-        self.mha_chunk_kv_cache = None if self._switches else ChunkKVRunner(kernels)
-        self._captures: Captures[Captured] = Captures(self.backend_id)
-        self._graph: GraphMemory | None = None
-        self.claims = Claims(
-            cuda_graph=GraphLevel.NEVER if options.kernel == "cutlass" else GraphLevel.UNIFORM,
-            mla_extend=self._extend_paths(serving, options),
+        self.mha_chunk_kv_cache = Leases(kernels.ragged) if chunked else None
+
+    def paged(self, mode: ForwardMode) -> Leases[PagedKernel] | None:
+        if mode.is_decode:
+            return self.decode
+        return self.verify if mode is ForwardMode.TARGET_VERIFY else self.prefill
+
+
+class FlashInferMLABackend(PlannedAttention):
+    """MLA over FlashInfer's wrappers. What it knows of a batch is in the batch's plan.
+
+    ``kernels`` makes those of each lane. Whatever the switches, every lane has every wrapper that its role needs (A1).
+    """
+
+    def __init__(self, context: BackendContext, *, kernels: Sequence[Kernels] | None = None) -> None:
+        options = context.options if context.options is not None else FlashInferMLAOptions()
+        self._shape = shape = MLAShape.of(context)
+        self._switches = _switches(context.serving, options)
+        super().__init__(context, self._narrowed(context, options))
+        self._caches = {
+            layer_id: Cache.of(
+                shape.pool.rows(layer_id).squeeze(2), shape.dims.kv_lora_rank, shape.pool.scale(layer_id)
+            )
+            for layer_id in shape.pool.layer_ids
+        }
+        skip_prefill, chunked = context.serving.skip_prefill, not self._switches
+        self.lanes = tuple(
+            Wrappers(each, skip_prefill=skip_prefill, chunked=chunked)
+            for each in kernels or _flashinfer_kernels(context, shape, options)
         )
 
-    def _extend_paths(self, serving: Serving, options: FlashInferMLAOptions) -> frozenset[ExtendPath]:
-        """One-shot takes the ragged wrapper, chunks the runner, both a kernel for these widths."""
-        paths = {ExtendPath.ABSORBED}
-        if not (options.disable_ragged or serving.skip_prefill) and self._shape.ragged_dims in _RAGGED_DIMS:
-            paths.add(ExtendPath.ONE_SHOT)
-            if self.mha_chunk_kv_cache is not None:
-                paths.add(ExtendPath.CHUNKED)
-        return frozenset(paths)
+    def _narrowed(self, context: BackendContext, options: FlashInferMLAOptions) -> Claims:
+        """One-shot takes the ragged wrapper, chunks their runner, both a kernel for these widths."""
+        declared, paths = context.declared.claims, {ExtendPath.ABSORBED}
+        ragged = not (options.disable_ragged or context.serving.skip_prefill)
+        if ragged and self._shape.ragged_dims in _RAGGED_DIMS:
+            paths |= {ExtendPath.ONE_SHOT} if self._switches else set(ExtendPath)
+        level = GraphLevel.NEVER if options.kernel == "cutlass" else declared.cuda_graph
+        return replace(declared, cuda_graph=level, mla_extend=declared.mla_extend & paths)
 
     # Planning
 
-    def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
-        geometry = Geometry.of(batch, self._shape.page_size)
-        decode = batch.forward_mode.is_decode
-        if _runs_as_mha(batch):  # its calls are in the chunk plan, and core writes its rows
-            planned = PagedCalls((), geometry.page_table.new_empty(0, dtype=torch.int64))
-        else:
-            planned = plan_paged(geometry, self._shape.heads, causal=not decode)
+    def plan(self, geometry: Geometry) -> Plan:
+        if geometry.calls:  # they are planned by init_mha_chunk_metadata, and whoever makes them writes the rows
+            return Plan.of(self.backend_id, geometry)
+        mode = geometry.mode
+        planned = plan_paged(geometry, self._shape.heads, causal=not mode.is_decode)
         calls = []
         for call in planned.calls:
-            lease = self._leases(batch.forward_mode).lend()
+            lease = self._leases(geometry).lend()
             lease.kernel.plan(call)
             calls.append(PlannedCall(call.rows, call.heads, lease))
-        return Plan(
-            planner=self.backend_id,
-            mode=batch.forward_mode,
-            query_rows=geometry.query_rows,
-            kv_rows=geometry.kv_rows,
-            metadata=PagedMetadata(tuple(calls), planned.new_slots),
-        )
+        return Plan.of(self.backend_id, geometry, tuple(calls), planned.new_slots)
 
-    def _leases(self, mode: ForwardMode) -> Leases[PagedKernel]:
-        leases = self._prefill
-        if mode.is_decode:
-            leases = self._decode
-        elif mode is ForwardMode.TARGET_VERIFY:
-            leases = self._verify
+    def _leases(self, geometry: Geometry) -> Leases[PagedKernel]:
+        leases = self.lanes[geometry.lane].paged(geometry.mode)
         if leases is None:
             raise PlanError(
                 f"backend {self.backend_id.name} was built with skip_prefill=True, for a draft's worker: it plans "
-                f"decode, not {mode}; build it without, or let another backend prefill"
+                f"decode, not {geometry.mode}; build it without, or let another backend prefill"
             )
         return leases
 
@@ -167,112 +146,60 @@ class FlashInferMLABackend(PlannedBackend):
 
         With ``disable_flashinfer_ragged`` the causal call over new rows is somebody else's: only chunks are planned.
         """
-        extend = forward_batch.mla_plan
-        if extend is None:
-            raise PlanError(
-                f"backend {self.backend_id.name} was asked to plan the chunks of a batch that was not prepared for "
-                "MLA; call MLAAttention.prepare(batch), which does both"
-            )
-        if extend.path is ExtendPath.ABSORBED:
-            return None
-        first, *chunks = extend.calls
-        planned: dict[int, PlannedRagged] = {}
-        if not disable_flashinfer_ragged:
-            planned[first.index] = PlannedRagged.of(first, self._ragged)
-        if chunks and self.mha_chunk_kv_cache is None:
+        geometry = forward_batch.geometry
+        self._check_lane(geometry)
+        wrappers, first, chunks = self.lanes[geometry.lane], geometry.calls[:1], geometry.calls[1:]
+        runner = wrappers.mha_chunk_kv_cache
+        if chunks and runner is None:
             able = " or ".join(sorted(self.claims.mla_extend))
             raise PlanError(
                 f"backend {self.backend_id.name} has chunked KV off ({', '.join(self._switches)}), and the batch was "
                 f"prepared for {len(chunks)} prefix chunks; it can run this extend {able}"
             )
-        for call in chunks:
-            assert self.mha_chunk_kv_cache is not None
-            planned[call.index] = self.mha_chunk_kv_cache.plan(call)
-        if not planned:
-            return None
-        return Plan(
-            planner=self.backend_id,
-            mode=forward_batch.forward_mode,
-            query_rows=first.query_rows,
-            kv_rows=sum(call.kv_rows for call in extend.calls),
-            metadata=planned,
-        )
+        planned = {} if disable_flashinfer_ragged else {c.index: PlannedRagged.of(c, wrappers.ragged) for c in first}
+        if runner is not None:
+            planned |= {call.index: PlannedRagged.of(call, runner) for call in chunks}
+        return Plan.of(self.backend_id, geometry, planned) if planned else None
 
     # CUDA graphs
 
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Buffers for captured batches of up to ``max_bs`` requests and ``max_num_tokens`` rows."""
-        if self.claims.cuda_graph is GraphLevel.NEVER:
-            raise BackendError("kernel=cutlass decodes outside of CUDA graphs only; use kernel=auto")
-        pages = -(-self._context.limits.max_context // self._shape.page_size)
-        if max_bs * pages * self._shape.page_size >= 1 << 32:
+    def reserve(self, limits: GraphLimits) -> GraphMemory:
+        if limits.max_bs * limits.pages * self._shape.page_size >= 1 << 32:
             raise BackendError(
-                f"{max_bs} captured requests of up to {self._context.limits.max_context} tokens are more rows than the "
-                "kernels can count; capture smaller batches, or lower --context-length"
+                f"{limits.max_bs} captured requests of up to {self.context.limits.max_context} tokens are more rows "
+                "than the kernels can count; capture smaller batches, or lower `context_length`",
+                settings=["context_length"],
             )
-        self._captures.reserve(GraphLimits(max_bs, max_num_tokens, pages))
-        self._graph = GraphMemory(max_bs, max_num_tokens, pages, self._context.device)
+        return GraphMemory(limits, self.context.device)
 
-    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> Plan:
-        """The plan of a captured shape, always the same: what changes from replay to replay is made in the graph."""
-        return self._captures.find(forward_batch, in_capture, self._capture).plan
+    def capture(self, geometry: Geometry, memory: GraphMemory) -> Plan:
+        self._leases(geometry)  # refuses what this backend was not built for
+        heads = self._shape.heads if geometry.mode.is_decode else padded_heads(self._shape.heads)
+        captured = memory.capture(geometry, self.lanes[geometry.lane].kernels, heads)
+        call = PlannedCall(slice(0, geometry.rows), heads, captured)
+        slots = captured.slots if geometry.slots is None else geometry.slots
+        return Plan.of(self.backend_id, geometry, (call,), slots)
 
-    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+    def refill(self, plan: Plan, geometry: Geometry) -> None:
         """Page indices, slots and work list, from the page table and lengths that the batch has when the graph runs."""
-        captured = self._captures.find(forward_batch, False, self._capture)
-        captured.fill(forward_batch.page_table, forward_batch.seq_lens, self._shape.page_size)
-
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """Padded requests have no rows: nothing is read or written for them."""
-        return 0
-
-    def _capture(self, batch: ForwardBatch) -> Captured:
-        assert self._graph is not None
-        mode = batch.forward_mode
-        self._leases(mode)  # refuses what this backend was not built for
-        heads = self._shape.heads if mode.is_decode else padded_heads(self._shape.heads)
-        captured = self._graph.capture(batch, self._kernels, heads, self._shape.page_size)
-        call = PlannedCall(slice(0, batch.num_tokens), heads, captured)
-        captured.plan = Plan(
-            planner=self.backend_id,
-            mode=mode,
-            query_rows=batch.num_tokens,
-            kv_rows=None,
-            metadata=PagedMetadata((call,), captured.slots),
-        )
-        return captured
+        plan.metadata[0].lease.fill(geometry)
 
     # Running
 
-    def run_plan(
-        self,
-        plan: Plan,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        save_kv_cache: bool,
-        extras: ForwardExtras | None,
-    ) -> Tensor:
-        metadata: PagedMetadata = plan.metadata
-        self._layers.check(layer, q)
-        cache, planned = self._caches[layer.layer_id], plan.query_rows
-        if not metadata.calls and planned:
+    def attend(self, q: Tensor, layer: LayerSpec, plan: Plan, new: NewRows | None, extras: ForwardExtras) -> Tensor:
+        calls: tuple[PlannedCall, ...] | None = plan.metadata
+        if calls is None:
             raise PlanError(
                 f"the batch was planned to run as MHA, so {self.backend_id.name} has no plan to run it absorbed; "
-                "prepare it for that, or clear batch.mla_plan before planning"
+                f"plan it again for the path {ExtendPath.ABSORBED}"
             )
-        if save_kv_cache:
-            self._layers.save(layer, metadata.new_slots, k, v, planned)
-        lse = self._layers.lse(q, extras)
-        if q.shape[0] == planned and len(metadata.calls) == 1:
-            return _run(metadata.calls[0], q, cache, None, lse)
-        out = q.new_empty(q.shape[0], q.shape[1], self._shape.dims.kv_lora_rank)
-        out[planned:] = 0  # rows behind the plan are padding (B5)
-        if lse is not None:
-            lse[planned:] = float("-inf")
-        for call in metadata.calls:
+        cache, out, lse = self._caches[layer.layer_id], extras.out, extras.lse
+        if out is not None and not out.is_contiguous():
+            out = None
+        if len(calls) == 1:
+            return _run(calls[0], q, cache, out, lse)
+        out = q.new_empty(*q.shape[:2], self._shape.dims.kv_lora_rank) if out is None else out
+        for call in calls:
             _run(call, q[call.rows], cache, out[call.rows], None if lse is None else lse[call.rows])
         return out
 
@@ -282,16 +209,16 @@ class FlashInferMLABackend(PlannedBackend):
         k: Tensor,
         v: Tensor,
         layer: LayerSpec,
-        batch: ForwardBatch,
         call: RaggedCall,
+        plan: Plan | None = None,
         lse: Tensor | None = None,
     ) -> Tensor:
-        plan = None if batch.chunk_plan is None else batch.chunk_plan.part_of(self.backend_id)
-        planned: PlannedRagged | None = None if plan is None else plan.metadata.get(call.index)
+        mine = None if plan is None else plan.part_of(self.backend_id)
+        planned: PlannedRagged | None = None if mine is None else mine.metadata.get(call.index)
         if planned is None or planned.call is not call:
             raise PlanError(
                 f"call {call.index} of {call.query_rows} query rows has no plan of backend {self.backend_id.name}; "
-                "assign the result of init_mha_chunk_metadata(batch) to batch.chunk_plan before the first layer"
+                "give it what init_mha_chunk_metadata returned for its batch"
             )
         if lse is not None:
             check_lse(lse, q)
@@ -313,23 +240,15 @@ def _run(call: PlannedCall, q: Tensor, cache: Cache, out: Tensor | None, lse: Te
     return wide.contiguous() if out is None else out.copy_(wide)
 
 
-def _runs_as_mha(batch: ForwardBatch) -> bool:
-    return batch.mla_plan is not None and batch.mla_plan.path is not ExtendPath.ABSORBED
-
-
-def _flashinfer_kernels(context: BackendContext, shape: Shape, options: FlashInferMLAOptions) -> FlashInferKernels:
+def _flashinfer_kernels(
+    context: BackendContext, shape: MLAShape, options: FlashInferMLAOptions
+) -> list[FlashInferKernels]:
     kernel: str = options.kernel
     major, minor = torch.cuda.get_device_capability(context.device)
     sm = 10 * major + minor
-    needed: Mapping[str, tuple[int, int]] = {"fa3": (90, 90), "cutlass": (100, 110)}
-    if kernel in needed and not needed[kernel][0] <= sm <= needed[kernel][1]:
-        low, high = needed[kernel]
-        wanted = f"SM {low}" if low == high else f"SM {low} to {high}"
-        raise BackendError(
-            f"kernel={kernel} needs {wanted}, this is SM {sm}; use flashinfer_mla.kernel=auto, or leave it out"
-        )
-    if kernel == "cutlass":
-        _check_cutlass(shape)
+    problem = Problem(context.model, "cuda", sm, page_size=context.page_size)  # the model is this rank's
+    for refusal in kernel_refusals(problem, options):
+        raise BackendError(f"{refusal.message}; use {KERNEL}=auto, or leave it out", settings=[KERNEL])
     if kernel == "auto":
         kernel = "fa3" if sm == 90 else "fa2"
     processors = torch.cuda.get_device_properties(context.device).multi_processor_count
@@ -337,21 +256,14 @@ def _flashinfer_kernels(context: BackendContext, shape: Shape, options: FlashInf
     if options.workspace_mib < least:
         raise BackendError(
             f"flashinfer_mla.workspace_mib={options.workspace_mib} is too little for {processors} multiprocessors; "
-            f"give {least} or more"
+            f"give {least} or more",
+            settings=["flashinfer_mla.workspace_mib"],
         )
-    workspace = context.workspace.request(context.name, context.device, SCRATCH, options.workspace_mib << 20)
-    return FlashInferKernels(shape, workspace.buffer, kernel)
-
-
-def _check_cutlass(shape: Shape) -> None:
-    """Its kernel takes these numbers for granted, the scale too, and looks at none of them but the first two."""
-    given = {"heads on a rank": shape.heads, "row width": shape.dims.row_dim, "scale": f"{shape.scale:.6f}"}
-    wanted = {"heads on a rank": 128, "row width": 576, "scale": f"{192**-0.5:.6f}"}
-    wrong = [f"{name} {wanted[name]}, this is {value}" for name, value in given.items() if value != wanted[name]]
-    if 128 % shape.page_size:
-        wrong.append(f"a page size that divides 128, this is {shape.page_size}")
-    if wrong:
-        raise BackendError(f"kernel=cutlass needs {'; '.join(wrong)}; use flashinfer_mla.kernel=auto")
+    request, nbytes = context.workspace.request, options.workspace_mib << 20
+    return [
+        FlashInferKernels(shape, request(context.name, context.device, SCRATCH, nbytes, lane=lane).buffer, kernel)
+        for lane in range(context.limits.lanes)
+    ]
 
 
 def _switches(serving: Serving, options: FlashInferMLAOptions) -> list[str]:

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from attnplug import BackendError, ForwardBatch, Plan, PlanError
-from attnplug_flashinfer_mla.indices import Lengths, fill_indices
+from attnplug import BackendError, Geometry, GraphLimits, PlanError
+from attnplug_flashinfer_mla.filling import fill_indices, fill_schedule
 from attnplug_flashinfer_mla.kernels import GraphBuffers, Kernels, PagedKernel
+from attnplug_flashinfer_mla.lengths import Lengths
 from attnplug_flashinfer_mla.planner import PagedCall
-from attnplug_flashinfer_mla.schedule import MOST_WORKS, Schedule, UniformBatch, fill_schedule, schedule_problem
+from attnplug_flashinfer_mla.schedule import MOST_WORKS, Schedule, UniformBatch, schedule_problem
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Captured:
     """One captured shape of batch.
 
@@ -29,43 +30,34 @@ class Captured:
     kv_indptr: Tensor
     kv_indices: Tensor
     slots: Tensor
-    plan: Plan = field(init=False)
 
-    def fill(self, page_table: Tensor, kv_lens: Tensor, page_size: int) -> None:
+    def fill(self, geometry: Geometry) -> None:
         """What the captured kernels read; two launches, which the graph holds too."""
-        fill_indices(
-            page_table, Lengths(self.qo_indptr, self.kv_indptr, kv_lens), page_size, self.kv_indices, self.slots
-        )
+        kv_lens = geometry.seq_lens
+        lengths = Lengths(self.qo_indptr, self.kv_indptr, kv_lens)
+        fill_indices(geometry.page_table, lengths, geometry.page_size, self.kv_indices, self.slots)
         fill_schedule(self.schedule, self.batch, kv_lens)
 
 
 class GraphMemory:
-    """Buffers sized once, shared by every captured shape: graphs run one after the other."""
+    """Buffers of one lane, sized once and shared by every captured shape: a lane's graphs run one after the other."""
 
-    def __init__(self, max_bs: int, max_num_tokens: int, pages: int, device: torch.device) -> None:
-        self.pages = pages
-        self._kv_indices = torch.zeros(max_bs * pages, dtype=torch.int32, device=device)
-        self._slots = torch.full((max_num_tokens,), -1, dtype=torch.int64, device=device)
+    def __init__(self, limits: GraphLimits, device: torch.device) -> None:
+        self.pages = limits.pages
+        self._kv_indices = torch.zeros(limits.max_bs * limits.pages, dtype=torch.int32, device=device)
+        self._slots = torch.full((limits.max_num_tokens,), -1, dtype=torch.int64, device=device)
         self._device = device
 
-    def capture(self, batch: ForwardBatch, kernels: Kernels, heads: int, page_size: int) -> Captured:
+    def capture(self, geometry: Geometry, kernels: Kernels, heads: int) -> Captured:
         """Make and plan the kernel of a shape that was not captured before."""
-        requests, tokens = batch.batch_size, batch.num_tokens
-        decode = batch.forward_mode.is_decode
-        shape = UniformBatch(requests, tokens // requests, heads, not decode, self.pages)
-        kv_lens = batch.kv_lens_cpu().int()
-        pages = (kv_lens + page_size - 1) // page_size
-        # The library plans once, over pages without gaps: it compiles, and says where its arrays lie.
-        lengths = Lengths(
-            torch.arange(0, tokens + 1, shape.queries, dtype=torch.int32),
-            torch.cat([pages.new_zeros(1), pages.cumsum(0, dtype=torch.int32)]),
-            kv_lens,
-        )
-        reserved = Lengths(*(part.to(self._device) for part in (lengths.qo_indptr, lengths.kv_indptr, kv_lens)))
+        requests, rows, decode = geometry.requests, geometry.rows, geometry.mode.is_decode
+        shape = UniformBatch(requests, rows // requests, heads, not decode, self.pages)
+        lengths = self._lengths(shape, geometry.page_size)
+        reserved = Lengths(*(p.to(self._device) for p in (lengths.qo_indptr, lengths.kv_indptr, lengths.kv_lens)))
         kernel = kernels.paged(decode=decode, graph=GraphBuffers(reserved, self._kv_indices))
         kv_indices = self._kv_indices[: int(lengths.kv_indptr[-1])]
         kernel.plan(
-            PagedCall(slice(0, tokens), heads, not decode, lengths, kv_indices, batch.page_table, reserved.kv_lens)
+            PagedCall(slice(0, rows), heads, not decode, lengths, kv_indices, geometry.page_table, reserved.kv_lens)
         )
         schedule = kernel.schedule()
         self._check_schedule(schedule, shape, lengths)
@@ -76,7 +68,21 @@ class GraphMemory:
             qo_indptr=lengths.qo_indptr.to(self._device),
             kv_indptr=torch.arange(requests + 1, dtype=torch.int32, device=self._device) * self.pages,
             kv_indices=self._kv_indices,
-            slots=self._slots[:tokens],
+            slots=self._slots[:rows],
+        )
+
+    def _lengths(self, shape: UniformBatch, page_size: int) -> Lengths:
+        """Those that the library plans a shape over, once: it compiles, and says where its arrays lie.
+
+        Nobody knows the real ones then. These are short, and differ, so that its arrays can be told apart.
+        """
+        most = self.pages * page_size
+        kv_lens = (shape.queries + torch.arange(shape.requests, dtype=torch.int32) % 128).clamp(max=most)
+        pages = (kv_lens + page_size - 1) // page_size
+        return Lengths(
+            torch.arange(shape.requests + 1, dtype=torch.int32) * shape.queries,
+            torch.cat([pages.new_zeros(1), pages.cumsum(0, dtype=torch.int32)]),
+            kv_lens,
         )
 
     def _check_schedule(self, schedule: Schedule, shape: UniformBatch, lengths: Lengths) -> None:

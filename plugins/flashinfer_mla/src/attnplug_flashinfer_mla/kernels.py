@@ -18,48 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnplug import BackendContext, BackendError, DType, MLADims, RaggedCall, on_host
-from attnplug_flashinfer_mla.indices import Lengths
+from attnplug import BackendError, MLAShape, RaggedCall, on_host
+from attnplug_flashinfer_mla.lengths import Lengths
 from attnplug_flashinfer_mla.planner import PagedCall
 from attnplug_flashinfer_mla.schedule import Schedule
 
 _LN_2 = math.log(2.0)
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What the MLA layers of a model, all alike, are on this rank."""
-
-    heads: int
-    dims: MLADims
-    v_head_dim: int
-    scale: float
-    page_size: int
-    dtype: torch.dtype
-    kv_dtype: torch.dtype
-
-    @classmethod
-    def of(cls, context: BackendContext) -> Shape:
-        """From the first MLA layer; layers that differ are refused when the backend is chosen."""
-        layers = [layer for layer in context.model.layers if layer.mla is not None]
-        if not layers:
-            raise BackendError(f"backend {context.name} serves MLA layers, and model {context.model.name} has none")
-        layer = layers[0]
-        assert layer.mla is not None
-        return cls(
-            heads=layer.num_heads // context.parallel.size,
-            dims=layer.mla,
-            v_head_dim=layer.v_head_dim,
-            scale=layer.scale,
-            page_size=context.page_size,
-            dtype=context.dtype,
-            kv_dtype=torch.float8_e4m3fn if context.kv_dtype is DType.FLOAT8_E4M3 else context.dtype,
-        )
-
-    @property
-    def ragged_dims(self) -> tuple[int, int]:
-        """Widths of a key and of a value, as MHA."""
-        return self.dims.qk_nope_head_dim + self.dims.qk_rope_head_dim, self.v_head_dim
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,7 +81,7 @@ class RaggedKernel(Protocol):
 
 
 class Kernels(Protocol):
-    """Makes kernels. ``decode`` says that every request has one query."""
+    """Makes the kernels of one lane. ``decode`` says that every request has one query."""
 
     def paged(self, *, decode: bool, graph: GraphBuffers | None = None) -> PagedKernel: ...
 
@@ -160,9 +124,9 @@ def load_library() -> Library:
 
 
 class FlashInferKernels:
-    """FlashInfer's wrappers for one model on one device, over one scratch buffer."""
+    """FlashInfer's wrappers for one model on one device, over the scratch buffer of one lane."""
 
-    def __init__(self, shape: Shape, workspace: Tensor, kernel: str) -> None:
+    def __init__(self, shape: MLAShape, workspace: Tensor, kernel: str) -> None:
         self._library, self._shape, self._workspace = load_library(), shape, workspace
         self._kernel = kernel
         if kernel == "cutlass" and self._library.metadata is None:
@@ -188,7 +152,7 @@ class FlashInferPaged:
     def __init__(
         self,
         library: Library,
-        shape: Shape,
+        shape: MLAShape,
         workspace: Tensor,
         kernel: str,
         graph: GraphBuffers | None,
@@ -286,7 +250,7 @@ class CutlassPaged:
 
     ready = True
 
-    def __init__(self, library: Library, shape: Shape, workspace: Tensor) -> None:
+    def __init__(self, library: Library, shape: MLAShape, workspace: Tensor) -> None:
         self._library, self._shape = library, shape
         self._wrapper = library.paged(workspace, backend="cutlass")
 
@@ -324,7 +288,7 @@ class CutlassPaged:
 class FlashInferRagged:
     """``BatchPrefillWithRaggedKVCacheWrapper``: MLA as MHA, keys and values of different widths."""
 
-    def __init__(self, library: Library, shape: Shape, workspace: Tensor, kernel: str) -> None:
+    def __init__(self, library: Library, shape: MLAShape, workspace: Tensor, kernel: str) -> None:
         self._library, self._shape, self._device = library, shape, workspace.device
         self._wrapper = library.ragged(workspace, kv_layout="NHD", backend=kernel)
         self._sent = torch.cuda.Event()

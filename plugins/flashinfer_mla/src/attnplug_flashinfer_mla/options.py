@@ -1,4 +1,4 @@
-"""What a user can set: ``--backend-option flashinfer_mla.NAME=VALUE``."""
+"""What a user can set, as ``flashinfer_mla.NAME=VALUE``."""
 
 from __future__ import annotations
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from attnplug import Geometry, on_host, to_device
-from attnplug_flashinfer_mla.indices import Lengths, fill_indices
+from attnplug import Geometry, on_host
+from attnplug_flashinfer_mla.filling import fill_indices
+from attnplug_flashinfer_mla.lengths import Lengths
 
 # FlashInfer's scheduler keeps its work items in arrays of 16384 and, before 0.7.2, does not look whether they fit. A
 # query tile is one item, and splitting long caches adds at most one for each cluster of multiprocessors.
@@ -92,32 +93,16 @@ def divide(query_lens: Sequence[int], kv_lens: Sequence[int], heads: int) -> lis
 
 
 def plan_paged(geometry: Geometry, heads: int, *, causal: bool) -> PagedCalls:
-    """Plan a batch. Nothing is copied from the device."""
-    device = geometry.page_table.device
-    slots = torch.empty(geometry.query_rows, dtype=torch.int64, device=device)
-    if not geometry.query_rows:
+    """Plan a batch, by exact lengths on the host. Nothing is copied from the device."""
+    slots = torch.empty(geometry.rows, dtype=torch.int64, device=geometry.device)
+    if not geometry.rows:
         return PagedCalls((), slots)
-    geometry = _without_empty_requests(geometry)
+    # FlashInfer's scheduler takes tiles of 128 rows if requests have more than 64 on average, and else of 64. Requests
+    # without queries would halve the tile, and with more than 64 heads it would end within a token (see below).
+    live = geometry.only([request for request, new in enumerate(geometry.query_lens) if new])
     planned = padded_heads(heads) if causal else heads
-    calls = [
-        _call(geometry, segment, planned, causal, slots)
-        for segment in divide(geometry.query_lens, geometry.kv_lens, planned)
-    ]
-    return PagedCalls(tuple(calls), slots)
-
-
-def _without_empty_requests(geometry: Geometry) -> Geometry:
-    """FlashInfer's scheduler takes tiles of 128 rows if requests have more than 64 on average, and else of 64: requests
-    without queries would halve the tile, and with more than 64 heads it would end within a token (see below)."""
-    live = [request for request, new in enumerate(geometry.query_lens) if new]
-    if len(live) == len(geometry.query_lens):
-        return geometry
-    return replace(
-        geometry,
-        query_lens=[geometry.query_lens[request] for request in live],
-        kv_lens=[geometry.kv_lens[request] for request in live],
-        page_table=geometry.page_table.index_select(0, to_device(live, geometry.page_table.device)),
-    )
+    calls = [_call(live, segment, planned, causal, slots) for segment in divide(live.query_lens, live.kv_lens, planned)]
+    return PagedCalls(tuple(calls), slots if geometry.slots is None else geometry.slots)
 
 
 def padded_heads(heads: int) -> int:
@@ -131,7 +116,7 @@ def padded_heads(heads: int) -> int:
 
 
 def _call(geometry: Geometry, segment: Segment, heads: int, causal: bool, slots: Tensor) -> PagedCall:
-    device, page_size = geometry.page_table.device, geometry.page_size
+    device, page_size = geometry.device, geometry.page_size
     pages = [-(-rows // page_size) for rows in segment.kv_lens]
     numbers = on_host(
         (*accumulate(segment.query_lens, initial=0), *accumulate(pages, initial=0), *segment.kv_lens), device, np.int32

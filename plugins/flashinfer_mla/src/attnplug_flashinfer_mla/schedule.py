@@ -7,12 +7,6 @@ change; so the list is made by a kernel of ours, captured with the call, and a r
 What is in the list, from FlashInfer's scheduler: a work item is a tile of query rows (a row is one head of one query)
 and a stretch of its keys. Clusters of multiprocessors walk their items. A tile whose keys are in one stretch
 writes its result; one that is in several writes parts, which the merge entries then bring together, by rows.
-
-How we divide. The keys of all tiles form one line, tile after tile, in steps of 64, which the kernels load at a time.
-Every cluster gets an equal length of it, so that none waits for another, whatever the lengths of the requests. Merging
-costs too: on an H200 a step takes 1.9 µs, and each further part of a tile 0.27 µs, whether or not clusters are idle. So
-a length is at least such that the longest tile's steps and parts cost the same. And where whole tiles, dealt out
-evenly, keep the busiest cluster within a tenth of its share, none is divided.
 """
 
 from __future__ import annotations
@@ -28,7 +22,8 @@ TILE_ROWS = 64
 KV_STEP = 64
 MOST_WORKS = 16384
 
-_MERGE = 5
+MERGES = range(3, 8)
+"""Which of the arrays hold merge entries."""
 MERGED_AT_ONCE = 4
 """Rows of the result that one multiprocessor merges at the same time."""
 STEP_OVER_PART = 7.0
@@ -70,8 +65,7 @@ class Schedule:
         processors = cluster_size * clusters
         arrays = []
         for number, offset in enumerate(offsets[:14]):
-            is_merge = 3 <= number < 3 + _MERGE
-            count = processors if is_merge else clusters + 1 if number == 13 else MOST_WORKS
+            count = processors if number in MERGES else clusters + 1 if number == 13 else MOST_WORKS
             arrays.append(workspace[offset : offset + 4 * count].view(torch.int32))
         return cls(cluster_size, clusters, *arrays)
 
@@ -96,69 +90,6 @@ class UniformBatch:
     def tiles(self, schedule: Schedule) -> int:
         """Query tiles of each request."""
         return -(-self.queries * self.heads // schedule.tile_rows)
-
-
-def fill_schedule(schedule: Schedule, batch: UniformBatch, kv_lens: Tensor) -> None:
-    """Divide the work on ``kv_lens`` ``[requests]`` int32, all on the device."""
-    if kv_lens.device.type == "cuda":
-        from attnplug_flashinfer_mla.triton_kernels import launch_fill_schedule
-
-        launch_fill_schedule(schedule, batch, kv_lens)
-        return
-    tiles, rows = batch.tiles(schedule), schedule.tile_rows
-    item = torch.arange(batch.requests * tiles)
-    request, tile = item // tiles, item % tiles
-    kv_len = kv_lens.long()[request]
-    keys = keys_seen(batch, schedule, kv_len, tile)
-    steps = (keys + KV_STEP - 1) // KV_STEP
-    end = steps.cumsum(0)
-    start = end - steps
-    longest, dealt = steps.max(), -(-len(item) // schedule.clusters)
-    worth = torch.ceil(torch.sqrt(longest.float() / STEP_OVER_PART)).long()
-    length = int(torch.maximum(-(-end[-1] // schedule.clusters), worth).clamp(min=1))
-    first = (start // length).clamp(max=schedule.clusters - 1)
-    last = torch.where(steps > 0, (end - 1) // length, first)
-    if dealt * int(longest) <= SLACK * length:
-        first = last = item // dealt
-    stretches = last - first + 1
-    work = stretches.cumsum(0) - stretches
-    tile_size = torch.clamp(batch.queries * batch.heads - tile * rows, max=rows)
-    divided = torch.where(stretches > 1, stretches, 0)
-    parts = divided * tile_size
-    part = parts.cumsum(0) - parts
-    processors = schedule.clusters * schedule.cluster_size
-    merges = torch.minimum(tile_size, divided * processors // divided.sum().clamp(min=1))
-    merge = merges.cumsum(0) - merges
-    for cluster in range(schedule.clusters):
-        schedule.work_indptr[cluster] = (cluster - first).clamp(min=0).minimum(stretches).sum()
-        for n in ((first <= cluster) & (cluster <= last)).nonzero().flatten().tolist():
-            at = int(work[n]) + cluster - int(first[n])
-            schedule.q_indptr[at] = request[n] * batch.queries
-            schedule.kv_indptr[at] = request[n] * batch.pages
-            schedule.partial_indptr[at] = part[n] + (cluster - first[n]) * tile_size[n] if stretches[n] > 1 else -1
-            schedule.q_len[at] = batch.queries
-            schedule.kv_len[at] = kv_len[n]
-            schedule.q_start[at] = tile[n] * rows
-            whole = stretches[n] == 1
-            schedule.kv_start[at] = 0 if whole else max(cluster * length - int(start[n]), 0) * KV_STEP
-            stop = ((cluster + 1) * length - int(start[n])) * KV_STEP
-            schedule.kv_end[at] = keys[n] if whole else min(stop, int(keys[n]))
-    schedule.work_indptr[schedule.clusters] = stretches.sum()
-    for entry in range(schedule.clusters * schedule.cluster_size):
-        found = ((merge <= entry) & (entry < merge + merges)).nonzero().flatten().tolist()
-        for array in schedule.arrays()[3 : 3 + _MERGE]:
-            array[entry] = 0
-        for n in found:
-            size, share = int(tile_size[n]), -(-int(tile_size[n]) // int(merges[n]))
-            if share > MERGED_AT_ONCE:
-                share = -(-share // MERGED_AT_ONCE) * MERGED_AT_ONCE
-            begin = min((entry - int(merge[n])) * share, size)
-            row = int(request[n]) * batch.queries * batch.heads + int(tile[n]) * rows
-            schedule.merge_start[entry] = row + begin
-            schedule.merge_end[entry] = row + min(begin + share, size)
-            schedule.merge_partial_start[entry] = part[n] + begin
-            schedule.merge_partial_end[entry] = part[n] + parts[n]
-            schedule.merge_stride[entry] = size
 
 
 def keys_seen(batch: UniformBatch, schedule: Schedule, kv_len: Tensor, tile: Tensor) -> Tensor:

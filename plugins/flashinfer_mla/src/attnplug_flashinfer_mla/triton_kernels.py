@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnplug_flashinfer_mla.indices import Lengths
+from attnplug_flashinfer_mla.lengths import Lengths
 from attnplug_flashinfer_mla.schedule import KV_STEP, MERGED_AT_ONCE, SLACK, STEP_OVER_PART, Schedule, UniformBatch
 
 _BLOCK = 512

@@ -107,7 +107,8 @@ class FlashMLAKernels:
             most = (_LARGEST_INDEX - 1) // (queries * self._heads * self._rank) - parts
             raise PlanError(
                 f"{requests} requests with {queries} tokens each and {self._heads} heads are more than FlashMLA can "
-                f"count, at most {most}; lower --max-batch"
+                f"count, at most {most}; lower `max_batch`",
+                settings=["max_batch"],
             )
 
     def attend(self, q: Tensor, cache: Tensor, call: Call, scale: float) -> tuple[Tensor, Tensor]:

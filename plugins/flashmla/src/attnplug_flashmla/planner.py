@@ -7,16 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnplug import ForwardBatch, Plan, split_table
-from attnplug_flashmla.kernels import PAGE, Call, Kernels
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Metadata:
-    """What a plan holds: where new rows are written, ``[rows]`` int64, and the call, none where there is no row."""
-
-    new_slots: Tensor
-    call: Call | None
+from attnplug import split_table
+from attnplug_flashmla.kernels import PAGE
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,7 +42,7 @@ class Pages:
         """From a page table ``[requests, pages]`` in pages of ``page_size``, a multiple of 64, and lengths.
 
         New rows are the last ones of a request. A row before its first has no place, and so has one for which the table
-        has no column, which a length on the device can ask for. Entries behind a request's last page are not read.
+        has no column, which a length on the device can ask for. Entries after a request's last page are not read.
         Waits for nothing and can be captured.
         """
         if page_table.stride(1) != 1:
@@ -70,17 +62,3 @@ class Pages:
         exists = (position >= 0) & (position < width * page_size)
         page = page_table.long().gather(1, torch.where(exists, position // page_size, 0))
         self.slots.copy_(torch.where(exists, page * page_size + position % page_size, -1).flatten())
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Captured:
-    """One captured shape of batch. All that changes from replay to replay is made inside the graph."""
-
-    pages: Pages
-    call: Call
-    plan: Plan
-
-    def fill(self, batch: ForwardBatch, page_size: int, kernels: Kernels) -> None:
-        """What the captured kernels read, from the page table and the lengths that the batch has then."""
-        self.pages.fill(batch.page_table, batch.seq_lens, page_size)
-        self.call.schedule.become(kernels.schedule(self.pages.kv_lens, self.call.queries))

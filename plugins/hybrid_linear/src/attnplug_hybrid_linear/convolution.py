@@ -26,7 +26,7 @@ def convolve(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, *, s
 
 
 def newest_rows(x: Tensor, state: Tensor, lens: Tensor) -> Tensor:
-    """The state ``[requests, channels, width]`` behind the first ``lens`` ``[requests]`` rows of each request in x."""
+    """The state ``[requests, channels, width]`` after the first ``lens`` ``[requests]`` rows of each request in x."""
     width = state.shape[2]
     newest = lens.unsqueeze(1) + torch.arange(width, device=x.device)
     rows = _with_history(x, state)

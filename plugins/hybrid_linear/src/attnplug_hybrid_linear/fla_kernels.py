@@ -46,7 +46,7 @@ class ChunkKernels(Protocol):
     def chunked(self, inputs: LinearInputs, scale: float, chunks: Chunks, states: Tensor) -> tuple[Tensor, Tensor]:
         """Take each span's state ``[spans, heads, key_dim, value_dim]`` through its rows.
 
-        Returns the output ``[rows, heads, value_dim]`` and the states behind the last rows, both in new memory.
+        Returns the output ``[rows, heads, value_dim]`` and the states after the last rows, both in new memory.
         """
         ...
 

@@ -21,12 +21,14 @@ class Group:
     """Requests with similarly many new tokens, padded to the longest of them. All tensors are on the device.
 
     ``requests``, ``slots`` and ``lens`` are ``[members]``: numbers in the batch, state slots, new tokens. ``rows``
-    ``[members, longest]`` are the rows of their tokens, the last one repeated behind a member's end, and ``live``
+    ``[members, longest]`` are the rows of their tokens, the last one repeated past a member's end, and ``live``
     says which of them count.
 
     A padded request is not a member, but takes its place as the double of one: the same rows go through the same state
-    to the same slot, so that what it writes is right, and nobody waits for the device to learn who is padded. In a
-    group of nothing else it has no live row, and writes back what it read.
+    to the same slot, so that what it writes is right, and nobody waits for the device to learn who is padded. A group
+    of nothing else has no live row, and writes back what it read, at the slot of another request of the batch: slots
+    that are not of this batch may be written from another lane at the same time. Only a batch of nothing else has no
+    such slot, and takes 0.
     """
 
     requests: Tensor
@@ -65,10 +67,12 @@ def plan_groups(query_lens: Sequence[int], state_slots: Tensor) -> Grouping:
     first_rows = list(accumulate(query_lens, initial=0))
     query_rows = first_rows.pop()
     lens, firsts = to_device([query_lens, first_rows], device).unbind()
+    memberships = _memberships(query_lens)
+    spare = None if len(memberships) < 2 else ((state_slots >= 0) & (lens > 0)).int().argmax(0, keepdim=True)
     groups, starts, size = [], [0] * len(query_lens), 0
-    for members in _memberships(query_lens):
+    for members in memberships:
         longest = query_lens[members[0]]
-        groups.append(_group(to_device(members, device), longest, lens, firsts, state_slots))
+        groups.append(_group(to_device(members, device), longest, lens, firsts, state_slots, spare))
         for number in members:
             starts[number] = size
             size += longest
@@ -90,12 +94,17 @@ def _memberships(query_lens: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-def _group(numbers: Tensor, longest: int, lens: Tensor, firsts: Tensor, state_slots: Tensor) -> Group:
+def _group(
+    numbers: Tensor, longest: int, lens: Tensor, firsts: Tensor, state_slots: Tensor, spare: Tensor | None
+) -> Group:
+    """``spare`` ``[1]`` is some request of the batch that is not padded, for a group in which all are."""
     real = state_slots[numbers] >= 0
-    some_real = numbers[real.int().argmax(0, keepdim=True)]
-    requests = torch.where(real, numbers, some_real)
+    requests = torch.where(real, numbers, numbers[real.int().argmax(0, keepdim=True)])
     slots = state_slots[requests]
-    own = lens[requests].masked_fill_(slots < 0, 0)  # below zero still: the whole group is padded
+    padded = slots < 0  # below zero still: the whole group is padded
+    own = lens[requests].masked_fill_(padded, 0)
+    if spare is not None:
+        slots = torch.where(padded, state_slots[spare], slots)
     last = (own - 1).clamp_(min=0).unsqueeze(1)
     offsets = torch.minimum(torch.arange(longest, device=numbers.device), last)
     rows = firsts[requests].unsqueeze(1) + offsets

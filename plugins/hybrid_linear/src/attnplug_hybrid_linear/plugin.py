@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from attnplug import (
     CONTRACT_VERSION,
     AttentionKind,
     BackendSpec,
+    CacheLayout,
     Capabilities,
     DType,
     GraphLevel,
@@ -21,7 +23,8 @@ from attnplug import (
 LIBRARY = "fla-core>=0.6,<0.7"
 _KINDS = frozenset(kind for kind in AttentionKind if kind.is_linear)
 _ANY_CACHE = frozenset(DType)
-"""States are no KV cache: any type of that will do."""
+_ANY_LAYOUT = frozenset(CacheLayout)
+"""States are no KV cache: any type and layout of that will do."""
 MOST_KEY_DIM = 256
 """The widest keys that the library's kernels for the delta rule take."""
 
@@ -40,6 +43,7 @@ def attnplug_backends() -> list[BackendSpec]:
                 dtypes=frozenset({DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16}),
                 kv_dtypes=_ANY_CACHE,
                 roles=frozenset({Role.LINEAR}),
+                layouts=_ANY_LAYOUT,
                 max_speculative_tokens=64,
             ),
         ),
@@ -58,6 +62,7 @@ def attnplug_backends() -> list[BackendSpec]:
                 dtypes=frozenset({DType.BFLOAT16, DType.FLOAT16}),
                 kv_dtypes=_ANY_CACHE,
                 roles=frozenset({Role.LINEAR}),
+                layouts=_ANY_LAYOUT,
                 max_speculative_tokens=64,
                 cuda_graph=GraphLevel.UNIFORM,
             ),
@@ -65,7 +70,7 @@ def attnplug_backends() -> list[BackendSpec]:
     ]
 
 
-def refusals(problem: Problem, role: Role | None) -> Iterator[Refusal]:
+def refusals(problem: Problem, role: Role | None, options: Any) -> Iterator[Refusal]:
     """What the capabilities of fla cannot say: how wide keys may be, and whether the library is whole."""
     if problem.model is not None and role is Role.LINEAR:
         delta = (AttentionKind.GDN, AttentionKind.KDA)

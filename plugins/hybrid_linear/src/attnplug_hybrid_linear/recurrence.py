@@ -49,7 +49,7 @@ class Tokens:
         """From a layer's own shapes, in any type.
 
         q and k ``[requests, tokens, key_heads, key_dim]``, v ``[requests, tokens, heads, value_dim]``, beta
-        ``[requests, tokens, heads]``, and log_decay of the same shape, or with ``key_dim`` behind it, or ``[heads]``.
+        ``[requests, tokens, heads]``, and log_decay of the same shape, or with ``key_dim`` after it, or ``[heads]``.
         """
         requests, tokens, heads, _ = v.shape
         if log_decay.dim() < 4:
@@ -81,7 +81,7 @@ def _rows(x: Tensor, heads: int, normalize: bool) -> Tensor:
 def advance(tokens: Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
     """Take ``state`` ``[requests, heads, key_dim, value_dim]`` through the tokens, the quicker way.
 
-    Returns the output ``[requests, tokens, heads, value_dim]`` and the state behind the last token.
+    Returns the output ``[requests, tokens, heads, value_dim]`` and the state after the last token.
     """
     return recurrent(tokens, state) if tokens.q.shape[1] <= _FEW_TOKENS else chunked(tokens, state)
 
@@ -123,9 +123,9 @@ def _chunks(tensor: Tensor, size: int) -> tuple[Tensor, ...]:
 def _through_chunk(
     q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor | None, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The output ``[requests, heads, size, value_dim]`` of one chunk and the state behind it.
+    """The output ``[requests, heads, size, value_dim]`` of one chunk and the state after it.
 
-    With ``writes`` for what token i adds at its key, the state behind it is the first one, decayed from the chunk's
+    With ``writes`` for what token i adds at its key, the state after it is the first one, decayed from the chunk's
     start, plus all writes so far, each decayed since it was made.
     """
     # Sums reach -20 * 64 where decays are strong. In float32 their differences, which are what counts, would lose 1e-4.

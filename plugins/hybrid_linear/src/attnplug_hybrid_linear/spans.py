@@ -50,7 +50,7 @@ def plan_spans(query_lens: Sequence[int], state_slots: Tensor) -> Spans:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blocks:
-    """Spans cut into blocks of ``size`` rows, the last of each shorter: ``[blocks]``, whose each is, and its place."""
+    """Spans cut into blocks of ``size`` rows, the last of each shorter: ``[blocks]``, a block's span and its place."""
 
     span: Tensor
     place: Tensor

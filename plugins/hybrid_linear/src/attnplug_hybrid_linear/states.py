@@ -1,20 +1,76 @@
-"""What every backend of this plugin asks of its pool and of a batch."""
+"""What both backends share: states by layer, plans from a batch's geometry, and the commit that follows a verify."""
 
 from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from attnplug import BackendContext, ForwardBatch, ForwardMode, PlanError, PoolError
+from attnplug import BackendContext, ForwardBatch, ForwardMode, Geometry, Plan, PlanError, PlannedBackend, PoolError
 
 
-class States:
-    """The states of a model's linear layers, by layer."""
+@dataclass(slots=True, eq=False)
+class Verified:
+    """What the layers of a target verify keep for its commit, by layer id. Every plan has its own.
+
+    What a captured one holds is filled again by every replay, so it stays.
+    """
+
+    captured: bool
+    inputs: dict[int, Any] = field(default_factory=dict)
+    conv_rows: dict[int, Any] = field(default_factory=dict)
+    committed: bool = False
+
+    @property
+    def due(self) -> bool:
+        return not self.committed and bool(self.inputs or self.conv_rows)
+
+    def close(self) -> None:
+        self.committed = True
+        if not self.captured:
+            self.inputs.clear()
+            self.conv_rows.clear()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LinearMetadata:
+    """``verified`` is there for a target verify, and filled as its layers run."""
+
+    verified: Verified | None
+
+
+class StateBackend(PlannedBackend):
+    """The base of a backend over a pool of linear states. It holds the pool, and nothing of any eager batch.
+
+    Subclass contract: ``metadata`` and ``commit``, and the two hooks that run layers.
+    """
 
     def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
         if context.pools.linear is None:
             raise PoolError(f"backend {context.name} runs linear attention, but was given no pool of linear states")
         self._pool = context.pools.linear
+
+    @abstractmethod
+    def metadata(self, query_lens: Sequence[int], state_slots: Tensor, verified: Verified | None) -> LinearMetadata:
+        """What a plan holds, from each request's new tokens; ``state_slots`` ``[requests]`` is on the device."""
+
+    @abstractmethod
+    def commit(self, metadata: Any, verified: Verified, accepted: Tensor) -> None:
+        """Advance every state by the first ``accepted`` ``[requests]`` of the rows that a verify kept."""
+
+    def plan(self, geometry: Geometry) -> Plan:
+        """Without ``new_lens`` every request has ``max_new`` tokens; only ragged batches need exact host lengths."""
+        uniform = geometry.new_lens is None
+        return self.plan_of(geometry, [geometry.max_new] * geometry.requests if uniform else geometry.query_lens)
+
+    def plan_of(self, geometry: Geometry, query_lens: Sequence[int], *, captured: bool = False) -> Plan:
+        verified = Verified(captured) if geometry.mode is ForwardMode.TARGET_VERIFY else None
+        return Plan.of(self.backend_id, geometry, self.metadata(query_lens, _slots_of(geometry), verified))
 
     def recurrent(self, layer_id: int) -> Tensor:
         """``[slots, heads, key_dim, value_dim]`` float32."""
@@ -30,31 +86,35 @@ class States:
             raise PoolError(f"layer {layer_id} has no convolution: its conv_width is 0")
         return states
 
+    def commit_states(self, forward_batch: ForwardBatch, accepted: Tensor) -> None:
+        requests, mode = forward_batch.batch_size, forward_batch.forward_mode
+        if accepted.shape != (requests,):
+            raise PlanError(
+                f"accepted has shape {tuple(accepted.shape)}; give one number for each of the batch's "
+                f"{requests} requests"
+            )
+        metadata: LinearMetadata = forward_batch.plan_for(self.backend_id, forward_batch.num_tokens).metadata
+        if mode is ForwardMode.IDLE:
+            return
+        verified = metadata.verified
+        if verified is None or not verified.due:
+            raise PlanError(
+                f"a batch in mode {mode} has nothing to commit: states are committed once, after a target verify; "
+                "other modes advance them at once"
+            )
+        self.commit(metadata, verified, accepted.to(forward_batch.geometry.device, non_blocking=True))
+        verified.close()
 
-def slots_of(batch: ForwardBatch) -> Tensor:
+
+def _slots_of(geometry: Geometry) -> Tensor:
     """``[requests]``: the state slot of each request, -1 where it is padded."""
-    slots = batch.state_slots
-    if slots is None and batch.batch_size == 0:
-        return torch.zeros(0, dtype=torch.int64, device=batch.seq_lens.device)
-    if slots is None or slots.shape != (batch.batch_size,):
+    slots, requests = geometry.state_slots, geometry.requests
+    if slots is None and not requests:
+        return torch.zeros(0, dtype=torch.int64, device=geometry.device)
+    if slots is None or slots.shape != (requests,):
         given = "none" if slots is None else f"state_slots of shape {tuple(slots.shape)}"
         raise PlanError(
-            f"linear attention needs a state slot for each of the batch's {batch.batch_size} requests, "
+            f"linear attention needs a state slot for each of the batch's {requests} requests, "
             f"-1 where one is padded; it has {given}"
         )
     return slots
-
-
-def check_accepted(batch: ForwardBatch, accepted: Tensor) -> None:
-    if accepted.shape != (batch.batch_size,):
-        raise PlanError(
-            f"accepted has shape {tuple(accepted.shape)}; give one number for each of the batch's "
-            f"{batch.batch_size} requests"
-        )
-
-
-def nothing_to_commit(mode: ForwardMode) -> PlanError:
-    return PlanError(
-        f"a batch in mode {mode} has nothing to commit: states are committed once, after a target verify; "
-        "other modes advance them at once"
-    )

@@ -2,77 +2,36 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from attnplug import (
-    BackendContext,
-    BackendId,
-    Claims,
-    ForwardBatch,
-    ForwardMode,
-    Geometry,
-    LayerSpec,
-    LinearInputs,
-    Plan,
-)
+from attnplug import ForwardBatch, LayerSpec, LinearInputs
 from attnplug_hybrid_linear.convolution import convolve, newest_rows
 from attnplug_hybrid_linear.planner import Group, Grouping, plan_groups
 from attnplug_hybrid_linear.recurrence import Tokens, advance
-from attnplug_hybrid_linear.states import States, check_accepted, nothing_to_commit, slots_of
+from attnplug_hybrid_linear.states import LinearMetadata, StateBackend, Verified
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Verified:
-    """What a target verify keeps for its commit: each layer's inputs, group by group, by layer id."""
-
-    tokens: dict[int, list[Tokens]] = field(default_factory=dict)
-    conv_rows: dict[int, list[Tensor]] = field(default_factory=dict)
-
-    @property
-    def empty(self) -> bool:
-        return not self.tokens and not self.conv_rows
-
-    def clear(self) -> None:
-        self.tokens.clear()
-        self.conv_rows.clear()
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class LinearMetadata:
-    """The groups of a batch; ``verified`` is there for a target verify, and filled as its layers run."""
+class GroupedMetadata(LinearMetadata):
+    """The groups of a batch. A verify keeps each layer's inputs group by group."""
 
     grouping: Grouping
-    verified: Verified | None
 
 
-class TorchLinearBackend:
-    """GDN, KDA, Lightning, Mamba2 and short convolutions. Holds the pool of states and nothing of any batch."""
+class TorchLinearBackend(StateBackend):
+    """GDN, KDA, Lightning, Mamba2 and short convolutions."""
 
-    claims = Claims()
-
-    def __init__(self, context: BackendContext) -> None:
-        self.backend_id = BackendId(context.name)
-        self._page_size = context.page_size
-        self._states = States(context)
-
-    def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
-        geometry = Geometry.of(batch, self._page_size)
-        verify = batch.forward_mode is ForwardMode.TARGET_VERIFY
-        return Plan(
-            planner=self.backend_id,
-            mode=batch.forward_mode,
-            query_rows=geometry.query_rows,
-            kv_rows=geometry.kv_rows,
-            metadata=LinearMetadata(plan_groups(geometry.query_lens, slots_of(batch)), Verified() if verify else None),
-        )
+    def metadata(self, query_lens: Sequence[int], state_slots: Tensor, verified: Verified | None) -> GroupedMetadata:
+        return GroupedMetadata(verified, plan_groups(query_lens, state_slots))
 
     def forward_conv(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: LayerSpec, batch: ForwardBatch, silu: bool
     ) -> Tensor:
-        metadata: LinearMetadata = batch.plan_for(self.backend_id, x.shape[0]).metadata
-        states = self._states.conv(layer.layer_id)
+        metadata: GroupedMetadata = batch.plan_for(self.backend_id, x.shape[0]).metadata
+        states = self.conv(layer.layer_id)
         kept, results = [], []
         for group in metadata.grouping.groups:
             rows, before = x[group.rows], states[group.slots]
@@ -86,8 +45,8 @@ class TorchLinearBackend:
 
     def forward_linear(self, inputs: LinearInputs, layer: LayerSpec, batch: ForwardBatch) -> Tensor:
         v = inputs.v
-        metadata: LinearMetadata = batch.plan_for(self.backend_id, v.shape[0]).metadata
-        states = self._states.recurrent(layer.layer_id)
+        metadata: GroupedMetadata = batch.plan_for(self.backend_id, v.shape[0]).metadata
+        states = self.recurrent(layer.layer_id)
         kept, results = [], []
         for group in metadata.grouping.groups:
             tokens = _tokens(inputs, group, layer.scale)
@@ -97,28 +56,19 @@ class TorchLinearBackend:
                 _put(states, group, after)
             kept.append(tokens)
         if metadata.verified is not None:
-            metadata.verified.tokens[layer.layer_id] = kept
+            metadata.verified.inputs[layer.layer_id] = kept
         return metadata.grouping.in_batch_order(results, v.new_zeros(1, *v.shape[1:]), v.shape[0])
 
-    def commit_states(self, forward_batch: ForwardBatch, accepted: Tensor) -> None:
-        check_accepted(forward_batch, accepted)
-        metadata: LinearMetadata = forward_batch.plan_for(self.backend_id, forward_batch.num_tokens).metadata
-        if forward_batch.forward_mode is ForwardMode.IDLE:
-            return
-        if metadata.verified is None or metadata.verified.empty:
-            raise nothing_to_commit(forward_batch.forward_mode)
-        groups = metadata.grouping.groups
-        accepted = accepted.to(metadata.grouping.order.device, non_blocking=True)
-        committed = [group.first(accepted) for group in groups]
-        for layer_id, tokens in metadata.verified.tokens.items():
-            states = self._states.recurrent(layer_id)
-            for group, mine in zip(committed, tokens, strict=True):
+    def commit(self, metadata: GroupedMetadata, verified: Verified, accepted: Tensor) -> None:
+        groups = [group.first(accepted) for group in metadata.grouping.groups]
+        for layer_id, tokens in verified.inputs.items():
+            states = self.recurrent(layer_id)
+            for group, mine in zip(groups, tokens, strict=True):
                 _put(states, group, advance(mine.only(group.live), states[group.slots])[1])
-        for layer_id, rows in metadata.verified.conv_rows.items():
-            states = self._states.conv(layer_id)
-            for group, own in zip(committed, rows, strict=True):
+        for layer_id, rows in verified.conv_rows.items():
+            states = self.conv(layer_id)
+            for group, own in zip(groups, rows, strict=True):
                 _put(states, group, newest_rows(own, states[group.slots], group.lens))
-        metadata.verified.clear()
 
 
 def _tokens(inputs: LinearInputs, group: Group, scale: float) -> Tokens:

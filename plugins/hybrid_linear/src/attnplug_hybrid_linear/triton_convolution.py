@@ -93,7 +93,7 @@ def convolve_in_place(
     silu: bool,
     store: bool,
 ) -> None:
-    """Each row of ``x`` ``[tokens, channels]`` with those before it; with ``store`` the states move on behind them.
+    """Each row of ``x`` ``[tokens, channels]`` with those before it; with ``store`` the states move on past them.
 
     A program takes one of ``blocks``, or, without them, a whole span, and then moves its state on as well.
     """
@@ -131,7 +131,7 @@ def convolve_in_place(
 
 
 def keep_newest(x: Tensor, spans: Spans, states: Tensor) -> None:
-    """Move the states on behind the spans' rows of ``x``, whatever is read of them later."""
+    """Move the states on past the spans' rows of ``x``, whatever is read of them later."""
     x = with_plain_rows(x)
     channels, width = states.shape[1:]
     _keep[(triton.cdiv(channels, _CHANNELS), spans.slots.shape[0])](

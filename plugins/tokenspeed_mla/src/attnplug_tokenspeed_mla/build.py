@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from attnplug import BackendContext
-from attnplug_flashinfer_mla.kernels import Shape
+from attnplug import BackendContext, MLAShape
 from attnplug_flashinfer_mla.options import FlashInferMLAOptions
 from attnplug_tokenspeed_mla.kernels import TokenSpeedDecode, TokenSpeedRagged, load_library
-from attnplug_trtllm_mla.backend import Parts, TRTLLMMLABackend
+from attnplug_trtllm_mla.backend import Kernels, TRTLLMMLABackend
 from attnplug_trtllm_mla.build import cute_dsl_scratch, fallback
 
 
 def tokenspeed_mla(context: BackendContext) -> TRTLLMMLABackend:
     """The factory of the spec."""
-    shape = Shape.of(context)
+    shape = MLAShape.of(context)
     scratch, library = cute_dsl_scratch(context, shape), load_library()
     ragged = TokenSpeedRagged(library, shape)
     if not context.serving.skip_prefill and shape.ragged_dims in ragged.dims:
         ragged.warm_up()
-    backs_up = fallback(context, FlashInferMLAOptions().workspace_mib)
-    return TRTLLMMLABackend(context, Parts(TokenSpeedDecode(library, shape, scratch), ragged, backs_up))
+    lanes = [Kernels(TokenSpeedDecode(library, shape, each), ragged) for each in scratch]
+    return TRTLLMMLABackend(context, lanes, fallback(context, FlashInferMLAOptions().workspace_mib))

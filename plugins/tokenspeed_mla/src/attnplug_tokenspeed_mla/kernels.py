@@ -1,4 +1,4 @@
-"""TokenSpeed's kernels behind the seam of trtllm_mla: the only module that imports the library."""
+"""TokenSpeed's kernels at the seam of trtllm_mla: the only module that imports the library."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnplug import RaggedCall, Workspace
-from attnplug_flashinfer_mla.kernels import Shape
+from attnplug import MLAShape, RaggedCall, Workspace
 from attnplug_trtllm_mla.kernels import MOST_REQUESTS, Pages, to_float8
 from attnplug_trtllm_mla.planner import DecodeCall
 
@@ -46,7 +45,7 @@ def load_library() -> Library:
 class TokenSpeedDecode:
     """``tokenspeed_mla_decode``: any number of heads up to 128, scratch that may hold anything."""
 
-    def __init__(self, library: Library, shape: Shape, scratch: Workspace) -> None:
+    def __init__(self, library: Library, shape: MLAShape, scratch: Workspace) -> None:
         self._library, self._shape, self._scratch = library, shape, scratch
         self.heads = shape.heads
 
@@ -78,7 +77,7 @@ class TokenSpeedRagged:
 
     dims = frozenset({_RAGGED_DIMS})
 
-    def __init__(self, library: Library, shape: Shape) -> None:
+    def __init__(self, library: Library, shape: MLAShape) -> None:
         self._library, self._shape = library, shape
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, call: RaggedCall, out: Tensor, lse: Tensor | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from attnplug import CONTRACT_VERSION, BackendSpec, DType, Problem, Refusal, Role, hookimpl, module_refusal
 from attnplug_trtllm_mla import blackwell
@@ -26,7 +27,7 @@ def attnplug_backends() -> list[BackendSpec]:
     ]
 
 
-def refusals(problem: Problem, role: Role | None) -> Iterator[Refusal]:
+def refusals(problem: Problem, role: Role | None, options: Any) -> Iterator[Refusal]:
     if (missing := module_refusal("tokenspeed_mla", LIBRARY)) is not None:
         yield missing
-    yield from blackwell.refusals(problem, role)
+    yield from blackwell.refusals(problem, role, options)

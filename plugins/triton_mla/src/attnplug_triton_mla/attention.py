@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attnplug import MLAPool, PoolError
 from attnplug_triton_mla.gluon_low import attend_low
 from attnplug_triton_mla.gluon_wide import attend_wide
 from attnplug_triton_mla.planner import Schedule
@@ -16,17 +17,33 @@ from attnplug_triton_mla.triton_attention import attend
 _LOG2_E = 1.4426950408889634
 _LARGEST_OFFSET = (1 << 31) - 1
 _COPIED = 16
-"""What the address and the strides of queries must be multiples of for kernels in Gluon to compile: they copy them to
-shared memory 16 bytes at once."""
+"""What addresses and strides must be multiples of for kernels in Gluon to compile: they copy to shared memory 16 bytes
+at once."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerCache:
-    """A layer's cache ``[pages, page_size, 1, rank + rope]``, and what a stored number must be multiplied with."""
+    """A layer's cache ``[pages, page_size, 1, rank + rope]``, and what a stored number must be multiplied with.
+
+    Pages and rows lie where the strides say. ``copied``: kernels in Gluon can copy its rows.
+    """
 
     pages: Tensor
     scale: float
     rank: int
+    copied: bool
+
+    @classmethod
+    def of(cls, pool: MLAPool, layer_id: int, rank: int) -> LayerCache:
+        pages = pool.rows(layer_id)
+        page, slot, _, column = pages.stride()
+        places = [number * pages.element_size() for number in (page, slot)] + [pages.data_ptr()]
+        if column != 1 or any(place % 2 for place in places):  # fp8 is read by pairs
+            raise PoolError(
+                f"the rows of layer {layer_id} have strides {pages.stride()} at address {pages.data_ptr():#x}; "
+                "triton_mla reads rows whose columns lie side by side, at even addresses"
+            )
+        return cls(pages, pool.scale(layer_id), rank, not any(place % _COPIED for place in places))
 
 
 def readable(q: Tensor, multiple_of: int = 1) -> Tensor:

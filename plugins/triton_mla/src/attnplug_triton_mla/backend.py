@@ -10,21 +10,15 @@ from torch import Tensor
 
 from attnplug import (
     BackendContext,
-    BackendId,
-    Captures,
-    Claims,
     DType,
-    ForwardBatch,
     ForwardExtras,
     ForwardMode,
     Geometry,
-    GraphLevel,
-    GraphLimits,
     LayerSpec,
-    MLALayers,
+    MLAShape,
+    NewRows,
     Plan,
-    PlanError,
-    PlannedBackend,
+    PlannedAttention,
 )
 from attnplug_triton_mla.attention import LayerCache, launch_attend
 from attnplug_triton_mla.configurations import Configuration, Room, choose, fitting, most_partials
@@ -33,25 +27,25 @@ from attnplug_triton_mla.planner import Schedule, Shape
 from attnplug_triton_mla.scratch import Partials, Scratch
 from attnplug_triton_mla.triton_merge import launch_merge
 
-_UNIFORM = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
+_FEW_NEW = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
+"""Modes with few new tokens of each request: kernels are cut for how many, where all have equally many."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Metadata:
-    """What a plan holds: where new rows are written, ``[rows]`` int64, and how the batch is divided, if it has rows."""
+    """What a plan holds: the page table that it reads, how the batch is divided, and memory for partial results.
 
-    new_slots: Tensor
-    schedule: Schedule | None = None
-    partials: Partials | None = None
+    ``page_table`` is the batch's own memory. A captured plan serves several graphs, each with memory of its own, and
+    ``refill`` sets it. ``ragged`` says that some rows may be padding, and only the device knows which.
+    """
 
-    def fill(self, batch: ForwardBatch) -> None:
-        """From the page table and lengths that the batch has on the device."""
-        if self.schedule is not None:
-            new_lens = None if self.schedule.shape.queries else batch.extend_seq_lens
-            self.schedule.fill(batch.page_table, batch.seq_lens, new_lens)
+    page_table: Tensor
+    schedule: Schedule
+    partials: Partials
+    ragged: bool
 
 
-class TritonMLABackend(PlannedBackend):
+class TritonMLABackend(PlannedAttention):
     """MLA by Triton kernels: one schedule for every kind of batch, made on the device from the lengths there.
 
     A plan takes nothing from the host but shapes, one launch fills it, and a captured one follows whatever lengths its
@@ -65,126 +59,89 @@ class TritonMLABackend(PlannedBackend):
         choose: Callable[..., Configuration] = choose,
         multiprocessors: int | None = None,
     ) -> None:
+        super().__init__(context)
         options: TritonMLAOptions = context.options if context.options is not None else TritonMLAOptions()
-        self.backend_id = BackendId(context.name)
-        self._layers = MLALayers(context)
-        pool, rank = self._layers.pool, self._layers.kv_lora_rank
-        self._page_size, self._device, self._dtype = context.page_size, context.device, context.dtype
+        shape = MLAShape.of(context)
+        rank, device = shape.dims.kv_lora_rank, context.device
+        self._heads, self._page_size, self._rank, self._device = shape.heads, shape.page_size, rank, device
         self._invariant, self._choose = options.batch_invariant, choose
         self._fp8 = context.kv_dtype is DType.FLOAT8_E4M3
-        self._caches = {i: LayerCache(pool.rows(i), pool.scale(i), rank) for i in pool.layer_ids}
+        self._caches = {layer_id: LayerCache.of(shape.pool, layer_id, rank) for layer_id in shape.pool.layer_ids}
         self._room: Room | None = None
         if multiprocessors is None:
-            properties = torch.cuda.get_device_properties(self._device)
+            properties = torch.cuda.get_device_properties(device)
             multiprocessors = properties.multi_processor_count
-            cache = next(iter(self._caches.values())).pages
             self._room = Room(
                 10 * properties.major + properties.minor,
                 properties.shared_memory_per_block_optin,  # type: ignore[attr-defined] # torch's stub leaves it out
-                cache.shape[-1] * context.dtype.itemsize,
-                cache.shape[-1] * cache.element_size(),
+                shape.dims.row_dim * shape.dtype.itemsize,
+                shape.dims.row_dim * shape.kv_dtype.itemsize,
+                all(cache.copied for cache in self._caches.values()),
             )
         self._multiprocessors = multiprocessors
-        self._scratch = Scratch(context.name, context.workspace, self._device, rank, most_partials(multiprocessors))
-        self._captures: Captures[Plan] = Captures(self.backend_id)
-        self.claims = Claims(cuda_graph=GraphLevel.ALWAYS, needs_cpu_seq_lens=False)
+        rows = most_partials(multiprocessors)
+        self._scratch = [
+            Scratch(context.name, context.workspace, device, rank, rows, lane) for lane in range(context.limits.lanes)
+        ]
 
     # Planning
 
-    def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
-        queries, rows, kv_rows = self._host_lengths(batch)
-        metadata = self._metadata(batch, rows, queries)
-        metadata.fill(batch)
-        return Plan(self.backend_id, batch.forward_mode, rows, kv_rows, metadata)
+    def plan(self, geometry: Geometry) -> Plan:
+        if not geometry.rows:
+            return Plan.of(self.backend_id, geometry)
+        metadata = self._metadata(geometry)
+        _fill(metadata.schedule, geometry)
+        slots = metadata.schedule.slots if geometry.slots is None else geometry.slots
+        return Plan.of(self.backend_id, geometry, metadata, slots)
 
-    def _host_lengths(self, batch: ForwardBatch) -> tuple[int, int, int | None]:
-        """New tokens of each request (0: they may differ), of all, and cache rows, without asking the device."""
-        mode = batch.forward_mode
-        if mode is ForwardMode.IDLE or not batch.batch_size:
-            return 0, 0, 0
-        kv_rows = None
-        if not mode.is_decode and batch.extend_seq_lens is None:
-            raise PlanError(f"a batch in mode {mode} needs extend_seq_lens, the new tokens of each request")
-        if batch.seq_lens_cpu is not None and (mode.is_decode or batch.extend_seq_lens_cpu is not None):
-            kv_rows = Geometry.of(batch, self._page_size).kv_rows  # looks whether all lengths are right
-        if mode.is_decode:
-            return 1, batch.batch_size, kv_rows
-        if batch.extend_seq_lens_cpu is None:
-            return 0, batch.num_tokens, kv_rows  # those that no request has come out as padding
-        lens: list[int] = batch.extend_seq_lens_cpu.tolist()
-        queries = lens[0] if mode in _UNIFORM and min(lens) == max(lens) else 0
-        return queries, sum(lens), kv_rows
+    def capture(self, geometry: Geometry, memory: None) -> Plan:
+        """Each shape has a schedule of its own."""
+        metadata = self._metadata(geometry)
+        plan = Plan.of(self.backend_id, geometry, metadata, metadata.schedule.slots)
+        self.refill(plan, geometry)
+        return plan
 
-    def _metadata(self, batch: ForwardBatch, rows: int, queries: int) -> Metadata:
+    def refill(self, plan: Plan, geometry: Geometry) -> None:
+        metadata: Metadata = plan.metadata
+        metadata.page_table = geometry.page_table
+        _fill(metadata.schedule, geometry)
+        if geometry.slots is not None:
+            metadata.schedule.slots.copy_(geometry.slots)
+
+    def _metadata(self, geometry: Geometry) -> Metadata:
         """Memory for a batch's schedule, still to be filled."""
-        if not rows:
-            return Metadata(torch.empty(0, dtype=torch.int64, device=self._device))
-        requests, pages = batch.page_table.shape
-        heads = self._layers.heads
-        shape = Shape(requests, rows, queries, heads, self._page_size, pages, self._invariant)
+        requests, pages = geometry.page_table.shape
+        ragged = geometry.new_lens is not None
+        queries = geometry.max_new if geometry.mode in _FEW_NEW and not ragged else 0
+        shape = Shape(requests, geometry.rows, queries, self._heads, self._page_size, pages, self._invariant)
         tokens = pages * self._page_size
-        configuration = self._choose(queries * heads, requests, tokens, fp8=self._fp8, invariant=self._invariant)
+        configuration = self._choose(queries * self._heads, requests, tokens, fp8=self._fp8, invariant=self._invariant)
         if self._room is not None:
             configuration = fitting(configuration, self._room)
         schedule = Schedule.reserve(shape, configuration, self._multiprocessors, self._device)
-        partials = self._scratch.partials(schedule.partial_slots, configuration.tile)
-        return Metadata(schedule.slots, schedule, partials)
-
-    # CUDA graphs
-
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """For captured batches of up to ``max_bs`` requests and ``max_num_tokens`` rows; each shape has its own."""
-        self._captures.reserve(GraphLimits(max_bs, max_num_tokens, level=GraphLevel.ALWAYS))
-
-    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> Plan:
-        """The plan of a captured shape, always the same: what changes from replay to replay is made in the graph."""
-        return self._captures.find(forward_batch, in_capture, self._capture)
-
-    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        """Slots and schedule, from the page table and lengths that the batch has when the graph runs."""
-        metadata: Metadata = self._captures.find(forward_batch, False, self._capture).metadata
-        metadata.fill(forward_batch)
-
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """Padded requests have no rows: nothing is read or written for them."""
-        return 0
-
-    def _capture(self, batch: ForwardBatch) -> Plan:
-        mode, rows = batch.forward_mode, batch.num_tokens
-        queries = rows // batch.batch_size if mode.is_decode or mode in _UNIFORM else 0
-        metadata = self._metadata(batch, rows, queries)
-        metadata.fill(batch)
-        return Plan(self.backend_id, mode, rows, None, metadata)
+        partials = self._scratch[geometry.lane].partials(schedule.partial_slots, configuration.tile)
+        return Metadata(geometry.page_table, schedule, partials, ragged)
 
     # Running
 
-    def run_plan(
-        self,
-        plan: Plan,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        save_kv_cache: bool,
-        extras: ForwardExtras | None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, layer: LayerSpec, plan: Plan, new: NewRows | None, extras: ForwardExtras) -> Tensor:
         metadata: Metadata = plan.metadata
-        self._layers.check(layer, q)
-        cache, rows = self._caches[layer.layer_id], plan.query_rows
-        if save_kv_cache:
-            self._layers.save(layer, metadata.new_slots, k, v, rows)
-        lse = self._layers.lse(q, extras)
-        out = q.new_empty(q.shape[0], q.shape[1], self._layers.kv_lora_rank)
-        schedule, partials = metadata.schedule, metadata.partials
-        # Which rows are padding (B5) the plan knows where all requests have equally many, else only the device.
-        first = rows if schedule is not None and schedule.shape.queries else 0
-        if first < q.shape[0]:
-            out[first:] = 0
+        cache, schedule, partials = self._caches[layer.layer_id], metadata.schedule, metadata.partials
+        out, lse = extras.out, extras.lse
+        if out is None or not out.is_contiguous():
+            out = q.new_empty(*q.shape[:2], self._rank)
+        if metadata.ragged:
+            out.zero_()
             if lse is not None:
-                lse[first:] = float("-inf")
-        if schedule is not None and partials is not None:
-            launch_attend(q, cache, batch.page_table, out, lse, partials, schedule, layer.scale)
-            if schedule.merged_by_kernel:
-                launch_merge(partials, out, lse, schedule, cache.scale)
+                lse.fill_(float("-inf"))
+        launch_attend(q, cache, metadata.page_table, out, lse, partials, schedule, layer.scale)
+        if schedule.merged_by_kernel:
+            launch_merge(partials, out, lse, schedule, cache.scale)
         return out
+
+
+def _fill(schedule: Schedule, geometry: Geometry) -> None:
+    new_lens = geometry.new_lens
+    if new_lens is None and not schedule.shape.queries:
+        new_lens = torch.full_like(geometry.seq_lens, geometry.max_new)
+    schedule.fill(geometry.page_table, geometry.seq_lens, new_lens)

@@ -114,18 +114,21 @@ def most_partials(multiprocessors: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a GPU and the element types leave: shared memory of a program, and bytes of a query and of a cache row."""
+    """What a GPU, the element types and the cache leave: shared memory of a program, and bytes of a query and of a
+    cache row. ``copied``: rows lie where kernels in Gluon can copy them from."""
 
     sm: int
     shared_bytes: int
     query_bytes: int
     row_bytes: int
+    copied: bool = True
 
 
 def fitting(configuration: Configuration, room: Room) -> Configuration:
     """The configuration, or one with fewer stages, shorter steps or lower tiles that there is room for."""
     fits = configuration
-    if fits.kernel != "triton" and (room.sm != 90 or _shared_bytes(fits, room) > room.shared_bytes):
+    served = room.sm == 90 and room.copied and _shared_bytes(fits, room) <= room.shared_bytes
+    if fits.kernel != "triton" and not served:
         tile = _TALL.tile if fits.kernel == "wide" else fits.tile
         fits = replace(fits, kernel="triton", tile=tile, step=_TALL.step, stages=_TALL.stages)
     if room.sm < 90:

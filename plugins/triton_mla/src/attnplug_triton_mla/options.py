@@ -1,4 +1,4 @@
-"""What a user can set: ``--backend-option triton_mla.NAME=VALUE``."""
+"""What a user can set, as ``triton_mla.NAME=VALUE``."""
 
 from __future__ import annotations
 

@@ -53,7 +53,8 @@ class Schedule:
         if shape.tiles(configuration.tile) * (configuration.start_steps + max(steps, 1)) >= _LARGEST_INDEX:
             raise PlanError(
                 f"{shape.rows} rows with {shape.heads} heads, over up to {shape.pages * shape.page_size} cache rows, "
-                "are more than the schedule can count; prefill fewer at once with --chunked-prefill-size"
+                "are more than the schedule can count; lower `chunked_prefill_size`",
+                settings=["chunked_prefill_size"],
             )
         programs = configuration.programs * multiprocessors
         return cls(

@@ -8,6 +8,7 @@ from attnplug import (
     CONTRACT_VERSION,
     AttentionKind,
     BackendSpec,
+    CacheLayout,
     Capabilities,
     DType,
     ExtendPath,
@@ -17,6 +18,8 @@ from attnplug import (
     Refusal,
     RefusalCode,
     Role,
+    Setting,
+    WorkspaceKind,
     hookimpl,
     module_refusal,
 )
@@ -28,6 +31,8 @@ MOST_HEADS = 128
 """Heads a rank can have. The kernels would take more, and nobody has tested them with more."""
 FP8_SM = 89
 """The first GPUs on which Triton converts from float8_e4m3fn."""
+COUNTERS = WorkspaceKind("triton-mla-counters", zeroed=True)
+"""Counters that every call leaves at zero."""
 
 
 @hookimpl
@@ -53,25 +58,31 @@ def attnplug_backends() -> list[BackendSpec]:
                 max_speculative_tokens=8,
                 cuda_graph=GraphLevel.ALWAYS,
                 needs_cpu_seq_lens=False,
-                extras=frozenset({"lse"}),
+                extras=frozenset({"lse", "out"}),
                 mla_extend=frozenset({ExtendPath.ABSORBED}),
+                layouts=frozenset({CacheLayout.TOKEN_MAJOR, CacheLayout.HEAD_MAJOR}),
             ),
         )
     ]
 
 
-def refusals(problem: Problem, role: Role | None) -> Iterator[Refusal]:
+@hookimpl
+def attnplug_workspace_kinds() -> list[WorkspaceKind]:
+    return [COUNTERS]
+
+
+def refusals(problem: Problem, role: Role | None, options: TritonMLAOptions) -> Iterator[Refusal]:
     """What the capabilities cannot say: types that must agree, what one plan asks of all layers, a Triton in pieces."""
     dtype, kv_dtype = problem.dtype, problem.kv_dtype
     if kv_dtype is DType.FLOAT8_E4M3:
         if problem.sm is not None and problem.sm < FP8_SM:
             message = f"an fp8 cache is read on SM {FP8_SM} or newer, this is SM {problem.sm}"
             allowed = [str(DType.BFLOAT16), str(DType.FLOAT16)] if dtype is None else [str(dtype)]
-            yield Refusal(RefusalCode.KV_DTYPE, message, str(kv_dtype), allowed, "--kv-dtype")
+            yield Refusal(RefusalCode.KV_DTYPE, message, str(kv_dtype), allowed, Setting.KV_DTYPE)
     elif {dtype, kv_dtype} == DTYPES:
         message = f"a cache in {kv_dtype} cannot be read with {dtype} queries"
         allowed = [str(dtype), str(DType.FLOAT8_E4M3)]
-        yield Refusal(RefusalCode.KV_DTYPE, message, str(kv_dtype), allowed, "--kv-dtype")
+        yield Refusal(RefusalCode.KV_DTYPE, message, str(kv_dtype), allowed, Setting.KV_DTYPE)
     if problem.model is not None and role is not None:
         layers = [layer for layer in problem.model.full_layers if layer.mla is not None]
         yield from _layer_refusals(layers, problem.tensor_parallel)
@@ -83,7 +94,7 @@ def _layer_refusals(layers: list[LayerSpec], ranks: int) -> Iterator[Refusal]:
     heads = max((layer.num_heads // ranks for layer in layers), default=0)
     if heads > MOST_HEADS:
         message = f"{heads} heads on one rank are too many, at most {MOST_HEADS}"
-        yield Refusal("heads", message, heads, MOST_HEADS, "--tensor-parallel")
+        yield Refusal("heads", message, heads, MOST_HEADS, Setting.TENSOR_PARALLEL)
     shapes = sorted({(layer.num_heads // ranks, *_dims(layer)) for layer in layers})
     if len(shapes) > 1:
         listed = "; ".join(f"{heads} heads, kv_lora_rank {rank}, rope {rope}" for heads, rank, rope in shapes)

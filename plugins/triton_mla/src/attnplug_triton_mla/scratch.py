@@ -7,10 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnplug import SCRATCH, WorkspaceKind
+from attnplug import SCRATCH
 from attnplug.host import WorkspaceOwner
-
-COUNTERS = WorkspaceKind("triton-mla-counters", zeroed=True)
+from attnplug_triton_mla.plugin import COUNTERS
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,11 +25,13 @@ class Partials:
 
 
 class Scratch:
-    """Asks for more where a batch needs more; what an earlier plan holds stays its own."""
+    """The memory of one lane. Asks for more where a batch needs more; what an earlier plan holds stays its own."""
 
-    def __init__(self, name: str, workspace: WorkspaceOwner, device: torch.device, rank: int, rows: int) -> None:
+    def __init__(
+        self, name: str, workspace: WorkspaceOwner, device: torch.device, rank: int, rows: int, lane: int
+    ) -> None:
         """``rows`` of partial results are asked for at once, before graphs freeze the workspace."""
-        self._name, self._workspace, self._device, self._rank = name, workspace, device, rank
+        self._name, self._workspace, self._device, self._rank, self._lane = name, workspace, device, rank, lane
         self._made: dict[tuple[int, int], Partials] = {}
         self._reserve(rows, rows)
 
@@ -52,6 +53,7 @@ class Scratch:
 
     def _reserve(self, rows: int, counters: int) -> None:
         nbytes = rows * 4 * (2 + self._rank)
-        self._plain = self._workspace.request(self._name, self._device, SCRATCH, nbytes)
-        self._counters = self._workspace.request(self._name, self._device, COUNTERS, counters * 4)
+        request, lane = self._workspace.request, self._lane
+        self._plain = request(self._name, self._device, SCRATCH, nbytes, lane=lane)
+        self._counters = request(self._name, self._device, COUNTERS, counters * 4, lane=lane)
         self._from = self._plain.buffer

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from attnplug import (
     AttentionKind,
+    CacheLayout,
     Capabilities,
     DType,
     ExtendPath,
@@ -43,12 +45,13 @@ def capabilities(
         mla_dims=frozenset({(512, 64)}),
         max_speculative_tokens=64,
         cuda_graph=GraphLevel.UNIFORM,
-        extras=frozenset({"lse"}),
+        extras=frozenset({"lse", "out"}),
         mla_extend=mla_extend,
+        layouts=frozenset({CacheLayout.TOKEN_MAJOR, CacheLayout.HEAD_MAJOR}),
     )
 
 
-def refusals(problem: Problem, role: Role | None) -> Iterator[Refusal]:
+def refusals(problem: Problem, role: Role | None, options: Any) -> Iterator[Refusal]:
     """What the capabilities cannot say."""
     if problem.sm is not None and SMS[0] < problem.sm < SMS[-1]:  # others are outside of the range that is declared
         listed = " or ".join(map(str, SMS))

@@ -6,43 +6,59 @@ from dataclasses import replace
 
 import torch
 
-from attnplug import CUTE_DSL_SCRATCH, SCRATCH, TRTLLM_SEMAPHORES, BackendContext, BackendError, Workspace
+from attnplug import (
+    SCRATCH,
+    BackendContext,
+    BackendError,
+    MLAShape,
+    Workspace,
+    WorkspaceKind,
+)
+from attnplug_flashinfer_mla import plugin as flashinfer_mla
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
-from attnplug_flashinfer_mla.kernels import Shape
 from attnplug_flashinfer_mla.options import FlashInferMLAOptions
-from attnplug_trtllm_mla.backend import Parts, TRTLLMMLABackend
+from attnplug_trtllm_mla.backend import Kernels, TRTLLMMLABackend
 from attnplug_trtllm_mla.blackwell import SMS
 from attnplug_trtllm_mla.kernels import TRTLLMDecode, TRTLLMRagged, check_scratch, counter_bytes, load_library
+from attnplug_trtllm_mla.memory import CUTE_DSL_SCRATCH, SEMAPHORES
 from attnplug_trtllm_mla.options import TRTLLMMLAOptions
 
 
 def trtllm_mla(context: BackendContext) -> TRTLLMMLABackend:
     """The factory of the spec."""
     options = context.options if context.options is not None else TRTLLMMLAOptions()
-    processors, library, shape = blackwell_processors(context), load_library(), Shape.of(context)
+    processors, library, shape = blackwell_processors(context), load_library(), MLAShape.of(context)
     # Before the fallback is built, which asks for as much: it would hold on to a smaller buffer.
-    scratch = context.workspace.request(context.name, context.device, SCRATCH, options.workspace_mib << 20)
-    semaphores = counter_bytes(shape, processors)
-    counters = context.workspace.request(context.name, context.device, TRTLLM_SEMAPHORES, semaphores)
-    decode = TRTLLMDecode(library, shape, scratch, counters, processors)
-    check_scratch(context.name, options.workspace_mib, decode, context.limits.max_tokens)
-    ragged = TRTLLMRagged(library, shape, scratch)
-    return TRTLLMMLABackend(context, Parts(decode, ragged, fallback(context, options.workspace_mib)))
+    scratch = in_every_lane(context, SCRATCH, options.workspace_mib << 20)
+    counters = in_every_lane(context, SEMAPHORES, counter_bytes(shape, processors))
+    decode = [TRTLLMDecode(library, shape, *memory, processors) for memory in zip(scratch, counters, strict=True)]
+    check_scratch(context.name, options.workspace_mib, decode[0], context.limits.max_tokens)
+    lanes = [Kernels(each, TRTLLMRagged(library, shape, each.scratch)) for each in decode]
+    return TRTLLMMLABackend(context, lanes, fallback(context, options.workspace_mib))
 
 
 def fallback(context: BackendContext, workspace_mib: int) -> FlashInferMLABackend:
-    """FlashInfer's backend for the same layers, on the same scratch memory."""
-    return FlashInferMLABackend(fallback_context(context, FlashInferMLAOptions(workspace_mib)))
+    """FlashInfer's backend for the same layers, on the same scratch memory. It declares what its own spec does."""
+    own = replace(
+        context,
+        name=f"{context.name}/flashinfer_mla",
+        options=FlashInferMLAOptions(workspace_mib),
+        declared=flashinfer_mla.CAPABILITIES,
+    )
+    return FlashInferMLABackend(own)
 
 
-def fallback_context(context: BackendContext, options: FlashInferMLAOptions) -> BackendContext:
-    return replace(context, name=f"{context.name}/flashinfer_mla", options=options)
-
-
-def cute_dsl_scratch(context: BackendContext, shape: Shape) -> Workspace:
+def cute_dsl_scratch(context: BackendContext, shape: MLAShape) -> list[Workspace]:
     """What any call of a CuTe DSL decode kernel takes: partial results, 64 rows of them a multiprocessor."""
-    nbytes = blackwell_processors(context) * 64 * (shape.dims.kv_lora_rank + 1) * 4
-    return context.workspace.request(context.name, context.device, CUTE_DSL_SCRATCH, nbytes)
+    return in_every_lane(
+        context, CUTE_DSL_SCRATCH, blackwell_processors(context) * 64 * (shape.dims.kv_lora_rank + 1) * 4
+    )
+
+
+def in_every_lane(context: BackendContext, kind: WorkspaceKind, nbytes: int) -> list[Workspace]:
+    """Memory of its own for each lane: they run at the same time."""
+    request = context.workspace.request
+    return [request(context.name, context.device, kind, nbytes, lane=lane) for lane in range(context.limits.lanes)]
 
 
 def blackwell_processors(context: BackendContext) -> int:
@@ -52,7 +68,8 @@ def blackwell_processors(context: BackendContext) -> int:
         listed = " or ".join(map(str, SMS))
         raise BackendError(
             f"backend {context.name} needs SM {listed}, this is SM {10 * major + minor}; choose another with "
-            "--attention-backend"
+            "`attention_backend`",
+            settings=["attention_backend"],
         )
     processors: int = torch.cuda.get_device_properties(context.device).multi_processor_count
     return processors

@@ -15,8 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from attnplug import BackendError, RaggedCall, Workspace
-from attnplug_flashinfer_mla.kernels import Shape
+from attnplug import BackendError, MLAShape, RaggedCall, Workspace
 from attnplug_flashinfer_mla.planner import padded_heads
 from attnplug_trtllm_mla.planner import DecodeCall
 
@@ -29,7 +28,7 @@ _PARTIAL_ROWS = 256
 _STATS_ROWS = 256
 _STATS_GUARD = 1 << 20
 """How the launcher cuts the scratch memory when a log-sum-exp is asked for: two floats for each head and row, rows
-rounded up to this for every request, and so many bytes behind them."""
+rounded up to this for every request, and so many bytes after them."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,11 +96,11 @@ class TRTLLMDecode:
     """``trtllm_batch_decode_with_kv_cache_mla`` by TRT-LLM's kernels.
 
     ``counters`` are the semaphores, zero on first use and left zero by every call; ``scratch`` may hold anything. Both
-    are for calls that follow each other: whoever runs on two streams gives each its own.
+    are one lane's: its calls follow each other.
     """
 
     library: Library
-    shape: Shape
+    shape: MLAShape
     scratch: Workspace
     counters: Workspace
     processors: int
@@ -143,14 +142,14 @@ def kernel_heads(heads: int) -> int:
     return max(padded_heads(heads), _FEWEST_HEADS)
 
 
-def counter_bytes(shape: Shape, processors: int) -> int:
+def counter_bytes(shape: MLAShape, processors: int) -> int:
     """What the semaphores of the largest call take: one a head and request."""
     return 4 * 8 * -(-max(MOST_REQUESTS * kernel_heads(shape.heads), processors) // 8)
 
 
 def run_decode(
     library: Library,
-    shape: Shape,
+    shape: MLAShape,
     q: Tensor,
     pages: Pages,
     call: DecodeCall,
@@ -158,7 +157,7 @@ def run_decode(
     lse: Tensor | None,
     **chosen: Any,
 ) -> None:
-    """The one function behind which FlashInfer has several kernels; ``chosen`` says which, and brings its memory."""
+    """The one function for which FlashInfer has several kernels; ``chosen`` says which, and brings its memory."""
     if library.lse_base:
         chosen["return_lse_base"] = "basee"
     library.decode(
@@ -184,7 +183,7 @@ class TRTLLMRagged:
 
     dims = frozenset({(192, 128)})
 
-    def __init__(self, library: Library, shape: Shape, scratch: Workspace) -> None:
+    def __init__(self, library: Library, shape: MLAShape, scratch: Workspace) -> None:
         self._library, self._shape, self._scratch = library, shape, scratch
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, call: RaggedCall, out: Tensor, lse: Tensor | None) -> None:
@@ -274,7 +273,8 @@ def check_scratch(name: str, workspace_mib: int, decode: TRTLLMDecode, max_token
     if workspace_mib < least:
         raise BackendError(
             f"{name}.workspace_mib={workspace_mib} is too little for {decode.processors} multiprocessors and steps of "
-            f"{max_tokens} tokens; give {least} or more"
+            f"{max_tokens} tokens; give {least} or more",
+            settings=[f"{name}.workspace_mib"],
         )
 
 

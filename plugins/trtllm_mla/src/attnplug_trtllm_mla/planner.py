@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from attnplug import Geometry, on_host, split_table
-from attnplug_flashinfer_mla.indices import Lengths, fill_indices
+from attnplug_flashinfer_mla.filling import fill_indices
+from attnplug_flashinfer_mla.lengths import Lengths
 
 _TILE = 128
 """Keys that a kernel takes at a time: a row of a page table holds whole tiles."""
@@ -21,7 +22,7 @@ class DecodeCall:
     """A call in which every request has ``queries`` rows of q, the last of which sees all its cache rows.
 
     ``tables`` ``[requests, width]`` int32 and ``lens`` ``[requests]`` int32 are on the device. A row of a table holds
-    whole tiles of 128 keys, and what lies behind a request's last page is the number of some page: it may be fetched,
+    whole tiles of 128 keys, and what lies after a request's last page is the number of some page: it may be fetched,
     never used. No length is below ``queries``. ``longest`` is the largest length, or more.
     """
 
@@ -59,7 +60,7 @@ def plan_requests(geometry: Geometry, queries: int, page_size: int) -> tuple[Dec
 def plan_rows(geometry: Geometry, page_size: int) -> tuple[DecodeCall, Tensor]:
     """As above for any batch: every new row is a request of its own, which ends where the row does."""
     tables, lengths, slots = _tables(geometry, page_size)
-    new, rows = lengths.qo_indptr.diff(), geometry.query_rows
+    new, rows = lengths.qo_indptr.diff(), geometry.rows
     owner = torch.repeat_interleave(new, output_size=rows)
     place = torch.arange(rows, dtype=torch.int32, device=owner.device) - lengths.qo_indptr[owner]
     lens = (lengths.kv_lens - new)[owner] + place + 1
@@ -68,18 +69,18 @@ def plan_rows(geometry: Geometry, page_size: int) -> tuple[DecodeCall, Tensor]:
 
 def _tables(geometry: Geometry, page_size: int) -> tuple[Tensor, Lengths, Tensor]:
     """Tables in kernel pages, lengths on the device, and write slots. Nothing is copied from the device."""
-    device, requests = geometry.page_table.device, len(geometry.kv_lens)
+    device, requests = geometry.device, geometry.requests
     width = table_width(max(geometry.kv_lens), page_size)
     starts = range(0, (requests + 1) * width, width)
     numbers = on_host((*accumulate(geometry.query_lens, initial=0), *starts, *geometry.kv_lens), device, np.int32)
     lengths = Lengths.of(numbers.to(device, non_blocking=True))  # one copy for the three
     tables = torch.zeros(requests, width, dtype=torch.int32, device=device)
-    slots = torch.empty(geometry.query_rows, dtype=torch.int64, device=device)
-    pages = kernel_table(geometry.page_table, geometry.page_size, page_size)
-    fill_indices(pages, lengths, page_size, tables.view(-1), slots)
-    return tables, lengths, slots
+    slots = torch.empty(geometry.rows, dtype=torch.int64, device=device)
+    fill_indices(kernel_table(geometry, page_size), lengths, page_size, tables.view(-1), slots)
+    return tables, lengths, slots if geometry.slots is None else geometry.slots
 
 
-def kernel_table(page_table: Tensor, manager_page: int, kernel_page: int) -> Tensor:
-    """A page table in the kernel's pages, which divide the manager's."""
-    return page_table if manager_page == kernel_page else split_table(page_table, manager_page // kernel_page)
+def kernel_table(geometry: Geometry, kernel_page: int) -> Tensor:
+    """A batch's page table in the kernel's pages, which divide the manager's."""
+    table, page_size = geometry.page_table, geometry.page_size
+    return table if page_size == kernel_page else split_table(table, page_size // kernel_page)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from attnplug import CONTRACT_VERSION, BackendSpec, hookimpl
+from attnplug import CONTRACT_VERSION, BackendSpec, WorkspaceKind, hookimpl
 from attnplug_trtllm_mla import blackwell
+from attnplug_trtllm_mla.memory import CUTE_DSL_SCRATCH, SEMAPHORES
 from attnplug_trtllm_mla.options import TRTLLMMLAOptions
 
 
@@ -23,3 +24,8 @@ def attnplug_backends() -> list[BackendSpec]:
             capabilities=blackwell.capabilities(),
         )
     ]
+
+
+@hookimpl
+def attnplug_workspace_kinds() -> list[WorkspaceKind]:
+    return [SEMAPHORES, CUTE_DSL_SCRATCH]

@@ -2,82 +2,49 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from attnplug import (
     BackendContext,
     BackendError,
-    BackendId,
-    Claims,
-    ForwardBatch,
     ForwardExtras,
     Geometry,
     LayerSpec,
+    NewRows,
     Plan,
+    PlannedAttention,
 )
 
 
-@dataclass(frozen=True)
-class AcmePlan:
-    """Where new rows go ``[tokens]``; for each request its number of new tokens and the slots of all its rows."""
-
-    new_slots: Tensor
-    requests: tuple[tuple[int, Tensor], ...]
-
-
-class AcmeBackend:
-    """MHA and GQA over a paged cache."""
-
-    claims = Claims()
+class AcmeBackend(PlannedAttention):
+    """MHA and GQA over a paged cache. A plan's metadata is, for each request with new tokens, how many these are and
+    the slots of all its rows."""
 
     def __init__(self, context: BackendContext) -> None:
-        self.backend_id = BackendId(context.name)
+        super().__init__(context)
         if context.pools.mha is None:
             raise BackendError(f"backend {context.name} needs an MHA pool")
         self._pool = context.pools.mha
-        self._page_size = context.page_size
         self._accumulate = getattr(torch, context.options.accumulate)
 
-    def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
-        geometry = Geometry.of(batch, self._page_size)
+    def plan(self, geometry: Geometry) -> Plan:
         requests = tuple(
-            (queries, geometry.cache_slots([number])[0]) for number, queries in enumerate(geometry.query_lens)
+            (queries, geometry.cache_slots([number])[0])
+            for number, queries in enumerate(geometry.query_lens)
+            if queries
         )
-        metadata = AcmePlan(geometry.new_slots(), requests)
-        return Plan(self.backend_id, batch.forward_mode, geometry.query_rows, geometry.kv_rows, metadata)
+        return Plan.of(self.backend_id, geometry, requests, geometry.new_slots())
 
-    def forward_extend(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer: LayerSpec,
-        batch: ForwardBatch,
-        *,
-        save_kv_cache: bool = True,
-        extras: ForwardExtras | None = None,
-    ) -> Tensor:
-        plan = batch.plan_for(self.backend_id, q.shape[0])
-        if extras is not None and extras.asked():
-            raise BackendError(f"backend {self.backend_id.name} knows no extras, not {', '.join(extras.asked())}")
-        if save_kv_cache:
-            if k is None or v is None:
-                raise BackendError(f"layer {layer.layer_id} is to be written, but k or v is None")
-            rows = plan.query_rows
-            self._pool.write(layer.layer_id, plan.metadata.new_slots, k[:rows], v[:rows])
-        out = q.new_zeros(q.shape[0], layer.num_heads, layer.v_head_dim)  # rows behind the plan stay zero
+    def attend(self, q: Tensor, layer: LayerSpec, plan: Plan, new: NewRows | None, extras: ForwardExtras) -> Tensor:
+        out = q.new_empty(*q.shape[:2], layer.v_head_dim) if extras.out is None else extras.out
         first = 0
-        for queries, slots in plan.metadata.requests:
-            out[first : first + queries] = self._attend(q[first : first + queries], layer, slots)
+        for queries, slots in plan.metadata:
+            out[first : first + queries] = self._attend_one(q[first : first + queries], layer, slots)
             first += queries
         return out
 
-    forward_decode = forward_extend
-
-    def _attend(self, q: Tensor, layer: LayerSpec, slots: Tensor) -> Tensor:
+    def _attend_one(self, q: Tensor, layer: LayerSpec, slots: Tensor) -> Tensor:
         """One request: q ``[queries, heads, dim]`` over the cache rows at ``slots`` ``[keys]``, causal."""
         shared = layer.num_heads // layer.num_kv_heads
         read = (self._pool.read_keys(layer.layer_id, slots), self._pool.read_values(layer.layer_id, slots))

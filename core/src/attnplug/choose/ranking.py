@@ -1,0 +1,60 @@
+"""Which of several usable backends ``auto`` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from attnplug.choose.loading import Registered
+from attnplug.declare.problem import Problem, Role
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """Usable backends, the best first, and in a few words why the first one is."""
+
+    backends: tuple[Registered, ...]
+    why: str
+
+
+class Ranking(Protocol):
+    """Orders the backends that can serve a role. It is asked about usable ones only, of which there is at least one,
+    and returns all of them."""
+
+    def rank(self, usable: Sequence[Registered], role: Role, problem: Problem) -> Ranked: ...
+
+
+class PreferenceRanking:
+    """By ``BackendSpec.preference``, whatever the role and the problem: the ranking where nothing was measured."""
+
+    def rank(self, usable: Sequence[Registered], role: Role, problem: Problem) -> Ranked:
+        ordered = tuple(sorted(usable, key=by_preference))
+        return Ranked(ordered, _why(ordered[0], ordered[1:]))
+
+
+def by_preference(backend: Registered) -> tuple[bool, int, str]:
+    """The order that ``BackendSpec.preference`` promises."""
+    return backend.source.embedded, -backend.spec.preference, backend.spec.name
+
+
+def _why(chosen: Registered, others: Sequence[Registered]) -> str:
+    preference = chosen.spec.preference
+    equal = [b for b in others if b.spec.preference == preference and b.source.embedded == chosen.source.embedded]
+    passed_over = [b for b in others if b not in equal and b.spec.preference >= preference]  # embedded, by the order
+    default = f"the embedded default {_names(passed_over)}"
+    beside = f" beside {default}, which comes last" if passed_over else ""
+    if not others:
+        return "the only usable one"
+    if equal:
+        last = f"; {default} comes last" if passed_over else ""
+        return f"preference {preference}, equal with {_names(equal)}, first by name{last}"
+    if len(passed_over) == len(others):
+        return f"the only usable one{beside}"
+    if passed_over:
+        return f"preference {preference}, the highest of {1 + len(others) - len(passed_over)} usable{beside}"
+    return f"preference {preference}, the highest of {1 + len(others)} usable, before {_names(others)}"
+
+
+def _names(backends: Iterable[Registered]) -> str:
+    return ", ".join(backend.spec.name for backend in backends)

@@ -1,0 +1,29 @@
+"""What is installed, read from metadata alone."""
+
+from __future__ import annotations
+
+import importlib_metadata as metadata
+
+
+def metadata_lines(distribution: metadata.Distribution) -> dict[str, str]:
+    """The head of a distribution's metadata, by lower-case key; nothing of a damaged one.
+
+    Parsing a whole README as mail, as ``metadata.version`` does, would cost more than all else of a start-up.
+    """
+    found: dict[str, str] = {}
+    try:
+        text = distribution.read_text("METADATA") or distribution.read_text("PKG-INFO") or ""
+    except Exception:  # whatever reading a damaged installation raises
+        return found
+    for line in text.partition("\n\n")[0].splitlines():
+        key, _, value = line.partition(":")
+        found.setdefault(key.lower(), value.strip())
+    return found
+
+
+def installed_version(name: str) -> str | None:
+    """The version of an installed distribution; ``None`` if it is not there, or does not say."""
+    try:
+        return metadata_lines(metadata.distribution(name)).get("version")
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,36 @@
+"""The settings that a choice of backend depends on, by key. How a key is spelled for a user is the host's affair."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import StrEnum
+
+
+class Setting(StrEnum):
+    """The keys that core knows. A plugin names an option of its own backend as ``NAME.KEY``."""
+
+    ATTENTION_BACKEND = "attention_backend"
+    PREFILL_ATTENTION_BACKEND = "prefill_attention_backend"
+    DECODE_ATTENTION_BACKEND = "decode_attention_backend"
+    LINEAR_ATTENTION_BACKEND = "linear_attention_backend"
+    DRAFT_ATTENTION_BACKEND = "draft_attention_backend"
+    BACKEND_OPTION = "backend_option"
+    DEVICE = "device"
+    SM = "sm"
+    DTYPE = "dtype"
+    KV_DTYPE = "kv_dtype"
+    PAGE_SIZE = "page_size"
+    LAYOUT = "layout"
+    CUDA_GRAPH = "cuda_graph"
+    EXACT_LENGTHS = "exact_lengths"
+    SPECULATIVE_TOKENS = "speculative_tokens"
+    TENSOR_PARALLEL = "tensor_parallel"
+    MAX_BATCH = "max_batch"
+    NUM_PAGES = "num_pages"
+    STATE_SLOTS = "state_slots"
+    CONTEXT_LENGTH = "context_length"
+    CHUNKED_PREFILL_SIZE = "chunked_prefill_size"
+
+
+Render = Callable[[str], str | None]
+"""A key as a host's users write it: perhaps ``block_size`` for ``page_size``. ``None`` where they cannot set it."""

@@ -1,0 +1,153 @@
+"""Cache tensors that a host allocated, seen as pages: what their dimensions mean, and what does not fit."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from attnplug.declare.errors import PoolError
+from attnplug.declare.problem import DType
+from attnplug.kv.buffer import PagedBuffer, torch_dtype
+from attnplug.kv.layers import layer_list
+
+_ROW = ("pages", "tokens", "heads", "dim")
+_GRAMMAR = (
+    "name the tensor's dimensions from slow to fast: pages, tokens, heads and dim, and kv if keys and values are in "
+    "one tensor; a dimension that joins several is in parentheses, and slots means (pages tokens); for example "
+    "'kv pages tokens heads dim', 'pages heads tokens (kv dim)' or 'slots heads dim'"
+)
+
+
+def page_views(
+    tensor: Tensor, layout: str, page_size: int, heads: int, widths: Sequence[int], what: str
+) -> list[Tensor]:
+    """A host's tensor as one view ``[pages, page_size, heads, width]`` for each of ``widths``, without a copy.
+
+    ``layout`` names the tensor's dimensions. Two widths are those of keys and values, and ``kv`` must be among the
+    names. ``(kv dim)`` is a row of keys and then values, which may differ in width. ``heads`` may be left out where
+    there is only one. ``what`` is what messages call the tensor.
+    """
+    dims = _parse(layout, with_heads=heads > 1, with_kv=len(widths) > 1)
+    if tensor.dim() != len(dims):
+        raise PoolError(
+            f"{what} of shape {list(tensor.shape)} is no {layout!r}: it has {tensor.dim()} dimensions, not {len(dims)}"
+        )
+    views = []
+    for part, width in enumerate(widths):
+        sizes = {"kv": len(widths), "tokens": page_size, "heads": heads, "dim": width}
+        view, names = tensor, list[str]()
+        for names_here, size in zip(dims, tensor.shape, strict=True):
+            place = len(names)
+            if names_here == ("kv", "dim"):
+                _check(size == sum(widths), tensor, layout, what, f"(kv dim) is {size}, not {sum(widths)}")
+                view, names_here = view.narrow(place, sum(widths[:part]), width), ("dim",)
+            else:
+                _check_size(size, names_here, sizes, tensor, layout, what)
+                view = view.unflatten(place, [sizes.get(name, -1) for name in names_here])
+            names += names_here
+        if "kv" in names:
+            view = view.select(names.index("kv"), part)
+            names.remove("kv")
+        if "heads" not in names:
+            view = view.unsqueeze(-1)
+            names.append("heads")
+        views.append(view.permute([names.index(name) for name in _ROW]))
+    return views
+
+
+def _parse(layout: str, *, with_heads: bool, with_kv: bool) -> list[tuple[str, ...]]:
+    written = layout.replace("slots", "(pages tokens)")
+    dims = [tuple((joined or single).split()) for joined, single in re.findall(r"\(([^()]*)\)|(\S+)", written)]
+    names = [name for joined in dims for name in joined]
+    missing = {"pages", "tokens", "dim", *(["heads"] if with_heads else [])} - set(names)
+    if len(set(names)) < len(names) or missing or set(names) - {"kv", *_ROW}:
+        raise PoolError(f"{layout!r} does not describe a cache tensor; {_GRAMMAR}")
+    if with_kv != ("kv" in names):
+        have = "one tensor is given for keys and values" if with_kv else "the tensor holds one row per token"
+        raise PoolError(f"{layout!r} {'lacks' if with_kv else 'has'} kv, but {have}; {_GRAMMAR}")
+    return dims
+
+
+def _check_size(
+    size: int, names: tuple[str, ...], sizes: Mapping[str, int], tensor: Tensor, layout: str, what: str
+) -> None:
+    wanted, shown = math.prod(sizes.get(name, 1) for name in names), " × ".join(names)
+    if "pages" not in names:
+        _check(size == wanted, tensor, layout, what, f"{shown} is {size}, not {wanted}")
+    else:
+        multiple = f", not a multiple of {wanted}" if size else ""
+        _check(size > 0 and size % wanted == 0, tensor, layout, what, f"{shown} is {size}{multiple}")
+
+
+def _check(fits: bool, tensor: Tensor, layout: str, what: str, difference: str) -> None:
+    if not fits:
+        raise PoolError(f"{what} of shape {list(tensor.shape)} is no {layout!r} for this layer: {difference}")
+
+
+def foreign_buffer(pages: Tensor, dtype: DType, scale: float, what: str) -> PagedBuffer:
+    """A buffer over a view of a host's memory, which holds ``dtype``; fp8 may come as bytes."""
+    stored = torch_dtype(dtype)
+    if pages.dtype == torch.uint8 and dtype is DType.FLOAT8_E4M3:
+        pages = pages.view(stored)
+    if pages.dtype != stored:
+        raise PoolError(f"{what} of type {pages.dtype} cannot be a cache in {dtype}; give {stored}")
+    return PagedBuffer(pages, scale)
+
+
+def check_tensors(tensors: Iterable[int], layers: Iterable[int], kind: str) -> None:
+    """Refuse tensors that are missing, or that belong to no layer of the pool."""
+    if set(tensors) != set(layers):
+        raise PoolError(
+            f"tensors were given for layers {layer_list(tensors)}; the {kind} pool's layers are {layer_list(layers)}"
+        )
+
+
+def check_together(buffers: Mapping[str, PagedBuffer]) -> None:
+    """Refuse buffers, each under the name that messages use, that differ in pages or device, or overlap."""
+    held = list(buffers.items())
+    (first, one), rest = held[0], held[1:]
+    for name, other in rest:
+        for what, here, there in (
+            ("pages", one.layout.num_pages, other.layout.num_pages),
+            ("device", one.pages.device, other.pages.device),
+        ):
+            if here != there:
+                raise PoolError(f"{first} and {name} differ in {what}: {here} and {there}; one pool has one page table")
+    for index, (name, buffer) in enumerate(held):
+        for other_name, other in held[:index]:
+            if _overlap(other.pages, buffer.pages):
+                raise PoolError(f"{other_name} and {name} overlap in memory; give each its own")
+
+
+def _overlap(first: Tensor, second: Tensor) -> bool:
+    """Whether two strided tensors share a byte. This is exact: spans may interleave, as those of keys and values do.
+
+    They share one if their distance in bytes is a sum of steps, with a number of steps of each dimension that is within
+    its size.
+    """
+    steps: dict[int, list[int]] = {}
+    for tensor, low, high in ((first, 0, 1), (second, -1, 0)):
+        width = tensor.element_size()
+        strides = [(stride * width, size - 1) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)]
+        for stride, most in [*strides, (1, width - 1)]:
+            if most:
+                bounds = steps.setdefault(stride, [0, 0])
+                bounds[0] += low * most
+                bounds[1] += high * most
+    terms = sorted(((stride, low, high) for stride, (low, high) in steps.items()), reverse=True)
+
+    def reachable(distance: int, number: int) -> bool:
+        if number == len(terms):
+            return distance == 0
+        stride, low, high = terms[number]
+        rest_low = sum(s * least for s, least, _ in terms[number + 1 :])
+        rest_high = sum(s * most for s, _, most in terms[number + 1 :])
+        fewest = max(low, -((rest_high - distance) // stride))
+        most = min(high, (distance - rest_low) // stride)
+        return any(reachable(distance - count * stride, number + 1) for count in range(fewest, most + 1))
+
+    return reachable(second.data_ptr() - first.data_ptr(), 0)

@@ -1,0 +1,281 @@
+"""The author's base: what it carries for every backend is tested here, and not in each plugin."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnplug import (
+    BackendContext,
+    BackendError,
+    ForwardBatch,
+    ForwardExtras,
+    ForwardMode,
+    Geometry,
+    GraphLevel,
+    LayerSpec,
+    MLAShape,
+    NewRows,
+    Plan,
+    PlanError,
+    PlannedAttention,
+    PoolError,
+    check_lse,
+)
+from attnplug.host import Limits, plan_forward
+from support.batches import captured, padded, with_plan
+from support.stage import NAN, Case, Stage
+
+
+class Sevens(PlannedAttention):
+    """Attends to nothing: gives 7 for every row, and remembers what it was asked."""
+
+    def __init__(self, context: BackendContext) -> None:
+        declared = replace(
+            context.declared,
+            cuda_graph=GraphLevel.UNIFORM,
+            extras=frozenset({"lse", "out", "sinks"}),
+        )
+        super().__init__(replace(context, declared=declared, limits=replace(context.limits, lanes=2)))
+        self.seen: list[tuple[Tensor, NewRows | None, ForwardExtras]] = []
+        self.refilled: list[int] = []
+
+    def plan(self, geometry: Geometry) -> Plan:
+        return Plan.of(self.backend_id, geometry, "eager", geometry.new_slots())
+
+    def attend(self, q: Tensor, layer: LayerSpec, plan: Plan, new: NewRows | None, extras: ForwardExtras) -> Tensor:
+        self.seen.append((q, new, extras))
+        if extras.lse is not None:
+            extras.lse.fill_(2.0)
+        return q.new_full((*q.shape[:2], layer.v_head_dim), 7.0)
+
+    def reserve(self, limits: object) -> list[object]:
+        return [limits]
+
+    def capture(self, geometry: Geometry, memory: list[object]) -> Plan:
+        return Plan.of(self.backend_id, geometry, memory)
+
+    def refill(self, plan: Plan, geometry: Geometry) -> None:
+        plan.metadata.append(int(geometry.seq_lens.sum()))
+
+
+def stage(case: Case | None = None) -> Stage:
+    return Stage(case or Case(((5, 3), (0, 2))), "cpu", Sevens)
+
+
+def planned(on: Stage, padding: int = 0) -> ForwardBatch:
+    batch = padded(on.batch(), padding)
+    plan_forward(on.backend, batch)
+    return batch
+
+
+def inputs(on: Stage, padding: int = 0) -> list[Tensor]:
+    rows = (on.q, on.new_rows(on.keys), on.new_rows(on.values))
+    return [torch.cat([t, torch.full((padding, *t.shape[1:]), NAN)]) for t in rows]
+
+
+class TestPadding:
+    @pytest.mark.parametrize("padding", [0, 3])
+    @pytest.mark.parametrize("own", [False, True])
+    def test_rows_past_the_plan_are_zero_and_nothing_is_written_for_them(self, padding, own):
+        """B5: also in memory of the host."""
+        on = stage()
+        q, k, v = inputs(on, padding)
+        lse = torch.full(q.shape[:2], NAN)
+        out = torch.full((*q.shape[:2], 16), NAN) if own else None
+        found = on.backend.forward_extend(
+            q, k, v, on.layer, planned(on, padding), extras=ForwardExtras(lse=lse, out=out)
+        )
+        assert (found[:5] == 7).all() and (found[5:] == 0).all()
+        assert (lse[:5] == 2).all() and (lse[5:] == float("-inf")).all()
+        assert found is out or not own
+        ((seen, new, _),) = on.backend.seen
+        assert len(seen) == len(new[0]) == len(new[1]) == 5
+        assert int((~on.pools.mha.keys(3).isnan()).all(-1).all(-1).sum()) == sum(on.totals)
+
+    def test_a_batch_without_rows_runs_no_kernel(self):
+        """B5: an idle rank, and one whose requests have no new tokens."""
+        on = stage(Case(((5, 0),)))
+        out = on.backend.forward_extend(torch.full((2, 4, 16), NAN), None, None, on.layer, planned(on, 2))
+        assert out.shape == (2, 4, 16) and (out == 0).all() and not on.backend.seen
+
+    def test_without_padding_the_kernels_own_result_is_returned(self):
+        """No copy on the way of every layer."""
+        on = stage()
+        q, k, v = inputs(on)
+        on.backend.attend = lambda q, *_: q
+        assert on.backend.forward_extend(q, k, v, on.layer, planned(on)) is q
+
+
+class TestRows:
+    def test_new_rows_are_in_the_cache_before_the_kernel_runs(self):
+        on = stage()
+        q, k, v = inputs(on)
+        cached = []
+        attend = on.backend.attend
+        on.backend.attend = lambda *given: cached.append(on.pools.mha.keys(3).clone()) or attend(*given)
+        on.backend.forward_extend(q, k, v, on.layer, planned(on))
+        assert int((~cached[0].isnan()).all(-1).all(-1).sum()) == sum(on.totals)
+
+    def test_rows_that_are_in_the_cache_are_not_written_again(self):
+        on = stage()
+        q, _, _ = inputs(on)
+        before = on.pools.mha.keys(3).clone()
+        on.backend.forward_extend(q, None, None, on.layer, planned(on), save_kv_cache=False)
+        torch.testing.assert_close(on.pools.mha.keys(3), before, rtol=0, atol=0, equal_nan=True)
+        assert on.backend.seen[0][1] is None
+
+    @pytest.mark.parametrize("missing", ["k", "v", "both"])
+    def test_nothing_to_write_must_be_said(self, missing):
+        on = stage()
+        q, k, v = inputs(on)
+        given = {"k": (None, v), "v": (k, None), "both": (None, None)}[missing]
+        with pytest.raises(BackendError, match=r"\(mha\) brings k and v, but was given .* save_kv_cache=False"):
+            on.backend.forward_extend(q, *given, on.layer, planned(on))
+
+    def test_fewer_rows_of_k_than_planned(self):
+        on = stage()
+        q, k, v = inputs(on)
+        with pytest.raises(BackendError, match="4 rows of k and 5 of v for 5 planned ones"):
+            on.backend.forward_extend(q, k[:4], v, on.layer, planned(on))
+
+
+class TestCalls:
+    def test_a_layer_of_another_model(self):
+        on = stage()
+        q, k, v = inputs(on)
+        with pytest.raises(PoolError, match="layer 2 is not a full-attention layer of the model"):
+            on.backend.forward_extend(q, k, v, replace(on.layer, layer_id=2), planned(on))
+
+    @pytest.mark.parametrize("shape", [(5, 8, 16), (5, 4, 15)], ids=["heads", "width"])
+    def test_queries_of_another_shape(self, shape):
+        """A whole model's heads, where this rank has a part, among others."""
+        on = stage()
+        with pytest.raises(BackendError, match=rf"{shape[1:][0]}, {shape[1:][1]}\), but on this rank it has \(4, 16\)"):
+            on.backend.forward_extend(torch.zeros(shape), None, None, on.layer, planned(on), save_kv_cache=False)
+
+    def test_extras_that_it_does_not_declare(self):
+        """Nothing is dropped silently."""
+        on = Stage(Case(((5, 3), (0, 2))), "cpu")
+        with pytest.raises(BackendError, match="was asked for sinks; it knows lse, out"):
+            on.backend.forward_extend(*inputs(on), on.layer, planned(on), extras=ForwardExtras(sinks=torch.zeros(4)))
+
+    def test_sinks_are_given_for_layers_that_have_them_and_for_no_others(self):
+        on = stage()
+        q, k, v = inputs(on)
+        with pytest.raises(BackendError, match=r"sinks=False, but extras.sinks were given"):
+            on.backend.forward_extend(q, k, v, on.layer, planned(on), extras=ForwardExtras(sinks=torch.zeros(4)))
+        with_sinks = replace(on.layer, sinks=True)
+        for extras in (None, ForwardExtras(lse=torch.zeros(5, 4))):
+            with pytest.raises(BackendError, match=r"sinks=True, but extras.sinks were not given"):
+                on.backend.forward_extend(q, k, v, with_sinks, planned(on), extras=extras)
+        with pytest.raises(BackendError, match=r"extras.sinks has shape \(3,\), but q has 4 heads"):
+            on.backend.forward_extend(q, k, v, with_sinks, planned(on), extras=ForwardExtras(sinks=torch.zeros(3)))
+
+    @pytest.mark.parametrize("out", [torch.zeros(5, 4, 15), torch.zeros(5, 4, 16, dtype=torch.float16)])
+    def test_memory_that_the_result_does_not_fit(self, out):
+        on = stage()
+        with pytest.raises(BackendError, match=r"extras.out is .*; the result is torch.float32 of shape \(5, 4, 16\)"):
+            on.backend.forward_extend(*inputs(on), on.layer, planned(on), extras=ForwardExtras(out=out))
+
+    @pytest.mark.parametrize(
+        "lse",
+        [torch.zeros(2, 5), torch.zeros(2, 4, dtype=torch.float64), torch.zeros(4, 2).T],
+        ids=["shape", "type", "strides"],
+    )
+    def test_a_log_sum_exp_that_kernels_would_fill_wrongly_is_refused(self, lse):
+        """C4: they take it for a plain block of memory."""
+        with pytest.raises(BackendError, match=r"lse must be contiguous float32 of shape \(2, 4\)"):
+            check_lse(lse, torch.zeros(2, 4, 16))
+
+    @pytest.mark.parametrize(("mode", "entry"), [(ForwardMode.DECODE, "extend"), (ForwardMode.EXTEND, "decode")])
+    def test_the_wrong_entry(self, mode, entry):
+        on = stage(Case(((5, 1),), mode))
+        with pytest.raises(PlanError, match=f"forward_{entry} of backend under_test was called"):
+            getattr(on.backend, f"forward_{entry}")(*inputs(on), on.layer, planned(on))
+
+
+class TestGraphs:
+    def batch(self, requests: int = 2, lane: int = 0, pages: int = 4) -> ForwardBatch:
+        made = captured(ForwardMode.DECODE, requests, 1, pages=pages, page_size=16, device=torch.device("cpu"), fill=0)
+        made.geometry = replace(made.geometry, lane=lane)
+        return made
+
+    def test_a_captured_plan_is_refilled_in_its_own_lane(self):
+        backend = stage().backend
+        backend.init_cuda_graph_state(4, 8)
+        plans = [backend.init_forward_metadata_out_graph(self.batch(lane=lane), in_capture=True) for lane in (0, 1)]
+        replayed = self.batch(lane=1)
+        replayed.geometry.seq_lens.fill_(3)
+        assert backend.init_forward_metadata_out_graph(replayed) is plans[1]
+        backend.init_forward_metadata_in_graph(replayed)
+        assert [plan.metadata[1:] for plan in plans] == [[], [6]]
+
+    def test_memory_is_for_the_longest_context(self):
+        backend = stage().backend
+        backend.init_cuda_graph_state(4, 8)
+        with pytest.raises(PlanError, match=r"257 pages a request does not fit .* 256 pages"):
+            backend.init_forward_metadata_out_graph(self.batch(pages=257), in_capture=True)
+
+    def test_one_that_claims_none_says_so(self):
+        with pytest.raises(BackendError, match="runs outside of CUDA graphs only"):
+            Stage(Case(((5, 3),)), "cpu").backend.init_cuda_graph_state(4, 8)
+
+    def test_what_a_claim_needs_and_is_not_defined(self):
+        class Boasting(Sevens):
+            capture = PlannedAttention.capture
+            refill = PlannedAttention.refill
+
+        backend = Stage(Case(((5, 3),)), "cpu", Boasting).backend
+        backend.init_cuda_graph_state(4, 8)
+        with pytest.raises(BackendError, match="claims CUDA graphs and defines no capture"):
+            backend.init_forward_metadata_out_graph(self.batch(), in_capture=True)
+        with pytest.raises(BackendError, match="defines no refill"):
+            backend.refill(None, None)
+
+    @pytest.mark.parametrize("hook", ["init_forward_metadata", "init_forward_metadata_out_graph"])
+    def test_a_lane_that_it_was_not_built_for(self, hook):
+        backend = stage().backend
+        with pytest.raises(PlanError, match=r"lane 2, .* was built for 2; build it with Limits\(lanes=3\)"):
+            getattr(backend, hook)(self.batch(lane=2))
+
+
+class TestLanes:
+    def test_two_plans_of_one_instance_interleave(self):
+        """B5: same shape, both alive, run in either order."""
+        on = Stage(Case(((5, 3), (0, 4))), "cpu", lambda context: _two_lanes(context))
+        alone, _ = on.run()
+        halves = on.batch().split(1, lanes=(0, 1))
+        for half in halves:
+            plan_forward(on.backend, half)
+        late = on.backend.forward_extend(on.q[3:], None, None, on.layer, halves[1], save_kv_cache=False)
+        early = on.backend.forward_extend(on.q[:3], None, None, on.layer, halves[0], save_kv_cache=False)
+        torch.testing.assert_close(torch.cat([early, late]), alone, rtol=1e-6, atol=1e-6)
+
+
+def _two_lanes(context: BackendContext) -> PlannedAttention:
+    from attnplug.host import TorchNativeBackend
+
+    return TorchNativeBackend(replace(context, limits=Limits(16, 4096, 4096, lanes=2)))
+
+
+def test_an_mla_shape_needs_a_model_and_a_pool_with_such_layers():
+    with pytest.raises(PoolError, match="backend under_test serves MLA layers, and needs a model and a pool with some"):
+        Stage(Case(((1, 1),)), "cpu", MLAShape.of)
+
+
+def test_a_plan_of_somebody_else_is_refused():
+    """B5"""
+    on, other = stage(), stage()
+    batch = on.batch()
+    with_plan(batch, other.backend.init_forward_metadata(batch))
+    with pytest.raises(PlanError, match="another instance"):
+        on.backend.forward_extend(*inputs(on), on.layer, batch)
+
+
+def test_claims_are_the_specs_unless_narrowed():
+    on = Stage(Case(((1, 1),)), "cpu")
+    assert on.backend.claims == on.backend.context.declared.claims

@@ -1,0 +1,205 @@
+"""What plugins bring beyond backends: kinds of workspace memory, measured tables, tiny models."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from importlib_metadata import EntryPoint
+
+from attnplug import AttentionKind, MeasuredTable, PluginError, Role, WorkspaceKind
+from attnplug.choose.loading import Broken
+from attnplug.host import TINY_CONFIGS, ModelConfigError, Registry, load_model, load_registry, tiny_config
+from support.plugins import EMBEDDED, Install, also, bringing, module, spec
+
+KINDS, TABLES, MODELS = "attnplug_workspace_kinds", "attnplug_rankings", "attnplug_tiny_models"
+ACME = {**TINY_CONFIGS["llama"], "hidden_size": 32}
+
+
+def table(**changes: Any) -> MeasuredTable:
+    fields: dict[str, Any] = {
+        "device": "NVIDIA H200",
+        "sm": 90,
+        "backend": "fast",
+        "role": Role.DECODE,
+        "kind": AttentionKind.MLA,
+        "rows": [(8, 4096, 1, 31.5), (1, 1024, 1, 12)],
+        "versions": {"fast-attention": "1.2.3"},
+    }
+    return MeasuredTable(**{**fields, **changes})
+
+
+SOME = {KINDS: [WorkspaceKind("acme")], TABLES: [table()], MODELS: {"acme": ACME}}
+
+
+def names(registry: Registry) -> dict[str, list[str]]:
+    return {KINDS: [*registry.workspace_kinds], TABLES: [*registry.rankings], MODELS: [*registry.tiny_models]}
+
+
+# ---- what works ----
+
+
+def test_a_plugin_brings_more_than_backends(install: Install) -> None:
+    registry = load_registry([install(also(bringing(spec()), **SOME))], {})
+    assert registry.broken == () and list(registry.backends) == ["fast"]
+    assert names(registry) == {KINDS: ["acme"], TABLES: [table().title], MODELS: ["acme"]}
+    for found in (registry.workspace_kinds["acme"], registry.rankings[table().title], registry.tiny_models["acme"]):
+        assert str(found.source) == "fast-attention 1.2.3"
+    assert registry.rankings[table().title].value == table()
+
+
+@pytest.mark.parametrize("hook", SOME)
+def test_a_plugin_need_not_bring_backends(install: Install, hook: str) -> None:
+    registry = load_registry([install(also(module(), **{hook: SOME[hook]}))], {})
+    assert registry.broken == () and registry.backends == {}
+    assert names(registry)[hook]
+
+
+def test_what_core_brings_comes_through_the_same_door() -> None:
+    """Core keeps no list of others' kinds of memory: plain scratch is its only one."""
+    registry = load_registry([EMBEDDED], {})
+    assert names(registry) == {KINDS: ["scratch"], TABLES: [], MODELS: sorted(TINY_CONFIGS)}
+
+
+# ---- conflicts ----
+
+
+@pytest.mark.parametrize("hook", [TABLES, MODELS])
+def test_a_claim_to_what_another_brings_names_both(install: Install, hook: str) -> None:
+    """D2: neither is used, and their backends are."""
+    points = [install(also(bringing(spec(name)), **{hook: SOME[hook]}), name, f"{name}-dist") for name in ("a", "b")]
+    registry = load_registry(points, {})
+    assert names(registry)[hook] == [] and list(registry.backends) == ["a", "b"]
+    assert [fault.source.distribution for fault in registry.broken] == ["a-dist", "b-dist"]
+    for fault in registry.broken:
+        assert "a-dist 1.2.3" in fault.error and "b-dist 1.2.3" in fault.error
+        assert "acme" in str(fault) or table().title in str(fault)
+
+
+def test_an_equal_kind_of_memory_is_shared(install: Install) -> None:
+    """A2"""
+    points = [install(also(bringing(spec(name)), **{KINDS: [WorkspaceKind("acme")]}), name, name) for name in "ab"]
+    registry = load_registry(points, {})
+    assert registry.broken == () and names(registry)[KINDS] == ["acme"]
+
+
+def test_one_kind_of_memory_with_two_contracts_names_both(install: Install) -> None:
+    """A2, D2"""
+    kinds = {"a": WorkspaceKind("acme"), "b": WorkspaceKind("acme", zeroed=True)}
+    points = [install(also(bringing(spec(n)), **{KINDS: [kind]}), n, f"{n}-dist") for n, kind in kinds.items()]
+    registry = load_registry(points, {})
+    assert names(registry)[KINDS] == []
+    assert {fault.source.distribution for fault in registry.broken} == {"a-dist", "b-dist"}
+    for fault in registry.broken:
+        assert all(text in fault.error for text in ("'acme'", "zeroed", "a-dist 1.2.3", "b-dist 1.2.3"))
+
+
+def test_core_keeps_its_kind_of_memory_and_its_models(install: Install) -> None:
+    """D2"""
+    mine = {KINDS: [WorkspaceKind("scratch", zeroed=True)], MODELS: {"llama": ACME}}
+    registry = load_registry([install(also(bringing(spec()), **mine)), EMBEDDED], {})
+    assert not registry.workspace_kinds["scratch"].value.zeroed
+    assert registry.tiny_models["llama"].value == TINY_CONFIGS["llama"]
+    assert [fault.name for fault in registry.broken] == ["workspace kind scratch", "tiny:llama"]
+    assert all("attnplug 0.1.0" in fault.error and "fast-attention 1.2.3" in fault.error for fault in registry.broken)
+
+
+def test_an_equal_declaration_of_plain_scratch_is_no_conflict(install: Install) -> None:
+    shared = also(bringing(spec()), **{KINDS: [WorkspaceKind("scratch")]})
+    registry = load_registry([install(shared, "z", "zzz"), install(shared, "a", "aaa"), EMBEDDED], {})
+    assert registry.workspace_kinds["scratch"].source.embedded
+
+
+# ---- wrong returns ----
+
+
+@pytest.mark.parametrize(
+    ("hook", "returned", "needs"),
+    [
+        (KINDS, None, "return a list of WorkspaceKind"),
+        (KINDS, WorkspaceKind("acme"), "one WorkspaceKind"),
+        (KINDS, ["acme"], "'acme' (str) at position 0, not a WorkspaceKind"),
+        (TABLES, {"fast": table()}, "return a list of MeasuredTable"),
+        (TABLES, [spec()], "not a MeasuredTable"),
+        (MODELS, None, "return a dict of configs by name"),
+        (MODELS, [ACME], "return a dict of configs by name"),
+        (MODELS, {"a b": ACME}, "'a b'"),
+        (MODELS, {"acme": []}, "model_type"),
+        (MODELS, {"acme": {"hidden_size": 32}}, "model_type"),
+        (MODELS, {"acme": {**ACME, "dtype": object()}}, "not JSON serializable"),
+    ],
+)
+def test_a_wrong_return_is_broken_alone(
+    install: Install, only_fault: Callable[[EntryPoint], Broken], hook: str, returned: object, needs: str
+) -> None:
+    """D2: half a plugin is not used, and the author's place is told."""
+    error = only_fault(install(also(bringing(spec()), **{hook: returned}))).error
+    assert needs in error and "plugins.py:" in error
+
+
+def test_a_misspelled_hook_gets_the_nearest(install: Install, only_fault: Callable[[EntryPoint], Broken]) -> None:
+    """D2: pluggy ignores it."""
+    plugin = also(bringing(spec()), attnplug_tiny_model={"acme": ACME})
+    assert "did you mean attnplug_tiny_models?" in only_fault(install(plugin)).error
+
+
+@pytest.mark.parametrize(("name", "zeroed"), [("", False), ("Acme", False), ("a b", False), (7, False), ("acme", 1)])
+def test_a_kind_of_memory_is_checked_when_it_is_made(name: Any, zeroed: Any) -> None:
+    with pytest.raises(PluginError, match="workspace kind"):
+        WorkspaceKind(name, zeroed)
+
+
+@pytest.mark.parametrize(
+    ("changes", "needs"),
+    [
+        ({"device": ""}, "device=''"),
+        ({"backend": None}, "backend=None"),
+        ({"sm": "90"}, "sm='90'"),
+        ({"role": "cooking"}, "cooking"),
+        ({"kind": "cooking"}, "cooking"),
+        ({"rows": []}, "no rows"),
+        ({"rows": "rows"}, "rows='rows'"),
+        ({"rows": [(1, 2, 3)]}, "(1, 2, 3)"),
+        ({"rows": [(1, 2, 3, 0)]}, "(1, 2, 3, 0)"),
+        ({"rows": [(1, 2, 3, float("nan"))]}, "nan"),
+        ({"rows": [(1.5, 2, 3, 4)]}, "whole numbers"),
+        ({"rows": [(1, 2, 3, 4), (1, 2, 3, 5)]}, "twice"),
+        ({"versions": {}}, "versions={}"),
+        ({"versions": {"torch": 2}}, "'torch': 2"),
+    ],
+)
+def test_a_measured_table_is_checked_when_it_is_made(changes: dict[str, Any], needs: str) -> None:
+    with pytest.raises(PluginError) as caught:
+        table(**changes)
+    assert needs in str(caught.value)
+
+
+def test_a_measured_tables_rows_are_in_order() -> None:
+    assert [row.requests for row in table().rows] == [1, 8]
+    assert table(role="decode", kind="mla") == table()
+
+
+# ---- tiny models by reference ----
+
+
+@pytest.fixture
+def with_acme(install: Install) -> Registry:
+    return load_registry([install(also(module(), **{MODELS: {"acme": ACME}})), EMBEDDED], {})
+
+
+def test_a_plugins_tiny_model_is_a_model(with_acme: Registry) -> None:
+    assert load_model("tiny:acme", with_acme).name == "tiny:acme"
+    assert tiny_config("tiny:acme", with_acme) == ACME
+
+
+def test_an_unknown_tiny_model_lists_those_of_plugins(with_acme: Registry) -> None:
+    with pytest.raises(ModelConfigError, match=r"did you mean tiny:acme\?.*known:.*tiny:acme.*tiny:llama"):
+        load_model("tiny:acne", with_acme)
+
+
+def test_a_tiny_model_that_two_claim_is_told_with_both(install: Install) -> None:
+    """D2"""
+    points = [install(also(module(), **{MODELS: {"acme": ACME}}), name, f"{name}-dist") for name in "ab"]
+    with pytest.raises(PluginError, match=r"(?s)'tiny:acme'.*a-dist.*b-dist"):
+        tiny_config("tiny:acme", load_registry(points, {}))

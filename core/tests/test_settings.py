@@ -1,0 +1,61 @@
+"""Settings in errors: keys in the contract, and what a host makes of them."""
+
+from __future__ import annotations
+
+import argparse
+
+import pytest
+
+from attnplug import AttnplugError, Role, Setting
+from attnplug.cli.options import options_of
+from attnplug.host import UsageError, option
+
+
+def test_an_error_names_settings_by_their_keys() -> None:
+    error = UsageError("`page_size` 0 is wrong", settings=[Setting.PAGE_SIZE])
+    assert str(error) == "page_size 0 is wrong"
+    assert error.settings == ("page_size",)
+
+
+@pytest.mark.parametrize(
+    ("message", "told"),
+    [
+        ("`page_size` 0 is wrong", "block_size 0 is wrong"),
+        ("raise `page_size` or `max_batch`", "raise block_size or max_batch"),
+        ("pages are too small", "pages are too small (block_size)"),
+        ("`other` is nobody's", "`other` is nobody's (block_size)"),
+    ],
+)
+def test_a_host_spells_the_settings_of_an_error(message: str, told: str) -> None:
+    """One that it cannot spell keeps its key where the message speaks of it, and is left out otherwise."""
+    error = AttnplugError(message, settings=["page_size", "max_batch"])
+    assert error.told({"page_size": "block_size"}.get) == told
+
+
+def test_every_role_has_a_setting() -> None:
+    """D3"""
+    assert [role.setting for role in Role] == [f"{role}_attention_backend" for role in Role]
+
+
+@pytest.mark.parametrize(
+    ("setting", "shown"),
+    [
+        (Setting.PAGE_SIZE, "--page-size"),
+        ("flashinfer_mla.kernel", "--backend-option flashinfer_mla.kernel=…"),
+        (Role.DRAFT.setting, "--draft-attention-backend"),
+    ],
+)
+def test_the_command_line_shows_a_setting_as_an_option(setting: str, shown: str) -> None:
+    assert option(setting) == shown
+
+
+def test_a_command_shows_only_options_that_it_has() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--page-size")
+    parser.add_argument("--backend-option")
+    render = options_of(parser)
+    assert [render(key) for key in ("page_size", "a.kernel", "cuda_graph")] == [
+        "--page-size",
+        "--backend-option a.kernel=…",
+        None,
+    ]
