@@ -162,7 +162,7 @@ def overhead(engine: Engine, batch: int, new: int) -> dict[str, float]:
     """Median microseconds of decode steps and of their parts.
 
     ``reduce`` is the sampler's pass over the logits and ``sample`` the rest of it; ``rest`` is what no other part has
-    (the runner, the forward context, statistics, this clock); ``outside`` is all but the model.
+    (the runner, the judge of plans, statistics, this clock); ``outside`` is all but the model.
     """
     runner, scheduler, sampler = engine.runner, engine.scheduler, engine.sampler
     methods = {

@@ -14,18 +14,17 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from attnplug import (
-    AttentionKind,
-    BackendContext,
-    DType,
-    ForwardBatch,
-    ForwardMode,
-    LayerSpec,
-    MHAPool,
-    ModelSpec,
-    Role,
+from attnplug import AttentionKind, DType, ForwardBatch, ForwardMode, Geometry, LayerSpec, MHAPool, ModelSpec, Role
+from attnplug.host import (
+    HostContext,
+    KVPools,
+    Limits,
+    TorchNativeBackend,
+    WorkspaceOwner,
+    load_registry,
+    plan_forward,
+    torch_dtype,
 )
-from attnplug.host import KVPools, Limits, TorchNativeBackend, WorkspaceOwner, torch_dtype
 
 PAGE = 64
 LAYER = LayerSpec(0, AttentionKind.MHA, 16, 4, 64, 64, 64**-0.5)
@@ -68,34 +67,31 @@ def measure(shape: Shape, dtype: DType) -> tuple[float, float, float]:
     pool = MHAPool([LAYER], num_pages=pages * shape.requests, page_size=PAGE, dtype=dtype, device="cpu")
     pool.keys(0).normal_()
     pool.values(0).normal_()
-    backend = TorchNativeBackend(
-        BackendContext(
-            name="torch_native",
-            roles=frozenset({Role.PREFILL, Role.DECODE}),
-            model=ModelSpec("bench", "bench", (LAYER,), total),
-            device=torch.device("cpu"),
-            dtype=torch_dtype(dtype),
-            kv_dtype=dtype,
-            page_size=PAGE,
-            limits=Limits(shape.requests, shape.requests * shape.new, total),
-            pools=KVPools(mha=pool),
-            workspace=WorkspaceOwner(),
-        )
+    host = HostContext(
+        model=ModelSpec("bench", "bench", (LAYER,), total),
+        device=torch.device("cpu"),
+        dtype=torch_dtype(dtype),
+        kv_dtype=dtype,
+        page_size=PAGE,
+        limits=Limits(shape.requests, shape.requests * shape.new, total),
+        pools=KVPools(mha=pool),
+        workspace=WorkspaceOwner(),
     )
+    spec = load_registry().backends["torch_native"].spec
+    roles = frozenset({Role.PREFILL, Role.DECODE})
+    backend = TorchNativeBackend(host.for_backend(spec.name, spec.capabilities, roles=roles))
     tokens = shape.requests * shape.new
     q, k, v = (torch.randn(tokens, heads, 64, dtype=torch_dtype(dtype)) for heads in (16, 4, 4))
-    lens, new = (torch.full((shape.requests,), n, dtype=torch.int32) for n in (total, shape.new))
     decode = shape.new == 1
-    batch = ForwardBatch(
-        forward_mode=ForwardMode.DECODE if decode else ForwardMode.EXTEND,
-        input_ids=torch.zeros(tokens, dtype=torch.int64),
-        page_table=torch.randperm(pages * shape.requests).int().view(shape.requests, pages),
-        seq_lens=lens,
-        seq_lens_cpu=lens,
-        extend_seq_lens=None if decode else new,
-        extend_seq_lens_cpu=None if decode else new,
+    geometry = Geometry.of_lengths(
+        ForwardMode.DECODE if decode else ForwardMode.EXTEND,
+        torch.randperm(pages * shape.requests).int().view(shape.requests, pages),
+        [shape.new] * shape.requests,
+        [total] * shape.requests,
+        PAGE,
     )
-    batch.plan = backend.init_forward_metadata(batch)
+    batch = ForwardBatch(geometry)
+    plan_forward(backend, batch)
     forward = backend.forward_decode if decode else backend.forward_extend
     dense_q = q.view(shape.requests, shape.new, 16, 64).transpose(1, 2)
     dense_k, dense_v = (torch.randn(shape.requests, 4, total, 64, dtype=q.dtype) for _ in range(2))

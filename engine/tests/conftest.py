@@ -13,24 +13,32 @@ import torch
 from naive_linear import NaiveLinearBackend
 from torch import Tensor
 
-from attnplug import BackendContext, DType, ForwardBatch, ForwardMode, LinearStatePool, MHAPool, MLAPool, Role
+from attnplug import (
+    AttentionKind,
+    DType,
+    ForwardBatch,
+    ForwardMode,
+    Geometry,
+    LinearStatePool,
+    MHAPool,
+    MLAPool,
+    ModelSpec,
+    Role,
+)
 from attnplug.host import (
     TINY_CONFIGS,
+    HostContext,
     HybridLinearBackend,
     KVPools,
     Limits,
-    LinearAttention,
-    MLAAttention,
+    ModelAttention,
     PageAllocator,
-    Parallel,
     SlotTable,
     TorchNativeBackend,
     WorkspaceOwner,
-    forward_context,
-    plan_forward,
 )
-from attnplug_engine.models import LoadedModel
-from attnplug_engine.parallel import SINGLE, TensorParallel
+from attnplug_engine.models.architectures import LoadedModel
+from support.batches import capabilities
 from support.command import attnplug, package
 
 __all__ = ["attnplug", "package"]
@@ -53,55 +61,48 @@ class Stage:
         self,
         loaded: LoadedModel,
         requests: int,
-        parallel: TensorParallel = SINGLE,
         make_linear: Callable[[LinearStatePool], Any] = NaiveLinearBackend,
     ) -> None:
         self.module, spec = loaded.module, loaded.spec
-        layers, full = spec.for_rank(parallel.size).layers, spec.full_layers
         size = {"num_pages": MAX_PAGES, "page_size": PAGE_SIZE, "dtype": DType.FLOAT32, "device": "cpu"}
-        mla = any(layer.mla is not None for layer in layers)
         states = None
         if spec.linear_layers:
-            states = LinearStatePool(layers, num_slots=2 * requests, dtype=DType.FLOAT32, device="cpu")
+            states = LinearStatePool(spec.layers, num_slots=2 * requests, dtype=DType.FLOAT32, device="cpu")
         self.pools = KVPools(
-            mha=MHAPool(layers, **size) if full and not mla else None,
-            mla=MLAPool(layers, **size) if mla else None,
+            mha=MHAPool(spec.layers, **size) if AttentionKind.MHA in spec.kinds else None,
+            mla=MLAPool(spec.layers, **size) if AttentionKind.MLA in spec.kinds else None,
             linear=states,
         )
         for cache in self._caches():
             cache.fill_(float("nan"))
-        self.backend: Any = self._full_backend(loaded, requests, parallel) if full else None
-        self.linear = None
+        self.backend: Any = self._full_backend(spec, requests) if spec.full_layers else None
+        self.slots = None
         if states is not None:
             self.backend = HybridLinearBackend(self.backend, make_linear(states), spec)
-            self.linear = LinearAttention(self.backend)
             slots = [states.allocate() for _ in range(2 * requests)]
             self.slots = torch.tensor(slots[1::2][::-1])  # with gaps, and not in the order of the requests
             for state in self.states():
                 state[slots[0::2]] = float("nan")
-        self.mla = None if self.pools.mla is None else MLAAttention(self.backend, self.pools.mla)
+        self.attention = ModelAttention(self.backend, self.pools)
         allocator = PageAllocator(MAX_PAGES)
         self.table = SlotTable(allocator, page_size=PAGE_SIZE, max_requests=requests, max_pages=MAX_PAGES)
         taken = allocator.allocate(MAX_PAGES)
         allocator.release(taken[1::2] + taken[0::2])  # so that neighbours in a request are none in the pool
         self.rows = [self.table.admit() for _ in range(requests)]
 
-    def _full_backend(self, loaded: LoadedModel, requests: int, parallel: TensorParallel) -> TorchNativeBackend:
-        return TorchNativeBackend(
-            BackendContext(
-                name="torch_native",
-                roles=frozenset({Role.PREFILL, Role.DECODE}),
-                model=loaded.spec,
-                device=torch.device("cpu"),
-                dtype=torch.float32,
-                kv_dtype=DType.FLOAT32,
-                page_size=PAGE_SIZE,
-                limits=Limits(requests, 4096, 4096),
-                pools=self.pools,
-                workspace=WorkspaceOwner(),
-                parallel=Parallel(parallel.rank, parallel.size),
-            )
+    def _full_backend(self, spec: ModelSpec, requests: int) -> TorchNativeBackend:
+        host = HostContext(
+            model=spec,
+            device=torch.device("cpu"),
+            dtype=torch.float32,
+            kv_dtype=DType.FLOAT32,
+            page_size=PAGE_SIZE,
+            limits=Limits(requests, 4096, 4096),
+            pools=self.pools,
+            workspace=WorkspaceOwner(),
         )
+        name, roles = "torch_native", frozenset({Role.PREFILL, Role.DECODE})
+        return TorchNativeBackend(host.for_backend(name, capabilities(name), roles=roles))
 
     def step(self, new_tokens: Sequence[Sequence[int]], mode: ForwardMode = ForwardMode.EXTEND) -> list[Tensor]:
         """Run every request by its new tokens; logits ``[new tokens, vocab]`` of each."""
@@ -111,34 +112,24 @@ class Stage:
             positions += range(start, start + len(tokens))
             self.pools.copy_pages(self.table.extend(row, len(tokens)))
         page_table, seq_lens = self.table.batch(self.rows)
-        counts = torch.tensor([len(tokens) for tokens in new_tokens], dtype=torch.int32)
-        decode = mode.is_decode
-        batch = ForwardBatch(
-            forward_mode=mode,
-            input_ids=torch.tensor([token for tokens in new_tokens for token in tokens]),
-            page_table=page_table,
-            seq_lens=seq_lens,
-            seq_lens_cpu=self.table.lengths_cpu(self.rows),
-            extend_seq_lens=None if decode else counts,
-            extend_seq_lens_cpu=None if decode else counts,
-            positions=torch.tensor(positions),
-            state_slots=None if self.linear is None else self.slots,
+        counts = [len(tokens) for tokens in new_tokens]
+        geometry = Geometry.of_lengths(
+            mode, page_table, counts, seq_lens.tolist(), PAGE_SIZE, seq_lens=seq_lens, state_slots=self.slots
         )
-        return list(self.forward(batch).split(counts.tolist()))
+        ids = torch.tensor([token for tokens in new_tokens for token in tokens])
+        return list(self.forward(ForwardBatch(geometry, ids, torch.tensor(positions))).split(counts))
 
     def forward(self, batch: ForwardBatch) -> Tensor:
         """Logits ``[tokens, vocab]`` of a batch."""
-        with torch.inference_mode(), forward_context(self.backend, self.mla, self.linear):
-            plan_forward(self.backend, batch)
-            if self.mla is not None:
-                self.mla.prepare(batch)
+        with torch.inference_mode(), self.attention.running() as attention:
+            attention.plan(batch)
             hidden = self.module(batch.input_ids, batch.positions, batch)
             logits = self.module.logits(hidden)
         assert logits.dtype is torch.float32
         return logits
 
     def run(self, sequences: Sequence[Sequence[int]], decoded: int) -> list[Tensor]:
-        """Logits ``[tokens, vocab]`` of whole sequences: an extend, one behind a prefix, ``decoded`` decode steps."""
+        """Logits ``[tokens, vocab]`` of whole sequences: an extend, one after a prefix, ``decoded`` decode steps."""
         prompts = [list(sequence[: len(sequence) - decoded]) for sequence in sequences]
         halves = [(len(prompt) + 1) // 2 for prompt in prompts]
         first = self.step([prompt[:half] for prompt, half in zip(prompts, halves, strict=True)])
@@ -222,6 +213,15 @@ def make_oracle(tmp_path: Path) -> Callable[..., Oracle]:
 @pytest.fixture
 def make_stage() -> type[Stage]:
     return Stage
+
+
+@pytest.fixture
+def idle() -> ForwardBatch:
+    """A batch without requests, as a rank runs that has none."""
+    none = torch.zeros(0, dtype=torch.int64)
+    table = torch.zeros(0, 1, dtype=torch.int32)
+    geometry = Geometry.of_lengths(ForwardMode.IDLE, table, [], [], PAGE_SIZE, state_slots=none)
+    return ForwardBatch(geometry, none, none)
 
 
 @pytest.fixture

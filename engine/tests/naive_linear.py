@@ -19,9 +19,8 @@ class NaiveLinearBackend:
         self._pool = pool
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
-        assert batch.state_slots is not None
-        rows = int(batch.query_lens_cpu().sum())
-        return Plan(self.backend_id, batch.forward_mode, rows, int(batch.kv_lens_cpu().sum()))
+        assert batch.geometry.state_slots is not None
+        return Plan.of(self.backend_id, batch.geometry)
 
     def forward_conv(
         self, x: Tensor, weight: Tensor, bias: Tensor | None, layer: LayerSpec, batch: ForwardBatch, silu: bool
@@ -61,7 +60,7 @@ class NaiveLinearBackend:
     def _rows(self, batch: ForwardBatch) -> Iterator[tuple[int, int]]:
         """The state and the row of each new token."""
         row = 0
-        for slot, count in zip(batch.state_slots.tolist(), batch.query_lens_cpu().tolist(), strict=True):
+        for slot, count in zip(batch.geometry.state_slots.tolist(), batch.geometry.query_lens, strict=True):
             for _ in range(count):
                 yield slot, row
                 row += 1

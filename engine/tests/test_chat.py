@@ -13,7 +13,7 @@ from attnplug.host import UsageError
 from attnplug.host import load_model as load_spec
 from attnplug_engine import Chat, Engine
 from attnplug_engine.chat_template import ChatTemplate
-from attnplug_engine.models import build_model
+from attnplug_engine.models.architectures import build_model
 from attnplug_engine.prompts import read_prompts
 from attnplug_engine.random_checkpoint import RandomCheckpoint
 from attnplug_engine.request import SamplingParams

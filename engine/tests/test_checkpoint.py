@@ -21,7 +21,7 @@ from attnplug_engine.checkpoint import (
     WrongDtype,
     WrongShape,
 )
-from attnplug_engine.models import build_model, load_model
+from attnplug_engine.models.architectures import build_model, load_model
 from attnplug_engine.random_checkpoint import RandomCheckpoint
 
 NORM = "model.layers.1.input_layernorm.weight"

@@ -15,8 +15,8 @@ from torch.testing import assert_close
 from attnplug import BackendError
 from attnplug.host import UsageError
 from attnplug_engine import Embedder
-from attnplug_engine.models import build_model
-from attnplug_engine.models import load_model as load
+from attnplug_engine.models.architectures import build_model
+from attnplug_engine.models.architectures import load_model as load
 from attnplug_engine.random_checkpoint import RandomCheckpoint
 from attnplug_engine.runner import ModelRunner
 from support.command import Attnplug

@@ -149,7 +149,7 @@ def test_many_prompts_run_within_the_limits_that_backends_were_told(pages, conte
     """As many at a time as fit, by each of the limits alone; and nothing is held afterwards."""
     page = bytes_per_page(load_model("tiny:qwen3_next"), 4, DType.FLOAT32)
     monkeypatch.setattr("attnplug_engine.embedding.STEP_TOKENS", 64)
-    monkeypatch.setattr("attnplug_engine.embedding._CPU_CACHE_BYTES", pages * page)
+    monkeypatch.setattr("attnplug_engine.options._CPU_CACHE_BYTES", pages * page)
     embedder = Embedder("tiny:qwen3_next", device="cpu", max_batch=4, page_size=4, context_length=context)
     assert embedder.capacity.num_pages == pages
     steps = []
@@ -210,7 +210,7 @@ def test_a_prompt_that_cannot_be_embedded_is_named(prompt, told):
 
 
 def test_a_prompt_that_memory_cannot_hold_is_refused(monkeypatch):
-    monkeypatch.setattr("attnplug_engine.embedding._CPU_CACHE_BYTES", 100_000)
+    monkeypatch.setattr("attnplug_engine.options._CPU_CACHE_BYTES", 100_000)
     with pytest.raises(PoolError, match=r"prompt 0: the prompt has 4000 tokens, .* holds 192"):
         Embedder("tiny:llama", device="cpu").embed([[1] * 4000])
 

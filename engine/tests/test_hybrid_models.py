@@ -15,12 +15,11 @@ from safetensors.torch import load_file, save_file
 from thread_ranks import Threads, in_ranks
 from torch.testing import assert_close
 
-from attnplug import BackendError, ForwardBatch, ForwardMode
-from attnplug.host import TINY_CONFIGS, ModelConfigError, forward_context
+from attnplug import BackendError, ForwardMode
+from attnplug.host import TINY_CONFIGS, KVPools, ModelAttention, ModelConfigError
 from attnplug_engine.checkpoint import MissingTensor
-from attnplug_engine.models import build_model, load_model
+from attnplug_engine.models.architectures import build_model, load_model
 from attnplug_engine.models.lightning_attention import alibi_slopes
-from attnplug_engine.models.linear_attention import linear_part
 from attnplug_engine.parallel import ParallelError
 from attnplug_engine.random_checkpoint import RandomCheckpoint
 
@@ -186,7 +185,7 @@ def ring_tensors(tmp_path):
 def test_ring_gives_the_logits_of_its_equations(size, ring_tensors, make_stage, prompts):
     def run(parallel):
         loaded = load_model(f"tiny:{RING}", dtype=torch.float32, device="cpu", parallel=parallel)
-        return make_stage(loaded, len(prompts), parallel).run(prompts, DECODED)
+        return make_stage(loaded, len(prompts)).run(prompts, DECODED)
 
     wanted = [ring_logits(ring_tensors, TINY_CONFIGS[RING], tokens).float() for tokens in prompts]
     for found in in_ranks(size, run):
@@ -220,7 +219,7 @@ def test_every_rank_gets_the_logits_of_one_process(name, size, make_oracle, make
     oracle = make_oracle(name)
 
     def run(parallel):
-        return make_stage(loaded_from(oracle, parallel=parallel), 2, parallel).run(prompts[:2], DECODED)
+        return make_stage(loaded_from(oracle, parallel=parallel), 2).run(prompts[:2], DECODED)
 
     wanted = [oracle.logits(tokens) for tokens in prompts[:2]]
     for found in in_ranks(size, run):
@@ -243,28 +242,16 @@ def test_a_model_that_ranks_cannot_divide_is_refused(name, size, what):
 
 
 def test_a_rank_holds_its_part_of_the_state():
-    spec = load_model("tiny:qwen3_next", dtype=torch.float32, device="cpu").spec
-    dims = [linear_part(spec.layers[0], Threads(size).rank(0)).dims for size in (1, 2, 4)]
+    ranks = [Threads(size).rank(0) for size in (1, 2, 4)]
+    loaded = [load_model("tiny:qwen3_next", dtype=torch.float32, device="cpu", parallel=rank) for rank in ranks]
+    dims = [model.spec.layers[0].linear for model in loaded]
     assert [(d.heads, d.key_heads, d.conv_channels) for d in dims] == [(4, 2, 128), (2, 1, 64), (1, 1, 48)]
-    assert dims[0] == spec.layers[0].linear
 
 
 @pytest.mark.parametrize("name", [*NAMES, RING])
-def test_a_batch_without_requests_runs(name, make_stage):
+def test_a_batch_without_requests_runs(name, make_stage, idle):
     stage = make_stage(load_model(f"tiny:{name}", dtype=torch.float32, device="cpu"), 1)
-    none = torch.zeros(0, dtype=torch.int64)
-    batch = ForwardBatch(
-        ForwardMode.IDLE,
-        none,
-        torch.zeros(0, 1, dtype=torch.int32),
-        none.int(),
-        none.int(),
-        none.int(),
-        none.int(),
-        none,
-        state_slots=none,
-    )
-    assert stage.forward(batch).shape == (0, 128)
+    assert stage.forward(idle).shape == (0, 128)
 
 
 def test_bfloat16_logits_are_close_to_float32(make_stage, prompts):
@@ -345,9 +332,8 @@ def test_what_the_engine_does_not_compute_is_refused(name, changes, match):
         build_model(RandomCheckpoint(config), spec, dtype=torch.float32, device="cpu")
 
 
-def test_a_linear_layer_without_a_linear_backend_says_what_is_missing(make_stage):
+def test_a_linear_layer_without_a_pool_of_states_says_what_is_missing(make_stage, idle):
     stage = make_stage(load_model("tiny:mamba2", dtype=torch.float32, device="cpu"), 1)
-    none = torch.zeros(0, dtype=torch.int64)
-    batch = ForwardBatch(ForwardMode.IDLE, none, torch.zeros(0, 1, dtype=torch.int32), none.int(), none.int())
-    with pytest.raises(BackendError, match="linear-attention layer"), forward_context(stage.backend):
-        stage.module(none, none, batch)
+    without = ModelAttention(stage.backend, KVPools())
+    with pytest.raises(BackendError, match="without a pool of states"), without.running():
+        stage.module(idle.input_ids, idle.positions, idle)

@@ -12,7 +12,9 @@ import torch
 from thread_ranks import Threads, in_ranks
 from torch.testing import assert_close
 
-from attnplug_engine.models import load_model
+from attnplug.host import TINY_CONFIGS
+from attnplug.host import load_model as load_spec
+from attnplug_engine.models.architectures import load_model
 from attnplug_engine.parallel import ParallelError, even_part, kv_head_part, padded_part
 
 DECODED = 8
@@ -35,7 +37,7 @@ def test_every_rank_gets_the_logits_of_one_process(case, size, make_oracle, make
 
     def run(parallel):
         loaded = load_model(str(oracle.folder), dtype=torch.float32, device="cpu", parallel=parallel)
-        return make_stage(loaded, len(sequences), parallel).run(sequences, DECODED)
+        return make_stage(loaded, len(sequences)).run(sequences, DECODED)
 
     wanted = [oracle.logits(tokens) for tokens in sequences]
     for found in in_ranks(size, run):
@@ -47,11 +49,21 @@ def test_every_rank_gets_the_logits_of_one_process(case, size, make_oracle, make
 def test_a_step_reduces_twice_per_layer_and_gathers_once(name, make_stage, sequences):
     def run(parallel):
         loaded = load_model(f"tiny:{name}", dtype=torch.float32, device="cpu", parallel=parallel)
-        make_stage(loaded, 1, parallel).step(sequences[:1])
+        make_stage(loaded, 1).step(sequences[:1])
         return parallel.calls, len(loaded.spec.layers)
 
     for calls, layers in in_ranks(2, run):
         assert calls == ["all_reduce"] * 2 * layers + ["all_gather"]
+
+
+def test_the_layers_that_run_are_those_of_the_ranks_model():
+    """What a layer gives to its backend is what the backend was built for."""
+    for name in TINY_CONFIGS:
+        loaded = load_model(f"tiny:{name}", dtype=torch.float32, device="cpu", parallel=Threads(2).rank(1))
+        own = [block.attention.layer for block in loaded.module.layers if hasattr(block.attention, "layer")]
+        assert own == list(loaded.spec.layers), name
+        whole = load_spec(f"tiny:{name}").layers
+        assert [2 * layer.num_heads for layer in own] == [layer.num_heads for layer in whole], name
 
 
 def test_a_rank_holds_half_of_all_that_is_divided():
@@ -90,7 +102,7 @@ def test_parts_are_neighbours_and_leave_nothing_out():
 
 GLOO = """
 import runpy, sys, torch
-from attnplug_engine.models import load_model
+from attnplug_engine.models.architectures import load_model
 from attnplug_engine.parallel import ProcessGroupParallel
 
 conftest, meeting, rank, target = sys.argv[1:]
@@ -100,7 +112,7 @@ stage = runpy.run_path(conftest)["Stage"]
 runs = {}
 for name in ("llama", "deepseek_v3"):
     loaded = load_model("tiny:" + name, dtype=torch.float32, device="cpu", parallel=parallel)
-    runs[name] = stage(loaded, 2, parallel).run([[1, 2, 3, 4, 5, 6], [9, 8, 7]], 2)
+    runs[name] = stage(loaded, 2).run([[1, 2, 3, 4, 5, 6], [9, 8, 7]], 2)
 torch.save(runs, target)
 parallel.close()
 """

@@ -9,8 +9,8 @@ import pytest
 import torch
 from thread_ranks import in_ranks
 
-from attnplug import BackendContext, DType, ForwardBatch, PlanError, Serving
-from attnplug.host import ExtendPolicy, Limits, Parallel
+from attnplug import DType, ForwardBatch, ForwardMode, PlanError, Serving
+from attnplug.host import ExtendPolicy, HostContext, Limits, Parallel
 from attnplug.host import load_model as load_spec
 from attnplug_engine import Engine, SamplingParams
 from attnplug_engine.runner import Capacity, build_pools, bytes_per_state
@@ -68,21 +68,27 @@ def test_a_shared_page_is_copied_before_it_is_written(engine):
     assert request.output == alone
 
 
-@pytest.mark.parametrize("ahead", [True, False], ids=["planned ahead", "planned by the forward path"])
-def test_mla_is_prepared_once_and_before_planning(ahead):
-    """C2: what runs as MHA needs no plan over the paged cache, so planning must know; B2: a mark without opt-in."""
-    engine = Engine("tiny:deepseek_v3", device="cpu", page_size=4, prefix_cache=False)
-    runner, order = engine.runner, []
-    for owner, name in ((runner.mla, "prepare"), (runner.backend, "init_forward_metadata")):
-        original = getattr(owner, name)
-        setattr(owner, name, lambda batch, name=name, original=original: order.append(name) or original(batch))
+def test_nothing_beside_the_marker_decides_on_planning(engine):
+    """B1: a batch that is marked is not planned, not even one that has no plan."""
+    planned = count_plans(engine)
     engine.add([1, 2, 3], SamplingParams(max_tokens=2))
-    step = engine.scheduler.next_step()
-    batch = runner.prepare(step) if ahead else runner._batch(step)
-    assert (batch.plan_record is not None) == ahead
-    assert not ahead or not batch.plan_record.replan_equivalent
-    runner.forward(batch)
-    assert order == ["prepare", "init_forward_metadata"]
+    batch = engine.runner._batch(engine.scheduler.next_step())
+    batch.mark_forward_metadata_ready()
+    with pytest.raises(PlanError, match="has no plan"):
+        engine.runner.forward(batch)
+    assert planned == []
+
+
+def test_a_step_that_runs_as_mha_is_planned_once_and_marked_for_its_shapes_alone():
+    """C2: the backend plans what it will run; B2: a mark without opt-in."""
+    engine = Engine("tiny:deepseek_v3", device="cpu", page_size=4, prefix_cache=False)
+    planned = count_plans(engine)
+    engine.add([1, 2, 3], SamplingParams(max_tokens=2))
+    batch = engine.runner.prepare(engine.scheduler.next_step())
+    assert batch.geometry.calls and batch.plan.extend is not None
+    assert not batch.plan_record.replan_equivalent
+    engine.runner.forward(batch)
+    assert planned == [batch]
 
 
 def test_steps_planned_ahead_give_the_same_as_steps_run_at_once(engine):
@@ -105,12 +111,11 @@ def test_a_batch_that_shrank_after_planning_is_refused(engine):
 
 def test_a_backend_cannot_be_built_before_the_pools(engine):
     """A10's order: the context that every backend is built from demands the pools, and has a place for coordinators."""
-    parameters = inspect.signature(BackendContext).parameters
+    parameters = inspect.signature(HostContext).parameters
     assert parameters["pools"].default is inspect.Parameter.empty
     assert parameters["coordinator"].default is None
     with pytest.raises(TypeError, match="pools"):
-        BackendContext(name="x", roles=frozenset(), model=None, device=None, dtype=None, kv_dtype=None, page_size=4,
-                       limits=None, workspace=None)  # fmt: skip
+        HostContext(model=None, device=None, dtype=None, kv_dtype=None, page_size=4, limits=None, workspace=None)
 
 
 @pytest.mark.parametrize("model", ["tiny:kimi_linear", "tiny:qwen3_next", "tiny:mamba2", "tiny:minimax"])
@@ -132,58 +137,86 @@ from attnplug.host import TorchNativeBackend
 class Recording(TorchNativeBackend):
     def __init__(self, context):
         super().__init__(context)
-        self.context, self.heads, self.rows = context, set(), []
+        self.context, self.ran, self.rows, self.exact = context, set(), [], set()
 
-    def forward_extend(self, q, k, v, layer, batch, *, save_kv_cache=True, extras=None):
-        self.heads.add(q.shape[1])
+    def plan(self, geometry):
+        if geometry.host is not None:
+            self.exact.add(geometry.mode)
+        return super().plan(geometry.measured())  # which checks the bounds
+
+    def attend(self, q, layer, plan, new, extras):
+        self.ran.add(layer)
         self.rows.append(q.shape[0])
-        return super().forward_extend(q, k, v, layer, batch, save_kv_cache=save_kv_cache, extras=extras)
+        return super().attend(q, layer, plan, new, extras)
 
-    forward_decode = forward_extend
+
+def spec(name, needs_cpu_seq_lens, paths):
+    can = Capabilities(
+        kinds={"mha", "mla"}, devices={"cpu"}, dtypes={"float32"}, extras={"lse"}, mla_extend=paths,
+        needs_cpu_seq_lens=needs_cpu_seq_lens,
+    )
+    factory = __name__ + ":Recording"
+    return BackendSpec(name=name, summary="keeps what it is told", contract=CONTRACT_VERSION, factory=factory,
+                       capabilities=can)
 
 
 @hookimpl
 def attnplug_backends():
-    capabilities = Capabilities(
-        kinds={"mha", "mla"}, devices={"cpu"}, dtypes={"float32"}, extras={"lse"}, mla_extend=set(ExtendPath)
-    )
-    factory = __name__ + ":Recording"
     return [
-        BackendSpec(
-            name="recording", summary="keeps what it is told", contract=CONTRACT_VERSION, factory=factory,
-            capabilities=capabilities,
-        )
+        spec("recording", True, {"absorbed"}),
+        spec("bounded", False, {"absorbed"}),
+        spec("choosing", False, set(ExtendPath)),
     ]
 """
 
 
 @pytest.fixture
 def recorded(package: Package):
-    """Builds engines on a backend that keeps its context, and the heads and rows of what it runs."""
+    """Builds engines on a backend that keeps its context, and what it is given to plan and to run."""
     package("recording", RECORDING)
 
-    def build(model: str = "tiny:llama", **settings: Any) -> Engine:
-        return Engine(model, device="cpu", attention_backend="recording", **settings)
+    def build(model: str = "tiny:llama", backend: str = "recording", **settings: Any) -> Engine:
+        return Engine(model, device="cpu", attention_backend=backend, **settings)
 
     return build
 
 
 @pytest.mark.parametrize("model", ["tiny:llama", "tiny:deepseek_v3"])
 def test_every_rank_tells_its_backend_where_it_is_and_runs_its_part_of_the_heads(recorded, model):
-    """Backends size their buffers by heads and ranks: four heads on two ranks are two on each, MLA's too."""
+    """Backends size their buffers by this rank's heads: four heads on two ranks are two on each, MLA's too."""
 
     def run(parallel):
         engine = recorded(model, parallel=parallel, page_size=4)
         tokens = engine.generate([[1, 2, 3, 4, 5]], max_tokens=3)[0].token_ids
-        return engine.runner.backend.context, engine.runner.backend.heads, tokens
+        return engine.runner.backend.context, engine.runner.backend.ran, tokens
 
     (alone,), both = in_ranks(1, run), in_ranks(2, run)
-    assert (alone[0].parallel, alone[1]) == (Parallel(0, 1), {4})
-    for rank, (context, heads, tokens) in enumerate(both):
+    assert (alone[0].parallel, alone[0].model) == (Parallel(0, 1), load_spec(model))
+    for rank, (context, layers, tokens) in enumerate(both):
         assert context.parallel == Parallel(rank, 2)
-        assert heads == {2}
+        assert {layer.num_heads for layer in context.model.layers} == {2}
+        assert layers == set(context.model.layers)
         assert tokens == alone[2]
-        assert context.model == alone[0].model  # of the whole model: ranks divide it themselves
+
+
+@pytest.mark.parametrize(
+    ("model", "backend", "exact"),
+    [
+        ("tiny:llama", "recording", {ForwardMode.EXTEND, ForwardMode.DECODE}),
+        ("tiny:llama", "choosing", set()),
+        ("tiny:deepseek_v3", "bounded", set()),
+        ("tiny:deepseek_v3", "choosing", {ForwardMode.EXTEND}),
+    ],
+    ids=["claimed", "not claimed", "MLA that is always absorbed", "the path of an MLA extend is chosen by them"],
+)
+def test_exact_lengths_on_the_host_are_made_only_where_they_are_needed(recorded, model, backend, exact):
+    """A9: ``needs_cpu_seq_lens``. Others have upper bounds, and the same tokens."""
+    prompts = [[1, 2, 3, 4, 5], [6, 7], list(range(8, 20))]
+    engine = recorded(model, backend, page_size=4)
+    found = [completion.token_ids for completion in engine.generate(prompts, max_tokens=4)]
+    assert engine.runner.backend.exact == exact
+    native = Engine(model, device="cpu", attention_backend="torch_native", page_size=4)
+    assert found == [completion.token_ids for completion in native.generate(prompts, max_tokens=4)]
 
 
 def test_a_backend_is_told_how_prompts_run_and_what_is_kept(recorded):

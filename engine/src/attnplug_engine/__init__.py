@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from attnplug_engine.completion import Completion, Statistics, Usage
     from attnplug_engine.embedding import Embedder, Embedding, EmbedOptions
     from attnplug_engine.engine import Engine
+    from attnplug_engine.models.architectures import load_model
     from attnplug_engine.options import EngineOptions
     from attnplug_engine.request import FinishReason, LikelyToken, Request, SamplingParams, TokenLogprobs, Update
     from attnplug_engine.runner import Capacity, ModelRunner
@@ -37,6 +38,7 @@ _MODULE_OF = {
     "Transcript": "transcript",
     "Update": "request",
     "Usage": "completion",
+    "load_model": "models.architectures",
 }
 
 
@@ -71,4 +73,5 @@ __all__ = [
     "Transcript",
     "Update",
     "Usage",
+    "load_model",
 ]

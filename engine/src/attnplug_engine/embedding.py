@@ -16,8 +16,8 @@ from attnplug import DType, ForwardMode, ModelSpec, PoolError, Role, Serving
 from attnplug.host import Selection, UsageError
 from attnplug_engine.encoder import PromptEncoder
 from attnplug_engine.engine import naming
-from attnplug_engine.models import LoadedModel
-from attnplug_engine.options import EngineOptions
+from attnplug_engine.models.architectures import LoadedModel
+from attnplug_engine.options import EngineOptions, cache_room, page_and_context
 from attnplug_engine.parallel import SINGLE, TensorParallel
 from attnplug_engine.pooling import EmbeddingRules, Pooling, read_rules
 from attnplug_engine.prepare import prepare
@@ -30,7 +30,6 @@ Prompt = str | Sequence[int]
 STEP_TOKENS = 8192
 """How many tokens of whole prompts run together. A longer prompt runs alone."""
 
-_CPU_CACHE_BYTES = 1 << 30
 _GPU_CACHE_SHARE = 0.5
 """Of the free memory, at most: activations of a long prompt need some as well."""
 
@@ -115,9 +114,7 @@ class Embedder:
         self._encoder = PromptEncoder(model, self.vocab_size)
         self._cut = None if checked.chunked_prefill_size == -1 else checked.chunked_prefill_size
         self.selection, self.runner = prepared.build(
-            lambda selection: _capacity(
-                prepared.spec, checked, selection, prepared.kv_dtype, prepared.device, parallel
-            ),
+            lambda selection: _capacity(prepared.loaded.spec, checked, selection, prepared.kv_dtype, prepared.device),
             Serving(is_embedding=True, chunked_prefill_size=checked.chunked_prefill_size, disable_radix_cache=True),
         )
         self.capacity = self.runner.capacity
@@ -269,24 +266,14 @@ def _check_causal(model: str, loaded: LoadedModel) -> None:
 
 
 def _capacity(
-    spec: ModelSpec,
-    options: EngineOptions,
-    selection: Selection,
-    kv_dtype: DType,
-    device: torch.device,
-    parallel: TensorParallel,
+    spec: ModelSpec, options: EngineOptions, selection: Selection, kv_dtype: DType, device: torch.device
 ) -> Capacity:
     """Room for the longest prompt, and for as many shorter ones as run together."""
-    page_size = selection.page_size
-    assert page_size is not None
-    context = min(options.context_length or spec.context_length, spec.context_length)
+    page_size, context = page_and_context(spec, options, selection)
     num_pages = max(-(-context // page_size), STEP_TOKENS // page_size + options.max_batch)
     if spec.full_layers:
-        room = _CPU_CACHE_BYTES
-        if device.type == "cuda":
-            room = int(torch.cuda.mem_get_info(device)[0] * _GPU_CACHE_SHARE)
-        page = bytes_per_page(spec.for_rank(parallel.size), page_size, kv_dtype)
-        num_pages = max(min(num_pages, room // page), 1)
+        page = bytes_per_page(spec, page_size, kv_dtype)
+        num_pages = max(min(num_pages, cache_room(device, _GPU_CACHE_SHARE) // page), 1)
     whole = max(context, STEP_TOKENS)
     step = whole if options.chunked_prefill_size == -1 else min(options.chunked_prefill_size, whole)
     slots = options.max_batch if spec.linear_layers else 0

@@ -67,7 +67,7 @@ class Engine:
         self.stop_token_ids = frozenset() if options.ignore_eos else end_tokens(model, prepared.loaded.config)
         self.selection, self.runner = prepared.build(
             lambda selection: capacity(
-                prepared.spec, options, selection, prepared.dtype, prepared.kv_dtype, prepared.device, parallel
+                prepared.loaded.spec, options, selection, prepared.dtype, prepared.kv_dtype, prepared.device
             ),
             Serving(chunked_prefill_size=options.chunked_prefill_size, disable_radix_cache=not options.prefix_cache),
             options.extend_policy,

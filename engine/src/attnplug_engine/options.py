@@ -9,7 +9,6 @@ import torch
 
 from attnplug import DType, ModelSpec, PoolError, Role
 from attnplug.host import ExtendPolicy, Selection, UsageError, show
-from attnplug_engine.parallel import TensorParallel
 from attnplug_engine.request import LARGEST_SEED
 from attnplug_engine.runner import Capacity, bytes_per_page, bytes_per_state
 from attnplug_engine.scheduler import whole_step_tokens
@@ -82,6 +81,20 @@ def named(setting: str) -> str:
     return f"{setting} (--{setting.replace('_', '-')})"
 
 
+def page_and_context(spec: ModelSpec, options: EngineOptions, selection: Selection) -> tuple[int, int]:
+    """Tokens to a page, and the most tokens of a request."""
+    assert selection.page_size is not None
+    return selection.page_size, min(options.context_length or spec.context_length, spec.context_length)
+
+
+def cache_room(device: torch.device, share: float) -> int:
+    """How many bytes caches may take: this share of a GPU's free memory, and a fixed size on a CPU."""
+    if device.type != "cuda":
+        return _CPU_CACHE_BYTES
+    torch.cuda.empty_cache()  # what torch holds for later counts as taken
+    return int(torch.cuda.mem_get_info(device)[0] * share)
+
+
 def capacity(
     spec: ModelSpec,
     options: EngineOptions,
@@ -89,12 +102,9 @@ def capacity(
     dtype: torch.dtype,
     kv_dtype: DType,
     device: torch.device,
-    parallel: TensorParallel,
 ) -> Capacity:
     """How much an engine makes room for: what its options say, and the rest by the memory that is free."""
-    page_size = selection.page_size
-    assert page_size is not None
-    context = min(options.context_length or spec.context_length, spec.context_length)
+    page_size, context = page_and_context(spec, options, selection)
     per_request = -(-context // page_size)
     num_pages = options.num_pages
     state_slots = options.state_slots or 0
@@ -108,13 +118,10 @@ def capacity(
         # A page is a number without memory then; but a config may claim any context.
         num_pages = min(num_pages or per_request * options.max_batch, _MOST_EMPTY_PAGES)
     if num_pages is None:
-        own = spec.for_rank(parallel.size)
-        page = bytes_per_page(own, page_size, kv_dtype)
-        room = _CPU_CACHE_BYTES
+        page = bytes_per_page(spec, page_size, kv_dtype)
+        room = cache_room(device, _GPU_CACHE_SHARE)
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # what torch holds for later counts as taken
-            room = int(torch.cuda.mem_get_info(device)[0] * _GPU_CACHE_SHARE)
-            room -= state_slots * bytes_per_state(own, dtype)
+            room -= state_slots * bytes_per_state(spec, dtype)
         num_pages = min(room // page, per_request * options.max_batch)
         if num_pages < 1:
             states = f" beside {state_slots} linear states: lower {named('state_slots')}" if state_slots else ""

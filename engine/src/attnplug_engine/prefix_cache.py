@@ -149,7 +149,7 @@ class PrefixCache:
         """Cache ``pages``, which hold exactly ``tokens``; returns how many are new to the cache.
 
         The cache takes a reference of its own to each new page, and keeps the page it has where it has one with
-        the same tokens. ``in_use`` says that the caller goes on holding ``pages``: then nothing is inserted behind
+        the same tokens. ``in_use`` says that the caller goes on holding ``pages``: then nothing is inserted after
         a page that is not the cache's own, for the caller would hold a page without holding those before it.
         """
         size = self._page_size
@@ -191,7 +191,7 @@ class PrefixCache:
         return count <= 0
 
     def evict(self, count: int) -> int:
-        """Free up to ``count`` pages, least recently used first and each after those behind it.
+        """Free up to ``count`` pages, least recently used first and each after those that follow it.
 
         Only pages that nobody else refers to go. Returns how many went.
         """

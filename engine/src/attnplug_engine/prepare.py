@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attnplug import BackendError, DType, ModelSpec, Problem, Refusal, Serving
+from attnplug import BackendError, DType, Problem, Refusal, Serving
 from attnplug.host import (
     BackendRequest,
     ExtendPolicy,
@@ -22,7 +22,7 @@ from attnplug.host import (
     torch_dtype,
 )
 from attnplug.host import load_model as load_spec
-from attnplug_engine.models import LoadedModel, load_model
+from attnplug_engine.models.architectures import LoadedModel, load_model
 from attnplug_engine.options import EngineOptions
 from attnplug_engine.parallel import TensorParallel
 from attnplug_engine.runner import Capacity, ModelRunner
@@ -32,7 +32,6 @@ from attnplug_engine.runner import Capacity, ModelRunner
 class Prepared:
     """A model whose weights are read, for backends that were found to serve it."""
 
-    spec: ModelSpec
     loaded: LoadedModel
     device: torch.device
     dtype: torch.dtype
@@ -109,7 +108,7 @@ def prepare(
         progress=progress,
         head=not is_embedding,
     )
-    return Prepared(spec, loaded, device, torch_dtype(dtype), kv_dtype, parallel, registry, request, problem, failed)
+    return Prepared(loaded, device, torch_dtype(dtype), kv_dtype, parallel, registry, request, problem, failed)
 
 
 def insist_on_one_choice(selection: Selection, parallel: TensorParallel, device: torch.device) -> None:

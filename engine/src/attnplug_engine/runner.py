@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from operator import add
 
 import numpy as np
 import torch
@@ -11,9 +12,10 @@ from torch import Tensor
 from attnplug import (
     AttentionKind,
     AttnplugError,
-    BackendContext,
     DType,
+    ExtendPath,
     ForwardBatch,
+    Geometry,
     LinearStatePool,
     MHAPool,
     MLAPool,
@@ -24,21 +26,20 @@ from attnplug import (
 )
 from attnplug.host import (
     ExtendPolicy,
+    HostContext,
+    HostLengths,
     KVPools,
     Limits,
-    LinearAttention,
-    MLAAttention,
+    ModelAttention,
     PageAllocator,
     Parallel,
     Selection,
     SlotTable,
     WorkspaceOwner,
     build_selection,
-    forward_context,
-    plan_forward,
     torch_dtype,
 )
-from attnplug_engine.models import LoadedModel
+from attnplug_engine.models.architectures import LoadedModel
 from attnplug_engine.parallel import SINGLE, TensorParallel
 from attnplug_engine.request import Step
 
@@ -68,7 +69,8 @@ class ModelRunner:
     """A model with its pools and its backend; runs one step at a time, for whoever schedules.
 
     Built in the only order that types allow: pools, then coordinators (none yet), then backends, which capture both.
-    ``serving`` tells them how steps will be made; what ``policy`` decides of it is filled in here.
+    ``serving`` tells them how steps will be made; what ``policy`` decides of it is filled in here. Batches have
+    exact lengths on the host only if the backend needs them, or if they decide the path of an MLA extend.
     """
 
     def __init__(
@@ -88,11 +90,9 @@ class ModelRunner:
         policy = policy or ExtendPolicy()
         serving = replace(serving or Serving(), disable_chunked_prefix_cache=policy.disable_chunked_prefix_cache)
         self.model, self.capacity, self.device = model.module, capacity, device
-        self.pools = build_pools(model.spec.for_rank(parallel.size), capacity, dtype, kv_dtype, device)
+        self.pools = build_pools(model.spec, capacity, dtype, kv_dtype, device)
         self.workspace = WorkspaceOwner()
-        context = BackendContext(
-            name="",
-            roles=frozenset(),
+        context = HostContext(
             model=model.spec,
             device=device,
             dtype=dtype,
@@ -105,11 +105,13 @@ class ModelRunner:
             workspace=self.workspace,
             parallel=Parallel(parallel.rank, parallel.size),
             serving=serving,
-            coordinator=None,
         )
         self.backend = build_selection(selection, context)
-        self.mla = MLAAttention(self.backend, self.pools.mla, policy) if self.pools.mla is not None else None
-        self.linear = LinearAttention(self.backend) if self.pools.linear is not None else None
+        self.attention = ModelAttention(self.backend, self.pools, policy)
+        claims = self.backend.claims
+        chooses_path = self.pools.mla is not None and claims.mla_extend != {ExtendPath.ABSORBED}
+        self._exact_decode = claims.needs_cpu_seq_lens
+        self._exact_extend = claims.needs_cpu_seq_lens or chooses_path
         self.allocator, self.table = build_table(capacity, device)
         if check_layers:
             self._check_every_layer()
@@ -135,9 +137,7 @@ class ModelRunner:
     def prepare(self, step: Step) -> ForwardBatch:
         """The batch of a step, planned ahead of its forward and marked so (B2); writes nothing to the cache."""
         batch = self._batch(step)
-        if self.mla is not None:
-            self.mla.prepare(batch)  # first: what runs as MHA needs no plan over the paged cache
-        plan_forward(self.backend, batch)
+        self.attention.plan(batch)
         batch.mark_forward_metadata_ready()
         return batch
 
@@ -147,37 +147,37 @@ class ModelRunner:
         return self._forward(batch)
 
     def _forward(self, batch: ForwardBatch) -> Tensor:
-        if self.mla is not None and batch.mla_plan is None:
-            self.mla.prepare(batch)
-        plan_forward(self.backend, batch)
-        with forward_context(self.backend, self.mla, self.linear):
-            assert batch.positions is not None
+        assert batch.input_ids is not None and batch.positions is not None
+        with self.attention.running() as attention:
+            attention.plan(batch)
             return self.model.forward(batch.input_ids, batch.positions, batch)
 
     def _batch(self, step: Step) -> ForwardBatch:
         entries = step.entries
         tokens = [token for entry in entries for token in entry.token_ids]
-        new = new_cpu = None
+        starts = [entry.position for entry in entries]
         if step.mode.is_decode:
-            positions = [entry.position for entry in entries]
+            exact, counts, positions = self._exact_decode, [1] * len(entries), starts
         else:
+            exact, counts = self._exact_extend, [len(entry.token_ids) for entry in entries]
             positions = [position for entry in entries for position in entry.positions]
-            counts = [len(entry.token_ids) for entry in entries]
-            new = to_device(counts, self.device, np.int32)
-            new_cpu = torch.tensor(counts, dtype=torch.int32)
+        lengths, longest = list(map(add, starts, counts)), max(counts)
+        uniform = len(tokens) == longest * len(entries)
         ids = to_device(tokens + positions, self.device)
         page_table, seq_lens = self.table.batch(step.rows)
-        return ForwardBatch(
-            forward_mode=step.mode,
-            input_ids=ids[: len(tokens)],
-            positions=ids[len(tokens) :],
-            page_table=page_table,
-            seq_lens=seq_lens,
-            seq_lens_cpu=seq_lens if seq_lens.is_cpu else self.table.lengths_cpu(step.rows),
-            extend_seq_lens=new,
-            extend_seq_lens_cpu=new_cpu,
+        geometry = Geometry(
+            step.mode,
+            page_table,
+            seq_lens,
+            self.capacity.page_size,
+            rows=len(tokens),
+            max_seq_len=max(lengths),
+            max_new=longest,
+            new_lens=None if uniform else to_device(counts, self.device, np.int32),
+            host=HostLengths(counts, lengths) if exact else None,
             state_slots=None if self.pools.linear is None else to_device(step.state_slots, self.device),
         )
+        return ForwardBatch(geometry, ids[: len(tokens)], ids[len(tokens) :])
 
     def _check_every_layer(self) -> None:
         """For debugging: stop at the first layer whose output is not finite."""

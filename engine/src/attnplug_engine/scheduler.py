@@ -32,10 +32,10 @@ class Scheduler:
     preempted: it loses its row, waits at the front of the queue, and computes its prompt and output again.
 
     Why this always comes to an end. Running and then waiting requests are at all times in the order of their
-    arrival: admission moves the first that waits behind the last that runs, preemption moves it back. So at most
-    one running request is prefilling, the last: none is admitted behind a prefill that is not complete. The
+    arrival: admission moves the first that waits after the last that runs, preemption moves it back. So at most
+    one running request is prefilling, the last: none is admitted after a prefill that is not complete. The
     oldest request runs in every step: it decodes first; or it prefills, and then it is alone. It always gets its pages:
-    everyone behind it is preempted before it is, and alone it has the whole pool (what nobody holds is evictable),
+    everyone after it is preempted before it is, and alone it has the whole pool (what nobody holds is evictable),
     which ``add`` found large enough for its last token. So each step computes at least one token of the oldest
     request, which is never preempted, and it ends within ``max_length`` steps; then the next is the oldest.
 
@@ -259,7 +259,7 @@ class Scheduler:
         entries += [StepEntry(request, request.computed, (request.output[-1],), True) for request in decoding]
 
     def _prefill(self, entries: list[StepEntry], copies: list[PageCopy]) -> None:
-        """Go on with the prefill that is under way, then admit; stop behind a prefill that is not complete."""
+        """Go on with the prefill that is under way, then admit; stop after a prefill that is not complete."""
         running = self._running
         budget = max(self._max_step_tokens - len(entries), 1)
         if running and not running[-1].decoding:
@@ -292,7 +292,7 @@ class Scheduler:
         return budget - tokens if tokens == left else 0
 
     def _admit(self, request: Request) -> bool:
-        """Give the first waiting request a row, behind the cached part of its tokens; not if pages are too few."""
+        """Give the first waiting request a row, after the cached part of its tokens; not if pages are too few."""
         cache = self._cache
         tokens = request.tokens(0, request.length)
         pages: list[int] = []
@@ -381,12 +381,12 @@ class Scheduler:
         return states.allocate()
 
     def _next_checkpoint(self, request: Request, computed: int) -> int:
-        """Where, behind ``computed`` tokens, a state is next worth keeping; beyond the request if nowhere."""
+        """Where, after ``computed`` tokens, a state is next worth keeping; beyond the request if nowhere."""
         if self._cache is None:
             return self._context_length + 1
         multiple = (computed // self._checkpoint + 1) * self._checkpoint
         last = (len(request.prompt) - 1) // self._page_size * self._page_size
-        # A short prompt is not worth a step of its own behind its last page: nobody is admitted beside a prefill.
+        # A short prompt is not worth a step of its own after its last page: nobody is admitted beside a prefill.
         return min(multiple, last) if self._checkpoint < last and computed < last else multiple
 
     def _take_snapshot(self, states: LinearStatePool, request: Request) -> None:

@@ -71,7 +71,8 @@ def on_cpu(package: Package) -> str:
 def test_an_embedding_keeps_nothing_in_the_cache_unless_prompts_are_cut(on_cpu, model, chunk, skips):
     """A6: on for whole prompts, off for pieces, which find their prefix in the cache, and off for MLA."""
     embedder = Embedder(model, device="cpu", attention_backend=on_cpu, chunked_prefill_size=chunk)
-    backend = getattr(embedder.runner.backend, "_full", embedder.runner.backend)
+    backend = embedder.runner.backend
+    backend = getattr(backend, "children", {"full": backend})["full"]
     assert backend.fa_skip_kv_cache is skips
     pools = embedder.runner.pools
     caches = [] if pools.mha is None else [pools.mha.keys(layer) for layer in pools.mha.layer_ids]

@@ -270,7 +270,8 @@ class Geometry:
 
         A shorter request is padded by repeating its own last slot, so that padding never touches other memory.
         """
-        table, lens = self.page_table, [self.kv_lens[request] for request in requests]
+        table, kv_lens = self.page_table, self.kv_lens
+        lens = [kv_lens[request] for request in requests]
         if list(requests) != list(range(table.shape[0])):
             table = table.index_select(0, to_device(requests, table.device))
         return (_host_slots if table.is_cpu else _device_slots)(table, lens, self.page_size)

@@ -62,7 +62,7 @@ class Group:
 def plan_groups(geometry: Geometry) -> tuple[Tensor, tuple[Group, ...]]:
     """Where new rows are written, and groups that cover every request with new tokens exactly once: divided by query
     length, then by similar cache length."""
-    members = _memberships(geometry.query_lens, geometry.kv_lens)
+    members = _memberships(geometry)
     if len(members) == 1 and members[0] == sorted(members[0]):
         group = _group(geometry, members[0], None)
         if geometry.mode is ForwardMode.DECODE and geometry.slots is None:
@@ -73,12 +73,15 @@ def plan_groups(geometry: Geometry) -> tuple[Tensor, tuple[Group, ...]]:
     return geometry.new_slots(), tuple(_group(geometry, each, first_rows) for each in members)
 
 
-def _memberships(query_lens: Sequence[int], kv_lens: Sequence[int]) -> list[list[int]]:
+def _memberships(geometry: Geometry) -> list[list[int]]:
     """The request numbers of each group. Requests that fit into one group keep the batch's own order."""
-    by_queries: dict[int, list[int]] = {}
-    for request, queries in enumerate(query_lens):
-        if queries:
-            by_queries.setdefault(queries, []).append(request)
+    kv_lens, by_queries = geometry.kv_lens, {}
+    if geometry.new_lens is None and geometry.rows:  # as in every decode step
+        by_queries[geometry.max_new] = list(range(geometry.requests))
+    else:
+        for request, queries in enumerate(geometry.query_lens):
+            if queries:
+                by_queries.setdefault(queries, []).append(request)
     groups: list[list[int]] = []
     for requests in by_queries.values():
         lens = [kv_lens[request] for request in requests]
@@ -102,9 +105,8 @@ def _by_length(requests: list[int], kv_lens: Sequence[int]) -> list[list[int]]:
 
 
 def _group(geometry: Geometry, requests: list[int], first_rows: list[int] | None) -> Group:
-    queries = geometry.query_lens[requests[0]]
-    offsets = [geometry.kv_lens[request] - queries for request in requests]
-    device = geometry.device
+    queries, kv_lens, device = geometry.query_lens[requests[0]], geometry.kv_lens, geometry.device
+    offsets = [kv_lens[request] - queries for request in requests]
     rows = None
     if first_rows is not None:
         starts = torch.tensor([first_rows[request] for request in requests], dtype=torch.int64)

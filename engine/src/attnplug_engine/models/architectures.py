@@ -30,7 +30,7 @@ class Architecture:
     """How models of one type are built. ``defaults`` are what the type's config class assumes for absent keys.
 
     ``aliases`` are other names that configs have for keys, with the names that ``build`` reads. ``extra_layers`` names
-    keys that count layers behind the last one (multi-token prediction), and ``ignored`` are patterns of tensor names: a
+    keys that count layers after the last one (multi-token prediction), and ``ignored`` are patterns of tensor names: a
     checkpoint may hold both, and the decoder has no use for them. ``unknown`` are keys by which core reads attention of
     any model, and which this type does not have: transformers does not look at them.
     """
@@ -84,7 +84,7 @@ class UnknownArchitecture(UsageError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedModel:
-    """A model on its device. ``spec`` is that of the whole model, before ranks divide its heads."""
+    """A model on its device. ``spec`` has the heads that this rank has of it."""
 
     module: Decoder
     spec: ModelSpec
@@ -148,7 +148,7 @@ def build_model(
     with torch.no_grad():
         module = architecture.build(weights, config, spec)
     weights.check_all_taken(_ignored(architecture, config, head=head))
-    return LoadedModel(module.eval(), spec, source.config)
+    return LoadedModel(module.eval(), spec.for_rank(parallel.size), source.config)
 
 
 def _known(spec: ModelSpec, reference: str) -> Architecture:
@@ -171,16 +171,16 @@ def _config(architecture: Architecture, source: WeightSource, spec: ModelSpec) -
 
 
 def _ignored(architecture: Architecture, config: Config, *, head: bool) -> Callable[[str], bool]:
-    """Whether a tensor may stay behind, by its name: it is of a layer for multi-token prediction, is computed, or is
+    """Whether a tensor may be left out, by its name: it is of a layer for multi-token prediction, is computed, or is
     the head of a model without one."""
     patterns = [re.compile(pattern) for pattern in architecture.ignored]
     extra = max((config.optional_integer(key, least=0) or 0 for key in architecture.extra_layers), default=0)
-    behind = range(config.layer_count(), config.layer_count() + extra) if extra else range(0)
+    further = range(config.layer_count(), config.layer_count() + extra) if extra else range(0)
 
     def ignored(name: str) -> bool:
         if name == HEAD and not head:
             return True
         layer = _LAYER.match(name)
-        return (layer is not None and int(layer[1]) in behind) or any(pattern.search(name) for pattern in patterns)
+        return (layer is not None and int(layer[1]) in further) or any(pattern.search(name) for pattern in patterns)
 
     return ignored

@@ -116,8 +116,8 @@ BACKBONE = Names("backbone", "embeddings", "norm_f")
 class Decoder(nn.Module):
     """A causal language model, or a rank's part of one. Made on its device from its weights, and stays there.
 
-    Tokens of all requests are flat, one request after the other. Attention runs by the active backend, so ``forward``
-    is called inside ``forward_context`` with a planned batch. Run it under ``torch.inference_mode``.
+    Tokens of all requests are flat, one request after the other. Layers find the active ``ModelAttention``, so
+    ``forward`` is called inside its ``running()`` with a planned batch. Run it under ``torch.inference_mode``.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3: latent attention, and experts behind the first dense layers."""
+"""DeepSeek-V2 and V3: latent attention, and experts after the first dense layers."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _decoder(
 ) -> Decoder:
     check_activation(config)
     if config.lookup("moe_layer_freq") not in (None, 1):
-        raise config.wrong("moe_layer_freq", "1: experts in every layer behind the dense ones")
+        raise config.wrong("moe_layer_freq", "1: experts in every layer after the dense ones")
     first_sparse = config.integer("first_k_dense_replace", least=0)
     hidden = config.integer("hidden_size")
 

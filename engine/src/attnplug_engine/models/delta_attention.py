@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnplug import ForwardBatch, LayerSpec, LinearInputs
-from attnplug.host import attend_linear
+from attnplug.host import active_attention
 from attnplug_engine.models.decoder import Attention
 from attnplug_engine.models.layers import Linear
 from attnplug_engine.models.linear_attention import (
@@ -62,7 +62,7 @@ class GatedDeltaNet(Attention):
             beta=b.sigmoid(),
             normalize=True,
         )
-        attended = attend_linear(inputs, self.layer, batch)
+        attended = active_attention().attend_linear(inputs, self.layer, batch)
         return cast(Tensor, self.out(self.norm(attended, z.unflatten(1, (-1, dims.value_dim)))))
 
 
@@ -107,7 +107,7 @@ class KimiDeltaAttention(Attention):
             beta=b.sigmoid(),
             normalize=True,
         )
-        attended = attend_linear(inputs, self.layer, batch)
+        attended = active_attention().attend_linear(inputs, self.layer, batch)
         return cast(Tensor, self.out(self.norm(attended, self.gate_up(g).unflatten(1, (-1, width)))))
 
 

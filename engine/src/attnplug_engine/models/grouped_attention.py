@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from attnplug import ForwardBatch, LayerSpec
-from attnplug.host import active_backend
+from attnplug.host import active_attention
 from attnplug_engine.models.decoder import Attention
 from attnplug_engine.models.layers import Linear, RMSNorm
 from attnplug_engine.models.rope import Rotation
@@ -49,7 +49,7 @@ class GroupedAttention(Attention):
         super().__init__()
         heads = even_part(layer.num_heads, weights.parallel, "attention heads")
         kv_heads = kv_head_part(layer.num_kv_heads, weights.parallel)
-        self.layer = replace(layer, num_heads=length(heads), num_kv_heads=length(kv_heads))
+        self.layer = layer.for_rank(weights.parallel.size)
         key, value = layer.head_dim, layer.v_head_dim
         width = 2 * key if gated else key
         query_order = _queries_then_gates(length(heads), key) if gated else None
@@ -77,9 +77,7 @@ class GroupedAttention(Attention):
             q, gate, k, v = qkv.split((heads, gates, kv_heads, kv_heads), dim=1)
             q = rotation.apply(q if self.q_norm is None else self.q_norm(q))
             k = rotation.apply(k if self.k_norm is None else self.k_norm(k))
-        backend = active_backend()
-        run = backend.forward_decode if batch.forward_mode.is_decode else backend.forward_extend
-        attended = run(q, k, v, layer, batch)
+        attended = active_attention().attend(q, k, v, layer, batch)
         if gates:
             attended = attended * gate.sigmoid()
         return cast(Tensor, self.out(attended.flatten(1)))

@@ -45,7 +45,7 @@ def kimi_linear(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
     if config.lookup("mla_use_nope") is False:
         raise config.wrong("mla_use_nope", "true: no model of this type has rotary positions")
     if config.lookup("moe_layer_freq") not in (None, 1):
-        raise config.wrong("moe_layer_freq", "1: experts in every layer behind the dense ones")
+        raise config.wrong("moe_layer_freq", "1: experts in every layer after the dense ones")
     norm, hidden, eps = hidden_norm(config), config.integer("hidden_size"), norm_eps(config)
     sparse = _sparse(config)
 

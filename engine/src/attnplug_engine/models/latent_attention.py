@@ -1,19 +1,18 @@
 """Multi-head latent attention, as in DeepSeek-V2 and V3, Kimi-Linear, Ring: a cache of one compressed row per token.
 
 The queries' down-projection and the row's are one product, since both read the same input. How the row is expanded
-again, or the queries absorbed, is core's business (``attnplug.mla``); the layer brings the up-projection in its parts.
+again, or the queries absorbed, is the business of ``ModelAttention``; the layer brings the up-projection in its parts.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import cast
 
 import torch
 from torch import Tensor
 
 from attnplug import ForwardBatch, LayerSpec
-from attnplug.host import Config, MLAWeights, attend_mla
+from attnplug.host import Config, MLAWeights, active_attention
 from attnplug_engine.models.decoder import EPS, Attention
 from attnplug_engine.models.layers import Linear, RMSNorm
 from attnplug_engine.models.rope import Rotation
@@ -46,7 +45,7 @@ class LatentAttention(Attention):
         hidden, bias = config.integer("hidden_size"), config.flag("attention_bias")
         heads = even_part(layer.num_heads, weights.parallel, "attention heads")
         own = length(heads)
-        self.layer = replace(layer, num_heads=own, num_kv_heads=own)
+        self.layer = layer.for_rank(weights.parallel.size)
         self._latent, self._nope = dims.kv_lora_rank, dims.qk_nope_head_dim
 
         rope_order = _evens_then_odds(dims.qk_rope_head_dim) if deinterleave else None
@@ -91,7 +90,7 @@ class LatentAttention(Attention):
         rotation.apply_(q[..., self._nope :])
         rotary = rotation.apply(rows[:, None, self._latent :]).squeeze(1)
         rows = torch.cat((self.row_norm(rows[:, : self._latent]), rotary), dim=1)
-        attended = attend_mla(q, rows, layer, self.weights, batch)
+        attended = active_attention().attend_mla(q, rows, layer, self.weights, batch)
         return cast(Tensor, self.out(attended.flatten(1)))
 
 

@@ -112,7 +112,7 @@ def relu_squared(up: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class MLPForm:
-    """How an MLP is stored and computed: its projections of the input, what is made of them, and the one behind."""
+    """How an MLP is stored and computed: its projections of the input, what is made of them, and the last one."""
 
     inputs: tuple[str, ...]
     activate: Callable[[Tensor], Tensor]

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnplug import ForwardBatch, LayerSpec, LinearInputs
-from attnplug.host import attend_linear
+from attnplug.host import active_attention
 from attnplug_engine.models.decoder import EPS, Attention
 from attnplug_engine.models.layers import ColumnNorm, Linear, RMSNorm, frozen
 from attnplug_engine.models.linear_attention import linear_part
@@ -61,7 +61,7 @@ class LightningAttention(Attention):
         heads, width = self.layer.num_heads, self.layer.head_dim
         qkv, gate = self.down(hidden).split((3 * heads * width, heads * width), dim=1)
         q, k, v = F.silu(qkv).unflatten(1, (3, heads, width)).unbind(1)
-        attended = attend_linear(LinearInputs(q, k, v, self.log_decay), self.layer, batch)
+        attended = active_attention().attend_linear(LinearInputs(q, k, v, self.log_decay), self.layer, batch)
         return cast(Tensor, self.out((self.norm(attended.flatten(1)) * gate.float().sigmoid()).to(hidden.dtype)))
 
 
@@ -112,5 +112,5 @@ class RotaryLightningAttention(Attention):
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         inputs = LinearInputs(rotation.apply(q), rotation.apply(k), v, self.log_decay)
-        attended = self.norm(attend_linear(inputs, self.layer, batch).flatten(1))
+        attended = self.norm(active_attention().attend_linear(inputs, self.layer, batch).flatten(1))
         return cast(Tensor, self.out((attended * self.gate(hidden).float().sigmoid()).to(hidden.dtype)))

@@ -1,4 +1,4 @@
-"""What the linear-attention layers share: a rank's part of one, its short convolution, and the gated norm behind it."""
+"""What the linear-attention layers share: a rank's part of one, its short convolution, and the gated norm after it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnplug import ForwardBatch, LayerSpec, LinearDims
-from attnplug.host import convolve
+from attnplug.host import active_attention
 from attnplug_engine.models.layers import frozen
 from attnplug_engine.models.weights import Rows, Weights
 from attnplug_engine.parallel import TensorParallel, even_part, kv_head_part
@@ -51,7 +51,7 @@ def linear_part(layer: LayerSpec, parallel: TensorParallel) -> LinearPart:
 
 
 class ShortConvolution(nn.Module):
-    """The convolution over each channel's last rows that a layer has in front of its recurrence, with SiLU behind it.
+    """The convolution over each channel's last rows that a layer has before its recurrence, with SiLU after it.
 
     Stored weights are ``[channels, 1, width]``; ``parts`` are this rank's channels of them, in the order of its rows.
     """
@@ -65,7 +65,7 @@ class ShortConvolution(nn.Module):
 
     def forward(self, x: Tensor, batch: ForwardBatch) -> Tensor:
         """``[tokens, channels]`` to the same; reads and moves on the requests' states."""
-        return convolve(x, self.weight, self.bias, self._layer, batch, silu=True)
+        return active_attention().convolve(x, self.weight, self.bias, self._layer, batch)
 
 
 class GatedHeadNorm(nn.Module):
@@ -92,5 +92,5 @@ class DecayGate(nn.Module):
         self.dt_bias = frozen(dt_bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[tokens, …]``, with the bias's shape behind the tokens, to log decays of the same shape."""
+        """``[tokens, …]``, with the bias's shape after the tokens, to log decays of the same shape."""
         return self.rate * F.softplus(x.float() + self.dt_bias)

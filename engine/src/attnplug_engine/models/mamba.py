@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from attnplug import ForwardBatch, LayerSpec, LinearInputs, ModelSpec
-from attnplug.host import Config, attend_linear
+from attnplug.host import Config, active_attention
 from attnplug_engine.models.decoder import BACKBONE, Attention, Decoder, MixerBlock, hidden_norm
 from attnplug_engine.models.layers import ColumnNorm, Linear, check_activation, frozen
 from attnplug_engine.models.linear_attention import ShortConvolution, linear_part
@@ -95,7 +95,7 @@ class MambaMixer(Attention):
             (x * dt.unsqueeze(-1)).to(x.dtype),
             log_decay=self.rate * dt,
         )
-        attended = (attend_linear(inputs, self.layer, batch) + self.skip * x).flatten(1)
+        attended = (active_attention().attend_linear(inputs, self.layer, batch) + self.skip * x).flatten(1)
         # The gate comes before the norm here, unlike in the delta rule's layers.
         return cast(Tensor, self.out(self.norm(attended * F.silu(gate.float())).to(hidden.dtype)))
 
