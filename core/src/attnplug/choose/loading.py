@@ -28,7 +28,7 @@ from importlib_metadata import EntryPoint
 
 from attnplug.choose import plugin_hooks
 from attnplug.declare.errors import PluginError, describe_error
-from attnplug.declare.installed import metadata_lines
+from attnplug.declare.installed import HasMetadata, metadata_lines
 from attnplug.declare.measured import MeasuredTable
 from attnplug.declare.spec import BackendSpec
 from attnplug.declare.version import CONTRACT_VERSION
@@ -70,7 +70,7 @@ def normal(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution.strip()).lower()
 
 
-def _identity(distribution: metadata.Distribution | None) -> tuple[str, str]:
+def _identity(distribution: HasMetadata | None) -> tuple[str, str]:
     """Name and version; what damaged or missing metadata cannot tell is said so."""
     found = {} if distribution is None else metadata_lines(distribution)
     place = getattr(distribution, "_path", "made by hand")

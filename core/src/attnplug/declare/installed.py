@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import importlib_metadata as metadata
 
 
-def metadata_lines(distribution: metadata.Distribution) -> dict[str, str]:
+class HasMetadata(Protocol):
+    """A distribution, by whatever class the installed importlib-metadata has for it."""
+
+    def read_text(self, filename: str, /) -> str | None: ...
+
+
+def metadata_lines(distribution: HasMetadata) -> dict[str, str]:
     """The head of a distribution's metadata, by lower-case key; nothing of a damaged one.
 
     Parsing a whole README as mail, as ``metadata.version`` does, would cost more than all else of a start-up.
