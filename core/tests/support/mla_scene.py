@@ -101,7 +101,7 @@ class MLAScene:
         for layer_id in self.pool.layer_ids:
             self.pool.rows(layer_id).copy_(torch.tensor(NAN))
         self.workspace = WorkspaceOwner()
-        longest = max([*self.totals, 1])
+        longest = self.page_table.shape[1] * case.page_size
         self.backend = build(
             BackendContext(
                 name="under_test",
