@@ -15,6 +15,8 @@ from attnplug import (
 )
 
 LIBRARY = "sgl-flash-mla>=1.0,<2"
+PAGE = 64
+"""Tokens of a page, as the kernel reads them."""
 
 
 @hookimpl
@@ -35,7 +37,7 @@ def attnplug_backends() -> list[BackendSpec]:
                 dtypes=frozenset({DType.BFLOAT16, DType.FLOAT16}),
                 kv_matches_dtype=True,
                 roles=frozenset({Role.DECODE}),
-                page_sizes=PageSizes.of(64),
+                page_sizes=PageSizes.of(PAGE),
                 mla_dims=frozenset({(512, 64)}),
                 max_heads=128,  # the kernel would take more, and nobody has tested it with more
                 layers_alike=True,
