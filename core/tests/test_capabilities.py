@@ -14,6 +14,7 @@ from importlib_metadata import EntryPoint
 from attnplug import (
     AttentionKind,
     BackendSpec,
+    CacheLayout,
     Capabilities,
     Claims,
     DType,
@@ -62,6 +63,9 @@ from support.specs import EVERYTHING, claiming, page_sizes
         ({"requires": "torch"}, "requires"),
         ({"requires": ["not a requirement!"]}, "not a requirement!"),
         ({"requires": [7]}, "7"),
+        ({"requires": [("torch", 7)]}, "('torch', 7)"),
+        ({"requires": [("torch", "a module")]}, "module"),
+        ({"requires": [("torch", "torch", "triton")]}, "pair"),
         ({"options": dict}, "frozen dataclass"),
     ],
 )
@@ -110,6 +114,9 @@ def test_every_wrong_field_is_named_at_once() -> None:
         {"mla_dims": {(512,)}},
         {"max_speculative_tokens": "8"},
         {"max_speculative_tokens": None},
+        {"max_heads": "128"},
+        {"layers_alike": None},
+        {"kv_matches_dtype": "fp8"},
         {"extras": "lse"},
         {"needs_cpu_seq_lens": "no"},
         {"mla_extend": []},
@@ -151,6 +158,14 @@ def test_cache_types_left_out_are_those_of_the_activations() -> None:
     assert Capabilities({"mha"}, {"cpu"}, {"float16"}).kv_dtypes == {DType.FLOAT16}
 
 
+def test_token_major_and_head_major_are_one_layout_of_mla_alone() -> None:
+    """A latent row is one head: whoever reads its pages under one name reads them under the other."""
+    one_head, many = Capabilities({"mla"}, {"cpu"}, {"float16"}), Capabilities({"mla", "mha"}, {"cpu"}, {"float16"})
+    assert one_head.layouts == {CacheLayout.TOKEN_MAJOR, CacheLayout.HEAD_MAJOR}
+    assert many.layouts == {CacheLayout.TOKEN_MAJOR}
+    assert replace(one_head, layouts={"strided"}).layouts == {CacheLayout.STRIDED}
+
+
 def test_capabilities_become_claims() -> None:
     """A9: what a spec says is what a backend claims."""
     sizes = PageSizes.of(64)
@@ -189,6 +204,8 @@ LINEAR = {**CUDA, "kinds": {"gdn"}, "roles": {"linear"}}
         ({**CPU, "page_sizes": PageSizes.of()}, ["page_sizes"]),
         ({**CPU, "mla_dims": {(512, 64)}}, ["mla_dims", "mha"]),
         ({**CPU, "kinds": {"mla"}, "head_dims": {(64, 64)}}, ["head_dims", "mla"]),
+        ({**CPU, "max_heads": 0}, ["max_heads 0"]),
+        ({**CPU, "kv_dtypes": {"float16"}, "kv_matches_dtype": True}, ["kv_matches_dtype", "float16"]),
         ({**CPU, "max_speculative_tokens": -1}, ["max_speculative_tokens", "-1"]),
         ({**CPU, "roles": {"prefill", "draft"}}, ["draft", "max_speculative_tokens"]),
     ],

@@ -128,6 +128,24 @@ from support.specs import GDN, MHA, MLA, claiming, model, page_sizes, sizes, spe
             Role.PREFILL,
             ("tensor_parallel", 3, [1, 2, 4, 8], "tensor_parallel"),
         ),
+        (
+            {"max_heads": 3},
+            Problem(model(MHA), tensor_parallel=2),
+            Role.PREFILL,
+            ("heads", 4, 3, "tensor_parallel"),
+        ),
+        (
+            {"layers_alike": True},
+            Problem(model(MLA, replace(MLA, num_heads=8, scale=0.5)), tensor_parallel=2),
+            Role.DECODE,
+            ("layers", {"num_heads": [8, 4], "scale": [0.07, 0.5]}, None, None),
+        ),
+        (
+            {"kv_matches_dtype": True, "dtypes": {"bfloat16", "float16"}, "kv_dtypes": {"bfloat16", "float16"}},
+            Problem(dtype=DType.BFLOAT16, kv_dtype=DType.FLOAT16),
+            None,
+            ("kv_dtype", "float16", ["bfloat16"], "kv_dtype"),
+        ),
         ({}, Problem(exact_lengths=False), None, ("lengths", False, True, "exact_lengths")),
         (
             {"layouts": ["token_major", "head_major"]},
@@ -155,6 +173,9 @@ def test_what_the_claims_meet_is_not_refused() -> None:
         max_sm=100,
         page_sizes=PageSizes.of(64),
         head_dims={(64, 64)},
+        max_heads=8,
+        layers_alike=True,
+        kv_matches_dtype=True,
         max_speculative_tokens=4,
         cuda_graph=GraphLevel.UNIFORM,
     )
@@ -212,6 +233,35 @@ def test_a_kind_that_is_not_claimed_hides_no_other_reason() -> None:
     """D3: whoever changes the backend alone would meet the ranks next."""
     found = claiming(kinds={"mha", "gdn"}).refusals(Problem(model(MLA), tensor_parallel=3), Role.PREFILL)
     assert {refusal.code for refusal in found} == {RefusalCode.KIND, RefusalCode.TENSOR_PARALLEL}
+
+
+def test_an_fp8_cache_need_not_have_the_activations_type() -> None:
+    """D3: and is offered to whoever asked for a type that does not match."""
+    matching = claiming(kv_matches_dtype=True, dtypes={"bfloat16", "float16"}, kv_dtypes=set(DType))
+    assert matching.refusals(Problem(dtype=DType.BFLOAT16, kv_dtype=DType.FLOAT8_E4M3)) == []
+    (refusal,) = matching.refusals(Problem(dtype=DType.BFLOAT16, kv_dtype=DType.FLOAT32))
+    assert refusal.allowed == ["bfloat16", "float8_e4m3fn"]
+
+
+def test_a_type_that_is_not_claimed_is_one_reason() -> None:
+    """D3: that the other one does not match it is none, and would come with wrong advice."""
+    sixteen_bits = {"bfloat16", "float16"}
+    matching = claiming(kv_matches_dtype=True, dtypes=sixteen_bits, kv_dtypes=sixteen_bits)
+    for lacking in ("dtype", "kv_dtype"):
+        types = {"dtype": DType.FLOAT16, "kv_dtype": DType.FLOAT16, lacking: DType.FLOAT32}
+        (refusal,) = matching.refusals(Problem(**types))
+        assert (refusal.code, refusal.allowed) == (lacking, sorted(sixteen_bits))
+
+
+def test_layers_that_differ_are_told_by_what_differs() -> None:
+    """D3: whatever plans may depend on, but not which layers they are; others' layers do not count."""
+    alike = claiming(kinds={"mla"}, roles={"decode"}, layers_alike=True, max_heads=16)
+    windowed = replace(MLA, sliding_window=128, mla=replace(MLA.mla, qk_nope_head_dim=64))
+    (refusal,) = alike.refusals(Problem(model(MLA, windowed)), Role.DECODE)
+    told = "one plan serves all layers, but they differ: sliding_window None, 128; qk_nope_head_dim 128, 64"
+    assert refusal.message == told
+    with_others = Problem(model(MLA, GDN, replace(MHA, num_heads=32), MLA))
+    assert {refusal.code for refusal in alike.refusals(with_others, Role.DECODE)} == {RefusalCode.KIND}
 
 
 def test_layers_of_one_shape_give_one_reason() -> None:
@@ -287,6 +337,8 @@ def narrowed(draw: st.DrawFn) -> Capabilities:
         head_dims=draw(dims) if "mha" in full else None,
         mla_dims=draw(dims) if "mla" in full else None,
         features=draw(subsets(Feature)),
+        max_heads=draw(st.none() | st.integers(1, 16)),
+        layers_alike=draw(st.booleans()),
         max_speculative_tokens=draw(st.integers(1, 10)),
         cuda_graph=draw(st.sampled_from(GraphLevel)),
     )

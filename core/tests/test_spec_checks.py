@@ -24,7 +24,6 @@ from attnplug import (
     Role,
     Setting,
     import_library,
-    module_refusal,
     requirement_refusal,
 )
 from attnplug.declare.factory import factory_refusal
@@ -179,24 +178,24 @@ def test_a_library_whose_module_is_there_is_fine_and_not_imported(folder: Path) 
     """Parents of the module included: importing is for building, and may take seconds or the process down."""
     source = "raise SystemExit('imported')"
     install_library(folder, "kernels-of-a-test", "2.1", {"test_kernels.__init__": source, "test_kernels.cute": source})
-    assert module_refusal("test_kernels", LIBRARY) is None
-    assert module_refusal("test_kernels.cute", LIBRARY) is None
+    assert requirement_refusal(LIBRARY, "test_kernels") is None
+    assert spec(requires=[(LIBRARY, "test_kernels.cute")]).refusals(Problem()) == []
 
 
 @pytest.mark.parametrize("module", ["test_kernels.cute", "test_kernels.flash.cute", "other_kernels", "other.cute"])
 def test_metadata_without_the_module_is_a_refusal_with_what_to_do(folder: Path, module: str) -> None:
     """D3: an interrupted pip leaves that behind."""
     install_library(folder, "kernels-of-a-test", "2.1", {"test_kernels.__init__": ""})
-    refusal = module_refusal(module, LIBRARY)
-    assert refusal is not None
+    (refusal,) = spec(requires=[(LIBRARY, module)]).refusals(Problem())
     assert (refusal.code, refusal.value) == (RefusalCode.IMPORT, module)
     assert refusal.message == f"kernels-of-a-test 2.1 is installed, but its module {module} is not there"
     assert refusal.advice == "pip install --force-reinstall 'kernels-of-a-test>=2'"
 
 
-def test_a_library_that_is_not_there_is_left_to_the_requirement() -> None:
-    """One reason for one thing."""
-    assert module_refusal("test_kernels", LIBRARY) is None
+def test_a_library_that_is_not_there_is_one_reason() -> None:
+    """D3: that its module is not there either is none."""
+    (refusal,) = spec(requires=[(LIBRARY, "test_kernels")]).refusals(Problem())
+    assert (refusal.code, refusal.value) == (RefusalCode.REQUIREMENT, None)
 
 
 def raising(error: BaseException) -> Callable[[], object]:

@@ -61,7 +61,6 @@ if TYPE_CHECKING:
     from attnplug.declare.refusal import Refusal as Refusal
     from attnplug.declare.refusal import RefusalCode as RefusalCode
     from attnplug.declare.requirement import import_library as import_library
-    from attnplug.declare.requirement import module_refusal as module_refusal
     from attnplug.declare.requirement import requirement_refusal as requirement_refusal
     from attnplug.declare.settings import Setting as Setting
     from attnplug.declare.spec import BackendSpec as BackendSpec
@@ -113,7 +112,7 @@ _MODULES = {
     "declare.model": ("AttentionKind", "Feature", "LayerSpec", "LinearDims", "MLADims", "ModelSpec"),
     "declare.problem": ("CacheLayout", "DType", "GraphLevel", "Problem", "Role"),
     "declare.refusal": ("Refusal", "RefusalCode"),
-    "declare.requirement": ("import_library", "module_refusal", "requirement_refusal"),
+    "declare.requirement": ("import_library", "requirement_refusal"),
     "declare.settings": ("Setting",),
     "declare.spec": ("BackendSpec",),
     "declare.version": ("CONTRACT_VERSION",),

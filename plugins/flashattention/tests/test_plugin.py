@@ -128,12 +128,6 @@ def test_it_refuses_with_value_and_what_is_allowed_and_the_setting(
     json.dumps([reason.as_json() for reason in found])
 
 
-def test_a_type_that_it_lacks_is_one_reason() -> None:
-    """D3: that the other one does not agree with it is none, and would come with wrong advice."""
-    assert [reason.code for reason in refusals(dtype=FP32)] == ["dtype"]
-    assert [reason.code for reason in refusals(kv_dtype=FP32)] == ["kv_dtype"]
-
-
 @pytest.mark.parametrize("dims", [(72, 72), (320, 320), (64, 128), (8, 8)])
 def test_heads_of_other_widths_are_refused_once(dims: tuple[int, int]) -> None:
     """D3"""

@@ -139,25 +139,10 @@ def test_it_refuses_with_value_and_what_is_allowed_and_the_setting(
     json.dumps([reason.as_json() for reason in found])
 
 
-def test_a_type_that_it_lacks_is_one_reason() -> None:
-    """D3: that the other one does not agree with it is none, and would come with wrong advice."""
-    assert [reason.code for reason in refusals(dtype=FP32)] == ["dtype"]
-    assert [reason.code for reason in refusals(kv_dtype=FP32)] == ["kv_dtype"]
-
-
-def test_as_many_heads_as_a_tile_are_fine_on_two_ranks() -> None:
-    """D3: what is counted is what one rank has."""
-    many = read(DEEPSEEK_V3, num_attention_heads=256, num_key_value_heads=256)
-    assert refusals(model=many, tensor_parallel=2) == []
-
-
 def test_layers_that_differ_are_refused_with_how() -> None:
-    """D3: one plan serves all layers."""
-    model = read(DEEPSEEK_V3)
-    (reason,) = refusals(model=uneven(model))
-    assert reason.code == "layers"
-    assert [shape["scale"] for shape in reason.value] == [pytest.approx(model.layers[1].scale), 0.5]
-    assert "heads 128, kv_lora_rank 512, nope 128, rope 64, v 128, scale 0.5" in reason.message
+    """D3: one plan serves all layers, the scale included."""
+    (reason,) = refusals(model=uneven(read(DEEPSEEK_V3)))
+    assert (reason.code, list(reason.value)) == ("layers", ["scale"])
 
 
 def test_linear_layers_are_somebody_elses() -> None:

@@ -125,12 +125,6 @@ def test_it_refuses_with_value_and_what_is_allowed_and_the_setting(
     json.dumps([reason.as_json() for reason in found])
 
 
-def test_a_type_that_it_lacks_is_one_reason() -> None:
-    """D3: that the other one does not agree with it is none, and would come with wrong advice."""
-    assert [reason.code for reason in refusals(dtype=FP32)] == ["dtype"]
-    assert [reason.code for reason in refusals(kv_dtype=FP32)] == ["kv_dtype"]
-
-
 @pytest.mark.parametrize("role", [Role.PREFILL, Role.DRAFT])
 def test_other_roles_are_other_backends(role: Role) -> None:
     """D3"""
@@ -143,8 +137,7 @@ def test_layers_of_different_heads_are_refused_with_how_many() -> None:
     model = read(DEEPSEEK_V3)
     first, *others = model.layers
     (reason,) = refusals(model=replace(model, layers=(replace(first, num_heads=64), *others)))
-    assert (reason.code, reason.value) == ("layers", [64, 128])
-    assert "64, 128 heads" in reason.message
+    assert (reason.code, reason.value) == ("layers", {"num_heads": [64, 128]})
 
 
 # ---- the library ----

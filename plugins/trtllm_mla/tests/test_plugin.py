@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from attnplug import BackendError, DType, GraphLevel, Problem, Refusal, Role
+from attnplug import BackendError, CacheLayout, DType, GraphLevel, Problem, Refusal, Role
 from attnplug.host import UsageError, load_registry, parse_options
 from attnplug_trtllm_mla import kernels
 from attnplug_trtllm_mla.options import TRTLLMMLAOptions
@@ -84,6 +84,7 @@ def test_it_serves(changes: dict[str, Any]) -> None:
             ],
         ),
         ({"page_size": 16}, [("page_size", 16, [32, 64], "page_size")]),
+        ({"layout": CacheLayout.STRIDED}, [("layout", "strided", ["head_major", "token_major"], "layout")]),
         (
             {"model": read(DEEPSEEK_V3, num_attention_heads=256, num_key_value_heads=256)},
             [("heads", 256, 128, "tensor_parallel")],
@@ -102,6 +103,7 @@ def test_it_serves(changes: dict[str, Any]) -> None:
         "latent-256",
         "fp16",
         "page-16",
+        "rows-apart",
         "256-heads",
         "graphs-of-prefill",
         "65-speculative-tokens",

@@ -23,6 +23,9 @@ class Capabilities:
     ``None`` means any. ``kv_dtypes`` left out means the same as ``dtypes``. ``min_sm`` and ``max_sm`` bound the
     compute capability on CUDA, both inclusive. ``extras`` names the fields of ``ForwardExtras`` it honours,
     ``mla_extend`` the ways in which it can run an MLA extend, ``layouts`` the layouts of a cache that it reads.
+
+    ``max_heads`` is the most query heads that one rank may have, ``None`` any number. ``layers_alike``: one plan serves
+    all layers, so they must have one shape. ``kv_matches_dtype``: a cache that is not fp8 has the activations' type.
     """
 
     kinds: frozenset[AttentionKind]
@@ -36,6 +39,9 @@ class Capabilities:
     head_dims: frozenset[tuple[int, int]] | None = None
     mla_dims: frozenset[tuple[int, int]] | None = None
     features: frozenset[Feature] = frozenset()
+    max_heads: int | None = None
+    layers_alike: bool = False
+    kv_matches_dtype: bool = False
     max_speculative_tokens: int = 0
     cuda_graph: GraphLevel = GraphLevel.NEVER
     needs_cpu_seq_lens: bool = True
@@ -45,7 +51,7 @@ class Capabilities:
 
     def __post_init__(self) -> None:
         read = {
-            "kinds": members("kinds", self.kinds, AttentionKind),
+            "kinds": (kinds := members("kinds", self.kinds, AttentionKind)),
             "devices": frozenset(several("devices", self.devices)),
             "dtypes": (dtypes := members("dtypes", self.dtypes, DType)),
             "kv_dtypes": members("kv_dtypes", self.kv_dtypes, DType) or dtypes,
@@ -56,12 +62,15 @@ class Capabilities:
             "head_dims": pairs("head_dims", self.head_dims),
             "mla_dims": pairs("mla_dims", self.mla_dims),
             "features": members("features", self.features, Feature),
+            "max_heads": integer("max_heads", self.max_heads, optional=True),
+            "layers_alike": of_type("layers_alike", self.layers_alike, bool, "True or False"),
+            "kv_matches_dtype": of_type("kv_matches_dtype", self.kv_matches_dtype, bool, "True or False"),
             "max_speculative_tokens": integer("max_speculative_tokens", self.max_speculative_tokens),
             "cuda_graph": of_type("cuda_graph", self.cuda_graph, GraphLevel, "a GraphLevel"),
             "needs_cpu_seq_lens": of_type("needs_cpu_seq_lens", self.needs_cpu_seq_lens, bool, "True or False"),
             "extras": frozenset(several("extras", self.extras)),
             "mla_extend": members("mla_extend", self.mla_extend, ExtendPath),
-            "layouts": members("layouts", self.layouts, CacheLayout),
+            "layouts": _layouts(members("layouts", self.layouts, CacheLayout), kinds),
         }
         for name, value in read.items():
             object.__setattr__(self, name, value)
@@ -116,10 +125,20 @@ class Capabilities:
             yield f"it gives mla_dims but does not claim the kind mla, only {_listed(self.kinds)}"
         if self.head_dims is not None and AttentionKind.MHA not in self.kinds:
             yield f"it gives head_dims but does not claim the kind mha, only {_listed(self.kinds)}"
+        if self.max_heads is not None and self.max_heads < 1:
+            yield f"max_heads {self.max_heads} allows no head at all"
+        if self.kv_matches_dtype and self.kv_dtypes.isdisjoint(self.dtypes | {DType.FLOAT8_E4M3}):
+            yield f"kv_matches_dtype, but none of the KV dtypes {_listed(self.kv_dtypes)} is fp8 or one of its dtypes"
         if self.max_speculative_tokens < 0:
             yield f"max_speculative_tokens {self.max_speculative_tokens} is negative"
         if Role.DRAFT in self.roles and not self.max_speculative_tokens:
             yield "it claims the role draft but max_speculative_tokens is 0"
+
+
+def _layouts(layouts: frozenset[CacheLayout], kinds: frozenset[AttentionKind]) -> frozenset[CacheLayout]:
+    """With both names of one memory: a latent row of MLA is one head."""
+    both = frozenset({CacheLayout.TOKEN_MAJOR, CacheLayout.HEAD_MAJOR})
+    return layouts | both if kinds == {AttentionKind.MLA} and layouts & both else layouts
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -8,6 +8,9 @@ from importlib.machinery import ModuleSpec
 
 from attnplug.declare.refusal import Refusal, RefusalCode
 
+DOTTED = r"\w+(\.\w+)*"
+"""A module's name, or an attribute's."""
+
 
 def factory_refusal(factory: str) -> Refusal | None:
     """The refusal for a factory that is not there; ``None`` if it is, or if that cannot be told.

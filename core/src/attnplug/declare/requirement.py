@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import TypeVar
 
 from attnplug.declare.errors import BackendError, describe_error
-from attnplug.declare.factory import missing_module
+from attnplug.declare.factory import DOTTED, missing_module
 from attnplug.declare.installed import installed_version
 from attnplug.declare.refusal import Refusal, RefusalCode
 
 Library = TypeVar("Library")
 
 
-def requirement_refusal(requirement: str) -> Refusal | None:
-    """The refusal for a requirement string such as ``flashinfer-python>=0.6.12``; ``None`` if it is met."""
+def requirement_refusal(requirement: str, module: str | None = None) -> Refusal | None:
+    """The refusal for a requirement string such as ``flashinfer-python>=0.6.12``; ``None`` if it is met.
+
+    With the ``module`` that it brings, a library that is half installed is refused too: its metadata is there, and the
+    module is not. Looks for files and imports nothing, parents of ``module`` included: a kernel library takes seconds,
+    and may not import on this machine.
+    """
     from packaging.requirements import Requirement  # here: a start-up without requirements need not pay for it
 
     wanted = Requirement(requirement)
@@ -22,7 +28,14 @@ def requirement_refusal(requirement: str) -> Refusal | None:
         return None
     found = installed_version(wanted.name)
     if found is not None and wanted.specifier.contains(found, prereleases=True):
-        return None
+        if module is None or missing_module(module) is None:
+            return None
+        return Refusal(
+            RefusalCode.IMPORT,
+            f"{wanted.name} {found} is installed, but its module {module} is not there",
+            value=module,
+            advice=f"pip install --force-reinstall '{requirement}'",
+        )
     extras = f"[{','.join(sorted(wanted.extras))}]" if wanted.extras else ""
     allowed = str(wanted.specifier) or "any version"
     state = f"is {found}" if found is not None else "is not installed"
@@ -33,26 +46,6 @@ def requirement_refusal(requirement: str) -> Refusal | None:
         value=found,
         allowed=allowed,
         advice=f"pip install '{wanted.name}{extras}{wanted.specifier}'",
-    )
-
-
-def module_refusal(module: str, requirement: str) -> Refusal | None:
-    """The refusal for a library that is half installed: its metadata is there, and ``module`` is not.
-
-    ``None`` where it is whole, or not installed at all: that is for the requirement to say. Looks for files and imports
-    nothing, parents of ``module`` included: a kernel library takes seconds, and may not import on this machine.
-    """
-    from packaging.requirements import Requirement
-
-    wanted = Requirement(requirement)
-    found = installed_version(wanted.name)
-    if found is None or missing_module(module) is None:
-        return None
-    return Refusal(
-        RefusalCode.IMPORT,
-        f"{wanted.name} {found} is installed, but its module {module} is not there",
-        value=module,
-        advice=f"pip install --force-reinstall '{requirement}'",
     )
 
 
@@ -78,13 +71,16 @@ def import_library(load: Callable[[], Library], requirement: str) -> Library:
 
 
 def requirement_problem(requirement: object) -> str | None:
-    """Why a requirement string cannot be read; ``None`` if it can."""
+    """Why an entry of a spec's ``requires`` cannot be read; ``None`` if it can."""
     from packaging.requirements import InvalidRequirement, Requirement
 
-    if not isinstance(requirement, str):
-        return f"requirement {requirement!r} is not a string"
+    text, *module = requirement if isinstance(requirement, tuple) and len(requirement) == 2 else (requirement,)
+    if not isinstance(text, str):
+        return f"requirement {requirement!r} is neither a string nor a pair (requirement, module)"
+    if not all(isinstance(name, str) and re.fullmatch(DOTTED, name) for name in module):
+        return f"requirement {requirement!r} must name a module, such as 'package.module'"
     try:
-        Requirement(requirement)
+        Requirement(text)
     except InvalidRequirement as error:
-        return f"requirement {requirement!r} cannot be read: {error}"
+        return f"requirement {text!r} cannot be read: {error}"
     return None

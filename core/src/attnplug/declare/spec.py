@@ -12,21 +12,20 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import islice
 from typing import Any
 
 from attnplug.declare.capabilities import Capabilities
 from attnplug.declare.errors import PluginError, describe_error
-from attnplug.declare.factory import factory_refusal
+from attnplug.declare.factory import DOTTED, factory_refusal
 from attnplug.declare.model import AttentionKind, LayerSpec
 from attnplug.declare.options import options_problems
-from attnplug.declare.problem import GraphLevel, Problem, Role
+from attnplug.declare.problem import DType, GraphLevel, Problem, Role
 from attnplug.declare.refusal import Refusal, RefusalCode
 from attnplug.declare.requirement import requirement_problem, requirement_refusal
 from attnplug.declare.settings import Setting
 
-_DOTTED = r"\w+(\.\w+)*"
 LARGEST_PREFERENCE = 10**9
 MOST_REFUSALS = 1000
 """Of one check. A generator without end must not hang whoever asks."""
@@ -38,9 +37,10 @@ class BackendSpec:
 
     ``factory`` is ``"package.module:attribute"``, a callable that takes a ``BackendContext`` and returns the
     backend; it is imported when the backend is built and not before. ``requires`` are requirement strings that
-    must be installed. ``options`` is a frozen dataclass with a default for every field. ``check`` gives further
-    refusals that the capabilities cannot express: of a problem, a role and the backend's options, as parsed. They are
-    the defaults where a user sets none, and ``None`` where the spec has no options.
+    must be installed; one written as ``(requirement, module)`` must also bring that module. ``options`` is a frozen
+    dataclass with a default for every field. ``check`` gives further refusals that the capabilities cannot express: of
+    a problem, a role and the backend's options, as parsed. They are the defaults where a user sets none, and ``None``
+    where the spec has no options.
     """
 
     name: str
@@ -48,7 +48,7 @@ class BackendSpec:
     contract: str
     factory: str
     capabilities: Capabilities
-    requires: tuple[str, ...] = ()
+    requires: tuple[str | tuple[str, str], ...] = ()
     options: type[Any] | None = None
     check: Callable[[Problem, Role | None, Any], Iterable[Refusal]] | None = field(default=None, compare=False)
     preference: int = 0
@@ -68,7 +68,7 @@ class BackendSpec:
             yield "the name 'auto' asks for an automatic choice and cannot be a backend's"
         if not isinstance(self.summary, str) or not self.summary or not self.summary.isprintable():
             yield f"summary {self.summary!r} must be one line of text"
-        if not isinstance(self.factory, str) or not re.fullmatch(rf"{_DOTTED}:{_DOTTED}", self.factory):
+        if not isinstance(self.factory, str) or not re.fullmatch(rf"{DOTTED}:{DOTTED}", self.factory):
             yield f"factory {self.factory!r} must be a string 'package.module:attribute'"
         if type(self.preference) is not int:
             yield f"preference {self.preference!r} must be a whole number"
@@ -81,9 +81,9 @@ class BackendSpec:
         else:
             yield f"capabilities {self.capabilities!r} must be Capabilities(...)"
         if isinstance(self.requires, tuple | list):
-            yield from (problem for text in self.requires if (problem := requirement_problem(text)) is not None)
+            yield from (problem for needed in self.requires if (problem := requirement_problem(needed)) is not None)
         else:
-            yield f"requires {self.requires!r} must be a tuple of requirement strings"
+            yield f"requires {self.requires!r} must be a tuple of requirement strings or pairs (requirement, module)"
         if self.options is not None:
             yield from options_problems(self.options)
 
@@ -96,7 +96,7 @@ class BackendSpec:
         missing = factory_refusal(self.factory)
         reasons = [
             *([] if missing is None else [missing]),
-            *(reason for text in self.requires if (reason := requirement_refusal(text)) is not None),
+            *(reason for needed in self.requires if (reason := _requirement_refusal(needed)) is not None),
             *_environment_refusals(self.capabilities, problem),
         ]
         if role is not None:
@@ -145,6 +145,10 @@ def _check_problems(check: object) -> Iterator[str]:
         )
 
 
+def _requirement_refusal(needed: str | tuple[str, str]) -> Refusal | None:
+    return requirement_refusal(needed) if isinstance(needed, str) else requirement_refusal(*needed)
+
+
 def _environment_refusals(can: Capabilities, problem: Problem) -> Iterator[Refusal]:
     """What device, element types, pages and switches decide."""
     if problem.device is not None and problem.device not in can.devices:
@@ -162,6 +166,16 @@ def _environment_refusals(can: Capabilities, problem: Problem) -> Iterator[Refus
         yield _outside(RefusalCode.DTYPE, "dtype", problem.dtype, can.dtypes, Setting.DTYPE)
     if problem.kv_dtype is not None and problem.kv_dtype not in can.kv_dtypes:
         yield _outside(RefusalCode.KV_DTYPE, "KV dtype", problem.kv_dtype, can.kv_dtypes, Setting.KV_DTYPE)
+    elif can.kv_matches_dtype and problem.dtype in can.dtypes and problem.kv_dtype is not None:
+        allowed = [dtype for dtype in (problem.dtype, DType.FLOAT8_E4M3) if dtype in can.kv_dtypes]
+        if problem.kv_dtype not in allowed:
+            yield Refusal(
+                RefusalCode.KV_DTYPE,
+                f"a cache in {problem.kv_dtype} cannot be read with {problem.dtype} queries",
+                value=str(problem.kv_dtype),
+                allowed=[str(dtype) for dtype in allowed],
+                setting=Setting.KV_DTYPE,
+            )
     if problem.page_size is not None and can.page_sizes.kernel_size(problem.page_size) is None:
         yield Refusal(
             RefusalCode.PAGE_SIZE,
@@ -211,6 +225,34 @@ def _role_refusals(can: Capabilities, problem: Problem, role: Role) -> Iterator[
             if reason not in given:
                 given.append(reason)
     yield from given
+    served = [layer for layer in layers if layer.kind in can.kinds]
+    heads = max((layer.num_heads // problem.tensor_parallel for layer in served), default=0)
+    if can.max_heads is not None and heads > can.max_heads:
+        message = f"{heads} heads on one rank are too many, at most {can.max_heads}"
+        yield Refusal(RefusalCode.HEADS, message, heads, can.max_heads, Setting.TENSOR_PARALLEL)
+    if can.layers_alike and (differing := _differing(served, problem.tensor_parallel)):
+        listed = "; ".join(f"{name} {', '.join(map(_number, values))}" for name, values in differing.items())
+        yield Refusal(RefusalCode.LAYERS, f"one plan serves all layers, but they differ: {listed}", differing)
+
+
+def _shape(layer: LayerSpec, ranks: int) -> dict[str, Any]:
+    """All that a plan may depend on, with the query heads that one rank has."""
+    parts = [part for part in (layer, layer.mla, layer.linear) if part is not None]
+    shape = {each.name: getattr(part, each.name) for part in parts for each in fields(part)}
+    apart = ("layer_id", "mla", "linear", *(["num_kv_heads"] if layer.mla else []))  # a latent row has no heads
+    return {name: shape[name] for name in shape if name not in apart} | {"num_heads": layer.num_heads // ranks}
+
+
+def _differing(layers: list[LayerSpec], ranks: int) -> dict[str, list[Any]]:
+    """What layers differ in, with the values that they have."""
+    shapes = [_shape(layer, ranks) for layer in layers]
+    names = dict.fromkeys(name for shape in shapes for name in shape)
+    values = {name: list(dict.fromkeys(shape.get(name) for shape in shapes)) for name in names}
+    return {name: found for name, found in values.items() if len(found) > 1}
+
+
+def _number(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
 def _layer_refusals(can: Capabilities, problem: Problem, role: Role, layer: LayerSpec) -> Iterator[Refusal]:

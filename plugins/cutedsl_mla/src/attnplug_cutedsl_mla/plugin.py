@@ -14,7 +14,7 @@ def attnplug_backends() -> list[BackendSpec]:
             summary="MLA by FlashInfer's CuTe DSL kernel: decode and verify, with another backend for prefill",
             contract=CONTRACT_VERSION,
             factory="attnplug_cutedsl_mla.factory:cutedsl_mla",
-            requires=(blackwell.LIBRARY, "nvidia-cutlass-dsl>=4.6.2"),
+            requires=(blackwell.FLASHINFER, "nvidia-cutlass-dsl>=4.6.2"),
             check=blackwell.refusals,
             preference=70,  # below trtllm_mla, and as little proven
             capabilities=blackwell.capabilities(

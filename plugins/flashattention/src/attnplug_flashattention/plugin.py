@@ -21,12 +21,10 @@ from attnplug import (
     Role,
     Setting,
     hookimpl,
-    module_refusal,
     requirement_refusal,
 )
 from attnplug_flashattention.options import FlashAttentionOptions, KernelName
 
-DTYPES = frozenset({DType.BFLOAT16, DType.FLOAT16})
 FA4 = "flash-attn-4>=4.0.0b36"
 FA2 = "flash-attn>=2.8,<3"
 TORCH = "torch>=2.11"
@@ -56,7 +54,8 @@ def attnplug_backends() -> list[BackendSpec]:
                 kinds=frozenset({AttentionKind.MHA, AttentionKind.MLA}),
                 devices=frozenset({"cuda"}),
                 min_sm=80,
-                dtypes=DTYPES,
+                dtypes=frozenset({DType.BFLOAT16, DType.FLOAT16}),
+                kv_matches_dtype=True,
                 roles=frozenset({Role.PREFILL, Role.DECODE, Role.DRAFT}),
                 features=frozenset({Feature.SLIDING_WINDOW, Feature.LOGIT_CAP, Feature.SINKS}),
                 max_speculative_tokens=64,
@@ -70,11 +69,7 @@ def attnplug_backends() -> list[BackendSpec]:
 
 
 def refusals(problem: Problem, role: Role | None, options: FlashAttentionOptions) -> Iterator[Refusal]:
-    """What the capabilities cannot say: types that must agree, widths of heads, MLA's roles, what the library can."""
-    dtype, kv_dtype = problem.dtype, problem.kv_dtype
-    if {dtype, kv_dtype} == DTYPES:
-        message = f"a cache in {kv_dtype} cannot be read with {dtype} queries"
-        yield Refusal(RefusalCode.KV_DTYPE, message, str(kv_dtype), [str(dtype)], Setting.KV_DTYPE)
+    """What the capabilities cannot say: widths of heads, MLA's roles, and what the library can."""
     if role is Role.LINEAR:
         return
     layers = () if problem.model is None or role is None else problem.model.full_layers
@@ -192,12 +187,12 @@ _UNCAPPED = [str(Feature.SLIDING_WINDOW), str(Feature.SINKS)]
 
 def _lacking(requirement: str, module: str) -> tuple[str, str | None] | None:
     """What is wrong with an installation of a library, and what to do; ``None`` if nothing is."""
-    if (refusal := requirement_refusal(requirement)) is not None:
-        state = "is not installed" if refusal.value is None else f"is {refusal.value}, not {refusal.allowed}"
-        return f"{requirement.partition('>')[0]} {state}", refusal.advice
-    if (refusal := module_refusal(module, requirement)) is not None:
+    if (refusal := requirement_refusal(requirement, module)) is None:
+        return None
+    if refusal.code == RefusalCode.IMPORT:
         return refusal.message, refusal.advice
-    return None
+    state = "is not installed" if refusal.value is None else f"is {refusal.value}, not {refusal.allowed}"
+    return f"{requirement.partition('>')[0]} {state}", refusal.advice
 
 
 def fa4_problem(sm: int, layers: Iterable[LayerSpec]) -> str | None:

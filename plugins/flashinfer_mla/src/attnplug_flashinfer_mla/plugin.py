@@ -9,19 +9,16 @@ from attnplug import (
     CONTRACT_VERSION,
     AttentionKind,
     BackendSpec,
-    CacheLayout,
     Capabilities,
     DType,
     ExtendPath,
     GraphLevel,
-    LayerSpec,
     Problem,
     Refusal,
     RefusalCode,
     Role,
     Setting,
     hookimpl,
-    module_refusal,
     requirement_refusal,
 )
 from attnplug_flashinfer_mla.options import FlashInferMLAOptions, KernelName
@@ -43,13 +40,15 @@ CAPABILITIES = Capabilities(
     min_sm=80,
     dtypes=DTYPES,
     kv_dtypes=DTYPES | {DType.FLOAT8_E4M3},
+    kv_matches_dtype=True,
     roles=frozenset({Role.PREFILL, Role.DECODE, Role.DRAFT}),
     mla_dims=frozenset({(512, 64)}),
+    max_heads=MOST_HEADS,
+    layers_alike=True,
     max_speculative_tokens=64,
     cuda_graph=GraphLevel.UNIFORM,
     extras=frozenset({"lse", "out"}),
     mla_extend=frozenset(ExtendPath),
-    layouts=frozenset({CacheLayout.TOKEN_MAJOR, CacheLayout.HEAD_MAJOR}),
 )
 
 
@@ -61,7 +60,7 @@ def attnplug_backends() -> list[BackendSpec]:
             summary="MLA by FlashInfer: paged decode, verify and extend; prefill as MHA in one shot or by chunks",
             contract=CONTRACT_VERSION,
             factory="attnplug_flashinfer_mla.factory:FlashInferMLABackend",
-            requires=(LIBRARY,),
+            requires=((LIBRARY, "flashinfer"),),
             options=FlashInferMLAOptions,
             check=refusals,
             preference=100,
@@ -71,73 +70,29 @@ def attnplug_backends() -> list[BackendSpec]:
 
 
 def refusals(problem: Problem, role: Role | None, options: FlashInferMLAOptions) -> Iterator[Refusal]:
-    """What the capabilities cannot say: types that must agree, heads a rank has, what this FlashInfer lacks, and what
-    the kernel that was asked for does not take."""
-    yield from _type_refusals(problem)
-    if problem.model is not None and role is not None:
-        yield from layer_refusals(problem)
-    if (missing := module_refusal("flashinfer", LIBRARY)) is not None:
-        yield missing
-    if problem.kv_dtype is DType.FLOAT8_E4M3 and (older := _older(READS_FP8)) is not None:
-        message = f"flashinfer-python {older.value} reads no fp8 cache"
-        allowed = [str(DType.BFLOAT16), str(DType.FLOAT16)]
-        value = str(problem.kv_dtype)
-        yield Refusal(RefusalCode.KV_DTYPE, message, value, allowed, Setting.KV_DTYPE, older.advice)
+    """What the capabilities cannot say: where an fp8 cache is read, and what the kernel that was asked for takes."""
+    if problem.kv_dtype is DType.FLOAT8_E4M3:
+        yield from _fp8_refusals(problem)
     yield from kernel_refusals(problem, options)
     if options.kernel == "cutlass" and (older := _older(PLANS_CUTLASS)) is not None:
         message = f"flashinfer-python {older.value} does not plan kernel=cutlass"
         yield Refusal("kernel", message, options.kernel, None, KERNEL, older.advice)
 
 
-def _type_refusals(problem: Problem) -> Iterator[Refusal]:
-    """The cache has the queries' type; or it is fp8, where queries are bfloat16 and the device is SM 90."""
-    dtype, kv_dtype = problem.dtype, problem.kv_dtype
-    on_sm_90 = problem.sm in (None, 90)
-    allowed = [str(dtype)] if dtype in DTYPES else []
-    if kv_dtype is DType.FLOAT8_E4M3:
-        if dtype not in (None, DType.BFLOAT16):
-            message = f"an fp8 cache is read with bfloat16 queries only, not with {dtype}"
-            yield Refusal(RefusalCode.DTYPE, message, str(dtype), [str(DType.BFLOAT16)], Setting.DTYPE)
-        if not on_sm_90:
-            message = f"an fp8 cache is read on SM 90 only, this is SM {problem.sm}"
-            yield Refusal(RefusalCode.KV_DTYPE, message, str(kv_dtype), allowed, Setting.KV_DTYPE)
-    elif {dtype, kv_dtype} == DTYPES:
-        if dtype is DType.BFLOAT16 and on_sm_90:
-            allowed.append(str(DType.FLOAT8_E4M3))
-        message = f"a cache in {kv_dtype} cannot be read with {dtype} queries"
-        yield Refusal(RefusalCode.KV_DTYPE, message, str(kv_dtype), allowed, Setting.KV_DTYPE)
-
-
-def layer_refusals(problem: Problem) -> Iterator[Refusal]:
-    """Of layers that no plan of ours could serve: too many heads, or layers that differ."""
-    assert problem.model is not None
-    layers = [layer for layer in problem.model.full_layers if layer.mla is not None]
-    ranks = problem.tensor_parallel
-    heads = {layer.num_heads // ranks for layer in layers}
-    if heads and max(heads) > MOST_HEADS:
-        yield Refusal(
-            "heads",
-            f"{max(heads)} heads on one rank are too many, at most {MOST_HEADS}",
-            max(heads),
-            MOST_HEADS,
-            Setting.TENSOR_PARALLEL,
-        )
-    shapes = sorted({_shape(layer) for layer in layers})
-    if len(shapes) > 1:
-        listed = "; ".join(", ".join(f"{name} {value:.4g}" for name, value in shape) for shape in shapes)
-        yield Refusal("layers", f"one plan serves all layers, but they differ: {listed}", [dict(s) for s in shapes])
-
-
-def _shape(layer: LayerSpec) -> tuple[tuple[str, float], ...]:
-    assert layer.mla is not None
-    return (
-        ("heads", layer.num_heads),
-        ("kv_lora_rank", layer.mla.kv_lora_rank),
-        ("nope", layer.mla.qk_nope_head_dim),
-        ("rope", layer.mla.qk_rope_head_dim),
-        ("v", layer.v_head_dim),
-        ("scale", layer.scale),
-    )
+def _fp8_refusals(problem: Problem) -> Iterator[Refusal]:
+    """An fp8 cache is read with bfloat16 queries, on SM 90, by a FlashInfer that is new enough."""
+    dtype, value = problem.dtype, str(problem.kv_dtype)
+    if dtype not in (None, DType.BFLOAT16):
+        message = f"an fp8 cache is read with bfloat16 queries only, not with {dtype}"
+        yield Refusal(RefusalCode.DTYPE, message, str(dtype), [str(DType.BFLOAT16)], Setting.DTYPE)
+    if problem.sm not in (None, 90):
+        message = f"an fp8 cache is read on SM 90 only, this is SM {problem.sm}"
+        allowed = [str(dtype)] if dtype in DTYPES else []
+        yield Refusal(RefusalCode.KV_DTYPE, message, value, allowed, Setting.KV_DTYPE)
+    if (older := _older(READS_FP8)) is not None:
+        message = f"flashinfer-python {older.value} reads no fp8 cache"
+        allowed = [str(DType.BFLOAT16), str(DType.FLOAT16)]
+        yield Refusal(RefusalCode.KV_DTYPE, message, value, allowed, Setting.KV_DTYPE, older.advice)
 
 
 def kernel_refusals(problem: Problem, options: FlashInferMLAOptions) -> Iterator[Refusal]:

@@ -18,8 +18,9 @@ from attnplug import (
     PlanError,
     PlannedAttention,
 )
-from attnplug_flashmla.kernels import PAGE, Call, FlashMLAKernels, Kernels
+from attnplug_flashmla.kernels import Call, FlashMLAKernels, Kernels
 from attnplug_flashmla.planner import Pages
+from attnplug_flashmla.plugin import PAGE
 
 _UNIFORM = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
 

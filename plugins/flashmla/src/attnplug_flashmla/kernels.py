@@ -12,8 +12,6 @@ from torch import Tensor
 
 from attnplug import PlanError
 
-PAGE = 64
-"""Tokens of a page, as the kernel reads them."""
 _LARGEST_INDEX = 1 << 31
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from attnplug import split_table
-from attnplug_flashmla.kernels import PAGE
+from attnplug_flashmla.plugin import PAGE
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from attnplug_flashmla.kernels import PAGE
+from attnplug_flashmla.plugin import PAGE
 
 _BLOCK = 256
 _MOST_PROGRAMS = 8

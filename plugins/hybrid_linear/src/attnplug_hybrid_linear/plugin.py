@@ -17,7 +17,6 @@ from attnplug import (
     Refusal,
     Role,
     hookimpl,
-    module_refusal,
 )
 
 LIBRARY = "fla-core>=0.6,<0.7"
@@ -52,7 +51,7 @@ def attnplug_backends() -> list[BackendSpec]:
             summary="linear attention in Triton: flash-linear-attention's chunks, and decode on states in place",
             contract=CONTRACT_VERSION,
             factory="attnplug_hybrid_linear.fla_factory:FlaLinearBackend",
-            requires=(LIBRARY,),
+            requires=((LIBRARY, "fla"),),
             check=refusals,
             preference=100,
             capabilities=Capabilities(
@@ -71,12 +70,10 @@ def attnplug_backends() -> list[BackendSpec]:
 
 
 def refusals(problem: Problem, role: Role | None, options: Any) -> Iterator[Refusal]:
-    """What the capabilities of fla cannot say: how wide keys may be, and whether the library is whole."""
+    """What the capabilities of fla cannot say: how wide keys may be."""
     if problem.model is not None and role is Role.LINEAR:
         delta = (AttentionKind.GDN, AttentionKind.KDA)
         widths = {layer.linear.key_dim for layer in problem.model.layers if layer.kind in delta and layer.linear}
         if widths and max(widths) > MOST_KEY_DIM:
             message = f"keys of the delta rule are {max(widths)} wide, at most {MOST_KEY_DIM}"
             yield Refusal("key_dim", message, max(widths), MOST_KEY_DIM)
-    if (missing := module_refusal("fla", LIBRARY)) is not None:
-        yield missing

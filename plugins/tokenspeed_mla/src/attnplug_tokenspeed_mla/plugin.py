@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
-
-from attnplug import CONTRACT_VERSION, BackendSpec, DType, Problem, Refusal, Role, hookimpl, module_refusal
+from attnplug import CONTRACT_VERSION, BackendSpec, DType, hookimpl
 from attnplug_trtllm_mla import blackwell
 
 LIBRARY = "tokenspeed-mla>=2.0,<3"
@@ -19,15 +16,9 @@ def attnplug_backends() -> list[BackendSpec]:
             summary="MLA by TokenSpeed's kernels over an fp8 cache: decode, verify, prefill as MHA",
             contract=CONTRACT_VERSION,
             factory="attnplug_tokenspeed_mla.factory:tokenspeed_mla",
-            requires=(LIBRARY, blackwell.LIBRARY),
-            check=refusals,
+            requires=((LIBRARY, "tokenspeed_mla"), blackwell.FLASHINFER),
+            check=blackwell.refusals,
             preference=80,  # below trtllm_mla, and as little proven
             capabilities=blackwell.capabilities(kv_dtypes=frozenset({DType.FLOAT8_E4M3})),
         )
     ]
-
-
-def refusals(problem: Problem, role: Role | None, options: Any) -> Iterator[Refusal]:
-    if (missing := module_refusal("tokenspeed_mla", LIBRARY)) is not None:
-        yield missing
-    yield from blackwell.refusals(problem, role, options)

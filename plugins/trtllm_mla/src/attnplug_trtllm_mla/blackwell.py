@@ -7,7 +7,6 @@ from typing import Any
 
 from attnplug import (
     AttentionKind,
-    CacheLayout,
     Capabilities,
     DType,
     ExtendPath,
@@ -17,13 +16,14 @@ from attnplug import (
     Refusal,
     RefusalCode,
     Role,
-    module_refusal,
 )
-from attnplug_flashinfer_mla.plugin import layer_refusals
+from attnplug_flashinfer_mla.plugin import MOST_HEADS
 
 SMS = (100, 103)
 KERNEL_PAGES = (32, 64)
 LIBRARY = "flashinfer-python>=0.6.18,<0.8"
+FLASHINFER = (LIBRARY, "flashinfer")
+"""What each of them requires."""
 
 
 def capabilities(
@@ -43,20 +43,17 @@ def capabilities(
         roles=roles,
         page_sizes=PageSizes.of(*KERNEL_PAGES),
         mla_dims=frozenset({(512, 64)}),
+        max_heads=MOST_HEADS,
+        layers_alike=True,
         max_speculative_tokens=64,
         cuda_graph=GraphLevel.UNIFORM,
         extras=frozenset({"lse", "out"}),
         mla_extend=mla_extend,
-        layouts=frozenset({CacheLayout.TOKEN_MAJOR, CacheLayout.HEAD_MAJOR}),
     )
 
 
 def refusals(problem: Problem, role: Role | None, options: Any) -> Iterator[Refusal]:
-    """What the capabilities cannot say."""
+    """What the capabilities cannot say: which GPUs within the range."""
     if problem.sm is not None and SMS[0] < problem.sm < SMS[-1]:  # others are outside of the range that is declared
         listed = " or ".join(map(str, SMS))
         yield Refusal(RefusalCode.SM, f"it needs SM {listed}, this is SM {problem.sm}", problem.sm, list(SMS))
-    if problem.model is not None and role is not None:
-        yield from layer_refusals(problem)
-    if (missing := module_refusal("flashinfer", LIBRARY)) is not None:
-        yield missing

@@ -17,7 +17,7 @@ def attnplug_backends() -> list[BackendSpec]:
             "by flashinfer_mla",
             contract=CONTRACT_VERSION,
             factory="attnplug_trtllm_mla.factory:trtllm_mla",
-            requires=(blackwell.LIBRARY,),
+            requires=(blackwell.FLASHINFER,),
             options=TRTLLMMLAOptions,
             check=blackwell.refusals,
             preference=90,  # below flashinfer_mla: it was never run on a GPU
