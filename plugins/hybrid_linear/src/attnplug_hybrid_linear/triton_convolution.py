@@ -94,10 +94,10 @@ def convolve_in_place(
     silu: bool,
     store: bool,
 ) -> None:
-    """Convolve each row of ``x`` ``[tokens, channels]`` with those before it; with ``store`` the states advance past
-    them.
+    """Convolve each row of ``x`` ``[tokens, channels]`` with those before it.
 
-    A program takes one of ``blocks``. Without blocks it takes a whole span, and advances its state as well.
+    With ``store`` the states advance past them. A program takes one of ``blocks``. Without blocks it takes a whole
+    span, and advances its state as well.
     """
     if not spans.rows:
         return

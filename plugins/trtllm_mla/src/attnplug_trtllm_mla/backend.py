@@ -121,11 +121,10 @@ class TRTLLMMLABackend(PlannedAttention):
         )
 
     def init_mha_chunk_metadata(self, forward_batch: ForwardBatch) -> Plan | None:
-        """Plan chunks for the fallback where it must run them (A4). Otherwise ``None``: the ragged kernel needs no
-        plan.
+        """Plan chunks for the fallback where it must run them (A4); ``None`` elsewhere.
 
         It must where chunks over a prefix are disabled and there is a prefix, or where a graph captures the prefill.
-        The first call, over the new rows, is our own kernel's even then.
+        The first call, over the new rows, is our own ragged kernel's even then. That kernel needs no plan.
         """
         geometry, fallback = forward_batch.geometry, self._fallback
         disabled = self.context.serving.disable_chunked_prefix_cache and _has_prefix(geometry.calls)
