@@ -57,7 +57,7 @@ class ExplainOptions:
 
 
 def where(device: str | None, sm: int | None) -> tuple[str, int | None]:
-    """The device and SM to judge by: what is asked for, which need not be here, or else what is here."""
+    """The device and SM to judge for: those asked for, which need not be here, or else those that are here."""
     if device is not None and device not in DEVICES:
         raise UsageError(f"--device {device!r} is unknown; use one of {', '.join(DEVICES)}")
     if device == "cpu":

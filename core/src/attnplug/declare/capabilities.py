@@ -1,4 +1,5 @@
-"""What a backend can do, as data: read strictly when a plugin is loaded, so that no choice fails on it later."""
+"""What a backend can do, as data. It is checked when a plugin is loaded, so no choice of a backend fails on it
+later."""
 
 from __future__ import annotations
 
@@ -12,17 +13,17 @@ from attnplug.declare.reading import integer, members, of_type, pairs, several
 
 DEVICES = ("cpu", "cuda")
 EXTRAS = ("lse", "out", "sinks")
-"""The fields of ``ForwardExtras``, which needs torch and so lives elsewhere."""
+"""The fields of ``ForwardExtras``, which needs torch and is therefore defined elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
     """What a backend can do, as data. What is not claimed here is refused.
 
-    ``head_dims`` are (query/key, value) widths for MHA, ``mla_dims`` are (kv_lora_rank, rope) widths for MLA;
-    ``None`` means any. ``kv_dtypes`` left out means the same as ``dtypes``. ``min_sm`` and ``max_sm`` bound the
-    compute capability on CUDA, both inclusive. ``extras`` names the fields of ``ForwardExtras`` it honours,
-    ``mla_extend`` the ways in which it can run an MLA extend, ``layouts`` the layouts of a cache that it reads.
+    ``head_dims`` are (query/key, value) widths for MHA, ``mla_dims`` are (kv_lora_rank, rope) widths for MLA; ``None``
+    means any. ``kv_dtypes`` left out means the same as ``dtypes``. ``min_sm`` and ``max_sm`` bound the compute
+    capability on CUDA, both inclusive. ``extras`` names the fields of ``ForwardExtras`` that it honours, ``mla_extend``
+    the ways in which it can run an MLA extend, ``layouts`` the cache layouts that it reads.
     """
 
     kinds: frozenset[AttentionKind]

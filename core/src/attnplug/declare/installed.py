@@ -6,9 +6,9 @@ import importlib_metadata as metadata
 
 
 def metadata_lines(distribution: metadata.Distribution) -> dict[str, str]:
-    """The head of a distribution's metadata, by lower-case key; nothing of a damaged one.
+    """The headers of a distribution's metadata, by lower-case key; empty if the distribution is damaged.
 
-    Parsing a whole README as mail, as ``metadata.version`` does, would cost more than all else of a start-up.
+    ``metadata.version`` parses the whole README as mail, which would cost more than the rest of a start-up.
     """
     found: dict[str, str] = {}
     try:

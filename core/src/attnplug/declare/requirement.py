@@ -1,4 +1,4 @@
-"""Whether what a backend needs is installed, asked of metadata alone; and its import, when it is built."""
+"""Whether what a backend needs is installed, according to metadata alone; and its import, when it is built."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Library = TypeVar("Library")
 
 def requirement_refusal(requirement: str) -> Refusal | None:
     """The refusal for a requirement string such as ``flashinfer-python>=0.6.12``; ``None`` if it is met."""
-    from packaging.requirements import Requirement  # here: a start-up without requirements need not pay for it
+    from packaging.requirements import Requirement  # imported here: a start-up without requirements must not pay for it
 
     wanted = Requirement(requirement)
     if wanted.marker is not None and not wanted.marker.evaluate():
@@ -37,10 +37,11 @@ def requirement_refusal(requirement: str) -> Refusal | None:
 
 
 def module_refusal(module: str, requirement: str) -> Refusal | None:
-    """The refusal for a library that is half installed: its metadata is there, and ``module`` is not.
+    """The refusal for a library that is half installed: its metadata is there, but ``module`` is not.
 
-    ``None`` where it is whole, or not installed at all: that is for the requirement to say. Looks for files and imports
-    nothing, parents of ``module`` included: a kernel library takes seconds, and may not import on this machine.
+    ``None`` if it is complete, or not installed at all: that is for the requirement to say. Only looks for files.
+    Nothing is imported, not even parents of ``module``: a kernel library takes seconds, and may not import on this
+    machine.
     """
     from packaging.requirements import Requirement
 
@@ -57,11 +58,11 @@ def module_refusal(module: str, requirement: str) -> Refusal | None:
 
 
 def import_library(load: Callable[[], Library], requirement: str) -> Library:
-    """What ``load`` returns, which imports a kernel library; an error that names the library if it cannot.
+    """Import a kernel library by calling ``load``, and return its result; raises an error that names the library.
 
-    For the module of a backend's factory, at its top: what cannot be imported shows there before anything is built.
-    Libraries raise anything on import: AssertionError where others are half installed, OSError where CUDA's are
-    missing, even SystemExit. All of it becomes a :class:`BackendError`.
+    For the top of the module that defines a backend's factory: a failing import shows there, before anything is built.
+    Libraries raise anything on import: AssertionError if others are half installed, OSError if CUDA's are missing, even
+    SystemExit. All of it becomes a :class:`BackendError`.
     """
     from packaging.requirements import Requirement
 

@@ -69,7 +69,8 @@ def merge_tile(
 ):  # fmt: skip
     """Merge all live rows of a tile in one program.
 
-    It takes some columns at a time, since a whole part would not fit in registers twice. Reads bypass the L1 cache, which does not see what other multiprocessors wrote.
+    It takes some columns at a time, since a whole part would not fit in registers twice. Reads bypass the L1 cache,
+    which does not see what other multiprocessors wrote.
     """
     row = tl.arange(0, TILE)
     weights_at = partial_weights + row * partial_slots
