@@ -64,7 +64,7 @@ def backend_problems(backend: object, *, linear: bool = False) -> Iterator[str]:
 def name_problems(backend: AttentionBackend, name: str) -> Iterator[str]:
     """Errors name a backend by its identity, so it must carry the name by which it is asked for."""
     if backend.backend_id.name != name:
-        yield f"its backend_id is named {backend.backend_id.name!r}; make it of the context's name, which is {name!r}"
+        yield f"its backend_id is named {backend.backend_id.name!r}; use the context's name, which is {name!r}"
 
 
 def claim_problems(backend: AttentionBackend, declared: Capabilities, page_size: int) -> Iterator[str]:
@@ -89,11 +89,11 @@ def unmet(claims: Claims, problem: Problem, roles: Collection[Role]) -> Iterator
     """Every way in which a built backend claims less than the problem it was selected for needs."""
     if problem.cuda_graph > claims.cuda_graph:
         yield (
-            f"CUDA graphs were asked for at level {problem.cuda_graph.name}, and what was built claims "
+            f"CUDA graphs were asked for at level {problem.cuda_graph.name}, but what was built claims "
             f"{claims.cuda_graph.name}"
         )
     if claims.needs_cpu_seq_lens and not problem.exact_lengths:
-        yield "the host has upper bounds of lengths only, and what was built claims needs_cpu_seq_lens"
+        yield "the host has upper bounds of lengths only, but what was built claims needs_cpu_seq_lens"
     if problem.model is None or not set(roles) - {Role.LINEAR}:
         return
     layers = problem.model.full_layers
@@ -101,9 +101,9 @@ def unmet(claims: Claims, problem: Problem, roles: Collection[Role]) -> Iterator
         extra = EXTRA_OF.get(feature)
         if extra is not None and extra not in claims.extras:
             claimed = ", ".join(sorted(claims.extras)) or "none"
-            yield f"the model's {feature} need the extra {extra}, and what was built claims the extras {claimed}"
+            yield f"the model's {feature} need the extra {extra}, but what was built claims the extras {claimed}"
     if Role.PREFILL in roles and not claims.mla_extend and any(layer.mla is not None for layer in layers):
-        yield "it was chosen to prefill MLA, and what was built claims no way to: its mla_extend is empty"
+        yield "it was chosen to prefill MLA, but what was built claims no way to do so: its mla_extend is empty"
 
 
 def import_factory(registered: Registered) -> Callable[[BackendContext], Any]:

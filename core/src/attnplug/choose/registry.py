@@ -168,7 +168,7 @@ def _strict(setting: str | None) -> bool:
 
 def _insist(registry: Registry) -> None:
     faults = [str(broken) for broken in registry.broken]
-    faults += [f"{ALLOW_VARIABLE} names {name!r}, which no installed plugin answers to" for name in registry.unmatched]
+    faults += [f"{ALLOW_VARIABLE} names {name!r}, which matches no installed plugin" for name in registry.unmatched]
     faults += [
         f"{name} ({backend.source}): {missing}"
         for name, backend in registry.backends.items()

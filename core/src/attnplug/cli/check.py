@@ -95,7 +95,7 @@ def run_check(options: CheckOptions, render: Render, *, json: bool) -> int:
     device, sm = open_device(options.device)
     dtype = DType.parse(options.dtype, Setting.DTYPE)
     if not 0 <= options.seed < 1 << 63:
-        raise UsageError(f"--seed {options.seed} is no seed; give a number from 0 to {(1 << 63) - 1}")
+        raise UsageError(f"--seed {options.seed} is not a seed; give a number from 0 to {(1 << 63) - 1}")
     if dtype not in CHECKED_DTYPES:
         raise UsageError(f"--dtype {dtype} is a type for caches; use one of {', '.join(CHECKED_DTYPES)}")
     kv_dtype = DType.parse(options.kv_dtype, Setting.KV_DTYPE) if options.kv_dtype is not None else dtype

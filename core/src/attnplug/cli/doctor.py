@@ -175,9 +175,7 @@ def plugin_answer() -> Findings:
     registry = load_registry(environment=environment)
     rows = list(listing(registry, every=True))
     texts = [(row.name, f"{row.distribution} {row.version}: {row.text}") for row in rows]
-    texts += [
-        (name, f"named in {ALLOW_VARIABLE}, but no installed plugin answers to it") for name in registry.unmatched
-    ]
+    texts += [(name, f"named in {ALLOW_VARIABLE}, but no installed plugin matches it") for name in registry.unmatched]
     findings: dict[str, str] = {}
     for name, text in texts:
         findings[name] = f"{findings[name]}\n{text}" if name in findings else text

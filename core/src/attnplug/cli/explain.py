@@ -62,7 +62,7 @@ def where(device: str | None, sm: int | None) -> tuple[str, int | None]:
         raise UsageError(f"--device {device!r} is unknown; use one of {', '.join(DEVICES)}")
     if device == "cpu":
         if sm is not None:
-            raise UsageError(f"--sm {sm} speaks of a GPU, but --device is cpu; leave one of them out")
+            raise UsageError(f"--sm {sm} names a GPU, but --device is cpu; leave one of them out")
         return "cpu", None
     if sm is not None:
         return "cuda", sm

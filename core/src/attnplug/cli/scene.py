@@ -129,7 +129,7 @@ class Scene:
         wanted, wanted_lse = self._wanted(step, q)
         error, lse_error = largest_error(out, wanted), None
         if out.dtype != q.dtype:
-            raise BackendError(f"the result is of {out.dtype}, and q of {q.dtype}; they have to agree")
+            raise BackendError(f"the result is {out.dtype}, but q is {q.dtype}; they must be the same")
         if with_lse:  # often another path of the same backend, so its output is checked again
             lse = torch.full(q.shape[:2], float("nan"), dtype=torch.float32, device=self.device)
             extras = ForwardExtras(lse=lse)

@@ -24,7 +24,7 @@ def warn_of_the_rest(registry: Registry) -> None:
     for source, seconds in registry.slow.items():
         print(f"warning: plugin {source.entry_point} ({source}) took {seconds:.1f} s to load", file=sys.stderr)
     for name in registry.unmatched:
-        print(f"warning: {ALLOW_VARIABLE} names {name!r}, which no installed plugin answers to", file=sys.stderr)
+        print(f"warning: {ALLOW_VARIABLE} names {name!r}, which matches no installed plugin", file=sys.stderr)
 
 
 @contextlib.contextmanager

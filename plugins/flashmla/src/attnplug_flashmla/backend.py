@@ -51,8 +51,8 @@ class FlashMLABackend(PlannedAttention):
         if geometry.mode not in _UNIFORM or geometry.new_lens is not None:
             different = "" if geometry.new_lens is None else " with new_lens, by which requests may differ"
             raise PlanError(
-                f"backend {self.backend_id.name} plans {', '.join(_UNIFORM)}, with equally many new tokens of every "
-                f"request, and this is a batch in mode {geometry.mode}{different}; let the prefill backend take it"
+                f"backend {self.backend_id.name} plans {', '.join(_UNIFORM)}, with the same number of new tokens per "
+                f"request, but this is a batch in mode {geometry.mode}{different}; let the prefill backend take it"
             )
         pages = memory.part(geometry.requests, geometry.max_new)
         pages.fill(geometry.page_table, geometry.seq_lens, self._page_size)
