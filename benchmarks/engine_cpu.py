@@ -1,9 +1,12 @@
 """The engine on the CPU against transformers' own generation: same model, same prompts, same run.
 
-A random Llama of about 50M parameters. Decode at batch 1, 8 and 32 and prefill of 2048 tokens, in tokens a second,
-against ``generate`` and continuous batching (``generate_batch``, in a process of its own with a time limit); and what a
-decode step costs outside the model's own math (scheduling, batch, plan, sampling): in place, where the math has just
-emptied the caches, and warm, around a model that does none. Ratios of one run are what counts.
+A random Llama of about 50M parameters. Decode at batch 1, 8 and 32 and prefill of 2048 tokens are measured in tokens
+per second. They are compared with ``generate`` and with continuous batching (``generate_batch``, in a process of its
+own with a time limit).
+
+Also measured: what a decode step costs outside the model's own math (scheduling, batch, plan, sampling). It is measured
+in place, where the math has just emptied the caches, and warm, around a model that does no math. Only ratios within one
+run count.
 """
 
 from __future__ import annotations
@@ -50,7 +53,7 @@ def prompts(count: int, length: int) -> list[list[int]]:
 
 
 def ours(engine: Engine, batch: int, new: int, length: int = PROMPT) -> tuple[float, float]:
-    """Tokens a second of prefill and decode."""
+    """Tokens per second of prefill and decode."""
     before = vars_of(engine)
     engine.generate(prompts(batch, length), SamplingParams(max_tokens=new))
     after = vars_of(engine)
@@ -65,7 +68,7 @@ def vars_of(engine: Engine) -> tuple[float, ...]:
 
 @torch.inference_mode()
 def by_generate(model: torch.nn.Module, batch: int, new: int) -> float:
-    """Decoded tokens a second of ``generate``: the time of a long run less that of its first token."""
+    """Decoded tokens per second of ``generate``: the time of a long run less that of its first token."""
     tokens = torch.tensor(prompts(batch, PROMPT))
     seconds = []
     for count in (1, new):
@@ -76,7 +79,7 @@ def by_generate(model: torch.nn.Module, batch: int, new: int) -> float:
 
 
 def by_generate_batch(folder: str, batch: int, new: int) -> float | None:
-    """Decoded tokens a second of transformers' continuous batching, likewise; None where it gives no answer in time."""
+    """The same for transformers' continuous batching; None if it gives no answer in time."""
     code = f"""
 import json, time, torch, transformers, warnings
 warnings.filterwarnings("ignore")
@@ -102,7 +105,7 @@ print("seconds", json.dumps(seconds))
         print(f"generate_batch does not run here: {last}", file=sys.stderr)
         return None
     _, first, whole = json.loads(answers[-1].removeprefix("seconds "))
-    # Starting its threads varies by seconds: where that drowns a short run there is no rate to tell.
+    # Starting its threads varies by seconds. If that drowns a short run, there is no rate to report.
     return batch * (new - 1) / (whole - first) if whole - first > 0.2 * first else None
 
 
@@ -115,7 +118,7 @@ def prefill_by_transformers(model: torch.nn.Module, length: int) -> float:
 
 
 class Clock:
-    """Seconds spent in some methods since the last reading; they run as they are, once, where the engine calls them."""
+    """Seconds spent in some methods since the last reading. They run unchanged, where the engine calls them."""
 
     def __init__(self, methods: dict[tuple[Any, str], str]) -> None:
         self._methods, self._seconds = methods, dict.fromkeys(methods.values(), 0.0)
@@ -144,7 +147,7 @@ class Clock:
 
 
 class ReadyMade(torch.nn.Module):
-    """In place of a model: hidden states and logits that are there already, so that a step is all but the math."""
+    """Takes the place of a model: its hidden states and logits are ready made, so a step is everything but the math."""
 
     def __init__(self, tokens: int, batch: int) -> None:
         super().__init__()
@@ -193,7 +196,7 @@ def overhead(engine: Engine, batch: int, new: int) -> dict[str, float]:
 
 
 def overhead_warm(engine: Engine, batch: int, new: int) -> dict[str, float]:
-    """The same without the model's math, which leaves none of the caches to what surrounds it."""
+    """The same without the model's math, which would empty the caches of the code around it."""
     runner = engine.runner
     model, runner.model = runner.model, ReadyMade(batch * PROMPT, batch)  # type: ignore[assignment] # as much of a model as is called
     try:

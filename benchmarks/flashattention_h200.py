@@ -1,10 +1,12 @@
 """FlashAttention on an H200: the flashattention backend against flash-attn-4 and FlashInfer called directly.
 
 GQA decode over a grid of batches: ours eager, ours in CUDA graphs of 20 calls over four layers' caches (as an engine
-would capture it, with a page table for the longest context), flash-attn-4 and FlashInfer in such graphs. ``parts`` says
-into how many ours cut each request; where it is 1, ours and flash-attn-4 make the same calls. Prefill without prefix:
-GQA with the write to the cache, and MLA as MHA. Sides take turns; ratios of one run are what counts, and ``raw_again``
-is their noise. A case that fails has its error in its place. Every result is written as soon as it is there.
+would capture it, with a page table for the longest context), and flash-attn-4 and FlashInfer in such graphs. ``parts``
+says into how many parts ours cut each request; if it is 1, ours and flash-attn-4 make the same calls. Prefill without
+prefix: GQA with the write to the cache, and MLA as MHA.
+
+Sides take turns. Only ratios within one run count, and ``raw_again`` shows their noise. A case that fails is reported
+with its error. Every result is written as soon as it is there.
 """
 
 from __future__ import annotations
@@ -129,7 +131,7 @@ class Ours:
         )
 
     def captured(self) -> ForwardBatch:
-        """A batch to decode as an engine captures it: with room in its table for the longest context."""
+        """A decode batch as an engine captures it: its table has room for the longest context."""
         geometry = self.batch().geometry
         table = torch.zeros(self.case.requests, MAX_CONTEXT // PAGE, dtype=torch.int32, device=self.device)
         table[:, : self.page_table.shape[1]] = self.page_table
@@ -173,7 +175,7 @@ class Decode:
         return out.squeeze(1)
 
     def eager(self) -> dict[str, Any]:
-        """One call on the device, the cache out of L2."""
+        """One call on the device, with the cache not in L2."""
         ours = self._call(self._batch)
         off = difference(ours(0), self._raw(0))
         us = device_us({"raw": lambda: self._raw(0), "ours": lambda: ours(0)}, REPLAYS, self._rig.cold)
@@ -204,7 +206,7 @@ class Decode:
         return {"us": us, "difference": {name: difference(out, to) for name, (_, out) in captured.items()}}
 
     def graphs(self) -> dict[str, Any]:
-        """A call inside a graph of 20, the kernels that plan in the graph included."""
+        """A call inside a graph of 20, including the kernels that plan in the graph."""
         batch, backend = self._captured, self._ours.backend
         divided = batch.plan.attention.metadata.cached.divided
         bodies = {

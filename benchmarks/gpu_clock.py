@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 Call = Callable[[int], object]
-"""Takes the number of the call, which says whose layer's cache is read."""
+"""Takes the number of the call, which says which layer's cache is read."""
 
 
 def device_us(calls: Mapping[str, Callable[[], object]], rounds: int, before: Callable[[], None]) -> dict[str, float]:
-    """Median microseconds of calls on the device, which take turns, forth and back; ``before`` runs untimed."""
+    """Median microseconds of calls on the device. They take turns, back and forth; ``before`` runs untimed."""
     for call in calls.values():
         call()
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -35,7 +35,7 @@ def device_us(calls: Mapping[str, Callable[[], object]], rounds: int, before: Ca
 
 
 def host_us(calls: Mapping[str, Call], rounds: int, count: int) -> dict[str, list[float]]:
-    """Microseconds of the host for a call, of each round: ``count`` calls in a row that nobody waits for, in turns."""
+    """Host microseconds per call, for each round: ``count`` calls in a row without waiting, in turns."""
     for call in calls.values():
         call(0)
     times: dict[str, list[float]] = {name: [] for name in calls}
@@ -55,7 +55,7 @@ def medians(times: Mapping[str, Sequence[float]]) -> dict[str, float]:
 
 
 def while_busy(call: Call, load: Callable[[], None], rounds: int = 10) -> dict[str, Any]:
-    """Host microseconds of a call behind queued work, and whether that work was always still running afterwards."""
+    """Host microseconds of a call after queued work, and whether that work was always still running afterwards."""
     call(0)
     times, running = [], []
     for _ in range(rounds):
@@ -72,7 +72,7 @@ def while_busy(call: Call, load: Callable[[], None], rounds: int = 10) -> dict[s
 
 
 def complaint_of_torch(call: Call) -> str | None:
-    """What torch's own check for synchronising operations says of a call; None where it finds none."""
+    """What torch's own check for synchronising operations says about a call; None if it finds none."""
     torch.cuda.set_sync_debug_mode("error")
     try:
         call(0)
@@ -84,7 +84,8 @@ def complaint_of_torch(call: Call) -> str | None:
 
 
 def capture(body: Callable[[], Tensor]) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-    """A graph of ``body``, run once before so that nothing is compiled or loaded in it; and where its result lies."""
+    """A graph of ``body`` and its result. ``body`` runs once before, so that nothing is compiled or loaded in the
+    graph."""
     body()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -3,9 +3,9 @@
     python benchmarks/gpu_faults.py --check                      that every fault still fits the source; anywhere
     python benchmarks/gpu_faults.py [--only NAME …] [--json F]   on a GPU; minutes, less with --only
 
-A fault is a piece of a source file and what stands there instead. The package that it is in is copied, the copy is
-changed and put first on ``PYTHONPATH``, and a few tests run in a process of their own: the working tree stays as it is.
-Every selection of tests runs once without a fault too, or it would say nothing that one fails with it.
+A fault is a piece of a source file and its replacement. Its package is copied, the copy is changed and put first on
+``PYTHONPATH``, and a few tests run in a process of their own: the working tree stays as it is. Every selection of tests
+also runs once without a fault, because otherwise a failure with it would prove nothing.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ PACKAGES = ("torch", "triton", "flashinfer-python", "sgl-flash-mla", "pytest")
 class Fault:
     name: str
     file: str
-    """From the root of the repository."""
+    """Path from the root of the repository."""
     old: str
-    """Found once in the file."""
+    """Occurs once in the file."""
     new: str
     tests: tuple[str, ...]
-    """What pytest is given beside ``-m gpu``."""
+    """Arguments of pytest besides ``-m gpu``."""
 
     @property
     def source(self) -> Path:
@@ -54,7 +54,7 @@ FLASHMLA, FLASHMLA_TESTS = _plugin("flashmla")
 FLASHATTENTION, FLASHATTENTION_TESTS = _plugin("flashattention")
 TRITON, TRITON_TESTS = _plugin("triton_mla")
 
-# Few tests each, and the same for faults that are alike: each fault compiles its kernel anew, and no more than that.
+# Few tests each, and the same for similar faults: each fault compiles its kernel anew, and no more than that.
 _NO_SLOT = (ROW_TESTS, "-k", "before_or_behind or without_a_slot and float32 and not triton")
 _INDICES = (f"{FLASHINFER_TESTS}/test_planner.py", "-k", "row_by_row or stays_inside")
 _WORK_LIST = (f"{FLASHINFER_TESTS}/test_schedule.py", "-k", "same_list and 1-16")
@@ -67,7 +67,7 @@ _PLAN = (f"{TRITON_TESTS}/test_schedule.py", "-k", "last_of_their_request or pla
 _LOW = (f"{TRITON_TESTS}/test_batches.py", "-k", "TestMatrix and test_decode and 5-16-64")
 _WIDE = (f"{TRITON_TESTS}/test_batches.py", "-k", "TestMatrix and test_decode and 60-128-64")
 _LONG = (f"{TRITON_TESTS}/test_batches.py", "-k", "thousandfold and decode")
-"""As many steps a program as it takes to look up a page ahead."""
+"""Enough steps per program that it looks up a page ahead."""
 _LAST = (f"{TRITON_TESTS}/test_batches.py", "-k", "ways_to_cut and extend and plain")
 _EARLY = f"{TRITON_TESTS}/test_batches.py"
 _WAIT_IN_GLUON = "            gdc_wait()  # for queries and cache rows; schedule and page table are older\n"
@@ -249,7 +249,7 @@ FAULTS = (
 
 
 def stale() -> list[str]:
-    """What is wrong with the faults themselves: those whose text is not found once, or whose tests are not there."""
+    """What is wrong with the faults themselves: their text is not found once, or their tests do not exist."""
     found = []
     for fault in FAULTS:
         times = (ROOT / fault.file).read_text().count(fault.old)
@@ -279,7 +279,7 @@ def run(tests: tuple[str, ...], sources: list[Path], timeout: float) -> dict[str
     except subprocess.TimeoutExpired:
         return {"outcome": "timed out", "seconds": round(time.monotonic() - started, 1), "said": f"after {timeout} s"}
     lines = [line for line in (done.stdout + done.stderr).splitlines() if line and not line.startswith("SKIPPED")]
-    # A process that a fault killed, by memory that is not its own, has failed as well as one that says so.
+    # A process that a fault killed, by touching foreign memory, has failed as well.
     outcome = outcomes.get(done.returncode, f"exit {done.returncode}")
     if outcome == "passed" and not any(" passed" in line for line in lines[-3:]):
         outcome = "nothing selected"  # all of it was skipped
@@ -288,7 +288,7 @@ def run(tests: tuple[str, ...], sources: list[Path], timeout: float) -> dict[str
 
 
 def with_fault(fault: Fault, sources: list[Path], timeout: float) -> dict[str, Any]:
-    """The outcome of its tests where a copy of its package, changed, comes before all others."""
+    """The outcome of a fault's tests, with a changed copy of its package first on the path."""
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(shutil.copytree(fault.source, Path(folder) / "src", ignore=shutil.ignore_patterns("__pycache__")))
         file = copy / Path(fault.file).relative_to(fault.source.relative_to(ROOT))

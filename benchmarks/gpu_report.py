@@ -1,4 +1,4 @@
-"""What the benchmarks on a GPU share of reporting: where they ran, what failed, and a file that is always complete."""
+"""Reporting that the GPU benchmarks share: where they ran, what failed, and a file that is always complete."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ import torch
 
 @dataclass
 class Report:
-    """Everything found so far; written anew with every result."""
+    """Everything found so far; written again with every result."""
 
     path: Path | None
     found: dict[str, Any]
@@ -37,10 +37,10 @@ class Report:
 
 
 def attempt(measure: Callable[[], Any]) -> Any:
-    """What was measured, or the error in its place."""
+    """What was measured, or the error instead."""
     try:
         return measure()
-    except Exception as error:  # kernels fail in any way there is, and the other cases are worth having
+    except Exception as error:  # kernels fail in any way, and the other cases are still worth having
         trace = traceback.format_exc(limit=-4)
         print(trace, file=sys.stderr, flush=True)
         return {"error": f"{type(error).__name__}: {error}"[:400], "traceback": trace[-4000:]}

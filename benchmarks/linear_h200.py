@@ -1,9 +1,11 @@
 """Linear attention on an H200: the fla backend against flash-linear-attention called directly, in the same run.
 
-Gated DeltaNet and Kimi's delta attention with 32 heads and states of 128 x 128: prefill by chunks, and decode over the
-states of several layers, more than the L2 cache holds, each read and written in place. All inside CUDA graphs, on the
-device; and what a call costs the host. ``raw`` is the library's public function, which writes new states beside the old
-ones; ``raw_in_place`` its inner one, which takes slots. They take turns with ours; ``raw_again`` is the noise.
+Gated DeltaNet and Kimi's delta attention with 32 heads and states of 128 x 128: prefill by chunks, and decode. Decode
+reads and writes the states of several layers in place, more than the L2 cache holds. All of it runs inside CUDA graphs
+and is timed on the device; the host's cost of a call is measured too.
+
+``raw`` is the library's public function, which writes new states beside the old ones. ``raw_in_place`` is its inner
+function, which takes slots. They take turns with ours, and ``raw_again`` shows the noise.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ GDN, KDA = AttentionKind.GDN, AttentionKind.KDA
 
 @dataclass(frozen=True)
 class Case:
-    """Equally long requests of new tokens on one kind of layer."""
+    """Requests with the same number of new tokens, on one kind of layer."""
 
     kind: str
     requests: int
@@ -132,7 +134,7 @@ class Sides:
         return self.backend.forward_linear(self.inputs, self.layers[number % self.count], self.batch)
 
     def raw(self) -> Callable[[int], Tensor]:
-        """The library's public function, as a user of it calls it."""
+        """The library's public function, called as a user would."""
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule, fused_recurrent_gated_delta_rule
         from fla.ops.kda import chunk_kda, fused_recurrent_kda
 
@@ -165,7 +167,8 @@ class Sides:
         return call
 
     def raw_in_place(self) -> Callable[[int], Tensor]:
-        """The library's inner function for decode, which nobody exports; GDN by a decay repeated for every channel."""
+        """The library's inner function for decode, which it does not export. GDN's decay is repeated for every
+        channel."""
         from fla.ops.kda.fused_recurrent import fused_recurrent_kda_fwd
 
         inputs = self.inputs
@@ -224,7 +227,7 @@ class Sides:
         return medians({**times, **plans})
 
     def difference(self) -> float:
-        """‖ours − raw‖ / ‖raw‖ from equal states; raw leaves them as they are, ours does not."""
+        """‖ours − raw‖ / ‖raw‖ from equal states. raw leaves them as they are; ours does not."""
         self.slots.copy_(torch.arange(self.case.requests, device=self.device))
         self.plan()  # slots are as the plan found them
         raw = self.raw()(0).float()

@@ -1,11 +1,14 @@
 """MLA on an H200: our backends against FlashInfer and FlashMLA, called directly, in the same run.
 
-Decode over the grid of the raw kernels' marks: on the device, eager and in CUDA graphs of 20 calls over four layers'
-caches; on the host, what a call takes beyond the library's own, and what planning takes, idle and while the device is
-busy, where a plan that waits shows as milliseconds. triton_mla beside both libraries, in graphs in which every call
-reads a cache that is not in L2. Prefill as MHA. Memory of a chunked prefill over long prefixes next to the same in one
-shot. Raw and ours take turns; ratios of one run are what counts, and ``raw_again`` is their noise. A case that fails
-has its error in its place. Every result is written as soon as it is there.
+- Decode over the grid of shapes that the raw kernels were measured with. On the device: eager, and in CUDA graphs of 20
+  calls over four layers' caches. On the host: what a call takes beyond the library's own, and what planning takes, idle
+  and while the device is busy, when a plan that waits shows as milliseconds.
+- triton_mla beside both libraries, in graphs in which every call reads a cache that is not in L2.
+- Prefill as MHA.
+- Memory of a chunked prefill over long prefixes, next to the same prefill in one shot.
+
+Raw and ours take turns. Only ratios within one run count, and ``raw_again`` shows their noise. A case that fails is
+reported with its error. Every result is written as soon as it is there.
 """
 
 from __future__ import annotations
@@ -111,7 +114,7 @@ class Decode:
         return {"eager": self.eager, "host": self.host, "plan": self.planning, "graph": self.graphs}
 
     def eager(self) -> dict[str, Any]:
-        """One call on the device, the cache out of L2."""
+        """One call on the device, with the cache not in L2."""
         raw, ours, writing = self._raw.run, self._call(self._batch), self._call(self._batch, write=True)
         off = difference(ours(0), raw(0))
         calls = {"raw": lambda: raw(0), "ours": lambda: ours(0), "ours_writing": lambda: writing(0)}
@@ -178,7 +181,8 @@ class Decode:
 
 
 class Rotating:
-    """One decode case with caches that are not in L2, as a model's layers are not: triton_mla beside both libraries."""
+    """One decode case over caches that are not in L2, as in a model with many layers: triton_mla beside both
+    libraries."""
 
     def __init__(self, case: Case, rig: Rig) -> None:
         self._case, self._rig, self._layers = case, rig, rotating_layers(case)
@@ -192,9 +196,9 @@ class Rotating:
         return {"graph": self.graphs, "host": self.host}
 
     def _side(self, backend: Any, *, writing: bool = False, room: int = 0) -> Callable[[], Tensor]:
-        """A step of 20 layers: the kernel that plans, then the calls; with room, the page table is for longer requests.
+        """A step of 20 layers: the kernel that plans, then the calls.
 
-        With ``writing`` each call has its new rows to store first.
+        With ``room``, the page table is for longer requests. With ``writing``, each call stores its new rows first.
         """
         backend.init_cuda_graph_state(self._case.requests, self._case.requests)
         batch, layers = self._ours.batch(captured=True), self._ours.layers
@@ -239,7 +243,7 @@ class Rotating:
         return {"us": us, "ratio": {"best": us["triton"] / best}, "difference": off, "floor_us": floor}
 
     def host(self) -> dict[str, Any]:
-        """A call on the host, writing and not, and the plan of a batch that is not captured."""
+        """A call on the host, with and without writing, and the plan of a batch that is not captured."""
         backend, layers, batch = self._ours.backend, self._ours.layers, self._ours.batch()
         batch.plan = BatchPlan(backend.init_forward_metadata(batch))
 
@@ -290,7 +294,8 @@ class Prefill:
         return {"us": us, "ratio": ratios(us), "tflop_per_s": rate, "difference": off}
 
     def planning(self) -> dict[str, Any]:
-        """``ours`` plans FlashInfer's call; ``ours_prepare`` is all that a batch takes, with the slots of its rows."""
+        """``ours`` plans FlashInfer's call; ``ours_prepare`` is all that a batch takes, including the slots of its
+        rows."""
         other, plan = self._ours.batch(self._case.length), self._ours.backend.init_mha_chunk_metadata
         calls: dict[str, Call] = {
             "stock": self._raw.plan,
@@ -304,7 +309,7 @@ class Prefill:
 
 
 class Memory:
-    """One layer's prefill after long prefixes: what it takes of the device's memory, by chunks and in one shot."""
+    """One layer's prefill after long prefixes: how much device memory it takes, by chunks and in one shot."""
 
     def __init__(self, case: Case, rig: Rig) -> None:
         self._rig, heads, rank = rig, case.heads, DIMS.kv_lora_rank
@@ -328,7 +333,8 @@ class Memory:
         }
 
     def memory(self) -> dict[str, Any]:
-        """What stands, whatever is run: ``backend_bytes`` is all that building the backend took, workspace included."""
+        """Memory that is always allocated: ``backend_bytes`` is all that building the backend took, workspace
+        included."""
         return {
             "workspace": [asdict(use) for use in self._ours.workspace.report()],
             "workspace_bytes": self._ours.workspace.nbytes,
@@ -395,7 +401,7 @@ def measure_all(
 
 
 def compile_kernels(rig: Rig, sections: Collection[str]) -> dict[str, Any]:
-    """Seconds until each of FlashInfer's modules that is measured is there, compiled where no cache has it."""
+    """Seconds until each measured module of FlashInfer is available, compiled if no cache has it."""
     found = {}
     made_by: dict[str, Callable[[], Any]] = {
         "import": lambda: __import__("flashinfer"),
@@ -438,7 +444,7 @@ def main() -> None:
             "flashmla": (partial(Decode, pair=FLASHMLA), () if missing else decode),
             "triton": (Rotating, decode),
             "prefill": (Prefill, prefill),
-            # Last, and the largest at the very end: whatever breaks the device there has nothing left to take along.
+            # Last, and the largest at the very end: if it breaks the device, no other case is lost.
             "memory": (Memory, () if arguments.quick else MEMORY),
         }
         for name in SECTIONS:

@@ -42,7 +42,7 @@ CALLS = 20
 """Calls in a graph, over the layers in turn."""
 REPLAYS = 30
 HOST_CALLS = 50
-"""Calls between two looks at the clock: too few to fill the launch queue, where the host would wait for the device."""
+"""Calls between two readings of the clock: too few to fill the launch queue, which would make the host wait."""
 NEW, PREFIX, CAPACITY = 512, 32768, 16384
 PACKAGES = (
     *("torch", "triton", "flashinfer-python", "sgl-flash-mla"),
@@ -71,7 +71,7 @@ QUICK_DECODE, QUICK_PREFILL = (Case(16, 1, 4096), Case(128, 64, 4096)), (Case(16
 
 
 def causal_pairs(new: int, total: int) -> int:
-    """(query, key) pairs of one request and head whose ``new`` queries are the last of ``total`` rows."""
+    """(query, key) pairs of one request and head with ``new`` queries, the last of ``total`` rows."""
     return new * total - new * (new - 1) // 2
 
 
@@ -86,7 +86,7 @@ def decode_bytes(case: Case) -> int:
 
 
 def rotating_layers(case: Case) -> int:
-    """Layers for which every call of a graph reads a cache of its own, as many as there is memory for."""
+    """Layers, so that every call of a graph reads a cache of its own, as far as memory allows."""
     nbytes = case.requests * case.length * DIMS.row_dim * DTYPE.itemsize
     return min(CALLS, max(LAYERS, _ROTATING_BYTES // nbytes))
 
@@ -115,7 +115,7 @@ class Rig:
         self._product = torch.empty_like(self._left)
 
     def warm(self) -> None:
-        """Hold the device for 0.2 ms, in which the host gets ahead: launches then cost the device nothing."""
+        """Keep the device busy for 0.2 ms, so that the host gets ahead: launches then cost the device nothing."""
         torch.cuda._sleep(400_000)
 
     def cold(self) -> None:
@@ -132,7 +132,7 @@ class Rig:
             self.multiply()
 
     def ceilings(self) -> dict[str, float]:
-        """Bandwidth of a large copy, read and written counted, and the rate of an 8192³ bf16 product."""
+        """Bandwidth of a large copy, counting reads and writes, and the rate of an 8192³ bf16 product."""
         source = random(1 << 30, device=self.device)
         target = torch.empty_like(source)
         us = device_us({"copy": lambda: target.copy_(source), "product": self.multiply}, 20, self.warm)
@@ -194,7 +194,7 @@ class Ours:
 
 
 class RawDecode:
-    """FlashInfer's paged wrapper over the caches of our pool, planned and called as its documentation does."""
+    """FlashInfer's paged wrapper over the caches of our pool, planned and called as its documentation shows."""
 
     def __init__(self, ours: Ours, q: Tensor, scratch: Tensor, *, graph: bool) -> None:
         from flashinfer.mla import BatchMLAPagedAttentionWrapper
@@ -237,7 +237,7 @@ class RawDecode:
 
 
 class RawFlashMLA:
-    """FlashMLA over the caches of our pool, as its documentation calls it: the first call after ``begin`` schedules."""
+    """FlashMLA over the caches of our pool, as documented: the first call after ``begin`` makes the schedule."""
 
     def __init__(self, ours: Ours, q: Tensor) -> None:
         import flash_mla
@@ -253,7 +253,7 @@ class RawFlashMLA:
         self._schedule, _ = self._library.get_mla_metadata()
 
     def plan(self, _: int = 0) -> None:
-        """The same ahead of the calls, to be timed by itself."""
+        """The same before the calls, to be timed by itself."""
         self._library.get_mla_decoding_metadata(self._lens, self._heads, 1, h_q=self._heads, use_legacy=True)
 
     def run(self, number: int) -> Tensor:
@@ -284,7 +284,7 @@ FLASHMLA = Pair("flashmla", lambda ours, q, rig, graph: RawFlashMLA(ours, q))
 
 
 def missing_flashmla() -> str | None:
-    """Why FlashMLA cannot be measured here; None where it can."""
+    """Why FlashMLA cannot be measured here; None if it can."""
     from attnplug_flashmla.kernels import load_library
 
     try:
@@ -295,7 +295,7 @@ def missing_flashmla() -> str | None:
 
 
 class RawPrefill:
-    """FlashInfer's ragged wrapper, likewise."""
+    """FlashInfer's ragged wrapper, in the same way."""
 
     def __init__(self, case: Case, scratch: Tensor) -> None:
         from flashinfer.prefill import BatchPrefillWithRaggedKVCacheWrapper

@@ -1,8 +1,8 @@
-"""How long ``attnplug`` takes to start with many plugins installed, beyond a bare interpreter: listing under 300 ms,
-explaining a choice for a GPU under 500 ms.
+"""How long ``attnplug`` takes to start with many plugins installed, beyond a bare interpreter.
 
-Fabricates plugin distributions (a dist-info folder and a module each) on PYTHONPATH, runs the commands in turn, and
-compares medians; the least CPU time says the same on a busy machine. Then says which imports cost the most.
+Goals: listing under 300 ms, explaining a choice for a GPU under 500 ms. Fabricates plugin distributions (a dist-info
+folder and a module each) on PYTHONPATH, runs the commands in turn, and compares medians. The least CPU time says the
+same on a busy machine. Finally it shows which imports cost the most.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def attnplug_backends() -> list[BackendSpec]:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """One command: its median, that beyond the bare interpreter's, and the CPU time of its cheapest run."""
+    """One command: its median, the part of it beyond the bare interpreter's, and the CPU time of its cheapest run."""
 
     command: str
     median_ms: float
@@ -77,7 +77,7 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class ImportCost:
-    """A top-level package: with everything that it was the first to import, and its own modules alone."""
+    """A top-level package: the cost with everything that it was the first to import, and of its own modules alone."""
 
     package: str
     cumulative_ms: float
@@ -97,7 +97,7 @@ def fabricate(folder: Path, plugins: int) -> None:
 
 
 def measure(commands: Mapping[str, tuple[list[str], dict[str, str]]], runs: int) -> list[Timing]:
-    """Time every command ``runs`` times, one after the other in turn, so that a busy machine is unfair to none."""
+    """Time every command ``runs`` times, in turn, so that a busy machine affects all of them alike."""
     times: dict[str, list[float]] = {title: [] for title in commands}
     busy: dict[str, list[float]] = {title: [] for title in commands}
     for number in range(runs + 1):
@@ -118,7 +118,7 @@ def measure(commands: Mapping[str, tuple[list[str], dict[str, str]]], runs: int)
 
 
 def _children_ms() -> float:
-    """CPU time of all processes that ended so far."""
+    """CPU time of all processes that have ended so far."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return 1e3 * (used.ru_utime + used.ru_stime)
 
@@ -126,8 +126,8 @@ def _children_ms() -> float:
 def import_costs(command: list[str], environment: dict[str, str]) -> list[ImportCost]:
     """The most expensive packages by ``-X importtime``, beyond what the bare interpreter imports.
 
-    Python leaves modules out of this that ``importlib.import_module`` imports, plugins among them: what those cost is
-    the difference between the commands with and without plugins.
+    Python leaves out modules that ``importlib.import_module`` imports, plugins among them. Their cost is the difference
+    between the commands with and without plugins.
     """
     usual = {name for name, _, _ in _import_times([sys.executable, "-X", "importtime", "-c", "pass"], environment)}
     cumulative: dict[str, float] = {}

@@ -1,7 +1,7 @@
 """torch_native on the CPU against torch's own dense attention on contiguous rows: what pages and plans cost.
 
-Both run in turns in one process; the ratio of medians is what counts. The dense side gets its keys and values ready
-made, without pages, writes or lengths: it is a lower bound, not a competitor.
+Both run in turns in one process; only the ratio of medians counts. The dense side gets its keys and values ready made,
+without pages, writes or lengths: it is a lower bound, not a competitor.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""triton_mla on a GPU, what changes its time: page size, fp8 cache, verify, uneven lengths, batch invariance.
+"""triton_mla on a GPU, and what changes its time: page size, fp8 cache, verify, uneven lengths, batch invariance.
 
-Decode and verify in CUDA graphs of 20 calls over caches that are not in L2; each variant beside the plain one of the
-same bytes or tokens, in turns. And the kernel that plans, once a step.
+Decode and verify run in CUDA graphs of 20 calls over caches that are not in L2. Each variant takes turns with the plain
+one of the same bytes or tokens. The kernel that plans once per step is timed too.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class Side:
         self._capture(choose)
 
     def cut_by(self, choose: Callable[..., Configuration]) -> Side:
-        """The same over the same memory, by other configurations."""
+        """The same over the same memory, with other configurations."""
         other = copy(self)
         other._capture(choose)
         return other
@@ -136,7 +136,7 @@ class Side:
 
 
 def measure(variants: Mapping[str, Variant], rig: Rig) -> dict[str, float]:
-    """Microseconds of a call of each, and of planning the first."""
+    """Microseconds per call of each variant, and of planning the first."""
     sides = {name: Side(variant, rig.device) for name, variant in variants.items()}
     bodies: dict[str, Callable[[], Tensor]] = {name: side.calls for name, side in sides.items()}
     bodies["plan"] = next(iter(sides.values())).plan

@@ -1,11 +1,12 @@
 """What ``attnplug_triton_mla.configurations`` was chosen from: candidates for every shape, over several lengths.
 
-Decode in CUDA graphs of 20 calls over caches that are not in L2, candidates in turns. For each (heads, requests, type
-of the cache) every cut of the cache rows with every way to merge its parts. The length is not known when one is chosen,
-so candidates are ranked by the mean, over lengths, of their time to the best one's; the tables' own choice is printed
-beside the best. Kernels are compiled by several processes before they are measured.
+Decode runs in CUDA graphs of 20 calls over caches that are not in L2, and candidates take turns. For each (heads,
+requests, cache type) every cut of the cache rows is combined with every way to merge its parts. The length is not known
+when a configuration is chosen. So candidates are ranked by the ratio of their time to the best one's, averaged over
+lengths. The tables' own choice is printed beside the best. Kernels are compiled by several processes before they are
+measured.
 
-After every shape all times are written to ``--json``; ``--seconds`` ends it in good order.
+After every shape all times are written to ``--json``; ``--seconds`` ends the run early, with all results so far.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ SHAPES = [Shape(heads, requests, False) for requests in (1, 4, 16, 32, 64) for h
 SHAPES += [Shape(16, requests, True) for requests in (1, 4, 16, 64)]
 SHAPES += [Shape(128, 4, True), *(Shape(32, requests, False) for requests in (1, 4, 16))]
 SHAPES += [Shape(16, 2, False), Shape(128, 2, False), *(Shape(64, requests, False) for requests in (1, 4))]
-"""In the order in which they are measured."""
+"""In the order of measurement."""
 
 
 def cuts(shape: Shape) -> list[Configuration]:
@@ -72,7 +73,7 @@ def cuts(shape: Shape) -> list[Configuration]:
 
 
 def merges(requests: int) -> list[tuple[int, int, int]]:
-    """How many parts and columns at once, by how many warps."""
+    """How many parts and columns to merge at once, and with how many warps."""
     if requests <= 2:
         return [(128, 32, 1), (128, 32, 2), (64, 64, 2), (32, 64, 1)]
     return [(32, 64, 1), (32, 128, 1), (16, 512, 4)] if requests <= 8 else [(16, 512, 4), (16, 256, 1)]
@@ -88,7 +89,8 @@ def candidates(shape: Shape) -> list[Configuration]:
 
 
 def brief(configuration: Configuration) -> str:
-    """As it would be written: the first four fields by place, others where they differ from their defaults."""
+    """As it would be written in the table: the first four fields by position, others if they differ from their
+    defaults."""
     place, named = fields(configuration)[:4], fields(configuration)[4:]
     given = [repr(getattr(configuration, field.name)) for field in place]
     for field in named:
@@ -99,14 +101,14 @@ def brief(configuration: Configuration) -> str:
 
 
 def compile_one(shape: Shape, candidate: Configuration) -> None:
-    """Into Triton's cache, by running it on a small batch."""
+    """Compile into Triton's cache, by running a small batch."""
     with torch.inference_mode():
         Side(shape.variant(128), torch.device("cuda", 0)).cut_by(lambda *_, **__: candidate).calls()
     torch.cuda.synchronize()
 
 
 def compile_all(shapes: Iterable[Shape], processes: int, seconds: float) -> None:
-    """What fails will say so where it is measured. How many requests and programs there are is a number to a kernel."""
+    """Failures show up in the measurement. The numbers of requests and programs are plain arguments of a kernel."""
     work = {(replace(s, requests=1), replace(c, programs=1, part_cost=0.0)) for s in shapes for c in candidates(s)}
     pool = ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
     wait([pool.submit(compile_one, *each) for each in sorted(work, key=str)], timeout=seconds)
@@ -121,7 +123,7 @@ def measure(shape: Shape, length: int, rig: Rig) -> dict[Configuration, float]:
             side = plain.cut_by(lambda *_, chosen=candidate, **__: chosen)
             graphs[candidate] = capture(side.calls)[0]
             sides.append(side)  # a graph does not keep the plan that it reads
-        except Exception as error:  # too much shared memory, most of all
+        except Exception as error:  # most often too much shared memory
             print(f"{shape} {brief(candidate)}: {type(error).__name__}: {error}"[:200], file=sys.stderr)
             times[candidate] = math.inf
     us = device_us({brief(candidate): graph.replay for candidate, graph in graphs.items()}, REPLAYS, rig.cold)
@@ -129,7 +131,7 @@ def measure(shape: Shape, length: int, rig: Rig) -> dict[Configuration, float]:
 
 
 def ranking(times: dict[int, dict[Configuration, float]]) -> list[Configuration]:
-    """Candidates by the mean, over lengths, of their time to the best one's."""
+    """Candidates by the mean, over lengths, of the ratio of their time to the best one's."""
     found = next(iter(times.values()))
     return sorted(found, key=lambda candidate: sum(us[candidate] / min(us.values()) for us in times.values()))
 

@@ -245,13 +245,13 @@ class TestClaims:
     @pytest.mark.parametrize(
         ("claims", "asked", "said"),
         [
-            ({}, {"cuda_graph": GraphLevel.UNIFORM}, "level UNIFORM, and what was built claims NEVER"),
+            ({}, {"cuda_graph": GraphLevel.UNIFORM}, "level UNIFORM, but what was built claims NEVER"),
             (
                 {},
                 {"exact_lengths": False},
-                "upper bounds of lengths only, and what was built claims needs_cpu_seq_lens",
+                "upper bounds of lengths only, but what was built claims needs_cpu_seq_lens",
             ),
-            ({"extras": ["lse"]}, {"model": SINKS}, "need the extra sinks, and what was built claims the extras lse"),
+            ({"extras": ["lse"]}, {"model": SINKS}, "need the extra sinks, but what was built claims the extras lse"),
             ({"mla_extend": []}, {"model": ModelSpec("m", "test", (MLA,), 4096)}, "its mla_extend is empty"),
         ],
         ids=["graphs", "lengths", "extras", "paths"],
@@ -319,7 +319,7 @@ class TestContext:
         modest = registered(lambda context: Recorder(context.name, Claims()), "modest", capabilities)
         problem = Problem(ModelSpec("m", "test", (FULL,), 4096), page_size=64, cuda_graph=GraphLevel.DECODE)
         selection = select(Registry({"modest": modest}), BackendRequest("modest"), problem)
-        with pytest.raises(BackendError, match="asked for at level DECODE, and what was built claims NEVER"):
+        with pytest.raises(BackendError, match="asked for at level DECODE, but what was built claims NEVER"):
             build_selection(selection, context(name="", roles=frozenset(), model=problem.model))
 
     def test_one_backend_of_both_roles_is_built_once(self, registered):

@@ -385,7 +385,7 @@ def test_a_name_that_matches_nothing_hides_no_backend_of_that_name(
     found = report()["plugins"]
     text = json.dumps(found)
     assert "usable here" in found["fast"]
-    assert "no installed plugin answers" in text
+    assert "no installed plugin matches" in text
 
 
 def test_a_plugin_that_takes_the_process_down_does_not_take_the_report(

@@ -233,7 +233,7 @@ def test_which_kernels_can_read_a_hosts_rows(dtype, rows, copied):
     cache = rows(torch.zeros(64, 64, dtype=torch_dtype(dtype))).unsqueeze(1)
     pool = MLAPool.over([layer], {0: cache}, "slots heads dim", page_size=16, dtype=dtype)
     if copied is None:
-        with pytest.raises(PoolError, match=r"layer 0 have strides .* columns lie side by side, at even addresses"):
+        with pytest.raises(PoolError, match=r"layer 0 have strides .* with adjacent columns, at even addresses"):
             LayerCache.of(pool, 0, 32)
     else:
         assert LayerCache.of(pool, 0, 32).copied is copied

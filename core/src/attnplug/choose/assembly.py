@@ -22,13 +22,13 @@ Built = TypeVar("Built")
 
 
 class BuildError(BackendError):
-    """A chosen backend could not be built. ``backend`` is the one, with the plugin that brought it."""
+    """A chosen backend could not be built. ``backend`` is that backend, with the plugin that brought it."""
 
     def __init__(self, backend: Registered, error: AttnplugError) -> None:
         who, text = f"backend {backend.spec.name} ({backend.source})", error.message
         super().__init__(text if text.startswith(who) else f"{who}: {text}", settings=error.settings)
         self.backend = backend
-        self.exit_code = error.exit_code  # of a UsageError, where it refuses the options that it was given
+        self.exit_code = error.exit_code  # a UsageError's, if the backend refuses its options
 
 
 def build_chosen(
@@ -39,12 +39,12 @@ def build_chosen(
     failed: Mapping[str, Refusal] | None = None,
     ranking: Ranking = BY_PREFERENCE,
 ) -> tuple[Selection, Built]:
-    """Select, and build what was chosen. Where ``auto`` chose one that cannot be built, warn and choose again (D2).
+    """Select, and build what was chosen. If ``auto`` chose one that cannot be built, warn and choose again (D2).
 
     ``build`` makes everything that depends on the choice, pools included, since another backend may want another page
-    size; it raises what :func:`build_selection` raises. A backend that was asked for by name, or given options, is
-    never replaced, and none is in strict mode. ``failed`` is that of an earlier selection, such as the one by which
-    :func:`choose_importable` found out before weights were loaded.
+    size. It raises what :func:`build_selection` raises. A backend that was asked for by name, or given options, is
+    never replaced, and in strict mode none is. ``failed`` is taken from an earlier selection, such as the one of
+    :func:`choose_importable`, which finds out before weights are loaded.
     """
     left_out = dict(failed or {})
     while True:
@@ -64,7 +64,7 @@ def choose_importable(
 ) -> Selection:
     """Select backends whose factories can be imported, kernel libraries included; nothing is built yet (D3).
 
-    For hosts that load weights before they build backends: what cannot be imported is told before.
+    For hosts that load weights before they build backends: what cannot be imported is reported before that.
     """
     return build_chosen(registry, request, problem, _import_chosen, ranking=ranking)[0]
 
@@ -79,11 +79,11 @@ def _asked_for(selection: Selection, backend: Registered) -> bool:
 
 
 def build_selection(selection: Selection, context: HostContext) -> AttentionBackend:
-    """Build what was chosen for each role; each backend's context is what all share and what is its own.
+    """Build what was chosen for each role. A backend's context combines what all share with what is its own.
 
-    The context holds pools and coordinators, so these exist before any backend does (A10's order). Prefill and decode
-    by different backends are split; a backend for linear layers is joined to what serves the others. One that cannot
-    be built is a :class:`BuildError`.
+    The context holds pools and coordinators, so these exist before any backend does (A10's order). If different
+    backends prefill and decode, they are split; a backend for linear layers is joined to the one that serves the
+    others. One that cannot be built is a :class:`BuildError`.
     """
     full = _full_attention(selection, context)
     if Role.LINEAR not in selection.choices:
@@ -117,7 +117,7 @@ def _build(
 
 
 def _told(step: Callable[..., Built], registered: Registered, *rest: object) -> Built:
-    """What a step of building gives; its errors say of which backend they are."""
+    """The result of one step of building; errors name the backend."""
     try:
         return step(registered, *rest)
     except AttnplugError as error:

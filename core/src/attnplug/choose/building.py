@@ -1,4 +1,4 @@
-"""Building one backend: its factory imported, its context given, and what comes back judged."""
+"""Building one backend: import its factory, give it its context, and judge what comes back."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ EXTRA_OF = {Feature.SINKS: "sinks"}
 
 
 def backend_problems(backend: object, *, linear: bool = False) -> Iterator[str]:
-    """Every way in which an object falls short of the protocol, or of that for linear attention; nothing if in none."""
+    """Every way in which an object falls short of the protocol, with ``linear`` of the one for linear attention."""
     for name, wanted in protocol_attributes().items():
         found = getattr(backend, name, None)
         if found is None:
@@ -57,20 +57,20 @@ def backend_problems(backend: object, *, linear: bool = False) -> Iterator[str]:
     for name in hook_signatures():
         try:
             bind_optional_hook(backend, name)
-        except (HookError, AttributeError) as error:  # the latter of a property that fails
+        except (HookError, AttributeError) as error:  # the latter from a property that fails
             yield describe_error(error)
 
 
 def name_problems(backend: AttentionBackend, name: str) -> Iterator[str]:
-    """Errors speak of a backend by its identity: it has to carry the name by which it is asked for."""
+    """Errors name a backend by its identity, so it must carry the name by which it is asked for."""
     if backend.backend_id.name != name:
-        yield f"its backend_id is named {backend.backend_id.name!r}; make it of the context's name, which is {name!r}"
+        yield f"its backend_id is named {backend.backend_id.name!r}; use the context's name, which is {name!r}"
 
 
 def claim_problems(backend: AttentionBackend, declared: Capabilities, page_size: int) -> Iterator[str]:
-    """Every claim of a built backend that its spec does not declare, or that it has no hooks for."""
+    """Every claim of a built backend that its spec does not declare, or for which it lacks the hooks."""
     claims = backend.claims
-    if AttentionKind.MLA not in declared.kinds:  # then nobody asks it how it extends
+    if AttentionKind.MLA not in declared.kinds:  # then nobody asks how it extends
         claims = replace(claims, mla_extend=declared.mla_extend)
     yield from claims.beyond(declared.claims)
     if claims.page_sizes.kernel_size(page_size) is None:
@@ -86,14 +86,14 @@ def claim_problems(backend: AttentionBackend, declared: Capabilities, page_size:
 
 
 def unmet(claims: Claims, problem: Problem, roles: Collection[Role]) -> Iterator[str]:
-    """Every way in which a built backend claims less than the problem that it was selected for needs."""
+    """Every way in which a built backend claims less than the problem it was selected for needs."""
     if problem.cuda_graph > claims.cuda_graph:
         yield (
-            f"CUDA graphs were asked for at level {problem.cuda_graph.name}, and what was built claims "
+            f"CUDA graphs were asked for at level {problem.cuda_graph.name}, but what was built claims "
             f"{claims.cuda_graph.name}"
         )
     if claims.needs_cpu_seq_lens and not problem.exact_lengths:
-        yield "the host has upper bounds of lengths only, and what was built claims needs_cpu_seq_lens"
+        yield "the host has upper bounds of lengths only, but what was built claims needs_cpu_seq_lens"
     if problem.model is None or not set(roles) - {Role.LINEAR}:
         return
     layers = problem.model.full_layers
@@ -101,13 +101,13 @@ def unmet(claims: Claims, problem: Problem, roles: Collection[Role]) -> Iterator
         extra = EXTRA_OF.get(feature)
         if extra is not None and extra not in claims.extras:
             claimed = ", ".join(sorted(claims.extras)) or "none"
-            yield f"the model's {feature} need the extra {extra}, and what was built claims the extras {claimed}"
+            yield f"the model's {feature} need the extra {extra}, but what was built claims the extras {claimed}"
     if Role.PREFILL in roles and not claims.mla_extend and any(layer.mla is not None for layer in layers):
-        yield "it was chosen to prefill MLA, and what was built claims no way to: its mla_extend is empty"
+        yield "it was chosen to prefill MLA, but what was built claims no way to do so: its mla_extend is empty"
 
 
 def import_factory(registered: Registered) -> Callable[[BackendContext], Any]:
-    """A backend's factory, which is imported here and not before. Raises :class:`BackendError`, whatever is wrong."""
+    """Import a backend's factory, which nothing did before. Raises :class:`BackendError`, whatever is wrong."""
     spec = registered.spec
     module_name, _, attribute = spec.factory.partition(":")
     with _blamed_on(registered, "imported"):
@@ -124,11 +124,11 @@ def import_factory(registered: Registered) -> Callable[[BackendContext], Any]:
 
 @contextmanager
 def _blamed_on(registered: Registered, action: str) -> Iterator[None]:
-    """Whatever a plugin's code raises becomes an error that says whose it is. Kernel libraries raise anything."""
+    """Turn whatever a plugin's code raises into an error that names the plugin. Kernel libraries raise anything."""
     where = f"{_who(registered)}: {registered.spec.factory} cannot be {action}"
     try:
         yield
-    except PluginError as error:  # of what it declares: says what is wrong, but not whose it is
+    except PluginError as error:  # about what it declares: says what is wrong, but not in which plugin
         raise BackendError(f"{where}: {error}") from error
     except (AttnplugError, KeyboardInterrupt):
         raise
@@ -141,11 +141,11 @@ def _who(registered: Registered) -> str:
 
 
 def build_backend(registered: Registered, context: BackendContext, problem: Problem | None = None) -> AttentionBackend:
-    """Import a backend's factory, build it, and insist that it is a backend: one whose hooks can be called, whose
-    claims its spec declares, and which claims what ``problem`` needs, the one that it was selected for."""
+    """Import a backend's factory, build it, and check the result: its hooks can be called, its spec declares its
+    claims, and it claims what ``problem`` needs, the one that it was selected for."""
     spec = registered.spec
     factory = import_factory(registered)
-    with _blamed_on(registered, "built"):  # properties of its own are run by whoever looks at it
+    with _blamed_on(registered, "built"):  # looking at it runs properties of its own
         backend = factory(context)
         problems = list(backend_problems(backend, linear=context.roles == {Role.LINEAR}))
         if not problems:

@@ -1,9 +1,9 @@
 """Finding plugins and loading them, one at a time, each isolated from the others (D2).
 
-Hooks are called through pluggy's relay, with one plugin registered at a time. pluggy's own loader stops at the first
-broken plugin, skips a second one of the same name, never calls a misspelled hook and never fills an argument with
-a default, all in silence. Each of these is an error here, reported with the plugin's distribution and version and its
-author's own signature.
+Hooks are called through pluggy, with one plugin registered at a time. pluggy's own loader stops at the first broken
+plugin, skips a second one of the same name, never calls a misspelled hook and never fills an argument with a default,
+all in silence. Each of these is an error here, reported with the plugin's distribution and version and its author's own
+signature.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from attnplug.declare.workspace_kind import WorkspaceKind
 
 GROUP = "attnplug.plugins"
 MOST_ITEMS = 1000
-"""Of one hook. A generator without end must not hang whoever lists backends."""
+"""The most items of one hook. An endless generator must not hang whoever lists backends."""
 HOOKS = tuple(name for name in vars(plugin_hooks) if name.startswith("attnplug_"))
 
 Item = TypeVar("Item")
@@ -58,7 +58,7 @@ class Source:
 
     @property
     def embedded(self) -> bool:
-        """Whether it is core's own. Known by the module: names, and even metadata, are for anyone to choose."""
+        """Whether it is core's own. The module decides: anyone can choose names, and even metadata."""
         return self.target.startswith("attnplug.")
 
     def __str__(self) -> str:
@@ -106,7 +106,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """A plugin, or one thing that it brings, that cannot be used. ``name`` is the backend's where it is known."""
+    """A plugin, or one thing that it brings, that cannot be used. ``name`` is the backend's, if it is known."""
 
     name: str
     source: Source
@@ -155,9 +155,8 @@ def load_plugin(
 ) -> Loaded | Broken:
     """What one plugin brings, or what is wrong with it. Raises nothing but an interrupt, which names the plugin.
 
-    Nobody is registered with ``manager``, before or after; but a broken plugin may leave anything there, so that
-    another manager is needed after it. ``known`` holds the plugins that were loaded before, by distribution and
-    entry point.
+    No plugin is registered with ``manager``, before or after. A broken plugin may leave anything there, so another
+    manager is needed after it. ``known`` holds the plugins that were loaded before, by distribution and entry point.
     """
     name = f"{source.distribution}:{source.entry_point}"
     try:
@@ -182,14 +181,14 @@ def load_plugin(
             manager.unregister(plugin)
             return loaded
     except KeyboardInterrupt as error:
-        # The user's, who wants to know what took so long, or the plugin's own: Python cannot tell them apart.
+        # Either the user, who wants to know what took so long, or the plugin itself: Python cannot tell them apart.
         raise KeyboardInterrupt(f"while loading plugin {source.entry_point} ({source})") from error
     except BaseException as error:  # plugins raise anything: SystemExit, types of their own
         return Broken(source.entry_point, source, describe_error(error))
 
 
 def load_entry_point(point: EntryPoint) -> Any:
-    """What an entry point leads to. Raises whatever the module raises that is imported: call it ``guarded``."""
+    """What an entry point leads to. Raises whatever the imported module raises, so call it ``guarded``."""
     if point.pattern.match(point.value) is None:
         raise PluginError(f"its entry point leads to {point.value!r}; write 'package.module'")
     return point.load()
@@ -197,10 +196,9 @@ def load_entry_point(point: EntryPoint) -> Any:
 
 @contextlib.contextmanager
 def guarded() -> Iterator[None]:
-    """Around code of others: what it prints stays out of our output, and what it takes from the import system is put
-    back and told, since nobody could be loaded after it. What it adds there stays: its backend may need it later.
-    Standard error, filters of warnings and the current folder are put back too, in silence.
-    """
+    """For running foreign code: what it prints stays out of our output. What it removes from the import system is put
+    back and reported, because otherwise nothing could be loaded after it. What it adds there stays: its backend may
+    need it later. Standard error, warning filters and the current folder are put back too, in silence."""
     lists: dict[str, list[Any]] = {name: getattr(sys, name) for name in ("path", "meta_path", "path_hooks")}
     entries = {name: list(found) for name, found in lists.items()}
     raised: BaseException | None = None
@@ -228,7 +226,7 @@ def guarded() -> Iterator[None]:
 def _same_folder() -> Iterator[None]:
     try:
         folder = os.getcwd()
-    except OSError:  # it was deleted
+    except OSError:  # the folder was deleted
         folder = None
     try:
         yield
@@ -238,7 +236,7 @@ def _same_folder() -> Iterator[None]:
 
 
 def _check_hooks(manager: pluggy.PluginManager, plugin: Any, source: Source) -> None:
-    """Every check of a plugin's hooks that pluggy leaves out."""
+    """The checks of a plugin's hooks that pluggy leaves out."""
     if inspect.isclass(plugin):
         raise PluginError(f"{source.target} is a class; let the entry point name a module, or an instance of the class")
     found: dict[str, Callable[..., Any]] = {}
@@ -283,13 +281,13 @@ def _check_hook(hook: str, function: Callable[..., Any], options: Mapping[str, A
 def _call(hook: pluggy.HookCaller, read: Callable[[Any], Result], nothing: Any) -> Result:
     """Call a plugin's hook and read what it returns, ``nothing`` if it has no such hook.
 
-    An error prints the author's signature back.
+    An error shows the author's signature.
     """
     implementations = hook.get_hookimpls()
     if not implementations:
         return read(nothing)
     try:
-        return read(next(iter(hook()), None))  # one implementation; pluggy leaves out a None
+        return read(next(iter(hook()), None))  # one implementation; pluggy drops a None
     except Exception as error:
         where = _signature(implementations[0].function)
         raise PluginError(f"{where}: {describe_error(error)}{_hint(error)}") from error
@@ -306,7 +304,7 @@ def _items(item: type[Item], result: Any) -> list[Item]:
     if len(items) > MOST_ITEMS:
         raise PluginError(f"it returned more than {MOST_ITEMS} items, perhaps without end")
     for position, one in enumerate(items):
-        if type(one) is not item:  # what a subclass changes would run where nobody guards against it
+        if type(one) is not item:  # a subclass's own code would run unguarded
             raise PluginError(f"it returned {_brief(one)} at position {position}, not a {name}")
     return items
 

@@ -16,7 +16,7 @@ from attnplug.hf.tiny import TINY, TINY_CONFIGS
 def load_model(reference: str, registry: Registry | None = None) -> ModelSpec:
     """Read the model that ``reference`` names: ``tiny:NAME``, a ``config.json`` or the folder that holds one.
 
-    Raises ModelConfigError, whatever is wrong with it. Without a registry, that of the installed plugins is used.
+    Raises ModelConfigError, whatever is wrong with it. Without a registry, the one of the installed plugins is used.
     """
     if reference.startswith(TINY):
         return model_from_config(tiny_config(reference, registry), reference)
@@ -27,7 +27,7 @@ def tiny_config(reference: str, registry: Registry | None = None) -> Mapping[str
     """The config of ``tiny:NAME``, or an error that says which names there are."""
     name = reference.removeprefix(TINY)
     if registry is None:
-        if name in TINY_CONFIGS:  # core keeps its names, so that nobody else need be loaded
+        if name in TINY_CONFIGS:  # core keeps its names, so no plugin needs to be loaded
             return TINY_CONFIGS[name]
         registry = load_registry()
     if name in registry.tiny_models:

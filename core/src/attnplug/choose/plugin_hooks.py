@@ -1,9 +1,9 @@
 """The hooks that a plugin may implement, and the marker with which it does.
 
-Each is called once for each plugin, when the plugin is loaded. A plugin implements those that it needs. The module
-that implements them must import neither torch nor a kernel library: ``attnplug backends`` loads every plugin. What
-cannot be used is reported with the plugin's distribution, and the rest of that plugin is not used either; other
-plugins are not affected (D2).
+Each hook is called once per plugin, when the plugin is loaded. A plugin implements those that it needs. The module that
+implements them must import neither torch nor a kernel library, because ``attnplug backends`` loads every plugin. If
+something cannot be used, it is reported with the plugin's distribution, and the rest of that plugin is not used either.
+Other plugins are not affected (D2).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def attnplug_workspace_kinds() -> Iterable[WorkspaceKind]:  # type: ignore[empty
 
 @hookspec
 def attnplug_rankings() -> Iterable[MeasuredTable]:  # type: ignore[empty-body]
-    """Return measured tables by which backends can be ranked, of this plugin's backends or of others'.
+    """Return measured tables by which backends can be ranked, of this plugin's backends or of others.
 
     Two tables for the same backend, role, kind of attention and GPU are an error that names both plugins.
     """
@@ -52,7 +52,7 @@ def attnplug_rankings() -> Iterable[MeasuredTable]:  # type: ignore[empty-body]
 def attnplug_tiny_models() -> Mapping[str, Mapping[str, object]]:  # type: ignore[empty-body]
     """Return tiny models by name: what a Hugging Face ``config.json`` of that model would hold.
 
-    ``tiny:NAME`` is then a model as core's own are, with random weights. The engine's tokens for it are ASCII
-    characters, so its ``vocab_size`` is 128 or more. Two plugins that claim one name are both
-    refused it, with an error that names both. Core's own names stay core's.
+    ``tiny:NAME`` is then a model with random weights, like core's own. The engine's tokens for it are ASCII characters,
+    so its ``vocab_size`` is 128 or more. Two plugins that claim one name are both refused it, with an error that names
+    both. Core's own names stay core's.
     """

@@ -12,21 +12,21 @@ from attnplug.declare.problem import Problem, Role
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """Usable backends, the best first, and in a few words why the first one is."""
+    """Usable backends, the best first, and in a few words why it is the best."""
 
     backends: tuple[Registered, ...]
     why: str
 
 
 class Ranking(Protocol):
-    """Orders the backends that can serve a role. It is asked about usable ones only, of which there is at least one,
-    and returns all of them."""
+    """Orders the backends that can serve a role. It is given usable ones only, at least one, and returns all of
+    them."""
 
     def rank(self, usable: Sequence[Registered], role: Role, problem: Problem) -> Ranked: ...
 
 
 class PreferenceRanking:
-    """By ``BackendSpec.preference``, whatever the role and the problem: the ranking where nothing was measured."""
+    """By ``BackendSpec.preference``, whatever the role and the problem: the ranking if nothing was measured."""
 
     def rank(self, usable: Sequence[Registered], role: Role, problem: Problem) -> Ranked:
         ordered = tuple(sorted(usable, key=by_preference))
@@ -41,7 +41,7 @@ def by_preference(backend: Registered) -> tuple[bool, int, str]:
 def _why(chosen: Registered, others: Sequence[Registered]) -> str:
     preference = chosen.spec.preference
     equal = [b for b in others if b.spec.preference == preference and b.source.embedded == chosen.source.embedded]
-    passed_over = [b for b in others if b not in equal and b.spec.preference >= preference]  # embedded, by the order
+    passed_over = [b for b in others if b not in equal and b.spec.preference >= preference]  # embedded ones
     default = f"the embedded default {_names(passed_over)}"
     beside = f" beside {default}, which comes last" if passed_over else ""
     if not others:

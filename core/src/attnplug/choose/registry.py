@@ -30,7 +30,7 @@ from attnplug.declare.version import CONTRACT_VERSION, contract_problem
 from attnplug.declare.workspace_kind import WorkspaceKind
 
 SLOW_SECONDS = 1.0
-"""A plugin that takes longer to load is named: loading one is meant to take milliseconds."""
+"""A plugin that takes longer to load is reported: loading should take milliseconds."""
 ALLOW_VARIABLE = "ATTNPLUG_PLUGINS"
 STRICT_VARIABLE = "ATTNPLUG_STRICT"
 
@@ -43,7 +43,7 @@ class Registry:
     broken: tuple[Broken, ...] = ()
     blocked: tuple[Source, ...] = ()
     unmatched: tuple[str, ...] = ()
-    """Names in ``ATTNPLUG_PLUGINS`` that no installed plugin answers to."""
+    """Names in ``ATTNPLUG_PLUGINS`` that match no installed plugin."""
     slow: Mapping[Source, float] = field(default_factory=dict)
     """Plugins that took long to load, with their seconds."""
     strict: bool = False
@@ -74,7 +74,7 @@ class Registry:
         )
 
     def insist_on_checks(self, reasons: Iterable[tuple[Registered, Sequence[Refusal]]]) -> None:
-        """In strict mode, a backend's own check that fails is an error that lists all that do."""
+        """In strict mode, a backend's own check that fails is an error, which lists all that do."""
         if self.strict:
             _fail(
                 dict.fromkeys(
@@ -137,7 +137,7 @@ def load_registry(
 
 
 def _near(name: str, backends: Iterable[str]) -> list[str]:
-    """Names like this one; that which differs in case or hyphens alone is meant for sure."""
+    """Similar names; one that differs only in case or hyphens is certainly meant."""
     lower = name.lower().replace("-", "_")
     known = list(backends)
     return [lower] if lower in known else difflib.get_close_matches(lower, known, n=3, cutoff=0.5)
@@ -168,7 +168,7 @@ def _strict(setting: str | None) -> bool:
 
 def _insist(registry: Registry) -> None:
     faults = [str(broken) for broken in registry.broken]
-    faults += [f"{ALLOW_VARIABLE} names {name!r}, which no installed plugin answers to" for name in registry.unmatched]
+    faults += [f"{ALLOW_VARIABLE} names {name!r}, which matches no installed plugin" for name in registry.unmatched]
     faults += [
         f"{name} ({backend.source}): {missing}"
         for name, backend in registry.backends.items()
@@ -183,7 +183,7 @@ def _fail(faults: Collection[str]) -> None:
 
 
 def _backends(loaded: Iterable[Loaded], broken: list[Broken]) -> list[tuple[str, Registered]]:
-    """The backends of our contract by name. Those of another one are left out, and are ``broken``."""
+    """The backends of our contract by name. Those of another contract are left out and added to ``broken``."""
     found = []
     for plugin in loaded:
         for spec in plugin.backends:
@@ -213,7 +213,7 @@ Claim = TypeVar("Claim", bound=_Sourced)
 def _settle(
     title: str, label: str, claims: Iterable[tuple[str, Claim]], broken: list[Broken], contract: str | None = None
 ) -> dict[str, Claim]:
-    """Names are unique. Core keeps its own; else two claims to one name are an error of both (D2), and ``broken``.
+    """Make names unique. Core keeps its own; otherwise two claims to one name are an error of both (D2), in ``broken``.
 
     ``title`` and ``label`` are formats of the name, for the error's text and for the name of what is broken.
     """

@@ -1,6 +1,6 @@
 """Settings → one backend per role, or every reason why not (D3).
 
-Nothing is built here and nothing heavy imported: a choice is judged from specs and a problem, both plain data, so it
+Nothing is built here and nothing heavy is imported. A choice is judged from specs and a problem, both plain data, so it
 works for hardware that is not there.
 """
 
@@ -46,7 +46,7 @@ class BackendRequest:
             )
 
     def name_for(self, role: Role) -> str:
-        """The name asked for in a role. ``attention`` speaks of full attention, not of linear layers."""
+        """The name asked for in a role. ``attention`` is for full attention, not for linear layers."""
         return self.roles.get(role, AUTO if role is Role.LINEAR else self.attention)
 
     def setting_for(self, role: Role) -> Setting:
@@ -56,7 +56,7 @@ class BackendRequest:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A backend as seen from one role: every reason against it, or none."""
+    """A backend as a candidate for one role, with every reason against it."""
 
     backend: Registered
     refusals: tuple[Refusal, ...]
@@ -66,7 +66,7 @@ class Candidate:
 class RoleChoice:
     """The outcome for one role. ``candidates`` holds all installed backends, the one asked for first.
 
-    ``setting`` decided the role; ``rank`` says why ``auto`` took the chosen one among the usable ones.
+    ``setting`` decided the role; ``rank`` says why ``auto`` took this one among the usable ones.
     """
 
     role: Role
@@ -81,7 +81,7 @@ class RoleChoice:
         return None if self.chosen is None else self.chosen.spec.name
 
     def why(self, render: Render = str) -> str:
-        """One line: why this one."""
+        """Why this one, in one line."""
         if self.chosen is None:
             return "nothing can serve"
         if self.requested != AUTO:
@@ -133,7 +133,7 @@ def explain(
 ) -> Selection:
     """Judge every role. Only a request that cannot be understood is an error here; a refusal is an answer.
 
-    ``failed`` are backends that could not be built although nothing spoke against them, by name, with the reason.
+    ``failed`` are backends that could not be built although nothing spoke against them: reasons by name.
     """
     given = {name: _parsed(registry, name, settings) for name, settings in request.options.items()}
     judge = _Judge(registry, request, problem, failed or {}, given, ranking)
@@ -165,7 +165,7 @@ def select(
     failed: Mapping[str, Refusal] | None = None,
     ranking: Ranking = BY_PREFERENCE,
 ) -> Selection:
-    """The backends to build, checked before anything is built; raises :class:`SelectionError` with every reason."""
+    """The backends to build, judged before anything is built. Raises :class:`SelectionError` with every reason."""
     selection = explain(registry, request, problem, failed, ranking)
     if selection.unserved:
         raise SelectionError(selection)
@@ -181,7 +181,7 @@ class _Judge:
     problem: Problem
     failed: Mapping[str, Refusal]
     options: Mapping[str, Any]
-    """Parsed, of the backends that were given any."""
+    """Parsed options, by backend, for the backends that were given any."""
     ranking: Ranking
 
     def choose(self, role: Role) -> RoleChoice:
@@ -207,7 +207,7 @@ class _Judge:
 
 
 def _deciding(request: BackendRequest, role: Role, refusal: Refusal) -> Refusal:
-    """The refusal, naming the setting that decided the role: most often not the one for this role alone."""
+    """The refusal, naming the setting that decided the role, which is often not the one for this role alone."""
     return replace(refusal, setting=request.setting_for(role)) if refusal.setting == role.setting else refusal
 
 
@@ -258,7 +258,7 @@ def _insist_on_options(registry: Registry, request: BackendRequest, choices: Map
 
 
 def _own_refusals(backend: Registered, choices: Mapping[Role, RoleChoice]) -> list[Refusal]:
-    """Why a backend was not chosen for the first of the roles that it is made for; empty where it could have been."""
+    """Why a backend was not chosen for the first of the roles it is made for; empty if it could have been."""
     for choice in choices.values():
         (candidate,) = (c for c in choice.candidates if c.backend is backend)
         if not _for_something_else(candidate):
@@ -274,7 +274,8 @@ def _setting_of(backend: Registered) -> Setting:
 
 
 def _refusal(selection: Selection, render: Render) -> Iterator[str]:
-    """Why roles are not served. Of a backend that was asked for, its own reasons; of ``auto``, every candidate's."""
+    """Why roles are not served: the own reasons of a backend that was asked for, or under ``auto`` every
+    candidate's."""
     asked: dict[str, list[RoleChoice]] = {}
     for choice in selection.unserved:
         if choice.requested != AUTO:
@@ -290,7 +291,7 @@ def _refusal(selection: Selection, render: Render) -> Iterator[str]:
 
 
 def _refused_by_name(choices: Sequence[RoleChoice], render: Render) -> Iterator[str]:
-    """One backend that was asked for in these roles: its reasons, then in one line what could serve instead."""
+    """For a backend that was asked for in these roles: its reasons, then in one line what could serve instead."""
     asked = choices[0].candidates[0].backend
     roles = " and ".join(choice.role for choice in choices)
     by = " and ".join(dict.fromkeys(render(choice.setting) or choice.setting for choice in choices))
@@ -315,8 +316,8 @@ def explanation(selection: Selection, render: Render = str) -> Iterator[str]:
 
 
 def _judged(choice: RoleChoice, render: Render) -> Iterator[str]:
-    """One role: what it gets, and every candidate. Where ``auto`` found one, backends that are made for something else
-    are only named."""
+    """One role: what it gets, and every candidate. If ``auto`` found one, backends that are made for something else are
+    only named."""
     if choice.chosen_name is not None:
         yield f"{choice.role}: {choice.chosen_name} ({choice.why(render)})"
     elif choice.requested != AUTO:
@@ -344,7 +345,7 @@ def _judged(choice: RoleChoice, render: Render) -> Iterator[str]:
 
 
 def passed_over(choice: RoleChoice) -> list[Candidate]:
-    """Candidates that an explanation only names: where ``auto`` found one, those made for something else."""
+    """Candidates that an explanation only names: if ``auto`` found one, those made for something else."""
     if choice.requested != AUTO or choice.chosen is None:
         return []
     return list(filter(_for_something_else, choice.candidates))

@@ -20,7 +20,7 @@ EPILOG = "Exit codes: 0 good, 1 a refusal or a failed check, 2 wrong usage."
 
 
 class _Help(argparse.HelpFormatter):
-    """Shows the default of every option that has one to show."""
+    """Shows the default of every option that has one."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         default = action.default
@@ -40,7 +40,7 @@ class _Version(argparse.Action):
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """A command line, parsed. Its ``render`` spells a setting as an option of the command, where it has one."""
+    """Parse a command line. The result's ``render`` spells a setting as an option of the command, if it has one."""
     arguments = sys.argv[1:] if arguments is None else arguments
     return _parser(arguments).parse_args(arguments)
 
@@ -65,7 +65,7 @@ def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     asked = next((argument for argument in arguments if not argument.startswith("-")), None)
     if asked is None and "--version" not in arguments:
         foreign.add_all(commands, _OWN)
-    elif asked is not None and asked not in _OWN:  # only then is it worth looking at what other packages bring
+    elif asked is not None and asked not in _OWN:  # only then look at what other packages bring
         foreign.add(commands, asked, _OWN)
     return parser
 
@@ -195,7 +195,7 @@ def _declare_completion(commands: Commands[argparse.ArgumentParser]) -> None:
 
 
 def add_backend_options(parser: argparse.ArgumentParser) -> None:
-    """What every command that chooses a backend takes."""
+    """Add the options of every command that chooses a backend."""
     parser.add_argument("--attention-backend", default="auto", metavar="NAME|auto", help="backend for full attention")
     parser.add_argument(
         "--device", metavar="cpu|cuda", help="where to run (default: cuda where there is a GPU, else cpu)"

@@ -88,7 +88,7 @@ def listing(registry: Registry, every: bool) -> Iterator[Row]:
     judged = [(backend, [backend.spec.refusals(problem) for problem in here]) for backend in registry.backends.values()]
     registry.insist_on_checks((backend, reasons) for backend, outcomes in judged for reasons in outcomes)
     for backend, outcomes in judged:
-        # Reasons on this machine: none if one device here suits it, else those of the likeliest.
+        # The reasons on this machine: none if it can use a device here, otherwise those for the likeliest device.
         reasons = min(outcomes, key=len)
         yield Row(
             backend.spec.name,

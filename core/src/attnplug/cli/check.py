@@ -45,14 +45,14 @@ class CheckOptions:
     settings: tuple[str, ...] = ()
 
     def layers(self) -> dict[str, LayerSpec]:
-        """What to check: full attention, linear attention where a backend for it is asked for, and that alone where no
-        other is."""
+        """What to check: full attention, and linear attention if a backend for it is asked for. If no other backend is
+        asked for, linear attention alone."""
         linear = LINEAR_LAYERS if Role.LINEAR in self.roles else {}
         asked_for_full = self.attention != AUTO or set(self.roles) - {Role.LINEAR}
         return (LAYERS if asked_for_full or not linear else {}) | linear
 
     def request(self, layer: LayerSpec, registry: Registry) -> BackendRequest:
-        """The part of what was asked for that speaks of a layer."""
+        """The part of the request that concerns a layer."""
         linear = layer.kind.is_linear
         settings = {
             name: values
@@ -69,7 +69,7 @@ def _for_linear(registry: Registry, name: str) -> bool:
 
 Staged = tuple[Selection, tuple[Scene | LinearScene, AttentionBackend]]
 
-# Each follows one like it, of which nothing is written: whoever reads the first layer's cache gets NaN.
+# Each follows a layer like it to which nothing is written: whoever reads the first layer's cache gets NaN.
 LAYERS = {
     "MHA 4 heads": LayerSpec(1, AttentionKind.MHA, 4, 4, 64, 64, 64**-0.5),
     "GQA 8/2 heads": LayerSpec(1, AttentionKind.MHA, 8, 2, 64, 64, 64**-0.5),
@@ -95,7 +95,7 @@ def run_check(options: CheckOptions, render: Render, *, json: bool) -> int:
     device, sm = open_device(options.device)
     dtype = DType.parse(options.dtype, Setting.DTYPE)
     if not 0 <= options.seed < 1 << 63:
-        raise UsageError(f"--seed {options.seed} is no seed; give a number from 0 to {(1 << 63) - 1}")
+        raise UsageError(f"--seed {options.seed} is not a seed; give a number from 0 to {(1 << 63) - 1}")
     if dtype not in CHECKED_DTYPES:
         raise UsageError(f"--dtype {dtype} is a type for caches; use one of {', '.join(CHECKED_DTYPES)}")
     kv_dtype = DType.parse(options.kv_dtype, Setting.KV_DTYPE) if options.kv_dtype is not None else dtype
@@ -160,7 +160,7 @@ def _run(
         for name, first in served.items():
             progress.update(task, description=name)
             selection, (scene, backend) = stage(name)
-            if selection.choices != first.choices:  # the one chosen first could not be built
+            if selection.choices != first.choices:  # the first choice could not be built
                 _tell_choice(console, name, selection, render)
             for result in _check_layer(name, selection, scene, backend):
                 results.append(result)
@@ -179,7 +179,7 @@ def _check_layer(
         except Exception as error:
             failure = f"{backend.backend_id.name}: {describe_error(error)}{_place(error)}"
             yield Result(name, step.title, sum(step.new_tokens.values()), scene.tolerance, failure=failure)
-            return  # what the cache holds now is anybody's guess
+            return  # the cache may hold anything now
 
 
 def _build(selection: Selection, device: torch.device, seed: int) -> tuple[Scene | LinearScene, AttentionBackend]:

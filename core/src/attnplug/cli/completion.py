@@ -1,7 +1,7 @@
 """``attnplug completion``: a script by which a shell completes commands, options and the names of backends.
 
-The scripts are made of the command line's own parser. Only names of backends are asked for when they are needed: they
-change with every plugin that is installed.
+The scripts are generated from the command line's own parser. Only the names of backends are looked up when they are
+needed, because they change with every plugin that is installed.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _VALUES = {
     "LEVEL": " ".join(level.name.lower() for level in GraphLevel),
     "NAME|auto": "auto $(attnplug backends --names 2>/dev/null)",
 }
-"""Words for an option's value, by what help shows in its place. Others take files, or what nobody can list."""
+"""Words for an option's value, by its placeholder in the help. Others take files, or values that cannot be listed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One option of a command: its name, what help says, and whether it takes a value and of which sort."""
+    """One option of a command: its name, its help, and whether it takes a value and of which sort."""
 
     name: str
     help: str
@@ -41,7 +41,7 @@ class Command:
     help: str
     options: tuple[Option, ...]
     words: tuple[str, ...] = ()
-    """What it takes beside options."""
+    """What it takes besides options."""
 
 
 def print_script(shell: str, parser: argparse.ArgumentParser, *, json: bool) -> int:

@@ -1,7 +1,7 @@
 """``attnplug doctor``: a report on the environment.
 
-Design constraints, to preserve when editing: every probe is guarded on its own; whatever imports a library does so in
-a process of its own; all probes run at the same time; the report always prints, and the command never fails.
+Design constraints, to preserve when editing: every probe is guarded separately; libraries are imported in a process of
+their own; all probes run at the same time; the report always prints, and the command never fails.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def _kernel_libraries(probes: Probes) -> Findings:
 
 
 def _owners() -> Mapping[str, list[str]]:
-    """The distributions that each module belongs to; none where damaged metadata stops Python from telling."""
+    """The distributions that each module belongs to; empty if damaged metadata keeps Python from telling."""
     try:
         return metadata.packages_distributions()
     except Exception:
@@ -131,7 +131,7 @@ def _version_of(owners: list[str]) -> str:
 
 
 def _plugins(probes: Probes) -> Findings:
-    """Listed in a process of their own: a plugin that takes its process down shall not take the report along."""
+    """Listed in a process of its own: a plugin that crashes its process must not take the report along."""
     answer = probes.ask("plugins", "from attnplug.cli.doctor import plugin_answer; answer = plugin_answer()")
     if "failed" in answer:
         return answer
@@ -142,12 +142,12 @@ def _plugins(probes: Probes) -> Findings:
 
 
 def _factory_failures(probes: Probes, factories: Mapping[str, str]) -> Findings:
-    """Why the factories of usable backends cannot be imported, which metadata does not tell."""
+    """Why the factories of usable backends cannot be imported. Metadata does not tell."""
     failures = probes.ask("factories", _importing(factories)) if factories else {}
     if "failed" not in failures:
         return failures
     found: dict[str, str] = {}
-    for name, factory in factories.items():  # one of them took the process down
+    for name, factory in factories.items():  # one of them crashed the process
         alone = probes.ask(name, _importing({name: factory}))
         found |= {name: alone["failed"]} if "failed" in alone else alone
     return found
@@ -158,7 +158,7 @@ def _importing(factories: Mapping[str, str]) -> str:
 
 
 def import_factories(factories: Mapping[str, str]) -> Findings:
-    """Import each; what those raise that cannot be imported."""
+    """Import each, and return what the failing ones raise."""
     failures = {}
     for name, factory in factories.items():
         module, _, attribute = factory.partition(":")
@@ -170,14 +170,12 @@ def import_factories(factories: Mapping[str, str]) -> Findings:
 
 
 def plugin_answer() -> Findings:
-    """What is said of each plugin, and where the factories of usable backends are."""
+    """What to say about each plugin, and where the factories of usable backends are."""
     environment = {name: value for name, value in os.environ.items() if name != STRICT_VARIABLE}
     registry = load_registry(environment=environment)
     rows = list(listing(registry, every=True))
     texts = [(row.name, f"{row.distribution} {row.version}: {row.text}") for row in rows]
-    texts += [
-        (name, f"named in {ALLOW_VARIABLE}, but no installed plugin answers to it") for name in registry.unmatched
-    ]
+    texts += [(name, f"named in {ALLOW_VARIABLE}, but no installed plugin matches it") for name in registry.unmatched]
     findings: dict[str, str] = {}
     for name, text in texts:
         findings[name] = f"{findings[name]}\n{text}" if name in findings else text

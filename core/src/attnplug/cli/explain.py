@@ -57,12 +57,12 @@ class ExplainOptions:
 
 
 def where(device: str | None, sm: int | None) -> tuple[str, int | None]:
-    """The device and SM to judge by: what is asked for, which need not be here, or else what is here."""
+    """The device and SM to judge for: those asked for, which need not be here, or else those that are here."""
     if device is not None and device not in DEVICES:
         raise UsageError(f"--device {device!r} is unknown; use one of {', '.join(DEVICES)}")
     if device == "cpu":
         if sm is not None:
-            raise UsageError(f"--sm {sm} speaks of a GPU, but --device is cpu; leave one of them out")
+            raise UsageError(f"--sm {sm} names a GPU, but --device is cpu; leave one of them out")
         return "cpu", None
     if sm is not None:
         return "cuda", sm

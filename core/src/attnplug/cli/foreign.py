@@ -1,4 +1,4 @@
-"""Commands that other packages bring, by entry points. One that is broken matters to nobody but who asks for it."""
+"""Commands that other packages bring, by entry points. A broken one matters only to those who ask for it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def add_all(commands: Commands[argparse.ArgumentParser], own: Collection[str]) -
 
 
 def add(commands: Commands[argparse.ArgumentParser], asked: str, own: Collection[str]) -> None:
-    """Add the command that was asked for; nothing of the others is loaded."""
+    """Add the command that was asked for; none of the others is loaded."""
     found, broken = claims()
     if asked not in found:
         known = [*own, *found]
@@ -57,7 +57,7 @@ def claims() -> tuple[Mapping[str, list[EntryPoint]], list[Broken]]:
 
 
 def conflict(name: str, points: Collection[EntryPoint], own: Collection[str]) -> str | None:
-    """Why nobody's claim to a command's name counts; ``None`` if there is one claim, and the name is free."""
+    """Why no claim to a command's name counts; ``None`` if there is one claim, and the name is free."""
     claimants = " and ".join(f"{Source.of(point)} ({point.value})" for point in points)
     if name in own:
         return f"command {name!r} of {claimants} is not used: attnplug has a command of that name"

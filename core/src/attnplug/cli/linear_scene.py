@@ -46,7 +46,7 @@ class _State:
 
 
 class LinearScene:
-    """Requests with states of their own; every slot that is nobody's is NaN, and must stay so."""
+    """Requests with states of their own. Every slot that belongs to no request is NaN, and must stay so."""
 
     def __init__(
         self, layer: LayerSpec, dtype: DType, kv_dtype: DType, page_size: int, device: torch.device, seed: int

@@ -33,7 +33,7 @@ def main() -> None:
         _discard_output()
         sys.exit(1)
     except OSError as error:
-        if error.errno is None or error.filename is not None:  # not of our output
+        if error.errno is None or error.filename is not None:  # not about our output
             raise
         _discard_output()
         print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def _run(parsed: argparse.Namespace) -> int:
-    """The command, where an error in a plugin's code is told as that. One in ours is a traceback, to be reported."""
+    """Run the command. An error in a plugin's code is reported as such; one in ours is a traceback, to be reported."""
     try:
         return run(parsed)
     except (AttnplugError, KeyboardInterrupt):
@@ -54,5 +54,5 @@ def _run(parsed: argparse.Namespace) -> int:
 
 
 def _discard_output() -> None:
-    """Python flushes standard output once more when it ends; let that succeed."""
+    """Python flushes standard output once more when it exits; make that succeed."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,7 +1,7 @@
 """Standard output, kept for the answer.
 
-With ``--json`` everything else that any code writes to standard output, Python or not, goes to standard error: plugins
-and kernel libraries print when they please, and a program reads what we print.
+With ``--json``, everything else that any code writes to standard output, in Python or not, goes to standard error.
+Plugins and kernel libraries print when they please, and a program reads what we print.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _answers: int | TextIO | None = None
 
 @contextlib.contextmanager
 def safe_streams() -> Iterator[None]:
-    """Standard streams that can be printed on: closed ones swallow, characters they lack become question marks.
+    """Make the standard streams safe to print on: closed ones swallow, characters they lack become question marks.
 
     What :func:`reserve_for_json` changed is put back at the end.
     """
@@ -38,7 +38,7 @@ def safe_streams() -> Iterator[None]:
             yield
         finally:
             release(stdout)
-            stdout.flush()  # here, where what it raises can still be told to a person
+            stdout.flush()  # here, where an error can still be reported
 
 
 def release(stdout: TextIO | None = None) -> None:
@@ -61,7 +61,7 @@ def reserve_for_json() -> None:
     global _answers
     try:
         descriptor = os.dup(sys.stdout.fileno())
-    except (OSError, ValueError):  # not a file of the system's: a test's or a notebook's
+    except (OSError, ValueError):  # not a file of the operating system: in a test or a notebook
         _answers = sys.stdout
     else:
         sys.stdout.flush()
@@ -86,16 +86,16 @@ def write_line(text: str) -> None:
 
 
 def _write_whole(descriptor: int, line: bytes) -> None:
-    """Without a buffer: what it keeps of a line that failed, it would try to write again later, and fail again.
+    """Write without a buffer, which would keep a line that failed, and fail to write it again later.
 
-    A part of a line that a full disk took is cut off again. A pipe's reader has it already.
+    If a full disk took only part of a line, that part is cut off again. The reader of a pipe has it already.
     """
     before, written = os.fstat(descriptor), 0
     try:
         while written < len(line):
             written += os.write(descriptor, line[written:])
     except OSError:
-        # The end of the file is ours if it grew by what we wrote.
+        # The end of the file is ours if the file grew by what we wrote.
         if stat.S_ISREG(before.st_mode) and os.fstat(descriptor).st_size == before.st_size + written:
             os.ftruncate(descriptor, before.st_size)
             os.lseek(descriptor, before.st_size, os.SEEK_SET)
@@ -103,5 +103,5 @@ def _write_whole(descriptor: int, line: bytes) -> None:
 
 
 def on_terminal() -> bool:
-    """Whether the answer is written to a terminal, where nothing else may be drawn meanwhile."""
+    """Whether the answer goes to a terminal, on which nothing else may be drawn meanwhile."""
     return os.isatty(_answers) if isinstance(_answers, int) else (_answers or sys.stdout).isatty()

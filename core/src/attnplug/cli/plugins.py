@@ -26,12 +26,12 @@ OURS: Mapping[str, str] = {
     "attnplug-cutedsl-mla": "MLA decode by FlashInfer's CuTe DSL kernel, on Blackwell",
     "attnplug-hybrid-linear": "linear attention (GDN, KDA, Lightning, Mamba2) and short convolutions",
 }
-"""What there is to install, to be read by people. Nothing is looked up here: entry points decide what is there (D1)."""
+"""What there is to install, for people to read. Nothing is looked up here: entry points decide what is there (D1)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Brought:
-    """One thing that an installed package brings: a backend, a command, what hooks add to these, a broken plugin."""
+    """One thing that an installed package brings: a backend, a command, another hook's item, or a broken plugin."""
 
     distribution: str
     version: str
@@ -64,13 +64,13 @@ def list_plugins(own_commands: Collection[str], *, json: bool) -> int:
 
 
 def _backend(row: Row) -> Brought:
-    kind = "plugin" if row.status in ("broken", "blocked") else "backend"  # of those only the entry point is known
+    kind = "plugin" if row.status in ("broken", "blocked") else "backend"  # only the entry point of those is known
     return Brought(row.distribution, row.version, kind, row.name, row.status, row.text)
 
 
 def _commands(own: Collection[str]) -> Iterator[Brought]:
-    """Commands as their metadata has them. None is loaded, so one that fails to load is not known as broken."""
-    found, _ = claims()  # what cannot be read is among the broken plugins
+    """Commands according to metadata. None is loaded, so a command that fails to load is not known to be broken."""
+    found, _ = claims()  # what cannot be read is listed among the broken plugins
     for name, points in found.items():
         taken = conflict(name, points, own)
         for source in map(Source.of, points):

@@ -1,7 +1,7 @@
-"""Questions that are asked in processes of their own, several at a time, with a line on which are being asked.
+"""Questions that are asked in processes of their own, several at a time, with a line that shows which are running.
 
-Whatever imports a library does so apart from us: some raise AssertionError or RuntimeError on import, some print, some
-take the process down.
+Libraries are imported only there: some raise AssertionError or RuntimeError on import, some print, some crash the
+process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TextIO
 
 Findings = Mapping[str, str]
 SECONDS = 120.0
-"""After which a process is given up."""
+"""Seconds after which a process is given up."""
 
 
 class Probes:
@@ -32,7 +32,7 @@ class Probes:
         self._stopped = False
 
     def ask(self, name: str, code: str) -> Findings:
-        """What code leaves in ``answer``; ``{"failed": why}`` where it does not get that far."""
+        """What the code leaves in ``answer``, or ``{"failed": why}`` if it does not get that far."""
         with self._lock:
             self._asked += 1
         with self._room:
@@ -45,7 +45,7 @@ class Probes:
                     self._show()
 
     def _ask(self, name: str, code: str) -> Findings:
-        mark = f"attnplug-{os.urandom(8).hex()}"  # its own prints, at exit too, are not the answer
+        mark = f"attnplug-{os.urandom(8).hex()}"  # tells the answer from what the code prints, at exit too
         script = (
             "import json, os\ntry:\n    scope = {}\n"
             f"    exec({code!r}, scope)\n    answer = scope['answer']\n"
@@ -77,14 +77,14 @@ class Probes:
         return {"failed": f"the process ended during the import ({ended})"}
 
     def stop(self) -> None:
-        """End what runs, and start nothing more."""
+        """End what is running, and start nothing more."""
         with self._lock:
             self._stopped = True
             for process in self._running.values():
                 process.kill()
 
     def print(self, text: str) -> None:
-        """Print a part of the report, in the place of the line that shows progress."""
+        """Print a part of the report, in place of the line that shows progress."""
         with self._lock:
             self._clear()
             print(text, flush=True)
@@ -95,7 +95,7 @@ class Probes:
             self._clear()
             if self._running:
                 line = f"probing {', '.join(self._running)} … {self._answered}/{self._asked}"
-                self._terminal.write(line[: shutil.get_terminal_size().columns - 1])  # what wraps is not cleared again
+                self._terminal.write(line[: shutil.get_terminal_size().columns - 1])  # a wrapped line is not cleared
                 self._terminal.flush()
 
     def _clear(self) -> None:

@@ -1,4 +1,4 @@
-"""Attention, full and linear, in float64, written to be read: what a backend's result is compared with.
+"""Attention, full and linear, in float64, written to be read: the reference for a backend's results.
 
 It never sees a cache, a page or a plan, shares no code with any backend, and is as slow as it looks.
 """
@@ -50,10 +50,10 @@ def attention_float64(
 
 
 def recurrence_float64(inputs: LinearInputs, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """One request's tokens in turn, by the equations of ``LinearInputs``.
+    """Process one request's tokens in turn, by the equations of ``LinearInputs``.
 
-    ``state`` ``[heads, key_dim, value_dim]`` is the one before them. Returns the output ``[tokens, heads, value_dim]``
-    and the state after them, both float64.
+    ``state`` ``[heads, key_dim, value_dim]`` is the state before them. Returns the output ``[tokens, heads,
+    value_dim]`` and the state after them, both float64.
     """
     q, k, v, log_decay = (t.detach().cpu().double() for t in (inputs.q, inputs.k, inputs.v, inputs.log_decay))
     beta = None if inputs.beta is None else inputs.beta.detach().cpu().double()
@@ -77,8 +77,8 @@ def recurrence_float64(inputs: LinearInputs, state: Tensor, scale: float) -> tup
 def convolution_float64(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, *, silu: bool
 ) -> tuple[Tensor, Tensor]:
-    """One request's rows ``[tokens, channels]`` in turn; ``state`` ``[channels, width]`` holds the newest rows, and so
-    does the one returned beside the output, both float64."""
+    """Convolve one request's rows ``[tokens, channels]`` in turn. ``state`` ``[channels, width]`` holds the newest
+    rows. Returns the output and the new state, both float64."""
     x, weight = x.detach().cpu().double(), weight.detach().cpu().double()
     out = torch.zeros_like(x)
     for token, row in enumerate(x):

@@ -1,4 +1,4 @@
-"""The stage of ``attnplug check``: requests in scattered pages of a poisoned pool, and what float64 makes of them."""
+"""The stage of ``attnplug check``: requests in scattered pages of a poisoned pool, and their results in float64."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ STEPS = (
 
 
 LONGEST = max(sum(step.new_tokens.get(request, 0) for step in STEPS) for request in (0, 1, 2))
-"""Rows of the longest request in the end."""
+"""Rows of the longest request at the end."""
 
 _ROUNDING = {DType.FLOAT32: 0.0, DType.FLOAT16: 5e-3, DType.BFLOAT16: 2e-2}
 CHECKED_DTYPES = tuple(_ROUNDING)
@@ -52,16 +52,16 @@ CHECKED_DTYPES = tuple(_ROUNDING)
 def allowed_error(dtype: DType, terms: int) -> float:
     """The largest error, relative to the largest value, that rounding explains.
 
-    Every kernel sums in float32; ``terms`` counts the products of a logit and the rows, and rounding errors add up as
-    the root of that. Errors were at most a fifth of what this allows: over 110 seeds of torch_native and of plain
-    einsum, and over 60 of MLA sums taken one term after the other. Results in a short type are rounded too.
+    Every kernel sums in float32. ``terms`` counts the products of a logit and the rows, and rounding errors grow with
+    its square root. Measured errors were at most a fifth of what this allows: over 110 seeds of torch_native and of
+    plain einsum, and over 60 of MLA sums taken one term after the other. Results in a short type are rounded too.
     """
     return 4 * torch.finfo(torch.float32).eps * math.sqrt(terms) + _ROUNDING[dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One layer in one step: the largest errors and the time of plan and forward, or what went wrong instead."""
+    """One layer in one step: the largest errors and the time of plan and forward, or what went wrong."""
 
     layer: str
     step: str
@@ -80,7 +80,7 @@ class Result:
 
 
 class Clock:
-    """The time when a device has done what it was asked for."""
+    """The time, once a device has finished its work."""
 
     def __init__(self, device: torch.device) -> None:
         self._wait = torch.cuda.synchronize if device.type == "cuda" else None
@@ -92,7 +92,7 @@ class Clock:
 
 
 class Scene:
-    """Requests with random rows in permuted pages of a poisoned pool: whatever is read without reason turns NaN."""
+    """Requests with random rows in permuted pages of a poisoned pool: anything that is wrongly read becomes NaN."""
 
     def __init__(
         self, layer: LayerSpec, dtype: DType, kv_dtype: DType, page_size: int, device: torch.device, seed: int
@@ -107,7 +107,7 @@ class Scene:
         self.pools = _poisoned_pools(layer, pages, page_size, kv_dtype, device)
         allocator = PageAllocator(pages)
         self.table = SlotTable(allocator, page_size=page_size, max_requests=3, max_pages=pages, device=device)
-        # Pages come back in an order of chance, so that no request's pages are neighbours.
+        # Pages are returned in random order, so that no request's pages are neighbours.
         taken = allocator.allocate(pages)
         order = torch.randperm(pages, generator=self._random).tolist()
         allocator.release([taken[index] for index in order])
@@ -129,7 +129,7 @@ class Scene:
         wanted, wanted_lse = self._wanted(step, q)
         error, lse_error = largest_error(out, wanted), None
         if out.dtype != q.dtype:
-            raise BackendError(f"the result is of {out.dtype}, and q of {q.dtype}; they have to agree")
+            raise BackendError(f"the result is {out.dtype}, but q is {q.dtype}; they must be the same")
         if with_lse:  # often another path of the same backend, so its output is checked again
             lse = torch.full(q.shape[:2], float("nan"), dtype=torch.float32, device=self.device)
             extras = ForwardExtras(lse=lse)
@@ -196,7 +196,7 @@ class Scene:
 
 
 def _poisoned_pools(layer: LayerSpec, pages: int, page_size: int, kv_dtype: DType, device: torch.device) -> KVPools:
-    """A pool for the layer and all before it, full of NaN."""
+    """A pool for the layer and all before it, filled with NaN."""
     nan = torch.full((), float("nan"), dtype=torch.float32)
     layers = [replace(layer, layer_id=number) for number in range(layer.layer_id + 1)]
     if layer.kind is AttentionKind.MLA:

@@ -1,4 +1,4 @@
-"""Plain text tables, for commands that must start quickly: drawing with rich costs them a third of their budget."""
+"""Plain text tables, for commands that must start quickly: rich would cost them a third of their budget."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 _WIDE = 160
 _NARROWEST = 12
-"""Columns narrower than this are hard to read: rows are written below each other then."""
+"""Columns narrower than this are hard to read: cells are then written below each other."""
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -31,7 +31,7 @@ def _line(cells: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _widths(rows: Sequence[Sequence[str]], available: int) -> list[int] | None:
-    """Natural widths where they fit; otherwise the widest columns give way. ``None`` where too little would be left."""
+    """Natural widths if they fit; otherwise the widest columns shrink. ``None`` if too little would be left."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     while sum(widths) > available:
         widest = max(range(len(widths)), key=widths.__getitem__)
@@ -42,7 +42,7 @@ def _widths(rows: Sequence[Sequence[str]], available: int) -> list[int] | None:
 
 
 def _block(columns: Sequence[str], row: Sequence[str], width: int) -> str:
-    """One row, its first cell as the heading of the others; cells that are empty are left out."""
+    """One row, with its first cell as the heading of the others; empty cells are left out."""
     heading, *others = zip(columns, row, strict=True)
     lines = _wrap(heading[1], width)
     for column, cell in others:
@@ -52,7 +52,7 @@ def _block(columns: Sequence[str], row: Sequence[str], width: int) -> str:
 
 
 def _wrap(text: str, width: int, indent: str = "") -> list[str]:
-    """Lines of at most this width; names of packages stay whole, for people copy them."""
+    """Lines of at most this width. Package names stay whole, because people copy them."""
     wrapper = textwrap.TextWrapper(
         max(width, 1), initial_indent=indent, subsequent_indent=2 * indent, break_on_hyphens=False
     )

@@ -13,7 +13,7 @@ from attnplug.declare.errors import PluginWarning
 
 
 def warn_of_plugins(registry: Registry) -> None:
-    """One line on standard error for each broken plugin: a missing backend must not look like a wrong name."""
+    """One line on standard error for each broken plugin: a missing backend must not look like a misspelled name."""
     for broken in registry.broken:
         print(f"warning: plugin {broken}", file=sys.stderr)
     warn_of_the_rest(registry)
@@ -24,12 +24,12 @@ def warn_of_the_rest(registry: Registry) -> None:
     for source, seconds in registry.slow.items():
         print(f"warning: plugin {source.entry_point} ({source}) took {seconds:.1f} s to load", file=sys.stderr)
     for name in registry.unmatched:
-        print(f"warning: {ALLOW_VARIABLE} names {name!r}, which no installed plugin answers to", file=sys.stderr)
+        print(f"warning: {ALLOW_VARIABLE} names {name!r}, which matches no installed plugin", file=sys.stderr)
 
 
 @contextlib.contextmanager
 def shown_as_lines() -> Iterator[None]:
-    """Show a :class:`PluginWarning` as the other warnings of a command, without a place in our source."""
+    """Show a :class:`PluginWarning` like the other warnings of a command, without a place in our source."""
     with warnings.catch_warnings():
         show = warnings.showwarning
 

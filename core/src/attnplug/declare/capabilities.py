@@ -1,4 +1,5 @@
-"""What a backend can do, as data: read strictly when a plugin is loaded, so that no choice fails on it later."""
+"""What a backend can do, as data. It is checked when a plugin is loaded, so no choice of a backend fails on it
+later."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from attnplug.declare.reading import integer, members, of_type, pairs, several
 
 DEVICES = ("cpu", "cuda")
 EXTRAS = ("lse", "out", "sinks")
-"""The fields of ``ForwardExtras``, which needs torch and so lives elsewhere."""
+"""The fields of ``ForwardExtras``, which needs torch and is therefore defined elsewhere."""
 
 
 @dataclass(frozen=True, slots=True)

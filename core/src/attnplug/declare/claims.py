@@ -21,7 +21,7 @@ class ExtendPath(StrEnum):
     ABSORBED = "absorbed"
     """In latent space, over the paged cache."""
     ONE_SHOT = "one_shot"
-    """Gather all rows, up-project them, one causal call."""
+    """Gather all rows, up-project them, and make one causal call."""
     CHUNKED = "chunked"
     """Causal over the new rows, then chunk by chunk over the prefix, merged by log-sum-exp."""
 
@@ -30,8 +30,8 @@ class ExtendPath(StrEnum):
 class PageSizes:
     """The page sizes that a kernel reads, in tokens; ``None`` means any.
 
-    The manager's page may be larger than the kernel's: a manager page size is served when one of the kernel's
-    divides it, because a page of 128 tokens is also two pages of 64.
+    The manager's page may be larger than the kernel's. A manager page size is served if one of the kernel's divides it,
+    because a page of 128 tokens is also two pages of 64.
     """
 
     kernel: frozenset[int] | None = None
@@ -74,7 +74,7 @@ class PageSizes:
 
 
 def _claim(default: Any, weaker: Callable[[Any, Any], Any], within: Callable[[Any, Any], bool]) -> Any:
-    """``weaker`` combines two children's claims; ``within`` says whether a claim is no wider than another."""
+    """``weaker`` combines the claims of two children. ``within`` says whether one claim is no wider than another."""
     return field(default=default, metadata={"weaker": weaker, "within": within})
 
 
@@ -82,7 +82,7 @@ def _claim(default: Any, weaker: Callable[[Any, Any], Any], within: Callable[[An
 class Claims:
     """What callers may rely on. Every field carries the rule by which a wrapper weakens it.
 
-    Read as strictly as ``Capabilities``: a list of extend paths becomes a set of them, a misspelled one is an error.
+    Checked as strictly as ``Capabilities``: a list of extend paths becomes a set, and a misspelled one is an error.
     """
 
     cuda_graph: GraphLevel = _claim(GraphLevel.NEVER, min, operator.le)
@@ -108,7 +108,7 @@ class Claims:
             object.__setattr__(self, name, value)
 
     def beyond(self, declared: Claims) -> Iterator[str]:
-        """Every claim that is wider than what was declared. A narrower one is fine: a backend may learn, when it is
+        """Every claim that is wider than what was declared. A narrower one is fine: a backend may find out, when it is
         built, that it can do less."""
         for claim in fields(self):
             mine, allowed = getattr(self, claim.name), getattr(declared, claim.name)
@@ -133,7 +133,7 @@ class CombinedClaims:
 def weakest(children: Mapping[str, Claims], decided_by: Mapping[str, str] | None = None) -> CombinedClaims:
     """Combine the claims of named children. A claim on which all agree was forced by nobody.
 
-    ``decided_by`` names, for a claim, the one child whose affair it is: the others do not count.
+    ``decided_by`` names, for a claim, the one child that decides it; the others do not count.
     """
     values: dict[str, Any] = {}
     forced_by: dict[str, tuple[str, ...]] = {}

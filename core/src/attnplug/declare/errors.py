@@ -1,8 +1,8 @@
 """Every error that attnplug raises on purpose.
 
-Exception contract: a message says who (plugin, distribution, version), what was asked, what is allowed
-and what to do next, in one piece; what the message talks about is also an attribute. The command prints
-the message and the options to change, without a traceback, and exits with ``exit_code``.
+Exception contract: a message says who (plugin, distribution, version), what was asked, what is allowed and what to do
+next, in one piece. The things that it names are also attributes. The command prints the message and the options to
+change, without a traceback, and exits with ``exit_code``.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from collections.abc import Iterable
 from attnplug.declare.settings import Render
 
 LONGEST_MESSAGE = 2000
-"""Characters of somebody else's message that are shown: a compiler's log must not bury everything else."""
+"""How many characters of a foreign message are shown: a compiler's log must not bury everything else."""
 
 
 def describe_error(error: BaseException) -> str:
-    """An exception of somebody else's code in one text, fit for a terminal; ours speak for themselves."""
+    """A foreign exception as text for a terminal, with its type; one of ours is shown as its message."""
     if isinstance(error, AttnplugError):
         return str(error)
     try:
         text = str(error)
-    except BaseException:  # an exception that cannot even be printed is still to be reported
+    except BaseException:  # an exception that cannot even be printed must still be reported
         text = "(its message cannot be printed)"
     if len(text) > LONGEST_MESSAGE:
         text = f"{text[:LONGEST_MESSAGE]}… ({len(text)} characters)"
@@ -32,8 +32,8 @@ def describe_error(error: BaseException) -> str:
 class AttnplugError(Exception):
     """Base of all: something was refused, or a check failed.
 
-    ``settings`` are the keys of what a user can change about it. A message names a setting by its key in backticks,
-    so that :meth:`told` can show it as a host spells it; as a string the error shows plain keys.
+    ``settings`` are the keys of what a user can change about it. A message names a setting by its key in backticks, and
+    :meth:`told` shows it as the host spells it. As a string, the error shows plain keys.
     """
 
     exit_code = 1
@@ -44,7 +44,7 @@ class AttnplugError(Exception):
         self.settings = tuple(dict.fromkeys(settings))
 
     def told(self, render: Render) -> str:
-        """The message with settings as ``render`` spells them; those that it does not name come last."""
+        """The message with settings as ``render`` spells them; settings that it does not mention come last."""
         text, others = self.message, []
         for key in self.settings:
             shown = render(key)

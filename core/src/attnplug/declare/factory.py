@@ -1,4 +1,4 @@
-"""Whether a spec's factory, or any module, is there, as far as that can be told without importing it."""
+"""Whether a spec's factory, or any module, exists, as far as that is known without importing it."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ DOTTED = r"\w+(\.\w+)*"
 
 
 def factory_refusal(factory: str) -> Refusal | None:
-    """The refusal for a factory that is not there; ``None`` if it is, or if that cannot be told.
+    """The refusal for a factory that does not exist; ``None`` if it does, or if that cannot be known.
 
     Nothing is imported: a factory's module imports torch and a kernel library. ``importlib.util.find_spec`` would
-    import the packages above it. In a module that happens to be imported already, the attribute is looked for, too.
+    import the parent packages. If the module happens to be imported already, the attribute is looked up too.
     """
     module, _, attribute = factory.partition(":")
     if (loaded := sys.modules.get(module)) is not None:
@@ -31,10 +31,10 @@ def factory_refusal(factory: str) -> Refusal | None:
 
 
 def missing_module(module: str) -> str | None:
-    """The first part of a dotted name that no finder knows; ``None`` if all are there, or if that cannot be told."""
+    """The first part of a dotted name that no finder knows; ``None`` if all are known, or if that cannot be known."""
     try:
         return _missing(module)
-    except Exception:  # of somebody's finder, or of a namespace inside a package that is not imported: import and see
+    except Exception:  # a foreign finder, or a namespace inside a package that is not imported: only an import can tell
         return None
 
 

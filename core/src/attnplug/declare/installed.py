@@ -16,7 +16,7 @@ class HasMetadata(Protocol):
 def metadata_lines(distribution: HasMetadata) -> dict[str, str]:
     """The head of a distribution's metadata, by lower-case key; nothing of a damaged one.
 
-    Parsing a whole README as mail, as ``metadata.version`` does, would cost more than all else of a start-up.
+    ``metadata.version`` parses the whole README as mail, which would cost more than the rest of a start-up.
     """
     found: dict[str, str] = {}
     try:

@@ -14,7 +14,7 @@ from attnplug.declare.reading import integer, members, several
 
 
 class Measurement(NamedTuple):
-    """One call: how many requests, cache rows of each, new tokens of each, and its time."""
+    """One call: the number of requests, each request's cache rows and new tokens, and the time."""
 
     requests: int
     length: int
@@ -50,7 +50,7 @@ class MeasuredTable:
 
     @property
     def title(self) -> str:
-        """What was measured where. Two tables of one title contradict each other."""
+        """What was measured where. Two tables with one title contradict each other."""
         return f"{self.backend} {self.role} {self.kind} on {self.device} (SM {self.sm})"
 
 

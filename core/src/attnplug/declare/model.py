@@ -70,10 +70,10 @@ class LinearDims:
 class LayerSpec:
     """One attention layer: the whole model's as a configuration defines it, or one rank's, made by ``for_rank``.
 
-    Choosing a backend looks at whole layers. Pools, contexts and forward calls have a rank's own layers.
-    ``head_dim`` is the width of a query and key row as the model's equations have them (for MLA: nope +
-    rope); ``v_head_dim`` that of a value row. ``sliding_window`` counts the keys a query sees, itself
-    included: a query at position p attends to positions p - window + 1 … p.
+    Choosing a backend looks at whole layers. Pools, contexts and forward calls have a rank's own layers. ``head_dim``
+    is the width of a query and key row in the model's equations (for MLA: nope + rope), ``v_head_dim`` that of a value
+    row. ``sliding_window`` counts the keys that a query sees, itself included: a query at position p attends to
+    positions p - window + 1 … p.
     """
 
     layer_id: int
@@ -103,9 +103,9 @@ class LayerSpec:
     def for_rank(self, size: int) -> LayerSpec:
         """This layer with the heads that each of ``size`` ranks has. Ranks differ in which heads, not in how many.
 
-        Query heads are divided evenly. KV heads are divided too, or replicated where there are more ranks than KV
-        heads, so that every rank has at least one. The latent of MLA is whole on every rank. Raises UsageError where
-        the heads cannot be divided like this.
+        Query heads are divided evenly. KV heads are divided too, or replicated if there are more ranks than KV heads,
+        so that every rank has at least one. The latent of MLA is whole on every rank. Raises UsageError if the heads
+        cannot be divided like this.
         """
         if size < 1:
             raise UsageError(f"{size} is not a number of ranks; give 1 or more")
@@ -136,7 +136,7 @@ class LayerSpec:
 class ModelSpec:
     """A model as attention sees it. ``layers`` holds attention layers only, ordered by ``layer_id``.
 
-    ``ranks`` says whose heads the layers have: 1 for the whole model's, else those of one of so many ranks.
+    ``ranks`` says whose heads the layers have: 1 for the whole model's, otherwise those of one of this many ranks.
     """
 
     name: str
@@ -184,7 +184,7 @@ def _linear_for_rank(dims: LinearDims, size: int, layer_id: int) -> LinearDims:
 
 
 def _part(count: int, size: int, what: str, layer_id: int, *, replicated: bool = False) -> int:
-    """One rank's part of ``count``. Where they may be ``replicated``, ranks that are more share them, one each."""
+    """One rank's part of ``count``. If they may be ``replicated``, ranks beyond ``count`` share them, one each."""
     if count % size and not (replicated and size % count == 0):
         raise UsageError(
             f"layer {layer_id}: {count} {what} cannot be divided over {size} ranks; use a number of ranks that "

@@ -37,7 +37,7 @@ class DType(StrEnum):
 
     @classmethod
     def parse(cls, text: str, setting: str) -> DType:
-        """Read a user's spelling; ``setting`` is the key of where it came from, for the error."""
+        """Read a user's spelling. ``setting`` is the key of the setting that it was given for; the error names it."""
         try:
             return _SPELLINGS[text.lower().removeprefix("torch.")]
         except KeyError:
@@ -86,8 +86,8 @@ class CacheLayout(StrEnum):
 class Problem:
     """What is to be served, where and how. ``None`` means: not decided, so no reason to refuse.
 
-    ``sm`` is the compute capability as one number (90 for 9.0); ``page_size`` is the manager's page size
-    in tokens, which a kernel may divide into smaller pages of its own.
+    ``sm`` is the compute capability as one number (90 for 9.0). ``page_size`` is the manager's page size in tokens,
+    which a kernel may divide into smaller pages of its own.
     """
 
     model: ModelSpec | None = None
@@ -120,7 +120,7 @@ class Problem:
             raise _wrong(Setting.SM, self.sm, "is not a compute capability; write 9.0 as 90, 10.3 as 103")
 
     def roles(self) -> tuple[Role, ...]:
-        """The roles that this problem needs filled."""
+        """The roles that this problem needs a backend for."""
         if self.model is None:
             return ()
         needed = []
@@ -134,7 +134,7 @@ class Problem:
 
 
 def model_dtype(model: ModelSpec) -> DType | None:
-    """The element type that a model's config asks for; ``None`` where it says none."""
+    """The element type that a model's config asks for; ``None`` if it names none."""
     try:
         return None if model.dtype is None else DType.parse(model.dtype, Setting.DTYPE)
     except UsageError:

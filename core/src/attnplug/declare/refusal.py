@@ -41,7 +41,7 @@ class RefusalCode(StrEnum):
 class Refusal:
     """One reason: a code, a sentence, the offending value, what is allowed, and what to do about it.
 
-    ``value`` and ``allowed`` are plain data (strings, numbers, lists of them), so that they survive JSON.
+    ``value`` and ``allowed`` are plain data (strings, numbers, lists of them), so they can be written as JSON.
     ``setting`` is the key of what to change: a ``Setting``, or ``NAME.KEY`` for an option of backend ``NAME``.
     ``advice`` is a command that helps, such as ``pip install …``.
     """

@@ -1,4 +1,4 @@
-"""Whether what a backend needs is installed, asked of metadata alone; and its import, when it is built."""
+"""Whether what a backend needs is installed, according to metadata alone; and its import, when it is built."""
 
 from __future__ import annotations
 
@@ -50,11 +50,11 @@ def requirement_refusal(requirement: str, module: str | None = None) -> Refusal 
 
 
 def import_library(load: Callable[[], Library], requirement: str) -> Library:
-    """What ``load`` returns, which imports a kernel library; an error that names the library if it cannot.
+    """Import a kernel library by calling ``load``, and return its result; raises an error that names the library.
 
-    For the module of a backend's factory, at its top: what cannot be imported shows there before anything is built.
-    Libraries raise anything on import: AssertionError where others are half installed, OSError where CUDA's are
-    missing, even SystemExit. All of it becomes a :class:`BackendError`.
+    For the top of the module that defines a backend's factory: a failing import shows there, before anything is built.
+    Libraries raise anything on import: AssertionError if others are half installed, OSError if CUDA's are missing, even
+    SystemExit. All of it becomes a :class:`BackendError`.
     """
     from packaging.requirements import Requirement
 

@@ -1,4 +1,4 @@
-"""The settings that a choice of backend depends on, by key. How a key is spelled for a user is the host's affair."""
+"""The settings that a choice of backend depends on, by key. Each host decides how its users spell a key."""
 
 from __future__ import annotations
 
@@ -34,4 +34,4 @@ class Setting(StrEnum):
 
 
 Render = Callable[[str], str | None]
-"""A key as a host's users write it: perhaps ``block_size`` for ``page_size``. ``None`` where they cannot set it."""
+"""Spells a key as a host's users write it: perhaps ``block_size`` for ``page_size``. ``None`` if they cannot set it."""

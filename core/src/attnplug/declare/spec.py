@@ -1,7 +1,7 @@
 """What a plugin says about a backend before anything is built: names, capabilities, options, factory.
 
-All of it is data, and :meth:`BackendSpec.refusals` is the one judge over it: selection, explicit requests,
-test skips and documentation tables ask the same function.
+All of it is data, and :meth:`BackendSpec.refusals` alone judges it: selection, explicit requests, test skips and
+documentation tables call the same function.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from attnplug.declare.settings import Setting
 
 LARGEST_PREFERENCE = 10**9
 MOST_REFUSALS = 1000
-"""Of one check. A generator without end must not hang whoever asks."""
+"""The most refusals of one check. An endless generator must not hang the caller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +52,10 @@ class BackendSpec:
     options: type[Any] | None = None
     check: Callable[[Problem, Role | None, Any], Iterable[Refusal]] | None = field(default=None, compare=False)
     preference: int = 0
-    """Under ``auto``, unless a host ranks otherwise, the usable backend with the highest preference is chosen; of equal
-    ones, the first by name. The embedded default comes last, whatever the others' preference: it is chosen where
-    nothing else is usable. Give 0 for a reference, 100 for a backend that is meant to be fast where it runs at all."""
+    """Under ``auto``, unless a host ranks otherwise, the usable backend with the highest preference is chosen, and
+    among equal ones the first by name. The embedded default comes last, whatever the others' preference: it is chosen
+    if nothing else is usable. Give 0 for a reference, 100 for a backend that is meant to be fast where it runs at
+    all."""
 
     def __post_init__(self) -> None:
         problems = list(self._problems())
@@ -90,8 +91,8 @@ class BackendSpec:
     def refusals(self, problem: Problem, role: Role | None = None, options: Any = None) -> list[Refusal]:
         """Every reason why this backend cannot serve ``problem`` in ``role``; empty means it can.
 
-        Without a role or a model only what they would not decide is judged. ``options`` are the parsed ones; the
-        defaults where there are none.
+        Without a role or a model, only what does not depend on them is judged. ``options`` are the parsed ones, or
+        ``None`` for the defaults.
         """
         missing = factory_refusal(self.factory)
         reasons = [
@@ -119,10 +120,10 @@ class BackendSpec:
                     raise ValueError(f"it gives more than {MOST_REFUSALS} refusals, perhaps without end")
             if wrong := [reason for reason in reasons if type(reason) is not Refusal]:
                 raise TypeError(f"it returned {wrong[0]!r} in its list, which is not a Refusal")
-            json.dumps([reason.as_json() for reason in reasons])  # fails here, if at all, and not among other reasons
+            json.dumps([reason.as_json() for reason in reasons])  # fail here, not where reasons are printed
         except KeyboardInterrupt as error:
             raise KeyboardInterrupt(f"in the check of backend {self.name}") from error
-        except BaseException as error:  # a plugin's mistake must not take the other candidates with it (D2)
+        except BaseException as error:  # a plugin's mistake must not affect other candidates (D2)
             text = f"its own check failed with {describe_error(error)}"
             return [Refusal(RefusalCode.CHECK_FAILED, text, value=type(error).__name__)]
         return reasons
@@ -134,7 +135,7 @@ def _check_problems(check: object) -> Iterator[str]:
         return
     try:
         given = inspect.signature(check)
-    except (TypeError, ValueError):  # of a builtin: it cannot be told
+    except (TypeError, ValueError):  # a builtin has no signature
         return
     try:
         given.bind(None, None, None)
@@ -150,7 +151,7 @@ def _requirement_refusal(needed: str | tuple[str, str]) -> Refusal | None:
 
 
 def _environment_refusals(can: Capabilities, problem: Problem) -> Iterator[Refusal]:
-    """What device, element types, pages and switches decide."""
+    """Refusals that depend on device, element types, pages and switches."""
     if problem.device is not None and problem.device not in can.devices:
         yield _outside(RefusalCode.DEVICE, "device", problem.device, can.devices, Setting.DEVICE)
     elif problem.device == "cuda" and problem.sm is not None:
@@ -160,7 +161,7 @@ def _environment_refusals(can: Capabilities, problem: Problem) -> Iterator[Refus
                 RefusalCode.SM,
                 f"it needs {_sm_range(low, high)}, this is SM {problem.sm}",
                 value=problem.sm,
-                allowed=_sm_range(low, high),  # and no setting: the GPU is what it is
+                allowed=_sm_range(low, high),  # no setting: nobody can change the GPU
             )
     if problem.dtype is not None and problem.dtype not in can.dtypes:
         yield _outside(RefusalCode.DTYPE, "dtype", problem.dtype, can.dtypes, Setting.DTYPE)
@@ -213,7 +214,7 @@ def _environment_refusals(can: Capabilities, problem: Problem) -> Iterator[Refus
 
 
 def _role_refusals(can: Capabilities, problem: Problem, role: Role) -> Iterator[Refusal]:
-    """What the role and the layers that fall to it decide. Layers of one shape give one refusal."""
+    """Refusals that depend on the role and its layers. Layers of one shape give one refusal."""
     if role not in can.roles:
         yield _outside(RefusalCode.ROLE, "role", role, can.roles, role.setting)
     if problem.model is None:

@@ -1,6 +1,6 @@
 """The version of the contract between core and backends (D4).
 
-Before 1.0 a minor version may change things, so a backend declares the very version that it was written for.
+Before 1.0 a minor version may change things, so a backend declares the exact version that it was written for.
 docs/writing-a-backend.md holds the promise in full.
 """
 
@@ -12,7 +12,7 @@ MAJOR = 0
 MINOR = 9
 CONTRACT_VERSION = f"{MAJOR}.{MINOR}"
 DRAFT = "1.0"
-"""What the contract called itself before anybody else depended on it."""
+"""The version number of the contract's draft, before anybody else depended on it."""
 
 
 def contract_problem(declared: object) -> str | None:

@@ -15,9 +15,9 @@ _NAME = re.compile(r"[a-z0-9]+([-_.][a-z0-9]+)*")
 class WorkspaceKind:
     """The contract of some memory: who may leave what in it.
 
-    Backends that ask for an equal kind share one allocation. ``zeroed`` memory is zero on first use and its users
-    leave it zero (semaphores); plain memory holds anything. Kernels that overwrite what others expect to find zero
-    ask for a kind with a name of their own. A plugin declares its kinds with the hook ``attnplug_workspace_kinds``.
+    Backends that ask for an equal kind share one allocation. ``zeroed`` memory is zero on first use, and its users
+    leave it zero (semaphores); plain memory may hold anything. Kernels that overwrite what others expect to be zero ask
+    for a kind with a name of their own. A plugin declares its kinds with the hook ``attnplug_workspace_kinds``.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The keys of a model's config, read with types and bounds, so that every wrong one gives the same kind of error."""
+"""The keys of a model's config, read with types and bounds: every wrong key gives the same kind of error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attnplug.declare.errors import UsageError
 
 _T = TypeVar("_T")
 
-_MOST = 1 << 30  # of any count or width: real ones are far below, and floats made of them cannot overflow
+_MOST = 1 << 30  # for any count or width: real ones are far below, and as floats they cannot overflow
 _MOST_NUMBER = 1e12  # the base of a rope for contexts of millions is 1e11
 _MOST_LAYERS = 4096
 
@@ -102,7 +102,7 @@ class Config:
         return Config(value, self.source, self.model_type, f"{self.path}{key}.")
 
     def choices(self, key: str, known: Mapping[str | int, _T], count: int | None = None) -> list[_T] | None:
-        """What each entry of the list under ``key`` stands for; ``count`` entries where that is given."""
+        """What each entry of the list under ``key`` stands for. If ``count`` is given, there must be that many."""
         entries = self.sequence(key)
         if entries is None:
             return None
@@ -111,7 +111,7 @@ class Config:
             raise self.error(f"has {len(entries)} entries; it must have {allowed}", key)
         chosen = []
         for index, entry in enumerate(entries):
-            # True would find the entry for 1.
+            # True would match the entry for 1.
             if not isinstance(entry, str | int) or isinstance(entry, bool) or entry not in known:
                 allowed = f"one of {', '.join(map(repr, known))} for model type {self.model_type!r}"
                 raise self.error(f"has {show(entry)} at index {index}; it must be {allowed}", key)

@@ -1,4 +1,4 @@
-"""Reading a JSON object from a file that somebody else wrote: one message for whatever can be wrong with it."""
+"""Reading a JSON object from a file that somebody else wrote: one message, whatever is wrong with it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from attnplug.declare.errors import UsageError
 from attnplug.hf.config_keys import show
 
 MOST_BYTES = 16 << 20
-"""Of a config: someone will give the file with the weights."""
+"""The largest config: somebody will give the file with the weights instead."""
 
 
 def read_json_object(path: Path, most_bytes: int = MOST_BYTES) -> dict[str, object]:
@@ -47,7 +47,7 @@ def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
 
 
 def regular_size(path: Path) -> int:
-    """The bytes of a file. Raises UsageError for what is no file, or would be waited for rather than read: a pipe."""
+    """The size of a file in bytes. Raises UsageError for anything but a regular file: reading a pipe would wait."""
     try:
         status = os.stat(path)
     except (OSError, ValueError) as error:

@@ -56,14 +56,14 @@ def _config_path(reference: str) -> Path:
 
 
 def _close_to_config(folder: Path) -> list[str]:
-    """Names in a folder that its owner may have meant: other JSON files, and a config.json one level down."""
+    """Names in a folder that the user may have meant: other JSON files, and a config.json one level down."""
     try:
         entries = sorted(folder.iterdir())
         found = [entry.name for entry in entries if entry.suffix in (".json", ".yaml") and os.path.isfile(entry)]
         found += [f"{entry.name}/config.json" for entry in entries if os.path.isfile(entry / "config.json")]
     except OSError:
         return []
-    # Those that resemble it most come first: a sharded checkpoint's folder has many other JSON files.
+    # The most similar ones come first: a sharded checkpoint's folder has many other JSON files.
     likeness = {name: difflib.SequenceMatcher(None, name, "config.json").ratio() for name in found}
     return sorted(found, key=lambda name: (name != "params.json", -likeness[name]))[:4]
 
@@ -85,7 +85,7 @@ def _model(values: Mapping[str, object], name: str, source: str) -> ModelSpec:
                 "serves; give a decoder-only model",
                 "is_encoder_decoder",
             )
-        if part.lookup("is_causal") is False:  # transformers heeds it in every model
+        if part.lookup("is_causal") is False:  # transformers respects it in every model
             raise part.error(
                 "is false: attention in both directions, which no backend here serves; give a causal model", "is_causal"
             )
@@ -109,7 +109,7 @@ def _language_model(outer: Config) -> Config:
 
 
 def _typed(config: Config, outer_type: str | None) -> Config:
-    """The config with its model type, and with what that type's class assumes for keys that are absent."""
+    """The config with its model type, and with what that type's class assumes for absent keys."""
     model_type = config.optional_text("model_type") or outer_type
     if not model_type:
         raise config.error("is missing; it says how the other keys are to be read", "model_type")

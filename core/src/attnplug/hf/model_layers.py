@@ -1,8 +1,8 @@
 """What the keys of a Hugging Face config say about attention: one small reader per family of models.
 
-A reader turns a ``Config`` into one entry per layer of the model: a ``LayerSpec`` (its ``layer_id`` is set
-later, from its place in the list), or None for a layer that has no attention (MLP, experts). A new model type
-is one function and one line in ``READERS``; a type that is not there is read by ``_decoder``.
+A reader turns a ``Config`` into one entry per layer of the model. The entry is a ``LayerSpec``, with its ``layer_id``
+set later from its place in the list, or None for a layer without attention (MLP, experts). A new model type is one
+function and one line in ``READERS``; a type that is not there is read by ``_decoder``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from attnplug.hf.config_keys import Config, ModelConfigError
 from attnplug.hf.rope_keys import rope_section, rope_type
 
 MOST_COLUMNS = 1 << 24
-"""Of a layer's queries, values, cache row or convolution: real ones are below a hundredth of it."""
+"""The most columns of a layer's queries, values, cache row or convolution: real ones are below a hundredth of it."""
 
 Layers = Sequence[LayerSpec | None]
 Reader = Callable[[Config], Layers]
@@ -50,8 +50,8 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, object]] = {
 
 # ---- softmax attention ----
 
-# Keys with a true value here change attention in a way that LayerSpec or the default reader does not know.
-# Reading such a model as a plain decoder would be silently wrong.
+# A true value of these keys changes attention in a way that neither LayerSpec nor the default reader supports. Reading
+# such a model as a plain decoder would be silently wrong.
 _UNREAD = {
     **dict.fromkeys(("linear_attn_config", "linear_num_key_heads", "layer_group_size"), "linear-attention layers"),
     **dict.fromkeys(("attn_type_list", "layers_block_type", "hybrid_override_pattern"), "layers of several kinds"),
@@ -165,10 +165,10 @@ def _latent(config: Config, mscale: float = 1.0) -> LayerSpec:
 
 
 def _yarn_mscale(config: Config) -> float:
-    """The factor that long-context rope puts on queries and on keys, so twice on the scale.
+    """The factor that long-context rope puts on queries and on keys, and so twice on the scale.
 
-    transformers does this alike in deepseek_v2 and deepseek_v3 (``yarn_apply_mscale``, 5.17 and 5.22), and for
-    every rope type but "default", not for yarn alone. ``mscale`` itself acts on cos and sin, not on the scale.
+    transformers does the same in deepseek_v2 and deepseek_v3 (``yarn_apply_mscale``, 5.17 and 5.22), and for every rope
+    type but "default", not for yarn alone. ``mscale`` itself acts on cos and sin, not on the scale.
     """
     rope = rope_section(config)
     if rope_type(rope) == "default":
@@ -198,9 +198,9 @@ def _linear(kind: AttentionKind, dims: LinearDims, scale: float) -> LayerSpec:
 
 
 def _kimi_linear(config: Config) -> Layers:
-    """KDA, with MLA in between. Its MLA has no rope, hence no yarn factor, though it keeps the rope columns."""
+    """KDA, with MLA in between. Its MLA has no rope, and so no yarn factor, though it keeps the rope columns."""
     count = config.layer_count()
-    published = config.section("linear_attn_config")  # of the checkpoints; transformers' own keys are flat
+    published = config.section("linear_attn_config")  # in published checkpoints; transformers' own keys are flat
 
     def dimension(nested: str, flat: str) -> int:
         value = None if published is None else published.optional_integer(nested)

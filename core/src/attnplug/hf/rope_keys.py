@@ -1,4 +1,4 @@
-"""Where a config says how positions are rotated: ``rope_parameters``, or ``rope_scaling`` as older configs have it."""
+"""Where a config says how positions are rotated: ``rope_parameters``, or ``rope_scaling`` in older configs."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from attnplug.hf.config_keys import Config
 
 
 def rope_section(config: Config) -> Config:
-    """The section that counts, or an empty one. Where a config has both, ``rope_scaling`` wins, as in transformers."""
+    """The section that counts, or an empty one. If a config has both, ``rope_scaling`` wins, as in transformers."""
     for key in ("rope_scaling", "rope_parameters"):
         section = config.section(key)
         if section is not None and section.values:
@@ -18,12 +18,12 @@ def rope_section(config: Config) -> Config:
 
 
 def rope_type_key(section: Config) -> str:
-    """The key of the rope's type: ``rope_type``, or ``type`` as older configs have it."""
+    """The key of the rope's type: ``rope_type``, or ``type`` in older configs."""
     return "type" if "rope_type" not in section.values and "type" in section.values else "rope_type"
 
 
 def rope_type(section: Config) -> str:
-    """The rope's type, whether it is known or not; ``"default"`` where the section has none."""
+    """The rope's type, whether it is known or not; ``"default"`` if the section has none."""
     key = rope_type_key(section)
     if key not in section.values:
         return "default"

@@ -1,9 +1,8 @@
 """Core's own tiny models: Hugging Face configs of real architectures, small enough to run anywhere in a blink.
 
-Each is the ``config.json`` of a model of that type, so transformers builds the same model and is its oracle; but for
-``ring_linear``, which transformers does not have.
-``initializer_range`` is large on purpose: at the usual 0.02 random logits are nearly flat, and a wrong attention
-output would hardly show.
+Each is the ``config.json`` of a model of that type, so transformers builds the same model and serves as its oracle. The
+exception is ``ring_linear``, which transformers does not have. ``initializer_range`` is large on purpose: at the usual
+0.02 random logits are nearly flat, and a wrong attention output would hardly show.
 """
 
 from __future__ import annotations
@@ -84,7 +83,7 @@ _MODELS = (
         linear_head_dim=16,
         linear_num_heads=4,
         linear_conv_kernel_dim=4,
-        # The defaults of these three lie outside a vocabulary of 128.
+        # The defaults of these three are outside a vocabulary of 128.
         pad_token_id=0,
         bos_token_id=1,
         eos_token_id=None,
@@ -150,4 +149,4 @@ _MODELS = (
 )
 
 TINY_CONFIGS: Mapping[str, Mapping[str, object]] = {str(config["model_type"]): config for config in _MODELS}
-"""Config by model type. They come to the registry by core's own plugin, as those of other plugins do."""
+"""Configs by model type. Core's own plugin brings them to the registry, as other plugins bring theirs."""

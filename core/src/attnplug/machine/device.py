@@ -1,4 +1,4 @@
-"""The device that a command runs on: what was asked for, or the best there is."""
+"""The device that a command runs on: the one asked for, or the best there is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from attnplug.declare.settings import Setting
 
 
 def open_device(asked: str | None) -> tuple[torch.device, int | None]:
-    """The device of this process and, on CUDA, its compute capability as one number; an error if it is not here."""
+    """The device of this process and, on CUDA, its compute capability as one number; an error if there is none."""
     if asked is not None and asked not in DEVICES:
         message = f"`device` {asked!r} is unknown; use one of {', '.join(DEVICES)}"
         raise UsageError(message, settings=[Setting.DEVICE])

@@ -1,4 +1,4 @@
-"""What GPU is here, asked of the driver without torch and without creating any CUDA state."""
+"""Which GPUs are here, according to the driver: without torch, and without creating any CUDA state."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class GPU:
 
 
 def visible_gpus() -> tuple[GPU, ...]:
-    """The GPUs that NVML knows and ``CUDA_VISIBLE_DEVICES`` does not hide; none where there is no driver.
+    """The GPUs that NVML knows and ``CUDA_VISIBLE_DEVICES`` does not hide; none if there is no driver.
 
-    NVML and not the CUDA driver: asking the latter initialises it, which breaks processes that fork later.
+    NVML is asked, not the CUDA driver: asking the latter initialises it, which breaks processes that fork later.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1", "NoDevFiles"):

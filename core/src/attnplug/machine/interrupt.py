@@ -1,6 +1,6 @@
 """Being ended from outside: by an interrupt while modules are imported, or by SIGTERM.
 
-Importing this module prepares for an interrupt that comes before ``main`` could catch it: the package does so before
+Importing this module prepares for an interrupt that comes before ``main`` could catch it. The package imports it before
 anything else.
 """
 
@@ -14,7 +14,7 @@ from types import TracebackType
 
 EXIT_CODE = 130
 _COMMANDS = ("attnplug", "-m")
-"""The script that pip writes, and ``python -m attnplug`` as long as this package is being imported."""
+"""The script that pip writes, and ``python -m attnplug`` while this package is being imported."""
 
 
 def _is_the_command() -> bool:
@@ -23,7 +23,7 @@ def _is_the_command() -> bool:
 
 
 def _end(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
-    """End the process on an interrupt as ``main`` would: in a word, without a traceback."""
+    """End the process on an interrupt as ``main`` would: with one word, without a traceback."""
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, traceback)
         return
@@ -34,7 +34,7 @@ def _end_now(*_: object) -> None:
     if sys.stderr is not None:
         sys.stderr.write("interrupted\n")
         sys.stderr.flush()
-    os._exit(EXIT_CODE)  # without this the interpreter would end by the signal, after a traceback of its own
+    os._exit(EXIT_CODE)  # otherwise the signal would end the interpreter, after a traceback of its own
 
 
 if _is_the_command():
@@ -43,10 +43,10 @@ if _is_the_command():
 
 @contextmanager
 def at_once() -> Iterator[None]:
-    """An interrupt ends the process right here. For imports, after which there is nothing to clean up.
+    """Let an interrupt end the process immediately. For imports, after which there is nothing to clean up.
 
-    The C code of large libraries, torch's for one, ignores errors of what it imports, a KeyboardInterrupt too. It would
-    be lost, and the command go on.
+    The C code of large libraries, such as torch's, ignores errors of what it imports, even a KeyboardInterrupt. The
+    interrupt would be lost, and the command would go on.
     """
     import signal
 
@@ -62,7 +62,7 @@ def at_once() -> Iterator[None]:
 
 @contextmanager
 def terminated_in_order() -> Iterator[None]:
-    """SIGTERM raises SystemExit, so that what must not be lost can be written, and what was started can be ended."""
+    """Let SIGTERM raise SystemExit: what must not be lost can be written, and what was started can be ended."""
     import signal
 
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))

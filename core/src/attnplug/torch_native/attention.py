@@ -1,4 +1,4 @@
-"""Dense attention of some requests' queries over their gathered cache rows, tile by tile."""
+"""Dense attention of requests' queries over their gathered cache rows, tile by tile."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Softmax:
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Queries ``first … last - 1`` of each request and the keys ``start … stop - 1`` that at least one of them sees."""
+    """Queries ``first … last - 1`` of each request, and keys ``start … stop - 1``: those that any of them sees."""
 
     first: int
     last: int
@@ -45,10 +45,10 @@ def attend(
     v_dim]``. Returns ``[requests, queries, heads, v_dim]`` in q's dtype and, if asked, the log-sum-exp
     ``[requests, queries, heads]`` float32.
     """
-    # torch's fused kernel wherever it can say all that is asked; it has neither a cap nor a log-sum-exp to give, and
-    # falls back to something slower than ours for values of another width.
+    # torch's fused kernel is used wherever it supports what is asked. It has neither a logit cap nor a log-sum-exp, and
+    # for values of another width it falls back to something slower than ours.
     fused = softmax.cap is None and not lse and k.shape[-1] == v.shape[-1]
-    # On a CPU, kernels for the short types are slower than float32, some a hundred times.
+    # On a CPU, kernels for short types are slower than those for float32, some a hundred times.
     exact = not fused or q.device.type == "cpu"
     dtype = torch.float32 if exact else q.dtype
     queries, keys, values = (tensor.to(dtype).transpose(1, 2) for tensor in (q, k, v))
@@ -79,7 +79,7 @@ def attend(
 
 
 def _attend_by_parts(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, softmax: Softmax) -> tuple[Tensor, Tensor]:
-    """Attention with every intermediate at hand, all float32.
+    """Attention with access to every intermediate, all float32.
 
     q ``[requests, heads, queries, dim]``, k and v ``[requests, kv_heads, keys, …]``, hidden ``[requests, queries,
     keys]``. Returns the output and the log-sum-exp ``[requests, heads, queries]``.
@@ -100,8 +100,8 @@ def _attend_by_parts(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, sof
 def _products(rows: Tensor, keys: Tensor) -> Tensor:
     """``rows @ keys``, summed in slices of the inner dimension.
 
-    A product over the 576 columns of an MLA row, accumulated in one go, loses up to 1e-5 in a logit; slices keep the
-    float32 result within 2e-6 of float64 and cost one more pass over the scores each.
+    A product over the 576 columns of an MLA row, accumulated at once, loses up to 1e-5 in a logit. Slices keep the
+    float32 result within 2e-6 of float64, and each costs one more pass over the scores.
     """
     slices = zip(rows.split(_INNER_SLICE, -1), keys.split(_INNER_SLICE, -2), strict=True)
     first_rows, first_keys = next(slices)
@@ -121,7 +121,7 @@ def _tiles(extent: Extent, score_rows: int, window: int | None) -> Iterator[Tile
 
 
 def _hidden(extent: Extent, tile: Tile, window: int | None) -> Tensor | None:
-    """``[requests, queries, keys]`` true where a query must not see a key; ``None`` where every key is seen."""
+    """``[requests, queries, keys]``, true where a query must not see a key; ``None`` if every key is seen."""
     if window is None and extent.queries == 1 and extent.smallest_offset == extent.largest_offset:
         return None
     device = extent.offsets.device

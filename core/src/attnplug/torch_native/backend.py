@@ -18,7 +18,7 @@ from attnplug.torch_native.planner import Extent, Group, plan_groups
 
 
 class TorchNativeBackend(PlannedAttention):
-    """MHA, GQA and absorbed MLA over paged caches of any page size. Holds the pools and nothing of any batch."""
+    """MHA, GQA and absorbed MLA over paged caches of any page size. Keeps the pools, and nothing of any batch."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)

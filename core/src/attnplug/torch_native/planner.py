@@ -13,15 +13,15 @@ from attnplug.contract.geometry import Geometry
 from attnplug.contract.mode import ForwardMode
 from attnplug.machine.transfer import to_device
 
-# A group is padded to its longest request. Up to this many rows a request the padding costs less than another group.
+# A group is padded to its longest request. Up to this many rows per request, padding costs less than another group.
 _SMALL_READ = 4096
-# A group reads at most this many rows: its keys and values are copied together before they are attended to.
+# A group reads at most this many rows, because its keys and values are copied together before attention.
 _LARGEST_READ = 1 << 17
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Extent:
-    """Who sees what among requests of equally many queries: a query sees the keys up to its own position.
+    """Who sees what among requests with the same number of queries: a query sees the keys up to its own position.
 
     ``offsets`` ``[requests]`` on the device is the position of each request's first query.
     """
@@ -48,10 +48,10 @@ class Extent:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """Requests with equally many new tokens, attended to in one go.
+    """Requests with the same number of new tokens, attended to in one go.
 
-    ``rows`` ``[requests * queries]`` says which rows of q are theirs (``None``: all of q's planned rows, in order);
-    ``slots`` ``[requests, keys]`` where their cache rows lie.
+    ``rows`` ``[requests * queries]`` says which rows of q are theirs (``None``: all planned rows of q, in order).
+    ``slots`` ``[requests, keys]`` says where their cache rows are.
     """
 
     rows: Tensor | None
@@ -66,7 +66,7 @@ def plan_groups(geometry: Geometry) -> tuple[Tensor, tuple[Group, ...]]:
     if len(members) == 1 and members[0] == sorted(members[0]):
         group = _group(geometry, members[0], None)
         if geometry.mode is ForwardMode.DECODE and geometry.slots is None:
-            # A decoding request's new row is its last one, with which its slots end, padded or not.
+            # A decoding request's new row is its last one, and its slots end with that row, padded or not.
             return group.slots.select(1, -1), (group,)
         return geometry.new_slots(), (group,)
     first_rows = list(accumulate(geometry.query_lens, initial=0))

@@ -1,4 +1,4 @@
-"""What core itself brings, through the same door as every other plugin: a backend, plain memory, tiny models."""
+"""What core itself brings, in the same way as every other plugin: a backend, plain memory, tiny models."""
 
 from __future__ import annotations
 

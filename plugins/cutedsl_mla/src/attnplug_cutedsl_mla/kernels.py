@@ -1,4 +1,4 @@
-"""FlashInfer's CuTe DSL kernel at the seam of trtllm_mla, whose library this is."""
+"""FlashInfer's CuTe DSL kernel, as a decode kernel of trtllm_mla's backend."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from attnplug_trtllm_mla.planner import DecodeCall
 
 
 class CuteDSLDecode:
-    """``trtllm_batch_decode_with_kv_cache_mla`` by the CuTe DSL kernel: any number of heads up to 128, scratch that may
-    hold anything, natural logarithms in every version."""
+    """``trtllm_batch_decode_with_kv_cache_mla`` with the CuTe DSL kernel.
+
+    It takes up to 128 heads, its scratch may hold anything, and every version returns natural logarithms.
+    """
 
     def __init__(self, library: Library, shape: MLAShape, scratch: Workspace) -> None:
         self._library, self._shape, self._scratch = library, shape, scratch
@@ -19,7 +21,7 @@ class CuteDSLDecode:
 
     def most_requests(self, queries: int, with_lse: bool) -> int:
         tiles = -(-queries * self.heads // 128)
-        return min(MOST_REQUESTS, 65535 // tiles)  # CUDA counts blocks of the second dimension in 16 bits
+        return min(MOST_REQUESTS, 65535 // tiles)  # the second dimension of a CUDA grid has 16 bits
 
     def run(self, q: Tensor, pages: Pages, call: DecodeCall, out: Tensor, lse: Tensor | None) -> None:
         run_decode(
@@ -32,5 +34,5 @@ class CuteDSLDecode:
             lse,
             workspace_buffer=self._scratch.buffer,
             backend="cute-dsl",
-            cute_dsl_impl="monolithic",  # the one that gives a log-sum-exp
+            cute_dsl_impl="monolithic",  # the one that returns a log-sum-exp
         )

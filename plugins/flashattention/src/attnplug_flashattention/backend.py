@@ -56,8 +56,8 @@ class Metadata:
     """How a batch's MHA layers run.
 
     ``cached`` is how they read the cache. It is ``None`` exactly where the plan has no ``new_slots``
-    (``fa_skip_kv_cache``): the cache is written and read, or neither (A6). ``at_hand`` is the call over new rows alone,
-    for batches none of whose requests has others.
+    (``fa_skip_kv_cache``): the cache is either written and read, or neither (A6). ``at_hand`` is the call over new rows
+    alone, for batches in which no request has older rows.
     """
 
     cached: CachedPlan | None
@@ -65,9 +65,10 @@ class Metadata:
 
 
 class FlashAttentionBackend(PlannedAttention):
-    """MHA and GQA over a paged cache, and MLA prefill over rows at hand. What it knows of a batch is in its plan.
+    """MHA and GQA over a paged cache, and MLA prefill over rows that are passed in.
 
-    There is no ``init_mha_chunk_metadata``: kernels take the lengths of each call as they are (A6).
+    All it knows of a batch is in the batch's plan. There is no ``init_mha_chunk_metadata``: kernels take the lengths of
+    each call as they are (A6).
     """
 
     def __init__(self, context: BackendContext, *, kernels: Kernels | None = None, processors: int = 132) -> None:
@@ -80,7 +81,7 @@ class FlashAttentionBackend(PlannedAttention):
             kernels = choose_kernels(options.kernel, 10 * properties.major + properties.minor, layers)
         self.fa_skip_kv_cache = skips_kv_cache(context.serving, context.model)
         if len(mha) < len(layers):
-            level = GraphLevel.DECODE  # with MLA layers another backend decodes, whatever kernel prefills here
+            level = GraphLevel.DECODE  # with MLA layers another backend decodes, whichever kernel prefills here
         else:
             level = GraphLevel.UNIFORM if kernels.captures and not self.fa_skip_kv_cache else GraphLevel.NEVER
         declared = context.declared.claims
@@ -155,13 +156,13 @@ class FlashAttentionBackend(PlannedAttention):
     def _refuse_memory(self, geometry: Geometry) -> Never:
         raise PlanError(
             f"a {geometry.mode} batch of {geometry.requests} requests was captured in lane {geometry.lane} with its "
-            "page table and lengths in other memory, which kernels read where it lies; capture it in a lane of its own"
+            "page table and lengths in other memory, which its kernels read directly; capture it in a lane of its own"
         )
 
     # Running
 
     def takes_rows(self, plan: Plan, save_kv_cache: bool) -> bool:
-        """Where a plan writes nothing it reads nothing either: the rows are at hand (A6)."""
+        """A plan that writes nothing reads nothing either: attention is over the rows that are passed in (A6)."""
         return save_kv_cache or plan.new_slots is None
 
     def attend(self, q: Tensor, layer: LayerSpec, plan: Plan, new: NewRows | None, extras: ForwardExtras) -> Tensor:
@@ -170,7 +171,7 @@ class FlashAttentionBackend(PlannedAttention):
         if sinks is not None and lse is None:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         if new is not None and metadata.at_hand is not None:
-            k, v = new  # as they were written, and nearer
+            k, v = new  # the same rows that the cache holds, without reading pages
             assert v is not None
             found = self._kernels.at_hand(q, k, v, metadata.at_hand, layer_cache.softmax, lse is not None)
             out = _with_lse(*found, lse)
@@ -237,7 +238,7 @@ def skips_kv_cache(serving: Serving, model: ModelSpec) -> bool:
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
     """``out`` ``[rows, heads, dim]`` as if there were one more key, of logit ``sinks`` ``[heads]`` and value zero."""
-    share = torch.sigmoid(lse - sinks)  # of the other keys; they had all of it before
+    share = torch.sigmoid(lse - sinks)  # the weight that the other keys keep; without a sink it is 1
     return (out * share.unsqueeze(-1)).to(out.dtype)
 
 

@@ -48,23 +48,23 @@ class Kernels(Protocol):
     """Whether a call divides long requests among multiprocessors by itself."""
 
     def page_size(self, page_size: int, layers: Iterable[LayerSpec]) -> int | None:
-        """The page size in which it reads a cache in pages of ``page_size``; ``None`` if rows must be gathered."""
+        """The page size with which it reads a cache of pages of ``page_size``; ``None`` if rows must be gathered."""
         ...
 
     def at_hand(self, q: Tensor, k: Tensor, v: Tensor, call: RaggedCall, softmax: Softmax, lse: bool) -> Attended:
-        """Attention over rows at hand: q ``[query rows, heads, dim]``, k and v ``[kv rows, kv_heads, …]``."""
+        """Attention over rows that are passed in: q ``[query rows, heads, dim]``, k, v ``[kv rows, kv_heads, …]``."""
         ...
 
     def over_pages(self, q: Tensor, k: Tensor, v: Tensor, call: PagedCall, softmax: Softmax, lse: bool) -> Attended:
         """The same over a cache: k and v ``[pages, page_size, kv_heads, …]`` in the kernel's pages.
 
-        Rows of a page behind a sequence's last may hold anything; a sequence without keys gives zeros and -inf.
+        Rows after a sequence's last row may hold anything. A sequence without keys gives zeros and -inf.
         """
         ...
 
 
 def choose_kernels(name: KernelName, sm: int, layers: Iterable[LayerSpec]) -> Kernels:
-    """The kernels that an option asks for, imported; or the reason why not."""
+    """Import the kernels that the option asks for. Raises :class:`BackendError` with the reason if that fails."""
     layers = tuple(layers)
     capped = [layer.layer_id for layer in layers if layer.logit_cap is not None]
     if name == "auto":
@@ -95,7 +95,7 @@ INSTALL = {
 
 
 def import_error(load: Callable[[], object]) -> BaseException | None:
-    """What the import of a library raises, which may be anything, SystemExit included; ``None`` if it succeeds."""
+    """What importing a library raises; ``None`` if it succeeds. Libraries raise anything, even SystemExit."""
     try:
         load()
     except KeyboardInterrupt:
@@ -123,7 +123,7 @@ def load_fa4() -> Callable[..., Any]:
     """FlashAttention 4's function. Raises whatever its import raises."""
     from flash_attn.cute import flash_attn_varlen_func
 
-    # The CuTe DSL's word on an argument inside flash-attn, at every kernel it compiles: nothing that a user could mend.
+    # The CuTe DSL warns about an argument inside flash-attn at every kernel it compiles. A user cannot change that.
     warnings.filterwarnings("ignore", "Argument aux_data .* cannot be converted to a JitArgument", UserWarning)
 
     function: Callable[..., Any] = flash_attn_varlen_func
@@ -141,7 +141,8 @@ def load_fa2() -> Callable[..., Any]:
 class FA4Kernels:
     """flash-attn-4, written in the CuTe DSL and compiled at the first call of each kind.
 
-    On SM 90 it divides no request among multiprocessors, and asserts where it is asked to: ``num_splits`` is always 1.
+    On SM 90 it cannot divide a request among multiprocessors, and fails an assertion if asked to. So ``num_splits`` is
+    always 1.
     """
 
     name = "fa4"
@@ -152,11 +153,11 @@ class FA4Kernels:
         self._attend = attend or load_fa4()
 
     def page_size(self, page_size: int, layers: Iterable[LayerSpec]) -> int:
-        """Pages that are not a whole key tile.
+        """A page size that is not a whole key tile.
 
-        Those that are would be loaded by TMA, all rows of them: a NaN behind a sequence's last row would get into its
-        result, and a sequence without rows would read the page named before its own. Others are loaded row by row, and
-        decode twice as fast on an H200.
+        Pages of a whole tile would be loaded by TMA, with all of their rows. A NaN after a sequence's last row would
+        get into its result, and a sequence without rows would read the page named before its own. Other pages are
+        loaded row by row, and decode twice as fast on an H200.
         """
         tiles = {tile for layer in layers for tile in key_tiles(layer)}
         return max(size for size in range(1, page_size + 1) if page_size % size == 0 and size not in tiles)
@@ -205,7 +206,7 @@ def _fa4_softmax(softmax: Softmax) -> dict[str, Any]:
 
 
 class FlashAttention2(ABC):
-    """Of either library: keys and values of one width, pages of a multiple of 256 rows."""
+    """FlashAttention 2, from torch or from flash-attn: keys and values of one width, pages of 256 rows or multiples."""
 
     captures = False
     divides = True
@@ -234,14 +235,14 @@ class FlashAttention2(ABC):
 
     @staticmethod
     def _window(call: RaggedCall, softmax: Softmax) -> tuple[int, int]:
-        """Keys before and behind a query's own that it sees; -1 for all of them."""
+        """How many keys before and after its own a query sees; -1 for all of them."""
         if softmax.window is not None:
             return softmax.window - 1, 0
         return (-1, 0) if call.causal else (-1, -1)
 
 
 class TorchKernels(FlashAttention2):
-    """The FlashAttention 2 inside of torch. Reads pages since torch 2.12; before, rows are gathered."""
+    """The FlashAttention 2 inside torch. It reads pages from torch 2.12 on; before that, rows are gathered."""
 
     name = "torch"
 

@@ -1,4 +1,4 @@
-"""The parts of divided requests, brought together by their log-sum-exps."""
+"""Merging the parts of divided requests by their log-sum-exps."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from torch import Tensor
 def merge_parts(out: Tensor, lse: Tensor, count: int, merged_lse: Tensor | None) -> Tensor:
     """Attention over all keys from attention over ``count`` disjoint parts of them.
 
-    ``out`` ``[rows * count, heads, dim]`` and ``lse`` ``[rows * count, heads]`` float32, natural log, -inf where a part
-    has no key: it takes no share, and what its output holds, NaN included, is not looked at. Returns ``[rows, heads,
-    dim]`` in the type of ``out`` and fills ``merged_lse`` ``[rows, heads]`` where it is given.
+    ``out`` is ``[rows * count, heads, dim]``. ``lse`` ``[rows * count, heads]`` float32 is in natural log, and -inf for
+    a part without keys, whose output is ignored even if it is NaN. Returns ``[rows, heads, dim]`` in the type of
+    ``out``, and fills ``merged_lse`` ``[rows, heads]`` if it is given.
     """
     if out.device.type == "cuda":
         from attnplug_flashattention.triton_kernels import launch_merge_parts

@@ -8,15 +8,16 @@ import torch
 from torch import Tensor
 
 KEY_TILE = 128
-"""Keys that a kernel loads at a time: parts end with a tile, unless pages do not, so that none is loaded in vain."""
+"""Keys that a kernel loads at a time. Parts end with a tile, where pages allow it, so no tile is loaded in vain."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Parts:
-    """Where the requests of a batch, each cut into ``count`` parts, have their pages.
+    """The pages of a batch's requests, each cut into ``count`` parts.
 
-    Row ``request * count + part`` of ``page_table`` ``[requests * count, width]`` int32 names the part's pages, each of
-    ``kernel_page`` rows; ``kv_lens`` ``[requests * count]`` int32 says how many rows it has, 0 if none is left for it.
+    Row ``request * count + part`` of ``page_table`` ``[requests * count, width]`` int32 names the part's pages, of
+    ``kernel_page`` rows each. ``kv_lens`` ``[requests * count]`` int32 says how many rows the part has: 0 if none is
+    left for it.
     """
 
     page_table: Tensor
@@ -37,7 +38,7 @@ class Parts:
 
 
 def pages_a_part(pages: int, count: int, kernel_page: int) -> int:
-    """Pages in all but the last part of a request of ``pages``: equally many, and whole key tiles where it is cut."""
+    """Pages in every part but the last: equally many, and whole key tiles if the request is cut at all."""
     if count == 1:
         return pages
     step = max(1, KEY_TILE // kernel_page)

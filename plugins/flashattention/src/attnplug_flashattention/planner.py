@@ -13,12 +13,13 @@ from attnplug import Geometry, RaggedCall, split_table, to_device
 from attnplug_flashattention.parts import KEY_TILE, Parts
 from attnplug_flashattention.tables import fill_parts, fill_slots
 
-# What a call costs beside its key tiles, in the time of one: 1.4 µs on an H200, where one multiprocessor takes 183 µs
-# for the 128 tiles of 16384 keys. The first is paid at every start of a tile of queries, the second once.
+# What a call costs besides its key tiles, counted in key tiles. A tile takes 1.4 µs on an H200: one multiprocessor
+# needs 183 µs for the 128 tiles of 16384 keys. The first cost is paid whenever a tile of queries is started, the second
+# once.
 _START = 3
 _MERGE = 4
 _WAVES = 2
-"""How often the multiprocessors may be filled: more parts than that would be for the longest requests alone."""
+"""How many times over the multiprocessors may be filled. More parts would help only the longest requests."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,9 +27,9 @@ class PagedCall:
     """One call over the paged cache: each row of the table is a sequence of keys, with queries of its own.
 
     ``page_table`` ``[sequences, pages]`` int32 is in the kernel's pages, ``kv_lens`` ``[sequences]`` int32; both are on
-    the device. ``queries`` is how many each has, where they are equally many, and else ``None``: then ``ragged`` has
-    the lengths. A captured call has no ``ragged``: only the device knows its lengths. ``longest`` is never less than
-    any of them. With ``causal`` the last query sees the last key and each one before it one key less.
+    the device. ``queries`` is the number of queries of every sequence, or ``None`` if they differ: then ``ragged`` has
+    the lengths. A captured call has no ``ragged``, because only the device knows its lengths. ``longest`` is an upper
+    bound of them. With ``causal`` the last query sees the last key, and each earlier query one key less.
     """
 
     page_table: Tensor
@@ -49,7 +50,7 @@ class GatheredCall:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DividedCall:
-    """A decode whose requests are cut into ``count`` parts, each a sequence of ``call``; their results are merged."""
+    """A decode with requests cut into ``count`` parts, each a sequence of ``call``; the parts' results are merged."""
 
     count: int
     call: PagedCall
@@ -59,8 +60,8 @@ class DividedCall:
 class CachedPlan:
     """How a batch reads the cache.
 
-    ``divided`` is for layers that see all keys. Those with a window, which see few, run ``whole``; it is ``None`` where
-    no layer does. ``tables`` are filled anew inside a graph, before every replay.
+    ``divided`` is for layers that see all keys. Layers with a window see few keys and run ``whole``, which is ``None``
+    if there are no such layers. ``tables`` are filled anew inside a graph, at the start of every replay.
     """
 
     whole: PagedCall | GatheredCall | None
@@ -70,7 +71,7 @@ class CachedPlan:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """What the number of parts depends on beside a batch."""
+    """What the number of parts depends on besides the batch."""
 
     kv_heads: int
     processors: int
@@ -78,7 +79,7 @@ class Division:
     """The most parts; 0 for as many as pay."""
 
     def parts(self, requests: int, longest: int) -> int:
-        """Into how many parts to cut each of some decoded requests, the longest of that many rows.
+        """How many parts to cut each decoded request into, if the longest has ``longest`` rows.
 
         A tile of queries, which is one KV head of one request, keeps one multiprocessor busy. As long as there are more
         multiprocessors than tiles, parts give them work.
@@ -97,12 +98,12 @@ class Division:
 
 
 def with_queries(geometry: Geometry) -> Geometry:
-    """The requests that have queries: the others have neither a row of q nor a result."""
+    """The requests that have queries. The others have neither rows of q nor results."""
     return geometry.only([request for request, new in enumerate(geometry.query_lens) if new])
 
 
 def ragged_call(geometry: Geometry) -> RaggedCall:
-    """The lengths of a batch, all of whose requests have queries: one copy to the device."""
+    """The lengths of a batch in which every request has queries. Costs one copy to the device."""
     query_lens, kv_lens = tuple(geometry.query_lens), tuple(geometry.kv_lens)
     sums = [list(accumulate(query_lens, initial=0)), list(accumulate(kv_lens, initial=0))]
     query_indptr, kv_indptr = to_device(sums, geometry.device, np.int32).unbind()
@@ -114,8 +115,9 @@ def plan_cached(
 ) -> tuple[Tensor, CachedPlan]:
     """Where a batch writes its new rows, and how it reads the cache. Nothing is copied from the device.
 
-    ``live`` are its requests with queries, and ``call`` their lengths. ``kernel_page`` is the page size that the kernel
-    reads, ``None`` if it reads no pages; ``division`` is for kernels that do not divide long requests themselves.
+    ``live`` are its requests with queries, and ``call`` has their lengths. ``kernel_page`` is the page size that the
+    kernel reads, ``None`` if it reads no pages. ``division`` is for kernels that do not divide long requests
+    themselves.
     """
     decode, longest = geometry.mode.is_decode, max(call.kv_lens)
     if decode and geometry.slots is None:
@@ -143,11 +145,11 @@ def plan_cached(
 def plan_captured(
     geometry: Geometry, kernel_page: int, division: Division | None, *, windowed: bool
 ) -> tuple[Tensor, CachedPlan]:
-    """The same for a captured shape: what :func:`refill` fills, inside the graph, before every replay.
+    """The same for a captured shape. :func:`refill` fills it inside the graph, at the start of every replay.
 
-    Kernels that can read the batch's own table and lengths do so. Lengths are no guide here, a capture may carry any:
-    as many parts are taken as pay for requests that fill the table. Shorter ones are cut into as many, which are
-    smaller. ``windowed`` says whether some layer has a window.
+    Kernels that can read the batch's own table and lengths do so. The lengths at capture say nothing about later ones,
+    so the number of parts is chosen for requests that fill the table. Shorter requests are cut into as many parts,
+    which are smaller. ``windowed`` says whether some layer has a window.
     """
     decode, requests, device = geometry.mode.is_decode, geometry.requests, geometry.device
     slots = torch.full((geometry.rows,), -1, dtype=torch.int64, device=device)

@@ -1,6 +1,6 @@
-"""Page tables in the pages that a kernel reads, requests cut into parts, and write slots; made where the tables are.
+"""Page tables in a kernel's page size, requests cut into parts, and write slots, made on the tables' own device.
 
-Each function is one kernel on a GPU, which a graph can hold, and plain torch elsewhere.
+On a GPU each function is one kernel, which a graph can capture. Elsewhere it is plain torch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from attnplug_flashattention.parts import KEY_TILE, Parts
 def fill_parts(page_table: Tensor, kv_lens: Tensor, parts: Parts) -> None:
     """Fill ``parts`` from ``page_table`` ``[requests, pages]`` in the manager's pages and ``kv_lens`` ``[requests]``.
 
-    Entries of the table after a request's last page are not read; places that belong to no page keep what they hold.
+    Entries of the table after a request's last page are not read. Places that belong to no page keep what they hold.
     """
     if page_table.device.type == "cuda":
         from attnplug_flashattention.triton_kernels import launch_fill_parts
@@ -40,10 +40,10 @@ def fill_parts(page_table: Tensor, kv_lens: Tensor, parts: Parts) -> None:
 
 
 def fill_slots(page_table: Tensor, kv_lens: Tensor, page_size: int, slots: Tensor) -> None:
-    """Fill ``slots`` ``[requests * queries]`` int64 with where the new rows go, the last of each request.
+    """Fill ``slots`` ``[requests * queries]`` int64 with the places of the new rows: the last rows of each request.
 
-    A row before the request's first has no place, and none for which the table has no column: its slot is -1. That is
-    how padded requests of a captured batch, of length 0, come out.
+    The slot is -1 for a row before the request's first, and for a row past the table's last column. Padded requests of
+    a captured batch have length 0, so all of their slots are -1.
     """
     if page_table.device.type == "cuda":
         from attnplug_flashattention.triton_kernels import launch_fill_slots

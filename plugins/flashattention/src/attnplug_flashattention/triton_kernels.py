@@ -13,7 +13,7 @@ _BLOCK = 256
 _MOST_PROGRAMS = 32
 """Programs that share one part's pages: 128k tokens in pages of one are 512 blocks."""
 _AT_ONCE = 8
-"""Parts that a merging program has in registers together."""
+"""Parts that a merging program holds in registers at once."""
 
 
 @triton.jit

@@ -39,7 +39,7 @@ from attnplug_flashinfer_mla.planner import padded_heads, plan_paged
 from attnplug_flashinfer_mla.plugin import KERNEL, kernel_refusals
 
 _RAGGED_DIMS = frozenset({(192, 128)})
-"""Widths of keys and values that the ragged kernels were proven with; other models extend absorbed."""
+"""Widths of keys and values that the ragged kernels were tested with; other models extend absorbed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,7 +66,7 @@ class PlannedRagged:
 class Wrappers:
     """What plans of one lane run on: decode and ragged always, paged prefill and verify unless ``skip_prefill`` (A1).
 
-    ``mha_chunk_kv_cache`` runs the calls over prefix chunks; it is there exactly if chunked KV is on (A3).
+    ``mha_chunk_kv_cache`` runs the calls over prefix chunks. It exists if and only if chunked KV is on (A3).
     """
 
     def __init__(self, kernels: Kernels, *, skip_prefill: bool, chunked: bool) -> None:
@@ -85,9 +85,10 @@ class Wrappers:
 
 
 class FlashInferMLABackend(PlannedAttention):
-    """MLA over FlashInfer's wrappers. What it knows of a batch is in the batch's plan.
+    """MLA over FlashInfer's wrappers. All it knows of a batch is in the batch's plan.
 
-    ``kernels`` makes those of each lane. Whatever the switches, every lane has every wrapper that its role needs (A1).
+    ``kernels`` holds one maker of kernels per lane. Whatever the switches, every lane has every wrapper that its role
+    needs (A1).
     """
 
     def __init__(self, context: BackendContext, *, kernels: Sequence[Kernels] | None = None) -> None:
@@ -108,7 +109,8 @@ class FlashInferMLABackend(PlannedAttention):
         )
 
     def _narrowed(self, context: BackendContext, options: FlashInferMLAOptions) -> Claims:
-        """One-shot takes the ragged wrapper, chunks their runner, both a kernel for these widths."""
+        """The spec's claims, less what is switched off. MHA paths need the ragged wrapper and kernels for the model's
+        widths."""
         declared, paths = context.declared.claims, {ExtendPath.ABSORBED}
         ragged = not (options.disable_ragged or context.serving.skip_prefill)
         if ragged and self._shape.ragged_dims in _RAGGED_DIMS:
@@ -119,7 +121,7 @@ class FlashInferMLABackend(PlannedAttention):
     # Planning
 
     def plan(self, geometry: Geometry) -> Plan:
-        if geometry.calls:  # they are planned by init_mha_chunk_metadata, and whoever makes them writes the rows
+        if geometry.calls:  # init_mha_chunk_metadata plans them, and their caller writes the rows
             return Plan.of(self.backend_id, geometry)
         mode = geometry.mode
         planned = plan_paged(geometry, self._shape.heads, causal=not mode.is_decode)
@@ -134,7 +136,7 @@ class FlashInferMLABackend(PlannedAttention):
         leases = self.lanes[geometry.lane].paged(geometry.mode)
         if leases is None:
             raise PlanError(
-                f"backend {self.backend_id.name} was built with skip_prefill=True, for a draft's worker: it plans "
+                f"backend {self.backend_id.name} was built with skip_prefill=True, for a draft worker: it plans "
                 f"decode, not {geometry.mode}; build it without, or let another backend prefill"
             )
         return leases
@@ -144,7 +146,8 @@ class FlashInferMLABackend(PlannedAttention):
     ) -> Plan | None:
         """Plan the ragged calls of a one-shot or chunked extend; ``None`` for an absorbed one, which has none.
 
-        With ``disable_flashinfer_ragged`` the causal call over new rows is somebody else's: only chunks are planned.
+        With ``disable_flashinfer_ragged`` another kernel runs the causal call over new rows, so only chunks are
+        planned.
         """
         geometry = forward_batch.geometry
         self._check_lane(geometry)
@@ -252,7 +255,7 @@ def _flashinfer_kernels(
     if kernel == "auto":
         kernel = "fa3" if sm == 90 else "fa2"
     processors = torch.cuda.get_device_properties(context.device).multi_processor_count
-    least = -(-2 * processors * 64 * (2 * shape.dims.kv_lora_rank + 4) // 2**20)  # parts of divided tiles
+    least = -(-2 * processors * 64 * (2 * shape.dims.kv_lora_rank + 4) // 2**20)  # for the parts of divided tiles
     if options.workspace_mib < least:
         raise BackendError(
             f"flashinfer_mla.workspace_mib={options.workspace_mib} is too little for {processors} multiprocessors; "

@@ -2,11 +2,12 @@
 
 On a CUDA device each is one kernel; elsewhere torch does the same.
 
-How the work list is divided. The keys of all tiles form one line, tile after tile, in steps of 64, which the kernels
-load at a time. Every cluster gets an equal length of it, so that none waits for another, whatever the lengths of the
-requests. Merging costs too: on an H200 a step takes 1.9 µs, and each further part of a tile 0.27 µs, whether or not
-clusters are idle. So a length is at least such that the longest tile's steps and parts cost the same. And where whole
-tiles, dealt out evenly, keep the busiest cluster within a tenth of its share, none is divided.
+How the work list is divided: the keys of all tiles form one line, tile after tile, in steps of 64 keys, as many as the
+kernels load at a time. Every cluster gets a stretch of equal length, so no cluster waits for another, whatever the
+lengths of the requests. Merging costs time too: on an H200 a step takes 1.9 µs, and each further part of a tile 0.27
+µs, even if clusters are idle. So a stretch is at least as long as makes the steps and the parts of the longest tile
+cost the same. If dealing out whole tiles evenly keeps the busiest cluster within a tenth of its share, no tile is
+divided.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from attnplug_flashinfer_mla.schedule import (
 
 
 def fill_indices(page_table: Tensor, lengths: Lengths, page_size: int, kv_indices: Tensor, slots: Tensor) -> None:
-    """Fill ``kv_indices`` with the pages of every request, and ``slots`` ``[queries]`` with where new rows go.
+    """Fill ``kv_indices`` with the pages of every request, and ``slots`` ``[queries]`` with the places of the new rows.
 
-    The new rows of a request are its last ones. A row before the request's first has no place: its slot is -1, which
-    is how padded requests of a captured batch, of length 0, come out. So does a row for which the table has no column.
-    Entries of the table after a request's last page are not read, and places of ``kv_indices`` that belong to no page
-    are left as they are.
+    The new rows of a request are its last ones. The slot is -1 for a row before the request's first, and for a row past
+    the table's last column. Padded requests of a captured batch have length 0, so all of their slots are -1. Entries of
+    the table after a request's last page are not read, and places of ``kv_indices`` that belong to no page keep what
+    they hold.
     """
     if page_table.stride(1) != 1:
         page_table = page_table.contiguous()
@@ -120,6 +121,6 @@ def fill_schedule(schedule: Schedule, batch: UniformBatch, kv_lens: Tensor) -> N
 
 
 def _each(counts: Tensor) -> tuple[Tensor, Tensor]:
-    """For ``counts`` things of each owner, one after the other: the owner of each, and its number among the owner's."""
+    """For owners with ``counts`` things in a row: each thing's owner, and its number among that owner's things."""
     owner = torch.repeat_interleave(torch.arange(len(counts)), counts)
     return owner, torch.arange(len(owner)) - (counts.cumsum(0) - counts)[owner]

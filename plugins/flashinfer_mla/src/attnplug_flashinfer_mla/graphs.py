@@ -19,8 +19,8 @@ from attnplug_flashinfer_mla.schedule import MOST_WORKS, Schedule, UniformBatch,
 class Captured:
     """One captured shape of batch.
 
-    Request i's pages lie at ``i * pages`` of the index buffer, used or not, so that where they begin never changes:
-    all that does is made inside the graph, from the page table and the lengths that the batch has then.
+    Request i's pages start at ``i * pages`` of the index buffer, used or not, so their place never changes. Everything
+    that does change is made inside the graph, from the page table and the lengths that the batch has then.
     """
 
     kernel: PagedKernel
@@ -72,9 +72,9 @@ class GraphMemory:
         )
 
     def _lengths(self, shape: UniformBatch, page_size: int) -> Lengths:
-        """Those that the library plans a shape over, once: it compiles, and says where its arrays lie.
+        """Lengths with which the library plans a shape, once: it compiles its kernels and says where its arrays are.
 
-        Nobody knows the real ones then. These are short, and differ, so that its arrays can be told apart.
+        The real lengths are not known yet. These are short and all different, so that the arrays can be told apart.
         """
         most = self.pages * page_size
         kv_lens = (shape.queries + torch.arange(shape.requests, dtype=torch.int32) % 128).clamp(max=most)

@@ -28,13 +28,13 @@ _LN_2 = math.log(2.0)
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Cache:
-    """One layer's rows ``[pages, page_size, row_dim]``, cut into latent and rope once and not at every call."""
+    """One layer's rows ``[pages, page_size, row_dim]``, split into latent and rope once, not at every call."""
 
     rows: Tensor
     latent: Tensor
     rope: Tensor
     scales: Mapping[str, float] = field(default_factory=dict)
-    """What a call over an fp8 cache is given in addition."""
+    """Additional arguments of a call over an fp8 cache."""
 
     @classmethod
     def of(cls, rows: Tensor, kv_lora_rank: int, scale: float) -> Cache:
@@ -61,7 +61,7 @@ class PagedKernel(Protocol):
     def plan(self, call: PagedCall) -> None: ...
 
     def schedule(self) -> Schedule:
-        """Where the planned call's work list lies, for those who fill it themselves."""
+        """The planned call's work list in memory, for callers that fill it themselves."""
         ...
 
     def run(self, q: Tensor, cache: Cache, out: Tensor | None, lse: Tensor | None) -> Tensor:
@@ -70,7 +70,7 @@ class PagedKernel(Protocol):
 
 
 class RaggedKernel(Protocol):
-    """Plain attention over rows at hand."""
+    """Plain attention over rows that are passed in."""
 
     @property
     def ready(self) -> bool: ...
@@ -92,9 +92,9 @@ class Kernels(Protocol):
 class Library:
     """The parts of FlashInfer in use, probed by feature and not by version.
 
-    ``metadata`` is the class in which newer planning takes its arrays (given flat they are deprecated there);
-    ``reads_fp8`` says whether a paged call takes an fp8 cache with its scales, ``ragged_natural_log`` whether a ragged
-    call can be asked for natural logarithms.
+    ``metadata`` is the class in which newer versions take a plan's arrays; passing them one by one is deprecated there.
+    ``reads_fp8`` says whether a paged call takes an fp8 cache with its scales. ``ragged_natural_log`` says whether a
+    ragged call can return natural logarithms.
     """
 
     version: str
@@ -147,7 +147,7 @@ class FlashInferKernels:
 
 
 class FlashInferPaged:
-    """``BatchMLAPagedAttentionWrapper``, by whichever of its calling conventions is not deprecated."""
+    """``BatchMLAPagedAttentionWrapper``, with the calling convention that is not deprecated."""
 
     def __init__(
         self,
@@ -168,8 +168,9 @@ class FlashInferPaged:
                 "kv_len_arr": graph.lengths.kv_lens,
             }
         self._wrapper = library.paged(workspace, backend=kernel, **reserved)
-        # What a plan sends lies in page-locked memory until the stream gets to its copy. Given lengths on the device,
-        # planning would wait for them and never overtake that copy; given them on the host it would.
+        # A plan's arrays stay in page-locked memory until the stream has copied them. With lengths on the device,
+        # planning would wait for the device and could not overwrite arrays that are still to be copied. With lengths on
+        # the host it could.
         self._sent = torch.cuda.Event()
 
     @property
@@ -215,7 +216,7 @@ class FlashInferPaged:
     def run(self, q: Tensor, cache: Cache, out: Tensor | None, lse: Tensor | None) -> Tensor:
         dims = self._shape.dims
         if self._library.metadata is not None:
-            if lse is None:  # what was planned is what must be asked for
+            if lse is None:  # the call must ask for what was planned
                 lse = q.new_empty(q.shape[:2], dtype=torch.float32)
             result = self._wrapper.run(
                 query=q,
@@ -243,9 +244,9 @@ class FlashInferPaged:
 
 
 class CutlassPaged:
-    """Decode by the wrapper's CUTLASS kernel, which reads the page table itself and gives no log-sum-exp.
+    """Decode by the wrapper's CUTLASS kernel, which reads the page table itself and returns no log-sum-exp.
 
-    Only for FlashInfer that plans it (0.7): before, each call copied the whole layer's cache.
+    Only for a FlashInfer that plans it (0.7 or newer). Older ones copied the whole layer's cache at every call.
     """
 
     ready = True

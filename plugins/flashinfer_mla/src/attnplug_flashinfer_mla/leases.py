@@ -28,12 +28,14 @@ class Lease(Generic[Kernel]):
 
 
 class Leases(Generic[Kernel]):
-    """The kernels of one purpose in one lane. One is made at once; more are made when more plans live at the same time,
-    or when those that came back have not sent their last plan yet: planning never waits for the device.
+    """The kernels for one purpose in one lane.
+
+    One is made at once. More are made when several plans live at the same time, or when the returned kernels are still
+    sending their last plan: planning never waits for the device.
 
     FlashInfer's wrappers remember what they were planned for, so a plan is a value only if nobody else plans its
-    wrapper meanwhile (B5). A returned kernel is planned again in stream order, as memory is reused by torch: whoever
-    plans on one stream and runs on another makes the one wait for the other.
+    wrapper meanwhile (B5). A returned kernel is planned again in stream order, as torch reuses memory. Whoever plans on
+    one stream and runs on another must make one wait for the other.
     """
 
     def __init__(self, make: Callable[[], Kernel]) -> None:

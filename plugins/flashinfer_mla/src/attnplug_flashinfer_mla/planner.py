@@ -14,7 +14,7 @@ from attnplug import Geometry, on_host
 from attnplug_flashinfer_mla.filling import fill_indices
 from attnplug_flashinfer_mla.lengths import Lengths
 
-# FlashInfer's scheduler keeps its work items in arrays of 16384 and, before 0.7.2, does not look whether they fit. A
+# FlashInfer's scheduler keeps its work items in arrays of 16384 and, before 0.7.2, does not check whether they fit. A
 # query tile is one item, and splitting long caches adds at most one for each cluster of multiprocessors.
 _MOST_TILES = 16384 - 1024
 _TILE_ROWS = 64
@@ -22,7 +22,7 @@ _TILE_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Consecutive requests whose queries run in one call; at its ends a request may take part with some queries only.
+    """Consecutive requests that run in one call; the first and the last may take part with only some of their queries.
 
     The queries of request i are the last ``query_lens[i]`` of its first ``kv_lens[i]`` rows.
     """
@@ -45,8 +45,8 @@ class Segment:
 class PagedCall:
     """One call over the paged cache, as it is planned.
 
-    ``lengths`` are on the host; ``kv_indices`` ``[pages]`` int32 on the device holds request i's pages from
-    ``kv_indptr[i]`` on. ``heads`` may be more than the model has, the others being padding.
+    ``lengths`` are on the host. ``kv_indices`` ``[pages]`` int32 is on the device and holds request i's pages from
+    ``kv_indptr[i]`` on. ``heads`` may be more than the model has; the rest is padding.
     """
 
     rows: slice
@@ -97,8 +97,9 @@ def plan_paged(geometry: Geometry, heads: int, *, causal: bool) -> PagedCalls:
     slots = torch.empty(geometry.rows, dtype=torch.int64, device=geometry.device)
     if not geometry.rows:
         return PagedCalls((), slots)
-    # FlashInfer's scheduler takes tiles of 128 rows if requests have more than 64 on average, and else of 64. Requests
-    # without queries would halve the tile, and with more than 64 heads it would end within a token (see below).
+    # FlashInfer's scheduler takes tiles of 128 rows if requests have more than 64 on average, and otherwise of 64.
+    # Counting requests without queries could halve the tile. With more than 64 heads it would then end within a token
+    # (see ``padded_heads``).
     live = geometry.only([request for request, new in enumerate(geometry.query_lens) if new])
     planned = padded_heads(heads) if causal else heads
     calls = [_call(live, segment, planned, causal, slots) for segment in divide(live.query_lens, live.kv_lens, planned)]
@@ -108,9 +109,10 @@ def plan_paged(geometry: Geometry, heads: int, *, causal: bool) -> PagedCalls:
 def padded_heads(heads: int) -> int:
     """Heads that divide a query tile.
 
-    A tile that ends between the heads of one token loses that token's last key in causal calls where the key starts a
+    A tile that ends between the heads of one token loses that token's last key in causal calls, if the key starts a
     tile of its own: the kernels round the end of the tile down where their scheduler rounds it up. FlashInfer 0.7.2
-    refuses such calls, earlier ones give wrong results. With a power of two, up to 128, every tile ends with a token.
+    refuses such calls; earlier versions give wrong results. With a power of two up to 128, every tile ends with a
+    token.
     """
     return 1 << (heads - 1).bit_length()
 

@@ -1,12 +1,12 @@
 """FlashInfer's work list of a paged call, made on the device from the lengths there.
 
 FlashInfer's own planner makes the list on the host: it needs the lengths there, takes 70 to 300 µs, and sends 0.6 MB to
-the device at every step. A captured call has the same list at the same addresses every time, and only the KV lengths
-change; so the list is made by a kernel of ours, captured with the call, and a replay plans nothing on the host.
+the device at every step. A captured call has its list at the same addresses every time, and only the KV lengths change.
+So a kernel of ours, captured with the call, makes the list, and a replay plans nothing on the host.
 
-What is in the list, from FlashInfer's scheduler: a work item is a tile of query rows (a row is one head of one query)
-and a stretch of its keys. Clusters of multiprocessors walk their items. A tile whose keys are in one stretch
-writes its result; one that is in several writes parts, which the merge entries then bring together, by rows.
+The list, as FlashInfer's scheduler lays it out: a work item is a tile of query rows (a row is one head of one query)
+and a stretch of its keys. Each cluster of multiprocessors works through its items. A tile with all keys in one stretch
+writes its result. A tile with several stretches writes parts, which the merge entries then combine row by row.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 TILE_ROWS = 64
-"""Query rows of one multiprocessor; a cluster has as many times that as it has multiprocessors."""
+"""Query rows per multiprocessor; a cluster's tile has this many for each of its multiprocessors."""
 KV_STEP = 64
 MOST_WORKS = 16384
 
@@ -35,10 +35,10 @@ SLACK = 1.1
 class Schedule:
     """The arrays of one call, int32, where FlashInfer's kernels read them.
 
-    Work items, ``[16384]`` each: the request's first query row and first page index, where its part goes (-1: it is
-    the result), the request's queries and keys, the tile's first row, and the stretch of keys. ``work_indptr``
-    ``[clusters + 1]`` says which items are whose. Merge entries, one for each multiprocessor: which rows of the result,
-    counted over all heads, are merged from which rows of the parts, ``merge_stride`` apart.
+    Work items, ``[16384]`` each: the request's first query row and first page index, where its part goes (-1 for the
+    result itself), the request's queries and keys, the tile's first row, and the stretch of keys. ``work_indptr``
+    ``[clusters + 1]`` says which items belong to which cluster. Merge entries, one per multiprocessor: which rows of
+    the result, counted over all heads, are merged from which rows of the parts, ``merge_stride`` apart.
     """
 
     cluster_size: int
@@ -79,7 +79,7 @@ class Schedule:
 
 @dataclass(frozen=True, slots=True)
 class UniformBatch:
-    """A captured batch: every request has equally many queries, and room for equally many pages."""
+    """A captured batch: every request has the same number of queries, and room for the same number of pages."""
 
     requests: int
     queries: int
@@ -93,7 +93,7 @@ class UniformBatch:
 
 
 def keys_seen(batch: UniformBatch, schedule: Schedule, kv_len: Tensor, tile: Tensor) -> Tensor:
-    """The keys up to which a tile's last query sees: all of them, or fewer where later tiles have later queries."""
+    """How many keys a tile's last query sees: all of them, or fewer if later tiles have later queries."""
     if not batch.causal:
         return kv_len
     queries = -(-(tile + 1) * schedule.tile_rows // batch.heads)
@@ -103,7 +103,7 @@ def keys_seen(batch: UniformBatch, schedule: Schedule, kv_len: Tensor, tile: Ten
 def schedule_problem(schedule: Schedule, batch: UniformBatch, kv_lens: Sequence[int], kv_indptr: Sequence[int]) -> str:
     """Why a schedule does not do the batch's work exactly once, in words; empty if it does.
 
-    Asked of FlashInfer's own plan before it is replaced: if ours is not how it is laid out, we would not understand it.
+    FlashInfer's own plan is checked before it is replaced, because ours is right only if it is laid out the same way.
     """
     host = Schedule(schedule.cluster_size, schedule.clusters, *(array.cpu() for array in schedule.arrays()))
     tiles, works = batch.tiles(schedule), host.work_indptr.tolist()

@@ -65,8 +65,8 @@ def _fill_schedule(
     CAUSAL: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, COST: tl.constexpr, SLACK: tl.constexpr,
     AT_ONCE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One program per multiprocessor. Each adds up all tiles by itself, which costs less than meeting the others, and
-    then writes the items of its cluster and its own merge entry. The names are those of ``fill_schedule``."""
+    """One program per multiprocessor. Each adds up all tiles by itself, which costs less than synchronising, and then
+    writes the items of its cluster and its own merge entry. The names are those of ``fill_schedule``."""
     me = tl.program_id(0)
     item = tl.arange(0, BLOCK)
     exists = item < items

@@ -26,10 +26,10 @@ _UNIFORM = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXT
 
 
 class FlashMLABackend(PlannedAttention):
-    """MLA decode by FlashMLA: batches with equally many new tokens of every request, one or a few.
+    """MLA decode by FlashMLA, for batches in which every request has the same small number of new tokens.
 
-    What it knows of a batch is in the batch's plan, made on the device alone: a plan needs no length on the host, and a
-    captured one follows whatever lengths its graph finds.
+    All it knows of a batch is in the batch's plan, which is made on the device alone. A plan needs no lengths on the
+    host, and a captured plan follows whatever lengths its graph finds.
     """
 
     def __init__(self, context: BackendContext, *, kernels: Kernels | None = None) -> None:
@@ -52,8 +52,8 @@ class FlashMLABackend(PlannedAttention):
         if geometry.mode not in _UNIFORM or geometry.new_lens is not None:
             different = "" if geometry.new_lens is None else " with new_lens, by which requests may differ"
             raise PlanError(
-                f"backend {self.backend_id.name} plans {', '.join(_UNIFORM)}, with equally many new tokens of every "
-                f"request, and this is a batch in mode {geometry.mode}{different}; let the prefill backend take it"
+                f"backend {self.backend_id.name} plans {', '.join(_UNIFORM)}, with the same number of new tokens per "
+                f"request, but this is a batch in mode {geometry.mode}{different}; let the prefill backend take it"
             )
         pages = memory.part(geometry.requests, geometry.max_new)
         pages.fill(geometry.page_table, geometry.seq_lens, self._page_size)
@@ -68,7 +68,7 @@ class FlashMLABackend(PlannedAttention):
         return Pages.reserve(limits.max_bs, limits.max_num_tokens, width, self.context.device)
 
     def capture(self, geometry: Geometry, memory: Pages) -> Plan:
-        """A part of what all shapes of the lane share. A schedule's size depends on the shape: each has its own."""
+        """Uses memory that all shapes of the lane share, except for the schedule: its size depends on the shape."""
         return self._planned(geometry, memory, memory.slots[: geometry.rows])
 
     def refill(self, plan: Plan, geometry: Geometry) -> None:

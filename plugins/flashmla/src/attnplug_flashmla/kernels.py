@@ -1,4 +1,4 @@
-"""The seam: the two calls that the backend makes, and FlashMLA behind them. Only this module imports it."""
+"""The seam to FlashMLA: the two calls that the backend makes. Only this module imports the library."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ _LARGEST_INDEX = 1 << 31
 class Schedule:
     """Which multiprocessors read which pages, made on the device: ``tiles`` and ``splits`` ``[requests + 1]``, int32.
 
-    Good for every layer, as long as the lengths are what they were.
+    Valid for every layer, as long as the lengths do not change.
     """
 
     tiles: Tensor
     splits: Tensor
 
     def become(self, other: Schedule) -> None:
-        """Take another's numbers into this one's memory."""
+        """Copy another schedule's numbers into this one's memory."""
         torch._foreach_copy_([self.tiles, self.splits], [other.tiles, other.splits])  # one launch for both
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """A batch as the kernel takes it: ``queries`` tokens of each request, the last ones of its ``kv_lens``.
+    """A batch as the kernel takes it: ``queries`` tokens per request, the last of its ``kv_lens`` rows.
 
-    ``kv_lens`` ``[requests]`` and ``page_table`` ``[requests, pages]`` are int32 and contiguous; a request of length 0
-    attends to nothing, but its first entry in the table is a page all the same.
+    ``kv_lens`` ``[requests]`` and ``page_table`` ``[requests, pages]`` are int32 and contiguous. A request of length 0
+    attends to nothing, but its first entry in the table must still be a valid page.
     """
 
     queries: int
@@ -82,7 +82,7 @@ def load_library() -> Library:
 
 
 class FlashMLAKernels:
-    """FlashMLA's dense decode, for one number of heads. Dense decode and SM 90 are among what it calls legacy."""
+    """FlashMLA's dense decode, for one number of heads. The library counts dense decode and SM 90 as legacy."""
 
     def __init__(self, heads: int, kv_lora_rank: int) -> None:
         self._library, self._heads, self._rank = load_library(), heads, kv_lora_rank
@@ -100,7 +100,7 @@ class FlashMLAKernels:
         return Schedule(tiles, splits)
 
     def _check_size(self, requests: int, queries: int, parts: int) -> None:
-        """The kernel counts the numbers of all partial results in 32 bits, and does not look whether they fit."""
+        """The kernel counts the numbers of all partial results in 32 bits, and does not check whether they fit."""
         if (requests + parts) * queries * self._heads * self._rank >= _LARGEST_INDEX:
             most = (_LARGEST_INDEX - 1) // (queries * self._heads * self._rank) - parts
             raise PlanError(

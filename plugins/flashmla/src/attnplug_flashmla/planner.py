@@ -1,4 +1,4 @@
-"""Page table and lengths → what the kernel reads and where new rows go, by one kernel on a GPU. Knows no batch."""
+"""Page table and lengths → what the kernel reads and where new rows go, by one kernel on a GPU."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from attnplug_flashmla.plugin import PAGE
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pages:
-    """A batch of ``queries`` new tokens a request, in memory that keeps its address.
+    """A batch with ``queries`` new tokens per request, in memory that keeps its address.
 
-    ``kv_lens`` ``[requests]`` int32; ``table`` ``[requests, width]`` int32 in pages of 64; ``slots``
-    ``[requests * queries]`` int64, the cache slots of the new rows, -1 where there is none.
+    ``kv_lens`` is ``[requests]`` int32. ``table`` ``[requests, width]`` int32 is in pages of 64. ``slots`` ``[requests
+    * queries]`` int64 are the cache slots of the new rows, -1 where there is none.
     """
 
     queries: int
@@ -39,11 +39,11 @@ class Pages:
         return Pages(queries, self.kv_lens[:requests], self.table[:requests], self.slots[: requests * queries])
 
     def fill(self, page_table: Tensor, seq_lens: Tensor, page_size: int) -> None:
-        """From a page table ``[requests, pages]`` in pages of ``page_size``, a multiple of 64, and lengths.
+        """Fill from a page table ``[requests, pages]`` in pages of ``page_size``, a multiple of 64, and lengths.
 
-        New rows are the last ones of a request. A row before its first has no place, and so has one for which the table
-        has no column, which a length on the device can ask for. Entries after a request's last page are not read.
-        Waits for nothing and can be captured.
+        New rows are the last ones of a request. The slot is -1 for a row before the request's first, and for a row past
+        the table's last column, which a length on the device can ask for. Entries after a request's last page are not
+        read. Waits for nothing and can be captured.
         """
         if page_table.stride(1) != 1:
             page_table = page_table.contiguous()

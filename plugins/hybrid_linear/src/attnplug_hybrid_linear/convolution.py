@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 def convolve(x: Tensor, state: Tensor, weight: Tensor, bias: Tensor | None, *, silu: bool) -> Tensor:
-    """Each row and the ``width - 1`` before it, channel by channel.
+    """Convolve each row with the ``width - 1`` rows before it, channel by channel.
 
     x ``[requests, tokens, channels]``, state ``[requests, channels, width]``, weight ``[channels, width]`` (its last
-    column meets the newest row), bias ``[channels]``. Returns x's shape and type; the sum is taken in float32.
+    column is for the newest row), bias ``[channels]``. Returns x's shape and type; the sum is taken in float32.
     """
     tokens, width = x.shape[1], weight.shape[1]
     rows = _with_history(x, state)

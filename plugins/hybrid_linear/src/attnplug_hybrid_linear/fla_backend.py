@@ -1,7 +1,7 @@
 """Linear attention on CUDA: long spans by flash-linear-attention's chunk kernels, short ones in place by our own.
 
-The library's recurrent kernels serve contiguous states, one per request of the batch. Ours take the states where they
-lie in the pool, know padded requests, and run all kinds of layer; see ``triton_recurrence``.
+The library's recurrent kernels need contiguous states, one per request of the batch. Ours work on the states in the
+pool itself, support padded requests, and run all kinds of layer; see ``triton_recurrence``.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from attnplug_hybrid_linear.triton_convolution import convolve_in_place, keep_ne
 from attnplug_hybrid_linear.triton_recurrence import advance_in_place, clear_padded, put_states
 
 FEW_TOKENS = 16
-"""Up to as many per request, one after the other is faster than by chunks."""
+"""Up to this many tokens per request, going token by token is faster than by chunks."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlaMetadata(LinearMetadata):
-    """The spans of a batch, in blocks where one is long, and as the library wants them where it is to run them."""
+    """A batch's spans: cut into blocks if one is long, and in the library's form if the library runs them."""
 
     spans: Spans
     blocks: Blocks | None
@@ -36,7 +36,7 @@ class FlaMetadata(LinearMetadata):
 class FlaLinearBackend(StateBackend):
     """GDN, KDA, Lightning, Mamba2 and short convolutions.
 
-    Captured kernels read the batch's own state slots, and lengths that stay: graphs need no memory of the backend's.
+    Captured kernels read the batch's own state slots, and lengths that do not change, so graphs need no further memory.
     """
 
     def __init__(self, context: BackendContext, kernels: ChunkKernels | None = None) -> None:
@@ -53,7 +53,7 @@ class FlaLinearBackend(StateBackend):
         return self.plan_of(geometry, [geometry.rows // geometry.requests] * geometry.requests, captured=True)
 
     def refill(self, plan: Plan, geometry: Geometry) -> None:
-        """Nothing: every captured kernel reads by itself where states lie."""
+        """Nothing to do: captured kernels read the batch's state slots themselves."""
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> Plan:
         plan = super().init_forward_metadata_out_graph(forward_batch, in_capture)
@@ -113,7 +113,7 @@ def _output(like: Tensor, spans: Spans) -> Tensor:
 
 
 def _own(inputs: LinearInputs) -> LinearInputs:
-    """The inputs in memory of their own: whoever keeps them need not care what the model does to its."""
+    """A copy of the inputs, to be kept: the model may overwrite its own."""
     beta = None if inputs.beta is None else inputs.beta.clone()
     q, k, v, decay = (tensor.clone() for tensor in (inputs.q, inputs.k, inputs.v, inputs.log_decay))
     return replace(inputs, q=q, k=k, v=v, log_decay=decay, beta=beta)

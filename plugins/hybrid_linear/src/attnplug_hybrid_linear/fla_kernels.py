@@ -15,16 +15,16 @@ from attnplug import LinearInputs, to_device
 from attnplug_hybrid_linear.spans import Blocks
 
 CHUNK = 64
-"""Tokens of a chunk in the library."""
+"""Tokens per chunk in the library."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chunks:
-    """Spans as the library wants them.
+    """Spans as the library wants them, all int64.
 
-    ``boundaries`` ``[spans + 1]`` say where each begins and the last ends, on the device and on the host; ``indices``
-    ``[chunks, 2]`` the span of each chunk and its place there; ``slots`` ``[spans]`` whose state each starts from: a
-    padded one takes somebody's along, and what becomes of it is not kept. All int64.
+    ``boundaries`` ``[spans + 1]`` say where each span begins and the last one ends, on the device and on the host.
+    ``indices`` ``[chunks, 2]`` are each chunk's span and its place there. ``slots`` ``[spans]`` say from which state
+    each span starts. A padded span starts from some request's state, and what becomes of it is not kept.
     """
 
     boundaries: Tensor
@@ -44,7 +44,7 @@ class ChunkKernels(Protocol):
     """A recurrence over long spans, by chunks."""
 
     def chunked(self, inputs: LinearInputs, scale: float, chunks: Chunks, states: Tensor) -> tuple[Tensor, Tensor]:
-        """Take each span's state ``[spans, heads, key_dim, value_dim]`` through its rows.
+        """Advance each span's state ``[spans, heads, key_dim, value_dim]`` by its rows.
 
         Returns the output ``[rows, heads, value_dim]`` and the states after the last rows, both in new memory.
         """
@@ -52,10 +52,10 @@ class ChunkKernels(Protocol):
 
 
 class FlaKernels:
-    """``fla.ops``: GDN, KDA, and for what has no delta rule the simple gated linear attention."""
+    """``fla.ops``: GDN, KDA, and simple gated linear attention for layers without a delta rule."""
 
     def __init__(self) -> None:
-        with warnings.catch_warnings(action="ignore"):  # it warns of what it could use elsewhere and does not find
+        with warnings.catch_warnings(action="ignore"):  # it warns about optional things that it does not find
             from fla.ops.gated_delta_rule import chunk_gated_delta_rule
             from fla.ops.kda import chunk_kda
             from fla.ops.simple_gla import chunk_simple_gla
@@ -65,7 +65,7 @@ class FlaKernels:
     def chunked(self, inputs: LinearInputs, scale: float, chunks: Chunks, states: Tensor) -> tuple[Tensor, Tensor]:
         rows = int(chunks.boundaries_cpu[-1])
         q, k, v = (tensor[:rows].unsqueeze(0) for tensor in (inputs.q, inputs.k, inputs.v))
-        # The library takes a constant decay as such, but overflows at the end of a span where it is below -1.4.
+        # The library can take a constant decay as one, but overflows at the end of a span if the decay is below -1.4.
         decay = inputs.log_decay.expand(rows, -1) if inputs.log_decay.dim() == 1 else inputs.log_decay[:rows]
         common: dict[str, Any] = {
             "q": q,
@@ -91,7 +91,8 @@ class FlaKernels:
 
 
 def _rows(x: Tensor, heads: int, normalize: bool) -> Tensor:
-    """Queries or keys of each head, from those of its key head: the simple kernel knows no sharing, and no norm."""
+    """Queries or keys per head, from those of its key head: the simple kernel neither shares key heads nor
+    normalizes."""
     if normalize:
         wide = x.float()
         x = (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + 1e-6)).to(x.dtype)

@@ -1,6 +1,6 @@
-"""Lengths and state slots → groups of requests that dense torch operations can take through their tokens together.
+"""Lengths and state slots → groups of requests whose tokens dense torch operations can process together.
 
-Nothing is copied from the device: which requests are padded is known there alone, and settled there.
+Nothing is copied from the device: only the device knows which requests are padded, and it handles them.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from attnplug import to_device
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Group:
-    """Requests with similarly many new tokens, padded to the longest of them. All tensors are on the device.
+    """Requests with similar numbers of new tokens, padded to the longest of them. All tensors are on the device.
 
     ``requests``, ``slots`` and ``lens`` are ``[members]``: numbers in the batch, state slots, new tokens. ``rows``
-    ``[members, longest]`` are the rows of their tokens, the last one repeated past a member's end, and ``live``
-    says which of them count.
+    ``[members, longest]`` are the rows of their tokens, the last one repeated past a member's end. ``live`` says which
+    of them count.
 
-    A padded request is not a member, but takes its place as the double of one: the same rows go through the same state
-    to the same slot, so that what it writes is right, and nobody waits for the device to learn who is padded. A group
-    of nothing else has no live row, and writes back what it read, at the slot of another request of the batch: slots
-    that are not of this batch may be written from another lane at the same time. Only a batch of nothing else has no
-    such slot, and takes 0.
+    A padded request is replaced by a double of a member: the same rows advance the same state to the same slot. So what
+    it writes is right, and nobody waits for the device to learn which requests are padded. A group of padded requests
+    alone has no live row, and writes back what it read at the slot of another request of the batch. It must not use
+    slots of other batches, which another lane may be writing at the same time. Only a batch of padded requests alone
+    has no such slot, and takes slot 0.
     """
 
     requests: Tensor
@@ -38,7 +38,7 @@ class Group:
     live: Tensor
 
     def first(self, tokens: Tensor) -> Group:
-        """The same with only the first of each member's tokens alive, as many as ``tokens`` ``[requests]`` says."""
+        """The same with only the first of each member's tokens live, as many as ``tokens`` ``[requests]`` says."""
         lens = torch.minimum(self.lens, tokens[self.requests])
         return replace(self, lens=lens, live=_within(lens, self.rows.shape[1]))
 
@@ -47,8 +47,8 @@ class Group:
 class Grouping:
     """Groups that cover every request with new tokens exactly once, and the way from their results to the batch's.
 
-    ``order`` ``[query_rows]`` says which of the groups' rows, laid one after the other, is each planned row's. There
-    are ``size`` of those; ``order`` is ``size`` for the rows of padded requests.
+    The groups have ``size`` rows, laid one after the other. ``order`` ``[query_rows]`` gives the one of each planned
+    row; it is ``size`` for the rows of padded requests.
     """
 
     groups: tuple[Group, ...]
@@ -101,7 +101,7 @@ def _group(
     real = state_slots[numbers] >= 0
     requests = torch.where(real, numbers, numbers[real.int().argmax(0, keepdim=True)])
     slots = state_slots[requests]
-    padded = slots < 0  # below zero still: the whole group is padded
+    padded = slots < 0  # still negative: the whole group is padded
     own = lens[requests].masked_fill_(padded, 0)
     if spare is not None:
         slots = torch.where(padded, state_slots[spare], slots)

@@ -12,20 +12,21 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 64
-"""Tokens of a chunk, at most; a power of two."""
-# Up to this many tokens, one after the other is faster than what a chunk takes to prepare.
+"""The most tokens of a chunk; a power of two."""
+# Up to this many tokens, going token by token is faster than preparing a chunk.
 _FEW_TOKENS = 8
-# Here and below, a decay is 0 in float32. Sums of log decays stay finite, and their differences numbers.
+# At this log decay and below, a decay is 0 in float32. Bounded by it, sums of log decays stay finite, and their
+# differences do not become NaN.
 _LOWEST = -200.0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Tokens:
-    """What some requests bring to the recurrence, padded to equally many tokens, float32.
+    """The inputs of some requests to the recurrence, padded to the same number of tokens, float32.
 
-    q, which holds the layer's scale, and k are ``[requests, tokens, heads, key_dim]``, v is ``[requests, tokens, heads,
-    value_dim]``. ``log_decay`` is ``[requests, tokens, heads, 1 or key_dim]``; ``beta``, for the delta rule alone,
-    ``[requests, tokens, heads, 1]``.
+    q and k are ``[requests, tokens, heads, key_dim]``, and q includes the layer's scale. v is ``[requests, tokens,
+    heads, value_dim]``, ``log_decay`` ``[requests, tokens, heads, 1 or key_dim]``. ``beta`` ``[requests, tokens, heads,
+    1]`` is for the delta rule alone.
     """
 
     q: Tensor
@@ -49,7 +50,7 @@ class Tokens:
         """From a layer's own shapes, in any type.
 
         q and k ``[requests, tokens, key_heads, key_dim]``, v ``[requests, tokens, heads, value_dim]``, beta
-        ``[requests, tokens, heads]``, and log_decay of the same shape, or with ``key_dim`` after it, or ``[heads]``.
+        ``[requests, tokens, heads]``, and log_decay of the same shape, or with ``key_dim`` added, or ``[heads]``.
         """
         requests, tokens, heads, _ = v.shape
         if log_decay.dim() < 4:
@@ -63,9 +64,9 @@ class Tokens:
         )
 
     def only(self, live: Tensor) -> Tokens:
-        """The same tokens, of which those outside ``live`` ``[requests, tokens]`` leave the state as it is."""
+        """The same tokens; those outside ``live`` ``[requests, tokens]`` leave the state as it is."""
         dead = ~live[..., None, None]
-        # All of a token that could reach the state: a zero key alone would let a NaN through.
+        # Everything of a token that could reach the state: with a zero key alone, a NaN would get through.
         k, v, log_decay = (tensor.masked_fill(dead, 0) for tensor in (self.k, self.v, self.log_decay))
         return Tokens(self.q, k, v, log_decay, None if self.beta is None else self.beta.masked_fill(dead, 0))
 
@@ -79,7 +80,7 @@ def _rows(x: Tensor, heads: int, normalize: bool) -> Tensor:
 
 
 def advance(tokens: Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
-    """Take ``state`` ``[requests, heads, key_dim, value_dim]`` through the tokens, the quicker way.
+    """Advance ``state`` ``[requests, heads, key_dim, value_dim]`` by the tokens, in the quicker of two ways.
 
     Returns the output ``[requests, tokens, heads, value_dim]`` and the state after the last token.
     """
@@ -114,7 +115,7 @@ def chunked(tokens: Tokens, state: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _chunks(tensor: Tensor, size: int) -> tuple[Tensor, ...]:
-    """``[requests, heads, size, dim]`` each. Zeros fill the last: a token of zeros leaves the state as it is."""
+    """Chunks ``[requests, heads, size, dim]``. Zeros fill up the last: a token of zeros leaves the state as it is."""
     padded = F.pad(tensor.transpose(1, 2), (0, 0, 0, -tensor.shape[1] % size))
     chunks: tuple[Tensor, ...] = padded.split(size, 2)
     return chunks
@@ -125,8 +126,8 @@ def _through_chunk(
 ) -> tuple[Tensor, Tensor]:
     """The output ``[requests, heads, size, value_dim]`` of one chunk and the state after it.
 
-    With ``writes`` for what token i adds at its key, the state after it is the first one, decayed from the chunk's
-    start, plus all writes so far, each decayed since it was made.
+    ``writes`` is what each token adds at its key. The state after a token is the initial state, decayed since the
+    chunk's start, plus all writes so far, each decayed since it was made.
     """
     # Sums reach -20 * 64 where decays are strong. In float32 their differences, which are what counts, would lose 1e-4.
     sums = log_decay.double().cumsum(-2)
@@ -134,10 +135,11 @@ def _through_chunk(
     until_end = (sums[..., -1:, :] - sums).float().exp()
     writes = v
     if beta is not None:
-        # Write i is beta_i (v_i - what k_i finds), and what it finds are the first state and writes 0 … i - 1.
+        # Write i is beta_i (v_i - what k_i reads), and k_i reads the initial state and writes 0 … i - 1.
         found = _decayed_products(k, k, sums).mul_(beta)
         wanted = beta * (v - (k * since_start) @ state)
-        # Contiguous, like every right-hand side of a product here: on some CPUs others cost up to ten times as much.
+        # Contiguous, like every right-hand side of a product here: on some CPUs other layouts cost up to ten times as
+        # much.
         writes = torch.linalg.solve_triangular(found, wanted, upper=False, unitriangular=True).contiguous()
     out = (q * since_start) @ state + _decayed_products(q, k, sums) @ writes
     state = since_start[..., -1, :].unsqueeze(-1) * state + (k * until_end).mT @ writes
@@ -147,8 +149,8 @@ def _through_chunk(
 def _decayed_products(x: Tensor, y: Tensor, sums: Tensor) -> Tensor:
     """``[…, i, j]``: the product of x's row i with y's row j, decayed since j; zero for j > i.
 
-    x and y are ``[…, size, key_dim]``, the sums of log decays ``[…, size, 1 or key_dim]``. Never is the exponential of
-    a positive number taken.
+    x and y are ``[…, size, key_dim]``, the sums of log decays ``[…, size, 1 or key_dim]``. The exponential of a
+    positive number is never taken.
     """
     if sums.shape[-1] == 1:
         decay = (sums - sums.mT).clamp_(max=0).float().exp_()
@@ -157,11 +159,11 @@ def _decayed_products(x: Tensor, y: Tensor, sums: Tensor) -> Tensor:
 
 
 def _products_by_channel(x: Tensor, y: Tensor, sums: Tensor) -> Tensor:
-    """Where each channel decays on its own, the decay must be split into a factor of each row.
+    """The same if each channel decays on its own: the decay then must be split into one factor for each row.
 
-    Factors since the chunk's start overflow. So halve: rows of the second half meet those of the first by way of the
-    last row of the first, and since it lies between them both factors are decays. The halves do the same among
-    themselves, down to single rows.
+    Factors counted from the chunk's start overflow, so the rows are halved. Rows of the second half meet rows of the
+    first by way of the first half's last row. It lies between them, so both factors are decays. Each half does the same
+    with its own rows, down to single rows.
     """
     size, half = x.shape[-2], x.shape[-2] // 2
     if size == 1:

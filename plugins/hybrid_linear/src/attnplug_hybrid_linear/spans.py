@@ -1,4 +1,4 @@
-"""Lengths and state slots → spans of rows: all that a kernel has to know of a batch."""
+"""Lengths and state slots → spans of rows: all that a kernel needs to know of a batch."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from attnplug.host import spread
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Spans:
-    """The rows of requests that have any, one span a request. All tensors are on the device, ``[spans]`` int64.
+    """The rows of requests that have any, one span per request. All tensors are on the device, ``[spans]`` int64.
 
-    A span's rows go in turn through the state at its slot; a slot below zero is a padded request's, whose rows give
-    zero. ``numbers`` says which request of the batch each span is, or is ``None`` where all are there. ``rows`` and
-    ``longest`` are of all spans together.
+    A span's rows advance the state at its slot, one after the other. A negative slot marks a padded request, whose rows
+    give zero. ``numbers`` says which request of the batch each span is; it is ``None`` if every request has a span.
+    ``rows`` and ``longest`` are over all spans.
     """
 
     starts: Tensor
@@ -30,13 +30,13 @@ class Spans:
     numbers: Tensor | None = None
 
     def first(self, tokens: Tensor) -> Spans:
-        """The same with no more of each request's rows than ``tokens`` ``[requests]`` says."""
+        """The same, with at most ``tokens`` ``[requests]`` of each request's rows."""
         tokens = tokens if self.numbers is None else tokens[self.numbers]
         return replace(self, lens=torch.minimum(self.lens, tokens))
 
 
 def plan_spans(query_lens: Sequence[int], state_slots: Tensor) -> Spans:
-    """From the new tokens of each request, on the host; ``state_slots`` ``[requests]`` is on the device."""
+    """Spans from each request's new tokens, on the host; ``state_slots`` ``[requests]`` is on the device."""
     device, rows = state_slots.device, sum(query_lens)
     firsts = list(accumulate(query_lens, initial=0))[:-1]
     numbers = [number for number, tokens in enumerate(query_lens) if tokens]
@@ -50,7 +50,7 @@ def plan_spans(query_lens: Sequence[int], state_slots: Tensor) -> Spans:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blocks:
-    """Spans cut into blocks of ``size`` rows, the last of each shorter: ``[blocks]``, a block's span and its place."""
+    """Spans cut into blocks of up to ``size`` rows: for each of ``[blocks]``, its span and its place in the span."""
 
     span: Tensor
     place: Tensor
@@ -58,11 +58,12 @@ class Blocks:
 
 
 def cut(query_lens: Sequence[int], size: int, device: torch.device) -> Blocks:
-    """The blocks of all spans, in order; those of empty requests are no spans."""
+    """The blocks of all spans, in order. Empty requests have no span."""
     counts = [-(-tokens // size) for tokens in query_lens if tokens]
     return Blocks(*spread([0] * len(counts), counts, device), size)
 
 
 def with_plain_rows(tensor: Tensor) -> Tensor:
-    """Kernels step over rows and heads by any stride, but walk a row by ones."""
+    """The tensor, or a copy with contiguous rows: kernels take any stride between rows and heads, but none within a
+    row."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -17,7 +17,7 @@ from attnplug import BackendContext, ForwardBatch, ForwardMode, Geometry, Plan, 
 class Verified:
     """What the layers of a target verify keep for its commit, by layer id. Every plan has its own.
 
-    What a captured one holds is filled again by every replay, so it stays.
+    That of a captured verify stays, because every replay fills it again.
     """
 
     captured: bool
@@ -38,13 +38,13 @@ class Verified:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LinearMetadata:
-    """``verified`` is there for a target verify, and filled as its layers run."""
+    """``verified`` is set for a target verify, and filled as its layers run."""
 
     verified: Verified | None
 
 
 class StateBackend(PlannedBackend):
-    """The base of a backend over a pool of linear states. It holds the pool, and nothing of any eager batch.
+    """The base of a backend over a pool of linear states. It keeps the pool, and nothing of any eager batch.
 
     Subclass contract: ``metadata`` and ``commit``, and the two hooks that run layers.
     """
@@ -57,7 +57,7 @@ class StateBackend(PlannedBackend):
 
     @abstractmethod
     def metadata(self, query_lens: Sequence[int], state_slots: Tensor, verified: Verified | None) -> LinearMetadata:
-        """What a plan holds, from each request's new tokens; ``state_slots`` ``[requests]`` is on the device."""
+        """The metadata of a plan, from each request's new tokens; ``state_slots`` ``[requests]`` is on the device."""
 
     @abstractmethod
     def commit(self, metadata: Any, verified: Verified, accepted: Tensor) -> None:
@@ -107,7 +107,7 @@ class StateBackend(PlannedBackend):
 
 
 def _slots_of(geometry: Geometry) -> Tensor:
-    """``[requests]``: the state slot of each request, -1 where it is padded."""
+    """``[requests]``: the state slot of each request, -1 for a padded one."""
     slots, requests = geometry.state_slots, geometry.requests
     if slots is None and not requests:
         return torch.zeros(0, dtype=torch.int64, device=geometry.device)
@@ -115,6 +115,6 @@ def _slots_of(geometry: Geometry) -> Tensor:
         given = "none" if slots is None else f"state_slots of shape {tuple(slots.shape)}"
         raise PlanError(
             f"linear attention needs a state slot for each of the batch's {requests} requests, "
-            f"-1 where one is padded; it has {given}"
+            f"-1 for a padded one; it has {given}"
         )
     return slots

@@ -1,4 +1,4 @@
-"""Linear attention with torch operations: states are gathered by slot, taken through the new tokens, and put back."""
+"""Linear attention with torch operations: states are gathered by slot, advanced by the new tokens, and put back."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class TorchLinearBackend(StateBackend):
 
 
 def _tokens(inputs: LinearInputs, group: Group, scale: float) -> Tokens:
-    """A group's tokens, in memory of their own: whoever keeps them need not care what the model does to its inputs."""
+    """A copy of a group's tokens, to be kept: the model may overwrite its inputs."""
     rows, decay, beta = group.rows, inputs.log_decay, inputs.beta
     tokens = Tokens.of(
         inputs.q[rows],

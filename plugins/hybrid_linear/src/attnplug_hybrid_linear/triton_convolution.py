@@ -1,7 +1,7 @@
 """The short causal convolution over states in place.
 
-Every row is read about once and written once; the taps before it come out of the cache, or, before a request's first
-new row, out of its state ``[channels, width]``: its last ``width`` raw rows, the newest last.
+Every row is read about once and written once. The rows before it come from the GPU's cache or, before a request's first
+new row, from its state ``[channels, width]``: its last ``width`` raw rows, the newest last.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _CHANNELS = 128
 
 @triton.jit
 def _raw(x, x_row, start, state, token, channel, is_one, WIDTH: tl.constexpr):
-    """``[tokens, channels]`` float32: rows of a span, where those below 0 are its state's."""
+    """Rows of a span ``[tokens, channels]`` in float32; rows below 0 come from its state."""
     new = tl.load(
         x + (start + token[:, None]) * x_row + channel[None, :], mask=is_one & (token >= 0)[:, None], other=0.0
     )
@@ -29,7 +29,8 @@ def _raw(x, x_row, start, state, token, channel, is_one, WIDTH: tl.constexpr):
 
 @triton.jit
 def _move_on(x, x_row, start, state, tokens, channel, is_channel, WIDTH: tl.constexpr, COLUMNS: tl.constexpr):
-    """The state's newest rows once ``tokens`` have passed. Others read what is overwritten here, so all wait first."""
+    """Store the state's newest rows after ``tokens``. Other threads read what is overwritten here, so all wait
+    first."""
     column = tl.arange(0, COLUMNS)
     is_one = (column < WIDTH)[:, None] & is_channel[None, :]
     rows = _raw(x, x_row, start, state, tokens - WIDTH + column, channel, is_one, WIDTH)
@@ -93,9 +94,10 @@ def convolve_in_place(
     silu: bool,
     store: bool,
 ) -> None:
-    """Each row of ``x`` ``[tokens, channels]`` with those before it; with ``store`` the states move on past them.
+    """Convolve each row of ``x`` ``[tokens, channels]`` with those before it.
 
-    A program takes one of ``blocks``, or, without them, a whole span, and then moves its state on as well.
+    With ``store`` the states advance past them. A program takes one of ``blocks``. Without blocks it takes a whole
+    span, and advances its state as well.
     """
     if not spans.rows:
         return
@@ -131,7 +133,7 @@ def convolve_in_place(
 
 
 def keep_newest(x: Tensor, spans: Spans, states: Tensor) -> None:
-    """Move the states on past the spans' rows of ``x``, whatever is read of them later."""
+    """Advance the states past the spans' rows of ``x``."""
     x = with_plain_rows(x)
     channels, width = states.shape[1:]
     _keep[(triton.cdiv(channels, _CHANNELS), spans.slots.shape[0])](

@@ -1,9 +1,9 @@
-"""The recurrence of linear attention over states in place: a few tokens per request, as decode and verify have them.
+"""The recurrence of linear attention over states in place: a few tokens per request, as in decode and verify.
 
-Per request and head the state is read once and written once, whatever the number of tokens, and next to those bytes
-everything else is small: 128 x 128 floats are 64 KiB each way, the query, key and value of a token under one. So what
-counts is that enough loads are under way: a program takes all key channels of a few value columns, which needs nothing
-of any other program, and there are ``heads * value_dim / BLOCK_V`` of them per request.
+The state is read once and written once per request and head, whatever the number of tokens. Everything else is small
+beside those bytes: 128 x 128 floats are 64 KiB each way, and a token's query, key and value take less than one. So what
+counts is to have enough loads in flight. A program takes all key channels of a few value columns, which need nothing
+from any other program, and there are ``heads * value_dim / BLOCK_V`` programs per request.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from attnplug import LinearInputs
 from attnplug_hybrid_linear.spans import Spans, with_plain_rows
 
 _FEW_HEADS = 512
-"""Heads of all requests together up to which small programs are faster, since larger ones leave the device idle."""
+"""Up to this many heads, over all requests, small programs are faster, because larger ones leave the device idle."""
 
 
 @triton.jit
@@ -82,7 +82,7 @@ def _advance(
 def advance_in_place(
     inputs: LinearInputs, scale: float, spans: Spans, states: Tensor, *, out: Tensor | None, store: bool
 ) -> None:
-    """Take the states at the spans' slots through their rows; ``out`` ``[tokens, heads, value_dim]`` gets the output.
+    """Advance the states at the spans' slots by their rows; ``out`` ``[tokens, heads, value_dim]`` gets the output.
 
     Without ``store`` the states stay as they were.
     """
@@ -90,7 +90,7 @@ def advance_in_place(
         return
     heads, key_dim, value_dim = states.shape[1:]
     q, k, v, decay = map(with_plain_rows, (inputs.q, inputs.k, inputs.v, inputs.log_decay))
-    beta = decay if inputs.beta is None else with_plain_rows(inputs.beta)  # without a delta rule it is not read
+    beta = decay if inputs.beta is None else with_plain_rows(inputs.beta)  # not read without a delta rule
     per_token, by_channel = decay.dim() > 1, decay.dim() == 3
     block_v, warps = _configuration(heads * spans.slots.shape[0], by_channel)
     _advance[(triton.cdiv(value_dim, block_v), heads, spans.slots.shape[0])](

@@ -1,4 +1,4 @@
-"""TokenSpeed's kernels at the seam of trtllm_mla: the only module that imports the library."""
+"""TokenSpeed's kernels, for trtllm_mla's backend. This is the only module that imports the library."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Library:
 
 @cache
 def load_library() -> Library:
-    """Import the library. Its import succeeds even where what it needs is missing, and tells in this attribute."""
+    """Import the library. Its import succeeds even if a dependency is missing; the error is then in an attribute."""
     import tokenspeed_mla
 
     error: ImportError | None = getattr(tokenspeed_mla, "_IMPORT_ERROR", None)
@@ -69,11 +69,11 @@ class TokenSpeedDecode:
             return_lse=lse is not None,
         )
         if lse is not None:
-            lse.copy_(result[1].flatten(0, 1)).mul_(_LN_2)  # it counts in powers of two (C4)
+            lse.copy_(result[1].flatten(0, 1)).mul_(_LN_2)  # it returns base 2 (C4)
 
 
 class TokenSpeedRagged:
-    """``tokenspeed_mla_prefill``, whose kernel of this width is for fp8 alone; its log-sum-exp is in natural log."""
+    """``tokenspeed_mla_prefill``. Its kernel for these widths takes fp8 only; its log-sum-exp is in natural log."""
 
     dims = frozenset({_RAGGED_DIMS})
 
@@ -91,7 +91,7 @@ class TokenSpeedRagged:
             batch_size=len(call.kv_lens),
             softmax_scale=self._shape.scale,
             is_causal=call.causal,
-            return_lse=True,  # asked for or not: the kernels that were compiled beforehand are those
+            return_lse=True,  # always: these are the kernels that ``warm_up`` compiles
             cum_seq_lens_q=call.query_indptr,
             max_seq_len_q=max(call.query_lens),
             out=out,
@@ -100,6 +100,6 @@ class TokenSpeedRagged:
             lse.copy_(sums)
 
     def warm_up(self) -> None:
-        """Compile now what would else hold up the first prefill for minutes."""
+        """Compile now what would otherwise delay the first prefill by minutes."""
         width, v_width = _RAGGED_DIMS
         self._library.warm_up(q_dtype=torch.float8_e4m3fn, d_qk=width, d_v=v_width)

@@ -17,15 +17,14 @@ from attnplug_triton_mla.triton_attention import attend
 _LOG2_E = 1.4426950408889634
 _LARGEST_OFFSET = (1 << 31) - 1
 _COPIED = 16
-"""What addresses and strides must be multiples of for kernels in Gluon to compile: they copy to shared memory 16 bytes
-at once."""
+"""Addresses and strides must be multiples of this for Gluon kernels, which copy 16 bytes at once to shared memory."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerCache:
-    """A layer's cache ``[pages, page_size, 1, rank + rope]``, and what a stored number must be multiplied with.
+    """A layer's cache ``[pages, page_size, 1, rank + rope]``, and the factor of its stored numbers.
 
-    Pages and rows lie where the strides say. ``copied``: kernels in Gluon can copy its rows.
+    Pages and rows may have any strides. ``copied`` says that Gluon kernels can copy the rows.
     """
 
     pages: Tensor
@@ -41,15 +40,15 @@ class LayerCache:
         if column != 1 or any(place % 2 for place in places):  # fp8 is read by pairs
             raise PoolError(
                 f"the rows of layer {layer_id} have strides {pages.stride()} at address {pages.data_ptr():#x}; "
-                "triton_mla reads rows whose columns lie side by side, at even addresses"
+                "triton_mla reads rows with adjacent columns, at even addresses"
             )
         return cls(pages, pool.scale(layer_id), rank, not any(place % _COPIED for place in places))
 
 
 def readable(q: Tensor, multiple_of: int = 1) -> Tensor:
-    """``q``, or a copy where the kernels could not read it: by what its address and strides must be multiples of.
+    """``q``, or a copy if the kernels cannot read it: its address and strides must be multiples of ``multiple_of``.
 
-    Columns lie side by side, and all heads of a row within 32 bits of elements, in which kernels count.
+    Columns must be adjacent, and all heads of a row within a 32-bit offset, which is what kernels count in.
     """
     row, head, column = q.stride()
     odd = any(number % multiple_of for number in (q.data_ptr(), row, head))

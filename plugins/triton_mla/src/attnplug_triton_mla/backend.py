@@ -28,14 +28,14 @@ from attnplug_triton_mla.scratch import Partials, Scratch
 from attnplug_triton_mla.triton_merge import launch_merge
 
 _FEW_NEW = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
-"""Modes with few new tokens of each request: kernels are cut for how many, where all have equally many."""
+"""Modes with few new tokens per request. Kernels are configured for their number if all requests have the same."""
 
 
 @dataclass(slots=True, eq=False)
 class Metadata:
     """What a plan holds: the page table that it reads, how the batch is divided, and memory for partial results.
 
-    ``page_table`` is the batch's own memory. A captured plan serves several graphs, each with memory of its own, and
+    ``page_table`` is the batch's own memory. A captured plan serves several graphs, each with a table of its own, so
     ``refill`` sets it. ``ragged`` says that some rows may be padding, and only the device knows which.
     """
 
@@ -48,8 +48,8 @@ class Metadata:
 class TritonMLABackend(PlannedAttention):
     """MLA by Triton kernels: one schedule for every kind of batch, made on the device from the lengths there.
 
-    A plan takes nothing from the host but shapes, one launch fills it, and a captured one follows whatever lengths its
-    graph finds. The page table is read where the batch has it.
+    A plan takes nothing from the host but shapes, and one launch fills it. A captured plan follows whatever lengths its
+    graph finds. The page table is read from the batch's own memory.
     """
 
     def __init__(

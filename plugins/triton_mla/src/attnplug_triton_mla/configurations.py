@@ -1,8 +1,8 @@
-"""How the kernels are cut, by the shape of a batch: two tables, and what fits a GPU that has less memory than an entry.
+"""How the kernels are cut, by the shape of a batch: two tables, and what to use on a GPU with less shared memory.
 
-What a shape is: rows of (query token, head) of a request, how many requests, and how long the page table lets them
-be. Not how long they are: that is the device's to know, a captured graph serves all lengths, and the schedule answers
-them by itself. ``benchmarks/tune_triton_mla.py`` measures candidates for every shape over several lengths.
+A shape is a request's rows of (query token, head), the number of requests, and the longest request that the page table
+has room for. Actual lengths are not part of it: only the device knows them, a captured graph serves all of them, and
+the schedule adapts to them. ``benchmarks/tune_triton_mla.py`` measures candidates for every shape over several lengths.
 """
 
 from __future__ import annotations
@@ -17,39 +17,39 @@ Merge = Literal["last", "kernel"]
 @dataclass(frozen=True, slots=True)
 class Configuration:
     tile: int
-    """Rows of (query token, head) that a program attends with at once."""
+    """Rows of (query token, head) that a program attends with at once: a tile."""
     step: int
-    """Cache rows at once: 32 or 64."""
+    """Cache rows that a program reads at once: 32 or 64."""
     warps: int
     stages: int
     kernel: Kernel = "triton"
     """``triton_attention`` with tiles of 16 or 32; or one for SM 90 and 16-bit caches: ``gluon_low`` with tiles of 16,
     or ``gluon_wide`` with tiles of 64, steps of 64, 8 warps and 2 stages."""
     programs: int = 1
-    """Programs for each multiprocessor. All of a batch's work is divided evenly among them."""
+    """Programs per multiprocessor. All of a batch's work is divided evenly among them."""
     start_steps: int = 2
-    """What it costs to begin with another tile, in steps; counted where lengths differ much."""
+    """The cost of starting another tile, in steps; counted only where lengths differ much."""
     least_steps: int = 1
-    """A program takes at least so many steps; fewer programs have work then."""
+    """The fewest steps of a program that has work. With little work, some programs have none."""
     part_cost: float = 0.0
-    """What merging one more part costs, in steps: above 0, long requests are cut into fewer parts."""
+    """The cost of merging one more part, in steps. Above 0, long requests are cut into fewer parts."""
     merge: Merge = "kernel"
-    """Who merges the parts of a tile: the program that comes ``last``, or a ``kernel`` behind it, where every request
-    has equally many rows."""
+    """What merges the parts of a tile: the program that finishes ``last``, or a ``kernel`` that follows. The kernel is
+    for batches in which every request has the same number of rows."""
     merge_parts: int = 64
     """Parts that a program of the merging kernel takes at once."""
     merge_columns: int = 64
     """Columns that a merging program takes at once."""
     merge_warps: int = 4
     overlap: bool = False
-    """Launch each kernel while the one in front of it still runs, to wait on the device (SM 90 and newer)."""
+    """Launch each kernel while the previous one still runs, and let it wait on the device (SM 90 and newer)."""
 
 
 ANY = 1 << 30
 
 Table = tuple[tuple[int, int, int, Configuration], ...]
 
-# Chosen from benchmarks/results/triton_mla_cuts_h200.json. Many rows of few short requests are tiles of 16: more
+# Chosen from benchmarks/results/triton_mla_cuts_h200.json. Few short requests with many rows take tiles of 16: more
 # programs share the work, and each has less to read before it begins.
 _LOW = Configuration(16, 32, 4, 3, "low", merge_parts=16, merge_columns=512, overlap=True)
 _LOW_SOME = replace(_LOW, merge_parts=32, merge_columns=64, merge_warps=1)
@@ -83,20 +83,20 @@ TABLE_FP8: Table = (
 )
 _TALL = Configuration(32, 64, 8, 3, merge_parts=16, merge_columns=512, overlap=True)
 RAGGED = replace(_TALL, merge="last", merge_columns=128, part_cost=0.25)
-"""For batches whose requests have different numbers of rows, as those of a prefill."""
+"""For batches whose requests have different numbers of rows, as in a prefill."""
 ENTRIES = (RAGGED, *(entry for *_, entry in (*TABLE, *TABLE_FP8)))
 
 INVARIANT_PARTS = 16
-"""Parts of a tile under ``batch_invariant``, at most: memory is reserved for so many of every tile."""
+"""The most parts of a tile under ``batch_invariant``. Memory is reserved for this many of every tile."""
 _INVARIANT_STEPS = 4
 _INVARIANT_REQUESTS = 16
-"""The entry of the table that serves every number of requests then."""
+"""With ``batch_invariant``, every batch takes the table's entry for this many requests."""
 
 
 def choose(rows: int, requests: int, tokens: int, *, fp8: bool, invariant: bool) -> Configuration:
-    """For ``requests`` with ``rows`` of (query token, head) each, over up to ``tokens``; 0 rows: they differ.
+    """The configuration for ``requests`` with ``rows`` of (query token, head) each, over up to ``tokens``.
 
-    With ``invariant`` neither the number of requests nor their length decides.
+    ``rows`` is 0 if they differ. With ``invariant``, neither the number of requests nor their length matters.
     """
     if not rows:
         return RAGGED
@@ -114,8 +114,8 @@ def most_partials(multiprocessors: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a GPU, the element types and the cache leave: shared memory of a program, and bytes of a query and of a
-    cache row. ``copied``: rows lie where kernels in Gluon can copy them from."""
+    """What a configuration must fit: a program's shared memory, and the bytes of a query row and of a cache row.
+    ``copied`` says that Gluon kernels can copy the cache rows."""
 
     sm: int
     shared_bytes: int
@@ -125,7 +125,7 @@ class Room:
 
 
 def fitting(configuration: Configuration, room: Room) -> Configuration:
-    """The configuration, or one with fewer stages, shorter steps or lower tiles that there is room for."""
+    """The configuration, or one with fewer stages, shorter steps or lower tiles that fits."""
     fits = configuration
     served = room.sm == 90 and room.copied and _shared_bytes(fits, room) <= room.shared_bytes
     if fits.kernel != "triton" and not served:
@@ -148,11 +148,11 @@ def fitting(configuration: Configuration, room: Room) -> Configuration:
 
 
 def _shared_bytes(configuration: Configuration, room: Room) -> int:
-    """What the compiler takes: queries, weights, cache rows of all stages but the one being loaded.
+    """Shared memory that the compiler takes: queries, weights, and cache rows of all stages but the one being loaded.
 
-    Kernels in Gluon have rows of all their stages; the low one four times the logits instead of weights, the wide one
-    some bytes to find the largest logit by. Of fp8 rows Triton 3.8 has half a step once more, converted; other versions
-    have not.
+    Gluon kernels hold the rows of all their stages. Instead of weights, the low one holds four times the logits; the
+    wide one holds some bytes more, to find the largest logit. For fp8 rows Triton 3.8 also holds half a step of
+    converted rows; other versions do not.
     """
     tile, step, stages = configuration.tile, configuration.step, configuration.stages
     fixed = tile * room.query_bytes

@@ -1,25 +1,25 @@
-"""MLA for up to 16 rows of a tile on SM 90: the quarters of the latent are four warps' own.
+"""MLA for up to 16 rows of a tile on SM 90: each of four warps has a quarter of the latent.
 
-The same bytes and operations as in ``triton_attention``, whose programs this kernel's stand in for; what is saved is
-waiting. There, every warp has a share of a step's tokens when logits are computed and a share of the columns when
-values are added up, so all warps read all queries from shared memory at every step, meet to find the largest logit, and
-pass weights through shared memory: five or six meetings. Here warp w has quarter w of the latent in both products:
+This kernel replaces ``triton_attention``, with the same bytes and operations; what it saves is waiting. There, every
+warp has a share of a step's tokens when logits are computed, and a share of the columns when values are added up. So
+all warps read all queries from shared memory at every step, synchronise to find the largest logit, and pass weights
+through shared memory: five or six barriers. Here warp w has quarter w of the latent in both products:
 
-- Its logits are sums over its own columns, of queries that it keeps in registers: 36 of them. The four partial logits
-  are added up through shared memory (8 KiB), and then every warp has all logits: the largest one, the weights and their
-  sums are each warp's own affair, and the weights lie in registers as the second product wants them.
+- Its logits are sums over its own columns, of queries that it keeps in 36 registers. The four partial logits are added
+  up through shared memory (8 KiB), and then every warp has all logits. Each warp computes the largest one, the weights
+  and their sums for itself, and the weights are in registers as the second product needs them.
 - A step's partial logits are computed beside the weights and values of the step before it, which do not wait for them.
-  Warps meet twice a step: when its rows have come, and between writing and reading partial logits.
-- Queries and the first steps' rows are asked for together, right behind the wait for the kernel in front; page numbers
+  There are two barriers per step: when its rows have come, and between writing and reading partial logits.
+- Queries and the first steps' rows are requested together, right after the wait for the previous kernel. Page numbers
   are looked up before that, and later two steps ahead.
-- All quarters of some rows are asked for, then of the next rows; a row's rope by neighbouring lanes. Quarter by quarter
-  one request of 65536 tokens took 2.5 % longer, and with its rope in pieces of 32 bytes 5 %.
+- All quarters of some rows are requested, then those of the next rows; a row's rope is requested by neighbouring lanes.
+  Quarter by quarter, one request of 65536 tokens took 2.5 % longer, and with its rope in pieces of 32 bytes 5 %.
 
-Steps of 32 rows, in three buffers: with more of them in flight long streams get slower. At 64 requests
-``triton_attention`` with its steps of 64 rows streams 5 % faster.
+Steps have 32 rows, in three buffers: with more of them in flight, long streams get slower. At 64 requests
+``triton_attention``, with its steps of 64 rows, streams 5 % faster.
 
-Every request has equally many rows here, and parts are always left to the merging kernel. Triton's interpreter does not
-run Gluon: on a CPU it is compiled, and tested on a GPU alone.
+Every request has the same number of rows here, and parts are always left to the merging kernel. Triton's interpreter
+does not run Gluon: on a CPU this kernel is only compiled; its results are tested on a GPU.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _rows_of(COPY: gl.constexpr, SIZE: gl.constexpr):
 
 @gluon.jit
 def _ask_for(to, at, there, offset, COPY: gl.constexpr):
-    """Quarters ``[4, rows, columns]`` of what lies ``offset`` behind ``at``, zeros where there is nothing."""
+    """Copy quarters ``[4, rows, columns]`` that start ``offset`` after ``at``, zeros where there is nothing."""
     COLUMNS: gl.constexpr = to.shape[2]
     quarter = gl.arange(0, 4, gl.SliceLayout(1, gl.SliceLayout(2, COPY)))
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, gl.SliceLayout(1, COPY)))
@@ -52,7 +52,7 @@ def _ask_for(to, at, there, offset, COPY: gl.constexpr):
 def _page_of(
     table, table_column, token, end_token, COPY: gl.constexpr, STEP: gl.constexpr, PAGE_SIZE: gl.constexpr
 ):  # fmt: skip
-    """Of a step from ``token`` on: its one page, or that of each of its rows."""
+    """The page of the step that starts at ``token``, or the page of each of its rows."""
     if PAGE_SIZE % STEP != 0:
         token += _rows_of(COPY, STEP)
     return gl.load(table + token // PAGE_SIZE * table_column, mask=token < end_token, other=0)
@@ -125,16 +125,16 @@ def attend_low(
     OVERLAP: gl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
-        gdc_launch_dependents()  # the next kernel may come, and waits for our last store
+        gdc_launch_dependents()  # the next kernel may start, and waits for our last store
     TILE: gl.constexpr = 16
     QUARTER: gl.constexpr = RANK // 4
     ROPE_QUARTER: gl.constexpr = ROPE // 4 or 16
     ONE_PAGE: gl.constexpr = PAGE_SIZE % STEP == 0
     TYPE: gl.constexpr = q.dtype.element_ty
-    # The lanes of a warp along rows' quarters; then their next quarters, then the next rows.
+    # The lanes of a warp go along the quarters of rows, then to their next quarters, then to the next rows.
     COPY: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 256 // QUARTER, QUARTER // 8], [1, 4, 1], [2, 0, 1])
     COPY_ROPE: gl.constexpr = gl.BlockedLayout([1, 1, 8], [4, 4, 2], [1, 4, 1], [2, 0, 1])
-    # A quarter is one warp's own; or every warp has all four of them.
+    # In OWN each warp has one quarter; in ALL every warp has all four.
     OWN: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [4, 1, 1], [1, 16, 8])
     ALL: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, 4, 1], [1, 16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, OWN, 2)
@@ -207,7 +207,7 @@ def attend_low(
             top, total, sums = _add_step(logits, rows_shared.index(buffer), top, total, sums, OWN)
             logits_shared.store(dot)
             dots = logits_shared.load(ALL)
-            # All warps have met between these two, so nobody reads this step's rows any more.
+            # There was a barrier between these two, so nobody reads this step's rows any more.
             token = first + BUFFERS * STEP
             _ask_for_step(
                 rows_shared.index(buffer), rope_shared.index(buffer), cache, page, rope_page, token, end_token,
@@ -253,4 +253,4 @@ def attend_low(
                 page_table, table_row, table_column, HEADS, TILE, STEP, PAGE_SIZE,
             )  # fmt: skip
     if OVERLAP:
-        gdc_wait()  # also without work: whoever comes behind us waits for us alone
+        gdc_wait()  # also without work: the next kernel waits for this one alone

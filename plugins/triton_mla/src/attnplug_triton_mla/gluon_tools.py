@@ -1,4 +1,4 @@
-"""What the kernels in Gluon share: code of ``triton_plan`` and ``triton_merge`` as Gluon takes it, and a copy."""
+"""What the Gluon kernels share: functions of ``triton_plan`` and ``triton_merge`` in Gluon's form, and a copy."""
 
 from __future__ import annotations
 
@@ -11,5 +11,5 @@ begin_stretch, next_tile = gluon.jit(triton_plan.begin_stretch.fn), gluon.jit(tr
 rows_of_part = gluon.jit(triton_plan.rows_of_part.fn)
 slot_of_part, log2_sum = gluon.jit(triton_merge.slot_of_part.fn), gluon.jit(triton_merge.log2_sum.fn)
 
-# As it is called from some version on, and in Triton 3.6. What its mask leaves out becomes zero.
+# The name in newer versions, and the one in Triton 3.6. What the mask leaves out becomes zero.
 copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared

@@ -1,22 +1,22 @@
-"""MLA for more rows of a request than fit a low tile, on SM 90: 64 rows a tile, by two warp groups.
+"""MLA for more rows of a request than fit a low tile, on SM 90: 64 rows per tile, by two warp groups.
 
-With 64 rows a step of 64 cache rows is 8.9 MFLOP, 1.7 µs of a multiprocessor at the 700 TFLOP/s that an H200 reaches
-with large products. Those are by wgmma, which takes both factors from shared memory; mma.sync, which Triton makes of 16
-and of 32 rows, has queries read into registers again and again and takes four times that. Triton makes wgmma of 64 rows
-too, but has both warp groups compute all logits, and asks for the next rows behind the present step instead of before
-it. Hence this kernel says where everything is, in Gluon, Triton's own language for that:
+With 64 rows, a step of 64 cache rows is 8.9 MFLOP: 1.7 µs on a multiprocessor, at the 700 TFLOP/s that an H200 reaches
+with large products. Those products use wgmma, which takes both factors from shared memory. Triton uses mma.sync for 16
+and 32 rows, which reads queries into registers again and again, and takes four times as long. For 64 rows Triton uses
+wgmma too, but both warp groups compute all logits, and the next rows are requested after the present step instead of
+before it. Hence this kernel places everything explicitly, in Gluon, Triton's language for that:
 
-- Queries and two steps' rows lie in shared memory as wgmma reads them, 224 of its 227 KiB, copied there without
-  registers. The next step's rows are asked for before the present step is computed.
+- Queries and two steps' rows are in shared memory as wgmma reads them, 224 of its 227 KiB, copied there without
+  registers. The next step's rows are requested before the present step is computed.
 - Each warp group has 32 of a step's 64 tokens when logits are computed, and half of the columns when values are added
   up. Weights pass between them through shared memory.
-- Two meetings of all warps a step are for the largest logit of a row; sums of weights are added up behind the loop.
+- Two barriers of all warps per step are for the largest logit of a row. Sums of weights are added up after the loop.
 
-What bounds a step is the way of the next rows from L2 (72 KiB in 2.9 µs): there is no room for a third step.
+What limits a step is the transfer of the next rows from L2 (72 KiB in 2.9 µs): there is no room for a third step.
 
-The schedule, its parts and their merge are those of ``triton_attention``, whose programs this kernel's stand in for;
-every request has equally many rows here, and parts are always left to the merging kernel.
-Triton's interpreter does not run Gluon: on a CPU it is compiled, and tested on a GPU alone.
+The kernel replaces ``triton_attention``, with the same schedule, parts and merge. Every request has the same number of
+rows here, and parts are always left to the merging kernel. Triton's interpreter does not run Gluon: on a CPU this
+kernel is only compiled; its results are tested on a GPU.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from attnplug_triton_mla.triton_merge import LN_2
 
 @gluon.jit
 def _ask_for(to, to_rope, at, there, column, rope_column, ROPE: gl.constexpr):
-    """Rows into shared memory, zeros where there are none: zero times what may be there would be NaN."""
+    """Copy rows to shared memory, with zeros where there are none: zero times what may be there could be NaN."""
     copy(to, at[:, None] + column[None, :], mask=there[:, None])
     if ROPE > 0:
         copy(to_rope, at[:, None] + rope_column[None, :], mask=there[:, None])
@@ -47,7 +47,7 @@ def attend_wide(
     SLOT_STRIDE: gl.constexpr, INVARIANT: gl.constexpr, LSE: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
-        gdc_launch_dependents()  # the next kernel may come, and waits for our last store
+        gdc_launch_dependents()  # the next kernel may start, and waits for our last store
     TILE: gl.constexpr = 64
     STEP: gl.constexpr = 64
     ONE_PAGE: gl.constexpr = PAGE_SIZE % STEP == 0
@@ -94,12 +94,12 @@ def attend_wide(
         sums = gl.full([TILE, RANK], 0.0, gl.float32, SUMS)
         nothing = gl.full([TILE, STEP], 0.0, gl.float32, LOGITS)
         buffer = 0
-        # Each round asks for the next step's rows and then does its own step; the first one only asks.
+        # Each round requests the next step's rows and then does its own step; the first one only requests.
         for first in range(first_token - STEP, end_token, STEP):
             ahead = first + STEP
             if first >= first_token:
                 async_copy.wait_group(0)
-                fence_async_shared()  # wgmma reads by another way than copies write
+                fence_async_shared()  # wgmma reads through another proxy than copies write
             if ahead < end_token:
                 token = ahead + slot
                 if ONE_PAGE:
@@ -135,7 +135,8 @@ def attend_wide(
                 sums = warpgroup_mma(weights_shared, rows, sums, is_async=True)
                 sums = warpgroup_mma_wait(0, deps=(sums,))
             buffer = 1 - buffer
-        # Without a step nobody has waited for the queries: the next tile's, in the same place, might come before them.
+        # Without any step nobody has waited for the queries: those of the next tile, in the same place, could arrive
+        # first.
         async_copy.commit_group()
         async_copy.wait_group(0)
 
@@ -165,4 +166,4 @@ def attend_wide(
                 page_table, table_row, table_column, HEADS, TILE, STEP, PAGE_SIZE,
             )  # fmt: skip
     if OVERLAP:
-        gdc_wait()  # also without work: whoever comes behind us waits for us alone
+        gdc_wait()  # also without work: the next kernel waits for this one alone

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class TritonMLAOptions:
     batch_invariant: bool = False
-    """Divide every request by its own length alone, so that its result has the same bits whatever else is in the batch.
+    """Divide every request by its own length alone: its result has the same bits whatever else is in the batch.
 
     Costs time where lengths differ or requests are few, and memory for partial results of every request.
     """

@@ -1,4 +1,4 @@
-"""Lengths and page table → what the kernels read: a batch's schedule, made on the device. Knows no batch."""
+"""Lengths and page table → what the kernels read: a batch's schedule, made on the device."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from attnplug_triton_mla.configurations import INVARIANT_PARTS, Configuration
 from attnplug_triton_mla.triton_plan import launch_plan, size_of_numbers
 
 _LARGEST_INDEX = 1 << 30
-"""Kernels count in 32 bits, and the last program's stretch may end that far behind the line's end."""
+"""Kernels count in 32 bits, and the last program's stretch may end this far past the end of the line."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """All that the host knows of a batch: ``queries`` new tokens of each request, or 0 where they may differ."""
+    """All that the host knows of a batch: ``queries`` new tokens per request, or 0 if they may differ."""
 
     requests: int
     rows: int
@@ -29,7 +29,7 @@ class Shape:
     invariant: bool
 
     def tiles(self, tile: int) -> int:
-        """Tiles of rows at most."""
+        """The most tiles of rows."""
         if self.queries:
             return self.requests * -(-self.queries * self.heads // tile)
         return min(-(-self.rows * self.heads // tile) + self.requests, self.rows * self.heads)
@@ -67,21 +67,21 @@ class Schedule:
 
     @property
     def parts(self) -> int:
-        """Parts that a tile is cut into at most, by its own length alone; 0 where the whole batch decides."""
+        """The most parts of a tile, which only its own length decides; 0 if the whole batch decides."""
         if not self.shape.invariant:
             return 0
         return INVARIANT_PARTS if self.shape.queries else 1
 
     @property
     def partial_slots(self) -> int:
-        """Partial results that there can be at once."""
+        """The most partial results at once."""
         if self.shape.invariant:
             return self.shape.tiles(self.configuration.tile) * self.parts if self.parts > 1 else 1
         return 2 * self.programs
 
     @property
     def merged_by_kernel(self) -> bool:
-        """Whether parts are left for a kernel of their own, which counts on equally many rows of every request."""
+        """Whether a separate kernel merges parts. It needs the same number of rows in every request."""
         return self.configuration.merge == "kernel" and self.shape.queries > 0
 
     def fill(self, page_table: Tensor, seq_lens: Tensor, new_lens: Tensor | None) -> None:
@@ -107,6 +107,7 @@ class Schedule:
             parts=self.parts,
         )
         if self.configuration.overlap:
-            # Kernels that are launched early read the schedule before they wait for the kernel in front of them. That
-            # must not be the one that makes it: one that does wait comes between, and sets a number that nobody reads.
+            # Kernels that are launched early read the schedule before they wait for the previous kernel. That must not
+            # be the kernel that fills the schedule, so another one comes between: it does wait, and sets a number that
+            # nobody reads.
             self.numbers[-1:].zero_()

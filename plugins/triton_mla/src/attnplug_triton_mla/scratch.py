@@ -25,12 +25,12 @@ class Partials:
 
 
 class Scratch:
-    """The memory of one lane. Asks for more where a batch needs more; what an earlier plan holds stays its own."""
+    """The memory of one lane. Asks for more if a batch needs more; what an earlier plan holds stays valid."""
 
     def __init__(
         self, name: str, workspace: WorkspaceOwner, device: torch.device, rank: int, rows: int, lane: int
     ) -> None:
-        """``rows`` of partial results are asked for at once, before graphs freeze the workspace."""
+        """``rows`` of partial results are allocated at once, before graphs freeze the workspace."""
         self._name, self._workspace, self._device, self._rank, self._lane = name, workspace, device, rank, lane
         self._made: dict[tuple[int, int], Partials] = {}
         self._reserve(rows, rows)
@@ -38,7 +38,7 @@ class Scratch:
     def partials(self, slots: int, tile: int) -> Partials:
         """For ``slots`` partial results of ``tile`` rows each."""
         if self._plain.buffer is not self._from:
-            self._made.clear()  # somebody asked for more: the new memory is everybody's
+            self._made.clear()  # the workspace has grown: everybody uses the new memory
         found = self._made.get((slots, tile))
         if found is None:
             rows = slots * tile

@@ -1,25 +1,26 @@
-"""MLA over a paged cache: one kernel for decode, verify and extend, that attends to what ``triton_plan`` scheduled.
+"""MLA over a paged cache: one kernel for decode, verify and extend, which runs what ``triton_plan`` scheduled.
 
-Two numbers decide. Bytes: a cache row is 1152 bytes in 16 bits (latent 512, rope 64), and is both key and value; an
-H200 reads 4.2 TB/s, 32 GB/s a multiprocessor, so a step of 64 rows takes one 2.3 µs where all read. Operations: with M
-rows of queries, 2 * M * (576 + 512) a cache row; at M = 16 a step is 2.2 MFLOP, a third of a microsecond. So decode
-with few heads waits for bytes; at small batches for neither, but for instructions and for loads that wait for each
-other: 1.5 µs a thousand of the former, with one warp a scheduler, and 0.3 to 0.8 each of the latter. Hence:
+Two numbers decide. Bytes: a cache row has 1152 bytes in 16 bits (latent 512, rope 64), and is both key and value. An
+H200 reads 4.2 TB/s, which is 32 GB/s per multiprocessor, so a step of 64 rows takes 2.3 µs if all of them read.
+Operations: M rows of queries take 2 * M * (576 + 512) per cache row. At M = 16 a step is 2.2 MFLOP, a third of a
+microsecond. So decode with few heads waits for bytes. Small batches wait for neither, but for instructions (1.5 µs per
+thousand, with one warp per scheduler) and for loads that depend on each other (0.3 to 0.8 µs each). Hence:
 
-- A program finds all it begins with, its first page too, in a record of its own: one load, then rows. On SM 90 it is
-  launched while the kernel in front of it runs, reads that record and computes its addresses, and only then waits.
-- Rows come in quarters of the latent. The four loads share addresses, of which a thread then has a quarter as many, and
-  the four products of a step are chains of their own. A step that lies in one page looks that page up once.
-- A quarter is loaded once, and is K transposed and V as it is; rope is a product of its own.
-- fp8 rows are loaded as 16 bits, each two numbers, since 16 bits are what shared memory gives transposed by matrices:
-  8 bits it gives one by one. So the quarters of an fp8 row are the even and the odd columns of each half.
-- Rows (query token, head) of a request fill one tile: a verify of 2 tokens with 8 heads reads the cache once. Not more
-  than 32 rows: queries are read from shared memory at every step, whose bandwidth is the next limit. On SM 90 more of
-  them are for ``gluon_wide``, and few requests for ``gluon_low``.
-- Every program takes an equal stretch of the batch's work, whatever the lengths (see ``triton_plan``), and writes its
-  result straight to the output where a tile is its alone.
-- What lies behind a request's rows may be anything, NaN too: it is neither loaded (zeros stand there, since zero times
-  NaN is NaN) nor seen (its logits are -inf).
+- A program finds everything that it starts with, its first page included, in a record of its own: one load, then rows.
+  On SM 90 it is launched while the previous kernel still runs. It reads the record and computes its addresses, and only
+  then waits.
+- Rows come in quarters of the latent. The four loads share addresses, so a thread has a quarter as many, and the four
+  products of a step do not depend on each other. A step that lies in one page looks that page up once.
+- A quarter is loaded once, and is both K, transposed, and V. Rope is a separate product.
+- fp8 rows are loaded as 16-bit pairs, because shared memory gives 16-bit matrices transposed, but 8-bit ones only
+  element by element. So the quarters of an fp8 row are the even and the odd columns of each half.
+- Rows (query token, head) of a request fill one tile: a verify of 2 tokens with 8 heads reads the cache once. A tile
+  has at most 32 rows, because queries are read from shared memory at every step, whose bandwidth is the next limit. On
+  SM 90, more rows are for ``gluon_wide``, and few requests for ``gluon_low``.
+- Every program takes an equal stretch of the batch's work, whatever the lengths (see ``triton_plan``). It writes its
+  result straight to the output if it has a tile to itself.
+- Anything may follow a request's rows, even NaN. It is neither loaded (zeros take its place, since zero times NaN is
+  NaN) nor seen (its logits are -inf).
 """
 
 from __future__ import annotations
@@ -62,8 +63,8 @@ def _fp16_of_pairs(pairs):
         lower, upper = (pairs & 255).to(tl.uint8), (pairs >> 8).to(tl.uint8)
         lower, upper = lower.to(tl.float8e4nv, bitcast=True), upper.to(tl.float8e4nv, bitcast=True)
         return lower.to(tl.float16), upper.to(tl.float16)
-    # The same in three instructions for the four numbers of a register, where the compiler makes ten of the above: both
-    # lower bytes to the front, then each half converted.
+    # The same in three instructions for the four numbers of a register, where the compiler makes ten of the above: move
+    # both lower bytes to the front, then convert each half.
     return tl.inline_asm_elementwise(
         "{ .reg .b32 sorted; .reg .b16 lower, upper;"
         "prmt.b32 sorted, $2, 0, 0x3120; mov.b32 {lower, upper}, sorted;"
@@ -84,13 +85,14 @@ def _side_by_side(left, right):
 
 @triton.jit
 def _whole_rows(sum_0, sum_1, sum_2, sum_3, PAIRS: tl.constexpr):
-    """Of quarters, which with ``PAIRS`` are even and odd columns in turn. Whole, they change threads once."""
+    """Whole rows from quarters, which with ``PAIRS`` are even and odd columns in turn. They change threads only
+    once."""
     if PAIRS:
         return _side_by_side(tl.interleave(sum_0, sum_1), tl.interleave(sum_2, sum_3))
     return _side_by_side(_side_by_side(sum_0, sum_1), _side_by_side(sum_2, sum_3))
 
 
-# Numbers that change from batch to batch are taken as they are: compiling again for a 1 among them gains nothing.
+# Numbers that change from batch to batch are not specialised: compiling again because one of them is 1 gains nothing.
 @triton.jit(do_not_specialize=["requests", "programs", "partial_slots", "table_row"])
 def attend(
     q, cache, page_table, out, lse, partials, partial_weights, numbers, requests, programs, partial_slots,
@@ -100,7 +102,7 @@ def attend(
     MERGE_COLUMNS: tl.constexpr, LSE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
-        gdc_launch_dependents()  # the next kernel may come, and waits for our last store
+        gdc_launch_dependents()  # the next kernel may start, and waits for our last store
     ONE_PAGE: tl.constexpr = PAGE_SIZE % STEP == 0
     FLOAT8: tl.constexpr = cache.dtype.element_ty.primitive_bitwidth == 8
     TYPE: tl.constexpr = tl.float16 if FLOAT8 else q.dtype.element_ty
@@ -127,8 +129,8 @@ def attend(
             page = tl.load(table + token // PAGE_SIZE * table_column, mask=token < end_token, other=0)
         q_at = q + (begin + query).to(tl.int64) * q_row + head * q_head
         if OVERLAP and at == start:
-            # For whatever is in front of us, which may have written queries and cache rows, but not schedule or page
-            # table. What is computed from those alone comes before: the condition keeps the compiler from mixing.
+            # Wait for the previous kernel, which may have written queries and cache rows, but not schedule or page
+            # table. What depends on those alone is computed before: the condition keeps the compiler from mixing.
             gdc_wait()
         by = scale
         if FLOAT8:
@@ -139,8 +141,8 @@ def attend(
         if ROPE > 0:
             q_rope = _load(q_at, rope_column, live)
         if q.dtype.element_ty != TYPE:
-            # fp8 is one instruction from fp16, and seven from bf16. Each row of queries is brought to numbers up to
-            # 2 first, by a power of 2: then fp16 holds them as well as bf16 did.
+            # fp8 is one instruction from fp16, and seven from bf16. Each row of queries is first scaled to numbers up
+            # to 2, by a power of 2, so that fp16 holds them as well as bf16 did.
             largest = tl.maximum(
                 tl.maximum(_largest(q_0), _largest(q_1)), tl.maximum(_largest(q_2), _largest(q_3))
             )  # fmt: skip
@@ -161,7 +163,7 @@ def attend(
         for first in range(first_token, end_token, STEP):
             token = first + position
             there = token < end_token
-            # The next step's pages, a step ahead: rows whose addresses are at hand are what the compiler can prefetch.
+            # The next step's pages, one step ahead: the compiler can prefetch rows only if their addresses are known.
             if ONE_PAGE:
                 slot_at = cache + page.to(tl.int64) * PAGE_STRIDE + first % PAGE_SIZE * SLOT_STRIDE
                 slot_at = slot_at + position * SLOT_STRIDE
@@ -183,13 +185,13 @@ def attend(
                 dot_2, dot_3 = tl.dot(q_rope_0, tl.trans(rope_0), dot_2), tl.dot(q_rope_1, tl.trans(rope_1), dot_3)
             elif ROPE > 0:
                 dot_3 = tl.dot(q_rope, tl.trans(_load(slot_at, rope_column, there)), dot_3)
-            # Each by the scale before they are added: a bare sum of products is one long chain to the compiler.
+            # Scale each before they are added: a bare sum of products is one long chain to the compiler.
             logits = (dot_0 * by + dot_1 * by) + (dot_2 * by + dot_3 * by)
             logits = tl.where(token[None, :] < seen[:, None], logits, float("-inf"))
             higher = tl.maximum(top, tl.max(logits, 1))
             base = tl.where(higher == float("-inf"), 0.0, higher)
             weights, kept = tl.exp2(logits - base[:, None]), tl.exp2(top - base)[:, None]
-            totals = totals * kept + weights  # added up over tokens once, behind the loop
+            totals = totals * kept + weights  # added up over tokens once, after the loop
             weights = weights.to(TYPE)
             sum_0, sum_1 = tl.dot(weights, rows_0, sum_0 * kept), tl.dot(weights, rows_1, sum_1 * kept)
             sum_2, sum_3 = tl.dot(weights, rows_2, sum_2 * kept), tl.dot(weights, rows_3, sum_3 * kept)
@@ -216,8 +218,9 @@ def attend(
             if MERGE_COLUMNS > 0:
                 parts, first_slot, other_slots = parts_of_tile(tile_start, units, stretch, programs, INVARIANT)
                 counter = counters + other_slots
-                # Whoever counts last finds all parts written: the barrier orders this program's own stores before its
-                # count, and the count is a release and an acquire. It leaves the counter as it was, for the next call.
+                # The program that counts last finds all parts written: the barrier orders each program's own stores
+                # before its count, and the count is a release and an acquire. The counter is reset to zero for the next
+                # call.
                 tl.debug_barrier()
                 if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == parts - 1:
                     merge_tile(
@@ -233,4 +236,4 @@ def attend(
                 page_table, table_row, table_column, HEADS, TILE, STEP, PAGE_SIZE,
             )  # fmt: skip
     if OVERLAP:
-        gdc_wait()  # also without work: whoever comes behind us waits for us alone
+        gdc_wait()  # also without work: the next kernel waits for this one alone

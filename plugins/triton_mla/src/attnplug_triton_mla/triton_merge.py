@@ -1,14 +1,14 @@
-"""Partial results into one: the merge of a tile whose cache rows several programs shared.
+"""Merging partial results: a tile's cache rows may be shared by several programs.
 
 A part is a sum of its cache rows with weights ``2 ** (logit - top)``, the weights' sum, and ``top``, the largest logit
-in base 2: what a program has at hand when its last row is added, with nothing left to compute. Parts are taken in the
-order of their rows, by whoever merges: the bits do not depend on which program was done first.
+in base 2. A program has all of these when it has added its last row. Parts are always taken in the order of their rows,
+so the bits do not depend on which program finished first.
 
-Bytes decide, in L2: a part of 16 rows is 32 KiB in float32, and one multiprocessor reads about 110 GB/s. 64 parts are
-19 µs for one of them, and 1 µs for 64 of them. So parts are merged by a kernel of their own, one row and some columns a
-program (``launch_merge``); it takes as many parts at once as there may be, since one behind the other they wait. With
-few requests a program is one or two warps, which have few to wait for. Where requests have different numbers of rows,
-which that kernel cannot divide, the program that comes last merges, at the end of the attention kernel
+Bytes in L2 decide. A part of 16 rows is 32 KiB in float32, and one multiprocessor reads about 110 GB/s: 64 parts take
+19 µs on one multiprocessor, and 1 µs on 64 of them. So a separate kernel merges parts, with one row and some columns
+per program (``launch_merge``). It loads as many parts at once as there may be, since loads one after the other wait.
+With few requests a program has one or two warps, which have few others to wait for. If requests have different numbers
+of rows, which that kernel cannot divide, the program that finishes last merges at the end of the attention kernel
 (``merge_tile``).
 """
 
@@ -25,15 +25,15 @@ from attnplug_triton_mla.triton_plan import HEADER, RECORD
 
 LN_2 = tl.constexpr(0.6931471805599453)
 _FEW = 32
-"""Parts of a tile up to which they are merged by code that asks for so many at once: asking for 128 takes longer."""
+"""Up to this many parts of a tile are loaded at once by code for so many: loading 128 takes longer."""
 
 
 @triton.jit
 def parts_of_tile(tile_start, units, stretch, programs, INVARIANT: tl.constexpr):
-    """How many parts a tile has; where the first lies, and where the others do, by their number behind that.
+    """How many parts a tile has, where its first part lies, and the place from which the others are counted.
 
     A part lies at its program's number. The first part of a tile is the last that its program begins, so the same
-    program may have another tile's last part: first parts lie behind all others.
+    program may have another tile's last part. Therefore first parts lie after all others.
     """
     if INVARIANT:
         return units, tile_start, tile_start
@@ -43,7 +43,7 @@ def parts_of_tile(tile_start, units, stretch, programs, INVARIANT: tl.constexpr)
 
 @triton.jit
 def slot_of_part(at, tile_start, programs, INVARIANT: tl.constexpr):
-    """Where this program leaves the part that begins at ``at``: where ``parts_of_tile`` says, without a division."""
+    """Where this program stores the part that begins at ``at``: where ``parts_of_tile`` says, without a division."""
     if INVARIANT:
         return at
     me = tl.program_id(0)
@@ -67,9 +67,10 @@ def merge_tile(
     partials, partial_weights, partial_slots, out_at, lse_at, live, parts, first, others, out_scale,
     RANK: tl.constexpr, TILE: tl.constexpr, COLUMNS: tl.constexpr, LSE: tl.constexpr,
 ):  # fmt: skip
-    """All live rows of a tile by one program, some columns at a time: a whole part would not fit the registers twice.
+    """Merge all live rows of a tile in one program.
 
-    Past the L1 cache, which does not see what other multiprocessors wrote.
+    It takes some columns at a time, since a whole part would not fit in registers twice. Reads bypass the L1 cache,
+    which does not see what other multiprocessors wrote.
     """
     row = tl.arange(0, TILE)
     weights_at = partial_weights + row * partial_slots
@@ -115,8 +116,8 @@ def _merge_row(
         values_at = partials + slot[:, None] * (TILE * RANK) + place[None, :]
         weights_at = partial_weights + row * partial_slots + slot
         if OVERLAP and first >= 0:
-            # For the parts; not for the schedule, which says where they are. No slot is negative, but the compiler does
-            # not know that, and so computes addresses before the wait (Triton 3.9 only some).
+            # Wait for the parts, but not for the schedule, which says where they are. No slot is negative, but the
+            # compiler does not know that, and so computes addresses before the wait (Triton 3.9 only some).
             gdc_wait()
         tops = tl.load(weights_at, mask=there, other=float("-inf"))
         totals = tl.load(weights_at + TILE * partial_slots, mask=there, other=0.0)
@@ -165,11 +166,11 @@ def _merge(
             out_at, lse_at, writes_lse, RANK, TILE, FEW, OVERLAP,
         )  # fmt: skip
     if OVERLAP:
-        gdc_wait()  # whether there are parts or not: whoever comes behind us waits for us alone
+        gdc_wait()  # with or without parts: the next kernel waits for this one alone
 
 
 def launch_merge(partials: Partials, out: Tensor, lse: Tensor | None, schedule: Schedule, out_scale: float) -> None:
-    """Rows of ``out`` ``[rows, heads, rank]`` and ``lse`` whose tiles have parts; the others are left as they are."""
+    """Merge the rows of ``out`` ``[rows, heads, rank]`` and ``lse`` whose tiles have parts; others stay as they are."""
     _, heads, rank = out.shape
     shape, configuration = schedule.shape, schedule.configuration
     columns = min(configuration.merge_columns, rank)

@@ -1,22 +1,22 @@
 """The schedule of a batch, by one kernel: which program attends to which rows of which request, and where new rows go.
 
 The unit of work is a *step*: ``STEP`` cache rows for one *tile*, up to ``TILE`` rows of (query token, head) of one
-request. All steps of all tiles, request by request, are one line of work, and program p of the attention kernel takes
-the p-th stretch of it, all of equal length. So a long request is divided among many programs and short ones share one,
-the load is even whatever the lengths, and the grid has one size for all of them: what a captured graph needs. A tile
-that a stretch's end falls into is finished by the next program, and has parts to be merged, at most two of them begun
-or ended in any one program. Where lengths differ much, every tile has a lead of steps on the line that nobody takes,
-for what it costs to start on one: whoever has many short ones has fewer rows.
+request. All steps of all tiles, request by request, form one line of work. Program p of the attention kernel takes the
+p-th stretch of it, and all stretches have the same length. So a long request is divided among many programs, short ones
+share one, and the load is even whatever the lengths. The grid always has the same size, as a captured graph needs. If a
+stretch ends within a tile, the next program continues that tile, and its parts must be merged. A program has at most
+two tiles that it shares with others. If lengths differ much, every tile is preceded on the line by a lead of empty
+steps, which stands for the cost of starting a tile: a program with many short tiles gets fewer rows.
 
-Every tile counts with all cache rows of its request, also those that causality hides from it: then a place on the line
-is found by a division. In a verify that is nothing; a prefill without prefix gives early programs half the work of late
-ones.
+Every tile counts with all cache rows of its request, even with those that causality hides from it. That way a division
+finds a place on the line. For a verify this costs nothing; in a prefill without prefix, early programs have half the
+work of late ones.
 
-With ``PARTS`` the partition is batch-invariant: a tile is cut into at most so many parts by its own request's length
-alone, the line consists of parts instead of steps, and no part is divided.
+With ``PARTS`` the partition is batch-invariant: a tile is cut into at most that many parts, by its own request's length
+alone. The line then consists of parts instead of steps, and no part is divided.
 
-This runs once for a batch, all layers use it. Every program adds up all requests by itself, which costs less than
-meeting the others, and writes its own entry; what it reads is 4 to 8 bytes a request.
+This runs once per batch, for all layers. Every program adds up all requests by itself, which costs less than
+synchronising, and writes its own entry. It reads 4 to 8 bytes per request.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ import triton.language as tl
 from torch import Tensor
 
 HEADER = tl.constexpr(8)
-"""Numbers before the records: how long a program's stretch is, how long the line, and the lead of a tile on it."""
+"""Numbers before the records: the length of a program's stretch, the length of the line, and a tile's lead on it."""
 RECORD = tl.constexpr(8)
 """Numbers of a request, 32 bytes in one sector: where its work ends, cache rows, cache rows before its new ones, first
 new row, new rows, steps of a unit, units of a tile."""
 PROGRAM = tl.constexpr(16)
-"""Numbers of a program, behind all requests': those of the request that it begins with, which that is, where on the
-line its first tile starts, that tile's number, and the page of its first cache row. So a program has one load to wait
-for before it asks for rows, not a chain of four."""
+"""Numbers of a program, after those of all requests: the record and the number of the request that it begins with,
+where on the line its first tile starts, that tile's number, and the page of its first cache row. So a program waits for
+one load before it requests rows, not for a chain of four."""
 
 UNEVEN = tl.constexpr(4)
-"""So many times a batch's shortest request its longest must have for tiles to have a lead. Where all are alike it would
-even out nothing, and cut tiles into more parts."""
+"""Tiles have a lead if a batch's longest request is this many times as long as its shortest. Among similar lengths it
+would even out nothing, and cut tiles into more parts."""
 _ROWS = 128
 """New rows whose slots are looked up at once."""
 
@@ -53,7 +53,7 @@ def _plan(
     request = tl.arange(0, BLOCK)
     exists = request < requests
     asked = tl.load(seq_lens + request, mask=exists, other=0).to(tl.int32)
-    # Lengths on the device are nobody's to check: whatever they are, nothing outside of the batch is touched.
+    # Nobody checks lengths on the device: whatever they are, nothing outside the batch may be touched.
     kv_len = tl.minimum(tl.maximum(asked, 0), width * PAGE_SIZE)
     if QUERIES:
         new = tl.where(exists, QUERIES, 0)
@@ -64,7 +64,7 @@ def _plan(
         new = tl.minimum(new, rows - begin)
 
     tiles = (new * HEADS + TILE - 1) // TILE
-    steps = tl.maximum((kv_len + STEP - 1) // STEP, 1)  # without a cache row there is an output to be written yet
+    steps = tl.maximum((kv_len + STEP - 1) // STEP, 1)  # even without cache rows there is an output to write
     unit = tl.full([BLOCK], 1, tl.int32)
     if PARTS:
         unit = tl.maximum((steps + PARTS - 1) // PARTS, least_steps)
@@ -77,7 +77,7 @@ def _plan(
     total = tl.sum(tiles * (lead + units), 0)
     stretch = tl.maximum((total + programs - 1) // programs, 1)
     if not PARTS:
-        # Dividing a tile of n steps by k costs n / k steps and k merges: least where a part has sqrt(n * cost) steps.
+        # Dividing a tile of n steps by k costs n / k steps and k merges: least if a part has sqrt(n * cost) steps.
         worth = tl.ceil(tl.sqrt_rn(longest.to(tl.float32) * part_cost)).to(tl.int32)
         stretch = tl.maximum(tl.maximum(stretch, worth), least_steps)
 
@@ -137,7 +137,7 @@ def _plan(
 
 @triton.jit
 def begin_stretch(numbers, requests):
-    """What a program begins with: its place on the line and its stretch's end, and its own record."""
+    """What a program begins with: its place on the line, the end of its stretch, and its own record."""
     me = tl.program_id(0)
     mine = numbers + HEADER + requests * RECORD + me * PROGRAM
     stretch, line, lead = tl.load(numbers), tl.load(numbers + 1), tl.load(numbers + 2)
@@ -155,7 +155,7 @@ def rows_of_part(
     at, stop, kv_len, prefix, new, unit, units, tile_start, tile,
     HEADS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, INVARIANT: tl.constexpr,
 ):  # fmt: skip
-    """How many units of its tile a program takes at once, and their cache rows, up to what the tile's last row sees."""
+    """How many units of its tile a program takes at once, and their cache rows, as far as the tile's last row sees."""
     piece = at - tile_start
     taken = 1 if INVARIANT else tl.minimum(units - piece, stop - at)
     last_query = tl.minimum((tile * TILE + TILE - 1) // HEADS, new - 1)
@@ -168,10 +168,10 @@ def next_tile(
     at, end, kv_len, prefix, begin, new, unit, units, request, numbers, lead, page_table, table_row, table_column,
     HEADS: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, PAGE_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """The tile at or behind a place on the line, from the request before it: where it begins, and what a record has."""
+    """The tile at or after a place on the line, given the request before it: where it starts, and its record."""
     records = numbers + HEADER
     if at >= end:
-        # The next request. One without new rows has no work, and is passed over.
+        # The next request. Requests without new rows have no work and are skipped.
         request += 1
         while tl.load(records + request * RECORD) <= at:
             request += 1
@@ -212,10 +212,10 @@ def launch_plan(
     page_size: int,
     parts: int,
 ) -> None:
-    """Fill ``slots`` ``[rows]`` int64 and ``numbers`` int32; ``queries`` new tokens of every request, 0: ``new_lens``.
+    """Fill ``slots`` ``[rows]`` int64 and ``numbers`` int32, for ``queries`` new tokens of every request.
 
-    A slot is -1 where the page table has no place for the row, or no request has the row. Waits for nothing and can
-    be captured.
+    If ``queries`` is 0, ``new_lens`` has the number. A slot is -1 where the page table has no place for the row, or no
+    request has the row. Waits for nothing and can be captured.
     """
     requests, width = page_table.shape
     block = max(triton.next_power_of_2(requests), 16)

@@ -32,12 +32,12 @@ from attnplug_trtllm_mla.kernels import DecodeKernel, Pages, RaggedKernel, to_fl
 from attnplug_trtllm_mla.planner import DecodeCall, plan_requests, plan_rows, uniform_queries
 
 _FEW_QUERIES = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
-"""Modes that bring a few rows a request: what the decode kernels are for."""
+"""Modes with a few rows per request, which the decode kernels are made for."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kernels:
-    """What a variant runs in one lane. Without ``ragged`` it decodes, and somebody else prefills."""
+    """What a variant runs in one lane. Without ``ragged`` it only decodes, and another backend prefills."""
 
     decode: DecodeKernel
     ragged: RaggedKernel | None = None
@@ -55,9 +55,9 @@ class Metadata:
 class TRTLLMMLABackend(PlannedAttention):
     """MLA by kernels that read page tables themselves; what they do not serve runs on FlashInfer's (A4).
 
-    Decode, and verify with equally many rows of every request, are one kernel call. Other absorbed batches go to the
-    fallback, or, where that cannot read the cache, through the decode kernel with every row as a request of its own.
-    ``lanes`` are the kernels of each lane.
+    Decode is one kernel call, and so is verify with the same number of rows for every request. Other absorbed batches
+    go to the fallback. If that cannot read the cache, they go through the decode kernel, with every row as a request of
+    its own. ``lanes`` are the kernels of each lane.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class TRTLLMMLABackend(PlannedAttention):
         self._float8 = self._shape.kv_dtype is torch.float8_e4m3fn
 
     def _extend_paths(self) -> frozenset[ExtendPath]:
-        """Chunks only where the fallback has a runner for them, since it takes those of a captured prefill (A4)."""
+        """Chunks only if the fallback can run them, since it runs those of a captured prefill (A4)."""
         paths, ragged, fallback = {ExtendPath.ABSORBED}, self.lanes[0].ragged, self._fallback
         if ragged is not None and self._prefills and self._shape.ragged_dims in ragged.dims:
             paths.add(ExtendPath.ONE_SHOT)
@@ -95,7 +95,7 @@ class TRTLLMMLABackend(PlannedAttention):
         mode, fallback = geometry.mode, self._fallback
         if not self._prefills and mode in (ForwardMode.EXTEND, ForwardMode.MIXED):
             raise self._refusal(mode)
-        if not geometry.rows or geometry.calls:  # core writes the rows of what runs as MHA
+        if not geometry.rows or geometry.calls:  # core writes the rows of a batch that runs as MHA
             return Plan.of(self.backend_id, geometry)
         queries = uniform_queries(geometry) if mode in _FEW_QUERIES else None
         if queries is not None:
@@ -103,7 +103,7 @@ class TRTLLMMLABackend(PlannedAttention):
         elif fallback is not None and not self._float8 and not self.context.serving.skip_prefill:
             theirs = fallback.plan(geometry)
             return replace(Plan.of(self.backend_id, geometry, None, theirs.new_slots), parts=(theirs,))
-        else:  # FlashInfer reads no fp8 cache on these GPUs
+        else:  # FlashInfer cannot read an fp8 cache on these GPUs
             call, slots = plan_rows(geometry, self._kernel_page)
         return Plan.of(self.backend_id, geometry, Metadata(self.lanes[geometry.lane].decode, call), slots)
 
@@ -116,15 +116,15 @@ class TRTLLMMLABackend(PlannedAttention):
                 settings=["prefill_attention_backend"],
             )
         return PlanError(
-            f"backend {name} was built with skip_prefill=True, for a draft's worker: it does not {mode}; build it "
+            f"backend {name} was built with skip_prefill=True, for a draft worker: it does not {mode}; build it "
             "without, or let another backend prefill"
         )
 
     def init_mha_chunk_metadata(self, forward_batch: ForwardBatch) -> Plan | None:
-        """Chunks for the fallback, where it must take them (A4); else nothing: the ragged kernel takes calls unplanned.
+        """Plan chunks for the fallback where it must run them (A4); ``None`` elsewhere.
 
         It must where chunks over a prefix are disabled and there is a prefix, or where a graph captures the prefill.
-        The first call, over the new rows, is our own kernel's even then.
+        The first call, over the new rows, is our own ragged kernel's even then. That kernel needs no plan.
         """
         geometry, fallback = forward_batch.geometry, self._fallback
         disabled = self.context.serving.disable_chunked_prefix_cache and _has_prefix(geometry.calls)
@@ -207,7 +207,8 @@ class TRTLLMMLABackend(PlannedAttention):
         plan: Plan | None = None,
         lse: Tensor | None = None,
     ) -> Tensor:
-        """One call of an MLA prefill as MHA: by our own kernel, or, for chunks that it planned, by the fallback."""
+        """One call of an MLA prefill as MHA: by our own kernel or, for chunks that the fallback planned, by the
+        fallback."""
         fallback, ragged = self._fallback, self.lanes[call.lane].ragged
         if call.index and plan is not None and fallback is not None:
             return fallback.forward_ragged(q, k, v, layer, call, plan, lse)

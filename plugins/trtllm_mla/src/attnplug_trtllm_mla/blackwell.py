@@ -1,4 +1,4 @@
-"""What the backends of this family say of themselves in the same words. Imports no kernel library."""
+"""What the backends of this family declare alike. Imports no kernel library."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def capabilities(
     roles: frozenset[Role] = frozenset({Role.PREFILL, Role.DECODE, Role.DRAFT}),
     mla_extend: frozenset[ExtendPath] = frozenset(ExtendPath),
 ) -> Capabilities:
-    """What all of them can do, but for what a variant narrows."""
+    """What all of them can do, unless a variant narrows it."""
     return Capabilities(
         kinds=frozenset({AttentionKind.MLA}),
         devices=frozenset({"cuda"}),
         min_sm=SMS[0],
         max_sm=SMS[-1],
-        dtypes=frozenset({DType.BFLOAT16}),  # whatever goes in, the kernels give bfloat16
+        dtypes=frozenset({DType.BFLOAT16}),  # the kernels return bfloat16, whatever their inputs
         kv_dtypes=kv_dtypes,
         roles=roles,
         page_sizes=PageSizes.of(*KERNEL_PAGES),

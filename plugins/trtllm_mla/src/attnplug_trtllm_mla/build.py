@@ -28,7 +28,7 @@ def trtllm_mla(context: BackendContext) -> TRTLLMMLABackend:
     """The factory of the spec."""
     options = context.options if context.options is not None else TRTLLMMLAOptions()
     processors, library, shape = blackwell_processors(context), load_library(), MLAShape.of(context)
-    # Before the fallback is built, which asks for as much: it would hold on to a smaller buffer.
+    # Before the fallback is built: it asks for as much, and would hold on to a smaller buffer.
     scratch = in_every_lane(context, SCRATCH, options.workspace_mib << 20)
     counters = in_every_lane(context, SEMAPHORES, counter_bytes(shape, processors))
     decode = [TRTLLMDecode(library, shape, *memory, processors) for memory in zip(scratch, counters, strict=True)]
@@ -49,14 +49,14 @@ def fallback(context: BackendContext, workspace_mib: int) -> FlashInferMLABacken
 
 
 def cute_dsl_scratch(context: BackendContext, shape: MLAShape) -> list[Workspace]:
-    """What any call of a CuTe DSL decode kernel takes: partial results, 64 rows of them a multiprocessor."""
+    """What any call of a CuTe DSL decode kernel takes: 64 rows of partial results per multiprocessor."""
     return in_every_lane(
         context, CUTE_DSL_SCRATCH, blackwell_processors(context) * 64 * (shape.dims.kv_lora_rank + 1) * 4
     )
 
 
 def in_every_lane(context: BackendContext, kind: WorkspaceKind, nbytes: int) -> list[Workspace]:
-    """Memory of its own for each lane: they run at the same time."""
+    """Separate memory for each lane, because lanes run at the same time."""
     request = context.workspace.request
     return [request(context.name, context.device, kind, nbytes, lane=lane) for lane in range(context.limits.lanes)]
 

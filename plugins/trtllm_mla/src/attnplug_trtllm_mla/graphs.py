@@ -26,7 +26,7 @@ class Captured:
     def fill(self, geometry: Geometry, kernel_page: int) -> None:
         """What captured kernels read, from the page table and lengths that the batch has when the graph runs.
 
-        A padded request has no rows, and the kernels know no such request: it is given as many keys as queries, of
+        A padded request has no rows, which the kernels do not support. So it gets as many keys as queries, from
         whatever pages its row of the table names, and its output is cleared.
         """
         seq_lens = geometry.seq_lens
@@ -48,7 +48,7 @@ class GraphMemory:
         self._dead = torch.ones(limits.max_num_tokens, dtype=torch.bool, device=device)
 
     def capture(self, geometry: Geometry) -> Captured:
-        """Lay out a shape that was not captured before. Its lengths are not looked at: they change."""
+        """Lay out a shape that was not captured before, without looking at its lengths: they change."""
         requests, rows = geometry.requests, geometry.rows
         queries = rows // requests
         each = torch.arange(requests + 1, dtype=torch.int32, device=self._lens.device)

@@ -20,15 +20,15 @@ from attnplug_flashinfer_mla.planner import padded_heads
 from attnplug_trtllm_mla.planner import DecodeCall
 
 MOST_REQUESTS = 8192
-"""Requests of one call; FlashInfer names it as the ceiling of TRT-LLM's kernels."""
+"""The most requests of one call; FlashInfer names it as the limit of TRT-LLM's kernels."""
 _LN_2 = math.log(2.0)
 _FEWEST_HEADS = 8
 _PARTIAL_ROWS = 256
-"""Query rows that a multiprocessor may leave a partial result of."""
+"""The most query rows for which a multiprocessor keeps partial results."""
 _STATS_ROWS = 256
 _STATS_GUARD = 1 << 20
-"""How the launcher cuts the scratch memory when a log-sum-exp is asked for: two floats for each head and row, rows
-rounded up to this for every request, and so many bytes after them."""
+"""How the launcher divides scratch memory if a log-sum-exp is asked for: two floats per head and row, with each
+request's rows rounded up to ``_STATS_ROWS``, and then ``_STATS_GUARD`` bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,10 +40,10 @@ class Pages:
 
 
 class DecodeKernel(Protocol):
-    """Latent attention of a few queries a request, over page tables."""
+    """Latent attention of a few queries per request, over page tables."""
 
     heads: int
-    """Heads that it takes, those of the model or more."""
+    """Heads that it takes: as many as the model has, or more."""
 
     def most_requests(self, queries: int, with_lse: bool) -> int:
         """Requests that one call has room for."""
@@ -56,13 +56,13 @@ class DecodeKernel(Protocol):
 
 
 class RaggedKernel(Protocol):
-    """Plain attention over rows at hand."""
+    """Plain attention over rows that are passed in."""
 
     dims: frozenset[tuple[int, int]]
     """Widths of keys and values that it takes."""
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, call: RaggedCall, out: Tensor, lse: Tensor | None) -> None:
-        """As ``forward_ragged`` of the protocol; fills ``out``, and ``lse`` in natural log."""
+        """Like ``forward_ragged`` of the protocol; fills ``out``, and ``lse`` in natural log."""
         ...
 
 
@@ -95,8 +95,8 @@ def load_library() -> Library:
 class TRTLLMDecode:
     """``trtllm_batch_decode_with_kv_cache_mla`` by TRT-LLM's kernels.
 
-    ``counters`` are the semaphores, zero on first use and left zero by every call; ``scratch`` may hold anything. Both
-    are one lane's: its calls follow each other.
+    ``counters`` are the semaphores, zero on first use and left zero by every call. ``scratch`` may hold anything. Both
+    belong to one lane, whose calls run one after the other.
     """
 
     library: Library
@@ -111,7 +111,7 @@ class TRTLLMDecode:
 
     @property
     def partial_bytes(self) -> int:
-        """Scratch for partial results, which the launcher takes without asking whether it is there."""
+        """Scratch for partial results, which the launcher uses without checking that it is there."""
         return self.processors * _PARTIAL_ROWS * (self.shape.dims.kv_lora_rank + 2) * 4
 
     def most_requests(self, queries: int, with_lse: bool) -> int:
@@ -134,16 +134,16 @@ class TRTLLMDecode:
             backend="trtllm-gen",
         )
         if lse is not None and not self.library.lse_base:
-            lse.mul_(_LN_2)  # it counts in powers of two (C4)
+            lse.mul_(_LN_2)  # it returns base 2 (C4)
 
 
 def kernel_heads(heads: int) -> int:
-    """More than 64 and fewer than 128 are refused; of fewer, a power of two from 8 on has a kernel in every version."""
+    """Heads padded to a number that has a kernel in every version: a power of two from 8 on. 65 to 127 are refused."""
     return max(padded_heads(heads), _FEWEST_HEADS)
 
 
 def counter_bytes(shape: MLAShape, processors: int) -> int:
-    """What the semaphores of the largest call take: one a head and request."""
+    """Bytes for the semaphores of the largest call: one per head and request."""
     return 4 * 8 * -(-max(MOST_REQUESTS * kernel_heads(shape.heads), processors) // 8)
 
 
@@ -157,7 +157,7 @@ def run_decode(
     lse: Tensor | None,
     **chosen: Any,
 ) -> None:
-    """The one function for which FlashInfer has several kernels; ``chosen`` says which, and brings its memory."""
+    """The one FlashInfer function that has several kernels; ``chosen`` says which, and brings its memory."""
     if library.lse_base:
         chosen["return_lse_base"] = "basee"
     library.decode(
@@ -179,7 +179,7 @@ def run_decode(
 
 
 class TRTLLMRagged:
-    """``trtllm_ragged_attention_deepseek``: MLA as MHA, no sequence without queries or keys (C3)."""
+    """``trtllm_ragged_attention_deepseek``: MLA as MHA, without empty sequences of queries or keys (C3)."""
 
     dims = frozenset({(192, 128)})
 
@@ -187,7 +187,7 @@ class TRTLLMRagged:
         self._library, self._shape, self._scratch = library, shape, scratch
 
     def run(self, q: Tensor, k: Tensor, v: Tensor, call: RaggedCall, out: Tensor, lse: Tensor | None) -> None:
-        q = q.contiguous()  # its strides are not asked for
+        q = q.contiguous()  # the kernel does not look at its strides
         room = self._scratch.buffer.numel() - _STATS_GUARD if lse is not None else None
         for part in _parts(call, self._shape.heads, room):
             queries, keys = part.query_rows, part.kv_rows
@@ -214,7 +214,7 @@ class TRTLLMRagged:
                 skip_all_rows_active_check=True,
             )
         if lse is not None:
-            lse.mul_(_LN_2)  # in powers of two, whatever the version (C4)
+            lse.mul_(_LN_2)  # base 2 in every version (C4)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -231,7 +231,7 @@ class _Part:
 
 
 def _parts(call: RaggedCall, heads: int, room: int | None) -> Iterator[_Part]:
-    """As few calls as ``room`` bytes for statistics allow: nearly always one. ``None`` means that none are kept."""
+    """As few calls as ``room`` bytes for statistics allow, nearly always one. ``None``: no statistics are kept."""
     count = len(call.query_lens)
     first = query = key = 0
     while first < count:
@@ -261,12 +261,12 @@ def _parts(call: RaggedCall, heads: int, room: int | None) -> Iterator[_Part]:
 
 
 def stats_bytes(heads: int, requests: int, queries: int) -> int:
-    """What the launcher takes for the log-sum-exp of so many requests with up to so many queries."""
+    """What the launcher takes for the log-sum-exp of this many requests with up to this many queries."""
     return 8 * heads * requests * -(-queries // _STATS_ROWS) * _STATS_ROWS
 
 
 def check_scratch(name: str, workspace_mib: int, decode: TRTLLMDecode, max_tokens: int) -> None:
-    """Refuse scratch memory that would do for one call and not for the next."""
+    """Refuse scratch memory that is enough for some calls but not for all."""
     decoding = decode.partial_bytes + stats_bytes(decode.heads, 1, 1)
     needed = max(decoding, stats_bytes(decode.shape.heads, 1, max_tokens))
     least = -(-(needed + _STATS_GUARD) // (1 << 20))
@@ -279,5 +279,5 @@ def check_scratch(name: str, workspace_mib: int, decode: TRTLLMDecode, max_token
 
 
 def to_float8(rows: Tensor) -> Tensor:
-    """Rows in e4m3, saturated: torch would make NaN of what is too large."""
+    """Rows in e4m3, saturated: torch would turn values that are too large into NaN."""
     return rows.clamp(-448.0, 448.0).to(torch.float8_e4m3fn)

@@ -19,10 +19,10 @@ _TILE = 128
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecodeCall:
-    """A call in which every request has ``queries`` rows of q, the last of which sees all its cache rows.
+    """A call in which every request has ``queries`` rows of q. The last of them sees all cache rows of the request.
 
     ``tables`` ``[requests, width]`` int32 and ``lens`` ``[requests]`` int32 are on the device. A row of a table holds
-    whole tiles of 128 keys, and what lies after a request's last page is the number of some page: it may be fetched,
+    whole tiles of 128 keys. Entries after a request's last page are valid page numbers: they may be fetched, but are
     never used. No length is below ``queries``. ``longest`` is the largest length, or more.
     """
 
@@ -41,7 +41,7 @@ class DecodeCall:
 
 
 def table_width(rows: int, page_size: int) -> int:
-    """Pages that hold so many rows, in whole tiles; at least one tile."""
+    """Pages for this many rows, in whole tiles; at least one tile."""
     return max(-(-rows // _TILE), 1) * (_TILE // page_size)
 
 
@@ -58,7 +58,7 @@ def plan_requests(geometry: Geometry, queries: int, page_size: int) -> tuple[Dec
 
 
 def plan_rows(geometry: Geometry, page_size: int) -> tuple[DecodeCall, Tensor]:
-    """As above for any batch: every new row is a request of its own, which ends where the row does."""
+    """The same for any batch: every new row is a request of its own, which ends with that row."""
     tables, lengths, slots = _tables(geometry, page_size)
     new, rows = lengths.qo_indptr.diff(), geometry.rows
     owner = torch.repeat_interleave(new, output_size=rows)
