@@ -8,7 +8,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from attnplug.author.planned import PlannedBackend
-from attnplug.author.served_layers import NewRows, ServedLayers, output_width
+from attnplug.author.served_layers import NOTHING, NewRows, ServedLayers, output_width
 from attnplug.contract.backend import ForwardExtras
 from attnplug.contract.batch import ForwardBatch
 from attnplug.contract.context import BackendContext
@@ -77,16 +77,17 @@ class PlannedAttention(PlannedBackend):
         extras: ForwardExtras | None,
     ) -> Tensor:
         """One layer of a planned batch, as ``AttentionBackend.forward_extend`` says."""
-        self.layers.check(layer, q)
-        wanted = self.layers.wanted(layer, q, extras)
+        given = self.layers.check(layer, q)
+        wanted = NOTHING if extras is None and not layer.sinks else self.layers.wanted(layer, q, extras)
         rows, new = plan.query_rows, None
         if rows and self.takes_rows(plan, save_kv_cache):
             new = self.layers.new_rows(layer, k, v, rows)
             if save_kv_cache:
                 self.layers.write(layer, plan, new)
-        if rows != q.shape[0] or not rows:
+        if rows != given or not rows:
             return self._padded(plan, q, layer, new, wanted)
-        return _put(self.attend(q, layer, plan, new, wanted), wanted.out)
+        out = self.attend(q, layer, plan, new, wanted)
+        return out if wanted is NOTHING else _put(out, wanted.out)
 
     def takes_rows(self, plan: Plan, save_kv_cache: bool) -> bool:
         """Whether a call needs k and v: to write them, for most backends."""

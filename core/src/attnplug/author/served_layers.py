@@ -29,17 +29,19 @@ class ServedLayers:
             for layer in context.model.full_layers
         }
 
-    def check(self, layer: LayerSpec, q: Tensor) -> None:
-        """Check that these queries ``[rows, heads, width]`` are for a layer that the backend serves."""
+    def check(self, layer: LayerSpec, q: Tensor) -> int:
+        """Check that queries ``[rows, heads, width]`` are for a layer that the backend serves; returns their rows."""
         wanted = self._queries.get(layer.layer_id)
         if wanted is None:
             raise PoolError(
                 f"layer {layer.layer_id} is not a full-attention layer of the model that backend {self._name} serves"
             )
-        if q.shape[1:] != wanted:
+        rows, heads, width = q.shape
+        if (heads, width) != wanted:
             raise BackendError(
-                f"layer {layer.layer_id}: q has (heads, width) {tuple(q.shape[1:])}, but on this rank it has {wanted}"
+                f"layer {layer.layer_id}: q has (heads, width) {(heads, width)}, but on this rank it has {wanted}"
             )
+        return rows
 
     def wanted(self, layer: LayerSpec, q: Tensor, extras: ForwardExtras | None) -> ForwardExtras:
         """What a call asks for, checked. An extra that the backend does not claim is an error."""
