@@ -38,12 +38,11 @@ from attnplug import (
     Geometry,
     LayerSpec,
     MHAPool,
-    MLADims,
     ModelSpec,
     RaggedCall,
     Role,
 )
-from attnplug.host import BatchPlan, KVPools, Limits, WorkspaceOwner, load_registry, plan_forward
+from attnplug.host import BatchPlan, KVPools, Limits, MLADims, WorkspaceOwner, load_registry, plan_forward
 from attnplug_flashattention.backend import FlashAttentionBackend
 from attnplug_flashattention.kernels import load_fa4
 from attnplug_flashattention.options import FlashAttentionOptions

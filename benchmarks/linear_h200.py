@@ -32,13 +32,11 @@ from attnplug import (
     ForwardMode,
     Geometry,
     LayerSpec,
-    LinearDims,
     LinearInputs,
-    LinearStatePool,
     ModelSpec,
     Role,
 )
-from attnplug.host import BatchPlan, KVPools, Limits, WorkspaceOwner
+from attnplug.host import BatchPlan, KVPools, Limits, LinearDims, LinearStatePool, WorkspaceOwner
 from attnplug_hybrid_linear.fla_backend import FlaLinearBackend
 from attnplug_hybrid_linear.plugin import attnplug_backends
 

@@ -10,19 +10,8 @@ import torch
 from gpu_clock import device_us
 from torch import Tensor
 
-from attnplug import (
-    AttentionKind,
-    DType,
-    ForwardBatch,
-    ForwardMode,
-    Geometry,
-    LayerSpec,
-    MLADims,
-    MLAPool,
-    ModelSpec,
-    Role,
-)
-from attnplug.host import HostContext, KVPools, Limits, WorkspaceOwner, load_registry
+from attnplug import AttentionKind, DType, ForwardBatch, ForwardMode, Geometry, LayerSpec, MLAPool, ModelSpec, Role
+from attnplug.host import HostContext, KVPools, Limits, MLADims, WorkspaceOwner, load_registry
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
 from attnplug_flashmla.backend import FlashMLABackend
 from attnplug_triton_mla.backend import TritonMLABackend

@@ -13,17 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnplug import (
-    BackendContext,
-    DType,
-    ForwardBatch,
-    ForwardMode,
-    Geometry,
-    PageSizes,
-    Problem,
-    Role,
-    WorkspaceError,
-)
+from attnplug import BackendContext, DType, ForwardBatch, ForwardMode, Geometry, PageSizes, Problem, Role
 from attnplug.choose.assembly import BuildError
 from attnplug.choose.loading import Source
 from attnplug.host import (
@@ -37,6 +27,7 @@ from attnplug.host import (
     Selection,
     SelectionError,
     UsageError,
+    WorkspaceError,
     WorkspaceOwner,
     build_chosen,
     build_selection,

@@ -22,7 +22,6 @@ from attnplug import (
     LayerSpec,
     ModelSpec,
     PageSizes,
-    PluginError,
     Problem,
     Role,
 )
@@ -33,6 +32,7 @@ from attnplug.host import (
     HybridLinearBackend,
     KVPools,
     Limits,
+    PluginError,
     Registered,
     Registry,
     SplitBackend,

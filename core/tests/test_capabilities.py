@@ -21,13 +21,13 @@ from attnplug import (
     Feature,
     GraphLevel,
     PageSizes,
-    PluginError,
     Problem,
     Role,
     hookimpl,
 )
 from attnplug.choose.loading import Broken
 from attnplug.declare.claims import weakest
+from attnplug.host import PluginError
 from support.plugins import Install, module, place, spec
 from support.specs import EVERYTHING, claiming, page_sizes
 

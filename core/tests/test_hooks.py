@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from attnplug import HookError, bind_hook
+from attnplug.host import HookError, bind_hook
 
 OFFERED = ("forward_batch", "disable_flashinfer_ragged")
 OFFER = (OFFERED, ("disable_flashinfer_ragged",))

@@ -18,16 +18,23 @@ from attnplug import (
     ForwardMode,
     Geometry,
     GraphLevel,
-    HookError,
     LayerSpec,
-    LinearDims,
     LinearInputs,
-    LinearStatePool,
     ModelSpec,
     Plan,
     PlanError,
 )
-from attnplug.host import ExtendPolicy, HybridLinearBackend, KVPools, ModelAttention, SplitBackend, active_attention
+from attnplug.host import (
+    ExtendPolicy,
+    HookError,
+    HybridLinearBackend,
+    KVPools,
+    LinearDims,
+    LinearStatePool,
+    ModelAttention,
+    SplitBackend,
+    active_attention,
+)
 from support.batches import with_plan
 from support.mla_scene import MLACase, MLAScene
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from attnplug import Coordinator
+from attnplug.host import Coordinator
 
 
 class HotRows:

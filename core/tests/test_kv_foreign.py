@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnplug import DType, LayerSpec, MHAPool, MLADims, MLAPool, PageLayout, PoolError
-from attnplug.host import KVPools, PageCopy, torch_dtype
+from attnplug import DType, LayerSpec, MHAPool, MLAPool, PoolError
+from attnplug.host import KVPools, MLADims, PageCopy, PageLayout, torch_dtype
 from attnplug.kv import buffer
 from attnplug.kv.foreign import page_views
 from support.devices import DEVICES, INTERPRETED

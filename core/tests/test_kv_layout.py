@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnplug import PageLayout, PoolError, split_table
+from attnplug import PoolError, split_table
+from attnplug.host import PageLayout
 
 SIZES = st.tuples(st.integers(1, 4), st.integers(1, 6), st.integers(1, 3), st.integers(1, 4))
 

@@ -8,8 +8,8 @@ from typing import Any, assert_type
 import pytest
 import torch
 
-from attnplug import CacheKey, DType, LinearStatePool, MHAPool, MLAPool, PoolError
-from attnplug.host import KVPools, PageCopy
+from attnplug import DType, MHAPool, MLAPool, PoolError
+from attnplug.host import CacheKey, KVPools, LinearStatePool, PageCopy
 from attnplug.kv import LayoutName
 from support.devices import DEVICES, nothing_waits
 from support.pools import LAYOUTS, linear_layer, mha_layer, mha_pool, mla_layer, mla_pool

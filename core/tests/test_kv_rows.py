@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnplug import AttentionKind, DType, LayerSpec, MHAPool, MLADims, MLAPool, PageLayout, PoolError
-from attnplug.host import PageCopy, torch_dtype
+from attnplug import AttentionKind, DType, LayerSpec, MHAPool, MLAPool, PoolError
+from attnplug.host import MLADims, PageCopy, PageLayout, torch_dtype
 from attnplug.kv import LayoutName, buffer
 from support.devices import DEVICES, INTERPRETED, nothing_waits
 from support.pools import LAYOUTS, PLAIN, mha_layer, mha_pool, mla_layer, mla_pool, random_rows

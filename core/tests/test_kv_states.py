@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnplug import DType, LayerSpec, LinearStatePool, PoolError
+from attnplug import DType, LayerSpec, PoolError
+from attnplug.host import LinearStatePool
 from support.devices import DEVICES
 from support.pools import linear_layer
 

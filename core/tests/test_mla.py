@@ -12,21 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnplug import (
-    BackendError,
-    BackendId,
-    Claims,
-    ExtendPath,
-    ForwardBatch,
-    ForwardMode,
-    HookError,
-    MLADims,
-    Plan,
-    PlanError,
-    merge_partial,
-)
+from attnplug import BackendError, BackendId, Claims, ExtendPath, ForwardBatch, ForwardMode, Plan, PlanError
 from attnplug.cli.reference import attention_float64
-from attnplug.host import ExtendPolicy, MLAWeights, ModelAttention, UsageError
+from attnplug.host import ExtendPolicy, HookError, MLADims, MLAWeights, ModelAttention, UsageError, merge_partial
 from attnplug.mla import MLAAttention
 from support.devices import DEVICES
 from support.stage import Case, Stage, error

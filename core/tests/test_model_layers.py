@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from attnplug import AttentionKind, Feature, LayerSpec, LinearDims, MLADims, ModelSpec
+from attnplug import AttentionKind, Feature, LayerSpec, ModelSpec
 from attnplug.hf.model_config import UNBOUNDED_CONTEXT
-from attnplug.host import TINY_CONFIGS, load_model
+from attnplug.host import TINY_CONFIGS, LinearDims, MLADims, load_model
 from support.configs import (
     DEEPSEEK_V3,
     KIMI_FULL,

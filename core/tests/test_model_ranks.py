@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from attnplug import AttentionKind, DType, LayerSpec, LinearDims, MHAPool, ModelSpec
-from attnplug.host import UsageError
+from attnplug import AttentionKind, DType, LayerSpec, MHAPool, ModelSpec
+from attnplug.host import LinearDims, UsageError
 from support.pools import mha_layer, mla_layer
 
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from importlib_metadata import EntryPoint
 
-from attnplug import AttentionKind, MeasuredTable, PluginError, Role, WorkspaceKind
+from attnplug import AttentionKind, MeasuredTable, Role, WorkspaceKind
 from attnplug.choose.loading import Broken
-from attnplug.host import TINY_CONFIGS, ModelConfigError, Registry, load_model, load_registry, tiny_config
+from attnplug.host import TINY_CONFIGS, ModelConfigError, PluginError, Registry, load_model, load_registry, tiny_config
 from support.plugins import EMBEDDED, Install, also, bringing, module, spec
 
 KINDS, TABLES, MODELS = "attnplug_workspace_kinds", "attnplug_rankings", "attnplug_tiny_models"

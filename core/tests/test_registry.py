@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from importlib_metadata import EntryPoint
 
-from attnplug import BackendSpec, PluginError, hookimpl
+from attnplug import BackendSpec, hookimpl
 from attnplug.choose.loading import GROUP
-from attnplug.host import Registry, UsageError, load_registry
+from attnplug.host import PluginError, Registry, UsageError, load_registry
 from support.plugins import EMBEDDED, Install, bringing, module, spec
 
 # ---- what works ----

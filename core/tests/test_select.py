@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from attnplug import DType, GraphLevel, ModelSpec, PageSizes, PluginError, Problem, Refusal, RefusalCode, Role
+from attnplug import DType, GraphLevel, ModelSpec, PageSizes, Problem, Refusal, RefusalCode, Role
 from attnplug.choose.registry import Broken, Source
-from attnplug.host import BackendRequest, SelectionError, UsageError, explain, explanation, select
+from attnplug.host import BackendRequest, PluginError, SelectionError, UsageError, explain, explanation, select
 from support.selection import CPU_FLOAT32, HYBRID, LINEAR, LINEAR_ONLY, LLAMA, PLAIN, backend, names, registry
 
 # ---- explicit requests ----

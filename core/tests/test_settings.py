@@ -6,9 +6,9 @@ import argparse
 
 import pytest
 
-from attnplug import AttnplugError, Role, Setting
+from attnplug import Role, Setting
 from attnplug.cli.options import options_of
-from attnplug.host import UsageError, option
+from attnplug.host import AttnplugError, UsageError, option
 
 
 def test_an_error_names_settings_by_their_keys() -> None:

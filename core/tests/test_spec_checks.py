@@ -17,7 +17,6 @@ import pytest
 from attnplug import (
     BackendError,
     DType,
-    PluginError,
     Problem,
     Refusal,
     RefusalCode,
@@ -27,6 +26,7 @@ from attnplug import (
     requirement_refusal,
 )
 from attnplug.declare.factory import factory_refusal
+from attnplug.host import PluginError
 from support.libraries import install_library
 from support.specs import EVERYTHING, spec
 

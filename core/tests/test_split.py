@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnplug import AttentionKind, BackendError, ForwardMode, HookError, LayerSpec, PlanError, Role
-from attnplug.host import SplitBackend
+from attnplug import AttentionKind, BackendError, ForwardMode, LayerSpec, PlanError, Role
+from attnplug.host import HookError, SplitBackend
 from support.batches import with_plan
 from support.recorder import Hookless, Recorder, batch_in
 from support.specs import GDN as LINEAR

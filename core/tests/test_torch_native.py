@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnplug import DType, ForwardMode, MLADims
+from attnplug import DType, ForwardMode
 from attnplug.cli.reference import attention_float64
+from attnplug.host import MLADims
 from support.devices import DEVICES
 from support.stage import Case, Stage, error
 

@@ -7,8 +7,8 @@ import gc
 import pytest
 import torch
 
-from attnplug import SCRATCH, WorkspaceError, WorkspaceKind
-from attnplug.host import WorkspaceOwner
+from attnplug import SCRATCH, WorkspaceKind
+from attnplug.host import WorkspaceError, WorkspaceOwner
 
 MiB = 1 << 20
 SEMAPHORES = WorkspaceKind("semaphores", zeroed=True)

@@ -24,15 +24,9 @@ from attnplug import (
     Plan,
     PlanError,
 )
-from attnplug.contract.backend import (
-    GraphPlanning,
-    LinearHooks,
-    hook_signatures,
-    protocol_attributes,
-    protocol_methods,
-)
+from attnplug.contract.backend import hook_signatures, protocol_attributes, protocol_methods
 from attnplug.declare.claims import weakest
-from attnplug.host import HybridLinearBackend, SplitBackend, optional_hooks
+from attnplug.host import GraphPlanning, HybridLinearBackend, LinearHooks, SplitBackend, optional_hooks
 from support.recorder import MEMBERS, PLANNERS, Hookless, Recorder, batch_in
 from support.specs import GDN
 

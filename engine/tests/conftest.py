@@ -13,24 +13,14 @@ import torch
 from naive_linear import NaiveLinearBackend
 from torch import Tensor
 
-from attnplug import (
-    AttentionKind,
-    DType,
-    ForwardBatch,
-    ForwardMode,
-    Geometry,
-    LinearStatePool,
-    MHAPool,
-    MLAPool,
-    ModelSpec,
-    Role,
-)
+from attnplug import AttentionKind, DType, ForwardBatch, ForwardMode, Geometry, MHAPool, MLAPool, ModelSpec, Role
 from attnplug.host import (
     TINY_CONFIGS,
     HostContext,
     HybridLinearBackend,
     KVPools,
     Limits,
+    LinearStatePool,
     ModelAttention,
     PageAllocator,
     SlotTable,

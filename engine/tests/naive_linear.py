@@ -7,7 +7,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from attnplug import BackendId, Claims, ForwardBatch, LayerSpec, LinearInputs, LinearStatePool, Plan
+from attnplug import BackendId, Claims, ForwardBatch, LayerSpec, LinearInputs, Plan
+from attnplug.host import LinearStatePool
 
 
 class NaiveLinearBackend:

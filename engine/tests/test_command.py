@@ -14,10 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from attnplug import AttnplugError
 from attnplug.choose.loading import Broken, Source
 from attnplug.cli import app
-from attnplug.host import load_registry, output
+from attnplug.host import AttnplugError, load_registry, output
 from attnplug_engine.runner import ModelRunner
 from attnplug_engine.sampler import BadLogits, Sampler
 from support.command import Attnplug

@@ -31,7 +31,7 @@ TEXT = "".join(json.dumps(line) + "\n" for line in LINES)
 WAITING = """
 import os, sys, threading
 from attnplug.host import interrupt
-from attnplug import AttnplugError
+from attnplug.host import AttnplugError
 from attnplug.host import add_command
 from attnplug_engine import launch
 

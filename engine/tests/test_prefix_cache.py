@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnplug import AttentionKind, DType, LayerSpec, LinearDims, LinearStatePool, PoolError
-from attnplug.host import PageAllocator
+from attnplug import AttentionKind, DType, LayerSpec, PoolError
+from attnplug.host import LinearDims, LinearStatePool, PageAllocator
 from attnplug_engine.prefix_cache import PrefixCache
 
 

@@ -11,8 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnplug import AttnplugError
-from attnplug.host import UsageError
+from attnplug.host import AttnplugError, UsageError
 from attnplug_engine.request import Request, SamplingParams
 from attnplug_engine.sampler import BadLogits, Sampler, draw, likeliest, request_seed, token_logprobs, uniform
 

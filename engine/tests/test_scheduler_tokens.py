@@ -15,8 +15,8 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from attnplug import AttentionKind, DType, ForwardMode, LayerSpec, LinearDims, LinearStatePool
-from attnplug.host import PageAllocator, SlotTable, UsageError
+from attnplug import AttentionKind, DType, ForwardMode, LayerSpec
+from attnplug.host import LinearDims, LinearStatePool, PageAllocator, SlotTable, UsageError
 from attnplug_engine.prefix_cache import PrefixCache
 from attnplug_engine.request import FinishReason, Request, RequestState, SamplingParams, Step
 from attnplug_engine.scheduler import Scheduler, whole_step_tokens

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from attnplug.author.served_layers import MLAShape as MLAShape
     from attnplug.author.served_layers import NewRows as NewRows
     from attnplug.author.served_layers import check_lse as check_lse
-    from attnplug.author.served_layers import output_width as output_width
     from attnplug.choose.plugin_hooks import hookimpl as hookimpl
     from attnplug.contract.backend import AttentionBackend as AttentionBackend
     from attnplug.contract.backend import ForwardExtras as ForwardExtras
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
     from attnplug.contract.context import BackendContext as BackendContext
     from attnplug.contract.context import Serving as Serving
     from attnplug.contract.geometry import Geometry as Geometry
-    from attnplug.contract.hooks import bind_hook as bind_hook
     from attnplug.contract.linear import LinearInputs as LinearInputs
     from attnplug.contract.mode import ForwardMode as ForwardMode
     from attnplug.contract.plan import BackendId as BackendId
@@ -39,19 +37,13 @@ if TYPE_CHECKING:
     from attnplug.declare.claims import Claims as Claims
     from attnplug.declare.claims import ExtendPath as ExtendPath
     from attnplug.declare.claims import PageSizes as PageSizes
-    from attnplug.declare.errors import AttnplugError as AttnplugError
     from attnplug.declare.errors import BackendError as BackendError
-    from attnplug.declare.errors import HookError as HookError
     from attnplug.declare.errors import PlanError as PlanError
-    from attnplug.declare.errors import PluginError as PluginError
     from attnplug.declare.errors import PoolError as PoolError
-    from attnplug.declare.errors import WorkspaceError as WorkspaceError
     from attnplug.declare.measured import MeasuredTable as MeasuredTable
     from attnplug.declare.model import AttentionKind as AttentionKind
     from attnplug.declare.model import Feature as Feature
     from attnplug.declare.model import LayerSpec as LayerSpec
-    from attnplug.declare.model import LinearDims as LinearDims
-    from attnplug.declare.model import MLADims as MLADims
     from attnplug.declare.model import ModelSpec as ModelSpec
     from attnplug.declare.problem import CacheLayout as CacheLayout
     from attnplug.declare.problem import DType as DType
@@ -67,49 +59,33 @@ if TYPE_CHECKING:
     from attnplug.declare.version import CONTRACT_VERSION as CONTRACT_VERSION
     from attnplug.declare.workspace_kind import SCRATCH as SCRATCH
     from attnplug.declare.workspace_kind import WorkspaceKind as WorkspaceKind
-    from attnplug.kv import CacheKey as CacheKey
-    from attnplug.kv import Coordinator as Coordinator
-    from attnplug.kv import LinearStatePool as LinearStatePool
     from attnplug.kv import MHAPool as MHAPool
     from attnplug.kv import MLAPool as MLAPool
-    from attnplug.kv import PagedCache as PagedCache
-    from attnplug.kv import PageLayout as PageLayout
     from attnplug.kv import split_table as split_table
     from attnplug.kv.workspace import Workspace as Workspace
-    from attnplug.kv.workspace import WorkspaceUse as WorkspaceUse
     from attnplug.machine.transfer import on_host as on_host
     from attnplug.machine.transfer import to_device as to_device
-    from attnplug.mla import merge_partial as merge_partial
     from attnplug.wrappers import ForwardingBackend as ForwardingBackend
 
 _MODULES = {
     "author.attention": ("PlannedAttention",),
     "author.graphs": ("GraphLimits",),
     "author.planned": ("PlannedBackend",),
-    "author.served_layers": ("MLAShape", "NewRows", "check_lse", "output_width"),
+    "author.served_layers": ("MLAShape", "NewRows", "check_lse"),
     "choose.plugin_hooks": ("hookimpl",),
     "contract.backend": ("AttentionBackend", "ForwardExtras"),
     "contract.batch": ("ForwardBatch",),
     "contract.context": ("BackendContext", "Serving"),
     "contract.geometry": ("Geometry",),
-    "contract.hooks": ("bind_hook",),
     "contract.linear": ("LinearInputs",),
     "contract.mode": ("ForwardMode",),
     "contract.plan": ("BackendId", "Plan"),
     "contract.ragged": ("RaggedCall",),
     "declare.capabilities": ("Capabilities",),
     "declare.claims": ("Claims", "ExtendPath", "PageSizes"),
-    "declare.errors": (
-        "AttnplugError",
-        "BackendError",
-        "HookError",
-        "PlanError",
-        "PluginError",
-        "PoolError",
-        "WorkspaceError",
-    ),
+    "declare.errors": ("BackendError", "PlanError", "PoolError"),
     "declare.measured": ("MeasuredTable",),
-    "declare.model": ("AttentionKind", "Feature", "LayerSpec", "LinearDims", "MLADims", "ModelSpec"),
+    "declare.model": ("AttentionKind", "Feature", "LayerSpec", "ModelSpec"),
     "declare.problem": ("CacheLayout", "DType", "GraphLevel", "Problem", "Role"),
     "declare.refusal": ("Refusal", "RefusalCode"),
     "declare.requirement": ("import_library", "requirement_refusal"),
@@ -117,25 +93,26 @@ _MODULES = {
     "declare.spec": ("BackendSpec",),
     "declare.version": ("CONTRACT_VERSION",),
     "declare.workspace_kind": ("SCRATCH", "WorkspaceKind"),
-    "kv": (
-        "CacheKey",
-        "Coordinator",
-        "LinearStatePool",
-        "MHAPool",
-        "MLAPool",
-        "PageLayout",
-        "PagedCache",
-        "split_table",
-    ),
-    "kv.workspace": ("Workspace", "WorkspaceUse"),
+    "kv": ("MHAPool", "MLAPool", "split_table"),
+    "kv.workspace": ("Workspace",),
     "machine.transfer": ("on_host", "to_device"),
-    "mla": ("merge_partial",),
     "wrappers": ("ForwardingBackend",),
 }
 
 _REMOVED = {
-    "CUTE_DSL_SCRATCH": "declare a WorkspaceKind of your own",
-    "TRTLLM_SEMAPHORES": "declare a WorkspaceKind of your own",
+    "CUTE_DSL_SCRATCH": "declare a WorkspaceKind of your own (hook attnplug_workspace_kinds)",
+    "Captures": "subclass PlannedBackend or PlannedAttention, and define capture and refill",
+    "LinearAttention": "attnplug.host.ModelAttention has convolve and attend_linear",
+    "MLAAttention": "attnplug.host.ModelAttention plans, and has attend_mla",
+    "MLALayers": "subclass PlannedAttention, which checks each call; MLAShape.of(context) has heads and widths",
+    "TRTLLM_SEMAPHORES": "declare a WorkspaceKind of your own (hook attnplug_workspace_kinds)",
+    "active_backend": "attnplug.host.active_attention().backend",
+    "attend_linear": "attnplug.host.active_attention().attend_linear",
+    "attend_mla": "attnplug.host.active_attention().attend_mla",
+    "claim_plan": "batch.plan_for, or attnplug.host.plan_to_run",
+    "convolve": "attnplug.host.active_attention().convolve",
+    "forward_context": "attnplug.host.ModelAttention.running",
+    "module_refusal": "requirement_refusal(requirement, module), or a pair in BackendSpec.requires",
 }
 """Names that contract 1.0, the draft, had here, and what to use in place of each."""
 

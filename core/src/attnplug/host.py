@@ -47,11 +47,18 @@ if TYPE_CHECKING:
     from attnplug.contract.context import Parallel as Parallel
     from attnplug.contract.geometry import HostLengths as HostLengths
     from attnplug.contract.geometry import spread as spread
+    from attnplug.contract.hooks import bind_hook as bind_hook
     from attnplug.contract.plan import PlanRecord as PlanRecord
     from attnplug.contract.plan import plan_to_run as plan_to_run
+    from attnplug.declare.errors import AttnplugError as AttnplugError
+    from attnplug.declare.errors import HookError as HookError
+    from attnplug.declare.errors import PluginError as PluginError
     from attnplug.declare.errors import PluginWarning as PluginWarning
     from attnplug.declare.errors import UsageError as UsageError
+    from attnplug.declare.errors import WorkspaceError as WorkspaceError
     from attnplug.declare.errors import describe_error as describe_error
+    from attnplug.declare.model import LinearDims as LinearDims
+    from attnplug.declare.model import MLADims as MLADims
     from attnplug.declare.options import parse_options as parse_options
     from attnplug.declare.options import split_settings as split_settings
     from attnplug.declare.problem import model_dtype as model_dtype
@@ -67,13 +74,19 @@ if TYPE_CHECKING:
     from attnplug.hf.rope_keys import rope_type as rope_type
     from attnplug.hf.rope_keys import rope_type_key as rope_type_key
     from attnplug.hf.tiny import TINY_CONFIGS as TINY_CONFIGS
+    from attnplug.kv import CacheKey as CacheKey
+    from attnplug.kv import Coordinator as Coordinator
     from attnplug.kv import KVPools as KVPools
+    from attnplug.kv import LinearStatePool as LinearStatePool
     from attnplug.kv import OutOfPages as OutOfPages
     from attnplug.kv import PageAllocator as PageAllocator
     from attnplug.kv import PageCopy as PageCopy
+    from attnplug.kv import PagedCache as PagedCache
+    from attnplug.kv import PageLayout as PageLayout
     from attnplug.kv import SlotTable as SlotTable
     from attnplug.kv import torch_dtype as torch_dtype
     from attnplug.kv.workspace import WorkspaceOwner as WorkspaceOwner
+    from attnplug.kv.workspace import WorkspaceUse as WorkspaceUse
     from attnplug.layers.model_attention import ModelAttention as ModelAttention
     from attnplug.layers.model_attention import active_attention as active_attention
     from attnplug.layers.model_attention import plan_forward as plan_forward
@@ -81,6 +94,7 @@ if TYPE_CHECKING:
     from attnplug.machine.device import open_device as open_device
     from attnplug.mla import ExtendPolicy as ExtendPolicy
     from attnplug.mla import MLAWeights as MLAWeights
+    from attnplug.mla import merge_partial as merge_partial
     from attnplug.mla.chunks import Chunk as Chunk
     from attnplug.mla.chunks import Span as Span
     from attnplug.mla.chunks import plan_prefix_chunks as plan_prefix_chunks
@@ -112,8 +126,18 @@ _MODULES = {
     "contract.batch": ("BatchPlan",),
     "contract.context": ("HostContext", "Limits", "Parallel"),
     "contract.geometry": ("HostLengths", "spread"),
+    "contract.hooks": ("bind_hook",),
     "contract.plan": ("PlanRecord", "plan_to_run"),
-    "declare.errors": ("PluginWarning", "UsageError", "describe_error"),
+    "declare.errors": (
+        "AttnplugError",
+        "HookError",
+        "PluginError",
+        "PluginWarning",
+        "UsageError",
+        "WorkspaceError",
+        "describe_error",
+    ),
+    "declare.model": ("LinearDims", "MLADims"),
     "declare.options": ("parse_options", "split_settings"),
     "declare.problem": ("model_dtype",),
     "declare.settings": ("Render",),
@@ -121,12 +145,24 @@ _MODULES = {
     "hf.json_files": ("MOST_BYTES", "read_json_object", "read_text", "regular_size"),
     "hf.rope_keys": ("rope_section", "rope_type", "rope_type_key"),
     "hf.tiny": ("TINY_CONFIGS",),
-    "kv": ("KVPools", "OutOfPages", "PageAllocator", "PageCopy", "SlotTable", "torch_dtype"),
-    "kv.workspace": ("WorkspaceOwner",),
+    "kv": (
+        "CacheKey",
+        "Coordinator",
+        "KVPools",
+        "LinearStatePool",
+        "OutOfPages",
+        "PageAllocator",
+        "PageCopy",
+        "PageLayout",
+        "PagedCache",
+        "SlotTable",
+        "torch_dtype",
+    ),
+    "kv.workspace": ("WorkspaceOwner", "WorkspaceUse"),
     "layers.model_attention": ("ModelAttention", "active_attention", "plan_forward"),
     "machine": ("interrupt",),
     "machine.device": ("open_device",),
-    "mla": ("ExtendPolicy", "MLAWeights"),
+    "mla": ("ExtendPolicy", "MLAWeights", "merge_partial"),
     "mla.chunks": ("Chunk", "Span", "plan_prefix_chunks"),
     "torch_native.backend": ("TorchNativeBackend",),
     "wrappers": ("HybridLinearBackend", "SplitBackend"),

@@ -11,20 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from attnplug import (
-    AttentionBackend,
-    AttentionKind,
-    BackendContext,
-    DType,
-    ExtendPath,
-    LayerSpec,
-    LinearDims,
-    LinearStatePool,
-    MLADims,
-    ModelSpec,
-    Serving,
-)
-from attnplug.host import HybridLinearBackend, KVPools, load_registry
+from attnplug import AttentionBackend, AttentionKind, BackendContext, DType, ExtendPath, LayerSpec, ModelSpec, Serving
+from attnplug.host import HybridLinearBackend, KVPools, LinearDims, LinearStatePool, MLADims, load_registry
 from support.batches import declaring
 from support.mla_scene import MLACase
 

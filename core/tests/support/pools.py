@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from attnplug import AttentionKind, DType, LayerSpec, LinearDims, MHAPool, MLADims, MLAPool
+from attnplug import AttentionKind, DType, LayerSpec, MHAPool, MLAPool
+from attnplug.host import LinearDims, MLADims
 from attnplug.kv import LayoutName
 
 LAYOUTS: list[LayoutName] = ["token_major", "head_major"]

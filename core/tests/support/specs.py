@@ -16,11 +16,10 @@ from attnplug import (
     Feature,
     GraphLevel,
     LayerSpec,
-    LinearDims,
-    MLADims,
     ModelSpec,
     Role,
 )
+from attnplug.host import LinearDims, MLADims
 
 MHA = LayerSpec(0, AttentionKind.MHA, 8, 2, 64, 64, 0.125)
 MLA = LayerSpec(0, AttentionKind.MLA, 16, 16, 192, 128, 0.07, mla=MLADims(512, 128, 64))

@@ -20,13 +20,12 @@ from attnplug import (
     ForwardMode,
     LayerSpec,
     MHAPool,
-    MLADims,
     MLAPool,
     ModelSpec,
     Role,
 )
 from attnplug.cli.reference import attention_float64
-from attnplug.host import KVPools, Limits, TorchNativeBackend, WorkspaceOwner, plan_forward, torch_dtype
+from attnplug.host import KVPools, Limits, MLADims, TorchNativeBackend, WorkspaceOwner, plan_forward, torch_dtype
 from support.batches import capabilities, geometry
 from support.devices import nothing_is_zero_by_chance
 

@@ -16,8 +16,17 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING
 
-from attnplug import AttnplugError, Problem, RefusalCode
-from attnplug.host import BackendRequest, SelectionError, UsageError, interrupt, load_model, load_registry, select
+from attnplug import Problem, RefusalCode
+from attnplug.host import (
+    AttnplugError,
+    BackendRequest,
+    SelectionError,
+    UsageError,
+    interrupt,
+    load_model,
+    load_registry,
+    select,
+)
 
 if TYPE_CHECKING:
     from attnplug_engine.parallel import TensorParallel

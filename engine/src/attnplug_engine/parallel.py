@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from attnplug import AttnplugError
-from attnplug.host import UsageError
+from attnplug.host import AttnplugError, UsageError
 
 
 class ParallelError(UsageError):

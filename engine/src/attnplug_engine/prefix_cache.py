@@ -6,8 +6,8 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from attnplug import LinearStatePool, PoolError
-from attnplug.host import PageAllocator
+from attnplug import PoolError
+from attnplug.host import LinearStatePool, PageAllocator
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,12 +11,10 @@ from torch import Tensor
 
 from attnplug import (
     AttentionKind,
-    AttnplugError,
     DType,
     ExtendPath,
     ForwardBatch,
     Geometry,
-    LinearStatePool,
     MHAPool,
     MLAPool,
     ModelSpec,
@@ -25,11 +23,13 @@ from attnplug import (
     to_device,
 )
 from attnplug.host import (
+    AttnplugError,
     ExtendPolicy,
     HostContext,
     HostLengths,
     KVPools,
     Limits,
+    LinearStatePool,
     ModelAttention,
     PageAllocator,
     Parallel,

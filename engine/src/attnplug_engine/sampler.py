@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnplug import AttnplugError
-from attnplug.host import UsageError
+from attnplug.host import AttnplugError, UsageError
 from attnplug_engine.request import LikelyToken, Request, SamplingParams, TokenLogprobs
 
 _FIRST_LOOK = 1024

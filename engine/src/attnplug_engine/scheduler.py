@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Never
 
-from attnplug import AttnplugError, ForwardMode, LinearStatePool, PoolError
-from attnplug.host import OutOfPages, PageAllocator, PageCopy, SlotTable, UsageError
+from attnplug import ForwardMode, PoolError
+from attnplug.host import AttnplugError, LinearStatePool, OutOfPages, PageAllocator, PageCopy, SlotTable, UsageError
 from attnplug_engine.prefix_cache import PrefixCache
 from attnplug_engine.request import FinishReason, Request, RequestState, Step, StepEntry, StepResult
 

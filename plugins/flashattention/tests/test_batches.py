@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnplug import BackendContext, DType, ForwardMode, Geometry, MHAPool, PageLayout, PlanError
-from attnplug.host import KVPools, plan_forward
+from attnplug import BackendContext, DType, ForwardMode, Geometry, MHAPool, PlanError
+from attnplug.host import KVPools, PageLayout, plan_forward
 from attnplug_flashattention.planner import GatheredCall
 from flash_references import KERNELS, build, on_cpu, on_devices
 from support.devices import nothing_waits

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug import BackendError, ForwardMode, merge_partial
-from attnplug.host import plan_forward
+from attnplug import BackendError, ForwardMode
+from attnplug.host import merge_partial, plan_forward
 from attnplug_flashattention.merge import merge_parts
 from attnplug_flashattention.options import FlashAttentionOptions
 from attnplug_flashattention.parts import Parts, pages_a_part

@@ -19,15 +19,8 @@ from attnplug import (
     PlanError,
     RaggedCall,
     Serving,
-    bind_hook,
 )
-from attnplug.host import (
-    ExtendPolicy,
-    HybridLinearBackend,
-    SplitBackend,
-    TorchNativeBackend,
-    optional_hooks,
-)
+from attnplug.host import ExtendPolicy, HybridLinearBackend, SplitBackend, TorchNativeBackend, bind_hook, optional_hooks
 from flash_references import build, on_cpu, on_devices
 from support.mla_scene import MLACase, MLAModel, MLAScene, relative_error
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from attnplug import BackendContext, DType, MLADims, MLAShape, RaggedCall
+from attnplug import BackendContext, DType, MLAShape, RaggedCall
+from attnplug.host import MLADims
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
 from attnplug_flashinfer_mla.kernels import Cache, GraphBuffers
 from attnplug_flashinfer_mla.planner import PagedCall

@@ -23,7 +23,8 @@ import torch
 from packaging.requirements import Requirement
 from torch import Tensor
 
-from attnplug import BackendError, MLADims, MLAShape, RaggedCall
+from attnplug import BackendError, MLAShape, RaggedCall
+from attnplug.host import MLADims
 from attnplug_flashinfer_mla import kernels
 from attnplug_flashinfer_mla.kernels import Cache, FlashInferKernels, GraphBuffers, Library
 from attnplug_flashinfer_mla.lengths import Lengths

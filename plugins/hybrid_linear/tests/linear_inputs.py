@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnplug import AttentionKind, LinearDims, LinearInputs
+from attnplug import AttentionKind, LinearInputs
+from attnplug.host import LinearDims
 
 RECURRENT = (AttentionKind.GDN, AttentionKind.KDA, AttentionKind.LIGHTNING, AttentionKind.MAMBA2)
 DELTA = (AttentionKind.GDN, AttentionKind.KDA)

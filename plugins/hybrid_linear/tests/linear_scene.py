@@ -22,13 +22,11 @@ from attnplug import (
     ForwardBatch,
     ForwardMode,
     LayerSpec,
-    LinearDims,
     LinearInputs,
-    LinearStatePool,
     ModelSpec,
     Role,
 )
-from attnplug.host import KVPools, Limits, WorkspaceOwner, torch_dtype
+from attnplug.host import KVPools, Limits, LinearDims, LinearStatePool, WorkspaceOwner, torch_dtype
 from linear_float64 import Array, relative_error
 from linear_inputs import random_inputs, tokens_of
 from support.batches import capabilities, geometry, padded, with_plan

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import linear_float64
-from attnplug import AttentionKind, LinearDims, LinearInputs
+from attnplug import AttentionKind, LinearInputs
+from attnplug.host import LinearDims
 from attnplug_hybrid_linear.recurrence import CHUNK, Tokens, advance, chunked, recurrent
 from linear_float64 import relative_error
 from linear_inputs import RECURRENT, random_inputs, tokens_of

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from attnplug import AttentionKind, LinearDims, LinearInputs
+from attnplug import AttentionKind, LinearInputs
+from attnplug.host import LinearDims
 from attnplug_hybrid_linear.fla_kernels import CHUNK, Chunks, FlaKernels
 from attnplug_hybrid_linear.spans import cut
 from linear_inputs import RECURRENT, random_inputs

@@ -9,7 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnplug import AttentionBackend, BackendContext, DType, MLADims
+from attnplug import AttentionBackend, BackendContext, DType
+from attnplug.host import MLADims
 from attnplug_triton_mla.configurations import Configuration
 from support.batches import declaring
 from support.mla_scene import DEEPSEEK, LAYER, MLACase, MLAScene, relative_error

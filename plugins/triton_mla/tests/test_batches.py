@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnplug import SCRATCH, DType, ForwardExtras, ForwardMode, MLADims
+from attnplug import SCRATCH, DType, ForwardExtras, ForwardMode
+from attnplug.host import MLADims
 from attnplug_triton_mla.configurations import ENTRIES, Configuration
 from attnplug_triton_mla.options import TritonMLAOptions
 from attnplug_triton_mla.scratch import COUNTERS

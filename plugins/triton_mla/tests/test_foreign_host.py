@@ -22,12 +22,11 @@ from attnplug import (
     ForwardMode,
     Geometry,
     LayerSpec,
-    MLADims,
     MLAPool,
     ModelSpec,
     PoolError,
 )
-from attnplug.host import HostContext, KVPools, Limits, WorkspaceOwner, plan_forward, torch_dtype
+from attnplug.host import HostContext, KVPools, Limits, MLADims, WorkspaceOwner, plan_forward, torch_dtype
 from interpreted_mla import NARROW, TOLERANCE, build
 from support.batches import capabilities
 from support.devices import DEVICES, nothing_is_zero_by_chance

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from attnplug import ForwardBatch, LayerSpec, LinearDims
-from attnplug.host import active_attention
+from attnplug import ForwardBatch, LayerSpec
+from attnplug.host import LinearDims, active_attention
 from attnplug_engine.models.layers import frozen
 from attnplug_engine.models.weights import Rows, Weights
 from attnplug_engine.parallel import TensorParallel, even_part, kv_head_part

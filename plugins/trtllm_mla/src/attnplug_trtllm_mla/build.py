@@ -6,14 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from attnplug import (
-    SCRATCH,
-    BackendContext,
-    BackendError,
-    MLAShape,
-    Workspace,
-    WorkspaceKind,
-)
+from attnplug import SCRATCH, BackendContext, BackendError, MLAShape, Workspace, WorkspaceKind
 from attnplug_flashinfer_mla import plugin as flashinfer_mla
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
 from attnplug_flashinfer_mla.options import FlashInferMLAOptions

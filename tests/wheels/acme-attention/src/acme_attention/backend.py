@@ -5,16 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnplug import (
-    BackendContext,
-    BackendError,
-    ForwardExtras,
-    Geometry,
-    LayerSpec,
-    NewRows,
-    Plan,
-    PlannedAttention,
-)
+from attnplug import BackendContext, BackendError, ForwardExtras, Geometry, LayerSpec, NewRows, Plan, PlannedAttention
 
 
 class AcmeBackend(PlannedAttention):
