@@ -47,7 +47,10 @@ def cost_of_wrapping() -> str:
         ("`flashattention`, MLA prefill as MHA", attention["mla_prefill"], "ours", None),
         ("`fla`, prefill and decode", linear["cases"], "ours", None),
     ]
-    lines = ["| median, most | in a graph | and writing its rows | eager | and writing its rows |", "|---|---|---|---|---|"]
+    lines = [
+        "| median, most | in a graph | and writing its rows | eager | and writing its rows |",
+        "|---|---|---|---|---|",
+    ]
     for name, cases, plain, writing in rows:
         cells = [_added(cases, mode, side) for mode in ("graph", "eager") for side in (plain, writing)]
         lines.append(f"| {name} | {' | '.join(cells)} |")
