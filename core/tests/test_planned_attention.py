@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -279,3 +279,15 @@ def test_a_plan_of_somebody_else_is_refused():
 def test_claims_are_the_specs_unless_narrowed():
     on = Stage(Case(((1, 1),)), "cpu")
     assert on.backend.claims == on.backend.context.declared.claims
+
+
+def test_options_come_with_their_type_and_their_defaults():
+    @dataclass(frozen=True)
+    class Options:
+        split: int = 3
+
+    context = Stage(Case(((1, 1),)), "cpu").backend.context
+    assert context.options_of(Options) == Options()
+    assert replace(context, options=Options(5)).options_of(Options).split == 5
+    with pytest.raises(BackendError, match="under_test was given 7 as its options, not Options"):
+        replace(context, options=7).options_of(Options)

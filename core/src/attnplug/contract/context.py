@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Literal, TypeVar
 
 import torch
 
 from attnplug.declare.capabilities import Capabilities
+from attnplug.declare.errors import BackendError
 from attnplug.declare.model import ModelSpec
 from attnplug.declare.problem import DType, Role
 from attnplug.kv import KVPools
 from attnplug.kv.coordinator import Coordinator
 from attnplug.kv.workspace import WorkspaceOwner
+
+Options = TypeVar("Options")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,7 @@ class HostContext:
     """What keeps part of the cache elsewhere (HiSparse), if anything does. Backends get it when built (A10)."""
 
     def for_backend(
-        self, name: str, declared: Capabilities, *, roles: frozenset[Role] = frozenset(), options: Any = None
+        self, name: str, declared: Capabilities, *, roles: frozenset[Role] = frozenset(), options: object = None
     ) -> BackendContext:
         """The context of one backend: what all share, and what is its own."""
         shared = {field.name: getattr(self, field.name) for field in fields(HostContext)}
@@ -90,5 +93,13 @@ class BackendContext(HostContext):
     declared: Capabilities
     """What its spec declares. Its own claims are not wider."""
     roles: frozenset[Role]
-    options: Any
-    """Its own options, as parsed; ``None`` where its spec has none."""
+    options: object
+    """The value of its own options, parsed; ``None`` where it has none. ``options_of`` gives it with its type."""
+
+    def options_of(self, kind: type[Options]) -> Options:
+        """The options as the dataclass that the spec names; the defaults of that where none were given."""
+        if self.options is None:
+            return kind()
+        if not isinstance(self.options, kind):
+            raise BackendError(f"backend {self.name} was given {self.options!r} as its options, not {kind.__name__}")
+        return self.options

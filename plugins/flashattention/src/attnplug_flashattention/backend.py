@@ -72,7 +72,7 @@ class FlashAttentionBackend(PlannedAttention):
     """
 
     def __init__(self, context: BackendContext, *, kernels: Kernels | None = None, processors: int = 132) -> None:
-        options = context.options if context.options is not None else FlashAttentionOptions()
+        options = context.options_of(FlashAttentionOptions)
         layers = context.model.full_layers
         mha = [layer for layer in layers if layer.mla is None]
         if kernels is None:

@@ -92,7 +92,7 @@ class FlashInferMLABackend(PlannedAttention):
     """
 
     def __init__(self, context: BackendContext, *, kernels: Sequence[Kernels] | None = None) -> None:
-        options = context.options if context.options is not None else FlashInferMLAOptions()
+        options = context.options_of(FlashInferMLAOptions)
         self._shape = shape = MLAShape.of(context)
         self._switches = _switches(context.serving, options)
         super().__init__(context, self._narrowed(context, options))

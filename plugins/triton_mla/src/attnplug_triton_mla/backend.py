@@ -60,7 +60,7 @@ class TritonMLABackend(PlannedAttention):
         multiprocessors: int | None = None,
     ) -> None:
         super().__init__(context)
-        options: TritonMLAOptions = context.options if context.options is not None else TritonMLAOptions()
+        options = context.options_of(TritonMLAOptions)
         shape = MLAShape.of(context)
         rank, device = shape.dims.kv_lora_rank, context.device
         self._heads, self._page_size, self._rank, self._device = shape.heads, shape.page_size, rank, device

@@ -19,7 +19,7 @@ from attnplug_trtllm_mla.options import TRTLLMMLAOptions
 
 def trtllm_mla(context: BackendContext) -> TRTLLMMLABackend:
     """The factory of the spec."""
-    options = context.options if context.options is not None else TRTLLMMLAOptions()
+    options = context.options_of(TRTLLMMLAOptions)
     processors, library, shape = blackwell_processors(context), load_library(), MLAShape.of(context)
     # Before the fallback is built: it asks for as much, and would hold on to a smaller buffer.
     scratch = in_every_lane(context, SCRATCH, options.workspace_mib << 20)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from acme_attention.plugin import AcmeOptions
 from attnplug import BackendContext, BackendError, ForwardExtras, Geometry, LayerSpec, NewRows, Plan, PlannedAttention
 
 
@@ -17,7 +18,7 @@ class AcmeBackend(PlannedAttention):
         if context.pools.mha is None:
             raise BackendError(f"backend {context.name} needs an MHA pool")
         self._pool = context.pools.mha
-        self._accumulate = getattr(torch, context.options.accumulate)
+        self._accumulate = getattr(torch, context.options_of(AcmeOptions).accumulate)
 
     def plan(self, geometry: Geometry) -> Plan:
         requests = tuple(
