@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnplug.contract.backend import ForwardExtras, bind_optional_hook, hook_signatures, protocol_methods
 from attnplug.contract.batch import ForwardBatch
-from attnplug.contract.hooks import Hook
+from attnplug.contract.hooks import Hook, shown
 from attnplug.contract.plan import BackendId, Plan, received_plan
 from attnplug.declare.claims import Claims, weakest
 from attnplug.declare.errors import BackendError
@@ -67,8 +67,8 @@ class ForwardingBackend(ABC):
                 setattr(cls, name, _forwarder(name, signature))
             elif _shape(inspect.signature(own))[1:] != _shape(signature):
                 raise TypeError(
-                    f"wrapper {cls.__qualname__} has {name}{inspect.signature(own)}, but the protocol has "
-                    f"{name}{signature}; take the protocol's parameters, or leave it out: it is forwarded by the route"
+                    f"wrapper {cls.__qualname__} has {name}{shown(inspect.signature(own))}, but the protocol has "
+                    f"{name}{shown(signature)}; take the protocol's parameters, or leave it out: it is forwarded by the route"
                 )
 
     def __init__(self, name: str, children: Mapping[str, Any], decided_by: Mapping[str, str] | None = None) -> None:
