@@ -283,5 +283,5 @@ def test_a_plan_without_slots_for_the_rows_to_write_is_refused():
             return Plan.of(self.backend_id, geometry, "eager")
 
     on = Stage(Case(((5, 3), (0, 2))), "cpu", Forgetful)
-    with pytest.raises(PlanError, match=r"write the new rows of layer 3, and its plan has no new_slots; .*new_slots\(\)"):
+    with pytest.raises(PlanError, match=r"new rows of layer 3, and its plan has no new_slots; .*new_slots\(\)"):
         on.backend.forward_extend(*inputs(on), on.layer, planned(on))

@@ -44,8 +44,8 @@ def bind_hook(target: object, name: str, offered: Sequence[str], may_ignore: Col
     arguments, ignored = _arguments(signature, offered, f"{_owner(target)}.{name}")
     if unfit := [parameter for parameter in ignored if parameter not in may_ignore]:
         raise HookError(
-            f"{_owner(target)}.{name}{shown(signature)} does not accept {', '.join(map(repr, unfit))}, which its caller needs "
-            f"honoured; offered are {', '.join(offered)}. Add the parameter"
+            f"{_owner(target)}.{name}{shown(signature)} does not accept {', '.join(map(repr, unfit))}, which its "
+            f"caller needs honoured; offered are {', '.join(offered)}. Add the parameter"
         )
     return _adapter(hook, arguments, offered)
 

@@ -68,7 +68,8 @@ class ForwardingBackend(ABC):
             elif _shape(inspect.signature(own))[1:] != _shape(signature):
                 raise TypeError(
                     f"wrapper {cls.__qualname__} has {name}{shown(inspect.signature(own))}, but the protocol has "
-                    f"{name}{shown(signature)}; take the protocol's parameters, or leave it out: it is forwarded by the route"
+                    f"{name}{shown(signature)}; take the protocol's parameters, or leave it out: it is "
+                    "forwarded by the route"
                 )
 
     def __init__(self, name: str, children: Mapping[str, Any], decided_by: Mapping[str, str] | None = None) -> None:
