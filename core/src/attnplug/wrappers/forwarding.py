@@ -129,7 +129,12 @@ class ForwardingBackend(ABC):
 
     def required(self, label: str, name: str) -> Hook:
         """A child's method or hook, as a function of everything that is offered."""
-        found = self._calls[label, name]
+        found = self._calls.get((label, name))
+        if found is None and label not in self.children:
+            raise BackendError(
+                f"{self.backend_id.name} routes {name} to {label!r}, and has no such child; "
+                f"route to a tuple of labels: {', '.join(self.children)}"
+            )
         if found is None:
             child = self.children[label].backend_id.name
             raise BackendError(
