@@ -113,6 +113,7 @@ class TestForwardPath:
         ("returned", "said"),
         [
             ({"rows": 2}, "returned {'rows': 2}, not a Plan"),
+            ([7] * 99, "returned a list, not a Plan"),
             (None, "returned None, not a Plan; it returns its plan, and the caller gives it to the batch"),
             (Plan(BackendId("spy"), ForwardMode.DECODE, 2, None), "stamped by <backend spy at 0x"),
             ("mode", "a plan for mode <ForwardMode.EXTEND: 'extend'>, and the batch is in mode <ForwardMode.DECODE"),
@@ -120,7 +121,7 @@ class TestForwardPath:
             ("rows", "returned a plan for 3 query rows, and the batch has 2"),
             ("negative", "returned a plan for -1 query rows, and the batch has 2"),
         ],
-        ids=["dict", "none", "stranger", "mode", "text", "rows", "negative"],
+        ids=["dict", "long", "none", "stranger", "mode", "text", "rows", "negative"],
     )
     def test_a_plan_that_is_none_of_this_batch_is_the_backends_fault(self, returned, said):
         """B5: also where it set batch.plan itself."""

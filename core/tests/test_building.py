@@ -155,7 +155,7 @@ class TestHooks:
         for said in (
             "its backend_id is 'fast', not a BackendId",
             "its claims is {'cuda_graph': 3}, not a Claims",
-            "it has no method forward_decode(",
+            "it has no method forward_decode(q: Tensor, k: Tensor | None, ",
             "does not accept 'lse'",
         ):
             assert said in text

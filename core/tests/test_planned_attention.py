@@ -224,17 +224,13 @@ class TestGraphs:
         with pytest.raises(BackendError, match="runs outside of CUDA graphs only"):
             Stage(Case(((5, 3),)), "cpu").backend.init_cuda_graph_state(4, 8)
 
-    def test_what_a_claim_needs_and_is_not_defined(self):
+    def test_a_claim_of_graphs_without_the_methods_that_capture_is_refused_at_construction(self):
         class Boasting(Sevens):
             capture = PlannedAttention.capture
             refill = PlannedAttention.refill
 
-        backend = Stage(Case(((5, 3),)), "cpu", Boasting).backend
-        backend.init_cuda_graph_state(4, 8)
-        with pytest.raises(BackendError, match="claims CUDA graphs and defines no capture"):
-            backend.init_forward_metadata_out_graph(self.batch(), in_capture=True)
-        with pytest.raises(BackendError, match="defines no refill"):
-            backend.refill(None, None)
+        with pytest.raises(BackendError, match=r"cuda_graph UNIFORM, but defines no capture\(.*\) and no refill\("):
+            Stage(Case(((5, 3),)), "cpu", Boasting)
 
     @pytest.mark.parametrize("hook", ["init_forward_metadata", "init_forward_metadata_out_graph"])
     def test_a_lane_that_it_was_not_built_for(self, hook):
@@ -291,3 +287,13 @@ def test_options_come_with_their_type_and_their_defaults():
     assert replace(context, options=Options(5)).options_of(Options).split == 5
     with pytest.raises(BackendError, match="under_test was given 7 as its options, not Options"):
         replace(context, options=7).options_of(Options)
+
+
+def test_a_plan_without_slots_for_the_rows_to_write_is_refused():
+    class Forgetful(Sevens):
+        def plan(self, geometry: Geometry) -> Plan:
+            return Plan.of(self.backend_id, geometry, "eager")
+
+    on = Stage(Case(((5, 3), (0, 2))), "cpu", Forgetful)
+    with pytest.raises(PlanError, match=r"new rows of layer 3, and its plan has no new_slots; .*new_slots\(\)"):
+        on.backend.forward_extend(*inputs(on), on.layer, planned(on))

@@ -105,6 +105,14 @@ def test_core_keeps_its_kind_of_memory_and_its_models(install: Install) -> None:
     assert all("attnplug 0.1.0" in fault.error and "fast-attention 1.2.3" in fault.error for fault in registry.broken)
 
 
+def test_an_unknown_model_may_be_a_broken_plugins(install: Install) -> None:
+    registry = load_registry([install(also(bringing(spec()), **{MODELS: {"acme": []}})), EMBEDDED], {})
+    with pytest.raises(
+        ModelConfigError, match=r"'tiny:acme' is not a built-in model; .* 'attnplug doctor' shows the broken"
+    ):
+        tiny_config("tiny:acme", registry)
+
+
 def test_an_equal_declaration_of_plain_scratch_is_no_conflict(install: Install) -> None:
     shared = also(bringing(spec()), **{KINDS: [WorkspaceKind("scratch")]})
     registry = load_registry([install(shared, "z", "zzz"), install(shared, "a", "aaa"), EMBEDDED], {})

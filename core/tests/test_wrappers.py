@@ -290,6 +290,14 @@ class TestDefinitions:
             assert built.forward_extend("q", "k", "v", FULL, batch) is not None
             assert built.get_cuda_graph_seq_len_fill_value() == 0
 
+    def test_a_route_to_nobody_names_the_children(self):
+        class Lost(ForwardingBackend):
+            def route(self, batch: ForwardBatch | None, layer: LayerSpec | None) -> tuple[str, ...]:
+                return ("slow",)
+
+        with pytest.raises(BackendError, match=r"lost routes forward_decode to 'slow', .* labels: fast, exact"):
+            Lost("lost", {"fast": child("a"), "exact": child("b")}).forward_decode(None, None, None, FULL, None)
+
     def test_a_wrapper_without_a_route_cannot_be_built(self):
         """A9"""
         with pytest.raises(TypeError, match="route"):

@@ -1,4 +1,4 @@
-"""Checkpoints: what is read, what is refused and with which words; and random weights behind the same interface."""
+"""Checkpoints: what is read, what is refused and with which words; and random weights with the same interface."""
 
 from __future__ import annotations
 

@@ -253,7 +253,7 @@ def test_a_bad_line_is_an_error_with_its_number(attnplug: Attnplug, prompts, lin
         (["--model", "tiny:llama", "--prompt", "x", "--page-size", "0"], 2, "--page-size 0"),
         (["--model", "tiny:llama", "--prompt", "x", "--logprobs", "2"], 2, "give --json too"),
         (["--model", "tiny:llama", "--prompt", "x", "--stop", ""], 2, "stop="),
-        (["--model", "tiny:llama", "--prompt", "x", "--max-batch", "0"], 2, "max_batch (--max-batch) 0"),
+        (["--model", "tiny:llama", "--prompt", "x", "--max-batch", "0"], 2, "error: --max-batch 0"),
         (["--model", "tiny:llama", "--prompts", "/no/such/file"], 2, "cannot be read"),
         (["--model", "tiny:llama", "--prompts", "/dev/null"], 2, "is a device, which may never end"),
         (["--model", "tiny:llama"], 2, "--prompt"),

@@ -155,7 +155,7 @@ MISTAKES = [
     (["--prompt", "x", "--tensor-parallel", "0"], "--tensor-parallel 0"),
     (
         ["--prompt", "x", "--chunked-prefill-size", "0"],
-        "chunked_prefill_size (--chunked-prefill-size) 0 is not allowed",
+        "error: --chunked-prefill-size 0 is not allowed",
     ),
     (["--prompt", "x", "--attention-backend", "nope"], "there is no backend 'nope'"),
     (["--prompts", "/no/such/file"], "cannot be read"),

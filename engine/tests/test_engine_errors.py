@@ -94,13 +94,11 @@ class TestErrors:
             Engine("tiny:mamba2", attention_backend="torch_native", device="cpu")
 
     def test_state_slots_of_a_model_without_states(self):
-        with pytest.raises(UsageError, match=r"state_slots \(--state-slots\) 2 is given, but the model has no linear"):
+        with pytest.raises(UsageError, match=r"state_slots 2 is given, but the model has no linear"):
             Engine("tiny:llama", state_slots=2, device="cpu")
 
     def test_states_that_do_not_fit_say_how_much_they_take(self):
-        with pytest.raises(
-            PoolError, match=r"1000000000000 linear states [0-9.]+ GiB, .* state_slots \(--state-slots\)"
-        ):
+        with pytest.raises(PoolError, match=r"1000000000000 linear states [0-9.]+ GiB, .* state_slots"):
             Engine("tiny:mamba2", state_slots=10**12, device="cpu")
 
     def test_backend_that_does_not_exist(self):
@@ -133,7 +131,7 @@ class TestErrors:
     )
     def test_settings_that_make_no_sense(self, setting, value):
         """Whoever reads it wrote Python or a command line: both names are told."""
-        with pytest.raises(UsageError, match=rf"{setting} \(--{setting.replace('_', '-')}\) '?{value}"):
+        with pytest.raises(UsageError, match=rf"^{setting} '?{value}"):
             Engine("tiny:llama", device="cpu", **{setting: value})
 
     def test_a_dtype_that_there_is_not_is_told_by_its_setting(self):
@@ -202,7 +200,7 @@ def test_checking_layers_names_the_first_that_is_not_finite():
 
 def test_a_table_that_memory_cannot_hold_is_told(monkeypatch):
     monkeypatch.setattr("attnplug_engine.runner.SlotTable", Mock(side_effect=MemoryError))
-    with pytest.raises(PoolError, match=r"2 requests with 1024 pages .* lower max_batch \(--max-batch\)"):
+    with pytest.raises(PoolError, match=r"2 requests with 1024 pages .* lower max_batch, context_length or num_pages"):
         Engine("tiny:llama", device="cpu", page_size=4, max_batch=2)
 
 

@@ -61,7 +61,7 @@ class Oracle:
         self._seen: dict[tuple[int, ...], torch.Tensor] = {}
 
     def check(self, outputs: list[list[int]]) -> None:
-        """Each output is the greedy one: every token has the highest logit behind the prompt and those before it."""
+        """Each output is the greedy one: every token has the highest logit after the prompt and those before it."""
         for prompt, output in zip(prompts(), outputs, strict=True):
             assert len(output) == NEW_TOKENS
             assert output == self.logits(prompt + output[:-1])[len(prompt) - 1 :].argmax(-1).tolist()

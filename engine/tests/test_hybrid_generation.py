@@ -41,7 +41,7 @@ class Oracle:
 
     @torch.inference_mode()
     def check(self, prompt: list[int], output: list[int]) -> None:
-        """The output is the greedy one: every token has the highest logit behind the prompt and those before it."""
+        """The output is the greedy one: every token has the highest logit after the prompt and those before it."""
         assert len(output) == NEW_TOKENS
         if (key := (tuple(prompt), tuple(output))) not in self._seen:
             logits = self.model(torch.tensor([prompt + output[:-1]]), use_cache=False).logits[0]
@@ -93,7 +93,7 @@ def test_forced_chunks_give_the_same_tokens_behind_the_hybrid_wrapper(oracle):
 
 
 def test_hits_at_and_between_checkpoints_are_exact(oracle):
-    """A7: a prefix is found as far as there is a snapshot, and only what lies behind it is computed again."""
+    """A7: a prefix is found as far as there is a snapshot, and only what lies after it is computed again."""
     running = engine(oracle, state_checkpoint=16)
     first, second = prompts()[1:3]
     check(running, oracle, [first])

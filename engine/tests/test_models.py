@@ -1,4 +1,4 @@
-"""Models against transformers on the same checkpoint: same logits for prompts, behind a prefix, and when decoding."""
+"""Models against transformers on the same checkpoint: same logits for prompts, after a prefix, and when decoding."""
 
 from __future__ import annotations
 

@@ -342,7 +342,7 @@ class TestLinearStates:
         Serving(pages=8, page_size=4, max_batch=4, slots=4, cached=False)  # where nothing is kept, these are enough
 
     def test_short_prompts_run_together(self) -> None:
-        """A stop behind the last page would admit one request a step."""
+        """A stop past the last page would admit one request a step."""
         serving = Serving(pages=64, page_size=4, slots=12, checkpoint=32, chunk=64)
         for number in range(4):
             serving.scheduler.add(Request(number, prompt(13, number), SamplingParams(1)))

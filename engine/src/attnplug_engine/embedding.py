@@ -139,7 +139,8 @@ class Embedder:
         if len(found) > self.capacity.context_length:
             raise UsageError(
                 f"the prompt has {len(found)} tokens, more than the context of {self.capacity.context_length} "
-                "(--context-length, and the model's own)"
+                "(`context_length`, and the model's own)",
+                settings=["context_length"],
             )
         if self._pages(len(found)) > self.capacity.num_pages:
             room = self.capacity.num_pages * self.capacity.page_size

@@ -119,7 +119,8 @@ def _take_gpu(rank: int) -> None:
     if local >= torch.cuda.device_count():
         raise UsageError(
             f"rank {rank} needs a GPU of its own, the one of number {local}, and torch sees "
-            f"{torch.cuda.device_count()}; lower --tensor-parallel"
+            f"{torch.cuda.device_count()}; lower `tensor_parallel`",
+            settings=["tensor_parallel"],
         )
     torch.cuda.set_device(local)
 

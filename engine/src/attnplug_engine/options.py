@@ -25,10 +25,7 @@ _SLOTS_A_REQUEST = 3
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How an engine is built. ``None`` means: choose for me.
-
-    Messages name a setting both ways, ``max_batch (--max-batch)``: who reads them wrote Python or a command line.
-    """
+    """How an engine is built. ``None`` means: choose for me."""
 
     attention_backend: str = "auto"
     role_backends: Mapping[Role, str] = field(default_factory=dict)
@@ -72,13 +69,9 @@ class EngineOptions:
         value = getattr(self, name)
         if not isinstance(value, int) or isinstance(value, bool) or not lowest <= value <= highest:
             raise UsageError(
-                f"{named(name)} {show(value)} is not allowed; give a number from {lowest} to {highest}{or_else}"
+                f"`{name}` {show(value)} is not allowed; give a number from {lowest} to {highest}{or_else}",
+                settings=[name],
             )
-
-
-def named(setting: str) -> str:
-    """A setting as messages name it: by its field, and by the command's option."""
-    return f"{setting} (--{setting.replace('_', '-')})"
 
 
 def page_and_context(spec: ModelSpec, options: EngineOptions, selection: Selection) -> tuple[int, int]:
@@ -112,7 +105,8 @@ def capacity(
         state_slots = _SLOTS_A_REQUEST * options.max_batch + 1 if options.prefix_cache else options.max_batch
     elif state_slots and not spec.linear_layers:
         raise UsageError(
-            f"{named('state_slots')} {state_slots} is given, but the model has no linear-attention layer; leave it out"
+            f"`state_slots` {state_slots} is given, but the model has no linear-attention layer; leave it out",
+            settings=["state_slots"],
         )
     if not spec.full_layers:
         # A page is a number without memory then; but a config may claim any context.
@@ -124,10 +118,11 @@ def capacity(
             room -= state_slots * bytes_per_state(spec, dtype)
         num_pages = min(room // page, per_request * options.max_batch)
         if num_pages < 1:
-            states = f" beside {state_slots} linear states: lower {named('state_slots')}" if state_slots else ""
+            states = f" beside {state_slots} linear states: lower `state_slots`" if state_slots else ""
             raise PoolError(
                 f"one page of {page_size} tokens takes {page} bytes, and there are {max(room, 0)}{states}; "
-                f"give a smaller {named('page_size')}"
+                "give a smaller `page_size`",
+                settings=["state_slots", "page_size"] if state_slots else ["page_size"],
             )
     if options.chunked_prefill_size == -1:
         chunk = whole_step_tokens(context, options.max_batch)

@@ -118,5 +118,6 @@ def insist_on_one_choice(selection: Selection, parallel: TensorParallel, device:
     if len(set(parallel.all_gather(mine, 0).tolist())) > 1:
         raise BackendError(
             f"rank {parallel.rank} runs {', '.join(f'{role} on {name}' for role, name in chosen.items())}, and others "
-            "chose otherwise: a backend could be built on some ranks alone; ask for one by --attention-backend"
+            "chose otherwise: a backend could be built on some ranks alone; ask for one by `attention_backend`",
+            settings=["attention_backend"],
         )

@@ -1,4 +1,4 @@
-"""Random weights behind the interface of a checkpoint, for models of which only the config exists.
+"""Random weights with the interface of a checkpoint, for models of which only the config exists.
 
 A tensor depends on the seed and its own name and on nothing else: not on the order of asking, and not on how many
 ranks share it. Shapes are those that the model asks for, so there is no list of tensors to keep.

@@ -209,8 +209,9 @@ def build_table(capacity: Capacity, device: torch.device) -> tuple[PageAllocator
     except MemoryError as error:
         raise PoolError(
             f"the table of {capacity.max_batch} requests with {width} pages of {capacity.page_size} tokens each, of "
-            f"{capacity.num_pages} pages in all, cannot be allocated; lower max_batch (--max-batch), context_length "
-            "(--context-length) or num_pages (--num-pages)"
+            f"{capacity.num_pages} pages in all, cannot be allocated; lower `max_batch`, `context_length` or "
+            "`num_pages`",
+            settings=["max_batch", "context_length", "num_pages"],
         ) from error
     return allocator, table
 
@@ -228,12 +229,13 @@ def build_pools(
     except (RuntimeError, MemoryError) as error:  # torch's allocators raise the first, and its subclass for CUDA
         needed = capacity.num_pages * bytes_per_page(spec, capacity.page_size, kv_dtype)
         what = f"{capacity.num_pages} pages of {capacity.page_size} tokens take {needed / 2**30:.1f} GiB"
-        options = "lower num_pages (--num-pages)"
+        settings = ["num_pages"]
         if capacity.state_slots:
             states = capacity.state_slots * bytes_per_state(spec, dtype)
             what += f" and {capacity.state_slots} linear states {states / 2**30:.1f} GiB"
-            options += ", state_slots (--state-slots) or max_batch (--max-batch)"
-        raise PoolError(f"{what}, which cannot be allocated; {options}") from error
+            settings += ["state_slots", "max_batch"]
+        lower = " or ".join(f"`{setting}`" for setting in settings)
+        raise PoolError(f"{what}, which cannot be allocated; lower {lower}", settings=settings) from error
 
 
 def _build_pools(

@@ -79,7 +79,8 @@ class Scheduler:
         if states is not None and states.num_slots < needed:
             raise UsageError(
                 f"{states.num_slots} slots for linear-attention states are too few for {max_batch} requests at a time: "
-                f"give state_slots (--state-slots) of {needed} or more, or lower max_batch (--max-batch)"
+                f"give `state_slots` of {needed} or more, or lower `max_batch`",
+                settings=["state_slots", "max_batch"],
             )
         if checkpoint < 1:
             raise UsageError(f"checkpoint={checkpoint} is not a number of tokens; give 1 or more")

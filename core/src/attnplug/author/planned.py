@@ -28,6 +28,7 @@ class PlannedBackend(ABC):
         self.backend_id = BackendId(context.name)
         self.claims = context.declared.claims if claims is None else claims
         self._captures = Captures(self.backend_id)
+        self._check_graph_methods()
 
     @abstractmethod
     def plan(self, geometry: Geometry) -> Plan:
@@ -39,11 +40,11 @@ class PlannedBackend(ABC):
 
     def capture(self, geometry: Geometry, memory: Any) -> Plan:
         """The plan of a shape that was not captured before, in a lane's memory. It serves every replay."""
-        raise BackendError(f"backend {self.backend_id.name} claims CUDA graphs and defines no capture")
+        raise NotImplementedError  # a backend that claims graphs is not built without it
 
     def refill(self, plan: Plan, geometry: Geometry) -> None:
         """Make what changes from replay to replay, inside the graph, from the lengths and pages on the device."""
-        raise BackendError(f"backend {self.backend_id.name} claims CUDA graphs and defines no refill")
+        raise NotImplementedError
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
         self._check_lane(batch.geometry)
@@ -68,6 +69,16 @@ class PlannedBackend(ABC):
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Padded requests have no rows: nothing is read or written for them."""
         return 0
+
+    def _check_graph_methods(self) -> None:
+        level = self.claims.cuda_graph
+        own = {"capture": "capture(geometry, memory)", "refill": "refill(plan, geometry)"}
+        missing = [shown for name, shown in own.items() if getattr(type(self), name) is getattr(PlannedBackend, name)]
+        if level is not GraphLevel.NEVER and missing:
+            raise BackendError(
+                f"backend {self.backend_id.name} claims cuda_graph {level.name}, but defines no "
+                f"{' and no '.join(missing)}; define it, or claim GraphLevel.NEVER"
+            )
 
     def _check_lane(self, geometry: Geometry) -> None:
         if geometry.lane >= self.context.limits.lanes:

@@ -10,7 +10,7 @@ from torch import Tensor
 from attnplug.contract.backend import ForwardExtras
 from attnplug.contract.context import BackendContext
 from attnplug.contract.plan import Plan
-from attnplug.declare.errors import BackendError, PoolError
+from attnplug.declare.errors import BackendError, PlanError, PoolError
 from attnplug.declare.model import LayerSpec, MLADims
 from attnplug.kv import MLAPool, torch_dtype
 
@@ -22,7 +22,7 @@ class ServedLayers:
     """The full-attention layers of a context's model, by id, and the pools that hold their rows."""
 
     def __init__(self, context: BackendContext, extras: frozenset[str]) -> None:
-        self._name, self._extras = context.name, extras
+        self._name, self._extras, self._embeds = context.name, extras, context.serving.is_embedding
         self._mha, self._mla = context.pools.mha, context.pools.mla
         self._queries = {
             layer.layer_id: (layer.num_heads, layer.head_dim if layer.mla is None else layer.mla.row_dim)
@@ -90,9 +90,17 @@ class ServedLayers:
         return k if k.shape[0] == rows else k[:rows], v if v is None or v.shape[0] == rows else v[:rows]
 
     def write(self, layer: LayerSpec, plan: Plan, new: NewRows) -> None:
-        """Write new rows to the plan's slots, except where a slot is -1. A plan without slots writes nothing."""
+        """Write new rows to the plan's slots, except where a slot is -1.
+
+        Only a backend that embeds prompts may do without slots: it attends to rows at hand, and writes nothing.
+        """
         if plan.new_slots is None:
-            return
+            if self._embeds:
+                return
+            raise PlanError(
+                f"backend {self._name} is to write the new rows of layer {layer.layer_id}, and its plan has no "
+                "new_slots; make the plan with Plan.of(backend_id, geometry, metadata, geometry.new_slots())"
+            )
         k, v = new
         if v is None:
             if self._mla is None:

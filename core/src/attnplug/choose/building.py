@@ -21,6 +21,7 @@ from attnplug.contract.backend import (
     protocol_methods,
 )
 from attnplug.contract.context import BackendContext
+from attnplug.contract.hooks import shown
 from attnplug.declare.capabilities import Capabilities
 from attnplug.declare.claims import Claims, ExtendPath
 from attnplug.declare.errors import AttnplugError, BackendError, HookError, PluginError, describe_error
@@ -45,7 +46,7 @@ def backend_problems(backend: object, *, linear: bool = False) -> Iterator[str]:
     for name, signature in needed.items():
         method = getattr(backend, name, None)
         if not callable(method):
-            yield f"it has no method {name}{signature}"
+            yield f"it has no method {name}{shown(signature)}"
             continue
         positional = [p.name for p in signature.parameters.values() if p.kind is not p.KEYWORD_ONLY]
         keywords = {p.name: None for p in signature.parameters.values() if p.kind is p.KEYWORD_ONLY}
@@ -53,7 +54,7 @@ def backend_problems(backend: object, *, linear: bool = False) -> Iterator[str]:
         try:
             given.bind(*positional, **keywords)
         except TypeError as error:
-            yield f"its {name}{given} cannot be called as {name}{signature}: {error}"
+            yield f"its {name}{shown(given)} cannot be called as {name}{shown(signature)}: {error}"
     for name in hook_signatures():
         try:
             bind_optional_hook(backend, name)
@@ -82,7 +83,7 @@ def claim_problems(backend: AttentionBackend, declared: Capabilities, page_size:
         needed["forward_ragged"] = f"mla_extend {', '.join(sorted(ragged))}"
     for hook, claim in needed.items():
         if bind_optional_hook(backend, hook) is None:
-            yield f"it claims {claim}, but has no {hook}{hook_signatures()[hook]}"
+            yield f"it claims {claim}, but has no {hook}{shown(hook_signatures()[hook])}"
 
 
 def unmet(claims: Claims, problem: Problem, roles: Collection[Role]) -> Iterator[str]:

@@ -44,8 +44,8 @@ def bind_hook(target: object, name: str, offered: Sequence[str], may_ignore: Col
     arguments, ignored = _arguments(signature, offered, f"{_owner(target)}.{name}")
     if unfit := [parameter for parameter in ignored if parameter not in may_ignore]:
         raise HookError(
-            f"{_owner(target)}.{name}{signature} does not accept {', '.join(map(repr, unfit))}, which its caller needs "
-            f"honoured; offered are {', '.join(offered)}. Add the parameter"
+            f"{_owner(target)}.{name}{shown(signature)} does not accept {', '.join(map(repr, unfit))}, which its "
+            f"caller needs honoured; offered are {', '.join(offered)}. Add the parameter"
         )
     return _adapter(hook, arguments, offered)
 
@@ -58,6 +58,11 @@ def _lookup(target: object, name: str) -> Any:
         if inspect.getattr_static(target, name, None) is not None:
             raise
         return None
+
+
+def shown(signature: inspect.Signature) -> str:
+    """A signature as its author wrote it: annotations are strings in most modules, and are shown without quotes."""
+    return str(signature).replace("'", "")
 
 
 def _signature(hook: Hook) -> inspect.Signature:
@@ -108,7 +113,7 @@ def _arguments(signature: inspect.Signature, offered: Sequence[str], hook: str) 
             (positional if by_position else keywords).append(source if by_position else f"{parameter.name}={source}")
         elif parameter.default is Parameter.empty:
             raise HookError(
-                f"{hook}{signature} requires {parameter.name!r}, which nobody offers; "
+                f"{hook}{shown(signature)} requires {parameter.name!r}, which nobody offers; "
                 f"offered are {', '.join(offered) or 'no arguments'}. "
                 "Rename the parameter, give it a default, or remove it"
             )

@@ -105,6 +105,10 @@ def plan_to_run(plan: Plan | None, planner: BackendId, mode: ForwardMode, rows: 
     return found
 
 
+_LONGEST_SHOWN = 60
+"""Letters of a value that is not a plan; a longer one, such as a batch's with all its slots, is shown by its type."""
+
+
 def received_plan(
     plan: object, planner: BackendId, mode: ForwardMode, rows: int, hook: str, *, delegated: bool = False
 ) -> Plan:
@@ -114,7 +118,9 @@ def received_plan(
     that finds out layers later. A ``delegated`` plan may be that of another backend, which runs on this one's behalf.
     """
     if not isinstance(plan, Plan):
-        problem = f"{plan!r}, not a Plan; it returns its plan, and the caller gives it to the batch"
+        text = repr(plan)
+        found = text if len(text) <= _LONGEST_SHOWN else f"a {type(plan).__name__}"
+        problem = f"{found}, not a Plan; it returns its plan, and the caller gives it to the batch"
     elif plan.planner is not planner and not delegated:
         problem = f"a plan stamped by {plan.planner!r}; it stamps its plans with its own backend_id"
     elif plan.mode is not mode:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnplug.contract.backend import ForwardExtras, bind_optional_hook, hook_signatures, protocol_methods
 from attnplug.contract.batch import ForwardBatch
-from attnplug.contract.hooks import Hook
+from attnplug.contract.hooks import Hook, shown
 from attnplug.contract.plan import BackendId, Plan, received_plan
 from attnplug.declare.claims import Claims, weakest
 from attnplug.declare.errors import BackendError
@@ -67,8 +67,9 @@ class ForwardingBackend(ABC):
                 setattr(cls, name, _forwarder(name, signature))
             elif _shape(inspect.signature(own))[1:] != _shape(signature):
                 raise TypeError(
-                    f"wrapper {cls.__qualname__} has {name}{inspect.signature(own)}, but the protocol has "
-                    f"{name}{signature}; take the protocol's parameters, or leave it out: it is forwarded by the route"
+                    f"wrapper {cls.__qualname__} has {name}{shown(inspect.signature(own))}, but the protocol has "
+                    f"{name}{shown(signature)}; take the protocol's parameters, or leave it out: it is "
+                    "forwarded by the route"
                 )
 
     def __init__(self, name: str, children: Mapping[str, Any], decided_by: Mapping[str, str] | None = None) -> None:
@@ -128,7 +129,12 @@ class ForwardingBackend(ABC):
 
     def required(self, label: str, name: str) -> Hook:
         """A child's method or hook, as a function of everything that is offered."""
-        found = self._calls[label, name]
+        found = self._calls.get((label, name))
+        if found is None and label not in self.children:
+            raise BackendError(
+                f"{self.backend_id.name} routes {name} to {label!r}, and has no such child; "
+                f"route to a tuple of labels: {', '.join(self.children)}"
+            )
         if found is None:
             child = self.children[label].backend_id.name
             raise BackendError(

@@ -162,8 +162,11 @@ class FlashAttentionBackend(PlannedAttention):
     # Running
 
     def takes_rows(self, plan: Plan, save_kv_cache: bool) -> bool:
-        """A plan that writes nothing reads nothing either: attention is over the rows that are passed in (A6)."""
-        return save_kv_cache or plan.new_slots is None
+        """A plan that writes nothing reads nothing either: attention is over the rows that are passed in (A6).
+
+        Without MHA layers there are no rows of ours, and ``attend`` refuses the call.
+        """
+        return bool(self._caches) and (save_kv_cache or plan.new_slots is None)
 
     def attend(self, q: Tensor, layer: LayerSpec, plan: Plan, new: NewRows | None, extras: ForwardExtras) -> Tensor:
         layer_cache, metadata = self._cache(layer), plan.metadata
