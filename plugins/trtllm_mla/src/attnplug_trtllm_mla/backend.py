@@ -140,8 +140,7 @@ class TRTLLMMLABackend(PlannedAttention):
     def capture(self, geometry: Geometry, memory: GraphMemory) -> Plan:
         captured = memory.capture(geometry)
         metadata = Metadata(self.lanes[geometry.lane].decode, captured.call, captured)
-        slots = captured.slots if geometry.slots is None else geometry.slots
-        return Plan.of(self.backend_id, geometry, metadata, slots)
+        return Plan.of(self.backend_id, geometry, metadata, captured.slots)
 
     def refill(self, plan: Plan, geometry: Geometry) -> None:
         """Tables, lengths and slots, from what the batch holds when the graph runs."""
