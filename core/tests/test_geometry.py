@@ -150,7 +150,7 @@ class TestLengths:
         assert (found.query_lens, found.kv_lens) == ([new, new], [6, 4])
         assert found.slots.tolist() == list(range(2 * new)) and found.state_slots.tolist() == [6, 4]
         assert replace(made, seq_lens=torch.zeros_like(lens)).measured().requests == 0
-        with pytest.raises(PlanError, match="request 1 has .* a padded request has no new tokens and follows all"):
+        with pytest.raises(PlanError, match=r"request 1 has .* a padded request has no new tokens and follows all"):
             replace(made, seq_lens=lens.flip(0).roll(1)).measured()
 
     def test_some_requests_of_a_batch(self):

@@ -66,6 +66,11 @@ class MLAAttention:
 
     def attend(self, q: Tensor, rows: Tensor, layer: LayerSpec, weights: MLAWeights, batch: ForwardBatch) -> Tensor:
         """One layer; see ``ModelAttention.attend_mla``."""
+        if q.shape[1:] != (layer.num_heads, layer.head_dim):
+            raise BackendError(
+                f"layer {layer.layer_id}: q has shape {tuple(q.shape)}, but on this rank it is [rows, "
+                f"{layer.num_heads}, {layer.head_dim}], not absorbed"
+            )
         if batch.plan is None or batch.plan.extend is None:
             run = self._backend.forward_decode if batch.forward_mode.is_decode else self._backend.forward_extend
             return weights.project_back(run(weights.absorb(q), rows.unsqueeze(1), None, layer, batch))

@@ -222,6 +222,7 @@ class FlashInferMLABackend(PlannedAttention):
                 f"call {call.index} of {call.query_rows} query rows has no plan of backend {self.backend_id.name}; "
                 "give it what init_mha_chunk_metadata returned for its batch"
             )
+        call.check(q, k, v)
         if lse is not None:
             check_lse(lse, q)
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])

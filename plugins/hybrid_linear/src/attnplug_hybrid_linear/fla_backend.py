@@ -57,8 +57,8 @@ class FlaLinearBackend(StateBackend):
         slots = geometry.state_slots
         if slots is None or slots.data_ptr() != plan.metadata.spans.slots.data_ptr():
             raise PlanError(
-                f"a {geometry.mode} batch of {geometry.requests} requests was captured in lane {geometry.lane} with its "
-                "state slots in other memory, which its kernels read directly; capture it in a lane of its own"
+                f"a {geometry.mode} batch of {geometry.requests} requests was captured in lane {geometry.lane} with "
+                "its state slots in other memory, which its kernels read directly; capture it in a lane of its own"
             )
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> Plan:

@@ -213,6 +213,7 @@ class TRTLLMMLABackend(PlannedAttention):
             return fallback.forward_ragged(q, k, v, layer, call, plan, lse)
         if ragged is None:
             raise self._refusal("prefill")
+        call.check(q, k, v)
         if lse is not None:
             check_lse(lse, q)
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])
