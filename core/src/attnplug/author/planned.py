@@ -76,8 +76,13 @@ class PlannedBackend(ABC):
                 f"a batch has a table of pages of {geometry.page_size} tokens, and backend {self.backend_id.name} was "
                 f"built for pages of {self.context.page_size}"
             )
-        if geometry.lane >= self.context.limits.lanes:
+        self.check_lane(geometry.lane)
+
+    def check_lane(self, lane: int) -> None:
+        """Refuse a lane that this backend does not have."""
+        lanes = self.context.limits.lanes
+        if not 0 <= lane < lanes:
             raise PlanError(
-                f"a batch is in lane {geometry.lane}, and backend {self.backend_id.name} was built for "
-                f"{self.context.limits.lanes}; build it with Limits(lanes={geometry.lane + 1}) or more"
+                f"a batch is in lane {lane}, and backend {self.backend_id.name} was built for {lanes}; build it with "
+                f"Limits(lanes={lane + 1}) or more"
             )

@@ -216,7 +216,8 @@ class FlashInferMLABackend(PlannedAttention):
         lse: Tensor | None = None,
     ) -> Tensor:
         mine = None if plan is None else plan.part_of(self.backend_id)
-        planned: PlannedRagged | None = None if mine is None else mine.metadata.get(call.index)
+        chunks: object = None if mine is None else mine.metadata
+        planned: PlannedRagged | None = chunks.get(call.index) if isinstance(chunks, dict) else None
         if planned is None or planned.call is not call:
             raise PlanError(
                 f"call {call.index} of {call.query_rows} query rows has no plan of backend {self.backend_id.name}; "

@@ -208,6 +208,7 @@ class TRTLLMMLABackend(PlannedAttention):
     ) -> Tensor:
         """One call of an MLA prefill as MHA: by our own kernel or, for chunks that the fallback planned, by the
         fallback."""
+        self.check_lane(call.lane)
         fallback, ragged = self._fallback, self.lanes[call.lane].ragged
         if call.index and plan is not None and fallback is not None:
             return fallback.forward_ragged(q, k, v, layer, call, plan, lse)
