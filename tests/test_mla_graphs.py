@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import pytest
+from dataclasses import replace
 
-from attnplug import BackendContext, ForwardMode, GraphLevel
+import pytest
+import torch
+
+from attnplug import BackendContext, ForwardBatch, ForwardMode, GraphLevel
 from attnplug.host import SplitBackend
 from support.mla_capture import check_replays, replay_scenes
 from support.mla_plugins import PLUGINS
-from support.mla_scene import MLACase
+from support.mla_scene import MLACase, MLAScene
 
 
 @pytest.mark.parametrize("name", ["flashmla", "flashinfer_mla", "triton_mla"])
@@ -22,3 +25,22 @@ def test_a_decode_is_captured_beside_flashattentions_prefill(name):
 
     case = PLUGINS[name].case(MLACase(((0, 1),), ForwardMode.DECODE, page_size=64, heads=16))
     check_replays(*replay_scenes(case, "cpu", build))
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, plugin in PLUGINS.items() if plugin.decodes and name != "torch_native"]
+)
+def test_graphs_of_one_shape_write_to_their_own_slots(name):
+    """B5: each is captured with memory of its own, and what is captured second does not write to the slots of the
+    first."""
+    plugin = PLUGINS[name]
+    case = plugin.case(MLACase(((70, 1), (9, 1)), ForwardMode.DECODE, page_size=64, heads=16))
+    stage = MLAScene(case, "cpu", plugin.build)
+    stage.backend.init_cuda_graph_state(2, 2)
+    for slots in (None, [5, 7], [11, -1], None):
+        given = None if slots is None else torch.tensor(slots)
+        batch = ForwardBatch(replace(stage.batch().geometry, host=None, captured=True, slots=given))
+        plan = stage.backend.init_forward_metadata_out_graph(batch, in_capture=True)
+        stage.backend.init_forward_metadata_in_graph(batch)
+        wanted = batch.geometry.new_slots() if slots is None else given
+        assert plan.new_slots.tolist() == wanted.tolist()

@@ -278,7 +278,7 @@ class TestSplit:
         assert [half.num_tokens for half in uniform.split(1)] == [1, 2]
         ragged = extend_batch()
         ragged.geometry = dataclasses.replace(ragged.geometry, host=None)
-        with pytest.raises(PlanError, match="needs exact ones"):
+        with pytest.raises(PlanError, match="is split by exact lengths on the host"):
             ragged.split(1)
 
     def test_both_children_start_unplanned(self):

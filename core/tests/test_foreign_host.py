@@ -24,6 +24,7 @@ from attnplug import (
     MHAPool,
     MLAPool,
     ModelSpec,
+    PoolError,
     Problem,
 )
 from attnplug.cli.reference import attention_float64
@@ -232,14 +233,21 @@ def test_a_padded_request_has_length_0_and_is_neither_read_nor_written():
                 row.fill_(0.5)
     geometry = host.geometry(own_slots=True, exact=False)
     assert geometry.new_slots()[-1] == -1 and replace(geometry, slots=None).new_slots()[-1] == -1
-    live = geometry.split(3)[0].measured()
-    batch = ForwardBatch(live)
+    batch = ForwardBatch(geometry.measured())
     run = attention(GQA, KVPools(mha=pool))
     run.plan(batch)
     q, k, v = torch.zeros(4, HEADS, DIM), torch.ones(4, KV_HEADS, DIM), torch.ones(4, KV_HEADS, DIM)
     out = run.attend(q, k, v, GQA, batch)
     assert (out[3] == 0).all() and out[:3].isfinite().all()
     assert int((~tensors.isnan()).sum()) == 2 * sum(host.totals) * KV_HEADS * DIM
+
+
+@pytest.mark.parametrize("other", [{"page_size": 2 * PAGE}, {"dtype": DType.BFLOAT16}], ids=["pages", "type"])
+def test_a_pool_that_is_not_as_the_context_says_is_refused(other):
+    """Backends count on one page size and one type of cache; slots of another would lead elsewhere."""
+    like = {"page_size": PAGE, "dtype": DType.FLOAT32, **other}
+    with pytest.raises(PoolError, match="the context has pages of 4 in float32, but a pool has"):
+        attention(GQA, KVPools(mha=MHAPool([GQA], num_pages=PAGES, device="cpu", **like)))
 
 
 def test_bounds_alone_are_refused_before_anything_is_built():

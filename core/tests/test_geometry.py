@@ -125,7 +125,12 @@ class TestLengths:
             ({"max_seq_len": 13}, "up to 13 rows, but the page table holds 3 pages of 4, 12 rows"),
             ({"new_lens": None, "max_new": 2}, "2 new tokens for each of its 2 requests, not 3 rows"),
             ({"slots": torch.zeros(2)}, "give one for each of 3 rows"),
-            ({"seq_lens": torch.zeros(3)}, "3 lengths, but 2 rows in its page table"),
+            ({"seq_lens": torch.zeros(3, dtype=torch.int32)}, "3 lengths, but 2 rows in its page table"),
+            ({"seq_lens": torch.zeros(2, 1, dtype=torch.int32)}, r"seq_lens \(2, 1\); give \[requests, pages\]"),
+            ({"page_table": torch.zeros(2, dtype=torch.int32)}, r"page_table has shape \(2,\)"),
+            ({"seq_lens": torch.tensor([6, 2])}, "seq_lens is torch.int64; give torch.int32"),
+            ({"new_lens": torch.zeros(3, dtype=torch.int32)}, "give one for each of 2 requests"),
+            ({"lane": -1}, "lane=-1: none may be negative"),
         ],
     )
     def test_what_contradicts_itself_is_refused(self, wrong, said):
@@ -133,6 +138,20 @@ class TestLengths:
         known = Geometry.of_lengths(ForwardMode.EXTEND, table, [2, 1], [6, 2], 4)
         with pytest.raises(PlanError, match=said):
             replace(known, **wrong)
+
+    @pytest.mark.parametrize(("mode", "new"), [(ForwardMode.DECODE, 1), (ForwardMode.TARGET_VERIFY, 3)])
+    def test_padded_requests_at_the_end_have_no_exact_lengths(self, mode, new):
+        """What a host that pads its decode batches brings: the rest is as uniform as before."""
+        table, slots = torch.zeros(4, 3, dtype=torch.int32), torch.arange(4 * new)
+        lens = torch.tensor([6, 4, 0, 0], dtype=torch.int32)
+        made = Geometry(mode, table, lens, 4, rows=4 * new, max_seq_len=12, max_new=new, slots=slots, state_slots=lens)
+        found = made.measured()
+        assert (found.requests, found.rows, found.new_lens) == (2, 2 * new, None)
+        assert (found.query_lens, found.kv_lens) == ([new, new], [6, 4])
+        assert found.slots.tolist() == list(range(2 * new)) and found.state_slots.tolist() == [6, 4]
+        assert replace(made, seq_lens=torch.zeros_like(lens)).measured().requests == 0
+        with pytest.raises(PlanError, match=r"request 1 has .* a padded request has no new tokens and follows all"):
+            replace(made, seq_lens=lens.flip(0).roll(1)).measured()
 
     def test_some_requests_of_a_batch(self):
         table = torch.arange(9, dtype=torch.int32).view(3, 3)

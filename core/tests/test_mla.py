@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnplug import BackendError, BackendId, Claims, ExtendPath, ForwardBatch, ForwardMode, Plan, PlanError
+from attnplug import BackendError, BackendId, Claims, ExtendPath, ForwardBatch, ForwardMode, Plan, PlanError, RaggedCall
 from attnplug.cli.reference import attention_float64
 from attnplug.host import ExtendPolicy, HookError, MLADims, MLAWeights, ModelAttention, UsageError, merge_partial
 from attnplug.mla import MLAAttention
@@ -417,3 +417,26 @@ class TestMerge:
         assert float(out) == pytest.approx(math.e / (math.e + 1)) and float(lse) == pytest.approx(
             500 + math.log1p(1 / math.e)
         )
+
+
+class TestRowsOfACall:
+    """A host that absorbs, chunks and merges itself calls forward_ragged with lengths of its own."""
+
+    @pytest.mark.parametrize("lens", [([4], [5]), ([5], [4])], ids=["queries", "keys"])
+    def test_lengths_that_are_not_those_of_the_rows(self, lens):
+        stage = Stage(Case(((0, 5),), mla=DIMS), "cpu")
+        q = torch.zeros(5, stage.layer.num_heads, stage.layer.head_dim)
+        call = RaggedCall.of(0, *lens, causal=False, device=torch.device("cpu"))
+        with pytest.raises(PlanError, match="q, k and v have 5, 5 and 5"):
+            stage.backend.forward_ragged(q, q, q, stage.layer, call)
+
+    def test_as_many_lengths_of_queries_as_of_keys(self):
+        with pytest.raises(PlanError, match="2 lengths of queries and 1 of keys"):
+            RaggedCall.of(0, [1, 2], [3], causal=False, device=torch.device("cpu"))
+
+    @pytest.mark.parametrize("path", ExtendPath)
+    def test_queries_of_other_heads(self, path):
+        model = Model(Case(((20, 9),), mla=DIMS))
+        model.q = model.q[:, 1:]
+        with pytest.raises(BackendError, match=r"q has shape .*, but on this rank it is \[rows, "):
+            model.run(forced(path))

@@ -157,6 +157,12 @@ class TestCalls:
         with pytest.raises(BackendError, match=rf"{shape[1:][0]}, {shape[1:][1]}\), but on this rank it has \(4, 16\)"):
             on.backend.forward_extend(torch.zeros(shape), None, None, on.layer, planned(on), save_kv_cache=False)
 
+    def test_queries_whose_heads_are_not_apart(self):
+        on = stage()
+        q, k, v = inputs(on)
+        with pytest.raises(BackendError, match=r"q has shape \(5, .*\); give \[rows, heads, width\]"):
+            on.backend.forward_extend(q.flatten(1), k, v, on.layer, planned(on))
+
     def test_extras_that_it_does_not_declare(self):
         """Nothing is dropped silently."""
         on = Stage(Case(((5, 3), (0, 2))), "cpu")
@@ -270,6 +276,32 @@ def test_a_plan_of_somebody_else_is_refused():
     with_plan(batch, other.backend.init_forward_metadata(batch))
     with pytest.raises(PlanError, match="another instance"):
         on.backend.forward_extend(*inputs(on), on.layer, batch)
+
+
+def test_a_plan_of_a_geometry_that_was_replaced_is_refused():
+    """B5: by its shape alone it would run, on the pages and lengths of another step."""
+    on = stage()
+    batch = planned(on)
+    batch.geometry = on.batch().geometry
+    with pytest.raises(PlanError, match="a plan of 5 rows for 2 requests, and the batch's geometry was replaced"):
+        on.backend.forward_extend(*inputs(on), on.layer, batch)
+
+
+def test_pages_of_another_size_are_refused():
+    on = stage()
+    table = torch.zeros(1, 4, dtype=torch.int32)
+    batch = ForwardBatch(Geometry.of_lengths(ForwardMode.EXTEND, table, [3], [3], 2 * on.case.page_size))
+    for plan in (on.backend.init_forward_metadata, on.backend.init_forward_metadata_out_graph):
+        with pytest.raises(PlanError, match="pages of 32 tokens, and backend under_test was built for pages of 16"):
+            plan(batch)
+
+
+def test_fewer_input_ids_than_rows_are_the_hosts_mistake():
+    on = stage()
+    batch = on.batch()
+    batch.input_ids = torch.zeros(3, dtype=torch.int64)
+    with pytest.raises(PlanError, match="the batch has 3 input ids for the 5 rows of its geometry"):
+        plan_forward(on.backend, batch)
 
 
 def test_claims_are_the_specs_unless_narrowed():

@@ -29,6 +29,13 @@ def test_a_number_out_of_range_is_an_error_with_its_setting(wrong: dict[str, Any
     assert caught.value.settings == tuple(wrong)
 
 
+def test_a_ranks_part_of_a_model_is_not_divided_again() -> None:
+    part = model(MHA).for_rank(2)
+    assert Problem(part).model is part
+    with pytest.raises(UsageError, match="tensor_parallel 2 is given for a model with the heads of one of 2 ranks"):
+        Problem(part, tensor_parallel=2)
+
+
 @pytest.mark.parametrize(
     ("layers", "tokens", "roles"),
     [

@@ -32,6 +32,15 @@ def test_the_backend_asked_for_is_never_replaced() -> None:
     assert names(caught.value.selection.choices) == {"prefill": None, "decode": None}
 
 
+def test_a_wrong_name_is_an_error_before_a_model_is_known() -> None:
+    """D3: a host asks where its own plugins are registered, and nothing else is refused for what is not decided."""
+    installed = registry(backend("fast"))
+    for request in (BackendRequest("fats"), BackendRequest(roles={Role.DECODE: "fats"})):
+        with pytest.raises(UsageError, match="there is no backend 'fats'"):
+            select(installed, request, Problem())
+    assert not select(installed, BackendRequest("fast", {Role.DECODE: "fast"}), Problem()).choices
+
+
 def test_roles_can_differ() -> None:
     """D3"""
     installed = registry(*(backend(name) for name in "abc"), backend("lin", LINEAR))

@@ -276,7 +276,7 @@ class TestWrongUse:
         plans = [attention.plan(batch) for batch in batches]
         (call,) = batches[1].geometry.calls
         q, keys = (stage.normal(rows, 16, stage.layer.head_dim) for rows in (2, 22))
-        for other in (plans[0].chunks, None):
+        for other in (plans[0].chunks, stage.backend.plan(stage.batch().geometry), None):
             with pytest.raises(PlanError, match="call 0 of 2 query rows has no plan of backend"):
                 stage.backend.forward_ragged(q, keys, keys[..., :128], stage.layer, call, other)
 

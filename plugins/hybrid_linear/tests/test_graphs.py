@@ -95,6 +95,16 @@ def test_one_capture_serves_whoever_comes(setting) -> None:
 
 
 @in_every_graph_setting
+def test_graphs_of_one_shape_have_their_slots_in_one_memory(setting) -> None:
+    """B5: kernels read them where they lie. A second graph would read those of the first."""
+    scene = setting.scene(4)
+    scene.backend.init_cuda_graph_state(4, 16)
+    Capture(scene, DECODE, 3, 1)
+    with pytest.raises(PlanError, match="with its state slots in other memory"):
+        Capture(scene, DECODE, 3, 1)
+
+
+@in_every_graph_setting
 def test_a_captured_verify_is_committed_after_each_replay(setting) -> None:
     """A7: what it keeps for that is filled again by every replay, and committed once."""
     scene = setting.scene(4)

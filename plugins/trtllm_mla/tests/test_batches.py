@@ -9,7 +9,7 @@ from functools import partial
 import pytest
 import torch
 
-from attnplug import BackendError, DType, ExtendPath, ForwardExtras, ForwardMode, PlanError, Serving
+from attnplug import BackendError, DType, ExtendPath, ForwardExtras, ForwardMode, PlanError, RaggedCall, Serving
 from attnplug.host import ExtendPolicy, HostLengths, plan_forward
 from attnplug.mla.plan import plan_extend
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
@@ -278,6 +278,13 @@ class TestAsMHA:
             return
         with pytest.raises(PlanError, match=r"chunked KV off \(disable_chunked_prefix_cache\).* 5 prefix chunks"):
             model.scene.backend.init_mha_chunk_metadata(batch)
+
+    def test_a_ragged_call_in_a_lane_that_it_was_not_built_for(self):
+        stage = MLAScene(MLACase(((0, 3),), EXTEND), "cpu", reference_trtllm)
+        call = RaggedCall.of(0, [3], [3], causal=True, device=torch.device("cpu"), lane=1)
+        q, v = stage.normal(3, 16, 192), stage.normal(3, 16, 128)
+        with pytest.raises(PlanError, match="in lane 1, and backend under_test was built for 1"):
+            stage.backend.forward_ragged(q, q, v, stage.layer, call)
 
     def test_ragged_calls_run_on_the_memory_of_their_lane(self):
         """A2: they are not planned, and carry their lane."""

@@ -47,7 +47,7 @@ class PlannedBackend(ABC):
         raise NotImplementedError
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
-        self._check_lane(batch.geometry)
+        self.check_geometry(batch.geometry)
         return self.plan(batch.geometry)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
@@ -59,7 +59,7 @@ class PlannedBackend(ABC):
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> Plan:
         """The plan of a captured shape, always the same: what changes from replay to replay is made in the graph."""
-        self._check_lane(forward_batch.geometry)
+        self.check_geometry(forward_batch.geometry)
         return self._captures.plan(forward_batch.geometry, self.capture if in_capture else None)
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
@@ -80,9 +80,20 @@ class PlannedBackend(ABC):
                 f"{' and no '.join(missing)}; define it, or claim GraphLevel.NEVER"
             )
 
-    def _check_lane(self, geometry: Geometry) -> None:
-        if geometry.lane >= self.context.limits.lanes:
+    def check_geometry(self, geometry: Geometry) -> None:
+        """Refuse a batch for which this backend was not built: of other pages, or in a lane that it does not have."""
+        if geometry.page_size != self.context.page_size:
             raise PlanError(
-                f"a batch is in lane {geometry.lane}, and backend {self.backend_id.name} was built for "
-                f"{self.context.limits.lanes}; build it with Limits(lanes={geometry.lane + 1}) or more"
+                f"a batch has a table of pages of {geometry.page_size} tokens, and backend {self.backend_id.name} was "
+                f"built for pages of {self.context.page_size}"
+            )
+        self.check_lane(geometry.lane)
+
+    def check_lane(self, lane: int) -> None:
+        """Refuse a lane that this backend does not have."""
+        lanes = self.context.limits.lanes
+        if not 0 <= lane < lanes:
+            raise PlanError(
+                f"a batch is in lane {lane}, and backend {self.backend_id.name} was built for {lanes}; build it with "
+                f"Limits(lanes={lane + 1}) or more"
             )

@@ -36,6 +36,8 @@ class ServedLayers:
             raise PoolError(
                 f"layer {layer.layer_id} is not a full-attention layer of the model that backend {self._name} serves"
             )
+        if q.dim() != 3:
+            raise BackendError(f"layer {layer.layer_id}: q has shape {tuple(q.shape)}; give [rows, heads, width]")
         rows, heads, width = q.shape
         if (heads, width) != wanted:
             raise BackendError(

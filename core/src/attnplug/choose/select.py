@@ -136,17 +136,20 @@ def explain(
     ``failed`` are backends that could not be built although nothing spoke against them: reasons by name.
     """
     given = {name: _parsed(registry, name, settings) for name, settings in request.options.items()}
+    for name in (request.attention, *request.roles.values()):
+        if name != AUTO:
+            registry.get(name)  # a wrong name is an error even where the role is not needed, or no model is known yet
+    if problem.model is None:
+        return Selection(problem, {}, problem.page_size, given, failed or {}, request.verify)
     judge = _Judge(registry, request, problem, failed or {}, given, ranking)
     choices = {role: judge.choose(role) for role in problem.roles()}
     registry.insist_on_checks((c.backend, c.refusals) for choice in choices.values() for c in choice.candidates)
     for role, name in request.roles.items():
         if role not in choices and name != AUTO:
-            registry.get(name)  # a wrong name is an error even where the role is not needed
             message = f"`{role.setting}` {name} is given, but {_unneeded(role, problem)}; leave it out"
             also = [Setting.SPECULATIVE_TOKENS] if role is Role.DRAFT else []
             raise UsageError(message, settings=[role.setting, *also])
     if request.attention != AUTO and choices and not {Role.PREFILL, Role.DECODE} & set(choices):
-        registry.get(request.attention)
         raise UsageError(
             f"`{Setting.ATTENTION_BACKEND}` {request.attention} is given, but {_unneeded(Role.PREFILL, problem)}; "
             f"leave it out, or give `{Role.LINEAR.setting}`",

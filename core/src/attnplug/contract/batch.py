@@ -24,6 +24,8 @@ class BatchPlan:
     """How MLA layers run as MHA, planned by the backend's caller; ``None`` where they run absorbed."""
     chunks: Plan | None = None
     """What ``init_mha_chunk_metadata`` planned, for backends that have it."""
+    geometry: Geometry | None = None
+    """What was planned. Run with a batch that has another geometry, the plan is stale and is refused."""
 
 
 @dataclass(slots=True, eq=False)
@@ -84,7 +86,18 @@ class ForwardBatch:
                 f"forward_{called} of backend {planner.name} was called for a batch in mode {mode}; "
                 f"call forward_{right}"
             )
-        return plan_to_run(None if self.plan is None else self.plan.attention, planner, mode, rows)
+        return self.judged(None if self.plan is None else self.plan.attention, planner, rows)
+
+    def judged(self, plan: Plan | None, planner: BackendId, rows: int) -> Plan:
+        """A part of this batch's plan, by which ``planner`` may run ``rows`` query rows; see :func:`plan_to_run`."""
+        found = plan_to_run(plan, planner, self.geometry.mode, rows)
+        planned = None if self.plan is None else self.plan.geometry
+        if planned is not None and planned is not self.geometry:
+            raise PlanError(
+                f"backend {planner.name} was given a plan of {planned.rows} rows for {planned.requests} requests, and "
+                "the batch's geometry was replaced after it was planned; plan it again"
+            )
+        return found
 
     def split(self, first_requests: int, lanes: tuple[int, int] | None = None) -> tuple[ForwardBatch, ForwardBatch]:
         """Divide into two batches, the first with this many requests, for two-batch overlap.

@@ -8,7 +8,7 @@ from typing import Literal, TypeVar
 import torch
 
 from attnplug.declare.capabilities import Capabilities
-from attnplug.declare.errors import BackendError
+from attnplug.declare.errors import BackendError, PoolError
 from attnplug.declare.model import ModelSpec
 from attnplug.declare.problem import DType, Role
 from attnplug.kv import KVPools
@@ -75,6 +75,14 @@ class HostContext:
     serving: Serving = Serving()
     coordinator: Coordinator | None = None
     """What keeps part of the cache elsewhere (HiSparse), if anything does. Backends get it when built (A10)."""
+
+    def __post_init__(self) -> None:
+        for pool in (self.pools.mha, self.pools.mla):
+            if pool is not None and (pool.page_size, pool.dtype) != (self.page_size, self.kv_dtype):
+                raise PoolError(
+                    f"the context has pages of {self.page_size} in {self.kv_dtype}, but a pool has pages of "
+                    f"{pool.page_size} in {pool.dtype}; make both alike"
+                )
 
     def for_backend(
         self, name: str, declared: Capabilities, *, roles: frozenset[Role] = frozenset(), options: object = None

@@ -108,10 +108,28 @@ class Geometry:
         )
 
     def __post_init__(self) -> None:
+        if self.page_table.dim() != 2 or self.seq_lens.dim() != 1:
+            raise PlanError(
+                f"page_table has shape {tuple(self.page_table.shape)} and seq_lens {tuple(self.seq_lens.shape)}; give "
+                "[requests, pages] and [requests]"
+            )
         requests = self.seq_lens.shape[0]
         tables, pages = self.page_table.shape
+        for name in ("page_table", "seq_lens", "new_lens"):
+            tensor: Tensor | None = getattr(self, name)
+            if tensor is not None and tensor.dtype is not torch.int32:
+                raise PlanError(f"{name} is {tensor.dtype}; give torch.int32, which kernels read")
+        if min(self.rows, self.max_new, self.max_seq_len, self.lane) < 0:
+            raise PlanError(
+                f"rows={self.rows}, max_new={self.max_new}, max_seq_len={self.max_seq_len} and lane={self.lane}: none "
+                "may be negative"
+            )
         if tables != requests:
             raise PlanError(f"the batch has {requests} lengths, but {tables} rows in its page table")
+        if self.new_lens is not None and self.new_lens.shape != (requests,):
+            raise PlanError(
+                f"new_lens has shape {tuple(self.new_lens.shape)}; give one for each of {requests} requests"
+            )
         if self.new_lens is None and self.rows != requests * self.max_new:
             raise PlanError(
                 f"a batch without new_lens has {self.max_new} new tokens for each of its {requests} requests, "
@@ -150,6 +168,7 @@ class Geometry:
         request, new, total = next((number, *pair) for number, pair in lens if not 0 <= pair[0] <= pair[1])
         raise PlanError(
             f"request {request} has {new} new tokens but only {total} rows in all; its length counts the new tokens too"
+            + "; with exact lengths, a padded request has no new tokens and follows all others" * (not total)
         )
 
     @property
@@ -184,17 +203,22 @@ class Geometry:
         return self.host
 
     def measured(self) -> Geometry:
-        """The same with exact lengths on the host. If they have to be copied, this waits for the device."""
+        """The same with exact lengths on the host. If they have to be copied, this waits for the device.
+
+        Padded requests at the end of a batch without ``new_lens`` are left out: their rows are padding of q.
+        """
         if self.host is not None:
             return self
-        query_lens = [self.max_new] * self.requests if self.new_lens is None else self.new_lens.tolist()
+        kv_lens = self.seq_lens.tolist()
+        if self.new_lens is None:
+            live = next((count for count in range(self.requests, 0, -1) if kv_lens[count - 1]), 0)
+            host = HostLengths([self.max_new] * live, kv_lens[:live])
+            part = self if live == self.requests else self.split(live)[0]
+            return replace(part, host=host, calls=self.calls)
+        query_lens = self.new_lens.tolist()
         rows = sum(query_lens)
-        return replace(
-            self,
-            rows=rows,
-            host=HostLengths(query_lens, self.seq_lens.tolist()),
-            slots=None if self.slots is None else self.slots[:rows],
-        )
+        slots = None if self.slots is None else self.slots[:rows]
+        return replace(self, rows=rows, host=HostLengths(query_lens, kv_lens), slots=slots)
 
     def only(self, requests: Sequence[int]) -> Geometry:
         """The geometry of some requests, given by number in ascending order; needs exact lengths."""
@@ -218,6 +242,8 @@ class Geometry:
         they are planned anew."""
         if not 0 <= first <= self.requests:
             raise PlanError(f"a batch of {self.requests} requests cannot be split after {first}")
+        if self.new_lens is not None and self.host is None:
+            raise PlanError("a batch whose requests differ is split by exact lengths on the host; take measured()")
         rows = first * self.max_new if self.new_lens is None else sum(self._exact().query_lens[:first])
         halves = divide(self, first, rows)
         for half, count, lane in zip(halves, (rows, self.rows - rows), lanes or (self.lane, self.lane), strict=True):

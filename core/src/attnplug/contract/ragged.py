@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attnplug.declare.errors import PlanError
 from attnplug.machine.transfer import to_device
 
 
@@ -43,6 +44,8 @@ class RaggedCall:
         device: torch.device,
         lane: int = 0,
     ) -> RaggedCall:
+        if len(query_lens) != len(kv_lens):
+            raise PlanError(f"a call has {len(query_lens)} lengths of queries and {len(kv_lens)} of keys; give as many")
         query_indptr, kv_indptr = (
             to_device(list(accumulate(lens, initial=0)), device, np.int32) for lens in (query_lens, kv_lens)
         )
@@ -55,6 +58,15 @@ class RaggedCall:
     @property
     def kv_rows(self) -> int:
         return sum(self.kv_lens)
+
+    def check(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Refuse rows that are not those of this call: kernels trust its lengths."""
+        rows = (q.shape[0], k.shape[0], v.shape[0])
+        if rows != (self.query_rows, self.kv_rows, self.kv_rows):
+            raise PlanError(
+                f"call {self.index} is of {self.query_rows} query rows and {self.kv_rows} of keys and values, but q, k "
+                f"and v have {rows[0]}, {rows[1]} and {rows[2]}"
+            )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

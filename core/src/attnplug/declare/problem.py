@@ -116,6 +116,9 @@ class Problem:
             raise _wrong(Setting.SPECULATIVE_TOKENS, self.speculative_tokens, "is negative; 0 turns speculation off")
         if self.tensor_parallel < 1:
             raise _wrong(Setting.TENSOR_PARALLEL, self.tensor_parallel, "is not a number of ranks; give 1 or more")
+        if self.tensor_parallel > 1 and self.model is not None and self.model.ranks > 1:
+            why = f"is given for a model with the heads of one of {self.model.ranks} ranks; give the whole model"
+            raise _wrong(Setting.TENSOR_PARALLEL, self.tensor_parallel, why)
         if self.sm is not None and self.sm not in SM_RANGE:
             raise _wrong(Setting.SM, self.sm, "is not a compute capability; write 9.0 as 90, 10.3 as 103")
 

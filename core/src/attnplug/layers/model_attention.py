@@ -15,7 +15,7 @@ from attnplug.contract.hooks import Hook
 from attnplug.contract.linear import LinearInputs
 from attnplug.contract.plan import Plan, received_plan
 from attnplug.declare.claims import ExtendPath
-from attnplug.declare.errors import BackendError
+from attnplug.declare.errors import BackendError, PlanError
 from attnplug.declare.model import LayerSpec
 from attnplug.kv import KVPools
 from attnplug.mla import ExtendPolicy, MLAAttention, MLAWeights
@@ -65,7 +65,7 @@ class ModelAttention:
         if calls or batch.geometry.calls:
             batch.geometry = replace(batch.geometry, calls=calls)  # the backend plans what it will run
         chunks = None if extend is None or self._mla is None else self._mla.plan_chunks(batch)
-        batch.plan = BatchPlan(_attention_plan(self.backend, batch), extend, chunks)
+        batch.plan = BatchPlan(_attention_plan(self.backend, batch), extend, chunks, batch.geometry)
         return batch.plan
 
     @contextmanager
@@ -150,10 +150,14 @@ def plan_forward(
     """As :meth:`ModelAttention.plan`, for a caller that runs the backend's own entries: MLA runs absorbed."""
     apply_skip_attn_backend_init(batch, skip_attn_backend_init)
     if batch.needs_forward_metadata_init():
-        batch.plan = BatchPlan(_attention_plan(backend, batch))
+        batch.plan = BatchPlan(_attention_plan(backend, batch), geometry=batch.geometry)
     return batch.plan
 
 
 def _attention_plan(backend: AttentionBackend, batch: ForwardBatch) -> Plan:
+    if batch.num_tokens < batch.geometry.rows:
+        raise PlanError(
+            f"the batch has {batch.num_tokens} input ids for the {batch.geometry.rows} rows of its geometry"
+        )
     plan, hook = backend.init_forward_metadata(batch), "init_forward_metadata"
     return received_plan(plan, backend.backend_id, batch.forward_mode, batch.num_tokens, hook)

@@ -10,7 +10,7 @@ from attnplug.contract.batch import ForwardBatch
 from attnplug.contract.geometry import Geometry
 from attnplug.contract.hooks import Hook
 from attnplug.contract.mode import ForwardMode
-from attnplug.contract.plan import BackendId, Plan, plan_to_run, received_plan
+from attnplug.contract.plan import BackendId, Plan, received_plan
 from attnplug.contract.ragged import Part
 from attnplug.declare.claims import ExtendPath
 from attnplug.declare.errors import BackendError
@@ -66,10 +66,15 @@ class MLAAttention:
 
     def attend(self, q: Tensor, rows: Tensor, layer: LayerSpec, weights: MLAWeights, batch: ForwardBatch) -> Tensor:
         """One layer; see ``ModelAttention.attend_mla``."""
+        if q.shape[1:] != (layer.num_heads, layer.head_dim):
+            raise BackendError(
+                f"layer {layer.layer_id}: q has shape {tuple(q.shape)}, but on this rank it is [rows, "
+                f"{layer.num_heads}, {layer.head_dim}], not absorbed"
+            )
         if batch.plan is None or batch.plan.extend is None:
             run = self._backend.forward_decode if batch.forward_mode.is_decode else self._backend.forward_extend
             return weights.project_back(run(weights.absorb(q), rows.unsqueeze(1), None, layer, batch))
-        plan = plan_to_run(batch.plan.extend, self._id, batch.forward_mode, q.shape[0])
+        plan = batch.judged(batch.plan.extend, self._id, q.shape[0])
         assert plan.new_slots is not None
         planned = plan.query_rows
         self._pool.write(layer.layer_id, plan.new_slots, rows[:planned])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from attnplug.author.attention import PlannedAttention
-from attnplug.author.served_layers import NewRows, output_width
+from attnplug.author.served_layers import NewRows, check_lse, output_width
 from attnplug.contract.backend import ForwardExtras
 from attnplug.contract.context import BackendContext
 from attnplug.contract.geometry import Geometry
@@ -55,6 +55,9 @@ class TorchNativeBackend(PlannedAttention):
         plan: Plan | None = None,
         lse: Tensor | None = None,
     ) -> Tensor:
+        call.check(q, k, v)
+        if lse is not None:
+            check_lse(lse, q)
         softmax = Softmax(layer.scale, layer.sliding_window, layer.logit_cap)
         out = q.new_empty(*q.shape[:2], v.shape[-1])
         query = row = 0

@@ -213,6 +213,7 @@ class FlashAttentionBackend(PlannedAttention):
         plan: Plan | None = None,
         lse: Tensor | None = None,
     ) -> Tensor:
+        call.check(q, k, v)
         if lse is not None:
             check_lse(lse, q)
         out, sums = self._kernels.at_hand(q, k, v, call, Softmax.of(layer), lse is not None)

@@ -150,7 +150,7 @@ class FlashInferMLABackend(PlannedAttention):
         planned.
         """
         geometry = forward_batch.geometry
-        self._check_lane(geometry)
+        self.check_geometry(geometry)
         wrappers, first, chunks = self.lanes[geometry.lane], geometry.calls[:1], geometry.calls[1:]
         runner = wrappers.mha_chunk_kv_cache
         if chunks and runner is None:
@@ -180,8 +180,7 @@ class FlashInferMLABackend(PlannedAttention):
         heads = self._shape.heads if geometry.mode.is_decode else padded_heads(self._shape.heads)
         captured = memory.capture(geometry, self.lanes[geometry.lane].kernels, heads)
         call = PlannedCall(slice(0, geometry.rows), heads, captured)
-        slots = captured.slots if geometry.slots is None else geometry.slots
-        return Plan.of(self.backend_id, geometry, (call,), slots)
+        return Plan.of(self.backend_id, geometry, (call,), captured.slots)
 
     def refill(self, plan: Plan, geometry: Geometry) -> None:
         """Page indices, slots and work list, from the page table and lengths that the batch has when the graph runs."""
@@ -217,12 +216,14 @@ class FlashInferMLABackend(PlannedAttention):
         lse: Tensor | None = None,
     ) -> Tensor:
         mine = None if plan is None else plan.part_of(self.backend_id)
-        planned: PlannedRagged | None = None if mine is None else mine.metadata.get(call.index)
+        chunks: object = None if mine is None else mine.metadata
+        planned: PlannedRagged | None = chunks.get(call.index) if isinstance(chunks, dict) else None
         if planned is None or planned.call is not call:
             raise PlanError(
                 f"call {call.index} of {call.query_rows} query rows has no plan of backend {self.backend_id.name}; "
                 "give it what init_mha_chunk_metadata returned for its batch"
             )
+        call.check(q, k, v)
         if lse is not None:
             check_lse(lse, q)
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])

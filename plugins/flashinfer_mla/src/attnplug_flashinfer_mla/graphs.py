@@ -36,6 +36,8 @@ class Captured:
         kv_lens = geometry.seq_lens
         lengths = Lengths(self.qo_indptr, self.kv_indptr, kv_lens)
         fill_indices(geometry.page_table, lengths, geometry.page_size, self.kv_indices, self.slots)
+        if geometry.slots is not None:
+            self.slots.copy_(geometry.slots)
         fill_schedule(self.schedule, self.batch, kv_lens)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnplug import BackendContext, ForwardBatch, Geometry, LayerSpec, LinearInputs, Plan
+from attnplug import BackendContext, ForwardBatch, Geometry, LayerSpec, LinearInputs, Plan, PlanError
 from attnplug_hybrid_linear.fla_kernels import CHUNK, ChunkKernels, Chunks, FlaKernels
 from attnplug_hybrid_linear.spans import Blocks, Spans, cut, plan_spans
 from attnplug_hybrid_linear.states import LinearMetadata, StateBackend, Verified
@@ -53,7 +53,13 @@ class FlaLinearBackend(StateBackend):
         return self.plan_of(geometry, [geometry.rows // geometry.requests] * geometry.requests, captured=True)
 
     def refill(self, plan: Plan, geometry: Geometry) -> None:
-        """Nothing to do: captured kernels read the batch's state slots themselves."""
+        """Nothing to make: captured kernels read the state slots of the batch that was captured first."""
+        slots = geometry.state_slots
+        if slots is None or slots.data_ptr() != plan.metadata.spans.slots.data_ptr():
+            raise PlanError(
+                f"a {geometry.mode} batch of {geometry.requests} requests was captured in lane {geometry.lane} with "
+                "its state slots in other memory, which its kernels read directly; capture it in a lane of its own"
+            )
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> Plan:
         plan = super().init_forward_metadata_out_graph(forward_batch, in_capture)

@@ -140,8 +140,7 @@ class TRTLLMMLABackend(PlannedAttention):
     def capture(self, geometry: Geometry, memory: GraphMemory) -> Plan:
         captured = memory.capture(geometry)
         metadata = Metadata(self.lanes[geometry.lane].decode, captured.call, captured)
-        slots = captured.slots if geometry.slots is None else geometry.slots
-        return Plan.of(self.backend_id, geometry, metadata, slots)
+        return Plan.of(self.backend_id, geometry, metadata, captured.slots)
 
     def refill(self, plan: Plan, geometry: Geometry) -> None:
         """Tables, lengths and slots, from what the batch holds when the graph runs."""
@@ -209,11 +208,13 @@ class TRTLLMMLABackend(PlannedAttention):
     ) -> Tensor:
         """One call of an MLA prefill as MHA: by our own kernel or, for chunks that the fallback planned, by the
         fallback."""
+        self.check_lane(call.lane)
         fallback, ragged = self._fallback, self.lanes[call.lane].ragged
         if call.index and plan is not None and fallback is not None:
             return fallback.forward_ragged(q, k, v, layer, call, plan, lse)
         if ragged is None:
             raise self._refusal("prefill")
+        call.check(q, k, v)
         if lse is not None:
             check_lse(lse, q)
         out = q.new_empty(q.shape[0], q.shape[1], v.shape[-1])

@@ -35,6 +35,8 @@ class Captured:
         fill_indices(pages, lengths, kernel_page, self.call.tables.view(-1), self.slots)
         torch.clamp(seq_lens, min=self.call.queries, out=self.call.lens)
         torch.lt(self.slots, 0, out=self.dead)
+        if geometry.slots is not None:
+            self.slots.copy_(geometry.slots)
 
 
 class GraphMemory:
