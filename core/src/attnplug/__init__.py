@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from attnplug.declare.errors import PlanError as PlanError
     from attnplug.declare.errors import PoolError as PoolError
     from attnplug.declare.measured import MeasuredTable as MeasuredTable
+    from attnplug.declare.measured import Measurement as Measurement
     from attnplug.declare.model import AttentionKind as AttentionKind
     from attnplug.declare.model import Feature as Feature
     from attnplug.declare.model import LayerSpec as LayerSpec
@@ -84,7 +85,7 @@ _MODULES = {
     "declare.capabilities": ("Capabilities",),
     "declare.claims": ("Claims", "ExtendPath", "PageSizes"),
     "declare.errors": ("BackendError", "PlanError", "PoolError"),
-    "declare.measured": ("MeasuredTable",),
+    "declare.measured": ("MeasuredTable", "Measurement"),
     "declare.model": ("AttentionKind", "Feature", "LayerSpec", "ModelSpec"),
     "declare.problem": ("CacheLayout", "DType", "GraphLevel", "Problem", "Role"),
     "declare.refusal": ("Refusal", "RefusalCode"),
