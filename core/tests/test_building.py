@@ -20,6 +20,7 @@ from attnplug import (
     ExtendPath,
     GraphLevel,
     LayerSpec,
+    MLAPool,
     ModelSpec,
     PageSizes,
     Problem,
@@ -264,6 +265,16 @@ class TestClaims:
         with pytest.raises(BackendError, match="does not serve what it was selected for") as error:
             build_backend(built, context(), Problem(**asked))
         assert said in str(error.value)
+
+
+def test_a_cache_of_another_layout_than_the_spec_declares_is_refused(registered):
+    """D3: also if the host did not say how its cache lies when it chose."""
+    shape = (3, 2, 64, MLA.mla.row_dim)
+    pool = MLAPool.over([MLA], {0: torch.zeros(shape)[:, 0]}, "pages tokens dim", page_size=64, dtype=DType.FLOAT32)
+    own = context(pools=KVPools(mla=pool))
+    build_backend(registered(backend(), capabilities=replace(EVERY_PATH, layouts={"strided"})), own)
+    with pytest.raises(BackendError, match=r"backend fast .*layer 0 is laid out strided, .* reads only .*token_major"):
+        build_backend(registered(backend(), capabilities=replace(EVERY_PATH, layouts={"token_major"})), own)
 
 
 ROLES = {Role.PREFILL: "first", Role.DECODE: "second", Role.LINEAR: "third"}

@@ -27,6 +27,7 @@ from attnplug.declare.claims import Claims, ExtendPath
 from attnplug.declare.errors import AttnplugError, BackendError, HookError, PluginError, describe_error
 from attnplug.declare.model import AttentionKind, Feature
 from attnplug.declare.problem import GraphLevel, Problem, Role
+from attnplug.declare.settings import Setting
 
 EXTRA_OF = {Feature.SINKS: "sinks"}
 """The extra by which a layer's feature reaches ``forward``."""
@@ -84,6 +85,21 @@ def claim_problems(backend: AttentionBackend, declared: Capabilities, page_size:
     for hook, claim in needed.items():
         if bind_optional_hook(backend, hook) is None:
             yield f"it claims {claim}, but has no {hook}{shown(hook_signatures()[hook])}"
+
+
+def unread(context: BackendContext, declared: Capabilities) -> Iterator[str]:
+    """Every layer whose cache is laid out as the backend does not declare to read it. A host may not have said so."""
+    if context.roles == {Role.LINEAR}:
+        return
+    mha, mla, can = context.pools.mha, context.pools.mla, declared.layouts
+    layouts = [] if mha is None else [(layer, layout) for layer in mha.layer_ids for layout in mha.layout(layer)]
+    layouts += [] if mla is None else [(layer, mla.layout(layer)) for layer in mla.layer_ids]
+    for layer, layout in layouts:
+        if layout.name not in can:
+            yield (
+                f"the cache of layer {layer} is laid out {layout.name}, with shape {layout.shape} and strides "
+                f"{layout.strides}, and it reads only {', '.join(sorted(can))}"
+            )
 
 
 def unmet(claims: Claims, problem: Problem, roles: Collection[Role]) -> Iterator[str]:
@@ -145,6 +161,8 @@ def build_backend(registered: Registered, context: BackendContext, problem: Prob
     """Import a backend's factory, build it, and check the result: its hooks can be called, its spec declares its
     claims, and it claims what ``problem`` needs, the one that it was selected for."""
     spec = registered.spec
+    for unreadable in unread(context, spec.capabilities):
+        raise BackendError(f"{_who(registered)}: {unreadable}", settings=[Setting.LAYOUT])
     factory = import_factory(registered)
     with _blamed_on(registered, "built"):  # looking at it runs properties of its own
         backend = factory(context)

@@ -108,28 +108,26 @@ class Geometry:
         )
 
     def __post_init__(self) -> None:
-        if self.page_table.dim() != 2 or self.seq_lens.dim() != 1:
+        table, lens, new_lens = self.page_table.shape, self.seq_lens.shape, self.new_lens
+        if len(table) != 2 or len(lens) != 1:
             raise PlanError(
-                f"page_table has shape {tuple(self.page_table.shape)} and seq_lens {tuple(self.seq_lens.shape)}; give "
-                "[requests, pages] and [requests]"
+                f"page_table has shape {tuple(table)} and seq_lens {tuple(lens)}; give [requests, pages] and [requests]"
             )
-        requests = self.seq_lens.shape[0]
-        tables, pages = self.page_table.shape
-        for name in ("page_table", "seq_lens", "new_lens"):
-            tensor: Tensor | None = getattr(self, name)
-            if tensor is not None and tensor.dtype is not torch.int32:
-                raise PlanError(f"{name} is {tensor.dtype}; give torch.int32, which kernels read")
-        if min(self.rows, self.max_new, self.max_seq_len, self.lane) < 0:
+        (tables, pages), (requests,) = table, lens
+        if not (
+            self.page_table.dtype is self.seq_lens.dtype is torch.int32
+            and (new_lens is None or new_lens.dtype is torch.int32)
+        ):
+            self._refuse_types()
+        if self.rows < 0 or self.max_new < 0 or self.max_seq_len < 0 or self.lane < 0:
             raise PlanError(
                 f"rows={self.rows}, max_new={self.max_new}, max_seq_len={self.max_seq_len} and lane={self.lane}: none "
                 "may be negative"
             )
         if tables != requests:
             raise PlanError(f"the batch has {requests} lengths, but {tables} rows in its page table")
-        if self.new_lens is not None and self.new_lens.shape != (requests,):
-            raise PlanError(
-                f"new_lens has shape {tuple(self.new_lens.shape)}; give one for each of {requests} requests"
-            )
+        if new_lens is not None and new_lens.shape != lens:
+            raise PlanError(f"new_lens has shape {tuple(new_lens.shape)}; give one for each of {requests} requests")
         if self.new_lens is None and self.rows != requests * self.max_new:
             raise PlanError(
                 f"a batch without new_lens has {self.max_new} new tokens for each of its {requests} requests, "
@@ -162,6 +160,12 @@ class Geometry:
                 f"a request has {longest} rows and one {most} new tokens, over the bounds of {self.max_seq_len} and "
                 f"{self.max_new}"
             )
+
+    def _refuse_types(self) -> Never:
+        given = {"page_table": self.page_table, "seq_lens": self.seq_lens, "new_lens": self.new_lens}
+        types = {name: tensor.dtype for name, tensor in given.items() if tensor is not None}
+        name = next(name for name, dtype in types.items() if dtype is not torch.int32)
+        raise PlanError(f"{name} is {types[name]}; give torch.int32, which kernels read")
 
     def _refuse_lengths(self, host: HostLengths) -> Never:
         lens = enumerate(zip(host.query_lens, host.kv_lens, strict=True))
