@@ -275,8 +275,8 @@ class TestSplit:
         uniform = make(3)
         uniform.geometry = dataclasses.replace(uniform.geometry, host=None)
         assert [half.num_tokens for half in uniform.split(1)] == [1, 2]
-        uniform.geometry = dataclasses.replace(uniform.geometry, rows=6, max_new=2)
-        assert [half.geometry.rows for half in dataclasses.replace(uniform, input_ids=None, positions=None).split(1)] == [2, 4]
+        two_each = dataclasses.replace(uniform.geometry, rows=6, max_new=2)
+        assert [half.rows for half in two_each.split(1)] == [2, 4]
         ragged = extend_batch()
         ragged.geometry = dataclasses.replace(ragged.geometry, host=None)
         with pytest.raises(PlanError, match="needs exact ones"):

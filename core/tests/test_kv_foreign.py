@@ -264,7 +264,7 @@ def test_keys_and_values_of_one_row_may_differ_in_width() -> None:
 def test_a_row_of_keys_and_values_is_as_wide_as_both() -> None:
     """A wider one has something else in it."""
     with pytest.raises(PoolError, match=r"\(kv dim\) is 15, not 14"):
-        over({layer_id: cache(5, 4, 2, 15) for layer_id in (0, 1)}, "pages tokens heads (kv dim)", mha_layer(0), mha_layer(1))
+        over({0: cache(5, 4, 2, 15)}, "pages tokens heads (kv dim)", mha_layer())
 
 
 def test_scales_are_those_of_the_hosts_memory() -> None:

@@ -30,7 +30,6 @@ from attnplug.host import KVPools, Limits, MLADims, plan_forward
 from support.batches import captured, padded, with_plan
 from support.stage import NAN, Case, Stage
 
-
 DIMS = MLADims(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8)
 
 
