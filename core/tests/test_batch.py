@@ -276,6 +276,8 @@ class TestSplit:
         uniform = make(3)
         uniform.geometry = dataclasses.replace(uniform.geometry, host=None)
         assert [half.num_tokens for half in uniform.split(1)] == [1, 2]
+        two_each = dataclasses.replace(uniform.geometry, rows=6, max_new=2)
+        assert [half.rows for half in two_each.split(1)] == [2, 4]
         ragged = extend_batch()
         ragged.geometry = dataclasses.replace(ragged.geometry, host=None)
         with pytest.raises(PlanError, match="is split by exact lengths on the host"):
@@ -376,6 +378,23 @@ class TestPlanForForward:
         self.batch.geometry = dataclasses.replace(self.batch.geometry, mode=mode)
         with pytest.raises(PlanError, match=f"call forward_{'extend' if decode else 'decode'}"):
             self.batch.plan_for(self.me, 3, decode=decode)
+
+    @pytest.mark.parametrize("decode", [False, True])
+    def test_an_idle_batch_runs_by_either_entry(self, decode):
+        with_plan(self.batch, Plan(self.me, ForwardMode.IDLE, 0, 0))
+        self.batch.geometry = dataclasses.replace(self.batch.geometry, mode=ForwardMode.IDLE)
+        assert self.batch.plan_for(self.me, 3, decode=decode).query_rows == 0
+
+    def test_part_of_another_instance_is_never_used(self):
+        """B5: of a wrapper's plan neither."""
+        with_plan(self.batch, Plan(BackendId("wrapper"), ForwardMode.DECODE, 3, 15, parts=(self.plan,)))
+        with pytest.raises(PlanError, match="another instance"):
+            self.batch.plan_for(BackendId("mine"), 3, decode=True)
+
+    def test_a_plan_counts_the_rows_of_its_batch(self):
+        """Queries, and the cache rows that they attend to."""
+        made = Plan.of(self.me, extend_batch().geometry)
+        assert (made.query_rows, made.kv_rows, made.mode) == (6, 7 + 8 + 9, ForwardMode.EXTEND)
 
     def test_part_of_a_wrappers_plan_is_found_at_any_depth(self):
         """B5, A9: nested wrappers keep each child's plan."""

@@ -119,6 +119,36 @@ class TestHooks:
         else:
             assert f"{hook}(" in (text := refused(built)) and f"'{parameter}'" in text
 
+    def test_a_method_that_does_not_take_what_is_given_by_name_is_refused(self, registered):
+        """A8: not at the first layer that is run."""
+        text = refused(registered(backend(forward_decode=lambda self, q, k, v, layer, batch: q)))
+        assert "its forward_decode(q, k, v, layer, batch) cannot be called as forward_decode(" in text
+
+    def test_a_linear_backend_plans_too(self, registered):
+        """A8: its role needs no forward_extend, but a plan."""
+        linear = context(roles=frozenset({Role.LINEAR}))
+        build_backend(registered(backend(forward_extend=None, forward_decode=None)), linear)
+        with pytest.raises(BackendError, match="it has no method init_forward_metadata"):
+            build_backend(registered(backend(init_forward_metadata=None)), linear)
+
+    def test_a_factory_may_be_an_attribute_of_a_class(self, registered):
+        class Family:
+            build = staticmethod(backend())
+
+        made = registered(Family)
+        made = replace(made, spec=replace(made.spec, factory="made_up:fast.build"))
+        assert isinstance(build_backend(made, context()), Recorder)
+
+    def test_a_factory_that_cannot_be_called_is_refused_with_what_it_is(self, registered):
+        assert "made_up:fast is 7, which cannot be called to build a backend" in refused(registered(7))
+
+    def test_an_interrupt_is_no_fault_of_the_backend(self, registered):
+        def interrupted(context: BackendContext) -> Any:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            build_backend(registered(interrupted), context())
+
     @pytest.mark.parametrize("hook", hook_signatures())
     def test_a_hook_that_demands_what_nobody_offers_is_refused_by_name(self, registered, hook):
         """A8"""
@@ -265,6 +295,21 @@ class TestClaims:
         with pytest.raises(BackendError, match="does not serve what it was selected for") as error:
             build_backend(built, context(), Problem(**asked))
         assert said in str(error.value)
+
+    @pytest.mark.parametrize(
+        ("claims", "layers", "role"),
+        [
+            ({"extras": []}, (*SINKS.layers, replace(GDN, layer_id=1)), Role.LINEAR),
+            ({"mla_extend": []}, (MLA,), Role.DECODE),
+            ({"mla_extend": []}, (FULL,), Role.PREFILL),
+        ],
+        ids=["sinks of other layers", "decode of MLA", "prefill without MLA"],
+    )
+    def test_what_its_own_role_does_not_need_may_be_left_out(self, registered, claims, layers, role):
+        """D3: it was selected for a role, and is held to that."""
+        built = registered(backend(Claims(**claims)), capabilities=replace(EVERY_PATH, extras={"lse", "sinks"}))
+        problem = Problem(ModelSpec("m", "test", layers, 4096))
+        build_backend(built, context(roles=frozenset({role})), problem)
 
 
 def test_a_cache_of_another_layout_than_the_spec_declares_is_refused(registered):

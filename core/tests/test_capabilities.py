@@ -54,6 +54,7 @@ from support.specs import EVERYTHING, claiming, page_sizes
         ({"preference": 1.5}, "preference"),
         ({"preference": True}, "preference"),
         ({"preference": 10**5000}, "preference"),
+        ({"preference": -(10**9) - 1}, "preference"),
         ({"name": "a" * 65}, "name"),
         ({"summary": "\x1b[31mred"}, "summary"),
         ({"factory": "a..b:c"}, "factory"),

@@ -44,7 +44,7 @@ def test_slots_of_whole_requests(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("requests", [[0, 1, 2], range(3), [2, 0], [1]])
+@pytest.mark.parametrize("requests", [[0, 1, 2], range(3), [2, 0, 1], [2, 0], [1]])
 def test_slots_of_some_requests(device: str, requests: Sequence[int]) -> None:
     table = torch.tensor([[4, 1, -1], [0, -1, -1], [5, 2, 3]], dtype=torch.int32)
     geometry = Geometry.of_lengths(ForwardMode.DECODE, table.to(device), [1, 1, 1], [6, 2, 9], 4)
@@ -99,6 +99,23 @@ class TestNewSlots:
         made = Geometry(ForwardMode.TARGET_VERIFY, table, lens, 4, rows=4, max_seq_len=8, max_new=2)
         assert made.new_slots().tolist() == [7 * 4 + 3, 5 * 4, -1, -1]
 
+    def test_a_length_past_the_page_table_has_no_slots(self):
+        """The device alone knows it; a table is never read past its end."""
+        table, lens = torch.tensor([[7, 5]], dtype=torch.int32), torch.tensor([9], dtype=torch.int32)
+        made = Geometry(ForwardMode.TARGET_VERIFY, table, lens, 4, rows=2, max_seq_len=8, max_new=2)
+        assert made.new_slots().tolist() == [5 * 4 + 3, -1]
+
+    def test_rows_of_no_request_have_no_slots(self):
+        """An idle rank that is padded to the others' rows."""
+        table, none = torch.zeros(0, 2, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
+        made = Geometry(ForwardMode.IDLE, table, none, 4, rows=2, max_seq_len=0, max_new=1, new_lens=none)
+        assert made.new_slots().tolist() == [-1, -1]
+
+    def test_slots_of_spans_are_those_of_their_requests(self):
+        table = torch.tensor([[4, 1], [0, 3], [5, 2]], dtype=torch.int32)
+        made = Geometry.of_lengths(ForwardMode.DECODE, table, [1, 1, 1], [6, 2, 8], 4)
+        assert made.span_slots([2, 0], [3, 1], [2, 1]).tolist() == [5 * 4 + 3, 2 * 4, 4 * 4 + 1]
+
     def test_a_host_that_owns_the_slots_says_them(self):
         table, slots = torch.zeros(2, 3, dtype=torch.int32), torch.tensor([5, -1])
         made = Geometry.of_lengths(ForwardMode.DECODE, table, [1, 1], [6, 2], 4, slots=slots)
@@ -114,6 +131,19 @@ class TestLengths:
         assert (unknown.measured().rows, unknown.measured().query_lens) == (3, [2, 1])
         assert known.measured() is known
 
+    def test_exact_lengths_leave_the_hosts_slots_of_exact_rows(self):
+        table, slots = torch.zeros(2, 3, dtype=torch.int32), torch.tensor([8, 9, 5, -1])
+        known = Geometry.of_lengths(ForwardMode.EXTEND, table, [2, 1], [6, 2], 4)
+        unknown = replace(known, host=None, rows=4, slots=slots)
+        assert unknown.measured().new_slots().tolist() == [8, 9, 5]
+
+    def test_what_a_host_gives_beside_its_lengths_is_kept(self):
+        """Memory that a graph reads among it: a copy of the lengths would not change with them."""
+        given = {"seq_lens": torch.tensor([6, 2]), "state_slots": torch.tensor([3, 4]), "lane": 1, "captured": True}
+        table = torch.zeros(2, 3, dtype=torch.int32)
+        made = Geometry.of_lengths(ForwardMode.DECODE, table, [1, 1], [6, 2], 4, **given)
+        assert all(getattr(made, name) is value for name, value in given.items())
+
     @pytest.mark.parametrize(
         ("wrong", "said"),
         [
@@ -122,6 +152,7 @@ class TestLengths:
             ({"host": HostLengths([2], [6])}, "2 requests, but 1 new lengths"),
             ({"host": HostLengths([2, 2], [6, 2])}, "3 rows for 4 new tokens"),
             ({"max_seq_len": 5}, "6 rows and one 2 new tokens, over the bounds of 5 and 2"),
+            ({"max_new": 1}, "6 rows and one 2 new tokens, over the bounds of 6 and 1"),
             ({"max_seq_len": 13}, "up to 13 rows, but the page table holds 3 pages of 4, 12 rows"),
             ({"new_lens": None, "max_new": 2}, "2 new tokens for each of its 2 requests, not 3 rows"),
             ({"slots": torch.zeros(2)}, "give one for each of 3 rows"),
@@ -131,6 +162,7 @@ class TestLengths:
             ({"seq_lens": torch.tensor([6, 2])}, "seq_lens is torch.int64; give torch.int32"),
             ({"new_lens": torch.zeros(3, dtype=torch.int32)}, "give one for each of 2 requests"),
             ({"lane": -1}, "lane=-1: none may be negative"),
+            ({"slots": torch.zeros(4)}, "give one for each of 3 rows"),
         ],
     )
     def test_what_contradicts_itself_is_refused(self, wrong, said):
@@ -155,6 +187,8 @@ class TestLengths:
 
     def test_some_requests_of_a_batch(self):
         table = torch.arange(9, dtype=torch.int32).view(3, 3)
-        some = Geometry.of_lengths(ForwardMode.EXTEND, table, [2, 0, 3], [6, 2, 9], 4).only([0, 2])
+        whole = Geometry.of_lengths(ForwardMode.EXTEND, table, [2, 0, 3], [6, 2, 9], 4, lane=1, captured=True)
+        some = whole.only([0, 2])
         assert (some.rows, some.query_lens, some.kv_lens) == (5, [2, 3], [6, 9])
         assert some.page_table.tolist() == [[0, 1, 2], [6, 7, 8]] and some.seq_lens.tolist() == [6, 9]
+        assert (some.lane, some.captured) == (1, True)

@@ -120,6 +120,9 @@ class TestRefusals:
         with pytest.raises(PlanError, match=rf"a batch of 2 requests, 2 rows.* does not fit .*{most}"):
             captures(*limits).plan(batch(), capture)
 
+    def test_as_much_as_there_is_memory_for_is_captured(self) -> None:
+        assert captures(2, 2, 4).plan(batch(), capture).query_rows == 2
+
     @pytest.mark.parametrize("mode", [EXTEND, ForwardMode.MIXED, ForwardMode.IDLE])
     def test_a_mode_without_equally_many_rows(self, mode) -> None:
         with pytest.raises(PlanError, match=rf"in mode {mode} cannot be captured, only decode, target_verify, draft_"):

@@ -261,6 +261,23 @@ def test_keys_and_values_of_one_row_may_differ_in_width() -> None:
     assert memory.sum() == memory[1, 2].sum()
 
 
+def test_a_row_of_keys_and_values_is_as_wide_as_both() -> None:
+    """A wider one has something else in it."""
+    with pytest.raises(PoolError, match=r"\(kv dim\) is 15, not 14"):
+        over({0: cache(5, 4, 2, 15)}, "pages tokens heads (kv dim)", mha_layer())
+
+
+def test_scales_are_those_of_the_hosts_memory() -> None:
+    rows = torch.full((1, 2, 8), 3.0)
+    memory, layer = cache(2, 5, 4, 2, 8, dtype=torch.float8_e4m3fn), mha_layer(v_head_dim=8)
+    pool = MHAPool.over(
+        [layer], {0: memory}, "kv pages tokens heads dim", page_size=4, dtype=DType.FLOAT8_E4M3, scales={0: (0.5, 2.0)}
+    )
+    pool.write(0, torch.tensor([0]), rows, rows)
+    assert pool.scales(0) == (0.5, 2.0)
+    assert (memory[0, 0, 0].float() == 6).all() and (memory[1, 0, 0].float() == 1.5).all()
+
+
 def test_one_kv_head_needs_no_dimension() -> None:
     layer = mha_layer(kv_heads=1, v_head_dim=8)
     pool = MHAPool.over([layer], {0: torch.zeros(2, 20, 8)}, "kv slots dim", page_size=PAGE, dtype=DType.FLOAT32)
@@ -347,6 +364,8 @@ def test_memory_that_does_not_fit_is_refused(tensors: dict[int, object], message
         ("kv pages tokens heads", "does not describe"),
         ("kv pages pages heads dim", "does not describe"),
         ("kv pages tokens dim", "does not describe"),
+        ("kv pages tokens heads dim dim", "does not describe"),
+        ("kv pages tokens heads dim spare", "does not describe"),
         ("", "does not describe"),
         ("pages tokens heads dim", "lacks kv, but one tensor is given for keys and values"),
     ],
@@ -388,6 +407,18 @@ def test_overlap_is_found_exactly(offset: int) -> None:
         with pytest.raises(PoolError, match="overlap"):
             MLAPool.over(layers, tensors, "pages tokens dim", page_size=4, dtype=DType.FLOAT32)
     else:
+        MLAPool.over(layers, tensors, "pages tokens dim", page_size=4, dtype=DType.FLOAT32)
+
+
+def test_an_overlap_of_a_part_of_an_element_is_found() -> None:
+    """Of memory that a host carves from bytes."""
+    memory = bytearray(2 * 5 * 4 * 3 * 4)
+    tensors = {
+        layer_id: torch.frombuffer(memory, dtype=torch.float32, count=60, offset=offset).view(5, 4, 3)
+        for layer_id, offset in enumerate((0, 238))
+    }
+    layers = [replace(mla_layer(layer_id), mla=MLADims(2, 8, 1)) for layer_id in tensors]
+    with pytest.raises(PoolError, match="overlap"):
         MLAPool.over(layers, tensors, "pages tokens dim", page_size=4, dtype=DType.FLOAT32)
 
 

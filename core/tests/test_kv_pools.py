@@ -128,6 +128,12 @@ def test_every_cache_moves_with_the_pages() -> None:
     assert (mla.rows(0)[4, 3] == 2).all()
 
 
+def test_slots_of_rows_that_move_may_be_int32() -> None:
+    pool = filled(mha_pool())
+    pool.move_rows(*(torch.tensor([slot], dtype=torch.int32) for slot in (8, 19)))
+    assert (pool.keys(0)[4, 3] == 2).all()
+
+
 @pytest.mark.parametrize("key", [ENTRIES, CacheKey("index keys", Entries)])
 def test_a_cache_that_is_not_held_is_refused(key: CacheKey[Entries]) -> None:
     with pytest.raises(PoolError, match=f"no cache '{key.name}' of class Entries; caches held: 'index keys'"):

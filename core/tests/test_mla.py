@@ -12,10 +12,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnplug import BackendError, BackendId, Claims, ExtendPath, ForwardBatch, ForwardMode, Plan, PlanError, RaggedCall
+from attnplug import (
+    BackendError,
+    BackendId,
+    Claims,
+    DType,
+    ExtendPath,
+    ForwardBatch,
+    ForwardMode,
+    Plan,
+    PlanError,
+    RaggedCall,
+)
 from attnplug.cli.reference import attention_float64
 from attnplug.host import ExtendPolicy, HookError, MLADims, MLAWeights, ModelAttention, UsageError, merge_partial
 from attnplug.mla import MLAAttention
+from attnplug.mla.plan import plan_extend
 from support.devices import DEVICES
 from support.stage import Case, Stage, error
 
@@ -158,6 +170,52 @@ class TestPaths:
         with pytest.raises(PlanError, match="chunked is asked for, but the backend can run absorbed"):
             attention.plan(batch, ExtendPath.CHUNKED)
 
+    def test_a_path_that_is_asked_for_holds_in_every_mode_that_extends(self):
+        """C1"""
+        model = Model(Case(((20, 3),), mode=ForwardMode.MIXED, mla=DIMS))
+        attention, batch = ModelAttention(model.stage.backend, model.stage.pools), model.stage.batch()
+        assert attention.plan(batch, ExtendPath.CHUNKED).extend is not None
+
+    def test_decoding_looks_at_no_length_of_the_host(self):
+        """C1: of a backend that extends as MHA only, too."""
+        model = Model(Case(((20, 1),), mode=ForwardMode.DECODE, mla=DIMS))
+        model.stage.backend.claims = Claims(mla_extend=frozenset({ExtendPath.CHUNKED}))
+        geometry = replace(model.stage.batch().geometry, host=None)
+        assert MLAAttention(model.stage.backend, model.stage.pools.mla, ExtendPolicy()).plan(geometry) is None
+
+    def test_new_rows_go_where_the_host_says(self):
+        """Also where a prefill runs as MHA: the facade writes its rows, and not the backend."""
+        model = Model(Case(((0, 3),), mla=DIMS))
+        slots = torch.tensor([5, -1, 2])
+        geometry = replace(model.stage.batch().geometry, slots=slots)
+        plan = MLAAttention(model.stage.backend, model.stage.pools.mla, ExtendPolicy()).plan(geometry)
+        assert plan.new_slots is slots
+
+    @pytest.mark.parametrize("path", [ExtendPath.ONE_SHOT, ExtendPath.CHUNKED])
+    def test_calls_are_numbered_and_in_the_lane_of_their_batch(self, path):
+        """A backend finds its plan by the one and its scratch memory by the other."""
+        model = Model(Case(((20, 3), (4, 2)), mla=DIMS))
+        geometry = replace(model.stage.batch().geometry, lane=1)
+        calls = [part.call for part in plan_extend(geometry, path, 16)]
+        assert [(call.index, call.lane) for call in calls] == [(index, 1) for index in range(len(calls))]
+        assert len(calls) == (1 if path is ExtendPath.ONE_SHOT else 3)
+
+    @pytest.mark.parametrize("path", ExtendPath)
+    def test_results_are_in_the_models_type_whatever_the_caches_is(self, path):
+        model = Model(Case(((20, 3), (0, 2)), mla=DIMS, dtype=DType.BFLOAT16, kv_dtype=DType.FLOAT8_E4M3))
+        out = model.run(forced(path, 8))
+        assert out.dtype is torch.bfloat16 and error(out, model.wanted()) <= 0.1
+
+    def test_parts_are_merged_in_float32(self, monkeypatch):
+        """C4: rounding once, and not with every chunk."""
+        merged = []
+        monkeypatch.setattr(
+            "attnplug.mla.attention.merge_partial",
+            lambda out, *parts: merged.append(out.dtype) or merge_partial(out, *parts),
+        )
+        Model(Case(((20, 3), (0, 2)), mla=DIMS, dtype=DType.BFLOAT16)).run(forced(ExtendPath.CHUNKED, 8))
+        assert merged == [torch.float32] * 3
+
     def test_a_batch_planned_by_another_facade_is_refused(self):
         """B5: how it runs as MHA is a plan like any other."""
         model, other = (Model(Case(((20, 9),), mla=DIMS)) for _ in range(2))
@@ -190,6 +248,15 @@ class TestPolicy:
         assert self.choose(ExtendPolicy(), (8191, 100)) is ExtendPath.ABSORBED
         assert self.choose(ExtendPolicy(), (8192, 100)) is ExtendPath.ONE_SHOT
         assert self.choose(ExtendPolicy(), (4096, 5), (4096, 5)) is ExtendPath.ONE_SHOT
+
+    def test_a_threshold_of_0_lets_every_prefix_pay(self):
+        """C1"""
+        assert self.choose(ExtendPolicy(chunk_threshold=0), (1, 1)) is ExtendPath.ONE_SHOT
+
+    def test_what_is_asked_for_beats_what_is_forced(self):
+        """C1"""
+        asked = forced(ExtendPath.CHUNKED).choose(ForwardMode.EXTEND, [3], [20], ALL, ExtendPath.ABSORBED)
+        assert asked is ExtendPath.ABSORBED
 
     def test_what_does_not_fit_one_shot_is_chunked(self):
         """C1: capacity 131072."""
@@ -226,7 +293,8 @@ class TestPolicy:
         assert self.choose(off, (5, 9), abilities=only_chunks) is ExtendPath.CHUNKED
         for mode in (ForwardMode.MIXED, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND):
             assert ExtendPolicy().choose(mode, [3], [20], as_mha) is ExtendPath.ONE_SHOT
-            assert ExtendPolicy().choose(mode, [3], [20], ALL) is ExtendPath.ABSORBED
+            for prefix in (0, 17, 8192):
+                assert ExtendPolicy().choose(mode, [3], [prefix + 3], ALL) is ExtendPath.ABSORBED
         assert ExtendPolicy().choose(ForwardMode.DECODE, [1], [20], as_mha) is ExtendPath.ABSORBED
         with pytest.raises(PlanError, match=r"ragged attention is disabled, .* chunked, one_shot"):
             self.choose(ExtendPolicy(disable_ragged=True), (0, 9), abilities=as_mha)
@@ -276,6 +344,17 @@ class TestHook:
         batch = self.prepare(self.backend(hook), forced(ExtendPath.CHUNKED, capacity=8))
         assert seen == [(4, False)]
         assert batch.plan.chunks.query_rows == 9
+
+    def test_every_call_is_given_what_the_hook_planned(self):
+        """A6, C2"""
+        model = Model(Case(((20, 9),), mla=DIMS))
+        model.stage.backend = backend = self.backend(lambda self, forward_batch: plan_of(forward_batch))
+        ragged, given = backend.forward_ragged, []
+        backend.forward_ragged = lambda q, k, v, layer, call, plan, lse: (
+            given.append(plan) or ragged(q, k, v, layer, call, lse=lse)
+        )
+        model.run(forced(ExtendPath.CHUNKED))
+        assert given == [model.batch.plan.chunks] * 2 and given[0] is not None
 
     def test_hook_is_told_that_ragged_attention_is_disabled(self):
         """A4, C2: a backend that cannot extend absorbed is asked for chunks all the same."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+import warnings
 
 import pytest
 
-from attnplug import BackendError
-from attnplug.host import KVPools, ModelAttention, active_attention
-from support.pools import linear_layer, mla_layer
-from support.recorder import Recorder
+from attnplug import BackendError, DType, ForwardExtras, ForwardMode
+from attnplug.host import KVPools, LinearStatePool, ModelAttention, active_attention
+from support.pools import linear_layer, mha_layer, mla_layer
+from support.recorder import Recorder, batch_in
 
 
 def attention(name: str) -> ModelAttention:
@@ -38,6 +39,35 @@ def test_a_model_without_such_layers_runs_none_on_anybodys_cache():
     for run in (draft.attend_linear, lambda *a: draft.convolve(None, None, *a)):
         with pytest.raises(BackendError, match="layer 0 is linear, but the model was built without a pool of states"):
             run(None, linear_layer(), None)
+
+
+def test_a_batch_that_is_marked_is_not_planned_again():
+    """B1, B3: nor one that the old flag marks."""
+    facade, batch = attention("a"), batch_in(ForwardMode.EXTEND)
+    mine = facade.plan(batch)
+    batch.mark_forward_metadata_ready()
+    assert facade.plan(batch) is mine and len(facade.backend.calls) == 1
+    flagged = batch_in(ForwardMode.EXTEND)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        assert facade.plan(flagged, skip_attn_backend_init=True) is None
+    assert len(facade.backend.calls) == 1
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE])
+def test_a_layer_gives_the_backend_all_that_it_was_given(mode):
+    facade, layer, batch, extras = attention("a"), mha_layer(), batch_in(mode), ForwardExtras()
+    assert facade.attend("q", "k", "v", layer, batch, save_kv_cache=False, extras=extras) is facade.backend.result
+    given = {"q": "q", "k": "k", "v": "v", "layer": layer, "batch": batch, "save_kv_cache": False, "extras": extras}
+    assert facade.backend.calls == [(f"forward_{mode}", given)]
+
+
+def test_a_convolution_gives_the_backend_all_that_it_was_given():
+    pool = LinearStatePool([linear_layer()], num_slots=1, dtype=DType.FLOAT32, device="cpu")
+    facade = ModelAttention(Recorder("a"), KVPools(linear=pool))
+    facade.convolve("x", "weight", "bias", linear_layer(), "batch", silu=False)
+    (given,) = facade.backend.given("forward_conv")
+    assert list(given.values()) == ["x", "weight", "bias", linear_layer(), "batch", False]
 
 
 def test_outside_of_a_run_there_is_an_error_that_says_what_to_do():

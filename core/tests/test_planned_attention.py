@@ -11,6 +11,7 @@ from torch import Tensor
 from attnplug import (
     BackendContext,
     BackendError,
+    DType,
     ForwardBatch,
     ForwardExtras,
     ForwardMode,
@@ -25,9 +26,11 @@ from attnplug import (
     PoolError,
     check_lse,
 )
-from attnplug.host import Limits, plan_forward
+from attnplug.host import KVPools, Limits, MLADims, plan_forward
 from support.batches import captured, padded, with_plan
 from support.stage import NAN, Case, Stage
+
+DIMS = MLADims(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8)
 
 
 class Sevens(PlannedAttention):
@@ -60,6 +63,14 @@ class Sevens(PlannedAttention):
 
     def refill(self, plan: Plan, geometry: Geometry) -> None:
         plan.metadata.append(int(geometry.seq_lens.sum()))
+
+
+class Narrowed(Sevens):
+    """Claims less than its spec declares."""
+
+    def __init__(self, context: BackendContext) -> None:
+        claims = replace(context.declared.claims, cuda_graph=GraphLevel.DECODE, extras=frozenset({"out"}))
+        PlannedAttention.__init__(self, context, claims)
 
 
 def stage(case: Case | None = None) -> Stage:
@@ -96,11 +107,20 @@ class TestPadding:
         assert len(seen) == len(new[0]) == len(new[1]) == 5
         assert int((~on.pools.mha.keys(3).isnan()).all(-1).all(-1).sum()) == sum(on.totals)
 
-    def test_a_batch_without_rows_runs_no_kernel(self):
+    @pytest.mark.parametrize("padding", [0, 2])
+    def test_a_batch_without_rows_runs_no_kernel(self, padding):
         """B5: an idle rank, and one whose requests have no new tokens."""
         on = stage(Case(((5, 0),)))
-        out = on.backend.forward_extend(torch.full((2, 4, 16), NAN), None, None, on.layer, planned(on, 2))
-        assert out.shape == (2, 4, 16) and (out == 0).all() and not on.backend.seen
+        q = torch.full((padding, 4, 16), NAN)
+        out = on.backend.forward_extend(q, None, None, on.layer, planned(on, padding))
+        assert out.shape == (padding, 4, 16) and (out == 0).all() and not on.backend.seen
+
+    def test_a_kernel_writes_into_the_hosts_memory_with_padding_too(self):
+        on = stage()
+        out = torch.full((8, 4, 16), NAN)
+        on.backend.forward_extend(*inputs(on, 3), on.layer, planned(on, 3), extras=ForwardExtras(out=out))
+        ((_, _, extras),) = on.backend.seen
+        assert extras.out.shape == (5, 4, 16) and extras.out.data_ptr() == out.data_ptr()
 
     def test_without_padding_the_kernels_own_result_is_returned(self):
         """No copy on the way of every layer."""
@@ -128,6 +148,16 @@ class TestRows:
         torch.testing.assert_close(on.pools.mha.keys(3), before, rtol=0, atol=0, equal_nan=True)
         assert on.backend.seen[0][1] is None
 
+    def test_a_backend_that_takes_rows_anyway_does_not_write_them_again(self):
+        """One that attends to rows at hand: it needs them, wherever they were written."""
+        on = stage()
+        q, k, v = inputs(on)
+        on.backend.takes_rows = lambda plan, save_kv_cache: True
+        before = on.pools.mha.keys(3).clone()
+        on.backend.forward_extend(q, k, v, on.layer, planned(on), save_kv_cache=False)
+        torch.testing.assert_close(on.pools.mha.keys(3), before, rtol=0, atol=0, equal_nan=True)
+        assert on.backend.seen[0][1] == (k, v)
+
     @pytest.mark.parametrize("missing", ["k", "v", "both"])
     def test_nothing_to_write_must_be_said(self, missing):
         on = stage()
@@ -136,11 +166,27 @@ class TestRows:
         with pytest.raises(BackendError, match=r"\(mha\) brings k and v, but was given .* save_kv_cache=False"):
             on.backend.forward_extend(q, *given, on.layer, planned(on))
 
-    def test_fewer_rows_of_k_than_planned(self):
+    def test_fewer_rows_of_k_or_v_than_planned(self):
         on = stage()
         q, k, v = inputs(on)
         with pytest.raises(BackendError, match="4 rows of k and 5 of v for 5 planned ones"):
             on.backend.forward_extend(q, k[:4], v, on.layer, planned(on))
+        with pytest.raises(BackendError, match="5 rows of k and 4 of v for 5 planned ones"):
+            on.backend.forward_extend(q, k, v[:4], on.layer, planned(on))
+
+    def test_an_mla_layer_brings_no_v(self):
+        on = Stage(Case(((5, 3),), mla=DIMS), "cpu")
+        k = on.new_rows(on.keys)
+        with pytest.raises(BackendError, match=r"\(mla\) brings k and no v, but was given k=.*, v="):
+            on.backend.forward_extend(on.q, k, k, on.layer, planned(on))
+
+    @pytest.mark.parametrize(("dims", "kind"), [(None, "MHA"), (DIMS, "MLA")])
+    def test_a_layer_whose_pool_is_missing(self, dims, kind):
+        case = Case(((5, 3),), mla=dims)
+        on = Stage(case, "cpu", lambda context: Sevens(replace(context, pools=KVPools())))
+        v = None if dims else on.new_rows(on.values)
+        with pytest.raises(PoolError, match=f"layer 3 is {kind}, but backend under_test has no {kind} pool"):
+            on.backend.forward_extend(on.q, on.new_rows(on.keys), v, on.layer, planned(on))
 
 
 class TestCalls:
@@ -197,6 +243,18 @@ class TestCalls:
         with pytest.raises(BackendError, match=r"lse must be contiguous float32 of shape \(2, 4\)"):
             check_lse(lse, torch.zeros(2, 4, 16))
 
+    def test_a_call_refuses_such_a_log_sum_exp(self):
+        """C4"""
+        on = stage()
+        with pytest.raises(BackendError, match=r"lse must be contiguous float32 of shape \(5, 4\)"):
+            on.backend.forward_extend(*inputs(on), on.layer, planned(on), extras=ForwardExtras(lse=torch.zeros(4, 5)))
+
+    def test_extras_that_narrowed_claims_leave_out(self):
+        """What was built may honour less than its spec declares."""
+        on = Stage(Case(((5, 3),)), "cpu", Narrowed)
+        with pytest.raises(BackendError, match="was asked for lse; it knows out"):
+            on.run(on.batch())
+
     @pytest.mark.parametrize(("mode", "entry"), [(ForwardMode.DECODE, "extend"), (ForwardMode.EXTEND, "decode")])
     def test_the_wrong_entry(self, mode, entry):
         on = stage(Case(((5, 1),), mode))
@@ -225,6 +283,28 @@ class TestGraphs:
         backend.init_cuda_graph_state(4, 8)
         with pytest.raises(PlanError, match=r"257 pages a request does not fit .* 256 pages"):
             backend.init_forward_metadata_out_graph(self.batch(pages=257), in_capture=True)
+
+    def test_a_last_page_that_is_not_full_counts(self):
+        backend = stage(Case(((5, 3),), page_size=5)).backend
+        backend.init_cuda_graph_state(4, 8)
+        assert backend.init_forward_metadata_out_graph(self.batch(pages=820), in_capture=True).query_rows == 2
+
+    def test_a_shape_is_captured_only_in_a_capture(self):
+        """A replay must not plan what no graph holds."""
+        backend = stage().backend
+        backend.init_cuda_graph_state(4, 8)
+        with pytest.raises(PlanError, match="never captured in lane 0"):
+            backend.init_forward_metadata_out_graph(self.batch())
+
+    def test_only_modes_of_the_claimed_level_are_captured(self):
+        backend = Stage(Case(((5, 3),)), "cpu", Narrowed).backend
+        backend.init_cuda_graph_state(4, 8)
+        verify = captured(ForwardMode.TARGET_VERIFY, 2, 2, pages=4, page_size=16, device=torch.device("cpu"), fill=0)
+        with pytest.raises(PlanError, match="target_verify cannot be captured, only decode"):
+            backend.init_forward_metadata_out_graph(verify, in_capture=True)
+
+    def test_padded_requests_of_a_graph_have_no_rows(self):
+        assert stage().backend.get_cuda_graph_seq_len_fill_value() == 0
 
     def test_one_that_claims_none_says_so(self):
         with pytest.raises(BackendError, match="runs outside of CUDA graphs only"):
@@ -267,6 +347,15 @@ def _two_lanes(context: BackendContext) -> PlannedAttention:
 def test_an_mla_shape_needs_a_model_and_a_pool_with_such_layers():
     with pytest.raises(PoolError, match="backend under_test serves MLA layers, and needs a model and a pool with some"):
         Stage(Case(((1, 1),)), "cpu", MLAShape.of)
+
+
+def test_an_mla_shape_is_that_of_the_layers_and_their_cache():
+    case = Case(((1, 1),), mla=DIMS, v_head_dim=12, kv_dtype=DType.FLOAT8_E4M3)
+    on = Stage(case, "cpu")
+    shape = MLAShape.of(on.backend.context)
+    assert (shape.heads, shape.dims, shape.scale, shape.page_size) == (4, DIMS, 24**-0.5, 16)
+    assert (shape.dtype, shape.kv_dtype, shape.pool) == (torch.float32, torch.float8_e4m3fn, on.pools.mla)
+    assert shape.ragged_dims == (16 + 8, 12)
 
 
 def test_a_plan_of_somebody_else_is_refused():

@@ -193,6 +193,7 @@ def test_what_is_not_decided_is_no_reason_to_refuse() -> None:
 
 def test_an_sm_is_no_reason_on_a_cpu() -> None:
     assert claiming(min_sm=100).refusals(Problem(device="cpu", sm=None)) == []
+    assert claiming(min_sm=100).refusals(Problem(device="cpu", sm=90)) == []
 
 
 def test_every_reason_is_given_at_once() -> None:
@@ -268,6 +269,24 @@ def test_layers_of_one_shape_give_one_reason() -> None:
     """D3"""
     found = claiming(kinds={"mha", "gdn"}).refusals(Problem(model(MLA, MLA, MLA)), Role.PREFILL)
     assert len(found) == 1
+
+
+def test_head_dims_are_of_keys_and_values() -> None:
+    wide = replace(MHA, head_dim=64, v_head_dim=128)
+    assert [r.value for r in claiming(head_dims={(64, 64)}).refusals(Problem(model(MHA, wide)), Role.PREFILL)] == [
+        [64, 128]
+    ]
+
+
+def test_head_dims_are_no_limit_of_mla_layers() -> None:
+    """They have dimensions of their own."""
+    assert claiming(head_dims={(64, 64)}).refusals(Problem(model(MHA, MLA)), Role.PREFILL) == []
+
+
+def test_mla_layers_with_other_kv_heads_are_alike() -> None:
+    """A latent row has no heads."""
+    other = replace(MLA, num_kv_heads=1)
+    assert claiming(layers_alike=True).refusals(Problem(model(MLA, other)), Role.DECODE) == []
 
 
 def test_layers_of_different_shapes_give_a_reason_each() -> None:

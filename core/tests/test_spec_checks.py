@@ -352,6 +352,7 @@ def test_a_check_without_end_is_a_refusal() -> None:
     (refusal,) = own(lambda problem, role, options: repeat(Refusal("own", "own")))
     assert refusal.code == RefusalCode.CHECK_FAILED
     assert "more than 1000" in refusal.message
+    assert len(own(lambda problem, role, options: [Refusal("own", "own")] * 1000)) == 1000
 
 
 def test_an_interrupt_names_the_backend_whose_check_was_running() -> None:

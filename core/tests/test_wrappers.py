@@ -200,6 +200,14 @@ class TestLaterHooks:
             ]
             first.calls.clear()
 
+    def test_plans_of_several_children_are_parts_of_one(self):
+        """B5: also of a hook that may plan nothing."""
+        children = Recorder("a"), Recorder("b")
+        pair = next(self.wrappers(*children))
+        plan = pair.init_mha_chunk_metadata(batch_in(ForwardMode.EXTEND))
+        assert plan.planner is pair.backend_id
+        assert [part.planner for part in plan.parts] == [child.backend_id for child in children]
+
     def test_they_are_none_where_no_child_has_them(self):
         for built in self.wrappers(Hookless(), Hookless()):
             assert built.forward_gated is built.review is built.warm_up is None
