@@ -139,7 +139,8 @@ class TestLengths:
 
     def test_what_a_host_gives_beside_its_lengths_is_kept(self):
         """Memory that a graph reads among it: a copy of the lengths would not change with them."""
-        given = {"seq_lens": torch.tensor([6, 2]), "state_slots": torch.tensor([3, 4]), "lane": 1, "captured": True}
+        lens = torch.tensor([6, 2], dtype=torch.int32)
+        given = {"seq_lens": lens, "state_slots": torch.tensor([3, 4]), "lane": 1, "captured": True}
         table = torch.zeros(2, 3, dtype=torch.int32)
         made = Geometry.of_lengths(ForwardMode.DECODE, table, [1, 1], [6, 2], 4, **given)
         assert all(getattr(made, name) is value for name, value in given.items())
