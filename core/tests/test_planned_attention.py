@@ -263,8 +263,9 @@ class TestCalls:
 
 
 class TestGraphs:
-    def batch(self, requests: int = 2, lane: int = 0, pages: int = 4) -> ForwardBatch:
-        made = captured(ForwardMode.DECODE, requests, 1, pages=pages, page_size=16, device=torch.device("cpu"), fill=0)
+    def batch(self, requests: int = 2, lane: int = 0, pages: int = 4, page_size: int = 16) -> ForwardBatch:
+        cpu = torch.device("cpu")
+        made = captured(ForwardMode.DECODE, requests, 1, pages=pages, page_size=page_size, device=cpu, fill=0)
         made.geometry = replace(made.geometry, lane=lane)
         return made
 
@@ -287,7 +288,9 @@ class TestGraphs:
     def test_a_last_page_that_is_not_full_counts(self):
         backend = stage(Case(((5, 3),), page_size=5)).backend
         backend.init_cuda_graph_state(4, 8)
-        assert backend.init_forward_metadata_out_graph(self.batch(pages=820), in_capture=True).query_rows == 2
+        assert (
+            backend.init_forward_metadata_out_graph(self.batch(pages=820, page_size=5), in_capture=True).query_rows == 2
+        )
 
     def test_a_shape_is_captured_only_in_a_capture(self):
         """A replay must not plan what no graph holds."""

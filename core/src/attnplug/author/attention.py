@@ -13,7 +13,8 @@ from attnplug.contract.backend import ForwardExtras
 from attnplug.contract.batch import ForwardBatch
 from attnplug.contract.context import BackendContext
 from attnplug.contract.plan import Plan
-from attnplug.declare.claims import Claims
+from attnplug.declare.claims import Claims, ExtendPath
+from attnplug.declare.errors import PlanError
 from attnplug.declare.model import LayerSpec
 
 
@@ -83,6 +84,11 @@ class PlannedAttention(PlannedBackend):
         if rows and self.takes_rows(plan, save_kv_cache):
             new = self.layers.new_rows(layer, k, v, rows)
             if save_kv_cache:
+                if plan.new_slots is None and batch.geometry.calls:
+                    raise PlanError(
+                        f"the batch was planned to run as MHA, so {self.backend_id.name} has no plan to run it "
+                        f"absorbed; plan it again for the path {ExtendPath.ABSORBED}"
+                    )
                 self.layers.write(layer, plan, new)
         if rows != given or not rows:
             return self._padded(plan, q, layer, new, wanted)

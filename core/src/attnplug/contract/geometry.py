@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from operator import le
 from typing import Never
 
@@ -230,13 +231,19 @@ class Geometry:
             return self
         host = self._exact()
         chosen = to_device(requests, self.device)
+        query_lens, slots = [host.query_lens[request] for request in requests], self.slots
+        if slots is not None:
+            starts = list(accumulate(host.query_lens, initial=0))
+            slots = slots[spread([starts[request] for request in requests], query_lens, self.device)[1]]
         return Geometry.of_lengths(
             self.mode,
             self.page_table.index_select(0, chosen),
-            [host.query_lens[request] for request in requests],
+            query_lens,
             [host.kv_lens[request] for request in requests],
             self.page_size,
             seq_lens=self.seq_lens.index_select(0, chosen),
+            slots=slots,
+            state_slots=None if self.state_slots is None else self.state_slots.index_select(0, chosen),
             lane=self.lane,
             captured=self.captured,
         )

@@ -107,7 +107,7 @@ def ragged_call(geometry: Geometry) -> RaggedCall:
     query_lens, kv_lens = tuple(geometry.query_lens), tuple(geometry.kv_lens)
     sums = [list(accumulate(query_lens, initial=0)), list(accumulate(kv_lens, initial=0))]
     query_indptr, kv_indptr = to_device(sums, geometry.device, np.int32).unbind()
-    return RaggedCall(0, query_lens, kv_lens, not geometry.mode.is_decode, query_indptr, kv_indptr)
+    return RaggedCall(0, query_lens, kv_lens, not geometry.mode.is_decode, query_indptr, kv_indptr, geometry.lane)
 
 
 def plan_cached(
