@@ -24,6 +24,7 @@ from attnplug import (
     MHAPool,
     MLAPool,
     ModelSpec,
+    PlanError,
     PoolError,
     Problem,
 )
@@ -36,6 +37,7 @@ from attnplug.host import (
     MLADims,
     MLAWeights,
     ModelAttention,
+    SelectionError,
     WorkspaceOwner,
     build_selection,
     load_registry,
@@ -251,10 +253,12 @@ def test_a_pool_that_is_not_as_the_context_says_is_refused(other):
 
 
 def test_bounds_alone_are_refused_before_anything_is_built():
-    """A host that has no exact lengths learns it from the choice, and not in the middle of a step."""
-    batch = ForwardBatch(Host(EXTEND).geometry(own_slots=True, exact=False))
+    """A host that has no exact lengths learns it from the choice; one that goes on anyway, when it plans."""
+    problem = Problem(ModelSpec("hosted", "test", (GQA,), 64), "cpu", exact_lengths=False)
+    with pytest.raises(SelectionError) as refused:
+        select(load_registry(), BackendRequest("torch_native"), problem)
+    reasons = refused.value.selection.unserved[0].candidates[0].refusals
+    assert [reason.code for reason in reasons] == ["lengths"]
     pool = MHAPool([GQA], num_pages=PAGES, page_size=PAGE, dtype=DType.FLOAT32, device="cpu")
-    run = attention(GQA, KVPools(mha=pool))
-    assert run.backend.claims.needs_cpu_seq_lens
-    with pytest.raises(Exception, match="needs exact ones"):
-        run.plan(batch)
+    with pytest.raises(PlanError, match="needs exact ones"):
+        attention(GQA, KVPools(mha=pool)).plan(ForwardBatch(Host(EXTEND).geometry(own_slots=True, exact=False)))

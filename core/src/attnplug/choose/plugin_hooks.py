@@ -32,7 +32,7 @@ def attnplug_backends() -> Iterable[BackendSpec]:  # type: ignore[empty-body] # 
 
 
 @hookspec
-def attnplug_workspace_kinds() -> Iterable[WorkspaceKind]:  # type: ignore[empty-body]
+def attnplug_workspace_kinds() -> Iterable[WorkspaceKind]:  # type: ignore[empty-body] # a hookspec has none
     """Return the kinds of workspace memory that this plugin's kernels need, beyond ``attnplug.SCRATCH``.
 
     Plugins that declare an equal kind share its memory. Two that declare one name with different contracts are an
@@ -41,7 +41,7 @@ def attnplug_workspace_kinds() -> Iterable[WorkspaceKind]:  # type: ignore[empty
 
 
 @hookspec
-def attnplug_rankings() -> Iterable[MeasuredTable]:  # type: ignore[empty-body]
+def attnplug_rankings() -> Iterable[MeasuredTable]:  # type: ignore[empty-body] # a hookspec has none
     """Return measured tables by which backends can be ranked, of this plugin's backends or of others.
 
     Two tables for the same backend, role, kind of attention and GPU are an error that names both plugins.
@@ -49,7 +49,7 @@ def attnplug_rankings() -> Iterable[MeasuredTable]:  # type: ignore[empty-body]
 
 
 @hookspec
-def attnplug_tiny_models() -> Mapping[str, Mapping[str, object]]:  # type: ignore[empty-body]
+def attnplug_tiny_models() -> Mapping[str, Mapping[str, object]]:  # type: ignore[empty-body] # a hookspec has none
     """Return tiny models by name: what a Hugging Face ``config.json`` of that model would hold.
 
     ``tiny:NAME`` is then a model with random weights, like core's own. The engine's tokens for it are ASCII characters,

@@ -73,7 +73,7 @@ def _rows(title: str, rows: Iterable[object]) -> Iterable[Measurement]:
 
 
 def _is_positive(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and value > 0  # type: ignore[arg-type,operator]
+    return type(value) in (int, float) and math.isfinite(value) and value > 0  # type: ignore[arg-type,operator] # a number
 
 
 def _versions(title: str, versions: object) -> Mapping[str, str]:
