@@ -7,10 +7,10 @@ import warnings
 
 import pytest
 
-from attnplug import BackendError, DType, ForwardExtras, ForwardMode
+from attnplug import BackendError, DType, ForwardExtras, ForwardMode, GraphLevel, PlanError
 from attnplug.host import KVPools, LinearStatePool, ModelAttention, active_attention
 from support.pools import linear_layer, mha_layer, mla_layer
-from support.recorder import Recorder, batch_in
+from support.recorder import Hookless, Recorder, batch_in
 
 
 def attention(name: str) -> ModelAttention:
@@ -52,6 +52,45 @@ def test_a_batch_that_is_marked_is_not_planned_again():
         warnings.simplefilter("ignore", DeprecationWarning)
         assert facade.plan(flagged, skip_attn_backend_init=True) is None
     assert len(facade.backend.calls) == 1
+
+
+@pytest.mark.parametrize("in_capture", [True, False], ids=["capture", "replay"])
+def test_a_batch_planned_for_a_graph_is_marked(in_capture):
+    """B2: capture and replay are pre-planners, so the forward path plans neither again."""
+    facade, batch = attention("a"), batch_in(ForwardMode.DECODE)
+    mine = facade.plan_captured(batch, in_capture=in_capture)
+    assert not batch.needs_forward_metadata_init() and not batch.plan_record.replan_equivalent
+    facade.refill(batch)
+    assert facade.plan(batch) is mine is batch.plan
+    assert [member for member, _ in facade.backend.calls] == [
+        "init_forward_metadata_out_graph",
+        "init_forward_metadata_in_graph",
+    ]
+    assert facade.backend.given("init_forward_metadata_out_graph") == [
+        {"forward_batch": batch, "in_capture": in_capture}
+    ]
+
+
+def test_memory_and_padding_of_graphs_are_the_backends_affair():
+    facade = ModelAttention(Recorder("a", fill=3), KVPools())
+    facade.reserve_graphs(4, 8)
+    assert facade.backend.given("init_cuda_graph_state") == [{"max_bs": 4, "max_num_tokens": 8}]
+    assert facade.padding_length() == 3 and facade.graph_level is GraphLevel.ALWAYS
+
+
+def test_a_backend_without_graph_hooks_captures_nothing():
+    facade = ModelAttention(Hookless(), KVPools())
+    with pytest.raises(BackendError, match="hookless claims cuda_graph NEVER and has no init_cuda_graph_state"):
+        facade.reserve_graphs(4, 4)
+
+
+def test_a_plan_for_a_graph_that_is_not_one_names_the_hook():
+    class Mute(Recorder):
+        def init_forward_metadata_out_graph(self, forward_batch, in_capture=False):
+            return None
+
+    with pytest.raises(PlanError, match="init_forward_metadata_out_graph of backend mute returned None"):
+        ModelAttention(Mute("mute"), KVPools()).plan_captured(batch_in(ForwardMode.DECODE))
 
 
 @pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.DECODE])

@@ -268,14 +268,14 @@ def test_the_error_holds_the_inputs_and_every_candidate_with_every_reason() -> N
         DType.BFLOAT16,
         DType.BFLOAT16,
         16,
-        GraphLevel.DECODE,
+        GraphLevel.UNIFORM,
         speculative_tokens=3,
         tensor_parallel=2,
     )
     with pytest.raises(SelectionError) as caught:
         select(installed, BackendRequest(), problem)
     text = str(caught.value)
-    for given in ("llama", "8/2", "cuda", "SM 90", "bfloat16", "16", "DECODE", "3 speculative", "2 tensor-parallel"):
+    for given in ("llama", "8/2", "cuda", "SM 90", "bfloat16", "16", "UNIFORM", "3 speculative", "2 tensor-parallel"):
         assert given in text
     for candidate in ("mla_only (mla_only-dist 1.2)", "old (old-dist 1.2)"):
         assert candidate in text

@@ -196,6 +196,16 @@ def test_an_sm_is_no_reason_on_a_cpu() -> None:
     assert claiming(min_sm=100).refusals(Problem(device="cpu", sm=90)) == []
 
 
+def test_a_backend_that_only_prefills_takes_no_part_in_captured_decodes() -> None:
+    """D3: graphs of decode are no reason against it; those of a verify or of any batch are."""
+    eager = claiming(cuda_graph=GraphLevel.NEVER)
+    for level, refused in ((GraphLevel.DECODE, False), (GraphLevel.UNIFORM, True), (GraphLevel.ALWAYS, True)):
+        problem = Problem(device="cuda", cuda_graph=level)
+        for role, expected in ((Role.PREFILL, refused), (Role.DECODE, True), (Role.LINEAR, True), (None, True)):
+            codes = [refusal.code for refusal in eager.refusals(problem, role)]
+            assert (RefusalCode.CUDA_GRAPH in codes) is expected, (level, role)
+
+
 def test_every_reason_is_given_at_once() -> None:
     """D3: not only the first."""
     narrow = Capabilities(
@@ -208,7 +218,7 @@ def test_every_reason_is_given_at_once() -> None:
     )
     window = replace(MHA, sliding_window=8, logit_cap=30.0)
     problem = Problem(
-        model(window), "cpu", None, DType.FLOAT32, DType.FLOAT8_E4M3, 16, GraphLevel.DECODE, 2, tensor_parallel=3
+        model(window), "cpu", None, DType.FLOAT32, DType.FLOAT8_E4M3, 16, GraphLevel.UNIFORM, 2, tensor_parallel=3
     )
     found = spec(narrow, requires=["no-such-distribution>=1"]).refusals(problem, Role.PREFILL)
     assert sorted(refusal.code for refusal in found) == sorted(

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnplug import AttentionKind, BackendError, ForwardMode, LayerSpec, PlanError, Role
+from attnplug import AttentionKind, BackendError, ForwardMode, GraphLevel, LayerSpec, PlanError, Role
 from attnplug.host import HookError, SplitBackend
 from support.batches import with_plan
 from support.recorder import Hookless, Recorder, batch_in
@@ -122,6 +122,14 @@ class TestSplit:
             "init_forward_metadata_in_graph",
         ]
         assert len(self.prefill.calls) == 1
+
+    def test_a_child_that_takes_no_part_in_graphs_reserves_no_memory_and_says_nothing_of_padding(self):
+        """A9: a prefill backend without graphs beside a decode backend with them."""
+        prefill, decode = Hookless(), Recorder("decode", fill=2)
+        split = SplitBackend(prefill, decode)
+        assert split.claims.cuda_graph is GraphLevel.DECODE
+        split.init_cuda_graph_state(8, 16)
+        assert split.get_cuda_graph_seq_len_fill_value() == 2
 
     @pytest.mark.parametrize("fills", [(0, 3), (3, 0)])
     def test_the_larger_fill_value_is_taken(self, fills):

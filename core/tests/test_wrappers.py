@@ -343,6 +343,22 @@ class TestClaims:
         assert split.claims.mla_extend == frozenset(ExtendPath)
         assert not split.forced_by
 
+    @pytest.mark.parametrize(
+        ("prefill", "decode", "level", "forced"),
+        [
+            (GraphLevel.NEVER, GraphLevel.NEVER, GraphLevel.NEVER, None),
+            (GraphLevel.NEVER, GraphLevel.DECODE, GraphLevel.DECODE, None),
+            (GraphLevel.NEVER, GraphLevel.ALWAYS, GraphLevel.DECODE, ("prefill",)),
+            (GraphLevel.UNIFORM, GraphLevel.ALWAYS, GraphLevel.UNIFORM, ("prefill",)),
+            (GraphLevel.ALWAYS, GraphLevel.NEVER, GraphLevel.NEVER, ("decode",)),
+        ],
+    )
+    def test_a_split_captures_what_the_children_that_take_part_can(self, prefill, decode, level, forced):
+        """A9: the minimum over the children that run a captured batch; a decode is the decode child's alone."""
+        split = SplitBackend(child("a", Claims(cuda_graph=prefill)), child("b", Claims(cuda_graph=decode)))
+        assert split.claims.cuda_graph is level
+        assert split.forced_by.get("cuda_graph") == forced
+
     def test_children_that_agree_force_nothing(self):
         """A9"""
         assert not SplitBackend(child("a"), child("b")).forced_by

@@ -104,7 +104,7 @@ def unread(context: BackendContext, declared: Capabilities) -> Iterator[str]:
 
 def unmet(claims: Claims, problem: Problem, roles: Collection[Role]) -> Iterator[str]:
     """Every way in which a built backend claims less than the problem it was selected for needs."""
-    if problem.cuda_graph > claims.cuda_graph:
+    if problem.captured(roles) > claims.cuda_graph:
         yield (
             f"CUDA graphs were asked for at level {problem.cuda_graph.name}, but what was built claims "
             f"{claims.cuda_graph.name}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
@@ -121,6 +122,11 @@ class Problem:
             raise _wrong(Setting.TENSOR_PARALLEL, self.tensor_parallel, why)
         if self.sm is not None and self.sm not in SM_RANGE:
             raise _wrong(Setting.SM, self.sm, "is not a compute capability; write 9.0 as 90, 10.3 as 103")
+
+    def captured(self, roles: Collection[Role | None]) -> GraphLevel:
+        """What a backend for these roles must be able to capture. One that only prefills takes no part in a decode."""
+        only_prefills = set(roles) == {Role.PREFILL}
+        return GraphLevel.NEVER if only_prefills and self.cuda_graph is GraphLevel.DECODE else self.cuda_graph
 
     def roles(self) -> tuple[Role, ...]:
         """The roles that this problem needs a backend for."""

@@ -98,7 +98,7 @@ class BackendSpec:
         reasons = [
             *([] if missing is None else [missing]),
             *(reason for needed in self.requires if (reason := _requirement_refusal(needed)) is not None),
-            *_environment_refusals(self.capabilities, problem),
+            *_environment_refusals(self.capabilities, problem, role),
         ]
         if role is not None:
             reasons += _role_refusals(self.capabilities, problem, role)
@@ -150,7 +150,7 @@ def _requirement_refusal(needed: str | tuple[str, str]) -> Refusal | None:
     return requirement_refusal(needed) if isinstance(needed, str) else requirement_refusal(*needed)
 
 
-def _environment_refusals(can: Capabilities, problem: Problem) -> Iterator[Refusal]:
+def _environment_refusals(can: Capabilities, problem: Problem, role: Role | None) -> Iterator[Refusal]:
     """Refusals that depend on device, element types, pages and switches."""
     if problem.device is not None and problem.device not in can.devices:
         yield _outside(RefusalCode.DEVICE, "device", problem.device, can.devices, Setting.DEVICE)
@@ -195,7 +195,7 @@ def _environment_refusals(can: Capabilities, problem: Problem) -> Iterator[Refus
             allowed=True,
             setting=Setting.EXACT_LENGTHS,
         )
-    if problem.cuda_graph > can.cuda_graph:
+    if problem.captured([role]) > can.cuda_graph:
         yield Refusal(
             RefusalCode.CUDA_GRAPH,
             f"CUDA graphs are asked for at level {problem.cuda_graph.name}, it supports {can.cuda_graph.name}",

@@ -46,8 +46,10 @@ class SlotTable:
         # A row is its length, which also says how many pages it has, and these pages in its stretch of the entries;
         # whatever is not in use is -1. Python reads and writes the arrays element by element, numpy gathers a batch.
         self._lengths = [_UNUSED] * max_requests
-        self._entries = array("i", [_UNUSED]) * (max_requests * max_pages)
-        self._page_table = np.frombuffer(self._entries, np.int32).reshape(max_requests, max_pages)
+        self._entries = array("i", [_UNUSED]) * ((max_requests + 1) * max_pages)
+        self._page_table = np.frombuffer(self._entries, np.int32).reshape(max_requests + 1, max_pages)
+        self._mirror: Tensor | None = None
+        self._changed: dict[int, int] = {}  # entries that the mirror does not have yet
 
     @property
     def page_size(self) -> int:
@@ -183,6 +185,22 @@ class SlotTable:
             page_table = np.pad(page_table, ((0, 0), (0, width - self._max_pages)), constant_values=_UNUSED)
         return to_device(page_table, self._device, np.int32), to_device(lengths, self._device, np.int32)
 
+    def mirror(self) -> Tensor:
+        """The whole table ``[max_requests + 1, max_pages]`` int32 on its device, always at the same address.
+
+        It has what the host has when this is called: only entries that changed since are sent. The last row is
+        nobody's, for padded requests. Entries after a request's last page mean nothing.
+        """
+        if self._mirror is None:
+            whole = torch.from_numpy(self._page_table)  # on a CPU the memory is shared
+            self._mirror = whole.to(self._device)
+        elif self._changed:
+            changed = np.array([[*self._changed], [*self._changed.values()]], np.int64)
+            places, pages = to_device(changed, self._device).unbind()
+            self._mirror.view(-1)[places] = pages.int()
+        self._changed.clear()
+        return self._mirror
+
     def _lengths_of(self, rows: Sequence[int]) -> list[int]:
         try:
             lengths = [self._lengths[row] for row in rows]
@@ -208,3 +226,6 @@ class SlotTable:
 
     def _write(self, row: int, first: int, pages: Sequence[int]) -> None:
         self._page_table[row, first : first + len(pages)] = pages
+        if self._mirror is not None and not self._mirror.is_cpu:
+            start = row * self._max_pages + first
+            self._changed |= zip(range(start, start + len(pages)), pages, strict=True)

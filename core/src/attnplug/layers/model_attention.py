@@ -9,7 +9,13 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from attnplug.contract.backend import AttentionBackend, ForwardExtras, bind_optional_hook
+from attnplug.contract.backend import (
+    AttentionBackend,
+    ForwardExtras,
+    GraphPlanning,
+    bind_optional_hook,
+    methods,
+)
 from attnplug.contract.batch import BatchPlan, ForwardBatch, apply_skip_attn_backend_init
 from attnplug.contract.hooks import Hook
 from attnplug.contract.linear import LinearInputs
@@ -17,6 +23,7 @@ from attnplug.contract.plan import Plan, received_plan
 from attnplug.declare.claims import ExtendPath
 from attnplug.declare.errors import BackendError, PlanError
 from attnplug.declare.model import LayerSpec
+from attnplug.declare.problem import GraphLevel
 from attnplug.kv import KVPools
 from attnplug.mla import ExtendPolicy, MLAAttention, MLAWeights
 
@@ -30,6 +37,7 @@ class ModelAttention:
     def __init__(self, backend: AttentionBackend, pools: KVPools, policy: ExtendPolicy | None = None) -> None:
         self.backend = backend
         self._mla = None if pools.mla is None else MLAAttention(backend, pools.mla, policy or ExtendPolicy())
+        self._graph_hooks = {name: bind_optional_hook(backend, name) for name in methods(GraphPlanning)}
         self._conv = self._linear = None
         if pools.linear is not None:
             self._conv, self._linear = (self._needed(hook) for hook in ("forward_conv", "forward_linear"))
@@ -67,6 +75,43 @@ class ModelAttention:
         chunks = None if extend is None or self._mla is None else self._mla.plan_chunks(batch)
         batch.plan = BatchPlan(_attention_plan(self.backend, batch), extend, chunks, batch.geometry)
         return batch.plan
+
+    # CUDA graphs
+
+    @property
+    def graph_level(self) -> GraphLevel:
+        """What can be captured."""
+        return self.backend.claims.cuda_graph
+
+    def reserve_graphs(self, requests: int, rows: int) -> None:
+        """Have the backend allocate what captured batches of up to so many requests and rows read. Call it once."""
+        self._graph_hook("init_cuda_graph_state")(requests, rows)
+
+    def padding_length(self) -> int:
+        """The length that padded requests of a captured batch carry; 0 unless the backend says otherwise."""
+        return int(self._graph_hook("get_cuda_graph_seq_len_fill_value")())
+
+    def plan_captured(self, batch: ForwardBatch, *, in_capture: bool = False) -> BatchPlan:
+        """Plan a batch that a graph is about to capture or to replay, and mark it as planned (B2)."""
+        plan = self._graph_hook("init_forward_metadata_out_graph")(batch, in_capture)
+        hook, who = "init_forward_metadata_out_graph", self.backend.backend_id
+        received = received_plan(plan, who, batch.forward_mode, batch.num_tokens, hook)
+        batch.plan = BatchPlan(received, geometry=batch.geometry)
+        batch.mark_forward_metadata_ready()
+        return batch.plan
+
+    def refill(self, batch: ForwardBatch) -> None:
+        """The part of planning that is captured: it comes first in the graph."""
+        self._graph_hook("init_forward_metadata_in_graph")(batch)
+
+    def _graph_hook(self, name: str) -> Hook:
+        hook = self._graph_hooks.get(name)
+        if hook is None:
+            raise BackendError(
+                f"backend {self.backend.backend_id.name} claims cuda_graph {self.graph_level.name} and has no {name}, "
+                "which a captured batch needs; choose a backend that claims CUDA graphs"
+            )
+        return hook
 
     @contextmanager
     def running(self) -> Iterator[ModelAttention]:

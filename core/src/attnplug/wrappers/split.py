@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from attnplug.contract.backend import AttentionBackend
 from attnplug.contract.batch import ForwardBatch
 from attnplug.contract.mode import ForwardMode
 from attnplug.contract.plan import Plan
+from attnplug.declare.claims import weakest
 from attnplug.declare.model import LayerSpec
-from attnplug.declare.problem import Role
+from attnplug.declare.problem import GraphLevel, Role
 from attnplug.wrappers.forwarding import ForwardingBackend
 
 _DECODE_MODES = (ForwardMode.DECODE, ForwardMode.IDLE)
@@ -18,7 +21,8 @@ class SplitBackend(ForwardingBackend):
 
     Target verify is an extend of a few tokens, and either kind of kernel may serve it better. ``verify`` says which
     child takes it. A plan holds one child's plan, so a batch that changes its mode after planning is refused by the
-    child that did not plan it.
+    child that did not plan it. What can be captured is decided by the children that take part in it: a decode by the
+    decode child alone.
     """
 
     def __init__(self, prefill: AttentionBackend, decode: AttentionBackend, *, verify: Role = Role.DECODE) -> None:
@@ -27,8 +31,12 @@ class SplitBackend(ForwardingBackend):
         super().__init__(
             f"split({prefill.backend_id.name}, {decode.backend_id.name})",
             {Role.PREFILL: prefill, Role.DECODE: decode},
-            decided_by={"mla_extend": Role.PREFILL},  # the decode backend takes no part in an extend
         )
+        # The decode backend takes no part in an extend, and the prefill backend none in a captured decode.
+        without = min(decode.claims.cuda_graph, GraphLevel.DECODE)
+        beside = replace(prefill.claims, cuda_graph=max(prefill.claims.cuda_graph, without))
+        combined = weakest({Role.PREFILL: beside, Role.DECODE: decode.claims}, {"mla_extend": Role.PREFILL})
+        self.claims, self.forced_by = combined.claims, combined.forced_by
         self._child_of: dict[ForwardMode, tuple[str]] = {
             mode: (Role.DECODE if mode in _DECODE_MODES else Role.PREFILL,) for mode in ForwardMode
         }
@@ -49,6 +57,14 @@ class SplitBackend(ForwardingBackend):
         )
         return plan
 
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        for label in self._captured():
+            self.required(label, "init_cuda_graph_state")(max_bs, max_num_tokens)
+
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """The larger of the children's: one batch is padded once, and both must be able to plan it."""
-        return max(int(self.required(label, "get_cuda_graph_seq_len_fill_value")()) for label in self.children)
+        """The larger of the children's: one batch is padded once, and all that are captured must be able to plan it."""
+        return max(int(self.required(label, "get_cuda_graph_seq_len_fill_value")()) for label in self._captured())
+
+    def _captured(self) -> tuple[str, ...]:
+        """The children that take part in graphs at the level that this backend claims."""
+        return tuple(self.children) if self.claims.cuda_graph > GraphLevel.DECODE else (Role.DECODE,)

@@ -87,7 +87,7 @@ def refusals(problem: Problem, role: Role | None, options: FlashAttentionOptions
     if problem.device == "cuda":
         if options.kernel in ("auto", "fa4"):
             yield from _split_refusals(problem, layers)
-        graphs = problem.cuda_graph if not prefills_mla else GraphLevel.NEVER
+        graphs = problem.captured([role]) if not prefills_mla else GraphLevel.NEVER
         if options.kernel == "auto":
             yield from _auto_refusals(problem.sm, layers, graphs)
         else:
