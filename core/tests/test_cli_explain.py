@@ -187,7 +187,7 @@ def test_a_wrong_option_is_exit_code_2_with_value_and_allowed(
     [
         (["--tensor-parallel", "3"], "tensor_parallel"),
         (["--speculative-tokens", "1000"], "speculation"),
-        (["--cuda-graph", "decode"], "cuda_graph"),
+        (["--cuda-graph", "uniform"], "cuda_graph"),
         (["--dtype", "fp8"], "dtype"),
     ],
 )

@@ -8,8 +8,8 @@ from itertools import permutations
 
 import pytest
 
-from attnplug import Problem, Role
-from attnplug.host import BackendRequest, Ranked, Registered, explain, select
+from attnplug import GraphLevel, Problem, Role
+from attnplug.host import BackendRequest, Ranked, Registered, explain, explanation, select
 from support.selection import LINEAR, LLAMA, PLAIN, backend, names, registry
 
 
@@ -43,6 +43,31 @@ def test_the_embedded_default_comes_last(preference: int) -> None:
     selection = select(installed, BackendRequest(), Problem(LLAMA))
     assert names(selection.choices) == {"prefill": "zzz", "decode": "zzz"}
     assert selection.choices[Role.PREFILL].candidates[-1].backend.spec.name == "default"
+
+
+EAGER = backend("eager", replace(PLAIN, devices={"cuda"}), preference=100)
+CAPTURED = backend("captured", replace(PLAIN, devices={"cuda"}, cuda_graph=GraphLevel.DECODE))
+
+
+def test_where_a_host_captures_auto_decodes_with_what_can_be_captured() -> None:
+    """D3: a prefill is not captured, so its backend is the preferred one; explain says what is captured."""
+    installed = registry(EAGER, CAPTURED)
+    plain = Problem(LLAMA, "cuda", 90)
+    assert names(select(installed, BackendRequest(), plain).choices) == {"prefill": "eager", "decode": "eager"}
+    selection = select(installed, BackendRequest(), replace(plain, wants_graphs=True))
+    assert names(selection.choices) == {"prefill": "eager", "decode": "captured"}
+    assert selection.choices[Role.DECODE].why() == "auto: runs in CUDA graphs, unlike eager"
+    assert list(explanation(selection))[-1] == "CUDA graphs: DECODE"
+
+
+def test_where_nothing_can_be_captured_auto_takes_what_there_is_and_explain_says_so() -> None:
+    """D3"""
+    wants = Problem(LLAMA, "cuda", 90, wants_graphs=True)
+    selection = select(registry(EAGER), BackendRequest(), wants)
+    assert names(selection.choices)["decode"] == "eager"
+    assert list(explanation(selection))[-1] == "CUDA graphs: NEVER"
+    mixed = select(registry(EAGER, CAPTURED), BackendRequest("captured", {Role.DECODE: "eager"}), wants)
+    assert list(explanation(mixed))[-1] == "CUDA graphs: NEVER, by eager"
 
 
 DEFAULT = backend("default", target="attnplug.default")

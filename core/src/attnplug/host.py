@@ -101,6 +101,7 @@ if TYPE_CHECKING:
     from attnplug.torch_native.backend import TorchNativeBackend as TorchNativeBackend
     from attnplug.wrappers import HybridLinearBackend as HybridLinearBackend
     from attnplug.wrappers import SplitBackend as SplitBackend
+    from attnplug.wrappers import who_forced as who_forced
 
 _MODULES = {
     "choose.assembly": ("build_chosen", "build_selection", "choose_importable"),
@@ -165,7 +166,7 @@ _MODULES = {
     "mla": ("ExtendPolicy", "MLAWeights", "merge_partial"),
     "mla.chunks": ("Chunk", "Span", "plan_prefix_chunks"),
     "torch_native.backend": ("TorchNativeBackend",),
-    "wrappers": ("HybridLinearBackend", "SplitBackend"),
+    "wrappers": ("HybridLinearBackend", "SplitBackend", "who_forced"),
 }
 
 __getattr__, __dir__, __all__ = face(__name__, globals(), _MODULES, other="attnplug")

@@ -17,11 +17,13 @@ from attnplug.choose.registry import Registry
 from attnplug.declare.claims import PageSizes
 from attnplug.declare.errors import AttnplugError, UsageError
 from attnplug.declare.options import parse_options
-from attnplug.declare.problem import Problem, Role
+from attnplug.declare.problem import GraphLevel, Problem, Role
 from attnplug.declare.refusal import Refusal, RefusalCode
 from attnplug.declare.settings import Render, Setting
 
 AUTO = "auto"
+_CAPTURED = (Role.DECODE, Role.LINEAR)
+"""The roles that take part in a captured decode."""
 DEFAULT_PAGE_SIZE = 64
 BY_PREFERENCE = PreferenceRanking()
 
@@ -197,9 +199,21 @@ class _Judge:
         usable = [c.backend for c in candidates if not c.refusals and asked in (None, c.backend)]
         chosen, why = (usable[0] if usable else None), ""
         if usable and asked is None:
-            ranked = self.ranking.rank(usable, role, self.problem)
+            able = self._captured(usable, role) or usable
+            ranked = self.ranking.rank(able, role, self.problem)
             chosen, why = ranked.backends[0], ranked.why
+            if len(able) < len(usable):
+                others = ", ".join(backend.spec.name for backend in usable if backend not in able)
+                why = f"runs in CUDA graphs, unlike {others}" + (f"; {why}" if len(able) > 1 else "")
         return RoleChoice(role, requested, self.request.setting_for(role), chosen, candidates, why)
+
+    def _captured(self, usable: list[Registered], role: Role) -> list[Registered]:
+        """Those of some usable backends that can be captured, where the host wants that."""
+        problem = self.problem
+        if not problem.wants_graphs or problem.device != "cuda" or role not in _CAPTURED:
+            return usable
+        captured = replace(problem, cuda_graph=max(problem.cuda_graph, GraphLevel.DECODE))
+        return [b for b in usable if not b.spec.refusals(captured, role, self.options.get(b.spec.name))]
 
     def _refusals(self, backend: Registered, role: Role) -> Iterator[Refusal]:
         spec = backend.spec
@@ -316,6 +330,28 @@ def explanation(selection: Selection, render: Render = str) -> Iterator[str]:
     for choice in selection.choices.values():
         yield ""
         yield from _judged(choice, render)
+    if selection.problem.wants_graphs and not selection.unserved:
+        yield ""
+        yield f"CUDA graphs: {captured(selection)}"
+
+
+def captured(selection: Selection) -> str:
+    """What a host can capture with the chosen backends, by their declarations, and which of them allows no more."""
+    problem, levels = selection.problem, dict[str, GraphLevel]()
+    for role in selection.choices:
+        backend = selection.chosen(role)
+        options = selection.options.get(backend.spec.name)
+        able = [
+            level
+            for level in GraphLevel
+            if not backend.spec.refusals(replace(problem, cuda_graph=level), role, options)
+        ]
+        level = max(able, default=GraphLevel.NEVER)
+        levels[backend.spec.name] = min(level, levels.get(backend.spec.name, level))
+    lowest, highest = min(levels.values()), max(levels.values())
+    if lowest is highest:
+        return lowest.name
+    return f"{lowest.name}, by {', '.join(name for name, level in levels.items() if level is lowest)}"
 
 
 def _judged(choice: RoleChoice, render: Render) -> Iterator[str]:

@@ -144,7 +144,8 @@ def _declare_explain(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument("--dtype", metavar="DTYPE", help="element type of activations (default: the model's)")
     parser.add_argument("--speculative-tokens", type=int, default=0, metavar="N", help="draft tokens a step")
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="ranks that share the heads")
-    parser.add_argument("--cuda-graph", default="never", metavar="LEVEL", help="never, decode, uniform or always")
+    text = "never, decode, uniform or always (default: what can be captured, as in run)"
+    parser.add_argument("--cuda-graph", metavar="LEVEL", help=text)
 
 
 def _declare_doctor(commands: Commands[argparse.ArgumentParser]) -> None:

@@ -34,7 +34,8 @@ class ExplainOptions:
     page_size: int | None = None
     speculative_tokens: int = 0
     tensor_parallel: int = 1
-    cuda_graph: str = "never"
+    cuda_graph: str | None = None
+    """The level that is demanded; ``None`` for what the chosen backends can."""
     settings: tuple[str, ...] = ()
 
     def request(self) -> BackendRequest:
@@ -50,7 +51,8 @@ class ExplainOptions:
             dtype=dtype,
             kv_dtype=DType.parse(self.kv_dtype, Setting.KV_DTYPE) if self.kv_dtype is not None else dtype,
             page_size=self.page_size,
-            cuda_graph=graph_level(self.cuda_graph),
+            cuda_graph=graph_level(self.cuda_graph or GraphLevel.NEVER.name),
+            wants_graphs=device == "cuda" and self.cuda_graph is None,
             speculative_tokens=self.speculative_tokens,
             tensor_parallel=self.tensor_parallel,
         )

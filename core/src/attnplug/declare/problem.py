@@ -105,6 +105,8 @@ class Problem:
     exact_lengths: bool = True
     """Whether the host knows exact lengths on the CPU; without them it has upper bounds only."""
     layout: CacheLayout | None = None
+    wants_graphs: bool = False
+    """Whether the host captures decode where it can. ``auto`` then prefers backends that can be captured."""
 
     def __post_init__(self) -> None:
         if self.page_size is not None and not 1 <= self.page_size <= LARGEST_PAGE:

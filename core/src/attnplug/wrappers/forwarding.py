@@ -123,6 +123,11 @@ class ForwardingBackend(ABC):
         )
         return Plan(self.backend_id, mode, parts[0].query_rows, parts[0].kv_rows, parts=parts)
 
+    def who_forced(self, claim: str) -> tuple[str, ...]:
+        """The backends that weakened a claim, by name: children, or children of theirs."""
+        children = [self.children[label] for label in self.forced_by.get(claim, ())]
+        return tuple(name for child in children for name in who_forced(child, claim) or (child.backend_id.name,))
+
     def has(self, label: str, name: str) -> bool:
         """Whether a child has a method or hook."""
         return self._calls[label, name] is not None
@@ -142,6 +147,11 @@ class ForwardingBackend(ABC):
                 f"it claims {self.children[label].claims}"
             )
         return found
+
+
+def who_forced(backend: object, claim: str) -> tuple[str, ...]:
+    """The backends that weakened a claim of this one, by name; none of one that is no wrapper."""
+    return backend.who_forced(claim) if isinstance(backend, ForwardingBackend) else ()
 
 
 def _forwarder(name: str, signature: inspect.Signature) -> Callable[..., Any]:
