@@ -197,8 +197,8 @@ class TestStopTexts:
         """As by an iterator that is collected just then. Its token of that step does not count."""
         aborted, other = (engine.add("hello", SamplingParams(6, stop=("?!?",), logprobs=1)) for _ in range(2))
         engine.step()
-        original = engine.runner.run
-        monkeypatch.setattr(engine.runner, "run", lambda step: (engine.abort(aborted), original(step))[1])
+        original = engine.runner.launch
+        monkeypatch.setattr(engine.runner, "launch", lambda step: (engine.abort(aborted), original(step))[1])
         while engine.step():
             pass
         assert (len(aborted.output), len(aborted.logprobs)) == (1, 1)

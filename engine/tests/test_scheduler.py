@@ -49,7 +49,7 @@ def start(scheduler: Scheduler) -> Step:
 
 
 def finish(scheduler: Scheduler, step: Step, token: int = 7) -> tuple[Request, ...]:
-    return scheduler.finish_step(step, {found.id: token for found in step.sampled_requests}).finished
+    return scheduler.finish_step(step, [token] * len(step.sampled_requests)).finished
 
 
 def shape(step: Step) -> list[tuple[int, int, int, bool]]:
@@ -236,7 +236,7 @@ def test_a_stop_token_ends_the_request_and_is_its_last_token() -> None:
     ended = request(0, stop_token_ids=frozenset({9}))
     scheduler.add(ended)
     assert finish(scheduler, start(scheduler), 8) == ()
-    result = scheduler.finish_step(start(scheduler), {0: 9})
+    result = scheduler.finish_step(start(scheduler), [9])
     assert (result.tokens, result.finished) == ({0: 9}, (ended,))
     assert (ended.output, ended.finish_reason, ended.row) == ([8, 9], FinishReason.STOP, None)
 
@@ -292,7 +292,7 @@ def test_an_abort_in_flight_keeps_the_row_until_the_step_is_finished() -> None:
     step = start(scheduler)
     assert scheduler.abort(0) is aborted
     assert aborted.row == step.rows[0]
-    result = scheduler.finish_step(step, {1: 7})
+    result = scheduler.finish_step(step, [7, 7])
     assert (result.tokens, result.finished) == ({1: 7}, ())
     assert (aborted.output, scheduler.running) == ([], (other,))
     assert pool.allocator.free_pages == 62
@@ -306,9 +306,9 @@ def test_a_request_that_ends_by_an_error_leaves_nothing_in_the_cache() -> None:
         ended = request(0, length=20)
         scheduler.add(ended)
         finish(scheduler, start(scheduler))
-        step = start(scheduler)
+        start(scheduler)
         scheduler.abort(0, reason)
-        scheduler.drop_step(step)
+        scheduler.drop_steps()
         assert ended.finish_reason is reason
         assert (len(pool.cache), pool.allocator.free_pages) == (cached, 64 - cached)
 
@@ -333,7 +333,7 @@ def test_a_dropped_step_gives_its_room_back() -> None:
     scheduler.add(decoding)
     for free in (64, 62):
         step = start(scheduler)
-        scheduler.drop_step(step)
+        scheduler.drop_steps()
         assert pool.allocator.free_pages == free
         repeated = start(scheduler)
         assert shape(repeated) == shape(step)
@@ -400,16 +400,20 @@ def test_an_id_is_used_once() -> None:
         scheduler.add(added)
 
 
-def test_steps_are_finished_one_by_one_and_in_order() -> None:
+def test_at_most_two_steps_are_in_flight_and_they_are_finished_in_order() -> None:
     scheduler = Pool().scheduler()
     scheduler.add(request(0))
-    step = start(scheduler)
-    with pytest.raises(StepError, match="has not been finished"):
+    first, second = start(scheduler), start(scheduler)
+    assert scheduler.in_flight == 2
+    with pytest.raises(StepError, match="2 steps are in flight"):
         scheduler.next_step()
-    finish(scheduler, step)
-    for misuse in (lambda: scheduler.finish_step(step, {0: 1}), lambda: scheduler.drop_step(step)):
-        with pytest.raises(StepError, match="not in flight"):
-            misuse()
+    with pytest.raises(StepError, match="not the oldest in flight"):
+        finish(scheduler, second)
+    finish(scheduler, first)
+    with pytest.raises(StepError, match="not the oldest in flight"):
+        finish(scheduler, first)
+    finish(scheduler, second)
+    assert scheduler.in_flight == 0
 
 
 def test_a_step_is_finished_with_exactly_the_tokens_it_samples() -> None:
@@ -417,10 +421,8 @@ def test_a_step_is_finished_with_exactly_the_tokens_it_samples() -> None:
     scheduler.add(request(0))
     scheduler.add(request(1, length=20))
     step = start(scheduler)
-    with pytest.raises(StepError, match=r"for requests \[1\], which this step does not sample"):
-        scheduler.finish_step(step, {0: 1, 1: 1})
-    with pytest.raises(StepError, match=r"a token for requests \[0\], and none was given"):
-        scheduler.finish_step(step, {})
+    with pytest.raises(StepError, match="a token for 1 requests, and 2 were given"):
+        scheduler.finish_step(step, [1, 1])
     assert finish(scheduler, step) == ()
 
 

@@ -4,11 +4,15 @@ The model is fake and exact: each token's id is written to its slot of a paged m
 from what the page table shows. A wrong page, a page written while others hold it, a missing copy, a wrong prefix hit
 or a token computed twice gives other tokens. Where the model is linear, what it knows of earlier tokens is a state in
 a slot instead: a state that is another's, or is written while the cache keeps it, or went through a token twice.
+
+Steps run where they are launched, and are finished later: as on a device, which runs them in this order while up to two
+are in flight. Tokens that the host does not know yet are fed back there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -18,7 +22,16 @@ from hypothesis import strategies as st
 from attnplug import AttentionKind, DType, ForwardMode, LayerSpec
 from attnplug.host import LinearDims, LinearStatePool, PageAllocator, SlotTable, UsageError
 from attnplug_engine.prefix_cache import PrefixCache
-from attnplug_engine.request import FinishReason, Request, RequestState, SamplingParams, Step
+from attnplug_engine.request import (
+    BAD_LOGITS,
+    PENDING,
+    FinishReason,
+    Request,
+    RequestState,
+    SamplingParams,
+    Step,
+    StepEntry,
+)
 from attnplug_engine.scheduler import Scheduler, whole_step_tokens
 
 VOCAB = 6
@@ -26,6 +39,8 @@ STOP = 0
 
 
 FIRST = 7
+POISON = 99
+"""What a row or a state holds after a forward whose logits are not finite."""
 LAYER = LayerSpec(0, AttentionKind.LIGHTNING, 1, 1, 1, 1, 1.0, linear=LinearDims(1, 1, 1, 1))
 
 
@@ -66,7 +81,11 @@ class Serving:
         cached: bool = True,
         slots: int = 0,
         checkpoint: int = 8,
+        depth: int = 1,
+        bad_at: Mapping[int, int | None] | None = None,
     ) -> None:
+        """``depth`` steps are in flight. ``bad_at`` says by request which of its tokens cannot be chosen."""
+        self.depth, self.bad_at = depth, bad_at or {}
         self.states = LinearStatePool([LAYER], num_slots=slots, dtype=DType.FLOAT32, device="cpu") if slots else None
         self.allocator = PageAllocator(pages)
         self.table = SlotTable(
@@ -88,86 +107,128 @@ class Serving:
         )
         self.limit = max(most, max_batch)
         self.memory = [[-1] * page_size for _ in range(pages)]
+        self.tokens = [-1] * max_batch  # by rows of the table, as last sampled
+        self.launched: deque[tuple[Step, list[int]]] = deque()
         self.steps = 0
 
-    def compute(self, step: Step) -> dict[int, int]:
+    def compute(self, step: Step) -> list[int]:
+        """Run a step as a device does, and return the tokens that the host will read."""
         for copy in step.copies:
             self.memory[copy.target] = list(self.memory[copy.source])
         page_table, lengths = (tensor.tolist() for tensor in self.table.batch(step.rows))
         size = self.table.page_size
-        for entry, pages, length in zip(step.entries, page_table, lengths, strict=True):
+        inputs = []
+        for entry, row, pages, length in zip(step.entries, step.rows, page_table, lengths, strict=True):
             assert entry.position + len(entry.token_ids) == length
             assert entry.sampled or not self.whole or self.states is not None, "a prompt is cut"
-            for position, token in enumerate(entry.token_ids, entry.position):
+            tokens = [self.tokens[row] if token == PENDING else token for token in entry.token_ids]
+            inputs.append(tokens)
+            for position, token in enumerate(tokens, entry.position):
                 page = pages[position // size]
                 assert self.allocator.references(page) == 1, "a shared page is written"
-                self.memory[page][position % size] = token
-        sampled = {}
+                self.memory[page][position % size] = POISON if self._is_bad(entry) else token
         if self.states is not None:
-            return self._advance_states(self.states, step)
-        for entry, pages, length in zip(step.entries, page_table, lengths, strict=True):
+            values = self._advance_states(self.states, step, inputs)
+        else:
+            values = [
+                advance(FIRST, [self.memory[pages[position // size]][position % size] for position in range(length)])
+                for pages, length in zip(page_table, lengths, strict=True)
+            ]
+        sampled = []
+        for entry, row, value in zip(step.entries, step.rows, values, strict=True):
             if entry.sampled:
-                read = [self.memory[pages[position // size]][position % size] for position in range(length)]
-                sampled[entry.request.id] = next_token(read)
+                self.tokens[row] = value % VOCAB
+                sampled.append(BAD_LOGITS if self._is_bad(entry) else value % VOCAB)
         return sampled
 
-    def _advance_states(self, states: LinearStatePool, step: Step) -> dict[int, int]:
+    def _is_bad(self, entry: StepEntry) -> bool:
+        made = entry.position + len(entry.token_ids) - len(entry.request.prompt)
+        return entry.sampled and self.bad_at.get(entry.request.id) == made
+
+    def _advance_states(self, states: LinearStatePool, step: Step, inputs: list[list[int]]) -> list[int]:
         memory = states.recurrent(0)
         assert memory is not None
-        sampled = {}
-        for entry, slot in zip(step.entries, step.state_slots, strict=True):
+        values = []
+        for entry, slot, tokens in zip(step.entries, step.state_slots, inputs, strict=True):
             assert states.references(slot) == 1, "a snapshot is written"
-            value = advance(int(memory[slot]) + FIRST, entry.token_ids)  # a new slot holds 0
-            memory[slot] = value - FIRST
-            if entry.sampled:
-                sampled[entry.request.id] = value % VOCAB
-        return sampled
+            values.append(advance(int(memory[slot]) + FIRST, tokens))  # a new slot holds 0
+            memory[slot] = POISON if self._is_bad(entry) else values[-1] - FIRST
+        for source, target in step.snapshots:
+            states.copy(source, target)
+        return values
+
+    def launch(self) -> bool:
+        """Schedule a step and run it, and check what holds for every step; it is finished later."""
+        left = [request for request in self.scheduler.running if request.computed + 1 < request.max_length]
+        left = [request for request in left if request.state is RequestState.RUNNING]
+        decoding = [request for request in left if request.decoding]
+        step = self.scheduler.next_step()
+        assert step is not None or self.launched or not self.scheduler.has_work
+        if step is None:
+            return False
+        self.steps += 1
+        self._check(step, left, decoding)
+        self.launched.append((step, self.compute(step)))
+        return True
 
     def fail(self) -> None:
-        """A step that runs, in part or whole, and then is taken back."""
-        if (step := self.scheduler.next_step()) is not None:
-            self.compute(step)
-            self.scheduler.drop_step(step)
+        """A step that runs, in part or whole, and then is taken back, as are all in flight."""
+        if len(self.launched) < 2:
+            self.launch()
+        self.launched.clear()
+        self.scheduler.drop_steps()
 
     def step(self, *, abort_in_flight: tuple[int, ...] = ()) -> Step | None:
-        """Schedule, run and finish one step, and check what holds for every step."""
-        decoding = [request for request in self.scheduler.running if request.decoding]
-        step = self.scheduler.next_step()
-        assert (step is not None) == self.scheduler.has_work
-        if step is None:
+        """Schedule and run steps as far as may be in flight, and finish the oldest."""
+        while len(self.launched) < self.depth and self.launch():
+            pass
+        assert bool(self.launched) >= self.scheduler.has_work
+        if not self.launched:
             return None
-        self.steps += 1
-        self._check(step, decoding)
         for request_id in abort_in_flight:
             self.scheduler.abort(request_id)
-        result = self.scheduler.finish_step(step, self.compute(step))
-        assert result.tokens.keys() == {entry.request.id for entry in step.entries if entry.sampled} - set(
-            abort_in_flight
-        )
+        step, tokens = self.launched.popleft()
+        expected = {
+            request.id
+            for request, token in zip(step.sampled_requests, tokens, strict=True)
+            if request.state is RequestState.RUNNING and token != BAD_LOGITS
+        }
+        result = self.scheduler.finish_step(step, tokens)
+        assert result.tokens.keys() == expected
         assert all(request.state is RequestState.FINISHED for request in result.finished)
         for page, row in enumerate(self.memory):
             if not self.allocator.references(page):
                 row[:] = [-9] * len(row)
         return step
 
-    def _check(self, step: Step, decoding: list[Request]) -> None:
+    def _check(self, step: Step, left: list[Request], decoding: list[Request]) -> None:
         in_step = [entry.request for entry in step.entries]
         assert step.num_tokens <= self.limit
         for request in decoding:  # never stalled: it runs, or it was preempted
-            assert request in in_step or request.state is RequestState.WAITING
-        assert self.scheduler.running[0] in in_step  # the oldest always moves
+            assert request in in_step or (request.state is RequestState.WAITING and not self.launched)
+        assert not left or left[0] in in_step  # the oldest that has tokens left always moves
+        assert all(request.length + request.pending <= request.max_length for request in in_step)
         queue = [request.id for request in self.scheduler.running + self.scheduler.waiting]
         assert queue == sorted(queue)  # first come, first served
-        decodes = [entry.request.decoding for entry in step.entries]
+        decodes = [
+            entry.sampled and len(entry.token_ids) == 1 and entry.position >= len(entry.request.prompt)
+            for entry in step.entries
+        ]
         mixed = ForwardMode.MIXED if any(decodes) else ForwardMode.EXTEND
         assert step.mode is (ForwardMode.DECODE if all(decodes) else mixed)
 
     def check_all_returned(self) -> None:
+        assert not self.scheduler.has_work
+        self.launched.clear()
+        self.scheduler.drop_steps()
         if self.cache is not None:
             self.cache.clear()
         assert self.allocator.free_pages == self.allocator.num_pages
         assert all(self.allocator.references(page) == 0 for page in range(self.allocator.num_pages))
         assert self.states is None or self.states.free_slots == self.states.num_slots
+        rows = [self.table.admit() for _ in range(self.table.max_requests)]
+        for row in rows:
+            self.table.release(row)
 
 
 @dataclass(frozen=True)
@@ -176,6 +237,7 @@ class Arrival:
     step: int
     abort_at: int | None
     in_flight: bool
+    bad_at: int | None
 
 
 @st.composite
@@ -189,7 +251,8 @@ def arrivals(draw: st.DrawFn) -> list[Arrival]:
         params = SamplingParams(draw(st.integers(1, 6) | st.integers(10, 24)), stop_token_ids=stops)
         abort_at = draw(st.none() | st.none() | st.integers(0, 30))
         when = draw(st.just(0) | st.integers(0, 20))
-        found.append(Arrival(Request(number, prompt, params), when, abort_at, draw(st.booleans())))
+        bad_at = draw(st.none() | st.none() | st.integers(0, 8))
+        found.append(Arrival(Request(number, prompt, params), when, abort_at, draw(st.booleans()), bad_at))
     # Ids in the order of arrival, so that a queue in this order is a sorted one.
     found.sort(key=lambda arrival: arrival.step)
     for number, arrival in enumerate(found):
@@ -209,6 +272,7 @@ def arrivals(draw: st.DrawFn) -> list[Arrival]:
     snapshots=st.none() | st.integers(0, 6),
     checkpoint=st.integers(1, 20),
     failing=st.sets(st.integers(0, 30), max_size=3),
+    depths=st.sampled_from([(1,), (2,), (1, 2), (2, 2, 1)]),
 )
 def test_every_request_gets_the_tokens_it_gets_alone(
     arrivals: list[Arrival],
@@ -221,6 +285,7 @@ def test_every_request_gets_the_tokens_it_gets_alone(
     snapshots: int | None,
     checkpoint: int,
     failing: set[int],
+    depths: tuple[int, ...],
 ) -> None:
     """A7's ground: state slots are counted, and never shared for writing."""
     longest = max(min(arrival.request.max_length, context) for arrival in arrivals)
@@ -233,6 +298,7 @@ def test_every_request_gets_the_tokens_it_gets_alone(
         cached=cached,
         slots=0 if snapshots is None else max_batch + 1 + snapshots,
         checkpoint=checkpoint,
+        bad_at={arrival.request.id: arrival.bad_at for arrival in arrivals},
     )
     now, to_come = 0, list(arrivals)
     while to_come or serving.scheduler.has_work:
@@ -244,10 +310,12 @@ def test_every_request_gets_the_tokens_it_gets_alone(
                 serving.scheduler.abort(arrival.request.id)
         if now in failing:
             serving.fail()
+        serving.depth = depths[now % len(depths)]
         serving.step(abort_in_flight=tuple(arrival.request.id for arrival in due if arrival.in_flight))
         now += 1
-        # The oldest request moves in every step, so each costs at most its own length.
-        assert serving.steps <= (1 + len(failing)) * sum(arrival.request.max_length for arrival in arrivals)
+        # The oldest request moves in every step, so each costs at most its own length, and one that it does not need.
+        most = sum(arrival.request.max_length + 1 for arrival in arrivals)
+        assert serving.steps <= (1 + len(failing)) * most
     for arrival in arrivals:
         request = arrival.request
         output, reason = alone(request, context)
@@ -255,6 +323,8 @@ def test_every_request_gets_the_tokens_it_gets_alone(
         if request.finish_reason is FinishReason.ABORTED:
             assert arrival.abort_at is not None
             assert request.output == output[: len(request.output)]
+        elif arrival.bad_at is not None and arrival.bad_at < len(output):
+            assert (request.output, request.finish_reason) == (output[: arrival.bad_at], FinishReason.ERROR)
         else:
             assert (request.output, request.finish_reason) == (output, reason)
     statistics = serving.cache.statistics if serving.cache is not None else None
@@ -412,9 +482,8 @@ def test_a_dropped_step_is_made_again_with_the_same_tokens() -> None:
     while serving.scheduler.has_work:
         number += 1
         if number % 2:
-            step = serving.scheduler.next_step()
-            assert step is not None
-            serving.scheduler.drop_step(step)
+            assert serving.scheduler.next_step() is not None
+            serving.scheduler.drop_steps()
         serving.step()
     assert [request.output for request in requests] == [alone(request, 64)[0] for request in requests]
     serving.check_all_returned()

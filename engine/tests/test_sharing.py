@@ -145,7 +145,7 @@ def test_a_step_that_fails_is_dropped_and_may_be_tried_again(engine, alone, monk
     for _ in range(3):
         engine.step()
     with monkeypatch.context() as broken:
-        broken.setattr(engine.runner, "run", lambda step: 1 / 0)
+        broken.setattr(engine.runner, "launch", lambda step: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             engine.step()
     assert tokens(list(engine.follow(requests))) == [alone[0], alone[2]]
@@ -173,16 +173,16 @@ def test_other_threads_neither_add_nor_step_in_the_middle_of_a_step(engine, alon
     added: list[Request] = []
     other = threading.Thread(target=lambda: engine.step() if step_too else added.extend(add(engine, [2])))
     waited: list[bool] = []
-    original = engine.runner.run
+    original = engine.runner.launch
 
-    def run(step):
+    def launch(step):
         if not waited:
             other.start()
             other.join(timeout=0.2)
             waited.append(other.is_alive())
         return original(step)
 
-    monkeypatch.setattr(engine.runner, "run", run)
+    monkeypatch.setattr(engine.runner, "launch", launch)
     assert tokens(list(engine.follow(add(engine, [0])))) == [alone[0]]
     other.join()
     assert waited == [True]

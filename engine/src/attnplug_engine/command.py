@@ -61,6 +61,9 @@ def declare(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument("--mla-extend", metavar="PATH", help=f"force how MLA prefills: {', '.join(ExtendPath)}")
     parser.add_argument("--mla-chunk-capacity", type=int, metavar="N", help="most prefix rows up-projected at a time")
     parser.add_argument(
+        "--disable-overlap", action="store_true", help="schedule a step only when the one before is done"
+    )
+    parser.add_argument(
         "--check-layers", action="store_true", help="stop at the first layer whose output is not finite"
     )
 

@@ -33,19 +33,29 @@ class Completion:
 
 @dataclass(slots=True)
 class Statistics:
-    """Tokens and seconds since the engine was made. A step that does both is divided by its tokens."""
+    """Tokens, and seconds in the engine, since it was made. A step that does both is divided by its tokens.
+
+    A row that was computed for a request which had ended before is no token.
+    """
 
     prefill_tokens: int = 0
     prefill_seconds: float = 0.0
     decode_tokens: int = 0
     decode_seconds: float = 0.0
 
-    def add(self, step: Step, seconds: float) -> None:
-        total = step.num_tokens
-        decoding = (
-            total if step.mode is ForwardMode.DECODE else sum(1 for entry in step.entries if entry.request.output)
-        )
+    def add(self, step: Step, new_tokens: int, seconds: float) -> None:
+        """A finished step, and how many new tokens it brought.
+
+        Steps overlap. ``seconds`` are those that passed in the engine until this one was finished, and in which no
+        other was.
+        """
+        decoding, prefill = new_tokens, 0
+        if step.mode is not ForwardMode.DECODE:
+            prefilling = [entry for entry in step.entries if entry.position < len(entry.request.prompt)]
+            prefill = sum([len(entry.token_ids) for entry in prefilling])
+            decoding = len(step.entries) - len(prefilling)
+        share = prefill / (prefill + decoding) if prefill else 0.0
         self.decode_tokens += decoding
-        self.prefill_tokens += total - decoding
-        self.decode_seconds += seconds * decoding / total
-        self.prefill_seconds += seconds * (total - decoding) / total
+        self.prefill_tokens += prefill
+        self.decode_seconds += seconds * (1 - share)
+        self.prefill_seconds += seconds * share

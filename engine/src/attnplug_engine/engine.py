@@ -31,8 +31,9 @@ from attnplug_engine.request import (
     TokenLogprobs,
     Update,
 )
-from attnplug_engine.sampler import BadLogits, Sampler, token_logprobs
-from attnplug_engine.scheduler import Scheduler
+from attnplug_engine.runner import Launched
+from attnplug_engine.sampler import Sampler
+from attnplug_engine.scheduler import MOST_IN_FLIGHT, Scheduler
 from attnplug_engine.tokenizer import end_tokens
 from attnplug_engine.transcript import Transcript
 
@@ -87,7 +88,11 @@ class Engine:
             states=states,
             checkpoint=options.state_checkpoint,
         )
-        self.sampler = Sampler(options.seed)
+        self.sampler = self.runner.sampler = Sampler(options.seed)
+        overlap = prepared.device.type == "cuda" if options.overlap is None else options.overlap
+        self._depth = MOST_IN_FLIGHT if overlap else 1
+        self._launched: deque[tuple[Step, Launched]] = deque()  # the oldest first
+        self._stepping = False
         self.statistics = Statistics()
         self._next_id = 0
         self._observed: set[Request] = set()  # unfinished, with stop texts or log probabilities to look after
@@ -122,37 +127,53 @@ class Engine:
             if self.scheduler.holds(request):
                 self.scheduler.abort(request.id)
                 self._end(request)
+                if not self._stepping:  # as it is where an iterator is collected in the middle of a step
+                    self._drop_unwanted()
 
     def step(self) -> StepResult | None:
         """Run one step; ``None`` when there is nothing to do.
 
-        A request whose logits are not finite ends with an error; the others go on as if it had never been there.
+        With overlap the next one is launched before this one is waited for. A request whose logits are not finite ends
+        with an error; the others go on as if it had never been there. When a step fails, all that are in flight are
+        taken back, and its error is raised; their requests may go on.
         """
         with self._lock:
-            step = self.scheduler.next_step()
-            if step is None:
-                return None
-            started = time.perf_counter()
-            logprobs: dict[int, TokenLogprobs] = {}
+            self._stepping = True
             try:
-                logits, requests = self.runner.run(step), step.sampled_requests
-                sampled = self.sampler.sample(logits, requests)
-                if self._observed:
-                    logprobs = token_logprobs(logits, requests, sampled)
-            except BadLogits as error:
-                ended = [self.scheduler.abort(request_id, FinishReason.ERROR) for request_id in error.request_ids]
-                self.scheduler.drop_step(step)
-                result = StepResult({}, tuple(request for request in ended if request is not None))
+                return self._step()
             except BaseException:
-                self.scheduler.drop_step(step)
+                self._drop()
                 raise
-            else:
-                self.statistics.add(step, time.perf_counter() - started)
-                result = self.scheduler.finish_step(step, sampled)
-                if self._observed:
-                    result = self._observe(result, requests, logprobs)
-            self._tell(step, result)
-            return result
+            finally:
+                self._stepping = False
+                self._drop_unwanted()
+
+    def _step(self) -> StepResult | None:
+        started = time.perf_counter()
+        launched = self._launched
+        while len(launched) < self._depth and (step := self.scheduler.next_step()) is not None:
+            launched.append((step, self.runner.launch(step)))
+        if not launched:
+            return None
+        step, running = launched[0]
+        tokens = running.tokens()
+        logprobs = running.logprobs() if self._observed else {}
+        launched.popleft()
+        result = self.scheduler.finish_step(step, tokens)
+        self.statistics.add(step, len(result.tokens), time.perf_counter() - started)
+        if self._observed:
+            result = self._observe(result, step.sampled_requests, logprobs)
+        self._tell(step, result)
+        return result
+
+    def _drop_unwanted(self) -> None:
+        """Do not wait for steps in flight when all their requests have ended."""
+        if self._launched and not self.scheduler.has_work:
+            self._drop()
+
+    def _drop(self) -> None:
+        self._launched.clear()
+        self.scheduler.drop_steps()
 
     def stream(self, prompts: Sequence[Prompt], params: SamplingParams | Sequence[SamplingParams]) -> Iterator[Update]:
         """Generate for all prompts; yields each token as it comes, and each prompt's end."""

@@ -76,6 +76,7 @@ def _options(parsed: argparse.Namespace) -> EngineOptions:
         extend_policy=policy,
         ignore_eos=parsed.ignore_eos,
         check_layers=parsed.check_layers,
+        overlap=False if parsed.disable_overlap else None,
     )
 
 

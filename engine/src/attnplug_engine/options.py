@@ -49,6 +49,8 @@ class EngineOptions:
     ignore_eos: bool = False
     """Go on past the tokens by which the checkpoint says that a text ends."""
     check_layers: bool = False
+    overlap: bool | None = None
+    """Schedule and launch a step while the one before runs. ``None``: on a GPU; on a CPU it only wastes rows."""
 
     def __post_init__(self) -> None:
         for name in ("dtype", "kv_dtype"):

@@ -19,6 +19,10 @@ if TYPE_CHECKING:
 
 DEFAULT_MAX_TOKENS = 32
 LARGEST = LARGEST_SEED = 2**63 - 1
+PENDING = -1
+"""In a step's ``token_ids``: a token that an earlier step, still in flight, samples for the same row."""
+BAD_LOGITS = -1
+"""In place of a sampled token: the logits are not finite, and no token can be chosen from them."""
 
 _LARGEST_FLOAT, _SMALLEST_FLOAT = sys.float_info.max, math.ulp(0.0)
 
@@ -125,9 +129,10 @@ class Request:
 
     The last three fields are the engine's, which looks at every new token.
 
-    ``computed`` counts the tokens, prompt and output together, whose cache rows are written; it falls back to 0
-    when the request is preempted, while ``output`` stays. ``cached_tokens`` is the prefix that the cache
-    supplied when the request was first admitted; a preempted request that finds its own pages again is no hit.
+    ``computed`` counts the tokens, prompt and output together, whose cache rows are written by the steps that were
+    scheduled, those in flight included; it falls back to 0 when the request is preempted, while ``output`` stays.
+    ``output`` holds the tokens of finished steps. ``cached_tokens`` is the prefix that the cache supplied when the
+    request was first admitted; a preempted request that finds its own pages again is no hit.
     """
 
     id: int
@@ -161,9 +166,14 @@ class Request:
         return len(self.prompt) + len(self.output)
 
     @property
+    def pending(self) -> int:
+        """Output tokens that steps in flight sample, and that are not known yet."""
+        return max(self.computed + 1 - len(self.prompt) - len(self.output), 0)
+
+    @property
     def decoding(self) -> bool:
-        """Whether all that is left to compute is its newest output token."""
-        return bool(self.output) and self.computed == len(self.prompt) + len(self.output) - 1
+        """Whether all that is left to compute is its newest output token, known or pending."""
+        return self.computed >= len(self.prompt) + max(len(self.output) - 1, 0)
 
     def tokens(self, start: int, stop: int) -> tuple[int, ...]:
         """The tokens at positions ``start`` to ``stop - 1``, prompt and output as one sequence."""
@@ -196,6 +206,7 @@ class Follower:
 class StepEntry(NamedTuple):  # made for every request at every step, at less than half a frozen dataclass's cost
     """The tokens that one request runs in a step: ``token_ids`` at ``position``, ``position + 1``, …
 
+    A request that decodes may run its newest token before the host knows it: ``token_ids`` is then ``(PENDING,)``.
     ``sampled`` says that the logits of its last token choose the request's next token; the others only fill the
     cache.
     """
@@ -216,7 +227,8 @@ class Step:
 
     ``copies`` go to the pools' ``copy_pages``, in this order, before anything is written. ``rows`` are the entries'
     rows of the slot table, which has room for the new tokens already: its lengths include them. ``state_slots`` are
-    the slots of their linear states, if the model has any.
+    the slots of their linear states, if the model has any. ``snapshots`` are pairs of such slots: after the forward
+    the state of the first is copied to the second.
     """
 
     mode: ForwardMode
@@ -224,6 +236,7 @@ class Step:
     copies: tuple[PageCopy, ...]
     rows: tuple[int, ...]
     state_slots: tuple[int, ...] = ()
+    snapshots: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:

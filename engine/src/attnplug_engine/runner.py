@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from operator import add
 
@@ -41,7 +42,8 @@ from attnplug.host import (
 )
 from attnplug_engine.models.architectures import LoadedModel
 from attnplug_engine.parallel import SINGLE, TensorParallel
-from attnplug_engine.request import Step
+from attnplug_engine.request import BAD_LOGITS, PENDING, Request, Step, TokenLogprobs
+from attnplug_engine.sampler import BadLogits, Sampler, token_logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,26 @@ class NotFinite(AttnplugError):
     def __init__(self, layer_id: int) -> None:
         self.layer_id = layer_id
         super().__init__(f"the output of layer {layer_id} is not finite: it is the first layer with NaN or infinity")
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """A step that the device is running, and what it will have sampled."""
+
+    _requests: Sequence[Request]
+    _sampled: Sequence[int]
+    _logits: Tensor
+
+    def tokens(self) -> list[int]:
+        """A token for each of the step's ``sampled_requests``, ``BAD_LOGITS`` where none can be chosen. Waits."""
+        return list(self._sampled)
+
+    def logprobs(self) -> dict[int, TokenLogprobs]:
+        """By request id, for those that ask."""
+        good = [row for row, token in enumerate(self._sampled) if token != BAD_LOGITS]
+        requests = [self._requests[row] for row in good]
+        chosen = {request.id: self._sampled[row] for row, request in zip(good, requests, strict=True)}
+        return token_logprobs(self._logits[good], requests, chosen)
 
 
 class ModelRunner:
@@ -113,8 +135,34 @@ class ModelRunner:
         self._exact_decode = claims.needs_cpu_seq_lens
         self._exact_extend = claims.needs_cpu_seq_lens or chooses_path
         self.allocator, self.table = build_table(capacity, device)
+        self.sampler = Sampler()
+        # By rows of the slot table: the token that was sampled last. Steps in flight take their PENDING tokens here.
+        self._tokens = torch.zeros(capacity.max_batch + 1, dtype=torch.int64, device=device)
         if check_layers:
             self._check_every_layer()
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> Launched:
+        """Run a step: page copies, forward, sampling, snapshots of states. Steps run in the order of their launch."""
+        logits, requests = self.run(step), step.sampled_requests
+        sampled = self._sample(logits, requests)
+        if requests:
+            rows = [row for row, entry in zip(step.rows, step.entries, strict=True) if entry.sampled]
+            # What follows a token that could not be chosen is ignored, but it is looked up all the same.
+            chosen = to_device(sampled, self.device).clamp_(min=0)
+            self._tokens[to_device(rows, self.device)] = chosen
+        if self.pools.linear is not None:
+            for source, target in step.snapshots:
+                self.pools.linear.copy(source, target)
+        return Launched(requests, sampled, logits)
+
+    def _sample(self, logits: Tensor, requests: Sequence[Request]) -> list[int]:
+        try:
+            sampled = self.sampler.sample(logits, requests)
+        except BadLogits as error:
+            good = [row for row, request in enumerate(requests) if request.id not in error.request_ids]
+            sampled = self.sampler.sample(logits[good], [requests[row] for row in good])
+        return [sampled.get(request.id, BAD_LOGITS) for request in requests]
 
     @torch.inference_mode()
     def run(self, step: Step) -> Tensor:
@@ -164,6 +212,10 @@ class ModelRunner:
         lengths, longest = list(map(add, starts, counts)), max(counts)
         uniform = len(tokens) == longest * len(entries)
         ids = to_device(tokens + positions, self.device)
+        if PENDING in tokens:
+            rows = [row for row, count in zip(step.rows, counts, strict=True) for _ in range(count)]
+            known = ids[: len(tokens)]
+            known.copy_(torch.where(known == PENDING, self._tokens[to_device(rows, self.device)], known))
         page_table, seq_lens = self.table.batch(step.rows)
         geometry = Geometry(
             step.mode,

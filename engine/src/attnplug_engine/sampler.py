@@ -93,7 +93,7 @@ class Sampler:
         seed = request.params.seed
         if seed is None:
             seed = request_seed(self._seed, request.id)
-        return uniform(seed, len(request.output))
+        return uniform(seed, len(request.output) + max(request.pending - 1, 0))  # this one is pending, too
 
 
 def likeliest(logits: Tensor) -> list[int]:

@@ -3,13 +3,26 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Never
 
 from attnplug import ForwardMode, PoolError
 from attnplug.host import AttnplugError, LinearStatePool, OutOfPages, PageAllocator, PageCopy, SlotTable, UsageError
 from attnplug_engine.prefix_cache import PrefixCache
-from attnplug_engine.request import FinishReason, Request, RequestState, Step, StepEntry, StepResult
+from attnplug_engine.request import (
+    BAD_LOGITS,
+    PENDING,
+    FinishReason,
+    Request,
+    RequestState,
+    Step,
+    StepEntry,
+    StepResult,
+)
+from attnplug_engine.state_slots import StateSlots
+
+MOST_IN_FLIGHT = 2
+_UNKNOWN = (PENDING,)
 
 
 class StepError(AttnplugError):
@@ -31,22 +44,29 @@ class Scheduler:
     for each running request. When a decoding request cannot get its next page, the latest admitted request is
     preempted: it loses its row, waits at the front of the queue, and computes its prompt and output again.
 
+    Steps in flight. A step is in flight from ``next_step`` until it is finished or dropped. The next may be scheduled
+    meanwhile, once this one is launched: a decoding request then runs a token that is ``PENDING``. Steps finish in
+    order. A request that a step in flight ends by its length is not scheduled again; one that ends by a stop token may
+    have a row in the next step, whose token is ignored. Its row, pages and slot are taken all the same, and reused:
+    the device runs steps in the order of their launch. Nothing of a step in flight is cached, and nobody is preempted
+    while one is: ``next_step`` returns ``None`` then, and has to be asked again after ``finish_step``.
+
     Why this always comes to an end. Running and then waiting requests are at all times in the order of their
     arrival: admission moves the first that waits after the last that runs, preemption moves it back. So at most
-    one running request is prefilling, the last: none is admitted after a prefill that is not complete. The
-    oldest request runs in every step: it decodes first; or it prefills, and then it is alone. It always gets its pages:
-    everyone after it is preempted before it is, and alone it has the whole pool (what nobody holds is evictable),
-    which ``add`` found large enough for its last token. So each step computes at least one token of the oldest
-    request, which is never preempted, and it ends within ``max_length`` steps; then the next is the oldest.
+    one running request is prefilling, the last: none is admitted after a prefill that is not complete. The oldest
+    request with tokens left to schedule is in every step: it decodes first; or it prefills, and then nobody else
+    decodes. Those before it, if any, have all their tokens in flight and end when these are finished. With nothing in
+    flight it is the oldest of all, and always gets its pages: everyone after it is preempted before it is, and alone it
+    has the whole pool (what nobody holds is evictable), which ``add`` found large enough for its last token. So there
+    is always a step to make or one to finish, each computes at least one token of that request, which is never
+    preempted, and it ends within ``max_length`` steps; then the next is the oldest.
 
     Linear states. For a model with linear layers ``states`` holds a slot for every running request, and the prefix
-    cache keeps snapshots in the rest. A hit goes as far as a snapshot; so prefills stop at checkpoints, at whole pages:
-    every ``checkpoint`` tokens, and at the last whole page of prompts with more than that. That cuts them even with
+    cache keeps snapshots in the rest (see ``StateSlots``). Prefills stop at their checkpoints, even with
     ``whole_prompts``: where prefixes are cached a prompt is a part of itself anyway. A state cannot be taken back:
-    where a step is dropped, all that runs is preempted and computed again.
+    where steps are dropped, all that runs is preempted and computed again.
 
-    Pages that others hold when the scheduler is made are not counted on; hold none later. Between ``next_step`` and
-    ``finish_step`` (or ``drop_step``) the step is in flight, and the rows of its requests stay as they are.
+    Pages that others hold when the scheduler is made are not counted on; hold none later.
     """
 
     def __init__(
@@ -75,18 +95,14 @@ class Scheduler:
                 f"the prefix cache has pages of {cache.page_size} tokens and the slot table of {table.page_size}; "
                 "build both with the same page size"
             )
-        needed = max_batch + (cache is not None)  # a snapshot is kept while it is copied
-        if states is not None and states.num_slots < needed:
-            raise UsageError(
-                f"{states.num_slots} slots for linear-attention states are too few for {max_batch} requests at a time: "
-                f"give `state_slots` of {needed} or more, or lower `max_batch`",
-                settings=["state_slots", "max_batch"],
-            )
         if checkpoint < 1:
             raise UsageError(f"checkpoint={checkpoint} is not a number of tokens; give 1 or more")
         self._table, self._allocator, self._cache = table, allocator, cache
-        self._states = states
-        self._checkpoint = -(-checkpoint // table.page_size) * table.page_size
+        self._states: StateSlots | None = None
+        if states is not None:
+            self._states = StateSlots(
+                states, cache, page_size=table.page_size, max_batch=max_batch, checkpoint=checkpoint
+            )
         self._page_size = table.page_size
         self._max_batch = max_batch
         self._max_step_tokens = max_step_tokens
@@ -96,7 +112,7 @@ class Scheduler:
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._requests: dict[int, Request] = {}
-        self._step: Step | None = None
+        self._in_flight: deque[Step] = deque()  # the oldest first
         # The first that waits did not fit, and no row was released since: no need to look again at every step.
         self._blocked = False
         self._retiring = False  # a running request has finished and still has its row
@@ -104,11 +120,17 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._running or self._waiting)
+        """Whether a request is not finished."""
+        return bool(self._requests)
+
+    @property
+    def in_flight(self) -> int:
+        """How many steps are neither finished nor dropped."""
+        return len(self._in_flight)
 
     @property
     def running(self) -> tuple[Request, ...]:
-        """In the order of their admission."""
+        """In the order of their admission. One that was aborted in flight is among them as long as it has its row."""
         return tuple(self._running)
 
     @property
@@ -153,8 +175,8 @@ class Scheduler:
     def abort(self, request_id: int, reason: FinishReason = FinishReason.ABORTED) -> Request | None:
         """End a request now; returns it, or ``None`` when there is none of this id (any more).
 
-        While a step is in flight it keeps its row until the step is finished or dropped, and its token of that step
-        is ignored. No ``StepResult`` reports it. Pages of a request that ends by an error are not cached.
+        While steps are in flight it keeps its row until the next step is made or one is finished, and its tokens of
+        these steps are ignored. No ``StepResult`` reports it. Pages of a request that ends by an error are not cached.
         """
         request = self._requests.get(request_id)
         if request is None:
@@ -162,102 +184,145 @@ class Scheduler:
         if request.state is RequestState.WAITING:
             self._waiting.remove(request)
             self._blocked = False
-        self._finish(request, reason)
-        if self._step is None:
+        in_flight = (entry.position for step in self._in_flight for entry in step.entries if entry.request is request)
+        self._finish(request, reason, next(in_flight, request.computed))
+        if not self._in_flight:
             self._retire()
         return request
 
     def next_step(self) -> Step | None:
-        """The next step to run, or ``None`` when there is no work. It is in flight until it is finished or dropped."""
-        if self._step is not None:
-            raise StepError("the step before has not been finished; call finish_step or drop_step first")
+        """The next step to run, in flight from here on; launch it before anything else is asked for.
+
+        ``None`` while steps are in flight: finish one and ask again. ``None`` with none in flight: there is no work.
+        """
+        if len(self._in_flight) == MOST_IN_FLIGHT:
+            raise StepError(f"{MOST_IN_FLIGHT} steps are in flight; call finish_step or drop_steps first")
+        self._retire()
         entries: list[StepEntry] = []
         copies: list[PageCopy] = []
         preemptions = self._preemptions
-        self._decode(entries, copies)
+        if not self._decode(entries, copies):
+            return None
         decoding = len(entries)
         if preemptions == self._preemptions and (self._waiting or decoding < len(self._running)):
             self._prefill(entries, copies)
         if not entries:
-            return self._refuse_to_starve() if self.has_work else None
+            return self._refuse_to_starve() if self._requests and not self._in_flight else None
         # A preempted request that found all but its newest token in the cache is decoding from the start.
-        decoding += sum(entry.request.decoding for entry in entries[decoding:])
+        for request, _, token_ids, sampled in entries[decoding:]:
+            decoding += bool(request.output) and sampled and len(token_ids) == 1
         mode = ForwardMode.MIXED if decoding else ForwardMode.EXTEND
         if decoding == len(entries):
             mode = ForwardMode.DECODE
-        rows = tuple([entry.request.row for entry in entries])
-        slots = () if self._states is None else tuple([entry.request.slot for entry in entries])
-        self._step = Step(mode, tuple(entries), tuple(copies), rows, slots)  # type: ignore[arg-type] # who runs has both
-        return self._step
+        rows: tuple[int, ...] = tuple([entry[0].row for entry in entries])  # type: ignore[misc] # who runs has one
+        slots: tuple[int, ...] = ()
+        snapshots: tuple[tuple[int, int], ...] = ()
+        if self._states is not None:
+            slots = tuple([entry[0].slot for entry in entries])  # type: ignore[misc] # who runs has one
+            expecting = bool(self._waiting) and len(self._running) < self._max_batch
+            snapshots = self._states.reserve(entries, expecting=expecting)
+        step = Step(mode, tuple(entries), tuple(copies), rows, slots, snapshots)
+        self._in_flight.append(step)
+        return step
 
-    def finish_step(self, step: Step, sampled: Mapping[int, int]) -> StepResult:
-        """Take in what the step computed, and the token that was sampled for each of its sampled requests."""
-        self._check_in_flight(step)
-        self._check_sampled(step, sampled)
-        self._step = None
-        tokens: dict[int, int] = {}
+    def finish_step(self, step: Step, tokens: Sequence[int]) -> StepResult:
+        """Take in what the oldest step in flight computed: a token for each of its ``sampled_requests``.
+
+        A request whose token is ``BAD_LOGITS`` ends by an error, alone.
+        """
+        self._check_finished(step, tokens)
+        self._in_flight.popleft()
+        if step.snapshots:
+            self._keep_snapshots(step, tokens)
+        new: dict[int, int] = {}
         finished: list[Request] = []
         running = RequestState.RUNNING  # looking up an enum's member costs as much as the rest of the line
+        cache, sampled = self._cache, iter(tokens)
         for request, position, token_ids, is_sampled in step.entries:
-            if request.state is not running:  # aborted in flight
-                continue
-            request.computed = position + len(token_ids)
-            if self._states is not None and request.computed == self._next_checkpoint(request, position):
-                self._take_snapshot(self._states, request)
             if not is_sampled:
                 continue
+            token = next(sampled)
+            if request.state is not running:  # it ended in flight
+                continue
+            end = position + len(token_ids)
+            if token == BAD_LOGITS:
+                self._finish(request, FinishReason.ERROR, end)
+                finished.append(request)
+                continue
             output = request.output
-            if self._cache is not None and (not output or len(token_ids) > 1):
-                self._cache_pages(self._cache, request, in_use=True)
-            token = sampled[request.id]
+            if cache is not None and (not output or len(token_ids) > 1):
+                self._cache_pages(cache, request, end, in_use=True)
             output.append(token)
-            tokens[request.id] = token
+            new[request.id] = token
             if token in request.params.stop_token_ids:
-                self._finish(request, FinishReason.STOP)
-            elif len(request.prompt) + len(output) >= request.max_length:
-                self._finish(request, FinishReason.LENGTH)
+                self._finish(request, FinishReason.STOP, end)
+            elif end + 1 >= request.max_length:
+                self._finish(request, FinishReason.LENGTH, end)
             else:
                 continue
             finished.append(request)
         self._retire()
-        return StepResult(tokens, tuple(finished))
+        return StepResult(new, tuple(finished))
 
-    def drop_step(self, step: Step) -> None:
-        """Take back a step that could not be run; its requests get the tokens they get without it.
+    def drop_steps(self) -> None:
+        """Take back all steps in flight, of which one could not be run; requests get the tokens they get without them.
 
-        Those that were prefilling wait again, as all do that have a linear state. Only ``copies`` stay due: the rows
-        have the new pages now.
+        Those that were prefilling wait again. All do that have a linear state, or if a page was to be copied: who
+        knows whether it was.
         """
-        self._check_in_flight(step)
-        self._step = None
-        for entry in step.entries:
-            self._table.truncate(entry.request.row, entry.position)  # type: ignore[arg-type] # in flight: has a row
+        lost = self._states is not None and bool(self._in_flight)
+        while self._in_flight:
+            step = self._in_flight.pop()
+            lost = lost or bool(step.copies)
+            for request, position, _, _ in step.entries:
+                if request.state is RequestState.RUNNING:
+                    self._table.truncate(request.row, position)  # type: ignore[arg-type] # who runs has one
+                    request.computed = position
+            for _, slot in step.snapshots:
+                self._free_snapshot(slot)
         self._retire()
-        # Only the last that runs may be prefilling, and the step may have had several.
-        # And a linear state cannot be taken back at all.
+        # Only the last that runs may be prefilling, and the steps may have had several.
         kept = 0
-        if self._states is None:
+        if not lost:
             kept = next((n for n, request in enumerate(self._running) if not request.decoding), len(self._running))
         while len(self._running) > kept:
             self._preempt_last()
 
-    def _decode(self, entries: list[StepEntry], copies: list[PageCopy]) -> None:
-        """Give every decoding request its token; when pages are too few, the latest admitted lose their rows."""
+    def _decode(self, entries: list[StepEntry], copies: list[PageCopy]) -> bool:
+        """Give every decoding request its token; when pages are too few, the latest admitted lose their rows.
+
+        ``False`` changes nothing: pages are too few, and nobody can be preempted while steps are in flight.
+        """
         while True:
-            decoding = [  # request.decoding, without the calls
-                request
-                for request in self._running
-                if request.output and request.computed == len(request.prompt) + len(request.output) - 1
-            ]
+            # All but the last are decoding. Who has no token left to compute ends with a step in flight.
+            decoding = [request for request in self._running if request.computed + 1 < request.max_length]
+            if decoding and not decoding[-1].decoding:
+                decoding.pop()
             try:
                 copies += self._table.extend_each([request.row for request in decoding])  # type: ignore[misc] # has one
                 break
             except OutOfPages as error:
                 if not self._evict(error):
+                    if self._in_flight:
+                        return False
                     if len(self._running) == 1:
-                        return
+                        return True
                     self._preempt_last()
-        entries += [StepEntry(request, request.computed, (request.output[-1],), True) for request in decoding]
+        if self._in_flight:
+            entries += [
+                StepEntry(
+                    request,
+                    request.computed,
+                    _UNKNOWN if request.computed >= len(request.prompt) + len(request.output) else (request.output[-1],),
+                    True,
+                )
+                for request in decoding
+            ]
+        else:
+            entries += [StepEntry(request, request.computed, (request.output[-1],), True) for request in decoding]
+        for request in decoding:
+            request.computed += 1
+        return True
 
     def _prefill(self, entries: list[StepEntry], copies: list[PageCopy]) -> None:
         """Go on with the prefill that is under way, then admit; stop after a prefill that is not complete."""
@@ -279,7 +344,7 @@ class Scheduler:
         left = request.length - request.computed
         tokens = min(left, budget)
         if self._states is not None:
-            tokens = min(tokens, self._next_checkpoint(request, request.computed) - request.computed)
+            tokens = min(tokens, self._states.next_checkpoint(request, request.computed) - request.computed)
         if not self._extend(request, tokens, copies):
             # What could be evicted is free now. A prefill that gets no page keeps those it has and waits for the
             # next step; a decoding request that needs them preempts it.
@@ -288,8 +353,9 @@ class Scheduler:
             tokens = self._allocator.free_pages * self._page_size + -request.computed % self._page_size
             if not tokens or not self._extend(request, tokens, copies):
                 return 0
-        end = request.computed + tokens
-        entries.append(StepEntry(request, request.computed, request.tokens(request.computed, end), tokens == left))
+        start, end = request.computed, request.computed + tokens
+        entries.append(StepEntry(request, start, request.tokens(start, end), tokens == left))
+        request.computed = end
         return budget - tokens if tokens == left else 0
 
     def _admit(self, request: Request) -> bool:
@@ -307,9 +373,9 @@ class Scheduler:
         if lacking > 0 and (cache is None or not cache.can_evict(lacking, frozenset(pages))):
             return False
         if self._states is not None:
-            request.slot = self._new_slot(self._states, keeping=snapshot)
-            if snapshot is not None:
-                self._states.copy(snapshot, request.slot)
+            request.slot = self._states.take(snapshot)
+            if request.slot is None:
+                return False
         request.row = self._table.admit(pages, cached)
         request.computed = cached
         request.state = RequestState.RUNNING
@@ -346,9 +412,11 @@ class Scheduler:
         self._preemptions += 1
         return request
 
-    def _finish(self, request: Request, reason: FinishReason) -> None:
+    def _finish(self, request: Request, reason: FinishReason, computed: int) -> None:
+        """End a request; finished steps have computed ``computed`` of its tokens."""
         request.state = RequestState.FINISHED
         request.finish_reason = reason
+        request.computed = computed
         self._retiring = request.row is not None or self._retiring
         del self._requests[request.id]
 
@@ -366,7 +434,7 @@ class Scheduler:
         """Take a request's row; what it has computed of whole pages goes to the cache."""
         assert request.row is not None
         if self._cache is not None and request.finish_reason is not FinishReason.ERROR:
-            self._cache_pages(self._cache, request, in_use=False)
+            self._cache_pages(self._cache, request, request.computed, in_use=False)
         self._table.release(request.row)
         request.row = None
         if self._states is not None and request.slot is not None:
@@ -375,54 +443,39 @@ class Scheduler:
         request.computed = 0
         self._blocked = False
 
-    def _new_slot(self, states: LinearStatePool, keeping: int | None = None) -> int:
-        """A slot of its own, with a zero state. There is always one: there are more slots than requests can run."""
-        if not states.free_slots and self._cache is not None:
-            self._cache.evict_snapshot(keeping)
-        return states.allocate()
+    def _keep_snapshots(self, step: Step, tokens: Sequence[int]) -> None:
+        """Give a finished step's snapshots to the cache, but those of requests that ended meanwhile or end by it."""
+        assert self._states is not None and self._cache is not None
+        bad = [request for request, token in zip(step.sampled_requests, tokens, strict=True) if token == BAD_LOGITS]
+        for source, slot in step.snapshots:
+            entry = step.entries[step.state_slots.index(source)]
+            request, end = entry.request, entry.position + len(entry.token_ids)
+            if request.state is RequestState.RUNNING and request not in bad:
+                self._cache_pages(self._cache, request, end, in_use=True)
+                self._states.keep(request.tokens(0, end), slot)
+                self._blocked = False
+            else:
+                self._free_snapshot(slot)
 
-    def _next_checkpoint(self, request: Request, computed: int) -> int:
-        """Where, after ``computed`` tokens, a state is next worth keeping; beyond the request if nowhere."""
-        if self._cache is None:
-            return self._context_length + 1
-        multiple = (computed // self._checkpoint + 1) * self._checkpoint
-        last = (len(request.prompt) - 1) // self._page_size * self._page_size
-        # A short prompt is not worth a step of its own after its last page: nobody is admitted beside a prefill.
-        return min(multiple, last) if self._checkpoint < last and computed < last else multiple
+    def _free_snapshot(self, slot: int) -> None:
+        assert self._states is not None
+        self._states.release(slot)
+        self._blocked = False
 
-    def _take_snapshot(self, states: LinearStatePool, request: Request) -> None:
-        """Keep a running request's state for those who come with the same tokens, should a slot be had."""
-        assert self._cache is not None and request.slot is not None
-        self._cache_pages(self._cache, request, in_use=True)
-        tokens = request.tokens(0, request.computed)
-        if not self._cache.wants_snapshot(tokens):
-            return
-        if not states.free_slots and not self._cache.evict_snapshot():
-            return
-        slot = states.allocate()
-        states.copy(request.slot, slot)
-        self._cache.add_snapshot(tokens, slot)
-
-    def _cache_pages(self, cache: PrefixCache, request: Request, *, in_use: bool) -> None:
+    def _cache_pages(self, cache: PrefixCache, request: Request, computed: int, *, in_use: bool) -> None:
+        """Cache the whole pages among a request's first ``computed`` tokens, which finished steps have computed."""
         assert request.row is not None
-        full = request.computed // self._page_size
+        full = computed // self._page_size
         if full:
             tokens = request.tokens(0, full * self._page_size)
             cache.insert(tokens, self._table.pages(request.row)[:full], in_use=in_use)
 
-    def _check_in_flight(self, step: Step) -> None:
-        if step is not self._step:
-            raise StepError("this step is not in flight; give the one that next_step returned last, once")
-
-    def _check_sampled(self, step: Step, sampled: Mapping[int, int]) -> None:
-        ids = [entry.request.id for entry in step.entries if entry.sampled]
-        if sampled.keys() == set(ids):
-            return
-        if unknown := sorted(sampled.keys() - ids):
-            raise StepError(f"tokens were given for requests {unknown}, which this step does not sample")
-        # A request that was aborted in flight needs no token.
-        if missing := [request_id for request_id in ids if request_id in self._requests and request_id not in sampled]:
-            raise StepError(f"the step samples a token for requests {missing}, and none was given")
+    def _check_finished(self, step: Step, tokens: Sequence[int]) -> None:
+        if not self._in_flight or step is not self._in_flight[0]:
+            raise StepError("this step is not the oldest in flight; finish steps in order, each once")
+        sampled = len(step.entries) if step.mode.is_decode else len(step.sampled_requests)
+        if len(tokens) != sampled:
+            raise StepError(f"the step samples a token for {sampled} requests, and {len(tokens)} were given")
 
     def _refuse_to_starve(self) -> Never:
         """Nobody can run: with the pages that ``add`` counted on this cannot be, so someone else holds them."""
