@@ -31,7 +31,7 @@ from attnplug_engine.request import (
     TokenLogprobs,
     Update,
 )
-from attnplug_engine.sampler import BadLogits, Sampler, token_logprobs
+from attnplug_engine.sampler import Sampler, token_logprobs
 from attnplug_engine.scheduler import Scheduler
 from attnplug_engine.tokenizer import end_tokens
 from attnplug_engine.transcript import Transcript
@@ -126,31 +126,30 @@ class Engine:
     def step(self) -> StepResult | None:
         """Run one step; ``None`` when there is nothing to do.
 
-        A request whose logits are not finite ends with an error; the others go on as if it had never been there.
+        A request whose logits are not finite ends with an error; the others keep their tokens.
         """
         with self._lock:
             step = self.scheduler.next_step()
             if step is None:
                 return None
             started = time.perf_counter()
-            logprobs: dict[int, TokenLogprobs] = {}
             try:
                 logits, requests = self.runner.run(step), step.sampled_requests
-                sampled = self.sampler.sample(logits, requests)
-                if self._observed:
-                    logprobs = token_logprobs(logits, requests, sampled)
-            except BadLogits as error:
-                ended = [self.scheduler.abort(request_id, FinishReason.ERROR) for request_id in error.request_ids]
-                self.scheduler.drop_step(step)
-                result = StepResult({}, tuple(request for request in ended if request is not None))
+                tokens = self.sampler.sample(logits, requests)
+                logprobs = token_logprobs(logits, requests, tokens) if self._observed else {}
+                sampled = {request.id: token for request, token in zip(requests, tokens.tolist(), strict=True)}
             except BaseException:
                 self.scheduler.drop_step(step)
                 raise
-            else:
-                self.statistics.add(step, time.perf_counter() - started)
-                result = self.scheduler.finish_step(step, sampled)
-                if self._observed:
-                    result = self._observe(result, requests, logprobs)
+            self.statistics.add(step, time.perf_counter() - started)
+            failed = [request for request in requests if sampled[request.id] < 0]
+            for request in failed:
+                self.scheduler.abort(request.id, FinishReason.ERROR)  # its token is ignored
+            result = self.scheduler.finish_step(step, sampled)
+            if self._observed:
+                result = self._observe(result, requests, logprobs)
+            if failed:
+                result = replace(result, finished=(*result.finished, *failed))
             self._tell(step, result)
             return result
 
