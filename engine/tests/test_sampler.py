@@ -65,7 +65,7 @@ in_every_way = pytest.mark.parametrize(("choose", "device"), WAYS)
 
 
 def chosen(choose: Any, device: str, logits: Tensor, requests: Sequence[Request]) -> list[int]:
-    batch = SamplingBatch.of(requests, Sampler(5).seeds(requests), torch.device(device))
+    batch = SamplingBatch.of(requests, Sampler(5).seed_of, torch.device(device))
     found: list[int] = choose(logits.to(device), batch).tolist()
     return found
 
@@ -118,11 +118,11 @@ def test_draws_by_the_definition(choose: Any, device: str) -> None:
         requests = [request(number, 3 * number, **kind) for number, kind in enumerate(KINDS * times)]
         requests[-1] = request(99, 2, 2**63 - 5, **KINDS[-1])
         found = chosen(choose, device, logits, requests)
-        for row, one, token, seed in zip(logits, requests, found, Sampler(5).seeds(requests), strict=True):
+        for row, one, token in zip(logits, requests, found, strict=True):
             if one.params.greedy:
                 assert token == row.tolist().index(row.max())
                 continue
-            wanted = Drawn(row, one, seed)
+            wanted = Drawn(row, one, Sampler(5).seed_of(one))
             assert token in wanted.scores, (vocab, one.params)
             if token != wanted.token:
                 unclear += 1
@@ -165,12 +165,12 @@ def test_tokens_come_as_often_as_their_probability_says(params: dict[str, float]
     """Chi-square of 20,000 draws of one request, and of the first draws of as many."""
     logits = torch.randn(12, generator=torch.Generator().manual_seed(3)) * 2
     expected = kept(logits.tolist(), SamplingParams(1, **params))
-    draws, one = 20_000, request(0, **params)
-    for seeds, positions in (
-        (torch.full((draws,), 11), torch.arange(draws)),
-        (torch.arange(draws), torch.zeros(draws)),
-    ):
-        batch = SamplingBatch.of([one] * draws, seeds.tolist(), torch.device("cpu"), positions.int().tolist())
+    draws = 20_000
+    for many in ("places", "seeds"):
+        numbers = range(draws)
+        requests = [request(0, seed=11 if many == "places" else number, **params) for number in numbers]
+        positions = list(numbers) if many == "places" else [0] * draws
+        batch = SamplingBatch.of(requests, Sampler().seed_of, torch.device("cpu"), positions)
         counts = sample(logits.expand(draws, -1), batch).bincount(minlength=12).tolist()
         assert {token for token, count in enumerate(counts) if count} <= expected.keys()
         distance = sum((counts[token] - draws * share) ** 2 / (draws * share) for token, share in expected.items())
@@ -251,7 +251,7 @@ def test_a_captured_sampler_follows_its_parameters() -> None:
     for turn in range(len(KINDS)):
         requests = [request(number, turn, **KINDS[(number + turn) % len(KINDS)]) for number in range(rows - turn)]
         staging = np.zeros(SamplingArrays.ROW_BYTES * rows, np.uint8)
-        SamplingArrays.over(staging, rows).fill(requests, Sampler(5).seeds(requests), [turn] * len(requests))
+        SamplingArrays.over(staging, rows).fill(requests, Sampler(5).seed_of, [turn] * len(requests))
         memory.copy_(torch.from_numpy(staging))
         logits.normal_().mul_(3)
         graph.replay()
@@ -366,12 +366,12 @@ def test_rows_of_a_buffer_beyond_the_requests_are_greedy() -> None:
     """What padding reads is valid, whatever was there before."""
     memory = np.full(SamplingArrays.ROW_BYTES * 4, 255, np.uint8)
     requests = [request(0, 9, 2**63 - 1, temperature=0.5, top_k=3, top_p=0.25, min_p=0.125), request(1)]
-    SamplingArrays.over(memory, 4).fill(requests, [2**64 - 1, 3], [7, 8])
+    SamplingArrays.over(memory, 4).fill(requests, lambda one: 2**64 - 1 - one.id, [7, 8])
     batch = SamplingBatch.over(torch.from_numpy(memory), 4)
     assert batch.temperature.tolist() == [0.5, 0, 0, 0]
     first = {field.name: getattr(batch, field.name)[0].item() for field in fields(batch)}
     assert first == {"temperature": 0.5, "top_k": 3, "top_p": 0.25, "min_p": 0.125, "seed": -1, "position": 7}
-    assert (batch.seed[1], batch.position[1]) == (3, 8)
+    assert (batch.seed[1], batch.position[1]) == (-2, 8)
     assert sample(torch.zeros(4, 9).fill_diagonal_(1), batch).tolist()[1:] == [1, 2, 3]
 
 

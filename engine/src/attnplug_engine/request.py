@@ -153,6 +153,8 @@ class Request:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """One for each output token, where they are asked for."""
     followers: list[Follower] = field(default_factory=list)
+    sampling: bytes | None = None
+    """Its parameters and seed as the sampler packs them, once it has."""
 
     def __post_init__(self) -> None:
         self.prompt = tuple(self.prompt)

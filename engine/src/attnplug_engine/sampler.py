@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from hashlib import blake2b
 from math import gcd, inf
 
@@ -40,9 +39,8 @@ _AT_ONCE = 1 << 15
 """How many numbers are hashed at once on the CPU: what stays in a core's cache."""
 
 
-@lru_cache(maxsize=1 << 16)
 def request_seed(seed: int, request_id: int) -> int:
-    """The seed of a request that brought none, from the engine's own. Found once a request, not once a step."""
+    """The seed of a request that brought none, from the engine's own."""
     return int.from_bytes(blake2b(f"request:{seed}:{request_id}".encode(), digest_size=8).digest(), "little")
 
 
@@ -52,12 +50,9 @@ class Sampler:
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
 
-    def seeds(self, requests: Sequence[Request]) -> list[int]:
-        """What each request's draws are seeded with: its own seed, or one from the engine's and its id."""
-        return [
-            request_seed(self._seed, request.id) if request.params.seed is None else request.params.seed
-            for request in requests
-        ]
+    def seed_of(self, request: Request) -> int:
+        """What a request's draws are seeded with: its own seed, or one from the engine's and its id."""
+        return request_seed(self._seed, request.id) if request.params.seed is None else request.params.seed
 
     def sample(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
         """The next token of each request ``[requests]`` from ``logits [requests, vocab]``; see ``sample``."""
@@ -67,7 +62,7 @@ class Sampler:
             )
         if logits.is_cpu and not any([request.params.temperature for request in requests]):
             return likeliest(logits)
-        return sample(logits, SamplingBatch.of(requests, self.seeds(requests), logits.device))
+        return sample(logits, SamplingBatch.of(requests, self.seed_of, logits.device))
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar, TypeVar
@@ -18,6 +18,19 @@ _SMALLEST_SHARE = 1e-30
 _LARGEST_INT = 2**31 - 1
 _LOWEST_HEAT, _HIGHEST_HEAT = 1e-37, 3e38
 """Temperatures below are greedy, and none is above: what float32 divides by."""
+
+_RECORD = np.dtype(
+    [
+        ("seed", np.uint64),
+        ("temperature", np.float32),
+        ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("top_k", np.int32),
+    ]
+)
+
+SeedOf = Callable[[Request], int]
+"""What a request's draws are seeded with, below 2**64."""
 
 Buffer = TypeVar("Buffer", Tensor, NDArray[np.uint8])
 
@@ -41,7 +54,10 @@ class SamplingBatch:
 
     @staticmethod
     def of(
-        requests: Sequence[Request], seeds: Sequence[int], device: torch.device, positions: Sequence[int] | None = None
+        requests: Sequence[Request],
+        seed_of: SeedOf,
+        device: torch.device,
+        positions: Sequence[int] | None = None,
     ) -> SamplingBatch:
         """Of requests for one step, by one copy to the device.
 
@@ -51,7 +67,7 @@ class SamplingBatch:
         staging = torch.empty(SamplingArrays.ROW_BYTES * rows, dtype=torch.uint8, pin_memory=device.type == "cuda")
         if positions is None:
             positions = [len(request.output) for request in requests]
-        SamplingArrays.over(staging.numpy(), rows).fill(requests, seeds, positions)
+        SamplingArrays.over(staging.numpy(), rows).fill(requests, seed_of, positions)
         return SamplingBatch.over(staging.to(device, non_blocking=True), rows)
 
     @staticmethod
@@ -104,24 +120,30 @@ class SamplingArrays:
             position.view(np.int32),
         )
 
-    def fill(self, requests: Sequence[Request], seeds: Sequence[int], positions: Sequence[int]) -> None:
+    def fill(self, requests: Sequence[Request], seed_of: SeedOf, positions: Sequence[int]) -> None:
         """Write what the requests ask for into the first rows; rows that are left over become greedy.
 
-        Where all are greedy only temperatures are written, since nothing reads the rest.
+        ``seed_of`` is asked once a request: what it asks for is packed then, and kept with it.
         """
         rows = len(requests)
         self.temperature[rows:] = 0
-        every = [request.params for request in requests]
-        heat = [params.temperature for params in every]
-        if not any(heat):
-            self.temperature[:rows] = 0
-            return
-        self.temperature[:rows] = [min(one, _HIGHEST_HEAT) if one >= _LOWEST_HEAT else 0.0 for one in heat]
-        self.top_k[:rows] = [min(params.top_k, _LARGEST_INT) for params in every]
-        self.top_p[:rows] = [max(params.top_p, _SMALLEST_SHARE) for params in every]
-        self.min_p[:rows] = [params.min_p for params in every]
-        self.seed[:rows] = np.array(seeds, dtype=np.uint64)
+        packed = b"".join([request.sampling or _pack(request, seed_of) for request in requests])
+        records = np.frombuffer(packed, _RECORD)
+        self.temperature[:rows] = records["temperature"]
+        self.top_k[:rows] = records["top_k"]
+        self.top_p[:rows] = records["top_p"]
+        self.min_p[:rows] = records["min_p"]
+        self.seed[:rows] = records["seed"]
         self.position[:rows] = positions
+
+
+def _pack(request: Request, seed_of: SeedOf) -> bytes:
+    params = request.params
+    heat = min(params.temperature, _HIGHEST_HEAT) if params.temperature >= _LOWEST_HEAT else 0.0
+    share = max(params.top_p, _SMALLEST_SHARE)
+    record = (seed_of(request), heat, share, params.min_p, min(params.top_k, _LARGEST_INT))
+    request.sampling = np.array([record], _RECORD).tobytes()
+    return request.sampling
 
 
 def _divided(memory: Buffer, rows: int) -> list[Buffer]:
