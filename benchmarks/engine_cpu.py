@@ -28,6 +28,7 @@ import torch
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import attnplug_engine.sampler
 from attnplug_engine.engine import Engine
 from attnplug_engine.request import SamplingParams
 
@@ -122,6 +123,7 @@ class Clock:
 
     def __init__(self, methods: dict[tuple[Any, str], str]) -> None:
         self._methods, self._seconds = methods, dict.fromkeys(methods.values(), 0.0)
+        self._originals = {(owner, method): vars(owner).get(method) for owner, method in methods}
 
     def __enter__(self) -> Clock:
         for (owner, method), part in self._methods.items():
@@ -129,8 +131,11 @@ class Clock:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for owner, method in self._methods:
-            delattr(owner, method)
+        for (owner, method), original in self._originals.items():
+            if original is None:
+                delattr(owner, method)
+            else:
+                setattr(owner, method, original)
 
     def _timed(self, run: Callable[..., Any], part: str) -> Callable[..., Any]:
         def timed(*arguments: Any) -> Any:
@@ -177,7 +182,7 @@ def overhead(engine: Engine, batch: int, new: int) -> dict[str, float]:
         (runner.model, "forward"): "model",
         (runner.model, "logits"): "model",
         (sampler, "sample"): "sample",
-        (sampler, "_greedy"): "reduce",
+        (attnplug_engine.sampler, "likeliest"): "reduce",
     }
     for number, prompt in enumerate(prompts(batch, PROMPT)):
         engine.add(prompt[number % 16 :], SamplingParams(max_tokens=new))  # lengths differ, as they do in use

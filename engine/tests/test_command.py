@@ -13,12 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from attnplug.choose.loading import Broken, Source
 from attnplug.cli import app
 from attnplug.host import AttnplugError, load_registry, output
 from attnplug_engine.runner import ModelRunner
-from attnplug_engine.sampler import BadLogits, Sampler
+from attnplug_engine.sampler import Sampler
 from support.command import Attnplug
 
 
@@ -50,7 +51,7 @@ def test_json_gives_one_line_a_prompt_as_they_finish_and_nothing_else(prompts):
         {"prompt": "hello", "max_tokens": 9},
         {"prompt_token_ids": [1, 2, 3], "max_tokens": 2},
         "",
-        {"prompt": "x", "temperature": 0.7, "top_k": 5, "top_p": 0.9, "seed": 3, "stop_token_ids": [1]},
+        {"prompt": "x", "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "seed": 3, "stop_token_ids": [1]},
     )
     arguments = ("--model", "tiny:deepseek_v3", "--prompts", path, "--max-tokens", "5", "--json", "--device", "cpu")
     done = in_own_process(*arguments)
@@ -164,9 +165,8 @@ class TestAnswers:
         original = Sampler.sample
 
         def sample(self, logits, requests):
-            if 1 in (request.id for request in requests):
-                raise BadLogits([1])
-            return original(self, logits, requests)
+            bad = torch.tensor([[request.id == 1] for request in requests])
+            return original(self, torch.where(bad, float("nan"), logits), requests)
 
         monkeypatch.setattr(Sampler, "sample", sample)
         outcome = attnplug(*RUN, "--prompts", prompts({"prompt": "a"}, {"prompt": "b", "id": "bad"}), "--json")
@@ -201,6 +201,17 @@ def test_stop_texts_and_logprobs_of_the_command_and_of_a_line(attnplug: Attnplug
     assert attnplug(*arguments, "--prompt", "hello", "--stop", text[5:8]).out == text[: text.index(text[5:8])] + "\n"
 
 
+def test_min_p_of_the_command_and_of_a_line(attnplug: Attnplug, prompts):
+    """A hot draw from nothing but the likeliest is greedy."""
+    greedy = attnplug(*RUN, "--prompt", "hello").out
+    hot = (*RUN, "--temperature", "50")
+    assert attnplug(*hot, "--prompt", "hello", "--min-p", "1").out == greedy
+    outcome = attnplug(*hot, "--prompts", prompts({"prompt": "hello"}, {"prompt": "hello", "min_p": 1}), "--json")
+    drawn, likeliest = sorted((json.loads(line) for line in outcome.out.splitlines()), key=lambda line: line["index"])
+    assert likeliest["text"] == greedy[:-1] != drawn["text"]
+    assert "min_p=2.0 is not allowed" in attnplug(*RUN, "--prompt", "x", "--min-p", "2").err
+
+
 BAD_LINES = [
     ("{", "not JSON"),
     ("[1]", "not an object"),
@@ -223,6 +234,7 @@ BAD_LINES = [
     ({"prompt": "x", "max_tokens": 10**400}, "max_tokens=1000"),
     ({"prompt": "x", "temperature": 10**400}, "temperature=1000"),
     ({"prompt": "x", "top_p": 10**400}, "top_p=1000"),
+    ({"prompt": "x", "min_p": -0.5}, "min_p=-0.5"),
     ({"prompt": "x", "seed": 10**400}, "seed=1000"),
     ({"prompt": "x", "stop_token_ids": [10**400]}, "stop_token_ids"),
     ({"prompt_token_ids": [10**400]}, "is not in the vocabulary"),

@@ -30,6 +30,9 @@ def declare(commands: Commands[argparse.ArgumentParser]) -> None:
         "--top-p", type=float, default=1.0, metavar="P", help="keep the likeliest tokens that together have this share"
     )
     parser.add_argument(
+        "--min-p", type=float, default=0.0, metavar="P", help="keep tokens at least P times as likely as the likeliest"
+    )
+    parser.add_argument(
         "--stop",
         action="append",
         default=[],
@@ -87,6 +90,7 @@ def _prompts(parsed: argparse.Namespace) -> list[PromptLine]:
         temperature=parsed.temperature,
         top_k=parsed.top_k,
         top_p=parsed.top_p,
+        min_p=parsed.min_p,
         stop=tuple(parsed.stop),
         logprobs=parsed.logprobs,
     )

@@ -18,7 +18,7 @@ from attnplug_engine.launch import readable
 from attnplug_engine.request import SamplingParams
 
 _PROMPT_KEYS = ("prompt", "messages", "prompt_token_ids")
-_PARAM_KEYS = ("max_tokens", "temperature", "top_k", "top_p", "seed", "stop_token_ids", "stop", "logprobs")
+_PARAM_KEYS = ("max_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "stop_token_ids", "stop", "logprobs")
 
 
 class _Keys(NamedTuple):

@@ -47,10 +47,11 @@ def _check_number(name: str, value: object, lowest: float, highest: float, allow
 class SamplingParams:
     """How the tokens of one request are chosen and when it ends.
 
-    A temperature of 0 is greedy, whatever ``top_k`` and ``top_p`` say. ``top_k`` keeps the k likeliest tokens (0
-    keeps all); ``top_p`` then keeps the likeliest that together have this share of what is left. Without a
-    ``seed`` the sampler derives one from its own seed and the request's id. A stop token ends the request and is its
-    last token. A text of ``stop`` ends it too, with the token that completes it; the request's text ends before it.
+    A temperature of 0 is greedy, whatever ``top_k``, ``top_p`` and ``min_p`` say. ``top_k`` keeps the k likeliest
+    tokens (0 keeps all); ``top_p`` then keeps the likeliest that together have this share of what is left; ``min_p``
+    keeps those that are at least so many times as likely as the likeliest. Without a ``seed`` the sampler derives one
+    from its own seed and the request's id. A stop token ends the request and is its last token. A text of ``stop`` ends
+    it too, with the token that completes it; the request's text ends before it.
     ``logprobs`` asks for the log probability of every new token, and of so many of the likeliest beside it.
     """
 
@@ -62,13 +63,15 @@ class SamplingParams:
     stop_token_ids: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()
     logprobs: int | None = None
+    min_p: float = 0.0
 
     def __post_init__(self) -> None:
         _check_whole("max_tokens", self.max_tokens, 1, f"a number of new tokens, 1 or more, at most {LARGEST}")
         _check_number("temperature", self.temperature, 0, _LARGEST_FLOAT, "0 for greedy, or a finite number above 0")
-        object.__setattr__(self, "temperature", float(self.temperature))  # torch divides by no int above 64 bits
+        object.__setattr__(self, "temperature", float(self.temperature))  # numpy takes no int above 64 bits
         _check_whole("top_k", self.top_k, 0, "0 for all tokens, or how many of the likeliest to keep")
         _check_number("top_p", self.top_p, _SMALLEST_FLOAT, 1, "a share above 0 and at most 1")
+        _check_number("min_p", self.min_p, 0, 1, "a share from 0, which keeps all, to 1")
         if self.seed is not None:
             _check_whole("seed", self.seed, 0, f"a number from 0 to {LARGEST_SEED}")
         if not isinstance(self.stop_token_ids, frozenset):
@@ -115,7 +118,7 @@ class LikelyToken(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """How likely the model found a token: of its own logits, before temperature, ``top_k`` and ``top_p``."""
+    """How likely the model found a token: of its own logits, before temperature and filters."""
 
     token_id: int
     logprob: float
@@ -155,6 +158,8 @@ class Request:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """One for each output token, where they are asked for."""
     followers: list[Follower] = field(default_factory=list)
+    sampling: bytes | None = None
+    """Its parameters and seed as the sampler packs them, once it has."""
 
     def __post_init__(self) -> None:
         self.prompt = tuple(self.prompt)

@@ -1,0 +1,1 @@
+"""Triton kernels of the engine. Their modules are imported for tensors on a GPU only."""

@@ -1,0 +1,218 @@
+"""Chooses the next tokens on the device, in two launches. Imported only where there is a GPU with Triton.
+
+The first launch looks at every logit once, in chunks, so that a single row keeps many multiprocessors busy: it finds
+each chunk's largest logit and its best draw. The second has one program a row. It puts the chunks together, and that
+is all for greedy rows and for draws from the whole vocabulary.
+
+A row with top-k, top-p or min-p is drawn by rejection. All three keep the first so many tokens of one order: falling
+logits, of equals the lower id. So a candidate is kept or not by what is ahead of it: how many tokens, and their weight.
+A candidate that is not kept rules out all that follow it, and the best draw among those ahead is next. One pass over
+the row judges a candidate and finds the next; with the logits of language models the first is nearly always kept.
+
+Chunks and blocks depend on the vocabulary alone, and no program reads two rows: a row's token does not depend on its
+batch.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from attnplug_engine.sampling_batch import SamplingBatch
+
+CHUNK = 2048
+BLOCK = 8192
+WARPS = 16
+_NO_WEIGHT = tl.constexpr(104.0)
+"""exp(-104) is 0 in float32."""
+_LOWEST = tl.constexpr(-1e38)
+"""The least score of a token that may be chosen."""
+
+
+@triton.jit
+def _mix(x):
+    """A bijection of 32 bits, every bit of whose result depends on every bit of ``x``."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def _keys(seed, position):
+    """Two words for the draw at ``position``."""
+    low = _mix(seed.to(tl.uint32, bitcast=False) + 0x9E3779B9)
+    both = _mix((seed >> 32).to(tl.uint32) + low)
+    first = _mix(position.to(tl.uint32) + both)
+    return first, _mix((first ^ low) + 0x9E3779B9)
+
+
+@triton.jit
+def _gumbel(tokens, first, second):
+    """Gumbel noise of each token id; see ``attnplug_engine.sampler.gumbel`` for why in this way."""
+    bits = _mix(_mix(tokens.to(tl.uint32) + first) ^ second)
+    chance = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
+    near = chance * (1 + chance * (0.5 + chance * (0.3333333333333333 + chance * 0.25)))
+    return -0.6931471805599453 * tl.log2(tl.where(chance < 0.015625, near, -0.6931471805599453 * tl.log2(1 - chance)))
+
+
+@triton.jit
+def _look(
+    logits, stride, vocab, temperature, seed, position, peaks, peak_tokens, scores, drawn, chunks,
+    CHUNK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One program a chunk of a row: its largest logit, +inf if any is NaN or +inf, and its best draw.
+
+    A score is relative to the chunk's own largest logit: no temperature is too low for it, no logit too large.
+    """
+    if EARLY:
+        gdc_launch_dependents()
+    chunk, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    tokens = chunk * CHUNK + tl.arange(0, CHUNK)
+    values = tl.load(logits + row * stride + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
+    heat = tl.load(temperature + row)
+    bad = tl.max(((values != values) | (values == float("inf"))).to(tl.int32))
+    peak, first = tl.max(values, axis=0, return_indices=True)
+    place = row * chunks + chunk
+    tl.store(peaks + place, tl.where(bad > 0, float("inf"), peak))
+    tl.store(peak_tokens + place, chunk * CHUNK + first)
+    if heat > 0:
+        one, two = _keys(tl.load(seed + row), tl.load(position + row))
+        shift = tl.where((peak > float("-inf")) & (peak < float("inf")), peak, 0.0)
+        score = tl.maximum((values - shift) / heat + _gumbel(tokens, one, two), _LOWEST)
+        best, which = tl.max(tl.where(values > float("-inf"), score, float("-inf")), axis=0, return_indices=True)
+        tl.store(scores + place, best)
+        tl.store(drawn + place, chunk * CHUNK + which)
+
+
+@triton.jit
+def _weight_above(logits, vocab, peak, heat, cut, BLOCK: tl.constexpr):
+    """How many logits are above ``cut``, and their weight."""
+    weights, counts = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.int32)
+    for start in range(0, vocab, BLOCK):
+        tokens = start + tl.arange(0, BLOCK)
+        values = tl.load(logits + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
+        above = values > cut
+        weights += tl.where(above, tl.exp((values - peak) / heat), 0.0)
+        counts += above.to(tl.int32)
+    return tl.sum(weights), tl.sum(counts)
+
+
+@triton.jit
+def _weight_of_largest(logits, vocab, peak, heat, wanted, BLOCK: tl.constexpr):
+    """The weight of the ``wanted`` largest: to a millionth, which is what a sum in float32 has.
+
+    Looks for a cut that so many logits are above, each time in a quarter of where it may be. Between two neighbouring
+    cuts all weights are alike.
+    """
+    low, high = peak - _NO_WEIGHT * heat, peak
+    total, below = _weight_above(logits, vocab, peak, heat, low, BLOCK)
+    if below > wanted:
+        ahead, steps = 0, 0  # above ``high``
+        while (below != wanted) & (steps < 14):
+            quarter = (high - low) * 0.25
+            one, two, three = low + quarter, low + 2 * quarter, high - quarter
+            ones, twos, threes = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
+            for start in range(0, vocab, BLOCK):
+                tokens = start + tl.arange(0, BLOCK)
+                values = tl.load(logits + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
+                ones += (values > one).to(tl.int32)
+                twos += (values > two).to(tl.int32)
+                threes += (values > three).to(tl.int32)
+            above_one, above_two, above_three = tl.sum(ones), tl.sum(twos), tl.sum(threes)
+            if above_three >= wanted:
+                low, below = three, above_three
+            elif above_two >= wanted:
+                low, below, high, ahead = two, above_two, three, above_three
+            elif above_one >= wanted:
+                low, below, high, ahead = one, above_one, two, above_two
+            else:
+                high, ahead = one, above_one
+            steps += 1
+        if below == wanted:
+            total, below = _weight_above(logits, vocab, peak, heat, low, BLOCK)
+        else:
+            total, below = _weight_above(logits, vocab, peak, heat, high, BLOCK)
+            total += (wanted - ahead).to(tl.float32) * tl.exp((high - peak) / heat)
+    return total
+
+
+@triton.jit
+def _choose(
+    logits, stride, vocab, temperature, top_k, top_p, min_p, seed, position, peaks, peak_tokens, scores, drawn, chunks,
+    chosen, CHUNKS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """One program a row: its token from what its chunks found, checked against its filters."""
+    row = tl.program_id(0).to(tl.int64)
+    heat = tl.load(temperature + row)
+    place = tl.arange(0, CHUNKS)
+    if EARLY:
+        gdc_wait()  # for what _look found
+    found = tl.load(peaks + row * chunks + place, mask=place < chunks, other=float("-inf"))
+    peak, first = tl.max(found, axis=0, return_indices=True)
+    token = tl.load(peak_tokens + row * chunks + first)
+    if (peak == float("inf")) | (peak == float("-inf")):
+        token = -1
+    elif heat > 0:
+        score = tl.load(scores + row * chunks + place, mask=place < chunks, other=float("-inf"))
+        _, which = tl.max(tl.maximum(score + (found - peak) / heat, 2 * _LOWEST), axis=0, return_indices=True)
+        token = tl.load(drawn + row * chunks + which)
+        wanted, share, least = tl.load(top_k + row), tl.load(top_p + row), tl.load(min_p + row)
+        if (wanted <= 0) | (wanted > vocab):
+            wanted = vocab
+        if (wanted < vocab) | (share < 1) | (least > 0):
+            logits += row * stride
+            enough = float("inf")
+            if share < 1:
+                enough = share * _weight_of_largest(logits, vocab, peak, heat, wanted, BLOCK)
+            one, two = _keys(tl.load(seed + row), tl.load(position + row))
+            looking = 1
+            while looking > 0:
+                logit = tl.load(logits + token).to(tl.float32)
+                count, weight, best, following = 0, 0.0, float("-inf"), token
+                for start in range(0, vocab, BLOCK):
+                    tokens = start + tl.arange(0, BLOCK)
+                    values = tl.load(logits + tokens, mask=tokens < vocab, other=float("-inf")).to(tl.float32)
+                    ahead = (values > logit) | ((values == logit) & (tokens < token))
+                    block = tl.sum(ahead.to(tl.int32))
+                    if block > 0:
+                        count += block
+                        shifted = (values - peak) / heat
+                        weight += tl.sum(tl.where(ahead, tl.exp(shifted), 0.0))
+                        noisy = tl.maximum(shifted + _gumbel(tokens, one, two), _LOWEST)
+                        top, which = tl.max(tl.where(ahead, noisy, float("-inf")), axis=0, return_indices=True)
+                        if top > best:
+                            best, following = top, start + which
+                # Nothing is ahead of the largest, so it is kept, whatever rounding says.
+                kept = (count < wanted) & (weight < enough) & (tl.exp((logit - peak) / heat) >= least)
+                looking = tl.where(kept | (count == 0), 0, 1)
+                token = tl.where(looking > 0, following, token)
+    tl.store(chosen + row, token.to(tl.int64))
+
+
+def launch_sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
+    """The tokens ``[rows]`` chosen from ``logits [rows, vocab]``, -1 for rows that are not finite."""
+    rows, vocab = logits.shape
+    chosen = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if not rows:
+        return chosen
+    if logits.stride(1) != 1:
+        logits = logits.contiguous()
+    chunks = triton.cdiv(vocab, CHUNK)
+    peaks, scores = torch.empty(2, rows, chunks, dtype=torch.float32, device=logits.device)
+    peak_tokens, drawn = torch.empty(2, rows, chunks, dtype=torch.int32, device=logits.device)
+    early = logits.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(logits.device) >= (9, 0)
+    found = (peaks, peak_tokens, scores, drawn, chunks)
+    _look[chunks, rows](
+        logits, logits.stride(0), vocab, batch.temperature, batch.seed, batch.position, *found,
+        CHUNK=CHUNK, EARLY=early, num_warps=4,
+    )  # fmt: skip
+    _choose[(rows,)](
+        logits, logits.stride(0), vocab, batch.temperature, batch.top_k, batch.top_p, batch.min_p, batch.seed,
+        batch.position, *found, chosen,
+        CHUNKS=triton.next_power_of_2(chunks), BLOCK=min(BLOCK, triton.next_power_of_2(vocab)), EARLY=early,
+        num_warps=WARPS, **({"launch_pdl": True} if early else {}),
+    )  # fmt: skip
+    return chosen
