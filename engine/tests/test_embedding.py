@@ -18,7 +18,7 @@ from attnplug.host import TINY_CONFIGS, UsageError, load_model
 from attnplug_engine import Embedder, Engine
 from attnplug_engine.checkpoint import MissingTensor
 from attnplug_engine.pooling import Pooling
-from attnplug_engine.runner import bytes_per_page
+from attnplug_engine.pools import bytes_per_page
 
 SETTINGS: list[dict[str, Any]] = [
     {"pooling": Pooling.LAST},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from rounded_oracle import watched_logits
 
 from attnplug import ExtendPath
 from attnplug.host import TINY_CONFIGS, ExtendPolicy
@@ -161,18 +162,13 @@ def test_logits_agree_within_1e_4(oracles, name):
     """Every step's logits, prefill and decode, against a whole forward of transformers."""
     oracle = oracles(name)
     engine = Engine(oracle.folder, EngineOptions(device="cpu", page_size=4, chunked_prefill_size=16, ignore_eos=True))
-    seen = []
-    original = engine.sampler.sample
-
-    def spy(logits, requests):
-        seen.extend((list(r.prompt) + list(r.output), row.clone()) for r, row in zip(requests, logits, strict=True))
-        return original(logits, requests)
-
-    engine.sampler.sample = spy
-    engine.generate(prompts()[:3], SamplingParams(max_tokens=6))
-    assert len(seen) == 18
-    for tokens, logits in seen:
-        torch.testing.assert_close(logits, oracle.logits(tokens)[-1], rtol=1e-4, atol=1e-4)
+    with watched_logits() as seen:
+        completions = engine.generate(prompts()[:3], SamplingParams(max_tokens=6))
+    assert [len(seen[number]) for number in sorted(seen)] == [6, 6, 6]
+    for prompt, completion, number in zip(prompts(), completions, sorted(seen), strict=False):
+        for place, logits in enumerate(seen[number]):
+            tokens = [*prompt, *completion.token_ids[:place]]
+            torch.testing.assert_close(logits, oracle.logits(tokens)[-1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["deepseek_v2", "deepseek_v3"])

@@ -13,7 +13,7 @@ from attnplug import DType, ForwardBatch, ForwardMode, PlanError, Serving
 from attnplug.host import ExtendPolicy, HostContext, Limits, Parallel
 from attnplug.host import load_model as load_spec
 from attnplug_engine import Engine, SamplingParams
-from attnplug_engine.runner import Capacity, build_pools, bytes_per_state
+from attnplug_engine.pools import Capacity, build_pools, bytes_per_state
 from support.command import Package
 
 

@@ -15,12 +15,13 @@ if TYPE_CHECKING:
     from attnplug_engine.engine import Engine
     from attnplug_engine.models.architectures import load_model
     from attnplug_engine.options import EngineOptions
+    from attnplug_engine.pools import Capacity
     from attnplug_engine.request import FinishReason, LikelyToken, Request, SamplingParams, TokenLogprobs, Update
-    from attnplug_engine.runner import Capacity, ModelRunner
+    from attnplug_engine.runner import ModelRunner
     from attnplug_engine.transcript import Transcript
 
 _MODULE_OF = {
-    "Capacity": "runner",
+    "Capacity": "pools",
     "Chat": "chat",
     "Completion": "completion",
     "EmbedOptions": "embedding",

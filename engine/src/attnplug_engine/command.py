@@ -67,6 +67,12 @@ def declare(commands: Commands[argparse.ArgumentParser]) -> None:
         "--disable-overlap", action="store_true", help="schedule a step only when the one before is done"
     )
     parser.add_argument(
+        "--cuda-graph-batch-sizes",
+        metavar="N,N,…",
+        help="capture decode steps for these numbers of prompts (default: some up to --max-batch)",
+    )
+    parser.add_argument("--disable-cuda-graph", action="store_true", help="capture nothing")
+    parser.add_argument(
         "--check-layers", action="store_true", help="stop at the first layer whose output is not finite"
     )
 

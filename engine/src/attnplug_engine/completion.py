@@ -42,13 +42,20 @@ class Statistics:
     prefill_seconds: float = 0.0
     decode_tokens: int = 0
     decode_seconds: float = 0.0
+    replayed_steps: int = 0
+    """Decode steps that ran as captured graphs."""
+    eager_steps: int = 0
+    """Decode steps that did not."""
 
-    def add(self, step: Step, new_tokens: int, seconds: float) -> None:
+    def add(self, step: Step, new_tokens: int, seconds: float, *, replayed: bool = False) -> None:
         """A finished step, and how many new tokens it brought.
 
         Steps overlap. ``seconds`` are those that passed in the engine until this one was finished, and in which no
         other was.
         """
+        if step.mode is ForwardMode.DECODE:
+            self.replayed_steps += replayed
+            self.eager_steps += not replayed
         decoding, prefill = new_tokens, 0
         if step.mode is not ForwardMode.DECODE:
             prefilling = [entry for entry in step.entries if entry.position < len(entry.request.prompt)]

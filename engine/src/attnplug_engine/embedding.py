@@ -20,10 +20,10 @@ from attnplug_engine.models.architectures import LoadedModel
 from attnplug_engine.options import EngineOptions, cache_room, page_and_context
 from attnplug_engine.parallel import SINGLE, TensorParallel
 from attnplug_engine.pooling import EmbeddingRules, Pooling, read_rules
+from attnplug_engine.pools import Capacity, bytes_per_page
 from attnplug_engine.prepare import prepare
 from attnplug_engine.random_checkpoint import TINY
 from attnplug_engine.request import Request, SamplingParams, Step, StepEntry
-from attnplug_engine.runner import Capacity, bytes_per_page
 
 Prompt = str | Sequence[int]
 

@@ -11,11 +11,17 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from attnplug import PoolError, Serving
-from attnplug.host import UsageError
+import torch
+
+from attnplug import GraphLevel, PoolError, Serving
+from attnplug.host import UsageError, who_forced
+from attnplug_engine.capture import GraphCapture
 from attnplug_engine.chat import Chat
 from attnplug_engine.completion import Completion, Statistics, Usage
 from attnplug_engine.encoder import Prompt, PromptEncoder
+from attnplug_engine.graph_sizes import default_sizes
+from attnplug_engine.graphs import GraphReport
+from attnplug_engine.launched import Launched
 from attnplug_engine.options import EngineOptions, capacity
 from attnplug_engine.parallel import SINGLE, TensorParallel
 from attnplug_engine.prefix_cache import CacheStatistics, PrefixCache
@@ -31,8 +37,6 @@ from attnplug_engine.request import (
     TokenLogprobs,
     Update,
 )
-from attnplug_engine.runner import Launched
-from attnplug_engine.sampler import Sampler
 from attnplug_engine.scheduler import MOST_IN_FLIGHT, Scheduler
 from attnplug_engine.tokenizer import end_tokens
 from attnplug_engine.transcript import Transcript
@@ -42,8 +46,8 @@ class Engine:
     """A model that generates on any installed backend: ``Engine("tiny:llama", attention_backend="torch_native")``.
 
     Settings are the fields of :class:`EngineOptions`. ``progress(done, total)`` is told while a checkpoint's tensors
-    are read. Under tensor parallelism every rank makes the same calls: each runs the same schedule and samples the same
-    tokens.
+    are read, and ``on_capture(done, total)`` while CUDA graphs are captured. Under tensor parallelism every rank makes
+    the same calls: each runs the same schedule and samples the same tokens.
 
     An engine may be shared: by iterators that take turns, and by threads (of one rank). Whoever asks for a step runs
     all requests by one step, and every request's tokens are kept for each one that follows it.
@@ -56,6 +60,7 @@ class Engine:
         *,
         parallel: TensorParallel = SINGLE,
         progress: Callable[[int, int], None] | None = None,
+        on_capture: Callable[[int, int], None] | None = None,
         **settings: Any,
     ) -> None:
         self.options = options = replace(options or EngineOptions(), **settings)
@@ -73,7 +78,10 @@ class Engine:
             Serving(chunked_prefill_size=options.chunked_prefill_size, disable_radix_cache=not options.prefix_cache),
             options.extend_policy,
             check_layers=options.check_layers,
+            seed=options.seed,
         )
+        self.graphs = self._capture(on_capture)
+        """What was captured."""
         room = self.runner.capacity
         states = self.runner.pools.linear
         self.cache = PrefixCache(self.runner.allocator, room.page_size, states) if options.prefix_cache else None
@@ -88,7 +96,6 @@ class Engine:
             states=states,
             checkpoint=options.state_checkpoint,
         )
-        self.sampler = self.runner.sampler = Sampler(options.seed)
         overlap = prepared.device.type == "cuda" if options.overlap is None else options.overlap
         self._depth = MOST_IN_FLIGHT if overlap else 1
         self._launched: deque[tuple[Step, Launched]] = deque()  # the oldest first
@@ -98,6 +105,23 @@ class Engine:
         self._observed: set[Request] = set()  # unfinished, with stop texts or log probabilities to look after
         self._lock = threading.RLock()
         self._turn = threading.Lock()
+
+    def _capture(self, progress: Callable[[int, int], None] | None) -> GraphReport:
+        runner, options = self.runner, self.options
+        level, forced_by = runner.attention.graph_level, who_forced(runner.backend, "cuda_graph")
+        if runner.device.type != "cuda":
+            return GraphReport(level, forced_by, why_none=f"the device is {runner.device.type}")
+        if not options.captures:
+            why = "every layer is checked" if options.check_layers else "turned off"
+            return GraphReport(level, forced_by, why_none=why)
+        if level is GraphLevel.NEVER:
+            who = " and ".join(forced_by) or runner.backend.backend_id.name
+            return GraphReport(level, forced_by, why_none=f"{who} cannot be captured")
+        sizes = options.cuda_graph_batch_sizes or default_sizes(runner.capacity.max_batch)
+        before = torch.cuda.mem_get_info(runner.device)[0]
+        graphs = runner.capture(sizes, GraphCapture(runner.device), progress)
+        taken = max(before - torch.cuda.mem_get_info(runner.device)[0], 0)
+        return GraphReport(level, forced_by, graphs.sizes, taken)
 
     def add(self, prompt: Prompt, params: SamplingParams) -> Request:
         """Queue a prompt; it takes part from the next step on. It also ends where the checkpoint says texts end."""
@@ -160,7 +184,7 @@ class Engine:
         logprobs = running.logprobs() if self._observed else {}
         launched.popleft()
         result = self.scheduler.finish_step(step, tokens)
-        self.statistics.add(step, len(result.tokens), time.perf_counter() - started)
+        self.statistics.add(step, len(result.tokens), time.perf_counter() - started, replayed=running.replayed)
         if self._observed:
             result = self._observe(result, step.sampled_requests, logprobs)
         self._tell(step, result)

@@ -43,6 +43,9 @@ def _run(parsed: argparse.Namespace, lines: list[PromptLine], options: EngineOpt
             options,
             parallel=parallel,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
+            on_capture=lambda done, total: bar.update(
+                task, completed=done, total=total, description="capturing CUDA graphs"
+            ),
         )
     if speaks:
         warn_of_plugins(engine.registry)
@@ -76,8 +79,22 @@ def _options(parsed: argparse.Namespace) -> EngineOptions:
         extend_policy=policy,
         ignore_eos=parsed.ignore_eos,
         check_layers=parsed.check_layers,
+        cuda_graph_batch_sizes=_sizes(parsed.cuda_graph_batch_sizes),
+        disable_cuda_graph=parsed.disable_cuda_graph,
         overlap=False if parsed.disable_overlap else None,
     )
+
+
+def _sizes(text: str | None) -> tuple[int, ...] | None:
+    """``1,2,4`` as numbers."""
+    if text is None:
+        return None
+    try:
+        return tuple(int(part) for part in text.split(",") if part.strip())
+    except ValueError:
+        raise UsageError(
+            f"--cuda-graph-batch-sizes {text!r} is not a list of numbers; write them like 1,2,4,8"
+        ) from None
 
 
 def _stream(engine: Engine, request: Request, where: str, speaks: bool) -> int:
@@ -145,6 +162,9 @@ def _summary(engine: Engine, console: Console, render: Render) -> None:
     ):
         rate = f"{tokens / seconds:.0f} tokens/s" if seconds else "–"
         console.print(f"{name}: {tokens} tokens, {rate}")
+    if engine.runner.device.type == "cuda":
+        console.print(f"CUDA graphs: {engine.graphs}")
+        console.print(f"decode steps: {counts.replayed_steps} replayed, {counts.eager_steps} eager")
     cache = engine.cache_statistics
     if cache is not None:
         console.print(f"prefix cache: {cache.hit_tokens} of {cache.tokens} prompt tokens found ({cache.hits} hits)")

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from attnplug import DType, ModelSpec, PoolError, Role
 from attnplug.host import ExtendPolicy, Selection, UsageError, show
+from attnplug_engine.graph_sizes import check_sizes
+from attnplug_engine.pools import Capacity, bytes_per_page, bytes_per_state
 from attnplug_engine.request import LARGEST_SEED
-from attnplug_engine.runner import Capacity, bytes_per_page, bytes_per_state
 from attnplug_engine.scheduler import whole_step_tokens
 
 LARGEST_BATCH = 1 << 16
@@ -51,6 +52,10 @@ class EngineOptions:
     check_layers: bool = False
     overlap: bool | None = None
     """Schedule and launch a step while the one before runs. ``None``: on a GPU; on a CPU it only wastes rows."""
+    cuda_graph_batch_sizes: tuple[int, ...] | None = None
+    """Numbers of requests for which decode steps are captured. ``None``: some up to ``max_batch``, if the backends can
+    be captured. Given, graphs are demanded: backends that cannot are refused."""
+    disable_cuda_graph: bool = False
 
     def __post_init__(self) -> None:
         for name in ("dtype", "kv_dtype"):
@@ -64,8 +69,27 @@ class EngineOptions:
             if getattr(self, name) is not None:
                 self._check_whole(name, 1, LARGEST_COUNT)
         self._check_whole("seed", 0, LARGEST_SEED)
+        if self.cuda_graph_batch_sizes is not None:
+            self._check_graphs(self.cuda_graph_batch_sizes)
         if self.chunked_prefill_size != -1:
             self._check_whole("chunked_prefill_size", 1, LARGEST_COUNT, ", or -1 for prompts in one piece")
+
+    def _check_graphs(self, sizes: Sequence[int]) -> None:
+        object.__setattr__(self, "cuda_graph_batch_sizes", check_sizes(sizes, self.max_batch))
+        for name, remedy in (
+            ("disable_cuda_graph", "leave out one of them"),
+            ("check_layers", "a graph stops nowhere"),
+        ):
+            if getattr(self, name):
+                raise UsageError(
+                    f"`cuda_graph_batch_sizes` demands CUDA graphs, and `{name}` is given; {remedy}",
+                    settings=["cuda_graph_batch_sizes", name],
+                )
+
+    @property
+    def captures(self) -> bool:
+        """Whether graphs are captured where that is possible."""
+        return not self.disable_cuda_graph and not self.check_layers
 
     def _check_whole(self, name: str, lowest: int, highest: int, or_else: str = "") -> None:
         value = getattr(self, name)

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 import torch
 
-from attnplug import BackendError, DType, Problem, Refusal, Serving
+from attnplug import BackendError, DType, GraphLevel, Problem, Refusal, Serving, Setting
 from attnplug.host import (
     BackendRequest,
     ExtendPolicy,
     Registry,
     Selection,
+    UsageError,
     build_chosen,
     choose_importable,
     load_registry,
@@ -25,7 +26,8 @@ from attnplug.host import load_model as load_spec
 from attnplug_engine.models.architectures import LoadedModel, load_model
 from attnplug_engine.options import EngineOptions
 from attnplug_engine.parallel import TensorParallel
-from attnplug_engine.runner import Capacity, ModelRunner
+from attnplug_engine.pools import Capacity
+from attnplug_engine.runner import ModelRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +51,7 @@ class Prepared:
         policy: ExtendPolicy | None = None,
         *,
         check_layers: bool = False,
+        seed: int = 0,
     ) -> tuple[Selection, ModelRunner]:
         """The backends that could be built, and the runner on them; the same on all ranks."""
 
@@ -64,6 +67,7 @@ class Prepared:
                 policy=policy,
                 serving=serving,
                 check_layers=check_layers,
+                seed=seed,
             )
 
         selection, runner = build_chosen(self.registry, self.request, self.problem, build, self.failed)
@@ -94,7 +98,15 @@ def prepare(
         page_size=options.page_size,
         tensor_parallel=parallel.size,
         is_embedding=is_embedding,
+        cuda_graph=GraphLevel.DECODE if options.cuda_graph_batch_sizes is not None else GraphLevel.NEVER,
+        wants_graphs=options.captures and not is_embedding,
     )
+    if problem.cuda_graph and device.type != "cuda":
+        raise UsageError(
+            f"`cuda_graph_batch_sizes` demands CUDA graphs, and the device is {device.type}; leave it out, or choose "
+            "another `device`",
+            settings=["cuda_graph_batch_sizes", Setting.DEVICE],
+        )
     request = BackendRequest(options.attention_backend, options.role_backends, options.backend_options)
     registry = load_registry()
     # A refusal, and a kernel library that cannot be imported, are told before a checkpoint is read.

@@ -1,62 +1,39 @@
-"""One step of a model: pools, backend and batch brought together."""
+"""One step of a model: pools, backend and batch brought together, captured where that is possible."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from enum import StrEnum
 from operator import add
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from attnplug import (
-    AttentionKind,
-    DType,
-    ExtendPath,
-    ForwardBatch,
-    Geometry,
-    MHAPool,
-    MLAPool,
-    ModelSpec,
-    PoolError,
-    Serving,
-    to_device,
-)
+from attnplug import BackendError, DType, ExtendPath, ForwardBatch, Geometry, PoolError, Serving, to_device
 from attnplug.host import (
     AttnplugError,
     ExtendPolicy,
     HostContext,
     HostLengths,
-    KVPools,
     Limits,
-    LinearStatePool,
     ModelAttention,
-    PageAllocator,
     Parallel,
     Selection,
-    SlotTable,
     WorkspaceOwner,
     build_selection,
-    torch_dtype,
 )
+from attnplug_engine.capture import Capture
+from attnplug_engine.capture_check import CaptureCheck
+from attnplug_engine.graphs import DecodeGraphs
+from attnplug_engine.launched import Launched
 from attnplug_engine.models.architectures import LoadedModel
 from attnplug_engine.parallel import SINGLE, TensorParallel
-from attnplug_engine.request import BAD_LOGITS, PENDING, Request, Step, TokenLogprobs
-from attnplug_engine.sampler import BadLogits, Sampler, token_logprobs
-
-
-@dataclass(frozen=True, slots=True)
-class Capacity:
-    """How much the runner makes room for."""
-
-    num_pages: int
-    page_size: int
-    max_batch: int
-    max_step_tokens: int
-    context_length: int
-    state_slots: int = 0
-    """Slots for linear-attention states: one for each running request, and some for snapshots."""
+from attnplug_engine.pools import Capacity, build_pools, build_table
+from attnplug_engine.request import PENDING, Request, Step
+from attnplug_engine.sampler import Sampler, likeliest, sample
+from attnplug_engine.sampling_batch import SamplingBatch
 
 
 class NotFinite(AttnplugError):
@@ -67,24 +44,13 @@ class NotFinite(AttnplugError):
         super().__init__(f"the output of layer {layer_id} is not finite: it is the first layer with NaN or infinity")
 
 
-@dataclass(frozen=True, slots=True)
-class Launched:
-    """A step that the device is running, and what it will have sampled."""
+class Phase(StrEnum):
+    """How far a runner is. Each phase follows the one before it, and none comes back."""
 
-    _requests: Sequence[Request]
-    _sampled: Sequence[int]
-    _logits: Tensor
-
-    def tokens(self) -> list[int]:
-        """A token for each of the step's ``sampled_requests``, ``BAD_LOGITS`` where none can be chosen. Waits."""
-        return list(self._sampled)
-
-    def logprobs(self) -> dict[int, TokenLogprobs]:
-        """By request id, for those that ask."""
-        good = [row for row, token in enumerate(self._sampled) if token != BAD_LOGITS]
-        requests = [self._requests[row] for row in good]
-        chosen = {request.id: self._sampled[row] for row, request in zip(good, requests, strict=True)}
-        return token_logprobs(self._logits[good], requests, chosen)
+    BUILD = "build"
+    WARM_UP = "warm up"
+    CAPTURE = "capture"
+    SERVE = "serve"
 
 
 class ModelRunner:
@@ -93,6 +59,9 @@ class ModelRunner:
     Built in the only order that types allow: pools, then coordinators (none yet), then backends, which capture both.
     ``serving`` tells them how steps will be made; what ``policy`` decides of it is filled in here. Batches have
     exact lengths on the host only if the backend needs them, or if they decide the path of an MLA extend.
+
+    All device work is on one stream, in the order of the calls. ``tokens`` ``[requests + 1]`` on the device is the last
+    token of each row of the slot table, so that a step can be launched before the host knows its tokens.
     """
 
     def __init__(
@@ -108,10 +77,11 @@ class ModelRunner:
         policy: ExtendPolicy | None = None,
         serving: Serving | None = None,
         check_layers: bool = False,
+        seed: int = 0,
     ) -> None:
         policy = policy or ExtendPolicy()
         serving = replace(serving or Serving(), disable_chunked_prefix_cache=policy.disable_chunked_prefix_cache)
-        self.model, self.capacity, self.device = model.module, capacity, device
+        self.model, self.spec, self.capacity, self.device = model.module, model.spec, capacity, device
         self.pools = build_pools(model.spec, capacity, dtype, kv_dtype, device)
         self.workspace = WorkspaceOwner()
         context = HostContext(
@@ -135,49 +105,115 @@ class ModelRunner:
         self._exact_decode = claims.needs_cpu_seq_lens
         self._exact_extend = claims.needs_cpu_seq_lens or chooses_path
         self.allocator, self.table = build_table(capacity, device)
-        self.sampler = Sampler()
-        # By rows of the slot table: the token that was sampled last. Steps in flight take their PENDING tokens here.
-        self._tokens = torch.zeros(capacity.max_batch + 1, dtype=torch.int64, device=device)
+        self.tokens = torch.zeros(capacity.max_batch + 1, dtype=torch.int64, device=device)
+        self.sampler = Sampler(seed)
+        self.graphs: DecodeGraphs | None = None
+        self.phase = Phase.BUILD
+        self._dtype = dtype
         if check_layers:
             self._check_every_layer()
 
+    # Capturing
+
+    @torch.inference_mode()
+    def capture(
+        self, sizes: Sequence[int], capture: Capture, progress: Callable[[int, int], None] | None = None
+    ) -> DecodeGraphs:
+        """Capture decode steps of these batch sizes, the largest first, so that the others reuse its memory.
+
+        Each is compared with eager attention before it is trusted. From here on the workspace does not grow.
+        """
+        self._enter(Phase.WARM_UP, "capture graphs once, before the first step")
+        graphs = DecodeGraphs(
+            lambda batch: self.model.logits(self._forward(batch)),
+            self.attention,
+            self.table,
+            self.tokens,
+            self.capacity,
+            largest=max(sizes),
+            has_states=self.pools.linear is not None,
+        )
+        check = CaptureCheck(self.spec, self.attention, self.pools, self.allocator, self._dtype, self.device)
+        size = graphs.largest
+        try:
+            graphs.reserve(self.allocator)
+            self._enter(Phase.CAPTURE)
+            for done, size in enumerate(sorted(sizes, reverse=True)):
+                captured = graphs.capture(size, capture)
+                check.run(captured.batch, capture)
+                if progress is not None:
+                    progress(done + 1, len(sizes))
+        except torch.OutOfMemoryError as error:
+            raise self._no_memory(size, graphs.sizes) from error
+        self.workspace.freeze()
+        self.graphs = graphs
+        self._enter(Phase.SERVE)
+        return graphs
+
+    def _no_memory(self, size: int, done: Sequence[int]) -> PoolError:
+        free, total = torch.cuda.mem_get_info(self.device)
+        larger = f" after those of {', '.join(map(str, reversed(done)))}" if done else ""
+        return PoolError(
+            f"the CUDA graph of {size} requests does not fit into memory{larger}: {free / 2**20:.0f} MiB of "
+            f"{total / 2**20:.0f} are free beside the weights and {self.pools.nbytes / 2**20:.0f} MiB of caches; lower "
+            "`cuda_graph_batch_sizes`, `num_pages` or `max_batch`, or turn graphs off by `disable_cuda_graph`",
+            settings=["cuda_graph_batch_sizes", "num_pages", "max_batch", "disable_cuda_graph"],
+        )
+
+    def _enter(self, phase: Phase, instead: str = "") -> None:
+        order = list(Phase)
+        if order.index(phase) != order.index(self.phase) + 1:
+            raise BackendError(f"a runner in phase {self.phase} cannot go to phase {phase}; {instead}")
+        self.phase = phase
+
+    # Steps
+
     @torch.inference_mode()
     def launch(self, step: Step) -> Launched:
-        """Run a step: page copies, forward, sampling, snapshots of states. Steps run in the order of their launch."""
-        logits, requests = self.run(step), step.sampled_requests
-        sampled = self._sample(logits, requests)
-        if requests:
-            rows = [row for row, entry in zip(step.rows, step.entries, strict=True) if entry.sampled]
-            # What follows a token that could not be chosen is ignored, but it is looked up all the same.
-            chosen = to_device(sampled, self.device).clamp_(min=0)
-            self._tokens[to_device(rows, self.device)] = chosen
-        if self.pools.linear is not None:
+        """Run a step: asks everything of the device and waits for nothing."""
+        self.phase = Phase.SERVE
+        if step.copies:
+            self.pools.copy_pages(step.copies)
+        captured = None
+        if self.graphs is not None and step.mode.is_decode:
+            captured = self.graphs.fitting(len(step.entries))
+        if captured is not None and self.graphs is not None:
+            sampled = self.graphs.run(captured, step, self.sampler)
+            logits = captured.logits[0][: len(step.entries)]
+        else:
+            logits, sampled = self._eager(step)
+        launched = Launched(step, logits, sampled, replayed=captured is not None)
+        if step.snapshots and self.pools.linear is not None:
             for source, target in step.snapshots:
                 self.pools.linear.copy(source, target)
-        return Launched(requests, sampled, logits)
+        return launched
 
-    def _sample(self, logits: Tensor, requests: Sequence[Request]) -> list[int]:
-        try:
-            sampled = self.sampler.sample(logits, requests)
-        except BadLogits as error:
-            good = [row for row, request in enumerate(requests) if request.id not in error.request_ids]
-            sampled = self.sampler.sample(logits[good], [requests[row] for row in good])
-        return [sampled.get(request.id, BAD_LOGITS) for request in requests]
-
-    @torch.inference_mode()
-    def run(self, step: Step) -> Tensor:
-        """Logits ``[sampled, vocab]`` float32 of the step's sampled rows, in their order."""
-        hidden = self._hidden(step)
+    def _eager(self, step: Step) -> tuple[Tensor, Tensor]:
+        """Logits ``[sampled, vocab]`` and tokens ``[sampled]`` of the step's sampled rows, in their order."""
+        hidden = self._forward(self.prepare(step))
         if not step.mode.is_decode:  # which samples every row
             hidden = hidden[to_device(step.sampled_rows, self.device)]
-        return self.model.logits(hidden)
+        logits = self.model.logits(hidden)
+        requests = step.sampled_requests
+        if not requests:
+            return logits, self.tokens[:0]
+        sampled = self._sample(logits, step, requests)
+        rows = [row for row, entry in zip(step.rows, step.entries, strict=True) if entry.sampled]
+        # What follows a token that could not be chosen is ignored, but it is looked up all the same.
+        self.tokens.index_copy_(0, to_device(rows, self.device), sampled.clamp(min=0))
+        return logits, sampled
+
+    def _sample(self, logits: Tensor, step: Step, requests: Sequence[Request]) -> Tensor:
+        if logits.is_cpu and all([request.params.greedy for request in requests]):
+            return likeliest(logits)
+        positions = [
+            entry.position + len(entry.token_ids) - len(entry.request.prompt) for entry in step.entries if entry.sampled
+        ]
+        return sample(logits, SamplingBatch.of(requests, self.sampler.seed_of, logits.device, positions))
 
     @torch.inference_mode()
     def hidden_states(self, step: Step) -> Tensor:
         """Hidden states ``[tokens, hidden]`` of a step after the last norm, one entry's rows after the other's."""
-        return self._hidden(step)
-
-    def _hidden(self, step: Step) -> Tensor:
         if step.copies:
             self.pools.copy_pages(step.copies)
         return self._forward(self.prepare(step))
@@ -212,10 +248,6 @@ class ModelRunner:
         lengths, longest = list(map(add, starts, counts)), max(counts)
         uniform = len(tokens) == longest * len(entries)
         ids = to_device(tokens + positions, self.device)
-        if PENDING in tokens:
-            rows = [row for row, count in zip(step.rows, counts, strict=True) for _ in range(count)]
-            known = ids[: len(tokens)]
-            known.copy_(torch.where(known == PENDING, self._tokens[to_device(rows, self.device)], known))
         page_table, seq_lens = self.table.batch(step.rows)
         geometry = Geometry(
             step.mode,
@@ -229,7 +261,21 @@ class ModelRunner:
             host=HostLengths(counts, lengths) if exact else None,
             state_slots=None if self.pools.linear is None else to_device(step.state_slots, self.device),
         )
+        self._fill_in(ids, tokens, step)
         return ForwardBatch(geometry, ids[: len(tokens)], ids[len(tokens) :])
+
+    def _fill_in(self, ids: Tensor, tokens: list[int], step: Step) -> None:
+        """Put the tokens that the host does not know yet in their places."""
+        if PENDING not in tokens:
+            return
+        places, rows, place = [], [], 0
+        for entry in step.entries:
+            if entry.token_ids[0] == PENDING:
+                places.append(place)
+                rows.append(entry.request.row)
+            place += len(entry.token_ids)
+        where, who = to_device([places, rows], self.device).unbind()
+        ids.index_copy_(0, where, self.tokens.index_select(0, who))
 
     def _check_every_layer(self) -> None:
         """For debugging: stop at the first layer whose output is not finite."""
@@ -243,97 +289,3 @@ class ModelRunner:
 
         for layer_id in range(len(self.model.layers)):
             checker(layer_id)
-
-
-def build_table(capacity: Capacity, device: torch.device) -> tuple[PageAllocator, SlotTable]:
-    """The pages, and which request has which."""
-    # A config may claim any context, and the table is as wide; no request gets more pages than there are.
-    width = min(-(-capacity.context_length // capacity.page_size), max(capacity.num_pages, 1 << 16))
-    try:
-        allocator = PageAllocator(capacity.num_pages)
-        table = SlotTable(
-            allocator,
-            page_size=capacity.page_size,
-            max_requests=capacity.max_batch,
-            max_pages=width,
-            device=device,
-        )
-    except MemoryError as error:
-        raise PoolError(
-            f"the table of {capacity.max_batch} requests with {width} pages of {capacity.page_size} tokens each, of "
-            f"{capacity.num_pages} pages in all, cannot be allocated; lower `max_batch`, `context_length` or "
-            "`num_pages`",
-            settings=["max_batch", "context_length", "num_pages"],
-        ) from error
-    return allocator, table
-
-
-def build_pools(
-    spec: ModelSpec,
-    capacity: Capacity,
-    dtype: torch.dtype,
-    kv_dtype: DType,
-    device: torch.device,
-) -> KVPools:
-    """The pools that the layers of a rank's ``spec`` need; ``dtype`` is the model's."""
-    try:
-        return _build_pools(spec, capacity, dtype, kv_dtype, device)
-    except (RuntimeError, MemoryError) as error:  # torch's allocators raise the first, and its subclass for CUDA
-        needed = capacity.num_pages * bytes_per_page(spec, capacity.page_size, kv_dtype)
-        what = f"{capacity.num_pages} pages of {capacity.page_size} tokens take {needed / 2**30:.1f} GiB"
-        settings = ["num_pages"]
-        if capacity.state_slots:
-            states = capacity.state_slots * bytes_per_state(spec, dtype)
-            what += f" and {capacity.state_slots} linear states {states / 2**30:.1f} GiB"
-            settings += ["state_slots", "max_batch"]
-        lower = " or ".join(f"`{setting}`" for setting in settings)
-        raise PoolError(f"{what}, which cannot be allocated; lower {lower}", settings=settings) from error
-
-
-def _build_pools(
-    spec: ModelSpec,
-    capacity: Capacity,
-    dtype: torch.dtype,
-    kv_dtype: DType,
-    device: torch.device,
-) -> KVPools:
-    kinds = spec.kinds
-    mha = mla = None
-    if AttentionKind.MHA in kinds:
-        mha = MHAPool(
-            spec.layers, num_pages=capacity.num_pages, page_size=capacity.page_size, dtype=kv_dtype, device=device
-        )
-    if AttentionKind.MLA in kinds:
-        mla = MLAPool(
-            spec.layers, num_pages=capacity.num_pages, page_size=capacity.page_size, dtype=kv_dtype, device=device
-        )
-    linear = None
-    if spec.linear_layers:
-        state_dtype = DType(str(dtype).removeprefix("torch."))
-        linear = LinearStatePool(spec.layers, num_slots=capacity.state_slots, dtype=state_dtype, device=device)
-    return KVPools(mha=mha, mla=mla, linear=linear)
-
-
-def bytes_per_state(spec: ModelSpec, dtype: torch.dtype) -> int:
-    """What one request's linear states take in all layers of a rank's ``spec`` together.
-
-    Recurrent states are float32. What a convolution remembers are activations, in the model's own ``dtype``.
-    """
-    total = 0
-    for layer in spec.linear_layers:
-        dims = layer.linear
-        assert dims is not None
-        total += dims.heads * dims.key_dim * dims.value_dim * torch.float32.itemsize
-        total += dims.conv_channels * dims.conv_width * dtype.itemsize
-    return total
-
-
-def bytes_per_page(spec: ModelSpec, page_size: int, kv_dtype: DType) -> int:
-    """What one page takes in all layers of a rank's ``spec`` together."""
-    row = 0
-    for layer in spec.full_layers:
-        if layer.mla is not None:
-            row += layer.mla.row_dim
-        else:
-            row += layer.num_kv_heads * (layer.head_dim + layer.v_head_dim)
-    return row * page_size * torch_dtype(kv_dtype).itemsize

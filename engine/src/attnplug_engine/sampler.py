@@ -8,7 +8,7 @@ request's token depends on its own logits, parameters, seed and place, and on no
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from math import gcd, inf
@@ -211,6 +211,10 @@ class Logprobs:
         top = order.topk(min(count, logits.shape[1])).indices
         chosen = logprobs.gather(1, tokens.clamp(min=0).unsqueeze(1))[:, 0]
         return Logprobs(tokens, chosen, top, logprobs.gather(1, top))
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Logprobs:
+        """The same with every tensor changed: copied to the host, say."""
+        return Logprobs(change(self.tokens), change(self.chosen), change(self.top), change(self.top_logprobs))
 
     def told(self, requests: Sequence[Request]) -> dict[int, TokenLogprobs]:
         """On the host, by request id: for the request of each row as many as it asked for. Waits for the device.

@@ -83,7 +83,7 @@ class SamplingBatch:
             position.view(torch.int32),
         )
 
-    def rows(self, which: Tensor) -> SamplingBatch:
+    def rows(self, which: Tensor | slice) -> SamplingBatch:
         return SamplingBatch(
             self.temperature[which],
             self.top_k[which],

@@ -1,0 +1,203 @@
+"""Whether a backend can be captured as it claims: its captured attention against its own eager one.
+
+A backend that claims more than it can reads lengths or pages of the capture at every replay. That gives wrong tokens
+and no error, so it is looked for before anything is served.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attnplug import (
+    AttentionKind,
+    BackendError,
+    ForwardBatch,
+    ForwardExtras,
+    ForwardMode,
+    Geometry,
+    LayerSpec,
+    LinearInputs,
+    ModelSpec,
+)
+from attnplug.host import HostLengths, KVPools, LinearDims, ModelAttention, PageAllocator
+from attnplug_engine.capture import Capture
+
+_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
+_MOST_PAGES = 64
+"""Pages that requests of a check have at most, together a few thousand rows."""
+_ROUNDS = 2
+
+
+class CaptureCheck:
+    """Runs one layer of each kind of a rank's ``model`` over random rows, captured and eager, and compares them."""
+
+    def __init__(
+        self,
+        model: ModelSpec,
+        attention: ModelAttention,
+        pools: KVPools,
+        allocator: PageAllocator,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        alike = {replace(layer, layer_id=0): layer for layer in reversed(model.layers)}
+        self._layers = list(alike.values())
+        self._attention, self._pools, self._allocator = attention, pools, allocator
+        self._dtype, self._device = dtype, device
+        self._random = torch.Generator(device=device).manual_seed(17)
+
+    def run(self, batch: ForwardBatch, capture: Capture) -> None:
+        """Check the captured ``batch``, which is all padding now and again afterwards. Raises BackendError."""
+        for layer in self._layers:
+            outs: list[Tensor] = []
+            call = self._call(layer, batch.batch_size)
+
+            def run(call: Callable[[ForwardBatch], Tensor] = call, outs: list[Tensor] = outs) -> None:
+                self._attention.refill(batch)
+                outs[:] = [call(batch)]
+
+            replay = capture(run)
+            for _ in range(_ROUNDS):
+                with self._requests(layer, batch) as eager:
+                    live, before = eager.batch_size, self._states(layer, eager)
+                    self._attention.plan_captured(batch)
+                    replay()
+                    found = outs[0].clone()
+                    for part, values in before:
+                        part.copy_(values)
+                    self._attention.plan(eager)
+                    expected = call(eager)
+                self._compare(layer, batch, found, expected, live)
+
+    def _call(self, layer: LayerSpec, rows: int) -> Callable[[ForwardBatch], Tensor]:
+        """One layer's attention over random inputs, always the same, of the first rows that a batch has."""
+        if layer.linear is not None:
+            return self._linear_call(layer, layer.linear, rows)
+        backend, heads, kv_heads = self._attention.backend, layer.num_heads, layer.num_kv_heads
+        values = None
+        if layer.mla is not None:
+            q, k = self._rand(rows, heads, layer.mla.row_dim), self._rand(rows, 1, layer.mla.row_dim)
+        else:
+            q, k = self._rand(rows, heads, layer.head_dim), self._rand(rows, kv_heads, layer.head_dim)
+            values = self._rand(rows, kv_heads, layer.v_head_dim)
+        extras = ForwardExtras(sinks=self._rand(heads).float()) if layer.sinks else None
+
+        def full(batch: ForwardBatch) -> Tensor:
+            n = batch.batch_size
+            new = None if values is None else values[:n]
+            return backend.forward_decode(q[:n], k[:n], new, layer, batch, extras=extras).flatten(1)
+
+        return full
+
+    def _linear_call(self, layer: LayerSpec, dims: LinearDims, rows: int) -> Callable[[ForwardBatch], Tensor]:
+        attention, kind = self._attention, layer.kind
+        delta = kind in (AttentionKind.GDN, AttentionKind.KDA)
+        keys = (rows, dims.key_heads, dims.key_dim)
+        q, k, v = self._rand(*keys), self._rand(*keys), self._rand(rows, dims.heads, dims.value_dim)
+        by_channel = (dims.key_dim,) if kind is AttentionKind.KDA else ()
+        shape = (dims.heads,) if kind is AttentionKind.LIGHTNING else (rows, dims.heads, *by_channel)
+        decay, beta = -self._rand(*shape).float().abs(), self._rand(rows, dims.heads).sigmoid()
+        x, weight = self._rand(rows, dims.conv_channels), self._rand(dims.conv_channels, dims.conv_width)
+
+        def linear(batch: ForwardBatch) -> Tensor:
+            n, outs = batch.batch_size, []
+            if dims.heads:
+                decays, betas = decay[:n] if decay.dim() > 1 else decay, beta[:n] if delta else None
+                inputs = LinearInputs(q[:n], k[:n], v[:n], decays, betas, normalize=delta)
+                outs.append(attention.attend_linear(inputs, layer, batch).flatten(1))
+            if dims.conv_width:
+                outs.append(attention.convolve(x[:n], weight, None, layer, batch))
+            return torch.cat(outs, 1)
+
+        return linear
+
+    def _rand(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self._random, device=self._device).to(self._dtype)
+
+    @contextmanager
+    def _requests(self, layer: LayerSpec, batch: ForwardBatch) -> Iterator[ForwardBatch]:
+        """Fill the captured batch with requests of random lengths over random rows; yields the same batch, eager."""
+        captured = batch.geometry
+        size, width, page_size = captured.requests, captured.page_table.shape[1], captured.page_size
+        room = min(self._allocator.free_pages, _MOST_PAGES)
+        live = max(min(size - size // 4, room), 1) if room else 0
+        each = min(room // max(live, 1), width)
+        pages = self._allocator.allocate(live * each)
+        longest = min(each * page_size, captured.max_seq_len)
+        lens = torch.randint(1, longest + 1, (live,), generator=self._random, device=self._device).tolist()
+        table = torch.tensor(pages, dtype=torch.int32, device=self._device).view(live, each)
+        before = [tensor[:live].clone() for tensor in self._static(captured)]
+        caches = self._caches(layer)
+        try:
+            for cache in caches:
+                cache[table.flatten().long()] = self._rand(live * each, *cache.shape[1:]).to(cache.dtype)
+            captured.page_table[:live, :each] = table
+            captured.seq_lens[:live] = torch.tensor(lens, dtype=torch.int32, device=self._device)
+            slots = None
+            if captured.state_slots is not None:
+                slots = torch.arange(live, device=self._device)
+                captured.state_slots[:live] = slots
+            yield ForwardBatch(
+                Geometry(
+                    ForwardMode.DECODE,
+                    table,
+                    captured.seq_lens[:live].clone(),
+                    page_size,
+                    rows=live,
+                    max_seq_len=max(lens, default=0),
+                    max_new=1,
+                    host=HostLengths([1] * live, lens),
+                    state_slots=slots,
+                )
+            )
+        finally:
+            for tensor, values in zip(self._static(captured), before, strict=True):
+                tensor[:live] = values
+            for cache in caches:
+                cache[table.flatten().long()] = 0
+            self._allocator.release(pages)
+
+    @staticmethod
+    def _static(captured: Geometry) -> list[Tensor]:
+        states = [] if captured.state_slots is None else [captured.state_slots]
+        return [captured.page_table, captured.seq_lens, *states]
+
+    def _caches(self, layer: LayerSpec) -> Sequence[Tensor]:
+        mha, mla = self._pools.mha, self._pools.mla
+        if layer.mla is not None and mla is not None:
+            return [mla.rows(layer.layer_id)]
+        if layer.linear is None and mha is not None:
+            return [mha.keys(layer.layer_id), mha.values(layer.layer_id)]
+        return []
+
+    def _states(self, layer: LayerSpec, batch: ForwardBatch) -> list[tuple[Tensor, Tensor]]:
+        """A linear layer's states of a batch's requests, random from here on: where they lie, and what they are."""
+        linear = self._pools.linear
+        if layer.linear is None or linear is None:
+            return []
+        held = [state for state in (linear.recurrent(layer.layer_id), linear.conv(layer.layer_id)) if state is not None]
+        parts = [state[: batch.batch_size] for state in held]
+        for part in parts:
+            part.copy_(self._rand(*part.shape))
+        return [(part, part.clone()) for part in parts]
+
+    def _compare(self, layer: LayerSpec, batch: ForwardBatch, found: Tensor, expected: Tensor, live: int) -> None:
+        claims, name = self._attention.backend.claims, self._attention.backend.backend_id.name
+        error = float((found[:live].double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
+        if not error <= _TOLERANCE[self._dtype]:  # NaN is none of these
+            what = f"differs from an eager run by {error:.1e} of its size"
+        elif not self._attention.padding_length() and found[live:].any():
+            what = "gives padded requests something else than zero"
+        else:
+            return
+        raise BackendError(
+            f"backend {name} claims cuda_graph {claims.cuda_graph.name}, but a replay of its captured decode of "
+            f"{batch.batch_size} requests {what} (layer {layer.layer_id}, {layer.kind}): it cannot be captured as it "
+            "claims; choose another backend, or turn graphs off by `disable_cuda_graph`",
+            settings=["disable_cuda_graph"],
+        )

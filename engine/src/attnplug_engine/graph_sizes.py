@@ -1,0 +1,46 @@
+"""The batch sizes for which decode steps are captured."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attnplug.host import UsageError, show
+
+_FINE = (1, 2, 4, 8, 12, 16, 24, 32)
+LARGEST_DEFAULT = 512
+
+
+def default_sizes(max_batch: int) -> tuple[int, ...]:
+    """Sizes that pad a batch by a third at most, from 8 requests on; up to ``max_batch``, itself included."""
+    sizes, top = list(_FINE), min(max_batch, LARGEST_DEFAULT)
+    while sizes[-1] < top:
+        sizes.append(sizes[-1] + max(16, sizes[-1] // 4 // 16 * 16))
+    return tuple(sorted({size for size in sizes if size < top} | {top}))
+
+
+def check_sizes(sizes: Sequence[int], max_batch: int) -> tuple[int, ...]:
+    """The sizes that were asked for, smallest first."""
+    settings = ["cuda_graph_batch_sizes", "max_batch"]
+    if not sizes:
+        raise UsageError(
+            "`cuda_graph_batch_sizes` is empty; give batch sizes, or turn graphs off by `disable_cuda_graph`",
+            settings=["cuda_graph_batch_sizes", "disable_cuda_graph"],
+        )
+    for size in sizes:
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise UsageError(
+                f"`cuda_graph_batch_sizes` holds {show(size)}, which is no batch size; give numbers from 1 to "
+                f"{max_batch}",
+                settings=settings[:1],
+            )
+        if size > max_batch:
+            raise UsageError(
+                f"`cuda_graph_batch_sizes` holds {size}, and no batch has more than {max_batch} requests; leave it "
+                "out, or raise `max_batch`",
+                settings=settings,
+            )
+    if len(set(sizes)) < len(sizes):
+        raise UsageError(
+            f"`cuda_graph_batch_sizes` names a size twice: {', '.join(map(str, sizes))}", settings=settings[:1]
+        )
+    return tuple(sorted(sizes))

@@ -1,0 +1,145 @@
+"""Captured decode steps: one graph for each of some batch sizes, replayed for every batch that fits one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnplug import ForwardBatch, ForwardMode, Geometry, GraphLevel
+from attnplug.host import ModelAttention, PageAllocator, SlotTable
+from attnplug_engine.capture import Capture
+from attnplug_engine.inputs import StepInputs
+from attnplug_engine.pools import Capacity
+from attnplug_engine.request import Step
+from attnplug_engine.sampler import Sampler, sample
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CapturedStep:
+    """A decode step of ``size`` requests. Its logits are valid until the next replay of any size."""
+
+    size: int
+    batch: ForwardBatch
+    replay: Callable[[], None]
+    logits: list[Tensor]
+    """``[size, vocab]``, after the capture."""
+
+
+class DecodeGraphs:
+    """The decode steps of one model, captured for some batch sizes over one set of inputs.
+
+    A captured step takes the requests' last tokens from ``tokens`` ``[requests + 1]`` and their pages from the table's
+    mirror, runs the model up to its logits (``run_model``), samples, and writes the new tokens back. The host sends a
+    few numbers per request. Padded requests have a row of the table to themselves, and a length for which the backend
+    reads and writes nothing.
+    """
+
+    def __init__(
+        self,
+        run_model: Callable[[ForwardBatch], Tensor],
+        attention: ModelAttention,
+        table: SlotTable,
+        tokens: Tensor,
+        capacity: Capacity,
+        *,
+        largest: int,
+        has_states: bool,
+    ) -> None:
+        self._run_model, self._attention, self._table, self._tokens = run_model, attention, table, tokens
+        self._page_size = capacity.page_size
+        self._context = min(capacity.context_length, table.max_pages * capacity.page_size)
+        self._has_states = has_states
+        fill, device = attention.padding_length(), tokens.device
+        self.padding_pages = -(-fill // capacity.page_size)
+        self.inputs = StepInputs(largest, table.max_requests, fill, device)
+        self.sampled = torch.zeros(largest, dtype=torch.int64, device=device)
+        """The tokens of the last replay; -1 where logits were not finite."""
+        self._page_table = torch.zeros(largest, table.max_pages, dtype=torch.int32, device=device)
+        self._steps: dict[int, CapturedStep] = {}
+        self.largest = largest
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Captured batch sizes, the smallest first."""
+        return tuple(sorted(self._steps))
+
+    def reserve(self, allocator: PageAllocator) -> None:
+        """Have the backend make its memory; padded requests that have a length get pages that nobody else uses."""
+        self._attention.reserve_graphs(self.largest, self.largest)
+        if self.padding_pages:
+            pages = allocator.allocate(self.padding_pages)
+            self._table.mirror()[self._table.max_requests, : len(pages)] = torch.tensor(
+                pages, dtype=torch.int32, device=self._tokens.device
+            )
+
+    def capture(self, size: int, capture: Capture) -> CapturedStep:
+        """Capture the step of ``size`` requests, all padded; its batch is planned and marked here (B2)."""
+        inputs, states = self.inputs, self.inputs.state_slots[:size] if self._has_states else None
+        geometry = Geometry(
+            ForwardMode.DECODE,
+            self._page_table[:size],
+            inputs.seq_lens[:size],
+            self._page_size,
+            rows=size,
+            max_seq_len=self._context,
+            max_new=1,
+            state_slots=states,
+            captured=True,
+        )
+        batch = ForwardBatch(geometry)
+        logits: list[Tensor] = []
+        mirror, rows, sampling = self._table.mirror(), inputs.rows[:size], inputs.sampling(size)
+        self._attention.plan_captured(batch, in_capture=True)
+
+        def run() -> None:
+            torch.index_select(mirror, 0, rows, out=self._page_table[:size])
+            batch.input_ids = self._tokens.index_select(0, rows)
+            batch.positions = (inputs.seq_lens[:size] - 1).clamp_(min=0)
+            self._attention.refill(batch)
+            logits[:] = [self._run_model(batch)]
+            sampled = sample(logits[0], sampling)
+            self.sampled[:size].copy_(sampled)
+            # The token of a request that ends by an error is not read again, but the row of an embedding is.
+            self._tokens.index_copy_(0, rows, sampled.clamp_(min=0))
+
+        replay = capture(run)
+        step = CapturedStep(size, batch, replay, logits)
+        self._steps[size] = step
+        return step
+
+    def fitting(self, requests: int) -> CapturedStep | None:
+        """The captured step for a batch of so many requests: the smallest that holds them."""
+        size = min((size for size in self._steps if size >= requests), default=None)
+        return None if size is None else self._steps[size]
+
+    def run(self, captured: CapturedStep, step: Step, sampler: Sampler) -> Tensor:
+        """Replay a captured step for these requests; returns their tokens ``[requests]``, valid until the next one."""
+        self._table.mirror()
+        self.inputs.fill(step, captured.size, sampler)
+        self._attention.plan_captured(captured.batch)
+        captured.replay()
+        return self.sampled[: len(step.entries)]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphReport:
+    """What an engine captured, or why it captured nothing."""
+
+    level: GraphLevel
+    """What the backend claims."""
+    forced_by: tuple[str, ...] = ()
+    """The backends that allow no more, where others would."""
+    sizes: tuple[int, ...] = ()
+    nbytes: int = 0
+    """Memory that the graphs and the backend's own buffers for them took."""
+    why_none: str = ""
+
+    def __str__(self) -> str:
+        if not self.sizes:
+            return f"none: {self.why_none}"
+        by = f", by {' and '.join(self.forced_by)}" if self.forced_by else ""
+        sizes = ", ".join(map(str, self.sizes))
+        return f"decode with {sizes} requests, {self.nbytes / 2**20:.0f} MiB (level {self.level.name}{by})"

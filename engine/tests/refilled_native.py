@@ -1,0 +1,79 @@
+"""``torch_native`` with the hooks of captured batches: planned anew at each replay.
+
+On a CPU nothing is captured: ``RunAgain`` makes the same calls again. So padding, planning, sampling and feeding tokens
+back run on the code path that CUDA graphs have.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attnplug import BackendContext, ForwardExtras, Geometry, GraphLevel, LayerSpec, Plan
+from attnplug.host import HostContext, Selection, TorchNativeBackend
+from attnplug_engine import Engine
+from attnplug_engine.capture import RunAgain
+
+NAME = "torch_native"
+
+
+class Refilled:
+    """What a replay's plan is made of."""
+
+    groups = ()
+    rows = 0
+
+
+class RefilledNative(TorchNativeBackend):
+    def __init__(self, context: BackendContext, fill: int = 0) -> None:
+        super().__init__(context)
+        self.claims = replace(self.claims, cuda_graph=GraphLevel.UNIFORM)
+        self.fill, self.planned = fill, 0
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return self.fill
+
+    def plan(self, geometry: Geometry) -> Plan:
+        self.planned += 1
+        return super().plan(geometry)
+
+    def capture(self, geometry: Geometry, memory: None) -> Plan:
+        slots = torch.full((geometry.rows,), -1, dtype=torch.int64)
+        return Plan.of(self.backend_id, geometry, Refilled(), slots)
+
+    def refill(self, plan: Plan, geometry: Geometry) -> None:
+        now = geometry.measured()
+        assert plan.new_slots is not None
+        plan.new_slots.fill_(-1)
+        plan.metadata.rows, plan.metadata.groups = now.rows, ()
+        if now.rows:
+            eager = super().plan(now)
+            plan.metadata.groups = eager.metadata
+            plan.new_slots[: now.rows] = eager.new_slots
+
+    def attend(self, q: Tensor, layer: LayerSpec, plan: Plan, new, extras: ForwardExtras) -> Tensor:
+        refilled = plan.metadata
+        if not isinstance(refilled, Refilled):
+            return super().attend(q, layer, plan, new, extras)
+        width = layer.v_head_dim if layer.mla is None else layer.mla.kv_lora_rank
+        out = q.new_zeros(*q.shape[:2], width)
+        if refilled.rows:
+            now = replace(plan, metadata=refilled.groups, query_rows=refilled.rows)
+            out[: refilled.rows] = super().attend(q[: refilled.rows], layer, now, new, extras)
+        return out
+
+
+def build(selection: Selection, context: HostContext, kind: type[RefilledNative] = RefilledNative) -> RefilledNative:
+    registered = next(iter(selection.choices.values())).chosen
+    assert registered is not None and registered.spec.name == NAME
+    return kind(
+        context.for_backend(NAME, registered.spec.capabilities, roles=frozenset(selection.choices), options=None)
+    )
+
+
+def captured(engine: Engine, sizes: tuple[int, ...]) -> Engine:
+    """The engine with decode steps "captured" for these sizes."""
+    engine.runner.capture(sizes, RunAgain())
+    return engine

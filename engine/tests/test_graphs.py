@@ -1,0 +1,251 @@
+"""Captured decode steps, by a capture that runs the same calls again: all but the CUDA graph itself.
+
+What a real graph does is in ``tests/test_engine_graphs.py``, on a GPU.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from refilled_native import RefilledNative, build, captured
+
+from attnplug import BackendError, PlanError, WorkspaceKind
+from attnplug.host import UsageError, WorkspaceError
+from attnplug_engine import Engine, EngineOptions, SamplingParams
+from attnplug_engine.capture import RunAgain
+from attnplug_engine.graph_sizes import check_sizes, default_sizes
+from attnplug_engine.runner import Phase
+
+MODELS = ["tiny:llama", "tiny:deepseek_v3"]
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11], [3, 1, 4, 1, 5], [9, 2, 6]]
+SIZES = (1, 2, 4)
+
+
+@pytest.fixture
+def native(monkeypatch: pytest.MonkeyPatch):
+    """Makes every engine run on the backend that can be "captured" here."""
+
+    def use(kind: type[RefilledNative] = RefilledNative) -> None:
+        monkeypatch.setattr("attnplug_engine.runner.build_selection", partial(build, kind=kind))
+
+    use()
+    return use
+
+
+def engine(model: str = MODELS[0], **settings: Any) -> Engine:
+    return Engine(model, device="cpu", **{"page_size": 4, "max_batch": 5, "prefix_cache": False, **settings})
+
+
+def params(new: int = 12, **sampling: Any) -> list[SamplingParams]:
+    """For each prompt, of different lengths, so that batches shrink."""
+    return [SamplingParams(max_tokens=max(new - 2 * number, 2), **sampling) for number in range(len(PROMPTS))]
+
+
+def tokens(one: Engine, each: list[SamplingParams]) -> list[list[int]]:
+    return [completion.token_ids for completion in one.generate(PROMPTS, each)]
+
+
+class TestTokens:
+    @pytest.mark.parametrize("overlap", [False, True], ids=["alone", "overlapped"])
+    @pytest.mark.parametrize("model", MODELS)
+    def test_replayed_steps_give_the_tokens_of_eager_ones(self, model, overlap, native):
+        """Batches of 5 run eagerly, of 4 and 2 as captured, of 3 and 1 padded or not."""
+        eager, graphs = engine(model), captured(engine(model, overlap=overlap), (2, 4))
+        assert tokens(graphs, params()) == tokens(eager, params())
+        counts = graphs.statistics
+        assert counts.eager_steps and counts.replayed_steps > counts.eager_steps
+        assert eager.statistics.replayed_steps == 0
+
+    def test_drawn_tokens_are_the_same(self, native):
+        drawn = params(temperature=0.9, top_k=20, top_p=0.95, seed=3)
+        mixed = [replace(one, temperature=0.0) if number % 2 else one for number, one in enumerate(drawn)]
+        assert tokens(captured(engine(overlap=True), SIZES), mixed) == tokens(engine(), mixed)
+
+    @pytest.mark.parametrize("fill", [0, 1, 6])
+    def test_padding_writes_to_nobodys_pages(self, fill, native):
+        """Whatever length padded requests have: those with one have pages of their own."""
+        native(partial(RefilledNative, fill=fill))
+        graphs, eager = captured(engine(num_pages=24), (4,)), engine(num_pages=24)
+        reserved = -(-fill // 4)
+        assert graphs.runner.allocator.free_pages == 24 - reserved
+        caches = []
+        for one in (graphs, eager):
+            pool = one.runner.pools.mha
+            for layer in pool.layer_ids:
+                pool.keys(layer).fill_(7.0)
+                pool.values(layer).fill_(7.0)
+            assert one.generate(PROMPTS[:3], params(6)[:3])
+            rows = torch.stack([pool.keys(layer).flatten(1) for layer in pool.layer_ids])
+            caches.append((rows != 7.0).any(-1).sum(-1))
+        touched = min(reserved, 1)  # a padded request writes its last row
+        assert caches[0].tolist() == [count + touched for count in caches[1].tolist()]
+
+    def test_log_probabilities_come_from_the_replayed_logits(self, native):
+        asked = params(6, logprobs=2)
+        results = [one.generate(PROMPTS, asked) for one in (captured(engine(), (4,)), engine())]
+        for mine, theirs in zip(*results, strict=True):
+            assert [one.token_id for one in mine.logprobs] == mine.token_ids == theirs.token_ids
+            found, expected = ([one.logprob for one in each.logprobs] for each in (mine, theirs))
+            assert found == pytest.approx(expected, abs=1e-4)
+
+    def test_a_request_whose_logits_are_not_finite_ends_alone(self, native):
+        graphs, eager = captured(engine(overlap=True), (4,)), engine()
+        bad = 13  # its embedding: whoever meets the token has NaN from there on
+        for one in (graphs, eager):
+            one.runner.model.embedding[bad] = float("nan")
+        prompts = [PROMPTS[0], [*PROMPTS[1], bad], PROMPTS[2], PROMPTS[3]]
+        mine, theirs = (one.generate(prompts, SamplingParams(max_tokens=5)) for one in (graphs, eager))
+        assert [one.token_ids for one in mine] == [one.token_ids for one in theirs]
+        assert [one.finish_reason for one in mine] == [one.finish_reason for one in theirs]
+        assert mine[1].finish_reason == "error" and mine[0].finish_reason == "length"
+
+
+class TestPhases:
+    def test_a_capture_marks_its_batch_so_that_no_forward_plans_it(self, native):
+        """B2: nothing but the capture's own hooks plans, neither then nor at a replay."""
+        one = captured(engine(), SIZES)
+        for size in SIZES:
+            assert not one.runner.graphs.fitting(size).batch.needs_forward_metadata_init()
+        planned = one.runner.backend.planned
+        request = one.add(PROMPTS[0], SamplingParams(max_tokens=4))
+        one.step()
+        prefills = one.runner.backend.planned - planned
+        while one.step():
+            pass
+        assert len(request.output) == 4 and one.runner.backend.planned == planned + prefills
+
+    def test_an_unmarked_capture_would_be_planned_again(self, native, monkeypatch):
+        """B2: what the test above sees if the mark is forgotten."""
+        monkeypatch.setattr("attnplug.ForwardBatch.mark_forward_metadata_ready", lambda self: None)
+        with pytest.raises(PlanError, match="the backend needs exact ones"):  # which a captured batch never has
+            captured(engine(), SIZES)
+
+    def test_largest_first_and_told(self, native):
+        told: list[tuple[int, int]] = []
+        order: list[int] = []
+        one = engine()
+        original = one.runner.backend.capture
+
+        def capture(geometry, memory):
+            order.append(geometry.requests)
+            return original(geometry, memory)
+
+        one.runner.backend.capture = capture
+        one.runner.capture(SIZES, RunAgain(), lambda done, total: told.append((done, total)))
+        assert order == [4, 2, 1] and told == [(1, 3), (2, 3), (3, 3)]
+        assert one.runner.graphs.sizes == (1, 2, 4)
+
+    def test_phases_follow_each_other_once(self, native):
+        one = engine()
+        assert one.runner.phase is Phase.BUILD
+        captured(one, SIZES)
+        assert one.runner.phase is Phase.SERVE
+        with pytest.raises(BackendError, match="phase serve cannot go to phase warm up; capture graphs once, before"):
+            captured(one, SIZES)
+
+    def test_nothing_is_captured_after_the_first_step(self, native):
+        one = engine()
+        one.generate(PROMPTS[:1], SamplingParams(max_tokens=1))
+        with pytest.raises(BackendError, match="cannot go to"):
+            captured(one, SIZES)
+
+    def test_the_workspace_does_not_grow_after_a_capture(self, native):
+        one, kind = engine(), WorkspaceKind("scratch")
+        one.runner.workspace.request("early", "cpu", kind, 8)
+        captured(one, SIZES)
+        with pytest.raises(WorkspaceError, match="frozen"):
+            one.runner.workspace.request("late", "cpu", kind, 16)
+
+    def test_inputs_and_outputs_stay_where_they_are(self, native):
+        one = captured(engine(), SIZES)
+        graphs, runner = one.runner.graphs, one.runner
+
+        def addresses() -> list[int]:
+            held = (graphs.inputs.rows, graphs.inputs.seq_lens, graphs.sampled, runner.tokens, runner.table.mirror())
+            return [tensor.data_ptr() for tensor in held]
+
+        before = addresses()
+        tokens(one, params())
+        assert addresses() == before
+
+
+class StaleLengths(RefilledNative):
+    """Claims graphs and keeps the lengths of its first batch: what a host's list baked into a graph is."""
+
+    def refill(self, plan, geometry):
+        if not plan.metadata.rows:
+            super().refill(plan, geometry)
+
+
+class LoudPadding(RefilledNative):
+    def attend(self, q, layer, plan, new, extras):
+        out = super().attend(q, layer, plan, new, extras)
+        return out.masked_fill_(out == 0, 1.0)
+
+
+class TestOverclaims:
+    @pytest.mark.parametrize("model", MODELS)
+    def test_a_backend_that_keeps_the_lengths_of_the_capture_is_found_out(self, model, native):
+        native(StaleLengths)
+        with pytest.raises(BackendError) as caught:
+            captured(engine(model), (3,))
+        for told in ("torch_native claims cuda_graph UNIFORM", "3 requests differs from an eager run", "layer"):
+            assert told in str(caught.value)
+        assert "disable_cuda_graph" in caught.value.settings
+
+    def test_padding_that_gives_anything_but_zero_is_found_out(self, native):
+        native(LoudPadding)
+        with pytest.raises(BackendError, match="gives padded requests something else than zero"):
+            captured(engine(), (4,))
+
+    def test_a_check_leaves_pages_and_caches_as_they_were(self, native):
+        one = engine(num_pages=9)
+        captured(one, (5,))
+        assert one.runner.allocator.free_pages == 9
+        pool = one.runner.pools.mha
+        assert not any(pool.keys(layer).any() or pool.values(layer).any() for layer in pool.layer_ids)
+
+
+class TestSizes:
+    def test_a_default_pads_little_and_holds_the_largest_batch(self):
+        for most in (1, 3, 32, 100, 256, 2000):
+            sizes = default_sizes(most)
+            assert sizes[-1] == min(most, 512) and sizes[0] == 1 and len(sizes) < 40
+            assert all(size <= 1.5 * before for before, size in pairwise(sizes) if before >= 8)
+
+    @pytest.mark.parametrize(
+        ("sizes", "told"),
+        [
+            ((), "is empty"),
+            ((0, 1), "holds 0"),
+            ((-4,), "holds -4"),
+            ((1, 2.5), "holds 2.5"),
+            ((True,), "holds True"),
+            ((1, 9), "holds 9, and no batch has more than 8"),
+            ((2, 2), "names a size twice"),
+        ],
+    )
+    def test_a_list_that_makes_no_sense_is_refused(self, sizes, told):
+        with pytest.raises(UsageError, match=told) as caught:
+            EngineOptions(max_batch=8, cuda_graph_batch_sizes=sizes)
+        assert "cuda_graph_batch_sizes" in caught.value.settings
+
+    def test_sizes_are_sorted(self):
+        assert check_sizes([4, 1, 2], 8) == (1, 2, 4)
+
+    @pytest.mark.parametrize("other", ["disable_cuda_graph", "check_layers"])
+    def test_graphs_cannot_be_demanded_and_turned_off(self, other):
+        with pytest.raises(UsageError, match=f"demands CUDA graphs, and {other} is given"):
+            EngineOptions(cuda_graph_batch_sizes=(1,), **{other: True})
+
+    def test_graphs_cannot_be_demanded_of_a_cpu(self):
+        with pytest.raises(UsageError, match="demands CUDA graphs, and the device is cpu"):
+            Engine(MODELS[0], device="cpu", cuda_graph_batch_sizes=(1,))
+
+    def test_an_engine_says_why_it_captured_nothing(self):
+        assert str(engine().graphs) == "none: the device is cpu"

@@ -1,0 +1,183 @@
+"""Engines that replay real CUDA graphs: tokens as transformers', whatever comes and goes between the steps."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from rounded_oracle import DEEPSEEK_V3, KIMI_LINEAR, RoundedOracle, watched_logits
+
+from attnplug import Role
+from attnplug_engine import Engine, SamplingParams
+from support.devices import DEVICES
+
+pytestmark = [*DEVICES[1].marks]
+
+SMALL = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.06,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {
+        **SMALL,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+    },
+    "deepseek_v3": DEEPSEEK_V3,
+    "qwen3_next": {
+        **SMALL,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "num_experts": 2,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 128,
+        "shared_expert_intermediate_size": 128,
+    },
+    "kimi_linear": KIMI_LINEAR,
+}
+TORCH_KERNEL = {"backend_options": {"flashattention": {"kernel": "torch"}}}
+BACKENDS: list[tuple[str, dict[str, Any]]] = [
+    ("llama", {"attention_backend": "triton_mha"}),
+    ("llama", {"role_backends": {Role.PREFILL: "flashattention", Role.DECODE: "triton_mha"}, **TORCH_KERNEL}),
+    ("llama", {"attention_backend": "flashattention"}),
+    ("deepseek_v3", {"attention_backend": "triton_mla"}),
+    ("deepseek_v3", {"attention_backend": "flashinfer_mla"}),
+    ("deepseek_v3", {"role_backends": {Role.PREFILL: "triton_mla", Role.DECODE: "flashmla"}}),
+    ("qwen3_next", {"attention_backend": "triton_mha"}),
+    ("kimi_linear", {"attention_backend": "triton_mla"}),
+]
+LIBRARIES = {"flashinfer_mla": "flashinfer", "flashmla": "flash_mla", "flashattention": "flash_attn.cute"}
+
+
+def named(value: object) -> str:
+    if isinstance(value, str):
+        return value
+    assert isinstance(value, dict)
+    return value.get("attention_backend") or "+".join(value["role_backends"].values())
+
+
+@pytest.fixture(scope="module")
+def oracles(tmp_path_factory):
+    made: dict[str, RoundedOracle] = {}
+
+    def oracle(name: str) -> RoundedOracle:
+        if name not in made:
+            made[name] = RoundedOracle(str(tmp_path_factory.mktemp(name)), name, MODELS[name])
+        return made[name]
+
+    return oracle
+
+
+def need(settings: dict[str, Any]) -> None:
+    names = {settings.get("attention_backend"), *settings.get("role_backends", {}).values()}
+    for name, module in LIBRARIES.items():
+        if name in names and "backend_options" not in settings:
+            pytest.importorskip(module, exc_type=ImportError)
+
+
+def prompts(count: int, vocab: int = 512) -> list[list[int]]:
+    random = Random(11)
+    return [[random.randrange(vocab) for _ in range(random.choice((1, 7, 33, 64, 90)))] for _ in range(count)]
+
+
+def test_a_replay_neither_waits_nor_allocates_and_its_plan_does_neither(oracles):
+    engine = Engine(
+        oracles("llama").folder, device="cuda", attention_backend="triton_mha", max_batch=4, ignore_eos=True
+    )
+    requests = [engine.add(prompt, SamplingParams(max_tokens=64)) for prompt in prompts(3)]
+    while not all(request.output for request in requests):
+        engine.step()
+    for _ in range(4):
+        engine.step()
+    graphs, step = engine.runner.graphs, engine._launched[-1][0]
+    captured = graphs.fitting(len(step.entries))
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(3):
+            engine.runner.attention.plan_captured(captured.batch)
+            captured.replay()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize(("model", "settings"), BACKENDS, ids=named)
+def test_tokens_are_right_while_requests_come_end_and_lose_their_pages(oracles, model, settings, page_size):
+    """Batches of 1, 3, 17 and 32 over captured sizes that pad them, too few pages, aborts; then everything is free."""
+    need(settings)
+    oracle, texts = oracles(model), prompts(44)
+    engine = Engine(
+        oracle.folder,
+        device="cuda",
+        page_size=page_size,
+        num_pages=40 * 96 // page_size,
+        max_batch=32,
+        cuda_graph_batch_sizes=(2, 4, 20, 30),
+        chunked_prefill_size=300,
+        prefix_cache=False,
+        ignore_eos=True,
+        **settings,
+    )
+    assert engine.graphs.sizes == (2, 4, 20, 30)
+    waves, random = {0: 1, 20: 2, 40: 14, 60: 15, 64: 12}, Random(3)
+    requests, aborted, steps = [], set(), 0
+    with watched_logits() as seen:
+        while engine.scheduler.has_work or steps <= max(waves):
+            for _ in range(waves.get(steps, 0)):
+                length = random.choice((24, 40, 60))
+                requests.append(engine.add(texts[len(requests)], SamplingParams(max_tokens=length)))
+            if steps in (50, 70, 71):
+                victim = random.choice([one for one in requests if one.finish_reason is None])
+                engine.abort(victim)
+                aborted.add(victim.id)
+            engine.step()
+            steps += 1
+    counts = engine.statistics
+    assert counts.replayed_steps > counts.eager_steps > 0 and engine.scheduler.preemptions > 0
+    kept = [request for request in requests if request.id not in aborted]
+    assert all(request.finish_reason == "length" for request in kept)
+    # A preempted request computes its last token again: its logits are seen twice, the later ones first dropped.
+    rows = [torch.stack(seen[request.id][: len(request.output)]) for request in kept]
+    oracle.judge([list(request.prompt) for request in kept], [request.output for request in kept], rows, slack=2.0)
+    assert engine.runner.allocator.free_pages == engine.runner.allocator.num_pages
+
+
+@pytest.mark.parametrize(("model", "settings"), BACKENDS[::3], ids=named)
+def test_drawn_tokens_depend_on_seeds_and_not_on_the_run(oracles, model, settings):
+    """Twice the same with graphs and overlap, and for requests with seeds whatever runs beside them."""
+    need(settings)
+    drawn = [SamplingParams(max_tokens=20, temperature=0.8, top_k=40, top_p=0.9, seed=number) for number in range(6)]
+    common = {"device": "cuda", "max_batch": 8, "ignore_eos": True, **settings}
+    runs = [Engine(oracles(model).folder, **common).generate(prompts(6), drawn) for _ in range(2)]
+    assert [one.token_ids for one in runs[0]] == [one.token_ids for one in runs[1]]
+
+
+def test_a_demand_that_no_backend_meets_is_refused_with_its_reason(oracles):
+    from attnplug.host import SelectionError
+
+    with pytest.raises(SelectionError, match="CUDA graphs"):
+        Engine(
+            oracles("llama").folder,
+            device="cuda",
+            attention_backend="torch_native",
+            cuda_graph_batch_sizes=(1,),
+        )
