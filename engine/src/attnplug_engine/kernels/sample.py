@@ -26,6 +26,7 @@ from attnplug_engine.sampling_batch import SamplingBatch
 CHUNK = 2048
 BLOCK = 8192
 WARPS = 16
+_PTX = tl.constexpr(torch.version.hip is None and not triton.knobs.runtime.interpret)
 _NO_WEIGHT = tl.constexpr(104.0)
 """exp(-104) is 0 in float32."""
 _LOWEST = tl.constexpr(-1e38)
@@ -43,19 +44,29 @@ def _mix(x):
 @triton.jit
 def _keys(seed, position):
     """Two words for the draw at ``position``."""
-    low = _mix(seed.to(tl.uint32, bitcast=False) + 0x9E3779B9)
+    low = _mix(seed.to(tl.uint32) + 0x9E3779B9)
     both = _mix((seed >> 32).to(tl.uint32) + low)
     first = _mix(position.to(tl.uint32) + both)
     return first, _mix((first ^ low) + 0x9E3779B9)
 
 
 @triton.jit
+def _log(x):
+    """The logarithm by the GPU's own instruction: six digits, for a tenth of the exact one's instructions."""
+    if _PTX:
+        base = tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+        return base * 0.6931471805599453
+    return tl.log(x)
+
+
+@triton.jit
 def _gumbel(tokens, first, second):
-    """Gumbel noise of each token id; see ``attnplug_engine.sampler.gumbel`` for why in this way."""
+    """Gumbel noise of each token id, as ``attnplug_engine.sampler.gumbel`` finds it; for small chances by a series."""
     bits = _mix(_mix(tokens.to(tl.uint32) + first) ^ second)
     chance = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.9999999403953552)
-    near = chance * (1 + chance * (0.5 + chance * (0.3333333333333333 + chance * 0.25)))
-    return -0.6931471805599453 * tl.log2(tl.where(chance < 0.015625, near, -0.6931471805599453 * tl.log2(1 - chance)))
+    series = 0.3333333333333333 + chance * (0.25 + chance * (0.2 + chance * 0.16666666666666666))
+    near = chance * (1 + chance * (0.5 + chance * series))
+    return -_log(tl.where(chance < 0.0625, near, -_log(1 - chance)))
 
 
 @triton.jit
