@@ -1,7 +1,8 @@
 """Random weights with the interface of a checkpoint, for models of which only the config exists.
 
 A tensor depends on the seed, its own name and the kind of device that draws it, and on nothing else: not on the order
-of asking, and not on how many ranks share it. Tiny models are drawn on the CPU, so they are the same everywhere. Shapes are those that the model asks for, so there is no list of tensors to keep.
+of asking, and not on how many ranks share it. Tiny models are drawn on the CPU, so they are the same everywhere. Shapes
+are those that the model asks for, so there is no list of tensors to keep.
 """
 
 from __future__ import annotations
