@@ -17,7 +17,7 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from measurements import cost_of_wrapping, decode_times
+from measurements import cost_of_wrapping, decode_rates, decode_steps, decode_times, prefill_rates
 
 from attnplug.host import Registered, describe, load_registry
 
@@ -50,6 +50,9 @@ TABLES = {
     "table of commands": table_of_commands,
     "decode times": decode_times,
     "cost of wrapping": cost_of_wrapping,
+    "decode rates": decode_rates,
+    "decode steps": decode_steps,
+    "prefill rates": prefill_rates,
 }
 
 

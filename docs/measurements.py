@@ -4,12 +4,17 @@ hand."""
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+sys.path.append(str(RESULTS.parent))
+
+from decode_report import prefill_table, rates_table, steps_table  # noqa: E402 # a benchmark's own tables
+
 MLA_CASES = [
     *((16, *case) for case in ((1, 1024), (1, 16384), (16, 4096), (128, 8192))),
     *((128, *case) for case in ((1, 4096), (1, 16384), (16, 4096), (128, 8192))),
@@ -55,6 +60,20 @@ def cost_of_wrapping() -> str:
         cells = [_added(cases, mode, side) for mode in ("graph", "eager") for side in (plain, writing)]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def decode_rates() -> str:
+    """Tokens/s of whole models, ours and others'."""
+    return rates_table(_read("decode_h200"))
+
+
+def decode_steps() -> str:
+    """Where the time of a whole model's step goes."""
+    return steps_table(_read("decode_h200"))
+
+
+def prefill_rates() -> str:
+    return prefill_table(_read("decode_h200"))
 
 
 def _read(name: str) -> Any:

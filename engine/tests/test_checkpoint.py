@@ -409,3 +409,17 @@ def test_a_tiny_model_that_does_not_exist():
         RandomCheckpoint.tiny("tiny:lama")
     with pytest.raises(ModelConfigError, match="initializer_range"):
         RandomCheckpoint({**TINY_CONFIGS["llama"], "initializer_range": "wide"})
+
+
+def test_a_folder_without_weights_can_have_random_ones(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY_CONFIGS["llama"]))
+    found = load_model(str(tmp_path), dtype=torch.float32, device="cpu", seed=5, random_weights=True)
+    tiny = parameters(load_model("tiny:llama", dtype=torch.float32, device="cpu", seed=5))
+    assert all(torch.equal(value, tiny[name]) for name, value in parameters(found).items())
+    with pytest.raises(CheckpointError, match=r"neither model\.safetensors"):
+        load_model(str(tmp_path), dtype=torch.float32, device="cpu")
+
+
+def test_random_weights_still_need_a_config(tmp_path):
+    with pytest.raises(UsageError, match="config"):
+        Engine(str(tmp_path), random_weights=True, device="cpu")

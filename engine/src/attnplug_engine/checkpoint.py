@@ -90,7 +90,7 @@ class WeightSource(Protocol):
     def tensor(
         self, name: str, shape: tuple[int, ...], *, rows: slice | None = None, columns: slice | None = None
     ) -> Tensor:
-        """A tensor, or the part of it that a rank owns, on the CPU in the type it is stored in; not to be written to.
+        """A tensor, or the part of it that a rank owns, in the type it is stored in; not to be written to.
 
         ``shape`` is that of the whole tensor, as the model expects it. Raises CheckpointError where it is not so.
         """
@@ -218,6 +218,12 @@ def checkpoint_folder(reference: str) -> Path:
     """The folder of a model reference: a folder itself, or that of the config that it names."""
     path = Path(reference)
     return path if os.path.isdir(path) else path.parent
+
+
+def checkpoint_config(reference: str) -> Mapping[str, object]:
+    """The config of a model reference that is a folder or a config's path."""
+    path = Path(reference)
+    return _read_json(path / "config.json" if os.path.isdir(path) else path)
 
 
 def shortened(names: Sequence[str]) -> str:

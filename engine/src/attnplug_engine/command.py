@@ -18,7 +18,10 @@ def declare(commands: Commands[argparse.ArgumentParser]) -> None:
     add_model_and_prompts(parser, "prompt, messages or prompt_token_ids, and its own id, max_tokens, stop and so on")
     parser.add_argument("--chat", action="store_true", help="a prompt is a user's message: use the chat template")
     roles = (Role.PREFILL, Role.DECODE, Role.LINEAR)
-    add_serving_options(parser, roles, chunked_prefill_size=2048, seeded="sampling and of tiny models' weights")
+    add_serving_options(parser, roles, chunked_prefill_size=2048, seeded="sampling and of random weights")
+    parser.add_argument(
+        "--random-weights", action="store_true", help="read the model's config alone; its weights are random by --seed"
+    )
     parser.add_argument(
         "--max-tokens", type=int, default=DEFAULT_MAX_TOKENS, metavar="N", help="most new tokens a prompt"
     )

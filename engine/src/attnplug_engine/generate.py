@@ -72,6 +72,7 @@ def _options(parsed: argparse.Namespace) -> EngineOptions:
         policy = replace(policy, chunk_capacity=parsed.mla_chunk_capacity)
     return EngineOptions(
         **shared_settings(parsed),
+        random_weights=parsed.random_weights,
         num_pages=parsed.num_pages,
         prefix_cache=not parsed.no_prefix_cache,
         state_slots=parsed.state_slots,

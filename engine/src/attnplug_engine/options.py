@@ -47,6 +47,8 @@ class EngineOptions:
     context_length: int | None = None
     extend_policy: ExtendPolicy = field(default_factory=ExtendPolicy)
     seed: int = 0
+    random_weights: bool = False
+    """Of a checkpoint read the config alone and draw its weights by ``seed``, on the device: to measure speed."""
     ignore_eos: bool = False
     """Go on past the tokens by which the checkpoint says that a text ends."""
     check_layers: bool = False

@@ -117,6 +117,7 @@ def prepare(
         device=device,
         parallel=parallel,
         seed=options.seed,
+        random_weights=options.random_weights,
         progress=progress,
         head=not is_embedding,
     )

@@ -98,11 +98,13 @@ def load_model(
     device: torch.device | str,
     parallel: TensorParallel = SINGLE,
     seed: int = 0,
+    random_weights: bool = False,
     head: bool = True,
     progress: Callable[[int, int], None] | None = None,
 ) -> LoadedModel:
     """Load a Hugging Face folder, or the built-in ``tiny:NAME`` with random weights by ``seed``.
 
+    With ``random_weights`` a folder's weights are random too: only its config is read, and it needs no others.
     Without ``head`` the model gives hidden states and no logits, and a checkpoint needs no head. ``progress(done,
     total)`` is told of every tensor of a folder that is read.
     Under ``parallel`` only this rank's part is read. Raises UsageError (ModelConfigError, CheckpointError,
@@ -113,6 +115,8 @@ def load_model(
     source: WeightSource
     if reference.startswith(TINY):
         source = RandomCheckpoint.tiny(reference, seed=seed)
+    elif random_weights:
+        source = RandomCheckpoint.of_folder(reference, seed=seed, device=device)
     else:
         folder, path = checkpoint_folder(reference), Path(reference)
         checkpoint = Checkpoint.open(folder) if folder == path else Checkpoint.open(folder, path.name)

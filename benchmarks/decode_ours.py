@@ -1,0 +1,206 @@
+"""``decode_h200.py`` for attnplug's own engine: steady decode steps, a trace of some, and prefill.
+
+Contexts are not computed. A request's prompt is put into the prefix cache as pages of its own, filled with random
+numbers, and so are linear states; only its last page is prefilled. Decode steps read what they would read anyway, and
+256 requests of 8192 tokens are ready in seconds. Requests share no page: shared ones would be read from the L2 cache.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from decode_models import Config, prefill_flops
+from decode_points import Clock, Point, Settings, steps_for
+from decode_trace import traced
+
+from attnplug_engine import Engine
+from attnplug_engine.options import EngineOptions
+from attnplug_engine.request import Request, SamplingParams
+
+_WARM = 8
+_TRACED = 30
+_PREFILLS = 3
+
+
+def measure(model: str, config: Config, folder: str, points: Sequence[Point], settings: Settings, clock: Clock) -> None:
+    """Measure a model's points, as long as the clock allows."""
+    started = time.perf_counter()
+    engine = build(folder, points, settings)
+    _randomise(engine)
+    seconds, page = time.perf_counter() - started, engine.runner.capacity.page_size
+    clock.note(model, start_s=seconds, page_size=page, backends=_backends(engine))
+    if model in settings.prefill_models:
+        clock.record_prefill(model, settings.prefill, partial(prefill, engine, config, settings.prefill))
+    for point in points:
+        clock.record(point, partial(decode, engine, point, settings))
+    del engine
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def build(folder: str, points: Sequence[Point], settings: Settings) -> Engine:
+    batch, context = max(point.batch for point in points), max(point.context for point in points)
+    linear = settings.is_linear
+    given: dict[str, Any] = {
+        "random_weights": True,
+        "attention_backend": settings.attention_backend,
+        "device": settings.device,
+        "max_batch": batch,
+        "context_length": max(context, settings.prefill) + settings.room,
+        "chunked_prefill_size": max(8192, batch),
+        "ignore_eos": True,
+        "state_slots": 2 * batch + 2 if linear else None,
+        # Options that an engine before CUDA graphs does not have.
+        "cuda_graph_batch_sizes": tuple(sorted({point.batch for point in points})),
+        "disable_cuda_graph": settings.eager,
+        "overlap": False if settings.no_overlap else None,
+    }
+    known = {field.name for field in fields(EngineOptions)}
+    return Engine(folder, **{name: value for name, value in given.items() if name in known and value is not None})
+
+
+def decode(engine: Engine, point: Point, settings: Settings) -> dict[str, Any]:
+    with _running(engine, point, settings) as (requests, touched):
+        for _ in range(_WARM):
+            engine.step()
+        guess = _run(engine, _WARM) / _WARM
+        steps = steps_for(guess, settings.room - 4 * _WARM - _TRACED)
+        times = _timed(engine, steps)
+        found: dict[str, Any] = {"step_us": 1e6 * sum(times) / steps, "steps": steps, **touched}
+        found["median_step_us"] = 1e6 * statistics.median(times)
+        found["most_step_us"] = 1e6 * max(times)
+        if settings.trace:
+            is_cuda = engine.runner.device.type == "cuda"
+            found |= traced(lambda count: _run(engine, count), _TRACED, is_cuda=is_cuda)
+        if ended := [request.finish_reason for request in requests if request.finish_reason is not None]:
+            raise RuntimeError(f"{len(ended)} of {len(requests)} requests ended while they were measured: {ended[0]}")
+    return found
+
+
+def prefill(engine: Engine, config: Config, tokens: int) -> dict[str, Any]:
+    """Seconds of one prompt's prefill and its first token; the first run, which may compile, is left out."""
+    seconds = []
+    for number in range(1 + _PREFILLS):
+        request = engine.add(_prompt(engine, 10_000 + number, tokens), SamplingParams(max_tokens=1))
+        started = time.perf_counter()
+        while request.finish_reason is None:
+            engine.step()
+        seconds.append(time.perf_counter() - started)
+    _empty(engine)
+    best = statistics.median(seconds[1:])
+    return {"seconds": best, "tflops": prefill_flops(config, tokens) / best / 1e12}
+
+
+def _timed(engine: Engine, steps: int) -> list[float]:
+    """Seconds from the return of one step to that of the next: with steps in flight, each call finishes one."""
+    times, before = [], time.perf_counter()
+    for _ in range(steps):
+        engine.step()
+        now = time.perf_counter()
+        times.append(now - before)
+        before = now
+    return times
+
+
+def _run(engine: Engine, steps: int) -> float:
+    return sum(_timed(engine, steps))
+
+
+@contextmanager
+def _running(engine: Engine, point: Point, settings: Settings) -> Iterator[tuple[list[Request], dict[str, float]]]:
+    """All of a point's requests, each with its first token; none is left afterwards."""
+    requests: list[Request] = []
+    touched: dict[str, float] = {}
+    try:
+        for number in range(point.batch):
+            prompt = _prompt(engine, number, point.context)
+            if settings.fill_cache:
+                _cache(engine, prompt)
+            requests.append(engine.add(prompt, SamplingParams(max_tokens=settings.room)))
+        with _experts_seen(engine, point.batch) as seen:
+            while not all(request.output or request.finish_reason for request in requests):
+                engine.step()
+        if seen:
+            touched["experts_seen"] = statistics.mean(seen)
+        touched["cached_tokens"] = statistics.mean(request.cached_tokens for request in requests)
+        yield requests, touched
+    finally:
+        for request in requests:
+            engine.abort(request)
+        _empty(engine)
+
+
+def _empty(engine: Engine) -> None:
+    """Steps may still be in flight; then nothing runs, and the cache lets go of all pages."""
+    while engine.step() is not None:
+        pass
+    if engine.cache is not None:
+        engine.cache.clear()
+
+
+def _prompt(engine: Engine, number: int, tokens: int) -> list[int]:
+    found: list[int] = np.random.default_rng(number).integers(engine.vocab_size, size=tokens).tolist()
+    return found
+
+
+def _cache(engine: Engine, prompt: Sequence[int]) -> None:
+    """Make the cache hold all of a prompt but its last page, with what lies in the pool."""
+    size, allocator, states = engine.runner.capacity.page_size, engine.runner.allocator, engine.runner.pools.linear
+    count = (len(prompt) - 1) // size
+    if engine.cache is None or not count:
+        return
+    pages = allocator.allocate(count)
+    tokens = prompt[: count * size]
+    engine.cache.insert(tokens, pages)
+    allocator.release(pages)  # the cache has its own reference
+    if states is not None:
+        slot = states.allocate()
+        for layer in states.layer_ids:
+            for state in (states.recurrent(layer), states.conv(layer)):
+                if state is not None:
+                    state[slot].normal_(std=0.1)
+        engine.cache.add_snapshot(tokens, slot)
+
+
+def _randomise(engine: Engine) -> None:
+    pools = engine.runner.pools
+    buffers = [pools.mla.rows(layer) for layer in pools.mla.layer_ids] if pools.mla is not None else []
+    if pools.mha is not None:
+        buffers += [part(layer) for part in (pools.mha.keys, pools.mha.values) for layer in pools.mha.layer_ids]
+    for buffer in buffers:
+        buffer.normal_()
+
+
+@contextmanager
+def _experts_seen(engine: Engine, batch: int) -> Iterator[list[int]]:
+    """How many experts of each layer that many tokens of a prefill go to together, where its routers can be seen."""
+    seen: list[int] = []
+
+    def look(_module: object, _inputs: object, output: Any) -> None:
+        chosen = output[0] if isinstance(output, tuple) else output
+        captured = chosen.is_cuda and torch.cuda.is_current_stream_capturing()
+        if chosen.dim() == 2 and chosen.shape[0] >= batch and not captured:
+            rows = torch.linspace(0, chosen.shape[0] - 1, batch, device=chosen.device).long()
+            seen.append(int(chosen[rows].unique().numel()))
+
+    routers = [module for module in engine.runner.model.modules() if type(module).__name__.endswith("Router")]
+    handles = [router.register_forward_hook(look) for router in routers]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _backends(engine: Engine) -> dict[str, str | None]:
+    return {str(role): choice.chosen_name for role, choice in engine.selection.choices.items()}

@@ -1,0 +1,100 @@
+"""What is measured, for how long, and what becomes of it: shared by the engines of ``decode_h200.py``."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+_MEASURED_S = 0.4
+_FEWEST, _MOST = 24, 200
+
+
+@dataclass(slots=True)
+class Point:
+    """A batch of requests with contexts of one length, and what was found of it."""
+
+    model: str
+    batch: int
+    context: int
+    found: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How points are measured. ``room`` is how many tokens a request may get."""
+
+    device: str | None = None
+    attention_backend: str = "auto"
+    eager: bool = False
+    no_overlap: bool = False
+    fill_cache: bool = True
+    trace: bool = True
+    prefill: int = 8192
+    prefill_models: tuple[str, ...] = ()
+    room: int = 400
+    is_linear: bool = False
+
+
+class Clock:
+    """The time that is left, and the records of points: measured, failed, or out of time.
+
+    ``after_each`` is called after every record, so that what was found outlives a process that is killed.
+    """
+
+    def __init__(self, budget_s: float, after_each: Callable[[], None]) -> None:
+        self._after_each = after_each
+        self._end = time.perf_counter() + budget_s
+        self.notes: dict[str, dict[str, Any]] = {}
+        self.prefill: dict[str, dict[str, Any]] = {}
+
+    @property
+    def left_s(self) -> float:
+        return self._end - time.perf_counter()
+
+    def note(self, model: str, **facts: Any) -> None:
+        """Something to know of a model as a whole."""
+        self.notes.setdefault(model, {}).update(facts)
+
+    def record(self, point: Point, measure: Callable[[], dict[str, Any]]) -> None:
+        """Measure a point, and keep an error with it so that the others go on."""
+        name = f"{point.model} {point.batch} × {point.context}"
+        self._keep(point.found, name, measure)
+        if "step_us" in point.found:
+            rate = 1e6 * point.batch / point.found["step_us"]
+            print(f"{name}: {point.found['step_us']:.0f} µs a step, {rate:.0f} tokens/s", flush=True)
+
+    def record_prefill(self, model: str, tokens: int, measure: Callable[[], dict[str, Any]]) -> None:
+        found = self.prefill[model] = {"tokens": tokens}
+        self._keep(found, f"{model} prefill of {tokens}", measure)
+
+    def _keep(self, found: dict[str, Any], name: str, measure: Callable[[], dict[str, Any]]) -> None:
+        started = time.perf_counter()
+        try:
+            if self.left_s <= 0:
+                raise TimeoutError("no time was left")
+            found |= measure()
+        except Exception as error:
+            found["error"] = error_text(error)
+            print(f"{name}: {found['error']}", flush=True)
+            if not isinstance(error, TimeoutError):
+                traceback.print_exc()
+        found["spent_s"] = round(time.perf_counter() - started, 2)
+        self._after_each()
+
+
+def error_text(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error)[:300]}"
+
+
+def steps_for(step_s: float, most: int) -> int:
+    """How many steps to measure: for some tenths of a second."""
+    return max(1, min(most, max(_FEWEST, min(_MOST, int(_MEASURED_S / max(step_s, 1e-6))))))
+
+
+def points_of(model: str, batches: Sequence[int], contexts: Sequence[int]) -> list[Point]:
+    """All points of a model, the smallest first: what no time is left for is the largest."""
+    found = [Point(model, batch, context) for context in contexts for batch in batches]
+    return sorted(found, key=lambda point: point.batch * point.context)

@@ -1,0 +1,136 @@
+"""``decode_h200.py`` for vLLM, with its defaults, the same config and weights of its own making.
+
+Its engine is stepped as ``LLM.generate`` steps it. The largest batch of a context is prefilled once; the smaller ones
+are what is left of it after aborts.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+from decode_models import Config, prefill_flops
+from decode_points import Clock, Point, Settings, steps_for
+
+os.environ.update(
+    VLLM_USE_FLASHINFER_SAMPLER="0",
+    VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine runs in this process, where it can be stepped
+    HF_HUB_OFFLINE="1",
+    VLLM_NO_USAGE_STATS="1",
+)
+
+_WARM = 8
+_ROOM = 736
+"""Tokens that a request may get: it decodes while the others prefill, and then through all batches of its context."""
+_STEPS = 80
+_TOKENS_A_SECOND = 200_000
+"""Of prefill, to guess what fits into the time that is left."""
+
+
+def measure(model: str, config: Config, folder: str, points: Sequence[Point], settings: Settings, clock: Clock) -> None:
+    import vllm
+
+    started = time.perf_counter()
+    llm = vllm.LLM(
+        folder,
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=max(settings.prefill, *(point.context for point in points)) + _ROOM + 32,
+        max_num_seqs=max(point.batch for point in points),
+        gpu_memory_utilization=0.85,
+        enable_prefix_caching=False,
+        enforce_eager=settings.eager,
+        compilation_config={} if settings.eager else {"cudagraph_capture_sizes": sorted({p.batch for p in points})},
+    )
+    clock.note(model, start_s=time.perf_counter() - started, version=vllm.__version__)
+    if model in settings.prefill_models:
+        clock.record_prefill(model, settings.prefill, lambda: prefill(llm, config, settings.prefill))
+    for context in sorted({point.context for point in points}):
+        runner = Ladder(llm, config["vocab_size"], context)
+        for point in sorted((point for point in points if point.context == context), key=lambda point: -point.batch):
+            clock.record(point, partial(runner.measure, point, clock))
+        runner.end()
+
+
+class Ladder:
+    """Requests of one context, fewer and fewer of them."""
+
+    def __init__(self, llm: Any, vocabulary: int, context: int) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        self._engine = llm.llm_engine
+        self._scheduler = self._engine.engine_core.engine_core.scheduler
+        self._vocabulary, self._context = vocabulary, context
+        self._params = SamplingParams(temperature=0.0, max_tokens=_ROOM, ignore_eos=True, detokenize=False)
+        self._params.output_kind = RequestOutputKind.FINAL_ONLY  # as LLM.generate has it
+        self._running: list[str] = []
+
+    def measure(self, point: Point, clock: Clock) -> dict[str, Any]:
+        if not self._running:
+            needed = point.batch * point.context / _TOKENS_A_SECOND
+            if needed > 0.7 * clock.left_s:
+                raise TimeoutError(f"a prefill of about {needed:.0f} s, with {clock.left_s:.0f} s left")
+        self._bring_to(point.batch)
+        for _ in range(_WARM):
+            self._engine.step()
+        guess = self._timed(_WARM)[0] / _WARM
+        steps = steps_for(guess, _STEPS)
+        seconds, tokens = self._timed(steps)
+        return {"step_us": 1e6 * seconds * point.batch / tokens, "steps": steps}
+
+    def _bring_to(self, batch: int) -> None:
+        if len(self._running) > batch:
+            self._engine.abort_request(self._running[batch:], internal=True)
+            del self._running[batch:]
+            self._engine.step()
+        for number in range(len(self._running), batch):
+            tokens = np.random.default_rng(number).integers(self._vocabulary, size=self._context).tolist()
+            name = f"{self._context}-{number}"
+            self._running.append(self._engine.add_request(name, {"prompt_token_ids": tokens}, self._params) or name)
+        while not self._all_decode(batch):
+            self._engine.step()
+            if not self._engine.has_unfinished_requests():
+                raise RuntimeError("all requests ended before they were measured")
+
+    def _all_decode(self, batch: int) -> bool:
+        running = self._scheduler.running
+        return len(running) == batch and all(request.num_output_tokens > 0 for request in running)
+
+    def _timed(self, steps: int) -> tuple[float, int]:
+        """Seconds and tokens of that many steps."""
+        before, started = self._tokens(), time.perf_counter()
+        for _ in range(steps):
+            self._engine.step()
+        seconds = time.perf_counter() - started
+        return seconds, max(self._tokens() - before, 1)
+
+    def _tokens(self) -> int:
+        return sum(request.num_output_tokens for request in self._scheduler.running)
+
+    def end(self) -> None:
+        if self._running:
+            self._engine.abort_request(self._running, internal=True)
+        for _ in range(3):
+            if self._engine.has_unfinished_requests():
+                self._engine.step()
+
+
+def prefill(llm: Any, config: Config, tokens: int) -> dict[str, Any]:
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True, detokenize=False)
+    seconds = []
+    for number in range(4):
+        prompt = np.random.default_rng(10_000 + number).integers(config["vocab_size"], size=tokens).tolist()
+        started = time.perf_counter()
+        llm.generate([{"prompt_token_ids": prompt}], params, use_tqdm=False)
+        seconds.append(time.perf_counter() - started)
+    best = statistics.median(seconds[1:])
+    return {"seconds": best, "tflops": prefill_flops(config, tokens) / best / 1e12}
