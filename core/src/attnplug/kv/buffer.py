@@ -200,10 +200,10 @@ def pair_kernel(keys: PagedBuffer, values: PagedBuffer) -> PairKernel | None:
     """One kernel that writes rows of keys and values, where one writes each."""
     if keys.kernel is None or values.kernel is None:
         return None
-    from attnplug.kv.triton_rows import PairWriter
+    from attnplug.kv.triton_rows import PairWriter, RowWriter
 
-    writer: PairKernel = PairWriter(keys.kernel, values.kernel)
-    return writer
+    assert isinstance(keys.kernel, RowWriter) and isinstance(values.kernel, RowWriter)
+    return PairWriter(keys.kernel, values.kernel)
 
 
 def copy_pages(buffers: Iterable[PagedBuffer], copies: Sequence[PageCopy]) -> None:

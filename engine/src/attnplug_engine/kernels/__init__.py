@@ -28,9 +28,7 @@ def _has_triton() -> bool:
 @cache
 def starts_early(device: torch.device) -> bool:
     """Whether kernels on ``device`` are launched while the one before still runs. Triton for AMD refuses to."""
-    return (
-        device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
-    )
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def launch_options(device: torch.device) -> dict[str, bool]:

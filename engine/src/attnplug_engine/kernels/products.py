@@ -54,7 +54,7 @@ def choose(outputs: int, inputs: int, tiles: int = 1) -> Cut:
 
 @triton.jit
 def _weights(weight, number, place, columns, K: tl.constexpr):
-    """``[block_n, block_k]`` of the matrix. Nobody reads it again in this step, so it is the first to leave the cache."""
+    """``[block_n, block_k]`` of the matrix, which is the first to leave the cache: nobody reads it again in this step."""
     at = weight + number.to(tl.int64)[:, None] * K + place[None, :]
     there = (number < columns)[:, None] & (place < K)[None, :]
     return tl.load(at, mask=there, other=0.0, eviction_policy="evict_first")

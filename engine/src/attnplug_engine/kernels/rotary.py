@@ -148,9 +148,7 @@ class Turn:
 
     def __init__(self, positions: Tensor, frequencies: Tensor, factor: float, *, pairs: bool) -> None:
         tokens, self._half = positions.shape[0], frequencies.shape[0]
-        self._cos, self._sin = torch.empty(
-            2, tokens, self._half, dtype=torch.float32, device=positions.device
-        ).unbind()
+        self._cos, self._sin = torch.empty(2, tokens, self._half, dtype=torch.float32, device=positions.device).unbind()
         self._pairs = pairs
         self._options = launch_options(positions.device)
         if tokens:
@@ -228,4 +226,5 @@ class Turn:
 
 
 def _heads_at_once(tokens: int, heads: int) -> int:
-    return min(triton.next_power_of_2(heads), 4 if tokens < _MANY_TOKENS else 16)
+    at_once: int = min(triton.next_power_of_2(heads), 4 if tokens < _MANY_TOKENS else 16)
+    return at_once
