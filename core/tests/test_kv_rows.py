@@ -228,6 +228,28 @@ def test_the_kernel_writes_nothing_before_or_behind_the_pages(layout: PageLayout
     assert int((~memory.isnan()).sum()) == 4 * 3 * 20
 
 
+@pytest.mark.parametrize("how", [BY_TRITON, DEVICES[1]])
+def test_keys_and_values_are_written_by_one_launch(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from attnplug.kv import triton_rows
+
+    launched = []
+    for name in ("_write_rows", "_write_pairs"):
+        kernel = getattr(triton_rows, name)
+
+        class Launch:
+            def __getitem__(self, grid: tuple[int, int], name: str = name, kernel: object = kernel) -> object:
+                launched.append(name)
+                return kernel[grid]  # type: ignore[index]
+
+        monkeypatch.setattr(triton_rows, name, Launch())
+    with writing(how) as device:
+        pool = mha_pool(mha_layer(kv_heads=13, head_dim=128, v_head_dim=96), device=device)
+        k, v = random_rows(2, 13, 128, device), random_rows(2, 13, 96, device)
+        pool.write(0, torch.tensor([3, 11], device=device), k, v)
+        assert torch.equal(pool.read_values(0, torch.tensor([3, 11], device=device)), v)
+    assert launched == ["_write_pairs"]
+
+
 @pytest.mark.parametrize("how", WAYS)
 @pytest.mark.parametrize(("dtype", "layout"), list(itertools.product(DType, LAYOUTS)))
 @pytest.mark.parametrize("numbers", SLOTS, ids=str)

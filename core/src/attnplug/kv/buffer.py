@@ -28,6 +28,12 @@ class _RowKernel(Protocol):
     def write(self, slots: Tensor, rows: Tensor) -> None: ...
 
 
+class PairKernel(Protocol):
+    """Writes keys and values at once; see ``pair_kernel``."""
+
+    def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None: ...
+
+
 def torch_dtype(dtype: DType) -> torch.dtype:
     """torch's name for ``dtype``."""
     return _TORCH_DTYPES[dtype]
@@ -60,7 +66,8 @@ class PagedBuffer:
         self._on_host = pages.device.type == "cpu"
         # As a tensor: by a number torch divides on a GPU as it multiplies with its inverse, which rounds twice.
         self._divisor = torch.tensor(scale, dtype=torch.float32, device=pages.device)
-        self._kernel = _row_kernel(pages, layout, scale)
+        self.kernel = _row_kernel(pages, layout, scale)
+        """What writes rows by one launch, where there is such."""
 
     @classmethod
     def allocate(
@@ -89,8 +96,8 @@ class PagedBuffer:
         are padding is looked up when it runs. A slot past the pool's last is found by the check on a CPU; on a GPU
         nothing outside of the pool is written for it.
         """
-        if self._kernel is not None:
-            self._kernel.write(slots, rows)
+        if self.kernel is not None:
+            self.kernel.write(slots, rows)
             return
         slots, cells = slots.to(torch.int64), self._encode(rows)
         if padded and slots.numel():
@@ -187,6 +194,16 @@ def _row_kernel(pages: Tensor, layout: PageLayout, scale: float) -> _RowKernel |
         return None
     writer: _RowKernel = RowWriter(pages, layout, scale)
     return writer
+
+
+def pair_kernel(keys: PagedBuffer, values: PagedBuffer) -> PairKernel | None:
+    """One kernel that writes rows of keys and values, where one writes each."""
+    if keys.kernel is None or values.kernel is None:
+        return None
+    from attnplug.kv.triton_rows import PairWriter, RowWriter
+
+    assert isinstance(keys.kernel, RowWriter) and isinstance(values.kernel, RowWriter)
+    return PairWriter(keys.kernel, values.kernel)
 
 
 def copy_pages(buffers: Iterable[PagedBuffer], copies: Sequence[PageCopy]) -> None:

@@ -11,7 +11,7 @@ from attnplug.declare.errors import PoolError
 from attnplug.declare.model import AttentionKind, LayerSpec
 from attnplug.declare.problem import DType
 from attnplug.kv.allocator import OutOfPages, PageAllocator, PageCopy
-from attnplug.kv.buffer import PagedBuffer, copy_pages, move_rows, torch_dtype
+from attnplug.kv.buffer import PagedBuffer, copy_pages, move_rows, pair_kernel, torch_dtype
 from attnplug.kv.foreign import check_tensors, check_together, foreign_buffer, page_views
 from attnplug.kv.layers import check_scales, check_size, distinct_layers, held_for
 from attnplug.kv.layout import LayoutName, PageLayout
@@ -115,6 +115,7 @@ class MHAPool:
         self._keys = {layer_id: keys for layer_id, (keys, _) in buffers.items()}
         self._values = {layer_id: values for layer_id, (_, values) in buffers.items()}
         self._buffers = (*self._keys.values(), *self._values.values())
+        self._kernels = {layer_id: pair_kernel(keys, values) for layer_id, (keys, values) in buffers.items()}
         self.num_pages, self.page_size = self._buffers[0].layout.shape[:2]
         self.dtype = dtype
 
@@ -152,6 +153,10 @@ class MHAPool:
         value_buffer = self._values[layer_id]
         padded = key_buffer.check_rows(slots, k, "keys")
         value_buffer.check_rows(slots, v, "values")
+        kernel = self._kernels[layer_id]
+        if kernel is not None:
+            kernel.write(slots, k, v)
+            return
         key_buffer.write(slots, k, padded=padded)
         value_buffer.write(slots, v, padded=padded)
 

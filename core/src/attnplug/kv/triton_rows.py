@@ -14,6 +14,26 @@ _LARGEST_BLOCK = 1024
 
 
 @triton.jit
+def _write_row(
+    pages, slot, rows, token, token_stride, head_stride, scale, block,
+    PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
+    DIM_STRIDE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, FLOAT8: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One block of one token's row."""
+    place = block * BLOCK + tl.arange(0, BLOCK)
+    exists = place < HEADS * DIM
+    head, column = place // DIM, place % DIM
+    row = tl.load(rows + token * token_stride + head * head_stride + column, mask=exists)
+    if FLOAT8:
+        row = tl.div_rn(row.to(tl.float32), scale)
+        row = tl.clamp(row, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
+    target = pages + slot // PAGE_SIZE * PAGE_STRIDE + slot % PAGE_SIZE * SLOT_STRIDE
+    # In 64 bits: where heads are the slowest dimension, they lie a whole cache apart.
+    target += head.to(tl.int64) * HEAD_STRIDE + column.to(tl.int64) * DIM_STRIDE
+    tl.store(target, row.to(pages.dtype.element_ty), mask=exists)
+
+
+@triton.jit
 def _write_rows(
     pages, slots, rows, token_stride, head_stride, scale, limit,
     PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
@@ -27,17 +47,40 @@ def _write_rows(
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     if (slot >= 0) & (slot < limit):
-        place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        exists = place < HEADS * DIM
-        head, column = place // DIM, place % DIM
-        row = tl.load(rows + token * token_stride + head * head_stride + column, mask=exists)
-        if FLOAT8:
-            row = tl.div_rn(row.to(tl.float32), scale)
-            row = tl.clamp(row, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL)
-        target = pages + slot // PAGE_SIZE * PAGE_STRIDE + slot % PAGE_SIZE * SLOT_STRIDE
-        # In 64 bits: where heads are the slowest dimension, they lie a whole cache apart.
-        target += head.to(tl.int64) * HEAD_STRIDE + column.to(tl.int64) * DIM_STRIDE
-        tl.store(target, row.to(pages.dtype.element_ty), mask=exists)
+        _write_row(
+            pages, slot, rows, token, token_stride, head_stride, scale, tl.program_id(1),
+            PAGE_SIZE, PAGE_STRIDE, SLOT_STRIDE, HEAD_STRIDE, DIM_STRIDE, HEADS, DIM, FLOAT8, BLOCK,
+        )  # fmt: skip
+
+
+@triton.jit
+def _write_pairs(
+    pages, value_pages, slots, rows, values, token_stride, head_stride, value_token_stride, value_head_stride,
+    scale, value_scale, limit,
+    PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr, SLOT_STRIDE: tl.constexpr, HEAD_STRIDE: tl.constexpr,
+    DIM_STRIDE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, FLOAT8: tl.constexpr, BLOCK: tl.constexpr,
+    VALUE_PAGE_STRIDE: tl.constexpr, VALUE_SLOT_STRIDE: tl.constexpr, VALUE_HEAD_STRIDE: tl.constexpr,
+    VALUE_DIM_STRIDE: tl.constexpr, VALUE_DIM: tl.constexpr, KEY_BLOCKS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """As ``_write_rows``, for keys in the first ``KEY_BLOCKS`` programs of a token and for values in the others."""
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slots + token).to(tl.int64)
+    if (slot >= 0) & (slot < limit):
+        block = tl.program_id(1)
+        if block < KEY_BLOCKS:
+            _write_row(
+                pages, slot, rows, token, token_stride, head_stride, scale, block,
+                PAGE_SIZE, PAGE_STRIDE, SLOT_STRIDE, HEAD_STRIDE, DIM_STRIDE, HEADS, DIM, FLOAT8, BLOCK,
+            )  # fmt: skip
+        else:
+            _write_row(
+                value_pages, slot, values, token, value_token_stride, value_head_stride, value_scale,
+                block - KEY_BLOCKS, PAGE_SIZE, VALUE_PAGE_STRIDE, VALUE_SLOT_STRIDE, VALUE_HEAD_STRIDE,
+                VALUE_DIM_STRIDE, HEADS, VALUE_DIM, FLOAT8, BLOCK,
+            )  # fmt: skip
 
 
 class RowWriter:
@@ -45,37 +88,81 @@ class RowWriter:
     call."""
 
     def __init__(self, pages: Tensor, layout: PageLayout, scale: float) -> None:
-        width = layout.heads * layout.dim
-        block = min(triton.next_power_of_2(width), _LARGEST_BLOCK)
-        page_stride, slot_stride, head_stride, dim_stride = layout.strides
-        self._pages, self._scale = pages, scale
-        self._limit = layout.num_pages * layout.page_size
-        self._blocks = triton.cdiv(width, block)
-        early = torch.version.hip is None and torch.cuda.get_device_capability(pages.device) >= (9, 0)
-        self._constants = {
-            "PAGE_SIZE": layout.page_size,
-            "PAGE_STRIDE": page_stride,
-            "SLOT_STRIDE": slot_stride,
-            "HEAD_STRIDE": head_stride,
-            "DIM_STRIDE": dim_stride,
-            "HEADS": layout.heads,
-            "DIM": layout.dim,
-            "FLOAT8": pages.element_size() == 1,
-            "BLOCK": block,
-            "EARLY": early,
-            **({"launch_pdl": True} if early else {}),  # an option that Triton for AMD refuses, whatever it says
-        }
+        self.pages, self.scale, self.layout = pages, scale, layout
+        self.limit = layout.num_pages * layout.page_size
+        self.blocks, constants = _blocks_and_constants(pages, layout)
+        self._constants = constants | _early(pages)
 
     def write(self, slots: Tensor, rows: Tensor) -> None:
-        tokens = rows.shape[0]
-        if not tokens:
+        if not rows.shape[0]:
             return
-        if slots.stride(0) != 1:
-            slots = slots.contiguous()
-        token_stride, head_stride, dim_stride = rows.stride()
-        if dim_stride != 1:
-            rows = rows.contiguous()
-            token_stride, head_stride, _ = rows.stride()
-        _write_rows[tokens, self._blocks](
-            self._pages, slots, rows, token_stride, head_stride, self._scale, self._limit, **self._constants
+        slots, rows = _slots(slots), _rows(rows)
+        token_stride, head_stride, _ = rows.stride()
+        _write_rows[rows.shape[0], self.blocks](
+            self.pages, slots, rows, token_stride, head_stride, self.scale, self.limit, **self._constants
         )
+
+
+class PairWriter:
+    """Writes keys and values into two caches of the same pages by one launch."""
+
+    def __init__(self, keys: RowWriter, values: RowWriter) -> None:
+        self._keys, self._values = keys, values
+        key_blocks, constants = _blocks_and_constants(keys.pages, keys.layout, wider=values.layout)
+        width = values.layout.heads * values.layout.dim
+        self._blocks = key_blocks + triton.cdiv(width, constants["BLOCK"])
+        page_stride, slot_stride, head_stride, dim_stride = values.layout.strides
+        self._constants = {
+            **constants,
+            "VALUE_PAGE_STRIDE": page_stride,
+            "VALUE_SLOT_STRIDE": slot_stride,
+            "VALUE_HEAD_STRIDE": head_stride,
+            "VALUE_DIM_STRIDE": dim_stride,
+            "VALUE_DIM": values.layout.dim,
+            "KEY_BLOCKS": key_blocks,
+            **_early(keys.pages),
+        }
+
+    def write(self, slots: Tensor, k: Tensor, v: Tensor) -> None:
+        if not k.shape[0]:
+            return
+        slots, k, v = _slots(slots), _rows(k), _rows(v)
+        _write_pairs[k.shape[0], self._blocks](
+            self._keys.pages, self._values.pages, slots, k, v, *k.stride()[:2], *v.stride()[:2],
+            self._keys.scale, self._values.scale, self._keys.limit, **self._constants,
+        )  # fmt: skip
+
+
+def _blocks_and_constants(
+    pages: Tensor, layout: PageLayout, wider: PageLayout | None = None
+) -> tuple[int, dict[str, int]]:
+    """How many blocks a row is, and what the kernel is told of the pages; a block holds a row of ``wider``, too."""
+    width = layout.heads * layout.dim
+    widest = width if wider is None else max(width, wider.heads * wider.dim)
+    block = min(triton.next_power_of_2(widest), _LARGEST_BLOCK)
+    page_stride, slot_stride, head_stride, dim_stride = layout.strides
+    return triton.cdiv(width, block), {
+        "PAGE_SIZE": layout.page_size,
+        "PAGE_STRIDE": page_stride,
+        "SLOT_STRIDE": slot_stride,
+        "HEAD_STRIDE": head_stride,
+        "DIM_STRIDE": dim_stride,
+        "HEADS": layout.heads,
+        "DIM": layout.dim,
+        "FLOAT8": pages.element_size() == 1,
+        "BLOCK": block,
+    }
+
+
+def _early(pages: Tensor) -> dict[str, bool]:
+    early = torch.version.hip is None and torch.cuda.get_device_capability(pages.device) >= (9, 0)
+    # launch_pdl is an option that Triton for AMD refuses, whatever it says.
+    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}
+
+
+def _slots(slots: Tensor) -> Tensor:
+    return slots if slots.stride(0) == 1 else slots.contiguous()
+
+
+def _rows(rows: Tensor) -> Tensor:
+    return rows if rows.stride(2) == 1 else rows.contiguous()

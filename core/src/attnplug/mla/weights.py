@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
@@ -26,6 +28,10 @@ class MLAWeights:
 
     def absorb(self, q: Tensor) -> Tensor:
         """Queries ``[tokens, heads, nope + rope]`` → ``[tokens, heads, kv_lora_rank + rope]``."""
+        if _by_kernel(q, self.w_kc):
+            from attnplug.mla.triton_heads import multiply_heads
+
+            return multiply_heads(q, self.w_kc)
         nope, rank = self.w_kc.shape[1:]
         absorbed = q.new_empty(*q.shape[:2], rank + q.shape[-1] - nope)
         absorbed[..., :rank] = _product(q[..., :nope].transpose(0, 1), self.w_kc).transpose(0, 1)
@@ -34,6 +40,10 @@ class MLAWeights:
 
     def project_back(self, latent: Tensor) -> Tensor:
         """Attended latents ``[tokens, heads, kv_lora_rank]`` → ``[tokens, heads, v_head_dim]``."""
+        if _by_kernel(latent, self.w_vc):
+            from attnplug.mla.triton_heads import multiply_heads
+
+            return multiply_heads(latent, self.w_vc)
         return _product(latent.transpose(0, 1), self.w_vc).transpose(0, 1)
 
     def up_project(self, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,6 +54,26 @@ class MLAWeights:
         keys[..., :nope] = _product(latent, self.w_kc.flatten(0, 1).T).unflatten(1, (heads, nope))
         keys[..., nope:] = rope.unsqueeze(1)
         return keys, _product(latent, self.w_values.T).unflatten(1, (heads, -1))
+
+
+_MOST_ROWS = 256
+"""With more rows a library's batched product is faster than our kernel, although it wants copies around it."""
+
+
+def _by_kernel(rows: Tensor, weight: Tensor) -> bool:
+    """Whether one kernel multiplies rows with each head's weight: few rows, on a GPU that Triton knows."""
+    return (
+        rows.is_cuda
+        and 0 < rows.shape[0] <= _MOST_ROWS
+        and rows.dtype in (torch.bfloat16, torch.float16)
+        and weight.dtype == rows.dtype
+        and _has_triton()
+    )
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
 
 
 def _product(rows: Tensor, weight: Tensor) -> Tensor:

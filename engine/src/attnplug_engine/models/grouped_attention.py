@@ -64,6 +64,7 @@ class GroupedAttention(Attention):
         )
         self.q_norm = None if norms is None else norms.make(weights.at("q_norm"), key)
         self.k_norm = None if norms is None else norms.make(weights.at("k_norm"), key)
+        self._norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
         self._gates = length(heads) if gated else 0
 
     def forward(
@@ -78,16 +79,11 @@ class GroupedAttention(Attention):
         layer = self.layer
         heads, kv_heads, gates = layer.num_heads, layer.num_kv_heads, self._gates
         qkv = self.qkv(hidden, norm=norm).unflatten(1, (heads + gates + 2 * kv_heads, layer.head_dim))
-        if self.q_norm is None and not gates:
-            q, k = rotation.apply(qkv[:, : heads + kv_heads]).split((heads, kv_heads), dim=1)
-            v = qkv[:, heads + kv_heads :]
-        else:
-            q, gate, k, v = qkv.split((heads, gates, kv_heads, kv_heads), dim=1)
-            q = rotation.apply(q if self.q_norm is None else self.q_norm(q))
-            k = rotation.apply(k if self.k_norm is None else self.k_norm(k))
+        q, k = rotation.heads(qkv, heads, gates, kv_heads, self._norms)
+        v = qkv[:, -kv_heads:]
         attended = active_attention().attend(q, k, v, layer, batch)
         if gates:
-            attended = attended * gate.sigmoid()
+            attended = attended * qkv[:, heads : heads + gates].sigmoid()
         return cast(Tensor, self.out(attended.flatten(1), onto=onto))
 
 

@@ -95,9 +95,7 @@ class LatentAttention(Attention):
         if self.q_norm is not None and self.q_up is not None:
             query = self.q_up(query, norm=self.q_norm)
         q = query.unflatten(1, (layer.num_heads, layer.head_dim))
-        rotation.apply_(q[..., self._nope :])
-        rotary = rotation.apply(rows[:, None, self._latent :]).squeeze(1)
-        rows = torch.cat((self.row_norm(rows[:, : self._latent]), rotary), dim=1)
+        rows = rotation.latent_rows(q, rows, self._nope, self.row_norm)
         attended = active_attention().attend_mla(q, rows, layer, self.weights, batch)
         return cast(Tensor, self.out(attended.flatten(1), onto=onto))
 

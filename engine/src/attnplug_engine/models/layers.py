@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnplug.host import Config
+from attnplug_engine import kernels
 from attnplug_engine.models.weights import Rows, Weights
 from attnplug_engine.parallel import ParallelError, TensorParallel, even_part, padded_part
 
@@ -54,16 +56,29 @@ class Linear(nn.Module):
         activate: Callable[[Tensor], Tensor] | None = None,
         onto: Tensor | None = None,
     ) -> Tensor:
-        """The product of ``x``, normed or activated first, added to ``onto``.
+        """The product of ``x``, normed first: activated, or added to ``onto``.
 
-        Of a row-parallel projection rank 0 alone adds: the sum over ranks then has it once.
+        ``onto`` is given up: the result may lie in its memory. Of a row-parallel projection rank 0 alone adds: the sum
+        over ranks then has it once.
         """
+        assert activate is None or onto is None, "nothing is added to an activated product"
+        onto = onto if self._adds else None
+        if kernels.usable(x):
+            from attnplug_engine.kernels.products import product, suits
+
+            if suits(x, self.weight):
+                gated = activate is silu_and_mul
+                normed = None if norm is None else (norm.weight, norm.eps)
+                out = product(x, self.weight, bias=self.bias, norm=normed, gated=gated, onto=onto)
+                return out if activate is None or gated else activate(out)
         if norm is not None:
             x = norm(x)
-        if activate is not None:
-            x = activate(x)
-        out = F.linear(x, self.weight, self.bias)
-        return out if onto is None or not self._adds else out.add_(onto)
+        if onto is None:
+            out = F.linear(x, self.weight, self.bias)
+            return out if activate is None else activate(out)
+        if x.is_cuda and self.bias is None and x.dtype == onto.dtype:
+            return onto.addmm_(x, self.weight.t())  # the sum is part of the product there
+        return F.linear(x, self.weight, self.bias).add_(onto)
 
 
 class RMSNorm(nn.Module):
@@ -78,10 +93,14 @@ class RMSNorm(nn.Module):
         weight = weights.take("weight", width, exact=zero_centred)
         self.weight = frozen(weight.add_(1.0) if zero_centred else weight)
         self._shape = (width,)
-        self._eps = eps
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.to(self.weight.dtype), self._shape, self.weight, self._eps).to(x.dtype)
+        if x.dim() == 2 and kernels.usable(x):
+            from attnplug_engine.kernels.elementwise import rms_norm
+
+            return rms_norm(x, self.weight, self.eps)
+        return F.rms_norm(x.to(self.weight.dtype), self._shape, self.weight, self.eps).to(x.dtype)
 
 
 class ColumnNorm(nn.Module):
@@ -120,6 +139,10 @@ class ColumnNorm(nn.Module):
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
     """``silu(gate) * up`` of ``[…, gate | up]``."""
+    if gate_up.dim() == 2 and kernels.usable(gate_up):
+        from attnplug_engine.kernels import elementwise
+
+        return elementwise.silu_and_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate).mul_(up)
 
@@ -157,7 +180,7 @@ class MLP(nn.Module):
         self._activate = form.activate
 
     def forward(self, x: Tensor, *, norm: RMSNorm | None = None, onto: Tensor | None = None) -> Tensor:
-        return cast(Tensor, self.down(self.gate_up(x, norm=norm), activate=self._activate, onto=onto))
+        return cast(Tensor, self.down(self.gate_up(x, norm=norm, activate=self._activate), onto=onto))
 
 
 def check_activation(config: Config, key: str = "hidden_act", activation: str = "silu") -> None:
@@ -187,9 +210,20 @@ class Head(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """``[rows, hidden]`` to ``[rows, vocab]`` float32."""
-        logits = F.linear(hidden, self.weight).float()
+        logits = self._product(hidden)
         if self._parallel.size == 1:
             return logits
         if logits.shape[1] < self._padded:
             logits = F.pad(logits, (0, self._padded - logits.shape[1]))
         return self._parallel.all_gather(logits, dim=1)[:, : self._vocab]
+
+    def _product(self, hidden: Tensor) -> Tensor:
+        """``[rows, own vocab]`` float32; on a GPU not rounded to the model's type in between."""
+        if hidden.dtype is torch.float32 or not hidden.is_cuda:
+            return F.linear(hidden, self.weight).float()
+        if kernels.usable(hidden):
+            from attnplug_engine.kernels.products import product, suits
+
+            if suits(hidden, self.weight):
+                return product(hidden, self.weight, dtype=torch.float32)
+        return torch.mm(hidden, self.weight.t(), out_dtype=torch.float32)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from attnplug.host import Config, rope_section, rope_type, rope_type_key
+from attnplug_engine import kernels
+from attnplug_engine.models.layers import RMSNorm
 
 _DEFAULT_THETA = 10_000.0
 
@@ -29,8 +31,54 @@ class Rotation(Protocol):
         """Rotate ``x`` ``[tokens, heads, dim]``, which may be a view, in place."""
         ...
 
+    def heads(
+        self, qkv: Tensor, queries: int, skipped: int, keys: int, norms: tuple[RMSNorm, RMSNorm] | None
+    ) -> tuple[Tensor, Tensor]:
+        """Queries and keys of ``qkv`` ``[tokens, queries | skipped | keys | …, dim]``, rotated.
 
-class HalfRotation:
+        ``norms`` are applied to each query's and to each key's head first. Both results may lie in ``qkv``, where the
+        heads that are skipped or come after are left alone.
+        """
+        ...
+
+    def latent_rows(self, q: Tensor, down: Tensor, nope: int, norm: RMSNorm) -> Tensor:
+        """New cache rows ``[tokens, latent | rope]`` of ``down``: its latent normed, its other dimensions rotated.
+
+        ``q`` ``[tokens, heads, nope | rope]``, which may be a view, is rotated in place after its first ``nope``
+        dimensions.
+        """
+        ...
+
+
+class TorchRotation:
+    """What rotations of torch operations share."""
+
+    __slots__ = ()
+
+    def apply(self, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def apply_(self, x: Tensor) -> None:
+        raise NotImplementedError
+
+    def heads(
+        self, qkv: Tensor, queries: int, skipped: int, keys: int, norms: tuple[RMSNorm, RMSNorm] | None
+    ) -> tuple[Tensor, Tensor]:
+        if norms is None and not skipped:
+            q, k = self.apply(qkv[:, : queries + keys]).split((queries, keys), dim=1)
+            return q, k
+        q, k = qkv[:, :queries], qkv[:, queries + skipped : queries + skipped + keys]
+        if norms is not None:
+            q, k = norms[0](q), norms[1](k)
+        return self.apply(q), self.apply(k)
+
+    def latent_rows(self, q: Tensor, down: Tensor, nope: int, norm: RMSNorm) -> Tensor:
+        self.apply_(q[..., nope:])
+        latent, rope = down.tensor_split((norm.weight.shape[0],), dim=1)
+        return torch.cat((norm(latent), self.apply(rope.unsqueeze(1)).squeeze(1)), dim=1)
+
+
+class HalfRotation(TorchRotation):
     """Pairs ``(i, i + dim / 2)``: Llama's way. Cosines and signed sines ``[tokens, 1, dim]`` in the model's type."""
 
     __slots__ = ("_cos", "_half", "_sin")
@@ -48,7 +96,7 @@ class HalfRotation:
         torch.addcmul(x * self._cos, x.roll(self._half, -1), self._sin, out=x)
 
 
-class PairRotation:
+class PairRotation(TorchRotation):
     """Pairs ``(2 i, 2 i + 1)``, each left where it is: DeepSeek-V2's way. Computes in float32 like transformers."""
 
     __slots__ = ("_turn",)
@@ -68,7 +116,7 @@ class PairRotation:
             x.copy_(self.apply(x))
 
 
-class PartialRotation:
+class PartialRotation(TorchRotation):
     """The rotation of the first ``width`` dimensions of a head; the others are left as they are (Qwen3-Next)."""
 
     __slots__ = ("_inner", "_width")
@@ -84,7 +132,7 @@ class PartialRotation:
         self._inner.apply_(x[..., : self._width])
 
 
-class NoRotation:
+class NoRotation(TorchRotation):
     """Positions that leave no mark on queries and keys: Kimi-Linear, Nemotron-H."""
 
     __slots__ = ()
@@ -129,6 +177,11 @@ class Rope:
         self._rotation = rotation
 
     def at(self, positions: Tensor) -> Rotation:
+        if kernels.usable(positions):
+            from attnplug_engine.kernels.rotary import Turn
+
+            # It turns as many dimensions as there are frequencies for, so a partial rotation is nothing special.
+            return Turn(positions, self._frequencies, self._factor, pairs=self._rotation is PairRotation)
         angles = positions.unsqueeze(-1) * self._frequencies
         rotation = self._rotation(angles, self._factor, self._dtype)
         return PartialRotation(rotation, self.width) if self._partial else rotation

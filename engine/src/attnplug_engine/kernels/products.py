@@ -1,0 +1,178 @@
+"""Products of few rows with a large matrix, which take as long as reading the matrix does.
+
+One program has some rows of the matrix, all of them in registers: many loads are in flight at once, and they are issued
+before the kernel waits for its input. A norm of the input and a sum with a residual cost no launch of their own. The
+norm's factor is one number a row, so it is put on the result; sums are float32. With many rows a library's tensor core
+kernels are faster: ``suits`` says which is which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from attnplug_engine.kernels import launch_options
+
+FEW = 8
+"""Up to this many rows the kernel is used. The library is faster for more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a product is divided: matrix rows of a program, how many columns it loads at once, and its warps."""
+
+    block_n: int
+    block_k: int
+    warps: int
+
+
+CUTS: Mapping[tuple[int, int], Cut] = {}
+"""By the matrix's ``(rows, columns)``, where a measured cut is better than the rule."""
+
+_TILE = 16_384
+"""Elements of the matrix that a program loads at once: 32 KiB of a 16-bit type, of which a processor holds several."""
+
+
+@lru_cache(maxsize=256)
+def choose(outputs: int, inputs: int, tiles: int = 1) -> Cut:
+    """The cut for a matrix ``[tiles * outputs, inputs]``, of which a program takes ``tiles`` blocks."""
+    found = CUTS.get((tiles * outputs, inputs))
+    if found is not None:
+        return found
+    whole = inputs & -inputs  # the largest power of two that divides it
+    block_k = min(whole if whole >= 512 else triton.next_power_of_2(inputs), 4096)
+    block_n = min(max(_TILE // (block_k * tiles), 1), 8 // tiles)
+    return Cut(block_n, block_k, 8 if block_n * block_k * tiles > _TILE else 4)
+
+
+@triton.jit
+def _weights(weight, number, place, columns, K: tl.constexpr):
+    """``[block_n, block_k]`` of the matrix, which is the first to leave the cache: nobody reads it again in this step."""
+    at = weight + number.to(tl.int64)[:, None] * K + place[None, :]
+    there = (number < columns)[:, None] & (place < K)[None, :]
+    return tl.load(at, mask=there, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit(do_not_specialize=["rows", "columns"])
+def _product(
+    out, x, weight, bias, onto, gain, rows, columns, out_stride, x_stride, onto_stride, eps,
+    K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr,
+    NORM: tl.constexpr, BIAS: tl.constexpr, ONTO: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """``BLOCK_N`` columns of the result. Columns of the input are taken in turns, each turn's weights a turn ahead."""
+    number = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    place = tl.arange(0, BLOCK_K)
+    second = weight + columns.to(tl.int64) * K  # the rows that make ``up``; those before make ``gate``
+    ahead = _weights(weight, number, place, columns, K)
+    if GATED:
+        ahead_up = _weights(second, number, place, columns, K)
+    if EARLY:
+        gdc_launch_dependents()
+        gdc_wait()
+    row = tl.arange(0, ROWS)
+    total = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    total_up = tl.zeros([BLOCK_N, ROWS], tl.float32)
+    squares = tl.zeros([ROWS], tl.float32)
+    for start in tl.static_range(0, K, BLOCK_K):
+        column = start + place
+        now = ahead.to(tl.float32)
+        if GATED:
+            now_up = ahead_up.to(tl.float32)
+        if start + BLOCK_K < K:
+            ahead = _weights(weight, number, column + BLOCK_K, columns, K)
+            if GATED:
+                ahead_up = _weights(second, number, column + BLOCK_K, columns, K)
+        if NORM:
+            gains = tl.load(gain + column, mask=column < K, other=0.0).to(tl.float32)[None, :]
+        for index in tl.static_range(ROWS):
+            # A row past the last repeats it, and is not stored.
+            line = x + tl.minimum(index, rows - 1) * x_stride
+            value = tl.load(line + column[None, :], mask=(column < K)[None, :], other=0.0).to(tl.float32)
+            here = row == index
+            if NORM:
+                squares = tl.where(here, squares + tl.sum(tl.sum(value * value, 1), 0), squares)
+                value = value * gains
+            total = tl.where(here[None, :], total + tl.sum(now * value, 1)[:, None], total)
+            if GATED:
+                total_up = tl.where(here[None, :], total_up + tl.sum(now_up * value, 1)[:, None], total_up)
+    exists = number < columns
+    if NORM:
+        factor = tl.rsqrt(squares / K + eps)[None, :]
+        total *= factor
+        total_up *= factor
+    if BIAS:
+        total += tl.load(bias + number, mask=exists, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            total_up += tl.load(bias + columns + number, mask=exists, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        total = total / (1.0 + tl.exp(-total)) * total_up
+    live = exists[:, None] & (row < rows)[None, :]
+    if ONTO:
+        total += tl.load(onto + row[None, :] * onto_stride + number[:, None], mask=live, other=0.0).to(tl.float32)
+    tl.store(out + row[None, :] * out_stride + number[:, None], total.to(out.dtype.element_ty), mask=live)
+
+
+def suits(x: Tensor, weight: Tensor) -> bool:
+    """Whether ``product`` is the way to multiply these. The answer is the same for every run of so many rows."""
+    return (
+        x.dim() == 2
+        and 0 < x.shape[0] <= FEW
+        and x.dtype in (torch.bfloat16, torch.float16)
+        and weight.dtype == x.dtype
+        and weight.is_contiguous()
+    )
+
+
+def product(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    norm: tuple[Tensor, float] | None = None,
+    gated: bool = False,
+    onto: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+    cut: Cut | None = None,
+) -> Tensor:
+    """``x`` ``[rows, K]`` times ``weight`` ``[N, K]`` transposed: ``[rows, N]`` in ``dtype``, by default that of ``x``.
+
+    ``norm`` is the weight and the epsilon of a root-mean-square norm of ``x``. ``gated`` makes ``silu(gate) * up`` of
+    ``N = [gate | up]``, so the result has half as many columns. The result is added to ``onto`` ``[rows, N]``.
+    """
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    rows, inputs = x.shape
+    tiles = 2 if gated else 1
+    outputs = weight.shape[0] // tiles
+    if onto is not None and onto.stride(1) != 1:
+        onto = onto.contiguous()
+    cut = choose(outputs, inputs, tiles) if cut is None else cut
+    out = torch.empty(rows, outputs, dtype=x.dtype if dtype is None else dtype, device=x.device)
+    gain, eps = (x, 0.0) if norm is None else norm
+    _product[(triton.cdiv(outputs, cut.block_n),)](
+        out, x, weight,
+        x if bias is None else bias,
+        x if onto is None else onto,
+        gain, rows, outputs,
+        out.stride(0), x.stride(0),
+        0 if onto is None else onto.stride(0),
+        eps,
+        K=inputs,
+        ROWS=triton.next_power_of_2(rows),
+        BLOCK_N=cut.block_n,
+        BLOCK_K=cut.block_k,
+        GATED=gated,
+        NORM=norm is not None,
+        BIAS=bias is not None,
+        ONTO=onto is not None,
+        num_warps=cut.warps,
+        **launch_options(x.device),
+    )  # fmt: skip
+    return out

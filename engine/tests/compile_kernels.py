@@ -1,0 +1,121 @@
+"""Compiles the kernels of models for GPUs that need not be there, and prints what they do as JSON."""
+
+import json
+import os
+import re
+import subprocess
+import tempfile
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)  # read when kernels are defined, so before any import of them
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+from attnplug.kv.triton_rows import _write_pairs
+from attnplug.mla.triton_heads import _by_head
+from attnplug_engine.kernels.elementwise import _rms_norm, _silu_and_mul
+from attnplug_engine.kernels.products import _product
+from attnplug_engine.kernels.rotary import _angles, _latent_rows, _turn_heads
+
+FLOAT32 = dict.fromkeys(("cos", "sin", "frequencies"), "*fp32")
+INTEGERS = dict.fromkeys(("slots", "positions"), "*i64")
+NUMBERS = dict.fromkeys(("eps", "factor", "scale", "value_scale"), "fp32")
+POINTERS = (
+    "out", "x", "weight", "bias", "onto", "gain", "q_gain", "k_gain", "rows", "q", "down", "pages", "value_pages",
+    "values",
+)  # fmt: skip
+
+
+def compiled(kernel: Any, sm: int, constants: dict[str, object], scalars: tuple[str, ...], warps: int) -> Any:
+    """As the launcher would compile it: memory and strides of rows are multiples of 16."""
+    types = {**dict.fromkeys(POINTERS, "*bf16"), **FLOAT32, **INTEGERS, **NUMBERS, **dict.fromkeys(scalars, "i32")}
+    names, early = kernel.arg_names, sm >= 90
+    constants = {**constants, "EARLY": early}
+    source = ASTSource(
+        fn=kernel,
+        signature={name: "constexpr" if name in constants else types.get(name, "i32") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={
+            (place,): [["tt.divisibility", 16]]
+            for place, name in enumerate(names)
+            if types.get(name, "").startswith("*") or name.endswith("stride")
+        },
+    )
+    options = {"num_warps": warps, **({"launch_pdl": True} if early else {})}
+    with warnings.catch_warnings(action="ignore"):
+        return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
+
+
+def product(rows: int, inputs: int, block_n: int, block_k: int, *, gated: bool, norm: bool, onto: bool) -> dict:
+    shape = {"K": inputs, "ROWS": rows, "BLOCK_N": block_n, "BLOCK_K": block_k}
+    return {**shape, "GATED": gated, "NORM": norm, "BIAS": False, "ONTO": onto}
+
+
+def by_head(rows: int, inputs: int, outputs: int, block_out: int, *, transposed: bool, dot: bool) -> dict:
+    strides = {"W_HEAD": inputs * outputs, "W_IN": outputs, "W_OUT": 1}
+    if transposed:
+        strides = {"W_HEAD": inputs * outputs, "W_IN": 1, "W_OUT": inputs}
+    sizes = {"INPUTS": inputs, "OUTPUTS": outputs, "COPIED": 64, "BLOCK_COPIED": 64, "BLOCK_IN": inputs}
+    return {**strides, **sizes, "ROWS": rows, "BLOCK_OUT": block_out, "DOT": dot}
+
+
+ROTATED = {"HALF": 32, "BLOCK_HALF": 32, "BLOCK_HEADS": 4}
+PAIRS = {
+    "PAGE_SIZE": 16, "PAGE_STRIDE": 8192, "SLOT_STRIDE": 512, "HEAD_STRIDE": 64, "DIM_STRIDE": 1, "HEADS": 8, "DIM": 64,
+    "FLOAT8": False, "BLOCK": 512, "VALUE_PAGE_STRIDE": 8192, "VALUE_SLOT_STRIDE": 512, "VALUE_HEAD_STRIDE": 64,
+    "VALUE_DIM_STRIDE": 1, "VALUE_DIM": 64, "KEY_BLOCKS": 1,
+}  # fmt: skip
+HEADS = {"QUERIES": 32, "SKIPPED": 0, "HEADS": 40, "DIM": 96, "NORM": True, "BLOCK_REST": 32, **ROTATED}
+LATENT = {"HEADS": 16, "NOPE": 128, "LATENT": 512, "BLOCK_LATENT": 512, **ROTATED}
+KERNELS: list[tuple[str, Any, dict[str, object], tuple[str, ...], int]] = [
+    ("product", _product, product(1, 2048, 4, 2048, gated=True, norm=True, onto=False), ("rows", "columns"), 4),
+    ("product", _product, product(4, 8192, 4, 4096, gated=False, norm=False, onto=True), ("rows", "columns"), 4),
+    ("by_head", _by_head, by_head(1, 128, 512, 64, transposed=False, dot=False), ("rows",), 4),
+    ("by_head", _by_head, by_head(16, 512, 128, 32, transposed=True, dot=True), ("rows",), 4),
+    ("heads", _turn_heads, {**HEADS, "PAIRS": False}, (), 2),
+    ("latent", _latent_rows, {**LATENT, "PAIRS": True}, (), 2),
+    ("angles", _angles, {"HALF": 32, "BLOCK": 32}, (), 1),
+    ("rms_norm", _rms_norm, {"WIDTH": 2048, "BLOCK": 2048}, (), 4),
+    ("silu_and_mul", _silu_and_mul, {"WIDTH": 8192, "BLOCK": 1024}, (), 4),
+    ("pairs", _write_pairs, PAIRS, (), 4),
+]
+
+
+def spilled(made: Any, sm: int) -> int:
+    """Bytes that do not fit in registers."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
+        source.write(made.asm["ptx"])
+        source.flush()
+        name = "sm_90a" if sm == 90 else f"sm_{sm}"
+        command = [get_ptxas(sm).path, "-v", f"--gpu-name={name}", source.name, "-o", os.devnull]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    found = re.search(r"(\d+) bytes spill stores", said)
+    assert found, said
+    return int(found[1])
+
+
+def facts() -> Iterator[dict[str, object]]:
+    for sm in (80, 90):
+        for name, kernel, constants, scalars, warps in KERNELS:
+            if sm == 80 and name not in ("product", "by_head", "heads"):
+                continue
+            made = compiled(kernel, sm, constants, scalars, warps)
+            before, wait, _ = made.asm["ptx"].partition("griddepcontrol.wait")
+            early = before if wait else ""
+            yield {
+                "kernel": name,
+                "sm": sm,
+                "loaded_early": len(re.findall(r"\bld\.global", early)),
+                "stored_early": len(re.findall(r"\bst\.global", early)),
+                "approximate_angles": bool(re.search(r"\b(sin|cos)\.approx", made.asm["ptx"])),
+                "spilled": spilled(made, sm),
+            }
+
+
+if __name__ == "__main__":
+    print(json.dumps(list(facts())))

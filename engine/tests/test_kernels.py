@@ -1,0 +1,415 @@
+"""The kernels between attention layers: each against float64, in Triton's interpreter or on a GPU, and compiled ahead.
+
+The interpreter rounds to bfloat16 toward zero, so on a CPU everything is float32.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from attnplug.hf.model_config import model_from_config
+from attnplug.host import TINY_CONFIGS
+from attnplug_engine import kernels
+from attnplug_engine.models import grouped_attention, latent_attention
+from attnplug_engine.models.architectures import LoadedModel, build_model
+from attnplug_engine.models.layers import Linear, relu_squared, silu_and_mul
+from attnplug_engine.models.rope import HalfRotation, PairRotation, PartialRotation
+from attnplug_engine.random_checkpoint import RandomCheckpoint
+from support.devices import DEVICES, INTERPRETED
+
+BY_KERNEL = [pytest.param("cpu", marks=INTERPRETED), DEVICES[1]]
+"""Devices on which kernels can run: interpreted where there is no GPU."""
+TYPES = {"cpu": torch.float32, "cuda": torch.bfloat16}
+BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 2**-8}
+"""Of the largest number: a last bit or two of float32, half a step of bfloat16."""
+
+
+@pytest.fixture
+def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels are used on whatever device, and products take float32, too."""
+    from attnplug_engine.kernels import products
+
+    monkeypatch.setattr(kernels, "usable", lambda _: True)
+    monkeypatch.setattr(products, "suits", lambda x, _: x.dim() == 2 and 0 < x.shape[0] <= products.FEW)
+
+
+def random(*shape: int, device: str, seed: int = 0, dtype: torch.dtype | None = None) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator).to(device, TYPES[device] if dtype is None else dtype)
+
+
+def error(found: Tensor, wanted: Tensor) -> float:
+    """The largest difference, as a share of the largest number."""
+    assert found.shape == wanted.shape
+    return float((found.double() - wanted).abs().max() / wanted.abs().max())
+
+
+def poisoned_rows(rows: int, width: int, device: str, seed: int = 0) -> Tensor:
+    """Rows of a wider tensor: NaN lies before, after and below them."""
+    memory = torch.full((rows + 1, width + 16), torch.nan, dtype=TYPES[device], device=device)
+    memory[:rows, 8 : 8 + width] = random(rows, width, device=device, seed=seed)
+    return memory[:rows, 8 : 8 + width]
+
+
+def normed(x: Tensor, gain: Tensor, eps: float) -> Tensor:
+    x = x.double()
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * gain.double()
+
+
+# Products
+
+
+@pytest.mark.parametrize("device", BY_KERNEL)
+@pytest.mark.parametrize("norm", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "inputs", "outputs", "block_k"), [(1, 64, 24, 64), (3, 52, 34, 16), (4, 96, 16, 32), (7, 10, 2, 16)]
+)
+def test_a_product_of_few_rows_is_float64s(
+    rows: int, inputs: int, outputs: int, block_k: int, gated: bool, norm: bool, device: str
+) -> None:
+    """Whatever does not divide evenly, with every prologue and epilogue; nothing around the rows is read."""
+    from attnplug_engine.kernels.products import Cut, product
+
+    x = poisoned_rows(rows, inputs, device)
+    weight = random(outputs, inputs, device=device, seed=1)
+    bias = random(outputs, device=device, seed=2)
+    gain = random(inputs, device=device, seed=3, dtype=torch.float32)
+    onto = poisoned_rows(rows, outputs // 2 if gated else outputs, device, seed=4)
+    wanted = normed(x, gain, 1e-3) if norm else x.double()
+    wanted = wanted @ weight.double().T + bias.double()
+    if gated:
+        gate, up = wanted.chunk(2, dim=-1)
+        wanted = F.silu(gate) * up
+    wanted = wanted + onto.double()
+    for cut in (Cut(4, block_k, 4), None):
+        pair = (gain, 1e-3) if norm else None
+        found = product(x, weight, bias=bias, norm=pair, gated=gated, onto=onto, cut=cut)
+        assert found.dtype is x.dtype
+        assert error(found, wanted) <= BOUNDS[x.dtype]
+
+
+@pytest.mark.parametrize("device", BY_KERNEL)
+def test_a_row_does_not_depend_on_the_others(device: str) -> None:
+    """Padding rows of a captured step hold whatever was there: not a bit of the others is to change."""
+    from attnplug_engine.kernels.products import product
+
+    weight, gain = random(24, 64, device=device, seed=1), random(64, device=device, seed=3)
+    x = random(4, 64, device=device)
+    first = product(x, weight, norm=(gain, 1e-6))[:3]
+    x[3] = torch.nan
+    assert torch.equal(product(x, weight, norm=(gain, 1e-6))[:3], first)
+    assert torch.equal(product(x[:3], weight, norm=(gain, 1e-6)), first)
+
+
+@pytest.mark.parametrize("device", BY_KERNEL)
+def test_logits_are_not_rounded_on_their_way_to_float32(device: str) -> None:
+    from attnplug_engine.kernels.products import product
+
+    x, weight = random(2, 64, device=device), random(40, 64, device=device, seed=1)
+    logits = product(x, weight, dtype=torch.float32)
+    assert logits.dtype is torch.float32
+    assert error(logits, x.double() @ weight.double().T) <= BOUNDS[torch.float32]
+
+
+def test_only_few_rows_of_short_types_are_multiplied_by_the_kernel() -> None:
+    from attnplug_engine.kernels.products import FEW, suits
+
+    weight = torch.zeros(8, 16, dtype=torch.bfloat16)
+    x = torch.zeros(FEW + 1, 16, dtype=torch.bfloat16)
+    assert suits(x[:1], weight) and suits(x[:FEW], weight)
+    assert not suits(x, weight) and not suits(x[:0], weight)
+    assert not suits(x[:1].float(), weight.float())
+    assert not suits(x[:1], torch.zeros(16, 8, dtype=torch.bfloat16).T)
+    assert not suits(x[None, :1], weight)
+
+
+@pytest.mark.parametrize("shape", [(3072, 2048), (2048, 8192), (3072, 1536), (1, 2048), (7, 24), (2048, 28672)])
+def test_a_program_loads_a_bounded_part_of_the_matrix_at_once(shape: tuple[int, int]) -> None:
+    from attnplug_engine.kernels.products import choose
+
+    for tiles in (1, 2):
+        cut = choose(*shape, tiles)
+        assert 1 <= tiles * cut.block_n * cut.block_k <= 16_384
+        assert (cut.block_k & (cut.block_k - 1)) == (cut.block_n & (cut.block_n - 1)) == 0
+
+
+# Linear maps
+
+
+class Norm(torch.nn.Module):
+    """As ``RMSNorm`` is from outside, without weights that are read."""
+
+    def __init__(self, gain: Tensor) -> None:
+        super().__init__()
+        self.weight, self.eps = gain, 1e-5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.eps).to(x.dtype)
+
+
+@pytest.mark.parametrize("device", BY_KERNEL)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 40])
+@pytest.mark.usefixtures("everywhere")
+def test_a_linear_map_is_the_same_for_few_and_many_rows(rows: int, bias: bool, device: str) -> None:
+    weight = random(32, 48, device=device, seed=1)
+    shift = random(32, device=device, seed=2) if bias else None
+    linear, norm = Linear(weight, shift), Norm(random(48, device=device, seed=3))
+    x, onto = random(rows, 48, device=device), random(rows, 32, device=device, seed=4)
+    plain = normed(x, norm.weight, norm.eps) @ weight.double().T + (0 if shift is None else shift.double())
+    gate, up = plain.chunk(2, dim=-1)
+    wanted_sum = plain + onto.double()
+    bound = 4 * BOUNDS[x.dtype]  # with many rows some steps are rounded by themselves
+    assert error(linear(x, norm=norm), plain) <= bound
+    assert error(linear(x, norm=norm, activate=silu_and_mul), F.silu(gate) * up) <= bound
+    assert error(linear(x, norm=norm, activate=relu_squared), plain.relu().square()) <= 2 * bound
+    assert error(linear(x, norm=norm, onto=onto), wanted_sum) <= bound
+
+
+@pytest.mark.parametrize("rows", [2, 40])
+@pytest.mark.parametrize("device", BY_KERNEL)
+@pytest.mark.usefixtures("everywhere")
+def test_a_rank_that_does_not_add_leaves_the_residual_out(rows: int, device: str) -> None:
+    weight, x = random(32, 48, device=device, seed=1), random(rows, 48, device=device)
+    onto = torch.full((rows, 32), torch.nan, dtype=x.dtype, device=device)
+    found = Linear(weight, adds=False)(x, onto=onto)
+    assert error(found, x.double() @ weight.double().T) <= BOUNDS[x.dtype]
+
+
+# Norms and gates of many rows
+
+
+@pytest.mark.parametrize("device", BY_KERNEL)
+@pytest.mark.parametrize("width", [20, 64])
+@pytest.mark.parametrize("gain_type", [None, torch.float32])
+def test_the_norm_is_float64s(width: int, gain_type: torch.dtype | None, device: str) -> None:
+    from attnplug_engine.kernels.elementwise import rms_norm
+
+    x, gain = poisoned_rows(5, width, device), random(width, device=device, seed=1, dtype=gain_type)
+    found = rms_norm(x, gain, 1e-5)
+    assert found.dtype is x.dtype and found.is_contiguous()
+    assert error(found, normed(x, gain, 1e-5)) <= BOUNDS[x.dtype]
+    assert rms_norm(x[:0], gain, 1e-5).shape == (0, width)
+
+
+@pytest.mark.parametrize("device", BY_KERNEL)
+@pytest.mark.parametrize("width", [12, 1030])
+def test_the_gate_is_float64s(width: int, device: str) -> None:
+    from attnplug_engine.kernels.elementwise import silu_and_mul as gate_by_kernel
+
+    x = poisoned_rows(3, 2 * width, device)
+    gate, up = x.double().chunk(2, dim=-1)
+    assert error(gate_by_kernel(x), F.silu(gate) * up) <= BOUNDS[x.dtype]
+    assert gate_by_kernel(x[:0]).shape == (0, width)
+
+
+# Rotations
+
+POSITIONS = [0, 7, 131_071]
+FREQUENCIES = 1e4 ** -(torch.arange(0, 16, 2) / 16)
+
+
+def turn_and_twin(pairs: bool, device: str, dim: int = 16) -> tuple[Any, Any]:
+    """The kernels' rotation of 16 dimensions, and torch's in float64 by the same angles."""
+    from attnplug_engine.kernels.rotary import Turn
+
+    positions = torch.tensor(POSITIONS)
+    turn = Turn(positions.to(device), FREQUENCIES.to(device), 1.5, pairs=pairs)
+    angles = (positions.unsqueeze(1) * FREQUENCIES).double()
+    twin = (PairRotation if pairs else HalfRotation)(angles, 1.5, torch.float64)
+    return turn, twin if dim == 16 else PartialRotation(twin, 16)
+
+
+def rotated(twin: Any, x: Tensor) -> Tensor:
+    """By torch in float64, on the CPU."""
+    if not isinstance(twin, PairRotation):
+        return twin.apply(x.cpu().double())
+    pairs = torch.view_as_complex(x.cpu().double().contiguous().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * twin._turn).flatten(-2)
+
+
+@pytest.mark.parametrize("device", BY_KERNEL)
+@pytest.mark.parametrize(("pairs", "dim"), [(False, 16), (True, 16), (False, 28)])
+def test_a_rotation_is_float64s_in_place_and_not(pairs: bool, dim: int, device: str) -> None:
+    turn, twin = turn_and_twin(pairs, device, dim)
+    wide = random(3, 7, dim, device=device)
+    x, around = wide[:, 1:6], wide.clone()
+    wanted = rotated(twin, x)
+    assert error(turn.apply(x).cpu(), wanted) <= BOUNDS[x.dtype]
+    assert torch.equal(wide, around)
+    turn.apply_(x)
+    assert error(x.cpu(), wanted) <= BOUNDS[x.dtype]
+    assert torch.equal(wide[:, 0], around[:, 0]) and torch.equal(wide[:, 6], around[:, 6])
+    assert torch.equal(x[..., 16:], around[:, 1:6, 16:])
+
+
+@pytest.mark.parametrize("device", BY_KERNEL)
+@pytest.mark.parametrize("skipped", [0, 5])
+@pytest.mark.parametrize("dim", [16, 28])
+@pytest.mark.parametrize("with_norms", [False, True])
+def test_heads_are_normed_and_rotated_where_they_lie(with_norms: bool, dim: int, skipped: int, device: str) -> None:
+    """Queries and keys each by their own norm; gates between them and values after them are left alone."""
+    turn, twin = turn_and_twin(False, device, dim)
+    qkv = random(3, 5 + skipped + 2 + 2, dim, device=device)
+    before = qkv.clone()
+    norms = None
+    if with_norms:
+        norms = tuple(
+            SimpleNamespace(weight=random(dim, device=device, seed=seed, dtype=torch.float32), eps=1e-3)
+            for seed in (1, 2)
+        )
+    q, k = turn.heads(qkv, 5, skipped, 2, norms)
+    for found, heads, norm in ((q, before[:, :5], 0), (k, before[:, 5 + skipped : 7 + skipped], 1)):
+        heads = heads.cpu()
+        wanted = heads if norms is None else normed(heads, norms[norm].weight.cpu(), 1e-3)
+        assert error(found.cpu(), twin.apply(wanted.double())) <= BOUNDS[qkv.dtype]
+    assert q.data_ptr() == qkv.data_ptr()
+    assert torch.equal(qkv[:, 5 : 5 + skipped], before[:, 5 : 5 + skipped])
+    assert torch.equal(qkv[:, 7 + skipped :], before[:, 7 + skipped :])
+
+
+@pytest.mark.parametrize("device", BY_KERNEL)
+@pytest.mark.parametrize("pairs", [False, True])
+def test_latent_rows_are_normed_and_rotated_with_their_queries(pairs: bool, device: str) -> None:
+    turn, twin = turn_and_twin(pairs, device)
+    q, down = random(3, 5, 24 + 16, device=device), poisoned_rows(3, 20 + 16, device, seed=1)
+    before = q.clone()
+    gain = random(20, device=device, seed=2)
+    rows = turn.latent_rows(q, down, 24, SimpleNamespace(weight=gain, eps=1e-3)).cpu()
+    assert torch.equal(q[..., :24], before[..., :24])
+    assert error(q[..., 24:].cpu(), rotated(twin, before[..., 24:])) <= BOUNDS[q.dtype]
+    assert error(rows[:, :20], normed(down[:, :20].cpu(), gain.cpu(), 1e-3)) <= BOUNDS[q.dtype]
+    assert error(rows[:, 20:], rotated(twin, down[:, None, 20:]).squeeze(1)) <= BOUNDS[q.dtype]
+
+
+# Whole models
+
+
+class PretendAttention:
+    """In the place of attention: what comes out depends on q, k and v of the same token alone."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, *_: object) -> Tensor:
+        group = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        return v * (q * k).sum(-1, keepdim=True).tanh()
+
+    def attend_mla(self, q: Tensor, rows: Tensor, layer: Any, weights: Any, *_: object) -> Tensor:
+        absorbed = weights.absorb(q)
+        scores = (absorbed * rows.unsqueeze(1)).sum(-1, keepdim=True).tanh()
+        return weights.project_back(scores * rows[:, None, : layer.mla.kv_lora_rank])
+
+
+@pytest.fixture
+def pretend(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (grouped_attention, latent_attention):
+        monkeypatch.setattr(module, "active_attention", PretendAttention)
+
+
+MODELS: dict[str, dict[str, object]] = {
+    "llama": {"attention_bias": True},
+    "qwen3": {},
+    "deepseek_v2": {},
+    "deepseek_v3": {"q_lora_rank": None},
+}
+
+
+def tiny(model_type: str, dtype: torch.dtype, device: str) -> LoadedModel:
+    keys = {**TINY_CONFIGS.get(model_type, TINY_CONFIGS["llama"]), **MODELS[model_type]}
+    keys |= {"model_type": model_type, "num_hidden_layers": 2}
+    return build_model(RandomCheckpoint(keys), model_from_config(keys, model_type), dtype=dtype, device=device)
+
+
+def logits_of(model: LoadedModel, rows: int, device: str) -> Tensor:
+    ids, positions = (torch.arange(rows) * 7 % 50).to(device), (torch.arange(rows) * 3 + 1).to(device)
+    with torch.inference_mode():
+        batch: Any = None
+        return model.module.logits(model.module(ids, positions, batch)).cpu().double()
+
+
+@pytest.mark.parametrize("device", BY_KERNEL)
+@pytest.mark.parametrize("rows", [1, 9])
+@pytest.mark.parametrize("model_type", list(MODELS))
+@pytest.mark.usefixtures("pretend")
+def test_a_model_by_kernels_is_the_model_in_float64(
+    model_type: str, rows: int, device: str, request: pytest.FixtureRequest
+) -> None:
+    """Few rows, which products take, and more, between whose products are norms and gates. On a CPU interpreted."""
+    wanted = logits_of(tiny(model_type, torch.float64, "cpu"), rows, "cpu")
+    if device == "cpu":
+        request.getfixturevalue("everywhere")
+    found = logits_of(tiny(model_type, TYPES[device], device), rows, device)
+    # Of bfloat16 weights are rounded, too, and a few layers add up what they round.
+    assert error(found, wanted) <= (1e-4 if device == "cpu" else 0.1)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("model_type", list(MODELS))
+@pytest.mark.parametrize("device", DEVICES[1:])
+@pytest.mark.usefixtures("pretend")
+def test_kernels_are_as_near_to_float64_as_torch_operations_are(
+    model_type: str, rows: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same model of rounded weights, by kernels, by torch, and by torch in float64."""
+    model = tiny(model_type, torch.bfloat16, device)
+    by_kernels = logits_of(model, rows, device)
+    monkeypatch.setattr(kernels, "usable", lambda _: False)
+    by_torch = logits_of(model, rows, device)
+    wanted = logits_of(tiny(model_type, torch.float64, "cpu"), rows, "cpu")
+    assert error(by_kernels, wanted) <= 1.5 * error(by_torch, wanted)
+
+
+# What is loaded when, and for which GPUs
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Iterator[list[dict[str, Any]]]:
+    """What ``compile_kernels.py`` says of every kernel for SM 90, and of some for SM 80. It needs no GPU."""
+    pytest.importorskip("triton")
+    script = Path(__file__).with_name("compile_kernels.py")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+def test_the_kernels_compile_for_gpus(compiled: list[dict[str, Any]]) -> None:
+    """Whether they are right or fast there is not said."""
+    every = {"product", "heads", "latent", "by_head", "pairs", "rms_norm", "silu_and_mul", "angles"}
+    assert {one["kernel"] for one in compiled if one["sm"] == 90} == every
+    assert {one["kernel"] for one in compiled if one["sm"] == 80} == {"product", "by_head", "heads"}
+    assert all(one["spilled"] == 0 for one in compiled)
+
+
+def test_weights_are_loaded_before_the_kernel_waits_for_its_input(compiled: list[dict[str, Any]]) -> None:
+    """On SM 90, where a kernel starts while the one before it still runs. Nothing is stored before the wait."""
+    for one in compiled:
+        assert one["stored_early"] == 0
+        assert (one["loaded_early"] > 0) == (one["sm"] == 90 and one["kernel"] in WITH_WEIGHTS), one
+
+
+WITH_WEIGHTS = {"product", "by_head", "rms_norm", "angles"}
+
+
+def test_angles_are_computed_exactly(compiled: list[dict[str, Any]]) -> None:
+    """The GPU's own approximation is far off at positions of a long context."""
+    assert not any(one["approximate_angles"] for one in compiled)
+
+
+def test_nothing_imports_triton_on_a_cpu() -> None:
+    code = (
+        "import sys, torch, attnplug_engine.models.architectures as a; m = a.load_model('tiny:llama', "
+        "dtype=torch.float32, device='cpu'); assert 'triton' not in sys.modules, 'imported'"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-500:]
