@@ -78,10 +78,10 @@ class RMSNorm(nn.Module):
         weight = weights.take("weight", width, exact=zero_centred)
         self.weight = frozen(weight.add_(1.0) if zero_centred else weight)
         self._shape = (width,)
-        self._eps = eps
+        self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.to(self.weight.dtype), self._shape, self.weight, self._eps).to(x.dtype)
+        return F.rms_norm(x.to(self.weight.dtype), self._shape, self.weight, self.eps).to(x.dtype)
 
 
 class ColumnNorm(nn.Module):
