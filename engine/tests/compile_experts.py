@@ -58,7 +58,8 @@ def tiled(sm: int, spread: experts.Tile, gather: experts.Tile, scanned: int, gat
         constants |= FOUND | {"PAIRS": tile.pairs, "SCANNED": scanned} if tile.pairs > 1 else {}
         constants |= {"PER_TOKEN": 6} if name != "_gather" else {}
         constants |= {"GATED": gated} if tile is spread else {}
-        constants |= adds if name == "_gather_one" else {}
+        constants |= {"EVERY": 2} if tile.pairs == 1 else {}
+        constants |= adds | {"GATE": True} if name == "_gather_one" else {}
         options = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": sm >= 90}
         yield name, compiled(getattr(experts, name), sm, constants, options, dtype)
 

@@ -87,14 +87,15 @@ def _activated(first, second, GATED: tl.constexpr):
 
 @triton.jit
 def _added(
-    total, token, column, shared, shared_row, gate, gate_row, onto, onto_row, SHARED: tl.constexpr, ONTO: tl.constexpr
-):
+    total, token, column, exists, shared, shared_row, gate, gate_row, onto, onto_row,
+    SHARED: tl.constexpr, ONTO: tl.constexpr,
+):  # fmt: skip
     """A token's sum, with its share of the shared expert and with what it is added to."""
     if SHARED:
         share = 1.0 / (1.0 + tl.exp(-tl.load(gate + token * gate_row)))
-        total += share * tl.load(shared + token * shared_row + column).to(tl.float32)
+        total += share * tl.load(shared + token * shared_row + column, mask=exists, other=0.0).to(tl.float32)
     if ONTO:
-        total += tl.load(onto + token * onto_row + column).to(tl.float32)
+        total += tl.load(onto + token * onto_row + column, mask=exists, other=0.0).to(tl.float32)
     return total
 
 
@@ -136,32 +137,55 @@ def _spread(
 
 
 @triton.jit
-def _spread_one(
-    x, x_row, weight, inner, chosen,
-    PER_TOKEN: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, GATED: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, EARLY: tl.constexpr,
+def _inner(
+    x, weight, column, GAP: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, GATED: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
-    """As ``_spread``, of one pair."""
-    if EARLY:
-        gdc_wait()
-        gdc_launch_dependents()  # not earlier: the next kernel reads which experts were chosen before it waits
+    """Some columns of one row. ``GAP`` is how far in ``weight`` the second half is from the first."""
     WHOLE: tl.constexpr = HIDDEN % DEPTH == 0
-    PARTS: tl.constexpr = 2 if GATED else 1
-    pair = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     depth = tl.arange(0, DEPTH)
-    first_at = weight + tl.load(chosen + pair).to(tl.int64) * (PARTS * WIDTH * HIDDEN)
-    first_at += tl.minimum(column, WIDTH - 1)[:, None] * HIDDEN + depth[None, :]
+    first_at = weight + tl.minimum(column, WIDTH - 1)[:, None] * HIDDEN + depth[None, :]
     first = tl.zeros([COLUMNS, DEPTH], tl.float32)
     second = tl.zeros([COLUMNS, DEPTH], tl.float32)
     for start in tl.static_range(0, HIDDEN, DEPTH):
         inside = start + depth < HIDDEN
-        row = _load(x + pair // PER_TOKEN * x_row + start + depth, inside, WHOLE).to(tl.float32)[None, :]
-        first += _load(first_at + start, inside[None, :], WHOLE).to(tl.float32) * row
+        columns = _load(first_at + start, inside[None, :], WHOLE).to(tl.float32)
+        if WAIT and start == 0:
+            gdc_wait()
+            gdc_launch_dependents()
+        row = _load(x + start + depth, inside, WHOLE).to(tl.float32)[None, :]
+        first += columns * row
         if GATED:
-            second += _load(first_at + WIDTH * HIDDEN + start, inside[None, :], WHOLE).to(tl.float32) * row
-    result = _activated(tl.sum(first, 1), tl.sum(second, 1), GATED).to(inner.dtype.element_ty)
-    tl.store(inner + pair * WIDTH + column, result, mask=column < WIDTH)
+            second += _load(first_at + GAP + start, inside[None, :], WHOLE).to(tl.float32) * row
+    return _activated(tl.sum(first, 1), tl.sum(second, 1), GATED)
+
+
+@triton.jit
+def _spread_one(
+    x, x_row, weight, every_weight, inner, chosen,
+    PER_TOKEN: tl.constexpr, EVERY: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, GATED: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """As ``_spread``, of one pair. A token's first ``EVERY`` pairs are with experts that every token goes to: parts of
+    ``every_weight`` ``[1 or 2 * EVERY * WIDTH, HIDDEN]``, which can be read before anything is chosen."""
+    PARTS: tl.constexpr = 2 if GATED else 1
+    pair = tl.program_id(1).to(tl.int64)
+    token, place = pair // (EVERY + PER_TOKEN), pair % (EVERY + PER_TOKEN)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    at = inner + pair * WIDTH + column
+    row = x + token * x_row
+    if place < EVERY:
+        part = every_weight + place * (WIDTH * HIDDEN)
+        result = _inner(row, part, column, EVERY * WIDTH * HIDDEN, HIDDEN, WIDTH, GATED, COLUMNS, DEPTH, EARLY)
+        tl.store(at, result.to(inner.dtype.element_ty), mask=column < WIDTH)
+    else:
+        if EARLY:
+            gdc_wait()
+            gdc_launch_dependents()  # not earlier: the next kernel reads which experts were chosen before it waits
+        expert = tl.load(chosen + token * PER_TOKEN + place - EVERY).to(tl.int64)
+        part = weight + expert * (PARTS * WIDTH * HIDDEN)
+        result = _inner(row, part, column, WIDTH * HIDDEN, HIDDEN, WIDTH, GATED, COLUMNS, DEPTH, False)
+        tl.store(at, result.to(inner.dtype.element_ty), mask=column < WIDTH)
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -196,34 +220,41 @@ def _gather(
 
 @triton.jit
 def _gather_one(
-    inner, weight, out, chosen, shares, shared, shared_row, gate, gate_row, onto, onto_row,
-    PER_TOKEN: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    SHARED: tl.constexpr, ONTO: tl.constexpr, EARLY: tl.constexpr,
+    inner, weight, every_weight, out, chosen, shares, shared, shared_row, gate, gate_row, onto, onto_row,
+    PER_TOKEN: tl.constexpr, EVERY: tl.constexpr, GATE: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SHARED: tl.constexpr, ONTO: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """As ``_gather``, of one token's pairs, and their sum as in ``_join``."""
+    """As ``_gather``, of one token's pairs, and their sum as in ``_join``. ``every_weight`` is ``[HIDDEN, EVERY *
+    WIDTH]``; with ``GATE`` its pairs have the share ``sigmoid(gate)``."""
     WHOLE: tl.constexpr = WIDTH % DEPTH == 0
     token = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.minimum(column, HIDDEN - 1)
     depth = tl.arange(0, DEPTH)
     total = tl.zeros([COLUMNS, DEPTH], tl.float32)
-    for place in tl.static_range(PER_TOKEN):
-        pair = token * PER_TOKEN + place
-        share = tl.load(shares + pair)
-        columns_at = weight + tl.load(chosen + pair).to(tl.int64) * (HIDDEN * WIDTH)
-        columns_at += row[:, None] * WIDTH + depth[None, :]
+    for place in tl.static_range(EVERY + PER_TOKEN):
+        if place < EVERY:
+            share = 1.0 / (1.0 + tl.exp(-tl.load(gate + token * gate_row))) if GATE else 1.0
+            columns_at = every_weight + place * WIDTH + row[:, None] * (EVERY * WIDTH) + depth[None, :]
+        else:
+            pair = token * PER_TOKEN + place - EVERY
+            share = tl.load(shares + pair)
+            columns_at = weight + tl.load(chosen + pair).to(tl.int64) * (HIDDEN * WIDTH)
+            columns_at += row[:, None] * WIDTH + depth[None, :]
+        inner_at = inner + (token * (EVERY + PER_TOKEN) + place) * WIDTH + depth
         for start in tl.static_range(0, WIDTH, DEPTH):
             inside = start + depth < WIDTH
             columns = _load(columns_at + start, inside[None, :], WHOLE).to(tl.float32)
             if EARLY and place == 0 and start == 0:
                 gdc_wait()  # for the inner rows; what was chosen is older
                 gdc_launch_dependents()
-            inner_row = _load(inner + pair * WIDTH + start + depth, inside, WHOLE).to(tl.float32)
+            inner_row = _load(inner_at + start, inside, WHOLE).to(tl.float32)
             total += columns * (inner_row * share)[None, :]
-    result = _added(tl.sum(total, 1), token, row, shared, shared_row, gate, gate_row, onto, onto_row, SHARED, ONTO).to(
-        out.dtype.element_ty
+    exists = column < HIDDEN
+    total = _added(
+        tl.sum(total, 1), token, column, exists, shared, shared_row, gate, gate_row, onto, onto_row, SHARED, ONTO
     )
-    tl.store(out + token * HIDDEN + column, result, mask=column < HIDDEN)
+    tl.store(out + token * HIDDEN + column, total.to(out.dtype.element_ty), mask=exists)
 
 
 @triton.jit
@@ -238,16 +269,17 @@ def _join(
         gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    row = tl.minimum(column, HIDDEN - 1)
+    exists = column < HIDDEN
     total = tl.zeros([COLUMNS], tl.float32)
     for place in tl.static_range(PER_TOKEN):
         pair = token * PER_TOKEN + place
-        total += tl.load(shares + pair) * tl.load(outer + pair * HIDDEN + row).to(tl.float32)
-    total = _added(total, token, row, shared, shared_row, gate, gate_row, onto, onto_row, SHARED, ONTO)
-    tl.store(out + token * HIDDEN + column, total.to(out.dtype.element_ty), mask=column < HIDDEN)
+        row = tl.load(outer + pair * HIDDEN + column, mask=exists, other=0.0).to(tl.float32)
+        total += tl.load(shares + pair) * row
+    total = _added(total, token, column, exists, shared, shared_row, gate, gate_row, onto, onto_row, SHARED, ONTO)
+    tl.store(out + token * HIDDEN + column, total.to(out.dtype.element_ty), mask=exists)
 
 
-_ONE = Tile(1, 8, 1024, 4), Tile(1, 4, 512, 4)
+_ONE = Tile(1, 4, 2048, 4), Tile(1, 4, 512, 4)
 _FLOAT32 = Tile(16, 32, 32, 4, 2), Tile(16, 32, 32, 4, 2)
 _BY_CROWD = (
     (16, (Tile(16, 32, 128, 4, 4), Tile(16, 64, 128, 4, 4))),
@@ -279,10 +311,11 @@ def _room(device: torch.device) -> int:
     return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined] # torch's stub leaves it out
 
 
-def _fitting(tile: Tile, parts: int, x: Tensor) -> Tile:
-    """The tile with as many stages as shared memory has room for."""
-    stage = (tile.pairs + parts * tile.columns) * tile.depth * x.element_size()
-    return replace(tile, stages=max(min(tile.stages, (_room(x.device) - 2048) // stage), 1))
+def _fitting(tile: Tile, parts: int, length: int, x: Tensor) -> Tile:
+    """The tile, not deeper than the sum is long, with as many stages as shared memory has room for."""
+    depth = min(tile.depth, max(triton.next_power_of_2(length), 16))
+    stage = (tile.pairs + parts * tile.columns) * depth * x.element_size()
+    return replace(tile, depth=depth, stages=max(min(tile.stages, (_room(x.device) - 2048) // stage), 1))
 
 
 def mix(
@@ -296,6 +329,7 @@ def mix(
     shared: Tensor | None = None,
     gate: Tensor | None = None,
     onto: Tensor | None = None,
+    every: tuple[Tensor, Tensor] | None = None,
     cut: tuple[Tile, Tile] | None = None,
     scanned: int = SCANNED,
 ) -> Tensor:
@@ -304,6 +338,9 @@ def mix(
     ``chosen`` and ``shares`` (float32) are ``[tokens, k]``; ``gate_up`` ``[experts, 2 * width, hidden]``, half of it
     unless ``gated``; ``down`` ``[experts, hidden, width]``. ``shared`` ``[tokens, hidden]`` is added in the share
     ``sigmoid(gate)``, ``gate`` ``[tokens]`` float32; ``onto`` ``[tokens, hidden]`` as it is.
+
+    ``every`` are the two matrices of a shared expert that is as wide as some routed ones. It stands in for ``shared``
+    up to ``ALONE`` tokens; without ``gate`` the share is 1.
     """
     (tokens, hidden), per_token = x.shape, chosen.shape[1]
     experts, width = gate_up.shape[0], down.shape[2]
@@ -311,9 +348,11 @@ def mix(
     out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
     if tokens == 0:
         return out
-    inner = torch.empty(pairs, width, dtype=x.dtype, device=x.device)
+    shared_parts = 0 if every is None else every[1].shape[1] // width
+    inner = torch.empty(pairs + tokens * shared_parts, width, dtype=x.dtype, device=x.device)
     spread, gather = tiles(tokens, per_token, experts, x.dtype) if cut is None else cut
-    spread, gather = _fitting(spread, 2 if gated else 1, x), _fitting(gather, 1, x)
+    spread, gather = _fitting(spread, 2 if gated else 1, hidden, x), _fitting(gather, 1, width, x)
+    assert every is None or spread.pairs == gather.pairs == 1, "pairs in blocks take the shared expert's result"
     is_sorted = pairs > scanned
     order, offsets = _sorted(chosen, experts) if is_sorted else (chosen, chosen)
     scan = 0 if is_sorted else next(most for most in _SCANS if pairs <= most)
@@ -322,10 +361,10 @@ def mix(
     blocks = min(pairs, pairs // spread.pairs + experts) if is_sorted else pairs
     columns = triton.cdiv(width, spread.columns)
     if spread.pairs == 1:
-        _spread_one[columns, pairs](
-            x, x.stride(0), gate_up, inner, chosen,
-            PER_TOKEN=per_token, GATED=gated, COLUMNS=spread.columns, DEPTH=spread.depth, num_warps=spread.warps,
-            **shape,
+        _spread_one[columns, pairs + tokens * shared_parts](
+            x, x.stride(0), gate_up, gate_up if every is None else every[0], inner, chosen,
+            PER_TOKEN=per_token, EVERY=shared_parts, GATED=gated, COLUMNS=spread.columns, DEPTH=spread.depth,
+            num_warps=spread.warps, **shape,
         )  # fmt: skip
     else:
         _spread[columns, blocks](
@@ -342,8 +381,9 @@ def mix(
     columns = triton.cdiv(hidden, gather.columns)
     if gather.pairs == 1:
         _gather_one[columns, tokens](
-            inner, down, out, chosen, shares, *added,
-            COLUMNS=gather.columns, DEPTH=gather.depth, num_warps=gather.warps, **adds, **shape,
+            inner, down, down if every is None else every[1], out, chosen, shares, *added,
+            EVERY=shared_parts, GATE=gate is not None, COLUMNS=gather.columns, DEPTH=gather.depth,
+            num_warps=gather.warps, **adds, **shape,
         )  # fmt: skip
         return out
     outer = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)

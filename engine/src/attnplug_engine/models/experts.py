@@ -152,12 +152,14 @@ class _Groups:
 class Added:
     """What the routed experts' sum is added to: ``onto``, and ``shared`` in the share ``sigmoid(gate)``.
 
-    ``onto`` and ``shared`` are ``[tokens, hidden]``, ``gate`` is ``[tokens]`` float32.
+    ``onto`` and ``shared`` are ``[tokens, hidden]``, ``gate`` is ``[tokens]`` float32. For kernels alone ``every`` may
+    stand in for ``shared``: the two matrices of the shared expert.
     """
 
     onto: Tensor | None = None
     shared: Tensor | None = None
     gate: Tensor | None = None
+    every: tuple[Tensor, Tensor] | None = None
 
     def to(self, routed: Tensor) -> Tensor:
         """``routed`` with it, in place."""
@@ -212,8 +214,18 @@ class Experts(nn.Module):
                 shared=added.shared,
                 gate=added.gate,
                 onto=added.onto,
+                every=added.every,
             )
         return added.to(self._one_by_one(x, chosen, shares))
+
+    def like(self, mlp: MLP) -> bool:
+        """Whether an MLP is the sum of some experts of this width and form."""
+        return (
+            mlp.form.activate is self._form.activate
+            and mlp.gate_up.bias is None
+            and mlp.down.bias is None
+            and mlp.down.weight.shape[1] % self.down.shape[2] == 0
+        )
 
     def _one_by_one(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """Rows are brought together by expert once, so that each expert that has any works on a view of them."""
@@ -272,6 +284,7 @@ class MixtureOfExperts(nn.Module):
         if gate is not None:
             router.add_row(gate)
         self._adds = adds
+        self._alike = shared is not None and isinstance(experts, Experts) and experts.like(shared)
 
     @classmethod
     def deepseek(
@@ -295,12 +308,17 @@ class MixtureOfExperts(nn.Module):
         """``[tokens, hidden]`` to ``[tokens, hidden]``; rank 0 adds it to ``onto``."""
         x, logits = self.router.logits(x, norm)
         chosen, shares = self.router.choose(logits[:, : self.router.experts])
-        if not self._adds:
-            onto = None
-        if self.shared is None:
-            added = Added(onto)
-        elif self._gated:
-            added = Added(onto, self.shared(x), logits[:, -1])
-        else:
-            added = Added(self.shared(x, onto=onto))
-        return cast(Tensor, self.experts(x, chosen, shares, added))
+        onto = onto if self._adds else None
+        gate = logits[:, -1] if self._gated else None
+        return cast(Tensor, self.experts(x, chosen, shares, self._added(x, onto, gate)))
+
+    def _added(self, x: Tensor, onto: Tensor | None, gate: Tensor | None) -> Added:
+        shared = self.shared
+        if shared is None:
+            return Added(onto)
+        if self._alike and usable(x):
+            from attnplug_engine.kernels.experts import ALONE
+
+            if x.shape[0] <= ALONE:
+                return Added(onto, gate=gate, every=(shared.gate_up.weight, shared.down.weight))
+        return Added(shared(x, onto=onto)) if gate is None else Added(onto, shared(x), gate)
