@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import cast
 
 import torch
@@ -10,31 +11,78 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnplug.host import Config
+from attnplug_engine.kernels import usable
 from attnplug_engine.models.layers import GATED, MLP, Linear, MLPForm, RMSNorm, frozen
 from attnplug_engine.models.weights import Rows, Weights
 from attnplug_engine.parallel import even_part, length
 
 
 class Router(nn.Module):
-    """Scores of the experts for a token, in float32 whatever the model's type; what all routers share.
+    """Which experts a token goes to, and in which shares; what all routers have in common.
 
-    Subclass contract: ``choose`` turns scores before their activation, ``[tokens, experts]`` float32, into experts and
-    shares.
+    Scores are float32 whatever the model's type. Experts are chosen by score plus ``bias``, and of the best ``groups``
+    alone if there are groups. Shares are the scores without the bias, scaled; before that they are ``normalised`` so
+    that they add up to one.
     """
 
     def __init__(self, weights: Weights, config: Config, experts: int) -> None:
         super().__init__()
         hidden = config.integer("hidden_size")
-        # Through the model's type first, as transformers has it; the product is float32 then.
-        self.weight = frozen(weights.take("weight", experts, hidden).float())
+        # Through the model's type first, as transformers has it; the product is float32 then. A GPU multiplies the
+        # narrow type as exactly.
+        weight = weights.take("weight", experts, hidden)
+        self.weight = frozen(weight if weight.is_cuda else weight.float())
+        self.experts = experts
         self.per_token = config.integer("num_experts_per_tok", most=experts)
+        self.sigmoid = False
+        self.bias: nn.Parameter | None = None
+        self.normalised = False
+        self.scaling = 1.0
+        self.groups: _Groups | None = None
 
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Chosen experts ``[tokens, k]`` and their shares ``[tokens, k]`` float32."""
-        return self.choose(F.linear(x.float(), self.weight))
+    def add_row(self, row: Tensor) -> None:
+        """Let one more product of the input, with ``row`` ``[1, hidden]``, follow the logits."""
+        self.weight = frozen(torch.cat((self.weight, row.to(self.weight.dtype))))
+
+    def logits(self, x: Tensor, norm: RMSNorm | None = None) -> tuple[Tensor, Tensor]:
+        """``x`` normed, and the scores before their activation: ``[tokens, experts (+ 1)]`` float32."""
+        if usable(x):
+            from attnplug_engine.kernels.routing import FEW, score
+
+            if 0 < x.shape[0] <= FEW:
+                return score(x, self.weight) if norm is None else score(x, self.weight, norm.weight, norm.eps)
+        x = x if norm is None else norm(x)
+        if self.weight.dtype != torch.float32:
+            return x, torch.mm(x, self.weight.t(), out_dtype=torch.float32)
+        return x, F.linear(x.float(), self.weight)
 
     def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
+        """Chosen experts ``[tokens, k]`` and their shares ``[tokens, k]`` float32."""
+        groups = self.groups
+        if usable(logits):
+            from attnplug_engine.kernels.routing import MOST_EXPERTS, choose
+
+            if self.experts <= MOST_EXPERTS:
+                return choose(
+                    logits,
+                    self.per_token,
+                    sigmoid=self.sigmoid,
+                    bias=self.bias,
+                    normalised=self.normalised,
+                    scaling=self.scaling,
+                    group=0 if groups is None else groups.shape[1],
+                    taken=0 if groups is None else groups.taken,
+                )
+        scores = logits.sigmoid() if self.sigmoid else logits.softmax(dim=-1)
+        judged = scores if self.bias is None else scores + self.bias
+        if groups is not None:
+            judged = judged.masked_fill(groups.excluded(judged), float("-inf"))
+        shares, chosen = judged.topk(self.per_token, dim=-1, sorted=False)
+        if self.bias is not None:
+            shares = scores.gather(1, chosen)
+        if self.normalised:
+            shares = shares / (shares.sum(dim=-1, keepdim=True) + 1e-20)
+        return chosen, shares if self.scaling == 1.0 else shares * self.scaling
 
 
 class TopKRouter(Router):
@@ -43,10 +91,6 @@ class TopKRouter(Router):
     def __init__(self, weights: Weights, config: Config, experts: int, *, normalised: bool) -> None:
         super().__init__(weights, config, experts)
         self.normalised = normalised
-
-    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        shares, chosen = logits.softmax(dim=-1).topk(self.per_token, dim=-1, sorted=False)
-        return chosen, shares / shares.sum(dim=-1, keepdim=True) if self.normalised else shares
 
 
 class SoftmaxRouter(Router):
@@ -60,15 +104,7 @@ class SoftmaxRouter(Router):
             raise config.wrong("topk_method", "'greedy' or 'group_limited_greedy'")
         if config.flag("norm_topk_prob"):
             raise config.wrong("norm_topk_prob", "false: transformers ignores it here, and the authors' code does not")
-        self.groups = _Groups(config, experts) if method == "group_limited_greedy" else None
-
-    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        scores = logits.softmax(dim=-1)
-        if self.groups is not None:
-            best = scores.unflatten(1, self.groups.shape).amax(dim=-1)
-            scores = scores.masked_fill(self.groups.excluded(best), 0.0)
-        shares, chosen = scores.topk(self.per_token, dim=-1, sorted=False)
-        return chosen, shares * self.scaling
+        self.groups = _Groups(config, experts, judges=1) if method == "group_limited_greedy" else None
 
 
 class SigmoidRouter(Router):
@@ -78,30 +114,21 @@ class SigmoidRouter(Router):
         self, weights: Weights, config: Config, experts: int, *, bias: str = "e_score_correction_bias"
     ) -> None:
         super().__init__(weights, config, experts)
+        self.sigmoid = True
         self.scaling = config.number("routed_scaling_factor")
         self.bias = frozen(weights.take(bias, experts, exact=True))
         self.normalised = config.flag("norm_topk_prob")
-        self.groups = _Groups(config, experts)
-        if not self.groups.all_taken and self.groups.shape[1] < 2:
-            raise config.wrong("n_group", f"at most {experts // 2}: a group is judged by its two best experts")
-
-    def choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        scores = logits.sigmoid()
-        biased = scores + self.bias
-        if not self.groups.all_taken:
-            best = biased.unflatten(1, self.groups.shape).topk(2, dim=-1).values.sum(dim=-1)
-            biased = biased.masked_fill(self.groups.excluded(best), float("-inf"))
-        chosen = biased.topk(self.per_token, dim=-1, sorted=False).indices
-        shares = scores.gather(1, chosen)
-        if self.normalised:
-            shares = shares / (shares.sum(dim=-1, keepdim=True) + 1e-20)
-        return chosen, shares * self.scaling
+        groups = _Groups(config, experts, judges=2)
+        if groups.taken < groups.shape[0]:
+            if groups.shape[1] < 2:
+                raise config.wrong("n_group", f"at most {experts // 2}: a group is judged by its two best experts")
+            self.groups = groups
 
 
 class _Groups:
-    """Experts in groups of one size, of which only the best are open to a token."""
+    """Experts in groups of one size, of which only the best by their ``judges`` best experts are open to a token."""
 
-    def __init__(self, config: Config, experts: int) -> None:
+    def __init__(self, config: Config, experts: int, *, judges: int) -> None:
         groups = config.integer("n_group", most=experts)
         if experts % groups:
             raise config.wrong("n_group", f"a divisor of the number of experts, which is {experts}")
@@ -110,13 +137,38 @@ class _Groups:
         per_token = config.integer("num_experts_per_tok")
         if per_token > self.taken * self.shape[1]:
             raise config.wrong("topk_group", f"enough for {per_token} experts in groups of {self.shape[1]}")
-        self.all_taken = self.taken == groups
+        self.judges = judges
 
-    def excluded(self, best: Tensor) -> Tensor:
-        """``[tokens, experts]``: which experts are in none of the best groups, by ``best`` ``[tokens, groups]``."""
+    def excluded(self, judged: Tensor) -> Tensor:
+        """``[tokens, experts]``: which experts are in none of the best groups, by ``judged`` ``[tokens, experts]``."""
+        inside = judged.unflatten(1, self.shape)
+        best = inside.amax(dim=-1) if self.judges == 1 else inside.topk(self.judges, dim=-1).values.sum(dim=-1)
         open_groups = best.topk(self.taken, dim=-1, sorted=False).indices
         closed = torch.ones_like(best, dtype=torch.bool).scatter_(1, open_groups, False)
         return closed.repeat_interleave(self.shape[1], dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """What the routed experts' sum is added to: ``onto``, and ``shared`` in the share ``sigmoid(gate)``.
+
+    ``onto`` and ``shared`` are ``[tokens, hidden]``, ``gate`` is ``[tokens]`` float32. For kernels alone ``every`` may
+    stand in for ``shared``: the two matrices of the shared expert.
+    """
+
+    onto: Tensor | None = None
+    shared: Tensor | None = None
+    gate: Tensor | None = None
+    every: tuple[Tensor, Tensor] | None = None
+
+    def to(self, routed: Tensor) -> Tensor:
+        """``routed`` with it, in place."""
+        if self.shared is not None and self.gate is not None:
+            routed.addcmul_(self.shared, self.gate.sigmoid().to(routed.dtype).unsqueeze(1))
+        return routed if self.onto is None else routed.add_(self.onto)
+
+
+NOTHING = Added()
 
 
 class Experts(nn.Module):
@@ -142,13 +194,41 @@ class Experts(nn.Module):
             one = weights.at(str(expert))
             one.fill(self.gate_up[expert], "weight", parts)
             self.down[expert].copy_(one.take(f"{form.output}.weight", hidden, intermediate, columns=own))
-        self._activate = form.activate
+        self._form = form
 
-    def forward(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+    def forward(self, x: Tensor, chosen: Tensor, shares: Tensor, added: Added = NOTHING) -> Tensor:
         """``x`` ``[tokens, hidden]``; ``chosen`` experts ``[tokens, k]`` and their ``shares`` float32 ``[tokens, k]``.
 
-        Rows are brought together by expert once, so that each expert that has any works on a view of them.
+        On a GPU nothing is read back, so that the step can be captured.
         """
+        if usable(x):
+            from attnplug_engine.kernels.experts import mix
+
+            return mix(
+                x,
+                chosen,
+                shares,
+                self.gate_up,
+                self.down,
+                gated=len(self._form.inputs) == 2,
+                shared=added.shared,
+                gate=added.gate,
+                onto=added.onto,
+                every=added.every,
+            )
+        return added.to(self._one_by_one(x, chosen, shares))
+
+    def like(self, mlp: MLP) -> bool:
+        """Whether an MLP is the sum of some experts of this width and form."""
+        return (
+            mlp.form.activate is self._form.activate
+            and mlp.gate_up.bias is None
+            and mlp.down.bias is None
+            and mlp.down.weight.shape[1] % self.down.shape[2] == 0
+        )
+
+    def _one_by_one(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        """Rows are brought together by expert once, so that each expert that has any works on a view of them."""
         per_token = chosen.shape[1]
         flat = chosen.flatten()
         order = flat.argsort(stable=True)
@@ -159,7 +239,7 @@ class Experts(nn.Module):
             if count == 0:
                 continue
             stop = start + count
-            inner = self._activate(F.linear(grouped[start:stop], self.gate_up[expert]))
+            inner = self._form.activate(F.linear(grouped[start:stop], self.gate_up[expert]))
             torch.mm(inner, self.down[expert].t(), out=results[start:stop])
             start = stop
         # Back in the order of the tokens, so that a token's sum has one order: index_add_ has none on a GPU.
@@ -174,19 +254,8 @@ class LatentExperts(nn.Module):
         super().__init__()
         self.down, self.experts, self.up = down, experts, up
 
-    def forward(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
-        return cast(Tensor, self.up(self.experts(self.down(x), chosen, shares)))
-
-
-class WeighedExpert(nn.Module):
-    """A shared expert that each token takes in a share of its own, between 0 and 1 (Qwen3-Next)."""
-
-    def __init__(self, expert: MLP, gate: Linear) -> None:
-        super().__init__()
-        self.expert, self.gate = expert, gate
-
-    def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self.expert(x) * self.gate(x).sigmoid())
+    def forward(self, x: Tensor, chosen: Tensor, shares: Tensor, added: Added = NOTHING) -> Tensor:
+        return added.to(self.up(self.experts(self.down(x), chosen, shares)))
 
 
 MakeRouter = Callable[[Weights, Config, int], Router]
@@ -194,14 +263,28 @@ MakeRouter = Callable[[Weights, Config, int], Router]
 
 
 class MixtureOfExperts(nn.Module):
-    """Routed experts and, where there are any, those that every token goes to: a sum to be reduced over the ranks."""
+    """Routed experts and, where there are any, those that every token goes to: a sum to be reduced over the ranks.
+
+    With ``gate`` ``[1, hidden]`` each token takes the shared expert in a share of its own (Qwen3-Next). It is one more
+    row of the router's weight.
+    """
 
     def __init__(
-        self, router: Router, experts: Experts | LatentExperts, shared: nn.Module | None = None, *, adds: bool
+        self,
+        router: Router,
+        experts: Experts | LatentExperts,
+        shared: MLP | None = None,
+        *,
+        gate: Tensor | None = None,
+        adds: bool,
     ) -> None:
         super().__init__()
         self.router, self.experts, self.shared = router, experts, shared
+        self._gated = gate is not None
+        if gate is not None:
+            router.add_row(gate)
         self._adds = adds
+        self._alike = shared is not None and isinstance(experts, Experts) and experts.like(shared)
 
     @classmethod
     def deepseek(
@@ -223,9 +306,19 @@ class MixtureOfExperts(nn.Module):
 
     def forward(self, x: Tensor, *, norm: RMSNorm | None = None, onto: Tensor | None = None) -> Tensor:
         """``[tokens, hidden]`` to ``[tokens, hidden]``; rank 0 adds it to ``onto``."""
-        x = x if norm is None else norm(x)
-        chosen, shares = self.router(x)
-        routed = cast(Tensor, self.experts(x, chosen, shares))
-        if self.shared is not None:
-            routed.add_(self.shared(x))
-        return routed if onto is None or not self._adds else routed.add_(onto)
+        x, logits = self.router.logits(x, norm)
+        chosen, shares = self.router.choose(logits[:, : self.router.experts])
+        onto = onto if self._adds else None
+        gate = logits[:, -1] if self._gated else None
+        return cast(Tensor, self.experts(x, chosen, shares, self._added(x, onto, gate)))
+
+    def _added(self, x: Tensor, onto: Tensor | None, gate: Tensor | None) -> Added:
+        shared = self.shared
+        if shared is None:
+            return Added(onto)
+        if self._alike and usable(x):
+            from attnplug_engine.kernels.experts import ALONE
+
+            if x.shape[0] <= ALONE:
+                return Added(onto, gate=gate, every=(shared.gate_up.weight, shared.down.weight))
+        return Added(shared(x, onto=onto)) if gate is None else Added(onto, shared(x), gate)

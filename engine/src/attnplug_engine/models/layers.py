@@ -173,6 +173,7 @@ class MLP(nn.Module):
         self, weights: Weights, hidden: int, intermediate: int, *, form: MLPForm = GATED, bias: bool = False
     ) -> None:
         super().__init__()
+        self.form = form
         own = even_part(intermediate, weights.parallel, "MLP columns")
         parts = [Rows(name, intermediate, own) for name in form.inputs]
         self.gate_up = Linear.stacked(weights, parts, hidden, bias=bias)

@@ -10,9 +10,9 @@ from attnplug import LayerSpec, ModelSpec
 from attnplug.host import Config
 from attnplug_engine.models.decoder import MODEL, Attention, Block, Decoder, hidden_norm, norm_eps
 from attnplug_engine.models.delta_attention import GatedDeltaNet
-from attnplug_engine.models.experts import Experts, MixtureOfExperts, TopKRouter, WeighedExpert
+from attnplug_engine.models.experts import Experts, MixtureOfExperts, TopKRouter
 from attnplug_engine.models.grouped_attention import GroupedAttention, HeadNorms
-from attnplug_engine.models.layers import MLP, Linear, check_activation
+from attnplug_engine.models.layers import MLP, check_activation
 from attnplug_engine.models.rope import Rope
 from attnplug_engine.models.weights import Weights
 
@@ -70,6 +70,7 @@ def _experts(weights: Weights, config: Config, hidden: int, experts: int) -> Mix
     return MixtureOfExperts(
         TopKRouter(weights.at("gate"), config, experts, normalised=config.flag("norm_topk_prob")),
         Experts(weights.at("experts"), experts, hidden, config.integer("moe_intermediate_size")),
-        WeighedExpert(shared, Linear(weights.take("shared_expert_gate.weight", 1, hidden))),
+        shared,
+        gate=weights.take("shared_expert_gate.weight", 1, hidden),
         adds=weights.parallel.rank == 0,
     )

@@ -1,0 +1,408 @@
+"""The routed experts' MLPs as a few kernels, in which nothing depends on how many tokens an expert got.
+
+A *pair* is a token and one of its experts, numbered ``token * k + place``. A program has a block of pairs of one expert
+and some of the expert's columns. ``_spread`` makes the inner rows of all pairs, ``_gather`` the outer ones, and
+``_join`` the sum over a token's experts, always in the order in which they were chosen. With very few tokens each pair
+is worked on by itself: ``_spread_one`` and ``_gather_one``, which also sums, read matrices as fast as memory is.
+A pair's result does not depend on the other pairs in its block, so neither does a token's on the other tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from attnplug_engine.kernels import launch_options
+
+SCANNED = 512
+"""Up to so many pairs a program finds its block by looking through all pairs. More are sorted first."""
+_SCANS = 64, 256, SCANNED
+"""How many it looks through: few sizes, since there is a kernel for each."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What a program works on: pairs × columns, in steps of ``depth`` along the summed dimension."""
+
+    pairs: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int = 1
+
+
+@triton.jit
+def _block(
+    chosen, order, offsets, count, block, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, SCANNED: tl.constexpr,
+    BOUNDS: tl.constexpr,
+):  # fmt: skip
+    """A block's expert, its pairs ``[PAIRS]``, which of them exist, and whether there is such a block at all."""
+    row = tl.arange(0, PAIRS)
+    if SCANNED:  # there is a block for every pair, and it has work if ``PAIRS`` divides how many are before it
+        every = tl.arange(0, SCANNED)
+        expert = tl.load(chosen + block).to(tl.int64)
+        same = tl.load(chosen + every, mask=every < count, other=-1) == expert
+        before = tl.sum((same & (every < block)).to(tl.int32), 0)
+        rank = tl.cumsum(same.to(tl.int32), 0) - 1 - before
+        mine = same[None, :] & (rank[None, :] == row[:, None])
+        pairs = tl.sum(tl.where(mine, every[None, :], 0), 1)
+        exists = row < tl.sum(same.to(tl.int32), 0) - before
+        has_work = before % PAIRS == 0
+    else:
+        every = tl.arange(0, BOUNDS)
+        start = tl.load(offsets + every, mask=every < EXPERTS, other=count)
+        stop = tl.load(offsets + every + 1, mask=every < EXPERTS, other=count)
+        blocks = (stop - start + PAIRS - 1) // PAIRS
+        last = tl.cumsum(blocks, 0)
+        expert = tl.sum((last <= block).to(tl.int32), 0).to(tl.int64)
+        has_work = expert < EXPERTS
+        here = every == expert
+        place = tl.sum(tl.where(here, start + (block - last + blocks) * PAIRS, 0), 0) + row
+        exists = place < tl.sum(tl.where(here, stop, 0), 0)
+        pairs = tl.load(order + place, mask=exists, other=0)
+    return expert, pairs.to(tl.int64), exists, has_work
+
+
+@triton.jit
+def _load(at, inside, WHOLE: tl.constexpr):
+    return tl.load(at) if WHOLE else tl.load(at, mask=inside, other=0.0)
+
+
+@triton.jit
+def _activated(first, second, GATED: tl.constexpr):
+    """``silu(gate) * up``, or the square of what is positive."""
+    if GATED:
+        result = first / (1.0 + tl.exp(-first)) * second
+    else:
+        positive = tl.maximum(first, 0.0)
+        result = positive * positive
+    return result
+
+
+@triton.jit
+def _added(
+    total, token, column, exists, shared, shared_row, gate, gate_row, onto, onto_row,
+    SHARED: tl.constexpr, ONTO: tl.constexpr,
+):  # fmt: skip
+    """A token's sum, with its share of the shared expert and with what it is added to."""
+    if SHARED:
+        share = 1.0 / (1.0 + tl.exp(-tl.load(gate + token * gate_row)))
+        total += share * tl.load(shared + token * shared_row + column, mask=exists, other=0.0).to(tl.float32)
+    if ONTO:
+        total += tl.load(onto + token * onto_row + column, mask=exists, other=0.0).to(tl.float32)
+    return total
+
+
+@triton.jit(do_not_specialize=["count"])
+def _spread(
+    x, x_row, weight, inner, chosen, order, offsets, count,
+    PER_TOKEN: tl.constexpr, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, GATED: tl.constexpr,
+    PAIRS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SCANNED: tl.constexpr, BOUNDS: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """``[pairs, WIDTH]`` of ``x`` ``[tokens, HIDDEN]`` and ``weight`` ``[EXPERTS, 1 or 2 * WIDTH, HIDDEN]``."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()  # not earlier: the next kernel reads which experts were chosen before it waits
+    expert, pairs, exists, has_work = _block(
+        chosen, order, offsets, count, tl.program_id(1), EXPERTS, PAIRS, SCANNED, BOUNDS
+    )
+    if not has_work:
+        return
+    WHOLE: tl.constexpr = HIDDEN % DEPTH == 0
+    PARTS: tl.constexpr = 2 if GATED else 1
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    depth = tl.arange(0, DEPTH)
+    rows_at = x + (pairs // PER_TOKEN)[:, None] * x_row + depth[None, :]
+    first_at = weight + expert * (PARTS * WIDTH * HIDDEN)
+    first_at += tl.minimum(column, WIDTH - 1)[None, :] * HIDDEN + depth[:, None]
+    first = tl.zeros([PAIRS, COLUMNS], tl.float32)
+    second = tl.zeros([PAIRS, COLUMNS], tl.float32)
+    for start in range(0, HIDDEN, DEPTH):
+        inside = start + depth < HIDDEN
+        rows = _load(rows_at + start, inside[None, :], WHOLE)
+        first = tl.dot(rows, _load(first_at + start, inside[:, None], WHOLE), first, input_precision="ieee")
+        if GATED:
+            columns = _load(first_at + WIDTH * HIDDEN + start, inside[:, None], WHOLE)
+            second = tl.dot(rows, columns, second, input_precision="ieee")
+    result = _activated(first, second, GATED).to(inner.dtype.element_ty)
+    mask = exists[:, None] & (column < WIDTH)[None, :]
+    tl.store(inner + pairs[:, None] * WIDTH + column[None, :], result, mask=mask)
+
+
+@triton.jit
+def _inner(
+    x, weight, column, GAP: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, GATED: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
+    """Some columns of one row. ``GAP`` is how far in ``weight`` the second half is from the first."""
+    WHOLE: tl.constexpr = HIDDEN % DEPTH == 0
+    depth = tl.arange(0, DEPTH)
+    first_at = weight + tl.minimum(column, WIDTH - 1)[:, None] * HIDDEN + depth[None, :]
+    first = tl.zeros([COLUMNS, DEPTH], tl.float32)
+    second = tl.zeros([COLUMNS, DEPTH], tl.float32)
+    for start in tl.static_range(0, HIDDEN, DEPTH):
+        inside = start + depth < HIDDEN
+        columns = _load(first_at + start, inside[None, :], WHOLE).to(tl.float32)
+        if WAIT and start == 0:
+            gdc_wait()
+            gdc_launch_dependents()
+        row = _load(x + start + depth, inside, WHOLE).to(tl.float32)[None, :]
+        first += columns * row
+        if GATED:
+            second += _load(first_at + GAP + start, inside[None, :], WHOLE).to(tl.float32) * row
+    return _activated(tl.sum(first, 1), tl.sum(second, 1), GATED)
+
+
+@triton.jit
+def _spread_one(
+    x, x_row, weight, every_weight, inner, chosen,
+    PER_TOKEN: tl.constexpr, EVERY: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, GATED: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """As ``_spread``, of one pair. A token's first ``EVERY`` pairs are with experts that every token goes to: parts of
+    ``every_weight`` ``[1 or 2 * EVERY * WIDTH, HIDDEN]``, which can be read before anything is chosen."""
+    PARTS: tl.constexpr = 2 if GATED else 1
+    pair = tl.program_id(1).to(tl.int64)
+    token, place = pair // (EVERY + PER_TOKEN), pair % (EVERY + PER_TOKEN)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    at = inner + pair * WIDTH + column
+    row = x + token * x_row
+    if place < EVERY:
+        part = every_weight + place * (WIDTH * HIDDEN)
+        result = _inner(row, part, column, EVERY * WIDTH * HIDDEN, HIDDEN, WIDTH, GATED, COLUMNS, DEPTH, EARLY)
+        tl.store(at, result.to(inner.dtype.element_ty), mask=column < WIDTH)
+    else:
+        if EARLY:
+            gdc_wait()
+            gdc_launch_dependents()  # not earlier: the next kernel reads which experts were chosen before it waits
+        expert = tl.load(chosen + token * PER_TOKEN + place - EVERY).to(tl.int64)
+        part = weight + expert * (PARTS * WIDTH * HIDDEN)
+        result = _inner(row, part, column, WIDTH * HIDDEN, HIDDEN, WIDTH, GATED, COLUMNS, DEPTH, False)
+        tl.store(at, result.to(inner.dtype.element_ty), mask=column < WIDTH)
+
+
+@triton.jit(do_not_specialize=["count"])
+def _gather(
+    inner, weight, outer, chosen, order, offsets, count,
+    EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr, SCANNED: tl.constexpr, BOUNDS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """``[pairs, HIDDEN]`` of ``inner`` ``[pairs, WIDTH]`` and ``weight`` ``[EXPERTS, HIDDEN, WIDTH]``."""
+    expert, pairs, exists, has_work = _block(
+        chosen, order, offsets, count, tl.program_id(1), EXPERTS, PAIRS, SCANNED, BOUNDS
+    )
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    if not has_work:
+        return
+    WHOLE: tl.constexpr = WIDTH % DEPTH == 0
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    depth = tl.arange(0, DEPTH)
+    rows_at = inner + pairs[:, None] * WIDTH + depth[None, :]
+    columns_at = weight + expert * (HIDDEN * WIDTH)
+    columns_at += tl.minimum(column, HIDDEN - 1)[None, :] * WIDTH + depth[:, None]
+    total = tl.zeros([PAIRS, COLUMNS], tl.float32)
+    for start in range(0, WIDTH, DEPTH):
+        inside = start + depth < WIDTH
+        rows = _load(rows_at + start, inside[None, :], WHOLE)
+        total = tl.dot(rows, _load(columns_at + start, inside[:, None], WHOLE), total, input_precision="ieee")
+    mask = exists[:, None] & (column < HIDDEN)[None, :]
+    tl.store(outer + pairs[:, None] * HIDDEN + column[None, :], total.to(outer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _gather_one(
+    inner, weight, every_weight, out, chosen, shares, shared, shared_row, gate, gate_row, onto, onto_row,
+    PER_TOKEN: tl.constexpr, EVERY: tl.constexpr, GATE: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SHARED: tl.constexpr, ONTO: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """As ``_gather``, of one token's pairs, and their sum as in ``_join``. ``every_weight`` is ``[HIDDEN, EVERY *
+    WIDTH]``; with ``GATE`` its pairs have the share ``sigmoid(gate)``."""
+    WHOLE: tl.constexpr = WIDTH % DEPTH == 0
+    token = tl.program_id(1).to(tl.int64)
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    row = tl.minimum(column, HIDDEN - 1)
+    depth = tl.arange(0, DEPTH)
+    total = tl.zeros([COLUMNS, DEPTH], tl.float32)
+    for place in tl.static_range(EVERY + PER_TOKEN):
+        if place < EVERY:
+            share = 1.0 / (1.0 + tl.exp(-tl.load(gate + token * gate_row))) if GATE else 1.0
+            columns_at = every_weight + place * WIDTH + row[:, None] * (EVERY * WIDTH) + depth[None, :]
+        else:
+            pair = token * PER_TOKEN + place - EVERY
+            share = tl.load(shares + pair)
+            columns_at = weight + tl.load(chosen + pair).to(tl.int64) * (HIDDEN * WIDTH)
+            columns_at += row[:, None] * WIDTH + depth[None, :]
+        inner_at = inner + (token * (EVERY + PER_TOKEN) + place) * WIDTH + depth
+        for start in tl.static_range(0, WIDTH, DEPTH):
+            inside = start + depth < WIDTH
+            columns = _load(columns_at + start, inside[None, :], WHOLE).to(tl.float32)
+            if EARLY and place == 0 and start == 0:
+                gdc_wait()  # for the inner rows; what was chosen is older
+                gdc_launch_dependents()
+            inner_row = _load(inner_at + start, inside, WHOLE).to(tl.float32)
+            total += columns * (inner_row * share)[None, :]
+    exists = column < HIDDEN
+    total = _added(
+        tl.sum(total, 1), token, column, exists, shared, shared_row, gate, gate_row, onto, onto_row, SHARED, ONTO
+    )
+    tl.store(out + token * HIDDEN + column, total.to(out.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def _join(
+    outer, out, shares, shared, shared_row, gate, gate_row, onto, onto_row,
+    PER_TOKEN: tl.constexpr, HIDDEN: tl.constexpr, COLUMNS: tl.constexpr, SHARED: tl.constexpr, ONTO: tl.constexpr,
+    EARLY: tl.constexpr,
+):  # fmt: skip
+    """A token's sum over its experts, each in its share."""
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    exists = column < HIDDEN
+    total = tl.zeros([COLUMNS], tl.float32)
+    for place in tl.static_range(PER_TOKEN):
+        pair = token * PER_TOKEN + place
+        row = tl.load(outer + pair * HIDDEN + column, mask=exists, other=0.0).to(tl.float32)
+        total += tl.load(shares + pair) * row
+    total = _added(total, token, column, exists, shared, shared_row, gate, gate_row, onto, onto_row, SHARED, ONTO)
+    tl.store(out + token * HIDDEN + column, total.to(out.dtype.element_ty), mask=exists)
+
+
+_ONE = Tile(1, 4, 2048, 4), Tile(1, 4, 512, 4)
+_FLOAT32 = Tile(16, 32, 32, 4, 2), Tile(16, 32, 32, 4, 2)
+_BY_CROWD = (
+    (16, (Tile(16, 32, 128, 4, 4), Tile(16, 64, 128, 4, 4))),
+    (48, (Tile(32, 64, 64, 4, 4), Tile(32, 128, 64, 4, 4))),
+    (96, (Tile(64, 64, 64, 4, 4), Tile(64, 128, 64, 4, 4))),
+)
+"""Tiles of ``_spread`` and ``_gather`` up to so many pairs an expert in the mean."""
+_CROWDED = Tile(128, 128, 64, 8, 3), Tile(128, 256, 64, 8, 3)
+ALONE = 2
+"""Up to so many tokens each pair is worked on by itself."""
+
+
+def tiles(tokens: int, per_token: int, experts: int, dtype: torch.dtype) -> tuple[Tile, Tile]:
+    """How the two products are divided. It depends on shapes alone, so that one graph serves every routing."""
+    if tokens <= ALONE:
+        return _ONE
+    if dtype == torch.float32:
+        return _FLOAT32
+    crowd = tokens * per_token / experts
+    return next((pair for most, pair in _BY_CROWD if crowd <= most), _CROWDED)
+
+
+@cache
+def _room(device: torch.device) -> int:
+    """Shared memory that a program may have."""
+    if device.type != "cuda":
+        return 1 << 30
+    properties = torch.cuda.get_device_properties(device)
+    return int(properties.shared_memory_per_block_optin)  # type: ignore[attr-defined] # torch's stub leaves it out
+
+
+def _fitting(tile: Tile, parts: int, length: int, x: Tensor) -> Tile:
+    """The tile, not deeper than the sum is long, with as many stages as shared memory has room for."""
+    depth = min(tile.depth, max(triton.next_power_of_2(length), 16))
+    stage = (tile.pairs + parts * tile.columns) * depth * x.element_size()
+    return replace(tile, depth=depth, stages=max(min(tile.stages, (_room(x.device) - 2048) // stage), 1))
+
+
+def mix(
+    x: Tensor,
+    chosen: Tensor,
+    shares: Tensor,
+    gate_up: Tensor,
+    down: Tensor,
+    *,
+    gated: bool,
+    shared: Tensor | None = None,
+    gate: Tensor | None = None,
+    onto: Tensor | None = None,
+    every: tuple[Tensor, Tensor] | None = None,
+    cut: tuple[Tile, Tile] | None = None,
+    scanned: int = SCANNED,
+) -> Tensor:
+    """The sum of each token's experts in their shares: ``[tokens, hidden]``, like ``x``.
+
+    ``chosen`` and ``shares`` (float32) are ``[tokens, k]``; ``gate_up`` ``[experts, 2 * width, hidden]``, half of it
+    unless ``gated``; ``down`` ``[experts, hidden, width]``. ``shared`` ``[tokens, hidden]`` is added in the share
+    ``sigmoid(gate)``, ``gate`` ``[tokens]`` float32; ``onto`` ``[tokens, hidden]`` as it is.
+
+    ``every`` are the two matrices of a shared expert that is as wide as some routed ones. It stands in for ``shared``
+    up to ``ALONE`` tokens; without ``gate`` the share is 1.
+    """
+    (tokens, hidden), per_token = x.shape, chosen.shape[1]
+    experts, width = gate_up.shape[0], down.shape[2]
+    pairs = tokens * per_token
+    out = torch.empty(tokens, hidden, dtype=x.dtype, device=x.device)
+    if tokens == 0:
+        return out
+    shared_parts = 0 if every is None else every[1].shape[1] // width
+    inner = torch.empty(pairs + tokens * shared_parts, width, dtype=x.dtype, device=x.device)
+    spread, gather = tiles(tokens, per_token, experts, x.dtype) if cut is None else cut
+    spread, gather = _fitting(spread, 2 if gated else 1, hidden, x), _fitting(gather, 1, width, x)
+    assert every is None or spread.pairs == gather.pairs == 1, "pairs in blocks take the shared expert's result"
+    is_sorted = pairs > scanned
+    order, offsets = _sorted(chosen, experts) if is_sorted else (chosen, chosen)
+    scan = 0 if is_sorted else next(most for most in _SCANS if pairs <= most)
+    found = {"EXPERTS": experts, "SCANNED": scan, "BOUNDS": triton.next_power_of_2(experts)}
+    shape = {"HIDDEN": hidden, "WIDTH": width, **launch_options(x.device)}
+    blocks = min(pairs, pairs // spread.pairs + experts) if is_sorted else pairs
+    columns = triton.cdiv(width, spread.columns)
+    if spread.pairs == 1:
+        _spread_one[columns, pairs + tokens * shared_parts](
+            x, x.stride(0), gate_up, gate_up if every is None else every[0], inner, chosen,
+            PER_TOKEN=per_token, EVERY=shared_parts, GATED=gated, COLUMNS=spread.columns, DEPTH=spread.depth,
+            num_warps=spread.warps, **shape,
+        )  # fmt: skip
+    else:
+        _spread[columns, blocks](
+            x, x.stride(0), gate_up, inner, chosen, order, offsets, pairs,
+            PER_TOKEN=per_token, GATED=gated, PAIRS=spread.pairs, COLUMNS=spread.columns, DEPTH=spread.depth,
+            num_warps=spread.warps, num_stages=spread.stages, **found, **shape,
+        )  # fmt: skip
+    added = (
+        x if shared is None else shared, 0 if shared is None else shared.stride(0),
+        shares if gate is None else gate, 0 if gate is None else gate.stride(0),
+        x if onto is None else onto, 0 if onto is None else onto.stride(0),
+    )  # fmt: skip
+    adds = {"PER_TOKEN": per_token, "SHARED": shared is not None, "ONTO": onto is not None}
+    columns = triton.cdiv(hidden, gather.columns)
+    if gather.pairs == 1:
+        _gather_one[columns, tokens](
+            inner, down, down if every is None else every[1], out, chosen, shares, *added,
+            EVERY=shared_parts, GATE=gate is not None, COLUMNS=gather.columns, DEPTH=gather.depth,
+            num_warps=gather.warps, **adds, **shape,
+        )  # fmt: skip
+        return out
+    outer = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
+    blocks = min(pairs, pairs // gather.pairs + experts) if is_sorted else pairs
+    _gather[columns, blocks](
+        inner, down, outer, chosen, order, offsets, pairs,
+        PAIRS=gather.pairs, COLUMNS=gather.columns, DEPTH=gather.depth, num_warps=gather.warps,
+        num_stages=gather.stages, **found, **shape,
+    )  # fmt: skip
+    width_of_sum = min(1024, triton.next_power_of_2(hidden))
+    _join[tokens, triton.cdiv(hidden, width_of_sum)](
+        outer, out, shares, *added,
+        HIDDEN=hidden, COLUMNS=width_of_sum, **adds, **launch_options(x.device),
+    )  # fmt: skip
+    return out
+
+
+def _sorted(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """Pairs in the order of their experts, and where each expert's begin: ``[experts + 1]`` int32."""
+    ordered, order = chosen.flatten().sort(stable=True)
+    bounds = torch.arange(experts + 1, dtype=chosen.dtype, device=chosen.device)
+    return order, torch.searchsorted(ordered, bounds, out_int32=True)

@@ -1,0 +1,84 @@
+"""Compiles the experts' kernels for GPUs that need not be there; prints [SM, kernel, shared bytes] of all."""
+
+import json
+import os
+import sys
+import warnings
+
+os.environ.pop("TRITON_INTERPRET", None)  # read when kernels are defined, so before any import of them
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from attnplug_engine.kernels import experts, routing
+
+SHAPE = {"HIDDEN": 2048, "WIDTH": 1408}
+FOUND = {"EXPERTS": 64, "BOUNDS": 64}
+FLOATS = {"eps", "scaling"}
+SINGLE = {"shares", "logits", "gate", "bias"}
+WHOLE = {"chosen", "offsets"}
+
+
+def compiled(kernel, sm: int, constants: dict[str, object], options: dict[str, object], dtype: str = "bf16"):
+    """As the launcher would compile it: memory and strides of rows are multiples of 16."""
+
+    def kind(name: str) -> str:
+        if name in constants:
+            return "constexpr"
+        if name in FLOATS:
+            return "fp32"
+        if name.endswith("_row") or name == "count":
+            return "i32"
+        return "*fp32" if name in SINGLE else "*i32" if name in WHOLE else "*i64" if name == "order" else f"*{dtype}"
+
+    names = kernel.arg_names
+    types = {name: kind(name) for name in names}
+    source = ASTSource(
+        fn=kernel,
+        signature=types,
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={
+            (place,): [["tt.divisibility", 16]]
+            for place, name in enumerate(names)
+            if types[name].startswith("*") or name in ("x_row", "onto_row", "shared_row")
+        },
+    )
+    with warnings.catch_warnings(action="ignore"):
+        return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
+
+
+def tiled(sm: int, spread: experts.Tile, gather: experts.Tile, scanned: int, gated: bool, dtype: str = "bf16"):
+    early = {"EARLY": sm >= 90}
+    adds = {"SHARED": True, "ONTO": True}
+    for tile, names in ((spread, ("_spread", "_spread_one")), (gather, ("_gather", "_gather_one"))):
+        name = names[tile.pairs == 1]
+        constants = SHAPE | early | {"COLUMNS": tile.columns, "DEPTH": tile.depth}
+        constants |= FOUND | {"PAIRS": tile.pairs, "SCANNED": scanned} if tile.pairs > 1 else {}
+        constants |= {"PER_TOKEN": 6} if name != "_gather" else {}
+        constants |= {"GATED": gated} if tile is spread else {}
+        constants |= {"EVERY": 2} if tile.pairs == 1 else {}
+        constants |= adds | {"GATE": True} if name == "_gather_one" else {}
+        options = {"num_warps": tile.warps, "num_stages": tile.stages, "launch_pdl": sm >= 90}
+        yield name, compiled(getattr(experts, name), sm, constants, options, dtype)
+
+
+def every_kernel(sm: int):
+    early, options = {"EARLY": sm >= 90}, {"launch_pdl": sm >= 90}
+    ways = [(1, 0), (64, 256), (4096, 0)] if sm == 90 else [(1, 0), (4096, 0)]
+    for tokens, scanned in ways:
+        yield from tiled(sm, *experts.tiles(tokens, 6, 64, torch.bfloat16), scanned, gated=True)
+    if sm == 80:
+        yield from tiled(sm, *experts.tiles(64, 6, 64, torch.float32), 0, gated=False, dtype="fp32")
+    sizes = {"PER_TOKEN": 6, "HIDDEN": 2048, "COLUMNS": 1024, "SHARED": True, "ONTO": True}
+    yield "_join", compiled(experts._join, sm, sizes | early, options)
+    sizes = {"HIDDEN": 2048, "COUNT": 65, "BLOCK": 2048, "COLUMNS": 4, "NORM": True}
+    yield "_score", compiled(routing._score, sm, sizes | early, options)
+    sizes = {"EXPERTS": 256, "BLOCK": 256, "PER_TOKEN": 8, "SLOTS": 8, "SIGMOID": True, "BIAS": True}
+    sizes |= {"NORMALISED": True, "GROUP": 32, "TAKEN": 4}
+    yield "_choose", compiled(routing._choose, sm, sizes | early, options | {"num_warps": 1})
+
+
+if __name__ == "__main__":
+    json.dump([(sm, name, int(made.metadata.shared)) for sm in (80, 90) for name, made in every_kernel(sm)], sys.stdout)

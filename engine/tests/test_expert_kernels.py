@@ -1,0 +1,310 @@
+"""Routed experts as kernels: interpreted on a CPU, compiled and captured on a GPU. References are float64."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from attnplug_engine.models.architectures import load_model
+from attnplug_engine.models.experts import MixtureOfExperts
+from attnplug_engine.models.layers import RMSNorm
+from support.devices import DEVICES, nothing_waits
+
+on_every_device = pytest.mark.parametrize("device", DEVICES)
+on_a_gpu = pytest.mark.parametrize("device", DEVICES[1:])
+ALONE = (1, 32, 32, 1), (1, 32, 16, 1)
+BLOCKS = (16, 32, 32, 1, 2), (16, 32, 16, 1, 2)
+"""Tiles of both products."""
+
+
+def kernels(name: str) -> ModuleType:
+    """A module of kernels, which are interpreted where there is no GPU."""
+    pytest.importorskip("triton")
+    return import_module(f"attnplug_engine.kernels.{name}")
+
+
+@dataclass
+class Layer:
+    """Random experts and tokens; sizes that no tile divides unless told."""
+
+    gated: bool = True
+    experts: int = 5
+    hidden: int = 40
+    width: int = 24
+    dtype: torch.dtype = torch.float32
+    device: str = "cpu"
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(0)
+        parts = 2 if self.gated else 1
+        self.gate_up = self.made(self.experts, parts * self.width, self.hidden)
+        self.down = self.made(self.experts, self.hidden, self.width)
+
+    def made(self, *shape: int) -> Tensor:
+        return (torch.randn(*shape) * shape[-1] ** -0.5).to(self.device, self.dtype)
+
+    def routing(self, tokens: int, per_token: int) -> tuple[Tensor, Tensor]:
+        chosen = torch.rand(tokens, self.experts).topk(per_token, dim=-1).indices.int()
+        return chosen.to(self.device), torch.rand(tokens, per_token).to(self.device)
+
+    def wanted(self, x: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
+        """In float64, token by token."""
+        rows = []
+        for row, experts, weights in zip(x.double(), chosen.tolist(), shares.double(), strict=True):
+            total = torch.zeros_like(row)
+            for expert, weight in zip(experts, weights, strict=True):
+                inner = self.gate_up[expert].double() @ row
+                if self.gated:
+                    gate, up = inner.chunk(2)
+                    inner = gate * gate.sigmoid() * up
+                else:
+                    inner = inner.clamp(min=0) ** 2
+                total += weight * (self.down[expert].double() @ inner)
+            rows.append(total)
+        return torch.stack(rows)
+
+    def mix(self, x: Tensor, chosen: Tensor, shares: Tensor, cut=None, **options) -> Tensor:
+        experts = kernels("experts")
+        cut = cut and tuple(experts.Tile(*one) for one in cut)
+        return experts.mix(x, chosen, shares, self.gate_up, self.down, gated=self.gated, cut=cut, **options)
+
+    def close(self, got: Tensor, wanted: Tensor) -> None:
+        tolerance = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}[self.dtype]
+        assert got.dtype == self.dtype
+        assert (got.double() - wanted).abs().max() <= tolerance * wanted.abs().max()
+
+
+def cuts() -> list[dict[str, object]]:
+    """Every way to find a block and to sum: each pair alone, pairs scanned, pairs sorted, and one of each."""
+    return [
+        {"cut": ALONE},
+        {"cut": BLOCKS},
+        {"cut": BLOCKS, "scanned": 0},
+        {"cut": (ALONE[0], BLOCKS[1]), "scanned": 0},
+        {"cut": (BLOCKS[0], ALONE[1])},
+    ]
+
+
+@on_every_device
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("tokens", [1, 4])
+def test_every_cut_gives_the_sum_of_the_chosen_experts(gated, tokens, device):
+    layer = Layer(gated, device=device)
+    x, (chosen, shares) = layer.made(tokens, layer.hidden), layer.routing(tokens, 3)
+    wanted = layer.wanted(x, chosen, shares)
+    for cut in cuts():
+        layer.close(layer.mix(x, chosen, shares, **cut), wanted)
+
+
+@on_every_device
+@pytest.mark.parametrize("scanned", [512, 0])
+def test_an_expert_may_have_all_tokens_or_none(scanned, device):
+    """More than one block of the same expert, the last one not full; and experts that nobody chose before and after."""
+    layer = Layer(device=device)
+    x = layer.made(19, layer.hidden)
+    shares = torch.rand(19, 2).to(device)
+    for experts in ([1, 3], [4, 4]):
+        chosen = torch.tensor(experts, dtype=torch.int32, device=device).repeat(19, 1)
+        layer.close(layer.mix(x, chosen, shares, cut=BLOCKS, scanned=scanned), layer.wanted(x, chosen, shares))
+
+
+@on_every_device
+def test_sizes_that_tiles_divide_are_read_without_masks(device):
+    layer = Layer(hidden=32, width=32, device=device)
+    x, (chosen, shares) = layer.made(3, 32), layer.routing(3, 2)
+    for cut in (ALONE, BLOCKS):
+        layer.close(layer.mix(x, chosen, shares, cut=cut), layer.wanted(x, chosen, shares))
+
+
+@on_every_device
+def test_half_precision_is_summed_in_single(device):
+    layer = Layer(hidden=64, width=32, dtype=torch.float16, device=device)
+    x, (chosen, shares) = layer.made(2, 64), layer.routing(2, 2)
+    for cut in (ALONE, BLOCKS):
+        layer.close(layer.mix(x, chosen, shares, cut=cut), layer.wanted(x, chosen, shares))
+
+
+@on_every_device
+@pytest.mark.parametrize("cut", [ALONE, BLOCKS], ids=["alone", "blocks"])
+def test_the_shared_expert_and_the_residual_are_in_the_last_sum(cut, device):
+    """They and the gates are views in wider tensors, as the model has them."""
+    layer = Layer(device=device)
+    x, (chosen, shares) = layer.made(3, layer.hidden), layer.routing(3, 2)
+    shared, onto, gates = layer.made(3, 100)[:, :40], layer.made(3, 80)[:, 40:], layer.made(3, 6)
+    got = layer.mix(x, chosen, shares, shared=shared, gate=gates[:, -1], onto=onto, cut=cut)
+    extra = gates[:, -1:].double().sigmoid() * shared.double() + onto.double()
+    layer.close(got, layer.wanted(x, chosen, shares) + extra)
+    layer.close(layer.mix(x, chosen, shares, onto=onto, cut=cut), layer.wanted(x, chosen, shares) + onto.double())
+
+
+@on_every_device
+@pytest.mark.parametrize("gated", [True, False])
+def test_a_shared_expert_may_be_some_more_of_the_same(gated, device):
+    """Twice as wide as a routed one, taken whole or in a share."""
+    layer = Layer(gated, device=device)
+    x, (chosen, shares) = layer.made(2, layer.hidden), layer.routing(2, 2)
+    wide = layer.made((4 if gated else 2) * layer.width, layer.hidden), layer.made(layer.hidden, 2 * layer.width)
+    one = Layer(gated, experts=1, device=device)
+    one.gate_up, one.down = wide[0][None], wide[1][None]
+    shared = one.wanted(x, torch.zeros(2, 1, dtype=torch.int32), torch.ones(2, 1, device=device))
+    routed, gates = layer.wanted(x, chosen, shares), layer.made(2, 1)
+    layer.close(layer.mix(x, chosen, shares, every=wide, cut=ALONE), routed + shared)
+    got = layer.mix(x, chosen, shares, every=wide, gate=gates[:, 0], onto=x, cut=ALONE)
+    layer.close(got, routed + gates.double().sigmoid() * shared + x.double())
+
+
+@on_every_device
+@pytest.mark.parametrize("scanned", [512, 0])
+def test_a_token_has_the_same_bits_whatever_the_other_tokens_do(scanned, device):
+    """Padding of a captured batch routes anywhere, even rows of NaN."""
+    layer = Layer(device=device)
+    x, (chosen, shares) = layer.made(5, layer.hidden), layer.routing(5, 2)
+    before = layer.mix(x, chosen, shares, cut=BLOCKS, scanned=scanned)
+    x[3:] = float("nan")
+    chosen[3:] = chosen[0]
+    with np.errstate(invalid="ignore"):
+        after = layer.mix(x, chosen, shares, cut=BLOCKS, scanned=scanned)
+    assert torch.equal(after[:3], before[:3])
+
+
+def test_no_tokens_give_no_rows():
+    layer = Layer()
+    x, (chosen, shares) = layer.made(0, layer.hidden), layer.routing(0, 2)
+    assert layer.mix(x, chosen, shares).shape == (0, layer.hidden)
+
+
+@on_every_device
+@pytest.mark.parametrize("normed", [True, False])
+def test_scores_are_products_with_the_normed_row(normed, device):
+    torch.manual_seed(0)
+    x, weight, norm = (torch.randn(*shape, device=device) for shape in ((3, 72), (11, 40), (40,)))
+    x = x[:, :40]
+    got, logits = kernels("routing").score(x, weight, norm, 1e-3) if normed else kernels("routing").score(x, weight)
+    wanted = x.double()
+    if normed:
+        wanted = wanted * (wanted.square().mean(-1, keepdim=True) + 1e-3).rsqrt() * norm.double()
+    torch.testing.assert_close(got.double(), wanted, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(logits.double(), wanted @ weight.double().t(), atol=1e-4, rtol=1e-5)
+
+
+@on_every_device
+@pytest.mark.parametrize("sigmoid", [True, False])
+@pytest.mark.parametrize("groups", [None, (4, 2)])
+@pytest.mark.parametrize("normalised", [True, False])
+def test_the_choice_is_that_of_the_torch_router(sigmoid, groups, normalised, device):
+    """Logits are a view with one more column, and experts no power of two."""
+    torch.manual_seed(0)
+    logits = torch.randn(6, 13)[:, :12]
+    bias = torch.randn(12) if sigmoid else None
+    group, taken = (12 // groups[0], groups[1]) if groups else (0, 0)
+    scores = logits.double().sigmoid() if sigmoid else logits.double().softmax(-1)
+    judged = scores if bias is None else scores + bias
+    if groups:
+        inside = judged.unflatten(1, (groups[0], group))
+        best = inside.topk(2 if sigmoid else 1).values.sum(-1)
+        closed = torch.ones_like(best, dtype=torch.bool).scatter_(1, best.topk(taken).indices, False)
+        judged = judged.masked_fill(closed.repeat_interleave(group, 1), float("-inf"))
+    wanted = judged.topk(3).indices
+    shares = scores.gather(1, wanted)
+    shares = (shares / shares.sum(-1, keepdim=True) if normalised else shares) * 1.5
+    chosen, got = kernels("routing").choose(
+        logits.to(device),
+        3,
+        sigmoid=sigmoid,
+        bias=None if bias is None else bias.to(device),
+        normalised=normalised,
+        scaling=1.5,
+        group=group,
+        taken=taken,
+    )
+    assert torch.equal(chosen.long().cpu(), wanted)
+    torch.testing.assert_close(got.double().cpu(), shares, atol=1e-6, rtol=1e-5)
+
+
+@on_every_device
+def test_a_row_of_nan_chooses_experts_that_exist(device):
+    logits = torch.full((1, 5), float("nan"), device=device)
+    with np.errstate(invalid="ignore"):
+        chosen, _ = kernels("routing").choose(logits, 3, sigmoid=False, bias=None, normalised=True, scaling=1.0)
+    assert ((chosen >= 0) & (chosen < 5)).all()
+
+
+@on_every_device
+@pytest.mark.parametrize(
+    ("name", "tokens"),
+    [("deepseek_v2", 3), ("deepseek_v3", 1), ("qwen3_next", 1), ("qwen3_next", 3), ("minimax", 1), ("nemotron_h", 3)],
+)
+def test_a_model_has_the_same_experts_on_kernels(name, tokens, device, monkeypatch):
+    """On a CPU the model is made to believe that it may use them."""
+
+    def run(on: str) -> Tensor:
+        module = load_model(f"tiny:{name}", dtype=torch.float32, device=on).module
+        block = next(one for one in module.modules() if isinstance(one, MixtureOfExperts))
+        norm = next(one for one in module.modules() if isinstance(one, RMSNorm) and one.weight.shape[0] == x.shape[1])
+        return block(x.to(on), norm=norm, onto=x.to(on)).cpu()
+
+    torch.manual_seed(0)
+    x = torch.randn(tokens, 64)
+    wanted = run("cpu")
+    assert wanted.sub(x).abs().max() > 0.1
+    kernels("experts")
+    monkeypatch.setattr("attnplug_engine.models.experts.usable", lambda x: True)
+    torch.testing.assert_close(run(device), wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_every_kernel_compiles_for_gpus_that_are_not_there():
+    """Whether it is right or fast there is not said."""
+    pytest.importorskip("triton")
+    script = Path(__file__).with_name("compile_experts.py")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    compiled = json.loads(done.stdout)
+    kernels = {"_spread", "_spread_one", "_gather", "_gather_one", "_join", "_score", "_choose"}
+    assert {(sm, kernel) for sm, kernel, _ in compiled} == {(sm, kernel) for sm in (80, 90) for kernel in kernels}
+    room = {80: 163 * 1024, 90: 227 * 1024}
+    assert all(taken <= room[sm] for sm, _, taken in compiled), compiled
+
+
+@on_a_gpu
+@pytest.mark.parametrize("tokens", [1, 5, 64, 300])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_one_capture_serves_every_routing(tokens, dtype, device):
+    """Nothing waits for the GPU; replays have the bits of what is not captured."""
+    layer = Layer(experts=16, hidden=256, width=96, dtype=dtype, device=device)
+    weight = layer.made(17, layer.hidden)
+
+    def step(x: Tensor) -> Tensor:
+        logits = kernels("routing").score(x, weight)[1]
+        chosen, shares = kernels("routing").choose(
+            logits[:, :16], 4, sigmoid=True, bias=None, normalised=True, scaling=1.0
+        )
+        return layer.mix(x, chosen, shares, shared=x, gate=logits[:, 16], onto=x)
+
+    held = layer.made(tokens, layer.hidden)
+    step(held)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(held)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x = layer.made(tokens, layer.hidden) + seed * layer.made(1, layer.hidden)
+        with nothing_waits(device):
+            held.copy_(x)
+            graph.replay()
+            eager = step(x)
+        assert torch.equal(out, eager)
+        logits = x.double() @ weight.double().t()
+        scores, chosen = logits[:, :16].sigmoid().topk(4)
+        wanted = layer.wanted(x, chosen, scores / scores.sum(-1, keepdim=True))
+        layer.close(eager, wanted + x.double() * (1 + logits[:, 16:].sigmoid()))
