@@ -12,7 +12,7 @@ from torch import Tensor
 from attnplug.contract.backend import AttentionBackend, ForwardExtras, bind_optional_hook
 from attnplug.contract.batch import BatchPlan, ForwardBatch, apply_skip_attn_backend_init
 from attnplug.contract.hooks import Hook
-from attnplug.contract.linear import LinearInputs
+from attnplug.contract.linear import DeltaInputs, LinearInputs
 from attnplug.contract.plan import Plan, received_plan
 from attnplug.declare.claims import ExtendPath
 from attnplug.declare.errors import BackendError, PlanError
@@ -30,9 +30,10 @@ class ModelAttention:
     def __init__(self, backend: AttentionBackend, pools: KVPools, policy: ExtendPolicy | None = None) -> None:
         self.backend = backend
         self._mla = None if pools.mla is None else MLAAttention(backend, pools.mla, policy or ExtendPolicy())
-        self._conv = self._linear = None
+        self._conv = self._linear = self._delta = None
         if pools.linear is not None:
             self._conv, self._linear = (self._needed(hook) for hook in ("forward_conv", "forward_linear"))
+            self._delta = bind_optional_hook(backend, "forward_delta")
 
     def _needed(self, name: str) -> Hook:
         hook = bind_optional_hook(self.backend, name)
@@ -126,6 +127,16 @@ class ModelAttention:
         if self._linear is None:
             raise self._no_states(layer)
         out: Tensor = self._linear(inputs, layer, batch)
+        return out
+
+    def attend_delta(self, inputs: DeltaInputs, layer: LayerSpec, batch: ForwardBatch) -> Tensor | None:
+        """A whole layer of the delta rule: ``[tokens, heads * value_dim]``; writes its states.
+
+        ``None`` where the backend leaves it to its parts, ``convolve`` and ``attend_linear``. Nothing is done then.
+        """
+        if self._delta is None:
+            return None
+        out: Tensor | None = self._delta(inputs, layer, batch)
         return out
 
     @staticmethod
