@@ -30,8 +30,11 @@ from attnplug.host import (
 from attnplug_engine.models.architectures import LoadedModel
 from support.batches import capabilities
 from support.command import attnplug, package
+from support.triton_mode import settle_triton
 
 __all__ = ["attnplug", "package"]
+
+settle_triton()
 
 # Two test processes on two cores: one thread each is fastest.
 torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Whole layers of the delta rule on a linear backend: requests with states of their own in a poisoned pool, and float64.
+"""Whole layers of the delta rule on a linear backend: requests with states in a poisoned pool, and float64 beside it.
 
 As in ``linear_scene``, NaN is in every slot that is nobody's, and in every row of a padded request.
 """
@@ -129,7 +129,9 @@ class DeltaScene:
         )
         return padded(ForwardBatch(made), given.get("padding", 0))
 
-    def step(self, members: Sequence[int], mode: ForwardMode = ForwardMode.DECODE, new: int = 1, **given: Any) -> DeltaStep:
+    def step(
+        self, members: Sequence[int], mode: ForwardMode = ForwardMode.DECODE, new: int = 1, **given: Any
+    ) -> DeltaStep:
         """A planned batch with inputs for every layer, each a slice of one product as in a model."""
         batch = self.batch(mode, members, new, **given)
         dead = torch.ones(batch.num_tokens, dtype=torch.bool)

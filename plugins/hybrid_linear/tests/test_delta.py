@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,9 +22,7 @@ from linear_settings import INTERPRETED, ON_A_GPU, SETTINGS
 from support.batches import with_plan
 
 DECODE, EXTEND, VERIFY = ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY
-in_every_setting = pytest.mark.parametrize(
-    "setting", [setting for setting in SETTINGS if setting.id.startswith("fla")]
-)
+in_every_setting = pytest.mark.parametrize("setting", [setting for setting in SETTINGS if setting.id.startswith("fla")])
 REPLAYS = 50
 
 
@@ -72,8 +74,9 @@ def test_short_types_are_rounded_where_the_parts_round(setting) -> None:
     for members in ([4, 0], [0, PADDED]):
         steps = [scene.step(members) for scene in (whole, apart)]
         found = whole.run(steps[0])
-        wanted = [by_parts(apart, layer, inputs, steps[1]) for layer, inputs in zip(apart.layers, steps[1].inputs, strict=True)]
-        for one, other in zip(found, wanted, strict=True):
+        layers = zip(apart.layers, steps[1].inputs, found, strict=True)
+        for layer, inputs, one in layers:
+            other = by_parts(apart, layer, inputs, steps[1])
             torch.testing.assert_close(one, other, rtol=2e-3, atol=1e-5)
     for layer in whole.layers:
         for one, other in zip(whole.states(layer.layer_id), apart.states(layer.layer_id), strict=True):
@@ -189,3 +192,15 @@ def test_a_batch_of_another_backend_is_refused() -> None:
     step = other.step([0])
     with pytest.raises(PlanError):
         scene.run(step)
+
+
+def test_it_compiles_for_gpus_and_holds_a_state_in_registers() -> None:
+    """By Triton's compiler, which needs no GPU. Whether it is right or fast there is not said."""
+    script = Path(__file__).with_name("cross_compile.py")
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout)
+    assert [(sm, by_channel) for sm, by_channel, *_ in found] == [(80, False), (90, False), (90, True)]
+    for _, _, shared, _, spilled in found:
+        assert shared < 16_384, "a state that goes through shared memory is moved between threads for nothing"
+        assert spilled == 0

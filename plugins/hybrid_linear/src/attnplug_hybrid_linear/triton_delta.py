@@ -18,8 +18,12 @@ from attnplug_hybrid_linear.triton_convolution import _move_on
 
 MOST_STATE = 128 * 256
 """The largest state of a head that a program holds in registers."""
-_PER_WARP = 2048
-"""Numbers of a state for each warp: 64 registers of every thread."""
+_PER_WARP = 4096
+"""Numbers of a state for each warp, 128 registers of every thread.
+
+With more threads than channels, the compiler would repeat the loads of channels in every thread that needs one, and
+spill.
+"""
 
 
 @triton.jit

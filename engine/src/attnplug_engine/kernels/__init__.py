@@ -1,0 +1,36 @@
+"""Kernels for what a model does between its attention layers. Their torch twins are where they are called.
+
+The modules in here import Triton, so they are imported only after ``usable`` said yes. On SM 90 and newer all kernels
+are launched with programmatic dependent launch: a kernel starts while the one before it still runs, loads what does
+not depend on that one (its weights), and then waits for its results. Each waits before its first store, so memory that
+an earlier kernel reads is never written too early.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+
+def usable(x: Tensor) -> bool:
+    """Whether the kernels can work on ``x``: it is on a GPU, and Triton is installed."""
+    return x.is_cuda and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+@cache
+def starts_early(device: torch.device) -> bool:
+    """Whether kernels on ``device`` are launched while the one before still runs. Triton for AMD refuses to."""
+    return device.type == "cuda" and torch.version.hip is None and torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+def launch_options(device: torch.device) -> dict[str, bool]:
+    """What every launch is given beside its own arguments."""
+    return {"EARLY": True, "launch_pdl": True} if starts_early(device) else {"EARLY": False}
