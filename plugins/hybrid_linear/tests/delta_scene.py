@@ -195,6 +195,7 @@ class DeltaScene:
         one = slice(row, row + 1)
         mixed, conv = linear_float64.convolution(inputs.rows[one], weights.conv, None, True, conv)
         keys = dims.key_heads * dims.key_dim
+        mixed = self._rounded(mixed)
         q, k, v = np.split(mixed, (keys, 2 * keys), axis=1)
         decay = weights.rate.double().cpu() * torch.log1p(
             (inputs.decay[one].double() + weights.bias.double()).cpu().exp()
@@ -204,11 +205,16 @@ class DeltaScene:
             torch.from_numpy(k).unflatten(1, (-1, dims.key_dim)),
             torch.from_numpy(v).unflatten(1, (-1, dims.value_dim)),
             decay,
-            inputs.beta[one].double().sigmoid().cpu(),
+            torch.from_numpy(self._rounded(inputs.beta[one].double().sigmoid().cpu().numpy())),
             normalize=True,
         )
         out, recurrent = linear_float64.recurrence(parts, recurrent, layer.scale)
+        out = self._rounded(out)
         normed = out / np.sqrt((out * out).mean(-1, keepdims=True) + weights.eps) * weights.norm.double().cpu().numpy()
         gate = inputs.gate[one].double().cpu().numpy()
         opened = (gate if weights.silu else 1.0) / (1 + np.exp(-gate))
         return (normed * opened).reshape(1, -1), (conv, recurrent)
+
+    def _rounded(self, values: Array) -> Array:
+        """To the model's type and back, where ``DeltaInputs`` says so."""
+        return torch.from_numpy(values).to(self.dtype).double().numpy()

@@ -17,21 +17,13 @@ from torch import Tensor
 from attnplug import AttentionKind, DeltaInputs, DType, ForwardMode, LayerSpec, LinearInputs, PlanError
 from attnplug.host import LinearDims
 from delta_scene import EPS, DeltaScene, DeltaStep
-from linear_scene import PADDED, same_bits
+from linear_scene import PADDED, random_members, same_bits
 from linear_settings import INTERPRETED, ON_A_GPU, SETTINGS
 from support.batches import with_plan
 
 DECODE, EXTEND, VERIFY = ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY
 in_every_setting = pytest.mark.parametrize("setting", [setting for setting in SETTINGS if setting.id.startswith("fla")])
 REPLAYS = 50
-
-
-def random_members(drawn: random.Random, requests: int, size: int) -> list[int]:
-    """Some of the requests in any order, padded anywhere."""
-    live = drawn.sample(range(requests), drawn.randint(0, min(size, requests)))
-    members = live + [PADDED] * (size - len(live))
-    drawn.shuffle(members)
-    return members
 
 
 @in_every_setting
