@@ -109,6 +109,22 @@ def test_a_convolution_gives_the_backend_all_that_it_was_given():
     assert list(given.values()) == ["x", "weight", "bias", linear_layer(), "batch", False]
 
 
+def test_a_whole_delta_layer_gives_the_backend_all_that_it_was_given():
+    pool = LinearStatePool([linear_layer()], num_slots=1, dtype=DType.FLOAT32, device="cpu")
+    facade = ModelAttention(Recorder("a"), KVPools(linear=pool))
+    facade.attend_delta("inputs", linear_layer(), "batch")
+    (given,) = facade.backend.given("forward_delta")
+    assert list(given.values()) == ["inputs", linear_layer(), "batch"]
+
+
+def test_a_backend_without_whole_delta_layers_leaves_them_to_the_parts():
+    """A8"""
+    pool = LinearStatePool([linear_layer()], num_slots=1, dtype=DType.FLOAT32, device="cpu")
+    backend = Recorder("a")
+    backend.forward_delta = None
+    assert ModelAttention(backend, KVPools(linear=pool)).attend_delta("inputs", linear_layer(), "batch") is None
+
+
 def test_outside_of_a_run_there_is_an_error_that_says_what_to_do():
     """B6"""
     with pytest.raises(BackendError, match=r"with attention.running\(\)"):

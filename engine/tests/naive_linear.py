@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from attnplug import BackendId, Claims, ForwardBatch, LayerSpec, LinearInputs, Plan
+from attnplug import BackendId, Claims, DeltaInputs, ForwardBatch, LayerSpec, LinearInputs, Plan
 from attnplug.host import LinearStatePool
 
 
@@ -65,3 +65,33 @@ class NaiveLinearBackend:
             for _ in range(count):
                 yield slot, row
                 row += 1
+
+
+class WholeDeltaBackend(NaiveLinearBackend):
+    """One that also runs decodes of a whole layer of the delta rule, as ``DeltaInputs``' equations read."""
+
+    def __init__(self, pool: LinearStatePool) -> None:
+        super().__init__(pool)
+        self.whole = 0
+
+    def forward_delta(self, inputs: DeltaInputs, layer: LayerSpec, batch: ForwardBatch) -> Tensor | None:
+        if not batch.forward_mode.is_decode:
+            return None
+        self.whole += 1
+        dims, weights = layer.linear, inputs.weights
+        keys = dims.key_heads * dims.key_dim
+        mixed = self.forward_conv(inputs.rows, weights.conv, None, layer, batch, True)
+        q, k, v = mixed.split((keys, keys, dims.heads * dims.value_dim), dim=1)
+        log_decay = weights.rate * torch.log1p((inputs.decay.float() + weights.bias).exp())
+        parts = LinearInputs(
+            q.unflatten(1, (-1, dims.key_dim)),
+            k.unflatten(1, (-1, dims.key_dim)),
+            v.unflatten(1, (-1, dims.value_dim)),
+            log_decay,
+            1 / (1 + (-inputs.beta).exp()),
+            normalize=True,
+        )
+        out = self.forward_linear(parts, layer, batch)
+        out = out / (out.square().mean(-1, keepdim=True) + weights.eps).sqrt() * weights.norm
+        opened = 1 / (1 + (-inputs.gate).exp())
+        return (out * opened * (inputs.gate if weights.silu else 1)).flatten(1)

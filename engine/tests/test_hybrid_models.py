@@ -10,6 +10,7 @@ import json
 
 import pytest
 import torch
+from naive_linear import WholeDeltaBackend
 from ring_reference import ring_logits
 from safetensors.torch import load_file, save_file
 from thread_ranks import Threads, in_ranks
@@ -113,6 +114,18 @@ def test_logits_equal_those_of_transformers(case, make_oracle, make_stage, promp
     model_type, changes = MODELS[case]
     oracle = make_oracle(model_type, **changes)
     found = make_stage(loaded_from(oracle), len(prompts)).run(prompts, DECODED)
+    for tokens, logits in zip(prompts, found, strict=True):
+        assert_equal(logits, oracle.logits(tokens))
+
+
+@pytest.mark.parametrize("name", ["kimi_linear", "qwen3_next", "qwen3_5_text"])
+def test_a_backend_may_run_a_whole_layer_of_the_delta_rule(name, make_oracle, make_stage, prompts):
+    """Decodes at once and extends by parts, over the same states."""
+    oracle = make_oracle(name)
+    loaded, made = loaded_from(oracle), []
+    stage = make_stage(loaded, len(prompts), lambda pool: made.append(WholeDeltaBackend(pool)) or made[0])
+    found = stage.run(prompts, DECODED)
+    assert made[0].whole == DECODED * len(loaded.spec.linear_layers)
     for tokens, logits in zip(prompts, found, strict=True):
         assert_equal(logits, oracle.logits(tokens))
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from attnplug.contract.context import BackendContext as BackendContext
     from attnplug.contract.context import Serving as Serving
     from attnplug.contract.geometry import Geometry as Geometry
+    from attnplug.contract.linear import DeltaInputs as DeltaInputs
+    from attnplug.contract.linear import DeltaWeights as DeltaWeights
     from attnplug.contract.linear import LinearInputs as LinearInputs
     from attnplug.contract.mode import ForwardMode as ForwardMode
     from attnplug.contract.plan import BackendId as BackendId
@@ -78,7 +80,7 @@ _MODULES = {
     "contract.batch": ("ForwardBatch",),
     "contract.context": ("BackendContext", "Serving"),
     "contract.geometry": ("Geometry",),
-    "contract.linear": ("LinearInputs",),
+    "contract.linear": ("DeltaInputs", "DeltaWeights", "LinearInputs"),
     "contract.mode": ("ForwardMode",),
     "contract.plan": ("BackendId", "Plan"),
     "contract.ragged": ("RaggedCall",),

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
+from random import Random
 from typing import Any
 
 import torch
@@ -254,6 +255,14 @@ class LinearScene:
     def bits(self) -> list[Tensor]:
         """The same as it lies in memory, NaN and all."""
         return [states.view(torch.uint8) for states in self.states()]
+
+
+def random_members(drawn: Random, requests: int, size: int) -> list[int]:
+    """Some of the requests in any order, padded anywhere."""
+    live = drawn.sample(range(requests), drawn.randint(0, min(size, requests)))
+    members = live + [PADDED] * (size - len(live))
+    drawn.shuffle(members)
+    return members
 
 
 def same_bits(before: list[Tensor], after: list[Tensor]) -> bool:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
 
 from attnplug import ForwardMode, LinearInputs, PlanError
-from linear_scene import PADDED, LinearScene, Step, same_bits
-from linear_settings import SETTINGS
+from linear_scene import PADDED, LinearScene, Step, random_members, same_bits
+from linear_settings import ON_A_GPU, SETTINGS
 from support.batches import with_plan
 
 DECODE, VERIFY = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
@@ -92,6 +93,23 @@ def test_one_capture_serves_whoever_comes(setting) -> None:
     for members in ([4, 0, 2], [1, PADDED, 3], [2, 4, PADDED], [PADDED] * 3):
         scene.check(capture.replay(members), setting.tolerance)
     scene.check_states(setting.state_tolerance)
+
+
+@pytest.mark.parametrize("setting", [setting for setting in ON_A_GPU if setting.id.startswith("fla")])
+def test_fifty_random_batches_equal_eager_steps_and_float64(setting) -> None:
+    """A7, B5: any requests with any padding; outputs and states are an eager step's to the bit."""
+    scene, eager, drawn = setting.scene(7), setting.scene(7), Random(2)
+    scene.backend.init_cuda_graph_state(4, 16)
+    capture = Capture(scene, DECODE, 4, 1)
+    eager.random.set_state(scene.random.get_state())
+    for _ in range(50):
+        members = random_members(drawn, 7, 4)
+        step, other = capture.replay(members), eager.run(DECODE, members, [1] * 4)
+        scene.check(step, setting.tolerance)
+        for found, wanted in ((step.out, other.out), (step.conv_out, other.conv_out)):
+            assert all(torch.equal(found[layer_id], wanted[layer_id]) for layer_id in wanted)
+    scene.check_states(setting.state_tolerance)
+    assert same_bits(scene.bits(), eager.bits())
 
 
 @in_every_graph_setting

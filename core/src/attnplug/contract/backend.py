@@ -11,7 +11,7 @@ from torch import Tensor
 
 from attnplug.contract.batch import ForwardBatch
 from attnplug.contract.hooks import Hook, bind_hook
-from attnplug.contract.linear import LinearInputs
+from attnplug.contract.linear import DeltaInputs, LinearInputs
 from attnplug.contract.plan import BackendId, Plan
 from attnplug.contract.ragged import RaggedCall
 from attnplug.declare.claims import Claims
@@ -164,6 +164,19 @@ class LinearHooks(Protocol):
         ...
 
 
+class DeltaDecoding(Protocol):
+    """Optional: a whole layer of the delta rule at once, where that is faster than its parts. Absent means never."""
+
+    def forward_delta(self, inputs: DeltaInputs, layer: LayerSpec, batch: ForwardBatch) -> Tensor | None:
+        """Convolution, gates, recurrence and gated norm, with both states updated.
+
+        Returns ``[tokens, heads * value_dim]`` in the type of the rows, zero for padding rows; or ``None``, with
+        nothing done, for a batch that the caller runs by its parts: ``forward_conv``, ``forward_linear``, and the gates
+        by itself.
+        """
+        ...
+
+
 class GraphPlanning(Protocol):
     """Optional: planning around a captured CUDA graph. Needed exactly when ``claims.cuda_graph`` is above NEVER."""
 
@@ -209,7 +222,7 @@ def protocol_methods() -> dict[str, inspect.Signature]:
 @cache
 def hook_signatures() -> dict[str, inspect.Signature]:
     """Every optional hook with its signature, ``self`` left out."""
-    protocols = (ChunkPlanning, RaggedAttention, LinearHooks, GraphPlanning)
+    protocols = (ChunkPlanning, RaggedAttention, LinearHooks, DeltaDecoding, GraphPlanning)
     return {name: signature for protocol in protocols for name, signature in methods(protocol).items()}
 
 

@@ -31,3 +31,42 @@ class LinearInputs:
     log_decay: Tensor
     beta: Tensor | None = None
     normalize: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeltaWeights:
+    """What a whole layer of the delta rule has between its projections.
+
+    ``conv`` ``[conv_channels, conv_width]``; ``rate``, negative, ``[heads]`` or ``[heads, 1]``; ``bias`` ``[heads]`` or
+    ``[heads, key_dim]``; ``norm`` ``[value_dim]``. All but ``conv`` are float32. The output's gate goes through SiLU if
+    ``silu``, and through a sigmoid otherwise.
+    """
+
+    conv: Tensor
+    rate: Tensor
+    bias: Tensor
+    norm: Tensor
+    eps: float
+    silu: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DeltaInputs:
+    """A whole layer of the delta rule, from the rows of its input projections to those of its output projection.
+
+    ``rows`` ``[tokens, conv_channels]`` are q, k and v one after the other, before their convolution. ``decay``
+    ``[tokens, heads]`` or ``[tokens, heads, key_dim]``, ``beta`` ``[tokens, heads]`` and ``gate`` ``[tokens, heads,
+    value_dim]`` are as projected too. With the layer's weights, in float32::
+
+        q, k, v = silu(convolution(rows))                  rounded to the type of the rows
+        log_decay = rate * softplus(decay + bias)
+        beta = sigmoid(beta)                               rounded to the type of the rows
+        out = recurrence(q, k, v, log_decay, beta)         as ``LinearInputs`` with ``normalize``; rounded too
+        out = rms_norm(out, eps) * norm * activation(gate)
+    """
+
+    rows: Tensor
+    decay: Tensor
+    beta: Tensor
+    gate: Tensor
+    weights: DeltaWeights

@@ -18,7 +18,7 @@ from attnplug.contract.backend import (
 )
 from attnplug.contract.batch import BatchPlan, ForwardBatch, apply_skip_attn_backend_init
 from attnplug.contract.hooks import Hook
-from attnplug.contract.linear import LinearInputs
+from attnplug.contract.linear import DeltaInputs, LinearInputs
 from attnplug.contract.plan import Plan, received_plan
 from attnplug.declare.claims import ExtendPath
 from attnplug.declare.errors import BackendError, PlanError
@@ -38,9 +38,10 @@ class ModelAttention:
         self.backend = backend
         self._mla = None if pools.mla is None else MLAAttention(backend, pools.mla, policy or ExtendPolicy())
         self._graph_hooks = {name: bind_optional_hook(backend, name) for name in methods(GraphPlanning)}
-        self._conv = self._linear = None
+        self._conv = self._linear = self._delta = None
         if pools.linear is not None:
             self._conv, self._linear = (self._needed(hook) for hook in ("forward_conv", "forward_linear"))
+            self._delta = bind_optional_hook(backend, "forward_delta")
 
     def _needed(self, name: str) -> Hook:
         hook = bind_optional_hook(self.backend, name)
@@ -171,6 +172,16 @@ class ModelAttention:
         if self._linear is None:
             raise self._no_states(layer)
         out: Tensor = self._linear(inputs, layer, batch)
+        return out
+
+    def attend_delta(self, inputs: DeltaInputs, layer: LayerSpec, batch: ForwardBatch) -> Tensor | None:
+        """A whole layer of the delta rule: ``[tokens, heads * value_dim]``; writes its states.
+
+        ``None`` where the backend leaves it to its parts, ``convolve`` and ``attend_linear``. Nothing is done then.
+        """
+        if self._delta is None:
+            return None
+        out: Tensor | None = self._delta(inputs, layer, batch)
         return out
 
     @staticmethod

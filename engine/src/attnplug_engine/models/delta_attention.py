@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-from torch import Tensor
-from torch.nn import functional as F
+from torch import Tensor, nn
 
-from attnplug import ForwardBatch, LayerSpec, LinearInputs
+from attnplug import DeltaInputs, DeltaWeights, ForwardBatch, LayerSpec, LinearInputs
 from attnplug.host import active_attention
 from attnplug_engine.models.decoder import Attention
 from attnplug_engine.models.layers import Linear, RMSNorm
@@ -22,6 +21,39 @@ from attnplug_engine.models.linear_attention import (
 from attnplug_engine.models.rope import Rotation
 from attnplug_engine.models.weights import Rows, Weights
 from attnplug_engine.parallel import length, scaled
+
+
+class DeltaRule(nn.Module):
+    """What a layer of the delta rule does between its projections: convolution, gates, recurrence and gated norm.
+
+    A backend that can run all of it at once does so. Otherwise it is run by its parts.
+    """
+
+    def __init__(self, part: LinearPart, conv: ShortConvolution, decay: DecayGate, norm: GatedHeadNorm) -> None:
+        super().__init__()
+        self.conv, self.decay, self.norm = conv, decay, norm
+        self._part = part
+        self._weights = DeltaWeights(conv.weight, decay.rate, decay.dt_bias, norm.weight, norm.eps, norm.silu)
+
+    def forward(self, rows: Tensor, decay: Tensor, beta: Tensor, gate: Tensor, batch: ForwardBatch) -> Tensor:
+        """As projected: rows ``[tokens, q | k | v]``, decay ``[tokens, heads]`` or ``[tokens, heads, key_dim]``, beta
+        ``[tokens, heads]``, gate ``[tokens, heads * value_dim]``. Returns the shape of the gate."""
+        part, dims, attention = self._part, self._part.dims, active_attention()
+        gate = gate.unflatten(1, (-1, dims.value_dim))
+        whole = attention.attend_delta(DeltaInputs(rows, decay, beta, gate, self._weights), part.layer, batch)
+        if whole is not None:
+            return whole
+        q, k, v = self.conv(rows, batch).split((part.key_width, part.key_width, part.value_width), dim=1)
+        log_decay, strength = self.decay(decay, beta)
+        inputs = LinearInputs(
+            q.unflatten(1, (-1, dims.key_dim)),
+            k.unflatten(1, (-1, dims.key_dim)),
+            v.unflatten(1, (-1, dims.value_dim)),
+            log_decay=log_decay,
+            beta=strength,
+            normalize=True,
+        )
+        return cast(Tensor, self.norm(attention.attend_linear(inputs, part.layer, batch), gate))
 
 
 class GatedDeltaNet(Attention):
@@ -40,12 +72,12 @@ class GatedDeltaNet(Attention):
         self.layer = part.layer
         projections = _grouped_rows(part, layer) if grouped else _plain_rows(part, layer)
         self.down = Linear.stacked(weights, projections, hidden)
-        self.conv = ShortConvolution(weights, _channels(part, layer, "conv1d"), self.layer)
-        self.decay = DecayGate(
+        conv = ShortConvolution(weights, _channels(part, layer, "conv1d"), self.layer)
+        decay = DecayGate(
             weights.take("A_log", dims.heads, rows=part.heads, exact=True),
             weights.take("dt_bias", dims.heads, rows=part.heads, exact=True),
         )
-        self.norm = GatedHeadNorm(weights.at("norm"), dims.value_dim, eps, F.silu)
+        self.rule = DeltaRule(part, conv, decay, GatedHeadNorm(weights.at("norm"), dims.value_dim, eps, silu=True))
         own = scaled(part.heads, dims.value_dim)
         self.out = Linear.row_parallel(weights.at("out_proj"), dims.heads * dims.value_dim, hidden, own)
 
@@ -59,19 +91,9 @@ class GatedDeltaNet(Attention):
         onto: Tensor | None = None,
     ) -> Tensor:
         part, dims = self._part, self._part.dims
-        channels = dims.conv_channels
-        qkv, z, b, a = self.down(hidden, norm=norm).split((channels, part.value_width, dims.heads, dims.heads), dim=1)
-        q, k, v = self.conv(qkv, batch).split((part.key_width, part.key_width, part.value_width), dim=1)
-        inputs = LinearInputs(
-            q.unflatten(1, (-1, dims.key_dim)),
-            k.unflatten(1, (-1, dims.key_dim)),
-            v.unflatten(1, (-1, dims.value_dim)),
-            log_decay=self.decay(a),
-            beta=b.sigmoid(),
-            normalize=True,
-        )
-        attended = active_attention().attend_linear(inputs, self.layer, batch)
-        return cast(Tensor, self.out(self.norm(attended, z.unflatten(1, (-1, dims.value_dim))), onto=onto))
+        widths = (dims.conv_channels, part.value_width, dims.heads, dims.heads)
+        qkv, z, b, a = self.down(hidden, norm=norm).split(widths, dim=1)
+        return cast(Tensor, self.out(self.rule(qkv, a, b, z, batch), onto=onto))
 
 
 class KimiDeltaAttention(Attention):
@@ -94,13 +116,13 @@ class KimiDeltaAttention(Attention):
         projections += [Rows(name, width, slice(0, width)) for name in ("f_a_proj", "g_a_proj")]
         self.down = Linear.stacked(weights, projections, hidden)
         convolutions = [Rows(name, total, own) for name in ("q_conv1d", "k_conv1d", "v_conv1d")]
-        self.conv = ShortConvolution(weights, convolutions, self.layer)
+        conv = ShortConvolution(weights, convolutions, self.layer)
         self.decay_up = Linear.stacked(weights, [Rows("f_b_proj", total, own)], width)
         self.gate_up = Linear.stacked(weights, [Rows("g_b_proj", total, own)], width)
         a_log = weights.take("A_log", 1, 1, dims.heads, 1, exact=True)[0, 0, part.heads]
         dt_bias = weights.take("dt_bias", total, rows=own, exact=True)
-        self.decay = DecayGate(a_log, dt_bias.unflatten(0, (-1, width)))
-        self.norm = GatedHeadNorm(weights.at("o_norm"), width, eps, torch.sigmoid)
+        decay = DecayGate(a_log, dt_bias.unflatten(0, (-1, width)))
+        self.rule = DeltaRule(part, conv, decay, GatedHeadNorm(weights.at("o_norm"), width, eps, silu=False))
         self.out = Linear.row_parallel(weights.at("o_proj"), total, hidden, own)
 
     def forward(
@@ -114,17 +136,8 @@ class KimiDeltaAttention(Attention):
     ) -> Tensor:
         dims, width = self._part.dims, self._part.dims.key_dim
         qkv, b, f, g = self.down(hidden, norm=norm).split((dims.conv_channels, dims.heads, width, width), dim=1)
-        q, k, v = self.conv(qkv, batch).unflatten(1, (3, dims.heads, width)).unbind(1)
-        inputs = LinearInputs(
-            q,
-            k,
-            v,
-            log_decay=self.decay(self.decay_up(f).unflatten(1, (-1, width))),
-            beta=b.sigmoid(),
-            normalize=True,
-        )
-        attended = active_attention().attend_linear(inputs, self.layer, batch)
-        return cast(Tensor, self.out(self.norm(attended, self.gate_up(g).unflatten(1, (-1, width))), onto=onto))
+        decay = self.decay_up(f).unflatten(1, (-1, width))
+        return cast(Tensor, self.out(self.rule(qkv, decay, b, self.gate_up(g), batch), onto=onto))
 
 
 def _channels(part: LinearPart, layer: LayerSpec, name: str) -> list[Rows]:

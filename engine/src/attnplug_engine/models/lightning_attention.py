@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from attnplug import ForwardBatch, LayerSpec, LinearInputs
 from attnplug.host import active_attention
 from attnplug_engine.models.decoder import EPS, Attention
-from attnplug_engine.models.layers import ColumnNorm, Linear, RMSNorm, frozen
-from attnplug_engine.models.linear_attention import linear_part
+from attnplug_engine.models.layers import Linear, RMSNorm, frozen
+from attnplug_engine.models.linear_attention import GatedColumnNorm, linear_part
 from attnplug_engine.models.rope import Rotation
 from attnplug_engine.models.weights import Rows, Weights
 from attnplug_engine.parallel import length, scaled
@@ -54,7 +54,7 @@ class LightningAttention(Attention):
         slopes = geometric_slopes(heads) * factor
         self.log_decay = frozen(-slopes[part.heads].to(weights.device))
         # The class's own epsilon, not the config's, as in transformers.
-        self.norm = ColumnNorm(weights.at("norm"), heads * width, EPS, own)
+        self.norm = GatedColumnNorm(weights.at("norm"), heads * width, EPS, own)
         self.out = Linear.row_parallel(weights.at("out_proj"), heads * width, hidden, own)
 
     def forward(
@@ -70,14 +70,14 @@ class LightningAttention(Attention):
         qkv, gate = self.down(hidden, norm=norm).split((3 * heads * width, heads * width), dim=1)
         q, k, v = F.silu(qkv).unflatten(1, (3, heads, width)).unbind(1)
         attended = active_attention().attend_linear(LinearInputs(q, k, v, self.log_decay), self.layer, batch)
-        gated = self.norm(attended.flatten(1)) * gate.float().sigmoid()
-        return cast(Tensor, self.out(gated.to(hidden.dtype), onto=onto))
+        return cast(Tensor, self.out(self.norm.gated(attended.flatten(1), gate), onto=onto))
 
 
 class RotaryLightningAttention(Attention):
     """Ring's: rotary positions on part of each head, after norms of its own where ``use_qk_norm`` says so; scaled.
 
-    The stored projection has all queries, then all keys, then all values. The output is normed in groups of heads.
+    The stored projection has all queries, then all keys, then all values. Here the gates of the output follow. The
+    output is normed in groups of heads.
     """
 
     def __init__(
@@ -104,14 +104,14 @@ class RotaryLightningAttention(Attention):
             Rows("query_key_value", 3 * total, slice(start + own.start, start + own.stop))
             for start in (0, total, 2 * total)
         ]
-        self.qkv = Linear.stacked(weights, qkv, hidden, bias=qkv_bias)
-        self.gate = Linear.stacked(weights, [Rows("g_proj", total, own)], hidden)
+        bias = F.pad(weights.stack("bias", qkv), (0, length(own))) if qkv_bias else None  # the gate has none
+        self.down = Linear(weights.stack("weight", [*qkv, Rows("g_proj", total, own)], hidden), bias)
         self.q_norm = RMSNorm(weights.at("query_layernorm"), width, eps) if head_norms else None
         self.k_norm = RMSNorm(weights.at("key_layernorm"), width, eps) if head_norms else None
         self._silu = silu
         slopes = alibi_slopes(heads) * (1 - layer.layer_id / max(layers - 1, 1) + 1e-5)
         self.log_decay = frozen(-slopes[part.heads].to(weights.device))
-        self.norm = ColumnNorm(weights.at("g_norm"), total, eps, own, groups=norm_groups)
+        self.norm = GatedColumnNorm(weights.at("g_norm"), total, eps, own, groups=norm_groups)
         self.out = Linear.row_parallel(weights.at("dense"), total, hidden, own, bias=out_bias)
 
     def forward(
@@ -123,13 +123,12 @@ class RotaryLightningAttention(Attention):
         norm: RMSNorm | None = None,
         onto: Tensor | None = None,
     ) -> Tensor:
-        hidden = hidden if norm is None else norm(hidden)
-        qkv = self.qkv(hidden)
+        heads, width = self.layer.num_heads, self.layer.head_dim
+        qkv, gate = self.down(hidden, norm=norm).split((3 * heads * width, heads * width), dim=1)
         qkv = F.silu(qkv) if self._silu else qkv
-        q, k, v = qkv.unflatten(1, (3, self.layer.num_heads, self.layer.head_dim)).unbind(1)
+        q, k, v = qkv.unflatten(1, (3, heads, width)).unbind(1)
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         inputs = LinearInputs(rotation.apply(q), rotation.apply(k), v, self.log_decay)
-        attended = self.norm(active_attention().attend_linear(inputs, self.layer, batch).flatten(1))
-        gated = attended * self.gate(hidden).float().sigmoid()
-        return cast(Tensor, self.out(gated.to(hidden.dtype), onto=onto))
+        attended = active_attention().attend_linear(inputs, self.layer, batch).flatten(1)
+        return cast(Tensor, self.out(self.norm.gated(attended, gate), onto=onto))

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnplug import ForwardBatch, LayerSpec
 from attnplug.host import LinearDims, active_attention
-from attnplug_engine.models.layers import frozen
+from attnplug_engine import kernels
+from attnplug_engine.models.layers import ColumnNorm, frozen
 from attnplug_engine.models.weights import Rows, Weights
 from attnplug_engine.parallel import TensorParallel, even_part, kv_head_part
 
@@ -69,18 +71,49 @@ class ShortConvolution(nn.Module):
 
 
 class GatedHeadNorm(nn.Module):
-    """A norm of each head's output, which is then scaled by its gate's activation; float32 inside."""
+    """A norm of each head's output, which is then scaled by its gate's SiLU, or sigmoid; float32 inside."""
 
-    def __init__(self, weights: Weights, width: int, eps: float, activation: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, weights: Weights, width: int, eps: float, *, silu: bool) -> None:
         super().__init__()
         self.weight = frozen(weights.take("weight", width, exact=True))
-        self._eps = eps
-        self._activation = activation
+        self.eps, self.silu = eps, silu
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
         """``x`` and ``gate`` ``[tokens, heads, width]`` to ``[tokens, heads * width]`` in the type of ``x``."""
-        normed = F.rms_norm(x.float(), self.weight.shape, self.weight, self._eps)
-        return (normed * self._activation(gate.float())).to(x.dtype).flatten(1)
+        if kernels.usable(x):
+            from attnplug_engine.kernels.linear_gates import gated_norm
+
+            heads = x.shape[1]
+            return gated_norm(x.flatten(1), gate.flatten(1), self.weight, self.eps, groups=heads, silu=self.silu)
+        normed = F.rms_norm(x.float(), self.weight.shape, self.weight, self.eps)
+        return (normed * opened(gate, silu=self.silu)).to(x.dtype).flatten(1)
+
+
+class GatedColumnNorm(ColumnNorm):
+    """A norm over columns that the ranks share, and a gate for each column, before the norm or after it."""
+
+    def gated(self, x: Tensor, gate: Tensor) -> Tensor:
+        """``norm(x) * sigmoid(gate)`` of ``[tokens, own columns]``, in the type of ``x``."""
+        if self._parallel is None and kernels.usable(x):
+            from attnplug_engine.kernels.linear_gates import gated_norm
+
+            return gated_norm(x, gate, self.weight, self._eps, groups=self._groups, silu=False)
+        return cast(Tensor, (self(x) * opened(gate, silu=False)).to(x.dtype))
+
+    def after_gate(self, x: Tensor, gate: Tensor, skip: Tensor, skipped: Tensor) -> Tensor:
+        """``norm((x + skip * skipped) * silu(gate))`` of ``[tokens, own columns]``; ``skip`` is one number per head."""
+        if self._parallel is None and kernels.usable(x):
+            from attnplug_engine.kernels.linear_gates import gated_norm
+
+            skips, groups = (skip, skipped), self._groups
+            return gated_norm(x, gate, self.weight, self._eps, groups=groups, silu=True, gate_first=True, skip=skips)
+        heads = skip.shape[0]
+        summed = x.unflatten(1, (heads, -1)) + skip.unsqueeze(-1) * skipped.unflatten(1, (heads, -1))
+        return cast(Tensor, self(summed.flatten(1) * opened(gate, silu=True)).to(x.dtype))
+
+
+def opened(gate: Tensor, *, silu: bool) -> Tensor:
+    return F.silu(gate.float()) if silu else gate.float().sigmoid()
 
 
 class DecayGate(nn.Module):
@@ -89,8 +122,12 @@ class DecayGate(nn.Module):
     def __init__(self, a_log: Tensor, dt_bias: Tensor) -> None:
         super().__init__()
         self.rate = frozen(-a_log.exp())
-        self.dt_bias = frozen(dt_bias)
+        self.dt_bias = frozen(dt_bias.contiguous())
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``[tokens, …]``, with the bias's shape after the tokens, to log decays of the same shape."""
-        return self.rate * F.softplus(x.float() + self.dt_bias)
+    def forward(self, x: Tensor, beta: Tensor) -> tuple[Tensor, Tensor]:
+        """``[tokens, …]``, with the bias's shape after the tokens, to log decays of the same shape; beta's sigmoid."""
+        if kernels.usable(x):
+            from attnplug_engine.kernels.linear_gates import delta_gates
+
+            return delta_gates(x, beta, self.rate, self.dt_bias)
+        return self.rate * F.softplus(x.float() + self.dt_bias), beta.sigmoid()

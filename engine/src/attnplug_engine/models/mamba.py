@@ -11,9 +11,10 @@ from torch.nn import functional as F
 
 from attnplug import ForwardBatch, LayerSpec, LinearInputs, ModelSpec
 from attnplug.host import Config, active_attention
+from attnplug_engine import kernels
 from attnplug_engine.models.decoder import BACKBONE, Attention, Decoder, MixerBlock, hidden_norm
-from attnplug_engine.models.layers import ColumnNorm, Linear, RMSNorm, check_activation, frozen
-from attnplug_engine.models.linear_attention import ShortConvolution, linear_part
+from attnplug_engine.models.layers import Linear, RMSNorm, check_activation, frozen
+from attnplug_engine.models.linear_attention import GatedColumnNorm, ShortConvolution, linear_part
 from attnplug_engine.models.rope import NoRope, Rotation
 from attnplug_engine.models.weights import Rows, Weights
 from attnplug_engine.parallel import scaled
@@ -77,9 +78,9 @@ class MambaMixer(Attention):
         self.conv = ShortConvolution(weights, convolved, self.layer, bias=config.flag("use_conv_bias"))
         self.rate = frozen(-weights.take("A_log", dims.heads, rows=part.heads, exact=True).exp())
         self.dt_bias = frozen(weights.take("dt_bias", dims.heads, rows=part.heads, exact=True))
-        self.skip = frozen(weights.take("D", dims.heads, rows=part.heads, exact=True).unsqueeze(-1))
+        self.skip = frozen(weights.take("D", dims.heads, rows=part.heads, exact=True))
         self._limits = limits
-        self.norm = ColumnNorm(weights.at("norm"), inner, eps, own, groups=norm_groups)
+        self.norm = GatedColumnNorm(weights.at("norm"), inner, eps, own, groups=norm_groups)
         self.out = Linear.row_parallel(weights.at("out_proj"), inner, hidden, own, bias=bias)
 
     def forward(
@@ -96,17 +97,22 @@ class MambaMixer(Attention):
         widths = (self._widths[0], dims.conv_channels, dims.heads)
         gate, convolved, dt = self.down(hidden, norm=norm).split(widths, dim=1)
         x, keys, queries = self.conv(convolved, batch).split(self._widths, dim=1)
-        x = x.unflatten(1, (-1, dims.value_dim))
-        dt = F.softplus(dt.float() + self.dt_bias).clamp(*self._limits)
+        values, log_decay = self._time_steps(x.unflatten(1, (-1, dims.value_dim)), dt)
         inputs = LinearInputs(
-            queries.unflatten(1, (-1, dims.key_dim)),
-            keys.unflatten(1, (-1, dims.key_dim)),
-            (x * dt.unsqueeze(-1)).to(x.dtype),
-            log_decay=self.rate * dt,
+            queries.unflatten(1, (-1, dims.key_dim)), keys.unflatten(1, (-1, dims.key_dim)), values, log_decay
         )
-        attended = (active_attention().attend_linear(inputs, self.layer, batch) + self.skip * x).flatten(1)
+        attended = active_attention().attend_linear(inputs, self.layer, batch).flatten(1)
         # The gate comes before the norm here, unlike in the delta rule's layers.
-        return cast(Tensor, self.out(self.norm(attended * F.silu(gate.float())).to(hidden.dtype), onto=onto))
+        return cast(Tensor, self.out(self.norm.after_gate(attended, gate, self.skip, x), onto=onto))
+
+    def _time_steps(self, x: Tensor, dt: Tensor) -> tuple[Tensor, Tensor]:
+        """``x`` ``[tokens, heads, value_dim]`` times each head's step, and the log decays ``[tokens, heads]``."""
+        if kernels.usable(x):
+            from attnplug_engine.kernels.linear_gates import time_steps
+
+            return time_steps(x, dt, self.rate, self.dt_bias, self._limits)
+        step = F.softplus(dt.float() + self.dt_bias).clamp(*self._limits)
+        return (x * step.unsqueeze(-1)).to(x.dtype), self.rate * step
 
 
 def _rows(name: str, total: int, start: int, own: slice) -> Rows:

@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnplug import BackendContext, ForwardBatch, Geometry, LayerSpec, LinearInputs, Plan, PlanError
+from attnplug import BackendContext, DeltaInputs, ForwardBatch, Geometry, LayerSpec, LinearInputs, Plan, PlanError
 from attnplug_hybrid_linear.fla_kernels import CHUNK, ChunkKernels, Chunks, FlaKernels
+from attnplug_hybrid_linear.plugin import COUNTERS
 from attnplug_hybrid_linear.spans import Blocks, Spans, cut, plan_spans
 from attnplug_hybrid_linear.states import LinearMetadata, StateBackend, Verified
 from attnplug_hybrid_linear.triton_convolution import convolve_in_place, keep_newest
+from attnplug_hybrid_linear.triton_delta import MOST_STATE, decode_delta
 from attnplug_hybrid_linear.triton_recurrence import advance_in_place, clear_padded, put_states
 
 FEW_TOKENS = 16
@@ -42,6 +44,11 @@ class FlaLinearBackend(StateBackend):
     def __init__(self, context: BackendContext, kernels: ChunkKernels | None = None) -> None:
         super().__init__(context)
         self._kernels = FlaKernels() if kernels is None else kernels
+        self._overlap = context.device.type == "cuda" and torch.cuda.get_device_capability(context.device) >= (9, 0)
+        key_heads = (layer.linear.key_heads for layer in context.model.layers if layer.linear is not None)
+        self._key_heads = max(key_heads, default=0)
+        for lane in range(context.limits.lanes):
+            self._counters(context.limits.max_requests, lane)
 
     def metadata(self, query_lens: Sequence[int], state_slots: Tensor, verified: Verified | None) -> FlaMetadata:
         spans = plan_spans(query_lens, state_slots)
@@ -50,6 +57,7 @@ class FlaLinearBackend(StateBackend):
         return FlaMetadata(verified, spans, blocks, chunks)
 
     def capture(self, geometry: Geometry, memory: Any) -> Plan:
+        self._counters(geometry.requests, geometry.lane)  # now, because the workspace may be frozen after this
         return self.plan_of(geometry, [geometry.rows // geometry.requests] * geometry.requests, captured=True)
 
     def refill(self, plan: Plan, geometry: Geometry) -> None:
@@ -73,7 +81,7 @@ class FlaLinearBackend(StateBackend):
     ) -> Tensor:
         metadata: FlaMetadata = batch.plan_for(self.backend_id, x.shape[0]).metadata
         spans, verified = metadata.spans, metadata.verified
-        out = _output(x, spans)
+        out = _output(x, spans, *x.shape[1:])
         states = self.conv(layer.layer_id)
         convolve_in_place(x, weight, bias, spans, metadata.blocks, states, out, silu=silu, store=verified is None)
         if verified is not None:
@@ -86,12 +94,33 @@ class FlaLinearBackend(StateBackend):
         spans, verified = metadata.spans, metadata.verified
         if metadata.chunks is not None:
             return self._by_chunks(inputs, layer, spans, metadata.chunks)
-        out = _output(v, spans)
+        out = _output(v, spans, *v.shape[1:])
         states = self.recurrent(layer.layer_id)
         advance_in_place(inputs, layer.scale, spans, states, out=out, store=verified is None)
         if verified is not None:
             verified.inputs[layer.layer_id] = _own(inputs)
         return out
+
+    def forward_delta(self, inputs: DeltaInputs, layer: LayerSpec, batch: ForwardBatch) -> Tensor | None:
+        """A decode in one kernel; anything else by its parts."""
+        rows = inputs.rows
+        metadata: FlaMetadata = batch.plan_for(self.backend_id, rows.shape[0]).metadata
+        spans, dims = metadata.spans, layer.linear
+        assert dims is not None
+        one_each = spans.longest == 1 and spans.numbers is None and metadata.verified is None
+        if not one_each or dims.key_dim * dims.value_dim > MOST_STATE:
+            return None
+        out = _output(rows, spans, dims.heads * dims.value_dim)
+        conv, states = self.conv(layer.layer_id), self.recurrent(layer.layer_id)
+        counters = self._counters(spans.rows, batch.geometry.lane)
+        decode_delta(inputs, layer.scale, dims.key_heads, spans, conv, states, counters, out, overlap=self._overlap)
+        return out
+
+    def _counters(self, requests: int, lane: int) -> Tensor:
+        """A zero for every key head, int32: heads that share one count themselves there."""
+        context, count = self.context, requests * self._key_heads
+        memory = context.workspace.request(context.name, context.device, COUNTERS, 4 * max(count, 1), lane=lane)
+        return memory.buffer.view(torch.int32)
 
     def _by_chunks(self, inputs: LinearInputs, layer: LayerSpec, spans: Spans, chunks: Chunks) -> Tensor:
         states = self.recurrent(layer.layer_id)
@@ -110,9 +139,9 @@ class FlaLinearBackend(StateBackend):
             keep_newest(rows, spans, self.conv(layer_id))
 
 
-def _output(like: Tensor, spans: Spans) -> Tensor:
-    """Memory for the spans' rows, with zeros after them."""
-    out = torch.empty(like.shape, dtype=like.dtype, device=like.device)
+def _output(like: Tensor, spans: Spans, *shape: int) -> Tensor:
+    """Memory for rows of this shape, as many as ``like`` has, with zeros after those of the spans."""
+    out = torch.empty((like.shape[0], *shape), dtype=like.dtype, device=like.device)
     if spans.rows < out.shape[0]:
         out[spans.rows :] = 0
     return out

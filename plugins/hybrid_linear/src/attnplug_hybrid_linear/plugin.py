@@ -16,6 +16,7 @@ from attnplug import (
     Problem,
     Refusal,
     Role,
+    WorkspaceKind,
     hookimpl,
 )
 
@@ -26,6 +27,13 @@ _ANY_LAYOUT = frozenset(CacheLayout)
 """States are no KV cache: any type and layout of that will do."""
 MOST_KEY_DIM = 256
 """The widest keys that the library's kernels for the delta rule take."""
+COUNTERS = WorkspaceKind("hybrid-linear-counters", zeroed=True)
+"""How many programs of a batch have come to a certain point; int32, zero again after every kernel."""
+
+
+@hookimpl
+def attnplug_workspace_kinds() -> list[WorkspaceKind]:
+    return [COUNTERS]
 
 
 @hookimpl

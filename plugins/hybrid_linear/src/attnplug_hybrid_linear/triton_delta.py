@@ -1,0 +1,203 @@
+"""A decode step of a whole delta-rule layer in one kernel: convolution, gates, recurrence and gated norm.
+
+One program takes one head of one request, so that it has all value columns that the norm is over. It reads and writes
+the head's state once, all at once: 64 KiB each way for 128 x 128 floats. Everything that an earlier step left (states
+and weights) is loaded before the wait for the kernel that projected the rows, where the GPU lets kernels overlap.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from attnplug import DeltaInputs
+from attnplug_hybrid_linear.spans import Spans, with_plain_rows
+from attnplug_hybrid_linear.triton_convolution import _move_on
+
+MOST_STATE = 128 * 256
+"""The largest state of a head that a program holds in registers."""
+_PER_WARP = 4096
+"""Numbers of a state for each warp, 128 registers of every thread.
+
+With more threads than channels, the compiler would repeat the loads of channels in every thread that needs one, and
+spill.
+"""
+
+
+@triton.jit
+def _before(state, weight, channel, was_one, is_one, WIDTH: tl.constexpr):
+    """What the rows in the state add to the convolution of the next one, and the weight of the next one itself."""
+    total = tl.zeros([channel.shape[0]], tl.float32)
+    for tap in tl.static_range(WIDTH - 1):
+        old = tl.load(state + channel * WIDTH + tap + 1, mask=was_one, other=0.0).to(tl.float32)
+        total += old * tl.load(weight + channel * WIDTH + tap, mask=is_one, other=0.0).to(tl.float32)
+    return total, tl.load(weight + channel * WIDTH + WIDTH - 1, mask=is_one, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _sigmoid(x):
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def _softplus(x):
+    """As torch's. The quotient makes up for the rounding of ``1 + exp(x)``, which would lose small decays."""
+    power = tl.exp(tl.minimum(x, 20.0))
+    above = 1.0 + power
+    exact = tl.where(above == 1.0, power, tl.log(above) * (power / tl.where(above == 1.0, 1.0, above - 1.0)))
+    return tl.where(x > 20.0, x, exact)
+
+
+@triton.jit
+def _convolved(row, channel, is_one, before, weight):
+    new = tl.load(row + channel, mask=is_one, other=0.0)
+    total = before + new.to(tl.float32) * weight
+    return (total * _sigmoid(total)).to(new.dtype).to(tl.float32)
+
+
+@triton.jit
+def _unit(x):
+    return x / tl.sqrt(tl.sum(x * x, 0) + 1e-6)
+
+
+@triton.jit
+def _decode(
+    rows, conv, conv_states, decay, rate, bias, beta, gate, norm, out, states, slots, counters, scale, eps,
+    row_stride, decay_row, decay_head, beta_row, gate_row, gate_head,
+    HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BY_CHANNEL: tl.constexpr, SILU: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    SHARED: tl.constexpr = HEADS // KEY_HEADS
+    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
+    if OVERLAP:
+        gdc_launch_dependents()  # the next kernel may start, and waits for our last store
+    head, request = tl.program_id(0), tl.program_id(1)
+    key_head = head // SHARED
+    key, value = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    is_key, is_value = key < KEY_DIM, value < VALUE_DIM
+    slot = tl.load(slots + request)
+    was_key, was_value = key < tl.where(slot < 0, 0, KEY_DIM), value < tl.where(slot < 0, 0, VALUE_DIM)
+
+    is_state = was_key[:, None] & was_value[None, :]
+    state_at = states + (slot * HEADS + head) * KEY_DIM * VALUE_DIM + key[:, None] * VALUE_DIM + value[None, :]
+    state = tl.load(state_at, mask=is_state, other=0.0)
+    conv_state = conv_states + slot * CHANNELS * WIDTH
+    q_channel = key_head * KEY_DIM + key
+    k_channel = KEY_HEADS * KEY_DIM + q_channel
+    v_channel = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + value
+    q_before, q_weight = _before(conv_state, conv, q_channel, was_key, is_key, WIDTH)
+    k_before, k_weight = _before(conv_state, conv, k_channel, was_key, is_key, WIDTH)
+    v_before, v_weight = _before(conv_state, conv, v_channel, was_value, is_value, WIDTH)
+    head_rate = tl.load(rate + head)
+    head_bias = tl.load(bias + head * KEY_DIM + key, mask=is_key, other=0.0) if BY_CHANNEL else tl.load(bias + head)
+    norm_weight = tl.load(norm + value, mask=is_value, other=0.0)
+
+    if OVERLAP:
+        gdc_wait()  # also without work: the next kernel waits for this one alone
+    out_at = out + (request * HEADS + head) * VALUE_DIM + value
+    if slot < 0:
+        tl.store(out_at, tl.zeros([BLOCK_V], out.dtype.element_ty), mask=is_value)
+        return
+
+    row = rows + request * row_stride
+    query = _convolved(row, q_channel, is_key, q_before, q_weight)
+    key_row = _convolved(row, k_channel, is_key, k_before, k_weight)
+    write = _convolved(row, v_channel, is_value, v_before, v_weight)
+    raw_beta = tl.load(beta + request * beta_row + head)
+    strength = _sigmoid(raw_beta.to(tl.float32)).to(raw_beta.dtype).to(tl.float32)
+    decay_at = decay + request * decay_row + head * decay_head
+    raw_decay = tl.load(decay_at + key, mask=is_key, other=0.0) if BY_CHANNEL else tl.load(decay_at)
+    kept = tl.exp(head_rate * _softplus(raw_decay.to(tl.float32) + head_bias))
+    opened = tl.load(gate + request * gate_row + head * gate_head + value, mask=is_value, other=0.0).to(tl.float32)
+
+    # Heads with the same key head read its convolution's state. Who counts last knows that all have read it: the
+    # barrier orders a program's own loads before its count, and the count is a release and an acquire.
+    is_last = True
+    if SHARED > 1:
+        counter = counters + request * KEY_HEADS + key_head
+        tl.debug_barrier()
+        is_last = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == SHARED - 1
+        if is_last:
+            tl.store(counter, 0)
+
+    query, key_row = _unit(query) * scale, _unit(key_row)
+    state = state * (kept[:, None] if BY_CHANNEL else kept)
+    # Both sums over the old state at once: the new one differs from it by a product of two vectors.
+    found = tl.sum(state * key_row[:, None], 0)
+    seen = tl.sum(state * query[:, None], 0)
+    write = (write - found) * strength
+    tl.store(state_at, state + key_row[:, None] * write[None, :], mask=is_state)
+    result = (seen + tl.sum(query * key_row, 0) * write).to(out.dtype.element_ty).to(tl.float32)
+    normed = result * tl.rsqrt(tl.sum(result * result, 0) / VALUE_DIM + eps) * norm_weight
+    opened = (opened if SILU else 1.0) * _sigmoid(opened)
+    tl.store(out_at, (normed * opened).to(out.dtype.element_ty), mask=is_value)
+
+    _move_on(row, 0, 0, conv_state, 1, v_channel, is_value, WIDTH, COLUMNS)
+    if is_last:
+        _move_on(row, 0, 0, conv_state, 1, q_channel, is_key, WIDTH, COLUMNS)
+        _move_on(row, 0, 0, conv_state, 1, k_channel, is_key, WIDTH, COLUMNS)
+
+
+def decode_delta(
+    inputs: DeltaInputs,
+    scale: float,
+    key_heads: int,
+    spans: Spans,
+    conv_states: Tensor,
+    states: Tensor,
+    counters: Tensor,
+    out: Tensor,
+    *,
+    overlap: bool,
+    warps: int | None = None,
+) -> None:
+    """Advance both states of every request by its one row; ``out`` ``[tokens, heads * value_dim]`` gets the output.
+
+    Row n is that of the n-th span, as in a decode. ``counters`` ``[requests * key_heads]`` int32 are zero before and
+    after. ``overlap`` starts the kernel before the one ahead of it has ended, on SM 90 and newer.
+    """
+    heads, key_dim, value_dim = states.shape[1:]
+    weights = inputs.weights
+    rows, decay, beta, gate = map(with_plain_rows, (inputs.rows, inputs.decay, inputs.beta, inputs.gate))
+    block_k, block_v = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
+    width, by_channel = weights.conv.shape[1], decay.dim() == 3
+    # Left out where it is off, because the interpreter does not know it.
+    launch = {"launch_pdl": True} if overlap else {}
+    _decode[(heads, spans.rows)](
+        rows,
+        weights.conv,
+        conv_states,
+        decay,
+        weights.rate,
+        weights.bias,
+        beta,
+        gate,
+        weights.norm,
+        out,
+        states,
+        spans.slots,
+        counters,
+        scale,
+        weights.eps,
+        rows.stride(0),
+        decay.stride(0),
+        decay.stride(1),
+        beta.stride(0),
+        *gate.stride()[:2],
+        HEADS=heads,
+        KEY_HEADS=key_heads,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        WIDTH=width,
+        COLUMNS=triton.next_power_of_2(width),
+        BY_CHANNEL=by_channel,
+        SILU=weights.silu,
+        BLOCK_K=block_k,
+        BLOCK_V=block_v,
+        OVERLAP=overlap,
+        num_warps=warps or min(max(block_k * block_v // _PER_WARP, 1), 16),
+        **launch,
+    )
