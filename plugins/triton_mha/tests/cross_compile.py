@@ -117,8 +117,9 @@ def table() -> Iterator[tuple[str, Any]]:
     """Every kernel that the table asks for, by what tells it from others."""
     for entry in dict.fromkeys(ENTRIES):
         for dim in (64, 128, 256):
-            yield f"{entry.tile:3} x {entry.step}, {entry.warps} warps, {entry.stages} stages, {dim}", attend(
-                90, asdict(entry), "bf16", dim
+            yield (
+                f"{entry.tile:3} x {entry.step}, {entry.warps} warps, {entry.stages} stages, {dim}",
+                attend(90, asdict(entry), "bf16", dim),
             )
 
 

@@ -50,10 +50,10 @@ def _load(at, column, COLUMN_STRIDE: tl.constexpr, DIM: tl.constexpr, there, MAS
     are not there."""
     at = at[:, None] + column[None, :] * COLUMN_STRIDE
     if MASKED:
-        if DIM == column.shape[0]:
+        if column.shape[0] == DIM:
             return tl.load(at, mask=there[:, None], other=0.0)
         return tl.load(at, mask=there[:, None] & (column < DIM)[None, :], other=0.0)
-    if DIM == column.shape[0]:
+    if column.shape[0] == DIM:
         return tl.load(at)
     return tl.load(at, mask=(column < DIM)[None, :], other=0.0)
 
@@ -88,10 +88,7 @@ def _attend_steps(
         keys_at = _rows_at(keys, page, token, first, STEP, PAGE_SIZE, K_PAGE, K_SLOT, FAR)
         values_at = _rows_at(values, page, token, first, STEP, PAGE_SIZE, V_PAGE, V_SLOT, FAR)
         # The next step's pages, one step ahead: the compiler can prefetch rows only if their addresses are known.
-        if PAGE_SIZE % STEP == 0:
-            ahead = first + STEP
-        else:
-            ahead = token + STEP
+        ahead = first + STEP if PAGE_SIZE % STEP == 0 else token + STEP
         page = tl.load(table + ahead // PAGE_SIZE * table_column, mask=ahead < end, other=0)
         key_rows = _load(keys_at, column, K_COLUMN, DIM, there, MASKED)
         logits = tl.dot(queries, tl.trans(key_rows)) * scale
@@ -106,10 +103,7 @@ def _attend_steps(
         higher = tl.maximum(top, tl.max(logits, 1))
         base = tl.where(higher == float("-inf"), 0.0, higher)
         weights, kept = tl.exp2(logits - base[:, None]), tl.exp2(top - base)
-        if TILE <= _LOW:
-            total = total * kept[:, None] + weights
-        else:
-            total = total * kept + tl.sum(weights, 1)
+        total = total * kept[:, None] + weights if TILE <= _LOW else total * kept + tl.sum(weights, 1)
         value_rows = _load(values_at, v_column, V_COLUMN, V_DIM, there, MASKED)
         sums = tl.dot(weights.to(value_rows.dtype), value_rows, sums * kept[:, None])
         top = higher
@@ -227,10 +221,7 @@ def attend(
             q_at[:, None] + column[None, :], mask=live[:, None] & (column < DIM)[None, :], other=0.0
         )  # fmt: skip
         top = tl.full([TILE], float("-inf"), tl.float32)
-        if TILE <= _LOW:
-            total = tl.zeros([TILE, STEP], tl.float32)
-        else:
-            total = tl.zeros([TILE], tl.float32)
+        total = tl.zeros([TILE, STEP], tl.float32) if TILE <= _LOW else tl.zeros([TILE], tl.float32)
         sums = tl.zeros([TILE, V_WIDTH], tl.float32)
         middle = start
         if TILE > _LOW and WINDOW == 0:
