@@ -77,7 +77,7 @@ def attend(
         "TILE": cut["tile"],
         "STEP": cut["step"],
         "MERGE_ROWS": rows,
-        "MERGE_PARTS": merge_parts(rows, width, cut["warps"]),
+        "MERGE_PARTS": merge_parts(rows, width, cut["merged"] * 32 * cut["warps"]),
         "OVERLAP": cut["overlap"],
         "PREFETCH": cut["prefetch"],
     }

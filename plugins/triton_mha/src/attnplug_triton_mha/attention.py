@@ -14,8 +14,6 @@ from attnplug_triton_mha.triton_attention import attend
 
 _LOG2_E = 1.4426950408889634
 _LARGEST_OFFSET = (1 << 31) - 1
-_MERGED_AT_ONCE = 64
-"""Numbers of partial results that a thread holds while it merges."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,9 +44,9 @@ def readable(q: Tensor) -> Tensor:
     return q.clone(memory_format=torch.contiguous_format)
 
 
-def merge_parts(rows: int, width: int, warps: int) -> int:
-    """Partial results of ``rows`` rows that a program merges at once: a power of two."""
-    most = _MERGED_AT_ONCE * 32 * warps // (rows * width)
+def merge_parts(rows: int, width: int, numbers: int) -> int:
+    """Partial results of ``rows`` rows that are merged at once, if a program holds so many numbers: a power of two."""
+    most = numbers // (rows * width)
     return 1 << min(max(most.bit_length() - 1, 0), 6)
 
 
@@ -110,7 +108,7 @@ def launch_attend(
         TILE=configuration.tile,
         STEP=configuration.step,
         MERGE_ROWS=merge_rows,
-        MERGE_PARTS=merge_parts(merge_rows, shape.v_width, configuration.warps),
+        MERGE_PARTS=merge_parts(merge_rows, shape.v_width, configuration.merged * 32 * configuration.warps),
         OVERLAP=configuration.overlap,
         PREFETCH=configuration.prefetch,
         num_warps=configuration.warps,
