@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PACKAGES := core engine plugins/flashattention plugins/flashinfer_mla plugins/flashmla plugins/hybrid_linear plugins/trtllm_mla plugins/tokenspeed_mla plugins/cutedsl_mla plugins/triton_mla
+PACKAGES := core engine plugins/flashattention plugins/flashinfer_mla plugins/flashmla plugins/hybrid_linear plugins/trtllm_mla plugins/tokenspeed_mla plugins/cutedsl_mla plugins/triton_mla plugins/triton_mha
 PLUGINS := $(filter plugins/%,$(PACKAGES))
 PIP_ANY := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PIP := $(PIP_ANY) --constraint constraints.txt

@@ -2,117 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from copy import copy
 from dataclasses import replace
 
 import pytest
 import torch
 
-from attnplug import DType, ForwardBatch, ForwardMode, GraphLevel, PlanError
+from attnplug import DType, ForwardMode, GraphLevel, PlanError
 from attnplug.host import plan_forward
 from flash_references import build, on_cpu, on_devices
-from support.batches import captured, with_plan
+from support.batches import with_plan
 from support.devices import DEVICES, nothing_waits
-from support.mha_scene import LAYER, MHACase, MHAScene
-from support.mla_scene import NAN, relative_error
+from support.mha_capture import MHACapture
+from support.mha_scene import MHACase, MHAScene
+from support.mla_scene import relative_error
 
 DECODE, VERIFY = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
 everywhere = on_devices("fa4")
-
-
-class Capture:
-    """A batch at fixed addresses on one scene, in a lane, captured (or not) with the calls that a step makes."""
-
-    def __init__(self, scene: MHAScene, requests: int, per_request: int, lane: int = 0) -> None:
-        self.scene, self.backend = scene, scene.backend
-        self.rows = requests * per_request
-        case, device = scene.case, scene.device
-        batch = captured(
-            case.mode,
-            requests,
-            per_request,
-            pages=-(-scene.context.limits.max_context // case.page_size),
-            page_size=case.page_size,
-            device=device,
-            fill=self.backend.get_cuda_graph_seq_len_fill_value(),
-        )
-        self.batch = ForwardBatch(replace(batch.geometry, lane=lane))
-        shape = {"dtype": scene.dtype, "device": device}
-        self.q = torch.zeros(self.rows, case.heads, case.head_dim, **shape)
-        self.k = torch.zeros(self.rows, case.kv_heads, case.head_dim, **shape)
-        self.v = torch.zeros(self.rows, case.kv_heads, scene.layer.v_head_dim, **shape)
-        self.graph: torch.cuda.CUDAGraph | None = None
-
-    def capture(self, *, reserve: bool = True) -> Capture:
-        if reserve:
-            self.backend.init_cuda_graph_state(self.batch.batch_size + 1, self.rows + 3)
-        self.plan = self.backend.init_forward_metadata_out_graph(self.batch, in_capture=True)
-        with_plan(self.batch, self.plan)
-        if self.scene.device.type == "cpu":
-            self.run()
-            return self
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            self.run()
-        torch.cuda.current_stream().wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            self.run()
-        return self
-
-    def fill(self) -> None:
-        self.backend.init_forward_metadata_in_graph(self.batch)
-
-    def attend(self) -> None:
-        forward = self.backend.forward_decode if self.batch.forward_mode.is_decode else self.backend.forward_extend
-        self.out = forward(self.q, self.k, self.v, self.scene.layer, self.batch)
-
-    def run(self) -> None:
-        self.fill()
-        self.attend()
-
-    def copies(self, scene: MHAScene) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """What another scene's batch, of fewer requests perhaps, puts where this one's is."""
-        real, geometry, device = len(scene.totals), self.batch.geometry, scene.device
-        fill = self.backend.get_cuda_graph_seq_len_fill_value()
-        lens = torch.full((geometry.requests,), fill, dtype=torch.int32)
-        lens[:real] = torch.tensor(scene.totals, dtype=torch.int32)
-        table = torch.full_like(geometry.page_table, 1 << 30)
-        table[:real, : scene.page_table.shape[1]] = scene.page_table.to(device)
-        copies = [(geometry.seq_lens, lens.to(device)), (geometry.page_table, table)]
-        for target, rows in zip((self.q, self.k, self.v), (scene.q, *scene.new_rows()), strict=True):
-            source = torch.full_like(target, NAN)
-            source[: len(rows)] = rows
-            copies.append((target, source))
-        return copies
-
-    def stage(self, scene: MHAScene) -> Callable[[], torch.Tensor]:
-        """Another scene's batch and cache made ready on the device; call it to replay it there."""
-        copies = self.copies(scene)
-        for target, other in (
-            (self.scene.pool.keys(LAYER), scene.pool.keys(LAYER)),
-            (self.scene.pool.values(LAYER), scene.pool.values(LAYER)),
-        ):
-            source = torch.full_like(target, NAN)
-            source[: len(other)] = other
-            copies.append((target, source))
-
-        def replay() -> torch.Tensor:
-            for target, source in copies:
-                target.copy_(source)
-            assert self.backend.init_forward_metadata_out_graph(self.batch) is self.plan
-            if self.graph is None:
-                self.run()
-            else:
-                self.graph.replay()
-            return self.out
-
-        return replay
-
-    def replay(self, scene: MHAScene) -> torch.Tensor:
-        return self.stage(scene)()
 
 
 def scenes(case: MHACase, new: int, device: str) -> tuple[MHAScene, list[MHAScene]]:
@@ -150,7 +56,7 @@ PAGE_SIZES = [1, 16, 64, 128, 256]
 def test_one_capture_serves_other_lengths_pages_and_fewer_requests(mode, new, page_size, shape, kernel, device):
     """Replays give float64's result; padded requests read and write nothing; NaN is everywhere else."""
     stage, others = scenes(MHACase((), mode, page_size, **SHAPES[shape]), new, device)
-    capture = Capture(stage, requests=4, per_request=new).capture()
+    capture = MHACapture(stage, requests=4, per_request=new).capture()
     cached = capture.plan.metadata.cached
     calls = [call for call in (cached.whole, cached.divided and cached.divided.call) if call is not None]
     assert calls
@@ -169,7 +75,7 @@ def test_one_capture_serves_other_lengths_pages_and_fewer_requests(mode, new, pa
 def test_decode_is_divided_as_the_longest_context_asks(kernel, device):
     """The parts are counted at capture; which pages each has is found when the graph runs."""
     stage, others = scenes(MHACase((), DECODE, 128, 8, 2, 64), 1, device)
-    capture = Capture(stage, requests=4, per_request=1).capture()
+    capture = MHACapture(stage, requests=4, per_request=1).capture()
     cached = capture.plan.metadata.cached
     assert cached.divided is not None and cached.whole is None
     assert cached.divided.call.page_table.shape[0] == 4 * cached.divided.count
@@ -180,7 +86,7 @@ def test_decode_is_divided_as_the_longest_context_asks(kernel, device):
 def test_an_undivided_batch_is_read_by_its_own_table(kernel, device):
     """No copy of it is made in the graph: where pages need not be cut, kernels read what the batch has."""
     stage, _ = scenes(MHACase((), VERIFY, 64, 8, 2, 64), 4, device)
-    capture = Capture(stage, requests=4, per_request=4).capture()
+    capture = MHACapture(stage, requests=4, per_request=4).capture()
     whole = capture.plan.metadata.cached.whole
     assert whole.page_table is capture.batch.geometry.page_table
     assert whole.kv_lens is capture.batch.geometry.seq_lens
@@ -190,7 +96,7 @@ def test_an_undivided_batch_is_read_by_its_own_table(kernel, device):
 def test_replay_planning_waits_for_nothing(kernel, device):
     """Nothing is sent, nothing read back, and the host knows no length."""
     stage, others = scenes(MHACase((), DECODE, 64), 1, device)
-    capture = Capture(stage, requests=4, per_request=1).capture()
+    capture = MHACapture(stage, requests=4, per_request=1).capture()
     capture.replay(others[0])
     with nothing_waits(device):
         assert capture.backend.init_forward_metadata_out_graph(capture.batch) is capture.plan
@@ -200,7 +106,7 @@ def test_replay_planning_waits_for_nothing(kernel, device):
 def test_plans_that_overtake_the_device_do_not_overwrite_each_other(kernel, device):
     """Replays queued one after the other, each with lengths of its own, while the device is busy."""
     stage, others = scenes(MHACase((), DECODE, 64), 1, device)
-    capture = Capture(stage, requests=4, per_request=1).capture()
+    capture = MHACapture(stage, requests=4, per_request=1).capture()
     ready = [capture.stage(other) for other in others if len(other.totals) == 4]
     alone = [replay().clone() for replay in ready]
     if device == "cuda":
@@ -217,7 +123,7 @@ def test_plans_that_overtake_the_device_do_not_overwrite_each_other(kernel, devi
 @everywhere
 def test_captured_rows_go_where_the_host_says(kernel, device):
     stage, others = scenes(MHACase((), DECODE, 64), 1, device)
-    capture = Capture(stage, requests=4, per_request=1)
+    capture = MHACapture(stage, requests=4, per_request=1)
     slots = torch.full((4,), -1, dtype=torch.int64, device=device)
     capture.batch.geometry = replace(capture.batch.geometry, slots=slots)
     capture.capture()
@@ -252,7 +158,7 @@ def test_captures_of_two_lanes_interleave(kind, kernel, device):
     """Plans of one shape in two lanes: both are filled before either runs, and each gives its own result."""
     new = LANES[kind][2]
     halves = two_lanes(*LANES[kind], device)
-    lanes = [Capture(half, 4, new, lane) for lane, half in enumerate(halves)]
+    lanes = [MHACapture(half, 4, new, lane) for lane, half in enumerate(halves)]
     lanes[0].backend.init_cuda_graph_state(4, 4 * new)
     for lane, half in zip(lanes, halves, strict=True):
         with_plan(lane.batch, lane.backend.init_forward_metadata_out_graph(lane.batch, in_capture=True))
@@ -286,7 +192,7 @@ def test_lanes_run_on_two_streams(kind, eager, device):
     """Both at once, many times over: each result is float64's."""
     new = LANES[kind][2]
     halves = two_lanes(*LANES[kind], device)
-    lanes = [Capture(half, 4, new, lane) for lane, half in enumerate(halves)]
+    lanes = [MHACapture(half, 4, new, lane) for lane, half in enumerate(halves)]
     for number, lane in enumerate(lanes):
         for target, source in lane.copies(halves[number]):
             target.copy_(source)
@@ -323,6 +229,6 @@ class TestWrongUse:
     def test_a_shape_captured_anew_with_other_memory_is_refused(self):
         """Kernels read the batch's own table where it lies, and the plan of a shape is made once."""
         stage = self.stage()
-        Capture(stage, 2, 4).capture()
+        MHACapture(stage, 2, 4).capture()
         with pytest.raises(PlanError, match=r"captured in lane 0 with its page table and lengths in other memory"):
-            Capture(stage, 2, 4).capture(reserve=False)
+            MHACapture(stage, 2, 4).capture(reserve=False)

@@ -20,6 +20,7 @@ OURS: Mapping[str, str] = {
     "attnplug-flashattention": "MHA, GQA and MLA prefill over FlashAttention kernels",
     "attnplug-flashinfer-mla": "latent attention (MLA) over FlashInfer's kernels",
     "attnplug-flashmla": "latent attention (MLA) decode by FlashMLA on Hopper GPUs",
+    "attnplug-triton-mha": "MHA and GQA by Triton kernels, planned on the device",
     "attnplug-triton-mla": "latent attention (MLA) by Triton kernels, planned on the device",
     "attnplug-trtllm-mla": "latent attention (MLA) by TRT-LLM's generation kernels, on Blackwell",
     "attnplug-tokenspeed-mla": "latent attention (MLA) by TokenSpeed's kernels, on Blackwell",

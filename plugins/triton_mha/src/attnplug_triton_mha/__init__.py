@@ -1,0 +1,1 @@
+"""MHA and GQA over a paged cache by Triton kernels, as an attnplug backend."""

@@ -1,0 +1,117 @@
+"""Attention of one layer by the schedule of its batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnplug import LayerSpec, MHAPool
+from attnplug_triton_mha.planner import LayerShape, Schedule
+from attnplug_triton_mha.scratch import Partials
+from attnplug_triton_mha.triton_attention import attend
+
+_LOG2_E = 1.4426950408889634
+_LARGEST_OFFSET = (1 << 31) - 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LayerCache:
+    """A layer's keys ``[pages, page_size, kv_heads, dim]`` and values, of any strides; ``far`` says that offsets within
+    a page need 64 bits."""
+
+    shape: LayerShape
+    keys: Tensor
+    values: Tensor
+    far: bool
+
+    @classmethod
+    def of(cls, pool: MHAPool, layer: LayerSpec) -> LayerCache:
+        keys, values = pool.keys(layer.layer_id), pool.values(layer.layer_id)
+        far = any(
+            (pages.shape[1] - 1) * pages.stride(1) + (pages.shape[3] - 1) * pages.stride(3) > _LARGEST_OFFSET
+            for pages in (keys, values)
+        )
+        return cls(LayerShape.of(layer), keys, values, far)
+
+
+def readable(q: Tensor) -> Tensor:
+    """``q``, or a copy if the kernel cannot read it: columns must be adjacent, and heads within a 32-bit offset."""
+    _, head, column = q.stride()
+    if column == 1 and head * q.shape[1] <= _LARGEST_OFFSET:
+        return q
+    return q.clone(memory_format=torch.contiguous_format)
+
+
+def merge_parts(rows: int, width: int, numbers: int) -> int:
+    """Partial results of ``rows`` rows that are merged at once, if a program holds so many numbers: a power of two."""
+    most = numbers // (rows * width)
+    return 1 << min(max(most.bit_length() - 1, 0), 6)
+
+
+def launch_attend(
+    q: Tensor,
+    cache: LayerCache,
+    page_table: Tensor,
+    out: Tensor,
+    lse: Tensor | None,
+    sinks: Tensor | None,
+    partials: Partials,
+    schedule: Schedule,
+    scale: float,
+    cap: float | None,
+) -> None:
+    """Attend with q ``[rows, heads, dim]``; ``out`` ``[rows, heads, v_dim]`` and ``lse`` are contiguous."""
+    configuration, shape = schedule.configuration, cache.shape
+    keys, values, q = cache.keys, cache.values, readable(q)
+    merge_rows = schedule.merge_rows
+    attend[shape.kv_heads, schedule.records.shape[0]](
+        q,
+        keys,
+        values,
+        page_table,
+        out,
+        partials.weights if lse is None else lse,
+        partials.weights if sinks is None else sinks,
+        schedule.records,
+        partials.values,
+        partials.weights,
+        partials.counters,
+        schedule.partial_rows,
+        q.stride(0),
+        q.stride(1),
+        page_table.stride(0),
+        page_table.stride(1),
+        scale * _LOG2_E if cap is None else scale / cap,
+        1.0 if cap is None else cap * _LOG2_E,
+        HEADS=q.shape[1],
+        GROUP=shape.group,
+        DIM=shape.dim,
+        V_DIM=shape.v_dim,
+        WIDTH=shape.width,
+        V_WIDTH=shape.v_width,
+        PAGE_SIZE=keys.shape[1],
+        K_PAGE=keys.stride(0),
+        K_SLOT=keys.stride(1),
+        K_HEAD=keys.stride(2),
+        K_COLUMN=keys.stride(3),
+        V_PAGE=values.stride(0),
+        V_SLOT=values.stride(1),
+        V_HEAD=values.stride(2),
+        V_COLUMN=values.stride(3),
+        FAR=cache.far,
+        WINDOW=shape.window,
+        CAPPED=cap is not None,
+        SINKS=sinks is not None,
+        LSE=lse is not None,
+        TILE=configuration.tile,
+        STEP=configuration.step,
+        MERGE_ROWS=merge_rows,
+        MERGE_PARTS=merge_parts(merge_rows, shape.v_width, configuration.merged * 32 * configuration.warps),
+        OVERLAP=configuration.overlap,
+        PREFETCH=configuration.prefetch,
+        num_warps=configuration.warps,
+        num_stages=configuration.stages,
+        **({"launch_pdl": True} if configuration.overlap else {}),
+    )

@@ -1,0 +1,80 @@
+"""What the plugin says of its backend. Triton is imported when the backend is built, and not before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attnplug import (
+    CONTRACT_VERSION,
+    AttentionKind,
+    BackendSpec,
+    CacheLayout,
+    Capabilities,
+    DType,
+    Feature,
+    GraphLevel,
+    Problem,
+    Refusal,
+    RefusalCode,
+    Role,
+    WorkspaceKind,
+    hookimpl,
+)
+
+LIBRARY = "triton>=3.6,<4"
+WIDEST_HEAD = 256
+HEAD_STEP = 16
+COUNTERS = WorkspaceKind("triton-mha-counters", zeroed=True)
+"""Counters that every call leaves at zero."""
+
+
+@hookimpl
+def attnplug_backends() -> list[BackendSpec]:
+    return [
+        BackendSpec(
+            name="triton_mha",
+            summary="MHA and GQA by Triton kernels: paged decode, verify and extend, planned on the device",
+            contract=CONTRACT_VERSION,
+            factory="attnplug_triton_mha.factory:triton_mha",
+            requires=((LIBRARY, "triton"),),
+            check=refusals,
+            preference=50,  # below flashattention, which prefills faster
+            capabilities=Capabilities(
+                kinds=frozenset({AttentionKind.MHA}),
+                devices=frozenset({"cuda"}),
+                min_sm=80,
+                dtypes=frozenset({DType.BFLOAT16, DType.FLOAT16}),
+                kv_matches_dtype=True,
+                roles=frozenset({Role.PREFILL, Role.DECODE, Role.DRAFT}),
+                features=frozenset({Feature.SLIDING_WINDOW, Feature.LOGIT_CAP, Feature.SINKS}),
+                max_speculative_tokens=64,
+                cuda_graph=GraphLevel.ALWAYS,
+                needs_cpu_seq_lens=False,
+                extras=frozenset({"lse", "out", "sinks"}),
+                layouts=frozenset(CacheLayout),
+            ),
+        )
+    ]
+
+
+@hookimpl
+def attnplug_workspace_kinds() -> list[WorkspaceKind]:
+    return [COUNTERS]
+
+
+def refusals(problem: Problem, role: Role | None, options: None) -> Iterator[Refusal]:
+    """What the capabilities cannot say: widths of heads."""
+    if role is None or role is Role.LINEAR or problem.model is None:
+        return
+    given = {(layer.head_dim, layer.v_head_dim): None for layer in problem.model.full_layers if layer.mla is None}
+    for dims in given:
+        if all(0 < width <= WIDEST_HEAD and width % HEAD_STEP == 0 for width in dims) and dims[0] >= dims[1]:
+            continue
+        yield Refusal(
+            RefusalCode.HEAD_DIM,
+            f"head dims (qk, v) {dims} are not supported, only multiples of {HEAD_STEP} up to {WIDEST_HEAD}, values "
+            "not wider than keys",
+            list(dims),
+            f"multiples of {HEAD_STEP} up to {WIDEST_HEAD}",
+            role.setting,
+        )

@@ -1,0 +1,173 @@
+"""The schedule of a batch, by one kernel: which program attends to which rows of which request, and where new rows go.
+
+A *tile* is up to ``TILE`` rows of (query token, head of one KV head's group) of one request. A *step* is ``STEP`` cache
+rows for one tile. A tile's steps are divided into *parts* of equal length, and each part is one program for each KV
+head. How many steps a part has follows from all work of the batch, which only the device knows: as many as a program
+has to do if the work is to be shared by ``target`` programs. So one long request is divided among all multiprocessors,
+and a batch of many short ones is not divided at all. Whatever the lengths, there are at most as many programs as tiles
+and ``target`` together. The grid has this size; programs without work leave at once.
+
+Every tile of a request counts with the request's longest tile, so that a division finds a program's tile. Parts that
+causality hides from a tile have no steps. In a layer with a window, a tile begins where its first query's window does.
+
+This runs once per batch, for all layers of one shape and window. Every program adds up all requests by itself, which
+costs less than synchronising, and writes its own record. It reads 4 to 8 bytes per request.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+RECORD = tl.constexpr(16)
+"""Numbers of a program, 64 bytes: request, new tokens, first query row, cache rows before the new
+ones, cache rows, tile, first and end cache row of the part, part, parts of the tile, place of the tile's first partial
+result, page of the part's first cache row. A program without work has no new tokens."""
+RECORD_NUMBERS = 16
+_MOST_PAIRS = 8192
+"""Pairs of (new row, request) that a program looks at together, to find out whose row it is."""
+_MOST_ROWS = 128
+
+
+@triton.jit(
+    do_not_specialize=["table_row", "table_column", "width", "requests", "rows", "queries", "target", "programs"]
+)
+def _plan(
+    page_table, table_row, table_column, width, seq_lens, new_lens, slots, records,
+    requests, rows, queries, target, programs,
+    UNIFORM: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, WINDOW: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    me = tl.program_id(0)
+    request = tl.arange(0, BLOCK)
+    exists = request < requests
+    asked = tl.load(seq_lens + request, mask=exists, other=0).to(tl.int32)
+    # Nobody checks lengths on the device: whatever they are, nothing outside the batch may be touched.
+    kv_len = tl.minimum(tl.maximum(asked, 0), width * PAGE_SIZE)
+    if UNIFORM:
+        new = tl.where(exists, queries, 0)
+        begin = request * queries
+    else:
+        new = tl.maximum(tl.load(new_lens + request, mask=exists, other=0).to(tl.int32), 0)
+        begin = tl.minimum(tl.cumsum(new, 0) - new, rows)
+        new = tl.minimum(new, rows - begin)
+    prefix = asked - new
+
+    if me < programs:
+        tiles = (new * GROUP + TILE - 1) // TILE
+        steps = (kv_len + STEP - 1) // STEP
+        if WINDOW > 0:
+            # A tile's queries are this many at most, and the window of its first one may begin within a step.
+            steps = tl.minimum(steps, (WINDOW + (TILE + GROUP - 2) // GROUP + STEP - 1) // STEP + 1)
+        steps = tl.maximum(steps, 1)  # even without cache rows there is an output to write
+        total = tl.sum(tiles.to(tl.int64) * steps, 0)
+        most = tl.maximum((total + target - 1) // target, 1).to(tl.int32)
+        parts = (steps + most - 1) // most
+        unit = (steps + parts - 1) // parts
+        parts = (steps + unit - 1) // unit
+        end = tl.cumsum(tiles * parts, 0)
+        partial_end = tl.cumsum(tl.where(parts > 1, tiles * parts, 0), 0)
+
+        owner = tl.sum(tl.where(exists & (end <= me), 1, 0), 0)
+        its = request == owner  # nobody's if there are fewer parts
+        its_parts = tl.maximum(tl.sum(tl.where(its, parts, 0), 0), 1)
+        its_new = tl.sum(tl.where(its, new, 0), 0)
+        its_prefix = tl.sum(tl.where(its, prefix, 0), 0)
+        its_len = tl.sum(tl.where(its, kv_len, 0), 0)
+        its_unit = tl.sum(tl.where(its, unit, 0), 0)
+        its_tiles = tl.sum(tl.where(its, tiles, 0), 0)
+        place = me - tl.sum(tl.where(its, end - tiles * parts, 0), 0)
+        number, part = place // its_parts, place % its_parts
+        tile = its_tiles - 1 - number  # the last tiles see most: they begin first
+        first_query = tile * TILE // GROUP
+        last_query = tl.minimum((tile * TILE + TILE - 1) // GROUP, its_new - 1)
+        tile_end = tl.minimum(its_prefix + last_query + 1, its_len)
+        start = part * its_unit * STEP
+        if WINDOW > 0:
+            start += tl.maximum(its_prefix + first_query - WINDOW + 1, 0) // STEP * STEP
+        stop = tl.minimum(start + its_unit * STEP, tile_end)
+        partial = tl.sum(tl.where(its & (parts > 1), partial_end - tiles * parts, 0), 0) + number * its_parts
+        page_at = page_table + owner.to(tl.int64) * table_row + start // PAGE_SIZE * table_column
+        page = tl.load(page_at, mask=(its_new > 0) & (start < stop), other=0)
+        mine = records + me * RECORD
+        tl.store(mine, owner)
+        tl.store(mine + 1, its_new)
+        tl.store(mine + 2, tl.sum(tl.where(its, begin, 0), 0))
+        tl.store(mine + 3, its_prefix)
+        tl.store(mine + 4, its_len)
+        tl.store(mine + 5, tile)
+        tl.store(mine + 6, start)
+        tl.store(mine + 7, stop)
+        tl.store(mine + 8, part)
+        tl.store(mine + 9, its_parts)
+        tl.store(mine + 10, partial)
+        tl.store(mine + 11, page)
+
+    if SLOTS and me * ROWS < rows:
+        row = me * ROWS + tl.arange(0, ROWS)
+        if UNIFORM:
+            whose = row // queries
+            position = tl.load(seq_lens + whose, mask=row < rows, other=0).to(tl.int32) - queries + row % queries
+        else:
+            past = tl.where(exists, begin + new, rows)
+            whose = tl.sum((past[None, :] <= row[:, None]).to(tl.int32), 1)
+            shift = tl.where(whose[:, None] == request[None, :], (prefix - begin)[None, :], 0)
+            position = tl.sum(shift, 1) + row
+        column = position // PAGE_SIZE
+        placed = (row < rows) & (whose < requests) & (position >= 0) & (column < width)
+        page = tl.load(page_table + whose.to(tl.int64) * table_row + column * table_column, mask=placed, other=0)
+        slot = page.to(tl.int64) * PAGE_SIZE + position % PAGE_SIZE
+        tl.store(slots + row, tl.where(placed, slot, -1), mask=row < rows)
+
+
+def launch_plan(
+    page_table: Tensor,
+    seq_lens: Tensor,
+    new_lens: Tensor | None,
+    slots: Tensor | None,
+    records: Tensor,
+    *,
+    rows: int,
+    queries: int,
+    target: int,
+    group: int,
+    tile: int,
+    step: int,
+    window: int,
+    page_size: int,
+) -> None:
+    """Fill ``records`` ``[programs, RECORD_NUMBERS]`` int32, and ``slots`` ``[rows]`` int64 if they are given.
+
+    ``queries`` is the number of new tokens of every request; ``new_lens`` is read if it is 0. ``window`` is 0 without
+    one.
+    """
+    requests, width = page_table.shape
+    block = triton.next_power_of_2(requests)
+    at_once = _MOST_ROWS if queries else max(1, min(_MOST_ROWS, _MOST_PAIRS // block))
+    grid = (max(records.shape[0], triton.cdiv(rows, at_once) if slots is not None else 0),)
+    _plan[grid](
+        page_table,
+        page_table.stride(0),
+        page_table.stride(1),
+        width,
+        seq_lens,
+        seq_lens if new_lens is None else new_lens,
+        records if slots is None else slots,
+        records,
+        requests,
+        rows,
+        queries,
+        target,
+        records.shape[0],
+        UNIFORM=queries > 0,
+        GROUP=group,
+        TILE=tile,
+        STEP=step,
+        WINDOW=window,
+        PAGE_SIZE=page_size,
+        SLOTS=slots is not None,
+        BLOCK=block,
+        ROWS=at_once,
+        num_warps=min(max(block // 128, 1), 8),
+    )

@@ -1,0 +1,146 @@
+"""Compiles the plugin's kernels for GPUs that need not be there, and says what they take.
+
+python cross_compile.py '[{"sm": …, "cut": CONFIGURATION, "type": TYPE, "dim": …, "page_size": …}, …]'
+    the attention kernel of each case, and for its SM both plans; prints [SM, kernel, shared bytes] of all
+python cross_compile.py --table    every entry of the table on SM 90, with registers and spills by ptxas; minutes
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import warnings
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)  # read when kernels are defined, so before any import of them
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
+from triton.compiler import ASTSource
+
+from attnplug_triton_mha.attention import merge_parts
+from attnplug_triton_mha.configurations import ENTRIES
+from attnplug_triton_mha.triton_attention import attend as attend_kernel
+from attnplug_triton_mha.triton_plan import _plan
+
+GROUP, KV_HEADS = 4, 8
+POINTERS = {
+    **dict.fromkeys(("lse", "sinks", "partials", "partial_weights"), "*fp32"),
+    **dict.fromkeys(("page_table", "counters", "records", "seq_lens", "new_lens"), "*i32"),
+    "slots": "*i64",
+}
+FLOATS = dict.fromkeys(("scale", "cap"), "fp32")
+
+
+def compiled(kernel, sm: int, constants: dict[str, object], options: dict[str, object], **pointers: str):
+    """As the launcher would compile it: memory and strides of rows are multiples of 16."""
+    types, names = {**POINTERS, **FLOATS, **pointers}, kernel.arg_names
+    source = ASTSource(
+        fn=kernel,
+        signature={name: "constexpr" if name in constants else types.get(name, "i32") for name in names},
+        constexprs={(names.index(name),): value for name, value in constants.items()},
+        attrs={
+            (place,): [["tt.divisibility", 16]]
+            for place, name in enumerate(names)
+            if types.get(name, "").startswith("*") or name in ("q_row", "q_head")
+        },
+    )
+    with warnings.catch_warnings(action="ignore"):
+        return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
+
+
+def attend(
+    sm: int, cut: dict[str, Any], type: str, dim: int = 64, page_size: int = 64, window: int = 0, extras: bool = False
+):
+    rows, width = GROUP if cut["tile"] == 16 else 16, 1 << (dim - 1).bit_length()
+    strides = {"PAGE": page_size * KV_HEADS * dim, "SLOT": KV_HEADS * dim, "HEAD": dim, "COLUMN": 1}
+    constants = {
+        "table_column": 1,
+        "HEADS": KV_HEADS * GROUP,
+        "GROUP": GROUP,
+        "DIM": dim,
+        "V_DIM": dim,
+        "WIDTH": width,
+        "V_WIDTH": width,
+        "PAGE_SIZE": page_size,
+        **{f"{side}_{name}": value for side in "KV" for name, value in strides.items()},
+        "FAR": False,
+        "WINDOW": window,
+        "CAPPED": extras,
+        "SINKS": extras,
+        "LSE": extras,
+        "TILE": cut["tile"],
+        "STEP": cut["step"],
+        "MERGE_ROWS": rows,
+        "MERGE_PARTS": merge_parts(rows, width, cut["merged"] * 32 * cut["warps"]),
+        "OVERLAP": cut["overlap"],
+        "PREFETCH": cut["prefetch"],
+    }
+    options = {"num_warps": cut["warps"], "num_stages": cut["stages"], "launch_pdl": cut["overlap"]}
+    return compiled(attend_kernel, sm, constants, options, **dict.fromkeys(("q", "keys", "values", "out"), f"*{type}"))
+
+
+def plan(sm: int, cut: dict[str, Any], uniform: bool, window: int, block: int = 16):
+    constants = {
+        "UNIFORM": uniform,
+        "GROUP": GROUP,
+        "TILE": cut["tile"],
+        "STEP": cut["step"],
+        "WINDOW": window,
+        "PAGE_SIZE": 64,
+        "SLOTS": True,
+        "BLOCK": block,
+        "ROWS": 128 if uniform else 32,
+    }
+    return compiled(_plan, sm, constants, {"num_warps": 1})
+
+
+def resources(made) -> str:
+    """Registers of a thread, bytes spilled and shared memory, on SM 90."""
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
+        source.write(made.asm["ptx"])
+        source.flush()
+        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", source.name, "-o", os.devnull]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers, spilled = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores", said)
+    assert registers and spilled, said
+    products = next((name for name in ("wgmma", "mma.sync") if name in made.asm["ptx"]), "")
+    return f"{registers[1]:>3} registers, {spilled[1]:>4} spilled, {made.metadata.shared / 1024:5.1f} KiB {products}"
+
+
+def table() -> Iterator[tuple[str, Any]]:
+    """Every kernel that the table asks for, by what tells it from others."""
+    for entry in dict.fromkeys(ENTRIES):
+        for dim in (64, 128, 256):
+            yield (
+                f"{entry.tile:3} x {entry.step}, {entry.warps} warps, {entry.stages} stages, {dim}",
+                attend(90, asdict(entry), "bf16", dim),
+            )
+
+
+def every_kernel(cases: list[dict[str, Any]]) -> Iterator[tuple[int, str, Any]]:
+    """Of each case its attention kernel; of each SM among them, cut as its first case is, the plans."""
+    for case in cases:
+        yield case["sm"], "attend", attend(**case)
+    for sm, case in {case["sm"]: case for case in reversed(cases)}.items():
+        yield sm, "plan", plan(sm, case["cut"], uniform=True, window=0)
+        yield sm, "plan of different rows", plan(sm, case["cut"], uniform=False, window=100)
+
+
+def main(asked: str) -> None:
+    if asked == "--table":
+        print(f"Triton {triton.__version__}, SM 90")
+        for name, made in table():
+            print(f"{name:48} {resources(made)}", flush=True)
+        return
+    found = [(sm, kernel, int(made.metadata.shared)) for sm, kernel, made in every_kernel(json.loads(asked))]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,65 @@
+"""The backend on a scene: in Triton's interpreter on a CPU, on a GPU with what the table says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attnplug import AttentionBackend, BackendContext, DType
+from attnplug_triton_mha.configurations import Configuration
+from support.batches import declaring
+from support.mha_scene import MHACase, MHAScene
+from support.mla_scene import relative_error
+
+Choose = Callable[[int, int, int], Configuration]
+MULTIPROCESSORS = 3
+"""Of the imaginary GPU: few, since each is a loop in Python, and enough to divide a request."""
+TOLERANCE = {DType.FLOAT32: 1e-6, DType.FLOAT16: 1e-3, DType.BFLOAT16: 5e-3}
+"""The interpreter rounds to bfloat16 toward zero, so on a CPU nothing is judged in it."""
+
+
+def small(rows: int, requests: int, kv_heads: int) -> Configuration:
+    """Short steps and low tiles, so that small batches have many of both."""
+    return Configuration(16 if rows <= 16 else 64, 16, 4, 2, programs=2, overlap=False)
+
+
+def build(context: BackendContext, choose: Choose | None = None) -> AttentionBackend:
+    on_cpu = context.device.type == "cpu"
+    if on_cpu:
+        if torch.cuda.is_available():
+            pytest.skip("there is a GPU, for which Triton compiles: nothing is interpreted beside it in one process")
+        os.environ["TRITON_INTERPRET"] = "1"  # for whoever is not under this folder's conftest
+    from attnplug_triton_mha.backend import TritonMHABackend
+
+    context = declaring(context, "triton_mha")
+    if on_cpu:
+        return TritonMHABackend(context, choose=choose or small, multiprocessors=MULTIPROCESSORS)
+    return TritonMHABackend(context) if choose is None else TritonMHABackend(context, choose=choose)
+
+
+def on(case: MHACase, device: str) -> MHACase:
+    """The case as it runs on a device: on a CPU in float32 rather than bfloat16."""
+    return replace(case, dtype=DType.FLOAT32) if device == "cpu" and case.dtype is DType.BFLOAT16 else case
+
+
+def scene(case: MHACase, device: str, choose: Choose | None = None) -> MHAScene:
+    return MHAScene(on(case, device), device, lambda context: build(context, choose))
+
+
+def check(case: MHACase, device: str, choose: Choose | None = None) -> MHAScene:
+    """Output and log-sum-exp are float64's, padding gives zero and -inf, and nothing but new rows was written."""
+    stage = scene(case, device, choose)
+    out, lse = stage.run()
+    wanted, wanted_lse = stage.wanted()
+    tokens, tolerance = len(wanted), TOLERANCE[stage.case.dtype]
+    assert relative_error(out[:tokens], wanted) <= tolerance
+    assert (out[tokens:] == 0).all()
+    if lse is not None:
+        assert relative_error(lse[:tokens], wanted_lse) <= tolerance
+        assert (lse[tokens:] == float("-inf")).all()
+    assert stage.written() == sum(stage.totals)
+    return stage

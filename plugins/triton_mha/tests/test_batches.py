@@ -1,0 +1,339 @@
+"""Batches against float64, by the kernels themselves: interpreted on a CPU, compiled on a GPU."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attnplug import SCRATCH, BackendContext, DType, ForwardExtras, ForwardMode, Geometry
+from attnplug.host import KVPools, plan_forward
+from attnplug_triton_mha.configurations import ENTRIES, Configuration
+from attnplug_triton_mha.plugin import COUNTERS
+from interpreted_mha import TOLERANCE, build, check, on, scene, small
+from support.batches import with_plan
+from support.devices import DEVICES, nothing_waits
+from support.mha_scene import LAYER, MHACase, MHAScene
+from support.mla_scene import relative_error
+
+DECODE, VERIFY, DRAFT_EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND
+EXTEND, MIXED = ForwardMode.EXTEND, ForwardMode.MIXED
+on_every_device = pytest.mark.parametrize("device", DEVICES)
+on_a_gpu = pytest.mark.parametrize("device", DEVICES[1:])
+modes = pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (VERIFY, 3), (EXTEND, 20)])
+
+
+def lengths(count: int, longest: int, new: int, seed: int) -> tuple[tuple[int, int], ...]:
+    """Prefixes of every kind (none, one row, whole pages, long ones) with new tokens after them."""
+    chance = random.Random(seed)
+    prefixes = [chance.choice([0, 1, 63, 64, 65, chance.randint(2, longest)]) for _ in range(count)]
+    return tuple((prefix, new) for prefix in prefixes)
+
+
+def ragged(count: int, longest: int, most: int, seed: int) -> tuple[tuple[int, int], ...]:
+    """The same with some new tokens each, or none."""
+    chance, prefixes = random.Random(seed), lengths(count, longest, 1, seed)
+    return tuple((prefix, chance.choice([0, 1, chance.randint(1, most)])) for prefix, _ in prefixes)
+
+
+class TestBatches:
+    @on_every_device
+    @pytest.mark.parametrize(
+        ("requests", "heads", "kv_heads", "dim"), [(1, 8, 2, 64), (3, 4, 4, 32), (5, 6, 2, 16), (2, 20, 1, 64)]
+    )
+    def test_decode(self, requests, heads, kv_heads, dim, device):
+        """C4; NaN in every row that must not be read."""
+        longest = 120 if device == "cpu" else 3000
+        given = lengths(requests, longest, 1, seed=heads + requests)
+        check(MHACase(given, DECODE, heads=heads, kv_heads=kv_heads, head_dim=dim), device)
+
+    @on_every_device
+    @pytest.mark.parametrize(("heads", "kv_heads", "new"), [(8, 2, 2), (4, 2, 5), (6, 2, 8)])
+    def test_verify_of_a_few_tokens(self, heads, kv_heads, new, device):
+        """Causal: each of the new tokens sees those before it."""
+        longest = 100 if device == "cpu" else 2500
+        given = lengths(3, longest, new, seed=new)
+        check(MHACase(given, VERIFY, heads=heads, kv_heads=kv_heads, head_dim=32), device)
+
+    @on_every_device
+    @pytest.mark.parametrize("exact", [True, False])
+    @pytest.mark.parametrize("mode", [EXTEND, MIXED])
+    def test_requests_of_different_rows(self, mode, exact, device):
+        """Prompts, decodes and requests without new tokens, with padding after them; the host need not know lengths."""
+        given = ((70, 1), (0, 37), (5, 0), (64, 20), (0, 1))
+        check(MHACase(given, mode, 16, 4, 2, 32, padding=3, exact_lengths=exact), device)
+
+    @on_every_device
+    @pytest.mark.parametrize("new", [1, 40])
+    def test_prompts_of_equal_length(self, new, device):
+        check(MHACase(((0, new), (33, new)), EXTEND, 16, 4, 2, 32), device)
+
+    @on_every_device
+    @pytest.mark.parametrize("page_size", [1, 16, 48, 64, 256])
+    @modes
+    def test_page_sizes(self, mode, new, page_size, device):
+        check(MHACase(((70, new), (15, new)), mode, page_size, 4, 2, 32), device)
+
+    @on_every_device
+    @pytest.mark.parametrize("window", [1, 17, 64])
+    @modes
+    def test_sliding_window(self, mode, new, window, device):
+        check(MHACase(((150, new), (3, new), (0, new)), mode, 16, 4, 2, 32, window=window), device)
+
+    @on_every_device
+    @pytest.mark.parametrize("changes", [{"cap": 3.0}, {"sinks": True}, {"cap": 2.0, "sinks": True, "window": 30}])
+    @modes
+    def test_caps_and_sinks(self, mode, new, changes, device):
+        check(MHACase(((90, new), (3, new)), mode, 16, 4, 2, 32, **changes), device)
+
+    @on_every_device
+    @pytest.mark.parametrize(("dim", "v_dim"), [(48, 48), (80, 16), (192, 128)])
+    @modes
+    def test_widths_that_are_no_powers_of_two(self, mode, new, dim, v_dim, device):
+        check(MHACase(((40, new), (7, new)), mode, 16, 4, 2, dim, v_dim), device)
+
+    @on_every_device
+    @modes
+    def test_float16(self, mode, new, device):
+        check(MHACase(((40, new), (7, new)), mode, 16, 4, 2, 32, dtype=DType.FLOAT16), device)
+
+    @on_every_device
+    @pytest.mark.parametrize("layout", ["token_major", "head_major"])
+    @modes
+    def test_layouts(self, mode, new, layout, device):
+        check(MHACase(((40, new), (7, new)), mode, 16, 4, 2, 32, 16, layout=layout), device)
+
+    @on_every_device
+    @modes
+    def test_a_cache_of_any_strides(self, mode, new, device):
+        """Keys and values of one tensor, whose columns are not adjacent either."""
+        pools = []
+
+        def over_a_hosts(context: BackendContext):
+            made = context.pools.mha
+            shape = (*made.keys(LAYER).shape, 2)
+            tensors = {layer: torch.full(shape, float("nan"), dtype=context.dtype, device=device) for layer in (0, 1)}
+            tensors = dict(zip(made.layer_ids, tensors.values(), strict=True))
+            views = {layer: (both[..., 0], both[..., 1]) for layer, both in tensors.items()}
+            pools.append(
+                type(made).over(
+                    case.layers, views, "pages tokens heads dim", page_size=case.page_size, dtype=case.dtype
+                )
+            )
+            return build(replace(context, pools=KVPools(mha=pools[0])))
+
+        case = on(MHACase(((40, new), (7, new)), mode, 16, 4, 2, 32), device)
+        stage = MHAScene(case, device, over_a_hosts)
+        stage.pool = pools[0]
+        stage.store([(0, before) for before, _ in case.lengths])
+        assert relative_error(stage.run()[0], stage.wanted()[0]) <= TOLERANCE[case.dtype]
+        assert stage.written() == sum(stage.totals)
+
+    @on_every_device
+    def test_the_page_table_is_read_where_it_lies(self, device):
+        """A part of a larger one, with its columns apart."""
+        stage = scene(MHACase(((130, 1), (64, 1), (1, 1)), DECODE, heads=4, head_dim=32), device)
+        batch = stage.batch()
+        table = batch.geometry.page_table
+        wide = torch.full((8, 3 * len(table)), 1 << 30, dtype=torch.int32, device=device)
+        view = wide.T[::3, : table.shape[1]].copy_(table)
+        batch.geometry = replace(batch.geometry, page_table=view)
+        assert relative_error(stage.run(batch)[0], stage.wanted()[0]) <= 5e-3
+
+    @on_every_device
+    def test_queries_whose_columns_are_apart(self, device):
+        stage = scene(MHACase(((20, 1), (9, 1)), DECODE, 16, 4, 2, 32), device)
+        stage.padded = lambda tensor: tensor
+        stage.q = stage.q.transpose(1, 2).contiguous().transpose(1, 2)
+        assert stage.q.stride(2) != 1
+        assert relative_error(stage.run()[0], stage.wanted()[0]) <= 5e-3
+
+    @on_every_device
+    @pytest.mark.parametrize("contiguous", [True, False])
+    def test_the_result_goes_where_the_host_says(self, contiguous, device):
+        stage = scene(MHACase(((20, 1), (9, 1)), DECODE, 16, 4, 2, 32), device)
+        batch = stage.batch()
+        plan_forward(stage.backend, batch)
+        out = torch.zeros(2, 4, 64, dtype=stage.dtype, device=device)[
+            ..., : 32 if contiguous else 64 : 1 + (not contiguous)
+        ]
+        out = out.contiguous() if contiguous else out
+        found = stage.backend.forward_decode(
+            stage.q, *stage.new_rows(), stage.layer, batch, extras=ForwardExtras(out=out)
+        )
+        assert found is out
+        assert relative_error(out, stage.wanted()[0]) <= 5e-3
+
+    @on_every_device
+    def test_new_rows_go_where_the_host_says(self, device):
+        """Nothing is written for a row whose slot is -1."""
+        stage = scene(MHACase(((0, 7), (0, 0), (0, 3)), EXTEND, 16, 4, 2, 32), device)
+        batch = stage.batch()
+        slots = batch.geometry.new_slots().clone()
+        slots[-1] = -1
+        batch.geometry = replace(batch.geometry, slots=slots)
+        stage.run(batch)
+        assert stage.written() == sum(stage.totals) - 1
+
+    @on_every_device
+    def test_a_batch_without_rows(self, device):
+        stage = scene(MHACase(((90, 0), (0, 0)), EXTEND), device)
+        assert stage.run()[0].shape == (0, 8, 64)
+
+    @on_every_device
+    @pytest.mark.parametrize("mode", [DECODE, VERIFY, EXTEND])
+    def test_planning_and_running_wait_for_nothing(self, mode, device):
+        given = ((30, 1), (4, 1)) if mode is DECODE else ((30, 3), (4, 3)) if mode is VERIFY else ((30, 9), (0, 2))
+        stage = scene(MHACase(given, mode, 16, 4, 2, 32), device)
+        stage.run()  # compiles what there is to compile
+        batch = stage.batch()
+        with nothing_waits(device):
+            out, _ = stage.run(batch)
+        assert relative_error(out, stage.wanted()[0]) <= TOLERANCE[stage.case.dtype]
+
+    @on_every_device
+    def test_two_plans_live_at_the_same_time(self, device):
+        """B5: a plan is a value; planning another batch does not disturb it."""
+        stage = scene(MHACase(((70, 1), (3, 1)), DECODE, 16, 4, 2, 32), device)
+        first, shorter = stage.batch(), stage.batch()
+        plan_forward(stage.backend, first)
+        shorter.geometry = Geometry.of_lengths(DECODE, first.geometry.page_table, [1] * 2, [1] * 2, 16)
+        plan_forward(stage.backend, shorter)
+        assert relative_error(stage.run(first)[0], stage.wanted()[0]) <= TOLERANCE[stage.case.dtype]
+
+
+def test_layers_of_different_shapes_have_schedules_of_their_own():
+    """Windows and heads may differ from layer to layer; each layer is planned for, and new rows once."""
+
+    def with_another(context: BackendContext):
+        first, own = context.model.layers
+        return build(replace(context, model=replace(context.model, layers=(replace(first, sliding_window=5), own))))
+
+    case = on(MHACase(((70, 1), (3, 1)), DECODE, 16, 4, 2, 32), "cpu")
+    stage = MHAScene(case, "cpu", with_another)
+    batch = stage.batch()
+    plan_forward(stage.backend, batch)
+    assert {shape.window for shape in batch.plan.attention.metadata.schedules} == {0, 5}
+    assert relative_error(stage.run(batch)[0], stage.wanted()[0]) <= 1e-6
+
+
+class TestDivision:
+    @on_every_device
+    @pytest.mark.parametrize(
+        ("mode", "new", "changes"),
+        [
+            (DECODE, 1, {}),
+            (DECODE, 1, {"programs": 5}),
+            (VERIFY, 3, {"tile": 32, "step": 32}),
+            (VERIFY, 9, {}),
+            (EXTEND, 50, {"tile": 64, "programs": 9}),
+        ],
+        ids=str,
+    )
+    def test_ways_to_cut(self, mode, new, changes, device):
+        """Requests of several parts and tiles, and of one, in one batch."""
+        cut = replace(Configuration(16, 16, 4, 2, programs=2, overlap=False), **changes)
+        given = ((170, new), (0, new), (3, new), (40, new))
+        check(MHACase(given, mode, 16, heads=4, head_dim=32), device, lambda *_: cut)
+
+    @on_every_device
+    def test_many_parts_are_merged_by_several_rounds(self, device):
+        cut = Configuration(16, 16, 4, 2, programs=15, overlap=False)
+        case = MHACase(((600, 1),), DECODE, heads=8, kv_heads=1, head_dim=32, v_head_dim=32)
+        stage = check(case, device, lambda *_: cut)
+        ((schedule, _),) = stage.backend.init_forward_metadata(stage.batch()).metadata.schedules.values()
+        assert schedule.records[0, 9] > 32, "more than are merged at once"
+
+    @on_every_device
+    def test_the_same_batch_gives_the_same_bits_and_leaves_counters_at_zero(self, device):
+        """Whoever comes last merges in the order of the parts."""
+        stage = scene(MHACase(((150, 1), (40, 1), (2, 1)), DECODE, heads=4, head_dim=32), device)
+        first, first_lse = stage.run()
+        for _ in range(1 if device == "cpu" else 100):
+            again, again_lse = stage.run()
+            assert torch.equal(again, first) and torch.equal(again_lse, first_lse)
+        counters = stage.context.workspace.request("test", stage.device, COUNTERS, 1).buffer
+        assert counters.numel() > 1 and not counters.any()
+
+
+class TestOnAGPU:
+    """The whole of what the spec claims. Every shape is a kernel to be compiled."""
+
+    @on_a_gpu
+    @pytest.mark.parametrize("entry", sorted(set(ENTRIES), key=str), ids=str)
+    @pytest.mark.parametrize("dim", [64, 128, 256])
+    def test_every_entry_of_the_table_serves_every_batch(self, entry, dim, device):
+        for given, mode in (
+            (lengths(5, 5000, 1, seed=1), DECODE),
+            (lengths(3, 2000, 4, seed=2), VERIFY),
+            (ragged(6, 2000, 300, seed=3), EXTEND),
+        ):
+            check(MHACase(given, mode, heads=8, head_dim=dim), device, lambda *_: entry)
+
+    @on_a_gpu
+    @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (8, 8), (16, 1), (14, 2), (71, 1)])
+    @pytest.mark.parametrize("page_size", [1, 16, 64])
+    @pytest.mark.parametrize("requests", [1, 7, 60])
+    def test_decode(self, requests, page_size, heads, kv_heads, device):
+        given = lengths(requests, 3000, 1, seed=heads + requests)
+        check(MHACase(given, DECODE, page_size, heads, kv_heads), device)
+
+    @on_a_gpu
+    @pytest.mark.parametrize("new", [1, 2, 4, 8, 17])
+    def test_verify(self, new, device):
+        check(MHACase(lengths(4, 2500, new, seed=new), VERIFY, heads=32, kv_heads=8), device)
+
+    @on_a_gpu
+    @pytest.mark.parametrize("window", [None, 100])
+    @pytest.mark.parametrize("seed", range(3))
+    def test_extend(self, seed, window, device):
+        given = ragged(9, 3000, 300, seed)
+        check(MHACase(given, EXTEND, 16, 32, 8, 128, window=window, padding=seed), device)
+
+    @on_a_gpu
+    @pytest.mark.parametrize("requests", [1, 7, 60, 200])
+    def test_the_same_bits_on_real_batches(self, requests, device):
+        stage = scene(MHACase(lengths(requests, 9000, 1, seed=requests), DECODE, heads=32, kv_heads=8), device)
+        first = stage.run()[0]
+        assert all(torch.equal(stage.run()[0], first) for _ in range(20))
+
+    @on_a_gpu
+    @pytest.mark.parametrize("requests", [1, 30])
+    def test_kernels_that_are_launched_early(self, requests, device):
+        """Queries and new rows are made by a kernel that lets the next ones begin at once, and is late with both."""
+        if torch.cuda.get_device_capability() < (9, 0):
+            pytest.skip("kernels wait for each other on the device from SM 90 on")
+        from late_kernel import fill_late
+
+        case = MHACase(((5000, 1),) * requests, DECODE, heads=32, kv_heads=8, lse=False)
+        stage = scene(case, device)
+        memory = stage.pool.keys(LAYER), stage.pool.values(LAYER)
+        before, first = [pages.clone() for pages in memory], stage.run()[0]
+        assert relative_error(first, stage.wanted()[0]) <= 5e-3
+        given = [stage.q, *stage.new_rows()]
+        flat = torch.cat([tensor.flatten() for tensor in given])
+        late = torch.empty_like(flat)
+        parts = late.split([tensor.numel() for tensor in given])
+        late_q, late_k, late_v = (part.view_as(tensor) for part, tensor in zip(parts, given, strict=True))
+        for _ in range(3):
+            batch = stage.batch()
+            # Whoever reads too soon finds NaN: in queries and new rows, where new rows go, and in partial results.
+            late.fill_(float("nan"))
+            for pages, old in zip(memory, before, strict=True):
+                pages.copy_(old)
+            stage.context.workspace.request("test", stage.device, SCRATCH, 1).buffer.fill_(255)
+            with_plan(batch, stage.backend.init_forward_metadata(batch))
+            torch.cuda.synchronize()
+            fill_late(late, flat, milliseconds=20)
+            out = stage.backend.forward_decode(late_q, late_k, late_v, stage.layer, batch)
+            assert torch.equal(out, first)
+
+
+def test_the_imaginary_gpu_divides():
+    """What the tests above rely on: a long request is cut, and short ones are not."""
+    for prefix, cut in ((150, True), (3, False)):
+        stage = scene(MHACase(((prefix, 1), (3, 1)), DECODE, heads=4, head_dim=32), "cpu", small)
+        ((schedule, _),) = stage.backend.init_forward_metadata(stage.batch()).metadata.schedules.values()
+        assert (int(schedule.records[0, 9]) > 1) is cut

@@ -1,0 +1,83 @@
+"""The table: every shape finds an entry, and what is chosen for a GPU compiles for it and fits, without that GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnplug import ForwardMode, Geometry
+from attnplug_triton_mha.configurations import ENTRIES, EXTEND, Room, choose, fitting, most_partial_rows
+from support.devices import INTERPRETED
+
+KIB = 1024
+SHARED = {80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}
+"""What a program can have of shared memory, by SM."""
+
+
+def test_every_shape_finds_its_entry():
+    for rows in (1, 4, 16, 17, 32, 33, 64, 65, 100_000):
+        for requests in (1, 2, 64, 1000):
+            for kv_heads in (1, 8, 128):
+                entry = choose(rows, requests, kv_heads)
+                assert entry in ENTRIES
+                assert entry.tile == 16 or rows > entry.tile // 2, "a tile most of which is never used"
+    assert choose(8192, 1, 8) is EXTEND
+
+
+@INTERPRETED
+@pytest.mark.parametrize(("kv_heads", "multiprocessors"), [(8, 132), (1, 132), (128, 20)])
+def test_no_plan_asks_for_more_partial_results_than_were_reserved(kv_heads, multiprocessors):
+    """What is reserved when a backend is built is all that it ever takes: graphs freeze the workspace."""
+    from attnplug_triton_mha.planner import LayerShape, Schedule
+
+    for requests, new in ((1, 1), (64, 1), (256, 1), (4, 4), (4, 16), (2, 2000)):
+        table, lens = torch.zeros(requests, 128, dtype=torch.int32), torch.zeros(requests, dtype=torch.int32)
+        rows = requests * new
+        batch = Geometry(ForwardMode.EXTEND, table, lens, 64, rows=rows, max_seq_len=8192, max_new=new)
+        cut = choose(new * 4, requests, kv_heads)
+        made = Schedule.reserve(LayerShape(kv_heads, 4, 64, 64, 0), cut, batch, multiprocessors)
+        assert made.partial_rows * kv_heads <= most_partial_rows(multiprocessors, kv_heads)
+
+
+@pytest.mark.parametrize("sm", SHARED)
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_what_is_chosen_has_room_by_our_own_count(sm, dim):
+    for entry in ENTRIES:
+        found = fitting(entry, Room(sm, SHARED[sm], 2 * dim, 2 * dim))
+        rows = found.stages * found.step * 4 * dim + found.tile * 2 * dim
+        assert rows <= SHARED[sm] and found.tile >= 16 and found.step >= 16
+        assert (found.overlap, found.prefetch) == ((True, entry.prefetch) if sm >= 90 else (False, 0))
+        if sm == 90 and dim <= 128:
+            assert found == entry, "the table is for this GPU"
+
+
+def test_it_compiles_for_gpus_and_fits_them() -> None:
+    """Every kernel by Triton's compiler, which needs no GPU. Whether it is right or fast there is not said."""
+    wanted = []
+    for sm, rows, requests, kind, dim, page_size, more in (
+        (80, 4, 1, "fp16", 64, 16, {}),
+        (86, 8000, 1, "bf16", 128, 64, {"extras": True}),
+        (90, 4, 1, "bf16", 64, 64, {}),
+        (90, 8000, 1, "bf16", 64, 16, {"window": 100}),
+        (100, 4, 256, "bf16", 128, 1, {"extras": True}),
+    ):
+        cut = fitting(choose(rows, requests, 8), Room(sm, SHARED[sm], 2 * dim, 2 * dim))
+        wanted.append({"sm": sm, "cut": asdict(cut), "type": kind, "dim": dim, "page_size": page_size, **more})
+    script = Path(__file__).with_name("cross_compile.py")
+    command = [sys.executable, str(script), json.dumps(wanted)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    compiled = json.loads(done.stdout)
+    kernels = {"attend", "plan", "plan of different rows"}
+    assert {(sm, kernel) for sm, kernel, _ in compiled} == {
+        (sm, kernel) for sm in (80, 86, 90, 100) for kernel in kernels
+    }
+    for sm, kernel, taken in compiled:
+        assert taken <= SHARED[sm], (sm, kernel)
+        assert taken > 0 or kernel != "attend"

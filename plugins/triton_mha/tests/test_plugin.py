@@ -1,0 +1,155 @@
+"""The spec: what it accepts and what it refuses, judged where there is no GPU."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import importlib_metadata as metadata
+import pytest
+
+from attnplug import BackendError, CacheLayout, DType, GraphLevel, Problem, Refusal, Role
+from attnplug.host import load_registry
+from attnplug_triton_mha.plugin import attnplug_backends
+from support.command import in_own_process
+from support.configs import DEEPSEEK_V3, LLAMA_3_8B, QWEN3_NEXT, read
+
+(SPEC,) = attnplug_backends()
+BF16, FP16, FP32, FP8 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32, DType.FLOAT8_E4M3
+ON_AN_H200 = Problem(read(LLAMA_3_8B), "cuda", 90, BF16, BF16, 64)
+
+
+def refusals(role: Role | None = Role.DECODE, **changes: Any) -> list[Refusal]:
+    """The reasons against Llama 3 on an H200, with these changes."""
+    return SPEC.refusals(replace(ON_AN_H200, **changes), role)
+
+
+def with_layers(**changes: Any) -> Any:
+    model = read(LLAMA_3_8B)
+    return replace(model, layers=tuple(replace(layer, **changes) for layer in model.layers))
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE, Role.DRAFT])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"dtype": FP16, "kv_dtype": FP16},
+        {"page_size": 1},
+        {"page_size": 48},
+        {"layout": CacheLayout.STRIDED},
+        {"sm": 80},
+        {"sm": 120},
+        {"model": read(QWEN3_NEXT)},
+        {"model": with_layers(sliding_window=100, logit_cap=30.0, sinks=True)},
+        {"model": with_layers(head_dim=192, v_head_dim=128)},
+        {"cuda_graph": GraphLevel.ALWAYS, "speculative_tokens": 64},
+        {"tensor_parallel": 8},
+        {"model": None, "sm": None, "dtype": None, "kv_dtype": None, "page_size": None},
+    ],
+    ids=[
+        *("llama", "fp16", "pages-of-1", "pages-of-48", "strided", "ampere", "blackwell", "qwen3-next", "features"),
+        *("192-128", "graphs", "one-kv-head", "undecided"),
+    ],
+)
+def test_it_serves(changes: dict[str, Any], role: Role) -> None:
+    """D3"""
+    assert refusals(role, **changes) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "reasons"),
+    [
+        ({"device": "cpu", "sm": None}, [("device", "cpu", ["cuda"], "device")]),
+        ({"sm": 75}, [("sm", 75, "SM 80 or newer", None)]),
+        (
+            {"model": with_layers(head_dim=72, v_head_dim=72)},
+            [("head_dim", [72, 72], "multiples of 16 up to 256", "decode_attention_backend")],
+        ),
+        (
+            {"model": with_layers(head_dim=512, v_head_dim=512)},
+            [("head_dim", [512, 512], "multiples of 16 up to 256", "decode_attention_backend")],
+        ),
+        (
+            {"model": with_layers(head_dim=64, v_head_dim=128)},
+            [("head_dim", [64, 128], "multiples of 16 up to 256", "decode_attention_backend")],
+        ),
+        ({"kv_dtype": FP16}, [("kv_dtype", "float16", ["bfloat16"], "kv_dtype")]),
+        ({"kv_dtype": FP8}, [("kv_dtype", "float8_e4m3fn", ["bfloat16", "float16"], "kv_dtype")]),
+        ({"speculative_tokens": 65}, [("speculation", 65, 64, "speculative_tokens")]),
+    ],
+    ids=["cpu", "turing", "dim-72", "dim-512", "wide-values", "kv-fp16-with-bf16", "fp8", "speculation"],
+)
+def test_it_refuses_with_value_and_what_is_allowed_and_the_setting(
+    changes: dict[str, Any], reasons: list[tuple[str, object, object, str]]
+) -> None:
+    """D3: every reason, and no other."""
+    found = refusals(**changes)
+    assert [(reason.code, reason.value, reason.allowed, reason.setting) for reason in found] == reasons
+    json.dumps([reason.as_json() for reason in found])
+
+
+def test_mla_is_refused_by_its_kind_alone() -> None:
+    assert [reason.code for reason in refusals(model=read(DEEPSEEK_V3))] == ["kind"]
+
+
+def test_neither_torch_nor_triton_is_imported_to_list_it_or_to_refuse_it() -> None:
+    """``attnplug backends`` and ``explain`` stay quick, with a GPU too: there is no library to try."""
+    code = """
+import sys
+from attnplug import Problem, Role
+from attnplug_triton_mha import plugin
+(spec,) = plugin.attnplug_backends()
+assert spec.refusals(Problem(device="cpu"), Role.DECODE) and not spec.refusals(Problem(device="cuda"), Role.DECODE)
+print([name for name in ("torch", "numpy", "triton") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_a_triton_that_cannot_be_imported_fails_with_the_factorys_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """D2: before anything is built, with its version and what to install."""
+    module, _, name = SPEC.factory.partition(":")
+    assert callable(getattr(importlib.import_module(module), name))
+    monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "triton.language", None)
+    with pytest.raises(BackendError) as caught:
+        importlib.import_module(module)
+    assert f"triton {metadata.version('triton')} cannot be imported" in str(caught.value)
+    assert "pip install 'triton>=3.6,<4'" in str(caught.value)
+
+
+def test_it_is_found_by_its_entry_point() -> None:
+    """D1"""
+    found = load_registry().backends["triton_mha"]
+    assert found.spec == SPEC
+    assert found.source.distribution == "attnplug-triton-mha"
+
+
+@pytest.mark.parametrize(
+    ("roles", "chosen"),
+    [
+        ((), {"prefill": "flashattention", "decode": "flashattention"}),
+        (("--decode-attention-backend", "triton_mha"), {"prefill": "flashattention", "decode": "triton_mha"}),
+    ],
+    ids=["auto", "asked for"],
+)
+def test_auto_prefers_flashattention_where_it_can_run(roles: tuple[str, ...], chosen: object, tmp_path: Path) -> None:
+    """D1, D3: the answer needs no GPU."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_3_8B))
+    outcome = in_own_process(
+        "explain", "--model", str(tmp_path), "--sm", "90", *roles, "--json", CUDA_VISIBLE_DEVICES=""
+    )
+    assert outcome.code == 0, outcome
+    assert {role: choice["chosen"] for role, choice in outcome.json.items()} == chosen
+
+
+def test_its_counters_are_a_kind_of_memory_of_its_own() -> None:
+    """A2"""
+    counters = load_registry(environment={}).workspace_kinds["triton-mha-counters"]
+    assert counters.value.zeroed and counters.source.distribution == "attnplug-triton-mha"
