@@ -245,7 +245,7 @@ def _gather_one(
         for start in tl.static_range(0, WIDTH, DEPTH):
             inside = start + depth < WIDTH
             columns = _load(columns_at + start, inside[None, :], WHOLE).to(tl.float32)
-            if EARLY and place == 0 and start == 0:
+            if EARLY and (place == 0 and start == 0):
                 gdc_wait()  # for the inner rows; what was chosen is older
                 gdc_launch_dependents()
             inner_row = _load(inner_at + start, inside, WHOLE).to(tl.float32)
