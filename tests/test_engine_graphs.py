@@ -11,7 +11,7 @@ from rounded_oracle import DEEPSEEK_V3, KIMI_LINEAR, RoundedOracle, watched_logi
 
 from attnplug import Role
 from attnplug_engine import Engine, SamplingParams
-from support.devices import DEVICES
+from support.devices import DEVICES, nothing_waits
 
 pytestmark = [*DEVICES[1].marks]
 
@@ -109,13 +109,10 @@ def test_a_replay_neither_waits_nor_allocates_and_its_plan_does_neither(oracles)
     captured = graphs.fitting(len(step.entries))
     torch.cuda.synchronize()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with nothing_waits("cuda"):
         for _ in range(3):
             engine.runner.attention.plan_captured(captured.batch)
             captured.replay()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
 
 
@@ -155,7 +152,6 @@ def test_tokens_are_right_while_requests_come_end_and_lose_their_pages(oracles, 
     assert counts.replayed_steps > counts.eager_steps > 0 and engine.scheduler.preemptions > 0
     kept = [request for request in requests if request.id not in aborted]
     assert all(request.finish_reason == "length" for request in kept)
-    # A preempted request computes its last token again: its logits are seen twice, the later ones first dropped.
     rows = [torch.stack(seen[request.id][: len(request.output)]) for request in kept]
     oracle.judge([list(request.prompt) for request in kept], [request.output for request in kept], rows, slack=2.0)
     assert engine.runner.allocator.free_pages == engine.runner.allocator.num_pages

@@ -18,7 +18,7 @@ SHAPE = {"HIDDEN": 2048, "WIDTH": 1408}
 FOUND = {"EXPERTS": 64, "BOUNDS": 64}
 FLOATS = {"eps", "scaling"}
 SINGLE = {"shares", "logits", "gate", "bias"}
-WHOLE = {"chosen", "offsets"}
+WHOLE = {"chosen", "offsets", "order"}
 
 
 def compiled(kernel, sm: int, constants: dict[str, object], options: dict[str, object], dtype: str = "bf16"):
@@ -31,7 +31,7 @@ def compiled(kernel, sm: int, constants: dict[str, object], options: dict[str, o
             return "fp32"
         if name.endswith("_row") or name == "count":
             return "i32"
-        return "*fp32" if name in SINGLE else "*i32" if name in WHOLE else "*i64" if name == "order" else f"*{dtype}"
+        return "*fp32" if name in SINGLE else "*i32" if name in WHOLE else f"*{dtype}"
 
     names = kernel.arg_names
     types = {name: kind(name) for name in names}
@@ -49,13 +49,13 @@ def compiled(kernel, sm: int, constants: dict[str, object], options: dict[str, o
         return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
 
 
-def tiled(sm: int, spread: experts.Tile, gather: experts.Tile, scanned: int, gated: bool, dtype: str = "bf16"):
+def tiled(sm: int, spread: experts.Tile, gather: experts.Tile, gated: bool, dtype: str = "bf16"):
     early = {"EARLY": sm >= 90}
     adds = {"SHARED": True, "ONTO": True}
     for tile, names in ((spread, ("_spread", "_spread_one")), (gather, ("_gather", "_gather_one"))):
         name = names[tile.pairs == 1]
         constants = SHAPE | early | {"COLUMNS": tile.columns, "DEPTH": tile.depth}
-        constants |= FOUND | {"PAIRS": tile.pairs, "SCANNED": scanned} if tile.pairs > 1 else {}
+        constants |= FOUND | {"PAIRS": tile.pairs} if tile.pairs > 1 else {}
         constants |= {"PER_TOKEN": 6} if name != "_gather" else {}
         constants |= {"GATED": gated} if tile is spread else {}
         constants |= {"EVERY": 2} if tile.pairs == 1 else {}
@@ -66,11 +66,12 @@ def tiled(sm: int, spread: experts.Tile, gather: experts.Tile, scanned: int, gat
 
 def every_kernel(sm: int):
     early, options = {"EARLY": sm >= 90}, {"launch_pdl": sm >= 90}
-    ways = [(1, 0), (64, 256), (4096, 0)] if sm == 90 else [(1, 0), (4096, 0)]
-    for tokens, scanned in ways:
-        yield from tiled(sm, *experts.tiles(tokens, 6, 64, torch.bfloat16), scanned, gated=True)
+    for tokens in (1, 64, 4096) if sm == 90 else (1, 4096):
+        yield from tiled(sm, *experts.tiles(tokens, 6, 64, torch.bfloat16), gated=True)
     if sm == 80:
-        yield from tiled(sm, *experts.tiles(64, 6, 64, torch.float32), 0, gated=False, dtype="fp32")
+        yield from tiled(sm, *experts.tiles(64, 6, 64, torch.float32), gated=False, dtype="fp32")
+    sizes = {"EXPERTS": 64, "BLOCK": 32, "CHUNK": 256}
+    yield "_rank", compiled(experts._rank, sm, sizes | early, options)
     sizes = {"PER_TOKEN": 6, "HIDDEN": 2048, "COLUMNS": 1024, "SHARED": True, "ONTO": True}
     yield "_join", compiled(experts._join, sm, sizes | early, options)
     sizes = {"HIDDEN": 2048, "COUNT": 65, "BLOCK": 2048, "COLUMNS": 4, "NORM": True}

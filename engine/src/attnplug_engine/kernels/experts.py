@@ -1,10 +1,11 @@
 """The routed experts' MLPs as a few kernels, in which nothing depends on how many tokens an expert got.
 
 A *pair* is a token and one of its experts, numbered ``token * k + place``. A program has a block of pairs of one expert
-and some of the expert's columns. ``_spread`` makes the inner rows of all pairs, ``_gather`` the outer ones, and
-``_join`` the sum over a token's experts, always in the order in which they were chosen. With very few tokens each pair
-is worked on by itself: ``_spread_one`` and ``_gather_one``, which also sums, read matrices as fast as memory is.
-A pair's result does not depend on the other pairs in its block, so neither does a token's on the other tokens.
+and some of the expert's columns. ``_rank`` sorts the pairs by expert, ``_spread`` makes their inner rows, ``_gather``
+the outer ones, and ``_join`` the sum over a token's experts, in the order in which they were chosen. With very few
+tokens each pair is worked on by itself, by ``_spread_one`` and by ``_gather_one``, which also sums: matrices times
+vectors, at the speed of memory. A pair's result does not depend on the other pairs in its block, so neither does a
+token's on the other tokens.
 """
 
 from __future__ import annotations
@@ -20,10 +21,8 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug_engine.kernels import launch_options
 
-SCANNED = 512
-"""Up to so many pairs a program finds its block by looking through all pairs. More are sorted first."""
-_SCANS = 64, 256, SCANNED
-"""How many it looks through: few sizes, since there is a kernel for each."""
+RANKED = 4096
+"""Up to so many pairs are sorted by one kernel, which compares them all; more by torch."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,36 +36,41 @@ class Tile:
     stages: int = 1
 
 
+@triton.jit(do_not_specialize=["count"])
+def _rank(chosen, order, offsets, count, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
+          EARLY: tl.constexpr):  # fmt: skip
+    """Pairs in the order of their experts, and where each expert's begin: both by counting what comes before."""
+    place = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    if EARLY:
+        gdc_wait()
+        gdc_launch_dependents()
+    mine = tl.load(chosen + place, mask=place < count, other=0)
+    rank = tl.zeros([BLOCK], tl.int32)
+    below = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, count, CHUNK):
+        every = start + tl.arange(0, CHUNK)
+        other = tl.load(chosen + every, mask=every < count, other=EXPERTS)[None, :]
+        earlier = (other == mine[:, None]) & (every[None, :] < place[:, None])
+        rank += tl.sum(((other < mine[:, None]) | earlier).to(tl.int32), 1)
+        below += tl.sum((other < place[:, None]).to(tl.int32), 1)  # here the place is an expert's number
+    tl.store(order + rank, place, mask=place < count)
+    tl.store(offsets + place, below, mask=place <= EXPERTS)
+
+
 @triton.jit
-def _block(
-    chosen, order, offsets, count, block, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, SCANNED: tl.constexpr,
-    BOUNDS: tl.constexpr,
-):  # fmt: skip
+def _block(order, offsets, block, EXPERTS: tl.constexpr, PAIRS: tl.constexpr, BOUNDS: tl.constexpr):
     """A block's expert, its pairs ``[PAIRS]``, which of them exist, and whether there is such a block at all."""
-    row = tl.arange(0, PAIRS)
-    if SCANNED:  # there is a block for every pair, and it has work if ``PAIRS`` divides how many are before it
-        every = tl.arange(0, SCANNED)
-        expert = tl.load(chosen + block).to(tl.int64)
-        same = tl.load(chosen + every, mask=every < count, other=-1) == expert
-        before = tl.sum((same & (every < block)).to(tl.int32), 0)
-        rank = tl.cumsum(same.to(tl.int32), 0) - 1 - before
-        mine = same[None, :] & (rank[None, :] == row[:, None])
-        pairs = tl.sum(tl.where(mine, every[None, :], 0), 1)
-        exists = row < tl.sum(same.to(tl.int32), 0) - before
-        has_work = before % PAIRS == 0
-    else:
-        every = tl.arange(0, BOUNDS)
-        start = tl.load(offsets + every, mask=every < EXPERTS, other=count)
-        stop = tl.load(offsets + every + 1, mask=every < EXPERTS, other=count)
-        blocks = (stop - start + PAIRS - 1) // PAIRS
-        last = tl.cumsum(blocks, 0)
-        expert = tl.sum((last <= block).to(tl.int32), 0).to(tl.int64)
-        has_work = expert < EXPERTS
-        here = every == expert
-        place = tl.sum(tl.where(here, start + (block - last + blocks) * PAIRS, 0), 0) + row
-        exists = place < tl.sum(tl.where(here, stop, 0), 0)
-        pairs = tl.load(order + place, mask=exists, other=0)
-    return expert, pairs.to(tl.int64), exists, has_work
+    every = tl.arange(0, BOUNDS)
+    start = tl.load(offsets + every, mask=every < EXPERTS, other=0)
+    stop = tl.load(offsets + every + 1, mask=every < EXPERTS, other=0)
+    blocks = (stop - start + PAIRS - 1) // PAIRS
+    last = tl.cumsum(blocks, 0)
+    expert = tl.sum((last <= block).to(tl.int32), 0)
+    here = every == expert
+    place = tl.sum(tl.where(here, start + (block - last + blocks) * PAIRS, 0), 0) + tl.arange(0, PAIRS)
+    exists = place < tl.sum(tl.where(here, stop, 0), 0)
+    pairs = tl.load(order + place, mask=exists, other=0)
+    return expert.to(tl.int64), pairs.to(tl.int64), exists, expert < EXPERTS
 
 
 @triton.jit
@@ -99,20 +103,18 @@ def _added(
     return total
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def _spread(
-    x, x_row, weight, inner, chosen, order, offsets, count,
+    x, x_row, weight, inner, order, offsets,
     PER_TOKEN: tl.constexpr, EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, GATED: tl.constexpr,
-    PAIRS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, SCANNED: tl.constexpr, BOUNDS: tl.constexpr,
+    PAIRS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr, BOUNDS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
     """``[pairs, WIDTH]`` of ``x`` ``[tokens, HIDDEN]`` and ``weight`` ``[EXPERTS, 1 or 2 * WIDTH, HIDDEN]``."""
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()  # not earlier: the next kernel reads which experts were chosen before it waits
-    expert, pairs, exists, has_work = _block(
-        chosen, order, offsets, count, tl.program_id(1), EXPERTS, PAIRS, SCANNED, BOUNDS
-    )
+    expert, pairs, exists, has_work = _block(order, offsets, tl.program_id(1), EXPERTS, PAIRS, BOUNDS)
     if not has_work:
         return
     WHOLE: tl.constexpr = HIDDEN % DEPTH == 0
@@ -188,16 +190,14 @@ def _spread_one(
         tl.store(at, result.to(inner.dtype.element_ty), mask=column < WIDTH)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def _gather(
-    inner, weight, outer, chosen, order, offsets, count,
+    inner, weight, outer, order, offsets,
     EXPERTS: tl.constexpr, HIDDEN: tl.constexpr, WIDTH: tl.constexpr, PAIRS: tl.constexpr, COLUMNS: tl.constexpr,
-    DEPTH: tl.constexpr, SCANNED: tl.constexpr, BOUNDS: tl.constexpr, EARLY: tl.constexpr,
+    DEPTH: tl.constexpr, BOUNDS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """``[pairs, HIDDEN]`` of ``inner`` ``[pairs, WIDTH]`` and ``weight`` ``[EXPERTS, HIDDEN, WIDTH]``."""
-    expert, pairs, exists, has_work = _block(
-        chosen, order, offsets, count, tl.program_id(1), EXPERTS, PAIRS, SCANNED, BOUNDS
-    )
+    expert, pairs, exists, has_work = _block(order, offsets, tl.program_id(1), EXPERTS, PAIRS, BOUNDS)
     if EARLY:
         gdc_wait()
         gdc_launch_dependents()
@@ -245,7 +245,7 @@ def _gather_one(
         for start in tl.static_range(0, WIDTH, DEPTH):
             inside = start + depth < WIDTH
             columns = _load(columns_at + start, inside[None, :], WHOLE).to(tl.float32)
-            if EARLY and place == 0 and start == 0:
+            if EARLY and (place == 0 and start == 0):
                 gdc_wait()  # for the inner rows; what was chosen is older
                 gdc_launch_dependents()
             inner_row = _load(inner_at + start, inside, WHOLE).to(tl.float32)
@@ -331,7 +331,7 @@ def mix(
     onto: Tensor | None = None,
     every: tuple[Tensor, Tensor] | None = None,
     cut: tuple[Tile, Tile] | None = None,
-    scanned: int = SCANNED,
+    ranked: int = RANKED,
 ) -> Tensor:
     """The sum of each token's experts in their shares: ``[tokens, hidden]``, like ``x``.
 
@@ -353,12 +353,10 @@ def mix(
     spread, gather = tiles(tokens, per_token, experts, x.dtype) if cut is None else cut
     spread, gather = _fitting(spread, 2 if gated else 1, hidden, x), _fitting(gather, 1, width, x)
     assert every is None or spread.pairs == gather.pairs == 1, "pairs in blocks take the shared expert's result"
-    is_sorted = pairs > scanned
-    order, offsets = _sorted(chosen, experts) if is_sorted else (chosen, chosen)
-    scan = 0 if is_sorted else next(most for most in _SCANS if pairs <= most)
-    found = {"EXPERTS": experts, "SCANNED": scan, "BOUNDS": triton.next_power_of_2(experts)}
+    if max(spread.pairs, gather.pairs) > 1:
+        order, offsets = _sorted(chosen, experts, ranked)
+    found = {"EXPERTS": experts, "BOUNDS": triton.next_power_of_2(experts)}
     shape = {"HIDDEN": hidden, "WIDTH": width, **launch_options(x.device)}
-    blocks = min(pairs, pairs // spread.pairs + experts) if is_sorted else pairs
     columns = triton.cdiv(width, spread.columns)
     if spread.pairs == 1:
         _spread_one[columns, pairs + tokens * shared_parts](
@@ -367,8 +365,8 @@ def mix(
             num_warps=spread.warps, **shape,
         )  # fmt: skip
     else:
-        _spread[columns, blocks](
-            x, x.stride(0), gate_up, inner, chosen, order, offsets, pairs,
+        _spread[columns, min(pairs, pairs // spread.pairs + experts)](
+            x, x.stride(0), gate_up, inner, order, offsets,
             PER_TOKEN=per_token, GATED=gated, PAIRS=spread.pairs, COLUMNS=spread.columns, DEPTH=spread.depth,
             num_warps=spread.warps, num_stages=spread.stages, **found, **shape,
         )  # fmt: skip
@@ -387,9 +385,8 @@ def mix(
         )  # fmt: skip
         return out
     outer = torch.empty(pairs, hidden, dtype=x.dtype, device=x.device)
-    blocks = min(pairs, pairs // gather.pairs + experts) if is_sorted else pairs
-    _gather[columns, blocks](
-        inner, down, outer, chosen, order, offsets, pairs,
+    _gather[columns, min(pairs, pairs // gather.pairs + experts)](
+        inner, down, outer, order, offsets,
         PAIRS=gather.pairs, COLUMNS=gather.columns, DEPTH=gather.depth, num_warps=gather.warps,
         num_stages=gather.stages, **found, **shape,
     )  # fmt: skip
@@ -401,8 +398,16 @@ def mix(
     return out
 
 
-def _sorted(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+def _sorted(chosen: Tensor, experts: int, ranked: int) -> tuple[Tensor, Tensor]:
     """Pairs in the order of their experts, and where each expert's begin: ``[experts + 1]`` int32."""
-    ordered, order = chosen.flatten().sort(stable=True)
-    bounds = torch.arange(experts + 1, dtype=chosen.dtype, device=chosen.device)
-    return order, torch.searchsorted(ordered, bounds, out_int32=True)
+    pairs = chosen.numel()
+    if pairs > ranked:
+        ordered, order = chosen.flatten().sort(stable=True)
+        bounds = torch.arange(experts + 1, dtype=chosen.dtype, device=chosen.device)
+        return order, torch.searchsorted(ordered, bounds, out_int32=True)
+    order, offsets = (torch.empty(size, dtype=torch.int32, device=chosen.device) for size in (pairs, experts + 1))
+    block = 32
+    _rank[triton.cdiv(max(pairs, experts + 1), block),](
+        chosen, order, offsets, pairs, EXPERTS=experts, BLOCK=block, CHUNK=256, **launch_options(chosen.device)
+    )
+    return order, offsets
