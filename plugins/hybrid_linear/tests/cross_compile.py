@@ -25,18 +25,19 @@ SHORT = ("rows", "conv", "conv_states", "decay", "beta", "gate", "out")
 STRIDES = ("row_stride", "decay_row", "decay_head", "gate_row", "gate_head")
 
 
-def compiled(sm: int, by_channel: bool, warps: int, dtype: str):
+def compiled(sm: int, by_channel: bool, dtype: str, columns: int):
     constants = {
         "HEADS": 32,
         "KEY_HEADS": 32 if by_channel else 16,
         "KEY_DIM": 128,
         "VALUE_DIM": 128,
         "WIDTH": 4,
-        "COLUMNS": 4,
+        "TAPS": 4,
         "BY_CHANNEL": by_channel,
         "SILU": not by_channel,
         "BLOCK_K": 128,
-        "BLOCK_V": 128,
+        "WHOLE_V": 128,
+        "BLOCK_V": columns,
         "OVERLAP": sm >= 90,
     }
     types = {**KINDS, **dict.fromkeys(SHORT, f"*{dtype}"), **dict.fromkeys(constants, "constexpr")}
@@ -51,7 +52,7 @@ def compiled(sm: int, by_channel: bool, warps: int, dtype: str):
             if types.get(name, "").startswith("*") or name in STRIDES
         },
     )
-    options = {"num_warps": warps, "launch_pdl": sm >= 90}
+    options = {"num_warps": 4, "launch_pdl": sm >= 90}
     with warnings.catch_warnings(action="ignore"):
         return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
 
@@ -69,7 +70,12 @@ def resources(made) -> tuple[int, int]:
 
 if __name__ == "__main__":
     found = []
-    for sm, by_channel, warps, dtype in ((80, False, 4, "fp16"), (90, False, 4, "bf16"), (90, True, 4, "bf16")):
-        made = compiled(sm, by_channel, warps, dtype)
+    for sm, by_channel, dtype, columns in (
+        (80, False, "fp16", 128),
+        (90, False, "bf16", 128),
+        (90, True, "bf16", 128),
+        (90, True, "bf16", 32),
+    ):
+        made = compiled(sm, by_channel, dtype, columns)
         found.append([sm, by_channel, made.metadata.shared, *(resources(made) if sm == 90 else (0, 0))])
     print(json.dumps(found))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from attnplug import AttentionKind, DeltaInputs, DType, ForwardMode, LayerSpec, LinearInputs, PlanError
 from attnplug.host import LinearDims
+from attnplug_hybrid_linear import triton_delta
 from delta_scene import EPS, DeltaScene, DeltaStep
 from linear_scene import PADDED, random_members, same_bits
 from linear_settings import INTERPRETED, ON_A_GPU, SETTINGS
@@ -32,6 +33,18 @@ def test_a_decode_is_what_float64_says(setting) -> None:
     scene = DeltaScene(setting)
     for members in ([4, 0, 2], [PADDED], [1, PADDED, 2, 4]):
         step = scene.step(members, padding=len(members) % 2)
+        scene.check(step, scene.run(step))
+    scene.check_states()
+
+
+@in_every_setting
+def test_a_state_by_columns_is_the_same(setting, monkeypatch) -> None:
+    """As with many heads, here by 8 of 12 columns; the norm is over all of them."""
+    monkeypatch.setattr(triton_delta, "_FEW_HEADS", 0)
+    monkeypatch.setattr(triton_delta, "_COLUMNS", 8)
+    scene = DeltaScene(setting)
+    for members in ([4, PADDED], [4]):
+        step = scene.step(members)
         scene.check(step, scene.run(step))
     scene.check_states()
 
@@ -192,7 +205,7 @@ def test_it_compiles_for_gpus_and_holds_a_state_in_registers() -> None:
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout)
-    assert [(sm, by_channel) for sm, by_channel, *_ in found] == [(80, False), (90, False), (90, True)]
+    assert [(sm, by_channel) for sm, by_channel, *_ in found] == [(80, False), (90, False), (90, True), (90, True)]
     for _, _, shared, _, spilled in found:
         assert shared < 16_384, "a state that goes through shared memory is moved between threads for nothing"
         assert spilled == 0

@@ -83,7 +83,8 @@ class FlaLinearBackend(StateBackend):
         spans, verified = metadata.spans, metadata.verified
         out = _output(x, spans, *x.shape[1:])
         states = self.conv(layer.layer_id)
-        convolve_in_place(x, weight, bias, spans, metadata.blocks, states, out, silu=silu, store=verified is None)
+        store, early = verified is None, self._overlap
+        convolve_in_place(x, weight, bias, spans, metadata.blocks, states, out, silu=silu, store=store, overlap=early)
         if verified is not None:
             verified.conv_rows[layer.layer_id] = x.clone()
         return out
@@ -96,7 +97,7 @@ class FlaLinearBackend(StateBackend):
             return self._by_chunks(inputs, layer, spans, metadata.chunks)
         out = _output(v, spans, *v.shape[1:])
         states = self.recurrent(layer.layer_id)
-        advance_in_place(inputs, layer.scale, spans, states, out=out, store=verified is None)
+        advance_in_place(inputs, layer.scale, spans, states, out=out, store=verified is None, overlap=self._overlap)
         if verified is not None:
             verified.inputs[layer.layer_id] = _own(inputs)
         return out

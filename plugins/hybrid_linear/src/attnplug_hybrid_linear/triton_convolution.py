@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug_hybrid_linear.spans import Blocks, Spans, with_plain_rows
 
@@ -42,8 +43,11 @@ def _move_on(x, x_row, start, state, tokens, channel, is_channel, WIDTH: tl.cons
 def _convolve(
     x, weight, bias, out, states, starts, lens, slots, block_span, block_place, x_row, channels,
     WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BIAS: tl.constexpr, SILU: tl.constexpr, WHOLE: tl.constexpr,
-    STORE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr,
+    STORE: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     channel = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     is_channel = channel < channels
     span, token = tl.program_id(1).to(tl.int64), tl.arange(0, BLOCK_T)
@@ -93,11 +97,12 @@ def convolve_in_place(
     *,
     silu: bool,
     store: bool,
+    overlap: bool = False,
 ) -> None:
     """Convolve each row of ``x`` ``[tokens, channels]`` with those before it.
 
     With ``store`` the states advance past them. A program takes one of ``blocks``. Without blocks it takes a whole
-    span, and advances its state as well.
+    span, and advances its state as well. ``overlap`` starts the kernel before the one ahead of it has ended.
     """
     if not spans.rows:
         return
@@ -127,6 +132,8 @@ def convolve_in_place(
         STORE=store and whole,
         BLOCK_T=triton.next_power_of_2(spans.longest) if blocks is None else blocks.size,
         BLOCK_C=_CHANNELS,
+        OVERLAP=overlap,
+        **({"launch_pdl": True} if overlap else {}),
     )
     if store and not whole:
         keep_newest(x, spans, states)

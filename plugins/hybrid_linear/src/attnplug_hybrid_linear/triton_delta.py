@@ -1,8 +1,9 @@
 """A decode step of a whole delta-rule layer in one kernel: convolution, gates, recurrence and gated norm.
 
 One program takes one head of one request, so that it has all value columns that the norm is over. It reads and writes
-the head's state once, all at once: 64 KiB each way for 128 x 128 floats. Everything that an earlier step left (states
-and weights) is loaded before the wait for the kernel that projected the rows, where the GPU lets kernels overlap.
+the head's state once: 64 KiB each way for 128 x 128 floats. What an earlier step left (states and weights) is loaded
+before the wait for the kernel that projected the rows, where the GPU lets kernels overlap. That needs state slots that
+no overlapped kernel writes.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ from attnplug_hybrid_linear.triton_convolution import _move_on
 
 MOST_STATE = 128 * 256
 """The largest state of a head that a program holds in registers."""
+_FEW_HEADS = 512
+"""Up to this many heads, over all requests, a program takes its state at once."""
+_COLUMNS = 32
 _PER_WARP = 4096
 """Numbers of a state for each warp, 128 registers of every thread.
 
@@ -67,45 +71,45 @@ def _decode(
     rows, conv, conv_states, decay, rate, bias, beta, gate, norm, out, states, slots, counters, scale, eps,
     row_stride, decay_row, decay_head, beta_row, gate_row, gate_head,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
-    WIDTH: tl.constexpr, COLUMNS: tl.constexpr, BY_CHANNEL: tl.constexpr, SILU: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, OVERLAP: tl.constexpr,
+    WIDTH: tl.constexpr, TAPS: tl.constexpr, BY_CHANNEL: tl.constexpr, SILU: tl.constexpr,
+    BLOCK_K: tl.constexpr, WHOLE_V: tl.constexpr, BLOCK_V: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     SHARED: tl.constexpr = HEADS // KEY_HEADS
-    CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY_DIM + HEADS * VALUE_DIM
+    KEYS: tl.constexpr = KEY_HEADS * KEY_DIM
+    PARTS: tl.constexpr = WHOLE_V // BLOCK_V
     if OVERLAP:
         gdc_launch_dependents()  # the next kernel may start, and waits for our last store
     head, request = tl.program_id(0), tl.program_id(1)
     key_head = head // SHARED
-    key, value = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+    key, place, value = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V), tl.arange(0, WHOLE_V)
     is_key, is_value = key < KEY_DIM, value < VALUE_DIM
     slot = tl.load(slots + request)
-    was_key, was_value = key < tl.where(slot < 0, 0, KEY_DIM), value < tl.where(slot < 0, 0, VALUE_DIM)
+    keys, values = tl.where(slot < 0, 0, KEY_DIM), tl.where(slot < 0, 0, VALUE_DIM)
+    was_key = key < keys
 
-    is_state = was_key[:, None] & was_value[None, :]
-    state_at = states + (slot * HEADS + head) * KEY_DIM * VALUE_DIM + key[:, None] * VALUE_DIM + value[None, :]
-    state = tl.load(state_at, mask=is_state, other=0.0)
-    conv_state = conv_states + slot * CHANNELS * WIDTH
+    state_at = states + (slot * HEADS + head) * KEY_DIM * VALUE_DIM + key[:, None] * VALUE_DIM + place[None, :]
+    state = tl.load(state_at, mask=was_key[:, None] & (place < values)[None, :], other=0.0)
+    conv_state = conv_states + slot * (2 * KEYS + HEADS * VALUE_DIM) * WIDTH
     q_channel = key_head * KEY_DIM + key
-    k_channel = KEY_HEADS * KEY_DIM + q_channel
-    v_channel = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + value
+    k_channel = KEYS + q_channel
+    v_channel = 2 * KEYS + head * VALUE_DIM + place
     q_before, q_weight = _before(conv_state, conv, q_channel, was_key, is_key, WIDTH)
     k_before, k_weight = _before(conv_state, conv, k_channel, was_key, is_key, WIDTH)
-    v_before, v_weight = _before(conv_state, conv, v_channel, was_value, is_value, WIDTH)
+    v_before, v_weight = _before(conv_state, conv, v_channel, place < values, place < VALUE_DIM, WIDTH)
     head_rate = tl.load(rate + head)
     head_bias = tl.load(bias + head * KEY_DIM + key, mask=is_key, other=0.0) if BY_CHANNEL else tl.load(bias + head)
     norm_weight = tl.load(norm + value, mask=is_value, other=0.0)
 
     if OVERLAP:
         gdc_wait()  # also without work: the next kernel waits for this one alone
-    out_at = out + (request * HEADS + head) * VALUE_DIM + value
+    out_at = out + (request * HEADS + head) * VALUE_DIM
     if slot < 0:
-        tl.store(out_at, tl.zeros([BLOCK_V], out.dtype.element_ty), mask=is_value)
+        tl.store(out_at + value, tl.zeros([WHOLE_V], out.dtype.element_ty), mask=is_value)
         return
 
     row = rows + request * row_stride
     query = _convolved(row, q_channel, is_key, q_before, q_weight)
     key_row = _convolved(row, k_channel, is_key, k_before, k_weight)
-    write = _convolved(row, v_channel, is_value, v_before, v_weight)
     raw_beta = tl.load(beta + request * beta_row + head)
     strength = _sigmoid(raw_beta.to(tl.float32)).to(raw_beta.dtype).to(tl.float32)
     decay_at = decay + request * decay_row + head * decay_head
@@ -124,21 +128,43 @@ def _decode(
             tl.store(counter, 0)
 
     query, key_row = _unit(query) * scale, _unit(key_row)
-    state = state * (kept[:, None] if BY_CHANNEL else kept)
-    # Both sums over the old state at once: the new one differs from it by a product of two vectors.
-    found = tl.sum(state * key_row[:, None], 0)
-    seen = tl.sum(state * query[:, None], 0)
-    write = (write - found) * strength
-    tl.store(state_at, state + key_row[:, None] * write[None, :], mask=is_state)
-    result = (seen + tl.sum(query * key_row, 0) * write).to(out.dtype.element_ty).to(tl.float32)
+    product = tl.sum(query * key_row, 0)
+    for part in tl.static_range(PARTS):
+        is_place = place < VALUE_DIM - part * BLOCK_V
+        if part + 1 < PARTS:  # the next columns are on their way while these are computed
+            is_next = place < VALUE_DIM - (part + 1) * BLOCK_V
+            next_at = (part + 1) * BLOCK_V
+            following = tl.load(state_at + next_at, mask=is_key[:, None] & is_next[None, :], other=0.0)
+            next_before, next_weight = _before(conv_state, conv, v_channel + next_at, is_next, is_next, WIDTH)
+        write = _convolved(row, v_channel + part * BLOCK_V, is_place, v_before, v_weight)
+        state = state * (kept[:, None] if BY_CHANNEL else kept)
+        # Both sums over the old state at once: the new one differs from it by a product of two vectors.
+        found = tl.sum(state * key_row[:, None], 0)
+        seen = tl.sum(state * query[:, None], 0)
+        write = (write - found) * strength
+        is_state = is_key[:, None] & is_place[None, :]
+        tl.store(state_at + part * BLOCK_V, state + key_row[:, None] * write[None, :], mask=is_state)
+        result = (seen + product * write).to(out.dtype.element_ty)
+        if PARTS > 1:
+            tl.store(out_at + part * BLOCK_V + place, result, mask=is_place)
+        if part + 1 < PARTS:
+            state, v_before, v_weight = following, next_before, next_weight
+
+    if PARTS > 1:
+        tl.debug_barrier()  # every thread finds what the others have stored
+        result = tl.load(out_at + value, mask=is_value, other=0.0)
+    result = result.to(tl.float32)
     normed = result * tl.rsqrt(tl.sum(result * result, 0) / VALUE_DIM + eps) * norm_weight
     opened = (opened if SILU else 1.0) * _sigmoid(opened)
-    tl.store(out_at, (normed * opened).to(out.dtype.element_ty), mask=is_value)
+    if PARTS > 1:
+        tl.debug_barrier()
+    tl.store(out_at + value, (normed * opened).to(out.dtype.element_ty), mask=is_value)
 
-    _move_on(row, 0, 0, conv_state, 1, v_channel, is_value, WIDTH, COLUMNS)
+    v_channels = 2 * KEYS + head * VALUE_DIM + value
+    _move_on(row, 0, 0, conv_state, 1, v_channels, is_value, WIDTH, TAPS)
     if is_last:
-        _move_on(row, 0, 0, conv_state, 1, q_channel, is_key, WIDTH, COLUMNS)
-        _move_on(row, 0, 0, conv_state, 1, k_channel, is_key, WIDTH, COLUMNS)
+        _move_on(row, 0, 0, conv_state, 1, q_channel, is_key, WIDTH, TAPS)
+        _move_on(row, 0, 0, conv_state, 1, k_channel, is_key, WIDTH, TAPS)
 
 
 def decode_delta(
@@ -152,17 +178,19 @@ def decode_delta(
     out: Tensor,
     *,
     overlap: bool,
-    warps: int | None = None,
+    cut: tuple[int, int] | None = None,
 ) -> None:
     """Advance both states of every request by its one row; ``out`` ``[tokens, heads * value_dim]`` gets the output.
 
     Row n is that of the n-th span, as in a decode. ``counters`` ``[requests * key_heads]`` int32 are zero before and
-    after. ``overlap`` starts the kernel before the one ahead of it has ended, on SM 90 and newer.
+    after. ``overlap`` starts the kernel before the one ahead of it has ended, on SM 90 and newer. ``cut`` says how many
+    columns of a state a program takes at once, and its number of warps.
     """
     heads, key_dim, value_dim = states.shape[1:]
     weights = inputs.weights
     rows, decay, beta, gate = map(with_plain_rows, (inputs.rows, inputs.decay, inputs.beta, inputs.gate))
-    block_k, block_v = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
+    block_k, whole_v = triton.next_power_of_2(key_dim), triton.next_power_of_2(value_dim)
+    columns, warps = cut or _cut(heads * spans.rows, block_k, whole_v)
     width, by_channel = weights.conv.shape[1], decay.dim() == 3
     # Left out where it is off, because the interpreter does not know it.
     launch = {"launch_pdl": True} if overlap else {}
@@ -192,12 +220,24 @@ def decode_delta(
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
         WIDTH=width,
-        COLUMNS=triton.next_power_of_2(width),
+        TAPS=triton.next_power_of_2(width),
         BY_CHANNEL=by_channel,
         SILU=weights.silu,
         BLOCK_K=block_k,
-        BLOCK_V=block_v,
+        WHOLE_V=whole_v,
+        BLOCK_V=min(columns, whole_v),
         OVERLAP=overlap,
-        num_warps=warps or min(max(block_k * block_v // _PER_WARP, 1), 16),
+        num_warps=warps,
         **launch,
     )
+
+
+def _cut(heads: int, block_k: int, whole_v: int) -> tuple[int, int]:
+    """Columns of a state that a program takes at once, and its warps.
+
+    With few heads everything is loaded at once. With more than the device holds at a time, a program goes through its
+    state with the next columns on their way, and needs half of the registers.
+    """
+    if heads <= _FEW_HEADS:
+        return whole_v, min(max(block_k * whole_v // _PER_WARP, 1), 16)
+    return _COLUMNS, 4

@@ -11,6 +11,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug import LinearInputs
 from attnplug_hybrid_linear.spans import Spans, with_plain_rows
@@ -25,8 +26,11 @@ def _advance(
     q_row, q_head, k_row, k_head, v_row, v_head, decay_row, decay_head, beta_row,
     HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, KEY_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     BY_CHANNEL: tl.constexpr, DELTA: tl.constexpr, NORMALIZE: tl.constexpr, OUTPUT: tl.constexpr, STORE: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()
+        gdc_wait()
     head, span = tl.program_id(1), tl.program_id(2)
     value = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
     key = tl.arange(0, BLOCK_K)
@@ -80,11 +84,18 @@ def _advance(
 
 
 def advance_in_place(
-    inputs: LinearInputs, scale: float, spans: Spans, states: Tensor, *, out: Tensor | None, store: bool
+    inputs: LinearInputs,
+    scale: float,
+    spans: Spans,
+    states: Tensor,
+    *,
+    out: Tensor | None,
+    store: bool,
+    overlap: bool = False,
 ) -> None:
     """Advance the states at the spans' slots by their rows; ``out`` ``[tokens, heads, value_dim]`` gets the output.
 
-    Without ``store`` the states stay as they were.
+    Without ``store`` the states stay as they were. ``overlap`` starts the kernel before the one ahead of it has ended.
     """
     if not spans.rows:
         return
@@ -122,7 +133,9 @@ def advance_in_place(
         STORE=store,
         BLOCK_K=triton.next_power_of_2(key_dim),
         BLOCK_V=block_v,
+        OVERLAP=overlap,
         num_warps=warps,
+        **({"launch_pdl": True} if overlap else {}),
     )
 
 
