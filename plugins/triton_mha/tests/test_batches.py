@@ -226,6 +226,8 @@ class TestDivision:
         [
             (DECODE, 1, {}),
             (DECODE, 1, {"programs": 5}),
+            (DECODE, 1, {"programs": 9, "single": True}),
+            (VERIFY, 3, {"programs": 4, "single": True, "step": 64}),
             (VERIFY, 3, {"tile": 32, "step": 32}),
             (VERIFY, 9, {}),
             (EXTEND, 50, {"tile": 64, "programs": 9}),
