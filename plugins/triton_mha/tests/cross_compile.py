@@ -78,6 +78,7 @@ def attend(
         "STEP": cut["step"],
         "MERGE_ROWS": rows,
         "MERGE_PARTS": merge_parts(rows, width, cut["merged"] * 32 * cut["warps"]),
+        "SINGLE": cut["single"],
         "OVERLAP": cut["overlap"],
         "PREFETCH": cut["prefetch"],
     }

@@ -24,7 +24,7 @@ TOLERANCE = {DType.FLOAT32: 1e-6, DType.FLOAT16: 1e-3, DType.BFLOAT16: 5e-3}
 
 def small(rows: int, requests: int, kv_heads: int) -> Configuration:
     """Short steps and low tiles, so that small batches have many of both."""
-    return Configuration(16 if rows <= 16 else 64, 16, 4, 2, programs=2, overlap=False)
+    return Configuration(16 if rows <= 16 else 64, 16, 4, 2, programs=2, single=requests > 2, overlap=False)
 
 
 def build(context: BackendContext, choose: Choose | None = None) -> AttentionBackend:

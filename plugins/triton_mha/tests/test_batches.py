@@ -226,6 +226,8 @@ class TestDivision:
         [
             (DECODE, 1, {}),
             (DECODE, 1, {"programs": 5}),
+            (DECODE, 1, {"programs": 9, "single": True}),
+            (VERIFY, 3, {"programs": 4, "single": True, "step": 64}),
             (VERIFY, 3, {"tile": 32, "step": 32}),
             (VERIFY, 9, {}),
             (EXTEND, 50, {"tile": 64, "programs": 9}),
@@ -305,7 +307,7 @@ class TestOnAGPU:
         """Queries and new rows are made by a kernel that lets the next ones begin at once, and is late with both."""
         if torch.cuda.get_device_capability() < (9, 0):
             pytest.skip("kernels wait for each other on the device from SM 90 on")
-        from late_kernel import fill_late
+        from support.late_kernel import fill_late
 
         case = MHACase(((5000, 1),) * requests, DECODE, heads=32, kv_heads=8, lse=False)
         stage = scene(case, device)

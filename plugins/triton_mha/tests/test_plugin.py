@@ -13,13 +13,14 @@ from typing import Any
 import importlib_metadata as metadata
 import pytest
 
-from attnplug import BackendError, CacheLayout, DType, GraphLevel, Problem, Refusal, Role
-from attnplug.host import load_registry
+from attnplug import BackendError, CacheLayout, DType, GraphLevel, Problem, Refusal, Role, requirement_refusal
+from attnplug.host import BackendRequest, load_registry, select
 from attnplug_triton_mha.plugin import attnplug_backends
 from support.command import in_own_process
 from support.configs import DEEPSEEK_V3, LLAMA_3_8B, QWEN3_NEXT, read
 
 (SPEC,) = attnplug_backends()
+FA4 = "flash-attn-4>=4.0.0b36"
 BF16, FP16, FP32, FP8 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32, DType.FLOAT8_E4M3
 ON_AN_H200 = Problem(read(LLAMA_3_8B), "cuda", 90, BF16, BF16, 64)
 
@@ -147,6 +148,18 @@ def test_auto_prefers_flashattention_where_it_can_run(roles: tuple[str, ...], ch
     )
     assert outcome.code == 0, outcome
     assert {role: choice["chosen"] for role, choice in outcome.json.items()} == chosen
+
+
+def test_auto_takes_it_for_graphs_that_flashattention_cannot_capture_without_its_library() -> None:
+    """D3: in both roles, since a backend is judged by the graphs that are asked for in each."""
+    if requirement_refusal(FA4, "flash_attn.cute") is None:
+        pytest.skip("flash-attn-4 is installed, and captures")
+    problem = replace(ON_AN_H200, cuda_graph=GraphLevel.UNIFORM)
+    chosen = select(load_registry(), BackendRequest(), problem).choices
+    assert {role: choice.chosen_name for role, choice in chosen.items()} == {
+        Role.PREFILL: "triton_mha",
+        Role.DECODE: "triton_mha",
+    }
 
 
 def test_its_counters_are_a_kind_of_memory_of_its_own() -> None:

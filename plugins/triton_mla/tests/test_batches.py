@@ -266,7 +266,7 @@ class TestConfigurations:
         """
         if torch.cuda.get_device_capability() < (9, 0):
             pytest.skip("kernels wait for each other on the device from SM 90 on")
-        from late_kernel import fill_late
+        from support.late_kernel import fill_late
 
         heads = 16 if entry.tile == 16 else 128
         stage = scene(MLACase(((20000, 1), (5, 1)), DECODE, heads=heads), device, lambda *_, **__: entry)

@@ -109,6 +109,7 @@ def launch_attend(
         STEP=configuration.step,
         MERGE_ROWS=merge_rows,
         MERGE_PARTS=merge_parts(merge_rows, shape.v_width, configuration.merged * 32 * configuration.warps),
+        SINGLE=configuration.single,
         OVERLAP=configuration.overlap,
         PREFETCH=configuration.prefetch,
         num_warps=configuration.warps,

@@ -24,6 +24,8 @@ class Configuration:
     """Programs per multiprocessor, among which all of a batch's work is divided."""
     prefetch: int = 0
     """Steps that a program asks for before it waits for the previous kernel."""
+    single: bool = False
+    """Whether programs with one step run code of their own, which asks for queries and cache rows at once."""
     merged: int = 32
     """Numbers of partial results that a thread holds while it merges: more wait together, and take more registers."""
     overlap: bool = True
@@ -31,7 +33,7 @@ class Configuration:
 
 
 ANY = 1 << 30
-_FEW = Configuration(16, 32, 4, 3, programs=2, prefetch=4, merged=64)
+_FEW = Configuration(16, 32, 4, 3, programs=2, prefetch=4, single=True, merged=64)
 _SOME = Configuration(16, 64, 4, 3, programs=3, prefetch=2)
 _MANY = Configuration(16, 64, 4, 3, programs=4, prefetch=1)
 _TALL = Configuration(64, 64, 4, 3, programs=2)

@@ -71,13 +71,35 @@ def _rows_at(cache, page, token, first, STEP: tl.constexpr, PAGE_SIZE: tl.conste
 
 
 @triton.jit
+def _attend_rows(
+    top, total, sums, queries, key_rows, value_rows, token, seen, own, scale, cap,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One step: add its values to ``sums``, with weights ``2 ** (logit - top)``, and the weights to ``total``."""
+    logits = tl.dot(queries, tl.trans(key_rows)) * scale
+    if CAPPED:
+        # cap * tanh(logits / cap), by exponentials: where they overflow, tanh is 1 or -1.
+        logits = cap - 2 * cap / (1.0 + tl.exp2(logits * (2.0 * LOG2_E)))
+    if MASKED:
+        visible = token[None, :] < seen[:, None]
+        if WINDOW > 0:
+            visible = visible & (token[None, :] > (own - WINDOW)[:, None])
+        logits = tl.where(visible, logits, float("-inf"))
+    higher = tl.maximum(top, tl.max(logits, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    weights, kept = tl.exp2(logits - base[:, None]), tl.exp2(top - base)
+    total = total * kept[:, None] + weights if TILE <= _LOW else total * kept + tl.sum(weights, 1)
+    sums = tl.dot(weights.to(value_rows.dtype), value_rows, sums * kept[:, None])
+    return higher, total, sums
+
+
+@triton.jit
 def _attend_steps(
     top, total, sums, page, start, stop, end, queries, seen, own, keys, values, table, table_column, scale, cap,
     DIM: tl.constexpr, V_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, K_PAGE: tl.constexpr, K_SLOT: tl.constexpr,
     K_COLUMN: tl.constexpr, V_PAGE: tl.constexpr, V_SLOT: tl.constexpr, V_COLUMN: tl.constexpr, FAR: tl.constexpr,
-    STEP: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
+    TILE: tl.constexpr, STEP: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    TILE: tl.constexpr = queries.shape[0]
     column, v_column = tl.arange(0, queries.shape[1]), tl.arange(0, sums.shape[1])
     if FAR:
         column, v_column = column.to(tl.int64), v_column.to(tl.int64)
@@ -91,22 +113,10 @@ def _attend_steps(
         ahead = first + STEP if PAGE_SIZE % STEP == 0 else token + STEP
         page = tl.load(table + ahead // PAGE_SIZE * table_column, mask=ahead < end, other=0)
         key_rows = _load(keys_at, column, K_COLUMN, DIM, there, MASKED)
-        logits = tl.dot(queries, tl.trans(key_rows)) * scale
-        if CAPPED:
-            # cap * tanh(logits / cap), by exponentials: where they overflow, tanh is 1 or -1.
-            logits = cap - 2 * cap / (1.0 + tl.exp2(logits * (2.0 * LOG2_E)))
-        if MASKED:
-            visible = token[None, :] < seen[:, None]
-            if WINDOW > 0:
-                visible = visible & (token[None, :] > (own - WINDOW)[:, None])
-            logits = tl.where(visible, logits, float("-inf"))
-        higher = tl.maximum(top, tl.max(logits, 1))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        weights, kept = tl.exp2(logits - base[:, None]), tl.exp2(top - base)
-        total = total * kept[:, None] + weights if TILE <= _LOW else total * kept + tl.sum(weights, 1)
         value_rows = _load(values_at, v_column, V_COLUMN, V_DIM, there, MASKED)
-        sums = tl.dot(weights.to(value_rows.dtype), value_rows, sums * kept[:, None])
-        top = higher
+        top, total, sums = _attend_rows(
+            top, total, sums, queries, key_rows, value_rows, token, seen, own, scale, cap, WINDOW, CAPPED, MASKED, TILE
+        )  # fmt: skip
     return top, total, sums, page
 
 
@@ -170,7 +180,7 @@ def attend(
     K_COLUMN: tl.constexpr, V_PAGE: tl.constexpr, V_SLOT: tl.constexpr, V_HEAD: tl.constexpr, V_COLUMN: tl.constexpr,
     FAR: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
     TILE: tl.constexpr, STEP: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
-    OVERLAP: tl.constexpr, PREFETCH: tl.constexpr,
+    SINGLE: tl.constexpr, OVERLAP: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()  # the next kernel may start, and waits for our last store
@@ -217,27 +227,45 @@ def attend(
             gdc_wait()
         column, v_column = tl.arange(0, WIDTH), tl.arange(0, V_WIDTH)
         q_at = q + (begin + query).to(tl.int64) * q_row + head * q_head
-        queries = tl.load(
-            q_at[:, None] + column[None, :], mask=live[:, None] & (column < DIM)[None, :], other=0.0
-        )  # fmt: skip
+        asked = live[:, None] & (column < DIM)[None, :]
+        queries = tl.load(q_at[:, None] + column[None, :], mask=asked)
         top = tl.full([TILE], float("-inf"), tl.float32)
         total = tl.zeros([TILE, STEP], tl.float32) if TILE <= _LOW else tl.zeros([TILE], tl.float32)
         sums = tl.zeros([TILE, V_WIDTH], tl.float32)
-        middle = start
-        if TILE > _LOW and WINDOW == 0:
-            # Up to here, every row of the tile sees whole steps.
-            clear = tl.minimum(prefix + tile * TILE // GROUP + 1, end)
-            middle = start + tl.maximum(clear - start, 0) // STEP * STEP
-            top, total, sums, page = _attend_steps(
-                top, total, sums, page, start, middle, end, queries, seen, own, keys, values, table, table_column,
-                scale, cap, DIM, V_DIM, PAGE_SIZE, K_PAGE, K_SLOT, K_COLUMN, V_PAGE, V_SLOT, V_COLUMN, FAR, STEP,
-                WINDOW, CAPPED, False,
+        if SINGLE and end - start <= STEP:
+            # Ask for all rows at once, and only then look at any: the compiler puts whatever uses a load alone right
+            # after it, so zeros for what is not there come later. A loop would wait for the queries first.
+            there = token < end
+            keys_at = _rows_at(keys, page, token, start, STEP, PAGE_SIZE, K_PAGE, K_SLOT, FAR)
+            values_at = _rows_at(values, page, token, start, STEP, PAGE_SIZE, V_PAGE, V_SLOT, FAR)
+            far_column, far_v_column = (column.to(tl.int64), v_column.to(tl.int64)) if FAR else (column, v_column)
+            keys_there = there[:, None] & (column < DIM)[None, :]
+            values_there = there[:, None] & (v_column < V_DIM)[None, :]
+            key_rows = tl.load(keys_at[:, None] + far_column[None, :] * K_COLUMN, mask=keys_there)
+            value_rows = tl.load(values_at[:, None] + far_v_column[None, :] * V_COLUMN, mask=values_there)
+            queries = tl.where(asked, queries, 0.0)
+            key_rows, value_rows = tl.where(keys_there, key_rows, 0.0), tl.where(values_there, value_rows, 0.0)
+            top, total, sums = _attend_rows(
+                top, total, sums, queries, key_rows, value_rows, token, seen, own, scale, cap,
+                WINDOW, CAPPED, True, TILE,
             )  # fmt: skip
-        top, total, sums, page = _attend_steps(
-            top, total, sums, page, middle, end, end, queries, seen, own, keys, values, table, table_column,
-            scale, cap, DIM, V_DIM, PAGE_SIZE, K_PAGE, K_SLOT, K_COLUMN, V_PAGE, V_SLOT, V_COLUMN, FAR, STEP,
-            WINDOW, CAPPED, True,
-        )  # fmt: skip
+        else:
+            queries = tl.where(asked, queries, 0.0)
+            middle = start
+            if TILE > _LOW and WINDOW == 0:
+                # Up to here, every row of the tile sees whole steps.
+                clear = tl.minimum(prefix + tile * TILE // GROUP + 1, end)
+                middle = start + tl.maximum(clear - start, 0) // STEP * STEP
+                top, total, sums, page = _attend_steps(
+                    top, total, sums, page, start, middle, end, queries, seen, own, keys, values, table, table_column,
+                    scale, cap, DIM, V_DIM, PAGE_SIZE, K_PAGE, K_SLOT, K_COLUMN, V_PAGE, V_SLOT, V_COLUMN, FAR, TILE,
+                    STEP, WINDOW, CAPPED, False,
+                )  # fmt: skip
+            top, total, sums, page = _attend_steps(
+                top, total, sums, page, middle, end, end, queries, seen, own, keys, values, table, table_column,
+                scale, cap, DIM, V_DIM, PAGE_SIZE, K_PAGE, K_SLOT, K_COLUMN, V_PAGE, V_SLOT, V_COLUMN, FAR, TILE,
+                STEP, WINDOW, CAPPED, True,
+            )  # fmt: skip
         if TILE <= _LOW:
             total = tl.sum(total, 1)
         if parts == 1:
