@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attnplug import ForwardBatch, LayerSpec
 from attnplug.host import active_attention
+from attnplug_engine import kernels
 from attnplug_engine.models.decoder import Attention
 from attnplug_engine.models.layers import Linear, RMSNorm
 from attnplug_engine.models.rope import Rotation
@@ -81,10 +82,18 @@ class GroupedAttention(Attention):
         qkv = self.qkv(hidden, norm=norm).unflatten(1, (heads + gates + 2 * kv_heads, layer.head_dim))
         q, k = rotation.heads(qkv, heads, gates, kv_heads, self._norms)
         v = qkv[:, -kv_heads:]
-        attended = active_attention().attend(q, k, v, layer, batch)
+        attended = active_attention().attend(q, k, v, layer, batch).flatten(1)
         if gates:
-            attended = attended * qkv[:, heads : heads + gates].sigmoid()
-        return cast(Tensor, self.out(attended.flatten(1), onto=onto))
+            attended = _gated(attended, qkv[:, heads : heads + gates].flatten(1))
+        return cast(Tensor, self.out(attended, onto=onto))
+
+
+def _gated(x: Tensor, gate: Tensor) -> Tensor:
+    if kernels.usable(x):
+        from attnplug_engine.kernels.linear_gates import sigmoid_gate
+
+        return sigmoid_gate(x, gate)
+    return x * gate.sigmoid()
 
 
 def _queries_then_gates(heads: int, width: int) -> Tensor:
