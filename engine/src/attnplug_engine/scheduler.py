@@ -219,8 +219,7 @@ class Scheduler:
         snapshots: tuple[tuple[int, int], ...] = ()
         if self._states is not None:
             slots = tuple([entry[0].slot for entry in entries])  # type: ignore[misc] # who runs has one
-            expecting = bool(self._waiting) and len(self._running) < self._max_batch
-            snapshots = self._states.reserve(entries, expecting=expecting)
+            snapshots = self._states.reserve(entries)
         step = Step(mode, tuple(entries), tuple(copies), rows, slots, snapshots)
         self._in_flight.append(step)
         return step
@@ -270,7 +269,9 @@ class Scheduler:
         Those that were prefilling wait again. All do that have a linear state, or if a page was to be copied: who
         knows whether it was.
         """
-        lost = self._states is not None and bool(self._in_flight)
+        if not self._in_flight:
+            return
+        lost = self._states is not None
         while self._in_flight:
             step = self._in_flight.pop()
             lost = lost or bool(step.copies)
