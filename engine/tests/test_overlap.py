@@ -10,6 +10,7 @@ import pytest
 import torch
 from thread_ranks import in_ranks
 
+from attnplug.host import UsageError
 from attnplug_engine import Engine, Request, SamplingParams
 from attnplug_engine.request import PENDING
 
@@ -176,12 +177,14 @@ def test_ranks_run_one_schedule() -> None:
     assert both == [alone, alone]
 
 
-def test_overlap_is_for_gpus_unless_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    for overlap, depth in ((None, 1), (False, 1), (True, 2)):
+def test_overlap_is_for_gpus_unless_it_is_asked_for() -> None:
+    for overlap, left in ((None, 0), (False, 0), (True, 1)):
         engine = make(overlap=overlap)
         engine.add([1, 2, 3], SamplingParams(max_tokens=5))
         engine.step()
-        assert engine.scheduler.in_flight == depth - 1
+        assert engine.scheduler.in_flight == left
+    with pytest.raises(UsageError, match="overlap 'yes' is not allowed; give True, False, or None"):
+        make(overlap="yes")
 
 
 @pytest.fixture(scope="module", params=["tiny:llama", "tiny:minimax"])

@@ -64,6 +64,11 @@ class EngineOptions:
             if getattr(self, name) is not None:
                 self._check_whole(name, 1, LARGEST_COUNT)
         self._check_whole("seed", 0, LARGEST_SEED)
+        if self.overlap is not None and not isinstance(self.overlap, bool):
+            raise UsageError(
+                f"`overlap` {show(self.overlap)} is not allowed; give True, False, or None to choose by the device",
+                settings=["overlap"],
+            )
         if self.chunked_prefill_size != -1:
             self._check_whole("chunked_prefill_size", 1, LARGEST_COUNT, ", or -1 for prompts in one piece")
 
