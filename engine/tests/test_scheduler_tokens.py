@@ -438,8 +438,9 @@ class TestLinearStates:
         if ended == "drop":
             serving.fail()
         serving.scheduler.abort(0)
-        serving.step()
-        assert serving.cache is not None and serving.cache.num_snapshots == 0
+        while serving.launched:
+            serving.step()
+        assert serving.states is not None and serving.states.free_slots == 12
         serving.check_all_returned()
 
     def test_a_request_that_needs_the_slot_of_a_snapshot_in_flight_comes_in_when_that_is_finished(self) -> None:

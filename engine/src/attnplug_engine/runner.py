@@ -147,10 +147,12 @@ class ModelRunner:
         logits, requests = self.run(step), step.sampled_requests
         sampled = self._sample(logits, requests)
         if requests:
-            rows = [row for row, entry in zip(step.rows, step.entries, strict=True) if entry.sampled]
+            rows: Sequence[int] = step.rows
+            if len(requests) < len(rows):
+                rows = [row for row, entry in zip(rows, step.entries, strict=True) if entry.sampled]
             # What follows a token that could not be chosen is ignored, but it is looked up all the same.
-            chosen = to_device(sampled, self.device).clamp_(min=0)
-            self._tokens[to_device(rows, self.device)] = chosen
+            chosen = [0 if token == BAD_LOGITS else token for token in sampled]
+            self._tokens.index_put_((to_device(rows, self.device),), to_device(chosen, self.device))
         if self.pools.linear is not None:
             for source, target in step.snapshots:
                 self.pools.linear.copy(source, target)

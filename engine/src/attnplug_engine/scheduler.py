@@ -262,8 +262,8 @@ class Scheduler:
     def drop_steps(self) -> None:
         """Take back all steps in flight, of which one could not be run; requests get the tokens they get without them.
 
-        Those that were prefilling wait again. All do that have a linear state, or if a page was to be copied: who
-        knows whether it was.
+        Those that were prefilling wait again. So do all that run if they have linear states, or if a page was to be
+        copied: it may not have been.
         """
         if not self._in_flight:
             return

@@ -17,8 +17,8 @@ class StateSlots:
     A hit in the prefix cache goes as far as a snapshot. So states are worth keeping at checkpoints, at whole pages:
     every ``checkpoint`` tokens, and at the last whole page of prompts with more than that.
 
-    A snapshot has three times. ``reserve`` gives it a slot when its step is scheduled; the step itself copies the
-    state; ``keep`` gives it to the cache when the step is finished. In between its slot can not be had by anyone.
+    A snapshot is made in three parts. ``reserve`` gives it a slot when its step is scheduled. The step itself copies
+    the state. ``keep`` gives it to the cache when the step is finished. Until then nobody else can have its slot.
     """
 
     def __init__(
