@@ -48,6 +48,7 @@ RUN: dict[str, Any] = {
     "ignore_eos": True,
     "random_weights": True,
     "check_layers": True,
+    "overlap": False,
 }
 EMBED: dict[str, Any] = {**FIELDS, "pooling": Pooling.MEAN, "normalize": False, "prompt_name": "query"}
 
@@ -96,7 +97,7 @@ def test_every_option_of_run_reaches_the_engine_or_the_sampling(attnplug: Attnpl
         *("--decode-attention-backend", "four", "--num-pages", "7", "--no-prefix-cache", "--state-slots", "9"),
         *("--state-checkpoint", "64", "--mla-extend", "chunked", "--mla-chunk-capacity", "33", "--ignore-eos"),
         *("--check-layers", "--max-tokens", "8", "--temperature", "0.5", "--top-k", "11", "--top-p", "0.9"),
-        *("--stop", "a", "--stop", "b", "--logprobs", "2", "--random-weights"),
+        *("--stop", "a", "--stop", "b", "--logprobs", "2", "--random-weights", "--disable-overlap"),
     )
     assert "nothing runs" in outcome.err
     (engine,) = spies

@@ -166,8 +166,10 @@ def poison(engine: Engine, layer: int) -> None:
     engine.runner.model.forward = forward
 
 
-def test_nan_in_logits_ends_the_request_that_has_it_and_no_other():
-    engine = Engine("tiny:llama", device="cpu", page_size=4, prefix_cache=False)
+@pytest.mark.parametrize("overlap", [False, True])
+def test_nan_in_logits_ends_the_request_that_has_it_and_no_other(overlap):
+    """Also where it has a row in the next step already, which runs."""
+    engine = Engine("tiny:llama", device="cpu", page_size=4, prefix_cache=False, overlap=overlap)
     wanted = engine.generate([[1, 2, 3]], max_tokens=4, stop_token_ids=frozenset({9}))[0]
     poison(engine, 1)
     good, bad = engine.generate([[1, 2, 3], [4, 5, 9]], max_tokens=4, stop_token_ids=frozenset({9}))
@@ -178,10 +180,11 @@ def test_nan_in_logits_ends_the_request_that_has_it_and_no_other():
     assert engine.runner.allocator.free_pages == engine.runner.allocator.num_pages
 
 
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("model", ["tiny:llama", "tiny:kimi_linear"])
-def test_pages_of_a_request_that_ends_by_an_error_are_not_found_again(model):
+def test_pages_of_a_request_that_ends_by_an_error_are_not_found_again(model, overlap):
     """Others with the same tokens would read what made it fail."""
-    engine = Engine(model, device="cpu", page_size=4, chunked_prefill_size=4, state_checkpoint=64)
+    engine = Engine(model, device="cpu", page_size=4, chunked_prefill_size=4, state_checkpoint=64, overlap=overlap)
     poison(engine, 1)
     (bad,) = engine.generate([[4, 5, 6, 7, 8, 3, 2, 1, 5, 6, 7, 9]], max_tokens=4)
     assert bad.finish_reason == "error"

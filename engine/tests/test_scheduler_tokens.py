@@ -418,6 +418,49 @@ class TestLinearStates:
             serving.scheduler.add(Request(number, prompt(13, number), SamplingParams(1)))
         assert serving.step().num_tokens == 4 * 13
 
+    def test_a_state_that_is_not_finite_is_not_kept(self) -> None:
+        """It ends at a checkpoint, and others begin with the same tokens."""
+        serving = Serving(pages=64, page_size=4, slots=12, checkpoint=8, chunk=64, bad_at={0: 0})
+        bad, good = Request(0, prompt(8), SamplingParams(3)), Request(1, (*prompt(8), 5), SamplingParams(3))
+        serving.scheduler.add(bad)
+        serving.step()
+        assert bad.finish_reason is FinishReason.ERROR
+        run_all(serving, [good])
+        assert good.cached_tokens == 0
+        serving.check_all_returned()
+
+    @pytest.mark.parametrize("ended", ["abort", "drop"])
+    def test_a_snapshot_in_flight_is_lost_with_its_request(self, ended: str) -> None:
+        serving = Serving(pages=64, page_size=4, slots=12, checkpoint=8, chunk=64, depth=2)
+        serving.scheduler.add(Request(0, prompt(20), SamplingParams(3)))
+        assert serving.launch() and serving.launch()
+        assert [len(step.snapshots) for step, _ in serving.launched] == [1, 1]
+        if ended == "drop":
+            serving.fail()
+        serving.scheduler.abort(0)
+        while serving.launched:
+            serving.step()
+        assert serving.states is not None and serving.states.free_slots == 12
+        serving.check_all_returned()
+
+    def test_a_request_that_needs_the_slot_of_a_snapshot_in_flight_comes_in_when_that_is_finished(self) -> None:
+        """Of 3 slots one is the first request's, one the snapshot's that is to be copied, one that of a snapshot."""
+        serving = Serving(pages=64, page_size=4, max_batch=2, slots=3, checkpoint=8, chunk=64, depth=2)
+        run_all(serving, [Request(0, prompt(9), SamplingParams(1))])
+        serving.scheduler.add(Request(1, prompt(9, 1), SamplingParams(6)))
+        serving.launch()
+        late = Request(2, (*prompt(8), 5), SamplingParams(2))
+        serving.scheduler.add(late)
+        serving.launch()
+        assert late.row is None
+        serving.step()
+        serving.launch()
+        assert (late.cached_tokens, late.row is None) == (8, False)
+        while serving.step():
+            pass
+        assert late.output == alone(late, 64)[0]
+        serving.check_all_returned()
+
     def test_the_least_recently_used_snapshot_makes_room(self) -> None:
         serving = Serving(pages=64, page_size=2, max_batch=1, slots=3, checkpoint=8, chunk=64)
         for number in range(4):

@@ -14,9 +14,10 @@ PROMPTS = ["one", "another prompt", "x", "a third of them", "more"]
 PARAMS = [SamplingParams(max_tokens=tokens) for tokens in (20, 7, 13, 1, 9)]
 
 
-@pytest.fixture(scope="module")
-def engine() -> Engine:
-    return Engine("tiny:llama", attention_backend="torch_native", device="cpu", page_size=4, num_pages=64, max_batch=3)
+@pytest.fixture(scope="module", params=[False, True], ids=["step by step", "overlap"])
+def engine(request: pytest.FixtureRequest) -> Engine:
+    settings = {"device": "cpu", "page_size": 4, "num_pages": 64, "max_batch": 3, "overlap": request.param}
+    return Engine("tiny:llama", attention_backend="torch_native", **settings)
 
 
 @pytest.fixture(scope="module")

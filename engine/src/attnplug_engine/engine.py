@@ -100,6 +100,7 @@ class Engine:
         self._depth = MOST_IN_FLIGHT if overlap else 1
         self._launched: deque[tuple[Step, Launched]] = deque()  # the oldest first
         self._stepping = False
+        self._leaving: list[Request] = []  # aborted, and not told to the scheduler yet
         self.statistics = Statistics()
         self._next_id = 0
         self._observed: set[Request] = set()  # unfinished, with stop texts or log probabilities to look after
@@ -148,11 +149,10 @@ class Engine:
     def abort(self, request: Request) -> None:
         """End a request now; what it has so far stays with it."""
         with self._lock:
-            if self.scheduler.holds(request):
-                self.scheduler.abort(request.id)
-                self._end(request)
-                if not self._stepping:  # as it is where an iterator is collected in the middle of a step
-                    self._drop_unwanted()
+            self._leaving.append(request)
+            if not self._stepping:  # as it is where an iterator is collected in the middle of a step
+                self._let_leave()
+                self._drop_unwanted()
 
     def step(self) -> StepResult | None:
         """Run one step; ``None`` when there is nothing to do.
@@ -169,6 +169,7 @@ class Engine:
                 self._drop()
                 raise
             finally:
+                self._let_leave()
                 self._stepping = False
                 self._drop_unwanted()
 
@@ -183,12 +184,21 @@ class Engine:
         tokens = running.tokens()
         logprobs = running.logprobs() if self._observed else {}
         launched.popleft()
+        self._let_leave()
         result = self.scheduler.finish_step(step, tokens)
         self.statistics.add(step, len(result.tokens), time.perf_counter() - started, replayed=running.replayed)
         if self._observed:
             result = self._observe(result, step.sampled_requests, logprobs)
         self._tell(step, result)
         return result
+
+    def _let_leave(self) -> None:
+        """End the requests that were aborted, between what the scheduler does and not in the middle of it."""
+        while self._leaving:
+            request = self._leaving.pop()
+            if self.scheduler.holds(request):
+                self.scheduler.abort(request.id)
+                self._end(request)
 
     def _drop_unwanted(self) -> None:
         """Do not wait for steps in flight when all their requests have ended."""

@@ -73,6 +73,11 @@ class EngineOptions:
         self._check_whole("seed", 0, LARGEST_SEED)
         if self.cuda_graph_batch_sizes is not None:
             self._check_graphs(self.cuda_graph_batch_sizes)
+        if self.overlap is not None and not isinstance(self.overlap, bool):
+            raise UsageError(
+                f"`overlap` {show(self.overlap)} is not allowed; give True, False, or None to choose by the device",
+                settings=["overlap"],
+            )
         if self.chunked_prefill_size != -1:
             self._check_whole("chunked_prefill_size", 1, LARGEST_COUNT, ", or -1 for prompts in one piece")
 

@@ -75,11 +75,6 @@ class PrefixCache:
         return self._page_size
 
     @property
-    def num_snapshots(self) -> int:
-        """How many linear states are cached. Each could be evicted."""
-        return len(self._snapshots)
-
-    @property
     def statistics(self) -> CacheStatistics:
         return CacheStatistics(len(self), self._lookups, self._hits, self._tokens, self._hit_tokens, self._evicted)
 

@@ -269,10 +269,10 @@ class ModelRunner:
         if PENDING not in tokens:
             return
         places, rows, place = [], [], 0
-        for entry in step.entries:
+        for row, entry in zip(step.rows, step.entries, strict=True):
             if entry.token_ids[0] == PENDING:
                 places.append(place)
-                rows.append(entry.request.row)
+                rows.append(row)
             place += len(entry.token_ids)
         where, who = to_device([places, rows], self.device).unbind()
         ids.index_copy_(0, where, self.tokens.index_select(0, who))

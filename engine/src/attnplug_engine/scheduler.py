@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Never
 
 from attnplug import ForwardMode, PoolError
-from attnplug.host import AttnplugError, LinearStatePool, OutOfPages, PageAllocator, PageCopy, SlotTable, UsageError
+from attnplug.host import AttnplugError, LinearStatePool, PageAllocator, PageCopy, SlotTable, UsageError
 from attnplug_engine.prefix_cache import PrefixCache
 from attnplug_engine.request import (
     BAD_LOGITS,
@@ -19,6 +19,7 @@ from attnplug_engine.request import (
     StepEntry,
     StepResult,
 )
+from attnplug_engine.rows import Rows
 from attnplug_engine.state_slots import StateSlots
 
 MOST_IN_FLIGHT = 2
@@ -90,14 +91,9 @@ class Scheduler:
             raise UsageError(f"max_batch={max_batch} is more than the {table.max_requests} rows of the slot table")
         if whole_prompts and max_step_tokens < (most := whole_step_tokens(context_length, max_batch)):
             raise UsageError(f"max_step_tokens={max_step_tokens} is too few for whole prompts; give {most} or more")
-        if cache is not None and cache.page_size != table.page_size:
-            raise UsageError(
-                f"the prefix cache has pages of {cache.page_size} tokens and the slot table of {table.page_size}; "
-                "build both with the same page size"
-            )
         if checkpoint < 1:
             raise UsageError(f"checkpoint={checkpoint} is not a number of tokens; give 1 or more")
-        self._table, self._allocator, self._cache = table, allocator, cache
+        self._rows, self._cache = Rows(table, allocator, cache), cache
         self._states: StateSlots | None = None
         if states is not None:
             self._states = StateSlots(
@@ -108,7 +104,7 @@ class Scheduler:
         self._max_step_tokens = max_step_tokens
         self._whole_prompts = whole_prompts
         self._context_length = min(context_length, table.max_pages * table.page_size)
-        self._pool_pages = allocator.free_pages + (len(cache) if cache is not None else 0)
+        self._pool_pages = self._rows.available_pages
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._requests: dict[int, Request] = {}
@@ -219,8 +215,7 @@ class Scheduler:
         snapshots: tuple[tuple[int, int], ...] = ()
         if self._states is not None:
             slots = tuple([entry[0].slot for entry in entries])  # type: ignore[misc] # who runs has one
-            expecting = bool(self._waiting) and len(self._running) < self._max_batch
-            snapshots = self._states.reserve(entries, expecting=expecting)
+            snapshots = self._states.reserve(entries)
         step = Step(mode, tuple(entries), tuple(copies), rows, slots, snapshots)
         self._in_flight.append(step)
         return step
@@ -237,7 +232,7 @@ class Scheduler:
         new: dict[int, int] = {}
         finished: list[Request] = []
         running = RequestState.RUNNING  # looking up an enum's member costs as much as the rest of the line
-        cache, sampled = self._cache, iter(tokens)
+        sampled = iter(tokens)
         for request, position, token_ids, is_sampled in step.entries:
             if not is_sampled:
                 continue
@@ -250,8 +245,8 @@ class Scheduler:
                 finished.append(request)
                 continue
             output = request.output
-            if cache is not None and (not output or len(token_ids) > 1):
-                self._cache_pages(cache, request, end, in_use=True)
+            if not output or len(token_ids) > 1:
+                self._rows.cache(request, end, in_use=True)
             output.append(token)
             new[request.id] = token
             if token in request.params.stop_token_ids:
@@ -267,17 +262,18 @@ class Scheduler:
     def drop_steps(self) -> None:
         """Take back all steps in flight, of which one could not be run; requests get the tokens they get without them.
 
-        Those that were prefilling wait again. All do that have a linear state, or if a page was to be copied: who
-        knows whether it was.
+        Those that were prefilling wait again. So do all that run if they have linear states, or if a page was to be
+        copied: it may not have been.
         """
-        lost = self._states is not None and bool(self._in_flight)
+        if not self._in_flight:
+            return
+        lost = self._states is not None
         while self._in_flight:
             step = self._in_flight.pop()
             lost = lost or bool(step.copies)
             for request, position, _, _ in step.entries:
                 if request.state is RequestState.RUNNING:
-                    self._table.truncate(request.row, position)  # type: ignore[arg-type] # who runs has one
-                    request.computed = position
+                    self._rows.truncate(request, position)
             for _, slot in step.snapshots:
                 self._free_snapshot(slot)
         self._retire()
@@ -298,25 +294,18 @@ class Scheduler:
             decoding = [request for request in self._running if request.computed + 1 < request.max_length]
             if decoding and not decoding[-1].decoding:
                 decoding.pop()
-            try:
-                copies += self._table.extend_each([request.row for request in decoding])  # type: ignore[misc] # has one
+            if self._rows.extend_each(decoding, copies):
                 break
-            except OutOfPages as error:
-                if not self._evict(error):
-                    if self._in_flight:
-                        return False
-                    if len(self._running) == 1:
-                        return True
-                    self._preempt_last()
-        if self._in_flight:
+            if self._in_flight:
+                return False
+            if len(self._running) == 1:
+                return True
+            self._preempt_last()
+        if self._in_flight:  # request.pending, without the calls
+            known = [request.computed < len(request.prompt) + len(request.output) for request in decoding]
             entries += [
-                StepEntry(
-                    request,
-                    request.computed,
-                    _UNKNOWN if request.computed >= len(request.prompt) + len(request.output) else (request.output[-1],),
-                    True,
-                )
-                for request in decoding
+                StepEntry(request, request.computed, (request.output[-1],) if is_known else _UNKNOWN, True)
+                for request, is_known in zip(decoding, known, strict=True)
             ]
         else:
             entries += [StepEntry(request, request.computed, (request.output[-1],), True) for request in decoding]
@@ -345,13 +334,13 @@ class Scheduler:
         tokens = min(left, budget)
         if self._states is not None:
             tokens = min(tokens, self._states.next_checkpoint(request, request.computed) - request.computed)
-        if not self._extend(request, tokens, copies):
+        if not self._rows.extend(request, tokens, copies):
             # What could be evicted is free now. A prefill that gets no page keeps those it has and waits for the
             # next step; a decoding request that needs them preempts it.
             if self._whole_prompts:
                 return 0
-            tokens = self._allocator.free_pages * self._page_size + -request.computed % self._page_size
-            if not tokens or not self._extend(request, tokens, copies):
+            tokens = self._rows.free_pages * self._page_size + -request.computed % self._page_size
+            if not tokens or not self._rows.extend(request, tokens, copies):
                 return 0
         start, end = request.computed, request.computed + tokens
         entries.append(StepEntry(request, start, request.tokens(start, end), tokens == left))
@@ -369,15 +358,13 @@ class Scheduler:
         elif cache is not None:
             pages, cached, snapshot = cache.match_snapshot(tokens)
         needed = -(-request.length // self._page_size) - len(pages)
-        lacking = needed + len(self._running) - self._allocator.free_pages
-        if lacking > 0 and (cache is None or not cache.can_evict(lacking, frozenset(pages))):
+        if not self._rows.has_room(needed + len(self._running), keeping=pages):
             return False
         if self._states is not None:
             request.slot = self._states.take(snapshot)
             if request.slot is None:
                 return False
-        request.row = self._table.admit(pages, cached)
-        request.computed = cached
+        self._rows.admit(request, pages, cached)
         request.state = RequestState.RUNNING
         self._running.append(self._waiting.popleft())
         if not request.preemptions:
@@ -385,23 +372,6 @@ class Scheduler:
             if cache is not None:
                 cache.count_lookup(len(request.prompt), cached)
         return True
-
-    def _extend(self, request: Request, tokens: int, copies: list[PageCopy]) -> bool:
-        """Make room for more tokens of a running request, out of the cache if need be; ``False`` changes no row."""
-        row = request.row
-        assert row is not None
-        try:
-            copies += self._table.extend(row, tokens)
-        except OutOfPages as error:
-            if not self._evict(error):
-                return False
-            copies += self._table.extend(row, tokens)
-        return True
-
-    def _evict(self, error: OutOfPages) -> bool:
-        """Whether the cache could give what was lacking; it gives what it can."""
-        lacking = error.asked - error.free
-        return self._cache is not None and self._cache.evict(lacking) >= lacking
 
     def _preempt_last(self) -> Request:
         request = self._running.pop()
@@ -432,26 +402,23 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         """Take a request's row; what it has computed of whole pages goes to the cache."""
-        assert request.row is not None
-        if self._cache is not None and request.finish_reason is not FinishReason.ERROR:
-            self._cache_pages(self._cache, request, request.computed, in_use=False)
-        self._table.release(request.row)
-        request.row = None
+        if request.finish_reason is not FinishReason.ERROR:
+            self._rows.cache(request, request.computed, in_use=False)
+        self._rows.release(request)
         if self._states is not None and request.slot is not None:
             self._states.release(request.slot)
             request.slot = None
-        request.computed = 0
         self._blocked = False
 
     def _keep_snapshots(self, step: Step, tokens: Sequence[int]) -> None:
         """Give a finished step's snapshots to the cache, but those of requests that ended meanwhile or end by it."""
-        assert self._states is not None and self._cache is not None
+        assert self._states is not None
         bad = [request for request, token in zip(step.sampled_requests, tokens, strict=True) if token == BAD_LOGITS]
         for source, slot in step.snapshots:
             entry = step.entries[step.state_slots.index(source)]
             request, end = entry.request, entry.position + len(entry.token_ids)
             if request.state is RequestState.RUNNING and request not in bad:
-                self._cache_pages(self._cache, request, end, in_use=True)
+                self._rows.cache(request, end, in_use=True)
                 self._states.keep(request.tokens(0, end), slot)
                 self._blocked = False
             else:
@@ -461,14 +428,6 @@ class Scheduler:
         assert self._states is not None
         self._states.release(slot)
         self._blocked = False
-
-    def _cache_pages(self, cache: PrefixCache, request: Request, computed: int, *, in_use: bool) -> None:
-        """Cache the whole pages among a request's first ``computed`` tokens, which finished steps have computed."""
-        assert request.row is not None
-        full = computed // self._page_size
-        if full:
-            tokens = request.tokens(0, full * self._page_size)
-            cache.insert(tokens, self._table.pages(request.row)[:full], in_use=in_use)
 
     def _check_finished(self, step: Step, tokens: Sequence[int]) -> None:
         if not self._in_flight or step is not self._in_flight[0]:
@@ -480,9 +439,9 @@ class Scheduler:
     def _refuse_to_starve(self) -> Never:
         """Nobody can run: with the pages that ``add`` counted on this cannot be, so someone else holds them."""
         request = self._running[0] if self._running else self._waiting[0]
-        held = 0 if request.row is None else len(self._table.pages(request.row))
         raise PoolError(
-            f"request {request.id} holds {held} pages and needs {-(-request.length // self._page_size)}; "
-            f"{self._allocator.free_pages} of {self._allocator.num_pages} are free and no other request runs, so the "
-            f"others are held outside the scheduler; hold such pages before it is made, or give them back"
+            f"request {request.id} holds {self._rows.count_pages(request)} pages and needs "
+            f"{-(-request.length // self._page_size)}; {self._rows.free_pages} of {self._rows.num_pages} are free and "
+            "no other request runs, so the "
+            "others are held outside the scheduler; hold such pages before it is made, or give them back"
         )

@@ -17,8 +17,8 @@ class StateSlots:
     A hit in the prefix cache goes as far as a snapshot. So states are worth keeping at checkpoints, at whole pages:
     every ``checkpoint`` tokens, and at the last whole page of prompts with more than that.
 
-    A snapshot has three times. ``reserve`` gives it a slot when its step is scheduled; the step itself copies the
-    state; ``keep`` gives it to the cache when the step is finished. In between its slot can not be had by anyone.
+    A snapshot is made in three parts. ``reserve`` gives it a slot when its step is scheduled. The step itself copies
+    the state. ``keep`` gives it to the cache when the step is finished. Until then nobody else can have its slot.
     """
 
     def __init__(
@@ -60,12 +60,8 @@ class StateSlots:
         # A short prompt is not worth a step of its own after its last page: nobody is admitted beside a prefill.
         return min(multiple, last) if self._checkpoint < last and computed < last else multiple
 
-    def reserve(self, entries: Sequence[StepEntry], *, expecting: bool) -> tuple[tuple[int, int], ...]:
-        """Slots for snapshots of the entries that end at a checkpoint, should there be any: pairs for ``Step``.
-
-        ``expecting`` says that another request may be admitted next: no snapshot takes the slot that it needs, nor the
-        place of the one that it may be a copy of.
-        """
+    def reserve(self, entries: Sequence[StepEntry]) -> tuple[tuple[int, int], ...]:
+        """Slots for snapshots of the entries that end at a checkpoint, as far as there are any: ``Step.snapshots``."""
         states, cache = self._states, self._cache
         if cache is None:
             return ()
@@ -74,10 +70,8 @@ class StateSlots:
             end = position + len(token_ids)
             if end % self._page_size or end != self.next_checkpoint(request, position):
                 continue
-            if states.free_slots + cache.num_snapshots <= (2 if expecting else 0):
+            if not states.free_slots and not cache.evict_snapshot():
                 break
-            if not states.free_slots:
-                cache.evict_snapshot()
             assert request.slot is not None
             pairs.append((request.slot, states.allocate()))
         return tuple(pairs)
