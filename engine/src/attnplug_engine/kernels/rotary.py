@@ -36,7 +36,11 @@ def _angles(
 @triton.jit
 def _members(pair, HALF: tl.constexpr, PAIRS: tl.constexpr):
     """Where the two numbers of a pair lie in a row."""
-    return (2 * pair, 2 * pair + 1) if PAIRS else (pair, pair + HALF)
+    if PAIRS:
+        first, second = 2 * pair, 2 * pair + 1
+    else:
+        first, second = pair, pair + HALF
+    return first, second
 
 
 @triton.jit
