@@ -54,7 +54,7 @@ def _by_head(
     tl.store(target + number[None, :], total.to(out.dtype.element_ty), mask=live & (number < OUTPUTS)[None, :])
     if COPIED > 0:
         column = tl.arange(0, BLOCK_COPIED)
-        there = live & ((column < COPIED) & (block == 0))[None, :]
+        there = live & (column < tl.where(block == 0, COPIED, 0))[None, :]
         copied = tl.load(source + INPUTS + column[None, :], mask=there, other=0.0)
         tl.store(target + OUTPUTS + column[None, :], copied, mask=there)
 
