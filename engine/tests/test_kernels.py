@@ -362,6 +362,25 @@ def test_a_model_by_kernels_is_as_near_to_float64_as_by_torch(
     assert float((logits_of(model, rows, device) - wanted).norm() / wanted.norm()) <= 3 * by_torch <= 0.6
 
 
+@INTERPRETED
+@pytest.mark.usefixtures("pretend", "everywhere")
+def test_a_layer_takes_five_launches_beside_its_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one row: norms, gate and residuals are parts of products. Once a step there are angles and the last norm."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    launched: list[str] = []
+    run = InterpretedFunction.run
+
+    def counted(self: Any, *args: Any, **options: Any) -> Any:
+        launched.append(self.fn.__name__)
+        return run(self, *args, **options)
+
+    monkeypatch.setattr(InterpretedFunction, "run", counted)
+    logits_of(tiny("llama", torch.float16, "cpu"), 1, "cpu")
+    layer = ["_product", "_turn_heads", "_product", "_product", "_product"]
+    assert launched == ["_angles", *layer, *layer, "_rms_norm"]
+
+
 # What is loaded when, and for which GPUs
 
 
