@@ -34,6 +34,8 @@ POINTERS = (
 def compiled(kernel: Any, sm: int, constants: dict[str, object], scalars: tuple[str, ...], warps: int) -> Any:
     """As the launcher would compile it: memory and strides of rows are multiples of 16."""
     types = {**dict.fromkeys(POINTERS, "*bf16"), **FLOAT32, **INTEGERS, **NUMBERS, **dict.fromkeys(scalars, "i32")}
+    if kernel is _product:
+        types |= {"x": "*i32", "weight": "*i32"}
     names, early = kernel.arg_names, sm >= 90
     constants = {**constants, "EARLY": early}
     source = ASTSource(
@@ -53,7 +55,7 @@ def compiled(kernel: Any, sm: int, constants: dict[str, object], scalars: tuple[
 
 def product(rows: int, inputs: int, block_n: int, block_k: int, *, gated: bool, norm: bool, onto: bool) -> dict:
     shape = {"K": inputs, "ROWS": rows, "BLOCK_N": block_n, "BLOCK_K": block_k}
-    return {**shape, "GATED": gated, "NORM": norm, "BIAS": False, "ONTO": onto}
+    return {**shape, "BFLOAT16": True, "GATED": gated, "NORM": norm, "BIAS": False, "ONTO": onto}
 
 
 def by_head(rows: int, inputs: int, outputs: int, block_out: int, *, transposed: bool, dot: bool) -> dict:

@@ -52,9 +52,9 @@ def _by_head(
             one = tl.sum(weights.to(tl.float32) * values, 1)
             total = tl.where((tl.arange(0, ROWS) == index)[:, None], one[None, :], total)
     tl.store(target + number[None, :], total.to(out.dtype.element_ty), mask=live & (number < OUTPUTS)[None, :])
-    if COPIED > 0 and block == 0:
+    if COPIED > 0:
         column = tl.arange(0, BLOCK_COPIED)
-        there = live & (column < COPIED)[None, :]
+        there = live & (column < tl.where(block == 0, COPIED, 0))[None, :]
         copied = tl.load(source + INPUTS + column[None, :], mask=there, other=0.0)
         tl.store(target + OUTPUTS + column[None, :], copied, mask=there)
 

@@ -20,7 +20,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug_engine.kernels import launch_options
 
-FEW = 8
+FEW = 4
 """Up to this many rows the kernel is used. The library is faster for more."""
 
 
@@ -53,55 +53,80 @@ def choose(outputs: int, inputs: int, tiles: int = 1) -> Cut:
 
 
 @triton.jit
-def _weights(weight, number, place, columns, K: tl.constexpr):
-    """``[block_n, block_k]`` of the matrix, which is the first to leave the cache: nobody reads it again in this step."""
-    at = weight + number.to(tl.int64)[:, None] * K + place[None, :]
-    there = (number < columns)[:, None] & (place < K)[None, :]
-    return tl.load(at, mask=there, other=0.0, eviction_policy="evict_first")
+def _weights(weight, number, pair, columns, PAIRS: tl.constexpr):
+    """``[block_n, block_k / 2]`` pairs of the matrix. They are the first to leave the cache: nobody reads them again in
+    this step."""
+    at = weight + number.to(tl.int64)[:, None] * PAIRS + pair[None, :]
+    there = (number < columns)[:, None] & (pair < PAIRS)[None, :]
+    return tl.load(at, mask=there, other=0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _halves(pairs, BFLOAT16: tl.constexpr):
+    """Both numbers of each pair in float32."""
+    if BFLOAT16:  # the upper half of a float32
+        first = (pairs << 16).to(tl.float32, bitcast=True)
+        second = (pairs & -65536).to(tl.float32, bitcast=True)
+    else:
+        first = pairs.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+        second = (pairs >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    return first, second
 
 
 @triton.jit(do_not_specialize=["rows", "columns"])
 def _product(
     out, x, weight, bias, onto, gain, rows, columns, out_stride, x_stride, onto_stride, eps,
-    K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GATED: tl.constexpr,
-    NORM: tl.constexpr, BIAS: tl.constexpr, ONTO: tl.constexpr, EARLY: tl.constexpr,
+    K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, BFLOAT16: tl.constexpr,
+    GATED: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, ONTO: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """``BLOCK_N`` columns of the result. Columns of the input are taken in turns, each turn's weights a turn ahead."""
-    number = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    place = tl.arange(0, BLOCK_K)
-    second = weight + columns.to(tl.int64) * K  # the rows that make ``up``; those before make ``gate``
-    ahead = _weights(weight, number, place, columns, K)
-    if GATED:
-        ahead_up = _weights(second, number, place, columns, K)
+    """``BLOCK_N`` columns of the result. Columns of the input are taken in turns, each turn's weights a turn ahead.
+
+    Input and weights come as pairs in 32 bits: single 16-bit numbers would be taken apart right after their load, that
+    is, weights would be waited for before the input is.
+    """
+    PAIRS: tl.constexpr = K // 2
+    BLOCK: tl.constexpr = BLOCK_K // 2
     if EARLY:
         gdc_launch_dependents()
+    number = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    place = tl.arange(0, BLOCK)
+    upper = weight + columns.to(tl.int64) * PAIRS  # the rows that make ``up``; those before make ``gate``
+    ahead = _weights(weight, number, place, columns, PAIRS)
+    if GATED:
+        ahead_up = _weights(upper, number, place, columns, PAIRS)
+    if EARLY:
         gdc_wait()
     row = tl.arange(0, ROWS)
     total = tl.zeros([BLOCK_N, ROWS], tl.float32)
     total_up = tl.zeros([BLOCK_N, ROWS], tl.float32)
     squares = tl.zeros([ROWS], tl.float32)
-    for start in tl.static_range(0, K, BLOCK_K):
-        column = start + place
-        now = ahead.to(tl.float32)
+    for start in tl.static_range(0, PAIRS, BLOCK):
+        pair = start + place
+        first, second = _halves(ahead, BFLOAT16)
         if GATED:
-            now_up = ahead_up.to(tl.float32)
-        if start + BLOCK_K < K:
-            ahead = _weights(weight, number, column + BLOCK_K, columns, K)
+            first_up, second_up = _halves(ahead_up, BFLOAT16)
+        if start + BLOCK < PAIRS:
+            ahead = _weights(weight, number, pair + BLOCK, columns, PAIRS)
             if GATED:
-                ahead_up = _weights(second, number, column + BLOCK_K, columns, K)
+                ahead_up = _weights(upper, number, pair + BLOCK, columns, PAIRS)
         if NORM:
-            gains = tl.load(gain + column, mask=column < K, other=0.0).to(tl.float32)[None, :]
+            column = 2 * start + tl.arange(0, BLOCK_K)
+            gains = tl.load(gain + column, mask=column < K, other=0.0).to(tl.float32)
+            first_gain, second_gain = tl.split(gains.reshape(1, BLOCK, 2))
         for index in tl.static_range(ROWS):
             # A row past the last repeats it, and is not stored.
             line = x + tl.minimum(index, rows - 1) * x_stride
-            value = tl.load(line + column[None, :], mask=(column < K)[None, :], other=0.0).to(tl.float32)
+            a, b = _halves(tl.load(line + pair[None, :], mask=(pair < PAIRS)[None, :], other=0), BFLOAT16)
             here = row == index
             if NORM:
-                squares = tl.where(here, squares + tl.sum(tl.sum(value * value, 1), 0), squares)
-                value = value * gains
-            total = tl.where(here[None, :], total + tl.sum(now * value, 1)[:, None], total)
+                squares = tl.where(here, squares + tl.sum(tl.sum(a * a + b * b, 1), 0), squares)
+                a *= first_gain
+                b *= second_gain
+            total = tl.where(here[None, :], total + tl.sum(first * a + second * b, 1)[:, None], total)
             if GATED:
-                total_up = tl.where(here[None, :], total_up + tl.sum(now_up * value, 1)[:, None], total_up)
+                total_up = tl.where(
+                    here[None, :], total_up + tl.sum(first_up * a + second_up * b, 1)[:, None], total_up
+                )
     exists = number < columns
     if NORM:
         factor = tl.rsqrt(squares / K + eps)[None, :]
@@ -127,6 +152,7 @@ def suits(x: Tensor, weight: Tensor) -> bool:
         and x.dtype in (torch.bfloat16, torch.float16)
         and weight.dtype == x.dtype
         and weight.is_contiguous()
+        and weight.shape[1] % 2 == 0
     )
 
 
@@ -146,7 +172,7 @@ def product(
     ``norm`` is the weight and the epsilon of a root-mean-square norm of ``x``. ``gated`` makes ``silu(gate) * up`` of
     ``N = [gate | up]``, so the result has half as many columns. The result is added to ``onto`` ``[rows, N]``.
     """
-    if x.stride(1) != 1:
+    if x.stride(1) != 1 or x.stride(0) % 2 or x.storage_offset() % 2:
         x = x.contiguous()
     rows, inputs = x.shape
     tiles = 2 if gated else 1
@@ -157,17 +183,18 @@ def product(
     out = torch.empty(rows, outputs, dtype=x.dtype if dtype is None else dtype, device=x.device)
     gain, eps = (x, 0.0) if norm is None else norm
     _product[(triton.cdiv(outputs, cut.block_n),)](
-        out, x, weight,
+        out, x.view(torch.int32), weight.view(torch.int32),
         x if bias is None else bias,
         x if onto is None else onto,
         gain, rows, outputs,
-        out.stride(0), x.stride(0),
+        out.stride(0), x.stride(0) // 2,
         0 if onto is None else onto.stride(0),
         eps,
         K=inputs,
         ROWS=triton.next_power_of_2(rows),
         BLOCK_N=cut.block_n,
         BLOCK_K=cut.block_k,
+        BFLOAT16=x.dtype is torch.bfloat16,
         GATED=gated,
         NORM=norm is not None,
         BIAS=bias is not None,

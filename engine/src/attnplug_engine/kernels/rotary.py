@@ -36,7 +36,11 @@ def _angles(
 @triton.jit
 def _members(pair, HALF: tl.constexpr, PAIRS: tl.constexpr):
     """Where the two numbers of a pair lie in a row."""
-    return (2 * pair, 2 * pair + 1) if PAIRS else (pair, pair + HALF)
+    if PAIRS:
+        first, second = 2 * pair, 2 * pair + 1
+    else:
+        first, second = pair, pair + HALF
+    return first, second
 
 
 @triton.jit
@@ -149,6 +153,8 @@ class Turn:
     def __init__(self, positions: Tensor, frequencies: Tensor, factor: float, *, pairs: bool) -> None:
         tokens, self._half = positions.shape[0], frequencies.shape[0]
         self._cos, self._sin = torch.empty(2, tokens, self._half, dtype=torch.float32, device=positions.device).unbind()
+        if positions.stride(0) != 1:
+            positions = positions.contiguous()
         self._pairs = pairs
         self._options = launch_options(positions.device)
         if tokens:

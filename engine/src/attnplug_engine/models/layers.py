@@ -76,7 +76,7 @@ class Linear(nn.Module):
         if onto is None:
             out = F.linear(x, self.weight, self.bias)
             return out if activate is None else activate(out)
-        if x.is_cuda and self.bias is None and x.dtype == onto.dtype:
+        if x.is_cuda and self.bias is None and x.dim() == 2 and x.dtype == onto.dtype:
             return onto.addmm_(x, self.weight.t())  # the sum is part of the product there
         return F.linear(x, self.weight, self.bias).add_(onto)
 
