@@ -119,14 +119,14 @@ def test_a_replay_neither_waits_nor_allocates_and_its_plan_does_neither(oracles)
 @pytest.mark.parametrize("page_size", [16, 64])
 @pytest.mark.parametrize(("model", "settings"), BACKENDS, ids=named)
 def test_tokens_are_right_while_requests_come_end_and_lose_their_pages(oracles, model, settings, page_size):
-    """Batches of 1, 3, 17 and 32 over captured sizes that pad them, too few pages, aborts; then everything is free."""
+    """Batches of 1, 3, 17 and 32 over captured sizes that pad them, aborts, and with small pages too few of them."""
     need(settings)
     oracle, texts = oracles(model), prompts(44)
     engine = Engine(
         oracle.folder,
         device="cuda",
         page_size=page_size,
-        num_pages=40 * 96 // page_size,
+        num_pages={16: 180, 64: 96}[page_size],
         max_batch=32,
         cuda_graph_batch_sizes=(2, 4, 20, 30),
         chunked_prefill_size=300,
@@ -140,7 +140,7 @@ def test_tokens_are_right_while_requests_come_end_and_lose_their_pages(oracles, 
     with watched_logits() as seen:
         while engine.scheduler.has_work or steps <= max(waves):
             for _ in range(waves.get(steps, 0)):
-                length = random.choice((24, 40, 60))
+                length = random.choice((40, 100, 160))
                 requests.append(engine.add(texts[len(requests)], SamplingParams(max_tokens=length)))
             if steps in (50, 70, 71):
                 victim = random.choice([one for one in requests if one.finish_reason is None])
@@ -149,7 +149,8 @@ def test_tokens_are_right_while_requests_come_end_and_lose_their_pages(oracles, 
             engine.step()
             steps += 1
     counts = engine.statistics
-    assert counts.replayed_steps > counts.eager_steps > 0 and engine.scheduler.preemptions > 0
+    assert counts.replayed_steps > counts.eager_steps > 0
+    assert page_size == 64 or engine.scheduler.preemptions > 0
     kept = [request for request in requests if request.id not in aborted]
     assert all(request.finish_reason == "length" for request in kept)
     rows = [torch.stack(seen[request.id][: len(request.output)]) for request in kept]

@@ -58,12 +58,12 @@ def product(rows: int, inputs: int, block_n: int, block_k: int, *, gated: bool, 
     return {**shape, "BFLOAT16": True, "GATED": gated, "NORM": norm, "BIAS": False, "ONTO": onto}
 
 
-def by_head(rows: int, inputs: int, outputs: int, block_out: int, *, transposed: bool, dot: bool) -> dict:
+def by_head(rows: int, inputs: int, outputs: int, block_out: int, *, transposed: bool) -> dict:
     strides = {"W_HEAD": inputs * outputs, "W_IN": outputs, "W_OUT": 1}
     if transposed:
         strides = {"W_HEAD": inputs * outputs, "W_IN": 1, "W_OUT": inputs}
     sizes = {"INPUTS": inputs, "OUTPUTS": outputs, "COPIED": 64, "BLOCK_COPIED": 64, "BLOCK_IN": inputs}
-    return {**strides, **sizes, "ROWS": rows, "BLOCK_OUT": block_out, "DOT": dot}
+    return {**strides, **sizes, "ROWS": rows, "BLOCK_OUT": block_out}
 
 
 ROTATED = {"HALF": 32, "BLOCK_HALF": 32, "BLOCK_HEADS": 4}
@@ -77,8 +77,8 @@ LATENT = {"HEADS": 16, "NOPE": 128, "LATENT": 512, "BLOCK_LATENT": 512, **ROTATE
 KERNELS: list[tuple[str, Any, dict[str, object], tuple[str, ...], int]] = [
     ("product", _product, product(1, 2048, 4, 2048, gated=True, norm=True, onto=False), ("rows", "columns"), 4),
     ("product", _product, product(4, 8192, 4, 4096, gated=False, norm=False, onto=True), ("rows", "columns"), 4),
-    ("by_head", _by_head, by_head(1, 128, 512, 64, transposed=False, dot=False), ("rows",), 4),
-    ("by_head", _by_head, by_head(16, 512, 128, 32, transposed=True, dot=True), ("rows",), 4),
+    ("by_head", _by_head, by_head(16, 128, 512, 64, transposed=False), ("rows",), 4),
+    ("by_head", _by_head, by_head(16, 512, 128, 32, transposed=True), ("rows",), 4),
     ("heads", _turn_heads, {**HEADS, "PAIRS": False}, (), 2),
     ("latent", _latent_rows, {**LATENT, "PAIRS": True}, (), 2),
     ("angles", _angles, {"HALF": 32, "BLOCK": 32}, (), 1),

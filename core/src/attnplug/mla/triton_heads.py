@@ -11,16 +11,12 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-_FEW_ROWS = 4
-"""Up to this many rows tensor cores would mostly multiply padding."""
-
-
 @triton.jit(do_not_specialize=["rows"])
 def _by_head(
     out, x, weight, rows, out_stride, out_head_stride, x_stride, x_head_stride,
     W_HEAD: tl.constexpr, W_IN: tl.constexpr, W_OUT: tl.constexpr, INPUTS: tl.constexpr, OUTPUTS: tl.constexpr,
     COPIED: tl.constexpr, ROWS: tl.constexpr, BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr,
-    BLOCK_COPIED: tl.constexpr, DOT: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_COPIED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Some outputs of some rows of one head. The first program of a head copies the inputs that are not multiplied."""
     head, block = tl.program_id(0), tl.program_id(1)
@@ -40,17 +36,8 @@ def _by_head(
     source = x + row.to(tl.int64)[:, None] * x_stride
     target = out + row.to(tl.int64)[:, None] * out_stride
     live = (row < rows)[:, None]
-    if DOT:
-        values = tl.load(source + place[None, :], mask=live & (place < INPUTS)[None, :], other=0.0)
-        total = tl.dot(values, tl.trans(weights))
-    else:
-        total = tl.zeros([ROWS, BLOCK_OUT], tl.float32)
-        for index in tl.static_range(ROWS):
-            # A row past the last repeats it, and is not stored.
-            line = x + tl.minimum(index, rows - 1) * x_stride
-            values = tl.load(line + place[None, :], mask=(place < INPUTS)[None, :], other=0.0).to(tl.float32)
-            one = tl.sum(weights.to(tl.float32) * values, 1)
-            total = tl.where((tl.arange(0, ROWS) == index)[:, None], one[None, :], total)
+    values = tl.load(source + place[None, :], mask=live & (place < INPUTS)[None, :], other=0.0)
+    total = tl.dot(values, tl.trans(weights))
     tl.store(target + number[None, :], total.to(out.dtype.element_ty), mask=live & (number < OUTPUTS)[None, :])
     if COPIED > 0:
         column = tl.arange(0, BLOCK_COPIED)
@@ -69,10 +56,11 @@ def multiply_heads(x: Tensor, weight: Tensor) -> Tensor:
     rows, heads, width = x.shape
     inputs, outputs = weight.shape[1:]
     out = x.new_empty(rows, heads, outputs + width - inputs)
-    dot = rows > _FEW_ROWS
-    at_once = min(max(triton.next_power_of_2(rows), 16), 32) if dot else triton.next_power_of_2(rows)
+    # Even one row is padded to what tensor cores take: sums across threads would take twice as long.
+    at_once = min(max(triton.next_power_of_2(rows), 16), 32)
     block_in = triton.next_power_of_2(inputs)
-    block_out = min(max((16_384 if dot else 8_192) // block_in, 16), 128, max(triton.next_power_of_2(outputs), 16))
+    tile = 8_192 if rows <= at_once else 16_384
+    block_out = min(max(tile // block_in, 16), 128, max(triton.next_power_of_2(outputs), 16))
     early = x.is_cuda and torch.version.hip is None and torch.cuda.get_device_capability(x.device) >= (9, 0)
     _by_head[heads, triton.cdiv(outputs, block_out), triton.cdiv(rows, at_once)](
         out, x, weight, rows, out.stride(0), out.stride(1), x.stride(0), x.stride(1),
@@ -86,7 +74,6 @@ def multiply_heads(x: Tensor, weight: Tensor) -> Tensor:
         BLOCK_IN=max(block_in, 16),
         BLOCK_OUT=block_out,
         BLOCK_COPIED=triton.next_power_of_2(max(width - inputs, 1)),
-        DOT=dot,
         EARLY=early,
         **({"launch_pdl": True} if early else {}),
     )  # fmt: skip

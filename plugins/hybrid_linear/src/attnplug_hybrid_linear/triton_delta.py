@@ -19,7 +19,7 @@ from attnplug_hybrid_linear.triton_convolution import _move_on
 
 MOST_STATE = 128 * 256
 """The largest state of a head that a program holds in registers."""
-_FEW_HEADS = 512
+_FEW_HEADS = 128
 """Up to this many heads, over all requests, a program takes its state at once."""
 _COLUMNS = 32
 _PER_WARP = 4096
@@ -240,4 +240,4 @@ def _cut(heads: int, block_k: int, whole_v: int) -> tuple[int, int]:
     """
     if heads <= _FEW_HEADS:
         return whole_v, min(max(block_k * whole_v // _PER_WARP, 1), 16)
-    return _COLUMNS, 4
+    return _COLUMNS, 2
