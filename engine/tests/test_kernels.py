@@ -359,7 +359,7 @@ def test_a_model_by_kernels_is_as_near_to_float64_as_by_torch(
     monkeypatch.setattr(kernels, "usable", lambda _: False)
     by_torch = float((logits_of(model, rows, device) - wanted).norm() / wanted.norm())
     monkeypatch.setattr(kernels, "usable", lambda _: True)
-    assert float((logits_of(model, rows, device) - wanted).norm() / wanted.norm()) <= 3 * by_torch <= 0.6
+    assert float((logits_of(model, rows, device) - wanted).norm() / wanted.norm()) <= 3 * by_torch <= 1.0
 
 
 @INTERPRETED

@@ -38,6 +38,7 @@ class Cut:
 CUTS: Mapping[tuple[int, int], Cut] = {}
 """By the matrix's ``(rows, columns)``, where a measured cut is better than the rule."""
 
+_LONGEST = 4096
 _TILE = 16_384
 """Elements of the matrix that a program loads at once: 32 KiB of a 16-bit type, of which a processor holds several."""
 
@@ -48,8 +49,11 @@ def choose(outputs: int, inputs: int, tiles: int = 1) -> Cut:
     found = CUTS.get((tiles * outputs, inputs))
     if found is not None:
         return found
-    whole = inputs & -inputs  # the largest power of two that divides it
-    block_k = min(whole if whole >= 512 else triton.next_power_of_2(inputs), 4096)
+    # In one piece, if need be with lanes that load nothing: only the first piece is loaded before the kernel waits.
+    block_k = triton.next_power_of_2(inputs)
+    if block_k > _LONGEST:
+        whole = inputs & -inputs  # the largest power of two that divides it
+        block_k = min(whole if whole >= 512 else block_k, _LONGEST)
     block_n = min(max(_TILE // (block_k * tiles), 1), 8 // tiles)
     return Cut(block_n, block_k, 8 if block_n * block_k * tiles > _TILE else 4)
 
