@@ -65,6 +65,7 @@ def measured(arguments: argparse.Namespace, models: list[str]) -> dict[str, Any]
     batches, contexts = _numbers(arguments.batches), _numbers(arguments.contexts)
     settings = Settings(
         attention_backend=arguments.attention_backend,
+        prefill_backend=arguments.prefill_attention_backend,
         eager=arguments.eager,
         no_overlap=arguments.no_overlap,
         fill_cache=not arguments.compute_contexts,
@@ -213,6 +214,7 @@ def _parser() -> argparse.ArgumentParser:
         "--budget", type=float, default=600, help="seconds in all; the largest points are left out first"
     )
     parser.add_argument("--attention-backend", default="auto", help="ours: the backend to run on")
+    parser.add_argument("--prefill-attention-backend", help="ours: the one that prefills, if it is another")
     parser.add_argument("--eager", action="store_true", help="ours and vLLM: no CUDA graphs")
     parser.add_argument("--no-overlap", action="store_true", help="ours: schedule a step after the one before it")
     parser.add_argument("--no-trace", action="store_true", help="ours: rates alone")

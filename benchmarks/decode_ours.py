@@ -22,11 +22,14 @@ from decode_models import Config, prefill_flops
 from decode_points import Clock, Point, Settings, steps_for
 from decode_trace import traced
 
+from attnplug import Role
 from attnplug_engine import Engine
 from attnplug_engine.options import EngineOptions
 from attnplug_engine.request import Request, SamplingParams
 
 _WARM = 8
+_TRACED_CONTEXT, _TRACED_BATCH = 512, 64
+"""A trace costs more time than all the rest of a point: larger ones are left without."""
 _TRACED = 30
 _PREFILLS = 3
 
@@ -54,6 +57,7 @@ def build(folder: str, points: Sequence[Point], settings: Settings) -> Engine:
     given: dict[str, Any] = {
         "random_weights": True,
         "attention_backend": settings.attention_backend,
+        "role_backends": {} if settings.prefill_backend is None else {Role.PREFILL: settings.prefill_backend},
         "device": settings.device,
         "max_batch": batch,
         "context_length": max(context, settings.prefill) + settings.room,
@@ -79,7 +83,7 @@ def decode(engine: Engine, point: Point, settings: Settings) -> dict[str, Any]:
         found: dict[str, Any] = {"step_us": 1e6 * sum(times) / steps, "steps": steps, **touched}
         found["median_step_us"] = 1e6 * statistics.median(times)
         found["most_step_us"] = 1e6 * max(times)
-        if settings.trace:
+        if settings.trace and point.context <= _TRACED_CONTEXT and point.batch <= _TRACED_BATCH:
             is_cuda = engine.runner.device.type == "cuda"
             found |= traced(lambda count: _run(engine, count), _TRACED, is_cuda=is_cuda)
         if ended := [request.finish_reason for request in requests if request.finish_reason is not None]:

@@ -28,6 +28,7 @@ class Settings:
 
     device: str | None = None
     attention_backend: str = "auto"
+    prefill_backend: str | None = None
     eager: bool = False
     no_overlap: bool = False
     fill_cache: bool = True

@@ -15,11 +15,11 @@ from typing import Any
 
 GROUPS = {
     "copies": r"^memcpy|^memset",
-    "sampling": r"^_choose|sampl|argmax|gumbel|multinomial|arg_?min_?max",
+    "sampling": r"^_look|sampl|argmax|gumbel|multinomial|arg_?min_?max",
     "attention": r"attend|attention|attn|flash|fmha|mla|paged|decodewithkv|merge|sdpa|split_?kv|combine"
-    r"|delta|recurr|convol|conv1d|gdn|chunk_|_advance|_write_rows|_fill_|_plan\b|_keep|_put|_clear|kv_?cache",
+    r"|delta|_decode|recurr|convol|conv1d|gdn|chunk_|_advance|_write_rows|_write_pairs|_fill_|_plan\b|_keep|_put|_clear|kv_?cache",
     "products": r"gemm|gemv|gemvx|matmul|matvec|linear|product|cutlass|nvjet|xmma|cublas|splitk|split_k|grouped|expert"
-    r"|_mm\b|moe|dot_kernel|reduce_1block",
+    r"|_mm\b|moe|_spread|_gather|_by_head|_score|_choose|_rank|_join|dot_kernel|reduce_1block",
 }
 """By a pattern in a kernel's name, the first that fits; what fits none is REST."""
 REST = "norms, rope, elementwise"
