@@ -55,6 +55,7 @@ FLASHATTENTION, FLASHATTENTION_TESTS = _plugin("flashattention")
 TRITON, TRITON_TESTS = _plugin("triton_mla")
 
 # Few tests each, and the same for similar faults: each fault compiles its kernel anew, and no more than that.
+_ONE = "\n        _write_row("  # in the kernel that writes one cache, not two
 _NO_SLOT = (ROW_TESTS, "-k", "before_or_behind or without_a_slot and float32 and not triton")
 _INDICES = (f"{FLASHINFER_TESTS}/test_planner.py", "-k", "row_by_row or stays_inside")
 _WORK_LIST = (f"{FLASHINFER_TESTS}/test_schedule.py", "-k", "same_list and 1-16")
@@ -74,8 +75,10 @@ _WAIT_IN_GLUON = "            gdc_wait()  # for queries and cache rows; schedule
 _WITHOUT = "            pass\n"
 
 FAULTS = (
-    Fault("core: slot -1 is written", ROWS, "if (slot >= 0) & (slot < limit):", "if slot < limit:", _NO_SLOT),
-    Fault("core: a slot behind the last is written", ROWS, "slot < limit)", "slot <= limit)", _NO_SLOT),
+    Fault(
+        "core: slot -1 is written", ROWS, f"if (slot >= 0) & (slot < limit):{_ONE}", f"if slot < limit:{_ONE}", _NO_SLOT
+    ),
+    Fault("core: a slot after the last is written", ROWS, f"slot < limit):{_ONE}", f"slot <= limit):{_ONE}", _NO_SLOT),
     Fault(
         "core: the page of the slot behind",
         ROWS,

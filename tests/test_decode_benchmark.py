@@ -108,7 +108,7 @@ def test_kernels_that_overlap_are_counted_once():
     [
         ("void pytorch_flash::flash_fwd_splitkv_kernel<cutlass::bfloat16_t>", "attention"),
         ("sm90_xmma_gemm_bf16bf16_bf16f32", "products"),
-        ("_choose", "sampling"),
+        ("_look", "sampling"),
         ("fused_recurrent_gated_delta_rule_fwd_kernel", "attention"),
         ("void at::native::vectorized_elementwise_kernel<4, silu>", "norms, rope, elementwise"),
     ],

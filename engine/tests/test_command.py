@@ -19,7 +19,6 @@ from attnplug.choose.loading import Broken, Source
 from attnplug.cli import app
 from attnplug.host import AttnplugError, load_registry, output
 from attnplug_engine.runner import ModelRunner
-from attnplug_engine.sampler import Sampler
 from support.command import Attnplug
 
 
@@ -93,9 +92,9 @@ class TestAnswers:
         """Makes the sixth step of every engine raise."""
 
         def end_with(error: BaseException | signal.Signals) -> None:
-            original, steps = ModelRunner.run, []
+            original, steps = ModelRunner.launch, []
 
-            def run(self, step):
+            def launch(self, step):
                 steps.append(step)
                 if len(steps) == 6:
                     if isinstance(error, signal.Signals):
@@ -104,7 +103,7 @@ class TestAnswers:
                         raise error
                 return original(self, step)
 
-            monkeypatch.setattr(ModelRunner, "run", run)
+            monkeypatch.setattr(ModelRunner, "launch", launch)
 
         return end_with
 
@@ -162,13 +161,13 @@ class TestAnswers:
         assert 0 < len(lines) < 400 and len({line["index"] for line in lines}) == len(lines)
 
     def test_a_failed_prompt_says_why_in_its_line(self, attnplug: Attnplug, prompts, monkeypatch):
-        original = Sampler.sample
+        original = ModelRunner._sample
 
-        def sample(self, logits, requests):
+        def sample(self, logits, step, requests):
             bad = torch.tensor([[request.id == 1] for request in requests])
-            return original(self, torch.where(bad, float("nan"), logits), requests)
+            return original(self, torch.where(bad, float("nan"), logits), step, requests)
 
-        monkeypatch.setattr(Sampler, "sample", sample)
+        monkeypatch.setattr(ModelRunner, "_sample", sample)
         outcome = attnplug(*RUN, "--prompts", prompts({"prompt": "a"}, {"prompt": "b", "id": "bad"}), "--json")
         failed, good = (json.loads(line) for line in outcome.out.splitlines())
         assert outcome.code == 1 and (failed["id"], good["error"]) == ("bad", None)

@@ -49,7 +49,10 @@ RUN: dict[str, Any] = {
     "random_weights": True,
     "check_layers": True,
     "overlap": False,
+    "disable_cuda_graph": True,
 }
+ALONE = {"cuda_graph_batch_sizes": (1, 2)}
+"""What cannot be given beside another one of these."""
 EMBED: dict[str, Any] = {**FIELDS, "pooling": Pooling.MEAN, "normalize": False, "prompt_name": "query"}
 
 
@@ -86,8 +89,9 @@ def values(options: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(("kind", "expected"), [(EngineOptions, RUN), (EmbedOptions, EMBED)])
 def test_every_field_is_given_here_another_value_than_its_default(kind, expected):
     default = values(kind())
-    assert expected.keys() == default.keys()
-    assert [name for name in default if default[name] == expected[name]] == []
+    given = {**expected, **({} if kind is EmbedOptions else ALONE)}
+    assert given.keys() == default.keys()
+    assert [name for name in default if default[name] == given[name]] == []
 
 
 def test_every_option_of_run_reaches_the_engine_or_the_sampling(attnplug: Attnplug, spies):
@@ -98,11 +102,31 @@ def test_every_option_of_run_reaches_the_engine_or_the_sampling(attnplug: Attnpl
         *("--state-checkpoint", "64", "--mla-extend", "chunked", "--mla-chunk-capacity", "33", "--ignore-eos"),
         *("--check-layers", "--max-tokens", "8", "--temperature", "0.5", "--top-k", "11", "--top-p", "0.9"),
         *("--stop", "a", "--stop", "b", "--logprobs", "2", "--random-weights", "--disable-overlap"),
+        "--disable-cuda-graph",
     )
     assert "nothing runs" in outcome.err
     (engine,) = spies
-    assert (engine.model, values(engine.options)) == ("tiny:llama", RUN)
+    assert (engine.model, values(engine.options)) == ("tiny:llama", {**RUN, **dict.fromkeys(ALONE)})
     assert engine.params == SamplingParams(8, 0.5, 11, 0.9, stop=("a", "b"), logprobs=2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "code", "told"),
+    [
+        ("1,2", 2, "nothing runs"),
+        ("1, two", 2, "--cuda-graph-batch-sizes '1, two' is not a list of numbers; write them like 1,2,4,8"),
+        ("", 2, "--cuda-graph-batch-sizes is empty"),
+        ("4,9", 2, "--cuda-graph-batch-sizes holds 9, and no batch has more than 8 requests"),
+        ("0", 2, "--cuda-graph-batch-sizes holds 0, which is no batch size"),
+    ],
+)
+def test_batch_sizes_of_graphs_reach_the_engine_or_are_refused(attnplug: Attnplug, spies, sizes, code, told):
+    options = ("--max-batch", "8", "--cuda-graph-batch-sizes", sizes)
+    outcome = attnplug("run", "--model", "tiny:llama", "--prompt", "x", *options)
+    assert told in outcome.err and "Traceback" not in outcome.err
+    assert outcome.code == code
+    if spies:
+        assert spies[0].options.cuda_graph_batch_sizes == (1, 2)
 
 
 def test_every_option_of_embed_reaches_the_embedder(attnplug: Attnplug, spies):

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+
 @triton.jit(do_not_specialize=["rows"])
 def _by_head(
     out, x, weight, rows, out_stride, out_head_stride, x_stride, x_head_stride,
