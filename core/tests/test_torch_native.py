@@ -113,8 +113,30 @@ def test_skewed_decode_batch_falls_into_groups(device):
     case = Case(((5000, 1), *(((3, 1),) * 30), (4000, 1)), ForwardMode.DECODE, heads=2, kv_heads=1, head_dim=8)
     stage = Stage(case, device)
     batch = stage.batch()
-    assert len(stage.backend.init_forward_metadata(batch).metadata) == 2
+    groups = stage.backend.init_forward_metadata(batch).metadata
+    assert sum(group.slots.numel() for group in groups) <= 2 * sum(stage.totals)
     check(case, device)
+
+
+def test_decode_on_the_cpu_reads_few_rows_at_a_time():
+    """What a group copies stays in a core's cache; the groups cover the batch in its own order."""
+    from attnplug.torch_native import planner
+
+    case = Case(tuple((90 + request % 5, 1) for request in range(40)), ForwardMode.DECODE, heads=4, kv_heads=2)
+    stage = Stage(case, "cpu")
+    groups = stage.backend.init_forward_metadata(stage.batch()).metadata
+    assert len(groups) > 1
+    assert all(group.slots.numel() <= planner._CACHED_READ for group in groups)
+    assert [row for group in groups for row in range(40)[group.rows]] == list(range(40))
+    check(case)
+
+
+def test_one_query_on_the_cpu_sees_its_own_keys_whatever_else_its_group_holds():
+    """Lengths that differ are hidden by a bias that all layers share: for windows and for log-sum-exps, too."""
+    lengths = ((0, 1), (70, 1), (15, 1), (16, 1))
+    for window, lse, cap in ((None, False, None), (7, False, None), (None, True, None), (None, False, 5.0)):
+        for mode in (ForwardMode.DECODE, ForwardMode.EXTEND):
+            check(Case(lengths, mode, heads=6, kv_heads=2, head_dim=16, v_head_dim=16, window=window, lse=lse, cap=cap))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -33,7 +33,7 @@ class TorchNativeBackend(PlannedAttention):
         lse = extras.lse
         softmax = Softmax(layer.scale, layer.sliding_window, layer.logit_cap)
         whole = len(groups) == 1 and groups[0].rows is None
-        out = q if whole else q.new_zeros(*q.shape[:2], output_width(layer))
+        out = q if whole else q.new_empty(*q.shape[:2], output_width(layer))
         for group in groups:
             rows = slice(None) if group.rows is None else group.rows
             queries = q[rows].unflatten(0, (group.extent.requests, group.extent.queries))
