@@ -37,10 +37,19 @@ def hidden_norm(config: Config, *, zero_centred: bool = False) -> MakeNorm:
 class Attention(nn.Module):
     """What a block calls: hidden states ``[tokens, hidden]`` to this rank's part of the attention's output.
 
-    Subclass contract: the output is a sum to be reduced over the ranks, and a tensor of its own.
+    Subclass contract: the output is a sum to be reduced over the ranks, and a tensor of its own. ``norm`` is applied to
+    the hidden states first, and rank 0 adds the output to ``onto``: each becomes part of a product where that pays.
     """
 
-    def forward(self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        rotation: Rotation,
+        batch: ForwardBatch,
+        *,
+        norm: RMSNorm | None = None,
+        onto: Tensor | None = None,
+    ) -> Tensor:
         raise NotImplementedError
 
 
@@ -51,14 +60,22 @@ class TokenWise(Attention):
         super().__init__()
         self.mlp = mlp
 
-    def forward(self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch) -> Tensor:
-        return cast(Tensor, self.mlp(hidden))
+    def forward(
+        self,
+        hidden: Tensor,
+        rotation: Rotation,
+        batch: ForwardBatch,
+        *,
+        norm: RMSNorm | None = None,
+        onto: Tensor | None = None,
+    ) -> Tensor:
+        return cast(Tensor, self.mlp(hidden, norm=norm, onto=onto))
 
 
 class Block(nn.Module):
     """One layer: attention and MLP, each after a norm, each added to what came in, each reduced once.
 
-    ``mlp`` is a module from ``[tokens, hidden]`` to a sum to be reduced.
+    ``mlp`` is a module from ``[tokens, hidden]`` to a sum to be reduced, with ``norm`` and ``onto`` as attention has.
     """
 
     def __init__(self, weights: Weights, norm: MakeNorm, attention: Attention, mlp: nn.Module) -> None:
@@ -71,9 +88,9 @@ class Block(nn.Module):
 
     def forward(self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch) -> Tensor:
         """``[tokens, hidden]`` to ``[tokens, hidden]``."""
-        attended = self.attention(self.input_norm(hidden), rotation, batch)
-        hidden = self._parallel.all_reduce(attended).add_(hidden)
-        return self._parallel.all_reduce(self.mlp(self.mlp_norm(hidden))).add_(hidden)
+        attended = self.attention(hidden, rotation, batch, norm=self.input_norm, onto=hidden)
+        hidden = self._parallel.all_reduce(attended)
+        return self._parallel.all_reduce(self.mlp(hidden, norm=self.mlp_norm, onto=hidden))
 
 
 class MixerBlock(nn.Module):
@@ -91,9 +108,10 @@ class MixerBlock(nn.Module):
 
     def forward(self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch) -> Tensor:
         """``[tokens, hidden]`` to ``[tokens, hidden]``."""
+        if not self._exact_sum:
+            return self._parallel.all_reduce(self.attention(hidden, rotation, batch, norm=self.norm, onto=hidden))
         normed = self.norm(hidden.to(self.norm.weight.dtype))
-        mixed = self._parallel.all_reduce(self.attention(normed, rotation, batch))
-        return hidden.float() + mixed if self._exact_sum else mixed.add_(hidden)
+        return hidden.float() + self._parallel.all_reduce(self.attention(normed, rotation, batch))
 
 
 @dataclass(frozen=True, slots=True)

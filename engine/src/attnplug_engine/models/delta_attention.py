@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from attnplug import ForwardBatch, LayerSpec, LinearInputs
 from attnplug.host import active_attention
 from attnplug_engine.models.decoder import Attention
-from attnplug_engine.models.layers import Linear
+from attnplug_engine.models.layers import Linear, RMSNorm
 from attnplug_engine.models.linear_attention import (
     DecayGate,
     GatedHeadNorm,
@@ -49,10 +49,18 @@ class GatedDeltaNet(Attention):
         own = scaled(part.heads, dims.value_dim)
         self.out = Linear.row_parallel(weights.at("out_proj"), dims.heads * dims.value_dim, hidden, own)
 
-    def forward(self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        rotation: Rotation,
+        batch: ForwardBatch,
+        *,
+        norm: RMSNorm | None = None,
+        onto: Tensor | None = None,
+    ) -> Tensor:
         part, dims = self._part, self._part.dims
         channels = dims.conv_channels
-        qkv, z, b, a = self.down(hidden).split((channels, part.value_width, dims.heads, dims.heads), dim=1)
+        qkv, z, b, a = self.down(hidden, norm=norm).split((channels, part.value_width, dims.heads, dims.heads), dim=1)
         q, k, v = self.conv(qkv, batch).split((part.key_width, part.key_width, part.value_width), dim=1)
         inputs = LinearInputs(
             q.unflatten(1, (-1, dims.key_dim)),
@@ -63,7 +71,7 @@ class GatedDeltaNet(Attention):
             normalize=True,
         )
         attended = active_attention().attend_linear(inputs, self.layer, batch)
-        return cast(Tensor, self.out(self.norm(attended, z.unflatten(1, (-1, dims.value_dim)))))
+        return cast(Tensor, self.out(self.norm(attended, z.unflatten(1, (-1, dims.value_dim))), onto=onto))
 
 
 class KimiDeltaAttention(Attention):
@@ -95,9 +103,17 @@ class KimiDeltaAttention(Attention):
         self.norm = GatedHeadNorm(weights.at("o_norm"), width, eps, torch.sigmoid)
         self.out = Linear.row_parallel(weights.at("o_proj"), total, hidden, own)
 
-    def forward(self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        rotation: Rotation,
+        batch: ForwardBatch,
+        *,
+        norm: RMSNorm | None = None,
+        onto: Tensor | None = None,
+    ) -> Tensor:
         dims, width = self._part.dims, self._part.dims.key_dim
-        qkv, b, f, g = self.down(hidden).split((dims.conv_channels, dims.heads, width, width), dim=1)
+        qkv, b, f, g = self.down(hidden, norm=norm).split((dims.conv_channels, dims.heads, width, width), dim=1)
         q, k, v = self.conv(qkv, batch).unflatten(1, (3, dims.heads, width)).unbind(1)
         inputs = LinearInputs(
             q,
@@ -108,7 +124,7 @@ class KimiDeltaAttention(Attention):
             normalize=True,
         )
         attended = active_attention().attend_linear(inputs, self.layer, batch)
-        return cast(Tensor, self.out(self.norm(attended, self.gate_up(g).unflatten(1, (-1, width)))))
+        return cast(Tensor, self.out(self.norm(attended, self.gate_up(g).unflatten(1, (-1, width))), onto=onto))
 
 
 def _channels(part: LinearPart, layer: LayerSpec, name: str) -> list[Rows]:

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnplug.host import Config
-from attnplug_engine.models.layers import GATED, MLP, Linear, MLPForm, frozen
+from attnplug_engine.models.layers import GATED, MLP, Linear, MLPForm, RMSNorm, frozen
 from attnplug_engine.models.weights import Rows, Weights
 from attnplug_engine.parallel import even_part, length
 
@@ -196,9 +196,12 @@ MakeRouter = Callable[[Weights, Config, int], Router]
 class MixtureOfExperts(nn.Module):
     """Routed experts and, where there are any, those that every token goes to: a sum to be reduced over the ranks."""
 
-    def __init__(self, router: Router, experts: Experts | LatentExperts, shared: nn.Module | None = None) -> None:
+    def __init__(
+        self, router: Router, experts: Experts | LatentExperts, shared: nn.Module | None = None, *, adds: bool
+    ) -> None:
         super().__init__()
         self.router, self.experts, self.shared = router, experts, shared
+        self._adds = adds
 
     @classmethod
     def deepseek(
@@ -215,10 +218,14 @@ class MixtureOfExperts(nn.Module):
             router(weights.at("gate"), config, experts),
             Experts(weights.at("experts"), experts, hidden, width, form=form),
             MLP(weights.at("shared_experts"), hidden, width * shared) if shared else None,
+            adds=weights.parallel.rank == 0,
         )
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``[tokens, hidden]`` to ``[tokens, hidden]``."""
+    def forward(self, x: Tensor, *, norm: RMSNorm | None = None, onto: Tensor | None = None) -> Tensor:
+        """``[tokens, hidden]`` to ``[tokens, hidden]``; rank 0 adds it to ``onto``."""
+        x = x if norm is None else norm(x)
         chosen, shares = self.router(x)
         routed = cast(Tensor, self.experts(x, chosen, shares))
-        return routed if self.shared is None else routed.add_(self.shared(x))
+        if self.shared is not None:
+            routed.add_(self.shared(x))
+        return routed if onto is None or not self._adds else routed.add_(onto)

@@ -66,10 +66,18 @@ class GroupedAttention(Attention):
         self.k_norm = None if norms is None else norms.make(weights.at("k_norm"), key)
         self._gates = length(heads) if gated else 0
 
-    def forward(self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        rotation: Rotation,
+        batch: ForwardBatch,
+        *,
+        norm: RMSNorm | None = None,
+        onto: Tensor | None = None,
+    ) -> Tensor:
         layer = self.layer
         heads, kv_heads, gates = layer.num_heads, layer.num_kv_heads, self._gates
-        qkv = self.qkv(hidden).unflatten(1, (heads + gates + 2 * kv_heads, layer.head_dim))
+        qkv = self.qkv(hidden, norm=norm).unflatten(1, (heads + gates + 2 * kv_heads, layer.head_dim))
         if self.q_norm is None and not gates:
             q, k = rotation.apply(qkv[:, : heads + kv_heads]).split((heads, kv_heads), dim=1)
             v = qkv[:, heads + kv_heads :]
@@ -80,7 +88,7 @@ class GroupedAttention(Attention):
         attended = active_attention().attend(q, k, v, layer, batch)
         if gates:
             attended = attended * gate.sigmoid()
-        return cast(Tensor, self.out(attended.flatten(1)))
+        return cast(Tensor, self.out(attended.flatten(1), onto=onto))
 
 
 def _queries_then_gates(heads: int, width: int) -> Tensor:

@@ -80,18 +80,26 @@ class LatentAttention(Attention):
             weights.at(out), layer.num_heads * value, hidden, scaled(heads, value), bias=bias
         )
 
-    def forward(self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        rotation: Rotation,
+        batch: ForwardBatch,
+        *,
+        norm: RMSNorm | None = None,
+        onto: Tensor | None = None,
+    ) -> Tensor:
         layer = self.layer
-        down = self.down(hidden)
+        down = self.down(hidden, norm=norm)
         query, rows = down[:, : self._query_width], down[:, self._query_width :]
         if self.q_norm is not None and self.q_up is not None:
-            query = self.q_up(self.q_norm(query))
+            query = self.q_up(query, norm=self.q_norm)
         q = query.unflatten(1, (layer.num_heads, layer.head_dim))
         rotation.apply_(q[..., self._nope :])
         rotary = rotation.apply(rows[:, None, self._latent :]).squeeze(1)
         rows = torch.cat((self.row_norm(rows[:, : self._latent]), rotary), dim=1)
         attended = active_attention().attend_mla(q, rows, layer, self.weights, batch)
-        return cast(Tensor, self.out(attended.flatten(1)))
+        return cast(Tensor, self.out(attended.flatten(1), onto=onto))
 
 
 def _evens_then_odds(width: int) -> Tensor:

@@ -22,10 +22,11 @@ def frozen(tensor: Tensor) -> nn.Parameter:
 class Linear(nn.Module):
     """``[…, in_features]`` to ``[…, out_features]``, with a weight that is already this rank's."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, adds: bool = True) -> None:
         super().__init__()
         self.weight = frozen(weight)
         self.bias = None if bias is None else frozen(bias)
+        self._adds = adds
 
     @classmethod
     def stacked(cls, weights: Weights, parts: Sequence[Rows], in_features: int, *, bias: bool = False) -> Linear:
@@ -42,10 +43,27 @@ class Linear(nn.Module):
         """
         weight = weights.take("weight", out_features, in_features, columns=own)
         whole = weights.take("bias", out_features) if bias else None
-        return cls(weight, whole if weights.parallel.rank == 0 else None)
+        first = weights.parallel.rank == 0
+        return cls(weight, whole if first else None, adds=first)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        norm: RMSNorm | None = None,
+        activate: Callable[[Tensor], Tensor] | None = None,
+        onto: Tensor | None = None,
+    ) -> Tensor:
+        """The product of ``x``, normed or activated first, added to ``onto``.
+
+        Of a row-parallel projection rank 0 alone adds: the sum over ranks then has it once.
+        """
+        if norm is not None:
+            x = norm(x)
+        if activate is not None:
+            x = activate(x)
+        out = F.linear(x, self.weight, self.bias)
+        return out if onto is None or not self._adds else out.add_(onto)
 
 
 class RMSNorm(nn.Module):
@@ -138,8 +156,8 @@ class MLP(nn.Module):
         self.down = Linear.row_parallel(weights.at(form.output), intermediate, hidden, own, bias=bias)
         self._activate = form.activate
 
-    def forward(self, x: Tensor) -> Tensor:
-        return cast(Tensor, self.down(self._activate(self.gate_up(x))))
+    def forward(self, x: Tensor, *, norm: RMSNorm | None = None, onto: Tensor | None = None) -> Tensor:
+        return cast(Tensor, self.down(self.gate_up(x, norm=norm), activate=self._activate, onto=onto))
 
 
 def check_activation(config: Config, key: str = "hidden_act", activation: str = "silu") -> None:

@@ -57,12 +57,21 @@ class LightningAttention(Attention):
         self.norm = ColumnNorm(weights.at("norm"), heads * width, EPS, own)
         self.out = Linear.row_parallel(weights.at("out_proj"), heads * width, hidden, own)
 
-    def forward(self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        rotation: Rotation,
+        batch: ForwardBatch,
+        *,
+        norm: RMSNorm | None = None,
+        onto: Tensor | None = None,
+    ) -> Tensor:
         heads, width = self.layer.num_heads, self.layer.head_dim
-        qkv, gate = self.down(hidden).split((3 * heads * width, heads * width), dim=1)
+        qkv, gate = self.down(hidden, norm=norm).split((3 * heads * width, heads * width), dim=1)
         q, k, v = F.silu(qkv).unflatten(1, (3, heads, width)).unbind(1)
         attended = active_attention().attend_linear(LinearInputs(q, k, v, self.log_decay), self.layer, batch)
-        return cast(Tensor, self.out((self.norm(attended.flatten(1)) * gate.float().sigmoid()).to(hidden.dtype)))
+        gated = self.norm(attended.flatten(1)) * gate.float().sigmoid()
+        return cast(Tensor, self.out(gated.to(hidden.dtype), onto=onto))
 
 
 class RotaryLightningAttention(Attention):
@@ -105,7 +114,16 @@ class RotaryLightningAttention(Attention):
         self.norm = ColumnNorm(weights.at("g_norm"), total, eps, own, groups=norm_groups)
         self.out = Linear.row_parallel(weights.at("dense"), total, hidden, own, bias=out_bias)
 
-    def forward(self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        rotation: Rotation,
+        batch: ForwardBatch,
+        *,
+        norm: RMSNorm | None = None,
+        onto: Tensor | None = None,
+    ) -> Tensor:
+        hidden = hidden if norm is None else norm(hidden)
         qkv = self.qkv(hidden)
         qkv = F.silu(qkv) if self._silu else qkv
         q, k, v = qkv.unflatten(1, (3, self.layer.num_heads, self.layer.head_dim)).unbind(1)
@@ -113,4 +131,5 @@ class RotaryLightningAttention(Attention):
             q, k = self.q_norm(q), self.k_norm(k)
         inputs = LinearInputs(rotation.apply(q), rotation.apply(k), v, self.log_decay)
         attended = self.norm(active_attention().attend_linear(inputs, self.layer, batch).flatten(1))
-        return cast(Tensor, self.out((attended * self.gate(hidden).float().sigmoid()).to(hidden.dtype)))
+        gated = attended * self.gate(hidden).float().sigmoid()
+        return cast(Tensor, self.out(gated.to(hidden.dtype), onto=onto))

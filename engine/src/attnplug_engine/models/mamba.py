@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from attnplug import ForwardBatch, LayerSpec, LinearInputs, ModelSpec
 from attnplug.host import Config, active_attention
 from attnplug_engine.models.decoder import BACKBONE, Attention, Decoder, MixerBlock, hidden_norm
-from attnplug_engine.models.layers import ColumnNorm, Linear, check_activation, frozen
+from attnplug_engine.models.layers import ColumnNorm, Linear, RMSNorm, check_activation, frozen
 from attnplug_engine.models.linear_attention import ShortConvolution, linear_part
 from attnplug_engine.models.rope import NoRope, Rotation
 from attnplug_engine.models.weights import Rows, Weights
@@ -82,10 +82,19 @@ class MambaMixer(Attention):
         self.norm = ColumnNorm(weights.at("norm"), inner, eps, own, groups=norm_groups)
         self.out = Linear.row_parallel(weights.at("out_proj"), inner, hidden, own, bias=bias)
 
-    def forward(self, hidden: Tensor, rotation: Rotation, batch: ForwardBatch) -> Tensor:
+    def forward(
+        self,
+        hidden: Tensor,
+        rotation: Rotation,
+        batch: ForwardBatch,
+        *,
+        norm: RMSNorm | None = None,
+        onto: Tensor | None = None,
+    ) -> Tensor:
         dims = self.layer.linear
         assert dims is not None
-        gate, convolved, dt = self.down(hidden).split((self._widths[0], dims.conv_channels, dims.heads), dim=1)
+        widths = (self._widths[0], dims.conv_channels, dims.heads)
+        gate, convolved, dt = self.down(hidden, norm=norm).split(widths, dim=1)
         x, keys, queries = self.conv(convolved, batch).split(self._widths, dim=1)
         x = x.unflatten(1, (-1, dims.value_dim))
         dt = F.softplus(dt.float() + self.dt_bias).clamp(*self._limits)
@@ -97,7 +106,7 @@ class MambaMixer(Attention):
         )
         attended = (active_attention().attend_linear(inputs, self.layer, batch) + self.skip * x).flatten(1)
         # The gate comes before the norm here, unlike in the delta rule's layers.
-        return cast(Tensor, self.out(self.norm(attended * F.silu(gate.float())).to(hidden.dtype)))
+        return cast(Tensor, self.out(self.norm(attended * F.silu(gate.float())).to(hidden.dtype), onto=onto))
 
 
 def _rows(name: str, total: int, start: int, own: slice) -> Rows:

@@ -86,4 +86,5 @@ def _experts(weights: Weights, config: Config) -> MixtureOfExperts:
     return MixtureOfExperts(
         TopKRouter(weights.at("gate"), config, count, normalised=True),
         Experts(weights.at("experts"), count, hidden, config.integer("intermediate_size"), form=GATED_BY_NUMBER),
+        adds=weights.parallel.rank == 0,
     )

@@ -90,4 +90,5 @@ def _experts(weights: Weights, config: Config, hidden: int) -> nn.Module:
         SigmoidRouter(weights.at("gate"), config, count),
         experts,
         MLP(weights.at("shared_experts"), hidden, shared, form=SQUARED, bias=bias),
+        adds=weights.parallel.rank == 0,
     )

@@ -71,4 +71,5 @@ def _experts(weights: Weights, config: Config, hidden: int, experts: int) -> Mix
         TopKRouter(weights.at("gate"), config, experts, normalised=config.flag("norm_topk_prob")),
         Experts(weights.at("experts"), experts, hidden, config.integer("moe_intermediate_size")),
         WeighedExpert(shared, Linear(weights.take("shared_expert_gate.weight", 1, hidden))),
+        adds=weights.parallel.rank == 0,
     )
