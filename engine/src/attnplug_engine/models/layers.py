@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from attnplug.host import Config
+from attnplug_engine.models.product import product
 from attnplug_engine.models.weights import Rows, Weights
 from attnplug_engine.parallel import ParallelError, TensorParallel, even_part, padded_part
 
@@ -62,7 +63,7 @@ class Linear(nn.Module):
             x = norm(x)
         if activate is not None:
             x = activate(x)
-        out = F.linear(x, self.weight, self.bias)
+        out = product(x, self.weight, self.bias)
         return out if onto is None or not self._adds else out.add_(onto)
 
 
@@ -187,7 +188,7 @@ class Head(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """``[rows, hidden]`` to ``[rows, vocab]`` float32."""
-        logits = F.linear(hidden, self.weight).float()
+        logits = product(hidden, self.weight).float()
         if self._parallel.size == 1:
             return logits
         if logits.shape[1] < self._padded:
