@@ -18,9 +18,9 @@ from attnplug.machine.transfer import to_device
 _SMALL_READ = 4096
 # A group reads at most this many rows, because its keys and values are copied together before attention.
 _LARGEST_READ = 1 << 17
-# On a CPU a decoding group reads at most this many, unless it is one request: what is copied is then still in the cache
-# of the core that attends to it. Measured with rows of 1 KiB: half the time of one copy of 5 MiB.
-_CACHED_READ = 1 << 10
+# On a CPU a decoding group reads at most this many, unless it is one request: larger copies leave the caches, and come
+# from fresh memory of the system each time.
+_CACHED_READ = 1 << 12
 
 
 @dataclass(frozen=True, slots=True, eq=False)
