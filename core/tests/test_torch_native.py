@@ -146,6 +146,7 @@ def test_decode_on_the_cpu_over_pages_in_place(monkeypatch):
 
     monkeypatch.setattr(in_place, "_LEAST_SHARE", 0.0)
     monkeypatch.setattr(in_place, "_SMALLEST_PAGE", 1)
+    monkeypatch.setattr(in_place, "_FEWEST_ROWS", 0)
     lengths = ((0, 1), (70, 1), (15, 1), (16, 1), (31, 1), (200, 1))
     for layout in ("token_major", "head_major"):
         for pages in ("permuted", "interleaved", "descending"):
@@ -157,16 +158,18 @@ def test_decode_on_the_cpu_over_pages_in_place(monkeypatch):
                 check(case)
 
 
-def test_pages_that_are_few_among_others_or_shared_are_copied():
+def test_pages_that_are_few_among_others_or_shared_are_copied(monkeypatch):
     """The gaps between a batch's pages would be attended to for nothing; a page in place has one request's query."""
     from attnplug import Geometry
-    from attnplug.torch_native.in_place import PagesInPlace
+    from attnplug.torch_native import in_place
 
     def plan(table):
-        return PagesInPlace.of(
+        return in_place.PagesInPlace.of(
             Geometry.of_lengths(ForwardMode.DECODE, torch.tensor(table).int(), [1, 1], [130, 130], 64)
         )
 
+    assert plan([[4, 5, 6], [7, 8, 99]]) is None, "256 rows are sooner copied than merged"
+    monkeypatch.setattr(in_place, "_FEWEST_ROWS", 256)
     assert plan([[4, 5, 6], [7, 8, 99]]) is not None, "last pages are copied, wherever they are"
     assert plan([[4, 5, 6], [7, 80, 9]]) is None
     assert plan([[4, 5, 6], [4, 7, 8]]) is None

@@ -17,8 +17,9 @@ from attnplug.contract.geometry import Geometry
 # Pages are attended to from the first to the last that the batch uses, and the others' results are dropped. This share
 # of them must be the batch's own: below it, a copy is cheaper.
 _LEAST_SHARE = 0.5
-# With smaller pages the work on each page is less than the call for it.
+# With smaller pages the work on each page is less than the call for it, and so is that of merging few rows.
 _SMALLEST_PAGE = 32
+_FEWEST_ROWS = 1024
 
 # F.scaled_dot_product_attention keeps the log-sum-exp to itself. This returns it too, [requests, heads, rows].
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
@@ -55,7 +56,7 @@ class PagesInPlace:
         used = np.arange(most) < whole[:, None]
         pages, owners = table[:, :most][used], used.nonzero()[0]
         first, last = int(pages.min()), int(pages.max()) + 1
-        if first < 0 or len(pages) < _LEAST_SHARE * (last - first):
+        if first < 0 or len(pages) * size < _FEWEST_ROWS or len(pages) < _LEAST_SHARE * (last - first):
             return None
         owner_of = np.full(last - first, -1)
         owner_of[pages - first] = owners
