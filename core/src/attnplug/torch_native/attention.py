@@ -52,6 +52,8 @@ def attend(
     exact = not fused or q.device.type == "cpu"
     dtype = torch.float32 if exact else q.dtype
     queries, keys, values = (tensor.to(dtype).transpose(1, 2) for tensor in (q, k, v))
+    if fused and softmax.window is None and extent.shared_mask:
+        return _decode(queries, keys, values, extent.bias, softmax.scale).unsqueeze(1).to(q.dtype), None
     if fused and extent.plain and softmax.window is None:
         whole = F.scaled_dot_product_attention(
             queries, keys, values, is_causal=True, scale=softmax.scale, enable_gqa=True
@@ -76,6 +78,16 @@ def attend(
                 sums[:, tile.first : tile.last] = tile_sums.transpose(1, 2)
         out[:, tile.first : tile.last] = result.transpose(1, 2)
     return out, sums
+
+
+def _decode(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+    """One query a request: ``[requests, heads, dim]``.
+
+    The query heads that share a KV head become the rows of one product, so that each key is read once for all of them.
+    """
+    rows = q.squeeze(2).unflatten(1, (k.shape[1], -1))
+    mask = None if bias is None else bias.expand(-1, 1, rows.shape[2], -1)
+    return F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale).flatten(1, 2)
 
 
 def _attend_by_parts(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, softmax: Softmax) -> tuple[Tensor, Tensor]:

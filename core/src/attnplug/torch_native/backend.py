@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
 
 from attnplug.author.attention import PlannedAttention
@@ -13,8 +16,28 @@ from attnplug.contract.plan import Plan
 from attnplug.contract.ragged import RaggedCall
 from attnplug.declare.errors import PoolError
 from attnplug.declare.model import LayerSpec
+from attnplug.declare.problem import DType
 from attnplug.torch_native.attention import Softmax, attend
+from attnplug.torch_native.in_place import PagesInPlace
 from attnplug.torch_native.planner import Extent, Group, plan_groups
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Work:
+    """What a plan says: groups that cover the batch, and how its plain layers are read in place, where that pays."""
+
+    groups: tuple[Group, ...]
+    pages: PagesInPlace | None
+
+
+def _plain(layer: LayerSpec) -> bool:
+    """Whether torch's fused kernel does all that the layer needs."""
+    return (
+        layer.mla is None
+        and layer.sliding_window is None
+        and layer.logit_cap is None
+        and layer.head_dim == layer.v_head_dim
+    )
 
 
 class TorchNativeBackend(PlannedAttention):
@@ -23,17 +46,24 @@ class TorchNativeBackend(PlannedAttention):
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         self._mha, self._mla = context.pools.mha, context.pools.mla
+        # Short types are converted, which takes a copy anyway.
+        self._in_place = (
+            self._mha is not None and self._mha.dtype is DType.FLOAT32 and torch.device(context.device).type == "cpu"
+        )
 
     def plan(self, geometry: Geometry) -> Plan:
         new_slots, groups = plan_groups(geometry)
-        return Plan.of(self.backend_id, geometry, groups, new_slots)
+        pages = PagesInPlace.of(geometry) if self._in_place and geometry.max_new == 1 else None
+        return Plan.of(self.backend_id, geometry, Work(groups, pages), new_slots)
 
     def attend(self, q: Tensor, layer: LayerSpec, plan: Plan, new: NewRows | None, extras: ForwardExtras) -> Tensor:
-        groups: tuple[Group, ...] = plan.metadata
-        lse = extras.lse
+        work: Work = plan.metadata
+        groups, lse = work.groups, extras.lse
         softmax = Softmax(layer.scale, layer.sliding_window, layer.logit_cap)
+        if work.pages is not None and lse is None and q.dtype is torch.float32 and _plain(layer):
+            return self._attend_in_place(q, layer, work.pages)
         whole = len(groups) == 1 and groups[0].rows is None
-        out = q if whole else q.new_zeros(*q.shape[:2], output_width(layer))
+        out = q if whole else q.new_empty(*q.shape[:2], output_width(layer))
         for group in groups:
             rows = slice(None) if group.rows is None else group.rows
             queries = q[rows].unflatten(0, (group.extent.requests, group.extent.queries))
@@ -71,6 +101,12 @@ class TorchNativeBackend(PlannedAttention):
                 lse[mine] = sums[0]
             query, row = query + queries, row + rows
         return out
+
+    def _attend_in_place(self, q: Tensor, layer: LayerSpec, pages: PagesInPlace) -> Tensor:
+        pool, layer_id = self._mha, layer.layer_id
+        assert pool is not None
+        last_k, last_v = pool.read_keys(layer_id, pages.tails), pool.read_values(layer_id, pages.tails)
+        return pages.attend(q, pool.keys(layer_id), pool.values(layer_id), last_k, last_v, layer.scale)
 
     def _read(self, layer: LayerSpec, group: Group) -> tuple[Tensor, Tensor]:
         """Keys ``[requests, keys, kv_heads, dim]`` and values of a group's requests."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,13 +18,18 @@ from attnplug.machine.transfer import to_device
 _SMALL_READ = 4096
 # A group reads at most this many rows, because its keys and values are copied together before attention.
 _LARGEST_READ = 1 << 17
+# On a CPU a decoding group reads at most this many, unless it is one request: larger copies leave the caches, and come
+# from fresh memory of the system each time.
+_CACHED_READ = 1 << 12
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Extent:
     """Who sees what among requests with the same number of queries: a query sees the keys up to its own position.
 
-    ``offsets`` ``[requests]`` on the device is the position of each request's first query.
+    ``offsets`` ``[requests]`` on the device is the position of each request's first query. ``bias`` ``[requests, 1, 1,
+    keys]`` float32 hides from a single query each the keys after its own: 0 or -inf. It is there for decoding groups
+    of different lengths on a CPU, made once for all layers.
     """
 
     offsets: Tensor
@@ -31,6 +37,7 @@ class Extent:
     keys: int
     smallest_offset: int
     largest_offset: int
+    bias: Tensor | None = None
 
     @classmethod
     def of(cls, queries: int, offsets: Sequence[int], keys: int, device: torch.device) -> Extent:
@@ -39,6 +46,11 @@ class Extent:
     @property
     def requests(self) -> int:
         return self.offsets.shape[0]
+
+    @property
+    def shared_mask(self) -> bool:
+        """Whether ``bias`` says all: one query a request, which sees every key unless there is a bias."""
+        return self.queries == 1 and (self.bias is not None or self.smallest_offset == self.largest_offset)
 
     @property
     def plain(self) -> bool:
@@ -50,11 +62,11 @@ class Extent:
 class Group:
     """Requests with the same number of new tokens, attended to in one go.
 
-    ``rows`` ``[requests * queries]`` says which rows of q are theirs (``None``: all planned rows of q, in order).
-    ``slots`` ``[requests, keys]`` says where their cache rows are.
+    ``rows`` ``[requests * queries]`` says which rows of q are theirs (a slice where they follow each other, ``None``:
+    all planned rows of q, in order). ``slots`` ``[requests, keys]`` says where their cache rows are.
     """
 
-    rows: Tensor | None
+    rows: Tensor | slice | None
     slots: Tensor
     extent: Extent
 
@@ -63,14 +75,22 @@ def plan_groups(geometry: Geometry) -> tuple[Tensor, tuple[Group, ...]]:
     """Where new rows are written, and groups that cover every request with new tokens exactly once: divided by query
     length, then by similar cache length."""
     members = _memberships(geometry)
+    cached = geometry.max_new == 1 and geometry.page_table.is_cpu
     if len(members) == 1 and members[0] == sorted(members[0]):
-        group = _group(geometry, members[0], None)
+        slots = geometry.cache_slots(members[0])
+        groups = _cached_reads(geometry, members[0], slots, None) if cached else (_group(geometry, members[0], slots),)
         if geometry.mode is ForwardMode.DECODE and geometry.slots is None:
             # A decoding request's new row is its last one, and its slots end with that row, padded or not.
-            return group.slots.select(1, -1), (group,)
-        return geometry.new_slots(), (group,)
+            return slots.select(1, -1), groups
+        return geometry.new_slots(), groups
     first_rows = list(accumulate(geometry.query_lens, initial=0))
-    return geometry.new_slots(), tuple(_group(geometry, each, first_rows) for each in members)
+    found: list[Group] = []
+    for each in members:
+        slots = geometry.cache_slots(each)
+        found += (
+            _cached_reads(geometry, each, slots, first_rows) if cached else [_group(geometry, each, slots, first_rows)]
+        )
+    return geometry.new_slots(), tuple(found)
 
 
 def _memberships(geometry: Geometry) -> list[list[int]]:
@@ -104,12 +124,43 @@ def _by_length(requests: list[int], kv_lens: Sequence[int]) -> list[list[int]]:
     return groups
 
 
-def _group(geometry: Geometry, requests: list[int], first_rows: list[int] | None) -> Group:
+def _group(geometry: Geometry, requests: list[int], slots: Tensor, first_rows: list[int] | None = None) -> Group:
     queries, kv_lens, device = geometry.query_lens[requests[0]], geometry.kv_lens, geometry.device
     offsets = [kv_lens[request] - queries for request in requests]
     rows = None
     if first_rows is not None:
         starts = torch.tensor([first_rows[request] for request in requests], dtype=torch.int64)
         rows = (starts.unsqueeze(1) + torch.arange(queries)).flatten().to(device, non_blocking=True)
-    extent = Extent.of(queries, offsets, max(offsets) + queries, device)
-    return Group(rows, geometry.cache_slots(requests), extent)
+    return Group(rows, slots, Extent.of(queries, offsets, max(offsets) + queries, device))
+
+
+def _cached_reads(
+    geometry: Geometry, requests: list[int], slots: Tensor, first_rows: list[int] | None
+) -> tuple[Group, ...]:
+    """Requests with one query each on a CPU, in groups that read few rows."""
+    lens = [geometry.kv_lens[request] for request in requests]
+    cuts, longest = [0], 0
+    for place, length in enumerate(lens):
+        longest = max(longest, length)
+        if place > cuts[-1] and longest * (place + 1 - cuts[-1]) > _CACHED_READ:
+            cuts.append(place)
+            longest = length
+    parts = [slice(*ends) for ends in pairwise([*cuts, len(lens)])]
+    groups = []
+    for part in parts:
+        extent = _decode_extent(lens[part])
+        rows: Tensor | slice | None = None if len(parts) == 1 else part
+        if first_rows is not None:
+            rows = torch.tensor([first_rows[request] for request in requests[part]])
+        groups.append(Group(rows, slots[part, : extent.keys].contiguous(), extent))
+    return tuple(groups)
+
+
+def _decode_extent(lens: list[int]) -> Extent:
+    offsets = np.array(lens) - 1
+    smallest, largest = min(lens) - 1, max(lens) - 1
+    bias = None
+    if smallest < largest:
+        hidden = np.arange(largest + 1) > offsets[:, None]
+        bias = torch.from_numpy(np.where(hidden, np.float32("-inf"), np.float32(0)))[:, None, None]
+    return Extent(torch.from_numpy(offsets), 1, largest + 1, smallest, largest, bias)

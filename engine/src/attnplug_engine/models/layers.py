@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from attnplug.host import Config
 from attnplug_engine import kernels
+from attnplug_engine.models.product import product as multiplied
 from attnplug_engine.models.weights import Rows, Weights
 from attnplug_engine.parallel import ParallelError, TensorParallel, even_part, padded_part
 
@@ -74,11 +75,11 @@ class Linear(nn.Module):
         if norm is not None:
             x = norm(x)
         if onto is None:
-            out = F.linear(x, self.weight, self.bias)
+            out = multiplied(x, self.weight, self.bias)
             return out if activate is None else activate(out)
         if x.is_cuda and self.bias is None and x.dim() == 2 and x.dtype == onto.dtype:
             return onto.addmm_(x, self.weight.t())  # the sum is part of the product there
-        return F.linear(x, self.weight, self.bias).add_(onto)
+        return multiplied(x, self.weight, self.bias).add_(onto)
 
 
 class RMSNorm(nn.Module):
