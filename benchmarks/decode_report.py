@@ -40,6 +40,26 @@ def rates_table(result: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def engine_table(result: Mapping[str, Any], context: int = 512) -> str:
+    """Tokens/s of decode, a model to a line: ours, vLLM's and the share of the limit, by number of requests."""
+    ours, vllm = (by_point(result, engine) for engine in ("ours", "vllm"))
+    batches = sorted({batch for _, batch, tokens in ours if tokens == context})
+    lines = [
+        f"| model | {' | '.join(f'{batch} request' + 's' * (batch > 1) for batch in batches)} |",
+        "|---" * (len(batches) + 1) + "|",
+    ]
+    for model in MODELS:
+        cells = []
+        for batch in batches:
+            key = (model, batch, context)
+            mine, theirs = rate(ours.get(key)), rate(vllm.get(key))
+            limit = 1e6 * batch / limit_us(MODELS[model], batch, context)
+            cell = f"**{mine:,.0f}**, {100 * mine / limit:.0f} % of the limit" if mine else ""
+            cells.append(cell + (f"; vLLM {theirs:,.0f}" if theirs else ""))
+        lines.append(f"| `{model}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def steps_table(result: Mapping[str, Any]) -> str:
     """Where the microseconds of our decode steps go. Parts are of a trace, which is a little slower than a step."""
     groups = ["products", "attention", REST, "sampling", "copies", "idle"]

@@ -17,7 +17,15 @@ import sys
 from functools import cache
 from pathlib import Path
 
-from measurements import cost_of_wrapping, decode_rates, decode_steps, decode_times, prefill_rates
+from measurements import (
+    cost_of_wrapping,
+    decode_rates,
+    decode_steps,
+    decode_times,
+    engine_rates,
+    kernel_steps,
+    prefill_rates,
+)
 
 from attnplug.host import Registered, describe, load_registry
 
@@ -51,6 +59,8 @@ TABLES = {
     "decode times": decode_times,
     "cost of wrapping": cost_of_wrapping,
     "decode rates": decode_rates,
+    "engine rates": engine_rates,
+    "kernel steps": kernel_steps,
     "decode steps": decode_steps,
     "prefill rates": prefill_rates,
 }

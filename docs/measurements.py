@@ -13,7 +13,7 @@ from typing import Any
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 sys.path.append(str(RESULTS.parent))
 
-from decode_report import prefill_table, rates_table, steps_table  # noqa: E402 # a benchmark's own tables
+from decode_report import engine_table, prefill_table, rates_table, steps_table  # noqa: E402 # a benchmark's own tables
 
 MLA_CASES = [
     *((16, *case) for case in ((1, 1024), (1, 16384), (16, 4096), (128, 8192))),
@@ -65,6 +65,29 @@ def cost_of_wrapping() -> str:
 def decode_rates() -> str:
     """Tokens/s of whole models, ours and others'."""
     return rates_table(_read("decode_h200"))
+
+
+def engine_rates() -> str:
+    """The same for contexts of 512 tokens, a model to a line."""
+    return engine_table(_read("decode_h200"))
+
+
+def kernel_steps() -> str:
+    """A captured step without attention, by fused kernels, by torch's operations, and compiled."""
+    found = _read("step_kernels_h200")
+    compiled = {
+        (name, int(what.removeprefix("torch.compile M="))): us
+        for name, what, us in (entry for entry in found["other"] if len(entry) == 3)
+        if what.startswith("torch.compile")
+    }
+    lines = ["| model, rows | limit | fused | torch | torch.compile |", "|---|---|---|---|---|"]
+    for step in found["steps"]:
+        key = (step["kind"], step["rows"])
+        last = f"{compiled[key]:.0f}" if key in compiled else ""
+        lines.append(
+            f"| {key[0]}, {key[1]} | {step['limit']:.0f} | {step['fused']:.0f} | {step['plain']:.0f} | {last} |"
+        )
+    return "\n".join(lines)
 
 
 def decode_steps() -> str:
