@@ -6,13 +6,26 @@ back run on the code path that CUDA graphs have.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
+from naive_linear import WholeDeltaBackend
 from torch import Tensor
 
-from attnplug import BackendContext, ForwardExtras, Geometry, GraphLevel, LayerSpec, Plan
-from attnplug.host import HostContext, Selection, TorchNativeBackend
+from attnplug import (
+    AttentionBackend,
+    BackendContext,
+    Claims,
+    ForwardBatch,
+    ForwardExtras,
+    Geometry,
+    GraphLevel,
+    LayerSpec,
+    Plan,
+    Role,
+)
+from attnplug.host import HostContext, HybridLinearBackend, LinearStatePool, Selection, TorchNativeBackend
 from attnplug_engine import Engine
 from attnplug_engine.capture import RunAgain
 
@@ -65,12 +78,46 @@ class RefilledNative(TorchNativeBackend):
         return out
 
 
-def build(selection: Selection, context: HostContext, kind: type[RefilledNative] = RefilledNative) -> RefilledNative:
-    registered = next(iter(selection.choices.values())).chosen
-    assert registered is not None and registered.spec.name == NAME
-    return kind(
-        context.for_backend(NAME, registered.spec.capabilities, roles=frozenset(selection.choices), options=None)
-    )
+class RefilledDelta(WholeDeltaBackend):
+    """Linear attention that reads its slots at every replay."""
+
+    def __init__(self, pool: LinearStatePool) -> None:
+        super().__init__(pool)
+        self.claims = Claims(cuda_graph=GraphLevel.DECODE, needs_cpu_seq_lens=False)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        pass
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> Plan:
+        return Plan.of(self.backend_id, forward_batch.geometry)
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        pass
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 0
+
+    def _rows(self, batch: ForwardBatch) -> Iterator[tuple[int, int]]:
+        if batch.geometry.host is not None:
+            yield from super()._rows(batch)
+            return
+        slots = batch.geometry.state_slots.tolist()
+        yield from ((slot, row) for row, slot in enumerate(slots) if slot >= 0)
+
+
+def build(
+    selection: Selection,
+    context: HostContext,
+    kind: type[RefilledNative] = RefilledNative,
+    linear: type[RefilledDelta] = RefilledDelta,
+) -> AttentionBackend:
+    registered = selection.chosen(Role.DECODE)
+    assert registered.spec.name == NAME
+    roles = frozenset({Role.PREFILL, Role.DECODE})
+    full = kind(context.for_backend(NAME, registered.spec.capabilities, roles=roles, options=None))
+    if context.pools.linear is None:
+        return full
+    return HybridLinearBackend(full, linear(context.pools.linear), context.model)
 
 
 def captured(engine: Engine, sizes: tuple[int, ...]) -> Engine:

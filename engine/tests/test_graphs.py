@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from refilled_native import RefilledNative, build, captured
+from refilled_native import RefilledDelta, RefilledNative, build, captured
 
 from attnplug import BackendError, PlanError, WorkspaceKind
 from attnplug.host import UsageError, WorkspaceError
@@ -22,6 +22,7 @@ from attnplug_engine.graph_sizes import check_sizes, default_sizes
 from attnplug_engine.runner import Phase
 
 MODELS = ["tiny:llama", "tiny:deepseek_v3"]
+HYBRIDS = ["tiny:qwen3_next", "tiny:kimi_linear"]
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11], [3, 1, 4, 1, 5], [9, 2, 6]]
 SIZES = (1, 2, 4)
 
@@ -30,8 +31,8 @@ SIZES = (1, 2, 4)
 def native(monkeypatch: pytest.MonkeyPatch):
     """Makes every engine run on the backend that can be "captured" here."""
 
-    def use(kind: type[RefilledNative] = RefilledNative) -> None:
-        monkeypatch.setattr("attnplug_engine.runner.build_selection", partial(build, kind=kind))
+    def use(kind: type[RefilledNative] = RefilledNative, linear: type[RefilledDelta] = RefilledDelta) -> None:
+        monkeypatch.setattr("attnplug_engine.runner.build_selection", partial(build, kind=kind, linear=linear))
 
     use()
     return use
@@ -60,6 +61,14 @@ class TestTokens:
         counts = graphs.statistics
         assert counts.eager_steps and counts.replayed_steps > counts.eager_steps
         assert eager.statistics.replayed_steps == 0
+
+    @pytest.mark.parametrize("model", HYBRIDS)
+    def test_linear_states_move_on_in_replayed_steps(self, model, native):
+        """Padded requests have no state: those of the others are as in eager steps."""
+        eager, graphs = engine(model), captured(engine(model, overlap=True), (2, 4))
+        assert tokens(graphs, params(8)) == tokens(eager, params(8))
+        assert graphs.statistics.replayed_steps > 3
+        assert graphs.runner.pools.linear.free_slots == graphs.runner.pools.linear.num_slots
 
     def test_drawn_tokens_are_the_same(self, native):
         drawn = params(temperature=0.9, top_k=20, top_p=0.95, seed=3)
@@ -182,6 +191,13 @@ class StaleLengths(RefilledNative):
             super().refill(plan, geometry)
 
 
+class StaleSlots(RefilledDelta):
+    """Claims graphs and keeps the slots that it saw first in a captured batch: all padding."""
+
+    def _rows(self, batch):
+        return super()._rows(batch) if batch.geometry.host is not None else iter(())
+
+
 class LoudPadding(RefilledNative):
     def attend(self, q, layer, plan, new, extras):
         out = super().attend(q, layer, plan, new, extras)
@@ -197,6 +213,17 @@ class TestOverclaims:
         for told in ("torch_native claims cuda_graph UNIFORM", "3 requests differs from an eager run", "layer"):
             assert told in str(caught.value)
         assert "disable_cuda_graph" in caught.value.settings
+
+    @pytest.mark.parametrize("whole", [True, False], ids=["whole", "by parts"])
+    @pytest.mark.parametrize("model", HYBRIDS)
+    def test_a_linear_backend_that_keeps_the_slots_of_the_capture_is_found_out(self, model, whole, native):
+        class Stale(StaleSlots):
+            if not whole:
+                forward_delta = None
+
+        native(linear=Stale)
+        with pytest.raises(BackendError, match=r"3 requests differs from an eager run .* \(layer \d, (gdn|kda)"):
+            captured(engine(model), (3,))
 
     def test_padding_that_gives_anything_but_zero_is_found_out(self, native):
         native(LoudPadding)

@@ -16,6 +16,8 @@ from torch import Tensor
 from attnplug import (
     AttentionKind,
     BackendError,
+    DeltaInputs,
+    DeltaWeights,
     ForwardBatch,
     ForwardExtras,
     ForwardMode,
@@ -103,9 +105,15 @@ class CaptureCheck:
         shape = (dims.heads,) if kind is AttentionKind.LIGHTNING else (rows, dims.heads, *by_channel)
         decay, beta = -self._rand(*shape).float().abs(), self._rand(rows, dims.heads).sigmoid()
         x, weight = self._rand(rows, dims.conv_channels), self._rand(dims.conv_channels, dims.conv_width)
+        whole = self._whole_layer(dims, x, weight, by_channel) if delta and dims.conv_width else None
 
         def linear(batch: ForwardBatch) -> Tensor:
             n, outs = batch.batch_size, []
+            if whole is not None:
+                rows_of = {name: getattr(whole, name)[:n] for name in ("rows", "decay", "beta", "gate")}
+                out = attention.attend_delta(replace(whole, **rows_of), layer, batch)
+                if out is not None:
+                    outs.append(out)
             if dims.heads:
                 decays, betas = decay[:n] if decay.dim() > 1 else decay, beta[:n] if delta else None
                 inputs = LinearInputs(q[:n], k[:n], v[:n], decays, betas, normalize=delta)
@@ -115,6 +123,15 @@ class CaptureCheck:
             return torch.cat(outs, 1)
 
         return linear
+
+    def _whole_layer(self, dims: LinearDims, x: Tensor, weight: Tensor, by_channel: tuple[int, ...]) -> DeltaInputs:
+        """What ``attend_delta`` takes; the states that it moves on are those of the parts, which run after it."""
+        rows, heads = x.shape[0], dims.heads
+        rate, bias = -self._rand(heads).float().exp(), self._rand(heads, *by_channel).float()
+        norm = self._rand(dims.value_dim).float()
+        weights = DeltaWeights(weight, rate.unsqueeze(-1) if by_channel else rate, bias, norm, 1e-6, silu=True)
+        decay, gate = self._rand(rows, heads, *by_channel), self._rand(rows, heads, dims.value_dim)
+        return DeltaInputs(x, decay, self._rand(rows, heads), gate, weights)
 
     def _rand(self, *shape: int) -> Tensor:
         return torch.randn(shape, generator=self._random, device=self._device).to(self._dtype)

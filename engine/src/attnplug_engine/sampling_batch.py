@@ -16,7 +16,7 @@ from attnplug_engine.request import Request
 
 _SMALLEST_SHARE = 1e-30
 _LARGEST_INT = 2**31 - 1
-_LOWEST_HEAT, _HIGHEST_HEAT = 1e-37, 3e38
+_LOWEST_HEAT, _HIGHEST_HEAT = 1e-37, 1e30
 """Temperatures below are greedy, and none is above: what float32 divides by."""
 
 _RECORD = np.dtype(

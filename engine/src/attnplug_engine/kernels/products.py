@@ -179,7 +179,7 @@ def product(
     ``N = [gate | up]``, so the result has half as many columns. The result is added to ``onto`` ``[rows, N]``.
     """
     if x.stride(1) != 1 or x.stride(0) % 2 or x.storage_offset() % 2:
-        x = x.contiguous()
+        x = x.clone(memory_format=torch.contiguous_format)  # one row is contiguous already, whatever its stride
     rows, inputs = x.shape
     tiles = 2 if gated else 1
     outputs = weight.shape[0] // tiles

@@ -201,7 +201,8 @@ class Turn:
             BLOCK_HEADS=block,
             BLOCK_HALF=triton.next_power_of_2(self._half),
             BLOCK_REST=triton.next_power_of_2(max(dim - 2 * self._half, 1)),
-            num_warps=2,
+            # A tile that two warps would both hold is one's: a late one would norm what the other has rotated.
+            num_warps=2 if block * self._half >= 64 else 1,
             **self._options,
         )  # fmt: skip
 

@@ -124,4 +124,8 @@ class FlashMLAKernels:
             is_fp8_kvcache=False,
             use_legacy=True,
         )
+        if q.is_cuda:
+            # The library's last kernel may end before its first one has stored all of its results, and a kernel that is
+            # launched early waits for the last alone. What is not a kernel waits for both.
+            torch.zeros(1, dtype=torch.uint8, device=q.device)
         return out.flatten(0, 1), lse
