@@ -5,9 +5,11 @@ What a real graph does is in ``tests/test_engine_graphs.py``, on a GPU.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from random import Random
 from typing import Any
 
 import pytest
@@ -103,6 +105,34 @@ class TestTokens:
         assert [one.token_ids for one in mine] == [one.token_ids for one in theirs]
         assert [one.finish_reason for one in mine] == [one.finish_reason for one in theirs]
         assert mine[1].finish_reason == "error" and mine[0].finish_reason == "length"
+
+    @pytest.mark.parametrize("overlap", [False, True], ids=["alone", "overlapped"])
+    def test_a_preempted_request_that_decodes_at_once_runs_its_own_token(self, overlap, native):
+        """All but its newest token may be cached, and its row has been another request's."""
+        eager = engine(prefix_cache=True, ignore_eos=True)
+        graphs = captured(engine(prefix_cache=True, ignore_eos=True, overlap=overlap, num_pages=13), SIZES)
+        drawn = Random(45)
+        prompts = [[drawn.randrange(128) for _ in range(drawn.randint(1, 20))] for _ in range(6)]
+        each = [SamplingParams(drawn.randint(4, 20)) for _ in prompts]
+        found, expected = ([one.token_ids for one in each_of.generate(prompts, each)] for each_of in (graphs, eager))
+        assert graphs.scheduler.preemptions and found == expected
+
+    @pytest.mark.parametrize("overlap", [False, True], ids=["alone", "overlapped"])
+    def test_a_step_that_was_dropped_leaves_no_token(self, overlap, native, monkeypatch):
+        """It ran, and its tokens were lost on the way to the host: its requests run their newest known tokens."""
+        graphs = captured(engine(overlap=overlap), (4,))
+        requests = [graphs.add(prompt, SamplingParams(8)) for prompt in PROMPTS[:3]]
+        for number in range(100):
+            if not graphs.scheduler.has_work:
+                break
+            with monkeypatch.context() as broken:
+                if number % 3 == 2:
+                    broken.setattr("attnplug_engine.launched.Launched.tokens", lambda _: 1 / 0)
+                with suppress(ZeroDivisionError):
+                    graphs.step()
+        assert [request.output for request in requests] == [
+            one.token_ids for one in engine().generate(PROMPTS[:3], SamplingParams(8))
+        ]
 
 
 class TestPhases:
