@@ -16,7 +16,7 @@ import pytest
 import torch
 from refilled_native import RefilledNative, build, captured
 
-from attnplug import BackendError, PlanError, WorkspaceKind
+from attnplug import BackendError, PlanError, PoolError, WorkspaceKind
 from attnplug.host import UsageError, WorkspaceError
 from attnplug_engine import Engine, EngineOptions, SamplingParams
 from attnplug_engine.capture import RunAgain
@@ -86,6 +86,19 @@ class TestTokens:
             caches.append((rows != 7.0).any(-1).sum(-1))
         touched = min(reserved, 1)  # a padded request writes its last row
         assert caches[0].tolist() == [count + touched for count in caches[1].tolist()]
+
+    @pytest.mark.parametrize(
+        ("settings", "told"),
+        [
+            ({"num_pages": 2}, "take 2 of 2 free pages, and none is left for others; give `num_pages` of 3 or more"),
+            ({"context_length": 5}, "have 6 tokens, and the context holds 5; give a `context_length` of 6 or more"),
+        ],
+    )
+    def test_padding_that_does_not_fit_is_refused(self, settings, told, native):
+        native(partial(RefilledNative, fill=6))
+        with pytest.raises(PoolError) as caught:
+            captured(engine(**settings), (4,))
+        assert told in caught.value.message and caught.value.settings == (*settings, "disable_cuda_graph")
 
     def test_log_probabilities_come_from_the_replayed_logits(self, native):
         asked = params(6, logprobs=2)

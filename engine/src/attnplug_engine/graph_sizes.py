@@ -41,6 +41,7 @@ def check_sizes(sizes: Sequence[int], max_batch: int) -> tuple[int, ...]:
             )
     if len(set(sizes)) < len(sizes):
         raise UsageError(
-            f"`cuda_graph_batch_sizes` names a size twice: {', '.join(map(str, sizes))}", settings=settings[:1]
+            f"`cuda_graph_batch_sizes` names a size twice: {', '.join(map(str, sizes))}; name each once",
+            settings=settings[:1],
         )
     return tuple(sorted(sizes))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnplug import ForwardBatch, ForwardMode, Geometry, GraphLevel, to_device
+from attnplug import ForwardBatch, ForwardMode, Geometry, GraphLevel, PoolError, to_device
 from attnplug.host import ModelAttention, PageAllocator, SlotTable
 from attnplug_engine.capture import Capture
 from attnplug_engine.inputs import StepInputs
@@ -70,11 +70,29 @@ class DecodeGraphs:
 
     def reserve(self, allocator: PageAllocator) -> None:
         """Have the backend make its memory; padded requests that have a length get pages that nobody else uses."""
+        self._check_padding(allocator.free_pages)
         self._attention.reserve_graphs(self.largest, self.largest)
         if self.padding_pages:
             pages = allocator.allocate(self.padding_pages)
             self._table.mirror()[self._table.max_requests, : len(pages)] = torch.tensor(
                 pages, dtype=torch.int32, device=self._tokens.device
+            )
+
+    def _check_padding(self, free: int) -> None:
+        """Padded requests must fit into the context, and leave a page to the others."""
+        fill, needed = self._attention.padding_length(), self.padding_pages
+        name, off = self._attention.backend.backend_id.name, "or turn graphs off by `disable_cuda_graph`"
+        if fill > self._context:
+            raise PoolError(
+                f"padded requests of {name} in CUDA graphs have {fill} tokens, and the context holds {self._context}; "
+                f"give a `context_length` of {fill} or more, {off}",
+                settings=["context_length", "disable_cuda_graph"],
+            )
+        if needed >= free:
+            raise PoolError(
+                f"padded requests of {name} in CUDA graphs take {needed} of {free} free pages, and none is left for "
+                f"others; give `num_pages` of {needed + 1} or more, {off}",
+                settings=["num_pages", "disable_cuda_graph"],
             )
 
     def capture(self, size: int, capture: Capture) -> CapturedStep:

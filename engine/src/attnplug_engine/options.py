@@ -85,7 +85,7 @@ class EngineOptions:
         object.__setattr__(self, "cuda_graph_batch_sizes", check_sizes(sizes, self.max_batch))
         for name, remedy in (
             ("disable_cuda_graph", "leave out one of them"),
-            ("check_layers", "a graph stops nowhere"),
+            ("check_layers", "a graph stops at no layer: leave out one of them"),
         ):
             if getattr(self, name):
                 raise UsageError(
