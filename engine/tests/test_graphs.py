@@ -231,6 +231,14 @@ class LoudPadding(RefilledNative):
         return out.masked_fill_(out == 0, 1.0)
 
 
+class WritesPadding(RefilledNative):
+    """Padded requests write to the first row of all, which may be anybody's."""
+
+    def refill(self, plan, geometry):
+        super().refill(plan, geometry)
+        plan.new_slots.clamp_(min=0)
+
+
 class TestOverclaims:
     @pytest.mark.parametrize("model", MODELS)
     def test_a_backend_that_keeps_the_lengths_of_the_capture_is_found_out(self, model, native):
@@ -245,6 +253,13 @@ class TestOverclaims:
         native(LoudPadding)
         with pytest.raises(BackendError, match="gives padded requests something else than zero"):
             captured(engine(), (4,))
+
+    @pytest.mark.parametrize("model", MODELS)
+    def test_padding_that_writes_to_the_cache_is_found_out(self, model, native):
+        """Attention that runs afterwards, eager or not, reads the same wrong row: outputs do not tell."""
+        native(WritesPadding)
+        with pytest.raises(BackendError, match="4 requests writes to rows or states that are not its requests' newest"):
+            captured(engine(model), (4,))
 
     def test_a_check_leaves_pages_and_caches_as_they_were(self, native):
         one = engine(num_pages=9)
