@@ -285,13 +285,19 @@ class TestSizes:
             ((1, 2.5), "holds 2.5"),
             ((True,), "holds True"),
             ((1, 9), "holds 9, and no batch has more than 8"),
-            ((2, 2), "names a size twice"),
+            ((2, 2), "names a size twice: 2, 2; name each once"),
+            (4, "4 is not allowed; give a list"),
+            ("12", "'12' is not allowed; give a list"),
         ],
     )
     def test_a_list_that_makes_no_sense_is_refused(self, sizes, told):
         with pytest.raises(UsageError, match=told) as caught:
             EngineOptions(max_batch=8, cuda_graph_batch_sizes=sizes)
         assert "cuda_graph_batch_sizes" in caught.value.settings
+
+    def test_a_switch_that_is_no_switch_is_refused(self):
+        with pytest.raises(UsageError, match="disable_cuda_graph 'no' is not allowed; give True or False"):
+            EngineOptions(disable_cuda_graph="no")
 
     def test_sizes_are_sorted(self):
         assert check_sizes([4, 1, 2], 8) == (1, 2, 4)
