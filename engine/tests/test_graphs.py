@@ -5,16 +5,18 @@ What a real graph does is in ``tests/test_engine_graphs.py``, on a GPU.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 from refilled_native import RefilledDelta, RefilledNative, build, captured
 
-from attnplug import BackendError, PlanError, WorkspaceKind
+from attnplug import BackendError, PlanError, PoolError, WorkspaceKind
 from attnplug.host import UsageError, WorkspaceError
 from attnplug_engine import Engine, EngineOptions, SamplingParams
 from attnplug_engine.capture import RunAgain
@@ -94,6 +96,19 @@ class TestTokens:
         touched = min(reserved, 1)  # a padded request writes its last row
         assert caches[0].tolist() == [count + touched for count in caches[1].tolist()]
 
+    @pytest.mark.parametrize(
+        ("settings", "told"),
+        [
+            ({"num_pages": 2}, "take 2 of 2 free pages, and none is left for others; give `num_pages` of 3 or more"),
+            ({"context_length": 5}, "have 6 tokens, and the context holds 5; give a `context_length` of 6 or more"),
+        ],
+    )
+    def test_padding_that_does_not_fit_is_refused(self, settings, told, native):
+        native(partial(RefilledNative, fill=6))
+        with pytest.raises(PoolError) as caught:
+            captured(engine(**settings), (4,))
+        assert told in caught.value.message and caught.value.settings == (*settings, "disable_cuda_graph")
+
     def test_log_probabilities_come_from_the_replayed_logits(self, native):
         asked = params(6, logprobs=2)
         results = [one.generate(PROMPTS, asked) for one in (captured(engine(), (4,)), engine())]
@@ -112,6 +127,34 @@ class TestTokens:
         assert [one.token_ids for one in mine] == [one.token_ids for one in theirs]
         assert [one.finish_reason for one in mine] == [one.finish_reason for one in theirs]
         assert mine[1].finish_reason == "error" and mine[0].finish_reason == "length"
+
+    @pytest.mark.parametrize("overlap", [False, True], ids=["alone", "overlapped"])
+    def test_a_preempted_request_that_decodes_at_once_runs_its_own_token(self, overlap, native):
+        """All but its newest token may be cached, and its row has been another request's."""
+        eager = engine(prefix_cache=True, ignore_eos=True)
+        graphs = captured(engine(prefix_cache=True, ignore_eos=True, overlap=overlap, num_pages=13), SIZES)
+        drawn = Random(45)
+        prompts = [[drawn.randrange(128) for _ in range(drawn.randint(1, 20))] for _ in range(6)]
+        each = [SamplingParams(drawn.randint(4, 20)) for _ in prompts]
+        found, expected = ([one.token_ids for one in each_of.generate(prompts, each)] for each_of in (graphs, eager))
+        assert graphs.scheduler.preemptions and found == expected
+
+    @pytest.mark.parametrize("overlap", [False, True], ids=["alone", "overlapped"])
+    def test_a_step_that_was_dropped_leaves_no_token(self, overlap, native, monkeypatch):
+        """It ran, and its tokens were lost on the way to the host: its requests run their newest known tokens."""
+        graphs = captured(engine(overlap=overlap), (4,))
+        requests = [graphs.add(prompt, SamplingParams(8)) for prompt in PROMPTS[:3]]
+        for number in range(100):
+            if not graphs.scheduler.has_work:
+                break
+            with monkeypatch.context() as broken:
+                if number % 3 == 2:
+                    broken.setattr("attnplug_engine.launched.Launched.tokens", lambda _: 1 / 0)
+                with suppress(ZeroDivisionError):
+                    graphs.step()
+        assert [request.output for request in requests] == [
+            one.token_ids for one in engine().generate(PROMPTS[:3], SamplingParams(8))
+        ]
 
 
 class TestPhases:
@@ -204,6 +247,14 @@ class LoudPadding(RefilledNative):
         return out.masked_fill_(out == 0, 1.0)
 
 
+class WritesPadding(RefilledNative):
+    """Padded requests write to the first row of all, which may be anybody's."""
+
+    def refill(self, plan, geometry):
+        super().refill(plan, geometry)
+        plan.new_slots.clamp_(min=0)
+
+
 class TestOverclaims:
     @pytest.mark.parametrize("model", MODELS)
     def test_a_backend_that_keeps_the_lengths_of_the_capture_is_found_out(self, model, native):
@@ -230,6 +281,13 @@ class TestOverclaims:
         with pytest.raises(BackendError, match="gives padded requests something else than zero"):
             captured(engine(), (4,))
 
+    @pytest.mark.parametrize("model", MODELS)
+    def test_padding_that_writes_to_the_cache_is_found_out(self, model, native):
+        """Attention that runs afterwards, eager or not, reads the same wrong row: outputs do not tell."""
+        native(WritesPadding)
+        with pytest.raises(BackendError, match="4 requests writes to rows or states that are not its requests' newest"):
+            captured(engine(model), (4,))
+
     def test_a_check_leaves_pages_and_caches_as_they_were(self, native):
         one = engine(num_pages=9)
         captured(one, (5,))
@@ -254,13 +312,19 @@ class TestSizes:
             ((1, 2.5), "holds 2.5"),
             ((True,), "holds True"),
             ((1, 9), "holds 9, and no batch has more than 8"),
-            ((2, 2), "names a size twice"),
+            ((2, 2), "names a size twice: 2, 2; name each once"),
+            (4, "4 is not allowed; give a list"),
+            ("12", "'12' is not allowed; give a list"),
         ],
     )
     def test_a_list_that_makes_no_sense_is_refused(self, sizes, told):
         with pytest.raises(UsageError, match=told) as caught:
             EngineOptions(max_batch=8, cuda_graph_batch_sizes=sizes)
         assert "cuda_graph_batch_sizes" in caught.value.settings
+
+    def test_a_switch_that_is_no_switch_is_refused(self):
+        with pytest.raises(UsageError, match="disable_cuda_graph 'no' is not allowed; give True or False"):
+            EngineOptions(disable_cuda_graph="no")
 
     def test_sizes_are_sorted(self):
         assert check_sizes([4, 1, 2], 8) == (1, 2, 4)

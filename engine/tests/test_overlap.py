@@ -243,3 +243,17 @@ def test_a_random_walk_of_arrivals_aborts_and_failures_changes_no_tokens(walked,
         tokens = expected(number)
         assert request.output == (tokens[: len(request.output)] if request.finish_reason == "aborted" else tokens)
     check_all_returned(engine)
+
+
+def test_ranks_with_more_memory_than_others_run_the_same_schedule() -> None:
+    """By default a pool is as large as a rank's free memory allows; where that differs, the smallest decides."""
+    prompts = [[start, *range(18)] for start in range(4)]
+    expected = [one.token_ids for one in make(ignore_eos=True).generate(prompts, max_tokens=12)]
+
+    def run(parallel):
+        engine = make(parallel=parallel, num_pages=13 + 2 * parallel.rank, ignore_eos=True, prefix_cache=False)
+        found = [one.token_ids for one in engine.generate(prompts, max_tokens=12)]
+        return found, engine.scheduler.preemptions, engine.runner.allocator.free_pages
+
+    first, second = in_ranks(2, run)
+    assert first == second and first[0] == expected and first[1] and first[2] == 13

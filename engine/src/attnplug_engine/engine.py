@@ -82,6 +82,8 @@ class Engine:
         )
         self.graphs = self._capture(on_capture)
         """What was captured."""
+        if parallel.size > 1:
+            self._level_pages(parallel)
         room = self.runner.capacity
         states = self.runner.pools.linear
         self.cache = PrefixCache(self.runner.allocator, room.page_size, states) if options.prefix_cache else None
@@ -123,6 +125,12 @@ class Engine:
         graphs = runner.capture(sizes, GraphCapture(runner.device), progress)
         taken = max(before - torch.cuda.mem_get_info(runner.device)[0], 0)
         return GraphReport(level, forced_by, graphs.sizes, taken)
+
+    def _level_pages(self, parallel: TensorParallel) -> None:
+        """Ranks run one schedule, so all have as many pages as the one with the least memory: hold the others'."""
+        allocator = self.runner.allocator
+        free = torch.tensor([allocator.free_pages], device=self.runner.device)
+        allocator.allocate(allocator.free_pages - min(parallel.all_gather(free, 0).tolist()))
 
     def add(self, prompt: Prompt, params: SamplingParams) -> Request:
         """Queue a prompt; it takes part from the next step on. It also ends where the checkpoint says texts end."""

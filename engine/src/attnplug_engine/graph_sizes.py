@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection
 
 from attnplug.host import UsageError, show
 
@@ -18,9 +18,14 @@ def default_sizes(max_batch: int) -> tuple[int, ...]:
     return tuple(sorted({size for size in sizes if size < top} | {top}))
 
 
-def check_sizes(sizes: Sequence[int], max_batch: int) -> tuple[int, ...]:
+def check_sizes(sizes: Collection[int], max_batch: int) -> tuple[int, ...]:
     """The sizes that were asked for, smallest first."""
     settings = ["cuda_graph_batch_sizes", "max_batch"]
+    if isinstance(sizes, str) or not isinstance(sizes, Collection):
+        raise UsageError(
+            f"`cuda_graph_batch_sizes` {show(sizes)} is not allowed; give a list of batch sizes, such as [1, 2, 4]",
+            settings=settings[:1],
+        )
     if not sizes:
         raise UsageError(
             "`cuda_graph_batch_sizes` is empty; give batch sizes, or turn graphs off by `disable_cuda_graph`",
@@ -41,6 +46,7 @@ def check_sizes(sizes: Sequence[int], max_batch: int) -> tuple[int, ...]:
             )
     if len(set(sizes)) < len(sizes):
         raise UsageError(
-            f"`cuda_graph_batch_sizes` names a size twice: {', '.join(map(str, sizes))}", settings=settings[:1]
+            f"`cuda_graph_batch_sizes` names a size twice: {', '.join(map(str, sizes))}; name each once",
+            settings=settings[:1],
         )
     return tuple(sorted(sizes))

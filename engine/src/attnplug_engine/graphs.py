@@ -8,13 +8,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnplug import ForwardBatch, ForwardMode, Geometry, GraphLevel
+from attnplug import ForwardBatch, ForwardMode, Geometry, GraphLevel, PoolError, to_device
 from attnplug.host import ModelAttention, PageAllocator, SlotTable
 from attnplug_engine.capture import Capture
 from attnplug_engine.inputs import StepInputs
 from attnplug_engine.pools import Capacity
-from attnplug_engine.request import Step
+from attnplug_engine.request import PENDING, Step
 from attnplug_engine.sampler import Sampler, sample
+
+_UNKNOWN = (PENDING,)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,11 +70,29 @@ class DecodeGraphs:
 
     def reserve(self, allocator: PageAllocator) -> None:
         """Have the backend make its memory; padded requests that have a length get pages that nobody else uses."""
+        self._check_padding(allocator.free_pages)
         self._attention.reserve_graphs(self.largest, self.largest)
         if self.padding_pages:
             pages = allocator.allocate(self.padding_pages)
             self._table.mirror()[self._table.max_requests, : len(pages)] = torch.tensor(
                 pages, dtype=torch.int32, device=self._tokens.device
+            )
+
+    def _check_padding(self, free: int) -> None:
+        """Padded requests must fit into the context, and leave a page to the others."""
+        fill, needed = self._attention.padding_length(), self.padding_pages
+        name, off = self._attention.backend.backend_id.name, "or turn graphs off by `disable_cuda_graph`"
+        if fill > self._context:
+            raise PoolError(
+                f"padded requests of {name} in CUDA graphs have {fill} tokens, and the context holds {self._context}; "
+                f"give a `context_length` of {fill} or more, {off}",
+                settings=["context_length", "disable_cuda_graph"],
+            )
+        if needed >= free:
+            raise PoolError(
+                f"padded requests of {name} in CUDA graphs take {needed} of {free} free pages, and none is left for "
+                f"others; give `num_pages` of {needed + 1} or more, {off}",
+                settings=["num_pages", "disable_cuda_graph"],
             )
 
     def capture(self, size: int, capture: Capture) -> CapturedStep:
@@ -118,10 +138,22 @@ class DecodeGraphs:
     def run(self, captured: CapturedStep, step: Step, sampler: Sampler) -> Tensor:
         """Replay a captured step for these requests; returns their tokens ``[requests]``, valid until the next one."""
         self._table.mirror()
+        self._tell_known(step)
         self.inputs.fill(step, captured.size, sampler)
         self._attention.plan_captured(captured.batch)
         captured.replay()
         return self.sampled[: len(step.entries)]
+
+    def _tell_known(self, step: Step) -> None:
+        """Send the tokens that the host knows; with another step in flight there are hardly any.
+
+        A row may have another one: that of a step which was dropped, or of the request that had the row before one
+        that was preempted and found all but its newest token in the prefix cache.
+        """
+        known = [(row, entry[2][0]) for row, entry in zip(step.rows, step.entries, strict=True) if entry[2] != _UNKNOWN]
+        if known:
+            rows, tokens = to_device([*zip(*known, strict=True)], self._tokens.device).unbind()
+            self._tokens.index_copy_(0, rows, tokens)
 
 
 @dataclass(frozen=True, slots=True)

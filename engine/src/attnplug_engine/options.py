@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -73,6 +73,11 @@ class EngineOptions:
         self._check_whole("seed", 0, LARGEST_SEED)
         if self.cuda_graph_batch_sizes is not None:
             self._check_graphs(self.cuda_graph_batch_sizes)
+        if not isinstance(self.disable_cuda_graph, bool):
+            raise UsageError(
+                f"`disable_cuda_graph` {show(self.disable_cuda_graph)} is not allowed; give True or False",
+                settings=["disable_cuda_graph"],
+            )
         if self.overlap is not None and not isinstance(self.overlap, bool):
             raise UsageError(
                 f"`overlap` {show(self.overlap)} is not allowed; give True, False, or None to choose by the device",
@@ -81,11 +86,11 @@ class EngineOptions:
         if self.chunked_prefill_size != -1:
             self._check_whole("chunked_prefill_size", 1, LARGEST_COUNT, ", or -1 for prompts in one piece")
 
-    def _check_graphs(self, sizes: Sequence[int]) -> None:
+    def _check_graphs(self, sizes: Collection[int]) -> None:
         object.__setattr__(self, "cuda_graph_batch_sizes", check_sizes(sizes, self.max_batch))
         for name, remedy in (
             ("disable_cuda_graph", "leave out one of them"),
-            ("check_layers", "a graph stops nowhere"),
+            ("check_layers", "a graph stops at no layer: leave out one of them"),
         ):
             if getattr(self, name):
                 raise UsageError(
