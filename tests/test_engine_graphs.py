@@ -130,7 +130,7 @@ def test_tokens_are_right_while_requests_come_end_and_lose_their_pages(oracles, 
         max_batch=32,
         cuda_graph_batch_sizes=(2, 4, 20, 30),
         chunked_prefill_size=300,
-        prefix_cache=False,
+        prefix_cache=page_size == 16,  # where a preempted request finds its own pages again, and decodes at once
         ignore_eos=True,
         **settings,
     )
@@ -155,6 +155,8 @@ def test_tokens_are_right_while_requests_come_end_and_lose_their_pages(oracles, 
     assert all(request.finish_reason == "length" for request in kept)
     rows = [torch.stack(seen[request.id][: len(request.output)]) for request in kept]
     oracle.judge([list(request.prompt) for request in kept], [request.output for request in kept], rows, slack=2.0)
+    if engine.cache is not None:
+        engine.cache.clear()
     assert engine.runner.allocator.free_pages == engine.runner.allocator.num_pages
 
 
