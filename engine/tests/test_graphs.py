@@ -12,14 +12,18 @@ from typing import Any
 
 import pytest
 import torch
-from refilled_native import RefilledNative, build, captured
+from refilled_native import Refilled, RefilledNative, build, captured
 
-from attnplug import BackendError, PlanError, WorkspaceKind
+from attnplug import BackendError, ForwardMode, PlanError, WorkspaceKind
 from attnplug.host import UsageError, WorkspaceError
 from attnplug_engine import Engine, EngineOptions, SamplingParams
 from attnplug_engine.capture import RunAgain
 from attnplug_engine.graph_sizes import check_sizes, default_sizes
+from attnplug_engine.inputs import StepInputs
+from attnplug_engine.request import PENDING, Request, Step, StepEntry
 from attnplug_engine.runner import Phase
+from attnplug_engine.sampler import Sampler
+from attnplug_engine.sampling_batch import SamplingBatch
 
 MODELS = ["tiny:llama", "tiny:deepseek_v3"]
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11], [3, 1, 4, 1, 5], [9, 2, 6]]
@@ -93,16 +97,25 @@ class TestTokens:
             found, expected = ([one.logprob for one in each.logprobs] for each in (mine, theirs))
             assert found == pytest.approx(expected, abs=1e-4)
 
-    def test_a_request_whose_logits_are_not_finite_ends_alone(self, native):
+    @pytest.mark.parametrize("replayed", [False, True], ids=["prefill", "replay"])
+    def test_a_request_whose_logits_are_not_finite_ends_alone(self, replayed, native):
         graphs, eager = captured(engine(overlap=True), (4,)), engine()
         bad = 13  # its embedding: whoever meets the token has NaN from there on
+        if replayed:
+            bad = tokens(eager, params())[1][1]
         for one in (graphs, eager):
             one.runner.model.embedding[bad] = float("nan")
-        prompts = [PROMPTS[0], [*PROMPTS[1], bad], PROMPTS[2], PROMPTS[3]]
+        prompts = [PROMPTS[0], PROMPTS[1] if replayed else [*PROMPTS[1], bad], PROMPTS[2], PROMPTS[3]]
         mine, theirs = (one.generate(prompts, SamplingParams(max_tokens=5)) for one in (graphs, eager))
         assert [one.token_ids for one in mine] == [one.token_ids for one in theirs]
         assert [one.finish_reason for one in mine] == [one.finish_reason for one in theirs]
         assert mine[1].finish_reason == "error" and mine[0].finish_reason == "length"
+        assert len(mine[1].token_ids) == 2 * replayed
+
+    def test_the_smallest_step_that_holds_a_batch_is_replayed(self, native):
+        graphs = captured(engine(), (2, 4)).runner.graphs
+        found = [graphs.fitting(requests) for requests in (1, 2, 3, 4, 5)]
+        assert [step and step.size for step in found] == [2, 2, 4, 4, None]
 
 
 class TestPhases:
@@ -118,6 +131,30 @@ class TestPhases:
         while one.step():
             pass
         assert len(request.output) == 4 and one.runner.backend.planned == planned + prefills
+
+    def test_a_backend_is_told_that_its_batch_is_captured_and_how_long_it_can_become(self, native):
+        geometry = captured(engine(context_length=10), (1,)).runner.graphs.fitting(1).batch.geometry
+        assert geometry.captured and geometry.max_seq_len == 10
+
+    def test_every_replay_is_planned_by_the_backend_before_it(self, native):
+        """Those of the check before serving, too."""
+        one, planned = engine(), []
+        plan = one.runner.attention.plan_captured
+
+        def plan_captured(batch, *, in_capture=False):
+            planned.append(in_capture)
+            return plan(batch, in_capture=in_capture)
+
+        one.runner.attention.plan_captured = plan_captured
+        captured(one, (1,))
+        assert planned == [True, False, False], "the capture, and two rounds of one kind of layer"
+        one.generate(PROMPTS[:1], SamplingParams(max_tokens=4))
+        assert planned[3:] == [False] * 3 == [False] * one.statistics.replayed_steps
+
+    def test_padded_requests_are_at_a_position_that_there_is(self, native):
+        one = captured(engine(), (4,))
+        one.generate(PROMPTS[:1], SamplingParams(max_tokens=2))
+        assert one.runner.graphs.fitting(1).batch.positions.tolist() == [3, 0, 0, 0]
 
     def test_an_unmarked_capture_would_be_planned_again(self, native, monkeypatch):
         """B2: what the test above sees if the mark is forgotten."""
@@ -174,12 +211,60 @@ class TestPhases:
         assert addresses() == before
 
 
+class TestInputs:
+    """What one copy sends: each stage is used again after another."""
+
+    @staticmethod
+    def filled(inputs: StepInputs, requests: list[Request], outputs: int, slots: tuple[int, ...] = ()) -> SamplingBatch:
+        entries = [StepEntry(one, len(one.prompt) + outputs - 1, (PENDING,), True) for one in requests]
+        rows = tuple(range(5, 5 + len(requests)))
+        inputs.fill(Step(ForwardMode.DECODE, tuple(entries), (), rows, slots), 4, Sampler())
+        return inputs.sampling(4)
+
+    @staticmethod
+    def request(number: int, **sampling: Any) -> Request:
+        return Request(number, tuple(PROMPTS[number]), SamplingParams(max_tokens=9, **sampling))
+
+    def test_requests_and_padding(self):
+        inputs = StepInputs(4, 9, 3, torch.device("cpu"))
+        assert inputs.rows.tolist() == [9] * 4 and inputs.seq_lens.tolist() == [3] * 4
+        self.filled(inputs, [self.request(0), self.request(1)], 1, slots=(6, 2))
+        assert inputs.rows.tolist() == [5, 6, 9, 9]
+        assert inputs.seq_lens.tolist() == [4, 8, 3, 3]
+        assert inputs.state_slots.tolist() == [6, 2, -1, -1]
+
+    def test_a_draws_place_moves_on_with_its_request(self):
+        inputs, requests = StepInputs(4, 9, 0, torch.device("cpu")), [self.request(0), self.request(1)]
+        places = [self.filled(inputs, requests, outputs).position[:2].tolist() for outputs in range(1, 7)]
+        assert places == [[outputs, outputs] for outputs in range(1, 7)]
+
+    def test_other_requests_bring_their_own_parameters(self):
+        inputs = StepInputs(4, 9, 0, torch.device("cpu"))
+        for number in (0, 1, 2, 3) * 2:
+            sampling = self.filled(inputs, [self.request(number, temperature=1.0 + number, seed=number)], 2)
+            assert sampling.temperature.tolist() == [1.0 + number, 0, 0, 0]
+            assert sampling.seed[0] == number and sampling.position[0] == 2
+
+
 class StaleLengths(RefilledNative):
     """Claims graphs and keeps the lengths of its first batch: what a host's list baked into a graph is."""
 
     def refill(self, plan, geometry):
         if not plan.metadata.rows:
             super().refill(plan, geometry)
+
+
+class StalePages(RefilledNative):
+    """Reads the pages of the capture, in which there were only padded requests."""
+
+    def refill(self, plan, geometry):
+        super().refill(plan, replace(geometry, page_table=torch.zeros_like(geometry.page_table)))
+
+
+class NotANumber(RefilledNative):
+    def attend(self, q, layer, plan, new, extras):
+        out = super().attend(q, layer, plan, new, extras)
+        return out if new is None or not isinstance(plan.metadata, Refilled) else out * float("nan")
 
 
 class LoudPadding(RefilledNative):
@@ -189,14 +274,20 @@ class LoudPadding(RefilledNative):
 
 
 class TestOverclaims:
+    @pytest.mark.parametrize("kind", [StaleLengths, StalePages])
     @pytest.mark.parametrize("model", MODELS)
-    def test_a_backend_that_keeps_the_lengths_of_the_capture_is_found_out(self, model, native):
-        native(StaleLengths)
+    def test_a_backend_that_keeps_what_was_captured_is_found_out(self, model, kind, native):
+        native(kind)
         with pytest.raises(BackendError) as caught:
             captured(engine(model), (3,))
         for told in ("torch_native claims cuda_graph UNIFORM", "3 requests differs from an eager run", "layer"):
             assert told in str(caught.value)
         assert "disable_cuda_graph" in caught.value.settings
+
+    def test_what_is_not_a_number_is_found_out(self, native):
+        native(NotANumber)
+        with pytest.raises(BackendError, match="differs from an eager run by nan"):
+            captured(engine(), (4,))
 
     def test_padding_that_gives_anything_but_zero_is_found_out(self, native):
         native(LoudPadding)
@@ -236,7 +327,7 @@ class TestSizes:
         assert "cuda_graph_batch_sizes" in caught.value.settings
 
     def test_sizes_are_sorted(self):
-        assert check_sizes([4, 1, 2], 8) == (1, 2, 4)
+        assert check_sizes([8, 1, 2], 8) == (1, 2, 8)
 
     @pytest.mark.parametrize("other", ["disable_cuda_graph", "check_layers"])
     def test_graphs_cannot_be_demanded_and_turned_off(self, other):

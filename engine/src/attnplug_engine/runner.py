@@ -179,7 +179,7 @@ class ModelRunner:
             captured = self.graphs.fitting(len(step.entries))
         if captured is not None and self.graphs is not None:
             sampled = self.graphs.run(captured, step, self.sampler)
-            logits = captured.logits[0][: len(step.entries)]
+            logits = captured.logits[0]  # those of padded requests, too
         else:
             logits, sampled = self._eager(step)
         launched = Launched(step, logits, sampled, replayed=captured is not None)
