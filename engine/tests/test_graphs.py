@@ -8,13 +8,14 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from refilled_native import Refilled, RefilledNative, build, captured
 
-from attnplug import BackendError, ForwardMode, PlanError, WorkspaceKind
+from attnplug import BackendError, ForwardMode, PlanError, PoolError, WorkspaceKind
 from attnplug.host import UsageError, WorkspaceError
 from attnplug_engine import Engine, EngineOptions, SamplingParams
 from attnplug_engine.capture import RunAgain
@@ -176,6 +177,19 @@ class TestPhases:
         one.runner.capture(SIZES, RunAgain(), lambda done, total: told.append((done, total)))
         assert order == [4, 2, 1] and told == [(1, 3), (2, 3), (3, 3)]
         assert one.runner.graphs.sizes == (1, 2, 4)
+
+    def test_a_graph_that_does_not_fit_is_named_with_those_before_it_and_what_to_lower(self, native, monkeypatch):
+        monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (3 << 20, 9 << 20))
+        one, capture = engine(), RunAgain()
+
+        def full(done, total):
+            if done == 2:
+                raise torch.OutOfMemoryError
+
+        told = "graph of 2 requests does not fit into memory after those of 4, 2: 3 MiB of 9 are free"
+        with pytest.raises(PoolError, match=told) as caught:
+            one.runner.capture(SIZES, capture, full)
+        assert "cuda_graph_batch_sizes" in caught.value.settings
 
     def test_phases_follow_each_other_once(self, native):
         one = engine()
@@ -340,3 +354,29 @@ class TestSizes:
 
     def test_an_engine_says_why_it_captured_nothing(self):
         assert str(engine().graphs) == "none: the device is cpu"
+
+    @pytest.mark.parametrize(
+        ("settings", "why"),
+        [
+            ({"disable_cuda_graph": True}, "turned off"),
+            ({"check_layers": True}, "every layer is checked"),
+            ({}, "torch_native cannot be captured"),
+        ],
+    )
+    def test_on_a_gpu_too(self, settings, why):
+        one = engine(**settings)
+        one.runner.device = torch.device("cuda")
+        assert str(one._capture(None)) == f"none: {why}"
+
+    @pytest.mark.parametrize(("asked", "sizes"), [(None, (1, 2, 4, 5)), ((1, 3), (1, 3))])
+    def test_and_what_it_captured(self, asked, sizes, native, monkeypatch):
+        one, free = engine(), iter([9 << 20, 2 << 20])
+        one.options = SimpleNamespace(captures=True, cuda_graph_batch_sizes=asked)
+        monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (next(free), 0))
+        monkeypatch.setattr("attnplug_engine.engine.GraphCapture", lambda device: RunAgain())
+        monkeypatch.setattr("attnplug_engine.engine.who_forced", lambda backend, claim: ("some",))
+        device = SimpleNamespace(type="cuda")
+        monkeypatch.setattr("attnplug_engine.runner.CaptureCheck", lambda *a: SimpleNamespace(run=lambda *b: None))
+        one.runner.device = device
+        told = ", ".join(map(str, sizes))
+        assert str(one._capture(None)) == f"decode with {told} requests, 7 MiB (level UNIFORM, by some)"
