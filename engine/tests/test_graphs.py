@@ -342,6 +342,7 @@ class TestSizes:
 
     def test_sizes_are_sorted(self):
         assert check_sizes([8, 1, 2], 8) == (1, 2, 8)
+        assert EngineOptions(cuda_graph_batch_sizes=[4, 1]).cuda_graph_batch_sizes == (1, 4)
 
     @pytest.mark.parametrize("other", ["disable_cuda_graph", "check_layers"])
     def test_graphs_cannot_be_demanded_and_turned_off(self, other):
