@@ -71,6 +71,13 @@ def test_a_batch_planned_for_a_graph_is_marked(in_capture):
     ]
 
 
+def test_every_replay_has_the_plan_that_the_backend_made_for_it():
+    facade, batch = attention("a"), batch_in(ForwardMode.DECODE)
+    first = facade.plan_captured(batch, in_capture=True)
+    second = facade.plan_captured(batch)
+    assert batch.plan is second is not first and second.attention is not first.attention
+
+
 def test_memory_and_padding_of_graphs_are_the_backends_affair():
     facade = ModelAttention(Recorder("a", fill=3), KVPools())
     facade.reserve_graphs(4, 8)
@@ -78,10 +85,19 @@ def test_memory_and_padding_of_graphs_are_the_backends_affair():
     assert facade.padding_length() == 3 and facade.graph_level is GraphLevel.ALWAYS
 
 
-def test_a_backend_without_graph_hooks_captures_nothing():
+@pytest.mark.parametrize(
+    ("hook", "use"),
+    [
+        ("init_cuda_graph_state", lambda facade: facade.reserve_graphs(4, 4)),
+        ("get_cuda_graph_seq_len_fill_value", lambda facade: facade.padding_length()),
+        ("init_forward_metadata_out_graph", lambda facade: facade.plan_captured(batch_in(ForwardMode.DECODE))),
+        ("init_forward_metadata_in_graph", lambda facade: facade.refill(batch_in(ForwardMode.DECODE))),
+    ],
+)
+def test_a_backend_without_graph_hooks_captures_nothing(hook, use):
     facade = ModelAttention(Hookless(), KVPools())
-    with pytest.raises(BackendError, match="hookless claims cuda_graph NEVER and has no init_cuda_graph_state"):
-        facade.reserve_graphs(4, 4)
+    with pytest.raises(BackendError, match=f"hookless claims cuda_graph NEVER and has no {hook}"):
+        use(facade)
 
 
 def test_a_plan_for_a_graph_that_is_not_one_names_the_hook():

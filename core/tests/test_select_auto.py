@@ -10,7 +10,7 @@ import pytest
 
 from attnplug import GraphLevel, Problem, Role
 from attnplug.host import BackendRequest, Ranked, Registered, explain, explanation, select
-from support.selection import LINEAR, LLAMA, PLAIN, backend, names, registry
+from support.selection import HYBRID, LINEAR, LLAMA, PLAIN, backend, names, registry
 
 
 def test_auto_takes_the_highest_preference() -> None:
@@ -68,6 +68,27 @@ def test_where_nothing_can_be_captured_auto_takes_what_there_is_and_explain_says
     assert list(explanation(selection))[-1] == "CUDA graphs: NEVER"
     mixed = select(registry(EAGER, CAPTURED), BackendRequest("captured", {Role.DECODE: "eager"}), wants)
     assert list(explanation(mixed))[-1] == "CUDA graphs: NEVER, by eager"
+
+
+def test_a_linear_layer_is_captured_with_the_rest_of_a_decode() -> None:
+    """D3"""
+    able = replace(LINEAR, devices={"cuda"})
+    installed = registry(
+        CAPTURED,
+        backend("eager_states", able, preference=100),
+        backend("captured_states", replace(able, cuda_graph=GraphLevel.DECODE)),
+    )
+    selection = select(installed, BackendRequest(), Problem(HYBRID, "cuda", 90, wants_graphs=True))
+    assert names(selection.choices)["linear"] == "captured_states"
+
+
+def test_on_a_cpu_nothing_is_captured_whatever_the_host_wants() -> None:
+    """D3"""
+    installed = registry(
+        backend("eager", preference=100), backend("able", replace(PLAIN, cuda_graph=GraphLevel.DECODE))
+    )
+    chosen = select(installed, BackendRequest(), Problem(LLAMA, "cpu", wants_graphs=True)).choices
+    assert names(chosen)["decode"] == "eager"
 
 
 DEFAULT = backend("default", target="attnplug.default")

@@ -152,7 +152,7 @@ def test_decode_on_the_cpu_over_pages_in_place(monkeypatch):
         for pages in ("permuted", "interleaved", "descending"):
             for page_size in (1, 5, 16, 64):
                 case = Case(lengths, ForwardMode.DECODE, page_size=page_size, heads=6, kv_heads=2, head_dim=16,
-                            v_head_dim=16, layout=layout, pages=pages, padding=1)  # fmt: skip
+                            v_head_dim=16, layout=layout, pages=pages, padding=1, lse=False, scale=0.4)  # fmt: skip
                 stage = Stage(case, "cpu")
                 assert stage.backend.init_forward_metadata(stage.batch()).metadata.pages is not None
                 check(case)
@@ -163,9 +163,10 @@ def test_pages_that_are_few_among_others_or_shared_are_copied(monkeypatch):
     from attnplug import Geometry
     from attnplug.torch_native import in_place
 
-    def plan(table):
+    def plan(table, new=(1, 1), length=130):
+        mode = ForwardMode.DECODE if new == (1, 1) else ForwardMode.EXTEND
         return in_place.PagesInPlace.of(
-            Geometry.of_lengths(ForwardMode.DECODE, torch.tensor(table).int(), [1, 1], [130, 130], 64)
+            Geometry.of_lengths(mode, torch.tensor(table).int(), list(new), [length, length], 64)
         )
 
     assert plan([[4, 5, 6], [7, 8, 99]]) is None, "256 rows are sooner copied than merged"
@@ -173,6 +174,9 @@ def test_pages_that_are_few_among_others_or_shared_are_copied(monkeypatch):
     assert plan([[4, 5, 6], [7, 8, 99]]) is not None, "last pages are copied, wherever they are"
     assert plan([[4, 5, 6], [7, 80, 9]]) is None
     assert plan([[4, 5, 6], [4, 7, 8]]) is None
+    assert plan([[4, 5, 6], [7, 8, 9]], new=(0, 1)) is None, "there is not one query for each request"
+    assert plan([[4, 5, 6], [7, 8, 9]], new=(2, 2)) is None
+    assert plan([[4], [5]], length=64) is None, "last pages are all there is"
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -10,18 +10,23 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from refilled_native import RefilledDelta, RefilledNative, build, captured
+from refilled_native import Refilled, RefilledDelta, RefilledNative, build, captured
 
-from attnplug import BackendError, PlanError, PoolError, WorkspaceKind
+from attnplug import BackendError, ForwardMode, PlanError, PoolError, WorkspaceKind
 from attnplug.host import UsageError, WorkspaceError
 from attnplug_engine import Engine, EngineOptions, SamplingParams
 from attnplug_engine.capture import RunAgain
 from attnplug_engine.graph_sizes import check_sizes, default_sizes
+from attnplug_engine.inputs import StepInputs
+from attnplug_engine.request import PENDING, Request, Step, StepEntry
 from attnplug_engine.runner import Phase
+from attnplug_engine.sampler import Sampler
+from attnplug_engine.sampling_batch import SamplingBatch
 
 MODELS = ["tiny:llama", "tiny:deepseek_v3"]
 HYBRIDS = ["tiny:qwen3_next", "tiny:kimi_linear"]
@@ -117,16 +122,25 @@ class TestTokens:
             found, expected = ([one.logprob for one in each.logprobs] for each in (mine, theirs))
             assert found == pytest.approx(expected, abs=1e-4)
 
-    def test_a_request_whose_logits_are_not_finite_ends_alone(self, native):
+    @pytest.mark.parametrize("replayed", [False, True], ids=["prefill", "replay"])
+    def test_a_request_whose_logits_are_not_finite_ends_alone(self, replayed, native):
         graphs, eager = captured(engine(overlap=True), (4,)), engine()
         bad = 13  # its embedding: whoever meets the token has NaN from there on
+        if replayed:
+            bad = tokens(eager, params())[1][1]
         for one in (graphs, eager):
             one.runner.model.embedding[bad] = float("nan")
-        prompts = [PROMPTS[0], [*PROMPTS[1], bad], PROMPTS[2], PROMPTS[3]]
+        prompts = [PROMPTS[0], PROMPTS[1] if replayed else [*PROMPTS[1], bad], PROMPTS[2], PROMPTS[3]]
         mine, theirs = (one.generate(prompts, SamplingParams(max_tokens=5)) for one in (graphs, eager))
         assert [one.token_ids for one in mine] == [one.token_ids for one in theirs]
         assert [one.finish_reason for one in mine] == [one.finish_reason for one in theirs]
         assert mine[1].finish_reason == "error" and mine[0].finish_reason == "length"
+        assert len(mine[1].token_ids) == 2 * replayed
+
+    def test_the_smallest_step_that_holds_a_batch_is_replayed(self, native):
+        graphs = captured(engine(), (2, 4)).runner.graphs
+        found = [graphs.fitting(requests) for requests in (1, 2, 3, 4, 5)]
+        assert [step and step.size for step in found] == [2, 2, 4, 4, None]
 
     @pytest.mark.parametrize("overlap", [False, True], ids=["alone", "overlapped"])
     def test_a_preempted_request_that_decodes_at_once_runs_its_own_token(self, overlap, native):
@@ -171,6 +185,30 @@ class TestPhases:
             pass
         assert len(request.output) == 4 and one.runner.backend.planned == planned + prefills
 
+    def test_a_backend_is_told_that_its_batch_is_captured_and_how_long_it_can_become(self, native):
+        geometry = captured(engine(context_length=10), (1,)).runner.graphs.fitting(1).batch.geometry
+        assert geometry.captured and geometry.max_seq_len == 10
+
+    def test_every_replay_is_planned_by_the_backend_before_it(self, native):
+        """Those of the check before serving, too."""
+        one, planned = engine(), []
+        plan = one.runner.attention.plan_captured
+
+        def plan_captured(batch, *, in_capture=False):
+            planned.append(in_capture)
+            return plan(batch, in_capture=in_capture)
+
+        one.runner.attention.plan_captured = plan_captured
+        captured(one, (1,))
+        assert planned == [True, False, False], "the capture, and two rounds of one kind of layer"
+        one.generate(PROMPTS[:1], SamplingParams(max_tokens=4))
+        assert planned[3:] == [False] * 3 == [False] * one.statistics.replayed_steps
+
+    def test_padded_requests_are_at_a_position_that_there_is(self, native):
+        one = captured(engine(), (4,))
+        one.generate(PROMPTS[:1], SamplingParams(max_tokens=2))
+        assert one.runner.graphs.fitting(1).batch.positions.tolist() == [3, 0, 0, 0]
+
     def test_an_unmarked_capture_would_be_planned_again(self, native, monkeypatch):
         """B2: what the test above sees if the mark is forgotten."""
         monkeypatch.setattr("attnplug.ForwardBatch.mark_forward_metadata_ready", lambda self: None)
@@ -191,6 +229,19 @@ class TestPhases:
         one.runner.capture(SIZES, RunAgain(), lambda done, total: told.append((done, total)))
         assert order == [4, 2, 1] and told == [(1, 3), (2, 3), (3, 3)]
         assert one.runner.graphs.sizes == (1, 2, 4)
+
+    def test_a_graph_that_does_not_fit_is_named_with_those_before_it_and_what_to_lower(self, native, monkeypatch):
+        monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (3 << 20, 9 << 20))
+        one, capture = engine(), RunAgain()
+
+        def full(done, total):
+            if done == 2:
+                raise torch.OutOfMemoryError
+
+        told = "graph of 2 requests does not fit into memory after those of 4, 2: 3 MiB of 9 are free"
+        with pytest.raises(PoolError, match=told) as caught:
+            one.runner.capture(SIZES, capture, full)
+        assert "cuda_graph_batch_sizes" in caught.value.settings
 
     def test_phases_follow_each_other_once(self, native):
         one = engine()
@@ -226,6 +277,41 @@ class TestPhases:
         assert addresses() == before
 
 
+class TestInputs:
+    """What one copy sends: each stage is used again after another."""
+
+    @staticmethod
+    def filled(inputs: StepInputs, requests: list[Request], outputs: int, slots: tuple[int, ...] = ()) -> SamplingBatch:
+        entries = [StepEntry(one, len(one.prompt) + outputs - 1, (PENDING,), True) for one in requests]
+        rows = tuple(range(5, 5 + len(requests)))
+        inputs.fill(Step(ForwardMode.DECODE, tuple(entries), (), rows, slots), 4, Sampler())
+        return inputs.sampling(4)
+
+    @staticmethod
+    def request(number: int, **sampling: Any) -> Request:
+        return Request(number, tuple(PROMPTS[number]), SamplingParams(max_tokens=9, **sampling))
+
+    def test_requests_and_padding(self):
+        inputs = StepInputs(4, 9, 3, torch.device("cpu"))
+        assert inputs.rows.tolist() == [9] * 4 and inputs.seq_lens.tolist() == [3] * 4
+        self.filled(inputs, [self.request(0), self.request(1)], 1, slots=(6, 2))
+        assert inputs.rows.tolist() == [5, 6, 9, 9]
+        assert inputs.seq_lens.tolist() == [4, 8, 3, 3]
+        assert inputs.state_slots.tolist() == [6, 2, -1, -1]
+
+    def test_a_draws_place_moves_on_with_its_request(self):
+        inputs, requests = StepInputs(4, 9, 0, torch.device("cpu")), [self.request(0), self.request(1)]
+        places = [self.filled(inputs, requests, outputs).position[:2].tolist() for outputs in range(1, 7)]
+        assert places == [[outputs, outputs] for outputs in range(1, 7)]
+
+    def test_other_requests_bring_their_own_parameters(self):
+        inputs = StepInputs(4, 9, 0, torch.device("cpu"))
+        for number in (0, 1, 2, 3) * 2:
+            sampling = self.filled(inputs, [self.request(number, temperature=1.0 + number, seed=number)], 2)
+            assert sampling.temperature.tolist() == [1.0 + number, 0, 0, 0]
+            assert sampling.seed[0] == number and sampling.position[0] == 2
+
+
 class StaleLengths(RefilledNative):
     """Claims graphs and keeps the lengths of its first batch: what a host's list baked into a graph is."""
 
@@ -239,6 +325,19 @@ class StaleSlots(RefilledDelta):
 
     def _rows(self, batch):
         return super()._rows(batch) if batch.geometry.host is not None else iter(())
+
+
+class StalePages(RefilledNative):
+    """Reads the pages of the capture, in which there were only padded requests."""
+
+    def refill(self, plan, geometry):
+        super().refill(plan, replace(geometry, page_table=torch.zeros_like(geometry.page_table)))
+
+
+class NotANumber(RefilledNative):
+    def attend(self, q, layer, plan, new, extras):
+        out = super().attend(q, layer, plan, new, extras)
+        return out if new is None or not isinstance(plan.metadata, Refilled) else out * float("nan")
 
 
 class LoudPadding(RefilledNative):
@@ -256,9 +355,10 @@ class WritesPadding(RefilledNative):
 
 
 class TestOverclaims:
+    @pytest.mark.parametrize("kind", [StaleLengths, StalePages])
     @pytest.mark.parametrize("model", MODELS)
-    def test_a_backend_that_keeps_the_lengths_of_the_capture_is_found_out(self, model, native):
-        native(StaleLengths)
+    def test_a_backend_that_keeps_what_was_captured_is_found_out(self, model, kind, native):
+        native(kind)
         with pytest.raises(BackendError) as caught:
             captured(engine(model), (3,))
         for told in ("torch_native claims cuda_graph UNIFORM", "3 requests differs from an eager run", "layer"):
@@ -275,6 +375,11 @@ class TestOverclaims:
         native(linear=Stale)
         with pytest.raises(BackendError, match=r"3 requests differs from an eager run .* \(layer \d, (gdn|kda)"):
             captured(engine(model), (3,))
+
+    def test_what_is_not_a_number_is_found_out(self, native):
+        native(NotANumber)
+        with pytest.raises(BackendError, match="differs from an eager run by nan"):
+            captured(engine(), (4,))
 
     def test_padding_that_gives_anything_but_zero_is_found_out(self, native):
         native(LoudPadding)
@@ -327,7 +432,8 @@ class TestSizes:
             EngineOptions(disable_cuda_graph="no")
 
     def test_sizes_are_sorted(self):
-        assert check_sizes([4, 1, 2], 8) == (1, 2, 4)
+        assert check_sizes([8, 1, 2], 8) == (1, 2, 8)
+        assert EngineOptions(cuda_graph_batch_sizes=[4, 1]).cuda_graph_batch_sizes == (1, 4)
 
     @pytest.mark.parametrize("other", ["disable_cuda_graph", "check_layers"])
     def test_graphs_cannot_be_demanded_and_turned_off(self, other):
@@ -340,3 +446,29 @@ class TestSizes:
 
     def test_an_engine_says_why_it_captured_nothing(self):
         assert str(engine().graphs) == "none: the device is cpu"
+
+    @pytest.mark.parametrize(
+        ("settings", "why"),
+        [
+            ({"disable_cuda_graph": True}, "turned off"),
+            ({"check_layers": True}, "every layer is checked"),
+            ({}, "torch_native cannot be captured"),
+        ],
+    )
+    def test_on_a_gpu_too(self, settings, why):
+        one = engine(**settings)
+        one.runner.device = torch.device("cuda")
+        assert str(one._capture(None)) == f"none: {why}"
+
+    @pytest.mark.parametrize(("asked", "sizes"), [(None, (1, 2, 4, 5)), ((1, 3), (1, 3))])
+    def test_and_what_it_captured(self, asked, sizes, native, monkeypatch):
+        one, free = engine(), iter([9 << 20, 2 << 20])
+        one.options = SimpleNamespace(captures=True, cuda_graph_batch_sizes=asked)
+        monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (next(free), 0))
+        monkeypatch.setattr("attnplug_engine.engine.GraphCapture", lambda device: RunAgain())
+        monkeypatch.setattr("attnplug_engine.engine.who_forced", lambda backend, claim: ("some",))
+        device = SimpleNamespace(type="cuda")
+        monkeypatch.setattr("attnplug_engine.runner.CaptureCheck", lambda *a: SimpleNamespace(run=lambda *b: None))
+        one.runner.device = device
+        told = ", ".join(map(str, sizes))
+        assert str(one._capture(None)) == f"decode with {told} requests, 7 MiB (level UNIFORM, by some)"

@@ -14,6 +14,7 @@ from attnplug.host import ExtendPolicy, HostContext, Limits, Parallel
 from attnplug.host import load_model as load_spec
 from attnplug_engine import Engine, SamplingParams
 from attnplug_engine.pools import Capacity, build_pools, bytes_per_state
+from attnplug_engine.request import PENDING, Request, Step, StepEntry
 from support.command import Package
 
 
@@ -66,6 +67,19 @@ def test_a_shared_page_is_copied_before_it_is_written(engine):
     while engine.step():
         pass
     assert request.output == alone
+
+
+def test_a_token_that_the_host_does_not_know_is_put_in_its_place(engine):
+    """Wherever the others' tokens are."""
+    rows, entries = [], []
+    for number, (position, token_ids) in enumerate([(0, (7, 8, 9)), (5, (PENDING,)), (2, (4,)), (3, (PENDING,))]):
+        rows.append(engine.runner.table.admit())
+        engine.runner.table.extend(rows[-1], position + len(token_ids))
+        engine.runner.tokens[rows[-1]] = 20 + number
+        entries.append(StepEntry(Request(number, (1, 2), SamplingParams(max_tokens=9)), position, token_ids, True))
+    batch = engine.runner._batch(Step(ForwardMode.EXTEND, tuple(entries), (), tuple(rows)))
+    assert batch.input_ids.tolist() == [7, 8, 9, 21, 4, 23]
+    assert batch.positions.tolist() == [0, 1, 2, 5, 2, 3]
 
 
 def test_nothing_beside_the_marker_decides_on_planning(engine):

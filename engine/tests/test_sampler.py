@@ -18,8 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from attnplug import ForwardMode
 from attnplug.host import UsageError
-from attnplug_engine.request import Request, SamplingParams
+from attnplug_engine.launched import Launched
+from attnplug_engine.request import Request, SamplingParams, Step, StepEntry, TokenLogprobs
 from attnplug_engine.sampler import (
     Logprobs,
     Sampler,
@@ -27,7 +29,6 @@ from attnplug_engine.sampler import (
     likeliest,
     request_seed,
     sample,
-    token_logprobs,
 )
 from attnplug_engine.sampling_batch import SamplingArrays, SamplingBatch
 from support.devices import DEVICES, INTERPRETED, nothing_waits
@@ -375,6 +376,14 @@ def test_rows_of_a_buffer_beyond_the_requests_are_greedy() -> None:
     assert sample(torch.zeros(4, 9).fill_diagonal_(1), batch).tolist()[1:] == [1, 2, 3]
 
 
+def token_logprobs(logits: Tensor, requests: list[Request], tokens: Tensor) -> dict[int, TokenLogprobs]:
+    """By request id, as a step that chose these tokens tells them."""
+    entries = tuple(StepEntry(one, 0, (1,), True) for one in requests)
+    launched = Launched(Step(ForwardMode.DECODE, entries, (), ()), logits, tokens, replayed=False)
+    assert launched.tokens() == tokens.tolist()
+    return launched.logprobs()
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_logprobs_by_the_definition(device: str) -> None:
     logits = torch.randn(3, 50, generator=torch.Generator().manual_seed(2)) * 4
@@ -396,9 +405,10 @@ def test_logprobs_by_the_definition(device: str) -> None:
 
 
 def test_logprobs_of_equals_and_of_zeros_of_both_signs_come_by_id() -> None:
-    logits = torch.tensor([[-0.0, -1.0, 0.0, -0.0, 2.0, 0.0]])
-    (found,) = token_logprobs(logits, [request(8, logprobs=5)], torch.tensor([1])).values()
-    assert [likely.token_id for likely in found.top] == [4, 0, 2, 3, 5]
+    logits = torch.tensor([[-0.0, -1.0, 0.0, -0.0, 2.0, 0.0]] * 2)
+    found = token_logprobs(logits, [request(7, logprobs=1), request(8, logprobs=5)], torch.tensor([1, 1]))
+    assert [likely.token_id for likely in found[8].top] == [4, 0, 2, 3, 5]
+    assert [likely.token_id for likely in found[7].top] == [4]
 
 
 def test_logprobs_of_a_large_vocabulary_are_right_to_1e_5() -> None:

@@ -53,6 +53,8 @@ class Case:
     padding: int = 0
     lse: bool = True
     seed: int = 0
+    scale: float | None = None
+    """Of MHA; by default that of its head."""
 
     @property
     def layer(self) -> LayerSpec:
@@ -61,7 +63,7 @@ class Case:
             return LayerSpec(3, AttentionKind.MLA, self.heads, self.heads, head_dim, self.v_head_dim, head_dim**-0.5,
                              self.window, self.cap, mla=self.mla)  # fmt: skip
         return LayerSpec(3, AttentionKind.MHA, self.heads, self.kv_heads, self.head_dim, self.v_head_dim,
-                         self.head_dim**-0.5, self.window, self.cap)  # fmt: skip
+                         self.scale or self.head_dim**-0.5, self.window, self.cap)  # fmt: skip
 
     @property
     def layers(self) -> tuple[LayerSpec, LayerSpec]:

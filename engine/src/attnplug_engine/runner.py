@@ -31,9 +31,8 @@ from attnplug_engine.launched import Launched
 from attnplug_engine.models.architectures import LoadedModel
 from attnplug_engine.parallel import SINGLE, TensorParallel
 from attnplug_engine.pools import Capacity, build_pools, build_table
-from attnplug_engine.request import PENDING, Request, Step
-from attnplug_engine.sampler import Sampler, likeliest, sample
-from attnplug_engine.sampling_batch import SamplingBatch
+from attnplug_engine.request import PENDING, Step
+from attnplug_engine.sampler import Sampler
 
 
 class NotFinite(AttnplugError):
@@ -179,7 +178,7 @@ class ModelRunner:
             captured = self.graphs.fitting(len(step.entries))
         if captured is not None and self.graphs is not None:
             sampled = self.graphs.run(captured, step, self.sampler)
-            logits = captured.logits[0][: len(step.entries)]
+            logits = captured.logits[0]  # those of padded requests, too
         else:
             logits, sampled = self._eager(step)
         launched = Launched(step, logits, sampled, replayed=captured is not None)
@@ -197,19 +196,14 @@ class ModelRunner:
         requests = step.sampled_requests
         if not requests:
             return logits, self.tokens[:0]
-        sampled = self._sample(logits, step, requests)
+        positions = [
+            entry.position + len(entry.token_ids) - len(entry.request.prompt) for entry in step.entries if entry.sampled
+        ]
+        sampled = self.sampler.sample(logits, requests, positions)
         rows = [row for row, entry in zip(step.rows, step.entries, strict=True) if entry.sampled]
         # What follows a token that could not be chosen is ignored, but it is looked up all the same.
         self.tokens.index_copy_(0, to_device(rows, self.device), sampled.clamp(min=0))
         return logits, sampled
-
-    def _sample(self, logits: Tensor, step: Step, requests: Sequence[Request]) -> Tensor:
-        if logits.is_cpu and all([request.params.greedy for request in requests]):
-            return likeliest(logits)
-        positions = [
-            entry.position + len(entry.token_ids) - len(entry.request.prompt) for entry in step.entries if entry.sampled
-        ]
-        return sample(logits, SamplingBatch.of(requests, self.sampler.seed_of, logits.device, positions))
 
     @torch.inference_mode()
     def hidden_states(self, step: Step) -> Tensor:

@@ -45,7 +45,7 @@ def request_seed(seed: int, request_id: int) -> int:
 
 
 class Sampler:
-    """Chooses the tokens of requests, as steps that are not captured do. ``seed`` is the engine's."""
+    """Chooses the tokens of steps that are not captured. ``seed`` is the engine's."""
 
     def __init__(self, seed: int = 0) -> None:
         self._seed = seed
@@ -54,15 +54,18 @@ class Sampler:
         """What a request's draws are seeded with: its own seed, or one from the engine's and its id."""
         return request_seed(self._seed, request.id) if request.params.seed is None else request.params.seed
 
-    def sample(self, logits: Tensor, requests: Sequence[Request]) -> Tensor:
-        """The next token of each request ``[requests]`` from ``logits [requests, vocab]``; see ``sample``."""
+    def sample(self, logits: Tensor, requests: Sequence[Request], positions: Sequence[int] | None = None) -> Tensor:
+        """The next token of each request ``[requests]`` from ``logits [requests, vocab]``; see ``sample``.
+
+        ``positions`` are as ``SamplingBatch.of`` takes them.
+        """
         if logits.dim() != 2 or logits.shape[0] != len(requests) or not logits.shape[1]:
             raise UsageError(
                 f"logits of shape {list(logits.shape)} do not fit {len(requests)} requests; give [requests, vocab]"
             )
-        if logits.is_cpu and not any([request.params.temperature for request in requests]):
+        if logits.is_cpu and all([request.params.greedy for request in requests]):
             return likeliest(logits)
-        return sample(logits, SamplingBatch.of(requests, self.seed_of, logits.device))
+        return sample(logits, SamplingBatch.of(requests, self.seed_of, logits.device, positions))
 
 
 def sample(logits: Tensor, batch: SamplingBatch) -> Tensor:
@@ -242,13 +245,3 @@ class Logprobs:
             for request, token, logprob, top, likely_logprobs in rows
             if token >= 0
         }
-
-
-def token_logprobs(logits: Tensor, requests: Sequence[Request], tokens: Tensor) -> dict[int, TokenLogprobs]:
-    """By request id, for those that ask: how likely ``logits [requests, vocab]`` make the token chosen for each."""
-    asking = [row for row, request in enumerate(requests) if request.params.logprobs is not None]
-    if not asking:
-        return {}
-    those = [requests[row] for row in asking]
-    count = max(request.params.logprobs or 0 for request in those)
-    return Logprobs.of(logits, tokens, asking, count).told(those)

@@ -212,7 +212,7 @@ class _Judge:
         problem = self.problem
         if not problem.wants_graphs or problem.device != "cuda" or role not in _CAPTURED:
             return usable
-        captured = replace(problem, cuda_graph=max(problem.cuda_graph, GraphLevel.DECODE))
+        captured = replace(problem, cuda_graph=GraphLevel.DECODE)  # more is demanded of all that are usable
         return [b for b in usable if not b.spec.refusals(captured, role, self.options.get(b.spec.name))]
 
     def _refusals(self, backend: Registered, role: Role) -> Iterator[Refusal]:
@@ -346,7 +346,7 @@ def captured(selection: Selection) -> str:
             for level in GraphLevel
             if not backend.spec.refusals(replace(problem, cuda_graph=level), role, options)
         ]
-        level = max(able, default=GraphLevel.NEVER)
+        level = max(able)
         levels[backend.spec.name] = min(level, levels.get(backend.spec.name, level))
     lowest, highest = min(levels.values()), max(levels.values())
     if lowest is highest:

@@ -53,7 +53,7 @@ class TorchNativeBackend(PlannedAttention):
 
     def plan(self, geometry: Geometry) -> Plan:
         new_slots, groups = plan_groups(geometry)
-        pages = PagesInPlace.of(geometry) if self._in_place and geometry.max_new == 1 else None
+        pages = PagesInPlace.of(geometry) if self._in_place else None
         return Plan.of(self.backend_id, geometry, Work(groups, pages), new_slots)
 
     def attend(self, q: Tensor, layer: LayerSpec, plan: Plan, new: NewRows | None, extras: ForwardExtras) -> Tensor:

@@ -45,7 +45,7 @@ class PagesInPlace:
     def of(cls, geometry: Geometry) -> PagesInPlace | None:
         """None where a copy is cheaper, or where requests share pages."""
         size, requests = geometry.page_size, geometry.requests
-        if size < _SMALLEST_PAGE or not requests or min(geometry.query_lens) != 1 or geometry.max_new != 1:
+        if geometry.max_new != 1 or size < _SMALLEST_PAGE or not requests or min(geometry.query_lens) != 1:
             return None
         last_rows = np.array(geometry.kv_lens) - 1
         whole = last_rows // size  # a request's last page is a tail, whole or not: no tail is empty
