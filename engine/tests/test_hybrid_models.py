@@ -267,6 +267,15 @@ def test_a_batch_without_requests_runs(name, make_stage, idle):
     assert stage.forward(idle).shape == (0, 128)
 
 
+def test_a_sum_that_the_config_wants_in_float32_is_kept_in_it(make_stage, prompts):
+    kept = []
+    loaded = load_model("tiny:mamba2", dtype=torch.bfloat16, device="cpu")
+    for block in loaded.module.layers:
+        block.register_forward_hook(lambda module, inputs, output: kept.append(output.dtype))
+    make_stage(loaded, 1).step([prompts[0][:6]])
+    assert set(kept) == {torch.float32}
+
+
 def test_bfloat16_logits_are_close_to_float32(make_stage, prompts):
     for name in (*NAMES, RING):
         runs = []

@@ -376,6 +376,20 @@ def test_rows_of_a_buffer_beyond_the_requests_are_greedy() -> None:
     assert sample(torch.zeros(4, 9).fill_diagonal_(1), batch).tolist()[1:] == [1, 2, 3]
 
 
+def test_no_noise_is_infinite() -> None:
+    """Of a hash that is 1 in float32, one in 33 million: without a bound a token that is alone could not be chosen."""
+    noise = gumbel(614_579, 614_580, torch.tensor([0]), torch.tensor([16], dtype=torch.int32))
+    assert noise.isfinite().all() and noise < -2.8
+
+
+def test_parameters_that_float32_does_not_have_become_some_that_it_has() -> None:
+    """A GPU takes numbers below the smallest normal one for 0."""
+    asked = [request(0, temperature=1e-40), request(1, temperature=1e300), request(2, temperature=1.0, top_p=1e-40)]
+    batch = SamplingBatch.of(asked, Sampler().seed_of, torch.device("cpu"))
+    assert batch.temperature[0] == 0 and batch.temperature.isfinite().all()
+    assert batch.top_p.min() >= torch.finfo(torch.float32).tiny
+
+
 def token_logprobs(logits: Tensor, requests: list[Request], tokens: Tensor) -> dict[int, TokenLogprobs]:
     """By request id, as a step that chose these tokens tells them."""
     entries = tuple(StepEntry(one, 0, (1,), True) for one in requests)
