@@ -334,6 +334,18 @@ class StalePages(RefilledNative):
         super().refill(plan, replace(geometry, page_table=torch.zeros_like(geometry.page_table)))
 
 
+class EarlyPages(RefilledNative):
+    """Reads the pages before the graph has filled them in."""
+
+    def init_forward_metadata_out_graph(self, forward_batch, in_capture=False):
+        plan = super().init_forward_metadata_out_graph(forward_batch, in_capture)
+        plan.metadata.pages = forward_batch.geometry.page_table.clamp(min=0)
+        return plan
+
+    def refill(self, plan, geometry):
+        super().refill(plan, replace(geometry, page_table=plan.metadata.pages))
+
+
 class NotANumber(RefilledNative):
     def attend(self, q, layer, plan, new, extras):
         out = super().attend(q, layer, plan, new, extras)
@@ -355,7 +367,7 @@ class WritesPadding(RefilledNative):
 
 
 class TestOverclaims:
-    @pytest.mark.parametrize("kind", [StaleLengths, StalePages])
+    @pytest.mark.parametrize("kind", [StaleLengths, StalePages, EarlyPages])
     @pytest.mark.parametrize("model", MODELS)
     def test_a_backend_that_keeps_what_was_captured_is_found_out(self, model, kind, native):
         native(kind)

@@ -185,7 +185,11 @@ class GraphPlanning(Protocol):
         ...
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> Plan:
-        """Plan on the host, before a capture or a replay."""
+        """Plan on the host, before a capture or a replay.
+
+        The graph itself may bring the page table up to date: whatever depends on lengths and pages is made in
+        ``init_forward_metadata_in_graph``.
+        """
         ...
 
     def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
