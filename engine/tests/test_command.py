@@ -19,6 +19,7 @@ from attnplug.choose.loading import Broken, Source
 from attnplug.cli import app
 from attnplug.host import AttnplugError, load_registry, output
 from attnplug_engine.runner import ModelRunner
+from attnplug_engine.sampler import Sampler
 from support.command import Attnplug
 
 
@@ -161,13 +162,13 @@ class TestAnswers:
         assert 0 < len(lines) < 400 and len({line["index"] for line in lines}) == len(lines)
 
     def test_a_failed_prompt_says_why_in_its_line(self, attnplug: Attnplug, prompts, monkeypatch):
-        original = ModelRunner._sample
+        original = Sampler.sample
 
-        def sample(self, logits, step, requests):
+        def sample(self, logits, requests, positions):
             bad = torch.tensor([[request.id == 1] for request in requests])
-            return original(self, torch.where(bad, float("nan"), logits), step, requests)
+            return original(self, torch.where(bad, float("nan"), logits), requests, positions)
 
-        monkeypatch.setattr(ModelRunner, "_sample", sample)
+        monkeypatch.setattr(Sampler, "sample", sample)
         outcome = attnplug(*RUN, "--prompts", prompts({"prompt": "a"}, {"prompt": "b", "id": "bad"}), "--json")
         failed, good = (json.loads(line) for line in outcome.out.splitlines())
         assert outcome.code == 1 and (failed["id"], good["error"]) == ("bad", None)
