@@ -91,7 +91,7 @@ def analyse(events: Sequence[dict[str, Any]], steps: int, wall_us: float) -> dic
     names: Counter[str] = Counter()
     for one, own in zip(work, own_times(work), strict=True):
         groups["copies" if one.is_copy else group_of(one.name)] += own / steps  # type: ignore[assignment] # of floats
-        names[one.name] += own / steps  # type: ignore[assignment]
+        names[one.name] += own / steps  # type: ignore[assignment] # of floats
     span = max(one.end for one in work) - work[0].start
     found["parts_us"] = {**groups, "idle": span / steps - sum(groups.values())}
     found["kernels_us"] = [[name[:120], group_of(name), time] for name, time in names.most_common(_LISTED)]

@@ -11,7 +11,7 @@ LARGEST_DEFAULT = 512
 
 
 def default_sizes(max_batch: int) -> tuple[int, ...]:
-    """Sizes that pad a batch by a third at most, from 8 requests on; up to ``max_batch``, itself included."""
+    """Sizes that pad a batch by half at most, from 8 requests on; up to ``max_batch``, itself included."""
     sizes, top = list(_FINE), min(max_batch, LARGEST_DEFAULT)
     while sizes[-1] < top:
         sizes.append(sizes[-1] + max(16, sizes[-1] // 4 // 16 * 16))
