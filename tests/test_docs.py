@@ -83,9 +83,8 @@ def test_the_guides_plugin_is_selectable_once_pip_has_installed_it(installed: En
     assert "my-attention 0.1.0" in done.stdout
 
 
-@pytest.mark.parametrize(("dtype", "page_size"), [("float32", "1"), ("bfloat16", "16")])
-def test_the_guides_backend_is_right(installed: Environment, dtype: str, page_size: str) -> None:
-    arguments = ("--attention-backend", "my_attention", "--dtype", dtype, "--page-size", page_size)
+def test_the_guides_backend_is_right(installed: Environment) -> None:
+    arguments = ("--attention-backend", "my_attention", "--dtype", "float32", "--page-size", "3")
     done = installed.attnplug("check", *arguments, ATTNPLUG_STRICT="1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "8 of 8 checks hold" in done.stdout
