@@ -1,0 +1,75 @@
+"""Names by which transformers knows our attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from attnplug.host import BackendRequest, load_registry
+from attnplug_transformers.attention import Attention
+from attnplug_transformers.errors import BridgeError
+from attnplug_transformers.masks import step_mask
+from attnplug_transformers_host import VERSIONS
+
+PREFIX = "attnplug:"
+_BATCHED = "attnplug_flash:"
+"""For continuous batching from 5.19 on, which serves only names with "flash" in them, besides its own."""
+
+
+def check_version() -> None:
+    """Refuse a transformers that this package was not written for."""
+    found = version("transformers")
+    if not SpecifierSet(VERSIONS).contains(found, prereleases=True):
+        raise BridgeError(
+            f"attnplug-transformers supports transformers {VERSIONS}, and {found} is installed; "
+            f"pip install 'transformers{VERSIONS}', or an attnplug-transformers for this version"
+        )
+
+
+def register(name: str, request: BackendRequest) -> str:
+    """Make a choice of backends available as ``attn_implementation="attnplug:NAME"``; returns that.
+
+    transformers takes any name with "flash" in it for one of its own, so that is spelled in capitals.
+    """
+    given = PREFIX + name
+    if name != name.strip() or not name or set(name) & set("/|:"):
+        raise BridgeError(f"{name!r} cannot be a name for transformers; use letters, digits, '_', '-' and '.'")
+    full = given.replace("flash", "FLASH")
+    attention = Attention(request)
+    AttentionInterface.register(full, attention)
+    AttentionMaskInterface.register(full, step_mask)
+    for batched in (f"paged|{full}", _BATCHED + full.removeprefix(PREFIX)):
+        AttentionInterface.register(batched, attention)
+    return full
+
+
+def register_installed() -> None:
+    """Every installed backend by its name, and ``auto``."""
+    for name in ("auto", *load_registry().backends):
+        register(name, BackendRequest(name))
+
+
+@contextmanager
+def continuous_batching(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """Let ``generate_batch`` and continuous batching run on the model's attnplug attention, for the code inside.
+
+    From 5.19 on, transformers offers no name for that: it accepts its own implementations, and what it takes for flash
+    attention. So the model goes by such a name meanwhile.
+    """
+    config: Any = model.config
+    before = config._attn_implementation
+    if not isinstance(before, str) or not before.removeprefix("paged|").startswith(PREFIX):
+        raise BridgeError(
+            f"the model runs with attn_implementation={before!r}; set it first: "
+            f"model.set_attn_implementation('{PREFIX}auto')"
+        )
+    config._attn_implementation = _BATCHED + before.removeprefix("paged|").removeprefix(PREFIX)
+    try:
+        yield model
+    finally:
+        config._attn_implementation = before
