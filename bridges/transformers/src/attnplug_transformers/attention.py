@@ -10,7 +10,7 @@ from attnplug.host import BackendRequest, Limits
 from attnplug_transformers.calls import read_call
 from attnplug_transformers.errors import BridgeError
 from attnplug_transformers.pages import PageStore
-from attnplug_transformers.paged import PAGED_ARGUMENTS, PagedBatches
+from attnplug_transformers.paged import PagedBatches
 from attnplug_transformers.steps import Step
 
 
@@ -74,6 +74,3 @@ def _no_step(module: torch.nn.Module, mask: Tensor | None) -> str:
         f"{name} was given a mask of shape {list(mask.shape)}; backends derive what a token sees from lengths, so give "
         "attention_mask as [batch, tokens] with 0 for padding"
     )
-
-
-__all__ = ["PAGED_ARGUMENTS", "Attention"]

@@ -17,8 +17,9 @@ from attnplug_transformers.masks import step_mask
 from attnplug_transformers_host import VERSIONS
 
 PREFIX = "attnplug:"
-_BATCHED = "attnplug_flash:"
-"""For continuous batching from 5.19 on, which serves only names with "flash" in them, besides its own."""
+_PAGED = "paged|attnplug:" if "paged|sdpa" in AttentionInterface().valid_keys() else "attnplug_flash:"
+"""For continuous batching. Up to 5.18 it wants its prefix. Since then it serves, besides its own names, only those with
+"flash" in them."""
 
 
 def check_version() -> None:
@@ -43,8 +44,7 @@ def register(name: str, request: BackendRequest) -> str:
     attention = Attention(request)
     AttentionInterface.register(full, attention)
     AttentionMaskInterface.register(full, step_mask)
-    for batched in (f"paged|{full}", _BATCHED + full.removeprefix(PREFIX)):
-        AttentionInterface.register(batched, attention)
+    AttentionInterface.register(_PAGED + full.removeprefix(PREFIX), attention)  # without a mask: lengths are given
     return full
 
 
@@ -58,8 +58,8 @@ def register_installed() -> None:
 def continuous_batching(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """Let ``generate_batch`` and continuous batching run on the model's attnplug attention, for the code inside.
 
-    From 5.19 on, transformers offers no name for that: it accepts its own implementations, and what it takes for flash
-    attention. So the model goes by such a name meanwhile.
+    Since 5.19, a model cannot be loaded by a name that continuous batching accepts: those are its own, and what it takes
+    for flash attention. So the model goes by such a name meanwhile.
     """
     config: Any = model.config
     before = config._attn_implementation
@@ -68,7 +68,7 @@ def continuous_batching(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
             f"the model runs with attn_implementation={before!r}; set it first: "
             f"model.set_attn_implementation('{PREFIX}auto')"
         )
-    config._attn_implementation = _BATCHED + before.removeprefix("paged|").removeprefix(PREFIX)
+    config._attn_implementation = _PAGED + before.removeprefix("paged|").removeprefix(PREFIX)
     try:
         yield model
     finally:

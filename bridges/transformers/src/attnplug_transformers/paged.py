@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from threading import Lock
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -13,8 +12,8 @@ from torch import Tensor
 
 from attnplug import CacheLayout, ForwardBatch, ForwardExtras, ForwardMode, Geometry, LayerSpec, MHAPool, ModelSpec
 from attnplug.host import BackendRequest, Limits, ModelAttention
-from attnplug_transformers.blocks import LayerGroup, read_gathered
-from attnplug_transformers.calls import Call, read_call
+from attnplug_transformers.blocks import LayerGroup, BlockCache, read_gathered
+from attnplug_transformers.calls import read_call
 from attnplug_transformers.errors import BridgeError
 from attnplug_transformers.pages import PageStore, attention_over, choose, planned, problem_of
 
@@ -37,16 +36,35 @@ PAGED_ARGUMENTS = frozenset(
 
 
 @dataclass(slots=True, eq=False)
-class Group:
-    """A cache's layers of one kind: attention over its blocks, and the batch of the step that runs."""
+class Planned:
+    """What the layers of a group run in one step. ``slots`` are those of all rows, for layers that are copied."""
 
     attention: ModelAttention
-    layers: dict[int, LayerSpec]
+    batch: ForwardBatch
+    slots: Tensor | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """A cache's layers of one kind, and the step that they are in."""
+
     blocks: LayerGroup
-    lengths: Tensor | None = None
-    """``cu_seq_lens_q`` of the step. transformers makes a new one for each, and it is kept so that it stays unique."""
+    over: ModelAttention | None = None
+    """Attention over the cache's own memory, for layers without a window."""
+    layers: dict[int, LayerSpec] = field(default_factory=dict)
+    lengths: object = None
+    """``cu_seq_lens_q`` of the step. transformers makes a new one for each; it is kept so that no other can be equal."""
     seen: set[int] = field(default_factory=set)
-    batch: ForwardBatch | None = None
+    planned: Planned | None = None
+
+    def of_step(self, index: int, lengths: object, attention: ModelAttention, plan: Callable[[], Planned]) -> Planned:
+        """What was planned for this step, by the first of the group's layers. No layer runs twice in a step."""
+        found = self.planned
+        if found is None or self.lengths is not lengths or index in self.seen or found.attention is not attention:
+            found = self.planned = plan()
+            self.lengths, self.seen = lengths, set()
+        self.seen.add(index)
+        return found
 
 
 class PagedBatches:
@@ -55,8 +73,7 @@ class PagedBatches:
     def __init__(self, request: BackendRequest, store: PageStore) -> None:
         self._request = request
         self._store = store
-        self._groups: WeakKeyDictionary[Any, dict[int, Group]] = WeakKeyDictionary()
-        self._lock = Lock()
+        self._caches: WeakKeyDictionary[BlockCache, dict[int, Group]] = WeakKeyDictionary()
 
     def attend(
         self,
@@ -71,105 +88,117 @@ class PagedBatches:
     ) -> Tensor:
         """q ``[1, heads, tokens, dim]``, with the requests' tokens one after the other; returns ``[1, tokens, heads,
         v_dim]``."""
-        if mask is not None:
-            raise BridgeError("continuous batching gave a mask along with lengths; backends read lengths only")
-        if query.is_cuda and torch.cuda.is_current_stream_capturing():
-            raise BridgeError(
-                "continuous batching captures CUDA graphs, in which a step cannot be planned; turn them off: "
-                "ContinuousBatchingConfig(use_cuda_graph=False)"
-            )
-        cache: Any = others["cache"]
+        _check(query, mask, others)
+        cache: BlockCache = others["cache"]
         index: int = module.layer_idx  # type: ignore[assignment]
-        blocks = LayerGroup.of(cache, index)
-        call = read_call(module, query, key, value, dropout, scaling, blocks.window, others, PAGED_ARGUMENTS)
-        if others.get("block_table") is not None:
-            raise BridgeError("continuous batching gave a block table; set ContinuousBatchingConfig(max_blocks_per_request=0)")
-        if blocks.window is not None:
-            return self._attend_window(cache, blocks, call, query, key, value, others, index)
-        group = self._group(cache, blocks, call.layer, query)
+        group = self._group(cache, index)
+        window = group.blocks.window
+        call = read_call(module, query, key, value, dropout, scaling, window, others, PAGED_ARGUMENTS)
+        extras = None if call.sinks is None else ForwardExtras(sinks=call.sinks)
+        if window is not None:
+            return self._attend_window(cache, group, index, call.layer, query, key, value, extras, others)
+        attention = self._over(cache, group, call.layer, query)
         layer = group.layers[index]
         if replace(call.layer, layer_id=index) != layer:
             raise BridgeError(
-                f"layer {index} differs from others that share its cache ({call.layer} and {layer}); such models are "
-                "not supported in continuous batching"
+                f"layer {index} is {replace(call.layer, layer_id=index)}, and another that shares its blocks is {layer}; "
+                "such models are not supported in continuous batching"
             )
-        batch = _batch_of(group, index, others)
-        extras = None if call.sinks is None else ForwardExtras(sinks=call.sinks)
+        step = group.of_step(
+            index,
+            others["cu_seq_lens_q"],
+            attention,
+            lambda: Planned(attention, planned(attention, _geometry(group.blocks, others))),
+        )
         rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        return group.attention.attend(*rows, layer, batch, extras=extras).unsqueeze(0)
+        return attention.attend(*rows, layer, step.batch, extras=extras).unsqueeze(0)
 
-    def _group(self, cache: Any, blocks: LayerGroup, layer: LayerSpec, query: Tensor) -> Group:
-        with self._lock:
-            groups = self._groups.setdefault(cache, {})
-            if blocks.index not in groups:
-                groups[blocks.index] = self._build(cache, blocks, layer, query)
-            return groups[blocks.index]
+    def _group(self, cache: BlockCache, index: int) -> Group:
+        groups = self._caches.setdefault(cache, {})
+        if index not in groups:
+            group = Group(LayerGroup.of(cache, index))
+            groups |= dict.fromkeys(group.blocks.layers, group)
+        return groups[index]
 
-    def _build(self, cache: Any, blocks: LayerGroup, layer: LayerSpec, query: Tensor) -> Group:
-        layers = {index: replace(layer, layer_id=index) for index in blocks.layers}
-        rows = blocks.num_pages * blocks.page_size
-        model = ModelSpec("transformers", "transformers", tuple(layers.values()), rows)
-        layout = CacheLayout.TOKEN_MAJOR if blocks.dense else CacheLayout.STRIDED
+    def _over(self, cache: BlockCache, group: Group, layer: LayerSpec, query: Tensor) -> ModelAttention:
+        """Attention over the cache's own blocks. Built once: they stay where they are."""
+        if group.over is not None:
+            return group.over
+        blocks = group.blocks
+        group.layers = {index: replace(layer, layer_id=index) for index in blocks.layers}
+        tensors = blocks.tensors(cache)
+        pairs = list(tensors.values())
+        rows, dense = pairs[0][0].shape[0] * blocks.page_size, all(t.is_contiguous() for pair in pairs for t in pair)
+        model = ModelSpec("transformers", "transformers", tuple(group.layers.values()), rows)
+        layout = CacheLayout.TOKEN_MAJOR if dense else CacheLayout.STRIDED
         problem = problem_of(model, query.device, query.dtype, blocks.page_size, layout)
         selection = choose(self._request, problem)
         assert problem.kv_dtype is not None
         pool = MHAPool.over(
-            model.layers, blocks.tensors, "pages tokens heads dim", page_size=blocks.page_size, dtype=problem.kv_dtype
+            model.layers, tensors, "pages tokens heads dim", page_size=blocks.page_size, dtype=problem.kv_dtype
         )
         most = cache.max_batch_tokens
-        attention = attention_over(selection, model, pool, query.device, query.dtype, Limits(most, most, rows))
-        return Group(attention, layers, blocks)
+        group.over = attention_over(selection, model, pool, query.device, query.dtype, Limits(most, most, rows))
+        return group.over
 
     def _attend_window(
         self,
-        cache: Any,
-        blocks: LayerGroup,
-        call: Call,
+        cache: BlockCache,
+        group: Group,
+        index: int,
+        layer: LayerSpec,
         query: Tensor,
         key: Tensor,
         value: Tensor,
+        extras: ForwardExtras | None,
         others: Mapping[str, object],
-        index: int,
     ) -> Tensor:
         """Layers with a window keep a ring, which is no sequence of pages: transformers reads it, and its rows are
         attended to in pages of our own."""
         keys, values = read_gathered(cache, key, value, index, others)
-        queries, rows, most_new, most = _lengths(blocks, others)
-        requests = queries.shape[0] - 1
-        pages = self._store.pages(call.layer, query, Limits(requests, query.shape[2], most))
-        new_lens, lens = queries.diff(), rows.diff()
-        number = torch.arange(keys.shape[0], device=query.device)
-        owner = torch.searchsorted(rows[1:].contiguous(), number, right=True)
-        live = owner < requests
-        owner = owner.clamp(max=requests - 1)
-        firsts = pages.table[owner, 0].long() * pages.page_size
-        pages.pool.write(pages.layer.layer_id, torch.where(live, firsts + number - rows[owner], -1), keys, values)
-        geometry = Geometry(
-            ForwardMode.EXTEND,
-            pages.table[:requests],
-            lens.int(),
-            pages.page_size,
-            rows=query.shape[2],
-            max_seq_len=most,
-            max_new=most_new,
-            new_lens=new_lens.int(),
-        )
-        batch = pages.planned(geometry)
-        extras = None if call.sinks is None else ForwardExtras(sinks=call.sinks)
+        starts_q, starts_k, most_new, most = _lengths(group.blocks, others)
+        pages = self._store.pages(layer, query, Limits(starts_q.shape[0] - 1, query.shape[2], most))
+
+        def plan() -> Planned:
+            requests = starts_q.shape[0] - 1
+            number = torch.arange(keys.shape[0], device=query.device)
+            owner = torch.searchsorted(starts_k[1:].contiguous(), number, right=True)
+            live, owner = owner < requests, owner.clamp(max=requests - 1)
+            firsts = pages.table[owner, 0].long() * pages.page_size
+            geometry = Geometry(
+                ForwardMode.EXTEND,
+                pages.table[:requests],
+                starts_k.diff().int(),
+                pages.page_size,
+                rows=query.shape[2],
+                max_seq_len=most,
+                max_new=most_new,
+                new_lens=starts_q.diff().int(),
+            )
+            slots = torch.where(live, firsts + number - starts_k[owner], -1)
+            return Planned(pages.attention, pages.planned(geometry), slots)
+
+        step = group.of_step(index, others["cu_seq_lens_q"], pages.attention, plan)
+        assert step.slots is not None
+        pages.pool.write(pages.layer.layer_id, step.slots, keys, values)
         q = query[0].transpose(0, 1)
-        out = pages.attention.attend(q, None, None, pages.layer, batch, save_kv_cache=False, extras=extras)
+        out = pages.attention.attend(q, None, None, pages.layer, step.batch, save_kv_cache=False, extras=extras)
         return out.unsqueeze(0)
 
 
-def _batch_of(group: Group, index: int, others: Mapping[str, object]) -> ForwardBatch:
-    """The batch of this step, planned by the first of the group's layers. No layer runs twice in a step."""
-    queries = others["cu_seq_lens_q"]
-    if group.batch is None or group.lengths is not queries or index in group.seen:
-        assert isinstance(queries, Tensor)
-        group.batch = planned(group.attention, _geometry(group.blocks, others))
-        group.lengths, group.seen = queries, set()
-    group.seen.add(index)
-    return group.batch
+def _check(query: Tensor, mask: object, others: Mapping[str, object]) -> None:
+    if mask is not None:
+        raise BridgeError("continuous batching gave a mask along with lengths; backends read lengths only")
+    if others.get("block_table") is not None:
+        raise BridgeError(
+            "continuous batching gave a block table, which is for flash attention's own kernel; turn that off: "
+            "ContinuousBatchingConfig(max_blocks_per_request=0)"
+        )
+    if query.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise BridgeError(
+            "continuous batching captures CUDA graphs, in which a step cannot be planned; turn them off: "
+            "ContinuousBatchingConfig(use_cuda_graph=False)"
+        )
 
 
 def _lengths(blocks: LayerGroup, others: Mapping[str, object]) -> tuple[Tensor, Tensor, int, int]:
