@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from attnplug_transformers.cache import PagedCache
 from attnplug_transformers.errors import BridgeError
 from attnplug_transformers.names import check_version, continuous_batching, register, register_installed
 
 check_version()
 register_installed()
 
-__all__ = ["BridgeError", "continuous_batching", "register"]
+__all__ = ["BridgeError", "PagedCache", "continuous_batching", "register"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function, sliding_window_overlay
 
 from attnplug_transformers.errors import BridgeError
 from attnplug_transformers.steps import Step
@@ -64,9 +64,9 @@ def mask_window(mask_function: MaskFunction) -> int | None:
     if mask_function is causal_mask_function:
         return None
     parts = _closure(mask_function).get("mask_functions")
-    if _same(mask_function, _SLIDING) and isinstance(parts, tuple) and len(parts) == 2 and parts[1] is _SLIDING_PARTS[1]:
+    if _same(mask_function, _SLIDING) and isinstance(parts, tuple) and len(parts) == 2:
         window = _closure(parts[0]).get("sliding_window")
-        if _same(parts[0], _SLIDING_PARTS[0]) and isinstance(window, int):
+        if _same(parts[0], _WINDOW) and parts[1] is causal_mask_function and isinstance(window, int):
             return window
     raise BridgeError(
         f"this mask is neither causal nor a causal sliding window, but {_described(mask_function)}; backends derive "
@@ -97,4 +97,4 @@ def _described(function: MaskFunction) -> str:
 
 
 _SLIDING = sliding_window_causal_mask_function(1)
-_SLIDING_PARTS: tuple[MaskFunction, ...] = _closure(_SLIDING)["mask_functions"]
+_WINDOW = sliding_window_overlay(1)

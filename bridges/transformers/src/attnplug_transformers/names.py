@@ -9,6 +9,7 @@ from typing import Any
 
 from packaging.specifiers import SpecifierSet
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attnplug.host import BackendRequest, load_registry
 from attnplug_transformers.attention import Attention
@@ -17,9 +18,12 @@ from attnplug_transformers.masks import step_mask
 from attnplug_transformers_host import VERSIONS
 
 PREFIX = "attnplug:"
-_PAGED = "paged|attnplug:" if "paged|sdpa" in AttentionInterface().valid_keys() else "attnplug_flash:"
-"""For continuous batching. Up to 5.18 it wants its prefix. Since then it serves, besides its own names, only those with
-"flash" in them."""
+
+
+def paged_name(name: str) -> str:
+    """What a name of ours is called in continuous batching. Up to 5.18 that wants a prefix of its own. Since then it
+    serves, besides its own names, only those with "flash" in them; a 2 or 3 after it would mean its own kernels."""
+    return f"paged|{name}" if "paged|sdpa" in ALL_ATTENTION_FUNCTIONS.valid_keys() else f"{name}:flash"
 
 
 def check_version() -> None:
@@ -35,16 +39,15 @@ def check_version() -> None:
 def register(name: str, request: BackendRequest) -> str:
     """Make a choice of backends available as ``attn_implementation="attnplug:NAME"``; returns that.
 
-    transformers takes any name with "flash" in it for one of its own, so that is spelled in capitals.
+    transformers takes any name with "flash" in it for one of its own, so such a name is spelled in capitals.
     """
-    given = PREFIX + name
     if name != name.strip() or not name or set(name) & set("/|:"):
         raise BridgeError(f"{name!r} cannot be a name for transformers; use letters, digits, '_', '-' and '.'")
-    full = given.replace("flash", "FLASH")
+    full = PREFIX + (name.upper() if "flash" in name else name)
     attention = Attention(request)
     AttentionInterface.register(full, attention)
     AttentionMaskInterface.register(full, step_mask)
-    AttentionInterface.register(_PAGED + full.removeprefix(PREFIX), attention)  # without a mask: lengths are given
+    AttentionInterface.register(paged_name(full), attention)  # without a mask: lengths are given
     return full
 
 
@@ -58,8 +61,8 @@ def register_installed() -> None:
 def continuous_batching(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """Let ``generate_batch`` and continuous batching run on the model's attnplug attention, for the code inside.
 
-    Since 5.19, a model cannot be loaded by a name that continuous batching accepts: those are its own, and what it takes
-    for flash attention. So the model goes by such a name meanwhile.
+    Since 5.19, a model cannot be loaded by a name that continuous batching accepts: those are its own, and what it
+    takes for flash attention. So the model goes by such a name meanwhile.
     """
     config: Any = model.config
     before = config._attn_implementation
@@ -68,7 +71,7 @@ def continuous_batching(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
             f"the model runs with attn_implementation={before!r}; set it first: "
             f"model.set_attn_implementation('{PREFIX}auto')"
         )
-    config._attn_implementation = _PAGED + before.removeprefix("paged|").removeprefix(PREFIX)
+    config._attn_implementation = paged_name(before.removeprefix("paged|"))
     try:
         yield model
     finally:

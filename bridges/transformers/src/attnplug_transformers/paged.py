@@ -12,7 +12,7 @@ from torch import Tensor
 
 from attnplug import CacheLayout, ForwardBatch, ForwardExtras, ForwardMode, Geometry, LayerSpec, MHAPool, ModelSpec
 from attnplug.host import BackendRequest, Limits, ModelAttention
-from attnplug_transformers.blocks import LayerGroup, BlockCache, read_gathered
+from attnplug_transformers.blocks import BlockCache, LayerGroup, read_gathered
 from attnplug_transformers.calls import read_call
 from attnplug_transformers.errors import BridgeError
 from attnplug_transformers.pages import PageStore, attention_over, choose, planned, problem_of
@@ -53,7 +53,7 @@ class Group:
     """Attention over the cache's own memory, for layers without a window."""
     layers: dict[int, LayerSpec] = field(default_factory=dict)
     lengths: object = None
-    """``cu_seq_lens_q`` of the step. transformers makes a new one for each; it is kept so that no other can be equal."""
+    """``cu_seq_lens_q`` of the step. transformers makes a new one for each; it is kept, so no other can be it."""
     seen: set[int] = field(default_factory=set)
     planned: Planned | None = None
 
@@ -101,8 +101,8 @@ class PagedBatches:
         layer = group.layers[index]
         if replace(call.layer, layer_id=index) != layer:
             raise BridgeError(
-                f"layer {index} is {replace(call.layer, layer_id=index)}, and another that shares its blocks is {layer}; "
-                "such models are not supported in continuous batching"
+                f"layer {index} is {replace(call.layer, layer_id=index)}, and another that shares its blocks is "
+                f"{layer}; such models are not supported in continuous batching"
             )
         step = group.of_step(
             index,
@@ -110,8 +110,8 @@ class PagedBatches:
             attention,
             lambda: Planned(attention, planned(attention, _geometry(group.blocks, others))),
         )
-        rows = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-        return attention.attend(*rows, layer, step.batch, extras=extras).unsqueeze(0)
+        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        return attention.attend(q, k, v, layer, step.batch, extras=extras).unsqueeze(0)
 
     def _group(self, cache: BlockCache, index: int) -> Group:
         groups = self._caches.setdefault(cache, {})
@@ -180,9 +180,9 @@ class PagedBatches:
 
         step = group.of_step(index, others["cu_seq_lens_q"], pages.attention, plan)
         assert step.slots is not None
-        pages.pool.write(pages.layer.layer_id, step.slots, keys, values)
+        pages.pool.write(layer.layer_id, step.slots, keys, values)
         q = query[0].transpose(0, 1)
-        out = pages.attention.attend(q, None, None, pages.layer, step.batch, save_kv_cache=False, extras=extras)
+        out = pages.attention.attend(q, None, None, layer, step.batch, save_kv_cache=False, extras=extras)
         return out.unsqueeze(0)
 
 

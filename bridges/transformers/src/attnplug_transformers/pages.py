@@ -1,10 +1,10 @@
-"""Pages of our own, for one layer at a time, and the backend that reads them."""
+"""Pages of our own, and the backend that reads them."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -30,13 +30,28 @@ from attnplug_transformers_host import fit, refuse, render
 @dataclass(frozen=True, slots=True, eq=False)
 class Pages:
     """Memory for the rows of some requests, and attention over it. ``table`` ``[requests, pages]`` int32 gives each
-    request pages of its own."""
+    request pages of its own, which lie one after the other."""
 
     attention: ModelAttention
     pool: MHAPool
-    layer: LayerSpec
+    layers: Mapping[int, LayerSpec]
     table: Tensor
     limits: Limits
+
+    @classmethod
+    def make(cls, request: BackendRequest, layers: Mapping[int, LayerSpec], like: Tensor, limits: Limits) -> Pages:
+        """Pages of some layers, with tensors like this one, for steps of up to these limits."""
+        model = ModelSpec("transformers", "transformers", tuple(layers.values()), limits.max_context)
+        problem = problem_of(model, like.device, like.dtype, None, CacheLayout.TOKEN_MAJOR)
+        selection = choose(request, problem)
+        size = selection.page_size
+        assert size is not None and problem.kv_dtype is not None
+        per_request = -(-limits.max_context // size)
+        count = limits.max_requests * per_request
+        pool = MHAPool(model.layers, num_pages=count, page_size=size, dtype=problem.kv_dtype, device=like.device)
+        attention = attention_over(selection, model, pool, like.device, like.dtype, limits)
+        table = torch.arange(count, dtype=torch.int32, device=like.device).view(limits.max_requests, per_request)
+        return cls(attention, pool, layers, table, limits)
 
     @property
     def device(self) -> torch.device:
@@ -48,6 +63,12 @@ class Pages:
 
     def planned(self, geometry: Geometry) -> ForwardBatch:
         return planned(self.attention, geometry)
+
+    def rows(self) -> Iterator[Tensor]:
+        """Keys and values of every layer, as ``[requests, rows, kv_heads, dim]``."""
+        for index in self.layers:
+            for pages in (self.pool.keys(index), self.pool.values(index)):
+                yield pages.unflatten(0, self.table.shape).flatten(1, 2)
 
 
 def planned(attention: ModelAttention, geometry: Geometry) -> ForwardBatch:
@@ -116,25 +137,13 @@ class PageStore(threading.local):
         """Pages for a layer with tensors like this one, for steps of up to these limits."""
         key = layer, like.device, like.dtype
         found = self._pages.get(key)
-        if found is None or not _within(limits, found.limits):
-            found = self._pages[key] = self._make(layer, like, _grown(limits, None if found is None else found.limits))
+        if found is None or not within(limits, found.limits):
+            limits = grown(limits, None if found is None else found.limits)
+            found = self._pages[key] = Pages.make(self._request, {layer.layer_id: layer}, like, limits)
         return found
 
-    def _make(self, layer: LayerSpec, like: Tensor, limits: Limits) -> Pages:
-        model = ModelSpec("transformers", "transformers", (layer,), limits.max_context)
-        problem = problem_of(model, like.device, like.dtype, None, CacheLayout.TOKEN_MAJOR)
-        selection = choose(self._request, problem)
-        size = selection.page_size
-        assert size is not None and problem.kv_dtype is not None
-        per_request = -(-limits.max_context // size)
-        count = limits.max_requests * per_request
-        pool = MHAPool((layer,), num_pages=count, page_size=size, dtype=problem.kv_dtype, device=like.device)
-        attention = attention_over(selection, model, pool, like.device, like.dtype, limits)
-        table = torch.arange(count, dtype=torch.int32, device=like.device).view(limits.max_requests, per_request)
-        return Pages(attention, pool, layer, table, limits)
 
-
-def _within(asked: Limits, limits: Limits) -> bool:
+def within(asked: Limits, limits: Limits) -> bool:
     return (
         asked.max_requests <= limits.max_requests
         and asked.max_tokens <= limits.max_tokens
@@ -142,7 +151,7 @@ def _within(asked: Limits, limits: Limits) -> bool:
     )
 
 
-def _grown(asked: Limits, had: Limits | None) -> Limits:
+def grown(asked: Limits, had: Limits | None) -> Limits:
     """Powers of two, so that a cache that grows by a token a step is seldom built for again."""
     had = had or Limits(1, 1, 1)
     return Limits(

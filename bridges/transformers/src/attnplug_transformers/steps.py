@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from attnplug import ForwardBatch, ForwardMode, Geometry
+from attnplug.host import Limits
 from attnplug_transformers.errors import BridgeError
 from attnplug_transformers.pages import Pages
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Planned:
+class Planned(NamedTuple):
     """A step over some pages: its batch, planned, and the slot of every column ``[batch * columns]``, -1 for none."""
 
     batch: ForwardBatch
@@ -48,13 +49,18 @@ class Step:
         return self
 
     @property
+    def limits(self) -> Limits:
+        """What a backend is built for, at least, to run it."""
+        return Limits(self.batch, self.batch * self.queries, self.columns)
+
+    @property
     def is_fresh(self) -> bool:
         """Whether all rows are new."""
         return isinstance(self.start, int) and self.start == 0
 
     def rows(self, tensor: Tensor) -> Tensor:
-        """The new tokens of ``tensor`` ``[batch, heads, queries, dim]`` as rows ``[batch * queries, heads, dim]``: those
-        of the requests one after the other, then padding."""
+        """The new tokens ``[batch, heads, queries, dim]`` as rows ``[batch * queries, heads, dim]``: those of the
+        requests one after the other, then padding."""
         rows = tensor.transpose(1, 2).flatten(0, 1)
         return rows if self._compact() is None else rows.index_select(0, self._compact_order())
 
@@ -62,7 +68,8 @@ class Step:
         """``rows`` ``[batch * queries, heads, dim]`` back in place, as ``[batch, queries, heads, dim]``."""
         if self._compact() is not None:
             rows = torch.empty_like(rows).index_copy_(0, self._compact_order(), rows)
-        return rows.unflatten(0, (self.batch, self.queries))
+        placed: Tensor = rows.unflatten(0, (self.batch, self.queries))
+        return placed
 
     def _compact(self) -> Tensor | None:
         """Which of the new tokens are padding, if any may be. One token per request needs no order."""
@@ -131,6 +138,6 @@ class Step:
         begins = self.valid[:, 1:] & ~self.valid[:, :-1]
         if bool(((begins.sum(1) + self.valid[:, 0]) > 1).any()):
             raise BridgeError(
-                f"attention_mask has padding between tokens, and these layers have a window of {self.window} positions, "
-                "which would count it; pad on the left: tokenizer.padding_side = 'left'"
+                f"attention_mask has padding between tokens, and these layers have a window of {self.window} "
+                "positions, which would count it; pad on the left: tokenizer.padding_side = 'left'"
             )

@@ -66,7 +66,9 @@ def _refusals(problem: Problem) -> Iterator[Refusal]:
         yield Refusal(RefusalCode.KIND, message, sorted(model.kinds), [AttentionKind.MHA, AttentionKind.MLA])
     sparse = [layer.layer_id for layer in model.full_layers if Feature.SPARSE in layer.features]
     if sparse:
-        message = f"layer {sparse[0]} attends to chosen tokens; transformers expresses that by a mask, and no lengths do"
+        message = (
+            f"layer {sparse[0]} attends to chosen tokens, by a mask; backends derive what a token sees from lengths"
+        )
         yield Refusal(RefusalCode.FEATURE, message, str(Feature.SPARSE))
 
 

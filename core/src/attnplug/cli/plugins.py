@@ -26,6 +26,7 @@ OURS: Mapping[str, str] = {
     "attnplug-tokenspeed-mla": "latent attention (MLA) by TokenSpeed's kernels, on Blackwell",
     "attnplug-cutedsl-mla": "MLA decode by FlashInfer's CuTe DSL kernel, on Blackwell",
     "attnplug-hybrid-linear": "linear attention (GDN, KDA, Lightning, Mamba2) and short convolutions",
+    "attnplug-transformers": "every backend in Hugging Face transformers, for generate and continuous batching",
 }
 """What there is to install, for people to read. Nothing is looked up here: entry points decide what is there (D1)."""
 
