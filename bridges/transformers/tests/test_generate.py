@@ -115,7 +115,7 @@ def test_a_paged_cache_refuses_a_model_with_another_implementation():
 
 
 def test_a_paged_cache_refuses_models_that_cache_something_else():
-    with pytest.raises(BridgeError, match="the model caches latent rows of 32.*leave past_key_values out"):
+    with pytest.raises(BridgeError, match=r"the model caches latent rows of 32.*leave past_key_values out"):
         PagedCache(CONFIGS["deepseek_v3"])
     hybrid = Qwen3NextConfig(num_hidden_layers=4)
     with pytest.raises(BridgeError, match="the model has layers of type linear_attention; leave past_key_values out"):

@@ -38,7 +38,7 @@ def test_training_is_refused(llama):
 def test_weights_are_refused(llama):
     module = llama.model.layers[0].self_attn
     q = torch.zeros(1, 8, 1, 16)
-    with pytest.raises(BridgeError, match="output_attentions.*use attn_implementation='eager'"):
+    with pytest.raises(BridgeError, match=r"output_attentions.*use attn_implementation='eager'"):
         Attention(BackendRequest("torch_native"))(
             module, q, q[:, :2], q[:, :2], step_mask(1, 1, 1), output_attentions=True
         )
@@ -76,7 +76,7 @@ def test_padding_between_tokens_is_refused_where_a_window_would_count_it():
     made.set_attn_implementation(NATIVE)
     mask = torch.ones(1, 40, dtype=torch.long)
     mask[:, 20] = 0
-    with pytest.raises(BridgeError, match="padding between tokens.*window of 24 positions.*pad on the left"):
+    with pytest.raises(BridgeError, match=r"padding between tokens.*window of 24 positions.*pad on the left"):
         made(torch.ones(1, 40, dtype=torch.long), attention_mask=mask)
 
 
