@@ -13,14 +13,14 @@ from transformers.masking_utils import causal_mask_function, sliding_window_caus
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import attnplug_transformers
-from attnplug import Role
-from attnplug.host import BackendRequest, load_model, load_registry
+from attnplug import CacheLayout, Role
+from attnplug.host import BackendRequest, explain, load_model, load_registry
 from attnplug_transformers import BridgeError, names
 from attnplug_transformers.attention import Attention
 from attnplug_transformers.calls import read_call
 from attnplug_transformers.masks import mask_window, step_mask
 from attnplug_transformers.pages import problem_of
-from attnplug_transformers_host import VERSIONS, fit, refuse, render
+from attnplug_transformers_host import HOST
 
 
 @pytest.fixture
@@ -131,8 +131,8 @@ def test_a_name_that_transformers_would_take_apart_is_refused():
 
 
 def test_another_version_of_transformers_is_refused(monkeypatch):
-    monkeypatch.setattr(names, "version", lambda name: "4.57.6")
-    with pytest.raises(BridgeError, match=r"supports transformers >=5\.17,<5\.23, and 4\.57\.6 is installed; pip inst"):
+    monkeypatch.setattr(type(HOST), "installed", lambda self: "4.57.6")
+    with pytest.raises(BridgeError, match=r"this is transformers 4\.57\.6, .* made for >=5\.17,<5\.23 \(pip install"):
         names.check_version()
 
 
@@ -169,13 +169,26 @@ def test_the_host_is_described_without_torch_or_transformers():
 
 def test_latent_layers_reach_a_backend_as_mha_and_linear_layers_do_not():
     problem = problem_of(load_model("tiny:deepseek_v3"), torch.device("cpu"), torch.float32, None, None)
-    assert not refuse(problem)
-    (kind,) = {layer.kind for layer in fit(problem).model.layers}
+    assert not HOST.refuse(problem)
+    (kind,) = {layer.kind for layer in HOST.fit(problem).model.layers}
     assert kind == "mha"
 
 
 def test_settings_are_told_as_transformers_spells_them():
-    assert render("attention_backend") == 'attn_implementation="attnplug:…"'
-    assert render("page_size") == "ContinuousBatchingConfig(page_size=…)"
-    assert render("speculative_tokens") is None
-    assert VERSIONS == ">=5.17,<5.23"
+    assert HOST.render("attention_backend") == 'attn_implementation="attnplug:…"'
+    assert HOST.render("page_size") == "ContinuousBatchingConfig(page_size=…)"
+    assert HOST.render("speculative_tokens") is None
+
+
+def test_explain_and_the_run_refuse_alike():
+    """One backend, one model: what the command says before anything is loaded is what the first step would say."""
+    problem = problem_of(load_model("tiny:gpt_oss"), torch.device("cpu"), torch.float32, None, CacheLayout.TOKEN_MAJOR)
+    before = explain(load_registry(), BackendRequest("torch_native"), HOST.fit(problem))
+    told = {
+        refusal.told(HOST.render) for choice in before.choices.values() for refusal in choice.candidates[0].refusals
+    }
+    made = model("gpt_oss")
+    made.set_attn_implementation(NATIVE)
+    with pytest.raises(BridgeError) as refused:
+        made(torch.ones(1, 4, dtype=torch.long))
+    assert told and all(reason in str(refused.value) for reason in told)

@@ -22,7 +22,7 @@ from attnplug_transformers.cache import PagedCache, PagedLayer
 from attnplug_transformers.calls import _MEANS_NOTHING
 from attnplug_transformers.masks import step_mask
 from attnplug_transformers.paged import PAGED_ARGUMENTS
-from attnplug_transformers_host import VERSIONS
+from attnplug_transformers_host import HOST
 from support.signatures import installed, unpacked
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -67,7 +67,7 @@ def calls(path: Path, name: str) -> list[ast.Call]:
 
 
 def test_the_range_begins_where_its_lower_end_is_tested():
-    assert str(min(Version(part.version) for part in SpecifierSet(VERSIONS))) == OLDEST.removesuffix(".0")
+    assert str(min(Version(part.version) for part in SpecifierSet(HOST.versions))) == OLDEST.removesuffix(".0")
 
 
 def test_models_make_their_masks_as_ours_is_called(folder):

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import version
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -15,7 +13,7 @@ from attnplug.host import BackendRequest, load_registry
 from attnplug_transformers.attention import Attention
 from attnplug_transformers.errors import BridgeError
 from attnplug_transformers.masks import step_mask
-from attnplug_transformers_host import VERSIONS
+from attnplug_transformers_host import HOST
 
 PREFIX = "attnplug:"
 
@@ -28,12 +26,10 @@ def paged_name(name: str) -> str:
 
 def check_version() -> None:
     """Refuse a transformers that this package was not written for."""
-    found = version("transformers")
-    if not SpecifierSet(VERSIONS).contains(found, prereleases=True):
-        raise BridgeError(
-            f"attnplug-transformers supports transformers {VERSIONS}, and {found} is installed; "
-            f"pip install 'transformers{VERSIONS}', or an attnplug-transformers for this version"
-        )
+    found = HOST.installed()
+    refusal = None if found is None else HOST.version_refusal(found)
+    if refusal is not None:
+        raise BridgeError(refusal.told(HOST.render))
 
 
 def register(name: str, request: BackendRequest) -> str:

@@ -24,7 +24,7 @@ from attnplug.host import (
     select,
 )
 from attnplug_transformers.errors import BridgeError
-from attnplug_transformers_host import fit, refuse, render
+from attnplug_transformers_host import HOST
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,12 +83,12 @@ def planned(attention: ModelAttention, geometry: Geometry) -> ForwardBatch:
 def choose(request: BackendRequest, problem: Problem) -> Selection:
     """The backends for a problem, or one message with every reason, in the words of transformers' users."""
     try:
-        refusals = refuse(problem)
+        refusals = HOST.refuse(problem)
         if refusals:
-            raise BridgeError("; ".join(refusal.told(render) for refusal in refusals))
-        return select(load_registry(), request, fit(problem))
+            raise BridgeError("; ".join(refusal.told(HOST.render) for refusal in refusals))
+        return select(load_registry(), request, HOST.fit(problem))
     except AttnplugError as error:
-        raise BridgeError(error.told(render)) from None
+        raise BridgeError(error.told(HOST.render)) from None
 
 
 def problem_of(

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from attnplug import AttentionKind, DType, Feature, GraphLevel, LayerSpec, Problem, Refusal, RefusalCode, Setting
-
-VERSIONS = ">=5.17,<5.23"
+from attnplug.host import HostSpec
 
 _SPELLINGS = {
     Setting.ATTENTION_BACKEND: 'attn_implementation="attnplug:…"',
@@ -76,3 +75,13 @@ def _expanded(layer: LayerSpec) -> LayerSpec:
     if layer.mla is None:
         return layer
     return replace(layer, kind=AttentionKind.MHA, mla=None, num_kv_heads=layer.num_heads)
+
+
+HOST = HostSpec(
+    title="transformers",
+    distributions=("transformers",),
+    versions=">=5.17,<5.23",
+    render=render,
+    fit=fit,
+    refuse=refuse,
+)
