@@ -180,13 +180,13 @@ def test_settings_are_told_as_transformers_spells_them():
     assert HOST.render("speculative_tokens") is None
 
 
-def test_explain_and_the_run_refuse_alike():
-    """One backend, one model: what the command says before anything is loaded is what the first step would say."""
-    problem = problem_of(load_model("tiny:gpt_oss"), torch.device("cpu"), torch.float32, None, CacheLayout.TOKEN_MAJOR)
-    before = explain(load_registry(), BackendRequest("torch_native"), HOST.fit(problem))
-    told = {
-        refusal.told(HOST.render) for choice in before.choices.values() for refusal in choice.candidates[0].refusals
-    }
+def test_explain_and_the_run_refuse_alike(tmp_path):
+    """One backend, one model: what the command says before anything is loaded is what the first step says."""
+    CONFIGS["gpt_oss"].save_pretrained(tmp_path)
+    read = load_model(str(tmp_path))
+    problem = problem_of(read, torch.device("cpu"), torch.float32, None, CacheLayout.TOKEN_MAJOR)
+    choices = explain(load_registry(), BackendRequest("torch_native"), HOST.fit(problem)).choices.values()
+    told = {refusal.told(HOST.render) for choice in choices for refusal in choice.candidates[0].refusals}
     made = model("gpt_oss")
     made.set_attn_implementation(NATIVE)
     with pytest.raises(BridgeError) as refused:
