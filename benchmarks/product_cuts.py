@@ -13,6 +13,7 @@ import argparse
 import json
 import multiprocessing
 import statistics
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,13 @@ TRIED["down"] = [Cut(1, 8192, 4), Cut(1, 8192, 8), Cut(2, 8192, 8), Cut(4, 8192,
 TRIED["down"] += [Cut(2, 4096, 4), Cut(4, 4096, 4), Cut(4, 4096, 8), Cut(8, 4096, 8), Cut(4, 2048, 4)]
 
 
+@cache
+def gains(width: int) -> torch.Tensor:
+    return torch.ones(width, dtype=torch.bfloat16, device="cuda")
+
+
 def run(name: str, x: torch.Tensor, weight: torch.Tensor, cut: Cut, onto: torch.Tensor | None = None) -> torch.Tensor:
-    norm = None if name in ("o", "down") else (torch.ones(x.shape[1], dtype=x.dtype, device=x.device), 1e-6)
+    norm = None if name in ("o", "down") else (gains(x.shape[1]), 1e-6)
     return product(x, weight, norm=norm, gated=name == "gate_up", onto=onto, cut=cut)
 
 
