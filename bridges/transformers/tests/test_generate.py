@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -88,6 +89,22 @@ def test_each_step_is_planned_once_for_each_kind_of_layer(kind, monkeypatch):
     plans.clear()
     generated("gemma2", NATIVE, prompts, max_new_tokens=6, **caches("gemma2", kind))
     assert len(plans) == 12  # a layer with a window, and one without
+
+
+def test_threads_do_not_share_pages():
+    prompts = [padded([count]) for count in (30, 7)]
+    expected = [generated("llama", NATIVE, given, max_new_tokens=16) for given in prompts]
+    with ThreadPoolExecutor(2) as threads:
+        found = [threads.submit(generated, "llama", NATIVE, given, max_new_tokens=16) for given in prompts]
+        assert all(torch.equal(one.result(), other) for one, other in zip(found, expected, strict=True))
+
+
+def test_pages_that_were_made_in_inference_mode_serve_outside_of_it():
+    made, ids = model("qwen3"), padded([6])["input_ids"]
+    made.set_attn_implementation("attnplug:auto")
+    with torch.inference_mode():
+        expected = made(ids).logits.clone()
+    torch.testing.assert_close(made(ids).logits, expected)
 
 
 def test_a_paged_cache_grows_and_is_emptied_by_reset():

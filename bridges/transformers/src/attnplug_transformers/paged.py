@@ -120,6 +120,7 @@ class PagedBatches:
             groups |= dict.fromkeys(group.blocks.layers, group)
         return groups[index]
 
+    @torch.inference_mode(False)  # what a backend allocates outlives this call
     def _over(self, cache: BlockCache, group: Group, layer: LayerSpec, query: Tensor) -> ModelAttention:
         """Attention over the cache's own blocks. Built once: they stay where they are."""
         if group.over is not None:

@@ -39,6 +39,7 @@ class Pages:
     limits: Limits
 
     @classmethod
+    @torch.inference_mode(False)  # they outlive this call, and memory of inference mode could not be written outside
     def make(cls, request: BackendRequest, layers: Mapping[int, LayerSpec], like: Tensor, limits: Limits) -> Pages:
         """Pages of some layers, with tensors like this one, for steps of up to these limits."""
         model = ModelSpec("transformers", "transformers", tuple(layers.values()), limits.max_context)

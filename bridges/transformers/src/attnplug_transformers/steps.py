@@ -61,33 +61,31 @@ class Step:
     def rows(self, tensor: Tensor) -> Tensor:
         """The new tokens ``[batch, heads, queries, dim]`` as rows ``[batch * queries, heads, dim]``: those of the
         requests one after the other, then padding."""
-        rows = tensor.transpose(1, 2).flatten(0, 1)
-        return rows if self._compact() is None else rows.index_select(0, self._compact_order())
+        rows, order = tensor.transpose(1, 2).flatten(0, 1), self._compact_order(tensor.device)
+        return rows if order is None else rows.index_select(0, order)
 
     def columns_of(self, rows: Tensor) -> Tensor:
         """``rows`` ``[batch * queries, heads, dim]`` back in place, as ``[batch, queries, heads, dim]``."""
-        if self._compact() is not None:
-            rows = torch.empty_like(rows).index_copy_(0, self._compact_order(), rows)
+        if (order := self._compact_order(rows.device)) is not None:
+            rows = torch.empty_like(rows).index_copy_(0, order, rows)
         placed: Tensor = rows.unflatten(0, (self.batch, self.queries))
         return placed
 
-    def _compact(self) -> Tensor | None:
-        """Which of the new tokens are padding, if any may be. One token per request needs no order."""
-        return self.valid if self.queries > 1 else None
-
-    def _compact_order(self) -> Tensor:
+    def _compact_order(self, device: torch.device) -> Tensor | None:
+        """The new tokens without padding, then the others. ``None`` if they are so: one token per request needs no
+        order."""
+        if self.valid is None or self.queries == 1:
+            return None
         if self._order is None:
-            assert self.valid is not None
-            self._order = torch.argsort(~self._new().flatten(), stable=True)
-        return self._order
+            self._order = torch.argsort(~self._new(self.valid).flatten(), stable=True)
+        return self._order.to(device)
 
-    def _new(self) -> Tensor:
-        """``[batch, queries]``: which of the new tokens are none of padding."""
-        assert self.valid is not None
+    def _new(self, valid: Tensor) -> Tensor:
+        """``[batch, queries]``: which of the new tokens are no padding."""
         if isinstance(self.start, int):
-            return self.valid[:, self.start : self.start + self.queries]
-        columns = torch.arange(self.queries, device=self.valid.device) + self.start
-        return self.valid.index_select(1, columns)
+            return valid[:, self.start : self.start + self.queries]
+        columns = torch.arange(self.queries, device=valid.device) + self.start.to(valid.device)
+        return valid.index_select(1, columns)
 
     def planned(self, pages: Pages) -> Planned:
         """The step's batch over these pages. It is planned by the first layer that asks."""
@@ -96,26 +94,29 @@ class Step:
         return found
 
     def _plan(self, pages: Pages) -> Planned:
-        device, end = pages.device, self.start + self.queries
+        device = pages.device
+        start = self.start.to(device) if isinstance(self.start, Tensor) else self.start
+        end = start + self.queries
         columns = torch.arange(self.columns, device=device)
         held = (columns < end).expand(self.batch, -1)
         mode = ForwardMode.DECODE if self.queries == 1 else ForwardMode.EXTEND
         table = pages.table[: self.batch]
-        if self.valid is None:
+        valid = None if self.valid is None else self.valid.to(device)  # layers may be on several devices
+        if valid is None:
             rank = columns.expand(self.batch, -1)
         else:
-            self._check_window()
-            held = held & self.valid
+            self._check_window(valid)
+            held = held & valid
             rank = held.cumsum(1) - 1
         firsts = table[:, :1].long() * pages.page_size
         slots = torch.where(held, firsts + rank, -1).flatten()
-        if self.valid is None and isinstance(end, int):
+        if valid is None and isinstance(end, int):
             lengths = [self.queries] * self.batch, [end] * self.batch
             return Planned(pages.planned(Geometry.of_lengths(mode, table, *lengths, pages.page_size)), slots)
         lens = held.sum(1, dtype=torch.int32)
         new_lens = None
-        if self.valid is not None:
-            new = self._new().sum(1, dtype=torch.int32)
+        if valid is not None:
+            new = self._new(valid).sum(1, dtype=torch.int32)
             if self.queries > 1:
                 new_lens = new
             lens = torch.where(new > 0, lens, 0)
@@ -131,12 +132,12 @@ class Step:
         )
         return Planned(pages.planned(geometry), slots)
 
-    def _check_window(self) -> None:
+    def _check_window(self, valid: Tensor) -> None:
         """A window counts positions, and a backend counts rows. They agree if padding only comes first or last."""
-        if self.window is None or self.window >= self.columns or self.valid is None:
+        if self.window is None or self.window >= self.columns:
             return
-        begins = self.valid[:, 1:] & ~self.valid[:, :-1]
-        if bool(((begins.sum(1) + self.valid[:, 0]) > 1).any()):
+        begins = valid[:, 1:] & ~valid[:, :-1]
+        if bool(((begins.sum(1) + valid[:, 0]) > 1).any()):
             raise BridgeError(
                 f"attention_mask has padding between tokens, and these layers have a window of {self.window} "
                 "positions, which would count it; pad on the left: tokenizer.padding_side = 'left'"
