@@ -162,6 +162,19 @@ class TestAnswers:
         assert f"interrupted: {len(lines)} of 400 prompts were finished" in told
         assert 0 < len(lines) < 400 and len({line["index"] for line in lines}) == len(lines)
 
+    @pytest.mark.usefixtures("interruptible")
+    def test_an_interrupt_while_a_line_is_written_comes_after_it(self, attnplug: Attnplug, uneven, monkeypatch):
+        original = output.write_line
+
+        def write_line(text: str) -> None:
+            signal.raise_signal(signal.SIGINT)
+            original(text)
+
+        monkeypatch.setattr(output, "write_line", write_line)
+        outcome = attnplug(*RUN, "--prompts", uneven, "--json")
+        assert outcome.code == 130 and "interrupted: 1 of 3 prompts were finished" in outcome.err
+        assert len(outcome.out.splitlines()) == 1
+
     def test_a_failed_prompt_says_why_in_its_line(self, attnplug: Attnplug, prompts, monkeypatch):
         original = Sampler.sample
 
