@@ -21,39 +21,48 @@ def interruptible() -> Iterator[None]:
         signal.signal(number, handler)
 
 
+def held(*signals: signal.Signals, done: list[str]) -> None:
+    with interrupt.held():
+        for number in signals:
+            signal.raise_signal(number)
+            done.append(number.name)
+
+
 def test_what_is_held_comes_when_the_block_is_left() -> None:
-    done = []
-    with pytest.raises(KeyboardInterrupt), interrupt.held():
-        signal.raise_signal(signal.SIGINT)
-        done.append("whole")
-    assert done == ["whole"]
+    done: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        held(signal.SIGINT, done=done)
+    assert done == ["SIGINT"]
     with pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
 
 
 def test_a_block_inside_another_holds_for_both() -> None:
-    done = []
-    with pytest.raises(KeyboardInterrupt), interrupt.held():
+    done: list[str] = []
+
+    def twice() -> None:
         with interrupt.held():
-            signal.raise_signal(signal.SIGINT)
-        done.append("whole")
-    assert done == ["whole"]
+            held(signal.SIGINT, done=done)
+            done.append("whole")
+
+    with pytest.raises(KeyboardInterrupt):
+        twice()
+    assert done == ["SIGINT", "whole"]
 
 
 def test_a_second_interrupt_comes_at_once() -> None:
     """For a block that does not end."""
-    with pytest.raises(KeyboardInterrupt), interrupt.held():
-        signal.raise_signal(signal.SIGINT)
-        signal.raise_signal(signal.SIGINT)
-        pytest.fail("it went on")
+    done: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        held(signal.SIGINT, signal.SIGINT, done=done)
+    assert done == ["SIGINT"]
 
 
 def test_a_termination_is_held_where_it_raises() -> None:
-    done = []
-    with interrupt.terminated_in_order(), pytest.raises(SystemExit), interrupt.held():
-        signal.raise_signal(signal.SIGTERM)
-        done.append("whole")
-    assert done == ["whole"]
+    done: list[str] = []
+    with interrupt.terminated_in_order(), pytest.raises(SystemExit):
+        held(signal.SIGTERM, done=done)
+    assert done == ["SIGTERM"]
     with interrupt.held():
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 

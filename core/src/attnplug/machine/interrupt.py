@@ -79,10 +79,9 @@ def held() -> Iterator[None]:
 
     A second one comes at once, for a block that does not end. Other threads than the main one get neither.
     """
-    import threading
-
     # The public module looks every handler up among its enums, which takes five times as long.
     import _signal as signal  # type: ignore[import-not-found]
+    import threading
 
     if threading.current_thread() is not threading.main_thread():
         yield
