@@ -5,7 +5,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := core engine plugins/flashattention plugins/flashinfer_mla plugins/flashmla plugins/hybrid_linear plugins/trtllm_mla plugins/tokenspeed_mla plugins/cutedsl_mla plugins/triton_mla plugins/triton_mha
 PLUGINS := $(filter plugins/%,$(PACKAGES))
-# pip compiles one file after another; what tests import is compiled below, by all cores.
+# pip would compile all of torch and transformers, one file after another: Python compiles what is imported. That has to
+# be kept, also where the caller's shell says otherwise: tests start many processes.
+unexport PYTHONDONTWRITEBYTECODE
 PIP_ANY := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 PIP := $(PIP_ANY) --constraint constraints.txt
 # Read by plugins/flashinfer_mla/tests/test_signatures.py beside the pinned one: the ends of the range that it claims.
@@ -56,6 +58,7 @@ $(VENV)/installed: constraints.txt Makefile $(addsuffix /pyproject.toml,$(PACKAG
 	$(PIP) hatchling editables
 	$(PIP) --no-build-isolation $(addprefix -e ./,$(filter-out $(PLUGINS),$(PACKAGES))) transformers
 	$(PIP) --no-build-isolation --no-deps $(addprefix -e ./,$(PLUGINS))
+	$(BIN)/python -c 'import torch, transformers.modeling_utils'
 	@touch $@
 
 # FlashInfer comes with what its import needs and no more: with the CuTe DSL, it cannot be imported where there is no CUDA.
@@ -66,7 +69,6 @@ $(VENV)/installed-dev: $(VENV)/installed
 	$(PIP) pytest pytest-xdist hypothesis mypy ruff apache-tvm-ffi nvidia-ml-py requests
 	$(PIP) --no-deps flashinfer-python triton
 	@$(MAKE) --no-print-directory --jobs=4 $(addprefix $(VENV)/,$(UNPACKED))
-	$(BIN)/python -m compileall -qq --workers 0 -x 'transformers/models' $(VENV)/lib || true # some are no Python 3
 	@touch $@
 
 $(VENV)/flashinfer/%: | $(VENV)/installed
