@@ -5,7 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 PACKAGES := core engine plugins/flashattention plugins/flashinfer_mla plugins/flashmla plugins/hybrid_linear plugins/trtllm_mla plugins/tokenspeed_mla plugins/cutedsl_mla plugins/triton_mla plugins/triton_mha bridges/transformers
 PLUGINS := $(filter plugins/% bridges/%,$(PACKAGES))
-PIP_ANY := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+# pip would compile all of torch and transformers, one file after another: Python compiles what is imported. That has to
+# be kept, also where the caller's shell says otherwise: tests start many processes.
+unexport PYTHONDONTWRITEBYTECODE
+PIP_ANY := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 PIP := $(PIP_ANY) --constraint constraints.txt
 # Read by plugins/flashinfer_mla/tests/test_signatures.py beside the pinned one: the ends of the range that it claims.
 FLASHINFER := 0.6.12 0.7.2.post1
@@ -55,38 +58,38 @@ $(VENV)/installed: constraints.txt Makefile $(addsuffix /pyproject.toml,$(PACKAG
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "attnplug needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; set PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) hatchling editables
-	$(PIP) --no-build-isolation $(addprefix -e ./,$(filter-out $(PLUGINS),$(PACKAGES)))
+	$(PIP) --no-build-isolation $(addprefix -e ./,$(filter-out $(PLUGINS),$(PACKAGES))) transformers
 	$(PIP) --no-build-isolation --no-deps $(addprefix -e ./,$(PLUGINS))
-	$(PIP) transformers
+	$(BIN)/python -c 'import torch, transformers.modeling_utils'
 	@touch $@
 
 # FlashInfer comes with what its import needs and no more: with the CuTe DSL, it cannot be imported where there is no CUDA.
 # Triton is there for its interpreter.
 UNPACKED := $(FLASHINFER:%=flashinfer/%) $(FLA:%=fla/%) $(FLASHMLA:%=flashmla/%) $(TOKENSPEED:%=tokenspeed_mla/%) \
 	$(FLASH_ATTENTION:%=flashattention/%) $(TRANSFORMERS:%=transformers/%)
-$(VENV)/installed-dev: $(VENV)/installed $(addprefix $(VENV)/,$(UNPACKED))
-	$(PIP) pytest pytest-xdist hypothesis mypy ruff
-	$(PIP) apache-tvm-ffi nvidia-ml-py requests
+$(VENV)/installed-dev: $(VENV)/installed
+	$(PIP) pytest pytest-xdist hypothesis mypy ruff apache-tvm-ffi nvidia-ml-py requests
 	$(PIP) --no-deps flashinfer-python triton
+	@$(MAKE) --no-print-directory --jobs=4 $(addprefix $(VENV)/,$(UNPACKED))
 	@touch $@
 
 $(VENV)/flashinfer/%: | $(VENV)/installed
-	$(PIP_ANY) --no-deps --no-compile --target $@ flashinfer-python==$*
+	$(PIP_ANY) --no-deps --target $@ flashinfer-python==$*
 
 $(VENV)/fla/%: | $(VENV)/installed
-	$(PIP_ANY) --no-deps --no-compile --target $@ fla-core==$*
+	$(PIP_ANY) --no-deps --target $@ fla-core==$*
 
 $(VENV)/flashmla/%: | $(VENV)/installed
-	$(PIP_ANY) --no-deps --no-compile --target $@ sgl-flash-mla==$*
+	$(PIP_ANY) --no-deps --target $@ sgl-flash-mla==$*
 
 $(VENV)/tokenspeed_mla/%: | $(VENV)/installed
-	$(PIP_ANY) --no-deps --no-compile --target $@ tokenspeed-mla==$*
+	$(PIP_ANY) --no-deps --target $@ tokenspeed-mla==$*
 
 $(VENV)/transformers/%: | $(VENV)/installed
-	$(PIP_ANY) --no-deps --no-compile --target $@ transformers==$*
+	$(PIP_ANY) --no-deps --target $@ transformers==$*
 
 $(VENV)/flashattention/4.%: | $(VENV)/installed
-	$(PIP_ANY) --no-deps --no-compile --target $@ flash-attn-4==4.$*
+	$(PIP_ANY) --no-deps --target $@ flash-attn-4==4.$*
 
 # There is no wheel of it; what is read is one file of the source.
 $(VENV)/flashattention/2.%: | $(VENV)/installed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import sys
@@ -137,6 +138,21 @@ def test_looking_for_a_factory_imports_nothing(package_of_a_test: str) -> None:
     """Neither its module nor the package around it: either may import torch."""
     spec(factory=f"{package_of_a_test}.backend:build").refusals(Problem())
     assert not [name for name in sys.modules if name.startswith(package_of_a_test)]
+
+
+def test_a_factory_that_another_thread_imports_right_now_is_no_refusal(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its module is there already, and not yet what it will have."""
+    (tmp_path / "slow_module_of_a_test.py").write_text(
+        "from attnplug.declare.factory import factory_refusal\n"
+        "seen = factory_refusal(__name__ + ':build')\n"
+        "def build(): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert importlib.import_module("slow_module_of_a_test").seen is None
+    assert factory_refusal("slow_module_of_a_test:built") is not None
+    del sys.modules["slow_module_of_a_test"]
 
 
 def test_a_finder_that_fails_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:

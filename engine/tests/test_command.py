@@ -8,7 +8,6 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,12 +37,12 @@ def prompts(tmp_path: Path):
     return write
 
 
-def test_one_prompt_streams_text_and_ends_with_figures():
-    done = in_own_process("--model", "tiny:llama", "--prompt", "hello", "--max-tokens", "8", "--device", "cpu")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip("\n")
+def test_one_prompt_streams_text_and_ends_with_figures(attnplug: Attnplug):
+    outcome = attnplug("run", "--model", "tiny:llama", "--prompt", "hello", "--max-tokens", "8", "--device", "cpu")
+    assert outcome.code == 0, outcome.err
+    assert outcome.out.strip("\n")
     for told in ("prefill: torch_native", "decode: torch_native", "tokens/s", "prefix cache:"):
-        assert told in done.stderr
+        assert told in outcome.err
 
 
 def test_json_gives_one_line_a_prompt_as_they_finish_and_nothing_else(prompts):
@@ -161,6 +160,19 @@ class TestAnswers:
         assert started.returncode == 130 and "Traceback" not in told
         assert f"interrupted: {len(lines)} of 400 prompts were finished" in told
         assert 0 < len(lines) < 400 and len({line["index"] for line in lines}) == len(lines)
+
+    @pytest.mark.usefixtures("interruptible")
+    def test_an_interrupt_while_a_line_is_written_comes_after_it(self, attnplug: Attnplug, uneven, monkeypatch):
+        original = output.write_line
+
+        def write_line(text: str) -> None:
+            signal.raise_signal(signal.SIGINT)
+            original(text)
+
+        monkeypatch.setattr(output, "write_line", write_line)
+        outcome = attnplug(*RUN, "--prompts", uneven, "--json")
+        assert outcome.code == 130 and "interrupted: 1 of 3 prompts were finished" in outcome.err
+        assert len(outcome.out.splitlines()) == 1
 
     def test_a_failed_prompt_says_why_in_its_line(self, attnplug: Attnplug, prompts, monkeypatch):
         original = Sampler.sample
@@ -335,24 +347,6 @@ def test_a_model_whose_layers_nothing_installed_serves_says_what_to_install(attn
     assert outcome.code == 1, outcome.err
     assert "'attnplug plugins' lists packages that bring some" in outcome.err and "Traceback" not in outcome.err
     assert "attnplug-hybrid-linear" in attnplug("plugins").out
-
-
-def test_ending_the_command_ends_its_ranks():
-    """Nobody is left waiting for a rank that is gone."""
-    arguments = ["--model", "tiny:llama", "--prompt", "hi", "--max-tokens", "4000", "--tensor-parallel", "2"]
-    command = [sys.executable, "-m", "attnplug", "run", *arguments, "--device", "cpu"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as started:
-        children = Path(f"/proc/{started.pid}/task/{started.pid}/children")
-        if not children.exists():
-            started.kill()
-            pytest.skip("this system does not tell a process's children")
-        while len(ranks := children.read_text().split()) < 2:
-            time.sleep(0.1)
-        assert started.stdout is not None
-        started.stdout.read(1)  # it generates
-        started.terminate()
-        assert started.wait(timeout=120) == 143
-    assert not any(Path(f"/proc/{rank}").exists() for rank in ranks)
 
 
 def test_a_broken_plugin_is_a_warning(attnplug: Attnplug, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -230,6 +230,16 @@ def test_a_rank_that_lost_the_others_leaves_it_to_its_parent_to_tell(monkeypatch
         assert caught.value.code == 69
 
 
+def test_ending_the_command_ends_its_ranks(waiting):
+    """As ``timeout`` or a batch system does it."""
+    with started("wait", path=waiting) as (process, ranks):
+        process.terminate()
+        written, errors = process.communicate(timeout=120)
+        assert (process.returncode, errors) == (143, "")
+        assert written.endswith("written\n"), "the first rank could not write what it held"
+        wait_until_gone(ranks)
+
+
 @pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_of_all_processes_is_told_once(waiting):
     """As a terminal does it: Ctrl-C reaches the ranks too."""

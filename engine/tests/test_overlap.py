@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -256,3 +257,25 @@ def test_ranks_with_more_memory_than_others_run_the_same_schedule() -> None:
 
     first, second = in_ranks(2, run)
     assert first == second and first[0] == expected and first[1] and first[2] == 13
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize("where", ["admit", "extend", "release"])
+def test_an_interrupt_in_the_middle_of_a_schedule_leaves_it_whole(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it has changed one thing and not yet the next. It comes when the step is over."""
+    engine = make(chunked_prefill_size=16)
+    expected = [one.token_ids for one in engine.generate(prompts()[1:4], max_tokens=7)]
+    table = engine.runner.table
+    original = getattr(table, where)
+
+    def interrupted(*given: Any) -> Any:
+        monkeypatch.setattr(table, where, original)
+        made = original(*given)
+        signal.raise_signal(signal.SIGINT)
+        return made
+
+    monkeypatch.setattr(table, where, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.generate(prompts()[1:4], max_tokens=7)
+    check_all_returned(engine)
+    assert [one.token_ids for one in engine.generate(prompts()[1:4], max_tokens=7)] == expected

@@ -47,7 +47,19 @@ class ThreadRank:
 
 
 def in_ranks(size: int, run: Callable[[ThreadRank], _T]) -> list[_T]:
-    """What ``run(parallel)`` returns on each of ``size`` ranks."""
-    ranks = [Threads(size)] * size
+    """What ``run(parallel)`` returns on each of ``size`` ranks. When one fails the others do not wait for it."""
+    threads = Threads(size)
+
+    def run_one(rank: int) -> _T:
+        try:
+            return run(threads.rank(rank))
+        except BaseException:
+            threads.barrier.abort()
+            raise
+
     with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(lambda rank: run(ranks[rank].rank(rank)), range(size)))
+        made = [pool.submit(run_one, rank) for rank in range(size)]
+    errors = [error for future in made if (error := future.exception()) is not None]
+    for error in sorted(errors, key=lambda error: isinstance(error, threading.BrokenBarrierError)):
+        raise error
+    return [future.result() for future in made]

@@ -6,7 +6,7 @@ import json as jsonlib
 import sys
 from collections.abc import Sequence
 
-from attnplug.host import output
+from attnplug.host import interrupt, output
 from attnplug_engine.completion import Completion
 from attnplug_engine.prompts import PromptLine
 from attnplug_engine.request import LikelyToken
@@ -41,15 +41,12 @@ class Answers:
             self._write(_text_line(self._waiting.pop(min(self._waiting))))
 
     def _write(self, line: str) -> None:
-        self.written += 1  # first: an interrupt comes as a rule when a line was seen
-        try:
+        with interrupt.held():  # it comes as a rule when a line was seen
             if self._json:
                 output.write_line(line)
             else:
                 print(line, flush=True)
-        except OSError:
-            self.written -= 1
-            raise
+            self.written += 1
 
 
 def _text_line(completion: Completion) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from attnplug import GraphLevel, PoolError, Serving
-from attnplug.host import UsageError, who_forced
+from attnplug.host import UsageError, interrupt, who_forced
 from attnplug_engine.capture import GraphCapture
 from attnplug_engine.chat import Chat
 from attnplug_engine.completion import Completion, Statistics, Usage
@@ -146,7 +146,7 @@ class Engine:
             special = self.tokenizer.special_tokens
             named = {special[text] for text in params.stop if text in special}
             params = replace(params, stop_token_ids=params.stop_token_ids | named)
-        with self._turn, self._lock:
+        with self._turn, self._lock, interrupt.held():
             request = Request(self._next_id, tokens, params, transcript=transcript)
             self.scheduler.add(request)
             self._next_id += 1
@@ -156,7 +156,7 @@ class Engine:
 
     def abort(self, request: Request) -> None:
         """End a request now; what it has so far stays with it."""
-        with self._lock:
+        with self._lock, interrupt.held():
             self._leaving.append(request)
             if not self._stepping:  # as it is where an iterator is collected in the middle of a step
                 self._let_leave()
@@ -167,9 +167,9 @@ class Engine:
 
         With overlap the next one is launched before this one is waited for. A request whose logits are not finite ends
         with an error; the others go on as if it had never been there. When a step fails, all that are in flight are
-        taken back, and its error is raised; their requests may go on.
+        taken back, and its error is raised; their requests may go on. An interrupt is raised after the step.
         """
-        with self._lock:
+        with self._lock, interrupt.held():
             self._stepping = True
             try:
                 return self._step()
@@ -263,7 +263,7 @@ class Engine:
                 unfinished -= update.token is None
                 yield update
         finally:
-            with self._lock:
+            with self._lock, interrupt.held():
                 for request, follower in zip(requests, followers, strict=True):
                     if follower in request.followers:
                         request.followers.remove(follower)

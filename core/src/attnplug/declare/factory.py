@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
+from types import ModuleType
 
 from attnplug.declare.refusal import Refusal, RefusalCode
 
@@ -21,13 +22,18 @@ def factory_refusal(factory: str) -> Refusal | None:
     module, _, attribute = factory.partition(":")
     if (loaded := sys.modules.get(module)) is not None:
         first = attribute.partition(".")[0]
-        if first in vars(loaded) or "__getattr__" in vars(loaded):
+        if first in vars(loaded) or "__getattr__" in vars(loaded) or _is_being_imported(loaded):
             return None
         return Refusal(RefusalCode.FACTORY, f"its factory {factory} is not there: {module} has no {first}", value=first)
     if (missing := missing_module(module)) is None:
         return None
     message = f"its factory {factory} cannot be imported: there is no module {missing}"
     return Refusal(RefusalCode.FACTORY, message, value=missing)
+
+
+def _is_being_imported(module: ModuleType) -> bool:
+    """By another thread, as a rule: what it will have is not known yet."""
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
 
 
 def missing_module(module: str) -> str | None:

@@ -1,0 +1,88 @@
+"""Interrupts that come at a bad time."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from attnplug.machine import interrupt
+
+
+@pytest.fixture(autouse=True)
+def interruptible() -> Iterator[None]:
+    """Also where this process was started to ignore interrupts, and whatever a test leaves behind."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def held(*signals: signal.Signals, done: list[str]) -> None:
+    with interrupt.held():
+        for number in signals:
+            signal.raise_signal(number)
+            done.append(number.name)
+
+
+def test_what_is_held_comes_when_the_block_is_left() -> None:
+    done: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        held(signal.SIGINT, done=done)
+    assert done == ["SIGINT"]
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_a_block_inside_another_holds_for_both() -> None:
+    done: list[str] = []
+
+    def twice() -> None:
+        with interrupt.held():
+            held(signal.SIGINT, done=done)
+            done.append("whole")
+
+    with pytest.raises(KeyboardInterrupt):
+        twice()
+    assert done == ["SIGINT", "whole"]
+
+
+def test_a_second_interrupt_comes_at_once() -> None:
+    """For a block that does not end."""
+    done: list[str] = []
+    with pytest.raises(KeyboardInterrupt):
+        held(signal.SIGINT, signal.SIGINT, done=done)
+    assert done == ["SIGINT"]
+
+
+def test_a_termination_is_held_where_it_raises() -> None:
+    done: list[str] = []
+    with interrupt.terminated_in_order(), pytest.raises(SystemExit):
+        held(signal.SIGTERM, done=done)
+    assert done == ["SIGTERM"]
+    with interrupt.held():
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+def test_an_interrupt_that_is_ignored_stays_so() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with interrupt.held():
+        signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+
+
+def test_other_threads_may_hold_too() -> None:
+    """They get no signals, and may not ask for any."""
+    done = []
+
+    def run() -> None:
+        with interrupt.held():
+            done.append("whole")
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert done == ["whole"]
