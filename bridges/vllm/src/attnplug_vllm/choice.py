@@ -1,0 +1,104 @@
+"""Which backends serve a vLLM configuration, judged before anything is built, and remembered for this process.
+
+vLLM asks a class for block sizes where no configuration is set. What was chosen when the layers were made is
+remembered for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache, reduce
+from typing import Any
+
+from attnplug import GraphLevel, ModelSpec, PageSizes, Problem, Refusal, RefusalCode, Role, Setting
+from attnplug.host import AttnplugError, Registry, Selection, SelectionError, choose_importable, load_registry
+
+from attnplug_vllm.config import Settings, read_settings
+from attnplug_vllm.host import refuse, render
+from attnplug_vllm.specs import Machine, problem_of, unsupported, verify_tokens
+
+_chosen: dict[str, Selection] = {}
+"""The selections of this process, by what they are for: the layers of a model that are alike make one."""
+
+
+class Refused(ValueError):
+    """A choice that cannot be served, with every reason in vLLM's words. A ValueError: vLLM shows those to users."""
+
+
+@cache
+def registry() -> Registry:
+    return load_registry()
+
+
+def settings_of(config: Any) -> Settings:
+    """What a vLLM configuration asks for, in vLLM's words if it cannot be read."""
+    try:
+        return read_settings(config.additional_config)
+    except AttnplugError as error:
+        raise Refused(error.told(render)) from None
+
+
+def choose(config: Any, model: ModelSpec, kv_cache_dtype: str, machine: Machine | None = None) -> Selection:
+    """The backends for layers of one KV group. Raises :class:`Refused` with every reason; nothing is built yet."""
+    settings = settings_of(config)
+    try:
+        problem = problem_of(config, model, machine or Machine.current(), kv_cache_dtype)
+        insist([*unsupported(config), *refuse(problem)])
+        selection = choose_importable(registry(), settings.request, problem)
+        insist(too_many_tokens(selection, verify_tokens(config)))
+    except SelectionError as error:
+        raise Refused(error.told(render)) from None
+    except AttnplugError as error:
+        raise Refused(error.told(render)) from None
+    _chosen[f"{kv_cache_dtype} {[(layer.kind, layer.features) for layer in model.layers]}"] = selection
+    return selection
+
+
+def insist(refusals: Iterable[Refusal]) -> None:
+    """Raise all of some refusals, if there are any."""
+    if found := list(refusals):
+        raise Refused("attnplug cannot serve this in vLLM:\n" + "\n".join(f"  - {r.told(render)}" for r in found))
+
+
+def too_many_tokens(selection: Selection, tokens: int) -> Iterable[Refusal]:
+    """Drafts are vLLM's, and checking them is ours: one step has ``tokens`` of each request."""
+    if not tokens or selection.verify not in selection.choices:
+        return
+    backend = selection.chosen(selection.verify).spec
+    most = backend.capabilities.max_speculative_tokens
+    if tokens > most:
+        yield Refusal(
+            RefusalCode.SPECULATION,
+            f"{backend.name} checks at most {most} tokens of a request at once, and {tokens} are asked for",
+            tokens,
+            most,
+            Setting.SPECULATIVE_TOKENS,
+        )
+
+
+def remembered() -> tuple[Selection, ...]:
+    """All that was chosen in this process."""
+    return tuple(_chosen.values())
+
+
+def forget() -> None:
+    """For tests: as in a new process."""
+    _chosen.clear()
+
+
+def page_sizes() -> PageSizes:
+    """The page sizes that everything chosen in this process reads."""
+    specs = [selection.chosen(role).spec for selection in remembered() for role in selection.choices]
+    return reduce(PageSizes.intersection, (spec.capabilities.page_sizes for spec in specs), PageSizes())
+
+
+def graph_level(selection: Selection) -> GraphLevel:
+    """What can be captured, by what the chosen backends declare: a decode is captured by the decode backend alone."""
+    levels = {role: selection.chosen(role).spec.capabilities.cuda_graph for role in selection.choices}
+    decode = levels[Role.DECODE]
+    if levels.get(Role.PREFILL, decode) == decode or decode <= GraphLevel.DECODE:
+        return decode
+    verified = decode if selection.verify is Role.DECODE else levels[Role.PREFILL]
+    return min(decode, max(GraphLevel.DECODE, verified))
+
+
