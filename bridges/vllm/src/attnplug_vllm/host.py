@@ -52,7 +52,8 @@ def render(key: str) -> str | None:
 
 def fit(problem: Problem) -> Problem:
     """The problem as vLLM poses it. Linear layers run on vLLM's own kernels; keys and values share a row of its cache;
-    with speculation, vLLM schedules ahead and knows upper bounds of lengths only; drafts are not ours."""
+    with speculation, vLLM schedules ahead and knows upper bounds of lengths only; drafts are not ours; vLLM prefills
+    MLA on kernels of its own unless a backend is named for that."""
     model = problem.model
     if model is not None and model.linear_layers and model.full_layers:
         model = replace(model, layers=model.full_layers)
@@ -63,6 +64,7 @@ def fit(problem: Problem) -> Problem:
         layout=CacheLayout.STRIDED if mha else problem.layout,
         exact_lengths=problem.exact_lengths and not problem.speculative_tokens,
         wants_graphs=problem.device == "cuda",
+        mla_by_host=True,
     )
 
 
