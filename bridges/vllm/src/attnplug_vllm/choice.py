@@ -15,8 +15,9 @@ from attnplug import BackendSpec, GraphLevel, ModelSpec, PageSizes, Refusal, Ref
 from attnplug.host import AttnplugError, Registry, Selection, choose_importable, load_registry
 
 from attnplug_vllm.config import Settings, read_settings
-from attnplug_vllm.host import refuse, render
+from attnplug_vllm.host import refuse, render, version_refusal
 from attnplug_vllm.specs import Machine, problem_of, unsupported, verify_tokens
+from attnplug_vllm.words import refused
 
 _chosen: dict[str, Selection] = {}
 """The selections of this process, by what they are for: the layers of a model that are alike make one."""
@@ -42,6 +43,7 @@ def settings_of(config: Any) -> Settings:
 def choose(config: Any, model: ModelSpec, kv_cache_dtype: str, machine: Machine | None = None) -> Selection:
     """The backends for layers of one KV group. Raises :class:`Refused` with every reason; nothing is built yet."""
     settings = settings_of(config)
+    insist(other_version())
     try:
         problem = problem_of(config, model, machine or Machine.current(), kv_cache_dtype)
         insist([*unsupported(config), *refuse(problem)])
@@ -53,10 +55,18 @@ def choose(config: Any, model: ModelSpec, kv_cache_dtype: str, machine: Machine 
     return selection
 
 
+def other_version() -> list[Refusal]:
+    """The refusal of a vLLM that this bridge does not know."""
+    from vllm import __version__
+
+    found = version_refusal(__version__)
+    return [] if found is None else [found]
+
+
 def insist(refusals: Iterable[Refusal]) -> None:
     """Raise all of some refusals, if there are any."""
     if found := list(refusals):
-        raise Refused("attnplug cannot serve this in vLLM:\n" + "\n".join(f"  - {r.told(render)}" for r in found))
+        raise Refused(refused(found))
 
 
 def too_many_tokens(selection: Selection, tokens: int) -> Iterable[Refusal]:
