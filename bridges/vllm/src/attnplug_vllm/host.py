@@ -86,3 +86,18 @@ def refuse(problem: Problem) -> Iterator[Refusal]:
             f"multiples of {BLOCK_STEP}",
             Setting.PAGE_SIZE,
         )
+
+
+def version_refusal(found: str) -> Refusal | None:
+    """The refusal of a vLLM that this bridge does not know; ``None`` if it does."""
+    from packaging.specifiers import SpecifierSet
+
+    if SpecifierSet(VERSIONS).contains(found, prereleases=True):
+        return None
+    return Refusal(
+        RefusalCode.REQUIREMENT,
+        f"this is {TITLE} {found}, and attnplug's bridge knows {VERSIONS}",
+        found,
+        VERSIONS,
+        advice=f"pip install '{DISTRIBUTIONS[0]}{VERSIONS}', or another attnplug-vllm",
+    )

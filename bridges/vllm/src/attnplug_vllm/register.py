@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+
+from attnplug.host import AttnplugError
 from attnplug_vllm import backends
+from attnplug_vllm.choice import other_version, registry
+from attnplug_vllm.config import SECTION
+from attnplug_vllm.front_end import additional_config, check_command_line, options_of
+from attnplug_vllm.host import render
+from attnplug_vllm.specs import Machine
+from attnplug_vllm.words import refused
 
 
 def register() -> None:
@@ -25,3 +34,17 @@ def register() -> None:
             continue
         backends.before[ours] = found
         register_backend(member, backends.path(ours))
+    check(sys.argv)
+
+
+def check(argv: list[str]) -> None:
+    """End the program, with a message and no traceback, if its command line asks for what attnplug cannot do."""
+    if SECTION not in additional_config(options_of(argv)):
+        return
+    if reasons := other_version():
+        raise SystemExit(refused(reasons))
+    try:
+        machine = Machine.current()
+        check_command_line(argv, registry(), machine.device, machine.sm)
+    except AttnplugError as error:
+        raise SystemExit(error.told(render)) from None
