@@ -1,48 +1,33 @@
-"""MLA's metadata in vLLM: one builder for a KV group, and the decode part of one step.
+"""The decode part of MLA steps in vLLM: absorbed queries over the cache of a KV group.
 
-A builder only notes what a step reads; it is planned when its first layer attends. A step that replays a full CUDA graph
-runs no layer's Python, so it is not planned at all, except for what a backend does before a replay.
+A step only notes what it reads; it is planned when its first layer attends. A step that replays a full CUDA graph runs
+no layer's Python, so it is not planned at all, except for what a backend does before a replay.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from vllm.model_executor.layers.attention.mla_attention import (
-    MLACommonDecodeMetadata,
-    MLACommonMetadata,
-    MLACommonMetadataBuilder,
-    QueryLenSupport,
-)
-from vllm.v1.attention.backend import AttentionCGSupport
 
-from attnplug import Capabilities, ExtendPath, ForwardBatch, ForwardExtras, ForwardMode, Geometry, GraphLevel, Role
+from attnplug import Capabilities, ForwardBatch, ForwardExtras, ForwardMode, Geometry, PlanError, Role
 from attnplug.host import HostLengths, ModelAttention, plan_forward
-from attnplug_vllm.choice import Refused, graph_level, remembered
-from attnplug_vllm.memory import GroupAttention, mla_pools
-from attnplug_vllm.mla_prefill import AttnplugMLAPrefill
-from attnplug_vllm.specs import cache_type, layer_ids, model_of
-
-_GRAPHS = {
-    GraphLevel.NEVER: AttentionCGSupport.NEVER,
-    GraphLevel.DECODE: AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE,
-    GraphLevel.UNIFORM: AttentionCGSupport.UNIFORM_BATCH,
-    GraphLevel.ALWAYS: AttentionCGSupport.UNIFORM_BATCH,  # vLLM captures no prefill of MLA
-}
+from attnplug_vllm.memory import GroupAttention
 
 
-@dataclass
-class DecodeStep(MLACommonDecodeMetadata):
+@dataclass(slots=True, eq=False)
+class DecodeStep:
     """The requests of a step that decode, with ``rows`` new tokens in all and at most ``max_new`` each.
 
-    ``starts`` ``[requests + 1]`` are the first rows of requests. ``host`` are starts and lengths on the CPU, where the
-    backend needs them. ``filled`` says for which run a captured step was last filled: the one that warms up, or the
-    capture that follows with the same metadata.
+    The first two are what vLLM's own metadata of a decode has, too. ``starts`` ``[requests + 1]`` are the first rows of
+    requests. ``host`` are starts and lengths on the CPU, where the backend needs them. ``filled`` says for which run a
+    captured step was last filled: the one that warms up, or the capture that follows with the same metadata.
     """
 
+    block_table: Tensor
+    seq_lens: Tensor
     group: DecodeGroup
     rows: int
     max_new: int
@@ -73,7 +58,7 @@ class DecodeStep(MLACommonDecodeMetadata):
 class DecodeGroup:
     """The decode backend of a KV group, and the batches that CUDA graphs have captured."""
 
-    def __init__(self, attention: GroupAttention, names: dict[str, int], captured_rows: int) -> None:
+    def __init__(self, attention: GroupAttention, names: Mapping[str, int], captured_rows: int) -> None:
         self._group, self._captured_rows = attention, captured_rows
         by_id = {spec.layer_id: spec for spec in attention.model.layers}
         self.specs = {name: by_id[layer_id] for name, layer_id in names.items()}
@@ -106,7 +91,7 @@ class DecodeGroup:
         if not self._batches:
             attention.reserve_graphs(self._captured_rows, self._captured_rows)
             if padding := attention.padding_length():
-                raise Refused(
+                raise PlanError(
                     f"backend {attention.backend.backend_id.name} captures graphs with padded requests of length "
                     f"{padding}, and vLLM's have none; set --compilation-config.cudagraph_mode PIECEWISE"
                 )
@@ -165,90 +150,3 @@ def _exact(geometry: Geometry, starts: Tensor, seq_lens: Tensor) -> Geometry:
     if live < geometry.requests:
         geometry = geometry.split(live)[0]
     return replace(geometry, rows=sum(new_lens), host=lengths)
-
-
-class AttnplugMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
-    """vLLM's own builder, with our decode part, and with our prefill backend where one is named."""
-
-    query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.SINGLE_ONLY
-
-    @classmethod
-    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
-        return _GRAPHS[min(map(graph_level, remembered()), default=GraphLevel.NEVER)]
-
-    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        found = vllm_config.compilation_config.static_forward_context
-        first, names = found[layer_names[0]].impl, layer_ids(layer_names)
-        selection, dtype = first.selection, vllm_config.model_config.dtype
-        layers = {layer_id: found[name] for name, layer_id in names.items()}
-        specs = [replace(layer.impl.spec, layer_id=layer_id) for layer_id, layer in layers.items()]
-        group = GroupAttention(
-            config=vllm_config,
-            device=device,
-            model=model_of(vllm_config, specs),
-            layers=layers,
-            selection=replace(selection, choices={Role.DECODE: selection.choices[Role.DECODE]}),
-            kv_dtype=cache_type(first.kv_cache_dtype, dtype),
-            page_size=kv_cache_spec.block_size,
-            make_pools=mla_pools,
-            scales=lambda layer: layer._k_scale_float,
-        )
-        self._decode = DecodeGroup(group, names, vllm_config.compilation_config.max_cudagraph_capture_size or 0)
-        can = self._decode.capabilities
-        if ExtendPath.ABSORBED in can.mla_extend:
-            self.query_len_support = QueryLenSupport.VARLEN  # type: ignore[misc] # one class serves every backend
-        elif can.max_speculative_tokens:
-            self.query_len_support = QueryLenSupport.UNIFORM  # type: ignore[misc]
-        self._needs_lengths, self._capturing, self._common = can.needs_cpu_seq_lens, False, None
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._ours: AttnplugMLAPrefill | None = None
-        if Role.PREFILL in selection.choices:
-            chosen = replace(selection, choices={Role.PREFILL: selection.choices[Role.PREFILL]})
-            self._ours = self._prefill_backend = AttnplugMLAPrefill.of(replace(group, selection=chosen))
-
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> MLACommonMetadata:
-        self._common = common_attn_metadata
-        if self._ours is not None:
-            self._ours.common = common_attn_metadata
-        return super().build(common_prefix_len, common_attn_metadata, fast_build)
-
-    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> MLACommonMetadata:
-        self._capturing = True
-        try:
-            return super().build_for_cudagraph_capture(common_attn_metadata)
-        finally:
-            self._capturing = False
-
-    def _build_decode(
-        self,
-        block_table_tensor: Tensor,
-        seq_lens_device: Tensor,
-        max_seq_len: int,
-        query_start_loc_cpu: Tensor,
-        query_start_loc_device: Tensor,
-        num_decode_tokens: int,
-        dcp_tot_seq_lens_device: Tensor | None,
-        max_query_len: int | None = None,
-    ) -> DecodeStep:
-        requests = block_table_tensor.shape[0]
-        if num_decode_tokens == requests:
-            longest = 1
-        else:  # padded requests have none, and as many rows as the longest
-            longest = int(query_start_loc_cpu.diff().max())
-        step = DecodeStep(
-            block_table_tensor,
-            seq_lens_device,
-            None,
-            self._decode,
-            num_decode_tokens,
-            longest,
-            max_seq_len,
-            query_start_loc_device,
-        )
-        if self._capturing:
-            self._decode.capture(step)
-            return step
-        if self._needs_lengths:
-            step.host = (query_start_loc_cpu, self._common.seq_lens_cpu_upper_bound[:requests])
-        self._decode.replay(step)
-        return step

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
-from attnplug import ForwardBatch, ForwardMode, Geometry, LayerSpec, Plan, RaggedCall
+from attnplug import ForwardBatch, ForwardMode, Geometry, Plan, RaggedCall
 from attnplug.host import ModelAttention, bind_hook, optional_hooks, spread
 from attnplug_vllm.memory import GroupAttention
 
@@ -30,68 +29,46 @@ class ChunkCall:
     rows: slice | Tensor | None = None
 
 
-class AttnplugMLAPrefill(MLAPrefillBackend):
-    """Made by the builder of a KV group, in place of the one that vLLM chose for its layers."""
+class RaggedPrefill:
+    """The prefill backend of a KV group, and the calls of the present step."""
 
-    group: GroupAttention
-    common: Any = None
-    """The step's ``CommonAttentionMetadata``, set before ``prepare_metadata``."""
+    def __init__(self, group: GroupAttention) -> None:
+        self._group, self._layer = group, group.model.layers[0]  # layers of a group are alike
+        self._attention: ModelAttention | None = None
 
-    @classmethod
-    def of(cls, group: GroupAttention) -> AttnplugMLAPrefill:
-        layer = group.model.layers[0]
-        assert layer.mla is not None
-        made = cls(
-            num_heads=layer.num_heads,
-            scale=layer.scale,
-            kv_lora_rank=layer.mla.kv_lora_rank,
-            qk_nope_head_dim=layer.mla.qk_nope_head_dim,
-            qk_rope_head_dim=layer.mla.qk_rope_head_dim,
-            v_head_dim=layer.v_head_dim,
-            vllm_config=group.config,
-        )
-        made.group, made._layer, made._attention = group, layer, None
-        return made
-
-    _layer: LayerSpec
-    _attention: ModelAttention | None
-
-    @staticmethod
-    def get_name() -> str:
-        return "CUSTOM"
-
-    def prepare_metadata(self, prefill_metadata: Any) -> None:
-        super().prepare_metadata(prefill_metadata)
-        attention = self.group.ready()
+    def prepare(self, prefill: Any, common: Any) -> None:
+        """Take a step's ``MLACommonPrefillMetadata``, the last requests of its ``CommonAttentionMetadata``."""
+        attention = self._group.ready()
         if attention is not self._attention:
             self._attention, backend = attention, attention.backend
             self._run = bind_hook(backend, _RAGGED, optional_hooks()[_RAGGED])
-            self._plan_calls = bind_hook(backend, _PLANNING, optional_hooks()[_PLANNING], ("disable_flashinfer_ragged",))
-        starts = prefill_metadata.query_start_loc
-        requests = starts.shape[0] - 1
-        first = self.common.num_reqs - requests
-        new_lens = self.common.query_start_loc_cpu[first:].diff().tolist()
-        live = requests
+            self._plan_calls = bind_hook(
+                backend, _PLANNING, optional_hooks()[_PLANNING], ("disable_flashinfer_ragged",)
+            )
+        starts = prefill.query_start_loc
+        live = starts.shape[0] - 1
+        first = common.num_reqs - live
+        new_lens = common.query_start_loc_cpu[first:].diff().tolist()
         while live and not new_lens[live - 1]:  # requests that only pad the batch
             live -= 1
         new_lens, starts = new_lens[:live], starts[: live + 1]
         self._new = RaggedCall(0, tuple(new_lens), tuple(new_lens), True, starts, starts)
-        self._chunks = chunk_calls(prefill_metadata, new_lens)
-        self._plan = self._planned(prefill_metadata, first, live)
+        self._chunks = chunk_calls(prefill, new_lens)
+        self._plan = self._planned(prefill, common, first)
 
-    def _planned(self, prefill: Any, first: int, live: int) -> Plan | None:
+    def _planned(self, prefill: Any, common: Any, first: int) -> Plan | None:
         """What a backend plans for all calls of this step, if it plans them."""
         if self._plan_calls is None:
             return None
-        seq_lens, table = self.common.seq_lens[first : first + live], prefill.block_table[:live]
         lens = self._new.query_lens
+        seq_lens, table = common.seq_lens[first : first + len(lens)], prefill.block_table[: len(lens)]
         geometry = Geometry(
             ForwardMode.EXTEND,
             table,
             seq_lens,
-            self.group.page_size,
+            self._group.page_size,
             rows=sum(lens),
-            max_seq_len=min(self.common.max_seq_len, table.shape[1] * self.group.page_size),
+            max_seq_len=min(common.max_seq_len, table.shape[1] * self._group.page_size),
             max_new=max(lens),
             new_lens=self._new.query_indptr.diff(),
             calls=(self._new, *(chunk.call for chunk in self._chunks)),
@@ -99,27 +76,15 @@ class AttnplugMLAPrefill(MLAPrefillBackend):
         plan: Plan | None = self._plan_calls(ForwardBatch(geometry), False)
         return plan
 
-    def run_prefill_new_tokens(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        return_softmax_lse: bool,
-        out: Tensor | None = None,
-        output_scale: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        assert output_scale is None, "quantised output is not claimed"
-        lse = _new_lse(q) if return_softmax_lse else None
+    def new_tokens(self, q: Tensor, k: Tensor, v: Tensor, with_lse: bool) -> tuple[Tensor, Tensor | None]:
+        """Causal over the new rows. The log-sum-exp is ``[heads, rows]``, as vLLM merges it."""
+        lse = _new_lse(q) if with_lse else None
         result = self._ragged(self._new, q, k, v, lse)
-        if out is not None:
-            result = out.copy_(result)
-        return result if lse is None else (result, lse.t().contiguous())
+        return result, None if lse is None else lse.t().contiguous()
 
-    def run_prefill_context_chunk(
-        self, *, q: Tensor, k: Tensor, v: Tensor, chunk_idx: int = 0, chunk: Any = None, out: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """vLLM gives the number of a chunk with all queries, or (later versions) the chunk with its own queries."""
-        planned = self._chunks[chunk_idx if chunk is None else chunk.index]
+    def context_chunk(self, index: int, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Not causal, over the rows of a chunk. Queries without any there have the log-sum-exp -inf."""
+        planned = self._chunks[index]
         if planned.rows is None:
             lse = _new_lse(q)
             result = self._ragged(planned.call, q, k, v, lse)
@@ -130,8 +95,6 @@ class AttnplugMLAPrefill(MLAPrefillBackend):
             result[planned.rows] = self._ragged(planned.call, queries, k, v, part)
             lse = torch.full(q.shape[:2], float("-inf"), dtype=torch.float32, device=q.device)
             lse[planned.rows] = part
-        if out is not None:
-            result = out.copy_(result)
         return result, lse.t().contiguous()
 
     def _ragged(self, call: RaggedCall, q: Tensor, k: Tensor, v: Tensor, lse: Tensor | None) -> Tensor:
