@@ -187,7 +187,9 @@ def unsupported(config: Any) -> Iterator[Refusal]:
         "computed scales (--calculate-kv-scales)": bool(getattr(cache, "calculate_kv_scales", False)),
         "chunked local attention (the model's attention_chunk_size)": bool(getattr(text, "attention_chunk_size", None)),
         "reference sliding windows (the model's)": getattr(config.model_config, "rswa_window", None) is not None,
-        "a KV connector (--kv-transfer-config)": config.kv_transfer_config is not None,
+        # MLA's cache is laid out, written and gathered by vLLM itself, as connectors know it.
+        "a KV connector (--kv-transfer-config)": config.kv_transfer_config is not None
+        and not getattr(config.model_config, "use_mla", False),
     }
     for name, is_there in found.items():
         if is_there:
