@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from attnplug import CacheLayout, Problem, Setting
-from attnplug_vllm.host import VERSIONS, fit, refuse, render, version_refusal
+from attnplug import CacheLayout, Problem, Role, Setting
+from attnplug.host import load_host
+from attnplug_vllm.host import HOST, fit, refuse, render
 from support.specs import GDN, MHA, MLA, model
 
 
@@ -31,7 +32,8 @@ def test_keys_and_values_share_rows_so_the_layout_is_strided():
 
 def test_lengths_are_exact_unless_vllm_speculates():
     assert fit(Problem(model(MHA))).exact_lengths
-    assert not fit(Problem(model(MHA), speculative_tokens=3)).exact_lengths
+    fitted = fit(Problem(model(MHA), speculative_tokens=3))
+    assert not fitted.exact_lengths and Role.DRAFT not in fitted.roles(), "vLLM chooses what drafts"
 
 
 def test_linear_layers_are_left_to_vllm():
@@ -58,13 +60,18 @@ def test_blocks_are_multiples_of_16():
 
 @pytest.mark.parametrize(("version", "known"), [("0.26.0", True), ("0.32.1+cpu", True), ("0.25.1", False), ("0.33.0", False)])
 def test_versions_outside_the_range_are_refused_by_number(version, known):
-    reason = version_refusal(version)
+    reason = HOST.version_refusal(version)
     assert (reason is None) is known
     if reason is not None:
         told = reason.told(render)
-        assert version in told and VERSIONS in told and "pip install" in told
+        assert version in told and HOST.versions in told and "pip install" in told
 
 
 def test_it_is_read_without_torch_and_without_vllm():
     code = "import sys, attnplug_vllm.host; sys.exit(bool({'torch', 'vllm'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_it_is_found_by_its_entry_point():
+    found, bridge = load_host("vllm")
+    assert found is HOST and bridge.distribution == "attnplug-vllm"

