@@ -8,6 +8,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-collect_ignore_glob = [] if find_spec("vllm") else ["hosted/*"]
+collect_ignore = [] if find_spec("vllm") else ["hosted"]
 
 torch.set_num_threads(1)

@@ -21,7 +21,6 @@ from vllm.model_executor.layers.attention.mla_attention import (
     QueryLenSupport,
 )
 from vllm.platforms import current_platform
-from vllm.v1 import kv_cache_interface
 from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
@@ -77,7 +76,9 @@ class AttnplugMLABackend(MLACommonBackend):  # type: ignore[misc] # vLLM is not 
     @classmethod
     def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
         """From 0.29 on: rows of a layer without gaps, which every backend reads, and which 0.26 has anyway."""
-        layouts = kv_cache_interface.KVCacheLayout
+        import vllm.v1.kv_cache_interface as caches  # what is read of it is not in 0.26
+
+        layouts = caches.KVCacheLayout
         return layouts.LBNHC, layouts.LBHNC, layouts.LHBNC
 
     @classmethod
