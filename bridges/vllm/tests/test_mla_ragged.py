@@ -1,4 +1,4 @@
-"""Ragged calls of an MLA prefill: from the chunks that either end of vLLM's range plans, to attention over rows at hand."""
+"""Ragged calls of an MLA prefill: from the chunks that vLLM plans, at either end of the range, to rows of attention."""
 
 from __future__ import annotations
 

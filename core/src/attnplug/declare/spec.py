@@ -272,7 +272,9 @@ def _layer_refusals(can: Capabilities, problem: Problem, role: Role, layer: Laye
             yield _dims(RefusalCode.MLA_DIMS, "MLA dims (kv_lora_rank, rope)", dims, can.mla_dims, role)
     as_mha = can.mla_extend - {ExtendPath.ABSORBED}
     if layer.mla is not None and role is Role.PREFILL and problem.mla_by_host and not as_mha:
-        message = "this host prefills MLA as MHA, and it extends absorbed only; leave the role to the host's own kernels"
+        message = (
+            "this host prefills MLA as MHA, and it extends absorbed only; leave the role to the host's own kernels"
+        )
         yield Refusal(RefusalCode.FEATURE, message, sorted(can.mla_extend), setting=role.setting)
     ranks = problem.tensor_parallel
     if layer.num_heads % ranks:
