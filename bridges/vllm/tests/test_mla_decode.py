@@ -11,7 +11,7 @@ import torch
 from attnplug_vllm.choice import choose, forget
 from attnplug_vllm.memory import GroupAttention, mla_pools
 from attnplug_vllm.mla_decode import DecodeGroup, DecodeStep
-from attnplug_vllm.specs import Machine, cache_type, mla_layer, model_of
+from attnplug_vllm.specs import Machine, cache_type, mla_layer, model_of, unsupported
 from torch import Tensor
 from vllm_stage import Metadata, config, metadata
 
@@ -274,3 +274,11 @@ def choose_without_vllm(asked: Any, model: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("attnplug_vllm.choice.other_version", list)
         return choose(asked, replace(model), "auto", Machine("cpu"))
+
+
+def test_a_kv_connector_is_carried_for_mla() -> None:
+    """MLA's cache is laid out and written by vLLM itself, so connectors find what they know."""
+    asked = config({}, kv_transfer_config=SimpleNamespace())
+    assert any("KV connector" in refusal.message for refusal in unsupported(asked))
+    asked.model_config.use_mla = True
+    assert not list(unsupported(asked))

@@ -6,6 +6,7 @@ vLLM absorbs, chunks and merges MLA itself. Its decode calls arrive at ``forward
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -106,7 +107,15 @@ class AttnplugMLAImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[misc]
         **mla_args: Any,  # vLLM's own, which grow with its versions
     ) -> None:
         config = get_current_vllm_config()
-        insist(_unsupported(config, alibi_slopes, sliding_window, logits_soft_cap, mla_args.get("indexer")))
+        fp8_on_cpu = current_platform.is_cpu() and kv_cache_dtype in ("fp8", "fp8_e4m3")
+        features = {
+            "ALiBi slopes": alibi_slopes is not None,
+            "a sliding window over latent rows": sliding_window is not None,
+            "a soft cap of latent attention's logits": bool(logits_soft_cap),
+            "sparse MLA (an indexer, as in DeepSeek-V3.2)": mla_args.get("indexer") is not None,
+            "latent rows in fp8 on the CPU (--kv-cache-dtype)": fp8_on_cpu,
+        }
+        insist(_unsupported(config, [name for name, asked in features.items() if asked]))
         self.spec = mla_layer(
             0,
             heads=num_heads,
@@ -177,8 +186,9 @@ class AttnplugMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):  # type: 
     """vLLM's own builder, with our decode part, and with our prefill backend where one is named."""
 
     query_len_support: QueryLenSupport = QueryLenSupport.SINGLE_ONLY
-    common: Any = None
-    """The metadata of the step that is being built."""
+    _ours: AttnplugMLAPrefill | None = None
+    _lengths: Tensor | None = None
+    """Lengths on the CPU of the step that is being built."""
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -211,10 +221,12 @@ class AttnplugMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):  # type: 
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         if Role.PREFILL in selection.choices:
             chosen = replace(selection, choices={Role.PREFILL: selection.choices[Role.PREFILL]})
-            self._prefill_backend = AttnplugMLAPrefill.of(replace(group, selection=chosen), self)
+            self._ours = self._prefill_backend = AttnplugMLAPrefill.of(replace(group, selection=chosen))
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> MLACommonMetadata:
-        self.common = common_attn_metadata
+        self._lengths = common_attn_metadata.seq_lens_cpu_upper_bound
+        if self._ours is not None:
+            self._ours.common = common_attn_metadata
         return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> MLACommonMetadata:
@@ -250,7 +262,8 @@ class AttnplugMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):  # type: 
             self._decode.capture(step)
             return step
         if self._needs_lengths:
-            step.host = (query_start_loc_cpu, self.common.seq_lens_cpu_upper_bound[:requests])
+            assert self._lengths is not None
+            step.host = (query_start_loc_cpu, self._lengths[:requests])
         self._decode.replay(step)
         return step
 
@@ -258,11 +271,12 @@ class AttnplugMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):  # type: 
 class AttnplugMLAPrefill(MLAPrefillBackend):  # type: ignore[misc]
     """Made by the builder of a KV group, in place of the one that vLLM chose for its layers."""
 
-    builder: AttnplugMLABuilder
     ragged: RaggedPrefill
+    common: Any = None
+    """The metadata of the step that is being built."""
 
     @classmethod
-    def of(cls, group: GroupAttention, builder: AttnplugMLABuilder) -> AttnplugMLAPrefill:
+    def of(cls, group: GroupAttention) -> AttnplugMLAPrefill:
         layer = group.model.layers[0]
         assert layer.mla is not None
         made = cls(
@@ -274,7 +288,7 @@ class AttnplugMLAPrefill(MLAPrefillBackend):  # type: ignore[misc]
             v_head_dim=layer.v_head_dim,
             vllm_config=group.config,
         )
-        made.builder, made.ragged = builder, RaggedPrefill(group)
+        made.ragged = RaggedPrefill(group)
         return made
 
     @staticmethod
@@ -282,7 +296,7 @@ class AttnplugMLAPrefill(MLAPrefillBackend):  # type: ignore[misc]
         return "CUSTOM"
 
     def prepare_metadata(self, prefill_metadata: Any) -> None:
-        self.ragged.prepare(prefill_metadata, self.builder.common)
+        self.ragged.prepare(prefill_metadata, self.common)
 
     def run_prefill_new_tokens(
         self,
@@ -321,18 +335,9 @@ def _choose(config: Any, spec: LayerSpec, kv_cache_dtype: str) -> Selection:
     return selection
 
 
-def _unsupported(config: Any, alibi: Any, window: Any, cap: Any, indexer: Any) -> list[Refusal]:
-    found = {
-        "ALiBi slopes": alibi is not None,
-        "a sliding window over latent rows": window is not None,
-        "a soft cap of latent attention's logits": bool(cap),
-        "sparse MLA (an indexer, as in DeepSeek-V3.2)": indexer is not None,
-    }
-    refusals = [
-        Refusal(RefusalCode.FEATURE, f"{name}: attnplug's bridge does not carry it")
-        for name, there in found.items()
-        if there
-    ]
+def _unsupported(config: Any, features: Sequence[str]) -> list[Refusal]:
+    """What a layer asks for that the contract lacks, and two backends that are named for one thing."""
+    refusals = [Refusal(RefusalCode.FEATURE, f"{name}: attnplug's bridge does not carry it") for name in features]
     theirs = config.attention_config.mla_prefill_backend
     if theirs is not None and "prefill" in (config.additional_config or {}).get(SECTION, {}):
         message = (
