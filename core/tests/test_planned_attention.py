@@ -40,7 +40,7 @@ class Sevens(PlannedAttention):
         declared = replace(
             context.declared,
             cuda_graph=GraphLevel.UNIFORM,
-            extras=frozenset({"lse", "out", "sinks"}),
+            extras=frozenset({"lse", "out", "q_rope", "sinks"}),
         )
         super().__init__(replace(context, declared=declared, limits=replace(context.limits, lanes=2)))
         self.seen: list[tuple[Tensor, NewRows | None, ForwardExtras]] = []
@@ -226,6 +226,29 @@ class TestCalls:
                 on.backend.forward_extend(q, k, v, with_sinks, planned(on), extras=extras)
         with pytest.raises(BackendError, match=r"extras.sinks has shape \(3,\), but q has 4 heads"):
             on.backend.forward_extend(q, k, v, with_sinks, planned(on), extras=ForwardExtras(sinks=torch.zeros(3)))
+
+    @pytest.mark.parametrize(
+        ("latent", "rope"),
+        [((5, 4, 40), (5, 4, 8)), ((5, 4, 32), (5, 4, 16)), ((5, 4, 32), (3, 4, 8))],
+        ids=["latent", "rope", "rows"],
+    )
+    def test_absorbed_queries_whose_parts_are_not_those_of_the_layer(self, latent, rope):
+        on = stage(Case(((5, 3), (0, 2)), mla=DIMS, v_head_dim=32))
+        extras = ForwardExtras(q_rope=torch.zeros(rope))
+        with pytest.raises(BackendError, match=r"give the latent part \[rows, heads, 32\] and the rotary part .* 8\]"):
+            on.backend.forward_extend(
+                torch.zeros(latent), None, None, on.layer, planned(on), save_kv_cache=False, extras=extras
+            )
+
+    def test_padding_is_cut_off_both_parts_of_absorbed_queries(self):
+        """B5"""
+        on = stage(Case(((5, 3), (0, 2)), mla=DIMS, v_head_dim=32))
+        extras = ForwardExtras(q_rope=torch.zeros(7, 4, 8))
+        on.backend.forward_extend(
+            torch.zeros(7, 4, 32), None, None, on.layer, planned(on, 2), save_kv_cache=False, extras=extras
+        )
+        ((q, _, given),) = on.backend.seen
+        assert (q.shape[0], given.q_rope.shape[0]) == (5, 5)
 
     @pytest.mark.parametrize("out", [torch.zeros(5, 4, 15), torch.zeros(5, 4, 16, dtype=torch.float16)])
     def test_memory_that_the_result_does_not_fit(self, out):

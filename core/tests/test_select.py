@@ -10,7 +10,7 @@ import pytest
 from attnplug import DType, GraphLevel, ModelSpec, PageSizes, Problem, Refusal, RefusalCode, Role
 from attnplug.choose.registry import Broken, Source
 from attnplug.host import BackendRequest, PluginError, SelectionError, UsageError, explain, explanation, select
-from support.selection import CPU_FLOAT32, HYBRID, LINEAR, LINEAR_ONLY, LLAMA, PLAIN, backend, names, registry
+from support.selection import CPU_FLOAT32, DEEPSEEK, HYBRID, LINEAR, LINEAR_ONLY, LLAMA, PLAIN, backend, names, registry
 
 # ---- explicit requests ----
 
@@ -102,6 +102,32 @@ def test_an_embedding_needs_no_backend_to_decode() -> None:
     assert any("no decode" in line for line in explanation(selection))
     with pytest.raises(UsageError, match="decode_attention_backend other is given, but an embedding decodes nothing"):
         select(installed, BackendRequest(roles={Role.DECODE: "other"}), problem)
+
+
+class TestMLAByTheHost:
+    """The host prefills MLA itself, as MHA (C1), unless a backend is asked for in that role."""
+
+    PROBLEM = Problem(DEEPSEEK, mla_by_host=True)
+    ABSORBED = replace(PLAIN, kinds={"mla"}, mla_extend={"absorbed"})
+    AS_MHA = replace(PLAIN, kinds={"mla"}, mla_extend={"one_shot", "chunked"})
+
+    def test_no_backend_is_needed_to_prefill(self) -> None:
+        installed = registry(backend("decodes", replace(self.ABSORBED, roles={"decode"})))
+        assert names(select(installed, BackendRequest("decodes"), self.PROBLEM).choices) == {"decode": "decodes"}
+
+    def test_a_backend_that_is_named_for_it_prefills(self) -> None:
+        installed = registry(backend("decodes", self.ABSORBED), backend("mha", self.AS_MHA))
+        request = BackendRequest("decodes", {Role.PREFILL: "mha"})
+        assert names(select(installed, request, self.PROBLEM).choices) == {"prefill": "mha", "decode": "decodes"}
+
+    def test_one_that_cannot_run_it_as_mha_is_refused(self) -> None:
+        installed = registry(backend("decodes", self.ABSORBED))
+        with pytest.raises(SelectionError, match="this host prefills MLA as MHA, and it extends absorbed only"):
+            select(installed, BackendRequest(roles={Role.PREFILL: "decodes"}), self.PROBLEM)
+
+    def test_layers_that_are_not_mla_are_prefilled_by_a_backend(self) -> None:
+        selection = select(registry(backend("any")), BackendRequest(), Problem(LLAMA, mla_by_host=True))
+        assert names(selection.choices) == {"prefill": "any", "decode": "any"}
 
 
 def test_an_unknown_name_is_an_error_with_the_nearest() -> None:

@@ -14,6 +14,7 @@ MLA = LayerSpec(0, AttentionKind.MLA, 16, 16, 192, 128, 0.07, mla=MLADims(512, 1
 GDN = LayerSpec(1, AttentionKind.GDN, 4, 4, 16, 16, 0.25, linear=LinearDims(4, 2, 16, 16, 8, 4))
 
 LLAMA = ModelSpec("llama", "llama", (MHA,), 4096)
+DEEPSEEK = ModelSpec("deepseek", "deepseek_v3", (MLA,), 4096)
 HYBRID = ModelSpec("hybrid", "qwen3_next", (MHA, GDN), 4096)
 LINEAR_ONLY = ModelSpec("mamba", "mamba2", (GDN,), 4096)
 

@@ -51,14 +51,22 @@ def compiled(kernel, sm: int, constants: dict[str, object], options: dict[str, o
         attrs={
             (place,): [["tt.divisibility", 16]]
             for place, name in enumerate(names)
-            if types.get(name, "").startswith("*") or name in ("q_row", "q_head")
+            if types.get(name, "").startswith("*") or name in ("q_row", "q_head", "q_rope_row", "q_rope_head")
         },
     )
     with warnings.catch_warnings(action="ignore"):
         return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
 
 
-def attend(sm: int, cut: dict[str, object], q: str, cache: str, invariant: bool = False, page_size: int = PAGE):
+def attend(
+    sm: int,
+    cut: dict[str, object],
+    q: str,
+    cache: str,
+    invariant: bool = False,
+    page_size: int = PAGE,
+    apart: bool = False,
+):
     constants = {
         "table_column": 1,
         "HEADS": 16,
@@ -69,10 +77,11 @@ def attend(sm: int, cut: dict[str, object], q: str, cache: str, invariant: bool 
         "SLOT_STRIDE": RANK + ROPE,
         "INVARIANT": invariant,
         "LSE": True,
+        "APART": apart,
         "OVERLAP": cut["overlap"],
     }
     options = {"num_warps": cut["warps"], "launch_pdl": cut["overlap"]}
-    types = {"q": f"*{q}", "out": f"*{q}", "cache": f"*{cache}"}
+    types = {"q": f"*{q}", "q_rope": f"*{q}", "out": f"*{q}", "cache": f"*{cache}"}
     if cut["kernel"] == "wide":
         return compiled(attend_wide, sm, constants, options, **types)
     if cut["kernel"] == "low":

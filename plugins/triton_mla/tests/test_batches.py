@@ -154,6 +154,25 @@ class TestBatches:
             assert relative_error(memory, wanted) <= 5e-3
 
     @on_every_device
+    @modes
+    @pytest.mark.parametrize(("heads", "kv_dtype"), [(4, None), (4, FP8), (24, None)])
+    def test_queries_in_two_parts(self, heads, kv_dtype, mode, new, device):
+        """As a host has them that absorbs itself: latent parts head by head, rotary parts within wider rows."""
+        given = lengths(3, 100, new, seed=heads)
+        case = MLACase(given, mode, heads=heads, kv_dtype=kv_dtype, dtype=DType.FLOAT16, padding=2)
+        stage = scene(case, device)
+        joined, lse = stage.absorbed()
+        rank, q = stage.case.dims.kv_lora_rank, stage.padded(stage.q)
+        latent, rope = q[..., :rank].transpose(0, 1).contiguous().transpose(0, 1), q[..., rank:].contiguous()
+        wider = torch.cat([torch.full_like(q[..., :rank], float("nan")), rope], -1)[..., rank:]
+        batch, again = stage.batch(), torch.full_like(lse, float("nan"))
+        with_plan(batch, stage.backend.init_forward_metadata(batch))
+        forward = stage.backend.forward_decode if mode.is_decode else stage.backend.forward_extend
+        extras = ForwardExtras(lse=again, q_rope=wider)
+        out = forward(latent, None, None, stage.layer, batch, save_kv_cache=False, extras=extras)
+        assert torch.equal(out, joined) and torch.equal(again, lse)
+
+    @on_every_device
     def test_a_page_table_by_its_strides(self, device):
         """It is read where it lies, a part of a larger one as well."""
         stage = scene(MLACase(((130, 1), (64, 1), (1, 1)), DECODE, heads=4), device)

@@ -110,17 +110,20 @@ def test_it_compiles_for_gpus_and_fits_them() -> None:
         return choose(rows, requests, ANY, fp8=fp8, invariant=False)
 
     wanted = []
-    for sm, entry, q, cache, page_size in (
-        (80, RAGGED, "fp16", "fp16", 64),
-        (89, chosen(16, 1, fp8=True), "bf16", "fp8e4nv", 64),
-        (90, chosen(16, 99), "bf16", "bf16", 16),
-        (90, chosen(16, 1), "bf16", "bf16", 48),
-        (90, chosen(128, 100), "bf16", "bf16", 64),
-        (100, chosen(128, 1, fp8=True), "bf16", "fp8e4nv", 1),
+    for sm, entry, q, cache, page_size, apart in (
+        (80, RAGGED, "fp16", "fp16", 64, False),
+        (89, chosen(16, 1, fp8=True), "bf16", "fp8e4nv", 64, True),
+        (90, chosen(16, 99), "bf16", "bf16", 16, True),
+        (90, chosen(16, 1), "bf16", "bf16", 48, False),
+        (90, chosen(16, 1), "bf16", "bf16", 64, True),
+        (90, chosen(128, 100), "bf16", "bf16", 64, False),
+        (90, chosen(128, 100), "bf16", "bf16", 64, True),
+        (100, chosen(128, 1, fp8=True), "bf16", "fp8e4nv", 1, False),
     ):
         row_bytes = WIDTH if cache == "fp8e4nv" else 2 * WIDTH
         found = fitting(entry, Room(sm, SHARED[sm], 2 * WIDTH, row_bytes))
-        wanted.append({"sm": sm, "cut": asdict(found), "q": q, "cache": cache, "page_size": page_size})
+        case = {"sm": sm, "cut": asdict(found), "q": q, "cache": cache, "page_size": page_size, "apart": apart}
+        wanted.append(case)
     script = Path(__file__).with_name("cross_compile.py")
     command = [sys.executable, str(script), json.dumps(wanted)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -33,7 +33,7 @@ class PlannedAttention(PlannedBackend):
     def attend(self, q: Tensor, layer: LayerSpec, plan: Plan, new: NewRows | None, extras: ForwardExtras) -> Tensor:
         """One layer over the planned rows; there is at least one.
 
-        q is ``[plan.query_rows, heads, width]``. ``new`` holds as many rows of k and v, which are in the cache by now.
+        q is ``[plan.query_rows, heads, width]``, and so is ``extras.q_rope``. ``new`` holds as many rows of k and v, which are in the cache by now.
         It is ``None`` where they were there before. Fill ``extras.lse`` if it is given. Write the result to
         ``extras.out`` if you can; any other tensor that you return is copied there.
         """
@@ -78,7 +78,7 @@ class PlannedAttention(PlannedBackend):
         extras: ForwardExtras | None,
     ) -> Tensor:
         """One layer of a planned batch, as ``AttentionBackend.forward_extend`` says."""
-        given = self.layers.check(layer, q)
+        given = self.layers.check(layer, q, None if extras is None else extras.q_rope)
         wanted = NOTHING if extras is None and not layer.sinks else self.layers.wanted(layer, q, extras)
         rows, new = plan.query_rows, None
         if rows and self.takes_rows(plan, save_kv_cache):
@@ -106,7 +106,8 @@ class PlannedAttention(PlannedBackend):
         if lse is not None:
             lse[rows:] = float("-inf")
         if rows:
-            part = replace(wanted, lse=None if lse is None else lse[:rows], out=out[:rows])
+            q_rope = None if wanted.q_rope is None else wanted.q_rope[:rows]
+            part = replace(wanted, lse=None if lse is None else lse[:rows], out=out[:rows], q_rope=q_rope)
             _put(self.attend(q[:rows], layer, plan, new, part), part.out)
         return out
 

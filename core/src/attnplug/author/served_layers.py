@@ -29,7 +29,7 @@ class ServedLayers:
             for layer in context.model.full_layers
         }
 
-    def check(self, layer: LayerSpec, q: Tensor) -> int:
+    def check(self, layer: LayerSpec, q: Tensor, q_rope: Tensor | None = None) -> int:
         """Check that queries ``[rows, heads, width]`` are for a layer that the backend serves; returns their rows."""
         wanted = self._queries.get(layer.layer_id)
         if wanted is None:
@@ -39,11 +39,25 @@ class ServedLayers:
         if q.dim() != 3:
             raise BackendError(f"layer {layer.layer_id}: q has shape {tuple(q.shape)}; give [rows, heads, width]")
         rows, heads, width = q.shape
+        if q_rope is not None:
+            width = self._joined_width(layer, q, q_rope)
         if (heads, width) != wanted:
             raise BackendError(
                 f"layer {layer.layer_id}: q has (heads, width) {(heads, width)}, but on this rank it has {wanted}"
             )
         return rows
+
+    @staticmethod
+    def _joined_width(layer: LayerSpec, q: Tensor, q_rope: Tensor) -> int:
+        """The width of absorbed queries that come in two parts."""
+        rank, rope = (0, 0) if layer.mla is None else (layer.mla.kv_lora_rank, layer.mla.qk_rope_head_dim)
+        if q.shape[2] != rank or q_rope.shape != (*q.shape[:2], rope) or q_rope.dtype is not q.dtype:
+            raise BackendError(
+                f"layer {layer.layer_id}: q has shape {tuple(q.shape)} and extras.q_rope is {q_rope.dtype} of shape "
+                f"{tuple(q_rope.shape)}; give the latent part [rows, heads, {rank}] and the rotary part [rows, heads, "
+                f"{rope}] of an MLA layer, both in {q.dtype}"
+            )
+        return rank + rope
 
     def wanted(self, layer: LayerSpec, q: Tensor, extras: ForwardExtras | None) -> ForwardExtras:
         """What a call asks for, checked. An extra that the backend does not claim is an error."""

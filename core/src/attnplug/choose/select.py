@@ -144,7 +144,8 @@ def explain(
     if problem.model is None:
         return Selection(problem, {}, problem.page_size, given, failed or {}, request.verify)
     judge = _Judge(registry, request, problem, failed or {}, given, ranking)
-    choices = {role: judge.choose(role) for role in problem.roles()}
+    by_name = [Role.PREFILL] if problem.prefilled_by_host and Role.PREFILL in request.roles else []
+    choices = {role: judge.choose(role) for role in (*by_name, *problem.roles())}
     registry.insist_on_checks((c.backend, c.refusals) for choice in choices.values() for c in choice.candidates)
     for role, name in request.roles.items():
         if role not in choices and name != AUTO:

@@ -33,6 +33,9 @@ class ForwardExtras:
     log-sum-exp."""
     out: Tensor | None = None
     """Memory of the host for the result, in the result's shape and q's type; the backend returns it."""
+    q_rope: Tensor | None = None
+    """``[tokens, heads, rope]``: the rotary part of absorbed MLA queries, for hosts that have it apart from the latent
+    part. q is then ``[tokens, heads, kv_lora_rank]``. Both may have any strides between rows and heads."""
 
     def asked(self) -> frozenset[str]:
         return frozenset(name for name in self.__slots__ if getattr(self, name) is not None)

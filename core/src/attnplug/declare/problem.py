@@ -107,6 +107,9 @@ class Problem:
     layout: CacheLayout | None = None
     wants_graphs: bool = False
     """Whether the host captures decode where it can. ``auto`` then prefers backends that can be captured."""
+    mla_by_host: bool = False
+    """Whether the host absorbs, chunks and merges MLA itself. It then prefills MLA by kernels of its own, unless a
+    backend is asked for in that role, which must be able to run MLA as MHA."""
 
     def __post_init__(self) -> None:
         if self.page_size is not None and not 1 <= self.page_size <= LARGEST_PAGE:
@@ -125,6 +128,12 @@ class Problem:
         if self.sm is not None and self.sm not in SM_RANGE:
             raise _wrong(Setting.SM, self.sm, "is not a compute capability; write 9.0 as 90, 10.3 as 103")
 
+    @property
+    def prefilled_by_host(self) -> bool:
+        """Whether no backend is needed to prefill."""
+        layers = () if self.model is None else self.model.full_layers
+        return self.mla_by_host and bool(layers) and all(layer.mla is not None for layer in layers)
+
     def captured(self, roles: Collection[Role | None]) -> GraphLevel:
         """What a backend for these roles must be able to capture. One that only prefills takes no part in a decode."""
         only_prefills = set(roles) == {Role.PREFILL}
@@ -136,7 +145,8 @@ class Problem:
             return ()
         needed = []
         if self.model.full_layers:
-            needed += [Role.PREFILL] if self.is_embedding else [Role.PREFILL, Role.DECODE]
+            needed += [] if self.prefilled_by_host else [Role.PREFILL]
+            needed += [] if self.is_embedding else [Role.DECODE]
         if self.model.linear_layers:
             needed.append(Role.LINEAR)
         if self.speculative_tokens and self.model.full_layers:

@@ -17,6 +17,7 @@ from itertools import islice
 from typing import Any
 
 from attnplug.declare.capabilities import Capabilities
+from attnplug.declare.claims import ExtendPath
 from attnplug.declare.errors import PluginError, describe_error
 from attnplug.declare.factory import DOTTED, factory_refusal
 from attnplug.declare.model import AttentionKind, LayerSpec
@@ -269,6 +270,12 @@ def _layer_refusals(can: Capabilities, problem: Problem, role: Role, layer: Laye
         dims = (layer.mla.kv_lora_rank, layer.mla.qk_rope_head_dim)
         if dims not in can.mla_dims:
             yield _dims(RefusalCode.MLA_DIMS, "MLA dims (kv_lora_rank, rope)", dims, can.mla_dims, role)
+    as_mha = can.mla_extend - {ExtendPath.ABSORBED}
+    if layer.mla is not None and role is Role.PREFILL and problem.mla_by_host and not as_mha:
+        message = (
+            "this host prefills MLA as MHA, and it extends absorbed only; leave the role to the host's own kernels"
+        )
+        yield Refusal(RefusalCode.FEATURE, message, sorted(can.mla_extend), setting=role.setting)
     ranks = problem.tensor_parallel
     if layer.num_heads % ranks:
         yield Refusal(

@@ -59,6 +59,7 @@ def readable(q: Tensor, multiple_of: int = 1) -> Tensor:
 
 def launch_attend(
     q: Tensor,
+    q_rope: Tensor | None,
     cache: LayerCache,
     page_table: Tensor,
     out: Tensor,
@@ -69,13 +70,17 @@ def launch_attend(
 ) -> None:
     """Attend with q ``[rows, heads, rank + rope]``; ``out`` ``[rows, heads, rank]`` and ``lse`` are contiguous.
 
+    With ``q_rope`` ``[rows, heads, rope]``, q is ``[rows, heads, rank]``.
     Tiles of several parts are left in ``partials`` for ``launch_merge`` where the schedule says so.
     """
     configuration, pages = schedule.configuration, cache.pages
-    q = readable(q, 1 if configuration.kernel == "triton" else _COPIED)
+    multiple_of = 1 if configuration.kernel == "triton" else _COPIED
+    q = readable(q, multiple_of)
+    rope = q if q_rope is None else readable(q_rope, multiple_of)
     _, page_size, _, row_dim = pages.shape
     by_place = (
         q,
+        rope,
         pages,
         page_table,
         out,
@@ -88,6 +93,8 @@ def launch_attend(
         partials.weights.shape[-1],
         q.stride(0),
         q.stride(1),
+        rope.stride(0),
+        rope.stride(1),
         page_table.stride(0),
         page_table.stride(1),
         scale * cache.scale * _LOG2_E,
@@ -102,6 +109,7 @@ def launch_attend(
         "SLOT_STRIDE": pages.stride(1),
         "INVARIANT": schedule.shape.invariant,
         "LSE": lse is not None,
+        "APART": q_rope is not None,
         "OVERLAP": configuration.overlap,
         "num_warps": configuration.warps,
         **({"launch_pdl": True} if configuration.overlap else {}),

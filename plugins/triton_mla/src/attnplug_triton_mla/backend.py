@@ -134,7 +134,7 @@ class TritonMLABackend(PlannedAttention):
             out.zero_()
             if lse is not None:
                 lse.fill_(float("-inf"))
-        launch_attend(q, cache, metadata.page_table, out, lse, partials, schedule, layer.scale)
+        launch_attend(q, extras.q_rope, cache, metadata.page_table, out, lse, partials, schedule, layer.scale)
         if schedule.merged_by_kernel:
             launch_merge(partials, out, lse, schedule, cache.scale)
         return out

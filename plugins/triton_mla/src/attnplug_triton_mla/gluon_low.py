@@ -118,11 +118,11 @@ def _add_step(logits, rows, top, total, sums, OWN: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["requests", "programs", "partial_slots", "table_row"])
 def attend_low(
-    q, cache, page_table, out, lse, partials, partial_weights, numbers, requests, programs, partial_slots,
-    q_row, q_head, table_row, table_column, scale, out_scale,
+    q, q_rope, cache, page_table, out, lse, partials, partial_weights, numbers, requests, programs, partial_slots,
+    q_row, q_head, q_rope_row, q_rope_head, table_row, table_column, scale, out_scale,
     HEADS: gl.constexpr, RANK: gl.constexpr, ROPE: gl.constexpr, PAGE_SIZE: gl.constexpr, PAGE_STRIDE: gl.constexpr,
     SLOT_STRIDE: gl.constexpr, STEP: gl.constexpr, BUFFERS: gl.constexpr, INVARIANT: gl.constexpr, LSE: gl.constexpr,
-    OVERLAP: gl.constexpr,
+    APART: gl.constexpr, OVERLAP: gl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()  # the next kernel may start, and waits for our last store
@@ -172,12 +172,16 @@ def attend_low(
         number = tile * TILE + _rows_of(COPY, TILE)
         q_at = q + (begin + number // HEADS).to(gl.int64) * q_row + number % HEADS * q_head
         rope_number = tile * TILE + _rows_of(COPY_ROPE, TILE)
-        q_rope_at = q + (begin + rope_number // HEADS).to(gl.int64) * q_row + rope_number % HEADS * q_head
+        rope_query, rope_head = (begin + rope_number // HEADS).to(gl.int64), rope_number % HEADS
+        if APART:
+            q_rope_at = q_rope + rope_query * q_rope_row + rope_head * q_rope_head
+        else:
+            q_rope_at = q + RANK + rope_query * q_row + rope_head * q_head
         if OVERLAP and at == start:
             gdc_wait()  # for queries and cache rows; schedule and page table are older
         _ask_for(q_shared, q_at, number < new * HEADS, 0, COPY)
         if ROPE > 0:
-            _ask_for(q_rope_shared, q_rope_at, rope_number < new * HEADS, RANK, COPY_ROPE)
+            _ask_for(q_rope_shared, q_rope_at, rope_number < new * HEADS, 0, COPY_ROPE)
         for buffer in gl.static_range(BUFFERS):
             _ask_for_step(
                 rows_shared.index(buffer), rope_shared.index(buffer), cache, pages[buffer], rope_pages[buffer],

@@ -32,19 +32,20 @@ from attnplug_triton_mla.triton_merge import LN_2
 
 
 @gluon.jit
-def _ask_for(to, to_rope, at, there, column, rope_column, ROPE: gl.constexpr):
+def _ask_for(to, to_rope, at, rope_at, there, column, rope_column, ROPE: gl.constexpr):
     """Copy rows to shared memory, with zeros where there are none: zero times what may be there could be NaN."""
     copy(to, at[:, None] + column[None, :], mask=there[:, None])
     if ROPE > 0:
-        copy(to_rope, at[:, None] + rope_column[None, :], mask=there[:, None])
+        copy(to_rope, rope_at[:, None] + rope_column[None, :], mask=there[:, None])
 
 
 @gluon.jit(do_not_specialize=["requests", "programs", "partial_slots", "table_row"])
 def attend_wide(
-    q, cache, page_table, out, lse, partials, partial_weights, numbers, requests, programs, partial_slots,
-    q_row, q_head, table_row, table_column, scale, out_scale,
+    q, q_rope, cache, page_table, out, lse, partials, partial_weights, numbers, requests, programs, partial_slots,
+    q_row, q_head, q_rope_row, q_rope_head, table_row, table_column, scale, out_scale,
     HEADS: gl.constexpr, RANK: gl.constexpr, ROPE: gl.constexpr, PAGE_SIZE: gl.constexpr, PAGE_STRIDE: gl.constexpr,
-    SLOT_STRIDE: gl.constexpr, INVARIANT: gl.constexpr, LSE: gl.constexpr, OVERLAP: gl.constexpr,
+    SLOT_STRIDE: gl.constexpr, INVARIANT: gl.constexpr, LSE: gl.constexpr, APART: gl.constexpr,
+    OVERLAP: gl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()  # the next kernel may start, and waits for our last store
@@ -64,7 +65,7 @@ def attend_wide(
 
     slot = gl.arange(0, STEP, gl.SliceLayout(1, COPY))
     column = gl.arange(0, RANK, gl.SliceLayout(0, COPY))
-    rope_column = RANK + gl.arange(0, ROPE or 64, gl.SliceLayout(0, COPY))
+    rope_column = gl.arange(0, ROPE or 64, gl.SliceLayout(0, COPY))
     (
         at, stop, _, lead, end, kv_len, prefix, begin, new, unit, units, request, tile_start, tile, first_page,
     ) = begin_stretch(numbers, requests)  # fmt: skip
@@ -76,7 +77,12 @@ def attend_wide(
         table = page_table + request.to(gl.int64) * table_row
 
         q_number = tile * TILE + slot
-        q_at = q + (begin + q_number // HEADS).to(gl.int64) * q_row + q_number % HEADS * q_head
+        query, head = (begin + q_number // HEADS).to(gl.int64), q_number % HEADS
+        q_at = q + query * q_row + head * q_head
+        if APART:
+            q_rope_at = q_rope + query * q_rope_row + head * q_rope_head
+        else:
+            q_rope_at = q_at + RANK
         if ONE_PAGE:
             page = first_page
         else:
@@ -84,7 +90,7 @@ def attend_wide(
             page = gl.load(table + token // PAGE_SIZE * table_column, mask=token < end_token, other=0)
         if OVERLAP and at == start:
             gdc_wait()  # for queries and cache rows; schedule and page table are older
-        _ask_for(q_shared, q_rope_shared, q_at, q_number < new * HEADS, column, rope_column, ROPE)
+        _ask_for(q_shared, q_rope_shared, q_at, q_rope_at, q_number < new * HEADS, column, rope_column, ROPE)
 
         row = tile * TILE + gl.arange(0, TILE, gl.SliceLayout(1, LOGITS))
         seen = gl.minimum(prefix + row // HEADS + 1, kv_len)
@@ -110,8 +116,8 @@ def attend_wide(
                     rows_at = cache + page.to(gl.int64) * PAGE_STRIDE + token % PAGE_SIZE * SLOT_STRIDE
                     beyond = token + STEP
                 _ask_for(
-                    rows_shared.index(1 - buffer), rope_shared.index(1 - buffer), rows_at, token < end_token,
-                    column, rope_column, ROPE,
+                    rows_shared.index(1 - buffer), rope_shared.index(1 - buffer), rows_at, rows_at + RANK,
+                    token < end_token, column, rope_column, ROPE,
                 )  # fmt: skip
                 page = gl.load(table + beyond // PAGE_SIZE * table_column, mask=beyond < end_token, other=0)
             async_copy.commit_group()

@@ -57,7 +57,7 @@ def attnplug_backends() -> list[BackendSpec]:
                 max_speculative_tokens=8,
                 cuda_graph=GraphLevel.ALWAYS,
                 needs_cpu_seq_lens=False,
-                extras=frozenset({"lse", "out"}),
+                extras=frozenset({"lse", "out", "q_rope"}),
                 mla_extend=frozenset({ExtendPath.ABSORBED}),
                 layouts=frozenset(CacheLayout),
             ),

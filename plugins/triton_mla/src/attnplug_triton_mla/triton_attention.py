@@ -95,11 +95,11 @@ def _whole_rows(sum_0, sum_1, sum_2, sum_3, PAIRS: tl.constexpr):
 # Numbers that change from batch to batch are not specialised: compiling again because one of them is 1 gains nothing.
 @triton.jit(do_not_specialize=["requests", "programs", "partial_slots", "table_row"])
 def attend(
-    q, cache, page_table, out, lse, partials, partial_weights, numbers, requests, programs, partial_slots,
-    q_row, q_head, table_row, table_column, scale, out_scale, counters,
+    q, q_rope, cache, page_table, out, lse, partials, partial_weights, numbers, requests, programs, partial_slots,
+    q_row, q_head, q_rope_row, q_rope_head, table_row, table_column, scale, out_scale, counters,
     HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
     SLOT_STRIDE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, INVARIANT: tl.constexpr,
-    MERGE_COLUMNS: tl.constexpr, LSE: tl.constexpr, OVERLAP: tl.constexpr,
+    MERGE_COLUMNS: tl.constexpr, LSE: tl.constexpr, APART: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()  # the next kernel may start, and waits for our last store
@@ -128,6 +128,9 @@ def attend(
             token = first_token + position
             page = tl.load(table + token // PAGE_SIZE * table_column, mask=token < end_token, other=0)
         q_at = q + (begin + query).to(tl.int64) * q_row + head * q_head
+        q_rope_at = q_at + RANK
+        if APART:
+            q_rope_at = q_rope + (begin + query).to(tl.int64) * q_rope_row + head * q_rope_head
         if OVERLAP and at == start:
             # Wait for the previous kernel, which may have written queries and cache rows, but not schedule or page
             # table. What depends on those alone is computed before: the condition keeps the compiler from mixing.
@@ -139,7 +142,7 @@ def attend(
         else:
             q_0, q_1, q_2, q_3 = _load_quarters(q_at, column, live)
         if ROPE > 0:
-            q_rope = _load(q_at, rope_column, live)
+            rope_part = _load(q_rope_at, tl.arange(0, ROPE or 1), live)
         if q.dtype.element_ty != TYPE:
             # fp8 is one instruction from fp16, and seven from bf16. Each row of queries is first scaled to numbers up
             # to 2, by a power of 2, so that fp16 holds them as well as bf16 did.
@@ -147,15 +150,15 @@ def attend(
                 tl.maximum(_largest(q_0), _largest(q_1)), tl.maximum(_largest(q_2), _largest(q_3))
             )  # fmt: skip
             if ROPE > 0:
-                largest = tl.maximum(largest, _largest(q_rope))
+                largest = tl.maximum(largest, _largest(rope_part))
             power = tl.exp2(tl.floor(tl.log2(tl.maximum(largest, 1e-30))))[:, None]
             by = scale * power
             q_0, q_1 = (q_0 / power).to(TYPE), (q_1 / power).to(TYPE)
             q_2, q_3 = (q_2 / power).to(TYPE), (q_3 / power).to(TYPE)
             if ROPE > 0:
-                q_rope = (q_rope / power).to(TYPE)
+                rope_part = (rope_part / power).to(TYPE)
         if FLOAT8 and ROPE > 0:
-            q_rope_0, q_rope_1 = _even_and_odd(q_rope)
+            q_rope_0, q_rope_1 = _even_and_odd(rope_part)
         top = tl.full([TILE], float("-inf"), tl.float32)
         totals = tl.zeros([TILE, STEP], tl.float32)
         sum_0, sum_1 = tl.zeros([TILE, RANK // 4], tl.float32), tl.zeros([TILE, RANK // 4], tl.float32)
@@ -184,7 +187,7 @@ def attend(
                 rope_0, rope_1 = _fp16_of_pairs(_load(pairs_at + RANK // 2, tl.arange(0, ROPE // 2), there))
                 dot_2, dot_3 = tl.dot(q_rope_0, tl.trans(rope_0), dot_2), tl.dot(q_rope_1, tl.trans(rope_1), dot_3)
             elif ROPE > 0:
-                dot_3 = tl.dot(q_rope, tl.trans(_load(slot_at, rope_column, there)), dot_3)
+                dot_3 = tl.dot(rope_part, tl.trans(_load(slot_at, rope_column, there)), dot_3)
             # Scale each before they are added: a bare sum of products is one long chain to the compiler.
             logits = (dot_0 * by + dot_1 * by) + (dot_2 * by + dot_3 * by)
             logits = tl.where(token[None, :] < seen[:, None], logits, float("-inf"))

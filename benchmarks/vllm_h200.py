@@ -1,0 +1,291 @@
+"""MLA decode inside vLLM on one GPU: its own backends against ours, end to end.
+
+python benchmarks/vllm_h200.py --heads 16 --backends FLASH_ATTN_MLA,attnplug:triton_mla --out part1.json
+python benchmarks/vllm_h200.py --merge part1.json part2.json --out benchmarks/results/vllm_h200.json
+python benchmarks/vllm_h200.py --table benchmarks/results/vllm_h200.json
+
+A backend is one of vLLM's (--attention-backend NAME), or one of ours as attnplug:NAME. NAME@64 sets --block-size, which
+is otherwise left to vLLM. Each runs in a process of its own, with vLLM's defaults: torch.compile, full decode graphs.
+The model is the dense DeepSeek-V3 shape of decode_models.py (16 layers, hidden 2048, latent 512 + 64) with random
+weights and 16 or 128 heads.
+
+A point is a batch of requests with contexts of one length. Measured is the time from step to step while all of them
+decode. Contexts are not computed: vLLM's own DecodeBenchConnector gives every request blocks of its own and fills them
+with random numbers. So no two requests share rows in L2, and the lengths and block tables are those of real requests.
+``build_us`` is the median time that a step spends in the metadata builder, on the host. Where a point is traced,
+``kernels`` says where the device's time went.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from decode_h200 import _machine, _rounded
+from decode_models import MODELS, Config, limit_us, smaller
+from decode_points import Clock, Point, points_of
+from decode_vllm import Ladder  # sets vLLM's environment, so it comes before vLLM
+
+OWN = ("FLASH_ATTN_MLA", "FLASH_ATTN_MLA@64", "FLASHMLA", "TRITON_MLA@64")
+OURS = ("attnplug:triton_mla", "attnplug:auto")
+_ROOM = 800
+"""Tokens that a request may get."""
+_BUILDS = 60
+_TRACED = ((1, 16384), (4, 16384), (64, 1024))
+_LEAST_S = 100
+"""A start takes up to this long; with less time left, none is begun."""
+
+
+def config_of(heads: int) -> Config:
+    return {
+        **MODELS["mla"],
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "max_position_embeddings": 131072,
+    }
+
+
+def main() -> None:
+    arguments = _parser().parse_args()
+    if arguments.table:
+        print(table(json.loads(Path(arguments.table).read_text())))
+    elif arguments.merge:
+        _save(arguments.out, merged([json.loads(Path(path).read_text()) for path in arguments.merge]))
+    elif arguments.one:
+        _save(arguments.out, measured(arguments, arguments.one))
+    else:
+        found = _each_apart(arguments)
+        _save(arguments.out, found)
+        print(table(found))
+
+
+def options_of(backend: str) -> dict[str, Any]:
+    """vLLM's options for a backend by its name here."""
+    name, _, block = backend.partition("@")
+    options: dict[str, Any] = {"block_size": int(block)} if block else {}
+    if name.startswith("attnplug:"):
+        section = {"backend": name.removeprefix("attnplug:")}
+        return {**options, "attention_backend": "CUSTOM", "additional_config": {"attnplug": section}}
+    return {**options, "attention_backend": name}
+
+
+def measured(arguments: argparse.Namespace, backend: str) -> dict[str, Any]:
+    """All points of one backend with one number of heads, in this process."""
+    import vllm
+
+    started = time.perf_counter()
+    config = smaller(config_of(arguments.heads)) if arguments.smoke else config_of(arguments.heads)
+    if arguments.smoke:  # what vLLM's kernels for the CPU take
+        config = {**config, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "max_position_embeddings": 2048}
+    batches, contexts = _numbers(arguments.batches), _numbers(arguments.contexts)
+    points = points_of(f"mla{arguments.heads}", batches, contexts)
+    entry: dict[str, Any] = {"heads": arguments.heads, "backend": backend}
+
+    def found() -> dict[str, Any]:
+        entries = [_entry(config, backend, point) for point in points if point.found]
+        return {"machine": _machine(), "starts": [entry], "points": entries}
+
+    fill = {"fill_mean": 0.0, "fill_std": 0.5}
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        try:
+            llm = vllm.LLM(
+                folder,
+                load_format="dummy",
+                skip_tokenizer_init=True,
+                dtype=config["dtype"],
+                max_model_len=max(contexts) + _ROOM,
+                max_num_seqs=max(batches),
+                gpu_memory_utilization=0.85,
+                enable_prefix_caching=False,
+                enforce_eager=arguments.eager,
+                kv_transfer_config={
+                    "kv_connector": "DecodeBenchConnector",
+                    "kv_role": "kv_both",
+                    "kv_connector_extra_config": fill,
+                },
+                compilation_config=_compilation(arguments, batches),
+                **options_of(backend),
+            )
+        except Exception as error:
+            entry["error"] = f"{type(error).__name__}: {str(error)[:600]}"
+            return found()
+        runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+        builder = runner.attn_groups[0][0].get_metadata_builder()
+        entry |= {
+            "start_s": time.perf_counter() - started,
+            "block_size": builder.kv_cache_spec.block_size,
+            "cudagraph_mode": str(runner.compilation_config.cudagraph_mode),
+            "chosen": _chosen(runner),
+        }
+        clock = Clock(arguments.budget - entry["start_s"], lambda: _save(arguments.out, found()))
+        for context in sorted(contexts):
+            ladder = Ladder(llm, config["vocab_size"], context)
+            for point in sorted((p for p in points if p.context == context), key=lambda p: -p.batch):
+                clock.record(point, partial(_measure, ladder, point, clock, llm, builder, arguments.no_trace))
+            ladder.end()
+    return found()
+
+
+def _compilation(arguments: argparse.Namespace, batches: list[int]) -> dict[str, Any]:
+    if arguments.smoke:
+        return {"custom_ops": ["-rotary_embedding"]}
+    return {} if arguments.eager else {"cudagraph_capture_sizes": sorted(batches)}
+
+
+def _chosen(runner: Any) -> list[str]:
+    """The backends of ours that run, by role; the class of vLLM's."""
+    layers = runner.compilation_config.static_forward_context.values()
+    impl = next(layer.impl for layer in layers if hasattr(layer, "impl"))
+    selection = getattr(impl, "selection", None)
+    if selection is None:
+        return [type(impl).__name__]
+    return [f"{role}: {selection.chosen(role).spec.name}" for role in selection.choices]
+
+
+def _measure(ladder: Any, point: Point, clock: Clock, llm: Any, builder: Any, no_trace: bool) -> dict[str, Any]:
+    found: dict[str, Any] = ladder.measure(point, clock)
+    found["build_us"] = _build_us(llm, builder)
+    if not no_trace and (point.batch, point.context) in _TRACED:
+        from decode_trace import traced
+
+        def steps(count: int) -> None:
+            for _ in range(count):
+                llm.llm_engine.step()
+
+        found |= traced(steps, 8, is_cuda=True)
+    return found
+
+
+def _build_us(llm: Any, builder: Any) -> float:
+    """The time that the builder takes of a step: median of some."""
+    seconds: list[float] = []
+    build = builder.build
+
+    def timed(*given: Any, **named: Any) -> Any:
+        started = time.perf_counter()
+        made = build(*given, **named)
+        seconds.append(time.perf_counter() - started)
+        return made
+
+    builder.build = timed
+    try:
+        for _ in range(_BUILDS):
+            llm.llm_engine.step()
+    finally:
+        del builder.build
+    return 1e6 * statistics.median(seconds) if seconds else float("nan")
+
+
+def _entry(config: Config, backend: str, point: Point) -> dict[str, Any]:
+    entry = {"heads": config["num_attention_heads"], "backend": backend, "batch": point.batch, "context": point.context}
+    entry["limit_us"] = limit_us(config, point.batch, point.context)
+    if "step_us" in point.found:
+        entry["tokens_per_s"] = 1e6 * point.batch / point.found["step_us"]
+    made: dict[str, Any] = _rounded({**entry, **point.found})
+    return made
+
+
+def _each_apart(arguments: argparse.Namespace) -> dict[str, Any]:
+    """A process for each backend: vLLM gives its memory back with its process alone."""
+    end, results = time.perf_counter() + arguments.budget, []
+    for backend in arguments.backends.split(","):
+        left = end - time.perf_counter()
+        if left < _LEAST_S and not arguments.smoke:
+            print(f"{backend}: only {left:.0f} s are left", flush=True)
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(f"{arguments.out}.{backend.replace(':', '-')}" if arguments.out else f"{folder}/found.json")
+            out.unlink(missing_ok=True)
+            # Of options that are given twice the last counts.
+            own = ["--one", backend, "--out", str(out), "--budget", f"{left}"]
+            try:
+                subprocess.run([sys.executable, __file__, *sys.argv[1:], *own], timeout=left + 10, check=False)
+            except subprocess.TimeoutExpired:
+                print(f"{backend}: no answer within {left + 10:.0f} s", flush=True)
+            if out.exists():
+                results.append(json.loads(out.read_text()))
+    return merged(results)
+
+
+def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Results of several processes as one. Of a point that several have, the last one counts that did not fail."""
+    machine: dict[str, Any] = {}
+    starts: dict[tuple[Any, ...], Any] = {}
+    points: dict[tuple[Any, ...], Any] = {}
+    for result in results:
+        machine |= result["machine"]
+        starts |= {(one["heads"], one["backend"]): one for one in result["starts"]}
+        for point in result["points"]:
+            key = point["heads"], point["context"], point["batch"], point["backend"]
+            if key not in points or "step_us" in point or "step_us" not in points[key]:
+                points[key] = point
+    return {"machine": machine, "starts": list(starts.values()), "points": [points[key] for key in sorted(points)]}
+
+
+def table(result: dict[str, Any]) -> str:
+    """Tokens/s by point and backend, and ours as a multiple of the best of vLLM's own."""
+    names = list(dict.fromkeys(point["backend"] for point in result["points"]))
+    names.sort(key=lambda name: name.startswith("attnplug"))
+    lines = [
+        "| heads | context | batch | " + " | ".join(names) + " | ours / vLLM's best |",
+        "|---" * (len(names) + 4) + "|",
+    ]
+    shapes = dict.fromkeys((point["heads"], point["context"], point["batch"]) for point in result["points"])
+    for heads, context, batch in shapes:
+        here = {
+            p["backend"]: p
+            for p in result["points"]
+            if (p["heads"], p["context"], p["batch"]) == (heads, context, batch)
+        }
+        rates = {name: here.get(name, {}).get("tokens_per_s") for name in names}
+        own = max((rate for name, rate in rates.items() if rate and not name.startswith("attnplug")), default=None)
+        ratios = [
+            f"{name.removeprefix('attnplug:')} {rate / own:.3f}"
+            for name, rate in rates.items()
+            if rate and own and name.startswith("attnplug")
+        ]
+        cells = [f"{rate:,.0f}" if rate else "–" for rate in rates.values()]
+        lines.append(f"| {heads} | {context} | {batch} | " + " | ".join(cells) + f" | {', '.join(ratios)} |")
+    return "\n".join(lines)
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def _save(path: str | None, result: dict[str, Any]) -> None:
+    if path:
+        Path(path).write_text(json.dumps(_rounded(result), indent=1) + "\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--backends", default=",".join(OWN + OURS), help="separated by commas; each is started once")
+    parser.add_argument("--batches", default="1,4,16,64")
+    parser.add_argument("--contexts", default="1024,16384,65536")
+    parser.add_argument("--budget", type=float, default=570, help="seconds in all; no start is begun with too few left")
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs and no torch.compile")
+    parser.add_argument("--no-trace", action="store_true")
+    parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU")
+    parser.add_argument("--one", metavar="BACKEND", help=argparse.SUPPRESS)
+    parser.add_argument("--out", metavar="FILE")
+    parser.add_argument("--merge", nargs="+", metavar="FILE")
+    parser.add_argument("--table", metavar="FILE")
+    return parser
+
+
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+
+if __name__ == "__main__":
+    main()

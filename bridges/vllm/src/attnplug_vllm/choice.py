@@ -1,0 +1,122 @@
+"""Which backends serve a vLLM configuration, judged before anything is built, and remembered for this process.
+
+vLLM asks a class for block sizes where no configuration is set. What was chosen when the layers were made is
+remembered for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cache, reduce
+from typing import Any
+
+from attnplug import BackendSpec, GraphLevel, ModelSpec, PageSizes, Refusal, RefusalCode, Role, Setting
+from attnplug.host import AttnplugError, Registry, Selection, choose_importable, load_registry
+
+from attnplug_vllm.config import Settings, read_settings
+from attnplug_vllm.host import HOST, render
+from attnplug_vllm.specs import Machine, problem_of, unsupported, verify_tokens
+from attnplug_vllm.words import refused
+
+_chosen: dict[str, Selection] = {}
+"""The selections of this process, by what they are for: the layers of a model that are alike make one."""
+
+
+class Refused(ValueError):
+    """A choice that cannot be served, with every reason in vLLM's words. A ValueError: vLLM shows those to users."""
+
+
+@cache
+def registry() -> Registry:
+    return load_registry()
+
+
+def settings_of(config: Any) -> Settings:
+    """What a vLLM configuration asks for, in vLLM's words if it cannot be read."""
+    try:
+        return read_settings(config.additional_config)
+    except AttnplugError as error:
+        raise Refused(error.told(render)) from None
+
+
+def choose(config: Any, model: ModelSpec, kv_cache_dtype: str, machine: Machine | None = None) -> Selection:
+    """The backends for layers of one KV group. Raises :class:`Refused` with every reason; nothing is built yet."""
+    settings = settings_of(config)
+    insist(other_version())
+    try:
+        problem = problem_of(config, model, machine or Machine.current(), kv_cache_dtype)
+        insist([*unsupported(config), *HOST.refuse(problem)])
+        selection = choose_importable(registry(), settings.request, problem)
+        insist(too_many_tokens(selection, verify_tokens(config)))
+    except AttnplugError as error:
+        raise Refused(error.told(render)) from None
+    _chosen[f"{kv_cache_dtype} {[(layer.kind, layer.features) for layer in model.layers]}"] = selection
+    return selection
+
+
+def other_version() -> list[Refusal]:
+    """The refusal of a vLLM that this bridge does not know."""
+    from vllm import __version__
+
+    found = HOST.version_refusal(__version__)
+    return [] if found is None else [found]
+
+
+def insist(refusals: Iterable[Refusal]) -> None:
+    """Raise all of some refusals, if there are any."""
+    if found := list(refusals):
+        raise Refused(refused(found))
+
+
+def too_many_tokens(selection: Selection, tokens: int) -> Iterable[Refusal]:
+    """Drafts are vLLM's, and checking them is ours: one step has ``tokens`` of each request."""
+    if not tokens or selection.verify not in selection.choices:
+        return
+    backend = selection.chosen(selection.verify).spec
+    most = backend.capabilities.max_speculative_tokens
+    if tokens > most:
+        yield Refusal(
+            RefusalCode.SPECULATION,
+            f"{backend.name} checks at most {most} tokens of a request at once, and {tokens} are asked for",
+            tokens,
+            most,
+            Setting.SPECULATIVE_TOKENS,
+        )
+
+
+def remembered() -> tuple[Selection, ...]:
+    """All that was chosen in this process."""
+    return tuple(_chosen.values())
+
+
+def forget() -> None:
+    """For tests: as in a new process."""
+    _chosen.clear()
+
+
+def chosen_specs(selection: Selection) -> tuple[BackendSpec, ...]:
+    """The backends that were chosen; two if one prefills and another decodes."""
+    found = {spec.name: spec for spec in (selection.chosen(role).spec for role in selection.choices)}
+    return tuple(found.values())
+
+
+def page_sizes() -> PageSizes:
+    """The page sizes that everything chosen in this process reads."""
+    specs = [spec for selection in remembered() for spec in chosen_specs(selection)]
+    return reduce(PageSizes.intersection, (spec.capabilities.page_sizes for spec in specs), PageSizes())
+
+
+def graph_level(selection: Selection) -> GraphLevel:
+    """What can be captured with the chosen backends. The prefill backend takes no part in a captured decode."""
+    levels = {role: _level(selection, role) for role in selection.choices}
+    decode = levels[Role.DECODE]
+    return min(decode, max(GraphLevel.DECODE, levels[selection.verify]))
+
+
+def _level(selection: Selection, role: Role) -> GraphLevel:
+    """The most that one backend captures here. It may declare more, and refuse it on this machine."""
+    backend, problem = selection.chosen(role).spec, selection.problem
+    options = selection.options.get(backend.name)
+    able = [level for level in GraphLevel if not backend.refusals(replace(problem, cuda_graph=level), role, options)]
+    return max(able, default=GraphLevel.NEVER)

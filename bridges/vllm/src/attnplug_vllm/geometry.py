@@ -1,0 +1,126 @@
+"""vLLM's metadata of a step, ``CommonAttentionMetadata``, as the geometry that our planners read. Nothing is copied."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from attnplug import ForwardMode, Geometry, PlanError
+from attnplug.host import HostLengths
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """What does not change from step to step. ``pages`` is how many columns of a block table can be in use.
+
+    ``verify`` is the number of new tokens of a request whose draft is checked, 0 without speculation. ``exact`` says
+    that the backend needs exact lengths on the CPU, and that vLLM has them.
+    """
+
+    page_size: int
+    pages: int
+    verify: int = 0
+    exact: bool = False
+
+    def geometry(self, metadata: Any) -> Geometry:
+        """The geometry of a step that runs outside of a graph.
+
+        vLLM's number of tokens may count padding. What belongs to requests is what ``query_start_loc_cpu`` says.
+        """
+        requests, longest = metadata.num_reqs, metadata.max_query_len
+        rows = int(metadata.query_start_loc_cpu[-1])
+        new_lens = None
+        if rows == requests * longest:
+            mode = self._uniform(longest)
+        else:
+            starts = metadata.query_start_loc
+            mode, new_lens = ForwardMode.MIXED, starts[1:] - starts[:-1]
+        slots, table = metadata.slot_mapping, self._table(metadata)
+        return Geometry(
+            mode,
+            table,
+            metadata.seq_lens,
+            self.page_size,
+            rows=rows,
+            max_seq_len=min(metadata.max_seq_len, table.shape[1] * self.page_size),
+            max_new=longest,
+            new_lens=new_lens,
+            host=lengths_of(metadata) if self.exact else None,
+            slots=slots if slots.shape[0] == rows else slots[:rows],
+        )
+
+    def captured(self, metadata: Any) -> Geometry:
+        """The geometry of a batch that a graph captures: bounds, over vLLM's own persistent tensors.
+
+        Every request has equally many new tokens. Where the rest of the batch is padding, rows that belong to no
+        request come last.
+        """
+        requests, longest = metadata.num_reqs, metadata.max_query_len
+        rows = requests * longest
+        if rows > metadata.num_actual_tokens:
+            raise PlanError(
+                f"vLLM captures {metadata.num_actual_tokens} tokens for {requests} requests of up to {longest}; "
+                "attnplug's bridge captures batches in which each request has equally many"
+            )
+        table = self._table(metadata)
+        return Geometry(
+            self._uniform(longest),
+            table,
+            metadata.seq_lens,
+            self.page_size,
+            rows=rows,
+            max_seq_len=min(metadata.max_seq_len, table.shape[1] * self.page_size),
+            max_new=longest,
+            slots=metadata.slot_mapping[:rows],
+            captured=True,
+        )
+
+    def _uniform(self, longest: int) -> ForwardMode:
+        if longest == 1:
+            return ForwardMode.DECODE
+        return ForwardMode.TARGET_VERIFY if longest == self.verify else ForwardMode.EXTEND
+
+    def _table(self, metadata: Any) -> Tensor:
+        table: Tensor = metadata.block_table_tensor
+        return table[:, : self.pages] if table.shape[1] > self.pages else table
+
+
+def lengths_of(metadata: Any) -> HostLengths:
+    """Exact lengths on the CPU. vLLM calls them an upper bound; they are exact unless it speculates ahead."""
+    starts = metadata.query_start_loc_cpu.tolist()
+    kv_lens = metadata.seq_lens_cpu_upper_bound.tolist()
+    return HostLengths([end - start for start, end in zip(starts, starts[1:], strict=False)], kv_lens)
+
+
+def decoding(metadata: Any, threshold: int) -> int:
+    """How many requests at the front have at most ``threshold`` new tokens. vLLM puts those first."""
+    starts = metadata.query_start_loc_cpu
+    long = (starts[1:] - starts[:-1]) > threshold
+    return int(long.int().argmax()) if bool(long.any()) else int(metadata.num_reqs)
+
+
+def split(metadata: Any, requests: int) -> tuple[Any, Any]:
+    """A mixed batch as two: its first ``requests``, which decode, and the rest."""
+    starts = metadata.query_start_loc_cpu
+    lens, tokens, total = starts[1:] - starts[:-1], int(starts[requests]), metadata.num_reqs
+    return (
+        _part(metadata, 0, requests, 0, tokens, int(lens[:requests].max())),
+        _part(metadata, requests, total, tokens, int(starts[-1]), int(lens[requests:].max())),
+    )
+
+
+def _part(metadata: Any, first: int, last: int, start: int, end: int, longest: int) -> Any:
+    bound = metadata.seq_lens_cpu_upper_bound
+    return metadata.replace(
+        query_start_loc=metadata.query_start_loc[first : last + 1] - start,
+        query_start_loc_cpu=metadata.query_start_loc_cpu[first : last + 1] - start,
+        seq_lens=metadata.seq_lens[first:last],
+        num_reqs=last - first,
+        num_actual_tokens=end - start,
+        max_query_len=longest,
+        block_table_tensor=metadata.block_table_tensor[first:last],
+        slot_mapping=metadata.slot_mapping[start:end],
+        seq_lens_cpu_upper_bound=None if bound is None else bound[first:last],
+    )

@@ -1,0 +1,255 @@
+"""MHA and GQA inside vLLM: the three classes that it wants of a backend.
+
+What is refused is refused when a layer is made, before weights are loaded: its constructor knows everything, and a
+message of its own reaches the user as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.config import get_current_vllm_config
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    MultipleOf,
+)
+
+from attnplug import GraphLevel, LayerSpec, Refusal, RefusalCode
+from attnplug_vllm.choice import choose, chosen_specs, graph_level, insist, page_sizes, remembered
+from attnplug_vllm.geometry import Shape
+from attnplug_vllm.host import BLOCK_STEP
+from attnplug_vllm.memory import GroupAttention, mha_pools
+from attnplug_vllm.specs import cache_type, has_exact_lengths, layer_ids, limits_of, mha_layer, model_of, verify_tokens
+from attnplug_vllm.steps import CapturedStep, Captures, LayerCall, Step
+
+_LEVELS = {
+    GraphLevel.NEVER: AttentionCGSupport.NEVER,
+    GraphLevel.DECODE: AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE,
+    GraphLevel.UNIFORM: AttentionCGSupport.UNIFORM_BATCH,
+    GraphLevel.ALWAYS: AttentionCGSupport.UNIFORM_BATCH,  # mixed batches run in vLLM's piecewise graphs
+}
+
+
+def kernel_block_sizes() -> list[int | MultipleOf]:
+    """The block sizes of everything chosen in this process, in vLLM's words."""
+    kernel = page_sizes().kernel
+    return [MultipleOf(max(size, BLOCK_STEP)) for size in sorted(kernel)] if kernel else [MultipleOf(BLOCK_STEP)]
+
+
+def cudagraph_support() -> AttentionCGSupport:
+    """What vLLM may capture, by the weakest of everything chosen in this process."""
+    return _LEVELS[min((graph_level(selection) for selection in remembered()), default=GraphLevel.NEVER)]
+
+
+class AttnplugBackend(AttentionBackend):  # type: ignore[misc] # vLLM is not there when types are checked
+    """What vLLM asks before and around a model's layers."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = []  # any: a layer's constructor says which, and why
+    forward_includes_kv_cache_update: bool = True
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[AttnplugImpl]:
+        return AttnplugImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[AttnplugBuilder]:
+        return AttnplugBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[int | MultipleOf]:
+        return kernel_block_sizes()
+
+    @staticmethod
+    def get_kv_cache_shape(
+        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int, cache_dtype_str: str = "auto"
+    ) -> tuple[int, ...]:
+        """Up to 0.28, the shape of a layer's cache: keys and values share a row."""
+        return num_blocks, num_kv_heads, block_size, 2 * head_size
+
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        """Up to 0.28, the order of a cache's dimensions in memory, by ``VLLM_KV_CACHE_LAYOUT``."""
+        from vllm.v1.attention.backends.utils import get_kv_cache_layout
+
+        by_heads = get_kv_cache_layout() == "HND"
+        if include_num_layers_dimension:
+            return (1, 2, 0, 3, 4) if by_heads else (1, 0, 3, 2, 4)
+        return (0, 1, 2, 3) if by_heads else (0, 2, 1, 3)
+
+    @classmethod
+    def validate_configuration(cls, **selector: Any) -> list[str]:
+        """What a layer's constructor is not told. vLLM gives more from release to release, so all of it is taken."""
+        found = {
+            "MLA layers in a model that is not MLA": selector.get("use_mla", False),
+            "sparse attention": selector.get("use_sparse", False),
+            "scales per head in an fp8 cache": selector.get("use_per_head_quant_scales", False),
+            "batch invariance (VLLM_BATCH_INVARIANT)": selector.get("use_batch_invariant", False),
+            "adaptive verification": selector.get("use_adaptive_verification", False),
+        }
+        return [f"{name}: attnplug's bridge does not carry it" for name, asked in found.items() if asked]
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return False
+
+
+class AttnplugImpl(AttentionImpl):  # type: ignore[misc]
+    """One layer. ``spec`` is given to it by the metadata builder of its KV group."""
+
+    spec: LayerSpec | None = None
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int | None = None,
+        alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None,
+        kv_cache_dtype: str = "auto",
+        logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER,
+        kv_sharing_target_layer_name: str | None = None,
+        sinks: Tensor | None = None,
+        **others: Any,
+    ) -> None:
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.kv_cache_dtype, self.kv_sharing_target_layer_name = kv_cache_dtype, kv_sharing_target_layer_name
+        self.sliding_window, self.logits_soft_cap = sliding_window, logits_soft_cap
+        self.sinks, self._sinks32 = sinks, None if sinks is None else sinks.float()
+        config = get_current_vllm_config()
+        insist(_unserved(attn_type, alibi_slopes, others))
+        self.selection = choose(config, model_of(config, [self.layer(0, head_size)]), kv_cache_dtype)
+
+    def layer(self, layer_id: int, v_head_dim: int) -> LayerSpec:
+        """This layer for attnplug."""
+        return mha_layer(
+            layer_id,
+            heads=self.num_heads,
+            kv_heads=self.num_kv_heads,
+            head_dim=self.head_size,
+            v_head_dim=v_head_dim,
+            scale=self.scale,
+            window=self.sliding_window,
+            cap=self.logits_soft_cap,
+            sinks=self.sinks is not None,
+        )
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        if self.sinks is not None:
+            self._sinks32 = self.sinks.detach().float()
+
+    def forward(
+        self,
+        layer: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kv_cache: Tensor,
+        attn_metadata: Step | CapturedStep | None,
+        output: Tensor,
+        output_scale: Tensor | None = None,
+        output_block_scale: Tensor | None = None,
+    ) -> Tensor:
+        if attn_metadata is None:  # vLLM measures memory, before there are caches
+            return output.fill_(0)
+        spec, save = self.spec, self.kv_sharing_target_layer_name is None
+        assert spec is not None, "vLLM makes a metadata builder for every layer that it runs"
+        attn_metadata.attend(LayerCall(spec, query, key, value, output, save, self._sinks32))
+        return output
+
+
+def _unserved(attn_type: str, alibi_slopes: object, others: dict[str, Any]) -> list[Refusal]:
+    """What a layer asks for that the contract lacks, by name."""
+    found = []
+    if attn_type != AttentionType.DECODER:
+        found.append(f"attention type {getattr(attn_type, 'value', attn_type)}: only causal decoder attention is served")
+    if alibi_slopes is not None:
+        found.append("ALiBi slopes (the model's)")
+    found += [f"{name}={value} (the model's)" for name, value in others.items() if value not in (None, False, -1)]
+    return [Refusal(RefusalCode.FEATURE, f"{text}: attnplug's bridge does not carry it") for text in found]
+
+
+class AttnplugBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
+    """Makes the steps of one KV group."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self._group = _group(kv_cache_spec, layer_names, vllm_config, device)
+        limits, backends = limits_of(vllm_config), chosen_specs(self._group.selection)
+        needs_lengths = any(backend.capabilities.needs_cpu_seq_lens for backend in backends)
+        self._shape = Shape(
+            kv_cache_spec.block_size,
+            -(-limits.max_context // kv_cache_spec.block_size),
+            verify_tokens(vllm_config),
+            exact=needs_lengths and has_exact_lengths(vllm_config),
+        )
+        self._threshold = 0
+        if len(backends) > 1:  # one prefills, another decodes: each gets its part of a mixed batch
+            self._init_reorder_batch_threshold(1, supports_spec_as_decode=True)
+            self._threshold = self.reorder_batch_threshold or 0
+        most = vllm_config.compilation_config.max_cudagraph_capture_size or 0
+        self._captures = Captures(limits.max_requests, max(most, limits.max_requests))
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        return cudagraph_support()
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Step:
+        if common_prefix_len or common_attn_metadata.causal is not True:
+            insist(_unbuilt(common_prefix_len))
+        attention = self._group.ready()
+        self._captures.replay(attention, common_attn_metadata)
+        return Step(attention, self._shape, common_attn_metadata, self._threshold)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> CapturedStep:
+        return self._captures.capture(self._group.ready(), self._shape, common_attn_metadata)
+
+
+def _unbuilt(common_prefix_len: int) -> list[Refusal]:
+    what = "cascade attention" if common_prefix_len else "non-causal attention"
+    return [Refusal(RefusalCode.FEATURE, f"{what}: attnplug's bridge does not carry it")]
+
+
+def _group(kv_cache_spec: Any, names: list[str], config: Any, device: torch.device) -> GroupAttention:
+    """The layers that share a block table, as a model of attnplug's. Each layer is told which one it is there."""
+    found = {name: config.compilation_config.static_forward_context[name] for name in names}
+    own = [name for name, layer in found.items() if layer.impl.kv_sharing_target_layer_name is None]
+    ids = layer_ids(own)
+    specs = {name: found[name].impl.layer(ids[name], found[name].head_size_v) for name in own}
+    for name, layer in found.items():
+        target = layer.impl.kv_sharing_target_layer_name or name
+        spec = layer.impl.layer(ids[target], layer.head_size_v)
+        if spec != specs[target]:
+            text = f"{name} shares the cache of {target}, but differs from it: attnplug's bridge does not carry it"
+            insist([Refusal(RefusalCode.LAYERS, text)])
+        layer.impl.spec = spec
+    types = {found[name].kv_cache_dtype for name in own}
+    if len(types) > 1:
+        text = f"the layers of one KV group have caches in {', '.join(sorted(types))}: give them one type"
+        insist([Refusal(RefusalCode.KV_DTYPE, text)])
+    (kv_cache_dtype,) = types
+    model = model_of(config, list(specs.values()))
+    return GroupAttention(
+        config,
+        device,
+        model,
+        {ids[name]: found[name] for name in own},
+        choose(config, model, kv_cache_dtype),
+        cache_type(kv_cache_dtype, config.model_config.dtype),
+        kv_cache_spec.block_size,
+        mha_pools,
+        lambda layer: (layer._k_scale_float, layer._v_scale_float),
+    )

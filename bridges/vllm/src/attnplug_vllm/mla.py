@@ -1,0 +1,347 @@
+"""MLA in vLLM: the backend class that it asks for capabilities, and the implementation that its layers call.
+
+vLLM absorbs, chunks and merges MLA itself. Its decode calls arrive at ``forward_mqa``, with absorbed queries
+(``mla_decode``). Its prefill runs on a backend of vLLM's own, or on one of ours that is named for it (``mla_ragged``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention.mla_attention import (
+    MLACommonBackend,
+    MLACommonImpl,
+    MLACommonMetadata,
+    MLACommonMetadataBuilder,
+    QueryLenSupport,
+)
+from vllm.platforms import current_platform
+from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
+from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
+
+from attnplug import ExtendPath, LayerSpec, Refusal, RefusalCode, Role, Setting
+from attnplug.host import Selection
+from attnplug_vllm.choice import choose, insist
+from attnplug_vllm.config import OPTION, SECTION
+from attnplug_vllm.memory import GroupAttention, mla_pools
+from attnplug_vllm.mha import cudagraph_support, kernel_block_sizes
+from attnplug_vllm.mla_decode import DecodeGroup, DecodeStep
+from attnplug_vllm.mla_ragged import RaggedPrefill
+from attnplug_vllm.specs import cache_type, layer_ids, mla_layer, model_of
+
+logger = init_logger(f"vllm.{__name__}")
+
+
+class AttnplugMLABackend(MLACommonBackend):  # type: ignore[misc] # vLLM is not there when types are checked
+    """What vLLM asks of a class. Whether a backend of ours serves is judged when the first layer is made, with every
+    reason, and before weights are loaded."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.float16, torch.bfloat16, torch.float32]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @staticmethod
+    def get_impl_cls() -> type[AttnplugMLAImpl]:
+        return AttnplugCPUMLAImpl if current_platform.is_cpu() else AttnplugMLAImpl
+
+    @staticmethod
+    def get_builder_cls() -> type[AttnplugMLABuilder]:
+        return AttnplugMLABuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: object = None) -> list[int | MultipleOf]:
+        return kernel_block_sizes()
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """64 where it serves: kernels then look up one page for many rows."""
+        wanted = max(default_block_size, 64)
+        return wanted if cls.supports_block_size(wanted) else super().get_preferred_block_size(default_block_size)
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return []
+
+    @classmethod
+    def supports_kv_cache_dtype(cls, kv_cache_dtype: str | None) -> bool:
+        return True  # what is not served is refused by its name
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[Any, ...]:
+        """From 0.29 on: rows of a layer without gaps, which every backend reads, and which 0.26 has anyway."""
+        import vllm.v1.kv_cache_interface as caches  # what is read of it is not in 0.26
+
+        layouts = caches.KVCacheLayout
+        return layouts.LBNHC, layouts.LBHNC, layouts.LHBNC
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        return False
+
+
+class AttnplugMLAImpl(MLACommonImpl[MLACommonMetadata]):  # type: ignore[misc]
+    """One layer. ``spec`` and ``selection`` are what the builder of its KV group builds a backend from."""
+
+    can_return_lse_for_decode: bool = True
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        **mla_args: Any,  # vLLM's own, which grow with its versions
+    ) -> None:
+        config = get_current_vllm_config()
+        fp8_on_cpu = current_platform.is_cpu() and kv_cache_dtype in ("fp8", "fp8_e4m3")
+        features = {
+            "ALiBi slopes": alibi_slopes is not None,
+            "a sliding window over latent rows": sliding_window is not None,
+            "a soft cap of latent attention's logits": bool(logits_soft_cap),
+            "sparse MLA (an indexer, as in DeepSeek-V3.2)": mla_args.get("indexer") is not None,
+            "latent rows in fp8 on the CPU (--kv-cache-dtype)": fp8_on_cpu,
+        }
+        insist(_unsupported(config, [name for name, asked in features.items() if asked]))
+        self.spec = mla_layer(
+            0,
+            heads=num_heads,
+            scale=scale,
+            kv_lora_rank=mla_args["kv_lora_rank"],
+            nope=mla_args["qk_nope_head_dim"],
+            rope=mla_args["qk_rope_head_dim"],
+            v_head_dim=mla_args["v_head_dim"],
+        )
+        self.selection = _choose(config, self.spec, kv_cache_dtype)
+        super().__init__(
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            attn_type,
+            kv_sharing_target_layer_name,
+            **mla_args,
+        )
+        self.supports_quant_query_input = False  # queries stay in the model's type, whatever the cache holds
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        return Role.PREFILL not in self.selection.choices and bool(super().fused_output_quant_supported(quant_key))
+
+    def forward_mqa(
+        self,
+        q: Tensor | tuple[Tensor, Tensor],
+        kv_c_and_k_pe_cache: Tensor,
+        attn_metadata: MLACommonMetadata,
+        layer: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Attend with absorbed queries, given as latent and rotary part. The rows are in the cache already."""
+        step = attn_metadata.decode
+        assert isinstance(step, DecodeStep)
+        latent, rope = q if isinstance(q, tuple) else (q, None)
+        lse = None
+        if self.need_to_return_lse_for_decode:
+            lse = torch.empty(latent.shape[:2], dtype=torch.float32, device=latent.device)
+        return step.attend(latent, rope, layer.layer_name, lse), lse
+
+
+class AttnplugCPUMLAImpl(AttnplugMLAImpl):
+    """On the CPU, where vLLM has no kernel that writes latent rows."""
+
+    def do_kv_cache_update(
+        self,
+        kv_c_normed: Tensor,
+        k_pe: Tensor,
+        kv_cache: Tensor,
+        slot_mapping: Tensor,
+        kv_cache_dtype: str,
+        k_scale: Tensor,
+    ) -> None:
+        if not kv_cache.numel():
+            return
+        slots = slot_mapping.flatten().long()
+        live = (slots >= 0).nonzero().squeeze(1)
+        slots, size = slots[live], kv_cache.shape[1]
+        rows = torch.cat([kv_c_normed[live], k_pe.squeeze(1)[live]], -1)
+        kv_cache[slots // size, slots % size] = rows.to(kv_cache.dtype)
+
+
+class AttnplugMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):  # type: ignore[misc]
+    """vLLM's own builder, with our decode part, and with our prefill backend where one is named."""
+
+    query_len_support: QueryLenSupport = QueryLenSupport.SINGLE_ONLY
+    _ours: AttnplugMLAPrefill | None = None
+    _lengths: Tensor | None = None
+    """Lengths on the CPU of the step that is being built."""
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        return cudagraph_support()
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        found = vllm_config.compilation_config.static_forward_context
+        first, names = found[layer_names[0]].impl, layer_ids(layer_names)
+        selection, dtype = first.selection, vllm_config.model_config.dtype
+        layers = {layer_id: found[name] for name, layer_id in names.items()}
+        specs = [replace(layer.impl.spec, layer_id=layer_id) for layer_id, layer in layers.items()]
+        group = GroupAttention(
+            config=vllm_config,
+            device=device,
+            model=model_of(vllm_config, specs),
+            layers=layers,
+            selection=replace(selection, choices={Role.DECODE: selection.choices[Role.DECODE]}),
+            kv_dtype=cache_type(first.kv_cache_dtype, dtype),
+            page_size=kv_cache_spec.block_size,
+            make_pools=mla_pools,
+            scales=lambda layer: layer._k_scale_float,
+        )
+        self._decode = DecodeGroup(group, names, vllm_config.compilation_config.max_cudagraph_capture_size or 0)
+        can = self._decode.capabilities  # one class serves every backend, so these are set on its objects
+        if ExtendPath.ABSORBED in can.mla_extend:
+            self.query_len_support = QueryLenSupport.VARLEN
+        elif can.max_speculative_tokens:
+            self.query_len_support = QueryLenSupport.UNIFORM
+        self._needs_lengths, self._capturing = can.needs_cpu_seq_lens, False
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        if Role.PREFILL in selection.choices:
+            chosen = replace(selection, choices={Role.PREFILL: selection.choices[Role.PREFILL]})
+            self._ours = self._prefill_backend = AttnplugMLAPrefill.of(replace(group, selection=chosen))
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> MLACommonMetadata:
+        self._lengths = common_attn_metadata.seq_lens_cpu_upper_bound
+        if self._ours is not None:
+            self._ours.common = common_attn_metadata
+        return super().build(common_prefix_len, common_attn_metadata, fast_build)
+
+    def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> MLACommonMetadata:
+        self._capturing = True
+        try:
+            return super().build_for_cudagraph_capture(common_attn_metadata)
+        finally:
+            self._capturing = False
+
+    def _build_decode(
+        self,
+        block_table_tensor: Tensor,
+        seq_lens_device: Tensor,
+        max_seq_len: int,
+        query_start_loc_cpu: Tensor,
+        query_start_loc_device: Tensor,
+        num_decode_tokens: int,
+        dcp_tot_seq_lens_device: Tensor | None,
+        max_query_len: int | None = None,
+    ) -> DecodeStep:
+        requests = block_table_tensor.shape[0]
+        longest = 1 if num_decode_tokens == requests else int(query_start_loc_cpu.diff().max())
+        step = DecodeStep(
+            block_table_tensor,
+            seq_lens_device,
+            self._decode,
+            num_decode_tokens,
+            longest,
+            max_seq_len,
+            query_start_loc_device,
+        )
+        if self._capturing:
+            self._decode.capture(step)
+            return step
+        if self._needs_lengths:
+            assert self._lengths is not None
+            step.host = (query_start_loc_cpu, self._lengths[:requests])
+        self._decode.replay(step)
+        return step
+
+
+class AttnplugMLAPrefill(MLAPrefillBackend):  # type: ignore[misc]
+    """Made by the builder of a KV group, in place of the one that vLLM chose for its layers."""
+
+    ragged: RaggedPrefill
+    common: Any = None
+    """The metadata of the step that is being built."""
+
+    @classmethod
+    def of(cls, group: GroupAttention) -> AttnplugMLAPrefill:
+        layer = group.model.layers[0]
+        assert layer.mla is not None
+        made = cls(
+            num_heads=layer.num_heads,
+            scale=layer.scale,
+            kv_lora_rank=layer.mla.kv_lora_rank,
+            qk_nope_head_dim=layer.mla.qk_nope_head_dim,
+            qk_rope_head_dim=layer.mla.qk_rope_head_dim,
+            v_head_dim=layer.v_head_dim,
+            vllm_config=group.config,
+        )
+        made.ragged = RaggedPrefill(group)
+        return made
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    def prepare_metadata(self, prefill_metadata: Any) -> None:
+        self.ragged.prepare(prefill_metadata, self.common)
+
+    def run_prefill_new_tokens(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        return_softmax_lse: bool,
+        out: Tensor | None = None,
+        output_scale: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        assert out is None and output_scale is None, "neither is claimed"
+        result, lse = self.ragged.new_tokens(q, k, v, return_softmax_lse)
+        return result if lse is None else (result, lse)
+
+    def run_prefill_context_chunk(
+        self, *, q: Tensor, k: Tensor, v: Tensor, chunk_idx: int = 0, chunk: Any = None, out: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """vLLM gives the number of a chunk with all queries or, in later versions, the chunk with its own queries."""
+        assert out is None, "it is not claimed"
+        return self.ragged.context_chunk(chunk_idx if chunk is None else chunk.index, q, k, v)
+
+
+def _choose(config: Any, spec: LayerSpec, kv_cache_dtype: str) -> Selection:
+    """The selection of an equal layer that was made before, or a new one."""
+    for layer in reversed(config.compilation_config.static_forward_context.values()):
+        other = getattr(layer, "impl", None)
+        if isinstance(other, AttnplugMLAImpl) and (other.spec, other.kv_cache_dtype) == (spec, kv_cache_dtype):
+            return other.selection
+    selection = choose(config, model_of(config, [spec]), kv_cache_dtype)
+    decode = selection.chosen(Role.DECODE).spec.name
+    if Role.PREFILL in selection.choices:
+        logger.info_once("attnplug: %s decodes, %s prefills", decode, selection.chosen(Role.PREFILL).spec.name)
+    else:
+        told = "attnplug: %s decodes, vLLM's own MLA prefill backend prefills; %s.prefill names another one"
+        logger.info_once(told, decode, OPTION)
+    return selection
+
+
+def _unsupported(config: Any, features: Sequence[str]) -> list[Refusal]:
+    """What a layer asks for that the contract lacks, and two backends that are named for one thing."""
+    refusals = [Refusal(RefusalCode.FEATURE, f"{name}: attnplug's bridge does not carry it") for name in features]
+    theirs = config.attention_config.mla_prefill_backend
+    if theirs is not None and "prefill" in (config.additional_config or {}).get(SECTION, {}):
+        message = (
+            f"--attention-config.mla_prefill_backend {theirs.name} names another backend to prefill; leave one out"
+        )
+        refusals.append(Refusal(RefusalCode.ROLE, message, theirs.name, setting=Setting.PREFILL_ATTENTION_BACKEND))
+    return refusals

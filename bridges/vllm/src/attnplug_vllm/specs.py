@@ -1,0 +1,245 @@
+"""From vLLM's configuration and layers to what attnplug chooses and builds by: specs, a problem, limits, a context.
+
+Everything is a rank's own: vLLM's layers have the heads of one rank, and the layers of a model are those of one KV
+group.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from attnplug import AttentionKind, CacheLayout, DType, LayerSpec, ModelSpec, Problem, Refusal, RefusalCode, Setting
+from attnplug.host import HostContext, KVPools, Limits, MLADims, Parallel, UsageError, WorkspaceOwner
+
+from attnplug_vllm.host import HOST
+
+_FP8 = ("fp8", "fp8_e4m3")
+_SAME = ("auto", "float16", "bfloat16", "float32")
+
+
+# Element types
+
+
+def element_type(dtype: torch.dtype) -> DType:
+    """A type of activations as attnplug names it."""
+    return DType.parse(str(dtype), Setting.DTYPE)
+
+
+def cache_type(name: str, dtype: torch.dtype) -> DType:
+    """What a cache holds for vLLM's ``kv_cache_dtype``; ``dtype`` is the activations'."""
+    if name == "auto":
+        return element_type(dtype)
+    if name in _FP8:
+        return DType.FLOAT8_E4M3
+    if name in _SAME:
+        return DType.parse(name, Setting.KV_DTYPE)
+    allowed = ", ".join((*_SAME, *_FP8))
+    raise UsageError(
+        f"`{Setting.KV_DTYPE}` {name} is not supported by attnplug's bridge, only {allowed}",
+        settings=[Setting.KV_DTYPE],
+    )
+
+
+# Layers
+
+
+def mha_layer(
+    layer_id: int,
+    *,
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    v_head_dim: int | None = None,
+    scale: float,
+    window: int | None = None,
+    cap: float | None = None,
+    sinks: bool = False,
+) -> LayerSpec:
+    """An MHA or GQA layer. vLLM's windows count keys as ours do, the query's own included; 0 is no cap there."""
+    return LayerSpec(
+        layer_id,
+        AttentionKind.MHA,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        v_head_dim=head_dim if v_head_dim is None else v_head_dim,
+        scale=float(scale),
+        sliding_window=window,
+        logit_cap=float(cap) if cap else None,
+        sinks=sinks,
+    )
+
+
+def mla_layer(
+    layer_id: int, *, heads: int, scale: float, kv_lora_rank: int, nope: int, rope: int, v_head_dim: int
+) -> LayerSpec:
+    """An MLA layer: its latent row is whole on every rank."""
+    return LayerSpec(
+        layer_id,
+        AttentionKind.MLA,
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=nope + rope,
+        v_head_dim=v_head_dim,
+        scale=float(scale),
+        mla=MLADims(kv_lora_rank, nope, rope),
+    )
+
+
+def layer_ids(names: Sequence[str]) -> dict[str, int]:
+    """A number for each layer of a group: the one in its name, or its place where those are not distinct."""
+    numbers = [re.search(r"\.(\d+)\.", f"{name}.") for name in names]
+    found = [int(number.group(1)) for number in numbers if number is not None]
+    if len(set(found)) < len(names):
+        found = list(range(len(names)))
+    return dict(zip(names, found, strict=True))
+
+
+def model_of(config: Any, layers: Sequence[LayerSpec]) -> ModelSpec:
+    """These layers as a model: one KV group, on one rank."""
+    model = config.model_config
+    return ModelSpec(
+        name=str(model.model),
+        model_type=str(getattr(model.hf_text_config, "model_type", "")),
+        layers=tuple(sorted(layers, key=lambda layer: layer.layer_id)),
+        context_length=model.max_model_len,
+        ranks=config.parallel_config.tensor_parallel_size,
+    )
+
+
+# The problem
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Where vLLM runs: its platform, as attnplug says it."""
+
+    device: str
+    sm: int | None = None
+
+    @classmethod
+    def current(cls) -> Machine:
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cuda():
+            capability = current_platform.get_device_capability()
+            return cls("cuda", None if capability is None else 10 * capability.major + capability.minor)
+        if current_platform.is_cpu():
+            return cls("cpu")
+        raise UsageError(
+            f"attnplug's bridge runs on vLLM's CUDA and CPU platforms, and this is {current_platform.device_name}"
+        )
+
+
+def problem_of(
+    config: Any, model: ModelSpec, machine: Machine, kv_cache_dtype: str, dtype: torch.dtype | None = None
+) -> Problem:
+    """What vLLM asks of a backend for these layers, as ``attnplug explain --host vllm`` poses it too."""
+    cache, activations = config.cache_config, config.model_config.dtype if dtype is None else dtype
+    problem = Problem(
+        model,
+        device=machine.device,
+        sm=machine.sm,
+        dtype=element_type(activations),
+        kv_dtype=cache_type(kv_cache_dtype, activations),
+        page_size=cache.block_size if cache.user_specified_block_size else None,
+        exact_lengths=has_exact_lengths(config),
+    )
+    return replace(HOST.fit(problem), wants_graphs=machine.device == "cuda" and captures(config))
+
+
+def has_exact_lengths(config: Any) -> bool:
+    """Whether vLLM knows the length of every request on the CPU when it builds metadata.
+
+    It does not if it schedules a step before the last one's accepted tokens are known.
+    """
+    return config.speculative_config is None or not config.scheduler_config.async_scheduling
+
+
+def captures(config: Any) -> bool:
+    """Whether CUDA graphs are on, by any mode that holds attention."""
+    mode = config.compilation_config.cudagraph_mode
+    return mode is not None and bool(mode.has_full_cudagraphs())
+
+
+def verify_tokens(config: Any) -> int:
+    """New tokens of a request whose draft is checked: the drafted ones, and one more. 0 without speculation."""
+    speculation = config.speculative_config
+    return 0 if speculation is None or not speculation.num_speculative_tokens else 1 + speculation.num_speculative_tokens
+
+
+def unsupported(config: Any) -> Iterator[Refusal]:
+    """What a configuration asks for that attnplug's contract lacks, by vLLM's names."""
+    parallel, cache = config.parallel_config, config.cache_config
+    text = config.model_config.hf_text_config
+    found: Mapping[str, bool] = {
+        "decode context parallelism (--decode-context-parallel-size)": parallel.decode_context_parallel_size > 1,
+        "prefill context parallelism (--prefill-context-parallel-size)": parallel.prefill_context_parallel_size > 1,
+        "dual batch overlap (--enable-dbo, --ubatch-size)": parallel.use_ubatching,
+        "non-causal attention (--attention-config.use_non_causal)": bool(config.attention_config.use_non_causal),
+        "bidirectional attention over image tokens (the model's)": bool(config.model_config.is_mm_prefix_lm),
+        "fast prefill of layers that share a cache (--kv-sharing-fast-prefill)": cache.kv_sharing_fast_prefill,
+        "computed scales (--calculate-kv-scales)": bool(getattr(cache, "calculate_kv_scales", False)),
+        "chunked local attention (the model's attention_chunk_size)": bool(getattr(text, "attention_chunk_size", None)),
+        "reference sliding windows (the model's)": getattr(config.model_config, "rswa_window", None) is not None,
+        # MLA's cache is laid out, written and gathered by vLLM itself, as connectors know it.
+        "a KV connector (--kv-transfer-config)": config.kv_transfer_config is not None
+        and not getattr(config.model_config, "use_mla", False),
+    }
+    for name, is_there in found.items():
+        if is_there:
+            yield Refusal(RefusalCode.FEATURE, f"{name}: attnplug's bridge does not carry it")
+
+
+# Building
+
+
+def limits_of(config: Any) -> Limits:
+    """The largest step that vLLM runs."""
+    scheduler = config.scheduler_config
+    return Limits(
+        max_requests=scheduler.max_num_seqs,
+        max_tokens=max(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * max(verify_tokens(config), 1)),
+        max_context=config.model_config.max_model_len,
+    )
+
+
+def context_of(
+    config: Any,
+    model: ModelSpec,
+    *,
+    device: torch.device,
+    kv_dtype: DType,
+    page_size: int,
+    pools: KVPools,
+    workspace: WorkspaceOwner,
+) -> HostContext:
+    """What the backends of one KV group are built from."""
+    parallel = config.parallel_config
+    return HostContext(
+        model=model,
+        device=device,
+        dtype=config.model_config.dtype,
+        kv_dtype=kv_dtype,
+        page_size=page_size,
+        limits=limits_of(config),
+        pools=pools,
+        workspace=workspace,
+        parallel=Parallel(parallel.rank % parallel.tensor_parallel_size, parallel.tensor_parallel_size),
+    )
+
+
+def layout_of(pages: torch.Tensor) -> CacheLayout:
+    """How a view ``[pages, tokens, heads, dim]`` of the cache lies in memory."""
+    _, tokens, heads, width = pages.shape
+    page, token, head, element = pages.stride()
+    if element == 1 and (page, token, head) == (tokens * heads * width, heads * width, width):
+        return CacheLayout.TOKEN_MAJOR
+    if element == 1 and (page, token, head) == (heads * tokens * width, width, tokens * width):
+        return CacheLayout.HEAD_MAJOR
+    return CacheLayout.STRIDED

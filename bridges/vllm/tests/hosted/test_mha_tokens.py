@@ -1,0 +1,126 @@
+"""The same greedy tokens as vLLM's own backend and as transformers give, in float32, for MHA and GQA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from engines import AGAIN, PROMPTS, asking, engine, generate, impls, prompts_of, runner, scheduler, tokens
+from vllm.v1.kv_cache_interface import KVCacheLayout
+
+OURS = {"AttnplugImpl"}
+
+
+def modes(llm: Any, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The modes in which steps are planned from now on."""
+    from attnplug.host import ModelAttention
+
+    seen: list[str] = []
+    plan = ModelAttention.plan
+
+    def recording(self: ModelAttention, batch: Any, *rest: Any) -> Any:
+        seen.append(str(batch.forward_mode))
+        return plan(self, batch, *rest)
+
+    monkeypatch.setattr(ModelAttention, "plan", recording)
+    return seen
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_vllms_own_backend_is_left_alone_and_agrees_with_transformers(models, name):
+    """The plugin is installed, and nobody asks for it."""
+    with engine(models.path(name), {"block_size": 32}) as llm:
+        assert impls(llm) == {"CPUAttentionBackendImpl"}
+        assert tokens(llm, PROMPTS) == models.expected(name, PROMPTS)
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_chunks_of_64_in_blocks_of_16_and_prefix_hits(models, name, monkeypatch):
+    with engine(models.path(name), {**asking(), "block_size": 16, "max_num_batched_tokens": 64}) as llm:
+        seen = modes(llm, monkeypatch)
+        assert impls(llm) == OURS
+        assert tokens(llm, PROMPTS) == models.expected(name, PROMPTS)
+        assert {"mixed", "decode"} <= set(seen)
+        found = generate(llm, AGAIN)
+        assert [list(one.outputs[0].token_ids) for one in found] == models.expected(name, AGAIN)
+        assert max(one.num_cached_tokens for one in found) >= 256
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_whole_prompts_in_blocks_of_64_with_torch_compile(models, name):
+    with engine(models.path(name), {**asking("auto"), "block_size": 64, "enforce_eager": False}) as llm:
+        assert impls(llm) == OURS and runner(llm).compilation_config.mode != 0
+        assert tokens(llm, PROMPTS) == models.expected(name, PROMPTS)
+
+
+def test_windows_and_full_attention_are_two_groups_with_a_backend_each(models):
+    with engine(models.path("gemma2"), {**asking(), "block_size": 16}) as llm:
+        builders = [group.get_metadata_builder() for groups in runner(llm).attn_groups for group in groups]
+        windows = [{layer.sliding_window for layer in builder._group.model.layers} for builder in builders]
+        assert sorted(windows, key=str) == [{48}, {None}]
+        assert tokens(llm, PROMPTS) == models.expected("gemma2", PROMPTS)
+        assert len({id(builder._group.ready().backend) for builder in builders}) == 2
+
+
+@pytest.mark.parametrize("layout", [layout.name for layout in KVCacheLayout])
+def test_every_cache_layout_of_vllms(models, layout, monkeypatch):
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", layout)
+    some = PROMPTS[:5]
+    with engine(models.path("llama"), {**asking(), "block_size": 16}) as llm:
+        assert tokens(llm, some) == models.expected("llama", PROMPTS)[:5]
+
+
+def test_preempted_requests_go_on_where_they_were(models, monkeypatch):
+    with engine(
+        models.path("llama"),
+        {**asking(), "block_size": 16, "num_gpu_blocks_override": 44, "enable_prefix_caching": False},
+    ) as llm:
+        preempted, keep = [], scheduler(llm)._preempt_request
+        monkeypatch.setattr(scheduler(llm), "_preempt_request", lambda *a, **k: (preempted.append(1), keep(*a, **k))[1])
+        given = prompts_of(60, 61, 62, 63, 64, 65, 66, 67, seed=5)
+        assert tokens(llm, given) == models.expected("llama", given)
+        assert preempted
+
+
+def test_drafts_are_verified(models, monkeypatch):
+    """Uniform batches of four tokens a request, and mixed ones where drafts are shorter."""
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    repeating = [prompt * 6 for prompt in prompts_of(6, 7, 8, seed=7)]
+    with engine(models.path("llama"), {**asking(), "block_size": 16, "speculative_config": drafts}) as llm:
+        seen = modes(llm, monkeypatch)
+        assert tokens(llm, repeating) == models.expected("llama", repeating)
+        assert "target_verify" in seen
+
+
+def test_one_backend_prefills_and_another_decodes(models, monkeypatch):
+    from dataclasses import replace
+
+    from attnplug_vllm import choice
+
+    both = dict(choice.registry().backends)
+    native = both["torch_native"]
+    both["other"] = replace(native, spec=replace(native.spec, name="other"))
+    monkeypatch.setattr(choice.registry(), "backends", both)
+    options = {**asking(prefill="torch_native", decode="other"), "block_size": 16, "max_num_batched_tokens": 64}
+    with engine(models.path("llama"), options) as llm:
+        seen = modes(llm, monkeypatch)
+        assert tokens(llm, PROMPTS) == models.expected("llama", PROMPTS)
+        (builder,) = (group.get_metadata_builder() for groups in runner(llm).attn_groups for group in groups)
+        assert builder._group.ready().backend.backend_id.name == "split(torch_native, other)"
+        assert builder.reorder_batch_threshold == 1 and {"decode", "extend"} <= set(seen)
+
+
+def test_an_fp8_cache_is_nearly_as_good(models):
+    with engine(models.path("llama"), {**asking(), "block_size": 16, "kv_cache_dtype": "fp8"}) as llm:
+        found, expected = tokens(llm, PROMPTS), models.expected("llama", PROMPTS)
+        same = sum(mine[0] == theirs[0] for mine, theirs in zip(found, expected, strict=True))
+        assert same >= 6
+        assert runner(llm).kv_caches[0].element_size() == 1
+
+
+def test_two_tensor_parallel_ranks_in_processes_of_their_own(models, monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    with engine(models.path("llama"), {**asking(), "block_size": 16, "tensor_parallel_size": 2}) as llm:
+        assert tokens(llm, PROMPTS[:4]) == models.expected("llama", PROMPTS)[:4]
+
+

@@ -1,0 +1,68 @@
+"""What is refused from the command line, before vLLM starts a process."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from attnplug.host import TINY_CONFIGS, UsageError, load_registry
+from attnplug_vllm.front_end import additional_config, check_command_line, options_of
+
+ASKED = ["--attention-backend", "CUSTOM", "--additional-config", '{"attnplug": {"backend": "torch_native"}}']
+
+
+def check(*arguments: str, device: str = "cuda", sm: int | None = 90) -> None:
+    check_command_line(["vllm", "serve", *arguments], load_registry(), device, sm)
+
+
+@pytest.fixture
+def llama(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(TINY_CONFIGS["llama"]))
+    return str(tmp_path)
+
+
+def test_options_are_read_as_vllm_reads_them():
+    argv = ["serve", "m", "--block_size=32", "--dtype", "half", "--enforce-eager", "--additional-config.attnplug.backend", "x"]
+    assert options_of(argv) == {
+        "block-size": "32",
+        "dtype": "half",
+        "enforce-eager": "",
+        "additional-config.attnplug.backend": "x",
+    }
+    assert additional_config(options_of(argv)) == {"attnplug": {"backend": "x"}}
+
+
+def test_who_does_not_ask_for_attnplug_is_left_alone():
+    check("m", "--additional-config", '{"other": 1}', "--block-size", "3")
+    check("m", "--additional-config", "no json")
+
+
+def test_asking_without_custom_is_refused_where_vllm_would_ignore_it():
+    with pytest.raises(UsageError, match="add --attention-backend CUSTOM"):
+        check("m", *ASKED[2:])
+    check("m", *ASKED[2:], device="cpu")
+
+
+def test_a_wrong_name_is_refused_with_the_right_ones():
+    with pytest.raises(UsageError, match=re.escape("there is no backend 'torch_nativ'; did you mean torch_native")):
+        check("m", "--attention-backend", "custom", "--additional-config.attnplug.backend", "torch_nativ")
+
+
+def test_an_option_that_a_backend_does_not_have_is_refused():
+    with pytest.raises(UsageError, match=re.escape("--additional-config.attnplug.options.torch_native.x is given")):
+        check("m", *ASKED[:2], "--additional-config", '{"attnplug": {"options": {"torch_native": {"x": 1}}}}')
+
+
+def test_a_model_that_lies_here_is_judged_with_every_reason(llama):
+    check(llama, *ASKED)
+    with pytest.raises(UsageError) as raised:
+        check(llama, "--attention-backend", "CUSTOM", "--additional-config.attnplug.backend", "triton_mha", sm=75)
+    assert "triton_mha" in str(raised.value) and "SM 75" in str(raised.value)
+    assert "--additional-config.attnplug.backend" in str(raised.value)
+
+
+def test_block_sizes_are_judged_too(llama):
+    with pytest.raises(UsageError, match=re.escape("only multiples of 16 (change --block-size)")):
+        check(llama, *ASKED, "--block-size", "24")

@@ -1,0 +1,77 @@
+"""What ``attnplug explain --host vllm`` reads."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from attnplug import CacheLayout, Problem, Role, Setting
+from attnplug.host import load_host
+from attnplug_vllm.host import HOST, fit, refuse, render
+from support.specs import GDN, MHA, MLA, model
+
+
+def test_every_setting_of_ours_has_a_word_or_none():
+    words = {setting: render(setting) for setting in Setting}
+    assert words[Setting.PAGE_SIZE] == "--block-size" and words[Setting.KV_DTYPE] == "--kv-cache-dtype"
+    assert words[Setting.ATTENTION_BACKEND] == "--additional-config.attnplug.backend"
+    assert all(word is None or word.startswith("--") for word in words.values())
+
+
+def test_an_option_of_a_backend_is_spelled_as_a_key_of_the_configuration():
+    assert render("triton_mha.splits") == "--additional-config.attnplug.options.triton_mha.splits"
+
+
+def test_keys_and_values_share_rows_so_the_layout_is_strided():
+    assert fit(Problem(model(MHA))).layout is CacheLayout.STRIDED
+    assert fit(Problem(model(MLA))).layout is None
+
+
+def test_lengths_are_exact_unless_vllm_speculates():
+    assert fit(Problem(model(MHA))).exact_lengths
+    fitted = fit(Problem(model(MHA), speculative_tokens=3))
+    assert not fitted.exact_lengths and Role.DRAFT not in fitted.roles(), "vLLM chooses what drafts"
+
+
+def test_linear_layers_are_left_to_vllm():
+    fitted = fit(Problem(model(MHA, GDN)))
+    assert fitted.model is not None and fitted.model.layers == (replace(MHA, layer_id=0),)
+    assert not list(refuse(Problem(model(MHA, GDN))))
+
+
+def test_a_model_of_linear_layers_alone_is_refused():
+    (reason,) = refuse(Problem(model(GDN)))
+    assert "all layers are linear (gdn)" in reason.message
+
+
+def test_sparse_attention_is_refused():
+    (reason,) = refuse(Problem(model(replace(MLA, sparse_topk=64))))
+    assert "sparse" in reason.message
+
+
+def test_blocks_are_multiples_of_16():
+    (reason,) = refuse(Problem(model(MHA), page_size=24))
+    assert reason.told(render) == "page size 24 is not supported, only multiples of 16 (change --block-size)"
+    assert not list(refuse(Problem(model(MHA), page_size=48)))
+
+
+@pytest.mark.parametrize(("version", "known"), [("0.26.0", True), ("0.32.1+cpu", True), ("0.25.1", False), ("0.33.0", False)])
+def test_versions_outside_the_range_are_refused_by_number(version, known):
+    reason = HOST.version_refusal(version)
+    assert (reason is None) is known
+    if reason is not None:
+        told = reason.told(render)
+        assert version in told and HOST.versions in told and "pip install" in told
+
+
+def test_it_is_read_without_torch_and_without_vllm():
+    code = "import sys, attnplug_vllm.host; sys.exit(bool({'torch', 'vllm'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_it_is_found_by_its_entry_point():
+    found, bridge = load_host("vllm")
+    assert found is HOST and bridge.distribution == "attnplug-vllm"

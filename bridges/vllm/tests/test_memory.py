@@ -1,0 +1,133 @@
+"""Attention over caches that vLLM owns: layouts, late building, caches that move."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from attnplug import DType
+from attnplug.host import BackendRequest, load_registry, select
+from attnplug_vllm import memory
+from attnplug_vllm.choice import Refused
+from attnplug_vllm.geometry import Shape
+from attnplug_vllm.memory import GroupAttention, mha_pools, mla_pools
+from attnplug_vllm.specs import Machine, mha_layer, mla_layer, model_of, problem_of
+from attnplug_vllm.steps import LayerCall, Step
+from vllm_stage import LAYOUTS, caches, config, layer, metadata
+
+HEADS, KV_HEADS, DIM, LAYERS, BLOCKS, BLOCK_SIZE = 4, 2, 16, 2, 24, 16
+
+
+def group(tensors: list[torch.Tensor], *, block_size: int = BLOCK_SIZE, **request: Any) -> GroupAttention:
+    settings = config(model_config__max_model_len=256)
+    specs = [mha_layer(i, heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, scale=0.25) for i in range(LAYERS)]
+    model = model_of(settings, specs)
+    problem = problem_of(settings, model, Machine("cpu"), "auto")
+    return GroupAttention(
+        settings,
+        torch.device("cpu"),
+        model,
+        {number: layer(tensor) for number, tensor in enumerate(tensors)},
+        select(load_registry(), BackendRequest("torch_native", **request), problem),
+        DType.FLOAT32,
+        block_size,
+        mha_pools,
+        lambda one: (one._k_scale_float, one._v_scale_float),
+    )
+
+
+def memory_of(layout: str, block_size: int = BLOCK_SIZE) -> list[torch.Tensor]:
+    return caches(layout, layers=LAYERS, blocks=BLOCKS, heads=KV_HEADS, block_size=block_size, content=2 * DIM)
+
+
+def run(attention: GroupAttention, lengths: list[tuple[int, int]], seed: int, rows: int | None = None) -> torch.Tensor:
+    batch = metadata(lengths, block_size=attention.page_size)
+    shape = Shape(attention.page_size, 16, exact=True)
+    step, random = Step(attention.ready(), shape, batch), torch.Generator().manual_seed(seed)
+    tokens, results = batch.num_actual_tokens if rows is None else rows, []
+    for spec in attention.model.layers:
+        q, k, v = (torch.randn(tokens, h, DIM, generator=random) for h in (HEADS, KV_HEADS, KV_HEADS))
+        out = torch.full_like(q, 7.0)
+        step.attend(LayerCall(spec, q, k, v, out, True))
+        results.append(out)
+    return torch.stack(results)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_of_vllms_gives_the_same_result_without_a_copy(layout):
+    tensors = memory_of(layout)
+    ours, plain = group(tensors), group(memory_of("NHD"))
+    for step, lengths in enumerate([[(0, 20), (0, 7)], [(20, 1), (7, 1)]]):
+        assert torch.equal(run(ours, lengths, step), run(plain, lengths, step))
+    assert tensors[1].any(), "the rows are in vLLM's memory"
+
+
+def test_blocks_of_64_hold_the_same_rows():
+    large, small = group(memory_of("HND", 64), block_size=64), group(memory_of("HND"))
+    for step, lengths in enumerate([[(0, 70), (0, 7)], [(70, 1), (7, 1)]]):
+        assert torch.equal(run(large, lengths, step), run(small, lengths, step))
+
+
+def test_rows_that_belong_to_no_request_are_left_alone():
+    out = run(group(memory_of("NHD")), [(0, 3)], 0, rows=5)
+    assert (out[:, 3:] == 7.0).all() and not (out[:, :3] == 7.0).any()
+
+
+def test_it_is_built_when_the_caches_are_there_and_again_when_they_have_moved():
+    tensors = memory_of("NHD")
+    attention = group([torch.tensor([]), torch.tensor([])])
+    for number, tensor in enumerate(tensors):
+        attention.layers[number].kv_cache = tensor
+    first = attention.ready()
+    assert attention.ready() is first
+    moved = memory_of("NHD")
+    for number, tensor in enumerate(moved):
+        attention.layers[number].kv_cache = tensor
+    assert attention.ready() is not first
+    run(attention, [(0, 3)], 0)
+    assert moved[0].any() and not tensors[0].any()
+
+
+def test_caches_that_do_not_fit_are_refused_in_one_message():
+    wrong = caches("NHD", layers=LAYERS, blocks=BLOCKS, heads=KV_HEADS, block_size=8, content=2 * DIM)
+    with pytest.raises(Refused, match="the cache of layer 0 of shape"):
+        group(wrong).ready()
+
+
+def test_fp8_caches_come_as_bytes_with_the_scales_of_their_layers():
+    specs = [mha_layer(0, heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, scale=0.25)]
+    cache = torch.zeros(BLOCKS, KV_HEADS, BLOCK_SIZE, 2 * DIM, dtype=torch.uint8)
+    pool = mha_pools(specs, {0: cache}, BLOCK_SIZE, DType.FLOAT8_E4M3, {0: (2.0, 3.0)}).mha
+    assert pool is not None and pool.scales(0) == (2.0, 3.0)
+
+
+def test_scales_of_other_caches_do_not_matter():
+    specs = [mha_layer(0, heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, scale=0.25)]
+    cache = torch.zeros(BLOCKS, KV_HEADS, BLOCK_SIZE, 2 * DIM)
+    assert mha_pools(specs, {0: cache}, BLOCK_SIZE, DType.FLOAT32, {0: (2.0, 3.0)}).mha is not None
+
+
+def test_latent_rows_lie_in_vllms_memory():
+    specs = [mla_layer(0, heads=HEADS, scale=0.25, kv_lora_rank=32, nope=16, rope=8, v_head_dim=16)]
+    cache = torch.zeros(BLOCKS, BLOCK_SIZE, 40)
+    pool = mla_pools(specs, {0: cache}, BLOCK_SIZE, DType.FLOAT32, {}).mla
+    assert pool is not None and pool.rows(0).data_ptr() == cache.data_ptr()
+
+
+def test_scratch_that_grew_stays_where_graphs_know_it():
+    before = memory._allocate(8, torch.device("cpu"), True)
+    memory._allocate(16, torch.device("cpu"), False)
+    assert any(kept is before for kept in memory._kept)
+
+
+def test_a_layer_that_shares_a_cache_writes_nothing():
+    tensors = memory_of("NHD")
+    attention = group(tensors)
+    step = Step(attention.ready(), Shape(BLOCK_SIZE, 16, exact=True), metadata([(4, 1)]))
+    q = torch.randn(1, HEADS, DIM)
+    step.attend(LayerCall(attention.model.layers[0], q, None, None, torch.empty_like(q), False))
+    assert not tensors[0].any()
+
+

@@ -1,0 +1,284 @@
+"""Decode steps of MLA: planned when the first layer attends, captured and replayed, by the numbers that vLLM gives."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from attnplug_vllm.choice import choose, forget
+from attnplug_vllm.memory import GroupAttention, mla_pools
+from attnplug_vllm.mla_decode import DecodeGroup, DecodeStep
+from attnplug_vllm.specs import Machine, cache_type, mla_layer, model_of, unsupported
+from torch import Tensor
+from vllm_stage import Metadata, config, metadata
+
+from attnplug import BackendId, Claims, ForwardBatch, ForwardMode, GraphLevel, Plan, PlanError, Role
+from attnplug.host import KVPools, ModelAttention
+
+HEADS, RANK, ROPE, SCALE, BLOCK = 4, 32, 16, 0.2, 16
+NAMES = {"model.layers.0.self_attn.attn": 0, "model.layers.1.self_attn.attn": 1}
+FIRST, LAST = NAMES
+
+
+@dataclass
+class Recorder:
+    """A backend that remembers what it is asked for."""
+
+    claims: Claims = field(default_factory=lambda: Claims(GraphLevel.UNIFORM, needs_cpu_seq_lens=False))
+    fill: int = 0
+    calls: list[tuple[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.backend_id = BackendId("recorder")
+
+    def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
+        self.calls.append(("plan", batch.geometry))
+        return Plan.of(self.backend_id, batch.geometry)
+
+    def forward_extend(
+        self, q: Tensor, k: Any, v: Any, layer: Any, batch: Any, *, save_kv_cache: bool = True, extras: Any = None
+    ) -> Tensor:
+        assert k is None and v is None and not save_kv_cache
+        batch.plan_for(self.backend_id, q.shape[0])
+        self.calls.append(("run", (layer.layer_id, tuple(q.shape), extras)))
+        return q[..., :RANK]
+
+    forward_decode = forward_extend
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self.calls.append(("reserve", (max_bs, max_num_tokens)))
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> Plan:
+        self.calls.append(("capture" if in_capture else "replay", forward_batch.geometry))
+        return Plan.of(self.backend_id, forward_batch.geometry)
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        self.calls.append(("refill", forward_batch.geometry.rows))
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return self.fill
+
+    def names(self) -> list[str]:
+        return [name for name, _ in self.calls]
+
+
+class Group:
+    """What a ``DecodeGroup`` reads of the attention of its KV group."""
+
+    def __init__(self, backend: Any, context: int = 256) -> None:
+        dims = {"heads": HEADS, "scale": SCALE, "kv_lora_rank": RANK, "nope": 8, "rope": ROPE, "v_head_dim": 8}
+        layers = tuple(mla_layer(number, **dims) for number in NAMES.values())
+        capabilities = SimpleNamespace(extras=backend.claims.extras)
+        chosen = SimpleNamespace(spec=SimpleNamespace(capabilities=capabilities))
+        self.model = SimpleNamespace(layers=layers, context_length=context)
+        self.selection, self.page_size = SimpleNamespace(chosen=lambda role: chosen), BLOCK
+        self.attention = ModelAttention(backend, KVPools())
+
+    def ready(self) -> ModelAttention:
+        return self.attention
+
+
+def step_of(group: DecodeGroup, given: Metadata, *, exact: bool = False) -> DecodeStep:
+    """As the builder makes it."""
+    rows, starts = given.num_actual_tokens, given.query_start_loc
+    host = (given.query_start_loc_cpu, given.seq_lens_cpu_upper_bound) if exact else None
+    longest = 1 if rows == given.num_reqs else given.max_query_len
+    return DecodeStep(
+        given.block_table_tensor, given.seq_lens, group, rows, longest, given.max_seq_len, starts, host=host
+    )
+
+
+def parts(rows: int) -> tuple[Tensor, Tensor]:
+    return torch.randn(HEADS, rows, RANK).transpose(0, 1), torch.randn(rows, HEADS, ROPE)
+
+
+def attend(step: DecodeStep, name: str = FIRST) -> Tensor:
+    return step.attend(*parts(step.rows), name, None)
+
+
+class TestPlans:
+    def test_the_first_layer_plans_for_all(self):
+        backend = Recorder()
+        step = step_of(DecodeGroup(Group(backend), NAMES, 0), metadata([(5, 1), (40, 1)]))
+        assert not backend.calls, "a step that replays a graph runs no layer"
+        attend(step, FIRST), attend(step, LAST)
+        assert backend.names() == ["plan", "run", "run"]
+        assert [layer_id for _, (layer_id, *_) in backend.calls[1:]] == [0, 1]
+
+    @pytest.mark.parametrize(
+        ("lengths", "mode", "ragged"),
+        [
+            ([(5, 1), (40, 1)], ForwardMode.DECODE, False),
+            ([(5, 4), (40, 4)], ForwardMode.TARGET_VERIFY, False),
+            ([(5, 4), (40, 2), (7, 1)], ForwardMode.EXTEND, True),
+        ],
+    )
+    def test_modes_by_the_numbers_of_new_tokens(self, lengths, mode, ragged):
+        backend = Recorder()
+        attend(step_of(DecodeGroup(Group(backend), NAMES, 0), metadata(lengths)))
+        geometry = backend.calls[0][1]
+        assert geometry.mode is mode and geometry.host is None
+        assert (geometry.new_lens is not None) is ragged
+        assert geometry.slots is None, "vLLM writes the rows"
+        if ragged:
+            assert geometry.new_lens.tolist() == [4, 2, 1]
+
+    def test_columns_of_the_block_table_that_nobody_can_use_are_left_out(self):
+        backend = Recorder()
+        attend(step_of(DecodeGroup(Group(backend, context=100), NAMES, 0), metadata([(5, 1)], width=64)))
+        assert backend.calls[0][1].page_table.shape == (1, 7)
+
+    def test_exact_lengths_leave_padded_requests_out(self):
+        """B5: their rows of the result are padding."""
+        backend = Recorder()
+        given = metadata([(5, 1), (40, 1)], padding=(2, 2))
+        attend(step_of(DecodeGroup(Group(backend), NAMES, 0), given, exact=True))
+        geometry = backend.calls[0][1]
+        assert (geometry.requests, geometry.rows) == (2, 2)
+        assert (list(geometry.query_lens), list(geometry.kv_lens)) == ([1, 1], [6, 41])
+
+    def test_exact_lengths_of_requests_that_differ(self):
+        backend = Recorder()
+        attend(step_of(DecodeGroup(Group(backend), NAMES, 0), metadata([(5, 3), (40, 1)]), exact=True))
+        geometry = backend.calls[0][1]
+        assert (list(geometry.query_lens), list(geometry.kv_lens), geometry.rows) == ([3, 1], [8, 41], 4)
+
+
+class TestQueries:
+    def test_both_parts_go_to_a_backend_that_takes_them(self):
+        backend = Recorder(claims=Claims(extras=frozenset({"q_rope"})))
+        attend(step_of(DecodeGroup(Group(backend), NAMES, 0), metadata([(5, 1)])))
+        _, shape, extras = backend.calls[1][1]
+        assert shape == (1, HEADS, RANK) and extras.q_rope.shape == (1, HEADS, ROPE)
+
+    def test_they_are_joined_for_one_that_does_not(self):
+        backend = Recorder()
+        attend(step_of(DecodeGroup(Group(backend), NAMES, 0), metadata([(5, 1)])))
+        _, shape, extras = backend.calls[1][1]
+        assert shape == (1, HEADS, RANK + ROPE) and extras is None
+
+    def test_the_log_sum_exp_is_filled_where_vllm_asks_for_it(self):
+        backend, lse = Recorder(), torch.empty(1, HEADS)
+        step = step_of(DecodeGroup(Group(backend), NAMES, 0), metadata([(5, 1)]))
+        step.attend(*parts(1), FIRST, lse)
+        assert backend.calls[1][1][2].lse is lse
+
+
+class TestGraphs:
+    @pytest.fixture(autouse=True)
+    def stream(self, monkeypatch):
+        """Whether a graph is being captured now."""
+        self.capturing = True
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+
+    def group(self, **given: Any) -> tuple[Recorder, DecodeGroup]:
+        backend = Recorder(**given)
+        return backend, DecodeGroup(Group(backend), NAMES, 64)
+
+    def test_what_lengths_decide_comes_first_in_the_graph(self):
+        """B2"""
+        backend, group = self.group()
+        step = step_of(group, metadata([(0, 1)] * 4))
+        group.capture(step)
+        attend(step, FIRST), attend(step, LAST)
+        assert backend.names() == ["reserve", "capture", "refill", "run", "run"]
+        assert backend.calls[0][1] == (64, 64)
+        geometry = backend.calls[1][1]
+        assert geometry.captured and geometry.seq_lens.data_ptr() == step.seq_lens.data_ptr()
+
+    def test_the_capture_refills_after_a_run_that_warmed_up(self):
+        backend, group = self.group()
+        step = step_of(group, metadata([(0, 1)] * 4))
+        group.capture(step)
+        self.capturing = False
+        attend(step)
+        self.capturing = True
+        attend(step), attend(step)
+        assert backend.names()[2:] == ["refill", "run", "refill", "run", "run"]
+
+    def test_a_replay_is_planned_without_any_layer(self):
+        backend, group = self.group()
+        captured = metadata([(0, 1)] * 4)
+        group.capture(step_of(group, captured))
+        group.replay(step_of(group, captured))
+        group.replay(step_of(group, metadata([(3, 1)] * 3)))
+        assert backend.names() == ["reserve", "capture", "replay"], "nothing of three requests was captured"
+
+    def test_tensors_elsewhere_are_copied_to_where_the_graph_reads(self):
+        _, group = self.group()
+        captured, elsewhere = metadata([(0, 1)] * 2), metadata([(7, 1), (20, 1)])
+        group.capture(step_of(group, captured))
+        group.replay(step_of(group, elsewhere))
+        assert captured.seq_lens.tolist() == [8, 21]
+        assert torch.equal(captured.block_table_tensor, elsewhere.block_table_tensor)
+
+    def test_graphs_over_caches_that_were_bound_before_are_forgotten(self):
+        backend, group = self.group()
+        given = metadata([(0, 1)] * 2)
+        group.capture(step_of(group, given))
+        other = Recorder()
+        group._group.attention = ModelAttention(other, KVPools())
+        group.replay(step_of(group, given))
+        assert backend.names() == ["reserve", "capture"] and not other.calls
+        group.capture(step_of(group, given))
+        assert other.names() == ["reserve", "capture"]
+
+    def test_a_backend_that_pads_in_another_way_is_refused(self):
+        _, group = self.group(fill=1)
+        with pytest.raises(PlanError, match=r"padded requests of length 1, and vLLM's have none; set --compilation"):
+            group.capture(step_of(group, metadata([(0, 1)] * 2)))
+
+
+def test_absorbed_attention_over_vllms_blocks() -> None:
+    """On torch_native, with three blocks' rows and a verify of two tokens, against float64."""
+    forget()
+    asked = config({"attnplug": {"backend": "torch_native"}})
+    layers = [
+        mla_layer(n, heads=HEADS, scale=SCALE, kv_lora_rank=RANK, nope=8, rope=ROPE, v_head_dim=8) for n in (0, 1)
+    ]
+    model = model_of(asked, layers)
+    selection = choose_without_vllm(asked, model)
+    assert set(selection.choices) == {Role.DECODE}, "vLLM prefills"
+    given = metadata([(37, 2), (3, 2)])
+    caches = [torch.randn(8, BLOCK, RANK + ROPE) for _ in layers]
+    group = GroupAttention(
+        asked,
+        torch.device("cpu"),
+        model,
+        {n: SimpleNamespace(kv_cache=caches[n], _k_scale_float=1.0) for n in (0, 1)},
+        selection,
+        cache_type("auto", torch.float32),
+        BLOCK,
+        mla_pools,
+        lambda layer: layer._k_scale_float,
+    )
+    step = step_of(DecodeGroup(group, NAMES, 0), given, exact=True)
+    q, rope = parts(4)
+    out = step.attend(q, rope, LAST, None)
+    joined = torch.cat([q, rope], -1).double()
+    for request, (total, first) in enumerate(((39, 0), (5, 2))):
+        blocks = given.block_table_tensor[request, : -(-total // BLOCK)].long()
+        rows = caches[1][blocks].flatten(0, 1)[:total].double()
+        for token in range(2):
+            seen = rows[: total - 1 + token]
+            weights = torch.softmax(SCALE * torch.einsum("hd,kd->hk", joined[first + token], seen), -1)
+            expected = weights @ seen[:, :RANK]
+            assert torch.allclose(out[first + token].double(), expected, atol=1e-5)
+
+
+def choose_without_vllm(asked: Any, model: Any) -> Any:
+    """The selection of a CPU in float32, where no vLLM is installed to ask for its version."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("attnplug_vllm.choice.other_version", list)
+        return choose(asked, replace(model), "auto", Machine("cpu"))
+
+
+def test_a_kv_connector_is_carried_for_mla() -> None:
+    """MLA's cache is laid out and written by vLLM itself, so connectors find what they know."""
+    asked = config({}, kv_transfer_config=SimpleNamespace())
+    assert any("KV connector" in refusal.message for refusal in unsupported(asked))
+    asked.model_config.use_mla = True
+    assert not list(unsupported(asked))

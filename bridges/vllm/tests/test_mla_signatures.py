@@ -1,0 +1,112 @@
+"""What vLLM calls of ours for MLA, and what we read of its metadata, is there at both ends of the range of versions."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+from vllm_sources import VERSIONS, Sources, ours, takes_what_is_given
+
+COMMON = "vllm.model_executor.layers.attention.mla_attention"
+PREFILL = "vllm.v1.attention.backends.mla.prefill.base"
+BACKEND = "vllm.v1.attention.backend"
+BASES = {
+    "AttnplugMLABackend": ((COMMON, "MLACommonBackend"), (BACKEND, "AttentionBackend")),
+    "AttnplugMLAImpl": ((COMMON, "MLACommonImpl"), (BACKEND, "MLAAttentionImpl")),
+    "AttnplugCPUMLAImpl": ((BACKEND, "MLAAttentionImpl"),),
+    "AttnplugMLABuilder": ((COMMON, "MLACommonMetadataBuilder"),),
+    "AttnplugMLAPrefill": ((PREFILL, "MLAPrefillBackend"),),
+}
+BY_NAME = {"_build_decode", "run_prefill_context_chunk"}
+"""What vLLM calls with names alone: see below."""
+CONSTRUCTORS = {("AttnplugMLAImpl", "__init__"), ("AttnplugMLABuilder", "__init__")}
+
+
+@pytest.fixture(params=VERSIONS)
+def vllm(request: pytest.FixtureRequest) -> Sources:
+    return Sources.of(request.param)
+
+
+@pytest.mark.parametrize("name", BASES)
+def test_our_methods_take_what_vllm_gives(vllm, name):
+    mine, common = ours("mla", name).methods, set()
+    for module, base in BASES[name]:
+        theirs = vllm.klass(module, base).methods
+        for method in (mine.keys() & theirs.keys()) - BY_NAME:
+            if (name, method) not in CONSTRUCTORS:
+                takes_what_is_given(mine[method], theirs[method])
+            common.add(method)
+    assert common
+
+
+@pytest.mark.parametrize("method", sorted(BY_NAME))
+def test_what_is_called_by_name_takes_the_names_that_are_given(vllm, method):
+    name = "AttnplugMLABuilder" if method == "_build_decode" else "AttnplugMLAPrefill"
+    calls = [call for call in ast.walk(ast.parse(vllm.file(COMMON).read_text())) if _calls(call, method)]
+    assert calls
+    for call in calls:
+        assert not call.args
+        ours("mla", name).methods[method].bind(**{keyword.arg: ... for keyword in call.keywords})
+
+
+def _calls(node: ast.AST, method: str) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == method
+
+
+def test_layers_and_groups_are_constructed_as_vllm_does_it(vllm):
+    """Layers give everything by name, and groups the first four by place."""
+    impl = ours("mla", "AttnplugMLAImpl").methods["__init__"]
+    impl.bind(**{name: ... for name in vllm.klass(COMMON, "MLACommonImpl").methods["__init__"].parameters})
+    ours("mla", "AttnplugMLABuilder").methods["__init__"].bind(..., ..., ..., ...)
+
+
+def test_our_calls_bind_to_vllms_constructors(vllm):
+    builder = vllm.klass(COMMON, "MLACommonMetadataBuilder").methods
+    builder["__init__"].bind(..., ..., ..., ...)
+    builder["build"].bind(..., ..., ...)
+    prefill = (
+        "num_heads",
+        "scale",
+        "kv_lora_rank",
+        "qk_nope_head_dim",
+        "qk_rope_head_dim",
+        "v_head_dim",
+        "vllm_config",
+    )
+    vllm.klass(PREFILL, "MLAPrefillBackend").methods["__init__"].bind(**dict.fromkeys(prefill))
+    impl = vllm.klass(COMMON, "MLACommonImpl").methods["__init__"]
+    # Ten by place, the rest by name.
+    rest = [name for name, one in list(impl.parameters.items())[10:] if one.default is one.empty]
+    impl.bind(*[...] * 10, **dict.fromkeys(rest))
+
+
+def test_the_builder_keeps_its_prefill_backend_where_we_put_ours(vllm):
+    builder = vllm.klass(COMMON, "MLACommonMetadataBuilder")
+    assert {"_prefill_backend", "query_len_support", "reorder_batch_threshold"} <= builder.members
+    text = ast.unparse(builder.node)
+    assert "prefill_backend=self._prefill_backend" in text
+    assert "self._prefill_backend.prepare_metadata(prefill_metadata)" in text
+
+
+def test_layers_of_mla_have_what_we_read(vllm):
+    layer = vllm.klass(COMMON, "MLAAttention").members
+    assert {"kv_cache", "impl", "layer_name", "kv_cache_dtype"} <= layer
+    assert {"mla_prefill_backend"} <= vllm.klass("vllm.config.attention", "AttentionConfig").members
+
+
+def test_chunks_have_what_we_read(vllm):
+    prefill = vllm.klass(COMMON, "MLACommonPrefillMetadata")
+    assert {"block_table", "query_start_loc", "chunked_context"} <= prefill.members
+    nested = {node.name: ast.unparse(node) for node in prefill.node.body if isinstance(node, ast.ClassDef)}
+    context = nested["ChunkedContextMetadata"]
+    if "chunks:" in context:
+        for name in ("index", "request_slice", "query_start_loc", "cu_seq_lens", "seq_lens"):
+            assert f"{name}:" in nested["ContextChunk"]
+    else:
+        assert "cu_seq_lens:" in context and "seq_lens:" in context
+
+
+def test_kinds_of_query_lengths_are_known(vllm):
+    body = vllm.klass(COMMON, "QueryLenSupport").node.body
+    names = {target.id for node in body if isinstance(node, ast.Assign) for target in node.targets}
+    assert {"SINGLE_ONLY", "UNIFORM", "VARLEN"} <= names

@@ -1,0 +1,39 @@
+"""What users write in ``additional_config["attnplug"]``."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from attnplug import Role
+from attnplug.host import UsageError
+from attnplug_vllm.config import read_settings
+
+
+def test_nothing_said_is_auto_and_not_asked():
+    settings = read_settings({"gdn_prefill_backend": "triton"})
+    assert (settings.asked, settings.request.attention) == (False, "auto")
+
+
+def test_a_backend_a_backend_per_role_and_options():
+    section = {"backend": "a", "prefill": "b", "decode": "c", "options": {"b": {"splits": 4, "fast": True, "x": None}}}
+    settings = read_settings({"attnplug": section})
+    assert settings.asked and settings.request.attention == "a"
+    assert settings.request.roles == {Role.PREFILL: "b", Role.DECODE: "c"}
+    assert settings.request.options == {"b": {"splits": "4", "fast": "true", "x": "none"}}
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ("triton_mha", "--additional-config.attnplug is 'triton_mha'; give an object with some of the keys backend, "),
+        ({"bakend": "a"}, "--additional-config.attnplug has no key 'bakend'; it has backend, prefill, decode, options"),
+        ({"backend": 3}, "--additional-config.attnplug.backend is 3; give the name of a backend, or auto"),
+        ({"options": []}, '--additional-config.attnplug.options is []; give {"NAME": {"KEY": VALUE}}'),
+        ({"options": {"a": 1}}, '--additional-config.attnplug.options.a is 1; give {"KEY": VALUE}'),
+    ],
+)
+def test_what_cannot_be_read_is_said_in_vllms_words(section, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        read_settings({"attnplug": section})

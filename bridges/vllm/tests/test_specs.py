@@ -1,0 +1,176 @@
+"""vLLM's configuration and layers as attnplug's."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from attnplug import CacheLayout, DType, GraphLevel, Problem
+from attnplug.host import UsageError
+from attnplug_vllm import choice
+from attnplug_vllm.choice import Refused, choose, graph_level, page_sizes
+from attnplug_vllm.host import HOST, fit
+from attnplug_vllm.specs import (
+    Machine,
+    cache_type,
+    has_exact_lengths,
+    layer_ids,
+    limits_of,
+    mha_layer,
+    mla_layer,
+    model_of,
+    problem_of,
+    unsupported,
+    verify_tokens,
+)
+from vllm_stage import config
+
+CPU, H200 = Machine("cpu"), Machine("cuda", 90)
+LAYER = mha_layer(0, heads=8, kv_heads=2, head_dim=64, scale=0.125)
+SPECULATION = SimpleNamespace(num_speculative_tokens=2)
+
+
+@pytest.fixture(autouse=True)
+def _new_process(monkeypatch):
+    monkeypatch.setattr(choice, "other_version", list)
+    choice.forget()
+    yield
+    choice.forget()
+
+
+def test_types_of_caches():
+    assert cache_type("auto", torch.bfloat16) is DType.BFLOAT16
+    assert cache_type("fp8", torch.bfloat16) is cache_type("fp8_e4m3", torch.float16) is DType.FLOAT8_E4M3
+    assert cache_type("float16", torch.bfloat16) is DType.FLOAT16
+
+
+@pytest.mark.parametrize("name", ["fp8_e5m2", "nvfp4", "int8_per_token_head"])
+def test_other_types_of_caches_are_refused_by_name(name):
+    with pytest.raises(UsageError, match=f"{name} is not supported by attnplug's bridge, only auto, "):
+        cache_type(name, torch.bfloat16)
+
+
+def test_no_cap_is_zero_in_vllm():
+    assert mha_layer(0, heads=2, kv_heads=2, head_dim=16, scale=1, cap=0.0).logit_cap is None
+    assert mha_layer(0, heads=2, kv_heads=2, head_dim=16, scale=1, cap=5).logit_cap == 5.0
+
+
+def test_layers_have_the_numbers_in_their_names_where_these_are_distinct():
+    assert list(layer_ids(["model.layers.4.self_attn.attn", "model.layers.7.self_attn.attn"]).values()) == [4, 7]
+    assert list(layer_ids(["a.0.self", "a.0.cross"]).values()) == [0, 1]
+    assert list(layer_ids(["attn", "a.3.x"]).values()) == [0, 1]
+
+
+def test_a_model_is_one_ranks_part():
+    model = model_of(config(parallel_config__tensor_parallel_size=2), [LAYER])
+    assert (model.ranks, model.context_length, model.layers) == (2, 256, (LAYER,))
+    assert problem_of(config(parallel_config__tensor_parallel_size=2), model, CPU, "auto").tensor_parallel == 1
+
+
+def test_the_bridge_poses_the_problem_that_explain_poses():
+    model = model_of(config(), [LAYER])
+    asked = Problem(model, device="cuda", sm=90, dtype=DType.FLOAT32, kv_dtype=DType.FLOAT32)
+    given = problem_of(config(), model, H200, "auto")
+    assert given == fit(asked) or (given.wants_graphs, fit(asked).wants_graphs) == (False, True)
+    assert given.layout is CacheLayout.STRIDED
+
+
+def test_the_block_size_counts_if_a_user_set_it():
+    model = model_of(config(), [LAYER])
+    assert problem_of(config(), model, CPU, "auto").page_size is None
+    asked = config(cache_config__user_specified_block_size=True, cache_config__block_size=64)
+    assert problem_of(asked, model, CPU, "auto").page_size == 64
+
+
+def test_lengths_are_exact_unless_steps_are_scheduled_before_drafts_are_checked():
+    assert has_exact_lengths(config())
+    assert not has_exact_lengths(config(speculative_config=SPECULATION))
+    assert has_exact_lengths(config(speculative_config=SPECULATION, scheduler_config__async_scheduling=False))
+
+
+def test_a_verified_request_has_one_token_more_than_were_drafted():
+    assert (verify_tokens(config()), verify_tokens(config(speculative_config=SPECULATION))) == (0, 3)
+
+
+def test_limits_are_the_schedulers():
+    limits = limits_of(config(scheduler_config__max_num_seqs=40, speculative_config=SPECULATION))
+    assert (limits.max_requests, limits.max_tokens, limits.max_context) == (40, 120, 256)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"parallel_config__decode_context_parallel_size": 2}, "--decode-context-parallel-size"),
+        ({"parallel_config__prefill_context_parallel_size": 2}, "--prefill-context-parallel-size"),
+        ({"parallel_config__use_ubatching": True}, "--enable-dbo"),
+        ({"attention_config__use_non_causal": True}, "non-causal attention"),
+        ({"model_config__is_mm_prefix_lm": True}, "bidirectional attention over image tokens"),
+        ({"cache_config__kv_sharing_fast_prefill": True}, "--kv-sharing-fast-prefill"),
+        ({"cache_config__calculate_kv_scales": True}, "--calculate-kv-scales"),
+        ({"model_config__hf_text_config": SimpleNamespace(attention_chunk_size=8)}, "attention_chunk_size"),
+        ({"model_config__rswa_window": 8}, "reference sliding windows"),
+        ({"kv_transfer_config": object()}, "--kv-transfer-config"),
+    ],
+)
+def test_what_the_contract_lacks_is_refused_by_vllms_names(changes, words):
+    (reason,) = unsupported(config(**changes))
+    assert words in reason.message
+    with pytest.raises(Refused, match=re.escape(words)):
+        choose(config(**changes), model_of(config(), [LAYER]), "auto", CPU)
+
+
+def test_a_choice_is_refused_with_every_reason_in_vllms_words():
+    asked = config({"attnplug": {"backend": "triton_mha"}}, model_config__max_model_len=64)
+    odd = mha_layer(0, heads=8, kv_heads=2, head_dim=40, scale=0.125)
+    with pytest.raises(Refused) as raised:
+        choose(asked, model_of(asked, [odd]), "fp8", H200)
+    told = str(raised.value)
+    assert "dtype float32 is not supported" in told and "(change --dtype)" in told
+    assert "KV dtype float8_e4m3fn is not supported" in told and "(change --kv-cache-dtype)" in told
+    assert "head dims (qk, v) (40, 40)" in told and "(change --additional-config.attnplug.backend)" in told
+
+
+def test_drafts_are_vllms_but_checking_them_is_ours():
+    asked = config(
+        {"attnplug": {"backend": "torch_native"}},
+        speculative_config=SimpleNamespace(num_speculative_tokens=64),
+        scheduler_config__async_scheduling=False,
+    )
+    with pytest.raises(Refused, match="torch_native checks at most 64 tokens of a request at once, and 65 are asked"):
+        choose(asked, model_of(asked, [LAYER]), "auto", CPU)
+
+
+def test_a_backend_that_needs_lengths_is_refused_where_vllm_has_bounds():
+    asked = config({"attnplug": {"backend": "torch_native"}}, speculative_config=SPECULATION)
+    with pytest.raises(Refused, match=r"upper bounds only \(change --no-async-scheduling\)"):
+        choose(asked, model_of(asked, [LAYER]), "auto", CPU)
+
+
+def test_what_was_chosen_is_remembered_for_questions_without_a_configuration():
+    assert page_sizes().kernel is None and not choice.remembered()
+    chosen = choose(config(), model_of(config(), [LAYER]), "auto", CPU)
+    assert choice.remembered() == (chosen,)
+
+
+def test_settings_that_cannot_be_read_are_refused_when_layers_are_made():
+    with pytest.raises(Refused, match="has no key 'x'"):
+        choose(config({"attnplug": {"x": 1}}), model_of(config(), [LAYER]), "auto", CPU)
+
+
+def test_graphs_follow_the_claim_of_the_backend_that_decodes():
+    typed = {"model_config__dtype": torch.bfloat16}
+    asked = config({"attnplug": {"backend": "triton_mha"}}, **typed)
+    assert graph_level(choose(asked, model_of(asked, [LAYER]), "auto", H200)) is GraphLevel.ALWAYS
+    split = config({"attnplug": {"backend": "torch_native", "decode": "triton_mha"}}, **typed)
+    selection = choose(split, model_of(split, [LAYER]), "auto", H200)
+    assert graph_level(selection) is GraphLevel.ALWAYS  # verified by the decode backend, too
+    eager = config({"attnplug": {"backend": "torch_native"}}, **typed)
+    assert graph_level(choose(eager, model_of(eager, [LAYER]), "auto", H200)) is GraphLevel.NEVER
+
+
+def test_an_mla_layer_has_its_latent_whole():
+    layer = mla_layer(3, heads=4, scale=0.1, kv_lora_rank=512, nope=128, rope=64, v_head_dim=128)
+    assert layer.mla is not None and (layer.mla.row_dim, layer.head_dim, layer.v_head_dim) == (576, 192, 128)
