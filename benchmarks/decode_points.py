@@ -35,7 +35,7 @@ class Settings:
     trace: bool = True
     prefill: int = 8192
     prefill_models: tuple[str, ...] = ()
-    room: int = 400
+    room: int = 1000
     is_linear: bool = False
 
 

@@ -121,6 +121,8 @@ def test_a_replay_neither_waits_nor_allocates_and_its_plan_does_neither(oracles)
 def test_tokens_are_right_while_requests_come_end_and_lose_their_pages(oracles, model, settings, page_size):
     """Batches of 1, 3, 17 and 32 over captured sizes that pad them, aborts, and with small pages too few of them."""
     need(settings)
+    if page_size == 16 and "flashmla" in named(settings):
+        pytest.skip("FlashMLA reads pages of 64")
     oracle, texts = oracles(model), prompts(44)
     engine = Engine(
         oracle.folder,

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from attnplug.choose.assembly import choose_importable as choose_importable
     from attnplug.choose.building import backend_problems as backend_problems
     from attnplug.choose.building import build_backend as build_backend
+    from attnplug.choose.hosts import HostSpec as HostSpec
+    from attnplug.choose.hosts import load_host as load_host
     from attnplug.choose.loading import Registered as Registered
     from attnplug.choose.models import load_model as load_model
     from attnplug.choose.models import tiny_config as tiny_config
@@ -106,6 +108,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "choose.assembly": ("build_chosen", "build_selection", "choose_importable"),
     "choose.building": ("backend_problems", "build_backend"),
+    "choose.hosts": ("HostSpec", "load_host"),
     "choose.loading": ("Registered",),
     "choose.models": ("load_model", "tiny_config"),
     "choose.ranking": ("Ranked", "Ranking"),

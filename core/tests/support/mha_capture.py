@@ -72,7 +72,8 @@ class MHACapture:
         lens = torch.full((geometry.requests,), fill, dtype=torch.int32)
         lens[:real] = torch.tensor(scene.totals, dtype=torch.int32)
         table = torch.full_like(geometry.page_table, 1 << 30)
-        table[:real, : scene.page_table.shape[1]] = scene.page_table.to(device)
+        width = min(table.shape[1], scene.page_table.shape[1])  # a scene may have a page to spare
+        table[:real, :width] = scene.page_table[:, :width].to(device)
         copies = [(geometry.seq_lens, lens.to(device)), (geometry.page_table, table)]
         for target, rows in zip((self.q, self.k, self.v), (scene.q, *scene.new_rows()), strict=True):
             source = torch.full_like(target, NAN)

@@ -102,3 +102,31 @@ def test_a_replay_writes_new_rows_where_the_host_says(device):
     slots.copy_(torch.tensor([-1, 3, -1, 9]))
     captured.backend.init_forward_metadata_in_graph(captured.batch)
     assert captured.plan.new_slots.tolist() == [-1, 3, -1, 9]
+
+
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_it_waits_for_queries_of_a_kernel_that_lets_others_start_early(device):
+    """FlashMLA's first kernel is launched early and never waits itself."""
+    from attnplug_flashmla.kernels import Call, FlashMLAKernels
+    from support.late_kernel import fill_late
+
+    torch.manual_seed(0)
+    shape = {"dtype": torch.bfloat16, "device": device}
+    kernels = FlashMLAKernels(16, 512)
+    queries, cache = torch.randn(3, 16, 576, **shape), torch.randn(9, 64, 1, 576, **shape)
+    lens = torch.tensor([5, 100, 180], dtype=torch.int32, device=device)
+    table = torch.randperm(9, device=device).int().view(3, 3)
+    call = Call(1, lens, table, kernels.schedule(lens, 1))
+    wanted, _ = kernels.attend(queries, cache, call, 0.1)
+    late = torch.full_like(queries, float("nan"))
+    fill_late(late.flatten(), queries.flatten(), 1)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        fill_late(late.flatten(), queries.flatten(), 1)
+        found, _ = kernels.attend(late, cache, call, 0.1)
+    for _ in range(5):
+        late.fill_(float("nan"))
+        torch.cuda.synchronize()
+        graph.replay()
+        assert torch.equal(found, wanted)

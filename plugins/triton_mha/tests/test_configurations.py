@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -54,7 +54,8 @@ def test_what_is_chosen_has_room_by_our_own_count(sm, dim):
         assert rows <= SHARED[sm] and found.tile >= 16 and found.step >= 16
         assert (found.overlap, found.prefetch) == ((True, entry.prefetch) if sm >= 90 else (False, 0))
         if sm == 90 and dim <= 128:
-            assert found == entry, "the table is for this GPU"
+            wanted = replace(entry, warps=4) if dim == 64 else entry
+            assert found == wanted, "the table is for this GPU"
 
 
 def test_it_compiles_for_gpus_and_fits_them() -> None:

@@ -126,6 +126,7 @@ def _declare_explain(commands: Commands[argparse.ArgumentParser]) -> None:
             tensor_parallel=parsed.tensor_parallel,
             cuda_graph=parsed.cuda_graph,
             settings=tuple(parsed.backend_option),
+            host=parsed.host,
         )
         return explain_choice(options, parsed.render, json=parsed.json)
 
@@ -133,6 +134,9 @@ def _declare_explain(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = add_command(commands, "explain", text, call)
     parser.add_argument(
         "--model", required=True, metavar="CONFIG", help="a config.json, a folder that holds one, or tiny:NAME"
+    )
+    parser.add_argument(
+        "--host", metavar="NAME", help="an engine that a bridge leads to: vllm, sglang or transformers (default: ours)"
     )
     add_backend_options(parser)
     for role in Role:

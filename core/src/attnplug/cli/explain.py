@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from attnplug.choose.hosts import load_host
 from attnplug.choose.models import load_model
-from attnplug.choose.registry import load_registry
-from attnplug.choose.select import AUTO, BackendRequest, RoleChoice, explain, explanation, passed_over
+from attnplug.choose.registry import Registry, load_registry
+from attnplug.choose.select import AUTO, BackendRequest, RoleChoice, Selection, explain, explanation, passed_over
 from attnplug.cli import output
 from attnplug.cli.options import refusal_as_json
 from attnplug.cli.warn import warn_of_plugins
@@ -37,6 +38,8 @@ class ExplainOptions:
     cuda_graph: str | None = None
     """The level that is demanded; ``None`` for what the chosen backends can."""
     settings: tuple[str, ...] = ()
+    host: str | None = None
+    """The engine that a bridge carries backends into; ``None`` for ours."""
 
     def request(self) -> BackendRequest:
         return BackendRequest(self.attention, self.roles, split_settings(self.settings))
@@ -91,14 +94,39 @@ def explain_choice(options: ExplainOptions, render: Render, *, json: bool) -> in
     registry = load_registry()
     problem = options.problem(load_model(options.model, registry))
     warn_of_plugins(registry)
-    selection = explain(registry, options.request(), problem)
+    if options.host is not None:
+        return _explain_in_host(registry, options.host, options.request(), problem, json=json)
+    return _shown(explain(registry, options.request(), problem), render, json=json)
+
+
+def _shown(selection: Selection, render: Render, *, json: bool, host: Mapping[str, object] | None = None) -> int:
     if json:
-        output.write_json({role.value: _as_json(choice, render) for role, choice in selection.choices.items()})
+        roles = {role.value: _as_json(choice, render) for role, choice in selection.choices.items()}
+        output.write_json({**roles, **({} if host is None else {"host": host})})
     else:
         print("\n".join(explanation(selection, render)))
         if any(map(passed_over, selection.choices.values())):
             print("\n--json has every reason against backends for another role or kind of attention")
     return 1 if selection.unserved else 0
+
+
+def _explain_in_host(registry: Registry, name: str, request: BackendRequest, problem: Problem, *, json: bool) -> int:
+    """The same for an engine of others: in its words, after what it fixes or cannot carry."""
+    host, bridge = load_host(name)
+    refusals, found = host.refusals(problem), host.installed()
+    if not json:
+        here = "not installed here" if found is None else found
+        print(f"host       {host.title} {host.versions}, {here} ({bridge})")
+        for refusal in refusals:
+            print(f"  - {refusal.told(host.render)}")
+    told = {
+        "name": name,
+        "version": found,
+        "versions": host.versions,
+        "refusals": [refusal_as_json(refusal, host.render) for refusal in refusals],
+    }
+    unserved = _shown(explain(registry, request, host.fit(problem)), host.render, json=json, host=told)
+    return 1 if refusals else unserved
 
 
 def _as_json(choice: RoleChoice, render: Render) -> dict[str, object]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
-from attnplug.choose.loading import Source, normal
+from attnplug.choose.hosts import GROUP
+from attnplug.choose.loading import Source, find_entry_points, normal
 from attnplug.choose.registry import Registry, load_registry
 from attnplug.cli import output
 from attnplug.cli.backends import Row, listing
@@ -26,6 +27,9 @@ OURS: Mapping[str, str] = {
     "attnplug-tokenspeed-mla": "latent attention (MLA) by TokenSpeed's kernels, on Blackwell",
     "attnplug-cutedsl-mla": "MLA decode by FlashInfer's CuTe DSL kernel, on Blackwell",
     "attnplug-hybrid-linear": "linear attention (GDN, KDA, Lightning, Mamba2) and short convolutions",
+    "attnplug-vllm": "any attnplug backend inside vLLM",
+    "attnplug-sglang": "any attnplug backend inside SGLang",
+    "attnplug-transformers": "any attnplug backend inside transformers",
 }
 """What there is to install, for people to read. Nothing is looked up here: entry points decide what is there (D1)."""
 
@@ -49,6 +53,7 @@ def list_plugins(own_commands: Collection[str], *, json: bool) -> int:
     registry = load_registry()
     brought = [_backend(row) for row in listing(registry, every=True)]
     brought += _commands(own_commands)
+    brought += _hosts()
     brought += _other(registry)
     brought.sort(key=lambda one: (one.distribution != "attnplug", one.distribution, one.kind, one.name))
     here = {normal(one.distribution) for one in brought}
@@ -77,6 +82,12 @@ def _commands(own: Collection[str]) -> Iterator[Brought]:
         for source in map(Source.of, points):
             status = "installed" if taken is None else "broken"
             yield Brought(source.distribution, source.version, "command", name, status, taken or "installed")
+
+
+def _hosts() -> Iterator[Brought]:
+    """Hosts according to metadata; ``explain --host`` loads them."""
+    for source in map(Source.of, find_entry_points(GROUP)[0]):
+        yield Brought(source.distribution, source.version, "host", source.entry_point, "installed", "installed")
 
 
 def _other(registry: Registry) -> Iterator[Brought]:

@@ -35,8 +35,12 @@ class Cut:
     warps: int
 
 
-CUTS: Mapping[tuple[int, int], Cut] = {}
-"""By the matrix's ``(rows, columns)``, where a measured cut is better than the rule."""
+CUTS: Mapping[tuple[int, int], Cut] = {
+    (2112, 2048): Cut(2, 2048, 4),
+    (3072, 1536): Cut(2, 2048, 2),
+    (2048, 2048): Cut(8, 2048, 8),
+}
+"""By the matrix's ``(rows, columns)``, where a cut is better than the rule (``benchmarks/product_cuts.py``)."""
 
 _LONGEST = 4096
 _TILE = 16_384

@@ -110,6 +110,7 @@ class FlashMLAKernels:
             )
 
     def attend(self, q: Tensor, cache: Tensor, call: Call, scale: float) -> tuple[Tensor, Tensor]:
+        _wait_for_kernels(q.device)
         schedule, _ = self._library.empty_schedule()
         schedule.tile_scheduler_metadata, schedule.num_splits = call.schedule.tiles, call.schedule.splits
         out, lse = self._library.attend(
@@ -124,8 +125,16 @@ class FlashMLAKernels:
             is_fp8_kvcache=False,
             use_legacy=True,
         )
-        if q.is_cuda:
-            # The library's last kernel may end before its first one has stored all of its results, and a kernel that is
-            # launched early waits for the last alone. What is not a kernel waits for both.
-            torch.zeros(1, dtype=torch.uint8, device=q.device)
+        _wait_for_kernels(q.device)
         return out.flatten(0, 1), lse
+
+
+def _wait_for_kernels(device: torch.device) -> None:
+    """Let what follows start only after every kernel before has ended.
+
+    The library's first kernel is launched early (programmatic dependent launch) and never waits: it would read queries
+    that are not written yet if the kernel before it lets others start early. Its last kernel may end before its first
+    has stored all results. A memset is not a kernel: neither it nor what comes after it starts early.
+    """
+    if device.type == "cuda":
+        torch.zeros(1, dtype=torch.uint8, device=device)

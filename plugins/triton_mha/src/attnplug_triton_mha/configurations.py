@@ -49,6 +49,8 @@ TABLE: tuple[tuple[int, int, Configuration], ...] = (
     (ANY, ANY, EXTEND),
 )
 ENTRIES = tuple(entry for *_, entry in TABLE)
+_NARROW = 128
+"""Bytes of a key and of a value up to which four warps hold the tallest tile, and are faster than eight (H200)."""
 _LEAST_TILE = 16
 _LEAST_STEP = 16
 
@@ -71,6 +73,8 @@ class Room:
 def fitting(configuration: Configuration, room: Room) -> Configuration:
     """The configuration, or one with fewer stages, shorter steps or lower tiles that fits."""
     fits = configuration if room.sm >= 90 else replace(configuration, overlap=False, prefetch=0)
+    if fits.tile == TALLEST and max(room.key_bytes, room.value_bytes) <= _NARROW:
+        fits = replace(fits, warps=4)
     while _shared_bytes(fits, room) > room.shared_bytes:
         if fits.stages > 2:
             fits = replace(fits, stages=fits.stages - 1)
