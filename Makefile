@@ -17,6 +17,8 @@ FLASHMLA := 1.0.0
 TOKENSPEED := 2.0.0 2.0.4
 # Read, and not imported, by plugins/flashattention/tests/test_signatures.py: neither can be without a GPU's libraries.
 FLASH_ATTENTION := 4.0.0b36 2.8.3.post2
+# Read, and not imported, by bridges/sglang/tests/test_signatures.py: the ends of the range that it claims.
+SGLANG := 0.5.14 0.5.23
 
 .PHONY: run test lint types tests bench docs gpu-test clean
 
@@ -61,7 +63,7 @@ $(VENV)/installed: constraints.txt Makefile $(addsuffix /pyproject.toml,$(PACKAG
 # FlashInfer comes with what its import needs and no more: with the CuTe DSL, it cannot be imported where there is no CUDA.
 # Triton is there for its interpreter.
 UNPACKED := $(FLASHINFER:%=flashinfer/%) $(FLA:%=fla/%) $(FLASHMLA:%=flashmla/%) $(TOKENSPEED:%=tokenspeed_mla/%) \
-	$(FLASH_ATTENTION:%=flashattention/%)
+	$(FLASH_ATTENTION:%=flashattention/%) $(SGLANG:%=sglang/%)
 $(VENV)/installed-dev: $(VENV)/installed $(addprefix $(VENV)/,$(UNPACKED))
 	$(PIP) pytest pytest-xdist hypothesis mypy ruff
 	$(PIP) apache-tvm-ffi nvidia-ml-py requests
@@ -79,6 +81,13 @@ $(VENV)/flashmla/%: | $(VENV)/installed
 
 $(VENV)/tokenspeed_mla/%: | $(VENV)/installed
 	$(PIP_ANY) --no-deps --no-compile --target $@ tokenspeed-mla==$*
+
+# Its Python sources alone, which are a tenth of the wheel.
+$(VENV)/sglang/%: | $(VENV)/installed
+	rm -rf $@.part && mkdir -p $@.part
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $@.part sglang==$*
+	cd $@.part && $(CURDIR)/$(BIN)/python -c 'import glob, zipfile; z = zipfile.ZipFile(*glob.glob("*.whl")); [z.extract(n) for n in z.namelist() if n.startswith("sglang/srt/") and n.endswith(".py")]'
+	rm $@.part/*.whl && mv $@.part $@
 
 $(VENV)/flashattention/4.%: | $(VENV)/installed
 	$(PIP_ANY) --no-deps --no-compile --target $@ flash-attn-4==4.$*

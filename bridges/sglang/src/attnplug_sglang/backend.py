@@ -8,8 +8,8 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from torch import Tensor
 
-from attnplug import ForwardExtras, ForwardMode, PlanError
-from attnplug.host import BackendError, HookError, ModelAttention
+from attnplug import BackendError, ForwardExtras, ForwardMode, PlanError
+from attnplug.host import HookError, ModelAttention
 from attnplug_sglang.layers import Layers
 from attnplug_sglang.memory import PageTable
 from attnplug_sglang.prefill import RaggedPrefill

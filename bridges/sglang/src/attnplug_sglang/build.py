@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 
-from attnplug import DType, ExtendPath, ModelSpec, Problem, Role, Serving
+from attnplug import BackendError, DType, ExtendPath, ModelSpec, Problem, Role, Serving
 from attnplug.host import (
     AttnplugError,
-    BackendError,
     HostContext,
     Limits,
     MLADims,
@@ -27,7 +26,7 @@ from attnplug_sglang.choice import choose, decode_graphs, insist, served_roles
 from attnplug_sglang.layers import Layers, with_sinks
 from attnplug_sglang.memory import PageTable, kv_dtype, kv_groups, pools_over
 from attnplug_sglang.prefill import extend_path
-from attnplug_sglang.terms import render
+from attnplug_sglang.host import render
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +162,10 @@ def _register_prefill(name: str, backend: AttnplugBackend) -> None:
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
     abilities = backend.attention[0].backend.claims.mla_extend
-    methods = {ExtendPath.ONE_SHOT: AttnForwardMethod.MHA_ONE_SHOT, ExtendPath.CHUNKED: AttnForwardMethod.MHA_CHUNKED_KV}
+    methods = {
+        ExtendPath.ONE_SHOT: AttnForwardMethod.MHA_ONE_SHOT,
+        ExtendPath.CHUNKED: AttnForwardMethod.MHA_CHUNKED_KV,
+    }
 
     def handle(layer: Any, batch: Any) -> Any:
         captured = is_in_breakable_cuda_graph() or is_in_tc_piecewise_cuda_graph()
@@ -173,4 +175,6 @@ def _register_prefill(name: str, backend: AttnplugBackend) -> None:
 
 
 def _told(selection: Selection) -> str:
-    return ", ".join(f"{role} by {choice.chosen_name} ({choice.why(render)})" for role, choice in selection.choices.items())
+    return ", ".join(
+        f"{role} by {choice.chosen_name} ({choice.why(render)})" for role, choice in selection.choices.items()
+    )

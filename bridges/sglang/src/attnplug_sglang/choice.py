@@ -8,7 +8,7 @@ from typing import Any
 
 from attnplug import GraphLevel, Problem, Role
 from attnplug.host import BackendRequest, Registry, Selection, SelectionError, UsageError, explain
-from attnplug_sglang.terms import PREFIX, fit, given_options
+from attnplug_sglang.host import PREFIX, fit, given_options
 
 _CHAINS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "FROZEN_KV_MTP")
 """Speculation whose drafts are chains, if ``--speculative-eagle-topk`` is 1."""
@@ -34,7 +34,9 @@ def choose(
     if not graphs:
         fitted = replace(fitted, cuda_graph=GraphLevel.NEVER, wants_graphs=False)
     selection = explain(registry, request, fitted)
-    selection = replace(selection, choices={role: selection.choices[role] for role in roles if role in selection.choices})
+    selection = replace(
+        selection, choices={role: selection.choices[role] for role in roles if role in selection.choices}
+    )
     if selection.unserved:
         raise SelectionError(selection)
     return selection
@@ -65,8 +67,8 @@ def unsupported(arguments: Any) -> Iterator[str]:
         yield "--enable-hisparse keeps part of the cache on the host"
     if given("enable_unified_memory"):
         yield "--enable-unified-memory numbers slots in its own way"
-    if given("enable_multi_item_scoring") or given("multi_item_scoring_delimiter") is not None:
-        yield "--multi-item-scoring-delimiter needs a mask of its own"
+    if given("enable_mis"):
+        yield "--enable-mis: multi-item scoring needs a mask of its own"
     if _prefill_graphs(given("cuda_graph_config")) == "full":
         yield "--cuda-graph-backend-prefill full captures attention of prefill; use breakable or disabled"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from attnplug import AttentionKind, LayerSpec
-from attnplug.host import BackendError, MLADims
+from attnplug import AttentionKind, BackendError, LayerSpec
+from attnplug.host import MLADims
 
 
 class Layers:

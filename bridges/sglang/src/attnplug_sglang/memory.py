@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnplug import DType, LayerSpec, MHAPool, MLAPool
-from attnplug.host import BackendError, KVPools, UsageError
+from attnplug import BackendError, DType, LayerSpec, MHAPool, MLAPool
+from attnplug.host import KVPools, UsageError
 
 Translate = Callable[[Tensor], Tensor]
 """Slots of SGLang's own numbering → slots of a pool."""
@@ -116,5 +116,3 @@ class PageTable:
         """Where new rows go, int64. Padding goes to slot 0, which no request has."""
         slots = out_cache_loc if self._translate is None else self._translate(out_cache_loc)
         return slots.to(torch.int64)
-
-

@@ -9,9 +9,9 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from attnplug import ExtendPath, requirement_refusal
+from attnplug import ExtendPath
 from attnplug.host import load_registry
-from attnplug_sglang.terms import AUTO, DISTRIBUTION, PREFIX, VERSIONS, render
+from attnplug_sglang.host import AUTO, HOST, PREFIX, render
 
 _registered = set[str]()
 
@@ -71,6 +71,7 @@ def _build(name: str, runner: Any) -> Any:
 
 def refuse_version(name: str) -> None:
     """Raise a ValueError if SGLang's version is outside the range."""
-    refusal = requirement_refusal(DISTRIBUTION + VERSIONS)
+    found = HOST.installed()
+    refusal = None if found is None else HOST.version_refusal(found)
     if refusal is not None:
         raise ValueError(f"{name}: {refusal.told(render)}")

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnplug import ExtendPath, ForwardBatch, LayerSpec, Plan, RaggedCall
-from attnplug.host import AttentionBackend, BackendError, ExtendPolicy, bind_hook, optional_hooks, spread
+from attnplug import AttentionBackend, BackendError, ExtendPath, ForwardBatch, LayerSpec, Plan, RaggedCall
+from attnplug.host import ExtendPolicy, bind_hook, optional_hooks, spread
 from attnplug_sglang.steps import Step, mode_of
 
 _MAY_IGNORE = frozenset({"disable_flashinfer_ragged"})
@@ -24,7 +24,8 @@ def extend_path(batch: Any, layer: Any, abilities: frozenset[ExtendPath], captur
             raise BackendError(
                 f"a batch of mode {batch.forward_mode.name} runs in latent space, and this backend can only run "
                 f"{', '.join(sorted(abilities))}; choose another one for it, by --decode-attention-backend"
-                + " or by --disable-cuda-graph" * captured
+                + " or by --disable-cuda-graph"
+                * captured
             )
         return ExtendPath.ABSORBED
     policy = ExtendPolicy(
@@ -128,5 +129,3 @@ def _part(index: int, new: Sequence[int], rows: Sequence[int], device: torch.dev
         return RaggedPart(call, None)
     starts = list(accumulate(new, initial=0))
     return RaggedPart(call, spread([starts[request] for request in live], queries, device)[1])
-
-

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnplug import ForwardBatch, ForwardMode, Geometry, PlanError
-from attnplug.host import BackendError, HostLengths, ModelAttention, plan_forward
+from attnplug import BackendError, ForwardBatch, ForwardMode, Geometry, PlanError
+from attnplug.host import HostLengths, ModelAttention, plan_forward
 from attnplug_sglang.memory import PageTable
 
 _MODES = {
@@ -110,7 +110,9 @@ def lengths_of(batch: Any, mode: ForwardMode, max_context: int, *, exact: bool) 
         total = [before + more for before, more in zip(prefixes, new, strict=True)]
         new_lens = batch.extend_seq_lens.to(torch.int32)
         seq_lens = batch.seq_lens.to(torch.int32)
-        return Lengths(sum(new), max(total, default=0), max(new, default=0), seq_lens, new_lens, HostLengths(new, total))
+        return Lengths(
+            sum(new), max(total, default=0), max(new, default=0), seq_lens, new_lens, HostLengths(new, total)
+        )
     each = new_tokens(batch, mode)
     before = 0 if mode is ForwardMode.DECODE else each  # a verify's lengths leave its new tokens out
     known = batch.seq_lens_cpu

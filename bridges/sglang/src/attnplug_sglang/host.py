@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from attnplug import CacheLayout, GraphLevel, Problem, Refusal, RefusalCode, Setting
-from attnplug.host import split_settings
+from attnplug.host import HostSpec, split_settings
 
 PREFIX = "attnplug:"
 """What the names of our backends start with in SGLang's options."""
@@ -18,8 +18,6 @@ OPTIONS = "ATTNPLUG_OPTIONS"
 SGLang has no free-form option that reaches an attention backend. Its own kernels are set by environment variables too,
 and every process of a server inherits them.
 """
-DISTRIBUTION = "sglang"
-VERSIONS = ">=0.5.14,<0.5.24"
 DEFAULT_PAGE_SIZE = 1
 """SGLang's own, where ``--page-size`` is left out."""
 
@@ -91,3 +89,8 @@ def refuse(problem: Problem) -> Sequence[Refusal]:
             value=kinds,
         ),
     )
+
+
+HOST = HostSpec(
+    title="SGLang", distributions=("sglang",), versions=">=0.5.14,<0.5.24", render=render, fit=fit, refuse=refuse
+)
