@@ -3,8 +3,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PACKAGES := core engine plugins/flashattention plugins/flashinfer_mla plugins/flashmla plugins/hybrid_linear plugins/trtllm_mla plugins/tokenspeed_mla plugins/cutedsl_mla plugins/triton_mla plugins/triton_mha
-PLUGINS := $(filter plugins/%,$(PACKAGES))
+PACKAGES := core engine plugins/flashattention plugins/flashinfer_mla plugins/flashmla plugins/hybrid_linear plugins/trtllm_mla plugins/tokenspeed_mla plugins/cutedsl_mla plugins/triton_mla plugins/triton_mha bridges/transformers bridges/sglang
+PLUGINS := $(filter plugins/% bridges/%,$(PACKAGES))
 PIP_ANY := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PIP := $(PIP_ANY) --constraint constraints.txt
 # Read by plugins/flashinfer_mla/tests/test_signatures.py beside the pinned one: the ends of the range that it claims.
@@ -17,6 +17,8 @@ FLASHMLA := 1.0.0
 TOKENSPEED := 2.0.0 2.0.4
 # Read, and not imported, by plugins/flashattention/tests/test_signatures.py: neither can be without a GPU's libraries.
 FLASH_ATTENTION := 4.0.0b36 2.8.3.post2
+# Read by bridges/transformers/tests/test_signatures.py beside the installed one: the lower end of the range.
+TRANSFORMERS := 5.17.0
 # Read, and not imported, by bridges/sglang/tests/test_signatures.py: the ends of the range that it claims.
 SGLANG := 0.5.14 0.5.23
 
@@ -63,7 +65,7 @@ $(VENV)/installed: constraints.txt Makefile $(addsuffix /pyproject.toml,$(PACKAG
 # FlashInfer comes with what its import needs and no more: with the CuTe DSL, it cannot be imported where there is no CUDA.
 # Triton is there for its interpreter.
 UNPACKED := $(FLASHINFER:%=flashinfer/%) $(FLA:%=fla/%) $(FLASHMLA:%=flashmla/%) $(TOKENSPEED:%=tokenspeed_mla/%) \
-	$(FLASH_ATTENTION:%=flashattention/%) $(SGLANG:%=sglang/%)
+	$(FLASH_ATTENTION:%=flashattention/%) $(TRANSFORMERS:%=transformers/%) $(SGLANG:%=sglang/%)
 $(VENV)/installed-dev: $(VENV)/installed $(addprefix $(VENV)/,$(UNPACKED))
 	$(PIP) pytest pytest-xdist hypothesis mypy ruff
 	$(PIP) apache-tvm-ffi nvidia-ml-py requests
@@ -81,6 +83,9 @@ $(VENV)/flashmla/%: | $(VENV)/installed
 
 $(VENV)/tokenspeed_mla/%: | $(VENV)/installed
 	$(PIP_ANY) --no-deps --no-compile --target $@ tokenspeed-mla==$*
+
+$(VENV)/transformers/%: | $(VENV)/installed
+	$(PIP_ANY) --no-deps --no-compile --target $@ transformers==$*
 
 # Its Python sources alone, which are a tenth of the wheel.
 $(VENV)/sglang/%: | $(VENV)/installed

@@ -223,10 +223,12 @@ class TestInstallAndUninstall:
     def test_each_broken_plugin_is_gone_once_uninstalled(
         self, wheels: Path, fresh_environment: Callable[..., Environment]
     ) -> None:
-        """D1, D2: one uninstall removes one plugin from the list, whatever is wrong with it."""
-        environment = fresh_environment(wheels, *names(BROKEN))
-        left = set(names(BROKEN))
-        for distribution in names(BROKEN):
+        """D1, D2: one uninstall removes one plugin from the list: one that fails on import, or ends the process, or says
+        what is no spec."""
+        gone = ("bad-import", "bad-exit", "bad-type")
+        environment = fresh_environment(wheels, "bad-mark", *gone)
+        left = {"bad-mark", *gone}
+        for distribution in gone:
             environment.uninstall(distribution)
             left.remove(distribution)
             assert {row["distribution"] for row in environment.backends("--all")} == {"attnplug", *left}
@@ -277,20 +279,17 @@ class TestInstallAndUninstall:
 class TestGoodBackend:
     def test_it_passes_the_check_for_what_it_claims_and_refuses_the_rest(self, crowd: Environment) -> None:
         """D1: an installed third-party backend runs through the real command; D3: what it does not claim is refused."""
-        errors = {}
-        for accumulate in ("float32", "float64"):
-            option = f"acme.accumulate={accumulate}"
-            arguments = ("--attention-backend", "acme", "--device", "cpu", "--backend-option", option)
-            done = crowd.attnplug("check", *arguments, "--json")
-            assert done.returncode == 0, done.stderr
-            results = json.loads(done.stdout)
-            assert {result["layer"] for result in results} == {"MHA 4 heads", "GQA 8/2 heads"}
-            assert len(results) == 8 and all(result["holds"] for result in results)
-            assert "GQA 8/2 heads: acme, asked for by" in done.stderr
-            assert re.search(r"GQA, window 24: refused.* sliding_window", done.stderr)
-            assert re.search(r"MLA 16 heads, 512\+64: refused.* mla", done.stderr)
-            errors[accumulate] = max(result["error"] for result in results)
-        assert errors["float64"] < errors["float32"]  # the typed option reached the backend
+        arguments = ("--attention-backend", "acme", "--device", "cpu", "--backend-option", "acme.accumulate=float64")
+        done = crowd.attnplug("check", *arguments, "--json")
+        assert done.returncode == 0, done.stderr
+        results = json.loads(done.stdout)
+        assert {result["layer"] for result in results} == {"MHA 4 heads", "GQA 8/2 heads"}
+        assert len(results) == 8 and all(result["holds"] for result in results)
+        assert "GQA 8/2 heads: acme, asked for by" in done.stderr
+        assert re.search(r"GQA, window 24: refused.* sliding_window", done.stderr)
+        assert re.search(r"MLA 16 heads, 512\+64: refused.* mla", done.stderr)
+        # The typed option reached the backend: all that is left is the rounding of the result.
+        assert max(result["error"] for result in results) < 5e-8, results
 
     @pytest.mark.parametrize(
         ("option", "message"),

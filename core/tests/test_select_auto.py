@@ -8,7 +8,7 @@ from itertools import permutations
 
 import pytest
 
-from attnplug import GraphLevel, Problem, Role
+from attnplug import GraphLevel, Problem, Refusal, RefusalCode, Role
 from attnplug.host import BackendRequest, Ranked, Registered, explain, explanation, select
 from support.selection import HYBRID, LINEAR, LLAMA, PLAIN, backend, names, registry
 
@@ -65,9 +65,21 @@ def test_where_nothing_can_be_captured_auto_takes_what_there_is_and_explain_says
     wants = Problem(LLAMA, "cuda", 90, wants_graphs=True)
     selection = select(registry(EAGER), BackendRequest(), wants)
     assert names(selection.choices)["decode"] == "eager"
-    assert list(explanation(selection))[-1] == "CUDA graphs: NEVER"
+    assert list(explanation(selection))[-1] == "CUDA graphs: NEVER, by eager (declares none)"
     mixed = select(registry(EAGER, CAPTURED), BackendRequest("captured", {Role.DECODE: "eager"}), wants)
-    assert list(explanation(mixed))[-1] == "CUDA graphs: NEVER, by eager"
+    assert list(explanation(mixed))[-1] == "CUDA graphs: NEVER, by eager (declares none)"
+
+
+def test_explain_gives_a_backends_own_reason_for_running_outside_of_graphs() -> None:
+    """D3"""
+
+    def in_a_capture(problem: Problem, role: Role | None, options: object) -> list[Refusal]:
+        return [Refusal(RefusalCode.CUDA_GRAPH, "its tuner runs in every step")] if problem.cuda_graph else []
+
+    capabilities = replace(PLAIN, devices={"cuda"}, cuda_graph=GraphLevel.ALWAYS)
+    tuned = backend("tuned", capabilities, check=in_a_capture)
+    selection = select(registry(tuned), BackendRequest(), Problem(LLAMA, "cuda", 90, wants_graphs=True))
+    assert list(explanation(selection))[-1] == "CUDA graphs: NEVER, by tuned (its tuner runs in every step)"
 
 
 def test_a_linear_layer_is_captured_with_the_rest_of_a_decode() -> None:

@@ -13,11 +13,13 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from attnplug_engine.launch import join_ranks, kept_for_ranks, readable
+from attnplug.host import AttnplugError, UsageError
+from attnplug_engine.launch import _Rank, _wait, join_ranks, kept_for_ranks, readable
 from attnplug_engine.parallel import ProcessGroupParallel, RankLost
 from attnplug_engine.prompts import read_prompts
 from attnplug_engine.request import SamplingParams
@@ -170,6 +172,39 @@ def test_what_another_rank_than_the_first_has_to_say_is_told(waiting, how, told)
         timeout=120,
     )
     assert (process.returncode, process.stderr) == (1, told)
+
+
+class Ended:
+    """A process that is gone."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+    def poll(self) -> int:
+        return self.code
+
+
+def ended_ranks(*codes: int, told: bytes = b"error: no such prompt\n") -> list[Any]:
+    return [_Rank(number, Ended(code), io.BytesIO(told) if number else None) for number, code in enumerate(codes)]
+
+
+@pytest.mark.parametrize("told", [b"error: no such prompt\n", b""])
+def test_a_rank_that_torch_aborts_after_the_first_has_told_a_mistake_is_no_news(told):
+    """Which of them torch still listens to when the first is gone is a matter of time."""
+    assert _wait(ended_ranks(2, -signal.SIGABRT, told=told)) == 2
+
+
+@pytest.mark.parametrize(("code", "kind"), [(2, UsageError), (1, AttnplugError)])
+@pytest.mark.parametrize("first", [69, -signal.SIGABRT])
+def test_a_mistake_keeps_its_exit_code_whichever_rank_lives_to_tell_it(first, code, kind):
+    with pytest.raises(kind, match=r"^rank 1 of 2 failed: no such prompt$") as caught:
+        _wait(ended_ranks(first, code))
+    assert caught.value.exit_code == code
+
+
+def test_ranks_that_all_abort_are_told_of():
+    with pytest.raises(AttnplugError, match=r"^rank 0 of 2 was ended by SIGABRT$"):
+        _wait(ended_ranks(-signal.SIGABRT, -signal.SIGABRT))
 
 
 def test_a_rank_that_lost_the_others_leaves_it_to_its_parent_to_tell(monkeypatch):

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+import torch.distributed as dist
 from thread_ranks import Threads, in_ranks
 from torch.testing import assert_close
 
 from attnplug.host import TINY_CONFIGS
 from attnplug.host import load_model as load_spec
 from attnplug_engine.models.architectures import load_model
-from attnplug_engine.parallel import ParallelError, even_part, kv_head_part, padded_part
+from attnplug_engine.parallel import ParallelError, ProcessGroupParallel, even_part, kv_head_part, padded_part
 
 DECODED = 8
 MODELS = {
@@ -100,38 +96,14 @@ def test_parts_are_neighbours_and_leave_nothing_out():
     assert [padded_part(4, rank)[0] for rank in [Threads(3).rank(2)]] == [slice(4, 4)]
 
 
-GLOO = """
-import runpy, sys, torch
-from attnplug_engine.models.architectures import load_model
-from attnplug_engine.parallel import ProcessGroupParallel
-
-conftest, meeting, rank, target = sys.argv[1:]
-torch.set_num_threads(1)
-parallel = ProcessGroupParallel.join("cpu", rank=int(rank), size=2, init_method="file://" + meeting)
-stage = runpy.run_path(conftest)["Stage"]
-runs = {}
-for name in ("llama", "deepseek_v3"):
-    loaded = load_model("tiny:" + name, dtype=torch.float32, device="cpu", parallel=parallel)
-    runs[name] = stage(loaded, 2).run([[1, 2, 3, 4, 5, 6], [9, 8, 7]], 2)
-torch.save(runs, target)
-parallel.close()
-"""
-
-
-def test_two_gloo_processes_give_the_logits_of_one(tmp_path, make_stage):
-    conftest = str(Path(__file__).parent / "conftest.py")
-    arguments = [[conftest, str(tmp_path / "meeting"), str(rank), str(tmp_path / f"rank{rank}")] for rank in (0, 1)]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "GLOO_SOCKET_IFNAME": "lo"}
-    processes = [
-        subprocess.Popen([sys.executable, "-c", GLOO, *each], env=environment, stderr=subprocess.PIPE, text=True)
-        for each in arguments
-    ]
-    for process in processes:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors
-    for rank in (0, 1):
-        runs = torch.load(tmp_path / f"rank{rank}", weights_only=True)
-        for name, found in runs.items():
-            alone = make_stage(load_model(f"tiny:{name}", dtype=torch.float32, device="cpu"), 2)
-            for logits, expected in zip(found, alone.run([[1, 2, 3, 4, 5, 6], [9, 8, 7]], 2), strict=True):
-                assert_close(logits, expected, atol=1e-4, rtol=0)
+def test_a_group_is_joined_where_the_caller_says_and_ends_with_its_owner(tmp_path):
+    """Of one rank; the command's own test has two, each a process."""
+    parallel = ProcessGroupParallel.join("cpu", rank=0, size=1, init_method=f"file://{tmp_path / 'meeting'}")
+    given = ProcessGroupParallel(dist.group.WORLD)
+    assert (parallel.rank, parallel.size) == (given.rank, given.size) == (0, 1)
+    assert parallel.all_reduce(torch.arange(4).view(2, 2).T).tolist() == [[0, 2], [1, 3]]
+    assert parallel.all_gather(torch.arange(4).view(2, 2), 1).tolist() == [[0, 1], [2, 3]]
+    given.close()
+    assert dist.is_initialized()
+    parallel.close()
+    assert not dist.is_initialized()

@@ -54,14 +54,13 @@ PARAMS = [
 @pytest.mark.parametrize(
     ("model", "settings"),
     [
-        ("tiny:llama", {}),
         ("tiny:llama", {"num_pages": 13, "chunked_prefill_size": 7}),
         ("tiny:deepseek_v3", {"num_pages": 14, "prefix_cache": False}),
         ("tiny:llama", {"chunked_prefill_size": -1}),
         ("tiny:minimax", {"num_pages": 14, "state_checkpoint": 8, "state_slots": 5}),
         ("tiny:mamba2", {"state_checkpoint": 12, "chunked_prefill_size": 9}),
     ],
-    ids=["plain", "preempted, in chunks", "MLA, preempted", "whole prompts", "hybrid, preempted", "states alone"],
+    ids=["preempted, in chunks", "MLA, preempted", "whole prompts", "hybrid, preempted", "states alone"],
 )
 def test_same_tokens_as_without_overlap(model: str, settings: dict[str, Any]) -> None:
     """Greedy and drawn, by the engine's seed and by their own; twice, so that prefixes are found again."""

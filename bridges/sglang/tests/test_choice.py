@@ -195,5 +195,5 @@ def test_options_come_from_the_environment(folder: str, monkeypatch: pytest.Monk
     monkeypatch.setenv(OPTIONS, "torch_native.speed=1")
     with pytest.raises(ValueError, match=rf"torch_native\.speed in {OPTIONS}"):
         refuse_arguments(arguments(folder))
-    with pytest.raises(UsageError, match="NAME.KEY=VALUE"):
+    with pytest.raises(UsageError, match=r"NAME\.KEY=VALUE"):
         given_options({OPTIONS: "nonsense"})

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from sglang_fakes import Mode, attention, batch, mha_layer, reference, slots_table
 
 from attnplug import BackendError, ForwardMode, PlanError
 from attnplug_sglang.memory import KVGroup, PageTable, kv_groups, pools_over
 from attnplug_sglang.steps import CapturedSteps, Group, eager_step, mode_of
-from sglang_fakes import Mode, attention, batch, mha_layer, reference, slots_table
 
 PAGES = 40
 
@@ -210,5 +210,5 @@ def test_a_shape_that_was_never_captured_is_an_error_with_the_captured_ones() ->
     table = slots_table([9, 3], 4)
     steps, _ = captured(table)
     steps.capture(batch(table, [0], [1], Mode.DECODE))
-    with pytest.raises(PlanError, match="2 requests .* captured: 1"):
+    with pytest.raises(PlanError, match=r"2 requests .* captured: 1"):
         steps.replay(batch(table, [8, 2], [1, 1], Mode.DECODE))

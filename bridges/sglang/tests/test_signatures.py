@@ -15,7 +15,6 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-
 from sglang_fakes import Mode
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -44,7 +43,7 @@ UNUSED = {
     "validate_elastic_cuda_graph_recapture",
     "verify_mask",
 }
-"""Members of SGLang's base class whose default is right for this bridge. One that is not here has not been looked at."""
+"""Members of SGLang's base class whose default is right for this bridge. Another one has not been looked at."""
 
 
 @pytest.fixture(params=ENDS)

@@ -34,18 +34,36 @@ def settle_triton() -> None:
 
 
 def _quicken_interpreter() -> None:
-    """Whenever one function of a kernel calls another, Triton's interpreter looks through all that triton.language has
-    for what it replaces. Which names these are does not change, so they are looked for once.
+    """What Triton's interpreter does again and again, and need not.
+
+    At every launch it looks through all that triton.language has for what it replaces, and whenever one function of a
+    kernel calls another, it replaces all of it once more. Which names these are does not change, and what is replaced
+    stays so until the launch is over. Every sum and product of integers is computed twice, the second time in 64 bits
+    to find overflows, which no kernel on a GPU does.
     """
     from triton.language.core import is_builtin
     from triton.runtime import interpreter
+
+    patch_lang, language = interpreter._patch_lang, interpreter.tl
 
     def patch_builtin(package: Any, builder: Any, scope: Any) -> None:
         for name in _builtins(package):
             if is_builtin(member := getattr(package, name)):  # not replaced yet
                 interpreter._patch_attr(package, name, member, builder, scope)
 
+    @cache
+    def seen_by(function: Any) -> list[Any]:
+        names = function.__globals__.values()
+        return [language, *(module for module in (language.core,) if any(value is module for value in names))]
+
+    def patch_once(function: Any) -> Any:
+        if any(is_builtin(module.load) for module in seen_by(function)):
+            return patch_lang(function)
+        return interpreter._LangPatchScope()
+
     interpreter._patch_builtin = patch_builtin
+    interpreter._patch_lang = patch_once
+    object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
 
 
 @cache

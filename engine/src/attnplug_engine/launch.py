@@ -291,12 +291,16 @@ def _wait(ranks: list[_Rank]) -> int:
             break
         patience -= _PAUSE if failed or any(rank.code == _LOST for rank in ranks) else 0
     codes = [rank.code for rank in ranks]
+    if any(code is not None and code > 0 and code != _LOST for code in codes):
+        # One has something to tell. Torch aborts a rank that it finds without the others, at any time.
+        codes = [_LOST if code == -signal.SIGABRT else code for code in codes]
     _tell_of_killed(codes)
     if codes[0] not in (None, 0, _LOST) or not any(codes):
         return codes[0] or 0
     # One that lost the others is not at fault, unless nobody is.
-    rank = next((rank for rank in ranks if rank.code not in (None, 0, _LOST)), ranks[0])
-    raise AttnplugError(f"rank {rank.number} of {len(ranks)} failed: {rank.told}")
+    rank = next((rank for rank, code in zip(ranks, codes, strict=True) if code not in (None, 0, _LOST)), ranks[0])
+    kind = UsageError if rank.code == UsageError.exit_code else AttnplugError
+    raise kind(f"rank {rank.number} of {len(ranks)} failed: {rank.told}")
 
 
 def _tell_of_killed(codes: Sequence[int | None]) -> None:

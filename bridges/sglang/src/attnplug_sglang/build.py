@@ -23,10 +23,10 @@ from attnplug.host import (
 )
 from attnplug_sglang.backend import AttnplugBackend
 from attnplug_sglang.choice import choose, decode_graphs, insist, served_roles
+from attnplug_sglang.host import render
 from attnplug_sglang.layers import Layers, with_sinks
 from attnplug_sglang.memory import PageTable, kv_dtype, kv_groups, pools_over
 from attnplug_sglang.prefill import extend_path
-from attnplug_sglang.host import render
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Which backend SGLang's options ask for, for which roles, and whether it can serve: judged before anything is built."""
+"""Which backend SGLang's options ask for, for which roles, and whether it can serve; nothing is built here."""
 
 from __future__ import annotations
 

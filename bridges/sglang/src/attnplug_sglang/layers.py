@@ -101,7 +101,7 @@ def unsupported(module: Any) -> Iterator[str]:
         yield f"scales queries by position (xai_temperature_len {module.xai_temperature_len})"
 
 
-def with_sinks(named_modules: Iterable[tuple[str, Any]], attention: type) -> Iterator[int]:
+def with_sinks(named_modules: Iterable[tuple[str, Any]], attention: type[Any]) -> Iterator[int]:
     """The ids of layers whose module has sink logits beside its attention, by the names that SGLang's models use."""
     for _, module in named_modules:
         if any(getattr(module, name, None) is not None for name in _SINKS):

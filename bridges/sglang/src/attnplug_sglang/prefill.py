@@ -1,4 +1,4 @@
-"""MLA prefill as MHA, which SGLang drives itself: which way a batch takes, and the calls that it makes of it (C1, C2)."""
+"""MLA prefill as MHA, which SGLang drives itself: which way a batch takes, and the calls that it makes (C1, C2)."""
 
 from __future__ import annotations
 

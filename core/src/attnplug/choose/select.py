@@ -336,22 +336,29 @@ def explanation(selection: Selection, render: Render = str) -> Iterator[str]:
 
 
 def captured(selection: Selection) -> str:
-    """What a host can capture with the chosen backends, by their declarations, and which of them allows no more."""
-    problem, levels = selection.problem, dict[str, GraphLevel]()
+    """What a host can capture with the chosen backends, by their declarations; which allow no more, and why."""
+    levels: dict[str, tuple[GraphLevel, str]] = {}
     for role in selection.choices:
-        backend = selection.chosen(role)
-        options = selection.options.get(backend.spec.name)
-        able = [
-            level
-            for level in GraphLevel
-            if not backend.spec.refusals(replace(problem, cuda_graph=level), role, options)
-        ]
-        level = max(able)
-        levels[backend.spec.name] = min(level, levels.get(backend.spec.name, level))
-    lowest, highest = min(levels.values()), max(levels.values())
-    if lowest is highest:
+        name, limit = selection.chosen(role).spec.name, _captured(selection, role)
+        levels[name] = min(limit, levels.get(name, limit))
+    lowest, highest = min(levels.values())[0], max(levels.values())[0]
+    if lowest is highest and lowest is not GraphLevel.NEVER:
         return lowest.name
-    return f"{lowest.name}, by {', '.join(name for name, level in levels.items() if level is lowest)}"
+    limiting = (f"{name} ({why})" for name, (level, why) in levels.items() if level is lowest)
+    return f"{lowest.name}, by {', '.join(limiting)}"
+
+
+def _captured(selection: Selection, role: Role) -> tuple[GraphLevel, str]:
+    """The most that a role's backend allows, and why not more; no reason where it allows all."""
+    spec, allowed = selection.chosen(role).spec, GraphLevel.NEVER
+    for level in list(GraphLevel)[1:]:
+        problem = replace(selection.problem, cuda_graph=level)
+        if refusals := spec.refusals(problem, role, selection.options.get(spec.name)):
+            if problem.captured([role]) <= spec.capabilities.cuda_graph:
+                return allowed, refusals[0].message
+            return allowed, "declares no more" if allowed else "declares none"
+        allowed = level
+    return allowed, ""
 
 
 def _judged(choice: RoleChoice, render: Render) -> Iterator[str]:

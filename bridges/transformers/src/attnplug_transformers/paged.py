@@ -1,0 +1,240 @@
+"""Continuous batching: backends over the memory of ``PagedAttentionCache``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from attnplug import CacheLayout, ForwardBatch, ForwardExtras, ForwardMode, Geometry, LayerSpec, MHAPool, ModelSpec
+from attnplug.host import BackendRequest, Limits, ModelAttention
+from attnplug_transformers.blocks import BlockCache, LayerGroup, read_gathered
+from attnplug_transformers.calls import read_call
+from attnplug_transformers.errors import BridgeError
+from attnplug_transformers.pages import PageStore, attention_over, choose, planned, problem_of
+
+PAGED_ARGUMENTS = frozenset(
+    {
+        "block_table",
+        "cache",
+        "cu_seq_lens_k",
+        "cu_seq_lens_q",
+        "logits_indices",
+        "logits_processor_args",
+        "max_length_k",
+        "max_length_q",
+        "max_seqlen_k",
+        "max_seqlen_q",
+        "read_index",
+        "write_index",
+    }
+)
+
+
+@dataclass(slots=True, eq=False)
+class Planned:
+    """What the layers of a group run in one step. ``slots`` are those of all rows, for layers that are copied."""
+
+    attention: ModelAttention
+    batch: ForwardBatch
+    slots: Tensor | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """A cache's layers of one kind, and the step that they are in."""
+
+    blocks: LayerGroup
+    over: ModelAttention | None = None
+    """Attention over the cache's own memory, for layers without a window."""
+    layers: dict[int, LayerSpec] = field(default_factory=dict)
+    lengths: object = None
+    """``cu_seq_lens_q`` of the step. transformers makes a new one for each; it is kept, so no other can be it."""
+    seen: set[int] = field(default_factory=set)
+    planned: Planned | None = None
+
+    def of_step(self, index: int, lengths: object, attention: ModelAttention, plan: Callable[[], Planned]) -> Planned:
+        """What was planned for this step, by the first of the group's layers. No layer runs twice in a step."""
+        found = self.planned
+        if found is None or self.lengths is not lengths or index in self.seen or found.attention is not attention:
+            found = self.planned = plan()
+            self.lengths, self.seen = lengths, set()
+        self.seen.add(index)
+        return found
+
+
+class PagedBatches:
+    """Attention over the caches of continuous batching, for one choice of backends."""
+
+    def __init__(self, request: BackendRequest, store: PageStore) -> None:
+        self._request = request
+        self._store = store
+        self._caches: WeakKeyDictionary[BlockCache, dict[int, Group]] = WeakKeyDictionary()
+
+    def attend(
+        self,
+        module: torch.nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: object,
+        dropout: float,
+        scaling: float | None,
+        others: Mapping[str, object],
+    ) -> Tensor:
+        """q ``[1, heads, tokens, dim]``, with the requests' tokens one after the other; returns ``[1, tokens, heads,
+        v_dim]``."""
+        _check(query, mask, others)
+        cache: BlockCache = others["cache"]
+        index: int = module.layer_idx  # type: ignore[assignment]
+        group = self._group(cache, index)
+        window = group.blocks.window
+        call = read_call(module, query, key, value, dropout, scaling, window, others, PAGED_ARGUMENTS)
+        extras = None if call.sinks is None else ForwardExtras(sinks=call.sinks)
+        if window is not None:
+            return self._attend_window(cache, group, index, call.layer, query, key, value, extras, others)
+        attention = self._over(cache, group, call.layer, query)
+        layer = group.layers[index]
+        if replace(call.layer, layer_id=index) != layer:
+            raise BridgeError(
+                f"layer {index} is {replace(call.layer, layer_id=index)}, and another that shares its blocks is "
+                f"{layer}; such models are not supported in continuous batching"
+            )
+        step = group.of_step(
+            index,
+            others["cu_seq_lens_q"],
+            attention,
+            lambda: Planned(attention, planned(attention, _geometry(group.blocks, others))),
+        )
+        q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        return attention.attend(q, k, v, layer, step.batch, extras=extras).unsqueeze(0)
+
+    def _group(self, cache: BlockCache, index: int) -> Group:
+        groups = self._caches.setdefault(cache, {})
+        if index not in groups:
+            group = Group(LayerGroup.of(cache, index))
+            groups |= dict.fromkeys(group.blocks.layers, group)
+        return groups[index]
+
+    def _over(self, cache: BlockCache, group: Group, layer: LayerSpec, query: Tensor) -> ModelAttention:
+        """Attention over the cache's own blocks. Built once: they stay where they are."""
+        if group.over is not None:
+            return group.over
+        blocks = group.blocks
+        group.layers = {index: replace(layer, layer_id=index) for index in blocks.layers}
+        tensors = blocks.tensors(cache)
+        pairs = list(tensors.values())
+        rows, dense = pairs[0][0].shape[0] * blocks.page_size, all(t.is_contiguous() for pair in pairs for t in pair)
+        model = ModelSpec("transformers", "transformers", tuple(group.layers.values()), rows)
+        layout = CacheLayout.TOKEN_MAJOR if dense else CacheLayout.STRIDED
+        problem = problem_of(model, query.device, query.dtype, blocks.page_size, layout)
+        selection = choose(self._request, problem)
+        assert problem.kv_dtype is not None
+        pool = MHAPool.over(
+            model.layers, tensors, "pages tokens heads dim", page_size=blocks.page_size, dtype=problem.kv_dtype
+        )
+        most = cache.max_batch_tokens
+        group.over = attention_over(selection, model, pool, query.device, query.dtype, Limits(most, most, rows))
+        return group.over
+
+    def _attend_window(
+        self,
+        cache: BlockCache,
+        group: Group,
+        index: int,
+        layer: LayerSpec,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        extras: ForwardExtras | None,
+        others: Mapping[str, object],
+    ) -> Tensor:
+        """Layers with a window keep a ring, which is no sequence of pages: transformers reads it, and its rows are
+        attended to in pages of our own."""
+        keys, values = read_gathered(cache, key, value, index, others)
+        starts_q, starts_k, most_new, most = _lengths(group.blocks, others)
+        pages = self._store.pages(layer, query, Limits(starts_q.shape[0] - 1, query.shape[2], most))
+
+        def plan() -> Planned:
+            requests = starts_q.shape[0] - 1
+            number = torch.arange(keys.shape[0], device=query.device)
+            owner = torch.searchsorted(starts_k[1:].contiguous(), number, right=True)
+            live, owner = owner < requests, owner.clamp(max=requests - 1)
+            firsts = pages.table[owner, 0].long() * pages.page_size
+            geometry = Geometry(
+                ForwardMode.EXTEND,
+                pages.table[:requests],
+                starts_k.diff().int(),
+                pages.page_size,
+                rows=query.shape[2],
+                max_seq_len=most,
+                max_new=most_new,
+                new_lens=starts_q.diff().int(),
+            )
+            slots = torch.where(live, firsts + number - starts_k[owner], -1)
+            return Planned(pages.attention, pages.planned(geometry), slots)
+
+        step = group.of_step(index, others["cu_seq_lens_q"], pages.attention, plan)
+        assert step.slots is not None
+        pages.pool.write(layer.layer_id, step.slots, keys, values)
+        q = query[0].transpose(0, 1)
+        out = pages.attention.attend(q, None, None, layer, step.batch, save_kv_cache=False, extras=extras)
+        return out.unsqueeze(0)
+
+
+def _check(query: Tensor, mask: object, others: Mapping[str, object]) -> None:
+    if mask is not None:
+        raise BridgeError("continuous batching gave a mask along with lengths; backends read lengths only")
+    if others.get("block_table") is not None:
+        raise BridgeError(
+            "continuous batching gave a block table, which is for flash attention's own kernel; turn that off: "
+            "ContinuousBatchingConfig(max_blocks_per_request=0)"
+        )
+    if query.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise BridgeError(
+            "continuous batching captures CUDA graphs, in which a step cannot be planned; turn them off: "
+            "ContinuousBatchingConfig(use_cuda_graph=False)"
+        )
+
+
+def _lengths(blocks: LayerGroup, others: Mapping[str, object]) -> tuple[Tensor, Tensor, int, int]:
+    """Where each request's queries and rows begin ``[requests + 1]`` int64, and bounds of how many there are."""
+    given: Any = others
+    rows, most = given["cu_seq_lens_k"], given.get("max_length_k", given.get("max_seqlen_k"))
+    if isinstance(rows, dict):
+        rows, most = rows[blocks.layer_type], most[blocks.layer_type]
+    most_new = given.get("max_length_q", given.get("max_seqlen_q"))
+    return given["cu_seq_lens_q"].long(), rows.long(), int(most_new), int(most)
+
+
+def _geometry(blocks: LayerGroup, others: Mapping[str, object]) -> Geometry:
+    """The page table, from the indices of cache rows: a request's rows fill one block after the other.
+
+    A step that reads no older rows has no indices to read by. Its requests' rows are those that it writes.
+    """
+    given: Any = others
+    starts_q, starts_k, most_new, most = _lengths(blocks, others)
+    written = given["write_index"][blocks.index]
+    read = given["read_index"][blocks.index]
+    read = read if read.numel() else written
+    count = -(-most // blocks.page_size)
+    firsts = starts_k[:-1, None] + torch.arange(count, device=read.device) * blocks.page_size
+    table = read[firsts.clamp(max=read.numel() - 1)].div(blocks.stride, rounding_mode="floor").int()
+    new_lens, rows = starts_q.diff().int(), written.numel()
+    slots = written.div(blocks.stride, rounding_mode="floor") * blocks.page_size + written % blocks.stride
+    uniform = rows == new_lens.numel() and most_new == 1
+    return Geometry(
+        ForwardMode.DECODE if uniform else ForwardMode.EXTEND,
+        table,
+        starts_k.diff().int(),
+        blocks.page_size,
+        rows=rows,
+        max_seq_len=most,
+        max_new=most_new,
+        new_lens=None if uniform else new_lens,
+        slots=slots,
+    )

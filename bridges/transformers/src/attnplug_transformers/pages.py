@@ -1,0 +1,165 @@
+"""Pages of our own, and the backend that reads them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnplug import CacheLayout, DType, ForwardBatch, Geometry, LayerSpec, MHAPool, ModelSpec, Problem
+from attnplug.host import (
+    AttnplugError,
+    BackendRequest,
+    HostContext,
+    KVPools,
+    Limits,
+    ModelAttention,
+    Selection,
+    WorkspaceOwner,
+    build_selection,
+    load_registry,
+    select,
+)
+from attnplug_transformers.errors import BridgeError
+from attnplug_transformers_host import HOST
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Pages:
+    """Memory for the rows of some requests, and attention over it. ``table`` ``[requests, pages]`` int32 gives each
+    request pages of its own, which lie one after the other."""
+
+    attention: ModelAttention
+    pool: MHAPool
+    layers: Mapping[int, LayerSpec]
+    table: Tensor
+    limits: Limits
+
+    @classmethod
+    def make(cls, request: BackendRequest, layers: Mapping[int, LayerSpec], like: Tensor, limits: Limits) -> Pages:
+        """Pages of some layers, with tensors like this one, for steps of up to these limits."""
+        model = ModelSpec("transformers", "transformers", tuple(layers.values()), limits.max_context)
+        problem = problem_of(model, like.device, like.dtype, None, CacheLayout.TOKEN_MAJOR)
+        selection = choose(request, problem)
+        size = selection.page_size
+        assert size is not None and problem.kv_dtype is not None
+        per_request = -(-limits.max_context // size)
+        count = limits.max_requests * per_request
+        pool = MHAPool(model.layers, num_pages=count, page_size=size, dtype=problem.kv_dtype, device=like.device)
+        attention = attention_over(selection, model, pool, like.device, like.dtype, limits)
+        table = torch.arange(count, dtype=torch.int32, device=like.device).view(limits.max_requests, per_request)
+        return cls(attention, pool, layers, table, limits)
+
+    @property
+    def device(self) -> torch.device:
+        return self.table.device
+
+    @property
+    def page_size(self) -> int:
+        return self.pool.page_size
+
+    def planned(self, geometry: Geometry) -> ForwardBatch:
+        return planned(self.attention, geometry)
+
+    def rows(self) -> Iterator[Tensor]:
+        """Keys and values of every layer, as ``[requests, rows, kv_heads, dim]``."""
+        for index in self.layers:
+            for pages in (self.pool.keys(index), self.pool.values(index)):
+                yield pages.unflatten(0, self.table.shape).flatten(1, 2)
+
+
+def planned(attention: ModelAttention, geometry: Geometry) -> ForwardBatch:
+    """A batch with its plan. Only backends that plan on the host wait for exact lengths."""
+    if attention.backend.claims.needs_cpu_seq_lens:
+        geometry = geometry.measured()
+    batch = ForwardBatch(geometry)
+    attention.plan(batch)
+    return batch
+
+
+def choose(request: BackendRequest, problem: Problem) -> Selection:
+    """The backends for a problem, or one message with every reason, in the words of transformers' users."""
+    try:
+        refusals = HOST.refuse(problem)
+        if refusals:
+            raise BridgeError("; ".join(refusal.told(HOST.render) for refusal in refusals))
+        return select(load_registry(), request, HOST.fit(problem))
+    except AttnplugError as error:
+        raise BridgeError(error.told(HOST.render)) from None
+
+
+def problem_of(
+    model: ModelSpec, device: torch.device, dtype: torch.dtype, page_size: int | None, layout: CacheLayout
+) -> Problem:
+    """What a backend has to serve, as it is at run time."""
+    sm = None
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        sm = 10 * major + minor
+    element = DType.parse(str(dtype), "dtype")
+    return Problem(
+        model, device=device.type, sm=sm, dtype=element, kv_dtype=element, page_size=page_size, layout=layout
+    )
+
+
+def attention_over(
+    selection: Selection, model: ModelSpec, pool: MHAPool, device: torch.device, dtype: torch.dtype, limits: Limits
+) -> ModelAttention:
+    """What was chosen, built over a pool."""
+    pools = KVPools(mha=pool)
+    context = HostContext(
+        model=model,
+        device=device,
+        dtype=dtype,
+        kv_dtype=pool.dtype,
+        page_size=pool.page_size,
+        limits=limits,
+        pools=pools,
+        workspace=WorkspaceOwner(),
+    )
+    return ModelAttention(build_selection(selection, context), pools)
+
+
+class PageStore(threading.local):
+    """The pages of one thread, by what they hold: layers of one shape share them, as they run one after the other.
+
+    A batch that needs more gets new ones, of twice the size.
+    """
+
+    def __init__(self, request: BackendRequest) -> None:
+        self._request = request
+        self._pages: dict[tuple[LayerSpec, torch.device, torch.dtype], Pages] = {}
+
+    def pages(self, layer: LayerSpec, like: Tensor, limits: Limits) -> Pages:
+        """Pages for a layer with tensors like this one, for steps of up to these limits."""
+        key = layer, like.device, like.dtype
+        found = self._pages.get(key)
+        if found is None or not within(limits, found.limits):
+            limits = grown(limits, None if found is None else found.limits)
+            found = self._pages[key] = Pages.make(self._request, {layer.layer_id: layer}, like, limits)
+        return found
+
+
+def within(asked: Limits, limits: Limits) -> bool:
+    return (
+        asked.max_requests <= limits.max_requests
+        and asked.max_tokens <= limits.max_tokens
+        and asked.max_context <= limits.max_context
+    )
+
+
+def grown(asked: Limits, had: Limits | None) -> Limits:
+    """Powers of two, so that a cache that grows by a token a step is seldom built for again."""
+    had = had or Limits(1, 1, 1)
+    return Limits(
+        max_requests=_power(max(asked.max_requests, had.max_requests)),
+        max_tokens=_power(max(asked.max_tokens, had.max_tokens)),
+        max_context=_power(max(asked.max_context, had.max_context, 256)),
+    )
+
+
+def _power(number: int) -> int:
+    return 1 << max(number - 1, 0).bit_length()

@@ -1,0 +1,194 @@
+"""What lengths cannot express is refused by name, and what must not be read is not read."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from tiny_models import CONFIGS, NATIVE, model
+from transformers import AutoModelForCausalLM
+from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import attnplug_transformers
+from attnplug import CacheLayout, Role
+from attnplug.host import BackendRequest, explain, load_model, load_registry
+from attnplug_transformers import BridgeError, names
+from attnplug_transformers.attention import Attention
+from attnplug_transformers.calls import read_call
+from attnplug_transformers.masks import mask_window, step_mask
+from attnplug_transformers.pages import problem_of
+from attnplug_transformers_host import HOST
+
+
+@pytest.fixture
+def llama():
+    made = model("llama")
+    made.set_attn_implementation(NATIVE)
+    return made
+
+
+def test_training_is_refused(llama):
+    with pytest.raises(BridgeError, match=r"called for training: backends have no backward pass.*torch\.no_grad"):
+        llama(inputs_embeds=torch.randn(1, 4, 64, requires_grad=True))
+
+
+def test_weights_are_refused(llama):
+    module = llama.model.layers[0].self_attn
+    q = torch.zeros(1, 8, 1, 16)
+    with pytest.raises(BridgeError, match=r"output_attentions.*use attn_implementation='eager'"):
+        Attention(BackendRequest("torch_native"))(
+            module, q, q[:, :2], q[:, :2], step_mask(1, 1, 1), output_attentions=True
+        )
+
+
+def test_an_argument_that_the_bridge_does_not_know_is_refused(llama):
+    with pytest.raises(BridgeError, match="was called with fancy_bias"):
+        llama(torch.ones(1, 4, dtype=torch.long), fancy_bias=torch.zeros(1))
+
+
+def test_a_mask_of_four_dimensions_is_refused(llama):
+    with pytest.raises(BridgeError, match=r"given a mask of shape \[1, 1, 4, 4\].*give attention_mask as \[batch"):
+        llama(torch.ones(1, 4, dtype=torch.long), attention_mask=torch.zeros(1, 1, 4, 4))
+
+
+def test_packed_sequences_are_refused(llama):
+    positions = torch.tensor([[0, 1, 0, 1]])
+    with pytest.raises(BridgeError, match="but causal_mask_function and packed_sequence_mask_function"):
+        llama(torch.ones(1, 4, dtype=torch.long), position_ids=positions, use_cache=False)
+
+
+def test_attention_in_both_directions_is_refused(llama, monkeypatch):
+    monkeypatch.setattr(llama.config, "is_causal", False, raising=False)
+    with pytest.raises(BridgeError, match="but bidirectional_mask_function"):
+        llama(torch.ones(1, 4, dtype=torch.long))
+
+
+def test_a_window_is_read_from_its_mask():
+    assert mask_window(causal_mask_function) is None
+    assert mask_window(sliding_window_causal_mask_function(12)) == 12
+
+
+def test_padding_between_tokens_is_refused_where_a_window_would_count_it():
+    made = model("gemma2")
+    made.set_attn_implementation(NATIVE)
+    mask = torch.ones(1, 40, dtype=torch.long)
+    mask[:, 20] = 0
+    with pytest.raises(BridgeError, match=r"padding between tokens.*window of 24 positions.*pad on the left"):
+        made(torch.ones(1, 40, dtype=torch.long), attention_mask=mask)
+
+
+def test_a_backend_that_does_not_fit_is_refused_with_every_reason_in_transformers_words(llama):
+    llama.set_attn_implementation("attnplug:triton_mha")
+    with pytest.raises(BridgeError) as refused:
+        llama(torch.ones(1, 4, dtype=torch.long))
+    told = str(refused.value)
+    assert 'triton_mha (attnplug-triton-mha 0.1.0) was asked for by attn_implementation="attnplug:…"' in told
+    assert "device cpu" in told and "dtype float32" in told and "usable instead: torch_native" in told
+
+
+def test_sinks_reach_a_backend_as_the_model_passes_them():
+    module = model("gpt_oss").model.layers[0].self_attn
+    q = torch.zeros(1, 8, 1, 16)
+    call = read_call(module, q, q[:, :2], q[:, :2], 0.0, 0.25, 24, {"s_aux": module.sinks.half(), "softcap": None})
+    assert call.layer.sinks and call.sinks.dtype is torch.float32
+    torch.testing.assert_close(call.sinks, module.sinks.half().float())
+
+
+def test_sinks_are_refused_by_a_backend_that_has_none():
+    made = model("gpt_oss")
+    made.set_attn_implementation(NATIVE)
+    with pytest.raises(BridgeError, match="feature sinks is not supported"):
+        made(torch.ones(1, 4, dtype=torch.long))
+
+
+def test_an_unknown_name_is_refused_before_there_are_weights():
+    with pytest.raises(ValueError, match="attnplug:nonesuch"):
+        AutoModelForCausalLM.from_config(CONFIGS["llama"], attn_implementation="attnplug:nonesuch")
+
+
+def test_every_installed_backend_has_a_name_that_transformers_does_not_take_for_its_own():
+    known = set(ALL_ATTENTION_FUNCTIONS.valid_keys())
+    for name in load_registry().backends:
+        assert f"attnplug:{name.upper() if 'flash' in name else name}" in known
+    made = AutoModelForCausalLM.from_config(CONFIGS["llama"], attn_implementation="attnplug:FLASHATTENTION")
+    assert made.config._attn_implementation == "attnplug:FLASHATTENTION"
+
+
+def test_a_choice_with_roles_and_options_is_registered_by_a_name():
+    request = BackendRequest("torch_native", roles={Role.DECODE: "torch_native"})
+    assert attnplug_transformers.register("mine", request) == "attnplug:mine"
+    made = model("llama")
+    made.set_attn_implementation("attnplug:mine")
+    made(torch.ones(1, 4, dtype=torch.long))
+
+
+def test_a_name_that_transformers_would_take_apart_is_refused():
+    with pytest.raises(BridgeError, match="'a/b' cannot be a name for transformers"):
+        attnplug_transformers.register("a/b", BackendRequest())
+
+
+def test_another_version_of_transformers_is_refused(monkeypatch):
+    monkeypatch.setattr(type(HOST), "installed", lambda self: "4.57.6")
+    with pytest.raises(BridgeError, match=r"this is transformers 4\.57\.6, .* made for >=5\.17,<5\.23 \(pip install"):
+        names.check_version()
+
+
+def test_rows_of_padding_and_unwritten_rows_are_never_read():
+    """NaN in each of them, and in every page that is used later."""
+    attention = Attention(BackendRequest("torch_native"))
+    module = torch.nn.Identity()
+    generator = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(2, heads, length, 16, generator=generator) for heads, length in ((4, 3), (2, 90), (2, 90)))
+    valid = torch.ones(2, 70, dtype=torch.bool)
+    valid[1, :11] = False
+    hidden = ~torch.nn.functional.pad(valid, (0, 20))
+    poisoned = [tensor.masked_fill(hidden[:, None, :, None], torch.nan) for tensor in (k, v)]
+    for poison in (False, True):
+        step = step_mask(2, 3, 90, torch.tensor(67), 0, causal_mask_function, valid)
+        out, _ = attention(module, q, *poisoned, step)
+        if not poison:
+            (pages,) = attention._store._pages.values()
+            pages.pool.keys(0).fill_(torch.nan)
+            pages.pool.values(0).fill_(torch.nan)
+    for request in range(2):
+        rows = valid[request].nonzero()[:, 0]
+        keys, values = (t[request][:, rows].double().repeat_interleave(2, 0) for t in (k, v))
+        logits = q[request].double() @ keys.mT / 4
+        seen = torch.ones(3, rows.numel(), dtype=torch.bool).tril(rows.numel() - 3)
+        expected = logits.masked_fill(~seen, -torch.inf).softmax(-1) @ values
+        torch.testing.assert_close(out[request].transpose(0, 1).double(), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_host_is_described_without_torch_or_transformers():
+    code = "import sys, attnplug_transformers_host as host; assert not {'torch', 'transformers'} & set(sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_latent_layers_reach_a_backend_as_mha_and_linear_layers_do_not():
+    problem = problem_of(load_model("tiny:deepseek_v3"), torch.device("cpu"), torch.float32, None, None)
+    assert not HOST.refuse(problem)
+    (kind,) = {layer.kind for layer in HOST.fit(problem).model.layers}
+    assert kind == "mha"
+
+
+def test_settings_are_told_as_transformers_spells_them():
+    assert HOST.render("attention_backend") == 'attn_implementation="attnplug:…"'
+    assert HOST.render("page_size") == "ContinuousBatchingConfig(page_size=…)"
+    assert HOST.render("speculative_tokens") is None
+
+
+def test_explain_and_the_run_refuse_alike(tmp_path):
+    """One backend, one model: what the command says before anything is loaded is what the first step says."""
+    CONFIGS["gpt_oss"].save_pretrained(tmp_path)
+    read = load_model(str(tmp_path))
+    problem = problem_of(read, torch.device("cpu"), torch.float32, None, CacheLayout.TOKEN_MAJOR)
+    choices = explain(load_registry(), BackendRequest("torch_native"), HOST.fit(problem)).choices.values()
+    told = {refusal.told(HOST.render) for choice in choices for refusal in choice.candidates[0].refusals}
+    made = model("gpt_oss")
+    made.set_attn_implementation(NATIVE)
+    with pytest.raises(BridgeError) as refused:
+        made(torch.ones(1, 4, dtype=torch.long))
+    assert told and all(reason in str(refused.value) for reason in told)
