@@ -7,8 +7,7 @@ from typing import Any
 from attnplug import DType, Problem, Role
 from attnplug.host import AttnplugError, ModelConfigError, load_model, load_registry, model_dtype
 from attnplug_sglang.choice import check_options, choose, decode_graphs, insist, served_roles
-from attnplug_sglang.host import PREFIX, refuse, render
-from attnplug_sglang.plugin import refuse_version
+from attnplug_sglang.host import PREFIX, refuse, refuse_version, render
 
 _AUTO = ("auto", None)
 

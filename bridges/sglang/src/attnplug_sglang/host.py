@@ -94,3 +94,11 @@ def refuse(problem: Problem) -> Sequence[Refusal]:
 HOST = HostSpec(
     title="SGLang", distributions=("sglang",), versions=">=0.5.14,<0.5.24", render=render, fit=fit, refuse=refuse
 )
+
+
+def refuse_version(name: str) -> None:
+    """Raise a ValueError for ``name`` if SGLang's version is outside the range."""
+    found = HOST.installed()
+    refusal = None if found is None else HOST.version_refusal(found)
+    if refusal is not None:
+        raise ValueError(f"{name}: {refusal.told(render)}")

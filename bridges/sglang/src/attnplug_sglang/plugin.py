@@ -11,7 +11,7 @@ from typing import Any
 
 from attnplug import ExtendPath
 from attnplug.host import load_registry
-from attnplug_sglang.host import AUTO, HOST, PREFIX, render
+from attnplug_sglang.host import AUTO, PREFIX, refuse_version
 
 _registered = set[str]()
 
@@ -67,11 +67,3 @@ def _build(name: str, runner: Any) -> Any:
     from attnplug_sglang.build import build
 
     return build(name, runner)
-
-
-def refuse_version(name: str) -> None:
-    """Raise a ValueError if SGLang's version is outside the range."""
-    found = HOST.installed()
-    refusal = None if found is None else HOST.version_refusal(found)
-    if refusal is not None:
-        raise ValueError(f"{name}: {refusal.told(render)}")
