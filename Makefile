@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BRIDGES := .venv-bridges
 BIN := $(VENV)/bin
-PACKAGES := core engine plugins/flashattention plugins/flashinfer_mla plugins/flashmla plugins/hybrid_linear plugins/trtllm_mla plugins/tokenspeed_mla plugins/cutedsl_mla plugins/triton_mla plugins/triton_mha bridges/transformers bridges/vllm
+PACKAGES := core engine plugins/flashattention plugins/flashinfer_mla plugins/flashmla plugins/hybrid_linear plugins/trtllm_mla plugins/tokenspeed_mla plugins/cutedsl_mla plugins/triton_mla plugins/triton_mha bridges/sglang bridges/transformers bridges/vllm
 PLUGINS := $(filter plugins/% bridges/%,$(PACKAGES))
 # pip would compile all of torch and transformers, one file after another: Python compiles what is imported. That has to
 # be kept, also where the caller's shell says otherwise: tests start many processes.
@@ -26,6 +26,8 @@ TRANSFORMERS := 5.17.0
 # Read, and not imported, by bridges/vllm/tests/test_signatures.py: the ends of the range. The last one is installed by
 # bridge-test, into an environment of its own.
 VLLM := 0.26.0 0.32.0
+# Read, and not imported, by bridges/sglang/tests/test_signatures.py: the ends of the range that it claims.
+SGLANG := 0.5.14 0.5.23
 
 BRIDGE_PIP := $(BRIDGES)/bin/python -m pip install --quiet --disable-pip-version-check
 VLLM_REQUIRES := import re, importlib.metadata as m; \
@@ -79,7 +81,7 @@ $(VENV)/installed: constraints.txt Makefile $(addsuffix /pyproject.toml,$(PACKAG
 # FlashInfer comes with what its import needs and no more: with the CuTe DSL, it cannot be imported where there is no CUDA.
 # Triton is there for its interpreter.
 UNPACKED := $(FLASHINFER:%=flashinfer/%) $(FLA:%=fla/%) $(FLASHMLA:%=flashmla/%) $(TOKENSPEED:%=tokenspeed_mla/%) \
-	$(FLASH_ATTENTION:%=flashattention/%) $(TRANSFORMERS:%=transformers/%) $(VLLM:%=vllm/%)
+	$(FLASH_ATTENTION:%=flashattention/%) $(TRANSFORMERS:%=transformers/%) $(VLLM:%=vllm/%) $(SGLANG:%=sglang/%)
 $(VENV)/installed-dev: $(VENV)/installed
 	$(PIP) pytest pytest-xdist hypothesis mypy ruff apache-tvm-ffi nvidia-ml-py requests
 	$(PIP) --no-deps flashinfer-python triton
@@ -100,6 +102,13 @@ $(VENV)/tokenspeed_mla/%: | $(VENV)/installed
 
 $(VENV)/transformers/%: | $(VENV)/installed
 	$(PIP_ANY) --no-deps --target $@ transformers==$*
+
+# Its Python sources alone, which are a tenth of the wheel.
+$(VENV)/sglang/%: | $(VENV)/installed
+	rm -rf $@.part && mkdir -p $@.part
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $@.part sglang==$*
+	cd $@.part && $(CURDIR)/$(BIN)/python -c 'import glob, zipfile; z = zipfile.ZipFile(*glob.glob("*.whl")); [z.extract(n) for n in z.namelist() if n.startswith("sglang/srt/") and n.endswith(".py")]'
+	rm $@.part/*.whl && mv $@.part $@
 
 $(VENV)/flashattention/4.%: | $(VENV)/installed
 	$(PIP_ANY) --no-deps --target $@ flash-attn-4==4.$*

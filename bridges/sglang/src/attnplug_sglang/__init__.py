@@ -1,0 +1,1 @@
+"""attnplug's backends inside SGLang. See ``attnplug_sglang.plugin``."""

@@ -1,0 +1,180 @@
+"""From SGLang's model runner to a backend of ours over its caches."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from sglang.srt.layers.radix_attention import RadixAttention
+
+from attnplug import BackendError, DType, ExtendPath, ModelSpec, Problem, Role, Serving
+from attnplug.host import (
+    AttnplugError,
+    HostContext,
+    Limits,
+    MLADims,
+    ModelAttention,
+    Parallel,
+    Selection,
+    WorkspaceOwner,
+    build_selection,
+    load_registry,
+)
+from attnplug_sglang.backend import AttnplugBackend
+from attnplug_sglang.choice import choose, decode_graphs, insist, served_roles
+from attnplug_sglang.host import render
+from attnplug_sglang.layers import Layers, with_sinks
+from attnplug_sglang.memory import PageTable, kv_dtype, kv_groups, pools_over
+from attnplug_sglang.prefill import extend_path
+
+logger = logging.getLogger(__name__)
+
+
+def build(name: str, runner: Any) -> AttnplugBackend:
+    """What SGLang's registry calls for ``attnplug:NAME``. A refusal is a ValueError with every reason."""
+    try:
+        return _build(name, runner)
+    except AttnplugError as error:
+        raise ValueError(f"{name}: {error.told(render)}") from error
+
+
+def _build(name: str, runner: Any) -> AttnplugBackend:
+    arguments = runner.server_args
+    if runner.is_draft_worker:
+        raise BackendError(
+            "it cannot run drafts: SGLang's draft workers know only its own backends; give "
+            "`draft_attention_backend`, such as triton",
+            settings=["draft_attention_backend"],
+        )
+    insist(arguments, name)
+    layers, model = _model(runner)
+    roles = served_roles(name, runner.prefill_attention_backend_str, runner.decode_attention_backend_str)
+    problem = _problem(runner, model)
+    selection = choose(
+        load_registry(),
+        name,
+        roles,
+        problem,
+        verify=Role(arguments.speculative_attention_mode),
+        graphs=problem.device == "cuda" and decode_graphs(arguments.cuda_graph_config, _disabled(arguments)),
+    )
+    groups = []
+    workspace = WorkspaceOwner()
+    for group in kv_groups(runner.token_to_kv_pool, layers.specs):
+        part = ModelSpec(model.name, model.model_type, group.layers, model.context_length, model.dtype, model.ranks)
+        pools = pools_over(runner.token_to_kv_pool, group, runner.page_size, _scales(runner))
+        context = _context(runner, part, pools, workspace)
+        attention = ModelAttention(build_selection(selection, context), pools)
+        table = PageTable(runner.req_to_token_pool.req_to_token, runner.page_size, group.translate)
+        groups.append((attention, table, tuple(layer.layer_id for layer in group.layers)))
+    backend = AttnplugBackend(runner, layers, groups)
+    if runner.use_mla_backend:
+        _register_prefill(name, backend)
+    logger.info("%s: %s", name, _told(selection))
+    return backend
+
+
+def _model(runner: Any) -> tuple[Layers, ModelSpec]:
+    """The attention layers as this rank has them: read off the loaded model, so that heads are the rank's own."""
+    config, model = runner.model_config, runner.model
+    modules = [module for module in model.modules() if isinstance(module, RadixAttention)]
+    dims, v_head_dim = None, 0
+    if runner.use_mla_backend:
+        dims = MLADims(config.kv_lora_rank, config.qk_nope_head_dim, config.qk_rope_head_dim)
+        v_head_dim = config.v_head_dim
+    layers = Layers(modules, dims, v_head_dim, with_sinks(model.named_modules(), RadixAttention))
+    if not layers.specs:
+        raise BackendError(f"{type(model).__name__} has no attention layer that SGLang's backends serve")
+    whole, own = config.num_attention_heads, layers.specs[0].num_heads
+    ranks = whole // own if own and whole % own == 0 else 1
+    kind = getattr(config.hf_config, "model_type", type(model).__name__)
+    spec = ModelSpec(kind, kind, layers.specs, config.context_len, str(runner.dtype).removeprefix("torch."), ranks)
+    return layers, spec
+
+
+def _problem(runner: Any, model: ModelSpec) -> Problem:
+    device, sm = torch.device(runner.device).type, None
+    if device == "cuda":
+        major, minor = torch.cuda.get_device_capability(runner.gpu_id)
+        sm = major * 10 + minor
+    arguments = runner.server_args
+    speculates = arguments.speculative_algorithm is not None
+    return Problem(
+        model,
+        device=device,
+        sm=sm,
+        dtype=DType.parse(str(runner.dtype), "dtype"),
+        kv_dtype=kv_dtype(runner.kv_cache_dtype),
+        page_size=runner.page_size,
+        speculative_tokens=(arguments.speculative_num_draft_tokens or 0) if speculates else 0,
+        is_embedding=not runner.is_generation,
+    )
+
+
+def _disabled(arguments: Any) -> bool:
+    return bool(getattr(arguments, "disable_cuda_graph", False))
+
+
+def _scales(runner: Any) -> dict[int, tuple[float, float]]:
+    """fp8 scales that a checkpoint brought, by layer."""
+    if runner.kv_cache_dtype is not torch.float8_e4m3fn:
+        return {}
+    modules = (module for module in runner.model.modules() if isinstance(module, RadixAttention))
+    return {
+        module.layer_id: (module.k_scale_float or 1.0, module.v_scale_float or 1.0)
+        for module in modules
+        if module.k_scale_float is not None or module.v_scale_float is not None
+    }
+
+
+def _context(runner: Any, model: ModelSpec, pools: Any, workspace: WorkspaceOwner) -> HostContext:
+    arguments, table = runner.server_args, runner.req_to_token_pool
+    chunk = arguments.chunked_prefill_size
+    requests, context = int(table.size) + 1, int(table.req_to_token.shape[1])
+    prompt = chunk if chunk and chunk > 0 else max(context, arguments.max_prefill_tokens)
+    drafts = (arguments.speculative_num_draft_tokens or 1) if arguments.speculative_algorithm is not None else 1
+    return HostContext(
+        model=model,
+        device=torch.device(runner.device, runner.gpu_id) if runner.device == "cuda" else torch.device(runner.device),
+        dtype=runner.dtype,
+        kv_dtype=kv_dtype(runner.kv_cache_dtype),
+        page_size=runner.page_size,
+        limits=Limits(requests, max(prompt + requests, requests * drafts), context),
+        pools=pools,
+        workspace=workspace,
+        parallel=Parallel(0, model.ranks),
+        serving=Serving(
+            disaggregation_mode=arguments.disaggregation_mode,
+            disable_chunked_prefix_cache=bool(arguments.disable_chunked_prefix_cache),
+            is_embedding=not runner.is_generation,
+            chunked_prefill_size=chunk,
+            disable_radix_cache=bool(arguments.disable_radix_cache),
+        ),
+    )
+
+
+def _register_prefill(name: str, backend: AttnplugBackend) -> None:
+    """Tell SGLang's MLA models how a batch extends: by our claims and its thresholds, not by a name (C1)."""
+    from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import is_in_breakable_cuda_graph
+    from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import is_in_tc_piecewise_cuda_graph
+    from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+    abilities = backend.attention[0].backend.claims.mla_extend
+    methods = {
+        ExtendPath.ONE_SHOT: AttnForwardMethod.MHA_ONE_SHOT,
+        ExtendPath.CHUNKED: AttnForwardMethod.MHA_CHUNKED_KV,
+    }
+
+    def handle(layer: Any, batch: Any) -> Any:
+        captured = is_in_breakable_cuda_graph() or is_in_tc_piecewise_cuda_graph()
+        return methods.get(extend_path(batch, layer, abilities, captured), AttnForwardMethod.MLA)
+
+    handlers.AttentionBackendRegistry.register(name, handle)
+
+
+def _told(selection: Selection) -> str:
+    return ", ".join(
+        f"{role} by {choice.chosen_name} ({choice.why(render)})" for role, choice in selection.choices.items()
+    )

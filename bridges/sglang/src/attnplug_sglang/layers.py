@@ -1,0 +1,111 @@
+"""SGLang's attention modules as ``LayerSpec``s, and what of them the contract lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from attnplug import AttentionKind, BackendError, LayerSpec
+from attnplug.host import MLADims
+
+
+class Layers:
+    """The attention modules of one model on this rank, each with its spec. All heads are the rank's own."""
+
+    def __init__(self, modules: Iterable[Any], mla: MLADims | None, v_head_dim: int, sinks: Iterable[int] = ()) -> None:
+        """``sinks`` are the ids of layers that pass sink logits. ``v_head_dim`` is that of MLA's values."""
+        self._mla, self._v_head_dim, self._sinks = mla, v_head_dim, frozenset(sinks)
+        self._specs: dict[Any, LayerSpec] = {}
+        self._as_mha = set[Any]()
+        by_id: dict[int, LayerSpec] = {}
+        for module in modules:
+            if problems := list(unsupported(module)):
+                raise BackendError(f"layer {module.layer_id} {', and '.join(problems)}; choose a backend of SGLang's")
+            if mla is not None and not self._absorbed(module, mla):
+                self._as_mha.add(module)
+                continue
+            spec = self._specs[module] = self._spec(module)
+            if by_id.setdefault(spec.layer_id, spec) != spec:
+                raise BackendError(
+                    f"layer {spec.layer_id} has two kinds of attention over one cache, {by_id[spec.layer_id]} and "
+                    f"{spec}, which attnplug cannot describe; choose a backend of SGLang's"
+                )
+        for module in self._as_mha:
+            if module.layer_id not in by_id:
+                raise BackendError(f"layer {module.layer_id} attends as MHA, but has no latent attention beside it")
+            self._specs[module] = by_id[module.layer_id]
+        self.specs = tuple(by_id[layer_id] for layer_id in sorted(by_id))
+
+    def _absorbed(self, module: Any, mla: MLADims) -> bool:
+        """Whether a module of an MLA layer runs in latent space; the other one runs the same layer as MHA."""
+        shape = (module.tp_k_head_num, module.head_dim, module.v_head_dim)
+        return bool(shape == (1, mla.row_dim, mla.kv_lora_rank))
+
+    def _spec(self, module: Any) -> LayerSpec:
+        heads, mla = module.tp_q_head_num, self._mla
+        common = {
+            "layer_id": module.layer_id,
+            "num_heads": heads,
+            "scale": float(module.scaling),
+            # SGLang counts the keys before a query, we count the query's own too.
+            "sliding_window": None if module.sliding_window_size < 0 else module.sliding_window_size + 1,
+            "logit_cap": float(module.logit_cap) or None,
+            "sinks": module.layer_id in self._sinks,
+        }
+        if mla is None:
+            return LayerSpec(
+                kind=AttentionKind.MHA,
+                num_kv_heads=module.tp_k_head_num,
+                head_dim=module.head_dim,
+                v_head_dim=module.v_head_dim,
+                **common,
+            )
+        head_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
+        return LayerSpec(
+            kind=AttentionKind.MLA,
+            num_kv_heads=heads,
+            head_dim=head_dim,
+            v_head_dim=self._v_head_dim,
+            mla=mla,
+            **common,
+        )
+
+    def spec(self, module: Any) -> LayerSpec:
+        found = self._specs.get(module)
+        if found is None:
+            raise BackendError(
+                f"layer {module.layer_id} is not one of the model's that this backend was built for; its layers are "
+                f"{', '.join(str(spec.layer_id) for spec in self.specs)}"
+            )
+        return found
+
+    def runs_as_mha(self, module: Any) -> bool:
+        """Whether this module runs an MLA layer as MHA, over rows at hand."""
+        return module in self._as_mha
+
+
+def unsupported(module: Any) -> Iterator[str]:
+    """What a module needs that the contract lacks."""
+    if module.is_cross_attention:
+        yield "is cross attention, over an encoder's output"
+    kind = getattr(module.attn_type, "value", module.attn_type)
+    if kind != "decoder":
+        yield f"attends in both directions (attn_type {kind!r})"
+    if module.use_irope:
+        yield "attends within chunks of the context (use_irope)"
+    if module.logit_cap and module.logit_capping_method != "tanh":
+        yield f"caps logits by {module.logit_capping_method!r}, not by tanh"
+    if module.pos_encoding_mode != "NONE":
+        yield f"encodes positions in attention itself ({module.pos_encoding_mode!r})"
+    if module.xai_temperature_len > 0:
+        yield f"scales queries by position (xai_temperature_len {module.xai_temperature_len})"
+
+
+def with_sinks(named_modules: Iterable[tuple[str, Any]], attention: type[Any]) -> Iterator[int]:
+    """The ids of layers whose module has sink logits beside its attention, by the names that SGLang's models use."""
+    for _, module in named_modules:
+        if any(getattr(module, name, None) is not None for name in _SINKS):
+            yield from (child.layer_id for child in module.children() if isinstance(child, attention))
+
+
+_SINKS = ("sinks", "attention_sink_bias", "attn_sink")

@@ -1,0 +1,131 @@
+"""MLA prefill as MHA, which SGLang drives itself: which way a batch takes, and the calls that it makes (C1, C2)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnplug import AttentionBackend, BackendError, ExtendPath, ForwardBatch, LayerSpec, Plan, RaggedCall
+from attnplug.host import ExtendPolicy, bind_hook, optional_hooks, spread
+from attnplug_sglang.steps import Step, mode_of
+
+_MAY_IGNORE = frozenset({"disable_flashinfer_ragged"})
+
+
+def extend_path(batch: Any, layer: Any, abilities: frozenset[ExtendPath], captured: bool) -> ExtendPath:
+    """How a batch of an MLA model runs. ``layer`` is SGLang's, with its thresholds; ``captured``: inside a graph."""
+    if captured or not batch.forward_mode.is_extend_without_speculative() or batch.extend_seq_lens_cpu is None:
+        if ExtendPath.ABSORBED not in abilities:
+            raise BackendError(
+                f"a batch of mode {batch.forward_mode.name} runs in latent space, and this backend can only run "
+                f"{', '.join(sorted(abilities))}; choose another one for it, by --decode-attention-backend"
+                + " or by --disable-cuda-graph"
+                * captured
+            )
+        return ExtendPath.ABSORBED
+    policy = ExtendPolicy(
+        chunk_threshold=layer.chunked_prefix_cache_threshold,
+        chunk_capacity=batch.get_max_chunk_capacity(),
+        disable_chunked_prefix_cache=layer.disable_chunked_prefix_cache,
+    )
+    new = batch.extend_seq_lens_cpu
+    total = [before + more for before, more in zip(batch.extend_prefix_lens_cpu, new, strict=True)]
+    return policy.choose(mode_of(batch), new, total, abilities)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RaggedPart:
+    """One call. ``rows`` are the query rows that take part, if not all do."""
+
+    call: RaggedCall
+    rows: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RaggedPlan:
+    """The calls of a batch: the causal one first, then one for each chunk of the prefix."""
+
+    parts: tuple[RaggedPart, ...]
+    plan: Plan | None
+    queries: int
+
+
+class RaggedPrefill:
+    """Runs the calls that SGLang makes of one backend."""
+
+    def __init__(self, backend: AttentionBackend) -> None:
+        offered = optional_hooks()
+        self._name = backend.backend_id.name
+        self._run = bind_hook(backend, "forward_ragged", offered["forward_ragged"], ())
+        name = "init_mha_chunk_metadata"
+        self._plan_chunks = bind_hook(backend, name, offered[name], _MAY_IGNORE)
+
+    def plan(self, batch: Any, step: Step) -> RaggedPlan:
+        """Plan every call of a batch, once."""
+        if step.ragged is None:
+            geometry = step.batches[0].geometry
+            parts = tuple(_parts(batch, geometry.device))
+            plan = None
+            if self._plan_chunks is not None:
+                calls = tuple(part.call for part in parts)
+                plan = self._plan_chunks(ForwardBatch(replace(geometry, calls=calls)), False)
+            step.ragged = RaggedPlan(parts, plan, sum(batch.extend_seq_lens_cpu))
+        found: RaggedPlan = step.ragged
+        return found
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, layer: LayerSpec, batch: Any, step: Step
+    ) -> tuple[Tensor, Tensor | None]:
+        """The call that SGLang's batch is at: ``[tokens, heads, v_head_dim]``, and the log-sum-exp if it asks for it.
+
+        Requests without a row in a chunk get zero and -inf. So do rows of padding.
+        """
+        if self._run is None:
+            raise BackendError(f"SGLang runs layer {layer.layer_id} as MHA, but backend {self._name} does not")
+        planned = self.plan(batch, step)
+        part = planned.parts[1 + batch.prefix_chunk_idx if batch.attn_attend_prefix_cache else 0]
+        queries = q[: planned.queries] if part.rows is None else q[part.rows]
+        k, v = k[: part.call.kv_rows], v[: part.call.kv_rows]
+        lse = None
+        if batch.mha_return_lse:
+            lse = torch.full(queries.shape[:2], float("-inf"), dtype=torch.float32, device=q.device)
+        out: Tensor = self._run(queries, k, v, layer, part.call, planned.plan, lse)
+        if queries.shape[0] == q.shape[0]:
+            return out, lse
+        place = slice(0, planned.queries) if part.rows is None else part.rows
+        whole = out.new_zeros(q.shape[0], *out.shape[1:])
+        whole[place] = out
+        if lse is not None:
+            whole_lse = lse.new_full((q.shape[0], lse.shape[1]), float("-inf"))
+            whole_lse[place] = lse
+            lse = whole_lse
+        return whole, lse
+
+
+def _parts(batch: Any, device: torch.device) -> Sequence[RaggedPart]:
+    new, prefixes = list(batch.extend_seq_lens_cpu), list(batch.extend_prefix_lens_cpu)
+    one_shot = bool(batch.mha_one_shot)
+    rows = [before + more if one_shot else more for before, more in zip(prefixes, new, strict=True)]
+    parts = [_part(0, new, rows, device, causal=True)]
+    if not one_shot and any(prefixes) and batch.num_prefix_chunks:
+        for index in range(batch.num_prefix_chunks):
+            start = index * batch.prefix_chunk_len
+            spans = [min(max(before - start, 0), batch.prefix_chunk_len) for before in prefixes]
+            parts.append(_part(1 + index, new, spans, device, causal=False))
+    return parts
+
+
+def _part(index: int, new: Sequence[int], rows: Sequence[int], device: torch.device, *, causal: bool) -> RaggedPart:
+    """A call of the requests that have queries and keys in it: a kernel never sees an empty one (C3)."""
+    live = [request for request, pair in enumerate(zip(new, rows, strict=True)) if all(pair)]
+    queries, keys = [new[request] for request in live], [rows[request] for request in live]
+    call = RaggedCall.of(index, queries, keys, causal=causal, device=device)
+    if sum(queries) == sum(new):
+        return RaggedPart(call, None)
+    starts = list(accumulate(new, initial=0))
+    return RaggedPart(call, spread([starts[request] for request in live], queries, device)[1])

@@ -1,0 +1,218 @@
+"""SGLang's forward batches as geometries, one for each KV group; eager ones, and those of CUDA graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnplug import BackendError, ForwardBatch, ForwardMode, Geometry, PlanError
+from attnplug.host import HostLengths, ModelAttention, plan_forward
+from attnplug_sglang.memory import PageTable
+
+_MODES = {
+    "EXTEND": ForwardMode.EXTEND,
+    "MIXED": ForwardMode.MIXED,
+    "DECODE": ForwardMode.DECODE,
+    "TARGET_VERIFY": ForwardMode.TARGET_VERIFY,
+    "DRAFT_EXTEND_V2": ForwardMode.DRAFT_EXTEND,
+    "IDLE": ForwardMode.IDLE,
+}
+_LACKING = {
+    "SPLIT_PREFILL": "a prefill that is split by layers (--enable-pdmux)",
+    "DLLM_EXTEND": "a diffusion language model, which attends in both directions",
+}
+
+
+def mode_of(batch: Any) -> ForwardMode:
+    """What a batch of SGLang's asks for, in our words."""
+    name = batch.forward_mode.name
+    if name not in _MODES:
+        raise BackendError(
+            f"the batch is of mode {name}, {_LACKING.get(name, 'which attnplug does not know')}; choose a backend of "
+            "SGLang's"
+        )
+    return _MODES[name]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """One KV group: all attention of its layers, and where its pages lie."""
+
+    attention: ModelAttention
+    table: PageTable
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """What is planned for one batch: our batches, one for each group, in the groups' order."""
+
+    mode: ForwardMode
+    batches: tuple[ForwardBatch, ...]
+    new_tokens: int = 1
+    """Of each request, for those modes in which all have as many."""
+    ragged: Any = field(default=None)
+    """The calls of an MLA prefill as MHA, once they are planned."""
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Lengths of a batch as SGLang knows them: bounds, and exact ones where it has them."""
+
+    rows: int
+    max_seq_len: int
+    max_new: int
+    seq_lens: Tensor
+    new_lens: Tensor | None
+    host: HostLengths | None
+
+
+def eager_step(batch: Any, groups: Sequence[Group], max_context: int) -> Step:
+    """Plan a batch that runs eagerly."""
+    mode = mode_of(batch)
+    lengths = lengths_of(batch, mode, max_context, exact=any(_exact(group) for group in groups))
+    batches = []
+    for group in groups:
+        geometry = Geometry(
+            mode,
+            group.table.gather(batch.req_pool_indices, lengths.max_seq_len),
+            lengths.seq_lens,
+            page_size=group.table.page_size,
+            rows=lengths.rows,
+            max_seq_len=lengths.max_seq_len,
+            max_new=lengths.max_new,
+            new_lens=lengths.new_lens,
+            host=lengths.host,
+            slots=group.table.slots(batch.out_cache_loc[: lengths.rows]),
+        )
+        if _exact(group):
+            geometry = geometry.measured()
+        ours = ForwardBatch(geometry)
+        plan_forward(group.attention.backend, ours)
+        batches.append(ours)
+    return Step(mode, tuple(batches), lengths.max_new)
+
+
+def _exact(group: Group) -> bool:
+    return group.attention.backend.claims.needs_cpu_seq_lens
+
+
+def lengths_of(batch: Any, mode: ForwardMode, max_context: int, *, exact: bool) -> Lengths:
+    """The lengths of an eager batch. Host lengths of a decode are given only if they are asked for: they cost time."""
+    requests = batch.batch_size
+    if mode in (ForwardMode.EXTEND, ForwardMode.MIXED) or (
+        mode is ForwardMode.DRAFT_EXTEND and batch.extend_seq_lens_cpu is not None
+    ):
+        new, prefixes = list(batch.extend_seq_lens_cpu), list(batch.extend_prefix_lens_cpu)
+        total = [before + more for before, more in zip(prefixes, new, strict=True)]
+        new_lens = batch.extend_seq_lens.to(torch.int32)
+        seq_lens = batch.seq_lens.to(torch.int32)
+        return Lengths(
+            sum(new), max(total, default=0), max(new, default=0), seq_lens, new_lens, HostLengths(new, total)
+        )
+    each = new_tokens(batch, mode)
+    before = 0 if mode is ForwardMode.DECODE else each  # a verify's lengths leave its new tokens out
+    known = batch.seq_lens_cpu
+    host = None
+    if exact and known is not None:
+        host = HostLengths([each] * requests, [length + before for length in known.tolist()])
+    longest = max_context if known is None or not requests else min(int(known.max()) + before, max_context)
+    seq_lens = (batch.seq_lens + before).to(torch.int32)
+    return Lengths(requests * each, longest, each, seq_lens, None, host)
+
+
+def new_tokens(batch: Any, mode: ForwardMode) -> int:
+    """New tokens of each request, for modes in which all have as many."""
+    if mode is ForwardMode.DECODE:
+        return 1
+    info = batch.spec_info
+    if getattr(info, "ragged_verify_layout", None) is not None:
+        raise BackendError("SGLang verifies requests by different numbers of tokens, which attnplug does not do here")
+    tokens = getattr(info, "draft_token_num", None) or getattr(info, "num_tokens_per_req", None)
+    if not tokens or tokens < 1:
+        raise PlanError(f"a batch of mode {mode} does not say how many tokens each request has: {info!r}")
+    return int(tokens)
+
+
+class CapturedSteps:
+    """Batches that CUDA graphs hold, over one set of static tensors for each group.
+
+    SGLang lets the scheduler write to its table of slots as soon as a replay was prepared. So page tables are copied
+    before the graph, and only lengths, which are in SGLang's own static tensors, are read inside it.
+    """
+
+    def __init__(self, groups: Sequence[Group], max_requests: int, max_rows: int, max_context: int) -> None:
+        device = groups[0].table.device
+        self._groups, self._max_context = tuple(groups), max_context
+        self._seq_lens = torch.zeros(max_requests, dtype=torch.int32, device=device)
+        self._tables = [
+            torch.zeros(max_requests, group.table.width, dtype=torch.int32, device=device) for group in groups
+        ]
+        self._slots = [
+            torch.zeros(max_rows, dtype=torch.int64, device=device) if group.table.translated else None
+            for group in groups
+        ]
+        self._steps: dict[tuple[ForwardMode, int], Step] = {}
+        for group in groups:
+            group.attention.reserve_graphs(max_requests, max_rows)
+        self.max_requests, self.max_rows = max_requests, max_rows
+
+    def capture(self, batch: Any) -> Step:
+        """Plan the batch that is about to be captured; its tensors are SGLang's static ones."""
+        mode, requests = mode_of(batch), batch.batch_size
+        each = new_tokens(batch, mode)
+        rows, batches = requests * each, []
+        for group, table, slots in zip(self._groups, self._tables, self._slots, strict=True):
+            geometry = Geometry(
+                mode,
+                table[:requests],
+                self._seq_lens[:requests],
+                page_size=group.table.page_size,
+                rows=rows,
+                max_seq_len=min(self._max_context, group.table.width * group.table.page_size),
+                max_new=each,
+                slots=(batch.out_cache_loc if slots is None else slots)[:rows],
+                captured=True,
+            )
+            batches.append(ForwardBatch(geometry))
+        step = self._steps[mode, requests] = Step(mode, tuple(batches), each)
+        self._fill(step, batch)
+        for group, ours in zip(self._groups, step.batches, strict=True):
+            group.attention.plan_captured(ours, in_capture=True)
+        return step
+
+    def replay(self, batch: Any) -> Step:
+        """Bring the batch's static tensors up to date, and plan it again."""
+        mode, requests = mode_of(batch), batch.batch_size
+        step = self._steps.get((mode, requests))
+        if step is None:
+            sizes = ", ".join(str(size) for of, size in sorted(self._steps) if of is mode) or "none"
+            raise PlanError(f"a {mode} of {requests} requests is replayed, but was never captured; captured: {sizes}")
+        self._fill(step, batch)
+        for group, ours in zip(self._groups, step.batches, strict=True):
+            group.attention.plan_captured(ours)
+        return step
+
+    def refill(self, step: Step, batch: Any) -> None:
+        """What the graph itself does first. ``batch`` is the one that was captured: its tensors are static."""
+        lens = self._seq_lens[: batch.batch_size]
+        if step.mode is ForwardMode.DECODE:
+            lens.copy_(batch.seq_lens)
+        else:
+            torch.add(batch.seq_lens, step.new_tokens, out=lens)
+        for group, ours in zip(self._groups, step.batches, strict=True):
+            group.attention.refill(ours)
+
+    def _fill(self, step: Step, batch: Any) -> None:
+        known = batch.seq_lens_cpu
+        more = 0 if step.mode is ForwardMode.DECODE else step.new_tokens
+        longest = self._max_context if known is None else min(int(known.max()) + more, self._max_context)
+        for group, table, slots in zip(self._groups, self._tables, self._slots, strict=True):
+            group.table.fill(table[: batch.batch_size], batch.req_pool_indices, longest)
+            if slots is not None and batch.out_cache_loc is not None:
+                own = group.table.slots(batch.out_cache_loc)  # without the padding, which goes to slot 0
+                slots[: own.shape[0]].copy_(own)
+                slots[own.shape[0] :].zero_()

@@ -1,0 +1,199 @@
+"""What SGLang's arguments ask for, and what is refused, in its words; arguments are stand-ins for ``ServerArgs``."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from attnplug import CacheLayout, DType, GraphLevel, Problem, Role
+from attnplug.host import SelectionError, UsageError, load_host, load_model, load_registry
+from attnplug_sglang.choice import choose, decode_graphs, insist, served_roles
+from attnplug_sglang.front import refuse_arguments
+from attnplug_sglang.host import HOST, OPTIONS, fit, given_options, render
+
+LLAMA = {
+    "model_type": "llama",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "max_position_embeddings": 128,
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> str:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    return str(tmp_path)
+
+
+def arguments(folder: str, **changes: Any) -> Any:
+    values: dict[str, Any] = {
+        "model_path": folder,
+        "attention_backend": "attnplug:torch_native",
+        "prefill_attention_backend": None,
+        "decode_attention_backend": None,
+        "device": "cpu",
+        "dtype": "float32",
+        "kv_cache_dtype": "auto",
+        "page_size": 1,
+        "tp_size": 1,
+        "speculative_algorithm": None,
+        "speculative_num_draft_tokens": None,
+        "speculative_attention_mode": "prefill",
+        "speculative_eagle_topk": None,
+        "speculative_draft_attention_backend": None,
+        "cuda_graph_config": None,
+    }
+    return SimpleNamespace(**{**values, **changes})
+
+
+def test_the_host_is_declared_and_loads_without_torch_and_sglang() -> None:
+    found, _ = load_host("sglang")
+    assert found is HOST
+    code = "import sys, attnplug_sglang.host; sys.exit('torch' in sys.modules or 'sglang' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_sglang_calls_the_plugin_by_an_entry_point() -> None:
+    from importlib.metadata import entry_points
+
+    (found,) = entry_points(group="sglang.srt.plugins", name="attnplug")
+    assert found.load().__name__ == "register"
+
+
+def test_the_problem_is_as_sglang_poses_it() -> None:
+    fitted = fit(Problem(device="cuda", speculative_tokens=4))
+    assert fitted.page_size == 1
+    assert fitted.layout is CacheLayout.TOKEN_MAJOR
+    assert fitted.cuda_graph is GraphLevel.UNIFORM
+    assert not fitted.exact_lengths
+    assert fit(fitted) == fitted
+
+
+def test_refusals_are_in_sglangs_words(folder: str) -> None:
+    """D3."""
+    with pytest.raises(ValueError, match=r"--dtype 'float64'"):
+        refuse_arguments(arguments(folder, dtype="float64"))
+    with pytest.raises(ValueError) as refused:
+        refuse_arguments(arguments(folder, attention_backend="attnplug:triton_mla"))
+    text = str(refused.value)
+    assert "attnplug:triton_mla: triton_mla" in text
+    assert "asked for by --attention-backend" in text
+    assert "change --device" in text
+
+
+def test_a_wrong_name_is_refused_in_the_front_end(folder: str) -> None:
+    with pytest.raises(ValueError, match="torch_natve"):
+        refuse_arguments(arguments(folder, attention_backend="attnplug:torch_natve"))
+
+
+def test_other_backends_are_sglangs_own_matter(folder: str) -> None:
+    refuse_arguments(arguments(folder, attention_backend="triton", speculative_algorithm="NGRAM"))
+    refuse_arguments(arguments(folder))
+
+
+def test_a_model_that_is_not_here_is_left_to_the_scheduler() -> None:
+    refuse_arguments(arguments("organisation/model"))
+    with pytest.raises(ValueError, match="nobody"):
+        refuse_arguments(arguments("organisation/model", attention_backend="attnplug:nobody"))
+
+
+def test_each_role_is_judged_by_itself(folder: str) -> None:
+    """A backend that only decodes is chosen for decode, and prefill is left to the other one."""
+    assert served_roles("a", "a", "b") == (Role.PREFILL,)
+    assert served_roles("a", "a", "a") == (Role.PREFILL, Role.DECODE)
+    problem = Problem(load_model(folder), device="cpu", dtype=DType.FLOAT32, page_size=1)
+    selection = choose(load_registry(), "attnplug:auto", (Role.DECODE,), problem, verify=Role.DECODE, graphs=False)
+    assert list(selection.choices) == [Role.DECODE]
+    with pytest.raises(SelectionError, match="decode_attention_backend"):
+        choose(load_registry(), "attnplug:triton_mla", (Role.DECODE,), problem, verify=Role.DECODE, graphs=False)
+
+
+def test_graphs_are_demanded_unless_they_are_off(folder: str) -> None:
+    problem = Problem(load_model(folder), device="cuda", sm=90, dtype=DType.BFLOAT16, page_size=1)
+    roles = (Role.PREFILL, Role.DECODE)
+    choose(load_registry(), "attnplug:torch_native", roles, problem, verify=Role.DECODE, graphs=False)
+    with pytest.raises(SelectionError) as refused:
+        choose(load_registry(), "attnplug:torch_native", roles, problem, verify=Role.DECODE, graphs=True)
+    assert "--disable-cuda-graph" in refused.value.told(render)
+
+
+@pytest.mark.parametrize(
+    ("config", "disabled", "captured"),
+    [
+        (None, False, True),
+        (None, True, False),
+        (SimpleNamespace(decode=SimpleNamespace(backend="disabled")), False, False),
+        ({"decode": {"backend": "full"}}, False, True),
+    ],
+)
+def test_whether_decode_is_captured(config: Any, disabled: bool, captured: bool) -> None:
+    assert decode_graphs(config, disabled) is captured
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm NGRAM"),
+        (
+            {
+                "speculative_algorithm": "EAGLE",
+                "speculative_eagle_topk": 4,
+                "speculative_draft_attention_backend": "triton",
+            },
+            "--speculative-eagle-topk 4",
+        ),
+        ({"speculative_algorithm": "EAGLE"}, "--speculative-draft-attention-backend"),
+        (
+            {"speculative_algorithm": "EAGLE", "speculative_draft_attention_backend": "attnplug:auto"},
+            "not on attnplug:auto",
+        ),
+        ({"enable_pdmux": True}, "--enable-pdmux"),
+        ({"dllm_algorithm": "x"}, "--dllm-algorithm"),
+        ({"dcp_size": 2}, "--dcp-size 2"),
+        ({"attn_cp_size": 2}, "--attn-cp-size 2"),
+        ({"enable_mis": True}, "--enable-mis"),
+        ({"enable_hisparse": True}, "--enable-hisparse"),
+        ({"enable_unified_memory": True}, "--enable-unified-memory"),
+        ({"cuda_graph_config": {"prefill": {"backend": "full"}}}, "--cuda-graph-backend-prefill"),
+    ],
+)
+def test_what_cannot_be_carried_is_refused_by_name(folder: str, change: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        refuse_arguments(arguments(folder, **change))
+    assert named in str(refused.value)
+
+
+def test_a_chain_of_drafts_with_a_draft_backend_of_sglangs_is_carried(folder: str) -> None:
+    chain = {
+        "speculative_algorithm": "EAGLE",
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": 4,
+        "speculative_draft_attention_backend": "triton",
+    }
+    insist(arguments(folder, **chain), "attnplug:triton_mla")
+
+
+def test_a_version_outside_the_range_is_refused_with_the_range(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnplug.choose.hosts.installed_version", lambda name: "0.5.9")
+    with pytest.raises(ValueError, match=r"SGLang 0\.5\.9.*>=0\.5\.14"):
+        refuse_arguments(arguments(folder))
+
+
+def test_options_come_from_the_environment(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(OPTIONS, "triton_mla.batch_invariant=true a.b=1")
+    assert given_options() == {"triton_mla": {"batch_invariant": "true"}, "a": {"b": "1"}}
+    with pytest.raises(ValueError, match="'a'"):
+        refuse_arguments(arguments(folder))
+    monkeypatch.setenv(OPTIONS, "torch_native.speed=1")
+    with pytest.raises(ValueError, match=rf"torch_native\.speed in {OPTIONS}"):
+        refuse_arguments(arguments(folder))
+    with pytest.raises(UsageError, match=r"NAME\.KEY=VALUE"):
+        given_options({OPTIONS: "nonsense"})
