@@ -96,18 +96,6 @@ def test_a_mixture_of_experts(deepseek):
         assert tokens(llm, some) == expected
 
 
-def test_drafts_are_verified_absorbed(deepseek, monkeypatch):
-    """Uniform batches of four tokens a request, and batches where drafts are shorter."""
-    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    repeating = [prompt * 6 for prompt in prompts_of(6, 7, 8, seed=7)]
-    options = {**OPTIONS["dense"], **asking(), "block_size": 16, "speculative_config": drafts}
-    with engine(deepseek.path("dense"), options) as llm:
-        seen = planned(monkeypatch)
-        assert builder_of(llm).reorder_batch_threshold == 4
-        assert tokens(llm, repeating) == deepseek.expected("dense", repeating)
-        assert {"target_verify", "extend"} <= set(seen)
-
-
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
@@ -129,9 +117,13 @@ def test_what_cannot_be_is_refused_before_weights_are_loaded(deepseek, changes, 
         pass
 
 
-def test_two_tensor_parallel_ranks_in_processes_of_their_own(deepseek, monkeypatch):
+def test_two_tensor_parallel_ranks_in_processes_of_their_own_verify_drafts(deepseek, monkeypatch):
+    """Uniform batches of four tokens a request, and batches where drafts are shorter. In processes of their own, since
+    numba makes the drafts: vLLM starts no engine where it was imported."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "0|1")
-    options = {**OPTIONS["dense"], **BOTH, "block_size": 16, "tensor_parallel_size": 2}
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    given = [*PROMPTS[:4], *(prompt * 6 for prompt in prompts_of(6, 7, 8, seed=7))]
+    options = {**OPTIONS["dense"], **BOTH, "block_size": 16, "tensor_parallel_size": 2, "speculative_config": drafts}
     with engine(deepseek.path("dense"), options) as llm:
-        assert tokens(llm, PROMPTS[:4]) == deepseek.expected("dense", PROMPTS)[:4]
+        assert tokens(llm, given) == deepseek.expected("dense", given)

@@ -33,9 +33,9 @@ class PlannedAttention(PlannedBackend):
     def attend(self, q: Tensor, layer: LayerSpec, plan: Plan, new: NewRows | None, extras: ForwardExtras) -> Tensor:
         """One layer over the planned rows; there is at least one.
 
-        q is ``[plan.query_rows, heads, width]``, and so is ``extras.q_rope``. ``new`` holds as many rows of k and v, which are in the cache by now.
-        It is ``None`` where they were there before. Fill ``extras.lse`` if it is given. Write the result to
-        ``extras.out`` if you can; any other tensor that you return is copied there.
+        q is ``[plan.query_rows, heads, width]``; ``extras.q_rope`` has as many rows. ``new`` holds as many of k and v,
+        which are in the cache by now. It is ``None`` where they were there before. Fill ``extras.lse`` if it is given.
+        Write the result to ``extras.out`` if you can; any other tensor that you return is copied there.
         """
 
     def forward_extend(

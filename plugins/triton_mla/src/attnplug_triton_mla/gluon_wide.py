@@ -79,10 +79,9 @@ def attend_wide(
         q_number = tile * TILE + slot
         query, head = (begin + q_number // HEADS).to(gl.int64), q_number % HEADS
         q_at = q + query * q_row + head * q_head
+        q_rope_at = q_at + RANK
         if APART:
             q_rope_at = q_rope + query * q_rope_row + head * q_rope_head
-        else:
-            q_rope_at = q_at + RANK
         if ONE_PAGE:
             page = first_page
         else:
