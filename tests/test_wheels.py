@@ -223,7 +223,7 @@ class TestInstallAndUninstall:
     def test_each_broken_plugin_is_gone_once_uninstalled(
         self, wheels: Path, fresh_environment: Callable[..., Environment]
     ) -> None:
-        """D1, D2: one uninstall removes one plugin from the list, whether it fails on import, ends the process or brings
+        """D1, D2: one uninstall removes one plugin from the list, if it fails on import, ends the process or brings
         what is no spec."""
         gone = ("bad-import", "bad-exit", "bad-type")
         environment = fresh_environment(wheels, "bad-mark", *gone)

@@ -65,9 +65,9 @@ def test_where_nothing_can_be_captured_auto_takes_what_there_is_and_explain_says
     wants = Problem(LLAMA, "cuda", 90, wants_graphs=True)
     selection = select(registry(EAGER), BackendRequest(), wants)
     assert names(selection.choices)["decode"] == "eager"
-    assert list(explanation(selection))[-1] == "CUDA graphs: NEVER, by eager (declares none)"
+    assert list(explanation(selection))[-1] == "CUDA graphs: NEVER, by eager (none are declared)"
     mixed = select(registry(EAGER, CAPTURED), BackendRequest("captured", {Role.DECODE: "eager"}), wants)
-    assert list(explanation(mixed))[-1] == "CUDA graphs: NEVER, by eager (declares none)"
+    assert list(explanation(mixed))[-1] == "CUDA graphs: NEVER, by eager (none are declared)"
 
 
 def test_explain_gives_a_backends_own_reason_for_running_outside_of_graphs() -> None:

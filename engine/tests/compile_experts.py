@@ -1,18 +1,11 @@
-"""Compiles the experts' kernels for GPUs that need not be there; prints [SM, kernel, shared bytes] of all."""
+"""The experts' kernels, compiled for GPUs that need not be there."""
 
-import json
-import os
-import sys
-import warnings
-
-os.environ.pop("TRITON_INTERPRET", None)  # read when kernels are defined, so before any import of them
+from collections.abc import Iterator
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 from attnplug_engine.kernels import experts, routing
+from support import ahead
 
 SHAPE = {"HIDDEN": 2048, "WIDTH": 1408}
 FOUND = {"EXPERTS": 64, "BOUNDS": 64}
@@ -22,31 +15,16 @@ WHOLE = {"chosen", "offsets", "order"}
 
 
 def compiled(kernel, sm: int, constants: dict[str, object], options: dict[str, object], dtype: str = "bf16"):
-    """As the launcher would compile it: memory and strides of rows are multiples of 16."""
 
     def kind(name: str) -> str:
-        if name in constants:
-            return "constexpr"
         if name in FLOATS:
             return "fp32"
         if name.endswith("_row") or name == "count":
             return "i32"
         return "*fp32" if name in SINGLE else "*i32" if name in WHOLE else f"*{dtype}"
 
-    names = kernel.arg_names
-    types = {name: kind(name) for name in names}
-    source = ASTSource(
-        fn=kernel,
-        signature=types,
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={
-            (place,): [["tt.divisibility", 16]]
-            for place, name in enumerate(names)
-            if types[name].startswith("*") or name in ("x_row", "onto_row", "shared_row")
-        },
-    )
-    with warnings.catch_warnings(action="ignore"):
-        return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
+    kinds = {name: kind(name) for name in kernel.arg_names}
+    return ahead.compiled(kernel, sm, kinds, constants, options, ("x_row", "onto_row", "shared_row"))
 
 
 def tiled(sm: int, spread: experts.Tile, gather: experts.Tile, gated: bool, dtype: str = "bf16"):
@@ -81,5 +59,8 @@ def every_kernel(sm: int):
     yield "_choose", compiled(routing._choose, sm, sizes | early, options | {"num_warps": 1})
 
 
-if __name__ == "__main__":
-    json.dump([(sm, name, int(made.metadata.shared)) for sm in (80, 90) for name, made in every_kernel(sm)], sys.stdout)
+def facts() -> Iterator[tuple[int, str, int]]:
+    """SM, kernel and bytes of shared memory of each."""
+    for sm in (80, 90):
+        for name, made in every_kernel(sm):
+            yield sm, name, int(made.metadata.shared)

@@ -1,26 +1,15 @@
-"""Compiles the kernels of models for GPUs that need not be there, and prints what they do as JSON."""
+"""The kernels of models, compiled for GPUs that need not be there, and what they do."""
 
-import json
-import os
 import re
-import subprocess
-import tempfile
-import warnings
 from collections.abc import Iterator
 from typing import Any
-
-os.environ.pop("TRITON_INTERPRET", None)  # read when kernels are defined, so before any import of them
-
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
-from triton.compiler import ASTSource
 
 from attnplug.kv.triton_rows import _write_pairs
 from attnplug.mla.triton_heads import _by_head
 from attnplug_engine.kernels.elementwise import _rms_norm, _silu_and_mul
 from attnplug_engine.kernels.products import _product
 from attnplug_engine.kernels.rotary import _angles, _latent_rows, _turn_heads
+from support import ahead
 
 FLOAT32 = dict.fromkeys(("cos", "sin", "frequencies"), "*fp32")
 INTEGERS = dict.fromkeys(("slots", "positions"), "*i64")
@@ -32,25 +21,13 @@ POINTERS = (
 
 
 def compiled(kernel: Any, sm: int, constants: dict[str, object], scalars: tuple[str, ...], warps: int) -> Any:
-    """As the launcher would compile it: memory and strides of rows are multiples of 16."""
     types = {**dict.fromkeys(POINTERS, "*bf16"), **FLOAT32, **INTEGERS, **NUMBERS, **dict.fromkeys(scalars, "i32")}
     if kernel is _product:
         types |= {"x": "*i32", "weight": "*i32"}
-    names, early = kernel.arg_names, sm >= 90
-    constants = {**constants, "EARLY": early}
-    source = ASTSource(
-        fn=kernel,
-        signature={name: "constexpr" if name in constants else types.get(name, "i32") for name in names},
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={
-            (place,): [["tt.divisibility", 16]]
-            for place, name in enumerate(names)
-            if types.get(name, "").startswith("*") or name.endswith("stride")
-        },
-    )
+    early = sm >= 90
     options = {"num_warps": warps, **({"launch_pdl": True} if early else {})}
-    with warnings.catch_warnings(action="ignore"):
-        return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
+    strides = [name for name in kernel.arg_names if name.endswith("stride")]
+    return ahead.compiled(kernel, sm, types, {**constants, "EARLY": early}, options, strides)
 
 
 def product(rows: int, inputs: int, block_n: int, block_k: int, *, gated: bool, norm: bool, onto: bool) -> dict:
@@ -88,19 +65,6 @@ KERNELS: list[tuple[str, Any, dict[str, object], tuple[str, ...], int]] = [
 ]
 
 
-def spilled(made: Any, sm: int) -> int:
-    """Bytes that do not fit in registers."""
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
-        source.write(made.asm["ptx"])
-        source.flush()
-        name = "sm_90a" if sm == 90 else f"sm_{sm}"
-        command = [get_ptxas(sm).path, "-v", f"--gpu-name={name}", source.name, "-o", os.devnull]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    found = re.search(r"(\d+) bytes spill stores", said)
-    assert found, said
-    return int(found[1])
-
-
 def facts() -> Iterator[dict[str, object]]:
     for sm in (80, 90):
         for name, kernel, constants, scalars, warps in KERNELS:
@@ -115,9 +79,5 @@ def facts() -> Iterator[dict[str, object]]:
                 "loaded_early": len(re.findall(r"\bld\.global", early)),
                 "stored_early": len(re.findall(r"\bst\.global", early)),
                 "approximate_angles": bool(re.search(r"\b(sin|cos)\.approx", made.asm["ptx"])),
-                "spilled": spilled(made, sm),
+                "spilled": ahead.resources(made, sm)[1],
             }
-
-
-if __name__ == "__main__":
-    print(json.dumps(list(facts())))

@@ -5,11 +5,8 @@ The interpreter rounds to bfloat16 toward zero, so on a CPU results are float16 
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -379,42 +376,6 @@ def test_a_layer_takes_five_launches_beside_its_attention(monkeypatch: pytest.Mo
     logits_of(tiny("llama", torch.float16, "cpu"), 1, "cpu")
     layer = ["_product", "_turn_heads", "_product", "_product", "_product"]
     assert launched == ["_angles", *layer, *layer, "_rms_norm"]
-
-
-# What is loaded when, and for which GPUs
-
-
-@pytest.fixture(scope="module")
-def compiled() -> Iterator[list[dict[str, Any]]]:
-    """What ``compile_kernels.py`` says of every kernel for SM 90, and of some for SM 80. It needs no GPU."""
-    pytest.importorskip("triton")
-    script = Path(__file__).with_name("compile_kernels.py")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout)
-
-
-def test_the_kernels_compile_for_gpus(compiled: list[dict[str, Any]]) -> None:
-    """Whether they are right or fast there is not said."""
-    every = {"product", "heads", "latent", "by_head", "pairs", "rms_norm", "silu_and_mul", "angles"}
-    assert {one["kernel"] for one in compiled if one["sm"] == 90} == every
-    assert {one["kernel"] for one in compiled if one["sm"] == 80} == {"product", "by_head", "heads"}
-    assert all(one["spilled"] == 0 for one in compiled)
-
-
-def test_weights_are_loaded_before_the_kernel_waits_for_its_input(compiled: list[dict[str, Any]]) -> None:
-    """On SM 90, where a kernel starts while the one before it still runs. Nothing is stored before the wait."""
-    for one in compiled:
-        assert one["stored_early"] == 0
-        assert (one["loaded_early"] > 0) == (one["sm"] == 90 and one["kernel"] in WITH_WEIGHTS), one
-
-
-WITH_WEIGHTS = {"product", "by_head", "rms_norm", "angles"}
-
-
-def test_angles_are_computed_exactly(compiled: list[dict[str, Any]]) -> None:
-    """The GPU's own approximation is far off at positions of a long context."""
-    assert not any(one["approximate_angles"] for one in compiled)
 
 
 def test_nothing_imports_triton_on_a_cpu() -> None:

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from importlib import import_module
-from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -113,13 +109,3 @@ def test_no_rows_are_no_launch(gates) -> None:
     assert gates.sigmoid_gate(empty, empty).shape == (0, 4)
     assert gates.gated_norm(empty, empty, torch.ones(4), 1e-5, groups=1, silu=True).shape == (0, 4)
     assert gates.delta_gates(empty, empty, torch.ones(4), torch.ones(4))[0].shape == (0, 4)
-
-
-def test_they_compile_for_gpus() -> None:
-    """By Triton's compiler, which needs no GPU. Whether they are right or fast there is not said."""
-    pytest.importorskip("triton")
-    script = Path(__file__).with_name("compile_linear_gates.py")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    names = {"_delta_gates", "_time_steps", "_gated_norm", "_sigmoid_gate"}
-    assert {tuple(each) for each in json.loads(done.stdout)} == {(sm, name) for sm in (80, 90) for name in names}

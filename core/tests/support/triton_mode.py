@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
+import subprocess
+import sys
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,3 +76,18 @@ def _builtins(package: object) -> list[str]:
     from triton.language.core import is_builtin
 
     return [name for name, member in inspect.getmembers(package) if is_builtin(member)]
+
+
+def compiled_by(script: Path, *arguments: str) -> Any:
+    """What a script that compiles kernels ahead of time prints as JSON. It runs alone, and uses ``support.ahead``."""
+    path = os.pathsep.join(filter(None, (str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH"))))
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, str(script), *arguments],
+        env={**environment, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)

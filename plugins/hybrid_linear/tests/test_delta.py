@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +18,7 @@ from delta_scene import EPS, DeltaScene, DeltaStep
 from linear_scene import PADDED, random_members, same_bits
 from linear_settings import INTERPRETED, ON_A_GPU, SETTINGS
 from support.batches import with_plan
+from support.triton_mode import compiled_by
 
 DECODE, EXTEND, VERIFY = ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY
 in_every_setting = pytest.mark.parametrize("setting", [setting for setting in SETTINGS if setting.id.startswith("fla")])
@@ -201,10 +199,7 @@ def test_a_batch_of_another_backend_is_refused() -> None:
 
 def test_it_compiles_for_gpus_and_holds_a_state_in_registers() -> None:
     """By Triton's compiler, which needs no GPU. Whether it is right or fast there is not said."""
-    script = Path(__file__).with_name("cross_compile.py")
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout)
+    found = compiled_by(Path(__file__).with_name("cross_compile.py"))
     assert [(sm, by_channel) for sm, by_channel, *_ in found] == [(80, False), (90, False), (90, True), (90, True)]
     for _, _, shared, _, spilled in found:
         assert shared < 16_384, "a state that goes through shared memory is moved between threads for nothing"

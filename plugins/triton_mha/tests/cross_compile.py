@@ -1,4 +1,4 @@
-"""Compiles the plugin's kernels for GPUs that need not be there, and says what they take.
+"""Compiles the plugin's kernels for GPUs that need not be there, and says what they take. With core/tests on the path:
 
 python cross_compile.py '[{"sm": …, "cut": CONFIGURATION, "type": TYPE, "dim": …, "page_size": …}, …]'
     the attention kernel of each case, and for its SM both plans; prints [SM, kernel, shared bytes] of all
@@ -6,27 +6,18 @@ python cross_compile.py --table    every entry of the table on SM 90, with regis
 """
 
 import json
-import os
-import re
-import subprocess
 import sys
-import tempfile
-import warnings
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
-os.environ.pop("TRITON_INTERPRET", None)  # read when kernels are defined, so before any import of them
-
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
-from triton.compiler import ASTSource
 
 from attnplug_triton_mha.attention import merge_parts
 from attnplug_triton_mha.configurations import ENTRIES
 from attnplug_triton_mha.triton_attention import attend as attend_kernel
 from attnplug_triton_mha.triton_plan import _plan
+from support import ahead
 
 GROUP, KV_HEADS = 4, 8
 POINTERS = {
@@ -38,20 +29,8 @@ FLOATS = dict.fromkeys(("scale", "cap"), "fp32")
 
 
 def compiled(kernel, sm: int, constants: dict[str, object], options: dict[str, object], **pointers: str):
-    """As the launcher would compile it: memory and strides of rows are multiples of 16."""
-    types, names = {**POINTERS, **FLOATS, **pointers}, kernel.arg_names
-    source = ASTSource(
-        fn=kernel,
-        signature={name: "constexpr" if name in constants else types.get(name, "i32") for name in names},
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={
-            (place,): [["tt.divisibility", 16]]
-            for place, name in enumerate(names)
-            if types.get(name, "").startswith("*") or name in ("q_row", "q_head")
-        },
-    )
-    with warnings.catch_warnings(action="ignore"):
-        return triton.compile(source, target=GPUTarget("cuda", sm, 32), options=options)
+    kinds = {**POINTERS, **FLOATS, **pointers}
+    return ahead.compiled(kernel, sm, kinds, constants, options, ("q_row", "q_head"))
 
 
 def attend(
@@ -103,15 +82,9 @@ def plan(sm: int, cut: dict[str, Any], uniform: bool, window: int, block: int = 
 
 def resources(made) -> str:
     """Registers of a thread, bytes spilled and shared memory, on SM 90."""
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
-        source.write(made.asm["ptx"])
-        source.flush()
-        command = [get_ptxas(90).path, "-v", "--gpu-name=sm_90a", source.name, "-o", os.devnull]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers, spilled = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores", said)
-    assert registers and spilled, said
+    registers, spilled = ahead.resources(made, 90)
     products = next((name for name in ("wgmma", "mma.sync") if name in made.asm["ptx"]), "")
-    return f"{registers[1]:>3} registers, {spilled[1]:>4} spilled, {made.metadata.shared / 1024:5.1f} KiB {products}"
+    return f"{registers:>3} registers, {spilled:>4} spilled, {made.metadata.shared / 1024:5.1f} KiB {products}"
 
 
 def table() -> Iterator[tuple[str, Any]]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import torch
 from attnplug import ForwardMode, Geometry
 from attnplug_triton_mha.configurations import ENTRIES, EXTEND, Room, choose, fitting, most_partial_rows
 from support.devices import INTERPRETED
+from support.triton_mode import compiled_by
 
 KIB = 1024
 SHARED = {80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}
@@ -70,11 +69,7 @@ def test_it_compiles_for_gpus_and_fits_them() -> None:
     ):
         cut = fitting(choose(rows, requests, 8), Room(sm, SHARED[sm], 2 * dim, 2 * dim))
         wanted.append({"sm": sm, "cut": asdict(cut), "type": kind, "dim": dim, "page_size": page_size, **more})
-    script = Path(__file__).with_name("cross_compile.py")
-    command = [sys.executable, str(script), json.dumps(wanted)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    compiled = json.loads(done.stdout)
+    compiled = compiled_by(Path(__file__).with_name("cross_compile.py"), json.dumps(wanted))
     kernels = {"attend", "plan", "plan of different rows"}
     assert {(sm, kernel) for sm, kernel, _ in compiled} == {
         (sm, kernel) for sm in (80, 86, 90, 100) for kernel in kernels

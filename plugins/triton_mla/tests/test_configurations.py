@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -25,6 +23,7 @@ from attnplug_triton_mla.configurations import (
     most_partials,
 )
 from attnplug_triton_mla.planner import Schedule, Shape
+from support.triton_mode import compiled_by
 
 KIB = 1024
 SHARED = {80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * KIB, 120: 99 * KIB}
@@ -124,11 +123,7 @@ def test_it_compiles_for_gpus_and_fits_them() -> None:
         found = fitting(entry, Room(sm, SHARED[sm], 2 * WIDTH, row_bytes))
         case = {"sm": sm, "cut": asdict(found), "q": q, "cache": cache, "page_size": page_size, "apart": apart}
         wanted.append(case)
-    script = Path(__file__).with_name("cross_compile.py")
-    command = [sys.executable, str(script), json.dumps(wanted)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    compiled = json.loads(done.stdout)
+    compiled = compiled_by(Path(__file__).with_name("cross_compile.py"), json.dumps(wanted))
     around = {"triton", "plan", "plan of different rows", "merge"}
     assert {(sm, kernel) for sm, kernel, _ in compiled} == {
         *itertools.product((80, 89, 90, 100), around),

@@ -345,8 +345,12 @@ def captured(selection: Selection) -> str:
     lowest, highest = min(levels.values())[0], max(levels.values())[0]
     if lowest is highest and lowest is not GraphLevel.NEVER:
         return lowest.name
-    limiting = (f"{name} ({why})" for name, (level, why) in levels.items() if level is lowest)
-    return f"{lowest.name}, by {', '.join(limiting)}"
+    reasons: dict[str, list[str]] = {}
+    for name, (level, why) in levels.items():
+        if level is lowest:
+            reasons.setdefault(why, []).append(name)
+    limiting = "; ".join(f"by {' and '.join(names)} ({why})" for why, names in reasons.items())
+    return f"{lowest.name}, {limiting}"
 
 
 def _captured(selection: Selection, role: Role) -> tuple[GraphLevel, str]:
@@ -357,7 +361,7 @@ def _captured(selection: Selection, role: Role) -> tuple[GraphLevel, str]:
         if refusals := spec.refusals(problem, role, selection.options.get(spec.name)):
             if problem.captured([role]) <= spec.capabilities.cuda_graph:
                 return allowed, refusals[0].message
-            return allowed, "declares no more" if allowed else "declares none"
+            return allowed, "no more is declared" if allowed else "none are declared"
         allowed = level
     return allowed, ""
 

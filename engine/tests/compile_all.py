@@ -1,0 +1,18 @@
+"""Compiles the engine's kernels for GPUs that need not be there; prints the findings as JSON, by what they are for."""
+
+import json
+
+import compile_experts
+import compile_kernels
+import compile_linear_gates
+import compile_sampler
+
+PARTS = {
+    "models": compile_kernels,
+    "experts": compile_experts,
+    "linear gates": compile_linear_gates,
+    "sampler": compile_sampler,
+}
+
+if __name__ == "__main__":
+    print(json.dumps({name: list(part.facts()) for name, part in PARTS.items()}))

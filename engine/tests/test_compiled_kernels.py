@@ -1,0 +1,57 @@
+"""The engine's kernels by Triton's compiler, which needs no GPU. Whether they are right or fast there is not said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from support.triton_mode import compiled_by
+
+Facts = dict[str, list[Any]]
+WITH_WEIGHTS = {"product", "by_head", "rms_norm", "angles"}
+
+
+@pytest.fixture(scope="module")
+def facts() -> Facts:
+    """What ``compile_all.py`` says of the kernels, by what they are for."""
+    pytest.importorskip("triton")
+    return compiled_by(Path(__file__).with_name("compile_all.py"))
+
+
+def test_models(facts: Facts) -> None:
+    """Every one for SM 90, some for SM 80."""
+    every = {"product", "heads", "latent", "by_head", "pairs", "rms_norm", "silu_and_mul", "angles"}
+    assert {one["kernel"] for one in facts["models"] if one["sm"] == 90} == every
+    assert {one["kernel"] for one in facts["models"] if one["sm"] == 80} == {"product", "by_head", "heads"}
+    assert all(one["spilled"] == 0 for one in facts["models"])
+
+
+def test_weights_are_loaded_before_the_kernel_waits_for_its_input(facts: Facts) -> None:
+    """On SM 90, where a kernel starts while the one before it still runs. Nothing is stored before the wait."""
+    for one in facts["models"]:
+        assert one["stored_early"] == 0
+        assert (one["loaded_early"] > 0) == (one["sm"] == 90 and one["kernel"] in WITH_WEIGHTS), one
+
+
+def test_angles_are_computed_exactly(facts: Facts) -> None:
+    """The GPU's own approximation is far off at positions of a long context."""
+    assert not any(one["approximate_angles"] for one in facts["models"])
+
+
+def test_experts(facts: Facts) -> None:
+    kernels = {"_rank", "_spread", "_spread_one", "_gather", "_gather_one", "_join", "_score", "_choose"}
+    assert {(sm, kernel) for sm, kernel, _ in facts["experts"]} == {(sm, name) for sm in (80, 90) for name in kernels}
+    room = {80: 163 * 1024, 90: 227 * 1024}
+    assert all(taken <= room[sm] for sm, _, taken in facts["experts"]), facts["experts"]
+
+
+def test_linear_gates(facts: Facts) -> None:
+    names = {"_delta_gates", "_time_steps", "_gated_norm", "_sigmoid_gate"}
+    assert {tuple(each) for each in facts["linear gates"]} == {(sm, name) for sm in (80, 90) for name in names}
+
+
+def test_the_sampler(facts: Facts) -> None:
+    assert [each[:2] for each in facts["sampler"]] == [[sm, name] for sm in (80, 90) for name in ("_look", "_choose")]
+    assert all(spilled == 0 for *_, spilled in facts["sampler"]), facts["sampler"]
