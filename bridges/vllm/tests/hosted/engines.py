@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import (
     Gemma2Config,
@@ -20,6 +21,8 @@ from transformers import (
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.v1.attention import selector
+
+from attnplug.host import ModelAttention
 
 VOCABULARY, NEW = 512, 24
 _SHAPE = {
@@ -148,3 +151,16 @@ def impls(llm: LLM) -> set[str]:
     """The classes that run the layers."""
     layers = runner(llm).compilation_config.static_forward_context.values()
     return {type(layer.impl).__name__ for layer in layers}
+
+
+def planned_modes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The modes in which steps are planned from now on."""
+    seen: list[str] = []
+    plan = ModelAttention.plan
+
+    def recording(self: ModelAttention, batch: Any) -> Any:
+        seen.append(str(batch.forward_mode))
+        return plan(self, batch)
+
+    monkeypatch.setattr(ModelAttention, "plan", recording)
+    return seen
