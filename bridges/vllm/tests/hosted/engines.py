@@ -36,7 +36,9 @@ _SHAPE = {
 }
 _MAKE = {
     "llama": lambda: LlamaForCausalLM(
-        LlamaConfig(**_SHAPE, tie_word_embeddings=False, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2)
+        LlamaConfig(
+            **_SHAPE, tie_word_embeddings=False, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2
+        )
     ),
     "gemma2": lambda: Gemma2ForCausalLM(
         Gemma2Config(
@@ -86,7 +88,9 @@ class Models:
         key = name, str(prompts)
         if key not in self._told:
             kind = LlamaForCausalLM if name == "llama" else Gemma2ForCausalLM
-            model: PreTrainedModel = kind.from_pretrained(self.path(name), dtype=torch.float32, attn_implementation="eager")
+            model: PreTrainedModel = kind.from_pretrained(
+                self.path(name), dtype=torch.float32, attn_implementation="eager"
+            )
             self._told[key] = [_greedy(model, prompt) for prompt in prompts]
         return self._told[key]
 

@@ -8,19 +8,23 @@ import sys
 from typing import Any
 
 import pytest
-from engines import asking, engine
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.v1.attention.backend import AttentionType
 
 from attnplug_vllm.choice import Refused
 from attnplug_vllm.mha import AttnplugBackend, AttnplugImpl
+from engines import asking, engine
 
 
-def layer(path: str, section: dict[str, Any] | None = None, *, engine_args: dict[str, Any] | None = None, **given: Any) -> AttnplugImpl:
+def layer(
+    path: str, section: dict[str, Any] | None = None, *, engine_args: dict[str, Any] | None = None, **given: Any
+) -> AttnplugImpl:
     """A layer as vLLM makes it, under a configuration that vLLM made."""
     asked = asking(**(section or {}))
-    args = EngineArgs(model=path, dtype="float32", skip_tokenizer_init=True, max_model_len=512, **asked, **(engine_args or {}))
+    args = EngineArgs(
+        model=path, dtype="float32", skip_tokenizer_init=True, max_model_len=512, **asked, **(engine_args or {})
+    )
     with set_current_vllm_config(args.create_engine_config()):
         return AttnplugImpl(**{"num_heads": 8, "head_size": 32, "scale": 0.2, "num_kv_heads": 2, **given})
 

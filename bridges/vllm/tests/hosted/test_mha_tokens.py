@@ -3,8 +3,21 @@
 from __future__ import annotations
 
 import pytest
-from engines import AGAIN, PROMPTS, asking, engine, generate, impls, planned_modes, prompts_of, runner, scheduler, tokens
 from vllm.v1.kv_cache_interface import KVCacheLayout
+
+from engines import (
+    AGAIN,
+    PROMPTS,
+    asking,
+    engine,
+    generate,
+    impls,
+    planned_modes,
+    prompts_of,
+    runner,
+    scheduler,
+    tokens,
+)
 
 OURS = {"AttnplugImpl"}
 
@@ -97,5 +110,3 @@ def test_two_tensor_parallel_ranks_in_processes_of_their_own(models, monkeypatch
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     with engine(models.path("llama"), {**asking(), "block_size": 16, "tensor_parallel_size": 2}) as llm:
         assert tokens(llm, PROMPTS[:4]) == models.expected("llama", PROMPTS)[:4]
-
-
