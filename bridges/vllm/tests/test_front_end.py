@@ -24,7 +24,16 @@ def llama(tmp_path):
 
 
 def test_options_are_read_as_vllm_reads_them():
-    argv = ["serve", "m", "--block_size=32", "--dtype", "half", "--enforce-eager", "--additional-config.attnplug.backend", "x"]
+    argv = [
+        "serve",
+        "m",
+        "--block_size=32",
+        "--dtype",
+        "half",
+        "--enforce-eager",
+        "--additional-config.attnplug.backend",
+        "x",
+    ]
     assert options_of(argv) == {
         "block-size": "32",
         "dtype": "half",

@@ -129,5 +129,3 @@ def test_a_layer_that_shares_a_cache_writes_nothing():
     q = torch.randn(1, HEADS, DIM)
     step.attend(LayerCall(attention.model.layers[0], q, None, None, torch.empty_like(q), False))
     assert not tensors[0].any()
-
-

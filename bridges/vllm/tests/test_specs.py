@@ -12,7 +12,7 @@ from attnplug import CacheLayout, DType, GraphLevel, Problem
 from attnplug.host import UsageError
 from attnplug_vllm import choice
 from attnplug_vllm.choice import Refused, choose, graph_level, page_sizes
-from attnplug_vllm.host import HOST, fit
+from attnplug_vllm.host import fit
 from attnplug_vllm.specs import (
     Machine,
     cache_type,

@@ -11,9 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnplug import Claims, ForwardBatch, ForwardMode, GraphLevel, Plan, PlanError
+from attnplug import BackendId, Claims, ForwardBatch, ForwardMode, GraphLevel, Plan, PlanError
 from attnplug.host import KVPools, ModelAttention, SplitBackend
-from attnplug import BackendId
 from attnplug_vllm.geometry import Shape
 from attnplug_vllm.specs import mha_layer
 from attnplug_vllm.steps import Captures, LayerCall, Step
@@ -29,7 +28,9 @@ class Recorder:
 
     name: str = "recorder"
     claims: Claims = field(
-        default_factory=lambda: Claims(cuda_graph=GraphLevel.ALWAYS, needs_cpu_seq_lens=False, extras=frozenset({"out"}))
+        default_factory=lambda: Claims(
+            cuda_graph=GraphLevel.ALWAYS, needs_cpu_seq_lens=False, extras=frozenset({"out"})
+        )
     )
     fill: int = 0
     calls: list[tuple[str, Any]] = field(default_factory=list)
@@ -41,7 +42,9 @@ class Recorder:
         self.calls.append(("plan", batch.geometry.mode))
         return Plan.of(self.backend_id, batch.geometry)
 
-    def forward_extend(self, q: Tensor, k: Any, v: Any, layer: Any, batch: Any, *, save_kv_cache: bool = True, extras: Any = None) -> Tensor:
+    def forward_extend(
+        self, q: Tensor, k: Any, v: Any, layer: Any, batch: Any, *, save_kv_cache: bool = True, extras: Any = None
+    ) -> Tensor:
         batch.plan_for(self.backend_id, q.shape[0])
         self.calls.append(("run", q.shape[0]))
         out = torch.full_like(q, float(len(self.calls)))
@@ -180,5 +183,7 @@ def test_what_was_captured_over_caches_that_are_gone_is_not_replayed():
 
 
 def test_a_backend_that_wants_padded_requests_with_a_length_is_refused():
-    with pytest.raises(PlanError, match="wants padded requests of length 1 in CUDA graphs, and vLLM gives them length 0"):
+    with pytest.raises(
+        PlanError, match="wants padded requests of length 1 in CUDA graphs, and vLLM gives them length 0"
+    ):
         captured(Recorder(fill=1), metadata([(0, 1)] * 4))

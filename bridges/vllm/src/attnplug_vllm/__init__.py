@@ -1,2 +1,1 @@
-"""attnplug inside vLLM: every installed attnplug backend as an attention backend there. See ``attnplug_vllm.register``.
-"""
+"""attnplug inside vLLM: every installed backend as an attention backend there. See ``attnplug_vllm.register``."""

@@ -13,7 +13,6 @@ from typing import Any
 
 from attnplug import BackendSpec, GraphLevel, ModelSpec, PageSizes, Refusal, RefusalCode, Role, Setting
 from attnplug.host import AttnplugError, Registry, Selection, choose_importable, load_registry
-
 from attnplug_vllm.config import Settings, read_settings
 from attnplug_vllm.host import HOST, render
 from attnplug_vllm.specs import Machine, problem_of, unsupported, verify_tokens

@@ -13,7 +13,6 @@ from typing import Any
 
 from attnplug import DType, ModelSpec, Problem, Refusal, Setting
 from attnplug.host import AttnplugError, ModelConfigError, Registry, UsageError, load_model, model_dtype, select
-
 from attnplug_vllm.config import SECTION, read_settings
 from attnplug_vllm.host import HOST, render
 from attnplug_vllm.words import refused
@@ -60,7 +59,9 @@ def check_command_line(argv: Sequence[str], registry: Registry, device: str | No
     if SECTION not in config:
         return
     request = read_settings(config).request
-    kinds = options.get("attention-config", "") + "".join(name for name in options if name.startswith("attention-config."))
+    kinds = options.get("attention-config", "") + "".join(
+        name for name in options if name.startswith("attention-config.")
+    )
     if options.get("attention-backend", "").upper() != CUSTOM and not kinds and device != "cpu":
         raise UsageError(
             f"--additional-config asks for {SECTION}, but vLLM is not told to use it; add --attention-backend {CUSTOM}"

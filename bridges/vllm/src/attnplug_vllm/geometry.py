@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,7 +92,7 @@ def lengths_of(metadata: Any) -> HostLengths:
     """Exact lengths on the CPU. vLLM calls them an upper bound; they are exact unless it speculates ahead."""
     starts = metadata.query_start_loc_cpu.tolist()
     kv_lens = metadata.seq_lens_cpu_upper_bound.tolist()
-    return HostLengths([end - start for start, end in zip(starts, starts[1:], strict=False)], kv_lens)
+    return HostLengths([end - start for start, end in itertools.pairwise(starts)], kv_lens)
 
 
 def decoding(metadata: Any, threshold: int) -> int:

@@ -44,7 +44,7 @@ _WORDS: dict[str, str | None] = {
 
 def render(key: str) -> str | None:
     """A key of ours as vLLM's users write it; an option of a backend is ``NAME.KEY``."""
-    return _WORDS[key] if key in _WORDS else f"{OPTION}.options.{key}"
+    return _WORDS.get(key, f"{OPTION}.options.{key}")
 
 
 def fit(problem: Problem) -> Problem:

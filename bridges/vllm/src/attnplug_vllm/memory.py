@@ -11,7 +11,6 @@ from torch import Tensor
 
 from attnplug import DType, LayerSpec, MHAPool, MLAPool, ModelSpec
 from attnplug.host import AttnplugError, KVPools, ModelAttention, Selection, WorkspaceOwner, build_selection
-
 from attnplug_vllm.choice import Refused
 from attnplug_vllm.host import render
 from attnplug_vllm.specs import context_of

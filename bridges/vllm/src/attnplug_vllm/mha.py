@@ -175,7 +175,9 @@ def _unserved(attn_type: str, alibi_slopes: object, others: dict[str, Any]) -> l
     """What a layer asks for that the contract lacks, by name."""
     found = []
     if attn_type != AttentionType.DECODER:
-        found.append(f"attention type {getattr(attn_type, 'value', attn_type)}: only causal decoder attention is served")
+        found.append(
+            f"attention type {getattr(attn_type, 'value', attn_type)}: only causal decoder attention is served"
+        )
     if alibi_slopes is not None:
         found.append("ALiBi slopes (the model's)")
     found += [f"{name}={value} (the model's)" for name, value in others.items() if value not in (None, False, -1)]

@@ -15,7 +15,6 @@ import torch
 
 from attnplug import AttentionKind, CacheLayout, DType, LayerSpec, ModelSpec, Problem, Refusal, RefusalCode, Setting
 from attnplug.host import HostContext, KVPools, Limits, MLADims, Parallel, UsageError, WorkspaceOwner
-
 from attnplug_vllm.host import HOST
 
 _FP8 = ("fp8", "fp8_e4m3")
@@ -170,7 +169,9 @@ def captures(config: Any) -> bool:
 def verify_tokens(config: Any) -> int:
     """New tokens of a request whose draft is checked: the drafted ones, and one more. 0 without speculation."""
     speculation = config.speculative_config
-    return 0 if speculation is None or not speculation.num_speculative_tokens else 1 + speculation.num_speculative_tokens
+    return (
+        0 if speculation is None or not speculation.num_speculative_tokens else 1 + speculation.num_speculative_tokens
+    )
 
 
 def unsupported(config: Any) -> Iterator[Refusal]:

@@ -14,14 +14,14 @@ from torch import Tensor
 
 from attnplug import ForwardBatch, ForwardExtras, Geometry, LayerSpec, PlanError
 from attnplug.host import ModelAttention
-
 from attnplug_vllm.geometry import Shape, decoding, split
 
 
 @dataclass(slots=True, eq=False)
 class LayerCall:
-    """What vLLM gives a layer: q ``[tokens, heads, head_dim]``, k and v ``[tokens, kv_heads, head_dim]``, memory for the
-    result. ``save`` says that the new rows are to be written; a layer that shares another one's cache writes none."""
+    """What vLLM gives a layer: q ``[tokens, heads, head_dim]``, k and v ``[tokens, kv_heads, head_dim]``, and memory
+    for the result. ``save`` says that the new rows are to be written; a layer that shares another one's cache writes
+    none."""
 
     layer: LayerSpec
     q: Tensor

@@ -15,6 +15,7 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 sys.path.insert(0, str(Path(__file__).parent))
 
 import pytest
+
 from engines import Models
 
 

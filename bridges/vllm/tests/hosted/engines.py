@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from transformers import (
     Gemma2Config,
@@ -20,6 +21,8 @@ from transformers import (
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.v1.attention import selector
+
+from attnplug.host import ModelAttention
 
 VOCABULARY, NEW = 512, 24
 _SHAPE = {
@@ -33,7 +36,9 @@ _SHAPE = {
 }
 _MAKE = {
     "llama": lambda: LlamaForCausalLM(
-        LlamaConfig(**_SHAPE, tie_word_embeddings=False, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2)
+        LlamaConfig(
+            **_SHAPE, tie_word_embeddings=False, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=2
+        )
     ),
     "gemma2": lambda: Gemma2ForCausalLM(
         Gemma2Config(
@@ -83,7 +88,9 @@ class Models:
         key = name, str(prompts)
         if key not in self._told:
             kind = LlamaForCausalLM if name == "llama" else Gemma2ForCausalLM
-            model: PreTrainedModel = kind.from_pretrained(self.path(name), dtype=torch.float32, attn_implementation="eager")
+            model: PreTrainedModel = kind.from_pretrained(
+                self.path(name), dtype=torch.float32, attn_implementation="eager"
+            )
             self._told[key] = [_greedy(model, prompt) for prompt in prompts]
         return self._told[key]
 
@@ -148,3 +155,16 @@ def impls(llm: LLM) -> set[str]:
     """The classes that run the layers."""
     layers = runner(llm).compilation_config.static_forward_context.values()
     return {type(layer.impl).__name__ for layer in layers}
+
+
+def planned_modes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The modes in which steps are planned from now on."""
+    seen: list[str] = []
+    plan = ModelAttention.plan
+
+    def recording(self: ModelAttention, batch: Any) -> Any:
+        seen.append(str(batch.forward_mode))
+        return plan(self, batch)
+
+    monkeypatch.setattr(ModelAttention, "plan", recording)
+    return seen
