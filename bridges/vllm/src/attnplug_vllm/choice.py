@@ -11,15 +11,15 @@ from dataclasses import replace
 from functools import cache, reduce
 from typing import Any
 
-from attnplug import BackendSpec, GraphLevel, ModelSpec, PageSizes, Refusal, RefusalCode, Role, Setting
+from attnplug import BackendSpec, GraphLevel, ModelSpec, PageSizes, Problem, Refusal, RefusalCode, Role, Setting
 from attnplug.host import AttnplugError, Registry, Selection, choose_importable, load_registry
 from attnplug_vllm.config import Settings, read_settings
 from attnplug_vllm.host import HOST, render
 from attnplug_vllm.specs import Machine, problem_of, unsupported, verify_tokens
 from attnplug_vllm.words import refused
 
-_chosen: dict[str, Selection] = {}
-"""The selections of this process, by what they are for: the layers of a model that are alike make one."""
+_chosen: dict[tuple[str, Problem], Selection] = {}
+"""The selections of this process, by what was asked for. Most layers of a model are alike, and are judged once."""
 
 
 class Refused(ValueError):
@@ -46,11 +46,13 @@ def choose(config: Any, model: ModelSpec, kv_cache_dtype: str, machine: Machine 
     try:
         problem = problem_of(config, model, machine or Machine.current(), kv_cache_dtype)
         insist([*unsupported(config), *HOST.refuse(problem)])
-        selection = choose_importable(registry(), settings.request, problem)
+        key = repr(settings.request), problem
+        if (selection := _chosen.get(key)) is None:
+            selection = choose_importable(registry(), settings.request, problem)
         insist(too_many_tokens(selection, verify_tokens(config)))
     except AttnplugError as error:
         raise Refused(error.told(render)) from None
-    _chosen[f"{kv_cache_dtype} {[(layer.kind, layer.features) for layer in model.layers]}"] = selection
+    _chosen[key] = selection
     return selection
 
 

@@ -128,7 +128,7 @@ class AttnplugImpl(AttentionImpl):  # type: ignore[misc]
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.kv_cache_dtype, self.kv_sharing_target_layer_name = kv_cache_dtype, kv_sharing_target_layer_name
         self.sliding_window, self.logits_soft_cap = sliding_window, logits_soft_cap
-        self.sinks, self._sinks32 = sinks, None if sinks is None else sinks.float()
+        self.sinks, self._sinks32 = sinks, None if sinks is None else sinks.detach().float().clone()
         config = get_current_vllm_config()
         insist(_unserved(attn_type, alibi_slopes, others))
         self.selection = choose(config, model_of(config, [self.layer(0, head_size)]), kv_cache_dtype)
@@ -148,8 +148,8 @@ class AttnplugImpl(AttentionImpl):  # type: ignore[misc]
         )
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        if self.sinks is not None:
-            self._sinks32 = self.sinks.detach().float()
+        if self.sinks is not None and self._sinks32 is not None:
+            self._sinks32.copy_(self.sinks.detach())  # in place: graphs know the address when weights are loaded again
 
     def forward(
         self,

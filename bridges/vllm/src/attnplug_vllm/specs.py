@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from attnplug import AttentionKind, CacheLayout, DType, LayerSpec, ModelSpec, Problem, Refusal, RefusalCode, Setting
+from attnplug import AttentionKind, DType, LayerSpec, ModelSpec, Problem, Refusal, RefusalCode, Setting
 from attnplug.host import HostContext, KVPools, Limits, MLADims, Parallel, UsageError, WorkspaceOwner
 from attnplug_vllm.host import HOST
 
@@ -233,14 +233,3 @@ def context_of(
         workspace=workspace,
         parallel=Parallel(parallel.rank % parallel.tensor_parallel_size, parallel.tensor_parallel_size),
     )
-
-
-def layout_of(pages: torch.Tensor) -> CacheLayout:
-    """How a view ``[pages, tokens, heads, dim]`` of the cache lies in memory."""
-    _, tokens, heads, width = pages.shape
-    page, token, head, element = pages.stride()
-    if element == 1 and (page, token, head) == (tokens * heads * width, heads * width, width):
-        return CacheLayout.TOKEN_MAJOR
-    if element == 1 and (page, token, head) == (heads * tokens * width, width, tokens * width):
-        return CacheLayout.HEAD_MAJOR
-    return CacheLayout.STRIDED
