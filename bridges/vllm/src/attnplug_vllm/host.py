@@ -50,7 +50,7 @@ def render(key: str) -> str | None:
 def fit(problem: Problem) -> Problem:
     """The problem as vLLM poses it.
 
-    Linear layers run on vLLM's own kernels, and so does the prefill of MLA, unless a backend is named for that. Keys and
+    Linear layers run on vLLM's own kernels, and so does the prefill of MLA, unless a backend is named for it. Keys and
     values share a row of the cache. With speculation, vLLM schedules ahead and knows upper bounds of lengths only; what
     drafts is not ours to choose.
     """
