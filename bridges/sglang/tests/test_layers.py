@@ -6,11 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from sglang_fakes import Module, module
 
 from attnplug import AttentionKind, BackendError
 from attnplug.host import MLADims
 from attnplug_sglang.layers import Layers, with_sinks
+from sglang_fakes import Module, module
 
 MLA = MLADims(16, 8, 4)
 

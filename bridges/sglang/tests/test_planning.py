@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_fakes import Mode, attention, batch, mha_layer, reference, slots_table
 
 from attnplug import BackendError, ForwardMode, PlanError
 from attnplug_sglang.memory import KVGroup, PageTable, kv_groups, pools_over
 from attnplug_sglang.steps import CapturedSteps, Group, eager_step, mode_of
+from sglang_fakes import Mode, attention, batch, mha_layer, reference, slots_table
 
 PAGES = 40
 

@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+
 from sglang_fakes import Mode
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import NATIVE, VOCABULARY, model
 from transformers import GenerationConfig
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching import PagedAttentionCache
 
 from attnplug.host import ModelAttention
 from attnplug_transformers import BridgeError, continuous_batching
+from tiny_models import NATIVE, VOCABULARY, model
 
 PAGE = {"page_size" if hasattr(ContinuousBatchingConfig(), "page_size") else "block_size": 16}
 

@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_models import CONFIGS, NATIVE, generated, model, padded
 from transformers import QuantizedCache, Qwen3NextConfig
 from transformers.cache_utils import DynamicCache, StaticCache
 
 from attnplug.host import ModelAttention
 from attnplug_transformers import BridgeError, PagedCache
+from tiny_models import CONFIGS, NATIVE, generated, model, padded
 
 MODELS = ["llama", "qwen3", "gemma2", "deepseek_v3"]
 LATENT = "deepseek_v3", "paged"

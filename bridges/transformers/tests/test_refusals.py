@@ -7,7 +7,6 @@ import sys
 
 import pytest
 import torch
-from tiny_models import CONFIGS, NATIVE, model
 from transformers import AutoModelForCausalLM
 from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -21,6 +20,7 @@ from attnplug_transformers.calls import read_call
 from attnplug_transformers.masks import mask_window, step_mask
 from attnplug_transformers.pages import problem_of
 from attnplug_transformers_host import HOST
+from tiny_models import CONFIGS, NATIVE, model
 
 
 @pytest.fixture

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
+from attnplug import BackendId, Claims, ForwardBatch, ForwardMode, GraphLevel, Plan, PlanError, Role
+from attnplug.host import KVPools, ModelAttention
 from attnplug_vllm.choice import choose, forget
 from attnplug_vllm.memory import GroupAttention, mla_pools
 from attnplug_vllm.mla_decode import DecodeGroup, DecodeStep
 from attnplug_vllm.specs import Machine, cache_type, mla_layer, model_of, unsupported
-from torch import Tensor
 from vllm_stage import Metadata, config, metadata
-
-from attnplug import BackendId, Claims, ForwardBatch, ForwardMode, GraphLevel, Plan, PlanError, Role
-from attnplug.host import KVPools, ModelAttention
 
 HEADS, RANK, ROPE, SCALE, BLOCK = 4, 32, 16, 0.2, 16
 NAMES = {"model.layers.0.self_attn.attn": 0, "model.layers.1.self_attn.attn": 1}

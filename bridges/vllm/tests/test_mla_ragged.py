@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from attnplug_vllm.mla_ragged import RaggedPrefill, chunk_calls
-from attnplug_vllm.specs import mla_layer
 from torch import Tensor
-from vllm_stage import metadata
 
 from attnplug import BackendId, Claims, ExtendPath, ForwardBatch, Plan, RaggedCall
 from attnplug.host import KVPools, ModelAttention
+from attnplug_vllm.mla_ragged import RaggedPrefill, chunk_calls
+from attnplug_vllm.specs import mla_layer
+from vllm_stage import metadata
 
 HEADS, WIDTH, VALUE, SCALE = 2, 12, 8, 0.3
 LAYER = mla_layer(0, heads=HEADS, scale=SCALE, kv_lora_rank=32, nope=8, rope=4, v_head_dim=VALUE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 
 import pytest
+
 from vllm_sources import VERSIONS, Sources, ours, takes_what_is_given
 
 COMMON = "vllm.model_executor.layers.attention.mla_attention"

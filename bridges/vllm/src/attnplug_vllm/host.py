@@ -48,9 +48,12 @@ def render(key: str) -> str | None:
 
 
 def fit(problem: Problem) -> Problem:
-    """The problem as vLLM poses it. Linear layers run on vLLM's own kernels; keys and values share a row of its cache;
-    with speculation, vLLM schedules ahead and knows upper bounds of lengths only; what drafts is not ours to choose; vLLM
-    prefills MLA on kernels of its own unless a backend is named for that."""
+    """The problem as vLLM poses it.
+
+    Linear layers run on vLLM's own kernels, and so does the prefill of MLA, unless a backend is named for it. Keys and
+    values share a row of the cache. With speculation, vLLM schedules ahead and knows upper bounds of lengths only; what
+    drafts is not ours to choose.
+    """
     model = problem.model
     if model is not None and model.linear_layers and model.full_layers:
         model = replace(model, layers=model.full_layers)

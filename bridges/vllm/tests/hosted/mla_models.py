@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engines import NEW, VOCABULARY
 from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+from engines import NEW, VOCABULARY
 
 # vLLM's rotary kernel for the CPU is wrong for MLA's strided queries.
 COMMON: dict[str, Any] = {"compilation_config": {"custom_ops": ["-rotary_embedding"]}}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from engines import AGAIN, PROMPTS, asking, engine, generate, prompts_of, runner, tokens
 from mla_models import OPTIONS, MLAModels
 

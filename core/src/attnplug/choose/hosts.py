@@ -1,7 +1,7 @@
 """Engines that bridges carry backends into, as data: what they fix, what they lack, and their words for our settings.
 
-A bridge declares its host by an entry point. ``attnplug explain --host`` reads it, and so does the bridge when it runs,
-so both judge alike.
+A bridge declares its host by an entry point. An explanation reads it, and so does the bridge when it runs: both judge
+alike.
 """
 
 from __future__ import annotations
