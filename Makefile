@@ -22,7 +22,7 @@ TRANSFORMERS := 5.17.0
 # Read, and not imported, by bridges/sglang/tests/test_signatures.py: the ends of the range that it claims.
 SGLANG := 0.5.14 0.5.23
 
-.PHONY: run test lint types tests bench docs gpu-test clean
+.PHONY: run test lint types tests bench docs gpu-test sglang-test clean
 
 run: $(VENV)/installed
 	$(BIN)/python examples/generate_and_check.py
@@ -45,6 +45,10 @@ docs: $(VENV)/installed-dev
 
 gpu-test: # on a GPU host whose python has the packages installed
 	$(PYTHON) -m pytest -m gpu
+
+# A real SGLang on a CPU, in an environment of its own (2.7 GB): it pins other versions than ours.
+sglang-test: $(VENV)-sglang/installed
+	$(VENV)-sglang/bin/python -m pytest -q -W default bridges/sglang/tests/hosted
 
 bench: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/bind_hook.py
@@ -105,5 +109,13 @@ $(VENV)/flashattention/2.%: | $(VENV)/installed
 	cd $@.part && tar -xzf *.tar.gz --strip-components=1 --wildcards '*/flash_attn/flash_attn_interface.py'
 	rm $@.part/*.tar.gz && mv $@.part $@
 
+# Without what SGLang requires of a GPU. Requirements come one by one: their own pins contradict each other here.
+$(VENV)-sglang/installed: constraints.txt bridges/sglang/tests/hosted/requirements.txt core/pyproject.toml bridges/sglang/pyproject.toml
+	$(PYTHON) -m venv $(VENV)-sglang
+	$(VENV)-sglang/bin/python -m pip install --quiet --disable-pip-version-check "torch==$$(sed -n 's/^torch==//p' constraints.txt)" hatchling editables pytest importlib-metadata pluggy rich
+	$(VENV)-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-deps sglang==$(lastword $(SGLANG)) --requirement bridges/sglang/tests/hosted/requirements.txt
+	$(VENV)-sglang/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps -e ./core -e ./bridges/sglang -e ./plugins/triton_mla
+	@touch $@
+
 clean:
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV)-sglang $(VENV) .mypy_cache .ruff_cache .pytest_cache
