@@ -143,7 +143,7 @@ def _context(runner: Any, model: ModelSpec, pools: Any, workspace: WorkspaceOwne
         limits=Limits(requests, max(prompt + requests, requests * drafts), context),
         pools=pools,
         workspace=workspace,
-        parallel=Parallel(0, model.ranks),
+        parallel=Parallel(getattr(runner, "tp_rank", 0) % model.ranks, model.ranks),
         serving=Serving(
             disaggregation_mode=arguments.disaggregation_mode,
             disable_chunked_prefix_cache=bool(arguments.disable_chunked_prefix_cache),
