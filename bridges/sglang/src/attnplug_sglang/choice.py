@@ -48,6 +48,15 @@ def check_options(registry: Registry) -> None:
         registry.get(name)
 
 
+def resolved(arguments: Any) -> Any:
+    """SGLang's arguments with what it decided about them. Before it kept the two apart, it changed them in place."""
+    try:
+        from sglang.srt.arg_groups.overrides import resolved_view
+    except ImportError:
+        return arguments
+    return resolved_view(arguments)
+
+
 def unsupported(arguments: Any) -> Iterator[str]:
     """What SGLang is asked for that this bridge cannot carry, by its options. ``arguments`` is its ``ServerArgs``."""
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from attnplug import DType, Problem, Role
 from attnplug.host import AttnplugError, ModelConfigError, load_model, load_registry, model_dtype
-from attnplug_sglang.choice import check_options, choose, decode_graphs, insist, served_roles
+from attnplug_sglang.choice import check_options, choose, decode_graphs, insist, resolved, served_roles
 from attnplug_sglang.host import PREFIX, refuse, refuse_version, render
 
 _AUTO = ("auto", None)
@@ -17,6 +17,7 @@ def refuse_arguments(arguments: Any) -> None:
 
     A model that is not a local folder is not looked at here; the scheduler does.
     """
+    arguments = resolved(arguments)
     prefill, decode = attention_backends(arguments)
     for name in dict.fromkeys((prefill, decode)):
         if name is None or not name.startswith(PREFIX):

@@ -1,0 +1,97 @@
+"""The same greedy tokens as transformers, in a real SGLang on the CPU.
+
+Needs an environment of its own (``make sglang-test`` makes it). What stands in for packages that SGLang imports and
+does not use here is under ``stand_ins``: torchvision, and SGLang's compiled kernels. Its Triton kernels, which write
+its tables, run in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+if importlib.util.find_spec("sglang") is None:
+    reason = "SGLang is not installed; make sglang-test installs it, in its own environment"
+    pytest.skip(reason, allow_module_level=True)
+
+import tiny_checkpoints
+
+HERE = Path(__file__).parent
+OURS = "attnplug:torch_native"
+
+
+def serve(folder: Path, *cases: dict[str, Any], **environment: str) -> list[dict[str, Any]]:
+    """Each case in an engine of its own."""
+    given = {
+        **os.environ,
+        "PYTHONPATH": str(HERE / "stand_ins"),
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",
+        **environment,
+    }
+    command = [sys.executable, str(HERE / "serve.py"), str(folder), *map(json.dumps, cases)]
+    done = subprocess.run(command, env=given, capture_output=True, text=True, timeout=600, check=False)
+    found = [json.loads(line[7:]) for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    assert len(found) == len(cases), done.stderr[-4000:]
+    return found
+
+
+@pytest.mark.parametrize("name", ["llama", "deepseek", "gemma2"])
+def test_tokens_equal_transformers(name: str, tmp_path: Path) -> None:
+    """Batches of eight, chunks of 64 tokens, pages of 16, rows from the prefix cache; MHA, MLA, windows and caps."""
+    folder = tiny_checkpoints.save(name, tmp_path)
+    case = {"attention_backend": OURS, "page_size": 16, "chunked_prefill_size": 64}
+    (found,) = serve(folder, case)
+    assert found["tokens"] == tiny_checkpoints.expected(folder)
+    assert found["again"] == found["tokens"][6:]
+    assert found["cached"] == [64, 96]
+
+
+def test_tokens_equal_sglangs_own_backend_and_split_with_it(tmp_path: Path) -> None:
+    """Pages of one token; ours for both roles, and for prefill or decode alone beside SGLang's."""
+    folder = tiny_checkpoints.save("llama", tmp_path)
+    theirs, ours, prefill, decode = serve(
+        folder,
+        {"attention_backend": "torch_native"},
+        {"attention_backend": OURS},
+        {"prefill_attention_backend": OURS, "decode_attention_backend": "torch_native"},
+        {"prefill_attention_backend": "torch_native", "decode_attention_backend": "attnplug:auto"},
+    )
+    assert theirs["tokens"] == ours["tokens"] == prefill["tokens"] == decode["tokens"]
+    assert ours["cached"] == [78, 109]
+
+
+def test_mla_with_a_prefix_in_one_shot(tmp_path: Path) -> None:
+    """C2: from the threshold on, a prefix is gathered and up-projected instead of attended to in latent space."""
+    folder = tiny_checkpoints.save("deepseek", tmp_path)
+    case = {"attention_backend": OURS, "chunked_prefill_size": 64}
+    (found,) = serve(folder, case, SGLANG_CHUNKED_PREFIX_CACHE_THRESHOLD="1")
+    assert found["tokens"] == tiny_checkpoints.expected(folder)
+    assert found["again"] == found["tokens"][6:]
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    folder = tiny_checkpoints.save("llama", tmp_path)
+    (found,) = serve(folder, {"attention_backend": OURS, "tp_size": 2}, SGLANG_CPU_OMP_THREADS_BIND="0|1")
+    assert found["tokens"] == tiny_checkpoints.expected(folder)
+
+
+def test_what_cannot_serve_is_refused_before_processes_start(tmp_path: Path) -> None:
+    """D3: in the front end, in one message, in SGLang's own option names."""
+    folder = tiny_checkpoints.save("llama", tmp_path)
+    by_device, by_option = serve(
+        folder,
+        {"attention_backend": "attnplug:triton_mla"},
+        {"attention_backend": OURS, "enable_pdmux": True},
+    )
+    assert "asked for by --attention-backend" in by_device["refused"]
+    assert "change --device" in by_device["refused"]
+    assert "--enable-pdmux" in by_option["refused"]
