@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from sglang_fakes import Mode, batch, caches, reference, slots_table
 
 from attnplug import AttentionKind, LayerSpec
 from attnplug.host import ModelAttention, load_registry
 from attnplug_sglang.memory import PageTable
 from attnplug_sglang.steps import CapturedSteps, Group
+from sglang_fakes import Mode, batch, caches, reference, slots_table
 
 LAYER = LayerSpec(0, AttentionKind.MHA, 4, 2, 16, 16, 0.25)
 PAGES, PAGE = 20, 4

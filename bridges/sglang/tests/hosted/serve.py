@@ -16,6 +16,7 @@ from typing import Any
 def serve(folder: str, given: dict[str, Any]) -> dict[str, Any]:
     """Tokens of every prompt, then of the last two again, whose rows are in the cache by then."""
     import sglang
+
     from tiny_checkpoints import TOKENS, prompts
 
     settings = {"device": "cpu", "dtype": "float32", "skip_tokenizer_init": True, "log_level": "error"}
