@@ -104,6 +104,14 @@ def test_an_embedding_needs_no_backend_to_decode() -> None:
         select(installed, BackendRequest(roles={Role.DECODE: "other"}), problem)
 
 
+def test_a_host_that_drafts_itself_needs_backends_that_verify() -> None:
+    verifies = registry(backend("decodes", replace(PLAIN, roles={"prefill", "decode"}, max_speculative_tokens=4)))
+    problem = Problem(LLAMA, speculative_tokens=4, drafts_by_host=True)
+    assert set(select(verifies, BackendRequest("decodes"), problem).choices) == {Role.PREFILL, Role.DECODE}
+    with pytest.raises(SelectionError, match="5 speculative tokens are asked for, it takes 4"):
+        select(verifies, BackendRequest("decodes"), replace(problem, speculative_tokens=5))
+
+
 class TestMLAByTheHost:
     """The host prefills MLA itself, as MHA (C1), unless a backend is asked for in that role."""
 

@@ -139,7 +139,7 @@ def test_drafts_are_vllms_but_checking_them_is_ours():
         speculative_config=SimpleNamespace(num_speculative_tokens=64),
         scheduler_config__async_scheduling=False,
     )
-    with pytest.raises(Refused, match="torch_native checks at most 64 tokens of a request at once, and 65 are asked"):
+    with pytest.raises(Refused, match="65 speculative tokens are asked for, it takes 64"):
         choose(asked, model_of(asked, [LAYER]), "auto", CPU)
 
 

@@ -73,6 +73,7 @@ def fit(problem: Problem) -> Problem:
         exact_lengths=problem.exact_lengths and not speculates,
         cuda_graph=max(level, problem.cuda_graph),
         wants_graphs=problem.device == "cuda",
+        drafts_by_host=True,
     )
 
 

@@ -11,11 +11,11 @@ from dataclasses import replace
 from functools import cache, reduce
 from typing import Any
 
-from attnplug import BackendSpec, GraphLevel, ModelSpec, PageSizes, Problem, Refusal, RefusalCode, Role, Setting
+from attnplug import BackendSpec, GraphLevel, ModelSpec, PageSizes, Problem, Refusal, Role
 from attnplug.host import AttnplugError, Registry, Selection, choose_importable, load_registry
 from attnplug_vllm.config import Settings, read_settings
 from attnplug_vllm.host import HOST, render
-from attnplug_vllm.specs import Machine, problem_of, unsupported, verify_tokens
+from attnplug_vllm.specs import Machine, problem_of, unsupported
 from attnplug_vllm.words import refused
 
 _chosen: dict[tuple[str, Problem], Selection] = {}
@@ -49,7 +49,6 @@ def choose(config: Any, model: ModelSpec, kv_cache_dtype: str, machine: Machine 
         key = repr(settings.request), problem
         if (selection := _chosen.get(key)) is None:
             selection = choose_importable(registry(), settings.request, problem)
-        insist(too_many_tokens(selection, verify_tokens(config)))
     except AttnplugError as error:
         raise Refused(error.told(render)) from None
     _chosen[key] = selection
@@ -68,22 +67,6 @@ def insist(refusals: Iterable[Refusal]) -> None:
     """Raise all of some refusals, if there are any."""
     if found := list(refusals):
         raise Refused(refused(found))
-
-
-def too_many_tokens(selection: Selection, tokens: int) -> Iterable[Refusal]:
-    """Drafts are vLLM's, and checking them is ours: one step has ``tokens`` of each request."""
-    if not tokens or selection.verify not in selection.choices:
-        return
-    backend = selection.chosen(selection.verify).spec
-    most = backend.capabilities.max_speculative_tokens
-    if tokens > most:
-        yield Refusal(
-            RefusalCode.SPECULATION,
-            f"{backend.name} checks at most {most} tokens of a request at once, and {tokens} are asked for",
-            tokens,
-            most,
-            Setting.SPECULATIVE_TOKENS,
-        )
 
 
 def remembered() -> tuple[Selection, ...]:

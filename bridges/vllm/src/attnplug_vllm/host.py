@@ -63,7 +63,7 @@ def fit(problem: Problem) -> Problem:
         model=model,
         layout=CacheLayout.STRIDED if mha else problem.layout,
         exact_lengths=problem.exact_lengths and not problem.speculative_tokens,
-        speculative_tokens=0,
+        drafts_by_host=True,
         wants_graphs=problem.device == "cuda",
         mla_by_host=True,
     )

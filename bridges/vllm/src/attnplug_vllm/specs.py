@@ -147,9 +147,10 @@ def problem_of(
         dtype=element_type(activations),
         kv_dtype=cache_type(kv_cache_dtype, activations),
         page_size=cache.block_size if cache.user_specified_block_size else None,
-        exact_lengths=has_exact_lengths(config),
+        speculative_tokens=verify_tokens(config),
     )
-    return replace(HOST.fit(problem), wants_graphs=machine.device == "cuda" and captures(config))
+    graphs = machine.device == "cuda" and captures(config)
+    return replace(HOST.fit(problem), wants_graphs=graphs, exact_lengths=has_exact_lengths(config))
 
 
 def has_exact_lengths(config: Any) -> bool:

@@ -111,6 +111,10 @@ class Problem:
     """Whether the host absorbs, chunks and merges MLA itself. It then prefills MLA by kernels of its own, unless a
     backend is asked for in that role, which must be able to run MLA as MHA."""
 
+    drafts_by_host: bool = False
+    """Whether the host drafts by means of its own. Backends then check ``speculative_tokens`` rows of each request at
+    once, and none is chosen to draft."""
+
     def __post_init__(self) -> None:
         if self.page_size is not None and not 1 <= self.page_size <= LARGEST_PAGE:
             raise _wrong(
@@ -149,7 +153,7 @@ class Problem:
             needed += [] if self.is_embedding else [Role.DECODE]
         if self.model.linear_layers:
             needed.append(Role.LINEAR)
-        if self.speculative_tokens and self.model.full_layers:
+        if self.speculative_tokens and self.model.full_layers and not self.drafts_by_host:
             needed.append(Role.DRAFT)
         return tuple(needed)
 
