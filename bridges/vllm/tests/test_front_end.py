@@ -48,10 +48,37 @@ def test_who_does_not_ask_for_attnplug_is_left_alone():
     check("m", "--additional-config", "no json")
 
 
-def test_asking_without_custom_is_refused_where_vllm_would_ignore_it():
-    with pytest.raises(UsageError, match="add --attention-backend CUSTOM"):
-        check("m", *ASKED[2:])
-    check("m", *ASKED[2:], device="cpu")
+@pytest.mark.parametrize(
+    ("named", "instead"),
+    [
+        ([], "is not told to use it"),
+        (["--attention-backend", "auto"], "is not told to use it"),
+        (["--attention-backend", "FLASH_ATTN"], "uses FLASH_ATTN"),
+        (["-ac.backend", "flash_attn"], "uses FLASH_ATTN"),
+        (["--attention-config", '{"flash_attn_version": 3}'], "is not told to use it"),
+    ],
+)
+def test_asking_without_custom_is_refused(named, instead):
+    with pytest.raises(UsageError, match=f"but vLLM {instead}; give --attention-backend CUSTOM"):
+        check("m", *ASKED[2:], *named)
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        ["--attention-config", '{"backend": "CUSTOM"}'],
+        ["--attention-config.backend=custom"],
+        ["-ac.backend", "CUSTOM"],
+        ["--attention-config.backend_per_kind.full_attention", "CUSTOM"],
+        ["--config", "a_file.yaml"],
+    ],
+)
+def test_custom_may_be_named_in_another_way(named):
+    check("m", *ASKED[2:], *named)
+
+
+def test_short_names_are_read():
+    assert options_of(["-tp", "2", "-ac.backend=x"]) == {"tensor-parallel-size": "2", "attention-config.backend": "x"}
 
 
 def test_a_wrong_name_is_refused_with_the_right_ones():

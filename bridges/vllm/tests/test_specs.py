@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -147,6 +148,17 @@ def test_a_backend_that_needs_lengths_is_refused_where_vllm_has_bounds():
     asked = config({"attnplug": {"backend": "torch_native"}}, speculative_config=SPECULATION)
     with pytest.raises(Refused, match=r"upper bounds only \(change --no-async-scheduling\)"):
         choose(asked, model_of(asked, [LAYER]), "auto", CPU)
+
+
+def test_what_another_engine_had_chosen_is_forgotten():
+    """In one process, one after the other: the second one's block sizes and graphs are its own."""
+    first, second = (config({"attnplug": {"backend": "torch_native"}}) for _ in range(2))
+    choose(first, model_of(first, [LAYER]), "auto", CPU)
+    draft = config({"attnplug": {"backend": "torch_native"}}, compilation_config=first.compilation_config)
+    choose(draft, model_of(draft, [replace(LAYER, num_kv_heads=1)]), "auto", CPU)
+    assert len(choice.remembered()) == 2
+    chosen = choose(second, model_of(second, [LAYER]), "auto", CPU)
+    assert choice.remembered() == (chosen,)
 
 
 def test_what_was_chosen_is_remembered_for_questions_without_a_configuration():

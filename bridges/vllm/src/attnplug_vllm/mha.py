@@ -37,13 +37,13 @@ _LEVELS = {
 
 
 def kernel_block_sizes() -> list[int | MultipleOf]:
-    """The block sizes of everything chosen in this process, in vLLM's words."""
+    """The block sizes of everything chosen for an engine, in vLLM's words."""
     kernel = page_sizes().kernel
     return [MultipleOf(max(size, BLOCK_STEP)) for size in sorted(kernel)] if kernel else [MultipleOf(BLOCK_STEP)]
 
 
 def cudagraph_support() -> AttentionCGSupport:
-    """What vLLM may capture, by the weakest of everything chosen in this process."""
+    """What vLLM may capture, by the weakest of everything chosen for an engine."""
     return _LEVELS[min((graph_level(selection) for selection in remembered()), default=GraphLevel.NEVER)]
 
 
@@ -176,7 +176,7 @@ def _unserved(attn_type: str, alibi_slopes: object, others: dict[str, Any]) -> l
     found = []
     if attn_type != AttentionType.DECODER:
         found.append(
-            f"attention type {getattr(attn_type, 'value', attn_type)}: only causal decoder attention is served"
+            f"attention type {getattr(attn_type, 'value', attn_type)} (only causal decoder attention is served)"
         )
     if alibi_slopes is not None:
         found.append("ALiBi slopes (the model's)")
