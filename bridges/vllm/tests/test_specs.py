@@ -10,13 +10,14 @@ import pytest
 import torch
 
 from attnplug import CacheLayout, DType, GraphLevel, Problem
-from attnplug.host import UsageError
+from attnplug.host import KVPools, UsageError, WorkspaceOwner
 from attnplug_vllm import choice
 from attnplug_vllm.choice import Refused, choose, graph_level, page_sizes
 from attnplug_vllm.host import fit
 from attnplug_vllm.specs import (
     Machine,
     cache_type,
+    context_of,
     has_exact_lengths,
     layer_ids,
     limits_of,
@@ -71,12 +72,44 @@ def test_a_model_is_one_ranks_part():
     assert problem_of(config(parallel_config__tensor_parallel_size=2), model, CPU, "auto").tensor_parallel == 1
 
 
+def test_a_backend_knows_its_rank():
+    """Ranks count through the pipeline's stages, too."""
+    asked = config(parallel_config__tensor_parallel_size=2, parallel_config__rank=3)
+    context = context_of(
+        asked,
+        model_of(asked, [LAYER]),
+        device=torch.device("cpu"),
+        kv_dtype=DType.FLOAT32,
+        page_size=16,
+        pools=KVPools(),
+        workspace=WorkspaceOwner(),
+    )
+    assert (context.parallel.rank, context.parallel.size) == (1, 2)
+
+
+def test_layers_are_in_the_order_of_their_numbers():
+    assert [layer.layer_id for layer in model_of(config(), [replace(LAYER, layer_id=7), LAYER]).layers] == [0, 7]
+
+
 def test_the_bridge_poses_the_problem_that_explain_poses():
     model = model_of(config(), [LAYER])
     asked = Problem(model, device="cuda", sm=90, dtype=DType.FLOAT32, kv_dtype=DType.FLOAT32)
     given = problem_of(config(), model, H200, "auto")
-    assert given == fit(asked) or (given.wants_graphs, fit(asked).wants_graphs) == (False, True)
+    assert not given.wants_graphs and replace(given, wants_graphs=True) == fit(asked)
     assert given.layout is CacheLayout.STRIDED
+
+
+def test_graphs_are_wanted_on_a_gpu_if_vllm_captures_attention():
+    full = SimpleNamespace(has_full_cudagraphs=lambda: True)
+    asked = config(compilation_config__cudagraph_mode=full)
+    model = model_of(asked, [LAYER])
+    assert [problem_of(asked, model, machine, "auto").wants_graphs for machine in (CPU, H200)] == [False, True]
+
+
+def test_a_layers_window_dims_and_sinks_are_vllms():
+    """A window counts the query's own key in vLLM too."""
+    layer = mha_layer(0, heads=2, kv_heads=2, head_dim=16, v_head_dim=8, scale=1, window=5, sinks=True)
+    assert (layer.sliding_window, layer.head_dim, layer.v_head_dim, layer.sinks) == (5, 16, 8, True)
 
 
 def test_the_block_size_counts_if_a_user_set_it():
@@ -89,7 +122,11 @@ def test_the_block_size_counts_if_a_user_set_it():
 def test_lengths_are_exact_unless_steps_are_scheduled_before_drafts_are_checked():
     assert has_exact_lengths(config())
     assert not has_exact_lengths(config(speculative_config=SPECULATION))
-    assert has_exact_lengths(config(speculative_config=SPECULATION, scheduler_config__async_scheduling=False))
+    waiting = config(speculative_config=SPECULATION, scheduler_config__async_scheduling=False)
+    assert has_exact_lengths(waiting)
+    model = model_of(waiting, [LAYER])
+    assert problem_of(waiting, model, CPU, "auto").exact_lengths
+    assert not problem_of(config(speculative_config=SPECULATION), model, CPU, "auto").exact_lengths
 
 
 def test_a_verified_request_has_one_token_more_than_were_drafted():
