@@ -21,6 +21,7 @@ from attnplug_vllm.words import refused
 _SHORT = {"-tp": "--tensor-parallel-size", "-ac": "--attention-config"}
 """vLLM's short names of options that are read here."""
 
+
 def options_of(argv: Sequence[str]) -> dict[str, str]:
     """``--name value`` and ``--name=value``, by name without dashes; the last one counts. A flag alone is empty."""
     found: dict[str, str] = {}
