@@ -16,7 +16,7 @@ from attnplug_vllm import choice
 from attnplug_vllm.choice import Refused
 from vllm_recorders import MHARecorder, MLARecorder
 from vllm_stage import caches, config, metadata
-from vllm_stand_in import Host, QueryLens, Support, vllm
+from vllm_stand_in import PLACES, Host, QueryLens, Support, vllm
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 16, 16
 RANK, ROPE = 32, 16
@@ -61,6 +61,36 @@ def recorded(builder: Any, backend: Any) -> Any:
     attention = ModelAttention(backend, KVPools())
     builder._group = SimpleNamespace(ready=lambda: attention)
     return builder
+
+
+# Places in vLLM's registry
+
+
+def test_the_place_of_another_keeps_serving_who_does_not_ask_for_attnplug(ours, monkeypatch):
+    """Registered more than once, as vLLM does it."""
+    from attnplug_vllm import backends, register
+
+    monkeypatch.setattr(backends, "before", {})
+    monkeypatch.setattr("sys.argv", ["program"])
+    for place in PLACES.values():
+        monkeypatch.setattr(place, "path", None)
+    register.register()
+    register.register()
+    assert PLACES["CPU_ATTN"].path == "attnplug_vllm.backends.CPUAttention"
+    assert backends.before == {"Custom": None, "CPUAttention": "vllm.CPU"}
+    assert backends.CPUAttention == backends.Custom == "attnplug_vllm.mha.AttnplugBackend"
+    Host.config.additional_config = {"other": 1}
+    assert (backends.CPUAttention, backends.Custom) == ("vllm.CPU", "attnplug_vllm.mha.AttnplugBackend")
+    Host.config.model_config.use_mla = True
+    assert backends.Custom == "attnplug_vllm.mla.AttnplugMLABackend"
+
+
+def test_a_program_whose_command_line_cannot_be_served_ends_with_one_message(ours):
+    from attnplug_vllm.register import check
+
+    check(["vllm", "serve", "m", "--additional-config.attnplug.backend", "torch_native"])
+    with pytest.raises(SystemExit, match="there is no backend 'nobody'"):
+        check(["vllm", "serve", "m", "--additional-config.attnplug.backend", "nobody"])
 
 
 # MHA

@@ -99,6 +99,34 @@ def test_a_model_that_lies_here_is_judged_with_every_reason(llama):
     assert "--additional-config.attnplug.backend" in str(raised.value)
 
 
+TRITON = ("--attention-backend", "CUSTOM", "--additional-config.attnplug.backend", "triton_mha")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (("--tensor-parallel-size", "3"), "cannot be divided among 3 ranks (change --tensor-parallel-size)"),
+        (("--kv-cache-dtype", "fp8"), "(change --kv-cache-dtype)"),
+        (("--dtype", "float32"), "(change --dtype)"),
+    ],
+)
+def test_what_a_model_is_run_with_is_judged_by_vllms_options(llama, given, words):
+    with pytest.raises(UsageError, match=re.escape(words)):
+        check(llama, *TRITON, *given)
+
+
+def test_a_model_may_be_given_by_its_option(llama):
+    with pytest.raises(UsageError, match="SM 75"):
+        check_command_line(["vllm", "bench", "--model", llama, *TRITON], load_registry(), "cuda", 75)
+
+
+def test_a_float32_checkpoint_is_not_refused_since_vllm_takes_a_smaller_type(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({**TINY_CONFIGS["llama"], "torch_dtype": "float32"}))
+    with pytest.raises(UsageError) as raised:
+        check(str(tmp_path), *TRITON, sm=75)
+    assert "dtype" not in str(raised.value).partition("usable instead")[0].replace("dtype      any", "")
+
+
 def test_block_sizes_are_judged_too(llama):
     with pytest.raises(UsageError, match=re.escape("only multiples of 16 (change --block-size)")):
         check(llama, *ASKED, "--block-size", "24")

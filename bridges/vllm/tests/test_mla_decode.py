@@ -90,6 +90,12 @@ class TestPlans:
         attend(step_of(DecodeGroup(Group(backend, context=100), NAMES, 0), metadata([(5, 1)], width=64)))
         assert backend.calls[0][1].page_table.shape == (1, 7)
 
+    def test_bounds_past_the_block_table_are_cut(self):
+        backend = MLARecorder()
+        given = metadata([(5, 1)], width=4).replace(max_seq_len=70)
+        attend(step_of(DecodeGroup(Group(backend), NAMES, 0), given))
+        assert backend.calls[0][1].max_seq_len == 64
+
     def test_exact_lengths_leave_padded_requests_out(self):
         """B5: their rows of the result are padding."""
         backend = MLARecorder()
@@ -118,6 +124,15 @@ class TestQueries:
         attend(step_of(DecodeGroup(Group(backend), NAMES, 0), metadata([(5, 1)])))
         _, shape, extras = backend.calls[1][1]
         assert shape == (1, HEADS, RANK + ROPE) and extras is None
+
+    def test_a_backend_that_was_built_without_parts_is_given_them_joined(self):
+        """A built backend may claim less than it declared."""
+        backend = MLARecorder()
+        group = Group(backend)
+        declared = SimpleNamespace(spec=SimpleNamespace(capabilities=SimpleNamespace(extras={"q_rope"})))
+        group.selection = SimpleNamespace(chosen=lambda role: declared)
+        attend(step_of(DecodeGroup(group, NAMES, 0), metadata([(5, 1)])))
+        assert backend.calls[1][1][1] == (1, HEADS, RANK + ROPE)
 
     def test_the_log_sum_exp_is_filled_where_vllm_asks_for_it(self):
         backend, lse = MLARecorder(), torch.empty(1, HEADS)

@@ -220,6 +220,26 @@ def test_graphs_follow_the_claim_of_the_backend_that_decodes():
     assert graph_level(choose(eager, model_of(eager, [LAYER]), "auto", H200)) is GraphLevel.NEVER
 
 
+def test_a_level_that_a_backend_declares_and_refuses_here_is_not_claimed():
+    class Weaker:
+        name = "weaker"
+        capabilities = SimpleNamespace(cuda_graph=GraphLevel.ALWAYS)
+
+        def refusals(self, problem, role, options):
+            return ["not on this machine"] if problem.cuda_graph > GraphLevel.DECODE else []
+
+    selection = choose(config(), model_of(config(), [LAYER]), "auto", CPU)
+    chosen = SimpleNamespace(spec=Weaker())
+    weaker = SimpleNamespace(chosen=lambda role: chosen, problem=selection.problem, options={})
+    assert graph_level(weaker) is GraphLevel.DECODE
+
+
+def test_blocks_that_the_bridge_cannot_carry_are_refused_when_layers_are_made():
+    asked = config(cache_config__user_specified_block_size=True, cache_config__block_size=24)
+    with pytest.raises(Refused, match=r"only multiples of 16 \(change --block-size\)"):
+        choose(asked, model_of(asked, [LAYER]), "auto", CPU)
+
+
 def test_an_mla_layer_has_its_latent_whole():
     layer = mla_layer(3, heads=4, scale=0.1, kv_lora_rank=512, nope=128, rope=64, v_head_dim=128)
     assert layer.mla is not None and (layer.mla.row_dim, layer.head_dim, layer.v_head_dim) == (576, 192, 128)

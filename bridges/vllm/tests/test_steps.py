@@ -84,6 +84,18 @@ def test_verifies_go_with_the_decodes():
     assert prefill.calls == [("plan", ForwardMode.EXTEND), ("run", 8)]
 
 
+@pytest.mark.parametrize("extras", [frozenset({"sinks"}), frozenset({"sinks", "out"})])
+def test_sinks_go_with_every_part_of_a_batch(extras):
+    backend, asked = MHARecorder(claims=Claims(needs_cpu_seq_lens=False, extras=extras)), []
+    attention = attention_of(backend)
+    attention.attend = lambda q, *_, extras=None, **__: (asked.append(extras), q)[1]
+    given = call(6)
+    given.sinks = torch.ones(4)
+    Step(attention, SHAPE, metadata([(20, 1), (0, 5)]), 1).attend(given)
+    assert [extra.sinks is given.sinks for extra in asked] == [True, True]
+    assert all((extra.out is not None) is ("out" in extras) for extra in asked)
+
+
 def captured(backend: MHARecorder, batch: Metadata) -> tuple[Captures, ModelAttention, Any]:
     captures, attention = Captures(8, 16), attention_of(backend)
     return captures, attention, captures.capture(attention, SHAPE, batch)
@@ -135,6 +147,24 @@ def test_what_was_captured_over_caches_that_are_gone_is_not_replayed():
     captures, _, _ = captured(backend, batch)
     captures.replay(attention_of(backend), batch)
     assert "replay" not in [what for what, _ in backend.calls]
+
+
+def test_graphs_over_caches_that_are_gone_are_forgotten_when_others_are_captured():
+    backend, batch = MHARecorder(), metadata([(0, 1)] * 4)
+    captures, _, _ = captured(backend, batch)
+    other = attention_of(MHARecorder())
+    captures.capture(other, SHAPE, metadata([(0, 1)] * 2))
+    captures.replay(other, batch)
+    assert "replay" not in [what for what, _ in (*backend.calls, *other.backend.calls)]
+
+
+def test_batches_of_as_many_requests_are_told_apart_by_their_tokens():
+    """vLLM pads all requests that it takes to more tokens than they have, in graphs of several sizes."""
+    captures, attention, first = captured(MHARecorder(), metadata([(0, 1)] * 5, padding=(0, 3)))
+    second = captures.capture(attention, SHAPE, metadata([(0, 1)] * 5, padding=(0, 11)))
+    captures.replay(attention, metadata([(6, 1)] * 5, padding=(0, 3)))
+    assert first.batch.geometry.seq_lens.tolist() == [7] * 5
+    assert second.batch.geometry.seq_lens.tolist() == [1] * 5
 
 
 def test_a_backend_that_wants_padded_requests_with_a_length_is_refused():

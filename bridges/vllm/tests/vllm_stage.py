@@ -27,6 +27,7 @@ def config(additional: Mapping[str, Any] | None = None, **changes: Any) -> Simpl
             max_model_len=256,
             hf_text_config=SimpleNamespace(model_type="llama"),
             is_mm_prefix_lm=False,
+            use_mla=False,
             rswa_window=None,
         ),
         cache_config=SimpleNamespace(

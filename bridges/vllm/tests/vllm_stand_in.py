@@ -109,6 +109,21 @@ class Host:
     layout = "NHD"
 
 
+@dataclass
+class Place:
+    """A member of ``AttentionBackendEnum``. A place that nobody has has no value."""
+
+    value: str = ""
+    path: str | None = None
+
+    def is_overridden(self) -> bool:
+        return self.path is not None
+
+    def get_path(self) -> str:
+        return self.path or self.value
+
+
+PLACES = {"CUSTOM": Place(), "CPU_ATTN": Place("vllm.CPU")}
 PLATFORM = SimpleNamespace(
     is_cpu=lambda: Host.device == "cpu",
     is_cuda=lambda: Host.device == "cuda",
@@ -118,7 +133,10 @@ PLATFORM = SimpleNamespace(
 LOGGER = SimpleNamespace(info_once=lambda *_: None)
 MODULES: dict[str, dict[str, Any]] = {
     "vllm": {"__version__": "0.32.0"},
-    "vllm.config": {"get_current_vllm_config": lambda: Host.config},
+    "vllm.config": {
+        "get_current_vllm_config": lambda: Host.config,
+        "get_current_vllm_config_or_none": lambda: Host.config,
+    },
     "vllm.logger": {"init_logger": lambda name: LOGGER},
     "vllm.platforms": {"current_platform": PLATFORM},
     "vllm.v1.attention.backend": {
@@ -128,6 +146,11 @@ MODULES: dict[str, dict[str, Any]] = {
         "AttentionMetadataBuilder": Builder,
         "AttentionType": SimpleNamespace(DECODER="decoder"),
         "MultipleOf": MultipleOf,
+    },
+    "vllm.utils.import_utils": {"resolve_obj_by_qualname": str},
+    "vllm.v1.attention.backends.registry": {
+        "AttentionBackendEnum": SimpleNamespace(__members__=PLACES),
+        "register_backend": lambda place, path: setattr(place, "path", path),
     },
     "vllm.v1.attention.backends.utils": {"get_kv_cache_layout": lambda: Host.layout},
     "vllm.v1.attention.backends.mla.prefill.base": {"MLAPrefillBackend": MLAPrefill},

@@ -103,15 +103,12 @@ def page_sizes() -> PageSizes:
 
 
 def graph_level(selection: Selection) -> GraphLevel:
-    """What can be captured with the chosen backends. The prefill backend takes no part in a captured decode."""
-    levels = {role: _level(selection, role) for role in selection.choices}
-    decode = levels[Role.DECODE]
-    return min(decode, max(GraphLevel.DECODE, levels[selection.verify]))
+    """The most that can be captured here: by the backend that decodes, which verifies drafts too.
 
-
-def _level(selection: Selection, role: Role) -> GraphLevel:
-    """The most that one backend captures here. It may declare more, and refuse it on this machine."""
-    backend, problem = selection.chosen(role).spec, selection.problem
+    It may declare more, and refuse it on this machine. What prefills takes no part in captured batches.
+    """
+    role, problem = Role.DECODE, selection.problem
+    backend = selection.chosen(role).spec
     options = selection.options.get(backend.name)
     able = [level for level in GraphLevel if not backend.refusals(replace(problem, cuda_graph=level), role, options)]
     return max(able, default=GraphLevel.NEVER)

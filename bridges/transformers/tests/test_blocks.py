@@ -1,0 +1,121 @@
+"""The memory of continuous batching as it was in transformers 5.17, which is not installed here; and plans over it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from attnplug_transformers import BridgeError
+from attnplug_transformers.blocks import LayerGroup, read_gathered
+from attnplug_transformers.paged import Group, Planned, _check, _geometry
+
+PAGE = 4
+
+
+def cache(updated: list[object]) -> SimpleNamespace:
+    """Four layers: 0 and 2 without a window, 1 and 3 with one. A group's layers have tensors by their place in it."""
+
+    def update(key_states, value_states, layer_idx, read_index, write_index):
+        updated.append((layer_idx, read_index, write_index))
+        return key_states, value_states
+
+    tensors = [[torch.full((3 * PAGE, 2, 8), 10.0 * kind + place) for place in range(2)] for kind in range(2)]
+    return SimpleNamespace(
+        block_size=PAGE,
+        layer_index_to_group_indices={0: (0, 0), 1: (1, 0), 2: (0, 1), 3: (1, 1)},
+        sliding_windows={0: 1, 1: 6, 2: 1, 3: 6},
+        key_cache=tensors[0],
+        value_cache=tensors[1],
+        update=update,
+    )
+
+
+def test_layers_of_one_kind_share_a_group():
+    given = cache([])
+    full, sliding = LayerGroup.of(given, 2), LayerGroup.of(given, 1)
+    assert (full.index, full.layers, full.window, full.page_size, full.stride) == (0, (0, 2), None, PAGE, PAGE)
+    assert (sliding.index, sliding.layers, sliding.window) == (1, (1, 3), 6)
+    assert (full.layer_type, sliding.layer_type) == ("full_attention", "sliding_attention")
+
+
+def test_a_layers_tensors_are_those_of_its_place():
+    given = cache([])
+    tensors = LayerGroup.of(given, 0).tensors(given)
+    assert {index: (keys.shape, keys[0, 0, 0, 0], values[0, 0, 0, 0]) for index, (keys, values) in tensors.items()} == {
+        0: ((3, PAGE, 2, 8), 0.0, 10.0),
+        2: ((3, PAGE, 2, 8), 1.0, 11.0),
+    }
+    assert tensors[0][0].data_ptr() == given.key_cache[0].data_ptr()
+
+
+def test_rows_are_gathered_by_the_indices_of_the_step():
+    updated: list[object] = []
+    keys, values = torch.zeros(1), torch.ones(1)
+    found = read_gathered(cache(updated), keys, values, 3, {"read_index": "r", "write_index": "w"})
+    assert found[0] is keys and found[1] is values and updated == [(3, "r", "w")]
+
+
+def step(lens: list[tuple[int, int]], **more: object) -> dict[str, object]:
+    """Requests with (rows before, new tokens), each in blocks of its own from block 1 on."""
+    read, written, block = [], [], 1
+    for before, new in lens:
+        rows = [block * PAGE + place for place in range(before + new)]
+        read, written, block = read + rows, written + rows[before:], block + -(-(before + new) // PAGE)
+    total = torch.tensor([0, *(before + new for before, new in lens)]).cumsum(0)
+    starts = torch.tensor([0, *(new for _, new in lens)]).cumsum(0)
+    return {
+        "cu_seq_lens_q": starts,
+        "cu_seq_lens_k": {"full_attention": total},
+        "max_seqlen_q": max(new for _, new in lens),
+        "max_seqlen_k": {"full_attention": max(before + new for before, new in lens)},
+        "read_index": [torch.tensor(read)],
+        "write_index": [torch.tensor(written)],
+        **more,
+    }
+
+
+def test_a_page_table_is_read_off_the_indices_of_rows():
+    found = _geometry(LayerGroup.of(cache([]), 0), step([(5, 3), (2, 1)]))
+    assert found.page_table.tolist()[0] == [1, 2] and found.page_table.tolist()[1][0] == 3
+    assert (found.mode, found.rows, found.max_seq_len, found.max_new) == ("extend", 4, 8, 3)
+    assert found.new_lens is not None and found.new_lens.tolist() == [3, 1] and found.seq_lens.tolist() == [8, 3]
+    assert found.slots is not None and found.slots.tolist() == [9, 10, 11, 14]
+
+
+def test_one_token_for_each_request_is_a_decode():
+    found = _geometry(LayerGroup.of(cache([]), 0), step([(5, 1), (2, 1)]))
+    assert found.mode == "decode" and found.new_lens is None
+
+
+def test_requests_with_as_many_tokens_as_there_are_requests_are_no_decode():
+    """Of three requests one has two tokens, and one has none."""
+    given = step([(5, 2), (2, 1), (1, 0)])
+    assert _geometry(LayerGroup.of(cache([]), 0), given).mode == "extend"
+
+
+def test_a_step_is_planned_again_for_other_lengths_another_run_and_other_attention():
+    group, plans = Group(LayerGroup.of(cache([]), 0)), []
+
+    def plan(attention: object) -> Planned:
+        plans.append(attention)
+        return Planned(attention, None)
+
+    first, second, ours, others = object(), object(), object(), object()
+    asked = [(0, first, ours), (2, first, ours), (0, first, ours), (2, second, ours), (0, second, others)]
+    for index, lengths, attention in asked:
+        group.of_step(index, lengths, attention, lambda attention=attention: plan(attention))
+    assert plans == [ours, ours, ours, others], "the second layer of a step takes the plan of the first"
+
+
+@pytest.mark.parametrize(
+    ("mask", "others", "words"),
+    [
+        (torch.ones(1), {}, "a mask along with lengths"),
+        (None, {"block_table": torch.ones(1)}, "max_blocks_per_request=0"),
+    ],
+)
+def test_what_continuous_batching_must_not_give_is_refused(mask, others, words):
+    with pytest.raises(BridgeError, match=words):
+        _check(torch.zeros(1), mask, others)
