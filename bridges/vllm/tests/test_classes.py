@@ -78,8 +78,9 @@ def test_the_place_of_another_keeps_serving_who_does_not_ask_for_attnplug(ours, 
     register.register()
     assert PLACES["CPU_ATTN"].path == "attnplug_vllm.backends.CPUAttention"
     assert backends.before == {"Custom": None, "CPUAttention": "vllm.CPU"}
+    Host.config.attention_config.backend = SimpleNamespace(name="CUSTOM")
     assert backends.CPUAttention == backends.Custom == "attnplug_vllm.mha.AttnplugBackend"
-    Host.config.additional_config = {"other": 1}
+    Host.config.additional_config, Host.config.attention_config.backend = {"other": 1}, None
     assert (backends.CPUAttention, backends.Custom) == ("vllm.CPU", "attnplug_vllm.mha.AttnplugBackend")
     Host.config.model_config.use_mla = True
     assert backends.Custom == "attnplug_vllm.mla.AttnplugMLABackend"
@@ -88,9 +89,10 @@ def test_the_place_of_another_keeps_serving_who_does_not_ask_for_attnplug(ours, 
 def test_a_program_whose_command_line_cannot_be_served_ends_with_one_message(ours):
     from attnplug_vllm.register import check
 
-    check(["vllm", "serve", "m", "--additional-config.attnplug.backend", "torch_native"])
+    asked = ["vllm", "serve", "m", "--attention-backend", "CUSTOM", "--additional-config.attnplug.backend"]
+    check([*asked, "torch_native"])
     with pytest.raises(SystemExit, match="there is no backend 'nobody'"):
-        check(["vllm", "serve", "m", "--additional-config.attnplug.backend", "nobody"])
+        check([*asked, "nobody"])
 
 
 # MHA
