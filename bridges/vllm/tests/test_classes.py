@@ -231,14 +231,6 @@ def test_mla_layers_that_the_contract_lacks_are_refused_by_name(ours, given, wor
         mla(ours, **given)
 
 
-def test_a_padded_decode_is_a_decode(ours):
-    """Two requests of one token in a batch that is padded to four: one row for each, though two have no new token."""
-    backend = MLARecorder()
-    builder = mla_builder(ours, backend)
-    given = metadata([(5, 1), (40, 1)], padding=(2, 2))
-    assert builder.build(0, given.replace(max_query_len=2)).decode.max_new == 1
-
-
 def test_lengths_on_the_host_are_those_of_the_requests_that_decode(ours):
     """They come first, and requests that prefill follow."""
     builder = mla_builder(ours, MLARecorder())
