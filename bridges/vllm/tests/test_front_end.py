@@ -130,3 +130,13 @@ def test_a_float32_checkpoint_is_not_refused_since_vllm_takes_a_smaller_type(tmp
 def test_block_sizes_are_judged_too(llama):
     with pytest.raises(UsageError, match=re.escape("only multiples of 16 (change --block-size)")):
         check(llama, *ASKED, "--block-size", "24")
+
+
+def test_a_model_that_vllm_is_told_to_see_in_another_way_is_not_judged(llama, monkeypatch):
+    """It is judged when its layers are made."""
+    asked = [llama, "--attention-backend", "CUSTOM", "--additional-config.attnplug.backend", "triton_mla"]
+    with pytest.raises(UsageError, match="attention kind mha is not supported"):
+        check(*asked)
+    check(*asked, "--hf-overrides.model_type", "deepseek_v3")
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
+    check(*asked)

@@ -7,6 +7,7 @@ command line is there at once. A program that calls vLLM's ``LLM`` has none, and
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -20,6 +21,9 @@ from attnplug_vllm.words import refused
 
 _SHORT = {"-tp": "--tensor-parallel-size", "-ac": "--attention-config"}
 """vLLM's short names of options that are read here."""
+_OTHER_CONFIG = {"hf-overrides", "hf-config-path", "config-format"}
+_NO_MLA = "VLLM_MLA_DISABLE"
+
 
 
 def options_of(argv: Sequence[str]) -> dict[str, str]:
@@ -112,10 +116,13 @@ def _problem(options: Mapping[str, str], model: ModelSpec | None, device: str | 
 
 
 def _model(argv: Sequence[str], options: Mapping[str, str]) -> ModelSpec | None:
-    """The model, if it is a folder here whose layers attnplug can read; vLLM knows more models, and fetches some."""
+    """The model, if it is a folder here whose layers attnplug can read; vLLM knows more models, and fetches some. Not
+    judged is one that vLLM is told to see in another way."""
     places = [place for place, argument in enumerate(argv) if argument == "serve"]
     name = options.get("model") or (argv[places[0] + 1] if places and places[0] + 1 < len(argv) else "")
     if not name or name.startswith("-") or not Path(name, "config.json").is_file():
+        return None
+    if {option.partition(".")[0] for option in options} & _OTHER_CONFIG or os.environ.get(_NO_MLA, "0") != "0":
         return None
     try:
         return load_model(name)
