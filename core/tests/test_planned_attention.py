@@ -240,6 +240,14 @@ class TestCalls:
                 torch.zeros(latent), None, None, on.layer, planned(on), save_kv_cache=False, extras=extras
             )
 
+    def test_queries_in_two_parts_are_refused_by_a_backend_that_does_not_claim_them(self):
+        on = Stage(Case(((5, 3), (0, 2)), mla=DIMS, v_head_dim=32), "cpu", Narrowed)
+        extras = ForwardExtras(q_rope=torch.zeros(5, 4, 8))
+        with pytest.raises(BackendError, match="was asked for q_rope; it knows out"):
+            on.backend.forward_extend(
+                torch.zeros(5, 4, 32), None, None, on.layer, planned(on), save_kv_cache=False, extras=extras
+            )
+
     def test_padding_is_cut_off_both_parts_of_absorbed_queries(self):
         """B5"""
         on = stage(Case(((5, 3), (0, 2)), mla=DIMS, v_head_dim=32))
