@@ -39,6 +39,7 @@ EXPLAIN = {
     "speculative_tokens": 3,
     "tensor_parallel": 2,
     "cuda_graph": "uniform",
+    "host": "vllm",
 }
 CHECK = {**SHARED, "seed": 7}
 
@@ -47,7 +48,7 @@ CHECK = {**SHARED, "seed": 7}
     ("command", "kind", "arguments", "expected"),
     [
         ("explain", ExplainOptions, ("--model", "tiny:llama", "--sm", "90", "--speculative-tokens", "3",
-         "--tensor-parallel", "2", "--cuda-graph", "uniform", "--draft-attention-backend", "five"), EXPLAIN),
+         "--tensor-parallel", "2", "--cuda-graph", "uniform", "--host", "vllm", "--draft-attention-backend", "five"), EXPLAIN),
         ("check", CheckOptions, ("--seed", "7"), CHECK),
     ],
     ids=["explain", "check"],

@@ -55,7 +55,12 @@ class Builder:
     reorder_batch_threshold: int | None = None
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
-        pass
+        self.kv_cache_spec, self.layer_names, self.vllm_config, self.device = (
+            kv_cache_spec,
+            layer_names,
+            vllm_config,
+            device,
+        )
 
     def _init_reorder_batch_threshold(self, threshold: int, supports_spec_as_decode: bool = False) -> None:
         self.reorder_batch_threshold = threshold

@@ -25,7 +25,6 @@ _OTHER_CONFIG = {"hf-overrides", "hf-config-path", "config-format"}
 _NO_MLA = "VLLM_MLA_DISABLE"
 
 
-
 def options_of(argv: Sequence[str]) -> dict[str, str]:
     """``--name value`` and ``--name=value``, by name without dashes; the last one counts. A flag alone is empty."""
     found: dict[str, str] = {}
