@@ -47,8 +47,8 @@ CHECK = {**SHARED, "seed": 7}
 @pytest.mark.parametrize(
     ("command", "kind", "arguments", "expected"),
     [
-        ("explain", ExplainOptions, ("--model", "tiny:llama", "--sm", "90", "--speculative-tokens", "3",
-         "--tensor-parallel", "2", "--cuda-graph", "uniform", "--host", "vllm", "--draft-attention-backend", "five"), EXPLAIN),
+        ("explain", ExplainOptions, ("--model", "tiny:llama", "--sm", "90", "--speculative-tokens", "3", "--host",
+         "vllm", "--tensor-parallel", "2", "--cuda-graph", "uniform", "--draft-attention-backend", "five"), EXPLAIN),
         ("check", CheckOptions, ("--seed", "7"), CHECK),
     ],
     ids=["explain", "check"],
