@@ -7,11 +7,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attnplug_transformers import BridgeError
+from attnplug import AttentionKind, LayerSpec
+from attnplug.host import BackendRequest, Limits
+from attnplug_transformers import BridgeError, paged
 from attnplug_transformers.blocks import LayerGroup, read_gathered
-from attnplug_transformers.paged import Group, Planned, _check, _geometry
+from attnplug_transformers.paged import Group, PagedBatches, Planned, _check, _geometry
+from attnplug_transformers.pages import PageStore, choose
 
 PAGE = 4
+
+
+class Hashed(SimpleNamespace):
+    """Told apart by identity, as transformers' caches are."""
+
+    __hash__ = object.__hash__
+
+    def __init__(self, given: SimpleNamespace) -> None:
+        super().__init__(**vars(given))
 
 
 def cache(updated: list[object]) -> SimpleNamespace:
@@ -55,6 +67,37 @@ def test_rows_are_gathered_by_the_indices_of_the_step():
     keys, values = torch.zeros(1), torch.ones(1)
     found = read_gathered(cache(updated), keys, values, 3, {"read_index": "r", "write_index": "w"})
     assert found[0] is keys and found[1] is values and updated == [(3, "r", "w")]
+
+
+@pytest.mark.parametrize(("dense", "layout"), [(True, "token_major"), (False, "strided")])
+def test_backends_are_chosen_for_the_memory_and_the_batches_that_there_are(monkeypatch, dense, layout):
+    """From 5.18 on, the blocks of several layers lie in one buffer."""
+    problems, limits = [], []
+    monkeypatch.setattr(
+        paged, "choose", lambda request, problem: (problems.append(problem), choose(request, problem))[1]
+    )
+    monkeypatch.setattr(paged, "attention_over", lambda *given: limits.append(given[-1]))
+    given, request = cache([]), BackendRequest("torch_native")
+    given.max_batch_tokens = 7
+    if not dense:
+        given.key_cache = [torch.zeros(3 * PAGE, 2, 16)[..., :8] for _ in given.key_cache]
+    layer = LayerSpec(0, AttentionKind.MHA, 4, 2, 8, 8, 0.25)
+    PagedBatches(request, PageStore(request))._over(given, Group(LayerGroup.of(given, 0)), layer, torch.zeros(1))
+    assert [problem.layout for problem in problems] == [layout] and limits == [Limits(7, 7, 3 * PAGE)]
+
+
+def test_layers_that_share_blocks_and_differ_are_refused(monkeypatch):
+    request, given = BackendRequest("torch_native"), cache([])
+    other = LayerSpec(0, AttentionKind.MHA, 2, 2, 8, 8, 0.5)
+
+    def built(self, cache, group, layer, query):
+        group.layers = {0: other}
+
+    monkeypatch.setattr(PagedBatches, "_over", built)
+    module, q = torch.nn.Identity(), torch.zeros(1, 2, 1, 8)
+    module.layer_idx = 0
+    with pytest.raises(BridgeError, match="another that shares its blocks is"):
+        PagedBatches(request, PageStore(request)).attend(module, q, q, q, None, 0.0, 0.25, {"cache": Hashed(given)})
 
 
 def step(lens: list[tuple[int, int]], **more: object) -> dict[str, object]:
