@@ -1,4 +1,4 @@
-"""The memory of continuous batching as it was in transformers 5.17, which is not installed here; and plans over it."""
+"""The memory of continuous batching, in the form of transformers 5.17 and in the present one; and plans over it."""
 
 from __future__ import annotations
 
@@ -60,6 +60,24 @@ def test_a_layers_tensors_are_those_of_its_place():
         2: ((3, PAGE, 2, 8), 1.0, 11.0),
     }
     assert tensors[0][0].data_ptr() == given.key_cache[0].data_ptr()
+
+
+def test_a_block_of_the_present_form_begins_at_every_stride():
+    """It holds the keys of a layer, its values, and those of other layers; ours are the first of each."""
+    keys, values = torch.randn(6, PAGE, 2, 8), torch.randn(6, PAGE, 2, 8)
+    allocator = SimpleNamespace(
+        index=1,
+        layer_type="full_attention",
+        layer_indices=[0],
+        tokens_per_page=PAGE,
+        block_physical_stride=3 * PAGE,
+        get_cache_for_block_table=lambda index: (keys, values),
+    )
+    given = SimpleNamespace(layer_to_allocator={0: allocator})
+    group = LayerGroup.of(given, 0)
+    assert (group.index, group.page_size, group.stride, group.window) == (1, PAGE, 3 * PAGE, None)
+    found = group.tensors(given)[0]
+    assert torch.equal(found[0], keys[::3]) and torch.equal(found[1], values[::3])
 
 
 def test_rows_are_gathered_by_the_indices_of_the_step():
@@ -133,9 +151,27 @@ def test_one_token_for_each_request_is_a_decode():
 
 
 def test_requests_with_as_many_tokens_as_there_are_requests_are_no_decode():
-    """Of three requests one has two tokens, and one has none."""
-    given = step([(5, 2), (2, 1), (1, 0)])
-    assert _geometry(LayerGroup.of(cache([]), 0), given).mode == "extend"
+    """Of three requests one has two tokens, and one has none; or one token for fewer requests than there are."""
+    for lens in ([(5, 2), (2, 1), (1, 0)], [(5, 1), (2, 0)]):
+        assert _geometry(LayerGroup.of(cache([]), 0), step(lens)).mode == "extend"
+
+
+def test_gathered_rows_that_belong_to_no_request_are_left_out():
+    """Where transformers pads what it gathers, after the rows of the last request."""
+    given = Hashed(cache([]))
+    keys = torch.randn(7, 2, 8)
+    given.update = lambda *_: (keys, keys)
+    module, q = torch.nn.Identity(), torch.randn(1, 4, 2, 8)
+    module.layer_idx = 1
+    request = BackendRequest("torch_native")
+    batches = PagedBatches(request, PageStore(request))
+    others = step([(1, 1), (2, 1)], cache=given)
+    others |= {
+        name: {"sliding_attention": others[name]["full_attention"]} for name in ("cu_seq_lens_k", "max_seqlen_k")
+    }
+    batches.attend(module, q, q[:, :2], q[:, :2], None, 0.0, None, others)
+    slots = batches._caches[given][1].planned.slots.tolist()
+    assert slots[5:] == [-1, -1] and slots[:2] == [0, 1] and slots[3:5] == [slots[2] + 1, slots[2] + 2]
 
 
 def test_a_step_is_planned_again_for_other_lengths_another_run_and_other_attention():
