@@ -19,6 +19,7 @@ from attnplug import (
     Claims,
     DType,
     Feature,
+    ForwardExtras,
     GraphLevel,
     PageSizes,
     Problem,
@@ -283,6 +284,11 @@ def test_page_sizes_read_as_a_sentence() -> None:
     assert str(PageSizes.of(64, 32, 96)) == "a multiple of 32"
     assert str(PageSizes.of(32, 48)) == "a multiple of 32 or a multiple of 48"
     assert str(PageSizes.of(1, 64)) == "any"
+
+
+def test_every_extra_that_a_caller_may_ask_for_may_be_declared() -> None:
+    names = frozenset(ForwardExtras.__slots__)
+    assert replace(EVERYTHING, extras=names).extras == names
 
 
 def test_the_weaker_claim_is_taken_and_its_child_named() -> None:

@@ -228,13 +228,18 @@ class TestCalls:
             on.backend.forward_extend(q, k, v, with_sinks, planned(on), extras=ForwardExtras(sinks=torch.zeros(3)))
 
     @pytest.mark.parametrize(
-        ("latent", "rope"),
-        [((5, 4, 40), (5, 4, 8)), ((5, 4, 32), (5, 4, 16)), ((5, 4, 32), (3, 4, 8))],
-        ids=["latent", "rope", "rows"],
+        ("latent", "rope", "dtype"),
+        [
+            ((5, 4, 40), (5, 4, 8), torch.float32),
+            ((5, 4, 32), (5, 4, 16), torch.float32),
+            ((5, 4, 32), (3, 4, 8), torch.float32),
+            ((5, 4, 32), (5, 4, 8), torch.float16),
+        ],
+        ids=["latent", "rope", "rows", "type"],
     )
-    def test_absorbed_queries_whose_parts_are_not_those_of_the_layer(self, latent, rope):
+    def test_absorbed_queries_whose_parts_are_not_those_of_the_layer(self, latent, rope, dtype):
         on = stage(Case(((5, 3), (0, 2)), mla=DIMS, v_head_dim=32))
-        extras = ForwardExtras(q_rope=torch.zeros(rope))
+        extras = ForwardExtras(q_rope=torch.zeros(rope, dtype=dtype))
         with pytest.raises(BackendError, match=r"give the latent part \[rows, heads, 32\] and the rotary part .* 8\]"):
             on.backend.forward_extend(
                 torch.zeros(latent), None, None, on.layer, planned(on), save_kv_cache=False, extras=extras

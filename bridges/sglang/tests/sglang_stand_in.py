@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
+from functools import partial
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -43,6 +44,10 @@ class Method(Enum):
 
 HANDLERS: dict[str, Any] = {}
 """How MLA models of SGLang's run a batch, by the name of a backend."""
+REGISTERED: dict[str, Any] = {}
+CHOICES: list[str] = []
+CHUNKED: list[str] = []
+HOOKS: list[Any] = []
 IN_GRAPH = {"breakable": False, "piecewise": False}
 
 _RUN = "sglang.srt.model_executor.runner_backend_utils"
@@ -50,6 +55,17 @@ _DEEPSEEK = "sglang.srt.models.deepseek_common"
 MODULES: dict[str, dict[str, Any]] = {
     "sglang.srt.layers.attention.base_attn_backend": {"AttentionBackend": Base},
     "sglang.srt.layers.radix_attention": {"RadixAttention": Radix},
+    "sglang.srt.layers.attention.attention_registry": {
+        "register_attention_backend": lambda name: partial(REGISTERED.__setitem__, name)
+    },
+    "sglang.srt.server_args": {
+        "add_attention_backend_choices": CHOICES.extend,
+        "add_chunked_prefix_cache_attention_backend": CHUNKED.append,
+    },
+    "sglang.srt.plugins.hook_registry": {
+        "HookRegistry": SimpleNamespace(register=lambda target, hook, kind: HOOKS.append((target, hook, kind))),
+        "HookType": SimpleNamespace(BEFORE="before"),
+    },
     f"{_RUN}.breakable_cuda_graph": {"is_in_breakable_cuda_graph": lambda: IN_GRAPH["breakable"]},
     f"{_RUN}.tc_piecewise_cuda_graph": {"is_in_tc_piecewise_cuda_graph": lambda: IN_GRAPH["piecewise"]},
     f"{_DEEPSEEK}.attention_forward_methods.forward_methods": {"AttnForwardMethod": Method},

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from attnplug import BackendError, BackendId, Claims, ForwardBatch, GraphLevel, Plan, PlanError, Role
-from attnplug.host import KVPools, ModelAttention
+from attnplug.host import KVPools, ModelAttention, load_registry
+from attnplug_sglang import plugin
 from attnplug_sglang.layers import Layers
 from attnplug_sglang.memory import PageTable
 from sglang_fakes import Mode, batch, mha_layer, reference, slots_table
-from sglang_stand_in import HANDLERS, IN_GRAPH, Method, Radix, sglang
+from sglang_stand_in import CHOICES, CHUNKED, HANDLERS, HOOKS, IN_GRAPH, REGISTERED, Method, Radix, sglang
 
 PAGES, PAGE, NAME = 40, 4, "attnplug:torch_native"
 
@@ -75,6 +76,29 @@ def runner(modules: list[Any], table: Tensor, kv: Any, **changes: Any) -> Any:
 
 def rows(count: int) -> list[Tensor]:
     return [torch.randn(count, heads, 8) for heads in (4, 2, 2)]
+
+
+# Registered
+
+
+def test_every_backend_with_softmax_attention_is_a_choice_once(ours: SimpleNamespace) -> None:
+    """SGLang calls the plugin in every process, and may do so again."""
+    plugin._registered.clear()
+    plugin.register()
+    plugin.register()
+    found = load_registry().backends
+    full = [name for name, one in found.items() if any(not kind.is_linear for kind in one.spec.capabilities.kinds)]
+    assert sorted(CHOICES) == sorted(REGISTERED) == sorted(f"attnplug:{name}" for name in (*full, "auto"))
+    assert len(full) < len(found), "one that is installed has linear attention alone"
+    assert "attnplug:torch_native" in CHUNKED and "attnplug:triton_mha" not in CHUNKED
+    ((target, hook, kind),) = HOOKS
+    assert target.endswith("ServerArgs.check_server_args") and (hook, kind) == (plugin.check_arguments, "before")
+
+
+def test_a_version_outside_the_range_is_refused_when_a_backend_is_built(ours: SimpleNamespace, monkeypatch) -> None:
+    monkeypatch.setattr("attnplug.choose.hosts.installed_version", lambda name: "0.5.9")
+    with pytest.raises(ValueError, match=r"SGLang 0\.5\.9"):
+        plugin._build(NAME, runner([Radix()], slots_table([3], PAGE), pool(0)))
 
 
 # Built over SGLang's caches
@@ -196,6 +220,12 @@ def test_a_rank_has_its_part_of_the_heads(ours: SimpleNamespace) -> None:
     _, model = ours.build._model(made)
     context = ours.build._context(made, model, KVPools(), None)
     assert model.ranks == 4 and (context.parallel.rank, context.parallel.size) == (2, 4)
+
+
+def test_a_gpu_is_told_by_its_compute_capability(ours: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda number: (10, 3))
+    made = runner([Radix()], slots_table([3], PAGE), pool(0), device="cuda")
+    assert ours.build._problem(made, ours.build._model(made)[1]).sm == 103
 
 
 def test_limits_hold_the_largest_step_of_sglang(ours: SimpleNamespace) -> None:

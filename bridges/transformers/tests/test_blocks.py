@@ -1,4 +1,4 @@
-"""The memory of continuous batching as it was in transformers 5.17, which is not installed here; and plans over it."""
+"""The memory of continuous batching, in the form of transformers 5.17 and in the present one; and plans over it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,23 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attnplug_transformers import BridgeError
+from attnplug import AttentionKind, LayerSpec
+from attnplug.host import BackendRequest, Limits
+from attnplug_transformers import BridgeError, paged
 from attnplug_transformers.blocks import LayerGroup, read_gathered
-from attnplug_transformers.paged import Group, Planned, _check, _geometry
+from attnplug_transformers.paged import Group, PagedBatches, Planned, _check, _geometry
+from attnplug_transformers.pages import PageStore, choose
 
 PAGE = 4
+
+
+class Hashed(SimpleNamespace):
+    """Told apart by identity, as transformers' caches are."""
+
+    __hash__ = object.__hash__
+
+    def __init__(self, given: SimpleNamespace) -> None:
+        super().__init__(**vars(given))
 
 
 def cache(updated: list[object]) -> SimpleNamespace:
@@ -50,11 +62,60 @@ def test_a_layers_tensors_are_those_of_its_place():
     assert tensors[0][0].data_ptr() == given.key_cache[0].data_ptr()
 
 
+def test_a_block_of_the_present_form_begins_at_every_stride():
+    """It holds the keys of a layer, its values, and those of other layers; ours are the first of each."""
+    keys, values = torch.randn(6, PAGE, 2, 8), torch.randn(6, PAGE, 2, 8)
+    allocator = SimpleNamespace(
+        index=1,
+        layer_type="full_attention",
+        layer_indices=[0],
+        tokens_per_page=PAGE,
+        block_physical_stride=3 * PAGE,
+        get_cache_for_block_table=lambda index: (keys, values),
+    )
+    given = SimpleNamespace(layer_to_allocator={0: allocator})
+    group = LayerGroup.of(given, 0)
+    assert (group.index, group.page_size, group.stride, group.window) == (1, PAGE, 3 * PAGE, None)
+    found = group.tensors(given)[0]
+    assert torch.equal(found[0], keys[::3]) and torch.equal(found[1], values[::3])
+
+
 def test_rows_are_gathered_by_the_indices_of_the_step():
     updated: list[object] = []
     keys, values = torch.zeros(1), torch.ones(1)
     found = read_gathered(cache(updated), keys, values, 3, {"read_index": "r", "write_index": "w"})
     assert found[0] is keys and found[1] is values and updated == [(3, "r", "w")]
+
+
+@pytest.mark.parametrize(("dense", "layout"), [(True, "token_major"), (False, "strided")])
+def test_backends_are_chosen_for_the_memory_and_the_batches_that_there_are(monkeypatch, dense, layout):
+    """From 5.18 on, the blocks of several layers lie in one buffer."""
+    problems, limits = [], []
+    monkeypatch.setattr(
+        paged, "choose", lambda request, problem: (problems.append(problem), choose(request, problem))[1]
+    )
+    monkeypatch.setattr(paged, "attention_over", lambda *given: limits.append(given[-1]))
+    given, request = cache([]), BackendRequest("torch_native")
+    given.max_batch_tokens = 7
+    if not dense:
+        given.key_cache = [torch.zeros(3 * PAGE, 2, 16)[..., :8] for _ in given.key_cache]
+    layer = LayerSpec(0, AttentionKind.MHA, 4, 2, 8, 8, 0.25)
+    PagedBatches(request, PageStore(request))._over(given, Group(LayerGroup.of(given, 0)), layer, torch.zeros(1))
+    assert [problem.layout for problem in problems] == [layout] and limits == [Limits(7, 7, 3 * PAGE)]
+
+
+def test_layers_that_share_blocks_and_differ_are_refused(monkeypatch):
+    request, given = BackendRequest("torch_native"), cache([])
+    other = LayerSpec(0, AttentionKind.MHA, 2, 2, 8, 8, 0.5)
+
+    def built(self, cache, group, layer, query):
+        group.layers = {0: other}
+
+    monkeypatch.setattr(PagedBatches, "_over", built)
+    module, q = torch.nn.Identity(), torch.zeros(1, 2, 1, 8)
+    module.layer_idx = 0
+    with pytest.raises(BridgeError, match="another that shares its blocks is"):
+        PagedBatches(request, PageStore(request)).attend(module, q, q, q, None, 0.0, 0.25, {"cache": Hashed(given)})
 
 
 def step(lens: list[tuple[int, int]], **more: object) -> dict[str, object]:
@@ -90,9 +151,27 @@ def test_one_token_for_each_request_is_a_decode():
 
 
 def test_requests_with_as_many_tokens_as_there_are_requests_are_no_decode():
-    """Of three requests one has two tokens, and one has none."""
-    given = step([(5, 2), (2, 1), (1, 0)])
-    assert _geometry(LayerGroup.of(cache([]), 0), given).mode == "extend"
+    """Of three requests one has two tokens, and one has none; or one token for fewer requests than there are."""
+    for lens in ([(5, 2), (2, 1), (1, 0)], [(5, 1), (2, 0)]):
+        assert _geometry(LayerGroup.of(cache([]), 0), step(lens)).mode == "extend"
+
+
+def test_gathered_rows_that_belong_to_no_request_are_left_out():
+    """Where transformers pads what it gathers, after the rows of the last request."""
+    given = Hashed(cache([]))
+    keys = torch.randn(7, 2, 8)
+    given.update = lambda *_: (keys, keys)
+    module, q = torch.nn.Identity(), torch.randn(1, 4, 2, 8)
+    module.layer_idx = 1
+    request = BackendRequest("torch_native")
+    batches = PagedBatches(request, PageStore(request))
+    others = step([(1, 1), (2, 1)], cache=given)
+    others |= {
+        name: {"sliding_attention": others[name]["full_attention"]} for name in ("cu_seq_lens_k", "max_seqlen_k")
+    }
+    batches.attend(module, q, q[:, :2], q[:, :2], None, 0.0, None, others)
+    slots = batches._caches[given][1].planned.slots.tolist()
+    assert slots[5:] == [-1, -1] and slots[:2] == [0, 1] and slots[3:5] == [slots[2] + 1, slots[2] + 2]
 
 
 def test_a_step_is_planned_again_for_other_lengths_another_run_and_other_attention():

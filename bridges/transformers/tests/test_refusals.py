@@ -272,7 +272,8 @@ def test_tensors_of_another_type_have_pages_of_their_own():
     attention = Attention(BackendRequest("torch_native"))
     for dtype in (torch.float32, torch.bfloat16):
         q = torch.zeros(1, 2, 1, 16, dtype=dtype)
-        assert attention(torch.nn.Identity(), q, q, q, step_mask(1, 1, 1))[0].dtype is dtype
+        attention(torch.nn.Identity(), q, q, q, step_mask(1, 1, 1))
+    assert [pages.pool.dtype for pages in attention._store._pages.values()] == ["float32", "bfloat16"]
 
 
 def test_a_gpu_is_told_by_its_compute_capability(monkeypatch):
