@@ -287,8 +287,7 @@ def test_page_sizes_read_as_a_sentence() -> None:
 
 
 def test_every_extra_that_a_caller_may_ask_for_may_be_declared() -> None:
-    names = frozenset(ForwardExtras.__slots__)
-    assert replace(EVERYTHING, extras=names).extras == names
+    assert not list(replace(EVERYTHING, extras=frozenset(ForwardExtras.__slots__)).contradictions())
 
 
 def test_the_weaker_claim_is_taken_and_its_child_named() -> None:
