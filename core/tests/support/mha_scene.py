@@ -32,6 +32,7 @@ from attnplug.kv import LayoutName
 from support.batches import capabilities, geometry, padded
 from support.devices import nothing_is_zero_by_chance
 from support.mla_scene import FIRST_LAYER, LAYER, NAN, RANKS, attention
+from support.trees import Parents, tree_attention, tree_bits
 
 __all__ = ["LAYER", "MHACase", "MHAScene"]
 
@@ -56,6 +57,8 @@ class MHACase:
     padding: int = 0
     exact_lengths: bool = True
     """Whether the host knows them, or upper bounds only."""
+    trees: tuple[Parents, ...] | None = None
+    """The tree of each request's new rows; ``None``: chains."""
     lanes: int = 1
     lse: bool = True
     seed: int = 0
@@ -171,6 +174,8 @@ class MHAScene:
             exact=case.exact_lengths,
             device=self.device,
         )
+        if case.trees is not None:
+            made = replace(made, tree=tree_bits(case.trees, self.device))
         return padded(ForwardBatch(made), case.padding)
 
     def padded(self, tensor: Tensor) -> Tensor:
@@ -200,18 +205,14 @@ class MHAScene:
 
     def wanted(self) -> tuple[Tensor, Tensor]:
         """What ``run`` must give for the rows that are not padding."""
-        shared = self.case.heads // self.case.kv_heads
-        outs = [
-            attention(
-                q,
-                keys.repeat_interleave(shared, 1),
-                values.repeat_interleave(shared, 1),
-                self.layer.scale,
-                self.case.window,
-                self.case.cap,
-            )
-            for q, keys, values in zip(self.q.split(self.new), self.keys, self.values, strict=True)
-        ]
+        case, shared = self.case, self.case.heads // self.case.kv_heads
+        outs = []
+        for request, q in enumerate(self.q.split(self.new)):
+            keys, values = (rows[request].repeat_interleave(shared, 1) for rows in (self.keys, self.values))
+            if case.trees is None:
+                outs.append(attention(q, keys, values, self.layer.scale, case.window, case.cap))
+            else:
+                outs.append(tree_attention(q, keys, values, self.layer.scale, case.trees[request], case.cap))
         out, lse = torch.cat([out for out, _ in outs]), torch.cat([lse for _, lse in outs])
         if self.sinks is not None:
             weight, sink = lse.exp(), self.sinks.double().exp()
