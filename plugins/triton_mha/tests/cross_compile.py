@@ -23,7 +23,7 @@ GROUP, KV_HEADS = 4, 8
 POINTERS = {
     **dict.fromkeys(("lse", "sinks", "partials", "partial_weights"), "*fp32"),
     **dict.fromkeys(("page_table", "counters", "records", "seq_lens", "new_lens"), "*i32"),
-    "slots": "*i64",
+    **dict.fromkeys(("slots", "tree"), "*i64"),
 }
 FLOATS = dict.fromkeys(("scale", "cap"), "fp32")
 
@@ -34,7 +34,14 @@ def compiled(kernel, sm: int, constants: dict[str, object], options: dict[str, o
 
 
 def attend(
-    sm: int, cut: dict[str, Any], type: str, dim: int = 64, page_size: int = 64, window: int = 0, extras: bool = False
+    sm: int,
+    cut: dict[str, Any],
+    type: str,
+    dim: int = 64,
+    page_size: int = 64,
+    window: int = 0,
+    extras: bool = False,
+    tree: bool = False,
 ):
     rows, width = GROUP if cut["tile"] == 16 else 16, 1 << (dim - 1).bit_length()
     strides = {"PAGE": page_size * KV_HEADS * dim, "SLOT": KV_HEADS * dim, "HEAD": dim, "COLUMN": 1}
@@ -60,6 +67,8 @@ def attend(
         "SINGLE": cut["single"],
         "OVERLAP": cut["overlap"],
         "PREFETCH": cut["prefetch"],
+        "tree_column": 1,
+        "TREE": tree,
     }
     options = {"num_warps": cut["warps"], "num_stages": cut["stages"], "launch_pdl": cut["overlap"]}
     return compiled(attend_kernel, sm, constants, options, **dict.fromkeys(("q", "keys", "values", "out"), f"*{type}"))

@@ -65,6 +65,8 @@ def test_it_compiles_for_gpus_and_fits_them() -> None:
         (86, 8000, 1, "bf16", 128, 64, {"extras": True}),
         (90, 4, 1, "bf16", 64, 64, {}),
         (90, 8000, 1, "bf16", 64, 16, {"window": 100}),
+        (80, 64, 1, "fp16", 128, 16, {"tree": True}),
+        (90, 16, 1, "bf16", 128, 64, {"tree": True, "extras": True}),
         (100, 4, 256, "bf16", 128, 1, {"extras": True}),
     ):
         cut = fitting(choose(rows, requests, 8), Room(sm, SHARED[sm], 2 * dim, 2 * dim))

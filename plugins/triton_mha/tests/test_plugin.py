@@ -49,7 +49,7 @@ def with_layers(**changes: Any) -> Any:
         {"model": read(QWEN3_NEXT)},
         {"model": with_layers(sliding_window=100, logit_cap=30.0, sinks=True)},
         {"model": with_layers(head_dim=192, v_head_dim=128)},
-        {"cuda_graph": GraphLevel.ALWAYS, "speculative_tokens": 64},
+        {"cuda_graph": GraphLevel.ALWAYS, "speculative_tokens": 64, "speculative_topk": 8},
         {"tensor_parallel": 8},
         {"model": None, "sm": None, "dtype": None, "kv_dtype": None, "page_size": None},
     ],
@@ -93,6 +93,15 @@ def test_it_refuses_with_value_and_what_is_allowed_and_the_setting(
     found = refusals(**changes)
     assert [(reason.code, reason.value, reason.allowed, reason.setting) for reason in found] == reasons
     json.dumps([reason.as_json() for reason in found])
+
+
+def test_trees_on_layers_with_a_window_are_refused_with_the_window() -> None:
+    """D3: once for all layers."""
+    windowed = with_layers(sliding_window=128)
+    assert refusals(model=windowed, speculative_tokens=8) == []
+    (reason,) = refusals(model=windowed, speculative_tokens=8, speculative_topk=2)
+    assert (reason.code, reason.value, reason.allowed, reason.setting) == ("feature", 2, 1, "speculative_topk")
+    assert "sliding_window, here of 128 tokens" in reason.message
 
 
 def test_mla_is_refused_by_its_kind_alone() -> None:

@@ -61,8 +61,12 @@ def launch_attend(
     schedule: Schedule,
     scale: float,
     cap: float | None,
+    tree: Tensor | None,
 ) -> None:
-    """Attend with q ``[rows, heads, dim]``; ``out`` ``[rows, heads, v_dim]`` and ``lse`` are contiguous."""
+    """Attend with q ``[rows, heads, dim]``; ``out`` ``[rows, heads, v_dim]`` and ``lse`` are contiguous.
+
+    ``tree`` is ``[requests, queries]`` int64, for a batch that has trees.
+    """
     configuration, shape = schedule.configuration, cache.shape
     keys, values, q = cache.keys, cache.values, readable(q)
     merge_rows = schedule.merge_rows
@@ -112,6 +116,10 @@ def launch_attend(
         SINGLE=configuration.single,
         OVERLAP=configuration.overlap,
         PREFETCH=configuration.prefetch,
+        tree=schedule.records if tree is None else tree,
+        tree_row=0 if tree is None else tree.stride(0),
+        tree_column=1 if tree is None else tree.stride(1),
+        TREE=tree is not None,
         num_warps=configuration.warps,
         num_stages=configuration.stages,
         **({"launch_pdl": True} if configuration.overlap else {}),

@@ -28,11 +28,13 @@ from attnplug_triton_mha.scratch import Partials, Scratch
 class Metadata:
     """What a plan holds: the page table that it reads, and for each shape of layers how the batch is divided.
 
-    ``page_table`` is the batch's own memory. A captured plan serves several graphs, each with a table of its own, so
-    ``refill`` sets it. ``padded`` says that some rows may be padding, and only the device knows which.
+    ``page_table`` and ``tree`` are the batch's own memory. A captured plan serves several graphs, each with a table and
+    trees of its own, so ``refill`` sets them. ``padded`` says that some rows may be padding, and only the device knows
+    which.
     """
 
     page_table: Tensor
+    tree: Tensor | None
     schedules: dict[LayerShape, tuple[Schedule, Partials]]
     slots: Tensor
     barrier: Tensor
@@ -94,7 +96,7 @@ class TritonMHABackend(PlannedAttention):
 
     def refill(self, plan: Plan, geometry: Geometry) -> None:
         metadata: Metadata = plan.metadata
-        metadata.page_table = geometry.page_table
+        metadata.page_table, metadata.tree = geometry.page_table, geometry.tree
         self._fill(metadata, geometry)
         if geometry.slots is not None:
             metadata.slots.copy_(geometry.slots)
@@ -112,7 +114,7 @@ class TritonMHABackend(PlannedAttention):
         slots = torch.empty(geometry.rows, dtype=torch.int64, device=self._device)
         barrier = torch.empty(1, dtype=torch.int32, device=self._device)
         padded = geometry.new_lens is not None and geometry.host is None
-        return Metadata(geometry.page_table, schedules, slots, barrier, padded)
+        return Metadata(geometry.page_table, geometry.tree, schedules, slots, barrier, padded)
 
     def _fill(self, metadata: Metadata, geometry: Geometry) -> None:
         slots = metadata.slots if geometry.slots is None else None
@@ -149,5 +151,6 @@ class TritonMHABackend(PlannedAttention):
             schedule,
             layer.scale,
             layer.logit_cap,
+            metadata.tree,
         )
         return out

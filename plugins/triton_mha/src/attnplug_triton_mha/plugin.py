@@ -52,6 +52,7 @@ def attnplug_backends() -> list[BackendSpec]:
                 needs_cpu_seq_lens=False,
                 extras=frozenset({"lse", "out", "sinks"}),
                 layouts=frozenset(CacheLayout),
+                trees=True,
             ),
         )
     ]

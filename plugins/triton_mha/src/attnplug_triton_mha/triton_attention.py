@@ -9,7 +9,8 @@ requests it waits for neither bytes nor arithmetic, but for loads that depend on
 - Rows (query token, head of the group) of one KV head fill one tile. The cache is read once for all of them. Tensor
   cores take 16 rows at least, so some of them may be empty.
 - The program that finishes a tile's last part merges all of them (``_merge``). There is no second kernel.
-- Tiles of many rows divide their steps: those that every row sees whole need no mask.
+- Tiles of many rows divide their steps: those that every row sees whole need no mask. So do tiles of a tree: steps
+  that reach new rows test its bits, and others do not.
 - Anything may follow a request's rows, even NaN. It is neither loaded (zeros take its place, since zero times NaN is
   NaN) nor seen (its logits are -inf).
 """
@@ -71,9 +72,23 @@ def _rows_at(cache, page, token, first, STEP: tl.constexpr, PAGE_SIZE: tl.conste
 
 
 @triton.jit
+def _finite(rows):
+    """Which rows hold neither a NaN nor an infinity."""
+    return tl.min((tl.abs(rows.to(tl.float32)) < float("inf")).to(tl.int32), 1) > 0
+
+
+@triton.jit
+def _by_tree(bits, place):
+    """Which of some cache rows each row sees, by the bits of its tree; ``place`` is negative before the new rows."""
+    bit = tl.minimum(tl.maximum(place, 0), 63).to(tl.int64)
+    return (place < 0)[None, :] | (((bits[:, None] >> bit[None, :]) & 1) != 0)
+
+
+@triton.jit
 def _attend_rows(
     top, total, sums, queries, key_rows, value_rows, token, seen, own, scale, cap,
     WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr,
+    prefix, bits, TREE: tl.constexpr,
 ):  # fmt: skip
     """One step: add its values to ``sums``, with weights ``2 ** (logit - top)``, and the weights to ``total``."""
     logits = tl.dot(queries, tl.trans(key_rows)) * scale
@@ -84,6 +99,13 @@ def _attend_rows(
         visible = token[None, :] < seen[:, None]
         if WINDOW > 0:
             visible = visible & (token[None, :] > (own - WINDOW)[:, None])
+        if TREE:
+            # Values that a row does not see may be anything. Without weight, a NaN would still get into the result.
+            # Such a row of values becomes zeros, and whoever does see it gets NaN.
+            whole = _finite(value_rows)
+            value_rows = tl.where(whole[:, None], value_rows, 0.0)
+            logits = tl.where(whole[None, :], logits, float("nan"))
+            visible = visible & _by_tree(bits, token - prefix)
         logits = tl.where(visible, logits, float("-inf"))
     higher = tl.maximum(top, tl.max(logits, 1))
     base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -99,12 +121,14 @@ def _attend_steps(
     DIM: tl.constexpr, V_DIM: tl.constexpr, PAGE_SIZE: tl.constexpr, K_PAGE: tl.constexpr, K_SLOT: tl.constexpr,
     K_COLUMN: tl.constexpr, V_PAGE: tl.constexpr, V_SLOT: tl.constexpr, V_COLUMN: tl.constexpr, FAR: tl.constexpr,
     TILE: tl.constexpr, STEP: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, MASKED: tl.constexpr,
+    prefix, bits, TREE: tl.constexpr,
 ):  # fmt: skip
     column, v_column = tl.arange(0, queries.shape[1]), tl.arange(0, sums.shape[1])
     if FAR:
         column, v_column = column.to(tl.int64), v_column.to(tl.int64)
     position = tl.arange(0, STEP)
-    for first in range(start, stop, STEP):
+    # The few steps that reach a tree's rows are not pipelined: values in registers would take more shared memory.
+    for first in tl.range(start, stop, STEP, num_stages=1 if TREE and MASKED else None):
         token = first + position
         there = token < end
         keys_at = _rows_at(keys, page, token, first, STEP, PAGE_SIZE, K_PAGE, K_SLOT, FAR)
@@ -115,7 +139,8 @@ def _attend_steps(
         key_rows = _load(keys_at, column, K_COLUMN, DIM, there, MASKED)
         value_rows = _load(values_at, v_column, V_COLUMN, V_DIM, there, MASKED)
         top, total, sums = _attend_rows(
-            top, total, sums, queries, key_rows, value_rows, token, seen, own, scale, cap, WINDOW, CAPPED, MASKED, TILE
+            top, total, sums, queries, key_rows, value_rows, token, seen, own, scale, cap, WINDOW, CAPPED, MASKED, TILE,
+            prefix, bits, TREE,
         )  # fmt: skip
     return top, total, sums, page
 
@@ -171,7 +196,7 @@ def _merge(partials, partial_tops, partial_totals, place, first_row, parts, live
 
 
 # Numbers that change from batch to batch are not specialised: compiling again because one of them is 1 gains nothing.
-@triton.jit(do_not_specialize=["table_row", "partial_rows"])
+@triton.jit(do_not_specialize=["table_row", "partial_rows", "tree_row"])
 def attend(
     q, keys, values, page_table, out, lse, sinks, records, partials, partial_weights, counters, partial_rows,
     q_row, q_head, table_row, table_column, scale, cap,
@@ -181,6 +206,7 @@ def attend(
     FAR: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
     TILE: tl.constexpr, STEP: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
     SINGLE: tl.constexpr, OVERLAP: tl.constexpr, PREFETCH: tl.constexpr,
+    tree, tree_row, tree_column, TREE: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()  # the next kernel may start, and waits for our last store
@@ -232,6 +258,9 @@ def attend(
         top = tl.full([TILE], float("-inf"), tl.float32)
         total = tl.zeros([TILE, STEP], tl.float32) if TILE <= _LOW else tl.zeros([TILE], tl.float32)
         sums = tl.zeros([TILE, V_WIDTH], tl.float32)
+        bits = own
+        if TREE:
+            bits = tl.load(tree + request.to(tl.int64) * tree_row + query * tree_column, mask=live, other=0)
         if SINGLE and end - start <= STEP:
             # Ask for all rows at once, and only then look at any: the compiler puts whatever uses a load alone right
             # after it, so zeros for what is not there come later. A loop would wait for the queries first.
@@ -247,24 +276,24 @@ def attend(
             key_rows, value_rows = tl.where(keys_there, key_rows, 0.0), tl.where(values_there, value_rows, 0.0)
             top, total, sums = _attend_rows(
                 top, total, sums, queries, key_rows, value_rows, token, seen, own, scale, cap,
-                WINDOW, CAPPED, True, TILE,
+                WINDOW, CAPPED, True, TILE, prefix, bits, TREE,
             )  # fmt: skip
         else:
             queries = tl.where(asked, queries, 0.0)
             middle = start
-            if TILE > _LOW and WINDOW == 0:
+            if (TILE > _LOW or TREE) and WINDOW == 0:
                 # Up to here, every row of the tile sees whole steps.
-                clear = tl.minimum(prefix + tile * TILE // GROUP + 1, end)
+                clear = tl.minimum(prefix + (0 if TREE else tile * TILE // GROUP + 1), end)
                 middle = start + tl.maximum(clear - start, 0) // STEP * STEP
                 top, total, sums, page = _attend_steps(
                     top, total, sums, page, start, middle, end, queries, seen, own, keys, values, table, table_column,
                     scale, cap, DIM, V_DIM, PAGE_SIZE, K_PAGE, K_SLOT, K_COLUMN, V_PAGE, V_SLOT, V_COLUMN, FAR, TILE,
-                    STEP, WINDOW, CAPPED, False,
+                    STEP, WINDOW, CAPPED, False, prefix, bits, TREE,
                 )  # fmt: skip
             top, total, sums, page = _attend_steps(
                 top, total, sums, page, middle, end, end, queries, seen, own, keys, values, table, table_column,
                 scale, cap, DIM, V_DIM, PAGE_SIZE, K_PAGE, K_SLOT, K_COLUMN, V_PAGE, V_SLOT, V_COLUMN, FAR, TILE,
-                STEP, WINDOW, CAPPED, True,
+                STEP, WINDOW, CAPPED, True, prefix, bits, TREE,
             )  # fmt: skip
         if TILE <= _LOW:
             total = tl.sum(total, 1)
