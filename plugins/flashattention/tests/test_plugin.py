@@ -77,11 +77,23 @@ def test_it_serves_llama_on_an_h200(role: Role, page_size: int) -> None:
         {"dtype": FP16, "kv_dtype": FP16},
         {"model": read(QWEN3_NEXT)},
         {"speculative_tokens": 4},
+        {"speculative_tokens": 64, "speculative_topk": 8},
         {"tensor_parallel": 2},
         {"model": changed(read(LLAMA_3_8B), sliding_window=128, sinks=True)},
         {"model": None, "sm": None, "dtype": None, "kv_dtype": None, "page_size": None},
     ],
-    ids=["ampere", "blackwell", "consumer", "fp16", "qwen3-next", "speculation", "ranks", "window", "undecided"],
+    ids=[
+        "ampere",
+        "blackwell",
+        "consumer",
+        "fp16",
+        "qwen3-next",
+        "speculation",
+        "trees",
+        "ranks",
+        "window",
+        "undecided",
+    ],
 )
 def test_it_serves(changes: dict[str, Any]) -> None:
     """D3: with or without flash-attn-4."""

@@ -63,6 +63,7 @@ def attnplug_backends() -> list[BackendSpec]:
                 extras=frozenset({"lse", "out", "sinks"}),
                 mla_extend=frozenset({ExtendPath.ONE_SHOT, ExtendPath.CHUNKED}),
                 layouts=frozenset({CacheLayout.TOKEN_MAJOR, CacheLayout.HEAD_MAJOR}),
+                trees=True,
             ),
         )
     ]
