@@ -36,7 +36,7 @@ def case(mode: ForwardMode, *lengths: tuple[int, int], **changes: object) -> MHA
 
 
 @on_every_device
-@pytest.mark.parametrize("dim", [16, 64, 80, 128])
+@pytest.mark.parametrize("dim", [64, 80, 128])
 @modes
 def test_heads_of_every_width(mode, new, dim, device):
     """C4; and new rows are read as the cache holds them."""
@@ -78,7 +78,7 @@ def test_parts_are_merged(mode, new, changes, device):
 @on_every_device
 @pytest.mark.parametrize("mode", [DECODE, EXTEND])
 def test_float16_queries_are_multiplied_as_they_are(mode, device):
-    check(case(mode, (40, 1), (7, 1), head_dim=32, dtype=DType.FLOAT16), device)
+    check(case(mode, (40, 1), (7, 1), head_dim=16, dtype=DType.FLOAT16), device)
 
 
 @on_every_device
