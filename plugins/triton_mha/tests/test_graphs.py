@@ -44,7 +44,13 @@ def scenes(case: MHACase, new: int, device: str) -> tuple[MHAScene, list[MHAScen
 @on_every_device
 @pytest.mark.parametrize(
     ("mode", "new", "changes"),
-    [(DECODE, 1, {}), (DECODE, 1, {"window": 20}), (DECODE, 1, FP8), (VERIFY, 4, {}), (DRAFT_EXTEND, 2, {"page_size": 1})],
+    [
+        (DECODE, 1, {}),
+        (DECODE, 1, {"window": 20}),
+        (DECODE, 1, FP8),
+        (VERIFY, 4, {}),
+        (DRAFT_EXTEND, 2, {"page_size": 1}),
+    ],
     ids=["decode", "window", "fp8", "verify", "draft"],
 )
 def test_one_capture_serves_other_lengths_pages_and_fewer_requests(mode, new, changes, device):

@@ -38,7 +38,8 @@ class LayerCache:
             (pages.shape[1] - 1) * pages.stride(1) + (pages.shape[3] - 1) * pages.stride(3) > _LARGEST_OFFSET
             for pages in (keys, values)
         )
-        return cls(LayerShape.of(layer), keys, values, *pool.scales(layer.layer_id), far, _pairs(keys) and _pairs(values))
+        pairs = _pairs(keys) and _pairs(values)
+        return cls(LayerShape.of(layer), keys, values, *pool.scales(layer.layer_id), far, pairs)
 
 
 def _pairs(pages: Tensor) -> bool:

@@ -221,7 +221,7 @@ def attend(
         column, v_column = tl.arange(0, WIDTH), tl.arange(0, V_WIDTH)
         q_at = q + (begin + query).to(tl.int64) * q_row + head * q_head
         asked = live[:, None] & (column < DIM)[None, :]
-        asked_rows = tl.load(q_at[:, None] + column[None, :], mask=asked)
+        q_rows = tl.load(q_at[:, None] + column[None, :], mask=asked)
         top = tl.full([TILE], float("-inf"), tl.float32)
         total = tl.zeros([TILE, STEP], tl.float32) if TILE <= _LOW else tl.zeros([TILE], tl.float32)
         if FLOAT8:
@@ -234,19 +234,19 @@ def attend(
             there = token < end
             keys_at = rows_at(keys, page, token, start, STEP, PAGE_SIZE, K_PAGE, K_SLOT, FAR)
             values_at = rows_at(values, page, token, start, STEP, PAGE_SIZE, V_PAGE, V_SLOT, FAR)
-            k_column, some_v_column = columns(WIDTH, FLOAT8, FAR), columns(V_WIDTH, FLOAT8, FAR)
+            k_column, few_v_column = columns(WIDTH, FLOAT8, FAR), columns(V_WIDTH, FLOAT8, FAR)
             key_rows = load(keys_at, k_column, there, K_COLUMN, DIM, FLOAT8, PAIRS, True, False)
-            value_rows = load(values_at, some_v_column, there, V_COLUMN, V_DIM, FLOAT8, PAIRS, True, False)
-            queries, by = _queries(asked_rows, asked, scale, FLOAT8)
+            value_rows = load(values_at, few_v_column, there, V_COLUMN, V_DIM, FLOAT8, PAIRS, True, False)
+            queries, by = _queries(q_rows, asked, scale, FLOAT8)
             keys_there = there[:, None] & (k_column < (DIM // 2 if FLOAT8 else DIM))[None, :]
-            values_there = there[:, None] & (some_v_column < (V_DIM // 2 if FLOAT8 else V_DIM))[None, :]
+            values_there = there[:, None] & (few_v_column < (V_DIM // 2 if FLOAT8 else V_DIM))[None, :]
             key_rows, value_rows = tl.where(keys_there, key_rows, 0), tl.where(values_there, value_rows, 0)
             top, total, sums = _attend_rows(
                 top, total, sums, queries, key_rows, value_rows, token, seen, own, by, cap,
                 WINDOW, CAPPED, True, TILE, FLOAT8,
             )  # fmt: skip
         else:
-            queries, by = _queries(asked_rows, asked, scale, FLOAT8)
+            queries, by = _queries(q_rows, asked, scale, FLOAT8)
             middle = start
             if TILE > _LOW and WINDOW == 0:
                 # Up to here, every row of the tile sees whole steps.
