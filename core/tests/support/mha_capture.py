@@ -90,7 +90,7 @@ class MHACapture:
             (self.scene.pool.keys(LAYER), scene.pool.keys(LAYER)),
             (self.scene.pool.values(LAYER), scene.pool.values(LAYER)),
         ):
-            source = torch.full_like(target, NAN)
+            source = torch.full(target.shape, NAN, device=target.device).to(target.dtype)
             source[: len(other)] = other
             copies.append((target, source))
 

@@ -52,6 +52,9 @@ class MHACase:
     cap: float | None = None
     sinks: bool = False
     dtype: DType = DType.BFLOAT16
+    kv_dtype: DType | None = None
+    kv_scales: tuple[float, float] = (1.0, 1.0)
+    """Of fp8 keys and values."""
     layout: LayoutName = "token_major"
     pages: str = "permuted"
     padding: int = 0
@@ -95,13 +98,16 @@ class MHAScene:
         self.new = [new for _, new in case.lengths]
         self.totals = [before + new for before, new in case.lengths]
         self.page_table, pages = self._page_table()
+        kv_dtype = case.kv_dtype or case.dtype
+        fp8 = kv_dtype is DType.FLOAT8_E4M3
         self.pool = MHAPool(
             case.layers,
             num_pages=pages,
             page_size=case.page_size,
-            dtype=case.dtype,
+            dtype=kv_dtype,
             device=self.device,
             layout=case.layout,
+            scales={LAYER: case.kv_scales, FIRST_LAYER: (2.0, 3.0)} if fp8 else None,
         )
         for layer_id in self.pool.layer_ids:
             for memory in (self.pool.keys(layer_id), self.pool.values(layer_id)):
@@ -112,7 +118,7 @@ class MHAScene:
             model=ModelSpec("test", "test", case.layers, 1 << 20),
             device=self.device,
             dtype=self.dtype,
-            kv_dtype=case.dtype,
+            kv_dtype=kv_dtype,
             page_size=case.page_size,
             limits=Limits(max(len(self.new), 1), max(sum(self.new), 1), max([4096, *self.totals]), case.lanes),
             pools=KVPools(mha=self.pool),
@@ -149,11 +155,21 @@ class MHAScene:
 
     def store(self, spans: list[tuple[int, int]]) -> None:
         """Write rows ``start … stop`` of every request straight into the memory, by the page table."""
-        for memory, rows in ((self.pool.keys(LAYER), self.keys), (self.pool.values(LAYER), self.values)):
+        for memory, rows, scale in zip(
+            (self.pool.keys(LAYER), self.pool.values(LAYER)), (self.keys, self.values), self.case.kv_scales, strict=True
+        ):
+            as_bytes = memory.dtype is torch.float8_e4m3fn  # torch has no index operations for it on the CPU
             for request, (start, stop) in enumerate(spans):
                 position = torch.arange(start, stop)
                 pages = self.page_table[request, position // self.case.page_size].long().to(self.device)
-                memory[pages, (position % self.case.page_size).to(self.device)] = rows[request][start:stop]
+                cells = (rows[request][start:stop].float() / scale).to(memory.dtype)
+                target, cells = (each.view(torch.uint8) if as_bytes else each for each in (memory, cells))
+                target[pages, (position % self.case.page_size).to(self.device)] = cells
+
+    def stored(self, rows: Tensor, scale: float) -> Tensor:
+        """Rows as a cache in its type holds them, in float64."""
+        kept = (rows.float() / scale).to(torch_dtype(self.case.kv_dtype or self.case.dtype))
+        return kept.double() * scale
 
     def written(self) -> int:
         """How many rows of the cache hold something, in keys and in values alike."""
@@ -208,7 +224,8 @@ class MHAScene:
         case, shared = self.case, self.case.heads // self.case.kv_heads
         outs = []
         for request, q in enumerate(self.q.split(self.new)):
-            keys, values = (rows[request].repeat_interleave(shared, 1) for rows in (self.keys, self.values))
+            stored = zip((self.keys, self.values), case.kv_scales, strict=True)
+            keys, values = (self.stored(rows[request], scale).repeat_interleave(shared, 1) for rows, scale in stored)
             if case.trees is None:
                 outs.append(attention(q, keys, values, self.layer.scale, case.window, case.cap))
             else:

@@ -41,6 +41,8 @@ def with_layers(**changes: Any) -> Any:
     [
         {},
         {"dtype": FP16, "kv_dtype": FP16},
+        {"kv_dtype": FP8},
+        {"kv_dtype": FP8, "dtype": FP16, "sm": 89, "layout": CacheLayout.STRIDED},
         {"page_size": 1},
         {"page_size": 48},
         {"layout": CacheLayout.STRIDED},
@@ -54,8 +56,8 @@ def with_layers(**changes: Any) -> Any:
         {"model": None, "sm": None, "dtype": None, "kv_dtype": None, "page_size": None},
     ],
     ids=[
-        *("llama", "fp16", "pages-of-1", "pages-of-48", "strided", "ampere", "blackwell", "qwen3-next", "features"),
-        *("192-128", "graphs", "one-kv-head", "undecided"),
+        *("llama", "fp16", "fp8", "fp8-on-ada", "pages-of-1", "pages-of-48", "strided", "ampere", "blackwell"),
+        *("qwen3-next", "features", "192-128", "graphs", "one-kv-head", "undecided"),
     ],
 )
 def test_it_serves(changes: dict[str, Any], role: Role) -> None:
@@ -80,11 +82,11 @@ def test_it_serves(changes: dict[str, Any], role: Role) -> None:
             {"model": with_layers(head_dim=64, v_head_dim=128)},
             [("head_dim", [64, 128], "multiples of 16 up to 256", "decode_attention_backend")],
         ),
-        ({"kv_dtype": FP16}, [("kv_dtype", "float16", ["bfloat16"], "kv_dtype")]),
-        ({"kv_dtype": FP8}, [("kv_dtype", "float8_e4m3fn", ["bfloat16", "float16"], "kv_dtype")]),
+        ({"kv_dtype": FP16}, [("kv_dtype", "float16", ["bfloat16", "float8_e4m3fn"], "kv_dtype")]),
+        ({"sm": 80, "kv_dtype": FP8}, [("kv_dtype", "float8_e4m3fn", ["bfloat16"], "kv_dtype")]),
         ({"speculative_tokens": 65}, [("speculation", 65, 64, "speculative_tokens")]),
     ],
-    ids=["cpu", "turing", "dim-72", "dim-512", "wide-values", "kv-fp16-with-bf16", "fp8", "speculation"],
+    ids=["cpu", "turing", "dim-72", "dim-512", "wide-values", "kv-fp16-with-bf16", "fp8-on-ampere", "speculation"],
 )
 def test_it_refuses_with_value_and_what_is_allowed_and_the_setting(
     changes: dict[str, Any], reasons: list[tuple[str, object, object, str]]

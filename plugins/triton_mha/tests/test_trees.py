@@ -75,6 +75,19 @@ def test_what_a_row_must_not_see_may_be_nan(prefix, cut, device):
 
 
 @on_every_device
+@pytest.mark.parametrize("cut", [LOW, SINGLE], ids=["steps", "single"])
+def test_an_fp8_cache(cut, device):
+    """Its values may be NaN too."""
+    parents = (-1, 0, 0, 1, 2, 0)
+    case = trees(6, (20, 0), trees=(parents,) * 2, kv_dtype=DType.FLOAT8_E4M3, kv_scales=(0.5, 0.25))
+    stage = scene(replace(case, dtype=DType.FLOAT16), device, lambda *_: cut)
+    stage.values[0][22] = NAN
+    out, wanted = stage.run()[0], stage.wanted()[0]
+    assert relative_error(out[[0, 1, 3, *range(5, 12)]], wanted[[0, 1, 3, *range(5, 12)]]) <= 5e-3
+    assert device == "cpu" or out[[2, 4]].isnan().all(), "the interpreter converts fp8's NaN to a number"
+
+
+@on_every_device
 def test_trees_are_read_where_they_lie(device):
     """A part of a larger tensor, with its columns apart."""
     stage = scene(trees(4), device)
