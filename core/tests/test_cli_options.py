@@ -37,6 +37,7 @@ EXPLAIN = {
     "model": "tiny:llama",
     "sm": 90,
     "speculative_tokens": 3,
+    "speculative_topk": 4,
     "tensor_parallel": 2,
     "cuda_graph": "uniform",
     "host": "vllm",
@@ -47,8 +48,9 @@ CHECK = {**SHARED, "seed": 7}
 @pytest.mark.parametrize(
     ("command", "kind", "arguments", "expected"),
     [
-        ("explain", ExplainOptions, ("--model", "tiny:llama", "--sm", "90", "--speculative-tokens", "3", "--host",
-         "vllm", "--tensor-parallel", "2", "--cuda-graph", "uniform", "--draft-attention-backend", "five"), EXPLAIN),
+        ("explain", ExplainOptions, ("--model", "tiny:llama", "--sm", "90", "--speculative-tokens", "3",
+         "--speculative-topk", "4", "--tensor-parallel", "2", "--cuda-graph", "uniform", "--host", "vllm",
+         "--draft-attention-backend", "five"), EXPLAIN),
         ("check", CheckOptions, ("--seed", "7"), CHECK),
     ],
     ids=["explain", "check"],
@@ -87,6 +89,7 @@ def test_every_field_of_explain_is_part_of_the_problem_or_of_the_request() -> No
         page_size=16,
         cuda_graph=GraphLevel.UNIFORM,
         speculative_tokens=3,
+        speculative_topk=4,
         tensor_parallel=2,
     )
     request = options.request()

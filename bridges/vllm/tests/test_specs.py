@@ -161,7 +161,7 @@ def test_what_the_contract_lacks_is_refused_by_vllms_names(changes, words):
 
 
 def test_a_choice_is_refused_with_every_reason_in_vllms_words():
-    asked = config({"attnplug": {"backend": "triton_mha"}}, model_config__max_model_len=64)
+    asked = config({"attnplug": {"backend": "flashattention"}}, model_config__max_model_len=64)
     odd = mha_layer(0, heads=8, kv_heads=2, head_dim=40, scale=0.125)
     with pytest.raises(Refused) as raised:
         choose(asked, model_of(asked, [odd]), "fp8", H200)

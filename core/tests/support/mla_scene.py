@@ -42,6 +42,7 @@ from attnplug.host import (
 )
 from support.batches import capabilities, geometry, padded
 from support.devices import nothing_is_zero_by_chance
+from support.trees import Parents, tree_attention, tree_bits
 
 DEEPSEEK = MLADims(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64)
 FIRST_LAYER, LAYER = 1, 3
@@ -67,6 +68,8 @@ class MLACase:
     padding: int = 0
     exact_lengths: bool = True
     """Whether the host knows them, or upper bounds only."""
+    trees: tuple[Parents, ...] | None = None
+    """The tree of each request's new rows; ``None``: chains."""
     lanes: int = 1
     lse: bool = True
     seed: int = 0
@@ -171,6 +174,8 @@ class MLAScene:
             exact=case.exact_lengths,
             device=self.device,
         )
+        if case.trees is not None:
+            made = replace(made, tree=tree_bits(case.trees, self.device))
         return padded(ForwardBatch(made), case.padding)
 
     def padded(self, tensor: Tensor) -> Tensor:
@@ -198,7 +203,10 @@ class MLAScene:
         outs = []
         for request, q in enumerate(self.q.split(self.new)):
             rows = self.stored(request)[:, None].expand(-1, self.case.heads, -1)
-            outs.append(attention(q, rows, rows[..., :rank], self.layer.scale))
+            if self.case.trees is None:
+                outs.append(attention(q, rows, rows[..., :rank], self.layer.scale))
+            else:
+                outs.append(tree_attention(q, rows, rows[..., :rank], self.layer.scale, self.case.trees[request]))
         return torch.cat([out for out, _ in outs]), torch.cat([lse for _, lse in outs])
 
 
