@@ -1,0 +1,1 @@
+"""Speculative decoding: a draft proposes tokens, and the target verifies them."""
