@@ -6,9 +6,10 @@ import torch
 
 from attnplug import ModelSpec
 from attnplug.host import load_model as load_spec
-from attnplug_engine.models.architectures import LoadedModel, load_model
+from attnplug_engine.models.architectures import LoadedModel, load_model, model_config, open_source, read_config
 from attnplug_engine.parallel import SINGLE, TensorParallel
 from attnplug_engine.speculation.drafts.model import DraftError, DraftModel
+from attnplug_engine.speculation.drafts.prediction import build_prediction, prediction_spec
 from attnplug_engine.speculation.drafts.standalone import StandaloneDraft
 from attnplug_engine.speculation.options import Algorithm, Speculation
 
@@ -18,6 +19,10 @@ def draft_spec(speculation: Speculation, target_reference: str) -> ModelSpec:
     match speculation.algorithm:
         case Algorithm.STANDALONE:
             return load_spec(_draft_model(speculation))
+        case Algorithm.MTP:
+            _refuse_draft_model(speculation)
+            target = load_spec(target_reference)
+            return prediction_spec(speculation, target, model_config(target_reference), target_reference)
     raise _not_a_model(speculation)
 
 
@@ -48,6 +53,11 @@ def load_draft(
             )
             _check_vocabulary(speculation, draft.module.vocab_size, target, target_reference)
             return StandaloneDraft(draft).eval()
+        case Algorithm.MTP:
+            spec = draft_spec(speculation, target_reference)
+            source = open_source(target_reference, device=device, seed=seed, random_weights=random_weights)
+            config = read_config(source.config, source.name, spec)
+            return build_prediction(spec, source, config, target, dtype=dtype, device=device, parallel=parallel).eval()
     raise _not_a_model(speculation)
 
 
@@ -58,6 +68,14 @@ def _draft_model(speculation: Speculation) -> str:
             "by `speculative_draft_model`"
         )
     return speculation.draft_model
+
+
+def _refuse_draft_model(speculation: Speculation) -> None:
+    if speculation.draft_model is not None:
+        raise DraftError(
+            f"`speculative_algorithm` {speculation.algorithm} reads its layers from the target's own checkpoint, and "
+            f"`speculative_draft_model` is {speculation.draft_model!r}; leave it out"
+        )
 
 
 def _check_vocabulary(speculation: Speculation, found: int, target: LoadedModel, target_reference: str) -> None:

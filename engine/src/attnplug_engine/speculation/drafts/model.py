@@ -13,8 +13,8 @@ from attnplug.host import UsageError
 class DraftError(UsageError):
     """A draft that does not fit what it is asked for: its algorithm, its checkpoint or its target."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message, settings=["speculative_algorithm", "speculative_draft_model"])
+    def __init__(self, message: str, *settings: str) -> None:
+        super().__init__(message, settings=settings or ("speculative_algorithm", "speculative_draft_model"))
 
 
 @dataclass(frozen=True, slots=True)
