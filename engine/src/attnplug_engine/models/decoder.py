@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -172,15 +172,42 @@ class Decoder(nn.Module):
                 return shared
         return head
 
-    def forward(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch) -> Tensor:
-        """Hidden states ``[tokens, hidden]`` of tokens ``[tokens]`` at ``positions`` ``[tokens]`` of their requests."""
+    @overload
+    def forward(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch) -> Tensor: ...
+
+    @overload
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, taps: Sequence[int]
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, taps: Sequence[int] | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Hidden states ``[tokens, hidden]`` of tokens ``[tokens]`` at ``positions`` ``[tokens]`` of their requests.
+
+        With ``taps`` also what goes into these layers: ``[tokens, taps * hidden]``, in the order of the taps. The
+        number of layers, as a tap, stands for what comes out of the last one, before the norm.
+        """
         hidden = F.embedding(input_ids, self.embedding)
         rotation = self.rope.at(positions)
-        for layer in self.layers:
+        tapped = None if taps is None else hidden.new_empty(hidden.shape[0], len(taps), self.hidden_size)
+        for index, layer in enumerate(self.layers):
+            if taps and tapped is not None:
+                _tap(tapped, taps, index, hidden)
             hidden = layer(hidden, rotation, batch)
-        return cast(Tensor, self.norm(hidden.to(self.embedding.dtype)))
+        if taps and tapped is not None:
+            _tap(tapped, taps, len(self.layers), hidden)
+        normed = cast(Tensor, self.norm(hidden.to(self.embedding.dtype)))
+        return normed if tapped is None else (normed, tapped.flatten(1))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[rows, vocab]`` float32 for hidden states ``[rows, hidden]``, the same on every rank."""
         assert self.head is not None, "the model was loaded without its head"
         return cast(Tensor, self.head(hidden))
+
+
+def _tap(tapped: Tensor, taps: Sequence[int], index: int, hidden: Tensor) -> None:
+    """Copy what goes into layer ``index``: the layer may write its sum into the same memory."""
+    for place, tap in enumerate(taps):
+        if tap == index:
+            tapped[:, place].copy_(hidden)
