@@ -161,6 +161,8 @@ def _progress(console: Console, what: str, shown: bool, total: int | None = None
 def _summary(engine: Engine, console: Console, render: Render) -> None:
     for role, choice in engine.selection.choices.items():
         console.print(f"{role}: {choice.chosen_name} ({choice.why(render)})")
+    for role, choice in ({} if engine.draft_selection is None else engine.draft_selection.choices).items():
+        console.print(f"{role}: {choice.chosen_name} ({choice.why(render)})")
     counts = engine.statistics
     for name, tokens, seconds in (
         ("prefill", counts.prefill_tokens, counts.prefill_seconds),
@@ -168,6 +170,8 @@ def _summary(engine: Engine, console: Console, render: Render) -> None:
     ):
         rate = f"{tokens / seconds:.0f} tokens/s" if seconds else "–"
         console.print(f"{name}: {tokens} tokens, {rate}")
+    if counts.rounds is not None:
+        console.print(f"speculation: {counts.rounds}")
     if engine.runner.device.type == "cuda":
         console.print(f"CUDA graphs: {engine.graphs}")
         console.print(f"decode steps: {counts.replayed_steps} replayed, {counts.eager_steps} eager")

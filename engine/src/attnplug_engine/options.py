@@ -14,6 +14,7 @@ from attnplug_engine.pools import Capacity, bytes_per_page, bytes_per_state
 from attnplug_engine.request import LARGEST_SEED
 from attnplug_engine.scheduler import whole_step_tokens
 from attnplug_engine.speculation.options import Speculation, read_speculation
+from attnplug_engine.speculation.scheduling import spare_rows
 
 LARGEST_BATCH = 1 << 16
 LARGEST_COUNT = 1 << 40  # of pages, slots or tokens: more than memory has, and less than torch's sizes overflow by
@@ -157,10 +158,16 @@ def capacity(
     dtype: torch.dtype,
     kv_dtype: DType,
     device: torch.device,
+    draft: ModelSpec | None = None,
 ) -> Capacity:
-    """How much an engine makes room for: what its options say, and the rest by the memory that is free."""
+    """How much an engine makes room for: what its options say, and the rest by the memory that is free.
+
+    A ``draft`` has rows of its own on the same pages.
+    """
     page_size, context = page_and_context(spec, options, selection)
-    per_request = -(-context // page_size)
+    speculation = options.speculation
+    nodes, spare = (1, 0) if speculation is None else (speculation.nodes, spare_rows(speculation))
+    per_request = -(-(context + spare) // page_size)
     num_pages = options.num_pages
     state_slots = options.state_slots or 0
     if spec.linear_layers and not state_slots:
@@ -175,6 +182,7 @@ def capacity(
         num_pages = min(num_pages or per_request * options.max_batch, _MOST_EMPTY_PAGES)
     if num_pages is None:
         page = bytes_per_page(spec, page_size, kv_dtype)
+        page += 0 if draft is None else bytes_per_page(draft, page_size, kv_dtype)
         room = cache_room(device, _GPU_CACHE_SHARE)
         if device.type == "cuda":
             room -= state_slots * bytes_per_state(spec, dtype)
@@ -190,4 +198,4 @@ def capacity(
         chunk = whole_step_tokens(context, options.max_batch)
     else:
         chunk = min(options.chunked_prefill_size, context)
-    return Capacity(num_pages, page_size, options.max_batch, chunk, context, state_slots)
+    return Capacity(num_pages, page_size, options.max_batch, chunk, context, state_slots, spare, nodes)

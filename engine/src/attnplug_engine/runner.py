@@ -90,7 +90,9 @@ class ModelRunner:
             kv_dtype=kv_dtype,
             page_size=capacity.page_size,
             limits=Limits(
-                capacity.max_batch, max(capacity.max_step_tokens, capacity.max_batch), capacity.context_length
+                capacity.max_batch,
+                max(capacity.max_step_tokens, capacity.max_batch * capacity.nodes),
+                capacity.context_length + capacity.spare,
             ),
             pools=self.pools,
             workspace=self.workspace,
@@ -243,6 +245,8 @@ class ModelRunner:
         uniform = len(tokens) == longest * len(entries)
         ids = to_device(tokens + positions, self.device)
         page_table, seq_lens = self.table.batch(step.rows)
+        if self.capacity.spare:  # rows of the table reach past their tokens then
+            seq_lens = to_device(lengths, self.device, np.int32)
         geometry = Geometry(
             step.mode,
             page_table,

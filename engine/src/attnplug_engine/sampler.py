@@ -220,9 +220,14 @@ class Logprobs:
         return Logprobs(change(self.tokens), change(self.chosen), change(self.top), change(self.top_logprobs))
 
     def told(self, requests: Sequence[Request]) -> dict[int, TokenLogprobs]:
-        """On the host, by request id: for the request of each row as many as it asked for. Waits for the device.
+        """As ``each``, by request id; a row without a token is left out."""
+        found = zip(requests, self.each(requests), strict=True)
+        return {request.id: one for request, one in found if one is not None}
 
-        Tokens that cannot be chosen are left out; a row without a token is, too.
+    def each(self, requests: Sequence[Request]) -> list[TokenLogprobs | None]:
+        """On the host: for the request of each row as many as it asked for, ``None`` for a row without a token.
+
+        Tokens that cannot be chosen are left out. Waits for the device.
         """
         rows = zip(
             requests,
@@ -232,8 +237,8 @@ class Logprobs:
             self.top_logprobs.tolist(),
             strict=True,
         )
-        return {
-            request.id: TokenLogprobs(
+        return [
+            TokenLogprobs(
                 token,
                 logprob,
                 tuple(
@@ -242,6 +247,7 @@ class Logprobs:
                     if likely[1] > -inf
                 ),
             )
-            for request, token, logprob, top, likely_logprobs in rows
             if token >= 0
-        }
+            else None
+            for request, token, logprob, top, likely_logprobs in rows
+        ]

@@ -290,7 +290,9 @@ class Scheduler:
         # Only the last that runs may be prefilling, and the steps may have had several.
         kept = 0
         if not lost:
-            kept = next((n for n, request in enumerate(self._running) if not self._decodes(request)), len(self._running))
+            kept = next(
+                (n for n, request in enumerate(self._running) if not self._decodes(request)), len(self._running)
+            )
         while len(self._running) > kept:
             self._preempt_last()
 

@@ -1,0 +1,207 @@
+"""Who proposes: n-grams of what a request has so far, or a model that runs ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attnplug import ForwardBatch, ForwardMode, Geometry, to_device
+from attnplug.host import HostLengths, SlotTable
+from attnplug_engine.request import Request, StepEntry
+from attnplug_engine.sampler import sample
+from attnplug_engine.speculation.accept import Accepted
+from attnplug_engine.speculation.batches import Batches
+from attnplug_engine.speculation.draft_runner import DraftRunner
+from attnplug_engine.speculation.drafts import NOTHING, Takes
+from attnplug_engine.speculation.ngram import History
+from attnplug_engine.speculation.options import Speculation
+from attnplug_engine.speculation.state import Members
+from attnplug_engine.speculation.tree import Proposal
+
+Mark = Callable[[], None]
+
+
+class Drafter(Protocol):
+    """Proposes after every round, and after every prefill."""
+
+    takes: Takes
+    """The target's hidden states that it needs."""
+
+    def after_prefill(
+        self,
+        entries: Sequence[StepEntry],
+        rows: Sequence[int],
+        page_table: Tensor,
+        hidden: Tensor | None,
+        ended: Batches | None,
+        sampled: Tensor,
+    ) -> Proposal | None:
+        """After an extend of ``entries`` at ``rows`` of the slot table, with the target's ``hidden [tokens, width]``.
+
+        ``ended`` are the requests whose prefill ends, with ``sampled`` as their first tokens. It returns their
+        proposals.
+        """
+        ...
+
+    def after_round(
+        self, batches: Batches, lengths: Tensor, accepted: Accepted, hidden: Tensor | None, extended: Mark
+    ) -> Proposal:
+        """After a round that found ``lengths [requests]`` committed rows, with the target's ``hidden [requests * N,
+        width]`` of all nodes. ``extended`` is called between the draft's extend and its further steps."""
+        ...
+
+
+class NgramDrafter:
+    """Proposes what followed the newest tokens where they occurred before."""
+
+    takes = NOTHING
+
+    def __init__(self, speculation: Speculation, rows: int, context: int, device: torch.device) -> None:
+        self._steps, self._topk = speculation.steps, speculation.topk
+        self._history = History(rows, context, device)
+        self._owners: dict[int, Request] = {}
+
+    def after_prefill(
+        self,
+        entries: Sequence[StepEntry],
+        rows: Sequence[int],
+        page_table: Tensor,
+        hidden: Tensor | None,
+        ended: Batches | None,
+        sampled: Tensor,
+    ) -> Proposal | None:
+        for row, (request, position, token_ids, _) in zip(rows, entries, strict=True):
+            # What the prefix cache supplied is not among the tokens of a first chunk.
+            start = position if self._owners.get(row) is request else 0
+            self._owners[row] = request
+            self._history.write_prompt(row, start, request.tokens(start, position + len(token_ids)))
+        if ended is None:
+            return None
+        members = ended.members
+        known = members.committed
+        self._history.append(members.rows, known, sampled.unsqueeze(1), torch.ones_like(known))
+        return self._propose(members, known + 1)
+
+    def after_round(
+        self, batches: Batches, lengths: Tensor, accepted: Accepted, hidden: Tensor | None, extended: Mark
+    ) -> Proposal:
+        members = batches.members
+        self._history.append(members.rows, lengths + 1, accepted.tokens, accepted.counts)
+        extended()
+        return self._propose(members, lengths + 1 + accepted.counts)
+
+    def _propose(self, members: Members, known: Tensor) -> Proposal:
+        return self._history.propose(members.rows, known, self._steps, topk=self._topk)
+
+
+class ModelDrafter:
+    """Proposes what a draft model chooses.
+
+    A draft that takes the target's hidden states has at position p a row of token p + 1 and the target's hidden state
+    at p. One that takes nothing has rows of its own tokens, so its newest row is one further (``_shift``).
+
+    Where a request samples, the draft does, by the same noise: what it chooses is then often what the target does.
+    """
+
+    def __init__(self, runner: DraftRunner, speculation: Speculation, table: SlotTable) -> None:
+        self._runner, self._table = runner, table
+        self._steps, self._topk, self._nodes = speculation.steps, speculation.topk, speculation.nodes
+        self.takes = runner.model.takes
+        self._shift = int(self.takes == NOTHING)
+
+    def after_prefill(
+        self,
+        entries: Sequence[StepEntry],
+        rows: Sequence[int],
+        page_table: Tensor,
+        hidden: Tensor | None,
+        ended: Batches | None,
+        sampled: Tensor,
+    ) -> Proposal | None:
+        batch, last = self._prefill(entries, page_table, sampled)
+        out = self._runner.forward(batch, hidden)
+        if ended is None:
+            return None
+        return self._continue(ended, out.index_select(0, last), ended.members.committed)
+
+    def _prefill(
+        self, entries: Sequence[StepEntry], page_table: Tensor, sampled: Tensor
+    ) -> tuple[ForwardBatch, Tensor]:
+        """The draft's batch for a prefill, and which of its rows are the last of the requests that end."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        counts: list[int] = []
+        last: list[int] = []
+        for request, position, token_ids, is_sampled in entries:
+            end = position + len(token_ids)
+            ids = list(token_ids) if self._shift else [*token_ids[1:], *request.tokens(end, end + 1)]
+            if is_sampled:
+                ids.append(0)  # what was sampled comes here
+                last.append(len(tokens) + len(ids) - 1)
+            tokens += ids
+            counts.append(len(ids))
+            positions += range(position, position + len(ids))
+        lengths = [entry.position + count for entry, count in zip(entries, counts, strict=True)]
+        device, longest = page_table.device, max(counts)
+        ids_and_positions = to_device([tokens, positions], device)
+        ends = to_device(last, device)
+        ids = ids_and_positions[0]
+        ids.index_copy_(0, ends, sampled.clamp(min=0))
+        geometry = Geometry(
+            ForwardMode.EXTEND,
+            page_table,
+            to_device(lengths, device, np.int32),
+            self._runner.capacity.page_size,
+            rows=len(tokens),
+            max_seq_len=max(lengths),
+            max_new=longest,
+            new_lens=None if len(tokens) == longest * len(counts) else to_device(counts, device, np.int32),
+            host=HostLengths(counts, lengths) if self._runner.exact_prefill else None,
+        )
+        return ForwardBatch(geometry, ids, ids_and_positions[1]), ends
+
+    def after_round(
+        self, batches: Batches, lengths: Tensor, accepted: Accepted, hidden: Tensor | None, extended: Mark
+    ) -> Proposal:
+        nodes, counts = self._nodes, accepted.counts
+        place = torch.arange(nodes, device=lengths.device)
+        positions = (lengths + self._shift).unsqueeze(1) + place
+        batch = batches.make(ForwardMode.DRAFT_EXTEND, lengths + self._shift + nodes, positions)
+        batch.input_ids = accepted.tokens.clamp(min=0).flatten()
+        if hidden is not None and self._topk > 1:
+            path = accepted.path.unsqueeze(2).expand(-1, -1, hidden.shape[1])
+            hidden = hidden.unflatten(0, (-1, nodes)).gather(1, path).flatten(0, 1)
+        batches.begin(batch)
+        out = self._runner.forward(batch, hidden).unflatten(0, (-1, nodes))
+        extended()
+        newest = (counts - 1).view(-1, 1, 1).expand(-1, 1, out.shape[2])
+        return self._continue(batches, out.gather(1, newest)[:, 0], lengths + counts)
+
+    def _continue(self, batches: Batches, hidden: Tensor, lengths: Tensor) -> Proposal:
+        """Further steps after the draft's newest row ``hidden [requests, hidden]``, with ``lengths`` committed rows."""
+        start = lengths + self._shift  # the position of the next row
+        if self._topk > 1:
+            return self._grow(batches, hidden, lengths, start)
+        members, steps = batches.members, self._steps - 1
+        # The lengths of all steps at once; their plans are made before the first of them runs.
+        positions = start + torch.arange(steps, device=start.device).unsqueeze(1)
+        ahead = [
+            batches.make(ForwardMode.DECODE, one + 1, one.unsqueeze(1), step=step)
+            for step, one in enumerate(positions.unbind())
+        ]
+        tokens = [sample(self._runner.logits(hidden), members.sampled_at(lengths.unsqueeze(1)))]
+        for step, batch in enumerate(ahead, 1):
+            batch.input_ids = tokens[-1].clamp(min=0)
+            batches.begin(batch)
+            hidden = self._runner.forward(batch, hidden if self.takes != NOTHING else None, step)
+            logits = self._runner.logits(hidden, step)
+            tokens.append(sample(logits, members.sampled_at((lengths + step).unsqueeze(1))))
+        return Proposal(torch.stack(tokens, 1))
+
+    def _grow(self, batches: Batches, hidden: Tensor, lengths: Tensor, start: Tensor) -> Proposal:
+        """A tree, grown level by level. Each step runs all nodes so far, so that each sees its own ancestors."""
+        raise NotImplementedError
