@@ -37,7 +37,7 @@ class Batches(Protocol):
 
 
 class EagerBatches:
-    """Batches that are planned as they are made. ``exact`` says that the backend needs lengths on the host: it waits."""
+    """Batches that are planned as they are made. ``exact``: the backend needs lengths on the host, and waits."""
 
     def __init__(self, attention: ModelAttention, members: Members, page_size: int, *, exact: bool) -> None:
         self._attention, self.members, self._page_size, self._exact = attention, members, page_size, exact

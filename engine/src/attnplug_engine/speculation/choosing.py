@@ -55,7 +55,7 @@ def target_request(
             "out",
             settings=[Role.DRAFT.setting, ALGORITHM],
         )
-    roles = {role: other for role, other in request.roles.items() if role is not Role.DRAFT}
+    roles: dict[Role, str] = {role: other for role, other in request.roles.items() if role is not Role.DRAFT}
     request = replace(request, roles=roles)
     if name is None or name not in request.options:
         return request
@@ -74,7 +74,7 @@ def choose_draft(
     spec = draft_spec(speculation, reference)
     _refuse_states(spec, speculation)
     problem = replace(target, model=spec, is_draft=True, drafts_by_host=False)
-    roles = {role: name for role, name in request.roles.items() if role is Role.DRAFT}
+    roles: dict[Role, str] = {role: name for role, name in request.roles.items() if role is Role.DRAFT}
     bare = BackendRequest(request.attention, roles)
     chosen = choose_importable(registry, bare, problem)
     name = chosen.chosen(Role.DRAFT).spec.name

@@ -23,7 +23,7 @@ from attnplug_engine.speculation.options import Speculation
 
 
 class DraftRunner:
-    """Runs a draft model's batches. Page table, slots and rows are the target's; layers, pools and plans are its own."""
+    """Runs a draft model's batches. Page table and slots are the target's; layers, pools and plans are its own."""
 
     def __init__(
         self,

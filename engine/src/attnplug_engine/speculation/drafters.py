@@ -138,18 +138,17 @@ class ModelDrafter:
         last: list[int] = []
         for request, position, token_ids, is_sampled in entries:
             end = position + len(token_ids)
-            ids = list(token_ids) if self._shift else [*token_ids[1:], *request.tokens(end, end + 1)]
+            own = list(token_ids) if self._shift else [*token_ids[1:], *request.tokens(end, end + 1)]
             if is_sampled:
-                ids.append(0)  # what was sampled comes here
-                last.append(len(tokens) + len(ids) - 1)
-            tokens += ids
-            counts.append(len(ids))
-            positions += range(position, position + len(ids))
+                own.append(0)  # what was sampled comes here
+                last.append(len(tokens) + len(own) - 1)
+            tokens += own
+            counts.append(len(own))
+            positions += range(position, position + len(own))
         lengths = [entry.position + count for entry, count in zip(entries, counts, strict=True)]
         device, longest = page_table.device, max(counts)
-        ids_and_positions = to_device([tokens, positions], device)
+        ids, places = to_device([tokens, positions], device).unbind()
         ends = to_device(last, device)
-        ids = ids_and_positions[0]
         ids.index_copy_(0, ends, sampled.clamp(min=0))
         geometry = Geometry(
             ForwardMode.EXTEND,
@@ -162,7 +161,7 @@ class ModelDrafter:
             new_lens=None if len(tokens) == longest * len(counts) else to_device(counts, device, np.int32),
             host=HostLengths(counts, lengths) if self._runner.exact_prefill else None,
         )
-        return ForwardBatch(geometry, ids, ids_and_positions[1]), ends
+        return ForwardBatch(geometry, ids, places), ends
 
     def after_round(
         self, batches: Batches, lengths: Tensor, accepted: Accepted, hidden: Tensor | None, extended: Mark

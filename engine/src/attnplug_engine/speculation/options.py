@@ -67,8 +67,8 @@ class Speculation:
             )
         if self.nodes > most:
             raise UsageError(
-                f"`{NODES}` {self.nodes} is more than the {most} nodes of {self.steps} steps with {self.topk} branches; "
-                f"give up to {most}, or raise `{STEPS}` or `{TOPK}`",
+                f"`{NODES}` {self.nodes} is more than the {most} nodes of {self.steps} steps with {self.topk} "
+                f"branches; give up to {most}, or raise `{STEPS}` or `{TOPK}`",
                 settings=[NODES, STEPS, TOPK],
             )
 
@@ -87,11 +87,8 @@ class Speculation:
         return self.nodes + self.tail
 
     def _most_nodes(self) -> int:
-        if self.has_model:
-            found = 1 + self.topk + self.topk**2 * (self.steps - 1)
-        else:
-            found = 1 + self.topk * self.steps
-        return min(found, MOST_NODES)
+        each = self.topk**2 if self.has_model else self.topk  # candidates of a step
+        return min(1 + self.topk + each * (self.steps - 1), MOST_NODES)
 
 
 def read_speculation(

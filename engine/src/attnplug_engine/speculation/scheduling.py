@@ -187,7 +187,8 @@ def _taken(
     request: Request, new: Sequence[int], stops: Callable[[Request, int], bool] | None
 ) -> tuple[list[int], FinishReason | None]:
     """Give a request its new tokens, up to its end; why it ended, if it has."""
-    output, taken = request.output, []
+    output = request.output
+    taken: list[int] = []
     for token in new:
         if token == BAD_LOGITS:
             return taken, FinishReason.ERROR
