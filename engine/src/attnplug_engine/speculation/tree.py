@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attnplug.host import UsageError
+from attnplug_engine import kernels
 
 MOST_ROWS = 64
 """Of a tree: what a row sees of the others are 64 bits."""
@@ -29,6 +30,10 @@ class Proposal:
 
 def depths(parents: Tensor) -> Tensor:
     """``[requests, N]`` int64: how many ancestors each node has, from ``parents [requests, N-1]``."""
+    if kernels.usable(parents):
+        from attnplug_engine.kernels.trees import relate
+
+        return relate(parents)[0]
     up = with_root(parents)
     found = torch.ones_like(up)
     found[:, 0] = 0
@@ -39,11 +44,46 @@ def depths(parents: Tensor) -> Tensor:
 
 def ancestors(parents: Tensor) -> Tensor:
     """``[requests, N]`` int64 for ``Geometry.tree``: bit j of node i says that j is i or one of its ancestors."""
+    if kernels.usable(parents):
+        from attnplug_engine.kernels.trees import relate
+
+        return relate(parents)[1]
     up = with_root(parents)
     found = _bits(up.shape[1], up.device).expand_as(up)
     for _ in range(doublings(up)):
         found, up = found | found.gather(1, up), up.gather(1, up)
     return found
+
+
+def lay_out(
+    ids: Tensor,
+    positions: Tensor,
+    tree: Tensor | None,
+    rows: Tensor,
+    roots: Tensor,
+    lengths: Tensor,
+    proposed: Tensor,
+    parents: Tensor | None,
+) -> None:
+    """Fill ``ids`` and ``positions [requests * N]`` and ``tree [requests, N]`` of a verify; ``None`` for chains.
+
+    The requests are at ``rows [requests]`` of what is known of every row of the slot table: the newest tokens ``roots``
+    and the ``lengths`` without them, both ``[all rows]``, and ``proposed`` and ``parents [all rows, N-1]`` as in a
+    ``Proposal``. The id of a missing node is 0.
+    """
+    if kernels.usable(ids):
+        from attnplug_engine.kernels.trees import lay_out as launch
+
+        return launch(ids, positions, tree, rows, roots, lengths, proposed, parents)
+    requests, nodes = rows.shape[0], proposed.shape[1] + 1
+    tokens = torch.cat([roots[rows].unsqueeze(1), proposed[rows].clamp(min=0)], 1)
+    ids.view(requests, nodes).copy_(tokens)
+    depth = torch.arange(nodes, device=rows.device)
+    if tree is not None and parents is not None:
+        own = parents[rows]
+        depth = depths(own)
+        tree.copy_(ancestors(own))
+    positions.view(requests, nodes).copy_(lengths[rows].unsqueeze(1) + depth)
 
 
 def with_root(parents: Tensor) -> Tensor:
