@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from attnplug_engine.kernels import ngram, noised, trees
+from attnplug_engine.kernels import growth, ngram, noised, trees
 from attnplug_engine.kernels.sample import CHUNK
 from support.ahead import compiled, resources
 
@@ -12,10 +12,18 @@ TYPES = {
     **dict.fromkeys(("tokens", "chosen", "counts", "path", "found", "slots", "sources", "targets", "values"), "*i64"),
     **dict.fromkeys(("lengths", "history", "position"), "*i32"),
     **dict.fromkeys(("logits", "temperature", "peaks", "totals", "scores", "logprobs"), "*fp32"),
-    **dict.fromkeys(("seed", "target_ids"), "*i64"),
+    **dict.fromkeys(("seed", "target_ids", "children", "numbers", "all_tokens", "all_parents"), "*i64"),
+    **dict.fromkeys(("new_numbers", "new_tokens", "new_bits", "new_all_tokens", "new_all_parents"), "*i64"),
+    **dict.fromkeys(("gains", "all_scores", "new_scores", "new_all_scores"), "*fp32"),
+    "proposed_parents": "*i64",
 }
-NUMBERS = {"_move": {"rows": "i32"}, "_look": {"tokens": "*i32"}, "_choose": {"tokens": "*i32"}}
-"""What is of another type in one kernel."""
+OTHERS = {
+    ("_move", "rows"): "i32",
+    ("_grow", "rows"): "i32",
+    ("_look", "tokens"): "*i32",
+    ("_choose", "tokens"): "*i32",
+}
+"""What is of another type in some kernels."""
 
 
 def made(nodes: int, *, tree: bool) -> tuple[dict[str, object], dict[str, object]]:
@@ -33,6 +41,13 @@ def each(*, all_sizes: bool) -> Iterator[tuple[Any, dict[str, object], dict[str,
         yield trees._lay_out, {**constants, "TREE": tree}, options
         yield trees._accept, {**constants, "TREE": tree}, options
     yield trees._move, {"NODES": 8, "BLOCK": 256}, {}
+    topk = 8 if all_sizes else 2
+    for root in (True, False):
+        added = {"TOPK": topk, "ROOT": root, "COUNT": topk if root else topk**2}
+        block = topk if root else topk**2
+        sizes = {"BLOCK": block, "CHUNK": min(block, growth.CHUNK)}
+        yield growth._grow, {**added, **sizes}, {"num_warps": 1 if block <= 16 else 4}
+    yield growth._cut, {"NODES": large, "BLOCK": 512, "CHUNK": growth.CHUNK}, {"num_warps": 8}
     yield ngram._append, {"NODES": 5, "BLOCK": 8}, {"num_warps": 1}
     for topk in (1, 4) if all_sizes else (2,):
         lengths = {"TOPK": topk, "LENGTHS": ngram.LENGTHS}
@@ -49,7 +64,7 @@ def facts() -> Iterator[tuple[int, str, int]]:
         early = {"launch_pdl": True} if sm >= 90 else {}
         for kernel, constants, options in each(all_sizes=sm >= 90):
             name = kernel.fn.__name__
-            types = {**TYPES, **NUMBERS.get(name, {})}
+            types = {**TYPES, **{argument: kind for (of, argument), kind in OTHERS.items() if of == name}}
             constants = {**constants, "EARLY": sm >= 90}
             found = compiled(kernel, sm, types, constants, {**options, **early}, ("stride", "vocab"))
             yield sm, f"{kernel.fn.__module__.rsplit('.')[-1]}.{name}", resources(found, sm)[1]

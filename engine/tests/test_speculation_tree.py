@@ -171,8 +171,7 @@ def expanded(topk: int, levels: Sequence[Level]) -> tuple[list[list[int]], list[
                 number = len(candidates) + len(level) + 1
                 level.append(([*path, number], [*names, token], score + gain))
         candidates += level
-        # Sorting keeps the order of equals. The root's children all live, in the order given.
-        living = sorted(level, key=lambda each: -each[2])[:topk] if alive else level
+        living = sorted(level, key=lambda each: -each[2])[:topk]  # which keeps the order of equals
         alive += [each[0] for each in living]
     return alive, candidates
 
@@ -226,10 +225,15 @@ def test_a_tree_grows_by_its_best(topk: int, steps: int, kernel_device: str) -> 
             assert all(parent < node for node, parent in enumerate(parents, 1))
 
 
-def test_scores_that_are_no_numbers_come_last() -> None:
+def test_scores_that_are_no_numbers_come_last(kernel_device: str) -> None:
     """A draft's bad logits make a bad proposal, never a broken tree."""
-    growth = TreeGrowth(torch.tensor([[1, 2]]), torch.tensor([[float("nan"), -1.0]]))
-    growth.grow(torch.tensor([[3, 4], [5, 6]]), torch.tensor([[0.0, float("nan")], [-2.0, -float("inf")]]))
+    nan, none = float("nan"), -float("inf")
+    tokens, logprobs = torch.tensor([[1, 2]]), torch.tensor([[nan, -1.0]])
+    growth = TreeGrowth(tokens.to(kernel_device), logprobs.to(kernel_device))
+    assert growth.tokens.tolist() == [[2, 1]]
+    tokens, logprobs = torch.tensor([[5, 6], [3, 4]]), torch.tensor([[-2.0, none], [0.0, nan]])
+    growth.grow(tokens.to(kernel_device), logprobs.to(kernel_device))
+    assert growth.tokens.tolist() == [[2, 1, 5, 6]]
     proposal = growth.proposal(4)
     assert proposal.parents is not None
     assert proposal.tokens.tolist() == [[1, 2, 5]] and proposal.parents.tolist() == [[0, 0, 2]]
