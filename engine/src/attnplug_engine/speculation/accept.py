@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from attnplug_engine import kernels
 from attnplug_engine.speculation.tree import Proposal, ancestors, depths, doublings, with_root
 
 
@@ -29,6 +30,10 @@ def accept(proposal: Proposal, chosen: Tensor) -> Accepted:
     equally deep ones to the first: siblings may have the same token. Nothing follows a chosen -1, where logits were
     bad, and no node without a token is accepted.
     """
+    if kernels.usable(chosen):
+        from attnplug_engine.kernels.trees import accept as launch
+
+        return Accepted(*launch(proposal.tokens, proposal.parents, chosen))
     nodes, tokens = chosen.shape[1], proposal.tokens
     place = torch.arange(nodes, device=chosen.device)
     if proposal.parents is None:
@@ -62,6 +67,10 @@ def moves(accepted: Accepted, slots: Tensor) -> tuple[Tensor, Tensor]:
 
     The accepted nodes' rows go to the front in their order. A target is -1 where nothing moves.
     """
+    if kernels.usable(slots):
+        from attnplug_engine.kernels.trees import moves as launch
+
+        return launch(accepted.path, accepted.counts, slots)
     path, place = accepted.path, torch.arange(slots.shape[1], device=slots.device)
     moved = (place < accepted.counts.unsqueeze(1)) & (path != place)
     return slots.gather(1, path).flatten(), torch.where(moved, slots, -1).flatten()

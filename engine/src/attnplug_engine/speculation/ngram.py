@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attnplug import to_device
+from attnplug_engine import kernels
 from attnplug_engine.speculation.tree import Proposal
 
 
@@ -30,6 +31,10 @@ class History:
     def append(self, rows: Tensor, lengths: Tensor, tokens: Tensor, counts: Tensor) -> None:
         """Write the first ``counts [requests]`` of ``tokens [requests, N]`` after the ``lengths`` known ones of each
         request at ``rows [requests]``. Past the context nothing is written, and a token of -1 is 0."""
+        if kernels.usable(self.tokens):
+            from attnplug_engine.kernels.ngram import append
+
+            return append(self.tokens, rows, lengths, tokens, counts)
         context, place = self.tokens.shape[1], torch.arange(tokens.shape[1], device=tokens.device)
         where = lengths.long().unsqueeze(1) + place
         written = (place < counts.unsqueeze(1)) & (where < context)
@@ -49,6 +54,10 @@ class History:
         occurrences, of equals the latest, after which different tokens came. Nodes are numbered by depth and then by
         chain, so that any first so many of them are a tree, too.
         """
+        if kernels.usable(self.tokens):
+            from attnplug_engine.kernels.ngram import propose
+
+            return Proposal(*propose(self.tokens, rows, lengths, steps, topk, most, least))
         found = _occurrences(self.tokens[rows], lengths, topk, most, least)
         known = lengths.long().clamp(max=self.tokens.shape[1]).unsqueeze(1)
         # An occurrence that ends at token p is followed by p + 1 to known - 1.

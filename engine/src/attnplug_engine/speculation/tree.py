@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from attnplug.host import UsageError
+from attnplug_engine import kernels
 
 MOST_ROWS = 64
 """Of a tree: what a row sees of the others are 64 bits."""
@@ -29,6 +30,10 @@ class Proposal:
 
 def depths(parents: Tensor) -> Tensor:
     """``[requests, N]`` int64: how many ancestors each node has, from ``parents [requests, N-1]``."""
+    if kernels.usable(parents):
+        from attnplug_engine.kernels.trees import relate
+
+        return relate(parents)[0]
     up = with_root(parents)
     found = torch.ones_like(up)
     found[:, 0] = 0
@@ -39,11 +44,46 @@ def depths(parents: Tensor) -> Tensor:
 
 def ancestors(parents: Tensor) -> Tensor:
     """``[requests, N]`` int64 for ``Geometry.tree``: bit j of node i says that j is i or one of its ancestors."""
+    if kernels.usable(parents):
+        from attnplug_engine.kernels.trees import relate
+
+        return relate(parents)[1]
     up = with_root(parents)
     found = _bits(up.shape[1], up.device).expand_as(up)
     for _ in range(doublings(up)):
         found, up = found | found.gather(1, up), up.gather(1, up)
     return found
+
+
+def lay_out(
+    ids: Tensor,
+    positions: Tensor,
+    tree: Tensor | None,
+    rows: Tensor,
+    roots: Tensor,
+    lengths: Tensor,
+    proposed: Tensor,
+    parents: Tensor | None,
+) -> None:
+    """Fill ``ids`` and ``positions [requests * N]`` and ``tree [requests, N]`` of a verify; ``None`` for chains.
+
+    The requests are at ``rows [requests]`` of what is known of every row of the slot table: the newest tokens ``roots``
+    and the ``lengths`` without them, both ``[all rows]``, and ``proposed`` and ``parents [all rows, N-1]`` as in a
+    ``Proposal``. The id of a missing node is 0.
+    """
+    if kernels.usable(ids):
+        from attnplug_engine.kernels.trees import lay_out as launch
+
+        return launch(ids, positions, tree, rows, roots, lengths, proposed, parents)
+    requests, nodes = rows.shape[0], proposed.shape[1] + 1
+    tokens = torch.cat([roots[rows].unsqueeze(1), proposed[rows].clamp(min=0)], 1)
+    ids.view(requests, nodes).copy_(tokens)
+    depth = torch.arange(nodes, device=rows.device)
+    if tree is not None and parents is not None:
+        own = parents[rows]
+        depth = depths(own)
+        tree.copy_(ancestors(own))
+    positions.view(requests, nodes).copy_(lengths[rows].unsqueeze(1) + depth)
 
 
 def with_root(parents: Tensor) -> Tensor:
@@ -61,18 +101,8 @@ def _bits(count: int, device: torch.device) -> Tensor:
     return torch.ones(count, dtype=torch.int64, device=device) << torch.arange(count, device=device)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Level:
-    """The candidates of one level, all ``[requests, candidates]``."""
-
-    tokens: Tensor
-    scores: Tensor
-    parents: Tensor
-    """Their parents' numbers among all candidates. These count from 1; 0 is the root."""
-
-
 class TreeGrowth:
-    """A tree that a draft grows level by level. Of each level the ``topk`` likeliest nodes live on.
+    """A tree that a draft grows level by level. Of each level the ``topk`` likeliest nodes live on, the best first.
 
     All children of living nodes are candidates. A candidate's score is the sum of log-probabilities from the root on;
     of equal scores the earlier candidate is better, so that none is taken without its parent.
@@ -84,15 +114,18 @@ class TreeGrowth:
 
     def __init__(self, tokens: Tensor, logprobs: Tensor) -> None:
         """``tokens`` int64 and ``logprobs`` float32, ``[requests, topk]``, are the root's children; all live."""
-        requests, self.topk = tokens.shape
-        self.tokens = tokens
+        self.topk = tokens.shape[1]
+        none = tokens[:, :0]
+        self.tokens = none
         """``[requests, rows]`` int64."""
-        self.ancestors = _bits(self.topk, tokens.device).repeat(requests, 1)
+        self.ancestors = none
         """``[requests, rows]`` int64: by bits, which rows each one sees."""
-        self._scores = _at_most_zero(logprobs)
-        self._numbers = torch.arange(1, self.topk + 1, device=tokens.device).expand(requests, -1)
-        """``[requests, topk]``: of the newest level."""
-        self._levels = [_Level(tokens, self._scores, torch.zeros_like(tokens))]
+        self._newest: tuple[Tensor, Tensor] | None = None
+        """Scores and numbers of the newest level, ``[requests, topk]``. Candidates have numbers from 1; 0 is the
+        root."""
+        self._candidates = none, logprobs[:, :0], none
+        """Tokens, scores and parents' numbers of all candidates, ``[requests, candidates]``."""
+        self.grow(tokens, logprobs)
 
     @property
     def rows(self) -> int:
@@ -106,43 +139,64 @@ class TreeGrowth:
     def grow(self, tokens: Tensor, logprobs: Tensor) -> None:
         """Add a level. ``tokens`` int64 and ``logprobs`` float32, ``[requests * topk, topk]``, are the children of the
         newest level's nodes."""
-        requests, topk, rows = self.tokens.shape[0], self.topk, self.rows
+        topk, rows = self.topk, self.rows
         if rows > MOST_ROWS:
             raise UsageError(
                 f"a draft of {rows // topk + 1} steps with {topk} branches runs {rows} rows a request; steps less one, "
                 f"times branches, may be up to {MOST_ROWS}"
             )
-        scores = (self._scores.unsqueeze(2) + _at_most_zero(logprobs).view(requests, topk, topk)).flatten(1)
-        level = _Level(tokens.view(requests, topk * topk), scores, self._numbers.repeat_interleave(topk, 1))
-        first = sum(each.tokens.shape[1] for each in self._levels) + 1
-        self._scores, best = _best(scores, topk)
-        self._numbers = best + first
-        self._levels.append(level)
-        parents = (best // topk) + (rows - topk)
-        bits = _bits(rows + topk, tokens.device)[rows:]
-        self.ancestors = torch.cat([self.ancestors, self.ancestors.gather(1, parents) | bits], 1)
-        self.tokens = torch.cat([self.tokens, level.tokens.gather(1, best)], 1)
+        before = (self.tokens, self.ancestors), self._newest, self._candidates
+        if kernels.usable(tokens):
+            from attnplug_engine.kernels.growth import grow
+
+            self.tokens, self.ancestors, *newest, self._candidates = grow(tokens, logprobs, *before)
+        else:
+            self.tokens, self.ancestors, *newest, self._candidates = _grown(tokens, logprobs, *before)
+        self._newest = newest[0], newest[1]
 
     def proposal(self, nodes: int) -> Proposal:
         """The best ``nodes - 1`` of all candidates as a tree of ``nodes`` with the root."""
-        tokens = torch.cat([level.tokens for level in self._levels], 1)
-        scores = torch.cat([level.scores for level in self._levels], 1)
-        parents = torch.cat([level.parents for level in self._levels], 1)
+        tokens, scores, parents = self._candidates
         requests, count = tokens.shape
         if nodes - 1 > count:
             raise UsageError(
-                f"a tree of {nodes} nodes was asked for, and {len(self._levels)} steps with {self.topk} branches have "
-                f"{count + 1}; ask for up to {count + 1}, or for more steps or branches"
+                f"a tree of {nodes} nodes was asked for, and {self.rows // self.topk} steps with {self.topk} branches "
+                f"have {count + 1}; ask for up to {count + 1}, or for more steps or branches"
             )
+        if kernels.usable(tokens):
+            from attnplug_engine.kernels.growth import cut
+
+            return Proposal(*cut(tokens, scores, parents, nodes))
         taken = _best(scores, nodes - 1)[1].sort(1).values  # by level, so that parents come first
         places = torch.zeros(requests, count + 1, dtype=torch.int64, device=tokens.device)
         places.scatter_(1, taken + 1, torch.arange(1, nodes, device=tokens.device).expand(requests, -1))
         return Proposal(tokens.gather(1, taken), places.gather(1, parents.gather(1, taken)))
 
 
-def _at_most_zero(logprobs: Tensor) -> Tensor:
-    """No child is better than its parent, whatever was rounded or is NaN."""
-    return logprobs.nan_to_num(nan=-torch.inf, neginf=-torch.inf).clamp(max=0)
+def _grown(
+    tokens: Tensor,
+    logprobs: Tensor,
+    rows: tuple[Tensor, Tensor],
+    newest: tuple[Tensor, Tensor] | None,
+    candidates: tuple[Tensor, Tensor, Tensor],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """A level more: tokens and bits of rows, scores and numbers of the newest level, and all candidates."""
+    (requests, width), topk = rows[0].shape, tokens.shape[1]
+    children = tokens.reshape(requests, -1)
+    # No child is better than its parent, whatever was rounded or is NaN.
+    scores = logprobs.nan_to_num(nan=-torch.inf, neginf=-torch.inf).clamp(max=0).view_as(children)
+    parents = torch.zeros_like(children)
+    if newest is not None:
+        scores = scores + newest[0].repeat_interleave(topk, 1)
+        parents = newest[1].repeat_interleave(topk, 1)
+    best_scores, best = _best(scores, topk)
+    bits = _bits(width + topk, tokens.device)[width:].expand(requests, -1)
+    if newest is not None:
+        bits = bits | rows[1].gather(1, best // topk + (width - topk))
+    found = tuple(torch.cat(both, 1) for both in zip(candidates, (children, scores, parents), strict=True))
+    numbers = best + (candidates[0].shape[1] + 1)
+    grown = torch.cat([rows[0], children.gather(1, best)], 1), torch.cat([rows[1], bits], 1)
+    return *grown, best_scores, numbers, (found[0], found[1], found[2])
 
 
 def _best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
