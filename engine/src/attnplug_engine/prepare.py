@@ -103,7 +103,6 @@ class Prepared:
                 parallel=self.parallel,
                 policy=policy,
                 serving=serving,
-                vocab_size=self.loaded.module.vocab_size,
             )
 
         selection, runner = build_chosen(self.registry, choice.request, problem, build, choice.failed)

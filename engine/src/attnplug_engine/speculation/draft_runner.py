@@ -18,7 +18,10 @@ from attnplug.host import (
 )
 from attnplug_engine.parallel import TensorParallel
 from attnplug_engine.pools import Capacity, build_pools
+from attnplug_engine.sampler import sample
+from attnplug_engine.sampling_batch import SamplingBatch
 from attnplug_engine.speculation.drafts import DraftModel
+from attnplug_engine.speculation.noised import noised
 from attnplug_engine.speculation.options import Speculation
 
 
@@ -39,10 +42,7 @@ class DraftRunner:
         parallel: TensorParallel,
         policy: ExtendPolicy,
         serving: Serving,
-        vocab_size: int,
     ) -> None:
-        """``vocab_size`` is the target's."""
-        self._vocab_size = vocab_size
         self.model, self.capacity, self.device, self.dtype = model, capacity, device, dtype
         self.pools = build_pools(model.spec, capacity, dtype, kv_dtype, device)
         rows = max(speculation.nodes, speculation.topk * (speculation.steps - 1))
@@ -77,11 +77,15 @@ class DraftRunner:
             out: Tensor = self.model.forward(batch.input_ids, batch.positions, hidden, batch, step)
         return out
 
-    def logits(self, hidden: Tensor, step: int = 0) -> Tensor:
-        """``[rows, target vocab]`` for hidden states of a step; -inf for tokens that the draft does not have."""
-        found = self.model.logits(hidden, step)
-        own = self.model.target_ids
-        if own is None:
-            return found
-        whole = found.new_full((found.shape[0], self._vocab_size), -torch.inf)
-        return whole.index_copy_(1, own, found)
+    def best(self, hidden: Tensor, sampling: SamplingBatch, topk: int, step: int = 0) -> tuple[Tensor, Tensor]:
+        """The ``topk`` best of the target's tokens after rows of a step, and their log-probabilities, ``[rows, topk]``.
+
+        Where a request samples, they are the best by the noise that the target will choose by.
+        """
+        return noised(self.model.logits(hidden, step), sampling, topk, self.model.target_ids)
+
+    def choose(self, hidden: Tensor, sampling: SamplingBatch, step: int = 0) -> Tensor:
+        """The token ``[rows]`` that the draft would sample; -1 where its logits are not finite."""
+        if self.model.target_ids is None:
+            return sample(self.model.logits(hidden, step), sampling)
+        return self.best(hidden, sampling, 1, step)[0][:, 0]

@@ -12,7 +12,6 @@ from torch import Tensor
 from attnplug import ForwardBatch, ForwardMode, Geometry, to_device
 from attnplug.host import HostLengths, SlotTable
 from attnplug_engine.request import Request, StepEntry
-from attnplug_engine.sampler import sample
 from attnplug_engine.speculation.accept import Accepted
 from attnplug_engine.speculation.batches import Batches
 from attnplug_engine.speculation.draft_runner import DraftRunner
@@ -20,7 +19,7 @@ from attnplug_engine.speculation.drafts import NOTHING, Takes
 from attnplug_engine.speculation.ngram import History
 from attnplug_engine.speculation.options import Speculation
 from attnplug_engine.speculation.state import Members
-from attnplug_engine.speculation.tree import Proposal
+from attnplug_engine.speculation.tree import Proposal, TreeGrowth
 
 Mark = Callable[[], None]
 
@@ -111,7 +110,9 @@ class ModelDrafter:
         self._runner, self._table = runner, table
         self._steps, self._topk, self._nodes = speculation.steps, speculation.topk, speculation.nodes
         self.takes = runner.model.takes
-        self._shift = int(self.takes == NOTHING)
+        self._fed = self.takes != NOTHING
+        """Whether a step is given the hidden states of the one before."""
+        self._shift = int(not self._fed)
 
     def after_prefill(
         self,
@@ -192,15 +193,38 @@ class ModelDrafter:
             batches.make(ForwardMode.DECODE, one + 1, one.unsqueeze(1), step=step)
             for step, one in enumerate(positions.unbind())
         ]
-        tokens = [sample(self._runner.logits(hidden), members.sampled_at(lengths.unsqueeze(1)))]
+        runner = self._runner
+        tokens = [runner.choose(hidden, members.sampled_at(lengths.unsqueeze(1)))]
         for step, batch in enumerate(ahead, 1):
             batch.input_ids = tokens[-1].clamp(min=0)
             batches.begin(batch)
-            hidden = self._runner.forward(batch, hidden if self.takes != NOTHING else None, step)
-            logits = self._runner.logits(hidden, step)
-            tokens.append(sample(logits, members.sampled_at((lengths + step).unsqueeze(1))))
+            hidden = runner.forward(batch, hidden if self._fed else None, step)
+            tokens.append(runner.choose(hidden, members.sampled_at((lengths + step).unsqueeze(1)), step))
         return Proposal(torch.stack(tokens, 1))
 
     def _grow(self, batches: Batches, hidden: Tensor, lengths: Tensor, start: Tensor) -> Proposal:
         """A tree, grown level by level. Each step runs all nodes so far, so that each sees its own ancestors."""
-        raise NotImplementedError
+        members, topk, runner = batches.members, self._topk, self._runner
+        growth = TreeGrowth(*runner.best(hidden, members.sampled_at(lengths.unsqueeze(1)), topk))
+        inputs = hidden.unsqueeze(1).expand(-1, topk, -1)
+        for step in range(1, self._steps):
+            positions = start.unsqueeze(1) + (growth.depths - 1)
+            batch = batches.make(
+                ForwardMode.TARGET_VERIFY, start + growth.rows, positions, tree=growth.ancestors, step=step
+            )
+            batch.input_ids = growth.tokens.clamp(min=0).flatten()
+            batches.begin(batch)
+            out = runner.forward(batch, inputs.flatten(0, 1) if self._fed else None, step)
+            newest = out.unflatten(0, (-1, growth.rows))[:, -topk:]
+            places = (lengths + step).unsqueeze(1).expand(-1, topk)
+            growth.grow(*runner.best(newest.flatten(0, 1), members.sampled_at(places), topk, step))
+            parents = _parents(growth).unsqueeze(2).expand(-1, -1, newest.shape[2])
+            inputs = torch.cat([inputs, newest.gather(1, parents)], 1)
+        return growth.proposal(self._nodes)
+
+
+def _parents(growth: TreeGrowth) -> Tensor:
+    """``[requests, topk]``: of each node of the newest level, which node of the level before is its parent."""
+    topk = growth.topk
+    level = torch.arange(growth.rows - 2 * topk, growth.rows - topk, device=growth.tokens.device)
+    return ((growth.ancestors[:, -topk:].unsqueeze(2) >> level) & 1).argmax(2)
