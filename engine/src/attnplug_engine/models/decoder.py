@@ -76,11 +76,14 @@ class Block(nn.Module):
     """One layer: attention and MLP, each after a norm, each added to what came in, each reduced once.
 
     ``mlp`` is a module from ``[tokens, hidden]`` to a sum to be reduced, with ``norm`` and ``onto`` as attention has.
+    Without ``norms_input`` attention has no norm before it (EAGLE).
     """
 
-    def __init__(self, weights: Weights, norm: MakeNorm, attention: Attention, mlp: nn.Module) -> None:
+    def __init__(
+        self, weights: Weights, norm: MakeNorm, attention: Attention, mlp: nn.Module, *, norms_input: bool = True
+    ) -> None:
         super().__init__()
-        self.input_norm = norm(weights.at("input_layernorm"))
+        self.input_norm = norm(weights.at("input_layernorm")) if norms_input else None
         self.attention = attention
         self.mlp_norm = norm(weights.at("post_attention_layernorm"))
         self.mlp = mlp
