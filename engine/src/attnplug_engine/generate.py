@@ -83,6 +83,11 @@ def _options(parsed: argparse.Namespace) -> EngineOptions:
         cuda_graph_batch_sizes=_sizes(parsed.cuda_graph_batch_sizes),
         disable_cuda_graph=parsed.disable_cuda_graph,
         overlap=False if parsed.disable_overlap else None,
+        speculative_algorithm=parsed.speculative_algorithm,
+        speculative_draft_model=parsed.speculative_draft_model,
+        speculative_num_steps=parsed.speculative_num_steps,
+        speculative_topk=parsed.speculative_topk,
+        speculative_num_draft_tokens=parsed.speculative_num_draft_tokens,
     )
 
 

@@ -13,6 +13,7 @@ from attnplug_engine.graph_sizes import check_sizes
 from attnplug_engine.pools import Capacity, bytes_per_page, bytes_per_state
 from attnplug_engine.request import LARGEST_SEED
 from attnplug_engine.scheduler import whole_step_tokens
+from attnplug_engine.speculation.options import Speculation, read_speculation
 
 LARGEST_BATCH = 1 << 16
 LARGEST_COUNT = 1 << 40  # of pages, slots or tokens: more than memory has, and less than torch's sizes overflow by
@@ -58,6 +59,17 @@ class EngineOptions:
     """Numbers of requests for which decode steps are captured. ``None``: some up to ``max_batch``, if the backends can
     be captured. Given, graphs are demanded: backends that cannot are refused."""
     disable_cuda_graph: bool = False
+    speculative_algorithm: str | None = None
+    """Where proposed tokens come from: ``mtp``, ``eagle``, ``eagle3``, ``standalone`` or ``ngram``. ``None``: none are
+    proposed."""
+    speculative_draft_model: str | None = None
+    """The draft's checkpoint, where it has one of its own."""
+    speculative_num_steps: int | None = None
+    """How many tokens deep a draft looks ahead."""
+    speculative_topk: int | None = None
+    """Branches of a draft; with more than 1 it is a tree."""
+    speculative_num_draft_tokens: int | None = None
+    """Rows of a request that the target verifies at once, the newest token's included."""
 
     def __post_init__(self) -> None:
         for name in ("dtype", "kv_dtype"):
@@ -71,6 +83,7 @@ class EngineOptions:
             if getattr(self, name) is not None:
                 self._check_whole(name, 1, LARGEST_COUNT)
         self._check_whole("seed", 0, LARGEST_SEED)
+        _ = self.speculation  # says what is wrong with it
         if self.cuda_graph_batch_sizes is not None:
             self._check_graphs(self.cuda_graph_batch_sizes)
         if not isinstance(self.disable_cuda_graph, bool):
@@ -97,6 +110,17 @@ class EngineOptions:
                     f"`cuda_graph_batch_sizes` demands CUDA graphs, and `{name}` is given; {remedy}",
                     settings=["cuda_graph_batch_sizes", name],
                 )
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """What the settings of speculation say together."""
+        return read_speculation(
+            self.speculative_algorithm,
+            self.speculative_draft_model,
+            self.speculative_num_steps,
+            self.speculative_topk,
+            self.speculative_num_draft_tokens,
+        )
 
     @property
     def captures(self) -> bool:
