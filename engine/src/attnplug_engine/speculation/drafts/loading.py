@@ -134,9 +134,5 @@ def _check_same(speculation: Speculation, what: str, found: int, wanted: int, ta
 
 
 def _draft_model(speculation: Speculation) -> str:
-    if speculation.draft_model is None:
-        raise DraftError(
-            f"`speculative_algorithm` {speculation.algorithm} needs a draft model; give the folder of its checkpoint "
-            "by `speculative_draft_model`"
-        )
+    assert speculation.draft_model is not None, "what is asked of speculation is checked by itself"
     return speculation.draft_model

@@ -22,7 +22,7 @@ from attnplug_engine.models.rope import Rotation
 from attnplug_engine.models.weights import Rows, Weights
 from attnplug_engine.speculation.drafts.model import LAST, DraftError, DraftModel
 from attnplug_engine.speculation.drafts.shared import own_embedding, own_head
-from attnplug_engine.speculation.options import Speculation
+from attnplug_engine.speculation.options import STEPS, Speculation
 
 MakeBlock = Callable[[Weights, Config, LayerSpec], Block]
 
@@ -166,8 +166,8 @@ def prediction_spec(speculation: Speculation, target: ModelSpec, given: Mapping[
     if 1 < stored < speculation.steps:
         raise DraftError(
             f"{source} has {stored} layers for multi-token prediction, one for each step, and "
-            f"`speculative_num_steps` is {speculation.steps}; give at most {stored}",
-            "speculative_num_steps",
+            f"`{STEPS}` is {speculation.steps}; give at most {stored}",
+            STEPS,
         )
     layer = target.full_layers[-1]
     layers = tuple(replace(layer, layer_id=index) for index in range(min(stored, speculation.steps)))
