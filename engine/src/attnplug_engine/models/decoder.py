@@ -76,11 +76,14 @@ class Block(nn.Module):
     """One layer: attention and MLP, each after a norm, each added to what came in, each reduced once.
 
     ``mlp`` is a module from ``[tokens, hidden]`` to a sum to be reduced, with ``norm`` and ``onto`` as attention has.
+    Without ``norms_input`` attention has no norm before it (EAGLE).
     """
 
-    def __init__(self, weights: Weights, norm: MakeNorm, attention: Attention, mlp: nn.Module) -> None:
+    def __init__(
+        self, weights: Weights, norm: MakeNorm, attention: Attention, mlp: nn.Module, *, norms_input: bool = True
+    ) -> None:
         super().__init__()
-        self.input_norm = norm(weights.at("input_layernorm"))
+        self.input_norm = norm(weights.at("input_layernorm")) if norms_input else None
         self.attention = attention
         self.mlp_norm = norm(weights.at("post_attention_layernorm"))
         self.mlp = mlp
@@ -190,15 +193,16 @@ class Decoder(nn.Module):
         """
         hidden = F.embedding(input_ids, self.embedding)
         rotation = self.rope.at(positions)
-        tapped = None if taps is None else hidden.new_empty(hidden.shape[0], len(taps), self.hidden_size)
+        tapped = None if taps is None else _Tapped(taps, hidden)
         for index, layer in enumerate(self.layers):
-            if taps and tapped is not None:
-                _tap(tapped, taps, index, hidden)
+            if tapped is not None:
+                tapped.take(index, hidden)
             hidden = layer(hidden, rotation, batch)
-        if taps and tapped is not None:
-            _tap(tapped, taps, len(self.layers), hidden)
         normed = cast(Tensor, self.norm(hidden.to(self.embedding.dtype)))
-        return normed if tapped is None else (normed, tapped.flatten(1))
+        if tapped is None:
+            return normed
+        tapped.take(len(self.layers), hidden)
+        return normed, tapped.states.flatten(1)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[rows, vocab]`` float32 for hidden states ``[rows, hidden]``, the same on every rank."""
@@ -206,8 +210,14 @@ class Decoder(nn.Module):
         return cast(Tensor, self.head(hidden))
 
 
-def _tap(tapped: Tensor, taps: Sequence[int], index: int, hidden: Tensor) -> None:
-    """Copy what goes into layer ``index``: the layer may write its sum into the same memory."""
-    for place, tap in enumerate(taps):
-        if tap == index:
-            tapped[:, place].copy_(hidden)
+class _Tapped:
+    """Copies of what goes into some layers: a layer may write its sum into the same memory."""
+
+    def __init__(self, taps: Sequence[int], embedded: Tensor) -> None:
+        self._taps = taps
+        self.states = embedded.new_empty(embedded.shape[0], len(taps), embedded.shape[1])
+
+    def take(self, index: int, hidden: Tensor) -> None:
+        for place, tap in enumerate(self._taps):
+            if tap == index:
+                self.states[:, place].copy_(hidden)

@@ -8,13 +8,14 @@ from torch import Tensor, nn
 
 from attnplug import ForwardBatch, ModelSpec
 from attnplug.host import UsageError
+from attnplug_engine.speculation.options import ALGORITHM, DRAFT_MODEL
 
 
 class DraftError(UsageError):
     """A draft that does not fit what it is asked for: its algorithm, its checkpoint or its target."""
 
     def __init__(self, message: str, *settings: str) -> None:
-        super().__init__(message, settings=settings or ("speculative_algorithm", "speculative_draft_model"))
+        super().__init__(message, settings=settings or (ALGORITHM, DRAFT_MODEL))
 
 
 @dataclass(frozen=True, slots=True)

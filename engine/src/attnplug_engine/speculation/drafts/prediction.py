@@ -20,10 +20,9 @@ from attnplug_engine.models.decoder import MODEL, Block, hidden_norm
 from attnplug_engine.models.layers import Head, Linear, RMSNorm
 from attnplug_engine.models.rope import Rotation
 from attnplug_engine.models.weights import Rows, Weights
-from attnplug_engine.parallel import TensorParallel
 from attnplug_engine.speculation.drafts.model import LAST, DraftError, DraftModel
 from attnplug_engine.speculation.drafts.shared import own_embedding, own_head
-from attnplug_engine.speculation.options import Speculation
+from attnplug_engine.speculation.options import STEPS, Speculation
 
 MakeBlock = Callable[[Weights, Config, LayerSpec], Block]
 
@@ -167,8 +166,8 @@ def prediction_spec(speculation: Speculation, target: ModelSpec, given: Mapping[
     if 1 < stored < speculation.steps:
         raise DraftError(
             f"{source} has {stored} layers for multi-token prediction, one for each step, and "
-            f"`speculative_num_steps` is {speculation.steps}; give at most {stored}",
-            "speculative_num_steps",
+            f"`{STEPS}` is {speculation.steps}; give at most {stored}",
+            STEPS,
         )
     layer = target.full_layers[-1]
     layers = tuple(replace(layer, layer_id=index) for index in range(min(stored, speculation.steps)))
@@ -176,14 +175,7 @@ def prediction_spec(speculation: Speculation, target: ModelSpec, given: Mapping[
 
 
 def build_prediction(
-    spec: ModelSpec,
-    source: WeightSource,
-    config: Config,
-    target: LoadedModel,
-    *,
-    dtype: torch.dtype,
-    device: torch.device | str,
-    parallel: TensorParallel,
+    weights: Weights, source: WeightSource, config: Config, spec: ModelSpec, target: LoadedModel
 ) -> PredictionDraft:
     """Read the layers of ``spec``, which is the whole model's, from the target's own checkpoint."""
     predictor = _predictor(spec)
@@ -193,12 +185,10 @@ def build_prediction(
             f"the checkpoint {source.name!r} holds no layers for multi-token prediction: it has no tensor {first!r}; "
             "fetch all of its files, or choose another `speculative_algorithm`"
         )
-    weights = Weights(source, dtype=dtype, device=torch.device(device), parallel=parallel)
-    with torch.no_grad():
-        layers = predictor.build(weights, config, spec, target)
+    layers = predictor.build(weights, config, spec, target)
     owned = re.compile(predictor.owned(config, len(layers)))
     weights.check_all_taken(lambda name: not owned.search(name))
-    return PredictionDraft(spec.for_rank(parallel.size), target, layers)
+    return PredictionDraft(spec.for_rank(weights.parallel.size), target, layers)
 
 
 def _predictor(target: ModelSpec) -> Predictor:
