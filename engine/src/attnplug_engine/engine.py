@@ -138,19 +138,25 @@ class Engine:
         self._turn = threading.Lock()
 
     def _capture(self, progress: Callable[[int, int], None] | None) -> GraphReport:
-        runner, options = self.runner, self.options
+        runner, options, rounds = self.runner, self.options, self.rounds
         level, forced_by = runner.attention.graph_level, who_forced(runner.backend, "cuda_graph")
+        backend = runner.backend
+        if rounds is not None and rounds.draft is not None and rounds.draft.attention.graph_level < level:
+            backend = rounds.draft.backend
+            level, forced_by = rounds.draft.attention.graph_level, (backend.backend_id.name,)
         if runner.device.type != "cuda":
             return GraphReport(level, forced_by, why_none=f"the device is {runner.device.type}")
         if not options.captures:
             why = "every layer is checked" if options.check_layers else "turned off"
             return GraphReport(level, forced_by, why_none=why)
-        if level is GraphLevel.NEVER:
-            who = " and ".join(forced_by) or runner.backend.backend_id.name
-            return GraphReport(level, forced_by, why_none=f"{who} cannot be captured")
+        if level is GraphLevel.NEVER or (rounds is not None and level < GraphLevel.UNIFORM):
+            who = " and ".join(forced_by) or backend.backend_id.name
+            what = "cannot be captured" if level is GraphLevel.NEVER else "captures decode alone, and no verify"
+            return GraphReport(level, forced_by, why_none=f"{who} {what}")
         sizes = options.cuda_graph_batch_sizes or default_sizes(runner.capacity.max_batch)
         before = torch.cuda.mem_get_info(runner.device)[0]
-        graphs = runner.capture(sizes, GraphCapture(runner.device), progress)
+        capturing = runner if rounds is None else rounds
+        graphs = capturing.capture(sizes, GraphCapture(runner.device), progress)
         taken = max(before - torch.cuda.mem_get_info(runner.device)[0], 0)
         return GraphReport(level, forced_by, graphs.sizes, taken)
 

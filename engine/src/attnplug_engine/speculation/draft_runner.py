@@ -45,7 +45,7 @@ class DraftRunner:
     ) -> None:
         self.model, self.capacity, self.device, self.dtype = model, capacity, device, dtype
         self.pools = build_pools(model.spec, capacity, dtype, kv_dtype, device)
-        rows = max(speculation.nodes, speculation.topk * (speculation.steps - 1))
+        rows = speculation.most_draft_rows
         context = HostContext(
             model=model.spec,
             device=device,

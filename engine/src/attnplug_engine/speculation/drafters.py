@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
@@ -18,10 +18,7 @@ from attnplug_engine.speculation.draft_runner import DraftRunner
 from attnplug_engine.speculation.drafts import NOTHING, Takes
 from attnplug_engine.speculation.ngram import History
 from attnplug_engine.speculation.options import Speculation
-from attnplug_engine.speculation.state import Members
 from attnplug_engine.speculation.tree import Proposal, TreeGrowth
-
-Mark = Callable[[], None]
 
 
 class Drafter(Protocol):
@@ -46,11 +43,13 @@ class Drafter(Protocol):
         """
         ...
 
-    def after_round(
-        self, batches: Batches, lengths: Tensor, accepted: Accepted, hidden: Tensor | None, extended: Mark
-    ) -> Proposal:
+    def catch_up(self, batches: Batches, lengths: Tensor, accepted: Accepted, hidden: Tensor | None) -> Tensor | None:
         """After a round that found ``lengths [requests]`` committed rows, with the target's ``hidden [requests * N,
-        width]`` of all nodes. ``extended`` is called between the draft's extend and its further steps."""
+        width]`` of all nodes. Returns what ``look_ahead`` takes."""
+        ...
+
+    def look_ahead(self, batches: Batches, newest: Tensor | None, lengths: Tensor) -> Proposal:
+        """What is proposed after the newest tokens of requests with ``lengths [requests]`` committed rows."""
         ...
 
 
@@ -83,18 +82,14 @@ class NgramDrafter:
         members = ended.members
         known = members.committed
         self._history.append(members.rows, known, sampled.unsqueeze(1), torch.ones_like(known))
-        return self._propose(members, known + 1)
+        return self.look_ahead(ended, None, known)
 
-    def after_round(
-        self, batches: Batches, lengths: Tensor, accepted: Accepted, hidden: Tensor | None, extended: Mark
-    ) -> Proposal:
-        members = batches.members
-        self._history.append(members.rows, lengths + 1, accepted.tokens, accepted.counts)
-        extended()
-        return self._propose(members, lengths + 1 + accepted.counts)
+    def catch_up(self, batches: Batches, lengths: Tensor, accepted: Accepted, hidden: Tensor | None) -> Tensor | None:
+        self._history.append(batches.members.rows, lengths + 1, accepted.tokens, accepted.counts)
+        return None
 
-    def _propose(self, members: Members, known: Tensor) -> Proposal:
-        return self._history.propose(members.rows, known, self._steps, topk=self._topk)
+    def look_ahead(self, batches: Batches, newest: Tensor | None, lengths: Tensor) -> Proposal:
+        return self._history.propose(batches.members.rows, lengths + 1, self._steps, topk=self._topk)
 
 
 class ModelDrafter:
@@ -127,7 +122,7 @@ class ModelDrafter:
         out = self._runner.forward(batch, hidden)
         if ended is None:
             return None
-        return self._continue(ended, out.index_select(0, last), ended.members.committed)
+        return self.look_ahead(ended, out.index_select(0, last), ended.members.committed)
 
     def _prefill(
         self, entries: Sequence[StepEntry], page_table: Tensor, sampled: Tensor
@@ -164,10 +159,8 @@ class ModelDrafter:
         )
         return ForwardBatch(geometry, ids, places), ends
 
-    def after_round(
-        self, batches: Batches, lengths: Tensor, accepted: Accepted, hidden: Tensor | None, extended: Mark
-    ) -> Proposal:
-        nodes, counts = self._nodes, accepted.counts
+    def catch_up(self, batches: Batches, lengths: Tensor, accepted: Accepted, hidden: Tensor | None) -> Tensor | None:
+        nodes = self._nodes
         place = torch.arange(nodes, device=lengths.device)
         positions = (lengths + self._shift).unsqueeze(1) + place
         batch = batches.make(ForwardMode.DRAFT_EXTEND, lengths + self._shift + nodes, positions)
@@ -176,14 +169,13 @@ class ModelDrafter:
             path = accepted.path.unsqueeze(2).expand(-1, -1, hidden.shape[1])
             hidden = hidden.unflatten(0, (-1, nodes)).gather(1, path).flatten(0, 1)
         batches.begin(batch)
-        out = self._runner.forward(batch, hidden).unflatten(0, (-1, nodes))
-        extended()
-        newest = (counts - 1).view(-1, 1, 1).expand(-1, 1, out.shape[2])
-        return self._continue(batches, out.gather(1, newest)[:, 0], lengths + counts)
+        out: Tensor = self._runner.forward(batch, hidden).unflatten(0, (-1, nodes))
+        newest = (accepted.counts - 1).view(-1, 1, 1).expand(-1, 1, out.shape[2])
+        return out.gather(1, newest)[:, 0]
 
-    def _continue(self, batches: Batches, hidden: Tensor, lengths: Tensor) -> Proposal:
-        """Further steps after the draft's newest row ``hidden [requests, hidden]``, with ``lengths`` committed rows."""
-        start = lengths + self._shift  # the position of the next row
+    def look_ahead(self, batches: Batches, newest: Tensor | None, lengths: Tensor) -> Proposal:
+        assert newest is not None
+        hidden, start = newest, lengths + self._shift  # the position of the next row
         if self._topk > 1:
             return self._grow(batches, hidden, lengths, start)
         members, steps = batches.members, self._steps - 1

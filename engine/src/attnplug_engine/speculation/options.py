@@ -82,6 +82,11 @@ class Speculation:
         return 1 + self.topk * (self.steps - 1) if self.has_model else 0
 
     @property
+    def most_draft_rows(self) -> int:
+        """Of a request in one of the draft's batches."""
+        return max(self.nodes, self.topk * (self.steps - 1))
+
+    @property
     def room(self) -> int:
         """Cache rows after those committed before a round that it may write: the verified ones, then the draft's."""
         return self.nodes + self.tail

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from attnplug import ForwardBatch, ForwardMode, to_device
+from attnplug_engine.capture import Capture
+from attnplug_engine.capture_check import CaptureCheck
 from attnplug_engine.request import Step, StepEntry
-from attnplug_engine.runner import ModelRunner
+from attnplug_engine.runner import ModelRunner, Phase
 from attnplug_engine.sampler import sample
 from attnplug_engine.speculation.accept import Accepted, accept, moves
 from attnplug_engine.speculation.batches import Batches, EagerBatches
@@ -18,6 +20,7 @@ from attnplug_engine.speculation.draft_runner import DraftRunner
 from attnplug_engine.speculation.drafters import Drafter, ModelDrafter, NgramDrafter
 from attnplug_engine.speculation.launched import Brought, LaunchedRounds
 from attnplug_engine.speculation.options import Speculation
+from attnplug_engine.speculation.round_graphs import CapturedRound, RoundGraphs
 from attnplug_engine.speculation.state import Members, RoundState
 from attnplug_engine.speculation.timing import Timing
 from attnplug_engine.speculation.tree import ancestors, depths
@@ -34,6 +37,14 @@ class Verified:
     """``[requests * N, width]``: what the draft takes of the target."""
     logits: Tensor
     """``[requests * N, vocab]`` of the nodes."""
+
+
+@dataclass(slots=True, eq=False)
+class _Found:
+    """Where captured graphs leave what the next one reads."""
+
+    verified: Verified | None = None
+    newest: Tensor | None = None
 
 
 class RoundRunner:
@@ -54,40 +65,126 @@ class RoundRunner:
             self.drafter = NgramDrafter(speculation, capacity.max_batch, context, runner.device)
         else:
             self.drafter = ModelDrafter(draft, speculation, runner.table)
+        self.graphs: RoundGraphs | None = None
+        self._verified: dict[int, _Found] = {}
         self._exact = runner.backend.claims.needs_cpu_seq_lens
+
+    # Capturing
+
+    @torch.inference_mode()
+    def capture(
+        self, sizes: Sequence[int], capture: Capture, progress: Callable[[int, int], None] | None = None
+    ) -> RoundGraphs:
+        """Capture rounds of these batch sizes, the largest first, so that the others reuse its memory.
+
+        Each is compared with eager attention before it is trusted. From here on the workspace does not grow.
+        """
+        runner, draft, capacity = self.runner, self.draft, self.runner.capacity
+        runner.enter(Phase.WARM_UP, "capture graphs once, before the first step")
+        graphs = RoundGraphs(
+            runner.attention,
+            None if draft is None else draft.attention,
+            runner.table,
+            capacity.page_size,
+            capacity.context_length + capacity.spare,
+            largest=max(sizes),
+            rows=self._nodes,
+            draft_rows=self.speculation.most_draft_rows,
+            has_states=runner.pools.linear is not None,
+            device=runner.device,
+        )
+        pages, device = runner.allocator, runner.device
+        checks = [CaptureCheck(runner.spec, runner.attention, runner.pools, pages, runner.dtype, device)]
+        if draft is not None:
+            checks.append(CaptureCheck(draft.model.spec, draft.attention, draft.pools, pages, draft.dtype, device))
+        size = graphs.largest
+        try:
+            graphs.reserve(runner.allocator)
+            runner.enter(Phase.CAPTURE)
+            for done, size in enumerate(sorted(sizes, reverse=True)):
+                captured = graphs.capture(size, capture, self._parts)
+                for check, batches in zip(checks, (captured.target, captured.draft), strict=False):
+                    for batch in batches.made:
+                        check.run(batch, capture)
+                if progress is not None:
+                    progress(done + 1, len(sizes))
+        except torch.OutOfMemoryError as error:
+            raise runner.no_memory(size, graphs.sizes) from error
+        runner.workspace.freeze()
+        self.graphs = graphs
+        runner.enter(Phase.SERVE)
+        return graphs
+
+    def _parts(self, captured: CapturedRound) -> list[Callable[[], None]]:
+        """The parts of a round as a graph each: verify, the draft's extend, its further steps."""
+        found = self._verified[captured.size] = _Found()
+
+        def verify() -> None:
+            found.verified = self.verify(captured.target)
+
+        def extend() -> None:
+            assert found.verified is not None
+            found.newest = self._catch_up(captured.draft, found.verified)
+
+        def ahead() -> None:
+            assert found.verified is not None
+            self._look_ahead(captured.draft, found.newest, found.verified)
+
+        return [verify, extend, ahead]
+
+    # Steps
 
     @torch.inference_mode()
     def launch(self, step: Step) -> LaunchedRounds:
         """Run a step: asks everything of the device and waits for nothing, unless a backend needs exact lengths."""
+        self.runner.phase = Phase.SERVE
         if step.copies:
             self.runner.pools.copy_pages(step.copies)
             if self.draft is not None:
                 self.draft.pools.copy_pages(step.copies)
         parts: list[Brought] = []
-        timing = None
+        timing = captured = None
         if step.rounds:
             timing = Timing(self.runner.device)
-            parts.append(self._round(step, timing))
+            captured = None if self.graphs is None else self.graphs.fitting(step.rounds)
+            parts.append(self._round(step, timing) if captured is None else self._replay(captured, step, timing))
         if step.rounds < len(step.entries):
             parts.append(self._prefill(step))
-        launched = LaunchedRounds(parts, timing, replayed=False)
         states = self.runner.pools.linear
         if step.snapshots and states is not None:
             for source, target in step.snapshots:
                 states.copy(source, target)
-        return launched
-
-    # Rounds
+        return LaunchedRounds(parts, timing, replayed=captured is not None)
 
     def _round(self, step: Step, timing: Timing) -> Brought:
         entries, rows = step.entries[: step.rounds], step.rows[: step.rounds]
         members = self._members(entries, rows, step.state_slots[: step.rounds])
         verified = self.verify(self._eager(members))
         timing.mark()
-        self.propose(members, verified, timing)
-        return self.brought(entries, verified)
+        brought = self._brought(entries, verified)
+        batches = self._draft_batches(members)
+        newest = self._catch_up(batches, verified)
+        timing.mark()
+        self._look_ahead(batches, newest, verified)
+        timing.mark()
+        return brought
 
-    def brought(self, entries: Sequence[StepEntry], verified: Verified) -> Brought:
+    def _replay(self, captured: CapturedRound, step: Step, timing: Timing) -> Brought:
+        assert self.graphs is not None
+        entries, slots = step.entries[: step.rounds], step.state_slots[: step.rounds]
+        self.graphs.begin(captured, entries, step.rows[: step.rounds], slots, self.runner.sampler.seed_of)
+        verify, *drafting = captured.parts
+        verify()
+        timing.mark()
+        verified = self._verified[captured.size].verified  # a graph leaves it where it was captured
+        assert verified is not None
+        brought = self._brought(entries, verified)
+        for replay in drafting:
+            replay()
+            timing.mark()
+        return brought
+
+    def _brought(self, entries: Sequence[StepEntry], verified: Verified) -> Brought:
         """What the host is told of a round, with the logits of the accepted nodes in their order."""
         requests, accepted, logits = [entry.request for entry in entries], verified.accepted, verified.logits
         if self.state.trees and any(request.params.logprobs is not None for request in requests):
@@ -120,12 +217,13 @@ class RoundRunner:
         self.runner.attention.commit_states(batch, accepted.counts)
         return Verified(lengths, accepted, taken, logits)
 
-    def propose(self, members: Members, verified: Verified, timing: Timing) -> None:
+    def _catch_up(self, batches: Batches, verified: Verified) -> Tensor | None:
+        return self.drafter.catch_up(batches, verified.lengths, verified.accepted, verified.hidden)
+
+    def _look_ahead(self, batches: Batches, newest: Tensor | None, verified: Verified) -> None:
         """Have the drafter propose for the members' next round."""
-        batches = self._draft_batches(members)
-        proposal = self.drafter.after_round(batches, verified.lengths, verified.accepted, verified.hidden, timing.mark)
-        self.state.propose(members.rows, proposal)
-        timing.mark()
+        proposal = self.drafter.look_ahead(batches, newest, verified.lengths + verified.accepted.counts)
+        self.state.propose(batches.members.rows, proposal)
 
     def _target(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
         """The target's hidden states of a batch, and what the draft takes of them."""
