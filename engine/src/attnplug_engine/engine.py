@@ -247,7 +247,7 @@ class Engine:
         result = scheduler.finish_round(step, tokens, _completes_stop if self._observed else None)
         counts.add_rounds(step, result.tokens, time.perf_counter() - started, replayed=running.replayed)
         if running.timing is not None:
-            counts.rounds.add([len(new) for new in tokens[: step.rounds]], running.timing.seconds())
+            counts.rounds.add([len(new) for new in tokens[: step.rounds]], running.timing)
         for entry in step.entries:
             request = entry.request
             new = result.tokens.get(request.id, [])

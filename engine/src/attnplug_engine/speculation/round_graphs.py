@@ -165,7 +165,10 @@ class RoundGraphs:
             torch.index_select(mirror, 0, members.rows, out=table)
             first()
 
-        captured.parts.extend(capture(part) for part in (begin, *rest))
+        for part in (begin, *rest):
+            replay = capture(part)
+            replay()  # the next part is warmed up on what this one leaves, and a capture alone leaves nothing
+            captured.parts.append(replay)
         self._rounds[size] = captured
         return captured
 
