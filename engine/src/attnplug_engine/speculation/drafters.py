@@ -115,8 +115,8 @@ class ModelDrafter:
         self._layered = runner.model.models > 1
         if self._layered and self._topk > 1:
             raise UsageError(
-                f"`{TOPK}` {self._topk} makes trees of drafts, and this draft has {runner.model.models} models, one for "
-                f"each step of a chain; give a `{TOPK}` of 1",
+                f"`{TOPK}` {self._topk} makes trees of drafts, and this draft has {runner.model.models} models, one "
+                f"for each step of a chain; give a `{TOPK}` of 1",
                 settings=[TOPK],
             )
 
@@ -170,7 +170,10 @@ class ModelDrafter:
             new_lens=None if len(tokens) == longest * len(counts) else to_device(counts, device, np.int32),
             host=HostLengths(counts, lengths) if self._runner.exact_prefill else None,
         )
-        return ForwardBatch(geometry, ids, places), ends
+        batch = ForwardBatch(geometry, ids, places)
+        self._runner.attention.plan(batch)
+        batch.mark_forward_metadata_ready()
+        return batch, ends
 
     def catch_up(self, batches: Batches, lengths: Tensor, accepted: Accepted, hidden: Tensor | None) -> Tensor | None:
         nodes = self._nodes
@@ -233,15 +236,8 @@ class ModelDrafter:
     ) -> Proposal | None:
         """As ``_further_layers``, of prefills: all rows of the requests, the last of which are at ``last``."""
         assert batch.input_ids is not None
-        ends = [entry.position + len(entry.token_ids) for entry in entries]
         rows = to_device([count - 1 for count in accumulate(len(entry.token_ids) for entry in entries)], last.device)
-        further = [
-            [
-                next(iter(entry.request.tokens(end + step, end + step + 1)), 0)
-                for entry, end in zip(entries, ends, strict=True)
-            ]
-            for step in range(1, self._steps)
-        ]
+        further = [[_following(entry, step) for entry in entries] for step in range(1, self._steps)]
         runner, tokens = self._runner, list[Tensor]()
         for step in range(self._steps):
             if step:
@@ -274,6 +270,12 @@ class ModelDrafter:
             parents = _parents(growth).unsqueeze(2).expand(-1, -1, newest.shape[2])
             inputs = torch.cat([inputs, newest.gather(1, parents)], 1)
         return growth.proposal(self._nodes)
+
+
+def _following(entry: StepEntry, steps: int) -> int:
+    """The token so many places after the one that follows an entry's; 0 where it is not known."""
+    place = entry.position + len(entry.token_ids) + steps
+    return next(iter(entry.request.tokens(place, place + 1)), 0)
 
 
 def _parents(growth: TreeGrowth) -> Tensor:
