@@ -6,6 +6,8 @@ python benchmarks/vllm_h200.py --table benchmarks/results/vllm_h200.json
 
 A backend is one of vLLM's (--attention-backend NAME), or one of ours as attnplug:NAME. NAME@64 sets --block-size, which
 is otherwise left to vLLM. Each runs in a process of its own, with vLLM's defaults: torch.compile, full decode graphs.
+All start at once, since most of a start is compiling on the host; then one after the other measures, while the others
+wait.
 The model is the dense DeepSeek-V3 shape of decode_models.py (16 layers, hidden 2048, latent 512 + 64) with random
 weights and 16 or 128 heads.
 
@@ -41,8 +43,10 @@ _ROOM = 800
 """Tokens that a request may get."""
 _BUILDS = 60
 _TRACED = ((1, 16384), (4, 16384), (64, 1024))
-_LEAST_S = 100
-"""A start takes up to this long; with less time left, none is begun."""
+_START_S = 240
+"""A start takes up to this long when all of them compile at once."""
+_MOST_TOKENS = 16 * (65536 + _ROOM)
+"""Cache rows that a process has room for: several share the GPU's memory. Larger points are left out."""
 
 
 def config_of(heads: int) -> Config:
@@ -105,7 +109,8 @@ def measured(arguments: argparse.Namespace, backend: str) -> dict[str, Any]:
                 dtype=config["dtype"],
                 max_model_len=max(contexts) + _ROOM,
                 max_num_seqs=max(batches),
-                gpu_memory_utilization=0.85,
+                gpu_memory_utilization=0.1,
+                kv_cache_memory_bytes=_cache_bytes(config, batches, contexts),
                 enable_prefix_caching=False,
                 enforce_eager=arguments.eager,
                 kv_transfer_config={
@@ -127,10 +132,12 @@ def measured(arguments: argparse.Namespace, backend: str) -> dict[str, Any]:
             "cudagraph_mode": str(runner.compilation_config.cudagraph_mode),
             "chosen": _chosen(runner),
         }
-        clock = Clock(arguments.budget - entry["start_s"], lambda: _save(arguments.out, found()))
+        _wait_for_turn(arguments.turn)
+        clock = Clock(arguments.budget, lambda: _save(arguments.out, found()))
         for context in sorted(contexts):
             ladder = Ladder(llm, config["vocab_size"], context)
-            for point in sorted((p for p in points if p.context == context), key=lambda p: -p.batch):
+            here = [p for p in points if p.context == context and p.batch * (context + _ROOM) <= _MOST_TOKENS]
+            for point in sorted(here, key=lambda p: -p.batch):
                 clock.record(point, partial(_measure, ladder, point, clock, llm, builder, arguments.no_trace))
             ladder.end()
     return found()
@@ -195,23 +202,45 @@ def _entry(config: Config, backend: str, point: Point) -> dict[str, Any]:
     return made
 
 
+def _cache_bytes(config: Config, batches: list[int], contexts: list[int]) -> int:
+    """What the largest of the points takes, and a part more for blocks that are not full."""
+    tokens = max((batch * (context + _ROOM) for batch in batches for context in contexts), default=0)
+    row = 2 * (config["kv_lora_rank"] + config["qk_rope_head_dim"]) * config["num_hidden_layers"]
+    return int(1.05 * row * min(tokens, _MOST_TOKENS)) + (1 << 28)
+
+
+def _wait_for_turn(turn: str | None) -> None:
+    if turn is None:
+        return
+    Path(f"{turn}.ready").touch()
+    while not Path(turn).exists():
+        time.sleep(0.1)
+
+
 def _each_apart(arguments: argparse.Namespace) -> dict[str, Any]:
     """A process for each backend: vLLM gives its memory back with its process alone."""
     end, results = time.perf_counter() + arguments.budget, []
-    for backend in arguments.backends.split(","):
-        left = end - time.perf_counter()
-        if left < _LEAST_S and not arguments.smoke:
-            print(f"{backend}: only {left:.0f} s are left", flush=True)
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(f"{arguments.out}.{backend.replace(':', '-')}" if arguments.out else f"{folder}/found.json")
-            out.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        processes = {}
+        for backend in arguments.backends.split(","):
+            turn, out = Path(folder, backend), Path(f"{arguments.out or folder + '/'}.{backend.replace(':', '-')}")
             # Of options that are given twice the last counts.
-            own = ["--one", backend, "--out", str(out), "--budget", f"{left}"]
+            own = ["--one", backend, "--out", str(out), "--budget", f"{arguments.points_s}", "--turn", str(turn)]
+            processes[turn] = out, subprocess.Popen([sys.executable, __file__, *sys.argv[1:], *own])
+        latest = min(time.perf_counter() + _START_S, end)
+        while time.perf_counter() < latest and any(
+            not Path(f"{turn}.ready").exists() and process.poll() is None for turn, (_, process) in processes.items()
+        ):
+            time.sleep(0.2)
+        for turn, (out, process) in processes.items():
+            ready = Path(f"{turn}.ready").exists()
+            turn.touch()
             try:
-                subprocess.run([sys.executable, __file__, *sys.argv[1:], *own], timeout=left + 10, check=False)
+                process.wait(timeout=max(min(arguments.points_s + 15, end - time.perf_counter()), 0) if ready else 0)
             except subprocess.TimeoutExpired:
-                print(f"{backend}: no answer within {left + 10:.0f} s", flush=True)
+                print(f"{turn.name}: {'not done' if ready else 'not started'} in time", flush=True)
+                process.kill()
+                process.wait()
             if out.exists():
                 results.append(json.loads(out.read_text()))
     return merged(results)
@@ -274,11 +303,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--backends", default=",".join(OWN + OURS), help="separated by commas; each is started once")
     parser.add_argument("--batches", default="1,4,16,64")
     parser.add_argument("--contexts", default="1024,16384,65536")
-    parser.add_argument("--budget", type=float, default=570, help="seconds in all; no start is begun with too few left")
+    parser.add_argument("--budget", type=float, default=570, help="seconds in all")
+    parser.add_argument("--points-s", type=float, default=50, help="seconds for the points of one backend")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs and no torch.compile")
     parser.add_argument("--no-trace", action="store_true")
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU")
     parser.add_argument("--one", metavar="BACKEND", help=argparse.SUPPRESS)
+    parser.add_argument("--turn", metavar="FILE", help=argparse.SUPPRESS)
     parser.add_argument("--out", metavar="FILE")
     parser.add_argument("--merge", nargs="+", metavar="FILE")
     parser.add_argument("--table", metavar="FILE")
