@@ -331,6 +331,19 @@ class Geometry:
                 made["new_lens"] = padded(self.seq_lens.new_full((self.requests,), self.max_new), more)
         return replace(self, **made, rows=self.rows + rows, calls=())
 
+    def live(self) -> Geometry:
+        """The same without the padded requests at the end, where the host has exact lengths: these have no rows, and
+        without them a batch may be uniform, as kernels like it."""
+        host = self.host
+        if host is None or not self.requests or host.query_lens[-1]:
+            return self
+        count = next((count for count in range(self.requests, 0, -1) if host.query_lens[count - 1]), 0)
+        part = replace(self.split(count)[0], calls=self.calls)
+        lens = host.query_lens[:count]
+        if min(lens, default=0) < self.max_new:
+            return part
+        return replace(part, new_lens=None)
+
     def span_slots(self, requests: Sequence[int], starts: Sequence[int], lens: Sequence[int]) -> Tensor:
         """``[rows]`` int64: the cache slots (``page * page_size + offset``) of spans of requests, in order.
 
