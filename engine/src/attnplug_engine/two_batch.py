@@ -37,7 +37,14 @@ class Cut:
 
 
 def place_to_cut(geometry: Geometry) -> Cut | None:
-    """Where the halves are most alike; ``None`` for a batch that is too small, or whose rows the host cannot count."""
+    """Where the halves are most alike; ``None`` for a batch that stays in one piece.
+
+    That is one that is too small, one whose rows the host cannot count, one that a graph reads from static memory, and
+    a verify with linear states, which are committed by the plan of the whole batch.
+    """
+    verifies_states = geometry.mode is ForwardMode.TARGET_VERIFY and geometry.state_slots is not None
+    if geometry.captured or verifies_states:
+        return None
     if geometry.host is not None:
         counts: Sequence[int] = geometry.host.query_lens
     elif geometry.new_lens is None:
@@ -71,8 +78,8 @@ class TwoBatch:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def halves(self, batch: ForwardBatch) -> tuple[ForwardBatch, ForwardBatch] | None:
-        """Both halves, planned and marked; ``None`` for a batch that stays in one piece: one that is too small to be
-        cut, or that was planned as a whole, as those of CUDA graphs are."""
+        """Both halves, planned and marked; ``None`` for a batch that stays in one piece, as one does that was planned
+        before."""
         if not batch.needs_forward_metadata_init() or (cut := place_to_cut(batch.geometry)) is None:
             return None
         halves = batch.split(cut.requests, lanes=(0, 1), cut=cut.rows)
