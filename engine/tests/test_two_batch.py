@@ -363,7 +363,7 @@ def prompts() -> list[list[int]]:
     [
         {},
         {"chunked_prefill_size": 16, "overlap": True, "page_size": 16},
-        {"num_pages": 32, "prefix_cache": False},
+        {"num_pages": 35, "prefix_cache": False},
         {"chunked_prefill_size": -1},
     ],
     ids=["whole", "chunks, scheduled ahead", "preempted", "prompts in one piece"],
