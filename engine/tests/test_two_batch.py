@@ -22,6 +22,7 @@ from attnplug_engine import Engine, SamplingParams
 from attnplug_engine.options import EngineOptions
 from attnplug_engine.two_batch import LEAST_SHARE, Cut, TwoBatch, place_to_cut
 from support.command import Package
+from support.trees import tree_bits
 
 EXTEND, DECODE, VERIFY, MIXED = (
     ForwardMode.EXTEND,
@@ -255,6 +256,23 @@ def test_a_half_with_a_longer_prefix_runs_by_the_path_of_the_whole():
     assert first.geometry.calls and second.geometry.calls and not second.needs_forward_metadata_init()
 
 
+@pytest.mark.parametrize("model", ["tiny:llama", "tiny:deepseek_v3"])
+@pytest.mark.parametrize("mode", [VERIFY, ForwardMode.DRAFT_EXTEND], ids=["a verify of trees", "a draft's extend"])
+def test_steps_of_a_draft_give_what_a_plain_forward_gives(model, mode):
+    """B4: trees go with their requests."""
+    plain, halved = Driver(model, page_size=4), Driver(model, page_size=4, two_batch_overlap=True)
+    found = []
+    for driver in (plain, halved):
+        driver.runner.forward(driver.batch(EXTEND, [9, 4, 5]))
+        batch = driver.batch(mode, [4, 4, 4], seed=1)
+        if mode is VERIFY:
+            trees = tree_bits([(-1, 0, 0, 1), (-1, 0, 1, 2), (-1, 0, 0, 0)])
+            batch.geometry = replace(batch.geometry, tree=trees)
+        found.append(driver.runner.forward(batch))
+    assert difference(found[1], found[0]) < TOLERANCE
+    assert [(geometry.requests, geometry.lane) for geometry in halved.planned[-2:]] == [(1, 0), (2, 1)]
+
+
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("halves", [False, True], ids=["whole", "halves"])
 def test_a_padded_batch_gives_what_it_gives_without_padding(model, halves):
@@ -297,6 +315,15 @@ def test_a_batch_that_was_planned_as_a_whole_runs_as_a_whole():
     batch.mark_forward_metadata_ready()
     driver.runner.forward(batch)
     assert [geometry.requests for geometry in driver.planned] == [3]
+
+
+def test_small_batches_stay_whole_where_weights_would_be_read_twice():
+    driver = Driver("tiny:llama", page_size=4, two_batch_overlap=True)
+    driver.runner._two_batch.least_rows = 8  # as it is on a GPU, where it is more
+    for new, pieces in (([7, 0, 0], 1), ([1, 1, 1], 1), ([8, 0, 0], 2)):
+        del driver.planned[:]
+        driver.runner.forward(driver.batch(EXTEND, new))
+        assert len(driver.planned) == pieces
 
 
 class Streams:
@@ -408,6 +435,7 @@ def test_the_same_hidden_states_on_two_streams_of_a_gpu(model):
     options = {"device": "cuda", "page_size": 16, "disable_cuda_graph": True, "dtype": "float32"}
     plain, halved = Driver(model, **options), Driver(model, two_batch_overlap=True, **options)
     assert isinstance(halved.runner._two_batch, TwoBatch)
+    halved.runner._two_batch.least_rows = 0
     for number, new in enumerate([[101, 3, 2], [5, 90, 9]] + [[1, 40, 1]] * 3):
         expected, found = (
             driver.runner.forward(_to_cuda(driver.batch(EXTEND, new, seed=number))) for driver in (plain, halved)

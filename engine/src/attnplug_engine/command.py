@@ -72,7 +72,7 @@ def declare(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--enable-two-batch-overlap",
         action="store_true",
-        help="run steps as two halves, on two streams on a GPU; decode steps of CUDA graphs stay in one piece",
+        help="run steps as two halves, on two streams on a GPU, where those of CUDA graphs and small ones stay whole",
     )
     parser.add_argument(
         "--cuda-graph-batch-sizes",

@@ -25,6 +25,9 @@ LANES = 2
 LEAST_SHARE = 0.48
 """Of the rows of a batch. Where no half that ends with a request has as many, a request is cut."""
 
+LEAST_ROWS = 1024
+"""On a GPU smaller batches stay in one piece: their time is that of reading weights, which each half would do."""
+
 _WHOLE_REQUESTS = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
 
 
@@ -70,17 +73,22 @@ class TwoBatch:
     """Runs the halves of batches, for one model. On a GPU the second half is on a stream of its own.
 
     In every layer the second half comes after the first. So a request that is cut finds the cache rows and linear
-    states of its first rows, and on a GPU the second half's layer runs beside the first half's next one.
+    states of its first rows, and on a GPU the second half's layer runs beside the first half's next one. Batches of
+    fewer than ``least_rows`` stay in one piece.
     """
 
     def __init__(self, model: Decoder, attention: ModelAttention, device: torch.device) -> None:
         self._model, self._attention, self._device = model, attention, device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.least_rows = 0 if self._stream is None else LEAST_ROWS
 
     def halves(self, batch: ForwardBatch) -> tuple[ForwardBatch, ForwardBatch] | None:
         """Both halves, planned and marked; ``None`` for a batch that stays in one piece, as one does that was planned
         before."""
-        if not batch.needs_forward_metadata_init() or (cut := place_to_cut(batch.geometry)) is None:
+        if not batch.needs_forward_metadata_init() or batch.geometry.rows < self.least_rows:
+            return None
+        cut = place_to_cut(batch.geometry)
+        if cut is None:
             return None
         halves = batch.split(cut.requests, lanes=(0, 1), cut=cut.rows)
         self._attention.plan_halves(batch, halves)
