@@ -55,8 +55,8 @@ class EngineOptions:
     overlap: bool | None = None
     """Schedule and launch a step while the one before runs. ``None``: on a GPU; on a CPU it only wastes rows."""
     two_batch_overlap: bool = False
-    """Run steps as two halves, on two streams on a GPU. There, steps of few tokens stay in one piece, as do decode steps
-    that replay a CUDA graph."""
+    """Run steps as two halves, on two streams on a GPU. There, steps of few tokens stay in one piece, as do decode
+    steps that replay a CUDA graph."""
     cuda_graph_batch_sizes: tuple[int, ...] | None = None
     """Numbers of requests for which decode steps are captured. ``None``: some up to ``max_batch``, if the backends can
     be captured. Given, graphs are demanded: backends that cannot are refused."""
