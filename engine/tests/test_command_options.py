@@ -49,6 +49,7 @@ RUN: dict[str, Any] = {
     "random_weights": True,
     "check_layers": True,
     "overlap": False,
+    "two_batch_overlap": True,
     "disable_cuda_graph": True,
 }
 ALONE = {"cuda_graph_batch_sizes": (1, 2)}
@@ -102,6 +103,7 @@ def test_every_option_of_run_reaches_the_engine_or_the_sampling(attnplug: Attnpl
         *("--state-checkpoint", "64", "--mla-extend", "chunked", "--mla-chunk-capacity", "33", "--ignore-eos"),
         *("--check-layers", "--max-tokens", "8", "--temperature", "0.5", "--top-k", "11", "--top-p", "0.9"),
         *("--stop", "a", "--stop", "b", "--logprobs", "2", "--random-weights", "--disable-overlap"),
+        "--enable-two-batch-overlap",
         "--disable-cuda-graph",
     )
     assert "nothing runs" in outcome.err

@@ -79,6 +79,7 @@ class Engine:
             options.extend_policy,
             check_layers=options.check_layers,
             seed=options.seed,
+            two_batch_overlap=options.two_batch_overlap,
         )
         self.graphs = self._capture(on_capture)
         """What was captured."""

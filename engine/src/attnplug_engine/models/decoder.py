@@ -174,10 +174,17 @@ class Decoder(nn.Module):
 
     def forward(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch) -> Tensor:
         """Hidden states ``[tokens, hidden]`` of tokens ``[tokens]`` at ``positions`` ``[tokens]`` of their requests."""
-        hidden = F.embedding(input_ids, self.embedding)
-        rotation = self.rope.at(positions)
+        hidden, rotation = self.begin(input_ids, positions)
         for layer in self.layers:
             hidden = layer(hidden, rotation, batch)
+        return self.end(hidden)
+
+    def begin(self, input_ids: Tensor, positions: Tensor) -> tuple[Tensor, Rotation]:
+        """What the first layer is given."""
+        return F.embedding(input_ids, self.embedding), self.rope.at(positions)
+
+    def end(self, hidden: Tensor) -> Tensor:
+        """The last layer's hidden states, normed."""
         return cast(Tensor, self.norm(hidden.to(self.embedding.dtype)))
 
     def logits(self, hidden: Tensor) -> Tensor:
