@@ -6,12 +6,14 @@ import compile_experts
 import compile_kernels
 import compile_linear_gates
 import compile_sampler
+import compile_speculation
 
 PARTS = {
     "models": compile_kernels,
     "experts": compile_experts,
     "linear gates": compile_linear_gates,
     "sampler": compile_sampler,
+    "speculation": compile_speculation,
 }
 
 if __name__ == "__main__":

@@ -27,9 +27,11 @@ from attnplug.host import (
     TorchNativeBackend,
     WorkspaceOwner,
 )
+from attnplug_engine import kernels
 from attnplug_engine.models.architectures import LoadedModel
 from support.batches import capabilities
 from support.command import attnplug, package
+from support.devices import DEVICES, INTERPRETED
 from support.triton_mode import settle_triton
 
 __all__ = ["attnplug", "package"]
@@ -231,3 +233,17 @@ def interruptible() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(
+    params=[
+        "torch",
+        pytest.param("interpreted", marks=INTERPRETED),
+        pytest.param("cuda", marks=DEVICES[1].marks),
+    ]
+)
+def kernel_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A device for each way in which functions with kernels run: by torch, by interpreted kernels, and on a GPU."""
+    if request.param == "interpreted":
+        monkeypatch.setattr(kernels, "usable", lambda _x: True)
+    return "cuda" if request.param == "cuda" else "cpu"

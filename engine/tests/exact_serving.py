@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from attnplug import AttentionKind, DType, ForwardMode, LayerSpec
 from attnplug.host import LinearDims, LinearStatePool, PageAllocator, SlotTable
@@ -74,21 +75,20 @@ class Serving:
         checkpoint: int = 8,
         depth: int = 1,
         bad_at: Mapping[int, int | None] | None = None,
+        spare: int = 0,
     ) -> None:
-        """``depth`` steps are in flight. ``bad_at`` says by request which of its tokens cannot be chosen."""
+        """``depth`` steps are in flight. ``bad_at`` says by request which of its tokens cannot be chosen. ``spare``
+        tokens are what the table is wider than the context."""
         self.depth, self.bad_at = depth, bad_at or {}
         self.states = LinearStatePool([LAYER], num_slots=slots, dtype=DType.FLOAT32, device="cpu") if slots else None
         self.allocator = PageAllocator(pages)
         self.table = SlotTable(
-            self.allocator, page_size=page_size, max_requests=max_batch, max_pages=-(-context // page_size)
+            self.allocator, page_size=page_size, max_requests=max_batch, max_pages=-(-(context + spare) // page_size)
         )
         self.cache = PrefixCache(self.allocator, page_size, self.states) if cached else None
         self.whole = chunk is None
         most = whole_step_tokens(context, max_batch) if chunk is None else chunk
-        self.scheduler = Scheduler(
-            self.table,
-            self.allocator,
-            self.cache,
+        self.scheduler = self.make_scheduler(
             max_batch=max_batch,
             max_step_tokens=most,
             whole_prompts=self.whole,
@@ -101,6 +101,9 @@ class Serving:
         self.tokens = [-1] * max_batch  # by rows of the table, as last sampled
         self.launched: deque[tuple[Step, list[int]]] = deque()
         self.steps = 0
+
+    def make_scheduler(self, **settings: Any) -> Scheduler:
+        return Scheduler(self.table, self.allocator, self.cache, **settings)
 
     def compute(self, step: Step) -> list[int]:
         """Run a step as a device does, and return the tokens that the host will read."""

@@ -111,9 +111,10 @@ def build(
     kind: type[RefilledNative] = RefilledNative,
     linear: type[RefilledDelta] = RefilledDelta,
 ) -> AttentionBackend:
-    registered = selection.chosen(Role.DECODE)
+    role = Role.DRAFT if selection.problem.is_draft else Role.DECODE
+    registered = selection.chosen(role)
     assert registered.spec.name == NAME
-    roles = frozenset({Role.PREFILL, Role.DECODE})
+    roles = frozenset({Role.DRAFT} if selection.problem.is_draft else {Role.PREFILL, Role.DECODE})
     full = kind(context.for_backend(NAME, registered.spec.capabilities, roles=roles, options=None))
     if context.pools.linear is None:
         return full
@@ -121,6 +122,6 @@ def build(
 
 
 def captured(engine: Engine, sizes: tuple[int, ...]) -> Engine:
-    """The engine with decode steps "captured" for these sizes."""
-    engine.runner.capture(sizes, RunAgain())
+    """The engine with decode steps, or rounds, "captured" for these sizes."""
+    (engine.rounds or engine.runner).capture(sizes, RunAgain())
     return engine

@@ -39,7 +39,7 @@ FIELDS: dict[str, Any] = {
 }
 RUN: dict[str, Any] = {
     **FIELDS,
-    "role_backends": {**FIELDS["role_backends"], Role.DECODE: "four"},
+    "role_backends": {**FIELDS["role_backends"], Role.DECODE: "four", Role.DRAFT: "five"},
     "num_pages": 7,
     "prefix_cache": False,
     "state_slots": 9,
@@ -51,6 +51,11 @@ RUN: dict[str, Any] = {
     "overlap": False,
     "two_batch_overlap": True,
     "disable_cuda_graph": True,
+    "speculative_algorithm": "standalone",
+    "speculative_draft_model": "small",
+    "speculative_num_steps": 2,
+    "speculative_topk": 3,
+    "speculative_num_draft_tokens": 5,
 }
 ALONE = {"cuda_graph_batch_sizes": (1, 2)}
 """What cannot be given beside another one of these."""
@@ -104,7 +109,9 @@ def test_every_option_of_run_reaches_the_engine_or_the_sampling(attnplug: Attnpl
         *("--check-layers", "--max-tokens", "8", "--temperature", "0.5", "--top-k", "11", "--top-p", "0.9"),
         *("--stop", "a", "--stop", "b", "--logprobs", "2", "--random-weights", "--disable-overlap"),
         "--enable-two-batch-overlap",
-        "--disable-cuda-graph",
+        *("--disable-cuda-graph", "--draft-attention-backend", "five", "--speculative-algorithm", "standalone"),
+        *("--speculative-draft-model", "small", "--speculative-num-steps", "2", "--speculative-topk", "3"),
+        *("--speculative-num-draft-tokens", "5"),
     )
     assert "nothing runs" in outcome.err
     (engine,) = spies

@@ -55,3 +55,14 @@ def test_linear_gates(facts: Facts) -> None:
 def test_the_sampler(facts: Facts) -> None:
     assert [each[:2] for each in facts["sampler"]] == [[sm, name] for sm in (80, 90) for name in ("_look", "_choose")]
     assert all(spilled == 0 for *_, spilled in facts["sampler"]), facts["sampler"]
+
+
+def test_speculation(facts: Facts) -> None:
+    trees = {f"trees.{name}" for name in ("_relate", "_lay_out", "_accept", "_move")}
+    names = (
+        trees
+        | {"growth._grow", "growth._cut"}
+        | {"ngram._append", "ngram._search", "ngram._propose", "noised._look", "noised._choose"}
+    )
+    assert {(sm, name) for sm, name, _ in facts["speculation"]} == {(sm, name) for sm in (80, 90) for name in names}
+    assert all(spilled == 0 for *_, spilled in facts["speculation"]), facts["speculation"]

@@ -20,7 +20,6 @@ from attnplug import (
     DeltaWeights,
     ForwardBatch,
     ForwardExtras,
-    ForwardMode,
     Geometry,
     LayerSpec,
     LinearInputs,
@@ -57,7 +56,7 @@ class CaptureCheck:
         """Check the captured ``batch``, which is all padding now and again afterwards. Raises BackendError."""
         for layer in self._layers:
             outs: list[Tensor] = []
-            call = self._call(layer, batch.batch_size)
+            call = self._call(layer, batch.geometry.rows)
 
             def run(call: Callable[[ForwardBatch], Tensor] = call, outs: list[Tensor] = outs) -> None:
                 self._attention.refill(batch)
@@ -100,9 +99,10 @@ class CaptureCheck:
         extras = ForwardExtras(sinks=self._rand(heads).float()) if layer.sinks else None
 
         def full(batch: ForwardBatch) -> Tensor:
-            n = batch.batch_size
+            n = batch.geometry.rows
             new = None if values is None else values[:n]
-            return backend.forward_decode(q[:n], k[:n], new, layer, batch, extras=extras).flatten(1)
+            run = backend.forward_decode if batch.forward_mode.is_decode else backend.forward_extend
+            return run(q[:n], k[:n], new, layer, batch, extras=extras).flatten(1)
 
         return full
 
@@ -118,7 +118,7 @@ class CaptureCheck:
         whole = self._whole_layer(dims, x, weight, by_channel) if delta and dims.conv_width else None
 
         def linear(batch: ForwardBatch) -> Tensor:
-            n, outs = batch.batch_size, []
+            n, outs = batch.geometry.rows, []
             if whole is not None:
                 rows_of = {name: getattr(whole, name)[:n] for name in ("rows", "decay", "beta", "gate")}
                 out = attention.attend_delta(replace(whole, **rows_of), layer, batch)
@@ -151,12 +151,15 @@ class CaptureCheck:
         """Fill the captured batch with requests of random lengths over random rows; yields the same batch, eager."""
         captured = batch.geometry
         size, width, page_size = captured.requests, captured.page_table.shape[1], captured.page_size
-        room = min(self._allocator.free_pages, _MOST_PAGES)
-        live = max(min(size - size // 4, room), 1) if room else 0
+        new, room = captured.max_new, min(self._allocator.free_pages, _MOST_PAGES)
+        least = -(-new // page_size)  # pages of a request
+        live = max(min(size - size // 4, room // least), 1) if room >= least else 0
         each = min(room // max(live, 1), width)
         pages = self._allocator.allocate(live * each)
         longest = min(each * page_size, captured.max_seq_len)
-        lens = torch.randint(1, longest + 1, (live,), generator=self._random, device=self._device).tolist()
+        lens: list[int] = []
+        if live:
+            lens = torch.randint(new, longest + 1, (live,), generator=self._random, device=self._device).tolist()
         table = torch.tensor(pages, dtype=torch.int32, device=self._device).view(live, each)
         before = [tensor[:live].clone() for tensor in self._static(captured)]
         caches = self._caches(layer)
@@ -165,21 +168,24 @@ class CaptureCheck:
                 cache[table.flatten().long()] = self._rand(live * each, *cache.shape[1:]).to(cache.dtype)
             captured.page_table[:live, :each] = table
             captured.seq_lens[:live] = torch.tensor(lens, dtype=torch.int32, device=self._device)
+            if captured.tree is not None:  # every row sees itself and the first one
+                captured.tree[:live] = (1 << torch.arange(new, device=self._device)) | 1
             slots = None
             if captured.state_slots is not None:
                 slots = torch.arange(live, device=self._device)
                 captured.state_slots[:live] = slots
             yield ForwardBatch(
                 Geometry(
-                    ForwardMode.DECODE,
+                    captured.mode,
                     table,
                     captured.seq_lens[:live].clone(),
                     page_size,
-                    rows=live,
+                    rows=live * new,
                     max_seq_len=max(lens, default=0),
-                    max_new=1,
-                    host=HostLengths([1] * live, lens),
+                    max_new=new,
+                    host=HostLengths([new] * live, lens),
                     state_slots=slots,
+                    tree=None if captured.tree is None else captured.tree[:live].clone(),
                 )
             )
         finally:
@@ -191,8 +197,8 @@ class CaptureCheck:
 
     @staticmethod
     def _static(captured: Geometry) -> list[Tensor]:
-        states = [] if captured.state_slots is None else [captured.state_slots]
-        return [captured.page_table, captured.seq_lens, *states]
+        also = [tensor for tensor in (captured.state_slots, captured.tree) if tensor is not None]
+        return [captured.page_table, captured.seq_lens, *also]
 
     def _caches(self, layer: LayerSpec) -> Sequence[Tensor]:
         mha, mla = self._pools.mha, self._pools.mla
@@ -214,10 +220,11 @@ class CaptureCheck:
         return [(part, part.clone()) for part in parts]
 
     def _others(self, layer: LayerSpec, batch: ForwardBatch) -> list[Tensor]:
-        """A copy of what a decode of these requests leaves as it is: all but the last row of each in their pages, and a
+        """A copy of what a step of these requests leaves as it is: all but the new rows of each in their pages, and a
         linear layer's last slot, which is nobody's. What padded requests write by mistake mostly goes there."""
         geometry, linear, kept = batch.geometry, self._pools.linear, []
-        requests, last = torch.arange(batch.batch_size, device=self._device), geometry.seq_lens.long() - 1
+        requests = torch.arange(batch.batch_size, device=self._device).unsqueeze(1)
+        last = geometry.seq_lens.long().unsqueeze(1) - 1 - torch.arange(geometry.max_new, device=self._device)
         for cache in self._caches(layer):
             rows = cache[geometry.page_table.long()].flatten(1, 2)
             rows[requests, last] = 0
@@ -231,6 +238,7 @@ class CaptureCheck:
         self, layer: LayerSpec, batch: ForwardBatch, found: Tensor, expected: Tensor, live: int, *, strayed: bool
     ) -> None:
         claims, name = self._attention.backend.claims, self._attention.backend.backend_id.name
+        live *= batch.geometry.max_new
         error = float((found[:live].double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30))
         if not error <= _TOLERANCE[self._dtype]:  # NaN is none of these
             what = f"differs from an eager run by {error:.1e} of its size"
@@ -240,9 +248,10 @@ class CaptureCheck:
             what = "writes to rows or states that are not its requests' newest"
         else:
             return
+        where = f"layer {layer.layer_id}, {layer.kind}"
         raise BackendError(
-            f"backend {name} claims cuda_graph {claims.cuda_graph.name}, but a replay of its captured decode of "
-            f"{batch.batch_size} requests {what} (layer {layer.layer_id}, {layer.kind}): it cannot be captured as it "
-            "claims; choose another backend, or turn graphs off by `disable_cuda_graph`",
+            f"backend {name} claims cuda_graph {claims.cuda_graph.name}, but a replay of its captured "
+            f"{batch.forward_mode} of {batch.batch_size} requests {what} ({where}): it "
+            "cannot be captured as it claims; choose another backend, or turn graphs off by `disable_cuda_graph`",
             settings=["disable_cuda_graph"],
         )

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.bin.index.json")
 _FLOATS = {"F64", "F32", "F16", "BF16"}
+_INTEGERS = {"I64", "I32"}
 _SHOWN = 6
 _MOST_NAME = 255
 _MOST_INDEX_BYTES = 1 << 28  # of 100,000 tensors it has 10 MB
@@ -150,7 +151,12 @@ class Checkpoint:
         part: Tensor = stored[rows or slice(None)] if columns is None else stored[rows or slice(None), columns]
         return part
 
-    def _stored(self, name: str, shape: tuple[int, ...]) -> Any:
+    def integers(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A tensor of whole numbers, such as a map of tokens, as int64."""
+        whole: Tensor = self._stored(name, shape, _INTEGERS)[:]
+        return whole.long()
+
+    def _stored(self, name: str, shape: tuple[int, ...], kinds: Collection[str] = _FLOATS) -> Any:
         """A handle on a tensor in its file, of which nothing is read yet."""
         if name not in self._files:
             raise self._missing(name, shape)
@@ -174,10 +180,10 @@ class Checkpoint:
                 found,
                 shape,
             )
-        if (dtype := str(stored.get_dtype())) not in _FLOATS:
+        if (dtype := str(stored.get_dtype())) not in kinds:
+            allowed = "only unquantised weights can be loaded" if kinds is _FLOATS else "it must hold whole numbers"
             raise WrongDtype(
-                f"{path}: tensor {name!r} is of type {dtype}; only unquantised weights can be loaded: "
-                f"{', '.join(sorted(_FLOATS))}",
+                f"{path}: tensor {name!r} is of type {dtype}; {allowed}: {', '.join(sorted(kinds))}",
                 path,
                 name,
                 dtype,

@@ -10,6 +10,7 @@ from attnplug_engine.chat import Chat
 from attnplug_engine.command_line import add_model_and_prompts, add_serving_options, on_each_rank
 from attnplug_engine.prompts import PromptLine, read_prompts
 from attnplug_engine.request import DEFAULT_MAX_TOKENS, SamplingParams
+from attnplug_engine.speculation.options import DEFAULT_STEPS, Algorithm
 
 
 def declare(commands: Commands[argparse.ArgumentParser]) -> None:
@@ -17,7 +18,7 @@ def declare(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = add_command(commands, "run", "Generate with a model on any installed backend.", run)
     add_model_and_prompts(parser, "prompt, messages or prompt_token_ids, and its own id, max_tokens, stop and so on")
     parser.add_argument("--chat", action="store_true", help="a prompt is a user's message: use the chat template")
-    roles = (Role.PREFILL, Role.DECODE, Role.LINEAR)
+    roles = (Role.PREFILL, Role.DECODE, Role.LINEAR, Role.DRAFT)
     add_serving_options(parser, roles, chunked_prefill_size=2048, seeded="sampling and of random weights")
     parser.add_argument(
         "--random-weights", action="store_true", help="read the model's config alone; its weights are random by --seed"
@@ -80,8 +81,30 @@ def declare(commands: Commands[argparse.ArgumentParser]) -> None:
         help="capture decode steps for these numbers of prompts (default: some up to --max-batch)",
     )
     parser.add_argument("--disable-cuda-graph", action="store_true", help="capture nothing")
+    _add_speculation(parser)
     parser.add_argument(
         "--check-layers", action="store_true", help="stop at the first layer whose output is not finite"
+    )
+
+
+def _add_speculation(parser: argparse.ArgumentParser) -> None:
+    names = ", ".join(Algorithm)
+    parser.add_argument("--speculative-algorithm", metavar="NAME", help=f"propose tokens, and verify them: {names}")
+    parser.add_argument(
+        "--speculative-draft-model", metavar="PATH|tiny:NAME", help="the draft's checkpoint, where it has its own"
+    )
+    parser.add_argument(
+        "--speculative-num-steps", type=int, metavar="S", help=f"tokens a draft looks ahead (default: {DEFAULT_STEPS})"
+    )
+    parser.add_argument(
+        "--speculative-topk", type=int, metavar="K", help="branches of a draft; with more than 1 it is a tree"
+    )
+    parser.add_argument(
+        "--speculative-num-draft-tokens",
+        "--speculative-tokens",  # as `explain` has it, whose refusals name it
+        type=int,
+        metavar="N",
+        help="rows of a prompt that are verified at once (default: steps + 1, or steps × branches + 1)",
     )
 
 

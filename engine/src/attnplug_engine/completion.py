@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from attnplug import ForwardMode
 from attnplug_engine.request import Step, TokenLogprobs
+from attnplug_engine.speculation.statistics import RoundStatistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +48,8 @@ class Statistics:
     """Decode steps that ran as captured graphs."""
     eager_steps: int = 0
     """Decode steps that did not."""
+    rounds: RoundStatistics | None = None
+    """Of an engine that speculates."""
 
     def add(self, step: Step, new_tokens: int, seconds: float, *, replayed: bool = False) -> None:
         """A finished step, and how many new tokens it brought.
@@ -61,6 +65,20 @@ class Statistics:
             prefilling = [entry for entry in step.entries if entry.position < len(entry.request.prompt)]
             prefill = sum([len(entry.token_ids) for entry in prefilling])
             decoding = len(step.entries) - len(prefilling)
+        self._count(prefill, decoding, seconds)
+
+    def add_rounds(
+        self, step: Step, new_tokens: Mapping[int, Sequence[int]], seconds: float, *, replayed: bool = False
+    ) -> None:
+        """As ``add``, for a step of an engine that speculates, with the tokens that it brought by request id."""
+        if step.rounds:
+            self.replayed_steps += replayed
+            self.eager_steps += not replayed
+        prefill = sum([len(entry.token_ids) for entry in step.entries[step.rounds :]])
+        rounds = [new_tokens.get(entry.request.id, ()) for entry in step.entries[: step.rounds]]
+        self._count(prefill, sum(map(len, rounds)), seconds)
+
+    def _count(self, prefill: int, decoding: int, seconds: float) -> None:
         share = prefill / (prefill + decoding) if prefill else 0.0
         self.decode_tokens += decoding
         self.prefill_tokens += prefill

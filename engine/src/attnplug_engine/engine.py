@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from attnplug import GraphLevel, PoolError, Serving
-from attnplug.host import UsageError, interrupt, who_forced
+from attnplug.host import Selection, UsageError, interrupt, who_forced
 from attnplug_engine.capture import GraphCapture
 from attnplug_engine.chat import Chat
 from attnplug_engine.completion import Completion, Statistics, Usage
@@ -31,6 +31,7 @@ from attnplug_engine.request import (
     FinishReason,
     Follower,
     Request,
+    RoundResult,
     SamplingParams,
     Step,
     StepResult,
@@ -38,6 +39,11 @@ from attnplug_engine.request import (
     Update,
 )
 from attnplug_engine.scheduler import MOST_IN_FLIGHT, Scheduler
+from attnplug_engine.speculation.drafts import NOTHING
+from attnplug_engine.speculation.launched import LaunchedRounds
+from attnplug_engine.speculation.rounds import RoundRunner
+from attnplug_engine.speculation.scheduling import RoundScheduler
+from attnplug_engine.speculation.statistics import RoundStatistics
 from attnplug_engine.tokenizer import end_tokens
 from attnplug_engine.transcript import Transcript
 
@@ -71,16 +77,32 @@ class Engine:
         self._encoder = PromptEncoder(model, self.vocab_size)
         self.tokenizer = self._encoder.tokenizer
         self.stop_token_ids = frozenset() if options.ignore_eos else end_tokens(model, prepared.loaded.config)
+        serving = Serving(
+            chunked_prefill_size=options.chunked_prefill_size, disable_radix_cache=not options.prefix_cache
+        )
         self.selection, self.runner = prepared.build(
             lambda selection: capacity(
-                prepared.loaded.spec, options, selection, prepared.dtype, prepared.kv_dtype, prepared.device
+                prepared.loaded.spec,
+                options,
+                selection,
+                prepared.dtype,
+                prepared.kv_dtype,
+                prepared.device,
+                None if prepared.draft is None else prepared.draft.spec,
             ),
-            Serving(chunked_prefill_size=options.chunked_prefill_size, disable_radix_cache=not options.prefix_cache),
+            serving,
             options.extend_policy,
             check_layers=options.check_layers,
             seed=options.seed,
             two_batch_overlap=options.two_batch_overlap,
         )
+        self.rounds: RoundRunner | None = None
+        """What runs the steps of an engine that speculates."""
+        self.draft_selection: Selection | None = None
+        if (speculation := options.speculation) is not None:
+            built = prepared.build_draft(self.runner, speculation, serving, options.extend_policy)
+            self.draft_selection, draft = (None, None) if built is None else built
+            self.rounds = RoundRunner(self.runner, draft, speculation)
         self.graphs = self._capture(on_capture)
         """What was captured."""
         if parallel.size > 1:
@@ -88,10 +110,8 @@ class Engine:
         room = self.runner.capacity
         states = self.runner.pools.linear
         self.cache = PrefixCache(self.runner.allocator, room.page_size, states) if options.prefix_cache else None
-        self.scheduler = Scheduler(
-            self.runner.table,
-            self.runner.allocator,
-            self.cache,
+        held = (self.runner.table, self.runner.allocator, self.cache)
+        limits: dict[str, Any] = dict(
             max_batch=room.max_batch,
             max_step_tokens=room.max_step_tokens,
             context_length=room.context_length,
@@ -99,31 +119,45 @@ class Engine:
             states=states,
             checkpoint=options.state_checkpoint,
         )
+        if self.rounds is None:
+            self.scheduler: Scheduler = Scheduler(*held, **limits)
+        else:
+            self.scheduler = RoundScheduler(
+                *held, self.rounds.speculation, short_hits=self.rounds.drafter.takes != NOTHING, **limits
+            )
         overlap = prepared.device.type == "cuda" if options.overlap is None else options.overlap
         self._depth = MOST_IN_FLIGHT if overlap else 1
-        self._launched: deque[tuple[Step, Launched]] = deque()  # the oldest first
+        self._launched: deque[tuple[Step, Launched | LaunchedRounds]] = deque()  # the oldest first
         self._stepping = False
         self._leaving: list[Request] = []  # aborted, and not told to the scheduler yet
         self.statistics = Statistics()
+        if speculation is not None:
+            self.statistics.rounds = RoundStatistics(speculation.steps)
         self._next_id = 0
         self._observed: set[Request] = set()  # unfinished, with stop texts or log probabilities to look after
         self._lock = threading.RLock()
         self._turn = threading.Lock()
 
     def _capture(self, progress: Callable[[int, int], None] | None) -> GraphReport:
-        runner, options = self.runner, self.options
+        runner, options, rounds = self.runner, self.options, self.rounds
         level, forced_by = runner.attention.graph_level, who_forced(runner.backend, "cuda_graph")
+        backend = runner.backend
+        if rounds is not None and rounds.draft is not None and rounds.draft.attention.graph_level < level:
+            backend = rounds.draft.backend
+            level, forced_by = rounds.draft.attention.graph_level, (backend.backend_id.name,)
         if runner.device.type != "cuda":
             return GraphReport(level, forced_by, why_none=f"the device is {runner.device.type}")
         if not options.captures:
             why = "every layer is checked" if options.check_layers else "turned off"
             return GraphReport(level, forced_by, why_none=why)
-        if level is GraphLevel.NEVER:
-            who = " and ".join(forced_by) or runner.backend.backend_id.name
-            return GraphReport(level, forced_by, why_none=f"{who} cannot be captured")
+        if level is GraphLevel.NEVER or (rounds is not None and level < GraphLevel.UNIFORM):
+            who = " and ".join(forced_by) or backend.backend_id.name
+            what = "cannot be captured" if level is GraphLevel.NEVER else "captures decode alone, and no verify"
+            return GraphReport(level, forced_by, why_none=f"{who} {what}")
         sizes = options.cuda_graph_batch_sizes or default_sizes(runner.capacity.max_batch)
         before = torch.cuda.mem_get_info(runner.device)[0]
-        graphs = runner.capture(sizes, GraphCapture(runner.device), progress)
+        capturing = runner if rounds is None else rounds
+        graphs = capturing.capture(sizes, GraphCapture(runner.device), progress)
         taken = max(before - torch.cuda.mem_get_info(runner.device)[0], 0)
         return GraphReport(level, forced_by, graphs.sizes, taken)
 
@@ -163,7 +197,7 @@ class Engine:
                 self._let_leave()
                 self._drop_unwanted()
 
-    def step(self) -> StepResult | None:
+    def step(self) -> StepResult | RoundResult | None:
         """Run one step; ``None`` when there is nothing to do.
 
         With overlap the next one is launched before this one is waited for. A request whose logits are not finite ends
@@ -182,14 +216,16 @@ class Engine:
                 self._stepping = False
                 self._drop_unwanted()
 
-    def _step(self) -> StepResult | None:
+    def _step(self) -> StepResult | RoundResult | None:
         started = time.perf_counter()
         launched = self._launched
         while len(launched) < self._depth and (step := self.scheduler.next_step()) is not None:
-            launched.append((step, self.runner.launch(step)))
+            launched.append((step, self.runner.launch(step) if self.rounds is None else self.rounds.launch(step)))
         if not launched:
             return None
         step, running = launched[0]
+        if isinstance(running, LaunchedRounds):
+            return self._finish_round(step, running, started)
         tokens = running.tokens()
         logprobs = running.logprobs() if self._observed else {}
         launched.popleft()
@@ -199,6 +235,29 @@ class Engine:
         if self._observed:
             result = self._observe(result, step.sampled_requests, logprobs)
         self._tell(step, result)
+        return result
+
+    def _finish_round(self, step: Step, running: LaunchedRounds, started: float) -> RoundResult:
+        """As the rest of ``_step``, for what may bring a request several tokens."""
+        scheduler, counts = self.scheduler, self.statistics
+        assert isinstance(scheduler, RoundScheduler) and counts.rounds is not None
+        tokens = running.tokens()
+        logprobs = running.logprobs() if self._observed else {}
+        self._launched.popleft()
+        self._let_leave()
+        result = scheduler.finish_round(step, tokens, _completes_stop if self._observed else None)
+        counts.add_rounds(step, result.tokens, time.perf_counter() - started, replayed=running.replayed)
+        if running.timing is not None:
+            counts.rounds.add([len(new) for new in tokens[: step.rounds]], running.timing.seconds())
+        for entry in step.entries:
+            request = entry.request
+            new = result.tokens.get(request.id, [])
+            request.logprobs += logprobs.get(request.id, [])[: len(new)]
+            for token in new:
+                for follower in tuple(request.followers):
+                    follower.tell(request, token)
+        for request in result.finished:
+            self._end(request)
         return result
 
     def _let_leave(self) -> None:
@@ -367,6 +426,15 @@ class Engine:
             request.transcript.finish()
         for follower in tuple(request.followers):
             follower.tell(request, None)
+
+
+def _completes_stop(request: Request, token: int) -> bool:
+    """Whether a new token completes one of the request's stop texts."""
+    transcript = request.transcript
+    if transcript is None:
+        return False
+    transcript.push(token)
+    return transcript.stopped
 
 
 @contextmanager

@@ -84,6 +84,11 @@ def _options(parsed: argparse.Namespace) -> EngineOptions:
         disable_cuda_graph=parsed.disable_cuda_graph,
         overlap=False if parsed.disable_overlap else None,
         two_batch_overlap=parsed.enable_two_batch_overlap,
+        speculative_algorithm=parsed.speculative_algorithm,
+        speculative_draft_model=parsed.speculative_draft_model,
+        speculative_num_steps=parsed.speculative_num_steps,
+        speculative_topk=parsed.speculative_topk,
+        speculative_num_draft_tokens=parsed.speculative_num_draft_tokens,
     )
 
 
@@ -157,6 +162,8 @@ def _progress(console: Console, what: str, shown: bool, total: int | None = None
 def _summary(engine: Engine, console: Console, render: Render) -> None:
     for role, choice in engine.selection.choices.items():
         console.print(f"{role}: {choice.chosen_name} ({choice.why(render)})")
+    for role, choice in ({} if engine.draft_selection is None else engine.draft_selection.choices).items():
+        console.print(f"{role}: {choice.chosen_name} ({choice.why(render)})")
     counts = engine.statistics
     for name, tokens, seconds in (
         ("prefill", counts.prefill_tokens, counts.prefill_seconds),
@@ -164,6 +171,8 @@ def _summary(engine: Engine, console: Console, render: Render) -> None:
     ):
         rate = f"{tokens / seconds:.0f} tokens/s" if seconds else "–"
         console.print(f"{name}: {tokens} tokens, {rate}")
+    if counts.rounds is not None:
+        console.print(f"speculation: {counts.rounds}")
     if engine.runner.device.type == "cuda":
         console.print(f"CUDA graphs: {engine.graphs}")
         console.print(f"decode steps: {counts.replayed_steps} replayed, {counts.eager_steps} eager")

@@ -13,10 +13,10 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO, TYPE_CHECKING
 
-from attnplug import Problem, RefusalCode
+from attnplug import Problem, RefusalCode, Role
 from attnplug.host import (
     AttnplugError,
     BackendRequest,
@@ -182,6 +182,8 @@ def check_division(model: str, request: BackendRequest, size: int, *, is_embeddi
     Where it runs, and in which types, is for the ranks to judge.
     """
     problem = Problem(load_model(model), tensor_parallel=size, is_embedding=is_embedding)
+    # What drafts is another model's.
+    request = replace(request, roles={role: name for role, name in request.roles.items() if role is not Role.DRAFT})
     try:
         select(load_registry(), request, problem)
     except SelectionError as error:

@@ -20,8 +20,8 @@ class Launched:
         if asking:
             self._asking = [requests[row] for row in asking]
             count = max(request.params.logprobs or 0 for request in self._asking)
-            self._logprobs = Logprobs.of(logits, sampled, asking, count).map(_to_host)
-        self._tokens = _to_host(sampled)
+            self._logprobs = Logprobs.of(logits, sampled, asking, count).map(to_host)
+        self._tokens = to_host(sampled)
         self._done: torch.cuda.Event | None = None
         if sampled.is_cuda:
             self._done = torch.cuda.Event()
@@ -39,7 +39,7 @@ class Launched:
         return {} if self._logprobs is None else self._logprobs.told(self._asking)
 
 
-def _to_host(tensor: Tensor) -> Tensor:
+def to_host(tensor: Tensor) -> Tensor:
     """A copy on the host, complete when the device has come this far."""
     if tensor.is_cpu:
         return tensor.clone()

@@ -13,6 +13,8 @@ from attnplug_engine.graph_sizes import check_sizes
 from attnplug_engine.pools import Capacity, bytes_per_page, bytes_per_state
 from attnplug_engine.request import LARGEST_SEED
 from attnplug_engine.scheduler import whole_step_tokens
+from attnplug_engine.speculation.options import Speculation, read_speculation
+from attnplug_engine.speculation.scheduling import spare_rows
 
 LARGEST_BATCH = 1 << 16
 LARGEST_COUNT = 1 << 40  # of pages, slots or tokens: more than memory has, and less than torch's sizes overflow by
@@ -61,6 +63,17 @@ class EngineOptions:
     """Numbers of requests for which decode steps are captured. ``None``: some up to ``max_batch``, if the backends can
     be captured. Given, graphs are demanded: backends that cannot are refused."""
     disable_cuda_graph: bool = False
+    speculative_algorithm: str | None = None
+    """Where proposed tokens come from: ``mtp``, ``eagle``, ``eagle3``, ``standalone`` or ``ngram``. ``None``: none are
+    proposed."""
+    speculative_draft_model: str | None = None
+    """The draft's checkpoint, where it has one of its own."""
+    speculative_num_steps: int | None = None
+    """How many tokens deep a draft looks ahead."""
+    speculative_topk: int | None = None
+    """Branches of a draft; with more than 1 it is a tree."""
+    speculative_num_draft_tokens: int | None = None
+    """Rows of a request that the target verifies at once, the newest token's included."""
 
     def __post_init__(self) -> None:
         for name in ("dtype", "kv_dtype"):
@@ -74,6 +87,7 @@ class EngineOptions:
             if getattr(self, name) is not None:
                 self._check_whole(name, 1, LARGEST_COUNT)
         self._check_whole("seed", 0, LARGEST_SEED)
+        _ = self.speculation  # says what is wrong with it
         if self.cuda_graph_batch_sizes is not None:
             self._check_graphs(self.cuda_graph_batch_sizes)
         for name in ("disable_cuda_graph", "two_batch_overlap"):
@@ -98,6 +112,17 @@ class EngineOptions:
                     f"`cuda_graph_batch_sizes` demands CUDA graphs, and `{name}` is given; {remedy}",
                     settings=["cuda_graph_batch_sizes", name],
                 )
+
+    @property
+    def speculation(self) -> Speculation | None:
+        """What the settings of speculation say together."""
+        return read_speculation(
+            self.speculative_algorithm,
+            self.speculative_draft_model,
+            self.speculative_num_steps,
+            self.speculative_topk,
+            self.speculative_num_draft_tokens,
+        )
 
     @property
     def captures(self) -> bool:
@@ -134,10 +159,16 @@ def capacity(
     dtype: torch.dtype,
     kv_dtype: DType,
     device: torch.device,
+    draft: ModelSpec | None = None,
 ) -> Capacity:
-    """How much an engine makes room for: what its options say, and the rest by the memory that is free."""
+    """How much an engine makes room for: what its options say, and the rest by the memory that is free.
+
+    A ``draft`` has rows of its own on the same pages.
+    """
     page_size, context = page_and_context(spec, options, selection)
-    per_request = -(-context // page_size)
+    speculation = options.speculation
+    nodes, spare = (1, 0) if speculation is None else (speculation.nodes, spare_rows(speculation))
+    per_request = -(-(context + spare) // page_size)
     num_pages = options.num_pages
     state_slots = options.state_slots or 0
     if spec.linear_layers and not state_slots:
@@ -152,6 +183,7 @@ def capacity(
         num_pages = min(num_pages or per_request * options.max_batch, _MOST_EMPTY_PAGES)
     if num_pages is None:
         page = bytes_per_page(spec, page_size, kv_dtype)
+        page += 0 if draft is None else bytes_per_page(draft, page_size, kv_dtype)
         room = cache_room(device, _GPU_CACHE_SHARE)
         if device.type == "cuda":
             room -= state_slots * bytes_per_state(spec, dtype)
@@ -167,4 +199,4 @@ def capacity(
         chunk = whole_step_tokens(context, options.max_batch)
     else:
         chunk = min(options.chunked_prefill_size, context)
-    return Capacity(num_pages, page_size, options.max_batch, chunk, context, state_slots)
+    return Capacity(num_pages, page_size, options.max_batch, chunk, context, state_slots, spare, nodes)

@@ -21,12 +21,17 @@ class Capacity:
     context_length: int
     state_slots: int = 0
     """Slots for linear-attention states: one for each running request, and some for snapshots."""
+    spare: int = 0
+    """Cache rows of a request past its context, for what speculation writes there."""
+    nodes: int = 1
+    """Rows of a request that are verified at once."""
 
 
 def build_table(capacity: Capacity, device: torch.device) -> tuple[PageAllocator, SlotTable]:
     """The pages, and which request has which."""
     # A config may claim any context, and the table is as wide; no request gets more pages than there are.
-    width = min(-(-capacity.context_length // capacity.page_size), max(capacity.num_pages, 1 << 16))
+    longest = capacity.context_length + capacity.spare
+    width = min(-(-longest // capacity.page_size), max(capacity.num_pages, 1 << 16))
     try:
         allocator = PageAllocator(capacity.num_pages)
         table = SlotTable(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -28,6 +28,10 @@ from attnplug_engine.options import EngineOptions
 from attnplug_engine.parallel import TensorParallel
 from attnplug_engine.pools import Capacity
 from attnplug_engine.runner import ModelRunner
+from attnplug_engine.speculation.choosing import DraftChoice, choose_draft, speculating, target_request
+from attnplug_engine.speculation.draft_runner import DraftRunner
+from attnplug_engine.speculation.drafts import DraftModel, load_draft
+from attnplug_engine.speculation.options import Speculation
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +47,8 @@ class Prepared:
     request: BackendRequest
     problem: Problem
     failed: Mapping[str, Refusal]
+    draft: DraftModel | None = None
+    draft_choice: DraftChoice | None = None
 
     def build(
         self,
@@ -73,6 +79,35 @@ class Prepared:
             )
 
         selection, runner = build_chosen(self.registry, self.request, self.problem, build, self.failed)
+        if self.parallel.size > 1:
+            insist_on_one_choice(selection, self.parallel, self.device)
+        return selection, runner
+
+    def build_draft(
+        self, target: ModelRunner, speculation: Speculation, serving: Serving, policy: ExtendPolicy
+    ) -> tuple[Selection, DraftRunner] | None:
+        """The draft's backend and the runner on it, over the target's pages; ``None`` if no model drafts."""
+        draft, choice = self.draft, self.draft_choice
+        if draft is None or choice is None:
+            return None
+        problem = replace(choice.problem, page_size=target.capacity.page_size)
+
+        def build(selection: Selection) -> DraftRunner:
+            return DraftRunner(
+                draft,
+                selection,
+                target.capacity,
+                speculation,
+                device=self.device,
+                dtype=self.dtype,
+                kv_dtype=self.kv_dtype,
+                workspace=target.workspace,
+                parallel=self.parallel,
+                policy=policy,
+                serving=serving,
+            )
+
+        selection, runner = build_chosen(self.registry, choice.request, problem, build, choice.failed)
         if self.parallel.size > 1:
             insist_on_one_choice(selection, self.parallel, self.device)
         return selection, runner
@@ -109,10 +144,13 @@ def prepare(
             "another `device`",
             settings=["cuda_graph_batch_sizes", Setting.DEVICE],
         )
-    request = BackendRequest(options.attention_backend, options.role_backends, options.backend_options)
-    registry = load_registry()
+    asked = BackendRequest(options.attention_backend, options.role_backends, options.backend_options)
+    registry, speculation = load_registry(), options.speculation
+    problem = speculating(problem, speculation)
+    request = target_request(registry, asked, problem, speculation)
     # A refusal, and a kernel library that cannot be imported, are told before a checkpoint is read.
     failed = choose_importable(registry, request, problem).failed
+    draft_choice = None if speculation is None else choose_draft(registry, asked, problem, speculation, model)
     loaded = load_model(
         model,
         dtype=torch_dtype(dtype),
@@ -123,7 +161,31 @@ def prepare(
         progress=progress,
         head=not is_embedding,
     )
-    return Prepared(loaded, device, torch_dtype(dtype), kv_dtype, parallel, registry, request, problem, failed)
+    draft = None
+    if speculation is not None and draft_choice is not None:
+        draft = load_draft(
+            speculation,
+            loaded,
+            model,
+            dtype=torch_dtype(dtype),
+            device=device,
+            parallel=parallel,
+            seed=options.seed,
+            random_weights=options.random_weights,
+        )
+    return Prepared(
+        loaded,
+        device,
+        torch_dtype(dtype),
+        kv_dtype,
+        parallel,
+        registry,
+        request,
+        problem,
+        failed,
+        draft,
+        draft_choice,
+    )
 
 
 def insist_on_one_choice(selection: Selection, parallel: TensorParallel, device: torch.device) -> None:

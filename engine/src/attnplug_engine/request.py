@@ -158,6 +158,10 @@ class Request:
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     """One for each output token, where they are asked for."""
     followers: list[Follower] = field(default_factory=list)
+    flying: int = 0
+    """With speculation: steps in flight that bring it tokens."""
+    in_rounds: bool = False
+    """With speculation: its prefill is scheduled to the end, and rounds go on from there."""
     sampling: bytes | None = None
     """Its parameters and seed as the sampler packs them, once it has."""
 
@@ -233,7 +237,8 @@ class Step:
     ``copies`` go to the pools' ``copy_pages``, in this order, before anything is written. ``rows`` are the entries'
     rows of the slot table, which has room for the new tokens already: its lengths include them. ``state_slots`` are
     the slots of their linear states, if the model has any. ``snapshots`` are pairs of such slots: after the forward
-    the state of the first is copied to the second.
+    the state of the first is copied to the second. With speculation the first ``rounds`` entries are verified in a
+    round: their ``position`` is the most that may be committed before it.
     """
 
     mode: ForwardMode
@@ -242,6 +247,7 @@ class Step:
     rows: tuple[int, ...]
     state_slots: tuple[int, ...] = ()
     snapshots: tuple[tuple[int, int], ...] = ()
+    rounds: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -268,4 +274,12 @@ class StepResult:
     """What a step brought: each request's new token by request id, and the requests that it finished."""
 
     tokens: dict[int, int]
+    finished: tuple[Request, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class RoundResult:
+    """What a step of a speculating engine brought: each request's new tokens by request id, and whom it finished."""
+
+    tokens: dict[int, list[int]]
     finished: tuple[Request, ...]

@@ -69,6 +69,21 @@ class Rows:
             copies += self._table.extend_each(rows)
         return True
 
+    def extend_to(self, requests: Sequence[Request], lengths: Sequence[int], copies: list[PageCopy]) -> bool:
+        """Make room so that each request has at least so many tokens; ``False`` if pages are too few."""
+        rows: list[int] = [request.row for request in requests]  # type: ignore[misc] # who runs has one
+        held = [self._table.length(row) for row in rows]
+        size, lacking = self._table.page_size, -self.free_pages
+        for length, have in zip(lengths, held, strict=True):
+            lacking += max(-(-length // size) - -(-have // size), 0)
+        if lacking > 0 and (self._cache is None or self._cache.evict(lacking) < lacking):
+            return False
+        for row, length, have in zip(rows, lengths, held, strict=True):
+            if length > have:
+                # Only whole pages are cached, so none that is written to is shared, and none is copied.
+                copies += self._table.extend(row, length - have)
+        return True
+
     def truncate(self, request: Request, length: int) -> None:
         """Take back a request's tokens from position ``length`` on."""
         assert request.row is not None

@@ -107,8 +107,8 @@ class ModelRunner:
             page_size=capacity.page_size,
             limits=Limits(
                 capacity.max_batch,
-                max(capacity.max_step_tokens, capacity.max_batch),
-                capacity.context_length,
+                max(capacity.max_step_tokens, capacity.max_batch * capacity.nodes),
+                capacity.context_length + capacity.spare,
                 lanes=LANES if two_batch_overlap else 1,
             ),
             pools=self.pools,
@@ -128,7 +128,7 @@ class ModelRunner:
         self.sampler = Sampler(seed)
         self.graphs: DecodeGraphs | None = None
         self.phase = Phase.BUILD
-        self._dtype = dtype
+        self.dtype = dtype
         if check_layers:
             self._check_every_layer()
 
@@ -142,7 +142,7 @@ class ModelRunner:
 
         Each is compared with eager attention before it is trusted. From here on the workspace does not grow.
         """
-        self._enter(Phase.WARM_UP, "capture graphs once, before the first step")
+        self.enter(Phase.WARM_UP, "capture graphs once, before the first step")
         graphs = DecodeGraphs(
             lambda batch: self.model.logits(self._forward(batch)),
             self.attention,
@@ -152,24 +152,25 @@ class ModelRunner:
             largest=max(sizes),
             has_states=self.pools.linear is not None,
         )
-        check = CaptureCheck(self.spec, self.attention, self.pools, self.allocator, self._dtype, self.device)
+        check = CaptureCheck(self.spec, self.attention, self.pools, self.allocator, self.dtype, self.device)
         size = graphs.largest
         try:
             graphs.reserve(self.allocator)
-            self._enter(Phase.CAPTURE)
+            self.enter(Phase.CAPTURE)
             for done, size in enumerate(sorted(sizes, reverse=True)):
                 captured = graphs.capture(size, capture)
                 check.run(captured.batch, capture)
                 if progress is not None:
                     progress(done + 1, len(sizes))
         except torch.OutOfMemoryError as error:
-            raise self._no_memory(size, graphs.sizes) from error
+            raise self.no_memory(size, graphs.sizes) from error
         self.workspace.freeze()
         self.graphs = graphs
-        self._enter(Phase.SERVE)
+        self.enter(Phase.SERVE)
         return graphs
 
-    def _no_memory(self, size: int, done: Sequence[int]) -> PoolError:
+    def no_memory(self, size: int, done: Sequence[int]) -> PoolError:
+        """Of a graph of so many requests, after those that are ``done``."""
         free, total = torch.cuda.mem_get_info(self.device)
         larger = f" after those of {', '.join(map(str, reversed(done)))}" if done else ""
         return PoolError(
@@ -179,7 +180,8 @@ class ModelRunner:
             settings=["cuda_graph_batch_sizes", "num_pages", "max_batch", "disable_cuda_graph"],
         )
 
-    def _enter(self, phase: Phase, instead: str = "") -> None:
+    def enter(self, phase: Phase, instead: str = "") -> None:
+        """Go to the next phase; ``instead`` says what to do where this is not the next."""
         order = list(Phase)
         if order.index(phase) != order.index(self.phase) + 1:
             raise BackendError(f"a runner in phase {self.phase} cannot go to phase {phase}; {instead}")
@@ -273,6 +275,8 @@ class ModelRunner:
         uniform = len(tokens) == longest * len(entries)
         ids = to_device(tokens + positions, self.device)
         page_table, seq_lens = self.table.batch(step.rows)
+        if self.capacity.spare:  # rows of the table reach past their tokens then
+            seq_lens = to_device(lengths, self.device, np.int32)
         geometry = Geometry(
             step.mode,
             page_table,

@@ -108,8 +108,24 @@ def likeliest(logits: Tensor) -> Tensor:
     return torch.from_numpy(found if finite.all() else np.where(finite, found, -1))
 
 
+def largest(logits: Tensor, count: int) -> Tensor:
+    """The tokens with the largest of ``logits [rows, vocab]`` float32 first, ``[rows, count]``; of equals the first.
+
+    Order and id are one number here: topk says nothing of the order of equals, nor of which of them it takes.
+    """
+    bits = torch.where(logits == 0, 0.0, logits).view(torch.int32)
+    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
+    order += torch.arange(logits.shape[1] - 1, -1, -1, device=logits.device)
+    return order.topk(count).indices
+
+
 def gumbel(start: int, stop: int, seed: Tensor, position: Tensor) -> Tensor:
-    """On the CPU: the noise of tokens ``start`` to ``stop - 1`` for each row, ``[rows, stop - start]``.
+    """On the CPU: the noise of tokens ``start`` to ``stop - 1`` for each row, ``[rows, stop - start]``."""
+    return gumbel_of(np.arange(start, stop, dtype=np.uint32), seed, position)
+
+
+def gumbel_of(tokens: NDArray[np.uint32], seed: Tensor, position: Tensor) -> Tensor:
+    """On the CPU: the noise of ``tokens`` for each row, ``[rows, tokens]``.
 
     ``-log(-log(1 - chance))`` for a hash as the chance, which is never 0 or 1. Much noise, which decides, comes from
     small chances: there float32 has all of the hash's 32 bits.
@@ -118,7 +134,7 @@ def gumbel(start: int, stop: int, seed: Tensor, position: Tensor) -> Tensor:
     low = _mix(halves[:, 0] + _GOLDEN)
     first = _mix(position.numpy().view(np.uint32) + _mix(halves[:, 1] + low))
     second = _mix((first ^ low) + _GOLDEN)
-    bits = _mix(np.arange(start, stop, dtype=np.uint32) + first[:, None])
+    bits = _mix(tokens + first[:, None])
     bits ^= second[:, None]
     chance = torch.from_numpy(_mix(bits).astype(np.float32))
     chance.add_(0.5).mul_(2.0**-32).clamp_(max=1 - 2.0**-24)
@@ -207,11 +223,7 @@ class Logprobs:
         which = torch.tensor(rows, dtype=torch.int64).to(logits.device, non_blocking=True)
         logits, tokens = logits[which], tokens[which]
         logprobs = torch.log_softmax(logits, dim=-1)
-        # Order and id in one number: topk says nothing of the order of equals, nor of which of them it takes.
-        bits = torch.where(logits == 0, 0.0, logits).view(torch.int32)
-        order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32
-        order += torch.arange(logits.shape[1] - 1, -1, -1, device=logits.device)
-        top = order.topk(min(count, logits.shape[1])).indices
+        top = largest(logits, min(count, logits.shape[1]))
         chosen = logprobs.gather(1, tokens.clamp(min=0).unsqueeze(1))[:, 0]
         return Logprobs(tokens, chosen, top, logprobs.gather(1, top))
 
@@ -220,9 +232,14 @@ class Logprobs:
         return Logprobs(change(self.tokens), change(self.chosen), change(self.top), change(self.top_logprobs))
 
     def told(self, requests: Sequence[Request]) -> dict[int, TokenLogprobs]:
-        """On the host, by request id: for the request of each row as many as it asked for. Waits for the device.
+        """As ``each``, by request id; a row without a token is left out."""
+        found = zip(requests, self.each(requests), strict=True)
+        return {request.id: one for request, one in found if one is not None}
 
-        Tokens that cannot be chosen are left out; a row without a token is, too.
+    def each(self, requests: Sequence[Request]) -> list[TokenLogprobs | None]:
+        """On the host: for the request of each row as many as it asked for, ``None`` for a row without a token.
+
+        Tokens that cannot be chosen are left out. Waits for the device.
         """
         rows = zip(
             requests,
@@ -232,8 +249,8 @@ class Logprobs:
             self.top_logprobs.tolist(),
             strict=True,
         )
-        return {
-            request.id: TokenLogprobs(
+        return [
+            TokenLogprobs(
                 token,
                 logprob,
                 tuple(
@@ -242,6 +259,7 @@ class Logprobs:
                     if likely[1] > -inf
                 ),
             )
-            for request, token, logprob, top, likely_logprobs in rows
             if token >= 0
-        }
+            else None
+            for request, token, logprob, top, likely_logprobs in rows
+        ]

@@ -70,6 +70,13 @@ class Scheduler:
     Pages that others hold when the scheduler is made are not counted on; hold none later.
     """
 
+    _speculates = False
+    """Whether requests that decode run in rounds, which verify several tokens at once."""
+    _tail = 0
+    """Rows after the last token of a prefill that its step writes, too."""
+    _growth = 1
+    """Pages that a running request may need for its next step."""
+
     def __init__(
         self,
         table: SlotTable,
@@ -82,7 +89,9 @@ class Scheduler:
         whole_prompts: bool = False,
         states: LinearStatePool | None = None,
         checkpoint: int = 1024,
+        spare: int = 0,
     ) -> None:
+        """``spare`` are cache rows that a request may need past the one before its last token."""
         limits = {"max_batch": max_batch, "max_step_tokens": max_step_tokens, "context_length": context_length}
         for name, value in limits.items():
             if value < 1:
@@ -103,7 +112,8 @@ class Scheduler:
         self._max_batch = max_batch
         self._max_step_tokens = max_step_tokens
         self._whole_prompts = whole_prompts
-        self._context_length = min(context_length, table.max_pages * table.page_size)
+        self._context_length = min(context_length, table.max_pages * table.page_size - spare)
+        self._spare = spare
         self._pool_pages = self._rows.available_pages
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
@@ -157,11 +167,12 @@ class Scheduler:
             )
         length = min(request.max_length, self._context_length)
         # The last token ends the request and is never computed.
-        needed = -(-(length - 1) // self._page_size)
+        needed = -(-(length - 1 + self._spare) // self._page_size)
         if needed > self._pool_pages:
+            proposed = f" with room for {self._spare} proposed" if self._spare else ""
             raise PoolError(
                 f"request {request.id} needs {needed} pages for {prompt} prompt tokens and up to {length - prompt} "
-                f"new ones, and there are {self._pool_pages} (of {self._page_size} tokens each); lower its "
+                f"new ones{proposed}, and there are {self._pool_pages} (of {self._page_size} tokens each); lower its "
                 f"max_tokens, or build the pool with more pages"
             )
         request.max_length = length
@@ -180,8 +191,7 @@ class Scheduler:
         if request.state is RequestState.WAITING:
             self._waiting.remove(request)
             self._blocked = False
-        in_flight = (entry.position for step in self._in_flight for entry in step.entries if entry.request is request)
-        self._finish(request, reason, next(in_flight, request.computed))
+        self._finish(request, reason, self._computed(request))
         if not self._in_flight:
             self._retire()
         return request
@@ -204,9 +214,11 @@ class Scheduler:
             self._prefill(entries, copies)
         if not entries:
             return self._refuse_to_starve() if self._requests and not self._in_flight else None
-        # A preempted request that found all but its newest token in the cache is decoding from the start.
-        for request, _, token_ids, sampled in entries[decoding:]:
-            decoding += bool(request.output) and sampled and len(token_ids) == 1
+        rounds = decoding if self._speculates else 0
+        if not self._speculates:
+            # A preempted request that found all but its newest token in the cache is decoding from the start.
+            for request, _, token_ids, sampled in entries[decoding:]:
+                decoding += bool(request.output) and sampled and len(token_ids) == 1
         mode = ForwardMode.MIXED if decoding else ForwardMode.EXTEND
         if decoding == len(entries):
             mode = ForwardMode.DECODE
@@ -215,8 +227,8 @@ class Scheduler:
         snapshots: tuple[tuple[int, int], ...] = ()
         if self._states is not None:
             slots = tuple([entry[0].slot for entry in entries])  # type: ignore[misc] # who runs has one
-            snapshots = self._states.reserve(entries)
-        step = Step(mode, tuple(entries), tuple(copies), rows, slots, snapshots)
+            snapshots = self._states.reserve(entries[rounds:])
+        step = Step(mode, tuple(entries), tuple(copies), rows, slots, snapshots, rounds)
         self._in_flight.append(step)
         return step
 
@@ -271,18 +283,33 @@ class Scheduler:
         while self._in_flight:
             step = self._in_flight.pop()
             lost = lost or bool(step.copies)
-            for request, position, _, _ in step.entries:
-                if request.state is RequestState.RUNNING:
-                    self._rows.truncate(request, position)
+            self._take_back(step)
             for _, slot in step.snapshots:
                 self._free_snapshot(slot)
         self._retire()
         # Only the last that runs may be prefilling, and the steps may have had several.
         kept = 0
         if not lost:
-            kept = next((n for n, request in enumerate(self._running) if not request.decoding), len(self._running))
+            kept = next(
+                (n for n, request in enumerate(self._running) if not self._decodes(request)), len(self._running)
+            )
         while len(self._running) > kept:
             self._preempt_last()
+
+    def _take_back(self, step: Step) -> None:
+        """Leave the requests of a step that is not finished where they were before it."""
+        for request, position, _, _ in step.entries:
+            if request.state is RequestState.RUNNING:
+                self._rows.truncate(request, position)
+
+    def _computed(self, request: Request) -> int:
+        """How many tokens of a request finished steps have computed."""
+        in_flight = (entry.position for step in self._in_flight for entry in step.entries if entry.request is request)
+        return next(in_flight, request.computed)
+
+    def _decodes(self, request: Request) -> bool:
+        """Whether a running request is done with its prefill."""
+        return request.decoding
 
     def _decode(self, entries: list[StepEntry], copies: list[PageCopy]) -> bool:
         """Give every decoding request its token; when pages are too few, the latest admitted lose their rows.
@@ -317,7 +344,7 @@ class Scheduler:
         """Go on with the prefill that is under way, then admit; stop after a prefill that is not complete."""
         running = self._running
         budget = max(self._max_step_tokens - len(entries), 1)
-        if running and not running[-1].decoding:
+        if running and not self._decodes(running[-1]):
             budget = self._chunk(running[-1], budget, entries, copies)
         while budget and self._waiting and len(running) < self._max_batch and not self._blocked:
             request = self._waiting[0]
@@ -334,12 +361,14 @@ class Scheduler:
         tokens = min(left, budget)
         if self._states is not None:
             tokens = min(tokens, self._states.next_checkpoint(request, request.computed) - request.computed)
-        if not self._rows.extend(request, tokens, copies):
+        tail = self._tail if tokens == left else 0
+        if not self._rows.extend(request, tokens + tail, copies):
             # What could be evicted is free now. A prefill that gets no page keeps those it has and waits for the
             # next step; a decoding request that needs them preempts it.
             if self._whole_prompts:
                 return 0
-            tokens = self._rows.free_pages * self._page_size + -request.computed % self._page_size
+            room = self._rows.free_pages * self._page_size + -request.computed % self._page_size
+            tokens = min(room, tokens - bool(tail))
             if not tokens or not self._rows.extend(request, tokens, copies):
                 return 0
         start, end = request.computed, request.computed + tokens
@@ -354,11 +383,11 @@ class Scheduler:
         pages: list[int] = []
         cached, snapshot = 0, None
         if cache is not None and self._states is None:
-            pages, cached = cache.match(tokens)
+            pages, cached = self._match(cache, tokens)
         elif cache is not None:
             pages, cached, snapshot = cache.match_snapshot(tokens)
-        needed = -(-request.length // self._page_size) - len(pages)
-        if not self._rows.has_room(needed + len(self._running), keeping=pages):
+        needed = -(-(request.length + self._tail) // self._page_size) - len(pages)
+        if not self._rows.has_room(needed + self._growth * len(self._running), keeping=pages):
             return False
         if self._states is not None:
             request.slot = self._states.take(snapshot)
@@ -372,6 +401,10 @@ class Scheduler:
             if cache is not None:
                 cache.count_lookup(len(request.prompt), cached)
         return True
+
+    def _match(self, cache: PrefixCache, tokens: Sequence[int]) -> tuple[list[int], int]:
+        """The cached prefix that a request may begin with."""
+        return cache.match(tokens)
 
     def _preempt_last(self) -> Request:
         request = self._running.pop()

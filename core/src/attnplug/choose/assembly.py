@@ -83,7 +83,7 @@ def build_selection(selection: Selection, context: HostContext) -> AttentionBack
 
     The context holds pools and coordinators, so these exist before any backend does (A10's order). If different
     backends prefill and decode, they are split; a backend for linear layers is joined to the one that serves the
-    others. One that cannot be built is a :class:`BuildError`.
+    others. A draft's model has one backend for all that it does. One that cannot be built is a :class:`BuildError`.
     """
     full = _full_attention(selection, context)
     if Role.LINEAR not in selection.choices:
@@ -96,6 +96,8 @@ def build_selection(selection: Selection, context: HostContext) -> AttentionBack
 
 def _full_attention(selection: Selection, context: HostContext) -> AttentionBackend | None:
     roles = [role for role in (Role.PREFILL, Role.DECODE) if role in selection.choices]
+    if selection.problem.is_draft:
+        roles = [Role.DRAFT]
     if not roles:
         return None
     built: dict[str, AttentionBackend] = {}

@@ -22,7 +22,7 @@ from attnplug.declare.refusal import Refusal, RefusalCode
 from attnplug.declare.settings import Render, Setting
 
 AUTO = "auto"
-_CAPTURED = (Role.DECODE, Role.LINEAR)
+_CAPTURED = (Role.DECODE, Role.LINEAR, Role.DRAFT)
 """The roles that take part in a captured decode."""
 DEFAULT_PAGE_SIZE = 64
 BY_PREFERENCE = PreferenceRanking()
@@ -152,7 +152,7 @@ def explain(
             message = f"`{role.setting}` {name} is given, but {_unneeded(role, problem)}; leave it out"
             also = [Setting.SPECULATIVE_TOKENS] if role is Role.DRAFT else []
             raise UsageError(message, settings=[role.setting, *also])
-    if request.attention != AUTO and choices and not {Role.PREFILL, Role.DECODE} & set(choices):
+    if request.attention != AUTO and set(choices) == {Role.LINEAR}:
         raise UsageError(
             f"`{Setting.ATTENTION_BACKEND}` {request.attention} is given, but {_unneeded(Role.PREFILL, problem)}; "
             f"leave it out, or give `{Role.LINEAR.setting}`",

@@ -118,6 +118,8 @@ class Problem:
     once, and none is chosen to draft."""
     speculative_topk: int = 1
     """Branches that a draft keeps at every step. With more than 1, drafts are trees of ``speculative_tokens`` rows."""
+    is_draft: bool = False
+    """Whether the model drafts for another. One backend, of the role draft, then does all that its layers need."""
 
     def __post_init__(self) -> None:
         if self.page_size is not None and not 1 <= self.page_size <= LARGEST_PAGE:
@@ -160,6 +162,8 @@ class Problem:
         """The roles that this problem needs a backend for."""
         if self.model is None:
             return ()
+        if self.is_draft:
+            return (Role.DRAFT,)
         needed = []
         if self.model.full_layers:
             needed += [] if self.prefilled_by_host else [Role.PREFILL]

@@ -69,7 +69,7 @@ _MODELS = (
     _tiny("llama", "LlamaForCausalLM", **_DENSE, **_GQA, num_hidden_layers=2, head_dim=16),
     _tiny("qwen3", "Qwen3ForCausalLM", **_DENSE, **_GQA, num_hidden_layers=2, head_dim=32),
     _tiny("deepseek_v2", "DeepseekV2ForCausalLM", **_DEEPSEEK, topk_method="greedy"),
-    _tiny("deepseek_v3", "DeepseekV3ForCausalLM", **_DEEPSEEK, num_mtp_layers=0),
+    _tiny("deepseek_v3", "DeepseekV3ForCausalLM", **_DEEPSEEK, num_nextn_predict_layers=1),
     _tiny(
         "kimi_linear",
         "KimiLinearForCausalLM",

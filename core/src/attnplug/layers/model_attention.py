@@ -38,10 +38,11 @@ class ModelAttention:
         self.backend = backend
         self._mla = None if pools.mla is None else MLAAttention(backend, pools.mla, policy or ExtendPolicy())
         self._graph_hooks = {name: bind_optional_hook(backend, name) for name in methods(GraphPlanning)}
-        self._conv = self._linear = self._delta = None
+        self._conv = self._linear = self._delta = self._commit = None
         if pools.linear is not None:
             self._conv, self._linear = (self._needed(hook) for hook in ("forward_conv", "forward_linear"))
             self._delta = bind_optional_hook(backend, "forward_delta")
+            self._commit = bind_optional_hook(backend, "commit_states")
 
     def _needed(self, name: str) -> Hook:
         hook = bind_optional_hook(self.backend, name)
@@ -193,6 +194,18 @@ class ModelAttention:
             return None
         out: Tensor | None = self._delta(inputs, layer, batch)
         return out
+
+    def commit_states(self, batch: ForwardBatch, accepted: Tensor) -> None:
+        """After a target verify, advance each request's linear states by the first ``accepted`` ``[requests]`` of its
+        rows; see ``LinearHooks.commit_states``. Models without such layers have nothing to commit."""
+        if self._linear is None:
+            return
+        if self._commit is None:
+            raise BackendError(
+                f"backend {self.backend.backend_id.name} has no commit_states, which a verify of linear-attention "
+                "layers needs; choose another backend for the role linear, or turn speculation off"
+            )
+        self._commit(batch, accepted)
 
     @staticmethod
     def _no_states(layer: LayerSpec) -> BackendError:

@@ -10,10 +10,10 @@ from pathlib import Path
 import torch
 
 from attnplug import ModelSpec
-from attnplug.host import Config, UsageError, show
+from attnplug.host import Config, UsageError, show, tiny_config
 from attnplug.host import load_model as load_spec
 from attnplug_engine.bare_checkpoint import HEAD, check_head, with_full_names
-from attnplug_engine.checkpoint import Checkpoint, WeightSource, checkpoint_folder
+from attnplug_engine.checkpoint import Checkpoint, WeightSource, checkpoint_config, checkpoint_folder
 from attnplug_engine.models import deepseek, kimi, llama, mamba, minimax, nemotron, qwen_hybrid, ring
 from attnplug_engine.models.decoder import Decoder
 from attnplug_engine.models.weights import Weights
@@ -112,18 +112,29 @@ def load_model(
     """
     spec = load_spec(reference)
     _known(spec, reference)
-    source: WeightSource
+    source = open_source(reference, device=device, seed=seed, random_weights=random_weights)
+    if head and isinstance(source, Checkpoint):
+        check_head(source)
+    return build_model(
+        with_full_names(source), spec, dtype=dtype, device=device, parallel=parallel, head=head, progress=progress
+    )
+
+
+def model_config(reference: str) -> Mapping[str, object]:
+    """The config of a model reference, as it is written."""
+    return tiny_config(reference) if reference.startswith(TINY) else checkpoint_config(reference)
+
+
+def open_source(
+    reference: str, *, device: torch.device | str, seed: int = 0, random_weights: bool = False
+) -> WeightSource:
+    """Where the weights of a model reference come from: its folder, or random numbers."""
     if reference.startswith(TINY):
-        source = RandomCheckpoint.tiny(reference, seed=seed)
-    elif random_weights:
-        source = RandomCheckpoint.of_folder(reference, seed=seed, device=device)
-    else:
-        folder, path = checkpoint_folder(reference), Path(reference)
-        checkpoint = Checkpoint.open(folder) if folder == path else Checkpoint.open(folder, path.name)
-        if head:
-            check_head(checkpoint)
-        source = with_full_names(checkpoint)
-    return build_model(source, spec, dtype=dtype, device=device, parallel=parallel, head=head, progress=progress)
+        return RandomCheckpoint.tiny(reference, seed=seed)
+    if random_weights:
+        return RandomCheckpoint.of_folder(reference, seed=seed, device=device)
+    folder, path = checkpoint_folder(reference), Path(reference)
+    return Checkpoint.open(folder) if folder == path else Checkpoint.open(folder, path.name)
 
 
 def build_model(
@@ -138,14 +149,7 @@ def build_model(
 ) -> LoadedModel:
     """Build the model that a source's config describes, from the source's weights; its ``head`` can be left out."""
     architecture = _known(spec, source.name)
-    config = _config(architecture, source, spec)
-    if config.lookup("quantization_config") is not None:
-        raise config.error(
-            "means quantised weights, which cannot be loaded; give an unquantised checkpoint", "quantization_config"
-        )
-    for key in architecture.unknown:
-        if config.lookup(key) is not None:
-            raise config.wrong(key, f"null or absent: models of type {spec.model_type!r} do not have it")
+    config = read_config(source.config, source.name, spec)
     total = len(source.names())  # 0 for random weights, which are made as they are asked for
     told = None if progress is None or not total else lambda done: progress(done, total)
     weights = Weights(source, dtype=dtype, device=torch.device(device), parallel=parallel, head=head, on_read=told)
@@ -162,16 +166,29 @@ def _known(spec: ModelSpec, reference: str) -> Architecture:
     return architecture
 
 
-def _config(architecture: Architecture, source: WeightSource, spec: ModelSpec) -> Config:
-    """The source's keys by the names that the architecture reads, with its defaults for those that are absent."""
-    given = Config(source.config, source.name, spec.model_type)
+def read_config(given: Mapping[str, object], source: str, spec: ModelSpec) -> Config:
+    """Keys by the names that the model's architecture reads, with its defaults for those that are absent.
+
+    ``source`` is where they are from, for messages. Raises ModelConfigError for keys that cannot be served.
+    """
+    architecture = _known(spec, source)
     values = dict(architecture.defaults)
-    for key, value in source.config.items():
+    for key, value in given.items():
         name = architecture.aliases.get(key, key)
-        if name != key and source.config.get(name, value) != value:
-            raise given.wrong(key, f"the same as {name!r}, which is {show(source.config[name])}")
+        if name != key and given.get(name, value) != value:
+            raise Config(given, source, spec.model_type).wrong(
+                key, f"the same as {name!r}, which is {show(given[name])}"
+            )
         values[name] = value
-    return Config(values, source.name, spec.model_type)
+    config = Config(values, source, spec.model_type)
+    if config.lookup("quantization_config") is not None:
+        raise config.error(
+            "means quantised weights, which cannot be loaded; give an unquantised checkpoint", "quantization_config"
+        )
+    for key in architecture.unknown:
+        if config.lookup(key) is not None:
+            raise config.wrong(key, f"null or absent: models of type {spec.model_type!r} do not have it")
+    return config
 
 
 def _ignored(architecture: Architecture, config: Config, *, head: bool) -> Callable[[str], bool]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import cast, overload
 
 import torch
 from torch import Tensor, nn
@@ -76,11 +76,14 @@ class Block(nn.Module):
     """One layer: attention and MLP, each after a norm, each added to what came in, each reduced once.
 
     ``mlp`` is a module from ``[tokens, hidden]`` to a sum to be reduced, with ``norm`` and ``onto`` as attention has.
+    Without ``norms_input`` attention has no norm before it (EAGLE).
     """
 
-    def __init__(self, weights: Weights, norm: MakeNorm, attention: Attention, mlp: nn.Module) -> None:
+    def __init__(
+        self, weights: Weights, norm: MakeNorm, attention: Attention, mlp: nn.Module, *, norms_input: bool = True
+    ) -> None:
         super().__init__()
-        self.input_norm = norm(weights.at("input_layernorm"))
+        self.input_norm = norm(weights.at("input_layernorm")) if norms_input else None
         self.attention = attention
         self.mlp_norm = norm(weights.at("post_attention_layernorm"))
         self.mlp = mlp
@@ -172,12 +175,33 @@ class Decoder(nn.Module):
                 return shared
         return head
 
-    def forward(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch) -> Tensor:
-        """Hidden states ``[tokens, hidden]`` of tokens ``[tokens]`` at ``positions`` ``[tokens]`` of their requests."""
+    @overload
+    def forward(self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch) -> Tensor: ...
+
+    @overload
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, taps: Sequence[int]
+    ) -> tuple[Tensor, Tensor]: ...
+
+    def forward(
+        self, input_ids: Tensor, positions: Tensor, batch: ForwardBatch, taps: Sequence[int] | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Hidden states ``[tokens, hidden]`` of tokens ``[tokens]`` at ``positions`` ``[tokens]`` of their requests.
+
+        With ``taps`` also what goes into these layers: ``[tokens, taps * hidden]``, in the order of the taps. The
+        number of layers, as a tap, stands for what comes out of the last one, before the norm.
+        """
         hidden, rotation = self.begin(input_ids, positions)
-        for layer in self.layers:
+        tapped = None if taps is None else _Tapped(taps, hidden)
+        for index, layer in enumerate(self.layers):
+            if tapped is not None:
+                tapped.take(index, hidden)
             hidden = layer(hidden, rotation, batch)
-        return self.end(hidden)
+        normed = self.end(hidden)
+        if tapped is None:
+            return normed
+        tapped.take(len(self.layers), hidden)
+        return normed, tapped.states.flatten(1)
 
     def begin(self, input_ids: Tensor, positions: Tensor) -> tuple[Tensor, Rotation]:
         """What the first layer is given."""
@@ -191,3 +215,16 @@ class Decoder(nn.Module):
         """``[rows, vocab]`` float32 for hidden states ``[rows, hidden]``, the same on every rank."""
         assert self.head is not None, "the model was loaded without its head"
         return cast(Tensor, self.head(hidden))
+
+
+class _Tapped:
+    """Copies of what goes into some layers: a layer may write its sum into the same memory."""
+
+    def __init__(self, taps: Sequence[int], embedded: Tensor) -> None:
+        self._taps = taps
+        self.states = embedded.new_empty(embedded.shape[0], len(taps), embedded.shape[1])
+
+    def take(self, index: int, hidden: Tensor) -> None:
+        for place, tap in enumerate(self._taps):
+            if tap == index:
+                self.states[:, place].copy_(hidden)

@@ -49,6 +49,14 @@ def deepseek_v3(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
     return _decoder(weights, config, spec, SigmoidRouter, deinterleave=config.flag("rope_interleave"))
 
 
+def prediction_block(weights: Weights, config: Config, layer: LayerSpec) -> Block:
+    """V3's block in a layer for multi-token prediction, which follows the dense layers, so that it has experts."""
+    deinterleave = config.flag("rope_interleave")
+    attention = LatentAttention(weights.at("self_attn"), layer, config, deinterleave=deinterleave)
+    experts = MixtureOfExperts.deepseek(weights.at("mlp"), config, SigmoidRouter)
+    return Block(weights, hidden_norm(config), attention, experts)
+
+
 def _decoder(
     weights: Weights,
     config: Config,

@@ -33,7 +33,8 @@ class GroupedAttention(Attention):
     """MHA, GQA or MQA with rotary positions.
 
     ``gated`` says that ``q_proj`` gives each head its query and then a gate, whose sigmoid scales the head's output
-    (Qwen3-Next). Here all queries come first, then all gates, by the order in which the rows are put once.
+    (Qwen3-Next). Here all queries come first, then all gates, by the order in which the rows are put once. ``inputs``
+    is the width of what goes in, if it is not that of the hidden states which come out (EAGLE-3).
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class GroupedAttention(Attention):
         out_bias: bool = False,
         norms: HeadNorms | None = None,
         gated: bool = False,
+        inputs: int | None = None,
     ) -> None:
         super().__init__()
         heads = even_part(layer.num_heads, weights.parallel, "attention heads")
@@ -59,7 +61,7 @@ class GroupedAttention(Attention):
             Rows("k_proj", layer.num_kv_heads * key, scaled(kv_heads, key)),
             Rows("v_proj", layer.num_kv_heads * value, scaled(kv_heads, value)),
         ]
-        self.qkv = Linear.stacked(weights, parts, hidden, bias=qkv_bias)
+        self.qkv = Linear.stacked(weights, parts, inputs or hidden, bias=qkv_bias)
         self.out = Linear.row_parallel(
             weights.at("o_proj"), layer.num_heads * value, hidden, scaled(heads, value), bias=out_bias
         )

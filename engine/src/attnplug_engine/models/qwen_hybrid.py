@@ -27,6 +27,25 @@ MakeMLP = Callable[[Weights, int], nn.Module]
 
 def qwen3_next(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
     """Qwen3-Next: experts; the projections of its linear layers are stored by key head."""
+    return _decoder(weights, config, spec, _next_mlp(config), grouped=True)
+
+
+def qwen3_5(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
+    """Qwen3.5's text model, where all three of a token's positions are the same one."""
+    return _decoder(weights, config, spec, _dense_mlp(config), grouped=False)
+
+
+def next_prediction_block(weights: Weights, config: Config, layer: LayerSpec) -> Block:
+    """Qwen3-Next's block in a layer for multi-token prediction: always softmax attention."""
+    return _softmax_block(weights, config, layer, _next_mlp(config))
+
+
+def prediction_block(weights: Weights, config: Config, layer: LayerSpec) -> Block:
+    """The same of Qwen3.5."""
+    return _softmax_block(weights, config, layer, _dense_mlp(config))
+
+
+def _next_mlp(config: Config) -> MakeMLP:
     hidden, step = config.integer("hidden_size"), config.integer("decoder_sparse_step")
     experts, dense = config.integer("num_experts", least=0), config.sequence("mlp_only_layers") or ()
 
@@ -35,25 +54,34 @@ def qwen3_next(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
             return MLP(weights, hidden, config.integer("intermediate_size"))
         return _experts(weights, config, hidden, experts)
 
-    return _decoder(weights, config, spec, mlp, grouped=True)
+    return mlp
 
 
-def qwen3_5(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
-    """Qwen3.5's text model, where all three of a token's positions are the same one."""
+def _dense_mlp(config: Config) -> MakeMLP:
     hidden, intermediate = config.integer("hidden_size"), config.integer("intermediate_size")
-    return _decoder(weights, config, spec, lambda own, index: MLP(own, hidden, intermediate), grouped=False)
+    return lambda weights, index: MLP(weights, hidden, intermediate)
+
+
+def _softmax_block(weights: Weights, config: Config, layer: LayerSpec, mlp: MakeMLP) -> Block:
+    attention = _softmax(weights.at("self_attn"), config, layer)
+    norm = hidden_norm(config, zero_centred=True)
+    return Block(weights, norm, attention, mlp(weights.at("mlp"), layer.layer_id))
+
+
+def _softmax(weights: Weights, config: Config, layer: LayerSpec) -> GroupedAttention:
+    hidden, bias = config.integer("hidden_size"), config.flag("attention_bias")
+    norms = HeadNorms(norm_eps(config), zero_centred=True)
+    return GroupedAttention(weights, layer, hidden, qkv_bias=bias, out_bias=bias, norms=norms, gated=True)
 
 
 def _decoder(weights: Weights, config: Config, spec: ModelSpec, mlp: MakeMLP, *, grouped: bool) -> Decoder:
     check_activation(config)
-    hidden, bias, eps = config.integer("hidden_size"), config.flag("attention_bias"), norm_eps(config)
-    norm, head_norms = hidden_norm(config, zero_centred=True), HeadNorms(eps, zero_centred=True)
+    hidden, eps, norm = config.integer("hidden_size"), norm_eps(config), hidden_norm(config, zero_centred=True)
 
     def attention(weights: Weights, layer: LayerSpec) -> Attention:
         if layer.kind.is_linear:
             return GatedDeltaNet(weights.at("linear_attn"), layer, hidden, eps, grouped=grouped)
-        own = weights.at("self_attn")
-        return GroupedAttention(own, layer, hidden, qkv_bias=bias, out_bias=bias, norms=head_norms, gated=True)
+        return _softmax(weights.at("self_attn"), config, layer)
 
     def block(layer: LayerSpec) -> Block:
         own = weights.at(MODEL.layer(layer.layer_id))

@@ -62,6 +62,8 @@ class FlaLinearBackend(StateBackend):
 
     def refill(self, plan: Plan, geometry: Geometry) -> None:
         """Nothing to make: captured kernels read the state slots of the batch that was captured first."""
+        if plan.metadata.verified is not None:
+            plan.metadata.verified.committed = False  # a verify is warmed up before it is captured
         slots = geometry.state_slots
         if slots is None or slots.data_ptr() != plan.metadata.spans.slots.data_ptr():
             raise PlanError(

@@ -1,0 +1,1 @@
+"""Speculative decoding: a draft proposes tokens, the target verifies them, and its own choice decides."""

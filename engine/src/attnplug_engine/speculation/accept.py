@@ -1,0 +1,76 @@
+"""Which proposed tokens are what the target chose, and which cache rows they leave."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnplug_engine import kernels
+from attnplug_engine.speculation.tree import Proposal, ancestors, depths, doublings, with_root
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Accepted:
+    """What a round accepted of each request's nodes."""
+
+    counts: Tensor
+    """``[requests]`` int64: accepted nodes, 1 to N; the root always is one."""
+    path: Tensor
+    """``[requests, N]`` int64: the accepted nodes from the root on; 0 past them."""
+    tokens: Tensor
+    """``[requests, N]`` int64: the tokens chosen at the path's nodes; -1 past them."""
+
+
+def accept(proposal: Proposal, chosen: Tensor) -> Accepted:
+    """What is accepted where the target chose ``chosen [requests, N]`` int64, the token after each node.
+
+    A node is accepted if its parent is, and if its token was chosen there. The path goes to the deepest such node, of
+    equally deep ones to the first: siblings may have the same token. Nothing follows a chosen -1, where logits were
+    bad, and no node without a token is accepted.
+    """
+    if kernels.usable(chosen):
+        from attnplug_engine.kernels.trees import accept as launch
+
+        return Accepted(*launch(proposal.tokens, proposal.parents, chosen))
+    nodes, tokens = chosen.shape[1], proposal.tokens
+    place = torch.arange(nodes, device=chosen.device)
+    if proposal.parents is None:
+        matched = (tokens == chosen[:, :-1]) & (tokens >= 0)
+        counts = matched.cumprod(1).sum(1) + 1
+        path = torch.where(place < counts.unsqueeze(1), place, 0)
+    else:
+        counts, path = _deepest(tokens, proposal.parents, chosen)
+    found = torch.where(place < counts.unsqueeze(1), chosen.gather(1, path), -1)
+    return Accepted(counts, path, found)
+
+
+def _deepest(tokens: Tensor, parents: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Counts ``[requests]`` and paths ``[requests, N]`` in trees."""
+    requests, nodes = chosen.shape
+    up, depth, bits = with_root(parents), depths(parents), ancestors(parents)
+    good = torch.ones_like(up, dtype=torch.bool)
+    good[:, 1:] = (tokens == chosen.gather(1, up[:, 1:])) & (tokens >= 0)
+    for _ in range(doublings(up)):
+        good, up = good & good.gather(1, up), up.gather(1, up)
+    last = torch.where(good, depth, -1).argmax(1, keepdim=True)
+    place = torch.arange(nodes, device=chosen.device)
+    is_on = (bits.gather(1, last) >> place) & 1
+    path = torch.zeros(requests, nodes + 1, dtype=torch.int64, device=chosen.device)
+    path.scatter_(1, torch.where(is_on > 0, depth, nodes), place.expand(requests, -1))
+    return depth.gather(1, last)[:, 0] + 1, path[:, :nodes]
+
+
+def moves(accepted: Accepted, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """``sources`` and ``targets [requests * N]`` for ``KVPools.move_rows``; node i was written at ``slots[:, i]``.
+
+    The accepted nodes' rows go to the front in their order. A target is -1 where nothing moves.
+    """
+    if kernels.usable(slots):
+        from attnplug_engine.kernels.trees import moves as launch
+
+        return launch(accepted.path, accepted.counts, slots)
+    path, place = accepted.path, torch.arange(slots.shape[1], device=slots.device)
+    moved = (place < accepted.counts.unsqueeze(1)) & (path != place)
+    return slots.gather(1, path).flatten(), torch.where(moved, slots, -1).flatten()

@@ -1,0 +1,91 @@
+"""A draft model with its own backend and pools, over the target's pages."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from attnplug import DType, ExtendPath, ForwardBatch, Serving
+from attnplug.host import (
+    ExtendPolicy,
+    HostContext,
+    Limits,
+    ModelAttention,
+    Parallel,
+    Selection,
+    WorkspaceOwner,
+    build_selection,
+)
+from attnplug_engine.parallel import TensorParallel
+from attnplug_engine.pools import Capacity, build_pools
+from attnplug_engine.sampler import sample
+from attnplug_engine.sampling_batch import SamplingBatch
+from attnplug_engine.speculation.drafts import DraftModel
+from attnplug_engine.speculation.noised import noised
+from attnplug_engine.speculation.options import Speculation
+
+
+class DraftRunner:
+    """Runs a draft model's batches. Page table and slots are the target's; layers, pools and plans are its own."""
+
+    def __init__(
+        self,
+        model: DraftModel,
+        selection: Selection,
+        capacity: Capacity,
+        speculation: Speculation,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        kv_dtype: DType,
+        workspace: WorkspaceOwner,
+        parallel: TensorParallel,
+        policy: ExtendPolicy,
+        serving: Serving,
+    ) -> None:
+        self.model, self.capacity, self.device, self.dtype = model, capacity, device, dtype
+        self.pools = build_pools(model.spec, capacity, dtype, kv_dtype, device)
+        rows = speculation.most_draft_rows
+        context = HostContext(
+            model=model.spec,
+            device=device,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            page_size=capacity.page_size,
+            limits=Limits(
+                capacity.max_batch,
+                max(capacity.max_step_tokens + capacity.max_batch, capacity.max_batch * rows),
+                capacity.context_length + capacity.spare,
+            ),
+            pools=self.pools,
+            workspace=workspace,
+            parallel=Parallel(parallel.rank, parallel.size),
+            serving=serving,
+        )
+        self.backend = build_selection(selection, context)
+        self.attention = ModelAttention(self.backend, self.pools, policy)
+        claims = self.backend.claims
+        self.exact = claims.needs_cpu_seq_lens
+        """Whether batches need exact lengths on the host."""
+        self.exact_prefill = self.exact or (self.pools.mla is not None and claims.mla_extend != {ExtendPath.ABSORBED})
+
+    def forward(self, batch: ForwardBatch, hidden: Tensor | None, step: int = 0) -> Tensor:
+        """Hidden states ``[rows, hidden]`` of a batch. Plans it unless whoever made it has."""
+        assert batch.input_ids is not None and batch.positions is not None
+        with self.attention.running() as attention:
+            attention.plan(batch)
+            out: Tensor = self.model.forward(batch.input_ids, batch.positions, hidden, batch, step)
+        return out
+
+    def best(self, hidden: Tensor, sampling: SamplingBatch, topk: int, step: int = 0) -> tuple[Tensor, Tensor]:
+        """The ``topk`` best of the target's tokens after rows of a step, and their log-probabilities, ``[rows, topk]``.
+
+        Where a request samples, they are the best by the noise that the target will choose by.
+        """
+        return noised(self.model.logits(hidden, step), sampling, topk, self.model.target_ids)
+
+    def choose(self, hidden: Tensor, sampling: SamplingBatch, step: int = 0) -> Tensor:
+        """The token ``[rows]`` that the draft would sample; -1 where its logits are not finite."""
+        if self.model.target_ids is None:
+            return sample(self.model.logits(hidden, step), sampling)
+        return self.best(hidden, sampling, 1, step)[0][:, 0]

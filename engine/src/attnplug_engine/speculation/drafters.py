@@ -1,0 +1,222 @@
+"""Who proposes: n-grams of what a request has so far, or a model that runs ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from attnplug import ForwardBatch, ForwardMode, Geometry, to_device
+from attnplug.host import HostLengths, SlotTable
+from attnplug_engine.request import Request, StepEntry
+from attnplug_engine.speculation.accept import Accepted
+from attnplug_engine.speculation.batches import Batches
+from attnplug_engine.speculation.draft_runner import DraftRunner
+from attnplug_engine.speculation.drafts import NOTHING, Takes
+from attnplug_engine.speculation.ngram import History
+from attnplug_engine.speculation.options import Speculation
+from attnplug_engine.speculation.tree import Proposal, TreeGrowth
+
+
+class Drafter(Protocol):
+    """Proposes after every round, and after every prefill."""
+
+    takes: Takes
+    """The target's hidden states that it needs."""
+
+    def after_prefill(
+        self,
+        entries: Sequence[StepEntry],
+        rows: Sequence[int],
+        page_table: Tensor,
+        hidden: Tensor | None,
+        ended: Batches | None,
+        sampled: Tensor,
+    ) -> Proposal | None:
+        """After an extend of ``entries`` at ``rows`` of the slot table, with the target's ``hidden [tokens, width]``.
+
+        ``ended`` are the requests whose prefill ends, with ``sampled`` as their first tokens. It returns their
+        proposals.
+        """
+        ...
+
+    def catch_up(self, batches: Batches, lengths: Tensor, accepted: Accepted, hidden: Tensor | None) -> Tensor | None:
+        """After a round that found ``lengths [requests]`` committed rows, with the target's ``hidden [requests * N,
+        width]`` of all nodes. Returns what ``look_ahead`` takes."""
+        ...
+
+    def look_ahead(self, batches: Batches, newest: Tensor | None, lengths: Tensor) -> Proposal:
+        """What is proposed after the newest tokens of requests with ``lengths [requests]`` committed rows."""
+        ...
+
+
+class NgramDrafter:
+    """Proposes what followed the newest tokens where they occurred before."""
+
+    takes = NOTHING
+
+    def __init__(self, speculation: Speculation, rows: int, context: int, device: torch.device) -> None:
+        self._steps, self._topk = speculation.steps, speculation.topk
+        self._history = History(rows, context, device)
+        self._owners: dict[int, Request] = {}
+
+    def after_prefill(
+        self,
+        entries: Sequence[StepEntry],
+        rows: Sequence[int],
+        page_table: Tensor,
+        hidden: Tensor | None,
+        ended: Batches | None,
+        sampled: Tensor,
+    ) -> Proposal | None:
+        for row, (request, position, token_ids, _) in zip(rows, entries, strict=True):
+            # What the prefix cache supplied is not among the tokens of a first chunk.
+            start = position if self._owners.get(row) is request else 0
+            self._owners[row] = request
+            self._history.write_prompt(row, start, request.tokens(start, position + len(token_ids)))
+        if ended is None:
+            return None
+        members = ended.members
+        known = members.committed
+        self._history.append(members.rows, known, sampled.unsqueeze(1), torch.ones_like(known))
+        return self.look_ahead(ended, None, known)
+
+    def catch_up(self, batches: Batches, lengths: Tensor, accepted: Accepted, hidden: Tensor | None) -> Tensor | None:
+        self._history.append(batches.members.rows, lengths + 1, accepted.tokens, accepted.counts)
+        return None
+
+    def look_ahead(self, batches: Batches, newest: Tensor | None, lengths: Tensor) -> Proposal:
+        return self._history.propose(batches.members.rows, lengths + 1, self._steps, topk=self._topk)
+
+
+class ModelDrafter:
+    """Proposes what a draft model chooses.
+
+    A draft that takes the target's hidden states has at position p a row of token p + 1 and the target's hidden state
+    at p. One that takes nothing has rows of its own tokens, so its newest row is one further (``_shift``).
+
+    Where a request samples, the draft does, by the same noise: what it chooses is then often what the target does.
+    """
+
+    def __init__(self, runner: DraftRunner, speculation: Speculation, table: SlotTable) -> None:
+        self._runner, self._table = runner, table
+        self._steps, self._topk, self._nodes = speculation.steps, speculation.topk, speculation.nodes
+        self.takes = runner.model.takes
+        self._fed = self.takes != NOTHING
+        """Whether a step is given the hidden states of the one before."""
+        self._shift = int(not self._fed)
+
+    def after_prefill(
+        self,
+        entries: Sequence[StepEntry],
+        rows: Sequence[int],
+        page_table: Tensor,
+        hidden: Tensor | None,
+        ended: Batches | None,
+        sampled: Tensor,
+    ) -> Proposal | None:
+        batch, last = self._prefill(entries, page_table, sampled)
+        out = self._runner.forward(batch, hidden)
+        if ended is None:
+            return None
+        return self.look_ahead(ended, out.index_select(0, last), ended.members.committed)
+
+    def _prefill(
+        self, entries: Sequence[StepEntry], page_table: Tensor, sampled: Tensor
+    ) -> tuple[ForwardBatch, Tensor]:
+        """The draft's batch for a prefill, and which of its rows are the last of the requests that end."""
+        tokens: list[int] = []
+        positions: list[int] = []
+        counts: list[int] = []
+        last: list[int] = []
+        for request, position, token_ids, is_sampled in entries:
+            end = position + len(token_ids)
+            own = list(token_ids) if self._shift else [*token_ids[1:], *request.tokens(end, end + 1)]
+            if is_sampled:
+                own.append(0)  # what was sampled comes here
+                last.append(len(tokens) + len(own) - 1)
+            tokens += own
+            counts.append(len(own))
+            positions += range(position, position + len(own))
+        lengths = [entry.position + count for entry, count in zip(entries, counts, strict=True)]
+        device, longest = page_table.device, max(counts)
+        ids, places = to_device([tokens, positions], device).unbind()
+        ends = to_device(last, device)
+        ids.index_copy_(0, ends, sampled.clamp(min=0))
+        geometry = Geometry(
+            ForwardMode.EXTEND,
+            page_table,
+            to_device(lengths, device, np.int32),
+            self._runner.capacity.page_size,
+            rows=len(tokens),
+            max_seq_len=max(lengths),
+            max_new=longest,
+            new_lens=None if len(tokens) == longest * len(counts) else to_device(counts, device, np.int32),
+            host=HostLengths(counts, lengths) if self._runner.exact_prefill else None,
+        )
+        return ForwardBatch(geometry, ids, places), ends
+
+    def catch_up(self, batches: Batches, lengths: Tensor, accepted: Accepted, hidden: Tensor | None) -> Tensor | None:
+        nodes = self._nodes
+        place = torch.arange(nodes, device=lengths.device)
+        positions = (lengths + self._shift).unsqueeze(1) + place
+        batch = batches.make(ForwardMode.DRAFT_EXTEND, lengths + self._shift + nodes, positions)
+        batch.input_ids = accepted.tokens.clamp(min=0).flatten()
+        if hidden is not None and self._topk > 1:
+            path = accepted.path.unsqueeze(2).expand(-1, -1, hidden.shape[1])
+            hidden = hidden.unflatten(0, (-1, nodes)).gather(1, path).flatten(0, 1)
+        batches.begin(batch)
+        out: Tensor = self._runner.forward(batch, hidden).unflatten(0, (-1, nodes))
+        newest = (accepted.counts - 1).view(-1, 1, 1).expand(-1, 1, out.shape[2])
+        return out.gather(1, newest)[:, 0]
+
+    def look_ahead(self, batches: Batches, newest: Tensor | None, lengths: Tensor) -> Proposal:
+        assert newest is not None
+        hidden, start = newest, lengths + self._shift  # the position of the next row
+        if self._topk > 1:
+            return self._grow(batches, hidden, lengths, start)
+        members, steps = batches.members, self._steps - 1
+        # The lengths of all steps at once; their plans are made before the first of them runs.
+        positions = start + torch.arange(steps, device=start.device).unsqueeze(1)
+        ahead = [
+            batches.make(ForwardMode.DECODE, one + 1, one.unsqueeze(1), step=step)
+            for step, one in enumerate(positions.unbind())
+        ]
+        runner = self._runner
+        tokens = [runner.choose(hidden, members.sampled_at(lengths.unsqueeze(1)))]
+        for step, batch in enumerate(ahead, 1):
+            batch.input_ids = tokens[-1].clamp(min=0)
+            batches.begin(batch)
+            hidden = runner.forward(batch, hidden if self._fed else None, step)
+            tokens.append(runner.choose(hidden, members.sampled_at((lengths + step).unsqueeze(1)), step))
+        return Proposal(torch.stack(tokens, 1))
+
+    def _grow(self, batches: Batches, hidden: Tensor, lengths: Tensor, start: Tensor) -> Proposal:
+        """A tree, grown level by level. Each step runs all nodes so far, so that each sees its own ancestors."""
+        members, topk, runner = batches.members, self._topk, self._runner
+        growth = TreeGrowth(*runner.best(hidden, members.sampled_at(lengths.unsqueeze(1)), topk))
+        inputs = hidden.unsqueeze(1).expand(-1, topk, -1)
+        for step in range(1, self._steps):
+            positions = start.unsqueeze(1) + (growth.depths - 1)
+            batch = batches.make(
+                ForwardMode.TARGET_VERIFY, start + growth.rows, positions, tree=growth.ancestors, step=step
+            )
+            batch.input_ids = growth.tokens.clamp(min=0).flatten()
+            batches.begin(batch)
+            out = runner.forward(batch, inputs.flatten(0, 1) if self._fed else None, step)
+            newest = out.unflatten(0, (-1, growth.rows))[:, -topk:]
+            places = (lengths + step).unsqueeze(1).expand(-1, topk)
+            growth.grow(*runner.best(newest.flatten(0, 1), members.sampled_at(places), topk, step))
+            parents = _parents(growth).unsqueeze(2).expand(-1, -1, newest.shape[2])
+            inputs = torch.cat([inputs, newest.gather(1, parents)], 1)
+        return growth.proposal(self._nodes)
+
+
+def _parents(growth: TreeGrowth) -> Tensor:
+    """``[requests, topk]``: of each node of the newest level, which node of the level before is its parent."""
+    topk = growth.topk
+    level = torch.arange(growth.rows - 2 * topk, growth.rows - topk, device=growth.tokens.device)
+    return ((growth.ancestors[:, -topk:].unsqueeze(2) >> level) & 1).argmax(2)

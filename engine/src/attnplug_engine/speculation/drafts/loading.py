@@ -1,0 +1,138 @@
+"""From what a user asks of speculation to a draft model that runs."""
+
+from __future__ import annotations
+
+import torch
+
+from attnplug import ModelSpec
+from attnplug.host import Config
+from attnplug.host import load_model as load_spec
+from attnplug_engine.checkpoint import Checkpoint, WeightSource
+from attnplug_engine.models.architectures import LoadedModel, load_model, model_config, open_source, read_config
+from attnplug_engine.models.weights import Weights
+from attnplug_engine.parallel import SINGLE, TensorParallel
+from attnplug_engine.speculation.drafts.eagle import EagleDraft
+from attnplug_engine.speculation.drafts.eagle3 import Eagle3Draft
+from attnplug_engine.speculation.drafts.model import DraftError, DraftModel
+from attnplug_engine.speculation.drafts.prediction import build_prediction, prediction_spec
+from attnplug_engine.speculation.drafts.standalone import StandaloneDraft
+from attnplug_engine.speculation.options import Algorithm, Speculation
+
+_EAGLE_TYPE = "llama"
+_EAGLE_NORM = "hidden_norm.weight"
+_TOKEN_MAPS = ("d2t", "t2d")
+"""Tensors of EAGLE-3 that are no weights."""
+
+
+def draft_spec(speculation: Speculation, target_reference: str) -> ModelSpec:
+    """The whole draft as attention sees it, by configs alone: for choosing a backend before weights are read."""
+    match speculation.algorithm:
+        case Algorithm.STANDALONE:
+            return load_spec(_draft_model(speculation))
+        case Algorithm.MTP:
+            if speculation.draft_model is not None:
+                raise DraftError(
+                    f"`speculative_algorithm` {speculation.algorithm} reads its layers from the target's own "
+                    f"checkpoint, and `speculative_draft_model` is {speculation.draft_model!r}; leave it out"
+                )
+            target = load_spec(target_reference)
+            return prediction_spec(speculation, target, model_config(target_reference), target_reference)
+        case Algorithm.EAGLE | Algorithm.EAGLE3:
+            spec = load_spec(_draft_model(speculation))
+            if spec.model_type != _EAGLE_TYPE:
+                raise DraftError(
+                    f"the draft {speculation.draft_model!r} is of model type {spec.model_type!r}, and "
+                    f"{speculation.algorithm} drafts are of type {_EAGLE_TYPE!r}; give another "
+                    "`speculative_draft_model`, or choose `speculative_algorithm` standalone for an ordinary model"
+                )
+            return spec
+        case Algorithm.NGRAM:
+            raise DraftError(
+                f"`speculative_algorithm` {speculation.algorithm} has no draft model; those that have one: "
+                f"{', '.join(one for one in Algorithm if one is not Algorithm.NGRAM)}"
+            )
+
+
+def load_draft(
+    speculation: Speculation,
+    target: LoadedModel,
+    target_reference: str,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    parallel: TensorParallel = SINGLE,
+    seed: int = 0,
+    random_weights: bool = False,
+) -> DraftModel:
+    """Read the draft model for a target. Raises UsageError for all that can be wrong (DraftError, CheckpointError, …).
+
+    With ``random_weights`` only configs are read.
+    """
+    spec = draft_spec(speculation, target_reference)
+    if speculation.algorithm is Algorithm.STANDALONE:
+        loaded = load_model(
+            _draft_model(speculation),
+            dtype=dtype,
+            device=device,
+            parallel=parallel,
+            seed=seed,
+            random_weights=random_weights,
+        )
+        _check_same(speculation, "a vocabulary", loaded.module.vocab_size, target.module.vocab_size, target_reference)
+        return StandaloneDraft(loaded).eval()
+    is_own = speculation.algorithm is Algorithm.MTP
+    reference = target_reference if is_own else _draft_model(speculation)
+    source = open_source(reference, device=device, seed=seed, random_weights=random_weights)
+    config = read_config(source.config, source.name, spec)
+    weights = Weights(source, dtype=dtype, device=torch.device(device), parallel=parallel)
+    with torch.no_grad():
+        if is_own:
+            return build_prediction(weights, source, config, spec, target).eval()
+        _check_eagle(speculation, source, config, target, target_reference)
+        draft: DraftModel
+        if speculation.algorithm is Algorithm.EAGLE:
+            draft = EagleDraft(weights, config, spec, target)
+        else:
+            draft = Eagle3Draft(weights, source, config, spec, target)
+    weights.check_all_taken(lambda name: name in _TOKEN_MAPS)
+    return draft.eval()
+
+
+def _check_eagle(
+    speculation: Speculation, source: WeightSource, config: Config, target: LoadedModel, target_reference: str
+) -> None:
+    """Raise where a checkpoint is no draft of this algorithm, or one for another target."""
+    if isinstance(source, Checkpoint):
+        names = source.names()
+        if "fc.weight" not in names:
+            raise DraftError(
+                f"the checkpoint {source.name!r} is no draft of `speculative_algorithm` {speculation.algorithm}: it "
+                "has no tensor 'fc.weight'; give another `speculative_draft_model`, or choose standalone for an "
+                "ordinary model"
+            )
+        found = Algorithm.EAGLE3 if any(name.endswith(_EAGLE_NORM) for name in names) else Algorithm.EAGLE
+        if found is not speculation.algorithm:
+            has = "has a tensor" if found is Algorithm.EAGLE3 else "has no tensor"
+            raise DraftError(
+                f"the checkpoint {source.name!r} is no draft of `speculative_algorithm` {speculation.algorithm}: it "
+                f"{has} 'midlayer.{_EAGLE_NORM}'; choose {found} for it, or give another `speculative_draft_model`"
+            )
+    hidden = config.integer("hidden_size")
+    if config.optional_integer("target_hidden_size") not in (None, hidden):
+        raise config.wrong("target_hidden_size", f"absent, or {hidden} as hidden_size is")
+    _check_same(speculation, "a hidden size", hidden, target.module.hidden_size, target_reference)
+    vocab = config.integer("vocab_size")
+    _check_same(speculation, "a vocabulary", vocab, target.module.vocab_size, target_reference)
+
+
+def _check_same(speculation: Speculation, what: str, found: int, wanted: int, target_reference: str) -> None:
+    if found != wanted:
+        raise DraftError(
+            f"the draft {speculation.draft_model!r} has {what} of {found}, and the target {target_reference!r} one of "
+            f"{wanted}; they must be the same, so give a draft of this target by `speculative_draft_model`",
+        )
+
+
+def _draft_model(speculation: Speculation) -> str:
+    assert speculation.draft_model is not None, "what is asked of speculation is checked by itself"
+    return speculation.draft_model

@@ -1,0 +1,31 @@
+"""What a draft has of its own or shares with its target: the embedding and the head."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from attnplug_engine.models.architectures import LoadedModel
+from attnplug_engine.models.layers import Head, frozen
+from attnplug_engine.models.weights import Weights
+
+EMBEDDING = "embed_tokens.weight"
+
+
+def own_embedding(weights: Weights, target: LoadedModel) -> nn.Parameter:
+    """The embedding that is stored under these weights; the target's if there is none, or the same one once more."""
+    shared = target.module.embedding
+    if not weights.holds(EMBEDDING):
+        return shared
+    own = weights.take(EMBEDDING, *shared.shape)
+    return shared if torch.equal(own, shared) else frozen(own)
+
+
+def own_head(weights: Weights, name: str, target: LoadedModel) -> Head:
+    """The head that is stored under this name; the target's if there is none, or the same one once more."""
+    shared = target.module.head
+    assert shared is not None, "a target is loaded with its head"
+    if not weights.holds(name):
+        return shared
+    own = Head.load(weights, name, target.module.vocab_size, target.module.hidden_size)
+    return shared if torch.equal(own.weight, shared.weight) else own

@@ -1,0 +1,284 @@
+"""The round: verify what was proposed, accept what the target chose itself, propose again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnplug import ForwardBatch, ForwardMode, to_device
+from attnplug_engine.capture import Capture
+from attnplug_engine.capture_check import CaptureCheck
+from attnplug_engine.request import Step, StepEntry
+from attnplug_engine.runner import ModelRunner, Phase
+from attnplug_engine.sampler import sample
+from attnplug_engine.speculation.accept import Accepted, accept, moves
+from attnplug_engine.speculation.batches import Batches, EagerBatches
+from attnplug_engine.speculation.draft_runner import DraftRunner
+from attnplug_engine.speculation.drafters import Drafter, ModelDrafter, NgramDrafter
+from attnplug_engine.speculation.launched import Brought, LaunchedRounds
+from attnplug_engine.speculation.options import Speculation
+from attnplug_engine.speculation.round_graphs import CapturedRound, RoundGraphs
+from attnplug_engine.speculation.state import Members, RoundState
+from attnplug_engine.speculation.timing import Timing
+from attnplug_engine.speculation.tree import ancestors, depths
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Verified:
+    """What a target's verify found."""
+
+    lengths: Tensor
+    """``[requests]``: rows that were committed before."""
+    accepted: Accepted
+    hidden: Tensor | None
+    """``[requests * N, width]``: what the draft takes of the target."""
+    logits: Tensor
+    """``[requests * N, vocab]`` of the nodes."""
+
+
+@dataclass(slots=True, eq=False)
+class _Found:
+    """Where captured graphs leave what the next one reads."""
+
+    verified: Verified | None = None
+    newest: Tensor | None = None
+
+
+class RoundRunner:
+    """Runs the steps of a speculating engine on the target's runner and, where there is one, on the draft's.
+
+    A round is verify, accept, draft; nothing of it waits for the device. What the draft proposes stays there for the
+    next round. A step with prefills runs its round first, then the extend, which ends with a draft, too.
+    """
+
+    def __init__(self, runner: ModelRunner, draft: DraftRunner | None, speculation: Speculation) -> None:
+        self.runner, self.draft, self.speculation = runner, draft, speculation
+        self._nodes = speculation.nodes
+        self.state = RoundState(runner.tokens, speculation.nodes, trees=speculation.topk > 1)
+        self.drafter: Drafter
+        if draft is None:
+            capacity = runner.capacity
+            context = capacity.context_length + capacity.spare
+            self.drafter = NgramDrafter(speculation, capacity.max_batch, context, runner.device)
+        else:
+            self.drafter = ModelDrafter(draft, speculation, runner.table)
+        self.graphs: RoundGraphs | None = None
+        self._verified: dict[int, _Found] = {}
+        self._exact = runner.backend.claims.needs_cpu_seq_lens
+
+    # Capturing
+
+    @torch.inference_mode()
+    def capture(
+        self, sizes: Sequence[int], capture: Capture, progress: Callable[[int, int], None] | None = None
+    ) -> RoundGraphs:
+        """Capture rounds of these batch sizes, the largest first, so that the others reuse its memory.
+
+        Each is compared with eager attention before it is trusted. From here on the workspace does not grow.
+        """
+        runner, draft, capacity = self.runner, self.draft, self.runner.capacity
+        runner.enter(Phase.WARM_UP, "capture graphs once, before the first step")
+        graphs = RoundGraphs(
+            runner.attention,
+            None if draft is None else draft.attention,
+            runner.table,
+            capacity.page_size,
+            capacity.context_length + capacity.spare,
+            largest=max(sizes),
+            rows=self._nodes,
+            draft_rows=self.speculation.most_draft_rows,
+            has_states=runner.pools.linear is not None,
+            device=runner.device,
+        )
+        pages, device = runner.allocator, runner.device
+        checks = [CaptureCheck(runner.spec, runner.attention, runner.pools, pages, runner.dtype, device)]
+        if draft is not None:
+            checks.append(CaptureCheck(draft.model.spec, draft.attention, draft.pools, pages, draft.dtype, device))
+        size = graphs.largest
+        try:
+            graphs.reserve(runner.allocator)
+            runner.enter(Phase.CAPTURE)
+            for done, size in enumerate(sorted(sizes, reverse=True)):
+                captured = graphs.capture(size, capture, self._parts)
+                for check, batches in zip(checks, (captured.target, captured.draft), strict=False):
+                    for batch in batches.made:
+                        check.run(batch, capture)
+                if progress is not None:
+                    progress(done + 1, len(sizes))
+        except torch.OutOfMemoryError as error:
+            raise runner.no_memory(size, graphs.sizes) from error
+        runner.workspace.freeze()
+        self.graphs = graphs
+        runner.enter(Phase.SERVE)
+        return graphs
+
+    def _parts(self, captured: CapturedRound) -> list[Callable[[], None]]:
+        """The parts of a round as a graph each: verify, the draft's extend, its further steps."""
+        found = self._verified[captured.size] = _Found()
+
+        def verify() -> None:
+            found.verified = self.verify(captured.target)
+
+        def extend() -> None:
+            assert found.verified is not None
+            found.newest = self._catch_up(captured.draft, found.verified)
+
+        def ahead() -> None:
+            assert found.verified is not None
+            self._look_ahead(captured.draft, found.newest, found.verified)
+
+        return [verify, extend, ahead]
+
+    # Steps
+
+    @torch.inference_mode()
+    def launch(self, step: Step) -> LaunchedRounds:
+        """Run a step: asks everything of the device and waits for nothing, unless a backend needs exact lengths."""
+        self.runner.phase = Phase.SERVE
+        if step.copies:
+            self.runner.pools.copy_pages(step.copies)
+            if self.draft is not None:
+                self.draft.pools.copy_pages(step.copies)
+        parts: list[Brought] = []
+        timing = captured = None
+        if step.rounds:
+            timing = Timing(self.runner.device)
+            captured = None if self.graphs is None else self.graphs.fitting(step.rounds)
+            parts.append(self._round(step, timing) if captured is None else self._replay(captured, step, timing))
+        if step.rounds < len(step.entries):
+            parts.append(self._prefill(step))
+        states = self.runner.pools.linear
+        if step.snapshots and states is not None:
+            for source, target in step.snapshots:
+                states.copy(source, target)
+        return LaunchedRounds(parts, timing, replayed=captured is not None)
+
+    def _round(self, step: Step, timing: Timing) -> Brought:
+        entries, rows = step.entries[: step.rounds], step.rows[: step.rounds]
+        members = self._members(entries, rows, step.state_slots[: step.rounds])
+        verified = self.verify(self._eager(members))
+        timing.mark()
+        brought = self._brought(entries, verified)
+        batches = self._draft_batches(members)
+        newest = self._catch_up(batches, verified)
+        timing.mark()
+        self._look_ahead(batches, newest, verified)
+        timing.mark()
+        return brought
+
+    def _replay(self, captured: CapturedRound, step: Step, timing: Timing) -> Brought:
+        assert self.graphs is not None
+        entries, slots = step.entries[: step.rounds], step.state_slots[: step.rounds]
+        self.graphs.begin(captured, entries, step.rows[: step.rounds], slots, self.runner.sampler.seed_of)
+        verify, *drafting = captured.parts
+        verify()
+        timing.mark()
+        verified = self._verified[captured.size].verified  # a graph leaves it where it was captured
+        assert verified is not None
+        brought = self._brought(entries, verified)
+        for replay in drafting:
+            replay()
+            timing.mark()
+        return brought
+
+    def _brought(self, entries: Sequence[StepEntry], verified: Verified) -> Brought:
+        """What the host is told of a round, with the logits of the accepted nodes in their order."""
+        requests, accepted, logits = [entry.request for entry in entries], verified.accepted, verified.logits
+        if self.state.trees and any(request.params.logprobs is not None for request in requests):
+            first = torch.arange(0, logits.shape[0], self._nodes, device=logits.device)
+            logits = logits.index_select(0, (accepted.path + first.unsqueeze(1)).flatten())
+        count = len(requests)
+        return Brought(requests, accepted.tokens[:count], accepted.counts[:count], logits)
+
+    def verify(self, batches: Batches) -> Verified:
+        """Run the target over all nodes of the members, and take what it chose."""
+        members, state, nodes = batches.members, self.state, self._nodes
+        newest, lengths = members.begin(state)
+        proposal = state.proposal(members.rows)
+        depth, tree = torch.arange(nodes, device=lengths.device).unsqueeze(0), None
+        if proposal.parents is not None:
+            depth, tree = depths(proposal.parents), ancestors(proposal.parents)
+        positions = lengths.unsqueeze(1) + depth
+        batch = batches.make(ForwardMode.TARGET_VERIFY, lengths + nodes, positions, tree=tree)
+        batch.input_ids = torch.cat([newest.unsqueeze(1), proposal.tokens.clamp(min=0)], 1).flatten()
+        batches.begin(batch)
+        hidden, taken = self._target(batch)
+        logits = self.runner.model.logits(hidden)
+        chosen = sample(logits, members.sampled_at(positions)).view(-1, nodes)
+        accepted = accept(proposal, chosen)
+        last = accepted.tokens.gather(1, accepted.counts.unsqueeze(1) - 1)[:, 0]
+        state.commit(members.rows, lengths + accepted.counts, last)
+        if proposal.parents is not None:
+            slots = batch.geometry.new_slots().view(-1, nodes)
+            self.runner.pools.move_rows(*moves(accepted, slots))
+        self.runner.attention.commit_states(batch, accepted.counts)
+        return Verified(lengths, accepted, taken, logits)
+
+    def _catch_up(self, batches: Batches, verified: Verified) -> Tensor | None:
+        return self.drafter.catch_up(batches, verified.lengths, verified.accepted, verified.hidden)
+
+    def _look_ahead(self, batches: Batches, newest: Tensor | None, verified: Verified) -> None:
+        """Have the drafter propose for the members' next round."""
+        proposal = self.drafter.look_ahead(batches, newest, verified.lengths + verified.accepted.counts)
+        self.state.propose(batches.members.rows, proposal)
+
+    def _target(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
+        """The target's hidden states of a batch, and what the draft takes of them."""
+        takes, model = self.drafter.takes, self.runner.model
+        if not takes.layers:
+            hidden = self.runner.forward(batch)
+            return hidden, hidden if takes.last else None
+        assert batch.input_ids is not None and batch.positions is not None
+        with self.runner.attention.running() as attention:
+            attention.plan(batch)
+            hidden, tapped = model.forward(batch.input_ids, batch.positions, batch, takes.layers)
+        return hidden, torch.cat([tapped, hidden], 1) if takes.last else tapped
+
+    # Prefills
+
+    def _prefill(self, step: Step) -> Brought:
+        """Extend, sample where a prefill ends, and draft."""
+        runner, first = self.runner, step.rounds
+        part = Step(
+            ForwardMode.EXTEND, step.entries[first:], (), step.rows[first:], step.state_slots[first:], step.snapshots
+        )
+        batch = runner.prepare(part)
+        hidden, taken = self._target(batch)
+        entries = [entry for entry in part.entries if entry.sampled]
+        rows = [row for row, entry in zip(part.rows, part.entries, strict=True) if entry.sampled]
+        ended, sampled = None, runner.tokens[:0]
+        logits = hidden[:0]
+        if entries:
+            members = self._members(entries, rows, (), prefilled=True)
+            ended = self._draft_batches(members)
+            logits = runner.model.logits(hidden.index_select(0, to_device(part.sampled_rows, runner.device)))
+            sampled = sample(logits, members.sampled_at(members.committed.unsqueeze(1) - 1))
+            self.state.commit(members.rows, members.committed, sampled)
+        proposal = self.drafter.after_prefill(part.entries, part.rows, batch.geometry.page_table, taken, ended, sampled)
+        if ended is not None and proposal is not None:
+            self.state.propose(ended.members.rows, proposal)
+        counts = torch.ones_like(sampled)
+        return Brought([entry.request for entry in entries], sampled.unsqueeze(1), counts, logits)
+
+    # Who takes part
+
+    def _members(
+        self, entries: Sequence[StepEntry], rows: Sequence[int], slots: Sequence[int], *, prefilled: bool = False
+    ) -> Members:
+        runner = self.runner
+        page_table, _ = runner.table.batch(rows)
+        longest = max(runner.table.lengths_cpu(rows).tolist())
+        return Members.of(entries, rows, page_table, longest, runner.sampler.seed_of, slots, prefilled=prefilled)
+
+    def _eager(self, members: Members) -> Batches:
+        runner = self.runner
+        return EagerBatches(runner.attention, members, runner.capacity.page_size, exact=self._exact)
+
+    def _draft_batches(self, members: Members) -> Batches:
+        draft = self.draft
+        if draft is None:
+            return self._eager(members)
+        return EagerBatches(draft.attention, members, draft.capacity.page_size, exact=draft.exact)

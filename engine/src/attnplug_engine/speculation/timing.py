@@ -1,0 +1,35 @@
+"""How long the parts of a round take."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+
+class Timing:
+    """Moments of one round: before verify, after it, after the draft's extend, and at its end."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._marks: list[float | torch.cuda.Event] = []
+        self.mark()
+
+    def mark(self) -> None:
+        """A part is asked for: the next begins here."""
+        if not self._on_gpu:
+            self._marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append(event)
+
+    def seconds(self) -> list[float]:
+        """Of each part. Ask when the device is done with them."""
+        found = []
+        for before, after in zip(self._marks, self._marks[1:], strict=False):
+            if isinstance(before, torch.cuda.Event) and isinstance(after, torch.cuda.Event):
+                found.append(before.elapsed_time(after) / 1000)
+            elif isinstance(before, float) and isinstance(after, float):
+                found.append(after - before)
+        return found

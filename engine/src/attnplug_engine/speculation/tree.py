@@ -1,0 +1,205 @@
+"""What a draft proposes: a chain or a tree of tokens after each request's newest one, and how a tree grows.
+
+The newest token is node 0, the root. Nodes 1 to N-1 are proposed. A parent has a lower number than its children. All
+functions here have fixed shapes and read nothing on the host, so that a graph may capture them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnplug.host import UsageError
+from attnplug_engine import kernels
+
+MOST_ROWS = 64
+"""Of a tree: what a row sees of the others are 64 bits."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Proposal:
+    """Proposed nodes of some requests."""
+
+    tokens: Tensor
+    """``[requests, N-1]`` int64: the tokens of nodes 1 to N-1; -1 where there is no node."""
+    parents: Tensor | None = None
+    """``[requests, N-1]`` int64: the number of each node's parent, 0 for the root. ``None``: a chain."""
+
+
+def depths(parents: Tensor) -> Tensor:
+    """``[requests, N]`` int64: how many ancestors each node has, from ``parents [requests, N-1]``."""
+    if kernels.usable(parents):
+        from attnplug_engine.kernels.trees import relate
+
+        return relate(parents)[0]
+    up = with_root(parents)
+    found = torch.ones_like(up)
+    found[:, 0] = 0
+    for _ in range(doublings(up)):
+        found, up = found + found.gather(1, up), up.gather(1, up)
+    return found
+
+
+def ancestors(parents: Tensor) -> Tensor:
+    """``[requests, N]`` int64 for ``Geometry.tree``: bit j of node i says that j is i or one of its ancestors."""
+    if kernels.usable(parents):
+        from attnplug_engine.kernels.trees import relate
+
+        return relate(parents)[1]
+    up = with_root(parents)
+    found = _bits(up.shape[1], up.device).expand_as(up)
+    for _ in range(doublings(up)):
+        found, up = found | found.gather(1, up), up.gather(1, up)
+    return found
+
+
+def lay_out(
+    ids: Tensor,
+    positions: Tensor,
+    tree: Tensor | None,
+    rows: Tensor,
+    roots: Tensor,
+    lengths: Tensor,
+    proposed: Tensor,
+    parents: Tensor | None,
+) -> None:
+    """Fill ``ids`` and ``positions [requests * N]`` and ``tree [requests, N]`` of a verify; ``None`` for chains.
+
+    The requests are at ``rows [requests]`` of what is known of every row of the slot table: the newest tokens ``roots``
+    and the ``lengths`` without them, both ``[all rows]``, and ``proposed`` and ``parents [all rows, N-1]`` as in a
+    ``Proposal``. The id of a missing node is 0.
+    """
+    if kernels.usable(ids):
+        from attnplug_engine.kernels.trees import lay_out as launch
+
+        return launch(ids, positions, tree, rows, roots, lengths, proposed, parents)
+    requests, nodes = rows.shape[0], proposed.shape[1] + 1
+    tokens = torch.cat([roots[rows].unsqueeze(1), proposed[rows].clamp(min=0)], 1)
+    ids.view(requests, nodes).copy_(tokens)
+    depth = torch.arange(nodes, device=rows.device)
+    if tree is not None and parents is not None:
+        own = parents[rows]
+        depth = depths(own)
+        tree.copy_(ancestors(own))
+    positions.view(requests, nodes).copy_(lengths[rows].unsqueeze(1) + depth)
+
+
+def with_root(parents: Tensor) -> Tensor:
+    """``[requests, N]``: the parent of every node; the root is its own."""
+    return torch.nn.functional.pad(parents, (1, 0)).clamp(min=0)
+
+
+def doublings(up: Tensor) -> int:
+    """After so many steps, each twice as far as the one before, every node has met the root."""
+    return max(up.shape[1] - 1, 1).bit_length()
+
+
+def _bits(count: int, device: torch.device) -> Tensor:
+    """``[count]``: bit i for each i."""
+    return torch.ones(count, dtype=torch.int64, device=device) << torch.arange(count, device=device)
+
+
+class TreeGrowth:
+    """A tree that a draft grows level by level. Of each level the ``topk`` likeliest nodes live on, the best first.
+
+    All children of living nodes are candidates. A candidate's score is the sum of log-probabilities from the root on;
+    of equal scores the earlier candidate is better, so that none is taken without its parent.
+
+    At every step a draft runs all living nodes, ``rows`` a request, level by level: ``tokens`` are their ids, positions
+    are the root's plus ``depths``, and ``ancestors`` is the batch's ``Geometry.tree``. The root is no such row: the
+    draft has it in its cache. The last ``topk`` rows are the newest level, whose children ``grow`` takes.
+    """
+
+    def __init__(self, tokens: Tensor, logprobs: Tensor) -> None:
+        """``tokens`` int64 and ``logprobs`` float32, ``[requests, topk]``, are the root's children; all live."""
+        self.topk = tokens.shape[1]
+        none = tokens[:, :0]
+        self.tokens = none
+        """``[requests, rows]`` int64."""
+        self.ancestors = none
+        """``[requests, rows]`` int64: by bits, which rows each one sees."""
+        self._newest: tuple[Tensor, Tensor] | None = None
+        """Scores and numbers of the newest level, ``[requests, topk]``. Candidates have numbers from 1; 0 is the
+        root."""
+        self._candidates = none, logprobs[:, :0], none
+        """Tokens, scores and parents' numbers of all candidates, ``[requests, candidates]``."""
+        self.grow(tokens, logprobs)
+
+    @property
+    def rows(self) -> int:
+        return self.tokens.shape[1]
+
+    @property
+    def depths(self) -> Tensor:
+        """``[rows]`` int64: 1 for the root's children."""
+        return torch.arange(self.rows, device=self.tokens.device) // self.topk + 1
+
+    def grow(self, tokens: Tensor, logprobs: Tensor) -> None:
+        """Add a level. ``tokens`` int64 and ``logprobs`` float32, ``[requests * topk, topk]``, are the children of the
+        newest level's nodes."""
+        topk, rows = self.topk, self.rows
+        if rows > MOST_ROWS:
+            raise UsageError(
+                f"a draft of {rows // topk + 1} steps with {topk} branches runs {rows} rows a request; steps less one, "
+                f"times branches, may be up to {MOST_ROWS}"
+            )
+        before = (self.tokens, self.ancestors), self._newest, self._candidates
+        if kernels.usable(tokens):
+            from attnplug_engine.kernels.growth import grow
+
+            self.tokens, self.ancestors, *newest, self._candidates = grow(tokens, logprobs, *before)
+        else:
+            self.tokens, self.ancestors, *newest, self._candidates = _grown(tokens, logprobs, *before)
+        self._newest = newest[0], newest[1]
+
+    def proposal(self, nodes: int) -> Proposal:
+        """The best ``nodes - 1`` of all candidates as a tree of ``nodes`` with the root."""
+        tokens, scores, parents = self._candidates
+        requests, count = tokens.shape
+        if nodes - 1 > count:
+            raise UsageError(
+                f"a tree of {nodes} nodes was asked for, and {self.rows // self.topk} steps with {self.topk} branches "
+                f"have {count + 1}; ask for up to {count + 1}, or for more steps or branches"
+            )
+        if kernels.usable(tokens):
+            from attnplug_engine.kernels.growth import cut
+
+            return Proposal(*cut(tokens, scores, parents, nodes))
+        taken = _best(scores, nodes - 1)[1].sort(1).values  # by level, so that parents come first
+        places = torch.zeros(requests, count + 1, dtype=torch.int64, device=tokens.device)
+        places.scatter_(1, taken + 1, torch.arange(1, nodes, device=tokens.device).expand(requests, -1))
+        return Proposal(tokens.gather(1, taken), places.gather(1, parents.gather(1, taken)))
+
+
+def _grown(
+    tokens: Tensor,
+    logprobs: Tensor,
+    rows: tuple[Tensor, Tensor],
+    newest: tuple[Tensor, Tensor] | None,
+    candidates: tuple[Tensor, Tensor, Tensor],
+) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
+    """A level more: tokens and bits of rows, scores and numbers of the newest level, and all candidates."""
+    (requests, width), topk = rows[0].shape, tokens.shape[1]
+    children = tokens.reshape(requests, -1)
+    # No child is better than its parent, whatever was rounded or is NaN.
+    scores = logprobs.nan_to_num(nan=-torch.inf, neginf=-torch.inf).clamp(max=0).view_as(children)
+    parents = torch.zeros_like(children)
+    if newest is not None:
+        scores = scores + newest[0].repeat_interleave(topk, 1)
+        parents = newest[1].repeat_interleave(topk, 1)
+    best_scores, best = _best(scores, topk)
+    bits = _bits(width + topk, tokens.device)[width:].expand(requests, -1)
+    if newest is not None:
+        bits = bits | rows[1].gather(1, best // topk + (width - topk))
+    found = tuple(torch.cat(both, 1) for both in zip(candidates, (children, scores, parents), strict=True))
+    numbers = best + (candidates[0].shape[1] + 1)
+    grown = torch.cat([rows[0], children.gather(1, best)], 1), torch.cat([rows[1], bits], 1)
+    return *grown, best_scores, numbers, (found[0], found[1], found[2])
+
+
+def _best(scores: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The ``count`` largest of each row and their places, of equals the first; ``topk`` says nothing of equals."""
+    found = scores.sort(dim=1, descending=True, stable=True)
+    return found.values[:, :count], found.indices[:, :count]

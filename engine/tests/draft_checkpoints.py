@@ -1,0 +1,90 @@
+"""Tiny checkpoints of drafts with random weights, under the names that the originals have."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from attnplug.host import TINY_CONFIGS
+from attnplug_engine.models.architectures import LoadedModel, build_model, load_model
+from attnplug_engine.random_checkpoint import RandomCheckpoint
+from attnplug_engine.speculation.drafts import DraftModel
+
+HIDDEN, VOCAB = 64, 128
+
+
+def random_tensors(shapes: Mapping[str, tuple[int, ...]], *, centred: bool = False) -> dict[str, Tensor]:
+    """Vectors around 1 if they are norms, unless those are ``centred`` on 0."""
+    generator = torch.Generator().manual_seed(5)
+    tensors = {}
+    for name, shape in shapes.items():
+        drawn = torch.randn(shape, generator=generator) * 0.25
+        tensors[name] = drawn + 1 if name.endswith("norm.weight") and not centred else drawn
+    return tensors
+
+
+def save(folder: Path, config: Mapping[str, Any], tensors: dict[str, Tensor]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def saved_target(folder: Path, name: str, extra: Mapping[str, Tensor], **keys: Any) -> tuple[Path, dict[str, Tensor]]:
+    """The checkpoint of ``tiny:NAME`` with ``extra`` tensors and changed config keys, and all of its tensors."""
+    source = RandomCheckpoint({**TINY_CONFIGS[name], **keys}, name=f"tiny:{name}")
+    loaded = load_model(f"tiny:{name}", dtype=torch.float32, device="cpu")
+    build_model(source, loaded.spec, dtype=torch.float32, device="cpu")
+    source.save(folder)
+    tensors = {**load_file(folder / "model.safetensors"), **extra}
+    return save(folder, {**TINY_CONFIGS[name], **keys}, tensors), tensors
+
+
+class Fed(nn.Module):
+    """A draft as a decoder: what it takes of the target is ``table[token]``. Its logits follow its hidden states."""
+
+    def __init__(self, draft: DraftModel, table: Tensor | None, step: int = 0) -> None:
+        super().__init__()
+        self.draft, self.table, self.step = draft, table, step
+
+    def forward(self, input_ids: Tensor, positions: Tensor, batch: Any) -> Tensor:
+        hidden = None if self.table is None else self.table[input_ids]
+        before = None if hidden is None else hidden.clone()
+        out = self.draft(input_ids, positions, hidden, batch, step=self.step)
+        assert hidden is None or torch.equal(hidden, before), "what a draft is given is not its to write to"
+        return out
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return torch.cat((hidden, self.draft.logits(hidden, self.step)), dim=-1)
+
+    def loaded(self) -> LoadedModel:
+        return LoadedModel(self, self.draft.spec, {})  # type: ignore[arg-type]
+
+
+def shapes_of_llama_mlp(name: str, intermediate: int) -> dict[str, tuple[int, ...]]:
+    return {
+        f"{name}.gate_proj.weight": (intermediate, HIDDEN),
+        f"{name}.up_proj.weight": (intermediate, HIDDEN),
+        f"{name}.down_proj.weight": (HIDDEN, intermediate),
+    }
+
+
+def shapes_of_grouped_attention(name: str, dim: int, *, width: int = HIDDEN, gated: bool = False) -> dict[str, Any]:
+    """Four query heads and two KV heads."""
+    shapes = {
+        f"{name}.q_proj.weight": (4 * dim * (2 if gated else 1), width),
+        f"{name}.k_proj.weight": (2 * dim, width),
+        f"{name}.v_proj.weight": (2 * dim, width),
+        f"{name}.o_proj.weight": (HIDDEN, 4 * dim),
+    }
+    return shapes | ({f"{name}.{part}_norm.weight": (dim,) for part in "qk"} if gated else {})
+
+
+def shapes_of_block_norms(name: str) -> dict[str, tuple[int, ...]]:
+    return {f"{name}.{part}_layernorm.weight": (HIDDEN,) for part in ("input", "post_attention")}

@@ -1,0 +1,255 @@
+"""Drafts that are a model's own layers for multi-token prediction: against float64, and what is refused."""
+
+from __future__ import annotations
+
+import draft_math as math
+import pytest
+import torch
+from draft_checkpoints import (
+    HIDDEN,
+    VOCAB,
+    Fed,
+    random_tensors,
+    save,
+    saved_target,
+    shapes_of_block_norms,
+    shapes_of_grouped_attention,
+    shapes_of_llama_mlp,
+)
+from thread_ranks import in_ranks
+from torch.testing import assert_close
+
+from attnplug.host import TINY_CONFIGS, ModelConfigError
+from attnplug_engine.checkpoint import MissingTensor, UnusedTensors
+from attnplug_engine.models.architectures import load_model
+from attnplug_engine.parallel import SINGLE
+from attnplug_engine.speculation.drafts import LAST, DraftError, draft_spec, load_draft
+from attnplug_engine.speculation.options import Algorithm, Speculation
+
+DECODED = 8
+CONFIG = TINY_CONFIGS["deepseek_v3"]
+TABLE = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(2))
+
+
+def loaded(folder, *, steps=1, parallel=SINGLE, **keys):
+    target = load_model(str(folder), dtype=torch.float32, device="cpu", parallel=parallel, **keys)
+    speculation = Speculation(Algorithm.MTP, None, steps=steps)
+    draft = load_draft(speculation, target, str(folder), dtype=torch.float32, device="cpu", parallel=parallel, **keys)
+    return target, draft
+
+
+def shapes_of_deepseek_layer(name, *, own=True):
+    attention, experts = f"{name}.self_attn", f"{name}.mlp"
+    shapes = {
+        f"{name}.enorm.weight": (HIDDEN,),
+        f"{name}.hnorm.weight": (HIDDEN,),
+        f"{name}.eh_proj.weight": (HIDDEN, 2 * HIDDEN),
+        f"{name}.shared_head.norm.weight": (HIDDEN,),
+        **shapes_of_block_norms(name),
+        f"{attention}.q_a_proj.weight": (24, HIDDEN),
+        f"{attention}.q_a_layernorm.weight": (24,),
+        f"{attention}.q_b_proj.weight": (4 * (16 + 8), 24),
+        f"{attention}.kv_a_proj_with_mqa.weight": (32 + 8, HIDDEN),
+        f"{attention}.kv_a_layernorm.weight": (32,),
+        f"{attention}.kv_b_proj.weight": (4 * (16 + 16), 32),
+        f"{attention}.o_proj.weight": (HIDDEN, 4 * 16),
+        f"{experts}.gate.weight": (4, HIDDEN),
+        f"{experts}.gate.e_score_correction_bias": (4,),
+        **shapes_of_llama_mlp(f"{experts}.shared_experts", 32),
+    }
+    for expert in range(4):
+        shapes |= shapes_of_llama_mlp(f"{experts}.experts.{expert}", 32)
+    if own:
+        shapes |= {f"{name}.embed_tokens.weight": (VOCAB, HIDDEN), f"{name}.shared_head.head.weight": (VOCAB, HIDDEN)}
+    return shapes
+
+
+def deepseek_layer(t, name, tokens, hidden):
+    """Hidden states and logits of a whole sequence."""
+    embedding = t.get(f"{name}.embed_tokens.weight", t["model.embed_tokens.weight"])
+    head = t.get(f"{name}.shared_head.head.weight", t["lm_head.weight"])
+    embedded = math.norm(embedding[tokens].double(), t[f"{name}.enorm.weight"])
+    joined = torch.cat((embedded, math.norm(hidden.double(), t[f"{name}.hnorm.weight"])), dim=-1)
+    x = math.linear(t, f"{name}.eh_proj", joined)
+    normed = math.norm(x, t[f"{name}.input_layernorm.weight"])
+    x = x + math.latent_attention(t, f"{name}.self_attn", normed, CONFIG)
+    normed = math.norm(x, t[f"{name}.post_attention_layernorm.weight"])
+    x = x + math.sigmoid_experts(t, f"{name}.mlp", normed, per_token=2, scaling=2.5)
+    out = math.norm(x, t[f"{name}.shared_head.norm.weight"])
+    return torch.cat((out, out @ head.double().T), dim=-1)
+
+
+def saved_deepseek(folder, layers=1, *, own=False, **keys):
+    shapes = {}
+    for index in range(layers):
+        shapes |= shapes_of_deepseek_layer(f"model.layers.{3 + index}", own=own)
+    return saved_target(folder, "deepseek_v3", random_tensors(shapes), num_nextn_predict_layers=layers, **keys)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_hidden_states_and_logits_of_a_deepseek_layer_are_those_of_float64(own, tmp_path, make_stage, sequences):
+    folder, tensors = saved_deepseek(tmp_path, own=own)
+    _, draft = loaded(folder, steps=3)
+    assert draft.takes == LAST and draft.models == 1 and draft.target_ids is None
+    found = make_stage(Fed(draft, TABLE).loaded(), len(sequences)).run(sequences, DECODED)
+    for tokens, rows in zip(sequences, found, strict=True):
+        wanted = deepseek_layer(tensors, "model.layers.3", tokens, TABLE[tokens])
+        assert wanted.abs().max() > 3
+        assert_close(rows.double(), wanted, atol=2e-4, rtol=0)
+
+
+def test_one_layer_serves_every_step(tmp_path, make_stage, sequences):
+    _, draft = loaded(saved_deepseek(tmp_path)[0], steps=3)
+    first, third = (make_stage(Fed(draft, TABLE, step).loaded(), 1).run(sequences[:1], DECODED) for step in (0, 2))
+    assert torch.equal(first[0], third[0])
+
+
+def test_of_several_layers_each_step_has_its_own(tmp_path, make_stage, sequences):
+    folder, tensors = saved_deepseek(tmp_path, 2, own=True)
+    _, draft = loaded(folder, steps=2)
+    assert draft.models == 2 and [layer.layer_id for layer in draft.spec.layers] == [0, 1]
+    for step in range(2):
+        (rows,) = make_stage(Fed(draft, TABLE, step).loaded(), 1).run(sequences[:1], DECODED)
+        wanted = deepseek_layer(tensors, f"model.layers.{3 + step}", sequences[0], TABLE[sequences[0]])
+        assert_close(rows.double(), wanted, atol=2e-4, rtol=0)
+
+
+def test_only_as_many_layers_are_read_as_there_are_steps(tmp_path):
+    folder, tensors = saved_deepseek(tmp_path, 3)
+    without = {name: tensor for name, tensor in tensors.items() if not name.startswith("model.layers.5.")}
+    save(folder, {**CONFIG, "num_nextn_predict_layers": 3}, without)
+    assert loaded(folder, steps=2)[1].models == 2
+
+
+def test_the_embedding_and_the_head_are_the_targets_memory(tmp_path):
+    """Whether they are not stored, or are stored once more with the same numbers."""
+    folder, tensors = saved_deepseek(tmp_path)
+    for extra in ({}, {"embed_tokens": "model.embed_tokens.weight", "shared_head.head": "lm_head.weight"}):
+        more = {f"model.layers.3.{name}.weight": tensors[stored].clone() for name, stored in extra.items()}
+        save(folder, {**CONFIG}, {**tensors, **more})
+        target, draft = loaded(folder)
+        layer = draft.layers[0]
+        assert layer.embedding is target.module.embedding
+        assert layer.head is target.module.head
+
+
+def test_ranks_of_a_deepseek_layer_give_the_hidden_states_of_one_process(tmp_path, make_stage, sequences):
+    folder, tensors = saved_deepseek(tmp_path, own=True)
+
+    def run(parallel):
+        _, draft = loaded(folder, parallel=parallel)
+        return make_stage(Fed(draft, TABLE).loaded(), 1).run(sequences[:1], DECODED)[0]
+
+    wanted = deepseek_layer(tensors, "model.layers.3", sequences[0], TABLE[sequences[0]])
+    for found in in_ranks(2, run):
+        assert_close(found.double(), wanted, atol=2e-4, rtol=0)
+
+
+def shapes_of_qwen_layer(*, experts):
+    name = "mtp.layers.0"
+    shapes = {
+        "mtp.pre_fc_norm_embedding.weight": (HIDDEN,),
+        "mtp.pre_fc_norm_hidden.weight": (HIDDEN,),
+        "mtp.fc.weight": (HIDDEN, 2 * HIDDEN),
+        "mtp.norm.weight": (HIDDEN,),
+        **shapes_of_block_norms(name),
+        **shapes_of_grouped_attention(f"{name}.self_attn", 32, gated=True),
+    }
+    if not experts:
+        return shapes | shapes_of_llama_mlp(f"{name}.mlp", 96)
+    for part in ("shared_expert", *(f"experts.{expert}" for expert in range(4))):
+        shapes |= shapes_of_llama_mlp(f"{name}.mlp.{part}", 32)
+    return shapes | {f"{name}.mlp.gate.weight": (4, HIDDEN), f"{name}.mlp.shared_expert_gate.weight": (1, HIDDEN)}
+
+
+def qwen_layer(t, tokens, hidden, *, experts):
+    def norm(x, name):
+        return math.norm(x, t[f"{name}.weight"], centred=True)
+
+    name = "mtp.layers.0"
+    embedded = norm(t["model.embed_tokens.weight"][tokens].double(), "mtp.pre_fc_norm_embedding")
+    x = math.linear(t, "mtp.fc", torch.cat((embedded, norm(hidden.double(), "mtp.pre_fc_norm_hidden")), dim=-1))
+    normed = norm(x, f"{name}.input_layernorm")
+    x = x + math.gated_attention(t, f"{name}.self_attn", normed, dim=32, rotary=8)
+    normed = norm(x, f"{name}.post_attention_layernorm")
+    x = x + (math.softmax_experts(t, f"{name}.mlp", normed, 2) if experts else math.mlp(t, f"{name}.mlp", normed))
+    out = norm(x, "mtp.norm")
+    return torch.cat((out, math.linear(t, "lm_head", out)), dim=-1)
+
+
+@pytest.mark.parametrize(("name", "experts"), [("qwen3_next", True), ("qwen3_5_text", False)])
+def test_hidden_states_and_logits_of_a_qwen_layer_are_those_of_float64(name, experts, tmp_path, make_stage, sequences):
+    extra = random_tensors(shapes_of_qwen_layer(experts=experts), centred=True)
+    folder, tensors = saved_target(tmp_path, name, extra)
+    _, draft = loaded(folder, steps=3)
+    found = make_stage(Fed(draft, TABLE).loaded(), len(sequences)).run(sequences, DECODED)
+    for tokens, rows in zip(sequences, found, strict=True):
+        wanted = qwen_layer(tensors, tokens, TABLE[tokens], experts=experts)
+        assert_close(rows.double(), wanted, atol=2e-4, rtol=0)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_next", "qwen3_5_text"])
+def test_a_tiny_model_has_a_layer_with_random_weights(name):
+    _, draft = loaded(f"tiny:{name}", steps=3)
+    assert draft.models == 1 and draft.spec == draft_spec(Speculation(Algorithm.MTP, None, steps=3), f"tiny:{name}")
+
+
+def test_a_folder_with_a_config_alone_has_layers_with_random_weights(tmp_path):
+    save(tmp_path, {**CONFIG, "num_nextn_predict_layers": 3}, {})
+    (tmp_path / "model.safetensors").unlink()
+    assert loaded(tmp_path, steps=3, random_weights=True, seed=4)[1].models == 3
+
+
+# ---- what is refused ----
+
+
+def test_a_model_type_without_such_layers():
+    with pytest.raises(DraftError, match=r"'llama', whose .* cannot be read; those of deepseek_v3, .* can\. Choose"):
+        loaded("tiny:llama")
+
+
+def test_a_config_without_such_layers(tmp_path):
+    folder, _ = saved_deepseek(tmp_path, 0)
+    with pytest.raises(DraftError, match="its config says 'num_nextn_predict_layers': 0; choose another"):
+        loaded(folder)
+
+
+def test_a_count_that_is_no_number(tmp_path):
+    save(tmp_path, {**CONFIG, "num_nextn_predict_layers": "two"}, {})
+    with pytest.raises(ModelConfigError, match="num_nextn_predict_layers' is 'two'"):
+        draft_spec(Speculation(Algorithm.MTP, None, steps=1), str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"), [("deepseek_v3", r"model\.layers\.3\.eh_proj\.weight"), ("qwen3_next", r"mtp\.fc\.weight")]
+)
+def test_a_checkpoint_without_such_layers(name, tensor, tmp_path):
+    folder, _ = saved_target(tmp_path, name, {})
+    with pytest.raises(DraftError, match=f"holds no layers for multi-token prediction: it has no tensor '{tensor}'"):
+        loaded(folder)
+
+
+def test_a_layer_that_is_not_complete(tmp_path):
+    folder, tensors = saved_deepseek(tmp_path)
+    del tensors["model.layers.3.hnorm.weight"]
+    save(folder, {**CONFIG}, tensors)
+    with pytest.raises(MissingTensor, match=r"no tensor 'model\.layers\.3\.hnorm\.weight'"):
+        loaded(folder)
+
+
+def test_a_layer_with_more_than_is_known(tmp_path):
+    folder, tensors = saved_deepseek(tmp_path)
+    save(folder, {**CONFIG}, {**tensors, "model.layers.3.self_attn.indexer.wk.weight": torch.zeros(2)})
+    with pytest.raises(UnusedTensors, match=r"model\.layers\.3\.self_attn\.indexer\.wk\.weight"):
+        loaded(folder)
+
+
+def test_more_steps_than_layers_of_which_each_is_for_one(tmp_path):
+    folder, _ = saved_deepseek(tmp_path, 2)
+    with pytest.raises(DraftError, match=r"has 2 layers .*, and speculative_num_steps is 3; give at most 2"):
+        loaded(folder, steps=3)
+
+
+def test_a_draft_model_beside_the_targets_own_layers():
+    with pytest.raises(DraftError, match="speculative_draft_model is 'tiny:llama'; leave it out"):
+        draft_spec(Speculation(Algorithm.MTP, "tiny:llama", steps=1), "tiny:deepseek_v3")

@@ -1,0 +1,253 @@
+"""Proposed chains and trees: their shape, what of them is accepted, what moves, and how trees grow."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnplug.host import UsageError
+from attnplug_engine.speculation.accept import Accepted, accept, moves
+from attnplug_engine.speculation.tree import Proposal, TreeGrowth, ancestors, depths, lay_out
+from support.devices import nothing_waits
+
+SIZES = [1, 2, 3, 8, 17, 64]
+
+
+def random_parents(chance: random.Random, requests: int, nodes: int) -> list[list[int]]:
+    """Of bushy trees, of long ones, and of some between."""
+    lean = [chance.choice([0.0, 0.5, 0.9]) for _ in range(requests)]
+    return [
+        [node - 1 if chance.random() < lean[request] else chance.randrange(node) for node in range(1, nodes)]
+        for request in range(requests)
+    ]
+
+
+def lineage(parents: Sequence[int], node: int) -> list[int]:
+    """A node and its ancestors, from the root on."""
+    line = [node]
+    while line[0]:
+        line.insert(0, parents[line[0] - 1])
+    return line
+
+
+def whole(rows: Sequence[Sequence[int]], device: str, width: int) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int64).view(len(rows), width).to(device)
+
+
+@pytest.mark.parametrize("nodes", SIZES)
+def test_depths_and_ancestors(kernel_device: str, nodes: int) -> None:
+    parents = random_parents(random.Random(nodes), 7, nodes)
+    given = whole(parents, kernel_device, nodes - 1)
+    lines = [[lineage(tree, node) for node in range(nodes)] for tree in parents]
+    bits = [[sum(1 << above for above in line) for line in tree] for tree in lines]
+    signed = [[each - (1 << 64) * (each >> 63) for each in tree] for tree in bits]
+    with nothing_waits(kernel_device):
+        found = depths(given), ancestors(given)
+    assert found[0].tolist() == [[len(line) - 1 for line in tree] for tree in lines]
+    assert found[1].tolist() == signed
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_the_rows_of_a_verify(kernel_device: str, tree: bool) -> None:
+    """Roots first, at the known length; a missing node is looked up as token 0."""
+    chance, nodes, rows = random.Random(3), 6, [4, 0, 2]
+    parents = whole(random_parents(chance, 5, nodes), kernel_device, nodes - 1)
+    proposed = whole([[chance.randrange(-1, 9) for _ in range(nodes - 1)] for _ in range(5)], kernel_device, nodes - 1)
+    roots, lengths = (
+        torch.arange(50, 55, device=kernel_device),
+        torch.arange(10, 60, 10, device=kernel_device, dtype=torch.int32),
+    )
+    ids = torch.full((len(rows) * nodes,), -7, device=kernel_device)
+    positions, bits = torch.full_like(ids, -7), torch.full((len(rows), nodes), -7, device=kernel_device)
+    where = torch.tensor(rows, device=kernel_device)
+    with nothing_waits(kernel_device):
+        lay_out(ids, positions, bits if tree else None, where, roots, lengths, proposed, parents if tree else None)
+    expected = [[50 + row, *(max(token, 0) for token in proposed[row].tolist())] for row in rows]
+    assert ids.view(-1, nodes).tolist() == expected
+    depth = depths(parents[rows]) if tree else torch.arange(nodes, device=kernel_device).expand(len(rows), -1)
+    assert positions.view(-1, nodes).tolist() == (lengths[rows].unsqueeze(1) + depth).tolist()
+    assert bits.tolist() == (ancestors(parents[rows]).tolist() if tree else torch.full_like(bits, -7).tolist())
+
+
+def walk(tokens: Sequence[int], parents: Sequence[int], chosen: Sequence[int]) -> list[int]:
+    """The longest path whose every token was chosen at its parent; of equals, the one to the first node."""
+
+    def followed(line: list[int]) -> bool:
+        return all(tokens[node - 1] >= 0 and tokens[node - 1] == chosen[above] for above, node in pairwise(line))
+
+    lines = [lineage(parents, node) for node in range(len(tokens) + 1)]
+    return max(filter(followed, lines), key=len)  # max takes the first of equals
+
+
+def checked(accepted: Accepted, paths: Sequence[Sequence[int]], chosen: Sequence[Sequence[int]]) -> None:
+    nodes = len(chosen[0])
+    assert accepted.counts.tolist() == [len(path) for path in paths]
+    assert accepted.path.tolist() == [[*path, *[0] * (nodes - len(path))] for path in paths]
+    tokens = [[row[node] for node in path] for row, path in zip(chosen, paths, strict=True)]
+    assert accepted.tokens.tolist() == [[*each, *[-1] * (nodes - len(each))] for each in tokens]
+
+
+@pytest.mark.parametrize("nodes", SIZES)
+@pytest.mark.parametrize("tree", [False, True])
+def test_what_was_chosen_is_accepted(kernel_device: str, nodes: int, tree: bool) -> None:
+    """With few tokens: siblings are often equal, and some nodes are missing or have bad logits."""
+    chance, requests = random.Random(nodes), 24
+    chain = [list(range(nodes - 1))] * requests
+    parents = random_parents(chance, requests, nodes) if tree else chain
+    tokens = [[chance.choice([-1, 0, 0, 0, 1]) for _ in range(nodes - 1)] for _ in range(requests)]
+    chosen = [[chance.choice([-1, 0, 0, 0, 0, 0, 1]) for _ in range(nodes)] for _ in range(requests)]
+    proposal = Proposal(
+        whole(tokens, kernel_device, nodes - 1), whole(parents, kernel_device, nodes - 1) if tree else None
+    )
+    given = whole(chosen, kernel_device, nodes)
+    with nothing_waits(kernel_device):
+        accepted = accept(proposal, given)
+    checked(accepted, [walk(*each) for each in zip(tokens, parents, chosen, strict=True)], chosen)
+
+
+def test_bad_logits_are_never_matched(kernel_device: str) -> None:
+    """Not even by nodes that are missing; the -1 is the last token that is accepted."""
+    chosen = [[-1, 5, 5], [5, -1, 5]]
+    for parents in (None, whole([[0, 1], [0, 1]], kernel_device, 2)):
+        accepted = accept(
+            Proposal(whole([[-1, -1], [5, -1]], kernel_device, 2), parents), whole(chosen, kernel_device, 3)
+        )
+        checked(accepted, [[0], [0, 1]], chosen)
+        assert accepted.tokens.tolist() == [[-1, -1, -1], [5, -1, -1]]
+
+
+def test_of_equal_siblings_the_one_that_leads_further(kernel_device: str) -> None:
+    """Chains from the root may begin alike."""
+    chosen = [[1, 2, 2, 9, 3, 7]]
+    proposal = Proposal(whole([[1, 1, 8, 2, 3]], kernel_device, 5), whole([[0, 0, 1, 2, 4]], kernel_device, 5))
+    checked(accept(proposal, whole(chosen, kernel_device, 6)), [[0, 2, 4, 5]], chosen)
+
+
+def test_accepted_rows_move_to_the_front(kernel_device: str) -> None:
+    """Requests do not touch each other's rows, nor does a padded one touch any."""
+    chance, nodes, requests = random.Random(5), 9, 12
+    parents = random_parents(chance, requests, nodes)
+    tokens = [[0] * (nodes - 1)] * requests
+    chosen = [[chance.choice([0, 0, 0, 1]) for _ in range(nodes)] for _ in range(requests)]
+    proposal = Proposal(whole(tokens, kernel_device, nodes - 1), whole(parents, kernel_device, nodes - 1))
+    accepted = accept(proposal, whole(chosen, kernel_device, nodes))
+    places = chance.sample(range(128), requests * nodes)
+    slots = whole([places[start : start + nodes] for start in range(0, len(places), nodes)], kernel_device, nodes)
+    slots[-1] = -1
+    with nothing_waits(kernel_device):
+        sources, targets = moves(accepted, slots)
+    cache, live = torch.arange(128, device=kernel_device), targets >= 0
+    cache[targets[live]] = cache[sources[live]]
+    assert targets[live].unique().numel() == int(live.sum())
+    moved = {int(slot) for slot in targets[live]}
+    assert all(int(cache[slot]) == slot for slot in range(128) if slot not in moved)
+    for own, path, count in zip(
+        slots[:-1].tolist(), accepted.path.tolist(), accepted.counts.tolist()[:-1], strict=False
+    ):
+        assert cache[own[:count]].tolist() == [own[node] for node in path[:count]]
+        assert not moved & set(own[count:])
+    assert moved and (targets.view(-1, nodes)[-1] == -1).all()
+
+
+Level = tuple[list[list[int]], list[list[float]]]
+"""For each living parent its children's tokens, and their log-probabilities."""
+
+
+def expanded(topk: int, levels: Sequence[Level]) -> tuple[list[list[int]], list[tuple[list[int], list[int], float]]]:
+    """By enumeration, for one request: the living nodes, by number, and every candidate as a path of numbers from the
+    root on, its tokens and its score. Numbers count from 1, level by level."""
+    candidates: list[tuple[list[int], list[int], float]] = []
+    living: list[tuple[list[int], list[int], float]] = [([0], [], 0.0)]
+    alive = []
+    for tokens, logprobs in levels:
+        level = []
+        for (path, names, score), line, gains in zip(living, tokens, logprobs, strict=True):
+            for token, gain in zip(line, gains, strict=True):
+                number = len(candidates) + len(level) + 1
+                level.append(([*path, number], [*names, token], score + gain))
+        candidates += level
+        living = sorted(level, key=lambda each: -each[2])[:topk]  # which keeps the order of equals
+        alive += [each[0] for each in living]
+    return alive, candidates
+
+
+def random_level(chance: random.Random, parents: int, topk: int) -> Level:
+    """Scores are eighths, so that sums are exact, and often equal; some are 0, as good as their parent's."""
+    tokens = [chance.sample(range(1000), topk) for _ in range(parents)]
+    return tokens, [[-chance.randrange(0, 12) / 8 for _ in range(topk)] for _ in range(parents)]
+
+
+@pytest.mark.parametrize(("topk", "steps"), [(1, 4), (2, 1), (2, 4), (4, 3), (8, 3)])
+def test_a_tree_grows_by_its_best(topk: int, steps: int, kernel_device: str) -> None:
+    """Against the enumeration of all candidates: what a draft runs at every step, and the tree of the best at the end,
+    in which parents precede children."""
+    chance, requests, device = random.Random(topk * steps), 9, kernel_device
+    levels = [[random_level(chance, 1, topk)] for _ in range(requests)]
+    for each in levels:
+        each += [random_level(chance, topk, topk) for _ in range(steps - 1)]
+    growth = None
+    for step in range(steps):
+        tokens = torch.tensor([each[step][0] for each in levels], device=device).view(-1, topk)
+        logprobs = torch.tensor([each[step][1] for each in levels], device=device).view(-1, topk)
+        with nothing_waits(device):
+            if growth is None:
+                growth = TreeGrowth(tokens, logprobs)
+            else:
+                growth.grow(tokens, logprobs)
+        assert growth.rows == topk * (step + 1)
+        for request, each in enumerate(levels):
+            alive, candidates = expanded(topk, each[: step + 1])
+            own = [candidates[path[-1] - 1] for path in alive]
+            assert growth.tokens[request].tolist() == [names[-1] for _, names, _ in own]
+            assert growth.depths.tolist() == [len(names) for _, names, _ in own]
+            row = {path[-1]: place for place, path in enumerate(alive)}
+            bits = [sum(1 << row[number] for number in path[1:]) for path in alive]
+            assert growth.ancestors[request].tolist() == bits
+    assert growth is not None
+    largest = topk + (steps - 1) * topk**2 + 1
+    for nodes in {2, min(6, largest), largest}:
+        with nothing_waits(device):
+            proposal = growth.proposal(nodes)
+        assert proposal.parents is not None
+        for request, each in enumerate(levels):
+            _, candidates = expanded(topk, each)
+            best = sorted(candidates, key=lambda each: -each[2])[: nodes - 1]
+            best.sort(key=lambda each: each[0][-1])
+            place = {0: 0} | {path[-1]: place for place, (path, _, _) in enumerate(best, 1)}
+            assert proposal.tokens[request].tolist() == [names[-1] for _, names, _ in best]
+            parents = proposal.parents[request].tolist()
+            assert parents == [place[path[-2]] for path, _, _ in best]  # a node that is there has its parent
+            assert all(parent < node for node, parent in enumerate(parents, 1))
+
+
+def test_scores_that_are_no_numbers_come_last(kernel_device: str) -> None:
+    """A draft's bad logits make a bad proposal, never a broken tree."""
+    nan, none = float("nan"), -float("inf")
+    tokens, logprobs = torch.tensor([[1, 2]]), torch.tensor([[nan, -1.0]])
+    growth = TreeGrowth(tokens.to(kernel_device), logprobs.to(kernel_device))
+    assert growth.tokens.tolist() == [[2, 1]]
+    tokens, logprobs = torch.tensor([[5, 6], [3, 4]]), torch.tensor([[-2.0, none], [0.0, nan]])
+    growth.grow(tokens.to(kernel_device), logprobs.to(kernel_device))
+    assert growth.tokens.tolist() == [[2, 1, 5, 6]]
+    proposal = growth.proposal(4)
+    assert proposal.parents is not None
+    assert proposal.tokens.tolist() == [[1, 2, 5]] and proposal.parents.tolist() == [[0, 0, 2]]
+
+
+def test_more_nodes_than_candidates_are_refused() -> None:
+    growth = TreeGrowth(torch.tensor([[1, 2]]), torch.zeros(1, 2))
+    growth.grow(torch.tensor([[3, 4], [5, 6]]), torch.zeros(2, 2))
+    with pytest.raises(UsageError, match="a tree of 8 nodes was asked for, and 2 steps with 2 branches have 7"):
+        growth.proposal(8)
+
+
+def test_a_draft_of_more_rows_than_a_tree_has_is_refused() -> None:
+    growth = TreeGrowth(torch.arange(40).view(1, 40), torch.zeros(1, 40))
+    growth.grow(torch.zeros(40, 40, dtype=torch.int64), torch.zeros(40, 40))
+    with pytest.raises(UsageError, match="a draft of 3 steps with 40 branches runs 80 rows a request"):
+        growth.grow(torch.zeros(40, 40, dtype=torch.int64), torch.zeros(40, 40))
