@@ -124,8 +124,8 @@ def grow(
 ) -> Grown:
     """A level more, as ``attnplug_engine.speculation.tree.TreeGrowth.grow`` adds it.
 
-    ``rows`` are the tokens and bits of rows, ``newest`` the scores and numbers of the newest level, if there is one, and
-    ``candidates`` the tokens, scores and parents of all. Returns new ones of each.
+    ``rows`` are the tokens and bits of rows, ``newest`` the scores and numbers of the newest level, if there is one,
+    and ``candidates`` the tokens, scores and parents of all. Returns new ones of each.
     """
     requests, topk, count = candidates[0].shape[0], tokens.shape[1], candidates[0].shape[1]
     added, width = tokens.numel() // requests, rows[0].shape[1]
