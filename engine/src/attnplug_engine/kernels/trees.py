@@ -1,7 +1,8 @@
 """Trees of proposed tokens: the rows that a verify runs, what is accepted of them, and what moves; one launch each.
 
 None of these lets the next kernel start early: planning may come next, and attention reads plans, page tables and trees
-before it waits.
+before it waits. Tensors are small, and many are views of a batch's numbers: no kernel is compiled once more for their
+alignment, while requests wait.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def _parents(parents, node, NODES: tl.constexpr):
     return tl.maximum(up, 0).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=range(4))
 def _relate(
     parents, row, depths, bits, NODES: tl.constexpr, BLOCK: tl.constexpr, DOUBLINGS: tl.constexpr, EARLY: tl.constexpr
 ):
@@ -61,7 +62,7 @@ def _repeat(values, target, request, place, is_one):
     tl.store(target + place, tl.load(values + request), mask=is_one)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=range(28))
 def _lay_out(
     rows, known, committed, prompts, tokens, lengths, proposed, proposed_row, parents, parents_row,
     temperature, top_k, top_p, min_p, seed,
@@ -100,7 +101,7 @@ def _lay_out(
     _repeat(seed, seeds, request, place, is_one)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=range(12))
 def _accept(
     tokens, tokens_row, parents, parents_row, chosen, counts, path, found, rows, committed, lengths, newest,
     NODES: tl.constexpr, BLOCK: tl.constexpr, DOUBLINGS: tl.constexpr, TREE: tl.constexpr, COMMIT: tl.constexpr,
@@ -144,7 +145,7 @@ def _accept(
         tl.store(newest + row, tl.maximum(tl.sum(tl.where(node == last, target, 0), 0), 0))
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=range(6))
 def _move(path, counts, slots, sources, targets, rows, NODES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     if EARLY:
         gdc_wait()
