@@ -15,13 +15,16 @@ TYPES = {
     **dict.fromkeys(("seed", "target_ids", "children", "numbers", "all_tokens", "all_parents"), "*i64"),
     **dict.fromkeys(("new_numbers", "new_tokens", "new_bits", "new_all_tokens", "new_all_parents"), "*i64"),
     **dict.fromkeys(("gains", "all_scores", "new_scores", "new_all_scores"), "*fp32"),
-    "proposed_parents": "*i64",
+    **dict.fromkeys(
+        ("proposed_parents", "known", "committed", "prompts", "newest", "drafts", "above", "seeds"), "*i64"
+    ),
+    **dict.fromkeys(("top_p", "min_p", "heats", "ps", "min_ps"), "*fp32"),
+    **dict.fromkeys(("top_k", "ks", "places", "seq_lens"), "*i32"),
 }
 OTHERS = {
-    ("_move", "rows"): "i32",
-    ("_grow", "rows"): "i32",
-    ("_look", "tokens"): "*i32",
-    ("_choose", "tokens"): "*i32",
+    **dict.fromkeys((("_accept", "lengths"), ("_lay_out", "lengths")), "*i64"),
+    **dict.fromkeys((("_look", "tokens"), ("_choose", "tokens")), "*i32"),
+    **dict.fromkeys((("_move", "rows"), ("_grow", "rows")), "i32"),
 }
 """What is of another type in some kernels."""
 
@@ -39,7 +42,7 @@ def each(*, all_sizes: bool) -> Iterator[tuple[Any, dict[str, object], dict[str,
     for nodes, tree in {(4, False), (8, True), (large, True)}:
         constants, options = made(nodes, tree=tree)
         yield trees._lay_out, {**constants, "TREE": tree}, options
-        yield trees._accept, {**constants, "TREE": tree}, options
+        yield trees._accept, {**constants, "TREE": tree, "COMMIT": nodes < 64}, options
     yield trees._move, {"NODES": 8, "BLOCK": 256}, {}
     topk = 8 if all_sizes else 2
     for root in (True, False):

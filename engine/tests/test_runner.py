@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from typing import Any
 
 import pytest
@@ -102,6 +103,39 @@ def test_a_step_that_runs_as_mha_is_planned_once_and_marked_for_its_shapes_alone
     assert batch.geometry.calls and batch.plan.extend is not None
     assert not batch.plan_record.replan_equivalent
     engine.runner.forward(batch)
+    assert planned == [batch]
+
+
+@pytest.mark.parametrize("padding", [(0, 3), (2, 0), (2, 3)], ids=["rows", "requests", "both"])
+def test_a_decode_planned_ahead_may_be_padded_and_is_planned_again(engine, padding):
+    """B1, B2: prepare() marks it as equivalent when planned again. An extend is marked for its shapes alone."""
+    engine.add([1, 2, 3], SamplingParams(max_tokens=4))
+    assert not engine.runner.prepare(engine.scheduler.next_step()).plan_record.replan_equivalent
+    engine.scheduler.drop_steps()
+    engine.step()
+    step, planned = engine.scheduler.next_step(), count_plans(engine)
+    expected = engine.runner.forward(engine.runner.prepare(step))
+    batch = engine.runner.prepare(step)
+    assert batch.plan_record.replan_equivalent and len(planned) == 2
+    batch.pad(1 + padding[0], 1 + sum(padding))
+    found = engine.runner.forward(batch)
+    assert found.shape[0] == 1 + sum(padding) and planned == [planned[0], batch, batch]
+    torch.testing.assert_close(found[:1], expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_old_flag_is_taken_for_the_mark_and_warned_about_where_it_is_given(engine, monkeypatch):
+    """B3: once per process, and at the caller of the entry point."""
+    monkeypatch.setattr("attnplug.contract.batch._warned", False)
+    planned = count_plans(engine)
+    engine.add([1, 2, 3], SamplingParams(max_tokens=2))
+    batch = engine.runner._batch(engine.scheduler.next_step())
+    engine.runner.attention.plan(batch)
+    with pytest.warns(DeprecationWarning, match="skip_attn_backend_init") as caught:
+        engine.runner.forward(batch, skip_attn_backend_init=True)
+    assert planned == [batch] and caught[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        engine.runner.forward(batch, skip_attn_backend_init=True)
     assert planned == [batch]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from dataclasses import fields
 from itertools import pairwise
 
 import pytest
@@ -11,8 +12,12 @@ import torch
 from torch import Tensor
 
 from attnplug.host import UsageError
-from attnplug_engine.speculation.accept import Accepted, accept, moves
-from attnplug_engine.speculation.tree import Proposal, TreeGrowth, ancestors, depths, lay_out
+from attnplug_engine.request import Request, SamplingParams
+from attnplug_engine.sampler import Sampler
+from attnplug_engine.sampling_batch import SamplingBatch
+from attnplug_engine.speculation.accept import Accepted, accept, accept_and_commit, moves
+from attnplug_engine.speculation.tree import Proposal, TreeGrowth, ancestors, depths
+from attnplug_engine.speculation.verify_rows import verify_rows
 from support.devices import nothing_waits
 
 SIZES = [1, 2, 3, 8, 17, 64]
@@ -54,24 +59,40 @@ def test_depths_and_ancestors(kernel_device: str, nodes: int) -> None:
 
 @pytest.mark.parametrize("tree", [False, True])
 def test_the_rows_of_a_verify(kernel_device: str, tree: bool) -> None:
-    """Roots first, at the known length; a missing node is looked up as token 0."""
-    chance, nodes, rows = random.Random(3), 6, [4, 0, 2]
-    parents = whole(random_parents(chance, 5, nodes), kernel_device, nodes - 1)
-    proposed = whole([[chance.randrange(-1, 9) for _ in range(nodes - 1)] for _ in range(5)], kernel_device, nodes - 1)
-    roots, lengths = (
-        torch.arange(50, 55, device=kernel_device),
-        torch.arange(10, 60, 10, device=kernel_device, dtype=torch.int32),
-    )
-    ids = torch.full((len(rows) * nodes,), -7, device=kernel_device)
-    positions, bits = torch.full_like(ids, -7), torch.full((len(rows), nodes), -7, device=kernel_device)
-    where = torch.tensor(rows, device=kernel_device)
-    with nothing_waits(kernel_device):
-        lay_out(ids, positions, bits if tree else None, where, roots, lengths, proposed, parents if tree else None)
-    expected = [[50 + row, *(max(token, 0) for token in proposed[row].tolist())] for row in rows]
-    assert ids.view(-1, nodes).tolist() == expected
-    depth = depths(parents[rows]) if tree else torch.arange(nodes, device=kernel_device).expand(len(rows), -1)
-    assert positions.view(-1, nodes).tolist() == (lengths[rows].unsqueeze(1) + depth).tolist()
-    assert bits.tolist() == (ancestors(parents[rows]).tolist() if tree else torch.full_like(bits, -7).tolist())
+    """Roots first, at the committed length: the host's, if it knows them. A missing node is looked up as token 0, and
+    the place of a row's output token is that of its depth."""
+    chance, nodes, rows, device = random.Random(3), 6, [4, 0, 2], kernel_device
+    parents = whole(random_parents(chance, 5, nodes), device, nodes - 1)
+    drafts = whole([[chance.randrange(-1, 9) for _ in range(nodes - 1)] for _ in range(5)], device, nodes - 1)
+    tokens, lengths = torch.arange(50, 55, device=device), torch.arange(10, 60, 10, device=device)
+    known, committed, prompts = (torch.tensor(x, device=device) for x in ([-1, 77, -1], [0, 5, 0], [9, 3, 8]))
+    requests = [Request(row, (1,), SamplingParams(9, temperature=0.5, top_k=2, top_p=0.7, min_p=0.1)) for row in rows]
+    sampling = SamplingBatch.of(requests, Sampler(5).seed_of, torch.device(device))
+    where = torch.tensor(rows, device=device)
+    proposed = Proposal(drafts, parents if tree else None)
+    with nothing_waits(device):
+        found = verify_rows(where, known, committed, prompts, sampling, tokens, lengths, proposed)
+    starts = [50, 5, 30]
+    assert found.lengths.tolist() == starts and found.seq_lens.tolist() == [start + nodes for start in starts]
+    assert (found.lengths.dtype, found.seq_lens.dtype) == (torch.int64, torch.int32)
+    own = [drafts[row].tolist() for row in rows]
+    ids = [[root, *(max(token, 0) for token in each)] for root, each in zip([54, 77, 52], own, strict=True)]
+    assert found.ids.view(-1, nodes).tolist() == ids and found.proposal.tokens.tolist() == own
+    depth = depths(parents[where]) if tree else torch.arange(nodes, device=device).expand(len(rows), -1)
+    positions = torch.tensor(starts, device=device).unsqueeze(1) + depth
+    assert found.positions.tolist() == positions.flatten().tolist()
+    if tree:
+        assert found.tree is not None and found.proposal.parents is not None
+        assert found.tree.tolist() == ancestors(parents[where]).tolist()
+        assert found.proposal.parents.tolist() == parents[where].tolist()
+    else:
+        assert found.tree is None and found.proposal.parents is None
+    assert found.sampling.position.tolist() == (positions + 1 - prompts.unsqueeze(1)).flatten().tolist()
+    for field in fields(SamplingBatch):
+        one, each = (getattr(batch, field.name) for batch in (sampling, found.sampling))
+        assert one.dtype is each.dtype
+        if field.name != "position":
+            assert each.tolist() == one.repeat_interleave(nodes).tolist()
 
 
 def walk(tokens: Sequence[int], parents: Sequence[int], chosen: Sequence[int]) -> list[int]:
@@ -108,6 +129,20 @@ def test_what_was_chosen_is_accepted(kernel_device: str, nodes: int, tree: bool)
     with nothing_waits(kernel_device):
         accepted = accept(proposal, given)
     checked(accepted, [walk(*each) for each in zip(tokens, parents, chosen, strict=True)], chosen)
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_what_is_accepted_is_committed_by_row(kernel_device: str, tree: bool) -> None:
+    """No other row is touched, and the newest token is one that can be looked up."""
+    device = kernel_device
+    proposal = Proposal(whole([[5, 6], [5, 6]], device, 2), whole([[0, 1], [0, 0]], device, 2) if tree else None)
+    chosen, rows = whole([[5, 6, 8], [6, -1, -1]], device, 3), torch.tensor([3, 1], device=device)
+    lengths, tokens = torch.arange(5, device=device), torch.arange(10, 15, device=device)
+    with nothing_waits(device):
+        accepted = accept_and_commit(proposal, chosen, rows, torch.tensor([100, 200], device=device), lengths, tokens)
+    checked(accepted, [[0, 1, 2], [0, 2] if tree else [0]], chosen.tolist())
+    assert lengths.tolist() == [0, 202 if tree else 201, 2, 103, 4]
+    assert tokens.tolist() == [10, 0 if tree else 6, 12, 8, 14]
 
 
 def test_bad_logits_are_never_matched(kernel_device: str) -> None:

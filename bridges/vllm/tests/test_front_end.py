@@ -112,7 +112,7 @@ TRITON = ("--attention-backend", "CUSTOM", "--additional-config.attnplug.backend
 )
 def test_what_a_model_is_run_with_is_judged_by_vllms_options(llama, given, words):
     with pytest.raises(UsageError, match=re.escape(words)):
-        check(llama, *TRITON, *given)
+        check(llama, *TRITON, *given, sm=80)
 
 
 def test_a_model_may_be_given_by_its_option(llama):

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from attnplug.contract.backend import RaggedAttention as RaggedAttention
     from attnplug.contract.backend import optional_hooks as optional_hooks
     from attnplug.contract.batch import BatchPlan as BatchPlan
+    from attnplug.contract.batch import apply_skip_attn_backend_init as apply_skip_attn_backend_init
     from attnplug.contract.context import HostContext as HostContext
     from attnplug.contract.context import Limits as Limits
     from attnplug.contract.context import Parallel as Parallel
@@ -127,7 +128,7 @@ _MODULES = {
         "RaggedAttention",
         "optional_hooks",
     ),
-    "contract.batch": ("BatchPlan",),
+    "contract.batch": ("BatchPlan", "apply_skip_attn_backend_init"),
     "contract.context": ("HostContext", "Limits", "Parallel"),
     "contract.geometry": ("HostLengths", "spread"),
     "contract.hooks": ("bind_hook",),

@@ -31,7 +31,7 @@ from attnplug.host import KVPools, Limits, Parallel, WorkspaceOwner, plan_forwar
 from attnplug.kv import LayoutName
 from support.batches import capabilities, geometry, padded
 from support.devices import nothing_is_zero_by_chance
-from support.mla_scene import FIRST_LAYER, LAYER, NAN, RANKS, attention
+from support.mla_scene import FIRST_LAYER, LAYER, NAN, RANKS, attention, kept
 from support.trees import Parents, tree_attention, tree_bits
 
 __all__ = ["LAYER", "MHACase", "MHAScene"]
@@ -162,14 +162,13 @@ class MHAScene:
             for request, (start, stop) in enumerate(spans):
                 position = torch.arange(start, stop)
                 pages = self.page_table[request, position // self.case.page_size].long().to(self.device)
-                cells = (rows[request][start:stop].float() / scale).to(memory.dtype)
+                cells = kept(rows[request][start:stop], scale, memory.dtype)
                 target, cells = (each.view(torch.uint8) if as_bytes else each for each in (memory, cells))
                 target[pages, (position % self.case.page_size).to(self.device)] = cells
 
     def stored(self, rows: Tensor, scale: float) -> Tensor:
         """Rows as a cache in its type holds them, in float64."""
-        kept = (rows.float() / scale).to(torch_dtype(self.case.kv_dtype or self.case.dtype))
-        return kept.double() * scale
+        return kept(rows, scale, torch_dtype(self.case.kv_dtype or self.case.dtype)).double() * scale
 
     def written(self) -> int:
         """How many rows of the cache hold something, in keys and in values alike."""

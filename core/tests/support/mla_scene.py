@@ -154,14 +154,14 @@ class MLAScene:
         for request, (start, stop) in enumerate(spans):
             position = torch.arange(start, stop)
             pages = self.page_table[request, position // self.case.page_size].long().to(self.device)
-            cells = (rows[request][start:stop].float() / self.case.kv_scale).to(memory.dtype)
+            cells = kept(rows[request][start:stop], self.case.kv_scale, memory.dtype)
             target, cells = (t.view(torch.uint8) if as_bytes else t for t in (memory, cells))
             target[pages, (position % self.case.page_size).to(self.device), 0] = cells
 
     def stored(self, request: int) -> Tensor:
         """The request's rows as a cache in its type holds them, in float64."""
-        kept = (self.rows[request].float() / self.case.kv_scale).to(torch_dtype(self.case.kv_dtype or self.case.dtype))
-        return kept.double() * self.case.kv_scale
+        dtype = torch_dtype(self.case.kv_dtype or self.case.dtype)
+        return kept(self.rows[request], self.case.kv_scale, dtype).double() * self.case.kv_scale
 
     def batch(self) -> ForwardBatch:
         case = self.case
@@ -279,3 +279,9 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
         return float(difference.norm() / wanted.norm())
     sizes = wanted.flatten(1).norm(dim=1)
     return float((difference.flatten(1).norm(dim=1) / torch.where(sizes > 0, sizes, 1.0)).max())
+
+
+def kept(rows: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Rows as a cache stores them. A tensor is divided by: on a GPU torch multiplies by a number's inverse instead, and
+    where that is not the quotient, one fp8 number in a hundred rounds the other way."""
+    return (rows.float() / torch.tensor(scale, device=rows.device)).to(dtype)

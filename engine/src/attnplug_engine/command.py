@@ -71,6 +71,11 @@ def declare(commands: Commands[argparse.ArgumentParser]) -> None:
         "--disable-overlap", action="store_true", help="schedule a step only when the one before is done"
     )
     parser.add_argument(
+        "--enable-two-batch-overlap",
+        action="store_true",
+        help="run steps as two halves, on two streams on a GPU, where those of CUDA graphs and small ones stay whole",
+    )
+    parser.add_argument(
         "--cuda-graph-batch-sizes",
         metavar="N,N,…",
         help="capture decode steps for these numbers of prompts (default: some up to --max-batch)",

@@ -94,6 +94,7 @@ class Engine:
             options.extend_policy,
             check_layers=options.check_layers,
             seed=options.seed,
+            two_batch_overlap=options.two_batch_overlap,
         )
         self.rounds: RoundRunner | None = None
         """What runs the steps of an engine that speculates."""

@@ -83,6 +83,7 @@ def _options(parsed: argparse.Namespace) -> EngineOptions:
         cuda_graph_batch_sizes=_sizes(parsed.cuda_graph_batch_sizes),
         disable_cuda_graph=parsed.disable_cuda_graph,
         overlap=False if parsed.disable_overlap else None,
+        two_batch_overlap=parsed.enable_two_batch_overlap,
         speculative_algorithm=parsed.speculative_algorithm,
         speculative_draft_model=parsed.speculative_draft_model,
         speculative_num_steps=parsed.speculative_num_steps,

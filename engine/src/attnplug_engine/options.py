@@ -56,6 +56,9 @@ class EngineOptions:
     check_layers: bool = False
     overlap: bool | None = None
     """Schedule and launch a step while the one before runs. ``None``: on a GPU; on a CPU it only wastes rows."""
+    two_batch_overlap: bool = False
+    """Run steps as two halves, on two streams on a GPU. There, steps of few tokens stay in one piece, as do decode
+    steps that replay a CUDA graph."""
     cuda_graph_batch_sizes: tuple[int, ...] | None = None
     """Numbers of requests for which decode steps are captured. ``None``: some up to ``max_batch``, if the backends can
     be captured. Given, graphs are demanded: backends that cannot are refused."""
@@ -87,11 +90,9 @@ class EngineOptions:
         _ = self.speculation  # says what is wrong with it
         if self.cuda_graph_batch_sizes is not None:
             self._check_graphs(self.cuda_graph_batch_sizes)
-        if not isinstance(self.disable_cuda_graph, bool):
-            raise UsageError(
-                f"`disable_cuda_graph` {show(self.disable_cuda_graph)} is not allowed; give True or False",
-                settings=["disable_cuda_graph"],
-            )
+        for name in ("disable_cuda_graph", "two_batch_overlap"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise UsageError(f"`{name}` {show(value)} is not allowed; give True or False", settings=[name])
         if self.overlap is not None and not isinstance(self.overlap, bool):
             raise UsageError(
                 f"`overlap` {show(self.overlap)} is not allowed; give True, False, or None to choose by the device",

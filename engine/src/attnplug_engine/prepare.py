@@ -58,6 +58,7 @@ class Prepared:
         *,
         check_layers: bool = False,
         seed: int = 0,
+        two_batch_overlap: bool = False,
     ) -> tuple[Selection, ModelRunner]:
         """The backends that could be built, and the runner on them; the same on all ranks."""
 
@@ -74,6 +75,7 @@ class Prepared:
                 serving=serving,
                 check_layers=check_layers,
                 seed=seed,
+                two_batch_overlap=two_batch_overlap,
             )
 
         selection, runner = build_chosen(self.registry, self.request, self.problem, build, self.failed)

@@ -11,7 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from attnplug import BackendError, DType, ExtendPath, ForwardBatch, Geometry, PoolError, Serving, to_device
+from attnplug import (
+    BackendError,
+    DType,
+    ExtendPath,
+    ForwardBatch,
+    ForwardMode,
+    Geometry,
+    PoolError,
+    Serving,
+    to_device,
+)
 from attnplug.host import (
     AttnplugError,
     ExtendPolicy,
@@ -22,6 +32,7 @@ from attnplug.host import (
     Parallel,
     Selection,
     WorkspaceOwner,
+    apply_skip_attn_backend_init,
     build_selection,
 )
 from attnplug_engine.capture import Capture
@@ -33,6 +44,10 @@ from attnplug_engine.parallel import SINGLE, TensorParallel
 from attnplug_engine.pools import Capacity, build_pools, build_table
 from attnplug_engine.request import PENDING, Step
 from attnplug_engine.sampler import Sampler
+from attnplug_engine.two_batch import LANES, TwoBatch
+
+_REPLANNED = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY)
+"""Modes of batches that are planned before they are padded, and may be planned again after (B1)."""
 
 
 class NotFinite(AttnplugError):
@@ -77,6 +92,7 @@ class ModelRunner:
         serving: Serving | None = None,
         check_layers: bool = False,
         seed: int = 0,
+        two_batch_overlap: bool = False,
     ) -> None:
         policy = policy or ExtendPolicy()
         serving = replace(serving or Serving(), disable_chunked_prefix_cache=policy.disable_chunked_prefix_cache)
@@ -93,6 +109,7 @@ class ModelRunner:
                 capacity.max_batch,
                 max(capacity.max_step_tokens, capacity.max_batch * capacity.nodes),
                 capacity.context_length + capacity.spare,
+                lanes=LANES if two_batch_overlap else 1,
             ),
             pools=self.pools,
             workspace=self.workspace,
@@ -104,7 +121,8 @@ class ModelRunner:
         claims = self.backend.claims
         chooses_path = self.pools.mla is not None and claims.mla_extend != {ExtendPath.ABSORBED}
         self._exact_decode = claims.needs_cpu_seq_lens
-        self._exact_extend = claims.needs_cpu_seq_lens or chooses_path
+        self._exact_extend = claims.needs_cpu_seq_lens or chooses_path or two_batch_overlap
+        self._two_batch = TwoBatch(self.model, self.attention, device) if two_batch_overlap else None
         self.allocator, self.table = build_table(capacity, device)
         self.tokens = torch.zeros(capacity.max_batch + 1, dtype=torch.int64, device=device)
         self.sampler = Sampler(seed)
@@ -193,7 +211,7 @@ class ModelRunner:
 
     def _eager(self, step: Step) -> tuple[Tensor, Tensor]:
         """Logits ``[sampled, vocab]`` and tokens ``[sampled]`` of the step's sampled rows, in their order."""
-        hidden = self._forward(self.prepare(step))
+        hidden = self._forward(self._batch(step))
         if not step.mode.is_decode:  # which samples every row
             hidden = hidden[to_device(step.sampled_rows, self.device)]
         logits = self.model.logits(hidden)
@@ -214,22 +232,32 @@ class ModelRunner:
         """Hidden states ``[tokens, hidden]`` of a step after the last norm, one entry's rows after the other's."""
         if step.copies:
             self.pools.copy_pages(step.copies)
-        return self._forward(self.prepare(step))
+        return self._forward(self._batch(step))
 
     def prepare(self, step: Step) -> ForwardBatch:
-        """The batch of a step, planned ahead of its forward and marked so (B2); writes nothing to the cache."""
+        """The batch of a step, planned ahead of its forward and marked so (B2); writes nothing to the cache.
+
+        It runs in one piece. It may be padded before it runs: a decode and a verify depend on nothing but their
+        geometry, and are planned again then.
+        """
         batch = self._batch(step)
         self.attention.plan(batch)
-        batch.mark_forward_metadata_ready()
+        batch.mark_forward_metadata_ready(replan_equivalent=step.mode in _REPLANNED)
         return batch
 
-    @torch.inference_mode()
-    def forward(self, batch: ForwardBatch) -> Tensor:
-        """Hidden states ``[tokens, hidden]``. Plans the batch unless whoever made it has."""
-        return self._forward(batch)
+    def forward(self, batch: ForwardBatch, *, skip_attn_backend_init: bool | None = None) -> Tensor:
+        """Hidden states ``[tokens, hidden]``. Plans the batch unless whoever made it has.
+
+        ``skip_attn_backend_init`` is the old flag, kept for callers that have not moved to the marker (B3).
+        """
+        apply_skip_attn_backend_init(batch, skip_attn_backend_init)
+        with torch.inference_mode():
+            return self._forward(batch)
 
     def _forward(self, batch: ForwardBatch) -> Tensor:
         assert batch.input_ids is not None and batch.positions is not None
+        if self._two_batch is not None and (halves := self._two_batch.halves(batch)) is not None:
+            return self._two_batch.forward(halves)
         with self.attention.running() as attention:
             attention.plan(batch)
             return self.model.forward(batch.input_ids, batch.positions, batch)

@@ -46,6 +46,7 @@ class ReferenceFlashMLA:
         requests, heads = len(call.kv_lens), q.shape[1]
         pages = len(cache)
         assert cache.shape == (pages, PAGE, 1, ROW_DIM) and cache.stride(-1) == 1
+        assert not any(stride % 8 for stride in cache.stride()[:-1]), "a tensor map takes multiples of 16 bytes"
         assert q.shape == (requests * call.queries, heads, ROW_DIM) and q.dtype == cache.dtype
         table = call.page_table
         assert table.dtype is torch.int32 and table.stride(-1) == 1 and len(table) == requests

@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnplug import DType, ForwardMode, PlanError
-from reference_flashmla import scene
+from attnplug import BackendContext, DType, ForwardMode, MLAPool, PlanError
+from attnplug.host import KVPools
+from reference_flashmla import build, on, scene
 from support.batches import with_plan
 from support.devices import DEVICES, nothing_waits
 from support.mla_scene import LAYER, MLACase, MLAScene, relative_error
@@ -40,6 +41,25 @@ def check(case: MLACase, device: str) -> MLAScene:
     assert (lse[tokens:] == -INF).all()
     assert int((~stage.pool.rows(LAYER).float().isnan()).any(-1).sum()) == sum(stage.totals)
     return stage
+
+
+@on_every_device
+def test_a_cache_of_a_host_that_has_no_dimension_of_heads(device):
+    """As vLLM's is. The GPU is told the strides, and takes no stride of one element."""
+    pools = []
+
+    def over_a_hosts(context: BackendContext):
+        layers, made = context.model.layers, context.pools.mla
+        memory = {layer.layer_id: made.rows(layer.layer_id).flatten(2).clone() for layer in layers}
+        dtype = context.kv_dtype
+        pools.append(MLAPool.over(layers, memory, "pages tokens dim", page_size=made.page_size, dtype=dtype))
+        return build(replace(context, pools=KVPools(mla=pools[0])))
+
+    case = on(MLACase(lengths(5, 150, 1, seed=3), DECODE, heads=16), device)
+    stage = MLAScene(case, device, over_a_hosts)
+    (stage.pool,) = pools
+    stage.store(stage.rows, [(0, before) for before, _ in case.lengths])
+    assert relative_error(stage.absorbed()[0], stage.wanted_absorbed()[0]) <= (1e-6 if device == "cpu" else 5e-3)
 
 
 class TestBatches:

@@ -51,8 +51,9 @@ class PlannedBackend(ABC):
         raise NotImplementedError
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
-        self.check_geometry(batch.geometry)
-        return self.plan(batch.geometry)
+        geometry = batch.geometry.live()
+        self.check_geometry(geometry)
+        return self.plan(geometry)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         level, limits = self.claims.cuda_graph, self.context.limits

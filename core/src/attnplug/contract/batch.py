@@ -10,7 +10,7 @@ from torch import Tensor
 from attnplug.contract.geometry import Geometry
 from attnplug.contract.mode import ForwardMode
 from attnplug.contract.plan import BackendId, Plan, PlanRecord, plan_to_run
-from attnplug.contract.splitting import divide, split_by
+from attnplug.contract.splitting import divide, pad, split_by
 from attnplug.declare.errors import PlanError
 
 
@@ -99,19 +99,34 @@ class ForwardBatch:
             )
         return found
 
-    def split(self, first_requests: int, lanes: tuple[int, int] | None = None) -> tuple[ForwardBatch, ForwardBatch]:
+    def split(
+        self, first_requests: int, lanes: tuple[int, int] | None = None, *, cut: int = 0
+    ) -> tuple[ForwardBatch, ForwardBatch]:
         """Divide into two batches, the first with this many requests, for two-batch overlap.
 
-        Both start unplanned, in the lanes that ``lanes`` names or in this batch's own.
+        Both start unplanned, in the lanes that ``lanes`` names or in this batch's own. ``cut`` divides the next request
+        too, as :meth:`Geometry.split` says. Rows of padding stay at the end: they are the second half's.
         """
-        first, second = self.geometry.split(first_requests, lanes)
-        if self.num_tokens != self.geometry.rows:
-            raise PlanError(
-                f"a batch of {self.num_tokens} rows for {self.geometry.rows} tokens holds padding; split it before it "
-                "is padded"
-            )
-        halves = divide(self, first_requests, first.rows)
+        first, second = self.geometry.split(first_requests, lanes, cut=cut)
+        halves = divide(self, first_requests, first.rows, cut=cut > 0)
         return type(self)(**{**halves[0], "geometry": first}), type(self)(**{**halves[1], "geometry": second})
+
+    def pad(self, requests: int, tokens: int) -> None:
+        """Bring the batch to a common size, as data-parallel ranks do: padded requests and rows of input at the end.
+
+        A plan that was made before, and its mark, stay. They hold where only rows were added. With requests added, a
+        batch that was marked ``replan_equivalent`` is planned again by the forward path, and any other plan is stale
+        and is refused when it is run.
+        """
+        geometry = self.geometry.padded(requests)
+        if tokens < max(geometry.rows, self.num_tokens):
+            raise PlanError(
+                f"a batch of {self.num_tokens} rows, {geometry.rows} with {requests} requests, cannot be padded to "
+                f"{tokens} rows"
+            )
+        for name, value in pad(self, requests - self.batch_size, tokens - self.num_tokens).items():
+            setattr(self, name, value)
+        self.geometry = geometry
 
 
 _warned = False

@@ -17,9 +17,12 @@ from torch import Tensor
 
 from attnplug.contract.mode import ForwardMode
 from attnplug.contract.ragged import RaggedCall
-from attnplug.contract.splitting import divide, split_by
+from attnplug.contract.splitting import divide, pad, padded, split_by
 from attnplug.declare.errors import PlanError
 from attnplug.machine.transfer import to_device
+
+_UNCUT = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY)
+"""Modes in which no request is cut: one row cannot be, and a verify leaves no state for the rows after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,7 @@ class Geometry:
     page_table: Tensor = split_by("request")
     """``[requests, pages]`` int32 on the device that reads the cache. Entries after a request's last page mean
     nothing and are never read."""
-    seq_lens: Tensor = split_by("request")
+    seq_lens: Tensor = split_by("length")
     """``[requests]`` int32 on the device: cache rows of each request, its new tokens included."""
     page_size: int = split_by("shared")
     """Tokens to a page of the page table."""
@@ -58,13 +61,13 @@ class Geometry:
     """No request has more cache rows."""
     max_new: int = split_by("shared")
     """No request has more new tokens. Without ``new_lens`` each has exactly as many."""
-    new_lens: Tensor | None = split_by("request", default=None)
+    new_lens: Tensor | None = split_by("length", default=None)
     """``[requests]`` int32 on the device: new tokens of each request."""
-    host: HostLengths | None = split_by("request", default=None)
-    slots: Tensor | None = split_by("token", default=None)
+    host: HostLengths | None = split_by("length", default=None)
+    slots: Tensor | None = split_by("token", pad=-1, default=None)
     """``[rows]`` int64: where new rows are written, -1 for padding. ``None`` where the host leaves that to the page
     table. Read them by ``new_slots()``."""
-    state_slots: Tensor | None = split_by("request", default=None)
+    state_slots: Tensor | None = split_by("request", pad=-1, default=None)
     """``[requests]`` int64: where each request's linear-attention state lies; -1 for padded requests."""
     calls: tuple[RaggedCall, ...] = split_by("reset", default=())
     """The calls of an MLA prefill that runs as MHA, over rows at hand; none for one that runs absorbed."""
@@ -263,18 +266,83 @@ class Geometry:
             step=self.step,
         )
 
-    def split(self, first: int, lanes: tuple[int, int] | None = None) -> tuple[Geometry, Geometry]:
+    def split(self, first: int, lanes: tuple[int, int] | None = None, *, cut: int = 0) -> tuple[Geometry, Geometry]:
         """Divide after ``first`` requests. ``lanes`` are those of the halves, if not this one's. Halves have no calls:
-        they are planned anew."""
+        they are planned anew.
+
+        With ``cut`` the next request is in both halves: by its first ``cut`` new rows in one, and by the others, after
+        a prefix that is longer by these, in the other. In each layer the second half then reads cache rows and states
+        that the first one wrote, so it runs after it.
+        """
         if not 0 <= first <= self.requests:
             raise PlanError(f"a batch of {self.requests} requests cannot be split after {first}")
         if self.new_lens is not None and self.host is None:
             raise PlanError("a batch whose requests differ is split by exact lengths on the host; take measured()")
+        if cut:
+            return self._split_inside(first, cut, lanes or (self.lane, self.lane))
         rows = first * self.max_new if self.new_lens is None else sum(self._exact().query_lens[:first])
         halves = divide(self, first, rows)
         for half, count, lane in zip(halves, (rows, self.rows - rows), lanes or (self.lane, self.lane), strict=True):
             half.update(rows=count, calls=(), lane=lane)
         return Geometry(**halves[0]), Geometry(**halves[1])
+
+    def _split_inside(self, request: int, cut: int, lanes: tuple[int, int]) -> tuple[Geometry, Geometry]:
+        lens = [self.max_new] * self.requests if self.new_lens is None else list(self._exact().query_lens)
+        new = lens[request] if request < self.requests else 0
+        if not 0 < cut < new:
+            raise PlanError(f"request {request} has {new} new rows and cannot be cut after {cut} of them")
+        if self.captured or self.mode in _UNCUT:
+            what = "captured batch" if self.captured else f"batch in mode {self.mode}"
+            raise PlanError(f"a {what} is split between requests, and not after {cut} rows of request {request}")
+        later = new - cut
+        counts = [*lens[:request], cut], [later, *lens[request + 1 :]]
+        earlier = self.seq_lens[: request + 1].clone()
+        earlier[request:] = (earlier[request:] - later).clamp(min=0)  # that of a padded request stays 0
+        halves = divide(self, request, sum(counts[0]), cut=True)
+        for half, mine, seq_lens, lane in zip(halves, counts, (earlier, self.seq_lens[request:]), lanes, strict=True):
+            uniform = min(mine) == max(mine)
+            half.update(rows=sum(mine), calls=(), lane=lane, max_new=max(mine), seq_lens=seq_lens, host=None)
+            half["new_lens"] = None if uniform else to_device(mine, self.device, np.int32)
+        if self.host is not None:
+            totals = list(self.host.kv_lens)
+            halves[0]["host"] = HostLengths(counts[0], [*totals[:request], totals[request] - later])
+            halves[1]["host"] = HostLengths(counts[1], totals[request:])
+        return Geometry(**halves[0]), Geometry(**halves[1])
+
+    def padded(self, requests: int) -> Geometry:
+        """The same with padded requests at the end, ``requests`` in all. It has no calls: it is planned anew.
+
+        Without exact lengths a padded request has as many rows as the others, and length 0. With them it has no rows.
+        """
+        more = requests - self.requests
+        if more < 0 or self.captured:
+            what = "captured batch, whose memory is fixed," if self.captured else f"batch of {self.requests} requests"
+            raise PlanError(f"a {what} cannot be padded to {requests} requests")
+        if not more:
+            return self
+        host, rows = self.host, 0
+        if host is None and self.new_lens is None:
+            rows = more * self.max_new
+        made = pad(self, more, rows)
+        if host is not None:
+            none = [0] * more
+            made["host"] = HostLengths([*host.query_lens, *none], [*host.kv_lens, *none])
+            if self.new_lens is None:
+                made["new_lens"] = padded(self.seq_lens.new_full((self.requests,), self.max_new), more)
+        return replace(self, **made, rows=self.rows + rows, calls=())
+
+    def live(self) -> Geometry:
+        """The same without the padded requests at the end, where the host has exact lengths: these have no rows, and
+        without them a batch may be uniform, as kernels like it."""
+        host = self.host
+        if host is None or not self.requests or host.query_lens[-1]:
+            return self
+        count = next((count for count in range(self.requests, 0, -1) if host.query_lens[count - 1]), 0)
+        part = replace(self.split(count)[0], calls=self.calls)
+        lens = host.query_lens[:count]
+        if min(lens, default=0) < self.max_new:
+            return part
+        return replace(part, new_lens=None)
 
     def span_slots(self, requests: Sequence[int], starts: Sequence[int], lens: Sequence[int]) -> Tensor:
         """``[rows]`` int64: the cache slots (``page * page_size + offset``) of spans of requests, in order.

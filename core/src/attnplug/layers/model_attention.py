@@ -78,6 +78,16 @@ class ModelAttention:
         batch.plan = BatchPlan(_attention_plan(self.backend, batch), extend, chunks, batch.geometry)
         return batch.plan
 
+    def plan_halves(self, batch: ForwardBatch, halves: tuple[ForwardBatch, ForwardBatch]) -> None:
+        """Plan both halves of a batch before either runs, and mark them as planned (B2).
+
+        MLA layers extend as those of the whole batch would.
+        """
+        path = None if self._mla is None else self._mla.path_of_halves(batch.geometry)
+        for half in halves:
+            self.plan(half, path)
+            half.mark_forward_metadata_ready()
+
     # CUDA graphs
 
     @property

@@ -42,17 +42,34 @@ class MLAAttention:
 
         ``path`` overrules the policy. If the host has no exact lengths, a backend that can extend absorbed does so.
         """
-        abilities, mode = self._backend.claims.mla_extend, geometry.mode
-        if path is None and ExtendPath.ABSORBED in abilities and (mode is not ForwardMode.EXTEND or not geometry.host):
-            return None  # what the policy would say too, without looking at the lengths
-        if mode.is_decode or not geometry.rows:
-            return None
-        path = self._policy.choose(mode, geometry.query_lens, geometry.kv_lens, abilities, path)
+        path = self.path(geometry, path)
         if path is ExtendPath.ABSORBED:
             return None
         return Plan.of(
             self._id, geometry, plan_extend(geometry, path, self._policy.chunk_capacity), geometry.new_slots()
         )
+
+    def path(self, geometry: Geometry, asked: ExtendPath | None = None) -> ExtendPath:
+        """The path of a batch: the one that is ``asked`` for, or the policy's."""
+        abilities, mode = self._backend.claims.mla_extend, geometry.mode
+        if mode.is_decode or not geometry.rows:
+            return ExtendPath.ABSORBED
+        chosen = asked is ExtendPath.ABSORBED or (
+            asked is None and (mode is not ForwardMode.EXTEND or not geometry.host)
+        )
+        if chosen and ExtendPath.ABSORBED in abilities:
+            return ExtendPath.ABSORBED  # what the policy would say too, without looking at the lengths
+        return self._policy.choose(mode, geometry.query_lens, geometry.kv_lens, abilities, asked)
+
+    def path_of_halves(self, geometry: Geometry) -> ExtendPath | None:
+        """The path of the whole batch, by which its halves run too; ``None`` where each takes the policy's.
+
+        By itself, a half of a request that was cut would take another one: it has a prefix. Chunks that are switched
+        off stay so: without a prefix the whole batch runs by that path and reads none.
+        """
+        path = self.path(geometry)
+        off = path is ExtendPath.CHUNKED and self._policy.disable_chunked_prefix_cache
+        return None if off else path
 
     def plan_chunks(self, batch: ForwardBatch) -> Plan | None:
         """What the backend plans for the calls of a batch that runs as MHA, if it plans them (A6, A8)."""

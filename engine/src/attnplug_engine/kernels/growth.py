@@ -1,7 +1,8 @@
 """A tree that a draft grows: a launch for each level, and one for the tree of the best candidates.
 
 One program a request. The place of a candidate among the others is how many are better: larger, or equal and earlier.
-They are compared in chunks, so that any number of them fits in registers. As in ``trees``, no next kernel starts early.
+They are compared in chunks, so that any number of them fits in registers. As in ``trees``, no next kernel starts early,
+and none is compiled for an alignment.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ def _score(gains, scores, each, COUNT: tl.constexpr, TOPK: tl.constexpr, ROOT: t
     return gain
 
 
-@triton.jit(do_not_specialize=["rows", "count"])
+@triton.jit(do_not_specialize=["rows", "count"], do_not_specialize_on_alignment=range(18))
 def _grow(
     children, gains, scores, numbers, tokens, bits, all_tokens, all_scores, all_parents, rows, count,
     new_scores, new_numbers, new_tokens, new_bits, new_all_tokens, new_all_scores, new_all_parents,
@@ -84,7 +85,7 @@ def _grow(
     _copy(all_parents + old, new_all_parents + total, count, BLOCK)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=range(6))
 def _cut(
     tokens, scores, parents, count, proposed, proposed_parents,
     NODES: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
@@ -124,8 +125,8 @@ def grow(
 ) -> Grown:
     """A level more, as ``attnplug_engine.speculation.tree.TreeGrowth.grow`` adds it.
 
-    ``rows`` are the tokens and bits of rows, ``newest`` the scores and numbers of the newest level, if there is one, and
-    ``candidates`` the tokens, scores and parents of all. Returns new ones of each.
+    ``rows`` are the tokens and bits of rows, ``newest`` the scores and numbers of the newest level, if there is one,
+    and ``candidates`` the tokens, scores and parents of all. Returns new ones of each.
     """
     requests, topk, count = candidates[0].shape[0], tokens.shape[1], candidates[0].shape[1]
     added, width = tokens.numel() // requests, rows[0].shape[1]

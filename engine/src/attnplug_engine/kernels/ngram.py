@@ -19,7 +19,7 @@ LENGTHS = 1 << 32
 """A value is the length of an occurrence times this, plus where it ends."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows", "lengths", "tokens", "counts"])
 def _append(
     history, history_row, context, rows, lengths, tokens, counts,
     NODES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
@@ -33,7 +33,7 @@ def _append(
     tl.store(history + row * history_row + start + place, token.to(tl.int32), mask=is_one)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows", "lengths"])
 def _search(
     history, history_row, context, rows, lengths, values,
     LEAST: tl.constexpr, MOST: tl.constexpr, TOPK: tl.constexpr, LENGTHS: tl.constexpr, BLOCK: tl.constexpr,
@@ -68,7 +68,7 @@ def _search(
                 value = tl.where(following == token, -1, value)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["rows", "lengths", "tokens", "parents"])
 def _propose(
     history, history_row, rows, lengths, values, count, tokens, parents,
     STEPS: tl.constexpr, TOPK: tl.constexpr, LENGTHS: tl.constexpr, VALUES: tl.constexpr, BLOCK: tl.constexpr,

@@ -24,7 +24,7 @@ def _log_of_sum(x):
     return tl.where(most > _NONE, shift + tl.log(total), _NONE)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature", "seed", "position", "peaks", "totals"])
 def _look(
     logits, stride, vocab, temperature, seed, position, target_ids, peaks, totals, scores, tokens, chunks,
     TOPK: tl.constexpr, MAPPED: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
@@ -60,7 +60,7 @@ def _look(
         score = tl.where(token == chunk * CHUNK + which, _NONE, score)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature", "peaks", "totals"])
 def _choose(
     temperature, target_ids, peaks, totals, scores, tokens, chunks, chosen, logprobs,
     TOPK: tl.constexpr, MAPPED: tl.constexpr, CHUNKS: tl.constexpr, FOUND: tl.constexpr, EARLY: tl.constexpr,

@@ -1,7 +1,8 @@
 """Trees of proposed tokens: the rows that a verify runs, what is accepted of them, and what moves; one launch each.
 
 None of these lets the next kernel start early: planning may come next, and attention reads plans, page tables and trees
-before it waits.
+before it waits. Tensors are small, and many are views of a batch's numbers: no kernel is compiled once more for their
+alignment, while requests wait.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from attnplug_engine.kernels import launch_options
+from attnplug_engine.sampling_batch import SamplingBatch
 
 
 @triton.jit
@@ -43,7 +45,7 @@ def _parents(parents, node, NODES: tl.constexpr):
     return tl.maximum(up, 0).to(tl.int32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=range(4))
 def _relate(
     parents, row, depths, bits, NODES: tl.constexpr, BLOCK: tl.constexpr, DOUBLINGS: tl.constexpr, EARLY: tl.constexpr
 ):
@@ -56,29 +58,54 @@ def _relate(
 
 
 @triton.jit
+def _repeat(values, target, request, place, is_one):
+    tl.store(target + place, tl.load(values + request), mask=is_one)
+
+
+@triton.jit(do_not_specialize_on_alignment=range(28))
 def _lay_out(
-    ids, positions, tree, rows, roots, lengths, proposed, proposed_row, parents, parents_row,
+    rows, known, committed, prompts, tokens, lengths, proposed, proposed_row, parents, parents_row,
+    temperature, top_k, top_p, min_p, seed,
+    found, seq_lens, ids, positions, bits, drafts, above, heats, ks, ps, min_ps, seeds, places,
     NODES: tl.constexpr, BLOCK: tl.constexpr, DOUBLINGS: tl.constexpr, TREE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    """One program a request."""
     if EARLY:
         gdc_wait()
     request, node = tl.program_id(0).to(tl.int64), tl.arange(0, BLOCK)
     row, place = tl.load(rows + request).to(tl.int64), request * NODES + node
+    is_one, is_draft = node < NODES, (node > 0) & (node < NODES)
+    draft = request * (NODES - 1) + node - 1
+    root, length = tl.load(known + request), tl.load(lengths + row)
+    length = tl.where(root < 0, length, tl.load(committed + request))
+    root = tl.where(root < 0, tl.load(tokens + row), root)
+    tl.store(found + request, length)
+    tl.store(seq_lens + request, (length + NODES).to(tl.int32))
+    token = tl.load(proposed + row * proposed_row + node - 1, mask=is_draft, other=-1)
+    tl.store(drafts + draft, token, mask=is_draft)
+    tl.store(ids + place, tl.where(node == 0, root, tl.maximum(token, 0)), mask=is_one)
     depth = node
     if TREE:
-        seen = _seen(_parents(parents + row * parents_row, node, NODES), node, DOUBLINGS)
+        up = _parents(parents + row * parents_row, node, NODES)
+        seen = _seen(up, node, DOUBLINGS)
         depth = _depth(seen, node)
-        tl.store(tree + place, seen, mask=node < NODES)
-    token = tl.load(proposed + row * proposed_row + node - 1, mask=(node > 0) & (node < NODES), other=0)
-    token = tl.where(node == 0, tl.load(roots + row), tl.maximum(token, 0))
-    tl.store(ids + place, token, mask=node < NODES)
-    tl.store(positions + place, tl.load(lengths + row) + depth, mask=node < NODES)
+        tl.store(bits + place, seen, mask=is_one)
+        tl.store(above + draft, up.to(tl.int64), mask=is_draft)
+    position = length + depth
+    tl.store(positions + place, position, mask=is_one)
+    tl.store(places + place, (position + 1 - tl.load(prompts + request)).to(tl.int32), mask=is_one)
+    _repeat(temperature, heats, request, place, is_one)
+    _repeat(top_k, ks, request, place, is_one)
+    _repeat(top_p, ps, request, place, is_one)
+    _repeat(min_p, min_ps, request, place, is_one)
+    _repeat(seed, seeds, request, place, is_one)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=range(12))
 def _accept(
-    tokens, tokens_row, parents, parents_row, chosen, counts, path, found,
-    NODES: tl.constexpr, BLOCK: tl.constexpr, DOUBLINGS: tl.constexpr, TREE: tl.constexpr, EARLY: tl.constexpr,
+    tokens, tokens_row, parents, parents_row, chosen, counts, path, found, rows, committed, lengths, newest,
+    NODES: tl.constexpr, BLOCK: tl.constexpr, DOUBLINGS: tl.constexpr, TREE: tl.constexpr, COMMIT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program a request."""
     if EARLY:
@@ -105,16 +132,20 @@ def _accept(
     else:
         depth, count = node, tl.min(tl.where(matched, BLOCK, node), 0)
         count = tl.minimum(count, NODES)
-        is_on = node < count
+        last, is_on = count - 1, node < count
     tl.store(counts + request, count.to(tl.int64))
     tl.store(path + first + depth, node.to(tl.int64), mask=is_on)
     tl.store(found + first + depth, target, mask=is_on)
     rest = is_one & (node >= count)
     tl.store(path + first + node, tl.zeros([BLOCK], tl.int64), mask=rest)
     tl.store(found + first + node, tl.full([BLOCK], -1, tl.int64), mask=rest)
+    if COMMIT:
+        row = tl.load(rows + request).to(tl.int64)
+        tl.store(lengths + row, tl.load(committed + request) + count)
+        tl.store(newest + row, tl.maximum(tl.sum(tl.where(node == last, target, 0), 0), 0))
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=range(6))
 def _move(path, counts, slots, sources, targets, rows, NODES: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr):
     if EARLY:
         gdc_wait()
@@ -146,33 +177,53 @@ def relate(parents: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def lay_out(
-    ids: Tensor,
-    positions: Tensor,
-    tree: Tensor | None,
     rows: Tensor,
-    roots: Tensor,
+    known: Tensor,
+    committed: Tensor,
+    prompts: Tensor,
+    sampling: SamplingBatch,
+    tokens: Tensor,
     lengths: Tensor,
     proposed: Tensor,
     parents: Tensor | None,
-) -> None:
-    """As ``attnplug_engine.speculation.tree.lay_out``."""
-    nodes, is_tree = proposed.shape[1] + 1, tree is not None
-    bits, up = (ids, proposed) if tree is None or parents is None else (tree, parents)
-    _lay_out[rows.shape[0],](
-        ids, positions, bits, rows, roots, lengths, proposed, proposed.stride(0), up, up.stride(0),
-        TREE=is_tree, **_sizes(nodes, tree=is_tree), **launch_options(ids.device),
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor, Tensor | None, SamplingBatch]:
+    """The fields of ``attnplug_engine.speculation.verify_rows.VerifyRows`` in their order, the proposal's as two."""
+    requests, nodes, device = rows.shape[0], proposed.shape[1] + 1, rows.device
+    found = torch.empty(requests, dtype=torch.int64, device=device)
+    seq_lens = torch.empty(requests, dtype=torch.int32, device=device)
+    ids, positions, bits, seed = torch.empty(4, requests * nodes, dtype=torch.int64, device=device)
+    drafts, above = torch.empty(2, requests, nodes - 1, dtype=torch.int64, device=device)
+    heat, top_p, min_p = torch.empty(3, requests * nodes, dtype=torch.float32, device=device)
+    top_k, place = torch.empty(2, requests * nodes, dtype=torch.int32, device=device)
+    up, is_tree = proposed if parents is None else parents, parents is not None
+    _lay_out[requests,](
+        rows, known, committed, prompts, tokens, lengths, proposed, proposed.stride(0), up, up.stride(0),
+        sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p, sampling.seed,
+        found, seq_lens, ids, positions, bits, drafts, above, heat, top_k, top_p, min_p, seed, place,
+        TREE=is_tree, **_sizes(nodes, tree=is_tree), **launch_options(device),
     )  # fmt: skip
+    tree, own = (bits.view(requests, nodes), above) if is_tree else (None, None)
+    return found, seq_lens, ids, positions, tree, drafts, own, SamplingBatch(heat, top_k, top_p, min_p, seed, place)
 
 
-def accept(tokens: Tensor, parents: Tensor | None, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Counts, path and tokens, as ``attnplug_engine.speculation.accept`` finds them."""
+def accept(
+    tokens: Tensor,
+    parents: Tensor | None,
+    chosen: Tensor,
+    commit: tuple[Tensor, Tensor, Tensor, Tensor] | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Counts, path and tokens, as ``attnplug_engine.speculation.accept`` finds them.
+
+    ``commit`` are the rows, committed lengths, and all lengths and newest tokens of its ``accept_and_commit``.
+    """
     requests, nodes = chosen.shape
     counts = torch.empty(requests, dtype=torch.int64, device=chosen.device)
     path, found = torch.empty(2, requests, nodes, dtype=torch.int64, device=chosen.device)
     up, is_tree = tokens if parents is None else parents, parents is not None
     _accept[requests,](
         tokens, tokens.stride(0), up, up.stride(0), chosen.contiguous(), counts, path, found,
-        TREE=is_tree, **_sizes(nodes, tree=is_tree), **launch_options(chosen.device),
+        *(commit or (counts,) * 4),
+        TREE=is_tree, COMMIT=commit is not None, **_sizes(nodes, tree=is_tree), **launch_options(chosen.device),
     )  # fmt: skip
     return counts, path, found
 

@@ -191,18 +191,25 @@ class Decoder(nn.Module):
         With ``taps`` also what goes into these layers: ``[tokens, taps * hidden]``, in the order of the taps. The
         number of layers, as a tap, stands for what comes out of the last one, before the norm.
         """
-        hidden = F.embedding(input_ids, self.embedding)
-        rotation = self.rope.at(positions)
+        hidden, rotation = self.begin(input_ids, positions)
         tapped = None if taps is None else _Tapped(taps, hidden)
         for index, layer in enumerate(self.layers):
             if tapped is not None:
                 tapped.take(index, hidden)
             hidden = layer(hidden, rotation, batch)
-        normed = cast(Tensor, self.norm(hidden.to(self.embedding.dtype)))
+        normed = self.end(hidden)
         if tapped is None:
             return normed
         tapped.take(len(self.layers), hidden)
         return normed, tapped.states.flatten(1)
+
+    def begin(self, input_ids: Tensor, positions: Tensor) -> tuple[Tensor, Rotation]:
+        """What the first layer is given."""
+        return F.embedding(input_ids, self.embedding), self.rope.at(positions)
+
+    def end(self, hidden: Tensor) -> Tensor:
+        """The last layer's hidden states, normed."""
+        return cast(Tensor, self.norm(hidden.to(self.embedding.dtype)))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """``[rows, vocab]`` float32 for hidden states ``[rows, hidden]``, the same on every rank."""

@@ -46,6 +46,25 @@ def accept(proposal: Proposal, chosen: Tensor) -> Accepted:
     return Accepted(counts, path, found)
 
 
+def accept_and_commit(
+    proposal: Proposal, chosen: Tensor, rows: Tensor, committed: Tensor, lengths: Tensor, tokens: Tensor
+) -> Accepted:
+    """``accept``, and write down what is committed then; one launch on CUDA.
+
+    ``committed [requests]`` are the cache rows before. The new lengths and newest tokens go to ``rows [requests]`` of
+    ``lengths`` and ``tokens``; a token of -1 becomes 0, which is looked up and ignored.
+    """
+    if kernels.usable(chosen):
+        from attnplug_engine.kernels.trees import accept as launch
+
+        return Accepted(*launch(proposal.tokens, proposal.parents, chosen, (rows, committed, lengths, tokens)))
+    accepted = accept(proposal, chosen)
+    lengths.index_copy_(0, rows, committed + accepted.counts)
+    newest = accepted.tokens.gather(1, accepted.counts.unsqueeze(1) - 1)[:, 0]
+    tokens.index_copy_(0, rows, newest.clamp(min=0))
+    return accepted
+
+
 def _deepest(tokens: Tensor, parents: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Counts ``[requests]`` and paths ``[requests, N]`` in trees."""
     requests, nodes = chosen.shape

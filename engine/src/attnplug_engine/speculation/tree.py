@@ -55,37 +55,6 @@ def ancestors(parents: Tensor) -> Tensor:
     return found
 
 
-def lay_out(
-    ids: Tensor,
-    positions: Tensor,
-    tree: Tensor | None,
-    rows: Tensor,
-    roots: Tensor,
-    lengths: Tensor,
-    proposed: Tensor,
-    parents: Tensor | None,
-) -> None:
-    """Fill ``ids`` and ``positions [requests * N]`` and ``tree [requests, N]`` of a verify; ``None`` for chains.
-
-    The requests are at ``rows [requests]`` of what is known of every row of the slot table: the newest tokens ``roots``
-    and the ``lengths`` without them, both ``[all rows]``, and ``proposed`` and ``parents [all rows, N-1]`` as in a
-    ``Proposal``. The id of a missing node is 0.
-    """
-    if kernels.usable(ids):
-        from attnplug_engine.kernels.trees import lay_out as launch
-
-        return launch(ids, positions, tree, rows, roots, lengths, proposed, parents)
-    requests, nodes = rows.shape[0], proposed.shape[1] + 1
-    tokens = torch.cat([roots[rows].unsqueeze(1), proposed[rows].clamp(min=0)], 1)
-    ids.view(requests, nodes).copy_(tokens)
-    depth = torch.arange(nodes, device=rows.device)
-    if tree is not None and parents is not None:
-        own = parents[rows]
-        depth = depths(own)
-        tree.copy_(ancestors(own))
-    positions.view(requests, nodes).copy_(lengths[rows].unsqueeze(1) + depth)
-
-
 def with_root(parents: Tensor) -> Tensor:
     """``[requests, N]``: the parent of every node; the root is its own."""
     return torch.nn.functional.pad(parents, (1, 0)).clamp(min=0)

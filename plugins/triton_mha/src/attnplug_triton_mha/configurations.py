@@ -48,8 +48,15 @@ TABLE: tuple[tuple[int, int, Configuration], ...] = (
     (64, ANY, _TALL),
     (ANY, ANY, _EXTEND),
 )
-TABLE_FP8 = tuple((rows, tiles, replace(entry, stages=4)) for rows, tiles, entry in TABLE)
-"""For fp8 caches, whose steps have half the bytes: one more of them is on its way."""
+_FEW_FP8 = replace(_FEW, step=64, prefetch=2)
+TABLE_FP8: tuple[tuple[int, int, Configuration], ...] = (
+    (16, 32, _FEW_FP8),
+    (16, 256, _SOME),
+    (16, ANY, replace(_MANY, programs=3)),
+    (32, 32, replace(_FEW_FP8, tile=32)),
+    *TABLE[4:],
+)
+"""For fp8 caches: a row has half the bytes, so a step has twice as many."""
 ENTRIES = tuple(entry for *_, entry in (*TABLE, *TABLE_FP8))
 _NARROW = 64
 """Columns of a key and of a value up to which four warps hold the tallest tile, and are faster than eight (H200)."""

@@ -1,0 +1,240 @@
+"""Data-parallel padding: a batch is brought to a common size before or after it is planned, and is never wrong (B1)."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from attnplug import ForwardBatch, ForwardExtras, ForwardMode, Geometry, Plan, PlanError
+from attnplug.host import ExtendPolicy, HostLengths, MLADims, ModelAttention, TorchNativeBackend, plan_forward
+from support.stage import Case, Stage, error
+from support.trees import tree_bits
+
+NAN = float("nan")
+LATENT = MLADims(kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4)
+DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND
+LENGTHS = {
+    DECODE: ((5, 1), (0, 1), (30, 1)),
+    VERIFY: ((5, 3), (0, 3), (30, 3)),
+    ForwardMode.DRAFT_EXTEND: ((5, 2), (1, 2)),
+    EXTEND: ((5, 7), (0, 4), (17, 1)),
+    ForwardMode.MIXED: ((5, 1), (0, 9)),
+}
+
+
+class Counting(TorchNativeBackend):
+    """Counts how often it plans, and does without exact lengths on the host."""
+
+    planned = 0
+
+    def plan(self, geometry: Geometry) -> Plan:
+        self.planned += 1
+        return super().plan(geometry.measured())
+
+
+class Rank:
+    """One layer of a model on a rank of several, whose batch gets ``requests`` more requests and ``rows`` more rows."""
+
+    def __init__(self, mode: ForwardMode, *, mla: bool = False, exact: bool = True, page_size: int = 4) -> None:
+        dims = {"mla": LATENT, "v_head_dim": 8} if mla else {"kv_heads": 2}
+        self.stage = Stage(Case(LENGTHS[mode], mode, page_size=page_size, **dims), "cpu", Counting)
+        self.batch = self.stage.batch()
+        self.rows = self.batch.num_tokens
+        ids = torch.arange(self.rows)
+        self.batch.input_ids, self.batch.positions = ids, ids.int()
+        if mode is VERIFY:
+            chains = [(-1, 0, 1)] * self.batch.batch_size
+            self.batch.geometry = replace(self.batch.geometry, tree=tree_bits(chains, "cpu"))
+        if not exact:
+            self.batch.geometry = replace(self.batch.geometry, host=None)
+
+    def plan(self) -> None:
+        """Outside the forward path: the caller marks."""
+        plan_forward(self.stage.backend, self.batch)
+
+    def pad(self, requests: int, rows: int) -> None:
+        geometry = self.batch.geometry
+        own = 0 if geometry.host is not None or geometry.new_lens is not None else requests * geometry.max_new
+        self.batch.pad(self.batch.batch_size + requests, self.batch.num_tokens + own + rows)
+
+    def check(self) -> None:
+        """The forward path gives float64's result, zeros for padding, and writes the rows of requests alone."""
+        stage, batch = self.stage, self.batch
+        plan_forward(stage.backend, batch)
+        more = batch.num_tokens - self.rows
+        q, k, v = (
+            torch.cat((rows, torch.full((more, *rows.shape[1:]), NAN)))
+            for rows in (stage.q, stage.new_rows(stage.keys), stage.new_rows(stage.values))
+        )
+        lse = torch.full(q.shape[:2], NAN)
+        run = stage.backend.forward_decode if batch.forward_mode.is_decode else stage.backend.forward_extend
+        given = None if stage.case.mla is not None else v
+        out = run(q, k, given, stage.layer, batch, extras=ForwardExtras(lse=lse))
+        wanted, wanted_lse = stage.wanted()
+        assert error(out[: self.rows], wanted) < 1e-5 and error(lse[: self.rows], wanted_lse) < 1e-5
+        assert not out[self.rows :].any() and bool((lse[self.rows :] == -torch.inf).all())
+        pools = stage.pools
+        cache = pools.mha.keys(3) if pools.mha is not None else pools.mla.rows(3)
+        written = (~cache.isnan()).flatten(3 if pools.mha is not None else 2).all(-1)
+        per_row = cache.shape[2] if pools.mha is not None else 1
+        assert int(written.sum()) == sum(stage.totals) * per_row
+
+
+MODES = pytest.mark.parametrize("mode", LENGTHS)
+SIZES = pytest.mark.parametrize(("requests", "rows"), [(0, 3), (2, 0), (2, 3)], ids=["rows", "requests", "both"])
+
+
+def ranks(mode: ForwardMode) -> list[Rank]:
+    return [
+        Rank(mode, mla=mla, exact=exact, page_size=size)
+        for mla, exact, size in product((False, True), (True, False), (1, 4))
+    ]
+
+
+@MODES
+@SIZES
+def test_padded_and_then_planned(mode, requests, rows):
+    """B1, B5"""
+    for rank in ranks(mode):
+        rank.pad(requests, rows)
+        rank.plan()
+        rank.batch.mark_forward_metadata_ready()
+        rank.check()
+        assert rank.stage.backend.planned == 1
+
+
+@pytest.mark.parametrize("mode", [DECODE, VERIFY])
+@SIZES
+def test_planned_as_equivalent_and_then_padded(mode, requests, rows):
+    """B1: a single decode or verify depends on nothing but its geometry, so the forward path plans it again, once."""
+    for rank in ranks(mode):
+        rank.plan()
+        rank.batch.mark_forward_metadata_ready(replan_equivalent=True)
+        rank.pad(requests, rows)
+        assert rank.batch.needs_forward_metadata_init()
+        rank.check()
+        assert rank.stage.backend.planned == 2
+
+
+@MODES
+def test_planned_and_then_padded_by_rows_alone(mode):
+    """B5: the plan holds, and the tail is padding."""
+    for rank in ranks(mode):
+        rank.plan()
+        rank.batch.mark_forward_metadata_ready()
+        rank.pad(0, 3)
+        rank.check()
+        assert rank.stage.backend.planned == 1
+
+
+@MODES
+def test_planned_and_then_padded_by_requests_is_refused_if_it_may_not_be_planned_again(mode):
+    """B1, B5: the plan is stale. It is neither replaced nor used."""
+    for rank in ranks(mode):
+        rank.plan()
+        rank.batch.mark_forward_metadata_ready()
+        rank.pad(2, 3)
+        with pytest.raises(PlanError, match=r"geometry was replaced after it was planned; plan it again|a plan of"):
+            rank.check()
+        assert rank.stage.backend.planned == 1
+
+
+@MODES
+@SIZES
+def test_planned_without_a_mark_is_planned_again(mode, requests, rows):
+    """B1: what the forward path planned itself it plans again."""
+    for rank in ranks(mode):
+        rank.plan()
+        rank.pad(requests, rows)
+        rank.check()
+
+
+@MODES
+@SIZES
+def test_padded_twice_is_as_padded_once(mode, requests, rows):
+    for rank in ranks(mode):
+        rank.pad(requests, rows)
+        rank.pad(requests, rows)
+        rank.plan()
+        rank.check()
+
+
+@pytest.mark.parametrize("mode", LENGTHS)
+def test_a_padded_batch_is_split_like_any_other(mode):
+    """B4: rows of padding are the second half's, and its padded requests have no rows of the first one."""
+    rank = Rank(mode, exact=mode in (EXTEND, ForwardMode.MIXED))
+    rank.pad(2, 1)
+    halves = rank.batch.split(1)
+    for half in halves:
+        plan_forward(rank.stage.backend, half)
+    assert sum(half.plan.attention.query_rows for half in halves) == rank.rows
+    assert torch.equal(torch.cat([half.input_ids for half in halves]), rank.batch.input_ids)
+
+
+@pytest.mark.parametrize("requests", [0, 2])
+def test_an_mla_extend_that_runs_as_mha_is_padded_too(requests):
+    """B5: planned before rows are added, or after requests are."""
+    rank = Rank(EXTEND, mla=True)
+    attention = ModelAttention(rank.stage.backend, rank.stage.pools, ExtendPolicy(chunk_threshold=0))
+    attention.plan(rank.batch)
+    assert rank.batch.geometry.calls
+    rank.pad(requests, 3)
+    assert bool(rank.batch.geometry.calls) is (requests == 0), "calls are planned anew with the requests"
+    plan = attention.plan(rank.batch)
+    assert plan.extend.query_rows == rank.rows
+
+
+class TestFields:
+    def test_padded_requests_have_no_length_no_slot_and_no_state(self):
+        rank = Rank(VERIFY, exact=False)
+        whole = replace(rank.batch.geometry, slots=torch.arange(9), state_slots=torch.tensor([4, 6, 5]))
+        made = whole.padded(5)
+        assert (made.requests, made.rows, made.max_new) == (5, 15, 3)
+        assert made.seq_lens[3:].tolist() == [0, 0] and made.state_slots.tolist() == [4, 6, 5, -1, -1]
+        assert made.slots.tolist() == [*range(9), *[-1] * 6]
+        assert made.tree.shape == (5, 3) and made.page_table.shape[0] == 5
+
+    def test_with_exact_lengths_they_have_no_rows(self):
+        made = Rank(DECODE).batch.geometry.padded(4)
+        assert made.host == HostLengths([1, 1, 1, 0], [6, 1, 31, 0])
+        assert made.new_lens.tolist() == [1, 1, 1, 0] and made.rows == 3
+
+    def test_an_idle_rank_is_padded(self):
+        table = torch.zeros(0, 4, dtype=torch.int32)
+        batch = ForwardBatch(Geometry.of_lengths(ForwardMode.IDLE, table, [], [], 4), torch.zeros(0, dtype=torch.int64))
+        batch.pad(3, 8)
+        assert (batch.batch_size, batch.num_tokens, batch.geometry.rows) == (3, 8, 0)
+
+    @pytest.mark.parametrize(
+        ("requests", "tokens", "said"),
+        [
+            (2, 9, "a batch of 3 requests cannot be padded to 2 requests"),
+            (3, 8, "a batch of 9 rows, 9 with 3 requests, cannot be padded to 8 rows"),
+            (4, 11, "a batch of 9 rows, 12 with 4 requests, cannot be padded to 11 rows"),
+        ],
+    )
+    def test_a_size_that_is_too_small_is_refused_and_changes_nothing(self, requests, tokens, said):
+        batch = Rank(VERIFY, exact=False).batch
+        with pytest.raises(PlanError, match=said):
+            batch.pad(requests, tokens)
+        assert (batch.batch_size, batch.num_tokens) == (3, 9)
+
+    def test_a_captured_batch_has_its_padded_requests(self):
+        geometry = replace(Rank(DECODE, exact=False).batch.geometry, captured=True)
+        with pytest.raises(PlanError, match="a captured batch, whose memory is fixed, cannot be padded to 4 requests"):
+            geometry.padded(4)
+
+    def test_a_field_that_nobody_can_pad_is_refused_by_name(self):
+        """B4: as by a split."""
+
+        @dataclasses.dataclass(slots=True, eq=False)
+        class Extended(ForwardBatch):
+            mrope_positions: torch.Tensor | None = None
+
+        batch = Extended(Rank(DECODE).batch.geometry, mrope_positions=torch.zeros(3))
+        with pytest.raises(PlanError, match="'mrope_positions' of Extended has a value, but nobody said how to pad it"):
+            batch.pad(4, 4)

@@ -1,0 +1,80 @@
+"""The rows that a verify runs: each request's newest token and what was proposed after it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnplug_engine import kernels
+from attnplug_engine.sampling_batch import SamplingBatch
+from attnplug_engine.speculation.tree import Proposal, ancestors, depths
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class VerifyRows:
+    """N rows of each request, the root first."""
+
+    lengths: Tensor
+    """``[requests]`` int64: committed cache rows; the root's position."""
+    seq_lens: Tensor
+    """``[requests]`` int32: with all N rows."""
+    ids: Tensor
+    """``[requests * N]`` int64: a missing node is token 0."""
+    positions: Tensor
+    """``[requests * N]`` int64."""
+    tree: Tensor | None
+    """``[requests, N]`` int64: ``Geometry.tree``; ``None`` for chains."""
+    proposal: Proposal
+    """Of the requests."""
+    sampling: SamplingBatch
+    """How the token after each row is chosen."""
+
+
+def verify_rows(
+    rows: Tensor,
+    known: Tensor,
+    committed: Tensor,
+    prompts: Tensor,
+    sampling: SamplingBatch,
+    tokens: Tensor,
+    lengths: Tensor,
+    proposed: Proposal,
+) -> VerifyRows:
+    """The rows of requests at ``rows [requests]`` of the slot table; one launch on CUDA.
+
+    By request: ``known``, the newest token, or -1 where only the device has it; ``committed``, the cache rows, where it
+    is known; ``prompts``, the prompt's length; ``sampling``, whose ``position`` means nothing. By row of the table: the
+    newest ``tokens``, the committed ``lengths`` and what is ``proposed``. Whole numbers are int64.
+    """
+    if kernels.usable(rows):
+        from attnplug_engine.kernels.trees import lay_out
+
+        starts, seq_lens, ids, positions, tree, drafts, parents, chosen_by = lay_out(
+            rows, known, committed, prompts, sampling, tokens, lengths, proposed.tokens, proposed.parents
+        )
+        return VerifyRows(starts, seq_lens, ids, positions, tree, Proposal(drafts, parents), chosen_by)
+    told = known >= 0
+    newest = torch.where(told, known, tokens[rows])
+    starts = torch.where(told, committed, lengths[rows])
+    proposal = Proposal(proposed.tokens[rows], None if proposed.parents is None else proposed.parents[rows])
+    nodes = proposal.tokens.shape[1] + 1
+    depth, tree = torch.arange(nodes, device=rows.device), None
+    if proposal.parents is not None:
+        depth, tree = depths(proposal.parents), ancestors(proposal.parents)
+    positions = starts.unsqueeze(1) + depth
+    ids = torch.cat([newest.unsqueeze(1), proposal.tokens.clamp(min=0)], 1).flatten()
+
+    def each(values: Tensor) -> Tensor:
+        return values.repeat_interleave(nodes)
+
+    chosen_by = SamplingBatch(
+        each(sampling.temperature),
+        each(sampling.top_k),
+        each(sampling.top_p),
+        each(sampling.min_p),
+        each(sampling.seed),
+        (positions + 1 - prompts.unsqueeze(1)).flatten().int(),
+    )
+    return VerifyRows(starts, (starts + nodes).int(), ids, positions.flatten(), tree, proposal, chosen_by)
