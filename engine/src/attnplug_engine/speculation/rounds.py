@@ -14,7 +14,7 @@ from attnplug_engine.capture_check import CaptureCheck
 from attnplug_engine.request import Step, StepEntry
 from attnplug_engine.runner import ModelRunner, Phase
 from attnplug_engine.sampler import sample
-from attnplug_engine.speculation.accept import Accepted, accept, moves
+from attnplug_engine.speculation.accept import Accepted, accept_and_commit, moves
 from attnplug_engine.speculation.batches import Batches, EagerBatches
 from attnplug_engine.speculation.draft_runner import DraftRunner
 from attnplug_engine.speculation.drafters import Drafter, ModelDrafter, NgramDrafter
@@ -23,7 +23,6 @@ from attnplug_engine.speculation.options import Speculation
 from attnplug_engine.speculation.round_graphs import CapturedRound, RoundGraphs
 from attnplug_engine.speculation.state import Members, RoundState
 from attnplug_engine.speculation.timing import Timing
-from attnplug_engine.speculation.tree import ancestors, depths
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -196,26 +195,20 @@ class RoundRunner:
     def verify(self, batches: Batches) -> Verified:
         """Run the target over all nodes of the members, and take what it chose."""
         members, state, nodes = batches.members, self.state, self._nodes
-        newest, lengths = members.begin(state)
-        proposal = state.proposal(members.rows)
-        depth, tree = torch.arange(nodes, device=lengths.device).unsqueeze(0), None
-        if proposal.parents is not None:
-            depth, tree = depths(proposal.parents), ancestors(proposal.parents)
-        positions = lengths.unsqueeze(1) + depth
-        batch = batches.make(ForwardMode.TARGET_VERIFY, lengths + nodes, positions, tree=tree)
-        batch.input_ids = torch.cat([newest.unsqueeze(1), proposal.tokens.clamp(min=0)], 1).flatten()
+        rows = members.verify_rows(state)
+        positions = rows.positions.view(-1, nodes)
+        batch = batches.make(ForwardMode.TARGET_VERIFY, rows.seq_lens, positions, tree=rows.tree)
+        batch.input_ids = rows.ids
         batches.begin(batch)
         hidden, taken = self._target(batch)
         logits = self.runner.model.logits(hidden)
-        chosen = sample(logits, members.sampled_at(positions)).view(-1, nodes)
-        accepted = accept(proposal, chosen)
-        last = accepted.tokens.gather(1, accepted.counts.unsqueeze(1) - 1)[:, 0]
-        state.commit(members.rows, lengths + accepted.counts, last)
-        if proposal.parents is not None:
+        chosen = sample(logits, rows.sampling).view(-1, nodes)
+        accepted = accept_and_commit(rows.proposal, chosen, members.rows, rows.lengths, state.lengths, state.tokens)
+        if rows.tree is not None:
             slots = batch.geometry.new_slots().view(-1, nodes)
             self.runner.pools.move_rows(*moves(accepted, slots))
         self.runner.attention.commit_states(batch, accepted.counts)
-        return Verified(lengths, accepted, taken, logits)
+        return Verified(rows.lengths, accepted, taken, logits)
 
     def _catch_up(self, batches: Batches, verified: Verified) -> Tensor | None:
         return self.drafter.catch_up(batches, verified.lengths, verified.accepted, verified.hidden)
