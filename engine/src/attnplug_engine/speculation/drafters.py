@@ -200,18 +200,19 @@ class ModelDrafter:
             return self._grow(batches, hidden, lengths, start)
         members, steps = batches.members, self._steps - 1
         # The lengths of all steps at once; their plans are made before the first of them runs.
-        positions = start + torch.arange(steps, device=start.device).unsqueeze(1)
+        positions = start + torch.arange(steps + 1, device=start.device).unsqueeze(1)
+        places = members.places(lengths, steps + 1)
         ahead = [
-            batches.make(ForwardMode.DECODE, one + 1, one.unsqueeze(1), step=step)
-            for step, one in enumerate(positions.unbind())
+            batches.make(ForwardMode.DECODE, positions[step + 1], positions[step].unsqueeze(1), step=step)
+            for step in range(steps)
         ]
         runner = self._runner
-        tokens = [runner.choose(hidden, members.sampled_at(lengths.unsqueeze(1)))]
+        tokens = [runner.choose(hidden, members.sampled(places[0]))]
         for step, batch in enumerate(ahead, 1):
             batch.input_ids = tokens[-1].clamp(min=0)
             batches.begin(batch)
             hidden = runner.forward(batch, hidden if self._fed else None, step)
-            tokens.append(runner.choose(hidden, members.sampled_at((lengths + step).unsqueeze(1)), step))
+            tokens.append(runner.choose(hidden, members.sampled(places[step]), step))
         return Proposal(torch.stack(tokens, 1))
 
     def _further_layers(
@@ -221,14 +222,14 @@ class ModelDrafter:
         ``hidden [requests, N, hidden]``. All have the rows and lengths of that batch, so its plan serves all."""
         members, runner, counts = batches.members, self._runner, accepted.counts.unsqueeze(1)
         newest = (counts - 1).unsqueeze(2).expand(-1, -1, hidden.shape[2])
-        lengths = lengths.unsqueeze(1) + counts
+        places = members.places(lengths + accepted.counts, self._steps)
         known = torch.nn.functional.pad(accepted.tokens.clamp(min=0), (0, self._steps))
-        tokens = [runner.choose(hidden.gather(1, newest)[:, 0], members.sampled_at(lengths))]
+        tokens = [runner.choose(hidden.gather(1, newest)[:, 0], members.sampled(places[0]))]
         for step in range(1, self._steps):
             known = known.scatter(1, counts + step - 1, tokens[-1].clamp(min=0).unsqueeze(1))
             batch.input_ids = known[:, step : step + self._nodes].flatten()
             hidden = runner.forward(batch, hidden.flatten(0, 1), step).view_as(hidden)
-            tokens.append(runner.choose(hidden.gather(1, newest)[:, 0], members.sampled_at(lengths + step), step))
+            tokens.append(runner.choose(hidden.gather(1, newest)[:, 0], members.sampled(places[step]), step))
         return torch.stack(tokens, 1)
 
     def _prefill_layers(
@@ -247,14 +248,15 @@ class ModelDrafter:
                 batch.input_ids = ids
                 hidden = runner.forward(batch, hidden, step)
             if ended is not None:
-                places = ended.members.sampled_at((ended.members.committed + step).unsqueeze(1))
-                tokens.append(runner.choose(hidden.index_select(0, last), places, step))
+                sampling = ended.members.sampled(ended.members.places(ended.members.committed + step)[0])
+                tokens.append(runner.choose(hidden.index_select(0, last), sampling, step))
         return Proposal(torch.stack(tokens, 1)) if tokens else None
 
     def _grow(self, batches: Batches, hidden: Tensor, lengths: Tensor, start: Tensor) -> Proposal:
         """A tree, grown level by level. Each step runs all nodes so far, so that each sees its own ancestors."""
         members, topk, runner = batches.members, self._topk, self._runner
-        growth = TreeGrowth(*runner.best(hidden, members.sampled_at(lengths.unsqueeze(1)), topk))
+        places = members.places(lengths, self._steps)
+        growth = TreeGrowth(*runner.best(hidden, members.sampled(places[0]), topk))
         inputs = hidden.unsqueeze(1).expand(-1, topk, -1)
         for step in range(1, self._steps):
             positions = start.unsqueeze(1) + (growth.depths - 1)
@@ -265,8 +267,7 @@ class ModelDrafter:
             batches.begin(batch)
             out = runner.forward(batch, inputs.flatten(0, 1) if self._fed else None, step)
             newest = out.unflatten(0, (-1, growth.rows))[:, -topk:]
-            places = (lengths + step).unsqueeze(1).expand(-1, topk)
-            growth.grow(*runner.best(newest.flatten(0, 1), members.sampled_at(places), topk, step))
+            growth.grow(*runner.best(newest.flatten(0, 1), members.sampled(places[step], topk), topk, step))
             parents = _parents(growth).unsqueeze(2).expand(-1, -1, newest.shape[2])
             inputs = torch.cat([inputs, newest.gather(1, parents)], 1)
         return growth.proposal(self._nodes)

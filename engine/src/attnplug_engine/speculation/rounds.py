@@ -248,7 +248,7 @@ class RoundRunner:
             members = self._members(entries, rows, (), prefilled=True)
             ended = self._draft_batches(members)
             logits = runner.model.logits(hidden.index_select(0, to_device(part.sampled_rows, runner.device)))
-            sampled = sample(logits, members.sampled_at(members.committed.unsqueeze(1) - 1))
+            sampled = sample(logits, members.sampled(members.places(members.committed - 1)[0]))
             self.state.commit(members.rows, members.committed, sampled)
         proposal = self.drafter.after_prefill(part.entries, part.rows, batch.geometry.page_table, taken, ended, sampled)
         if ended is not None and proposal is not None:
