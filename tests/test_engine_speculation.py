@@ -4,18 +4,47 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
-from rounded_oracle import RoundedOracle
-from test_engine_graphs import MODELS, prompts
+from rounded_oracle import DEEPSEEK_V3, RoundedOracle
 
 from attnplug_engine import Engine, SamplingParams
 from support.devices import DEVICES, nothing_waits
 
 pytestmark = [*DEVICES[1].marks]
 
+SMALL = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.06,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+LINEAR = {
+    "num_attention_heads": 4,
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "num_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {**SMALL, "num_attention_heads": 8, "head_dim": 64},
+    "deepseek_v3": {**DEEPSEEK_V3, "num_experts_per_tok": 4},  # all: choosing would turn rounding into other experts
+    "qwen3_next": SMALL | LINEAR,
+}
 NEW = 40
 MTP = {"speculative_algorithm": "mtp", "speculative_num_steps": 3}
 NGRAM = {"speculative_algorithm": "ngram", "speculative_num_steps": 3}
@@ -31,6 +60,11 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v3", NGRAM | TREE),
     ("qwen3_next", NGRAM),
 ]
+
+
+def prompts(count: int) -> list[list[int]]:
+    random = Random(11)
+    return [[random.randrange(512) for _ in range(random.choice((1, 7, 33, 64, 90)))] for _ in range(count)]
 
 
 def named(value: object) -> str:
@@ -62,13 +96,10 @@ def _with_prediction(folder: Path) -> str:
     config = json.loads((folder / "config.json").read_text())
     last, hidden = config["num_hidden_layers"] - 1, config["hidden_size"]
     first = f"model.layers.{last}."
-    copies = {
-        name.replace(first, f"model.layers.{last + 1}."): one.clone() for name, one in tensors.items() if first in name
-    }
     own, dtype = f"model.layers.{last + 1}", tensors["model.norm.weight"].dtype
-    copies |= {
-        f"{own}.{name}.weight": torch.ones(hidden, dtype=dtype) for name in ("enorm", "hnorm", "shared_head.norm")
-    }
+    copies = {name.replace(first, f"{own}."): one.clone() for name, one in tensors.items() if first in name}
+    for name in ("enorm", "hnorm", "shared_head.norm"):
+        copies[f"{own}.{name}.weight"] = torch.ones(hidden, dtype=dtype)
     copies[f"{own}.eh_proj.weight"] = (torch.randn(hidden, 2 * hidden) * 0.06).to(dtype)
     target = folder / "with_prediction"
     target.mkdir()
@@ -107,7 +138,7 @@ def test_tokens_are_right(oracles, model, settings, graphs, overlap):
     """Batches of 8 down to 1, with chunks, and prompts that begin alike."""
     oracle, folder = oracles(model)
     texts = prompts(9)
-    texts.append(texts[-1][:40] + [7, 8, 9])
+    texts.append([*texts[-1][:40], 7, 8, 9])
     more = {"cuda_graph_batch_sizes": (1, 4, 8)} if graphs else {"disable_cuda_graph": True}
     engine = speculating(folder, model, settings, overlap=overlap, chunked_prefill_size=128, **more)
     assert bool(engine.graphs.sizes) is graphs
