@@ -23,6 +23,7 @@ from attnplug_engine.speculation.options import Speculation
 from attnplug_engine.speculation.round_graphs import CapturedRound, RoundGraphs
 from attnplug_engine.speculation.state import Members, RoundState
 from attnplug_engine.speculation.timing import Timing
+from attnplug_engine.speculation.window import WindowDrafter
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,6 +63,8 @@ class RoundRunner:
             capacity = runner.capacity
             context = capacity.context_length + capacity.spare
             self.drafter = NgramDrafter(speculation, capacity.max_batch, context, runner.device)
+        elif draft.model.models > 1:
+            self.drafter = WindowDrafter(draft, speculation, runner.table)
         else:
             self.drafter = ModelDrafter(draft, speculation, runner.table)
         self.graphs: RoundGraphs | None = None
