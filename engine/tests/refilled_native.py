@@ -1,17 +1,19 @@
 """``torch_native`` with the hooks of captured batches: planned anew at each replay.
 
-On a CPU nothing is captured: ``RunAgain`` makes the same calls again. So padding, planning, sampling and feeding tokens
-back run on the code path that CUDA graphs have.
+On a CPU nothing is captured: a replay makes the same calls again. So padding, planning, sampling and feeding tokens back
+run on the code path that CUDA graphs have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import torch
 from naive_linear import WholeDeltaBackend
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from attnplug import (
     AttentionBackend,
@@ -27,7 +29,7 @@ from attnplug import (
 )
 from attnplug.host import HostContext, HybridLinearBackend, LinearStatePool, Selection, TorchNativeBackend
 from attnplug_engine import Engine
-from attnplug_engine.capture import RunAgain
+from attnplug_engine.capture import WARM_UPS
 
 NAME = "torch_native"
 
@@ -121,7 +123,40 @@ def build(
     return HybridLinearBackend(full, linear(context.pools.linear), context.model)
 
 
+class Recorded:
+    """Captures as a graph does, which computes nothing: all that the captured run made is poison until it is replayed.
+
+    What it wrote to memory that was there before has been written, though.
+    """
+
+    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
+        for _ in range(WARM_UPS):
+            run()
+        with _Made() as made:
+            run()
+        for tensor in made.tensors:
+            if tensor.dtype is not torch.bool:
+                tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max // 2)
+        return run
+
+
+class _Made(TorchDispatchMode):
+    """Notes the tensors that operations make in memory of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[Tensor] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        memory = {tensor.untyped_storage().data_ptr() for tensor in given}
+        out = func(*args, **(kwargs or {}))
+        made = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        self.tensors += [tensor for tensor in made if tensor.untyped_storage().data_ptr() not in memory]
+        return out
+
+
 def captured(engine: Engine, sizes: tuple[int, ...]) -> Engine:
     """The engine with decode steps, or rounds, "captured" for these sizes."""
-    (engine.rounds or engine.runner).capture(sizes, RunAgain())
+    (engine.rounds or engine.runner).capture(sizes, Recorded())
     return engine

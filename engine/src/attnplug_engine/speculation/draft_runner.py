@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnplug import DType, ExtendPath, ForwardBatch, Serving
+from attnplug import AttentionBackend, DType, ExtendPath, ForwardBatch, Serving
 from attnplug.host import (
     ExtendPolicy,
     HostContext,
+    KVPools,
     Limits,
     ModelAttention,
     Parallel,
@@ -23,6 +24,12 @@ from attnplug_engine.sampling_batch import SamplingBatch
 from attnplug_engine.speculation.drafts import DraftModel
 from attnplug_engine.speculation.noised import noised
 from attnplug_engine.speculation.options import Speculation
+
+
+def needs_lengths(backend: AttentionBackend, pools: KVPools) -> bool:
+    """Whether the batches of a round need exact lengths on the host: for the backend, or to run MLA as MHA."""
+    claims = backend.claims
+    return claims.needs_cpu_seq_lens or (pools.mla is not None and ExtendPath.ABSORBED not in claims.mla_extend)
 
 
 class DraftRunner:
@@ -64,10 +71,10 @@ class DraftRunner:
         )
         self.backend = build_selection(selection, context)
         self.attention = ModelAttention(self.backend, self.pools, policy)
-        claims = self.backend.claims
-        self.exact = claims.needs_cpu_seq_lens
-        """Whether batches need exact lengths on the host."""
-        self.exact_prefill = self.exact or (self.pools.mla is not None and claims.mla_extend != {ExtendPath.ABSORBED})
+        self.exact = needs_lengths(self.backend, self.pools)
+        """Whether batches of rounds need exact lengths on the host."""
+        chooses_path = self.pools.mla is not None and self.backend.claims.mla_extend != {ExtendPath.ABSORBED}
+        self.exact_prefill = self.exact or chooses_path
 
     def forward(self, batch: ForwardBatch, hidden: Tensor | None, step: int = 0) -> Tensor:
         """Hidden states ``[rows, hidden]`` of a batch. Plans it unless whoever made it has."""

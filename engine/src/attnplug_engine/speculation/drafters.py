@@ -189,24 +189,26 @@ class ModelDrafter:
             return self._grow(batches, hidden, lengths, start)
         members, steps = batches.members, self._steps - 1
         # The lengths of all steps at once; their plans are made before the first of them runs.
-        positions = start + torch.arange(steps, device=start.device).unsqueeze(1)
+        positions = start + torch.arange(steps + 1, device=start.device).unsqueeze(1)
+        places = members.places(lengths, steps + 1)
         ahead = [
-            batches.make(ForwardMode.DECODE, one + 1, one.unsqueeze(1), step=step)
-            for step, one in enumerate(positions.unbind())
+            batches.make(ForwardMode.DECODE, positions[step + 1], positions[step].unsqueeze(1), step=step)
+            for step in range(steps)
         ]
         runner = self._runner
-        tokens = [runner.choose(hidden, members.sampled_at(lengths.unsqueeze(1)))]
+        tokens = [runner.choose(hidden, members.sampled(places[0]))]
         for step, batch in enumerate(ahead, 1):
             batch.input_ids = tokens[-1].clamp(min=0)
             batches.begin(batch)
             hidden = runner.forward(batch, hidden if self._fed else None, step)
-            tokens.append(runner.choose(hidden, members.sampled_at((lengths + step).unsqueeze(1)), step))
+            tokens.append(runner.choose(hidden, members.sampled(places[step]), step))
         return Proposal(torch.stack(tokens, 1))
 
     def _grow(self, batches: Batches, hidden: Tensor, lengths: Tensor, start: Tensor) -> Proposal:
         """A tree, grown level by level. Each step runs all nodes so far, so that each sees its own ancestors."""
         members, topk, runner = batches.members, self._topk, self._runner
-        growth = TreeGrowth(*runner.best(hidden, members.sampled_at(lengths.unsqueeze(1)), topk))
+        places = members.places(lengths, self._steps)
+        growth = TreeGrowth(*runner.best(hidden, members.sampled(places[0]), topk))
         inputs = hidden.unsqueeze(1).expand(-1, topk, -1)
         for step in range(1, self._steps):
             positions = start.unsqueeze(1) + (growth.depths - 1)
@@ -217,8 +219,7 @@ class ModelDrafter:
             batches.begin(batch)
             out = runner.forward(batch, inputs.flatten(0, 1) if self._fed else None, step)
             newest = out.unflatten(0, (-1, growth.rows))[:, -topk:]
-            places = (lengths + step).unsqueeze(1).expand(-1, topk)
-            growth.grow(*runner.best(newest.flatten(0, 1), members.sampled_at(places), topk, step))
+            growth.grow(*runner.best(newest.flatten(0, 1), members.sampled(places[step], topk), topk, step))
             parents = _parents(growth).unsqueeze(2).expand(-1, -1, newest.shape[2])
             inputs = torch.cat([inputs, newest.gather(1, parents)], 1)
         return growth.proposal(self._nodes)

@@ -16,7 +16,7 @@ from attnplug_engine.runner import ModelRunner, Phase
 from attnplug_engine.sampler import sample
 from attnplug_engine.speculation.accept import Accepted, accept_and_commit, moves
 from attnplug_engine.speculation.batches import Batches, EagerBatches
-from attnplug_engine.speculation.draft_runner import DraftRunner
+from attnplug_engine.speculation.draft_runner import DraftRunner, needs_lengths
 from attnplug_engine.speculation.drafters import Drafter, ModelDrafter, NgramDrafter
 from attnplug_engine.speculation.launched import Brought, LaunchedRounds
 from attnplug_engine.speculation.options import Speculation
@@ -69,7 +69,7 @@ class RoundRunner:
             self.drafter = ModelDrafter(draft, speculation, runner.table)
         self.graphs: RoundGraphs | None = None
         self._verified: dict[int, _Found] = {}
-        self._exact = runner.backend.claims.needs_cpu_seq_lens
+        self._exact = needs_lengths(runner.backend, runner.pools)
 
     # Capturing
 
@@ -241,7 +241,7 @@ class RoundRunner:
         part = Step(
             ForwardMode.EXTEND, step.entries[first:], (), step.rows[first:], step.state_slots[first:], step.snapshots
         )
-        batch = runner.prepare(part)
+        batch = runner.batch(part)
         hidden, taken = self._target(batch)
         entries = [entry for entry in part.entries if entry.sampled]
         rows = [row for row, entry in zip(part.rows, part.entries, strict=True) if entry.sampled]
@@ -251,7 +251,7 @@ class RoundRunner:
             members = self._members(entries, rows, (), prefilled=True)
             ended = self._draft_batches(members)
             logits = runner.model.logits(hidden.index_select(0, to_device(part.sampled_rows, runner.device)))
-            sampled = sample(logits, members.sampled_at(members.committed.unsqueeze(1) - 1))
+            sampled = sample(logits, members.sampled(members.places(members.committed - 1)[0]))
             self.state.commit(members.rows, members.committed, sampled)
         proposal = self.drafter.after_prefill(part.entries, part.rows, batch.geometry.page_table, taken, ended, sampled)
         if ended is not None and proposal is not None:

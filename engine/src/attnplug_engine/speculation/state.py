@@ -116,15 +116,21 @@ class Members:
             state.proposed,
         )
 
-    def sampled_at(self, positions: Tensor) -> SamplingBatch:
-        """How the tokens after rows at ``positions [requests, rows]`` of their requests are chosen, row by row."""
-        count = positions.shape[1]
+    def places(self, lengths: Tensor, count: int = 1) -> Tensor:
+        """``[count, requests]`` int32: in its request's output, the place of the token after ``lengths`` committed rows
+        and the newest token, and of those that follow."""
+        first = lengths + 1 - self.prompts
+        if count == 1:
+            return first.int().unsqueeze(0)
+        return (first + torch.arange(count, device=first.device).unsqueeze(1)).int()
 
-        def each(values: Tensor) -> Tensor:
-            return values if count == 1 else values.unsqueeze(1).repeat(1, count).flatten()
-
+    def sampled(self, place: Tensor, each: int = 1) -> SamplingBatch:
+        """How tokens at ``place [requests]`` are chosen, for ``each`` so many rows of every request."""
         one = self.sampling
-        place = (positions + 1 - self.prompts.unsqueeze(1)).flatten().int()
+
+        def rows(values: Tensor) -> Tensor:
+            return values if each == 1 else values.unsqueeze(1).repeat(1, each).flatten()
+
         return SamplingBatch(
-            each(one.temperature), each(one.top_k), each(one.top_p), each(one.min_p), each(one.seed), place
+            rows(one.temperature), rows(one.top_k), rows(one.top_p), rows(one.min_p), rows(one.seed), rows(place)
         )

@@ -54,9 +54,10 @@ class RoundStatistics:
     def __str__(self) -> str:
         if not self.rounds:
             return "no round"
+        return f"{self.tokens_a_round:.2f} tokens a round, {self.acceptance:.0%} of proposed tokens accepted"
+
+    @property
+    def times(self) -> str:
+        """What a round takes, in words."""
         parts = {"verify": self.verify_seconds, "extend": self.extend_seconds, "draft": self.draft_seconds}
-        times = ", ".join(f"{name} {seconds / max(self.timed, 1) * 1000:.2f} ms" for name, seconds in parts.items())
-        return (
-            f"{self.tokens_a_round:.2f} tokens a round, {self.acceptance:.0%} of proposed tokens accepted; a round: "
-            f"{times}"
-        )
+        return ", ".join(f"{name} {seconds / max(self.timed, 1) * 1000:.2f} ms" for name, seconds in parts.items())

@@ -52,22 +52,22 @@ class WindowDrafter(ModelDrafter):
                 batch.input_ids.index_copy_(0, last, tokens[-1].clamp(min=0))
             hidden = runner.forward(batch, hidden, step)
             if ended is not None:
-                places = ended.members.sampled_at((ended.members.committed + step).unsqueeze(1))
-                tokens.append(runner.choose(hidden.index_select(0, last), places, step))
+                sampling = ended.members.sampled(ended.members.places(ended.members.committed + step)[0])
+                tokens.append(runner.choose(hidden.index_select(0, last), sampling, step))
         return Proposal(torch.stack(tokens, 1)) if tokens else None
 
     def catch_up(self, batches: Batches, lengths: Tensor, accepted: Accepted, hidden: Tensor | None) -> Tensor | None:
         batch, out = self._extend(batches, lengths, accepted, hidden)
         members, runner, counts = batches.members, self._runner, accepted.counts.unsqueeze(1)
-        places = lengths.unsqueeze(1) + counts
+        places = members.places(lengths + accepted.counts, self._steps)
         # Tokens from the first row's on: those that were accepted, then those that each step chooses.
         known = F.pad(accepted.tokens.clamp(min=0), (0, self._steps - 1))
-        tokens = [runner.choose(newest_rows(out, accepted), members.sampled_at(places))]
+        tokens = [runner.choose(newest_rows(out, accepted), members.sampled(places[0]))]
         for step in range(1, self._steps):
             known.scatter_(1, counts + (step - 1), tokens[-1].clamp(min=0).unsqueeze(1))
             batch.input_ids = known[:, step : step + self._nodes].flatten()
             out = runner.forward(batch, out.flatten(0, 1), step).view_as(out)
-            tokens.append(runner.choose(newest_rows(out, accepted), members.sampled_at(places + step), step))
+            tokens.append(runner.choose(newest_rows(out, accepted), members.sampled(places[step]), step))
         return torch.stack(tokens, 1)
 
     def look_ahead(self, batches: Batches, newest: Tensor | None, lengths: Tensor) -> Proposal:
