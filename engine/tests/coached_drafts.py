@@ -61,7 +61,8 @@ class Coach:
 
         def coached(runner: DraftRunner, hidden: Tensor, sampling: Any, step: int = 0) -> Tensor:
             own, logits = choose(runner, hidden, sampling, step), runner.model.logits(hidden, step)
-            return torch.tensor([self._told(*row, step) for row in zip(sampling.seed, sampling.position, own, logits)])
+            rows = zip(sampling.seed, sampling.position, own, logits, strict=True)
+            return torch.tensor([self._told(*row, step) for row in rows])
 
         monkeypatch.setattr(DraftRunner, "forward", watched)
         monkeypatch.setattr(DraftRunner, "choose", coached)

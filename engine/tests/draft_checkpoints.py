@@ -117,9 +117,7 @@ def shapes_of_deepseek_layer(name: str, *, own: bool = True) -> dict[str, tuple[
     return shapes
 
 
-def saved_deepseek(
-    folder: Path, layers: int = 1, *, own: bool = False, **keys: Any
-) -> tuple[Path, dict[str, Tensor]]:
+def saved_deepseek(folder: Path, layers: int = 1, *, own: bool = False, **keys: Any) -> tuple[Path, dict[str, Tensor]]:
     """The checkpoint of ``tiny:deepseek_v3`` with so many layers for multi-token prediction."""
     shapes: dict[str, tuple[int, ...]] = {}
     for index in range(layers):

@@ -68,9 +68,7 @@ def latent_attention(t: Tensors, name: str, x: Tensor, config: Mapping[str, int]
     return linear(t, f"{name}.o_proj", attended.flatten(1))
 
 
-def deepseek_layer(
-    config: Mapping[str, int], t: Tensors, name: str, tokens: Sequence[int], hidden: Tensor
-) -> Tensor:
+def deepseek_layer(config: Mapping[str, int], t: Tensors, name: str, tokens: Sequence[int], hidden: Tensor) -> Tensor:
     """Hidden states and logits of a whole sequence, side by side: a layer for multi-token prediction."""
     embedding = t.get(f"{name}.embed_tokens.weight", t["model.embed_tokens.weight"])
     head = t.get(f"{name}.shared_head.head.weight", t["lm_head.weight"])

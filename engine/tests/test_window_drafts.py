@@ -183,7 +183,7 @@ def test_one_plan_serves_all_layers_of_a_round_and_of_a_prefill(saved, monkeypat
 
 
 def test_a_tree_of_a_draft_with_a_model_for_each_step(saved):
-    with pytest.raises(DraftError, match="speculative_topk 2 makes trees of drafts, and .* has 3 layers for multi-"):
+    with pytest.raises(DraftError, match=r"speculative_topk 2 makes trees of drafts, and .* has 3 layers for multi-"):
         engine(saved[0], speculative_algorithm="mtp", speculative_num_steps=2, speculative_topk=2)
 
 

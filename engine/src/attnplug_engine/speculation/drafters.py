@@ -26,6 +26,8 @@ class Drafter(Protocol):
 
     takes: Takes
     """The target's hidden states that it needs."""
+    ahead: int
+    """On how many tokens after its own a row of its cache depends."""
 
     def after_prefill(
         self,
@@ -57,6 +59,7 @@ class NgramDrafter:
     """Proposes what followed the newest tokens where they occurred before."""
 
     takes = NOTHING
+    ahead = 0
 
     def __init__(self, speculation: Speculation, rows: int, context: int, device: torch.device) -> None:
         self._steps, self._topk = speculation.steps, speculation.topk
@@ -108,6 +111,7 @@ class ModelDrafter:
         self._fed = self.takes != NOTHING
         """Whether a step is given the hidden states of the one before."""
         self._shift = int(not self._fed)
+        self.ahead = runner.model.models if self._fed else 0
 
     def after_prefill(
         self,
@@ -226,7 +230,7 @@ class ModelDrafter:
 
 
 def newest_rows(hidden: Tensor, accepted: Accepted) -> Tensor:
-    """``[requests, width]``: of ``hidden [requests, N, width]`` along the accepted paths, what their last nodes have."""
+    """``[requests, width]``: of ``hidden [requests, N, width]`` along accepted paths, what their last nodes have."""
     last = (accepted.counts - 1).view(-1, 1, 1).expand(-1, 1, hidden.shape[2])
     return hidden.gather(1, last)[:, 0]
 
