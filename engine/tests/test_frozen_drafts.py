@@ -240,6 +240,13 @@ def test_pages_are_copied_once_by_the_target_alone(assistants):
     assert all((memory[1] == 2.0).all() for memory in caches(one.runner.pools))
 
 
+def test_a_hit_in_the_prefix_cache_is_taken_whole(assistants):
+    one = drafting(LLAMA, assistants()[0], page_size=1, prefix_cache=True)
+    one.generate([PROMPTS[3]], max_tokens=4)
+    (again,) = one.generate([[*PROMPTS[3], 99, 98]], max_tokens=1)
+    assert again.usage.cached_tokens == len(PROMPTS[3])
+
+
 def test_without_target_layers_all_read_the_targets_last(assistants):
     one = drafting(LLAMA, assistants(target_layers=None)[0])
     assert [layer.attention.layer.layer_id for layer in one.rounds.draft.model.layers] == [1, 1, 1]

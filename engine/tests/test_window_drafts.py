@@ -191,3 +191,16 @@ def test_one_step_uses_one_layer_and_may_have_branches(saved, plain):
     one = engine(saved[0], speculative_algorithm="mtp", speculative_num_steps=1, speculative_topk=2)
     assert not isinstance(one.rounds.drafter, WindowDrafter)
     assert tokens(one, PROMPTS, params(PROMPTS, 24)) == plain
+
+
+# ---- the prefix cache ----
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3])
+def test_a_hit_ends_as_many_tokens_early_as_its_rows_look_ahead(steps, saved):
+    """The last layer's row of a token depends on as many tokens after it as there are layers."""
+    one = engine(saved[0], page_size=1, prefix_cache=True, speculative_algorithm="mtp", speculative_num_steps=steps)
+    prompt = PROMPTS[3]
+    one.generate([prompt], max_tokens=4)
+    (again,) = one.generate([[*prompt, 99, 98]], max_tokens=1)
+    assert again.usage.cached_tokens == len(prompt) - steps
