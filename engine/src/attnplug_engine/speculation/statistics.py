@@ -20,8 +20,10 @@ class RoundStatistics:
     """Tokens that are proposed one after the other."""
     rounds: int = 0
     tokens: int = 0
+    batches: int = 0
+    """Rounds, however many requests they had."""
     timed: int = 0
-    """Rounds, however many requests they had, whose times are known."""
+    """Those of them whose times are known: all but the last, on a GPU."""
     verify_seconds: float = 0.0
     extend_seconds: float = 0.0
     """Of drafts that caught up with the tokens that were accepted."""
@@ -34,6 +36,7 @@ class RoundStatistics:
         """A round that brought each request so many tokens. Its draft may still run: its times are taken later."""
         self.rounds += len(brought)
         self.tokens += sum(brought)
+        self.batches += 1
         self._running.append(timing)
         while self._running and self._running[0].done:
             verify, extend, draft = self._running.popleft().seconds()
