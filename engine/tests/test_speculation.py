@@ -189,15 +189,6 @@ class TestProposals:
             assert token == whole[position + 1]
             torch.testing.assert_close(state, hidden[position], atol=1e-4, rtol=1e-4)
 
-    def test_a_draft_with_a_model_for_each_step_gives_the_same_tokens(self, tmp_path):
-        """Its steps extend over the rows of the first, in prefills and in rounds."""
-        folder, _ = saved_deepseek(tmp_path, 3, own=True)
-        one = engine(str(folder), chunked_prefill_size=6, **MTP, **shaped(3))
-        assert one.rounds.draft.model.models == 3
-        assert tokens(one) == tokens(engine(str(folder)))
-        with pytest.raises(UsageError, match="this draft has 3 models, one for each step of a chain; give a"):
-            engine(str(folder), **MTP, **shaped(3, 2))
-
 
 def proposed(one: Engine, request: Any) -> list[Any]:
     proposal = one.rounds.state.proposed

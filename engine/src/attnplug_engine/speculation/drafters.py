@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -11,14 +10,14 @@ import torch
 from torch import Tensor
 
 from attnplug import ForwardBatch, ForwardMode, Geometry, to_device
-from attnplug.host import HostLengths, SlotTable, UsageError
+from attnplug.host import HostLengths, SlotTable
 from attnplug_engine.request import Request, StepEntry
 from attnplug_engine.speculation.accept import Accepted
 from attnplug_engine.speculation.batches import Batches
 from attnplug_engine.speculation.draft_runner import DraftRunner
 from attnplug_engine.speculation.drafts import NOTHING, Takes
 from attnplug_engine.speculation.ngram import History
-from attnplug_engine.speculation.options import TOPK, Speculation
+from attnplug_engine.speculation.options import Speculation
 from attnplug_engine.speculation.tree import Proposal, TreeGrowth
 
 
@@ -27,6 +26,8 @@ class Drafter(Protocol):
 
     takes: Takes
     """The target's hidden states that it needs."""
+    ahead: int
+    """On how many tokens after its own a row of its cache depends."""
 
     def after_prefill(
         self,
@@ -58,6 +59,7 @@ class NgramDrafter:
     """Proposes what followed the newest tokens where they occurred before."""
 
     takes = NOTHING
+    ahead = 0
 
     def __init__(self, speculation: Speculation, rows: int, context: int, device: torch.device) -> None:
         self._steps, self._topk = speculation.steps, speculation.topk
@@ -100,9 +102,6 @@ class ModelDrafter:
     at p. One that takes nothing has rows of its own tokens, so its newest row is one further (``_shift``).
 
     Where a request samples, the draft does, by the same noise: what it chooses is then often what the target does.
-
-    A draft of several models has one for each step. All steps extend over the rows of the first: each is given the
-    hidden states of the one before, and the tokens one further, the last of which was proposed just now.
     """
 
     def __init__(self, runner: DraftRunner, speculation: Speculation, table: SlotTable) -> None:
@@ -112,13 +111,7 @@ class ModelDrafter:
         self._fed = self.takes != NOTHING
         """Whether a step is given the hidden states of the one before."""
         self._shift = int(not self._fed)
-        self._layered = runner.model.models > 1
-        if self._layered and self._topk > 1:
-            raise UsageError(
-                f"`{TOPK}` {self._topk} makes trees of drafts, and this draft has {runner.model.models} models, one "
-                f"for each step of a chain; give a `{TOPK}` of 1",
-                settings=[TOPK],
-            )
+        self.ahead = runner.model.models if self._fed else 0
 
     def after_prefill(
         self,
@@ -131,8 +124,6 @@ class ModelDrafter:
     ) -> Proposal | None:
         batch, last = self._prefill(entries, page_table, sampled)
         out = self._runner.forward(batch, hidden)
-        if self._layered:
-            return self._prefill_layers(entries, batch, out, last, ended)
         if ended is None:
             return None
         return self.look_ahead(ended, out.index_select(0, last), ended.members.committed)
@@ -176,6 +167,13 @@ class ModelDrafter:
         return batch, ends
 
     def catch_up(self, batches: Batches, lengths: Tensor, accepted: Accepted, hidden: Tensor | None) -> Tensor | None:
+        _, out = self._extend(batches, lengths, accepted, hidden)
+        return newest_rows(out, accepted)
+
+    def _extend(
+        self, batches: Batches, lengths: Tensor, accepted: Accepted, hidden: Tensor | None
+    ) -> tuple[ForwardBatch, Tensor]:
+        """The draft's batch over a round's nodes, and its hidden states ``[requests, N, hidden]``."""
         nodes = self._nodes
         place = torch.arange(nodes, device=lengths.device)
         positions = (lengths + self._shift).unsqueeze(1) + place
@@ -186,15 +184,10 @@ class ModelDrafter:
             hidden = hidden.unflatten(0, (-1, nodes)).gather(1, path).flatten(0, 1)
         batches.begin(batch)
         out: Tensor = self._runner.forward(batch, hidden).unflatten(0, (-1, nodes))
-        if self._layered:
-            return self._further_layers(batches, batch, out, lengths, accepted)
-        newest = (accepted.counts - 1).view(-1, 1, 1).expand(-1, 1, out.shape[2])
-        return out.gather(1, newest)[:, 0]
+        return batch, out
 
     def look_ahead(self, batches: Batches, newest: Tensor | None, lengths: Tensor) -> Proposal:
         assert newest is not None
-        if self._layered:
-            return Proposal(newest)  # the extend has left all that is proposed
         hidden, start = newest, lengths + self._shift  # the position of the next row
         if self._topk > 1:
             return self._grow(batches, hidden, lengths, start)
@@ -214,43 +207,6 @@ class ModelDrafter:
             hidden = runner.forward(batch, hidden if self._fed else None, step)
             tokens.append(runner.choose(hidden, members.sampled(places[step]), step))
         return Proposal(torch.stack(tokens, 1))
-
-    def _further_layers(
-        self, batches: Batches, batch: ForwardBatch, hidden: Tensor, lengths: Tensor, accepted: Accepted
-    ) -> Tensor:
-        """The tokens ``[requests, steps]`` of a draft with a model for each step, after the first one's extend with
-        ``hidden [requests, N, hidden]``. All have the rows and lengths of that batch, so its plan serves all."""
-        members, runner, counts = batches.members, self._runner, accepted.counts.unsqueeze(1)
-        newest = (counts - 1).unsqueeze(2).expand(-1, -1, hidden.shape[2])
-        places = members.places(lengths + accepted.counts, self._steps)
-        known = torch.nn.functional.pad(accepted.tokens.clamp(min=0), (0, self._steps))
-        tokens = [runner.choose(hidden.gather(1, newest)[:, 0], members.sampled(places[0]))]
-        for step in range(1, self._steps):
-            known = known.scatter(1, counts + step - 1, tokens[-1].clamp(min=0).unsqueeze(1))
-            batch.input_ids = known[:, step : step + self._nodes].flatten()
-            hidden = runner.forward(batch, hidden.flatten(0, 1), step).view_as(hidden)
-            tokens.append(runner.choose(hidden.gather(1, newest)[:, 0], members.sampled(places[step]), step))
-        return torch.stack(tokens, 1)
-
-    def _prefill_layers(
-        self, entries: Sequence[StepEntry], batch: ForwardBatch, hidden: Tensor, last: Tensor, ended: Batches | None
-    ) -> Proposal | None:
-        """As ``_further_layers``, of prefills: all rows of the requests, the last of which are at ``last``."""
-        assert batch.input_ids is not None
-        rows = to_device([count - 1 for count in accumulate(len(entry.token_ids) for entry in entries)], last.device)
-        further = [[_following(entry, step) for entry in entries] for step in range(1, self._steps)]
-        runner, tokens = self._runner, list[Tensor]()
-        for step in range(self._steps):
-            if step:
-                ids = batch.input_ids.roll(-1).index_copy_(0, rows, to_device(further[step - 1], last.device))
-                if tokens:
-                    ids.index_copy_(0, last, tokens[-1].clamp(min=0))
-                batch.input_ids = ids
-                hidden = runner.forward(batch, hidden, step)
-            if ended is not None:
-                sampling = ended.members.sampled(ended.members.places(ended.members.committed + step)[0])
-                tokens.append(runner.choose(hidden.index_select(0, last), sampling, step))
-        return Proposal(torch.stack(tokens, 1)) if tokens else None
 
     def _grow(self, batches: Batches, hidden: Tensor, lengths: Tensor, start: Tensor) -> Proposal:
         """A tree, grown level by level. Each step runs all nodes so far, so that each sees its own ancestors."""
@@ -273,10 +229,10 @@ class ModelDrafter:
         return growth.proposal(self._nodes)
 
 
-def _following(entry: StepEntry, steps: int) -> int:
-    """The token so many places after the one that follows an entry's; 0 where it is not known."""
-    place = entry.position + len(entry.token_ids) + steps
-    return next(iter(entry.request.tokens(place, place + 1)), 0)
+def newest_rows(hidden: Tensor, accepted: Accepted) -> Tensor:
+    """``[requests, width]``: of ``hidden [requests, N, width]`` along accepted paths, what their last nodes have."""
+    last = (accepted.counts - 1).view(-1, 1, 1).expand(-1, 1, hidden.shape[2])
+    return hidden.gather(1, last)[:, 0]
 
 
 def _parents(growth: TreeGrowth) -> Tensor:

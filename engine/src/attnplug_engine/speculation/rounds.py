@@ -18,11 +18,13 @@ from attnplug_engine.speculation.accept import Accepted, accept_and_commit, move
 from attnplug_engine.speculation.batches import Batches, EagerBatches
 from attnplug_engine.speculation.draft_runner import DraftRunner, needs_lengths
 from attnplug_engine.speculation.drafters import Drafter, ModelDrafter, NgramDrafter
+from attnplug_engine.speculation.frozen import FrozenDrafter
 from attnplug_engine.speculation.launched import Brought, LaunchedRounds
 from attnplug_engine.speculation.options import Speculation
 from attnplug_engine.speculation.round_graphs import CapturedRound, RoundGraphs
 from attnplug_engine.speculation.state import Members, RoundState
 from attnplug_engine.speculation.timing import Timing
+from attnplug_engine.speculation.window import WindowDrafter
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,6 +64,10 @@ class RoundRunner:
             capacity = runner.capacity
             context = capacity.context_length + capacity.spare
             self.drafter = NgramDrafter(speculation, capacity.max_batch, context, runner.device)
+        elif draft.model.reads_target:
+            self.drafter = FrozenDrafter(draft, speculation, runner.tokens)
+        elif draft.model.models > 1:
+            self.drafter = WindowDrafter(draft, speculation, runner.table)
         else:
             self.drafter = ModelDrafter(draft, speculation, runner.table)
         self.graphs: RoundGraphs | None = None
@@ -140,7 +146,7 @@ class RoundRunner:
         if step.copies:
             self.runner.pools.copy_pages(step.copies)
             if self.draft is not None:
-                self.draft.pools.copy_pages(step.copies)
+                self.draft.copy_pages(step.copies)
         parts: list[Brought] = []
         timing = captured = None
         if step.rounds:
