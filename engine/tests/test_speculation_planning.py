@@ -1,0 +1,159 @@
+"""Who plans the batches of rounds and how often, what mistakes in it are found, and rounds by a capture that runs the
+same calls again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+from refilled_native import RefilledNative, build, captured
+from speculating import DEEPSEEK, LLAMA, MTP, NGRAM, PROMPTS, engine, plain, shaped, standalone, tokens
+from test_draft_prediction import saved_deepseek
+
+from attnplug import PlanError
+from attnplug_engine import SamplingParams
+from attnplug_engine.speculation.batches import EagerBatches
+
+
+class Counting(RefilledNative):
+    """Counts what is planned, by mode and by who asks."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.seen: list[tuple[str, str]] = []
+
+    def init_forward_metadata(self, batch):
+        self.seen.append(("plan", str(batch.forward_mode)))
+        return super().init_forward_metadata(batch)
+
+    def init_forward_metadata_out_graph(self, forward_batch, in_capture=False):
+        self.seen.append(("capture" if in_capture else "replay", str(forward_batch.forward_mode)))
+        return super().init_forward_metadata_out_graph(forward_batch, in_capture)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("runner", "speculation.draft_runner"):
+        monkeypatch.setattr(f"attnplug_engine.{module}.build_selection", partial(build, kind=Counting))
+
+
+class TestPlanning:
+    """How often each backend plans, in each mode: each batch once, by whoever made it (B1, B2)."""
+
+    @pytest.mark.parametrize(
+        ("model", "settings", "draft"),
+        [
+            (LLAMA, NGRAM, None),
+            (LLAMA, standalone(LLAMA) | shaped(3), ["draft_extend", "decode", "decode"]),
+            (LLAMA, standalone(LLAMA) | shaped(1), ["draft_extend"]),
+            (DEEPSEEK, MTP | shaped(3, 2), ["draft_extend", "target_verify", "target_verify"]),
+        ],
+    )
+    def test_a_round_plans_each_of_its_batches_once(self, model, settings, draft, counted):
+        one = engine(model, overlap=False, **settings)
+        one.add(PROMPTS[0], SamplingParams(12))
+        assert one.step() is not None
+        backends = [one.runner.backend] + ([] if draft is None else [one.rounds.draft.backend])
+        further = ["extend", *(draft or ())[1:]]  # of the prefill, whose extend takes the place of a draft extend
+        assert [[mode for _, mode in backend.seen] for backend in backends] == [["extend"], further][: len(backends)]
+        for backend in backends:
+            backend.seen.clear()
+        one.step()
+        expected = [[("plan", "target_verify")], [("plan", mode) for mode in draft or ()]]
+        assert [backend.seen for backend in backends] == expected[: len(backends)]
+
+    @pytest.mark.parametrize(
+        ("settings", "draft"),
+        [(standalone(LLAMA) | shaped(3), ["draft_extend", "decode", "decode"]), (NGRAM, None)],
+    )
+    def test_a_replayed_round_is_planned_outside_of_its_graphs_only(self, settings, draft, counted):
+        one = captured(engine(overlap=False, **settings), (2,))
+        backends = [one.runner.backend] + ([] if draft is None else [one.rounds.draft.backend])
+        seen = [[what for what in backend.seen if what[0] == "capture"] for backend in backends]
+        expected = [[("capture", "target_verify")], [("capture", mode) for mode in draft or ()]]
+        assert seen == expected[: len(backends)], "a batch is planned once, and again by nobody in its capture"
+        one.add(PROMPTS[0], SamplingParams(12))
+        one.step()
+        for backend in backends:
+            backend.seen.clear()
+        one.step()
+        assert one.statistics.replayed_steps == 1
+        expected = [[("replay", "target_verify")], [("replay", mode) for mode in draft or ()]]
+        assert [backend.seen for backend in backends] == expected[: len(backends)]
+
+    def test_a_draft_with_a_model_for_each_step_plans_once(self, tmp_path, counted):
+        folder, _ = saved_deepseek(tmp_path, 3)
+        one = engine(str(folder), overlap=False, **MTP, **shaped(3))
+        one.add(PROMPTS[0], SamplingParams(12))
+        one.step()
+        one.step()
+        assert one.rounds.draft.backend.seen == [("plan", "extend"), ("plan", "draft_extend")]
+
+
+class TestFaults:
+    """A caller's mistakes in who plans what are found: none gives wrong tokens in silence."""
+
+    def test_a_forgotten_mark_is_a_second_plan(self, counted, monkeypatch):
+        monkeypatch.setattr("attnplug.ForwardBatch.mark_forward_metadata_ready", lambda *_, **__: None)
+        one = engine(overlap=False, **NGRAM)
+        one.add(PROMPTS[0], SamplingParams(4))
+        one.step()
+        one.step()
+        assert one.runner.backend.seen[1:] == 2 * [("plan", "target_verify")]
+
+    def test_a_stale_plan_is_an_error(self, monkeypatch):
+        make = EagerBatches.make
+
+        def stale(self, *args, **kwargs):
+            batch = make(self, *args, **kwargs)
+            batch.geometry = replace(batch.geometry)
+            return batch
+
+        monkeypatch.setattr(EagerBatches, "make", stale)
+        one = engine(overlap=False, **NGRAM)
+        one.add(PROMPTS[0], SamplingParams(4))
+        one.step()
+        with pytest.raises(PlanError, match="geometry was replaced after it was planned"):
+            one.step()
+
+    def test_a_draft_that_is_planned_by_the_targets_backend_is_an_error(self):
+        one = engine(overlap=False, **standalone(LLAMA))
+        one.rounds._draft_batches = one.rounds._eager
+        one.add(PROMPTS[0], SamplingParams(4))
+        with pytest.raises(PlanError, match="torch_native"):
+            one.step()
+
+
+class TestGraphs:
+    @pytest.mark.parametrize("overlap", [False, True], ids=["alone", "overlapped"])
+    @pytest.mark.parametrize(
+        ("model", "settings"),
+        [
+            (LLAMA, NGRAM | shaped(2, 2)),
+            (LLAMA, standalone(LLAMA) | shaped(3)),
+            (DEEPSEEK, MTP | shaped(3)),
+            (DEEPSEEK, MTP | shaped(3, 2, 5)),
+        ],
+    )
+    def test_replayed_rounds_give_the_tokens_of_eager_ones(self, model, settings, overlap, counted):
+        """Rounds of 7 to 5 requests run eagerly, of 4 and 2 as captured, of 3 and 1 padded."""
+        one = captured(engine(model, overlap=overlap, **settings), (2, 4))
+        assert tokens(one) == plain(model)
+        assert one.statistics.replayed_steps and one.statistics.eager_steps
+
+    @pytest.mark.parametrize("fill", [0, 1, 6])
+    def test_padding_writes_to_nobodys_pages(self, fill, monkeypatch):
+        for module in ("runner", "speculation.draft_runner"):
+            kind = partial(RefilledNative, fill=fill)
+            monkeypatch.setattr(f"attnplug_engine.{module}.build_selection", partial(build, kind=kind))
+        one = captured(engine(**standalone(LLAMA), **shaped(3), num_pages=200), (4,))
+        assert one.runner.allocator.free_pages == 200 - -(-max(fill, 4) // 4) * bool(fill)
+        assert tokens(one) == plain(LLAMA)
+
+    def test_a_draft_with_a_model_for_each_step_is_captured(self, tmp_path, counted):
+        folder, _ = saved_deepseek(tmp_path, 3)
+        one = captured(engine(str(folder), **MTP, **shaped(3)), (4,))
+        assert tokens(one) == tokens(engine(str(folder)))
+        assert one.statistics.replayed_steps
