@@ -12,7 +12,7 @@ from refilled_native import RefilledNative, build, captured
 from speculating import DEEPSEEK, LLAMA, MTP, NGRAM, PROMPTS, engine, plain, shaped, standalone, tokens
 from test_draft_prediction import saved_deepseek
 
-from attnplug import PlanError
+from attnplug import BackendError, PlanError
 from attnplug_engine import SamplingParams
 from attnplug_engine.speculation.batches import EagerBatches
 
@@ -126,7 +126,29 @@ class TestFaults:
             one.step()
 
 
+class StaleVerify(RefilledNative):
+    """Keeps what the first requests of a captured verify, or of a draft's extend, had."""
+
+    def refill(self, plan, geometry):
+        if geometry.mode.is_decode or not plan.metadata.rows:
+            super().refill(plan, geometry)
+
+
 class TestGraphs:
+    @pytest.mark.parametrize("settings", [NGRAM, NGRAM | shaped(2, 2)], ids=["chain", "tree"])
+    @pytest.mark.parametrize("model", [LLAMA, DEEPSEEK])
+    def test_a_verify_that_keeps_what_was_captured_is_found_out(self, model, settings, monkeypatch):
+        monkeypatch.setattr("attnplug_engine.runner.build_selection", partial(build, kind=StaleVerify))
+        with pytest.raises(BackendError, match="captured target_verify of 3 requests differs from an eager run"):
+            captured(engine(model, **settings), (3,))
+
+    def test_a_drafts_extend_that_keeps_what_was_captured_is_found_out(self, monkeypatch):
+        monkeypatch.setattr("attnplug_engine.runner.build_selection", build)
+        stale = partial(build, kind=StaleVerify)
+        monkeypatch.setattr("attnplug_engine.speculation.draft_runner.build_selection", stale)
+        with pytest.raises(BackendError, match="captured draft_extend of 3 requests differs from an eager run"):
+            captured(engine(**standalone(LLAMA)), (3,))
+
     @pytest.mark.parametrize("overlap", [False, True], ids=["alone", "overlapped"])
     @pytest.mark.parametrize(
         ("model", "settings"),
