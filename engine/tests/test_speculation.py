@@ -5,9 +5,11 @@ What real CUDA graphs do is in ``tests/test_engine_speculation.py``, on a GPU.
 
 from __future__ import annotations
 
+from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
+from math import exp
 from random import Random
 from typing import Any
 
@@ -17,10 +19,11 @@ from refilled_native import RefilledNative, build, captured
 from test_draft_prediction import saved_deepseek
 from thread_ranks import in_ranks
 
-from attnplug import ForwardMode, Problem, Role
-from attnplug.host import BackendRequest, SelectionError, UsageError, load_model, load_registry
+from attnplug import ForwardMode, PlanError, Problem, Role
+from attnplug.host import BackendRequest, SelectionError, UsageError, load_model, load_registry, select
 from attnplug_engine import Engine, SamplingParams
-from attnplug_engine.speculation.choosing import choose_draft
+from attnplug_engine.speculation.batches import EagerBatches
+from attnplug_engine.speculation.choosing import choose_draft, speculating
 from attnplug_engine.speculation.options import Algorithm, Speculation
 from support.command import Attnplug
 
@@ -370,6 +373,40 @@ class TestPlanning:
         assert one.rounds.draft.backend.seen == [("plan", "extend"), ("plan", "draft_extend")]
 
 
+class TestFaults:
+    """A caller's mistakes in who plans what are found: none gives wrong tokens in silence."""
+
+    def test_a_forgotten_mark_is_a_second_plan(self, counted, monkeypatch):
+        monkeypatch.setattr("attnplug.ForwardBatch.mark_forward_metadata_ready", lambda *_, **__: None)
+        one = engine(overlap=False, **NGRAM)
+        one.add(PROMPTS[0], SamplingParams(4))
+        one.step()
+        one.step()
+        assert one.runner.backend.seen[1:] == 2 * [("plan", "target_verify")]
+
+    def test_a_stale_plan_is_an_error(self, monkeypatch):
+        make = EagerBatches.make
+
+        def stale(self, *args, **kwargs):
+            batch = make(self, *args, **kwargs)
+            batch.geometry = replace(batch.geometry)
+            return batch
+
+        monkeypatch.setattr(EagerBatches, "make", stale)
+        one = engine(overlap=False, **NGRAM)
+        one.add(PROMPTS[0], SamplingParams(4))
+        one.step()
+        with pytest.raises(PlanError, match="geometry was replaced after it was planned"):
+            one.step()
+
+    def test_a_draft_that_is_planned_by_the_targets_backend_is_an_error(self):
+        one = engine(overlap=False, **standalone(LLAMA))
+        one.rounds._draft_batches = one.rounds._eager
+        one.add(PROMPTS[0], SamplingParams(4))
+        with pytest.raises(PlanError, match="torch_native"):
+            one.step()
+
+
 class TestGraphs:
     @pytest.mark.parametrize("overlap", [False, True], ids=["alone", "overlapped"])
     @pytest.mark.parametrize(
@@ -403,7 +440,49 @@ class TestGraphs:
         assert one.statistics.replayed_steps
 
 
+class TestDistribution:
+    @pytest.mark.parametrize("draft", [LLAMA, "tiny:qwen3"])
+    def test_drawn_tokens_have_the_targets_distribution(self, draft):
+        """By chi-squared, of the pairs of tokens that follow a prompt; of the four likeliest each."""
+        prompt, kept, drawn = [1, 2, 3], 4, 500
+        one = engine(max_batch=50, **standalone(draft), **shaped(2))
+        pairs = Counter(
+            tuple(completion.token_ids)
+            for completion in one.generate(
+                [prompt] * drawn,
+                [SamplingParams(2, temperature=1.0, top_k=kept, seed=seed) for seed in range(drawn)],
+            )
+        )
+        expected = {}
+        for first, chance in likeliest(prompt, kept).items():
+            for second, other in likeliest([*prompt, first], kept).items():
+                expected[first, second] = chance * other * drawn
+        assert pairs.keys() <= expected.keys()
+        found = sum((pairs[pair] - count) ** 2 / count for pair, count in expected.items())
+        assert found < 37.7, "15 degrees of freedom exceed this once in a thousand times"
+        assert rounds(one).rounds == drawn
+
+
+def likeliest(prompt: list[int], kept: int) -> dict[int, float]:
+    """The chances of the likeliest next tokens, among themselves."""
+    (completion,) = engine().generate([prompt], SamplingParams(1, logprobs=kept))
+    chances = {one.token_id: exp(one.logprob) for one in completion.logprobs[0].top}
+    return {token: chance / sum(chances.values()) for token, chance in chances.items()}
+
+
 class TestRefusals:
+    @pytest.mark.parametrize(
+        ("speculation", "told"),
+        [
+            (Speculation(Algorithm.NGRAM, None, 15), "16 speculative tokens are asked for, it takes 8"),
+            (Speculation(Algorithm.NGRAM, None, 2, 2), "drafts with 2 branches are trees, and it takes chains only"),
+        ],
+    )
+    def test_more_than_a_backend_verifies(self, speculation, told):
+        problem = speculating(Problem(load_model(DEEPSEEK), "cuda", 90), speculation)
+        with pytest.raises(SelectionError, match=told):
+            select(load_registry(), BackendRequest(roles={Role.DECODE: "flashmla"}), problem)
+
     def test_a_backend_for_mla_alone_under_another_draft(self):
         """sglang 20298: a refusal, by value and setting, and no crash."""
         problem = Problem(load_model(DEEPSEEK), "cuda", 90, speculative_tokens=4, drafts_by_host=True)
