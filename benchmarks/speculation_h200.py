@@ -137,7 +137,7 @@ def _measured(engine: Engine, batch: int, prompt: Callable[[int], list[int]]) ->
     if (counts := getattr(engine.statistics, "rounds", None)) is not None:
         found |= {"tokens_a_round": tokens / batch / _MEASURED}
         parts = {"verify": counts.verify_seconds, "extend": counts.extend_seconds, "draft": counts.draft_seconds}
-        found |= {f"{part}_us": 1e6 * seconds / counts.batches for part, seconds in parts.items()}
+        found |= {f"{part}_us": 1e6 * seconds / max(counts.timed, 1) for part, seconds in parts.items()}
     return found | {"replayed": engine.graphs.sizes}
 
 
@@ -166,9 +166,9 @@ def _scripted(values: list[float]) -> _Scripted:
 @contextmanager
 def _scripted_acceptance() -> Iterator[_Scripted]:
     """Each proposed token is what the target chooses with a given chance, and not otherwise."""
-    chance, accept = _scripted([1.0]), rounds_module.accept
+    chance, accept = _scripted([1.0]), rounds_module.accept_and_commit
 
-    def scripted(proposal: Proposal, chosen: Tensor) -> Accepted:
+    def scripted(proposal: Proposal, chosen: Tensor, *committed: Tensor) -> Accepted:
         wanted = torch.rand(proposal.tokens.shape, device=chosen.device) < chance.values
         parents = proposal.parents
         if parents is None:
@@ -177,13 +177,13 @@ def _scripted_acceptance() -> Iterator[_Scripted]:
             place = parents
         # What is chosen at a node is the token of its child, if it has one that is wanted; of several, any.
         scripted = chosen.scatter(1, place, torch.where(wanted, proposal.tokens, -1))
-        return accept(proposal, torch.where(scripted < 0, chosen, scripted))
+        return accept(proposal, torch.where(scripted < 0, chosen, scripted), *committed)
 
-    rounds_module.accept = scripted
+    rounds_module.accept_and_commit = scripted
     try:
         yield chance
     finally:
-        rounds_module.accept = accept
+        rounds_module.accept_and_commit = accept
 
 
 @contextmanager

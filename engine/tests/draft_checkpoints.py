@@ -88,3 +88,59 @@ def shapes_of_grouped_attention(name: str, dim: int, *, width: int = HIDDEN, gat
 
 def shapes_of_block_norms(name: str) -> dict[str, tuple[int, ...]]:
     return {f"{name}.{part}_layernorm.weight": (HIDDEN,) for part in ("input", "post_attention")}
+
+
+def shapes_of_deepseek_layer(name: str, *, own: bool = True) -> dict[str, tuple[int, ...]]:
+    """A layer for multi-token prediction; ``own`` says that it has an embedding and a head."""
+    attention, experts = f"{name}.self_attn", f"{name}.mlp"
+    shapes = {
+        f"{name}.enorm.weight": (HIDDEN,),
+        f"{name}.hnorm.weight": (HIDDEN,),
+        f"{name}.eh_proj.weight": (HIDDEN, 2 * HIDDEN),
+        f"{name}.shared_head.norm.weight": (HIDDEN,),
+        **shapes_of_block_norms(name),
+        f"{attention}.q_a_proj.weight": (24, HIDDEN),
+        f"{attention}.q_a_layernorm.weight": (24,),
+        f"{attention}.q_b_proj.weight": (4 * (16 + 8), 24),
+        f"{attention}.kv_a_proj_with_mqa.weight": (32 + 8, HIDDEN),
+        f"{attention}.kv_a_layernorm.weight": (32,),
+        f"{attention}.kv_b_proj.weight": (4 * (16 + 16), 32),
+        f"{attention}.o_proj.weight": (HIDDEN, 4 * 16),
+        f"{experts}.gate.weight": (4, HIDDEN),
+        f"{experts}.gate.e_score_correction_bias": (4,),
+        **shapes_of_llama_mlp(f"{experts}.shared_experts", 32),
+    }
+    for expert in range(4):
+        shapes |= shapes_of_llama_mlp(f"{experts}.experts.{expert}", 32)
+    if own:
+        shapes |= {f"{name}.embed_tokens.weight": (VOCAB, HIDDEN), f"{name}.shared_head.head.weight": (VOCAB, HIDDEN)}
+    return shapes
+
+
+def saved_deepseek(folder: Path, layers: int = 1, *, own: bool = False, **keys: Any) -> tuple[Path, dict[str, Tensor]]:
+    """The checkpoint of ``tiny:deepseek_v3`` with so many layers for multi-token prediction."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for index in range(layers):
+        shapes |= shapes_of_deepseek_layer(f"model.layers.{3 + index}", own=own)
+    return saved_target(folder, "deepseek_v3", random_tensors(shapes), num_nextn_predict_layers=layers, **keys)
+
+
+def shapes_of_assistant(config: Mapping[str, Any], dim: int, *, norms: bool = False) -> dict[str, tuple[int, ...]]:
+    """With queries of width ``dim``, and a norm on each of them if it has ``norms``."""
+    hidden, heads, intermediate = (config[key] for key in ("hidden_size", "num_attention_heads", "intermediate_size"))
+    backbone = config["backbone_hidden_size"]
+    shapes = {
+        "pre_projection.weight": (hidden, 2 * backbone),
+        "post_projection.weight": (backbone, hidden),
+        "model.embed_tokens.weight": (config["vocab_size"], hidden),
+        "model.norm.weight": (hidden,),
+    }
+    for name in (f"model.layers.{index}" for index in range(config["num_hidden_layers"])):
+        shapes |= {f"{name}.{part}_layernorm.weight": (hidden,) for part in ("input", "post_attention")}
+        shapes |= {f"{name}.mlp.{part}_proj.weight": (intermediate, hidden) for part in ("gate", "up")}
+        shapes[f"{name}.mlp.down_proj.weight"] = (hidden, intermediate)
+        shapes[f"{name}.self_attn.q_proj.weight"] = (heads * dim, hidden)
+        shapes[f"{name}.self_attn.o_proj.weight"] = (hidden, heads * dim)
+        if norms:
+            shapes[f"{name}.self_attn.q_norm.weight"] = (dim,)
+    return shapes

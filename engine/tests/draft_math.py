@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -66,6 +66,21 @@ def latent_attention(t: Tensors, name: str, x: Tensor, config: Mapping[str, int]
     q = torch.cat((q_nope, rotate(q_rope, pairs=True)), dim=-1)
     attended = attend(q, torch.cat((up[..., :nope], k_rope), dim=-1), up[..., nope:])
     return linear(t, f"{name}.o_proj", attended.flatten(1))
+
+
+def deepseek_layer(config: Mapping[str, int], t: Tensors, name: str, tokens: Sequence[int], hidden: Tensor) -> Tensor:
+    """Hidden states and logits of a whole sequence, side by side: a layer for multi-token prediction."""
+    embedding = t.get(f"{name}.embed_tokens.weight", t["model.embed_tokens.weight"])
+    head = t.get(f"{name}.shared_head.head.weight", t["lm_head.weight"])
+    embedded = norm(embedding[list(tokens)].double(), t[f"{name}.enorm.weight"])
+    joined = torch.cat((embedded, norm(hidden.double(), t[f"{name}.hnorm.weight"])), dim=-1)
+    x = linear(t, f"{name}.eh_proj", joined)
+    normed = norm(x, t[f"{name}.input_layernorm.weight"])
+    x = x + latent_attention(t, f"{name}.self_attn", normed, config)
+    normed = norm(x, t[f"{name}.post_attention_layernorm.weight"])
+    x = x + sigmoid_experts(t, f"{name}.mlp", normed, per_token=2, scaling=2.5)
+    out = norm(x, t[f"{name}.shared_head.norm.weight"])
+    return torch.cat((out, out @ head.double().T), dim=-1)
 
 
 def gated_attention(t: Tensors, name: str, x: Tensor, dim: int, rotary: int) -> Tensor:

@@ -11,6 +11,7 @@ from draft_checkpoints import (
     Fed,
     random_tensors,
     save,
+    saved_deepseek,
     saved_target,
     shapes_of_block_norms,
     shapes_of_grouped_attention,
@@ -38,54 +39,6 @@ def loaded(folder, *, steps=1, parallel=SINGLE, **keys):
     return target, draft
 
 
-def shapes_of_deepseek_layer(name, *, own=True):
-    attention, experts = f"{name}.self_attn", f"{name}.mlp"
-    shapes = {
-        f"{name}.enorm.weight": (HIDDEN,),
-        f"{name}.hnorm.weight": (HIDDEN,),
-        f"{name}.eh_proj.weight": (HIDDEN, 2 * HIDDEN),
-        f"{name}.shared_head.norm.weight": (HIDDEN,),
-        **shapes_of_block_norms(name),
-        f"{attention}.q_a_proj.weight": (24, HIDDEN),
-        f"{attention}.q_a_layernorm.weight": (24,),
-        f"{attention}.q_b_proj.weight": (4 * (16 + 8), 24),
-        f"{attention}.kv_a_proj_with_mqa.weight": (32 + 8, HIDDEN),
-        f"{attention}.kv_a_layernorm.weight": (32,),
-        f"{attention}.kv_b_proj.weight": (4 * (16 + 16), 32),
-        f"{attention}.o_proj.weight": (HIDDEN, 4 * 16),
-        f"{experts}.gate.weight": (4, HIDDEN),
-        f"{experts}.gate.e_score_correction_bias": (4,),
-        **shapes_of_llama_mlp(f"{experts}.shared_experts", 32),
-    }
-    for expert in range(4):
-        shapes |= shapes_of_llama_mlp(f"{experts}.experts.{expert}", 32)
-    if own:
-        shapes |= {f"{name}.embed_tokens.weight": (VOCAB, HIDDEN), f"{name}.shared_head.head.weight": (VOCAB, HIDDEN)}
-    return shapes
-
-
-def deepseek_layer(t, name, tokens, hidden):
-    """Hidden states and logits of a whole sequence."""
-    embedding = t.get(f"{name}.embed_tokens.weight", t["model.embed_tokens.weight"])
-    head = t.get(f"{name}.shared_head.head.weight", t["lm_head.weight"])
-    embedded = math.norm(embedding[tokens].double(), t[f"{name}.enorm.weight"])
-    joined = torch.cat((embedded, math.norm(hidden.double(), t[f"{name}.hnorm.weight"])), dim=-1)
-    x = math.linear(t, f"{name}.eh_proj", joined)
-    normed = math.norm(x, t[f"{name}.input_layernorm.weight"])
-    x = x + math.latent_attention(t, f"{name}.self_attn", normed, CONFIG)
-    normed = math.norm(x, t[f"{name}.post_attention_layernorm.weight"])
-    x = x + math.sigmoid_experts(t, f"{name}.mlp", normed, per_token=2, scaling=2.5)
-    out = math.norm(x, t[f"{name}.shared_head.norm.weight"])
-    return torch.cat((out, out @ head.double().T), dim=-1)
-
-
-def saved_deepseek(folder, layers=1, *, own=False, **keys):
-    shapes = {}
-    for index in range(layers):
-        shapes |= shapes_of_deepseek_layer(f"model.layers.{3 + index}", own=own)
-    return saved_target(folder, "deepseek_v3", random_tensors(shapes), num_nextn_predict_layers=layers, **keys)
-
-
 @pytest.mark.parametrize("own", [False, True])
 def test_hidden_states_and_logits_of_a_deepseek_layer_are_those_of_float64(own, tmp_path, make_stage, sequences):
     folder, tensors = saved_deepseek(tmp_path, own=own)
@@ -93,7 +46,7 @@ def test_hidden_states_and_logits_of_a_deepseek_layer_are_those_of_float64(own, 
     assert draft.takes == LAST and draft.models == 1 and draft.target_ids is None
     found = make_stage(Fed(draft, TABLE).loaded(), len(sequences)).run(sequences, DECODED)
     for tokens, rows in zip(sequences, found, strict=True):
-        wanted = deepseek_layer(tensors, "model.layers.3", tokens, TABLE[tokens])
+        wanted = math.deepseek_layer(CONFIG, tensors, "model.layers.3", tokens, TABLE[tokens])
         assert wanted.abs().max() > 3
         assert_close(rows.double(), wanted, atol=2e-4, rtol=0)
 
@@ -110,7 +63,7 @@ def test_of_several_layers_each_step_has_its_own(tmp_path, make_stage, sequences
     assert draft.models == 2 and [layer.layer_id for layer in draft.spec.layers] == [0, 1]
     for step in range(2):
         (rows,) = make_stage(Fed(draft, TABLE, step).loaded(), 1).run(sequences[:1], DECODED)
-        wanted = deepseek_layer(tensors, f"model.layers.{3 + step}", sequences[0], TABLE[sequences[0]])
+        wanted = math.deepseek_layer(CONFIG, tensors, f"model.layers.{3 + step}", sequences[0], TABLE[sequences[0]])
         assert_close(rows.double(), wanted, atol=2e-4, rtol=0)
 
 
@@ -140,7 +93,7 @@ def test_ranks_of_a_deepseek_layer_give_the_hidden_states_of_one_process(tmp_pat
         _, draft = loaded(folder, parallel=parallel)
         return make_stage(Fed(draft, TABLE).loaded(), 1).run(sequences[:1], DECODED)[0]
 
-    wanted = deepseek_layer(tensors, "model.layers.3", sequences[0], TABLE[sequences[0]])
+    wanted = math.deepseek_layer(CONFIG, tensors, "model.layers.3", sequences[0], TABLE[sequences[0]])
     for found in in_ranks(2, run):
         assert_close(found.double(), wanted, atol=2e-4, rtol=0)
 

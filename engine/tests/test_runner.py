@@ -50,7 +50,7 @@ def test_a_batch_that_nobody_planned_is_planned_by_the_forward_path(engine):
     """B1, B2"""
     planned = count_plans(engine)
     engine.add([1, 2, 3], SamplingParams(max_tokens=2))
-    batch = engine.runner._batch(engine.scheduler.next_step())
+    batch = engine.runner.batch(engine.scheduler.next_step())
     engine.runner.forward(batch)
     assert planned == [batch]
 
@@ -78,7 +78,7 @@ def test_a_token_that_the_host_does_not_know_is_put_in_its_place(engine):
         engine.runner.table.extend(rows[-1], position + len(token_ids))
         engine.runner.tokens[rows[-1]] = 20 + number
         entries.append(StepEntry(Request(number, (1, 2), SamplingParams(max_tokens=9)), position, token_ids, True))
-    batch = engine.runner._batch(Step(ForwardMode.EXTEND, tuple(entries), (), tuple(rows)))
+    batch = engine.runner.batch(Step(ForwardMode.EXTEND, tuple(entries), (), tuple(rows)))
     assert batch.input_ids.tolist() == [7, 8, 9, 21, 4, 23]
     assert batch.positions.tolist() == [0, 1, 2, 5, 2, 3]
 
@@ -87,7 +87,7 @@ def test_nothing_beside_the_marker_decides_on_planning(engine):
     """B1: a batch that is marked is not planned, not even one that has no plan."""
     planned = count_plans(engine)
     engine.add([1, 2, 3], SamplingParams(max_tokens=2))
-    batch = engine.runner._batch(engine.scheduler.next_step())
+    batch = engine.runner.batch(engine.scheduler.next_step())
     batch.mark_forward_metadata_ready()
     with pytest.raises(PlanError, match="has no plan"):
         engine.runner.forward(batch)
@@ -128,7 +128,7 @@ def test_the_old_flag_is_taken_for_the_mark_and_warned_about_where_it_is_given(e
     monkeypatch.setattr("attnplug.contract.batch._warned", False)
     planned = count_plans(engine)
     engine.add([1, 2, 3], SamplingParams(max_tokens=2))
-    batch = engine.runner._batch(engine.scheduler.next_step())
+    batch = engine.runner.batch(engine.scheduler.next_step())
     engine.runner.attention.plan(batch)
     with pytest.warns(DeprecationWarning, match="skip_attn_backend_init") as caught:
         engine.runner.forward(batch, skip_attn_backend_init=True)

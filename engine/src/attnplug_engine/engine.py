@@ -39,7 +39,6 @@ from attnplug_engine.request import (
     Update,
 )
 from attnplug_engine.scheduler import MOST_IN_FLIGHT, Scheduler
-from attnplug_engine.speculation.drafts import NOTHING
 from attnplug_engine.speculation.launched import LaunchedRounds
 from attnplug_engine.speculation.rounds import RoundRunner
 from attnplug_engine.speculation.scheduling import RoundScheduler
@@ -88,7 +87,7 @@ class Engine:
                 prepared.dtype,
                 prepared.kv_dtype,
                 prepared.device,
-                None if prepared.draft is None else prepared.draft.spec,
+                prepared.draft_cache,
             ),
             serving,
             options.extend_policy,
@@ -123,7 +122,7 @@ class Engine:
             self.scheduler: Scheduler = Scheduler(*held, **limits)
         else:
             self.scheduler = RoundScheduler(
-                *held, self.rounds.speculation, short_hits=self.rounds.drafter.takes != NOTHING, **limits
+                *held, self.rounds.speculation, short_hits=self.rounds.drafter.ahead, **limits
             )
         overlap = prepared.device.type == "cuda" if options.overlap is None else options.overlap
         self._depth = MOST_IN_FLIGHT if overlap else 1
@@ -248,7 +247,7 @@ class Engine:
         result = scheduler.finish_round(step, tokens, _completes_stop if self._observed else None)
         counts.add_rounds(step, result.tokens, time.perf_counter() - started, replayed=running.replayed)
         if running.timing is not None:
-            counts.rounds.add([len(new) for new in tokens[: step.rounds]], running.timing.seconds())
+            counts.rounds.add([len(new) for new in tokens[: step.rounds]], running.timing)
         for entry in step.entries:
             request = entry.request
             new = result.tokens.get(request.id, [])

@@ -173,6 +173,7 @@ def _summary(engine: Engine, console: Console, render: Render) -> None:
         console.print(f"{name}: {tokens} tokens, {rate}")
     if counts.rounds is not None:
         console.print(f"speculation: {counts.rounds}")
+        console.print(f"a round: {counts.rounds.times}")
     if engine.runner.device.type == "cuda":
         console.print(f"CUDA graphs: {engine.graphs}")
         console.print(f"decode steps: {counts.replayed_steps} replayed, {counts.eager_steps} eager")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attnplug import BackendError, DType, GraphLevel, Problem, Refusal, Serving, Setting
+from attnplug import BackendError, DType, GraphLevel, ModelSpec, Problem, Refusal, Serving, Setting
 from attnplug.host import (
     BackendRequest,
     ExtendPolicy,
@@ -49,6 +49,11 @@ class Prepared:
     failed: Mapping[str, Refusal]
     draft: DraftModel | None = None
     draft_choice: DraftChoice | None = None
+
+    @property
+    def draft_cache(self) -> ModelSpec | None:
+        """The draft's layers that have rows of their own, on the target's pages."""
+        return None if self.draft is None or self.draft.reads_target else self.draft.spec
 
     def build(
         self,
@@ -95,6 +100,7 @@ class Prepared:
         def build(selection: Selection) -> DraftRunner:
             return DraftRunner(
                 draft,
+                target.pools,
                 selection,
                 target.capacity,
                 speculation,

@@ -211,7 +211,7 @@ class ModelRunner:
 
     def _eager(self, step: Step) -> tuple[Tensor, Tensor]:
         """Logits ``[sampled, vocab]`` and tokens ``[sampled]`` of the step's sampled rows, in their order."""
-        hidden = self._forward(self._batch(step))
+        hidden = self._forward(self.batch(step))
         if not step.mode.is_decode:  # which samples every row
             hidden = hidden[to_device(step.sampled_rows, self.device)]
         logits = self.model.logits(hidden)
@@ -232,7 +232,7 @@ class ModelRunner:
         """Hidden states ``[tokens, hidden]`` of a step after the last norm, one entry's rows after the other's."""
         if step.copies:
             self.pools.copy_pages(step.copies)
-        return self._forward(self._batch(step))
+        return self._forward(self.batch(step))
 
     def prepare(self, step: Step) -> ForwardBatch:
         """The batch of a step, planned ahead of its forward and marked so (B2); writes nothing to the cache.
@@ -240,7 +240,7 @@ class ModelRunner:
         It runs in one piece. It may be padded before it runs: a decode and a verify depend on nothing but their
         geometry, and are planned again then.
         """
-        batch = self._batch(step)
+        batch = self.batch(step)
         self.attention.plan(batch)
         batch.mark_forward_metadata_ready(replan_equivalent=step.mode in _REPLANNED)
         return batch
@@ -262,7 +262,8 @@ class ModelRunner:
             attention.plan(batch)
             return self.model.forward(batch.input_ids, batch.positions, batch)
 
-    def _batch(self, step: Step) -> ForwardBatch:
+    def batch(self, step: Step) -> ForwardBatch:
+        """The batch of a step, which its forward plans."""
         entries = step.entries
         tokens = [token for entry in entries for token in entry.token_ids]
         starts = [entry.position for entry in entries]

@@ -1,16 +1,20 @@
-"""A draft model with its own backend and pools, over the target's pages."""
+"""A draft model with its own backend, over the target's pages: with pools of its own, or over the target's."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from attnplug import DType, ExtendPath, ForwardBatch, Serving
+from attnplug import AttentionBackend, DType, ExtendPath, ForwardBatch, Serving
 from attnplug.host import (
     ExtendPolicy,
     HostContext,
+    KVPools,
     Limits,
     ModelAttention,
+    PageCopy,
     Parallel,
     Selection,
     WorkspaceOwner,
@@ -25,12 +29,22 @@ from attnplug_engine.speculation.noised import noised
 from attnplug_engine.speculation.options import Speculation
 
 
+def needs_lengths(backend: AttentionBackend, pools: KVPools) -> bool:
+    """Whether the batches of a round need exact lengths on the host: for the backend, or to run MLA as MHA."""
+    claims = backend.claims
+    return claims.needs_cpu_seq_lens or (pools.mla is not None and ExtendPath.ABSORBED not in claims.mla_extend)
+
+
 class DraftRunner:
-    """Runs a draft model's batches. Page table and slots are the target's; layers, pools and plans are its own."""
+    """Runs a draft model's batches. Page table and slots are the target's; layers and plans are its own.
+
+    So are its pools, unless it reads the rows that the target has in ``target``.
+    """
 
     def __init__(
         self,
         model: DraftModel,
+        target: KVPools,
         selection: Selection,
         capacity: Capacity,
         speculation: Speculation,
@@ -44,7 +58,11 @@ class DraftRunner:
         serving: Serving,
     ) -> None:
         self.model, self.capacity, self.device, self.dtype = model, capacity, device, dtype
-        self.pools = build_pools(model.spec, capacity, dtype, kv_dtype, device)
+        self._owns = not model.reads_target
+        self.pools = KVPools(mha=target.mha)
+        """What its backend reads."""
+        if self._owns:
+            self.pools = build_pools(model.spec, capacity, dtype, kv_dtype, device)
         rows = speculation.most_draft_rows
         context = HostContext(
             model=model.spec,
@@ -64,10 +82,15 @@ class DraftRunner:
         )
         self.backend = build_selection(selection, context)
         self.attention = ModelAttention(self.backend, self.pools, policy)
-        claims = self.backend.claims
-        self.exact = claims.needs_cpu_seq_lens
-        """Whether batches need exact lengths on the host."""
-        self.exact_prefill = self.exact or (self.pools.mla is not None and claims.mla_extend != {ExtendPath.ABSORBED})
+        self.exact = needs_lengths(self.backend, self.pools)
+        """Whether batches of rounds need exact lengths on the host."""
+        chooses_path = self.pools.mla is not None and self.backend.claims.mla_extend != {ExtendPath.ABSORBED}
+        self.exact_prefill = self.exact or chooses_path
+
+    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
+        """Copy pages of a cache of its own. The target copies those of its own, once for both."""
+        if self._owns:
+            self.pools.copy_pages(copies)
 
     def forward(self, batch: ForwardBatch, hidden: Tensor | None, step: int = 0) -> Tensor:
         """Hidden states ``[rows, hidden]`` of a batch. Plans it unless whoever made it has."""

@@ -26,6 +26,8 @@ class Drafter(Protocol):
 
     takes: Takes
     """The target's hidden states that it needs."""
+    ahead: int
+    """On how many tokens after its own a row of its cache depends."""
 
     def after_prefill(
         self,
@@ -57,6 +59,7 @@ class NgramDrafter:
     """Proposes what followed the newest tokens where they occurred before."""
 
     takes = NOTHING
+    ahead = 0
 
     def __init__(self, speculation: Speculation, rows: int, context: int, device: torch.device) -> None:
         self._steps, self._topk = speculation.steps, speculation.topk
@@ -108,6 +111,7 @@ class ModelDrafter:
         self._fed = self.takes != NOTHING
         """Whether a step is given the hidden states of the one before."""
         self._shift = int(not self._fed)
+        self.ahead = runner.model.models if self._fed else 0
 
     def after_prefill(
         self,
@@ -157,9 +161,19 @@ class ModelDrafter:
             new_lens=None if len(tokens) == longest * len(counts) else to_device(counts, device, np.int32),
             host=HostLengths(counts, lengths) if self._runner.exact_prefill else None,
         )
-        return ForwardBatch(geometry, ids, places), ends
+        batch = ForwardBatch(geometry, ids, places)
+        self._runner.attention.plan(batch)
+        batch.mark_forward_metadata_ready()
+        return batch, ends
 
     def catch_up(self, batches: Batches, lengths: Tensor, accepted: Accepted, hidden: Tensor | None) -> Tensor | None:
+        _, out = self._extend(batches, lengths, accepted, hidden)
+        return newest_rows(out, accepted)
+
+    def _extend(
+        self, batches: Batches, lengths: Tensor, accepted: Accepted, hidden: Tensor | None
+    ) -> tuple[ForwardBatch, Tensor]:
+        """The draft's batch over a round's nodes, and its hidden states ``[requests, N, hidden]``."""
         nodes = self._nodes
         place = torch.arange(nodes, device=lengths.device)
         positions = (lengths + self._shift).unsqueeze(1) + place
@@ -170,8 +184,7 @@ class ModelDrafter:
             hidden = hidden.unflatten(0, (-1, nodes)).gather(1, path).flatten(0, 1)
         batches.begin(batch)
         out: Tensor = self._runner.forward(batch, hidden).unflatten(0, (-1, nodes))
-        newest = (accepted.counts - 1).view(-1, 1, 1).expand(-1, 1, out.shape[2])
-        return out.gather(1, newest)[:, 0]
+        return batch, out
 
     def look_ahead(self, batches: Batches, newest: Tensor | None, lengths: Tensor) -> Proposal:
         assert newest is not None
@@ -180,24 +193,26 @@ class ModelDrafter:
             return self._grow(batches, hidden, lengths, start)
         members, steps = batches.members, self._steps - 1
         # The lengths of all steps at once; their plans are made before the first of them runs.
-        positions = start + torch.arange(steps, device=start.device).unsqueeze(1)
+        positions = start + torch.arange(steps + 1, device=start.device).unsqueeze(1)
+        places = members.places(lengths, steps + 1)
         ahead = [
-            batches.make(ForwardMode.DECODE, one + 1, one.unsqueeze(1), step=step)
-            for step, one in enumerate(positions.unbind())
+            batches.make(ForwardMode.DECODE, positions[step + 1], positions[step].unsqueeze(1), step=step)
+            for step in range(steps)
         ]
         runner = self._runner
-        tokens = [runner.choose(hidden, members.sampled_at(lengths.unsqueeze(1)))]
+        tokens = [runner.choose(hidden, members.sampled(places[0]))]
         for step, batch in enumerate(ahead, 1):
             batch.input_ids = tokens[-1].clamp(min=0)
             batches.begin(batch)
             hidden = runner.forward(batch, hidden if self._fed else None, step)
-            tokens.append(runner.choose(hidden, members.sampled_at((lengths + step).unsqueeze(1)), step))
+            tokens.append(runner.choose(hidden, members.sampled(places[step]), step))
         return Proposal(torch.stack(tokens, 1))
 
     def _grow(self, batches: Batches, hidden: Tensor, lengths: Tensor, start: Tensor) -> Proposal:
         """A tree, grown level by level. Each step runs all nodes so far, so that each sees its own ancestors."""
         members, topk, runner = batches.members, self._topk, self._runner
-        growth = TreeGrowth(*runner.best(hidden, members.sampled_at(lengths.unsqueeze(1)), topk))
+        places = members.places(lengths, self._steps)
+        growth = TreeGrowth(*runner.best(hidden, members.sampled(places[0]), topk))
         inputs = hidden.unsqueeze(1).expand(-1, topk, -1)
         for step in range(1, self._steps):
             positions = start.unsqueeze(1) + (growth.depths - 1)
@@ -208,11 +223,16 @@ class ModelDrafter:
             batches.begin(batch)
             out = runner.forward(batch, inputs.flatten(0, 1) if self._fed else None, step)
             newest = out.unflatten(0, (-1, growth.rows))[:, -topk:]
-            places = (lengths + step).unsqueeze(1).expand(-1, topk)
-            growth.grow(*runner.best(newest.flatten(0, 1), members.sampled_at(places), topk, step))
+            growth.grow(*runner.best(newest.flatten(0, 1), members.sampled(places[step], topk), topk, step))
             parents = _parents(growth).unsqueeze(2).expand(-1, -1, newest.shape[2])
             inputs = torch.cat([inputs, newest.gather(1, parents)], 1)
         return growth.proposal(self._nodes)
+
+
+def newest_rows(hidden: Tensor, accepted: Accepted) -> Tensor:
+    """``[requests, width]``: of ``hidden [requests, N, width]`` along accepted paths, what their last nodes have."""
+    last = (accepted.counts - 1).view(-1, 1, 1).expand(-1, 1, hidden.shape[2])
+    return hidden.gather(1, last)[:, 0]
 
 
 def _parents(growth: TreeGrowth) -> Tensor:

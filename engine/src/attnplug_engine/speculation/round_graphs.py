@@ -23,8 +23,9 @@ class CapturedBatches:
     """Batches of one model in the graphs of one size: planned and marked where they are first made, during the
     warm-up before a capture (B2), and refilled inside the graph."""
 
-    def __init__(self, attention: ModelAttention, members: Members, page_size: int, padding_row: int) -> None:
-        self._attention, self.members, self._page_size, self._padding_row = attention, members, page_size, padding_row
+    def __init__(self, attention: ModelAttention, members: Members, page_size: int, live: Tensor) -> None:
+        """``live [requests]`` says which requests are not padded."""
+        self._attention, self.members, self._page_size, self._live = attention, members, page_size, live
         self._fill = attention.padding_length()
         self._made: dict[tuple[ForwardMode, int, int], ForwardBatch] = {}
 
@@ -47,9 +48,10 @@ class CapturedBatches:
             self._made[key] = self._first(mode, new, requests, positions.device, step, trees=tree is not None)
         batch = self._made[key]
         geometry = batch.geometry
-        # With a length a padded request has all its rows; without one, nothing is read or written for it.
-        padded = max(self._fill, new) if self._fill else 0
-        geometry.seq_lens.copy_(torch.where(self.members.rows < self._padding_row, seq_lens, padded))
+        if self._fill:  # with a length, a padded request has all its rows
+            geometry.seq_lens.copy_(torch.where(self._live, seq_lens, max(self._fill, new)))
+        else:  # nothing is read or written for it
+            torch.mul(seq_lens, self._live, out=geometry.seq_lens)
         if tree is not None and geometry.tree is not None:
             geometry.tree.copy_(tree)
         batch.positions = positions.flatten()
@@ -155,19 +157,20 @@ class RoundGraphs:
         the page table up to date."""
         table, mirror = self._page_table[:size], self._table.mirror()
         members = self.inputs.members(size, table, self._context, has_states=self._has_states)
-        padding = self._table.max_requests
-        target = CapturedBatches(self._attention, members, self._page_size, padding)
-        draft = CapturedBatches(self._draft or self._attention, members, self._page_size, padding)
+        live = torch.zeros(size, dtype=torch.bool, device=table.device)
+        target = CapturedBatches(self._attention, members, self._page_size, live)
+        draft = CapturedBatches(self._draft or self._attention, members, self._page_size, live)
         captured = CapturedRound(size, members, target, draft)
         first, *rest = parts(captured)
 
         def begin() -> None:
             torch.index_select(mirror, 0, members.rows, out=table)
+            torch.lt(members.rows, self._table.max_requests, out=live)
             first()
 
         for part in (begin, *rest):
             replay = capture(part)
-            replay()  # a capture computes nothing, and the next part is warmed up with what this one leaves
+            replay()  # the next part is warmed up on what this one leaves, and a capture alone leaves nothing
             captured.parts.append(replay)
         self._rounds[size] = captured
         return captured

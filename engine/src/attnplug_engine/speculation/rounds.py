@@ -14,16 +14,17 @@ from attnplug_engine.capture_check import CaptureCheck
 from attnplug_engine.request import Step, StepEntry
 from attnplug_engine.runner import ModelRunner, Phase
 from attnplug_engine.sampler import sample
-from attnplug_engine.speculation.accept import Accepted, accept, moves
+from attnplug_engine.speculation.accept import Accepted, accept_and_commit, moves
 from attnplug_engine.speculation.batches import Batches, EagerBatches
-from attnplug_engine.speculation.draft_runner import DraftRunner
+from attnplug_engine.speculation.draft_runner import DraftRunner, needs_lengths
 from attnplug_engine.speculation.drafters import Drafter, ModelDrafter, NgramDrafter
+from attnplug_engine.speculation.frozen import FrozenDrafter
 from attnplug_engine.speculation.launched import Brought, LaunchedRounds
 from attnplug_engine.speculation.options import Speculation
 from attnplug_engine.speculation.round_graphs import CapturedRound, RoundGraphs
 from attnplug_engine.speculation.state import Members, RoundState
 from attnplug_engine.speculation.timing import Timing
-from attnplug_engine.speculation.tree import ancestors, depths
+from attnplug_engine.speculation.window import WindowDrafter
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,11 +64,15 @@ class RoundRunner:
             capacity = runner.capacity
             context = capacity.context_length + capacity.spare
             self.drafter = NgramDrafter(speculation, capacity.max_batch, context, runner.device)
+        elif draft.model.reads_target:
+            self.drafter = FrozenDrafter(draft, speculation, runner.tokens)
+        elif draft.model.models > 1:
+            self.drafter = WindowDrafter(draft, speculation, runner.table)
         else:
             self.drafter = ModelDrafter(draft, speculation, runner.table)
         self.graphs: RoundGraphs | None = None
         self._verified: dict[int, _Found] = {}
-        self._exact = runner.backend.claims.needs_cpu_seq_lens
+        self._exact = needs_lengths(runner.backend, runner.pools)
 
     # Capturing
 
@@ -141,7 +146,7 @@ class RoundRunner:
         if step.copies:
             self.runner.pools.copy_pages(step.copies)
             if self.draft is not None:
-                self.draft.pools.copy_pages(step.copies)
+                self.draft.copy_pages(step.copies)
         parts: list[Brought] = []
         timing = captured = None
         if step.rounds:
@@ -196,26 +201,20 @@ class RoundRunner:
     def verify(self, batches: Batches) -> Verified:
         """Run the target over all nodes of the members, and take what it chose."""
         members, state, nodes = batches.members, self.state, self._nodes
-        newest, lengths = members.begin(state)
-        proposal = state.proposal(members.rows)
-        depth, tree = torch.arange(nodes, device=lengths.device).unsqueeze(0), None
-        if proposal.parents is not None:
-            depth, tree = depths(proposal.parents), ancestors(proposal.parents)
-        positions = lengths.unsqueeze(1) + depth
-        batch = batches.make(ForwardMode.TARGET_VERIFY, lengths + nodes, positions, tree=tree)
-        batch.input_ids = torch.cat([newest.unsqueeze(1), proposal.tokens.clamp(min=0)], 1).flatten()
+        rows = members.verify_rows(state)
+        positions = rows.positions.view(-1, nodes)
+        batch = batches.make(ForwardMode.TARGET_VERIFY, rows.seq_lens, positions, tree=rows.tree)
+        batch.input_ids = rows.ids
         batches.begin(batch)
         hidden, taken = self._target(batch)
         logits = self.runner.model.logits(hidden)
-        chosen = sample(logits, members.sampled_at(positions)).view(-1, nodes)
-        accepted = accept(proposal, chosen)
-        last = accepted.tokens.gather(1, accepted.counts.unsqueeze(1) - 1)[:, 0]
-        state.commit(members.rows, lengths + accepted.counts, last)
-        if proposal.parents is not None:
+        chosen = sample(logits, rows.sampling).view(-1, nodes)
+        accepted = accept_and_commit(rows.proposal, chosen, members.rows, rows.lengths, state.lengths, state.tokens)
+        if rows.tree is not None:
             slots = batch.geometry.new_slots().view(-1, nodes)
             self.runner.pools.move_rows(*moves(accepted, slots))
         self.runner.attention.commit_states(batch, accepted.counts)
-        return Verified(lengths, accepted, taken, logits)
+        return Verified(rows.lengths, accepted, taken, logits)
 
     def _catch_up(self, batches: Batches, verified: Verified) -> Tensor | None:
         return self.drafter.catch_up(batches, verified.lengths, verified.accepted, verified.hidden)
@@ -245,7 +244,7 @@ class RoundRunner:
         part = Step(
             ForwardMode.EXTEND, step.entries[first:], (), step.rows[first:], step.state_slots[first:], step.snapshots
         )
-        batch = runner.prepare(part)
+        batch = runner.batch(part)
         hidden, taken = self._target(batch)
         entries = [entry for entry in part.entries if entry.sampled]
         rows = [row for row, entry in zip(part.rows, part.entries, strict=True) if entry.sampled]
@@ -255,7 +254,7 @@ class RoundRunner:
             members = self._members(entries, rows, (), prefilled=True)
             ended = self._draft_batches(members)
             logits = runner.model.logits(hidden.index_select(0, to_device(part.sampled_rows, runner.device)))
-            sampled = sample(logits, members.sampled_at(members.committed.unsqueeze(1) - 1))
+            sampled = sample(logits, members.sampled(members.places(members.committed - 1)[0]))
             self.state.commit(members.rows, members.committed, sampled)
         proposal = self.drafter.after_prefill(part.entries, part.rows, batch.geometry.page_table, taken, ended, sampled)
         if ended is not None and proposal is not None:

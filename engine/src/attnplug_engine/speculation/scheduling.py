@@ -40,8 +40,8 @@ class RoundScheduler(Scheduler):
     token, as much as the last round that may be scheduled asks for, so alone it always gets its pages.
 
     A request begins its rounds after its prefill is complete, however few tokens that has: the end of a prefill leaves
-    the first proposal. ``short_hits`` says that the draft's cache row of a token depends on the token after it: the
-    last page of a hit is then computed again.
+    the first proposal. ``short_hits`` says on how many tokens after its own a draft's cache row depends: the last pages
+    of a hit, with as many tokens, are then computed again.
     """
 
     _speculates = True
@@ -59,7 +59,7 @@ class RoundScheduler(Scheduler):
         whole_prompts: bool = False,
         states: LinearStatePool | None = None,
         checkpoint: int = 1024,
-        short_hits: bool = False,
+        short_hits: int = 0,
     ) -> None:
         super().__init__(
             table,
@@ -173,10 +173,8 @@ class RoundScheduler(Scheduler):
 
     def _match(self, cache: PrefixCache, tokens: Sequence[int]) -> tuple[list[int], int]:
         pages, cached = cache.match(tokens)
-        if self._short_hits and pages:
-            pages.pop()
-            cached -= self._page_size
-        return pages, cached
+        lost = min(-(-self._short_hits // self._page_size), len(pages))
+        return pages[: len(pages) - lost], cached - lost * self._page_size
 
     def _release(self, request: Request) -> None:
         super()._release(request)

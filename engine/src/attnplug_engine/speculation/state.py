@@ -12,6 +12,7 @@ from attnplug import to_device
 from attnplug_engine.request import PENDING, Request, StepEntry
 from attnplug_engine.sampling_batch import SamplingBatch, SeedOf
 from attnplug_engine.speculation.tree import Proposal
+from attnplug_engine.speculation.verify_rows import VerifyRows, verify_rows
 
 _LATER = -1
 """Of a newest token: the device has it."""
@@ -29,21 +30,19 @@ class RoundState:
         """``[rows]``: the newest token, whose cache row is not computed yet: the root."""
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         """``[rows]``: cache rows that are committed."""
-        self._proposed = torch.full((rows, nodes - 1), -1, dtype=torch.int64, device=device)
         self.trees = trees
-        self._parents = torch.zeros(rows, nodes - 1, dtype=torch.int64, device=device) if trees else None
-
-    def proposal(self, rows: Tensor) -> Proposal:
-        """What was proposed for the requests at ``rows``."""
-        parents = None if self._parents is None else self._parents.index_select(0, rows)
-        return Proposal(self._proposed.index_select(0, rows), parents)
+        self.proposed = Proposal(
+            torch.full((rows, nodes - 1), -1, dtype=torch.int64, device=device),
+            torch.zeros(rows, nodes - 1, dtype=torch.int64, device=device) if trees else None,
+        )
+        """Of all rows."""
 
     def propose(self, rows: Tensor, proposal: Proposal) -> None:
         """Keep proposals for the next round; nodes past those that are verified are left out."""
-        nodes = self._proposed.shape[1]
-        self._proposed.index_copy_(0, rows, proposal.tokens[:, :nodes])
-        if self._parents is not None and proposal.parents is not None:
-            self._parents.index_copy_(0, rows, proposal.parents[:, :nodes])
+        nodes = self.proposed.tokens.shape[1]
+        self.proposed.tokens.index_copy_(0, rows, proposal.tokens[:, :nodes])
+        if self.proposed.parents is not None and proposal.parents is not None:
+            self.proposed.parents.index_copy_(0, rows, proposal.parents[:, :nodes])
 
     def commit(self, rows: Tensor, lengths: Tensor, tokens: Tensor) -> None:
         """The requests at ``rows`` have ``lengths`` committed rows, and ``tokens`` as their newest tokens.
@@ -104,21 +103,34 @@ class Members:
         sampling = SamplingBatch.of(requests, seed_of, device, [0] * len(requests))
         return Members(which, known, committed, prompts, sampling, page_table, longest, slots if state_slots else None)
 
-    def begin(self, state: RoundState) -> tuple[Tensor, Tensor]:
-        """The newest token and the committed rows of each request, ``[requests]``: the host's, or the device's."""
-        told = self.known >= 0
-        newest = torch.where(told, self.known, state.tokens.index_select(0, self.rows))
-        return newest, torch.where(told, self.committed, state.lengths.index_select(0, self.rows))
+    def verify_rows(self, state: RoundState) -> VerifyRows:
+        """What is to be verified: the newest tokens, the host's or the device's, and what is proposed after them."""
+        return verify_rows(
+            self.rows,
+            self.known,
+            self.committed,
+            self.prompts,
+            self.sampling,
+            state.tokens,
+            state.lengths,
+            state.proposed,
+        )
 
-    def sampled_at(self, positions: Tensor) -> SamplingBatch:
-        """How the tokens after rows at ``positions [requests, rows]`` of their requests are chosen, row by row."""
-        count = positions.shape[1]
+    def places(self, lengths: Tensor, count: int = 1) -> Tensor:
+        """``[count, requests]`` int32: in its request's output, the place of the token after ``lengths`` committed rows
+        and the newest token, and of those that follow."""
+        first = lengths + 1 - self.prompts
+        if count == 1:
+            return first.int().unsqueeze(0)
+        return (first + torch.arange(count, device=first.device).unsqueeze(1)).int()
 
-        def each(values: Tensor) -> Tensor:
-            return values if count == 1 else values.unsqueeze(1).repeat(1, count).flatten()
-
+    def sampled(self, place: Tensor, each: int = 1) -> SamplingBatch:
+        """How tokens at ``place [requests]`` are chosen, for ``each`` so many rows of every request."""
         one = self.sampling
-        place = (positions + 1 - self.prompts.unsqueeze(1)).flatten().int()
+
+        def rows(values: Tensor) -> Tensor:
+            return values if each == 1 else values.unsqueeze(1).repeat(1, each).flatten()
+
         return SamplingBatch(
-            each(one.temperature), each(one.top_k), each(one.top_p), each(one.min_p), each(one.seed), place
+            rows(one.temperature), rows(one.top_k), rows(one.top_p), rows(one.min_p), rows(one.seed), rows(place)
         )

@@ -24,8 +24,14 @@ class Timing:
         event.record()
         self._marks.append(event)
 
+    @property
+    def done(self) -> bool:
+        """Whether the device has come to the last mark."""
+        last = self._marks[-1]
+        return last.query() if isinstance(last, torch.cuda.Event) else True
+
     def seconds(self) -> list[float]:
-        """Of each part. Ask when the device is done with them."""
+        """Of each part, once the device is done with all."""
         found = []
         for before, after in zip(self._marks, self._marks[1:], strict=False):
             if isinstance(before, torch.cuda.Event) and isinstance(after, torch.cuda.Event):

@@ -11,6 +11,13 @@ from attnplug_engine.checkpoint import Checkpoint, WeightSource
 from attnplug_engine.models.architectures import LoadedModel, load_model, model_config, open_source, read_config
 from attnplug_engine.models.weights import Weights
 from attnplug_engine.parallel import SINGLE, TensorParallel
+from attnplug_engine.speculation.drafts.assistant import (
+    ASSISTANT,
+    EMBEDDING,
+    AssistantDraft,
+    assistant_spec,
+    is_assistant,
+)
 from attnplug_engine.speculation.drafts.eagle import EagleDraft
 from attnplug_engine.speculation.drafts.eagle3 import Eagle3Draft
 from attnplug_engine.speculation.drafts.model import DraftError, DraftModel
@@ -30,12 +37,16 @@ def draft_spec(speculation: Speculation, target_reference: str) -> ModelSpec:
         case Algorithm.STANDALONE:
             return load_spec(_draft_model(speculation))
         case Algorithm.MTP:
+            target = load_spec(target_reference)
             if speculation.draft_model is not None:
+                given = model_config(speculation.draft_model)
+                if is_assistant(given):
+                    return assistant_spec(speculation, given, target)
                 raise DraftError(
                     f"`speculative_algorithm` {speculation.algorithm} reads its layers from the target's own "
-                    f"checkpoint, and `speculative_draft_model` is {speculation.draft_model!r}; leave it out"
+                    f"checkpoint, and `speculative_draft_model` is {speculation.draft_model!r}; leave it out, or give "
+                    f"an assistant, which is of model type {ASSISTANT!r}"
                 )
-            target = load_spec(target_reference)
             return prediction_spec(speculation, target, model_config(target_reference), target_reference)
         case Algorithm.EAGLE | Algorithm.EAGLE3:
             spec = load_spec(_draft_model(speculation))
@@ -80,11 +91,14 @@ def load_draft(
         )
         _check_same(speculation, "a vocabulary", loaded.module.vocab_size, target.module.vocab_size, target_reference)
         return StandaloneDraft(loaded).eval()
-    is_own = speculation.algorithm is Algorithm.MTP
+    assists = speculation.algorithm is Algorithm.MTP and speculation.draft_model is not None
+    is_own = speculation.algorithm is Algorithm.MTP and not assists
     reference = target_reference if is_own else _draft_model(speculation)
     source = open_source(reference, device=device, seed=seed, random_weights=random_weights)
-    config = read_config(source.config, source.name, spec)
     weights = Weights(source, dtype=dtype, device=torch.device(device), parallel=parallel)
+    if assists:
+        return _build_assistant(weights, source, speculation, spec, target, target_reference)
+    config = read_config(source.config, source.name, spec)
     with torch.no_grad():
         if is_own:
             return build_prediction(weights, source, config, spec, target).eval()
@@ -95,6 +109,24 @@ def load_draft(
         else:
             draft = Eagle3Draft(weights, source, config, spec, target)
     weights.check_all_taken(lambda name: name in _TOKEN_MAPS)
+    return draft.eval()
+
+
+def _build_assistant(
+    weights: Weights,
+    source: WeightSource,
+    speculation: Speculation,
+    spec: ModelSpec,
+    target: LoadedModel,
+    target_reference: str,
+) -> DraftModel:
+    config = Config(source.config, source.name, ASSISTANT)
+    hidden, vocab = config.integer("backbone_hidden_size"), config.integer("vocab_size")
+    _check_same(speculation, "a 'backbone_hidden_size'", hidden, target.module.hidden_size, target_reference)
+    _check_same(speculation, "a vocabulary", vocab, target.module.vocab_size, target_reference)
+    with torch.no_grad():
+        draft = AssistantDraft(weights, config, spec, target)
+    weights.check_all_taken(lambda name: name == EMBEDDING)
     return draft.eval()
 
 

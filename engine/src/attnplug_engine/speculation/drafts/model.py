@@ -43,12 +43,14 @@ class DraftModel(nn.Module):
     ``spec`` has this rank's heads, and layer ids of its own from 0. ``hidden_size`` is the width of what ``forward``
     gives. ``models`` says how many models there are, one for each step; 1 is the same model for every step.
     ``target_ids`` ``[draft vocab]`` int64 are the target's tokens that the draft's own stand for; None means that both
-    have one vocabulary.
+    have one vocabulary. ``reads_target`` says that it has no cache: its layers' ids and rows are the target's, and it
+    writes none.
     """
 
     takes: Takes = NOTHING
     models: int = 1
     target_ids: Tensor | None = None
+    reads_target: bool = False
 
     def __init__(self, spec: ModelSpec, hidden_size: int) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ from attnplug_engine.models.rope import Rotation
 from attnplug_engine.models.weights import Rows, Weights
 from attnplug_engine.speculation.drafts.model import LAST, DraftError, DraftModel
 from attnplug_engine.speculation.drafts.shared import own_embedding, own_head
-from attnplug_engine.speculation.options import STEPS, Speculation
+from attnplug_engine.speculation.options import STEPS, TOPK, Speculation
 
 MakeBlock = Callable[[Weights, Config, LayerSpec], Block]
 
@@ -169,8 +169,15 @@ def prediction_spec(speculation: Speculation, target: ModelSpec, given: Mapping[
             f"`{STEPS}` is {speculation.steps}; give at most {stored}",
             STEPS,
         )
+    used = min(stored, speculation.steps)
+    if used > 1 and speculation.topk > 1:
+        raise DraftError(
+            f"`{TOPK}` {speculation.topk} makes trees of drafts, and {source} has {stored} layers for multi-token "
+            f"prediction, one for each step of a chain; give a `{TOPK}` of 1",
+            TOPK,
+        )
     layer = target.full_layers[-1]
-    layers = tuple(replace(layer, layer_id=index) for index in range(min(stored, speculation.steps)))
+    layers = tuple(replace(layer, layer_id=index) for index in range(used))
     return replace(target, name=f"{target.name} (mtp)", layers=layers)
 
 

@@ -1,0 +1,529 @@
+"""Engines that speculate give the tokens of engines that do not, whatever is proposed.
+
+What real CUDA graphs do is in ``tests/test_engine_speculation.py``, on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache, partial
+from math import exp
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from refilled_native import RefilledNative, build, captured
+from test_draft_prediction import saved_deepseek
+from thread_ranks import in_ranks
+
+from attnplug import ForwardMode, PlanError, Problem, Role
+from attnplug.host import BackendRequest, SelectionError, UsageError, load_model, load_registry, select
+from attnplug_engine import Engine, SamplingParams
+from attnplug_engine.speculation.batches import EagerBatches
+from attnplug_engine.speculation.choosing import choose_draft, speculating
+from attnplug_engine.speculation.options import Algorithm, Speculation
+from support.command import Attnplug
+
+LLAMA, DEEPSEEK, HYBRID = "tiny:llama", "tiny:deepseek_v3", "tiny:qwen3_next"
+PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11], [3, 1, 4, 1, 5], [9, 2, 6], [5] * 9, [1, 2, 3, 4] * 5]
+NGRAM = {"speculative_algorithm": "ngram"}
+MTP = {"speculative_algorithm": "mtp"}
+
+
+def standalone(draft: str) -> dict[str, Any]:
+    return {"speculative_algorithm": "standalone", "speculative_draft_model": draft}
+
+
+def shaped(steps: int, topk: int = 1, nodes: int | None = None) -> dict[str, Any]:
+    return {
+        "speculative_num_steps": steps,
+        "speculative_topk": topk,
+        "speculative_num_draft_tokens": nodes,
+    }
+
+
+def engine(model: str = LLAMA, **settings: Any) -> Engine:
+    return Engine(model, device="cpu", **{"page_size": 4, "max_batch": 7, "ignore_eos": True, **settings})
+
+
+def params(new: int = 24) -> list[SamplingParams]:
+    """For each prompt, of different lengths, so that batches shrink; every other one draws."""
+    drawn = SamplingParams(new, temperature=0.9, top_k=40, top_p=0.95, seed=3)
+    each = [replace(drawn, max_tokens=max(new - 2 * number, 2)) for number in range(len(PROMPTS))]
+    return [one if number % 2 else replace(one, temperature=0.0) for number, one in enumerate(each)]
+
+
+@cache
+def plain(model: str) -> list[list[int]]:
+    return [one.token_ids for one in engine(model).generate(PROMPTS, params())]
+
+
+def tokens(one: Engine) -> list[list[int]]:
+    return [completion.token_ids for completion in one.generate(PROMPTS, params())]
+
+
+def rounds(one: Engine) -> Any:
+    assert one.statistics.rounds is not None and one.statistics.rounds.rounds
+    return one.statistics.rounds
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["alone", "overlapped"])
+@pytest.mark.parametrize(
+    ("model", "settings"),
+    [
+        (LLAMA, NGRAM | shaped(3)),
+        (LLAMA, NGRAM | shaped(4, 2)),
+        (LLAMA, standalone(LLAMA) | shaped(1)),
+        (LLAMA, standalone("tiny:qwen3") | shaped(4)),
+        (LLAMA, standalone(LLAMA) | shaped(3, 4, 9)),
+        (LLAMA, {"speculative_algorithm": "eagle", "speculative_draft_model": LLAMA} | shaped(3)),
+        (LLAMA, {"speculative_algorithm": "eagle3", "speculative_draft_model": LLAMA} | shaped(2, 2)),
+        (DEEPSEEK, NGRAM | shaped(2)),
+        (DEEPSEEK, MTP | shaped(3)),
+        (DEEPSEEK, MTP | shaped(1, 2)),
+        (DEEPSEEK, MTP | shaped(3, 2, 5)),
+        (DEEPSEEK, standalone(LLAMA) | shaped(2)),
+        (HYBRID, NGRAM | shaped(3)),
+        (HYBRID, MTP | shaped(2)),
+    ],
+)
+def test_tokens_are_those_without_speculation(model, settings, overlap):
+    """Greedy and drawn ones, in one batch that shrinks from 7 requests to 1."""
+    one = engine(model, overlap=overlap, **settings)
+    assert tokens(one) == plain(model)
+    assert one.runner.allocator.free_pages + len(one.cache) == one.runner.allocator.num_pages
+
+
+class TestAcceptance:
+    @pytest.mark.parametrize("steps", [1, 2, 4])
+    @pytest.mark.parametrize("model", [LLAMA, DEEPSEEK])
+    def test_a_draft_with_the_targets_own_weights_is_accepted_always(self, model, steps):
+        one = engine(model, **standalone(model), **shaped(steps))
+        assert tokens(one) == plain(model)
+        assert rounds(one).acceptance == 1 and rounds(one).tokens_a_round == steps + 1
+
+    def test_a_tree_of_such_a_draft_is_accepted_mostly(self):
+        """Of flat distributions, paths that are likely together crowd out the one of likeliest tokens."""
+        one = engine(**standalone(LLAMA), **shaped(3, 4))
+        assert tokens(one) == plain(LLAMA)
+        assert rounds(one).acceptance > 0.7
+
+    def test_a_random_draft_is_accepted_almost_never(self):
+        one = engine(**standalone("tiny:qwen3"))
+        assert tokens(one) == plain(LLAMA)
+        assert rounds(one).acceptance < 0.1
+
+    def test_n_grams_are_found_in_repeated_text(self):
+        """A model without layers goes by the last token alone, so that it soon repeats itself."""
+        one, other = engine(**NGRAM, **shaped(3)), engine()
+        for each in (one, other):
+            for weight in each.runner.model.layers.parameters():
+                weight.zero_()
+        mine, theirs = (each.generate(PROMPTS, SamplingParams(60)) for each in (one, other))
+        assert [found.token_ids for found in mine] == [found.token_ids for found in theirs]
+        assert rounds(one).acceptance > 0.5
+
+    def test_one_request_at_a_time(self):
+        one = engine(**standalone(LLAMA), max_batch=1)
+        assert tokens(one) == plain(LLAMA) and rounds(one).acceptance == 1
+
+
+class TestProposals:
+    """What is proposed after rounds is what is proposed after one prefill of the same tokens."""
+
+    @pytest.mark.parametrize(
+        ("model", "settings"),
+        [
+            (DEEPSEEK, MTP | shaped(3)),
+            (DEEPSEEK, MTP | shaped(3, 2, 6)),
+            (LLAMA, standalone("tiny:qwen3") | shaped(3)),
+            (LLAMA, standalone(LLAMA) | shaped(3, 2, 6)),
+            (LLAMA, {"speculative_algorithm": "eagle", "speculative_draft_model": LLAMA} | shaped(3)),
+            (LLAMA, {"speculative_algorithm": "eagle3", "speculative_draft_model": LLAMA} | shaped(2)),
+            (LLAMA, NGRAM | shaped(3, 2)),
+        ],
+    )
+    @pytest.mark.parametrize("chunk", [2048, 5])
+    def test_rounds_and_prefills_propose_alike(self, model, settings, chunk):
+        one = engine(model, chunked_prefill_size=chunk, prefix_cache=False, overlap=False, **settings)
+        request = one.add([1, 2, 3, 4] * 3, SamplingParams(16))
+        checked = 0
+        while one.step() is not None and request.finish_reason is None:
+            if len(request.output) < 2:
+                continue
+            other = engine(model, prefix_cache=False, overlap=False, **settings)
+            again = other.add([*request.prompt, *request.output[:-1]], SamplingParams(16))
+            other.step()
+            assert again.output == request.output[-1:]
+            for mine, theirs in zip(proposed(one, request), proposed(other, again), strict=True):
+                assert mine == theirs
+            checked += 1
+        assert checked >= 3
+
+    def test_a_draft_is_fed_the_tokens_after_those_of_the_target_and_its_hidden_states(self, monkeypatch):
+        """Row p of the draft's cache: token p + 1, and the target's hidden state at p; in chunks and in rounds."""
+        one = engine(DEEPSEEK, chunked_prefill_size=5, overlap=False, **MTP, **shaped(3, 2, 5))
+        rows: dict[int, tuple[int, torch.Tensor]] = {}
+        model = one.rounds.draft.model
+        forward = model.forward
+
+        def fed(input_ids, positions, hidden, batch, step=0):
+            if batch.forward_mode in (ForwardMode.EXTEND, ForwardMode.DRAFT_EXTEND):
+                rows.update(zip(positions.tolist(), zip(input_ids.tolist(), hidden, strict=True), strict=True))
+            return forward(input_ids, positions, hidden, batch, step)
+
+        monkeypatch.setattr(model, "forward", fed)
+        request = one.add([1, 2, 3, 4] * 3, SamplingParams(12))
+        while one.step() is not None:
+            pass
+        whole = [*request.prompt, *request.output]
+        plain_engine = engine(DEEPSEEK)
+        again = plain_engine.add(whole, SamplingParams(1))
+        hidden = plain_engine.runner.hidden_states(plain_engine.scheduler.next_step())
+        assert again.prompt == tuple(whole)
+        for position in range(len(whole) - 1):
+            token, state = rows[position]
+            assert token == whole[position + 1]
+            torch.testing.assert_close(state, hidden[position], atol=1e-4, rtol=1e-4)
+
+
+def proposed(one: Engine, request: Any) -> list[Any]:
+    proposal = one.rounds.state.proposed
+    return [tensor[request.row].tolist() for tensor in (proposal.tokens, proposal.parents) if tensor is not None]
+
+
+class TestServing:
+    @pytest.mark.parametrize("overlap", [False, True], ids=["alone", "overlapped"])
+    @pytest.mark.parametrize(
+        ("model", "settings"),
+        [
+            (LLAMA, NGRAM | shaped(3)),
+            (LLAMA, standalone(LLAMA) | shaped(2)),
+            (DEEPSEEK, MTP | shaped(3, 2)),
+            (HYBRID, MTP | shaped(2)),
+        ],
+    )
+    def test_requests_come_end_and_lose_their_pages(self, model, settings, overlap):
+        """With chunks, a prefix cache, too few pages, aborts, and steps that fail."""
+        random = Random(7)
+        stem = [random.randrange(128) for _ in range(12)]
+        prompts = [
+            stem[: random.randrange(12)] + [random.randrange(128) for _ in range(random.randint(1, 9))]
+            for _ in range(10)
+        ]
+        each = [
+            SamplingParams(random.randint(4, 20), temperature=0.8 * (n % 2), stop_token_ids=frozenset(range(6)))
+            for n in range(10)
+        ]
+        expected = [one.token_ids for one in engine(model).generate(prompts, each)]
+        small = engine(
+            model, overlap=overlap, num_pages=22, chunked_prefill_size=6, max_batch=4, state_checkpoint=8, **settings
+        )
+        launch = small.rounds.launch
+        requests, aborted = [small.add(prompt, one) for prompt, one in zip(prompts, each, strict=True)], set()
+        count = 0
+        while small.scheduler.has_work:
+            count += 1
+            assert count < 500
+            small.rounds.launch = launch if count % 9 else lambda step: 1 / 0
+            with suppress(ZeroDivisionError):
+                small.step()
+            if count == 6:
+                victim = small.scheduler.running[0]
+                small.abort(victim)
+                aborted.add(victim.id)
+        for request, wanted in zip(requests, expected, strict=True):
+            assert request.output == (wanted[: len(request.output)] if request.id in aborted else wanted)
+        assert small.scheduler.preemptions
+        small.cache.clear()
+        assert small.runner.allocator.free_pages == small.runner.allocator.num_pages
+
+    def test_a_hit_in_the_prefix_cache_leaves_out_the_page_before_it_for_hidden_states(self):
+        for settings, cached in ((MTP, 8), (standalone(LLAMA), 12), (NGRAM, 12)):
+            one = engine(DEEPSEEK, **settings)
+            prompt = list(range(13))
+            outputs = [one.generate([prompt], SamplingParams(4))[0] for _ in range(2)]
+            assert outputs[0].token_ids == outputs[1].token_ids
+            assert [output.usage.cached_tokens for output in outputs] == [0, cached]
+
+    def test_log_probabilities_are_those_without_speculation(self):
+        for settings in (standalone(LLAMA) | shaped(3), standalone(LLAMA) | shaped(2, 3), NGRAM):
+            asked = SamplingParams(9, logprobs=2)
+            mine, theirs = (one.generate(PROMPTS[:3], asked) for one in (engine(**settings), engine()))
+            for found, expected in zip(mine, theirs, strict=True):
+                assert [one.token_id for one in found.logprobs] == found.token_ids == expected.token_ids
+                for one, other in zip(found.logprobs, expected.logprobs, strict=True):
+                    assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+                    assert [likely.token_id for likely in one.top] == [likely.token_id for likely in other.top]
+
+    @pytest.mark.parametrize("place", [1, 2, 5])
+    def test_a_request_ends_at_a_stop_token_inside_a_round(self, place):
+        stop = plain(LLAMA)[0][place]
+        asked = SamplingParams(20, stop_token_ids=frozenset({stop}))
+        mine, theirs = (one.generate(PROMPTS[:1], asked)[0] for one in (engine(**standalone(LLAMA)), engine()))
+        assert (mine.token_ids, mine.finish_reason) == (theirs.token_ids, "stop")
+
+    def test_a_request_whose_logits_are_not_finite_ends_alone(self):
+        """A token that spoils its row spoils those before it in its round, too, if it is proposed."""
+        for settings in (standalone(LLAMA) | shaped(3), standalone(LLAMA) | shaped(3, 2), NGRAM):
+            one, other = engine(overlap=True, **settings), engine()
+            bad = other.generate(PROMPTS[1:2], SamplingParams(8))[0].token_ids[3]
+            for each in (one, other):
+                each.runner.model.embedding[bad] = float("nan")
+            mine, theirs = (each.generate(PROMPTS[:3], SamplingParams(8)) for each in (one, other))
+            for number in (0, 2):
+                assert mine[number].token_ids == theirs[number].token_ids
+            assert mine[1].token_ids == theirs[1].token_ids[: len(mine[1].token_ids)]
+            assert settings is not NGRAM or mine[1].token_ids == theirs[1].token_ids
+            assert [found.finish_reason for found in mine] == ["length", "error", "length"]
+
+    def test_tokens_come_one_by_one_to_who_follows(self):
+        one = engine(**standalone(LLAMA))
+        updates = list(one.stream(PROMPTS[:2], SamplingParams(7)))
+        for index in range(2):
+            got = [update.token for update in updates if update.index == index]
+            assert got[:-1] == engine().generate(PROMPTS[:2], SamplingParams(7))[index].token_ids and got[-1] is None
+
+    @pytest.mark.parametrize("settings", [NGRAM, standalone(DEEPSEEK), MTP | shaped(2, 2)], ids=str)
+    def test_ranks_take_the_same_tokens(self, settings):
+        def run(parallel):
+            one = Engine(DEEPSEEK, device="cpu", page_size=4, ignore_eos=True, parallel=parallel, **settings)
+            return [completion.token_ids for completion in one.generate(PROMPTS[:4], params(10)[:4])]
+
+        found = in_ranks(2, run)
+        one = engine(DEEPSEEK).generate(PROMPTS[:4], params(10)[:4])
+        assert found[0] == found[1] == [completion.token_ids for completion in one]
+
+
+class Counting(RefilledNative):
+    """Counts what is planned, by mode and by who asks."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.seen: list[tuple[str, str]] = []
+
+    def init_forward_metadata(self, batch):
+        self.seen.append(("plan", str(batch.forward_mode)))
+        return super().init_forward_metadata(batch)
+
+    def init_forward_metadata_out_graph(self, forward_batch, in_capture=False):
+        self.seen.append(("capture" if in_capture else "replay", str(forward_batch.forward_mode)))
+        return super().init_forward_metadata_out_graph(forward_batch, in_capture)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("runner", "speculation.draft_runner"):
+        monkeypatch.setattr(f"attnplug_engine.{module}.build_selection", partial(build, kind=Counting))
+
+
+class TestPlanning:
+    """How often each backend plans, in each mode: each batch once, by whoever made it (B1, B2)."""
+
+    @pytest.mark.parametrize(
+        ("model", "settings", "draft"),
+        [
+            (LLAMA, NGRAM, None),
+            (LLAMA, standalone(LLAMA) | shaped(3), ["draft_extend", "decode", "decode"]),
+            (LLAMA, standalone(LLAMA) | shaped(1), ["draft_extend"]),
+            (DEEPSEEK, MTP | shaped(3, 2), ["draft_extend", "target_verify", "target_verify"]),
+        ],
+    )
+    def test_a_round_plans_each_of_its_batches_once(self, model, settings, draft, counted):
+        one = engine(model, overlap=False, **settings)
+        one.add(PROMPTS[0], SamplingParams(12))
+        assert one.step() is not None
+        backends = [one.runner.backend] + ([] if draft is None else [one.rounds.draft.backend])
+        further = ["extend", *(draft or ())[1:]]  # of the prefill, whose extend takes the place of a draft extend
+        assert [[mode for _, mode in backend.seen] for backend in backends] == [["extend"], further][: len(backends)]
+        for backend in backends:
+            backend.seen.clear()
+        one.step()
+        expected = [[("plan", "target_verify")], [("plan", mode) for mode in draft or ()]]
+        assert [backend.seen for backend in backends] == expected[: len(backends)]
+
+    @pytest.mark.parametrize(
+        ("settings", "draft"),
+        [(standalone(LLAMA) | shaped(3), ["draft_extend", "decode", "decode"]), (NGRAM, None)],
+    )
+    def test_a_replayed_round_is_planned_outside_of_its_graphs_only(self, settings, draft, counted):
+        one = captured(engine(overlap=False, **settings), (2,))
+        backends = [one.runner.backend] + ([] if draft is None else [one.rounds.draft.backend])
+        seen = [[what for what in backend.seen if what[0] == "capture"] for backend in backends]
+        expected = [[("capture", "target_verify")], [("capture", mode) for mode in draft or ()]]
+        assert seen == expected[: len(backends)], "a batch is planned once, and again by nobody in its capture"
+        one.add(PROMPTS[0], SamplingParams(12))
+        one.step()
+        for backend in backends:
+            backend.seen.clear()
+        one.step()
+        assert one.statistics.replayed_steps == 1
+        expected = [[("replay", "target_verify")], [("replay", mode) for mode in draft or ()]]
+        assert [backend.seen for backend in backends] == expected[: len(backends)]
+
+    def test_a_draft_with_a_model_for_each_step_plans_once(self, tmp_path, counted):
+        folder, _ = saved_deepseek(tmp_path, 3)
+        one = engine(str(folder), overlap=False, **MTP, **shaped(3))
+        one.add(PROMPTS[0], SamplingParams(12))
+        one.step()
+        one.step()
+        assert one.rounds.draft.backend.seen == [("plan", "extend"), ("plan", "draft_extend")]
+
+
+class TestFaults:
+    """A caller's mistakes in who plans what are found: none gives wrong tokens in silence."""
+
+    def test_a_forgotten_mark_is_a_second_plan(self, counted, monkeypatch):
+        monkeypatch.setattr("attnplug.ForwardBatch.mark_forward_metadata_ready", lambda *_, **__: None)
+        one = engine(overlap=False, **NGRAM)
+        one.add(PROMPTS[0], SamplingParams(4))
+        one.step()
+        one.step()
+        assert one.runner.backend.seen[1:] == 2 * [("plan", "target_verify")]
+
+    def test_a_stale_plan_is_an_error(self, monkeypatch):
+        make = EagerBatches.make
+
+        def stale(self, *args, **kwargs):
+            batch = make(self, *args, **kwargs)
+            batch.geometry = replace(batch.geometry)
+            return batch
+
+        monkeypatch.setattr(EagerBatches, "make", stale)
+        one = engine(overlap=False, **NGRAM)
+        one.add(PROMPTS[0], SamplingParams(4))
+        one.step()
+        with pytest.raises(PlanError, match="geometry was replaced after it was planned"):
+            one.step()
+
+    def test_a_draft_that_is_planned_by_the_targets_backend_is_an_error(self):
+        one = engine(overlap=False, **standalone(LLAMA))
+        one.rounds._draft_batches = one.rounds._eager
+        one.add(PROMPTS[0], SamplingParams(4))
+        with pytest.raises(PlanError, match="torch_native"):
+            one.step()
+
+
+class TestGraphs:
+    @pytest.mark.parametrize("overlap", [False, True], ids=["alone", "overlapped"])
+    @pytest.mark.parametrize(
+        ("model", "settings"),
+        [
+            (LLAMA, NGRAM | shaped(2, 2)),
+            (LLAMA, standalone(LLAMA) | shaped(3)),
+            (DEEPSEEK, MTP | shaped(3)),
+            (DEEPSEEK, MTP | shaped(3, 2, 5)),
+        ],
+    )
+    def test_replayed_rounds_give_the_tokens_of_eager_ones(self, model, settings, overlap, counted):
+        """Rounds of 7 to 5 requests run eagerly, of 4 and 2 as captured, of 3 and 1 padded."""
+        one = captured(engine(model, overlap=overlap, **settings), (2, 4))
+        assert tokens(one) == plain(model)
+        assert one.statistics.replayed_steps and one.statistics.eager_steps
+
+    @pytest.mark.parametrize("fill", [0, 1, 6])
+    def test_padding_writes_to_nobodys_pages(self, fill, monkeypatch):
+        for module in ("runner", "speculation.draft_runner"):
+            kind = partial(RefilledNative, fill=fill)
+            monkeypatch.setattr(f"attnplug_engine.{module}.build_selection", partial(build, kind=kind))
+        one = captured(engine(**standalone(LLAMA), **shaped(3), num_pages=200), (4,))
+        assert one.runner.allocator.free_pages == 200 - -(-max(fill, 4) // 4) * bool(fill)
+        assert tokens(one) == plain(LLAMA)
+
+    def test_a_draft_with_a_model_for_each_step_is_captured(self, tmp_path, counted):
+        folder, _ = saved_deepseek(tmp_path, 3)
+        one = captured(engine(str(folder), **MTP, **shaped(3)), (4,))
+        assert tokens(one) == tokens(engine(str(folder)))
+        assert one.statistics.replayed_steps
+
+
+class TestDistribution:
+    @pytest.mark.parametrize("draft", [LLAMA, "tiny:qwen3"])
+    def test_drawn_tokens_have_the_targets_distribution(self, draft):
+        """By chi-squared, of the pairs of tokens that follow a prompt; of the four likeliest each."""
+        prompt, kept, drawn = [1, 2, 3], 4, 500
+        one = engine(max_batch=50, **standalone(draft), **shaped(2))
+        pairs = Counter(
+            tuple(completion.token_ids)
+            for completion in one.generate(
+                [prompt] * drawn,
+                [SamplingParams(2, temperature=1.0, top_k=kept, seed=seed) for seed in range(drawn)],
+            )
+        )
+        expected = {}
+        for first, chance in likeliest(prompt, kept).items():
+            for second, other in likeliest([*prompt, first], kept).items():
+                expected[first, second] = chance * other * drawn
+        assert pairs.keys() <= expected.keys()
+        found = sum((pairs[pair] - count) ** 2 / count for pair, count in expected.items())
+        assert found < 37.7, "15 degrees of freedom exceed this once in a thousand times"
+        assert rounds(one).rounds == drawn
+
+
+def likeliest(prompt: list[int], kept: int) -> dict[int, float]:
+    """The chances of the likeliest next tokens, among themselves."""
+    (completion,) = engine().generate([prompt], SamplingParams(1, logprobs=kept))
+    chances = {one.token_id: exp(one.logprob) for one in completion.logprobs[0].top}
+    return {token: chance / sum(chances.values()) for token, chance in chances.items()}
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("speculation", "told"),
+        [
+            (Speculation(Algorithm.NGRAM, None, 15), "16 speculative tokens are asked for, it takes 8"),
+            (Speculation(Algorithm.NGRAM, None, 2, 2), "drafts with 2 branches are trees, and it takes chains only"),
+        ],
+    )
+    def test_more_than_a_backend_verifies(self, speculation, told):
+        problem = speculating(Problem(load_model(DEEPSEEK), "cuda", 90), speculation)
+        with pytest.raises(SelectionError, match=told):
+            select(load_registry(), BackendRequest(roles={Role.DECODE: "flashmla"}), problem)
+
+    def test_a_backend_for_mla_alone_under_another_draft(self):
+        """sglang 20298: a refusal, by value and setting, and no crash."""
+        problem = Problem(load_model(DEEPSEEK), "cuda", 90, speculative_tokens=4, drafts_by_host=True)
+        speculation = Speculation(Algorithm.STANDALONE, LLAMA, 3)
+        with pytest.raises(SelectionError) as caught:
+            choose_draft(load_registry(), BackendRequest("triton_mla"), problem, speculation, DEEPSEEK)
+        assert "triton_mla" in str(caught.value) and "cannot serve draft" in str(caught.value)
+        assert "attention kind mha is not supported, only mla" in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("model", "settings", "told"),
+        [
+            (HYBRID, NGRAM | {"speculative_topk": 2}, "tiny:qwen3_next has linear-attention layers, whose states"),
+            (LLAMA, standalone(HYBRID), "the draft tiny:qwen3_next has linear-attention layers, whose states"),
+            (LLAMA, MTP, "is of model type 'llama', whose layers for multi-token prediction cannot be read"),
+            (
+                LLAMA,
+                NGRAM | {"role_backends": {Role.DRAFT: "torch_native"}},
+                "torch_native is given, but `spec",
+            ),
+            (LLAMA, {"role_backends": {Role.DRAFT: "torch_native"}}, "torch_native is given, but speculation is off"),
+        ],
+    )
+    def test_what_cannot_speculate_is_told(self, model, settings, told):
+        with pytest.raises(UsageError) as caught:
+            engine(model, **settings)
+        assert told in caught.value.message
+
+    def test_options_of_the_drafts_backend_are_the_drafts(self):
+        one = engine(**standalone(LLAMA), role_backends={Role.DRAFT: "torch_native"}, attention_backend="torch_native")
+        assert one.draft_selection.chosen(Role.DRAFT).spec.name == "torch_native"
+
+
+def test_run_tells_what_speculation_brought(attnplug: Attnplug, tmp_path):
+    lines = tmp_path / "prompts.jsonl"
+    lines.write_text('{"prompt_token_ids": [1, 2, 3]}\n')
+    outcome = attnplug(
+        *("run", "--model", LLAMA, "--prompts", str(lines), "--max-tokens", "12", "--device", "cpu", "--json"),
+        *("--ignore-eos", "--speculative-algorithm", "standalone", "--speculative-draft-model", LLAMA),
+    )
+    assert outcome.code == 0, outcome.err
+    assert "draft: torch_native" in outcome.err
+    assert "speculation: 4.00 tokens a round, 100% of proposed tokens accepted" in outcome.err
+    assert "a round: verify" in outcome.err

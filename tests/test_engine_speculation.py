@@ -1,0 +1,202 @@
+"""Engines that speculate on a GPU, in real CUDA graphs and out of them: tokens as transformers'."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from draft_checkpoints import random_tensors, save, shapes_of_assistant
+from rounded_oracle import DEEPSEEK_V3, RoundedOracle
+from safetensors.torch import load_file, save_file
+
+from attnplug_engine import Engine, SamplingParams
+from support.devices import DEVICES, nothing_waits
+
+pytestmark = [*DEVICES[1].marks]
+
+SMALL = {
+    "vocab_size": 512,
+    "hidden_size": 256,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.06,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+LINEAR = {
+    "num_attention_heads": 4,
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "num_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {**SMALL, "num_attention_heads": 8, "head_dim": 64},
+    "deepseek_v3": {**DEEPSEEK_V3, "num_experts_per_tok": 4},  # all: choosing would turn rounding into other experts
+    "qwen3_next": SMALL | LINEAR,
+}
+NEW = 40
+MTP = {"speculative_algorithm": "mtp", "speculative_num_steps": 3}
+NGRAM = {"speculative_algorithm": "ngram", "speculative_num_steps": 3}
+OWN = {"speculative_algorithm": "standalone", "speculative_draft_model": "own", "speculative_num_steps": 3}
+ASSISTANT = {**OWN, "speculative_algorithm": "mtp", "speculative_draft_model": "assistant"}
+TREE = {"speculative_topk": 2, "speculative_num_draft_tokens": 6}
+LAYERS = "deepseek_v3-layers"
+"""The same model with a layer for each step."""
+BACKENDS = {"llama": "triton_mha", "deepseek_v3": "triton_mla", LAYERS: "triton_mla", "qwen3_next": "triton_mha"}
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("llama", OWN),
+    ("llama", OWN | TREE),
+    ("llama", NGRAM),
+    ("deepseek_v3", MTP),
+    ("deepseek_v3", MTP | TREE),
+    ("deepseek_v3", NGRAM | TREE),
+    ("qwen3_next", NGRAM),
+    (LAYERS, MTP),
+    ("llama", ASSISTANT),
+    ("qwen3_next", ASSISTANT),
+]
+
+
+def prompts(count: int) -> list[list[int]]:
+    random = Random(11)
+    return [[random.randrange(512) for _ in range(random.choice((1, 7, 33, 64, 90)))] for _ in range(count)]
+
+
+def named(value: object) -> str:
+    if not isinstance(value, dict):
+        return str(value)
+    assists = value.get("speculative_draft_model") == "assistant"
+    return value["speculative_algorithm"] + "-assistant" * assists + "-tree" * ("speculative_topk" in value)
+
+
+@pytest.fixture(scope="module")
+def oracles(tmp_path_factory):
+    """By model: what judges, and the checkpoint's folder; DeepSeek's has layers for multi-token prediction."""
+    made: dict[str, tuple[RoundedOracle, str]] = {}
+
+    def oracle(name: str) -> tuple[RoundedOracle, str]:
+        if name not in made:
+            kind = name.removesuffix("-layers")
+            one = RoundedOracle(str(tmp_path_factory.mktemp(name)), kind, MODELS[kind])
+            layers = {"deepseek_v3": 1, LAYERS: 3}.get(name, 0)
+            folder = _with_prediction(Path(one.folder), layers) if layers else one.folder
+            made[name] = one, folder
+        return made[name]
+
+    return oracle
+
+
+def _with_prediction(folder: Path, layers: int) -> str:
+    """The checkpoint with copies of its last block as layers for multi-token prediction."""
+    tensors = load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    last, hidden = config["num_hidden_layers"] - 1, config["hidden_size"]
+    first, dtype = f"model.layers.{last}.", tensors["model.norm.weight"].dtype
+    copies: dict[str, torch.Tensor] = {}
+    for own in (f"model.layers.{last + 1 + layer}" for layer in range(layers)):
+        copies |= {name.replace(first, f"{own}."): one.clone() for name, one in tensors.items() if first in name}
+        for name in ("enorm", "hnorm", "shared_head.norm"):
+            copies[f"{own}.{name}.weight"] = torch.ones(hidden, dtype=dtype)
+        copies[f"{own}.eh_proj.weight"] = (torch.randn(hidden, 2 * hidden) * 0.06).to(dtype)
+    target = folder / "with_prediction"
+    target.mkdir()
+    save_file(tensors | copies, target / "model.safetensors", metadata={"format": "pt"})
+    (target / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": layers}))
+    return str(target)
+
+
+def _assistant(folder: Path) -> str:
+    """An assistant of two layers, which read the rows of the target's last one."""
+    config = json.loads((folder / "config.json").read_text())
+    same = {key: config[key] for key in ("vocab_size", "num_attention_heads", "intermediate_size")}
+    sizes = {"num_hidden_layers": 2, "hidden_size": 128, "backbone_hidden_size": config["hidden_size"]}
+    own = {"model_type": "llama_assistant", **same, **sizes}
+    return str(save(folder / "assistant", own, random_tensors(shapes_of_assistant(own, config["head_dim"]))))
+
+
+def speculating(folder: str, model: str, settings: dict[str, Any], **more: Any) -> Engine:
+    own = {}
+    if (draft := settings.get("speculative_draft_model")) is not None:
+        own = {"speculative_draft_model": folder if draft == "own" else _assistant(Path(folder))}
+    common = {"device": "cuda", "attention_backend": BACKENDS[model], "max_batch": 8, "ignore_eos": True}
+    return Engine(folder, **{**common, **settings, **own, **more})
+
+
+def judge(oracle: RoundedOracle, texts: list[list[int]], outputs: list[list[int]]) -> None:
+    """Tokens are those of float32 wherever the margin is larger than what bfloat16 rounds off."""
+    equal = clear_ones = 0
+    for prompt, chosen in zip(texts, outputs, strict=True):
+        assert len(chosen) == NEW
+        sequence, first = prompt + chosen, len(prompt) - 1
+        wanted = oracle._logits(oracle._exact, sequence[:-1])[first:]
+        rounding = oracle._logits(oracle._rounded, sequence[:-1])[first:] - wanted
+        top = wanted.topk(2, -1)
+        clear = (top.values[:, 0] - top.values[:, 1] > 2 * rounding.abs().amax(-1)).cpu()
+        same = top.indices[:, 0].cpu() == torch.tensor(chosen)
+        assert bool(same[clear].all()), f"prompt of {len(prompt)}: tokens differ where the margin is clear"
+        equal, clear_ones = equal + int(same.sum()), clear_ones + int(clear.sum())
+    total = NEW * len(outputs)
+    assert clear_ones >= total / 4 and equal >= 0.9 * total, f"{clear_ones} clear and {equal} equal of {total}"
+
+
+@pytest.mark.parametrize("overlap", [False, True], ids=["alone", "overlapped"])
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize(("model", "settings"), CASES, ids=named)
+def test_tokens_are_right(oracles, model, settings, graphs, overlap):
+    """Batches of 8 down to 1, with chunks, and prompts that begin alike."""
+    oracle, folder = oracles(model)
+    texts = prompts(9)
+    texts.append([*texts[-1][:40], 7, 8, 9])
+    more = {"cuda_graph_batch_sizes": (1, 4, 8)} if graphs else {"disable_cuda_graph": True}
+    engine = speculating(folder, model, settings, overlap=overlap, chunked_prefill_size=128, **more)
+    assert bool(engine.graphs.sizes) is graphs
+    outputs = [one.token_ids for one in engine.generate(texts, SamplingParams(NEW))]
+    judge(oracle, texts, outputs)
+    counts = engine.statistics
+    assert bool(counts.replayed_steps) is graphs
+    if settings is OWN:
+        assert counts.rounds.acceptance > 0.85
+    assert counts.rounds.verify_seconds > 0
+
+
+def test_drawn_tokens_do_not_depend_on_the_run(oracles):
+    """Twice the same, with graphs and overlap."""
+    _, folder = oracles("llama")
+    drawn = [SamplingParams(20, temperature=0.8, top_k=40, top_p=0.9, seed=number) for number in range(6)]
+    runs = [speculating(folder, "llama", OWN).generate(prompts(6), drawn) for _ in range(2)]
+    assert [one.token_ids for one in runs[0]] == [one.token_ids for one in runs[1]]
+
+
+@pytest.mark.parametrize(("model", "settings"), [CASES[0], CASES[3], CASES[4], CASES[2], CASES[7], CASES[8]], ids=named)
+def test_a_replayed_round_neither_waits_nor_allocates(oracles, model, settings):
+    _, folder = oracles(model)
+    engine = speculating(folder, model, settings, max_batch=4)
+    requests = [engine.add(prompt, SamplingParams(64)) for prompt in prompts(3)]
+    while not all(request.output for request in requests):
+        engine.step()
+    engine.step()
+    graphs, step = engine.rounds.graphs, engine._launched[-1][0]
+    captured = graphs.fitting(step.rounds)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    with nothing_waits("cuda"):
+        for _ in range(3):
+            captured.target.plan()
+            if engine.rounds.draft is not None:
+                captured.draft.plan()
+            for replay in captured.parts:
+                replay()
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
