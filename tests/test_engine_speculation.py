@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from draft_checkpoints import random_tensors, save, shapes_of_assistant
 from rounded_oracle import DEEPSEEK_V3, RoundedOracle
+from safetensors.torch import load_file, save_file
 
 from attnplug_engine import Engine, SamplingParams
 from support.devices import DEVICES, nothing_waits
@@ -49,8 +51,11 @@ NEW = 40
 MTP = {"speculative_algorithm": "mtp", "speculative_num_steps": 3}
 NGRAM = {"speculative_algorithm": "ngram", "speculative_num_steps": 3}
 OWN = {"speculative_algorithm": "standalone", "speculative_draft_model": "own", "speculative_num_steps": 3}
+ASSISTANT = {**OWN, "speculative_algorithm": "mtp", "speculative_draft_model": "assistant"}
 TREE = {"speculative_topk": 2, "speculative_num_draft_tokens": 6}
-BACKENDS = {"llama": "triton_mha", "deepseek_v3": "triton_mla", "qwen3_next": "triton_mha"}
+LAYERS = "deepseek_v3-layers"
+"""The same model with a layer for each step."""
+BACKENDS = {"llama": "triton_mha", "deepseek_v3": "triton_mla", LAYERS: "triton_mla", "qwen3_next": "triton_mha"}
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", OWN),
     ("llama", OWN | TREE),
@@ -59,6 +64,9 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("deepseek_v3", MTP | TREE),
     ("deepseek_v3", NGRAM | TREE),
     ("qwen3_next", NGRAM),
+    (LAYERS, MTP),
+    ("llama", ASSISTANT),
+    ("qwen3_next", ASSISTANT),
 ]
 
 
@@ -70,46 +78,59 @@ def prompts(count: int) -> list[list[int]]:
 def named(value: object) -> str:
     if not isinstance(value, dict):
         return str(value)
-    return value["speculative_algorithm"] + "-tree" * ("speculative_topk" in value)
+    assists = value.get("speculative_draft_model") == "assistant"
+    return value["speculative_algorithm"] + "-assistant" * assists + "-tree" * ("speculative_topk" in value)
 
 
 @pytest.fixture(scope="module")
 def oracles(tmp_path_factory):
-    """By model: what judges, and the checkpoint's folder; DeepSeek's has a layer for multi-token prediction."""
+    """By model: what judges, and the checkpoint's folder; DeepSeek's has layers for multi-token prediction."""
     made: dict[str, tuple[RoundedOracle, str]] = {}
 
     def oracle(name: str) -> tuple[RoundedOracle, str]:
         if name not in made:
-            one = RoundedOracle(str(tmp_path_factory.mktemp(name)), name, MODELS[name])
-            folder = _with_prediction(Path(one.folder)) if name == "deepseek_v3" else one.folder
+            kind = name.removesuffix("-layers")
+            one = RoundedOracle(str(tmp_path_factory.mktemp(name)), kind, MODELS[kind])
+            layers = {"deepseek_v3": 1, LAYERS: 3}.get(name, 0)
+            folder = _with_prediction(Path(one.folder), layers) if layers else one.folder
             made[name] = one, folder
         return made[name]
 
     return oracle
 
 
-def _with_prediction(folder: Path) -> str:
-    """The checkpoint with a copy of its last block as a layer for multi-token prediction."""
-    from safetensors.torch import load_file, save_file
-
+def _with_prediction(folder: Path, layers: int) -> str:
+    """The checkpoint with copies of its last block as layers for multi-token prediction."""
     tensors = load_file(folder / "model.safetensors")
     config = json.loads((folder / "config.json").read_text())
     last, hidden = config["num_hidden_layers"] - 1, config["hidden_size"]
-    first = f"model.layers.{last}."
-    own, dtype = f"model.layers.{last + 1}", tensors["model.norm.weight"].dtype
-    copies = {name.replace(first, f"{own}."): one.clone() for name, one in tensors.items() if first in name}
-    for name in ("enorm", "hnorm", "shared_head.norm"):
-        copies[f"{own}.{name}.weight"] = torch.ones(hidden, dtype=dtype)
-    copies[f"{own}.eh_proj.weight"] = (torch.randn(hidden, 2 * hidden) * 0.06).to(dtype)
+    first, dtype = f"model.layers.{last}.", tensors["model.norm.weight"].dtype
+    copies: dict[str, torch.Tensor] = {}
+    for own in (f"model.layers.{last + 1 + layer}" for layer in range(layers)):
+        copies |= {name.replace(first, f"{own}."): one.clone() for name, one in tensors.items() if first in name}
+        for name in ("enorm", "hnorm", "shared_head.norm"):
+            copies[f"{own}.{name}.weight"] = torch.ones(hidden, dtype=dtype)
+        copies[f"{own}.eh_proj.weight"] = (torch.randn(hidden, 2 * hidden) * 0.06).to(dtype)
     target = folder / "with_prediction"
     target.mkdir()
     save_file(tensors | copies, target / "model.safetensors", metadata={"format": "pt"})
-    (target / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    (target / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": layers}))
     return str(target)
 
 
+def _assistant(folder: Path) -> str:
+    """An assistant of two layers, which read the rows of the target's last one."""
+    config = json.loads((folder / "config.json").read_text())
+    same = {key: config[key] for key in ("vocab_size", "num_attention_heads", "intermediate_size")}
+    sizes = {"num_hidden_layers": 2, "hidden_size": 128, "backbone_hidden_size": config["hidden_size"]}
+    own = {"model_type": "llama_assistant", **same, **sizes}
+    return str(save(folder / "assistant", own, random_tensors(shapes_of_assistant(own, config["head_dim"]))))
+
+
 def speculating(folder: str, model: str, settings: dict[str, Any], **more: Any) -> Engine:
-    own = {"speculative_draft_model": folder} if settings.get("speculative_draft_model") == "own" else {}
+    own = {}
+    if (draft := settings.get("speculative_draft_model")) is not None:
+        own = {"speculative_draft_model": folder if draft == "own" else _assistant(Path(folder))}
     common = {"device": "cuda", "attention_backend": BACKENDS[model], "max_batch": 8, "ignore_eos": True}
     return Engine(folder, **{**common, **settings, **own, **more})
 
@@ -159,7 +180,7 @@ def test_drawn_tokens_do_not_depend_on_the_run(oracles):
     assert [one.token_ids for one in runs[0]] == [one.token_ids for one in runs[1]]
 
 
-@pytest.mark.parametrize(("model", "settings"), [CASES[0], CASES[3], CASES[4], CASES[2]], ids=named)
+@pytest.mark.parametrize(("model", "settings"), [CASES[0], CASES[3], CASES[4], CASES[2], CASES[7], CASES[8]], ids=named)
 def test_a_replayed_round_neither_waits_nor_allocates(oracles, model, settings):
     _, folder = oracles(model)
     engine = speculating(folder, model, settings, max_batch=4)

@@ -123,3 +123,24 @@ def saved_deepseek(folder: Path, layers: int = 1, *, own: bool = False, **keys: 
     for index in range(layers):
         shapes |= shapes_of_deepseek_layer(f"model.layers.{3 + index}", own=own)
     return saved_target(folder, "deepseek_v3", random_tensors(shapes), num_nextn_predict_layers=layers, **keys)
+
+
+def shapes_of_assistant(config: Mapping[str, Any], dim: int, *, norms: bool = False) -> dict[str, tuple[int, ...]]:
+    """With queries of width ``dim``, and a norm on each of them if it has ``norms``."""
+    hidden, heads, intermediate = (config[key] for key in ("hidden_size", "num_attention_heads", "intermediate_size"))
+    backbone = config["backbone_hidden_size"]
+    shapes = {
+        "pre_projection.weight": (hidden, 2 * backbone),
+        "post_projection.weight": (backbone, hidden),
+        "model.embed_tokens.weight": (config["vocab_size"], hidden),
+        "model.norm.weight": (hidden,),
+    }
+    for name in (f"model.layers.{index}" for index in range(config["num_hidden_layers"])):
+        shapes |= {f"{name}.{part}_layernorm.weight": (hidden,) for part in ("input", "post_attention")}
+        shapes |= {f"{name}.mlp.{part}_proj.weight": (intermediate, hidden) for part in ("gate", "up")}
+        shapes[f"{name}.mlp.down_proj.weight"] = (hidden, intermediate)
+        shapes[f"{name}.self_attn.q_proj.weight"] = (heads * dim, hidden)
+        shapes[f"{name}.self_attn.o_proj.weight"] = (hidden, heads * dim)
+        if norms:
+            shapes[f"{name}.self_attn.q_norm.weight"] = (dim,)
+    return shapes

@@ -9,7 +9,7 @@ import draft_math as math
 import pytest
 import torch
 from coached_drafts import Coach, caches, params, tokens
-from draft_checkpoints import VOCAB, random_tensors, save, shapes_of_llama_mlp
+from draft_checkpoints import VOCAB, random_tensors, save, shapes_of_assistant
 from refilled_native import RefilledNative, build, captured
 from thread_ranks import in_ranks
 from torch.testing import assert_close
@@ -40,30 +40,12 @@ CONFIG = {
 }
 
 
-def shapes_of_assistant(dim: int = 16, *, norms: bool = False, layers: int = 3) -> dict[str, tuple[int, ...]]:
-    shapes: dict[str, tuple[int, ...]] = {
-        "pre_projection.weight": (HIDDEN, 2 * BACKBONE),
-        "post_projection.weight": (BACKBONE, HIDDEN),
-        "model.embed_tokens.weight": (VOCAB, HIDDEN),
-        "model.norm.weight": (HIDDEN,),
-    }
-    for name in (f"model.layers.{index}" for index in range(layers)):
-        mlp = shapes_of_llama_mlp(f"{name}.mlp", 48)
-        shapes |= {key: tuple(HIDDEN if size == BACKBONE else size for size in shape) for key, shape in mlp.items()}
-        shapes |= {f"{name}.{part}_layernorm.weight": (HIDDEN,) for part in ("input", "post_attention")}
-        shapes[f"{name}.self_attn.q_proj.weight"] = (HEADS * dim, HIDDEN)
-        shapes[f"{name}.self_attn.o_proj.weight"] = (HIDDEN, HEADS * dim)
-        if norms:
-            shapes[f"{name}.self_attn.q_norm.weight"] = (dim,)
-    return shapes
-
-
 @pytest.fixture
 def assistants(tmp_path):
     """Saves an assistant for a target; returns its folder and its tensors."""
 
     def make(target: str = LLAMA, *, more=(), **keys: Any):
-        tensors = random_tensors(shapes_of_assistant(16 if target == LLAMA else 32, norms=target == QWEN))
+        tensors = random_tensors(shapes_of_assistant(CONFIG, 16 if target == LLAMA else 32, norms=target == QWEN))
         tensors |= dict(more)
         changed = {"target_layers": [3, 3, 3]} if target == HYBRID else {}
         return save(tmp_path, {**CONFIG, **changed, **keys}, tensors), tensors

@@ -22,7 +22,7 @@ class Algorithm(StrEnum):
     """Where proposed tokens come from."""
 
     MTP = "mtp"
-    """The target's own layers for multi-token prediction."""
+    """The target's own layers for multi-token prediction, or an assistant that reads the target's cache."""
     EAGLE = "eagle"
     """A small model that sees the target's last hidden states."""
     EAGLE3 = "eagle3"
