@@ -12,7 +12,7 @@ from refilled_native import RefilledNative, build, captured
 from speculating import DEEPSEEK, LLAMA, MTP, NGRAM, PROMPTS, engine, plain, shaped, standalone, tokens
 from test_draft_prediction import saved_deepseek
 
-from attnplug import BackendError, PlanError
+from attnplug import BackendError, ForwardMode, PlanError
 from attnplug_engine import SamplingParams
 from attnplug_engine.speculation.batches import EagerBatches
 
@@ -82,6 +82,26 @@ class TestPlanning:
         assert one.statistics.replayed_steps == 1
         expected = [[("replay", "target_verify")], [("replay", mode) for mode in draft or ()]]
         assert [backend.seen for backend in backends] == expected[: len(backends)]
+
+    def test_each_step_of_a_draft_sees_its_own_length(self, monkeypatch):
+        """Row by row after the newest token: an extend over all nodes, then one row more a step."""
+        one = engine(overlap=False, **standalone(LLAMA), **shaped(4))
+        backend, seen = one.rounds.draft.backend, []
+        plan = backend.plan
+
+        def planned(geometry):
+            seen.append((geometry.mode, geometry.step, list(geometry.query_lens), list(geometry.kv_lens)))
+            return plan(geometry)
+
+        monkeypatch.setattr(backend, "plan", planned)
+        one.add(PROMPTS[0], SamplingParams(12))
+        one.add(PROMPTS[1], SamplingParams(12))
+        one.step()
+        seen.clear()
+        one.step()  # finds 3 and 7 rows committed, and commits 5 more
+        extend, *steps = seen
+        assert extend == (ForwardMode.DRAFT_EXTEND, 0, [5, 5], [3 + 1 + 5, 7 + 1 + 5])
+        assert steps == [(ForwardMode.DECODE, step, [1, 1], [3 + 5 + 2 + step, 7 + 5 + 2 + step]) for step in range(3)]
 
     def test_a_draft_with_a_model_for_each_step_plans_once(self, tmp_path, counted):
         folder, _ = saved_deepseek(tmp_path, 3)
