@@ -112,6 +112,8 @@ class ModelDrafter:
         """Whether a step is given the hidden states of the one before."""
         self._shift = int(not self._fed)
         self.ahead = runner.model.models if self._fed else 0
+        self._numbers = torch.arange(self._shift, self._shift + max(self._nodes, self._steps), device=runner.device)
+        """``[N or steps]``: positions of a draft's rows after the rows that are committed."""
 
     def after_prefill(
         self,
@@ -175,9 +177,8 @@ class ModelDrafter:
     ) -> tuple[ForwardBatch, Tensor]:
         """The draft's batch over a round's nodes, and its hidden states ``[requests, N, hidden]``."""
         nodes = self._nodes
-        place = torch.arange(nodes, device=lengths.device)
-        positions = (lengths + self._shift).unsqueeze(1) + place
-        batch = batches.make(ForwardMode.DRAFT_EXTEND, lengths + self._shift + nodes, positions)
+        positions = lengths.unsqueeze(1) + self._numbers[:nodes]
+        batch = batches.make(ForwardMode.DRAFT_EXTEND, lengths + (self._shift + nodes), positions)
         batch.input_ids = accepted.tokens.clamp(min=0).flatten()
         if hidden is not None and self._topk > 1:
             path = accepted.path.unsqueeze(2).expand(-1, -1, hidden.shape[1])
@@ -188,12 +189,11 @@ class ModelDrafter:
 
     def look_ahead(self, batches: Batches, newest: Tensor | None, lengths: Tensor) -> Proposal:
         assert newest is not None
-        hidden, start = newest, lengths + self._shift  # the position of the next row
         if self._topk > 1:
-            return self._grow(batches, hidden, lengths, start)
-        members, steps = batches.members, self._steps - 1
+            return self._grow(batches, newest, lengths)
+        hidden, members, steps = newest, batches.members, self._steps - 1
         # The lengths of all steps at once; their plans are made before the first of them runs.
-        positions = start + torch.arange(steps + 1, device=start.device).unsqueeze(1)
+        positions = lengths + self._numbers[: steps + 1].unsqueeze(1)
         places = members.places(lengths, steps + 1)
         ahead = [
             batches.make(ForwardMode.DECODE, positions[step + 1], positions[step].unsqueeze(1), step=step)
@@ -208,9 +208,10 @@ class ModelDrafter:
             tokens.append(runner.choose(hidden, members.sampled(places[step]), step))
         return Proposal(torch.stack(tokens, 1))
 
-    def _grow(self, batches: Batches, hidden: Tensor, lengths: Tensor, start: Tensor) -> Proposal:
+    def _grow(self, batches: Batches, hidden: Tensor, lengths: Tensor) -> Proposal:
         """A tree, grown level by level. Each step runs all nodes so far, so that each sees its own ancestors."""
         members, topk, runner = batches.members, self._topk, self._runner
+        start = lengths + self._shift  # the position of the next row
         places = members.places(lengths, self._steps)
         growth = TreeGrowth(*runner.best(hidden, members.sampled(places[0]), topk))
         inputs = hidden.unsqueeze(1).expand(-1, topk, -1)
