@@ -234,6 +234,16 @@ class TestServing:
         mine, theirs = (one.generate(PROMPTS[:1], asked)[0] for one in (engine(**standalone(LLAMA)), engine()))
         assert (mine.token_ids, mine.finish_reason) == (theirs.token_ids, "stop")
 
+    def test_a_request_ends_at_a_stop_text_inside_a_round(self):
+        """With its log probabilities; what came after it in the round is nobody's."""
+        other = engine()
+        text = other.tokenizer.decode(other.generate(PROMPTS[:1], SamplingParams(8))[0].token_ids[2:4])
+        asked = SamplingParams(20, stop=(text,), logprobs=0)
+        one = engine(**standalone(LLAMA), **shaped(4))
+        mine, theirs = (each.generate(PROMPTS[:1], asked)[0] for each in (one, other))
+        assert (mine.token_ids, mine.text, mine.finish_reason) == (theirs.token_ids, theirs.text, "stop")
+        assert len(mine.logprobs) == len(mine.token_ids) == 4
+
     def test_a_request_whose_logits_are_not_finite_ends_alone(self):
         """A token that spoils its row spoils those before it in its round, too, if it is proposed."""
         for settings in (standalone(LLAMA) | shaped(3), standalone(LLAMA) | shaped(3, 2), NGRAM):
