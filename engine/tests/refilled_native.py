@@ -1,7 +1,7 @@
 """``torch_native`` with the hooks of captured batches: planned anew at each replay.
 
-On a CPU nothing is captured: a replay makes the same calls again. So padding, planning, sampling and feeding tokens back
-run on the code path that CUDA graphs have.
+On a CPU nothing is captured: a replay makes the same calls again. So padding, planning, sampling and feeding tokens
+back run on the code path that CUDA graphs have.
 """
 
 from __future__ import annotations
