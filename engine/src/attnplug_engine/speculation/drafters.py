@@ -209,11 +209,17 @@ class ModelDrafter:
         return Proposal(torch.stack(tokens, 1))
 
     def _grow(self, batches: Batches, hidden: Tensor, lengths: Tensor) -> Proposal:
-        """A tree, grown level by level. Each step runs all nodes so far, so that each sees its own ancestors."""
+        """A tree, grown level by level. Each step runs all nodes so far, so that each sees its own ancestors.
+
+        The chain of best tokens, which a draft without branches would propose, is always part of it: whatever the
+        branches are, no less is accepted. Its nodes come first in every level.
+        """
         members, topk, runner = batches.members, self._topk, self._runner
         start = lengths + self._shift  # the position of the next row
         places = members.places(lengths, self._steps)
-        growth = TreeGrowth(*runner.best(hidden, members.sampled(places[0]), topk))
+        tokens, logprobs = runner.best(hidden, members.sampled(places[0]), topk)
+        chain = logprobs[:, :1]
+        growth = TreeGrowth(tokens, torch.cat([torch.zeros_like(chain), logprobs[:, 1:]], 1))
         inputs = hidden.unsqueeze(1).expand(-1, topk, -1)
         for step in range(1, self._steps):
             positions = start.unsqueeze(1) + (growth.depths - 1)
@@ -224,7 +230,12 @@ class ModelDrafter:
             batches.begin(batch)
             out = runner.forward(batch, inputs.flatten(0, 1) if self._fed else None, step)
             newest = out.unflatten(0, (-1, growth.rows))[:, -topk:]
-            growth.grow(*runner.best(newest.flatten(0, 1), members.sampled(places[step], topk), topk, step))
+            tokens, logprobs = runner.best(newest.flatten(0, 1), members.sampled(places[step], topk), topk, step)
+            # The chain's newest node has a score of 0, so that it stays. Its other children get their due here.
+            first = chain + logprobs[::topk]
+            chain, logprobs = first[:, :1], logprobs.clone()
+            logprobs[::topk] = torch.cat([torch.zeros_like(chain), first[:, 1:]], 1)
+            growth.grow(tokens, logprobs)
             parents = _parents(growth).unsqueeze(2).expand(-1, -1, newest.shape[2])
             inputs = torch.cat([inputs, newest.gather(1, parents)], 1)
         return growth.proposal(self._nodes)
