@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnplug import BackendContext, DType, ForwardBatch, ForwardMode, Geometry, PageSizes, Problem, Role
+from attnplug import AttentionKind, BackendContext, DType, ForwardBatch, ForwardMode, Geometry, PageSizes, Problem, Role
 from attnplug.choose.assembly import BuildError
 from attnplug.choose.loading import Source
 from attnplug.host import (
@@ -196,3 +196,20 @@ def test_verify_goes_where_the_selection_says(monkeypatch: Any, verify: Role) ->
     assert split.init_forward_metadata(batch).makers() == ["a" if verify is Role.PREFILL else "b"]
     with pytest.raises(UsageError, match="speculative_attention_mode linear does not verify; use prefill or decode"):
         BackendRequest(verify=Role.LINEAR)
+
+
+def test_a_draft_has_one_backend_that_knows_its_role(monkeypatch: Any) -> None:
+    roles: list[frozenset[Role]] = []
+
+    def factory(context: BackendContext) -> Recorder:
+        roles.append(context.roles)
+        return Recorder(context.name, context.declared.claims)
+
+    monkeypatch.setitem(sys.modules, "recorders", SimpleNamespace(build=factory))
+    kinds = frozenset({AttentionKind.MHA})
+    can = replace(claiming().capabilities, kinds=kinds, roles=frozenset({Role.DRAFT}), max_speculative_tokens=4)
+    drafts = backend("drafts", factory="recorders:build", capabilities=can)
+    problem = replace(PROBLEM, speculative_tokens=4, is_draft=True)
+    selection = select(Registry({"drafts": drafts}), BackendRequest(), problem)
+    assert build_selection(selection, CONTEXT).backend_id.name == "drafts"
+    assert roles == [frozenset({Role.DRAFT})]

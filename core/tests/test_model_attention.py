@@ -141,6 +141,24 @@ def test_a_backend_without_whole_delta_layers_leaves_them_to_the_parts():
     assert ModelAttention(backend, KVPools(linear=pool)).attend_delta("inputs", linear_layer(), "batch") is None
 
 
+def test_accepted_rows_are_committed_where_there_are_states():
+    pool = LinearStatePool([linear_layer()], num_slots=1, dtype=DType.FLOAT32, device="cpu")
+    facade = ModelAttention(Recorder("a"), KVPools(linear=pool))
+    facade.commit_states("batch", "accepted")
+    assert facade.backend.given("commit_states") == [{"forward_batch": "batch", "accepted": "accepted"}]
+    without = attention("b")
+    without.commit_states("batch", "accepted")
+    assert not without.backend.calls
+
+
+def test_a_backend_that_cannot_commit_states_is_told_by_name():
+    pool = LinearStatePool([linear_layer()], num_slots=1, dtype=DType.FLOAT32, device="cpu")
+    backend = Recorder("a")
+    backend.commit_states = None
+    with pytest.raises(BackendError, match="backend a has no commit_states, which a verify of linear-attention layers"):
+        ModelAttention(backend, KVPools(linear=pool)).commit_states("batch", "accepted")
+
+
 def test_outside_of_a_run_there_is_an_error_that_says_what_to_do():
     """B6"""
     with pytest.raises(BackendError, match=r"with attention.running\(\)"):

@@ -54,6 +54,11 @@ def test_a_problem_needs_the_roles_of_its_layers(
     assert Problem(model(*layers), speculative_tokens=tokens).roles() == roles
 
 
+def test_a_draft_needs_one_backend_for_all_that_it_does() -> None:
+    """D3"""
+    assert Problem(model(MHA), speculative_tokens=4, is_draft=True).roles() == (Role.DRAFT,)
+
+
 @pytest.mark.parametrize(
     ("text", "dtype"),
     [

@@ -112,6 +112,19 @@ def test_a_host_that_drafts_itself_needs_backends_that_verify() -> None:
         select(verifies, BackendRequest("decodes"), replace(problem, speculative_tokens=5))
 
 
+def test_a_draft_is_judged_in_its_role_and_by_what_is_asked_for_all_roles() -> None:
+    """D3"""
+    drafts = replace(PLAIN, roles={"prefill", "decode", "draft"}, max_speculative_tokens=4)
+    installed = registry(backend("drafts", drafts), backend("decodes", replace(drafts, roles={"prefill", "decode"})))
+    problem = Problem(LLAMA, speculative_tokens=4, is_draft=True)
+    assert names(select(installed, BackendRequest("drafts"), problem).choices) == {"draft": "drafts"}
+    assert names(select(installed, BackendRequest(), problem).choices) == {"draft": "drafts"}
+    asked = BackendRequest("decodes", {Role.DRAFT: "drafts"})
+    assert names(select(installed, asked, problem).choices) == {"draft": "drafts"}
+    with pytest.raises(SelectionError, match="role draft is not supported, only decode, prefill"):
+        select(installed, BackendRequest("decodes"), problem)
+
+
 class TestMLAByTheHost:
     """The host prefills MLA itself, as MHA (C1), unless a backend is asked for in that role."""
 

@@ -51,6 +51,7 @@ def test_a_round_has_room_for_all_that_its_draft_writes():
         ({"algorithm": "ngram", "num_steps": 64}, "64 is not allowed; give a number of draft steps from 1 to 63"),
         ({"algorithm": "ngram", "topk": 0}, "`speculative_topk` 0 is not allowed"),
         ({"algorithm": "ngram", "num_draft_tokens": 0}, "`speculative_num_draft_tokens` 0 is not allowed"),
+        ({"algorithm": "ngram", "num_draft_tokens": 99}, "`speculative_num_draft_tokens` 99 is not allowed"),
         ({"algorithm": "ngram", "num_steps": 3, "num_draft_tokens": 5}, "a chain has 4, one more than steps"),
         ({"algorithm": "ngram", "topk": 2, "num_draft_tokens": 8}, "8 is more than the 7 nodes of 3 steps with 2"),
         ({"algorithm": "ngram", "topk": 2, "num_draft_tokens": 65}, "from 2 to 64"),

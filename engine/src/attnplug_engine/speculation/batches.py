@@ -66,7 +66,8 @@ class EagerBatches:
         )
         batch = ForwardBatch(geometry.measured() if self._exact else geometry, positions=positions.flatten())
         self._attention.plan(batch)
-        batch.mark_forward_metadata_ready()
+        # A verify depends on nothing but its geometry: one that is padded may be planned again.
+        batch.mark_forward_metadata_ready(replan_equivalent=mode is ForwardMode.TARGET_VERIFY)
         return batch
 
     def begin(self, batch: ForwardBatch) -> None:

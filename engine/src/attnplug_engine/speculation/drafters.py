@@ -112,6 +112,8 @@ class ModelDrafter:
         """Whether a step is given the hidden states of the one before."""
         self._shift = int(not self._fed)
         self.ahead = runner.model.models if self._fed else 0
+        self._numbers = torch.arange(self._shift, self._shift + max(self._nodes, self._steps), device=runner.device)
+        """``[N or steps]``: positions of a draft's rows after the rows that are committed."""
 
     def after_prefill(
         self,
@@ -175,9 +177,8 @@ class ModelDrafter:
     ) -> tuple[ForwardBatch, Tensor]:
         """The draft's batch over a round's nodes, and its hidden states ``[requests, N, hidden]``."""
         nodes = self._nodes
-        place = torch.arange(nodes, device=lengths.device)
-        positions = (lengths + self._shift).unsqueeze(1) + place
-        batch = batches.make(ForwardMode.DRAFT_EXTEND, lengths + self._shift + nodes, positions)
+        positions = lengths.unsqueeze(1) + self._numbers[:nodes]
+        batch = batches.make(ForwardMode.DRAFT_EXTEND, lengths + (self._shift + nodes), positions)
         batch.input_ids = accepted.tokens.clamp(min=0).flatten()
         if hidden is not None and self._topk > 1:
             path = accepted.path.unsqueeze(2).expand(-1, -1, hidden.shape[1])
@@ -188,12 +189,11 @@ class ModelDrafter:
 
     def look_ahead(self, batches: Batches, newest: Tensor | None, lengths: Tensor) -> Proposal:
         assert newest is not None
-        hidden, start = newest, lengths + self._shift  # the position of the next row
         if self._topk > 1:
-            return self._grow(batches, hidden, lengths, start)
-        members, steps = batches.members, self._steps - 1
+            return self._grow(batches, newest, lengths)
+        hidden, members, steps = newest, batches.members, self._steps - 1
         # The lengths of all steps at once; their plans are made before the first of them runs.
-        positions = start + torch.arange(steps + 1, device=start.device).unsqueeze(1)
+        positions = lengths + self._numbers[: steps + 1].unsqueeze(1)
         places = members.places(lengths, steps + 1)
         ahead = [
             batches.make(ForwardMode.DECODE, positions[step + 1], positions[step].unsqueeze(1), step=step)
@@ -208,11 +208,18 @@ class ModelDrafter:
             tokens.append(runner.choose(hidden, members.sampled(places[step]), step))
         return Proposal(torch.stack(tokens, 1))
 
-    def _grow(self, batches: Batches, hidden: Tensor, lengths: Tensor, start: Tensor) -> Proposal:
-        """A tree, grown level by level. Each step runs all nodes so far, so that each sees its own ancestors."""
+    def _grow(self, batches: Batches, hidden: Tensor, lengths: Tensor) -> Proposal:
+        """A tree, grown level by level. Each step runs all nodes so far, so that each sees its own ancestors.
+
+        The chain of best tokens, which a draft without branches would propose, is always part of it: whatever the
+        branches are, no less is accepted. Its nodes come first in every level.
+        """
         members, topk, runner = batches.members, self._topk, self._runner
+        start = lengths + self._shift  # the position of the next row
         places = members.places(lengths, self._steps)
-        growth = TreeGrowth(*runner.best(hidden, members.sampled(places[0]), topk))
+        tokens, logprobs = runner.best(hidden, members.sampled(places[0]), topk)
+        chain = logprobs[:, :1]
+        growth = TreeGrowth(tokens, torch.cat([torch.zeros_like(chain), logprobs[:, 1:]], 1))
         inputs = hidden.unsqueeze(1).expand(-1, topk, -1)
         for step in range(1, self._steps):
             positions = start.unsqueeze(1) + (growth.depths - 1)
@@ -223,7 +230,12 @@ class ModelDrafter:
             batches.begin(batch)
             out = runner.forward(batch, inputs.flatten(0, 1) if self._fed else None, step)
             newest = out.unflatten(0, (-1, growth.rows))[:, -topk:]
-            growth.grow(*runner.best(newest.flatten(0, 1), members.sampled(places[step], topk), topk, step))
+            tokens, logprobs = runner.best(newest.flatten(0, 1), members.sampled(places[step], topk), topk, step)
+            # The chain's newest node has a score of 0, so that it stays. Its other children get their due here.
+            first = chain + logprobs[::topk]
+            chain, logprobs = first[:, :1], logprobs.clone()
+            logprobs[::topk] = torch.cat([torch.zeros_like(chain), first[:, 1:]], 1)
+            growth.grow(tokens, logprobs)
             parents = _parents(growth).unsqueeze(2).expand(-1, -1, newest.shape[2])
             inputs = torch.cat([inputs, newest.gather(1, parents)], 1)
         return growth.proposal(self._nodes)

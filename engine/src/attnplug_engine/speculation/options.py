@@ -109,7 +109,7 @@ def read_speculation(
                     settings=[name, ALGORITHM],
                 )
         return None
-    if nodes == 0:
+    if nodes is not None:  # steps may follow from it
         _check_whole(NODES, nodes, 2, MOST_NODES, "rows to verify, the newest token's included,")
     if steps is None:
         steps = DEFAULT_STEPS if topk not in (None, 1) or nodes is None else nodes - 1

@@ -256,11 +256,11 @@ class RoundRunner:
             logits = runner.model.logits(hidden.index_select(0, to_device(part.sampled_rows, runner.device)))
             sampled = sample(logits, members.sampled(members.places(members.committed - 1)[0]))
             self.state.commit(members.rows, members.committed, sampled)
+        brought = Brought([entry.request for entry in entries], sampled.unsqueeze(1), torch.ones_like(sampled), logits)
         proposal = self.drafter.after_prefill(part.entries, part.rows, batch.geometry.page_table, taken, ended, sampled)
         if ended is not None and proposal is not None:
             self.state.propose(ended.members.rows, proposal)
-        counts = torch.ones_like(sampled)
-        return Brought([entry.request for entry in entries], sampled.unsqueeze(1), counts, logits)
+        return brought
 
     # Who takes part
 
