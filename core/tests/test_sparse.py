@@ -55,8 +55,13 @@ CASES = {
 
 
 @pytest.fixture(params=CASES.values(), ids=CASES)
-def scene(request: pytest.FixtureRequest) -> SparseScene:
-    return SparseScene(request.param)
+def case(request: pytest.FixtureRequest) -> SparseCase:
+    return request.param
+
+
+@pytest.fixture
+def scene(case: SparseCase) -> SparseScene:
+    return SparseScene(case)
 
 
 def test_each_token_is_given_the_rows_with_the_largest_scores_that_it_sees(scene):
@@ -73,6 +78,17 @@ def test_a_layer_attends_to_the_chosen_rows_as_float64_does(scene):
     tokens = len(wanted)
     assert error(out[:tokens], wanted) < TOLERANCE
     assert error(lse[:tokens], wanted_lse) < TOLERANCE
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_chooses_and_attends_as_float64_does(case):
+    scene = SparseScene(case, "cuda")
+    batch = scene.planned()
+    selected = scene.backend.select(scene.index(), scene.layer, batch)
+    assert scene.positions(selected) == scene.chosen()
+    wanted = scene.wanted()[0]
+    assert error(scene.attend(batch, selected)[0][: len(wanted)], wanted) < TOLERANCE
 
 
 def test_padding_selects_nothing_gives_zero_and_is_written_nowhere():

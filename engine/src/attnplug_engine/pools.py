@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from attnplug import INDEX_KEYS, AttentionKind, DType, IndexKeyPool, MHAPool, MLAPool, ModelSpec, PoolError
-from attnplug.host import CacheKey, KVPools, LinearStatePool, PagedCache, PageAllocator, SlotTable, torch_dtype
+from attnplug.host import CacheKey, KVPools, LinearStatePool, PageAllocator, PagedCache, SlotTable, torch_dtype
 
 
 @dataclass(frozen=True, slots=True)
