@@ -179,6 +179,16 @@ def test_verified_rows_have_the_logits_of_transformers(make_oracle, make_stage, 
         assert_close(logits, oracle.logits(tokens)[-5:], atol=1e-4, rtol=0)
 
 
+def test_the_way_to_rotate_an_index_is_the_configs(make_oracle, make_stage, sequences):
+    """GLM's type with V3.2's rotation is V3.2."""
+    oracle = make_oracle("deepseek_v32")
+    path = oracle.folder / "config.json"
+    changes = {"model_type": "glm_moe_dsa", "indexer_rope_interleave": False}
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    stage = make_stage(load_model(str(oracle.folder), dtype=torch.float32, device="cpu"), 1)
+    assert_close(stage.step(sequences[2:])[0], oracle.logits(sequences[2]), atol=1e-4, rtol=0)
+
+
 def eight() -> list[list[int]]:
     """Prompts below the twelve rows that the tiny indexes choose, and up to ten times as long."""
     random = torch.Generator().manual_seed(8)
