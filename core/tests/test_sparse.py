@@ -21,9 +21,12 @@ from attnplug import (
     MLAPool,
     PlanError,
     PoolError,
+    Problem,
+    Role,
     SelectedPositions,
     SelectedSlots,
 )
+from attnplug.choose.building import claim_problems, unmet
 from attnplug.host import (
     ExtendPolicy,
     HybridLinearBackend,
@@ -462,3 +465,26 @@ def test_a_sparse_layer_of_a_batch_that_was_planned_as_mha_is_an_error():
 def test_an_mla_pool_holds_rows_of_sparse_layers_as_of_others():
     pool = MLAPool(CASES["decode"].layers, num_pages=2, page_size=4, dtype=DType.FLOAT32, device="cpu")
     assert pool.layer_ids == (1, LAYER, SHARED)
+
+
+def test_a_backend_that_claims_selected_rows_must_be_able_to_select_them():
+    """D3"""
+    scene = SparseScene(CASES["decode"])
+    backend, declared = Hookless(), scene.context.declared
+    backend.claims = replace(declared.claims, mla_extend=frozenset({ExtendPath.ABSORBED}))
+    assert [*claim_problems(backend, declared, 16)] == [
+        "it claims the extra selected, but has no select(index: IndexInputs, layer: LayerSpec, batch: ForwardBatch) -> "
+        "SelectedRows"
+    ]
+
+
+def test_a_backend_that_is_built_with_less_than_a_sparse_model_needs_is_found():
+    """D3"""
+    scene = SparseScene(CASES["decode"])
+    claims, problem = scene.backend.claims, Problem(scene.context.model)
+    assert [*unmet(claims, problem, [Role.PREFILL, Role.DECODE])] == []
+    less = replace(claims, extras={"lse"}, mla_extend={ExtendPath.ONE_SHOT})
+    assert [*unmet(less, problem, [Role.PREFILL])] == [
+        "the model's sparse layers need the extra selected, but what was built claims the extras lse",
+        "it was chosen to prefill sparse MLA, which runs absorbed, but what was built claims no absorbed extend",
+    ]

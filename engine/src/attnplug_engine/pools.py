@@ -95,7 +95,7 @@ def _build_pools(
     if spec.linear_layers:
         linear = LinearStatePool(spec.layers, num_slots=capacity.state_slots, dtype=own_dtype, device=device)
     caches: dict[CacheKey[PagedCache], PagedCache] = {}
-    if spec.is_sparse:
+    if spec.index_layers:
         caches[INDEX_KEYS] = IndexKeyPool(
             spec.layers, num_pages=capacity.num_pages, page_size=capacity.page_size, dtype=own_dtype, device=device
         )

@@ -20,14 +20,14 @@ from attnplug.kv import INDEX_KEYS, IndexKeyPool
 
 class SparseAttention(PlannedAttention):
     """``select`` over ``choose``: it finds the plan, checks the call, writes the new index keys, and returns -1 for
-    padding. It takes the index keys' pool from the context, if the model is sparse.
+    padding. It takes the index keys' pool from the context, if some layers have an index.
 
     Subclass contract: ``plan``, ``attend`` and ``choose``. ``attend`` is given ``extras.selected`` for sparse layers.
     """
 
     def __init__(self, context: BackendContext, claims: Claims | None = None) -> None:
         super().__init__(context, claims)
-        self.index_keys: IndexKeyPool | None = context.pools.cache(INDEX_KEYS) if context.model.is_sparse else None
+        self.index_keys: IndexKeyPool | None = context.pools.cache(INDEX_KEYS) if context.model.index_layers else None
 
     @abstractmethod
     def choose(self, index: IndexInputs, layer: LayerSpec, dims: IndexerDims, plan: Plan) -> SelectedRows:
