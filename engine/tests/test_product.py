@@ -5,14 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnplug_engine.models import product as room
 from attnplug_engine.models.product import product
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [0, 1, 7, 8, 33, 48, 49])
-def test_product_is_the_same_in_either_order_of_operands(rows, dtype, monkeypatch):
-    monkeypatch.setattr(room, "_MKL", True)
+@pytest.mark.parametrize("rows", [0, 1, 5, 6, 33, 64, 65])
+def test_product_is_the_same_by_either_library(rows, dtype):
     torch.manual_seed(rows)
     x, weight, bias = torch.randn(rows, 24, dtype=dtype), torch.randn(40, 24, dtype=dtype), torch.randn(40, dtype=dtype)
     for added in (None, bias):

@@ -222,7 +222,7 @@ class Head(nn.Module):
     def _product(self, hidden: Tensor) -> Tensor:
         """``[rows, own vocab]`` float32; on a GPU not rounded to the model's type in between."""
         if hidden.dtype is torch.float32 or not hidden.is_cuda:
-            return F.linear(hidden, self.weight).float()
+            return multiplied(hidden, self.weight).float()
         if kernels.usable(hidden):
             from attnplug_engine.kernels.products import product, suits
 
