@@ -158,6 +158,23 @@ def test_decode_on_the_cpu_over_pages_in_place(monkeypatch):
                 check(case)
 
 
+def test_one_request_on_the_cpu_whose_pages_follow_each_other_is_read_without_a_copy(monkeypatch):
+    """Pages in another order, and rows that a layout keeps apart, are copied as before."""
+    from attnplug import MHAPool
+
+    copies = []
+    read = MHAPool.read_keys
+    monkeypatch.setattr(MHAPool, "read_keys", lambda *of: copies.append(1) or read(*of))
+    for pages, layout, copied in (
+        ("interleaved", "token_major", False),
+        ("descending", "token_major", True),
+        ("interleaved", "head_major", True),
+    ):
+        copies.clear()
+        check(Case(((70, 1),), ForwardMode.DECODE, heads=4, kv_heads=2, v_head_dim=16, layout=layout, pages=pages))
+        assert bool(copies) is copied
+
+
 def test_pages_that_are_few_among_others_or_shared_are_copied(monkeypatch):
     """The gaps between a batch's pages would be attended to for nothing; a page in place has one request's query."""
     from attnplug import Geometry

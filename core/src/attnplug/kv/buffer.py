@@ -96,8 +96,8 @@ class PagedBuffer:
         """Store ``rows`` ``[tokens, heads, dim]`` at ``slots`` ``[tokens]``, but not where a slot is -1.
 
         Call both checks first: ``padded`` is what ``check_targets`` returned. Waits for no device and can be captured:
-        which rows are padding is looked up when it runs. A slot past the pool's last is found by the check on a CPU; on a GPU
-        nothing outside of the pool is written for it.
+        which rows are padding is looked up when it runs. A slot past the pool's last is found by the check on a CPU;
+        on a GPU nothing outside of the pool is written for it.
         """
         if self.kernel is not None:
             self.kernel.write(slots, rows)
