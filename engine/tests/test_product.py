@@ -9,8 +9,8 @@ from attnplug_engine.models.product import product
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("rows", [0, 1, 5, 6, 33, 64, 65])
-def test_product_is_the_same_by_either_library(rows, dtype):
+@pytest.mark.parametrize("rows", [0, 1, 3, 4, 24, 25, 48, 49])
+def test_product_is_the_same_in_each_way(rows, dtype):
     torch.manual_seed(rows)
     x, weight, bias = torch.randn(rows, 24, dtype=dtype), torch.randn(40, 24, dtype=dtype), torch.randn(40, dtype=dtype)
     for added in (None, bias):
