@@ -1,19 +1,22 @@
 """MLA decode inside vLLM on one GPU: its own backends against ours, end to end.
 
-python benchmarks/vllm_h200.py --heads 16 --backends FLASH_ATTN_MLA,attnplug:triton_mla --out part1.json
+python benchmarks/vllm_h200.py --heads 16,128 --backends FLASH_ATTN_MLA,attnplug:triton_mla --out part1.json
 python benchmarks/vllm_h200.py --merge part1.json part2.json --out benchmarks/results/vllm_h200.json
 python benchmarks/vllm_h200.py --table benchmarks/results/vllm_h200.json
 
 A backend is one of vLLM's (--attention-backend NAME), or one of ours as attnplug:NAME. NAME@64 sets --block-size, which
 is otherwise left to vLLM. Each runs in a process of its own, with vLLM's defaults: torch.compile, full decode graphs.
+All start at once, since most of a start is compiling on the host; then one after the other measures, while the others
+wait.
 The model is the dense DeepSeek-V3 shape of decode_models.py (16 layers, hidden 2048, latent 512 + 64) with random
 weights and 16 or 128 heads.
 
 A point is a batch of requests with contexts of one length. Measured is the time from step to step while all of them
 decode. Contexts are not computed: vLLM's own DecodeBenchConnector gives every request blocks of its own and fills them
 with random numbers. So no two requests share rows in L2, and the lengths and block tables are those of real requests.
-``build_us`` is the median time that a step spends in the metadata builder, on the host. Where a point is traced,
-``kernels`` says where the device's time went.
+``build_us`` is the median time that a step spends in the metadata builder, on the host. ``device_us`` is how long the
+device is busy in a step, of a trace of some: on a slow host, which vLLM's loop keeps busier than the GPU, it tells
+backends apart where tokens/s do not.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ import sys
 import tempfile
 import time
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +44,8 @@ OURS = ("attnplug:triton_mla", "attnplug:auto")
 _ROOM = 800
 """Tokens that a request may get."""
 _BUILDS = 60
-_TRACED = ((1, 16384), (4, 16384), (64, 1024))
-_LEAST_S = 100
-"""A start takes up to this long; with less time left, none is begun."""
+_START_S = 240
+"""A start takes up to this long when all of them compile at once."""
 
 
 def config_of(heads: int) -> Config:
@@ -83,12 +86,13 @@ def measured(arguments: argparse.Namespace, backend: str) -> dict[str, Any]:
     import vllm
 
     started = time.perf_counter()
-    config = smaller(config_of(arguments.heads)) if arguments.smoke else config_of(arguments.heads)
+    heads = int(arguments.heads)
+    config = smaller(config_of(heads)) if arguments.smoke else config_of(heads)
     if arguments.smoke:  # what vLLM's kernels for the CPU take
         config = {**config, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "max_position_embeddings": 2048}
     batches, contexts = _numbers(arguments.batches), _numbers(arguments.contexts)
-    points = points_of(f"mla{arguments.heads}", batches, contexts)
-    entry: dict[str, Any] = {"heads": arguments.heads, "backend": backend}
+    points = points_of(f"mla{heads}", batches, contexts)
+    entry: dict[str, Any] = {"heads": heads, "backend": backend}
 
     def found() -> dict[str, Any]:
         entries = [_entry(config, backend, point) for point in points if point.found]
@@ -105,7 +109,9 @@ def measured(arguments: argparse.Namespace, backend: str) -> dict[str, Any]:
                 dtype=config["dtype"],
                 max_model_len=max(contexts) + _ROOM,
                 max_num_seqs=max(batches),
-                gpu_memory_utilization=0.85,
+                max_num_batched_tokens=2048,  # prefill, which is not measured, would take memory that others need
+                gpu_memory_utilization=0.1,
+                kv_cache_memory_bytes=_cache_bytes(config, arguments.most_tokens + _ROOM * max(batches)),
                 enable_prefix_caching=False,
                 enforce_eager=arguments.eager,
                 kv_transfer_config={
@@ -127,10 +133,12 @@ def measured(arguments: argparse.Namespace, backend: str) -> dict[str, Any]:
             "cudagraph_mode": str(runner.compilation_config.cudagraph_mode),
             "chosen": _chosen(runner),
         }
-        clock = Clock(arguments.budget - entry["start_s"], lambda: _save(arguments.out, found()))
+        _wait_for_turn(arguments.turn)
+        clock = Clock(arguments.budget, lambda: _save(arguments.out, found()))
         for context in sorted(contexts):
             ladder = Ladder(llm, config["vocab_size"], context)
-            for point in sorted((p for p in points if p.context == context), key=lambda p: -p.batch):
+            here = [p for p in points if p.context == context and p.batch * context <= arguments.most_tokens]
+            for point in sorted(here, key=lambda p: -p.batch):
                 clock.record(point, partial(_measure, ladder, point, clock, llm, builder, arguments.no_trace))
             ladder.end()
     return found()
@@ -155,14 +163,18 @@ def _chosen(runner: Any) -> list[str]:
 def _measure(ladder: Any, point: Point, clock: Clock, llm: Any, builder: Any, no_trace: bool) -> dict[str, Any]:
     found: dict[str, Any] = ladder.measure(point, clock)
     found["build_us"] = _build_us(llm, builder)
-    if not no_trace and (point.batch, point.context) in _TRACED:
+    if not no_trace:
         from decode_trace import traced
 
-        def steps(count: int) -> None:
+        def steps(count: int) -> float:
+            started = time.perf_counter()
             for _ in range(count):
                 llm.llm_engine.step()
+            return time.perf_counter() - started
 
         found |= traced(steps, 8, is_cuda=True)
+        parts = found.get("parts_us", {})
+        found["device_us"] = sum(time for part, time in parts.items() if part != "idle")
     return found
 
 
@@ -195,23 +207,46 @@ def _entry(config: Config, backend: str, point: Point) -> dict[str, Any]:
     return made
 
 
+def _cache_bytes(config: Config, tokens: int) -> int:
+    """What so many tokens take, and a part more for blocks that are not full."""
+    row = 2 * (config["kv_lora_rank"] + config["qk_rope_head_dim"]) * config["num_hidden_layers"]
+    return int(1.05 * row * tokens) + (1 << 28)
+
+
+def _wait_for_turn(turn: str | None) -> None:
+    if turn is None:
+        return
+    Path(f"{turn}.ready").touch()
+    while not Path(turn).exists():
+        time.sleep(0.1)
+
+
 def _each_apart(arguments: argparse.Namespace) -> dict[str, Any]:
     """A process for each backend: vLLM gives its memory back with its process alone."""
     end, results = time.perf_counter() + arguments.budget, []
-    for backend in arguments.backends.split(","):
-        left = end - time.perf_counter()
-        if left < _LEAST_S and not arguments.smoke:
-            print(f"{backend}: only {left:.0f} s are left", flush=True)
-            continue
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(f"{arguments.out}.{backend.replace(':', '-')}" if arguments.out else f"{folder}/found.json")
-            out.unlink(missing_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        processes = {}
+        for heads, backend in product(_numbers(arguments.heads), arguments.backends.split(",")):
+            turn = Path(folder, f"{heads}-{backend.replace(':', '-')}")
+            out = turn.with_suffix(".json")
             # Of options that are given twice the last counts.
-            own = ["--one", backend, "--out", str(out), "--budget", f"{left}"]
+            own = ["--one", backend, "--heads", f"{heads}", "--out", str(out), "--turn", str(turn)]
+            given = [*sys.argv[1:], *own, "--budget", f"{arguments.points_s}"]
+            processes[turn] = out, subprocess.Popen([sys.executable, __file__, *given])
+        latest = min(time.perf_counter() + _START_S, end)
+        while time.perf_counter() < latest and any(
+            not Path(f"{turn}.ready").exists() and process.poll() is None for turn, (_, process) in processes.items()
+        ):
+            time.sleep(0.2)
+        for turn, (out, process) in processes.items():
+            ready = Path(f"{turn}.ready").exists()
+            turn.touch()
             try:
-                subprocess.run([sys.executable, __file__, *sys.argv[1:], *own], timeout=left + 10, check=False)
+                process.wait(timeout=max(min(arguments.points_s + 15, end - time.perf_counter()), 0) if ready else 0)
             except subprocess.TimeoutExpired:
-                print(f"{backend}: no answer within {left + 10:.0f} s", flush=True)
+                print(f"{turn.name}: {'not done' if ready else 'not started'} in time", flush=True)
+                process.kill()
+                process.wait()
             if out.exists():
                 results.append(json.loads(out.read_text()))
     return merged(results)
@@ -233,12 +268,14 @@ def merged(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(result: dict[str, Any]) -> str:
-    """Tokens/s by point and backend, and ours as a multiple of the best of vLLM's own."""
+    """Tokens/s by point and backend, and µs of the device; ours beside the best of vLLM's own."""
     names = list(dict.fromkeys(point["backend"] for point in result["points"]))
     names.sort(key=lambda name: name.startswith("attnplug"))
     lines = [
-        "| heads | context | batch | " + " | ".join(names) + " | ours / vLLM's best |",
-        "|---" * (len(names) + 4) + "|",
+        "| heads | context | batch | "
+        + " | ".join(names)
+        + " | tokens/s, ours / vLLM's best | device, vLLM's best / ours |",
+        "|---" * (len(names) + 5) + "|",
     ]
     shapes = dict.fromkeys((point["heads"], point["context"], point["batch"]) for point in result["points"])
     for heads, context, batch in shapes:
@@ -247,16 +284,24 @@ def table(result: dict[str, Any]) -> str:
             for p in result["points"]
             if (p["heads"], p["context"], p["batch"]) == (heads, context, batch)
         }
-        rates = {name: here.get(name, {}).get("tokens_per_s") for name in names}
-        own = max((rate for name, rate in rates.items() if rate and not name.startswith("attnplug")), default=None)
-        ratios = [
-            f"{name.removeprefix('attnplug:')} {rate / own:.3f}"
-            for name, rate in rates.items()
-            if rate and own and name.startswith("attnplug")
-        ]
-        cells = [f"{rate:,.0f}" if rate else "–" for rate in rates.values()]
-        lines.append(f"| {heads} | {context} | {batch} | " + " | ".join(cells) + f" | {', '.join(ratios)} |")
+        rates = {name: here[name]["tokens_per_s"] for name in names if "tokens_per_s" in here.get(name, {})}
+        # The inverse of a time is a rate.
+        inverse = {name: 1 / here[name]["device_us"] for name in names if here.get(name, {}).get("device_us")}
+        cells = [_cell(here.get(name, {})) for name in names]
+        ratios = f"{_ratios(rates)} | {_ratios(inverse)}"
+        lines.append(f"| {heads} | {context} | {batch} | " + " | ".join(cells) + f" | {ratios} |")
     return "\n".join(lines)
+
+
+def _cell(point: dict[str, Any]) -> str:
+    device = f" ({point['device_us']:,.0f} µs)" if point.get("device_us") else ""
+    return f"{point['tokens_per_s']:,.0f}{device}" if "tokens_per_s" in point else "–"
+
+
+def _ratios(rates: dict[str, float]) -> str:
+    own = max((rate for name, rate in rates.items() if not name.startswith("attnplug")), default=None)
+    ours = {name.removeprefix("attnplug:"): rate for name, rate in rates.items() if name.startswith("attnplug")}
+    return ", ".join(f"{name} {rate / own:.3f}" for name, rate in ours.items()) if own else ""
 
 
 def _numbers(text: str) -> list[int]:
@@ -270,15 +315,23 @@ def _save(path: str | None, result: dict[str, Any]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--heads", default="16,128")
     parser.add_argument("--backends", default=",".join(OWN + OURS), help="separated by commas; each is started once")
     parser.add_argument("--batches", default="1,4,16,64")
     parser.add_argument("--contexts", default="1024,16384,65536")
-    parser.add_argument("--budget", type=float, default=570, help="seconds in all; no start is begun with too few left")
+    parser.add_argument("--budget", type=float, default=570, help="seconds in all")
+    parser.add_argument("--points-s", type=float, default=50, help="seconds for the points of one backend")
+    parser.add_argument(
+        "--most-tokens",
+        type=int,
+        default=16 * 65536,
+        help="of a batch; others are left out",
+    )
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs and no torch.compile")
     parser.add_argument("--no-trace", action="store_true")
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU")
     parser.add_argument("--one", metavar="BACKEND", help=argparse.SUPPRESS)
+    parser.add_argument("--turn", metavar="FILE", help=argparse.SUPPRESS)
     parser.add_argument("--out", metavar="FILE")
     parser.add_argument("--merge", nargs="+", metavar="FILE")
     parser.add_argument("--table", metavar="FILE")

@@ -32,7 +32,7 @@ from attnplug.host import Registered, describe, load_registry
 ROOT = Path(__file__).parent.parent
 PAGES = [
     path
-    for pattern in ("README.md", "docs/*.md", "core/README.md", "engine/README.md", "plugins/*/README.md", "bridges/*/README.md")
+    for pattern in ("README.md", "docs/*.md", "*/README.md", "plugins/*/README.md", "bridges/*/README.md")
     for path in sorted(ROOT.glob(pattern))
 ]
 _BLOCK = re.compile(r"<!-- (generated|sample): (.+?) -->\n.*?<!-- end -->", re.DOTALL)

@@ -123,7 +123,7 @@ def test_tokens_are_right_while_requests_come_end_and_lose_their_pages(oracles, 
     need(settings)
     if page_size == 16 and "flashmla" in named(settings):
         pytest.skip("FlashMLA reads pages of 64")
-    oracle, texts = oracles(model), prompts(44)
+    oracle, texts = oracles(model), prompts(44, MODELS[model]["vocab_size"])
     engine = Engine(
         oracle.folder,
         device="cuda",

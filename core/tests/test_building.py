@@ -282,10 +282,11 @@ class TestClaims:
                 {"exact_lengths": False},
                 "upper bounds of lengths only, but what was built claims needs_cpu_seq_lens",
             ),
+            ({}, {"speculative_topk": 2}, "2 branches are trees, but what was built claims chains only"),
             ({"extras": ["lse"]}, {"model": SINKS}, "need the extra sinks, but what was built claims the extras lse"),
             ({"mla_extend": []}, {"model": ModelSpec("m", "test", (MLA,), 4096)}, "its mla_extend is empty"),
         ],
-        ids=["graphs", "lengths", "extras", "paths"],
+        ids=["graphs", "lengths", "trees", "extras", "paths"],
     )
     def test_claims_that_fall_short_of_the_problem_are_an_error_with_both(self, registered, claims, asked, said):
         """A9, D3: narrower than the spec is fine, but not where the problem needs what is left out."""

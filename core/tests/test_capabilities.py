@@ -19,6 +19,7 @@ from attnplug import (
     Claims,
     DType,
     Feature,
+    ForwardExtras,
     GraphLevel,
     PageSizes,
     Problem,
@@ -115,6 +116,7 @@ def test_every_wrong_field_is_named_at_once() -> None:
         {"mla_dims": {(512,)}},
         {"max_speculative_tokens": "8"},
         {"max_speculative_tokens": None},
+        {"trees": 1},
         {"max_heads": "128"},
         {"layers_alike": None},
         {"kv_matches_dtype": "fp8"},
@@ -173,7 +175,7 @@ def test_capabilities_become_claims() -> None:
     capabilities = replace(
         EVERYTHING, page_sizes=sizes, needs_cpu_seq_lens=False, cuda_graph=GraphLevel.DECODE, extras={"lse"}
     )
-    assert capabilities.claims == Claims(GraphLevel.DECODE, sizes, False, extras={"lse"})
+    assert capabilities.claims == Claims(GraphLevel.DECODE, sizes, False, extras={"lse"}, trees=True)
 
 
 # ---- capabilities that contradict themselves ----
@@ -209,6 +211,7 @@ LINEAR = {**CUDA, "kinds": {"gdn"}, "roles": {"linear"}}
         ({**CPU, "kv_dtypes": {"float16"}, "kv_matches_dtype": True}, ["kv_matches_dtype", "float16"]),
         ({**CPU, "max_speculative_tokens": -1}, ["max_speculative_tokens", "-1"]),
         ({**CPU, "roles": {"prefill", "draft"}}, ["draft", "max_speculative_tokens"]),
+        ({**CPU, "trees": True}, ["trees", "max_speculative_tokens"]),
     ],
 )
 def test_a_capability_that_contradicts_itself_is_reported(
@@ -285,9 +288,13 @@ def test_page_sizes_read_as_a_sentence() -> None:
     assert str(PageSizes.of(1, 64)) == "any"
 
 
+def test_every_extra_that_a_caller_may_ask_for_may_be_declared() -> None:
+    assert not list(replace(EVERYTHING, extras=frozenset(ForwardExtras.__slots__)).contradictions())
+
+
 def test_the_weaker_claim_is_taken_and_its_child_named() -> None:
     """A9"""
-    strong = Claims(GraphLevel.ALWAYS, PageSizes(), needs_cpu_seq_lens=False, extras={"lse", "sinks"})
+    strong = Claims(GraphLevel.ALWAYS, PageSizes(), needs_cpu_seq_lens=False, extras={"lse", "sinks"}, trees=True)
     weak = Claims(GraphLevel.DECODE, PageSizes.of(64), needs_cpu_seq_lens=True, extras={"lse"})
     combined = weakest({"strong": strong, "weak": weak})
     assert combined.claims == weak
@@ -296,6 +303,7 @@ def test_the_weaker_claim_is_taken_and_its_child_named() -> None:
         "page_sizes": ("weak",),
         "needs_cpu_seq_lens": ("weak",),
         "extras": ("weak",),
+        "trees": ("weak",),
     }
 
 

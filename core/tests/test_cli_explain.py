@@ -155,6 +155,7 @@ def test_an_option_for_a_backend_that_is_not_chosen_says_how_to_ask_for_it(
         (["--page-size", "0"], ["--page-size 0"]),
         (["--page-size", "-16"], ["--page-size -16"]),
         (["--speculative-tokens", "-1"], ["--speculative-tokens -1"]),
+        (["--speculative-topk", "0"], ["--speculative-topk 0"]),
         (["--tensor-parallel", "0"], ["--tensor-parallel 0"]),
         (["--cuda-graph", "sometimes"], ["--cuda-graph", "'sometimes'", "always"]),
         (["--attention-backend", "torch_nativ"], ["'torch_nativ'", "did you mean torch_native?"]),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from attnplug import Problem
-from attnplug.host import HostSpec
+from attnplug.host import HostSpec, UsageError, load_host
 from support.command import Attnplug
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
@@ -89,6 +89,30 @@ def test_a_host_that_is_not_there(attnplug: Attnplug, bridge: Bridge) -> None:
     bridge()
     outcome = attnplug("explain", "--model", "tiny:llama", "--host", "Engin")
     assert outcome.code == 2 and "did you mean engine?" in outcome.err
+
+
+def test_hosts_that_there_are_bridges_to_are_told(bridge: Bridge, monkeypatch: pytest.MonkeyPatch) -> None:
+    bridge()
+    with pytest.raises(UsageError, match=r"host 'ENGINE'; did you mean engine\?"):
+        load_host("ENGINE")
+    with pytest.raises(UsageError, match="host 'qqq'; there are engine, "):
+        load_host("qqq")
+    monkeypatch.setattr("attnplug.choose.hosts.find_entry_points", lambda group: ([], []))
+    with pytest.raises(UsageError, match="host 'vllm'; pip install attnplug-vllm"):
+        load_host("vllm")
+    with pytest.raises(UsageError, match="there are bridges to vllm, sglang, transformers, none is here"):
+        load_host("qqq")
+
+
+def test_what_a_bridge_prints_stays_out_of_the_answer(bridge: Bridge, capsys: pytest.CaptureFixture[str]) -> None:
+    bridge(f"print('noise')\n{HOST}")
+    assert load_host("engine")[0].title == "Engine" and not capsys.readouterr().out
+
+
+def test_an_interrupt_while_a_bridge_loads_is_one(bridge: Bridge) -> None:
+    bridge("raise KeyboardInterrupt\n")
+    with pytest.raises(KeyboardInterrupt, match=r"while loading host engine \(bridge 1\.0\)"):
+        load_host("engine")
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,10 @@ EXPLAIN = {
     "model": "tiny:llama",
     "sm": 90,
     "speculative_tokens": 3,
+    "speculative_topk": 4,
     "tensor_parallel": 2,
     "cuda_graph": "uniform",
+    "host": "vllm",
 }
 CHECK = {**SHARED, "seed": 7}
 
@@ -47,7 +49,8 @@ CHECK = {**SHARED, "seed": 7}
     ("command", "kind", "arguments", "expected"),
     [
         ("explain", ExplainOptions, ("--model", "tiny:llama", "--sm", "90", "--speculative-tokens", "3",
-         "--tensor-parallel", "2", "--cuda-graph", "uniform", "--draft-attention-backend", "five"), EXPLAIN),
+         "--speculative-topk", "4", "--tensor-parallel", "2", "--cuda-graph", "uniform", "--host", "vllm",
+         "--draft-attention-backend", "five"), EXPLAIN),
         ("check", CheckOptions, ("--seed", "7"), CHECK),
     ],
     ids=["explain", "check"],
@@ -86,6 +89,7 @@ def test_every_field_of_explain_is_part_of_the_problem_or_of_the_request() -> No
         page_size=16,
         cuda_graph=GraphLevel.UNIFORM,
         speculative_tokens=3,
+        speculative_topk=4,
         tensor_parallel=2,
     )
     request = options.request()

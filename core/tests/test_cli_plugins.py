@@ -13,9 +13,10 @@ pytestmark = pytest.mark.usefixtures("plain_environment")
 
 
 @pytest.fixture(autouse=True)
-def no_commands_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The engine may be installed beside core."""
+def no_commands_or_hosts_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine and bridges may be installed beside core."""
     monkeypatch.setattr("attnplug.cli.plugins.claims", lambda: ({}, []))
+    monkeypatch.setattr("attnplug.cli.plugins._hosts", lambda: [])
 
 
 def test_core_alone_offers_all_of_our_packages(attnplug: Attnplug) -> None:

@@ -163,6 +163,7 @@ class TestLengths:
             ({"seq_lens": torch.tensor([6, 2])}, "seq_lens is torch.int64; give torch.int32"),
             ({"new_lens": torch.zeros(3, dtype=torch.int32)}, "give one for each of 2 requests"),
             ({"lane": -1}, "lane=-1: none may be negative"),
+            ({"step": -1}, "step=-1 and lane=0: none may be negative"),
             ({"slots": torch.zeros(4)}, "give one for each of 3 rows"),
         ],
     )

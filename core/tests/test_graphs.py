@@ -70,6 +70,25 @@ def test_a_shape_with_new_lens_is_another_one() -> None:
     assert kept.plan(batch(VERIFY, 2, 6, ragged=True), None) is divided
 
 
+def test_steps_of_one_shape_have_plans_of_their_own() -> None:
+    """The steps of a draft differ in nothing else."""
+    kept = captures()
+    plans = [kept.plan(replace(batch(), step=step), capture) for step in range(3)]
+    assert len({id(plan) for plan in plans}) == 3
+    assert [kept.plan(replace(batch(), step=step), None) for step in range(3)] == plans
+    with pytest.raises(PlanError, match="never captured in lane 0 for step 3; plan it with"):
+        kept.plan(replace(batch(), step=3), None)
+
+
+def test_a_shape_with_trees_is_another_one() -> None:
+    """A graph of chains reads no tree."""
+    kept, chains = captures(), batch(VERIFY, 2, 6)
+    trees = replace(chains, tree=torch.ones(2, 3, dtype=torch.int64))
+    with pytest.raises(PlanError, match="pages a request, with trees, was never captured in lane 0; plan"):
+        kept.plan(trees, None)
+    assert kept.plan(chains, capture) is not kept.plan(trees, capture)
+
+
 class TestAlways:
     """Level ``ALWAYS``: an extend, whose rows are divided anew at each replay."""
 
@@ -139,9 +158,9 @@ class TestRefusals:
         with pytest.raises(PlanError, match=f"not {rows} rows for {requests} requests"):
             captures().plan(batch(mode, requests, rows), capture)
 
-    @pytest.mark.parametrize("name", ["seq_lens", "page_table"])
+    @pytest.mark.parametrize("name", ["seq_lens", "page_table", "tree"])
     def test_what_kernels_read_where_it_lies_has_no_gaps(self, name) -> None:
-        good = batch(pages=8)
+        good = replace(batch(VERIFY, 2, 6, pages=8), tree=torch.ones(2, 3, dtype=torch.int64))
         bad = getattr(good, name).repeat_interleave(2, -1)[..., ::2]
         with pytest.raises(PlanError, match=f"has {name} without gaps"):
             captures().plan(replace(good, **{name: bad}), capture)

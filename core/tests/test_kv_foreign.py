@@ -284,6 +284,15 @@ def test_one_kv_head_needs_no_dimension() -> None:
     assert pool.keys(0).shape == (PAGES, PAGE, 1, 8)
 
 
+def test_one_latent_row_a_token_has_the_strides_of_a_pool_of_our_own() -> None:
+    """FlashMLA describes the cache to the GPU by its strides, and one of a single element is refused there."""
+    layer = mla_layer(0)
+    own = MLAPool([layer], num_pages=3, page_size=16, dtype=DType.FLOAT32, device="cpu")
+    host = torch.zeros(3, 16, own.rows(0).shape[-1])
+    pool = MLAPool.over([layer], {0: host}, "pages tokens dim", page_size=16, dtype=DType.FLOAT32)
+    assert pool.layout(0).strides == own.layout(0).strides
+
+
 def test_a_pool_over_memory_says_what_it_has() -> None:
     host = Host(MHA["vLLM HND, pages first"], DType.BFLOAT16, "cpu")
     pool = host.pool

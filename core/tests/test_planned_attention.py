@@ -228,16 +228,29 @@ class TestCalls:
             on.backend.forward_extend(q, k, v, with_sinks, planned(on), extras=ForwardExtras(sinks=torch.zeros(3)))
 
     @pytest.mark.parametrize(
-        ("latent", "rope"),
-        [((5, 4, 40), (5, 4, 8)), ((5, 4, 32), (5, 4, 16)), ((5, 4, 32), (3, 4, 8))],
-        ids=["latent", "rope", "rows"],
+        ("latent", "rope", "dtype"),
+        [
+            ((5, 4, 40), (5, 4, 8), torch.float32),
+            ((5, 4, 32), (5, 4, 16), torch.float32),
+            ((5, 4, 32), (3, 4, 8), torch.float32),
+            ((5, 4, 32), (5, 4, 8), torch.float16),
+        ],
+        ids=["latent", "rope", "rows", "type"],
     )
-    def test_absorbed_queries_whose_parts_are_not_those_of_the_layer(self, latent, rope):
+    def test_absorbed_queries_whose_parts_are_not_those_of_the_layer(self, latent, rope, dtype):
         on = stage(Case(((5, 3), (0, 2)), mla=DIMS, v_head_dim=32))
-        extras = ForwardExtras(q_rope=torch.zeros(rope))
+        extras = ForwardExtras(q_rope=torch.zeros(rope, dtype=dtype))
         with pytest.raises(BackendError, match=r"give the latent part \[rows, heads, 32\] and the rotary part .* 8\]"):
             on.backend.forward_extend(
                 torch.zeros(latent), None, None, on.layer, planned(on), save_kv_cache=False, extras=extras
+            )
+
+    def test_queries_in_two_parts_are_refused_by_a_backend_that_does_not_claim_them(self):
+        on = Stage(Case(((5, 3), (0, 2)), mla=DIMS, v_head_dim=32), "cpu", Narrowed)
+        extras = ForwardExtras(q_rope=torch.zeros(5, 4, 8))
+        with pytest.raises(BackendError, match="was asked for q_rope; it knows out"):
+            on.backend.forward_extend(
+                torch.zeros(5, 4, 32), None, None, on.layer, planned(on), save_kv_cache=False, extras=extras
             )
 
     def test_padding_is_cut_off_both_parts_of_absorbed_queries(self):

@@ -17,6 +17,8 @@ from support.specs import GDN, MHA, MLA, model
         ({"page_size": 0}, "page_size 0"),
         ({"page_size": -16}, "page_size -16"),
         ({"speculative_tokens": -1}, "speculative_tokens -1"),
+        ({"speculative_topk": 0}, "speculative_topk 0"),
+        ({"speculative_tokens": 65, "speculative_topk": 2}, "speculative_tokens 65 with speculative_topk 2"),
         ({"tensor_parallel": 0}, "tensor_parallel 0"),
         ({"sm": 9}, "sm 9"),
         ({"sm": 9000}, "sm 9000"),

@@ -134,8 +134,16 @@ class TestMLAByTheHost:
             select(installed, BackendRequest(roles={Role.PREFILL: "decodes"}), self.PROBLEM)
 
     def test_layers_that_are_not_mla_are_prefilled_by_a_backend(self) -> None:
-        selection = select(registry(backend("any")), BackendRequest(), Problem(LLAMA, mla_by_host=True))
-        assert names(selection.choices) == {"prefill": "any", "decode": "any"}
+        both = replace(DEEPSEEK, layers=(*DEEPSEEK.layers, replace(LLAMA.layers[0], layer_id=len(DEEPSEEK.layers))))
+        able = replace(self.AS_MHA, kinds={"mha", "mla"})
+        for model in (LLAMA, both):
+            selection = select(registry(backend("any", able)), BackendRequest(), Problem(model, mla_by_host=True))
+            assert names(selection.choices) == {"prefill": "any", "decode": "any"}
+
+    def test_a_model_without_softmax_layers_has_no_prefill_to_name(self) -> None:
+        problem = Problem(LINEAR_ONLY, mla_by_host=True)
+        with pytest.raises(UsageError, match="prefill_attention_backend any is given, but the model has no full"):
+            select(registry(backend("any")), BackendRequest(roles={Role.PREFILL: "any"}), problem)
 
 
 def test_an_unknown_name_is_an_error_with_the_nearest() -> None:

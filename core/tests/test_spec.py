@@ -117,6 +117,18 @@ from support.specs import GDN, MHA, MLA, claiming, model, page_sizes, sizes, spe
             ("speculation", 4, 3, "speculative_tokens"),
         ),
         (
+            {"trees": False},
+            Problem(speculative_topk=2),
+            None,
+            ("speculation", 2, 1, "speculative_topk"),
+        ),
+        (
+            {"features": {"sliding_window"}},
+            Problem(model(replace(MHA, sliding_window=7)), speculative_topk=4),
+            Role.DECODE,
+            ("feature", 4, 1, "speculative_topk"),
+        ),
+        (
             {"cuda_graph": GraphLevel.DECODE},
             Problem(cuda_graph=GraphLevel.ALWAYS),
             None,

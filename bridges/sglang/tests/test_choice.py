@@ -16,6 +16,7 @@ from attnplug.host import SelectionError, UsageError, load_host, load_model, loa
 from attnplug_sglang.choice import choose, decode_graphs, insist, served_roles
 from attnplug_sglang.front import refuse_arguments
 from attnplug_sglang.host import HOST, OPTIONS, fit, given_options, render
+from support.specs import GDN, MHA, model
 
 LLAMA = {
     "model_type": "llama",
@@ -171,6 +172,64 @@ def test_what_cannot_be_carried_is_refused_by_name(folder: str, change: dict[str
     assert named in str(refused.value)
 
 
+CHAIN = {
+    "speculative_algorithm": "EAGLE",
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 65,
+    "speculative_draft_attention_backend": "triton",
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"tp_size": 3}, "cannot be divided among 3 ranks (change --tp-size)"),
+        (CHAIN, "65 speculative tokens are asked for, it takes 64 (change --speculative-num-draft-tokens)"),
+        ({"kv_cache_dtype": "fp4_e2m1"}, "--kv-cache-dtype 'fp4_e2m1'"),
+        ({"attention_backend": None, "decode_attention_backend": "attnplug:nobody"}, "there is no backend 'nobody'"),
+        ({"page_size": 1 << 40}, "--page-size"),
+    ],
+)
+def test_what_a_server_is_started_with_is_judged(folder: str, change: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        refuse_arguments(arguments(folder, **change))
+    assert named in str(refused.value)
+
+
+def test_heads_are_not_divided_where_attention_is_data_parallel(folder: str) -> None:
+    refuse_arguments(arguments(folder, tp_size=3, enable_dp_attention=True))
+
+
+def test_a_model_of_linear_layers_alone_is_refused(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attnplug_sglang.front.load_model", lambda *_: model(GDN))
+    with pytest.raises(ValueError, match=r"every attention layer is linear \(gdn\)"):
+        refuse_arguments(arguments(folder))
+
+
+def test_linear_layers_and_drafts_are_left_to_sglang() -> None:
+    fitted = fit(Problem(model(MHA, GDN), speculative_tokens=4))
+    assert fitted.roles() == (Role.PREFILL, Role.DECODE)
+
+
+def test_graphs_that_are_asked_for_are_not_taken_back() -> None:
+    assert fit(Problem(device="cuda", cuda_graph=GraphLevel.ALWAYS)).cuda_graph is GraphLevel.ALWAYS
+
+
+def test_drafts_are_verified_by_the_backend_of_the_role_that_is_named(folder: str) -> None:
+    problem = Problem(load_model(folder), device="cpu", dtype=DType.FLOAT32, page_size=1)
+    for role in (Role.PREFILL, Role.DECODE):
+        roles = (Role.PREFILL, Role.DECODE)
+        found = choose(load_registry(), "attnplug:torch_native", roles, problem, verify=role, graphs=False)
+        assert found.verify is role
+
+
+def test_options_of_backends_that_are_not_asked_for_are_left_alone(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(OPTIONS, "triton_mla.batch_invariant=true")
+    refuse_arguments(arguments(folder))
+
+
 def test_a_chain_of_drafts_with_a_draft_backend_of_sglangs_is_carried(folder: str) -> None:
     chain = {
         "speculative_algorithm": "EAGLE",
@@ -179,6 +238,11 @@ def test_a_chain_of_drafts_with_a_draft_backend_of_sglangs_is_carried(folder: st
         "speculative_draft_attention_backend": "triton",
     }
     insist(arguments(folder, **chain), "attnplug:triton_mla")
+
+
+def test_the_range_ends_with_what_was_read() -> None:
+    versions = ["0.5.13", "0.5.14", "0.5.23", "0.5.24"]
+    assert [HOST.version_refusal(version) is None for version in versions] == [False, True, True, False]
 
 
 def test_a_version_outside_the_range_is_refused_with_the_range(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

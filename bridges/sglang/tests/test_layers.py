@@ -20,6 +20,13 @@ def test_heads_are_the_ranks_own_and_a_window_counts_the_query_too() -> None:
     (spec,) = Layers([given], None, 0).specs
     assert (spec.layer_id, spec.num_heads, spec.num_kv_heads, spec.scale) == (3, 4, 2, 0.25)
     assert (spec.sliding_window, spec.logit_cap, spec.sinks) == (32, 50.0, False)
+    assert [Layers([module(sliding_window_size=n)], None, 0).specs[0].sliding_window for n in (-1, 0)] == [None, 1]
+
+
+def test_values_may_be_narrower_than_keys_and_layers_may_have_sinks() -> None:
+    plain, given = Layers([module(2), module(3, v_head_dim=4)], None, 0, sinks=(3,)).specs
+    assert (given.head_dim, given.v_head_dim, given.sinks) == (8, 4, True)
+    assert not plain.sinks
 
 
 def test_an_mla_layer_is_one_spec_with_two_modules() -> None:
@@ -53,14 +60,20 @@ def test_two_kinds_of_attention_over_one_cache_are_refused() -> None:
         Layers([module(), module(sliding_window_size=3)], None, 0)
 
 
+def test_an_mla_module_as_mha_without_its_latent_one_is_refused() -> None:
+    with pytest.raises(BackendError, match="layer 2 attends as MHA, but has no latent attention beside it"):
+        Layers([module(2)], MLA, 8)
+
+
 def test_a_module_of_another_model_is_refused() -> None:
     layers = Layers([module()], None, 0)
     with pytest.raises(BackendError, match="layer 5"):
         layers.spec(module(5))
 
 
-def test_sinks_are_found_beside_the_attention() -> None:
+@pytest.mark.parametrize("name", ["sinks", "attention_sink_bias", "attn_sink"])
+def test_sinks_are_found_beside_the_attention(name: str) -> None:
     attention = module(4)
-    parent = SimpleNamespace(sinks=object(), children=lambda: [attention, object()])
+    parent = SimpleNamespace(**{name: object()}, children=lambda: [attention, object()])
     plain = SimpleNamespace(children=lambda: [module(5)])
     assert list(with_sinks([("a", parent), ("b", plain)], Module)) == [4]

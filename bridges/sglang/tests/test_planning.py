@@ -10,7 +10,7 @@ import torch
 
 from attnplug import BackendError, ForwardMode, PlanError
 from attnplug_sglang.memory import KVGroup, PageTable, kv_groups, pools_over
-from attnplug_sglang.steps import CapturedSteps, Group, eager_step, mode_of
+from attnplug_sglang.steps import CapturedSteps, Group, eager_step, lengths_of, mode_of
 from sglang_fakes import Mode, attention, batch, mha_layer, reference, slots_table
 
 PAGES = 40
@@ -48,7 +48,9 @@ def test_rows_past_the_planned_ones_are_padding() -> None:
     """B5: data-parallel padding adds rows; their output is zero and nothing is written for them."""
     table, layer = slots_table([6], 1), mha_layer()
     ours, caches = attention((layer,), PAGES, 1)
-    step = eager_step(batch(table, [2], [4]), [Group(ours, PageTable(table, 1))], 64)
+    given = batch(table, [2], [4])
+    given.out_cache_loc = torch.cat([given.out_cache_loc, torch.zeros(3, dtype=torch.int64)])
+    step = eager_step(given, [Group(ours, PageTable(table, 1))], 64)
     before = caches[0][0][0].clone()
     out = ours.attend(torch.randn(7, 4, 8), torch.randn(7, 2, 8), torch.randn(7, 2, 8), layer, step.batches[0])
     assert not out[4:].any()
@@ -76,14 +78,29 @@ def test_a_verify_counts_its_new_tokens_which_sglang_leaves_out() -> None:
 def test_a_decode_without_lengths_on_the_host_plans_by_the_context() -> None:
     table = slots_table([8, 15], 4)
     given = batch(table, [7, 14], [1, 1], Mode.DECODE, seq_lens_cpu=None)
-    planned = _lengths_without_host(given)
+    planned = lengths_of(given, ForwardMode.DECODE, 64, exact=False)
     assert (planned.max_seq_len, planned.host) == (64, None)
+    group = Group(attention((mha_layer(),), PAGES, 4)[0], PageTable(table, 4))
+    (ours,) = eager_step(given, [group], 64).batches
+    assert ours.geometry.host is not None and list(ours.geometry.kv_lens) == [8, 15], "torch_native needs them"
 
 
-def _lengths_without_host(given: Any) -> Any:
-    from attnplug_sglang.steps import lengths_of
+def test_lengths_on_the_host_are_read_for_backends_that_need_them() -> None:
+    given = batch(slots_table([8, 15], 4), [5, 12], [3, 3], Mode.TARGET_VERIFY)
+    needed, spared = (lengths_of(given, ForwardMode.TARGET_VERIFY, 64, exact=exact) for exact in (True, False))
+    assert needed.host is not None and (needed.host.query_lens, needed.host.kv_lens) == ([3, 3], [8, 15])
+    assert spared.host is None and spared.max_seq_len == 15
 
-    return lengths_of(given, ForwardMode.DECODE, 64, exact=False)
+
+def test_an_extend_of_drafts_is_one() -> None:
+    assert mode_of(SimpleNamespace(forward_mode=Mode.DRAFT_EXTEND_V2)) is ForwardMode.DRAFT_EXTEND
+
+
+def test_a_verify_of_requests_with_different_numbers_of_tokens_is_refused() -> None:
+    given = batch(slots_table([8], 4), [5], [3], Mode.TARGET_VERIFY)
+    given.spec_info.ragged_verify_layout = object()
+    with pytest.raises(BackendError, match="by different numbers of tokens"):
+        lengths_of(given, ForwardMode.TARGET_VERIFY, 64, exact=False)
 
 
 @pytest.mark.parametrize("mode", [Mode.SPLIT_PREFILL, Mode.DLLM_EXTEND, Mode.PREBUILT])
@@ -120,6 +137,9 @@ def test_layers_with_a_window_are_a_group_of_their_own() -> None:
     assert (whole.layers, whole.translate) == ((layers[0],), None)
     assert (windowed.layers, windowed.translate) == ((layers[1],), abs)
     assert kv_groups(SimpleNamespace(), layers) == (KVGroup(layers),)
+    pool.layers_mapping[0] = (1, True)
+    (only,) = kv_groups(pool, (mha_layer(0, window=4), layers[1]))
+    assert only.translate is abs and len(only.layers) == 2
 
 
 def test_a_full_layer_in_a_window_pool_is_refused() -> None:

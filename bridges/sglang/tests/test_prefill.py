@@ -85,6 +85,12 @@ def test_the_way_follows_sglangs_thresholds(mode: Mode, prefixes: list[int], new
     assert extend_path(given, THRESHOLDS, ALL, captured=False) is path
 
 
+def test_no_prefix_is_chunked_where_a_server_turned_that_off() -> None:
+    layer = SimpleNamespace(chunked_prefix_cache_threshold=10, disable_chunked_prefix_cache=True)
+    assert extend_path(extend([50], [4]), THRESHOLDS, ALL, captured=False) is ExtendPath.ONE_SHOT
+    assert extend_path(extend([50], [4]), layer, ALL, captured=False) is ExtendPath.ABSORBED
+
+
 def test_a_captured_prefill_runs_absorbed() -> None:
     assert extend_path(extend([0], [4]), THRESHOLDS, ALL, captured=True) is ExtendPath.ABSORBED
 

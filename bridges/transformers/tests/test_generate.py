@@ -9,9 +9,11 @@ import pytest
 import torch
 from transformers import QuantizedCache, Qwen3NextConfig
 from transformers.cache_utils import DynamicCache, StaticCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attnplug.host import ModelAttention
 from attnplug_transformers import BridgeError, PagedCache
+from attnplug_transformers.masks import step_mask
 from tiny_models import CONFIGS, NATIVE, generated, model, padded
 
 MODELS = ["llama", "qwen3", "gemma2", "deepseek_v3"]
@@ -146,6 +148,72 @@ def test_a_paged_cache_refuses_padding_that_changes():
     made(**prompts, past_key_values=filled)
     with pytest.raises(BridgeError, match="attention_mask says otherwise of tokens that are in this PagedCache"):
         made(prompts["input_ids"][:, :1], attention_mask=torch.ones(2, 7), past_key_values=filled)
+
+
+@pytest.mark.parametrize("select", ["by numbers", "by a mask", "repeated"])
+def test_requests_of_a_paged_cache_are_taken_out_and_repeated(select):
+    """More of them than it was made for, too. What is padding goes with them."""
+    made, prompts, results = model("llama"), padded([6, 3, 5]), {}
+    for implementation in ("eager", NATIVE):
+        made.set_attn_implementation(implementation)
+        filled = DynamicCache(config=CONFIGS["llama"]) if implementation == "eager" else PagedCache(CONFIGS["llama"])
+        made(**prompts, past_key_values=filled)
+        kept = torch.tensor([0, 0, 1, 1, 2, 2]) if select == "repeated" else torch.tensor([1, 2])
+        if select == "repeated":
+            filled.batch_repeat_interleave(2)
+        else:
+            filled.batch_select_indices(kept if select == "by numbers" else torch.tensor([False, True, True]))
+        mask = torch.nn.functional.pad(prompts["attention_mask"][kept], (0, 1), value=1)
+        ids = prompts["input_ids"][kept, -1:]
+        results[implementation] = made(ids, attention_mask=mask, past_key_values=filled).logits
+    torch.testing.assert_close(results[NATIVE], results["eager"])
+
+
+def test_a_request_that_waits_keeps_its_rows():
+    """Its new token is padding in one step, and a token again in the next."""
+    made, ids, results = model("llama"), padded([8, 8])["input_ids"], {}
+    mask = torch.ones(2, 8, dtype=torch.long)
+    mask[1, 6] = 0
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    for implementation in ("eager", NATIVE):
+        made.set_attn_implementation(implementation)
+        filled = DynamicCache(config=CONFIGS["llama"]) if implementation == "eager" else PagedCache(CONFIGS["llama"])
+        for start, end in ((0, 6), (6, 7), (7, 8)):
+            given = {"attention_mask": mask[:, :end], "position_ids": positions[:, start:end]}
+            results[implementation] = made(ids[:, start:end], **given, past_key_values=filled).logits
+    torch.testing.assert_close(results[NATIVE], results["eager"])
+
+
+def test_a_paged_cache_refuses_what_it_cannot_do():
+    cache = PagedCache(CONFIGS["llama"])
+    with pytest.raises(BridgeError, match=r"crop\(3\) is not a number of tokens to remove"):
+        cache.crop(3)
+    with pytest.raises(BridgeError, match="cannot be offloaded"):
+        cache.layers[0].offload()
+
+
+def test_keys_of_another_layer_or_read_twice_are_refused():
+    """As layers do that share a cache."""
+    made = model("llama")
+    made.set_attn_implementation(NATIVE)
+    attention, filled = ALL_ATTENTION_FUNCTIONS[NATIVE], PagedCache(CONFIGS["llama"])
+    first, second = (layer.self_attn for layer in made.model.layers)
+    q, k = torch.zeros(1, 8, 1, 16), torch.zeros(1, 2, 1, 16)
+    keys, values = filled.update(k, k, 0)
+    with pytest.raises(BridgeError, match="1 was given the keys of layer 0"):
+        attention(second, q, keys, values, step_mask(1, 1, 1))
+    attention(first, q, keys, values, step_mask(1, 1, 1))
+    with pytest.raises(BridgeError, match="0 was given the keys of layer 0, or the same ones twice"):
+        attention(first, q, keys, values, step_mask(1, 1, 1))
+    keys, values = filled.update(k, k, 0)
+    with pytest.raises(BridgeError, match="1 × 2 queries and 1 columns of keys"):
+        attention(first, torch.zeros(1, 8, 2, 16), keys, values, step_mask(1, 1, 2, 1))
+
+
+def test_layers_of_a_kind_have_pages_together_and_no_others():
+    filled = PagedCache(CONFIGS["gemma2"])
+    generated("gemma2", NATIVE, padded([4]), max_new_tokens=1, past_key_values=filled)
+    assert sorted(tuple(pages.layers) for pages in filled._pages.values()) == [(0,), (1,)]
 
 
 def test_a_paged_cache_belongs_to_one_choice_of_backends():

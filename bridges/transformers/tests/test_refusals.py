@@ -4,21 +4,33 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.masking_utils import causal_mask_function, sliding_window_causal_mask_function
+from transformers.masking_utils import (
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
+    or_masks,
+    sliding_window_causal_mask_function,
+    sliding_window_overlay,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import attnplug_transformers
 from attnplug import CacheLayout, Role
-from attnplug.host import BackendRequest, explain, load_model, load_registry
+from attnplug.host import BackendRequest, Limits, explain, load_model, load_registry
 from attnplug_transformers import BridgeError, names
 from attnplug_transformers.attention import Attention
+from attnplug_transformers.blocks import LayerGroup
 from attnplug_transformers.calls import read_call
 from attnplug_transformers.masks import mask_window, step_mask
-from attnplug_transformers.pages import problem_of
+from attnplug_transformers.paged import Group, PagedBatches, Planned
+from attnplug_transformers.pages import PageStore, problem_of, within
+from attnplug_transformers.steps import Step
 from attnplug_transformers_host import HOST
 from tiny_models import CONFIGS, NATIVE, model
 
@@ -71,6 +83,55 @@ def test_a_window_is_read_from_its_mask():
     assert mask_window(sliding_window_causal_mask_function(12)) == 12
 
 
+@pytest.mark.parametrize(
+    "mask",
+    [
+        and_masks(sliding_window_overlay(4), bidirectional_mask_function),
+        or_masks(sliding_window_overlay(4), causal_mask_function),
+    ],
+    ids=["both directions", "a union"],
+)
+def test_a_window_in_another_mask_is_refused(mask):
+    with pytest.raises(BridgeError, match="this mask is neither causal nor a causal sliding window"):
+        mask_window(mask)
+
+
+def test_a_mask_for_another_number_of_requests_is_refused():
+    with pytest.raises(BridgeError, match=r"attention_mask has shape \[3, 4\].*give \[2, tokens\]"):
+        step_mask(2, 4, 4, attention_mask=torch.ones(3, 4))
+
+
+def test_a_step_that_was_prepared_for_another_kind_of_layer_is_refused():
+    made = step_mask(1, 1, 30)
+    assert step_mask(1, 1, 30, attention_mask=made) is made
+    with pytest.raises(BridgeError, match="prepared for a window of None and 30 columns, and a layer needs 12 and 30"):
+        step_mask(1, 1, 30, mask_function=sliding_window_causal_mask_function(12), attention_mask=made)
+
+
+@pytest.mark.parametrize(
+    ("module", "change", "words"),
+    [
+        ({}, {"dropout": 0.1}, r"dropout 0\.1.*model\.eval\(\)"),
+        ({"is_causal": False}, {}, "is not causal"),
+        ({}, {"is_causal": False}, "is not causal"),
+        ({"sinks": torch.ones(4)}, {}, "has sinks, and does not pass them on"),
+        ({}, {"dtype": torch.float16}, "backends need one type for all"),
+    ],
+)
+def test_a_layer_that_cannot_be_served_is_refused_by_name(module, change, words):
+    layer = torch.nn.Identity()
+    vars(layer).update(module)
+    q, k = torch.zeros(1, 4, 1, 16), torch.zeros(1, 2, 1, 16, dtype=change.pop("dtype", torch.float32))
+    with pytest.raises(BridgeError, match=words):
+        read_call(layer, q, k, k, change.pop("dropout", 0.0), None, None, change)
+
+
+def test_a_layer_with_other_columns_than_its_step_is_refused():
+    attention, q = Attention(BackendRequest("torch_native")), torch.zeros(1, 2, 1, 16)
+    with pytest.raises(BridgeError, match=r"1 × 1 queries and 5 columns of keys, .* prepared for 1 × 1 and 6"):
+        attention(torch.nn.Identity(), q, *[torch.zeros(1, 2, 5, 16)] * 2, step_mask(1, 1, 6, 5))
+
+
 def test_padding_between_tokens_is_refused_where_a_window_would_count_it():
     made = model("gemma2")
     made.set_attn_implementation(NATIVE)
@@ -95,6 +156,33 @@ def test_sinks_reach_a_backend_as_the_model_passes_them():
     call = read_call(module, q, q[:, :2], q[:, :2], 0.0, 0.25, 24, {"s_aux": module.sinks.half(), "softcap": None})
     assert call.layer.sinks and call.sinks.dtype is torch.float32
     torch.testing.assert_close(call.sinks, module.sinks.half().float())
+
+
+def test_sinks_are_given_to_the_backend(monkeypatch):
+    """In both ways: over pages of our own, and over those of continuous batching."""
+    asked: list[object] = []
+    native = Attention(BackendRequest("torch_native"))
+    q, sinks = torch.zeros(1, 4, 1, 16), torch.arange(4.0)
+    plain, with_sinks = torch.nn.Identity(), {"s_aux": sinks}
+    pages = native._store.pages(read_call(plain, q, q, q, 0.0, None, None, {}).layer, q, Limits(1, 1, 64))
+    over = SimpleNamespace(
+        backend=pages.attention.backend,
+        plan=pages.attention.plan,
+        attend=lambda q, *_, extras=None, **__: (asked.append(extras), q)[1],
+    )
+    monkeypatch.setattr(PageStore, "pages", lambda *_: replace(pages, attention=over))
+    native(plain, q, q, q, step_mask(1, 1, 1), **with_sinks)
+    monkeypatch.setattr(PagedBatches, "_group", lambda *_: Group(LayerGroup(0, "full_attention", (0,), 64, 64, None)))
+
+    def built(self, cache, group, layer, query):
+        group.layers = {0: layer}
+        return over
+
+    monkeypatch.setattr(PagedBatches, "_over", built)
+    monkeypatch.setattr(Group, "of_step", lambda *_: Planned(over, None))
+    plain.layer_idx = 0
+    native(plain, q, q, q, None, cache=object(), cu_seq_lens_q=None, **with_sinks)
+    assert [extras.sinks.tolist() for extras in asked] == [[0.0, 1.0, 2.0, 3.0]] * 2
 
 
 def test_sinks_are_refused_by_a_backend_that_has_none():
@@ -160,6 +248,37 @@ def test_rows_of_padding_and_unwritten_rows_are_never_read():
         seen = torch.ones(3, rows.numel(), dtype=torch.bool).tril(rows.numel() - 3)
         expected = logits.masked_fill(~seen, -torch.inf).softmax(-1) @ values
         torch.testing.assert_close(out[request].transpose(0, 1).double(), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("padding", [True, False])
+def test_a_step_whose_start_only_a_gpu_knows_is_planned_alike(padding):
+    """With a static cache on a GPU, the start is a tensor there; no run on a CPU has one."""
+    request, module = BackendRequest("torch_native"), torch.nn.Identity()
+    q, k, v = (torch.randn(2, heads, length, 16) for heads, length in ((4, 3), (2, 90), (2, 90)))
+    k[:, :, 70:], v[:, :, 70:] = torch.nan, torch.nan  # not written yet
+    valid = torch.arange(90) < 70
+    valid = torch.stack([valid, valid & (torch.arange(90) >= 11)]) if padding else None
+    found = [Attention(request)(module, q, k, v, Step(2, 3, 90, n, None, valid))[0] for n in (67, torch.tensor(67))]
+    assert torch.equal(*found)
+
+
+def test_pages_are_made_for_all_tokens_of_a_step():
+    assert step_mask(3, 4, 9, 5).limits == Limits(3, 12, 9)
+    for more in (Limits(4, 12, 9), Limits(3, 13, 9), Limits(3, 12, 10)):
+        assert not within(more, Limits(3, 12, 9)) and within(Limits(3, 12, 9), more)
+
+
+def test_tensors_of_another_type_have_pages_of_their_own():
+    attention = Attention(BackendRequest("torch_native"))
+    for dtype in (torch.float32, torch.bfloat16):
+        q = torch.zeros(1, 2, 1, 16, dtype=dtype)
+        attention(torch.nn.Identity(), q, q, q, step_mask(1, 1, 1))
+    assert [pages.pool.dtype for pages in attention._store._pages.values()] == ["float32", "bfloat16"]
+
+
+def test_a_gpu_is_told_by_its_compute_capability(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 3))
+    assert problem_of(load_model("tiny:llama"), torch.device("cuda"), torch.float32, None, None).sm == 103
 
 
 def test_the_host_is_described_without_torch_or_transformers():

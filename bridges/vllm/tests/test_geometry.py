@@ -89,4 +89,13 @@ def test_requests_that_decode_come_first_and_are_split_off():
     assert (back.num_reqs, back.num_actual_tokens, back.max_query_len) == (2, 14, 9)
     assert back.query_start_loc_cpu.tolist() == [0, 9, 14]
     whole = SHAPE.geometry(batch).new_slots().tolist()
-    assert SHAPE.geometry(front).new_slots().tolist() + SHAPE.geometry(back).new_slots().tolist() == whole
+    found = [SHAPE.geometry(part) for part in (front, back)]
+    assert [slot for part in found for slot in part.new_slots().tolist()] == whole
+    assert [slot for part in found for slot in replace(part, slots=None).new_slots().tolist()] == whole
+
+
+def test_each_part_of_a_split_batch_has_its_own_exact_lengths():
+    exact = replace(SHAPE, exact=True)
+    front, back = (exact.geometry(part) for part in split(metadata([(20, 1), (0, 9), (3, 5)]), 1))
+    assert front.host is not None and (front.host.query_lens, front.host.kv_lens) == ([1], [21])
+    assert back.host is not None and (back.host.query_lens, back.host.kv_lens) == ([9, 5], [9, 8])

@@ -17,6 +17,7 @@ from support.specs import GDN, MHA, MLA, model
 def test_every_setting_of_ours_has_a_word_or_none():
     words = {setting: render(setting) for setting in Setting}
     assert words[Setting.PAGE_SIZE] == "--block-size" and words[Setting.KV_DTYPE] == "--kv-cache-dtype"
+    assert words[Setting.CUDA_GRAPH] == "--compilation-config.cudagraph_mode"
     assert words[Setting.ATTENTION_BACKEND] == "--additional-config.attnplug.backend"
     assert all(word is None or word.startswith("--") for word in words.values())
 
@@ -34,6 +35,15 @@ def test_lengths_are_exact_unless_vllm_speculates():
     assert fit(Problem(model(MHA))).exact_lengths
     fitted = fit(Problem(model(MHA), speculative_tokens=3))
     assert not fitted.exact_lengths and Role.DRAFT not in fitted.roles(), "vLLM chooses what drafts"
+
+
+def test_vllm_prefills_mla_itself():
+    assert fit(Problem(model(MLA))).roles() == (Role.DECODE,)
+    assert fit(Problem(model(MHA))).roles() == (Role.PREFILL, Role.DECODE)
+
+
+def test_graphs_are_wanted_on_a_gpu():
+    assert [fit(Problem(model(MHA), device=device)).wants_graphs for device in ("cpu", "cuda")] == [False, True]
 
 
 def test_linear_layers_are_left_to_vllm():

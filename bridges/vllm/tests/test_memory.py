@@ -64,6 +64,16 @@ def test_every_layout_of_vllms_gives_the_same_result_without_a_copy(layout):
     assert tensors[1].any(), "the rows are in vLLM's memory"
 
 
+def test_a_row_of_the_cache_is_a_key_and_then_its_value():
+    tensor = memory_of("HND")[0]
+    specs = [mha_layer(0, heads=HEADS, kv_heads=KV_HEADS, head_dim=DIM, scale=0.25)]
+    pool = mha_pools(specs, {0: tensor}, BLOCK_SIZE, DType.FLOAT32, {}).mha
+    assert pool is not None
+    k, v = torch.randn(1, KV_HEADS, DIM), torch.randn(1, KV_HEADS, DIM)
+    pool.write(0, torch.tensor([BLOCK_SIZE + 3]), k, v)
+    assert torch.equal(tensor[1, :, 3], torch.cat([k[0], v[0]], -1))
+
+
 def test_blocks_of_64_hold_the_same_rows():
     large, small = group(memory_of("HND", 64), block_size=64), group(memory_of("HND"))
     for step, lengths in enumerate([[(0, 70), (0, 7)], [(70, 1), (7, 1)]]):
@@ -116,10 +126,22 @@ def test_latent_rows_lie_in_vllms_memory():
     assert pool is not None and pool.rows(0).data_ptr() == cache.data_ptr()
 
 
+def test_latent_rows_in_fp8_have_the_scale_of_their_layer():
+    specs = [mla_layer(0, heads=HEADS, scale=0.25, kv_lora_rank=32, nope=16, rope=8, v_head_dim=16)]
+    cache = torch.zeros(BLOCKS, BLOCK_SIZE, 40, dtype=torch.uint8)
+    pool = mla_pools(specs, {0: cache}, BLOCK_SIZE, DType.FLOAT8_E4M3, {0: 2.0}).mla
+    assert pool is not None and pool.scale(0) == 2.0
+
+
 def test_scratch_that_grew_stays_where_graphs_know_it():
     before = memory._allocate(8, torch.device("cpu"), True)
     memory._allocate(16, torch.device("cpu"), False)
     assert any(kept is before for kept in memory._kept)
+
+
+def test_scratch_is_zero_where_a_backend_asks_for_that(monkeypatch):
+    monkeypatch.setattr(memory.torch, "empty", torch.ones)
+    assert not memory._allocate(8, torch.device("cpu"), True).any()
 
 
 def test_a_layer_that_shares_a_cache_writes_nothing():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,59 +10,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnplug import BackendId, Claims, ForwardBatch, ForwardMode, GraphLevel, Plan, PlanError, Role
+from attnplug import Claims, ForwardMode, PlanError, Role
 from attnplug.host import KVPools, ModelAttention
 from attnplug_vllm.choice import choose, forget
 from attnplug_vllm.memory import GroupAttention, mla_pools
 from attnplug_vllm.mla_decode import DecodeGroup, DecodeStep
 from attnplug_vllm.specs import Machine, cache_type, mla_layer, model_of, unsupported
+from vllm_recorders import MLARecorder
 from vllm_stage import Metadata, config, metadata
 
 HEADS, RANK, ROPE, SCALE, BLOCK = 4, 32, 16, 0.2, 16
 NAMES = {"model.layers.0.self_attn.attn": 0, "model.layers.1.self_attn.attn": 1}
 FIRST, LAST = NAMES
-
-
-@dataclass
-class Recorder:
-    """A backend that remembers what it is asked for."""
-
-    claims: Claims = field(default_factory=lambda: Claims(GraphLevel.UNIFORM, needs_cpu_seq_lens=False))
-    fill: int = 0
-    calls: list[tuple[str, Any]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.backend_id = BackendId("recorder")
-
-    def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
-        self.calls.append(("plan", batch.geometry))
-        return Plan.of(self.backend_id, batch.geometry)
-
-    def forward_extend(
-        self, q: Tensor, k: Any, v: Any, layer: Any, batch: Any, *, save_kv_cache: bool = True, extras: Any = None
-    ) -> Tensor:
-        assert k is None and v is None and not save_kv_cache
-        batch.plan_for(self.backend_id, q.shape[0])
-        self.calls.append(("run", (layer.layer_id, tuple(q.shape), extras)))
-        return q[..., :RANK]
-
-    forward_decode = forward_extend
-
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        self.calls.append(("reserve", (max_bs, max_num_tokens)))
-
-    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> Plan:
-        self.calls.append(("capture" if in_capture else "replay", forward_batch.geometry))
-        return Plan.of(self.backend_id, forward_batch.geometry)
-
-    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        self.calls.append(("refill", forward_batch.geometry.rows))
-
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        return self.fill
-
-    def names(self) -> list[str]:
-        return [name for name, _ in self.calls]
 
 
 class Group:
@@ -101,7 +60,7 @@ def attend(step: DecodeStep, name: str = FIRST) -> Tensor:
 
 class TestPlans:
     def test_the_first_layer_plans_for_all(self):
-        backend = Recorder()
+        backend = MLARecorder()
         step = step_of(DecodeGroup(Group(backend), NAMES, 0), metadata([(5, 1), (40, 1)]))
         assert not backend.calls, "a step that replays a graph runs no layer"
         attend(step, FIRST), attend(step, LAST)
@@ -117,7 +76,7 @@ class TestPlans:
         ],
     )
     def test_modes_by_the_numbers_of_new_tokens(self, lengths, mode, ragged):
-        backend = Recorder()
+        backend = MLARecorder()
         attend(step_of(DecodeGroup(Group(backend), NAMES, 0), metadata(lengths)))
         geometry = backend.calls[0][1]
         assert geometry.mode is mode and geometry.host is None
@@ -127,13 +86,19 @@ class TestPlans:
             assert geometry.new_lens.tolist() == [4, 2, 1]
 
     def test_columns_of_the_block_table_that_nobody_can_use_are_left_out(self):
-        backend = Recorder()
+        backend = MLARecorder()
         attend(step_of(DecodeGroup(Group(backend, context=100), NAMES, 0), metadata([(5, 1)], width=64)))
         assert backend.calls[0][1].page_table.shape == (1, 7)
 
+    def test_bounds_past_the_block_table_are_cut(self):
+        backend = MLARecorder()
+        given = metadata([(5, 1)], width=4).replace(max_seq_len=70)
+        attend(step_of(DecodeGroup(Group(backend), NAMES, 0), given))
+        assert backend.calls[0][1].max_seq_len == 64
+
     def test_exact_lengths_leave_padded_requests_out(self):
         """B5: their rows of the result are padding."""
-        backend = Recorder()
+        backend = MLARecorder()
         given = metadata([(5, 1), (40, 1)], padding=(2, 2))
         attend(step_of(DecodeGroup(Group(backend), NAMES, 0), given, exact=True))
         geometry = backend.calls[0][1]
@@ -141,7 +106,7 @@ class TestPlans:
         assert (list(geometry.query_lens), list(geometry.kv_lens)) == ([1, 1], [6, 41])
 
     def test_exact_lengths_of_requests_that_differ(self):
-        backend = Recorder()
+        backend = MLARecorder()
         attend(step_of(DecodeGroup(Group(backend), NAMES, 0), metadata([(5, 3), (40, 1)]), exact=True))
         geometry = backend.calls[0][1]
         assert (list(geometry.query_lens), list(geometry.kv_lens), geometry.rows) == ([3, 1], [8, 41], 4)
@@ -149,19 +114,28 @@ class TestPlans:
 
 class TestQueries:
     def test_both_parts_go_to_a_backend_that_takes_them(self):
-        backend = Recorder(claims=Claims(extras=frozenset({"q_rope"})))
+        backend = MLARecorder(claims=Claims(extras=frozenset({"q_rope"})))
         attend(step_of(DecodeGroup(Group(backend), NAMES, 0), metadata([(5, 1)])))
         _, shape, extras = backend.calls[1][1]
         assert shape == (1, HEADS, RANK) and extras.q_rope.shape == (1, HEADS, ROPE)
 
     def test_they_are_joined_for_one_that_does_not(self):
-        backend = Recorder()
+        backend = MLARecorder()
         attend(step_of(DecodeGroup(Group(backend), NAMES, 0), metadata([(5, 1)])))
         _, shape, extras = backend.calls[1][1]
         assert shape == (1, HEADS, RANK + ROPE) and extras is None
 
+    def test_a_backend_that_was_built_without_parts_is_given_them_joined(self):
+        """A built backend may claim less than it declared."""
+        backend = MLARecorder()
+        group = Group(backend)
+        declared = SimpleNamespace(spec=SimpleNamespace(capabilities=SimpleNamespace(extras={"q_rope"})))
+        group.selection = SimpleNamespace(chosen=lambda role: declared)
+        attend(step_of(DecodeGroup(group, NAMES, 0), metadata([(5, 1)])))
+        assert backend.calls[1][1][1] == (1, HEADS, RANK + ROPE)
+
     def test_the_log_sum_exp_is_filled_where_vllm_asks_for_it(self):
-        backend, lse = Recorder(), torch.empty(1, HEADS)
+        backend, lse = MLARecorder(), torch.empty(1, HEADS)
         step = step_of(DecodeGroup(Group(backend), NAMES, 0), metadata([(5, 1)]))
         step.attend(*parts(1), FIRST, lse)
         assert backend.calls[1][1][2].lse is lse
@@ -174,8 +148,8 @@ class TestGraphs:
         self.capturing = True
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
 
-    def group(self, **given: Any) -> tuple[Recorder, DecodeGroup]:
-        backend = Recorder(**given)
+    def group(self, **given: Any) -> tuple[MLARecorder, DecodeGroup]:
+        backend = MLARecorder(**given)
         return backend, DecodeGroup(Group(backend), NAMES, 64)
 
     def test_what_lengths_decide_comes_first_in_the_graph(self):
@@ -219,7 +193,7 @@ class TestGraphs:
         backend, group = self.group()
         given = metadata([(0, 1)] * 2)
         group.capture(step_of(group, given))
-        other = Recorder()
+        other = MLARecorder()
         group._group.attention = ModelAttention(other, KVPools())
         group.replay(step_of(group, given))
         assert backend.names() == ["reserve", "capture"] and not other.calls

@@ -100,7 +100,7 @@ CONFIGS = {
         "static_forward_context",
     ),
     ("vllm.config.compilation", "CUDAGraphMode"): ("has_full_cudagraphs",),
-    ("vllm.config.attention", "AttentionConfig"): ("use_non_causal",),
+    ("vllm.config.attention", "AttentionConfig"): ("backend", "use_non_causal"),
     ("vllm.config.speculative", "SpeculativeConfig"): ("num_speculative_tokens",),
     ("vllm.config.model", "ModelConfig"): (
         "model",
@@ -111,7 +111,13 @@ CONFIGS = {
         "use_mla",
         "rswa_window",
     ),
-    ("vllm.config.vllm", "VllmConfig"): ("additional_config", "kv_transfer_config", "speculative_config"),
+    ("vllm.config.vllm", "VllmConfig"): (
+        "additional_config",
+        "attention_config",
+        "compilation_config",
+        "kv_transfer_config",
+        "speculative_config",
+    ),
     ("vllm.model_executor.layers.attention.attention", "Attention"): (
         "kv_cache",
         "impl",

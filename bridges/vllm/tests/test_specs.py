@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from attnplug import CacheLayout, DType, GraphLevel, Problem
-from attnplug.host import UsageError
+from attnplug.host import KVPools, UsageError, WorkspaceOwner
 from attnplug_vllm import choice
 from attnplug_vllm.choice import Refused, choose, graph_level, page_sizes
 from attnplug_vllm.host import fit
 from attnplug_vllm.specs import (
     Machine,
     cache_type,
+    context_of,
     has_exact_lengths,
     layer_ids,
     limits_of,
@@ -70,12 +72,44 @@ def test_a_model_is_one_ranks_part():
     assert problem_of(config(parallel_config__tensor_parallel_size=2), model, CPU, "auto").tensor_parallel == 1
 
 
+def test_a_backend_knows_its_rank():
+    """Ranks count through the pipeline's stages, too."""
+    asked = config(parallel_config__tensor_parallel_size=2, parallel_config__rank=3)
+    context = context_of(
+        asked,
+        model_of(asked, [LAYER]),
+        device=torch.device("cpu"),
+        kv_dtype=DType.FLOAT32,
+        page_size=16,
+        pools=KVPools(),
+        workspace=WorkspaceOwner(),
+    )
+    assert (context.parallel.rank, context.parallel.size) == (1, 2)
+
+
+def test_layers_are_in_the_order_of_their_numbers():
+    assert [layer.layer_id for layer in model_of(config(), [replace(LAYER, layer_id=7), LAYER]).layers] == [0, 7]
+
+
 def test_the_bridge_poses_the_problem_that_explain_poses():
     model = model_of(config(), [LAYER])
     asked = Problem(model, device="cuda", sm=90, dtype=DType.FLOAT32, kv_dtype=DType.FLOAT32)
     given = problem_of(config(), model, H200, "auto")
-    assert given == fit(asked) or (given.wants_graphs, fit(asked).wants_graphs) == (False, True)
+    assert not given.wants_graphs and replace(given, wants_graphs=True) == fit(asked)
     assert given.layout is CacheLayout.STRIDED
+
+
+def test_graphs_are_wanted_on_a_gpu_if_vllm_captures_attention():
+    full = SimpleNamespace(has_full_cudagraphs=lambda: True)
+    asked = config(compilation_config__cudagraph_mode=full)
+    model = model_of(asked, [LAYER])
+    assert [problem_of(asked, model, machine, "auto").wants_graphs for machine in (CPU, H200)] == [False, True]
+
+
+def test_a_layers_window_dims_and_sinks_are_vllms():
+    """A window counts the query's own key in vLLM too."""
+    layer = mha_layer(0, heads=2, kv_heads=2, head_dim=16, v_head_dim=8, scale=1, window=5, sinks=True)
+    assert (layer.sliding_window, layer.head_dim, layer.v_head_dim, layer.sinks) == (5, 16, 8, True)
 
 
 def test_the_block_size_counts_if_a_user_set_it():
@@ -88,7 +122,11 @@ def test_the_block_size_counts_if_a_user_set_it():
 def test_lengths_are_exact_unless_steps_are_scheduled_before_drafts_are_checked():
     assert has_exact_lengths(config())
     assert not has_exact_lengths(config(speculative_config=SPECULATION))
-    assert has_exact_lengths(config(speculative_config=SPECULATION, scheduler_config__async_scheduling=False))
+    waiting = config(speculative_config=SPECULATION, scheduler_config__async_scheduling=False)
+    assert has_exact_lengths(waiting)
+    model = model_of(waiting, [LAYER])
+    assert problem_of(waiting, model, CPU, "auto").exact_lengths
+    assert not problem_of(config(speculative_config=SPECULATION), model, CPU, "auto").exact_lengths
 
 
 def test_a_verified_request_has_one_token_more_than_were_drafted():
@@ -123,7 +161,7 @@ def test_what_the_contract_lacks_is_refused_by_vllms_names(changes, words):
 
 
 def test_a_choice_is_refused_with_every_reason_in_vllms_words():
-    asked = config({"attnplug": {"backend": "triton_mha"}}, model_config__max_model_len=64)
+    asked = config({"attnplug": {"backend": "flashattention"}}, model_config__max_model_len=64)
     odd = mha_layer(0, heads=8, kv_heads=2, head_dim=40, scale=0.125)
     with pytest.raises(Refused) as raised:
         choose(asked, model_of(asked, [odd]), "fp8", H200)
@@ -149,6 +187,17 @@ def test_a_backend_that_needs_lengths_is_refused_where_vllm_has_bounds():
         choose(asked, model_of(asked, [LAYER]), "auto", CPU)
 
 
+def test_what_another_engine_had_chosen_is_forgotten():
+    """In one process, one after the other: the second one's block sizes and graphs are its own."""
+    first, second = (config({"attnplug": {"backend": "torch_native"}}) for _ in range(2))
+    choose(first, model_of(first, [LAYER]), "auto", CPU)
+    draft = config({"attnplug": {"backend": "torch_native"}}, compilation_config=first.compilation_config)
+    choose(draft, model_of(draft, [replace(LAYER, num_kv_heads=1)]), "auto", CPU)
+    assert len(choice.remembered()) == 2
+    chosen = choose(second, model_of(second, [LAYER]), "auto", CPU)
+    assert choice.remembered() == (chosen,)
+
+
 def test_what_was_chosen_is_remembered_for_questions_without_a_configuration():
     assert page_sizes().kernel is None and not choice.remembered()
     chosen = choose(config(), model_of(config(), [LAYER]), "auto", CPU)
@@ -169,6 +218,26 @@ def test_graphs_follow_the_claim_of_the_backend_that_decodes():
     assert graph_level(selection) is GraphLevel.ALWAYS  # verified by the decode backend, too
     eager = config({"attnplug": {"backend": "torch_native"}}, **typed)
     assert graph_level(choose(eager, model_of(eager, [LAYER]), "auto", H200)) is GraphLevel.NEVER
+
+
+def test_a_level_that_a_backend_declares_and_refuses_here_is_not_claimed():
+    class Weaker:
+        name = "weaker"
+        capabilities = SimpleNamespace(cuda_graph=GraphLevel.ALWAYS)
+
+        def refusals(self, problem, role, options):
+            return ["not on this machine"] if problem.cuda_graph > GraphLevel.DECODE else []
+
+    selection = choose(config(), model_of(config(), [LAYER]), "auto", CPU)
+    chosen = SimpleNamespace(spec=Weaker())
+    weaker = SimpleNamespace(chosen=lambda role: chosen, problem=selection.problem, options={})
+    assert graph_level(weaker) is GraphLevel.DECODE
+
+
+def test_blocks_that_the_bridge_cannot_carry_are_refused_when_layers_are_made():
+    asked = config(cache_config__user_specified_block_size=True, cache_config__block_size=24)
+    with pytest.raises(Refused, match=r"only multiples of 16 \(change --block-size\)"):
+        choose(asked, model_of(asked, [LAYER]), "auto", CPU)
 
 
 def test_an_mla_layer_has_its_latent_whole():

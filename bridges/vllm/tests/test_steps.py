@@ -4,66 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
-from attnplug import BackendId, Claims, ForwardBatch, ForwardMode, GraphLevel, Plan, PlanError
+from attnplug import Claims, ForwardMode, PlanError
 from attnplug.host import KVPools, ModelAttention, SplitBackend
 from attnplug_vllm.geometry import Shape
 from attnplug_vllm.specs import mha_layer
 from attnplug_vllm.steps import Captures, LayerCall, Step
+from vllm_recorders import MHARecorder
 from vllm_stage import Metadata, metadata
 
 LAYER = mha_layer(0, heads=4, kv_heads=2, head_dim=16, scale=0.25)
 SHAPE = Shape(page_size=16, pages=16)
-
-
-@dataclass
-class Recorder:
-    """A backend that remembers what it is asked for. Its result is the number of its call."""
-
-    name: str = "recorder"
-    claims: Claims = field(
-        default_factory=lambda: Claims(
-            cuda_graph=GraphLevel.ALWAYS, needs_cpu_seq_lens=False, extras=frozenset({"out"})
-        )
-    )
-    fill: int = 0
-    calls: list[tuple[str, Any]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.backend_id = BackendId(self.name)
-
-    def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
-        self.calls.append(("plan", batch.geometry.mode))
-        return Plan.of(self.backend_id, batch.geometry)
-
-    def forward_extend(
-        self, q: Tensor, k: Any, v: Any, layer: Any, batch: Any, *, save_kv_cache: bool = True, extras: Any = None
-    ) -> Tensor:
-        batch.plan_for(self.backend_id, q.shape[0])
-        self.calls.append(("run", q.shape[0]))
-        out = torch.full_like(q, float(len(self.calls)))
-        return out if extras is None or extras.out is None else extras.out.copy_(out)
-
-    forward_decode = forward_extend
-
-    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        self.calls.append(("reserve", (max_bs, max_num_tokens)))
-
-    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> Plan:
-        self.calls.append(("capture" if in_capture else "replay", forward_batch.geometry.mode))
-        return Plan.of(self.backend_id, forward_batch.geometry)
-
-    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
-        self.calls.append(("refill", forward_batch.geometry.rows))
-
-    def get_cuda_graph_seq_len_fill_value(self) -> int:
-        return self.fill
 
 
 def call(rows: int) -> LayerCall:
@@ -83,7 +38,7 @@ def capturing(monkeypatch: pytest.MonkeyPatch, inside: bool) -> Iterator[None]:
 
 
 def test_a_step_is_planned_once_and_only_if_a_layer_runs():
-    backend = Recorder()
+    backend = MHARecorder()
     step = Step(attention_of(backend), SHAPE, metadata([(20, 1), (3, 1)]))
     assert not backend.calls
     for _ in range(3):
@@ -92,21 +47,21 @@ def test_a_step_is_planned_once_and_only_if_a_layer_runs():
 
 
 def test_rows_past_those_of_requests_are_not_given_to_the_backend():
-    backend = Recorder()
+    backend = MHARecorder()
     given = call(8)
     Step(attention_of(backend), SHAPE, metadata([(20, 1), (3, 1)], padding=(0, 6))).attend(given)
     assert backend.calls[-1] == ("run", 2) and not given.out[2:].any()
 
 
 def test_a_backend_without_out_has_its_result_copied():
-    backend = Recorder(claims=Claims(needs_cpu_seq_lens=False))
+    backend = MHARecorder(claims=Claims(needs_cpu_seq_lens=False))
     given = call(2)
     Step(attention_of(backend), SHAPE, metadata([(20, 1), (3, 1)])).attend(given)
     assert (given.out == 2.0).all()
 
 
 def test_two_backends_each_get_their_part_of_a_mixed_batch():
-    prefill, decode = Recorder("prefill"), Recorder("decode")
+    prefill, decode = MHARecorder("prefill"), MHARecorder("decode")
     step = Step(attention_of(SplitBackend(prefill, decode)), SHAPE, metadata([(20, 1), (9, 1), (0, 5), (2, 7)]), 1)
     given = call(14)
     step.attend(given)
@@ -116,27 +71,39 @@ def test_two_backends_each_get_their_part_of_a_mixed_batch():
 
 
 def test_a_batch_without_decodes_is_one_part():
-    prefill, decode = Recorder("prefill"), Recorder("decode")
+    prefill, decode = MHARecorder("prefill"), MHARecorder("decode")
     Step(attention_of(SplitBackend(prefill, decode)), SHAPE, metadata([(0, 5), (2, 7)]), 1).attend(call(12))
     assert not decode.calls and prefill.calls[-1] == ("run", 12)
 
 
 def test_verifies_go_with_the_decodes():
-    prefill, decode = Recorder("prefill"), Recorder("decode")
+    prefill, decode = MHARecorder("prefill"), MHARecorder("decode")
     shape = Shape(page_size=16, pages=16, verify=3)
     Step(attention_of(SplitBackend(prefill, decode)), shape, metadata([(20, 3), (9, 3), (0, 8)]), 3).attend(call(14))
     assert decode.calls == [("plan", ForwardMode.TARGET_VERIFY), ("run", 6)]
     assert prefill.calls == [("plan", ForwardMode.EXTEND), ("run", 8)]
 
 
-def captured(backend: Recorder, batch: Metadata) -> tuple[Captures, ModelAttention, Any]:
+@pytest.mark.parametrize("extras", [frozenset({"sinks"}), frozenset({"sinks", "out"})])
+def test_sinks_go_with_every_part_of_a_batch(extras):
+    backend, asked = MHARecorder(claims=Claims(needs_cpu_seq_lens=False, extras=extras)), []
+    attention = attention_of(backend)
+    attention.attend = lambda q, *_, extras=None, **__: (asked.append(extras), q)[1]
+    given = call(6)
+    given.sinks = torch.ones(4)
+    Step(attention, SHAPE, metadata([(20, 1), (0, 5)]), 1).attend(given)
+    assert [extra.sinks is given.sinks for extra in asked] == [True, True]
+    assert all((extra.out is not None) is ("out" in extras) for extra in asked)
+
+
+def captured(backend: MHARecorder, batch: Metadata) -> tuple[Captures, ModelAttention, Any]:
     captures, attention = Captures(8, 16), attention_of(backend)
     return captures, attention, captures.capture(attention, SHAPE, batch)
 
 
 def test_what_lengths_decide_is_made_first_inside_the_graph(monkeypatch):
     """The same metadata may serve runs that warm up, and the capture after them."""
-    backend = Recorder()
+    backend = MHARecorder()
     _, _, step = captured(backend, metadata([(0, 1)] * 4))
     with capturing(monkeypatch, inside=False):
         step.attend(call(4))
@@ -149,7 +116,7 @@ def test_what_lengths_decide_is_made_first_inside_the_graph(monkeypatch):
 
 
 def test_memory_for_graphs_is_reserved_once():
-    backend, batch = Recorder(), metadata([(0, 1)] * 4)
+    backend, batch = MHARecorder(), metadata([(0, 1)] * 4)
     captures, attention, _ = captured(backend, batch)
     captures.capture(attention, SHAPE, metadata([(0, 1)] * 2))
     assert [what for what, _ in backend.calls] == ["reserve", "capture", "capture"]
@@ -157,7 +124,7 @@ def test_memory_for_graphs_is_reserved_once():
 
 
 def test_a_replay_is_planned_for_the_shape_that_was_captured_and_no_other():
-    backend, batch = Recorder(), metadata([(0, 1)] * 4)
+    backend, batch = MHARecorder(), metadata([(0, 1)] * 4)
     captures, attention, _ = captured(backend, batch)
     captures.replay(attention, batch)
     assert backend.calls[-1] == ("replay", ForwardMode.DECODE)
@@ -167,7 +134,7 @@ def test_a_replay_is_planned_for_the_shape_that_was_captured_and_no_other():
 
 
 def test_tensors_at_other_addresses_are_brought_to_where_the_graph_reads():
-    backend, batch = Recorder(), metadata([(0, 1)] * 4)
+    backend, batch = MHARecorder(), metadata([(0, 1)] * 4)
     captures, attention, step = captured(backend, batch)
     captures.replay(attention, metadata([(33, 1), (2, 1), (5, 1)], padding=(1, 1)))
     geometry = step.batch.geometry
@@ -176,14 +143,32 @@ def test_tensors_at_other_addresses_are_brought_to_where_the_graph_reads():
 
 
 def test_what_was_captured_over_caches_that_are_gone_is_not_replayed():
-    backend, batch = Recorder(), metadata([(0, 1)] * 4)
+    backend, batch = MHARecorder(), metadata([(0, 1)] * 4)
     captures, _, _ = captured(backend, batch)
     captures.replay(attention_of(backend), batch)
     assert "replay" not in [what for what, _ in backend.calls]
+
+
+def test_graphs_over_caches_that_are_gone_are_forgotten_when_others_are_captured():
+    backend, batch = MHARecorder(), metadata([(0, 1)] * 4)
+    captures, _, _ = captured(backend, batch)
+    other = attention_of(MHARecorder())
+    captures.capture(other, SHAPE, metadata([(0, 1)] * 2))
+    captures.replay(other, batch)
+    assert "replay" not in [what for what, _ in (*backend.calls, *other.backend.calls)]
+
+
+def test_batches_of_as_many_requests_are_told_apart_by_their_tokens():
+    """vLLM pads all requests that it takes to more tokens than they have, in graphs of several sizes."""
+    captures, attention, first = captured(MHARecorder(), metadata([(0, 1)] * 5, padding=(0, 3)))
+    second = captures.capture(attention, SHAPE, metadata([(0, 1)] * 5, padding=(0, 11)))
+    captures.replay(attention, metadata([(6, 1)] * 5, padding=(0, 3)))
+    assert first.batch.geometry.seq_lens.tolist() == [7] * 5
+    assert second.batch.geometry.seq_lens.tolist() == [1] * 5
 
 
 def test_a_backend_that_wants_padded_requests_with_a_length_is_refused():
     with pytest.raises(
         PlanError, match="wants padded requests of length 1 in CUDA graphs, and vLLM gives them length 0"
     ):
-        captured(Recorder(fill=1), metadata([(0, 1)] * 4))
+        captured(MHARecorder(fill=1), metadata([(0, 1)] * 4))

@@ -13,6 +13,10 @@ from torch import Tensor
 NULL_BLOCK = 0
 
 
+class Compilation(SimpleNamespace):
+    """One that weak references can point to, as to vLLM's."""
+
+
 def config(additional: Mapping[str, Any] | None = None, **changes: Any) -> SimpleNamespace:
     """A ``VllmConfig``, as far as the bridge reads it; changes are ``section__name=value``."""
     found = SimpleNamespace(
@@ -23,6 +27,7 @@ def config(additional: Mapping[str, Any] | None = None, **changes: Any) -> Simpl
             max_model_len=256,
             hf_text_config=SimpleNamespace(model_type="llama"),
             is_mm_prefix_lm=False,
+            use_mla=False,
             rswa_window=None,
         ),
         cache_config=SimpleNamespace(
@@ -36,8 +41,8 @@ def config(additional: Mapping[str, Any] | None = None, **changes: Any) -> Simpl
             use_ubatching=False,
         ),
         scheduler_config=SimpleNamespace(max_num_seqs=8, max_num_batched_tokens=64, async_scheduling=True),
-        compilation_config=SimpleNamespace(cudagraph_mode=None, max_cudagraph_capture_size=None),
-        attention_config=SimpleNamespace(use_non_causal=False),
+        compilation_config=Compilation(cudagraph_mode=None, max_cudagraph_capture_size=None),
+        attention_config=SimpleNamespace(backend=None, backend_per_kind={}, use_non_causal=False),
         speculative_config=None,
         kv_transfer_config=None,
     )

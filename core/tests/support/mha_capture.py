@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from attnplug import ForwardBatch
-from support.batches import captured, with_plan
+from support.batches import captured, padded_tree, static_tree, with_plan
 from support.mha_scene import LAYER, MHAScene
 from support.mla_scene import NAN
 
@@ -29,7 +29,7 @@ class MHACapture:
             device=device,
             fill=self.backend.get_cuda_graph_seq_len_fill_value(),
         )
-        self.batch = ForwardBatch(replace(batch.geometry, lane=lane))
+        self.batch = ForwardBatch(replace(batch.geometry, lane=lane, tree=static_tree(batch.geometry, case.trees)))
         shape = {"dtype": scene.dtype, "device": device}
         self.q = torch.zeros(self.rows, case.heads, case.head_dim, **shape)
         self.k = torch.zeros(self.rows, case.kv_heads, case.head_dim, **shape)
@@ -75,6 +75,8 @@ class MHACapture:
         width = min(table.shape[1], scene.page_table.shape[1])  # a scene may have a page to spare
         table[:real, :width] = scene.page_table[:, :width].to(device)
         copies = [(geometry.seq_lens, lens.to(device)), (geometry.page_table, table)]
+        if geometry.tree is not None:
+            copies.append((geometry.tree, padded_tree(geometry.tree, scene.case.trees)))
         for target, rows in zip((self.q, self.k, self.v), (scene.q, *scene.new_rows()), strict=True):
             source = torch.full_like(target, NAN)
             source[: len(rows)] = rows
@@ -88,7 +90,7 @@ class MHACapture:
             (self.scene.pool.keys(LAYER), scene.pool.keys(LAYER)),
             (self.scene.pool.values(LAYER), scene.pool.values(LAYER)),
         ):
-            source = torch.full_like(target, NAN)
+            source = torch.full(target.shape, NAN, device=target.device).to(target.dtype)
             source[: len(other)] = other
             copies.append((target, source))
 

@@ -31,7 +31,8 @@ from attnplug.host import KVPools, Limits, Parallel, WorkspaceOwner, plan_forwar
 from attnplug.kv import LayoutName
 from support.batches import capabilities, geometry, padded
 from support.devices import nothing_is_zero_by_chance
-from support.mla_scene import FIRST_LAYER, LAYER, NAN, RANKS, attention
+from support.mla_scene import FIRST_LAYER, LAYER, NAN, RANKS, attention, kept
+from support.trees import Parents, tree_attention, tree_bits
 
 __all__ = ["LAYER", "MHACase", "MHAScene"]
 
@@ -51,11 +52,16 @@ class MHACase:
     cap: float | None = None
     sinks: bool = False
     dtype: DType = DType.BFLOAT16
+    kv_dtype: DType | None = None
+    kv_scales: tuple[float, float] = (1.0, 1.0)
+    """Of fp8 keys and values."""
     layout: LayoutName = "token_major"
     pages: str = "permuted"
     padding: int = 0
     exact_lengths: bool = True
     """Whether the host knows them, or upper bounds only."""
+    trees: tuple[Parents, ...] | None = None
+    """The tree of each request's new rows; ``None``: chains."""
     lanes: int = 1
     lse: bool = True
     seed: int = 0
@@ -92,13 +98,16 @@ class MHAScene:
         self.new = [new for _, new in case.lengths]
         self.totals = [before + new for before, new in case.lengths]
         self.page_table, pages = self._page_table()
+        kv_dtype = case.kv_dtype or case.dtype
+        fp8 = kv_dtype is DType.FLOAT8_E4M3
         self.pool = MHAPool(
             case.layers,
             num_pages=pages,
             page_size=case.page_size,
-            dtype=case.dtype,
+            dtype=kv_dtype,
             device=self.device,
             layout=case.layout,
+            scales={LAYER: case.kv_scales, FIRST_LAYER: (2.0, 3.0)} if fp8 else None,
         )
         for layer_id in self.pool.layer_ids:
             for memory in (self.pool.keys(layer_id), self.pool.values(layer_id)):
@@ -109,7 +118,7 @@ class MHAScene:
             model=ModelSpec("test", "test", case.layers, 1 << 20),
             device=self.device,
             dtype=self.dtype,
-            kv_dtype=case.dtype,
+            kv_dtype=kv_dtype,
             page_size=case.page_size,
             limits=Limits(max(len(self.new), 1), max(sum(self.new), 1), max([4096, *self.totals]), case.lanes),
             pools=KVPools(mha=self.pool),
@@ -146,11 +155,20 @@ class MHAScene:
 
     def store(self, spans: list[tuple[int, int]]) -> None:
         """Write rows ``start … stop`` of every request straight into the memory, by the page table."""
-        for memory, rows in ((self.pool.keys(LAYER), self.keys), (self.pool.values(LAYER), self.values)):
+        for memory, rows, scale in zip(
+            (self.pool.keys(LAYER), self.pool.values(LAYER)), (self.keys, self.values), self.case.kv_scales, strict=True
+        ):
+            as_bytes = memory.dtype is torch.float8_e4m3fn  # torch has no index operations for it on the CPU
             for request, (start, stop) in enumerate(spans):
                 position = torch.arange(start, stop)
                 pages = self.page_table[request, position // self.case.page_size].long().to(self.device)
-                memory[pages, (position % self.case.page_size).to(self.device)] = rows[request][start:stop]
+                cells = kept(rows[request][start:stop], scale, memory.dtype)
+                target, cells = (each.view(torch.uint8) if as_bytes else each for each in (memory, cells))
+                target[pages, (position % self.case.page_size).to(self.device)] = cells
+
+    def stored(self, rows: Tensor, scale: float) -> Tensor:
+        """Rows as a cache in its type holds them, in float64."""
+        return kept(rows, scale, torch_dtype(self.case.kv_dtype or self.case.dtype)).double() * scale
 
     def written(self) -> int:
         """How many rows of the cache hold something, in keys and in values alike."""
@@ -171,6 +189,8 @@ class MHAScene:
             exact=case.exact_lengths,
             device=self.device,
         )
+        if case.trees is not None:
+            made = replace(made, tree=tree_bits(case.trees, self.device))
         return padded(ForwardBatch(made), case.padding)
 
     def padded(self, tensor: Tensor) -> Tensor:
@@ -200,18 +220,15 @@ class MHAScene:
 
     def wanted(self) -> tuple[Tensor, Tensor]:
         """What ``run`` must give for the rows that are not padding."""
-        shared = self.case.heads // self.case.kv_heads
-        outs = [
-            attention(
-                q,
-                keys.repeat_interleave(shared, 1),
-                values.repeat_interleave(shared, 1),
-                self.layer.scale,
-                self.case.window,
-                self.case.cap,
-            )
-            for q, keys, values in zip(self.q.split(self.new), self.keys, self.values, strict=True)
-        ]
+        case, shared = self.case, self.case.heads // self.case.kv_heads
+        outs = []
+        for request, q in enumerate(self.q.split(self.new)):
+            stored = zip((self.keys, self.values), case.kv_scales, strict=True)
+            keys, values = (self.stored(rows[request], scale).repeat_interleave(shared, 1) for rows, scale in stored)
+            if case.trees is None:
+                outs.append(attention(q, keys, values, self.layer.scale, case.window, case.cap))
+            else:
+                outs.append(tree_attention(q, keys, values, self.layer.scale, case.trees[request], case.cap))
         out, lse = torch.cat([out for out, _ in outs]), torch.cat([lse for _, lse in outs])
         if self.sinks is not None:
             weight, sink = lse.exp(), self.sinks.double().exp()

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from attnplug import AttentionBackend, BackendContext, Plan
-from support.batches import captured, with_plan
+from support.batches import captured, padded_tree, static_tree, with_plan
 from support.devices import nothing_is_zero_by_chance
 from support.mla_scene import LAYER, NAN, MLACase, MLAScene, relative_error
 
@@ -27,6 +27,7 @@ class MLACapture:
         self.batch = captured(
             case.mode, requests, per_request, pages=width, page_size=case.page_size, device=device, fill=fill
         )
+        self.batch.geometry = replace(self.batch.geometry, tree=static_tree(self.batch.geometry, case.trees))
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def capture(self) -> None:
@@ -65,7 +66,8 @@ class MLACapture:
         memory = self.scene.pool.rows(LAYER)
         rows = torch.full(memory.shape, NAN, device=device).to(memory.dtype)
         rows[: len(scene.pool.rows(LAYER))] = scene.pool.rows(LAYER)
-        on_device = lens.to(device)
+        on_device, tree = lens.to(device), batch.geometry.tree
+        trees = [] if tree is None else [(tree, padded_tree(tree, scene.case.trees))]
 
         def replay() -> torch.Tensor:
             for target, source in (
@@ -74,6 +76,7 @@ class MLACapture:
                 (self.q, q),
                 (self.k, k),
                 (memory, rows),
+                *trees,
             ):
                 target.copy_(source)
             assert _of_one(self.backend.init_forward_metadata_out_graph(batch)) is self.plan

@@ -42,6 +42,7 @@ from attnplug.host import (
 )
 from support.batches import capabilities, geometry, padded
 from support.devices import nothing_is_zero_by_chance
+from support.trees import Parents, tree_attention, tree_bits
 
 DEEPSEEK = MLADims(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64)
 FIRST_LAYER, LAYER = 1, 3
@@ -67,6 +68,8 @@ class MLACase:
     padding: int = 0
     exact_lengths: bool = True
     """Whether the host knows them, or upper bounds only."""
+    trees: tuple[Parents, ...] | None = None
+    """The tree of each request's new rows; ``None``: chains."""
     lanes: int = 1
     lse: bool = True
     seed: int = 0
@@ -151,14 +154,14 @@ class MLAScene:
         for request, (start, stop) in enumerate(spans):
             position = torch.arange(start, stop)
             pages = self.page_table[request, position // self.case.page_size].long().to(self.device)
-            cells = (rows[request][start:stop].float() / self.case.kv_scale).to(memory.dtype)
+            cells = kept(rows[request][start:stop], self.case.kv_scale, memory.dtype)
             target, cells = (t.view(torch.uint8) if as_bytes else t for t in (memory, cells))
             target[pages, (position % self.case.page_size).to(self.device), 0] = cells
 
     def stored(self, request: int) -> Tensor:
         """The request's rows as a cache in its type holds them, in float64."""
-        kept = (self.rows[request].float() / self.case.kv_scale).to(torch_dtype(self.case.kv_dtype or self.case.dtype))
-        return kept.double() * self.case.kv_scale
+        dtype = torch_dtype(self.case.kv_dtype or self.case.dtype)
+        return kept(self.rows[request], self.case.kv_scale, dtype).double() * self.case.kv_scale
 
     def batch(self) -> ForwardBatch:
         case = self.case
@@ -171,6 +174,8 @@ class MLAScene:
             exact=case.exact_lengths,
             device=self.device,
         )
+        if case.trees is not None:
+            made = replace(made, tree=tree_bits(case.trees, self.device))
         return padded(ForwardBatch(made), case.padding)
 
     def padded(self, tensor: Tensor) -> Tensor:
@@ -198,7 +203,10 @@ class MLAScene:
         outs = []
         for request, q in enumerate(self.q.split(self.new)):
             rows = self.stored(request)[:, None].expand(-1, self.case.heads, -1)
-            outs.append(attention(q, rows, rows[..., :rank], self.layer.scale))
+            if self.case.trees is None:
+                outs.append(attention(q, rows, rows[..., :rank], self.layer.scale))
+            else:
+                outs.append(tree_attention(q, rows, rows[..., :rank], self.layer.scale, self.case.trees[request]))
         return torch.cat([out for out, _ in outs]), torch.cat([lse for _, lse in outs])
 
 
@@ -271,3 +279,9 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
         return float(difference.norm() / wanted.norm())
     sizes = wanted.flatten(1).norm(dim=1)
     return float((difference.flatten(1).norm(dim=1) / torch.where(sizes > 0, sizes, 1.0)).max())
+
+
+def kept(rows: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Rows as a cache stores them. A tensor is divided by: on a GPU torch multiplies by a number's inverse instead, and
+    where that is not the quotient, one fp8 number in a hundred rounds the other way."""
+    return (rows.float() / torch.tensor(scale, device=rows.device)).to(dtype)

@@ -32,6 +32,7 @@ EVERYTHING = Capabilities(
     roles=set(Role),
     features=set(Feature),
     max_speculative_tokens=1 << 40,
+    trees=True,
     cuda_graph=GraphLevel.ALWAYS,
 )
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attnplug import ForwardBatch, ForwardMode, Geometry, GraphLevel, PoolError, to_device
 from attnplug.host import ModelAttention, PageAllocator, SlotTable
+from attnplug_engine import kernels
 from attnplug_engine.capture import Capture
 from attnplug_engine.inputs import StepInputs
 from attnplug_engine.pools import Capacity
@@ -114,16 +115,15 @@ class DecodeGraphs:
         mirror, rows, sampling = self._table.mirror(), inputs.rows[:size], inputs.sampling(size)
         self._attention.plan_captured(batch, in_capture=True)
 
+        ids, positions = torch.zeros_like(rows), torch.zeros_like(geometry.seq_lens)
+        batch.input_ids, batch.positions = ids, positions
+        begin, end = _ends_of_a_step(self._tokens)
+
         def run() -> None:
-            torch.index_select(mirror, 0, rows, out=self._page_table[:size])
-            batch.input_ids = self._tokens.index_select(0, rows)
-            batch.positions = (inputs.seq_lens[:size] - 1).clamp_(min=0)
+            begin(geometry.page_table, ids, positions, rows, geometry.seq_lens, mirror, self._tokens)
             self._attention.refill(batch)
             logits[:] = [self._run_model(batch)]
-            sampled = sample(logits[0], sampling)
-            self.sampled[:size].copy_(sampled)
-            # The token of a request that ends by an error is not read again, but the row of an embedding is.
-            self._tokens.index_copy_(0, rows, sampled.clamp_(min=0))
+            end(self.sampled, self._tokens, rows, sample(logits[0], sampling))
 
         replay = capture(run)
         step = CapturedStep(size, batch, replay, logits)
@@ -154,6 +154,29 @@ class DecodeGraphs:
         if known:
             rows, tokens = to_device([*zip(*known, strict=True)], self._tokens.device).unbind()
             self._tokens.index_copy_(0, rows, tokens)
+
+
+def _ends_of_a_step(tokens: Tensor) -> tuple[Callable[..., None], Callable[..., None]]:
+    """What comes before the model and after the sampler: by kernels where they can run, else by torch."""
+    if kernels.usable(tokens):
+        from attnplug_engine.kernels.steps import begin, end
+
+        return begin, end
+    return _begin, _end
+
+
+def _begin(
+    page_table: Tensor, ids: Tensor, positions: Tensor, rows: Tensor, seq_lens: Tensor, mirror: Tensor, tokens: Tensor
+) -> None:
+    torch.index_select(mirror, 0, rows, out=page_table)
+    torch.index_select(tokens, 0, rows, out=ids)
+    torch.sub(seq_lens, 1, out=positions).clamp_(min=0)
+
+
+def _end(sampled: Tensor, tokens: Tensor, rows: Tensor, chosen: Tensor) -> None:
+    sampled[: len(chosen)] = chosen
+    # The token of a request that ends by an error is not read again, but the row of an embedding is.
+    tokens.index_copy_(0, rows, chosen.clamp(min=0))
 
 
 @dataclass(frozen=True, slots=True)

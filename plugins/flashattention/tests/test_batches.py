@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnplug import BackendContext, DType, ForwardMode, Geometry, MHAPool, PlanError
+from attnplug import BackendContext, DType, ForwardMode, Geometry, MHAPool, PlanError, PoolError
 from attnplug.host import KVPools, PageLayout, plan_forward
 from attnplug_flashattention.planner import GatheredCall
 from flash_references import KERNELS, build, on_cpu, on_devices
@@ -169,6 +169,70 @@ def test_pages_with_one_heads_rows_together(mode, page_size, kernel, device):
 def test_padded_requests_between_others(mode, some, page_size, layout, kernel, device):
     """Requests of length 0 have no row, and nothing is read or written for them."""
     check(MHACase(some, mode, page_size, layout=layout, padding=2), kernel, device)
+
+
+def over_vllms(case: MHACase, kernel: str, device: str) -> MHAScene:
+    """A scene over vLLM's memory, one tensor: a token's key and value side by side, the tokens of a head together."""
+    pools = []
+
+    def made(context: BackendContext):
+        pages, size, heads, dim = context.pools.mha.keys(LAYER).shape
+        shape = pages, heads, size, 2 * dim
+        caches = {
+            layer.layer_id: torch.full(shape, float("nan"), dtype=context.dtype, device=device) for layer in case.layers
+        }
+        dtype = context.pools.mha.dtype
+        pools.append(MHAPool.over(case.layers, caches, "pages heads tokens (kv dim)", page_size=size, dtype=dtype))
+        return build(kernel)(replace(context, pools=KVPools(mha=pools[0])))
+
+    stage = MHAScene(on_cpu(case) if device == "cpu" else case, device, made)
+    stage.pool = pools[0]
+    stage.store([(0, before) for before, _ in case.lengths])
+    return stage
+
+
+@everywhere
+@pytest.mark.parametrize("page_size", [16, 256])
+@pytest.mark.parametrize(("mode", "some"), [(DECODE, ((300, 1), (0, 1), (40, 1))), (EXTEND, ((300, 9), (0, 4)))])
+def test_vllms_cache_is_read_where_it_lies(mode, some, page_size, kernel, device):
+    """The kernels get views of it, with strides of pages, tokens and heads. Those without pages get gathered rows."""
+    stage = over_vllms(MHACase(some, mode, page_size), kernel, device)
+    assert {layout.name for layout in stage.pool.layout(LAYER)} == {"strided"}
+    given = []
+    over_pages = stage.backend._kernels.over_pages
+    stage.backend._kernels.over_pages = lambda *args: given.append(args[1:3]) or over_pages(*args)
+    out, lse = stage.run()
+    wanted, wanted_lse = stage.wanted()
+    assert relative_error(out, wanted) <= tolerance(stage.case)
+    assert relative_error(lse, wanted_lse) <= tolerance(stage.case)
+    assert stage.written() == sum(stage.totals)
+    read = kernel == "fa4" or (page_size == 256 and stage.backend._kernels.reads_pages)
+    assert bool(given) is read
+    cache = stage.pool.keys(LAYER), stage.pool.values(LAYER)
+    assert all(
+        (view.data_ptr(), view.stride()) == (own.data_ptr(), own.stride())
+        for views in given
+        for view, own in zip(views, cache, strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("width", "part"),
+    [(132, slice(0, 128, 2)), (132, slice(1, 65)), (131, slice(64))],
+    ids=["columns apart", "odd address", "odd strides"],
+)
+def test_a_cache_that_kernels_would_have_to_copy_is_refused(width, part):
+    """At every call, and as a whole."""
+    case = on_cpu(MHACase(((3, 1),), DECODE, 16))
+
+    def over_parts(context: BackendContext):
+        pages, size, heads, _ = context.pools.mha.keys(LAYER).shape
+        caches = {layer.layer_id: torch.zeros(2, pages, size, heads, width)[..., part] for layer in case.layers}
+        pool = MHAPool.over(case.layers, caches, "kv pages tokens heads dim", page_size=size, dtype=case.dtype)
+        return build("fa4")(replace(context, pools=KVPools(mha=pool)))
+
+    with pytest.raises(PoolError, match=r"the keys of layer \d have strides .* at address .*adjacent columns"):
+        MHAScene(case, "cpu", over_parts)
 
 
 class Halves(MHAPool):

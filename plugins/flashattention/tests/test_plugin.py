@@ -77,11 +77,23 @@ def test_it_serves_llama_on_an_h200(role: Role, page_size: int) -> None:
         {"dtype": FP16, "kv_dtype": FP16},
         {"model": read(QWEN3_NEXT)},
         {"speculative_tokens": 4},
+        {"speculative_tokens": 64, "speculative_topk": 8},
         {"tensor_parallel": 2},
         {"model": changed(read(LLAMA_3_8B), sliding_window=128, sinks=True)},
         {"model": None, "sm": None, "dtype": None, "kv_dtype": None, "page_size": None},
     ],
-    ids=["ampere", "blackwell", "consumer", "fp16", "qwen3-next", "speculation", "ranks", "window", "undecided"],
+    ids=[
+        "ampere",
+        "blackwell",
+        "consumer",
+        "fp16",
+        "qwen3-next",
+        "speculation",
+        "trees",
+        "ranks",
+        "window",
+        "undecided",
+    ],
 )
 def test_it_serves(changes: dict[str, Any]) -> None:
     """D3: with or without flash-attn-4."""
@@ -297,11 +309,12 @@ def test_a_kernel_whose_library_is_not_installed_is_refused_with_what_to_install
     assert "kernel=fa4 is asked for, and flash-attn-4 is not installed" in reason.message
 
 
-def test_pages_that_flash_attn_4_reads_in_parts_cannot_be_head_major(fa4: Path) -> None:
-    """D3: the kernel reads pages of 128 tokens as smaller ones."""
-    head_major = {"layout": CacheLayout.HEAD_MAJOR, "page_size": 128}
-    assert [found[:2] for found in judged("auto", **head_major)] == [("layout", "page_size")]
-    assert judged("torch", **head_major) == judged("fa4", layout=CacheLayout.HEAD_MAJOR, page_size=64) == []
+@pytest.mark.parametrize("layout", [CacheLayout.HEAD_MAJOR, CacheLayout.STRIDED])
+def test_pages_that_flash_attn_4_reads_in_parts_have_evenly_spaced_tokens(layout: CacheLayout, fa4: Path) -> None:
+    """D3: the kernel reads pages of 128 tokens as smaller ones. Other pages and kernels take any layout."""
+    ((code, setting, message),) = judged("auto", layout=layout, page_size=128)
+    assert (code, setting) == ("layout", "page_size") and "flash-attn-4 reads pages of 128 tokens in parts" in message
+    assert judged("torch", layout=layout, page_size=128) == judged("fa4", layout=layout, page_size=64) == []
 
 
 def test_kernels_that_suit_are_not_refused(fa4: Path) -> None:

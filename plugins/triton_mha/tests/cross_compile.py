@@ -14,7 +14,7 @@ from typing import Any
 import triton
 
 from attnplug_triton_mha.attention import merge_parts
-from attnplug_triton_mha.configurations import ENTRIES
+from attnplug_triton_mha.configurations import TABLE, TABLE_FP8, Room, fitting
 from attnplug_triton_mha.triton_attention import attend as attend_kernel
 from attnplug_triton_mha.triton_plan import _plan
 from support import ahead
@@ -23,9 +23,9 @@ GROUP, KV_HEADS = 4, 8
 POINTERS = {
     **dict.fromkeys(("lse", "sinks", "partials", "partial_weights"), "*fp32"),
     **dict.fromkeys(("page_table", "counters", "records", "seq_lens", "new_lens"), "*i32"),
-    "slots": "*i64",
+    **dict.fromkeys(("slots", "tree"), "*i64"),
 }
-FLOATS = dict.fromkeys(("scale", "cap"), "fp32")
+FLOATS = dict.fromkeys(("scale", "cap", "value_scale"), "fp32")
 
 
 def compiled(kernel, sm: int, constants: dict[str, object], options: dict[str, object], **pointers: str):
@@ -34,7 +34,16 @@ def compiled(kernel, sm: int, constants: dict[str, object], options: dict[str, o
 
 
 def attend(
-    sm: int, cut: dict[str, Any], type: str, dim: int = 64, page_size: int = 64, window: int = 0, extras: bool = False
+    sm: int,
+    cut: dict[str, Any],
+    type: str,
+    dim: int = 64,
+    page_size: int = 64,
+    window: int = 0,
+    extras: bool = False,
+    fp8: bool = False,
+    pairs: bool = True,
+    tree: bool = False,
 ):
     rows, width = GROUP if cut["tile"] == 16 else 16, 1 << (dim - 1).bit_length()
     strides = {"PAGE": page_size * KV_HEADS * dim, "SLOT": KV_HEADS * dim, "HEAD": dim, "COLUMN": 1}
@@ -49,6 +58,7 @@ def attend(
         "PAGE_SIZE": page_size,
         **{f"{side}_{name}": value for side in "KV" for name, value in strides.items()},
         "FAR": False,
+        "PAIRS": pairs,
         "WINDOW": window,
         "CAPPED": extras,
         "SINKS": extras,
@@ -60,9 +70,12 @@ def attend(
         "SINGLE": cut["single"],
         "OVERLAP": cut["overlap"],
         "PREFETCH": cut["prefetch"],
+        "tree_column": 1,
+        "TREE": tree,
     }
     options = {"num_warps": cut["warps"], "num_stages": cut["stages"], "launch_pdl": cut["overlap"]}
-    return compiled(attend_kernel, sm, constants, options, **dict.fromkeys(("q", "keys", "values", "out"), f"*{type}"))
+    pointers = {**dict.fromkeys(("q", "out"), type), **dict.fromkeys(("keys", "values"), "fp8e4nv" if fp8 else type)}
+    return compiled(attend_kernel, sm, constants, options, **{name: f"*{kind}" for name, kind in pointers.items()})
 
 
 def plan(sm: int, cut: dict[str, Any], uniform: bool, window: int, block: int = 16):
@@ -89,12 +102,14 @@ def resources(made) -> str:
 
 def table() -> Iterator[tuple[str, Any]]:
     """Every kernel that the table asks for, by what tells it from others."""
-    for entry in dict.fromkeys(ENTRIES):
-        for dim in (64, 128, 256):
-            yield (
-                f"{entry.tile:3} x {entry.step}, {entry.warps} warps, {entry.stages} stages, {dim}",
-                attend(90, asdict(entry), "bf16", dim),
-            )
+    for fp8, table in ((False, TABLE), (True, TABLE_FP8)):
+        for entry in dict.fromkeys(entry for *_, entry in table):
+            for dim in (64, 128, 256):
+                yield (
+                    f"{entry.tile:3} x {entry.step}, {entry.warps} warps, {entry.stages} stages, {dim} "
+                    f"{'fp8' if fp8 else ''}",
+                    attend(90, asdict(fitting(entry, Room(90, 227 << 10, dim, dim, fp8))), "bf16", dim, fp8=fp8),
+                )
 
 
 def every_kernel(cases: list[dict[str, Any]]) -> Iterator[tuple[int, str, Any]]:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attnplug import ForwardMode, Geometry
-from attnplug_triton_mha.configurations import ENTRIES, EXTEND, Room, choose, fitting, most_partial_rows
+from attnplug_triton_mha.configurations import TABLE, TABLE_FP8, Room, choose, fitting, most_partial_rows
 from support.devices import INTERPRETED
 from support.triton_mode import compiled_by
 
@@ -19,14 +19,16 @@ SHARED = {80: 163 * KIB, 86: 99 * KIB, 89: 99 * KIB, 90: 227 * KIB, 100: 227 * K
 """What a program can have of shared memory, by SM."""
 
 
-def test_every_shape_finds_its_entry():
+@pytest.mark.parametrize("fp8", [False, True])
+def test_every_shape_finds_its_entry(fp8):
+    entries = [entry for *_, entry in (TABLE_FP8 if fp8 else TABLE)]
     for rows in (1, 4, 16, 17, 32, 33, 64, 65, 100_000):
         for requests in (1, 2, 64, 1000):
             for kv_heads in (1, 8, 128):
-                entry = choose(rows, requests, kv_heads)
-                assert entry in ENTRIES
+                entry = choose(rows, requests, kv_heads, fp8)
+                assert entry in entries
                 assert entry.tile == 16 or rows > entry.tile // 2, "a tile most of which is never used"
-    assert choose(8192, 1, 8) is EXTEND
+    assert choose(8192, 1, 8, fp8) is entries[-1]
 
 
 @INTERPRETED
@@ -39,17 +41,19 @@ def test_no_plan_asks_for_more_partial_results_than_were_reserved(kv_heads, mult
         table, lens = torch.zeros(requests, 128, dtype=torch.int32), torch.zeros(requests, dtype=torch.int32)
         rows = requests * new
         batch = Geometry(ForwardMode.EXTEND, table, lens, 64, rows=rows, max_seq_len=8192, max_new=new)
-        cut = choose(new * 4, requests, kv_heads)
-        made = Schedule.reserve(LayerShape(kv_heads, 4, 64, 64, 0), cut, batch, multiprocessors)
-        assert made.partial_rows * kv_heads <= most_partial_rows(multiprocessors, kv_heads)
+        for fp8 in (False, True):
+            cut = choose(new * 4, requests, kv_heads, fp8)
+            made = Schedule.reserve(LayerShape(kv_heads, 4, 64, 64, 0), cut, batch, multiprocessors)
+            assert made.partial_rows * kv_heads <= most_partial_rows(multiprocessors, kv_heads)
 
 
 @pytest.mark.parametrize("sm", SHARED)
 @pytest.mark.parametrize("dim", [64, 128, 256])
-def test_what_is_chosen_has_room_by_our_own_count(sm, dim):
-    for entry in ENTRIES:
-        found = fitting(entry, Room(sm, SHARED[sm], 2 * dim, 2 * dim))
-        rows = found.stages * found.step * 4 * dim + found.tile * 2 * dim
+@pytest.mark.parametrize("fp8", [False, True])
+def test_what_is_chosen_has_room_by_our_own_count(fp8, sm, dim):
+    for *_, entry in TABLE_FP8 if fp8 else TABLE:
+        found = fitting(entry, Room(sm, SHARED[sm], dim, dim, fp8))
+        rows = found.stages * found.step * (2 if fp8 else 4) * dim + found.tile * 2 * dim
         assert rows <= SHARED[sm] and found.tile >= 16 and found.step >= 16
         assert (found.overlap, found.prefetch) == ((True, entry.prefetch) if sm >= 90 else (False, 0))
         if sm == 90 and dim <= 128:
@@ -62,17 +66,23 @@ def test_it_compiles_for_gpus_and_fits_them() -> None:
     wanted = []
     for sm, rows, requests, kind, dim, page_size, more in (
         (80, 4, 1, "fp16", 64, 16, {}),
+        (89, 4, 1, "bf16", 80, 16, {"fp8": True, "extras": True}),
         (86, 8000, 1, "bf16", 128, 64, {"extras": True}),
         (90, 4, 1, "bf16", 64, 64, {}),
         (90, 8000, 1, "bf16", 64, 16, {"window": 100}),
+        (80, 64, 1, "fp16", 128, 16, {"tree": True}),
+        (90, 16, 1, "bf16", 128, 64, {"tree": True, "extras": True}),
+        (90, 8000, 1, "bf16", 128, 64, {"fp8": True}),
         (100, 4, 256, "bf16", 128, 1, {"extras": True}),
+        (100, 4, 64, "bf16", 128, 64, {"fp8": True}),
     ):
-        cut = fitting(choose(rows, requests, 8), Room(sm, SHARED[sm], 2 * dim, 2 * dim))
+        fp8, width = "fp8" in more, 1 << (dim - 1).bit_length()
+        cut = fitting(choose(rows, requests, 8, fp8), Room(sm, SHARED[sm], width, width, fp8))
         wanted.append({"sm": sm, "cut": asdict(cut), "type": kind, "dim": dim, "page_size": page_size, **more})
     compiled = compiled_by(Path(__file__).with_name("cross_compile.py"), json.dumps(wanted))
     kernels = {"attend", "plan", "plan of different rows"}
     assert {(sm, kernel) for sm, kernel, _ in compiled} == {
-        (sm, kernel) for sm in (80, 86, 90, 100) for kernel in kernels
+        (sm, kernel) for sm in (80, 86, 89, 90, 100) for kernel in kernels
     }
     for sm, kernel, taken in compiled:
         assert taken <= SHARED[sm], (sm, kernel)

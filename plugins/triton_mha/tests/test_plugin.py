@@ -41,6 +41,8 @@ def with_layers(**changes: Any) -> Any:
     [
         {},
         {"dtype": FP16, "kv_dtype": FP16},
+        {"kv_dtype": FP8},
+        {"kv_dtype": FP8, "dtype": FP16, "sm": 89, "layout": CacheLayout.STRIDED},
         {"page_size": 1},
         {"page_size": 48},
         {"layout": CacheLayout.STRIDED},
@@ -49,13 +51,13 @@ def with_layers(**changes: Any) -> Any:
         {"model": read(QWEN3_NEXT)},
         {"model": with_layers(sliding_window=100, logit_cap=30.0, sinks=True)},
         {"model": with_layers(head_dim=192, v_head_dim=128)},
-        {"cuda_graph": GraphLevel.ALWAYS, "speculative_tokens": 64},
+        {"cuda_graph": GraphLevel.ALWAYS, "speculative_tokens": 64, "speculative_topk": 8},
         {"tensor_parallel": 8},
         {"model": None, "sm": None, "dtype": None, "kv_dtype": None, "page_size": None},
     ],
     ids=[
-        *("llama", "fp16", "pages-of-1", "pages-of-48", "strided", "ampere", "blackwell", "qwen3-next", "features"),
-        *("192-128", "graphs", "one-kv-head", "undecided"),
+        *("llama", "fp16", "fp8", "fp8-on-ada", "pages-of-1", "pages-of-48", "strided", "ampere", "blackwell"),
+        *("qwen3-next", "features", "192-128", "graphs", "one-kv-head", "undecided"),
     ],
 )
 def test_it_serves(changes: dict[str, Any], role: Role) -> None:
@@ -80,11 +82,11 @@ def test_it_serves(changes: dict[str, Any], role: Role) -> None:
             {"model": with_layers(head_dim=64, v_head_dim=128)},
             [("head_dim", [64, 128], "multiples of 16 up to 256", "decode_attention_backend")],
         ),
-        ({"kv_dtype": FP16}, [("kv_dtype", "float16", ["bfloat16"], "kv_dtype")]),
-        ({"kv_dtype": FP8}, [("kv_dtype", "float8_e4m3fn", ["bfloat16", "float16"], "kv_dtype")]),
+        ({"kv_dtype": FP16}, [("kv_dtype", "float16", ["bfloat16", "float8_e4m3fn"], "kv_dtype")]),
+        ({"sm": 80, "kv_dtype": FP8}, [("kv_dtype", "float8_e4m3fn", ["bfloat16"], "kv_dtype")]),
         ({"speculative_tokens": 65}, [("speculation", 65, 64, "speculative_tokens")]),
     ],
-    ids=["cpu", "turing", "dim-72", "dim-512", "wide-values", "kv-fp16-with-bf16", "fp8", "speculation"],
+    ids=["cpu", "turing", "dim-72", "dim-512", "wide-values", "kv-fp16-with-bf16", "fp8-on-ampere", "speculation"],
 )
 def test_it_refuses_with_value_and_what_is_allowed_and_the_setting(
     changes: dict[str, Any], reasons: list[tuple[str, object, object, str]]
@@ -93,6 +95,15 @@ def test_it_refuses_with_value_and_what_is_allowed_and_the_setting(
     found = refusals(**changes)
     assert [(reason.code, reason.value, reason.allowed, reason.setting) for reason in found] == reasons
     json.dumps([reason.as_json() for reason in found])
+
+
+def test_trees_on_layers_with_a_window_are_refused_with_the_window() -> None:
+    """D3: once for all layers."""
+    windowed = with_layers(sliding_window=128)
+    assert refusals(model=windowed, speculative_tokens=8) == []
+    (reason,) = refusals(model=windowed, speculative_tokens=8, speculative_topk=2)
+    assert (reason.code, reason.value, reason.allowed, reason.setting) == ("feature", 2, 1, "speculative_topk")
+    assert "sliding_window, here of 128 tokens" in reason.message
 
 
 def test_mla_is_refused_by_its_kind_alone() -> None:

@@ -28,7 +28,7 @@ RANK, ROPE, PAGE = 512, 64, 64
 POINTERS = {
     **dict.fromkeys(("lse", "partials", "partial_weights"), "*fp32"),
     **dict.fromkeys(("page_table", "counters", "numbers", "seq_lens", "new_lens"), "*i32"),
-    "slots": "*i64",
+    **dict.fromkeys(("slots", "tree"), "*i64"),
 }
 FLOATS = dict.fromkeys(("scale", "out_scale", "part_cost"), "fp32")
 
@@ -54,6 +54,7 @@ def attend(
     invariant: bool = False,
     page_size: int = PAGE,
     apart: bool = False,
+    tree: bool = False,
 ):
     constants = {
         "table_column": 1,
@@ -75,6 +76,8 @@ def attend(
     if cut["kernel"] == "low":
         return compiled(attend_low, sm, constants | {"STEP": cut["step"], "BUFFERS": cut["stages"]}, options, **types)
     constants |= {
+        "tree_column": 1,
+        "TREE": tree,
         "TILE": cut["tile"],
         "STEP": cut["step"],
         "MERGE_COLUMNS": cut["merge_columns"] if cut["merge"] == "last" else 0,

@@ -21,6 +21,7 @@ from attnplug_triton_mla.configurations import (
     choose,
     fitting,
     most_partials,
+    on_triton,
 )
 from attnplug_triton_mla.planner import Schedule, Shape
 from support.triton_mode import compiled_by
@@ -99,6 +100,14 @@ def test_kernels_in_gluon_are_for_sm_90_and_16_bits(kernel, rows, tile, instead)
     assert (odd.kernel, odd.tile) == ("triton", instead), "they copy rows by 16 bytes"
 
 
+def test_trees_are_for_the_triton_kernel():
+    """Whatever the table says of a shape, and with no more partial results than are reserved."""
+    for entry in ENTRIES:
+        found = on_triton(entry)
+        assert (found.kernel, found.programs, found.merge) == ("triton", entry.programs, entry.merge)
+        assert found.tile <= min(entry.tile, 32) and (entry.kernel != "triton" or found is entry)
+
+
 def test_it_compiles_for_gpus_and_fits_them() -> None:
     """Every kernel for every SM by Triton's compiler, which needs no GPU; those in Gluon for the one that they are for.
 
@@ -109,20 +118,22 @@ def test_it_compiles_for_gpus_and_fits_them() -> None:
         return choose(rows, requests, ANY, fp8=fp8, invariant=False)
 
     wanted = []
-    for sm, entry, q, cache, page_size, apart in (
-        (80, RAGGED, "fp16", "fp16", 64, False),
-        (89, chosen(16, 1, fp8=True), "bf16", "fp8e4nv", 64, True),
-        (90, chosen(16, 99), "bf16", "bf16", 16, True),
-        (90, chosen(16, 1), "bf16", "bf16", 48, False),
-        (90, chosen(16, 1), "bf16", "bf16", 64, True),
-        (90, chosen(128, 100), "bf16", "bf16", 64, False),
-        (90, chosen(128, 100), "bf16", "bf16", 64, True),
-        (100, chosen(128, 1, fp8=True), "bf16", "fp8e4nv", 1, False),
+    for sm, entry, q, cache, page_size, apart, tree in (
+        (80, RAGGED, "fp16", "fp16", 64, False, False),
+        (80, on_triton(chosen(128, 100)), "fp16", "fp16", 64, False, True),
+        (89, chosen(16, 1, fp8=True), "bf16", "fp8e4nv", 64, True, False),
+        (90, chosen(16, 99), "bf16", "bf16", 16, True, False),
+        (90, chosen(16, 1), "bf16", "bf16", 48, False, False),
+        (90, chosen(16, 1), "bf16", "bf16", 64, True, False),
+        (90, on_triton(chosen(16, 1)), "bf16", "bf16", 48, True, True),
+        (90, chosen(128, 100), "bf16", "bf16", 64, False, False),
+        (90, chosen(128, 100), "bf16", "bf16", 64, True, False),
+        (100, chosen(128, 1, fp8=True), "bf16", "fp8e4nv", 1, False, False),
     ):
         row_bytes = WIDTH if cache == "fp8e4nv" else 2 * WIDTH
         found = fitting(entry, Room(sm, SHARED[sm], 2 * WIDTH, row_bytes))
-        case = {"sm": sm, "cut": asdict(found), "q": q, "cache": cache, "page_size": page_size, "apart": apart}
-        wanted.append(case)
+        case = {"sm": sm, "cut": asdict(found), "q": q, "cache": cache, "page_size": page_size}
+        wanted.append({**case, "apart": apart, "tree": tree})
     compiled = compiled_by(Path(__file__).with_name("cross_compile.py"), json.dumps(wanted))
     around = {"triton", "plan", "plan of different rows", "merge"}
     assert {(sm, kernel) for sm, kernel, _ in compiled} == {

@@ -44,7 +44,7 @@ def refusals(role: Role | None = Role.DECODE, **changes: Any) -> list[Refusal]:
         {"sm": 120, "kv_dtype": FP8},
         {"model": read(KIMI_LINEAR)},
         {"model": read(DEEPSEEK_V3, kv_lora_rank=256)},
-        {"cuda_graph": GraphLevel.ALWAYS, "speculative_tokens": 8},
+        {"cuda_graph": GraphLevel.ALWAYS, "speculative_tokens": 64, "speculative_topk": 8},
         {"tensor_parallel": 16},
         {"model": None, "sm": None, "dtype": None, "kv_dtype": None, "page_size": None},
     ],
@@ -80,7 +80,7 @@ def test_it_serves(changes: dict[str, Any], role: Role) -> None:
             {"model": read(DEEPSEEK_V3, num_attention_heads=256, num_key_value_heads=256)},
             [("heads", 256, 128, "tensor_parallel")],
         ),
-        ({"speculative_tokens": 9}, [("speculation", 9, 8, "speculative_tokens")]),
+        ({"speculative_tokens": 65}, [("speculation", 65, 64, "speculative_tokens")]),
     ],
     ids=["cpu", "turing", "latent-128", "fp32", "fp8-on-ampere", "kv-fp16-with-bf16", "256-heads", "speculation"],
 )

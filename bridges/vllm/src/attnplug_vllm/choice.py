@@ -1,7 +1,7 @@
-"""Which backends serve a vLLM configuration, judged before anything is built, and remembered for this process.
+"""Which backends serve a vLLM configuration, judged before anything is built, and remembered for the engine.
 
 vLLM asks a class for block sizes where no configuration is set. What was chosen when the layers were made is
-remembered for that.
+remembered for that, until another engine makes its layers in this process.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache, reduce
 from typing import Any
+from weakref import ReferenceType, ref
 
 from attnplug import BackendSpec, GraphLevel, ModelSpec, PageSizes, Problem, Refusal, Role
 from attnplug.host import AttnplugError, Registry, Selection, choose_importable, load_registry
@@ -19,7 +20,9 @@ from attnplug_vllm.specs import Machine, problem_of, unsupported
 from attnplug_vllm.words import refused
 
 _chosen: dict[tuple[str, Problem], Selection] = {}
-"""The selections of this process, by what was asked for. Most layers of a model are alike, and are judged once."""
+"""The selections of an engine, by what was asked for. Most layers of a model are alike, and are judged once."""
+_engine: ReferenceType[Any] | None = None
+"""The compilation configuration of that engine: the one thing that a model shares with its draft."""
 
 
 class Refused(ValueError):
@@ -43,6 +46,7 @@ def choose(config: Any, model: ModelSpec, kv_cache_dtype: str, machine: Machine 
     """The backends for layers of one KV group. Raises :class:`Refused` with every reason; nothing is built yet."""
     settings = settings_of(config)
     insist(other_version())
+    _turn_to(config.compilation_config)
     try:
         problem = problem_of(config, model, machine or Machine.current(), kv_cache_dtype)
         insist([*unsupported(config), *HOST.refuse(problem)])
@@ -53,6 +57,13 @@ def choose(config: Any, model: ModelSpec, kv_cache_dtype: str, machine: Machine 
         raise Refused(error.told(render)) from None
     _chosen[key] = selection
     return selection
+
+
+def _turn_to(engine: Any) -> None:
+    global _engine
+    if _engine is None or _engine() is not engine:
+        _chosen.clear()
+        _engine = ref(engine)
 
 
 def other_version() -> list[Refusal]:
@@ -70,7 +81,7 @@ def insist(refusals: Iterable[Refusal]) -> None:
 
 
 def remembered() -> tuple[Selection, ...]:
-    """All that was chosen in this process."""
+    """All that was chosen for the engine whose layers were made last."""
     return tuple(_chosen.values())
 
 
@@ -86,21 +97,18 @@ def chosen_specs(selection: Selection) -> tuple[BackendSpec, ...]:
 
 
 def page_sizes() -> PageSizes:
-    """The page sizes that everything chosen in this process reads."""
+    """The page sizes that everything chosen for an engine reads."""
     specs = [spec for selection in remembered() for spec in chosen_specs(selection)]
     return reduce(PageSizes.intersection, (spec.capabilities.page_sizes for spec in specs), PageSizes())
 
 
 def graph_level(selection: Selection) -> GraphLevel:
-    """What can be captured with the chosen backends. The prefill backend takes no part in a captured decode."""
-    levels = {role: _level(selection, role) for role in selection.choices}
-    decode = levels[Role.DECODE]
-    return min(decode, max(GraphLevel.DECODE, levels[selection.verify]))
+    """The most that can be captured here: by the backend that decodes, which verifies drafts too.
 
-
-def _level(selection: Selection, role: Role) -> GraphLevel:
-    """The most that one backend captures here. It may declare more, and refuse it on this machine."""
-    backend, problem = selection.chosen(role).spec, selection.problem
+    It may declare more, and refuse it on this machine. What prefills takes no part in captured batches.
+    """
+    role, problem = Role.DECODE, selection.problem
+    backend = selection.chosen(role).spec
     options = selection.options.get(backend.name)
     able = [level for level in GraphLevel if not backend.refusals(replace(problem, cuda_graph=level), role, options)]
     return max(able, default=GraphLevel.NEVER)

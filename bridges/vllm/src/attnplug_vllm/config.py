@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from attnplug import Role
 from attnplug.host import BackendRequest, UsageError
 
+CUSTOM = "CUSTOM"
+"""What vLLM calls a backend that is not its own."""
 SECTION = "attnplug"
 OPTION = f"--additional-config.{SECTION}"
 ROLES = {"prefill": Role.PREFILL, "decode": Role.DECODE}
@@ -43,6 +45,12 @@ def read_settings(additional_config: object) -> Settings:
         ),
         asked=True,
     )
+
+
+def without_custom(names: Collection[str]) -> str:
+    """What a user is told who asks for attnplug, while vLLM is told to use something else, or nothing."""
+    instead = f"uses {', '.join(names)}" if names else "is not told to use it"
+    return f"--additional-config asks for {SECTION}, but vLLM {instead}; give --attention-backend {CUSTOM}"
 
 
 def _name(key: str, value: object) -> str:

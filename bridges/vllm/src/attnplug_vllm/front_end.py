@@ -7,24 +7,31 @@ command line is there at once. A program that calls vLLM's ``LLM`` has none, and
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from attnplug import DType, ModelSpec, Problem, Refusal, Setting
 from attnplug.host import AttnplugError, ModelConfigError, Registry, UsageError, load_model, model_dtype, select
-from attnplug_vllm.config import SECTION, read_settings
+from attnplug_vllm.config import CUSTOM, SECTION, read_settings, without_custom
 from attnplug_vllm.host import HOST, render
 from attnplug_vllm.words import refused
 
-CUSTOM = "CUSTOM"
+_SHORT = {"-tp": "--tensor-parallel-size", "-ac": "--attention-config"}
+"""vLLM's short names of options that are read here."""
+_OTHER_CONFIG = {"hf-overrides", "hf-config-path", "config-format"}
+_NO_MLA = "VLLM_MLA_DISABLE"
 
 
 def options_of(argv: Sequence[str]) -> dict[str, str]:
     """``--name value`` and ``--name=value``, by name without dashes; the last one counts. A flag alone is empty."""
     found: dict[str, str] = {}
     arguments = list(argv)
-    for place, argument in enumerate(arguments):
+    for place, given in enumerate(arguments):
+        short = re.split(r"[.=]", given, maxsplit=1)[0]
+        argument = _SHORT.get(short, short) + given[len(short) :]
         if argument.startswith("--"):
             name, equals, value = argument[2:].partition("=")
             following = arguments[place + 1] if place + 1 < len(arguments) else "--"
@@ -34,22 +41,36 @@ def options_of(argv: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def additional_config(options: Mapping[str, str]) -> dict[str, Any]:
-    """What ``--additional-config`` gives, in one piece or key by key; nothing where vLLM itself will complain."""
+def object_of(option: str, options: Mapping[str, str]) -> dict[str, Any]:
+    """What an option gives as JSON in one piece, or key by key; nothing where vLLM itself will complain."""
     try:
-        whole = json.loads(options.get("additional-config", "{}"))
+        whole = json.loads(options.get(option, "{}"))
     except ValueError:
         return {}
-    config: dict[str, Any] = whole if isinstance(whole, dict) else {}
+    found: dict[str, Any] = whole if isinstance(whole, dict) else {}
     for name, value in options.items():
         first, _, keys = name.partition(".")
-        if first == "additional-config" and keys:
-            here, *path = config, *keys.split(".")
+        if first == option and keys:
+            here, *path = found, *keys.split(".")
             for key in path[:-1]:
                 here = here.setdefault(key, {}) if isinstance(here, dict) else {}
             if isinstance(here, dict):
                 here[path[-1]] = _value(value)
-    return config
+    return found
+
+
+def additional_config(options: Mapping[str, str]) -> dict[str, Any]:
+    """What ``--additional-config`` gives."""
+    return object_of("additional-config", options)
+
+
+def attention_backends(options: Mapping[str, str]) -> list[str]:
+    """The attention backends that are named for all layers, or for some kind of layer."""
+    attention = object_of("attention-config", options)
+    kinds = attention.get("backend_per_kind")
+    named = [options.get("attention-backend"), attention.get("backend")]
+    named += kinds.values() if isinstance(kinds, dict) else []
+    return [str(name).upper() for name in named if name and str(name).lower() != "auto"]
 
 
 def check_command_line(argv: Sequence[str], registry: Registry, device: str | None, sm: int | None) -> None:
@@ -59,13 +80,9 @@ def check_command_line(argv: Sequence[str], registry: Registry, device: str | No
     if SECTION not in config:
         return
     request = read_settings(config).request
-    kinds = options.get("attention-config", "") + "".join(
-        name for name in options if name.startswith("attention-config.")
-    )
-    if options.get("attention-backend", "").upper() != CUSTOM and not kinds and device != "cpu":
-        raise UsageError(
-            f"--additional-config asks for {SECTION}, but vLLM is not told to use it; add --attention-backend {CUSTOM}"
-        )
+    names = attention_backends(options)
+    if CUSTOM not in names and "config" not in options:  # a file may name it
+        raise UsageError(without_custom(names))
     model = _model(argv, options)
     try:
         problem = HOST.fit(_problem(options, model, device, sm))
@@ -98,10 +115,13 @@ def _problem(options: Mapping[str, str], model: ModelSpec | None, device: str | 
 
 
 def _model(argv: Sequence[str], options: Mapping[str, str]) -> ModelSpec | None:
-    """The model, if it is a folder here whose layers attnplug can read; vLLM knows more models, and fetches some."""
+    """The model, if it is a folder here whose layers attnplug can read; vLLM knows more models, and fetches some. Not
+    judged is one that vLLM is told to see in another way."""
     places = [place for place, argument in enumerate(argv) if argument == "serve"]
     name = options.get("model") or (argv[places[0] + 1] if places and places[0] + 1 < len(argv) else "")
     if not name or name.startswith("-") or not Path(name, "config.json").is_file():
+        return None
+    if {option.partition(".")[0] for option in options} & _OTHER_CONFIG or os.environ.get(_NO_MLA, "0") != "0":
         return None
     try:
         return load_model(name)

@@ -95,6 +95,12 @@ def lengths_of(metadata: Any) -> HostLengths:
     return HostLengths([end - start for start, end in itertools.pairwise(starts)], kv_lens)
 
 
+def of_draft(metadata: Any) -> Any:
+    """The metadata of a step that drafts, with exact lengths: those on the CPU may be one step old. This waits for a
+    GPU."""
+    return metadata.replace(seq_lens_cpu_upper_bound=metadata.seq_lens.cpu())
+
+
 def decoding(metadata: Any, threshold: int) -> int:
     """How many requests at the front have at most ``threshold`` new tokens. vLLM puts those first."""
     starts = metadata.query_start_loc_cpu

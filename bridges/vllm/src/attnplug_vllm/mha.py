@@ -21,8 +21,9 @@ from vllm.v1.attention.backend import (
 )
 
 from attnplug import GraphLevel, LayerSpec, Refusal, RefusalCode
+from attnplug.host import ModelAttention
 from attnplug_vllm.choice import choose, chosen_specs, graph_level, insist, page_sizes, remembered
-from attnplug_vllm.geometry import Shape
+from attnplug_vllm.geometry import Shape, of_draft
 from attnplug_vllm.host import BLOCK_STEP
 from attnplug_vllm.memory import GroupAttention, mha_pools
 from attnplug_vllm.specs import cache_type, has_exact_lengths, layer_ids, limits_of, mha_layer, model_of, verify_tokens
@@ -37,13 +38,13 @@ _LEVELS = {
 
 
 def kernel_block_sizes() -> list[int | MultipleOf]:
-    """The block sizes of everything chosen in this process, in vLLM's words."""
+    """The block sizes of everything chosen for an engine, in vLLM's words."""
     kernel = page_sizes().kernel
     return [MultipleOf(max(size, BLOCK_STEP)) for size in sorted(kernel)] if kernel else [MultipleOf(BLOCK_STEP)]
 
 
 def cudagraph_support() -> AttentionCGSupport:
-    """What vLLM may capture, by the weakest of everything chosen in this process."""
+    """What vLLM may capture, by the weakest of everything chosen for an engine."""
     return _LEVELS[min((graph_level(selection) for selection in remembered()), default=GraphLevel.NEVER)]
 
 
@@ -176,7 +177,7 @@ def _unserved(attn_type: str, alibi_slopes: object, others: dict[str, Any]) -> l
     found = []
     if attn_type != AttentionType.DECODER:
         found.append(
-            f"attention type {getattr(attn_type, 'value', attn_type)}: only causal decoder attention is served"
+            f"attention type {getattr(attn_type, 'value', attn_type)} (only causal decoder attention is served)"
         )
     if alibi_slopes is not None:
         found.append("ALiBi slopes (the model's)")
@@ -189,7 +190,7 @@ class AttnplugBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        self._group = _group(kv_cache_spec, layer_names, vllm_config, device)
+        self._group, self._layers = _group(kv_cache_spec, layer_names, vllm_config, device), len(layer_names)
         limits, backends = limits_of(vllm_config), chosen_specs(self._group.selection)
         needs_lengths = any(backend.capabilities.needs_cpu_seq_lens for backend in backends)
         self._shape = Shape(
@@ -212,12 +213,23 @@ class AttnplugBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Step:
         if common_prefix_len or common_attn_metadata.causal is not True:
             insist(_unbuilt(common_prefix_len))
-        attention = self._group.ready()
+        attention = self._ready()
         self._captures.replay(attention, common_attn_metadata)
         return Step(attention, self._shape, common_attn_metadata, self._threshold)
 
+    def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> Step:
+        if self._shape.exact:
+            common_attn_metadata = of_draft(common_attn_metadata)
+        return self.build(0, common_attn_metadata, fast_build=True)
+
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> CapturedStep:
-        return self._captures.capture(self._group.ready(), self._shape, common_attn_metadata)
+        return self._captures.capture(self._ready(), self._shape, common_attn_metadata)
+
+    def _ready(self) -> ModelAttention:
+        if len(self.layer_names) != self._layers:  # vLLM adds the further layers of a draft to the list that it gave
+            self._group = _group(self.kv_cache_spec, self.layer_names, self.vllm_config, self.device)
+            self._layers = len(self.layer_names)
+        return self._group.ready()
 
 
 def _unbuilt(common_prefix_len: int) -> list[Refusal]:
@@ -226,19 +238,22 @@ def _unbuilt(common_prefix_len: int) -> list[Refusal]:
 
 
 def _group(kv_cache_spec: Any, names: list[str], config: Any, device: torch.device) -> GroupAttention:
-    """The layers that share a block table, as a model of attnplug's. Each layer is told which one it is there."""
-    found = {name: config.compilation_config.static_forward_context[name] for name in names}
-    own = [name for name, layer in found.items() if layer.impl.kv_sharing_target_layer_name is None]
-    ids = layer_ids(own)
-    specs = {name: found[name].impl.layer(ids[name], found[name].head_size_v) for name in own}
-    for name, layer in found.items():
-        target = layer.impl.kv_sharing_target_layer_name or name
-        spec = layer.impl.layer(ids[target], layer.head_size_v)
+    """The layers that share a block table, as a model of attnplug's. Each layer is told which one it is there.
+
+    A layer of a draft is in two groups, one of all layers and one of its draft's: it is the same one in both.
+    """
+    every = config.compilation_config.static_forward_context
+    ids = layer_ids([name for name, layer in every.items() if hasattr(layer, "impl")])
+    targets = {name: every[name].impl.kv_sharing_target_layer_name or name for name in names}
+    own = list(dict.fromkeys(targets.values()))
+    specs = {name: every[name].impl.layer(ids[name], every[name].head_size_v) for name in own}
+    for name, target in targets.items():
+        spec = every[name].impl.layer(ids[target], every[name].head_size_v)
         if spec != specs[target]:
             text = f"{name} shares the cache of {target}, but differs from it: attnplug's bridge does not carry it"
             insist([Refusal(RefusalCode.LAYERS, text)])
-        layer.impl.spec = spec
-    types = {found[name].kv_cache_dtype for name in own}
+        every[name].impl.spec = spec
+    types = {every[name].kv_cache_dtype for name in own}
     if len(types) > 1:
         text = f"the layers of one KV group have caches in {', '.join(sorted(types))}: give them one type"
         insist([Refusal(RefusalCode.KV_DTYPE, text)])
@@ -248,7 +263,7 @@ def _group(kv_cache_spec: Any, names: list[str], config: Any, device: torch.devi
         config,
         device,
         model,
-        {ids[name]: found[name] for name in own},
+        {ids[name]: every[name] for name in own},
         choose(config, model, kv_cache_dtype),
         cache_type(kv_cache_dtype, config.model_config.dtype),
         kv_cache_spec.block_size,

@@ -29,6 +29,7 @@ from attnplug import ExtendPath, LayerSpec, Refusal, RefusalCode, Role, Setting
 from attnplug.host import Selection
 from attnplug_vllm.choice import choose, insist
 from attnplug_vllm.config import OPTION, SECTION
+from attnplug_vllm.geometry import of_draft
 from attnplug_vllm.memory import GroupAttention, mla_pools
 from attnplug_vllm.mha import cudagraph_support, kernel_block_sizes
 from attnplug_vllm.mla_decode import DecodeGroup, DecodeStep
@@ -195,23 +196,9 @@ class AttnplugMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):  # type: 
         return cudagraph_support()
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        found = vllm_config.compilation_config.static_forward_context
-        first, names = found[layer_names[0]].impl, layer_ids(layer_names)
-        selection, dtype = first.selection, vllm_config.model_config.dtype
-        layers = {layer_id: found[name] for name, layer_id in names.items()}
-        specs = [replace(layer.impl.spec, layer_id=layer_id) for layer_id, layer in layers.items()]
-        group = GroupAttention(
-            config=vllm_config,
-            device=device,
-            model=model_of(vllm_config, specs),
-            layers=layers,
-            selection=replace(selection, choices={Role.DECODE: selection.choices[Role.DECODE]}),
-            kv_dtype=cache_type(first.kv_cache_dtype, dtype),
-            page_size=kv_cache_spec.block_size,
-            make_pools=mla_pools,
-            scales=lambda layer: layer._k_scale_float,
-        )
-        self._decode = DecodeGroup(group, names, vllm_config.compilation_config.max_cudagraph_capture_size or 0)
+        self._given = kv_cache_spec, layer_names, vllm_config, device
+        group = _group(*self._given)
+        self._decode, selection = _decode(group, layer_names), group.selection
         can = self._decode.capabilities  # one class serves every backend, so these are set on its objects
         if ExtendPath.ABSORBED in can.mla_extend:
             self.query_len_support = QueryLenSupport.VARLEN
@@ -224,10 +211,18 @@ class AttnplugMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):  # type: 
             self._ours = self._prefill_backend = AttnplugMLAPrefill.of(replace(group, selection=chosen))
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> MLACommonMetadata:
+        names = self._given[1]
+        if len(names) != len(self._decode.specs):  # vLLM adds the further layers of a draft to the list that it gave
+            self._decode = _decode(_group(*self._given), names)
         self._lengths = common_attn_metadata.seq_lens_cpu_upper_bound
         if self._ours is not None:
             self._ours.common = common_attn_metadata
         return super().build(common_prefix_len, common_attn_metadata, fast_build)
+
+    def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> MLACommonMetadata:
+        if self._needs_lengths:
+            common_attn_metadata = of_draft(common_attn_metadata)
+        return super().build_for_drafting(common_attn_metadata, draft_index)
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> MLACommonMetadata:
         self._capturing = True
@@ -317,6 +312,32 @@ class AttnplugMLAPrefill(MLAPrefillBackend):  # type: ignore[misc]
         """vLLM gives the number of a chunk with all queries or, in later versions, the chunk with its own queries."""
         assert out is None, "it is not claimed"
         return self.ragged.context_chunk(chunk_idx if chunk is None else chunk.index, q, k, v)
+
+
+def _group(kv_cache_spec: Any, names: Sequence[str], config: Any, device: torch.device) -> GroupAttention:
+    """The layers that share a block table, as a model of attnplug's."""
+    found = config.compilation_config.static_forward_context
+    layers = {layer_id: found[name] for name, layer_id in layer_ids(names).items()}
+    first = found[names[0]].impl
+    specs = [replace(layer.impl.spec, layer_id=layer_id) for layer_id, layer in layers.items()]
+    return GroupAttention(
+        config=config,
+        device=device,
+        model=model_of(config, specs),
+        layers=layers,
+        selection=first.selection,
+        kv_dtype=cache_type(first.kv_cache_dtype, config.model_config.dtype),
+        page_size=kv_cache_spec.block_size,
+        make_pools=mla_pools,
+        scales=lambda layer: layer._k_scale_float,
+    )
+
+
+def _decode(group: GroupAttention, names: Sequence[str]) -> DecodeGroup:
+    """The decode part of a group."""
+    choices = {Role.DECODE: group.selection.choices[Role.DECODE]}
+    decode = replace(group, selection=replace(group.selection, choices=choices))
+    return DecodeGroup(decode, layer_ids(names), group.config.compilation_config.max_cudagraph_capture_size or 0)
 
 
 def _choose(config: Any, spec: LayerSpec, kv_cache_dtype: str) -> Selection:

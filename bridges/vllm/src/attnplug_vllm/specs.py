@@ -91,7 +91,7 @@ def mla_layer(
 
 
 def layer_ids(names: Sequence[str]) -> dict[str, int]:
-    """A number for each layer of a group: the one in its name, or its place where those are not distinct."""
+    """A number for each of some layers: the one in its name, or its place where those are not distinct."""
     numbers = [re.search(r"\.(\d+)\.", f"{name}.") for name in names]
     found = [int(number.group(1)) for number in numbers if number is not None]
     if len(set(found)) < len(names):

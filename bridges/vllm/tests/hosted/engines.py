@@ -20,7 +20,6 @@ from transformers import (
 )
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
-from vllm.v1.attention import selector
 
 from attnplug.host import ModelAttention
 
@@ -112,7 +111,6 @@ def asking(backend: str = "torch_native", **section: Any) -> dict[str, Any]:
 @contextmanager
 def engine(path: str, options: Mapping[str, Any]) -> Iterator[LLM]:
     """An engine of vLLM's, alone in this process."""
-    selector._cached_get_attn_backend.cache_clear()  # it looks at what an engine asks for once a process
     common = {
         "model": path,
         "dtype": "float32",

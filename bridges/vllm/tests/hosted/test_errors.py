@@ -37,7 +37,7 @@ def test_a_plain_layer_is_served(models):
     ("given", "words"),
     [
         ({"alibi_slopes": [0.1] * 8}, "ALiBi slopes"),
-        ({"attn_type": AttentionType.ENCODER_ONLY}, "attention type encoder_only: only causal decoder attention"),
+        ({"attn_type": AttentionType.ENCODER_ONLY}, "attention type encoder_only (only causal decoder attention"),
         ({"attn_type": AttentionType.ENCODER_DECODER}, "attention type encoder_decoder"),
         ({"chunk_lookback": 2}, "chunk_lookback=2 (the model's)"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype fp8_e5m2 is not supported"),

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from engines import VOCABULARY, asking, engine, planned_modes, tokens
+from engines import NEW, PROMPTS, VOCABULARY, asking, engine, impls, planned_modes, tokens
+
+
+def test_a_draft_runs_on_a_backend_that_is_named_for_it(models, monkeypatch):
+    """It drafts for its own likes, so every draft is accepted: three and one more a step."""
+    drafts = {"method": "draft_model", "model": models.path("llama"), "num_speculative_tokens": 3}
+    options = {**asking(), "block_size": 16, "speculative_config": {**drafts, "attention_backend": "CUSTOM"}}
+    with engine(models.path("llama"), options) as llm:
+        assert impls(llm) == {"AttnplugImpl"}
+        seen = planned_modes(monkeypatch)
+        assert tokens(llm, PROMPTS[4:5]) == models.expected("llama", PROMPTS)[4:5]
+        assert seen.count("target_verify") == -(-(NEW - 1) // 4)
 
 
 def test_drafts_are_verified(models, monkeypatch):

@@ -44,6 +44,8 @@ class GraphLimits:
             if geometry.new_lens is None:
                 raise PlanError(f"a captured {mode} needs new_lens, the new tokens of each request")
             read["new_lens"] = geometry.new_lens
+        if geometry.tree is not None:
+            read["tree"] = geometry.tree
         for name, tensor in read.items():
             if tensor.stride(-1) != 1:
                 raise PlanError(
@@ -68,7 +70,7 @@ class GraphLimits:
 
 
 class Captures:
-    """The plan of each captured shape of batch, by lane. It is made once, and looked up at every replay.
+    """The plan of each captured shape of batch, by lane and step. It is made once, and looked up at every replay.
 
     Graphs of one lane run one after the other and share its memory. Those of different lanes share nothing.
     """
@@ -77,7 +79,7 @@ class Captures:
         self._backend = backend
         self._limits: GraphLimits | None = None
         self._memory: tuple[Any, ...] = ()
-        self._plans: dict[tuple[int, ForwardMode, int, int, int, bool], Plan] = {}
+        self._plans: dict[tuple[int, ForwardMode, int, int, int, bool, bool, int], Plan] = {}
 
     def reserve(self, limits: GraphLimits, memory: Callable[[], tuple[Any, ...]]) -> None:
         """Make the memory of every lane; once."""
@@ -95,14 +97,17 @@ class Captures:
                 f"backend {self._backend.name} has no memory for CUDA graphs; call init_cuda_graph_state first"
             )
         uniform, width = geometry.new_lens is None, geometry.page_table.shape[1]
-        shape = (geometry.lane, geometry.mode, geometry.requests, geometry.rows, width, uniform)
+        tree, step = geometry.tree is not None, geometry.step
+        shape = (geometry.lane, geometry.mode, geometry.requests, geometry.rows, width, uniform, tree, step)
         plan = self._plans.get(shape)
         if plan is None:
             self._limits.check(geometry)
             if capture is None:
+                where = f"in lane {shape[0]}" + f" for step {step}" * (step > 0)
                 raise PlanError(
-                    f"a {shape[1]} batch of {shape[2]} requests, {shape[3]} rows and {shape[4]} pages a request was "
-                    f"never captured in lane {shape[0]}; plan it with in_capture=True and capture it first"
+                    f"a {shape[1]} batch of {shape[2]} requests, {shape[3]} rows and {shape[4]} pages a request"
+                    f"{', with trees,' * tree} was never captured {where}; plan it with in_capture=True and capture it "
+                    "first"
                 )
             plan = self._plans[shape] = capture(geometry, self._memory[geometry.lane])
         return plan

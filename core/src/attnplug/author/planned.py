@@ -5,14 +5,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from attnplug.author.graphs import Captures, GraphLimits
 from attnplug.contract.batch import ForwardBatch
 from attnplug.contract.context import BackendContext
 from attnplug.contract.geometry import Geometry
+from attnplug.contract.mode import ForwardMode
 from attnplug.contract.plan import BackendId, Plan
 from attnplug.declare.claims import Claims
 from attnplug.declare.errors import BackendError, PlanError
-from attnplug.declare.problem import GraphLevel
+from attnplug.declare.problem import LARGEST_TREE, GraphLevel
 
 
 class PlannedBackend(ABC):
@@ -81,13 +85,45 @@ class PlannedBackend(ABC):
             )
 
     def check_geometry(self, geometry: Geometry) -> None:
-        """Refuse a batch for which this backend was not built: of other pages, or in a lane that it does not have."""
+        """Refuse a batch for which this backend was not built: of other pages, in a lane that it does not have, or with
+        trees that it does not serve."""
         if geometry.page_size != self.context.page_size:
             raise PlanError(
                 f"a batch has a table of pages of {geometry.page_size} tokens, and backend {self.backend_id.name} was "
                 f"built for pages of {self.context.page_size}"
             )
         self.check_lane(geometry.lane)
+        if geometry.tree is not None:
+            self._check_tree(geometry, geometry.tree)
+
+    def _check_tree(self, geometry: Geometry, tree: Tensor) -> None:
+        """Refuse a tree that this backend would run as a chain, or read wrongly."""
+        name, rows, ragged = self.backend_id.name, geometry.max_new, geometry.new_lens is not None
+        if geometry.mode is not ForwardMode.TARGET_VERIFY or ragged:
+            raise PlanError(
+                f"a batch in mode {geometry.mode}{' with new_lens' * ragged} has a tree; trees are for mode "
+                f"{ForwardMode.TARGET_VERIFY} without new_lens: equally many new rows of every request"
+            )
+        if rows > LARGEST_TREE:
+            raise PlanError(f"a batch has trees of {rows} rows a request; give up to {LARGEST_TREE}, a bit for each")
+        shape = (geometry.requests, rows)
+        if tree.dtype is not torch.int64 or tree.shape != shape or tree.device != geometry.device:
+            raise PlanError(
+                f"tree is {tree.dtype} of shape {tuple(tree.shape)} on {tree.device}; give torch.int64 of shape "
+                f"{shape} (requests, new rows) on {geometry.device}"
+            )
+        if not self.claims.trees:
+            raise PlanError(
+                f"a batch has trees of {rows} rows a request, and backend {name} takes chains only; verify chains, or "
+                "choose a backend that claims trees"
+            )
+        for layer in self.context.model.full_layers:
+            if layer.sliding_window is not None:
+                raise PlanError(
+                    f"a batch has trees of {rows} rows a request, and layer {layer.layer_id} of backend {name} has a "
+                    f"sliding window of {layer.sliding_window} tokens; verify chains: a window counts a row's depth, "
+                    "which a tree does not say"
+                )
 
     def check_lane(self, lane: int) -> None:
         """Refuse a lane that this backend does not have."""

@@ -111,6 +111,8 @@ def unmet(claims: Claims, problem: Problem, roles: Collection[Role]) -> Iterator
         )
     if claims.needs_cpu_seq_lens and not problem.exact_lengths:
         yield "the host has upper bounds of lengths only, but what was built claims needs_cpu_seq_lens"
+    if problem.speculative_topk > 1 and not claims.trees:
+        yield f"drafts with {problem.speculative_topk} branches are trees, but what was built claims chains only"
     if problem.model is None or not set(roles) - {Role.LINEAR}:
         return
     layers = problem.model.full_layers

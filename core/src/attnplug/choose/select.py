@@ -424,6 +424,8 @@ def _inputs(selection: Selection) -> Iterator[str]:
     extras = []
     if problem.speculative_tokens:
         extras.append(f"{problem.speculative_tokens} speculative tokens")
+    if problem.speculative_topk > 1:
+        extras.append(f"trees of drafts with {problem.speculative_topk} branches")
     if problem.tensor_parallel > 1:
         extras.append(f"{problem.tensor_parallel} tensor-parallel ranks")
     if problem.is_embedding:

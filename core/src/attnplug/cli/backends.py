@@ -120,5 +120,5 @@ def describe(can: Capabilities) -> str:
     parts.append(f"page size {can.page_sizes}")
     if can.cuda_graph > GraphLevel.NEVER:
         parts.append(f"graphs {can.cuda_graph.name.lower()}")
-    parts += sorted(can.features)
+    parts += sorted(can.features) + ["trees"] * can.trees
     return ", ".join(parts)

@@ -34,6 +34,7 @@ class ExplainOptions:
     kv_dtype: str | None = None
     page_size: int | None = None
     speculative_tokens: int = 0
+    speculative_topk: int = 1
     tensor_parallel: int = 1
     cuda_graph: str | None = None
     """The level that is demanded; ``None`` for what the chosen backends can."""
@@ -57,6 +58,7 @@ class ExplainOptions:
             cuda_graph=graph_level(self.cuda_graph or GraphLevel.NEVER.name),
             wants_graphs=device == "cuda" and self.cuda_graph is None,
             speculative_tokens=self.speculative_tokens,
+            speculative_topk=self.speculative_topk,
             tensor_parallel=self.tensor_parallel,
         )
 

@@ -72,6 +72,15 @@ class Geometry:
     """Plans of different lanes may be alive, and may run, at the same time; on two streams, for example."""
     captured: bool = split_by("shared", default=False)
     """Whether a CUDA graph captures or replays this batch. Its kernels then take no lengths from the host."""
+    tree: Tensor | None = split_by("request", default=None)
+    """``[requests, max_new]`` int64 on the device: bit j of ``tree[r, i]`` says that new row i of request r sees its
+    new row j, which is row i itself or an ancestor. Parents precede children: bits j > i are zero. All new rows see all
+    rows before them. ``None`` is a chain: each new row sees those before it. Only for a verify without ``new_lens``, of
+    at most 64 rows a request, by backends that claim ``trees``. A captured batch has it in static memory, as it has its
+    lengths."""
+    step: int = split_by("shared", default=0)
+    """Which step of a draft this is. Captured plans of one shape are kept apart by it. Steps run one after the other
+    and share their lane's memory, so each is refilled before it runs."""
 
     @classmethod
     def of_lengths(
@@ -87,6 +96,8 @@ class Geometry:
         slots: Tensor | None = None,
         lane: int = 0,
         captured: bool = False,
+        tree: Tensor | None = None,
+        step: int = 0,
     ) -> Geometry:
         """The geometry of a batch whose lengths the host knows. Give ``seq_lens`` if the lengths are on the device
         already."""
@@ -106,6 +117,8 @@ class Geometry:
             state_slots=state_slots,
             lane=lane,
             captured=captured,
+            tree=tree,
+            step=step,
         )
 
     def __post_init__(self) -> None:
@@ -120,10 +133,10 @@ class Geometry:
             and (new_lens is None or new_lens.dtype is torch.int32)
         ):
             self._refuse_types()
-        if self.rows < 0 or self.max_new < 0 or self.max_seq_len < 0 or self.lane < 0:
+        if self.rows < 0 or self.max_new < 0 or self.max_seq_len < 0 or self.lane < 0 or self.step < 0:
             raise PlanError(
-                f"rows={self.rows}, max_new={self.max_new}, max_seq_len={self.max_seq_len} and lane={self.lane}: none "
-                "may be negative"
+                f"rows={self.rows}, max_new={self.max_new}, max_seq_len={self.max_seq_len}, step={self.step} and "
+                f"lane={self.lane}: none may be negative"
             )
         if tables != requests:
             raise PlanError(f"the batch has {requests} lengths, but {tables} rows in its page table")
@@ -246,6 +259,8 @@ class Geometry:
             state_slots=None if self.state_slots is None else self.state_slots.index_select(0, chosen),
             lane=self.lane,
             captured=self.captured,
+            tree=None if self.tree is None else self.tree.index_select(0, chosen),
+            step=self.step,
         )
 
     def split(self, first: int, lanes: tuple[int, int] | None = None) -> tuple[Geometry, Geometry]:

@@ -27,6 +27,7 @@ class Capabilities:
 
     ``max_heads`` is the most query heads that one rank may have, ``None`` any number. ``layers_alike``: one plan serves
     all layers, so they must have one shape. ``kv_matches_dtype``: a cache that is not fp8 has the activations' type.
+    ``trees``: it verifies drafts that are trees (``Geometry.tree``) on layers without a window, as well as chains.
     """
 
     kinds: frozenset[AttentionKind]
@@ -49,6 +50,7 @@ class Capabilities:
     extras: frozenset[str] = frozenset()
     mla_extend: frozenset[ExtendPath] = frozenset({ExtendPath.ABSORBED})
     layouts: frozenset[CacheLayout] = frozenset({CacheLayout.TOKEN_MAJOR})
+    trees: bool = False
 
     def __post_init__(self) -> None:
         read = {
@@ -72,6 +74,7 @@ class Capabilities:
             "extras": frozenset(several("extras", self.extras)),
             "mla_extend": members("mla_extend", self.mla_extend, ExtendPath),
             "layouts": _layouts(members("layouts", self.layouts, CacheLayout), kinds),
+            "trees": of_type("trees", self.trees, bool, "True or False"),
         }
         for name, value in read.items():
             object.__setattr__(self, name, value)
@@ -85,6 +88,7 @@ class Capabilities:
             needs_cpu_seq_lens=self.needs_cpu_seq_lens,
             mla_extend=self.mla_extend,
             extras=self.extras,
+            trees=self.trees,
         )
 
     def contradictions(self) -> Iterator[str]:
@@ -134,6 +138,8 @@ class Capabilities:
             yield f"max_speculative_tokens {self.max_speculative_tokens} is negative"
         if Role.DRAFT in self.roles and not self.max_speculative_tokens:
             yield "it claims the role draft but max_speculative_tokens is 0"
+        if self.trees and not self.max_speculative_tokens:
+            yield "it claims trees of drafts but max_speculative_tokens is 0"
 
 
 def _layouts(layouts: frozenset[CacheLayout], kinds: frozenset[AttentionKind]) -> frozenset[CacheLayout]:

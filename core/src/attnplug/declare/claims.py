@@ -93,6 +93,8 @@ class Claims:
     )
     extras: frozenset[str] = _claim(frozenset(), frozenset.intersection, frozenset.issubset)
     """The fields of ``ForwardExtras`` that it honours."""
+    trees: bool = _claim(False, operator.and_, operator.le)
+    """Whether it plans a batch that has a ``tree``."""
 
     def __post_init__(self) -> None:
         read = {
@@ -101,6 +103,7 @@ class Claims:
             "needs_cpu_seq_lens": of_type("needs_cpu_seq_lens", self.needs_cpu_seq_lens, bool, "True or False"),
             "mla_extend": members("mla_extend", self.mla_extend, ExtendPath),
             "extras": frozenset(several("extras", self.extras)),
+            "trees": of_type("trees", self.trees, bool, "True or False"),
         }
         if any(size < 1 for size in self.page_sizes.kernel or ()):
             raise PluginError(f"page_sizes={self.page_sizes!r} holds a size below 1")

@@ -12,6 +12,8 @@ from attnplug.declare.settings import Setting
 
 LARGEST_PAGE = 1 << 16
 SM_RANGE = range(10, 1000)
+LARGEST_TREE = 64
+"""Rows of a request's tree of drafts: what one row sees of the others is 64 bits."""
 
 
 class Role(StrEnum):
@@ -114,6 +116,8 @@ class Problem:
     drafts_by_host: bool = False
     """Whether the host drafts by means of its own. Backends then check ``speculative_tokens`` rows of each request at
     once, and none is chosen to draft."""
+    speculative_topk: int = 1
+    """Branches that a draft keeps at every step. With more than 1, drafts are trees of ``speculative_tokens`` rows."""
 
     def __post_init__(self) -> None:
         if self.page_size is not None and not 1 <= self.page_size <= LARGEST_PAGE:
@@ -124,6 +128,15 @@ class Problem:
             )
         if self.speculative_tokens < 0:
             raise _wrong(Setting.SPECULATIVE_TOKENS, self.speculative_tokens, "is negative; 0 turns speculation off")
+        if self.speculative_topk < 1:
+            raise _wrong(Setting.SPECULATIVE_TOPK, self.speculative_topk, "is not a number of branches; give 1 or more")
+        if self.speculative_topk > 1 and self.speculative_tokens > LARGEST_TREE:
+            why = f"are more than a tree of drafts can have; give up to {LARGEST_TREE}, or 1 branch"
+            raise UsageError(
+                f"`{Setting.SPECULATIVE_TOKENS}` {self.speculative_tokens} with `{Setting.SPECULATIVE_TOPK}` "
+                f"{self.speculative_topk} {why}",
+                settings=[Setting.SPECULATIVE_TOKENS, Setting.SPECULATIVE_TOPK],
+            )
         if self.tensor_parallel < 1:
             raise _wrong(Setting.TENSOR_PARALLEL, self.tensor_parallel, "is not a number of ranks; give 1 or more")
         if self.tensor_parallel > 1 and self.model is not None and self.model.ranks > 1:

@@ -24,6 +24,7 @@ class Setting(StrEnum):
     CUDA_GRAPH = "cuda_graph"
     EXACT_LENGTHS = "exact_lengths"
     SPECULATIVE_TOKENS = "speculative_tokens"
+    SPECULATIVE_TOPK = "speculative_topk"
     SPECULATIVE_ATTENTION_MODE = "speculative_attention_mode"
     TENSOR_PARALLEL = "tensor_parallel"
     MAX_BATCH = "max_batch"

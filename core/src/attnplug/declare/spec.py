@@ -20,7 +20,7 @@ from attnplug.declare.capabilities import Capabilities
 from attnplug.declare.claims import ExtendPath
 from attnplug.declare.errors import PluginError, describe_error
 from attnplug.declare.factory import DOTTED, factory_refusal
-from attnplug.declare.model import AttentionKind, LayerSpec
+from attnplug.declare.model import AttentionKind, Feature, LayerSpec
 from attnplug.declare.options import options_problems
 from attnplug.declare.problem import DType, GraphLevel, Problem, Role
 from attnplug.declare.refusal import Refusal, RefusalCode
@@ -212,6 +212,14 @@ def _environment_refusals(can: Capabilities, problem: Problem, role: Role | None
             allowed=can.max_speculative_tokens,
             setting=Setting.SPECULATIVE_TOKENS,
         )
+    if problem.speculative_topk > 1 and not can.trees:
+        yield Refusal(
+            RefusalCode.SPECULATION,
+            f"drafts with {problem.speculative_topk} branches are trees, and it takes chains only",
+            value=problem.speculative_topk,
+            allowed=1,
+            setting=Setting.SPECULATIVE_TOPK,
+        )
 
 
 def _role_refusals(can: Capabilities, problem: Problem, role: Role) -> Iterator[Refusal]:
@@ -270,6 +278,12 @@ def _layer_refusals(can: Capabilities, problem: Problem, role: Role, layer: Laye
         dims = (layer.mla.kv_lora_rank, layer.mla.qk_rope_head_dim)
         if dims not in can.mla_dims:
             yield _dims(RefusalCode.MLA_DIMS, "MLA dims (kv_lora_rank, rope)", dims, can.mla_dims, role)
+    if problem.speculative_topk > 1 and can.trees and layer.sliding_window is not None:
+        message = (
+            f"trees of drafts are not supported with the feature {Feature.SLIDING_WINDOW}, here of "
+            f"{layer.sliding_window} tokens: which keys it hides from a row depends on the row's depth in its tree"
+        )
+        yield Refusal(RefusalCode.FEATURE, message, problem.speculative_topk, 1, Setting.SPECULATIVE_TOPK)
     as_mha = can.mla_extend - {ExtendPath.ABSORBED}
     if layer.mla is not None and role is Role.PREFILL and problem.mla_by_host and not as_mha:
         message = (

@@ -53,8 +53,10 @@ def page_views(
             view = view.select(names.index("kv"), part)
             names.remove("kv")
         if "heads" not in names:
-            view = view.unsqueeze(-1)
-            names.append("heads")
+            # Where a cache of several heads has it: a kernel's tensor map takes no stride of one element for it.
+            place = names.index("dim")
+            view = view.unsqueeze(place)
+            names.insert(place, "heads")
         views.append(view.permute([names.index(name) for name in _ROW]))
     return views
 

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from attnplug.declare.problem import LARGEST_TREE
 from attnplug.torch_native.planner import Extent
 
 # Scores of one tile: 64 MiB of float32. Long prefills are cut into tiles of queries, which also lets a tile skip the
@@ -39,15 +40,16 @@ class Tile:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, extent: Extent, softmax: Softmax, lse: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Causal attention of one extent.
+    """Attention of one extent: causal, or by its trees.
 
     q ``[requests, queries, heads, dim]``, k ``[requests, keys, kv_heads, dim]`` and v ``[requests, keys, kv_heads,
     v_dim]``. Returns ``[requests, queries, heads, v_dim]`` in q's dtype and, if asked, the log-sum-exp
     ``[requests, queries, heads]`` float32.
     """
     # torch's fused kernel is used wherever it supports what is asked. It has neither a logit cap nor a log-sum-exp, and
-    # for values of another width it falls back to something slower than ours.
-    fused = softmax.cap is None and not lse and k.shape[-1] == v.shape[-1]
+    # for values of another width it falls back to something slower than ours. It adds its mask to the logits, so it
+    # would not hide a NaN.
+    fused = softmax.cap is None and not lse and k.shape[-1] == v.shape[-1] and extent.tree is None
     # On a CPU, kernels for short types are slower than those for float32, some a hundred times.
     exact = not fused or q.device.type == "cpu"
     dtype = torch.float32 if exact else q.dtype
@@ -63,6 +65,11 @@ def attend(
     sums = torch.empty(q.shape[:-1], dtype=torch.float32, device=q.device) if lse else None
     if not fused and k.shape[2] > 1:
         keys, values = keys.contiguous(), values.contiguous()  # once, instead of inside every product
+    broken = None
+    if extent.tree is not None:
+        # A sibling's values may be anything: without weight they would still make a NaN. Who does see them gets one.
+        broken = ~values.isfinite().all(-1)
+        values = values.masked_fill(broken.unsqueeze(-1), 0.0)
     for tile in _tiles(extent, extent.requests * q.shape[2], softmax.window):
         rows = queries[:, :, tile.first : tile.last]
         seen_keys, seen_values = keys[:, :, tile.start : tile.stop], values[:, :, tile.start : tile.stop]
@@ -73,7 +80,8 @@ def attend(
                 rows, seen_keys, seen_values, attn_mask=mask, scale=softmax.scale, enable_gqa=True
             )
         else:
-            result, tile_sums = _attend_by_parts(rows, seen_keys, seen_values, hidden, softmax)
+            seen_broken = None if broken is None else broken[:, :, tile.start : tile.stop]
+            result, tile_sums = _attend_by_parts(rows, seen_keys, seen_values, hidden, seen_broken, softmax)
             if sums is not None:
                 sums[:, tile.first : tile.last] = tile_sums.transpose(1, 2)
         out[:, tile.first : tile.last] = result.transpose(1, 2)
@@ -90,11 +98,14 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) 
     return F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale).flatten(1, 2)
 
 
-def _attend_by_parts(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, softmax: Softmax) -> tuple[Tensor, Tensor]:
+def _attend_by_parts(
+    q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, broken: Tensor | None, softmax: Softmax
+) -> tuple[Tensor, Tensor]:
     """Attention with access to every intermediate, all float32.
 
     q ``[requests, heads, queries, dim]``, k and v ``[requests, kv_heads, keys, …]``, hidden ``[requests, queries,
-    keys]``. Returns the output and the log-sum-exp ``[requests, heads, queries]``.
+    keys]``. A query that sees a ``broken`` key ``[requests, kv_heads, keys]`` gets NaN. Returns the output and the
+    log-sum-exp ``[requests, heads, queries]``.
     """
     kv_heads, queries = k.shape[1], q.shape[2]
     # The query heads that share a KV head become rows of one product.
@@ -102,6 +113,8 @@ def _attend_by_parts(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, sof
     scores = _products(rows, k.transpose(2, 3)).mul_(softmax.scale)
     if softmax.cap is not None:
         scores = scores.div_(softmax.cap).tanh_().mul_(softmax.cap)
+    if broken is not None:
+        scores.masked_fill_(broken.unsqueeze(2), float("nan"))
     if hidden is not None:
         scores.unflatten(2, (-1, queries)).masked_fill_(hidden[:, None, None], float("-inf"))
     sums = scores.logsumexp(-1).unflatten(2, (-1, queries)).flatten(1, 2)
@@ -142,4 +155,8 @@ def _hidden(extent: Extent, tile: Tile, window: int | None) -> Tensor | None:
     hidden = key > position[..., None]
     if window is not None:
         hidden |= key <= position[..., None] - window
+    if extent.tree is not None:
+        row = key - extent.offsets[:, None]  # among the new ones; earlier keys have negative numbers
+        bits = extent.tree[:, tile.first : tile.last, None] >> row.clamp(0, LARGEST_TREE - 1)[:, None]
+        hidden |= (row >= 0)[:, None] & (bits & 1 == 0)
     return hidden

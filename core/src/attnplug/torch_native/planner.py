@@ -29,7 +29,8 @@ class Extent:
 
     ``offsets`` ``[requests]`` on the device is the position of each request's first query. ``bias`` ``[requests, 1, 1,
     keys]`` float32 hides from a single query each the keys after its own: 0 or -inf. It is there for decoding groups
-    of different lengths on a CPU, made once for all layers.
+    of different lengths on a CPU, made once for all layers. ``tree`` ``[requests, queries]`` int64 says by bits which
+    of the queries' own keys each query sees, as ``Geometry.tree`` does; ``None``: all up to its own position.
     """
 
     offsets: Tensor
@@ -38,10 +39,13 @@ class Extent:
     smallest_offset: int
     largest_offset: int
     bias: Tensor | None = None
+    tree: Tensor | None = None
 
     @classmethod
-    def of(cls, queries: int, offsets: Sequence[int], keys: int, device: torch.device) -> Extent:
-        return cls(to_device(offsets, device), queries, keys, min(offsets), max(offsets))
+    def of(
+        cls, queries: int, offsets: Sequence[int], keys: int, device: torch.device, tree: Tensor | None = None
+    ) -> Extent:
+        return cls(to_device(offsets, device), queries, keys, min(offsets), max(offsets), tree=tree)
 
     @property
     def requests(self) -> int:
@@ -133,7 +137,10 @@ def _group(geometry: Geometry, requests: list[int], slots: Tensor, first_rows: l
     if first_rows is not None:
         starts = torch.tensor([first_rows[request] for request in requests], dtype=torch.int64)
         rows = (starts.unsqueeze(1) + torch.arange(queries)).flatten().to(device, non_blocking=True)
-    return Group(rows, slots, Extent.of(queries, offsets, max(offsets) + queries, device))
+    tree = geometry.tree
+    if tree is not None and requests != list(range(geometry.requests)):
+        tree = tree.index_select(0, to_device(requests, device))
+    return Group(rows, slots, Extent.of(queries, offsets, max(offsets) + queries, device, tree))
 
 
 def _cached_reads(

@@ -34,6 +34,7 @@ def attnplug_backends() -> list[BackendSpec]:
                 extras=frozenset({"lse", "out"}),
                 mla_extend=frozenset(ExtendPath),
                 layouts=frozenset(CacheLayout),
+                trees=True,
             ),
         )
     ]

@@ -26,6 +26,7 @@ from attnplug import (
     Serving,
     check_lse,
 )
+from attnplug.host import merge_partial
 from attnplug_flashattention.kernels import Attended, Kernels, Softmax, choose_kernels
 from attnplug_flashattention.merge import merge_parts
 from attnplug_flashattention.options import FlashAttentionOptions
@@ -40,6 +41,7 @@ from attnplug_flashattention.planner import (
     refill,
     with_queries,
 )
+from attnplug_flashattention.trees import TreePlan, attend_nodes, capture_tree, plan_tree
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,13 +57,30 @@ class CachedLayer:
 class Metadata:
     """How a batch's MHA layers run.
 
-    ``cached`` is how they read the cache. It is ``None`` exactly where the plan has no ``new_slots``
+    ``cached`` is how they read the cache. For chains it is ``None`` exactly where the plan has no ``new_slots``
     (``fa_skip_kv_cache``): the cache is either written and read, or neither (A6). ``at_hand`` is the call over new rows
-    alone, for batches in which no request has older rows.
+    alone, for batches in which no request has older rows. A batch of trees has ``tree`` instead of both.
     """
 
     cached: CachedPlan | None
     at_hand: RaggedCall | None
+    tree: TreePlan | None = None
+
+
+_COPIED = 16
+"""Bytes that the kernels copy at once. flash-attn-4 would copy a cache of other strides at every call."""
+
+
+def _check_rows(pages: Tensor, name: str) -> None:
+    """Refuse a cache that the kernels cannot read where it lies. Its pages, tokens and heads may have any strides that
+    are multiples of 16 bytes."""
+    outer = [stride for stride, size in zip(pages.stride()[:-1], pages.shape[:-1], strict=True) if size > 1]
+    places = [stride * pages.element_size() for stride in outer] + [pages.data_ptr()]
+    if pages.stride(-1) != 1 or any(place % _COPIED for place in places):
+        raise PoolError(
+            f"{name} have strides {pages.stride()} at address {pages.data_ptr():#x}; FlashAttention reads rows with "
+            f"adjacent columns, at multiples of {_COPIED} bytes"
+        )
 
 
 class FlashAttentionBackend(PlannedAttention):
@@ -85,7 +104,8 @@ class FlashAttentionBackend(PlannedAttention):
         else:
             level = GraphLevel.UNIFORM if kernels.captures and not self.fa_skip_kv_cache else GraphLevel.NEVER
         declared = context.declared.claims
-        super().__init__(context, replace(declared, cuda_graph=min(level, declared.cuda_graph)))
+        trees = declared.trees and not self.fa_skip_kv_cache
+        super().__init__(context, replace(declared, cuda_graph=min(level, declared.cuda_graph), trees=trees))
         self._kernels = kernels
         self._kernel_page = kernels.page_size(context.page_size, mha) if mha else None
         self._caches = {layer.layer_id: self._cached_layer(layer) for layer in mha}
@@ -105,6 +125,8 @@ class FlashAttentionBackend(PlannedAttention):
     def _cached_layer(self, layer: LayerSpec) -> CachedLayer:
         keys, values = self._pool.keys(layer.layer_id), self._pool.values(layer.layer_id)
         if self._kernel_page is not None:
+            _check_rows(keys, f"the keys of layer {layer.layer_id}")
+            _check_rows(values, f"the values of layer {layer.layer_id}")
             key_layout, value_layout = (layout.split(self._kernel_page) for layout in self._pool.layout(layer.layer_id))
             keys = keys.as_strided(key_layout.shape, key_layout.strides)  # from where the pool's memory begins
             values = values.as_strided(value_layout.shape, value_layout.strides)
@@ -115,6 +137,9 @@ class FlashAttentionBackend(PlannedAttention):
     def plan(self, geometry: Geometry) -> Plan:
         if not self._caches or not geometry.rows:
             return Plan.of(self.backend_id, geometry)
+        if geometry.tree is not None:
+            tree = plan_tree(geometry, geometry.tree, self._kernel_page)
+            return Plan.of(self.backend_id, geometry, Metadata(None, None, tree), geometry.new_slots())
         live = with_queries(geometry)
         call = ragged_call(live)
         at_hand = call if call.causal and call.query_lens == call.kv_lens else None
@@ -141,17 +166,29 @@ class FlashAttentionBackend(PlannedAttention):
                 f"nothing to capture for a batch to {geometry.mode}; let the decode backend plan that"
             )
         assert self._kernel_page is not None
+        if geometry.tree is not None:
+            slots = torch.full((geometry.rows,), -1, dtype=torch.int64, device=geometry.device)
+            return Plan.of(
+                self.backend_id, geometry, Metadata(None, None, capture_tree(geometry, self._kernel_page)), slots
+            )
         new_slots, cached = plan_captured(geometry, self._kernel_page, self._division, windowed=self._windowed)
         return Plan.of(self.backend_id, geometry, Metadata(cached, None), new_slots)
 
     def refill(self, plan: Plan, geometry: Geometry) -> None:
         assert plan.new_slots is not None
-        cached: CachedPlan = plan.metadata.cached
-        if isinstance(cached.whole, PagedCall) and self._kernel_page == geometry.page_size:
-            read, given = (cached.whole.page_table, cached.whole.kv_lens), (geometry.page_table, geometry.seq_lens)
+        cached, tree = plan.metadata.cached, plan.metadata.tree
+        whole = cached.whole if tree is None else tree.prefix
+        if isinstance(whole, PagedCall) and self._kernel_page == geometry.page_size:
+            read, given = [whole.page_table], [geometry.page_table]
+            if tree is None:
+                read, given = [*read, whole.kv_lens], [*given, geometry.seq_lens]
             if [tensor.data_ptr() for tensor in read] != [tensor.data_ptr() for tensor in given]:
                 self._refuse_memory(geometry)
-        refill(geometry, plan.new_slots, cached.tables)
+        if tree is None:
+            refill(geometry, plan.new_slots, cached.tables)
+        else:
+            refill(geometry, plan.new_slots, ())
+            tree.refill(geometry)
 
     def _refuse_memory(self, geometry: Geometry) -> Never:
         raise PlanError(
@@ -173,7 +210,9 @@ class FlashAttentionBackend(PlannedAttention):
         lse, sinks = extras.lse, extras.sinks
         if sinks is not None and lse is None:
             lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        if new is not None and metadata.at_hand is not None:
+        if metadata.tree is not None:
+            out = self._attend_tree(q, layer, plan, metadata.tree, layer_cache, new, lse)
+        elif new is not None and metadata.at_hand is not None:
             k, v = new  # the same rows that the cache holds, without reading pages
             assert v is not None
             found = self._kernels.at_hand(q, k, v, metadata.at_hand, layer_cache.softmax, lse is not None)
@@ -194,14 +233,46 @@ class FlashAttentionBackend(PlannedAttention):
             assert sums is not None
             return merge_parts(parts, sums, count, lse)
         assert plan.whole is not None
-        found: Attended
-        if isinstance(plan.whole, GatheredCall):
-            keys = self._pool.read_keys(layer.layer_id, plan.whole.rows)
-            values = self._pool.read_values(layer.layer_id, plan.whole.rows)
-            found = self._kernels.at_hand(q, keys, values, plan.whole.ragged, cached.softmax, lse is not None)
+        return _with_lse(*self._over(q, layer, plan.whole, cached, lse is not None), lse)
+
+    def _over(
+        self, q: Tensor, layer: LayerSpec, call: PagedCall | GatheredCall, cached: CachedLayer, lse: bool
+    ) -> Attended:
+        """One call over the cache."""
+        if isinstance(call, PagedCall):
+            return self._kernels.over_pages(q, cached.keys, cached.values, call, cached.softmax, lse)
+        keys, values = self._rows(layer, call.rows)
+        return self._kernels.at_hand(q, keys, values, call.ragged, cached.softmax, lse)
+
+    def _rows(self, layer: LayerSpec, slots: Tensor) -> tuple[Tensor, Tensor]:
+        return self._pool.read_keys(layer.layer_id, slots), self._pool.read_values(layer.layer_id, slots)
+
+    def _attend_tree(
+        self,
+        q: Tensor,
+        layer: LayerSpec,
+        plan: Plan,
+        tree: TreePlan,
+        cached: CachedLayer,
+        new: NewRows | None,
+        lse: Tensor | None,
+    ) -> Tensor:
+        if new is None or new[1] is None:
+            assert plan.new_slots is not None
+            k, v = self._rows(layer, plan.new_slots.clamp(min=0))  # nobody sees the rows of padding
         else:
-            found = self._kernels.over_pages(q, cached.keys, cached.values, plan.whole, cached.softmax, lse is not None)
-        return _with_lse(*found, lse)
+            k, v = new[0], new[1]
+        out, sums = attend_nodes(q, k, v, tree.bits, cached.softmax)
+        if tree.prefix is not None:
+            some = slice(None) if tree.queries is None else tree.queries
+            part, part_sums = self._over(q[some], layer, tree.prefix, cached, True)
+            assert part_sums is not None
+            merged, merged_sums = merge_partial(out[some], sums[some], part, part_sums)
+            if tree.queries is None:
+                out, sums = merged, merged_sums
+            else:
+                out[some], sums[some] = merged, merged_sums
+        return _with_lse(out.to(q.dtype), sums, lse)
 
     def forward_ragged(
         self,

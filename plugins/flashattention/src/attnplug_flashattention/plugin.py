@@ -62,7 +62,8 @@ def attnplug_backends() -> list[BackendSpec]:
                 cuda_graph=GraphLevel.UNIFORM,
                 extras=frozenset({"lse", "out", "sinks"}),
                 mla_extend=frozenset({ExtendPath.ONE_SHOT, ExtendPath.CHUNKED}),
-                layouts=frozenset({CacheLayout.TOKEN_MAJOR, CacheLayout.HEAD_MAJOR}),
+                layouts=frozenset(CacheLayout),
+                trees=True,
             ),
         )
     ]
@@ -122,13 +123,17 @@ def _layer_refusals(layer: LayerSpec, role: Role | None) -> Iterator[Refusal]:
 
 
 def _split_refusals(problem: Problem, layers: tuple[LayerSpec, ...]) -> Iterator[Refusal]:
-    """FlashAttention 4 reads a page of a whole key tile as smaller ones, which takes evenly spaced tokens."""
+    """FlashAttention 4 reads a page of a whole key tile as smaller ones, which takes evenly spaced tokens.
+
+    Those of head_major are not, and neither are vLLM's, which are strided.
+    """
     tiles = {tile for layer in layers if layer.mla is None for tile in key_tiles(layer)}
-    if problem.layout is not CacheLayout.HEAD_MAJOR or problem.page_size not in tiles:
+    if problem.layout in (None, CacheLayout.TOKEN_MAJOR) or problem.page_size not in tiles:
         return
     if (problem.sm is None or fa4_problem(problem.sm, layers) is None) and _lacking(*LIBRARIES["fa4"]) is None:
         message = (
-            f"flash-attn-4 reads pages of {problem.page_size} tokens in parts, which the layout head_major has not"
+            f"flash-attn-4 reads pages of {problem.page_size} tokens in parts, for which their tokens must be evenly "
+            f"spaced: those of the layout {problem.layout} are not"
         )
         yield Refusal(
             RefusalCode.LAYOUT, message, str(problem.layout), [str(CacheLayout.TOKEN_MAJOR)], Setting.PAGE_SIZE

@@ -18,13 +18,18 @@ _LARGEST_OFFSET = (1 << 31) - 1
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerCache:
-    """A layer's keys ``[pages, page_size, kv_heads, dim]`` and values, of any strides; ``far`` says that offsets within
-    a page need 64 bits."""
+    """A layer's keys ``[pages, page_size, kv_heads, dim]`` and values, of any strides, and what to multiply them by.
+
+    ``far`` says that offsets within a page need 64 bits, ``pairs`` that fp8 columns lie side by side at even addresses.
+    """
 
     shape: LayerShape
     keys: Tensor
     values: Tensor
+    key_scale: float
+    value_scale: float
     far: bool
+    pairs: bool
 
     @classmethod
     def of(cls, pool: MHAPool, layer: LayerSpec) -> LayerCache:
@@ -33,7 +38,14 @@ class LayerCache:
             (pages.shape[1] - 1) * pages.stride(1) + (pages.shape[3] - 1) * pages.stride(3) > _LARGEST_OFFSET
             for pages in (keys, values)
         )
-        return cls(LayerShape.of(layer), keys, values, far)
+        pairs = _pairs(keys) and _pairs(values)
+        return cls(LayerShape.of(layer), keys, values, *pool.scales(layer.layer_id), far, pairs)
+
+
+def _pairs(pages: Tensor) -> bool:
+    """Whether two adjacent fp8 numbers of a row can be loaded as 16 bits."""
+    *outer, column = pages.stride()
+    return pages.element_size() == 1 and column == 1 and not any(place % 2 for place in (*outer, pages.data_ptr()))
 
 
 def readable(q: Tensor) -> Tensor:
@@ -61,10 +73,15 @@ def launch_attend(
     schedule: Schedule,
     scale: float,
     cap: float | None,
+    tree: Tensor | None,
 ) -> None:
-    """Attend with q ``[rows, heads, dim]``; ``out`` ``[rows, heads, v_dim]`` and ``lse`` are contiguous."""
+    """Attend with q ``[rows, heads, dim]``; ``out`` ``[rows, heads, v_dim]`` and ``lse`` are contiguous.
+
+    ``tree`` is ``[requests, queries]`` int64, for a batch that has trees.
+    """
     configuration, shape = schedule.configuration, cache.shape
     keys, values, q = cache.keys, cache.values, readable(q)
+    scale *= cache.key_scale
     merge_rows = schedule.merge_rows
     attend[shape.kv_heads, schedule.records.shape[0]](
         q,
@@ -85,6 +102,7 @@ def launch_attend(
         page_table.stride(1),
         scale * _LOG2_E if cap is None else scale / cap,
         1.0 if cap is None else cap * _LOG2_E,
+        cache.value_scale,
         HEADS=q.shape[1],
         GROUP=shape.group,
         DIM=shape.dim,
@@ -101,6 +119,7 @@ def launch_attend(
         V_HEAD=values.stride(2),
         V_COLUMN=values.stride(3),
         FAR=cache.far,
+        PAIRS=cache.pairs,
         WINDOW=shape.window,
         CAPPED=cap is not None,
         SINKS=sinks is not None,
@@ -112,6 +131,10 @@ def launch_attend(
         SINGLE=configuration.single,
         OVERLAP=configuration.overlap,
         PREFETCH=configuration.prefetch,
+        tree=schedule.records if tree is None else tree,
+        tree_row=0 if tree is None else tree.stride(0),
+        tree_column=1 if tree is None else tree.stride(1),
+        TREE=tree is not None,
         num_warps=configuration.warps,
         num_stages=configuration.stages,
         **({"launch_pdl": True} if configuration.overlap else {}),

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from attnplug import (
     BackendContext,
+    DType,
     ForwardExtras,
     Geometry,
     LayerSpec,
@@ -28,11 +29,13 @@ from attnplug_triton_mha.scratch import Partials, Scratch
 class Metadata:
     """What a plan holds: the page table that it reads, and for each shape of layers how the batch is divided.
 
-    ``page_table`` is the batch's own memory. A captured plan serves several graphs, each with a table of its own, so
-    ``refill`` sets it. ``padded`` says that some rows may be padding, and only the device knows which.
+    ``page_table`` and ``tree`` are the batch's own memory. A captured plan serves several graphs, each with a table and
+    trees of its own, so ``refill`` sets them. ``padded`` says that some rows may be padding, and only the device knows
+    which.
     """
 
     page_table: Tensor
+    tree: Tensor | None
     schedules: dict[LayerShape, tuple[Schedule, Partials]]
     slots: Tensor
     barrier: Tensor
@@ -50,7 +53,7 @@ class TritonMHABackend(PlannedAttention):
         self,
         context: BackendContext,
         *,
-        choose: Callable[[int, int, int], Configuration] = choose,
+        choose: Callable[[int, int, int, bool], Configuration] = choose,
         multiprocessors: int | None = None,
     ) -> None:
         super().__init__(context)
@@ -58,15 +61,16 @@ class TritonMHABackend(PlannedAttention):
         if pool is None or not layers:
             raise PoolError(f"backend {context.name} serves MHA layers, and needs a model and a pool with some")
         self._choose, self._device = choose, context.device
+        self._fp8 = context.kv_dtype is DType.FLOAT8_E4M3
         self._caches = {layer.layer_id: LayerCache.of(pool, layer) for layer in layers}
         self._shapes = tuple({cache.shape: None for cache in self._caches.values()})
         self._rooms: dict[LayerShape, Room] = {}
         if multiprocessors is None:
             properties = torch.cuda.get_device_properties(context.device)
             multiprocessors = properties.multi_processor_count
-            sm, element = 10 * properties.major + properties.minor, context.dtype.itemsize
+            sm = 10 * properties.major + properties.minor
             shared: int = properties.shared_memory_per_block_optin  # type: ignore[attr-defined] # torch's stub lacks it
-            self._rooms = {s: Room(sm, shared, s.width * element, s.v_width * element) for s in self._shapes}
+            self._rooms = {shape: Room(sm, shared, shape.width, shape.v_width, self._fp8) for shape in self._shapes}
         self._multiprocessors = multiprocessors
         rows = most_partial_rows(multiprocessors, max(shape.kv_heads for shape in self._shapes))
         width = max(shape.v_width for shape in self._shapes)
@@ -94,7 +98,7 @@ class TritonMHABackend(PlannedAttention):
 
     def refill(self, plan: Plan, geometry: Geometry) -> None:
         metadata: Metadata = plan.metadata
-        metadata.page_table = geometry.page_table
+        metadata.page_table, metadata.tree = geometry.page_table, geometry.tree
         self._fill(metadata, geometry)
         if geometry.slots is not None:
             metadata.slots.copy_(geometry.slots)
@@ -103,7 +107,7 @@ class TritonMHABackend(PlannedAttention):
         """Memory for a batch's schedules, still to be filled."""
         schedules = {}
         for shape in self._shapes:
-            cut = self._choose(geometry.max_new * shape.group, geometry.requests, shape.kv_heads)
+            cut = self._choose(geometry.max_new * shape.group, geometry.requests, shape.kv_heads, self._fp8)
             if (room := self._rooms.get(shape)) is not None:
                 cut = fitting(cut, room)
             schedule = Schedule.reserve(shape, cut, geometry, self._multiprocessors)
@@ -112,7 +116,7 @@ class TritonMHABackend(PlannedAttention):
         slots = torch.empty(geometry.rows, dtype=torch.int64, device=self._device)
         barrier = torch.empty(1, dtype=torch.int32, device=self._device)
         padded = geometry.new_lens is not None and geometry.host is None
-        return Metadata(geometry.page_table, schedules, slots, barrier, padded)
+        return Metadata(geometry.page_table, geometry.tree, schedules, slots, barrier, padded)
 
     def _fill(self, metadata: Metadata, geometry: Geometry) -> None:
         slots = metadata.slots if geometry.slots is None else None
@@ -149,5 +153,6 @@ class TritonMHABackend(PlannedAttention):
             schedule,
             layer.scale,
             layer.logit_cap,
+            metadata.tree,
         )
         return out

@@ -37,7 +37,7 @@ _FEW = Configuration(16, 32, 4, 3, programs=2, prefetch=4, single=True, merged=6
 _SOME = Configuration(16, 64, 4, 3, programs=3, prefetch=2)
 _MANY = Configuration(16, 64, 4, 3, programs=4, prefetch=1)
 _TALL = Configuration(64, 64, 4, 3, programs=2)
-EXTEND = Configuration(TALLEST, 64, 8, 3, programs=1)
+_EXTEND = Configuration(TALLEST, 64, 8, 3, programs=1)
 TABLE: tuple[tuple[int, int, Configuration], ...] = (
     # rows of a request up to, tiles up to
     (16, 32, _FEW),
@@ -46,34 +46,38 @@ TABLE: tuple[tuple[int, int, Configuration], ...] = (
     (32, 32, replace(_FEW, tile=32)),
     (32, ANY, replace(_SOME, tile=32)),
     (64, ANY, _TALL),
-    (ANY, ANY, EXTEND),
+    (ANY, ANY, _EXTEND),
 )
-ENTRIES = tuple(entry for *_, entry in TABLE)
-_NARROW = 128
-"""Bytes of a key and of a value up to which four warps hold the tallest tile, and are faster than eight (H200)."""
+TABLE_FP8 = tuple((rows, tiles, replace(entry, stages=4)) for rows, tiles, entry in TABLE)
+"""For fp8 caches, whose steps have half the bytes: one more of them is on its way."""
+ENTRIES = tuple(entry for *_, entry in (*TABLE, *TABLE_FP8))
+_NARROW = 64
+"""Columns of a key and of a value up to which four warps hold the tallest tile, and are faster than eight (H200)."""
 _LEAST_TILE = 16
 _LEAST_STEP = 16
 
 
-def choose(rows: int, requests: int, kv_heads: int) -> Configuration:
+def choose(rows: int, requests: int, kv_heads: int, fp8: bool) -> Configuration:
     """The configuration for ``requests`` with up to ``rows`` of (query token, head of a group) each."""
-    return next(entry for most, tiles, entry in TABLE if rows <= most and requests * kv_heads <= tiles)
+    table = TABLE_FP8 if fp8 else TABLE
+    return next(entry for most, tiles, entry in table if rows <= most and requests * kv_heads <= tiles)
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a configuration must fit: a program's shared memory, and the bytes of a padded key and value."""
+    """What a configuration must fit: a program's shared memory, and the columns of a padded key and value."""
 
     sm: int
     shared_bytes: int
-    key_bytes: int
-    value_bytes: int
+    width: int
+    v_width: int
+    fp8: bool = False
 
 
 def fitting(configuration: Configuration, room: Room) -> Configuration:
     """The configuration, or one with fewer stages, shorter steps or lower tiles that fits."""
     fits = configuration if room.sm >= 90 else replace(configuration, overlap=False, prefetch=0)
-    if fits.tile == TALLEST and max(room.key_bytes, room.value_bytes) <= _NARROW:
+    if fits.tile == TALLEST and max(room.width, room.v_width) <= _NARROW:
         fits = replace(fits, warps=4)
     while _shared_bytes(fits, room) > room.shared_bytes:
         if fits.stages > 2:
@@ -90,10 +94,15 @@ def fitting(configuration: Configuration, room: Room) -> Configuration:
 
 
 def _shared_bytes(configuration: Configuration, room: Room) -> int:
-    """Shared memory that the compiler takes at most: queries, weights, and cache rows of all stages."""
+    """Shared memory that the compiler takes at most: queries, weights, and cache rows of all stages.
+
+    fp8 rows are there once more as converted to 16 bits: those of tall tiles always, others by some versions of Triton.
+    """
     tile, step = configuration.tile, configuration.step
-    rows = configuration.stages * step * (room.key_bytes + room.value_bytes)
-    return tile * (room.key_bytes + 2 * step) + rows
+    columns = room.width + room.v_width
+    rows = configuration.stages * step * columns * (1 if room.fp8 else 2)
+    converted = step * columns * 2 if room.fp8 else 0
+    return tile * 2 * (room.width + step) + rows + converted
 
 
 def most_partial_rows(multiprocessors: int, kv_heads: int) -> int:

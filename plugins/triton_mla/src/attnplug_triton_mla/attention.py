@@ -67,10 +67,12 @@ def launch_attend(
     partials: Partials,
     schedule: Schedule,
     scale: float,
+    tree: Tensor | None,
 ) -> None:
     """Attend with q ``[rows, heads, rank + rope]``; ``out`` ``[rows, heads, rank]`` and ``lse`` are contiguous.
 
-    With ``q_rope`` ``[rows, heads, rope]``, q is ``[rows, heads, rank]``.
+    With ``q_rope`` ``[rows, heads, rope]``, q is ``[rows, heads, rank]``. ``tree`` ``[requests, queries]`` int64 is for
+    the Triton kernel alone: no other is scheduled for trees.
     Tiles of several parts are left in ``partials`` for ``launch_merge`` where the schedule says so.
     """
     configuration, pages = schedule.configuration, cache.pages
@@ -124,9 +126,12 @@ def launch_attend(
     attend[grid](
         *by_place,
         partials.counters,
+        schedule.numbers if tree is None else tree,
+        *((0, 1) if tree is None else tree.stride()),
         **by_name,
         TILE=configuration.tile,
         STEP=configuration.step,
         MERGE_COLUMNS=0 if schedule.merged_by_kernel else min(configuration.merge_columns, cache.rank),
+        TREE=tree is not None,
         num_stages=configuration.stages,
     )

@@ -21,7 +21,7 @@ from attnplug import (
     PlannedAttention,
 )
 from attnplug_triton_mla.attention import LayerCache, launch_attend
-from attnplug_triton_mla.configurations import Configuration, Room, choose, fitting, most_partials
+from attnplug_triton_mla.configurations import Configuration, Room, choose, fitting, most_partials, on_triton
 from attnplug_triton_mla.options import TritonMLAOptions
 from attnplug_triton_mla.planner import Schedule, Shape
 from attnplug_triton_mla.scratch import Partials, Scratch
@@ -35,11 +35,13 @@ _FEW_NEW = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXT
 class Metadata:
     """What a plan holds: the page table that it reads, how the batch is divided, and memory for partial results.
 
-    ``page_table`` is the batch's own memory. A captured plan serves several graphs, each with a table of its own, so
-    ``refill`` sets it. ``ragged`` says that some rows may be padding, and only the device knows which.
+    ``page_table`` and ``tree`` are the batch's own memory. A captured plan serves several graphs, each with a table and
+    trees of its own, so ``refill`` sets them. ``ragged`` says that some rows may be padding, and only the device knows
+    which.
     """
 
     page_table: Tensor
+    tree: Tensor | None
     schedule: Schedule
     partials: Partials
     ragged: bool
@@ -103,7 +105,7 @@ class TritonMLABackend(PlannedAttention):
 
     def refill(self, plan: Plan, geometry: Geometry) -> None:
         metadata: Metadata = plan.metadata
-        metadata.page_table = geometry.page_table
+        metadata.page_table, metadata.tree = geometry.page_table, geometry.tree
         _fill(metadata.schedule, geometry)
         if geometry.slots is not None:
             metadata.schedule.slots.copy_(geometry.slots)
@@ -116,11 +118,14 @@ class TritonMLABackend(PlannedAttention):
         shape = Shape(requests, geometry.rows, queries, self._heads, self._page_size, pages, self._invariant)
         tokens = pages * self._page_size
         configuration = self._choose(queries * self._heads, requests, tokens, fp8=self._fp8, invariant=self._invariant)
+        if geometry.tree is not None:
+            # Kernels in Gluon multiply rows where they were copied to, and cannot leave out what a row must not see.
+            configuration = on_triton(configuration)
         if self._room is not None:
             configuration = fitting(configuration, self._room)
         schedule = Schedule.reserve(shape, configuration, self._multiprocessors, self._device)
         partials = self._scratch[geometry.lane].partials(schedule.partial_slots, configuration.tile)
-        return Metadata(geometry.page_table, schedule, partials, ragged)
+        return Metadata(geometry.page_table, geometry.tree, schedule, partials, ragged)
 
     # Running
 
@@ -134,7 +139,9 @@ class TritonMLABackend(PlannedAttention):
             out.zero_()
             if lse is not None:
                 lse.fill_(float("-inf"))
-        launch_attend(q, extras.q_rope, cache, metadata.page_table, out, lse, partials, schedule, layer.scale)
+        launch_attend(
+            q, extras.q_rope, cache, metadata.page_table, out, lse, partials, schedule, layer.scale, metadata.tree
+        )
         if schedule.merged_by_kernel:
             launch_merge(partials, out, lse, schedule, cache.scale)
         return out

@@ -107,6 +107,14 @@ def choose(rows: int, requests: int, tokens: int, *, fp8: bool, invariant: bool)
     return replace(found, least_steps=_INVARIANT_STEPS) if invariant else found
 
 
+def on_triton(configuration: Configuration) -> Configuration:
+    """The configuration, or its like for the Triton kernel, which serves every GPU, every cache and trees."""
+    if configuration.kernel == "triton":
+        return configuration
+    tile = _TALL.tile if configuration.kernel == "wide" else configuration.tile
+    return replace(configuration, kernel="triton", tile=tile, step=_TALL.step, stages=_TALL.stages)
+
+
 def most_partials(multiprocessors: int) -> int:
     """Rows of partial results that any entry of the tables can need at once."""
     return max(2 * entry.programs * multiprocessors * entry.tile for entry in ENTRIES)
@@ -128,9 +136,8 @@ def fitting(configuration: Configuration, room: Room) -> Configuration:
     """The configuration, or one with fewer stages, shorter steps or lower tiles that fits."""
     fits = configuration
     served = room.sm == 90 and room.copied and _shared_bytes(fits, room) <= room.shared_bytes
-    if fits.kernel != "triton" and not served:
-        tile = _TALL.tile if fits.kernel == "wide" else fits.tile
-        fits = replace(fits, kernel="triton", tile=tile, step=_TALL.step, stages=_TALL.stages)
+    if not served:
+        fits = on_triton(fits)
     if room.sm < 90:
         fits = replace(fits, overlap=False)
     while _shared_bytes(fits, room) > room.shared_bytes:

@@ -54,12 +54,13 @@ def attnplug_backends() -> list[BackendSpec]:
                 mla_dims=frozenset({(512, 64), (512, 0), (256, 64), (256, 0)}),
                 max_heads=128,  # the kernels would take more, and nobody has tested them with more
                 layers_alike=True,
-                max_speculative_tokens=8,
+                max_speculative_tokens=64,
                 cuda_graph=GraphLevel.ALWAYS,
                 needs_cpu_seq_lens=False,
                 extras=frozenset({"lse", "out", "q_rope"}),
                 mla_extend=frozenset({ExtendPath.ABSORBED}),
                 layouts=frozenset(CacheLayout),
+                trees=True,
             ),
         )
     ]

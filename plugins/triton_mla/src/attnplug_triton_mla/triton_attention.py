@@ -21,6 +21,8 @@ thousand, with one warp per scheduler) and for loads that depend on each other (
   result straight to the output if it has a tile to itself.
 - Anything may follow a request's rows, even NaN. It is neither loaded (zeros take its place, since zero times NaN is
   NaN) nor seen (its logits are -inf).
+- With ``TREE``, a new row sees those of the new rows that its bits name. Steps that reach new rows are a loop of their
+  own, which tests the bits: steps before them are as fast as without a tree.
 """
 
 from __future__ import annotations
@@ -79,6 +81,13 @@ def _largest(of):
 
 
 @triton.jit
+def _by_tree(bits, place):
+    """Which of some cache rows each row sees, by the bits of its tree; ``place`` is negative before the new rows."""
+    bit = tl.minimum(tl.maximum(place, 0), 63).to(tl.int64)
+    return (place < 0)[None, :] | (((bits[:, None] >> bit[None, :]) & 1) != 0)
+
+
+@triton.jit
 def _side_by_side(left, right):
     return tl.reshape(tl.permute(tl.join(left, right), 0, 2, 1), [left.shape[0], 2 * left.shape[1]])
 
@@ -93,13 +102,14 @@ def _whole_rows(sum_0, sum_1, sum_2, sum_3, PAIRS: tl.constexpr):
 
 
 # Numbers that change from batch to batch are not specialised: compiling again because one of them is 1 gains nothing.
-@triton.jit(do_not_specialize=["requests", "programs", "partial_slots", "table_row"])
+@triton.jit(do_not_specialize=["requests", "programs", "partial_slots", "table_row", "tree_row"])
 def attend(
     q, q_rope, cache, page_table, out, lse, partials, partial_weights, numbers, requests, programs, partial_slots,
     q_row, q_head, q_rope_row, q_rope_head, table_row, table_column, scale, out_scale, counters,
+    tree, tree_row, tree_column,
     HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
     SLOT_STRIDE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, INVARIANT: tl.constexpr,
-    MERGE_COLUMNS: tl.constexpr, LSE: tl.constexpr, APART: tl.constexpr, OVERLAP: tl.constexpr,
+    MERGE_COLUMNS: tl.constexpr, LSE: tl.constexpr, APART: tl.constexpr, OVERLAP: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()  # the next kernel may start, and waits for our last store
@@ -163,42 +173,62 @@ def attend(
         totals = tl.zeros([TILE, STEP], tl.float32)
         sum_0, sum_1 = tl.zeros([TILE, RANK // 4], tl.float32), tl.zeros([TILE, RANK // 4], tl.float32)
         sum_2, sum_3 = tl.zeros([TILE, RANK // 4], tl.float32), tl.zeros([TILE, RANK // 4], tl.float32)
-        for first in range(first_token, end_token, STEP):
-            token = first + position
-            there = token < end_token
-            # The next step's pages, one step ahead: the compiler can prefetch rows only if their addresses are known.
-            if ONE_PAGE:
-                slot_at = cache + page.to(tl.int64) * PAGE_STRIDE + first % PAGE_SIZE * SLOT_STRIDE
-                slot_at = slot_at + position * SLOT_STRIDE
-                ahead = first + STEP
-            else:
-                slot_at = cache + page.to(tl.int64) * PAGE_STRIDE + token % PAGE_SIZE * SLOT_STRIDE
-                ahead = token + STEP
-            page = tl.load(table + ahead // PAGE_SIZE * table_column, mask=ahead < end_token, other=0)
-            if FLOAT8:
-                pairs_at = slot_at.to(tl.pointer_type(tl.uint16))
-                rows_0, rows_1 = _fp16_of_pairs(_load(pairs_at, column, there))
-                rows_2, rows_3 = _fp16_of_pairs(_load(pairs_at + RANK // 4, column, there))
-            else:
-                rows_0, rows_1, rows_2, rows_3 = _load_quarters(slot_at, column, there)
-            dot_0, dot_1 = tl.dot(q_0, tl.trans(rows_0)), tl.dot(q_1, tl.trans(rows_1))
-            dot_2, dot_3 = tl.dot(q_2, tl.trans(rows_2)), tl.dot(q_3, tl.trans(rows_3))
-            if FLOAT8 and ROPE > 0:
-                rope_0, rope_1 = _fp16_of_pairs(_load(pairs_at + RANK // 2, tl.arange(0, ROPE // 2), there))
-                dot_2, dot_3 = tl.dot(q_rope_0, tl.trans(rope_0), dot_2), tl.dot(q_rope_1, tl.trans(rope_1), dot_3)
-            elif ROPE > 0:
-                dot_3 = tl.dot(rope_part, tl.trans(_load(slot_at, rope_column, there)), dot_3)
-            # Scale each before they are added: a bare sum of products is one long chain to the compiler.
-            logits = (dot_0 * by + dot_1 * by) + (dot_2 * by + dot_3 * by)
-            logits = tl.where(token[None, :] < seen[:, None], logits, float("-inf"))
-            higher = tl.maximum(top, tl.max(logits, 1))
-            base = tl.where(higher == float("-inf"), 0.0, higher)
-            weights, kept = tl.exp2(logits - base[:, None]), tl.exp2(top - base)[:, None]
-            totals = totals * kept + weights  # added up over tokens once, after the loop
-            weights = weights.to(TYPE)
-            sum_0, sum_1 = tl.dot(weights, rows_0, sum_0 * kept), tl.dot(weights, rows_1, sum_1 * kept)
-            sum_2, sum_3 = tl.dot(weights, rows_2, sum_2 * kept), tl.dot(weights, rows_3, sum_3 * kept)
-            top = higher
+        middle = end_token
+        if TREE:
+            # Up to here all is as without a tree: steps that lie before the new rows.
+            bits = tl.load(tree + request.to(tl.int64) * tree_row + query * tree_column, mask=live, other=0)
+            middle = first_token + tl.maximum(tl.minimum(prefix, end_token) - first_token, 0) // STEP * STEP
+        for part in tl.static_range(1 + TREE):
+            start_token, stop_token = (first_token, middle) if part == 0 else (middle, end_token)
+            for first in tl.range(start_token, stop_token, STEP, num_stages=None if part == 0 else 1):
+                token = first + position
+                there = token < end_token
+                # The next step's pages, one step ahead: the compiler prefetches rows only if it knows their addresses.
+                if ONE_PAGE:
+                    slot_at = cache + page.to(tl.int64) * PAGE_STRIDE + first % PAGE_SIZE * SLOT_STRIDE
+                    slot_at = slot_at + position * SLOT_STRIDE
+                    ahead = first + STEP
+                else:
+                    slot_at = cache + page.to(tl.int64) * PAGE_STRIDE + token % PAGE_SIZE * SLOT_STRIDE
+                    ahead = token + STEP
+                page = tl.load(table + ahead // PAGE_SIZE * table_column, mask=ahead < end_token, other=0)
+                if FLOAT8:
+                    pairs_at = slot_at.to(tl.pointer_type(tl.uint16))
+                    rows_0, rows_1 = _fp16_of_pairs(_load(pairs_at, column, there))
+                    rows_2, rows_3 = _fp16_of_pairs(_load(pairs_at + RANK // 4, column, there))
+                else:
+                    rows_0, rows_1, rows_2, rows_3 = _load_quarters(slot_at, column, there)
+                dot_0, dot_1 = tl.dot(q_0, tl.trans(rows_0)), tl.dot(q_1, tl.trans(rows_1))
+                dot_2, dot_3 = tl.dot(q_2, tl.trans(rows_2)), tl.dot(q_3, tl.trans(rows_3))
+                if FLOAT8 and ROPE > 0:
+                    rope_0, rope_1 = _fp16_of_pairs(_load(pairs_at + RANK // 2, tl.arange(0, ROPE // 2), there))
+                    dot_2, dot_3 = tl.dot(q_rope_0, tl.trans(rope_0), dot_2), tl.dot(q_rope_1, tl.trans(rope_1), dot_3)
+                elif ROPE > 0:
+                    dot_3 = tl.dot(rope_part, tl.trans(_load(slot_at, rope_column, there)), dot_3)
+                # Scale each before they are added: a bare sum of products is one long chain to the compiler.
+                logits = (dot_0 * by + dot_1 * by) + (dot_2 * by + dot_3 * by)
+                visible = token[None, :] < seen[:, None]
+                if TREE and part == 1:
+                    # A row that a query does not see may hold anything. Without weight, a NaN would still get into the
+                    # result. A row with a NaN or an infinity gives nobody a finite logit: values are loaded anew
+                    # without such rows, and whoever sees one gets NaN.
+                    whole = tl.max((tl.abs(logits) < float("inf")).to(tl.int32), 0) > 0
+                    if FLOAT8:
+                        rows_0, rows_1 = _fp16_of_pairs(_load(pairs_at, column, there & whole))
+                        rows_2, rows_3 = _fp16_of_pairs(_load(pairs_at + RANK // 4, column, there & whole))
+                    else:
+                        rows_0, rows_1, rows_2, rows_3 = _load_quarters(slot_at, column, there & whole)
+                    logits = tl.where(whole[None, :], logits, float("nan"))
+                    visible = visible & _by_tree(bits, token - prefix)
+                logits = tl.where(visible, logits, float("-inf"))
+                higher = tl.maximum(top, tl.max(logits, 1))
+                base = tl.where(higher == float("-inf"), 0.0, higher)
+                weights, kept = tl.exp2(logits - base[:, None]), tl.exp2(top - base)[:, None]
+                totals = totals * kept + weights  # added up over tokens once, after the loop
+                weights = weights.to(TYPE)
+                sum_0, sum_1 = tl.dot(weights, rows_0, sum_0 * kept), tl.dot(weights, rows_1, sum_1 * kept)
+                sum_2, sum_3 = tl.dot(weights, rows_2, sum_2 * kept), tl.dot(weights, rows_3, sum_3 * kept)
+                top = higher
 
         sums, all_columns = _whole_rows(sum_0, sum_1, sum_2, sum_3, FLOAT8), tl.arange(0, RANK)[None, :]
         out_row = (begin * HEADS + row).to(tl.int64)

@@ -1,0 +1,51 @@
+"""What transformers is to attnplug: the problem that it poses, and what it cannot carry."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from attnplug import DType, GraphLevel, Problem
+from attnplug_transformers_host import HOST, fit, refuse
+from support.specs import GDN, MHA, MLA, model
+
+
+def test_a_draft_is_an_extend_and_no_graphs_are_captured():
+    asked = Problem(model(MHA), cuda_graph=GraphLevel.UNIFORM, wants_graphs=True, speculative_tokens=4)
+    found = fit(asked)
+    assert (found.cuda_graph, found.wants_graphs, found.speculative_tokens) == (GraphLevel.NEVER, False, 0)
+
+
+def test_latent_layers_are_expanded_and_linear_layers_stay_with_transformers():
+    found = fit(Problem(model(MLA, GDN))).model
+    assert found is not None
+    (layer,) = found.layers
+    assert layer.mla is None and layer.num_kv_heads == layer.num_heads == MLA.num_heads
+
+
+def test_keys_and_values_have_the_models_type():
+    assert fit(Problem(model(MHA), dtype=DType.BFLOAT16)).kv_dtype is DType.BFLOAT16
+
+
+@pytest.mark.parametrize(
+    ("problem", "words"),
+    [
+        (Problem(model(MHA), kv_dtype=DType.FLOAT8_E4M3), "an fp8 cache would never be read"),
+        (Problem(model(GDN)), "has no softmax attention"),
+        (Problem(model(MHA, replace(MLA, sparse_topk=64))), "layer 1 attends to chosen tokens"),
+    ],
+)
+def test_what_the_bridge_cannot_carry_is_refused(problem, words):
+    (reason,) = refuse(problem)
+    assert words in reason.message
+
+
+def test_a_version_past_the_range_is_refused():
+    assert HOST.version_refusal("5.22.3") is None and HOST.version_refusal("5.23.0") is not None
+
+
+def test_every_setting_is_told_by_an_argument_or_not_at_all():
+    assert (HOST.render("dtype"), HOST.render("device")) == ("dtype=", "device_map=")
+    assert HOST.render("max_batch") is None
+    assert HOST.render("triton_mha.splits") == "attnplug_transformers.register(…): option triton_mha.splits"

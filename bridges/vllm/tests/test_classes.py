@@ -1,0 +1,304 @@
+"""The classes that vLLM loads, over stand-ins for its own: what no run of vLLM on a CPU shows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnplug import GraphLevel, Role
+from attnplug.host import KVPools, ModelAttention
+from attnplug_vllm import choice
+from attnplug_vllm.choice import Refused
+from vllm_recorders import MHARecorder, MLARecorder
+from vllm_stage import caches, config, metadata
+from vllm_stand_in import PLACES, Host, QueryLens, Support, vllm
+
+HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 16, 16
+RANK, ROPE = 32, 16
+NATIVE = {"attnplug": {"backend": "torch_native"}}
+CPU = torch.device("cpu")
+CACHE = SimpleNamespace(block_size=BLOCK)
+
+
+@pytest.fixture(scope="module")
+def loaded() -> Iterator[SimpleNamespace]:
+    with vllm() as found:
+        yield found
+
+
+@pytest.fixture
+def ours(loaded: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    choice.forget()
+    monkeypatch.setattr(Host, "config", config(NATIVE, compilation_config__static_forward_context={}))
+    Host.config.attention_config.mla_prefill_backend = None
+    return loaded
+
+
+def add(name: str, impl: Any, cache: Tensor | None = None, **more: Any) -> Any:
+    """A layer of vLLM's with our implementation, in the current configuration."""
+    made = SimpleNamespace(
+        impl=impl, head_size_v=DIM, kv_cache_dtype="auto", kv_cache=cache, layer_name=name, _k_scale_float=2.0, **more
+    )
+    Host.config.compilation_config.static_forward_context[name] = made
+    return made
+
+
+def mha(ours: SimpleNamespace, **given: Any) -> Any:
+    return ours.mha.AttnplugImpl(**{"num_heads": HEADS, "head_size": DIM, "scale": 0.25, "num_kv_heads": 2, **given})
+
+
+def mha_builder(ours: SimpleNamespace, *names: str) -> Any:
+    return ours.mha.AttnplugBuilder(CACHE, list(names), Host.config, CPU)
+
+
+def recorded(builder: Any, backend: Any) -> Any:
+    """The builder, with a backend that remembers what it is asked for."""
+    attention = ModelAttention(backend, KVPools())
+    builder._group = SimpleNamespace(ready=lambda: attention)
+    return builder
+
+
+# Places in vLLM's registry
+
+
+def test_the_place_of_another_keeps_serving_who_does_not_ask_for_attnplug(ours, monkeypatch):
+    """Registered more than once, as vLLM does it."""
+    from attnplug_vllm import backends, register
+
+    monkeypatch.setattr(backends, "before", {})
+    monkeypatch.setattr("sys.argv", ["program"])
+    for place in PLACES.values():
+        monkeypatch.setattr(place, "path", None)
+    register.register()
+    register.register()
+    assert PLACES["CPU_ATTN"].path == "attnplug_vllm.backends.CPUAttention"
+    assert backends.before == {"Custom": None, "CPUAttention": "vllm.CPU"}
+    Host.config.attention_config.backend = SimpleNamespace(name="CUSTOM")
+    assert backends.CPUAttention == backends.Custom == "attnplug_vllm.mha.AttnplugBackend"
+    Host.config.additional_config, Host.config.attention_config.backend = {"other": 1}, None
+    assert (backends.CPUAttention, backends.Custom) == ("vllm.CPU", "attnplug_vllm.mha.AttnplugBackend")
+    Host.config.model_config.use_mla = True
+    assert backends.Custom == "attnplug_vllm.mla.AttnplugMLABackend"
+
+
+def test_a_program_whose_command_line_cannot_be_served_ends_with_one_message(ours):
+    from attnplug_vllm.register import check
+
+    asked = ["vllm", "serve", "m", "--attention-backend", "CUSTOM", "--additional-config.attnplug.backend"]
+    check([*asked, "torch_native"])
+    with pytest.raises(SystemExit, match="there is no backend 'nobody'"):
+        check([*asked, "nobody"])
+
+
+# MHA
+
+
+@pytest.mark.parametrize(("layout", "order"), [("HND", "BHNC"), ("NHD", "BNHC")])
+def test_a_cache_lies_in_memory_as_vllms_layout_says(ours, monkeypatch, layout, order):
+    """Up to 0.28. With all layers in one buffer, those of a block lie together."""
+    monkeypatch.setattr(Host, "layout", layout)
+    backend = ours.mha.AttnplugBackend
+    assert "".join("BHNC"[dim] for dim in backend.get_kv_cache_stride_order()) == order
+    whole = "".join("LBHNC"[dim] for dim in backend.get_kv_cache_stride_order(include_num_layers_dimension=True))
+    assert whole == {"HND": "BHLNC", "NHD": "BLNHC"}[layout]
+
+
+def test_vllm_may_capture_what_the_weakest_choice_can(ours, monkeypatch):
+    levels = {"a": GraphLevel.ALWAYS, "b": GraphLevel.DECODE}
+    monkeypatch.setattr(ours.mha, "graph_level", levels.__getitem__)
+    for chosen, support in ((("a",), Support.UNIFORM_BATCH), (("a", "b"), Support.UNIFORM_SINGLE_TOKEN_DECODE)):
+        monkeypatch.setattr(ours.mha, "remembered", lambda chosen=chosen: chosen)
+        assert ours.mha.AttnplugBuilder.get_cudagraph_support(None, None) is support
+    monkeypatch.setattr(ours.mha, "remembered", tuple)
+    assert ours.mha.cudagraph_support() is Support.NEVER
+
+
+def test_fp8_scales_are_those_of_keys_and_of_values(ours):
+    add("model.layers.0.attn", mha(ours), _v_scale_float=3.0)
+    group = mha_builder(ours, "model.layers.0.attn")._group
+    assert group.scales(group.layers[0]) == (2.0, 3.0)
+
+
+def test_a_layer_that_shares_a_cache_reads_it_and_writes_nothing(ours):
+    tensor = caches("NHD", layers=1, blocks=4, heads=KV_HEADS, block_size=BLOCK, content=2 * DIM)[0]
+    first, sharing = "model.layers.0.attn", "model.layers.1.attn"
+    owner, reader = add(first, mha(ours), tensor), add(sharing, mha(ours, kv_sharing_target_layer_name=first), tensor)
+    for layer in (owner, reader):
+        layer._v_scale_float = 1.0
+    builder = mha_builder(ours, first, sharing)
+    step = builder.build(0, metadata([(0, 3)]))
+    q, k, v = (torch.randn(3, heads, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    out = owner.impl.forward(owner, q, k, v, tensor, step, torch.empty_like(q)).clone()
+    written = tensor.clone()
+    again = reader.impl.forward(reader, q, torch.zeros_like(k), torch.zeros_like(v), tensor, step, torch.empty_like(q))
+    assert torch.equal(again, out) and torch.equal(tensor, written)
+
+
+def test_a_layer_that_shares_a_cache_and_differs_is_refused(ours):
+    first, sharing = "model.layers.0.attn", "model.layers.1.attn"
+    add(first, mha(ours)), add(sharing, mha(ours, sliding_window=8, kv_sharing_target_layer_name=first))
+    with pytest.raises(Refused, match=r"layers\.1\.attn shares the cache of model\.layers\.0\.attn, but differs"):
+        mha_builder(ours, first, sharing)
+
+
+def test_sinks_are_read_in_float32_where_graphs_know_them(ours, monkeypatch):
+    monkeypatch.setattr(ours.mha, "choose", lambda *given: None)
+    sinks, calls = torch.ones(HEADS, dtype=torch.bfloat16), []
+    impl = mha(ours, sinks=sinks)
+    assert impl.layer(0, DIM).sinks
+    impl.spec, q = impl.layer(0, DIM), torch.zeros(1, HEADS, DIM)
+    sinks.fill_(5)  # weights are loaded, again
+    impl.process_weights_after_loading(torch.bfloat16)
+    for _ in range(2):
+        impl.forward(None, q, q, q, None, SimpleNamespace(attend=calls.append), q)
+    assert calls[0].sinks is calls[1].sinks and calls[0].sinks.dtype is torch.float32
+    assert calls[0].sinks.tolist() == [5.0] * HEADS
+
+
+def test_memory_for_graphs_is_reserved_for_the_largest_and_replays_are_planned(ours):
+    Host.config.compilation_config.max_cudagraph_capture_size = 32
+    add("model.layers.0.attn", mha(ours))
+    backend, batch = MHARecorder(), metadata([(0, 1)] * 4)
+    builder = recorded(mha_builder(ours, "model.layers.0.attn"), backend)
+    builder.build_for_cudagraph_capture(batch)
+    builder.build(0, batch)
+    assert [what for what, _ in backend.calls] == ["reserve", "capture", "replay"]
+    assert backend.calls[0][1] == (8, 32)
+
+
+def test_steps_that_the_contract_lacks_are_refused_by_name(ours):
+    add("model.layers.0.attn", mha(ours))
+    builder = recorded(mha_builder(ours, "model.layers.0.attn"), MHARecorder())
+    with pytest.raises(Refused, match="cascade attention"):
+        builder.build(16, metadata([(0, 1)]))
+    with pytest.raises(Refused, match="non-causal attention"):
+        builder.build(0, metadata([(0, 1)]).replace(causal=False))
+
+
+def test_a_version_that_the_bridge_does_not_know_is_refused_when_layers_are_made(ours, monkeypatch):
+    monkeypatch.setattr("vllm.__version__", "0.33.0")
+    with pytest.raises(Refused, match=r"this is vLLM 0\.33\.0"):
+        mha(ours)
+
+
+def test_a_gpu_is_told_by_its_compute_capability(ours, monkeypatch):
+    from attnplug_vllm.specs import Machine
+
+    assert Machine.current() == Machine("cpu")
+    monkeypatch.setattr(Host, "device", "cuda")
+    assert Machine.current() == Machine("cuda", 90)
+
+
+# MLA
+
+
+def mla(ours: SimpleNamespace, **given: Any) -> Any:
+    dims = {"kv_lora_rank": RANK, "qk_nope_head_dim": 8, "qk_rope_head_dim": ROPE, "v_head_dim": 8}
+    fixed = {"num_heads": HEADS, "head_size": RANK + ROPE, "scale": 0.2, "num_kv_heads": 1, "alibi_slopes": None}
+    rest = dict.fromkeys(("sliding_window", "logits_soft_cap", "kv_sharing_target_layer_name"))
+    return ours.mla.AttnplugMLAImpl(
+        **{**fixed, **rest, "kv_cache_dtype": "auto", "attn_type": "decoder", **dims, **given}
+    )
+
+
+def mla_builder(ours: SimpleNamespace, backend: Any = None) -> Any:
+    name = "model.layers.0.attn"
+    add(name, mla(ours))
+    builder = ours.mla.AttnplugMLABuilder(CACHE, [name], Host.config, CPU)
+    if backend is not None:
+        recorded(builder._decode, backend)
+        builder._decode._group.page_size = BLOCK
+    return builder
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"sliding_window": 8}, "a sliding window over latent rows"),
+        ({"logits_soft_cap": 5.0}, "a soft cap"),
+        ({"alibi_slopes": [0.1]}, "ALiBi"),
+        ({"indexer": object()}, "sparse MLA"),
+        ({"kv_cache_dtype": "fp8"}, "fp8 on the CPU"),
+    ],
+)
+def test_mla_layers_that_the_contract_lacks_are_refused_by_name(ours, given, words):
+    with pytest.raises(Refused, match=words):
+        mla(ours, **given)
+
+
+def test_lengths_on_the_host_are_those_of_the_requests_that_decode(ours):
+    """They come first, and requests that prefill follow."""
+    builder = mla_builder(ours, MLARecorder())
+    given = metadata([(5, 1), (40, 1), (0, 7)])
+    builder._lengths = given.seq_lens_cpu_upper_bound
+    step = builder._build_decode(
+        given.block_table_tensor[:2], given.seq_lens[:2], 41, *[given.query_start_loc[:3]] * 2, 2, None
+    )
+    assert step.host[1].tolist() == [6, 41]
+
+
+def test_mla_steps_after_a_capture_are_replays(ours):
+    backend, given = MLARecorder(), metadata([(5, 1), (40, 1)])
+    builder = mla_builder(ours, backend)
+    assert builder.build_for_cudagraph_capture(given).decode.captured
+    assert not builder.build(0, given).decode.captured
+    assert backend.names() == ["reserve", "capture", "replay"]
+
+
+def test_the_log_sum_exp_of_a_decode_has_tokens_first(ours):
+    """C4"""
+    builder = mla_builder(ours, MLARecorder())
+    impl = Host.config.compilation_config.static_forward_context["model.layers.0.attn"].impl
+    impl.need_to_return_lse_for_decode = True
+    q = torch.randn(2, HEADS, RANK), torch.randn(2, HEADS, ROPE)
+    made = builder.build(0, metadata([(5, 1), (40, 1)]))
+    _, lse = impl.forward_mqa(q, None, made, SimpleNamespace(layer_name="model.layers.0.attn"))
+    assert (lse.shape, lse.dtype) == ((2, HEADS), torch.float32)
+
+
+def test_the_scale_of_an_fp8_latent_cache_is_its_layers(ours):
+    group = mla_builder(ours)._decode._group
+    assert group.scales(group.layers[0]) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("absorbed", "drafts", "support"),
+    [(True, 0, QueryLens.VARLEN), (False, 4, QueryLens.UNIFORM), (False, 0, QueryLens.SINGLE_ONLY)],
+)
+def test_how_many_tokens_a_decode_may_have_follows_from_the_backend(ours, monkeypatch, absorbed, drafts, support):
+    from attnplug import ExtendPath
+
+    class Decode:
+        def __init__(self, *given: Any) -> None:
+            paths = {ExtendPath.ABSORBED} if absorbed else set()
+            self.capabilities = SimpleNamespace(
+                mla_extend=paths, max_speculative_tokens=drafts, needs_cpu_seq_lens=False
+            )
+
+    monkeypatch.setattr(ours.mla, "DecodeGroup", Decode)
+    assert mla_builder(ours).query_len_support is support
+
+
+def test_a_named_prefill_backend_takes_the_place_of_vllms(ours):
+    assert mla_builder(ours)._prefill_backend == "vLLM's"
+    Host.config.additional_config = {"attnplug": {"backend": "torch_native", "prefill": "torch_native"}}
+    Host.config.compilation_config.static_forward_context.clear()
+    builder = mla_builder(ours)
+    impl = Host.config.compilation_config.static_forward_context["model.layers.0.attn"].impl
+    assert set(impl.selection.choices) == {Role.PREFILL, Role.DECODE}
+    assert isinstance(builder._prefill_backend, ours.mla.AttnplugMLAPrefill)
+    assert not impl.fused_output_quant_supported(None), "our prefill gives plain results"
+
+
+def test_a_chunk_of_context_is_found_by_its_number_in_either_form(ours):
+    asked: list[int] = []
+    made = ours.mla.AttnplugMLAPrefill()
+    made.ragged = SimpleNamespace(context_chunk=lambda index, *rest: asked.append(index))
+    made.run_prefill_context_chunk(q=None, k=None, v=None, chunk_idx=3)
+    made.run_prefill_context_chunk(q=None, k=None, v=None, chunk=SimpleNamespace(index=5))
+    assert asked == [3, 5]

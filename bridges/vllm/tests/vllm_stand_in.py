@@ -1,0 +1,190 @@
+"""The few names of vLLM's that the bridge's classes import, so that they run where no vLLM is.
+
+They do what the bridge relies on and nothing else. test_signatures.py checks the names against vLLM's own sources, and
+``make bridge-test`` runs the classes in vLLM itself, on the CPU. What only a GPU shows there is tested over these.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum, auto
+from importlib import import_module
+from types import ModuleType, SimpleNamespace
+from typing import Any, Generic, TypeVar
+
+import pytest
+
+import attnplug_vllm
+from attnplug_vllm import choice
+
+OURS = ("mha", "mla")
+Metadata = TypeVar("Metadata")
+
+
+class Support(Enum):
+    """``AttentionCGSupport``"""
+
+    NEVER = auto()
+    UNIFORM_SINGLE_TOKEN_DECODE = auto()
+    UNIFORM_BATCH = auto()
+
+
+class QueryLens(Enum):
+    """``QueryLenSupport``"""
+
+    SINGLE_ONLY = auto()
+    UNIFORM = auto()
+    VARLEN = auto()
+
+
+@dataclass(frozen=True)
+class MultipleOf:
+    base: int
+
+
+class Plain:
+    """A base class without behaviour."""
+
+
+class Builder:
+    """``AttentionMetadataBuilder``"""
+
+    reorder_batch_threshold: int | None = None
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
+        self.kv_cache_spec, self.layer_names, self.vllm_config, self.device = (
+            kv_cache_spec,
+            layer_names,
+            vllm_config,
+            device,
+        )
+
+    def _init_reorder_batch_threshold(self, threshold: int, supports_spec_as_decode: bool = False) -> None:
+        self.reorder_batch_threshold = threshold
+
+
+class MLAImpl(Generic[Metadata]):
+    """``MLACommonImpl``"""
+
+    need_to_return_lse_for_decode = False
+
+    def __init__(self, *given: Any, **mla_args: Any) -> None:
+        self.kv_cache_dtype = given[6]
+
+    def fused_output_quant_supported(self, quant_key: Any) -> bool:
+        return True
+
+
+class MLABuilder(Builder, Generic[Metadata]):
+    """``MLACommonMetadataBuilder``: all requests decode."""
+
+    _prefill_backend: Any = "vLLM's"
+
+    def build(self, common_prefix_len: int, given: Any, fast_build: bool = False) -> Any:
+        decode = self._build_decode(  # type: ignore[attr-defined]
+            block_table_tensor=given.block_table_tensor,
+            seq_lens_device=given.seq_lens,
+            max_seq_len=given.max_seq_len,
+            query_start_loc_cpu=given.query_start_loc_cpu,
+            query_start_loc_device=given.query_start_loc,
+            num_decode_tokens=given.num_actual_tokens,
+            dcp_tot_seq_lens_device=None,
+        )
+        return SimpleNamespace(decode=decode)
+
+    def build_for_cudagraph_capture(self, given: Any) -> Any:
+        return self.build(0, given)
+
+
+class MLAPrefill:
+    """``MLAPrefillBackend``"""
+
+    def __init__(self, **given: Any) -> None:
+        self.given = given
+
+
+class Host:
+    """What tests set: the configuration that is current, the platform, the layout of caches."""
+
+    config: Any = None
+    device = "cpu"
+    layout = "NHD"
+
+
+@dataclass
+class Place:
+    """A member of ``AttentionBackendEnum``. A place that nobody has has no value."""
+
+    value: str = ""
+    path: str | None = None
+
+    def is_overridden(self) -> bool:
+        return self.path is not None
+
+    def get_path(self) -> str:
+        return self.path or self.value
+
+
+PLACES = {"CUSTOM": Place(), "CPU_ATTN": Place("vllm.CPU")}
+PLATFORM = SimpleNamespace(
+    is_cpu=lambda: Host.device == "cpu",
+    is_cuda=lambda: Host.device == "cuda",
+    get_device_capability=lambda: SimpleNamespace(major=9, minor=0),
+    device_name="other",
+)
+LOGGER = SimpleNamespace(info_once=lambda *_: None)
+MODULES: dict[str, dict[str, Any]] = {
+    "vllm": {"__version__": "0.32.0"},
+    "vllm.config": {
+        "get_current_vllm_config": lambda: Host.config,
+        "get_current_vllm_config_or_none": lambda: Host.config,
+    },
+    "vllm.logger": {"init_logger": lambda name: LOGGER},
+    "vllm.platforms": {"current_platform": PLATFORM},
+    "vllm.v1.attention.backend": {
+        "AttentionBackend": Plain,
+        "AttentionCGSupport": Support,
+        "AttentionImpl": Plain,
+        "AttentionMetadataBuilder": Builder,
+        "AttentionType": SimpleNamespace(DECODER="decoder"),
+        "MultipleOf": MultipleOf,
+    },
+    "vllm.utils.import_utils": {"resolve_obj_by_qualname": str},
+    "vllm.v1.attention.backends.registry": {
+        "AttentionBackendEnum": SimpleNamespace(__members__=PLACES),
+        "register_backend": lambda place, path: setattr(place, "path", path),
+    },
+    "vllm.v1.attention.backends.utils": {"get_kv_cache_layout": lambda: Host.layout},
+    "vllm.v1.attention.backends.mla.prefill.base": {"MLAPrefillBackend": MLAPrefill},
+    "vllm.model_executor.layers.attention.mla_attention": {
+        "MLACommonBackend": Plain,
+        "MLACommonImpl": MLAImpl,
+        "MLACommonMetadata": Plain,
+        "MLACommonMetadataBuilder": MLABuilder,
+        "QueryLenSupport": QueryLens,
+    },
+}
+
+
+@contextmanager
+def vllm() -> Iterator[SimpleNamespace]:
+    """Our classes over the stand-ins; afterwards everything is as it was."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, members in MODULES.items():
+            parts = name.split(".")
+            for end in range(1, len(parts) + 1):
+                path = ".".join(parts[:end])
+                if path not in sys.modules:
+                    patch.setitem(sys.modules, path, ModuleType(path))
+            vars(sys.modules[name]).update(members)
+        choice.forget()
+        try:
+            yield SimpleNamespace(**{name: import_module(f"attnplug_vllm.{name}") for name in OURS})
+        finally:
+            choice.forget()
+            for name in OURS:
+                sys.modules.pop(f"attnplug_vllm.{name}", None)
+                vars(attnplug_vllm).pop(name, None)

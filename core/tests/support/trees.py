@@ -1,0 +1,59 @@
+"""Trees of drafted tokens: random ones, their bits, and the float64 result, row by row, over chosen keys alone."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Parents = tuple[int, ...]
+"""The parent of each new row, which precedes it; -1 for a row that has none."""
+
+
+def chain(rows: int) -> Parents:
+    return tuple(range(-1, rows - 1))
+
+
+def random_trees(requests: int, rows: int, seed: int = 0) -> tuple[Parents, ...]:
+    """Another tree for each request: most rows have a parent, and some parents several children."""
+    chance = random.Random(seed)
+    return tuple(
+        tuple(chance.choice([-1, chance.randrange(-1, row), row - 1]) for row in range(rows)) for _ in range(requests)
+    )
+
+
+def ancestors(parents: Parents, row: int) -> list[int]:
+    """The row and its ancestors, in ascending order."""
+    found = []
+    while row >= 0:
+        found.append(row)
+        row = parents[row]
+    return found[::-1]
+
+
+def tree_bits(trees: Sequence[Parents], device: torch.device | str = "cpu") -> Tensor:
+    """``[requests, rows]`` int64, as ``Geometry.tree`` has them; bit 63 is the sign."""
+    bits = [[sum(1 << seen for seen in ancestors(tree, row)) for row in range(len(tree))] for tree in trees]
+    signed = [[number - (1 << 64) if number >> 63 else number for number in row] for row in bits]
+    return torch.tensor(signed, dtype=torch.int64, device=device)
+
+
+def tree_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, parents: Parents, cap: float | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attention of one request in float64: q ``[rows, heads, dim]`` are those of a tree, after the other rows of k.
+
+    Each row takes the keys that it sees and no others: what the others hold cannot matter.
+    """
+    q, k, v = q.double(), k.double(), v.double()
+    prefix, outs, sums = len(k) - len(parents), [], []
+    for row in range(len(parents)):
+        seen = [*range(prefix), *(prefix + other for other in ancestors(parents, row))]
+        logits = torch.einsum("hd,khd->hk", q[row], k[seen]) * scale
+        if cap is not None:
+            logits = cap * torch.tanh(logits / cap)
+        sums.append(logits.logsumexp(-1))
+        outs.append(torch.einsum("hk,khd->hd", logits.softmax(-1), v[seen]))
+    return torch.stack(outs), torch.stack(sums)

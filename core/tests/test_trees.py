@@ -1,0 +1,225 @@
+"""Trees of drafted tokens: what the contract says of them, and torch_native against float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from attnplug import BackendContext, Claims, DType, ForwardBatch, ForwardMode, Geometry, PlanError
+from attnplug.host import HybridLinearBackend, SplitBackend, describe, plan_forward
+from attnplug.torch_native.backend import TorchNativeBackend
+from support.batches import capabilities
+from support.command import Attnplug
+from support.devices import DEVICES
+from support.mha_scene import MHACase, MHAScene
+from support.mla_scene import NAN, MLACase, MLAScene, relative_error
+from support.recorder import Recorder
+from support.specs import GDN, MHA, model
+from support.trees import ancestors, chain, random_trees, tree_bits
+
+VERIFY = ForwardMode.TARGET_VERIFY
+NARROW = replace(MLACase(()).dims, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16)
+PREFIXES = (0, 1, 37, 64)
+
+
+def geometry(**changes: Any) -> Geometry:
+    """Two requests of 3 new rows, the second padded, and only the device knows."""
+    given = {
+        "mode": VERIFY,
+        "page_table": torch.tensor([[4, 1], [0, 0]], dtype=torch.int32),
+        "seq_lens": torch.tensor([5, 0], dtype=torch.int32),
+        "page_size": 4,
+        "rows": 6,
+        "max_seq_len": 8,
+        "max_new": 3,
+        "tree": tree_bits([(-1, 0, 0), (-1, 0, 1)]),
+    }
+    return Geometry(**{**given, **changes})
+
+
+class TestGeometry:
+    def test_bits_are_a_row_and_its_ancestors(self):
+        assert tree_bits([(-1, 0, 0, 1), chain(4)]).tolist() == [[1, 0b11, 0b101, 0b1011], [1, 3, 7, 15]]
+
+    def test_halves_have_the_trees_of_their_requests(self):
+        first, second = geometry(step=2).split(1)
+        assert first.tree.tolist() == [[1, 3, 5]] and second.tree.tolist() == [[1, 3, 7]]
+        assert (first.step, second.step) == (2, 2)
+
+    def test_exact_lengths_and_fewer_requests_keep_the_trees(self):
+        measured = geometry(step=1).measured()
+        assert measured.tree.tolist() == [[1, 3, 5]] and measured.step == 1
+        trees = random_trees(3, 3)
+        table = torch.zeros(3, 2, dtype=torch.int32)
+        whole = Geometry.of_lengths(VERIFY, table, [3] * 3, [5, 6, 7], 4, tree=tree_bits(trees), step=3)
+        some = whole.only([0, 2])
+        assert torch.equal(some.tree, tree_bits([trees[0], trees[2]])) and some.step == 3
+
+
+class TestRefusals:
+    """A tree never runs as a chain."""
+
+    def backend(
+        self, window: int | None = None, page_size: int = 64, **declared: Any
+    ) -> tuple[MHAScene, TorchNativeBackend]:
+        def build(context: BackendContext) -> TorchNativeBackend:
+            return TorchNativeBackend(replace(context, declared=replace(capabilities("torch_native"), **declared)))
+
+        case = MHACase(((5, 3),), VERIFY, page_size, dtype=DType.FLOAT32, window=window, trees=random_trees(1, 3))
+        stage = MHAScene(case, "cpu", build)
+        return stage, stage.backend
+
+    def test_a_backend_that_takes_chains_only(self):
+        stage, backend = self.backend(trees=False)
+        with pytest.raises(PlanError, match=r"trees of 3 rows .* backend under_test takes chains only"):
+            backend.init_forward_metadata(stage.batch())
+
+    def test_a_layer_with_a_window(self):
+        stage, backend = self.backend(window=7)
+        with pytest.raises(PlanError, match="layer 1 of backend under_test has a sliding window of 7 tokens"):
+            backend.init_forward_metadata(stage.batch())
+
+    @pytest.mark.parametrize(
+        ("wrong", "said"),
+        [
+            ({"mode": ForwardMode.EXTEND}, "a batch in mode extend has a tree"),
+            ({"new_lens": torch.tensor([3, 3], dtype=torch.int32)}, "in mode target_verify with new_lens has a tree"),
+            ({"tree": torch.ones(2, 3, dtype=torch.int32)}, r"tree is torch.int32 of shape \(2, 3\)"),
+            (
+                {"tree": torch.ones(3, 2, dtype=torch.int64)},
+                r"of shape \(3, 2\) on cpu; give torch.int64 of .*\(2, 3\)",
+            ),
+            ({"tree": torch.ones(2, 3, dtype=torch.int64, device="meta")}, "on meta; give .* on cpu"),
+            ({"max_new": 65, "rows": 130, "tree": torch.ones(2, 65, dtype=torch.int64)}, "65 rows .* give up to 64"),
+        ],
+        ids=["mode", "ragged", "type", "shape", "device", "rows"],
+    )
+    def test_a_tree_that_no_kernel_could_read(self, wrong, said):
+        _, backend = self.backend(page_size=4)
+        with pytest.raises(PlanError, match=said):
+            backend.init_forward_metadata(ForwardBatch(geometry(**wrong)))
+
+    @pytest.mark.parametrize(("first", "second"), [(True, True), (True, False), (False, True)])
+    def test_a_wrapper_takes_trees_if_both_children_do(self, first, second):
+        """A9"""
+        children = [Recorder("a", Claims(trees=first)), Recorder("b", Claims(trees=second))]
+        for made in (SplitBackend(*children), HybridLinearBackend(*children, model(MHA, GDN))):
+            assert made.claims.trees is (first and second)
+            assert bool(made.forced_by.get("trees")) is not (first and second)
+
+    def test_a_wrapper_hands_the_tree_to_the_child_that_verifies(self):
+        children = [Recorder("a", Claims(trees=True)), Recorder("b", Claims(trees=True))]
+        batch = ForwardBatch(geometry())
+        SplitBackend(*children).init_forward_metadata(batch)
+        (given,) = children[1].given("init_forward_metadata")
+        assert given["batch"] is batch and children[0].calls == []
+
+
+def test_explain_judges_trees(attnplug: Attnplug) -> None:
+    """D3"""
+    common = ("explain", "--model", "tiny:llama", "--device", "cpu", "--speculative-tokens", "8")
+    outcome = attnplug(*common, "--speculative-topk", "2")
+    assert outcome.code == 0 and "8 speculative tokens, trees of drafts with 2 branches" in outcome.out
+
+
+def test_a_backend_that_takes_trees_says_so_where_backends_are_listed() -> None:
+    declared = capabilities("torch_native")
+    assert describe(declared).endswith(", trees") and "trees" not in describe(replace(declared, trees=False))
+
+
+def native(context: BackendContext) -> TorchNativeBackend:
+    return TorchNativeBackend(replace(context, declared=capabilities("torch_native")))
+
+
+def mha(rows: int, prefixes: tuple[int, ...] = PREFIXES, **changes: Any) -> MHACase:
+    trees = random_trees(len(prefixes), rows, seed=rows)
+    given = {"page_size": 16, "head_dim": 16, "dtype": DType.FLOAT32, "trees": trees, "seed": rows}
+    return MHACase(tuple((prefix, rows) for prefix in prefixes), VERIFY, **{**given, **changes})
+
+
+def mla(rows: int, prefixes: tuple[int, ...] = PREFIXES, **changes: Any) -> MLACase:
+    trees = random_trees(len(prefixes), rows, seed=rows)
+    given = {"page_size": 16, "heads": 4, "dims": NARROW, "dtype": DType.FLOAT32, "trees": trees, "seed": rows}
+    return MLACase(tuple((prefix, rows) for prefix in prefixes), VERIFY, **{**given, **changes})
+
+
+Run = Callable[[Any, str], tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]
+
+
+def run_mha(case: MHACase, device: str) -> Any:
+    stage = MHAScene(case, device, native)
+    return stage, *stage.run(), *stage.wanted()
+
+
+def run_mla(case: MLACase, device: str) -> Any:
+    stage = MLAScene(case, device, native)
+    return stage, *stage.absorbed(), *stage.wanted_absorbed()
+
+
+both = pytest.mark.parametrize(("case", "run"), [(mha, run_mha), (mla, run_mla)], ids=["mha", "mla"])
+on_every_device = pytest.mark.parametrize("device", DEVICES)
+
+
+class TestTorchNative:
+    @on_every_device
+    @both
+    @pytest.mark.parametrize("rows", [1, 2, 5, 16, 64])
+    def test_trees_of_their_own_for_every_request(self, rows, case, run, device):
+        """C4; whole pages, parts of pages and no prefix at all."""
+        for lse in (True, False):
+            _, out, sums, wanted, wanted_sums = run(case(rows, lse=lse), device)
+            assert relative_error(out, wanted) <= 2e-6
+            assert sums is None or relative_error(sums, wanted_sums) <= 2e-6
+
+    @both
+    def test_a_chain_is_a_causal_batch(self, case, run):
+        """Bit for bit: it is the same computation."""
+        tree = run(case(6, trees=(chain(6),) * 4), "cpu")
+        causal = run(case(6, trees=None), "cpu")
+        assert torch.equal(tree[1], causal[1]) and torch.equal(tree[2], causal[2])
+        assert relative_error(tree[3], causal[3]) <= 1e-12, "the references agree"
+
+    @on_every_device
+    def test_requests_of_very_different_lengths_keep_their_trees(self, device):
+        """They are attended to in groups, longest first."""
+        _, out, _, wanted, _ = run_mha(mha(4, (3, 9000, 12, 20)), device)
+        assert relative_error(out, wanted) <= 2e-6
+
+    @on_every_device
+    def test_logit_cap(self, device):
+        _, out, sums, wanted, wanted_sums = run_mha(mha(7, cap=3.0), device)
+        assert relative_error(out, wanted) <= 2e-6 and relative_error(sums, wanted_sums) <= 2e-6
+
+    @on_every_device
+    @pytest.mark.parametrize("kind", ["mha", "mla"])
+    def test_what_a_row_must_not_see_may_be_nan(self, kind, device):
+        """A sibling's values, without weight, do not get into the result. Who sees them gets NaN."""
+        parents = (-1, 0, 0, 1, 2, 0)
+        if kind == "mha":
+            stage = MHAScene(mha(6, (20,), trees=(parents,)), device, native)
+            stage.values[0][22] = NAN
+            out, wanted = stage.run()[0], stage.wanted()[0]
+        else:
+            stage = MLAScene(mla(6, (20,), trees=(parents,)), device, native)
+            stage.rows[0][22] = NAN
+            out, wanted = stage.absorbed()[0], stage.wanted_absorbed()[0]
+        blind = [row for row in range(6) if 2 not in ancestors(parents, row)]
+        assert blind == [0, 1, 3, 5]
+        assert relative_error(out[blind], wanted[blind]) <= 2e-6
+        assert out[[2, 4]].isnan().all()
+
+    @on_every_device
+    def test_padded_requests_are_left_out(self, device):
+        """Only the device knows them, until it is asked."""
+        stage = MHAScene(mha(3, (20, 5)), device, native)
+        known = stage.batch().geometry
+        table = torch.cat([known.page_table, torch.full_like(known.page_table[:1], 1 << 30)])
+        lens, tree = torch.cat([known.seq_lens, known.seq_lens[:1] * 0]), torch.cat([known.tree, ~known.tree[:1]])
+        unknown = replace(known, page_table=table, seq_lens=lens, tree=tree, rows=9, host=None)
+        batch = ForwardBatch(unknown.measured())
+        plan_forward(stage.backend, batch)
+        assert relative_error(stage.run(batch)[0], stage.wanted()[0]) <= 2e-6
