@@ -28,18 +28,23 @@ def test_product_of_a_small_weight(rows, dtype):
 @pytest.mark.parametrize("rows", [0, 1, 7, 8, 48, 49])
 def test_product_with_the_weight_first(rows, monkeypatch):
     monkeypatch.setattr(room, "_MKL", True)
-    monkeypatch.setattr(room, "_WEIGHT_FIRST_PRODUCTS", 0)
+    monkeypatch.setattr(room, "_ONEDNN", False)
+    monkeypatch.setattr(room, "_SMALL", 0)
     check(rows)
 
 
 @pytest.mark.skipif(not room._ONEDNN, reason="torch has no oneDNN here")
-@pytest.mark.parametrize("rows", [0, 1, 7, 8, 64, 65])
-def test_product_by_onednn(rows, monkeypatch):
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 7, 8, 24, 25, 64, 65])
+def test_product_by_onednn(rows, large, monkeypatch):
+    """A larger weight is multiplied so for more rows."""
     calls, multiply = [], room._by_onednn
     monkeypatch.setattr(room, "_by_onednn", lambda *of: calls.append(1) or multiply(*of))
-    monkeypatch.setattr(room, "_ONEDNN_WEIGHT", 0)
+    monkeypatch.setattr(room, "_SMALL", 0)
+    if large:
+        monkeypatch.setattr(room, "_LARGE", 0)
     check(rows)
-    assert bool(calls) is (8 <= rows <= 64)
+    assert bool(calls) is (8 <= rows <= (64 if large else 24))
 
 
 @pytest.mark.parametrize("error", [AttributeError, RuntimeError])
@@ -55,7 +60,7 @@ def test_without_the_operator_onednn_is_not_used(error, monkeypatch):
 
 def test_product_of_strided_rows_and_of_more_dimensions(monkeypatch):
     weight, x = torch.randn(12, 16), torch.randn(9, 32)[:, ::2]
-    for size in (1 << 22, 0):
-        monkeypatch.setattr(room, "_ONEDNN_WEIGHT", size)
+    for small in (1 << 18, 0):
+        monkeypatch.setattr(room, "_SMALL", small)
         torch.testing.assert_close(product(x, weight), x @ weight.T)
         torch.testing.assert_close(product(x.unflatten(0, (3, 3)), weight), (x @ weight.T).unflatten(0, (3, 3)))
