@@ -158,4 +158,9 @@ class TorchNativeBackend(SparseAttention):
             return rows, rows[..., : layer.mla.kv_lora_rank]
         if self._mha is None:
             raise PoolError(f"layer {layer.layer_id} is {layer.kind}, but {self.backend_id.name} has no MHA pool")
+        if group.run is not None and self._in_place and group.run.stop <= self._mha.num_pages * self._mha.page_size:
+            layouts = self._mha.layout(layer.layer_id)
+            if layouts[0].tokens_evenly_spaced and layouts[1].tokens_evenly_spaced:
+                keys, values = self._mha.keys(layer.layer_id), self._mha.values(layer.layer_id)
+                return keys.flatten(0, 1)[None, group.run], values.flatten(0, 1)[None, group.run]
         return self._mha.read_keys(layer.layer_id, group.slots), self._mha.read_values(layer.layer_id, group.slots)

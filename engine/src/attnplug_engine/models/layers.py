@@ -16,6 +16,10 @@ from attnplug_engine.models.product import product as multiplied
 from attnplug_engine.models.weights import Rows, Weights
 from attnplug_engine.parallel import ParallelError, TensorParallel, even_part, padded_part
 
+# An MLP is as wide as several hidden states. On a CPU it takes at most this many rows at once: what lies between its
+# products then stays near the caches, in memory that is used again instead of fresh from the system.
+_CACHED_ROWS = 1024
+
 
 def frozen(tensor: Tensor) -> nn.Parameter:
     """A parameter that is never trained."""
@@ -95,12 +99,19 @@ class RMSNorm(nn.Module):
         self.weight = frozen(weight.add_(1.0) if zero_centred else weight)
         self._shape = (width,)
         self.eps = eps
+        self._long = self._least = None
+        if self.weight.device.type == "cpu" and self.weight.dtype is torch.float32:
+            self._long, self._least = self.weight * width**0.5, self.weight.new_tensor((width * eps) ** 0.5)
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dim() == 2 and kernels.usable(x):
             from attnplug_engine.kernels.elementwise import rms_norm
 
             return rms_norm(x, self.weight, self.eps)
+        if self._long is not None and self._least is not None and x.dtype is torch.float32:
+            # torch has no kernel for the norm on a CPU, and makes it of twice as many operations as these.
+            lengths = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+            return (x / torch.hypot(lengths, self._least)).mul_(self._long)
         return F.rms_norm(x.to(self.weight.dtype), self._shape, self.weight, self.eps).to(x.dtype)
 
 
@@ -182,6 +193,10 @@ class MLP(nn.Module):
         self._activate = form.activate
 
     def forward(self, x: Tensor, *, norm: RMSNorm | None = None, onto: Tensor | None = None) -> Tensor:
+        if x.is_cpu and x.dim() == 2 and x.shape[0] > _CACHED_ROWS:
+            parts = x.split(_CACHED_ROWS)
+            sums = [None] * len(parts) if onto is None else onto.split(_CACHED_ROWS)
+            return torch.cat([self(part, norm=norm, onto=own) for part, own in zip(parts, sums, strict=True)])
         return cast(Tensor, self.down(self.gate_up(x, norm=norm, activate=self._activate), onto=onto))
 
 
@@ -222,7 +237,7 @@ class Head(nn.Module):
     def _product(self, hidden: Tensor) -> Tensor:
         """``[rows, own vocab]`` float32; on a GPU not rounded to the model's type in between."""
         if hidden.dtype is torch.float32 or not hidden.is_cuda:
-            return F.linear(hidden, self.weight).float()
+            return multiplied(hidden, self.weight).float()
         if kernels.usable(hidden):
             from attnplug_engine.kernels.products import product, suits
 
