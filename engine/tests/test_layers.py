@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from attnplug_engine.models import layers
 from attnplug_engine.models.architectures import load_model
 
 
@@ -36,17 +35,3 @@ def test_the_norm_of_rows_of_another_type_than_its_weight(block):
     found = norm(rows)
     assert found.dtype is torch.bfloat16
     torch.testing.assert_close(found.double(), normed(rows, norm.weight, norm.eps), rtol=0.02, atol=0.02)
-
-
-@pytest.mark.parametrize("added", [False, True])
-def test_an_mlp_of_many_rows_is_taken_in_parts(block, added, monkeypatch):
-    mlp, norm = block.mlp, block.mlp_norm
-    hidden = torch.randn(11, norm.weight.shape[0], generator=torch.Generator().manual_seed(2))
-    gate, up = (normed(hidden, norm.weight, norm.eps) @ mlp.gate_up.weight.double().T).chunk(2, -1)
-    wanted = (gate * gate.sigmoid() * up) @ mlp.down.weight.double().T + (hidden.double() if added else 0)
-    widest = []
-    monkeypatch.setattr(mlp, "_activate", lambda x: widest.append(x.shape[0]) or layers.silu_and_mul(x))
-    monkeypatch.setattr(layers, "_CACHED_ROWS", 4)
-    found = mlp(hidden, norm=norm, onto=hidden.clone() if added else None)
-    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=1e-5)
-    assert widest == [4, 4, 3]

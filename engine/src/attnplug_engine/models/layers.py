@@ -16,10 +16,6 @@ from attnplug_engine.models.product import product as multiplied
 from attnplug_engine.models.weights import Rows, Weights
 from attnplug_engine.parallel import ParallelError, TensorParallel, even_part, padded_part
 
-# An MLP is as wide as several hidden states. On a CPU it takes at most this many rows at once: what lies between its
-# products then stays near the caches, in memory that is used again instead of fresh from the system.
-_CACHED_ROWS = 1024
-
 
 def frozen(tensor: Tensor) -> nn.Parameter:
     """A parameter that is never trained."""
@@ -193,10 +189,6 @@ class MLP(nn.Module):
         self._activate = form.activate
 
     def forward(self, x: Tensor, *, norm: RMSNorm | None = None, onto: Tensor | None = None) -> Tensor:
-        if x.is_cpu and x.dim() == 2 and x.shape[0] > _CACHED_ROWS:
-            parts = x.split(_CACHED_ROWS)
-            sums = [None] * len(parts) if onto is None else onto.split(_CACHED_ROWS)
-            return torch.cat([self(part, norm=norm, onto=own) for part, own in zip(parts, sums, strict=True)])
         return cast(Tensor, self.down(self.gate_up(x, norm=norm, activate=self._activate), onto=onto))
 
 
