@@ -89,7 +89,8 @@ class IndexKeyPool:
         """
         buffer = held_for(self._keys, layer_id, _KIND)
         rows = keys.unsqueeze(1)
-        buffer.write(slots, rows, padded=buffer.check_rows(slots, rows, "index keys"))
+        buffer.check_rows(slots, rows, "index keys")
+        buffer.write(slots, rows, padded=buffer.check_targets(slots))
 
     def read_keys(self, layer_id: int, slots: Tensor) -> Tensor:
         """``[*slots.shape, head_dim]`` in the stored type."""
