@@ -89,6 +89,7 @@ def _options(parsed: argparse.Namespace) -> EngineOptions:
         speculative_num_steps=parsed.speculative_num_steps,
         speculative_topk=parsed.speculative_topk,
         speculative_num_draft_tokens=parsed.speculative_num_draft_tokens,
+        plan_stream=parsed.enable_plan_stream,
     )
 
 
