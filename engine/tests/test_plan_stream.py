@@ -24,6 +24,7 @@ from attnplug_engine.options import EngineOptions
 from attnplug_engine.request import PENDING, FinishReason, Request
 from attnplug_engine.speculation.batches import EagerBatches
 from attnplug_engine.speculation.plan_stream import PlanStream
+from support.command import Attnplug
 
 VERIFY, EXTEND, DECODE = "target_verify", "draft_extend", "decode"
 CHAIN, TREE = standalone(LLAMA) | shaped(3), standalone(LLAMA) | shaped(3, 2, 5)
@@ -186,7 +187,7 @@ class TestPlanning:
 
         on_device_lengths(monkeypatch, Exact)
         one = engine(plan_stream=True, **CHAIN)
-        assert one.rounds.plan_stream is None
+        assert one.rounds.plan_stream is None and one.rounds.planned_in_order == ["torch_native"] * 2
         assert tokens(one) == plain(LLAMA) and watch.planned == []
 
     def test_nothing_is_planned_for_a_round_that_is_known_to_be_another(self, watch):
@@ -461,6 +462,14 @@ def test_it_is_refused_without_rounds():
 def test_the_option_is_true_or_false():
     with pytest.raises(UsageError, match="plan_stream 'yes' is not allowed; give True or False"):
         EngineOptions(plan_stream="yes", **NGRAM)
+
+
+def test_run_says_why_there_is_none(attnplug: Attnplug, monkeypatch):
+    monkeypatch.undo()
+    options = ("--device", "cpu", "--max-tokens", "4", "--speculative-algorithm", "ngram", "--enable-plan-stream")
+    outcome = attnplug("run", "--model", LLAMA, "--prompt", "hello", *options)
+    assert outcome.code == 0
+    assert "plan stream: none, since torch_native plans by lengths on the host" in outcome.err
 
 
 def test_it_is_off_unless_asked_for():

@@ -86,8 +86,12 @@ class RoundRunner:
         self._verified: dict[int, _Found] = {}
         self._exact = needs_lengths(runner.backend, runner.pools)
         self.plan_stream: PlanStream | None = None
-        if plan_stream and not self._exact and (draft is None or not draft.exact):
-            self.plan_stream = PlanStream(runner.device)
+        self.planned_in_order: list[str] = []
+        """The backends for which there is no plan stream, although one was asked for."""
+        if plan_stream:
+            exact = [runner.backend] * self._exact + ([draft.backend] if draft is not None and draft.exact else [])
+            self.planned_in_order = [backend.backend_id.name for backend in exact]
+            self.plan_stream = None if exact else PlanStream(runner.device)
         self._extends = Shapes(self.drafter.extends, runner.device)
         self._further = Shapes(self.drafter.further, runner.device)
         self._next_verify = NextVerify(speculation, runner.table)
