@@ -9,9 +9,10 @@ from itertools import permutations
 import pytest
 import torch
 
-from attnplug import BackendId, ForwardBatch, ForwardMode, Geometry, Plan, PlanError, RaggedCall
+from attnplug import BackendId, ForwardBatch, ForwardMode, Geometry, Plan, PlanError, RaggedCall, SelectedPositions
 from attnplug.contract import batch as batch_module
 from attnplug.contract.batch import apply_skip_attn_backend_init
+from attnplug.contract.sparse import LayerChoice
 from attnplug.contract.splitting import split_by
 from attnplug.host import BatchPlan, HostLengths, PlanRecord, plan_forward
 from support.batches import geometry, padded, with_plan
@@ -224,6 +225,8 @@ def value_of(field: dataclasses.Field) -> object:
         return Geometry(**{each.name: value_of(each) for each in dataclasses.fields(Geometry)})
     if field.name == "plan":
         return BatchPlan(Plan(BackendId("whole"), ForwardMode.EXTEND, tokens, None))
+    if field.name == "choice":
+        return LayerChoice(0, SelectedPositions(torch.zeros(tokens, 2, dtype=torch.int32)))
     return {"int": 9, "bool": True, "PlanRecord | None": PlanRecord(3, 6, False)}[field.type]
 
 
@@ -239,7 +242,7 @@ DIVIDED = {
     **dict.fromkeys(("mode", "page_size", "max_seq_len", "max_new", "captured", "step"), "shared"),
     **dict.fromkeys(("input_ids", "positions", "slots"), "token"),
     **dict.fromkeys(("page_table", "seq_lens", "new_lens", "state_slots", "host", "tree"), "request"),
-    **dict.fromkeys(("plan", "plan_record"), "reset"),
+    **dict.fromkeys(("plan", "plan_record", "choice"), "reset"),
 }
 
 

@@ -137,7 +137,7 @@ TESTED = ("--attention-backend", "tested")
 def test_the_default_backend_holds(check: Attnplug, arguments: list[str]) -> None:
     outcome = check(*arguments)
     assert outcome.code == 0
-    assert "20 of 20 checks hold" in outcome.out
+    assert "24 of 24 checks hold" in outcome.out
     assert "WRONG" not in outcome.out
 
 
@@ -150,9 +150,9 @@ def test_the_report_shows_what_was_found_chosen_and_why(check: Attnplug) -> None
 def test_as_json_stdout_holds_nothing_else(check: Attnplug) -> None:
     outcome = check("--json")
     assert outcome.code == 0
-    assert len(outcome.json) == 20
+    assert len(outcome.json) == 24
     assert all(result["holds"] and result["error"] <= result["tolerance"] for result in outcome.json)
-    assert "20 of 20" in outcome.err
+    assert "24 of 24" in outcome.err
 
 
 def sequential_float32(q: torch.Tensor, rows: torch.Tensor, layer: LayerSpec) -> torch.Tensor:
@@ -304,7 +304,7 @@ def test_both_sorts_are_checked_where_both_are_asked_for(check: Attnplug, backen
     backend(source=LINEAR_BACKEND.format(conv="pass", linear="pass"), plugin=LINEAR_PLUGIN)
     outcome = check(*LINEAR, "--attention-backend", "torch_native")
     assert outcome.code == 0
-    assert "40 of 40 checks hold" in outcome.out
+    assert "44 of 44 checks hold" in outcome.out
 
 
 # ---- no wrong backend passes ----
@@ -430,7 +430,7 @@ def test_auto_goes_on_without_a_backend_that_cannot_be_built(
     backend(source=source)
     outcome = check("--json")
     assert outcome.code == 0, outcome.err
-    assert len(outcome.json) == 20
+    assert len(outcome.json) == 24
     (warning,) = [line for line in outcome.err.splitlines() if line.startswith("warning: ")]
     for text in ("tested (tested-dist 1.2.3)", needs, "auto goes on without it"):
         assert text in warning

@@ -132,7 +132,7 @@ def test_a_byte_order_mark_is_no_error(tmp_path: Path) -> None:
 
 def test_an_unknown_tiny_name_gets_the_nearest_and_all() -> None:
     message = str(unreadable("tiny:deepsek_v3"))
-    assert "did you mean tiny:deepseek_v3 or tiny:deepseek_v2?" in message
+    assert "did you mean tiny:deepseek_v3 or tiny:deepseek_v32?" in message
     assert all(f"tiny:{name}" in message for name in TINY_CONFIGS)
     assert "did you mean" not in str(unreadable("tiny:zzz"))
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from attnplug import AttentionKind, Feature, LayerSpec, ModelSpec
+from attnplug import AttentionKind, Feature, IndexerDims, LayerSpec, ModelSpec
 from attnplug.hf.model_config import UNBOUNDED_CONTEXT
-from attnplug.host import TINY_CONFIGS, LinearDims, MLADims, load_model
+from attnplug.host import TINY_CONFIGS, LinearDims, MLADims, ModelConfigError, load_model
 from support.configs import (
     DEEPSEEK_V3,
     KIMI_FULL,
@@ -180,12 +180,44 @@ def test_rope_parameters_is_the_new_name_of_rope_scaling() -> None:
 
 
 def test_deepseek_v32_is_sparse() -> None:
-    spec = read(DEEPSEEK_V3, model_type="deepseek_v32", index_topk=2048)
-    assert {layer.sparse_topk for layer in spec.layers} == {2048}
+    spec = read(DEEPSEEK_V3, model_type="deepseek_v32")
+    assert {layer.indexer for layer in spec.layers} == {IndexerDims(64, 128, 2048)}
+    assert spec.is_sparse and spec.index_layers == spec.layers
     mixed = ["full_attention", "indexed_attention", "deepseek_sparse_attention"]
-    listed = read(DEEPSEEK_V3, num_hidden_layers=3, index_topk=64, layer_types=mixed)
-    assert [layer.sparse_topk for layer in listed.layers] == [None, 64, 64]
-    assert read(DEEPSEEK_V3).layers[0].sparse_topk is None
+    keys = {"index_topk": 64, "index_n_heads": 4, "index_head_dim": 96}
+    listed = read(DEEPSEEK_V3, num_hidden_layers=3, layer_types=mixed, **keys)
+    assert [layer.indexer for layer in listed.layers] == [None, IndexerDims(4, 96, 64), IndexerDims(4, 96, 64)]
+    assert not read(DEEPSEEK_V3).is_sparse
+
+
+SHARING = {
+    "every layer by default": ({}, "FFFFFFF"),
+    "a frequency": ({"index_topk_freq": 3}, "FFSSFSS"),
+    "a frequency and an offset": ({"index_topk_freq": 2, "index_skip_topk_offset": 4}, "FFFFSFS"),
+    "a pattern": ({"index_topk_pattern": "FSSFFSS", "index_topk_freq": 2}, "FSSFFSS"),
+    "a pattern of words": ({"index_topk_pattern": ["full", "shared"] + ["full"] * 5}, "FSFFFFF"),
+    "types": ({"indexer_types": ["full"] + ["shared"] * 6, "index_topk_pattern": "FFFFFFF"}, "FSSSSSS"),
+}
+
+
+@pytest.mark.parametrize(("keys", "wanted"), SHARING.values(), ids=SHARING)
+def test_glm_shares_an_index_between_layers(keys: dict[str, Any], wanted: str) -> None:
+    """By the same rules as transformers."""
+    spec = read(DEEPSEEK_V3, model_type="glm_moe_dsa", num_hidden_layers=7, **keys)
+    shares = [layer.indexer.shares for layer in spec.layers if layer.indexer is not None]
+    assert "".join("F" if share is None else "S" for share in shares) == wanted
+    assert shares == [None if kind == "F" else wanted.rfind("F", 0, index) for index, kind in enumerate(wanted)]
+    assert {layer.indexer.heads for layer in spec.layers if layer.indexer is not None} == {32}
+
+
+def test_a_first_layer_that_shares_an_index_is_refused() -> None:
+    with pytest.raises(ModelConfigError, match="'index_topk_pattern' lets layer 0 share an index, and no layer before"):
+        read(DEEPSEEK_V3, model_type="glm_moe_dsa", num_hidden_layers=2, index_topk_pattern="SF")
+
+
+def test_an_index_narrower_than_its_rope_is_refused() -> None:
+    with pytest.raises(ModelConfigError, match="'index_head_dim' is 32; it must be at least qk_rope_head_dim, 64"):
+        read(DEEPSEEK_V3, model_type="deepseek_v32", index_head_dim=32)
 
 
 # ---- linear and hybrid ----
@@ -316,6 +348,8 @@ TINY_KINDS = {
     "qwen3": "mha mha",
     "deepseek_v2": "mla mla mla",
     "deepseek_v3": "mla mla mla",
+    "deepseek_v32": "mla mla mla",
+    "glm_moe_dsa": "mla mla mla mla",
     "kimi_linear": "kda kda kda mla kda",
     "qwen3_next": "gdn gdn gdn mha",
     "qwen3_5_text": "gdn gdn gdn mha",

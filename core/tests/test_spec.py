@@ -11,7 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from attnplug import CacheLayout, Capabilities, DType, Feature, GraphLevel, PageSizes, Problem, RefusalCode, Role
+from attnplug import (
+    CacheLayout,
+    Capabilities,
+    DType,
+    Feature,
+    GraphLevel,
+    IndexerDims,
+    PageSizes,
+    Problem,
+    RefusalCode,
+    Role,
+)
 from support.specs import GDN, MHA, MLA, claiming, model, page_sizes, sizes, spec
 
 # ---- each code, from real data ----
@@ -46,7 +57,7 @@ from support.specs import GDN, MHA, MLA, claiming, model, page_sizes, sizes, spe
         ),
         (
             {"features": ()},
-            Problem(model(replace(MLA, sparse_topk=2048))),
+            Problem(model(replace(MLA, indexer=IndexerDims(4, 64, 2048)))),
             Role.DECODE,
             ("feature", "sparse", [], "decode_attention_backend"),
         ),
@@ -334,7 +345,13 @@ def test_without_a_role_layers_are_not_judged() -> None:
 
 
 layers = st.sampled_from(
-    [MHA, MLA, GDN, replace(MHA, sliding_window=4, sinks=True), replace(MLA, logit_cap=1.0, sparse_topk=64)]
+    [
+        MHA,
+        MLA,
+        GDN,
+        replace(MHA, sliding_window=4, sinks=True),
+        replace(MLA, logit_cap=1.0, indexer=IndexerDims(4, 64, 64)),
+    ]
 )
 models = st.none() | st.lists(layers, min_size=1, max_size=4).map(lambda chosen: model(*chosen))
 

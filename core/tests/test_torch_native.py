@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnplug import DType, ForwardMode
+from attnplug import DType, ForwardMode, PoolError
 from attnplug.cli.reference import attention_float64
 from attnplug.host import MLADims
 from support.devices import DEVICES
@@ -156,6 +158,43 @@ def test_decode_on_the_cpu_over_pages_in_place(monkeypatch):
                 stage = Stage(case, "cpu")
                 assert stage.backend.init_forward_metadata(stage.batch()).metadata.pages is not None
                 check(case)
+
+
+def test_one_request_on_the_cpu_whose_pages_follow_each_other_is_read_without_a_copy(monkeypatch):
+    """Pages in another order, and rows that a layout keeps apart, are copied as before."""
+    from attnplug import MHAPool
+
+    copies = []
+    read = MHAPool.read_keys
+    monkeypatch.setattr(MHAPool, "read_keys", lambda *of: copies.append(1) or read(*of))
+    for pages, layout, copied in (
+        ("interleaved", "token_major", False),
+        ("descending", "token_major", True),
+        ("interleaved", "head_major", True),
+    ):
+        copies.clear()
+        check(Case(((70, 1),), ForwardMode.DECODE, heads=4, kv_heads=2, v_head_dim=16, layout=layout, pages=pages))
+        assert bool(copies) is copied
+
+
+def test_rows_that_are_read_without_a_copy_are_attended_to_in_every_way():
+    """NaN lies before and after them: a window, a log-sum-exp and a cap each take another way through them."""
+    for window, lse, cap in ((None, False, None), (7, False, None), (None, True, None), (None, False, 5.0)):
+        case = Case(((70, 1),), ForwardMode.DECODE, heads=4, kv_heads=2, head_dim=16, v_head_dim=16, window=window,
+                    lse=lse, cap=cap, pages="interleaved")  # fmt: skip
+        stage = Stage(case, "cpu")
+        assert stage.backend.init_forward_metadata(stage.batch()).metadata.groups[0].run is not None
+        check(case)
+
+
+def test_rows_past_the_pool_are_refused_as_a_copy_of_them_would_be():
+    """A slice of the pool would end where the pool ends, and hide that rows are missing."""
+    stage = Stage(Case(((70, 1),), ForwardMode.DECODE, pages="interleaved"), "cpu")
+    group = stage.backend.init_forward_metadata(stage.batch()).metadata.groups[0]
+    past = stage.backend._mha.num_pages * stage.backend._mha.page_size - 1 - int(group.slots[0, 0])
+    run = slice(group.run.start + past, group.run.stop + past)
+    with pytest.raises(PoolError, match="the cache holds 0 to"):
+        stage.backend._read(stage.layer, replace(group, slots=group.slots + past, run=run))
 
 
 def test_pages_that_are_few_among_others_or_shared_are_copied(monkeypatch):

@@ -13,7 +13,19 @@ import torch
 from naive_linear import NaiveLinearBackend
 from torch import Tensor
 
-from attnplug import AttentionKind, DType, ForwardBatch, ForwardMode, Geometry, MHAPool, MLAPool, ModelSpec, Role
+from attnplug import (
+    INDEX_KEYS,
+    AttentionKind,
+    DType,
+    ForwardBatch,
+    ForwardMode,
+    Geometry,
+    IndexKeyPool,
+    MHAPool,
+    MLAPool,
+    ModelSpec,
+    Role,
+)
 from attnplug.host import (
     TINY_CONFIGS,
     HostContext,
@@ -67,6 +79,7 @@ class Stage:
             mha=MHAPool(spec.layers, **size) if AttentionKind.MHA in spec.kinds else None,
             mla=MLAPool(spec.layers, **size) if AttentionKind.MLA in spec.kinds else None,
             linear=states,
+            caches={INDEX_KEYS: IndexKeyPool(spec.layers, **size)} if spec.is_sparse else {},
         )
         for cache in self._caches():
             cache.fill_(float("nan"))
@@ -150,6 +163,9 @@ class Stage:
         caches = [] if mla is None else [mla.rows(layer_id) for layer_id in mla.layer_ids]
         if mha is not None:
             caches += [cache(layer_id) for layer_id in mha.layer_ids for cache in (mha.keys, mha.values)]
+        if INDEX_KEYS in self.pools.caches:
+            keys = self.pools.cache(INDEX_KEYS)
+            caches += [keys.keys(layer_id) for layer_id in keys.layer_ids]
         return caches
 
     def states(self) -> list[Tensor]:

@@ -23,9 +23,12 @@ from attnplug import (
     ForwardExtras,
     Geometry,
     GraphLevel,
+    IndexerDims,
+    IndexInputs,
     LayerSpec,
     Plan,
     Role,
+    SelectedPositions,
 )
 from attnplug.host import HostContext, HybridLinearBackend, LinearStatePool, Selection, TorchNativeBackend
 from attnplug_engine import Engine
@@ -76,8 +79,21 @@ class RefilledNative(TorchNativeBackend):
         out = q.new_zeros(*q.shape[:2], width)
         if refilled.rows:
             now = replace(plan, metadata=refilled.groups, query_rows=refilled.rows)
+            if extras.selected is not None:
+                extras = replace(extras, selected=SelectedPositions(extras.selected.positions[: refilled.rows]))
             out[: refilled.rows] = super().attend(q[: refilled.rows], layer, now, new, extras)
         return out
+
+    def choose(self, index: IndexInputs, layer: LayerSpec, dims: IndexerDims, plan: Plan) -> SelectedPositions:
+        refilled = plan.metadata
+        if not isinstance(refilled, Refilled):
+            return super().choose(index, layer, dims, plan)
+        chosen = torch.full((index.q.shape[0], dims.topk), -1, dtype=torch.int32)
+        if refilled.rows:
+            now = replace(plan, metadata=refilled.groups, query_rows=refilled.rows)
+            live = IndexInputs(index.q[: refilled.rows], None, index.weights[: refilled.rows])
+            chosen[: refilled.rows] = super().choose(live, layer, dims, now).positions
+        return SelectedPositions(chosen)
 
 
 class RefilledDelta(WholeDeltaBackend):

@@ -147,7 +147,7 @@ def test_a_backend_is_told_that_nothing_is_decoded_and_how_prompts_run(monkeypat
 )
 def test_many_prompts_run_within_the_limits_that_backends_were_told(pages, context, lengths, together, monkeypatch):
     """As many at a time as fit, by each of the limits alone; and nothing is held afterwards."""
-    page = bytes_per_page(load_model("tiny:qwen3_next"), 4, DType.FLOAT32)
+    page = bytes_per_page(load_model("tiny:qwen3_next"), 4, DType.FLOAT32, torch.float32)
     monkeypatch.setattr("attnplug_engine.embedding.STEP_TOKENS", 64)
     monkeypatch.setattr("attnplug_engine.options._CPU_CACHE_BYTES", pages * page)
     embedder = Embedder("tiny:qwen3_next", device="cpu", max_batch=4, page_size=4, context_length=context)

@@ -32,8 +32,10 @@ MODELS = {
     "deepseek_v2": ("deepseek_v2", {}),
     "deepseek_v3": ("deepseek_v3", {}),
     "deepseek_v3_yarn": ("deepseek_v3", YARN),
+    "deepseek_v32": ("deepseek_v32", {}),
+    "glm_moe_dsa": ("glm_moe_dsa", {}),
 }
-KINDS = ("llama", "deepseek_v3")
+KINDS = ("llama", "deepseek_v3", "glm_moe_dsa")
 """One model for each kind of attention."""
 
 
@@ -107,7 +109,8 @@ DIVISIONS = [(1, 33), (16, 1), (64, 7), (16, -1)]
 @pytest.mark.parametrize(
     ("name", "page_size", "chunk"),
     [(name, *division) for name in ("llama", "deepseek_v3_yarn") for division in DIVISIONS]
-    + [(name, 16, 7) for name in ("qwen3", "deepseek_v2", "deepseek_v3")],
+    + [(name, 16, 7) for name in ("qwen3", "deepseek_v2", "deepseek_v3", "deepseek_v32")]
+    + [("glm_moe_dsa", *division) for division in DIVISIONS],
 )
 def test_same_tokens_at_every_size_of_pages_and_prefill_chunks(oracles, name, page_size, chunk):
     generate(oracles(name), page_size=page_size, chunked_prefill_size=chunk)
@@ -132,7 +135,7 @@ def test_same_tokens_with_prefix_hits(oracles, name):
     assert engine.cache_statistics.hit_tokens > 35
 
 
-@pytest.mark.parametrize(("name", "prefix_cache"), [("llama", True), ("deepseek_v3", False)])
+@pytest.mark.parametrize(("name", "prefix_cache"), [("llama", True), ("deepseek_v3", False), ("glm_moe_dsa", True)])
 def test_same_tokens_when_a_tiny_pool_forces_preemption(oracles, name, prefix_cache):
     engine = generate(oracles(name), page_size=8, num_pages=20, prefix_cache=prefix_cache)
     assert engine.scheduler.preemptions > 0

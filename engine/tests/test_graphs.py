@@ -28,7 +28,7 @@ from attnplug_engine.runner import Phase
 from attnplug_engine.sampler import Sampler
 from attnplug_engine.sampling_batch import SamplingBatch
 
-MODELS = ["tiny:llama", "tiny:deepseek_v3"]
+MODELS = ["tiny:llama", "tiny:deepseek_v3", "tiny:glm_moe_dsa"]
 HYBRIDS = ["tiny:qwen3_next", "tiny:kimi_linear"]
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11], [3, 1, 4, 1, 5], [9, 2, 6]]
 SIZES = (1, 2, 4)

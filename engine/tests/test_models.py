@@ -71,6 +71,14 @@ MODELS = {
     "deepseek_v3 with yarn": ("deepseek_v3", YARN),
     "deepseek_v3 with groups": ("deepseek_v3", {**GROUPS, "norm_topk_prob": False}),
     "deepseek_v3 with half-split rope": ("deepseek_v3", {"rope_interleave": False}),
+    "deepseek_v32": ("deepseek_v32", {}),
+    "deepseek_v32 that selects all": ("deepseek_v32", {"index_topk": 64}),
+    "deepseek_v32 that selects few, with yarn and biases": (
+        "deepseek_v32",
+        {**YARN, "index_topk": 3, "attention_bias": True, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+    ),
+    "glm_moe_dsa": ("glm_moe_dsa", {}),
+    "glm_moe_dsa with an index in every layer": ("glm_moe_dsa", {"indexer_types": ["full"] * 4}),
 }
 
 
@@ -98,7 +106,7 @@ def test_cached_latent_rows_are_those_of_transformers(case, make_oracle, make_st
             assert_close(stage.latent_rows(layer_id, request), rows, atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"])
 def test_a_tiny_model_is_the_one_that_transformers_loads_from_what_it_saves(name, tmp_path, make_stage, sequences):
     from transformers import AutoModelForCausalLM
 
@@ -120,7 +128,7 @@ def test_logits_of_a_request_do_not_depend_on_the_others_of_its_batch(make_stage
     assert_close(together, alone, atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["llama", "deepseek_v2", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["llama", "deepseek_v2", "deepseek_v3", "glm_moe_dsa"])
 def test_a_batch_without_requests_runs(name, make_stage, idle):
     stage = make_stage(load_model(f"tiny:{name}", dtype=torch.float32, device="cpu"), 1)
     assert stage.forward(idle).shape == (0, 128)

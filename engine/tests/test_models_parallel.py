@@ -23,6 +23,7 @@ MODELS = {
     "deepseek_v2": {},
     "deepseek_v3": {},
     "deepseek_v3, no query rank": {"q_lora_rank": None},
+    "glm_moe_dsa": {},
 }
 
 
@@ -41,7 +42,7 @@ def test_every_rank_gets_the_logits_of_one_process(case, size, make_oracle, make
             assert_close(logits, expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["llama", "deepseek_v3", "glm_moe_dsa"])
 def test_a_step_reduces_twice_per_layer_and_gathers_once(name, make_stage, sequences):
     def run(parallel):
         loaded = load_model(f"tiny:{name}", dtype=torch.float32, device="cpu", parallel=parallel)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from thread_ranks import in_ranks
 from torch import Tensor
 
-from attnplug import ExtendPath, ForwardBatch, ForwardMode, Geometry, Role
+from attnplug import INDEX_KEYS, ExtendPath, ForwardBatch, ForwardMode, Geometry, Role
 from attnplug.host import ExtendPolicy, UsageError
 from attnplug_engine import Engine, SamplingParams
 from attnplug_engine.options import EngineOptions
@@ -127,8 +127,8 @@ class Other(TorchNativeBackend):
 
 @hookimpl
 def attnplug_backends():
-    can = Capabilities(kinds={"mha", "mla"}, devices={"cpu"}, dtypes={"float32"}, extras={"lse"},
-                       mla_extend=set(ExtendPath), max_speculative_tokens=8)
+    can = Capabilities(kinds={"mha", "mla"}, devices={"cpu"}, dtypes={"float32"}, extras={"lse", "selected"},
+                       features={"sparse"}, mla_extend=set(ExtendPath), max_speculative_tokens=8)
     return [BackendSpec(name="other", summary="another one", contract=CONTRACT_VERSION, factory=__name__ + ":Other",
                         capabilities=can)]
 """
@@ -178,6 +178,9 @@ class Driver:
         if pools.linear is not None:
             states = [read(id) for id in pools.linear.layer_ids for read in (pools.linear.recurrent, pools.linear.conv)]
             found += [state for state in states if state is not None]
+        if INDEX_KEYS in pools.caches:
+            keys = pools.cache(INDEX_KEYS)
+            found += [keys.keys(layer) for layer in keys.layer_ids]
         return found
 
 
@@ -220,7 +223,7 @@ def check_script(model: str, **options: Any) -> None:
         assert sum(geometry.rows for geometry in halved.planned) == whole.rows and len(plain.planned) == 1
 
 
-MODELS = ["tiny:llama", "tiny:deepseek_v3", "tiny:qwen3_next", "tiny:kimi_linear"]
+MODELS = ["tiny:llama", "tiny:deepseek_v3", "tiny:qwen3_next", "tiny:kimi_linear", "tiny:glm_moe_dsa"]
 NESTINGS = list(product(MODELS, (False, True), (1, 4, 16)))
 
 
@@ -256,7 +259,7 @@ def test_a_half_with_a_longer_prefix_runs_by_the_path_of_the_whole():
     assert first.geometry.calls and second.geometry.calls and not second.needs_forward_metadata_init()
 
 
-@pytest.mark.parametrize("model", ["tiny:llama", "tiny:deepseek_v3"])
+@pytest.mark.parametrize("model", ["tiny:llama", "tiny:deepseek_v3", "tiny:glm_moe_dsa"])
 @pytest.mark.parametrize("mode", [VERIFY, ForwardMode.DRAFT_EXTEND], ids=["a verify of trees", "a draft's extend"])
 def test_steps_of_a_draft_give_what_a_plain_forward_gives(model, mode):
     """B4: trees go with their requests."""

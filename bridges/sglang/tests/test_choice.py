@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from attnplug import CacheLayout, DType, GraphLevel, Problem, Role
-from attnplug.host import SelectionError, UsageError, load_host, load_model, load_registry
+from attnplug.host import TINY_CONFIGS, SelectionError, UsageError, load_host, load_model, load_registry
 from attnplug_sglang.choice import choose, decode_graphs, insist, served_roles
 from attnplug_sglang.front import refuse_arguments
 from attnplug_sglang.host import HOST, OPTIONS, fit, given_options, render
@@ -261,3 +261,11 @@ def test_options_come_from_the_environment(folder: str, monkeypatch: pytest.Monk
         refuse_arguments(arguments(folder))
     with pytest.raises(UsageError, match=r"NAME\.KEY=VALUE"):
         given_options({OPTIONS: "nonsense"})
+
+
+def test_a_sparse_model_is_refused_whatever_the_backend_claims(folder) -> None:
+    """A10: SGLang's indexer would find nobody to ask, and the layers nothing selected."""
+    config = {**TINY_CONFIGS["deepseek_v32"], "num_hidden_layers": 1}
+    (Path(folder) / "config.json").write_text(json.dumps(config))
+    with pytest.raises((UsageError, ValueError), match="sparse attention runs on SGLang's own backends only"):
+        refuse_arguments(arguments(folder))

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from attnplug import DType, GraphLevel, Problem
+from attnplug import DType, GraphLevel, IndexerDims, Problem
 from attnplug_transformers_host import HOST, fit, refuse
 from support.specs import GDN, MHA, MLA, model
 
@@ -33,7 +33,7 @@ def test_keys_and_values_have_the_models_type():
     [
         (Problem(model(MHA), kv_dtype=DType.FLOAT8_E4M3), "an fp8 cache would never be read"),
         (Problem(model(GDN)), "has no softmax attention"),
-        (Problem(model(MHA, replace(MLA, sparse_topk=64))), "layer 1 attends to chosen tokens"),
+        (Problem(model(MHA, replace(MLA, indexer=IndexerDims(4, 64, 64)))), "layer 1 attends to chosen tokens"),
     ],
 )
 def test_what_the_bridge_cannot_carry_is_refused(problem, words):

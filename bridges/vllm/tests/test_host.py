@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from attnplug import CacheLayout, Problem, Role, Setting
+from attnplug import CacheLayout, IndexerDims, Problem, Role, Setting
 from attnplug.host import load_host
 from attnplug_vllm.host import HOST, fit, refuse, render
 from support.specs import GDN, MHA, MLA, model
@@ -58,7 +58,7 @@ def test_a_model_of_linear_layers_alone_is_refused():
 
 
 def test_sparse_attention_is_refused():
-    (reason,) = refuse(Problem(model(replace(MLA, sparse_topk=64))))
+    (reason,) = refuse(Problem(model(replace(MLA, indexer=IndexerDims(4, 64, 64)))))
     assert "sparse" in reason.message
 
 

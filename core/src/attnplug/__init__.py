@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from attnplug.author.served_layers import MLAShape as MLAShape
     from attnplug.author.served_layers import NewRows as NewRows
     from attnplug.author.served_layers import check_lse as check_lse
+    from attnplug.author.sparse import SparseAttention as SparseAttention
     from attnplug.choose.plugin_hooks import hookimpl as hookimpl
     from attnplug.contract.backend import AttentionBackend as AttentionBackend
     from attnplug.contract.backend import ForwardExtras as ForwardExtras
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
     from attnplug.contract.plan import BackendId as BackendId
     from attnplug.contract.plan import Plan as Plan
     from attnplug.contract.ragged import RaggedCall as RaggedCall
+    from attnplug.contract.sparse import IndexInputs as IndexInputs
+    from attnplug.contract.sparse import SelectedPositions as SelectedPositions
+    from attnplug.contract.sparse import SelectedRows as SelectedRows
+    from attnplug.contract.sparse import SelectedSlots as SelectedSlots
     from attnplug.declare.capabilities import Capabilities as Capabilities
     from attnplug.declare.claims import Claims as Claims
     from attnplug.declare.claims import ExtendPath as ExtendPath
@@ -46,6 +51,7 @@ if TYPE_CHECKING:
     from attnplug.declare.measured import Measurement as Measurement
     from attnplug.declare.model import AttentionKind as AttentionKind
     from attnplug.declare.model import Feature as Feature
+    from attnplug.declare.model import IndexerDims as IndexerDims
     from attnplug.declare.model import LayerSpec as LayerSpec
     from attnplug.declare.model import ModelSpec as ModelSpec
     from attnplug.declare.problem import CacheLayout as CacheLayout
@@ -62,6 +68,8 @@ if TYPE_CHECKING:
     from attnplug.declare.version import CONTRACT_VERSION as CONTRACT_VERSION
     from attnplug.declare.workspace_kind import SCRATCH as SCRATCH
     from attnplug.declare.workspace_kind import WorkspaceKind as WorkspaceKind
+    from attnplug.kv import INDEX_KEYS as INDEX_KEYS
+    from attnplug.kv import IndexKeyPool as IndexKeyPool
     from attnplug.kv import MHAPool as MHAPool
     from attnplug.kv import MLAPool as MLAPool
     from attnplug.kv import split_table as split_table
@@ -75,6 +83,7 @@ _MODULES = {
     "author.graphs": ("GraphLimits",),
     "author.planned": ("PlannedBackend",),
     "author.served_layers": ("MLAShape", "NewRows", "check_lse"),
+    "author.sparse": ("SparseAttention",),
     "choose.plugin_hooks": ("hookimpl",),
     "contract.backend": ("AttentionBackend", "ForwardExtras"),
     "contract.batch": ("ForwardBatch",),
@@ -84,11 +93,12 @@ _MODULES = {
     "contract.mode": ("ForwardMode",),
     "contract.plan": ("BackendId", "Plan"),
     "contract.ragged": ("RaggedCall",),
+    "contract.sparse": ("IndexInputs", "SelectedPositions", "SelectedRows", "SelectedSlots"),
     "declare.capabilities": ("Capabilities",),
     "declare.claims": ("Claims", "ExtendPath", "PageSizes"),
     "declare.errors": ("BackendError", "PlanError", "PoolError"),
     "declare.measured": ("MeasuredTable", "Measurement"),
-    "declare.model": ("AttentionKind", "Feature", "LayerSpec", "ModelSpec"),
+    "declare.model": ("AttentionKind", "Feature", "IndexerDims", "LayerSpec", "ModelSpec"),
     "declare.problem": ("CacheLayout", "DType", "GraphLevel", "Problem", "Role"),
     "declare.refusal": ("Refusal", "RefusalCode"),
     "declare.requirement": ("import_library", "requirement_refusal"),
@@ -96,7 +106,7 @@ _MODULES = {
     "declare.spec": ("BackendSpec",),
     "declare.version": ("CONTRACT_VERSION",),
     "declare.workspace_kind": ("SCRATCH", "WorkspaceKind"),
-    "kv": ("MHAPool", "MLAPool", "split_table"),
+    "kv": ("INDEX_KEYS", "IndexKeyPool", "MHAPool", "MLAPool", "split_table"),
     "kv.workspace": ("Workspace",),
     "machine.transfer": ("on_host", "to_device"),
     "wrappers": ("ForwardingBackend",),

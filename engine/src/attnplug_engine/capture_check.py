@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from attnplug import (
+    INDEX_KEYS,
     AttentionKind,
     BackendError,
     DeltaInputs,
@@ -21,6 +22,8 @@ from attnplug import (
     ForwardBatch,
     ForwardExtras,
     Geometry,
+    IndexerDims,
+    IndexInputs,
     LayerSpec,
     LinearInputs,
     ModelSpec,
@@ -46,7 +49,9 @@ class CaptureCheck:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        alike = {replace(layer, layer_id=0): layer for layer in reversed(model.layers)}
+        # A layer that shares another one's choice attends as that one does.
+        layers = [layer for layer in model.layers if layer.indexer is None or layer.indexer.shares is None]
+        alike = {replace(layer, layer_id=0): layer for layer in reversed(layers)}
         self._layers = list(alike.values())
         self._attention, self._pools, self._allocator = attention, pools, allocator
         self._dtype, self._device = dtype, device
@@ -97,14 +102,23 @@ class CaptureCheck:
             q, k = self._rand(rows, heads, layer.head_dim), self._rand(rows, kv_heads, layer.head_dim)
             values = self._rand(rows, kv_heads, layer.v_head_dim)
         extras = ForwardExtras(sinks=self._rand(heads).float()) if layer.sinks else None
+        index = None if layer.indexer is None else self._index(layer.indexer, rows)
 
         def full(batch: ForwardBatch) -> Tensor:
             n = batch.geometry.rows
             new = None if values is None else values[:n]
             run = backend.forward_decode if batch.forward_mode.is_decode else backend.forward_extend
-            return run(q[:n], k[:n], new, layer, batch, extras=extras).flatten(1)
+            asked = extras
+            if index is not None:
+                mine = IndexInputs(index.q[:n], None if index.k is None else index.k[:n], index.weights[:n])
+                asked = replace(extras or ForwardExtras(), selected=self._attention.select(mine, layer, batch))
+            return run(q[:n], k[:n], new, layer, batch, extras=asked).flatten(1)
 
         return full
+
+    def _index(self, dims: IndexerDims, rows: int) -> IndexInputs:
+        q, k = self._rand(rows, dims.heads, dims.head_dim), self._rand(rows, dims.head_dim)
+        return IndexInputs(q, k, self._rand(rows, dims.heads).float())
 
     def _linear_call(self, layer: LayerSpec, dims: LinearDims, rows: int) -> Callable[[ForwardBatch], Tensor]:
         attention, kind = self._attention, layer.kind
@@ -203,7 +217,8 @@ class CaptureCheck:
     def _caches(self, layer: LayerSpec) -> Sequence[Tensor]:
         mha, mla = self._pools.mha, self._pools.mla
         if layer.mla is not None and mla is not None:
-            return [mla.rows(layer.layer_id)]
+            keys = [] if layer.indexer is None else [self._pools.cache(INDEX_KEYS).keys(layer.layer_id)]
+            return [mla.rows(layer.layer_id), *keys]
         if layer.linear is None and mha is not None:
             return [mha.keys(layer.layer_id), mha.values(layer.layer_id)]
         return []

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from attnplug import DType, ForwardMode, ModelSpec, PoolError, Role, Serving
+from attnplug import DType, ForwardMode, PoolError, Role, Serving
 from attnplug.host import Selection, UsageError
 from attnplug_engine.encoder import PromptEncoder
 from attnplug_engine.engine import naming
@@ -21,7 +21,7 @@ from attnplug_engine.options import EngineOptions, cache_room, page_and_context
 from attnplug_engine.parallel import SINGLE, TensorParallel
 from attnplug_engine.pooling import EmbeddingRules, Pooling, read_rules
 from attnplug_engine.pools import Capacity, bytes_per_page
-from attnplug_engine.prepare import prepare
+from attnplug_engine.prepare import Prepared, prepare
 from attnplug_engine.random_checkpoint import TINY
 from attnplug_engine.request import Request, SamplingParams, Step, StepEntry
 
@@ -114,7 +114,7 @@ class Embedder:
         self._encoder = PromptEncoder(model, self.vocab_size)
         self._cut = None if checked.chunked_prefill_size == -1 else checked.chunked_prefill_size
         self.selection, self.runner = prepared.build(
-            lambda selection: _capacity(prepared.loaded.spec, checked, selection, prepared.kv_dtype, prepared.device),
+            lambda selection: _capacity(prepared, checked, selection),
             Serving(is_embedding=True, chunked_prefill_size=checked.chunked_prefill_size, disable_radix_cache=True),
         )
         self.capacity = self.runner.capacity
@@ -266,15 +266,14 @@ def _check_causal(model: str, loaded: LoadedModel) -> None:
         )
 
 
-def _capacity(
-    spec: ModelSpec, options: EngineOptions, selection: Selection, kv_dtype: DType, device: torch.device
-) -> Capacity:
+def _capacity(prepared: Prepared, options: EngineOptions, selection: Selection) -> Capacity:
     """Room for the longest prompt, and for as many shorter ones as run together."""
+    spec = prepared.loaded.spec
     page_size, context = page_and_context(spec, options, selection)
     num_pages = max(-(-context // page_size), STEP_TOKENS // page_size + options.max_batch)
     if spec.full_layers:
-        page = bytes_per_page(spec, page_size, kv_dtype)
-        num_pages = max(min(num_pages, cache_room(device, _GPU_CACHE_SHARE) // page), 1)
+        page = bytes_per_page(spec, page_size, prepared.kv_dtype, prepared.dtype)
+        num_pages = max(min(num_pages, cache_room(prepared.device, _GPU_CACHE_SHARE) // page), 1)
     whole = max(context, STEP_TOKENS)
     step = whole if options.chunked_prefill_size == -1 else min(options.chunked_prefill_size, whole)
     slots = options.max_batch if spec.linear_layers else 0

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from attnplug import AttentionKind, DType, MHAPool, MLAPool, ModelSpec, PoolError
-from attnplug.host import KVPools, LinearStatePool, PageAllocator, SlotTable, torch_dtype
+from attnplug import INDEX_KEYS, AttentionKind, DType, IndexKeyPool, MHAPool, MLAPool, ModelSpec, PoolError
+from attnplug.host import CacheKey, KVPools, LinearStatePool, PageAllocator, PagedCache, SlotTable, torch_dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def build_pools(
     try:
         return _build_pools(spec, capacity, dtype, kv_dtype, device)
     except (RuntimeError, MemoryError) as error:  # torch's allocators raise the first, and its subclass for CUDA
-        needed = capacity.num_pages * bytes_per_page(spec, capacity.page_size, kv_dtype)
+        needed = capacity.num_pages * bytes_per_page(spec, capacity.page_size, kv_dtype, dtype)
         what = f"{capacity.num_pages} pages of {capacity.page_size} tokens take {needed / 2**30:.1f} GiB"
         settings = ["num_pages"]
         if capacity.state_slots:
@@ -90,11 +90,16 @@ def _build_pools(
         mla = MLAPool(
             spec.layers, num_pages=capacity.num_pages, page_size=capacity.page_size, dtype=kv_dtype, device=device
         )
+    own_dtype = DType(str(dtype).removeprefix("torch."))
     linear = None
     if spec.linear_layers:
-        state_dtype = DType(str(dtype).removeprefix("torch."))
-        linear = LinearStatePool(spec.layers, num_slots=capacity.state_slots, dtype=state_dtype, device=device)
-    return KVPools(mha=mha, mla=mla, linear=linear)
+        linear = LinearStatePool(spec.layers, num_slots=capacity.state_slots, dtype=own_dtype, device=device)
+    caches: dict[CacheKey[PagedCache], PagedCache] = {}
+    if spec.index_layers:
+        caches[INDEX_KEYS] = IndexKeyPool(
+            spec.layers, num_pages=capacity.num_pages, page_size=capacity.page_size, dtype=own_dtype, device=device
+        )
+    return KVPools(mha=mha, mla=mla, linear=linear, caches=caches)
 
 
 def bytes_per_state(spec: ModelSpec, dtype: torch.dtype) -> int:
@@ -111,12 +116,13 @@ def bytes_per_state(spec: ModelSpec, dtype: torch.dtype) -> int:
     return total
 
 
-def bytes_per_page(spec: ModelSpec, page_size: int, kv_dtype: DType) -> int:
-    """What one page takes in all layers of a rank's ``spec`` together."""
+def bytes_per_page(spec: ModelSpec, page_size: int, kv_dtype: DType, dtype: torch.dtype) -> int:
+    """What one page takes in all layers of a rank's ``spec`` together. Index keys are in the model's own ``dtype``."""
     row = 0
     for layer in spec.full_layers:
         if layer.mla is not None:
             row += layer.mla.row_dim
         else:
             row += layer.num_kv_heads * (layer.head_dim + layer.v_head_dim)
-    return row * page_size * torch_dtype(kv_dtype).itemsize
+    index = sum(layer.indexer.head_dim for layer in spec.index_layers if layer.indexer is not None)
+    return page_size * (row * torch_dtype(kv_dtype).itemsize + index * dtype.itemsize)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from attnplug import CacheLayout, DType, Feature, GraphLevel, ModelSpec, Problem, Refusal, Role
+from attnplug import CacheLayout, DType, Feature, GraphLevel, IndexerDims, ModelSpec, Problem, Refusal, Role
 from attnplug.declare.installed import installed_version
 from attnplug.host import UsageError, load_registry, parse_options
 from attnplug_flashattention.options import FlashAttentionOptions
@@ -125,7 +125,7 @@ def test_with_flash_attn_4_it_captures_graphs_and_caps_logits(fa4: Path) -> None
         ({"kv_dtype": FP16}, [("kv_dtype", "float16", ["bfloat16"], "kv_dtype")]),
         ({"speculative_tokens": 65}, [("speculation", 65, 64, "speculative_tokens")]),
         (
-            {"model": changed(read(LLAMA_3_8B), sparse_topk=64)},
+            {"model": changed(read(LLAMA_3_8B), indexer=IndexerDims(4, 64, 64))},
             [("feature", "sparse", ["logit_cap", "sinks", "sliding_window"], "decode_attention_backend")],
         ),
     ],

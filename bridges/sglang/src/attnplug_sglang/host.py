@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from attnplug import CacheLayout, GraphLevel, Problem, Refusal, RefusalCode, Setting
+from attnplug import CacheLayout, Feature, GraphLevel, Problem, Refusal, RefusalCode, Setting
 from attnplug.host import HostSpec, split_settings
 
 PREFIX = "attnplug:"
@@ -80,6 +80,9 @@ def fit(problem: Problem) -> Problem:
 def refuse(problem: Problem) -> Sequence[Refusal]:
     """What SGLang, or this bridge, cannot carry of a model."""
     model = problem.model
+    if model is not None and model.is_sparse:
+        message = "sparse attention runs on SGLang's own backends only: its indexer asks them for what they planned"
+        return (Refusal(RefusalCode.FEATURE, message, str(Feature.SPARSE)),)
     if model is None or model.full_layers:
         return ()
     kinds = ", ".join(sorted(model.kinds))

@@ -77,7 +77,7 @@ def refuse(problem: Problem) -> Iterator[Refusal]:
         yield Refusal(
             RefusalCode.KIND, f"all layers are linear ({', '.join(kinds)}), and vLLM runs those on its own kernels"
         )
-    if model is not None and any(layer.sparse_topk is not None for layer in model.layers):
+    if model is not None and model.is_sparse:
         yield Refusal(RefusalCode.FEATURE, "sparse attention runs on vLLM's own backends only")
     if problem.page_size is not None and problem.page_size % BLOCK_STEP:
         yield Refusal(

@@ -13,6 +13,7 @@ from attnplug.contract.backend import ForwardExtras
 from attnplug.contract.batch import ForwardBatch
 from attnplug.contract.context import BackendContext
 from attnplug.contract.plan import Plan
+from attnplug.contract.sparse import first_rows
 from attnplug.declare.claims import Claims, ExtendPath
 from attnplug.declare.errors import PlanError
 from attnplug.declare.model import LayerSpec
@@ -33,8 +34,9 @@ class PlannedAttention(PlannedBackend):
     def attend(self, q: Tensor, layer: LayerSpec, plan: Plan, new: NewRows | None, extras: ForwardExtras) -> Tensor:
         """One layer over the planned rows; there is at least one.
 
-        q is ``[plan.query_rows, heads, width]``; ``extras.q_rope`` has as many rows. ``new`` holds as many of k and v,
-        which are in the cache by now. It is ``None`` where they were there before. Fill ``extras.lse`` if it is given.
+        q is ``[plan.query_rows, heads, width]``; ``extras.q_rope`` and ``extras.selected`` have as many rows. ``new``
+        holds as many of k and v, which are in the cache by now. It is ``None`` where they were there before. Fill
+        ``extras.lse`` if it is given.
         Write the result to ``extras.out`` if you can; any other tensor that you return is copied there.
         """
 
@@ -79,7 +81,8 @@ class PlannedAttention(PlannedBackend):
     ) -> Tensor:
         """One layer of a planned batch, as ``AttentionBackend.forward_extend`` says."""
         given = self.layers.check(layer, q, None if extras is None else extras.q_rope)
-        wanted = NOTHING if extras is None and not layer.sinks else self.layers.wanted(layer, q, extras)
+        plain = extras is None and not layer.sinks and layer.indexer is None
+        wanted = NOTHING if plain else self.layers.wanted(layer, q, extras)
         rows, new = plan.query_rows, None
         if rows and self.takes_rows(plan, save_kv_cache):
             new = self.layers.new_rows(layer, k, v, rows)
@@ -107,7 +110,10 @@ class PlannedAttention(PlannedBackend):
             lse[rows:] = float("-inf")
         if rows:
             q_rope = None if wanted.q_rope is None else wanted.q_rope[:rows]
-            part = replace(wanted, lse=None if lse is None else lse[:rows], out=out[:rows], q_rope=q_rope)
+            selected = None if wanted.selected is None else first_rows(wanted.selected, rows)
+            part = replace(
+                wanted, lse=None if lse is None else lse[:rows], out=out[:rows], q_rope=q_rope, selected=selected
+            )
             _put(self.attend(q[:rows], layer, plan, new, part), part.out)
         return out
 

@@ -29,7 +29,7 @@ from attnplug.declare.model import AttentionKind, Feature
 from attnplug.declare.problem import GraphLevel, Problem, Role
 from attnplug.declare.settings import Setting
 
-EXTRA_OF = {Feature.SINKS: "sinks"}
+EXTRA_OF = {Feature.SINKS: "sinks", Feature.SPARSE: "selected"}
 """The extra by which a layer's feature reaches ``forward``."""
 
 
@@ -82,6 +82,8 @@ def claim_problems(backend: AttentionBackend, declared: Capabilities, page_size:
         needed |= dict.fromkeys(methods(GraphPlanning), f"cuda_graph {claims.cuda_graph.name}")
     if ragged := claims.mla_extend - {ExtendPath.ABSORBED}:
         needed["forward_ragged"] = f"mla_extend {', '.join(sorted(ragged))}"
+    if "selected" in claims.extras:
+        needed["select"] = "the extra selected"
     for hook, claim in needed.items():
         if bind_optional_hook(backend, hook) is None:
             yield f"it claims {claim}, but has no {hook}{shown(hook_signatures()[hook])}"
@@ -120,7 +122,9 @@ def unmet(claims: Claims, problem: Problem, roles: Collection[Role]) -> Iterator
         extra = EXTRA_OF.get(feature)
         if extra is not None and extra not in claims.extras:
             claimed = ", ".join(sorted(claims.extras)) or "none"
-            yield f"the model's {feature} need the extra {extra}, but what was built claims the extras {claimed}"
+            yield f"the model's {feature} layers need the extra {extra}, but what was built claims the extras {claimed}"
+    if Role.PREFILL in roles and problem.model.is_sparse and ExtendPath.ABSORBED not in claims.mla_extend:
+        yield "it was chosen to prefill sparse MLA, which runs absorbed, but what was built claims no absorbed extend"
     if Role.PREFILL in roles and not claims.mla_extend and any(layer.mla is not None for layer in layers):
         yield "it was chosen to prefill MLA, but what was built claims no way to do so: its mla_extend is empty"
 

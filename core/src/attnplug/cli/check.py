@@ -20,6 +20,7 @@ from attnplug.choose.select import AUTO, BackendRequest, Selection, SelectionErr
 from attnplug.cli import output
 from attnplug.cli.linear_scene import LINEAR_LAYERS, LinearScene
 from attnplug.cli.scene import CHECKED_DTYPES, CONTEXT, STEPS, Result, Scene
+from attnplug.cli.sparse_scene import SPARSE_LAYERS, SparseScene
 from attnplug.cli.warn import warn_of_plugins
 from attnplug.contract.backend import AttentionBackend
 from attnplug.contract.context import HostContext, Limits
@@ -85,6 +86,7 @@ LAYERS = {
         192**-0.5,
         mla=MLADims(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64),
     ),
+    **SPARSE_LAYERS,
 }
 
 
@@ -187,7 +189,7 @@ def _build(selection: Selection, device: torch.device, seed: int) -> tuple[Scene
     assert problem.model is not None and problem.dtype is not None and problem.kv_dtype is not None
     assert selection.page_size is not None
     layer = problem.model.layers[-1]
-    stage = LinearScene if layer.kind.is_linear else Scene
+    stage = LinearScene if layer.kind.is_linear else Scene if layer.indexer is None else SparseScene
     scene = stage(layer, problem.dtype, problem.kv_dtype, selection.page_size, device, seed)
     context = HostContext(
         model=problem.model,

@@ -17,7 +17,7 @@ from attnplug.contract.mode import ForwardMode
 from attnplug.declare.errors import BackendError
 from attnplug.declare.model import AttentionKind, LayerSpec
 from attnplug.declare.problem import DType
-from attnplug.kv import KVPools, MHAPool, MLAPool, PageAllocator, SlotTable, torch_dtype
+from attnplug.kv import INDEX_KEYS, IndexKeyPool, KVPools, MHAPool, MLAPool, PageAllocator, SlotTable, torch_dtype
 from attnplug.kv.workspace import WorkspaceOwner
 from attnplug.layers.model_attention import plan_forward
 
@@ -104,7 +104,7 @@ class Scene:
         self.workspace = WorkspaceOwner()
         self._random = torch.Generator().manual_seed(seed)
         pages = 4 * (CONTEXT // page_size + 4)
-        self.pools = _poisoned_pools(layer, pages, page_size, kv_dtype, device)
+        self.pools = _poisoned_pools(layer, pages, page_size, dtype, kv_dtype, device)
         allocator = PageAllocator(pages)
         self.table = SlotTable(allocator, page_size=page_size, max_requests=3, max_pages=pages, device=device)
         # Pages are returned in random order, so that no request's pages are neighbours.
@@ -124,7 +124,11 @@ class Scene:
         plan_forward(backend, batch)
         planned = self._clock.now()
         forward = backend.forward_decode if step.mode.is_decode else backend.forward_extend
-        out = forward(q, k, v, self.layer, batch)
+        asked = self.extras(step, backend, batch)
+        judging = self._clock.now()
+        self.judge(step)
+        judged = self._clock.now()
+        out = forward(q, k, v, self.layer, batch, extras=asked)
         finished = self._clock.now()
         wanted, wanted_lse = self._wanted(step, q)
         error, lse_error = largest_error(out, wanted), None
@@ -132,7 +136,7 @@ class Scene:
             raise BackendError(f"the result is {out.dtype}, but q is {q.dtype}; they must be the same")
         if with_lse:  # often another path of the same backend, so its output is checked again
             lse = torch.full(q.shape[:2], float("nan"), dtype=torch.float32, device=self.device)
-            extras = ForwardExtras(lse=lse)
+            extras = replace(asked or ForwardExtras(), lse=lse)
             again = forward(q, None, None, self.layer, batch, save_kv_cache=False, extras=extras)
             error = worse(error, largest_error(again, wanted))
             lse_error = largest_error(lse, wanted_lse)
@@ -144,8 +148,15 @@ class Scene:
             lse_error=lse_error,
             tolerance=self.tolerance,
             plan_ms=1e3 * (planned - started),
-            forward_ms=1e3 * (finished - planned),
+            forward_ms=1e3 * (finished - planned - (judged - judging)),
         )
+
+    def extras(self, step: Step, backend: AttentionBackend, batch: ForwardBatch) -> ForwardExtras | None:
+        """What the layer needs beyond q, k and v."""
+        return None
+
+    def judge(self, step: Step) -> None:
+        """Raise BackendError for a wrong answer to what ``extras`` asked of the backend, before it is used."""
 
     def _normal(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self._random, dtype=torch.float32).to(self.dtype)
@@ -195,7 +206,9 @@ class Scene:
         return torch.cat([out for out, _ in outputs]), torch.cat([lse for _, lse in outputs])
 
 
-def _poisoned_pools(layer: LayerSpec, pages: int, page_size: int, kv_dtype: DType, device: torch.device) -> KVPools:
+def _poisoned_pools(
+    layer: LayerSpec, pages: int, page_size: int, dtype: DType, kv_dtype: DType, device: torch.device
+) -> KVPools:
     """A pool for the layer and all before it, filled with NaN."""
     nan = torch.full((), float("nan"), dtype=torch.float32)
     layers = [replace(layer, layer_id=number) for number in range(layer.layer_id + 1)]
@@ -203,7 +216,12 @@ def _poisoned_pools(layer: LayerSpec, pages: int, page_size: int, kv_dtype: DTyp
         mla = MLAPool(layers, num_pages=pages, page_size=page_size, dtype=kv_dtype, device=device)
         for each in layers:
             mla.rows(each.layer_id).copy_(nan)
-        return KVPools(mla=mla)
+        if layer.indexer is None:
+            return KVPools(mla=mla)
+        keys = IndexKeyPool(layers, num_pages=pages, page_size=page_size, dtype=dtype, device=device)
+        for each in layers:
+            keys.keys(each.layer_id).copy_(nan)
+        return KVPools(mla=mla, caches={INDEX_KEYS: keys})
     mha = MHAPool(layers, num_pages=pages, page_size=page_size, dtype=kv_dtype, device=device)
     for each in layers:
         mha.keys(each.layer_id).copy_(nan)

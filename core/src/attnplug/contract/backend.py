@@ -14,6 +14,7 @@ from attnplug.contract.hooks import Hook, bind_hook
 from attnplug.contract.linear import DeltaInputs, LinearInputs
 from attnplug.contract.plan import BackendId, Plan
 from attnplug.contract.ragged import RaggedCall
+from attnplug.contract.sparse import IndexInputs, SelectedRows
 from attnplug.declare.claims import Claims
 from attnplug.declare.model import LayerSpec
 
@@ -36,6 +37,9 @@ class ForwardExtras:
     q_rope: Tensor | None = None
     """``[tokens, heads, rope]``: the rotary part of absorbed MLA queries, for hosts that have it apart from the latent
     part. q is then ``[tokens, heads, kv_lora_rank]``. Both may have any strides between rows and heads."""
+    selected: SelectedRows | None = None
+    """Given for layers with an ``indexer``, and for no others: the rows that each token attends to, and no other row is
+    read. A token without any gives zero, and -inf as its log-sum-exp."""
 
     def asked(self) -> frozenset[str]:
         return frozenset(name for name in self.__slots__ if getattr(self, name) is not None)
@@ -137,6 +141,19 @@ class RaggedAttention(Protocol):
         ...
 
 
+class RowSelection(Protocol):
+    """Optional: choosing the rows that sparse layers attend to. Needed exactly when ``claims.extras`` has selected."""
+
+    def select(self, index: IndexInputs, layer: LayerSpec, batch: ForwardBatch) -> SelectedRows:
+        """Write a layer's new index keys to the cache and choose, for each token, the ``topk`` rows of its request with
+        the largest scores among those that it sees; all of them where it sees no more.
+
+        The result is given to ``forward_extend`` or ``forward_decode`` of this layer, and of the layers that share its
+        choice, as ``extras.selected``. Rows of padding have -1 throughout.
+        """
+        ...
+
+
 class LinearHooks(Protocol):
     """Optional: linear attention. What a backend of the role linear has in place of ``forward_extend`` and
     ``forward_decode``. It reads and writes states at the geometry's ``state_slots``, in the pool it was built with."""
@@ -229,7 +246,7 @@ def protocol_methods() -> dict[str, inspect.Signature]:
 @cache
 def hook_signatures() -> dict[str, inspect.Signature]:
     """Every optional hook with its signature, ``self`` left out."""
-    protocols = (ChunkPlanning, RaggedAttention, LinearHooks, DeltaDecoding, GraphPlanning)
+    protocols = (ChunkPlanning, RaggedAttention, RowSelection, LinearHooks, DeltaDecoding, GraphPlanning)
     return {name: signature for protocol in protocols for name, signature in methods(protocol).items()}
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from attnplug.contract.geometry import Geometry
 from attnplug.contract.mode import ForwardMode
 from attnplug.contract.plan import BackendId, Plan, PlanRecord, plan_to_run
+from attnplug.contract.sparse import LayerChoice
 from attnplug.contract.splitting import divide, pad, split_by
 from attnplug.declare.errors import PlanError
 
@@ -42,6 +43,8 @@ class ForwardBatch:
     """``[tokens]``: position of each new token in its request, for the model's embeddings."""
     plan: BatchPlan | None = split_by("reset", default=None)
     plan_record: PlanRecord | None = split_by("reset", default=None)
+    choice: LayerChoice | None = split_by("reset", default=None)
+    """What the last layer with an index chose in the forward that runs, for layers that share it."""
 
     @property
     def forward_mode(self) -> ForwardMode:

@@ -51,6 +51,26 @@ class MLADims:
 
 
 @dataclass(frozen=True, slots=True)
+class IndexerDims:
+    """How a sparse layer chooses the rows that it attends to: an index of ``heads`` cheap heads scores every visible
+    row, and the ``topk`` best are kept. A request with no more rows than that is attended to in full.
+
+    A cached index key is one row of ``head_dim``, whatever the number of heads. Every rank has the whole indexer.
+    """
+
+    heads: int
+    head_dim: int
+    topk: int
+    shares: int | None = None
+    """The id of the layer whose choice this layer takes over. It then has no index of its own, and caches no keys."""
+
+    @property
+    def scale(self) -> float:
+        """What the product of an index query and key is multiplied by."""
+        return float(self.head_dim**-0.5)
+
+
+@dataclass(frozen=True, slots=True)
 class LinearDims:
     """Dimensions of a linear layer's state, per request.
 
@@ -86,7 +106,7 @@ class LayerSpec:
     sliding_window: int | None = None
     logit_cap: float | None = None
     sinks: bool = False
-    sparse_topk: int | None = None
+    indexer: IndexerDims | None = None
     mla: MLADims | None = None
     linear: LinearDims | None = None
 
@@ -99,6 +119,8 @@ class LayerSpec:
             raise ValueError(
                 f"layer {self.layer_id}: {self.num_heads} query heads cannot share {self.num_kv_heads} KV heads evenly"
             )
+        if self.indexer is not None and self.kind.is_linear:
+            raise ValueError(f"layer {self.layer_id}: kind {self.kind} has no rows to choose from, so no indexer")
 
     def for_rank(self, size: int) -> LayerSpec:
         """This layer with the heads that each of ``size`` ranks has. Ranks differ in which heads, not in how many.
@@ -127,7 +149,7 @@ class LayerSpec:
             Feature.SLIDING_WINDOW: self.sliding_window is not None,
             Feature.LOGIT_CAP: self.logit_cap is not None,
             Feature.SINKS: self.sinks,
-            Feature.SPARSE: self.sparse_topk is not None,
+            Feature.SPARSE: self.indexer is not None,
         }
         return frozenset(feature for feature, needed in present.items() if needed)
 
@@ -165,6 +187,16 @@ class ModelSpec:
     def linear_layers(self) -> tuple[LayerSpec, ...]:
         return tuple(layer for layer in self.layers if layer.kind.is_linear)
 
+    @property
+    def is_sparse(self) -> bool:
+        """Whether some layers attend to rows that an indexer chooses."""
+        return any(layer.indexer is not None for layer in self.layers)
+
+    @property
+    def index_layers(self) -> tuple[LayerSpec, ...]:
+        """Layers that compute an index, and so cache index keys; those that share one do not."""
+        return tuple(layer for layer in self.layers if layer.indexer is not None and layer.indexer.shares is None)
+
     def describe(self) -> str:
         """One line for people: how many layers of which kind and shape."""
         shapes: dict[str, int] = {}
@@ -195,6 +227,9 @@ def _part(count: int, size: int, what: str, layer_id: int, *, replicated: bool =
 
 def _shape(layer: LayerSpec) -> str:
     extra = "".join(f" +{feature}" for feature in sorted(layer.features))
+    if layer.indexer is not None:
+        own = f"index {layer.indexer.heads}×{layer.indexer.head_dim}"
+        extra += f" (top {layer.indexer.topk}, {own if layer.indexer.shares is None else 'shared index'})"
     if layer.mla is not None:
         return f"mla heads {layer.num_heads}, latent {layer.mla.kv_lora_rank}+{layer.mla.qk_rope_head_dim}{extra}"
     if layer.linear is not None:

@@ -249,7 +249,9 @@ def _shape(layer: LayerSpec, ranks: int) -> dict[str, Any]:
     """All that a plan may depend on, with the query heads that one rank has."""
     parts = [part for part in (layer, layer.mla, layer.linear) if part is not None]
     shape = {each.name: getattr(part, each.name) for part in parts for each in fields(part)}
-    apart = ("layer_id", "mla", "linear", *(["num_kv_heads"] if layer.mla else []))  # a latent row has no heads
+    shape["index topk"] = None if layer.indexer is None else layer.indexer.topk  # whose index it is changes no plan
+    # A latent row has no heads.
+    apart = ("layer_id", "mla", "linear", "indexer", *(["num_kv_heads"] if layer.mla else []))
     return {name: shape[name] for name in shape if name not in apart} | {"num_heads": layer.num_heads // ranks}
 
 
@@ -269,7 +271,7 @@ def _layer_refusals(can: Capabilities, problem: Problem, role: Role, layer: Laye
     if layer.kind not in can.kinds:
         yield _outside(RefusalCode.KIND, "attention kind", layer.kind, can.kinds, role.setting)
     for feature in sorted(layer.features - can.features):
-        yield _outside(RefusalCode.FEATURE, "feature", feature, can.features, role.setting)
+        yield _feature_refusal(can, role, layer, feature)
     if layer.kind is AttentionKind.MHA and can.head_dims is not None:
         dims = (layer.head_dim, layer.v_head_dim)
         if dims not in can.head_dims:
@@ -299,6 +301,16 @@ def _layer_refusals(can: Capabilities, problem: Problem, role: Role, layer: Laye
             allowed=[count for count in range(1, layer.num_heads + 1) if layer.num_heads % count == 0],
             setting=Setting.TENSOR_PARALLEL,
         )
+
+
+def _feature_refusal(can: Capabilities, role: Role, layer: LayerSpec, feature: Feature) -> Refusal:
+    if feature is not Feature.SPARSE or layer.indexer is None:
+        return _outside(RefusalCode.FEATURE, "feature", feature, can.features, role.setting)
+    message = (
+        f"feature {feature} is not supported: layers attend to the {layer.indexer.topk} rows that an index chooses, "
+        "and it attends to all rows"
+    )
+    return Refusal(RefusalCode.FEATURE, message, str(feature), sorted(map(str, can.features)), role.setting)
 
 
 def _outside(code: RefusalCode, what: str, value: str, allowed: Iterable[str], setting: Setting) -> Refusal:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
-from attnplug.declare.model import AttentionKind, LayerSpec, LinearDims, MLADims
+from attnplug.declare.model import AttentionKind, IndexerDims, LayerSpec, LinearDims, MLADims
 from attnplug.hf.config_keys import Config, ModelConfigError
 from attnplug.hf.rope_keys import rope_section, rope_type
 
@@ -45,6 +45,8 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "qwen3_5_text": {"head_dim": 256},
     "qwen3_5_moe_text": {"head_dim": 256},
     "nemotron_h": {"head_dim": 128},
+    "deepseek_v32": {"index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128},
+    "glm_moe_dsa": {"index_topk": 2048, "index_n_heads": 32, "index_head_dim": 128},
 }
 
 
@@ -137,13 +139,51 @@ def _latent_layers(config: Config) -> Layers:
     topk = config.optional_integer("index_topk")
     if topk is None:
         return config.choices("layer_types", {"full_attention": dense}, count) or [dense] * count
-    sparse = replace(dense, sparse_topk=topk)
-    known: Mapping[str | int, LayerSpec] = {
-        "full_attention": dense,
-        "indexed_attention": sparse,
-        "deepseek_sparse_attention": sparse,
+    known: Mapping[str | int, bool] = {
+        "full_attention": False,
+        "indexed_attention": True,
+        "deepseek_sparse_attention": True,
     }
-    return config.choices("layer_types", known, count) or [sparse] * count
+    sparse = config.choices("layer_types", known, count) or [True] * count
+    indexer = IndexerDims(config.integer("index_n_heads"), config.integer("index_head_dim"), topk)
+    if indexer.head_dim < config.integer("qk_rope_head_dim"):
+        raise config.wrong("index_head_dim", f"at least qk_rope_head_dim, {config.integer('qk_rope_head_dim')}")
+    return _indexed(config, dense, sparse, indexer)
+
+
+def _indexed(config: Config, dense: LayerSpec, sparse: Sequence[bool], indexer: IndexerDims) -> Layers:
+    """Layers with an index of their own, or with that of the last layer before them that has one."""
+    layers, last = [], None
+    key, computing = _computes_index(config, len(sparse))
+    for index, (is_sparse, computes) in enumerate(zip(sparse, computing, strict=True)):
+        if not is_sparse:
+            layers.append(dense)
+            continue
+        if computes:
+            last = index
+        elif last is None:
+            raise config.error(f"lets layer {index} share an index, and no layer before it has one", key)
+        layers.append(replace(dense, indexer=indexer if computes else replace(indexer, shares=last)))
+    return layers
+
+
+def _computes_index(config: Config, count: int) -> tuple[str, list[bool]]:
+    """The key that decides, and for each layer whether it computes an index if it is sparse."""
+    key = "indexer_types"
+    words: Mapping[str | int, bool] = {"full": True, "shared": False}
+    listed = config.choices(key, words, count)
+    if listed is None and config.lookup("index_topk_pattern") is not None:
+        key = "index_topk_pattern"
+        if isinstance(pattern := config.lookup(key), str):
+            words, config = {"F": True, "S": False}, replace(config, values={**config.values, key: list(pattern)})
+        listed = config.choices(key, words, count)
+    if listed is None:
+        key = "index_topk_freq"
+        every = config.optional_integer(key, least=0) or 1
+        offset = config.optional_integer("index_skip_topk_offset", least=0)
+        first = (2 if offset is None else offset) - 1
+        listed = [max(index - first, 0) % every == 0 for index in range(count)]
+    return key, listed
 
 
 def _latent(config: Config, mscale: float = 1.0) -> LayerSpec:
@@ -307,7 +347,7 @@ def _nemotron_h(config: Config) -> Layers:
 
 
 READERS: Mapping[str, Reader] = {
-    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32"), _latent_layers),
+    **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"), _latent_layers),
     "kimi_linear": _kimi_linear,
     "qwen3_next": _gdn_hybrid,
     "qwen3_5_text": _gdn_hybrid,
@@ -331,6 +371,8 @@ def _check_width(config: Config, layer: LayerSpec) -> None:
     widths += [] if dims is None else [dims.conv_channels, dims.conv_width]
     if layer.mla is not None:
         widths.append(layer.mla.row_dim)
+    if layer.indexer is not None:
+        widths.append(layer.indexer.heads * layer.indexer.head_dim)
     if max(widths) > MOST_COLUMNS:
         heads = f"{layer.num_heads} heads of {layer.head_dim} and {layer.v_head_dim}"
         raise ModelConfigError(

@@ -52,6 +52,8 @@ _DEEPSEEK = {
     "first_k_dense_replace": 1,
     "q_lora_rank": 24,
 }
+# An index that chooses few of the rows of a short prompt. With fewer heads scores of exactly zero would be common.
+_INDEX = {"index_topk": 12, "index_n_heads": 16, "index_head_dim": 16}
 _GDN = {
     **_DENSE,
     **_GQA,
@@ -70,6 +72,14 @@ _MODELS = (
     _tiny("qwen3", "Qwen3ForCausalLM", **_DENSE, **_GQA, num_hidden_layers=2, head_dim=32),
     _tiny("deepseek_v2", "DeepseekV2ForCausalLM", **_DEEPSEEK, topk_method="greedy"),
     _tiny("deepseek_v3", "DeepseekV3ForCausalLM", **_DEEPSEEK, num_nextn_predict_layers=1),
+    _tiny("deepseek_v32", "DeepseekV32ForCausalLM", **_DEEPSEEK, **_INDEX),
+    _tiny(
+        "glm_moe_dsa",
+        "GlmMoeDsaForCausalLM",
+        **{**_DEEPSEEK, "num_hidden_layers": 4},
+        **_INDEX,
+        indexer_types=["full", "shared", "full", "shared"],
+    ),
     _tiny(
         "kimi_linear",
         "KimiLinearForCausalLM",

@@ -6,14 +6,17 @@ from attnplug.kv.allocator import BadPages, OutOfPages, PageAllocator, PageCopy
 from attnplug.kv.buffer import PagedBuffer, torch_dtype
 from attnplug.kv.caches import CacheKey, KVPools, PagedCache
 from attnplug.kv.coordinator import Coordinator
+from attnplug.kv.index_keys import INDEX_KEYS, IndexKeyPool
 from attnplug.kv.layout import LayoutName, PageLayout, split_table
 from attnplug.kv.pools import LinearStatePool, MHAPool, MLAPool
 from attnplug.kv.table import SlotTable
 
 __all__ = [
+    "INDEX_KEYS",
     "BadPages",
     "CacheKey",
     "Coordinator",
+    "IndexKeyPool",
     "KVPools",
     "LayoutName",
     "LinearStatePool",

@@ -76,25 +76,28 @@ class PagedBuffer:
         """A buffer over new memory, zero until written."""
         return cls(layout.view(torch.zeros(layout.elements, dtype=torch_dtype(dtype), device=device)), scale)
 
-    def check_rows(self, slots: Tensor, rows: Tensor, name: str) -> bool:
-        """Refuse what ``write`` cannot store, before anything is written.
-
-        Returns whether some of the rows may be padding; only a CPU can tell without waiting.
-        """
+    def check_rows(self, slots: Tensor, rows: Tensor, name: str) -> None:
+        """Refuse rows whose shape ``write`` cannot store, before anything is written."""
         expected = (slots.numel(), self.layout.heads, self.layout.dim)
         if slots.dim() != 1 or rows.shape != expected:
             raise PoolError(
                 f"{name} of shape {list(rows.shape)} cannot be written to slots of shape {list(slots.shape)}; "
                 f"give [tokens, {self.layout.heads}, {self.layout.dim}] and [tokens]"
             )
+
+    def check_targets(self, slots: Tensor) -> bool:
+        """Refuse slots that ``write`` cannot store to, before anything is written.
+
+        Returns whether some of the rows may be padding; only a CPU can tell without waiting.
+        """
         return self._check_slots(slots, padding=True)
 
     def write(self, slots: Tensor, rows: Tensor, *, padded: bool) -> None:
         """Store ``rows`` ``[tokens, heads, dim]`` at ``slots`` ``[tokens]``, but not where a slot is -1.
 
-        Call ``check_rows`` first: ``padded`` is what it returned. Waits for no device and can be captured: which rows
-        are padding is looked up when it runs. A slot past the pool's last is found by the check on a CPU; on a GPU
-        nothing outside of the pool is written for it.
+        Call both checks first: ``padded`` is what ``check_targets`` returned. Waits for no device and can be captured:
+        which rows are padding is looked up when it runs. A slot past the pool's last is found by the check on a CPU;
+        on a GPU nothing outside of the pool is written for it.
         """
         if self.kernel is not None:
             self.kernel.write(slots, rows)

@@ -151,8 +151,9 @@ class MHAPool:
         """
         key_buffer = held_for(self._keys, layer_id, "MHA")
         value_buffer = self._values[layer_id]
-        padded = key_buffer.check_rows(slots, k, "keys")
+        key_buffer.check_rows(slots, k, "keys")
         value_buffer.check_rows(slots, v, "values")
+        padded = key_buffer.check_targets(slots)  # values lie in as many pages
         kernel = self._kernels[layer_id]
         if kernel is not None:
             kernel.write(slots, k, v)
@@ -261,7 +262,8 @@ class MLAPool:
         buffer = held_for(self._rows, layer_id, "MLA")
         if rows.dim() == 2:
             rows = rows.unsqueeze(1)
-        padded = buffer.check_rows(slots, rows, "latent rows")
+        buffer.check_rows(slots, rows, "latent rows")
+        padded = buffer.check_targets(slots)
         buffer.write(slots, rows, padded=padded)
 
     def read_rows(self, layer_id: int, slots: Tensor) -> Tensor:

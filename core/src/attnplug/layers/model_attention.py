@@ -20,11 +20,12 @@ from attnplug.contract.batch import BatchPlan, ForwardBatch, apply_skip_attn_bac
 from attnplug.contract.hooks import Hook
 from attnplug.contract.linear import DeltaInputs, LinearInputs
 from attnplug.contract.plan import Plan, received_plan
+from attnplug.contract.sparse import IndexInputs, LayerChoice, SelectedPositions, SelectedRows, SelectedSlots
 from attnplug.declare.claims import ExtendPath
 from attnplug.declare.errors import BackendError, PlanError
 from attnplug.declare.model import LayerSpec
 from attnplug.declare.problem import GraphLevel
-from attnplug.kv import KVPools
+from attnplug.kv import INDEX_KEYS, KVPools
 from attnplug.mla import ExtendPolicy, MLAAttention, MLAWeights
 
 
@@ -36,20 +37,28 @@ class ModelAttention:
 
     def __init__(self, backend: AttentionBackend, pools: KVPools, policy: ExtendPolicy | None = None) -> None:
         self.backend = backend
-        self._mla = None if pools.mla is None else MLAAttention(backend, pools.mla, policy or ExtendPolicy())
+        sparse = INDEX_KEYS in pools.caches
+        self._mla = None
+        if pools.mla is not None:
+            self._mla = MLAAttention(backend, pools.mla, policy or ExtendPolicy(), absorbed=sparse)
+        self._select = None
+        if sparse:
+            self._select = self._needed("select", "sparse layers", "choose one that claims the feature sparse")
         self._graph_hooks = {name: bind_optional_hook(backend, name) for name in methods(GraphPlanning)}
         self._conv = self._linear = self._delta = self._commit = None
         if pools.linear is not None:
-            self._conv, self._linear = (self._needed(hook) for hook in ("forward_conv", "forward_linear"))
+            self._conv, self._linear = (
+                self._needed(hook, "linear-attention layers", "choose a backend for the role linear")
+                for hook in ("forward_conv", "forward_linear")
+            )
             self._delta = bind_optional_hook(backend, "forward_delta")
             self._commit = bind_optional_hook(backend, "commit_states")
 
-    def _needed(self, name: str) -> Hook:
+    def _needed(self, name: str, layers: str, remedy: str) -> Hook:
         hook = bind_optional_hook(self.backend, name)
         if hook is None:
             raise BackendError(
-                f"the model has linear-attention layers, but backend {self.backend.backend_id.name} has no {name}; "
-                "choose a backend for the role linear"
+                f"the model has {layers}, but backend {self.backend.backend_id.name} has no {name}; {remedy}"
             )
         return hook
 
@@ -152,15 +161,64 @@ class ModelAttention:
         run = backend.forward_decode if batch.forward_mode.is_decode else backend.forward_extend
         return run(q, k, v, layer, batch, save_kv_cache=save_kv_cache, extras=extras)
 
-    def attend_mla(self, q: Tensor, rows: Tensor, layer: LayerSpec, weights: MLAWeights, batch: ForwardBatch) -> Tensor:
+    def select(self, index: IndexInputs | None, layer: LayerSpec, batch: ForwardBatch) -> SelectedRows:
+        """The rows that a sparse layer attends to, for ``attend_mla``; see ``RowSelection.select``.
+
+        A layer that shares another one's choice has no ``index``. It is given what that layer chose in this forward.
+        """
+        dims = layer.indexer
+        if dims is None or (dims.shares is None) != (index is not None):
+            has = "attends to all rows" if dims is None else "has an index of its own"
+            if dims is not None and dims.shares is not None:
+                has = f"takes over the choice of layer {dims.shares}"
+            given = "no index" if index is None else "an index"
+            raise BackendError(f"layer {layer.layer_id} {has}, and was to select rows by {given}")
+        if index is None:
+            return self._shared(layer, batch)
+        if self._select is None:
+            raise BackendError(
+                f"layer {layer.layer_id} is sparse, but the model was built without a pool of index keys"
+            )
+        chosen: SelectedRows = self._select(index, layer, batch)
+        if not isinstance(chosen, SelectedPositions | SelectedSlots):
+            raise BackendError(
+                f"select of backend {self.backend.backend_id.name} returned {type(chosen).__name__} for layer "
+                f"{layer.layer_id}; it returns SelectedPositions or SelectedSlots"
+            )
+        batch.choice = LayerChoice(layer.layer_id, chosen)
+        return chosen
+
+    @staticmethod
+    def _shared(layer: LayerSpec, batch: ForwardBatch) -> SelectedRows:
+        assert layer.indexer is not None
+        wanted, last = layer.indexer.shares, batch.choice
+        if last is None or last.layer_id != wanted:
+            found = "none has chosen any" if last is None else f"the last to choose was layer {last.layer_id}"
+            raise BackendError(
+                f"layer {layer.layer_id} attends to the rows that layer {wanted} chose, and in this batch {found}; run "
+                "layers in their order"
+            )
+        return last.rows
+
+    def attend_mla(
+        self,
+        q: Tensor,
+        rows: Tensor,
+        layer: LayerSpec,
+        weights: MLAWeights,
+        batch: ForwardBatch,
+        *,
+        selected: SelectedRows | None = None,
+    ) -> Tensor:
         """An MLA layer.
 
         q ``[tokens, heads, nope + rope]`` with its rope part rotated, rows ``[tokens, kv_lora_rank + rope]`` the new
         cache rows (normed latent, rotated key). Writes the rows and returns ``[tokens, heads, v_head_dim]``.
+        ``selected`` is what ``select`` returned, for a sparse layer.
         """
         if self._mla is None:
             raise BackendError(f"layer {layer.layer_id} is MLA, but the model was built without an MLA pool")
-        return self._mla.attend(q, rows, layer, weights, batch)
+        return self._mla.attend(q, rows, layer, weights, batch, selected)
 
     def convolve(
         self,

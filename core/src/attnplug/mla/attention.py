@@ -5,15 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from attnplug.contract.backend import AttentionBackend, bind_optional_hook
+from attnplug.contract.backend import AttentionBackend, ForwardExtras, bind_optional_hook
 from attnplug.contract.batch import ForwardBatch
 from attnplug.contract.geometry import Geometry
 from attnplug.contract.hooks import Hook
 from attnplug.contract.mode import ForwardMode
 from attnplug.contract.plan import BackendId, Plan, received_plan
 from attnplug.contract.ragged import Part
+from attnplug.contract.sparse import SelectedRows
 from attnplug.declare.claims import ExtendPath
-from attnplug.declare.errors import BackendError
+from attnplug.declare.errors import BackendError, PlanError
 from attnplug.declare.model import LayerSpec
 from attnplug.kv import MLAPool
 from attnplug.mla.merge import merge_partial
@@ -23,10 +24,15 @@ from attnplug.mla.weights import MLAWeights
 
 
 class MLAAttention:
-    """The MLA layers of one model on one backend. Holds the pool and the policy, and binds the backend's hooks once."""
+    """The MLA layers of one model on one backend. Holds the pool and the policy, and binds the backend's hooks once.
 
-    def __init__(self, backend: AttentionBackend, pool: MLAPool, policy: ExtendPolicy) -> None:
-        self._backend, self._pool, self._policy = backend, pool, policy
+    With ``absorbed`` all batches run so, whatever the policy: layers are sparse, and read chosen rows where they lie.
+    """
+
+    def __init__(
+        self, backend: AttentionBackend, pool: MLAPool, policy: ExtendPolicy, *, absorbed: bool = False
+    ) -> None:
+        self._backend, self._pool, self._policy, self._absorbed = backend, pool, policy, absorbed
         self._id = BackendId(f"mla over {backend.backend_id.name}")
         self._plan_chunks: Hook | None = bind_optional_hook(backend, "init_mha_chunk_metadata")
         self._ragged: Hook | None = bind_optional_hook(backend, "forward_ragged")
@@ -52,6 +58,8 @@ class MLAAttention:
     def path(self, geometry: Geometry, asked: ExtendPath | None = None) -> ExtendPath:
         """The path of a batch: the one that is ``asked`` for, or the policy's."""
         abilities, mode = self._backend.claims.mla_extend, geometry.mode
+        if self._absorbed:
+            return self._only_absorbed(asked or self._policy.forced)
         if mode.is_decode or not geometry.rows:
             return ExtendPath.ABSORBED
         chosen = asked is ExtendPath.ABSORBED or (
@@ -60,6 +68,14 @@ class MLAAttention:
         if chosen and ExtendPath.ABSORBED in abilities:
             return ExtendPath.ABSORBED  # what the policy would say too, without looking at the lengths
         return self._policy.choose(mode, geometry.query_lens, geometry.kv_lens, abilities, asked)
+
+    @staticmethod
+    def _only_absorbed(asked: ExtendPath | None) -> ExtendPath:
+        if asked not in (None, ExtendPath.ABSORBED):
+            raise PlanError(
+                f"the extend path {asked} is asked for, and the model's sparse layers run {ExtendPath.ABSORBED} only"
+            )
+        return ExtendPath.ABSORBED
 
     def path_of_halves(self, geometry: Geometry) -> ExtendPath | None:
         """The path of the whole batch, by which its halves run too; ``None`` where each takes the policy's.
@@ -81,7 +97,15 @@ class MLAAttention:
         who, hook = self._backend.backend_id, "init_mha_chunk_metadata"
         return received_plan(plan, who, batch.forward_mode, batch.num_tokens, hook, delegated=True)
 
-    def attend(self, q: Tensor, rows: Tensor, layer: LayerSpec, weights: MLAWeights, batch: ForwardBatch) -> Tensor:
+    def attend(
+        self,
+        q: Tensor,
+        rows: Tensor,
+        layer: LayerSpec,
+        weights: MLAWeights,
+        batch: ForwardBatch,
+        selected: SelectedRows | None = None,
+    ) -> Tensor:
         """One layer; see ``ModelAttention.attend_mla``."""
         if q.shape[1:] != (layer.num_heads, layer.head_dim):
             raise BackendError(
@@ -90,7 +114,13 @@ class MLAAttention:
             )
         if batch.plan is None or batch.plan.extend is None:
             run = self._backend.forward_decode if batch.forward_mode.is_decode else self._backend.forward_extend
-            return weights.project_back(run(weights.absorb(q), rows.unsqueeze(1), None, layer, batch))
+            extras = None if selected is None else ForwardExtras(selected=selected)
+            return weights.project_back(run(weights.absorb(q), rows.unsqueeze(1), None, layer, batch, extras=extras))
+        if layer.indexer is not None:
+            raise BackendError(
+                f"layer {layer.layer_id} is sparse, and the batch was planned to run as MHA, over all rows; build the "
+                "model's attention with its pool of index keys, and plan the batch again"
+            )
         plan = batch.judged(batch.plan.extend, self._id, q.shape[0])
         assert plan.new_slots is not None
         planned = plan.query_rows

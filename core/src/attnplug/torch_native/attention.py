@@ -70,10 +70,10 @@ def attend(
         # A sibling's values may be anything: without weight they would still make a NaN. Who does see them gets one.
         broken = ~values.isfinite().all(-1)
         values = values.masked_fill(broken.unsqueeze(-1), 0.0)
-    for tile in _tiles(extent, extent.requests * q.shape[2], softmax.window):
+    for tile in tiles(extent, extent.requests * q.shape[2], softmax.window):
         rows = queries[:, :, tile.first : tile.last]
         seen_keys, seen_values = keys[:, :, tile.start : tile.stop], values[:, :, tile.start : tile.stop]
-        hidden = _hidden(extent, tile, softmax.window)
+        hidden = hidden_keys(extent, tile, softmax.window)
         if fused:
             mask = None if hidden is None else ~hidden.unsqueeze(1)
             result = F.scaled_dot_product_attention(
@@ -81,7 +81,7 @@ def attend(
             )
         else:
             seen_broken = None if broken is None else broken[:, :, tile.start : tile.stop]
-            result, tile_sums = _attend_by_parts(rows, seen_keys, seen_values, hidden, seen_broken, softmax)
+            result, tile_sums = attend_by_parts(rows, seen_keys, seen_values, hidden, seen_broken, softmax)
             if sums is not None:
                 sums[:, tile.first : tile.last] = tile_sums.transpose(1, 2)
         out[:, tile.first : tile.last] = result.transpose(1, 2)
@@ -98,7 +98,7 @@ def _decode(q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float) 
     return F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale).flatten(1, 2)
 
 
-def _attend_by_parts(
+def attend_by_parts(
     q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, broken: Tensor | None, softmax: Softmax
 ) -> tuple[Tensor, Tensor]:
     """Attention with access to every intermediate, all float32.
@@ -136,7 +136,8 @@ def _products(rows: Tensor, keys: Tensor) -> Tensor:
     return products
 
 
-def _tiles(extent: Extent, score_rows: int, window: int | None) -> Iterator[Tile]:
+def tiles(extent: Extent, score_rows: int, window: int | None) -> Iterator[Tile]:
+    """Tiles of queries that cover an extent, with up to so many scores for each key and query of a tile."""
     step = max(1, min(extent.queries, _TILE_SCORES // max(1, score_rows * extent.keys)))
     for first in range(0, extent.queries, step):
         last = min(first + step, extent.queries)
@@ -145,7 +146,7 @@ def _tiles(extent: Extent, score_rows: int, window: int | None) -> Iterator[Tile
         yield Tile(first, last, start, stop)
 
 
-def _hidden(extent: Extent, tile: Tile, window: int | None) -> Tensor | None:
+def hidden_keys(extent: Extent, tile: Tile, window: int | None) -> Tensor | None:
     """``[requests, queries, keys]``, true where a query must not see a key; ``None`` if every key is seen."""
     if window is None and extent.queries == 1 and extent.smallest_offset == extent.largest_offset:
         return None

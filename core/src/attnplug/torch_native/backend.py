@@ -7,19 +7,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnplug.author.attention import PlannedAttention
 from attnplug.author.served_layers import NewRows, check_lse, output_width
+from attnplug.author.sparse import SparseAttention
 from attnplug.contract.backend import ForwardExtras
 from attnplug.contract.context import BackendContext
 from attnplug.contract.geometry import Geometry
 from attnplug.contract.plan import Plan
 from attnplug.contract.ragged import RaggedCall
+from attnplug.contract.sparse import IndexInputs, SelectedPositions, SelectedRows
 from attnplug.declare.errors import PoolError
-from attnplug.declare.model import LayerSpec
+from attnplug.declare.model import IndexerDims, LayerSpec
 from attnplug.declare.problem import DType
 from attnplug.torch_native.attention import Softmax, attend
 from attnplug.torch_native.in_place import PagesInPlace
 from attnplug.torch_native.planner import Extent, Group, plan_groups
+from attnplug.torch_native.sparse import attend_selected, choose_positions, selected_slots, selects_all
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,8 +42,11 @@ def _plain(layer: LayerSpec) -> bool:
     )
 
 
-class TorchNativeBackend(PlannedAttention):
-    """MHA, GQA and absorbed MLA over paged caches of any page size. Keeps the pools, and nothing of any batch."""
+class TorchNativeBackend(SparseAttention):
+    """MHA, GQA and absorbed MLA, dense and sparse, over paged caches of any page size.
+
+    Keeps the pools, and nothing of any batch.
+    """
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -66,14 +71,50 @@ class TorchNativeBackend(PlannedAttention):
         out = q if whole else q.new_empty(*q.shape[:2], output_width(layer))
         for group in groups:
             rows = slice(None) if group.rows is None else group.rows
-            queries = q[rows].unflatten(0, (group.extent.requests, group.extent.queries))
-            result, sums = attend(queries, *self._read(layer, group), group.extent, softmax, lse is not None)
+            result, sums = self._attend_group(q[rows], rows, layer, group, softmax, extras)
             if lse is not None and sums is not None:
-                lse[rows] = sums.flatten(0, 1)
+                lse[rows] = sums
             if whole:
-                return result.flatten(0, 1)
-            out[rows] = result.flatten(0, 1)
+                return result
+            out[rows] = result
         return out
+
+    def _attend_group(
+        self,
+        q: Tensor,
+        rows: Tensor | slice,
+        layer: LayerSpec,
+        group: Group,
+        softmax: Softmax,
+        extras: ForwardExtras,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Output and log-sum-exp of a group, whose queries are ``rows`` of the batch's."""
+        if extras.selected is not None:
+            slots = selected_slots(extras.selected, rows, group)
+            if not selects_all(slots, group):
+                return self._attend_selected(q, slots, layer, softmax)
+        queries = q.unflatten(0, (group.extent.requests, group.extent.queries))
+        result, sums = attend(queries, *self._read(layer, group), group.extent, softmax, extras.lse is not None)
+        return result.flatten(0, 1), None if sums is None else sums.flatten(0, 1)
+
+    def _attend_selected(self, q: Tensor, slots: Tensor, layer: LayerSpec, softmax: Softmax) -> tuple[Tensor, Tensor]:
+        pool = self._mla
+        if pool is None or layer.mla is None:
+            raise PoolError(f"layer {layer.layer_id} is sparse, and {self.backend_id.name} has no MLA pool to read it")
+        return attend_selected(
+            q, slots, lambda where: pool.read_rows(layer.layer_id, where), layer.mla.kv_lora_rank, softmax
+        )
+
+    def choose(self, index: IndexInputs, layer: LayerSpec, dims: IndexerDims, plan: Plan) -> SelectedRows:
+        work: Work = plan.metadata
+        assert self.index_keys is not None
+        chosen = torch.empty(index.q.shape[0], dims.topk, dtype=torch.int32, device=index.q.device)
+        for group in work.groups:
+            rows = slice(None) if group.rows is None else group.rows
+            part = IndexInputs(index.q[rows], None, index.weights[rows])
+            keys = self.index_keys.read_keys(layer.layer_id, group.slots)
+            chosen[rows] = choose_positions(part, keys, group, dims.topk, dims.scale)
+        return SelectedPositions(chosen)
 
     def forward_ragged(
         self,
@@ -117,4 +158,9 @@ class TorchNativeBackend(PlannedAttention):
             return rows, rows[..., : layer.mla.kv_lora_rank]
         if self._mha is None:
             raise PoolError(f"layer {layer.layer_id} is {layer.kind}, but {self.backend_id.name} has no MHA pool")
+        if group.run is not None and self._in_place and group.run.stop <= self._mha.num_pages * self._mha.page_size:
+            layouts = self._mha.layout(layer.layer_id)
+            if layouts[0].tokens_evenly_spaced and layouts[1].tokens_evenly_spaced:
+                keys, values = self._mha.keys(layer.layer_id), self._mha.values(layer.layer_id)
+                return keys.flatten(0, 1)[None, group.run], values.flatten(0, 1)[None, group.run]
         return self._mha.read_keys(layer.layer_id, group.slots), self._mha.read_values(layer.layer_id, group.slots)

@@ -67,12 +67,14 @@ class Group:
     """Requests with the same number of new tokens, attended to in one go.
 
     ``rows`` ``[requests * queries]`` says which rows of q are theirs (a slice where they follow each other, ``None``:
-    all planned rows of q, in order). ``slots`` ``[requests, keys]`` says where their cache rows are.
+    all planned rows of q, in order). ``slots`` ``[requests, keys]`` says where their cache rows are. ``run`` says it of
+    one decoding request on a CPU whose rows lie one after the other: then they are read without a copy.
     """
 
     rows: Tensor | slice | None
     slots: Tensor
     extent: Extent
+    run: slice | None = None
 
 
 def plan_groups(geometry: Geometry) -> tuple[Tensor, tuple[Group, ...]]:
@@ -159,8 +161,18 @@ def _cached_reads(
         rows: Tensor | slice | None = None if len(parts) == 1 else part
         if first_rows is not None:
             rows = torch.tensor([first_rows[request] for request in requests[part]])
-        groups.append(Group(rows, slots[part, : extent.keys].contiguous(), extent))
+        own = slots[part, : extent.keys].contiguous()
+        groups.append(Group(rows, own, extent, _run(own)))
     return tuple(groups)
+
+
+def _run(slots: Tensor) -> slice | None:
+    """The slots ``[requests, keys]`` of one request as a slice, where they follow each other."""
+    if slots.shape[0] != 1:
+        return None
+    places = slots[0].numpy()
+    first = int(places[0])
+    return slice(first, first + len(places)) if first >= 0 and (np.diff(places) == 1).all() else None
 
 
 def _decode_extent(lens: list[int]) -> Extent:

@@ -17,7 +17,7 @@ from attnplug.wrappers.forwarding import ForwardingBackend
 
 FULL, LINEAR = "full", "linear"
 _RUNS = {
-    **dict.fromkeys(("forward_extend", "forward_decode", "forward_ragged"), FULL),
+    **dict.fromkeys(("forward_extend", "forward_decode", "forward_ragged", "select"), FULL),
     **dict.fromkeys(("forward_conv", "forward_linear", "forward_delta"), LINEAR),
 }
 

@@ -22,6 +22,7 @@ from attnplug_engine.random_checkpoint import TINY, RandomCheckpoint
 
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.")
 
+_PREDICTION = ("num_nextn_predict_layers", "num_mtp_layers")
 _SCALES = ("attention_multiplier", "query_pre_attn_scalar", "attn_logit_softcapping")
 
 
@@ -49,9 +50,9 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "qwen2": Architecture(llama.qwen2),
     "qwen3": Architecture(llama.qwen3),
     "deepseek_v2": Architecture(deepseek.deepseek_v2, deepseek.V2_DEFAULTS),
-    "deepseek_v3": Architecture(
-        deepseek.deepseek_v3, deepseek.V3_DEFAULTS, extra_layers=("num_nextn_predict_layers", "num_mtp_layers")
-    ),
+    "deepseek_v3": Architecture(deepseek.deepseek_v3, deepseek.V3_DEFAULTS, extra_layers=_PREDICTION),
+    "deepseek_v32": Architecture(deepseek.deepseek_v32, deepseek.V32_DEFAULTS, extra_layers=_PREDICTION),
+    "glm_moe_dsa": Architecture(deepseek.deepseek_v32, deepseek.GLM_DEFAULTS, extra_layers=_PREDICTION),
     "kimi_linear": Architecture(kimi.kimi_linear, kimi.DEFAULTS, kimi.ALIASES),
     "qwen3_next": Architecture(qwen_hybrid.qwen3_next, qwen_hybrid.NEXT_DEFAULTS, ignored=qwen_hybrid.PREDICTION),
     "qwen3_5_text": Architecture(qwen_hybrid.qwen3_5, qwen_hybrid.DEFAULTS, ignored=qwen_hybrid.PREDICTION),

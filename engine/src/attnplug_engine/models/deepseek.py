@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3: latent attention, and experts after the first dense layers."""
+"""DeepSeek-V2, V3 and V3.2, and GLM-5: latent attention, dense or sparse, and experts after the first dense layers."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from torch import nn
 
 from attnplug import LayerSpec, ModelSpec
 from attnplug.host import Config
-from attnplug_engine.models.decoder import MODEL, Block, Decoder, hidden_norm
-from attnplug_engine.models.experts import MixtureOfExperts, Router, SigmoidRouter, SoftmaxRouter
+from attnplug_engine.models.decoder import MODEL, Attention, Block, Decoder, hidden_norm
+from attnplug_engine.models.experts import MixtureOfExperts, Router, SigmoidRouter, SoftmaxRouter, expert_layers
 from attnplug_engine.models.latent_attention import LatentAttention
 from attnplug_engine.models.layers import MLP, check_activation
 from attnplug_engine.models.rope import HalfRotation, PairRotation, Rope
+from attnplug_engine.models.sparse_attention import SparseLatentAttention, check_indexer
 from attnplug_engine.models.weights import Weights
 
 # What transformers' config classes assume for keys that a config leaves out.
@@ -33,6 +34,15 @@ V3_DEFAULTS: Mapping[str, object] = {
     "rope_interleave": True,
     "num_nextn_predict_layers": 1,
 }
+V32_DEFAULTS: Mapping[str, object] = {**V3_DEFAULTS, "indexer_rope_interleave": False}
+GLM_DEFAULTS: Mapping[str, object] = {
+    **V3_DEFAULTS,
+    "n_group": 1,
+    "topk_group": 1,
+    "q_lora_rank": 2048,
+    "rms_norm_eps": 1e-5,
+    "indexer_rope_interleave": True,
+}
 
 
 def deepseek_v2(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
@@ -47,6 +57,14 @@ def deepseek_v3(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
     if config.optional_text("topk_method") not in (None, "noaux_tc"):
         raise config.wrong("topk_method", "'noaux_tc'")
     return _decoder(weights, config, spec, SigmoidRouter, deinterleave=config.flag("rope_interleave"))
+
+
+def deepseek_v32(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
+    """V3.2 and GLM-5: V3 with an indexer in each layer, or in some of them. The rope of their MLA is interleaved."""
+    if config.lookup("rope_interleave") is False:
+        raise config.wrong("rope_interleave", f"true for model type {config.model_type!r}")
+    check_indexer(config)
+    return deepseek_v3(weights, config, spec)
 
 
 def prediction_block(weights: Weights, config: Config, layer: LayerSpec) -> Block:
@@ -70,20 +88,27 @@ def _decoder(
     check_activation(config)
     if config.lookup("moe_layer_freq") not in (None, 1):
         raise config.wrong("moe_layer_freq", "1: experts in every layer after the dense ones")
-    first_sparse = config.integer("first_k_dense_replace", least=0)
+    has_experts = expert_layers(config)
     hidden = config.integer("hidden_size")
 
     norm = hidden_norm(config)
 
     def mlp(weights: Weights, layer: LayerSpec) -> nn.Module:
-        if layer.layer_id >= first_sparse:
+        if has_experts[layer.layer_id]:
             return MixtureOfExperts.deepseek(weights, config, router)
         return MLP(weights, hidden, config.integer("intermediate_size"), bias=mlp_bias)
 
+    def attention(weights: Weights, layer: LayerSpec) -> Attention:
+        if layer.indexer is None:
+            return LatentAttention(weights, layer, config, deinterleave=deinterleave)
+        index_interleave = config.flag("indexer_rope_interleave")
+        return SparseLatentAttention(
+            weights, layer, config, deinterleave=deinterleave, index_interleave=index_interleave
+        )
+
     def block(layer: LayerSpec) -> Block:
         own = weights.at(MODEL.layer(layer.layer_id))
-        attention = LatentAttention(own.at("self_attn"), layer, config, deinterleave=deinterleave)
-        return Block(own, norm, attention, mlp(own.at("mlp"), layer))
+        return Block(own, norm, attention(own.at("self_attn"), layer), mlp(own.at("mlp"), layer))
 
     width = config.integer("qk_rope_head_dim")
     rope = Rope(config, width, dtype=weights.dtype, device=weights.device, rotation=rotation)

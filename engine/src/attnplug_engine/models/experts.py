@@ -258,6 +258,14 @@ class LatentExperts(nn.Module):
         return added.to(self.up(self.experts(self.down(x), chosen, shares)))
 
 
+def expert_layers(config: Config) -> list[bool]:
+    """Which layers have experts: those that ``mlp_layer_types`` lists so, or all after the first dense ones."""
+    count = config.layer_count()
+    listed = config.choices("mlp_layer_types", {"dense": False, "sparse": True}, count)
+    first = config.integer("first_k_dense_replace", least=0)
+    return listed or [index >= first for index in range(count)]
+
+
 MakeRouter = Callable[[Weights, Config, int], Router]
 """A router for so many experts, from the weights under ``gate``."""
 

@@ -10,7 +10,7 @@ from attnplug import LayerSpec, ModelSpec
 from attnplug.host import Config
 from attnplug_engine.models.decoder import MODEL, Attention, Block, Decoder, hidden_norm, norm_eps
 from attnplug_engine.models.delta_attention import KimiDeltaAttention
-from attnplug_engine.models.experts import MixtureOfExperts, SigmoidRouter
+from attnplug_engine.models.experts import MixtureOfExperts, SigmoidRouter, expert_layers
 from attnplug_engine.models.latent_attention import LatentAttention
 from attnplug_engine.models.layers import GATED_BY_NUMBER, MLP, check_activation
 from attnplug_engine.models.rope import NoRope
@@ -47,7 +47,7 @@ def kimi_linear(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
     if config.lookup("moe_layer_freq") not in (None, 1):
         raise config.wrong("moe_layer_freq", "1: experts in every layer after the dense ones")
     norm, hidden, eps = hidden_norm(config), config.integer("hidden_size"), norm_eps(config)
-    sparse = _sparse(config)
+    sparse = expert_layers(config)
 
     def attention(weights: Weights, layer: LayerSpec) -> Attention:
         if layer.kind.is_linear:
@@ -66,11 +66,3 @@ def kimi_linear(weights: Weights, config: Config, spec: ModelSpec) -> Decoder:
         return Block(own, norm, attention(own.at("self_attn"), layer), mlp(own, layer))
 
     return Decoder(weights, config, norm, NoRope(), [block(layer) for layer in spec.layers])
-
-
-def _sparse(config: Config) -> list[bool]:
-    """Which layers have experts."""
-    count = config.layer_count()
-    listed = config.choices("mlp_layer_types", {"dense": False, "sparse": True}, count)
-    first = config.integer("first_k_dense_replace", least=0)
-    return listed or [index >= first for index in range(count)]

@@ -11,7 +11,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from attnplug import ForwardBatch, LayerSpec
+from attnplug import ForwardBatch, LayerSpec, SelectedRows
 from attnplug.host import Config, MLAWeights, active_attention
 from attnplug_engine.models.decoder import EPS, Attention
 from attnplug_engine.models.layers import Linear, RMSNorm
@@ -48,7 +48,7 @@ class LatentAttention(Attention):
         self.layer = layer.for_rank(weights.parallel.size)
         self._latent, self._nope = dims.kv_lora_rank, dims.qk_nope_head_dim
 
-        rope_order = _evens_then_odds(dims.qk_rope_head_dim) if deinterleave else None
+        rope_order = evens_then_odds(dims.qk_rope_head_dim) if deinterleave else None
         queries = layer.num_heads * layer.head_dim
         query_order = _per_head(rope_order, own, self._nope, layer.head_dim)
         row_order = _per_head(rope_order, 1, self._latent, dims.row_dim)
@@ -89,18 +89,34 @@ class LatentAttention(Attention):
         norm: RMSNorm | None = None,
         onto: Tensor | None = None,
     ) -> Tensor:
-        layer = self.layer
-        down = self.down(hidden, norm=norm)
-        query, rows = down[:, : self._query_width], down[:, self._query_width :]
+        query, rows = self.project_down(hidden, norm)
         if self.q_norm is not None and self.q_up is not None:
             query = self.q_up(query, norm=self.q_norm)
+        return self.attend(query, rows, rotation, batch, onto)
+
+    def project_down(self, hidden: Tensor, norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
+        """The queries, or their latents ``[tokens, rank]`` before the norm, and the rows before theirs."""
+        down = self.down(hidden, norm=norm)
+        return down[:, : self._query_width], down[:, self._query_width :]
+
+    def attend(
+        self,
+        query: Tensor,
+        rows: Tensor,
+        rotation: Rotation,
+        batch: ForwardBatch,
+        onto: Tensor | None,
+        selected: SelectedRows | None = None,
+    ) -> Tensor:
+        """Queries ``[tokens, heads * width]`` and rows, neither rotated, to the attention's output."""
+        layer = self.layer
         q = query.unflatten(1, (layer.num_heads, layer.head_dim))
         rows = rotation.latent_rows(q, rows, self._nope, self.row_norm)
-        attended = active_attention().attend_mla(q, rows, layer, self.weights, batch)
+        attended = active_attention().attend_mla(q, rows, layer, self.weights, batch, selected=selected)
         return cast(Tensor, self.out(attended.flatten(1), onto=onto))
 
 
-def _evens_then_odds(width: int) -> Tensor:
+def evens_then_odds(width: int) -> Tensor:
     return torch.cat((torch.arange(0, width, 2), torch.arange(1, width, 2)))
 
 

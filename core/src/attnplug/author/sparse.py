@@ -1,0 +1,91 @@
+"""The base of a backend that serves sparse layers too: all of a selection but the kernel."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import Tensor
+
+from attnplug.author.attention import PlannedAttention
+from attnplug.contract.batch import ForwardBatch
+from attnplug.contract.context import BackendContext
+from attnplug.contract.plan import Plan
+from attnplug.contract.sparse import IndexInputs, SelectedPositions, SelectedRows, selected_tensor
+from attnplug.declare.claims import Claims
+from attnplug.declare.errors import BackendError, PlanError
+from attnplug.declare.model import IndexerDims, LayerSpec
+from attnplug.kv import INDEX_KEYS, IndexKeyPool
+
+
+class SparseAttention(PlannedAttention):
+    """``select`` over ``choose``: it finds the plan, checks the call, writes the new index keys, and returns -1 for
+    padding. It takes the index keys' pool from the context, if some layers have an index.
+
+    Subclass contract: ``plan``, ``attend`` and ``choose``. ``attend`` is given ``extras.selected`` for sparse layers.
+    """
+
+    def __init__(self, context: BackendContext, claims: Claims | None = None) -> None:
+        super().__init__(context, claims)
+        self.index_keys: IndexKeyPool | None = context.pools.cache(INDEX_KEYS) if context.model.index_layers else None
+
+    @abstractmethod
+    def choose(self, index: IndexInputs, layer: LayerSpec, dims: IndexerDims, plan: Plan) -> SelectedRows:
+        """What one layer's ``plan.query_rows`` tokens, at least one, attend to, as ``RowSelection.select`` says.
+
+        ``index`` has as many rows. Its keys are in ``index_keys`` by now.
+        """
+
+    def select(self, index: IndexInputs, layer: LayerSpec, batch: ForwardBatch) -> SelectedRows:
+        given, dims = index.q.shape[0], self._dims(layer)
+        _check(index, layer, dims)
+        plan = batch.plan_for(self.backend_id, given)
+        rows = plan.query_rows
+        if not rows:
+            return SelectedPositions(_nothing(index.q, given, dims.topk))
+        if index.k is not None:
+            self._write(layer, plan, index.k[:rows])
+        if rows == given:
+            return self.choose(index, layer, dims, plan)
+        k = None if index.k is None else index.k[:rows]
+        chosen = self.choose(IndexInputs(index.q[:rows], k, index.weights[:rows]), layer, dims, plan)
+        found = selected_tensor(chosen)
+        padded = _nothing(found, given, found.shape[1])
+        padded[:rows] = found
+        return type(chosen)(padded)
+
+    def _dims(self, layer: LayerSpec) -> IndexerDims:
+        dims = layer.indexer
+        if dims is None or dims.shares is not None or self.index_keys is None:
+            why = "has no index" if dims is None else f"takes over the choice of layer {dims.shares}"
+            if self.index_keys is None:
+                why = f"is of no model that backend {self.backend_id.name} was built for: that has no index"
+            raise BackendError(f"rows were to be selected for layer {layer.layer_id}, which {why}")
+        return dims
+
+    def _write(self, layer: LayerSpec, plan: Plan, keys: Tensor) -> None:
+        if plan.new_slots is None:
+            raise PlanError(
+                f"backend {self.backend_id.name} is to write the index keys of layer {layer.layer_id}, and its plan "
+                "has no new_slots; make the plan with Plan.of(backend_id, geometry, metadata, geometry.new_slots())"
+            )
+        assert self.index_keys is not None
+        self.index_keys.write(layer.layer_id, plan.new_slots, keys)
+
+
+def _check(index: IndexInputs, layer: LayerSpec, dims: IndexerDims) -> None:
+    """Refuse inputs that are not those of the layer's indexer."""
+    rows = index.q.shape[0]
+    wanted = {"q": (rows, dims.heads, dims.head_dim), "k": (rows, dims.head_dim), "weights": (rows, dims.heads)}
+    for name, shape in wanted.items():
+        tensor: Tensor | None = getattr(index, name)
+        if tensor is not None and tensor.shape != shape:
+            raise BackendError(
+                f"layer {layer.layer_id}: index.{name} has shape {tuple(tensor.shape)}; give {shape} for {rows} tokens"
+            )
+    if index.weights.dtype is not torch.float32:
+        raise BackendError(f"layer {layer.layer_id}: index.weights is {index.weights.dtype}; give torch.float32")
+
+
+def _nothing(like: Tensor, rows: int, width: int) -> Tensor:
+    return torch.full((rows, width), -1, dtype=torch.int32, device=like.device)

@@ -1,0 +1,99 @@
+"""DeepSeek sparse attention: latent attention to the rows that an indexer chooses, its own or an earlier layer's.
+
+The indexer reads the same normed hidden states and the same query latents as the layer. Every rank has all of it, and
+so makes the same choice. Neither queries nor keys are multiplied by a Hadamard matrix: scores do not depend on it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attnplug import ForwardBatch, IndexerDims, IndexInputs, LayerSpec
+from attnplug.host import Config, active_attention
+from attnplug_engine.models.latent_attention import LatentAttention, evens_then_odds
+from attnplug_engine.models.layers import Linear, RMSNorm, frozen
+from attnplug_engine.models.rope import Rotation
+from attnplug_engine.models.weights import Rows, Weights
+
+_EPS = 1e-6
+"""Of the keys' norm, whatever the config says of others."""
+
+
+class Indexer(nn.Module):
+    """What a layer chooses its rows by. The first dimensions of queries and keys are rotated, as many as MLA's.
+
+    ``interleave`` says that rotary pairs are ``(2 i, 2 i + 1)`` (GLM). As in ``LatentAttention``, rows of the weights
+    are then put in the order ``[evens | odds]``, queries and keys alike, which changes no score.
+    """
+
+    def __init__(self, weights: Weights, dims: IndexerDims, config: Config, *, interleave: bool) -> None:
+        super().__init__()
+        hidden, rank, rope = (config.integer(key) for key in ("hidden_size", "q_lora_rank", "qk_rope_head_dim"))
+        heads, width = dims.heads, dims.head_dim
+        order = torch.arange(width)
+        if interleave:
+            order[:rope] = evens_then_odds(rope)
+        everywhere = (width * torch.arange(heads)[:, None] + order).flatten()
+        queries = Rows("wq_b", heads * width, slice(0, heads * width), everywhere)
+        self.q = Linear.stacked(weights, [queries], rank)
+        self.k = Linear.stacked(weights, [Rows("wk", width, slice(0, width), order)], hidden)
+        norm = weights.at("k_norm")
+        place = order.to(weights.device)
+        self.norm_weight = frozen(norm.take("weight", width)[place])
+        self.norm_bias = frozen(norm.take("bias", width)[place])
+        self.head_weight = frozen(weights.take("weights_proj.weight", heads, hidden, exact=True))
+        self._dims, self._rope = dims, rope
+
+    def forward(self, hidden: Tensor, latents: Tensor, rotation: Rotation) -> IndexInputs:
+        """Of normed hidden states ``[tokens, hidden]`` and normed query latents ``[tokens, rank]``."""
+        dims = self._dims
+        q = self.q(latents).unflatten(1, (dims.heads, dims.head_dim))
+        k = F.layer_norm(self.k(hidden), (dims.head_dim,), self.norm_weight, self.norm_bias, _EPS)
+        rotation.apply_(q[..., : self._rope])
+        rotation.apply_(k.unsqueeze(1)[..., : self._rope])
+        weights = F.linear(hidden.float(), self.head_weight) * dims.heads**-0.5
+        return IndexInputs(q, k, weights)
+
+
+class SparseLatentAttention(LatentAttention):
+    """MLA over chosen rows. A layer that shares an earlier one's choice has no indexer."""
+
+    def __init__(
+        self, weights: Weights, layer: LayerSpec, config: Config, *, deinterleave: bool, index_interleave: bool
+    ) -> None:
+        super().__init__(weights, layer, config, deinterleave=deinterleave)
+        dims = layer.indexer
+        assert dims is not None
+        self.indexer = None
+        if dims.shares is None:
+            self.indexer = Indexer(weights.at("indexer"), dims, config, interleave=index_interleave)
+
+    def forward(
+        self,
+        hidden: Tensor,
+        rotation: Rotation,
+        batch: ForwardBatch,
+        *,
+        norm: RMSNorm | None = None,
+        onto: Tensor | None = None,
+    ) -> Tensor:
+        assert self.q_norm is not None and self.q_up is not None
+        normed = hidden if norm is None else norm(hidden)
+        low, rows = self.project_down(normed, None)
+        latents = self.q_norm(low)
+        index = None if self.indexer is None else self.indexer(normed, latents, rotation)
+        selected = active_attention().select(index, self.layer, batch)
+        return self.attend(self.q_up(latents), rows, rotation, batch, onto, selected)
+
+
+def check_indexer(config: Config) -> None:
+    """Refuse a model whose indexer is not the one that is built in here."""
+    if config.lookup("q_lora_rank") is None:
+        raise config.wrong("q_lora_rank", "a whole number: the indexer reads the queries' latents")
+    if config.optional_text("index_k_norm_type") not in (None, "layer", "layernorm"):
+        raise config.wrong("index_k_norm_type", "absent or 'layer': keys are normed by a layer norm with a bias")
+    for key in ("index_init_tokens", "index_local_tokens"):
+        if config.optional_integer(key, least=0):
+            raise config.wrong(key, "absent or 0: rows are chosen by their scores alone")
