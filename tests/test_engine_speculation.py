@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -200,3 +202,36 @@ def test_a_replayed_round_neither_waits_nor_allocates(oracles, model, settings):
             for replay in captured.parts:
                 replay()
     assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+@pytest.mark.parametrize("late", [None, "side", "main"])
+@pytest.mark.parametrize(("model", "settings"), [CASES[0], CASES[1], CASES[2], CASES[4], CASES[7], CASES[8]], ids=named)
+def test_a_plan_stream_changes_no_token(oracles, model, settings, late, monkeypatch):
+    """Whichever stream is late, the other waits where it must, and no memory is used again before both are done."""
+    _, folder = oracles(model)
+    texts, each = prompts(5), [SamplingParams(24, temperature=0.8 * (number % 2), seed=3) for number in range(5)]
+    eager = {"disable_cuda_graph": True, "overlap": True, "page_size": 64, "prefix_cache": False}
+    expected = [one.token_ids for one in speculating(folder, model, settings, **eager).generate(texts, each)]
+    engine = speculating(folder, model, settings, plan_stream=True, **eager)
+    stream = engine.rounds.plan_stream
+    assert stream is not None
+    section, launch, noise = stream.section, engine.rounds.launch, []
+
+    @contextmanager
+    def lagging(*read: object) -> Iterator[Any]:
+        with section(*read) as begun:
+            torch.cuda._sleep(1_000_000)
+            yield begun
+
+    def launched(step: Any) -> Any:
+        if late == "main":
+            torch.cuda._sleep(3_000_000)
+        done = launch(step)
+        noise[:] = [torch.full((size,), -1, dtype=torch.int32, device="cuda") for size in (5, 64, 128, 640) * 4]
+        return done
+
+    monkeypatch.setattr(engine.rounds, "launch", launched)
+    if late == "side":
+        monkeypatch.setattr(stream, "section", lagging)
+    for _ in range(2):
+        assert [one.token_ids for one in engine.generate(texts, each)] == expected

@@ -320,6 +320,36 @@ def test_a_batch_does_not_change_with_the_table() -> None:
     assert (page_table.tolist(), lengths.tolist()) == ([[0]], [3])
 
 
+def test_changes_of_a_rows_pages_are_counted() -> None:
+    """Those of its length within a page are none: a plan over its pages still holds."""
+    _, table = make_table()
+    row, other = table.admit(), table.admit()
+    seen = [table.changes([row, other])]
+    for change in (
+        lambda: table.extend(row, 1),
+        lambda: table.extend_each([other]),
+        lambda: table.extend(row, 4),
+        lambda: table.truncate(row, 4),
+        lambda: table.admit(table.pages(row), 4),
+        lambda: table.release(row),
+    ):
+        change()
+        seen.append(table.changes([row, other]))
+    assert seen == [[0, 0], [1, 0], [1, 1], [2, 1], [3, 1], [3, 1], [4, 1]]
+    table.extend_each([other])
+    table.extend(other, 2)
+    assert table.changes([other]) == [1], "there was room"
+
+
+def test_a_copied_page_is_a_change() -> None:
+    _, table = make_table()
+    row = table.admit()
+    table.extend(row, 3)
+    fork = table.admit(table.pages(row), 3)
+    before = table.changes([row])
+    assert table.extend_each([row]) and table.changes([row]) != before and table.length(fork) == 3
+
+
 def test_lengths_are_on_the_cpu_whatever_the_device() -> None:
     table = SlotTable(PageAllocator(8), page_size=4, max_requests=4, max_pages=4, device="meta")
     rows = [table.admit(), table.admit()]

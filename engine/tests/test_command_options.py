@@ -56,6 +56,7 @@ RUN: dict[str, Any] = {
     "speculative_num_steps": 2,
     "speculative_topk": 3,
     "speculative_num_draft_tokens": 5,
+    "plan_stream": True,
 }
 ALONE = {"cuda_graph_batch_sizes": (1, 2)}
 """What cannot be given beside another one of these."""
@@ -111,7 +112,7 @@ def test_every_option_of_run_reaches_the_engine_or_the_sampling(attnplug: Attnpl
         "--enable-two-batch-overlap",
         *("--disable-cuda-graph", "--draft-attention-backend", "five", "--speculative-algorithm", "standalone"),
         *("--speculative-draft-model", "small", "--speculative-num-steps", "2", "--speculative-topk", "3"),
-        *("--speculative-num-draft-tokens", "5"),
+        *("--speculative-num-draft-tokens", "5", "--enable-plan-stream"),
     )
     assert "nothing runs" in outcome.err
     (engine,) = spies

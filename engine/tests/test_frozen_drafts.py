@@ -9,6 +9,7 @@ import draft_math as math
 import pytest
 import torch
 from coached_drafts import Coach, caches, params, tokens
+from device_native import on_device_lengths
 from draft_checkpoints import VOCAB, random_tensors, save, shapes_of_assistant
 from refilled_native import RefilledNative, build, captured
 from thread_ranks import in_ranks
@@ -18,6 +19,7 @@ from attnplug import ForwardMode
 from attnplug.host import ModelConfigError, PageCopy
 from attnplug_engine import Engine
 from attnplug_engine.checkpoint import UnusedTensors
+from attnplug_engine.speculation.batches import EagerBatches
 from attnplug_engine.speculation.draft_runner import DraftRunner
 from attnplug_engine.speculation.drafts import DraftError
 from attnplug_engine.speculation.frozen import FrozenDrafter
@@ -117,6 +119,29 @@ def test_captured_rounds_give_the_same_tokens(fill, assistants, monkeypatch):
     one = captured(drafting(LLAMA, folder, overlap=True), (1, 2, 4))
     assert tokens(one, PROMPTS, params(PROMPTS, 24)) == plain(LLAMA)
     assert one.statistics.replayed_steps > 3 and one.statistics.rounds.acceptance > 0.5
+
+
+def test_with_a_plan_stream_its_one_plan_is_made_ahead_of_each_round(assistants, monkeypatch):
+    """B2: by the assistant's backend once, however many its steps are, and by the target's once."""
+    expected = plain(LLAMA)
+    on_device_lengths(monkeypatch)
+    one, ahead, plan_ahead = (
+        drafting(LLAMA, assistants()[0], plan_stream=True, page_size=64),
+        [],
+        EagerBatches.plan_ahead,
+    )
+
+    def planned(*given: Any) -> Any:
+        found = plan_ahead(*given)
+        ahead.extend(str(one.batch.forward_mode) for one in found)
+        return found
+
+    monkeypatch.setattr(EagerBatches, "plan_ahead", planned)
+    assert tokens(one, PROMPTS, params(PROMPTS, 24)) == expected
+    rounds, target, draft = one.statistics.rounds.timed, one.runner.backend.seen, one.rounds.draft.backend.seen
+    assert ahead.count("decode") == rounds and 0 < ahead.count("target_verify") < rounds
+    assert draft == ["decode"] * (rounds + 1), "one after the prefill"
+    assert target.count("target_verify") == rounds
 
 
 def test_ranks_give_the_same_tokens(assistants):

@@ -106,6 +106,11 @@ def _add_speculation(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="rows of a prompt that are verified at once (default: steps + 1, or steps × branches + 1)",
     )
+    parser.add_argument(
+        "--enable-plan-stream",
+        action="store_true",
+        help="plan rounds that no CUDA graph replays ahead of time, on a stream of its own",
+    )
 
 
 def run(parsed: argparse.Namespace) -> int:

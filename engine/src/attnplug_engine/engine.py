@@ -101,7 +101,7 @@ class Engine:
         if (speculation := options.speculation) is not None:
             built = prepared.build_draft(self.runner, speculation, serving, options.extend_policy)
             self.draft_selection, draft = (None, None) if built is None else built
-            self.rounds = RoundRunner(self.runner, draft, speculation)
+            self.rounds = RoundRunner(self.runner, draft, speculation, plan_stream=options.plan_stream)
         self.graphs = self._capture(on_capture)
         """What was captured."""
         if parallel.size > 1:

@@ -89,6 +89,7 @@ def _options(parsed: argparse.Namespace) -> EngineOptions:
         speculative_num_steps=parsed.speculative_num_steps,
         speculative_topk=parsed.speculative_topk,
         speculative_num_draft_tokens=parsed.speculative_num_draft_tokens,
+        plan_stream=parsed.enable_plan_stream,
     )
 
 
@@ -174,6 +175,9 @@ def _summary(engine: Engine, console: Console, render: Render) -> None:
     if counts.rounds is not None:
         console.print(f"speculation: {counts.rounds}")
         console.print(f"a round: {counts.rounds.times}")
+    if engine.rounds is not None and (names := engine.rounds.planned_in_order):
+        needing = " and ".join(dict.fromkeys(names))
+        console.print(f"plan stream: none, since {needing} plans by lengths on the host")
     if engine.runner.device.type == "cuda":
         console.print(f"CUDA graphs: {engine.graphs}")
         console.print(f"decode steps: {counts.replayed_steps} replayed, {counts.eager_steps} eager")

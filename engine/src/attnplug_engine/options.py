@@ -74,6 +74,8 @@ class EngineOptions:
     """Branches of a draft; with more than 1 it is a tree."""
     speculative_num_draft_tokens: int | None = None
     """Rows of a request that the target verifies at once, the newest token's included."""
+    plan_stream: bool = False
+    """Plan what comes next in a round on a side stream, in rounds that no CUDA graph replays."""
 
     def __post_init__(self) -> None:
         for name in ("dtype", "kv_dtype"):
@@ -90,9 +92,14 @@ class EngineOptions:
         _ = self.speculation  # says what is wrong with it
         if self.cuda_graph_batch_sizes is not None:
             self._check_graphs(self.cuda_graph_batch_sizes)
-        for name in ("disable_cuda_graph", "two_batch_overlap"):
+        for name in ("disable_cuda_graph", "two_batch_overlap", "plan_stream"):
             if not isinstance(value := getattr(self, name), bool):
                 raise UsageError(f"`{name}` {show(value)} is not allowed; give True or False", settings=[name])
+        if self.plan_stream and self.speculative_algorithm is None:
+            raise UsageError(
+                "`plan_stream` plans rounds ahead, and there are none without `speculative_algorithm`; leave it out",
+                settings=["plan_stream", "speculative_algorithm"],
+            )
         if self.overlap is not None and not isinstance(self.overlap, bool):
             raise UsageError(
                 f"`overlap` {show(self.overlap)} is not allowed; give True, False, or None to choose by the device",

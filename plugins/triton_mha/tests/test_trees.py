@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from attnplug import DType, ForwardMode
+from attnplug.host import plan_forward
 from attnplug_triton_mha.configurations import ENTRIES, Configuration
 from interpreted_mha import TOLERANCE, build, check, on, scene
 from support.devices import DEVICES, nothing_waits
@@ -47,6 +48,20 @@ def trees(rows: int, prefixes: tuple[int, ...] = (0, 37, 64), **changes: Any) ->
 def test_every_request_has_a_tree_of_its_own(rows, cut, changes, device):
     """C4; whole pages, parts of pages and no prefix at all; NaN in every row that must not be read."""
     check(trees(rows, **changes), device, lambda *_: cut)
+
+
+@on_every_device
+def test_a_tree_may_be_written_after_its_plan(device):
+    """A plan is made while the draft still grows the tree."""
+    stage = scene(trees(7, exact_lengths=False), device, lambda *_: LOW)
+    batch = stage.batch()
+    tree = batch.geometry.tree
+    bits = tree.clone()
+    tree.zero_()
+    plan_forward(stage.backend, batch)
+    tree.copy_(bits)
+    for mine, wanted in zip(stage.run(batch), stage.wanted(), strict=True):
+        assert relative_error(mine, wanted) <= TOLERANCE[stage.case.dtype]
 
 
 @pytest.mark.parametrize("cut", [LOW, SINGLE, TALL], ids=["low", "single", "tall"])

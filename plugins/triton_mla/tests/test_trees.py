@@ -60,6 +60,20 @@ def test_an_fp8_cache(device):
     assert relative_error(out, wanted) <= 5e-3 and relative_error(lse, wanted_lse) <= 5e-3
 
 
+@on_every_device
+def test_a_tree_may_be_written_after_its_plan(device):
+    """A plan is made while the draft still grows the tree."""
+    stage = scene(trees(7, exact_lengths=False), device)
+    batch = stage.batch()
+    tree = batch.geometry.tree
+    bits = tree.clone()
+    tree.zero_()
+    plan_forward(stage.backend, batch)
+    tree.copy_(bits)
+    for mine, wanted in zip(stage.absorbed(batch), stage.wanted_absorbed(), strict=True):
+        assert relative_error(mine, wanted) <= TOLERANCE[stage.case.dtype]
+
+
 def test_a_chain_is_a_causal_batch():
     """Bit for bit: the same kernel, and steps are where they were."""
     tree, causal = scene(trees(6, trees=(chain(6),) * 3), "cpu"), scene(trees(6, trees=None), "cpu")

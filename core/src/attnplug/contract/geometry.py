@@ -80,7 +80,8 @@ class Geometry:
     new row j, which is row i itself or an ancestor. Parents precede children: bits j > i are zero. All new rows see all
     rows before them. ``None`` is a chain: each new row sees those before it. Only for a verify without ``new_lens``, of
     at most 64 rows a request, by backends that claim ``trees``. A captured batch has it in static memory, as it has its
-    lengths."""
+    lengths. A backend that needs no exact lengths on the host reads it when the batch runs, not when it is planned: a
+    plan may be made before the draft has grown the tree, which is then written into this memory."""
     step: int = split_by("shared", default=0)
     """Which step of a draft this is. Captured plans of one shape are kept apart by it. Steps run one after the other
     and share their lane's memory, so each is refilled before it runs."""

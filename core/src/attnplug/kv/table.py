@@ -50,6 +50,7 @@ class SlotTable:
         self._page_table = np.frombuffer(self._entries, np.int32).reshape(max_requests + 1, max_pages)
         self._mirror: Tensor | None = None
         self._changed: dict[int, int] = {}  # entries that the mirror does not have yet
+        self._changes = [0] * max_requests
 
     @property
     def page_size(self) -> int:
@@ -62,6 +63,10 @@ class SlotTable:
     @property
     def max_pages(self) -> int:
         return self._max_pages
+
+    @property
+    def device(self) -> torch.device:
+        return self._device
 
     def admit(self, shared_pages: Sequence[int] = (), length: int = 0) -> int:
         """A row for a new request whose first ``length`` tokens are already in ``shared_pages``.
@@ -164,6 +169,10 @@ class SlotTable:
         first = row * self._max_pages
         return tuple(self._entries[first : first + self._pages_for(self.length(row))])
 
+    def changes(self, rows: Sequence[int]) -> list[int]:
+        """How often the pages of each row have changed. A plan made over them holds as long as this stays the same."""
+        return [self._changes[row] for row in rows]
+
     def lengths_cpu(self, rows: Sequence[int]) -> Tensor:
         """Lengths ``[rows]`` int32 on the CPU, without asking the device."""
         return torch.from_numpy(np.array(self._lengths_of(rows), np.int32))
@@ -225,6 +234,7 @@ class SlotTable:
         return self._entries[row * self._max_pages + number]
 
     def _write(self, row: int, first: int, pages: Sequence[int]) -> None:
+        self._changes[row] += bool(pages)
         self._page_table[row, first : first + len(pages)] = pages
         if self._mirror is not None and not self._mirror.is_cpu:
             start = row * self._max_pages + first

@@ -13,7 +13,7 @@ from attnplug import ForwardBatch, ForwardMode, Geometry, to_device
 from attnplug.host import HostLengths, SlotTable
 from attnplug_engine.request import Request, StepEntry
 from attnplug_engine.speculation.accept import Accepted
-from attnplug_engine.speculation.batches import Batches
+from attnplug_engine.speculation.batches import Batches, Shape
 from attnplug_engine.speculation.draft_runner import DraftRunner
 from attnplug_engine.speculation.drafts import NOTHING, Takes
 from attnplug_engine.speculation.ngram import History
@@ -28,6 +28,10 @@ class Drafter(Protocol):
     """The target's hidden states that it needs."""
     ahead: int
     """On how many tokens after its own a row of its cache depends."""
+    extends: Sequence[Shape]
+    """The batches that ``catch_up`` makes, by the lengths that the round found."""
+    further: Sequence[Shape]
+    """The batches that ``look_ahead`` makes, by its lengths."""
 
     def after_prefill(
         self,
@@ -60,6 +64,8 @@ class NgramDrafter:
 
     takes = NOTHING
     ahead = 0
+    extends: Sequence[Shape] = ()
+    further: Sequence[Shape] = ()
 
     def __init__(self, speculation: Speculation, rows: int, context: int, device: torch.device) -> None:
         self._steps, self._topk = speculation.steps, speculation.topk
@@ -114,6 +120,17 @@ class ModelDrafter:
         self.ahead = runner.model.models if self._fed else 0
         self._numbers = torch.arange(self._shift, self._shift + max(self._nodes, self._steps), device=runner.device)
         """``[N or steps]``: positions of a draft's rows after the rows that are committed."""
+        self.extends: Sequence[Shape] = (Shape(ForwardMode.DRAFT_EXTEND, self._nodes, self._shift + self._nodes),)
+        self.further: Sequence[Shape] = self._further()
+
+    def _further(self) -> Sequence[Shape]:
+        shift, topk = self._shift, self._topk
+        if topk == 1:
+            return [Shape(ForwardMode.DECODE, 1, shift + 1 + step, step=step) for step in range(self._steps - 1)]
+        return [
+            Shape(ForwardMode.TARGET_VERIFY, step * topk, shift + step * topk, trees=True, step=step)
+            for step in range(1, self._steps)
+        ]
 
     def after_prefill(
         self,

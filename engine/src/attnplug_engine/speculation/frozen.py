@@ -11,7 +11,7 @@ from torch import Tensor
 from attnplug import ForwardMode, to_device
 from attnplug_engine.request import StepEntry
 from attnplug_engine.speculation.accept import Accepted
-from attnplug_engine.speculation.batches import Batches
+from attnplug_engine.speculation.batches import Batches, Shape
 from attnplug_engine.speculation.draft_runner import DraftRunner
 from attnplug_engine.speculation.drafters import newest_rows
 from attnplug_engine.speculation.options import Speculation
@@ -27,6 +27,8 @@ class FrozenDrafter:
     """
 
     ahead = 0
+    extends: Sequence[Shape] = ()
+    further: Sequence[Shape] = (Shape(ForwardMode.DECODE, 1, 0),)
 
     def __init__(self, runner: DraftRunner, speculation: Speculation, tokens: Tensor) -> None:
         """``tokens`` are the requests' newest, by row of the slot table."""

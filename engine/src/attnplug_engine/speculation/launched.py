@@ -17,12 +17,16 @@ class Brought:
     """What some requests get of the device: the first ``counts [requests]`` of their ``tokens [requests, most]``.
 
     The copy to the host is asked for here, before whatever the device does next. ``logits [requests * most, vocab]``
-    are those by which the tokens were chosen.
+    are those by which the tokens were chosen. ``lengths [requests]`` are the cache rows that are committed then.
     """
 
-    def __init__(self, requests: Sequence[Request], tokens: Tensor, counts: Tensor, logits: Tensor) -> None:
+    def __init__(
+        self, requests: Sequence[Request], tokens: Tensor, counts: Tensor, logits: Tensor, lengths: Tensor
+    ) -> None:
         self._requests = requests
-        self._tokens = to_host(torch.cat([counts.unsqueeze(1), tokens], 1))
+        self._numbers = to_host(torch.cat([lengths.unsqueeze(1), counts.unsqueeze(1), tokens], 1))
+        self.committed: list[int] | None = None
+        """``lengths``, once the host has read the tokens."""
         self._asking: list[Request] = []
         self._logprobs: Logprobs | None = None
         most = tokens.shape[1]
@@ -41,7 +45,9 @@ class Brought:
         """Of each request. Waits."""
         if self._done is not None:
             self._done.synchronize()
-        return [row[1 : 1 + row[0]] for row in self._tokens.tolist()]
+        numbers = self._numbers.tolist()
+        self.committed = [row[0] for row in numbers]
+        return [row[2 : 2 + row[1]] for row in numbers]
 
     def logprobs(self) -> dict[int, list[TokenLogprobs]]:
         """By request id, for those that ask: of each new token, and of none past them. Call it after ``tokens``."""

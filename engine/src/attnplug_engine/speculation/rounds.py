@@ -9,21 +9,25 @@ import torch
 from torch import Tensor
 
 from attnplug import ForwardBatch, ForwardMode, to_device
+from attnplug.host import ModelAttention
 from attnplug_engine.capture import Capture
 from attnplug_engine.capture_check import CaptureCheck
 from attnplug_engine.request import Step, StepEntry
 from attnplug_engine.runner import ModelRunner, Phase
 from attnplug_engine.sampler import sample
 from attnplug_engine.speculation.accept import Accepted, accept_and_commit, moves
-from attnplug_engine.speculation.batches import Batches, EagerBatches
+from attnplug_engine.speculation.batches import Batches, EagerBatches, Shapes
 from attnplug_engine.speculation.draft_runner import DraftRunner, needs_lengths
 from attnplug_engine.speculation.drafters import Drafter, ModelDrafter, NgramDrafter
 from attnplug_engine.speculation.frozen import FrozenDrafter
 from attnplug_engine.speculation.launched import Brought, LaunchedRounds
+from attnplug_engine.speculation.next_verify import NextVerify
 from attnplug_engine.speculation.options import Speculation
+from attnplug_engine.speculation.plan_stream import PlanStream
 from attnplug_engine.speculation.round_graphs import CapturedRound, RoundGraphs
 from attnplug_engine.speculation.state import Members, RoundState
 from attnplug_engine.speculation.timing import Timing
+from attnplug_engine.speculation.verify_rows import VerifyRows
 from attnplug_engine.speculation.window import WindowDrafter
 
 
@@ -33,6 +37,8 @@ class Verified:
 
     lengths: Tensor
     """``[requests]``: rows that were committed before."""
+    committed: Tensor
+    """``[requests]``: rows that are committed now."""
     accepted: Accepted
     hidden: Tensor | None
     """``[requests * N, width]``: what the draft takes of the target."""
@@ -53,9 +59,15 @@ class RoundRunner:
 
     A round is verify, accept, draft; nothing of it waits for the device. What the draft proposes stays there for the
     next round. A step with prefills runs its round first, then the extend, which ends with a draft, too.
+
+    With a ``plan_stream`` the batches of eager rounds are planned ahead: the draft's extend before verify runs, the
+    draft's further steps and the next round's verify before the draft's extend runs. There is none if a backend needs
+    exact lengths on the host: to plan is to wait for the device then.
     """
 
-    def __init__(self, runner: ModelRunner, draft: DraftRunner | None, speculation: Speculation) -> None:
+    def __init__(
+        self, runner: ModelRunner, draft: DraftRunner | None, speculation: Speculation, *, plan_stream: bool = False
+    ) -> None:
         self.runner, self.draft, self.speculation = runner, draft, speculation
         self._nodes = speculation.nodes
         self.state = RoundState(runner.tokens, speculation.nodes, trees=speculation.topk > 1)
@@ -73,6 +85,16 @@ class RoundRunner:
         self.graphs: RoundGraphs | None = None
         self._verified: dict[int, _Found] = {}
         self._exact = needs_lengths(runner.backend, runner.pools)
+        self.plan_stream: PlanStream | None = None
+        self.planned_in_order: list[str] = []
+        """The backends for which there is no plan stream, although one was asked for."""
+        if plan_stream:
+            exact = [runner.backend] * self._exact + ([draft.backend] if draft is not None and draft.exact else [])
+            self.planned_in_order = [backend.backend_id.name for backend in exact]
+            self.plan_stream = None if exact else PlanStream(runner.device)
+        self._extends = Shapes(self.drafter.extends, runner.device)
+        self._further = Shapes(self.drafter.further, runner.device)
+        self._next_verify = NextVerify(speculation, runner.table)
 
     # Capturing
 
@@ -125,7 +147,7 @@ class RoundRunner:
         found = self._verified[captured.size] = _Found()
 
         def verify() -> None:
-            found.verified = self.verify(captured.target)
+            found.verified = self.verify(captured.target, captured.members.verify_rows(self.state))
 
         def extend() -> None:
             assert found.verified is not None
@@ -147,6 +169,7 @@ class RoundRunner:
             self.runner.pools.copy_pages(step.copies)
             if self.draft is not None:
                 self.draft.copy_pages(step.copies)
+        self._join()
         parts: list[Brought] = []
         timing = captured = None
         if step.rounds:
@@ -154,6 +177,7 @@ class RoundRunner:
             captured = None if self.graphs is None else self.graphs.fitting(step.rounds)
             parts.append(self._round(step, timing) if captured is None else self._replay(captured, step, timing))
         if step.rounds < len(step.entries):
+            self._join()
             parts.append(self._prefill(step))
         states = self.runner.pools.linear
         if step.snapshots and states is not None:
@@ -161,13 +185,25 @@ class RoundRunner:
                 states.copy(source, target)
         return LaunchedRounds(parts, timing, replayed=captured is not None)
 
+    def _join(self) -> None:
+        """What is planned in order may take memory that was made on the plan stream: not before that is done."""
+        if self.plan_stream is not None:
+            self.plan_stream.join()
+
     def _round(self, step: Step, timing: Timing) -> Brought:
         entries, rows = step.entries[: step.rounds], step.rows[: step.rounds]
-        members = self._members(entries, rows, step.state_slots[: step.rounds])
-        verified = self.verify(self._eager(members))
+        slots = step.state_slots[: step.rounds]
+        members = self._members(entries, rows, slots)
+        target, batches = self._eager(members), self._draft_batches(members)
+        found = members.verify_rows(self.state)
+        target.adopt(self._next_verify.take(entries, rows, slots, members.longest))
+        batches.adopt(batches.plan_ahead(self._extends, found.lengths))
+        verified = self.verify(target, found)
         timing.mark()
         brought = self._brought(entries, verified)
-        batches = self._draft_batches(members)
+        batches.adopt(batches.plan_ahead(self._further, verified.committed))
+        if not any(entry.sampled for entry in step.entries[step.rounds :]):  # or the next round has more members
+            self._next_verify.plan(target, entries, rows, slots, verified.committed, brought)
         newest = self._catch_up(batches, verified)
         timing.mark()
         self._look_ahead(batches, newest, verified)
@@ -176,6 +212,7 @@ class RoundRunner:
 
     def _replay(self, captured: CapturedRound, step: Step, timing: Timing) -> Brought:
         assert self.graphs is not None
+        self._next_verify.drop()
         entries, slots = step.entries[: step.rounds], step.state_slots[: step.rounds]
         self.graphs.begin(captured, entries, step.rows[: step.rounds], slots, self.runner.sampler.seed_of)
         verify, *drafting = captured.parts
@@ -196,12 +233,11 @@ class RoundRunner:
             first = torch.arange(0, logits.shape[0], self._nodes, device=logits.device)
             logits = logits.index_select(0, (accepted.path + first.unsqueeze(1)).flatten())
         count = len(requests)
-        return Brought(requests, accepted.tokens[:count], accepted.counts[:count], logits)
+        return Brought(requests, accepted.tokens[:count], accepted.counts[:count], logits, verified.committed[:count])
 
-    def verify(self, batches: Batches) -> Verified:
+    def verify(self, batches: Batches, rows: VerifyRows) -> Verified:
         """Run the target over all nodes of the members, and take what it chose."""
         members, state, nodes = batches.members, self.state, self._nodes
-        rows = members.verify_rows(state)
         positions = rows.positions.view(-1, nodes)
         batch = batches.make(ForwardMode.TARGET_VERIFY, rows.seq_lens, positions, tree=rows.tree)
         batch.input_ids = rows.ids
@@ -214,14 +250,14 @@ class RoundRunner:
             slots = batch.geometry.new_slots().view(-1, nodes)
             self.runner.pools.move_rows(*moves(accepted, slots))
         self.runner.attention.commit_states(batch, accepted.counts)
-        return Verified(rows.lengths, accepted, taken, logits)
+        return Verified(rows.lengths, rows.lengths + accepted.counts, accepted, taken, logits)
 
     def _catch_up(self, batches: Batches, verified: Verified) -> Tensor | None:
         return self.drafter.catch_up(batches, verified.lengths, verified.accepted, verified.hidden)
 
     def _look_ahead(self, batches: Batches, newest: Tensor | None, verified: Verified) -> None:
         """Have the drafter propose for the members' next round."""
-        proposal = self.drafter.look_ahead(batches, newest, verified.lengths + verified.accepted.counts)
+        proposal = self.drafter.look_ahead(batches, newest, verified.committed)
         self.state.propose(batches.members.rows, proposal)
 
     def _target(self, batch: ForwardBatch) -> tuple[Tensor, Tensor | None]:
@@ -249,14 +285,17 @@ class RoundRunner:
         entries = [entry for entry in part.entries if entry.sampled]
         rows = [row for row, entry in zip(part.rows, part.entries, strict=True) if entry.sampled]
         ended, sampled = None, runner.tokens[:0]
-        logits = hidden[:0]
+        logits, committed = hidden[:0], sampled
         if entries:
+            self._next_verify.drop()
             members = self._members(entries, rows, (), prefilled=True)
             ended = self._draft_batches(members)
             logits = runner.model.logits(hidden.index_select(0, to_device(part.sampled_rows, runner.device)))
             sampled = sample(logits, members.sampled(members.places(members.committed - 1)[0]))
-            self.state.commit(members.rows, members.committed, sampled)
-        brought = Brought([entry.request for entry in entries], sampled.unsqueeze(1), torch.ones_like(sampled), logits)
+            committed = members.committed
+            self.state.commit(members.rows, committed, sampled)
+        requests, one = [entry.request for entry in entries], torch.ones_like(sampled)
+        brought = Brought(requests, sampled.unsqueeze(1), one, logits, committed)
         proposal = self.drafter.after_prefill(part.entries, part.rows, batch.geometry.page_table, taken, ended, sampled)
         if ended is not None and proposal is not None:
             self.state.propose(ended.members.rows, proposal)
@@ -272,12 +311,16 @@ class RoundRunner:
         longest = max(runner.table.lengths_cpu(rows).tolist())
         return Members.of(entries, rows, page_table, longest, runner.sampler.seed_of, slots, prefilled=prefilled)
 
-    def _eager(self, members: Members) -> Batches:
+    def _eager(self, members: Members) -> EagerBatches:
         runner = self.runner
-        return EagerBatches(runner.attention, members, runner.capacity.page_size, exact=self._exact)
+        return self._batches(runner.attention, members, exact=self._exact)
 
-    def _draft_batches(self, members: Members) -> Batches:
+    def _draft_batches(self, members: Members) -> EagerBatches:
         draft = self.draft
         if draft is None:
             return self._eager(members)
-        return EagerBatches(draft.attention, members, draft.capacity.page_size, exact=draft.exact)
+        return self._batches(draft.attention, members, exact=draft.exact)
+
+    def _batches(self, attention: ModelAttention, members: Members, *, exact: bool) -> EagerBatches:
+        page_size = self.runner.capacity.page_size
+        return EagerBatches(attention, members, page_size, exact=exact, stream=self.plan_stream)

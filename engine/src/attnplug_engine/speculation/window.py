@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from attnplug import to_device
 from attnplug_engine.request import StepEntry
 from attnplug_engine.speculation.accept import Accepted
-from attnplug_engine.speculation.batches import Batches
+from attnplug_engine.speculation.batches import Batches, Shape
 from attnplug_engine.speculation.drafters import ModelDrafter, newest_rows
 from attnplug_engine.speculation.tree import Proposal
 
@@ -29,6 +29,9 @@ class WindowDrafter(ModelDrafter):
     Rows before the window are left as they are. The last of them hold tokens that were drafted, even where the target
     chose others: what is proposed may be worse for it, and what is accepted of it is right all the same.
     """
+
+    def _further(self) -> Sequence[Shape]:
+        return ()  # all steps run when it catches up
 
     def after_prefill(
         self,
@@ -72,7 +75,7 @@ class WindowDrafter(ModelDrafter):
 
     def look_ahead(self, batches: Batches, newest: Tensor | None, lengths: Tensor) -> Proposal:
         assert newest is not None
-        return Proposal(newest)  # all steps ran when it caught up
+        return Proposal(newest)
 
 
 def _following(entry: StepEntry, step: int) -> int:
