@@ -61,6 +61,12 @@ def test_a_backend_for_drafts_without_speculation_is_told_what_turns_it_on(attnp
     )
 
 
+def test_branches_without_tokens_are_refused_by_explain_too(attnplug: Attnplug):
+    outcome = attnplug("explain", "--model", "tiny:llama", "--device", "cpu", "--speculative-topk", "2")
+    assert outcome.code == 2
+    assert outcome.err.startswith("error: --speculative-topk 2 is given, but speculation is off (--speculative-tokens")
+
+
 def test_a_draft_may_be_given_as_a_path(tmp_path):
     (tmp_path / "config.json").write_text(_CONFIG)
     settings: dict[str, Any] = {"speculative_algorithm": "standalone", "speculative_draft_model": Path(tmp_path)}
