@@ -12,6 +12,8 @@ from torch import Tensor
 
 from attnplug.host import SlotTable
 from attnplug_engine import Engine, SamplingParams
+from attnplug_engine.request import PENDING, StepEntry
+from attnplug_engine.speculation.round_inputs import RoundInputs
 
 LLAMA = "tiny:llama"
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11]]
@@ -51,3 +53,37 @@ def test_a_replay_finds_the_pages_of_the_step(refilled, monkeypatch):
     one = captured(standalone(), (1, 4))
     assert tokens(one) == tokens(engine())
     assert one.statistics.replayed_steps and one.statistics.rounds.acceptance == 1
+
+
+def test_n_grams_are_looked_for_in_what_the_prefix_cache_supplied():
+    """The row was another request's before, and no step runs the tokens of a hit."""
+    one = engine(speculative_algorithm="ngram", max_batch=1, overlap=False)
+    prompt = list(range(20, 41))
+    one.generate([prompt], SamplingParams(1))
+    history = one.rounds.drafter._history.tokens
+    history.fill_(-7)
+    request = one.add(prompt, SamplingParams(9))
+    one.step()
+    assert request.cached_tokens == 20
+    assert history[request.row, :22].tolist() == [*prompt, *request.output]
+
+
+def test_the_inputs_of_a_replay_are_those_of_its_requests_and_of_nobody_after_them():
+    one = engine(speculative_algorithm="ngram", overlap=False)
+    inputs, table = RoundInputs(4, 9, torch.device("cpu")), torch.zeros(4, 2, dtype=torch.int32)
+    members = inputs.members(4, table, 64, has_states=True)
+    fields = (members.rows, members.known, members.committed, members.prompts, members.state_slots)
+    several = [one.add(prompt, SamplingParams(4, seed=5 + n)) for n, prompt in enumerate(PROMPTS)]
+    entries = [StepEntry(request, 30 + n, (PENDING if n == 1 else 7,), True) for n, request in enumerate(several)]
+    seed_of = one.runner.sampler.seed_of
+    for chosen in ([0, 1, 2], [2, 1], [1, 2], [0]):  # each side of the host's memory has others before
+        inputs.fill([entries[n] for n in chosen], [n + 3 for n in chosen], [n + 5 for n in chosen], seed_of)
+        left = 4 - len(chosen)
+        assert [field.tolist() for field in fields] == [
+            [n + 3 for n in chosen] + [9] * left,
+            [-1 if n == 1 else 7 for n in chosen] + [0] * left,
+            [n + 30 for n in chosen] + [0] * left,
+            [len(PROMPTS[n]) for n in chosen] + [0] * left,
+            [n + 5 for n in chosen] + [-1] * left,
+        ]
+        assert members.sampling.seed.tolist()[: len(chosen)] == [n + 5 for n in chosen]
