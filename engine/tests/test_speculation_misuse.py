@@ -61,6 +61,14 @@ def test_a_backend_for_drafts_without_speculation_is_told_what_turns_it_on(attnp
     )
 
 
+def test_too_few_pages_for_what_is_proposed_are_told_by_their_option(attnplug: Attnplug):
+    arguments = ("--model", "tiny:llama", "--prompt", "x", "--device", "cpu", "--num-pages", "2", "--page-size", "4")
+    outcome = attnplug("run", *arguments, "--max-tokens", "5", ALGORITHM, "ngram")
+    assert outcome.code == 1
+    assert "needs 4 pages for 1 prompt tokens and up to 5 new ones with room for 8 proposed" in outcome.err
+    assert outcome.err.rstrip().endswith("lower its max_tokens, or give more --num-pages")
+
+
 def test_branches_without_tokens_are_refused_by_explain_too(attnplug: Attnplug):
     outcome = attnplug("explain", "--model", "tiny:llama", "--device", "cpu", "--speculative-topk", "2")
     assert outcome.code == 2
