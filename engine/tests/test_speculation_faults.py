@@ -87,3 +87,10 @@ def test_the_inputs_of_a_replay_are_those_of_its_requests_and_of_nobody_after_th
             [n + 5 for n in chosen] + [-1] * left,
         ]
         assert members.sampling.seed.tolist()[: len(chosen)] == [n + 5 for n in chosen]
+
+
+def test_a_request_that_lost_its_pages_computes_all_its_tokens_before_its_next_round():
+    """In chunks, beside the rounds of others."""
+    one = engine(speculative_algorithm="ngram", num_pages=22, chunked_prefill_size=3, max_batch=3, prefix_cache=False)
+    assert tokens(one, 40) == tokens(engine(), 40)
+    assert one.scheduler.preemptions

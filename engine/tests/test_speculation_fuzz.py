@@ -71,10 +71,10 @@ def draw(seed: int) -> Play:
     least = -(-(CONTEXT + spare) // size)
     settings |= {
         "page_size": size,
-        "num_pages": least + random.choice((0, 1, least // 2, 3 * least, 10 * least)),
+        "num_pages": least + random.choice((0, 0, 1, least // 2, 3 * least)),
         "max_batch": random.choice((1, 2, 4, 7)),
         "chunked_prefill_size": random.choice((-1, 1, 3, 8, 64)),
-        "prefix_cache": random.random() < 0.7,
+        "prefix_cache": random.random() < 0.5,
         "overlap": random.random() < 0.6,
         "two_batch_overlap": random.random() < 0.3,
         "context_length": CONTEXT,
@@ -159,7 +159,7 @@ def _load(random: Random, play: Play) -> None:
         play.prompts.append(prompt)
         play.each.append(
             SamplingParams(
-                random.choice((1, 2, random.randint(1, 30))),
+                random.choice((1, random.randint(1, 30), random.randint(20, 40))),
                 temperature=0.8 if draws else 0.0,
                 top_k=random.choice((0, 20)),
                 top_p=random.choice((1.0, 0.9)),
