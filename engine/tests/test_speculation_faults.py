@@ -16,6 +16,7 @@ from attnplug_engine.request import PENDING, StepEntry
 from attnplug_engine.speculation.round_inputs import RoundInputs
 
 LLAMA = "tiny:llama"
+NGRAM: dict[str, Any] = {"speculative_algorithm": "ngram"}
 PROMPTS = [[1, 2, 3], [4, 5, 6, 7, 8, 9, 10], [11]]
 
 
@@ -57,7 +58,7 @@ def test_a_replay_finds_the_pages_of_the_step(refilled, monkeypatch):
 
 def test_n_grams_are_looked_for_in_what_the_prefix_cache_supplied():
     """The row was another request's before, and no step runs the tokens of a hit."""
-    one = engine(speculative_algorithm="ngram", max_batch=1, overlap=False)
+    one = engine(**NGRAM, max_batch=1, overlap=False)
     prompt = list(range(20, 41))
     one.generate([prompt], SamplingParams(1))
     history = one.rounds.drafter._history.tokens
@@ -69,7 +70,7 @@ def test_n_grams_are_looked_for_in_what_the_prefix_cache_supplied():
 
 
 def test_the_inputs_of_a_replay_are_those_of_its_requests_and_of_nobody_after_them():
-    one = engine(speculative_algorithm="ngram", overlap=False)
+    one = engine(**NGRAM, overlap=False)
     inputs, table = RoundInputs(4, 9, torch.device("cpu")), torch.zeros(4, 2, dtype=torch.int32)
     members = inputs.members(4, table, 64, has_states=True)
     fields = (members.rows, members.known, members.committed, members.prompts, members.state_slots)
@@ -94,3 +95,14 @@ def test_a_request_that_lost_its_pages_computes_all_its_tokens_before_its_next_r
     one = engine(speculative_algorithm="ngram", num_pages=22, chunked_prefill_size=3, max_batch=3, prefix_cache=False)
     assert tokens(one, 40) == tokens(engine(), 40)
     assert one.scheduler.preemptions
+
+
+def test_a_prefill_beside_a_round_has_linear_states_of_its_own():
+    one, other = (Engine("tiny:qwen3_next", device="cpu", ignore_eos=True, **more) for more in (NGRAM, {}))
+    wanted = [completion.token_ids for completion in other.generate(PROMPTS[:2], SamplingParams(9))]
+    requests = [one.add(PROMPTS[0], SamplingParams(9))]
+    one.step()
+    requests.append(one.add(PROMPTS[1], SamplingParams(9)))
+    while one.step() is not None:
+        pass
+    assert [request.output for request in requests] == wanted
