@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -66,7 +67,7 @@ class EngineOptions:
     speculative_algorithm: str | None = None
     """Where proposed tokens come from: ``mtp``, ``eagle``, ``eagle3``, ``standalone`` or ``ngram``. ``None``: none are
     proposed."""
-    speculative_draft_model: str | None = None
+    speculative_draft_model: str | os.PathLike[str] | None = None
     """The draft's checkpoint, where it has one of its own."""
     speculative_num_steps: int | None = None
     """How many tokens deep a draft looks ahead."""

@@ -30,7 +30,7 @@ from attnplug_engine.pools import Capacity
 from attnplug_engine.runner import ModelRunner
 from attnplug_engine.speculation.choosing import DraftChoice, choose_draft, speculating, target_request
 from attnplug_engine.speculation.draft_runner import DraftRunner
-from attnplug_engine.speculation.drafts import DraftModel, load_draft
+from attnplug_engine.speculation.drafts import DraftModel, load_draft, naming_draft
 from attnplug_engine.speculation.options import Speculation
 
 
@@ -169,16 +169,17 @@ def prepare(
     )
     draft = None
     if speculation is not None and draft_choice is not None:
-        draft = load_draft(
-            speculation,
-            loaded,
-            model,
-            dtype=torch_dtype(dtype),
-            device=device,
-            parallel=parallel,
-            seed=options.seed,
-            random_weights=options.random_weights,
-        )
+        with naming_draft(speculation):
+            draft = load_draft(
+                speculation,
+                loaded,
+                model,
+                dtype=torch_dtype(dtype),
+                device=device,
+                parallel=parallel,
+                seed=options.seed,
+                random_weights=options.random_weights,
+            )
     return Prepared(
         loaded,
         device,

@@ -173,7 +173,8 @@ class Scheduler:
             raise PoolError(
                 f"request {request.id} needs {needed} pages for {prompt} prompt tokens and up to {length - prompt} "
                 f"new ones{proposed}, and there are {self._pool_pages} (of {self._page_size} tokens each); lower its "
-                f"max_tokens, or build the pool with more pages"
+                "max_tokens, or give more `num_pages`",
+                settings=["num_pages"],
             )
         request.max_length = length
         self._requests[request.id] = request

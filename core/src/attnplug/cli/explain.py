@@ -48,6 +48,11 @@ class ExplainOptions:
     def problem(self, model: ModelSpec) -> Problem:
         device, sm = where(self.device, self.sm)
         dtype = DType.parse(self.dtype, Setting.DTYPE) if self.dtype is not None else model_dtype(model)
+        if self.speculative_topk > 1 and not self.speculative_tokens:
+            raise UsageError(
+                f"--speculative-topk {self.speculative_topk} is given, but speculation is off (--speculative-tokens "
+                "turns it on); leave it out"
+            )
         return Problem(
             model=model,
             device=device,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from attnplug import GraphLevel, ModelSpec, Problem, Refusal, Role
 from attnplug.host import BackendRequest, Registry, UsageError, choose_importable, explain
-from attnplug_engine.speculation.drafts import draft_spec
+from attnplug_engine.speculation.drafts import draft_spec, naming_draft
 from attnplug_engine.speculation.options import ALGORITHM, TOPK, Speculation
 
 
@@ -47,6 +47,12 @@ def target_request(
 ) -> BackendRequest:
     """What was asked of the target alone; without speculation, all that was asked."""
     name = request.roles.get(Role.DRAFT)
+    if speculation is None and name is not None:
+        raise UsageError(
+            f"`{Role.DRAFT.setting}` {name} is given, but speculation is off; leave it out, or turn speculation on by "
+            f"`{ALGORITHM}`",
+            settings=[Role.DRAFT.setting, ALGORITHM],
+        )
     if speculation is None or (name is None and not request.options):
         return request
     if name is not None and not speculation.has_model:
@@ -71,7 +77,8 @@ def choose_draft(
     """The draft's backend, in the role draft; ``None`` if no model drafts. Raises SelectionError with every reason."""
     if not speculation.has_model:
         return None
-    spec = draft_spec(speculation, reference)
+    with naming_draft(speculation):
+        spec = draft_spec(speculation, reference)
     _refuse_states(spec, speculation)
     problem = replace(target, model=spec, is_draft=True, drafts_by_host=False)
     roles: dict[Role, str] = {role: name for role, name in request.roles.items() if role is Role.DRAFT}

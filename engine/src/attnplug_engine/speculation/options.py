@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -97,7 +98,11 @@ class Speculation:
 
 
 def read_speculation(
-    algorithm: str | None, draft_model: str | None, steps: int | None, topk: int | None, nodes: int | None
+    algorithm: str | None,
+    draft_model: str | os.PathLike[str] | None,
+    steps: int | None,
+    topk: int | None,
+    nodes: int | None,
 ) -> Speculation | None:
     """What a user's settings say; ``None`` if none was given."""
     if algorithm is None:
@@ -113,7 +118,8 @@ def read_speculation(
         _check_whole(NODES, nodes, 2, MOST_NODES, "rows to verify, the newest token's included,")
     if steps is None:
         steps = DEFAULT_STEPS if topk not in (None, 1) or nodes is None else nodes - 1
-    return Speculation(Algorithm(_algorithm(algorithm)), draft_model, steps, 1 if topk is None else topk, nodes or 0)
+    draft = os.fspath(draft_model) if isinstance(draft_model, os.PathLike) else draft_model
+    return Speculation(_algorithm(algorithm), draft, steps, 1 if topk is None else topk, nodes or 0)
 
 
 def _algorithm(value: object) -> Algorithm:
@@ -125,6 +131,11 @@ def _algorithm(value: object) -> Algorithm:
 
 
 def _check_draft(algorithm: Algorithm, draft_model: str | None) -> None:
+    if draft_model is not None and not isinstance(draft_model, str):
+        raise UsageError(
+            f"`{DRAFT_MODEL}` {show(draft_model)} is not allowed; give the folder of a checkpoint, or tiny:NAME",
+            settings=[DRAFT_MODEL],
+        )
     if algorithm is Algorithm.NGRAM and draft_model is not None:
         raise UsageError(
             f"`{DRAFT_MODEL}` {draft_model} is given, but `{ALGORITHM}` ngram has no model; leave it out",

@@ -192,7 +192,8 @@ def _taken(
             return taken, FinishReason.ERROR
         output.append(token)
         taken.append(token)
-        if token in request.params.stop_token_ids or (stops is not None and stops(request, token)):
+        completes = stops is not None and stops(request, token)  # of every token: it takes down the text
+        if completes or token in request.params.stop_token_ids:
             return taken, FinishReason.STOP
         if request.length >= request.max_length:
             return taken, FinishReason.LENGTH

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
 
 from attnplug import ModelSpec
-from attnplug.host import Config
+from attnplug.host import Config, UsageError
 from attnplug.host import load_model as load_spec
 from attnplug_engine.checkpoint import Checkpoint, WeightSource
 from attnplug_engine.models.architectures import LoadedModel, load_model, model_config, open_source, read_config
@@ -23,12 +26,23 @@ from attnplug_engine.speculation.drafts.eagle3 import Eagle3Draft
 from attnplug_engine.speculation.drafts.model import DraftError, DraftModel
 from attnplug_engine.speculation.drafts.prediction import build_prediction, prediction_spec
 from attnplug_engine.speculation.drafts.standalone import StandaloneDraft
-from attnplug_engine.speculation.options import Algorithm, Speculation
+from attnplug_engine.speculation.options import DRAFT_MODEL, Algorithm, Speculation
 
 _EAGLE_TYPE = "llama"
 _EAGLE_NORM = "hidden_norm.weight"
 _TOKEN_MAPS = ("d2t", "t2d")
 """Tensors of EAGLE-3 that are no weights."""
+
+
+@contextmanager
+def naming_draft(speculation: Speculation) -> Iterator[None]:
+    """Where a draft has a checkpoint of its own, say of what is wrong with it by which setting it was given."""
+    try:
+        yield
+    except UsageError as error:
+        if speculation.draft_model is not None and not error.settings:
+            error.settings = (DRAFT_MODEL,)
+        raise
 
 
 def draft_spec(speculation: Speculation, target_reference: str) -> ModelSpec:

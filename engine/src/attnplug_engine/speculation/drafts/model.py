@@ -15,7 +15,8 @@ class DraftError(UsageError):
     """A draft that does not fit what it is asked for: its algorithm, its checkpoint or its target."""
 
     def __init__(self, message: str, *settings: str) -> None:
-        super().__init__(message, settings=settings or (ALGORITHM, DRAFT_MODEL))
+        mentioned = [name for name in (ALGORITHM, DRAFT_MODEL) if f"`{name}`" in message]
+        super().__init__(message, settings=settings or mentioned or [DRAFT_MODEL])
 
 
 @dataclass(frozen=True, slots=True)

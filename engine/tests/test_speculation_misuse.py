@@ -1,0 +1,94 @@
+"""What is told to those who ask of speculation what cannot be: one message, by the name of the option at fault."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnplug import Role
+from attnplug.host import UsageError
+from attnplug_engine import Engine
+from attnplug_engine.options import EngineOptions
+from support.command import Attnplug
+
+ALGORITHM, DRAFT, NODES = "--speculative-algorithm", "--speculative-draft-model", "--speculative-num-draft-tokens"
+
+
+def told(attnplug: Attnplug, *arguments: str) -> str:
+    """What `run` says of a mistake, on one line."""
+    outcome = attnplug("run", "--model", "tiny:llama", "--prompt", "x", "--device", "cpu", *arguments)
+    (line,) = outcome.err.splitlines()
+    assert outcome.code == 2 and line.startswith("error: ")
+    return line.removeprefix("error: ")
+
+
+@pytest.mark.parametrize("value", ["-3", "1", "100"])
+def test_a_number_of_rows_is_refused_by_its_own_name(value, attnplug: Attnplug):
+    """And not as the number of steps that would follow from it."""
+    assert told(attnplug, ALGORITHM, "ngram", NODES, value).startswith(f"{NODES} {value} is not allowed; give rows to")
+
+
+def test_rows_that_are_no_number_are_a_mistake_of_the_user():
+    with pytest.raises(UsageError, match="speculative_num_draft_tokens '4' is not allowed"):
+        EngineOptions(speculative_algorithm="ngram", speculative_num_draft_tokens="4")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("algorithm", ["standalone", "eagle", "eagle3", "mtp"])
+def test_a_draft_that_is_not_there_is_told_by_its_option(algorithm, attnplug: Attnplug):
+    line = told(attnplug, ALGORITHM, algorithm, DRAFT, "/nowhere")
+    assert "/nowhere" in line and line.endswith(f"({DRAFT})")
+
+
+def test_a_draft_without_weights_is_told_by_its_option(tmp_path, attnplug: Attnplug):
+    (tmp_path / "config.json").write_text(_CONFIG)
+    line = told(attnplug, ALGORITHM, "standalone", DRAFT, str(tmp_path))
+    assert "has neither model.safetensors nor" in line and line.endswith(f"({DRAFT})")
+
+
+def test_a_draft_of_another_vocabulary_is_told_by_the_options_that_the_message_names(tmp_path, attnplug: Attnplug):
+    (tmp_path / "config.json").write_text(_CONFIG.replace('"vocab_size": 128', '"vocab_size": 96'))
+    line = told(attnplug, ALGORITHM, "standalone", DRAFT, str(tmp_path), "--random-weights")
+    assert "has a vocabulary of 96, and the target 'tiny:llama' one of 128" in line and line.endswith(DRAFT)
+
+
+def test_a_backend_for_drafts_without_speculation_is_told_what_turns_it_on(attnplug: Attnplug):
+    line = told(attnplug, "--draft-attention-backend", "torch_native")
+    assert line == (
+        "--draft-attention-backend torch_native is given, but speculation is off; leave it out, or turn speculation on "
+        f"by {ALGORITHM}"
+    )
+
+
+def test_too_few_pages_for_what_is_proposed_are_told_by_their_option(attnplug: Attnplug):
+    arguments = ("--model", "tiny:llama", "--prompt", "x", "--device", "cpu", "--num-pages", "2", "--page-size", "4")
+    outcome = attnplug("run", *arguments, "--max-tokens", "5", ALGORITHM, "ngram")
+    assert outcome.code == 1
+    assert "needs 4 pages for 1 prompt tokens and up to 5 new ones with room for 8 proposed" in outcome.err
+    assert outcome.err.rstrip().endswith("lower its max_tokens, or give more --num-pages")
+
+
+def test_branches_without_tokens_are_refused_by_explain_too(attnplug: Attnplug):
+    outcome = attnplug("explain", "--model", "tiny:llama", "--device", "cpu", "--speculative-topk", "2")
+    assert outcome.code == 2
+    assert outcome.err.startswith("error: --speculative-topk 2 is given, but speculation is off (--speculative-tokens")
+
+
+def test_a_draft_may_be_given_as_a_path(tmp_path):
+    (tmp_path / "config.json").write_text(_CONFIG)
+    settings: dict[str, Any] = {"speculative_algorithm": "standalone", "speculative_draft_model": Path(tmp_path)}
+    one = Engine("tiny:llama", device="cpu", random_weights=True, **settings)
+    assert one.draft_selection is not None and one.draft_selection.chosen(Role.DRAFT).spec.name == "torch_native"
+
+
+def test_a_draft_that_is_no_path_is_a_mistake_of_the_user():
+    with pytest.raises(UsageError, match="speculative_draft_model 5 is not allowed; give the folder"):
+        EngineOptions(speculative_algorithm="standalone", speculative_draft_model=5)  # type: ignore[arg-type]
+
+
+_CONFIG = """{
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128, "hidden_size": 64,
+    "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 4096, "rms_norm_eps": 1e-06, "hidden_act": "silu"
+}"""
