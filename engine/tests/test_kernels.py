@@ -310,7 +310,7 @@ class PretendAttention:
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         return v * (q * k).sum(-1, keepdim=True).tanh()
 
-    def attend_mla(self, q: Tensor, rows: Tensor, layer: Any, weights: Any, *_: object) -> Tensor:
+    def attend_mla(self, q: Tensor, rows: Tensor, layer: Any, weights: Any, *_: object, **_extras: object) -> Tensor:
         absorbed = weights.absorb(q)
         scores = (absorbed * rows.unsqueeze(1)).sum(-1, keepdim=True).tanh()
         return weights.project_back(scores * rows[:, None, : layer.mla.kv_lora_rank])

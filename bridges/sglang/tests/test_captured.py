@@ -30,7 +30,7 @@ def triton_attention() -> tuple[ModelAttention, dict[int, Any]]:
     spec = load_registry().get("triton_mha").spec
     own = context.for_backend(spec.name, spec.capabilities)
     small = Configuration(16, 16, 4, 2, programs=2, single=False, overlap=False)
-    backend = TritonMHABackend(own, choose=lambda rows, requests, heads: small, multiprocessors=2)
+    backend = TritonMHABackend(own, choose=lambda *_: small, multiprocessors=2)
     return ModelAttention(backend, context.pools), found
 
 
