@@ -177,7 +177,7 @@ def overhead(engine: Engine, batch: int, new: int) -> dict[str, float]:
     ``reduce`` is the sampler's pass over the logits and ``sample`` the rest of it; ``rest`` is what no other part has
     (the runner, the judge of plans, statistics, this clock); ``outside`` is all but the model.
     """
-    runner, scheduler, sampler = engine.runner, engine.scheduler, engine.sampler
+    runner, scheduler, sampler = engine.runner, engine.scheduler, engine.runner.sampler
     methods = {
         (engine, "step"): "step",
         (scheduler, "next_step"): "schedule",
