@@ -182,7 +182,7 @@ def overhead(engine: Engine, batch: int, new: int) -> dict[str, float]:
         (engine, "step"): "step",
         (scheduler, "next_step"): "schedule",
         (scheduler, "finish_step"): "schedule",
-        (runner, "_batch"): "batch",
+        (runner, "batch"): "batch",
         (runner.backend, "init_forward_metadata"): "plan",
         (runner.model, "forward"): "model",
         (runner.model, "logits"): "model",
