@@ -64,7 +64,7 @@ class Fed(nn.Module):
         return torch.cat((hidden, self.draft.logits(hidden, self.step)), dim=-1)
 
     def loaded(self) -> LoadedModel:
-        return LoadedModel(self, self.draft.spec, {})  # type: ignore[arg-type]
+        return LoadedModel(self, self.draft.spec, {})  # type: ignore[arg-type] # as much of a model as a draft takes
 
 
 def shapes_of_llama_mlp(name: str, intermediate: int) -> dict[str, tuple[int, ...]]:

@@ -15,12 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from refilled_native import Refilled, RefilledDelta, RefilledNative, build, captured
+from refilled_native import Recorded, Refilled, RefilledDelta, RefilledNative, build, captured
 
 from attnplug import BackendError, ForwardMode, PlanError, PoolError, WorkspaceKind
 from attnplug.host import UsageError, WorkspaceError
 from attnplug_engine import Engine, EngineOptions, SamplingParams
-from attnplug_engine.capture import RunAgain
 from attnplug_engine.graph_sizes import check_sizes, default_sizes
 from attnplug_engine.inputs import StepInputs
 from attnplug_engine.request import PENDING, Request, Step, StepEntry
@@ -226,13 +225,13 @@ class TestPhases:
             return original(geometry, memory)
 
         one.runner.backend.capture = capture
-        one.runner.capture(SIZES, RunAgain(), lambda done, total: told.append((done, total)))
+        one.runner.capture(SIZES, Recorded(), lambda done, total: told.append((done, total)))
         assert order == [4, 2, 1] and told == [(1, 3), (2, 3), (3, 3)]
         assert one.runner.graphs.sizes == (1, 2, 4)
 
     def test_a_graph_that_does_not_fit_is_named_with_those_before_it_and_what_to_lower(self, native, monkeypatch):
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (3 << 20, 9 << 20))
-        one, capture = engine(), RunAgain()
+        one, capture = engine(), Recorded()
 
         def full(done, total):
             if done == 2:
@@ -477,7 +476,7 @@ class TestSizes:
         one, free = engine(), iter([9 << 20, 2 << 20])
         one.options = SimpleNamespace(captures=True, cuda_graph_batch_sizes=asked)
         monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (next(free), 0))
-        monkeypatch.setattr("attnplug_engine.engine.GraphCapture", lambda device: RunAgain())
+        monkeypatch.setattr("attnplug_engine.engine.GraphCapture", lambda device: Recorded())
         monkeypatch.setattr("attnplug_engine.engine.who_forced", lambda backend, claim: ("some",))
         device = SimpleNamespace(type="cuda")
         monkeypatch.setattr("attnplug_engine.runner.CaptureCheck", lambda *a: SimpleNamespace(run=lambda *b: None))

@@ -32,7 +32,7 @@ def test_a_number_of_rows_is_refused_by_its_own_name(value, attnplug: Attnplug):
 
 def test_rows_that_are_no_number_are_a_mistake_of_the_user():
     with pytest.raises(UsageError, match="speculative_num_draft_tokens '4' is not allowed"):
-        EngineOptions(speculative_algorithm="ngram", speculative_num_draft_tokens="4")  # type: ignore[arg-type]
+        EngineOptions(speculative_algorithm="ngram", speculative_num_draft_tokens="4")  # type: ignore[arg-type] # the mistake
 
 
 @pytest.mark.parametrize("algorithm", ["standalone", "eagle", "eagle3", "mtp"])
@@ -84,7 +84,7 @@ def test_a_draft_may_be_given_as_a_path(tmp_path):
 
 def test_a_draft_that_is_no_path_is_a_mistake_of_the_user():
     with pytest.raises(UsageError, match="speculative_draft_model 5 is not allowed; give the folder"):
-        EngineOptions(speculative_algorithm="standalone", speculative_draft_model=5)  # type: ignore[arg-type]
+        EngineOptions(speculative_algorithm="standalone", speculative_draft_model=5)  # type: ignore[arg-type] # the mistake
 
 
 _CONFIG = """{

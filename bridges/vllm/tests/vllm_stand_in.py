@@ -84,7 +84,7 @@ class MLABuilder(Builder, Generic[Metadata]):
     _prefill_backend: Any = "vLLM's"
 
     def build(self, common_prefix_len: int, given: Any, fast_build: bool = False) -> Any:
-        decode = self._build_decode(  # type: ignore[attr-defined]
+        decode = self._build_decode(  # type: ignore[attr-defined] # of the subclass, as in vLLM
             block_table_tensor=given.block_table_tensor,
             seq_lens_device=given.seq_lens,
             max_seq_len=given.max_seq_len,

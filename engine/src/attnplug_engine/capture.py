@@ -37,12 +37,3 @@ class GraphCapture:
             run()
         replay: Callable[[], None] = graph.replay
         return replay
-
-
-class RunAgain:
-    """No capture at all: runs the function again. With it all but the graph itself works on a CPU."""
-
-    def __call__(self, run: Callable[[], None]) -> Callable[[], None]:
-        for _ in range(WARM_UPS):
-            run()
-        return run

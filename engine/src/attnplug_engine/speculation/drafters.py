@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnplug import ForwardBatch, ForwardMode, Geometry, to_device
-from attnplug.host import HostLengths, SlotTable
+from attnplug.host import HostLengths
 from attnplug_engine.request import Request, StepEntry
 from attnplug_engine.speculation.accept import Accepted
 from attnplug_engine.speculation.batches import Batches, Shape
@@ -110,8 +110,8 @@ class ModelDrafter:
     Where a request samples, the draft does, by the same noise: what it chooses is then often what the target does.
     """
 
-    def __init__(self, runner: DraftRunner, speculation: Speculation, table: SlotTable) -> None:
-        self._runner, self._table = runner, table
+    def __init__(self, runner: DraftRunner, speculation: Speculation) -> None:
+        self._runner = runner
         self._steps, self._topk, self._nodes = speculation.steps, speculation.topk, speculation.nodes
         self.takes = runner.model.takes
         self._fed = self.takes != NOTHING

@@ -79,9 +79,9 @@ class RoundRunner:
         elif draft.model.reads_target:
             self.drafter = FrozenDrafter(draft, speculation, runner.tokens)
         elif draft.model.models > 1:
-            self.drafter = WindowDrafter(draft, speculation, runner.table)
+            self.drafter = WindowDrafter(draft, speculation)
         else:
-            self.drafter = ModelDrafter(draft, speculation, runner.table)
+            self.drafter = ModelDrafter(draft, speculation)
         self.graphs: RoundGraphs | None = None
         self._verified: dict[int, _Found] = {}
         self._exact = needs_lengths(runner.backend, runner.pools)
