@@ -142,7 +142,9 @@ class Driver:
         self.runner = Engine(model, EngineOptions(**settings)).runner
         self.rows = [self.runner.table.admit() for _ in range(requests)]
         states = self.runner.pools.linear
-        self.slots = None if states is None else torch.tensor([states.allocate() for _ in range(requests)])
+        self.slots = None
+        if states is not None:
+            self.slots = torch.tensor([states.allocate() for _ in range(requests)], device=self.runner.device)
         self.planned: list[Geometry] = []
         plan = self.runner.backend.init_forward_metadata
 

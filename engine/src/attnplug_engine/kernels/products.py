@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug_engine.kernels import launch_options
+from attnplug_engine.kernels.tile_products import _tile_product
 
 FEW, FEW_OF_LARGE = 4, 2
 """Up to this many rows the kernel is used, and for large matrices. The library is faster for more; measured on an H200,
@@ -28,11 +29,15 @@ _LARGE = 1 << 24
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a product is divided: matrix rows of a program, how many columns it loads at once, and its warps."""
+    """How a product is divided: matrix rows of a program, how many columns it loads at once, and its warps.
+
+    ``tiles`` says that it is made by tensor cores.
+    """
 
     block_n: int
     block_k: int
     warps: int
+    tiles: bool = False
 
 
 CUTS: Mapping[tuple[int, int], Cut] = {
@@ -192,7 +197,10 @@ def product(
     cut = choose(outputs, inputs, tiles) if cut is None else cut
     out = torch.empty(rows, outputs, dtype=x.dtype if dtype is None else dtype, device=x.device)
     gain, eps = (x, 0.0) if norm is None else norm
-    _product[(triton.cdiv(outputs, cut.block_n),)](
+    kernel, shape = _product, {"ROWS": triton.next_power_of_2(rows)}
+    if cut.tiles:
+        kernel, shape = _tile_product, {"ROWS": 8 if rows <= 8 else 16, "WARPS": cut.warps}
+    kernel[(triton.cdiv(outputs, cut.block_n),)](
         out, x.view(torch.int32), weight.view(torch.int32),
         x if bias is None else bias,
         x if onto is None else onto,
@@ -201,7 +209,6 @@ def product(
         0 if onto is None else onto.stride(0),
         eps,
         K=inputs,
-        ROWS=triton.next_power_of_2(rows),
         BLOCK_N=cut.block_n,
         BLOCK_K=cut.block_k,
         BFLOAT16=x.dtype is torch.bfloat16,
@@ -209,6 +216,7 @@ def product(
         NORM=norm is not None,
         BIAS=bias is not None,
         ONTO=onto is not None,
+        **shape,
         num_warps=cut.warps,
         **launch_options(x.device),
     )  # fmt: skip
