@@ -1,10 +1,12 @@
-"""Cuts of the few-row products of an MLA step at batch 1, tried one shape after the other in a captured chain.
+"""Cuts of the products of an MLA step with few rows, tried one shape after the other in a captured chain.
 
-python benchmarks/product_cuts.py --out benchmarks/results/product_cuts_h200.json
+python benchmarks/product_cuts.py --rows 1 --out benchmarks/results/product_cuts_h200.json
+python benchmarks/product_cuts.py --rows 4 --out benchmarks/results/product_tiles_h200.json
 
 A product alone says little: kernels overlap, so what counts is the time of 16 layers of products, each with weights of
 its own. Attention is left out. Every cut that is better by a microsecond stays while the next shape is tried, twice
-over. What won is in ``attnplug_engine.kernels.products.CUTS``.
+over. With more than two rows cuts for tensor cores are tried, and the library. What won is in
+``attnplug_engine.kernels.products``.
 """
 
 from __future__ import annotations
@@ -20,8 +22,10 @@ from typing import Any
 
 import torch
 from gpu_report import describe
+from torch.nn import functional as F
 
 from attnplug_engine.kernels import products
+from attnplug_engine.kernels.elementwise import rms_norm, silu_and_mul
 from attnplug_engine.kernels.products import Cut, choose, product
 
 LAYERS, HIDDEN, RANK = 16, 2048, 1536
@@ -38,6 +42,14 @@ TRIED = {name: [Cut(rows, 2048, warps) for rows, warps in WHOLE] for name in SHA
 TRIED["gate_up"] = [cut for cut in TRIED["gate_up"] if cut.block_n <= 8]
 TRIED["down"] = [Cut(1, 8192, 4), Cut(1, 8192, 8), Cut(2, 8192, 8), Cut(4, 8192, 8)]
 TRIED["down"] += [Cut(2, 4096, 4), Cut(4, 4096, 4), Cut(4, 4096, 8), Cut(8, 4096, 8), Cut(4, 2048, 4)]
+LIBRARY = None
+TILES = [(16, 2048, 8), (16, 1024, 8), (16, 1024, 4), (16, 512, 4), (16, 512, 8), (32, 512, 8), (32, 256, 4)]
+
+
+def candidates(rows: int) -> dict[str, list[Cut | None]]:
+    if rows <= products.FEW:
+        return {name: list(cuts) for name, cuts in TRIED.items()}
+    return {name: [LIBRARY, *(Cut(*cut, tiles=True) for cut in TILES)] for name in SHAPES}
 
 
 @cache
@@ -45,27 +57,39 @@ def gains(width: int) -> torch.Tensor:
     return torch.ones(width, dtype=torch.bfloat16, device="cuda")
 
 
-def run(name: str, x: torch.Tensor, weight: torch.Tensor, cut: Cut, onto: torch.Tensor | None = None) -> torch.Tensor:
+def run(
+    name: str, x: torch.Tensor, weight: torch.Tensor, cut: Cut | None, onto: torch.Tensor | None = None
+) -> torch.Tensor:
     norm = None if name in ("o", "down") else (gains(x.shape[1]), 1e-6)
+    if cut is LIBRARY:
+        x = x if norm is None else rms_norm(x, *norm)
+        out = F.linear(x, weight) if onto is None else torch.addmm(onto, x, weight.t())
+        return silu_and_mul(out) if name == "gate_up" else out
     return product(x, weight, norm=norm, gated=name == "gate_up", onto=onto, cut=cut)
 
 
-def compile_one(job: tuple[str, Cut]) -> None:
+def compile_one(job: tuple[str, Cut | None, int]) -> None:
     """Put one cut's kernel into Triton's cache; in a process of its own, since compiling takes most of the time."""
-    name, cut = job
+    name, cut, rows = job
     outputs, inputs, _ = SHAPES[name]
     shape: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
-    onto = torch.zeros(1, outputs, **shape) if name in ("o", "down") else None
-    run(name, torch.zeros(1, max(inputs, 3072), **shape)[:, :inputs], torch.zeros(outputs, inputs, **shape), cut, onto)
+    onto = torch.zeros(rows, outputs, **shape) if name in ("o", "down") else None
+    run(
+        name,
+        torch.zeros(rows, max(inputs, 3072), **shape)[:, :inputs],
+        torch.zeros(outputs, inputs, **shape),
+        cut,
+        onto,
+    )
 
 
 class Chain:
-    def __init__(self) -> None:
+    def __init__(self, rows: int) -> None:
         torch.manual_seed(0)
         layers = [name for name in SHAPES if name != "head"]
         self.weights = [{name: self._weight(name) for name in layers} for _ in range(LAYERS)]
         self.head = self._weight("head")
-        self.x = torch.randn(1, HIDDEN, device="cuda").bfloat16()
+        self.x = torch.randn(rows, HIDDEN, device="cuda").bfloat16()
 
     @staticmethod
     def _weight(name: str) -> torch.Tensor:
@@ -76,7 +100,7 @@ class Chain:
         numbers = sum(weight.numel() for layer in self.weights for weight in layer.values()) + self.head.numel()
         return numbers * 2 / 4.2e6
 
-    def run(self, cuts: dict[str, Cut]) -> torch.Tensor:
+    def run(self, cuts: dict[str, Cut | None]) -> torch.Tensor:
         hidden = self.x
         for weights in self.weights:
             low = run("qkv_a", hidden, weights["qkv_a"], cuts["qkv_a"])
@@ -86,7 +110,7 @@ class Chain:
             hidden = run("down", gated, weights["down"], cuts["down"], hidden)
         return run("head", hidden, self.head, cuts["head"])
 
-    def timed_us(self, cuts: dict[str, Cut], replays: int = 40) -> float:
+    def timed_us(self, cuts: dict[str, Cut | None], replays: int = 40) -> float:
         self.run(cuts)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -101,30 +125,38 @@ class Chain:
         return statistics.median(times) * 1e3
 
 
+def shown(cut: Cut | None) -> str | list[int]:
+    return "library" if cut is LIBRARY else [cut.block_n, cut.block_k, cut.warps]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rows", type=int, default=1)
     arguments = parser.parse_args()
+    rows, tried_cuts = arguments.rows, candidates(arguments.rows)
     with multiprocessing.get_context("spawn").Pool(12) as pool:
-        pool.map(compile_one, [(name, cut) for name, cuts in TRIED.items() for cut in cuts], chunksize=2)
-    chain = Chain()
+        pool.map(compile_one, [(name, cut, rows) for name, cuts in tried_cuts.items() for cut in cuts], chunksize=2)
+    chain = Chain(rows)
     products.CUTS = {}  # what the rule says, not what was measured before
-    ruled = {name: choose(rows // tiles, columns, tiles) for name, (rows, columns, tiles) in SHAPES.items()}
+    ruled: dict[str, Cut | None] = dict.fromkeys(SHAPES)
+    if rows <= products.FEW:
+        ruled = {name: choose(outputs // tiles, inputs, tiles) for name, (outputs, inputs, tiles) in SHAPES.items()}
     cuts, tried = dict(ruled), []
     for _ in range(2):
-        for name, candidates in TRIED.items():
+        for name, own in tried_cuts.items():
             best = chain.timed_us(cuts)
-            for cut in candidates:
+            for cut in own:
                 time = chain.timed_us({**cuts, name: cut})
-                tried.append([name, cut.block_n, cut.block_k, cut.warps, round(time, 1)])
+                tried.append([name, shown(cut), round(time, 1)])
                 if time < best - 1:
                     best, cuts[name] = time, cut
     result = {
-        **describe("cuts of products of one row", ("torch", "triton", "attnplug-engine"), None),
+        **describe(f"cuts of products of {rows} rows", ("torch", "triton", "attnplug-engine"), None),
         "limit_us": chain.limit_us(),
         "before_us": chain.timed_us(ruled, 80),
         "after_us": chain.timed_us(cuts, 80),
-        "cuts": {name: [cut.block_n, cut.block_k, cut.warps] for name, cut in cuts.items()},
+        "cuts": {name: shown(cut) for name, cut in cuts.items()},
         "tried": tried,
     }
     arguments.out.write_text(json.dumps(result, indent=1) + "\n")

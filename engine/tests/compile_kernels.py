@@ -9,6 +9,7 @@ from attnplug.mla.triton_heads import _by_head
 from attnplug_engine.kernels.elementwise import _rms_norm, _silu_and_mul
 from attnplug_engine.kernels.products import _product
 from attnplug_engine.kernels.rotary import _angles, _latent_rows, _turn_heads
+from attnplug_engine.kernels.tile_products import _tile_product
 from support import ahead
 
 FLOAT32 = dict.fromkeys(("cos", "sin", "frequencies"), "*fp32")
@@ -22,7 +23,7 @@ POINTERS = (
 
 def compiled(kernel: Any, sm: int, constants: dict[str, object], scalars: tuple[str, ...], warps: int) -> Any:
     types = {**dict.fromkeys(POINTERS, "*bf16"), **FLOAT32, **INTEGERS, **NUMBERS, **dict.fromkeys(scalars, "i32")}
-    if kernel is _product:
+    if kernel in (_product, _tile_product):
         types |= {"x": "*i32", "weight": "*i32"}
     early = sm >= 90
     options = {"num_warps": warps, **({"launch_pdl": True} if early else {})}
@@ -51,9 +52,11 @@ PAIRS = {
 }  # fmt: skip
 HEADS = {"QUERIES": 32, "SKIPPED": 0, "HEADS": 40, "DIM": 96, "NORM": True, "BLOCK_REST": 32, **ROTATED}
 LATENT = {"HEADS": 16, "NOPE": 128, "LATENT": 512, "BLOCK_LATENT": 512, **ROTATED}
+_TILES = {**product(8, 2048, 16, 512, gated=False, norm=True, onto=False), "WARPS": 4}
 KERNELS: list[tuple[str, Any, dict[str, object], tuple[str, ...], int]] = [
     ("product", _product, product(1, 2048, 4, 2048, gated=True, norm=True, onto=False), ("rows", "columns"), 4),
     ("product", _product, product(4, 8192, 4, 4096, gated=False, norm=False, onto=True), ("rows", "columns"), 4),
+    ("product", _tile_product, _TILES, ("rows", "columns"), 4),
     ("by_head", _by_head, by_head(16, 128, 512, 64, transposed=False), ("rows",), 4),
     ("by_head", _by_head, by_head(16, 512, 128, 32, transposed=True), ("rows",), 4),
     ("heads", _turn_heads, {**HEADS, "PAIRS": False}, (), 2),

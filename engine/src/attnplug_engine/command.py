@@ -73,7 +73,8 @@ def declare(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--enable-two-batch-overlap",
         action="store_true",
-        help="run steps as two halves, on two streams on a GPU, where those of CUDA graphs and small ones stay whole",
+        help="run steps as two halves, on two streams on a GPU; there those of CUDA graphs and those of fewer than "
+        "12288 tokens stay whole, so raise --chunked-prefill-size",
     )
     parser.add_argument(
         "--cuda-graph-batch-sizes",

@@ -25,8 +25,9 @@ LANES = 2
 LEAST_SHARE = 0.48
 """Of the rows of a batch. Where no half that ends with a request has as many, a request is cut."""
 
-LEAST_ROWS = 1024
-"""On a GPU smaller batches stay in one piece: their time is that of reading weights, which each half would do."""
+LEAST_ROWS = 12_288
+"""On a GPU smaller batches stay in one piece. Two halves are twice the launches, and with fewer rows the host takes
+longer for those than the GPU does (``benchmarks/two_batch_h200.py``)."""
 
 _WHOLE_REQUESTS = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
 

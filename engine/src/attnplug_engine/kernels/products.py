@@ -21,10 +21,11 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from attnplug_engine.kernels import launch_options
 from attnplug_engine.kernels.tile_products import _tile_product
 
-FEW, FEW_OF_LARGE = 4, 2
-"""Up to this many rows the kernel is used, and for large matrices. The library is faster for more; measured on an H200,
-with the norm, gate and residual that the library takes launches of their own for."""
-_LARGE = 1 << 24
+FEW, SOME = 2, 8
+"""Up to ``FEW`` rows the kernel in here is used, up to ``SOME`` that of ``tile_products`` for matrices of few rows. The
+library is faster for all else; measured on an H200 (``benchmarks/product_cuts.py``), with the norm, gate and residual
+that the library takes launches of their own for."""
+_SHORT = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,8 @@ CUTS: Mapping[tuple[int, int], Cut] = {
     (2048, 2048): Cut(8, 2048, 8),
 }
 """By the matrix's ``(rows, columns)``, where a cut is better than the rule (``benchmarks/product_cuts.py``)."""
+TILES: Mapping[tuple[int, int], Cut] = {(2112, 2048): Cut(16, 2048, 8, tiles=True)}
+"""The same for products by tensor cores."""
 
 _LONGEST = 4096
 _TILE = 16_384
@@ -65,6 +68,16 @@ def choose(outputs: int, inputs: int, tiles: int = 1) -> Cut:
         block_k = min(whole if whole >= 512 else block_k, _LONGEST)
     block_n = min(max(_TILE // (block_k * tiles), 1), 8 // tiles)
     return Cut(block_n, block_k, 8 if block_n * block_k * tiles > _TILE else 4)
+
+
+def choose_tiles(outputs: int, inputs: int, *, normed: bool) -> Cut:
+    """The cut for a product by tensor cores, of which every warp gets a part that is at least one tile wide."""
+    found = TILES.get((outputs, inputs))
+    if found is not None:
+        return found
+    most = 512 if normed else 1024  # a norm takes registers
+    block_k = min(max(triton.next_power_of_2(inputs), 256), most)
+    return Cut(16, block_k, 4 if inputs <= 2048 else 8, tiles=True)
 
 
 @triton.jit
@@ -161,9 +174,11 @@ def _product(
 
 def suits(x: Tensor, weight: Tensor) -> bool:
     """Whether ``product`` is the way to multiply these. The answer is the same for every run of so many rows."""
+    # float16 has no room for a row times its gain that is not yet divided by its length
+    most = SOME if weight.shape[0] <= _SHORT and x.dtype is torch.bfloat16 else FEW
     return (
         x.dim() == 2
-        and 0 < x.shape[0] <= (FEW if weight.numel() < _LARGE else FEW_OF_LARGE)
+        and 0 < x.shape[0] <= most
         and x.dtype in (torch.bfloat16, torch.float16)
         and weight.dtype == x.dtype
         and weight.is_contiguous()
@@ -194,12 +209,13 @@ def product(
     outputs = weight.shape[0] // tiles
     if onto is not None and onto.stride(1) != 1:
         onto = onto.contiguous()
-    cut = choose(outputs, inputs, tiles) if cut is None else cut
+    if cut is None:
+        cut = choose(outputs, inputs, tiles) if rows <= FEW else choose_tiles(outputs, inputs, normed=norm is not None)
     out = torch.empty(rows, outputs, dtype=x.dtype if dtype is None else dtype, device=x.device)
     gain, eps = (x, 0.0) if norm is None else norm
     kernel, shape = _product, {"ROWS": triton.next_power_of_2(rows)}
     if cut.tiles:
-        kernel, shape = _tile_product, {"ROWS": 8 if rows <= 8 else 16, "WARPS": cut.warps}
+        kernel, shape = _tile_product, {"ROWS": max(triton.next_power_of_2(rows), 8), "WARPS": cut.warps}
     kernel[(triton.cdiv(outputs, cut.block_n),)](
         out, x.view(torch.int32), weight.view(torch.int32),
         x if bias is None else bias,
