@@ -8,11 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnplug import ForwardBatch, ForwardMode, Geometry, GraphLevel, PoolError, to_device
+from attnplug import ForwardBatch, ForwardMode, Geometry, GraphLevel, to_device
 from attnplug.host import ModelAttention, PageAllocator, SlotTable
 from attnplug_engine import kernels
 from attnplug_engine.capture import Capture
 from attnplug_engine.inputs import StepInputs
+from attnplug_engine.padding import reserve_padding
 from attnplug_engine.pools import Capacity
 from attnplug_engine.request import PENDING, Step
 from attnplug_engine.sampler import Sampler, sample
@@ -56,7 +57,6 @@ class DecodeGraphs:
         self._context = min(capacity.context_length, table.max_pages * capacity.page_size)
         self._has_states = has_states
         fill, device = attention.padding_length(), tokens.device
-        self.padding_pages = -(-fill // capacity.page_size)
         self.inputs = StepInputs(largest, table.max_requests, fill, device)
         self.sampled = torch.zeros(largest, dtype=torch.int64, device=device)
         """The tokens of the last replay; -1 where logits were not finite."""
@@ -70,31 +70,10 @@ class DecodeGraphs:
         return tuple(sorted(self._steps))
 
     def reserve(self, allocator: PageAllocator) -> None:
-        """Have the backend make its memory; padded requests that have a length get pages that nobody else uses."""
-        self._check_padding(allocator.free_pages)
+        """Give padded requests their pages, and have the backend make its memory."""
+        name, length = self._attention.backend.backend_id.name, self._attention.padding_length()
+        reserve_padding(name, length, self._table, allocator, self._context)
         self._attention.reserve_graphs(self.largest, self.largest)
-        if self.padding_pages:
-            pages = allocator.allocate(self.padding_pages)
-            self._table.mirror()[self._table.max_requests, : len(pages)] = torch.tensor(
-                pages, dtype=torch.int32, device=self._tokens.device
-            )
-
-    def _check_padding(self, free: int) -> None:
-        """Padded requests must fit into the context, and leave a page to the others."""
-        fill, needed = self._attention.padding_length(), self.padding_pages
-        name, off = self._attention.backend.backend_id.name, "or turn graphs off by `disable_cuda_graph`"
-        if fill > self._context:
-            raise PoolError(
-                f"padded requests of {name} in CUDA graphs have {fill} tokens, and the context holds {self._context}; "
-                f"give a `context_length` of {fill} or more, {off}",
-                settings=["context_length", "disable_cuda_graph"],
-            )
-        if needed >= free:
-            raise PoolError(
-                f"padded requests of {name} in CUDA graphs take {needed} of {free} free pages, and none is left for "
-                f"others; give `num_pages` of {needed + 1} or more, {off}",
-                settings=["num_pages", "disable_cuda_graph"],
-            )
 
     def capture(self, size: int, capture: Capture) -> CapturedStep:
         """Capture the step of ``size`` requests, all padded; its batch is planned and marked here (B2)."""

@@ -11,9 +11,7 @@ from torch import Tensor
 from attnplug_engine.request import Request, Step
 from attnplug_engine.sampler import Sampler
 from attnplug_engine.sampling_batch import SamplingArrays, SamplingBatch
-
-_STAGES = 2
-"""Copies of the host's side: one is filled while the other may still be on its way."""
+from attnplug_engine.staging import Staging
 
 
 class StepInputs:
@@ -25,13 +23,11 @@ class StepInputs:
 
     def __init__(self, size: int, padding_row: int, fill: int, device: torch.device) -> None:
         self._padding_row, self._fill = padding_row, fill
-        memory = torch.zeros(_nbytes(size), dtype=torch.uint8, device=device)
-        self._memory = memory
-        self.rows, self.state_slots, self.seq_lens, sampling = _fields(memory, size)
+        self._staging = Staging(_nbytes(size), device, lambda memory: _Host(memory, size))
+        self.rows, self.state_slots, self.seq_lens, sampling = _fields(self._staging.memory, size)
         self._sampling = SamplingBatch.over(sampling, size)
-        self._stages = [_Stage(size, pinned=device.type == "cuda") for _ in range(_STAGES)]
-        self._pad(self._stages[0], 0, size)
-        self._send(self._stages[0])
+        with self._staging.sent() as host:
+            self._pad(host, 0, size)
 
     def sampling(self, size: int) -> SamplingBatch:
         """How the tokens of the first requests are chosen."""
@@ -39,54 +35,36 @@ class StepInputs:
 
     def fill(self, step: Step, size: int, sampler: Sampler) -> None:
         """Send a decode step's requests, and padded ones up to ``size``. Waits for nothing but an older copy."""
-        self._stages.append(stage := self._stages.pop(0))
-        stage.wait()
         count, starts = len(step.entries), np.array([entry.position for entry in step.entries], np.int32)
-        stage.rows[:count] = step.rows
-        stage.seq_lens[:count] = starts + 1
-        if step.state_slots:
-            stage.state_slots[:count] = step.state_slots
-        requests = [entry.request for entry in step.entries]
-        if requests != stage.requests:  # each compares by identity
-            stage.prompts = np.array([len(request.prompt) for request in requests], np.int32)
-            stage.sampling.fill(requests, sampler.seed_of, (starts + 1 - stage.prompts).tolist())
-            stage.requests = requests
-        else:
-            stage.sampling.position[:count] = starts + 1 - stage.prompts
-        self._pad(stage, count, size)
-        self._send(stage)
+        with self._staging.sent() as host:
+            host.rows[:count] = step.rows
+            host.seq_lens[:count] = starts + 1
+            if step.state_slots:
+                host.state_slots[:count] = step.state_slots
+            requests = [entry.request for entry in step.entries]
+            if requests != host.requests:  # each compares by identity
+                host.prompts = np.array([len(request.prompt) for request in requests], np.int32)
+                host.sampling.fill(requests, sampler.seed_of, (starts + 1 - host.prompts).tolist())
+                host.requests = requests
+            else:
+                host.sampling.position[:count] = starts + 1 - host.prompts
+            self._pad(host, count, size)
 
-    def _pad(self, stage: _Stage, count: int, size: int) -> None:
-        stage.rows[count:size] = self._padding_row
-        stage.seq_lens[count:size] = self._fill
-        stage.state_slots[count:size] = -1
-
-    def _send(self, stage: _Stage) -> None:
-        self._memory.copy_(stage.memory, non_blocking=True)
-        stage.mark()
+    def _pad(self, host: _Host, count: int, size: int) -> None:
+        host.rows[count:size] = self._padding_row
+        host.seq_lens[count:size] = self._fill
+        host.state_slots[count:size] = -1
 
 
-class _Stage:
-    """The host's side of the inputs."""
+class _Host:
+    """The host's side of the inputs, and whose they are."""
 
-    def __init__(self, size: int, *, pinned: bool) -> None:
-        self.memory = torch.zeros(_nbytes(size), dtype=torch.uint8, pin_memory=pinned)
-        *fields, sampling = (field.numpy() for field in _fields(self.memory, size))
+    def __init__(self, memory: Tensor, size: int) -> None:
+        *fields, sampling = (field.numpy() for field in _fields(memory, size))
         self.rows, self.state_slots, self.seq_lens = fields
         self.sampling = SamplingArrays.over(sampling, size)
         self.requests: Sequence[Request] = ()
         self.prompts = np.zeros(0, np.int32)
-        self._sent = torch.cuda.Event() if pinned else None
-
-    def mark(self) -> None:
-        """What was asked of the device so far reads this memory."""
-        if self._sent is not None:
-            self._sent.record()
-
-    def wait(self) -> None:
-        """Until the device has read it; with at most one other step under way it has."""
-        if self._sent is not None:
-            self._sent.synchronize()
 
 
 def _nbytes(size: int) -> int:

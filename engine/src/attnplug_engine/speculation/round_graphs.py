@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from attnplug import ForwardBatch, ForwardMode, Geometry, PoolError
+from attnplug import ForwardBatch, ForwardMode, Geometry
 from attnplug.host import ModelAttention, PageAllocator, SlotTable
 from attnplug_engine.capture import Capture
+from attnplug_engine.padding import reserve_padding
 from attnplug_engine.request import StepEntry
 from attnplug_engine.sampling_batch import SeedOf
 from attnplug_engine.speculation.round_inputs import RoundInputs
@@ -137,20 +138,12 @@ class RoundGraphs:
         return tuple(sorted(self._rounds))
 
     def reserve(self, allocator: PageAllocator) -> None:
-        """Have the backends make their memory; padded requests that have a length get pages that nobody else uses."""
-        needed = -(-self._padding // self._page_size)
-        if needed >= allocator.free_pages and needed:
-            raise PoolError(
-                f"padded requests in CUDA graphs take {needed} of {allocator.free_pages} free pages, and none is left "
-                f"for others; give `num_pages` of {needed + 1} or more, or turn graphs off by `disable_cuda_graph`",
-                settings=["num_pages", "disable_cuda_graph"],
-            )
+        """Give padded requests their pages, and have the backends make their memory."""
+        name = self._attention.backend.backend_id.name
+        reserve_padding(name, self._padding, self._table, allocator, self._context)
         self._attention.reserve_graphs(self.largest, self.largest * self._rows)
         if self._draft is not None:
             self._draft.reserve_graphs(self.largest, self.largest * self._draft_rows)
-        if needed:
-            pages = torch.tensor(allocator.allocate(needed), dtype=torch.int32, device=self._page_table.device)
-            self._table.mirror()[self._table.max_requests, :needed] = pages
 
     def capture(self, size: int, capture: Capture, parts: Callable[[CapturedRound], Sequence[Replay]]) -> CapturedRound:
         """Capture the ``parts`` of a round of ``size`` requests, all padded, one graph each. The first of them finds
