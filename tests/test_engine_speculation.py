@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from draft_checkpoints import random_tensors, save, shapes_of_assistant
-from rounded_oracle import DEEPSEEK_V3, RoundedOracle
+from rounded_oracle import DEEPSEEK_V3, KIMI_LINEAR, RoundedOracle
 from safetensors.torch import load_file, save_file
 
+from attnplug import Role
 from attnplug_engine import Engine, SamplingParams
 from support.devices import DEVICES, nothing_waits
 
@@ -48,6 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama": {**SMALL, "num_attention_heads": 8, "head_dim": 64},
     "deepseek_v3": {**DEEPSEEK_V3, "num_experts_per_tok": 4},  # all: choosing would turn rounding into other experts
     "qwen3_next": SMALL | LINEAR,
+    "kimi_linear": KIMI_LINEAR,
 }
 NEW = 40
 MTP = {"speculative_algorithm": "mtp", "speculative_num_steps": 3}
@@ -70,16 +72,26 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("llama", ASSISTANT),
     ("qwen3_next", ASSISTANT),
 ]
+OTHERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("deepseek_v3", MTP, {"attention_backend": "flashinfer_mla"}),
+    ("deepseek_v3", MTP, {"role_backends": {Role.PREFILL: "triton_mla", Role.DECODE: "flashmla"}, "page_size": 64}),
+    ("llama", OWN, {"attention_backend": "flashattention"}),
+    ("llama", OWN | TREE, {"attention_backend": "flashattention"}),
+    ("kimi_linear", NGRAM, {"attention_backend": "triton_mla"}),
+]
+LIBRARIES = {"flashinfer_mla": "flashinfer", "flashmla": "flash_mla"}
 
 
-def prompts(count: int) -> list[list[int]]:
+def prompts(count: int, vocab: int = 512) -> list[list[int]]:
     random = Random(11)
-    return [[random.randrange(512) for _ in range(random.choice((1, 7, 33, 64, 90)))] for _ in range(count)]
+    return [[random.randrange(vocab) for _ in range(random.choice((1, 7, 33, 64, 90)))] for _ in range(count)]
 
 
 def named(value: object) -> str:
     if not isinstance(value, dict):
         return str(value)
+    if "speculative_algorithm" not in value:
+        return value.get("attention_backend") or "+".join(value["role_backends"].values())
     assists = value.get("speculative_draft_model") == "assistant"
     return value["speculative_algorithm"] + "-assistant" * assists + "-tree" * ("speculative_topk" in value)
 
@@ -133,7 +145,7 @@ def speculating(folder: str, model: str, settings: dict[str, Any], **more: Any) 
     own = {}
     if (draft := settings.get("speculative_draft_model")) is not None:
         own = {"speculative_draft_model": folder if draft == "own" else _assistant(Path(folder))}
-    common = {"device": "cuda", "attention_backend": BACKENDS[model], "max_batch": 8, "ignore_eos": True}
+    common = {"device": "cuda", "attention_backend": BACKENDS.get(model), "max_batch": 8, "ignore_eos": True}
     return Engine(folder, **{**common, **settings, **own, **more})
 
 
@@ -172,6 +184,22 @@ def test_tokens_are_right(oracles, model, settings, graphs, overlap):
     if settings["speculative_algorithm"] == "standalone":
         assert counts.rounds.acceptance > 0.85
     assert counts.rounds.verify_seconds > 0
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+@pytest.mark.parametrize(("model", "settings", "served"), OTHERS, ids=named)
+def test_tokens_are_right_on_every_backend(oracles, model, settings, served, graphs):
+    """Rounds are captured where the backend captures verifies, and run eagerly where it does not."""
+    for name, module in LIBRARIES.items():
+        if name in (served.get("attention_backend"), *served.get("role_backends", {}).values()):
+            pytest.importorskip(module, exc_type=ImportError)
+    oracle, folder = oracles(model)
+    texts = prompts(7, MODELS[model]["vocab_size"])
+    more = {"cuda_graph_batch_sizes": (1, 7)} if graphs else {"disable_cuda_graph": True}
+    engine = speculating(folder, model, settings, **{"attention_backend": None, **served, **more})
+    outputs = [one.token_ids for one in engine.generate(texts, SamplingParams(NEW))]
+    judge(oracle, texts, outputs)
+    assert engine.statistics.rounds.verify_seconds > 0
 
 
 def test_drawn_tokens_do_not_depend_on_the_run(oracles):
