@@ -350,6 +350,7 @@ TINY_KINDS = {
     "deepseek_v3": "mla mla mla",
     "deepseek_v32": "mla mla mla",
     "glm_moe_dsa": "mla mla mla mla",
+    "deepseek_v4": "mla mla mla mla",
     "kimi_linear": "kda kda kda mla kda",
     "qwen3_next": "gdn gdn gdn mha",
     "qwen3_5_text": "gdn gdn gdn mha",

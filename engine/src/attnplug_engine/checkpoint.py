@@ -97,7 +97,6 @@ class WeightSource(Protocol):
         """
         ...
 
-
     def integers(self, name: str, shape: tuple[int, ...], below: int) -> Tensor:
         """A tensor of whole numbers from 0 to ``below - 1``, as int64. Raises CheckpointError for others."""
         ...

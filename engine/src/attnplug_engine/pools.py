@@ -147,11 +147,9 @@ def bytes_per_state(spec: ModelSpec, dtype: torch.dtype) -> int:
     return total
 
 
-def bytes_per_page(
-    spec: ModelSpec, page_size: int, kv_dtype: DType, dtype: torch.dtype, *, drafts: int = 0
-) -> int:
-    """What one page takes in all layers of a rank's ``spec`` together. Index keys, and entries of compressed layers, are
-    in the model's own ``dtype``; ``drafts`` is as in ``CompressedPool``."""
+def bytes_per_page(spec: ModelSpec, page_size: int, kv_dtype: DType, dtype: torch.dtype, *, drafts: int = 0) -> int:
+    """What one page takes in all layers of a rank's ``spec`` together. Index keys and entries are in the model's own
+    ``dtype``; ``drafts`` is as in ``CompressedPool``."""
     row = 0
     for layer in spec.full_layers:
         if layer.mla is not None:

@@ -22,6 +22,7 @@ DEFAULTS: Mapping[str, object] = {
 """What transformers' config class assumes."""
 
 _RATIOS = {SPARSE: ("compress_rate_csa", 4), HEAVY: ("compress_rate_hca", 128)}
+_BY_NAME: Mapping[str | int, str] = {name: name for name in (SLIDING, SPARSE, HEAVY)}
 _BY_RATIO: Mapping[str | int, str] = {0: SLIDING, 4: SPARSE, 128: HEAVY}
 
 
@@ -30,9 +31,7 @@ def compressed_layers(config: Config) -> list[LayerSpec]:
     heads, width = config.integer("num_attention_heads"), config.integer("head_dim")
     if (config.optional_integer("num_key_value_heads") or 1) != 1:
         raise config.wrong("num_key_value_heads", "1: all query heads share one row")
-    index = IndexerDims(
-        config.integer("index_n_heads"), config.integer("index_head_dim"), config.integer("index_topk")
-    )
+    index = IndexerDims(config.integer("index_n_heads"), config.integer("index_head_dim"), config.integer("index_topk"))
     sliding = LayerSpec(
         layer_id=0,
         kind=AttentionKind.MLA,
@@ -60,7 +59,7 @@ def compressed_layers(config: Config) -> list[LayerSpec]:
 def _types(config: Config) -> list[str]:
     """The type of each layer. Lists may go on with layers for multi-token prediction, which are left out."""
     count = config.layer_count()
-    for key, known in (("layer_types", {name: name for name in (SLIDING, SPARSE, HEAVY)}), ("compress_ratios", _BY_RATIO)):
+    for key, known in (("layer_types", _BY_NAME), ("compress_ratios", _BY_RATIO)):
         listed = config.choices(key, known)
         if listed is None:
             continue

@@ -107,7 +107,7 @@ class EntryCache:
         return self._entries.read(slots // self.shape.ratio).squeeze(-2)
 
     def write_tokens(self, slots: Tensor, rows: Tensor) -> None:
-        """Keep ``rows`` ``[tokens, values | gates]``. Of a page's tokens only its newest may be given; -1 for others."""
+        """Keep ``rows`` ``[tokens, values | gates]``. Of a page's tokens only its newest have a slot, others -1."""
         _write(self._tokens, self._kept(slots).masked_fill_(slots < 0, -1), rows, "compressed tokens")
 
     def read_tokens(self, slots: Tensor) -> Tensor:

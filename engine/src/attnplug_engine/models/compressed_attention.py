@@ -12,8 +12,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from attnplug import CompressorInputs, CompressorWeights, ForwardBatch, ForwardExtras, IndexerDims, IndexInputs
-from attnplug import LayerSpec
+from attnplug import (
+    CompressorInputs,
+    CompressorWeights,
+    ForwardBatch,
+    ForwardExtras,
+    IndexerDims,
+    IndexInputs,
+    LayerSpec,
+)
 from attnplug.host import Config, active_attention
 from attnplug_engine.models.decoder import Attention, norm_eps
 from attnplug_engine.models.layers import Linear, RMSNorm, frozen
@@ -51,7 +58,8 @@ class TwoRopes:
     """Sliding layers turn by a plain rope; layers with entries by another one, which may be stretched (yarn)."""
 
     def __init__(self, config: Config, device: torch.device) -> None:
-        width = _rotary_width(config)
+        self.width = width = _rotary_width(config)
+        """How many columns are rotated."""
         sections = [_rope_keys(config, label) for label in ("main", "compress")]
         found = [inverse_frequencies(section, width) for section in sections]
         for (_, factor), section in zip(found, sections, strict=True):

@@ -53,6 +53,8 @@ def deepseek_v4(weights: Weights, config: Config, spec: ModelSpec) -> HyperDecod
         if config.flag(key):
             raise config.wrong(key, "false")
     norm, ropes, hashed = hidden_norm(config), TwoRopes(config, weights.device), _hashed(config)
+    if any(layer.indexer is not None and layer.indexer.head_dim < ropes.width for layer in spec.layers):
+        raise config.wrong("index_head_dim", f"at least {ropes.width}, the columns that are rotated")
 
     def block(layer: LayerSpec) -> HyperBlock:
         own = weights.at(NAMES.layer(layer.layer_id))

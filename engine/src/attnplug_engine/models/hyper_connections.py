@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -68,9 +66,7 @@ class HyperConnection(_Mixing):
 def next_streams(streams: Tensor, output: Tensor, write: Tensor, kept: Tensor) -> Tensor:
     """The residual after a block with this ``output`` ``[tokens, hidden]``."""
     dtype = streams.dtype
-    return torch.baddbmm(
-        write.to(dtype).unsqueeze(-1) * output.unsqueeze(1), kept.to(dtype).transpose(1, 2), streams
-    )
+    return torch.baddbmm(write.to(dtype).unsqueeze(-1) * output.unsqueeze(1), kept.to(dtype).transpose(1, 2), streams)
 
 
 class HyperBlock(nn.Module):
@@ -118,4 +114,4 @@ class HyperDecoder(Decoder):
 
     def end(self, hidden: Tensor) -> Tensor:
         mix = self.last_mix
-        return super().end(cast(Tensor, mix.collapsed(hidden, mix.mixes(hidden) * mix.scale + mix.base)))
+        return super().end(mix.collapsed(hidden, mix.mixes(hidden) * mix.scale + mix.base))
