@@ -230,14 +230,13 @@ def test_what_a_compressor_brings_is_checked():
     q, rows = torch.ones(3, HEADS, DIM), torch.ones(3, 1, DIM)
     entries = scene._inputs((torch.ones(3, DIM), torch.ones(3, 2 * DIM)), scene.weights)
     nothing = SelectedPositions(torch.full((3, 3), -1, dtype=torch.int32))
+    batch, extras = scene.batch([3]), ForwardExtras(sinks=scene.sinks, selected=nothing, entries=entries)
     with pytest.raises(BackendError, match=r"the values for entries have shape \(3, 16\); give \(3, 32\) for 3 tokens"):
-        extras = ForwardExtras(sinks=scene.sinks, selected=nothing, entries=entries)
-        scene.forward(scene.batch([3]), q, rows, extras)
+        scene.forward(batch, q, rows, extras)
     entries = scene._inputs((torch.ones(3, 2 * DIM), torch.ones(3, 2 * DIM)), scene.weights)
-    with pytest.raises(BackendError, match="layer 2 makes no entries, but extras.entries were given"):
-        plain = replace(SPARSE, compressed=None)
-        extras = ForwardExtras(sinks=scene.sinks, selected=nothing, entries=entries)
-        scene.backend.forward_extend(q, rows, None, plain, scene.batch([3]), extras=extras)
+    plain, extras = replace(SPARSE, compressed=None), replace(extras, entries=entries)
+    with pytest.raises(BackendError, match=r"layer 2 makes no entries, but extras\.entries were given"):
+        scene.backend.forward_extend(q, rows, None, plain, batch, extras=extras)
 
 
 def test_a_pool_of_other_pages_than_the_rows_have_is_refused():

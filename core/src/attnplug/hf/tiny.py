@@ -92,7 +92,7 @@ _MODELS = (
         o_lora_rank=16,
         # Real windows are of 128 tokens, and real entries of 4 and 128.
         sliding_window=8,
-        compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 16},
+        compress_rates={"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
         layer_types=[
             "sliding_attention",
             "compressed_sparse_attention",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -17,18 +19,20 @@ from attnplug_engine.models.weights import Weights
 class _Mixing(nn.Module):
     """A product of all streams of a token, normed together, in float32: ``[tokens, columns]``."""
 
-    def __init__(self, weights: Weights, name: str, columns: int, scales: int, config: Config) -> None:
+    def __init__(self, weights: Weights, name: str, parts: Sequence[int], config: Config) -> None:
+        """``parts`` are the columns that have one scale each."""
         super().__init__()
-        self.streams, width = config.integer("hc_mult"), config.integer("hidden_size")
+        self.streams, width, columns = config.integer("hc_mult"), config.integer("hidden_size"), sum(parts)
         self.product = frozen(weights.take(f"{name}_fn", columns, self.streams * width, exact=True))
         self.base = frozen(weights.take(f"{name}_base", columns, exact=True))
-        self.scale = frozen(weights.take(f"{name}_scale", scales, exact=True))
+        scales = weights.take(f"{name}_scale", len(parts), exact=True)
+        self.scale = frozen(torch.cat([scale.expand(part) for scale, part in zip(scales, parts, strict=True)]))
         self.least = config.number("hc_eps")
         self._eps = norm_eps(config)
 
     def mixes(self, streams: Tensor) -> Tensor:
         flat = streams.flatten(1).float()
-        return F.linear(F.rms_norm(flat, flat.shape[1:], None, self._eps), self.product)
+        return F.linear(F.rms_norm(flat, flat.shape[1:], None, self._eps), self.product) * self.scale + self.base
 
     def collapsed(self, streams: Tensor, share: Tensor) -> Tensor:
         """``[tokens, hidden]``: the streams' sum by the sigmoid of ``share`` ``[tokens, streams]``."""
@@ -41,17 +45,17 @@ class HyperConnection(_Mixing):
 
     def __init__(self, weights: Weights, name: str, config: Config) -> None:
         streams = config.integer("hc_mult")
-        super().__init__(weights, name, (2 + streams) * streams, 3, config)
+        parts = (streams, streams, streams * streams)
+        super().__init__(weights, name, parts, config)
+        self._parts = parts
         self._rounds = config.integer("hc_sinkhorn_iters")
 
     def forward(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The block's input ``[tokens, hidden]``; the share of each stream in its output ``[tokens, streams]``; and
         what each stream ``[:, i]`` gives to each stream ``[:, :, j]`` of the next residual."""
-        count = self.streams
-        scale = self.scale.repeat_interleave(torch.tensor([count, count, count * count], device=self.scale.device),
-                                             output_size=self.base.shape[0])  # fmt: skip
-        read, write, kept = (self.mixes(streams) * scale + self.base).split((count, count, count * count), dim=1)
-        return self.collapsed(streams, read), 2 * write.sigmoid(), self._balanced(kept.unflatten(1, (count, count)))
+        read, write, kept = self.mixes(streams).split(self._parts, dim=1)
+        square = kept.unflatten(1, (self.streams, self.streams))
+        return self.collapsed(streams, read), 2 * write.sigmoid(), self._balanced(square)
 
     def _balanced(self, logits: Tensor) -> Tensor:
         """Matrices whose rows and columns add up to one: by turns, so that streams neither grow nor fade."""
@@ -106,7 +110,7 @@ class HyperDecoder(Decoder):
     ) -> None:
         super().__init__(weights, config, norm, rope, blocks, names)
         streams = config.integer("hc_mult")
-        self.last_mix = _Mixing(weights.at(f"{names.model}.hc_head"), "hc", streams, 1, config)
+        self.last_mix = _Mixing(weights.at(f"{names.model}.hc_head"), "hc", (streams,), config)
 
     def begin(self, input_ids: Tensor, positions: Tensor) -> tuple[Tensor, Rotation]:
         hidden, rotation = super().begin(input_ids, positions)
@@ -114,4 +118,4 @@ class HyperDecoder(Decoder):
 
     def end(self, hidden: Tensor) -> Tensor:
         mix = self.last_mix
-        return super().end(mix.collapsed(hidden, mix.mixes(hidden) * mix.scale + mix.base))
+        return super().end(mix.collapsed(hidden, mix.mixes(hidden)))
