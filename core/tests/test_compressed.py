@@ -137,6 +137,16 @@ def test_entries_of_other_requests_and_unfinished_ones_are_never_read():
     scene.step([12])
 
 
+@BOTH
+def test_rows_before_all_windows_are_never_read(layer):
+    scene = CompressedScene(layer)
+    scene.step([60])
+    pages = list(scene.table.pages(scene.rows[0]))
+    scene.pools.mla.rows(LAYER)[pages[:3]] = NAN
+    scene.step([1], DECODE)
+    scene.step([3])
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 @BOTH

@@ -92,7 +92,7 @@ def test_windows_and_entries_of_real_lengths(make_oracle, make_stage):
 
 
 CONFIGS = {
-    "four streams, several groups": {"hc_mult": 4, "hc_sinkhorn_iters": 3, "o_groups": 4},
+    "four streams, several groups": {"hc_mult": 4, "hc_sinkhorn_iters": 20, "o_groups": 4},
     "no layer that chooses": {"layer_types": ["heavily_compressed_attention"] * 4, "mlp_layer_types": ["moe"] * 4},
     "plain ropes": {"rope_parameters": None, "compress_rope_theta": 5000.0},
 }

@@ -106,6 +106,7 @@ _MODELS = (
         moe_intermediate_size=32,
         swiglu_limit=2.0,
         hc_mult=2,
+        hc_sinkhorn_iters=3,
         rope_parameters={
             "main": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
             "compress": {

@@ -109,7 +109,8 @@ class TorchNativeBackend(SparseAttention):
         else:
             queries = q.unflatten(0, (group.extent.requests, group.extent.queries))
             needed = extras.lse is not None or layer.sinks or layer.compressed is not None
-            result, sums = attend(queries, *self._read(layer, group), group.extent, softmax, needed)
+            near = group.within(softmax.window)
+            result, sums = attend(queries, *self._read(layer, near), near.extent, softmax, needed)
             result, sums = result.flatten(0, 1), None if sums is None else sums.flatten(0, 1)
         if layer.compressed is not None and sums is not None:
             part, part_sums = self._attend_entries(q, rows, layer, group, softmax, extras)
