@@ -10,7 +10,7 @@ import torch
 from thread_ranks import Threads, in_ranks
 from torch.testing import assert_close
 
-from attnplug import COMPRESSED, DType, Feature, ForwardMode, Role
+from attnplug import COMPRESSED, DType, Feature, ForwardBatch, ForwardMode, Geometry, Role
 from attnplug.host import TINY_CONFIGS, ModelConfigError, SelectionError, UsageError, load_registry
 from attnplug.host import load_model as load_spec
 from attnplug_engine import Engine, SamplingParams
@@ -142,6 +142,14 @@ def test_verified_rows_and_those_that_follow_rejected_ones_have_the_logits_of_tr
         found = stage.step([tokens[start : start + accepted] + wrong], ForwardMode.TARGET_VERIFY)[0]
         assert_close(found[:accepted], wanted[start : start + accepted], atol=1e-4, rtol=0)
         stage.table.truncate(stage.rows[0], start + accepted)
+
+
+def test_a_batch_without_requests_runs(make_stage):
+    stage = make_stage(load_model(MODEL, dtype=torch.float32, device="cpu"), 1)
+    none = torch.zeros(0, dtype=torch.int64)
+    table = torch.zeros(0, 1, dtype=torch.int32)
+    geometry = Geometry.of_lengths(ForwardMode.IDLE, table, [], [], stage.page_size)
+    assert stage.forward(ForwardBatch(geometry, none, none)).shape == (0, 128)
 
 
 # ---- tokens ----

@@ -129,7 +129,9 @@ def _write(buffer: PagedBuffer, slots: Tensor, rows: Tensor, name: str) -> None:
 class CompressedPool:
     """Entries of all compressed layers among ``layers``, and of their indexes, in the model's own ``dtype``.
 
-    ``drafts`` is how many of a request's newest tokens may be taken back: those that speculation proposes.
+    Requests may share whole pages. A page of which a request shares a part keeps the tokens after that part, and not
+    those before its end: compute such a part again. ``drafts`` is how many of a request's newest tokens may be taken
+    back: those that speculation proposes.
     """
 
     def __init__(

@@ -107,9 +107,10 @@ class TorchNativeBackend(SparseAttention):
         if slots is not None and not selects_all(slots, group):
             result, sums = self._attend_selected(q, slots, layer, softmax)
         else:
-            queries = q.unflatten(0, (group.extent.requests, group.extent.queries))
-            needed = extras.lse is not None or layer.sinks or layer.compressed is not None
+            more = layer.sinks or layer.compressed is not None  # so the result is not rounded yet
+            queries = (q.float() if more else q).unflatten(0, (group.extent.requests, group.extent.queries))
             near = group.within(softmax.window)
+            needed = more or extras.lse is not None
             result, sums = attend(queries, *self._read(layer, near), near.extent, softmax, needed)
             result, sums = result.flatten(0, 1), None if sums is None else sums.flatten(0, 1)
         if layer.compressed is not None and sums is not None:
