@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from attnplug import AttentionKind, Feature, IndexerDims, LayerSpec, ModelSpec
+from attnplug import AttentionKind, CompressedDims, Feature, IndexerDims, LayerSpec, ModelSpec
 from attnplug.hf.model_config import UNBOUNDED_CONTEXT
 from attnplug.host import TINY_CONFIGS, LinearDims, MLADims, ModelConfigError, load_model
 from support.configs import (
@@ -220,6 +220,36 @@ def test_an_index_narrower_than_its_rope_is_refused() -> None:
         read(DEEPSEEK_V3, model_type="deepseek_v32", index_head_dim=32)
 
 
+# ---- compressed ----
+
+DEEPSEEK_V4 = {"model_type": "deepseek_v4", "num_hidden_layers": 5, "num_key_value_heads": 1}
+
+
+def test_deepseek_v4_has_sliding_sparse_and_heavily_compressed_layers() -> None:
+    """By ``layer_types``, by the ratios of older configs, which go on with layers for prediction, and by default."""
+    types = ["sliding", "compressed_sparse", "heavily_compressed", "compressed_sparse", "sliding"]
+    spec = read(DEEPSEEK_V4, layer_types=[f"{kind}_attention" for kind in types])
+    sparse, heavy = CompressedDims(4, overlap=True), CompressedDims(128)
+    assert [layer.compressed for layer in spec.layers] == [None, sparse, heavy, sparse, None]
+    assert [layer.indexer is not None for layer in spec.layers] == [False, True, False, True, False]
+    assert spec.layers == read(DEEPSEEK_V4, compress_ratios=[0, 4, 128, 4, 0, 4]).layers
+    assert [layer.compressed for layer in read(DEEPSEEK_V4).layers] == [heavy, heavy, heavy, sparse, heavy]
+    assert spec.page_multiple == 128 and spec.is_sparse and not spec.index_layers
+    assert [layer.layer_id for layer in spec.compressed_layers] == [1, 2, 3]
+    first, second = spec.layers[:2]
+    assert (first.num_heads, first.head_dim, first.v_head_dim, first.sliding_window) == (64, 512, 512, 128)
+    assert first.mla == MLADims(512, 512, 0) and second.indexer == IndexerDims(64, 128, 512)
+    assert second.features == {Feature.COMPRESSED, Feature.SINKS, Feature.SLIDING_WINDOW, Feature.SPARSE}
+
+
+def test_tokens_to_an_entry_are_the_configs() -> None:
+    rates = {"compressed_sparse_attention": 8, "heavily_compressed_attention": 24}
+    for keys in ({"compress_rates": rates}, {"compress_rate_csa": 8, "compress_rate_hca": 24}):
+        spec = read(DEEPSEEK_V4, **keys)
+        assert {layer.compressed.ratio for layer in spec.compressed_layers if layer.compressed is not None} == {8, 24}
+        assert spec.page_multiple == 24
+
+
 # ---- linear and hybrid ----
 
 
@@ -350,6 +380,7 @@ TINY_KINDS = {
     "deepseek_v3": "mla mla mla",
     "deepseek_v32": "mla mla mla",
     "glm_moe_dsa": "mla mla mla mla",
+    "deepseek_v4": "mla mla mla mla",
     "kimi_linear": "kda kda kda mla kda",
     "qwen3_next": "gdn gdn gdn mha",
     "qwen3_5_text": "gdn gdn gdn mha",

@@ -24,6 +24,7 @@ from attnplug import (
     PlanError,
     PlannedAttention,
     PoolError,
+    SelectedPositions,
     check_lse,
 )
 from attnplug.host import KVPools, Limits, MLADims, plan_forward
@@ -211,9 +212,10 @@ class TestCalls:
 
     def test_extras_that_it_does_not_declare(self):
         """Nothing is dropped silently."""
-        on = Stage(Case(((5, 3), (0, 2))), "cpu")
-        with pytest.raises(BackendError, match="was asked for sinks; it knows lse, out"):
-            on.backend.forward_extend(*inputs(on), on.layer, planned(on), extras=ForwardExtras(sinks=torch.zeros(4)))
+        on = stage()
+        selected = SelectedPositions(torch.zeros(5, 1, dtype=torch.int32))
+        with pytest.raises(BackendError, match="was asked for selected; it knows lse, out"):
+            on.backend.forward_extend(*inputs(on), on.layer, planned(on), extras=ForwardExtras(selected=selected))
 
     def test_sinks_are_given_for_layers_that_have_them_and_for_no_others(self):
         on = stage()

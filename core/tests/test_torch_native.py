@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 from attnplug import DType, ForwardMode, PoolError
 from attnplug.cli.reference import attention_float64
-from attnplug.host import MLADims
+from attnplug.host import MLADims, TorchNativeBackend
 from support.devices import DEVICES
+from support.mha_scene import MHACase, MHAScene
 from support.stage import Case, Stage, error
 
 # Measured against float64 as the largest difference over the largest magnitude (1 at least).
@@ -262,3 +263,19 @@ class TestReference:
         q, k = torch.ones(1, 1, 1), torch.tensor([1000.0]).view(1, 1, 1)
         _, lse = attention_float64(q, k, k, scale=1.0, first_position=0, cap=5.0)
         assert float(lse) == pytest.approx(5.0)
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
+@pytest.mark.parametrize(
+    "case",
+    [
+        MHACase(((9, 1), (70, 1), (0, 1)), ForwardMode.DECODE, sinks=True),
+        MHACase(((0, 20), (33, 7)), sinks=True, lse=True, window=11, padding=2),
+    ],
+    ids=["decode", "extend, with a window"],
+)
+def test_a_sink_takes_its_share_of_the_weight(case, dtype):
+    scene = MHAScene(replace(case, dtype=dtype), "cpu", TorchNativeBackend)
+    (out, lse), (wanted, wanted_lse) = scene.run(), scene.wanted()
+    assert error(out[: len(wanted)], wanted) <= TOLERANCE[dtype] and not out[len(wanted) :].any()
+    assert lse is None or error(lse[: len(wanted)], wanted_lse) <= TOLERANCE[dtype]

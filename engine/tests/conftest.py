@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -14,8 +15,10 @@ from naive_linear import NaiveLinearBackend
 from torch import Tensor
 
 from attnplug import (
+    COMPRESSED,
     INDEX_KEYS,
     AttentionKind,
+    CompressedPool,
     DType,
     ForwardBatch,
     ForwardMode,
@@ -71,7 +74,8 @@ class Stage:
         make_linear: Callable[[LinearStatePool], Any] = NaiveLinearBackend,
     ) -> None:
         self.module, spec = loaded.module, loaded.spec
-        size = {"num_pages": MAX_PAGES, "page_size": PAGE_SIZE, "dtype": DType.FLOAT32, "device": "cpu"}
+        self.page_size = page_size = math.lcm(PAGE_SIZE, spec.page_multiple)
+        size = {"num_pages": MAX_PAGES, "page_size": page_size, "dtype": DType.FLOAT32, "device": "cpu"}
         states = None
         if spec.linear_layers:
             states = LinearStatePool(spec.layers, num_slots=2 * requests, dtype=DType.FLOAT32, device="cpu")
@@ -79,7 +83,10 @@ class Stage:
             mha=MHAPool(spec.layers, **size) if AttentionKind.MHA in spec.kinds else None,
             mla=MLAPool(spec.layers, **size) if AttentionKind.MLA in spec.kinds else None,
             linear=states,
-            caches={INDEX_KEYS: IndexKeyPool(spec.layers, **size)} if spec.is_sparse else {},
+            caches={
+                **({INDEX_KEYS: IndexKeyPool(spec.layers, **size)} if spec.index_layers else {}),
+                **({COMPRESSED: CompressedPool(spec.layers, drafts=4, **size)} if spec.compressed_layers else {}),
+            },
         )
         for cache in self._caches():
             cache.fill_(float("nan"))
@@ -93,7 +100,7 @@ class Stage:
                 state[slots[0::2]] = float("nan")
         self.attention = ModelAttention(self.backend, self.pools)
         allocator = PageAllocator(MAX_PAGES)
-        self.table = SlotTable(allocator, page_size=PAGE_SIZE, max_requests=requests, max_pages=MAX_PAGES)
+        self.table = SlotTable(allocator, page_size=page_size, max_requests=requests, max_pages=MAX_PAGES)
         taken = allocator.allocate(MAX_PAGES)
         allocator.release(taken[1::2] + taken[0::2])  # so that neighbours in a request are none in the pool
         self.rows = [self.table.admit() for _ in range(requests)]
@@ -104,7 +111,7 @@ class Stage:
             device=torch.device("cpu"),
             dtype=torch.float32,
             kv_dtype=DType.FLOAT32,
-            page_size=PAGE_SIZE,
+            page_size=self.page_size,
             limits=Limits(requests, 4096, 4096),
             pools=self.pools,
             workspace=WorkspaceOwner(),
@@ -122,7 +129,7 @@ class Stage:
         page_table, seq_lens = self.table.batch(self.rows)
         counts = [len(tokens) for tokens in new_tokens]
         geometry = Geometry.of_lengths(
-            mode, page_table, counts, seq_lens.tolist(), PAGE_SIZE, seq_lens=seq_lens, state_slots=self.slots
+            mode, page_table, counts, seq_lens.tolist(), self.page_size, seq_lens=seq_lens, state_slots=self.slots
         )
         ids = torch.tensor([token for tokens in new_tokens for token in tokens])
         return list(self.forward(ForwardBatch(geometry, ids, torch.tensor(positions))).split(counts))
@@ -166,6 +173,10 @@ class Stage:
         if INDEX_KEYS in self.pools.caches:
             keys = self.pools.cache(INDEX_KEYS)
             caches += [keys.keys(layer_id) for layer_id in keys.layer_ids]
+        if COMPRESSED in self.pools.caches:
+            pool = self.pools.cache(COMPRESSED)
+            held = [cache(layer_id) for layer_id in pool.layer_ids for cache in (pool.entries, pool.index)]
+            caches += [memory for cache in held if cache is not None for memory in (cache.entries, cache.tokens)]
         return caches
 
     def states(self) -> list[Tensor]:
@@ -190,8 +201,10 @@ class Oracle:
         self.model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
         with torch.no_grad():  # norms of 1 and biases of 0 would hide that they are missing
             for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
-                if tensor.dim() == 1 and "inv_freq" not in name:
+                if (tensor.dim() == 1 or "position_bias" in name) and "inv_freq" not in name:
                     tensor.add_(0.2 * torch.randn_like(tensor))
+                elif "tid2eid" in name:
+                    tensor.random_(config.n_routed_experts)
         self.folder = folder
         self.model.save_pretrained(folder, max_shard_size=max_shard_size)
 
@@ -209,6 +222,12 @@ class Oracle:
 def _quiet_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+@pytest.fixture(scope="session")
+def oracle_type() -> type[Oracle]:
+    """For oracles that several tests share."""
+    return Oracle
 
 
 @pytest.fixture

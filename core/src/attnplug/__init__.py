@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from attnplug.contract.backend import AttentionBackend as AttentionBackend
     from attnplug.contract.backend import ForwardExtras as ForwardExtras
     from attnplug.contract.batch import ForwardBatch as ForwardBatch
+    from attnplug.contract.compressed import CompressorInputs as CompressorInputs
+    from attnplug.contract.compressed import CompressorWeights as CompressorWeights
     from attnplug.contract.context import BackendContext as BackendContext
     from attnplug.contract.context import Serving as Serving
     from attnplug.contract.geometry import Geometry as Geometry
@@ -50,6 +52,7 @@ if TYPE_CHECKING:
     from attnplug.declare.measured import MeasuredTable as MeasuredTable
     from attnplug.declare.measured import Measurement as Measurement
     from attnplug.declare.model import AttentionKind as AttentionKind
+    from attnplug.declare.model import CompressedDims as CompressedDims
     from attnplug.declare.model import Feature as Feature
     from attnplug.declare.model import IndexerDims as IndexerDims
     from attnplug.declare.model import LayerSpec as LayerSpec
@@ -68,7 +71,10 @@ if TYPE_CHECKING:
     from attnplug.declare.version import CONTRACT_VERSION as CONTRACT_VERSION
     from attnplug.declare.workspace_kind import SCRATCH as SCRATCH
     from attnplug.declare.workspace_kind import WorkspaceKind as WorkspaceKind
+    from attnplug.kv import COMPRESSED as COMPRESSED
     from attnplug.kv import INDEX_KEYS as INDEX_KEYS
+    from attnplug.kv import CompressedPool as CompressedPool
+    from attnplug.kv import EntryCache as EntryCache
     from attnplug.kv import IndexKeyPool as IndexKeyPool
     from attnplug.kv import MHAPool as MHAPool
     from attnplug.kv import MLAPool as MLAPool
@@ -87,6 +93,7 @@ _MODULES = {
     "choose.plugin_hooks": ("hookimpl",),
     "contract.backend": ("AttentionBackend", "ForwardExtras"),
     "contract.batch": ("ForwardBatch",),
+    "contract.compressed": ("CompressorInputs", "CompressorWeights"),
     "contract.context": ("BackendContext", "Serving"),
     "contract.geometry": ("Geometry",),
     "contract.linear": ("DeltaInputs", "DeltaWeights", "LinearInputs"),
@@ -98,7 +105,7 @@ _MODULES = {
     "declare.claims": ("Claims", "ExtendPath", "PageSizes"),
     "declare.errors": ("BackendError", "PlanError", "PoolError"),
     "declare.measured": ("MeasuredTable", "Measurement"),
-    "declare.model": ("AttentionKind", "Feature", "IndexerDims", "LayerSpec", "ModelSpec"),
+    "declare.model": ("AttentionKind", "CompressedDims", "Feature", "IndexerDims", "LayerSpec", "ModelSpec"),
     "declare.problem": ("CacheLayout", "DType", "GraphLevel", "Problem", "Role"),
     "declare.refusal": ("Refusal", "RefusalCode"),
     "declare.requirement": ("import_library", "requirement_refusal"),
@@ -106,7 +113,16 @@ _MODULES = {
     "declare.spec": ("BackendSpec",),
     "declare.version": ("CONTRACT_VERSION",),
     "declare.workspace_kind": ("SCRATCH", "WorkspaceKind"),
-    "kv": ("INDEX_KEYS", "IndexKeyPool", "MHAPool", "MLAPool", "split_table"),
+    "kv": (
+        "COMPRESSED",
+        "INDEX_KEYS",
+        "CompressedPool",
+        "EntryCache",
+        "IndexKeyPool",
+        "MHAPool",
+        "MLAPool",
+        "split_table",
+    ),
     "kv.workspace": ("Workspace",),
     "machine.transfer": ("on_host", "to_device"),
     "wrappers": ("ForwardingBackend",),

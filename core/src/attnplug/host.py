@@ -89,6 +89,7 @@ if TYPE_CHECKING:
     from attnplug.kv import PageLayout as PageLayout
     from attnplug.kv import SlotTable as SlotTable
     from attnplug.kv import torch_dtype as torch_dtype
+    from attnplug.kv.compressed import compressed_page_bytes as compressed_page_bytes
     from attnplug.kv.workspace import WorkspaceOwner as WorkspaceOwner
     from attnplug.kv.workspace import WorkspaceUse as WorkspaceUse
     from attnplug.layers.model_attention import ModelAttention as ModelAttention
@@ -165,6 +166,7 @@ _MODULES = {
         "SlotTable",
         "torch_dtype",
     ),
+    "kv.compressed": ("compressed_page_bytes",),
     "kv.workspace": ("WorkspaceOwner", "WorkspaceUse"),
     "layers.model_attention": ("ModelAttention", "active_attention", "plan_forward"),
     "machine": ("interrupt",),

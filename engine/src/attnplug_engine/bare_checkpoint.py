@@ -39,6 +39,9 @@ class BareCheckpoint:
     ) -> Tensor:
         return self._source.tensor(name.removeprefix(_ROOT), shape, rows=rows, columns=columns)
 
+    def integers(self, name: str, shape: tuple[int, ...], below: int) -> Tensor:
+        return self._source.integers(name.removeprefix(_ROOT), shape, below)
+
 
 def with_full_names(source: WeightSource) -> WeightSource:
     """The checkpoint itself, or a base model's by the names of the whole model."""
@@ -46,15 +49,15 @@ def with_full_names(source: WeightSource) -> WeightSource:
     return BareCheckpoint(source) if bare else source
 
 
-def check_head(checkpoint: Checkpoint) -> None:
+def check_head(checkpoint: Checkpoint, head: str = HEAD) -> None:
     """Raise where a checkpoint has no head of its own, nor shares its embedding for one: it cannot generate."""
     config = checkpoint.config
-    if HEAD in checkpoint.names() or config.get("tie_word_embeddings") is True:
+    if head in checkpoint.names() or config.get("tie_word_embeddings") is True:
         return
     raise MissingTensor(
-        f"the checkpoint {checkpoint.name!r} ({show(config.get('architectures'))}) has no head: no tensor {HEAD!r}, "
+        f"the checkpoint {checkpoint.name!r} ({show(config.get('architectures'))}) has no head: no tensor {head!r}, "
         "and its config does not tie it to the embedding. It cannot generate; 'attnplug embed' pools its hidden states",
         checkpoint.name,
-        HEAD,
+        head,
         checkpoint.files,
     )

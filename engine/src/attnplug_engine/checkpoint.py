@@ -97,6 +97,10 @@ class WeightSource(Protocol):
         """
         ...
 
+    def integers(self, name: str, shape: tuple[int, ...], below: int) -> Tensor:
+        """A tensor of whole numbers from 0 to ``below - 1``, as int64. Raises CheckpointError for others."""
+        ...
+
 
 class Checkpoint:
     """A Hugging Face folder. Files are opened when a tensor of theirs is first asked for; only that part is read."""
@@ -151,10 +155,18 @@ class Checkpoint:
         part: Tensor = stored[rows or slice(None)] if columns is None else stored[rows or slice(None), columns]
         return part
 
-    def integers(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A tensor of whole numbers, such as a map of tokens, as int64."""
-        whole: Tensor = self._stored(name, shape, _INTEGERS)[:]
-        return whole.long()
+    def integers(self, name: str, shape: tuple[int, ...], below: int | None = None) -> Tensor:
+        """A tensor of whole numbers, such as a map of tokens, as int64; with ``below`` those from 0 to it."""
+        whole: Tensor = self._stored(name, shape, _INTEGERS)[:].long()
+        if below is not None and not bool(((whole >= 0) & (whole < below)).all()):
+            low, high = int(whole.min()), int(whole.max())
+            raise CheckpointError(
+                f"{self.folder / self._files[name]}: tensor {name!r} has numbers from {low} to {high}; the config "
+                f"implies 0 to {below - 1}",
+                str(self.folder / self._files[name]),
+                name,
+            )
+        return whole
 
     def _stored(self, name: str, shape: tuple[int, ...], kinds: Collection[str] = _FLOATS) -> Any:
         """A handle on a tensor in its file, of which nothing is read yet."""

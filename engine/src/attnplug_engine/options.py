@@ -190,8 +190,8 @@ def capacity(
         # A page is a number without memory then; but a config may claim any context.
         num_pages = min(num_pages or per_request * options.max_batch, _MOST_EMPTY_PAGES)
     if num_pages is None:
-        page = bytes_per_page(spec, page_size, kv_dtype, dtype)
-        page += 0 if draft is None else bytes_per_page(draft, page_size, kv_dtype, dtype)
+        page = bytes_per_page(spec, page_size, kv_dtype, dtype, drafts=nodes - 1)
+        page += 0 if draft is None else bytes_per_page(draft, page_size, kv_dtype, dtype, drafts=nodes - 1)
         room = cache_room(device, _GPU_CACHE_SHARE)
         if device.type == "cuda":
             room -= state_slots * bytes_per_state(spec, dtype)

@@ -6,8 +6,28 @@ from dataclasses import dataclass
 
 import torch
 
-from attnplug import INDEX_KEYS, AttentionKind, DType, IndexKeyPool, MHAPool, MLAPool, ModelSpec, PoolError
-from attnplug.host import CacheKey, KVPools, LinearStatePool, PageAllocator, PagedCache, SlotTable, torch_dtype
+from attnplug import (
+    COMPRESSED,
+    INDEX_KEYS,
+    AttentionKind,
+    CompressedPool,
+    DType,
+    IndexKeyPool,
+    MHAPool,
+    MLAPool,
+    ModelSpec,
+    PoolError,
+)
+from attnplug.host import (
+    CacheKey,
+    KVPools,
+    LinearStatePool,
+    PageAllocator,
+    PagedCache,
+    SlotTable,
+    compressed_page_bytes,
+    torch_dtype,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +82,9 @@ def build_pools(
     try:
         return _build_pools(spec, capacity, dtype, kv_dtype, device)
     except (RuntimeError, MemoryError) as error:  # torch's allocators raise the first, and its subclass for CUDA
-        needed = capacity.num_pages * bytes_per_page(spec, capacity.page_size, kv_dtype, dtype)
+        needed = capacity.num_pages * bytes_per_page(
+            spec, capacity.page_size, kv_dtype, dtype, drafts=capacity.nodes - 1
+        )
         what = f"{capacity.num_pages} pages of {capacity.page_size} tokens take {needed / 2**30:.1f} GiB"
         settings = ["num_pages"]
         if capacity.state_slots:
@@ -99,6 +121,15 @@ def _build_pools(
         caches[INDEX_KEYS] = IndexKeyPool(
             spec.layers, num_pages=capacity.num_pages, page_size=capacity.page_size, dtype=own_dtype, device=device
         )
+    if spec.compressed_layers:
+        caches[COMPRESSED] = CompressedPool(
+            spec.layers,
+            num_pages=capacity.num_pages,
+            page_size=capacity.page_size,
+            dtype=own_dtype,
+            device=device,
+            drafts=capacity.nodes - 1,
+        )
     return KVPools(mha=mha, mla=mla, linear=linear, caches=caches)
 
 
@@ -116,8 +147,9 @@ def bytes_per_state(spec: ModelSpec, dtype: torch.dtype) -> int:
     return total
 
 
-def bytes_per_page(spec: ModelSpec, page_size: int, kv_dtype: DType, dtype: torch.dtype) -> int:
-    """What one page takes in all layers of a rank's ``spec`` together. Index keys are in the model's own ``dtype``."""
+def bytes_per_page(spec: ModelSpec, page_size: int, kv_dtype: DType, dtype: torch.dtype, *, drafts: int = 0) -> int:
+    """What one page takes in all layers of a rank's ``spec`` together. Index keys and entries are in the model's own
+    ``dtype``; ``drafts`` is as in ``CompressedPool``."""
     row = 0
     for layer in spec.full_layers:
         if layer.mla is not None:
@@ -125,4 +157,5 @@ def bytes_per_page(spec: ModelSpec, page_size: int, kv_dtype: DType, dtype: torc
         else:
             row += layer.num_kv_heads * (layer.head_dim + layer.v_head_dim)
     index = sum(layer.indexer.head_dim for layer in spec.index_layers if layer.indexer is not None)
-    return page_size * (row * torch_dtype(kv_dtype).itemsize + index * dtype.itemsize)
+    rows = page_size * (row * torch_dtype(kv_dtype).itemsize + index * dtype.itemsize)
+    return rows + compressed_page_bytes(spec.layers, page_size, dtype, drafts)

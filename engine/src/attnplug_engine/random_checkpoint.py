@@ -23,7 +23,7 @@ TINY = "tiny:"
 
 _USUAL_RANGE = 0.02  # what transformers assumes where a config has no initializer_range
 _SMALL = 0.1  # of the range, for what is added to a centre
-_CENTRES = {"norm.weight": 1.0, "norm_f.weight": 1.0, ".D": 1.0, ".dt_bias": -2.0}
+_CENTRES = {"norm.weight": 1.0, "norm_f.weight": 1.0, ".D": 1.0, ".dt_bias": -2.0, "_scale": 1.0}
 """Around what vectors lie, by the end of their names; around 0 where they are not here, which is right for biases. A
 time step's bias of -2 gives a state that remembers for some ten tokens: one that is lost shows."""
 
@@ -48,6 +48,8 @@ class RandomCheckpoint:
             raise ModelConfigError(f"{name}: 'initializer_range' is {value!r}; it must be a number", name)
         self._range = float(value)
         self._shapes: dict[str, tuple[int, ...]] = {}
+        self._below: dict[str, int] = {}
+        """Tensors of whole numbers, and what these are below."""
 
     @classmethod
     def tiny(cls, reference: str, *, seed: int = 0) -> RandomCheckpoint:
@@ -75,6 +77,11 @@ class RandomCheckpoint:
         part = whole[rows or slice(None)]
         return part if columns is None else part[:, columns]
 
+    def integers(self, name: str, shape: tuple[int, ...], below: int) -> Tensor:
+        self.check(name, shape)
+        self._below[name] = below
+        return self._whole(name, shape)
+
     def save(self, folder: str | Path) -> None:
         """Write what was asked for so far as a Hugging Face folder, from which transformers loads the same model."""
         folder = Path(folder)
@@ -86,6 +93,8 @@ class RandomCheckpoint:
     def _whole(self, name: str, shape: tuple[int, ...]) -> Tensor:
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
         generator = torch.Generator(self._device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        if name in self._below:
+            return torch.randint(self._below[name], shape, generator=generator, device=self._device)
         normal = torch.randn(shape, generator=generator, dtype=torch.float32, device=self._device)
         if len(shape) > 1:
             return normal.mul_(self._range)

@@ -35,8 +35,8 @@ class PlannedAttention(PlannedBackend):
         """One layer over the planned rows; there is at least one.
 
         q is ``[plan.query_rows, heads, width]``; ``extras.q_rope`` and ``extras.selected`` have as many rows. ``new``
-        holds as many of k and v, which are in the cache by now. It is ``None`` where they were there before. Fill
-        ``extras.lse`` if it is given.
+        holds as many of k and v, which are in the cache by now. It is ``None`` where they were there before. Where it
+        is not, write what ``extras.entries`` complete. Fill ``extras.lse`` if it is given.
         Write the result to ``extras.out`` if you can; any other tensor that you return is copied there.
         """
 
@@ -87,6 +87,7 @@ class PlannedAttention(PlannedBackend):
         if rows and self.takes_rows(plan, save_kv_cache):
             new = self.layers.new_rows(layer, k, v, rows)
             if save_kv_cache:
+                self.layers.check_entries(layer, wanted)
                 if plan.new_slots is None and batch.geometry.calls:
                     raise PlanError(
                         f"the batch was planned to run as MHA, so {self.backend_id.name} has no plan to run it "
@@ -111,8 +112,14 @@ class PlannedAttention(PlannedBackend):
         if rows:
             q_rope = None if wanted.q_rope is None else wanted.q_rope[:rows]
             selected = None if wanted.selected is None else first_rows(wanted.selected, rows)
+            entries = None if wanted.entries is None else wanted.entries.first(rows)
             part = replace(
-                wanted, lse=None if lse is None else lse[:rows], out=out[:rows], q_rope=q_rope, selected=selected
+                wanted,
+                lse=None if lse is None else lse[:rows],
+                out=out[:rows],
+                q_rope=q_rope,
+                selected=selected,
+                entries=entries,
             )
             _put(self.attend(q[:rows], layer, plan, new, part), part.out)
         return out

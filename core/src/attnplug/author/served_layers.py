@@ -83,6 +83,10 @@ class ServedLayers:
             self._refuse_selected(layer, extras)
         if extras.selected is not None:
             _check_selected(layer, q, selected_tensor(extras.selected))
+        if extras.entries is not None:
+            if layer.compressed is None:
+                raise BackendError(f"layer {layer.layer_id} makes no entries, but extras.entries were given")
+            extras.entries.check(layer, output_width(layer), q.shape[0])
         shape = (*q.shape[:2], output_width(layer))
         if extras.out is not None and (extras.out.shape != shape or extras.out.dtype is not q.dtype):
             raise BackendError(
@@ -108,6 +112,14 @@ class ServedLayers:
             f"layer {layer.layer_id} attends to rows that an index chooses, but backend {self._name} was given no "
             "extras.selected; give what `select` returned for this batch"
         )
+
+    def check_entries(self, layer: LayerSpec, extras: ForwardExtras) -> None:
+        """Refuse to write new rows of a compressed layer without what they bring to entries."""
+        if layer.compressed is not None and extras.entries is None:
+            raise BackendError(
+                f"layer {layer.layer_id} makes an entry of every {layer.compressed.ratio} tokens, but backend "
+                f"{self._name} was given no extras.entries; give what the layer's compressor made of the new tokens"
+            )
 
     def new_rows(self, layer: LayerSpec, k: Tensor | None, v: Tensor | None, rows: int) -> NewRows:
         """The first ``rows`` rows of k and v, checked. An MLA layer has no v."""

@@ -33,7 +33,8 @@ class SparseAttention(PlannedAttention):
     def choose(self, index: IndexInputs, layer: LayerSpec, dims: IndexerDims, plan: Plan) -> SelectedRows:
         """What one layer's ``plan.query_rows`` tokens, at least one, attend to, as ``RowSelection.select`` says.
 
-        ``index`` has as many rows. Its keys are in ``index_keys`` by now.
+        ``index`` has as many rows. Its keys are in ``index_keys`` by now; those of its ``entries`` are still to be
+        written.
         """
 
     def select(self, index: IndexInputs, layer: LayerSpec, batch: ForwardBatch) -> SelectedRows:
@@ -48,7 +49,8 @@ class SparseAttention(PlannedAttention):
         if rows == given:
             return self.choose(index, layer, dims, plan)
         k = None if index.k is None else index.k[:rows]
-        chosen = self.choose(IndexInputs(index.q[:rows], k, index.weights[:rows]), layer, dims, plan)
+        entries = None if index.entries is None else index.entries.first(rows)
+        chosen = self.choose(IndexInputs(index.q[:rows], k, index.weights[:rows], entries), layer, dims, plan)
         found = selected_tensor(chosen)
         padded = _nothing(found, given, found.shape[1])
         padded[:rows] = found
@@ -56,9 +58,10 @@ class SparseAttention(PlannedAttention):
 
     def _dims(self, layer: LayerSpec) -> IndexerDims:
         dims = layer.indexer
-        if dims is None or dims.shares is not None or self.index_keys is None:
+        lacking = self.index_keys is None and layer.compressed is None
+        if dims is None or dims.shares is not None or lacking:
             why = "has no index" if dims is None else f"takes over the choice of layer {dims.shares}"
-            if self.index_keys is None:
+            if lacking:
                 why = f"is of no model that backend {self.backend_id.name} was built for: that has no index"
             raise BackendError(f"rows were to be selected for layer {layer.layer_id}, which {why}")
         return dims
@@ -83,6 +86,12 @@ def _check(index: IndexInputs, layer: LayerSpec, dims: IndexerDims) -> None:
             raise BackendError(
                 f"layer {layer.layer_id}: index.{name} has shape {tuple(tensor.shape)}; give {shape} for {rows} tokens"
             )
+    if index.entries is not None and layer.compressed is None:
+        raise BackendError(f"layer {layer.layer_id} is not compressed, but index.entries were given; give index.k")
+    if index.k is not None and layer.compressed is not None:
+        raise BackendError(f"layer {layer.layer_id} is compressed, but index.k was given; give index.entries")
+    if index.entries is not None:
+        index.entries.check(layer, dims.head_dim, rows)
     if index.weights.dtype is not torch.float32:
         raise BackendError(f"layer {layer.layer_id}: index.weights is {index.weights.dtype}; give torch.float32")
 

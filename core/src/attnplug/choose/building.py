@@ -29,7 +29,7 @@ from attnplug.declare.model import AttentionKind, Feature
 from attnplug.declare.problem import GraphLevel, Problem, Role
 from attnplug.declare.settings import Setting
 
-EXTRA_OF = {Feature.SINKS: "sinks", Feature.SPARSE: "selected"}
+EXTRA_OF = {Feature.SINKS: "sinks", Feature.SPARSE: "selected", Feature.COMPRESSED: "entries"}
 """The extra by which a layer's feature reaches ``forward``."""
 
 

@@ -6,6 +6,7 @@ works for hardware that is not there.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
@@ -244,10 +245,11 @@ def _page_size(problem: Problem, chosen: list[Registered]) -> int | None:
     if problem.page_size is not None or not chosen:
         return problem.page_size
     common = reduce(PageSizes.intersection, (backend.spec.capabilities.page_sizes for backend in chosen))
-    if common.kernel_size(DEFAULT_PAGE_SIZE) is not None:
-        return DEFAULT_PAGE_SIZE
+    multiple = 1 if problem.model is None else problem.model.page_multiple
+    if common.kernel_size(default := math.lcm(DEFAULT_PAGE_SIZE, multiple)) is not None:
+        return default
     assert common.kernel is not None
-    return min(common.kernel)
+    return math.lcm(min(common.kernel), multiple)
 
 
 def _parsed(registry: Registry, name: str, settings: Mapping[str, str]) -> Any:

@@ -10,6 +10,7 @@ from typing import Protocol, get_type_hints, runtime_checkable
 from torch import Tensor
 
 from attnplug.contract.batch import ForwardBatch
+from attnplug.contract.compressed import CompressorInputs
 from attnplug.contract.hooks import Hook, bind_hook
 from attnplug.contract.linear import DeltaInputs, LinearInputs
 from attnplug.contract.plan import BackendId, Plan
@@ -39,7 +40,12 @@ class ForwardExtras:
     part. q is then ``[tokens, heads, kv_lora_rank]``. Both may have any strides between rows and heads."""
     selected: SelectedRows | None = None
     """Given for layers with an ``indexer``, and for no others: the rows that each token attends to, and no other row is
-    read. A token without any gives zero, and -inf as its log-sum-exp."""
+    read. A token without any gives zero, and -inf as its log-sum-exp. For a ``compressed`` layer they are entries, to
+    which each token attends beside the rows of its window."""
+    entries: CompressorInputs | None = None
+    """Given for layers that are ``compressed``, and for no others: what the new tokens bring to entries. Entries of
+    windows that they complete are written with the new rows, before attention; with ``save_kv_cache=False`` it may be
+    left out. Rows of the window, entries and the sink are in one softmax."""
 
     def asked(self) -> frozenset[str]:
         return frozenset(name for name in self.__slots__ if getattr(self, name) is not None)

@@ -11,7 +11,7 @@ from attnplug.declare.capabilities import Capabilities
 from attnplug.declare.errors import BackendError, PoolError
 from attnplug.declare.model import ModelSpec
 from attnplug.declare.problem import DType, Role
-from attnplug.kv import INDEX_KEYS, IndexKeyPool, KVPools
+from attnplug.kv import COMPRESSED, INDEX_KEYS, CompressedPool, IndexKeyPool, KVPools
 from attnplug.kv.coordinator import Coordinator
 from attnplug.kv.workspace import WorkspaceOwner
 
@@ -83,16 +83,18 @@ class HostContext:
                     f"the context has pages of {self.page_size} in {self.kv_dtype}, but a pool has pages of "
                     f"{pool.page_size} in {pool.dtype}; make both alike"
                 )
-        index, mla = self.pools.caches.get(INDEX_KEYS), self.pools.mla
-        if (
-            isinstance(index, IndexKeyPool)
-            and mla is not None
-            and (index.page_size, index.num_pages) != (mla.page_size, mla.num_pages)
-        ):
-            raise PoolError(
-                f"the index keys have {index.num_pages} pages of {index.page_size}, and the latent rows "
-                f"{mla.num_pages} of {mla.page_size}; one page table leads to both, so make them alike"
-            )
+        mla = self.pools.mla
+        for key in (INDEX_KEYS, COMPRESSED):
+            cache = self.pools.caches.get(key)
+            if (
+                isinstance(cache, IndexKeyPool | CompressedPool)
+                and mla is not None
+                and (cache.page_size, cache.num_pages) != (mla.page_size, mla.num_pages)
+            ):
+                raise PoolError(
+                    f"the {key.name} have {cache.num_pages} pages of {cache.page_size}, and the latent rows "
+                    f"{mla.num_pages} of {mla.page_size}; one page table leads to both, so make them alike"
+                )
 
     def for_backend(
         self, name: str, declared: Capabilities, *, roles: frozenset[Role] = frozenset(), options: object = None

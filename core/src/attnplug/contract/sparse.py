@@ -7,6 +7,8 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+from attnplug.contract.compressed import CompressorInputs
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class IndexInputs:
@@ -23,11 +25,14 @@ class IndexInputs:
     in it already."""
     weights: Tensor
     """``[tokens, heads]`` float32."""
+    entries: CompressorInputs | None = None
+    """In place of ``k`` for a layer that is ``compressed``, whose index has a key for each entry: what the new tokens
+    bring to these keys."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SelectedPositions:
-    """Rows by their positions in the token's own request.
+    """Rows by their positions in the token's own request; of a ``compressed`` layer, entries by their numbers.
 
     ``positions`` ``[tokens, width]`` int32 are distinct, in any order, and none is past the token's own. Where fewer
     were chosen the rest of the row is -1: always after the last position. Rows of padding are -1.
@@ -38,7 +43,7 @@ class SelectedPositions:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SelectedSlots:
-    """The same rows by where they lie in the cache.
+    """The same rows by where they lie in the cache; entries in that of entries.
 
     ``slots`` ``[tokens, width]`` int32 are ``page * page_size + offset``, with -1 as in ``SelectedPositions``.
     """

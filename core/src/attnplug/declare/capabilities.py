@@ -12,7 +12,7 @@ from attnplug.declare.problem import LARGEST_PAGE, SM_RANGE, CacheLayout, DType,
 from attnplug.declare.reading import integer, members, of_type, pairs, several
 
 DEVICES = ("cpu", "cuda")
-EXTRAS = ("lse", "out", "q_rope", "selected", "sinks")
+EXTRAS = ("entries", "lse", "out", "q_rope", "selected", "sinks")
 """The fields of ``ForwardExtras``, which needs torch and is therefore defined elsewhere."""
 
 

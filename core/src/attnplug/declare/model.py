@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -34,6 +35,7 @@ class Feature(StrEnum):
     LOGIT_CAP = "logit_cap"
     SINKS = "sinks"
     SPARSE = "sparse"
+    COMPRESSED = "compressed"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +70,29 @@ class IndexerDims:
     def scale(self) -> float:
         """What the product of an index query and key is multiplied by."""
         return float(self.head_dim**-0.5)
+
+
+@dataclass(frozen=True, slots=True)
+class CompressedDims:
+    """How a layer summarises its rows: each window of ``ratio`` tokens becomes one entry, which is a row like others.
+
+    A query at position p attends to the rows of its sliding window, and to the entries of the windows that are complete
+    by then: numbers 0 … (p + 1) // ratio - 1. With an indexer these are the candidates, and it attends to the chosen
+    ones. With ``overlap`` an entry is made of two series: one of its own window's tokens, and one of the window before.
+    """
+
+    ratio: int
+    overlap: bool = False
+
+    @property
+    def series(self) -> int:
+        """How many numbers a token brings for each number of an entry."""
+        return 2 if self.overlap else 1
+
+    @property
+    def span(self) -> int:
+        """Tokens that one entry is made of."""
+        return self.ratio * self.series
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +134,7 @@ class LayerSpec:
     indexer: IndexerDims | None = None
     mla: MLADims | None = None
     linear: LinearDims | None = None
+    compressed: CompressedDims | None = None
 
     def __post_init__(self) -> None:
         if (self.kind is AttentionKind.MLA) != (self.mla is not None):
@@ -121,6 +147,11 @@ class LayerSpec:
             )
         if self.indexer is not None and self.kind.is_linear:
             raise ValueError(f"layer {self.layer_id}: kind {self.kind} has no rows to choose from, so no indexer")
+        if self.compressed is not None and (self.mla is None or self.sliding_window is None):
+            raise ValueError(
+                f"layer {self.layer_id}: entries are latent rows beside those of a window, so a compressed layer is of "
+                f"kind {AttentionKind.MLA} and has a sliding_window"
+            )
 
     def for_rank(self, size: int) -> LayerSpec:
         """This layer with the heads that each of ``size`` ranks has. Ranks differ in which heads, not in how many.
@@ -150,6 +181,7 @@ class LayerSpec:
             Feature.LOGIT_CAP: self.logit_cap is not None,
             Feature.SINKS: self.sinks,
             Feature.SPARSE: self.indexer is not None,
+            Feature.COMPRESSED: self.compressed is not None,
         }
         return frozenset(feature for feature, needed in present.items() if needed)
 
@@ -194,8 +226,23 @@ class ModelSpec:
 
     @property
     def index_layers(self) -> tuple[LayerSpec, ...]:
-        """Layers that compute an index, and so cache index keys; those that share one do not."""
-        return tuple(layer for layer in self.layers if layer.indexer is not None and layer.indexer.shares is None)
+        """Layers that compute an index, and so cache a key for each token. Those that share one do not, and compressed
+        layers cache a key for each entry."""
+        return tuple(
+            layer
+            for layer in self.layers
+            if layer.indexer is not None and layer.indexer.shares is None and layer.compressed is None
+        )
+
+    @property
+    def compressed_layers(self) -> tuple[LayerSpec, ...]:
+        """Layers that attend to entries, each of which summarises a window of tokens."""
+        return tuple(layer for layer in self.layers if layer.compressed is not None)
+
+    @property
+    def page_multiple(self) -> int:
+        """What pages are a multiple of, in tokens, so that none ends inside a window that becomes an entry."""
+        return math.lcm(*(layer.compressed.ratio for layer in self.layers if layer.compressed is not None))
 
     def describe(self) -> str:
         """One line for people: how many layers of which kind and shape."""
@@ -230,6 +277,8 @@ def _shape(layer: LayerSpec) -> str:
     if layer.indexer is not None:
         own = f"index {layer.indexer.heads}×{layer.indexer.head_dim}"
         extra += f" (top {layer.indexer.topk}, {own if layer.indexer.shares is None else 'shared index'})"
+    if layer.compressed is not None:
+        extra += f" (an entry for {layer.compressed.ratio} tokens, window {layer.sliding_window})"
     if layer.mla is not None:
         return f"mla heads {layer.num_heads}, latent {layer.mla.kv_lora_rank}+{layer.mla.qk_rope_head_dim}{extra}"
     if layer.linear is not None:

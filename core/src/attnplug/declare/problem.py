@@ -144,6 +144,10 @@ class Problem:
         if self.tensor_parallel > 1 and self.model is not None and self.model.ranks > 1:
             why = f"is given for a model with the heads of one of {self.model.ranks} ranks; give the whole model"
             raise _wrong(Setting.TENSOR_PARALLEL, self.tensor_parallel, why)
+        multiple = 1 if self.model is None else self.model.page_multiple
+        if self.page_size is not None and self.page_size % multiple:
+            why = f"ends inside a window of {multiple} tokens that the model makes one entry of; give a multiple of it"
+            raise _wrong(Setting.PAGE_SIZE, self.page_size, why)
         if self.sm is not None and self.sm not in SM_RANGE:
             raise _wrong(Setting.SM, self.sm, "is not a compute capability; write 9.0 as 90, 10.3 as 103")
 

@@ -249,9 +249,10 @@ def _shape(layer: LayerSpec, ranks: int) -> dict[str, Any]:
     """All that a plan may depend on, with the query heads that one rank has."""
     parts = [part for part in (layer, layer.mla, layer.linear) if part is not None]
     shape = {each.name: getattr(part, each.name) for part in parts for each in fields(part)}
+    shape["compression"] = None if layer.compressed is None else layer.compressed.ratio
     shape["index topk"] = None if layer.indexer is None else layer.indexer.topk  # whose index it is changes no plan
     # A latent row has no heads.
-    apart = ("layer_id", "mla", "linear", "indexer", *(["num_kv_heads"] if layer.mla else []))
+    apart = ("layer_id", "mla", "linear", "indexer", "compressed", *(["num_kv_heads"] if layer.mla else []))
     return {name: shape[name] for name in shape if name not in apart} | {"num_heads": layer.num_heads // ranks}
 
 
@@ -304,12 +305,13 @@ def _layer_refusals(can: Capabilities, problem: Problem, role: Role, layer: Laye
 
 
 def _feature_refusal(can: Capabilities, role: Role, layer: LayerSpec, feature: Feature) -> Refusal:
-    if feature is not Feature.SPARSE or layer.indexer is None:
+    if feature is Feature.SPARSE and layer.indexer is not None:
+        what = f"layers attend to the {layer.indexer.topk} rows that an index chooses, and it attends to all rows"
+    elif feature is Feature.COMPRESSED and layer.compressed is not None:
+        what = f"layers attend to entries that stand for {layer.compressed.ratio} tokens each, and it reads rows alone"
+    else:
         return _outside(RefusalCode.FEATURE, "feature", feature, can.features, role.setting)
-    message = (
-        f"feature {feature} is not supported: layers attend to the {layer.indexer.topk} rows that an index chooses, "
-        "and it attends to all rows"
-    )
+    message = f"feature {feature} is not supported: {what}"
     return Refusal(RefusalCode.FEATURE, message, str(feature), sorted(map(str, can.features)), role.setting)
 
 

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from attnplug.declare.model import AttentionKind, IndexerDims, LayerSpec, LinearDims, MLADims
+from attnplug.hf.compressed_layers import DEFAULTS as V4_DEFAULTS
+from attnplug.hf.compressed_layers import compressed_layers
 from attnplug.hf.config_keys import Config, ModelConfigError
 from attnplug.hf.rope_keys import rope_section, rope_type
 
@@ -47,6 +49,7 @@ CLASS_DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "nemotron_h": {"head_dim": 128},
     "deepseek_v32": {"index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128},
     "glm_moe_dsa": {"index_topk": 2048, "index_n_heads": 32, "index_head_dim": 128},
+    "deepseek_v4": V4_DEFAULTS,
 }
 
 
@@ -348,6 +351,7 @@ def _nemotron_h(config: Config) -> Layers:
 
 READERS: Mapping[str, Reader] = {
     **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"), _latent_layers),
+    "deepseek_v4": compressed_layers,
     "kimi_linear": _kimi_linear,
     "qwen3_next": _gdn_hybrid,
     "qwen3_5_text": _gdn_hybrid,

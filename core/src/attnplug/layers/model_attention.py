@@ -25,7 +25,7 @@ from attnplug.declare.claims import ExtendPath
 from attnplug.declare.errors import BackendError, PlanError
 from attnplug.declare.model import LayerSpec
 from attnplug.declare.problem import GraphLevel
-from attnplug.kv import INDEX_KEYS, KVPools
+from attnplug.kv import COMPRESSED, INDEX_KEYS, KVPools
 from attnplug.mla import ExtendPolicy, MLAAttention, MLAWeights
 
 
@@ -37,7 +37,7 @@ class ModelAttention:
 
     def __init__(self, backend: AttentionBackend, pools: KVPools, policy: ExtendPolicy | None = None) -> None:
         self.backend = backend
-        sparse = INDEX_KEYS in pools.caches
+        sparse = INDEX_KEYS in pools.caches or COMPRESSED in pools.caches
         self._mla = None
         if pools.mla is not None:
             self._mla = MLAAttention(backend, pools.mla, policy or ExtendPolicy(), absorbed=sparse)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 import numpy as np
@@ -75,6 +75,23 @@ class Group:
     slots: Tensor
     extent: Extent
     run: slice | None = None
+
+    def within(self, window: int | None) -> Group:
+        """The same without the keys before all queries' windows: neither read nor scored, however long the requests."""
+        extent = self.extent
+        unseen = 0 if window is None else max(0, extent.smallest_offset - window + 1)
+        if not unseen:
+            return self
+        run = None if self.run is None else slice(self.run.start + unseen, self.run.stop)
+        nearer = replace(
+            extent,
+            offsets=extent.offsets - unseen,
+            keys=extent.keys - unseen,
+            smallest_offset=extent.smallest_offset - unseen,
+            largest_offset=extent.largest_offset - unseen,
+            bias=None if extent.bias is None else extent.bias[..., unseen:],
+        )
+        return Group(self.rows, self.slots[:, unseen:], nearer, run)
 
 
 def plan_groups(geometry: Geometry) -> tuple[Tensor, tuple[Group, ...]]:

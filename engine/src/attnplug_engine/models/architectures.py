@@ -14,7 +14,7 @@ from attnplug.host import Config, UsageError, show, tiny_config
 from attnplug.host import load_model as load_spec
 from attnplug_engine.bare_checkpoint import HEAD, check_head, with_full_names
 from attnplug_engine.checkpoint import Checkpoint, WeightSource, checkpoint_config, checkpoint_folder
-from attnplug_engine.models import deepseek, kimi, llama, mamba, minimax, nemotron, qwen_hybrid, ring
+from attnplug_engine.models import deepseek, deepseek_v4, kimi, llama, mamba, minimax, nemotron, qwen_hybrid, ring
 from attnplug_engine.models.decoder import Decoder
 from attnplug_engine.models.weights import Weights
 from attnplug_engine.parallel import SINGLE, TensorParallel
@@ -33,7 +33,8 @@ class Architecture:
     ``aliases`` are other names that configs have for keys, with the names that ``build`` reads. ``extra_layers`` names
     keys that count layers after the last one (multi-token prediction), and ``ignored`` are patterns of tensor names: a
     checkpoint may hold both, and the decoder has no use for them. ``unknown`` are keys by which core reads attention of
-    any model, and which this type does not have: transformers does not look at them.
+    any model, and which this type does not have: transformers does not look at them. ``head`` is the name of the output
+    head's weight.
     """
 
     build: Callable[[Weights, Config, ModelSpec], Decoder]
@@ -42,6 +43,7 @@ class Architecture:
     extra_layers: tuple[str, ...] = ()
     ignored: tuple[str, ...] = ()
     unknown: tuple[str, ...] = _SCALES
+    head: str = HEAD
 
 
 ARCHITECTURES: Mapping[str, Architecture] = {
@@ -53,6 +55,12 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     "deepseek_v3": Architecture(deepseek.deepseek_v3, deepseek.V3_DEFAULTS, extra_layers=_PREDICTION),
     "deepseek_v32": Architecture(deepseek.deepseek_v32, deepseek.V32_DEFAULTS, extra_layers=_PREDICTION),
     "glm_moe_dsa": Architecture(deepseek.deepseek_v32, deepseek.GLM_DEFAULTS, extra_layers=_PREDICTION),
+    "deepseek_v4": Architecture(
+        deepseek_v4.deepseek_v4,
+        deepseek_v4.DEFAULTS,
+        ignored=deepseek_v4.PREDICTION,
+        head=deepseek_v4.NAMES.head,
+    ),
     "kimi_linear": Architecture(kimi.kimi_linear, kimi.DEFAULTS, kimi.ALIASES),
     "qwen3_next": Architecture(qwen_hybrid.qwen3_next, qwen_hybrid.NEXT_DEFAULTS, ignored=qwen_hybrid.PREDICTION),
     "qwen3_5_text": Architecture(qwen_hybrid.qwen3_5, qwen_hybrid.DEFAULTS, ignored=qwen_hybrid.PREDICTION),
@@ -112,10 +120,10 @@ def load_model(
     UnknownArchitecture, ParallelError) for all that can be wrong.
     """
     spec = load_spec(reference)
-    _known(spec, reference)
+    architecture = _known(spec, reference)
     source = open_source(reference, device=device, seed=seed, random_weights=random_weights)
     if head and isinstance(source, Checkpoint):
-        check_head(source)
+        check_head(source, architecture.head)
     return build_model(
         with_full_names(source), spec, dtype=dtype, device=device, parallel=parallel, head=head, progress=progress
     )
@@ -200,7 +208,7 @@ def _ignored(architecture: Architecture, config: Config, *, head: bool) -> Calla
     further = range(config.layer_count(), config.layer_count() + extra) if extra else range(0)
 
     def ignored(name: str) -> bool:
-        if name == HEAD and not head:
+        if name == architecture.head and not head:
             return True
         layer = _LAYER.match(name)
         return (layer is not None and int(layer[1]) in further) or any(pattern.search(name) for pattern in patterns)

@@ -124,12 +124,12 @@ class Names:
     model: str
     embedding: str
     norm: str
+    head: str = "lm_head.weight"
 
     def layer(self, index: int) -> str:
         return f"{self.model}.layers.{index}"
 
 
-_HEAD = "lm_head.weight"
 MODEL = Names("model", "embed_tokens", "norm")
 BACKBONE = Names("backbone", "embeddings", "norm_f")
 
@@ -155,20 +155,20 @@ class Decoder(nn.Module):
         model = weights.at(names.model)
         # Whole on every rank: a vocabulary in parts would cost a collective per step to save little memory.
         embedding, tied = f"{names.embedding}.weight", config.flag("tie_word_embeddings")
-        if tied and weights.holds(_HEAD) and not model.holds(embedding):
-            self.embedding = frozen(weights.take(_HEAD, self.vocab_size, self.hidden_size))
+        if tied and weights.holds(names.head) and not model.holds(embedding):
+            self.embedding = frozen(weights.take(names.head, self.vocab_size, self.hidden_size))
         else:
             self.embedding = frozen(model.take(embedding, self.vocab_size, self.hidden_size))
         self.rope = rope
         self.layers = nn.ModuleList(blocks)
         self.norm = norm(model.at(names.norm))
-        self.head = self._head(weights, tied) if weights.head else None
+        self.head = self._head(weights, names.head, tied) if weights.head else None
 
-    def _head(self, weights: Weights, tied: bool) -> Head:
+    def _head(self, weights: Weights, name: str, tied: bool) -> Head:
         """The stored head; the embedding once more where it is tied, unless a head with other numbers is stored."""
-        if tied and not weights.holds(_HEAD):
+        if tied and not weights.holds(name):
             return Head.tied(self.embedding, weights.parallel)
-        head = Head.load(weights, _HEAD, self.vocab_size, self.hidden_size)
+        head = Head.load(weights, name, self.vocab_size, self.hidden_size)
         if tied:  # transformers does the same: what is stored wins over what the config says
             shared = Head.tied(self.embedding, weights.parallel)
             if torch.equal(head.weight, shared.weight):

@@ -166,6 +166,8 @@ class MLPForm:
     inputs: tuple[str, ...]
     activate: Callable[[Tensor], Tensor]
     output: str
+    fused: bool = True
+    """Whether the kernels for experts have this activation."""
 
 
 GATED = MLPForm(("gate_proj", "up_proj"), silu_and_mul, "down_proj")

@@ -89,6 +89,13 @@ class Weights:
         # A copy in any case: what a file's memory map backs is not ours, and is not aligned for vector loads.
         return part.to(self.device, torch.float32 if exact else self.dtype, copy=True).contiguous()
 
+    def integers(self, name: str, *shape: int, below: int) -> Tensor:
+        """A tensor of whole numbers from 0 to ``below - 1``, as int64."""
+        full_name = self._prefix + name
+        whole = self._source.integers(full_name, shape, below)
+        self._note(full_name)
+        return whole.to(self.device, copy=True)
+
     def stack(self, suffix: str, parts: Sequence[Rows], *in_features: int) -> Tensor:
         """``[rows of all parts, *in_features]``: several stored tensors as one, for one matrix product."""
         self.check(suffix, parts, *in_features)
@@ -129,7 +136,10 @@ class Weights:
     def _read(self, name: str, shape: tuple[int, ...], rows: slice | None, columns: slice | None) -> Tensor:
         full_name = self._prefix + name
         part = self._source.tensor(full_name, shape, rows=rows, columns=columns)
+        self._note(full_name)
+        return part
+
+    def _note(self, full_name: str) -> None:
         self._taken.add(full_name)
         if self._on_read is not None:
             self._on_read(len(self._taken))
-        return part

@@ -1,0 +1,212 @@
+"""DeepSeek-V4's attention: one row per token that is key and value, a sliding window, and entries made of windows.
+
+The layer projects; what becomes of a window's tokens is the business of the backend.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from attnplug import (
+    CompressorInputs,
+    CompressorWeights,
+    ForwardBatch,
+    ForwardExtras,
+    IndexerDims,
+    IndexInputs,
+    LayerSpec,
+)
+from attnplug.host import Config, active_attention
+from attnplug_engine.models.decoder import Attention, norm_eps
+from attnplug_engine.models.layers import Linear, RMSNorm, frozen
+from attnplug_engine.models.rope import PairRotation, Rotation, TorchRotation, inverse_frequencies
+from attnplug_engine.models.weights import Rows, Weights
+from attnplug_engine.parallel import even_part, length, scaled
+
+
+class EndRotation:
+    """The rotation of the last columns of rows, in pairs, and the one back."""
+
+    def __init__(self, positions: Tensor, frequencies: Tensor) -> None:
+        angles = positions.unsqueeze(-1) * frequencies
+        self._width = 2 * frequencies.shape[0]
+        self._there, self._back = (PairRotation(each, 1.0, torch.float32) for each in (angles, -angles))
+
+    def apply_(self, x: Tensor) -> None:
+        """Rotate the last columns of ``x`` ``[tokens, heads, dim]`` in place."""
+        self._there.apply_(x[..., -self._width :])
+
+    def undo_(self, x: Tensor) -> None:
+        self._back.apply_(x[..., -self._width :])
+
+
+class TwoRotations(TorchRotation):
+    """Those of sliding layers, and of layers with entries."""
+
+    __slots__ = ("compressed", "sliding")
+
+    def __init__(self, sliding: EndRotation, compressed: EndRotation) -> None:
+        self.sliding, self.compressed = sliding, compressed
+
+
+class TwoRopes:
+    """Sliding layers turn by a plain rope; layers with entries by another one, which may be stretched (yarn)."""
+
+    def __init__(self, config: Config, device: torch.device) -> None:
+        self.width = width = _rotary_width(config)
+        """How many columns are rotated."""
+        sections = [_rope_keys(config, label) for label in ("main", "compress")]
+        found = [inverse_frequencies(section, width) for section in sections]
+        for (_, factor), section in zip(found, sections, strict=True):
+            if factor != 1.0:
+                raise section.error(f"makes a factor of {factor} on cos and sin; only 1 is served", "attention_factor")
+        self.sliding, self.compressed = (frequencies.to(device) for frequencies, _ in found)
+
+    def at(self, positions: Tensor) -> Rotation:
+        return TwoRotations(EndRotation(positions, self.sliding), EndRotation(positions, self.compressed))
+
+
+def _rotary_width(config: Config) -> int:
+    """How many of a head's columns are rotated."""
+    dim, share = config.integer("head_dim"), config.optional_number("partial_rotary_factor")
+    if share is None:
+        return config.integer("qk_rope_head_dim", most=dim)
+    if share > 1.0:
+        raise config.wrong("partial_rotary_factor", "at most 1")
+    return int(dim * share)
+
+
+def _rope_keys(config: Config, label: str) -> Config:
+    """A config with the keys of one of the two ropes alone: ``main`` or ``compress``."""
+    given = next(
+        (part for key in ("rope_scaling", "rope_parameters") if (part := config.section(key)) and part.values), None
+    )
+    values: dict[str, object] = {}
+    if given is not None and (own := given.section(label)) is not None:
+        values = dict(own.values)
+    elif label == "compress":
+        flat = {} if given is None else dict(given.values)
+        values = {**flat, "rope_theta": config.number("compress_rope_theta")}
+    else:
+        values = {"rope_theta": config.number("rope_theta")}
+    if "yarn" in (values.get("rope_type"), values.get("type")):
+        values.setdefault("attention_factor", 1.0)
+    keys = {"rope_parameters": values, "max_position_embeddings": config.integer("max_position_embeddings")}
+    return replace(config, values=keys)
+
+
+class Compressor(nn.Module):
+    """What a layer makes of its tokens for entries of ``dim``: its part of the layer's one product, and the rest."""
+
+    def __init__(self, weights: Weights, layer: LayerSpec, dim: int, eps: float, frequencies: Tensor) -> None:
+        super().__init__()
+        dims = layer.compressed
+        assert dims is not None
+        self.width = dims.series * dim
+        self.bias = frozen(weights.take("ape", dims.ratio, self.width, exact=True))
+        self.norm = frozen(weights.take("norm.weight", dim, exact=True))
+        self._weights = CompressorWeights(self.bias, self.norm, eps, frequencies)
+
+    def rows(self, path: str) -> list[Rows]:
+        return [Rows(f"{path}.{name}", self.width, slice(0, self.width)) for name in ("wkv", "wgate")]
+
+    def forward(self, values: Tensor, gates: Tensor) -> CompressorInputs:
+        return CompressorInputs(values, gates, self._weights)
+
+
+class EntryIndexer(nn.Module):
+    """What a layer chooses its entries by: keys have a compressor of their own."""
+
+    def __init__(self, weights: Weights, dims: IndexerDims, config: Config) -> None:
+        super().__init__()
+        width = dims.heads * dims.head_dim
+        self.q = Linear.stacked(weights, [Rows("wq_b", width, slice(0, width))], config.integer("q_lora_rank"))
+        self.head_weight = frozen(
+            weights.take("weights_proj.weight", dims.heads, config.integer("hidden_size"), exact=True)
+        )
+        self._dims = dims
+
+    def forward(self, normed: Tensor, latents: Tensor, entries: CompressorInputs, turn: EndRotation) -> IndexInputs:
+        q = self.q(latents).unflatten(1, (self._dims.heads, self._dims.head_dim))
+        turn.apply_(q)
+        weights = F.linear(normed.float(), self.head_weight) * self._dims.heads**-0.5
+        return IndexInputs(q, None, weights, entries)
+
+
+class CompressedAttention(Attention):
+    """All three types of layers: with a window alone, with all entries, and with those that an index chooses.
+
+    One product of the input gives ``[query latents | row | values | gates | index values | index gates]``, as far as
+    the layer has them. Rows carry their rotation into the output, so the last columns of that are turned back. The
+    output's projection is grouped: first each group of heads by itself, then all groups.
+    """
+
+    def __init__(self, weights: Weights, layer: LayerSpec, config: Config, ropes: TwoRopes) -> None:
+        super().__init__()
+        heads = even_part(layer.num_heads, weights.parallel, "attention heads")
+        groups = even_part(config.integer("o_groups"), weights.parallel, "groups of attention heads")
+        self.layer = layer.for_rank(weights.parallel.size)
+        hidden, rank, width, eps = (
+            config.integer("hidden_size"), config.integer("q_lora_rank"), layer.head_dim, norm_eps(config)
+        )  # fmt: skip
+        projections = [Rows("wq_a", rank, slice(0, rank)), Rows("wkv", width, slice(0, width))]
+        self.compressor = self.index_compressor = self.indexer = None
+        if layer.compressed is not None:
+            self.compressor = Compressor(weights.at("compressor"), layer, width, eps, ropes.compressed)
+            projections += self.compressor.rows("compressor")
+        if layer.indexer is not None:
+            own, dims = weights.at("indexer"), layer.indexer
+            self.index_compressor = Compressor(own.at("compressor"), layer, dims.head_dim, eps, ropes.compressed)
+            projections += self.index_compressor.rows("indexer.compressor")
+            self.indexer = EntryIndexer(own, dims, config)
+        self._widths = [rows.count for rows in projections]
+        self.down = Linear.stacked(weights, projections, hidden)
+        self.q_norm, self.row_norm = RMSNorm(weights.at("q_norm"), rank, eps), RMSNorm(weights.at("norm"), width, eps)
+        self.q_up = Linear.stacked(weights, [Rows("wq_b", layer.num_heads * width, scaled(heads, width))], rank)
+        self.sinks = frozen(weights.take("attn_sink", layer.num_heads, rows=heads, exact=True))
+        count, low = config.integer("o_groups"), config.integer("o_lora_rank")
+        if layer.num_heads % count:
+            raise config.wrong("o_groups", f"a divisor of num_attention_heads, which is {layer.num_heads}")
+        inside = layer.num_heads * width // count
+        grouped = weights.take("wo_a.weight", count * low, inside, rows=scaled(groups, low))
+        self.group_out = frozen(grouped.unflatten(0, (length(groups), low)).transpose(1, 2).contiguous())
+        self.out = Linear.row_parallel(weights.at("wo_b"), count * low, hidden, scaled(groups, low))
+        self._eps = eps
+
+    def forward(
+        self,
+        hidden: Tensor,
+        rotation: Rotation,
+        batch: ForwardBatch,
+        *,
+        norm: RMSNorm | None = None,
+        onto: Tensor | None = None,
+    ) -> Tensor:
+        assert isinstance(rotation, TwoRotations)
+        layer, attention = self.layer, active_attention()
+        turn = rotation.sliding if layer.compressed is None else rotation.compressed
+        normed = hidden if norm is None else norm(hidden)
+        low, row, *compressed = self.down(normed).split(self._widths, dim=1)
+        latents = self.q_norm(low)
+        q = self.q_up(latents).unflatten(1, (layer.num_heads, layer.head_dim))
+        q = F.rms_norm(q.float(), (layer.head_dim,), None, self._eps).to(q.dtype)
+        rows = self.row_norm(row).unsqueeze(1)
+        turn.apply_(q)
+        turn.apply_(rows)
+        entries = selected = None
+        if self.compressor is not None:
+            entries = self.compressor(*compressed[:2])
+        if self.indexer is not None and self.index_compressor is not None:
+            index = self.indexer(normed, latents, self.index_compressor(*compressed[2:]), turn)
+            selected = attention.select(index, layer, batch)
+        extras = ForwardExtras(sinks=self.sinks, selected=selected, entries=entries)
+        out = attention.attend(q, rows, None, layer, batch, extras=extras)
+        turn.undo_(out)
+        grouped = out.flatten(1).unflatten(1, (self.group_out.shape[0], -1)).transpose(0, 1)
+        mixed = torch.bmm(grouped, self.group_out).transpose(0, 1).flatten(1)
+        return cast(Tensor, self.out(mixed, onto=onto))

@@ -1,0 +1,66 @@
+"""DeepSeek-V4's experts: chosen by a learned router or by the token itself, with activations that are clipped."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from attnplug.host import Config
+from attnplug_engine.models.experts import Added, Experts, Router
+from attnplug_engine.models.layers import MLP, MLPForm, frozen
+from attnplug_engine.models.weights import Weights
+
+
+def clipped(limit: float) -> MLPForm:
+    """``silu(gate) * up`` with the gate at most ``limit`` and the other factor within it on both sides."""
+
+    def activate(gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate.clamp(max=limit)).mul_(up.clamp(min=-limit, max=limit))
+
+    return MLPForm(("w1", "w3"), activate, "w2", fused=False)
+
+
+class RootRouter(Router):
+    """Shares are roots of softplus, normalised and scaled. Experts are the best by score and bias, or those that a
+    table has for the token (``hashed``)."""
+
+    def __init__(self, weights: Weights, config: Config, experts: int, *, hashed: bool) -> None:
+        super().__init__(weights, config, experts)
+        self.scaling = config.number("routed_scaling_factor")
+        self.table = None
+        if hashed:
+            vocab = config.integer("vocab_size")
+            self.table = frozen(weights.integers("tid2eid", vocab, self.per_token, below=experts))
+        else:
+            self.bias = frozen(weights.take("bias", experts, exact=True))
+
+    def choose_for(self, logits: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Chosen experts ``[tokens, k]`` of tokens with these ``ids`` and their shares ``[tokens, k]`` float32."""
+        scores = F.softplus(logits).sqrt()
+        if self.table is not None:
+            chosen = self.table[ids]
+        else:
+            assert self.bias is not None
+            chosen = (scores + self.bias).topk(self.per_token, dim=-1, sorted=False).indices
+        shares = scores.gather(1, chosen)
+        return chosen, shares / (shares.sum(dim=-1, keepdim=True) + 1e-20) * self.scaling
+
+
+class HashExperts(nn.Module):
+    """Routed experts and a shared one: a sum to be reduced over the ranks."""
+
+    def __init__(self, weights: Weights, config: Config, *, hashed: bool) -> None:
+        super().__init__()
+        hidden, width = config.integer("hidden_size"), config.integer("moe_intermediate_size")
+        count, form = config.integer("n_routed_experts"), clipped(config.number("swiglu_limit"))
+        self.router = RootRouter(weights.at("gate"), config, count, hashed=hashed)
+        self.experts = Experts(weights.at("experts"), count, hidden, width, form=form)
+        self.shared = MLP(weights.at("shared_experts"), hidden, width, form=form)
+
+    def forward(self, x: Tensor, ids: Tensor) -> Tensor:
+        """``[tokens, hidden]`` to ``[tokens, hidden]``; ``ids`` ``[tokens]`` are the tokens."""
+        chosen, shares = self.router.choose_for(self.router.logits(x)[1], ids)
+        return cast(Tensor, self.experts(x, chosen, shares, Added(self.shared(x))))
