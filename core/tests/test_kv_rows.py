@@ -16,7 +16,7 @@ from attnplug import AttentionKind, DType, LayerSpec, MHAPool, MLAPool, PoolErro
 from attnplug.host import MLADims, PageCopy, PageLayout, torch_dtype
 from attnplug.kv import LayoutName, buffer
 from support.devices import DEVICES, INTERPRETED, nothing_waits
-from support.pools import LAYOUTS, PLAIN, mha_layer, mha_pool, mla_layer, mla_pool, random_rows
+from support.pools import ELEMENTS, LAYOUTS, PLAIN, mha_layer, mha_pool, mla_layer, mla_pool, random_rows
 
 # What is written is read back
 
@@ -35,7 +35,7 @@ def test_rows_are_read_back_as_stored(dtype: DType, layout: LayoutName, device: 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", list(DType))
+@pytest.mark.parametrize("dtype", ELEMENTS)
 def test_a_row_lies_at_its_page_and_offset_and_nowhere_else(dtype: DType, layout: LayoutName, device: str) -> None:
     pool = mha_pool(dtype=dtype, layout=layout, device=device)
     ones = torch.ones(1, 2, 8, device=device)
@@ -48,7 +48,7 @@ def test_a_row_lies_at_its_page_and_offset_and_nowhere_else(dtype: DType, layout
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", list(DType))
+@pytest.mark.parametrize("dtype", ELEMENTS)
 def test_layouts_differ_in_memory_and_agree_in_content(dtype: DType, device: str) -> None:
     token_major = mha_pool(dtype=dtype, layout="token_major", device=device)
     head_major = mha_pool(dtype=dtype, layout="head_major", device=device)
@@ -88,7 +88,7 @@ def test_rows_and_slots_need_not_be_contiguous(layout: LayoutName) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", list(DType))
+@pytest.mark.parametrize("dtype", ELEMENTS)
 def test_only_the_slots_asked_for_are_read(dtype: DType, layout: LayoutName) -> None:
     pool = mha_pool(dtype=dtype, layout=layout)
     every, written = torch.arange(20), torch.tensor([6, 17])
@@ -251,7 +251,7 @@ def test_keys_and_values_are_written_by_one_launch(how: str, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("how", WAYS)
-@pytest.mark.parametrize(("dtype", "layout"), list(itertools.product(DType, LAYOUTS)))
+@pytest.mark.parametrize(("dtype", "layout"), list(itertools.product(ELEMENTS, LAYOUTS)))
 @pytest.mark.parametrize("numbers", SLOTS, ids=str)
 def test_rows_without_a_slot_are_not_written(numbers: list[int], dtype: DType, layout: LayoutName, how: str) -> None:
     """B5: of padding nothing is written, nowhere; slot -1 least of all means the last one."""
@@ -442,6 +442,6 @@ def test_scales_for_layers_of_others_are_refused() -> None:
         mla_pool(DType.FLOAT8_E4M3, scales={7: 2.0})
 
 
-@pytest.mark.parametrize("dtype", list(DType))
+@pytest.mark.parametrize("dtype", ELEMENTS)
 def test_every_type_has_its_torch_type_by_name(dtype: DType) -> None:
     assert str(torch_dtype(dtype)) == f"torch.{dtype.value}"

@@ -19,6 +19,7 @@ _TORCH_DTYPES: dict[DType, torch.dtype] = {
     DType.FLOAT16: torch.float16,
     DType.BFLOAT16: torch.bfloat16,
     DType.FLOAT8_E4M3: torch.float8_e4m3fn,
+    DType.FP8_DS_MLA: torch.uint8,
 }
 
 _FLOAT8_MAX = 448.0
@@ -35,7 +36,7 @@ class PairKernel(Protocol):
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    """torch's name for ``dtype``."""
+    """torch's name for ``dtype``: that of its memory, if a row has several types."""
     return _TORCH_DTYPES[dtype]
 
 
@@ -75,6 +76,11 @@ class PagedBuffer:
     ) -> PagedBuffer:
         """A buffer over new memory, zero until written."""
         return cls(layout.view(torch.zeros(layout.elements, dtype=torch_dtype(dtype), device=device)), scale)
+
+    @property
+    def parts(self) -> tuple[PagedBuffer, ...]:
+        """What is moved to move a row."""
+        return (self,)
 
     def check_rows(self, slots: Tensor, rows: Tensor, name: str) -> None:
         """Refuse rows whose shape ``write`` cannot store, before anything is written."""
