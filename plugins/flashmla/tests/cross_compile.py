@@ -8,7 +8,7 @@ from support.ahead import compiled, resources
 
 KINDS = {
     **dict.fromkeys(("weights", "scales", "scores"), "*fp32"),
-    **dict.fromkeys(("table", "owner", "visible", "slots"), "*i32"),
+    **dict.fromkeys(("table", "owner", "visible", "found"), "*i32"),
     "chosen": "*i64",
     "scale": "fp32",
 }
@@ -31,9 +31,9 @@ def kernels() -> Iterator[tuple[str, object]]:
         kinds = {**KINDS, "q": "*bf16", "keys": f"*{keys}"}
         yield f"score {keys}", compiled(_score_keys, 90, kinds, constants, {"num_warps": 4}, ALIGNED)
     for name, some in (("place", True), ("place all", False)):
-        constants = {"PAGE_SIZE": 64, "ANY": some, "BLOCK": _COLUMNS}
+        constants = {"PAGE_SIZE": 64, "ANY": some, "BY_SLOTS": True, "BLOCK": _COLUMNS}
         kinds = KINDS if some else {**KINDS, "chosen": "*i32"}
-        yield name, compiled(_place_rows, 90, kinds, constants, {"num_warps": 4}, ("slots_row",))
+        yield name, compiled(_place_rows, 90, kinds, constants, {"num_warps": 4}, ("found_row",))
 
 
 if __name__ == "__main__":

@@ -77,8 +77,9 @@ def launched(q: Tensor, weights: Tensor, keys: IndexKeyPool, fp8: bool, scale: f
 
 
 @in_every_way
+@pytest.mark.parametrize("by_slots", [True, False])
 @pytest.mark.parametrize(("topk", "width", "given"), [(64, 128, True), (200, 256, True), (1280, 1280, False)])
-def test_what_was_chosen_is_placed_as_torch_places_it(topk, width, given, device):
+def test_what_was_chosen_is_placed_as_torch_places_it(topk, width, given, by_slots, device):
     """A token that sees no more than is chosen is given all of it; the rest is -1."""
     from attnplug_flashmla.triton_index import launch_place_rows
 
@@ -87,9 +88,9 @@ def test_what_was_chosen_is_placed_as_torch_places_it(topk, width, given, device
     scores.masked_fill_(torch.arange(1280) >= at.visible.unsqueeze(1), float("-inf"))
     chosen = scores.topk(topk, dim=1, sorted=False).indices if given else None
     wanted = torch.full((8, width), 7, dtype=torch.int32)
-    place_rows(chosen, at, topk, wanted)
+    place_rows(chosen, at, topk, wanted, by_slots=by_slots)
     found = torch.full((8, width), 7, dtype=torch.int32, device=device)
-    launch_place_rows(None if chosen is None else chosen.to(device), tokens(device), topk, found)
+    launch_place_rows(None if chosen is None else chosen.to(device), tokens(device), topk, found, by_slots)
     assert torch.equal(found.cpu(), wanted)
     for row, seen in enumerate(VISIBLE):
         live = wanted[row][wanted[row] >= 0].tolist()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -110,8 +111,15 @@ class TestBatches:
         if isinstance(kernels := stage.backend._kernels, ReferenceSparse):
             assert kernels.calls == [16, 16, 16, 9]
 
+    def test_a_coordinator_is_told_positions(self):
+        """A10: rows that it keeps elsewhere are not where the page table says."""
+        stage = scene(case("extend after prefixes"), "cpu")
+        stage.backend.context = replace(stage.backend.context, coordinator=object())
+        selected = stage.backend.select(stage.index(), stage.layer, stage.planned())
+        assert isinstance(selected, SelectedPositions) and stage.positions(selected) == stage.chosen()
+
     def test_where_all_rows_are_chosen_none_is_scored(self, monkeypatch):
-        monkeypatch.setattr(scoring, "score_keys", None)
+        monkeypatch.setattr(sparse_backend, "score_keys", None)
         check(case("extend", topk=40, exact_lengths=True))
 
 

@@ -5,6 +5,8 @@ By kernels of our own on a GPU, and by torch elsewhere. Nothing here waits for a
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
@@ -15,23 +17,39 @@ _MOST_SCORES = 1 << 26
 """Scores at a time: 256 MiB."""
 
 
-def choose_slots(
-    index: IndexInputs, pool: IndexKeyPool, layer_id: int, dims: IndexerDims, tokens: Tokens, width: int
+class Score(Protocol):
+    """Scores index keys; see ``score_keys``."""
+
+    def __call__(
+        self, q: Tensor, weights: Tensor, pool: IndexKeyPool, layer_id: int, scale: float, tokens: Tokens
+    ) -> Tensor: ...
+
+
+def choose_rows(
+    score: Score,
+    index: IndexInputs,
+    pool: IndexKeyPool,
+    layer_id: int,
+    dims: IndexerDims,
+    tokens: Tokens,
+    width: int,
+    *,
+    by_slots: bool,
 ) -> Tensor:
-    """``[rows, width]`` int32: the slots of the ``topk`` best rows that each token sees, then -1."""
+    """``[rows, width]`` int32: the ``topk`` best rows that each token sees, then -1; their slots or their positions."""
     rows = len(tokens.owner)
-    slots = torch.empty(rows, width, dtype=torch.int32, device=index.q.device)
+    found = torch.empty(rows, width, dtype=torch.int32, device=index.q.device)
     if tokens.longest <= dims.topk:
-        place_rows(None, tokens, dims.topk, slots)
-        return slots
+        place_rows(None, tokens, dims.topk, found, by_slots=by_slots)
+        return found
     step = max(1, _MOST_SCORES // tokens.longest)
     for first in range(0, rows, step):
         part = slice(first, first + step)
         some = tokens.rows(part)
-        scores = score_keys(index.q[part], index.weights[part], pool, layer_id, dims.scale, some)
+        scores = score(index.q[part], index.weights[part], pool, layer_id, dims.scale, some)
         best = scores.topk(dims.topk, dim=1, sorted=False).indices
-        place_rows(best, some, dims.topk, slots[part])
-    return slots
+        place_rows(best, some, dims.topk, found[part], by_slots=by_slots)
+    return found
 
 
 def score_keys(q: Tensor, weights: Tensor, pool: IndexKeyPool, layer_id: int, scale: float, tokens: Tokens) -> Tensor:
@@ -47,23 +65,24 @@ def score_keys(q: Tensor, weights: Tensor, pool: IndexKeyPool, layer_id: int, sc
     return torch.einsum("rkh,rh->rk", products, weights).masked_fill_(hidden, float("-inf"))
 
 
-def place_rows(chosen: Tensor | None, tokens: Tokens, topk: int, slots: Tensor) -> None:
-    """Fill ``slots`` ``[rows, width]`` int32 with where the ``chosen`` positions ``[rows, topk]`` lie, then -1.
+def place_rows(chosen: Tensor | None, tokens: Tokens, topk: int, found: Tensor, *, by_slots: bool) -> None:
+    """Fill ``found`` ``[rows, width]`` int32 with the ``chosen`` positions ``[rows, topk]`` or their slots, then -1.
 
     A token that sees no more than ``topk`` rows is given all of them, in order, whatever was chosen.
     """
-    if slots.device.type == "cuda":
+    if found.device.type == "cuda":
         from attnplug_flashmla.triton_index import launch_place_rows
 
-        launch_place_rows(chosen, tokens, topk, slots)
+        launch_place_rows(chosen, tokens, topk, found, by_slots)
         return
-    column, seen = torch.arange(slots.shape[1]), tokens.visible.long().unsqueeze(1)
-    positions = column.expand_as(slots)
+    column, seen = torch.arange(found.shape[1]), tokens.visible.long().unsqueeze(1)
+    positions = column.expand_as(found)
     if chosen is not None:
-        padded = torch.nn.functional.pad(chosen, (0, slots.shape[1] - topk))
+        padded = torch.nn.functional.pad(chosen, (0, found.shape[1] - topk))
         positions = torch.where(seen <= topk, positions, padded)
     exists = column < seen.clamp(max=topk)
-    slots.copy_(_slots(positions.where(exists, 0), tokens).masked_fill_(~exists, -1))
+    positions = positions.where(exists, 0)
+    found.copy_((_slots(positions, tokens) if by_slots else positions).masked_fill(~exists, -1))
 
 
 def translate(positions: Tensor, tokens: Tokens) -> Tensor:

@@ -21,12 +21,16 @@ from attnplug import (
     MLAShape,
     NewRows,
     Plan,
+    SelectedPositions,
     SelectedRows,
     SelectedSlots,
     SparseAttention,
+    import_library,
 )
-from attnplug_flashmla.plugin import PAGE
-from attnplug_flashmla.scoring import choose_slots, translate
+from attnplug_flashmla.deep_gemm_index import load_deep_gemm, score_keys_in_fp8
+from attnplug_flashmla.options import SparseOptions
+from attnplug_flashmla.plugin import DEEP_GEMM, PAGE
+from attnplug_flashmla.scoring import Score, choose_rows, score_keys, translate
 from attnplug_flashmla.sparse_kernels import WIDTH, FlashMLASparseKernels, SparseKernels, padded_heads
 from attnplug_flashmla.sparse_planner import Tokens
 
@@ -59,6 +63,10 @@ class SparseFlashMLABackend(SparseAttention):
             for layer_id in shape.pool.layer_ids
         }
         self._kernels = FlashMLASparseKernels() if kernels is None else kernels
+        self._score: Score = score_keys
+        if context.options_of(SparseOptions).index_kernel == "deep_gemm":
+            import_library(load_deep_gemm, DEEP_GEMM)
+            self._score = score_keys_in_fp8
 
     # Planning
 
@@ -93,7 +101,13 @@ class SparseFlashMLABackend(SparseAttention):
     def choose(self, index: IndexInputs, layer: LayerSpec, dims: IndexerDims, plan: Plan) -> SelectedRows:
         work: Work = plan.metadata
         assert self.index_keys is not None
-        return SelectedSlots(choose_slots(index, self.index_keys, layer.layer_id, dims, work.tokens, _width(dims.topk)))
+        # A coordinator finds rows by their positions: what the page table says of them is true of index keys alone.
+        by_slots = self.context.coordinator is None
+        width = _width(dims.topk) if by_slots else dims.topk
+        found = choose_rows(
+            self._score, index, self.index_keys, layer.layer_id, dims, work.tokens, width, by_slots=by_slots
+        )
+        return SelectedSlots(found) if by_slots else SelectedPositions(found)
 
     def attend(self, q: Tensor, layer: LayerSpec, plan: Plan, new: NewRows | None, extras: ForwardExtras) -> Tensor:
         work: Work = plan.metadata

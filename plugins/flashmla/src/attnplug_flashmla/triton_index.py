@@ -58,8 +58,8 @@ def _score_keys(
 
 @triton.jit
 def _place_rows(
-    chosen, table, owner, visible, slots, chosen_row, table_row, slots_row, width, topk,
-    PAGE_SIZE: tl.constexpr, ANY: tl.constexpr, BLOCK: tl.constexpr,
+    chosen, table, owner, visible, found, chosen_row, table_row, found_row, width, topk,
+    PAGE_SIZE: tl.constexpr, ANY: tl.constexpr, BY_SLOTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -69,10 +69,11 @@ def _place_rows(
     if ANY:
         picked = tl.load(chosen + row * chosen_row + column, mask=exists, other=0).to(tl.int32)
         position = tl.where(seen > topk, picked, column)
-    pages = table + tl.load(owner + row).to(tl.int64) * table_row
-    page = tl.load(pages + position // PAGE_SIZE, mask=exists, other=0)
-    slot = tl.where(exists, page * PAGE_SIZE + position % PAGE_SIZE, -1)
-    tl.store(slots + row * slots_row + column, slot, mask=column < width)
+    if BY_SLOTS:
+        pages = table + tl.load(owner + row).to(tl.int64) * table_row
+        page = tl.load(pages + position // PAGE_SIZE, mask=exists, other=0)
+        position = page * PAGE_SIZE + position % PAGE_SIZE
+    tl.store(found + row * found_row + column, tl.where(exists, position, -1), mask=column < width)
 
 
 def launch_score_keys(q: Tensor, weights: Tensor, keys: Tensor, fp8: bool, scale: float, tokens: Tokens) -> Tensor:
@@ -113,23 +114,24 @@ def launch_score_keys(q: Tensor, weights: Tensor, keys: Tensor, fp8: bool, scale
     return scores
 
 
-def launch_place_rows(chosen: Tensor | None, tokens: Tokens, topk: int, slots: Tensor) -> None:
+def launch_place_rows(chosen: Tensor | None, tokens: Tokens, topk: int, found: Tensor, by_slots: bool) -> None:
     """As ``scoring.place_rows``."""
-    rows, width = slots.shape
+    rows, width = found.shape
     if not rows:
         return
     _place_rows[rows, triton.cdiv(width, _COLUMNS)](
-        slots if chosen is None else chosen,
+        found if chosen is None else chosen,
         tokens.table,
         tokens.owner,
         tokens.visible,
-        slots,
+        found,
         0 if chosen is None else chosen.stride(0),
         tokens.table.stride(0),
-        slots.stride(0),
+        found.stride(0),
         width,
         topk,
         PAGE_SIZE=tokens.page_size,
         ANY=chosen is not None,
+        BY_SLOTS=by_slots,
         BLOCK=_COLUMNS,
     )
