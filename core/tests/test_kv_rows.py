@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,9 +12,10 @@ from hypothesis import strategies as st
 
 from attnplug import AttentionKind, DType, LayerSpec, MHAPool, MLAPool, PoolError
 from attnplug.host import MLADims, PageCopy, PageLayout, torch_dtype
-from attnplug.kv import LayoutName, buffer
-from support.devices import DEVICES, INTERPRETED, nothing_waits
+from attnplug.kv import LayoutName
+from support.devices import DEVICES, nothing_waits
 from support.pools import ELEMENTS, LAYOUTS, PLAIN, mha_layer, mha_pool, mla_layer, mla_pool, random_rows
+from support.writing import BY_TRITON, WAYS, writing
 
 # What is written is read back
 
@@ -163,24 +162,6 @@ def test_latent_rows_are_cut_into_kernel_pages() -> None:
 # Padding
 
 
-@contextmanager
-def writing(how: str) -> Iterator[str]:
-    """The device to write on, ``how`` being one; or ``cuda without triton``, as if it were not installed; or ``cpu by
-    triton``, the kernel in Triton's interpreter."""
-    with pytest.MonkeyPatch.context() as patch:
-        if how.endswith("without triton"):
-            patch.setitem(sys.modules, "attnplug.kv.triton_rows", None)
-        if how.endswith("by triton"):
-            from attnplug.kv.triton_rows import RowWriter
-
-            patch.setattr(buffer, "_row_kernel", RowWriter)
-            patch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
-        yield how.partition(" ")[0]
-
-
-BY_TRITON = pytest.param("cpu by triton", marks=INTERPRETED)
-WAYS = [*DEVICES, BY_TRITON, pytest.param("cuda without triton", marks=DEVICES[1].marks)]
-"""Ways in which rows are written: by torch on a CPU, by one kernel on a GPU, interpreted, and by torch on a GPU too."""
 SLOTS = [[-1, 6, -1, 17, 3], [6, -1], [-1, -1, 19], [-1], [-1] * 4, [], [19, 0, 7]]
 
 

@@ -25,7 +25,9 @@ _TORCH_DTYPES: dict[DType, torch.dtype] = {
 _FLOAT8_MAX = 448.0
 
 
-class _RowKernel(Protocol):
+class RowKernel(Protocol):
+    """Writes rows ``[tokens, heads, dim]`` by one launch."""
+
     def write(self, slots: Tensor, rows: Tensor) -> None: ...
 
 
@@ -191,7 +193,7 @@ class PagedBuffer:
         return low < 0
 
 
-def _row_kernel(pages: Tensor, layout: PageLayout, scale: float) -> _RowKernel | None:
+def _row_kernel(pages: Tensor, layout: PageLayout, scale: float) -> RowKernel | None:
     """One kernel that writes rows, where there is a GPU that Triton knows; None where torch's operations do it."""
     if pages.device.type != "cuda":
         return None
@@ -201,7 +203,7 @@ def _row_kernel(pages: Tensor, layout: PageLayout, scale: float) -> _RowKernel |
         from attnplug.kv.triton_rows import RowWriter
     except ImportError:
         return None
-    writer: _RowKernel = RowWriter(pages, layout, scale)
+    writer: RowKernel = RowWriter(pages, layout, scale)
     return writer
 
 

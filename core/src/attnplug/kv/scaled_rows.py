@@ -8,7 +8,7 @@ from torch import Tensor
 from attnplug.declare.errors import PoolError
 from attnplug.declare.model import MLADims
 from attnplug.declare.problem import LATENT_GROUP
-from attnplug.kv.buffer import PagedBuffer
+from attnplug.kv.buffer import PagedBuffer, RowKernel
 from attnplug.kv.layout import PageLayout
 
 _LARGEST = 448.0
@@ -34,6 +34,11 @@ class ScaledRows:
         self._rest = None if rest is None else PagedBuffer(rest)
         self._scaled, self._groups = values.shape[-1], scales.shape[-1]
         self.width = self._scaled + (0 if rest is None else rest.shape[-1])
+        self._kernel: RowKernel | None = None
+        if self._values.kernel is not None:  # Triton is there, and converts to fp8
+            from attnplug.kv.triton_rows import ScaledWriter
+
+            self._kernel = ScaledWriter(values, scales, rest, _SMALLEST)
 
     @classmethod
     def latent(cls, pages: Tensor, dims: MLADims) -> ScaledRows:
@@ -74,6 +79,9 @@ class ScaledRows:
 
     def write(self, slots: Tensor, rows: Tensor, *, padded: bool) -> None:
         """Store ``rows`` ``[tokens, 1, width]``, as ``PagedBuffer.write`` does."""
+        if self._kernel is not None:
+            self._kernel.write(slots, rows)
+            return
         groups = rows[..., : self._scaled].float().unflatten(-1, (self._groups, -1))
         scales = group_scales(groups.abs().amax(-1))
         self._values.write(slots, (groups / scales.unsqueeze(-1)).flatten(-2), padded=padded)
