@@ -54,7 +54,7 @@ def pool(dtype: DType, dim: int) -> IndexKeyPool:
 @pytest.mark.parametrize("longest", [1280, 700])
 @pytest.mark.parametrize(
     ("dtype", "heads", "dim"),
-    [(DType.FLOAT32, 20, 48), (DType.FLOAT8_E4M3, 32, 128), (DType.FLOAT8_E4M3, 64, 128)],
+    [(DType.FLOAT32, 20, 48), (DType.FLOAT8_E4M3, 32, 128)],
 )
 def test_scores_are_those_of_torch(dtype, heads, dim, longest, device):
     random = torch.Generator().manual_seed(2)
