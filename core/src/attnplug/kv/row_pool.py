@@ -71,6 +71,11 @@ class RowPool:
     def nbytes(self) -> int:
         return sum(rows.nbytes for rows in self._layers.values())
 
+    def parts(self, layer_id: int) -> tuple[Tensor, ...]:
+        """Views ``[pages, page_size, 1, …]`` of a layer's memory, each of one type, that hold its rows together: one,
+        or for rows with scales of their own their values, scales and other columns."""
+        return tuple(part.pages for part in self._of(layer_id).parts)
+
     def _write(self, layer_id: int, slots: Tensor, rows: Tensor) -> None:
         """Store ``rows`` ``[tokens, 1, width]``; a row with the slot -1 is padding and is not written."""
         held = self._of(layer_id)
