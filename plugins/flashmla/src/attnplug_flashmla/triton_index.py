@@ -39,7 +39,8 @@ def _score_keys(
             mask=real[None, :] & (column < DIM)[:, None],
             other=0.0,
         )
-        weight = tl.load(weights + row * weights_row + head, mask=real, other=0.0)
+        # Scales are positive, so what relu is given and what it gives may be multiplied by them alike.
+        weight = tl.load(weights + row * weights_row + head, mask=real, other=0.0) * scale
         pages = table + tl.load(owner + row).to(tl.int64) * table_row
         for block in range(SPAN):
             place = first + block * BLOCK + tl.arange(0, BLOCK)
@@ -48,11 +49,10 @@ def _score_keys(
             offset = place % PAGE_SIZE
             source = keys + (page * PAGE_STRIDE + offset * DIM)[:, None] + column[None, :]
             key = tl.load(source, mask=live[:, None] & (column < DIM)[None, :], other=0.0).to(query.dtype)
-            product = tl.dot(key, query) * scale
+            score = tl.sum(tl.maximum(tl.dot(key, query), 0.0) * weight[None, :], 1)
             if FP8:
                 where = scales + page * (PAGE_STRIDE // 4) + PAGE_SIZE * DIM // 4 + offset
-                product *= tl.load(where, mask=live, other=0.0)[:, None]
-            score = tl.sum(tl.maximum(product, 0.0) * weight[None, :], 1)
+                score *= tl.load(where, mask=live, other=0.0)
             tl.store(target + place, tl.where(live, score, float("-inf")), mask=place < longest)
 
 
