@@ -16,6 +16,8 @@ FLASHINFER := 0.6.12 0.7.2.post1
 FLA := 0.6.0
 # Read by plugins/flashmla/tests/test_signatures.py: it loads only beside CUDA, so it is unpacked and not installed.
 FLASHMLA := 1.0.0
+# The same, by plugins/flashmla/tests/test_deep_gemm.py.
+DEEPGEMM := 0.2.5
 # Read by plugins/tokenspeed_mla/tests: the ends of the range that it claims. Never imported: there is no CuTe DSL here.
 TOKENSPEED := 2.0.0 2.0.4
 # Read, and not imported, by plugins/flashattention/tests/test_signatures.py: neither can be without a GPU's libraries.
@@ -81,7 +83,7 @@ $(VENV)/installed: constraints.txt Makefile $(addsuffix /pyproject.toml,$(PACKAG
 
 # FlashInfer comes with what its import needs and no more: with the CuTe DSL, it cannot be imported where there is no CUDA.
 # Triton is there for its interpreter.
-UNPACKED := $(FLASHINFER:%=flashinfer/%) $(FLA:%=fla/%) $(FLASHMLA:%=flashmla/%) $(TOKENSPEED:%=tokenspeed_mla/%) \
+UNPACKED := $(FLASHINFER:%=flashinfer/%) $(FLA:%=fla/%) $(FLASHMLA:%=flashmla/%) $(DEEPGEMM:%=deepgemm/%) $(TOKENSPEED:%=tokenspeed_mla/%) \
 	$(FLASH_ATTENTION:%=flashattention/%) $(TRANSFORMERS:%=transformers/%) $(VLLM:%=vllm/%) $(SGLANG:%=sglang/%)
 $(VENV)/installed-dev: $(VENV)/installed
 	$(PIP) pytest pytest-xdist hypothesis mypy ruff apache-tvm-ffi nvidia-ml-py requests
@@ -97,6 +99,9 @@ $(VENV)/fla/%: | $(VENV)/installed
 
 $(VENV)/flashmla/%: | $(VENV)/installed
 	$(PIP_ANY) --no-deps --target $@ sgl-flash-mla==$*
+
+$(VENV)/deepgemm/%: | $(VENV)/installed
+	$(PIP_ANY) --no-deps --target $@ sgl-deep-gemm==$*
 
 $(VENV)/tokenspeed_mla/%: | $(VENV)/installed
 	$(PIP_ANY) --no-deps --target $@ tokenspeed-mla==$*

@@ -41,6 +41,7 @@ EXPLAIN = {
     "tensor_parallel": 2,
     "cuda_graph": "uniform",
     "host": "vllm",
+    "index_dtype": "fp8",
 }
 CHECK = {**SHARED, "seed": 7}
 
@@ -50,7 +51,7 @@ CHECK = {**SHARED, "seed": 7}
     [
         ("explain", ExplainOptions, ("--model", "tiny:llama", "--sm", "90", "--speculative-tokens", "3",
          "--speculative-topk", "4", "--tensor-parallel", "2", "--cuda-graph", "uniform", "--host", "vllm",
-         "--draft-attention-backend", "five"), EXPLAIN),
+         "--draft-attention-backend", "five", "--index-dtype", "fp8"), EXPLAIN),
         ("check", CheckOptions, ("--seed", "7"), CHECK),
     ],
     ids=["explain", "check"],
@@ -79,7 +80,7 @@ def test_every_option_is_a_field_of_what_the_command_is_given(
 
 
 def test_every_field_of_explain_is_part_of_the_problem_or_of_the_request() -> None:
-    options, model = ExplainOptions(**EXPLAIN), load_model("tiny:llama")
+    options, model = ExplainOptions(**EXPLAIN), load_model("tiny:deepseek_v32")
     assert options.problem(model) == Problem(
         model=model,
         device="cuda",
@@ -91,6 +92,7 @@ def test_every_field_of_explain_is_part_of_the_problem_or_of_the_request() -> No
         speculative_tokens=3,
         speculative_topk=4,
         tensor_parallel=2,
+        index_dtype=DType.FLOAT8_E4M3,
     )
     request = options.request()
     assert (request.attention, request.roles, request.options) == ("one", EXPLAIN["roles"], {"one": {"split": "2"}})

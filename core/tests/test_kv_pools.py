@@ -12,7 +12,7 @@ from attnplug import DType, MHAPool, MLAPool, PoolError
 from attnplug.host import CacheKey, KVPools, LinearStatePool, PageCopy
 from attnplug.kv import LayoutName
 from support.devices import DEVICES, nothing_waits
-from support.pools import LAYOUTS, linear_layer, mha_layer, mha_pool, mla_layer, mla_pool
+from support.pools import ELEMENTS, LAYOUTS, linear_layer, mha_layer, mha_pool, mla_layer, mla_pool
 
 # Copies of pages
 
@@ -28,7 +28,7 @@ def filled(pool: MHAPool) -> MHAPool:
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", list(DType))
+@pytest.mark.parametrize("dtype", ELEMENTS)
 @pytest.mark.parametrize(
     ("pairs", "expected"),
     [

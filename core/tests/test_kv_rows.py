@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -14,9 +12,10 @@ from hypothesis import strategies as st
 
 from attnplug import AttentionKind, DType, LayerSpec, MHAPool, MLAPool, PoolError
 from attnplug.host import MLADims, PageCopy, PageLayout, torch_dtype
-from attnplug.kv import LayoutName, buffer
-from support.devices import DEVICES, INTERPRETED, nothing_waits
-from support.pools import LAYOUTS, PLAIN, mha_layer, mha_pool, mla_layer, mla_pool, random_rows
+from attnplug.kv import LayoutName
+from support.devices import DEVICES, nothing_waits
+from support.pools import ELEMENTS, LAYOUTS, PLAIN, mha_layer, mha_pool, mla_layer, mla_pool, random_rows
+from support.writing import BY_TRITON, WAYS, writing
 
 # What is written is read back
 
@@ -35,7 +34,7 @@ def test_rows_are_read_back_as_stored(dtype: DType, layout: LayoutName, device: 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", list(DType))
+@pytest.mark.parametrize("dtype", ELEMENTS)
 def test_a_row_lies_at_its_page_and_offset_and_nowhere_else(dtype: DType, layout: LayoutName, device: str) -> None:
     pool = mha_pool(dtype=dtype, layout=layout, device=device)
     ones = torch.ones(1, 2, 8, device=device)
@@ -48,7 +47,7 @@ def test_a_row_lies_at_its_page_and_offset_and_nowhere_else(dtype: DType, layout
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", list(DType))
+@pytest.mark.parametrize("dtype", ELEMENTS)
 def test_layouts_differ_in_memory_and_agree_in_content(dtype: DType, device: str) -> None:
     token_major = mha_pool(dtype=dtype, layout="token_major", device=device)
     head_major = mha_pool(dtype=dtype, layout="head_major", device=device)
@@ -88,7 +87,7 @@ def test_rows_and_slots_need_not_be_contiguous(layout: LayoutName) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", list(DType))
+@pytest.mark.parametrize("dtype", ELEMENTS)
 def test_only_the_slots_asked_for_are_read(dtype: DType, layout: LayoutName) -> None:
     pool = mha_pool(dtype=dtype, layout=layout)
     every, written = torch.arange(20), torch.tensor([6, 17])
@@ -163,24 +162,6 @@ def test_latent_rows_are_cut_into_kernel_pages() -> None:
 # Padding
 
 
-@contextmanager
-def writing(how: str) -> Iterator[str]:
-    """The device to write on, ``how`` being one; or ``cuda without triton``, as if it were not installed; or ``cpu by
-    triton``, the kernel in Triton's interpreter."""
-    with pytest.MonkeyPatch.context() as patch:
-        if how.endswith("without triton"):
-            patch.setitem(sys.modules, "attnplug.kv.triton_rows", None)
-        if how.endswith("by triton"):
-            from attnplug.kv.triton_rows import RowWriter
-
-            patch.setattr(buffer, "_row_kernel", RowWriter)
-            patch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 9))
-        yield how.partition(" ")[0]
-
-
-BY_TRITON = pytest.param("cpu by triton", marks=INTERPRETED)
-WAYS = [*DEVICES, BY_TRITON, pytest.param("cuda without triton", marks=DEVICES[1].marks)]
-"""Ways in which rows are written: by torch on a CPU, by one kernel on a GPU, interpreted, and by torch on a GPU too."""
 SLOTS = [[-1, 6, -1, 17, 3], [6, -1], [-1, -1, 19], [-1], [-1] * 4, [], [19, 0, 7]]
 
 
@@ -251,7 +232,7 @@ def test_keys_and_values_are_written_by_one_launch(how: str, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("how", WAYS)
-@pytest.mark.parametrize(("dtype", "layout"), list(itertools.product(DType, LAYOUTS)))
+@pytest.mark.parametrize(("dtype", "layout"), list(itertools.product(ELEMENTS, LAYOUTS)))
 @pytest.mark.parametrize("numbers", SLOTS, ids=str)
 def test_rows_without_a_slot_are_not_written(numbers: list[int], dtype: DType, layout: LayoutName, how: str) -> None:
     """B5: of padding nothing is written, nowhere; slot -1 least of all means the last one."""
@@ -442,6 +423,6 @@ def test_scales_for_layers_of_others_are_refused() -> None:
         mla_pool(DType.FLOAT8_E4M3, scales={7: 2.0})
 
 
-@pytest.mark.parametrize("dtype", list(DType))
+@pytest.mark.parametrize("dtype", ELEMENTS)
 def test_every_type_has_its_torch_type_by_name(dtype: DType) -> None:
     assert str(torch_dtype(dtype)) == f"torch.{dtype.value}"

@@ -78,3 +78,8 @@ def test_an_unknown_data_type_is_an_error_with_the_known_ones() -> None:
         DType.parse("int8", "kv_dtype")
     assert "kv_dtype" in str(caught.value) and "'int8'" in str(caught.value)
     assert all(dtype in str(caught.value) for dtype in DType)
+
+
+def test_index_keys_of_a_model_without_an_index_have_no_type() -> None:
+    with pytest.raises(UsageError, match=r"index_dtype float8_e4m3fn is given, but m has no index .*; leave it out"):
+        Problem(model(MHA), index_dtype=DType.FLOAT8_E4M3)

@@ -104,6 +104,18 @@ from support.specs import GDN, MHA, MLA, claiming, model, page_sizes, sizes, spe
             ("kv_dtype", "bfloat16", ["float8_e4m3fn"], "kv_dtype"),
         ),
         (
+            {"kv_dtypes": {"bfloat16", "fp8_ds_mla"}},
+            Problem(model(MHA), kv_dtype=DType.FP8_DS_MLA),
+            Role.DECODE,
+            ("kv_dtype", "fp8_ds_mla", ["bfloat16"], "kv_dtype"),
+        ),
+        (
+            {"features": {"sparse"}, "index_dtypes": {"bfloat16"}},
+            Problem(model(replace(MLA, indexer=IndexerDims(4, 64, 2048))), index_dtype=DType.FLOAT8_E4M3),
+            Role.DECODE,
+            ("index_dtype", "float8_e4m3fn", ["bfloat16"], "index_dtype"),
+        ),
+        (
             {"page_sizes": PageSizes.of(32, 64)},
             Problem(page_size=16),
             None,
@@ -274,7 +286,7 @@ def test_an_fp8_cache_need_not_have_the_activations_type() -> None:
     matching = claiming(kv_matches_dtype=True, dtypes={"bfloat16", "float16"}, kv_dtypes=set(DType))
     assert matching.refusals(Problem(dtype=DType.BFLOAT16, kv_dtype=DType.FLOAT8_E4M3)) == []
     (refusal,) = matching.refusals(Problem(dtype=DType.BFLOAT16, kv_dtype=DType.FLOAT32))
-    assert refusal.allowed == ["bfloat16", "float8_e4m3fn"]
+    assert refusal.allowed == ["bfloat16", "float8_e4m3fn", "fp8_ds_mla"]
 
 
 def test_a_type_that_is_not_claimed_is_one_reason() -> None:
@@ -363,7 +375,7 @@ def problems(ranks: st.SearchStrategy[int]) -> st.SearchStrategy[Problem]:
         device=st.none() | st.sampled_from(["cpu", "cuda", "tpu", ""]),
         sm=st.none() | st.integers(10, 999),
         dtype=st.none() | st.sampled_from(DType),
-        kv_dtype=st.none() | st.sampled_from(DType),
+        kv_dtype=st.none() | st.sampled_from([dtype for dtype in DType if dtype.is_element]),
         page_size=st.none() | st.integers(1, 1 << 16),
         cuda_graph=st.sampled_from(GraphLevel),
         speculative_tokens=st.integers(0, 100),

@@ -40,6 +40,7 @@ FIELDS: dict[str, Any] = {
 RUN: dict[str, Any] = {
     **FIELDS,
     "role_backends": {**FIELDS["role_backends"], Role.DECODE: "four", Role.DRAFT: "five"},
+    "index_dtype": DType.FLOAT8_E4M3,
     "num_pages": 7,
     "prefix_cache": False,
     "state_slots": 9,
@@ -106,6 +107,7 @@ def test_every_option_of_run_reaches_the_engine_or_the_sampling(attnplug: Attnpl
         "run",
         *SHARED,
         *("--decode-attention-backend", "four", "--num-pages", "7", "--no-prefix-cache", "--state-slots", "9"),
+        *("--index-dtype", "fp8"),
         *("--state-checkpoint", "64", "--mla-extend", "chunked", "--mla-chunk-capacity", "33", "--ignore-eos"),
         *("--check-layers", "--max-tokens", "8", "--temperature", "0.5", "--top-k", "11", "--top-p", "0.9"),
         *("--stop", "a", "--stop", "b", "--logprobs", "2", "--random-weights", "--disable-overlap"),

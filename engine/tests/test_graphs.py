@@ -5,6 +5,7 @@ What a real graph does is in ``tests/test_engine_graphs.py``, on a GPU.
 
 from __future__ import annotations
 
+import json
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -17,8 +18,8 @@ import pytest
 import torch
 from refilled_native import Recorded, Refilled, RefilledDelta, RefilledNative, build, captured
 
-from attnplug import BackendError, ForwardMode, PlanError, PoolError, WorkspaceKind
-from attnplug.host import UsageError, WorkspaceError
+from attnplug import BackendError, DType, ForwardMode, PlanError, PoolError, WorkspaceKind
+from attnplug.host import TINY_CONFIGS, UsageError, WorkspaceError
 from attnplug_engine import Engine, EngineOptions, SamplingParams
 from attnplug_engine.graph_sizes import check_sizes, default_sizes
 from attnplug_engine.inputs import StepInputs
@@ -67,6 +68,15 @@ class TestTokens:
         counts = graphs.statistics
         assert counts.eager_steps and counts.replayed_steps > counts.eager_steps
         assert eager.statistics.replayed_steps == 0
+
+    @pytest.mark.parametrize("kv_dtype", [DType.FLOAT32, DType.FP8_DS_MLA])
+    def test_rows_with_scales_of_their_own_are_captured_as_others_are(self, kv_dtype, native, tmp_path):
+        """A page of fp8 index keys has its scales after all keys: a key is not one row of its bytes."""
+        (tmp_path / "config.json").write_text(json.dumps({**TINY_CONFIGS["glm_moe_dsa"], "kv_lora_rank": 128}))
+        types = {"kv_dtype": kv_dtype, "index_dtype": DType.FLOAT8_E4M3, "random_weights": True}
+        eager, graphs = engine(str(tmp_path), **types), captured(engine(str(tmp_path), **types), (2, 4))
+        assert tokens(graphs, params(6)) == tokens(eager, params(6))
+        assert graphs.statistics.replayed_steps
 
     @pytest.mark.parametrize("model", HYBRIDS)
     def test_linear_states_move_on_in_replayed_steps(self, model, native):
@@ -403,6 +413,11 @@ class TestOverclaims:
         native(WritesPadding)
         with pytest.raises(BackendError, match="4 requests writes to rows or states that are not its requests' newest"):
             captured(engine(model), (4,))
+
+    def test_padding_that_writes_among_index_keys_in_fp8_is_found_out(self, native):
+        native(WritesPadding)
+        with pytest.raises(BackendError, match="writes to rows or states that are not its requests' newest"):
+            captured(engine("tiny:glm_moe_dsa", index_dtype=DType.FLOAT8_E4M3), (4,))
 
     def test_a_check_leaves_pages_and_caches_as_they_were(self, native):
         one = engine(num_pages=9)

@@ -4,6 +4,7 @@ made."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -243,10 +244,24 @@ def test_bytes_of_a_page_are_those_of_its_rows_and_index_keys(name):
     assert pools.cache(INDEX_KEYS).layer_ids == tuple(layer.layer_id for layer in spec.index_layers)
 
 
-def test_an_fp8_cache_serves_sparse_layers():
-    engine = Engine("tiny:glm_moe_dsa", device="cpu", kv_dtype=DType.FLOAT8_E4M3, ignore_eos=True)
-    (completion,) = engine.generate([eight()[2]], SamplingParams(max_tokens=4))
-    assert len(completion.token_ids) == 4
+def test_fp8_index_keys_and_latent_rows_with_scales_are_counted_as_they_lie():
+    spec = load_spec("tiny:glm_moe_dsa")
+    mla = replace(spec.layers[0].mla, kv_lora_rank=128)
+    spec = replace(spec, layers=tuple(replace(layer, mla=mla) for layer in spec.layers))
+    types = (DType.FP8_DS_MLA, torch.bfloat16, DType.FLOAT8_E4M3)
+    fp8 = build_pools(spec, Capacity(6, 4, 2, 8, 64), types[1], types[0], torch.device("cpu"), types[2])
+    assert fp8.nbytes == 6 * bytes_per_page(spec, 4, *types)
+    own, keys = len(spec.index_layers), spec.index_layers[0].indexer.head_dim + 4
+    assert bytes_per_page(spec, 4, *types) == 4 * (len(spec.layers) * (128 + 4 + 2 * mla.qk_rope_head_dim) + own * keys)
+
+
+def test_fp8_caches_serve_sparse_layers_and_a_hit_in_the_prefix_cache_gives_the_same():
+    """A10: what a hit finds are index keys and rows with their scales."""
+    fp8 = DType.FLOAT8_E4M3
+    engine = Engine("tiny:glm_moe_dsa", device="cpu", kv_dtype=fp8, index_dtype=fp8, page_size=4, ignore_eos=True)
+    first, again = (engine.generate([eight()[2]], SamplingParams(max_tokens=4))[0] for _ in range(2))
+    assert engine.runner.pools.cache(INDEX_KEYS).dtype is fp8
+    assert again.token_ids == first.token_ids and again.usage.cached_tokens > 0
 
 
 # ---- what is refused ----
@@ -280,10 +295,11 @@ def test_an_index_that_the_config_says_is_shared_is_not_left_out_silently(make_o
 @pytest.mark.parametrize("name", SPARSE)
 def test_run_serves_sparse_models_and_explain_shows_them(name, attnplug: Attnplug):
     model = ("--model", f"tiny:{name}", "--device", "cpu")
-    outcome = attnplug("run", *model, "--prompt", "a prompt of many tokens", "--max-tokens", "4")
+    answer = ("--prompt", "a prompt of many tokens", "--max-tokens", "4", "--index-dtype", "fp8")
+    outcome = attnplug("run", *model, *answer)
     assert outcome.code == 0 and "decode: torch_native" in outcome.err, outcome.err
-    told = attnplug("explain", *model)
-    assert told.code == 0 and "+sparse (top 12, index 16×16)" in told.out
+    told = attnplug("explain", *model, "--index-dtype", "fp8")
+    assert told.code == 0 and "+sparse (top 12, index 16×16)" in told.out and "index keys float8_e4m3fn" in told.out
     assert ("shared index" in told.out) is (name == "glm_moe_dsa")
 
 

@@ -9,6 +9,7 @@ from attnplug.host import LinearDims, MLADims
 from attnplug.kv import LayoutName
 
 LAYOUTS: list[LayoutName] = ["token_major", "head_major"]
+ELEMENTS = [dtype for dtype in DType if dtype.is_element]
 PLAIN = [DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16]
 
 

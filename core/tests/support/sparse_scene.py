@@ -56,6 +56,8 @@ class SparseCase:
     index_heads: int = 8
     index_dim: int = 16
     dtype: DType = DType.FLOAT32
+    kv_dtype: DType | None = None
+    index_dtype: DType | None = None
     padding: int = 0
     trees: tuple[Parents, ...] | None = None
     exact_lengths: bool = True
@@ -101,18 +103,18 @@ class SparseScene:
         self.totals = [before + new for before, new in case.lengths]
         self.page_table, pages = self._page_table()
         size: dict[str, Any] = {"num_pages": pages, "page_size": case.page_size, "device": self.device}
-        self.mla = MLAPool(case.layers, dtype=case.dtype, **size)
-        self.keys = IndexKeyPool(case.layers, dtype=case.dtype, **size)
+        self.mla = MLAPool(case.layers, dtype=case.kv_dtype or case.dtype, **size)
+        self.keys = IndexKeyPool(case.layers, dtype=case.index_dtype or case.dtype, **size)
         self.pools = KVPools(mla=self.mla, caches={INDEX_KEYS: self.keys})
         for memory in (*map(self.mla.rows, self.mla.layer_ids), *map(self.keys.keys, self.keys.layer_ids)):
-            memory.fill_(NAN)
+            memory.fill_(0xFF if memory.dtype is torch.uint8 else NAN)  # which is NaN too, in every type
         self.context = BackendContext(
             name="under_test",
             roles=frozenset({Role.PREFILL, Role.DECODE}),
             model=ModelSpec("test", "test", case.layers, 1 << 20),
             device=self.device,
             dtype=self.dtype,
-            kv_dtype=case.dtype,
+            kv_dtype=case.kv_dtype or case.dtype,
             page_size=case.page_size,
             limits=Limits(
                 max(len(self.new), 1), max(sum(self.new), 1), max(4096, self.page_table.shape[1] * case.page_size)
@@ -130,8 +132,10 @@ class SparseScene:
         self.index_q = self.normal(tokens, case.index_heads, case.index_dim)
         self.weights = self.normal(tokens, case.index_heads).float()
         for layer in (LAYER, SHARED):
-            self.store(self.mla.rows(layer).squeeze(2), self.rows)
-        self.store(self.keys.keys(LAYER), self.index_rows)
+            self._store(layer, self.mla.write, self.rows)
+        self._store(LAYER, self.keys.write, self.index_rows)
+        if case.kv_dtype is not None:  # what attention should find is what a cache keeps of the rows
+            self.rows = [self._kept(rows) for rows in self.rows]
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.random, device=self.device).to(self.dtype)
@@ -147,11 +151,17 @@ class SparseScene:
             table[request, count:] = 1 << 30
         return table, pages
 
-    def store(self, memory: Tensor, rows: list[Tensor]) -> None:
-        """Write the prefix of every request straight into the memory, by the page table."""
+    def _store(self, layer: int, write: Callable[[int, Tensor, Tensor], None], rows: list[Tensor]) -> None:
+        """Write the prefix of every request, by the page table."""
         for request, (before, _) in enumerate(self.case.lengths):
-            for position in range(before):
-                memory[self.where(request, position)] = rows[request][position].to(memory.dtype)
+            slots = [self._slot(request, position) for position in range(before)]
+            write(layer, torch.tensor(slots, dtype=torch.int64, device=self.device), rows[request][:before])
+
+    def _kept(self, rows: Tensor) -> Tensor:
+        kv_dtype, every = self.case.kv_dtype or self.case.dtype, torch.arange(len(rows), device=self.device)
+        pool = MLAPool([self.layer], num_pages=len(rows), page_size=1, dtype=kv_dtype, device=self.device)
+        pool.write(LAYER, every, rows)
+        return pool.read_rows(LAYER, every).to(self.dtype)
 
     def where(self, request: int, position: int) -> tuple[int, int]:
         size = self.case.page_size

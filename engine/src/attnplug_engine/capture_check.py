@@ -179,7 +179,8 @@ class CaptureCheck:
         caches = self._caches(layer)
         try:
             for cache in caches:
-                cache[table.flatten().long()] = self._rand(live * each, *cache.shape[1:]).to(cache.dtype)
+                random = self._rand(live * each, *cache.shape[1:]).to(cache.dtype)
+                _cells(cache)[table.flatten().long()] = _cells(random)
             captured.page_table[:live, :each] = table
             captured.seq_lens[:live] = torch.tensor(lens, dtype=torch.int32, device=self._device)
             if captured.tree is not None:  # every row sees itself and the first one
@@ -206,7 +207,7 @@ class CaptureCheck:
             for tensor, values in zip(self._static(captured), before, strict=True):
                 tensor[:live] = values
             for cache in caches:
-                cache[table.flatten().long()] = 0
+                _cells(cache)[table.flatten().long()] = 0
             self._allocator.release(pages)
 
     @staticmethod
@@ -215,10 +216,11 @@ class CaptureCheck:
         return [captured.page_table, captured.seq_lens, *also]
 
     def _caches(self, layer: LayerSpec) -> Sequence[Tensor]:
+        """What the layer's rows lie in, ``[pages, page_size, …]``, each of one type: random bytes would be NaN."""
         mha, mla = self._pools.mha, self._pools.mla
         if layer.mla is not None and mla is not None:
-            keys = [] if layer.indexer is None else [self._pools.cache(INDEX_KEYS).keys(layer.layer_id)]
-            return [mla.rows(layer.layer_id), *keys]
+            keys = () if layer.indexer is None else self._pools.cache(INDEX_KEYS).parts(layer.layer_id)
+            return [*mla.parts(layer.layer_id), *keys]
         if layer.linear is None and mha is not None:
             return [mha.keys(layer.layer_id), mha.values(layer.layer_id)]
         return []
@@ -241,7 +243,7 @@ class CaptureCheck:
         requests = torch.arange(batch.batch_size, device=self._device).unsqueeze(1)
         last = geometry.seq_lens.long().unsqueeze(1) - 1 - torch.arange(geometry.max_new, device=self._device)
         for cache in self._caches(layer):
-            rows = cache[geometry.page_table.long()].flatten(1, 2)
+            rows = _cells(cache)[geometry.page_table.long()].flatten(1, 2)
             rows[requests, last] = 0
             kept.append(rows.contiguous().view(torch.uint8))
         if layer.linear is not None and linear is not None and linear.num_slots > batch.batch_size:
@@ -270,3 +272,8 @@ class CaptureCheck:
             "cannot be captured as it claims; choose another backend, or turn graphs off by `disable_cuda_graph`",
             settings=["disable_cuda_graph"],
         )
+
+
+def _cells(cache: Tensor) -> Tensor:
+    """A cache that can be indexed: torch does not index float8 everywhere, but it does bytes."""
+    return cache.view(torch.uint8) if cache.dtype is torch.float8_e4m3fn else cache

@@ -49,6 +49,9 @@ def declare(commands: Commands[argparse.ArgumentParser]) -> None:
         metavar="N",
         help="with --json: log probability of every token, and of the N likeliest in its place",
     )
+    parser.add_argument(
+        "--index-dtype", metavar="DTYPE", help="element type of a sparse model's index keys (default: as --dtype)"
+    )
     parser.add_argument("--ignore-eos", action="store_true", help="go on past the checkpoint's end-of-text token")
     parser.add_argument("--num-pages", type=int, metavar="N", help="pages of the cache (default: by memory)")
     parser.add_argument("--no-prefix-cache", action="store_true", help="compute every prompt from its first token")

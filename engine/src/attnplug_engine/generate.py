@@ -11,7 +11,7 @@ from dataclasses import replace
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from attnplug import ExtendPath
+from attnplug import DType, ExtendPath, Setting
 from attnplug.host import ExtendPolicy, Render, UsageError, interrupt, output, warn_of_plugins
 from attnplug_engine.answers import Answers
 from attnplug_engine.command_line import shared_settings
@@ -72,6 +72,7 @@ def _options(parsed: argparse.Namespace) -> EngineOptions:
         policy = replace(policy, chunk_capacity=parsed.mla_chunk_capacity)
     return EngineOptions(
         **shared_settings(parsed),
+        index_dtype=DType.parse(parsed.index_dtype, Setting.INDEX_DTYPE) if parsed.index_dtype is not None else None,
         random_weights=parsed.random_weights,
         num_pages=parsed.num_pages,
         prefix_cache=not parsed.no_prefix_cache,

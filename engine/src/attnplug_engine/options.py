@@ -37,6 +37,8 @@ class EngineOptions:
     device: str | None = None
     dtype: DType | None = None
     kv_dtype: DType | None = None
+    index_dtype: DType | None = None
+    """Element type of a sparse model's index keys. ``None``: the model's own."""
     page_size: int | None = None
     num_pages: int | None = None
     max_batch: int = 32
@@ -79,7 +81,7 @@ class EngineOptions:
     """Plan what comes next in a round on a side stream, in rounds that no CUDA graph replays."""
 
     def __post_init__(self) -> None:
-        for name in ("dtype", "kv_dtype"):
+        for name in ("dtype", "kv_dtype", "index_dtype"):
             value = getattr(self, name)
             if isinstance(value, torch.dtype):
                 value = str(value).removeprefix("torch.")
@@ -190,8 +192,9 @@ def capacity(
         # A page is a number without memory then; but a config may claim any context.
         num_pages = min(num_pages or per_request * options.max_batch, _MOST_EMPTY_PAGES)
     if num_pages is None:
-        page = bytes_per_page(spec, page_size, kv_dtype, dtype, drafts=nodes - 1)
-        page += 0 if draft is None else bytes_per_page(draft, page_size, kv_dtype, dtype, drafts=nodes - 1)
+        page = bytes_per_page(spec, page_size, kv_dtype, dtype, options.index_dtype, drafts=nodes - 1)
+        if draft is not None:
+            page += bytes_per_page(draft, page_size, kv_dtype, dtype, options.index_dtype, drafts=nodes - 1)
         room = cache_room(device, _GPU_CACHE_SHARE)
         if device.type == "cuda":
             room -= state_slots * bytes_per_state(spec, dtype)

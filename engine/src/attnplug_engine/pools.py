@@ -77,13 +77,15 @@ def build_pools(
     dtype: torch.dtype,
     kv_dtype: DType,
     device: torch.device,
+    index_dtype: DType | None = None,
 ) -> KVPools:
-    """The pools that the layers of a rank's ``spec`` need; ``dtype`` is the model's."""
+    """The pools that the layers of a rank's ``spec`` need; ``dtype`` is the model's, and that of index keys unless they
+    have another."""
     try:
-        return _build_pools(spec, capacity, dtype, kv_dtype, device)
+        return _build_pools(spec, capacity, dtype, kv_dtype, device, index_dtype)
     except (RuntimeError, MemoryError) as error:  # torch's allocators raise the first, and its subclass for CUDA
         needed = capacity.num_pages * bytes_per_page(
-            spec, capacity.page_size, kv_dtype, dtype, drafts=capacity.nodes - 1
+            spec, capacity.page_size, kv_dtype, dtype, index_dtype, drafts=capacity.nodes - 1
         )
         what = f"{capacity.num_pages} pages of {capacity.page_size} tokens take {needed / 2**30:.1f} GiB"
         settings = ["num_pages"]
@@ -101,6 +103,7 @@ def _build_pools(
     dtype: torch.dtype,
     kv_dtype: DType,
     device: torch.device,
+    index_dtype: DType | None,
 ) -> KVPools:
     kinds = spec.kinds
     mha = mla = None
@@ -112,14 +115,18 @@ def _build_pools(
         mla = MLAPool(
             spec.layers, num_pages=capacity.num_pages, page_size=capacity.page_size, dtype=kv_dtype, device=device
         )
-    own_dtype = DType(str(dtype).removeprefix("torch."))
+    own_dtype = _own(dtype)
     linear = None
     if spec.linear_layers:
         linear = LinearStatePool(spec.layers, num_slots=capacity.state_slots, dtype=own_dtype, device=device)
     caches: dict[CacheKey[PagedCache], PagedCache] = {}
     if spec.index_layers:
         caches[INDEX_KEYS] = IndexKeyPool(
-            spec.layers, num_pages=capacity.num_pages, page_size=capacity.page_size, dtype=own_dtype, device=device
+            spec.layers,
+            num_pages=capacity.num_pages,
+            page_size=capacity.page_size,
+            dtype=index_dtype or own_dtype,
+            device=device,
         )
     if spec.compressed_layers:
         caches[COMPRESSED] = CompressedPool(
@@ -147,15 +154,28 @@ def bytes_per_state(spec: ModelSpec, dtype: torch.dtype) -> int:
     return total
 
 
-def bytes_per_page(spec: ModelSpec, page_size: int, kv_dtype: DType, dtype: torch.dtype, *, drafts: int = 0) -> int:
-    """What one page takes in all layers of a rank's ``spec`` together. Index keys and entries are in the model's own
-    ``dtype``; ``drafts`` is as in ``CompressedPool``."""
+def bytes_per_page(
+    spec: ModelSpec,
+    page_size: int,
+    kv_dtype: DType,
+    dtype: torch.dtype,
+    index_dtype: DType | None = None,
+    *,
+    drafts: int = 0,
+) -> int:
+    """What one page takes in all layers of a rank's ``spec`` together. Entries are in the model's own ``dtype``, and
+    index keys are unless they have another; ``drafts`` is as in ``CompressedPool``."""
     row = 0
     for layer in spec.full_layers:
         if layer.mla is not None:
-            row += layer.mla.row_dim
+            row += MLAPool.row_nbytes(layer.mla, kv_dtype)
         else:
-            row += layer.num_kv_heads * (layer.head_dim + layer.v_head_dim)
-    index = sum(layer.indexer.head_dim for layer in spec.index_layers if layer.indexer is not None)
-    rows = page_size * (row * torch_dtype(kv_dtype).itemsize + index * dtype.itemsize)
-    return rows + compressed_page_bytes(spec.layers, page_size, dtype, drafts)
+            row += layer.num_kv_heads * (layer.head_dim + layer.v_head_dim) * torch_dtype(kv_dtype).itemsize
+    for layer in spec.index_layers:
+        if layer.indexer is not None:
+            row += IndexKeyPool.key_nbytes(layer.indexer, index_dtype or _own(dtype))
+    return page_size * row + compressed_page_bytes(spec.layers, page_size, dtype, drafts)
+
+
+def _own(dtype: torch.dtype) -> DType:
+    return DType(str(dtype).removeprefix("torch."))

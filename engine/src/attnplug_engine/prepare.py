@@ -42,6 +42,7 @@ class Prepared:
     device: torch.device
     dtype: torch.dtype
     kv_dtype: DType
+    index_dtype: DType | None
     parallel: TensorParallel
     registry: Registry
     request: BackendRequest
@@ -75,6 +76,7 @@ class Prepared:
                 device=self.device,
                 dtype=self.dtype,
                 kv_dtype=self.kv_dtype,
+                index_dtype=self.index_dtype,
                 parallel=self.parallel,
                 policy=policy,
                 serving=serving,
@@ -107,6 +109,7 @@ class Prepared:
                 device=self.device,
                 dtype=self.dtype,
                 kv_dtype=self.kv_dtype,
+                index_dtype=self.index_dtype,
                 workspace=target.workspace,
                 parallel=self.parallel,
                 policy=policy,
@@ -138,6 +141,7 @@ def prepare(
         sm,
         dtype,
         kv_dtype,
+        index_dtype=options.index_dtype,
         page_size=options.page_size,
         tensor_parallel=parallel.size,
         is_embedding=is_embedding,
@@ -185,6 +189,7 @@ def prepare(
         device,
         torch_dtype(dtype),
         kv_dtype,
+        options.index_dtype,
         parallel,
         registry,
         request,

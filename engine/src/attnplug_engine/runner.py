@@ -87,6 +87,7 @@ class ModelRunner:
         device: torch.device,
         dtype: torch.dtype,
         kv_dtype: DType,
+        index_dtype: DType | None = None,
         parallel: TensorParallel = SINGLE,
         policy: ExtendPolicy | None = None,
         serving: Serving | None = None,
@@ -97,7 +98,7 @@ class ModelRunner:
         policy = policy or ExtendPolicy()
         serving = replace(serving or Serving(), disable_chunked_prefix_cache=policy.disable_chunked_prefix_cache)
         self.model, self.spec, self.capacity, self.device = model.module, model.spec, capacity, device
-        self.pools = build_pools(model.spec, capacity, dtype, kv_dtype, device)
+        self.pools = build_pools(model.spec, capacity, dtype, kv_dtype, device, index_dtype)
         self.workspace = WorkspaceOwner()
         context = HostContext(
             model=model.spec,

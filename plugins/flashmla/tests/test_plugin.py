@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from attnplug import BackendError, DType, GraphLevel, Problem, Refusal, Role
+from attnplug import BackendError, DType, GraphLevel, IndexerDims, ModelSpec, Problem, Refusal, Role
 from attnplug.host import load_registry
 from attnplug_flashmla import kernels
 from attnplug_flashmla.backend import FlashMLABackend
@@ -23,7 +23,7 @@ from support.command import Explained
 from support.configs import DEEPSEEK_V3, KIMI_LINEAR, read
 from support.libraries import install_library
 
-(SPEC,) = attnplug_backends()
+SPEC, SPARSE = attnplug_backends()
 BF16, FP16, FP32, FP8 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32, DType.FLOAT8_E4M3
 ON_AN_H200 = Problem(read(DEEPSEEK_V3), "cuda", 90, BF16, BF16, 64)
 
@@ -140,6 +140,65 @@ def test_layers_of_different_heads_are_refused_with_how_many() -> None:
     assert (reason.code, reason.value) == ("layers", {"num_heads": [64, 128]})
 
 
+# ---- sparse models ----
+
+
+@pytest.fixture(scope="module")
+def sparse_model() -> ModelSpec:
+    """DeepSeek-V3.2 as attention sees it."""
+    model = read(DEEPSEEK_V3)
+    index = IndexerDims(heads=64, head_dim=128, topk=2048)
+    return replace(model, layers=tuple(replace(layer, indexer=index) for layer in model.layers))
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE, Role.DRAFT])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"page_size": 64},
+        {"kv_dtype": DType.FP8_DS_MLA, "index_dtype": FP8},
+        {"tensor_parallel": 8, "cuda_graph": GraphLevel.UNIFORM, "speculative_tokens": 8, "exact_lengths": False},
+    ],
+    ids=["bf16", "fp8", "graphs"],
+)
+def test_a_sparse_model_is_served_in_every_role(sparse_model: ModelSpec, changes: dict[str, Any], role: Role) -> None:
+    """A10, D3"""
+    assert SPARSE.refusals(replace(ON_AN_H200, model=sparse_model, **changes), role) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"sm": 80}, ("sm", 80, "SM 90", None)),
+        ({"sm": 100}, ("sm", 100, "SM 90", None)),
+        ({"dtype": FP16}, ("dtype", "float16", ["bfloat16"], "dtype")),
+        ({"kv_dtype": FP8}, ("kv_dtype", "float8_e4m3fn", ["bfloat16", "fp8_ds_mla"], "kv_dtype")),
+        ({"index_dtype": FP16}, ("index_dtype", "float16", ["bfloat16", "float8_e4m3fn"], "index_dtype")),
+        ({"page_size": 32}, ("page_size", 32, [64], "page_size")),
+        ({"speculative_tokens": 4, "speculative_topk": 2}, ("speculation", 2, 1, "speculative_topk")),
+    ],
+    ids=["ampere", "blackwell", "fp16", "fp8", "index", "pages", "trees"],
+)
+def test_what_the_sparse_kernels_do_not_take_is_refused(
+    sparse_model: ModelSpec, changes: dict[str, Any], reason: tuple[str, object, object, str]
+) -> None:
+    """D3: every reason, and no other."""
+    (found,) = SPARSE.refusals(replace(ON_AN_H200, model=sparse_model, **changes), Role.DECODE)
+    assert (found.code, found.value, found.allowed, found.setting) == reason
+
+
+def test_dense_layers_are_refused_by_how_many() -> None:
+    """D3"""
+    (found,) = SPARSE.refusals(ON_AN_H200, Role.DECODE)
+    assert found.code == "feature" and "61 of 61 layers have no index" in found.message
+
+
+def test_sparse_layers_are_not_for_the_dense_backend(sparse_model: ModelSpec) -> None:
+    """A10, D3"""
+    (found,) = refusals(model=sparse_model)
+    assert (found.code, found.value) == ("feature", "sparse")
+
+
 # ---- the library ----
 
 
@@ -191,7 +250,7 @@ def test_a_library_that_cannot_be_used_fails_with_the_factorys_module(
 
 def test_a_library_with_the_kernels_is_fine(installed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """D1"""
-    names = ("flash_mla_with_kvcache", "get_mla_decoding_metadata", "get_mla_metadata")
+    names = ("flash_mla_with_kvcache", "get_mla_decoding_metadata", "get_mla_metadata", "flash_mla_sparse_fwd")
     source = "\n".join(["def has_legacy(): return True", *(f"{name} = None" for name in names)])
     assert build(installed, monkeypatch, source) is FlashMLABackend
 
@@ -202,9 +261,9 @@ def test_neither_torch_nor_the_library_is_imported_to_list_it_or_to_refuse_it() 
 import sys
 from attnplug import Problem, Role
 from attnplug_flashmla import plugin
-(spec,) = plugin.attnplug_backends()
-assert spec.refusals(Problem(device="cpu"), Role.DECODE) and spec.refusals(Problem(device="cpu"))
-spec.refusals(Problem(device="cuda", sm=90), Role.DECODE)
+for spec in plugin.attnplug_backends():
+    assert spec.refusals(Problem(device="cpu"), Role.DECODE) and spec.refusals(Problem(device="cpu"))
+    spec.refusals(Problem(device="cuda", sm=90), Role.DECODE)
 print([name for name in ("torch", "numpy", "triton", "flash_mla") if name in sys.modules])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -216,9 +275,10 @@ print([name for name in ("torch", "numpy", "triton", "flash_mla") if name in sys
 
 def test_it_is_found_by_its_entry_point() -> None:
     """D1"""
-    found = load_registry().backends["flashmla"]
-    assert found.spec == SPEC
-    assert found.source.distribution == "attnplug-flashmla"
+    backends = load_registry().backends
+    for spec in (SPEC, SPARSE):
+        assert backends[spec.name].spec == spec
+        assert backends[spec.name].source.distribution == "attnplug-flashmla"
 
 
 def test_it_is_asked_for_as_a_role_beside_a_backend_for_prefill(explained: Explained, installed: Path) -> None:

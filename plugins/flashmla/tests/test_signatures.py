@@ -18,8 +18,9 @@ from packaging.requirements import Requirement
 from torch import Tensor
 
 from attnplug import PlanError
-from attnplug_flashmla import kernels
+from attnplug_flashmla import kernels, sparse_kernels
 from attnplug_flashmla.kernels import Call, FlashMLAKernels, Library, Schedule
+from attnplug_flashmla.sparse_kernels import FlashMLASparseKernels
 from support.signatures import read_signature
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -61,6 +62,12 @@ class Recorder:
         q = arguments["q"]
         return q.new_zeros(*q.shape[:3], 512), torch.zeros(len(q), q.shape[2], q.shape[1])
 
+    def attend_rows(self, **arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
+        self.bind("flash_mla_sparse_fwd", arguments)
+        q = arguments["q"]
+        sums = torch.zeros(q.shape[:2])
+        return q.new_zeros(*q.shape[:2], 512), sums, sums
+
     def schedule(self, **arguments: Any) -> tuple[Tensor, Tensor]:
         self.bind("get_mla_decoding_metadata", arguments)
         lens = arguments["seqlens_k"]
@@ -74,8 +81,9 @@ class Recorder:
 @pytest.fixture
 def recorder(package: Path, monkeypatch: pytest.MonkeyPatch) -> Recorder:
     made = Recorder(package)
-    library = Library(made.attend, made.schedule, made.empty_schedule)
+    library = Library(made.attend, made.schedule, made.empty_schedule, made.attend_rows)
     monkeypatch.setattr(kernels, "load_library", lambda: library)
+    monkeypatch.setattr(sparse_kernels, "load_library", lambda: library)
     return made
 
 
@@ -113,6 +121,38 @@ def test_a_call_is_made_as_the_library_takes_it(recorder: Recorder, queries: int
     assert given["tile_scheduler_metadata"].tile_scheduler_metadata is planned.schedule.tiles
     assert given["tile_scheduler_metadata"].num_splits is planned.schedule.splits
     assert out.shape == (REQUESTS * queries, HEADS, 512) and lse.shape == (REQUESTS, HEADS, queries)
+
+
+def test_a_sparse_call_over_packed_rows_is_made_as_the_library_takes_it(recorder: Recorder) -> None:
+    """Every row is a request with one token. The schedule is the library's own, and is kept by the caller. There is no
+    length of indices: for rows of this kind the kernel refuses it."""
+    made = FlashMLASparseKernels()
+    q, slots = torch.randn(5, 64, 576), torch.zeros(5, 128, dtype=torch.int32)
+    cache, schedule = torch.zeros(4, 64, 1, 656, dtype=torch.uint8), made.schedule()
+    out, lse = made.attend_packed(q, cache, slots, 0.25, schedule)
+    given = recorder.calls["flash_mla_with_kvcache"]
+    assert torch.equal(given.pop("q"), q.unsqueeze(1)) and torch.equal(given.pop("indices"), slots.unsqueeze(1))
+    assert given.pop("k_cache") is cache and given.pop("tile_scheduler_metadata") is schedule
+    none = {"block_table": None, "cache_seqlens": None}
+    assert given == {
+        **none,
+        "head_dim_v": 512,
+        "softmax_scale": 0.25,
+        "is_fp8_kvcache": True,
+        "use_legacy": True,
+    }
+    assert out.shape == (5, 64, 512) and lse.shape == (5, 64)
+
+
+def test_a_sparse_call_over_rows_is_made_as_the_library_takes_it(recorder: Recorder) -> None:
+    """Its sums are asked for in natural logarithms, as those of decode are."""
+    q, slots = torch.randn(5, 128, 576), torch.zeros(5, 256, dtype=torch.int32)
+    cache = torch.zeros(300, 1, 576)
+    out, lse = FlashMLASparseKernels().attend_rows(q, cache, slots, 0.25)
+    given = recorder.calls["flash_mla_sparse_fwd"]
+    assert given.pop("q") is q and given.pop("kv") is cache and torch.equal(given.pop("indices"), slots.unsqueeze(1))
+    assert given == {"sm_scale": 0.25, "d_v": 512, "use_legacy": True, "return_log2_lse": None}
+    assert out.shape == (5, 128, 512) and lse.shape == (5, 128)
 
 
 def test_more_than_the_kernel_can_count_is_refused(recorder: Recorder) -> None:
@@ -171,6 +211,9 @@ def test_a_dense_call_hands_our_schedule_to_the_kernel(package: Path) -> None:
         "block_table must have contiguous last dimension",
         "query and key must have the same dtype",
         "batch size must be positive",
+        "Only head_size_k == 576 or 512 is supported for sparse decoding",
+        "V3.2 does not support dynamic topk length",
+        "Sparse Attention Forward Kernel is only supported on SM90a and SM100f architectures.",
         "dense_decode_fwd(Tensor q, Tensor kcache, int head_size_v, Tensor seqlens_k, Tensor block_table, float "
         "softmax_scale, bool is_causal, Tensor(a!)? tile_scheduler_metadata, Tensor(b!)? num_splits)",
         "get_mla_decoding_metadata(Tensor seqlens_k, int num_q_tokens_per_head_k, int h_k, int? h_q, bool "

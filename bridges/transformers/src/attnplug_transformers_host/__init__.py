@@ -48,13 +48,14 @@ def refuse(problem: Problem) -> list[Refusal]:
 
 
 def _refusals(problem: Problem) -> Iterator[Refusal]:
-    if problem.kv_dtype is DType.FLOAT8_E4M3:
+    fp8 = (DType.FLOAT8_E4M3, DType.FP8_DS_MLA)
+    if problem.kv_dtype in fp8:
         yield Refusal(
             RefusalCode.KV_DTYPE,
             "transformers gives attention its keys and values in the model's dtype, quantized caches too; an fp8 cache "
             "would never be read",
             str(problem.kv_dtype),
-            [str(dtype) for dtype in DType if dtype is not DType.FLOAT8_E4M3],
+            [str(dtype) for dtype in DType if dtype not in fp8],
             Setting.KV_DTYPE,
         )
     model = problem.model

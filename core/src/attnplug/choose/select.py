@@ -420,7 +420,8 @@ def _inputs(selection: Selection) -> Iterator[str]:
     if problem.device == "cuda" and problem.sm is not None:
         device += f", SM {problem.sm}"
     yield f"device     {device}"
-    yield f"dtype      {problem.dtype or 'any'}, KV cache {problem.kv_dtype or 'any'}"
+    index = "" if problem.index_dtype is None else f", index keys {problem.index_dtype}"
+    yield f"dtype      {problem.dtype or 'any'}, KV cache {problem.kv_dtype or 'any'}{index}"
     page_size = problem.page_size if problem.page_size is not None else f"{selection.page_size} (chosen)"
     yield f"page size  {page_size if selection.page_size is not None else 'any'}"
     extras = []

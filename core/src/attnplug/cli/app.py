@@ -121,6 +121,7 @@ def _declare_explain(commands: Commands[argparse.ArgumentParser]) -> None:
             sm=parsed.sm,
             dtype=parsed.dtype,
             kv_dtype=parsed.kv_dtype,
+            index_dtype=parsed.index_dtype,
             page_size=parsed.page_size,
             speculative_tokens=parsed.speculative_tokens,
             speculative_topk=parsed.speculative_topk,
@@ -147,6 +148,8 @@ def _declare_explain(commands: Commands[argparse.ArgumentParser]) -> None:
     text = "compute capability, 9.0 is 90; need not be present here (default: that of the first GPU)"
     parser.add_argument("--sm", type=int, metavar="90", help=text)
     parser.add_argument("--dtype", metavar="DTYPE", help="element type of activations (default: the model's)")
+    text = "element type of a sparse model's index keys (default: as --dtype)"
+    parser.add_argument("--index-dtype", metavar="DTYPE", help=text)
     parser.add_argument("--speculative-tokens", type=int, default=0, metavar="N", help="draft tokens a step")
     text = "branches of a draft; with more than 1, drafts are trees"
     parser.add_argument("--speculative-topk", type=int, default=1, metavar="K", help=text)

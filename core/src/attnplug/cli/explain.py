@@ -32,6 +32,7 @@ class ExplainOptions:
     sm: int | None = None
     dtype: str | None = None
     kv_dtype: str | None = None
+    index_dtype: str | None = None
     page_size: int | None = None
     speculative_tokens: int = 0
     speculative_topk: int = 1
@@ -59,6 +60,7 @@ class ExplainOptions:
             sm=sm,
             dtype=dtype,
             kv_dtype=DType.parse(self.kv_dtype, Setting.KV_DTYPE) if self.kv_dtype is not None else dtype,
+            index_dtype=None if self.index_dtype is None else DType.parse(self.index_dtype, Setting.INDEX_DTYPE),
             page_size=self.page_size,
             cuda_graph=graph_level(self.cuda_graph or GraphLevel.NEVER.name),
             wants_graphs=device == "cuda" and self.cuda_graph is None,

@@ -174,12 +174,21 @@ class Scene:
             q = self._normal(tokens, layer.num_heads, layer.head_dim)
             k = self._normal(tokens, layer.num_kv_heads, layer.head_dim)
             v = remembered = self._normal(tokens, layer.num_kv_heads, layer.v_head_dim)
-        stored = torch_dtype(self.kv_dtype)
         lengths = list(step.new_tokens.values())
         for request, keys, values in zip(step.new_tokens, k.split(lengths), remembered.split(lengths), strict=True):
-            self.keys[request].append(keys.to(stored).double())
-            self.values[request].append(values.to(stored).double())
+            kept = self._kept(keys)
+            self.keys[request].append(kept)
+            self.values[request].append(self._kept(values) if v is not None else kept[..., : values.shape[-1]])
         return q.to(self.device), k.to(self.device), None if v is None else v.to(self.device)
+
+    def _kept(self, rows: Tensor) -> Tensor:
+        """Rows as the cache will hold them, in float64."""
+        if self.kv_dtype.is_element:
+            return rows.to(torch_dtype(self.kv_dtype)).double()
+        tokens = len(rows)
+        pool = MLAPool([self.layer], num_pages=tokens, page_size=1, dtype=self.kv_dtype, device="cpu")
+        pool.write(self.layer.layer_id, torch.arange(tokens), rows)
+        return pool.read_rows(self.layer.layer_id, torch.arange(tokens)).double().unsqueeze(1)
 
     def _batch(self, step: Step) -> ForwardBatch:
         rows = [self.rows[request] for request in step.new_tokens]
@@ -210,23 +219,30 @@ def _poisoned_pools(
     layer: LayerSpec, pages: int, page_size: int, dtype: DType, kv_dtype: DType, device: torch.device
 ) -> KVPools:
     """A pool for the layer and all before it, filled with NaN."""
-    nan = torch.full((), float("nan"), dtype=torch.float32)
     layers = [replace(layer, layer_id=number) for number in range(layer.layer_id + 1)]
     if layer.kind is AttentionKind.MLA:
         mla = MLAPool(layers, num_pages=pages, page_size=page_size, dtype=kv_dtype, device=device)
         for each in layers:
-            mla.rows(each.layer_id).copy_(nan)
+            _poison(mla.rows(each.layer_id))
         if layer.indexer is None:
             return KVPools(mla=mla)
         keys = IndexKeyPool(layers, num_pages=pages, page_size=page_size, dtype=dtype, device=device)
         for each in layers:
-            keys.keys(each.layer_id).copy_(nan)
+            _poison(keys.keys(each.layer_id))
         return KVPools(mla=mla, caches={INDEX_KEYS: keys})
     mha = MHAPool(layers, num_pages=pages, page_size=page_size, dtype=kv_dtype, device=device)
     for each in layers:
-        mha.keys(each.layer_id).copy_(nan)
-        mha.values(each.layer_id).copy_(nan)
+        _poison(mha.keys(each.layer_id))
+        _poison(mha.values(each.layer_id))
     return KVPools(mha=mha)
+
+
+def _poison(memory: Tensor) -> None:
+    """Make every number NaN, whatever types the bytes have."""
+    if memory.dtype is torch.uint8:
+        memory.fill_(0xFF)
+    else:
+        memory.copy_(torch.full((), float("nan"), dtype=torch.float32))
 
 
 def largest_error(found: Tensor, wanted: Tensor) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from attnplug.declare.claims import Claims, ExtendPath, PageSizes
 from attnplug.declare.model import AttentionKind, Feature
-from attnplug.declare.problem import LARGEST_PAGE, SM_RANGE, CacheLayout, DType, GraphLevel, Role
+from attnplug.declare.problem import FP8_CACHES, LARGEST_PAGE, SM_RANGE, CacheLayout, DType, GraphLevel, Role
 from attnplug.declare.reading import integer, members, of_type, pairs, several
 
 DEVICES = ("cpu", "cuda")
@@ -28,6 +28,7 @@ class Capabilities:
     ``max_heads`` is the most query heads that one rank may have, ``None`` any number. ``layers_alike``: one plan serves
     all layers, so they must have one shape. ``kv_matches_dtype``: a cache that is not fp8 has the activations' type.
     ``trees``: it verifies drafts that are trees (``Geometry.tree``) on layers without a window, as well as chains.
+    ``index_dtypes`` are the types of cached index keys that it reads, for sparse layers; left out, they are ``dtypes``.
     """
 
     kinds: frozenset[AttentionKind]
@@ -51,6 +52,7 @@ class Capabilities:
     mla_extend: frozenset[ExtendPath] = frozenset({ExtendPath.ABSORBED})
     layouts: frozenset[CacheLayout] = frozenset({CacheLayout.TOKEN_MAJOR})
     trees: bool = False
+    index_dtypes: frozenset[DType] = frozenset()
 
     def __post_init__(self) -> None:
         read = {
@@ -75,6 +77,7 @@ class Capabilities:
             "mla_extend": members("mla_extend", self.mla_extend, ExtendPath),
             "layouts": _layouts(members("layouts", self.layouts, CacheLayout), kinds),
             "trees": of_type("trees", self.trees, bool, "True or False"),
+            "index_dtypes": members("index_dtypes", self.index_dtypes, DType) or dtypes,
         }
         for name, value in read.items():
             object.__setattr__(self, name, value)
@@ -132,7 +135,7 @@ class Capabilities:
             yield f"it gives head_dims but does not claim the kind mha, only {_listed(self.kinds)}"
         if self.max_heads is not None and self.max_heads < 1:
             yield f"max_heads {self.max_heads} allows no head at all"
-        if self.kv_matches_dtype and self.kv_dtypes.isdisjoint(self.dtypes | {DType.FLOAT8_E4M3}):
+        if self.kv_matches_dtype and self.kv_dtypes.isdisjoint(self.dtypes | FP8_CACHES):
             yield f"kv_matches_dtype, but none of the KV dtypes {_listed(self.kv_dtypes)} is fp8 or one of its dtypes"
         if self.max_speculative_tokens < 0:
             yield f"max_speculative_tokens {self.max_speculative_tokens} is negative"

@@ -31,12 +31,20 @@ class Role(StrEnum):
 
 
 class DType(StrEnum):
-    """Element types of activations and caches, by torch's names."""
+    """Element types of activations and caches, by torch's names, and a cache row that has several."""
 
     FLOAT32 = "float32"
     FLOAT16 = "float16"
     BFLOAT16 = "bfloat16"
     FLOAT8_E4M3 = "float8_e4m3fn"
+    FP8_DS_MLA = "fp8_ds_mla"
+    """A latent row of MLA as FlashMLA's sparse kernels read it: e4m3 values, a float32 scale for every 128 of them, and
+    the rotated columns in bfloat16. 656 bytes for a row of 512 + 64."""
+
+    @property
+    def is_element(self) -> bool:
+        """Whether it is the type of single numbers, which any tensor can have."""
+        return self is not DType.FP8_DS_MLA
 
     @classmethod
     def parse(cls, text: str, setting: str) -> DType:
@@ -60,6 +68,12 @@ _SPELLINGS: dict[str, DType] = {dtype.value: dtype for dtype in DType} | {
     "fp8_e4m3": DType.FLOAT8_E4M3,
     "float8_e4m3": DType.FLOAT8_E4M3,
 }
+
+
+LATENT_GROUP = 128
+"""Values of a latent row that share a scale, in a cache of ``DType.FP8_DS_MLA``."""
+FP8_CACHES = frozenset({DType.FLOAT8_E4M3, DType.FP8_DS_MLA})
+"""Types of a cache whose type may differ from the activations'."""
 
 
 class GraphLevel(IntEnum):
@@ -120,6 +134,8 @@ class Problem:
     """Branches that a draft keeps at every step. With more than 1, drafts are trees of ``speculative_tokens`` rows."""
     is_draft: bool = False
     """Whether the model drafts for another. One backend, of the role draft, then does all that its layers need."""
+    index_dtype: DType | None = None
+    """Element type of cached index keys, for sparse models. ``None``: that of the activations."""
 
     def __post_init__(self) -> None:
         if self.page_size is not None and not 1 <= self.page_size <= LARGEST_PAGE:
@@ -138,6 +154,12 @@ class Problem:
                 f"`{Setting.SPECULATIVE_TOKENS}` {self.speculative_tokens} with `{Setting.SPECULATIVE_TOPK}` "
                 f"{self.speculative_topk} {why}",
                 settings=[Setting.SPECULATIVE_TOKENS, Setting.SPECULATIVE_TOPK],
+            )
+        if self.index_dtype is not None and self.model is not None and not self.model.is_sparse:
+            raise UsageError(
+                f"`{Setting.INDEX_DTYPE}` {self.index_dtype} is given, but {self.model.name} has no index by which it "
+                "chooses rows; leave it out",
+                settings=[Setting.INDEX_DTYPE],
             )
         if self.tensor_parallel < 1:
             raise _wrong(Setting.TENSOR_PARALLEL, self.tensor_parallel, "is not a number of ranks; give 1 or more")

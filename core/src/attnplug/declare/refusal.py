@@ -21,6 +21,7 @@ class RefusalCode(StrEnum):
     SM = "sm"
     DTYPE = "dtype"
     KV_DTYPE = "kv_dtype"
+    INDEX_DTYPE = "index_dtype"
     PAGE_SIZE = "page_size"
     LAYOUT = "layout"
     LENGTHS = "lengths"

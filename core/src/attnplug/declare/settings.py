@@ -19,6 +19,7 @@ class Setting(StrEnum):
     SM = "sm"
     DTYPE = "dtype"
     KV_DTYPE = "kv_dtype"
+    INDEX_DTYPE = "index_dtype"
     PAGE_SIZE = "page_size"
     LAYOUT = "layout"
     CUDA_GRAPH = "cuda_graph"

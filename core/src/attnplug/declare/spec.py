@@ -22,7 +22,7 @@ from attnplug.declare.errors import PluginError, describe_error
 from attnplug.declare.factory import DOTTED, factory_refusal
 from attnplug.declare.model import AttentionKind, Feature, LayerSpec
 from attnplug.declare.options import options_problems
-from attnplug.declare.problem import DType, GraphLevel, Problem, Role
+from attnplug.declare.problem import FP8_CACHES, LATENT_GROUP, DType, GraphLevel, Problem, Role
 from attnplug.declare.refusal import Refusal, RefusalCode
 from attnplug.declare.requirement import requirement_problem, requirement_refusal
 from attnplug.declare.settings import Setting
@@ -169,7 +169,7 @@ def _environment_refusals(can: Capabilities, problem: Problem, role: Role | None
     if problem.kv_dtype is not None and problem.kv_dtype not in can.kv_dtypes:
         yield _outside(RefusalCode.KV_DTYPE, "KV dtype", problem.kv_dtype, can.kv_dtypes, Setting.KV_DTYPE)
     elif can.kv_matches_dtype and problem.dtype in can.dtypes and problem.kv_dtype is not None:
-        allowed = [dtype for dtype in (problem.dtype, DType.FLOAT8_E4M3) if dtype in can.kv_dtypes]
+        allowed = [dtype for dtype in DType if dtype in can.kv_dtypes and dtype in {problem.dtype, *FP8_CACHES}]
         if problem.kv_dtype not in allowed:
             yield Refusal(
                 RefusalCode.KV_DTYPE,
@@ -273,6 +273,7 @@ def _layer_refusals(can: Capabilities, problem: Problem, role: Role, layer: Laye
         yield _outside(RefusalCode.KIND, "attention kind", layer.kind, can.kinds, role.setting)
     for feature in sorted(layer.features - can.features):
         yield _feature_refusal(can, role, layer, feature)
+    yield from _cache_refusals(can, problem, layer)
     if layer.kind is AttentionKind.MHA and can.head_dims is not None:
         dims = (layer.head_dim, layer.v_head_dim)
         if dims not in can.head_dims:
@@ -302,6 +303,24 @@ def _layer_refusals(can: Capabilities, problem: Problem, role: Role, layer: Laye
             allowed=[count for count in range(1, layer.num_heads + 1) if layer.num_heads % count == 0],
             setting=Setting.TENSOR_PARALLEL,
         )
+
+
+def _cache_refusals(can: Capabilities, problem: Problem, layer: LayerSpec) -> Iterator[Refusal]:
+    """Refusals of types that a cache of this layer cannot have, or that the backend cannot read."""
+    index_dtype, sparse = problem.index_dtype, layer.indexer is not None and Feature.SPARSE in can.features
+    if sparse and index_dtype is not None and index_dtype not in can.index_dtypes:
+        setting = Setting.INDEX_DTYPE
+        yield _outside(RefusalCode.INDEX_DTYPE, "index dtype", index_dtype, can.index_dtypes, setting)
+    if problem.kv_dtype is not DType.FP8_DS_MLA or problem.kv_dtype not in can.kv_dtypes or layer.linear is not None:
+        return
+    rank = None if layer.mla is None else layer.mla.kv_lora_rank
+    if rank is None or rank % LATENT_GROUP:
+        message = (
+            f"a cache of {problem.kv_dtype} holds latent rows with a scale for every {LATENT_GROUP} values of "
+            f"kv_lora_rank, and there are layers with {'no latent rows' if rank is None else f'a rank of {rank}'}"
+        )
+        others = sorted(map(str, can.kv_dtypes - {problem.kv_dtype}))
+        yield Refusal(RefusalCode.KV_DTYPE, message, str(problem.kv_dtype), others, Setting.KV_DTYPE)
 
 
 def _feature_refusal(can: Capabilities, role: Role, layer: LayerSpec, feature: Feature) -> Refusal:

@@ -19,12 +19,15 @@ _TORCH_DTYPES: dict[DType, torch.dtype] = {
     DType.FLOAT16: torch.float16,
     DType.BFLOAT16: torch.bfloat16,
     DType.FLOAT8_E4M3: torch.float8_e4m3fn,
+    DType.FP8_DS_MLA: torch.uint8,
 }
 
 _FLOAT8_MAX = 448.0
 
 
-class _RowKernel(Protocol):
+class RowKernel(Protocol):
+    """Writes rows ``[tokens, heads, dim]`` by one launch."""
+
     def write(self, slots: Tensor, rows: Tensor) -> None: ...
 
 
@@ -35,7 +38,7 @@ class PairKernel(Protocol):
 
 
 def torch_dtype(dtype: DType) -> torch.dtype:
-    """torch's name for ``dtype``."""
+    """torch's name for ``dtype``: that of its memory, if a row has several types."""
     return _TORCH_DTYPES[dtype]
 
 
@@ -75,6 +78,11 @@ class PagedBuffer:
     ) -> PagedBuffer:
         """A buffer over new memory, zero until written."""
         return cls(layout.view(torch.zeros(layout.elements, dtype=torch_dtype(dtype), device=device)), scale)
+
+    @property
+    def parts(self) -> tuple[PagedBuffer, ...]:
+        """What is moved to move a row."""
+        return (self,)
 
     def check_rows(self, slots: Tensor, rows: Tensor, name: str) -> None:
         """Refuse rows whose shape ``write`` cannot store, before anything is written."""
@@ -185,7 +193,7 @@ class PagedBuffer:
         return low < 0
 
 
-def _row_kernel(pages: Tensor, layout: PageLayout, scale: float) -> _RowKernel | None:
+def _row_kernel(pages: Tensor, layout: PageLayout, scale: float) -> RowKernel | None:
     """One kernel that writes rows, where there is a GPU that Triton knows; None where torch's operations do it."""
     if pages.device.type != "cuda":
         return None
@@ -195,7 +203,7 @@ def _row_kernel(pages: Tensor, layout: PageLayout, scale: float) -> _RowKernel |
         from attnplug.kv.triton_rows import RowWriter
     except ImportError:
         return None
-    writer: _RowKernel = RowWriter(pages, layout, scale)
+    writer: RowKernel = RowWriter(pages, layout, scale)
     return writer
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from attnplug.declare.errors import PoolError
 from attnplug.declare.problem import DType
 from attnplug.kv.buffer import PagedBuffer, torch_dtype
 from attnplug.kv.layers import layer_list
+from attnplug.kv.layout import PageLayout
 
 _ROW = ("pages", "tokens", "heads", "dim")
 _GRAMMAR = (
@@ -92,12 +94,23 @@ def _check(fits: bool, tensor: Tensor, layout: str, what: str, difference: str) 
 
 def foreign_buffer(pages: Tensor, dtype: DType, scale: float, what: str) -> PagedBuffer:
     """A buffer over a view of a host's memory, which holds ``dtype``; fp8 may come as bytes."""
-    stored = torch_dtype(dtype)
     if pages.dtype == torch.uint8 and dtype is DType.FLOAT8_E4M3:
-        pages = pages.view(stored)
+        pages = pages.view(torch.float8_e4m3fn)
+    _check_type(pages, torch_dtype(dtype), dtype, what)
+    return PagedBuffer(pages, scale)
+
+
+def foreign_bytes(pages: Tensor, dtype: DType, what: str) -> Tensor:
+    """The bytes of rows that have several types; a host may call them fp8."""
+    if pages.dtype == torch.float8_e4m3fn:
+        pages = pages.view(torch.uint8)
+    _check_type(pages, torch.uint8, dtype, what)
+    return pages
+
+
+def _check_type(pages: Tensor, stored: torch.dtype, dtype: DType, what: str) -> None:
     if pages.dtype != stored:
         raise PoolError(f"{what} of type {pages.dtype} cannot be a cache in {dtype}; give {stored}")
-    return PagedBuffer(pages, scale)
 
 
 def check_tensors(tensors: Iterable[int], layers: Iterable[int], kind: str) -> None:
@@ -108,7 +121,12 @@ def check_tensors(tensors: Iterable[int], layers: Iterable[int], kind: str) -> N
         )
 
 
-def check_together(buffers: Mapping[str, PagedBuffer]) -> None:
+class _Held(Protocol):
+    pages: Tensor
+    layout: PageLayout
+
+
+def check_together(buffers: Mapping[str, _Held]) -> None:
     """Refuse buffers, each under the name that messages use, that differ in pages or device, or overlap."""
     held = list(buffers.items())
     (first, one), rest = held[0], held[1:]

@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 from attnplug.declare.errors import PoolError
-from attnplug.declare.model import AttentionKind, LayerSpec
-from attnplug.declare.problem import DType
+from attnplug.declare.model import AttentionKind, LayerSpec, MLADims
+from attnplug.declare.problem import FP8_CACHES, DType
 from attnplug.kv.allocator import OutOfPages, PageAllocator, PageCopy
 from attnplug.kv.buffer import PagedBuffer, copy_pages, move_rows, pair_kernel, torch_dtype
-from attnplug.kv.foreign import check_tensors, check_together, foreign_buffer, page_views
+from attnplug.kv.foreign import check_tensors, check_together, foreign_buffer, foreign_bytes, page_views
 from attnplug.kv.layers import check_scales, check_size, distinct_layers, held_for
 from attnplug.kv.layout import LayoutName, PageLayout
+from attnplug.kv.row_pool import RowPool, Rows
+from attnplug.kv.scaled_rows import ScaledRows, latent_row_bytes
 
 
 def _mha_layers(
@@ -27,13 +29,19 @@ def _mha_layers(
     return {layer_id: (layer, scales.get(layer_id, (1.0, 1.0))) for layer_id, layer in own.items()}
 
 
-def _mla_layers(layers: Sequence[LayerSpec], scales: Mapping[int, float] | None) -> dict[int, tuple[int, float]]:
-    """Width of a row and scale of the MLA layers, by id."""
+def _mla_layers(layers: Sequence[LayerSpec], scales: Mapping[int, float] | None) -> dict[int, tuple[MLADims, float]]:
+    """Dimensions and scale of the MLA layers, by id."""
     own = distinct_layers([layer for layer in layers if layer.mla is not None], "MLA")
     scales = scales or {}
     check_scales(scales, own)
-    dims = {layer_id: layer.mla.row_dim for layer_id, layer in own.items() if layer.mla is not None}
-    return {layer_id: (width, scales.get(layer_id, 1.0)) for layer_id, width in dims.items()}
+    return {
+        layer_id: (layer.mla, scales.get(layer_id, 1.0)) for layer_id, layer in own.items() if layer.mla is not None
+    }
+
+
+def _check_heads(dtype: DType) -> None:
+    if not dtype.is_element:
+        raise PoolError(f"keys and values of heads cannot be kept as {dtype}, which is a latent row of MLA")
 
 
 class MHAPool:
@@ -56,6 +64,7 @@ class MHAPool:
         scales: Mapping[int, tuple[float, float]] | None = None,
     ) -> None:
         check_size(num_pages, page_size)
+        _check_heads(dtype)
         buffers = {}
         for layer_id, (layer, (key_scale, value_scale)) in _mha_layers(layers, scales).items():
             heads = layer.num_kv_heads
@@ -87,6 +96,7 @@ class MHAPool:
         own strides may be any. fp8 may come as uint8.
         """
         check_size(1, page_size)
+        _check_heads(dtype)
         own = _mha_layers(layers, scales)
         check_tensors(tensors, own, "MHA")
         buffers, named = {}, dict[str, PagedBuffer]()
@@ -178,12 +188,16 @@ class MHAPool:
         move_rows(self._buffers, sources, targets)
 
 
-class MLAPool:
+class MLAPool(RowPool):
     """Latent rows of all MLA layers among ``layers``: per layer ``[pages, page_size, 1, row_dim]``.
 
     A row is ``[kv_lora_rank | qk_rope_head_dim]``. Every rank holds all of it. ``scales`` gives a layer's fp8
-    scale; 1.0 where absent.
+    scale; 1.0 where absent. In ``DType.FP8_DS_MLA`` each row has scales of its own, and what is stored are bytes:
+    ``[pages, page_size, 1, row_nbytes]``.
     """
+
+    kind = "MLA"
+    content = "latent rows"
 
     def __init__(
         self,
@@ -196,11 +210,16 @@ class MLAPool:
         scales: Mapping[int, float] | None = None,
     ) -> None:
         check_size(num_pages, page_size)
-        buffers = {}
-        for layer_id, (row_dim, scale) in _mla_layers(layers, scales).items():
-            layout = PageLayout.token_major(num_pages, page_size, 1, row_dim)
-            buffers[layer_id] = PagedBuffer.allocate(layout, dtype=dtype, device=device, scale=scale)
-        self._hold(buffers, dtype)
+        held: dict[int, Rows] = {}
+        for layer_id, (dims, scale) in _mla_layers(layers, scales).items():
+            if dtype is DType.FP8_DS_MLA:
+                _refuse_scale(layer_id, scale)
+                shape = num_pages, page_size, 1, latent_row_bytes(dims)
+                held[layer_id] = ScaledRows.latent(torch.zeros(shape, dtype=torch.uint8, device=device), dims)
+            else:
+                layout = PageLayout.token_major(num_pages, page_size, 1, dims.row_dim)
+                held[layer_id] = PagedBuffer.allocate(layout, dtype=dtype, device=device, scale=scale)
+        self._hold(held, dtype)
 
     @classmethod
     def over(
@@ -215,68 +234,58 @@ class MLAPool:
     ) -> MLAPool:
         """A pool over a host's tensors, by layer id, without a copy; ``layout`` is as in ``MHAPool.over``.
 
-        vLLM has ``"pages tokens dim"``, SGLang ``"slots heads dim"`` with one head.
+        vLLM has ``"pages tokens dim"``, SGLang ``"slots heads dim"`` with one head. Rows of ``DType.FP8_DS_MLA`` are
+        bytes, so ``dim`` is ``row_nbytes``.
         """
         check_size(1, page_size)
         own = _mla_layers(layers, scales)
-        check_tensors(tensors, own, "MLA")
-        buffers, named = {}, {}
-        for layer_id, (row_dim, scale) in own.items():
-            name = f"the latent rows of layer {layer_id}"
-            (pages,) = page_views(tensors[layer_id], layout, page_size, 1, (row_dim,), name)
-            buffers[layer_id] = named[name] = foreign_buffer(pages, dtype, scale, name)
-        check_together(named)
-        pool = cls.__new__(cls)
-        pool._hold(buffers, dtype)
-        return pool
+        check_tensors(tensors, own, cls.kind)
+        held: dict[int, Rows] = {}
+        for layer_id, (dims, scale) in own.items():
+            packed, name = dtype is DType.FP8_DS_MLA, f"the {cls.content} of layer {layer_id}"
+            width = latent_row_bytes(dims) if packed else dims.row_dim
+            (pages,) = page_views(tensors[layer_id], layout, page_size, 1, (width,), name)
+            if packed:
+                _refuse_scale(layer_id, scale)
+                held[layer_id] = ScaledRows.latent(foreign_bytes(pages, dtype, name), dims)
+            else:
+                held[layer_id] = foreign_buffer(pages, dtype, scale, name)
+        return cls._over(held, dtype)
 
-    def _hold(self, buffers: dict[int, PagedBuffer], dtype: DType) -> None:
-        self._rows = buffers
-        self.num_pages, self.page_size = next(iter(buffers.values())).layout.shape[:2]
-        self.dtype = dtype
-
-    @property
-    def layer_ids(self) -> tuple[int, ...]:
-        return tuple(self._rows)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self._rows.values())
+    @staticmethod
+    def row_nbytes(dims: MLADims, dtype: DType) -> int:
+        """What a row takes."""
+        return latent_row_bytes(dims) if dtype is DType.FP8_DS_MLA else dims.row_dim * torch_dtype(dtype).itemsize
 
     def rows(self, layer_id: int) -> Tensor:
-        """``[pages, page_size, 1, row_dim]`` as stored: the cache itself."""
-        return held_for(self._rows, layer_id, "MLA").pages
+        """``[pages, page_size, 1, row_dim]`` as stored: the cache itself; bytes in ``DType.FP8_DS_MLA``."""
+        return self._of(layer_id).pages
 
     def layout(self, layer_id: int) -> PageLayout:
-        return held_for(self._rows, layer_id, "MLA").layout
+        return self._of(layer_id).layout
 
     def scale(self, layer_id: int) -> float:
-        """What to multiply a stored row by; 1.0 unless the cache is fp8."""
-        return held_for(self._rows, layer_id, "MLA").scale
+        """What to multiply a stored row by; 1.0 unless the cache is fp8 with one scale for the layer."""
+        return self._of(layer_id).scale
 
     def write(self, layer_id: int, slots: Tensor, rows: Tensor) -> None:
         """Store ``rows`` ``[tokens, row_dim]`` or ``[tokens, 1, row_dim]`` at flat ``slots`` ``[tokens]`` int64.
 
         A row with the slot -1 is padding and is not written. Waits for no device.
         """
-        buffer = held_for(self._rows, layer_id, "MLA")
-        if rows.dim() == 2:
-            rows = rows.unsqueeze(1)
-        buffer.check_rows(slots, rows, "latent rows")
-        padded = buffer.check_targets(slots)
-        buffer.write(slots, rows, padded=padded)
+        self._write(layer_id, slots, rows.unsqueeze(1) if rows.dim() == 2 else rows)
 
     def read_rows(self, layer_id: int, slots: Tensor) -> Tensor:
         """``[*slots.shape, row_dim]``: in the stored type, or float32 from fp8."""
-        return held_for(self._rows, layer_id, "MLA").read(slots).squeeze(-2)
+        return self._read(layer_id, slots)
 
-    def copy_pages(self, copies: Sequence[PageCopy]) -> None:
-        """Copy pages in every layer, as if one after another."""
-        copy_pages(self._rows.values(), copies)
 
-    def move_rows(self, sources: Tensor, targets: Tensor) -> None:
-        """Copy rows in every layer from slots to slots; see ``KVPools.move_rows``."""
-        move_rows(self._rows.values(), sources, targets)
+def _refuse_scale(layer_id: int, scale: float) -> None:
+    if scale != 1.0:
+        raise PoolError(
+            f"layer {layer_id}: a scale of {scale} was given for rows in {DType.FP8_DS_MLA}, which have scales of "
+            "their own; leave it out"
+        )
 
 
 class LinearStatePool:
@@ -289,8 +298,8 @@ class LinearStatePool:
     def __init__(
         self, layers: Sequence[LayerSpec], *, num_slots: int, dtype: DType, device: torch.device | str
     ) -> None:
-        if dtype is DType.FLOAT8_E4M3:
-            raise PoolError("a convolution state cannot be kept in float8_e4m3fn; give the model's own type")
+        if dtype in FP8_CACHES:
+            raise PoolError(f"a convolution state cannot be kept in {dtype}; give the model's own type")
         own = distinct_layers([layer for layer in layers if layer.linear is not None], "linear")
         self.dtype = dtype
         self._recurrent: dict[int, Tensor | None] = {}

@@ -80,7 +80,8 @@ def choose_draft(
     with naming_draft(speculation):
         spec = draft_spec(speculation, reference)
     _refuse_states(spec, speculation)
-    problem = replace(target, model=spec, is_draft=True, drafts_by_host=False)
+    index_dtype = target.index_dtype if spec.is_sparse else None
+    problem = replace(target, model=spec, index_dtype=index_dtype, is_draft=True, drafts_by_host=False)
     roles: dict[Role, str] = {role: name for role, name in request.roles.items() if role is Role.DRAFT}
     bare = BackendRequest(request.attention, roles)
     chosen = choose_importable(registry, bare, problem)

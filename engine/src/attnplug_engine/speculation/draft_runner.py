@@ -52,6 +52,7 @@ class DraftRunner:
         device: torch.device,
         dtype: torch.dtype,
         kv_dtype: DType,
+        index_dtype: DType | None,
         workspace: WorkspaceOwner,
         parallel: TensorParallel,
         policy: ExtendPolicy,
@@ -62,7 +63,7 @@ class DraftRunner:
         self.pools = KVPools(mha=target.mha)
         """What its backend reads."""
         if self._owns:
-            self.pools = build_pools(model.spec, capacity, dtype, kv_dtype, device)
+            self.pools = build_pools(model.spec, capacity, dtype, kv_dtype, device, index_dtype)
         rows = speculation.most_draft_rows
         context = HostContext(
             model=model.spec,

@@ -1,4 +1,4 @@
-"""The factory of the spec. FlashMLA is imported with this module: if that fails, nothing has been built yet."""
+"""The factories of the specs. FlashMLA is imported with this module: if that fails, nothing has been built yet."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from attnplug import import_library
 from attnplug_flashmla.backend import FlashMLABackend
 from attnplug_flashmla.kernels import load_library
 from attnplug_flashmla.plugin import LIBRARY
+from attnplug_flashmla.sparse_backend import SparseFlashMLABackend
 
-__all__ = ["FlashMLABackend"]
+__all__ = ["FlashMLABackend", "SparseFlashMLABackend"]
 
 import_library(load_library, LIBRARY)

@@ -1,4 +1,4 @@
-"""The seam to FlashMLA: the two calls that the backend makes. Only this module imports the library."""
+"""The seam to FlashMLA: the two calls of dense attention. Only this module imports the library."""
 
 from __future__ import annotations
 
@@ -65,6 +65,7 @@ class Library:
     attend: Callable[..., Any]
     schedule: Callable[..., Any]
     empty_schedule: Callable[[], Any]
+    attend_rows: Callable[..., Any]
 
 
 @cache
@@ -78,6 +79,7 @@ def load_library() -> Library:
         flash_mla.flash_mla_with_kvcache,
         flash_mla.get_mla_decoding_metadata,
         flash_mla.get_mla_metadata,
+        flash_mla.flash_mla_sparse_fwd,
     )
 
 
@@ -110,7 +112,7 @@ class FlashMLAKernels:
             )
 
     def attend(self, q: Tensor, cache: Tensor, call: Call, scale: float) -> tuple[Tensor, Tensor]:
-        _wait_for_kernels(q.device)
+        wait_for_kernels(q.device)
         schedule, _ = self._library.empty_schedule()
         schedule.tile_scheduler_metadata, schedule.num_splits = call.schedule.tiles, call.schedule.splits
         out, lse = self._library.attend(
@@ -125,11 +127,11 @@ class FlashMLAKernels:
             is_fp8_kvcache=False,
             use_legacy=True,
         )
-        _wait_for_kernels(q.device)
+        wait_for_kernels(q.device)
         return out.flatten(0, 1), lse
 
 
-def _wait_for_kernels(device: torch.device) -> None:
+def wait_for_kernels(device: torch.device) -> None:
     """Let what follows start only after every kernel before has ended.
 
     The library's first kernel is launched early (programmatic dependent launch) and never waits: it would read queries

@@ -1,6 +1,8 @@
-"""What the plugin says of its backend. FlashMLA is imported when the backend is built, and not before."""
+"""What the plugin says of its backends. FlashMLA is imported when one is built, and not before."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from attnplug import (
     CONTRACT_VERSION,
@@ -8,13 +10,22 @@ from attnplug import (
     BackendSpec,
     Capabilities,
     DType,
+    Feature,
     GraphLevel,
+    LayerSpec,
     PageSizes,
+    Problem,
+    Refusal,
+    RefusalCode,
     Role,
+    Setting,
     hookimpl,
+    requirement_refusal,
 )
+from attnplug_flashmla.options import SparseOptions
 
 LIBRARY = "sgl-flash-mla>=1.0,<2"
+DEEP_GEMM = "sgl-deep-gemm>=0.2.5"
 PAGE = 64
 """Tokens of a page, as the kernel reads them."""
 
@@ -47,5 +58,70 @@ def attnplug_backends() -> list[BackendSpec]:
                 extras=frozenset({"lse", "out"}),
                 mla_extend=frozenset(),
             ),
-        )
+        ),
+        BackendSpec(
+            name="flashmla_sparse",
+            summary="MLA over the rows that an index chooses by FlashMLA on Hopper GPUs, bfloat16 or 656 bytes a row",
+            contract=CONTRACT_VERSION,
+            factory="attnplug_flashmla.factory:SparseFlashMLABackend",
+            requires=((LIBRARY, "flash_mla"),),
+            preference=90,
+            options=SparseOptions,
+            check=_check_sparse,
+            capabilities=Capabilities(
+                kinds=frozenset({AttentionKind.MLA}),
+                devices=frozenset({"cuda"}),
+                min_sm=90,
+                max_sm=90,
+                dtypes=frozenset({DType.BFLOAT16}),
+                kv_dtypes=frozenset({DType.BFLOAT16, DType.FP8_DS_MLA}),
+                index_dtypes=frozenset({DType.BFLOAT16, DType.FLOAT8_E4M3}),
+                roles=frozenset({Role.PREFILL, Role.DECODE, Role.DRAFT}),
+                page_sizes=PageSizes.of(PAGE),
+                mla_dims=frozenset({(512, 64)}),
+                features=frozenset({Feature.SPARSE}),
+                max_heads=128,
+                max_speculative_tokens=64,
+                cuda_graph=GraphLevel.UNIFORM,
+                needs_cpu_seq_lens=False,
+                extras=frozenset({"lse", "out", "selected"}),
+            ),
+        ),
     ]
+
+
+def _check_sparse(problem: Problem, role: Role | None, options: SparseOptions) -> Iterator[Refusal]:
+    """Dense layers are the other backend's, and DeepGEMM reads less than the kernel of this plugin."""
+    layers = [] if problem.model is None else problem.model.full_layers
+    dense = [layer.layer_id for layer in layers if layer.indexer is None]
+    if dense and role is not Role.LINEAR:
+        yield Refusal(
+            RefusalCode.FEATURE,
+            f"it attends to the rows that an index chooses, and {len(dense)} of {len(layers)} layers have no index",
+            dense,
+            setting=None if role is None else role.setting,
+        )
+    if options.index_kernel == "deep_gemm":
+        yield from _deep_gemm_refusals(problem)
+
+
+def _deep_gemm_refusals(problem: Problem) -> Iterator[Refusal]:
+    if (lacking := requirement_refusal(DEEP_GEMM, "deep_gemm")) is not None:
+        yield lacking
+    setting = "flashmla_sparse.index_kernel"
+    if problem.dtype is not None and problem.index_dtype is not DType.FLOAT8_E4M3:
+        kind = problem.index_dtype or problem.dtype
+        message = f"DeepGEMM scores index keys in {DType.FLOAT8_E4M3}, and they are in {kind}"
+        yield Refusal(RefusalCode.INDEX_DTYPE, message, str(kind), [DType.FLOAT8_E4M3.value], Setting.INDEX_DTYPE)
+    if problem.page_size not in (None, PAGE):
+        message = f"DeepGEMM scores index keys in pages of {PAGE}, and these are of {problem.page_size}"
+        yield Refusal(RefusalCode.PAGE_SIZE, message, problem.page_size, [PAGE], Setting.PAGE_SIZE)
+    shapes = {(dims.heads, dims.head_dim) for layer in _index_layers(problem) if (dims := layer.indexer) is not None}
+    for heads, width in sorted(shapes):
+        if heads not in (32, 64) or width not in (32, 64, 128):
+            message = f"DeepGEMM scores by 32 or 64 index heads of 32, 64 or 128, and there are {heads} of {width}"
+            yield Refusal(RefusalCode.HEADS, message, [heads, width], [32, 64], setting)
+
+
+def _index_layers(problem: Problem) -> tuple[LayerSpec, ...]:
+    return () if problem.model is None else problem.model.index_layers

@@ -1,0 +1,14 @@
+"""What a user can set, as ``flashmla_sparse.NAME=VALUE``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+IndexKernel = Literal["own", "deep_gemm"]
+
+
+@dataclass(frozen=True, slots=True)
+class SparseOptions:
+    index_kernel: IndexKernel = "own"
+    """What scores index keys: a kernel of this plugin, or DeepGEMM's, which takes queries and keys in fp8."""

@@ -1,0 +1,90 @@
+"""FlashMLA's sparse kernels in plain torch, as strict as these are: a result on them tests planning, and no kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnplug import AttentionKind, BackendContext, DType, ForwardMode, LayerSpec, MLAPool
+from attnplug.host import MLADims
+from attnplug_flashmla.sparse_backend import SparseFlashMLABackend
+from support.batches import declaring
+from support.sparse_scene import SparseCase
+
+DIMS = MLADims(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64)
+DECODE, EXTEND, VERIFY = ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY
+PACKED, ROWS = DType.FP8_DS_MLA, DType.BFLOAT16
+CASES = {
+    "decode": SparseCase(((140, 1), (7, 1), (290, 1), (8, 1), (0, 1)), DECODE),
+    "verify": SparseCase(((130, 4), (6, 4), (47, 4)), VERIFY),
+    "extend": SparseCase(((0, 37), (0, 5), (0, 9)), EXTEND),
+    "extend after prefixes": SparseCase(((150, 20), (3, 4), (16, 33)), EXTEND),
+    "mixed": SparseCase(((133, 1), (0, 25), (64, 1), (2, 1)), ForwardMode.MIXED),
+    "padding": SparseCase(((140, 1), (7, 1)), DECODE, padding=3),
+    "no lengths on the host": SparseCase(((150, 20), (3, 4)), EXTEND, exact_lengths=False),
+    "a choice of 130": SparseCase(((260, 3), (20, 3)), VERIFY, topk=130),
+}
+
+
+def case(name: str, kv_dtype: DType = ROWS, **changes: Any) -> SparseCase:
+    """A case in bfloat16 with pages and rows that the kernels take."""
+    given = {"dtype": DType.BFLOAT16, "kv_dtype": kv_dtype, "dims": DIMS, "page_size": 64, "index_dim": 128}
+    return replace(CASES[name], **{**given, **changes})
+
+
+def build(context: BackendContext) -> SparseFlashMLABackend:
+    """Real kernels where there is a GPU, else the reference ones."""
+    kernels = ReferenceSparse() if context.device.type == "cpu" else None
+    return SparseFlashMLABackend(declaring(context, "flashmla_sparse"), kernels=kernels)
+
+
+@dataclass
+class Made:
+    """A schedule: what it was first used for."""
+
+    shape: tuple[int, ...] | None = None
+
+
+class ReferenceSparse:
+    """Takes what the real kernels take, and nothing else. A row of index -1 gives zero and +inf."""
+
+    def __init__(self) -> None:
+        self.calls: list[int] = []
+        """Rows of each call."""
+
+    def schedule(self) -> Made:
+        return Made()
+
+    def attend_packed(
+        self, q: Tensor, cache: Tensor, slots: Tensor, scale: float, schedule: Any
+    ) -> tuple[Tensor, Tensor]:
+        pages = len(cache)
+        assert cache.shape == (pages, 64, 1, 656) and cache.dtype is torch.uint8 and cache.stride(1) == 656
+        shape = (*q.shape[:2], slots.shape[1])
+        assert schedule.shape in (None, shape), "a schedule for another shape"
+        schedule.shape = shape
+        layer = LayerSpec(0, AttentionKind.MLA, 1, 1, 192, 128, 1.0, mla=DIMS)
+        pool = MLAPool.over([layer], {0: cache.squeeze(2)}, "pages tokens dim", page_size=64, dtype=PACKED)
+        return self._attend(q, slots, scale, pages * 64, lambda where: pool.read_rows(0, where))
+
+    def attend_rows(self, q: Tensor, cache: Tensor, slots: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        assert cache.shape == (len(cache), 1, 576) and cache.dtype is torch.bfloat16
+        return self._attend(q, slots, scale, len(cache), lambda where: cache[where, 0])
+
+    def _attend(self, q: Tensor, slots: Tensor, scale: float, limit: int, read: Any) -> tuple[Tensor, Tensor]:
+        rows, heads, dim = q.shape
+        assert heads in (64, 128) and dim == 576 and q.dtype is torch.bfloat16 and q.is_contiguous()
+        assert slots.dtype is torch.int32 and slots.is_contiguous()
+        assert len(slots) == rows > 0 and slots.shape[1] % 128 == 0 and slots.shape[1] > 0
+        assert bool(((slots >= -1) & (slots < limit)).all()), "the decode kernel checks no bound"
+        self.calls.append(rows)
+        out, lse = torch.zeros(rows, heads, 512, dtype=q.dtype), torch.full((rows, heads), float("inf"))
+        for row, where in enumerate(slots.long()):
+            if len(chosen := where[where >= 0]):
+                keys = read(chosen).double()
+                logits = q[row].double() @ keys.T * scale
+                out[row], lse[row] = (logits.softmax(-1) @ keys[:, :512]).to(q.dtype), logits.logsumexp(-1).float()
+        return out, lse

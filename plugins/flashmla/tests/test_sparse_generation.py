@@ -1,0 +1,39 @@
+"""DeepSeek-V3.2-shaped checkpoints on a GPU, served by FlashMLA's sparse kernels."""
+
+from __future__ import annotations
+
+import pytest
+from rounded_oracle import DEEPSEEK_V3, RoundedOracle
+
+from attnplug import DType
+from support.devices import DEVICES
+
+pytestmark = [*DEVICES[1].marks]
+DEEPSEEK_V32 = {**DEEPSEEK_V3, "index_n_heads": 32, "index_head_dim": 128, "index_topk": 192}
+"""A prompt of 333 tokens is longer than what is chosen of it."""
+
+
+@pytest.fixture(scope="module")
+def oracle(tmp_path_factory):
+    return RoundedOracle(str(tmp_path_factory.mktemp("deepseek")), "deepseek_v32", DEEPSEEK_V32)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"page_size": 128, "num_pages": 40, "chunked_prefill_size": 100},
+        {"disable_cuda_graph": True, "index_dtype": DType.FLOAT8_E4M3},
+    ],
+    ids=lambda settings: ",".join(str(key) for key in settings) or "default",
+)
+def test_same_tokens_as_transformers_where_bfloat16_can_tell(oracle, settings):
+    """Logits about as near to float32's as transformers' own in bfloat16; tokens equal where the margin exceeds that.
+    Rounding also decides which rows are chosen at the border, in both."""
+    oracle.check(attention_backend="flashmla_sparse", slack=2.0, **settings)
+
+
+def test_rows_of_656_bytes_give_tokens_within_what_fp8_costs(oracle):
+    oracle.check(
+        attention_backend="flashmla_sparse", slack=4.0, kv_dtype=DType.FP8_DS_MLA, index_dtype=DType.FLOAT8_E4M3
+    )
