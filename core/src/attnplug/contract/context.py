@@ -85,7 +85,8 @@ class HostContext:
                 )
         index, mla = self.pools.caches.get(INDEX_KEYS), self.pools.mla
         if (
-            isinstance(index, IndexKeyPool)
+            self.coordinator is None  # whose latent rows on the device are not those of the page table
+            and isinstance(index, IndexKeyPool)
             and mla is not None
             and (index.page_size, index.num_pages) != (mla.page_size, mla.num_pages)
         ):

@@ -28,6 +28,8 @@ class Capabilities:
     ``max_heads`` is the most query heads that one rank may have, ``None`` any number. ``layers_alike``: one plan serves
     all layers, so they must have one shape. ``kv_matches_dtype``: a cache that is not fp8 has the activations' type.
     ``trees``: it verifies drafts that are trees (``Geometry.tree``) on layers without a window, as well as chains.
+    ``hisparse``: it serves sparse layers whose rows a HiSparse coordinator brings in. Backends over ``SparseAttention``
+    do, if ``attend`` reads no rows but those of ``extras.selected``, and takes them as ``SelectedSlots``.
     """
 
     kinds: frozenset[AttentionKind]
@@ -51,6 +53,7 @@ class Capabilities:
     mla_extend: frozenset[ExtendPath] = frozenset({ExtendPath.ABSORBED})
     layouts: frozenset[CacheLayout] = frozenset({CacheLayout.TOKEN_MAJOR})
     trees: bool = False
+    hisparse: bool = False
 
     def __post_init__(self) -> None:
         read = {
@@ -75,6 +78,7 @@ class Capabilities:
             "mla_extend": members("mla_extend", self.mla_extend, ExtendPath),
             "layouts": _layouts(members("layouts", self.layouts, CacheLayout), kinds),
             "trees": of_type("trees", self.trees, bool, "True or False"),
+            "hisparse": of_type("hisparse", self.hisparse, bool, "True or False"),
         }
         for name, value in read.items():
             object.__setattr__(self, name, value)
@@ -140,6 +144,8 @@ class Capabilities:
             yield "it claims the role draft but max_speculative_tokens is 0"
         if self.trees and not self.max_speculative_tokens:
             yield "it claims trees of drafts but max_speculative_tokens is 0"
+        if self.hisparse and Feature.SPARSE not in self.features:
+            yield "it claims hisparse but not the feature sparse"
 
 
 def _layouts(layouts: frozenset[CacheLayout], kinds: frozenset[AttentionKind]) -> frozenset[CacheLayout]:

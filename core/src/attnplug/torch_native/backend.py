@@ -91,7 +91,8 @@ class TorchNativeBackend(SparseAttention):
         """Output and log-sum-exp of a group, whose queries are ``rows`` of the batch's."""
         if extras.selected is not None:
             slots = selected_slots(extras.selected, rows, group)
-            if not selects_all(slots, group):
+            # Rows that HiSparse brings in are found by what was selected alone.
+            if self.hisparse is not None or not selects_all(slots, group):
                 return self._attend_selected(q, slots, layer, softmax)
         queries = q.unflatten(0, (group.extent.requests, group.extent.queries))
         result, sums = attend(queries, *self._read(layer, group), group.extent, softmax, extras.lse is not None)

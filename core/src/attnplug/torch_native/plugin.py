@@ -35,6 +35,7 @@ def attnplug_backends() -> list[BackendSpec]:
                 mla_extend=frozenset(ExtendPath),
                 layouts=frozenset(CacheLayout),
                 trees=True,
+                hisparse=True,
             ),
         )
     ]

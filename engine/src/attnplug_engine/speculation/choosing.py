@@ -80,7 +80,7 @@ def choose_draft(
     with naming_draft(speculation):
         spec = draft_spec(speculation, reference)
     _refuse_states(spec, speculation)
-    problem = replace(target, model=spec, is_draft=True, drafts_by_host=False)
+    problem = replace(target, model=spec, is_draft=True, drafts_by_host=False, hisparse=False)
     roles: dict[Role, str] = {role: name for role, name in request.roles.items() if role is Role.DRAFT}
     bare = BackendRequest(request.attention, roles)
     chosen = choose_importable(registry, bare, problem)
