@@ -32,7 +32,7 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
-ROOMS = ("cli", "torch_native", "choose", "wrappers", "layers", "mla", "author", "contract", "kv", "hf", "machine")
+ROOMS = ("cli", "torch_native", "choose", "wrappers", "layers", "mla", "author", "hisparse", "contract", "kv", "hf", "machine")
 ROOMS = (*ROOMS, "declare")
 """From top to bottom: a room imports from those below it."""
 FACES = {"attnplug", "attnplug.__main__", "attnplug.host", "attnplug.faces"}

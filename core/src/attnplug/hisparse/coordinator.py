@@ -137,9 +137,9 @@ class HiSparse:
                 f"layer {layer_id}: a batch has no table_rows, by which HiSparse finds the requests' hot buffers; give "
                 "Geometry each request's row of the slot table"
             )
-        if tokens > sizes.max_tokens or geometry.max_seq_len > sizes.max_context:
+        if max(tokens, geometry.requests) > sizes.max_tokens or geometry.max_seq_len > sizes.max_context:
             raise BackendError(
-                f"a batch of {tokens} new rows and up to {geometry.max_seq_len} rows a request is more than HiSparse "
+                f"a batch of {geometry.requests} requests with {tokens} new rows and up to {geometry.max_seq_len} rows a request is more than HiSparse "
                 f"was built for: {sizes.max_tokens} and {sizes.max_context}"
             )
         needed = positions.shape[1] * min(geometry.max_new, sizes.nodes)

@@ -66,7 +66,7 @@ class HostRows:
             return
         source, target = host_slots(LogicalSlots(sources)), host_slots(LogicalSlots(targets))
         if self.device.type == "cuda":
-            from attnplug.hisparse.triton_host import move
+            from attnplug.hisparse.triton_rows import move
 
             move(self.cells, source, target)
             return
