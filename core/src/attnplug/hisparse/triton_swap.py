@@ -19,8 +19,8 @@ from attnplug.hisparse.hot_pool import HotPool
 from attnplug.hisparse.tables import HotTables
 from attnplug.hisparse.triton_rows import TILE_ROWS, WARPS, copy_rows, row_constants, word_of
 
-_COPYING_PROGRAMS = 128
-"""In all, about: together they have a few MiB on their way, which is more than PCIe holds."""
+_PROGRAMS = 128
+"""In all, about: as many as a large GPU runs at once. Each has 36 KiB on its way, and PCIe takes some 100 KiB."""
 _MOST_COPIERS = 16
 
 
@@ -242,7 +242,8 @@ class TritonSwap:
                 out, positions, positions.stride(0), *batch, requests, self._pool.staging, **shape, CHOSEN=chosen,
                 BLOCK_CHOSEN=triton.next_power_of_2(chosen), num_warps=4,
             )  # fmt: skip
-        copiers = max(1, min(_COPYING_PROGRAMS // requests, _MOST_COPIERS))
+        copiers = max(1, min(_PROGRAMS // requests - 1, _MOST_COPIERS))
+        columns = triton.next_power_of_2(sizes.buffer_size)
         _swap_in[(requests * (1 + copiers),)](
             out, positions, positions.stride(0), *batch, geometry.table_rows, host_slots(new_slots).slots,
             tables.held[number], tables.hints[number], tables.order[number], self._touched, self._lists[0],
@@ -250,7 +251,6 @@ class TritonSwap:
             self._pool.first_of(number), **shape, **self._row, MAX_REQUESTS=sizes.max_requests,
             COLUMNS=sizes.buffer_size, CONTEXT=sizes.max_context, CHOSEN=chosen,
             BLOCK_WANTED=triton.next_power_of_2(shape["NODES"] * chosen),
-            BLOCK_COLUMNS=triton.next_power_of_2(sizes.buffer_size), COPIERS=copiers, ROWS=TILE_ROWS,
-            num_warps=WARPS,
+            BLOCK_COLUMNS=columns, COPIERS=copiers, ROWS=TILE_ROWS, num_warps=WARPS if columns <= 4096 else 2 * WARPS,
         )  # fmt: skip
         return DeviceSlots(out)
