@@ -1,4 +1,4 @@
-"""HiSparse in the engine: the tokens that it makes without, whatever happens to its requests, and nothing left (A10)."""
+"""HiSparse in the engine: the tokens that there are without it, whatever happens, and nothing is left (A10)."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def test_however_steps_are_made(settings, expected):
 def test_replayed_steps_make_the_same_tokens(expected, monkeypatch: pytest.MonkeyPatch):
     """Padded requests have no hot buffer. Captures are checked against eager runs, over rows in host memory."""
     monkeypatch.setattr("attnplug_engine.runner.build_selection", partial(build))
-    engine = captured(make(overlap=True), (1, 2, 3))
+    engine = captured(make(overlap=True), (2,))
     assert tokens(engine) == expected()
     assert engine.statistics.replayed_steps
     check_nothing_left(engine)
@@ -185,13 +185,19 @@ def test_a_random_walk_of_arrivals_aborts_and_failures_leaves_nothing(seed, expe
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"hisparse_config": {"device_buffer_size": 11}}, "device_buffer_size of 11, and the model's index chooses 12 "),
+        (
+            {"hisparse_config": {"device_buffer_size": 11}},
+            "device_buffer_size of 11, and the model's index chooses 12 ",
+        ),
         (
             {"hisparse_config": {"device_buffer_size": 40}, "speculative_algorithm": "ngram"},
             "chooses 12 rows for each of 4 rows that are verified at once; give 48 or more",
         ),
         ({"hisparse_config": {"device_buffer_size": 1 << 15}}, "device_buffer_size of 32768; give 12 to 32767"),
-        ({"hisparse_config": '{"top_k": 4}'}, "has 'top_k'; its keys are device_buffer_size, host_memory_gib; top_k is"),
+        (
+            {"hisparse_config": '{"top_k": 4}'},
+            "has 'top_k'; its keys are device_buffer_size, host_memory_gib; top_k is",
+        ),
         ({"hisparse_config": "{"}, "'{' is no JSON"),
         ({"hisparse_config": "[1]"}, r"is \[1\]; give an object with any of device_buffer_size, host_memory_gib"),
         ({"hisparse_config": {"device_buffer_size": "many"}}, "device_buffer_size of 'many'; give a number of rows"),
@@ -211,7 +217,9 @@ def test_settings_that_do_not_fit_are_refused(settings, message):
 
 def test_host_memory_that_is_missing_is_told_with_how_much(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("attnplug_engine.options.available_memory", lambda: 2**20)
-    with pytest.raises(PoolError, match=r"4096 pages of 4 tokens take 0\.01 GiB of host memory, and 0\.00 GiB are free"):
+    with pytest.raises(
+        PoolError, match=r"4096 pages of 4 tokens take 0\.01 GiB of host memory, and 0\.00 GiB are free"
+    ):
         make(num_pages=4096)
 
 
@@ -236,7 +244,8 @@ def test_run_tells_the_hit_rate_and_what_was_moved(attnplug: Attnplug):
     options = ("--model", SPARSE[0], "--device", "cpu", "--enable-hisparse", "--max-tokens", "6")
     outcome = attnplug("run", *options, "--prompt", "a prompt of many tokens", "--ignore-eos")
     assert outcome.code == 0 and "HiSparse: " in outcome.err, outcome.err
-    assert "rows found on the device" in outcome.err and "MiB to the host" in outcome.err
+    told = " ".join(outcome.err.split())
+    assert " rows hit, 0.0 MiB to the device, " in told and " MiB to the host" in told
 
 
 def test_options_are_read_when_they_are_given():

@@ -114,14 +114,15 @@ def _build_pools(
     hot: bool,
 ) -> KVPools:
     kinds = spec.kinds
-    mha = mla = None
+    mha = None
+    mla: MLAPool | None = None
     if AttentionKind.MHA in kinds:
         mha = MHAPool(
             spec.layers, num_pages=capacity.num_pages, page_size=capacity.page_size, dtype=kv_dtype, device=device
         )
     caches: dict[CacheKey[PagedCache], PagedCache] = {}
     if hot:
-        mla = HotPool(
+        mla = hot_pool = HotPool(
             spec.layers,
             capacity.hot_sizes,
             num_pages=capacity.num_pages,
@@ -133,7 +134,7 @@ def _build_pools(
             len(spec.layers),
             num_pages=capacity.num_pages,
             page_size=capacity.page_size,
-            row_nbytes=mla.cells.shape[1],
+            row_nbytes=hot_pool.cells.shape[1],
             device=device,
         )
     elif AttentionKind.MLA in kinds:

@@ -106,13 +106,13 @@ class SparseAttention(PlannedAttention):
         """Where the selected rows lie on the device, ``[plan.query_rows, width]``; writes the new rows."""
         if not isinstance(selected, SelectedPositions):
             raise BackendError(
-                f"layer {layer.layer_id}: rows were selected by slots of the page table, and HiSparse brings in rows by "
-                f"their positions; choose of backend {self.backend_id.name} has to return SelectedPositions"
+                f"layer {layer.layer_id}: rows were selected by slots of the page table, and HiSparse brings in rows "
+                f"by their positions; choose of backend {self.backend_id.name} has to return SelectedPositions"
             )
         if not save_kv_cache or plan.new_slots is None:
             raise PlanError(
-                f"layer {layer.layer_id}: HiSparse writes the new rows where it brings in the others, so it needs them, "
-                "and a plan with new_slots; pass save_kv_cache=True"
+                f"layer {layer.layer_id}: HiSparse writes the new rows where it brings in the others, so it needs "
+                "them, and a plan with new_slots; pass save_kv_cache=True"
             )
         rows = plan.query_rows
         new, _ = self.layers.new_rows(layer, k, v, rows)

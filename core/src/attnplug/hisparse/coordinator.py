@@ -42,13 +42,9 @@ class HotStatistics:
         return (self.loaded + self.staged + self.written) * self.row_nbytes
 
     def __str__(self) -> str:
-        rate = (
-            "no rows read" if self.hit_rate is None else f"{self.hit_rate:.1%} of {self.read} rows found on the device"
-        )
-        to_device = (self.loaded + self.staged) * self.row_nbytes / 2**20
-        return (
-            f"{rate}, {to_device:.1f} MiB to the device, {self.written * self.row_nbytes / 2**20:.1f} MiB to the host"
-        )
+        hits = "no rows read" if self.hit_rate is None else f"{self.hit_rate:.1%} of {self.read} rows hit"
+        to_device, to_host = (rows * self.row_nbytes / 2**20 for rows in (self.loaded + self.staged, self.written))
+        return f"{hits}, {to_device:.1f} MiB to the device, {to_host:.1f} MiB to the host"
 
 
 class _Swap(Protocol):
@@ -111,7 +107,8 @@ class HiSparse:
 
     def statistics(self) -> HotStatistics:
         """Waits for the device."""
-        return HotStatistics(*self.tables.counters.tolist(), row_nbytes=self.pool.cells.shape[1])
+        read, loaded, staged, written = self.tables.counters.tolist()
+        return HotStatistics(read, loaded, staged, written, self.pool.cells.shape[1])
 
     def reset_statistics(self) -> None:
         self.tables.counters.zero_()
@@ -139,8 +136,9 @@ class HiSparse:
             )
         if max(tokens, geometry.requests) > sizes.max_tokens or geometry.max_seq_len > sizes.max_context:
             raise BackendError(
-                f"a batch of {geometry.requests} requests with {tokens} new rows and up to {geometry.max_seq_len} rows a request is more than HiSparse "
-                f"was built for: {sizes.max_tokens} and {sizes.max_context}"
+                f"a batch of {geometry.requests} requests with {tokens} new rows, and with up to "
+                f"{geometry.max_seq_len} rows each, is more than HiSparse was built for: {sizes.max_tokens} and "
+                f"{sizes.max_context}"
             )
         needed = positions.shape[1] * min(geometry.max_new, sizes.nodes)
         if needed > sizes.buffer_size:
