@@ -173,6 +173,7 @@ def test_a_random_walk_of_arrivals_aborts_and_failures_leaves_nothing(seed, expe
                 engine.step()
             except RuntimeError:
                 assert not engine.scheduler.in_flight
+                assert [engine.runner.coordinator.hot_rows(row) for row in range(3)] == [0] * 3
     for number, request in added:
         assert request.output == known[number][: len(request.output)]
         assert request.finish_reason == "aborted" or request.output == known[number]
