@@ -180,8 +180,8 @@ class CaptureCheck:
         caches, table_rows = self._caches(layer), None
         try:
             for cache in caches:
-                rows = self._rand(live * each, *cache.shape[1:])
-                cache[table.flatten().long().to(cache.device)] = rows.to(cache.device, cache.dtype)
+                rows = self._rand(live * each, *cache.shape[1:]).to(cache.device, cache.dtype)
+                _cells(cache)[table.flatten().long().to(cache.device)] = _cells(rows)
             if self._coordinator is not None and captured.table_rows is not None:
                 table_rows = torch.arange(live, device=self._device)
                 captured.table_rows[:live] = table_rows
@@ -214,7 +214,7 @@ class CaptureCheck:
                 tensor[:live] = values
             self._forget(live)
             for cache in caches:
-                cache[table.flatten().long().to(cache.device)] = 0
+                _cells(cache)[table.flatten().long().to(cache.device)] = 0
             self._allocator.release(pages)
 
     def _forget(self, live: int) -> None:
@@ -264,7 +264,7 @@ class CaptureCheck:
         if self._coordinator is not None:
             self._wait()
         for cache in self._caches(layer):
-            rows = cache[geometry.page_table.long().to(cache.device)].flatten(1, 2)
+            rows = _cells(cache)[geometry.page_table.long().to(cache.device)].flatten(1, 2)
             rows[requests.to(cache.device), last.to(cache.device)] = 0
             kept.append(rows.contiguous().view(torch.uint8))
         if layer.linear is not None and linear is not None and linear.num_slots > batch.batch_size:
@@ -293,3 +293,8 @@ class CaptureCheck:
             "cannot be captured as it claims; choose another backend, or turn graphs off by `disable_cuda_graph`",
             settings=["disable_cuda_graph"],
         )
+
+
+def _cells(cache: Tensor) -> Tensor:
+    """What index operations work on: torch has none for float8 on a CPU, so there it is bytes."""
+    return cache.view(torch.uint8) if cache.is_cpu and cache.element_size() == 1 else cache

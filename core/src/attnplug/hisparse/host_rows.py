@@ -90,7 +90,7 @@ def _pin(owner: HostRows, memory: Tensor) -> None:
     """Pin memory where it is. torch's own pinned memory is rounded up to a power of two."""
     address = memory.data_ptr()
     register = torch.cuda.cudart().cudaHostRegister
-    torch.cuda.check_error(register(address, memory.numel(), _PORTABLE_AND_MAPPED))
+    torch.cuda.check_error(int(register(address, memory.numel(), _PORTABLE_AND_MAPPED)))
     weakref.finalize(owner, _unpin, address).atexit = False
 
 

@@ -58,14 +58,9 @@ class HotSizes:
             )
 
     def device_nbytes(self, layers: int, row_nbytes: int) -> int:
-        """Bytes on the device, apart from those of ``staged_nbytes``."""
+        """Bytes on the device, apart from the place for a layer's row at every slot of the page table."""
         buffers = layers * self.max_requests
         rows = buffers * self.buffer_size + self.max_tokens
         tables = buffers * (self.buffer_size * (4 + 2) + self.max_context * 2)
         lists = self.max_requests * (self.buffer_size * 9 + 8)
         return rows * row_nbytes + tables + lists
-
-    @staticmethod
-    def staged_nbytes(row_nbytes: int) -> int:
-        """Bytes on the device for every row of the page table: a prefill's context, one layer at a time."""
-        return row_nbytes
