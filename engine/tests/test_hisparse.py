@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import pytest
@@ -35,7 +34,7 @@ def make(model: str = SPARSE[1], *, hot: int | None = TOPK + 1, **settings: Any)
     options = {"page_size": 4, "chunked_prefill_size": 40, "max_batch": 3, "context_length": 64, "ignore_eos": True}
     if hot is not None:
         options |= {"enable_hisparse": True, "hisparse_config": {"device_buffer_size": hot}}
-    engine = Engine(model, device="cpu", **{**options, **settings})
+    engine = Engine(model, **{"device": "cpu", **options, **settings})
     mla = engine.runner.pools.mla
     assert mla is not None
     for layer in mla.layer_ids:
@@ -100,7 +99,7 @@ def test_however_steps_are_made(settings, expected):
 
 def test_replayed_steps_make_the_same_tokens(expected, monkeypatch: pytest.MonkeyPatch):
     """Padded requests have no hot buffer. Captures are checked against eager runs, over rows in host memory."""
-    monkeypatch.setattr("attnplug_engine.runner.build_selection", partial(build))
+    monkeypatch.setattr("attnplug_engine.runner.build_selection", build)
     engine = captured(make(overlap=True), (2,))
     assert tokens(engine) == expected()
     assert engine.statistics.replayed_steps
@@ -116,14 +115,34 @@ def test_replayed_steps_make_the_same_tokens(expected, monkeypatch: pytest.Monke
     ],
     ids=["chains", "trees of a sparse draft"],
 )  # fmt: skip
-def test_rows_that_are_verified_are_brought_in_together(speculation, expected):
-    """Rejected rows are written again, accepted ones of a tree are moved on the host. A draft has no coordinator."""
+def test_rows_that_are_verified_are_brought_in_together(speculation, expected, monkeypatch):
+    """Rejected rows are written again, accepted ones of a tree are moved on the host. A draft has no coordinator.
+
+    Rounds with trees are replayed.
+    """
     nodes = speculation.get("speculative_num_draft_tokens", 3)
+    has_draft = "speculative_draft_model" in speculation
+    if has_draft:
+        for module in ("runner", "speculation.draft_runner"):
+            monkeypatch.setattr(f"attnplug_engine.{module}.build_selection", build)
     engine = make(hot=TOPK * nodes, **speculation)
-    assert tokens(engine) == expected()
-    if engine.rounds is not None and engine.rounds.draft is not None:
+    if has_draft:
         assert engine.rounds.draft.backend.context.coordinator is None
+        captured(engine, (2,))
+    assert tokens(engine) == expected()
+    assert bool(engine.statistics.replayed_steps) is has_draft
     check_nothing_left(engine)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+@pytest.mark.parametrize("more", [{}, {"speculative_algorithm": "ngram", "speculative_num_steps": 2}])
+def test_a_gpu_reads_and_writes_the_rows_on_the_host(more):
+    options = {"device": "cuda", "dtype": "float32", "attention_backend": "torch_native", **more}
+    plain, hot = make(hot=None, **options), make(hot=3 * TOPK, num_pages=24, **options)
+    assert tokens(hot) == tokens(plain)
+    assert hot.runner.coordinator.host.cells.is_pinned()
+    check_nothing_left(hot)
 
 
 def test_a_context_is_longer_than_what_the_device_holds(expected):

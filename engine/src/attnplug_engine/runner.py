@@ -177,10 +177,11 @@ class ModelRunner:
     def no_memory(self, size: int, done: Sequence[int]) -> PoolError:
         """Of a graph of so many requests, after those that are ``done``."""
         free, total = torch.cuda.mem_get_info(self.device)
+        caches = self.pools.nbytes - (0 if self.coordinator is None else self.coordinator.host_nbytes)
         larger = f" after those of {', '.join(map(str, reversed(done)))}" if done else ""
         return PoolError(
             f"the CUDA graph of {size} requests does not fit into memory{larger}: {free / 2**20:.0f} MiB of "
-            f"{total / 2**20:.0f} are free beside the weights and {self.pools.nbytes / 2**20:.0f} MiB of caches; lower "
+            f"{total / 2**20:.0f} are free beside the weights and {caches / 2**20:.0f} MiB of caches; lower "
             "`cuda_graph_batch_sizes`, `num_pages` or `max_batch`, or turn graphs off by `disable_cuda_graph`",
             settings=["cuda_graph_batch_sizes", "num_pages", "max_batch", "disable_cuda_graph"],
         )
