@@ -15,13 +15,13 @@ TYPES = {
     "touched": "*i8",
     "layer_words": "i64",
 }
-ALIGNED = ("position_row", "table_row", "layer_words")
+ALIGNED = ("position_row", "table_row", "layer_words", "context")
 ROW = {**row_constants(1152), "ROWS": TILE_ROWS}
-BATCH = {"NODES": 1, "RAGGED": False, "PAGE_SIZE": 64, "BLOCK_REQUESTS": 16, "MAX_NEW": 1}
-TABLES = {"MAX_REQUESTS": 16, "CONTEXT": 1 << 17, "CHOSEN": 2048, "COLUMNS": 4096, "COPIERS": 7}
+BATCH = {"NODES": 1, "RAGGED": False, "PAGE_SIZE": 64, "BLOCK_REQUESTS": 1}
+TABLES = {"CHOSEN": 2048, "COLUMNS": 4096}
 SWAP = {**BATCH, **TABLES, **ROW, "BLOCK_WANTED": 2048, "BLOCK_COLUMNS": 4096}
-VERIFY = {**SWAP, "NODES": 4, "MAX_NEW": 4, "CHOSEN": 512}
-PREFILL = {**BATCH, "MAX_NEW": 2048, "RAGGED": True}
+VERIFY = {**SWAP, "NODES": 4, "CHOSEN": 512}
+PREFILL = {**BATCH, "RAGGED": True, "BLOCK_REQUESTS": 16}
 KERNELS = [
     ("swap in", _swap_in, SWAP, WARPS),
     ("swap in verified rows", _swap_in, VERIFY, WARPS),

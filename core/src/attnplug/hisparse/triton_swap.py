@@ -26,7 +26,7 @@ _MOST_COPIERS = 16
 
 @triton.jit
 def _new_rows(
-    request, seq_lens, new_lens, MAX_NEW: tl.constexpr, RAGGED: tl.constexpr, BLOCK_REQUESTS: tl.constexpr
+    request, seq_lens, new_lens, max_new, RAGGED: tl.constexpr, BLOCK_REQUESTS: tl.constexpr
 ):  # fmt: skip
     """A request's first row in the batch, its number of new rows, and its length."""
     length = tl.load(seq_lens + request)
@@ -35,8 +35,8 @@ def _new_rows(
         first = tl.sum(tl.load(new_lens + other, mask=other < request, other=0))
         new = tl.load(new_lens + request)
     else:
-        first = request * MAX_NEW
-        new = tl.zeros_like(length) + MAX_NEW
+        first = request * max_new
+        new = tl.zeros_like(length) + max_new
     return first, new, length
 
 
@@ -103,25 +103,25 @@ def _plan(
     return missing
 
 
-@triton.jit(do_not_specialize=["requests", "first_slot"])
+@triton.jit(do_not_specialize=["requests", "first_slot", "max_requests", "copiers", "max_new"])
 def _swap_in(
-    out, positions, position_row, page_table, table_row, seq_lens, new_lens, table_rows, new_slots,
+    out, positions, position_row, page_table, table_row, seq_lens, new_lens, max_new, table_rows, new_slots,
     held, hints, order, touched, sources, targets, ready, done, counters, host, device, requests, first_slot,
-    MAX_REQUESTS: tl.constexpr, COLUMNS: tl.constexpr, CONTEXT: tl.constexpr, CHOSEN: tl.constexpr,
-    NODES: tl.constexpr, MAX_NEW: tl.constexpr, RAGGED: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    max_requests, context, copiers, COLUMNS: tl.constexpr, CHOSEN: tl.constexpr,
+    NODES: tl.constexpr, RAGGED: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WORDS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, BLOCK_WANTED: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr, BLOCK_REQUESTS: tl.constexpr, COPIERS: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr, BLOCK_REQUESTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Program ``request`` plans; ``request + requests * i`` copies its part i, of its new rows to the host first."""
     request, part = tl.program_id(0) % requests, tl.program_id(0) // requests
-    first, new, length = _new_rows(request, seq_lens, new_lens, MAX_NEW, RAGGED, BLOCK_REQUESTS)
+    first, new, length = _new_rows(request, seq_lens, new_lens, max_new, RAGGED, BLOCK_REQUESTS)
     if part == 0:
         row = tl.load(table_rows + request)
-        is_live = (length > 0) & (new > 0) & (row >= 0) & (row < MAX_REQUESTS)
+        is_live = (length > 0) & (new > 0) & (row >= 0) & (row < max_requests)
         row = tl.where(is_live, row, 0).to(tl.int64)
         missing = _plan(
             out, positions, position_row, page_table + request.to(tl.int64) * table_row, held + row * COLUMNS,
-            hints + row * CONTEXT, order + row * COLUMNS, touched + row * COLUMNS, sources + row * COLUMNS,
+            hints + row * context, order + row * COLUMNS, touched + row * COLUMNS, sources + row * COLUMNS,
             targets + row * COLUMNS, counters, first, new, length - new, first_slot + row.to(tl.int32) * COLUMNS,
             is_live & (new <= NODES),
             COLUMNS, CHOSEN, NODES, PAGE_SIZE, BLOCK_WANTED, BLOCK_COLUMNS,
@@ -132,35 +132,35 @@ def _swap_in(
         tl.atomic_xchg(ready + request, missing + 1, sem="release")
     else:
         row = tl.load(table_rows + request)
-        row = tl.where((row >= 0) & (row < MAX_REQUESTS), row, 0).to(tl.int64)
+        row = tl.where((row >= 0) & (row < max_requests), row, 0).to(tl.int64)
         lane = tl.arange(0, ROWS)
-        for tile in range(part - 1, tl.cdiv(new, ROWS), COPIERS):
+        for tile in range(part - 1, tl.cdiv(new, ROWS), copiers):
             token = first + tile * ROWS + lane
             slot = tl.load(new_slots + token, mask=token < first + new, other=-1)
             copy_rows(host, slot, device, token, slot >= 0, WORDS, MAIN, REST)
         state = tl.atomic_add(ready + request, 0, sem="acquire")
         while state == 0:
             state = tl.atomic_add(ready + request, 0, sem="acquire")
-        for tile in range(part - 1, tl.cdiv(state - 1, ROWS), COPIERS):
+        for tile in range(part - 1, tl.cdiv(state - 1, ROWS), copiers):
             entry = tile * ROWS + lane
             listed = entry < state - 1
             source = tl.load(sources + row * COLUMNS + entry, mask=listed, other=0)
             target = tl.load(targets + row * COLUMNS + entry, mask=listed, other=0)
             copy_rows(device, target, host, source, listed, WORDS, MAIN, REST)
-        if tl.atomic_add(done + request, 1, sem="acq_rel") == COPIERS - 1:  # for the next launch
+        if tl.atomic_add(done + request, 1, sem="acq_rel") == copiers - 1:  # for the next launch
             tl.store(done + request, 0)
             tl.store(ready + request, 0)
 
 
-@triton.jit(do_not_specialize=["staging"])
+@triton.jit(do_not_specialize=["staging", "max_new"])
 def _stage(
-    page_table, table_row, seq_lens, new_lens, counters, host, device, staging,
-    NODES: tl.constexpr, MAX_NEW: tl.constexpr, RAGGED: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    page_table, table_row, seq_lens, new_lens, max_new, counters, host, device, staging,
+    NODES: tl.constexpr, RAGGED: tl.constexpr, PAGE_SIZE: tl.constexpr,
     WORDS: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, BLOCK_REQUESTS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
     """Copy some earlier rows of a request that is prefilled to their places on the device."""
     request, block = tl.program_id(1), tl.program_id(0)
-    _, new, length = _new_rows(request, seq_lens, new_lens, MAX_NEW, RAGGED, BLOCK_REQUESTS)
+    _, new, length = _new_rows(request, seq_lens, new_lens, max_new, RAGGED, BLOCK_REQUESTS)
     start = length - new
     if (new > NODES) & (block * ROWS < start):
         position = block * ROWS + tl.arange(0, ROWS)
@@ -172,10 +172,10 @@ def _stage(
             tl.atomic_add(counters + 2, start.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["requests", "staging"])
+@triton.jit(do_not_specialize=["requests", "staging", "max_new"])
 def _translate(
-    out, positions, position_row, page_table, table_row, seq_lens, new_lens, requests, staging,
-    CHOSEN: tl.constexpr, NODES: tl.constexpr, MAX_NEW: tl.constexpr, RAGGED: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    out, positions, position_row, page_table, table_row, seq_lens, new_lens, max_new, requests, staging,
+    CHOSEN: tl.constexpr, NODES: tl.constexpr, RAGGED: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_CHOSEN: tl.constexpr, BLOCK_REQUESTS: tl.constexpr,
 ):  # fmt: skip
     """One new row of a request that is prefilled: where what it chose lies. Other rows are left alone."""
@@ -185,9 +185,9 @@ def _translate(
         ends = tl.cumsum(tl.load(new_lens + other, mask=other < requests, other=0), 0)
         request = tl.sum(((ends <= token) & (other < requests)).to(tl.int32))
     else:
-        request = token // MAX_NEW
+        request = token // max_new
     if request < requests:
-        first, new, length = _new_rows(request, seq_lens, new_lens, MAX_NEW, RAGGED, BLOCK_REQUESTS)
+        first, new, length = _new_rows(request, seq_lens, new_lens, max_new, RAGGED, BLOCK_REQUESTS)
         start = length - new
         place = tl.arange(0, BLOCK_CHOSEN)
         exists = place < tl.where(new > NODES, CHOSEN, 0)
@@ -220,17 +220,17 @@ class TritonSwap:
         if positions.stride(1) != 1:
             positions = positions.contiguous()
         # Rows of no request are padding.
-        out = torch.full_like(positions, -1) if ragged else torch.empty_like(positions)
+        out = positions.new_full((rows, chosen), -1) if ragged else positions.new_empty(rows, chosen)
         new_lens = geometry.new_lens if geometry.new_lens is not None else geometry.seq_lens
         table, table_row = geometry.page_table, geometry.page_table.stride(0)
-        batch = (table, table_row, geometry.seq_lens, new_lens)
+        batch = (table, table_row, geometry.seq_lens, new_lens, geometry.max_new)
         host, device = self._host[number], self._device
         shape = {
             "NODES": min(sizes.nodes, geometry.max_new),
-            "MAX_NEW": geometry.max_new,
             "RAGGED": ragged,
             "PAGE_SIZE": geometry.page_size,
-            "BLOCK_REQUESTS": triton.next_power_of_2(requests),
+            # What changes from batch to batch is no constant: one kernel serves all.
+            "BLOCK_REQUESTS": triton.next_power_of_2(requests) if ragged else 1,
         }
         if geometry.max_new > sizes.nodes:
             blocks = triton.cdiv(max(geometry.max_seq_len, 1), TILE_ROWS)
@@ -248,9 +248,8 @@ class TritonSwap:
             out, positions, positions.stride(0), *batch, geometry.table_rows, host_slots(new_slots).slots,
             tables.held[number], tables.hints[number], tables.order[number], self._touched, self._lists[0],
             self._lists[1], self._ready, self._done, tables.counters, host, device, requests,
-            self._pool.first_of(number), **shape, **self._row, MAX_REQUESTS=sizes.max_requests,
-            COLUMNS=sizes.buffer_size, CONTEXT=sizes.max_context, CHOSEN=chosen,
-            BLOCK_WANTED=triton.next_power_of_2(shape["NODES"] * chosen),
-            BLOCK_COLUMNS=columns, COPIERS=copiers, ROWS=TILE_ROWS, num_warps=WARPS if columns <= 4096 else 2 * WARPS,
+            self._pool.first_of(number), sizes.max_requests, sizes.max_context, copiers, **shape, **self._row,
+            COLUMNS=sizes.buffer_size, CHOSEN=chosen, BLOCK_WANTED=triton.next_power_of_2(shape["NODES"] * chosen),
+            BLOCK_COLUMNS=columns, ROWS=TILE_ROWS, num_warps=WARPS if columns <= 4096 else 2 * WARPS,
         )  # fmt: skip
         return DeviceSlots(out)
