@@ -13,7 +13,6 @@ from attnplug.declare.problem import DType
 from attnplug.hisparse.addresses import DeviceSlots
 from attnplug.hisparse.sizes import HotSizes
 from attnplug.kv.allocator import PageCopy
-from attnplug.kv.buffer import PagedBuffer
 from attnplug.kv.pools import MLAPool
 
 
@@ -49,17 +48,16 @@ class HotPool(MLAPool):
                 "device_buffer_size of `hisparse_config`",
                 settings=["max_batch", "num_pages", "hisparse_config"],
             )
-        memory = MLAPool(layers[:1], num_pages=-(-rows // page_size), page_size=page_size, dtype=dtype, device=device)
-        pages = memory.rows(layers[0].layer_id)
-        self._memory_nbytes = memory.nbytes
-        self._hold({layer.layer_id: PagedBuffer(pages, memory.scale(layers[0].layer_id)) for layer in layers}, dtype)
+        first = layers[:1]
+        super().__init__(first, num_pages=-(-rows // page_size), page_size=page_size, dtype=dtype, device=device)
         self._numbers = {layer.layer_id: number for number, layer in enumerate(layers)}
-        self.cells: Tensor = pages.view(torch.uint8).flatten(0, 2)
+        self._hold(dict.fromkeys(self._numbers, self._rows[first[0].layer_id]), dtype)
+        self.cells: Tensor = self.rows(first[0].layer_id).view(torch.uint8).flatten(0, 2)
         """``[rows, row bytes]`` uint8: all of it, as stored."""
 
     @property
     def nbytes(self) -> int:
-        return self._memory_nbytes
+        return self.cells.numel()
 
     def number(self, layer_id: int) -> int:
         """Which of the pool's layers it is."""
