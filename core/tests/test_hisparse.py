@@ -155,7 +155,8 @@ class Trace:
             new_lens=None if same else torch.tensor(counts + [0] * padded, dtype=torch.int32, device=self.device),
             table_rows=torch.tensor(order + [REQUESTS, -1][:padded], device=self.device),
         )
-        slots = Geometry.new_slots(geometry)
+        slots = geometry.new_slots()
+        slots = torch.stack((slots, torch.zeros_like(slots)), 1)[:, 0]  # a column of a table, as plans have it
         for layer in range(LAYERS):
             self._layer(layer, order, counts, lens, slots, geometry, extra)
 

@@ -15,6 +15,7 @@ from attnplug.host import HiSparse, UsageError
 from attnplug_engine import Engine, EngineOptions, SamplingParams
 from attnplug_engine.request import Request
 from support.command import Attnplug
+from support.devices import INTERPRETED
 
 SPARSE = ["tiny:deepseek_v32", "tiny:glm_moe_dsa"]
 TOPK, LAYERS = 12, 4
@@ -131,6 +132,20 @@ def test_rows_that_are_verified_are_brought_in_together(speculation, expected, m
         captured(engine, (2,))
     assert tokens(engine) == expected()
     assert bool(engine.statistics.replayed_steps) is has_draft
+    check_nothing_left(engine)
+
+
+@INTERPRETED
+def test_kernels_serve_the_engines_batches(expected, monkeypatch):
+    """As they are planned: slots of requests that decode are a column of a table."""
+    from attnplug.hisparse import triton_swap
+
+    monkeypatch.setattr(triton_swap, "_MOST_COPIERS", 1)
+    engine = make(chunked_prefill_size=20)
+    hisparse = engine.runner.coordinator
+    hisparse._swap = triton_swap.TritonSwap(hisparse.pool, hisparse.host, hisparse.tables)
+    found = [one.token_ids for one in engine.generate(prompts()[1:3], SamplingParams(max_tokens=4))]
+    assert found == [tokens[:4] for tokens in expected()[1:3]]
     check_nothing_left(engine)
 
 

@@ -219,6 +219,9 @@ class TritonSwap:
         ragged = geometry.new_lens is not None
         if positions.stride(1) != 1:
             positions = positions.contiguous()
+        # A column of a table, where a plan has the slots of requests that decode.
+        slots, table_rows = host_slots(new_slots).slots.contiguous(), geometry.table_rows
+        assert table_rows is not None
         # Rows of no request are padding.
         out = positions.new_full((rows, chosen), -1) if ragged else positions.new_empty(rows, chosen)
         new_lens = geometry.new_lens if geometry.new_lens is not None else geometry.seq_lens
@@ -245,7 +248,7 @@ class TritonSwap:
         copiers = max(1, min(_PROGRAMS // requests - 1, _MOST_COPIERS))
         columns = triton.next_power_of_2(sizes.buffer_size)
         _swap_in[(requests * (1 + copiers),)](
-            out, positions, positions.stride(0), *batch, geometry.table_rows, host_slots(new_slots).slots,
+            out, positions, positions.stride(0), *batch, table_rows.contiguous(), slots,
             tables.held[number], tables.hints[number], tables.order[number], self._touched, self._lists[0],
             self._lists[1], self._ready, self._done, tables.counters, host, device, requests,
             self._pool.first_of(number), sizes.max_requests, sizes.max_context, copiers, **shape, **self._row,
