@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from attnplug.hisparse.triton_rows import TILE_ROWS, WARPS, _gather, row_constants
-from attnplug.hisparse.triton_swap import _stage, _swap_in, _translate
+from attnplug.hisparse.triton_swap import _FEW_ROWS, _stage, _swap_in, _translate
 from support.ahead import compiled, resources
 
 INT32 = ("out", "positions", "page_table", "seq_lens", "new_lens", "held", "sources", "targets", "ready", "done")
@@ -19,7 +19,7 @@ ALIGNED = ("position_row", "table_row", "layer_words", "context")
 ROW = {**row_constants(1152), "ROWS": TILE_ROWS}
 BATCH = {"NODES": 1, "RAGGED": False, "PAGE_SIZE": 64, "BLOCK_REQUESTS": 1}
 TABLES = {"CHOSEN": 2048, "COLUMNS": 4096}
-SWAP = {**BATCH, **TABLES, **ROW, "BLOCK_WANTED": 2048, "BLOCK_COLUMNS": 4096}
+SWAP = {**BATCH, **TABLES, **ROW, "ROWS": _FEW_ROWS, "BLOCK_WANTED": 2048, "BLOCK_COLUMNS": 4096}
 VERIFY = {**SWAP, "NODES": 4, "CHOSEN": 512}
 PREFILL = {**BATCH, "RAGGED": True, "BLOCK_REQUESTS": 16}
 KERNELS = [

@@ -29,7 +29,7 @@ class HostRows:
         self.device = torch.device(device)
         shape = (layers, num_pages * page_size, row_nbytes)
         try:
-            self.cells: Tensor = torch.zeros(shape, dtype=torch.uint8)
+            self.cells: Tensor = _aligned(layers * shape[1] * row_nbytes).view(shape)
             """``[layers, rows, row bytes]`` uint8."""
             if self.device.type == "cuda":
                 _pin(self, self.cells)
@@ -84,6 +84,13 @@ class HostRows:
 
 
 _PORTABLE_AND_MAPPED = 3
+_ALIGNMENT = 4096
+
+
+def _aligned(nbytes: int) -> Tensor:
+    """Zeros from the first byte of a page of the system on: a GPU reads whole lines of 128 bytes."""
+    memory = torch.zeros(nbytes + _ALIGNMENT, dtype=torch.uint8)
+    return memory[-memory.data_ptr() % _ALIGNMENT :][:nbytes]
 
 
 def _pin(owner: HostRows, memory: Tensor) -> None:

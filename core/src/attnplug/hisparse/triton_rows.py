@@ -10,6 +10,7 @@ from torch import Tensor
 from attnplug.hisparse.addresses import HostSlots
 
 TILE_ROWS = 32
+"""Rows that a program has on their way at a time, where many are copied."""
 WARPS = 8
 
 

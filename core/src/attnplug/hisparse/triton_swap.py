@@ -20,8 +20,10 @@ from attnplug.hisparse.tables import HotTables
 from attnplug.hisparse.triton_rows import TILE_ROWS, WARPS, copy_rows, row_constants, word_of
 
 _PROGRAMS = 128
-"""In all, about: as many as a large GPU runs at once. Each has 36 KiB on its way, and PCIe takes some 100 KiB."""
-_MOST_COPIERS = 16
+"""In all, about: as many as a large GPU runs at once."""
+_MOST_COPIERS = 64
+_FEW_ROWS = 8
+"""Rows that a program has on their way at a time. A request misses some 200, which so are all on their way at once."""
 
 
 @triton.jit
@@ -42,16 +44,20 @@ def _new_rows(
 
 @triton.jit
 def _plan(
-    out, positions, position_row, pages, held, hints, order, touched, sources, targets, counters,
+    out, positions, position_row, pages, held, hints, order, touched, sources, targets,
     first, new, start, first_slot, is_hot,
     COLUMNS: tl.constexpr, CHOSEN: tl.constexpr, NODES: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_WANTED: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Find a request's chosen rows, make room for those that are missing, and list these. Returns how many.
+    """Find a request's chosen rows, make room for those that are missing, and list these. Returns how many these are,
+    and how many rows of earlier steps were chosen.
 
     Pointers to tables and lists are those of the request. Threads pass numbers to each other through them, so barriers
     separate stores from loads.
     """
+    place_in = tl.arange(0, BLOCK_COLUMNS)
+    exists = place_in < tl.where(is_hot, COLUMNS, 0)
+    column = tl.load(order + place_in, mask=exists, other=0).to(tl.int32)  # early: it depends on nothing
     number = tl.arange(0, BLOCK_WANTED)
     in_use = number < tl.where(new <= NODES, new * CHOSEN, 0)
     place = (first + number // CHOSEN).to(tl.int64) * position_row + number % CHOSEN
@@ -68,12 +74,10 @@ def _plan(
         tl.debug_barrier()
         is_first = is_missing & (tl.load(hints + position, mask=is_missing, other=-1).to(tl.int32) == number)
     rank = tl.cumsum(is_first.to(tl.int32), 0) - 1
-    missing = tl.sum(is_first.to(tl.int32))
+    both = tl.sum(is_first.to(tl.int64) + (is_old.to(tl.int64) << 32))  # one sum is faster than two
+    missing, old = both.to(tl.int32), both >> 32
     tl.debug_barrier()
     # The order is made anew: what stays and was not used, what is replaced now, what was used.
-    place_in = tl.arange(0, BLOCK_COLUMNS)
-    exists = place_in < tl.where(is_hot, COLUMNS, 0)
-    column = tl.load(order + place_in, mask=exists, other=0).to(tl.int32)
     is_free = exists & (tl.load(touched + column, mask=exists, other=1) == 0)
     free_before = tl.cumsum(is_free.to(tl.int32), 0) - is_free.to(tl.int32)
     free = tl.sum(is_free.to(tl.int32))
@@ -97,10 +101,7 @@ def _plan(
     slot = tl.where(is_old, slot, tl.where(position >= 0, first + position - start, -1))
     target = (first + number // CHOSEN).to(tl.int64) * CHOSEN + number % CHOSEN
     tl.store(out + target, slot, mask=in_use)
-    if is_hot:
-        tl.atomic_add(counters, tl.sum(is_old.to(tl.int64)))
-        tl.atomic_add(counters + 1, missing.to(tl.int64))
-    return missing
+    return missing, old
 
 
 @triton.jit(do_not_specialize=["requests", "first_slot", "max_requests", "copiers", "max_new"])
@@ -119,17 +120,19 @@ def _swap_in(
         row = tl.load(table_rows + request)
         is_live = (length > 0) & (new > 0) & (row >= 0) & (row < max_requests)
         row = tl.where(is_live, row, 0).to(tl.int64)
-        missing = _plan(
+        missing, old = _plan(
             out, positions, position_row, page_table + request.to(tl.int64) * table_row, held + row * COLUMNS,
             hints + row * context, order + row * COLUMNS, touched + row * COLUMNS, sources + row * COLUMNS,
-            targets + row * COLUMNS, counters, first, new, length - new, first_slot + row.to(tl.int32) * COLUMNS,
+            targets + row * COLUMNS, first, new, length - new, first_slot + row.to(tl.int32) * COLUMNS,
             is_live & (new <= NODES),
             COLUMNS, CHOSEN, NODES, PAGE_SIZE, BLOCK_WANTED, BLOCK_COLUMNS,
         )  # fmt: skip
-        if is_live:
-            tl.atomic_add(counters + 3, new.to(tl.int64))
         tl.debug_barrier()  # what all threads have listed is there for whoever sees that it is ready
         tl.atomic_xchg(ready + request, missing + 1, sem="release")
+        if is_live:
+            tl.atomic_add(counters, old, sem="relaxed")
+            tl.atomic_add(counters + 1, missing.to(tl.int64), sem="relaxed")
+            tl.atomic_add(counters + 3, new.to(tl.int64), sem="relaxed")
     else:
         row = tl.load(table_rows + request)
         row = tl.where((row >= 0) & (row < max_requests), row, 0).to(tl.int64)
@@ -147,7 +150,7 @@ def _swap_in(
             source = tl.load(sources + row * COLUMNS + entry, mask=listed, other=0)
             target = tl.load(targets + row * COLUMNS + entry, mask=listed, other=0)
             copy_rows(device, target, host, source, listed, WORDS, MAIN, REST)
-        if tl.atomic_add(done + request, 1, sem="acq_rel") == copiers - 1:  # for the next launch
+        if tl.atomic_add(done + request, 1, sem="relaxed") == copiers - 1:  # for the next launch
             tl.store(done + request, 0)
             tl.store(ready + request, 0)
 
@@ -169,7 +172,7 @@ def _stage(
         slot = page * PAGE_SIZE + position % PAGE_SIZE
         copy_rows(device, staging + slot, host, slot, there, WORDS, MAIN, REST)
         if block == 0:
-            tl.atomic_add(counters + 2, start.to(tl.int64))
+            tl.atomic_add(counters + 2, start.to(tl.int64), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["requests", "staging", "max_new"])
@@ -253,6 +256,6 @@ class TritonSwap:
             self._lists[1], self._ready, self._done, tables.counters, host, device, requests,
             self._pool.first_of(number), sizes.max_requests, sizes.max_context, copiers, **shape, **self._row,
             COLUMNS=sizes.buffer_size, CHOSEN=chosen, BLOCK_WANTED=triton.next_power_of_2(shape["NODES"] * chosen),
-            BLOCK_COLUMNS=columns, ROWS=TILE_ROWS, num_warps=WARPS if columns <= 4096 else 2 * WARPS,
+            BLOCK_COLUMNS=columns, ROWS=_FEW_ROWS, num_warps=WARPS if columns <= 4096 else 2 * WARPS,
         )  # fmt: skip
         return DeviceSlots(out)
