@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from attnplug.hisparse.triton_rows import TILE_ROWS, WARPS, _gather, row_constants
-from attnplug.hisparse.triton_swap import _FEW_ROWS, _stage, _swap_in, _translate
+from attnplug.hisparse.triton_swap import _FEW_ROWS, _PLANNING_WARPS, _stage, _swap_in, _translate
 from support.ahead import compiled, resources
 
 INT32 = ("out", "positions", "page_table", "seq_lens", "new_lens", "held", "sources", "targets", "ready", "done")
@@ -23,8 +23,8 @@ SWAP = {**BATCH, **TABLES, **ROW, "ROWS": _FEW_ROWS, "BLOCK_WANTED": 2048, "BLOC
 VERIFY = {**SWAP, "NODES": 4, "CHOSEN": 512}
 PREFILL = {**BATCH, "RAGGED": True, "BLOCK_REQUESTS": 16}
 KERNELS = [
-    ("swap in", _swap_in, SWAP, WARPS),
-    ("swap in verified rows", _swap_in, VERIFY, WARPS),
+    ("swap in", _swap_in, SWAP, _PLANNING_WARPS),
+    ("swap in verified rows", _swap_in, VERIFY, _PLANNING_WARPS),
     ("stage", _stage, {**PREFILL, **ROW}, WARPS),
     ("translate", _translate, {**PREFILL, "CHOSEN": 2048, "BLOCK_CHOSEN": 2048}, 4),
     ("gather", _gather, {**ROW, "BACK": True}, WARPS),

@@ -22,6 +22,7 @@ from attnplug.hisparse.triton_rows import TILE_ROWS, WARPS, copy_rows, row_const
 _PROGRAMS = 128
 """In all, about: as many as a large GPU runs at once."""
 _MOST_COPIERS = 64
+_PLANNING_WARPS = 16
 _FEW_ROWS = 8
 """Rows that a program has on their way at a time. A request misses some 200, which so are all on their way at once."""
 
@@ -45,7 +46,7 @@ def _new_rows(
 @triton.jit
 def _plan(
     out, positions, position_row, pages, held, hints, order, touched, sources, targets,
-    first, new, start, first_slot, is_hot,
+    first, new, start, first_slot, is_hot, part,
     COLUMNS: tl.constexpr, CHOSEN: tl.constexpr, NODES: tl.constexpr, PAGE_SIZE: tl.constexpr,
     BLOCK_WANTED: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
@@ -55,10 +56,12 @@ def _plan(
     Pointers to tables and lists are those of the request. Threads pass numbers to each other through them, so barriers
     separate stores from loads.
     """
-    place_in = tl.arange(0, BLOCK_COLUMNS)
+    # Of a number that might not be 0 the compiler assumes no alignment. So it gives threads single elements of all
+    # tensors alike, and need not exchange them between threads where loads and stores are scattered.
+    place_in = tl.arange(0, BLOCK_COLUMNS) + part
     exists = place_in < tl.where(is_hot, COLUMNS, 0)
     column = tl.load(order + place_in, mask=exists, other=0).to(tl.int32)  # early: it depends on nothing
-    number = tl.arange(0, BLOCK_WANTED)
+    number = tl.arange(0, BLOCK_WANTED) + part
     in_use = number < tl.where(new <= NODES, new * CHOSEN, 0)
     place = (first + number // CHOSEN).to(tl.int64) * position_row + number % CHOSEN
     position = tl.load(positions + place, mask=number < tl.where(is_hot, new * CHOSEN, 0), other=-1)
@@ -124,7 +127,7 @@ def _swap_in(
             out, positions, position_row, page_table + request.to(tl.int64) * table_row, held + row * COLUMNS,
             hints + row * context, order + row * COLUMNS, touched + row * COLUMNS, sources + row * COLUMNS,
             targets + row * COLUMNS, first, new, length - new, first_slot + row.to(tl.int32) * COLUMNS,
-            is_live & (new <= NODES),
+            is_live & (new <= NODES), part,
             COLUMNS, CHOSEN, NODES, PAGE_SIZE, BLOCK_WANTED, BLOCK_COLUMNS,
         )  # fmt: skip
         tl.debug_barrier()  # what all threads have listed is there for whoever sees that it is ready
@@ -249,13 +252,12 @@ class TritonSwap:
                 BLOCK_CHOSEN=triton.next_power_of_2(chosen), num_warps=4,
             )  # fmt: skip
         copiers = max(1, min(_PROGRAMS // requests - 1, _MOST_COPIERS))
-        columns = triton.next_power_of_2(sizes.buffer_size)
         _swap_in[(requests * (1 + copiers),)](
             out, positions, positions.stride(0), *batch, table_rows.contiguous(), slots,
             tables.held[number], tables.hints[number], tables.order[number], self._touched, self._lists[0],
             self._lists[1], self._ready, self._done, tables.counters, host, device, requests,
             self._pool.first_of(number), sizes.max_requests, sizes.max_context, copiers, **shape, **self._row,
             COLUMNS=sizes.buffer_size, CHOSEN=chosen, BLOCK_WANTED=triton.next_power_of_2(shape["NODES"] * chosen),
-            BLOCK_COLUMNS=columns, ROWS=_FEW_ROWS, num_warps=WARPS if columns <= 4096 else 2 * WARPS,
+            BLOCK_COLUMNS=triton.next_power_of_2(sizes.buffer_size), ROWS=_FEW_ROWS, num_warps=_PLANNING_WARPS,
         )  # fmt: skip
         return DeviceSlots(out)
