@@ -241,7 +241,7 @@ def extend_batch() -> ForwardBatch:
 DIVIDED = {
     **dict.fromkeys(("mode", "page_size", "max_seq_len", "max_new", "captured", "step"), "shared"),
     **dict.fromkeys(("input_ids", "positions", "slots"), "token"),
-    **dict.fromkeys(("page_table", "seq_lens", "new_lens", "state_slots", "host", "tree"), "request"),
+    **dict.fromkeys(("page_table", "seq_lens", "new_lens", "state_slots", "host", "tree", "table_rows"), "request"),
     **dict.fromkeys(("plan", "plan_record", "choice"), "reset"),
 }
 

@@ -3,6 +3,7 @@
 import json
 
 import compile_experts
+import compile_hisparse
 import compile_kernels
 import compile_linear_gates
 import compile_sampler
@@ -11,6 +12,7 @@ import compile_speculation
 PARTS = {
     "models": compile_kernels,
     "experts": compile_experts,
+    "hisparse": compile_hisparse,
     "linear gates": compile_linear_gates,
     "sampler": compile_sampler,
     "speculation": compile_speculation,

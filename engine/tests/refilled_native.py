@@ -80,7 +80,9 @@ class RefilledNative(TorchNativeBackend):
         if refilled.rows:
             now = replace(plan, metadata=refilled.groups, query_rows=refilled.rows)
             if extras.selected is not None:
-                extras = replace(extras, selected=SelectedPositions(extras.selected.positions[: refilled.rows]))
+                selected = extras.selected
+                chosen = selected.positions if isinstance(selected, SelectedPositions) else selected.slots
+                extras = replace(extras, selected=type(selected)(chosen[: refilled.rows]))
             out[: refilled.rows] = super().attend(q[: refilled.rows], layer, now, new, extras)
         return out
 

@@ -59,7 +59,8 @@ RUN: dict[str, Any] = {
     "speculative_num_draft_tokens": 5,
     "plan_stream": True,
 }
-ALONE = {"cuda_graph_batch_sizes": (1, 2)}
+HOT = {"enable_hisparse": True, "hisparse_config": '{"device_buffer_size": 24}'}
+ALONE = {"cuda_graph_batch_sizes": (1, 2), **HOT}
 """What cannot be given beside another one of these."""
 EMBED: dict[str, Any] = {**FIELDS, "pooling": Pooling.MEAN, "normalize": False, "prompt_name": "query"}
 
@@ -118,8 +119,14 @@ def test_every_option_of_run_reaches_the_engine_or_the_sampling(attnplug: Attnpl
     )
     assert "nothing runs" in outcome.err
     (engine,) = spies
-    assert (engine.model, values(engine.options)) == ("tiny:llama", {**RUN, **dict.fromkeys(ALONE)})
+    assert (engine.model, values(engine.options)) == ("tiny:llama", {**values(EngineOptions()), **RUN})
     assert engine.params == SamplingParams(8, 0.5, 11, 0.9, stop=("a", "b"), logprobs=2)
+
+
+def test_options_of_hisparse_reach_the_engine(attnplug: Attnplug, spies):
+    given = ("--enable-hisparse", "--hisparse-config", HOT["hisparse_config"])
+    attnplug("run", "--model", "tiny:llama", "--prompt", "x", *given)
+    assert values(spies[0].options) == {**values(spies[0].options), **HOT}
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,14 @@ def test_experts(facts: Facts) -> None:
     assert all(taken <= room[sm] for sm, _, taken in facts["experts"]), facts["experts"]
 
 
+def test_hisparse(facts: Facts) -> None:
+    """Rows come from the host by 16 bytes at a time."""
+    copying = {"swap in", "swap in verified rows", "stage", "gather"}
+    assert {name for sm, name, *_ in facts["hisparse"] if sm == 90} == copying | {"translate"}
+    assert {name for sm, name, *_ in facts["hisparse"] if sm == 80} == {"swap in"}
+    assert all(spilled == 0 and wide == (name in copying) for _, name, spilled, wide in facts["hisparse"])
+
+
 def test_linear_gates(facts: Facts) -> None:
     names = {"_delta_gates", "_time_steps", "_gated_norm", "_sigmoid_gate"}
     assert {tuple(each) for each in facts["linear gates"]} == {(sm, name) for sm in (80, 90) for name in names}

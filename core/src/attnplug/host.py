@@ -78,6 +78,13 @@ if TYPE_CHECKING:
     from attnplug.hf.rope_keys import rope_type as rope_type
     from attnplug.hf.rope_keys import rope_type_key as rope_type_key
     from attnplug.hf.tiny import TINY_CONFIGS as TINY_CONFIGS
+    from attnplug.hisparse import HOST_ROWS as HOST_ROWS
+    from attnplug.hisparse import HiSparse as HiSparse
+    from attnplug.hisparse import HostRows as HostRows
+    from attnplug.hisparse import HotPool as HotPool
+    from attnplug.hisparse import HotSizes as HotSizes
+    from attnplug.hisparse import HotStatistics as HotStatistics
+    from attnplug.hisparse import LogicalSlots as LogicalSlots
     from attnplug.kv import CacheKey as CacheKey
     from attnplug.kv import Coordinator as Coordinator
     from attnplug.kv import KVPools as KVPools
@@ -153,6 +160,15 @@ _MODULES = {
     "hf.json_files": ("MOST_BYTES", "read_json_object", "read_text", "regular_size"),
     "hf.rope_keys": ("rope_section", "rope_type", "rope_type_key"),
     "hf.tiny": ("TINY_CONFIGS",),
+    "hisparse": (
+        "HOST_ROWS",
+        "HiSparse",
+        "HostRows",
+        "HotPool",
+        "HotSizes",
+        "HotStatistics",
+        "LogicalSlots",
+    ),
     "kv": (
         "CacheKey",
         "Coordinator",

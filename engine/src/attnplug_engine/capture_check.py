@@ -26,9 +26,10 @@ from attnplug import (
     IndexInputs,
     LayerSpec,
     LinearInputs,
+    MLAPool,
     ModelSpec,
 )
-from attnplug.host import HostLengths, KVPools, LinearDims, ModelAttention, PageAllocator
+from attnplug.host import HiSparse, HostLengths, KVPools, LinearDims, ModelAttention, PageAllocator
 from attnplug_engine.capture import Capture
 
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
@@ -48,13 +49,14 @@ class CaptureCheck:
         allocator: PageAllocator,
         dtype: torch.dtype,
         device: torch.device,
+        coordinator: HiSparse | None = None,
     ) -> None:
         # A layer that shares another one's choice attends as that one does.
         layers = [layer for layer in model.layers if layer.indexer is None or layer.indexer.shares is None]
         alike = {replace(layer, layer_id=0): layer for layer in reversed(layers)}
         self._layers = list(alike.values())
         self._attention, self._pools, self._allocator = attention, pools, allocator
-        self._dtype, self._device = dtype, device
+        self._dtype, self._device, self._coordinator = dtype, device, coordinator
         self._random = torch.Generator(device=device).manual_seed(17)
 
     def run(self, batch: ForwardBatch, capture: Capture) -> None:
@@ -176,11 +178,15 @@ class CaptureCheck:
             lens = torch.randint(new, longest + 1, (live,), generator=self._random, device=self._device).tolist()
         table = torch.tensor(pages, dtype=torch.int32, device=self._device).view(live, each)
         before = [tensor[:live].clone() for tensor in self._static(captured)]
-        caches = self._caches(layer)
+        caches, table_rows = self._caches(layer), None
         try:
             for cache in caches:
-                random = self._rand(live * each, *cache.shape[1:]).to(cache.dtype)
-                _cells(cache)[table.flatten().long()] = _cells(random)
+                random = self._rand(live * each, *cache.shape[1:]).to(cache.device, cache.dtype)
+                _cells(cache)[table.flatten().long().to(cache.device)] = _cells(random)
+            if self._coordinator is not None and captured.table_rows is not None:
+                table_rows = torch.arange(live, device=self._device)
+                captured.table_rows[:live] = table_rows
+                self._forget(live)
             captured.page_table[:live, :each] = table
             captured.seq_lens[:live] = torch.tensor(lens, dtype=torch.int32, device=self._device)
             if captured.tree is not None:  # every row sees itself and the first one
@@ -200,19 +206,32 @@ class CaptureCheck:
                     max_new=new,
                     host=HostLengths([new] * live, lens),
                     state_slots=slots,
+                    table_rows=table_rows,
                     tree=None if captured.tree is None else captured.tree[:live].clone(),
                 )
             )
         finally:
             for tensor, values in zip(self._static(captured), before, strict=True):
                 tensor[:live] = values
+            self._forget(live)
             for cache in caches:
-                _cells(cache)[table.flatten().long()] = 0
+                _cells(cache)[table.flatten().long().to(cache.device)] = 0
             self._allocator.release(pages)
+
+    def _forget(self, live: int) -> None:
+        """Empty hot buffers: pages have other rows from here on. Memory of the host is the host's again then."""
+        if self._coordinator is not None:
+            for row in range(live):
+                self._coordinator.release(row)
+            self._wait()
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
     @staticmethod
     def _static(captured: Geometry) -> list[Tensor]:
-        also = [tensor for tensor in (captured.state_slots, captured.tree) if tensor is not None]
+        also = [part for part in (captured.state_slots, captured.tree, captured.table_rows) if part is not None]
         return [captured.page_table, captured.seq_lens, *also]
 
     def _caches(self, layer: LayerSpec) -> Sequence[Tensor]:
@@ -220,6 +239,9 @@ class CaptureCheck:
         mha, mla = self._pools.mha, self._pools.mla
         if layer.mla is not None and mla is not None:
             keys = () if layer.indexer is None else self._pools.cache(INDEX_KEYS).parts(layer.layer_id)
+            if self._coordinator is not None:
+                stored = {layer.layer_id: self._coordinator.host_pages(layer.layer_id)}
+                mla = MLAPool.over([layer], stored, "pages tokens heads dim", page_size=mla.page_size, dtype=mla.dtype)
             return [*mla.parts(layer.layer_id), *keys]
         if layer.linear is None and mha is not None:
             return [mha.keys(layer.layer_id), mha.values(layer.layer_id)]
@@ -242,9 +264,11 @@ class CaptureCheck:
         geometry, linear, kept = batch.geometry, self._pools.linear, []
         requests = torch.arange(batch.batch_size, device=self._device).unsqueeze(1)
         last = geometry.seq_lens.long().unsqueeze(1) - 1 - torch.arange(geometry.max_new, device=self._device)
+        if self._coordinator is not None:
+            self._wait()
         for cache in self._caches(layer):
-            rows = _cells(cache)[geometry.page_table.long()].flatten(1, 2)
-            rows[requests, last] = 0
+            rows = _cells(cache)[geometry.page_table.long().to(cache.device)].flatten(1, 2)
+            rows[requests.to(cache.device), last.to(cache.device)] = 0
             kept.append(rows.contiguous().view(torch.uint8))
         if layer.linear is not None and linear is not None and linear.num_slots > batch.batch_size:
             states = (linear.recurrent(layer.layer_id), linear.conv(layer.layer_id))

@@ -85,6 +85,16 @@ def declare(commands: Commands[argparse.ArgumentParser]) -> None:
         help="capture decode steps for these numbers of prompts (default: some up to --max-batch)",
     )
     parser.add_argument("--disable-cuda-graph", action="store_true", help="capture nothing")
+    parser.add_argument(
+        "--enable-hisparse",
+        action="store_true",
+        help="keep latent rows in host memory, and on the device those that sparse layers choose",
+    )
+    parser.add_argument(
+        "--hisparse-config",
+        metavar="JSON",
+        help="for that: device_buffer_size, in rows of a prompt and layer, and host_memory_gib",
+    )
     _add_speculation(parser)
     parser.add_argument(
         "--check-layers", action="store_true", help="stop at the first layer whose output is not finite"

@@ -104,6 +104,8 @@ class Engine:
             self.rounds = RoundRunner(self.runner, draft, speculation, plan_stream=options.plan_stream)
         self.graphs = self._capture(on_capture)
         """What was captured."""
+        if self.runner.coordinator is not None:
+            self.runner.coordinator.reset_statistics()  # captures have counted, too
         if parallel.size > 1:
             self._level_pages(parallel)
         room = self.runner.capacity
@@ -117,6 +119,7 @@ class Engine:
             whole_prompts=options.chunked_prefill_size == -1,
             states=states,
             checkpoint=options.state_checkpoint,
+            coordinator=self.runner.coordinator,
         )
         if self.rounds is None:
             self.scheduler: Scheduler = Scheduler(*held, **limits)

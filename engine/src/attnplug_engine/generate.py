@@ -91,6 +91,8 @@ def _options(parsed: argparse.Namespace) -> EngineOptions:
         speculative_topk=parsed.speculative_topk,
         speculative_num_draft_tokens=parsed.speculative_num_draft_tokens,
         plan_stream=parsed.enable_plan_stream,
+        enable_hisparse=parsed.enable_hisparse,
+        hisparse_config=parsed.hisparse_config,
     )
 
 
@@ -182,6 +184,8 @@ def _summary(engine: Engine, console: Console, render: Render) -> None:
     if engine.runner.device.type == "cuda":
         console.print(f"CUDA graphs: {engine.graphs}")
         console.print(f"decode steps: {counts.replayed_steps} replayed, {counts.eager_steps} eager")
+    if engine.runner.coordinator is not None:
+        console.print(f"HiSparse: {engine.runner.coordinator.statistics()}")
     cache = engine.cache_statistics
     if cache is not None:
         console.print(f"prefix cache: {cache.hit_tokens} of {cache.tokens} prompt tokens found ({cache.hits} hits)")

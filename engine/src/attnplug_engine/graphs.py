@@ -88,6 +88,7 @@ class DecodeGraphs:
             max_new=1,
             state_slots=states,
             captured=True,
+            table_rows=inputs.rows[:size],
         )
         batch = ForwardBatch(geometry)
         logits: list[Tensor] = []

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
 from attnplug import DType, ModelSpec, PoolError, Role
-from attnplug.host import ExtendPolicy, Selection, UsageError, show
+from attnplug.host import ExtendPolicy, HotSizes, Selection, UsageError, show
 from attnplug_engine.graph_sizes import check_sizes
-from attnplug_engine.pools import Capacity, bytes_per_page, bytes_per_state
+from attnplug_engine.hisparse import HiSparseConfig, available_memory
+from attnplug_engine.pools import (
+    Capacity,
+    bytes_per_page,
+    bytes_per_state,
+    host_bytes_per_page,
+    hot_bytes,
+    hot_bytes_per_page,
+)
 from attnplug_engine.request import LARGEST_SEED
 from attnplug_engine.scheduler import whole_step_tokens
 from attnplug_engine.speculation.options import Speculation, read_speculation
@@ -66,6 +75,10 @@ class EngineOptions:
     """Numbers of requests for which decode steps are captured. ``None``: some up to ``max_batch``, if the backends can
     be captured. Given, graphs are demanded: backends that cannot are refused."""
     disable_cuda_graph: bool = False
+    enable_hisparse: bool = False
+    """Keep latent rows in host memory, and on the device those that sparse layers choose."""
+    hisparse_config: str | Mapping[str, Any] | None = None
+    """For that: JSON, or what it says, with the keys of ``HiSparseConfig``."""
     speculative_algorithm: str | None = None
     """Where proposed tokens come from: ``mtp``, ``eagle``, ``eagle3``, ``standalone`` or ``ngram``. ``None``: none are
     proposed."""
@@ -95,7 +108,7 @@ class EngineOptions:
         _ = self.speculation  # says what is wrong with it
         if self.cuda_graph_batch_sizes is not None:
             self._check_graphs(self.cuda_graph_batch_sizes)
-        for name in ("disable_cuda_graph", "two_batch_overlap", "plan_stream"):
+        for name in ("disable_cuda_graph", "two_batch_overlap", "plan_stream", "enable_hisparse"):
             if not isinstance(value := getattr(self, name), bool):
                 raise UsageError(f"`{name}` {show(value)} is not allowed; give True or False", settings=[name])
         if self.plan_stream and self.speculative_algorithm is None:
@@ -103,6 +116,7 @@ class EngineOptions:
                 "`plan_stream` plans rounds ahead, and there are none without `speculative_algorithm`; leave it out",
                 settings=["plan_stream", "speculative_algorithm"],
             )
+        self._check_hisparse()
         if self.overlap is not None and not isinstance(self.overlap, bool):
             raise UsageError(
                 f"`overlap` {show(self.overlap)} is not allowed; give True, False, or None to choose by the device",
@@ -110,6 +124,20 @@ class EngineOptions:
             )
         if self.chunked_prefill_size != -1:
             self._check_whole("chunked_prefill_size", 1, LARGEST_COUNT, ", or -1 for prompts in one piece")
+
+    def _check_hisparse(self) -> None:
+        _ = self.hisparse  # says what is wrong with it
+        if self.hisparse_config is not None and not self.enable_hisparse:
+            raise UsageError(
+                "`hisparse_config` is given, and HiSparse is off; leave it out, or give `enable_hisparse`",
+                settings=["hisparse_config", "enable_hisparse"],
+            )
+        if self.enable_hisparse and self.two_batch_overlap:
+            raise UsageError(
+                "`enable_hisparse` has one place on the device for the rows of the layer that runs, and "
+                "`two_batch_overlap` runs two at a time; leave out one of them",
+                settings=["enable_hisparse", "two_batch_overlap"],
+            )
 
     def _check_graphs(self, sizes: Collection[int]) -> None:
         object.__setattr__(self, "cuda_graph_batch_sizes", check_sizes(sizes, self.max_batch))
@@ -135,6 +163,11 @@ class EngineOptions:
         )
 
     @property
+    def hisparse(self) -> HiSparseConfig:
+        """What the settings of HiSparse say."""
+        return HiSparseConfig.read(self.hisparse_config)
+
+    @property
     def captures(self) -> bool:
         """Whether graphs are captured where that is possible."""
         return not self.disable_cuda_graph and not self.check_layers
@@ -146,6 +179,12 @@ class EngineOptions:
                 f"`{name}` {show(value)} is not allowed; give a number from {lowest} to {highest}{or_else}",
                 settings=[name],
             )
+
+
+def check_buffers(spec: ModelSpec, options: EngineOptions) -> None:
+    """Refuse hot buffers that cannot serve a model. Needs no memory, so it is asked before weights are read."""
+    nodes = 1 if options.speculation is None else options.speculation.nodes
+    HotSizes(1, 1, 1, options.hisparse.buffer_size(spec, nodes), nodes).check(spec.layers)
 
 
 def page_and_context(spec: ModelSpec, options: EngineOptions, selection: Selection) -> tuple[int, int]:
@@ -191,6 +230,14 @@ def capacity(
     if not spec.full_layers:
         # A page is a number without memory then; but a config may claim any context.
         num_pages = min(num_pages or per_request * options.max_batch, _MOST_EMPTY_PAGES)
+    if options.chunked_prefill_size == -1:
+        chunk = whole_step_tokens(context, options.max_batch)
+    else:
+        chunk = min(options.chunked_prefill_size, context)
+    room_for = Capacity(num_pages or 1, page_size, options.max_batch, chunk, context, state_slots, spare, nodes)
+    if options.enable_hisparse:
+        most = per_request * options.max_batch
+        return _hot_capacity(spec, options, room_for, most, dtype, kv_dtype, device, draft)
     if num_pages is None:
         page = bytes_per_page(spec, page_size, kv_dtype, dtype, options.index_dtype, drafts=nodes - 1)
         if draft is not None:
@@ -206,8 +253,44 @@ def capacity(
                 "give a smaller `page_size`",
                 settings=["state_slots", "page_size"] if state_slots else ["page_size"],
             )
-    if options.chunked_prefill_size == -1:
-        chunk = whole_step_tokens(context, options.max_batch)
-    else:
-        chunk = min(options.chunked_prefill_size, context)
-    return Capacity(num_pages, page_size, options.max_batch, chunk, context, state_slots, spare, nodes)
+    return replace(room_for, num_pages=num_pages)
+
+
+def _hot_capacity(
+    spec: ModelSpec,
+    options: EngineOptions,
+    capacity: Capacity,
+    most_pages: int,
+    dtype: torch.dtype,
+    kv_dtype: DType,
+    device: torch.device,
+    draft: ModelSpec | None,
+) -> Capacity:
+    """The same where latent rows are in host memory: pages are limited by that, and by what the device has for each."""
+    size, config = capacity.page_size, options.hisparse
+    capacity = replace(capacity, num_pages=0, hot_buffer=config.buffer_size(spec, capacity.nodes))
+    on_host = host_bytes_per_page(spec, size, kv_dtype)
+    on_device = hot_bytes_per_page(spec, size, kv_dtype, dtype, options.index_dtype)
+    on_device += 0 if draft is None else bytes_per_page(draft, size, kv_dtype, dtype, options.index_dtype)
+    num_pages, free = options.num_pages, available_memory()
+    if num_pages is None:
+        fixed = hot_bytes(spec, capacity, kv_dtype, dtype, options.index_dtype)
+        room = cache_room(device, _GPU_CACHE_SHARE)
+        host_room = config.host_room(spec.ranks) if device.type == "cuda" else min(free, _CPU_CACHE_BYTES)
+        num_pages = min((room - fixed) // on_device, host_room // on_host, most_pages)
+        if num_pages < 1:
+            raise PoolError(
+                f"`enable_hisparse` takes {fixed / 2**20:.0f} MiB on the device for hot buffers of "
+                f"{capacity.hot_buffer} rows of {capacity.max_batch} requests, and for each page of {size} tokens "
+                f"{on_device / 2**20:.3g} MiB there and {on_host / 2**20:.3g} MiB on the host; there are "
+                f"{room / 2**20:.0f} and {host_room / 2**20:.0f} MiB; lower `max_batch`, or the device_buffer_size of "
+                "`hisparse_config`",
+                settings=["enable_hisparse", "max_batch", "hisparse_config"],
+            )
+    if num_pages * on_host > free:
+        raise PoolError(
+            f"{num_pages} pages of {size} tokens take {num_pages * on_host / 2**30:.2f} GiB of host memory, and "
+            f"{free / 2**30:.2f} GiB are free; lower `num_pages`, or the host_memory_gib of `hisparse_config`",
+            settings=["num_pages", "hisparse_config"],
+        )
+    return replace(capacity, num_pages=num_pages)

@@ -19,7 +19,12 @@ from attnplug import (
     PoolError,
 )
 from attnplug.host import (
+    HOST_ROWS,
     CacheKey,
+    HiSparse,
+    HostRows,
+    HotPool,
+    HotSizes,
     KVPools,
     LinearStatePool,
     PageAllocator,
@@ -45,6 +50,19 @@ class Capacity:
     """Cache rows of a request past its context, for what speculation writes there."""
     nodes: int = 1
     """Rows of a request that are verified at once."""
+    hot_buffer: int = 0
+    """Rows of a request's hot buffer, where all others are in host memory; 0 where all rows are on the device."""
+
+    @property
+    def most_rows(self) -> int:
+        """New rows of a step, those of padded requests included."""
+        return max(self.max_step_tokens, self.max_batch * self.nodes)
+
+    @property
+    def hot_sizes(self) -> HotSizes:
+        """What HiSparse makes room for on the device."""
+        context = -(-(self.context_length + self.spare) // self.page_size) * self.page_size
+        return HotSizes(self.max_batch, self.most_rows, context, self.hot_buffer, self.nodes)
 
 
 def build_table(capacity: Capacity, device: torch.device) -> tuple[PageAllocator, SlotTable]:
@@ -78,15 +96,19 @@ def build_pools(
     kv_dtype: DType,
     device: torch.device,
     index_dtype: DType | None = None,
+    *,
+    hot: bool = False,
 ) -> KVPools:
     """The pools that the layers of a rank's ``spec`` need; ``dtype`` is the model's, and that of index keys unless they
-    have another."""
+    have another. With ``hot``, latent rows are in host memory, and the MLA pool holds hot buffers."""
     try:
-        return _build_pools(spec, capacity, dtype, kv_dtype, device, index_dtype)
+        return _build_pools(spec, capacity, dtype, kv_dtype, device, index_dtype, hot=hot)
     except (RuntimeError, MemoryError) as error:  # torch's allocators raise the first, and its subclass for CUDA
         needed = capacity.num_pages * bytes_per_page(
             spec, capacity.page_size, kv_dtype, dtype, index_dtype, drafts=capacity.nodes - 1
         )
+        if hot:
+            needed = hot_bytes(spec, capacity, kv_dtype, dtype, index_dtype)
         what = f"{capacity.num_pages} pages of {capacity.page_size} tokens take {needed / 2**30:.1f} GiB"
         settings = ["num_pages"]
         if capacity.state_slots:
@@ -104,14 +126,34 @@ def _build_pools(
     kv_dtype: DType,
     device: torch.device,
     index_dtype: DType | None,
+    *,
+    hot: bool,
 ) -> KVPools:
     kinds = spec.kinds
-    mha = mla = None
+    mha = None
+    mla: MLAPool | None = None
     if AttentionKind.MHA in kinds:
         mha = MHAPool(
             spec.layers, num_pages=capacity.num_pages, page_size=capacity.page_size, dtype=kv_dtype, device=device
         )
-    if AttentionKind.MLA in kinds:
+    caches: dict[CacheKey[PagedCache], PagedCache] = {}
+    if hot:
+        mla = hot_pool = HotPool(
+            spec.layers,
+            capacity.hot_sizes,
+            num_pages=capacity.num_pages,
+            page_size=capacity.page_size,
+            dtype=kv_dtype,
+            device=device,
+        )
+        caches[HOST_ROWS] = HostRows(
+            len(spec.layers),
+            num_pages=capacity.num_pages,
+            page_size=capacity.page_size,
+            row_nbytes=hot_pool.cells.shape[1],
+            device=device,
+        )
+    elif AttentionKind.MLA in kinds:
         mla = MLAPool(
             spec.layers, num_pages=capacity.num_pages, page_size=capacity.page_size, dtype=kv_dtype, device=device
         )
@@ -119,7 +161,6 @@ def _build_pools(
     linear = None
     if spec.linear_layers:
         linear = LinearStatePool(spec.layers, num_slots=capacity.state_slots, dtype=own_dtype, device=device)
-    caches: dict[CacheKey[PagedCache], PagedCache] = {}
     if spec.index_layers:
         caches[INDEX_KEYS] = IndexKeyPool(
             spec.layers,
@@ -138,6 +179,11 @@ def _build_pools(
             drafts=capacity.nodes - 1,
         )
     return KVPools(mha=mha, mla=mla, linear=linear, caches=caches)
+
+
+def build_coordinator(pools: KVPools) -> HiSparse | None:
+    """What brings rows from host memory, if that is where they are."""
+    return HiSparse(pools.mla, pools.cache(HOST_ROWS)) if isinstance(pools.mla, HotPool) else None
 
 
 def bytes_per_state(spec: ModelSpec, dtype: torch.dtype) -> int:
@@ -179,3 +225,25 @@ def bytes_per_page(
 
 def _own(dtype: torch.dtype) -> DType:
     return DType(str(dtype).removeprefix("torch."))
+
+
+def host_bytes_per_page(spec: ModelSpec, page_size: int, kv_dtype: DType) -> int:
+    """What one page takes of host memory, where latent rows are there."""
+    return page_size * sum(MLAPool.row_nbytes(layer.mla, kv_dtype) for layer in spec.layers if layer.mla)
+
+
+def hot_bytes_per_page(
+    spec: ModelSpec, page_size: int, kv_dtype: DType, dtype: torch.dtype, index_dtype: DType | None
+) -> int:
+    """What one page takes of the device then: its index keys, and a place for its rows in one layer."""
+    rows = host_bytes_per_page(spec, page_size, kv_dtype)
+    return bytes_per_page(spec, page_size, kv_dtype, dtype, index_dtype) - rows + rows // len(spec.layers)
+
+
+def hot_bytes(
+    spec: ModelSpec, capacity: Capacity, kv_dtype: DType, dtype: torch.dtype, index_dtype: DType | None
+) -> int:
+    """What the device then holds in all: hot buffers with their tables, and what it has for every page."""
+    row = host_bytes_per_page(spec, 1, kv_dtype) // len(spec.layers)
+    pages = capacity.num_pages * hot_bytes_per_page(spec, capacity.page_size, kv_dtype, dtype, index_dtype)
+    return capacity.hot_sizes.device_nbytes(len(spec.layers), row) + pages

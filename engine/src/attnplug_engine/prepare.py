@@ -24,7 +24,7 @@ from attnplug.host import (
 )
 from attnplug.host import load_model as load_spec
 from attnplug_engine.models.architectures import LoadedModel, load_model
-from attnplug_engine.options import EngineOptions
+from attnplug_engine.options import EngineOptions, check_buffers
 from attnplug_engine.parallel import TensorParallel
 from attnplug_engine.pools import Capacity
 from attnplug_engine.runner import ModelRunner
@@ -147,6 +147,7 @@ def prepare(
         is_embedding=is_embedding,
         cuda_graph=GraphLevel.DECODE if options.cuda_graph_batch_sizes is not None else GraphLevel.NEVER,
         wants_graphs=options.captures and not is_embedding,
+        hisparse=options.enable_hisparse,
     )
     if problem.cuda_graph and device.type != "cuda":
         raise UsageError(
@@ -154,6 +155,8 @@ def prepare(
             "another `device`",
             settings=["cuda_graph_batch_sizes", Setting.DEVICE],
         )
+    if options.enable_hisparse:
+        check_buffers(spec, options)
     asked = BackendRequest(options.attention_backend, options.role_backends, options.backend_options)
     registry, speculation = load_registry(), options.speculation
     problem = speculating(problem, speculation)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from attnplug.host import OutOfPages, PageAllocator, PageCopy, SlotTable, UsageError
+from attnplug.host import Coordinator, OutOfPages, PageAllocator, PageCopy, SlotTable, UsageError
 from attnplug_engine.prefix_cache import PrefixCache
 from attnplug_engine.request import Request
 
@@ -12,13 +12,20 @@ from attnplug_engine.request import Request
 class Rows:
     """The rows and pages of all running requests. What returns ``False`` has changed no row."""
 
-    def __init__(self, table: SlotTable, allocator: PageAllocator, cache: PrefixCache | None) -> None:
+    def __init__(
+        self,
+        table: SlotTable,
+        allocator: PageAllocator,
+        cache: PrefixCache | None,
+        coordinator: Coordinator | None = None,
+    ) -> None:
         if cache is not None and cache.page_size != table.page_size:
             raise UsageError(
                 f"the prefix cache has pages of {cache.page_size} tokens and the slot table of {table.page_size}; "
                 "build both with the same page size"
             )
         self._table, self._allocator, self._cache = table, allocator, cache
+        self._coordinator = coordinator
 
     @property
     def num_pages(self) -> int:
@@ -98,8 +105,15 @@ class Rows:
             tokens = request.tokens(0, full * size)
             self._cache.insert(tokens, self._table.pages(request.row)[:full], in_use=in_use)
 
+    def forget(self, request: Request) -> None:
+        """Have a coordinator give back what it keeps for a request; what it needs again is brought in again."""
+        assert request.row is not None
+        if self._coordinator is not None:
+            self._coordinator.release(request.row)
+
     def release(self, request: Request) -> None:
         assert request.row is not None
+        self.forget(request)
         self._table.release(request.row)
         request.row, request.computed = None, 0
 

@@ -41,7 +41,7 @@ from attnplug_engine.graphs import DecodeGraphs
 from attnplug_engine.launched import Launched
 from attnplug_engine.models.architectures import LoadedModel
 from attnplug_engine.parallel import SINGLE, TensorParallel
-from attnplug_engine.pools import Capacity, build_pools, build_table
+from attnplug_engine.pools import Capacity, build_coordinator, build_pools, build_table
 from attnplug_engine.request import PENDING, Step
 from attnplug_engine.sampler import Sampler
 from attnplug_engine.two_batch import LANES, TwoBatch
@@ -70,7 +70,7 @@ class Phase(StrEnum):
 class ModelRunner:
     """A model with its pools and its backend; runs one step at a time, for whoever schedules.
 
-    Built in the only order that types allow: pools, then coordinators (none yet), then backends, which capture both.
+    Built in the only order that types allow: pools, then the coordinator, then backends, which capture both.
     ``serving`` tells them how steps will be made; what ``policy`` decides of it is filled in here. Batches have
     exact lengths on the host only if the backend needs them, or if they decide the path of an MLA extend.
 
@@ -98,7 +98,10 @@ class ModelRunner:
         policy = policy or ExtendPolicy()
         serving = replace(serving or Serving(), disable_chunked_prefix_cache=policy.disable_chunked_prefix_cache)
         self.model, self.spec, self.capacity, self.device = model.module, model.spec, capacity, device
-        self.pools = build_pools(model.spec, capacity, dtype, kv_dtype, device, index_dtype)
+        hot = capacity.hot_buffer > 0
+        self.pools = build_pools(model.spec, capacity, dtype, kv_dtype, device, index_dtype, hot=hot)
+        self.coordinator = build_coordinator(self.pools)
+        """What brings rows from host memory, if they are there. There is one; a draft's rows are on the device."""
         self.workspace = WorkspaceOwner()
         context = HostContext(
             model=model.spec,
@@ -108,7 +111,7 @@ class ModelRunner:
             page_size=capacity.page_size,
             limits=Limits(
                 capacity.max_batch,
-                max(capacity.max_step_tokens, capacity.max_batch * capacity.nodes),
+                capacity.most_rows,
                 capacity.context_length + capacity.spare,
                 lanes=LANES if two_batch_overlap else 1,
             ),
@@ -116,6 +119,7 @@ class ModelRunner:
             workspace=self.workspace,
             parallel=Parallel(parallel.rank, parallel.size),
             serving=serving,
+            coordinator=self.coordinator,
         )
         self.backend = build_selection(selection, context)
         self.attention = ModelAttention(self.backend, self.pools, policy)
@@ -153,7 +157,9 @@ class ModelRunner:
             largest=max(sizes),
             has_states=self.pools.linear is not None,
         )
-        check = CaptureCheck(self.spec, self.attention, self.pools, self.allocator, self.dtype, self.device)
+        check = CaptureCheck(
+            self.spec, self.attention, self.pools, self.allocator, self.dtype, self.device, self.coordinator
+        )
         size = graphs.largest
         try:
             graphs.reserve(self.allocator)
@@ -173,10 +179,11 @@ class ModelRunner:
     def no_memory(self, size: int, done: Sequence[int]) -> PoolError:
         """Of a graph of so many requests, after those that are ``done``."""
         free, total = torch.cuda.mem_get_info(self.device)
+        caches = self.pools.nbytes - (0 if self.coordinator is None else self.coordinator.host_nbytes)
         larger = f" after those of {', '.join(map(str, reversed(done)))}" if done else ""
         return PoolError(
             f"the CUDA graph of {size} requests does not fit into memory{larger}: {free / 2**20:.0f} MiB of "
-            f"{total / 2**20:.0f} are free beside the weights and {self.pools.nbytes / 2**20:.0f} MiB of caches; lower "
+            f"{total / 2**20:.0f} are free beside the weights and {caches / 2**20:.0f} MiB of caches; lower "
             "`cuda_graph_batch_sizes`, `num_pages` or `max_batch`, or turn graphs off by `disable_cuda_graph`",
             settings=["cuda_graph_batch_sizes", "num_pages", "max_batch", "disable_cuda_graph"],
         )
@@ -290,6 +297,7 @@ class ModelRunner:
             new_lens=None if uniform else to_device(counts, self.device, np.int32),
             host=HostLengths(counts, lengths) if exact else None,
             state_slots=None if self.pools.linear is None else to_device(step.state_slots, self.device),
+            table_rows=None if self.coordinator is None else to_device(step.rows, self.device),
         )
         self._fill_in(ids, tokens, step)
         return ForwardBatch(geometry, ids[: len(tokens)], ids[len(tokens) :])

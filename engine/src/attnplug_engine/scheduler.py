@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Never
 
 from attnplug import ForwardMode, PoolError
-from attnplug.host import AttnplugError, LinearStatePool, PageAllocator, PageCopy, SlotTable, UsageError
+from attnplug.host import AttnplugError, Coordinator, LinearStatePool, PageAllocator, PageCopy, SlotTable, UsageError
 from attnplug_engine.prefix_cache import PrefixCache
 from attnplug_engine.request import (
     BAD_LOGITS,
@@ -90,6 +90,7 @@ class Scheduler:
         states: LinearStatePool | None = None,
         checkpoint: int = 1024,
         spare: int = 0,
+        coordinator: Coordinator | None = None,
     ) -> None:
         """``spare`` are cache rows that a request may need past the one before its last token."""
         limits = {"max_batch": max_batch, "max_step_tokens": max_step_tokens, "context_length": context_length}
@@ -102,7 +103,7 @@ class Scheduler:
             raise UsageError(f"max_step_tokens={max_step_tokens} is too few for whole prompts; give {most} or more")
         if checkpoint < 1:
             raise UsageError(f"checkpoint={checkpoint} is not a number of tokens; give 1 or more")
-        self._rows, self._cache = Rows(table, allocator, cache), cache
+        self._rows, self._cache = Rows(table, allocator, cache, coordinator), cache
         self._states: StateSlots | None = None
         if states is not None:
             self._states = StateSlots(
@@ -296,6 +297,8 @@ class Scheduler:
             )
         while len(self._running) > kept:
             self._preempt_last()
+        for request in self._running:  # rows that are computed again may be on the device as they were
+            self._rows.forget(request)
 
     def _take_back(self, step: Step) -> None:
         """Leave the requests of a step that is not finished where they were before it."""

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from attnplug.author.attention import PlannedAttention
+from attnplug.contract.backend import ForwardExtras
 from attnplug.contract.batch import ForwardBatch
 from attnplug.contract.context import BackendContext
 from attnplug.contract.plan import Plan
-from attnplug.contract.sparse import IndexInputs, SelectedPositions, SelectedRows, selected_tensor
+from attnplug.contract.sparse import IndexInputs, SelectedPositions, SelectedRows, SelectedSlots, selected_tensor
 from attnplug.declare.claims import Claims
 from attnplug.declare.errors import BackendError, PlanError
 from attnplug.declare.model import IndexerDims, LayerSpec
+from attnplug.hisparse import HiSparse, LogicalSlots
 from attnplug.kv import INDEX_KEYS, IndexKeyPool
 
 
@@ -22,7 +25,13 @@ class SparseAttention(PlannedAttention):
     """``select`` over ``choose``: it finds the plan, checks the call, writes the new index keys, and returns -1 for
     padding. It takes the index keys' pool from the context, if some layers have an index.
 
+    Where latent rows are kept on the host, ``hisparse`` brings them in. That is done here: new rows are written through
+    it, and ``attend`` is given what was selected as ``SelectedSlots``, which are slots of ``context.pools.mla`` as they
+    always are. Slots of the page table, which plans have, are not.
+
     Subclass contract: ``plan``, ``attend`` and ``choose``. ``attend`` is given ``extras.selected`` for sparse layers.
+    A backend that claims ``hisparse`` reads no other rows, and its ``choose`` returns positions if there is a
+    ``hisparse``.
     """
 
     def __init__(self, context: BackendContext, claims: Claims | None = None) -> None:
@@ -33,6 +42,14 @@ class SparseAttention(PlannedAttention):
                 f"backend {context.name} reads index keys in {', '.join(sorted(readable))}, and the pool has them in "
                 f"{self.index_keys.dtype}"
             )
+        self.hisparse: HiSparse | None = None
+        if context.coordinator is not None and context.model.is_sparse:
+            if not isinstance(context.coordinator, HiSparse):
+                raise BackendError(
+                    f"backend {context.name} brings in rows by HiSparse, and was given a "
+                    f"{type(context.coordinator).__name__} as its coordinator"
+                )
+            self.hisparse = context.coordinator
 
     @abstractmethod
     def choose(self, index: IndexInputs, layer: LayerSpec, dims: IndexerDims, plan: Plan) -> SelectedRows:
@@ -60,6 +77,54 @@ class SparseAttention(PlannedAttention):
         padded = _nothing(found, given, found.shape[1])
         padded[:rows] = found
         return type(chosen)(padded)
+
+    def run_plan(
+        self,
+        plan: Plan,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        save_kv_cache: bool,
+        extras: ForwardExtras | None,
+    ) -> Tensor:
+        if self.hisparse is not None and layer.indexer is not None and plan.query_rows:
+            self.layers.check(layer, q, None if extras is None else extras.q_rope)
+            wanted = self.layers.wanted(layer, q, extras)
+            slots = self._bring_in(self.hisparse, plan, k, v, layer, batch, save_kv_cache, wanted.selected)
+            more = q.shape[0] - plan.query_rows
+            if more:
+                slots = torch.cat((slots, _nothing(slots, more, slots.shape[1])))
+            extras, save_kv_cache = replace(wanted, selected=SelectedSlots(slots)), False
+        return super().run_plan(plan, q, k, v, layer, batch, save_kv_cache, extras)
+
+    def _bring_in(
+        self,
+        hisparse: HiSparse,
+        plan: Plan,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer: LayerSpec,
+        batch: ForwardBatch,
+        save_kv_cache: bool,
+        selected: SelectedRows | None,
+    ) -> Tensor:
+        """Where the selected rows lie on the device, ``[plan.query_rows, width]``; writes the new rows."""
+        if not isinstance(selected, SelectedPositions):
+            raise BackendError(
+                f"layer {layer.layer_id}: rows were selected by slots of the page table, and HiSparse brings in rows "
+                f"by their positions; choose of backend {self.backend_id.name} has to return SelectedPositions"
+            )
+        if not save_kv_cache or plan.new_slots is None:
+            raise PlanError(
+                f"layer {layer.layer_id}: HiSparse writes the new rows where it brings in the others, so it needs "
+                "them, and a plan with new_slots; pass save_kv_cache=True"
+            )
+        rows = plan.query_rows
+        new, _ = self.layers.new_rows(layer, k, v, rows)
+        mine = SelectedPositions(selected.positions[:rows])
+        return hisparse.bring_in(layer.layer_id, new, LogicalSlots(plan.new_slots), mine, batch.geometry).slots
 
     def _dims(self, layer: LayerSpec) -> IndexerDims:
         dims = layer.indexer

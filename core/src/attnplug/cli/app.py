@@ -125,6 +125,7 @@ def _declare_explain(commands: Commands[argparse.ArgumentParser]) -> None:
             page_size=parsed.page_size,
             speculative_tokens=parsed.speculative_tokens,
             speculative_topk=parsed.speculative_topk,
+            enable_hisparse=parsed.enable_hisparse,
             tensor_parallel=parsed.tensor_parallel,
             cuda_graph=parsed.cuda_graph,
             settings=tuple(parsed.backend_option),
@@ -153,6 +154,8 @@ def _declare_explain(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument("--speculative-tokens", type=int, default=0, metavar="N", help="draft tokens a step")
     text = "branches of a draft; with more than 1, drafts are trees"
     parser.add_argument("--speculative-topk", type=int, default=1, metavar="K", help=text)
+    text = "keep latent rows in host memory, where sparse layers choose from them"
+    parser.add_argument("--enable-hisparse", action="store_true", help=text)
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="ranks that share the heads")
     text = "never, decode, uniform or always (default: what can be captured, as in run)"
     parser.add_argument("--cuda-graph", metavar="LEVEL", help=text)

@@ -36,6 +36,7 @@ class ExplainOptions:
     page_size: int | None = None
     speculative_tokens: int = 0
     speculative_topk: int = 1
+    enable_hisparse: bool = False
     tensor_parallel: int = 1
     cuda_graph: str | None = None
     """The level that is demanded; ``None`` for what the chosen backends can."""
@@ -66,6 +67,7 @@ class ExplainOptions:
             wants_graphs=device == "cuda" and self.cuda_graph is None,
             speculative_tokens=self.speculative_tokens,
             speculative_topk=self.speculative_topk,
+            hisparse=self.enable_hisparse,
             tensor_parallel=self.tensor_parallel,
         )
 

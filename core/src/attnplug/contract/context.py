@@ -87,7 +87,8 @@ class HostContext:
         for key in (INDEX_KEYS, COMPRESSED):
             cache = self.pools.caches.get(key)
             if (
-                isinstance(cache, IndexKeyPool | CompressedPool)
+                self.coordinator is None  # whose latent rows on the device are not those of the page table
+                and isinstance(cache, IndexKeyPool | CompressedPool)
                 and mla is not None
                 and (cache.page_size, cache.num_pages) != (mla.page_size, mla.num_pages)
             ):

@@ -85,6 +85,9 @@ class Geometry:
     step: int = split_by("shared", default=0)
     """Which step of a draft this is. Captured plans of one shape are kept apart by it. Steps run one after the other
     and share their lane's memory, so each is refilled before it runs."""
+    table_rows: Tensor | None = split_by("request", pad=-1, default=None)
+    """``[requests]`` int64 on the device: each request's row of the slot table, the same for as long as it runs. A
+    coordinator finds by it what it keeps for the request. Rows that the table does not have are padded requests'."""
 
     @classmethod
     def of_lengths(
@@ -102,6 +105,7 @@ class Geometry:
         captured: bool = False,
         tree: Tensor | None = None,
         step: int = 0,
+        table_rows: Tensor | None = None,
     ) -> Geometry:
         """The geometry of a batch whose lengths the host knows. Give ``seq_lens`` if the lengths are on the device
         already."""
@@ -123,6 +127,7 @@ class Geometry:
             captured=captured,
             tree=tree,
             step=step,
+            table_rows=table_rows,
         )
 
     def __post_init__(self) -> None:

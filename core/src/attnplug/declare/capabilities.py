@@ -29,6 +29,8 @@ class Capabilities:
     all layers, so they must have one shape. ``kv_matches_dtype``: a cache that is not fp8 has the activations' type.
     ``trees``: it verifies drafts that are trees (``Geometry.tree``) on layers without a window, as well as chains.
     ``index_dtypes`` are the types of cached index keys that it reads, for sparse layers; left out, they are ``dtypes``.
+    ``hisparse``: it serves sparse layers whose rows a HiSparse coordinator brings in. Backends over ``SparseAttention``
+    do, if ``attend`` reads no rows but those of ``extras.selected``, and takes them as ``SelectedSlots``.
     """
 
     kinds: frozenset[AttentionKind]
@@ -53,6 +55,7 @@ class Capabilities:
     layouts: frozenset[CacheLayout] = frozenset({CacheLayout.TOKEN_MAJOR})
     trees: bool = False
     index_dtypes: frozenset[DType] = frozenset()
+    hisparse: bool = False
 
     def __post_init__(self) -> None:
         read = {
@@ -78,6 +81,7 @@ class Capabilities:
             "layouts": _layouts(members("layouts", self.layouts, CacheLayout), kinds),
             "trees": of_type("trees", self.trees, bool, "True or False"),
             "index_dtypes": members("index_dtypes", self.index_dtypes, DType) or dtypes,
+            "hisparse": of_type("hisparse", self.hisparse, bool, "True or False"),
         }
         for name, value in read.items():
             object.__setattr__(self, name, value)
@@ -143,6 +147,8 @@ class Capabilities:
             yield "it claims the role draft but max_speculative_tokens is 0"
         if self.trees and not self.max_speculative_tokens:
             yield "it claims trees of drafts but max_speculative_tokens is 0"
+        if self.hisparse and Feature.SPARSE not in self.features:
+            yield "it claims hisparse but not the feature sparse"
 
 
 def _layouts(layouts: frozenset[CacheLayout], kinds: frozenset[AttentionKind]) -> frozenset[CacheLayout]:

@@ -136,6 +136,8 @@ class Problem:
     """Whether the model drafts for another. One backend, of the role draft, then does all that its layers need."""
     index_dtype: DType | None = None
     """Element type of cached index keys, for sparse models. ``None``: that of the activations."""
+    hisparse: bool = False
+    """Whether latent rows are kept in host memory, and a coordinator brings in those that sparse layers choose."""
 
     def __post_init__(self) -> None:
         if self.page_size is not None and not 1 <= self.page_size <= LARGEST_PAGE:
@@ -170,8 +172,21 @@ class Problem:
         if self.page_size is not None and self.page_size % multiple:
             why = f"ends inside a window of {multiple} tokens that the model makes one entry of; give a multiple of it"
             raise _wrong(Setting.PAGE_SIZE, self.page_size, why)
+        if self.hisparse and self.model is not None:
+            self._check_sparse(self.model)
         if self.sm is not None and self.sm not in SM_RANGE:
             raise _wrong(Setting.SM, self.sm, "is not a compute capability; write 9.0 as 90, 10.3 as 103")
+
+    @staticmethod
+    def _check_sparse(model: ModelSpec) -> None:
+        dense = next((layer for layer in model.layers if layer.indexer is None), None)
+        if dense is not None:
+            raise UsageError(
+                f"`{Setting.ENABLE_HISPARSE}` keeps rows on the host that sparse layers choose from, and layer "
+                f"{dense.layer_id} of {model.name} ({dense.kind}) has no index; leave it out, or give a model with "
+                "sparse attention in all layers",
+                settings=[Setting.ENABLE_HISPARSE],
+            )
 
     @property
     def prefilled_by_host(self) -> bool:

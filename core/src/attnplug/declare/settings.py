@@ -33,6 +33,7 @@ class Setting(StrEnum):
     STATE_SLOTS = "state_slots"
     CONTEXT_LENGTH = "context_length"
     CHUNKED_PREFILL_SIZE = "chunked_prefill_size"
+    ENABLE_HISPARSE = "enable_hisparse"
 
 
 Render = Callable[[str], str | None]

@@ -212,6 +212,13 @@ def _environment_refusals(can: Capabilities, problem: Problem, role: Role | None
             allowed=can.max_speculative_tokens,
             setting=Setting.SPECULATIVE_TOKENS,
         )
+    if problem.hisparse and Feature.SPARSE in can.features and not can.hisparse:
+        yield Refusal(
+            RefusalCode.FEATURE,
+            "latent rows are kept on the host by HiSparse, and it reads those on the device by the page table",
+            value="hisparse",
+            setting=Setting.ENABLE_HISPARSE,
+        )
     if problem.speculative_topk > 1 and not can.trees:
         yield Refusal(
             RefusalCode.SPECULATION,

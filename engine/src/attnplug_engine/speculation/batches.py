@@ -150,6 +150,7 @@ class EagerBatches:
             max_seq_len=longest,
             max_new=shape.rows,
             state_slots=members.state_slots,
+            table_rows=members.rows,
             tree=tree,
             step=shape.step,
         )

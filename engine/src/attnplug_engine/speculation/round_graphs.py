@@ -73,6 +73,7 @@ class CapturedBatches:
             max_seq_len=members.longest,
             max_new=new,
             state_slots=members.state_slots,
+            table_rows=members.rows,
             captured=True,
             tree=bits,
             step=step,

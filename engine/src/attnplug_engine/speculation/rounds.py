@@ -121,7 +121,9 @@ class RoundRunner:
             device=runner.device,
         )
         pages, device = runner.allocator, runner.device
-        checks = [CaptureCheck(runner.spec, runner.attention, runner.pools, pages, runner.dtype, device)]
+        checks = [
+            CaptureCheck(runner.spec, runner.attention, runner.pools, pages, runner.dtype, device, runner.coordinator)
+        ]
         if draft is not None:
             checks.append(CaptureCheck(draft.model.spec, draft.attention, draft.pools, pages, draft.dtype, device))
         size = graphs.largest

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from attnplug.host import LinearStatePool, PageAllocator, PageCopy, SlotTable
+from attnplug.host import Coordinator, LinearStatePool, PageAllocator, PageCopy, SlotTable
 from attnplug_engine.prefix_cache import PrefixCache
 from attnplug_engine.request import (
     BAD_LOGITS,
@@ -60,6 +60,7 @@ class RoundScheduler(Scheduler):
         states: LinearStatePool | None = None,
         checkpoint: int = 1024,
         short_hits: int = 0,
+        coordinator: Coordinator | None = None,
     ) -> None:
         super().__init__(
             table,
@@ -72,6 +73,7 @@ class RoundScheduler(Scheduler):
             states=states,
             checkpoint=checkpoint,
             spare=spare_rows(speculation),
+            coordinator=coordinator,
         )
         self._nodes, self._room, self._tail = speculation.nodes, speculation.room, speculation.tail
         self._growth = -(-speculation.room // table.page_size)

@@ -1,0 +1,288 @@
+"""HiSparse in the engine: the tokens that there are without it, whatever happens, and nothing is left (A10)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from refilled_native import build, captured
+
+from attnplug import DType, PoolError
+from attnplug.host import HiSparse, UsageError
+from attnplug_engine import Engine, EngineOptions, SamplingParams
+from attnplug_engine.request import Request
+from support.command import Attnplug
+from support.devices import INTERPRETED
+
+SPARSE = ["tiny:deepseek_v32", "tiny:glm_moe_dsa"]
+TOPK, LAYERS = 12, 4
+NAN = float("nan")
+
+
+def prompts() -> list[list[int]]:
+    """Shorter and far longer than what a row attends to; two begin alike."""
+    random = torch.Generator().manual_seed(8)
+    drawn = [torch.randint(0, 128, (length,), generator=random).tolist() for length in (50, 5, 33, 40, 1)]
+    drawn[3][:30] = drawn[0][:30]
+    return drawn
+
+
+def make(model: str = SPARSE[1], *, hot: int | None = TOPK + 1, **settings: Any) -> Engine:
+    """An engine with hot buffers of so many rows; ``None``: without HiSparse. All its memory is NaN."""
+    options = {"page_size": 4, "chunked_prefill_size": 40, "max_batch": 3, "context_length": 64, "ignore_eos": True}
+    if hot is not None:
+        options |= {"enable_hisparse": True, "hisparse_config": {"device_buffer_size": hot}}
+    engine = Engine(model, **{"device": "cpu", **options, **settings})
+    mla = engine.runner.pools.mla
+    assert mla is not None
+    for layer in mla.layer_ids:
+        mla.rows(layer).fill_(NAN)
+        if engine.runner.coordinator is not None:
+            engine.runner.coordinator.host_pages(layer).fill_(NAN)
+    return engine
+
+
+def tokens(engine: Engine, new: int = 10) -> list[list[int]]:
+    return [one.token_ids for one in engine.generate(prompts(), SamplingParams(max_tokens=new))]
+
+
+def check_nothing_left(engine: Engine) -> HiSparse:
+    """No row on the device, and no page but those of the prefix cache."""
+    hisparse = engine.runner.coordinator
+    assert hisparse is not None
+    assert [hisparse.hot_rows(row) for row in range(engine.runner.capacity.max_batch)] == [0] * 3
+    cached = 0 if engine.cache is None else len(engine.cache)
+    assert engine.runner.allocator.free_pages + cached == engine.runner.capacity.num_pages
+    return hisparse
+
+
+@pytest.fixture(scope="module")
+def expected() -> Callable[[str], list[list[int]]]:
+    """The tokens of a model without HiSparse."""
+    known: dict[str, list[list[int]]] = {}
+
+    def find(model: str = SPARSE[1]) -> list[list[int]]:
+        if model not in known:
+            known[model] = tokens(make(model, hot=None))
+        return known[model]
+
+    return find
+
+
+@pytest.mark.parametrize(("model", "hot"), [(SPARSE[0], 2 * TOPK), (SPARSE[1], TOPK)])
+def test_tokens_are_those_without_it(model, hot, expected):
+    """With prefix hits, and prefills in chunks beside requests that decode."""
+    engine = make(model, hot=hot)
+    assert tokens(engine) == expected(model)
+    assert engine.cache_statistics.hits
+    counted = check_nothing_left(engine).statistics()
+    assert 0 < counted.loaded < counted.read and counted.staged and counted.written
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"num_pages": 24, "overlap": True},
+        {"chunked_prefill_size": -1, "page_size": 16, "prefix_cache": False},
+    ],
+    ids=["preempted and overlapped", "whole prompts"],
+)
+def test_however_steps_are_made(settings, expected):
+    """The host pool that is exhausted preempts a request, as pages that lack always do."""
+    engine = make(**settings)
+    assert tokens(engine) == expected()
+    assert bool(engine.scheduler.preemptions) is ("num_pages" in settings)
+    check_nothing_left(engine)
+
+
+def test_replayed_steps_make_the_same_tokens(expected, monkeypatch: pytest.MonkeyPatch):
+    """Padded requests have no hot buffer. Captures are checked against eager runs, over rows in host memory."""
+    monkeypatch.setattr("attnplug_engine.runner.build_selection", build)
+    engine = captured(make(overlap=True), (2,))
+    assert tokens(engine) == expected()
+    assert engine.statistics.replayed_steps
+    check_nothing_left(engine)
+
+
+@pytest.mark.parametrize(
+    "speculation",
+    [
+        {"speculative_algorithm": "ngram", "speculative_num_steps": 2},
+        {"speculative_algorithm": "standalone", "speculative_draft_model": "tiny:glm_moe_dsa",
+         "speculative_num_steps": 2, "speculative_topk": 2, "speculative_num_draft_tokens": 4},
+    ],
+    ids=["chains", "trees of a sparse draft"],
+)  # fmt: skip
+def test_rows_that_are_verified_are_brought_in_together(speculation, expected, monkeypatch):
+    """Rejected rows are written again, accepted ones of a tree are moved on the host. A draft has no coordinator.
+
+    Rounds with trees are replayed.
+    """
+    nodes = speculation.get("speculative_num_draft_tokens", 3)
+    has_draft = "speculative_draft_model" in speculation
+    if has_draft:
+        for module in ("runner", "speculation.draft_runner"):
+            monkeypatch.setattr(f"attnplug_engine.{module}.build_selection", build)
+    engine = make(hot=TOPK * nodes, **speculation)
+    if has_draft:
+        assert engine.rounds.draft.backend.context.coordinator is None
+        captured(engine, (2,))
+    assert tokens(engine) == expected()
+    assert bool(engine.statistics.replayed_steps) is has_draft
+    check_nothing_left(engine)
+
+
+@INTERPRETED
+def test_kernels_serve_the_engines_batches(expected, monkeypatch):
+    """As they are planned: slots of requests that decode are a column of a table."""
+    from attnplug.hisparse import triton_swap
+
+    monkeypatch.setattr(triton_swap, "_MOST_COPIERS", 1)
+    engine = make(chunked_prefill_size=20)
+    hisparse = engine.runner.coordinator
+    hisparse._swap = triton_swap.TritonSwap(hisparse.pool, hisparse.host, hisparse.tables)
+    found = [one.token_ids for one in engine.generate(prompts()[1:3], SamplingParams(max_tokens=4))]
+    assert found == [tokens[:4] for tokens in expected()[1:3]]
+    check_nothing_left(engine)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no CUDA device")
+@pytest.mark.parametrize("more", [{}, {"speculative_algorithm": "ngram", "speculative_num_steps": 2}])
+def test_a_gpu_reads_and_writes_the_rows_on_the_host(more):
+    options = {"device": "cuda", "dtype": "float32", "attention_backend": "torch_native", **more}
+    plain, hot = make(hot=None, **options), make(hot=3 * TOPK, num_pages=24, **options)
+    assert tokens(hot) == tokens(plain)
+    assert hot.runner.coordinator.host.cells.is_pinned()
+    check_nothing_left(hot)
+
+
+def test_a_context_is_longer_than_what_the_device_holds(expected):
+    """Of each layer the device has a hot buffer, and one place for the layer that runs."""
+    prompt = torch.randint(0, 128, (500,), generator=torch.Generator().manual_seed(1)).tolist()
+    options = {"context_length": 512, "max_batch": 1, "page_size": 16, "chunked_prefill_size": 100}
+    wanted, found = (
+        make(hot=hot, **options).generate([prompt], SamplingParams(max_tokens=4))[0].token_ids for hot in (None, TOPK)
+    )
+    assert found == wanted
+    engine = make(hot=TOPK, **options)
+    pool = engine.runner.pools.mla
+    assert pool.nbytes < 0.4 * engine.runner.coordinator.host_nbytes and pool.sizes.buffer_size < 500
+
+
+def test_an_fp8_cache_is_moved_as_it_is_stored():
+    wanted, found = (tokens(make(hot=hot, kv_dtype=DType.FLOAT8_E4M3), 5) for hot in (None, TOPK))
+    assert found == wanted
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_random_walk_of_arrivals_aborts_and_failures_leaves_nothing(seed, expected, monkeypatch):
+    """Aborts in every state of a request, steps that fail in flight, and too few pages on the host."""
+    engine, known = make(num_pages=24, overlap=True), expected()
+    chance = random.Random(seed)
+    added: list[tuple[int, Request]] = []
+    launch = engine.runner.launch
+
+    def launching(step: Any) -> Any:
+        launched = launch(step)
+        if chance.random() < 0.05:
+            raise RuntimeError("lost")
+        if chance.random() < 0.1:
+            engine.abort(chance.choice(added)[1])
+        return launched
+
+    monkeypatch.setattr(engine.runner, "launch", launching)
+    while len(added) < 8 or engine.scheduler.has_work:
+        what = chance.random()
+        if what < 0.3 and len(added) < 8:
+            number = chance.randrange(len(prompts()))
+            added.append((number, engine.add(prompts()[number], SamplingParams(max_tokens=10))))
+        elif what < 0.35 and added:
+            engine.abort(chance.choice(added)[1])
+        else:
+            try:
+                engine.step()
+            except RuntimeError:
+                assert not engine.scheduler.in_flight
+                assert [engine.runner.coordinator.hot_rows(row) for row in range(3)] == [0] * 3
+    for number, request in added:
+        assert request.output == known[number][: len(request.output)]
+        assert request.finish_reason == "aborted" or request.output == known[number]
+    check_nothing_left(engine)
+
+
+# ---- what is refused ----
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"hisparse_config": {"device_buffer_size": 11}},
+            "device_buffer_size of 11, and the model's index chooses 12 ",
+        ),
+        (
+            {"hisparse_config": {"device_buffer_size": 40}, "speculative_algorithm": "ngram"},
+            "chooses 12 rows for each of 4 rows that are verified at once; give 48 or more",
+        ),
+        ({"hisparse_config": {"device_buffer_size": 1 << 15}}, "device_buffer_size of 32768; give 12 to 32767"),
+        (
+            {"hisparse_config": '{"top_k": 4}'},
+            "has 'top_k'; its keys are device_buffer_size, host_memory_gib; top_k is",
+        ),
+        ({"hisparse_config": "{"}, "'{' is no JSON"),
+        ({"hisparse_config": "[1]"}, r"is \[1\]; give an object with any of device_buffer_size, host_memory_gib"),
+        ({"hisparse_config": {"device_buffer_size": "many"}}, "device_buffer_size of 'many'; give a number of rows"),
+        ({"hisparse_config": {"host_memory_gib": 0}}, "host_memory_gib of 0; give a number above 0"),
+        ({"enable_hisparse": 1}, "`enable_hisparse` 1 is not allowed|enable_hisparse 1 is not allowed"),
+        ({"enable_hisparse": False, "hisparse_config": {}}, "hisparse_config.? is given, and HiSparse is off"),
+        ({"two_batch_overlap": True}, "one place on the device for the rows of the layer that runs"),
+        ({"model": "tiny:llama"}, r"layer 0 of tiny:llama \(mha\) has no index"),
+        ({"model": "tiny:deepseek_v3"}, r"layer 0 of tiny:deepseek_v3 \(mla\) has no index"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings, message):
+    options = {"model": SPARSE[1], "enable_hisparse": True, **settings}
+    with pytest.raises(UsageError, match=message):
+        Engine(options.pop("model"), device="cpu", **options)
+
+
+def test_host_memory_that_is_missing_is_told_with_how_much(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("attnplug_engine.options.available_memory", lambda: 2**20)
+    with pytest.raises(
+        PoolError, match=r"4096 pages of 4 tokens take 0\.01 GiB of host memory, and 0\.00 GiB are free"
+    ):
+        make(num_pages=4096)
+
+
+def test_pages_are_as_many_as_host_and_device_have_room_for(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("attnplug_engine.options.available_memory", lambda: 64_000)
+    row = 4 * 40  # bytes, in each of four layers
+    assert make().runner.capacity.num_pages == 64_000 // (4 * LAYERS * row)
+    monkeypatch.setattr("attnplug_engine.options._CPU_CACHE_BYTES", 1000)
+    with pytest.raises(PoolError, match="MiB on the device for hot buffers of 13 rows of 3 requests"):
+        make()
+
+
+def test_a_backend_that_reads_rows_by_the_page_table_is_refused(attnplug: Attnplug):
+    """By a fake backend's claims, see core; here all backends with sparse layers that are installed are judged."""
+    told = attnplug("explain", "--model", SPARSE[1], "--device", "cpu", "--enable-hisparse")
+    assert told.code == 0 and "decode: torch_native" in told.out
+    refused = attnplug("explain", "--model", "tiny:llama", "--device", "cpu", "--enable-hisparse")
+    assert refused.code == 2 and "--enable-hisparse keeps rows on the host" in refused.err
+
+
+def test_run_tells_the_hit_rate_and_what_was_moved(attnplug: Attnplug):
+    options = ("--model", SPARSE[0], "--device", "cpu", "--enable-hisparse", "--max-tokens", "6")
+    outcome = attnplug("run", *options, "--prompt", "a prompt of many tokens", "--ignore-eos")
+    assert outcome.code == 0 and "HiSparse: " in outcome.err, outcome.err
+    told = " ".join(outcome.err.split())
+    assert " rows hit, 0.0 MiB to the device, " in told and " MiB to the host" in told
+
+
+def test_options_are_read_when_they_are_given():
+    config = EngineOptions(enable_hisparse=True, hisparse_config='{"host_memory_gib": 1.5}').hisparse
+    assert config.host_room(2) == 3 << 29
