@@ -14,6 +14,8 @@ before it. Hence this kernel places everything explicitly, in Gluon, Triton's la
 
 What limits a step is the transfer of the next rows from L2 (72 KiB in 2.9 µs): there is no room for a third step.
 
+With ``SELECTED``, each row's slot is in the table, as in ``triton_attention``.
+
 The kernel replaces ``triton_attention``, with the same schedule, parts and merge. Every request has the same number of
 rows here, and parts are always left to the merging kernel. Triton's interpreter does not run Gluon: on a CPU this
 kernel is only compiled; its results are tested on a GPU.
@@ -45,13 +47,14 @@ def attend_wide(
     q_row, q_head, q_rope_row, q_rope_head, table_row, table_column, scale, out_scale,
     HEADS: gl.constexpr, RANK: gl.constexpr, ROPE: gl.constexpr, PAGE_SIZE: gl.constexpr, PAGE_STRIDE: gl.constexpr,
     SLOT_STRIDE: gl.constexpr, INVARIANT: gl.constexpr, LSE: gl.constexpr, APART: gl.constexpr,
-    OVERLAP: gl.constexpr,
+    OVERLAP: gl.constexpr, SELECTED: gl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()  # the next kernel may start, and waits for our last store
     TILE: gl.constexpr = 64
     STEP: gl.constexpr = 64
-    ONE_PAGE: gl.constexpr = PAGE_SIZE % STEP == 0
+    ONE_PAGE: gl.constexpr = PAGE_SIZE % STEP == 0 and not SELECTED
+    TABLE_PAGE: gl.constexpr = 1 if SELECTED else PAGE_SIZE
     TYPE: gl.constexpr = q.dtype.element_ty
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, STEP // 2, 16])
@@ -75,6 +78,8 @@ def attend_wide(
             at, stop, kv_len, prefix, new, unit, units, tile_start, tile, HEADS, TILE, STEP, INVARIANT
         )
         table = page_table + request.to(gl.int64) * table_row
+        if SELECTED and OVERLAP and at == start:
+            gdc_wait()  # the table, too, may be new
 
         q_number = tile * TILE + slot
         query, head = (begin + q_number // HEADS).to(gl.int64), q_number % HEADS
@@ -86,8 +91,8 @@ def attend_wide(
             page = first_page
         else:
             token = first_token + slot
-            page = gl.load(table + token // PAGE_SIZE * table_column, mask=token < end_token, other=0)
-        if OVERLAP and at == start:
+            page = gl.load(table + token // TABLE_PAGE * table_column, mask=token < end_token, other=-1)
+        if OVERLAP and at == start and not SELECTED:
             gdc_wait()  # for queries and cache rows; schedule and page table are older
         _ask_for(q_shared, q_rope_shared, q_at, q_rope_at, q_number < new * HEADS, column, rope_column, ROPE)
 
@@ -107,28 +112,39 @@ def attend_wide(
                 fence_async_shared()  # wgmma reads through another proxy than copies write
             if ahead < end_token:
                 token = ahead + slot
+                there = token < end_token
                 if ONE_PAGE:
                     rows_at = cache + page.to(gl.int64) * PAGE_STRIDE + ahead % PAGE_SIZE * SLOT_STRIDE
                     rows_at = rows_at + slot * SLOT_STRIDE
                     beyond = ahead + STEP
+                elif SELECTED:
+                    there = there & (page >= 0)
+                    rows_at = cache + (page // PAGE_SIZE).to(gl.int64) * PAGE_STRIDE + page % PAGE_SIZE * SLOT_STRIDE
+                    beyond = token + STEP
                 else:
                     rows_at = cache + page.to(gl.int64) * PAGE_STRIDE + token % PAGE_SIZE * SLOT_STRIDE
                     beyond = token + STEP
                 _ask_for(
                     rows_shared.index(1 - buffer), rope_shared.index(1 - buffer), rows_at, rows_at + RANK,
-                    token < end_token, column, rope_column, ROPE,
+                    there, column, rope_column, ROPE,
                 )  # fmt: skip
-                page = gl.load(table + beyond // PAGE_SIZE * table_column, mask=beyond < end_token, other=0)
+                page = gl.load(table + beyond // TABLE_PAGE * table_column, mask=beyond < end_token, other=-1)
             async_copy.commit_group()
             if first >= first_token:
                 rows = rows_shared.index(buffer)
+                its_token = first + position
+                if SELECTED:
+                    chosen = gl.load(table + its_token * table_column, mask=its_token < end_token, other=-1)
                 dot = warpgroup_mma(q_shared, rows.permute((1, 0)), nothing, use_acc=False, is_async=True)
                 if ROPE > 0:
                     dot = warpgroup_mma(
                         q_rope_shared, rope_shared.index(buffer).permute((1, 0)), dot, is_async=True
                     )  # fmt: skip
                 dot = warpgroup_mma_wait(0, deps=(dot,))
-                logits = gl.where((first + position)[None, :] < seen[:, None], dot * scale, float("-inf"))
+                visible = its_token[None, :] < seen[:, None]
+                if SELECTED:
+                    visible = visible & (chosen >= 0)[None, :]
+                logits = gl.where(visible, dot * scale, float("-inf"))
                 higher = gl.maximum(top, gl.max(logits, 1))
                 base = gl.where(higher == float("-inf"), 0.0, higher)
                 weights, kept = gl.exp2(logits - base[:, None]), gl.exp2(top - base)
@@ -168,7 +184,7 @@ def attend_wide(
         if at < stop:
             at, end, kv_len, prefix, begin, new, unit, units, request, tile_start, tile, first_page = next_tile(
                 at, end, kv_len, prefix, begin, new, unit, units, request, numbers, lead,
-                page_table, table_row, table_column, HEADS, TILE, STEP, PAGE_SIZE,
+                page_table, table_row, table_column, HEADS, TILE, STEP, TABLE_PAGE,
             )  # fmt: skip
     if OVERLAP:
         gdc_wait()  # also without work: the next kernel waits for this one alone
