@@ -73,7 +73,6 @@ class TritonMLABackend(SparseAttention):
         *,
         choose: Callable[..., Configuration] = choose,
         multiprocessors: int | None = None,
-        group: int | None = None,
     ) -> None:
         super().__init__(context)
         options = context.options_of(TritonMLAOptions)
@@ -100,9 +99,9 @@ class TritonMLABackend(SparseAttention):
             Scratch(context.name, context.workspace, device, rank, rows, lane) for lane in range(context.limits.lanes)
         ]
         self._selects_slots = context.coordinator is None
-        self._sparse = self._sparse_layers(context, group)
+        self._sparse = self._sparse_layers(context)
 
-    def _sparse_layers(self, context: BackendContext, group: int | None) -> SparseLayers | None:
+    def _sparse_layers(self, context: BackendContext) -> SparseLayers | None:
         indexers = [layer.indexer for layer in context.model.layers if layer.indexer is not None]
         if not indexers:
             return None
@@ -121,7 +120,6 @@ class TritonMLABackend(SparseAttention):
             invariant=self._invariant,
             choose=lambda rows: self._configuration(self._heads, rows, topk),
             choose_index=lambda queries: choose_index(queries, heads, self._room),
-            group=group,
         )
 
     # Planning

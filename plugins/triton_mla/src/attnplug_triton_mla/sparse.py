@@ -103,17 +103,15 @@ class SparseLayers:
         invariant: bool,
         choose: Callable[[int], Configuration],
         choose_index: Callable[[int], Configuration],
-        group: int | None = None,
-        most_bytes: int = MOST_BYTES,
     ) -> None:
         """``choose`` gives attention's configuration for so many rows, ``choose_index`` that of the index for so many
         new tokens per request. Batches have up to ``rows`` rows, and requests up to ``longest`` cache rows."""
         self._device, self._topk, self._heads, self._page_size = device, topk, heads, page_size
         self._multiprocessors, self._invariant = multiprocessors, invariant
         self._choose, self._choose_index = choose, choose_index
-        self._group = group_of(topk, longest) if group is None else group
+        self._group = group_of(topk, longest)
         row_bytes = IndexMemory.row_bytes(longest, self._group)
-        self._nbytes = row_bytes * min(rows, max(most_bytes // row_bytes, 1))
+        self._nbytes = row_bytes * min(rows, max(MOST_BYTES // row_bytes, 1))
         self._request = lambda lane, nbytes: workspace.request(name, device, SCRATCH, nbytes, lane=lane)
         for lane in range(lanes):
             self._request(lane, self._nbytes)
