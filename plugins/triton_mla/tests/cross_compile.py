@@ -17,7 +17,7 @@ import triton
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from attnplug_triton_mla.configurations import ENTRIES, INDEX_TILES, RAGGED, Configuration, Room, choose_index
+from attnplug_triton_mla.configurations import ENTRIES, RAGGED, Configuration, Room, choose_index
 from attnplug_triton_mla.gluon_low import attend_low
 from attnplug_triton_mla.gluon_wide import attend_wide
 from attnplug_triton_mla.triton_attention import attend as attend_triton
@@ -163,7 +163,15 @@ def best(sm: int, tree: bool = False, topk: int = 2048, group: int = 8):
 
 
 def around_index(sm: int) -> Iterator[tuple[str, Any]]:
-    yield "spread", compiled(_spread, sm, {"ROWS": 32, "BLOCK": 16}, {}, )
+    yield (
+        "spread",
+        compiled(
+            _spread,
+            sm,
+            {"ROWS": 32, "BLOCK": 16},
+            {},
+        ),
+    )
     constants = {"table_column": 1, "PAGE_SIZE": PAGE, "CHUNK": 1024}
     yield "translate", compiled(_translate, sm, constants, {}, slots="*i32")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +21,7 @@ from attnplug import (
     SelectedSlots,
 )
 from attnplug.host import Coordinator, KVPools, MLADims, torch_dtype
-from interpreted_mla import build, small
+from interpreted_mla import build
 from support.batches import captured, padded_tree, static_tree, with_plan
 from support.devices import DEVICES, nothing_is_zero_by_chance, nothing_waits
 from support.sparse_scene import LAYER, NAN, SHARED, SparseCase, SparseScene
@@ -355,8 +354,3 @@ def _only(whole: SparseScene, stage: SparseScene, request: int) -> SparseScene:
     stage.store(stage.mla.rows(LAYER).squeeze(2), stage.rows)
     stage.store(stage.keys.keys(LAYER), stage.index_rows)
     return stage
-
-
-# ---- on a GPU, as transformers ----
-
-Check = Callable[..., None]

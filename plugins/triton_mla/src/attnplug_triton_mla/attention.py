@@ -75,7 +75,8 @@ def launch_attend(
     With ``q_rope`` ``[rows, heads, rope]``, q is ``[rows, heads, rank]``. ``tree`` ``[requests, queries]`` int64 is for
     the Triton kernel alone: no other is scheduled for trees.
     If rows are ``selected``, ``page_table`` holds the slots of each query row, -1 for none, and the schedule has each
-    query row as a request. Tiles of several parts are left in ``partials`` for ``launch_merge`` where the schedule says so.
+    query row as a request.
+    Tiles of several parts are left in ``partials`` for ``launch_merge`` where the schedule says so.
     """
     configuration, pages = schedule.configuration, cache.pages
     multiple_of = 1 if configuration.kernel == "triton" else _COPIED

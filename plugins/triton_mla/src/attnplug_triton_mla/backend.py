@@ -205,7 +205,6 @@ class TritonMLABackend(SparseAttention):
             launch_merge(partials, out, lse, schedule, cache.scale)
         return out
 
-
     def _attend_selected(
         self,
         q: Tensor,

@@ -52,8 +52,8 @@ def _ask_for(to, at, there, offset, COPY: gl.constexpr):
 def _page_of(
     table, table_column, token, end_token, COPY: gl.constexpr, STEP: gl.constexpr, PAGE_SIZE: gl.constexpr
 ):  # fmt: skip
-    """The page of the step that starts at ``token``, or the page of each of its rows; their slots, if pages in the table
-    have one row."""
+    """The page of the step that starts at ``token``, or the page of each of its rows. If pages have one row, these are
+    slots."""
     if PAGE_SIZE % STEP != 0:
         token += _rows_of(COPY, STEP)
     return gl.load(table + token // PAGE_SIZE * table_column, mask=token < end_token, other=-1)

@@ -64,8 +64,8 @@ def _rounded(count: int) -> int:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Block:
-    """Rows of a batch that are scored at once. ``infos`` ``[rows, 2]`` has each row's request in the block, and how many
-    cache rows it sees; ``counts`` ``[rows]`` how many it chooses."""
+    """Rows of a batch that are scored at once. ``infos`` ``[rows, 2]`` has each row's request in the block, and how
+    many cache rows it sees; ``counts`` ``[rows]`` how many it chooses."""
 
     rows: slice
     requests: slice
@@ -112,14 +112,17 @@ class SparseLayers:
         self._group = group_of(topk, longest)
         row_bytes = IndexMemory.row_bytes(longest, self._group)
         self._nbytes = row_bytes * min(rows, max(MOST_BYTES // row_bytes, 1))
-        self._request = lambda lane, nbytes: workspace.request(name, device, SCRATCH, nbytes, lane=lane)
+        self._name, self._workspace = name, workspace
         for lane in range(lanes):
-            self._request(lane, self._nbytes)
+            self._buffer(lane, self._nbytes)
+
+    def _buffer(self, lane: int, nbytes: int) -> Tensor:
+        return self._workspace.request(self._name, self._device, SCRATCH, nbytes, lane=lane).buffer
 
     # Planning
 
     def reserve(self, geometry: Geometry, scratch: Scratch, queries: int) -> SparsePlan:
-        """Memory for a batch's plan, still to be filled. ``queries`` is 0 if requests have different numbers of rows."""
+        """Memory for a batch's plan, still to be filled. ``queries`` is 0 if the number differs."""
         tokens = geometry.page_table.shape[1] * self._page_size
         width = tokens if geometry.captured else min(geometry.max_seq_len, tokens)
         return SparsePlan(tuple(self._blocks(geometry, scratch, queries, width)), width)
@@ -141,11 +144,9 @@ class SparseLayers:
             attention = Schedule.reserve(shape, self._choose(rows), self._multiprocessors, device)
             numbers = torch.empty(3, rows, dtype=torch.int32, device=device)
             partials = scratch.partials(attention.partial_slots, attention.configuration.tile)
-            buffer = self._request(geometry.lane, rows * row_bytes).buffer
-            memory = IndexMemory.of(buffer, rows, width, self._group)
-            yield Block(
-                slice(first, first + rows), mine, index, attention, numbers[:2].view(rows, 2), numbers[2], memory, partials
-            )
+            memory = IndexMemory.of(self._buffer(geometry.lane, rows * row_bytes), rows, width, self._group)
+            infos, counts = numbers[:2].view(rows, 2), numbers[2]
+            yield Block(slice(first, first + rows), mine, index, attention, infos, counts, memory, partials)
 
     def fill(self, plan: SparsePlan, geometry: Geometry) -> None:
         """From the lengths on the device, by launches that wait for nothing."""

@@ -21,8 +21,8 @@ thousand, with one warp per scheduler) and for loads that depend on each other (
   result straight to the output if it has a tile to itself.
 - Anything may follow a request's rows, even NaN. It is neither loaded (zeros take its place, since zero times NaN is
   NaN) nor seen (its logits are -inf).
-- With ``SELECTED``, every query token is a request of its own, and the table holds its cache rows' slots, one by one. The
-  kernel just before may have written the table, so all of it is read after the wait. A slot of -1 is no row.
+- With ``SELECTED``, every query token is a request of its own, and the table holds the slots of its cache rows, one by
+  one. The kernel just before may have written the table, so it is read after the wait. A slot of -1 is no row.
 - With ``TREE``, a new row sees those of the new rows that its bits name. Steps that reach new rows are a loop of their
   own, which tests the bits: steps before them are as fast as without a tree.
 """

@@ -59,9 +59,10 @@ def launch_spread(schedule: Schedule, infos: Tensor, counts: Tensor, topk: int, 
     )
 
 
-@triton.jit(
-    do_not_specialize=["requests", "topk", "width", "table_row", "score_units", "group_units", "weights_row", "tree_row"]
-)
+_VARIED = ("requests", "topk", "width", "table_row", "score_units", "group_units", "weights_row", "tree_row")
+
+
+@triton.jit(do_not_specialize=_VARIED)
 def score(
     q, weights, keys, page_table, tree, scores, groups, numbers, requests, topk, width, q_row, q_head, weights_row,
     table_row, table_column, tree_row, tree_column, score_units, group_units, scale,
@@ -106,11 +107,10 @@ def score(
             q + (place * q_row + head * q_head)[:, None] + dim[None, :], mask=live[:, None] & (dim < DIM)[None, :],
             other=0.0,
         )  # fmt: skip
-        if FLOAT8:
-            if q.dtype.element_ty != tl.float16:
-                largest = tl.max(tl.abs(queries.to(tl.float32)), 1)
-                power = tl.exp2(tl.floor(tl.log2(tl.maximum(largest, 1e-30))))
-                queries, by_head = (queries / power[:, None]).to(tl.float16), by_head * power
+        if FLOAT8 and q.dtype.element_ty != tl.float16:
+            largest = tl.max(tl.abs(queries.to(tl.float32)), 1)
+            power = tl.exp2(tl.floor(tl.log2(tl.maximum(largest, 1e-30))))
+            queries, by_head = (queries / power[:, None]).to(tl.float16), by_head * power
         queries = tl.trans(queries)
         if TREE:
             bits = tl.load(
@@ -184,7 +184,7 @@ def launch_score(
     ``keys`` is ``[pages, page_size, dim]``, or bytes ``[pages, page bytes]``. Rows that need no score are left as they
     are.
     """
-    rows, heads, dim = q.shape
+    _, heads, dim = q.shape
     configuration = schedule.configuration
     all_heads = max(triton.next_power_of_2(heads), 16 // configuration.tile)
     score[(schedule.programs,)](
