@@ -28,6 +28,8 @@ from attnplug_triton_mla.triton_topk import _translate, choose
 from support import ahead
 
 RANK, ROPE, PAGE = 512, 64, 64
+SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
+"""What a program can have of shared memory, by SM."""
 POINTERS = {
     **dict.fromkeys(("lse", "partials", "partial_weights", "weights", "scores", "groups"), "*fp32"),
     **dict.fromkeys(("page_table", "counters", "numbers", "seq_lens", "new_lens", "infos", "counts"), "*i32"),
@@ -124,7 +126,7 @@ def plan(sm: int, cut: dict[str, object], queries: int, parts: int, block: int):
 
 
 def index(sm: int, queries: int, q: str, keys: str, tree: bool = False):
-    cut = choose_index(queries, 64, Room(sm, 0, 0, 0))
+    cut = choose_index(queries, 64, 128, Room(sm, SHARED[sm], 0, 0))
     constants = {
         "table_column": 1,
         "tree_column": 1,
@@ -220,6 +222,10 @@ def every_kernel(cases: list[dict[str, Any]]) -> Iterator[tuple[int, str, Any]]:
         yield sm, "plan", plan(sm, case["cut"], queries=1, parts=0, block=16)
         yield sm, "plan of different rows", plan(sm, case["cut"], queries=0, parts=0, block=16)
         yield sm, "merge", merge(sm, case["cut"], case["q"])
+        if sm in (80, 90):
+            yield sm, "index", index(sm, 0, "bf16", "u8" if sm == 90 else "bf16", tree=sm == 80)
+            yield sm, "best", best(sm, topk=256, tree=sm == 80)
+            yield from ((sm, "around the index", made) for _, made in around_index(sm))
 
 
 def main(asked: str) -> None:

@@ -105,7 +105,8 @@ class TritonMLABackend(SparseAttention):
         indexers = [layer.indexer for layer in context.model.layers if layer.indexer is not None]
         if not indexers:
             return None
-        limits, topk, heads = context.limits, max(dims.topk for dims in indexers), max(dims.heads for dims in indexers)
+        limits, topk = context.limits, max(dims.topk for dims in indexers)
+        heads, dim = max(dims.heads for dims in indexers), max(dims.head_dim for dims in indexers)
         return SparseLayers(
             context.name,
             context.workspace,
@@ -119,7 +120,7 @@ class TritonMLABackend(SparseAttention):
             multiprocessors=self._multiprocessors,
             invariant=self._invariant,
             choose=lambda rows: self._configuration(self._heads, rows, topk),
-            choose_index=lambda queries: choose_index(queries, heads, self._room),
+            choose_index=lambda queries: choose_index(queries, heads, dim, self._room),
         )
 
     # Planning

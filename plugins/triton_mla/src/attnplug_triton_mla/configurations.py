@@ -112,12 +112,22 @@ def choose(rows: int, requests: int, tokens: int, *, fp8: bool, invariant: bool)
     return replace(found, least_steps=_INVARIANT_STEPS) if invariant else found
 
 
-def choose_index(queries: int, heads: int, room: Room | None) -> Configuration:
-    """How scores of an index with ``heads`` are cut, for so many new tokens per request, 0 if they differ."""
+def choose_index(queries: int, heads: int, dim: int, room: Room | None) -> Configuration:
+    """How the scores of an index of ``heads`` × ``dim`` are cut, for so many new tokens per request, 0 if that differs.
+
+    The compiler takes shared memory for a tile's queries, and for the keys of all stages, in 16 bits.
+    """
     tile = max(size for size in INDEX_TILES if size <= (queries or 4) and (size == 1 or size * heads <= _INDEX_COLUMNS))
     found = INDEX_TILES[tile]
-    if room is not None and room.sm < 90:
-        found = replace(found, step=64, stages=min(found.stages, 3))
+    while room is not None and 2 * dim * (found.tile * heads + found.stages * found.step) + 2048 > room.shared_bytes:
+        if found.stages > 2:
+            found = replace(found, stages=found.stages - 1)
+        elif found.step > 64:
+            found = replace(found, step=found.step // 2)
+        elif found.tile > 1:
+            found = replace(found, tile=found.tile // 2)
+        else:
+            break
     return found
 
 
