@@ -198,6 +198,7 @@ class Sparse:
             group=self._group,
             page_size=PAGE,
             slots=True,
+            overlap=block.index.configuration.overlap,
         )
 
     def attend(self, number: int) -> Tensor:

@@ -160,8 +160,10 @@ def best(sm: int, tree: bool = False, topk: int = 2048, group: int = 8):
         "PAGE_SIZE": PAGE,
         "SLOTS": True,
         "TREE": tree,
+        "OVERLAP": sm >= 90,
     }
-    return compiled(choose, sm, constants, {"num_warps": min(max(block // 1024, 4), 16)})
+    options = {"num_warps": min(max(block // 1024, 4), 16), "launch_pdl": sm >= 90}
+    return compiled(choose, sm, constants, options)
 
 
 def around_index(sm: int) -> Iterator[tuple[str, Any]]:

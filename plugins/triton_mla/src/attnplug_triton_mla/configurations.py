@@ -118,7 +118,7 @@ def choose_index(queries: int, heads: int, dim: int, room: Room | None) -> Confi
     The compiler takes shared memory for a tile's queries, and for the keys of all stages, in 16 bits.
     """
     tile = max(size for size in INDEX_TILES if size <= (queries or 4) and (size == 1 or size * heads <= _INDEX_COLUMNS))
-    found = INDEX_TILES[tile]
+    found = replace(INDEX_TILES[tile], overlap=room is not None and room.sm >= 90)
     while room is not None and 2 * dim * (found.tile * heads + found.stages * found.step) + 2048 > room.shared_bytes:
         if found.stages > 2:
             found = replace(found, stages=found.stages - 1)

@@ -207,6 +207,7 @@ class SparseLayers:
                 group=self._group,
                 page_size=self._page_size,
                 slots=slots,
+                overlap=block.index.configuration.overlap,
             )
         return SelectedSlots(chosen) if slots else SelectedPositions(chosen)
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug_triton_mla.triton_index import UNIT
 
@@ -141,8 +142,10 @@ def choose(
     scores, groups, group_list, candidates, infos, page_table, tree, chosen, table_row, table_column,
     tree_row, tree_column, queries, score_units, group_units,
     TOPK: tl.constexpr, GROUP: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, SLOTS: tl.constexpr, TREE: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, SLOTS: tl.constexpr, TREE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        gdc_launch_dependents()
     row = tl.program_id(0)
     request, seen = tl.load(infos + 2 * row), tl.load(infos + 2 * row + 1)
     table = page_table + request.to(tl.int64) * table_row
@@ -156,6 +159,8 @@ def choose(
         ancestors = tl.sum((bits >> tl.arange(0, 64).to(tl.int64)) & 1, 0).to(tl.int32)
         wanted = tl.where(seen > 0, tl.minimum(seen - own - 1 + ancestors, TOPK), 0)
         choice = seen > 0
+    if OVERLAP:
+        gdc_wait()  # for scores; page table and rows' requests are older
     for first in range(0, TOPK, CHUNK):
         place = first + tl.arange(0, CHUNK)
         taken = place < tl.where(choice, 0, wanted)
@@ -251,11 +256,12 @@ def launch_choose(
     group: int,
     page_size: int,
     slots: bool,
+    overlap: bool,
 ) -> None:
     """The best rows ``chosen`` ``[rows, topk]`` int32, -1 at the end: positions, or ``slots``.
 
     ``infos`` ``[rows, 2]`` are from ``launch_spread``. ``group_list`` and ``candidates`` are memory like ``groups`` and
-    ``scores``, of int32.
+    ``scores``, of int32. With ``overlap`` it is launched while the kernel before still runs (SM 90 and newer).
     """
     rows, topk = chosen.shape
     block = min(max(triton.next_power_of_2(group * topk), 16), _LARGEST_BLOCK)
@@ -282,5 +288,7 @@ def launch_choose(
         PAGE_SIZE=page_size,
         SLOTS=slots,
         TREE=tree is not None,
+        OVERLAP=overlap,
         num_warps=min(max(block // 1024, 4), 16),
+        **({"launch_pdl": True} if overlap else {}),
     )
