@@ -29,7 +29,15 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnplug_triton_mla.gluon_tools import begin_stretch, copy, log2_sum, next_tile, rows_of_part, slot_of_part
+from attnplug_triton_mla.gluon_tools import (
+    barrier,
+    begin_stretch,
+    copy,
+    log2_sum,
+    next_tile,
+    rows_of_part,
+    slot_of_part,
+)
 from attnplug_triton_mla.triton_merge import LN_2
 
 
@@ -39,6 +47,59 @@ def _ask_for(to, to_rope, at, rope_at, there, column, rope_column, ROPE: gl.cons
     copy(to, at[:, None] + column[None, :], mask=there[:, None])
     if ROPE > 0:
         copy(to_rope, rope_at[:, None] + rope_column[None, :], mask=there[:, None])
+
+
+@gluon.jit
+def _ask_for_step(
+    to, to_rope, cache, table, table_column, page, first, end_token, slot, column, rope_column,
+    RANK: gl.constexpr, ROPE: gl.constexpr, PAGE_SIZE: gl.constexpr, PAGE_STRIDE: gl.constexpr,
+    SLOT_STRIDE: gl.constexpr, SELECTED: gl.constexpr,
+):  # fmt: skip
+    """Request a step's rows, whose page or pages are known. Returns those of the step after it."""
+    STEP: gl.constexpr = to.shape[0]
+    token = first + slot
+    there = token < end_token
+    if SELECTED:
+        there = there & (page >= 0)
+        rows_at = cache + (page // PAGE_SIZE).to(gl.int64) * PAGE_STRIDE + page % PAGE_SIZE * SLOT_STRIDE
+        next_at, ahead = table + (token + STEP) * table_column, token + STEP
+    elif PAGE_SIZE % STEP == 0:
+        rows_at = cache + page.to(gl.int64) * PAGE_STRIDE + (first % PAGE_SIZE + slot) * SLOT_STRIDE
+        next_at, ahead = table + (first + STEP) // PAGE_SIZE * table_column, first + STEP
+    else:
+        rows_at = cache + page.to(gl.int64) * PAGE_STRIDE + token % PAGE_SIZE * SLOT_STRIDE
+        next_at, ahead = table + (token + STEP) // PAGE_SIZE * table_column, token + STEP
+    _ask_for(to, to_rope, rows_at, rows_at + RANK, there, column, rope_column, ROPE)
+    async_copy.commit_group()
+    return gl.load(next_at, mask=ahead < end_token, other=-1)
+
+
+@gluon.jit
+def _products(q, q_rope, rows, rope, nothing, ROPE: gl.constexpr):
+    """Queries by a step's rows, still being computed: one product, or two."""
+    dot = warpgroup_mma(q, rows.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    if ROPE > 0:
+        dot = warpgroup_mma(q_rope, rope.permute((1, 0)), dot, is_async=True)
+    return dot
+
+
+@gluon.jit
+def _visible(token, seen, table, table_column, end_token, SELECTED: gl.constexpr):
+    visible = token[None, :] < seen[:, None]
+    if SELECTED:
+        chosen = gl.load(table + token * table_column, mask=token < end_token, other=-1)
+        visible = visible & (chosen >= 0)[None, :]
+    return visible
+
+
+@gluon.jit
+def _weigh(dot, visible, scale, top, totals):
+    """The weights of a step, the largest logit so far, sums of weights, and the factor of what was summed up before."""
+    logits = gl.where(visible, dot * scale, float("-inf"))
+    higher = gl.maximum(top, gl.max(logits, 1))
+    base = gl.where(higher == float("-inf"), 0.0, higher)
+    weights, kept = gl.exp2(logits - base[:, None]), gl.exp2(top - base)
+    return weights, higher, totals * kept[:, None] + weights, kept
 
 
 @gluon.jit(do_not_specialize=["requests", "programs", "partial_slots", "table_row"])
@@ -103,63 +164,48 @@ def attend_wide(
         totals = gl.full([TILE, STEP], 0.0, gl.float32, LOGITS)
         sums = gl.full([TILE, RANK], 0.0, gl.float32, SUMS)
         nothing = gl.full([TILE, STEP], 0.0, gl.float32, LOGITS)
+        page = _ask_for_step(
+            rows_shared.index(0), rope_shared.index(0), cache, table, table_column, page, first_token, end_token,
+            slot, column, rope_column, RANK, ROPE, PAGE_SIZE, PAGE_STRIDE, SLOT_STRIDE, SELECTED,
+        )  # fmt: skip
+        page = _ask_for_step(
+            rows_shared.index(1), rope_shared.index(1), cache, table, table_column, page, first_token + STEP, end_token,
+            slot, column, rope_column, RANK, ROPE, PAGE_SIZE, PAGE_STRIDE, SLOT_STRIDE, SELECTED,
+        )  # fmt: skip
+        async_copy.wait_group(1)
+        fence_async_shared()  # wgmma reads through another proxy than copies write
+        dot = _products(q_shared, q_rope_shared, rows_shared.index(0), rope_shared.index(0), nothing, ROPE)
+        visible = _visible(first_token + position, seen, table, table_column, end_token, SELECTED)
+        dot = warpgroup_mma_wait(0, deps=(dot,))
+        weights, top, totals, kept = _weigh(dot, visible, scale, top, totals)
+        weights_shared.store(weights.to(TYPE))
         buffer = 0
-        # Each round requests the next step's rows and then does its own step; the first one only requests.
-        for first in range(first_token - STEP, end_token, STEP):
-            ahead = first + STEP
-            if first >= first_token:
-                async_copy.wait_group(0)
-                fence_async_shared()  # wgmma reads through another proxy than copies write
-            if ahead < end_token:
-                token = ahead + slot
-                there = token < end_token
-                if ONE_PAGE:
-                    rows_at = cache + page.to(gl.int64) * PAGE_STRIDE + ahead % PAGE_SIZE * SLOT_STRIDE
-                    rows_at = rows_at + slot * SLOT_STRIDE
-                    beyond = ahead + STEP
-                elif SELECTED:
-                    there = there & (page >= 0)
-                    rows_at = cache + (page // PAGE_SIZE).to(gl.int64) * PAGE_STRIDE + page % PAGE_SIZE * SLOT_STRIDE
-                    beyond = token + STEP
-                else:
-                    rows_at = cache + page.to(gl.int64) * PAGE_STRIDE + token % PAGE_SIZE * SLOT_STRIDE
-                    beyond = token + STEP
-                _ask_for(
-                    rows_shared.index(1 - buffer), rope_shared.index(1 - buffer), rows_at, rows_at + RANK,
-                    there, column, rope_column, ROPE,
-                )  # fmt: skip
-                page = gl.load(table + beyond // TABLE_PAGE * table_column, mask=beyond < end_token, other=-1)
-            async_copy.commit_group()
-            if first >= first_token:
-                rows = rows_shared.index(buffer)
-                its_token = first + position
-                if SELECTED:
-                    chosen = gl.load(table + its_token * table_column, mask=its_token < end_token, other=-1)
-                dot = warpgroup_mma(q_shared, rows.permute((1, 0)), nothing, use_acc=False, is_async=True)
-                if ROPE > 0:
-                    dot = warpgroup_mma(
-                        q_rope_shared, rope_shared.index(buffer).permute((1, 0)), dot, is_async=True
-                    )  # fmt: skip
-                dot = warpgroup_mma_wait(0, deps=(dot,))
-                visible = its_token[None, :] < seen[:, None]
-                if SELECTED:
-                    visible = visible & (chosen >= 0)[None, :]
-                logits = gl.where(visible, dot * scale, float("-inf"))
-                higher = gl.maximum(top, gl.max(logits, 1))
-                base = gl.where(higher == float("-inf"), 0.0, higher)
-                weights, kept = gl.exp2(logits - base[:, None]), gl.exp2(top - base)
-                totals = totals * kept[:, None] + weights
-                top = higher
-                weights_shared.store(weights.to(TYPE))
-                fence_async_shared()
-                sums = sums * gl.convert_layout(kept, gl.SliceLayout(1, SUMS))[:, None]
-                sums = warpgroup_mma(weights_shared, rows, sums, is_async=True)
-                sums = warpgroup_mma_wait(0, deps=(sums,))
+        # Each round adds a step's values and computes the next one's logits, one product after the other.
+        for first in range(first_token, end_token - STEP, STEP):
+            fence_async_shared()
+            added = warpgroup_mma(weights_shared, rows_shared.index(buffer), sums, is_async=True)
+            async_copy.wait_group(0)
+            fence_async_shared()
+            dot = _products(
+                q_shared, q_rope_shared, rows_shared.index(1 - buffer), rope_shared.index(1 - buffer), nothing, ROPE
+            )  # fmt: skip
+            visible = _visible(first + STEP + position, seen, table, table_column, end_token, SELECTED)
+            sums = warpgroup_mma_wait(2 if ROPE > 0 else 1, deps=(added,))
+            barrier()  # no warp reads the step's rows and weights any more
+            page = _ask_for_step(
+                rows_shared.index(buffer), rope_shared.index(buffer), cache, table, table_column, page,
+                first + 2 * STEP, end_token, slot, column, rope_column,
+                RANK, ROPE, PAGE_SIZE, PAGE_STRIDE, SLOT_STRIDE, SELECTED,
+            )  # fmt: skip
+            dot = warpgroup_mma_wait(0, deps=(dot,))
+            weights, top, totals, kept = _weigh(dot, visible, scale, top, totals)
+            weights_shared.store(weights.to(TYPE))
+            sums = sums * gl.convert_layout(kept, gl.SliceLayout(1, SUMS))[:, None]
             buffer = 1 - buffer
-        # Without any step nobody has waited for the queries: those of the next tile, in the same place, could arrive
-        # first.
-        async_copy.commit_group()
-        async_copy.wait_group(0)
+        fence_async_shared()
+        added = warpgroup_mma(weights_shared, rows_shared.index(buffer), sums, is_async=True)
+        sums = warpgroup_mma_wait(0, deps=(added,))
+        async_copy.wait_group(0)  # before the next tile's queries and rows come to the same place
 
         live = row < new * HEADS
         number = gl.arange(0, TILE, gl.SliceLayout(1, SUMS))
