@@ -62,7 +62,7 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that short rows have more groups of scores than they choose."""
     import attnplug_triton_mla.sparse as sparse
 
-    monkeypatch.setattr(sparse, "group_of", lambda topk, longest: 2)
+    monkeypatch.setattr(sparse, "group_of", lambda longest: 2)
 
 
 def scene(case: SparseCase, device: str = "cpu", **changes: Any) -> SparseScene:

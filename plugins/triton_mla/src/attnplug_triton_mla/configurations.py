@@ -84,8 +84,8 @@ TABLE_FP8: Table = (
 _TALL = Configuration(32, 64, 8, 3, merge_parts=16, merge_columns=512, overlap=True)
 RAGGED = replace(_TALL, merge="last", merge_columns=128, part_cost=0.25)
 """For batches whose requests have different numbers of rows, as in a prefill."""
-_INDEX = Configuration(1, 128, 4, 4, programs=2, least_steps=2)
-INDEX_TILES = {1: _INDEX, 2: replace(_INDEX, tile=2, warps=8, stages=3), 4: replace(_INDEX, tile=4, warps=8, stages=3)}
+_INDEX = Configuration(1, 64, 4, 4, programs=2)
+INDEX_TILES = {1: _INDEX, 2: replace(_INDEX, tile=2, stages=3), 4: Configuration(4, 128, 8, 3)}
 """Of the index, by the new tokens that share a read of its keys. Tiles are of tokens with all their heads."""
 _INDEX_COLUMNS = 256
 """The most heads of a tile's tokens."""

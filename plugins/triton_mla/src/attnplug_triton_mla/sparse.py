@@ -109,7 +109,7 @@ class SparseLayers:
         self._device, self._topk, self._heads, self._page_size = device, topk, heads, page_size
         self._multiprocessors, self._invariant = multiprocessors, invariant
         self._choose, self._choose_index = choose, choose_index
-        self._group = group_of(topk, longest)
+        self._group = group_of(longest)
         row_bytes = IndexMemory.row_bytes(longest, self._group)
         self._nbytes = row_bytes * min(rows, max(MOST_BYTES // row_bytes, 1))
         self._name, self._workspace = name, workspace

@@ -26,6 +26,8 @@ from attnplug_triton_mla.triton_plan import HEADER, RECORD, begin_stretch, next_
 
 UNIT = tl.constexpr(64)
 """Rows of scores and of groups start at multiples of this many numbers."""
+LOWEST = tl.constexpr(-3.4e38)
+"""No score is lower, but that of a row which is not seen: -inf."""
 _ROWS = 32
 
 
@@ -143,7 +145,7 @@ def score(
                 beyond = tl.minimum(tl.maximum(token - prefix, 0), 63).to(tl.int64)
                 known = (token < prefix)[:, None] | (((bits[None, :] >> beyond[:, None]) & 1) != 0)
                 visible = visible & known
-            found = tl.where(visible, found, float("-inf"))
+            found = tl.where(visible, tl.maximum(found, LOWEST), float("-inf"))  # not a NaN, either
             stored = (row < new)[None, :]
             at_row = (begin + row).to(tl.int64)[None, :]
             tl.store(scores + at_row * (score_units * UNIT) + token[:, None], found, mask=stored & there[:, None])

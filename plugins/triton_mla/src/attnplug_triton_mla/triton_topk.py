@@ -1,18 +1,23 @@
 """The best rows of every new token by their scores, and where they lie in the cache: one program per token.
 
-Nothing is sorted. A threshold is found by halving the range between the least and the largest score, in the order of
-their bits, and counting what is above. Numbers that fit in registers are read once. To make them few, a row of more
-than ``GROUP * TOPK`` scores is first cut down by the largest score of every ``GROUP``:
+Nothing is sorted. A threshold is found by counting how many scores reach a guess, and closing in on the number that is
+wanted. Numbers that fit in registers are read once. To make them few, a row of more than ``GROUP * TOPK`` scores is
+first cut down by the largest score of every ``GROUP``:
 
 1. A bound that about TOPK of the groups reach. At least TOPK scores reach it too, so no lower one is chosen.
 2. A list of these groups, and of the scores among theirs that reach the bound: the candidates, often little more than
    TOPK. If high scores lie close together there are more, ``GROUP`` times as many at most, but for ties.
 3. The exact threshold among candidates. All above it are chosen, and of those equal to it the first ones.
 
-With ``GROUP * GROUP * TOPK`` at the longest context, both the groups and the candidates fit in registers. What does not
-fit, because many scores are equal, is read again at every step: slower, and the same result.
+The first guess is the quantile of a normal distribution, later ones assume that scores between the two ends are spread
+evenly (the Illinois method, which does not get stuck at one end). That takes about six counts, where halving the range
+takes twenty. After ``_GUESSES`` the range is halved, in the order of floats' bits, so that any scores end.
 
-The order of what is chosen is that of positions, first of those above the threshold, then of those equal to it.
+All groups of the longest context fit in registers. Scores that do not, because many are equal or because groups are
+large, are read again at every count: slower, and the same result.
+
+The order of what is chosen is that of positions, first of those above the threshold, then of those equal to it. A score
+of -inf is that of a row which is not seen.
 """
 
 from __future__ import annotations
@@ -22,72 +27,114 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnplug_triton_mla.triton_index import UNIT
+from attnplug_triton_mla.triton_index import LOWEST, UNIT
 
-_LEAST = tl.constexpr(-(2**31))
-_LARGEST_BLOCK = 32768
+_GUESSES = tl.constexpr(12)
+_HIGHEST = tl.constexpr(3.4e38)
+_LARGEST_BLOCK = 16384
+"""Scores that fit in the registers of a program."""
 _CHUNK = 4096
 """Numbers that are listed at once."""
 
 
 @triton.jit
-def _ordered(found):
-    """Scores as integers of the same order."""
-    bits = found.to(tl.int32, bitcast=True)
+def _ordered(number):
+    """Floats as integers of the same order."""
+    bits = number.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def _score_at(scores, places, number, count, LISTED: tl.constexpr):
-    """The scores with some numbers, by a list of their places or by their number itself."""
+def _float(ordered):
+    bits = ordered ^ ((ordered >> 31) & 0x7FFFFFFF)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _scores_at(scores, places, number, count, LISTED: tl.constexpr):
+    """The scores with some numbers, by a list of their places or by their number itself; -inf where there is none."""
     there = number < count
     place = number
     if LISTED:
         place = tl.load(places + number, mask=there, other=0)
-    return tl.where(there, _ordered(tl.load(scores + place, mask=there, other=0.0)), _LEAST), there
+    return tl.load(scores + place, mask=there, other=float("-inf"))
 
 
 @triton.jit
-def _halve(low, high, low_count, above, count_from_middle, middle, wanted):
-    """The half of a range in which the threshold lies; of both ends, how many scores reach or exceed them."""
-    enough = count_from_middle >= wanted
-    low_count = tl.where(enough, count_from_middle, low_count)
-    above = tl.where(enough, above, count_from_middle)
-    return tl.where(enough, middle, low), tl.where(enough, high, middle - 1), low_count, above
+def _normal_guess(count, sums, squares, wanted):
+    """The number that ``wanted`` of ``count`` normally distributed ones exceed (Abramowitz and Stegun, 26.2.23)."""
+    mean = sums / count
+    deviation = tl.sqrt(tl.maximum(squares / count - mean * mean, 0.0))
+    part = wanted / count
+    t = tl.sqrt(-1.3862944 * tl.log2(tl.minimum(tl.maximum(tl.minimum(part, 1.0 - part), 1e-7), 0.5)))
+    z = t - (2.515517 + t * (0.802853 + t * 0.010328)) / (1.0 + t * (1.432788 + t * (0.189269 + t * 0.001308)))
+    return mean + deviation * tl.where(part > 0.5, -z, z)
 
 
 @triton.jit
-def _threshold(scores, places, count, wanted, most, LISTED: tl.constexpr, SIZE: tl.constexpr):
+def _guess(low, high, excess, lack, guess, tries):
+    """A number above ``low`` and not above ``high``, both as integers. ``guess`` is the first."""
+    middle = (low | high) - ((low ^ high) >> 1)
+    start = _float(low)
+    between = tl.where(tries == 0, guess, start + (_float(high) - start) * (excess / (excess + lack)))
+    guessed = _ordered(between)
+    usable = (tries < _GUESSES) & (guessed > low) & (guessed <= high)
+    return tl.where(usable, guessed, middle)
+
+
+@triton.jit
+def _narrow(low, high, low_count, above, excess, lack, side, middle, reached, wanted):
+    """The part of a range in which the threshold lies, after a count. An end that stays twice counts half."""
+    enough = reached >= wanted
+    again = side == tl.where(enough, 1, -1)
+    new_excess = tl.where(enough, (reached - wanted).to(tl.float32) + 0.5, tl.where(again, excess * 0.5, excess))
+    new_lack = tl.where(enough, tl.where(again, lack * 0.5, lack), (wanted - reached).to(tl.float32))
+    return (
+        tl.where(enough, middle, low), tl.where(enough, high, middle - 1), tl.where(enough, reached, low_count),
+        tl.where(enough, above, reached), new_excess, new_lack, tl.where(enough, 1, -1),
+    )  # fmt: skip
+
+
+@triton.jit
+def _threshold(
+    scores, places, count, wanted, most, LISTED: tl.constexpr, SIZE: tl.constexpr, MANY: tl.constexpr
+):  # fmt: skip
     """The largest number that ``wanted`` scores reach, or a lower one that no more than ``most`` reach. Also how many
-    reach it, and how many exceed it if it is that largest number. All ``count`` scores are in registers at once."""
-    key, there = _score_at(scores, places, tl.arange(0, SIZE), count, LISTED)
-    high = tl.max(key, 0)
-    low = tl.min(tl.where(there, key, high), 0)
-    low_count, above = count, 0
+    reach it, and how many exceed it if it is that largest number. ``SIZE`` scores are in registers at once, which are
+    all of them unless there are ``MANY``."""
+    number = tl.arange(0, SIZE)
+    values = _scores_at(scores, places, number, count, LISTED)
+    seen = values > float("-inf")
+    known = tl.where(seen, values, 0.0)
+    top, bottom = tl.max(values, 0), tl.min(tl.where(seen, values, _HIGHEST), 0)
+    low_count, sums, squares = tl.sum(seen.to(tl.int32), 0), tl.sum(known, 0), tl.sum(known * known, 0)
+    if MANY:
+        for first in range(SIZE, count, SIZE):
+            more = _scores_at(scores, places, first + number, count, LISTED)
+            seen = more > float("-inf")
+            known = tl.where(seen, more, 0.0)
+            top, bottom = (
+                tl.maximum(top, tl.max(more, 0)),
+                tl.minimum(bottom, tl.min(tl.where(seen, more, _HIGHEST), 0)),
+            )
+            low_count += tl.sum(seen.to(tl.int32), 0)
+            sums, squares = sums + tl.sum(known, 0), squares + tl.sum(known * known, 0)
+    low, high, above, side, tries = _ordered(bottom), _ordered(top), 0, 0, 0
+    guess = _normal_guess(tl.maximum(low_count, 1).to(tl.float32), sums, squares, wanted.to(tl.float32))
+    excess, lack = (low_count - wanted).to(tl.float32) + 0.5, wanted.to(tl.float32)
     while (low < high) & (low_count > most):
-        middle = (low | high) - ((low ^ high) >> 1)
-        reached = tl.sum((key >= middle).to(tl.int32), 0)
-        low, high, low_count, above = _halve(low, high, low_count, above, reached, middle, wanted)
-    return low, low_count, above
-
-
-@triton.jit
-def _threshold_of_many(scores, places, count, wanted, most, LISTED: tl.constexpr, SIZE: tl.constexpr):
-    """The same for more than fit in registers, which are read again at every step."""
-    high, low = tl.full([], _LEAST, tl.int32), tl.full([], 2**31 - 1, tl.int32)
-    for first in range(0, count, SIZE):
-        key, there = _score_at(scores, places, first + tl.arange(0, SIZE), count, LISTED)
-        high = tl.maximum(high, tl.max(key, 0))
-        low = tl.minimum(low, tl.min(tl.where(there, key, 2**31 - 1), 0))
-    low_count, above = count, 0
-    while (low < high) & (low_count > most):
-        middle = (low | high) - ((low ^ high) >> 1)
-        reached = 0
-        for first in range(0, count, SIZE):
-            key, _ = _score_at(scores, places, first + tl.arange(0, SIZE), count, LISTED)
-            reached += tl.sum((key >= middle).to(tl.int32), 0)
-        low, high, low_count, above = _halve(low, high, low_count, above, reached, middle, wanted)
-    return low, low_count, above
+        middle = _guess(low, high, excess, lack, guess, tries)
+        bar = _float(middle)
+        reached = tl.sum((values >= bar).to(tl.int32), 0)
+        if MANY:
+            for first in range(SIZE, count, SIZE):
+                more = _scores_at(scores, places, first + number, count, LISTED)
+                reached += tl.sum((more >= bar).to(tl.int32), 0)
+        low, high, low_count, above, excess, lack, side = _narrow(
+            low, high, low_count, above, excess, lack, side, middle, reached, wanted
+        )
+        tries += 1
+    return _float(low), low_count, above
 
 
 @triton.jit
@@ -95,11 +142,11 @@ def _any_threshold(
     scores, places, count, wanted, most, LISTED: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     if count <= FEW:
-        low, low_count, above = _threshold(scores, places, count, wanted, most, LISTED, FEW)
+        low, low_count, above = _threshold(scores, places, count, wanted, most, LISTED, FEW, False)
     elif count <= BLOCK:
-        low, low_count, above = _threshold(scores, places, count, wanted, most, LISTED, BLOCK)
+        low, low_count, above = _threshold(scores, places, count, wanted, most, LISTED, BLOCK, False)
     else:
-        low, low_count, above = _threshold_of_many(scores, places, count, wanted, most, LISTED, BLOCK)
+        low, low_count, above = _threshold(scores, places, count, wanted, most, LISTED, BLOCK, True)
     return low, low_count, above
 
 
@@ -118,21 +165,21 @@ def _put_best(
 ):  # fmt: skip
     """All that exceed the threshold, then as many of those that equal it as are wanted. All that reach it, if these are
     as many as are wanted."""
-    below = tl.where(low_count == wanted, low - 1, low)  # what is surely chosen exceeds this
-    ties_from = tl.where(low_count == wanted, wanted, above)  # past all that are wanted: there are none
+    all_of_them = (low_count == wanted).to(tl.int32)
+    ties_from = tl.where(low_count == wanted, wanted, above)
     sure_count, tie_count = 0, 0
     for first in range(0, count, CHUNK):
         number = first + tl.arange(0, CHUNK)
-        key, there = _score_at(scores, places, number, count, LISTED)
+        values = _scores_at(scores, places, number, count, LISTED)
         position = number
         if LISTED:
-            position = tl.load(places + number, mask=there, other=0)
-        sure, tie = there & (key > below), there & (key == below)
-        both = tl.cumsum(sure.to(tl.int32) + (tie.to(tl.int32) << 16), 0)
-        sure_rank, tie_rank = both & 0xFFFF, both >> 16
-        place = tl.where(sure, sure_count + sure_rank, ties_from + tie_count + tie_rank) - 1
-        _put(chosen, place, position, (sure | tie) & (place < wanted), table, table_column, PAGE_SIZE, SLOTS)
-        total = tl.sum(sure.to(tl.int32) + (tie.to(tl.int32) << 16), 0)
+            position = tl.load(places + number, mask=number < count, other=0)
+        equal = (values == low).to(tl.int32)
+        sure, tie = (values > low).to(tl.int32) + equal * all_of_them, equal * (1 - all_of_them)
+        both = sure + (tie << 16)
+        rank, total = tl.cumsum(both, 0), tl.sum(both, 0)
+        place = tl.where(sure != 0, sure_count + (rank & 0xFFFF), ties_from + tie_count + (rank >> 16)) - 1
+        _put(chosen, place, position, (both != 0) & (place < wanted), table, table_column, PAGE_SIZE, SLOTS)
         sure_count += total & 0xFFFF
         tie_count += total >> 16
 
@@ -179,14 +226,14 @@ def choose(
             groups += row.to(tl.int64) * (group_units * UNIT)
             group_list += row.to(tl.int64) * (group_units * UNIT)
             candidates += row.to(tl.int64) * (score_units * UNIT)
-            bound, _, _ = _any_threshold(
+            bound, reaching, _ = _any_threshold(
                 groups, group_list, count, wanted, wanted + wanted // 8, False, FEW, BLOCK
             )  # fmt: skip
+            bound = tl.where(reaching < wanted, LOWEST, bound)  # a tree has groups of which nothing is seen
             listed = 0
             for first in range(0, count, CHUNK):
                 number = first + tl.arange(0, CHUNK)
-                key, there = _score_at(groups, group_list, number, count, False)
-                reached = (there & (key >= bound)).to(tl.int32)
+                reached = (_scores_at(groups, group_list, number, count, False) >= bound).to(tl.int32)
                 tl.store(group_list + listed + tl.cumsum(reached, 0) - 1, number, mask=reached != 0)
                 listed += tl.sum(reached, 0)
             tl.debug_barrier()
@@ -196,9 +243,8 @@ def choose(
                 there = number < listed * GROUP
                 group = tl.load(group_list + number // GROUP, mask=there, other=0)
                 position = group * GROUP + number % GROUP
-                there = there & (position < seen)
-                key = _ordered(tl.load(scores + position, mask=there, other=0.0))
-                reached = (there & (key >= bound)).to(tl.int32)
+                values = tl.load(scores + position, mask=there & (position < seen), other=float("-inf"))
+                reached = (values >= bound).to(tl.int32)
                 tl.store(candidates + found + tl.cumsum(reached, 0) - 1, position, mask=reached != 0)
                 found += tl.sum(reached, 0)
             tl.debug_barrier()
@@ -235,12 +281,16 @@ def launch_translate(positions: Tensor, infos: Tensor, page_table: Tensor, slots
     )  # fmt: skip
 
 
-def group_of(topk: int, longest: int, least: int = 8) -> int:
-    """How many scores a group has: so many that of the longest row both groups and candidates fit in registers."""
+def group_of(longest: int, least: int = 8) -> int:
+    """How many scores a group has: so many that all groups of the longest row fit in registers."""
     group = least
-    while group * group * topk < longest and group * topk < _LARGEST_BLOCK:
+    while -(-longest // group) > _LARGEST_BLOCK:
         group *= 2
     return group
+
+
+def _block(group: int, topk: int) -> int:
+    return min(max(triton.next_power_of_2(group * topk), 16), _LARGEST_BLOCK)
 
 
 def launch_choose(
@@ -264,7 +314,7 @@ def launch_choose(
     ``scores``, of int32. With ``overlap`` it is launched while the kernel before still runs (SM 90 and newer).
     """
     rows, topk = chosen.shape
-    block = min(max(triton.next_power_of_2(group * topk), 16), _LARGEST_BLOCK)
+    block = _block(group, topk)
     few = min(max(triton.next_power_of_2(2 * topk), 16), block)
     choose[(rows,)](
         scores,
