@@ -7,12 +7,14 @@ wgmma too, but both warp groups compute all logits, and the next rows are reques
 before it. Hence this kernel places everything explicitly, in Gluon, Triton's language for that:
 
 - Queries and two steps' rows are in shared memory as wgmma reads them, 224 of its 227 KiB, copied there without
-  registers. The next step's rows are requested before the present step is computed.
+  registers.
 - Each warp group has 32 of a step's 64 tokens when logits are computed, and half of the columns when values are added
   up. Weights pass between them through shared memory.
+- A round starts two products, one after the other: a step's values, and the next step's logits. When the first is done,
+  nobody needs the step's rows any more. Those after the next are requested in their place, while the second runs.
 - Two barriers of all warps per step are for the largest logit of a row. Sums of weights are added up after the loop.
 
-What limits a step is the transfer of the next rows from L2 (72 KiB in 2.9 µs): there is no room for a third step.
+No product is under way from one round of the loop to the next: ptxas would then run them one by one.
 
 With ``SELECTED``, each row's slot is in the table, as in ``triton_attention``.
 
