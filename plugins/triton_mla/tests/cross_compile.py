@@ -148,7 +148,7 @@ def index(sm: int, queries: int, q: str, keys: str, tree: bool = False):
 
 
 def best(sm: int, tree: bool = False, topk: int = 2048, group: int = 8):
-    block = topk * group
+    block = min(topk * group, 16384)
     constants = {
         "table_column": 1,
         "tree_column": 1,

@@ -97,28 +97,22 @@ def _narrow(low, high, low_count, above, excess, lack, side, middle, reached, wa
 
 @triton.jit
 def _threshold(
-    scores, places, count, wanted, most, LISTED: tl.constexpr, SIZE: tl.constexpr, MANY: tl.constexpr
+    scores, places, count, wanted, most, LISTED: tl.constexpr, SIZE: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
     """The largest number that ``wanted`` scores reach, or a lower one that no more than ``most`` reach. Also how many
-    reach it, and how many exceed it if it is that largest number. ``SIZE`` scores are in registers at once, which are
-    all of them unless there are ``MANY``."""
-    number = tl.arange(0, SIZE)
-    values = _scores_at(scores, places, number, count, LISTED)
-    seen = values > float("-inf")
-    known = tl.where(seen, values, 0.0)
-    top, bottom = tl.max(values, 0), tl.min(tl.where(seen, values, _HIGHEST), 0)
-    low_count, sums, squares = tl.sum(seen.to(tl.int32), 0), tl.sum(known, 0), tl.sum(known * known, 0)
-    if MANY:
-        for first in range(SIZE, count, SIZE):
-            more = _scores_at(scores, places, first + number, count, LISTED)
-            seen = more > float("-inf")
-            known = tl.where(seen, more, 0.0)
-            top, bottom = (
-                tl.maximum(top, tl.max(more, 0)),
-                tl.minimum(bottom, tl.min(tl.where(seen, more, _HIGHEST), 0)),
-            )
-            low_count += tl.sum(seen.to(tl.int32), 0)
-            sums, squares = sums + tl.sum(known, 0), squares + tl.sum(known * known, 0)
+    reach it, and how many exceed it if it is that largest number.
+
+    ``SIZE`` scores are in registers all the time. If there are more, they are read again and again, ``CHUNK`` at once;
+    if CHUNK is 0 there are not.
+    """
+    values = _scores_at(scores, places, tl.arange(0, SIZE), count, LISTED)
+    top, bottom, low_count, sums, squares = _moments(values)
+    if CHUNK > 0:
+        for first in range(SIZE, count, CHUNK):
+            more = _scores_at(scores, places, first + tl.arange(0, CHUNK), count, LISTED)
+            more_top, more_bottom, more_count, more_sums, more_squares = _moments(more)
+            top, bottom = tl.maximum(top, more_top), tl.minimum(bottom, more_bottom)
+            low_count, sums, squares = low_count + more_count, sums + more_sums, squares + more_squares
     low, high, above, side, tries = _ordered(bottom), _ordered(top), 0, 0, 0
     guess = _normal_guess(tl.maximum(low_count, 1).to(tl.float32), sums, squares, wanted.to(tl.float32))
     excess, lack = (low_count - wanted).to(tl.float32) + 0.5, wanted.to(tl.float32)
@@ -126,9 +120,9 @@ def _threshold(
         middle = _guess(low, high, excess, lack, guess, tries)
         bar = _float(middle)
         reached = tl.sum((values >= bar).to(tl.int32), 0)
-        if MANY:
-            for first in range(SIZE, count, SIZE):
-                more = _scores_at(scores, places, first + number, count, LISTED)
+        if CHUNK > 0:
+            for first in range(SIZE, count, CHUNK):
+                more = _scores_at(scores, places, first + tl.arange(0, CHUNK), count, LISTED)
                 reached += tl.sum((more >= bar).to(tl.int32), 0)
         low, high, low_count, above, excess, lack, side = _narrow(
             low, high, low_count, above, excess, lack, side, middle, reached, wanted
@@ -138,15 +132,24 @@ def _threshold(
 
 
 @triton.jit
-def _any_threshold(
-    scores, places, count, wanted, most, LISTED: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr
+def _moments(values):
+    """The largest and the least of some scores, how many there are, their sum and that of their squares."""
+    seen = values > float("-inf")
+    known = tl.where(seen, values, 0.0)
+    return (
+        tl.max(values, 0), tl.min(tl.where(seen, values, _HIGHEST), 0), tl.sum(seen.to(tl.int32), 0),
+        tl.sum(known, 0), tl.sum(known * known, 0),
+    )  # fmt: skip
+
+
+@triton.jit
+def _exact_threshold(
+    scores, places, count, wanted, LISTED: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
     if count <= FEW:
-        low, low_count, above = _threshold(scores, places, count, wanted, most, LISTED, FEW, False)
-    elif count <= BLOCK:
-        low, low_count, above = _threshold(scores, places, count, wanted, most, LISTED, BLOCK, False)
+        low, low_count, above = _threshold(scores, places, count, wanted, wanted, LISTED, FEW, 0)
     else:
-        low, low_count, above = _threshold(scores, places, count, wanted, most, LISTED, BLOCK, True)
+        low, low_count, above = _threshold(scores, places, count, wanted, wanted, LISTED, BLOCK, CHUNK)
     return low, low_count, above
 
 
@@ -217,7 +220,7 @@ def choose(
         scores += row.to(tl.int64) * (score_units * UNIT)
         count = (seen + GROUP - 1) // GROUP
         if count <= wanted:
-            low, low_count, above = _any_threshold(scores, candidates, seen, wanted, wanted, False, FEW, BLOCK)
+            low, low_count, above = _exact_threshold(scores, candidates, seen, wanted, False, FEW, BLOCK, CHUNK)
             _put_best(
                 chosen, scores, candidates, seen, wanted, low, low_count, above, table, table_column,
                 False, CHUNK, PAGE_SIZE, SLOTS,
@@ -226,8 +229,8 @@ def choose(
             groups += row.to(tl.int64) * (group_units * UNIT)
             group_list += row.to(tl.int64) * (group_units * UNIT)
             candidates += row.to(tl.int64) * (score_units * UNIT)
-            bound, reaching, _ = _any_threshold(
-                groups, group_list, count, wanted, wanted + wanted // 8, False, FEW, BLOCK
+            bound, reaching, _ = _threshold(
+                groups, group_list, count, wanted, wanted + wanted // 8, False, BLOCK, CHUNK
             )  # fmt: skip
             bound = tl.where(reaching < wanted, LOWEST, bound)  # a tree has groups of which nothing is seen
             listed = 0
@@ -248,7 +251,7 @@ def choose(
                 tl.store(candidates + found + tl.cumsum(reached, 0) - 1, position, mask=reached != 0)
                 found += tl.sum(reached, 0)
             tl.debug_barrier()
-            low, low_count, above = _any_threshold(scores, candidates, found, wanted, wanted, True, FEW, BLOCK)
+            low, low_count, above = _exact_threshold(scores, candidates, found, wanted, True, FEW, BLOCK, CHUNK)
             _put_best(
                 chosen, scores, candidates, found, wanted, low, low_count, above, table, table_column,
                 True, CHUNK, PAGE_SIZE, SLOTS,
@@ -290,7 +293,8 @@ def group_of(longest: int, least: int = 8) -> int:
 
 
 def _block(group: int, topk: int) -> int:
-    return min(max(triton.next_power_of_2(group * topk), 16), _LARGEST_BLOCK)
+    size: int = triton.next_power_of_2(group * topk)
+    return min(max(size, 16), _LARGEST_BLOCK)
 
 
 def launch_choose(
