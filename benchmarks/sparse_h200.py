@@ -245,6 +245,28 @@ class Sparse:
 
         return {"flashmla_fp8": fp8, "flashmla_bf16": bf16}
 
+    # Checking
+
+    def errors(self) -> dict[str, float]:
+        """Of the last request: how far attention is from float64, and how many chosen scores differ from torch's."""
+        slots = self.selected[0].slots[-1].long()
+        rows = self.mla.rows(0).flatten(0, 2)[slots].double()
+        weights = (self.q[-1].double() @ rows.T * SCALE).softmax(-1)
+        wanted, found = weights @ rows[:, : DIMS.kv_lora_rank], self.attend(0)[-1].double()
+        self.index(0)
+        (block,) = self.sparse.batch.plan.attention.metadata.sparse.blocks
+        scores = block.memory.scores[-1, : self.case.length]
+        places = torch.full((self.mla.num_pages,), -1, device=self.device)
+        places[self.table[-1].long()] = torch.arange(self.table.shape[1], device=self.device)
+        chosen = scores[places[slots // PAGE] * PAGE + slots % PAGE].sort().values
+        keys = self.keys.keys(0)[self.table[-1].long()].flatten(0, 1)[: self.case.length].double()
+        exact = self.weights[-1].double() @ torch.relu(self.index_q[-1].double() @ keys.T * INDEX.scale)
+        return {
+            "attend": float((found - wanted).norm() / wanted.norm()),
+            "scores": float((scores.double() - exact).norm() / exact.norm()),
+            "chosen_differently": int((chosen != scores.topk(len(slots)).values.sort().values).sum()),
+        }
+
     # Measuring
 
     def measure(self) -> dict[str, Any]:
@@ -255,6 +277,7 @@ class Sparse:
             "step": self.step,
             "dense": self.dense_step,
         }
+        errors = attempt(self.errors)  # before a step writes other rows
         missing = attempt(self.flashmla)
         if "error" not in missing:
             calls |= missing
@@ -265,6 +288,7 @@ class Sparse:
         limits = self.case.limits_us()
         shares = {name: limits[name] / us[name] for name in ("index", "topk", "attend", "dense") if name in us}
         result: dict[str, Any] = {"us": us, "limit_us": limits, "share_of_bytes": shares}
+        result["errors"] = errors
         result["parts_us"] = sum(us.get(name, 0.0) for name in ("index", "topk", "attend"))
         ratios = {
             "attend / flashmla_fp8": ("attend", "flashmla_fp8"),
@@ -319,9 +343,8 @@ def main() -> None:
             rows.append({**asdict(case), **found})
             report.put("cases", rows)
             shown = {**found.get("us", {}), **found.get("ratios", {})}
-            print(
-                f"[{report.seconds:4.0f} s] {case} " + ", ".join(f"{name} {value:.2f}" for name, value in shown.items())
-            )
+            words = ", ".join(f"{name} {value:.2f}" for name, value in shown.items())
+            print(f"[{report.seconds:4.0f} s] {case} {words}; errors {found.get('errors')}", flush=True)
             gc.collect()
             torch.cuda.empty_cache()
 
