@@ -71,6 +71,7 @@ _LONG = (f"{TRITON_TESTS}/test_batches.py", "-k", "thousandfold and decode")
 """Enough steps per program that it looks up a page ahead."""
 _LAST = (f"{TRITON_TESTS}/test_batches.py", "-k", "ways_to_cut and extend and plain")
 _EARLY = f"{TRITON_TESTS}/test_batches.py"
+_SPARSE = (f"{TRITON_TESTS}/test_sparse.py", "-k", "float64")
 _WAIT_IN_GLUON = "            gdc_wait()  # for queries and cache rows; schedule and page table are older\n"
 _WITHOUT = "            pass\n"
 
@@ -166,9 +167,23 @@ FAULTS = (
     Fault(
         "triton_mla, wide: the page of the step before",
         f"{TRITON}/gluon_wide.py",
-        "beyond = ahead + STEP",
-        "beyond = ahead",
+        "next_at, ahead = table + (first + STEP) // PAGE_SIZE",
+        "next_at, ahead = table + first // PAGE_SIZE",
         _WIDE,
+    ),
+    Fault(
+        "triton_mla, index: a token does not see itself",
+        f"{TRITON}/triton_index.py",
+        "visible = token[:, None] < seen[None, :]",
+        "visible = token[:, None] + 1 < seen[None, :]",
+        _SPARSE,
+    ),
+    Fault(
+        "triton_mla, top-k: scores equal to the threshold are left out",
+        f"{TRITON}/triton_topk.py",
+        "(values > low).to(tl.int32) + equal * all_of_them, equal * (1 - all_of_them)",
+        "(values > low).to(tl.int32), equal * 0",
+        _SPARSE,
     ),
     Fault(
         "triton_mla, low: a log-sum-exp in base 2",

@@ -111,7 +111,7 @@ def test_trees_are_for_the_triton_kernel():
 def test_it_compiles_for_gpus_and_fits_them() -> None:
     """Every kernel for every SM by Triton's compiler, which needs no GPU; those in Gluon for the one that they are for.
 
-    Whether it is right or fast there is not said.
+    Whether it is right or fast there is not said. A case without a word on trees is one of selected rows.
     """
 
     def chosen(rows: int, requests: int, fp8: bool = False) -> Configuration:
@@ -121,6 +121,7 @@ def test_it_compiles_for_gpus_and_fits_them() -> None:
     for sm, entry, q, cache, page_size, apart, tree in (
         (80, RAGGED, "fp16", "fp16", 64, False, False),
         (80, on_triton(chosen(128, 100)), "fp16", "fp16", 64, False, True),
+        (80, chosen(16, 1), "fp16", "fp16", 1, False, None),
         (89, chosen(16, 1, fp8=True), "bf16", "fp8e4nv", 64, True, False),
         (90, chosen(16, 99), "bf16", "bf16", 16, True, False),
         (90, chosen(16, 1), "bf16", "bf16", 48, False, False),
@@ -128,19 +129,21 @@ def test_it_compiles_for_gpus_and_fits_them() -> None:
         (90, on_triton(chosen(16, 1)), "bf16", "bf16", 48, True, True),
         (90, chosen(128, 100), "bf16", "bf16", 64, False, False),
         (90, chosen(128, 100), "bf16", "bf16", 64, True, False),
+        (90, chosen(128, 100), "bf16", "bf16", 1, False, None),
         (100, chosen(128, 1, fp8=True), "bf16", "fp8e4nv", 1, False, False),
     ):
         row_bytes = WIDTH if cache == "fp8e4nv" else 2 * WIDTH
         found = fitting(entry, Room(sm, SHARED[sm], 2 * WIDTH, row_bytes))
         case = {"sm": sm, "cut": asdict(found), "q": q, "cache": cache, "page_size": page_size}
-        wanted.append({**case, "apart": apart, "tree": tree})
+        wanted.append({**case, "apart": apart, "tree": bool(tree), "selected": tree is None})
     compiled = compiled_by(Path(__file__).with_name("cross_compile.py"), json.dumps(wanted))
-    around = {"triton", "plan", "plan of different rows", "merge"}
+    around, sparse = {"triton", "plan", "plan of different rows", "merge"}, {"index", "best", "around the index"}
     assert {(sm, kernel) for sm, kernel, _ in compiled} == {
         *itertools.product((80, 89, 90, 100), around),
         (90, "low"),
         (90, "wide"),
+        *itertools.product((80, 90), sparse),
     }
     for sm, kernel, taken in compiled:
         assert taken <= SHARED[sm], (sm, kernel)
-        assert taken > 0 or kernel in around - {"triton"}
+        assert taken > 0 or kernel in around | sparse - {"triton"}

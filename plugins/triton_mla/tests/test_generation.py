@@ -6,9 +6,12 @@ import pytest
 from rounded_oracle import DEEPSEEK_V3, KIMI_LINEAR, RoundedOracle
 
 from attnplug import DType, Role
+from attnplug.host import TINY_CONFIGS
 from support.devices import DEVICES
 
 pytestmark = [*DEVICES[1].marks]
+
+SPARSE = ("deepseek_v32", "glm_moe_dsa")
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +38,28 @@ def kimi(tmp_path_factory):
 def test_same_tokens_as_transformers_where_bfloat16_can_tell(deepseek, settings):
     """Logits as near to float32's as transformers' own in bfloat16; tokens equal where the margin exceeds that."""
     deepseek.check(attention_backend="triton_mla", **settings)
+
+
+@pytest.fixture(scope="module", params=SPARSE)
+def sparse(request, tmp_path_factory):
+    """Prompts are up to twice as long as what is chosen. With few chosen, rounding alone would decide which."""
+    tiny = {
+        key: value for key, value in TINY_CONFIGS[request.param].items() if key not in ("architectures", "model_type")
+    }
+    index = {"index_n_heads": 32, "index_head_dim": 128, "index_topk": 192, "num_experts_per_tok": 4}
+    layers = {"num_hidden_layers": tiny["num_hidden_layers"]}
+    config = {**tiny, **DEEPSEEK_V3, **index, **layers, "dtype": "bfloat16"}
+    return RoundedOracle(str(tmp_path_factory.mktemp(request.param)), request.param, config)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"page_size": 16, "num_pages": 160, "chunked_prefill_size": 100}, {"dtype": DType.FLOAT16}],
+    ids=lambda settings: ",".join(str(key) for key in settings) or "default",
+)
+def test_sparse_models_give_the_tokens_of_transformers(sparse, settings):
+    """A10"""
+    sparse.check(attention_backend="triton_mla", **settings)
 
 
 @pytest.mark.parametrize("prefill", ["flashinfer_mla", "torch_native"])

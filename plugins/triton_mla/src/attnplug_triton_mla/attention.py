@@ -68,11 +68,14 @@ def launch_attend(
     schedule: Schedule,
     scale: float,
     tree: Tensor | None,
+    selected: bool = False,
 ) -> None:
     """Attend with q ``[rows, heads, rank + rope]``; ``out`` ``[rows, heads, rank]`` and ``lse`` are contiguous.
 
     With ``q_rope`` ``[rows, heads, rope]``, q is ``[rows, heads, rank]``. ``tree`` ``[requests, queries]`` int64 is for
     the Triton kernel alone: no other is scheduled for trees.
+    If rows are ``selected``, ``page_table`` holds the slots of each query row, -1 for none, and the schedule has each
+    query row as a request.
     Tiles of several parts are left in ``partials`` for ``launch_merge`` where the schedule says so.
     """
     configuration, pages = schedule.configuration, cache.pages
@@ -80,6 +83,8 @@ def launch_attend(
     q = readable(q, multiple_of)
     rope = q if q_rope is None else readable(q_rope, multiple_of)
     _, page_size, _, row_dim = pages.shape
+    if selected and pages.stride(0) == page_size * pages.stride(1):
+        pages, page_size = pages.flatten(0, 1).unsqueeze(1), 1  # slots are at equal distances
     by_place = (
         q,
         rope,
@@ -113,6 +118,7 @@ def launch_attend(
         "LSE": lse is not None,
         "APART": q_rope is not None,
         "OVERLAP": configuration.overlap,
+        "SELECTED": selected,
         "num_warps": configuration.warps,
         **({"launch_pdl": True} if configuration.overlap else {}),
     }

@@ -14,17 +14,29 @@ from attnplug import (
     ForwardExtras,
     ForwardMode,
     Geometry,
+    IndexerDims,
+    IndexInputs,
     LayerSpec,
     MLAShape,
     NewRows,
     Plan,
-    PlannedAttention,
+    SelectedRows,
+    SparseAttention,
 )
 from attnplug_triton_mla.attention import LayerCache, launch_attend
-from attnplug_triton_mla.configurations import Configuration, Room, choose, fitting, most_partials, on_triton
+from attnplug_triton_mla.configurations import (
+    Configuration,
+    Room,
+    choose,
+    choose_index,
+    fitting,
+    most_partials,
+    on_triton,
+)
 from attnplug_triton_mla.options import TritonMLAOptions
 from attnplug_triton_mla.planner import Schedule, Shape
 from attnplug_triton_mla.scratch import Partials, Scratch
+from attnplug_triton_mla.sparse import SparseLayers, SparsePlan
 from attnplug_triton_mla.triton_merge import launch_merge
 
 _FEW_NEW = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND)
@@ -37,7 +49,7 @@ class Metadata:
 
     ``page_table`` and ``tree`` are the batch's own memory. A captured plan serves several graphs, each with a table and
     trees of its own, so ``refill`` sets them. ``ragged`` says that some rows may be padding, and only the device knows
-    which.
+    which. ``sparse`` is for layers that choose their rows.
     """
 
     page_table: Tensor
@@ -45,9 +57,10 @@ class Metadata:
     schedule: Schedule
     partials: Partials
     ragged: bool
+    sparse: SparsePlan | None
 
 
-class TritonMLABackend(PlannedAttention):
+class TritonMLABackend(SparseAttention):
     """MLA by Triton kernels: one schedule for every kind of batch, made on the device from the lengths there.
 
     A plan takes nothing from the host but shapes, and one launch fills it. A captured plan follows whatever lengths its
@@ -85,6 +98,30 @@ class TritonMLABackend(PlannedAttention):
         self._scratch = [
             Scratch(context.name, context.workspace, device, rank, rows, lane) for lane in range(context.limits.lanes)
         ]
+        self._selects_slots = context.coordinator is None
+        self._sparse = self._sparse_layers(context)
+
+    def _sparse_layers(self, context: BackendContext) -> SparseLayers | None:
+        indexers = [layer.indexer for layer in context.model.layers if layer.indexer is not None]
+        if not indexers:
+            return None
+        limits, topk = context.limits, max(dims.topk for dims in indexers)
+        heads, dim = max(dims.heads for dims in indexers), max(dims.head_dim for dims in indexers)
+        return SparseLayers(
+            context.name,
+            context.workspace,
+            self._device,
+            topk=topk,
+            heads=self._heads,
+            page_size=self._page_size,
+            longest=-(-limits.max_context // self._page_size) * self._page_size,
+            rows=max(limits.max_tokens, limits.max_requests),
+            lanes=limits.lanes,
+            multiprocessors=self._multiprocessors,
+            invariant=self._invariant,
+            choose=lambda rows: self._configuration(self._heads, rows, topk),
+            choose_index=lambda queries: choose_index(queries, heads, dim, self._room),
+        )
 
     # Planning
 
@@ -92,7 +129,7 @@ class TritonMLABackend(PlannedAttention):
         if not geometry.rows:
             return Plan.of(self.backend_id, geometry)
         metadata = self._metadata(geometry)
-        _fill(metadata.schedule, geometry)
+        self._fill(metadata, geometry)
         slots = metadata.schedule.slots if geometry.slots is None else geometry.slots
         return Plan.of(self.backend_id, geometry, metadata, slots)
 
@@ -106,7 +143,7 @@ class TritonMLABackend(PlannedAttention):
     def refill(self, plan: Plan, geometry: Geometry) -> None:
         metadata: Metadata = plan.metadata
         metadata.page_table, metadata.tree = geometry.page_table, geometry.tree
-        _fill(metadata.schedule, geometry)
+        self._fill(metadata, geometry)
         if geometry.slots is not None:
             metadata.schedule.slots.copy_(geometry.slots)
 
@@ -117,17 +154,37 @@ class TritonMLABackend(PlannedAttention):
         queries = geometry.max_new if geometry.mode in _FEW_NEW and not ragged else 0
         shape = Shape(requests, geometry.rows, queries, self._heads, self._page_size, pages, self._invariant)
         tokens = pages * self._page_size
-        configuration = self._choose(queries * self._heads, requests, tokens, fp8=self._fp8, invariant=self._invariant)
-        if geometry.tree is not None:
+        configuration = self._configuration(queries * self._heads, requests, tokens, tree=geometry.tree is not None)
+        schedule = Schedule.reserve(shape, configuration, self._multiprocessors, self._device)
+        scratch = self._scratch[geometry.lane]
+        partials = scratch.partials(schedule.partial_slots, configuration.tile)
+        sparse = None if self._sparse is None else self._sparse.reserve(geometry, scratch, queries)
+        return Metadata(geometry.page_table, geometry.tree, schedule, partials, ragged, sparse)
+
+    def _configuration(self, rows: int, requests: int, tokens: int, *, tree: bool = False) -> Configuration:
+        configuration = self._choose(rows, requests, tokens, fp8=self._fp8, invariant=self._invariant)
+        if tree:
             # Kernels in Gluon multiply rows where they were copied to, and cannot leave out what a row must not see.
             configuration = on_triton(configuration)
-        if self._room is not None:
-            configuration = fitting(configuration, self._room)
-        schedule = Schedule.reserve(shape, configuration, self._multiprocessors, self._device)
-        partials = self._scratch[geometry.lane].partials(schedule.partial_slots, configuration.tile)
-        return Metadata(geometry.page_table, geometry.tree, schedule, partials, ragged)
+        return configuration if self._room is None else fitting(configuration, self._room)
+
+    def _fill(self, metadata: Metadata, geometry: Geometry) -> None:
+        schedule, new_lens = metadata.schedule, geometry.new_lens
+        if new_lens is None and not schedule.shape.queries:
+            new_lens = torch.full_like(geometry.seq_lens, geometry.max_new)
+        schedule.fill(geometry.page_table, geometry.seq_lens, new_lens)
+        if self._sparse is not None and metadata.sparse is not None:
+            self._sparse.fill(metadata.sparse, geometry)
 
     # Running
+
+    def choose(self, index: IndexInputs, layer: LayerSpec, dims: IndexerDims, plan: Plan) -> SelectedRows:
+        metadata: Metadata = plan.metadata
+        assert self._sparse is not None and metadata.sparse is not None and self.index_keys is not None
+        keys = self.index_keys.keys(layer.layer_id)
+        return self._sparse.choose(
+            metadata.sparse, index, keys, dims, metadata.page_table, metadata.tree, slots=self._selects_slots
+        )
 
     def attend(self, q: Tensor, layer: LayerSpec, plan: Plan, new: NewRows | None, extras: ForwardExtras) -> Tensor:
         metadata: Metadata = plan.metadata
@@ -135,6 +192,9 @@ class TritonMLABackend(PlannedAttention):
         out, lse = extras.out, extras.lse
         if out is None or not out.is_contiguous():
             out = q.new_empty(*q.shape[:2], self._rank)
+        if extras.selected is not None:
+            self._attend_selected(q, layer, metadata, extras.selected, extras.q_rope, out, lse)
+            return out
         if metadata.ragged:
             out.zero_()
             if lse is not None:
@@ -146,9 +206,34 @@ class TritonMLABackend(PlannedAttention):
             launch_merge(partials, out, lse, schedule, cache.scale)
         return out
 
-
-def _fill(schedule: Schedule, geometry: Geometry) -> None:
-    new_lens = geometry.new_lens
-    if new_lens is None and not schedule.shape.queries:
-        new_lens = torch.full_like(geometry.seq_lens, geometry.max_new)
-    schedule.fill(geometry.page_table, geometry.seq_lens, new_lens)
+    def _attend_selected(
+        self,
+        q: Tensor,
+        layer: LayerSpec,
+        metadata: Metadata,
+        selected: SelectedRows,
+        q_rope: Tensor | None,
+        out: Tensor,
+        lse: Tensor | None,
+    ) -> None:
+        assert self._sparse is not None and metadata.sparse is not None
+        cache = self._caches[layer.layer_id]
+        slots = self._sparse.slots(metadata.sparse, selected, metadata.page_table)
+        for block in metadata.sparse.blocks:
+            rows, schedule = block.rows, block.attention
+            rope, sums = None if q_rope is None else q_rope[rows], None if lse is None else lse[rows]
+            launch_attend(
+                q[rows],
+                rope,
+                cache,
+                slots[rows],
+                out[rows],
+                sums,
+                block.partials,
+                schedule,
+                layer.scale,
+                tree=None,
+                selected=True,
+            )
+            if schedule.merged_by_kernel:
+                launch_merge(block.partials, out[rows], sums, schedule, cache.scale)

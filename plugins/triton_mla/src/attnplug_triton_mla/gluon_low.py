@@ -52,35 +52,43 @@ def _ask_for(to, at, there, offset, COPY: gl.constexpr):
 def _page_of(
     table, table_column, token, end_token, COPY: gl.constexpr, STEP: gl.constexpr, PAGE_SIZE: gl.constexpr
 ):  # fmt: skip
-    """The page of the step that starts at ``token``, or the page of each of its rows."""
+    """The page of the step that starts at ``token``, or the page of each of its rows. If pages have one row, these are
+    slots."""
     if PAGE_SIZE % STEP != 0:
         token += _rows_of(COPY, STEP)
-    return gl.load(table + token // PAGE_SIZE * table_column, mask=token < end_token, other=0)
+    return gl.load(table + token // PAGE_SIZE * table_column, mask=token < end_token, other=-1)
 
 
 @gluon.jit
 def _ask_for_rows(
     to, cache, page, token, end_token, offset,
     COPY: gl.constexpr, PAGE_SIZE: gl.constexpr, PAGE_STRIDE: gl.constexpr, SLOT_STRIDE: gl.constexpr,
+    SELECTED: gl.constexpr,
 ):  # fmt: skip
     STEP: gl.constexpr = to.shape[1]
     row = _rows_of(COPY, STEP)
-    if PAGE_SIZE % STEP == 0:
+    there = token + row < end_token
+    if SELECTED:
+        at = cache + (page // PAGE_SIZE).to(gl.int64) * PAGE_STRIDE + page % PAGE_SIZE * SLOT_STRIDE
+        there = there & (page >= 0)
+    elif PAGE_SIZE % STEP == 0:
         at = cache + page.to(gl.int64) * PAGE_STRIDE + token % PAGE_SIZE * SLOT_STRIDE + row * SLOT_STRIDE
     else:
         at = cache + page.to(gl.int64) * PAGE_STRIDE + (token + row) % PAGE_SIZE * SLOT_STRIDE
-    _ask_for(to, at, token + row < end_token, offset, COPY)
+    _ask_for(to, at, there, offset, COPY)
 
 
 @gluon.jit
 def _ask_for_step(
     rows, rope, cache, page, rope_page, token, end_token, COPY: gl.constexpr, COPY_ROPE: gl.constexpr,
     RANK: gl.constexpr, ROPE: gl.constexpr, PAGE_SIZE: gl.constexpr, PAGE_STRIDE: gl.constexpr,
-    SLOT_STRIDE: gl.constexpr,
+    SLOT_STRIDE: gl.constexpr, SELECTED: gl.constexpr,
 ):  # fmt: skip
-    _ask_for_rows(rows, cache, page, token, end_token, 0, COPY, PAGE_SIZE, PAGE_STRIDE, SLOT_STRIDE)
+    _ask_for_rows(rows, cache, page, token, end_token, 0, COPY, PAGE_SIZE, PAGE_STRIDE, SLOT_STRIDE, SELECTED)
     if ROPE > 0:
-        _ask_for_rows(rope, cache, rope_page, token, end_token, RANK, COPY_ROPE, PAGE_SIZE, PAGE_STRIDE, SLOT_STRIDE)
+        _ask_for_rows(
+            rope, cache, rope_page, token, end_token, RANK, COPY_ROPE, PAGE_SIZE, PAGE_STRIDE, SLOT_STRIDE, SELECTED
+        )  # fmt: skip
     async_copy.commit_group()
 
 
@@ -95,10 +103,14 @@ def _partial_logits(own_q, own_q_rope, rows, rope, OWN: gl.constexpr, ROPE: gl.c
 
 
 @gluon.jit
-def _logits_of(dots, token, seen, scale):
+def _logits_of(dots, token, seen, scale, table, table_column, end_token, SELECTED: gl.constexpr):
     """The sum of all warps' partial logits; -inf for tokens that a row does not see."""
+    visible = token[None, :] < seen[:, None]
+    if SELECTED:
+        chosen = gl.load(table + token * table_column, mask=token < end_token, other=-1)
+        visible = visible & (chosen >= 0)[None, :]
     logits = gl.sum(dots, 0) * scale
-    return gl.where(token[None, :] < seen[:, None], logits, float("-inf"))
+    return gl.where(visible, logits, float("-inf"))
 
 
 @gluon.jit
@@ -122,14 +134,15 @@ def attend_low(
     q_row, q_head, q_rope_row, q_rope_head, table_row, table_column, scale, out_scale,
     HEADS: gl.constexpr, RANK: gl.constexpr, ROPE: gl.constexpr, PAGE_SIZE: gl.constexpr, PAGE_STRIDE: gl.constexpr,
     SLOT_STRIDE: gl.constexpr, STEP: gl.constexpr, BUFFERS: gl.constexpr, INVARIANT: gl.constexpr, LSE: gl.constexpr,
-    APART: gl.constexpr, OVERLAP: gl.constexpr,
+    APART: gl.constexpr, OVERLAP: gl.constexpr, SELECTED: gl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()  # the next kernel may start, and waits for our last store
     TILE: gl.constexpr = 16
     QUARTER: gl.constexpr = RANK // 4
     ROPE_QUARTER: gl.constexpr = ROPE // 4 or 16
-    ONE_PAGE: gl.constexpr = PAGE_SIZE % STEP == 0
+    ONE_PAGE: gl.constexpr = PAGE_SIZE % STEP == 0 and not SELECTED
+    TABLE_PAGE: gl.constexpr = 1 if SELECTED else PAGE_SIZE
     TYPE: gl.constexpr = q.dtype.element_ty
     # The lanes of a warp go along the quarters of rows, then to their next quarters, then to the next rows.
     COPY: gl.constexpr = gl.BlockedLayout([1, 1, 8], [1, 256 // QUARTER, QUARTER // 8], [1, 4, 1], [2, 0, 1])
@@ -156,17 +169,19 @@ def attend_low(
             at, stop, kv_len, prefix, new, unit, units, tile_start, tile, HEADS, TILE, STEP, INVARIANT
         )
         table = page_table + request.to(gl.int64) * table_row
+        if SELECTED and OVERLAP and at == start:
+            gdc_wait()  # the table, too, may be new
         pages, rope_pages = (), ()
         for number in gl.static_range(BUFFERS + 2):
             token = first_token + number * STEP
             if ONE_PAGE:
                 page = first_page
                 if number > 0:
-                    page = _page_of(table, table_column, token, end_token, COPY, STEP, PAGE_SIZE)
+                    page = _page_of(table, table_column, token, end_token, COPY, STEP, TABLE_PAGE)
                 rope_page = page
             else:
-                page = _page_of(table, table_column, token, end_token, COPY, STEP, PAGE_SIZE)
-                rope_page = _page_of(table, table_column, token, end_token, COPY_ROPE, STEP, PAGE_SIZE)
+                page = _page_of(table, table_column, token, end_token, COPY, STEP, TABLE_PAGE)
+                rope_page = _page_of(table, table_column, token, end_token, COPY_ROPE, STEP, TABLE_PAGE)
             pages += (page,)
             rope_pages += (rope_page,)
         number = tile * TILE + _rows_of(COPY, TILE)
@@ -177,7 +192,7 @@ def attend_low(
             q_rope_at = q_rope + rope_query * q_rope_row + rope_head * q_rope_head
         else:
             q_rope_at = q + RANK + rope_query * q_row + rope_head * q_head
-        if OVERLAP and at == start:
+        if OVERLAP and at == start and not SELECTED:
             gdc_wait()  # for queries and cache rows; schedule and page table are older
         _ask_for(q_shared, q_at, number < new * HEADS, 0, COPY)
         if ROPE > 0:
@@ -186,7 +201,7 @@ def attend_low(
             _ask_for_step(
                 rows_shared.index(buffer), rope_shared.index(buffer), cache, pages[buffer], rope_pages[buffer],
                 first_token + buffer * STEP, end_token,
-                COPY, COPY_ROPE, RANK, ROPE, PAGE_SIZE, PAGE_STRIDE, SLOT_STRIDE,
+                COPY, COPY_ROPE, RANK, ROPE, PAGE_SIZE, PAGE_STRIDE, SLOT_STRIDE, SELECTED,
             )  # fmt: skip
         page, page_behind = pages[BUFFERS], pages[BUFFERS + 1]
         rope_page, rope_page_behind = rope_pages[BUFFERS], rope_pages[BUFFERS + 1]
@@ -201,7 +216,9 @@ def attend_low(
         own_q, own_q_rope = q_shared.load(LEFT), q_rope_shared.load(LEFT)
         dot = _partial_logits(own_q, own_q_rope, rows_shared.index(0), rope_shared.index(0), OWN, ROPE)
         logits_shared.store(dot)
-        logits = _logits_of(logits_shared.load(ALL), first_token + position, seen, scale)
+        logits = _logits_of(
+            logits_shared.load(ALL), first_token + position, seen, scale, table, table_column, end_token, SELECTED
+        )  # fmt: skip
         buffer = 0
         for first in range(first_token, end_token - STEP, STEP):
             async_copy.wait_group(BUFFERS - 2)
@@ -215,16 +232,18 @@ def attend_low(
             token = first + BUFFERS * STEP
             _ask_for_step(
                 rows_shared.index(buffer), rope_shared.index(buffer), cache, page, rope_page, token, end_token,
-                COPY, COPY_ROPE, RANK, ROPE, PAGE_SIZE, PAGE_STRIDE, SLOT_STRIDE,
+                COPY, COPY_ROPE, RANK, ROPE, PAGE_SIZE, PAGE_STRIDE, SLOT_STRIDE, SELECTED,
             )  # fmt: skip
             token += 2 * STEP
-            page, page_behind = page_behind, _page_of(table, table_column, token, end_token, COPY, STEP, PAGE_SIZE)
+            page, page_behind = page_behind, _page_of(table, table_column, token, end_token, COPY, STEP, TABLE_PAGE)
             if ONE_PAGE:
                 rope_page, rope_page_behind = page, page_behind
             else:
                 rope_page = rope_page_behind
-                rope_page_behind = _page_of(table, table_column, token, end_token, COPY_ROPE, STEP, PAGE_SIZE)
-            logits = _logits_of(dots, first + STEP + position, seen, scale)
+                rope_page_behind = _page_of(table, table_column, token, end_token, COPY_ROPE, STEP, TABLE_PAGE)
+            logits = _logits_of(
+                dots, first + STEP + position, seen, scale, table, table_column, end_token, SELECTED
+            )  # fmt: skip
             buffer = following
         top, total, sums = _add_step(logits, rows_shared.index(buffer), top, total, sums, OWN)
         async_copy.wait_group(0)
@@ -254,7 +273,7 @@ def attend_low(
         if at < stop:
             at, end, kv_len, prefix, begin, new, unit, units, request, tile_start, tile, first_page = next_tile(
                 at, end, kv_len, prefix, begin, new, unit, units, request, numbers, lead,
-                page_table, table_row, table_column, HEADS, TILE, STEP, PAGE_SIZE,
+                page_table, table_row, table_column, HEADS, TILE, STEP, TABLE_PAGE,
             )  # fmt: skip
     if OVERLAP:
         gdc_wait()  # also without work: the next kernel waits for this one alone

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from attnplug_triton_mla import triton_merge, triton_plan
@@ -13,3 +14,5 @@ slot_of_part, log2_sum = gluon.jit(triton_merge.slot_of_part.fn), gluon.jit(trit
 
 # The name in newer versions, and the one in Triton 3.6. What the mask leaves out becomes zero.
 copy = async_copy.async_load if hasattr(async_copy, "async_load") else async_copy.async_copy_global_to_shared
+
+barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier

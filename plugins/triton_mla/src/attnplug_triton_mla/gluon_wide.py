@@ -7,12 +7,16 @@ wgmma too, but both warp groups compute all logits, and the next rows are reques
 before it. Hence this kernel places everything explicitly, in Gluon, Triton's language for that:
 
 - Queries and two steps' rows are in shared memory as wgmma reads them, 224 of its 227 KiB, copied there without
-  registers. The next step's rows are requested before the present step is computed.
+  registers.
 - Each warp group has 32 of a step's 64 tokens when logits are computed, and half of the columns when values are added
   up. Weights pass between them through shared memory.
+- A round starts two products, one after the other: a step's values, and the next step's logits. When the first is done,
+  nobody needs the step's rows any more. Those after the next are requested in their place, while the second runs.
 - Two barriers of all warps per step are for the largest logit of a row. Sums of weights are added up after the loop.
 
-What limits a step is the transfer of the next rows from L2 (72 KiB in 2.9 µs): there is no room for a third step.
+No product is under way from one round of the loop to the next: ptxas would then run them one by one.
+
+With ``SELECTED``, each row's slot is in the table, as in ``triton_attention``.
 
 The kernel replaces ``triton_attention``, with the same schedule, parts and merge. Every request has the same number of
 rows here, and parts are always left to the merging kernel. Triton's interpreter does not run Gluon: on a CPU this
@@ -27,7 +31,15 @@ from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnplug_triton_mla.gluon_tools import begin_stretch, copy, log2_sum, next_tile, rows_of_part, slot_of_part
+from attnplug_triton_mla.gluon_tools import (
+    barrier,
+    begin_stretch,
+    copy,
+    log2_sum,
+    next_tile,
+    rows_of_part,
+    slot_of_part,
+)
 from attnplug_triton_mla.triton_merge import LN_2
 
 
@@ -39,19 +51,73 @@ def _ask_for(to, to_rope, at, rope_at, there, column, rope_column, ROPE: gl.cons
         copy(to_rope, rope_at[:, None] + rope_column[None, :], mask=there[:, None])
 
 
+@gluon.jit
+def _ask_for_step(
+    to, to_rope, cache, table, table_column, page, first, end_token, slot, column, rope_column,
+    RANK: gl.constexpr, ROPE: gl.constexpr, PAGE_SIZE: gl.constexpr, PAGE_STRIDE: gl.constexpr,
+    SLOT_STRIDE: gl.constexpr, SELECTED: gl.constexpr,
+):  # fmt: skip
+    """Request a step's rows, whose page or pages are known. Returns those of the step after it."""
+    STEP: gl.constexpr = to.shape[0]
+    token = first + slot
+    there = token < end_token
+    if SELECTED:
+        there = there & (page >= 0)
+        rows_at = cache + (page // PAGE_SIZE).to(gl.int64) * PAGE_STRIDE + page % PAGE_SIZE * SLOT_STRIDE
+        next_at, ahead = table + (token + STEP) * table_column, token + STEP
+    elif PAGE_SIZE % STEP == 0:
+        rows_at = cache + page.to(gl.int64) * PAGE_STRIDE + (first % PAGE_SIZE + slot) * SLOT_STRIDE
+        next_at, ahead = table + (first + STEP) // PAGE_SIZE * table_column, first + STEP
+    else:
+        rows_at = cache + page.to(gl.int64) * PAGE_STRIDE + token % PAGE_SIZE * SLOT_STRIDE
+        next_at, ahead = table + (token + STEP) // PAGE_SIZE * table_column, token + STEP
+    _ask_for(to, to_rope, rows_at, rows_at + RANK, there, column, rope_column, ROPE)
+    async_copy.commit_group()
+    return gl.load(next_at, mask=ahead < end_token, other=-1)
+
+
+@gluon.jit
+def _products(q, q_rope, rows, rope, nothing, ROPE: gl.constexpr):
+    """Queries by a step's rows, still being computed: one product, or two."""
+    dot = warpgroup_mma(q, rows.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    if ROPE > 0:
+        dot = warpgroup_mma(q_rope, rope.permute((1, 0)), dot, is_async=True)
+    return dot
+
+
+@gluon.jit
+def _visible(token, seen, table, table_column, end_token, SELECTED: gl.constexpr):
+    visible = token[None, :] < seen[:, None]
+    if SELECTED:
+        chosen = gl.load(table + token * table_column, mask=token < end_token, other=-1)
+        visible = visible & (chosen >= 0)[None, :]
+    return visible
+
+
+@gluon.jit
+def _weigh(dot, visible, scale, top, totals):
+    """The weights of a step, the largest logit so far, sums of weights, and the factor of what was summed up before."""
+    logits = gl.where(visible, dot * scale, float("-inf"))
+    higher = gl.maximum(top, gl.max(logits, 1))
+    base = gl.where(higher == float("-inf"), 0.0, higher)
+    weights, kept = gl.exp2(logits - base[:, None]), gl.exp2(top - base)
+    return weights, higher, totals * kept[:, None] + weights, kept
+
+
 @gluon.jit(do_not_specialize=["requests", "programs", "partial_slots", "table_row"])
 def attend_wide(
     q, q_rope, cache, page_table, out, lse, partials, partial_weights, numbers, requests, programs, partial_slots,
     q_row, q_head, q_rope_row, q_rope_head, table_row, table_column, scale, out_scale,
     HEADS: gl.constexpr, RANK: gl.constexpr, ROPE: gl.constexpr, PAGE_SIZE: gl.constexpr, PAGE_STRIDE: gl.constexpr,
     SLOT_STRIDE: gl.constexpr, INVARIANT: gl.constexpr, LSE: gl.constexpr, APART: gl.constexpr,
-    OVERLAP: gl.constexpr,
+    OVERLAP: gl.constexpr, SELECTED: gl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()  # the next kernel may start, and waits for our last store
     TILE: gl.constexpr = 64
     STEP: gl.constexpr = 64
-    ONE_PAGE: gl.constexpr = PAGE_SIZE % STEP == 0
+    ONE_PAGE: gl.constexpr = PAGE_SIZE % STEP == 0 and not SELECTED
+    TABLE_PAGE: gl.constexpr = 1 if SELECTED else PAGE_SIZE
     TYPE: gl.constexpr = q.dtype.element_ty
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [8, 1], [1, 0])
     LOGITS: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, STEP // 2, 16])
@@ -75,6 +141,8 @@ def attend_wide(
             at, stop, kv_len, prefix, new, unit, units, tile_start, tile, HEADS, TILE, STEP, INVARIANT
         )
         table = page_table + request.to(gl.int64) * table_row
+        if SELECTED and OVERLAP and at == start:
+            gdc_wait()  # the table, too, may be new
 
         q_number = tile * TILE + slot
         query, head = (begin + q_number // HEADS).to(gl.int64), q_number % HEADS
@@ -86,8 +154,8 @@ def attend_wide(
             page = first_page
         else:
             token = first_token + slot
-            page = gl.load(table + token // PAGE_SIZE * table_column, mask=token < end_token, other=0)
-        if OVERLAP and at == start:
+            page = gl.load(table + token // TABLE_PAGE * table_column, mask=token < end_token, other=-1)
+        if OVERLAP and at == start and not SELECTED:
             gdc_wait()  # for queries and cache rows; schedule and page table are older
         _ask_for(q_shared, q_rope_shared, q_at, q_rope_at, q_number < new * HEADS, column, rope_column, ROPE)
 
@@ -98,52 +166,48 @@ def attend_wide(
         totals = gl.full([TILE, STEP], 0.0, gl.float32, LOGITS)
         sums = gl.full([TILE, RANK], 0.0, gl.float32, SUMS)
         nothing = gl.full([TILE, STEP], 0.0, gl.float32, LOGITS)
+        page = _ask_for_step(
+            rows_shared.index(0), rope_shared.index(0), cache, table, table_column, page, first_token, end_token,
+            slot, column, rope_column, RANK, ROPE, PAGE_SIZE, PAGE_STRIDE, SLOT_STRIDE, SELECTED,
+        )  # fmt: skip
+        page = _ask_for_step(
+            rows_shared.index(1), rope_shared.index(1), cache, table, table_column, page, first_token + STEP, end_token,
+            slot, column, rope_column, RANK, ROPE, PAGE_SIZE, PAGE_STRIDE, SLOT_STRIDE, SELECTED,
+        )  # fmt: skip
+        async_copy.wait_group(1)
+        fence_async_shared()  # wgmma reads through another proxy than copies write
+        dot = _products(q_shared, q_rope_shared, rows_shared.index(0), rope_shared.index(0), nothing, ROPE)
+        visible = _visible(first_token + position, seen, table, table_column, end_token, SELECTED)
+        dot = warpgroup_mma_wait(0, deps=(dot,))
+        weights, top, totals, kept = _weigh(dot, visible, scale, top, totals)
+        weights_shared.store(weights.to(TYPE))
         buffer = 0
-        # Each round requests the next step's rows and then does its own step; the first one only requests.
-        for first in range(first_token - STEP, end_token, STEP):
-            ahead = first + STEP
-            if first >= first_token:
-                async_copy.wait_group(0)
-                fence_async_shared()  # wgmma reads through another proxy than copies write
-            if ahead < end_token:
-                token = ahead + slot
-                if ONE_PAGE:
-                    rows_at = cache + page.to(gl.int64) * PAGE_STRIDE + ahead % PAGE_SIZE * SLOT_STRIDE
-                    rows_at = rows_at + slot * SLOT_STRIDE
-                    beyond = ahead + STEP
-                else:
-                    rows_at = cache + page.to(gl.int64) * PAGE_STRIDE + token % PAGE_SIZE * SLOT_STRIDE
-                    beyond = token + STEP
-                _ask_for(
-                    rows_shared.index(1 - buffer), rope_shared.index(1 - buffer), rows_at, rows_at + RANK,
-                    token < end_token, column, rope_column, ROPE,
-                )  # fmt: skip
-                page = gl.load(table + beyond // PAGE_SIZE * table_column, mask=beyond < end_token, other=0)
-            async_copy.commit_group()
-            if first >= first_token:
-                rows = rows_shared.index(buffer)
-                dot = warpgroup_mma(q_shared, rows.permute((1, 0)), nothing, use_acc=False, is_async=True)
-                if ROPE > 0:
-                    dot = warpgroup_mma(
-                        q_rope_shared, rope_shared.index(buffer).permute((1, 0)), dot, is_async=True
-                    )  # fmt: skip
-                dot = warpgroup_mma_wait(0, deps=(dot,))
-                logits = gl.where((first + position)[None, :] < seen[:, None], dot * scale, float("-inf"))
-                higher = gl.maximum(top, gl.max(logits, 1))
-                base = gl.where(higher == float("-inf"), 0.0, higher)
-                weights, kept = gl.exp2(logits - base[:, None]), gl.exp2(top - base)
-                totals = totals * kept[:, None] + weights
-                top = higher
-                weights_shared.store(weights.to(TYPE))
-                fence_async_shared()
-                sums = sums * gl.convert_layout(kept, gl.SliceLayout(1, SUMS))[:, None]
-                sums = warpgroup_mma(weights_shared, rows, sums, is_async=True)
-                sums = warpgroup_mma_wait(0, deps=(sums,))
+        # Each round adds a step's values and computes the next one's logits, one product after the other.
+        for first in range(first_token, end_token - STEP, STEP):
+            fence_async_shared()
+            added = warpgroup_mma(weights_shared, rows_shared.index(buffer), sums, is_async=True)
+            async_copy.wait_group(0)
+            fence_async_shared()
+            dot = _products(
+                q_shared, q_rope_shared, rows_shared.index(1 - buffer), rope_shared.index(1 - buffer), nothing, ROPE
+            )  # fmt: skip
+            visible = _visible(first + STEP + position, seen, table, table_column, end_token, SELECTED)
+            sums = warpgroup_mma_wait(2 if ROPE > 0 else 1, deps=(added,))
+            barrier()  # no warp reads the step's rows and weights any more
+            page = _ask_for_step(
+                rows_shared.index(buffer), rope_shared.index(buffer), cache, table, table_column, page,
+                first + 2 * STEP, end_token, slot, column, rope_column,
+                RANK, ROPE, PAGE_SIZE, PAGE_STRIDE, SLOT_STRIDE, SELECTED,
+            )  # fmt: skip
+            dot = warpgroup_mma_wait(0, deps=(dot,))
+            weights, top, totals, kept = _weigh(dot, visible, scale, top, totals)
+            weights_shared.store(weights.to(TYPE))
+            sums = sums * gl.convert_layout(kept, gl.SliceLayout(1, SUMS))[:, None]
             buffer = 1 - buffer
-        # Without any step nobody has waited for the queries: those of the next tile, in the same place, could arrive
-        # first.
-        async_copy.commit_group()
-        async_copy.wait_group(0)
+        fence_async_shared()
+        added = warpgroup_mma(weights_shared, rows_shared.index(buffer), sums, is_async=True)
+        sums = warpgroup_mma_wait(0, deps=(added,))
+        async_copy.wait_group(0)  # before the next tile's queries and rows come to the same place
 
         live = row < new * HEADS
         number = gl.arange(0, TILE, gl.SliceLayout(1, SUMS))
@@ -168,7 +232,7 @@ def attend_wide(
         if at < stop:
             at, end, kv_len, prefix, begin, new, unit, units, request, tile_start, tile, first_page = next_tile(
                 at, end, kv_len, prefix, begin, new, unit, units, request, numbers, lead,
-                page_table, table_row, table_column, HEADS, TILE, STEP, PAGE_SIZE,
+                page_table, table_row, table_column, HEADS, TILE, STEP, TABLE_PAGE,
             )  # fmt: skip
     if OVERLAP:
         gdc_wait()  # also without work: the next kernel waits for this one alone

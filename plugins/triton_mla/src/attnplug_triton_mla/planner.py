@@ -27,6 +27,8 @@ class Shape:
     pages: int
     """Columns of the page table."""
     invariant: bool
+    whole: bool = False
+    """With ``invariant``, no tile is cut: there are too many rows to keep parts of."""
 
     def tiles(self, tile: int) -> int:
         """The most tiles of rows."""
@@ -70,7 +72,7 @@ class Schedule:
         """The most parts of a tile, which only its own length decides; 0 if the whole batch decides."""
         if not self.shape.invariant:
             return 0
-        return INVARIANT_PARTS if self.shape.queries else 1
+        return INVARIANT_PARTS if self.shape.queries and not self.shape.whole else 1
 
     @property
     def partial_slots(self) -> int:
@@ -82,7 +84,7 @@ class Schedule:
     @property
     def merged_by_kernel(self) -> bool:
         """Whether a separate kernel merges parts. It needs the same number of rows in every request."""
-        return self.configuration.merge == "kernel" and self.shape.queries > 0
+        return self.configuration.merge == "kernel" and self.shape.queries > 0 and self.parts != 1
 
     def fill(self, page_table: Tensor, seq_lens: Tensor, new_lens: Tensor | None) -> None:
         """From the page table ``[requests, pages]`` and lengths ``[requests]``, by launches that wait for nothing.

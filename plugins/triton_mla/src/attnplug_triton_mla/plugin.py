@@ -12,6 +12,7 @@ from attnplug import (
     Capabilities,
     DType,
     ExtendPath,
+    Feature,
     GraphLevel,
     Problem,
     Refusal,
@@ -27,6 +28,8 @@ DTYPES = frozenset({DType.BFLOAT16, DType.FLOAT16})
 LIBRARY = "triton>=3.6,<4"
 FP8_SM = 89
 """The first GPUs on which Triton converts from float8_e4m3fn."""
+MOST_OF_INDEX = {"heads": 128, "head_dim": 256, "topk": 8192}
+"""What the kernels of an index can have."""
 COUNTERS = WorkspaceKind("triton-mla-counters", zeroed=True)
 """Counters that every call leaves at zero."""
 
@@ -57,7 +60,8 @@ def attnplug_backends() -> list[BackendSpec]:
                 max_speculative_tokens=64,
                 cuda_graph=GraphLevel.ALWAYS,
                 needs_cpu_seq_lens=False,
-                extras=frozenset({"lse", "out", "q_rope"}),
+                features=frozenset({Feature.SPARSE}),
+                extras=frozenset({"lse", "out", "q_rope", "selected"}),
                 mla_extend=frozenset({ExtendPath.ABSORBED}),
                 layouts=frozenset(CacheLayout),
                 trees=True,
@@ -72,8 +76,14 @@ def attnplug_workspace_kinds() -> list[WorkspaceKind]:
 
 
 def refusals(problem: Problem, role: Role | None, options: TritonMLAOptions) -> Iterator[Refusal]:
-    """What the capabilities cannot say: which GPUs read an fp8 cache."""
+    """What the capabilities cannot say: which GPUs read an fp8 cache, and which indexes sparse layers may have."""
     if problem.kv_dtype is DType.FLOAT8_E4M3 and problem.sm is not None and problem.sm < FP8_SM:
         message = f"an fp8 cache is read on SM {FP8_SM} or newer, this is SM {problem.sm}"
         allowed = sorted(map(str, DTYPES)) if problem.dtype is None else [str(problem.dtype)]
         yield Refusal(RefusalCode.KV_DTYPE, message, str(problem.kv_dtype), allowed, Setting.KV_DTYPE)
+    indexes = () if problem.model is None else problem.model.index_layers
+    for name, most in MOST_OF_INDEX.items():
+        value = max((getattr(layer.indexer, name) for layer in indexes), default=0)
+        if value > most:
+            message = f"an index with {name} {value} is not supported, only up to {most}"
+            yield Refusal(RefusalCode.FEATURE, message, value, most, None if role is None else role.setting)

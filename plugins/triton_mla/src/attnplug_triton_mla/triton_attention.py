@@ -21,6 +21,8 @@ thousand, with one warp per scheduler) and for loads that depend on each other (
   result straight to the output if it has a tile to itself.
 - Anything may follow a request's rows, even NaN. It is neither loaded (zeros take its place, since zero times NaN is
   NaN) nor seen (its logits are -inf).
+- With ``SELECTED``, every query token is a request of its own, and the table holds the slots of its cache rows, one by
+  one. The kernel just before may have written the table, so it is read after the wait. A slot of -1 is no row.
 - With ``TREE``, a new row sees those of the new rows that its bits name. Steps that reach new rows are a loop of their
   own, which tests the bits: steps before them are as fast as without a tree.
 """
@@ -110,10 +112,12 @@ def attend(
     HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, PAGE_SIZE: tl.constexpr, PAGE_STRIDE: tl.constexpr,
     SLOT_STRIDE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, INVARIANT: tl.constexpr,
     MERGE_COLUMNS: tl.constexpr, LSE: tl.constexpr, APART: tl.constexpr, OVERLAP: tl.constexpr, TREE: tl.constexpr,
+    SELECTED: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()  # the next kernel may start, and waits for our last store
-    ONE_PAGE: tl.constexpr = PAGE_SIZE % STEP == 0
+    ONE_PAGE: tl.constexpr = PAGE_SIZE % STEP == 0 and not SELECTED
+    TABLE_PAGE: tl.constexpr = 1 if SELECTED else PAGE_SIZE
     FLOAT8: tl.constexpr = cache.dtype.element_ty.primitive_bitwidth == 8
     TYPE: tl.constexpr = tl.float16 if FLOAT8 else q.dtype.element_ty
     column, rope_column, position = tl.arange(0, RANK // 4), RANK + tl.arange(0, ROPE or 1), tl.arange(0, STEP)
@@ -132,16 +136,18 @@ def attend(
         seen = tl.minimum(prefix + query + 1, kv_len)
 
         table = page_table + request.to(tl.int64) * table_row
+        if SELECTED and OVERLAP and at == start:
+            gdc_wait()
         if ONE_PAGE:
             page = first_page
         else:
             token = first_token + position
-            page = tl.load(table + token // PAGE_SIZE * table_column, mask=token < end_token, other=0)
+            page = tl.load(table + token // TABLE_PAGE * table_column, mask=token < end_token, other=-1)
         q_at = q + (begin + query).to(tl.int64) * q_row + head * q_head
         q_rope_at = q_at + RANK
         if APART:
             q_rope_at = q_rope + (begin + query).to(tl.int64) * q_rope_row + head * q_rope_head
-        if OVERLAP and at == start:
+        if OVERLAP and at == start and not SELECTED:
             # Wait for the previous kernel, which may have written queries and cache rows, but not schedule or page
             # table. What depends on those alone is computed before: the condition keeps the compiler from mixing.
             gdc_wait()
@@ -188,10 +194,14 @@ def attend(
                     slot_at = cache + page.to(tl.int64) * PAGE_STRIDE + first % PAGE_SIZE * SLOT_STRIDE
                     slot_at = slot_at + position * SLOT_STRIDE
                     ahead = first + STEP
+                elif SELECTED:
+                    there = there & (page >= 0)
+                    slot_at = cache + (page // PAGE_SIZE).to(tl.int64) * PAGE_STRIDE + page % PAGE_SIZE * SLOT_STRIDE
+                    ahead = token + STEP
                 else:
                     slot_at = cache + page.to(tl.int64) * PAGE_STRIDE + token % PAGE_SIZE * SLOT_STRIDE
                     ahead = token + STEP
-                page = tl.load(table + ahead // PAGE_SIZE * table_column, mask=ahead < end_token, other=0)
+                page = tl.load(table + ahead // TABLE_PAGE * table_column, mask=ahead < end_token, other=-1)
                 if FLOAT8:
                     pairs_at = slot_at.to(tl.pointer_type(tl.uint16))
                     rows_0, rows_1 = _fp16_of_pairs(_load(pairs_at, column, there))
@@ -208,6 +218,8 @@ def attend(
                 # Scale each before they are added: a bare sum of products is one long chain to the compiler.
                 logits = (dot_0 * by + dot_1 * by) + (dot_2 * by + dot_3 * by)
                 visible = token[None, :] < seen[:, None]
+                if SELECTED:
+                    visible = visible & there[None, :]
                 if TREE and part == 1:
                     # A row that a query does not see may hold anything. Without weight, a NaN would still get into the
                     # result. A row with a NaN or an infinity gives nobody a finite logit: values are loaded anew
@@ -266,7 +278,7 @@ def attend(
         if at < stop:
             at, end, kv_len, prefix, begin, new, unit, units, request, tile_start, tile, first_page = next_tile(
                 at, end, kv_len, prefix, begin, new, unit, units, request, numbers, lead,
-                page_table, table_row, table_column, HEADS, TILE, STEP, PAGE_SIZE,
+                page_table, table_row, table_column, HEADS, TILE, STEP, TABLE_PAGE,
             )  # fmt: skip
     if OVERLAP:
         gdc_wait()  # also without work: the next kernel waits for this one alone
