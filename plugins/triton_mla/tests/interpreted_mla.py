@@ -39,6 +39,8 @@ def build(context: BackendContext, choose: Choose | None = None) -> AttentionBac
 
     context = declaring(context, "triton_mla")
     if on_cpu:
+        interpreted = context.declared.index_dtypes | {DType.FLOAT32}  # bfloat16 is not
+        context = replace(context, declared=replace(context.declared, index_dtypes=interpreted))
         return TritonMLABackend(context, choose=choose or small, multiprocessors=MULTIPROCESSORS)
     return TritonMLABackend(context) if choose is None else TritonMLABackend(context, choose=choose)
 

@@ -20,7 +20,7 @@ from attnplug import (
     SelectedPositions,
     SelectedSlots,
 )
-from attnplug.host import Coordinator, KVPools, MLADims, torch_dtype
+from attnplug.host import KVPools, MLADims, torch_dtype
 from interpreted_mla import build
 from support.batches import captured, padded_tree, static_tree, with_plan
 from support.devices import DEVICES, nothing_is_zero_by_chance, nothing_waits
@@ -168,23 +168,6 @@ def test_positions_and_slots_are_both_taken_and_fewer_than_were_planned(device):
     for out, lse in (by_position, by_slot):
         assert error(out[:3], wanted[:3]) < tolerance(stage) and error(lse[:3], wanted_lse[:3]) < tolerance(stage)
         assert not out[3].any() and lse[3].isneginf().all()
-
-
-class Elsewhere:
-    """Rows that some coordinator keeps elsewhere."""
-
-    name, device_nbytes, host_nbytes = "elsewhere", 0, 0
-
-    def release(self, row: int) -> None:
-        pass
-
-
-def test_beside_a_coordinator_positions_are_chosen():
-    """It knows where each request's rows lie."""
-    stage = scene(CASES["decode"], coordinator=Elsewhere())
-    assert isinstance(stage.context.coordinator, Coordinator | None)
-    selected = stage.backend.select(stage.index(), stage.layer, stage.planned())
-    assert isinstance(selected, SelectedPositions) and stage.positions(selected) == stage.chosen()
 
 
 @on_every_device

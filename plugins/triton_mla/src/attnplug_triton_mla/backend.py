@@ -182,6 +182,8 @@ class TritonMLABackend(SparseAttention):
         metadata: Metadata = plan.metadata
         assert self._sparse is not None and metadata.sparse is not None and self.index_keys is not None
         keys = self.index_keys.keys(layer.layer_id)
+        if self.index_keys.dtype is DType.FLOAT8_E4M3:
+            keys = keys.flatten(1)
         return self._sparse.choose(
             metadata.sparse, index, keys, dims, metadata.page_table, metadata.tree, slots=self._selects_slots
         )

@@ -65,6 +65,8 @@ def attnplug_backends() -> list[BackendSpec]:
                 mla_extend=frozenset({ExtendPath.ABSORBED}),
                 layouts=frozenset(CacheLayout),
                 trees=True,
+                index_dtypes=DTYPES | {DType.FLOAT8_E4M3},
+                hisparse=True,
             ),
         )
     ]
@@ -81,6 +83,11 @@ def refusals(problem: Problem, role: Role | None, options: TritonMLAOptions) -> 
         message = f"an fp8 cache is read on SM {FP8_SM} or newer, this is SM {problem.sm}"
         allowed = sorted(map(str, DTYPES)) if problem.dtype is None else [str(problem.dtype)]
         yield Refusal(RefusalCode.KV_DTYPE, message, str(problem.kv_dtype), allowed, Setting.KV_DTYPE)
+    if problem.index_dtype is DType.FLOAT8_E4M3 and problem.sm is not None and problem.sm < FP8_SM:
+        message = f"fp8 index keys are read on SM {FP8_SM} or newer, this is SM {problem.sm}"
+        yield Refusal(
+            RefusalCode.KV_DTYPE, message, str(problem.index_dtype), sorted(map(str, DTYPES)), Setting.INDEX_DTYPE
+        )
     indexes = () if problem.model is None else problem.model.index_layers
     for name, most in MOST_OF_INDEX.items():
         value = max((getattr(layer.indexer, name) for layer in indexes), default=0)
