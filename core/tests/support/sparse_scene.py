@@ -132,8 +132,8 @@ class SparseScene:
         self.index_q = self.normal(tokens, case.index_heads, case.index_dim)
         self.weights = self.normal(tokens, case.index_heads).float()
         for layer in (LAYER, SHARED):
-            self._store(layer, self.mla.write, self.rows)
-        self._store(LAYER, self.keys.write, self.index_rows)
+            self.store(layer, self.mla.write, self.rows)
+        self.store(LAYER, self.keys.write, self.index_rows)
         if case.kv_dtype is not None:  # what attention should find is what a cache keeps of the rows
             self.rows = [self._kept(rows) for rows in self.rows]
 
@@ -151,7 +151,7 @@ class SparseScene:
             table[request, count:] = 1 << 30
         return table, pages
 
-    def _store(self, layer: int, write: Callable[[int, Tensor, Tensor], None], rows: list[Tensor]) -> None:
+    def store(self, layer: int, write: Callable[[int, Tensor, Tensor], None], rows: list[Tensor]) -> None:
         """Write the prefix of every request, by the page table."""
         for request, (before, _) in enumerate(self.case.lengths):
             slots = [self._slot(request, position) for position in range(before)]

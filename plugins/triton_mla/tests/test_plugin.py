@@ -13,7 +13,7 @@ from typing import Any
 import importlib_metadata as metadata
 import pytest
 
-from attnplug import BackendError, CacheLayout, DType, GraphLevel, Problem, Refusal, Role
+from attnplug import BackendError, CacheLayout, DType, GraphLevel, IndexerDims, Problem, Refusal, Role
 from attnplug.host import load_registry
 from attnplug_triton_mla.plugin import attnplug_backends
 from support.command import in_own_process
@@ -91,6 +91,20 @@ def test_it_refuses_with_value_and_what_is_allowed_and_the_setting(
     found = refusals(**changes)
     assert [(reason.code, reason.value, reason.allowed, reason.setting) for reason in found] == reasons
     json.dumps([reason.as_json() for reason in found])
+
+
+@pytest.mark.parametrize(("key", "value", "most"), [("heads", 256, 128), ("head_dim", 512, 256), ("topk", 9000, 8192)])
+def test_an_index_that_kernels_cannot_have_is_refused(key: str, value: int, most: int) -> None:
+    """D3"""
+    model = read(DEEPSEEK_V3)
+    for index, reasons in (
+        (IndexerDims(64, 128, 2048), []),
+        (replace(IndexerDims(64, 128, 2048), **{key: value}), [most]),
+    ):
+        sparse = replace(model, layers=tuple(replace(layer, indexer=index) for layer in model.layers))
+        found = refusals(model=sparse)
+        assert [reason.allowed for reason in found] == reasons
+        assert all(reason.value == value and f"an index with {key} {value}" in reason.message for reason in found)
 
 
 def test_layers_that_differ_are_refused_with_how() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from attnplug import (
     INDEX_KEYS,
     BackendContext,
+    BackendError,
     DType,
     ForwardExtras,
     ForwardMode,
@@ -168,6 +169,13 @@ def test_positions_and_slots_are_both_taken_and_fewer_than_were_planned(device):
     for out, lse in (by_position, by_slot):
         assert error(out[:3], wanted[:3]) < tolerance(stage) and error(lse[:3], wanted_lse[:3]) < tolerance(stage)
         assert not out[3].any() and lse[3].isneginf().all()
+
+
+def test_more_rows_than_a_layer_chooses_are_refused():
+    stage = scene(CASES["decode"])
+    rows = torch.zeros(4, 9, dtype=torch.int32)
+    with pytest.raises(BackendError, match="has 9 rows for every token, and the model's layers choose 8"):
+        stage.attend(stage.planned(), SelectedSlots(rows))
 
 
 @on_every_device
@@ -334,6 +342,6 @@ def _only(whole: SparseScene, stage: SparseScene, request: int) -> SparseScene:
     part = slice(request, request + 1)
     stage.rows, stage.index_rows = whole.rows[part], whole.index_rows[part]
     stage.q, stage.index_q, stage.weights = whole.q[part], whole.index_q[part], whole.weights[part]
-    stage.store(stage.mla.rows(LAYER).squeeze(2), stage.rows)
-    stage.store(stage.keys.keys(LAYER), stage.index_rows)
+    stage.store(LAYER, stage.mla.write, stage.rows)
+    stage.store(LAYER, stage.keys.write, stage.index_rows)
     return stage

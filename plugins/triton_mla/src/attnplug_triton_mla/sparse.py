@@ -16,7 +16,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from attnplug import SCRATCH, Geometry, IndexerDims, IndexInputs, SelectedPositions, SelectedRows, SelectedSlots
+from attnplug import (
+    SCRATCH,
+    BackendError,
+    Geometry,
+    IndexerDims,
+    IndexInputs,
+    SelectedPositions,
+    SelectedRows,
+    SelectedSlots,
+)
 from attnplug.host import WorkspaceOwner
 from attnplug_triton_mla.attention import readable
 from attnplug_triton_mla.configurations import Configuration
@@ -214,9 +223,15 @@ class SparseLayers:
     def slots(self, plan: SparsePlan, selected: SelectedRows, page_table: Tensor) -> Tensor:
         """Where the selected rows lie, ``[rows, topk]`` int32, adjacent."""
         given = selected.slots if isinstance(selected, SelectedSlots) else selected.positions
-        if given.shape[1] < self._topk:
-            given = torch.nn.functional.pad(given, (0, self._topk - given.shape[1]), value=-1)
-        given = given[:, : self._topk].contiguous()
+        width = given.shape[1]
+        if width > self._topk:
+            raise BackendError(
+                f"extras.selected has {width} rows for every token, and the model's layers choose {self._topk}; "
+                "give no more"
+            )
+        if width < self._topk:
+            given = torch.nn.functional.pad(given, (0, self._topk - width), value=-1)
+        given = given.contiguous()
         if isinstance(selected, SelectedSlots):
             return given
         slots = torch.empty_like(given)
