@@ -205,6 +205,11 @@ def _translate(
         tl.store(out + token.to(tl.int64) * CHOSEN + place, slot, mask=exists)
 
 
+def _block(size: int, threads: int) -> int:
+    """Elements of a tensor for so many, at least one for each thread: no thread has a copy of another's."""
+    return max(int(triton.next_power_of_2(size)), threads)
+
+
 class TritonSwap:
     """See ``HiSparse.bring_in``, of which this is the part after the new rows are on the device."""
 
@@ -239,7 +244,7 @@ class TritonSwap:
             "RAGGED": ragged,
             "PAGE_SIZE": geometry.page_size,
             # What changes from batch to batch is no constant: one kernel serves all.
-            "BLOCK_REQUESTS": triton.next_power_of_2(requests) if ragged else 1,
+            "BLOCK_REQUESTS": _block(requests, 32) if ragged else 1,
         }
         if geometry.max_new > sizes.nodes:
             blocks = triton.cdiv(max(geometry.max_seq_len, 1), TILE_ROWS)
@@ -249,7 +254,7 @@ class TritonSwap:
             )  # fmt: skip
             _translate[(rows,)](
                 out, positions, positions.stride(0), *batch, requests, self._pool.staging, **shape, CHOSEN=chosen,
-                BLOCK_CHOSEN=triton.next_power_of_2(chosen), num_warps=4,
+                BLOCK_CHOSEN=_block(chosen, 32 * 4), num_warps=4,
             )  # fmt: skip
         copiers = max(1, min(_PROGRAMS // requests - 1, _MOST_COPIERS))
         _swap_in[(requests * (1 + copiers),)](
@@ -257,7 +262,8 @@ class TritonSwap:
             tables.held[number], tables.hints[number], tables.order[number], self._touched, self._lists[0],
             self._lists[1], self._ready, self._done, tables.counters, host, device, requests,
             self._pool.first_of(number), sizes.max_requests, sizes.max_context, copiers, **shape, **self._row,
-            COLUMNS=sizes.buffer_size, CHOSEN=chosen, BLOCK_WANTED=triton.next_power_of_2(shape["NODES"] * chosen),
-            BLOCK_COLUMNS=triton.next_power_of_2(sizes.buffer_size), ROWS=_FEW_ROWS, num_warps=_PLANNING_WARPS,
+            COLUMNS=sizes.buffer_size, CHOSEN=chosen,
+            BLOCK_WANTED=_block(shape["NODES"] * chosen, 32 * _PLANNING_WARPS),
+            BLOCK_COLUMNS=_block(sizes.buffer_size, 32 * _PLANNING_WARPS), ROWS=_FEW_ROWS, num_warps=_PLANNING_WARPS,
         )  # fmt: skip
         return DeviceSlots(out)
