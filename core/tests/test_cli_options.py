@@ -42,6 +42,7 @@ EXPLAIN = {
     "cuda_graph": "uniform",
     "host": "vllm",
     "index_dtype": "fp8",
+    "enable_hisparse": True,
 }
 CHECK = {**SHARED, "seed": 7}
 
@@ -51,7 +52,7 @@ CHECK = {**SHARED, "seed": 7}
     [
         ("explain", ExplainOptions, ("--model", "tiny:llama", "--sm", "90", "--speculative-tokens", "3",
          "--speculative-topk", "4", "--tensor-parallel", "2", "--cuda-graph", "uniform", "--host", "vllm",
-         "--draft-attention-backend", "five", "--index-dtype", "fp8"), EXPLAIN),
+         "--draft-attention-backend", "five", "--index-dtype", "fp8", "--enable-hisparse"), EXPLAIN),
         ("check", CheckOptions, ("--seed", "7"), CHECK),
     ],
     ids=["explain", "check"],
@@ -93,6 +94,7 @@ def test_every_field_of_explain_is_part_of_the_problem_or_of_the_request() -> No
         speculative_topk=4,
         tensor_parallel=2,
         index_dtype=DType.FLOAT8_E4M3,
+        hisparse=True,
     )
     request = options.request()
     assert (request.attention, request.roles, request.options) == ("one", EXPLAIN["roles"], {"one": {"split": "2"}})

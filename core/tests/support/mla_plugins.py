@@ -156,11 +156,13 @@ PLUGINS: dict[str, MLAPlugin] = {
 
 
 def serving_mla() -> set[str]:
-    """The installed backends of this repository that claim MLA."""
+    """The installed backends of this repository that claim MLA, of dense layers too."""
     return {
         name
         for name, found in load_registry().backends.items()
-        if found.source.distribution.startswith("attnplug") and AttentionKind.MLA in found.spec.capabilities.kinds
+        if found.source.distribution.startswith("attnplug")
+        and AttentionKind.MLA in found.spec.capabilities.kinds
+        and name != "flashmla_sparse"
     }
 
 
