@@ -1,0 +1,170 @@
+"""Runs everything that a backend claims, and says what held, what did not, and what it refused."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+
+from attnplug.host import AttnplugError, describe_error
+from attnplug_conformance.check import Check, Measured, Stand
+from attnplug_conformance.diagnosis import Wrong
+from attnplug_conformance.subject import Refused, Subject
+
+
+class Status(StrEnum):
+    PASSED = "passed"
+    FAILED = "failed"
+    REFUSED = "refused"
+    EXPECTED = "expected failure"
+
+
+@dataclass(frozen=True)
+class Result:
+    """One check of one backend. ``words`` say what it did wrong, or why it refused."""
+
+    check: Check
+    status: Status
+    words: str = ""
+    case: str = ""
+    seconds: float = 0.0
+    measured: Sequence[Measured] = field(default=())
+
+    def reproduce(self, subject: Subject) -> str:
+        """The command that runs this check alone."""
+        if subject.seam is not None:
+            return f"pytest -k {self.check.name!r} (it runs {subject.seam})"
+        return f"attnplug conform {subject.name} --device {subject.device.type} --check {self.check.name}"
+
+
+def run_check(check: Check, subject: Subject, seed: int = 0) -> Result:
+    """Run one check. Nothing that a backend raises escapes."""
+    started = time.perf_counter()
+
+    def result(status: Status, words: str = "", case: str = "", measured: Sequence[Measured] = ()) -> Result:
+        return Result(check, status, words, case, time.perf_counter() - started, tuple(measured))
+
+    if (reason := check.applies(subject)) is not None:
+        return result(Status.REFUSED, reason)
+    try:
+        case = subject.fit(replace(check.case(subject.page_size, subject.longest), seed=seed))
+    except Refused as refused:
+        return result(Status.REFUSED, str(refused))
+    stand, told = Stand(subject, case, seed), case.told()
+    try:
+        check.run(stand)
+    except Wrong as wrong:
+        return result(Status.FAILED, str(wrong), told, stand.measured)
+    except Refused as refused:
+        return result(Status.REFUSED, str(refused), told)
+    except AttnplugError as error:
+        return result(Status.FAILED, f"it raised {describe_error(error)}{place(error)}", told, stand.measured)
+    except Exception as error:
+        return result(Status.FAILED, f"it raised {describe_error(error)}{place(error)}", told, stand.measured)
+    return result(Status.PASSED, "", told, stand.measured)
+
+
+def place(error: BaseException) -> str:
+    """Where an exception was raised: its last frame."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """All results of one backend, and what is wrong beyond them."""
+
+    subject: Subject
+    results: tuple[Result, ...]
+    problems: tuple[str, ...]
+    quick: bool
+    seconds: float
+
+    @property
+    def holds(self) -> bool:
+        return not self.problems and not any(result.status is Status.FAILED for result in self.results)
+
+    def by_claim(self) -> dict[str, dict[Status, int]]:
+        table: dict[str, dict[Status, int]] = {}
+        for result in self.results:
+            counts = table.setdefault(result.check.claim, dict.fromkeys(Status, 0))
+            counts[result.status] += 1
+        return table
+
+
+FLOORS = {"mha": 55, "mla": 45, "lse": 1, "window": 4, "cap": 1, "sinks": 2, "out": 1, "trees": 1, "mla as mha": 4}
+"""The fewest checks that must run for a claim, in a full run. A backend of one role runs half of them."""
+
+
+def run_checks(
+    subject: Subject,
+    checks: Iterable[Check],
+    *,
+    quick: bool = False,
+    seed: int = 0,
+    expected: Mapping[str, str] | None = None,
+    told: Callable[[Result], None] = lambda result: None,
+    floors: bool = True,
+) -> Verdict:
+    """Run checks, in order. ``expected`` are failures that are known, with a reason each: strict."""
+    started = time.perf_counter()
+    results, problems, known = [], [], dict(expected or {})
+    kinds = {str(kind) for kind in subject.can.kinds} | {"declared"}
+    chosen = [check for check in checks if (check.quick or not quick) and check.kind in kinds]
+    names = {check.name for check in chosen}
+    for name in known:
+        if name not in names and not quick:
+            problems.append(f"the expected failure {name} names no check")
+    for check in chosen:
+        result = run_check(check, subject, seed)
+        if check.name in known:
+            if result.status is Status.FAILED:
+                result = replace(result, status=Status.EXPECTED, words=f"{known[check.name]} ({result.words})")
+            else:
+                problems.append(f"{check.name} is an expected failure, and it {result.status}; remove the entry")
+        results.append(result)
+        told(result)
+    if floors:
+        problems += floor_problems(subject, results, quick)
+    return Verdict(subject, tuple(results), tuple(problems), quick, time.perf_counter() - started)
+
+
+def floor_problems(subject: Subject, results: Sequence[Result], quick: bool) -> list[str]:
+    """Claims of which too little ran: claiming nothing does not pass."""
+    ran: dict[str, int] = {}
+    for result in results:
+        if result.status is not Status.REFUSED:
+            ran[result.check.claim] = ran.get(result.check.claim, 0) + 1
+    if not ran:
+        return [f"nothing ran: backend {subject.name} refused every check on {subject.device.type}"]
+    share = 4 if quick else 2 if len(subject.can.roles & {"prefill", "decode"}) < 2 else 1
+    can = subject.can
+    claimed = {str(kind) for kind in can.kinds} | set(can.extras)
+    claimed |= {"window"} if "sliding_window" in can.features else set()
+    claimed |= {"cap"} if "logit_cap" in can.features else set()
+    claimed |= {"trees"} if can.trees else set()
+    claimed |= {"graphs"} if can.cuda_graph else set()
+    problems = []
+    for claim in sorted(claimed & set(FLOORS)):
+        floor = max(1, FLOORS[claim] // share)
+        if claim in ran and ran[claim] < floor:
+            problems.append(f"{ran[claim]} checks of the claim {claim} ran, and {floor} must; see what it refused")
+    return problems
+
+
+def read_expected(text: str, source: str) -> dict[str, str]:
+    """Expected failures: a line each, ``check: reason``. Raises ``ValueError`` for an entry without a reason."""
+    found: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        entry = line.partition("#")[0].strip()
+        if not entry:
+            continue
+        name, _, reason = (part.strip() for part in entry.partition(":"))
+        if not reason:
+            raise ValueError(f"{source}:{number}: {name} has no reason; write 'check: reason'")
+        if name in found:
+            raise ValueError(f"{source}:{number}: {name} is there twice")
+        found[name] = reason
+    return found
