@@ -28,7 +28,6 @@ from attnplug import (
     PoolError,
     Problem,
 )
-from attnplug.cli.reference import attention_float64
 from attnplug.host import (
     BackendRequest,
     HostContext,
@@ -43,6 +42,7 @@ from attnplug.host import (
     load_registry,
     select,
 )
+from support.reference import attention_float64
 
 PAGE, PAGES, HEADS, KV_HEADS, DIM = 4, 24, 6, 2, 8
 NAN = float("nan")

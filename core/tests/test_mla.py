@@ -24,11 +24,11 @@ from attnplug import (
     PlanError,
     RaggedCall,
 )
-from attnplug.cli.reference import attention_float64
 from attnplug.host import ExtendPolicy, HookError, MLADims, MLAWeights, ModelAttention, merge_partial
 from attnplug.mla import MLAAttention
 from attnplug.mla.plan import plan_extend
 from support.devices import DEVICES
+from support.reference import attention_float64
 from support.stage import Case, Stage, error
 
 DIMS = MLADims(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8)

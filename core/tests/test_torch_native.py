@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnplug import DType, ForwardMode, PoolError
-from attnplug.cli.reference import attention_float64
 from attnplug.host import MLADims
 from support.devices import DEVICES
+from support.reference import attention_float64
 from support.stage import Case, Stage, error
 
 # Measured against float64 as the largest difference over the largest magnitude (1 at least).

@@ -4,7 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from attnplug import AttentionKind, CacheLayout, DType, ForwardMode, GraphLevel, LayerSpec, ModelSpec, Problem, Role
+from attnplug import (
+    AttentionKind,
+    CacheLayout,
+    DType,
+    ForwardMode,
+    GraphLevel,
+    IndexerDims,
+    LayerSpec,
+    ModelSpec,
+    Problem,
+    Role,
+)
 from attnplug.host import LinearDims, MLADims
 from attnplug_conformance.reference import Parents
 
@@ -61,6 +72,8 @@ class Case:
     """All layers have one shape, because the backend asks for it."""
     plain_first: bool = False
     """The first layer has no window."""
+    index: IndexerDims | None = None
+    """Of sparse layers: an index chooses the rows that a token attends to."""
     linear: LinearDims | None = None
     """Of a kind of linear attention. A request without rows before starts from a state of zeros."""
     silu: bool = True
@@ -89,7 +102,9 @@ class Case:
         if self.mla is not None:
             width = self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim
             heads, scale = self.mla_heads, SCALE * width**-0.5
-            return LayerSpec(LAYER, AttentionKind.MLA, heads, heads, width, self.v_head_dim, scale, mla=self.mla)
+            return LayerSpec(
+                LAYER, self.kind, heads, heads, width, self.v_head_dim, scale, mla=self.mla, indexer=self.index
+            )
         if self.linear is not None:
             dims, scale = self.linear, SCALE * max(self.linear.key_dim, 1) ** -0.5
             return LayerSpec(
@@ -116,7 +131,10 @@ class Case:
         first = replace(layer, layer_id=FIRST, scale=layer.scale if self.alike else 2 * layer.scale)
         if self.plain_first:
             first = replace(first, sliding_window=None)
-        return first, layer, replace(first, layer_id=LAST)
+        last = replace(first, layer_id=LAST)
+        if self.index is not None:
+            last = replace(layer, layer_id=LAST, indexer=replace(self.index, shares=LAYER))
+        return first, layer, last
 
     def problem(self, device: str, sm: int | None) -> Problem:
         """What a backend is asked to serve."""

@@ -8,10 +8,12 @@ from attnplug import AttentionKind
 from attnplug_conformance.check import Check
 from attnplug_conformance.checks.accuracy import input_checks, shape_checks
 from attnplug_conformance.checks.cache import cache_checks
+from attnplug_conformance.checks.declared import declared_checks
 from attnplug_conformance.checks.graphs import graph_checks
 from attnplug_conformance.checks.linear import linear_checks
 from attnplug_conformance.checks.mla_paths import path_checks
 from attnplug_conformance.checks.plans import plan_checks
+from attnplug_conformance.checks.sparse import sparse_checks
 
 MHA, MLA = AttentionKind.MHA, AttentionKind.MLA
 
@@ -30,7 +32,7 @@ def all_checks() -> tuple[Check, ...]:
             *graph_checks(kind),
         )
     ]
-    checks += linear_checks()
+    checks += [*sparse_checks(), *linear_checks(), *declared_checks()]
     names = [check.name for check in checks]
     assert len(set(names)) == len(names), sorted({name for name in names if names.count(name) > 1})
     return tuple(checks)

@@ -30,7 +30,6 @@ class Stand:
 
     subject: Subject
     case: Case
-    seed: int = 0
     measured: list[Measured] = field(default_factory=list)
 
     def scene(self, **changes: Any) -> Scene:
@@ -57,15 +56,15 @@ class Stand:
 class Check:
     """One thing that must hold of every backend that claims ``claim``.
 
-    ``case`` gives the case for a page size and a longest request. ``run`` raises :class:`Wrong`, whose words say what
-    the backend did. ``applies`` says why a backend does not claim this, beyond what the case needs; ``None`` means that
-    it does.
+    ``case`` gives the case for a page size and a longest request; ``None`` where nothing is attended to. ``run`` raises
+    :class:`Wrong`, whose words say what the backend did. ``applies`` says why a backend does not claim this, beyond
+    what the case needs; ``None`` means that it does.
     """
 
     name: str
     claim: str
     says: str
-    case: Callable[[int, int], Case]
+    case: Callable[[int, int], Case] | None
     run: Callable[[Stand], None]
     quick: bool = False
     applies: Callable[[Subject], str | None] = lambda subject: None

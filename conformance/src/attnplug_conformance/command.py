@@ -30,6 +30,13 @@ def declare_conform(commands: Commands[argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--expected-failures", metavar="FILE", help="known failures, a line each: CHECK: REASON; one that passes fails"
     )
+    parser.add_argument(
+        "--backend-option",
+        action="append",
+        default=[],
+        metavar="NAME.KEY=VALUE",
+        help="an option of the backend; may be repeated",
+    )
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random inputs")
 
 
@@ -37,6 +44,7 @@ def _conform(parsed: argparse.Namespace) -> int:
     report = None if parsed.report is None else _report_path(parsed.report)
     from attnplug.host import load_registry, open_device, output, warn_of_plugins
     from attnplug_conformance.catalog import all_checks
+    from attnplug_conformance.chosen import options_of
     from attnplug_conformance.report import as_html, as_json, lines
     from attnplug_conformance.runner import read_expected, run_checks
     from attnplug_conformance.subject import Subject
@@ -64,7 +72,8 @@ def _conform(parsed: argparse.Namespace) -> int:
             raise UsageError(f"--expected-failures: {error}") from None
     device, sm = open_device(parsed.device)
     longest = 9000 if device.type == "cuda" else 1100
-    subject = Subject(registry.backends[parsed.name], device, sm, longest)
+    options = options_of(registry, parsed.backend_option).get(parsed.name)
+    subject = Subject(registry.backends[parsed.name], device, sm, longest, options=options)
     verdict = run_checks(
         subject, checks, quick=parsed.quick, seed=parsed.seed, expected=expected, floors=not parsed.check
     )

@@ -60,6 +60,8 @@ class Subject:
     longest: int = 1100
     """Rows of the longest request. A GPU takes more."""
     seam: str | None = None
+    options: object = None
+    """The backend's own options, parsed; ``None`` for the defaults."""
 
     @property
     def name(self) -> str:
@@ -76,7 +78,7 @@ class Subject:
         return next(served, max(self.can.page_sizes.kernel or {64}))
 
     def refusals(self, problem: Problem, role: Role) -> list[str]:
-        return [refusal.message for refusal in self.registered.spec.refusals(problem, role)]
+        return [refusal.message for refusal in self.registered.spec.refusals(problem, role, self.options)]
 
     def fit(self, case: Case) -> Case:
         """The case with every choice made that it leaves to the backend; raises :class:`Refused` if none is served."""
@@ -155,8 +157,8 @@ class Subject:
         )
         if roles is None:
             served = {Role.PREFILL, Role.DECODE} & self.can.roles if role in (Role.PREFILL, Role.DECODE) else {role}
-            roles = frozenset(each for each in served if not self.registered.spec.refusals(problem, each)) | {role}
-        own = context.for_backend(self.name, self.can, roles=roles)
+            roles = frozenset(each for each in served if not self.refusals(problem, each)) | {role}
+        own = context.for_backend(self.name, self.can, roles=roles, options=self.options)
         return build_backend(self.registered, own, problem)
 
     def claimed_kinds(self) -> list[AttentionKind]:

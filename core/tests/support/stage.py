@@ -24,10 +24,10 @@ from attnplug import (
     ModelSpec,
     Role,
 )
-from attnplug.cli.reference import attention_float64
 from attnplug.host import KVPools, Limits, MLADims, TorchNativeBackend, WorkspaceOwner, plan_forward, torch_dtype
 from support.batches import capabilities, geometry
 from support.devices import nothing_is_zero_by_chance
+from support.reference import attention_float64
 
 NAN = float("nan")
 
