@@ -96,7 +96,9 @@ def build_wheels(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
         wheels = tmp_path_factory.mktemp("wheels")
         pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
         offline = ["--no-index", "--no-deps", "--no-build-isolation"]
-        _run([*pip, "wheel", *offline, "--wheel-dir", wheels, ROOT / "core", ROOT / "conformance", *projects], wheels, {})
+        _run(
+            [*pip, "wheel", *offline, "--wheel-dir", wheels, ROOT / "core", ROOT / "conformance", *projects], wheels, {}
+        )
         return wheels
 
     return build
@@ -106,7 +108,7 @@ def build_wheels(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
 def fresh_environment(
     tmp_path_factory: pytest.TempPathFactory, dependencies: Path, pip_alone: Path
 ) -> Callable[..., Environment]:
-    """Make an environment with attnplug, its conformance kit and the distributions named, from a folder of wheels."""
+    """Make an environment with attnplug, its kit and the distributions named, from a folder of wheels."""
 
     def make(wheels: Path, *distributions: str) -> Environment:
         folder = tmp_path_factory.mktemp("environment")

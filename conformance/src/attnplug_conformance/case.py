@@ -46,7 +46,7 @@ class Case:
     mla: MLADims | None = None
     v_head_dim: int = 16
     """Of MLA as MHA."""
-    mla_heads: int = 4
+    mla_heads: int | None = None
     window: int | None = None
     cap: float | None = None
     sinks: bool = False
@@ -101,7 +101,7 @@ class Case:
     def layer(self) -> LayerSpec:
         if self.mla is not None:
             width = self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim
-            heads, scale = self.mla_heads, SCALE * width**-0.5
+            heads, scale = self.mla_heads or 1, SCALE * width**-0.5
             return LayerSpec(
                 LAYER, self.kind, heads, heads, width, self.v_head_dim, scale, mla=self.mla, indexer=self.index
             )

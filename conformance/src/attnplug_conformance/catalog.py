@@ -6,7 +6,7 @@ from functools import cache
 
 from attnplug import AttentionKind
 from attnplug_conformance.check import Check
-from attnplug_conformance.checks.accuracy import input_checks, shape_checks
+from attnplug_conformance.checks.accuracy import head_checks, input_checks, shape_checks
 from attnplug_conformance.checks.cache import cache_checks
 from attnplug_conformance.checks.declared import declared_checks
 from attnplug_conformance.checks.graphs import graph_checks
@@ -26,7 +26,7 @@ def all_checks() -> tuple[Check, ...]:
         for kind in (MHA, MLA)
         for check in (
             *input_checks(kind),
-            *(shape_checks() if kind is MHA else path_checks()),
+            *(shape_checks() if kind is MHA else (*head_checks(), *path_checks())),
             *cache_checks(kind),
             *plan_checks(kind),
             *graph_checks(kind),

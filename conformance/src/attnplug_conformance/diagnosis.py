@@ -63,7 +63,8 @@ def explain(scene: Scene, out: Tensor, wanted: Tensor, error: float) -> str:
     if math.isnan(error):
         return _explain_nan(scene, out, place)
     for words, other in _hypotheses(scene):
-        if relative_error(other, wanted) > 4 * scene.tolerance and relative_error(out, other) <= 4 * scene.tolerance:
+        near = relative_error(out, other)
+        if relative_error(other, wanted) > 2 * scene.tolerance and near <= 2 * scene.tolerance and near < error / 3:
             return f"{words} ({place})"
     if (out == 0).all():
         return "the output is all zero"

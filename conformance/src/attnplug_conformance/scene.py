@@ -35,7 +35,7 @@ from attnplug_conformance.reference import Rules, attention, tree_bits
 from attnplug_conformance.subject import Subject
 
 NAN = float("nan")
-ROUNDING = {DType.FLOAT32: 0.0, DType.FLOAT16: 2e-3, DType.BFLOAT16: 1.5e-2, DType.FLOAT8_E4M3: 6e-2}
+ROUNDING = {DType.FLOAT32: 0.0, DType.FLOAT16: 2e-3, DType.BFLOAT16: 1.5e-2, DType.FLOAT8_E4M3: 1.5e-1}
 POISONS = {
     "tail": "rows past the last token of a request, on its last page",
     "table": "a page outside its table: entries of the page table after a request's last page",
@@ -200,13 +200,21 @@ class Scene:
         assert pools.mha is not None
         return pools.mha.keys(layer_id), pools.mha.values(layer_id)
 
+    def scales(self, layer_id: int) -> tuple[float, ...]:
+        """The fp8 scale of each of a layer's memories; 1 for other types."""
+        if self.pools.mla is not None:
+            return (self.pools.mla.scale(layer_id),)
+        assert self.pools.mha is not None
+        return self.pools.mha.scales(layer_id)
+
     def rows_of(self) -> tuple[list[Tensor], ...]:
         """The rows of every request, as ``memories`` has them."""
         return (self.keys,) if self.case.mla is not None else (self.keys, self.values)
 
     def store(self, layer_id: int, spans: list[tuple[int, int]]) -> None:
         """Write rows ``start … stop`` of every request straight into the memory, by the page table."""
-        for memory, rows, scale in zip(self.memories(layer_id), self.rows_of(), self.case.kv_scales, strict=False):
+        scales = self.scales(layer_id)
+        for memory, rows, scale in zip(self.memories(layer_id), self.rows_of(), scales, strict=True):
             for request, (start, stop) in enumerate(spans):
                 page, offset = self.places(request, start, stop)
                 cells = kept(rows[request][start:stop], scale, memory.dtype)

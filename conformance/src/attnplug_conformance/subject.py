@@ -84,12 +84,13 @@ class Subject:
         """The case with every choice made that it leaves to the backend; raises :class:`Refused` if none is served."""
         can = self.can
         self._need(case)
-        filled = replace(
-            case,
-            page_size=case.page_size or self.page_size,
-            dtype=case.dtype or next((dtype for dtype in TYPES if dtype in can.dtypes), DType.BFLOAT16),
-            alike=can.layers_alike,
-        )
+        dtype = case.dtype or next((dtype for dtype in TYPES if dtype in can.dtypes), DType.BFLOAT16)
+        kv_dtype = case.kv_dtype
+        if kv_dtype is None and can.kv_dtypes == {DType.FLOAT8_E4M3}:  # it reads no other cache
+            kv_dtype = DType.FLOAT8_E4M3
+            case = replace(case, magnitude=min(case.magnitude, 3.0))  # fp8 ends at 448
+        page_size = case.page_size or self.page_size
+        filled = replace(case, page_size=page_size, dtype=dtype, kv_dtype=kv_dtype, alike=can.layers_alike)
         first: list[str] | None = None
         for shaped in self._shapes(filled):
             reasons = self.refusals(shaped.problem(self.device.type, self.sm), shaped.role)
@@ -119,7 +120,8 @@ class Subject:
                 dims = [(MLADims(rank, 128, rope), 128) for rank, rope in sorted(self.can.mla_dims, reverse=True)]
             else:
                 dims.append((MLADims(512, 128, 64), 128))
-            for (mla, width), heads in product(dims if case.mla is None else [(case.mla, case.v_head_dim)], HEADS):
+            counts = HEADS if case.mla_heads is None else (case.mla_heads,)
+            for (mla, width), heads in product(dims if case.mla is None else [(case.mla, case.v_head_dim)], counts):
                 yield replace(case, mla=mla, v_head_dim=width, mla_heads=heads)
             return
         if case.kind.is_linear:

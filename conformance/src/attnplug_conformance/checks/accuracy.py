@@ -214,6 +214,22 @@ def input_checks(kind: AttentionKind) -> Iterator[Check]:
     )
 
 
+def head_checks() -> Iterator[Check]:
+    """Numbers of heads of MLA, which kernels cut into tiles."""
+    for heads in (1, 5, 16, 24, 64, 128):
+        for mode, case in (
+            ("extend", Case(((20, 3), (0, 5)), kind=AttentionKind.MLA, mla_heads=heads)),
+            ("decode", Case(((19, 1), (4, 1)), DECODE, AttentionKind.MLA, mla_heads=heads)),
+        ):
+            yield Check(
+                f"mla.heads_{heads}.{mode}",
+                "mla heads",
+                f"{heads} heads are attended to right",
+                lambda p, longest, case=case: case,  # type: ignore[misc]
+                _accurate,
+            )
+
+
 def shape_checks() -> Iterator[Check]:
     """Heads and features of MHA."""
     small = lambda p, longest: Case(((p + 3, 5), (0, 7)))  # noqa: E731
@@ -228,6 +244,11 @@ def shape_checks() -> Iterator[Check]:
             yield Check(
                 f"mha.{name}.{mode}", "mha", says, _of(AttentionKind.MHA, base, **changes), _accurate, name == "gqa"
             )
+    for width in (32, 64, 80, 96, 128, 192, 256):
+        for mode, base in (("extend", small), ("decode", lambda p, longest: decode(p + 3, 9))):
+            case = _of(AttentionKind.MHA, base, dims=(width, width), kv_heads=1, group=2)
+            says = f"heads of {width} are attended to right"
+            yield Check(f"mha.width_{width}.{mode}", "mha widths", says, case, _accurate)
     features: dict[str, tuple[str, dict[str, object]]] = {
         "window": ("a query sees so many keys as the window says, itself included", {"window": 5}),
         "cap": ("logits are capped: cap * tanh(logit / cap)", {"cap": 1.5}),

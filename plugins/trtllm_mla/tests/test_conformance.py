@@ -1,0 +1,17 @@
+"""Everything that trtllm_mla claims, by the conformance kit over stand-ins for FlashInfer's functions: a test of planning."""
+
+from __future__ import annotations
+
+from attnplug import DType
+from attnplug_conformance import conformance_tests
+from support.seam import over_stand_ins
+
+test_conforms, test_enough_is_claimed = conformance_tests(
+    over_stand_ins(
+        "trtllm_mla",
+        "trtllm_reference:reference_trtllm",
+        seam="over stand-ins for FlashInfer's functions",
+        dtypes=(DType.BFLOAT16,),
+        kv_dtypes=(DType.BFLOAT16, DType.FLOAT8_E4M3),
+    )
+)
