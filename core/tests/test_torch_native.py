@@ -95,21 +95,6 @@ PAGE_EDGES = [
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    ("lengths", "page_size"), [case[1:] for case in PAGE_EDGES], ids=[case[0] for case in PAGE_EDGES]
-)
-@pytest.mark.parametrize("pages", ["permuted", "interleaved", "descending"])
-@pytest.mark.parametrize("lse", [True, False])
-def test_page_edges(lengths, page_size, pages, lse, device):
-    check(Case(lengths, page_size=page_size, pages=pages, lse=lse), device)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_decode_at_page_boundaries(device):
-    check(Case(((14, 1), (15, 1), (16, 1)), ForwardMode.DECODE), device)
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_skewed_decode_batch_falls_into_groups(device):
     """One long and many short requests: padding all to the longest would read fifty times too much."""
     case = Case(((5000, 1), *(((3, 1),) * 30), (4000, 1)), ForwardMode.DECODE, heads=2, kv_heads=1, head_dim=8)
@@ -227,12 +212,6 @@ def test_long_prefill_is_cut_into_tiles(device, monkeypatch):
     for lse in (True, False):
         check(Case(((100, 90), (0, 61)), heads=4, kv_heads=2, lse=lse), device)
         check(Case(((100, 90),), heads=4, kv_heads=2, window=9, lse=lse), device)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("mla", [None, MLADims(64, 16, 8)])
-def test_fp8_cache_is_read_with_its_rounding(device, mla):
-    check(Case(((30, 5), (0, 17)), dtype=DType.BFLOAT16, kv_dtype=DType.FLOAT8_E4M3, mla=mla), device)
 
 
 class TestReference:

@@ -146,9 +146,23 @@ def run_checks(
                 problems.append(f"{check.name} is an expected failure, and it {result.status}; remove the entry")
         results.append(result)
         told(result)
+        if result.status is Status.FAILED and _lost(subject.device):
+            problems.append(f"the GPU is lost after {check.name}: it read or wrote outside of memory; nothing else ran")
+            floors = False
+            break
     if floors:
         problems += floor_problems(subject, results, quick)
     return Verdict(subject, tuple(results), tuple(problems), quick, time.perf_counter() - started)
+
+
+def _lost(device: torch.device) -> bool:
+    """Whether an illegal access has made the GPU unusable for this process."""
+    try:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import product
+from typing import TypeVar
 
 import torch
 
@@ -36,7 +37,11 @@ PAGES = (16, 32, 64, 128, 256, 8, 1)
 EQUAL = ((16, 16), (32, 32), (64, 64), (128, 128))
 DIFFERENT = ((32, 16), (64, 32), (128, 64), (192, 128))
 HEADS = (4, 8, 16, 32, 64, 128)
+"""Widths and numbers of heads, the first that is served is taken. A GPU begins with what models have."""
 TYPES = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
+
+
+Shape = TypeVar("Shape")
 
 
 class Refused(Exception):
@@ -120,7 +125,8 @@ class Subject:
                 dims = [(MLADims(rank, 128, rope), 128) for rank, rope in sorted(self.can.mla_dims, reverse=True)]
             else:
                 dims.append((MLADims(512, 128, 64), 128))
-            counts = HEADS if case.mla_heads is None else (case.mla_heads,)
+                dims = list(self._usual_first(tuple(dims), dims[-1]))
+            counts = self._usual_first(HEADS, 16) if case.mla_heads is None else (case.mla_heads,)
             for (mla, width), heads in product(dims if case.mla is None else [(case.mla, case.v_head_dim)], counts):
                 yield replace(case, mla=mla, v_head_dim=width, mla_heads=heads)
             return
@@ -129,12 +135,15 @@ class Subject:
             for linear in (_linear(case.kind, *(64, 64) if wide else (12, 8)), _linear(case.kind, 64, 64)):
                 yield replace(case, linear=case.linear or linear)
             return
-        pairs: tuple[tuple[int, int], ...] = DIFFERENT if case.differ else EQUAL
+        pairs = self._usual_first(DIFFERENT, (192, 128)) if case.differ else self._usual_first(EQUAL, (64, 64))
         if self.can.head_dims is not None:
             claimed = sorted(pair for pair in self.can.head_dims if (pair[0] != pair[1]) == case.differ)
             pairs = tuple(claimed)
         for pair in pairs if case.dims is None else (case.dims,):
             yield replace(case, dims=pair)
+
+    def _usual_first(self, found: tuple[Shape, ...], usual: Shape) -> tuple[Shape, ...]:
+        return (usual, *(each for each in found if each != usual)) if self.device.type == "cuda" else found
 
     def build(
         self,

@@ -1,4 +1,4 @@
-"""Everything that cutedsl_mla claims, by the conformance kit over stand-ins for FlashInfer's functions: a test of planning."""
+"""Everything that cutedsl_mla claims, by the conformance kit over stand-ins for FlashInfer: a test of planning."""
 
 from __future__ import annotations
 

@@ -57,9 +57,10 @@ def build(name: str = "fa4", processors: int = 132) -> Callable[[BackendContext]
     return made
 
 
-def on_fa4(context: BackendContext) -> FlashAttentionBackend:
-    """What the conformance kit builds."""
-    return build("fa4")(context)
+on_fa4, on_fa2, on_torch, on_torch_before_paging = (
+    build(name) for name in ("fa4", "fa2", "torch", "torch before paging")
+)
+"""What the conformance kit builds."""
 
 
 def on_references(context: BackendContext) -> FlashAttentionBackend:
