@@ -88,6 +88,21 @@ def test_the_guides_backend_is_right(installed: Environment) -> None:
     assert "my_attention conforms: " in done.stdout
 
 
+def test_the_page_on_conformance_leads_from_nothing_to_a_report(installed: Environment) -> None:
+    """Every command of its first block, as it stands there; pip has no network here."""
+    page = (ROOT / "docs" / "conformance.md").read_text()
+    commands = [line.removeprefix("$ ").split() for line in blocks(page, "console")[0].splitlines()]
+    assert [command[0] for command in commands] == ["pip", "attnplug", "pip", "attnplug", "attnplug"]
+    for program, *arguments in commands:
+        if program == "pip":
+            offline = ("--no-index", "--no-deps", "--no-build-isolation", "--find-links", str(installed.wheels))
+            installed._pip(arguments[0], *offline, *arguments[1:])
+        else:
+            done = installed.attnplug(*arguments)
+            assert done.returncode == 0, done.stdout + done.stderr
+    assert "my_backend conforms" in (installed.folder / "report.html").read_text()
+
+
 def test_the_guides_plugin_passes_strict_type_checks(project: Path, installed: Environment, tmp_path: Path) -> None:
     """Against attnplug's types as its wheel brings them; what is built has to be a backend, too. The guide's wrapper
     and the hosts' code are checked with it."""

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from attnplug.cli.app import parse, run
-from attnplug.host import UsageError, load_registry
+from attnplug.host import SelectionError, UsageError, load_registry
 from attnplug_conformance.catalog import all_checks
+from attnplug_conformance.chosen import chosen_backends
 from attnplug_conformance.new_command import KINDS, files
 from attnplug_conformance.runner import Status, run_checks
 from attnplug_conformance.subject import Subject
@@ -93,3 +94,36 @@ def test_new_writes_over_nothing(tmp_path, monkeypatch):
 def test_new_refuses_a_name_that_no_backend_can_have(name):
     with pytest.raises(UsageError, match="is not a name for a backend"):
         attnplug("new", name)
+
+
+class TestCheck:
+    """The quick run, for the backends that a choice leads to."""
+
+    def test_auto_checks_what_is_chosen_for_every_kind_of_layer(self, capsys):
+        assert attnplug("check", "--device", "cpu", "--json") == 0
+        (verdict,) = json.loads(capsys.readouterr().out)
+        assert verdict["backend"] == "torch_native" and verdict["quick"] and verdict["conforms"]
+        assert {"mha", "mla", "sparse"} <= set(verdict["claims"])
+
+    def test_linear_backends_are_checked_where_one_is_asked_for(self, capsys):
+        assert attnplug("check", "--device", "cpu", "--linear-attention-backend", "torch") == 0
+        assert "torch conforms (quick)" in capsys.readouterr().out
+
+    def test_each_role_may_have_a_backend_of_its_own(self):
+        registry = load_registry()
+        chosen = chosen_backends(registry, "auto", {"decode": "torch_native", "linear": "torch"}, "cpu", None)
+        assert chosen == ["torch", "torch_native"]
+
+    def test_a_backend_that_cannot_be_chosen_is_refused_with_its_reasons(self):
+        with pytest.raises(SelectionError, match="device cpu is not supported, only cuda"):
+            attnplug("check", "--device", "cpu", "--attention-backend", "flashmla")
+
+    def test_options_reach_the_backend_they_name(self):
+        with pytest.raises(UsageError, match="backend torch_native takes no options"):
+            attnplug("check", "--device", "cpu", "--backend-option", "torch_native.speed=11")
+
+
+def test_without_the_kit_core_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("attnplug.cli.foreign.claims", lambda: ({}, []))
+    with pytest.raises(UsageError, match="it comes with attnplug-conformance: pip install attnplug-conformance"):
+        attnplug("check")

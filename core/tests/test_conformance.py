@@ -5,4 +5,5 @@ from __future__ import annotations
 from attnplug_conformance import conformance_tests
 from attnplug_conformance.testing import subject_of
 
-test_conforms, test_enough_is_claimed = conformance_tests(subject_of("torch_native", "cpu"))
+SUBJECTS = [subject_of("torch_native", "cpu")]
+test_conforms, test_enough_is_claimed = conformance_tests(SUBJECTS[0])

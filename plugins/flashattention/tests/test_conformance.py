@@ -26,7 +26,8 @@ OTHERS = {
     "torch before paging": subject("on_torch_before_paging", **NO_CAP),
 }
 
-test_conforms, test_enough_is_claimed = conformance_tests(subject("on_fa4"))
+SUBJECTS = [subject("on_fa4")]
+test_conforms, test_enough_is_claimed = conformance_tests(SUBJECTS[0])
 
 
 @pytest.mark.parametrize(

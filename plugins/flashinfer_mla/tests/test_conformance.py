@@ -5,6 +5,5 @@ from __future__ import annotations
 from attnplug_conformance import conformance_tests
 from support.seam import over_stand_ins
 
-test_conforms, test_enough_is_claimed = conformance_tests(
-    over_stand_ins("flashinfer_mla", "reference_kernels:build", seam="over stand-ins for FlashInfer")
-)
+SUBJECTS = [over_stand_ins("flashinfer_mla", "reference_kernels:build", seam="over stand-ins for FlashInfer")]
+test_conforms, test_enough_is_claimed = conformance_tests(SUBJECTS[0])

@@ -6,7 +6,9 @@ from attnplug_conformance import conformance_tests
 from attnplug_conformance.testing import subject_of
 from support.seam import over_stand_ins
 
-test_torch_conforms, test_enough_of_torch_is_claimed = conformance_tests(subject_of("torch", "cpu"))
-test_fla_conforms, test_enough_of_fla_is_claimed = conformance_tests(
-    over_stand_ins("fla", "linear_settings:interpreted", seam="in Triton's interpreter, chunks by a stand-in")
-)
+SUBJECTS = [
+    subject_of("torch", "cpu"),
+    over_stand_ins("fla", "linear_settings:interpreted", seam="in Triton's interpreter, chunks by a stand-in"),
+]
+test_torch_conforms, test_enough_of_torch_is_claimed = conformance_tests(SUBJECTS[0])
+test_fla_conforms, test_enough_of_fla_is_claimed = conformance_tests(SUBJECTS[1])

@@ -6,7 +6,7 @@ from attnplug import DType
 from attnplug_conformance import conformance_tests
 from support.seam import over_stand_ins
 
-test_conforms, test_enough_is_claimed = conformance_tests(
+SUBJECTS = [
     over_stand_ins(
         "tokenspeed_mla",
         "tokenspeed_reference:reference_tokenspeed",
@@ -14,4 +14,5 @@ test_conforms, test_enough_is_claimed = conformance_tests(
         dtypes=(DType.BFLOAT16,),
         kv_dtypes=(DType.FLOAT8_E4M3,),
     )
-)
+]
+test_conforms, test_enough_is_claimed = conformance_tests(SUBJECTS[0])

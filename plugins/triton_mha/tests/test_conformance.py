@@ -6,7 +6,7 @@ from attnplug import DType
 from attnplug_conformance import conformance_tests
 from support.seam import over_stand_ins
 
-test_conforms, test_enough_is_claimed = conformance_tests(
+SUBJECTS = [
     over_stand_ins(
         "triton_mha",
         "interpreted_mha:build",
@@ -14,4 +14,5 @@ test_conforms, test_enough_is_claimed = conformance_tests(
         kv_dtypes=(DType.FLOAT32, DType.FLOAT8_E4M3),
         longest=100,
     )
-)
+]
+test_conforms, test_enough_is_claimed = conformance_tests(SUBJECTS[0])

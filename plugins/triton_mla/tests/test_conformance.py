@@ -6,7 +6,7 @@ from attnplug import DType
 from attnplug_conformance import conformance_tests
 from support.seam import over_stand_ins
 
-test_conforms, test_enough_is_claimed = conformance_tests(
+SUBJECTS = [
     over_stand_ins(
         "triton_mla",
         "interpreted_mla:build",
@@ -15,4 +15,5 @@ test_conforms, test_enough_is_claimed = conformance_tests(
         longest=100,
         mla_dims=frozenset({(32, 16)}),
     )
-)
+]
+test_conforms, test_enough_is_claimed = conformance_tests(SUBJECTS[0])
