@@ -102,7 +102,7 @@ class Backend:
         return out
 
     def forward_ragged(self, q, k, v, layer, call, plan=None, lse=None):
-        queries, keys = plan.metadata[call.index]
+        queries, keys = plan.part_of(self.backend_id).metadata[call.index]
         out, query, key = q.new_zeros(*q.shape[:2], v.shape[-1]), 0, 0
         for new, total in zip(queries, keys):
             mine, theirs = slice(query, query + new), slice(key, key + total)

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from attnplug import AttentionKind, DType, ForwardBatch, ForwardExtras, ForwardMode, Geometry
+from attnplug import AttentionKind, DType, ForwardBatch, ForwardExtras, ForwardMode, Geometry, Role
+from attnplug.host import SplitBackend
 from attnplug_conformance.case import FIRST, LAYER, Case
 from attnplug_conformance.check import Check, Stand
 from attnplug_conformance.diagnosis import Wrong, check_padding, check_result, judge
@@ -61,9 +62,25 @@ def _writes(stand: Stand) -> None:
     stand.judge(scene, output)
 
 
-def _round_trip(stand: Stand) -> None:
-    """Extend, then decode over what the backend itself wrote."""
+def _split_roles(stand: Stand) -> None:
+    """One instance prefills and another decodes, as one backend."""
     scene = stand.scene()
+    problem = replace(scene.case, mode=DECODE).problem(scene.device.type, stand.subject.sm)
+    role = Role.DECODE
+    decode = stand.subject.build(scene.model, problem, role, scene.pools, scene.limits, frozenset({role}))
+    scene.backend = SplitBackend(scene.backend, decode)
+    try:
+        _extend_and_decode(stand, scene)
+    except Wrong as wrong:
+        raise Wrong(f"where one instance prefills and another decodes: {wrong}") from None
+
+
+def _round_trip(stand: Stand) -> None:
+    _extend_and_decode(stand, stand.scene())
+
+
+def _extend_and_decode(stand: Stand, scene: Scene) -> None:
+    """Extend, then decode over what the backend itself wrote."""
     stand.judge(scene, scene.run())
     grown = replace(scene.case, lengths=tuple((total, 1) for total in scene.totals), mode=DECODE)
     later = Scene(stand.subject, grown, backend=scene.backend)
@@ -331,6 +348,15 @@ def cache_checks(kind: AttentionKind) -> Iterator[Check]:
         lambda p, longest: Case(((5, 3), (p - 1, 1), (0, 2 * p)), kind=kind),
         _round_trip,
         True,
+        lambda subject: None if subject.serves(DECODE, kind) else "it does not decode",
+    )
+    yield Check(
+        f"{kind}.split_roles",
+        str(kind),
+        "one instance prefills and another decodes, as one backend",
+        lambda p, longest: Case(((5, 3), (p - 1, 1), (0, 2 * p)), kind=kind),
+        _split_roles,
+        False,
         lambda subject: None if subject.serves(DECODE, kind) else "it does not decode",
     )
     yield Check(

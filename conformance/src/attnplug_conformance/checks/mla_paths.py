@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from attnplug import AttentionKind, ExtendPath, ForwardBatch, RaggedCall
-from attnplug.host import ExtendPolicy, MLAWeights, ModelAttention, bind_hook, optional_hooks
+from attnplug.host import ExtendPolicy, MLAWeights, ModelAttention, SplitBackend, bind_hook, optional_hooks
 from attnplug_conformance.case import Case
 from attnplug_conformance.check import Check, Measured, Stand
+from attnplug_conformance.checks.plans import Around
 from attnplug_conformance.diagnosis import Wrong
 from attnplug_conformance.reference import Rules, attention
 from attnplug_conformance.scene import NAN, Scene, relative_error, tail, zero_by_chance_is_nan
@@ -98,9 +99,21 @@ def _judge_ragged(stand: Stand, made: Ragged, out: Tensor, lse: Tensor | None) -
     stand.measured.append(Measured(len(out), max(made.call.kv_lens), error, scene.tolerance, 0.0, 0.0))
 
 
-def _extend(path: ExtendPath, stand: Stand) -> None:
-    """One layer with random up-projections, by one of the three paths."""
+def _wrapped(stand: Stand) -> None:
+    """As MHA through wrappers, which pass the backend's hooks on."""
     scene = stand.scene()
+    scene.backend = SplitBackend(Around(Around(scene.backend)), scene.backend)
+    paths = stand.subject.can.mla_extend
+    path = ExtendPath.CHUNKED if ExtendPath.CHUNKED in paths else ExtendPath.ONE_SHOT
+    try:
+        _extend(path, stand, scene)
+    except Wrong as wrong:
+        raise Wrong(f"inside wrappers: {wrong}") from None
+
+
+def _extend(path: ExtendPath, stand: Stand, scene: Scene | None = None) -> None:
+    """One layer with random up-projections, by one of the three paths."""
+    scene = scene or stand.scene()
     mla, layer = scene.case.mla, scene.layer
     assert mla is not None
     rank, nope = mla.kv_lora_rank, mla.qk_nope_head_dim
@@ -152,6 +165,13 @@ def path_checks() -> Iterator[Check]:
             lambda stand, queries=queries, keys=keys, causal=causal: _ragged(stand, queries, keys, causal),  # type: ignore[misc]
             name != "one",
         )
+    yield Check(
+        "mla.path.wrapped",
+        "mla as mha",
+        "hooks of MLA as MHA are found through every wrapper",
+        lambda p, longest: Case(((2 * p + 3, 5), (0, 9), (p, 2)), kind=MLA, ragged=True),
+        _wrapped,
+    )
     for path in ExtendPath:
         yield Check(
             f"mla.path.{path}",

@@ -145,7 +145,7 @@ def _again(stand: Stand) -> None:
     stand.judge(scene, Output(out, None, 0.0, 0.0))
 
 
-class _Around(ForwardingBackend):
+class Around(ForwardingBackend):
     """A wrapper with one child."""
 
     def __init__(self, child: AttentionBackend) -> None:
@@ -157,7 +157,7 @@ class _Around(ForwardingBackend):
 
 def _wrapped(stand: Stand) -> None:
     scene = stand.scene()
-    inner, outer = scene.backend, _Around(_Around(scene.backend))
+    inner, outer = scene.backend, Around(Around(scene.backend))
     for name, offered in optional_hooks().items():
         if (bind_hook(inner, name, offered, offered) is None) != (bind_hook(outer, name, offered, offered) is None):
             raise Wrong(f"its hook {name} is not the same through a wrapper")
