@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from attnplug import DType, ForwardMode, PoolError
 from attnplug.host import MLADims
 from support.devices import DEVICES
-from support.reference import attention_float64
 from support.stage import Case, Stage, error
 
 # Measured against float64 as the largest difference over the largest magnitude (1 at least).
@@ -212,32 +211,3 @@ def test_long_prefill_is_cut_into_tiles(device, monkeypatch):
     for lse in (True, False):
         check(Case(((100, 90), (0, 61)), heads=4, kv_heads=2, lse=lse), device)
         check(Case(((100, 90),), heads=4, kv_heads=2, window=9, lse=lse), device)
-
-
-class TestReference:
-    """The oracle itself, against torch's own attention in float64 and by hand."""
-
-    def test_matches_torch_in_float64(self):
-        torch.manual_seed(0)
-        q, k, v = (torch.randn(6, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
-        out, _ = attention_float64(q, k, v, scale=0.3, first_position=0)
-        wanted = torch.nn.functional.scaled_dot_product_attention(
-            q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), is_causal=True, scale=0.3, enable_gqa=True
-        )
-        torch.testing.assert_close(out, wanted.transpose(0, 1))
-
-    def test_log_sum_exp_by_hand(self):
-        """C4: natural log."""
-        q, k = torch.ones(1, 1, 1), torch.tensor([0.0, 1.0, 2.0]).view(3, 1, 1)
-        _, lse = attention_float64(q, k, k, scale=1.0, first_position=2)
-        assert float(lse) == pytest.approx(2.40760596)
-
-    def test_window_counts_the_query_itself(self):
-        v = torch.arange(5.0).view(5, 1, 1)
-        out, _ = attention_float64(torch.zeros(1, 1, 1), v * 0, v, scale=1.0, first_position=4, window=2)
-        assert float(out) == 3.5
-
-    def test_cap_bounds_the_logits(self):
-        q, k = torch.ones(1, 1, 1), torch.tensor([1000.0]).view(1, 1, 1)
-        _, lse = attention_float64(q, k, k, scale=1.0, first_position=0, cap=5.0)
-        assert float(lse) == pytest.approx(5.0)
