@@ -67,6 +67,8 @@ class Case:
     ragged: bool = False
     """MLA as MHA, over rows at hand."""
     graph: GraphLevel = GraphLevel.NEVER
+    tight: bool = False
+    """The backend is built for exactly this batch: the limits of its context are reached."""
     magnitude: float = 1.0
     alike: bool = False
     """All layers have one shape, because the backend asks for it."""

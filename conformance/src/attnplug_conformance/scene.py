@@ -81,6 +81,8 @@ class Scene:
         rows, requests = sum(self.new) + case.padding, len(self.new) + case.padded_requests
         longest = self.page_table.shape[1] * self.page_size
         limits = Limits(max(requests, 1), max(rows + 64, 128), max(longest, 512), case.lanes)
+        if case.tight:
+            limits = Limits(requests, rows, max(self.totals))
         self.model = ModelSpec("conformance", "conformance", case.layers, 1 << 20)
         self.limits = limits
         self.backend = backend or subject.build(self.model, self.problem, case.role, self.pools, limits, roles)
@@ -115,7 +117,7 @@ class Scene:
         """``[requests, width]`` on the host, how many pages there are, and the page to which entries lead that nobody
         may follow."""
         needed = [-(-total // self.page_size) for total in self.totals]
-        requests, width = len(needed), max([*needed, 1]) + 1
+        requests, width = len(needed), max([*needed, 1]) + (not self.case.tight)
         pages = requests * width + 3
         orders = {
             "shuffled": lambda: torch.randperm(pages - 1, generator=self.random),

@@ -73,6 +73,16 @@ INPUTS: dict[str, tuple[str, bool, Shape]] = {
         True,
         lambda p, longest: Case(((longest - 33, 33), (0, 5))),
     ),
+    "decode.at_the_limits": (
+        "decode is right where a batch is as large as the context's limits",
+        False,
+        lambda p, longest: decode(3 * p - 1, 3 * p - 1, 2, tight=True),
+    ),
+    "extend.at_the_limits": (
+        "an extend is right where a batch is as large as the context's limits",
+        False,
+        lambda p, longest: Case(((p + 3, 2 * p - 3), (0, 3 * p)), tight=True),
+    ),
     "mixed": (
         "a mixed batch is right: requests of one new token beside requests of many",
         True,
