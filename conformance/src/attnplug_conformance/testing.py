@@ -71,20 +71,20 @@ def _would(check: Check, subject: Subject) -> Status:
 
 
 def conformance_tests(
-    subject: Subject, *, expected: Mapping[str, str] | None = None
+    subject: Subject, *, expected: Mapping[str, str] | None = None, quick: bool = False
 ) -> tuple[Callable[[Check], None], Callable[[], None]]:
     """Two tests for a package's own suite: one of every check, and one that enough of them run.
 
     ``test_conforms, test_enough_is_claimed = conformance_tests(subject)``. Nothing can be left out, except by
-    ``expected``, with a reason each.
+    ``expected``, with a reason each. ``quick`` runs the quick checks alone.
     """
     known = dict(expected or {})
 
-    @pytest.mark.parametrize("check", cases(subject), ids=lambda check: check.name)
+    @pytest.mark.parametrize("check", cases(subject, quick=quick), ids=lambda check: check.name)
     def test_conforms(check: Check) -> None:
         assert_holds(subject, check, known)
 
     def test_enough_is_claimed() -> None:
-        assert_enough(subject, known)
+        assert_enough(subject, known, quick=quick)
 
     return test_conforms, test_enough_is_claimed
