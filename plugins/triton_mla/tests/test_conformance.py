@@ -7,8 +7,10 @@ from __future__ import annotations
 
 from attnplug import DType
 from attnplug_conformance import conformance_tests
+from support.devices import INTERPRETED
 from support.seam import over_stand_ins
 
+pytestmark = INTERPRETED
 SUBJECTS = [
     over_stand_ins(
         "triton_mla",
