@@ -77,6 +77,7 @@ def as_json(verdict: Verdict) -> dict[str, object]:
             claim: {str(status): count for status, count in counts.items() if count}
             for claim, counts in verdict.by_claim().items()
         },
+        "refused": dict(Counter(result.words for result in verdict.results if result.status is Status.REFUSED)),
         "results": [
             {
                 "check": result.check.name,
