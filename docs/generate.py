@@ -10,6 +10,7 @@ one of the names in TABLES. After a command, "| 12 lines" keeps the first 12 lin
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -53,7 +54,20 @@ def table_of_commands() -> str:
     return "\n".join(["| command | |", "|---|---|", *(f"| `attnplug {name}` | {text} |" for name, text in listed)])
 
 
+def table_of_conformance() -> str:
+    """One row per report in docs/conformance."""
+    rows = ["| backend | where | passed | failed | not claimed |", "|---|---|---|---|---|"]
+    for path in sorted((ROOT / "docs" / "conformance").glob("*.json")):
+        told = json.loads(path.read_text())
+        counts = {word: sum(claim.get(word, 0) for claim in told["claims"].values()) for word in WORDS}
+        where = told["place"].rpartition(", torch")[0]
+        rows.append(f"| `{told['backend']}` | {where} | " + " | ".join(str(counts[word]) for word in WORDS) + " |")
+    return "\n".join(rows)
+
+
+WORDS = ("passed", "failed", "refused")
 TABLES = {
+    "table of conformance": table_of_conformance,
     "table of backends": table_of_backends,
     "table of commands": table_of_commands,
     "decode times": decode_times,

@@ -90,13 +90,15 @@ def pip_alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def build_wheels(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """Build the wheel of attnplug and those of some projects into one folder."""
+    """Build the wheels of attnplug, of its conformance kit and of some projects into one folder."""
 
     def build(*projects: Path) -> Path:
         wheels = tmp_path_factory.mktemp("wheels")
         pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
         offline = ["--no-index", "--no-deps", "--no-build-isolation"]
-        _run([*pip, "wheel", *offline, "--wheel-dir", wheels, ROOT / "core", *projects], wheels, {})
+        _run(
+            [*pip, "wheel", *offline, "--wheel-dir", wheels, ROOT / "core", ROOT / "conformance", *projects], wheels, {}
+        )
         return wheels
 
     return build
@@ -106,7 +108,7 @@ def build_wheels(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path
 def fresh_environment(
     tmp_path_factory: pytest.TempPathFactory, dependencies: Path, pip_alone: Path
 ) -> Callable[..., Environment]:
-    """Make an environment with attnplug, and the distributions named, from a folder of wheels."""
+    """Make an environment with attnplug, its kit and the distributions named, from a folder of wheels."""
 
     def make(wheels: Path, *distributions: str) -> Environment:
         folder = tmp_path_factory.mktemp("environment")
@@ -114,7 +116,7 @@ def fresh_environment(
         environment = Environment(folder, wheels, pip_alone)
         where = environment.run("python", "-c", "import sysconfig; print(sysconfig.get_path('purelib'))")
         (Path(where.stdout.strip()) / "dependencies.pth").write_text(f"{dependencies}\n")
-        environment.install("attnplug", *distributions)
+        environment.install("attnplug", "attnplug-conformance", *distributions)
         return environment
 
     return make

@@ -27,7 +27,6 @@ TOUR = (ROOT / "docs" / "tour.md").read_text()
 README = (ROOT / "README.md").read_text()
 ENGINE = (ROOT / "engine" / "README.md").read_text()
 DOCUMENTS = [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), *ROOT.glob("*/README.md"), *ROOT.glob("plugins/*/README.md")]
-SAMPLES = [("make run", README), ("attnplug check", (ROOT / "docs" / "commands.md").read_text())]
 MYPY_CACHE = ROOT / ".mypy_cache"
 """What ``make types`` has left: it has read torch, which is almost all of the work."""
 
@@ -84,10 +83,24 @@ def test_the_guides_plugin_is_selectable_once_pip_has_installed_it(installed: En
 
 
 def test_the_guides_backend_is_right(installed: Environment) -> None:
-    arguments = ("--attention-backend", "my_attention", "--dtype", "float32", "--page-size", "3")
-    done = installed.attnplug("check", *arguments, ATTNPLUG_STRICT="1")
+    done = installed.attnplug("conform", "my_attention", "--device", "cpu", ATTNPLUG_STRICT="1")
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "8 of 8 checks hold" in done.stdout
+    assert "my_attention conforms: " in done.stdout
+
+
+def test_the_page_on_conformance_leads_from_nothing_to_a_report(installed: Environment) -> None:
+    """Every command of its first block, as it stands there; pip has no network here."""
+    page = (ROOT / "docs" / "conformance.md").read_text()
+    commands = [line.removeprefix("$ ").split() for line in blocks(page, "console")[0].splitlines()]
+    assert [command[0] for command in commands] == ["pip", "attnplug", "pip", "attnplug", "attnplug"]
+    for program, *arguments in commands:
+        if program == "pip":
+            offline = ("--no-index", "--no-deps", "--no-build-isolation", "--find-links", str(installed.wheels))
+            installed._pip(arguments[0], *offline, *arguments[1:])
+        else:
+            done = installed.attnplug(*arguments)
+            assert done.returncode == 0, done.stdout + done.stderr
+    assert "my_backend conforms" in (installed.folder / "report.html").read_text()
 
 
 def test_the_guides_plugin_passes_strict_type_checks(project: Path, installed: Environment, tmp_path: Path) -> None:
@@ -238,6 +251,5 @@ def test_long_output_is_in_docs():
 def test_samples_that_are_not_generated_know_every_backend():
     """Their times are of one run; which backends there are is of this repository."""
     names = re.findall(r"^\| `(\w+)` \| `attnplug", README, re.MULTILINE)
-    run, check = (re.findall(rf"<!-- sample: {what} -->\n(.*?)<!-- end", text, re.DOTALL)[0] for what, text in SAMPLES)
-    assert [name for name in names if f"{name} (attnplug" not in " ".join(check.split())] == []
-    assert set(re.findall(r"(\d+) refused", run + check)) <= {str(len(names) - 1)}
+    (sample,) = re.findall(r"<!-- sample: make run -->\n(.*?)<!-- end", README, re.DOTALL)
+    assert set(re.findall(r"(\d+) refused", sample)) <= {str(len(names) - 1)}

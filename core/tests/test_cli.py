@@ -15,7 +15,7 @@ from support.command import Attnplug, in_own_process
 pytestmark = pytest.mark.usefixtures("plain_environment")
 
 
-@pytest.mark.parametrize("command", [[], ["backends"], ["plugins"], ["explain"], ["doctor"], ["check"], ["completion"]])
+@pytest.mark.parametrize("command", [[], ["backends"], ["plugins"], ["explain"], ["doctor"], ["completion"]])
 def test_every_command_has_help(attnplug: Attnplug, command: list[str]) -> None:
     outcome = attnplug(*command, "--help")
     assert outcome.code == 0
@@ -49,7 +49,6 @@ def test_the_version_is_that_of_the_distribution_and_the_contract(attnplug: Attn
         ["explain", "--model"],
         ["explain", "--model", "tiny:llama", "--page-size", "many"],
         ["explain", "--model", "tiny:llama", "--sm", ""],
-        ["check", "--seed", "x"],
         ["--nosuch"],
     ],
 )

@@ -89,7 +89,7 @@ def test_in_strict_mode_a_broken_plugin_ends_the_command(
     """D2"""
     package("odd", "raise RuntimeError('no driver')")
     monkeypatch.setenv("ATTNPLUG_STRICT", "1")
-    for command in (["backends"], ["explain", "--model", "tiny:llama"], ["check"]):
+    for command in (["backends"], ["explain", "--model", "tiny:llama"]):
         outcome = attnplug(*command)
         assert outcome.code == 1
         assert outcome.out == ""

@@ -1,4 +1,4 @@
-"""Every option of ``explain`` and ``check`` arrives. Fields are enumerated: none is left at its default unnoticed."""
+"""Every option of ``explain`` arrives. Fields are enumerated: none is left at its default unnoticed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 
 from attnplug import DType, GraphLevel, Problem, Role
-from attnplug.cli.check import CheckOptions
 from attnplug.cli.explain import ExplainOptions
 from attnplug.host import UsageError, load_model, option
 from support.command import Attnplug
@@ -44,7 +43,6 @@ EXPLAIN = {
     "index_dtype": "fp8",
     "enable_hisparse": True,
 }
-CHECK = {**SHARED, "seed": 7}
 
 
 @pytest.mark.parametrize(
@@ -53,9 +51,8 @@ CHECK = {**SHARED, "seed": 7}
         ("explain", ExplainOptions, ("--model", "tiny:llama", "--sm", "90", "--speculative-tokens", "3",
          "--speculative-topk", "4", "--tensor-parallel", "2", "--cuda-graph", "uniform", "--host", "vllm",
          "--draft-attention-backend", "five", "--index-dtype", "fp8", "--enable-hisparse"), EXPLAIN),
-        ("check", CheckOptions, ("--seed", "7"), CHECK),
     ],
-    ids=["explain", "check"],
+    ids=["explain"],
 )  # fmt: skip
 def test_every_option_is_a_field_of_what_the_command_is_given(
     attnplug: Attnplug,
@@ -72,7 +69,6 @@ def test_every_option_is_a_field_of_what_the_command_is_given(
         raise UsageError("nothing runs")
 
     monkeypatch.setattr("attnplug.cli.explain.explain_choice", spy)
-    monkeypatch.setattr("attnplug.cli.check.run_check", spy)
     assert "nothing runs" in attnplug(command, *GIVEN, *arguments).err
     assert seen == [kind(**expected)]
     default = {field.name: field.default for field in fields(kind) if field.default is not MISSING}

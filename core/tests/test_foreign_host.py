@@ -28,7 +28,6 @@ from attnplug import (
     PoolError,
     Problem,
 )
-from attnplug.cli.reference import attention_float64
 from attnplug.host import (
     BackendRequest,
     HostContext,
@@ -43,6 +42,8 @@ from attnplug.host import (
     load_registry,
     select,
 )
+from attnplug_conformance.reference import Rules
+from attnplug_conformance.reference import attention as float64
 
 PAGE, PAGES, HEADS, KV_HEADS, DIM = 4, 24, 6, 2, 8
 NAN = float("nan")
@@ -173,7 +174,7 @@ def test_gqa_over_a_hosts_cache(name, own_slots, lengths):
     found = run.attend(q, k, v, GQA, batch, extras=ForwardExtras(out=out))
     wanted = torch.cat(
         [
-            attention_float64(queries, keys[request], values[request], scale=GQA.scale, first_position=before)[0]
+            float64(queries, keys[request], values[request], Rules(GQA.scale))[0]
             for request, (queries, (before, _)) in enumerate(
                 zip(q.split([new for _, new in lengths]), lengths, strict=True)
             )
@@ -215,12 +216,12 @@ def test_mla_over_a_hosts_cache(layout, shape, lengths):
     new = torch.cat([each[before:] for each, (before, _) in zip(rows, lengths, strict=True)])
     found = run.attend_mla(q, new, MLA, weights, batch)
     wanted = []
-    for request, (queries, (before, _)) in enumerate(zip(q.split([n for _, n in lengths]), lengths, strict=True)):
+    for request, queries in enumerate(q.split([n for _, n in lengths])):
         latent, rope = rows[request].double().split([16, 4], -1)
         keys = torch.einsum("rl,hnl->rhn", latent, weights.w_kc.double())
         keys = torch.cat([keys, rope[:, None].expand(-1, HEADS, -1)], -1)
         values = torch.einsum("rl,hlv->rhv", latent, weights.w_vc.double())
-        wanted.append(attention_float64(queries, keys, values, scale=MLA.scale, first_position=before)[0])
+        wanted.append(float64(queries, keys, values, Rules(MLA.scale))[0])
     torch.testing.assert_close(found.double(), torch.cat(wanted), rtol=2e-5, atol=2e-5)
 
 

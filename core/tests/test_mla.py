@@ -24,10 +24,10 @@ from attnplug import (
     PlanError,
     RaggedCall,
 )
-from attnplug.cli.reference import attention_float64
 from attnplug.host import ExtendPolicy, HookError, MLADims, MLAWeights, ModelAttention, merge_partial
 from attnplug.mla import MLAAttention
 from attnplug.mla.plan import plan_extend
+from attnplug_conformance.reference import Rules, attention
 from support.devices import DEVICES
 from support.stage import Case, Stage, error
 
@@ -74,12 +74,12 @@ class Model:
         w_kc, w_vc = (w.to(self.stage.dtype).double() for w in (self.w_kc, self.w_vc))
         outs = []
         queries = self.q.split([new for _, new in self.case.lengths])
-        for q, rows, (before, _) in zip(queries, self.stage.keys, self.case.lengths, strict=True):
+        for q, rows in zip(queries, self.stage.keys, strict=True):
             latent, rope = rows[:, 0, :rank].double(), rows[:, 0, rank:].double()
             keys = torch.einsum("rl,hnl->rhn", latent, w_kc)
             keys = torch.cat([keys, rope[:, None].expand(-1, keys.shape[1], -1)], -1)
             values = torch.einsum("rl,hlv->rhv", latent, w_vc)
-            outs.append(attention_float64(q, keys, values, scale=self.layer.scale, first_position=before)[0])
+            outs.append(attention(q, keys, values, Rules(self.layer.scale))[0])
         return torch.cat(outs)
 
 

@@ -10,10 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attnplug import DType, ForwardMode, PoolError
-from attnplug.cli.reference import attention_float64
-from attnplug.host import MLADims, TorchNativeBackend
+from attnplug.host import MLADims
 from support.devices import DEVICES
-from support.mha_scene import MHACase, MHAScene
 from support.stage import Case, Stage, error
 
 # Measured against float64 as the largest difference over the largest magnitude (1 at least).
@@ -93,21 +91,6 @@ PAGE_EDGES = [
     ("ragged_page_boundary", ((0, 15), (8, 8), (16, 1)), 16),
     ("page32_cross_boundary", ((31, 2),), 32),
 ]
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(
-    ("lengths", "page_size"), [case[1:] for case in PAGE_EDGES], ids=[case[0] for case in PAGE_EDGES]
-)
-@pytest.mark.parametrize("pages", ["permuted", "interleaved", "descending"])
-@pytest.mark.parametrize("lse", [True, False])
-def test_page_edges(lengths, page_size, pages, lse, device):
-    check(Case(lengths, page_size=page_size, pages=pages, lse=lse), device)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_decode_at_page_boundaries(device):
-    check(Case(((14, 1), (15, 1), (16, 1)), ForwardMode.DECODE), device)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -228,54 +211,3 @@ def test_long_prefill_is_cut_into_tiles(device, monkeypatch):
     for lse in (True, False):
         check(Case(((100, 90), (0, 61)), heads=4, kv_heads=2, lse=lse), device)
         check(Case(((100, 90),), heads=4, kv_heads=2, window=9, lse=lse), device)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("mla", [None, MLADims(64, 16, 8)])
-def test_fp8_cache_is_read_with_its_rounding(device, mla):
-    check(Case(((30, 5), (0, 17)), dtype=DType.BFLOAT16, kv_dtype=DType.FLOAT8_E4M3, mla=mla), device)
-
-
-class TestReference:
-    """The oracle itself, against torch's own attention in float64 and by hand."""
-
-    def test_matches_torch_in_float64(self):
-        torch.manual_seed(0)
-        q, k, v = (torch.randn(6, heads, 8, dtype=torch.float64) for heads in (4, 2, 2))
-        out, _ = attention_float64(q, k, v, scale=0.3, first_position=0)
-        wanted = torch.nn.functional.scaled_dot_product_attention(
-            q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), is_causal=True, scale=0.3, enable_gqa=True
-        )
-        torch.testing.assert_close(out, wanted.transpose(0, 1))
-
-    def test_log_sum_exp_by_hand(self):
-        """C4: natural log."""
-        q, k = torch.ones(1, 1, 1), torch.tensor([0.0, 1.0, 2.0]).view(3, 1, 1)
-        _, lse = attention_float64(q, k, k, scale=1.0, first_position=2)
-        assert float(lse) == pytest.approx(2.40760596)
-
-    def test_window_counts_the_query_itself(self):
-        v = torch.arange(5.0).view(5, 1, 1)
-        out, _ = attention_float64(torch.zeros(1, 1, 1), v * 0, v, scale=1.0, first_position=4, window=2)
-        assert float(out) == 3.5
-
-    def test_cap_bounds_the_logits(self):
-        q, k = torch.ones(1, 1, 1), torch.tensor([1000.0]).view(1, 1, 1)
-        _, lse = attention_float64(q, k, k, scale=1.0, first_position=0, cap=5.0)
-        assert float(lse) == pytest.approx(5.0)
-
-
-@pytest.mark.parametrize("dtype", [DType.FLOAT32, DType.BFLOAT16])
-@pytest.mark.parametrize(
-    "case",
-    [
-        MHACase(((9, 1), (70, 1), (0, 1)), ForwardMode.DECODE, sinks=True),
-        MHACase(((0, 20), (33, 7)), sinks=True, lse=True, window=11, padding=2),
-    ],
-    ids=["decode", "extend, with a window"],
-)
-def test_a_sink_takes_its_share_of_the_weight(case, dtype):
-    scene = MHAScene(replace(case, dtype=dtype), "cpu", TorchNativeBackend)
-    (out, lse), (wanted, wanted_lse) = scene.run(), scene.wanted()
-    assert error(out[: len(wanted)], wanted) <= TOLERANCE[dtype] and not out[len(wanted) :].any()
-    assert lse is None or error(lse[: len(wanted)], wanted_lse) <= TOLERANCE[dtype]

@@ -24,8 +24,8 @@ from attnplug import (
     ModelSpec,
     Role,
 )
-from attnplug.cli.reference import attention_float64
 from attnplug.host import KVPools, Limits, MLADims, TorchNativeBackend, WorkspaceOwner, plan_forward, torch_dtype
+from attnplug_conformance.reference import Rules, attention
 from support.batches import capabilities, geometry
 from support.devices import nothing_is_zero_by_chance
 
@@ -186,16 +186,9 @@ class Stage:
 
     def wanted(self) -> tuple[torch.Tensor, torch.Tensor]:
         stored = torch_dtype(self.case.kv_dtype or self.case.dtype)
+        rules = Rules(self.layer.scale, self.case.window, self.case.cap)
         results = [
-            attention_float64(
-                queries,
-                keys.to(stored),
-                values.to(stored),
-                scale=self.layer.scale,
-                first_position=before,
-                window=self.case.window,
-                cap=self.case.cap,
-            )
+            attention(queries, keys.to(stored), values.to(stored), rules)
             for queries, keys, values, (before, _) in zip(
                 self.q.split([new for _, new in self.case.lengths]),
                 self.keys,

@@ -57,6 +57,12 @@ def build(name: str = "fa4", processors: int = 132) -> Callable[[BackendContext]
     return made
 
 
+on_fa4, on_fa2, on_torch, on_torch_before_paging = (
+    build(name) for name in ("fa4", "fa2", "torch", "torch before paging")
+)
+"""What the conformance kit builds."""
+
+
 def on_references(context: BackendContext) -> FlashAttentionBackend:
     """A factory as an entry point names one: the backend on a CPU."""
     return FlashAttentionBackend(context, kernels=reference("fa4"))

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attnplug import BackendContext, DType, ForwardMode, Geometry, MHAPool, PlanError, PoolError
-from attnplug.host import KVPools, PageLayout, plan_forward
+from attnplug import BackendContext, DType, ForwardMode, MHAPool, PlanError, PoolError
+from attnplug.host import KVPools, PageLayout
 from attnplug_flashattention.planner import GatheredCall
 from flash_references import KERNELS, build, on_cpu, on_devices
 from support.devices import nothing_waits
@@ -55,108 +55,6 @@ def check(case: MHACase, kernel: str, device: str) -> MHAScene:
     assert relative_error(lse[:tokens], wanted_lse) <= tolerance(stage.case)
     assert (lse[tokens:] == float("-inf")).all()
     return stage
-
-
-@everywhere
-@widths
-@pages
-def test_decode(page_size, widths, kernel, device):
-    """C4; NaN in every row that must not be read."""
-    longest = 150 if device == "cpu" else 3000
-    case = MHACase(lengths(5, longest, 1, page_size), DECODE, page_size, 8, 2, *widths)
-    check(case, kernel, device)
-
-
-@everywhere
-@widths
-@pages
-def test_extend(page_size, widths, kernel, device):
-    """Prefixes are read from the cache."""
-    longest, new = (150, 9) if device == "cpu" else (1500, 400)
-    check(MHACase(lengths(4, longest, (1, new), page_size), EXTEND, page_size, 8, 2, *widths), kernel, device)
-
-
-@everywhere
-@widths
-def test_extend_without_prefix(widths, kernel, device):
-    """Keys and values are at hand, and read from there; they are in the cache afterwards."""
-    new = (1, 9) if device == "cpu" else (1, 900)
-    chance = random.Random(3)
-    case = MHACase(tuple((0, chance.randint(*new)) for _ in range(5)), EXTEND, 16, 8, 2, *widths, padding=3)
-    stage = check(case, kernel, device)
-    for request, rows in enumerate(stage.keys):
-        position = torch.arange(len(rows))
-        pages = stage.page_table[request, position // 16].long()
-        assert torch.equal(stage.pool.keys(LAYER)[pages, position % 16], rows)
-
-
-@everywhere
-@ratios
-@pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (VERIFY, 5), (EXTEND, (1, 40))])
-def test_query_heads_share_kv_heads(mode, new, heads, kv_heads, kernel, device):
-    check(MHACase(lengths(4, 300, new, heads), mode, 64, heads, kv_heads, 128), kernel, device)
-
-
-@everywhere
-@widths
-@pytest.mark.parametrize("window", [1, 17, 64, 200])
-@pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (VERIFY, 4), (EXTEND, (1, 60))])
-def test_windows(mode, new, window, widths, kernel, device):
-    """A query sees the last ``window`` keys, itself included."""
-    page_size = {1: 16, 17: 64, 64: 128, 200: 256}[window]
-    check(MHACase(lengths(5, 500, new, window), mode, page_size, 8, 2, *widths, window=window), kernel, device)
-
-
-@everywhere
-@pytest.mark.parametrize("window", [3, 40])
-def test_a_window_without_prefix(window, kernel, device):
-    check(MHACase(((0, 70), (0, 9), (0, 130)), EXTEND, 16, 8, 2, 64, window=window), kernel, device)
-
-
-@on_devices("fa4", "fa2")
-@pytest.mark.parametrize("window", [None, 30])
-@pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (EXTEND, (1, 60))])
-def test_capped_logits(mode, new, window, kernel, device):
-    check(MHACase(lengths(4, 300, new, 5), mode, 64, 8, 2, 128, cap=5.0, window=window), kernel, device)
-
-
-@everywhere
-@pytest.mark.parametrize("lse", [True, False])
-@pytest.mark.parametrize("window", [None, 30])
-@pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (VERIFY, 3), (EXTEND, (1, 60))])
-def test_sinks(mode, new, window, lse, kernel, device):
-    """They take a share of every row; the log-sum-exp is over the keys alone."""
-    case = MHACase(lengths(4, 300, new, 5), mode, 64, 8, 2, 64, window=window, sinks=True, padding=2)
-    if lse:
-        check(case, kernel, device)
-        return
-    stage = scene(replace(case, lse=False), kernel, device)
-    wanted = stage.wanted()[0]
-    out, _ = stage.run()
-    assert relative_error(out[: len(wanted)], wanted) <= tolerance(stage.case)
-    assert (out[len(wanted) :] == 0).all()
-
-
-@everywhere
-@pytest.mark.parametrize("new", range(2, 9))
-def test_verify_of_a_few_tokens(new, kernel, device):
-    check(MHACase(lengths(4, 400, new, new), VERIFY, [1, 16, 64, 128][new % 4], 16, 2, 128), kernel, device)
-
-
-@everywhere
-@pytest.mark.parametrize("order", ["permuted", "interleaved", "descending"])
-@pytest.mark.parametrize("mode", [DECODE, EXTEND])
-def test_pages_in_any_order(mode, order, kernel, device):
-    new = 1 if mode is DECODE else (1, 40)
-    check(MHACase(lengths(6, 300, new, 7), mode, 16, pages=order), kernel, device)
-
-
-@on_devices("fa4", "torch before paging")
-@pytest.mark.parametrize("page_size", [16, 64])
-@pytest.mark.parametrize("mode", [DECODE, EXTEND])
-def test_pages_with_one_heads_rows_together(mode, page_size, kernel, device):
-    new = 1 if mode is DECODE else (1, 40)
-    check(MHACase(lengths(4, 300, new, 7), mode, page_size, layout="head_major"), kernel, device)
 
 
 @on_devices("fa4", "torch", "torch before paging")
@@ -285,71 +183,6 @@ def test_keys_and_values_that_are_halves_of_a_hosts_pages(mode, some, head_major
     out, _ = stage.run()
     assert relative_error(out, stage.wanted()[0]) <= tolerance(stage.case)
     assert stage.written() == sum(stage.totals)
-
-
-@everywhere
-@pytest.mark.parametrize(("mode", "some"), [(DECODE, ((20, 1), (9, 1))), (EXTEND, ((0, 7), (0, 0), (0, 3)))])
-def test_new_rows_go_where_the_host_says(mode, some, kernel, device):
-    """Nothing is written for a row whose slot is -1; all others lie where the page table leads."""
-    stage = scene(MHACase(some, mode, 16), kernel, device)
-    batch = stage.batch()
-    slots = batch.geometry.new_slots().clone()
-    slots[-1] = -1
-    batch.geometry = replace(batch.geometry, slots=slots)
-    plan_forward(stage.backend, batch)
-    assert torch.equal(batch.plan.attention.new_slots, slots)
-    whole = batch.plan.attention.metadata.cached.whole
-    if isinstance(whole, GatheredCall):
-        assert (whole.rows >= 0).all()
-    k, v = stage.new_rows()
-    forward = stage.backend.forward_decode if mode.is_decode else stage.backend.forward_extend
-    forward(stage.q, k, v, stage.layer, batch)
-    assert stage.written() == sum(stage.totals) - 1
-
-
-@everywhere
-def test_mixed_batch(kernel, device):
-    check(MHACase(((100, 1), (0, 37), (64, 1), (63, 2), (5, 0), (200, 64)), MIXED, 16), kernel, device)
-
-
-@everywhere
-def test_requests_without_new_tokens(kernel, device):
-    check(MHACase(((9, 0), (0, 5), (30, 0), (0, 7)), EXTEND, 16), kernel, device)
-    stage = scene(MHACase(((90, 0), (0, 0)), EXTEND), kernel, device)
-    assert stage.run()[0].shape == (0, 8, 64)
-
-
-@everywhere
-@pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
-def test_types(dtype, kernel, device):
-    check(MHACase(lengths(4, 300, 1, 1), DECODE, dtype=dtype), kernel, device)
-    check(MHACase(lengths(4, 300, (1, 40), 2), EXTEND, dtype=dtype), kernel, device)
-
-
-@everywhere
-@pytest.mark.parametrize("before", [0, 20])
-def test_rows_that_are_in_the_cache_are_not_written_again(before, kernel, device):
-    """Without a write the cache is what counts, also for a request without prefix; k and v are not looked at."""
-    stage = scene(MHACase(((before, 3),), EXTEND, 16), kernel, device)
-    stage.store([(0, before + 3)])
-    batch = stage.batch()
-    plan_forward(stage.backend, batch)
-    wanted = stage.wanted()[0]
-    wrong = torch.full_like(stage.new_rows()[0], float("nan"))
-    for k, v in ((None, None), (wrong, wrong)):
-        out = stage.backend.forward_extend(stage.q, k, v, stage.layer, batch, save_kv_cache=False)
-        assert relative_error(out, wanted) <= tolerance(stage.case)
-
-
-@everywhere
-def test_two_plans_live_at_the_same_time(kernel, device):
-    """B5: a plan is a value; planning another batch does not disturb it."""
-    stage = scene(MHACase(lengths(4, 300, 1, 1), DECODE, 16), kernel, device)
-    first, shorter = stage.batch(), stage.batch()
-    plan_forward(stage.backend, first)
-    shorter.geometry = Geometry.of_lengths(DECODE, first.geometry.page_table, [1] * 4, [1] * 4, 16)
-    plan_forward(stage.backend, shorter)
-    assert relative_error(stage.run(first)[0], stage.wanted()[0]) <= tolerance(stage.case)
 
 
 def test_lengths_that_the_host_does_not_know_are_refused():

@@ -49,9 +49,8 @@ PAGE_SIZES = [1, 16, 64, 128, 256]
 @everywhere
 @pytest.mark.parametrize(
     ("mode", "new", "page_size", "shape"),
-    # Every page size and every shape in both modes, and of their pairs two in five.
-    [(DECODE, 1, *pair) for pair in zip(PAGE_SIZES, SHAPES, strict=True)]
-    + [(VERIFY, 4, *pair) for pair in zip(PAGE_SIZES, reversed(SHAPES), strict=True)],
+    # What the conformance kit does not capture: windows, other widths, and pages of a tile.
+    [(DECODE, 1, 64, "window"), (VERIFY, 4, 128, "192-128")],
 )
 def test_one_capture_serves_other_lengths_pages_and_fewer_requests(mode, new, page_size, shape, kernel, device):
     """Replays give float64's result; padded requests read and write nothing; NaN is everywhere else."""
@@ -171,18 +170,6 @@ def test_captures_of_two_lanes_interleave(kind, kernel, device):
         lane.attend()
     for lane, half in zip(lanes, halves, strict=True):
         assert relative_error(lane.out, half.wanted()[0]) <= (1e-6 if device == "cpu" else 5e-3)
-
-
-@everywhere
-@pytest.mark.parametrize("kind", LANES)
-def test_eager_plans_of_two_lanes_interleave(kind, kernel, device):
-    halves = two_lanes(*LANES[kind], device)
-    batches = [half.batch() for half in halves]
-    batches[1].geometry = replace(batches[1].geometry, lane=1)
-    for half, batch in zip(halves, batches, strict=True):
-        plan_forward(half.backend, batch)
-    for half, batch in reversed(list(zip(halves, batches, strict=True))):
-        assert relative_error(half.run(batch)[0], half.wanted()[0]) <= (1e-6 if device == "cpu" else 5e-3)
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])

@@ -70,7 +70,7 @@ def tolerance(device: str) -> float:
 
 
 @everywhere
-@pytest.mark.parametrize("capacity", [1, 16, 100, 1 << 17])
+@pytest.mark.parametrize("capacity", [1, 100])
 @pytest.mark.parametrize("path", [ONE_SHOT, CHUNKED])
 def test_chunks_that_split_and_pack_and_leave_requests_out(path, capacity, kernel, device):
     """C1, C2, C3, C4"""
@@ -85,7 +85,7 @@ def test_chunks_that_split_and_pack_and_leave_requests_out(path, capacity, kerne
 
 
 @on_devices("fa4", "torch")
-@pytest.mark.parametrize("heads", [16, 128])
+@pytest.mark.parametrize("heads", [32])
 @pytest.mark.parametrize("path", [ONE_SHOT, CHUNKED])
 def test_heads(path, heads, kernel, device):
     lengths = ((50, 9), (0, 12)) if device == "cpu" else ((1500, 400), (0, 700), (3, 1))

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 
 from attnplug import BackendError, DType, ExtendPath, ForwardExtras, ForwardMode, PlanError
-from attnplug.host import ExtendPolicy, HostLengths, KVPools, ModelAttention, plan_forward
+from attnplug.host import ExtendPolicy, KVPools, ModelAttention, plan_forward
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
 from attnplug_flashinfer_mla.options import FlashInferMLAOptions
 from reference_kernels import build, on_cpu
 from support.devices import DEVICES, nothing_waits
-from support.mla_scene import LAYER, MLACase, MLAModel, MLAScene, relative_error
+from support.mla_scene import MLACase, MLAModel, MLAScene, relative_error
 
 DECODE, VERIFY, EXTEND, MIXED = (
     ForwardMode.DECODE,
@@ -58,42 +57,6 @@ def check_absorbed(case: MLACase, device: str) -> None:
 
 class TestAbsorbed:
     @on_every_device
-    @pytest.mark.parametrize("page_size", [1, 16, 32, 64])
-    @pytest.mark.parametrize("heads", [16, 32, 64, 128])
-    def test_decode(self, heads, page_size, device):
-        """C4; NaN in every row that must not be read."""
-        longest = 100 if device == "cpu" else 3000
-        case = MLACase(lengths(5, longest, 1, seed=heads + page_size), DECODE, page_size, heads)
-        check_absorbed(case, device)
-
-    @on_every_device
-    @pytest.mark.parametrize("new", range(2, 9))
-    @pytest.mark.parametrize("heads", [16, 128])
-    def test_verify_of_a_few_tokens(self, heads, new, device):
-        case = MLACase(lengths(4, 400, new, seed=new), VERIFY, page_size=[1, 16, 32, 64][new % 4], heads=heads)
-        check_absorbed(case, device)
-
-    @on_every_device
-    @pytest.mark.parametrize("page_size", [1, 16, 32, 64])
-    @pytest.mark.parametrize("heads", [16, 32, 64, 128])
-    def test_extend(self, heads, page_size, device):
-        """C1: absorbed, over the paged cache."""
-        longest, new = (100, 9) if device == "cpu" else (1500, 400)
-        check_absorbed(MLACase(lengths(4, longest, (1, new), seed=heads), EXTEND, page_size, heads), device)
-
-    @on_every_device
-    @pytest.mark.parametrize("pages", ["permuted", "interleaved", "descending"])
-    @pytest.mark.parametrize("mode", [DECODE, EXTEND])
-    def test_pages_in_any_order(self, mode, pages, device):
-        new = 1 if mode is DECODE else (1, 40)
-        check_absorbed(MLACase(lengths(6, 300, new, seed=7), mode, page_size=16, pages=pages), device)
-
-    @on_every_device
-    def test_mixed_batch(self, device):
-        case = MLACase(((100, 1), (0, 37), (64, 1), (63, 2), (5, 0), (200, 64)), MIXED, page_size=16, padding=5)
-        check_absorbed(case, device)
-
-    @on_every_device
     @pytest.mark.parametrize("lengths", [((64, 1), (5, 0)), ((128, 1), (30, 0), (30, 0), (2, 1)), ((9, 0), (128, 2))])
     def test_requests_without_new_tokens_do_not_change_the_others(self, lengths, device):
         """They would halve the kernels' query tile, which then ends within a token's 128 heads and loses a key."""
@@ -107,44 +70,11 @@ class TestAbsorbed:
         assert model.run(ExtendPolicy(forced=path)).shape[0] == 0
 
     @on_every_device
-    @pytest.mark.parametrize("heads", [1, 5, 12, 24, 40, 96])
-    def test_heads_that_do_not_divide_a_tile(self, heads, device):
-        """The kernels would lose a key where a query tile ends within a token's heads (see padded_heads)."""
-        check_absorbed(MLACase(((64, 100), (127, 33), (0, 70)), EXTEND, 16, heads), device)
-        check_absorbed(MLACase(((64, 1), (127, 1)), DECODE, 16, heads), device)
-
-    @on_every_device
-    def test_new_rows_are_in_the_cache_afterwards(self, device):
-        stage = scene(MLACase(((20, 9), (0, 5), (64, 70)), EXTEND, page_size=16), device)
-        stage.absorbed()
-        for request, rows in enumerate(stage.rows):
-            position = torch.arange(len(rows))
-            pages = stage.page_table[request, position // 16].long()
-            assert torch.equal(stage.pool.rows(LAYER)[pages, position % 16, 0], rows)
-
-    @on_every_device
-    @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
-    def test_types(self, dtype, device):
-        case = partial(MLACase, lengths(4, 300, 1, seed=1), DECODE, dtype=dtype)
-        check_absorbed(case(), device)
-        check_absorbed(MLACase(lengths(4, 300, (1, 40), seed=2), EXTEND, dtype=dtype), device)
-
-    @on_every_device
     @pytest.mark.parametrize("scale", [1.0, 0.37])
     @pytest.mark.parametrize("mode", [DECODE, EXTEND])
     def test_fp8_cache(self, mode, scale, device):
         new = 1 if mode is DECODE else (1, 40)
         check_absorbed(MLACase(lengths(4, 300, new, seed=5), mode, kv_dtype=DType.FLOAT8_E4M3, kv_scale=scale), device)
-
-    @on_every_device
-    def test_two_plans_live_at_the_same_time(self, device):
-        """B5: a plan is a value; planning another batch does not disturb it."""
-        stage = scene(MLACase(lengths(4, 300, 1, seed=1), DECODE, page_size=16), device)
-        first, shorter = stage.batch(), stage.batch()
-        shorter.geometry = replace(shorter.geometry, host=HostLengths([1] * 4, [1] * 4))
-        for batch in (first, shorter):
-            plan_forward(stage.backend, batch)
-        assert relative_error(stage.absorbed(first)[0], stage.wanted_absorbed()[0]) <= tolerance(stage.case)
 
     @on_every_device
     @pytest.mark.parametrize("heads", [16, 24])
@@ -161,20 +91,6 @@ class TestAbsorbed:
                 stage.q, None, None, stage.layer, batch, save_kv_cache=False, extras=extras
             )
             assert found is out and torch.equal(out, plain)
-
-    def test_new_rows_go_where_the_host_says(self):
-        stage = scene(MLACase(((20, 2), (9, 1)), EXTEND), "cpu")
-        batch = stage.batch()
-        slots = batch.geometry.new_slots().flip(0)
-        batch.geometry = replace(batch.geometry, slots=slots)
-        assert stage.backend.init_forward_metadata(batch).new_slots is slots
-
-    @on_every_device
-    def test_idle_batch(self, device):
-        stage = scene(MLACase((), ForwardMode.IDLE), device)
-        batch = stage.batch()
-        plan_forward(stage.backend, batch)
-        assert stage.backend.forward_extend(stage.q, None, None, stage.layer, batch, save_kv_cache=False).shape[0] == 0
 
     @pytest.mark.parametrize("device", [GPU])
     def test_extend_beyond_the_schedulers_room(self, device):
@@ -199,20 +115,6 @@ class TestAsMHA:
         wanted = model.wanted()
         assert relative_error(out[: len(wanted)], wanted) <= tolerance(model.scene.case)
         assert (out[len(wanted) :] == 0).all()
-
-    @on_every_device
-    @pytest.mark.parametrize("page_size", [1, 16, 32, 64])
-    @pytest.mark.parametrize("heads", [16, 32, 64, 128])
-    @pytest.mark.parametrize("path", ExtendPath)
-    def test_three_paths_one_result(self, path, heads, page_size, device):
-        """C1"""
-        longest, new = (50, 9) if device == "cpu" else (1500, 400)
-        case = MLACase(lengths(4, longest, (1, new), seed=heads + page_size), page_size=page_size, heads=heads)
-        model = MLAModel(scene(case, device))
-        out = model.run(ExtendPolicy(forced=path, chunk_capacity=150))
-        # Absorbed, a query is rounded once more: after its up-projection.
-        allowed = tolerance(model.scene.case) * (2 if path is ExtendPath.ABSORBED else 1)
-        assert relative_error(out, model.wanted()) <= allowed
 
     @on_every_device
     @pytest.mark.parametrize("path", [ExtendPath.ONE_SHOT, ExtendPath.CHUNKED])

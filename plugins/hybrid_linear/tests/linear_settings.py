@@ -70,12 +70,12 @@ class Setting:
         return LinearScene(requests, **own | given)
 
 
-def _interpreted(context: BackendContext) -> FlaLinearBackend:
+def interpreted(context: BackendContext) -> FlaLinearBackend:
     return FlaLinearBackend(context, ReferenceChunks())
 
 
 TORCH = Setting("torch", TorchLinearBackend, "cpu")
-INTERPRETED = Setting("fla", _interpreted, "cpu")
+INTERPRETED = Setting("fla", interpreted, "cpu")
 _CUDA = DEVICES[1].marks
 SETTINGS = [
     pytest.param(TORCH, id="torch-cpu"),

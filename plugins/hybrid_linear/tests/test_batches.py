@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnplug import DType, ForwardMode, PlanError, PoolError
+from attnplug import ForwardMode, PlanError, PoolError
 from attnplug.host import KVPools, backend_problems
 from attnplug_hybrid_linear.fla_backend import FEW_TOKENS
-from linear_scene import LAYERS, PADDED, LinearScene, same_bits, same_values
+from linear_scene import LAYERS, PADDED, LinearScene, same_values
 from linear_settings import INTERPRETED, ON_A_GPU, SETTINGS, TORCH, Setting
 from support.batches import with_plan
 from support.devices import nothing_waits
@@ -31,18 +31,6 @@ def check(
 
 @in_every_setting
 class TestBatches:
-    def test_decode(self, setting) -> None:
-        """A7; NaN in every slot that must not be read."""
-        check(setting, setting.scene(4), DECODE, [2, 0, 3], [1, 1, 1])
-
-    def test_extend_by_ragged_lengths(self, setting) -> None:
-        """A7"""
-        check(setting, setting.scene(6), EXTEND, [4, 2, 0, 3, 1], [70, 3, 130, 1, 9])
-
-    def test_mixed(self, setting) -> None:
-        """A7"""
-        check(setting, setting.scene(5), MIXED, [3, 0, 1, 4, 2], [1, 40, 1, 1, 12])
-
     def test_strong_decays(self, setting) -> None:
         check(setting, setting.scene(3, decay=20.0), EXTEND, [1, 0], [100, 37])
 
@@ -55,11 +43,6 @@ class TestBatches:
         for old, new in zip(before, scene.bits(), strict=True):
             for request in (1, 2, 3):
                 assert torch.equal(old[scene.slots[request]], new[scene.slots[request]])
-
-    @pytest.mark.parametrize(("mode", "new"), [(DECODE, [1, 1]), (EXTEND, [3, 20]), (MIXED, [1, 9])])
-    def test_rows_past_the_plan_are_zero_and_change_nothing(self, mode, new, setting) -> None:
-        """B5"""
-        check(setting, setting.scene(3), mode, [2, 0], new, padding=5)
 
     @pytest.mark.parametrize(
         ("mode", "members", "new"),
@@ -81,18 +64,6 @@ class TestBatches:
         before = scene.states()
         check(setting, scene, mode, [PADDED, PADDED], new)
         assert same_values(before, scene.states())
-
-    def test_idle(self, setting) -> None:
-        """B5: no request, no slots; rows that are there are padding."""
-        scene = setting.scene(2)
-        before = scene.bits()
-        check(setting, scene, ForwardMode.IDLE, [], [], padding=3)
-        step = scene.step(ForwardMode.IDLE, [], [])
-        step.batch.geometry = replace(step.batch.geometry, state_slots=None)
-        with_plan(step.batch, scene.backend.init_forward_metadata(step.batch))
-        scene.forward(step)
-        scene.backend.commit_states(step.batch, torch.zeros(0, dtype=torch.int64, device=setting.device))
-        assert same_bits(before, scene.bits())
 
     @pytest.mark.parametrize(("mode", "new"), [(DECODE, [1, 1]), (EXTEND, [3, 20])])
     def test_inputs_may_be_slices_and_lie_anyhow(self, mode, new, setting) -> None:
@@ -122,14 +93,6 @@ class TestBatches:
     def test_other_batches_need_exact_lengths_on_the_host(self, setting) -> None:
         with pytest.raises(PlanError, match="the backend needs exact ones"):
             setting.scene(4).step(EXTEND, [3, 0, 1], [2, 40, 12], exact=False)
-
-    @pytest.mark.parametrize("dtype", [DType.BFLOAT16, DType.FLOAT16])
-    def test_short_types(self, dtype, setting) -> None:
-        """States are float32 still: only the outputs are rounded (by the interpreter towards zero)."""
-        scene = setting.scene(4, dtype=dtype)
-        for mode, new in ((EXTEND, [FEW_TOKENS + 1, 5, 1]), (DECODE, [1, 1, 1])):
-            scene.check(scene.run(mode, [2, 0, 3], new), max(setting.tolerance, 8e-3))
-        scene.check_states(setting.state_tolerance)
 
 
 def _turned(tensor: torch.Tensor) -> torch.Tensor:
@@ -191,22 +154,6 @@ def _run_steps(steps, seed: int, setting: Setting) -> None:
 
 @pytest.mark.parametrize("setting", [TORCH, INTERPRETED], ids=["torch", "fla"])
 class TestRefusals:
-    def test_a_plan_of_somebody_else_is_refused(self, setting) -> None:
-        """B5"""
-        scene, other = setting.scene(2), setting.scene(2)
-        step = scene.step(DECODE, [0], [1])
-        with_plan(step.batch, other.backend.init_forward_metadata(step.batch))
-        with pytest.raises(PlanError, match="another instance"):
-            scene.forward(step)
-
-    def test_fewer_rows_than_planned_are_refused_with_both_numbers(self, setting) -> None:
-        """B5"""
-        scene = setting.scene(2)
-        step = scene.step(EXTEND, [0, 1], [3, 4])
-        step.conv_rows = {layer_id: x[:5] for layer_id, x in step.conv_rows.items()}
-        with pytest.raises(PlanError, match=r"given 5 query rows.*for 7"):
-            scene.forward(step)
-
     def test_a_batch_without_slots_is_refused(self, setting) -> None:
         scene = setting.scene(2)
         batch = scene.batch(EXTEND, [0, 1], [3, 4])

@@ -44,22 +44,9 @@ def test_heads_of_every_width(mode, new, dim, device):
 
 
 @on_every_device
-@pytest.mark.parametrize(("heads", "kv_heads", "v_dim"), [(3, 3, 32), (8, 1, 64), (6, 2, 16)])
-def test_groups_of_heads_and_narrower_values(heads, kv_heads, v_dim, device):
-    check(case(DECODE, (90, 1), (0, 1), heads=heads, kv_heads=kv_heads, v_head_dim=v_dim), device)
-
-
-@on_every_device
 @modes
 def test_window_cap_and_sinks(mode, new, device):
     check(case(mode, (90, new), (3, new), head_dim=32, window=30, cap=2.0, sinks=True), device)
-
-
-@on_every_device
-@pytest.mark.parametrize(("page_size", "layout"), [(1, "token_major"), (48, "head_major"), (64, "token_major")])
-@pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (EXTEND, 20)])
-def test_pages_and_layouts(mode, new, page_size, layout, device):
-    check(case(mode, (70, new), (15, new), head_dim=32, page_size=page_size, layout=layout), device)
 
 
 @on_every_device

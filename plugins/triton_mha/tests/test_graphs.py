@@ -46,13 +46,11 @@ def scenes(case: MHACase, new: int, device: str) -> tuple[MHAScene, list[MHAScen
 @pytest.mark.parametrize(
     ("mode", "new", "changes"),
     [
-        (DECODE, 1, {}),
         (DECODE, 1, {"window": 20}),
         (DECODE, 1, FP8),
-        (VERIFY, 4, {}),
         (DRAFT_EXTEND, 2, {"page_size": 1}),
     ],
-    ids=["decode", "window", "fp8", "verify", "draft"],
+    ids=["window", "fp8", "draft"],
 )
 def test_one_capture_serves_other_lengths_pages_and_fewer_requests(mode, new, changes, device):
     """Replays give float64's result; padded requests read and write nothing; NaN is everywhere else."""
@@ -242,24 +240,6 @@ class CapturedExtend:
         return self.out, self.lse
 
 
-@on_every_device
-@pytest.mark.parametrize("mode", [EXTEND, MIXED])
-def test_a_captured_extend_serves_any_division_of_its_rows(mode, device):
-    """ALWAYS: prompts of other lengths, after other prefixes, fewer of them, and rows that are padding."""
-    divisions = [((0, 12), (30, 7), (5, 1)), ((3, 1), (64, 1), (0, 1), (70, 0)), ((200, 9),)]
-    case = on(MHACase((), mode, **SMALL), device)
-    stage = scene(replace(case, lengths=((500, 4),) * 4), device)
-    captured = CapturedExtend(stage, requests=4, rows=24)
-    for seed, division in enumerate(divisions):
-        other = scene(replace(case, lengths=division, seed=seed), device)
-        out, lse = captured.replay(other)
-        wanted, wanted_lse = other.wanted()
-        rows, tolerance = len(wanted), TOLERANCE[case.dtype]
-        assert relative_error(out[:rows], wanted) <= tolerance and (out[rows:] == 0).all()
-        assert relative_error(lse[:rows], wanted_lse) <= tolerance and (lse[rows:] == float("-inf")).all()
-        assert stage.written() == sum(other.totals)
-
-
 def two_lanes(mode: ForwardMode, new: int, device: str) -> tuple[MHAScene, MHAScene]:
     """Two batches of one shape over one pool and one backend: each has half of the requests."""
     longest = 90 if device == "cpu" else 20000
@@ -278,17 +258,6 @@ def two_lanes(mode: ForwardMode, new: int, device: str) -> tuple[MHAScene, MHASc
 
 class TestLanes:
     """Plans of one shape, alive and running at the same time."""
-
-    @on_every_device
-    @pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (VERIFY, 3), (EXTEND, 5)])
-    def test_eager_plans_interleave(self, mode, new, device):
-        halves = two_lanes(mode, new, device)
-        batches = [half.batch() for half in halves]
-        batches[1].geometry = replace(batches[1].geometry, lane=1)
-        for half, batch in zip(halves, batches, strict=True):
-            plan_forward(half.backend, batch)
-        for half, batch in reversed(list(zip(halves, batches, strict=True))):
-            assert relative_error(half.run(batch)[0], half.wanted()[0]) <= TOLERANCE[half.case.dtype]
 
     def test_each_lane_has_partial_results_and_counters_of_its_own(self):
         stage, other = two_lanes(DECODE, 1, "cpu")

@@ -11,10 +11,9 @@ import torch
 from attnplug import DType, ForwardMode
 from attnplug.host import plan_forward
 from attnplug_triton_mha.configurations import ENTRIES, Configuration
-from interpreted_mha import TOLERANCE, build, check, on, scene
+from interpreted_mha import TOLERANCE, check, scene
 from support.devices import DEVICES, nothing_waits
-from support.mha_capture import MHACapture
-from support.mha_scene import MHACase, MHAScene
+from support.mha_scene import MHACase
 from support.mla_scene import NAN, relative_error
 from support.trees import ancestors, chain, random_trees
 
@@ -120,22 +119,6 @@ def test_planning_and_running_wait_for_nothing(device):
     batch = stage.batch()
     with nothing_waits(device):
         stage.run(batch)
-
-
-@on_every_device
-def test_one_capture_serves_other_trees_lengths_and_fewer_requests(device):
-    """Trees are read inside the graph; those of padded requests are nonsense and count for nothing."""
-    case = on(trees(4), device)
-    stage, *others = (
-        MHAScene(replace(case, lengths=((before, 4),) * count, trees=random_trees(count, 4, seed)), device, build)
-        for seed, (before, count) in enumerate([(90, 4), (30, 3), (0, 1)])
-    )
-    capture = MHACapture(stage, requests=4, per_request=4).capture()
-    for other in others:
-        out, wanted = capture.replay(other), other.wanted()[0]
-        assert relative_error(out[: len(wanted)], wanted) <= TOLERANCE[case.dtype]
-        assert (out[len(wanted) :] == 0).all()
-        assert stage.written() == sum(other.totals)
 
 
 class TestOnAGPU:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attnplug import BackendError, DType, ExtendPath, ForwardExtras, ForwardMode, PlanError, RaggedCall, Serving
-from attnplug.host import ExtendPolicy, HostLengths, plan_forward
+from attnplug.host import ExtendPolicy, plan_forward
 from attnplug.mla.plan import plan_extend
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
 from attnplug_trtllm_mla.planner import table_width
@@ -18,7 +18,6 @@ from generation_checks import (
     FP8,
     TOLERANCE,
     check_absorbed,
-    check_decode,
     check_verify,
     lengths,
     scene,
@@ -38,28 +37,9 @@ of_both_types = pytest.mark.parametrize("kv_dtype", [None, FP8], ids=["bf16", "f
 class TestDecode:
     @on_every_device
     @of_both_types
-    @pytest.mark.parametrize("page_size", [32, 64, 128])
-    @pytest.mark.parametrize("heads", [8, 16, 128])
-    def test_decode(self, heads, page_size, kv_dtype, device):
-        """C4; A4's page sizes, and one of the manager's that the kernel reads as two. NaN in all that is not read."""
-        check_decode(build_on(device), device, kv_dtype, page_size, heads)
-
-    @on_every_device
-    @pytest.mark.parametrize("heads", [1, 5, 24, 40, 96])
-    def test_numbers_of_heads_that_have_no_kernel(self, heads, device):
-        """More than 64 and fewer than 128 are refused by the library, others by its older kernels."""
-        check_decode(build_on(device), device, None, 64, heads)
-
-    @on_every_device
-    @of_both_types
     @pytest.mark.parametrize("new", range(2, 9))
     def test_verify_of_a_few_tokens(self, new, kv_dtype, device):
         check_verify(build_on(device), device, kv_dtype, new)
-
-    @on_every_device
-    @pytest.mark.parametrize("pages", ["permuted", "interleaved", "descending"])
-    def test_pages_in_any_order(self, pages, device):
-        check_absorbed(MLACase(lengths(6, 300, 1, seed=7), DECODE, 32, pages=pages), device, build_on(device))
 
     def test_more_requests_with_a_log_sum_exp_than_scratch_has_room_for_are_several_calls(self):
         """The launcher takes 2 KiB a head and request for it, and raises where there is too little."""
@@ -74,16 +54,6 @@ class TestDecode:
         case = MLACase(lengths(40, 100, 1, seed=3), DECODE, heads=128, lse=False)
         check_absorbed(case, "cpu", partial(reference_trtllm, flashinfer=flashinfer))
         assert len(flashinfer.named("decode")) == 1
-
-    @on_every_device
-    def test_two_plans_live_at_the_same_time(self, device):
-        """B5: a plan is a value; planning another batch does not disturb it."""
-        stage = scene(MLACase(lengths(4, 300, 1, seed=1), DECODE), device, build_on(device))
-        first, shorter = stage.batch(), stage.batch()
-        shorter.geometry = replace(shorter.geometry, host=HostLengths([1] * 4, [1] * 4))
-        for batch in (first, shorter):
-            plan_forward(stage.backend, batch)
-        assert relative_error(stage.absorbed(first)[0], stage.wanted_absorbed()[0]) <= TOLERANCE
 
     @on_every_device
     @pytest.mark.parametrize("heads", [16, 24])
@@ -101,21 +71,6 @@ class TestDecode:
             extras = ForwardExtras(out=out)
             found = forward(stage.q, None, None, stage.layer, batch, save_kv_cache=False, extras=extras)
             assert found is out and torch.equal(out, plain)
-
-    def test_new_rows_go_where_the_host_says(self):
-        for mode, new in ((VERIFY, 2), (EXTEND, 2)):
-            stage = scene(MLACase(((20, new), (9, new)), mode), "cpu", reference_trtllm)
-            batch = stage.batch()
-            slots = batch.geometry.new_slots().flip(0)
-            batch.geometry = replace(batch.geometry, slots=slots)
-            assert stage.backend.init_forward_metadata(batch).new_slots is slots
-
-    @on_every_device
-    def test_idle_batch(self, device):
-        stage = scene(MLACase((), ForwardMode.IDLE), device, build_on(device))
-        batch = stage.batch()
-        plan_forward(stage.backend, batch)
-        assert stage.backend.forward_extend(stage.q, None, None, stage.layer, batch, save_kv_cache=False).shape[0] == 0
 
 
 class TestWhatTheDecodeKernelIsNotFor:
@@ -145,14 +100,6 @@ class TestWhatTheDecodeKernelIsNotFor:
         flashinfer = ReferenceFlashInfer()
         check_absorbed(MLACase(((64, 40),), EXTEND), "cpu", partial(reference_trtllm, flashinfer=flashinfer))
         assert not flashinfer.calls
-
-    def test_rows_that_are_in_the_cache_are_not_written_again(self):
-        """A9: the fallback is told."""
-        stage = scene(MLACase(((64, 40),), EXTEND), "cpu", reference_trtllm)
-        batch = stage.batch()
-        written, _ = stage.absorbed(batch)
-        again = stage.backend.forward_extend(stage.q, None, None, stage.layer, batch, save_kv_cache=False)
-        assert batch.plan.attention.parts and torch.equal(again, written)
 
     @on_every_device
     def test_a_drafts_worker_catches_up_without_the_fallback(self, device):
@@ -201,17 +148,6 @@ class TestAsMHA:
         allowed = 5e-2 if kv_dtype is FP8 and path is ExtendPath.CHUNKED else TOLERANCE
         assert relative_error(out[: len(wanted)], wanted) <= allowed
         assert (out[len(wanted) :] == 0).all()
-
-    @on_every_device
-    @pytest.mark.parametrize("path", ExtendPath)
-    def test_three_paths_one_result(self, path, device):
-        """C1"""
-        heads, longest, new = (2, 50, 9) if device == "cpu" else (32, 1500, 400)
-        case = MLACase(lengths(4, longest, (1, new), seed=5), heads=heads)
-        model = MLAModel(scene(case, device, build_on(device)))
-        # Absorbed, a query is rounded once more: after its up-projection.
-        allowed = TOLERANCE * (2 if path is ExtendPath.ABSORBED else 1)
-        assert relative_error(model.run(ExtendPolicy(forced=path, chunk_capacity=150)), model.wanted()) <= allowed
 
     @on_every_device
     @pytest.mark.parametrize("path", ExtendPath)

@@ -171,33 +171,6 @@ def _declare_doctor(commands: Commands[argparse.ArgumentParser]) -> None:
     add_command(commands, "doctor", text, call)
 
 
-def _declare_check(commands: Commands[argparse.ArgumentParser]) -> None:
-    def call(parsed: argparse.Namespace) -> int:
-        from attnplug.cli.check import CheckOptions, run_check
-
-        options = CheckOptions(
-            attention=parsed.attention_backend,
-            roles={role: name for role in roles if (name := getattr(parsed, f"{role}_attention_backend")) is not None},
-            device=parsed.device,
-            dtype=parsed.dtype,
-            kv_dtype=parsed.kv_dtype,
-            page_size=parsed.page_size,
-            seed=parsed.seed,
-            settings=tuple(parsed.backend_option),
-        )
-        return run_check(options, parsed.render, json=parsed.json)
-
-    text = "Run attention on a backend and compare every result with an independent float64 computation."
-    parser = add_command(commands, "check", text, call)
-    add_backend_options(parser)
-    roles = (Role.PREFILL, Role.DECODE, Role.LINEAR)
-    for role in roles:
-        also = "; checks linear layers, and only them where no other is asked for" if role is Role.LINEAR else ""
-        parser.add_argument(option(role.setting), metavar="NAME|auto", help=f"backend for the role {role} alone{also}")
-    parser.add_argument("--dtype", default="float32", metavar="DTYPE", help="element type of activations")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random inputs")
-
-
 def _declare_completion(commands: Commands[argparse.ArgumentParser]) -> None:
     def call(parsed: argparse.Namespace) -> int:
         from attnplug.cli.completion import print_script
@@ -232,6 +205,5 @@ _OWN: dict[str, Callable[[Commands[argparse.ArgumentParser]], None]] = {
     "plugins": _declare_plugins,
     "explain": _declare_explain,
     "doctor": _declare_doctor,
-    "check": _declare_check,
     "completion": _declare_completion,
 }

@@ -15,7 +15,13 @@ from attnplug.declare.errors import PluginError, UsageError, describe_error
 GROUP = "attnplug.commands"
 """Entry-point group by which other packages add commands: name = the command, target = ``declare(commands)``."""
 
-_BROUGHT_BY = {"run": "attnplug-engine", "embed": "attnplug-engine"}
+_BROUGHT_BY = {
+    "check": "attnplug-conformance",
+    "conform": "attnplug-conformance",
+    "new": "attnplug-conformance",
+    "run": "attnplug-engine",
+    "embed": "attnplug-engine",
+}
 
 Commands = argparse._SubParsersAction  # what argparse calls the place where commands are added
 

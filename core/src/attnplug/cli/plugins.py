@@ -16,6 +16,8 @@ from attnplug.cli.warn import warn_of_the_rest
 from attnplug.hf.tiny import TINY
 
 OURS: Mapping[str, str] = {
+    "attnplug-conformance": "Proves an attnplug backend right: every claim against float64, with a diagnosis in plain "
+    "words",
     "attnplug-engine": "Runs real models on any attnplug backend: checkpoints, models, tensor parallelism, "
     "continuous batching",
     "attnplug-flashattention": "MHA, GQA and MLA prefill over FlashAttention kernels",

@@ -1,0 +1,168 @@
+"""One batch on one layer, as data: what a check runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from attnplug import (
+    AttentionKind,
+    CacheLayout,
+    DType,
+    ForwardMode,
+    GraphLevel,
+    IndexerDims,
+    LayerSpec,
+    ModelSpec,
+    Problem,
+    Role,
+)
+from attnplug.host import LinearDims, MLADims
+from attnplug_conformance.reference import Parents
+
+FIRST, LAYER, LAST = 1, 3, 5
+"""Ids of the layers: the one before the layer under test, that layer, and one after it."""
+SCALE = 1.3
+"""What a layer's scale is of ``head_dim ** -0.5``: nobody may assume that they are equal."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One batch. ``lengths`` are (rows in the cache before, new tokens) of each request.
+
+    ``None`` as ``dims``, ``mla``, ``dtype`` or ``page_size`` leaves it to the backend's claims.
+    """
+
+    lengths: tuple[tuple[int, int], ...]
+    mode: ForwardMode = ForwardMode.EXTEND
+    kind: AttentionKind = AttentionKind.MHA
+    page_size: int | None = None
+    kv_heads: int = 2
+    group: int = 2
+    """Query heads of one KV head."""
+    dims: tuple[int, int] | None = None
+    """Widths of a key and of a value."""
+    differ: bool = False
+    """Whether these widths differ."""
+    mla: MLADims | None = None
+    v_head_dim: int = 16
+    """Of MLA as MHA."""
+    mla_heads: int | None = None
+    window: int | None = None
+    cap: float | None = None
+    sinks: bool = False
+    dtype: DType | None = None
+    kv_dtype: DType | None = None
+    kv_scales: tuple[float, float] = (1.0, 1.0)
+    layout: CacheLayout = CacheLayout.TOKEN_MAJOR
+    pages: str = "shuffled"
+    padding: int = 0
+    """Rows of q, k and v after those of the requests."""
+    padded_requests: int = 0
+    exact: bool = True
+    """Whether the host knows exact lengths, or bounds only."""
+    trees: tuple[Parents, ...] | None = None
+    lanes: int = 1
+    extras: frozenset[str] = frozenset()
+    """Extras that the backend must claim for this case."""
+    ragged: bool = False
+    """MLA as MHA, over rows at hand."""
+    graph: GraphLevel = GraphLevel.NEVER
+    tight: bool = False
+    """The backend is built for exactly this batch: the limits of its context are reached."""
+    magnitude: float = 1.0
+    alike: bool = False
+    """All layers have one shape, because the backend asks for it."""
+    plain_first: bool = False
+    """The first layer has no window."""
+    index: IndexerDims | None = None
+    """Of sparse layers: an index chooses the rows that a token attends to."""
+    linear: LinearDims | None = None
+    """Of a kind of linear attention. A request without rows before starts from a state of zeros."""
+    silu: bool = True
+    bias: bool = True
+    """Whether the convolution has them."""
+    only_role: Role | None = None
+    """The role it is built for, if not the one that the mode asks for."""
+    seed: int = 0
+
+    @property
+    def is_mla(self) -> bool:
+        return self.kind is AttentionKind.MLA
+
+    @property
+    def role(self) -> Role:
+        if self.only_role is not None:
+            return self.only_role
+        if self.kind.is_linear:
+            return Role.LINEAR
+        if self.mode in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY):
+            return Role.DECODE
+        return Role.DRAFT if self.mode is ForwardMode.DRAFT_EXTEND else Role.PREFILL
+
+    @property
+    def layer(self) -> LayerSpec:
+        if self.mla is not None:
+            width = self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim
+            heads, scale = self.mla_heads or 1, SCALE * width**-0.5
+            return LayerSpec(
+                LAYER, self.kind, heads, heads, width, self.v_head_dim, scale, mla=self.mla, indexer=self.index
+            )
+        if self.linear is not None:
+            dims, scale = self.linear, SCALE * max(self.linear.key_dim, 1) ** -0.5
+            return LayerSpec(
+                LAYER, self.kind, dims.heads, dims.key_heads, dims.key_dim, dims.value_dim, scale, linear=dims
+            )
+        assert self.dims is not None
+        key, value = self.dims
+        return LayerSpec(
+            LAYER,
+            AttentionKind.MHA,
+            self.kv_heads * self.group,
+            self.kv_heads,
+            key,
+            value,
+            SCALE * key**-0.5,
+            sliding_window=self.window,
+            logit_cap=self.cap,
+            sinks=self.sinks,
+        )
+
+    @property
+    def layers(self) -> tuple[LayerSpec, LayerSpec, LayerSpec]:
+        layer = self.layer
+        first = replace(layer, layer_id=FIRST, scale=layer.scale if self.alike else 2 * layer.scale)
+        if self.plain_first:
+            first = replace(first, sliding_window=None)
+        last = replace(first, layer_id=LAST)
+        if self.index is not None:
+            last = replace(layer, layer_id=LAST, indexer=replace(self.index, shares=LAYER))
+        return first, layer, last
+
+    def problem(self, device: str, sm: int | None) -> Problem:
+        """What a backend is asked to serve."""
+        tokens = max((new for _, new in self.lengths), default=0)
+        return Problem(
+            ModelSpec("conformance", "conformance", self.layers, 1 << 20),
+            device,
+            sm,
+            self.dtype,
+            self.kv_dtype or self.dtype,
+            self.page_size,
+            cuda_graph=self.graph,
+            speculative_tokens=tokens if self.mode is ForwardMode.TARGET_VERIFY else 0,
+            speculative_topk=1 if self.trees is None else 2,
+            exact_lengths=self.exact,
+            layout=self.layout,
+            is_draft=self.role is Role.DRAFT,
+        )
+
+    def told(self) -> str:
+        """The case in a line, for reports."""
+        shape = f"{self.kv_heads * self.group}/{self.kv_heads} heads, dims {self.dims}"
+        if self.mla is not None:
+            shape = f"{self.mla_heads} heads, latent {self.mla.kv_lora_rank}+{self.mla.qk_rope_head_dim}"
+        if self.linear is not None:
+            shape = f"{self.kind}, {self.linear.heads}/{self.linear.key_heads} heads"
+        lens = ", ".join(f"{before}+{new}" for before, new in self.lengths[:8]) + ", …" * (len(self.lengths) > 8)
+        kv = "" if self.kv_dtype in (None, self.dtype) else f", cache {self.kv_dtype}"
+        return f"{self.mode} of {lens} rows; {shape}; pages of {self.page_size}; {self.dtype}{kv}; seed {self.seed}"

@@ -1,0 +1,38 @@
+"""All checks, in the order in which they run."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from attnplug import AttentionKind
+from attnplug_conformance.check import Check
+from attnplug_conformance.checks.accuracy import head_checks, input_checks, shape_checks
+from attnplug_conformance.checks.cache import cache_checks
+from attnplug_conformance.checks.declared import declared_checks
+from attnplug_conformance.checks.graphs import graph_checks
+from attnplug_conformance.checks.linear import linear_checks
+from attnplug_conformance.checks.mla_paths import path_checks
+from attnplug_conformance.checks.plans import plan_checks
+from attnplug_conformance.checks.sparse import sparse_checks
+
+MHA, MLA = AttentionKind.MHA, AttentionKind.MLA
+
+
+@cache
+def all_checks() -> tuple[Check, ...]:
+    """Every check there is. Two of one name are an error."""
+    checks = [
+        check
+        for kind in (MHA, MLA)
+        for check in (
+            *input_checks(kind),
+            *(shape_checks() if kind is MHA else (*head_checks(), *path_checks())),
+            *cache_checks(kind),
+            *plan_checks(kind),
+            *graph_checks(kind),
+        )
+    ]
+    checks += [*sparse_checks(), *linear_checks(), *declared_checks()]
+    names = [check.name for check in checks]
+    assert len(set(names)) == len(names), sorted({name for name in names if names.count(name) > 1})
+    return tuple(checks)

@@ -1,0 +1,62 @@
+"""``attnplug check``: the quick run of the kit, for the backends that a choice leads to."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from attnplug.host import Commands, UsageError, add_command, option
+
+
+def declare_check(commands: Commands[argparse.ArgumentParser]) -> None:
+    text = "Run the quick checks of the backends that are chosen here, against float64; conform runs all."
+    parser = add_command(commands, "check", text, _check)
+    parser.add_argument("--attention-backend", default="auto", metavar="NAME|auto", help="backend for full attention")
+    for role in ("prefill", "decode", "linear"):
+        setting = option(f"{role}_attention_backend")
+        parser.add_argument(setting, metavar="NAME|auto", help=f"backend for the role {role} alone")
+    parser.add_argument(
+        "--device", metavar="cpu|cuda", help="where to run (default: cuda where there is a GPU, else cpu)"
+    )
+    parser.add_argument(
+        "--backend-option",
+        action="append",
+        default=[],
+        metavar="NAME.KEY=VALUE",
+        help="an option of one backend; may be repeated",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random inputs")
+
+
+def _check(parsed: argparse.Namespace) -> int:
+    from attnplug.host import load_registry, open_device, output, warn_of_plugins
+    from attnplug_conformance.catalog import all_checks
+    from attnplug_conformance.chosen import chosen_backends, options_of
+    from attnplug_conformance.report import as_json, lines
+    from attnplug_conformance.runner import run_checks
+    from attnplug_conformance.subject import Subject
+
+    if not 0 <= parsed.seed < 1 << 63:
+        raise UsageError(f"--seed {parsed.seed} is not a seed; give a number from 0 to {(1 << 63) - 1}")
+    registry = load_registry()
+    warn_of_plugins(registry)
+    device, sm = open_device(parsed.device)
+    roles = {role: getattr(parsed, f"{role}_attention_backend") for role in ("prefill", "decode", "linear")}
+    asked = {role: name for role, name in roles.items() if name is not None}
+    options = options_of(registry, parsed.backend_option)
+    verdicts = []
+    for name in chosen_backends(registry, parsed.attention_backend, asked, device.type, sm, parsed.backend_option):
+        subject = Subject(
+            registry.backends[name],
+            device,
+            sm,
+            9000 if device.type == "cuda" else 1100,
+            options=options.get(name),
+        )
+        verdict = run_checks(subject, all_checks(), quick=True, seed=parsed.seed)
+        verdicts.append(verdict)
+        for line in lines(verdict):
+            print(line, file=sys.stderr if parsed.json else None)
+    if parsed.json:
+        output.write_json([as_json(verdict) for verdict in verdicts])
+    return 0 if all(verdict.holds for verdict in verdicts) else 1

@@ -1,0 +1,314 @@
+"""Results against float64: layouts of input, of slots and of memory; shapes, types and features."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from attnplug import AttentionKind, CacheLayout, DType, ForwardMode
+from attnplug_conformance.case import Case
+from attnplug_conformance.check import Check, Stand
+
+EXTEND, DECODE, MIXED = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.MIXED
+VERIFY, DRAFT = ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND
+Shape = Callable[[int, int], Case]
+
+
+def _accurate(stand: Stand) -> None:
+    stand.accurate()
+
+
+def _with_lse(stand: Stand) -> None:
+    stand.accurate(lse=True)
+
+
+def decode(*prefixes: int, **changes: object) -> Case:
+    return replace(Case(tuple((prefix, 1) for prefix in prefixes), DECODE), **changes)  # type: ignore[arg-type]
+
+
+INPUTS: dict[str, tuple[str, bool, Shape]] = {
+    "decode.page_edges": (
+        "decode is right where a request fills a page exactly, and one row before and after",
+        True,
+        lambda p, longest: decode(p - 2 if p > 1 else 0, p - 1, p, 2 * p - 1, 7),
+    ),
+    "decode.one_request": ("decode is right for one request", False, lambda p, longest: decode(7)),
+    "decode.first_token": (
+        "decode is right for a request without a prefix",
+        True,
+        lambda p, longest: decode(0, 1, 2 * p),
+    ),
+    "decode.many_requests": (
+        "decode is right for more requests than three",
+        True,
+        lambda p, longest: decode(*(3 + (request * 7) % (2 * p + 5) for request in range(19))),
+    ),
+    "decode.long": (
+        "decode is right for contexts longer than any block of a kernel",
+        True,
+        lambda p, longest: decode(longest - 1, 3, longest // 2),
+    ),
+    "extend.page_edges": (
+        "an extend without prefix is right around the size of a page",
+        True,
+        lambda p, longest: Case(((0, max(p - 1, 1)), (0, p), (0, p + 1))),
+    ),
+    "extend.prefix_edges": (
+        "an extend is right after a prefix that ends at, before or after the end of a page",
+        True,
+        lambda p, longest: Case(((p, 2), (max(p - 1, 0), 2), (p // 2, p - p // 2), (2 * p - 1, 1))),
+    ),
+    "extend.ragged": (
+        "an extend is right for requests of different lengths",
+        True,
+        lambda p, longest: Case(((0, p + 3), (p // 2, 5), (p, 1), (3 * p + 1, 2 * p + 1), (4, 9))),
+    ),
+    "extend.no_new_rows": (
+        "a request without new rows in an extend disturbs no other",
+        False,
+        lambda p, longest: Case(((5, 3), (9, 0), (0, 4))),
+    ),
+    "extend.long": (
+        "an extend is right after a prefix longer than any block of a kernel",
+        True,
+        lambda p, longest: Case(((longest - 33, 33), (0, 5))),
+    ),
+    "decode.at_the_limits": (
+        "decode is right where a batch is as large as the context's limits",
+        False,
+        lambda p, longest: decode(3 * p - 1, 3 * p - 1, 2, tight=True),
+    ),
+    "extend.at_the_limits": (
+        "an extend is right where a batch is as large as the context's limits",
+        False,
+        lambda p, longest: Case(((p + 3, 2 * p - 3), (0, 3 * p)), tight=True),
+    ),
+    "mixed": (
+        "a mixed batch is right: requests of one new token beside requests of many",
+        True,
+        lambda p, longest: Case(((20, 1), (0, 9), (p - 1, 1), (5, 3)), MIXED),
+    ),
+    "verify": (
+        "a target verify is right: each of the drafted rows sees those before it",
+        True,
+        lambda p, longest: Case(((10, 3), (max(p - 2, 1), 3), (0, 3), (longest // 4, 3)), VERIFY),
+    ),
+    "draft_extend": (
+        "a draft extend is right: the draft catches up with what was accepted",
+        False,
+        lambda p, longest: Case(((9, 4), (p, 4), (0, 4)), DRAFT),
+    ),
+    "pages.contiguous": (
+        "pages may follow each other",
+        False,
+        lambda p, longest: Case(((p + 1, 3), (2 * p, 4)), pages="contiguous"),
+    ),
+    "pages.interleaved": (
+        "a request's pages need not be neighbours",
+        False,
+        lambda p, longest: Case(((2 * p + 1, 3), (3 * p, 4)), pages="interleaved"),
+    ),
+    "pages.interleaved_decode": (
+        "a request's pages need not be neighbours",
+        True,
+        lambda p, longest: decode(2 * p + 1, 3 * p, p, pages="interleaved"),
+    ),
+    "pages.descending": (
+        "pages need not ascend",
+        False,
+        lambda p, longest: Case(((2 * p + 1, p + 3), (3 * p, 4)), pages="descending"),
+    ),
+    "large_inputs": (
+        "logits that exp overflows give the right result",
+        True,
+        lambda p, longest: Case(((2 * p + 1, 3), (0, 7)), magnitude=12.0),
+    ),
+    "large_inputs_decode": (
+        "logits that exp overflows give the right result in a decode",
+        False,
+        lambda p, longest: decode(2 * p + 1, 5, magnitude=12.0),
+    ),
+}
+"""Input layouts, for both kinds: what must hold, whether it is part of the quick run, and the case."""
+
+
+def input_checks(kind: AttentionKind) -> Iterator[Check]:
+    for name, (says, quick, shape) in INPUTS.items():
+        yield Check(f"{kind}.{name}", str(kind), says, _of(kind, shape), _accurate, quick)
+    for dtype in (DType.FLOAT32, DType.FLOAT16, DType.BFLOAT16):
+        for mode, extend in (("extend", True), ("decode", False)):
+            base = (lambda p, longest: Case(((p + 3, 5), (0, 7)))) if extend else (lambda p, longest: decode(p + 3, 4))
+            yield Check(
+                f"{kind}.{dtype}.{mode}",
+                f"{kind} {dtype}",
+                f"results in {dtype} are right",
+                _of(kind, base, dtype=dtype),
+                _accurate,
+            )
+    for dtype in (DType.FLOAT16, DType.BFLOAT16):
+        yield Check(
+            f"{kind}.{dtype}.large_inputs",
+            f"{kind} {dtype}",
+            f"logits that overflow in {dtype} give the right result",
+            _of(kind, lambda p, longest: Case(((p + 3, 5), (0, 7))), dtype=dtype, magnitude=200.0),
+            _accurate,
+        )
+    for size in (1, 16, 32, 64, 128, 256):
+        # One request past the end of a page is enough of large ones: interpreted kernels are slow.
+        lengths = ((size + 1, 3), (2 * size - 1, 2)) if size < 128 else ((size - 1, 3),)
+        decodes = ((size - 1, 1), (size, 1), (2 * size - 1, 1)) if size < 128 else ((size - 1, 1), (size, 1))
+        for mode, case in (
+            ("", Case(lengths, EXTEND, kind, page_size=size)),
+            (".decode", Case(decodes, DECODE, kind, page_size=size)),
+        ):
+            yield Check(
+                f"{kind}.page_size_{size}{mode}",
+                f"{kind} pages",
+                f"pages of {size} are read and written right",
+                lambda p, longest, case=case: case,  # type: ignore[misc]
+                _accurate,
+            )
+    for layout in (CacheLayout.HEAD_MAJOR, CacheLayout.STRIDED):
+        if kind is AttentionKind.MLA and layout is CacheLayout.HEAD_MAJOR:
+            continue  # a latent row is one head: the same memory as token_major
+        for mode, shape in (("extend", lambda p, longest: Case(((p + 3, 5),))), ("decode", lambda p, _: decode(p + 3))):
+            yield Check(
+                f"{kind}.{layout}.{mode}",
+                f"{kind} {layout}",
+                f"a cache laid out {layout}, as a host has it, is read and written right",
+                _of(kind, shape, layout=layout),
+                _accurate,
+            )
+    for mode, shape in (
+        ("extend", lambda p, longest: Case(((p + 3, 5), (0, 4)))),
+        ("decode", lambda p, longest: decode(p + 3, 2 * p)),
+    ):
+        yield Check(
+            f"{kind}.fp8.{mode}",
+            f"{kind} fp8",
+            "an fp8 cache is read and written by its scales, which are not 1",
+            _of(kind, shape, kv_dtype=DType.FLOAT8_E4M3, kv_scales=(0.4, 1.7)),
+            _accurate,
+        )
+        yield Check(
+            f"{kind}.lse.{mode}",
+            "lse",
+            "the log-sum-exp is natural, float32, [tokens, heads]",
+            _of(kind, shape, extras=frozenset({"lse"})),
+            _with_lse,
+            quick=True,
+        )
+    yield Check(
+        f"{kind}.bounds.decode",
+        f"{kind} bounds",
+        "a decode is planned right where the host has upper bounds of its lengths only",
+        _of(kind, lambda p, longest: decode(p + 3, 2 * p - 1, 4), exact=False),
+        _accurate,
+        quick=True,
+    )
+    yield Check(
+        f"{kind}.bounds.extend",
+        f"{kind} bounds",
+        "an extend is planned right where the host has upper bounds of its lengths only",
+        _of(kind, lambda p, longest: Case(((p + 3, 5), (0, 9), (2, 1))), exact=False),
+        _accurate,
+    )
+    trees = ((-1, 0, 0, 1, 2, 2), (-1, -1, 1, 1, 0, 3))
+    yield Check(
+        f"{kind}.trees",
+        "trees",
+        "a row of a drafted tree sees the prefix, itself and its ancestors",
+        _of(kind, lambda p, longest: Case(((p + 1, 6), (4, 6)), VERIFY, trees=trees)),
+        _accurate,
+        quick=True,
+    )
+
+
+def head_checks() -> Iterator[Check]:
+    """Numbers of heads of MLA, which kernels cut into tiles."""
+    for heads in (1, 5, 16, 24, 64, 128):
+        for mode, case in (
+            ("extend", Case(((20, 3), (0, 5)), kind=AttentionKind.MLA, mla_heads=heads)),
+            ("decode", Case(((19, 1), (4, 1)), DECODE, AttentionKind.MLA, mla_heads=heads)),
+        ):
+            yield Check(
+                f"mla.heads_{heads}.{mode}",
+                "mla heads",
+                f"{heads} heads are attended to right",
+                lambda p, longest, case=case: case,  # type: ignore[misc]
+                _accurate,
+            )
+
+
+def shape_checks() -> Iterator[Check]:
+    """Heads and features of MHA."""
+    small = lambda p, longest: Case(((p + 3, 5), (0, 7)))  # noqa: E731
+    shapes: tuple[tuple[str, str, dict[str, object]], ...] = (
+        ("equal_heads", "each query head has a KV head of its own", {"kv_heads": 3, "group": 1}),
+        ("gqa", "neighbouring query heads share a KV head", {"kv_heads": 2, "group": 4}),
+        ("mqa", "all query heads share one KV head", {"kv_heads": 1, "group": 6}),
+        ("dims_differ", "keys and values may differ in width", {"differ": True}),
+    )
+    for name, says, changes in shapes:
+        for mode, base in (("extend", small), ("decode", lambda p, longest: decode(p + 3, 9))):
+            yield Check(
+                f"mha.{name}.{mode}", "mha", says, _of(AttentionKind.MHA, base, **changes), _accurate, name == "gqa"
+            )
+    for width in (32, 64, 80, 96, 128, 192, 256):
+        for mode, base in (("extend", small), ("decode", lambda p, longest: decode(p + 3, 9))):
+            case = _of(AttentionKind.MHA, base, dims=(width, width), kv_heads=1, group=2)
+            says = f"heads of {width} are attended to right"
+            yield Check(f"mha.width_{width}.{mode}", "mha widths", says, case, _accurate)
+    features: dict[str, tuple[str, dict[str, object]]] = {
+        "window": ("a query sees so many keys as the window says, itself included", {"window": 5}),
+        "cap": ("logits are capped: cap * tanh(logit / cap)", {"cap": 1.5}),
+        "sinks": ("sinks are in the sum of a softmax", {"sinks": True, "extras": frozenset({"sinks"})}),
+    }
+    for name, (says, changes) in features.items():
+        for mode, base in (
+            ("extend", lambda p, longest: Case(((0, 9), (3, 2), (4, 1), (p + 3, 6)))),
+            ("decode", lambda p, longest: decode(3, 4, 5, 2 * p + 3)),
+        ):
+            yield Check(f"mha.{name}.{mode}", name, says, _of(AttentionKind.MHA, base, **changes), _accurate, True)
+    yield Check(
+        "mha.window.wide",
+        "window",
+        "a window that spans several pages and is not a multiple of them",
+        _of(AttentionKind.MHA, lambda p, longest: Case(((4 * p, 3), (p, p + 5)), window=2 * p + 3)),
+        _accurate,
+    )
+    yield Check(
+        "mha.window.some_layers",
+        "window",
+        "layers with a window stand beside layers without one",
+        _of(AttentionKind.MHA, lambda p, longest: Case(((2 * p, 3), (2, 4)), window=6, plain_first=True)),
+        _both_layers,
+    )
+    yield Check(
+        "mha.sinks.lse",
+        "sinks",
+        "sinks are not in the log-sum-exp",
+        _of(
+            AttentionKind.MHA,
+            lambda p, longest: Case(((p, 3), (2, 4)), sinks=True, extras=frozenset({"sinks", "lse"})),
+        ),
+        _with_lse,
+    )
+    yield Check(
+        "mha.window.lse",
+        "window",
+        "the log-sum-exp is over the keys in the window",
+        _of(AttentionKind.MHA, lambda p, longest: Case(((p, 3), (2, 9)), window=4, extras=frozenset({"lse"}))),
+        _with_lse,
+    )
+
+
+def _both_layers(stand: Stand) -> None:
+    """The layer under test, and the one before it, by one plan."""
+    from attnplug_conformance.checks.cache import run_first_layer
+
+    run_first_layer(stand, stand.scene())
+
+
+def _of(kind: AttentionKind, shape: Shape, **changes: object) -> Shape:
+    return lambda p, longest: replace(shape(p, longest), kind=kind, **changes)  # type: ignore[arg-type]

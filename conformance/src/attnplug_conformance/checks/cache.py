@@ -1,0 +1,375 @@
+"""What a call writes, and what it leaves alone: the cache, its inputs, its batch and earlier results."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from attnplug import AttentionKind, DType, ForwardBatch, ForwardExtras, ForwardMode, Geometry, Role
+from attnplug.host import SplitBackend
+from attnplug_conformance.case import FIRST, LAYER, Case
+from attnplug_conformance.check import Check, Stand
+from attnplug_conformance.diagnosis import Wrong, check_padding, check_result, judge
+from attnplug_conformance.scene import NAN, Output, Scene, kept, relative_error
+
+EXTEND, DECODE = ForwardMode.EXTEND, ForwardMode.DECODE
+
+
+def check_written(scene: Scene, before: dict[int, list[torch.Tensor]], *, saved: bool = True) -> None:
+    """Raise :class:`Wrong` unless the new rows, and nothing else, were written since a snapshot."""
+    wanted = {}
+    for request, (start, _) in enumerate(scene.case.lengths):
+        pages, offsets = scene.places(request, start, scene.totals[request])
+        for token, place in enumerate(zip(pages.tolist(), offsets.tolist(), strict=True), start):
+            wanted[place] = (request, token)
+    for layer_id, page, offset in scene.changes(before):
+        if layer_id != LAYER:
+            raise Wrong(f"it wrote to the cache of layer {layer_id} while it ran layer {LAYER}: page {page}")
+        if not saved:
+            raise Wrong(f"it wrote to the cache with save_kv_cache=False: {scene.owner(page, offset)}")
+        if (page, offset) not in wanted:
+            raise Wrong(f"it wrote to a row of the cache that is not new: {scene.owner(page, offset)}")
+    if not saved:
+        return
+    for memory, rows, scale in zip(scene.memories(LAYER), scene.rows_of(), scene.case.kv_scales, strict=False):
+        for (page, offset), (request, token) in wanted.items():
+            found, right = memory[page, offset].float(), kept(rows[request][token], scale, memory.dtype).float()
+            if torch.allclose(found, right, rtol=0.13 if memory.element_size() == 1 else 1e-6, atol=1e-2 * scale):
+                continue
+            raise Wrong(_unwritten(scene, found, rows[request][token].float(), request, token, scale))
+
+
+def _unwritten(scene: Scene, found: torch.Tensor, row: torch.Tensor, request: int, token: int, scale: float) -> str:
+    place = f"request {request}, token {token}"
+    if found.isnan().all():
+        return f"it did not write a new row to the cache ({place})"
+    if found.isnan().any():
+        return f"it wrote only a part of a new row to the cache ({place})"
+    if scene.kv_dtype is DType.FLOAT8_E4M3 and torch.allclose(found, row, rtol=0.13, atol=1e-2):
+        return f"it stored a row without dividing by the fp8 scale, which is {scale} ({place})"
+    return f"it wrote something else than the new row to the cache ({place})"
+
+
+def _writes(stand: Stand) -> None:
+    scene = stand.scene()
+    before = scene.snapshot()
+    output = scene.run()
+    check_written(scene, before)
+    stand.judge(scene, output)
+
+
+def _split_roles(stand: Stand) -> None:
+    """One instance prefills and another decodes, as one backend."""
+    scene = stand.scene()
+    problem = replace(scene.case, mode=DECODE).problem(scene.device.type, stand.subject.sm)
+    role = Role.DECODE
+    decode = stand.subject.build(scene.model, problem, role, scene.pools, scene.limits, frozenset({role}))
+    scene.backend = SplitBackend(scene.backend, decode)
+    try:
+        _extend_and_decode(stand, scene)
+    except Wrong as wrong:
+        raise Wrong(f"where one instance prefills and another decodes: {wrong}") from None
+
+
+def _round_trip(stand: Stand) -> None:
+    _extend_and_decode(stand, stand.scene())
+
+
+def _extend_and_decode(stand: Stand, scene: Scene) -> None:
+    """Extend, then decode over what the backend itself wrote."""
+    stand.judge(scene, scene.run())
+    grown = replace(scene.case, lengths=tuple((total, 1) for total in scene.totals), mode=DECODE)
+    later = Scene(stand.subject, grown, backend=scene.backend)
+    later.page_table, later.trap, later.pools = _room(scene), scene.trap, scene.pools
+    later.keys = [torch.cat([old, new[-1:]]) for old, new in zip(scene.keys, later.keys, strict=True)]
+    later.values = [torch.cat([old, new[-1:]]) for old, new in zip(scene.values, later.values, strict=True)]
+    if scene.case.mla is not None:
+        later.values = [keys[..., : scene.widths[1]] for keys in later.keys]
+    stand.judge(later, later.run())
+
+
+def _room(scene: Scene) -> torch.Tensor:
+    """The page table with one page more for requests whose last page is full."""
+    table = scene.page_table.clone()
+    used = set(table.flatten().tolist())
+    free = [page for page in range(scene.num_pages) if page not in used]
+    for request, total in enumerate(scene.totals):
+        if total % scene.page_size == 0:
+            table[request, total // scene.page_size] = free.pop()
+    return table
+
+
+def _not_saved(stand: Stand) -> None:
+    scene = stand.scene()
+    scene.store(LAYER, [(before, before + new) for before, new in scene.case.lengths])
+    before = scene.snapshot()
+    output = scene.run(save=False)
+    check_written(scene, before, saved=False)
+    stand.judge(scene, output)
+
+
+def _not_saved_with_rows(stand: Stand) -> None:
+    """k and v are given all the same, and must not be written."""
+    scene = stand.scene()
+    scene.store(LAYER, [(before, before + new) for before, new in scene.case.lengths])
+    before, batch = scene.snapshot(), scene.plan(scene.batch())
+    q, k, v = scene.inputs(batch.num_tokens)
+    out = scene.forward(batch, (q, k * 0 + 7, None if v is None else v * 0 + 7), save=False)
+    check_written(scene, before, saved=False)
+    judge(scene, Output(out, None, 0.0, 0.0))
+
+
+def _padding(stand: Stand) -> None:
+    scene = stand.scene()
+    before = scene.snapshot()
+    output = scene.run(lse="lse" in stand.subject.can.extras)
+    check_written(scene, before)
+    if len(output.out) != sum(scene.new) + scene.case.padding:
+        check_result(scene, output.out, sum(scene.new) + scene.case.padding)
+    stand.judge(scene, output)
+
+
+def _padded_bounds(stand: Stand) -> None:
+    """Without exact lengths padded requests have rows, and length 0."""
+    scene = stand.scene()
+    before = scene.snapshot()
+    output = scene.run()
+    check_padding(output.out, sum(scene.new))
+    check_written(scene, before)
+    stand.judge(scene, output)
+
+
+def _idle(stand: Stand) -> None:
+    scene = stand.scene()
+    table = torch.zeros(0, 1, dtype=torch.int32, device=scene.device)
+    before = scene.snapshot()
+    for rows in (0, 3):
+        geometry = Geometry.of_lengths(ForwardMode.IDLE, table, [], [], scene.page_size)
+        batch = ForwardBatch(geometry, input_ids=torch.zeros(rows, dtype=torch.int64, device=scene.device))
+        shape = (rows, scene.layer.num_heads, scene.widths[0])
+        q = torch.full(shape, NAN, dtype=scene.dtype, device=scene.device)
+        k = torch.full((rows, *scene.keys[0].shape[1:]), NAN, dtype=scene.dtype, device=scene.device)
+        v = torch.full((rows, *scene.values[0].shape[1:]), NAN, dtype=scene.dtype, device=scene.device)
+        scene.plan(batch)
+        out = scene.forward(batch, (q, k, None if scene.case.mla is not None else v))
+        check_result(scene, out, rows)
+        check_padding(out, 0)
+    if any(scene.changes(before)):
+        raise Wrong("it wrote to the cache in an idle batch")
+
+
+def _host_slots(stand: Stand) -> None:
+    """A host marks rows of one request with -1: they are in the cache, and what is given for them is not written."""
+    scene = stand.scene()
+    slots = scene.geometry().new_slots().clone()
+    first = scene.new[0]
+    scene.store(LAYER, [(before, before + new if number == 0 else before) for number, (before, new) in
+                        enumerate(scene.case.lengths)])  # fmt: skip
+    slots[:first] = -1
+    before = scene.snapshot()
+    batch = scene.plan(scene.batch(slots=slots))
+    q, k, v = scene.inputs(batch.num_tokens)
+    for given in (k, v):
+        if given is not None:
+            given[:first] = 7.0
+    out = scene.forward(batch, (q, k, v))
+    own = {
+        tuple(place) for place in torch.stack(scene.places(0, scene.case.lengths[0][0], scene.totals[0]), 1).tolist()
+    }
+    for layer_id, page, offset in scene.changes(before):
+        if (page, offset) in own or layer_id != LAYER:
+            raise Wrong(
+                f"it wrote a row whose slot the host marks with -1 ({scene.owner(page, offset)}): write new rows to "
+                "geometry.new_slots(), which honours the host's slots"
+            )
+    judge(scene, Output(out, None, 0.0, 0.0))
+
+
+def _inputs_unchanged(stand: Stand) -> None:
+    scene = stand.scene()
+    batch = scene.batch()
+    geometry = batch.geometry
+    watched = {
+        f.name: value
+        for f in dataclasses.fields(geometry)
+        if isinstance(value := getattr(geometry, f.name), torch.Tensor)
+    }
+    copies = {name: value.clone() for name, value in watched.items()}
+    scene.plan(batch)
+    q, k, v = scene.inputs(batch.num_tokens)
+    given = {"q": q, "k": k} | ({} if v is None else {"v": v})
+    rows = {name: value.clone() for name, value in given.items()}
+    scene.forward(batch, (q, k, v))
+    for name, value in copies.items():
+        if not torch.equal(watched[name], value):
+            raise Wrong(f"it changed {name} of the batch's geometry, which is its caller's")
+    if batch.geometry is not geometry:
+        raise Wrong("it replaced the batch's geometry")
+    for name, value in rows.items():
+        if not torch.equal(given[name], value):
+            raise Wrong(f"it changed {name}, which is its caller's")
+
+
+def _kept_results(stand: Stand) -> None:
+    scene = stand.scene()
+    batch = scene.plan(scene.batch())
+    out = scene.forward(batch)
+    copy = out.clone()
+    q, k, v = scene.inputs(batch.num_tokens)
+    other = scene.forward(batch, (q.flip(0).contiguous() * 0.5, k, v))
+    if not torch.equal(out, copy) or (out.numel() and out.data_ptr() == other.data_ptr()):
+        raise Wrong("the output is overwritten by the next call: give each call memory of its own")
+    judge(scene, Output(copy, None, 0.0, 0.0))
+
+
+def run_first_layer(stand: Stand, scene: Scene) -> None:
+    """Run the layer under test and the one before it by one plan, each with its own rows, and judge both."""
+    batch = scene.plan(scene.batch())
+    first = scene.case.layers[0]
+    scales = scene.case.kv_scales
+    scene.store(FIRST, [(0, before) for before, _ in scene.case.lengths])
+    out_first = scene.forward(batch, layer=first)
+    output = Output(scene.forward(batch), None, 0.0, 0.0)
+    stand.judge(scene, output)
+    wanted = scene.wanted(scene.rules(first))[0]
+    error = relative_error(out_first[: len(wanted)], wanted)
+    if not error <= scene.tolerance and scales == (1.0, 1.0):
+        own = scene.wanted()[0]
+        if relative_error(out_first[: len(own)], own) <= scene.tolerance:
+            raise Wrong(f"it ran layer {FIRST} by the rules of layer {LAYER}: take scale and window from the layer")
+        raise Wrong(f"one plan does not serve two layers: layer {FIRST} is wrong by {error:.1e}, layer {LAYER} right")
+
+
+def _two_layers(stand: Stand) -> None:
+    run_first_layer(stand, stand.scene())
+
+
+def _split(stand: Stand) -> None:
+    """The same tokens at once and in two parts give the same rows."""
+    whole = stand.scene()
+    stand.judge(whole, whole.run())
+    lengths = whole.case.lengths
+    parts = [(before + new // 2, new - new // 2) for before, new in lengths]
+    scene = stand.scene(lengths=tuple(parts))
+    stand.judge(scene, scene.run())
+
+
+def _out(stand: Stand) -> None:
+    scene = stand.scene()
+    batch = scene.plan(scene.batch())
+    rows = batch.num_tokens
+    given = torch.full((rows, scene.layer.num_heads, scene.widths[1]), NAN, dtype=scene.dtype, device=scene.device)
+    found = scene.forward(batch, extras=ForwardExtras(out=given))
+    if found.data_ptr() != given.data_ptr():
+        raise Wrong("extras.out was given, and the result is in other memory: write it to out, and return out")
+    judge(scene, Output(given, None, 0.0, 0.0))
+
+
+def _unclaimed_extra(stand: Stand) -> None:
+    scene = stand.scene()
+    batch, claimed = scene.plan(scene.batch()), stand.subject.can.extras
+    q = scene.inputs(batch.num_tokens)[0]
+    offers = {
+        "lse": ForwardExtras(lse=torch.zeros(q.shape[:2], device=scene.device)),
+        "out": ForwardExtras(out=torch.zeros(*q.shape[:2], scene.widths[1], dtype=q.dtype, device=scene.device)),
+        "sinks": ForwardExtras(sinks=torch.zeros(q.shape[1], device=scene.device)),
+        "q_rope": ForwardExtras(q_rope=torch.zeros(*q.shape[:2], 8, dtype=q.dtype, device=scene.device)),
+    }
+    for name, extras in offers.items():
+        if name in claimed:
+            continue
+        try:
+            scene.forward(batch, extras=extras)
+        except Exception:
+            continue
+        raise Wrong(f"it was asked for the extra {name}, which it does not claim, and dropped it silently")
+
+
+def _q_rope(stand: Stand) -> None:
+    scene = stand.scene()
+    assert scene.case.mla is not None
+    rank = scene.case.mla.kv_lora_rank
+    batch = scene.plan(scene.batch())
+    q, k, _ = scene.inputs(batch.num_tokens)
+    apart = q[..., rank:].transpose(0, 1).contiguous().transpose(0, 1)  # strides of its own
+    out = scene.forward(batch, (q[..., :rank].contiguous(), k, None), extras=ForwardExtras(q_rope=apart))
+    try:
+        judge(scene, Output(out, None, 0.0, 0.0))
+    except Wrong as wrong:
+        raise Wrong(f"with the rotary part of q apart (extras.q_rope): {wrong}") from None
+
+
+EXTENDS = ((5, 3), (9, 6), (0, 4))
+DECODES = ((5, 1), (20, 1), (0, 1), (31, 1))
+
+
+def cache_checks(kind: AttentionKind) -> Iterator[Check]:
+    """Each for an extend, and under a name of its own for a decode; the first of them is part of the quick run."""
+    fp8 = {"kv_dtype": DType.FLOAT8_E4M3, "kv_scales": (0.4, 1.7)}
+    padding = "rows past the planned ones are padding: zero output, nothing written"
+    padded = "padded requests have length 0: nothing is read or written for them"
+    both: list[tuple[str, str, str, Callable[[Stand], None], dict[str, Any]]] = [
+        ("cache.writes", "", "new rows are written, and nothing else", _writes, {}),
+        ("cache.writes_fp8", " fp8", "rows are divided by the fp8 scale when they are stored", _writes, fp8),
+        ("cache.not_saved", "", "save_kv_cache=False writes nothing", _not_saved, {}),
+        ("cache.not_saved_rows", "", "save_kv_cache=False writes nothing, even where k and v are given",
+         _not_saved_with_rows, {}),
+        ("cache.host_slots", "", "new rows go to the host's slots, and -1 is not written", _host_slots, {}),
+        ("padding.rows", "", padding, _padding, {"padding": 5}),
+        ("padding.requests", "", padded, _padding, {"padded_requests": 3, "padding": 3}),
+        ("idle", "", "an idle batch gives zeros and writes nothing", _idle, {}),
+        ("unchanged", "", "q, k, v and the batch are left as they were", _inputs_unchanged, {}),
+        ("results_kept", "", "a result is not overwritten by the next call", _kept_results, {}),
+        ("two_layers", "", "one plan serves all layers, each by its own rules", _two_layers, {}),
+        ("extras.out", "out", "the result is written to extras.out", _out, {"extras": frozenset({"out"})}),
+        ("extras.unclaimed", "", "an extra that is not claimed is an error", _unclaimed_extra, {}),
+    ]  # fmt: skip
+    for name, part, says, run, changes in both:
+        claim = part if part == "out" else f"{kind}{part}"
+        for suffix, lengths, mode in (("", EXTENDS, EXTEND), ("_decode", DECODES, DECODE)):
+            case = Case(lengths, mode, kind, **changes)
+            quick = not part and (mode is EXTEND or name == "padding.requests")
+            yield Check(f"{kind}.{name}{suffix}", claim, says, _always(case), run, quick or (name == "extras.out"))
+    yield Check(
+        f"{kind}.padding.bounds",
+        f"{kind} bounds",
+        "padded requests have rows where the host has bounds only: their output is zero, and nothing is written",
+        _always(Case(DECODES, DECODE, kind, padded_requests=2, exact=False)),
+        _padded_bounds,
+    )
+    yield Check(
+        f"{kind}.cache.round_trip",
+        str(kind),
+        "a decode reads what an extend wrote",
+        lambda p, longest: Case(((5, 3), (p - 1, 1), (0, 2 * p)), kind=kind),
+        _round_trip,
+        True,
+        lambda subject: None if subject.serves(DECODE, kind) else "it does not decode",
+    )
+    yield Check(
+        f"{kind}.split_roles",
+        str(kind),
+        "one instance prefills and another decodes, as one backend",
+        lambda p, longest: Case(((5, 3), (p - 1, 1), (0, 2 * p)), kind=kind),
+        _split_roles,
+        False,
+        lambda subject: None if subject.serves(DECODE, kind) else "it does not decode",
+    )
+    yield Check(
+        f"{kind}.split",
+        str(kind),
+        "a prompt at once and in two parts gives the same",
+        lambda p, longest: Case(((0, 2 * p + 5), (3, p)), kind=kind),
+        _split,
+    )
+    if kind is AttentionKind.MLA:
+        case = Case(DECODES, DECODE, kind, extras=frozenset({"q_rope"}))
+        yield Check("mla.extras.q_rope", "q_rope", "the rotary part of q may come apart", _always(case), _q_rope, True)
+
+
+def _always(case: Case) -> Callable[[int, int], Case]:
+    return lambda p, longest: case

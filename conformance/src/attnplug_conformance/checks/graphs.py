@@ -1,0 +1,327 @@
+"""CUDA graphs: a batch is captured once and replayed with other lengths and pages.
+
+On a CPU there is no graph. What a graph would contain is run instead, at the same fixed addresses: a test of planning,
+and said so in the report.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attnplug import AttentionKind, ForwardBatch, ForwardMode, Geometry, GraphLevel
+from attnplug.host import ModelAttention
+from attnplug_conformance.case import LAYER, Case
+from attnplug_conformance.check import Check, Measured, Stand, refused_with_an_error
+from attnplug_conformance.diagnosis import Wrong, check_padding, explain
+from attnplug_conformance.reference import tree_bits
+from attnplug_conformance.scene import NAN, Scene, as_bytes, relative_error, zero_by_chance_is_nan
+from attnplug_conformance.subject import Subject
+
+DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND
+
+
+class Capture:
+    """A batch at fixed addresses in one lane, captured on a GPU, into which other scenes' batches are copied."""
+
+    def __init__(self, scene: Scene, lane: int = 0, attention: ModelAttention | None = None) -> None:
+        self.scene = scene
+        self.attention = attention or ModelAttention(scene.backend, scene.pools)
+        self.fill = self.attention.padding_length()
+        case, device, requests, rows = scene.case, scene.device, len(scene.new), sum(scene.new)
+        ragged = case.mode is EXTEND
+        shape = (requests, scene.page_table.shape[1])
+        uniform = max(scene.new)
+        self.batch = ForwardBatch(
+            Geometry(
+                case.mode,
+                torch.full(shape, scene.trap, dtype=torch.int32, device=device),
+                torch.full((requests,), self.fill, dtype=torch.int32, device=device),
+                scene.page_size,
+                rows=rows,
+                max_seq_len=shape[1] * scene.page_size,
+                max_new=rows if ragged else uniform,
+                new_lens=torch.zeros(requests, dtype=torch.int32, device=device) if ragged else None,
+                captured=True,
+                lane=lane,
+                tree=None if case.trees is None else torch.full((requests, uniform), -1, device=device),
+            )
+        )
+        q, k, v = scene.inputs(rows)
+        self.q, self.k, self.v = torch.zeros_like(q), torch.zeros_like(k), None if v is None else torch.zeros_like(v)
+        self.graph: torch.cuda.CUDAGraph | None = None
+
+    def reserve(self) -> Capture:
+        self.attention.reserve_graphs(self.batch.batch_size + 1, self.batch.geometry.rows + 3)
+        return self
+
+    def capture(self) -> Capture:
+        planned = self.attention.plan_captured(self.batch, in_capture=True)
+        self.plan = planned.attention
+        if self.scene.device.type == "cpu":
+            self.run()
+            return self
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            self.run()
+        torch.cuda.current_stream().wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.run()
+        return self
+
+    def run(self) -> None:
+        backend = self.scene.backend
+        forward = backend.forward_decode if self.batch.forward_mode.is_decode else backend.forward_extend
+        with zero_by_chance_is_nan(self.scene.device):
+            self.attention.refill(self.batch)
+            self.out = forward(self.q, self.k, self.v, self.scene.layer, self.batch)
+
+    def put(self, other: Scene) -> None:
+        """Another scene's batch and cache, of fewer requests perhaps, at the addresses of this one."""
+        geometry, real = self.batch.geometry, len(other.totals)
+        geometry.seq_lens.fill_(self.fill)
+        geometry.seq_lens[:real] = torch.tensor(other.totals, dtype=torch.int32, device=other.device)
+        geometry.page_table.fill_(self.scene.trap)
+        width = other.page_table.shape[1]
+        geometry.page_table[:real, :width] = other.page_table.to(other.device)
+        if geometry.new_lens is not None:
+            geometry.new_lens.zero_()
+            geometry.new_lens[:real] = torch.tensor(other.new, dtype=torch.int32, device=other.device)
+        if geometry.tree is not None and other.case.trees is not None:
+            geometry.tree.fill_(-1)
+            geometry.tree[:real] = tree_bits(other.case.trees, other.device)
+        for memory, theirs in zip(self.scene.memories(LAYER), other.memories(LAYER), strict=True):
+            memory.copy_(torch.tensor(NAN))
+            as_bytes(memory)[: len(theirs)] = as_bytes(theirs)
+        given = other.inputs(geometry.rows)
+        for target, source in zip((self.q, self.k, self.v), given, strict=True):
+            if target is not None and source is not None:
+                target.copy_(source)
+
+    def replay(self) -> Tensor:
+        planned = self.attention.plan_captured(self.batch)
+        if planned.attention is not self.plan and planned.attention.new_slots is not None:
+            before, after = self.plan.new_slots, planned.attention.new_slots
+            if before is not None and before.data_ptr() != after.data_ptr():
+                raise Wrong("a replay was planned in other memory than the capture: a graph keeps its addresses")
+        if self.graph is None:
+            self.run()
+        else:
+            self.graph.replay()
+        return self.out
+
+
+def _others(stand: Stand, scene: Scene) -> Iterator[Scene]:
+    """Batches to replay: long and short, full and with fewer requests."""
+    new, most = scene.case.lengths[0][1], min(before for before, _ in scene.case.lengths)
+    for seed, prefixes in enumerate(([most, 5, 17, 31], [1, 16, 2, 0], [most // 2, 15], [15])):
+        case = replace(scene.case, lengths=tuple((prefix, new) for prefix in prefixes), seed=seed + 1)
+        if case.trees is not None:
+            case = replace(case, trees=(case.trees * 2)[seed : seed + len(prefixes)])
+        yield Scene(stand.subject, case, backend=scene.backend)
+
+
+def judge_replay(stand: Stand, capture: Capture, other: Scene, out: Tensor) -> None:
+    wanted = other.wanted()[0]
+    error = relative_error(out[: len(wanted)], wanted)
+    if not error <= other.tolerance:
+        first = "" if error != error else f": {explain(other, out[: len(wanted)], wanted, error)}"
+        raise Wrong(
+            f"a replay with other lengths and pages is wrong{first or ' (NaN)'}; make what changes in "
+            "init_forward_metadata_in_graph, from the lengths and pages on the device"
+        )
+    check_padding(out, len(wanted))
+    stand.measured.append(Measured(len(wanted), max(other.totals), error, other.tolerance, 0.0, 0.0))
+    written = set()
+    for memory, theirs in zip(capture.scene.memories(LAYER), other.memories(LAYER), strict=True):
+        for request, (start, _) in enumerate(other.case.lengths):
+            pages, offsets = other.places(request, start, other.totals[request])
+            written |= set(zip(pages.tolist(), offsets.tolist(), strict=True))
+        changed = (as_bytes(memory)[: len(theirs)] != as_bytes(theirs)).flatten(2).any(-1)
+        extra = {tuple(place) for place in changed.nonzero().tolist()} - written
+        beyond = ~memory[len(theirs) :].float().isnan()
+        if extra or beyond.any():
+            raise Wrong("a replay wrote to a row of the cache that is not new: padded requests write nothing")
+
+
+def _replays(stand: Stand) -> None:
+    scene = stand.scene()
+    capture = Capture(scene).reserve().capture()
+    for other in _others(stand, scene):
+        capture.put(other)
+        judge_replay(stand, capture, other, capture.replay())
+
+
+def _extends(stand: Stand) -> None:
+    """A captured extend: ``new_lens`` say at each replay which rows are whose."""
+    scene = stand.scene()
+    capture = Capture(scene).reserve().capture()
+    for seed, lengths in enumerate((((5, 3), (0, 7), (20, 1)), ((0, 12),), ((9, 2), (3, 2), (1, 2), (0, 2)))):
+        other = Scene(stand.subject, replace(scene.case, lengths=lengths, seed=seed + 1), backend=scene.backend)
+        capture.put(other)
+        judge_replay(stand, capture, other, capture.replay())
+
+
+def _eager_between(stand: Stand) -> None:
+    """An eager batch between capture and replay leaves the captured one alone."""
+    scene = stand.scene()
+    capture = Capture(scene).reserve().capture()
+    other, eager = (next(_others(stand, scene)) for _ in range(2))
+    capture.put(other)
+    capture.attention.plan_captured(capture.batch)
+    eager.case = replace(eager.case, mode=scene.case.mode)
+    eager.plan(eager.batch())
+    judge_replay(stand, capture, other, capture.replay())
+
+
+def _lanes(stand: Stand) -> None:
+    """Two lanes captured; both are refilled before either runs."""
+    scene = stand.scene()
+    attention = ModelAttention(scene.backend, scene.pools)
+    first = Capture(scene, 0, attention).reserve().capture()
+    second = Capture(scene, 1, attention).capture()
+    others = list(_others(stand, scene))[:2]
+    for capture, other in zip((first, second), others, strict=True):
+        capture.put(other)
+        attention.plan_captured(capture.batch)
+        attention.refill(capture.batch)
+    first.put(others[0])  # the pool is one, and holds the first lane's rows again
+    if scene.device.type == "cpu":
+        backend = scene.backend
+        forward = backend.forward_decode if first.batch.forward_mode.is_decode else backend.forward_extend
+        out = forward(first.q, first.k, first.v, scene.layer, first.batch)
+    else:
+        out = first.replay()
+    wanted = others[0].wanted()[0]
+    error = relative_error(out[: len(wanted)], wanted)
+    if not error <= others[0].tolerance:
+        raise Wrong(f"captured batches of two lanes share memory: lane 0 is wrong by {error:.1e} after lane 1's refill")
+
+
+def _never_captured(stand: Stand) -> None:
+    scene = stand.scene()
+    attention = ModelAttention(scene.backend, scene.pools)
+    refused_with_an_error(
+        lambda: attention.plan_captured(Capture(scene, 0, attention).batch),
+        "it planned the replay of a shape that was never captured",
+    )
+
+
+def _no_wait(stand: Stand) -> None:
+    scene = stand.scene()
+    capture = Capture(scene).reserve().capture()
+    for other in _others(stand, scene):
+        capture.put(other)
+        capture.replay()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        try:
+            with nothing_waits():
+                capture.attention.plan_captured(capture.batch)
+                assert capture.graph is not None
+                capture.graph.replay()
+        except RuntimeError as error:
+            raise Wrong(f"planning a replay waits for the device: {error}") from None
+        made = torch.cuda.memory_stats()["allocation.all.allocated"] - before
+        if made:
+            raise Wrong(f"planning a replay allocated memory {made} times: reserve it in init_cuda_graph_state")
+
+
+@contextmanager
+def nothing_waits() -> Iterator[None]:
+    """Inside, whatever waits for a GPU raises."""
+    with warnings.catch_warnings(action="ignore"):  # torch calls the mode a prototype at every change
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        with warnings.catch_warnings(action="ignore"):
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def _claims(level: GraphLevel, trees: bool = False, cuda: bool = False):  # type: ignore[no-untyped-def]
+    def applies(subject: Subject) -> str | None:
+        can = subject.can.cuda_graph
+        if can < level:
+            return f"it claims CUDA graphs at level {can.name}, not {level.name}"
+        if trees and not subject.can.trees:
+            return "it does not claim trees"
+        if cuda and subject.device.type != "cuda":
+            return "there is no CUDA graph on a CPU: nothing waits, and no allocation is counted"
+        return None
+
+    return applies
+
+
+def graph_checks(kind: AttentionKind) -> Iterator[Check]:
+    def of(mode: ForwardMode, new: int, level: GraphLevel, **changes):  # type: ignore[no-untyped-def]
+        return lambda p, longest: Case(
+            tuple((max(longest // 4, 60), new) for _ in range(4)), mode, kind, graph=level, **changes
+        )
+
+    decode, uniform, always = GraphLevel.DECODE, GraphLevel.UNIFORM, GraphLevel.ALWAYS
+    forest = ((-1, 0, 0, 1), (-1, -1, 1, 1), (-1, 0, 1, 2), (-1, 0, 1, 0))
+    replayed = "a captured batch is replayed with other lengths and pages, and fewer requests"
+    yield Check(f"{kind}.graph.decode", "graphs", replayed, of(DECODE, 1, decode), _replays, True, _claims(decode))
+    yield Check(f"{kind}.graph.verify", "graphs", replayed, of(VERIFY, 3, uniform), _replays, False, _claims(uniform))
+    yield Check(
+        f"{kind}.graph.trees",
+        "graphs",
+        "trees of a captured batch change from replay to replay",
+        of(VERIFY, 4, uniform, trees=forest),
+        _replays,
+        False,
+        _claims(uniform, trees=True),
+    )
+    yield Check(
+        f"{kind}.graph.extend",
+        "graphs",
+        "a captured extend takes the new tokens of each request from the device",
+        of(EXTEND, 3, always),
+        _extends,
+        False,
+        _claims(always),
+    )
+    yield Check(
+        f"{kind}.graph.eager_between",
+        "graphs",
+        "an eager batch leaves a captured one alone",
+        of(DECODE, 1, decode),
+        _eager_between,
+        False,
+        _claims(decode),
+    )
+    yield Check(
+        f"{kind}.graph.lanes",
+        "graphs",
+        "captured batches of two lanes share no memory",
+        of(DECODE, 1, decode, lanes=2),
+        _lanes,
+        False,
+        _claims(decode),
+    )
+    yield Check(
+        f"{kind}.graph.never_captured",
+        "graphs",
+        "a replay of a shape that was never captured is an error",
+        of(DECODE, 1, decode),
+        _never_captured,
+        False,
+        _claims(decode),
+    )
+    yield Check(
+        f"{kind}.graph.no_wait",
+        "graphs",
+        "planning a replay waits for nothing and allocates nothing",
+        of(DECODE, 1, decode),
+        _no_wait,
+        False,
+        _claims(decode, cuda=True),
+    )

@@ -1,0 +1,186 @@
+"""MLA prefill as MHA: calls over rows at hand, and the three paths of an extend against the model's equations."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from attnplug import AttentionKind, ExtendPath, ForwardBatch, RaggedCall
+from attnplug.host import ExtendPolicy, MLAWeights, ModelAttention, SplitBackend, bind_hook, optional_hooks
+from attnplug_conformance.case import Case
+from attnplug_conformance.check import Check, Measured, Stand
+from attnplug_conformance.checks.plans import Around
+from attnplug_conformance.diagnosis import Wrong
+from attnplug_conformance.reference import Rules, attention
+from attnplug_conformance.scene import NAN, Scene, relative_error, tail, zero_by_chance_is_nan
+
+MLA = AttentionKind.MLA
+
+
+class Ragged:
+    """Rows at hand for one call of ``forward_ragged``, and its float64 result."""
+
+    def __init__(self, scene: Scene, queries: tuple[int, ...], keys: tuple[int, ...], causal: bool, index: int) -> None:
+        layer, self.scene = scene.layer, scene
+        self.call = RaggedCall.of(index, queries, keys, causal=causal, device=scene.device)
+        self.q = scene.normal(sum(queries), layer.num_heads, layer.head_dim)
+        self.k = scene.normal(sum(keys), layer.num_heads, layer.head_dim)
+        self.v = scene.normal(sum(keys), layer.num_heads, layer.v_head_dim)
+
+    def wanted(self, *, scale: float | None = None, aligned: str | None = None) -> tuple[Tensor, Tensor]:
+        call, outs = self.call, []
+        rules = Rules(scale or self.scene.layer.scale, aligned=aligned or ("last" if call.causal else "none"))
+        starts = zip(accumulate(call.query_lens, initial=0), accumulate(call.kv_lens, initial=0), strict=True)
+        for (query, key), queries, keys in zip(starts, call.query_lens, call.kv_lens, strict=False):
+            rows = slice(key, key + keys)
+            outs.append(attention(self.q[query : query + queries], self.k[rows], self.v[rows], rules))
+        return torch.cat([out for out, _ in outs]), torch.cat([lse for _, lse in outs])
+
+
+def _ragged(stand: Stand, queries: tuple[int, ...], keys: tuple[int, ...], causal: bool) -> None:
+    scene = stand.scene()
+    hook = bind_hook(scene.backend, "forward_ragged", optional_hooks()["forward_ragged"], ())
+    if hook is None:
+        raise Wrong("it claims to extend MLA as MHA, and has no forward_ragged")
+    batch = scene.batch()
+    made = Ragged(scene, queries, keys, causal, 0)
+    plan = _chunk_plan(scene, batch, made.call)
+    before = scene.snapshot()
+    for asked in (False, True):
+        lse = torch.full(made.q.shape[:2], NAN, device=scene.device) if asked else None
+        with zero_by_chance_is_nan(scene.device):
+            out = hook(made.q.clone(), made.k.clone(), made.v.clone(), scene.layer, made.call, plan, lse)
+        _judge_ragged(stand, made, out, lse)
+    if any(scene.changes(before)):
+        raise Wrong("forward_ragged wrote to the cache; it attends to rows at hand, and touches no cache")
+
+
+def _chunk_plan(scene: Scene, batch: ForwardBatch, call: RaggedCall) -> object:
+    """What the backend's own hook plans for the call, if it has one."""
+    hook = bind_hook(
+        scene.backend,
+        "init_mha_chunk_metadata",
+        optional_hooks()["init_mha_chunk_metadata"],
+        ("disable_flashinfer_ragged",),
+    )
+    if hook is None:
+        return None
+    batch.geometry = replace(batch.geometry, calls=(call,))
+    return hook(batch, False)
+
+
+def _judge_ragged(stand: Stand, made: Ragged, out: Tensor, lse: Tensor | None) -> None:
+    scene, (wanted, wanted_lse) = made.scene, made.wanted()
+    if tuple(out.shape) != tuple(wanted.shape):
+        raise Wrong(f"forward_ragged gave shape {tuple(out.shape)}, not {tuple(wanted.shape)}")
+    error = relative_error(out, wanted)
+    if not error <= scene.tolerance:
+        layer, words = scene.layer, f"forward_ragged is wrong by {error:.1e}"
+        for why, other in (
+            ("it multiplied logits by head_dim ** -0.5", made.wanted(scale=layer.head_dim**-0.5)),
+            ("it applied no causal mask to a causal call", made.wanted(aligned="none")),
+            ("its causal mask is aligned to the first key, not to the last", made.wanted(aligned="first")),
+            ("it applied a causal mask to a call that is not causal", made.wanted(aligned="last")),
+        ):
+            if relative_error(out, other[0]) <= 4 * scene.tolerance:
+                words = f"forward_ragged: {why}"
+                break
+        raise Wrong(words)
+    if lse is not None:
+        wrong = relative_error(lse, wanted_lse)
+        if not wrong <= max(scene.tolerance, 1e-5):
+            base2 = relative_error(lse, wanted_lse / torch.tensor(2.0).log().double()) <= 4 * scene.tolerance
+            unfilled = "it was not filled" if lse.isnan().any() else f"it is wrong by {wrong:.1e}"
+            raise Wrong(f"the log-sum-exp of forward_ragged: {'it is base 2' if base2 else unfilled}")
+    stand.measured.append(Measured(len(out), max(made.call.kv_lens), error, scene.tolerance, 0.0, 0.0))
+
+
+def _wrapped(stand: Stand) -> None:
+    """As MHA through wrappers, which pass the backend's hooks on."""
+    scene = stand.scene()
+    scene.backend = SplitBackend(Around(Around(scene.backend)), scene.backend)
+    paths = stand.subject.can.mla_extend
+    path = ExtendPath.CHUNKED if ExtendPath.CHUNKED in paths else ExtendPath.ONE_SHOT
+    try:
+        _extend(path, stand, scene)
+    except Wrong as wrong:
+        raise Wrong(f"inside wrappers: {wrong}") from None
+
+
+def _extend(path: ExtendPath, stand: Stand, scene: Scene | None = None) -> None:
+    """One layer with random up-projections, by one of the three paths."""
+    scene = scene or stand.scene()
+    mla, layer = scene.case.mla, scene.layer
+    assert mla is not None
+    rank, nope = mla.kv_lora_rank, mla.qk_nope_head_dim
+    weights = MLAWeights(
+        (scene.normal(layer.num_heads, nope, rank) * rank**-0.5).to(scene.dtype),
+        (scene.normal(layer.num_heads, rank, layer.v_head_dim) * rank**-0.5).to(scene.dtype),
+    )
+    q = scene.normal(sum(scene.new), layer.num_heads, layer.head_dim)
+    policy = ExtendPolicy(chunk_threshold=0, chunk_capacity=24, forced=path)
+    attention_of, batch = ModelAttention(scene.backend, scene.pools, policy), scene.batch()
+    rows = tail(scene.new_rows(scene.keys).squeeze(1), batch.num_tokens)
+    started = scene.now()
+    with zero_by_chance_is_nan(scene.device):
+        attention_of.plan(batch)
+        planned = scene.now()
+        out = attention_of.attend_mla(tail(q, batch.num_tokens), rows, layer, weights, batch)
+    finished, outs = scene.now(), []
+    for request, queries in enumerate(q.split(scene.new)):
+        stored = scene.stored(request)[0].squeeze(1)
+        latent, rope = stored.split([rank, mla.qk_rope_head_dim], -1)
+        keys = torch.einsum("rl,hnl->rhn", latent, weights.w_kc.double())
+        keys = torch.cat([keys, rope[:, None].expand(-1, keys.shape[1], -1)], -1)
+        values = torch.einsum("rl,hlv->rhv", latent, weights.w_vc.double())
+        outs.append(attention(queries, keys, values, Rules(layer.scale))[0])
+    wanted = torch.cat(outs)
+    error, allowed = relative_error(out[: len(wanted)], wanted), 4 * scene.tolerance
+    if not error <= allowed:
+        raise Wrong(f"an extend by the path {path} is wrong by {error:.1e} where {allowed:.0e} is allowed")
+    if not (out[len(wanted) :] == 0).all():
+        raise Wrong(f"an extend by the path {path} gives padding rows that are not zero")
+    stand.measured.append(Measured(len(q), max(scene.totals), error, allowed, planned - started, finished - planned))
+
+
+def path_checks() -> Iterator[Check]:
+    some = Case(((5, 3), (9, 6), (0, 4)), kind=MLA, ragged=True)
+    calls = {
+        "causal": ((5, 3, 7), (5, 3, 7), True),
+        "causal_prefix": ((5, 1, 7), (9, 30, 7), True),
+        "prefix": ((5, 3, 7), (11, 40, 9), False),
+        "short_prefix": ((5, 3), (2, 1), False),
+        "one": ((1,), (1,), True),
+    }
+    for name, (queries, keys, causal) in calls.items():
+        yield Check(
+            f"mla.ragged.{name}",
+            "mla as mha",
+            "attention over rows at hand, with its natural log-sum-exp",
+            lambda p, longest: some,
+            lambda stand, queries=queries, keys=keys, causal=causal: _ragged(stand, queries, keys, causal),  # type: ignore[misc]
+            name != "one",
+        )
+    yield Check(
+        "mla.path.wrapped",
+        "mla as mha",
+        "hooks of MLA as MHA are found through every wrapper",
+        lambda p, longest: Case(((2 * p + 3, 5), (0, 9), (p, 2)), kind=MLA, ragged=True),
+        _wrapped,
+    )
+    for path in ExtendPath:
+        yield Check(
+            f"mla.path.{path}",
+            "mla" if path is ExtendPath.ABSORBED else "mla as mha",
+            f"an extend by the path {path} gives what the model's equations give",
+            lambda p, longest, path=path: Case(  # type: ignore[misc]
+                ((2 * p + 3, 5), (0, 9), (p, 2)), kind=MLA, ragged=path is not ExtendPath.ABSORBED, padding=2
+            ),
+            lambda stand, path=path: _extend(path, stand),  # type: ignore[misc]
+            True,
+            lambda subject, path=path: None if path in subject.can.mla_extend else f"it does not extend MLA {path}",  # type: ignore[misc]
+        )

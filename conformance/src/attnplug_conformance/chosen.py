@@ -1,0 +1,77 @@
+"""Which backends a choice leads to, for layers of every kind."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from attnplug import AttentionKind, DType, LayerSpec, ModelSpec, Problem, Role
+from attnplug.host import (
+    BackendRequest,
+    LinearDims,
+    MLADims,
+    Registry,
+    SelectionError,
+    UsageError,
+    parse_options,
+    select,
+    split_settings,
+)
+
+AUTO = "auto"
+MLA = MLADims(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64)
+GDN = LinearDims(4, 2, 64, 64, conv_channels=512, conv_width=4)
+LAYERS = {
+    "MHA": LayerSpec(0, AttentionKind.MHA, 8, 2, 64, 64, 64**-0.5),
+    "MLA": LayerSpec(0, AttentionKind.MLA, 16, 16, 192, 128, 192**-0.5, mla=MLA),
+}
+LINEAR = {"GDN": LayerSpec(0, AttentionKind.GDN, 4, 2, 64, 64, 64**-0.5, linear=GDN)}
+
+
+def chosen_backends(
+    registry: Registry,
+    attention: str,
+    roles: Mapping[str, str],
+    device: str,
+    sm: int | None,
+    settings: Sequence[str] = (),
+) -> list[str]:
+    """The backends that are chosen, each once. If none is for any kind of layer, the reasons are the error."""
+    found: dict[str, None] = {}
+    refused: list[SelectionError] = []
+    full = {Role(role): name for role, name in roles.items() if role != Role.LINEAR}
+    linear = {Role.LINEAR: roles[Role.LINEAR]} if Role.LINEAR in roles else {}
+    given: tuple[dict[str, dict[str, str]], dict[str, dict[str, str]]] = ({}, {})
+    for name, values in split_settings(settings).items():
+        known = registry.backends.get(name)
+        given[known is not None and Role.LINEAR in known.spec.capabilities.roles][name] = values
+    wanted = [(layer, BackendRequest(AUTO, linear, given[1])) for layer in LINEAR.values()] if linear else []
+    if not linear or attention != AUTO or full:
+        wanted += [(layer, BackendRequest(attention, full, given[0])) for layer in LAYERS.values()]
+    for layer, request in wanted:
+        for dtype in (DType.BFLOAT16, DType.FLOAT32):
+            problem = Problem(ModelSpec("check", "check", (layer,), 4096), device, sm, dtype, dtype)
+            try:
+                selection = select(registry, request, problem)
+            except SelectionError as error:
+                refused.append(error)
+                continue
+            found |= {selection.chosen(role).spec.name: None for role in selection.choices}
+            break
+    if not found:
+        raise min(refused, key=_reasons)
+    return list(found)
+
+
+def _reasons(error: SelectionError) -> int:
+    """How many reasons there are: the layer with the fewest is the one that a backend was made for."""
+    return sum(len(choice.candidates[0].refusals) for choice in error.selection.unserved if choice.candidates)
+
+
+def options_of(registry: Registry, settings: Sequence[str]) -> dict[str, object]:
+    """The options of backends, parsed, by name."""
+    found: dict[str, object] = {}
+    for name, values in split_settings(settings).items():
+        if name not in registry.backends:
+            raise UsageError(f"--backend-option {name}.…: there is no backend {name!r}")
+        found[name] = parse_options(name, registry.backends[name].spec.options, values)
+    return found

@@ -1,0 +1,101 @@
+"""``attnplug conform``: everything that a backend claims, against float64."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import sys
+from pathlib import Path
+
+from attnplug.host import Commands, UsageError, add_command
+
+
+def declare_conform(commands: Commands[argparse.ArgumentParser]) -> None:
+    text = "Prove a backend right: run everything that it claims, compare with float64, and say what is wrong."
+    parser = add_command(commands, "conform", text, _conform)
+    parser.add_argument("name", metavar="NAME", help="the backend, as attnplug backends lists it")
+    parser.add_argument(
+        "--device", metavar="cpu|cuda", help="where to run (default: cuda where there is a GPU, else cpu)"
+    )
+    parser.add_argument("--quick", action="store_true", help="the checks that find most mistakes, in seconds")
+    parser.add_argument(
+        "--check",
+        action="append",
+        default=[],
+        metavar="CHECK",
+        help="this check, or all below it; may be repeated",
+    )
+    parser.add_argument("--report", metavar="FILE", help="write a report: out.html, one page of its own, or out.json")
+    parser.add_argument(
+        "--expected-failures", metavar="FILE", help="known failures, a line each: CHECK: REASON; one that passes fails"
+    )
+    parser.add_argument(
+        "--backend-option",
+        action="append",
+        default=[],
+        metavar="NAME.KEY=VALUE",
+        help="an option of the backend; may be repeated",
+    )
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of the random inputs")
+
+
+def _conform(parsed: argparse.Namespace) -> int:
+    report = None if parsed.report is None else _report_path(parsed.report)
+    from attnplug.host import load_registry, open_device, output, warn_of_plugins
+    from attnplug_conformance.catalog import all_checks
+    from attnplug_conformance.chosen import options_of
+    from attnplug_conformance.report import as_html, as_json, lines
+    from attnplug_conformance.runner import read_expected, run_checks
+    from attnplug_conformance.subject import Subject
+
+    registry = load_registry()
+    warn_of_plugins(registry)
+    if parsed.name not in registry.backends:
+        near = difflib.get_close_matches(parsed.name, registry.backends, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(registry.backends)}"
+        raise UsageError(f"there is no backend {parsed.name!r}; {hint}")
+    if not 0 <= parsed.seed < 1 << 63:
+        raise UsageError(f"--seed {parsed.seed} is not a seed; give a number from 0 to {(1 << 63) - 1}")
+    checks = all_checks()
+    for name in parsed.check:
+        if not any(_below(check.name, name) for check in checks):
+            near = difflib.get_close_matches(name, [check.name for check in checks], n=1)
+            raise UsageError(f"there is no check {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
+    if parsed.check:
+        checks = tuple(check for check in checks if any(_below(check.name, name) for name in parsed.check))
+    expected: dict[str, str] = {}
+    if parsed.expected_failures is not None:
+        try:
+            expected = read_expected(Path(parsed.expected_failures).read_text(), parsed.expected_failures)
+        except (OSError, ValueError) as error:
+            raise UsageError(f"--expected-failures: {error}") from None
+    device, sm = open_device(parsed.device)
+    longest = 9000 if device.type == "cuda" else 1100
+    options = options_of(registry, parsed.backend_option).get(parsed.name)
+    subject = Subject(registry.backends[parsed.name], device, sm, longest, options=options)
+    verdict = run_checks(
+        subject, checks, quick=parsed.quick, seed=parsed.seed, expected=expected, floors=not parsed.check
+    )
+    for line in lines(verdict):
+        print(line, file=sys.stderr if parsed.json else None)
+    if report is not None:
+        text = as_html(verdict) if report.suffix == ".html" else json.dumps(as_json(verdict), indent=1) + "\n"
+        report.write_text(text)
+        print(f"wrote {report}", file=sys.stderr)
+    if parsed.json:
+        output.write_json(as_json(verdict))
+    return 0 if verdict.holds else 1
+
+
+def _below(name: str, asked: str) -> bool:
+    return name == asked or name.startswith(f"{asked}.")
+
+
+def _report_path(text: str) -> Path:
+    path = Path(text)
+    if path.suffix not in (".html", ".json"):
+        raise UsageError(f"--report {text} is neither a .html nor a .json file")
+    if not path.parent.is_dir():
+        raise UsageError(f"--report {text}: there is no folder {path.parent}")
+    return path

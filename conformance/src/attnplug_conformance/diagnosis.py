@@ -1,0 +1,220 @@
+"""What a backend did wrong, in the domain's words: hypotheses are tried one after the other until one explains it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attnplug_conformance.case import FIRST, LAYER
+from attnplug_conformance.scene import POISONS, Output, Scene, relative_error
+
+BLOCKS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
+
+
+class Wrong(Exception):
+    """What a backend did wrong."""
+
+
+def judge(scene: Scene, output: Output) -> float:
+    """The relative error of an output; raises :class:`Wrong` if rounding does not explain it."""
+    wanted, wanted_lse = scene.wanted()
+    out, rows = output.out, len(wanted)
+    check_result(scene, out, (len(out) if isinstance(out, Tensor) else 0))
+    error = relative_error(out[:rows], wanted)
+    if not error <= scene.tolerance:
+        raise Wrong(explain(scene, out[:rows], wanted, error))
+    check_padding(out, rows)
+    if output.lse is not None:
+        wrong = relative_error(output.lse[:rows], wanted_lse)
+        if not wrong <= max(scene.tolerance, 1e-5):
+            raise Wrong(explain_lse(scene, output.lse[:rows], wanted_lse, wrong))
+        if not (output.lse[rows:] == float("-inf")).all():
+            raise Wrong("the log-sum-exp of rows of padding is not -inf: such a row sees no key")
+        error = max(error, wrong)
+    return error
+
+
+def check_result(scene: Scene, out: object, rows: int) -> None:
+    """Raise :class:`Wrong` for a result of another type or shape than the contract's."""
+    shape = (rows, scene.layer.num_heads, scene.widths[1])
+    if not isinstance(out, Tensor) or tuple(out.shape) != shape:
+        found = tuple(out.shape) if isinstance(out, Tensor) else repr(out)
+        raise Wrong(f"the result has shape {found} and should have {shape} (rows, heads, width of a value)")
+    if out.dtype is not scene.dtype:
+        raise Wrong(f"the result is {out.dtype}, but q is {scene.dtype}; they must be the same")
+
+
+def check_padding(out: Tensor, rows: int) -> None:
+    if not (out[rows:] == 0).all():
+        bad = int((out[rows:] != 0).flatten(1).any(-1).nonzero()[0])
+        raise Wrong(f"row {rows + bad} is padding (past the {rows} rows of requests), and its output is not zero")
+
+
+def explain(scene: Scene, out: Tensor, wanted: Tensor, error: float) -> str:
+    """The words for a wrong output."""
+    place, few = where(scene, out, wanted)
+    for words, tables in _tables(scene):
+        if _same(out, other := scene.misread(tables), scene.tolerance) and not _same(wanted, other, scene.tolerance):
+            return f"{words} ({place})"
+    if math.isnan(error):
+        return _explain_nan(scene, out, place)
+    for words, other in _hypotheses(scene):
+        near = relative_error(out, other)
+        if relative_error(other, wanted) > 2 * scene.tolerance and near <= 2 * scene.tolerance and near < error / 3:
+            return f"{words} ({place})"
+    if (out == 0).all():
+        return "the output is all zero"
+    return f"the output is wrong by {error:.1e} where {scene.tolerance:.0e} is allowed, first at {place}{few}"
+
+
+def _tables(scene: Scene) -> Iterator[tuple[str, Tensor]]:
+    """Page tables by which a mistake reads."""
+    table = scene.page_table
+    if not table.numel():
+        return
+    yield "it read pages as if a request's pages followed each other", table[:, :1] + torch.arange(table.shape[1])
+    yield "it read the pages of request 0 for other requests", table[:1].expand_as(table)
+    if len(table) > 1:
+        yield "it read the pages of another request: the next one's", table.roll(-1, 0)
+
+
+def _same(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    """Whether two outputs agree, with NaN in the same rows."""
+    one, other = one.double().cpu(), other.double().cpu()
+    finite = ~other.isnan().flatten(1).any(-1)
+    if not finite.any() or not torch.equal(~one.isnan().flatten(1).any(-1), finite):
+        return False
+    return relative_error(one[finite], other[finite]) <= 4 * tolerance
+
+
+def _explain_nan(scene: Scene, out: Tensor, place: str) -> str:
+    for what, words in POISONS.items():
+        try:
+            again = scene.healed(what).run().out[: len(out)]
+        except Exception:
+            continue
+        if not again.isnan().any():
+            return f"it read {words} ({place})"
+    if scene.case.magnitude != 1.0:
+        return f"it overflows with large inputs: subtract each row's largest logit before exp, in float32 ({place})"
+    return f"the output is NaN, first at {place}"
+
+
+def where(scene: Scene, out: Tensor, wanted: Tensor) -> tuple[str, str]:
+    """The first wrong row, by request and token, and which requests or heads are right in spite of it."""
+    wanted = wanted.to(out.device)
+    difference = (out.double() - wanted).norm(dim=-1) / wanted.norm(dim=-1).clamp(min=1e-3)
+    bad = ~(difference <= scene.tolerance)
+    if not bad.any():
+        return "no single row", ""
+    row = int(bad.any(-1).nonzero()[0])
+    starts, wrong = 0, []
+    place = ""
+    for request, new in enumerate(scene.new):
+        if bad[starts : starts + new].any():
+            wrong.append(request)
+        if starts <= row < starts + new:
+            place = f"request {request}, token {scene.totals[request] - new + row - starts}"
+        starts += new
+    few = ""
+    if 0 < len(wrong) < len(scene.new):
+        few = f"; requests {', '.join(map(str, wrong))} of {len(scene.new)} are wrong"
+        if wrong == list(range(wrong[0], len(scene.new))):
+            few = f"; only the first {wrong[0]} of {len(scene.new)} requests are right"
+    heads = bad.any(0)
+    if not heads.all():
+        few += f"; heads {', '.join(map(str, heads.nonzero().flatten().tolist()))} are wrong"
+    return place, few
+
+
+def _hypotheses(scene: Scene) -> Iterator[tuple[str, Tensor]]:
+    """Every mistake that can be computed, with the output that it gives."""
+    right, layer, case = scene.rules(), scene.layer, scene.case
+    width = layer.head_dim
+    if case.kv_scales != (1.0, 1.0):
+        for scaled, words in (
+            ((False, False), "keys and values"),
+            ((False, True), "keys"),
+            ((True, False), "values"),
+        ):
+            yield f"it ignored the fp8 scale of {words}", scene.wanted(scaled=scaled)[0]
+    if right.window is not None:
+        yield "it ignored the sliding window", scene.wanted(replace(right, window=None))[0]
+        for change, words in ((1, "one key too many"), (-1, "one key too few")):
+            yield (
+                f"its sliding window has {words}: a query sees {right.window} keys, itself included",
+                scene.wanted(replace(right, window=right.window + change))[0],
+            )
+    yield (
+        f"it multiplied logits by head_dim ** -0.5 ({width**-0.5:.4g}), not by the layer's scale ({layer.scale:.4g})",
+        scene.wanted(replace(right, scale=width**-0.5))[0],
+    )
+    if case.mla is not None:
+        row = case.mla.row_dim
+        yield (
+            f"it multiplied logits by {row**-0.5:.4g}, that of a latent row, not by the layer's scale",
+            scene.wanted(replace(right, scale=row**-0.5))[0],
+        )
+    yield "it did not scale the logits", scene.wanted(replace(right, scale=1.0))[0]
+    first = case.layers[0]
+    yield (
+        f"it used the scale of layer {FIRST} ({first.scale:.4g}) in layer {LAYER} ({layer.scale:.4g})",
+        scene.wanted(replace(right, scale=first.scale))[0],
+    )
+    if case.trees is not None:
+        yield "it ran a tree of drafts as a chain: each row saw all rows before it", scene.wanted(right)[0]
+    yield "it applied no causal mask", scene.wanted(replace(right, aligned="none", window=None))[0]
+    yield (
+        "its causal mask is aligned to the first key: a prefix shifts what each query sees",
+        scene.wanted(replace(right, aligned="first"))[0],
+    )
+    yield "each query misses its newest key, its own", scene.wanted(replace(right, hidden=1))[0]
+    if right.cap is not None:
+        yield "it ignored the logit cap", scene.wanted(replace(right, cap=None))[0]
+    if scene.sinks is not None:
+        yield "it ignored the sinks", scene.wanted(sinks=False)[0]
+    if case.mla is None and case.kv_heads > 1 and case.group > 1:
+        yield (
+            "it gave query head h the KV head h % kv_heads; neighbouring query heads share one",
+            scene.wanted(replace(right, interleaved=True))[0],
+        )
+    longest = max(scene.totals, default=0)
+    for block in BLOCKS:
+        if block < longest:
+            yield (
+                f"it attends to the first {block} rows of a request only",
+                scene.wanted(replace(right, longest=block))[0],
+            )
+
+
+def explain_lse(scene: Scene, lse: Tensor, wanted: Tensor, error: float) -> str:
+    """The words for a wrong log-sum-exp."""
+    right = scene.rules()
+    others = [
+        ("the log-sum-exp is base 2; it is the natural logarithm here", wanted / math.log(2)),
+        ("the log-sum-exp is base 10; it is the natural logarithm here", wanted / math.log(10)),
+        ("the log-sum-exp is laid out [heads, tokens]; it is [tokens, heads]", wanted.T.reshape(wanted.shape)),
+        ("the log-sum-exp is the largest logit, without the sum", _largest(scene)),
+        ("the log-sum-exp is of unscaled logits", scene.wanted(replace(right, scale=1.0))[1]),
+    ]
+    if scene.sinks is not None:
+        extra = scene.sinks.double()
+        others.append(("the log-sum-exp counts the sinks; they are not in it", torch.logaddexp(wanted, extra[None])))
+    for words, other in others:
+        if relative_error(lse, other) <= max(4 * scene.tolerance, 1e-4):
+            return words
+    if lse.isnan().all():
+        return "the log-sum-exp was asked for and not filled"
+    return f"the log-sum-exp is wrong by {error:.1e}"
+
+
+def _largest(scene: Scene) -> Tensor:
+    """The largest logit of each row, from a scale of them all that leaves nothing else of the sum."""
+    sharp, rules = 4096.0, scene.rules()
+    if rules.cap is not None:
+        return torch.full((sum(scene.new), scene.layer.num_heads), math.inf, device=scene.device)
+    return scene.wanted(replace(rules, scale=rules.scale * sharp))[1] / sharp

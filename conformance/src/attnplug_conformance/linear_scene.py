@@ -1,0 +1,268 @@
+"""A linear backend on a scene: states in scattered slots of a poisoned pool, and float64 beside them.
+
+Every slot that belongs to no request is NaN, and must stay so. So are the states of the other layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+import torch
+from torch import Tensor
+
+from attnplug import AttentionBackend, AttentionKind, ForwardBatch, Geometry, LinearInputs, ModelSpec
+from attnplug.host import KVPools, Limits, LinearStatePool, ModelAttention, torch_dtype
+from attnplug_conformance.case import FIRST, LAST, LAYER, Case
+from attnplug_conformance.diagnosis import Wrong
+from attnplug_conformance.reference import convolution, recurrence
+from attnplug_conformance.scene import NAN, as_bytes, relative_error, tail, tolerance, zero_by_chance_is_nan
+from attnplug_conformance.subject import Subject
+
+DELTA = (AttentionKind.GDN, AttentionKind.KDA)
+PAGE = 16
+Lists = list[list[Tensor]]
+
+
+class LinearScene:
+    """Requests with states of their own, and the inputs of one batch of them."""
+
+    def __init__(self, subject: Subject, case: Case, backend: AttentionBackend | None = None) -> None:
+        assert case.linear is not None and case.dtype is not None
+        self.subject, self.case, self.dims, self.device = subject, case, case.linear, subject.device
+        self.dtype, self.layer = torch_dtype(case.dtype), case.layer
+        self.random = torch.Generator().manual_seed(case.seed)
+        self.new = [new for _, new in case.lengths]
+        requests = len(self.new)
+        self.pool = LinearStatePool(case.layers, num_slots=requests + 3, dtype=case.dtype, device=self.device)
+        # The last slot is nobody's: whoever takes -1 for an index hits it.
+        self.slots = torch.randperm(requests + 2, generator=self.random)[:requests].tolist()
+        for layer_id in (FIRST, LAYER, LAST):
+            for states in self.states(layer_id):
+                states.fill_(NAN)
+        for states in self.states(LAYER):
+            for (before, _), slot in zip(case.lengths, self.slots, strict=True):
+                states[slot] = self.normal(*states.shape[1:]).to(states.dtype) if before else 0.0
+        self.before = [[states[slot].clone() for slot in self.slots] for states in self.states(LAYER)]
+        model = ModelSpec("conformance", "conformance", case.layers, 4096)
+        self.pools = KVPools(linear=self.pool)
+        limits = Limits(max(requests + case.padded_requests, 1), 1024, 4096, case.lanes)
+        problem = replace(case.problem(self.device.type, subject.sm), page_size=PAGE)
+        self.backend = backend or subject.build(model, problem, case.role, self.pools, limits)
+        self.weight = (self.normal(self.dims.conv_channels, self.dims.conv_width) * 0.5).to(self.dtype)
+        self.bias = self.normal(self.dims.conv_channels) if case.bias else None
+        rows = self.rows = sum(self.new)
+        self.x = self.normal(rows, self.dims.conv_channels) if self.dims.conv_width else None
+        self.inputs = self._inputs(rows) if self.dims.heads else None
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.random).to(self.dtype).to(self.device)
+
+    def _inputs(self, tokens: int) -> LinearInputs:
+        dims, kind = self.dims, self.case.kind
+        q, k = (self.normal(tokens, dims.key_heads, dims.key_dim) for _ in "qk")
+        if kind not in DELTA:
+            k = (k * dims.key_dim**-0.5).to(self.dtype)
+        decays = {AttentionKind.LIGHTNING: (dims.heads,), AttentionKind.KDA: (tokens, dims.heads, dims.key_dim)}
+        log_decay = -torch.rand(*decays.get(kind, (tokens, dims.heads)), generator=self.random)
+        beta = torch.rand(tokens, dims.heads, generator=self.random) if kind in DELTA else None
+        return LinearInputs(
+            q,
+            k,
+            self.normal(tokens, dims.heads, dims.value_dim),
+            log_decay.to(self.device),
+            None if beta is None else beta.to(self.device),
+            normalize=kind in DELTA,
+        )
+
+    def states(self, layer_id: int) -> tuple[Tensor, ...]:
+        """The states of a layer: recurrent, and of its convolution, if it has them."""
+        both = self.pool.recurrent(layer_id), self.pool.conv(layer_id)
+        return tuple(states for states in both if states is not None)
+
+    def batch(self, *, lane: int = 0) -> ForwardBatch:
+        case = self.case
+        padded = case.padded_requests
+        new = [*self.new, *[0] * padded]
+        lens = [before + count for before, count in case.lengths] + [0] * padded
+        slots = torch.tensor([*self.slots, *[-1] * padded], dtype=torch.int64, device=self.device)
+        table = torch.zeros(len(new), 256, dtype=torch.int32, device=self.device)
+        geometry = Geometry.of_lengths(case.mode, table, new, lens, PAGE, state_slots=slots, lane=lane)
+        ids = torch.zeros(self.rows + case.padding, dtype=torch.int64, device=self.device)
+        return ForwardBatch(geometry, input_ids=ids)
+
+    def attention(self) -> ModelAttention:
+        return ModelAttention(self.backend, self.pools)
+
+    def run(self, batch: ForwardBatch | None = None) -> tuple[Tensor | None, Tensor | None]:
+        """Plan, unless the batch is planned, and run; the output of the convolution and of the recurrence."""
+        attention, batch = self.attention(), batch or self.batch()
+        with zero_by_chance_is_nan(self.device):
+            if batch.plan is None:
+                attention.plan(batch)
+            return self.forward(attention, batch)
+
+    def forward(self, attention: ModelAttention, batch: ForwardBatch) -> tuple[Tensor | None, Tensor | None]:
+        rows, conv, out = batch.num_tokens, None, None
+        if self.x is not None:
+            x = tail(self.x, rows)
+            conv = attention.convolve(x, self.weight, self.bias, self.layer, batch, silu=self.case.silu)
+        if self.inputs is not None:
+            out = attention.attend_linear(padded_inputs(self.inputs, rows), self.layer, batch)
+        return conv, out
+
+    # What is right
+
+    def spans(self) -> Iterator[tuple[int, slice]]:
+        for request, (start, stop) in enumerate(pairwise(accumulate(self.new, initial=0))):
+            yield request, slice(start, stop)
+
+    def wanted(
+        self, accepted: list[int] | None = None, mistake: str | None = None
+    ) -> tuple[list[list[Tensor]], list[list[Tensor]]]:
+        """Outputs and states after them, of the recurrence and of the convolution, request by request.
+
+        States are those after the ``accepted`` rows, or all. ``mistake`` names one of ``MISTAKES``.
+        """
+        outs: list[list[Tensor]] = [[], []]
+        after: list[list[Tensor]] = [[], []]
+        for request, rows in self.spans():
+            kept = rows if accepted is None else slice(rows.start, rows.start + accepted[request])
+            starts = iter(states[request].double() for states in self.before)
+            if self.inputs is not None:
+                state = next(starts).cpu() * (0 if mistake == "state" else 1)
+                both = [_changed(tokens_of(self.inputs, part), self.layer.scale, mistake) for part in (rows, kept)]
+                out, final = recurrence(both[0][0], state, both[0][1])
+                outs[0].append(out)
+                after[0].append(final if accepted is None else recurrence(both[1][0], state, both[1][1])[1])
+            if self.x is not None:
+                state = next(starts).cpu() * (0 if mistake == "conv_state" else 1)
+                bias = None if mistake == "bias" else self.bias
+                weight = self.weight.flip(1) if mistake == "reversed" else self.weight
+                silu = self.case.silu != (mistake == "silu")
+                cpu = (self.x.cpu(), weight.cpu(), None if bias is None else bias.cpu())
+                outs[1].append(convolution(cpu[0][rows], cpu[1], cpu[2], state, silu=silu)[0])
+                after[1].append(convolution(cpu[0][kept], cpu[1], cpu[2], state, silu=silu)[1])
+        return outs, after
+
+    @property
+    def tolerance(self) -> float:
+        return 4 * tolerance(self.case, self.dims.key_dim + max(self.new, default=1))
+
+    def judge(self, conv: Tensor | None, out: Tensor | None, accepted: list[int] | None = None) -> float:
+        """The largest error; raises :class:`Wrong` if rounding does not explain it, or for states of others."""
+        outs, _ = self.wanted(accepted)
+        worst = 0.0
+        for found, right, what in ((out, outs[0], "the recurrence"), (conv, outs[1], "the convolution")):
+            if found is None:
+                continue
+            if found.dtype is not self.dtype:
+                raise Wrong(f"the result of {what} is {found.dtype}, but its input is {self.dtype}")
+            if found.shape[0] != self.rows + self.case.padding or (right and found.shape[1:] != right[0].shape[1:]):
+                raise Wrong(f"the result of {what} has shape {tuple(found.shape)}")
+            wanted = torch.cat(right) if right else found.new_zeros(0, *found.shape[1:]).double()
+            error = relative_error(_heads(found[: self.rows]), _heads(wanted))
+            if not error <= self.tolerance:
+                raise Wrong(self._explain(what, found, wanted, error))
+            if not (found[self.rows :] == 0).all():
+                raise Wrong(f"rows of padding are not zero in the result of {what}")
+            worst = max(worst, error)
+        self.judge_states(accepted)
+        return worst
+
+    def judge_states(self, accepted: list[int] | None = None) -> None:
+        after = [states for states in self.wanted(accepted)[1] if states]
+        names = [name for name, has in (("recurrent", self.dims.heads), ("convolution", self.dims.conv_width)) if has]
+        for states, right, name in zip(self.states(LAYER), after, names, strict=True):
+            others = [slot for slot in range(self.pool.num_slots) if slot not in self.slots]
+            if not states[others].isnan().all():
+                raise Wrong(f"it wrote to the {name} state of a slot that no request of the batch has")
+            for request, (slot, wanted) in enumerate(zip(self.slots, right, strict=True)):
+                error = relative_error(states[slot], wanted)
+                if not error <= self.tolerance:
+                    old = relative_error(states[slot], self.before[names.index(name)][request].double())
+                    kept = "; it is as before the batch" if old <= self.tolerance else ""
+                    raise Wrong(f"the {name} state of request {request} is wrong by {error:.1e} after the batch{kept}")
+        for layer_id in (FIRST, LAST):
+            if not all(states.isnan().all() for states in self.states(layer_id)):
+                raise Wrong(f"it wrote to the states of layer {layer_id} while it ran layer {LAYER}")
+
+    def _explain(self, what: str, found: Tensor, wanted: Tensor, error: float) -> str:
+        part = 0 if what == "the recurrence" else 1
+        if error != error:
+            return f"{what} gives NaN: it read a state or a row that is nobody's; states lie at state_slots"
+        for mistake, words in MISTAKES.items():
+            outs = self.wanted(mistake=mistake)[0][part]
+            other = torch.cat(outs)
+            if relative_error(_heads(other), _heads(wanted)) <= self.tolerance:
+                continue  # it makes no difference here
+            if relative_error(_heads(found[: self.rows]), _heads(other)) <= self.tolerance:
+                return f"{what}: {words}"
+        return f"{what} is wrong by {error:.1e} where {self.tolerance:.0e} is allowed"
+
+    def snapshot(self) -> list[Tensor]:
+        return [as_bytes(states).clone() for layer in (FIRST, LAYER, LAST) for states in self.states(layer)]
+
+    def unchanged(self, before: list[Tensor]) -> bool:
+        return all(torch.equal(old, new) for old, new in zip(before, self.snapshot(), strict=True))
+
+
+MISTAKES = {
+    "state": "it starts from zeros and not from the request's state",
+    "beta": "it ignored beta, the strength of a delta-rule write",
+    "normalize": "it did not bring q and k to length one",
+    "scale": "it ignored the layer's scale",
+    "decay": "it ignored the decay",
+    "interleaved": "head h goes with key head h * key_heads // heads, and it took h % key_heads",
+    "conv_state": "it ignored the rows of earlier steps, which are in the state",
+    "bias": "it ignored the bias",
+    "silu": "it applied SiLU where it was not asked for, or did not where it was",
+    "reversed": "it reversed the weight: its last column meets the newest row",
+}
+
+
+def _changed(inputs: LinearInputs, scale: float, mistake: str | None) -> tuple[LinearInputs, float]:
+    """The inputs as a mistake takes them."""
+    if mistake == "beta" and inputs.beta is not None:
+        inputs = replace(inputs, beta=torch.ones_like(inputs.beta))
+    if mistake == "normalize":
+        inputs = replace(inputs, normalize=not inputs.normalize)
+    if mistake == "decay":
+        inputs = replace(inputs, log_decay=torch.zeros_like(inputs.log_decay))
+    if mistake == "interleaved":
+        heads, key_heads = inputs.v.shape[1], inputs.q.shape[1]
+        order = torch.arange(heads) % key_heads
+        inputs = replace(inputs, q=inputs.q[:, order], k=inputs.k[:, order])
+    return inputs, 1.0 if mistake == "scale" else scale
+
+
+def tokens_of(inputs: LinearInputs, rows: slice) -> LinearInputs:
+    """Some rows, on the host."""
+    decay, beta = inputs.log_decay, inputs.beta
+    return LinearInputs(
+        inputs.q[rows].cpu(),
+        inputs.k[rows].cpu(),
+        inputs.v[rows].cpu(),
+        (decay if decay.dim() == 1 else decay[rows]).cpu(),
+        None if beta is None else beta[rows].cpu(),
+        inputs.normalize,
+    )
+
+
+def padded_inputs(inputs: LinearInputs, rows: int) -> LinearInputs:
+    """A copy with rows of NaN after the last."""
+    decay, beta = inputs.log_decay, inputs.beta
+    return LinearInputs(
+        tail(inputs.q, rows),
+        tail(inputs.k, rows),
+        tail(inputs.v, rows),
+        decay.clone() if decay.dim() == 1 else tail(decay, rows),
+        None if beta is None else tail(beta, rows),
+        inputs.normalize,
+    )
+
+
+def _heads(rows: Tensor) -> Tensor:
+    """``[tokens, heads, width]``, of rows that may have no heads."""
+    return rows if rows.dim() == 3 else rows.unsqueeze(1)

@@ -1,0 +1,178 @@
+"""``attnplug new``: a package with a backend that is right, for an author to start from."""
+
+from __future__ import annotations
+
+import argparse
+import keyword
+import re
+from pathlib import Path
+
+from attnplug.host import Commands, UsageError, add_command, output
+
+KINDS = ("mha", "mla", "linear")
+
+PYPROJECT = """\
+[project]
+name = "DISTRIBUTION"
+version = "0.1.0"
+description = "An attention backend for attnplug"
+requires-python = ">=3.11"
+dependencies = ["attnplug", "torch"]
+
+[project.optional-dependencies]
+test = ["attnplug-conformance", "pytest", "ruff"]
+
+[project.entry-points."attnplug.plugins"]
+PACKAGE = "PACKAGE.plugin"
+
+[build-system]
+requires = ["hatchling"]
+build-backend = "hatchling.build"
+
+[tool.hatch.build.targets.wheel]
+packages = ["src/PACKAGE"]
+
+[tool.ruff]
+line-length = 120
+"""
+
+PLUGIN = '''\
+"""What the backend is: data. Nothing heavy is imported here, and not the backend either."""
+
+from attnplug import IMPORTS
+
+
+@hookimpl
+def attnplug_backends() -> list[BackendSpec]:
+    return [
+        BackendSpec(
+            name="PACKAGE",
+            summary="SUMMARY",
+            contract="CONTRACT",
+            factory="PACKAGE.backend:CLASS",
+            capabilities=Capabilities(
+                kinds=frozenset({AttentionKind.KIND}),
+                devices=frozenset({"cpu", "cuda"}),
+                dtypes=frozenset({DType.FLOAT32, DType.BFLOAT16}),
+CLAIMS            ),
+        )
+    ]
+'''
+
+CLAIMS = {
+    "mha": ("CacheLayout", "MHA", ["layouts=frozenset(CacheLayout),  # any strides: vLLM's cache too"]),
+    "mla": (
+        "CacheLayout",
+        "MLA",
+        ["layouts=frozenset(CacheLayout),  # any strides: vLLM's cache too", 'extras=frozenset({"lse"}),'],
+    ),
+    "linear": ("Role", "LIGHTNING", ["roles=frozenset({Role.LINEAR}),"]),
+}
+
+TEST = '''\
+"""Everything that the backend claims, against float64."""
+
+from attnplug_conformance.testing import conformance_tests, subject_of
+
+test_conforms, test_enough_is_claimed = conformance_tests(subject_of("PACKAGE"))
+'''
+
+CI = """\
+name: ci
+on: [push, pull_request]
+jobs:
+  test:
+    runs-on: ubuntu-latest
+    steps:
+      - uses: actions/checkout@v4
+      - uses: actions/setup-python@v5
+        with: {python-version: "3.12"}
+      - run: pip install -e .[test]
+      - run: ruff check . && ruff format --check .
+      - run: pytest
+      - run: attnplug conform PACKAGE --report report.html
+      - uses: actions/upload-artifact@v4
+        if: always()
+        with: {name: conformance, path: report.html}
+"""
+
+README = """\
+# DISTRIBUTION
+
+An attention backend for [attnplug](https://github.com/attnplug/attnplug).
+
+```console
+$ pip install -e .[test]
+$ attnplug conform PACKAGE
+```
+"""
+
+
+def declare_new(commands: Commands[argparse.ArgumentParser]) -> None:
+    text = "Make a package with a backend that is right, with tests and CI, to start from."
+    parser = add_command(commands, "new", text, _new)
+    parser.add_argument("name", metavar="NAME", help="of the backend and its package, such as my_backend")
+    parser.add_argument("--kind", choices=KINDS, default="mha", help="what it attends to: mha, mla or linear")
+
+
+def _new(parsed: argparse.Namespace) -> int:
+    name = parsed.name
+    if not re.fullmatch(r"[a-z][a-z0-9_]{0,63}", name) or keyword.iskeyword(name) or name == "auto":
+        raise UsageError(f"{name!r} is not a name for a backend; give lower-case letters, digits and underscores")
+    folder = Path(name)
+    if folder.exists():
+        raise UsageError(f"{folder} exists already; give another name, or remove it")
+    made = files(name, parsed.kind)
+    for path, text in made.items():
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        (folder / path).write_text(text)
+    if parsed.json:
+        output.write_json({"folder": str(folder), "files": sorted(made)})
+    else:
+        print(f"made {folder}: {', '.join(sorted(made))}")
+        print(f"next: pip install -e ./{name} && attnplug conform {name}")
+    return 0
+
+
+def files(name: str, kind: str) -> dict[str, str]:
+    """What the package holds: text by path."""
+    from attnplug import CONTRACT_VERSION
+
+    title = "".join(part.capitalize() for part in name.split("_"))
+    imported, claimed, claims = CLAIMS[kind]
+    template = (Path(__file__).parent / "templates" / f"{kind}.py").read_text()
+    summary = template.partition('"""SUMMARY: ')[2].partition(".")[0]
+    words = {
+        "DISTRIBUTION": name.replace("_", "-"),
+        "PACKAGE": name,
+        "CONTRACT": CONTRACT_VERSION,
+        "CLASS": title,
+        "KIND": claimed,
+        "SUMMARY": summary,
+    }
+
+    def filled(text: str) -> str:
+        for word, value in words.items():
+            text = text.replace(word, value)
+        return text
+
+    names = sorted(("AttentionKind", "BackendSpec", "Capabilities", "DType", imported))
+    spec = PLUGIN.replace("IMPORTS", ", ".join([*names, "hookimpl"]))
+    spec = spec.replace("CLAIMS", "".join(f"                {claim}\n" for claim in claims))
+    return {
+        "pyproject.toml": filled(PYPROJECT),
+        "README.md": filled(README),
+        ".github/workflows/ci.yml": filled(CI),
+        f"src/{name}/__init__.py": "",
+        f"src/{name}/plugin.py": filled(spec),
+        f"src/{name}/backend.py": _authors(template).replace("MyBackend", title),
+        "tests/test_conformance.py": filled(TEST),
+    }
+
+
+def _authors(template: str) -> str:
+    """A template as an author's file. There attnplug is a library among others, and imports are in their order."""
+    start, _, rest = template.replace('"""SUMMARY: ', '"""').partition("from torch import Tensor\n\n")
+    ours, _, body = rest.partition("\n")
+    quoted = start.partition('"""')[2]
+    return f'"""{quoted[0].upper()}{quoted[1:]}{ours}\nfrom torch import Tensor\n{body}'

@@ -1,0 +1,58 @@
+"""The pytest plugin: ``pytest --attention-backend NAME --pyargs attnplug_conformance``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("attnplug", "conformance of an attention backend")
+    group.addoption("--attention-backend", metavar="NAME", help="the backend to prove right")
+    group.addoption("--attention-device", metavar="cpu|cuda", help="where to run (default: cuda if there is a GPU)")
+    group.addoption("--attention-quick", action="store_true", help="the quick checks alone")
+    group.addoption("--expected-failures", metavar="FILE", help="known failures, a line each: CHECK: REASON")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "attention_check" not in metafunc.fixturenames:
+        return
+    config = metafunc.config
+    if config.getoption("--attention-backend") is None:
+        raise pytest.UsageError("give --attention-backend NAME: the backend to prove right")
+    from attnplug_conformance.testing import cases, subject_of
+
+    subject = _subject(config, subject_of)
+    found = cases(subject, quick=config.getoption("--attention-quick"))
+    metafunc.parametrize("attention_check", found, ids=lambda check: check.name)
+
+
+def _subject(config: pytest.Config, make: Any) -> Any:
+    from attnplug.host import UsageError
+
+    try:
+        return make(config.getoption("--attention-backend"), config.getoption("--attention-device"))
+    except UsageError as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+@pytest.fixture(scope="session")
+def attention_subject(pytestconfig: pytest.Config) -> Any:
+    """The backend under test."""
+    from attnplug_conformance.testing import subject_of
+
+    return _subject(pytestconfig, subject_of)
+
+
+@pytest.fixture(scope="session")
+def expected_failures(pytestconfig: pytest.Config) -> dict[str, str]:
+    """Known failures with their reasons."""
+    path = pytestconfig.getoption("--expected-failures")
+    if path is None:
+        return {}
+    from pathlib import Path
+
+    from attnplug_conformance.runner import read_expected
+
+    return read_expected(Path(path).read_text(), path)

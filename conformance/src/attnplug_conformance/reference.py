@@ -1,0 +1,141 @@
+"""Attention, full and linear, in float64: what a backend's results are compared with.
+
+It never sees a cache, a page or a plan, and shares no code with any backend. The rules of a wrong backend can be
+written down too: a diagnosis compares with those.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from attnplug import LinearInputs
+
+Parents = tuple[int, ...]
+"""The parent of each new row of a request, which precedes it; -1 for a row that has none."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """How the queries of one request see its keys. The fields after ``parents`` describe mistakes."""
+
+    scale: float
+    window: int | None = None
+    cap: float | None = None
+    parents: Parents | None = None
+    aligned: str = "last"
+    """``last``: the last query sees the last key. ``first``: the first query sees the first key. ``none``: no mask."""
+    hidden: int = 0
+    """The newest keys that each query misses."""
+    longest: int | None = None
+    """Keys after the first so many are missed."""
+    interleaved: bool = False
+    """Query head h goes with KV head ``h % kv_heads``."""
+
+
+def attention(q: Tensor, k: Tensor, v: Tensor, rules: Rules, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The queries of one request over all its rows.
+
+    q ``[queries, heads, dim]``, k ``[rows, kv_heads, dim]``, v ``[rows, kv_heads, v_dim]``; sinks ``[heads]``. Returns
+    ``[queries, heads, v_dim]`` and the natural log-sum-exp ``[queries, heads]``, without sinks, both float64.
+    """
+    q, k, v = q.double(), k.double(), v.double()
+    (queries, heads, _), (rows, kv_heads, _) = q.shape, k.shape
+    heads_first = _grouped(q, kv_heads, rules)
+    logits = torch.einsum("ngxd,mgd->gxnm", heads_first, k) * rules.scale
+    if rules.cap is not None:
+        logits = rules.cap * torch.tanh(logits / rules.cap)
+    logits = logits.masked_fill(~_visible(queries, rows, rules).to(q.device), float("-inf"))
+    sums = logits.logsumexp(-1)
+    total = sums
+    if sinks is not None:
+        extra = _grouped(sinks.double().view(1, heads, 1), kv_heads, rules)[0, :, :, 0, None]
+        total = torch.logaddexp(sums, extra.expand_as(sums))
+    weights = torch.exp(logits - total.unsqueeze(-1)).nan_to_num(0.0)
+    out = torch.einsum("gxnm,mgd->ngxd", weights, v)
+    return _flat(out, rules), _flat(sums.permute(2, 0, 1).unsqueeze(-1), rules).squeeze(-1)
+
+
+def _grouped(q: Tensor, kv_heads: int, rules: Rules) -> Tensor:
+    """``[queries, heads, dim]`` → ``[queries, kv_heads, heads per KV head, dim]``."""
+    each = q.shape[1] // kv_heads
+    grouped: Tensor = q.unflatten(1, (each, kv_heads) if rules.interleaved else (kv_heads, each))
+    return grouped.transpose(1, 2) if rules.interleaved else grouped
+
+
+def _flat(out: Tensor, rules: Rules) -> Tensor:
+    return (out.transpose(1, 2) if rules.interleaved else out).flatten(1, 2)
+
+
+def _visible(queries: int, rows: int, rules: Rules) -> Tensor:
+    """``[queries, rows]``: whether a query sees a row."""
+    key, query = torch.arange(rows), torch.arange(queries)[:, None]
+    before = rows - queries
+    if rules.parents is not None:
+        seen = torch.zeros(queries, rows, dtype=torch.bool)
+        seen[:, :before] = True
+        for row in range(queries):
+            for other in ancestors(rules.parents, row):
+                seen[row, before + other] = True
+        return seen
+    newest = {"last": before + query, "first": query, "none": torch.full_like(query, rows - 1)}[rules.aligned]
+    seen = key <= newest - rules.hidden
+    if rules.window is not None:
+        seen = seen & (key > newest - rules.window)
+    return seen if rules.longest is None else seen & (key < rules.longest)
+
+
+def ancestors(parents: Parents, row: int) -> list[int]:
+    """The row and its ancestors, in ascending order."""
+    found = []
+    while row >= 0:
+        found.append(row)
+        row = parents[row]
+    return found[::-1]
+
+
+def tree_bits(trees: tuple[Parents, ...], device: torch.device) -> Tensor:
+    """``[requests, rows]`` int64, as ``Geometry.tree`` has them; bit 63 is the sign."""
+    bits = [[sum(1 << seen for seen in ancestors(tree, row)) for row in range(len(tree))] for tree in trees]
+    signed = [[number - (1 << 64) if number >> 63 else number for number in row] for row in bits]
+    return torch.tensor(signed, dtype=torch.int64, device=device)
+
+
+def recurrence(inputs: LinearInputs, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Process one request's tokens in turn, by the equations of ``LinearInputs``.
+
+    ``state`` ``[heads, key_dim, value_dim]`` is the state before them. Returns the output ``[tokens, heads,
+    value_dim]`` and the state after them, both float64.
+    """
+    q, k, v, log_decay = (t.double() for t in (inputs.q, inputs.k, inputs.v, inputs.log_decay))
+    beta = None if inputs.beta is None else inputs.beta.double()
+    tokens, heads, _ = v.shape
+    of_key_head = torch.arange(heads) * q.shape[1] // max(heads, 1)
+    out = torch.zeros_like(v)
+    for token in range(tokens):
+        query, key = q[token, of_key_head], k[token, of_key_head]
+        if inputs.normalize:
+            query, key = (x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt() for x in (query, key))
+        decay = (log_decay if log_decay.dim() == 1 else log_decay[token]).exp()
+        state = state * decay.reshape(heads, -1, 1)
+        write = v[token]
+        if beta is not None:
+            write = (write - torch.einsum("hk,hkv->hv", key, state)) * beta[token, :, None]
+        state = state + torch.einsum("hk,hv->hkv", key, write)
+        out[token] = scale * torch.einsum("hk,hkv->hv", query, state)
+    return out, state
+
+
+def convolution(x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, *, silu: bool) -> tuple[Tensor, Tensor]:
+    """Convolve one request's rows ``[tokens, channels]`` in turn. ``state`` ``[channels, width]`` holds the newest
+    rows. Returns the output and the new state, both float64."""
+    x, weight = x.double(), weight.double()
+    out = torch.zeros_like(x)
+    for token, row in enumerate(x):
+        state = torch.cat([state[:, 1:], row[:, None]], 1)
+        out[token] = (state * weight).sum(1)
+        if bias is not None:
+            out[token] += bias.double()
+    return out * torch.sigmoid(out) if silu else out, state

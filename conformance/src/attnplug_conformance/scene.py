@@ -1,0 +1,437 @@
+"""A backend on a scene: scattered pages, NaN in all that must not be read, and the float64 result.
+
+The model has three layers, and the one in the middle is under test. The caches of the others are NaN, and so is every
+row that belongs to no request: whoever reads them shows it. ``healed`` names memory that holds zeros instead, by which
+a diagnosis finds out what was read.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attnplug import (
+    AttentionBackend,
+    CacheLayout,
+    DType,
+    ForwardBatch,
+    ForwardExtras,
+    Geometry,
+    LayerSpec,
+    MHAPool,
+    MLAPool,
+    ModelSpec,
+    Role,
+)
+from attnplug.host import KVPools, Limits, plan_forward, torch_dtype
+from attnplug_conformance.case import FIRST, LAST, LAYER, Case
+from attnplug_conformance.reference import Rules, attention, tree_bits
+from attnplug_conformance.subject import Subject
+
+NAN = float("nan")
+ROUNDING = {DType.FLOAT32: 0.0, DType.FLOAT16: 2e-3, DType.BFLOAT16: 1.5e-2, DType.FLOAT8_E4M3: 1.5e-1}
+POISONS = {
+    "tail": "rows past the last token of a request, on its last page",
+    "table": "a page outside its table: entries of the page table after a request's last page",
+    "free": "a page that belongs to no request of the batch",
+    "first": f"the cache of layer {FIRST}, while it attends in layer {LAYER}",
+    "last": f"the cache of layer {LAST}, while it attends in layer {LAYER}",
+    "all": "memory that belongs to no request: past the last token, and outside its table",
+}
+"""What must not be read, and the words for a backend that does."""
+
+
+@dataclass(frozen=True, eq=False)
+class Output:
+    """What one call gave: the result, the log-sum-exp if it was asked for, and the seconds of plan and run."""
+
+    out: Tensor
+    lse: Tensor | None
+    plan_s: float
+    run_s: float
+
+
+class Scene:
+    """A backend with a poisoned pool that holds the prefixes of the case's requests, and the rows they bring."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        case: Case,
+        healed: str | None = None,
+        backend: AttentionBackend | None = None,
+        roles: frozenset[Role] | None = None,
+    ) -> None:
+        self.subject, self.case, self.device, self.layer = subject, case, subject.device, case.layer
+        assert case.page_size is not None and case.dtype is not None
+        self.page_size, self.dtype = case.page_size, torch_dtype(case.dtype)
+        self.kv_dtype = case.kv_dtype or case.dtype
+        self.random = torch.Generator().manual_seed(case.seed)
+        self.new = [new for _, new in case.lengths]
+        self.totals = [before + new for before, new in case.lengths]
+        self.page_table, self.num_pages, self.trap = self._page_table()
+        self.pools = self._pools(healed)
+        self.problem = case.problem(self.device.type, subject.sm)
+        rows, requests = sum(self.new) + case.padding, len(self.new) + case.padded_requests
+        longest = self.page_table.shape[1] * self.page_size
+        limits = Limits(max(requests, 1), max(rows + 64, 128), max(longest, 512), case.lanes)
+        if case.tight:
+            limits = Limits(requests, rows, max(self.totals))
+        self.model = ModelSpec("conformance", "conformance", case.layers, 1 << 20)
+        self.limits = limits
+        self.backend = backend or subject.build(self.model, self.problem, case.role, self.pools, limits, roles)
+        key_dim, value_dim, kv_heads = self.widths
+        self.q = self.normal(sum(self.new), self.layer.num_heads, key_dim)
+        if case.mla is not None:  # absorbing spreads a query of head_dim over a whole row; the logits' spread stays
+            self.q = (self.q.float() * (self.layer.head_dim / key_dim) ** 0.5).to(self.dtype)
+        self.keys = [self.normal(total, kv_heads, key_dim) for total in self.totals]
+        self.values = [self.normal(total, kv_heads, value_dim) for total in self.totals]
+        if case.mla is not None:
+            self.values = [keys[..., :value_dim] for keys in self.keys]
+        self.sinks = self.normal(self.layer.num_heads).float() if case.sinks else None
+        self.store(LAYER, [(0, before) for before, _ in case.lengths])
+        if healed == "tail":
+            self._heal_tails()
+
+    # What there is
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Width of a cached key, of a value, and KV heads."""
+        mla = self.case.mla
+        if mla is not None:
+            return mla.row_dim, mla.kv_lora_rank, 1
+        return self.layer.head_dim, self.layer.v_head_dim, self.layer.num_kv_heads
+
+    def normal(self, *shape: int) -> Tensor:
+        made = torch.randn(*shape, generator=self.random) * self.case.magnitude
+        return made.to(self.dtype).to(self.device)
+
+    def _page_table(self) -> tuple[Tensor, int, int]:
+        """``[requests, width]`` on the host, how many pages there are, and the page to which entries lead that nobody
+        may follow."""
+        needed = [-(-total // self.page_size) for total in self.totals]
+        requests, width = len(needed), max([*needed, 1]) + (not self.case.tight)
+        pages = requests * width + 3
+        orders = {
+            "shuffled": lambda: torch.randperm(pages - 1, generator=self.random),
+            "contiguous": lambda: torch.arange(pages - 1),
+            "interleaved": lambda: torch.arange(requests * width).view(width, requests).T.flatten(),
+            "descending": lambda: torch.arange(pages - 1).flip(0),
+        }
+        order = orders[self.case.pages]()
+        trap = pages - 1
+        table = order[: requests * width].view(requests, width).int()
+        for request, count in enumerate(needed):
+            table[request, count:] = trap
+        return table, pages, trap
+
+    def _pools(self, healed: str | None) -> KVPools:
+        case, layers, pages, size = self.case, self.case.layers, self.num_pages, self.page_size
+        key_dim, value_dim, kv_heads = self.widths
+        fp8, stored = self.kv_dtype is DType.FLOAT8_E4M3, torch_dtype(self.kv_dtype)
+        strided = case.layout is CacheLayout.STRIDED
+        if case.mla is not None:
+            scales = {FIRST: 2.0, LAYER: case.kv_scales[0], LAST: 3.0} if fp8 else None
+            if strided:
+                given = {
+                    layer.layer_id: torch.zeros(pages, size, key_dim + 16, dtype=stored, device=self.device)[
+                        ..., :key_dim
+                    ]
+                    for layer in layers
+                }
+                mla = MLAPool.over(
+                    layers, given, "pages tokens dim", page_size=size, dtype=self.kv_dtype, scales=scales
+                )
+            else:
+                mla = MLAPool(
+                    layers, num_pages=pages, page_size=size, dtype=self.kv_dtype, device=self.device, scales=scales
+                )
+            pools = KVPools(mla=mla)
+        else:
+            pairs = {FIRST: (2.0, 3.0), LAYER: case.kv_scales, LAST: (3.0, 2.0)} if fp8 else None
+            if strided:
+                tensors: dict[int, Tensor | tuple[Tensor, Tensor]] = {
+                    layer.layer_id: torch.zeros(
+                        pages, size, kv_heads, key_dim + value_dim, dtype=stored, device=self.device
+                    )
+                    for layer in layers
+                }
+                mha = MHAPool.over(
+                    layers,
+                    tensors,
+                    "pages tokens heads (kv dim)",
+                    page_size=size,
+                    dtype=self.kv_dtype,
+                    scales=pairs,
+                )
+            else:
+                mha = MHAPool(
+                    layers,
+                    num_pages=pages,
+                    page_size=size,
+                    dtype=self.kv_dtype,
+                    device=self.device,
+                    layout="head_major" if case.layout is CacheLayout.HEAD_MAJOR else "token_major",
+                    scales=pairs,
+                )
+            pools = KVPools(mha=mha)
+        for layer_id in (FIRST, LAYER, LAST):
+            for memory in self.memories(layer_id, pools):
+                memory.copy_(torch.tensor(NAN))
+                if (healed is not None and healed == {FIRST: "first", LAST: "last"}.get(layer_id)) or healed == "all":
+                    memory.copy_(torch.tensor(0.0))
+                elif layer_id == LAYER and healed == "table":
+                    as_bytes(memory)[self.trap] = 0
+                elif layer_id == LAYER and healed == "free":
+                    used = set(self.page_table.flatten().tolist())
+                    as_bytes(memory)[[page for page in range(pages) if page not in used]] = 0
+        return pools
+
+    def memories(self, layer_id: int, pools: KVPools | None = None) -> tuple[Tensor, ...]:
+        """The cache of a layer itself, ``[pages, page_size, heads, width]``: keys and values, or latent rows."""
+        pools = pools or self.pools
+        if pools.mla is not None:
+            return (pools.mla.rows(layer_id),)
+        assert pools.mha is not None
+        return pools.mha.keys(layer_id), pools.mha.values(layer_id)
+
+    def scales(self, layer_id: int) -> tuple[float, ...]:
+        """The fp8 scale of each of a layer's memories; 1 for other types."""
+        if self.pools.mla is not None:
+            return (self.pools.mla.scale(layer_id),)
+        assert self.pools.mha is not None
+        return self.pools.mha.scales(layer_id)
+
+    def rows_of(self) -> tuple[list[Tensor], ...]:
+        """The rows of every request, as ``memories`` has them."""
+        return (self.keys,) if self.case.mla is not None else (self.keys, self.values)
+
+    def store(self, layer_id: int, spans: list[tuple[int, int]]) -> None:
+        """Write rows ``start … stop`` of every request straight into the memory, by the page table."""
+        scales = self.scales(layer_id)
+        for memory, rows, scale in zip(self.memories(layer_id), self.rows_of(), scales, strict=True):
+            for request, (start, stop) in enumerate(spans):
+                page, offset = self.places(request, start, stop)
+                cells = kept(rows[request][start:stop], scale, memory.dtype)
+                as_bytes(memory)[page, offset] = as_bytes(cells)
+
+    def places(self, request: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
+        """Pages and offsets of rows of a request."""
+        position = torch.arange(start, stop)
+        page = self.page_table[request, position // self.page_size].long()
+        return page.to(self.device), (position % self.page_size).to(self.device)
+
+    def _heal_tails(self) -> None:
+        for memory in self.memories(LAYER):
+            for request, total in enumerate(self.totals):
+                page, offset = self.places(request, total, -(-total // self.page_size) * self.page_size)
+                as_bytes(memory)[page, offset] = 0
+
+    def owner(self, page: int, offset: int) -> str:
+        """Whose row lies there, in words."""
+        for request, total in enumerate(self.totals):
+            pages = self.page_table[request, : -(-total // self.page_size)].tolist()
+            if page in pages:
+                token = pages.index(page) * self.page_size + offset
+                if token < total:
+                    return f"request {request}, token {token}"
+                return f"page {page}, row {offset}, past the last token of request {request}"
+        return f"page {page}, row {offset}, which belongs to no request"
+
+    # Batches
+
+    def geometry(self, *, lane: int = 0, slots: Tensor | None = None) -> Geometry:
+        case, device = self.case, self.device
+        made = Geometry.of_lengths(
+            case.mode, self.page_table.to(device), self.new, self.totals, self.page_size, lane=lane, slots=slots
+        )
+        if not case.exact:
+            made = replace(made, host=None, max_seq_len=self.page_table.shape[1] * self.page_size)
+        if case.trees is not None:
+            made = replace(made, tree=tree_bits(case.trees, device))
+        if case.padded_requests:
+            made = made.padded(made.requests + case.padded_requests)
+        return made
+
+    def batch(self, *, lane: int = 0, slots: Tensor | None = None) -> ForwardBatch:
+        geometry = self.geometry(lane=lane, slots=slots)
+        rows = geometry.rows + self.case.padding
+        return ForwardBatch(geometry, input_ids=torch.zeros(rows, dtype=torch.int64, device=self.device))
+
+    def new_rows(self, of: list[Tensor]) -> Tensor:
+        return torch.cat([rows[before:] for rows, (before, _) in zip(of, self.case.lengths, strict=True)])
+
+    def inputs(self, rows: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """q, k and v of ``rows`` rows: those of the requests, and padding after them. That of k and v is a number: NaN
+        written to poisoned memory would not show."""
+        k, v = self.new_rows(self.keys), None if self.case.mla is not None else self.new_rows(self.values)
+        return tail(self.q, rows), tail(k, rows, 5.0), None if v is None else tail(v, rows, 5.0)
+
+    # Running
+
+    def plan(self, batch: ForwardBatch) -> ForwardBatch:
+        with zero_by_chance_is_nan(self.device):
+            plan_forward(self.backend, batch)
+        return batch
+
+    def forward(
+        self,
+        batch: ForwardBatch,
+        inputs: tuple[Tensor, Tensor | None, Tensor | None] | None = None,
+        *,
+        layer: LayerSpec | None = None,
+        save: bool = True,
+        extras: ForwardExtras | None = None,
+    ) -> Tensor:
+        """One call of the backend, as it is planned."""
+        q, k, v = inputs or self.inputs(batch.num_tokens)
+        if self.sinks is not None:
+            extras = replace(extras or ForwardExtras(), sinks=self.sinks)
+        backend = self.backend
+        run = backend.forward_decode if batch.forward_mode.is_decode else backend.forward_extend
+        with zero_by_chance_is_nan(self.device):
+            return run(q, k, v, layer or self.layer, batch, save_kv_cache=save, extras=extras)
+
+    def run(self, batch: ForwardBatch | None = None, *, lse: bool = False, save: bool = True) -> Output:
+        """Plan, unless the batch is planned, and run."""
+        batch = batch or self.batch()
+        started = self.now()
+        if batch.plan is None:
+            self.plan(batch)
+        planned = self.now()
+        sums = torch.full((batch.num_tokens, self.layer.num_heads), NAN, device=self.device) if lse else None
+        inputs = self.inputs(batch.num_tokens) if save else (tail(self.q, batch.num_tokens), None, None)
+        out = self.forward(batch, inputs, save=save, extras=None if sums is None else ForwardExtras(lse=sums))
+        return Output(out, sums, planned - started, self.now() - planned)
+
+    def now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    # What is right
+
+    def rules(self, layer: LayerSpec | None = None) -> Rules:
+        layer = layer or self.layer
+        return Rules(layer.scale, layer.sliding_window, layer.logit_cap)
+
+    def stored(self, request: int, *, scaled: tuple[bool, bool] = (True, True)) -> tuple[Tensor, Tensor]:
+        """Keys and values of a request as a cache holds them, in float64; without its scales, as a mistake reads it."""
+        memory, found = torch_dtype(self.kv_dtype), []
+        scales = self.case.kv_scales if self.case.mla is None else (self.case.kv_scales[0],) * 2
+        fp8 = self.kv_dtype is DType.FLOAT8_E4M3
+        for rows, scale, used in zip((self.keys, self.values), scales, scaled, strict=True):
+            scale = scale if fp8 else 1.0
+            found.append(kept(rows[request], scale, memory).double() * (scale if used else 1.0))
+        return found[0], found[1]
+
+    def misread(self, tables: Tensor) -> Tensor:
+        """The output of a backend that reads the cache by other page tables; NaN where that is poison."""
+        outs = []
+        for request, q in enumerate(self.q.split(self.new)):
+            position = torch.arange(self.totals[request])
+            page = tables[request, position // self.page_size].long().clamp(0, self.num_pages - 1).to(self.device)
+            offset = (position % self.page_size).to(self.device)
+            memories, fp8 = self.memories(LAYER), self.kv_dtype is DType.FLOAT8_E4M3
+            scales = self.case.kv_scales if fp8 else (1.0, 1.0)
+            read = [m.float()[page, offset].double() * scale for m, scale in zip(memories, scales, strict=False)]
+            keys, values = read[0], read[-1][..., : self.widths[1]]
+            outs.append(attention(q, keys, values, self.rules(), self.sinks)[0])
+        return torch.cat(outs)
+
+    def wanted(
+        self, rules: Rules | None = None, *, scaled: tuple[bool, bool] = (True, True), sinks: bool = True
+    ) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp of the rows of all requests, by the given rules or the layer's own."""
+        outs, sums = [], []
+        for request, q in enumerate(self.q.split(self.new)):
+            keys, values = self.stored(request, scaled=scaled)
+            mine = rules or self.rules()
+            if self.case.trees is not None and rules is None:
+                mine = replace(mine, parents=self.case.trees[request])
+            out, lse = attention(q, keys, values, mine, self.sinks if sinks else None)
+            outs.append(out)
+            sums.append(lse)
+        if not outs:
+            return torch.zeros(0, self.layer.num_heads, self.widths[1]), torch.zeros(0, self.layer.num_heads)
+        return torch.cat(outs), torch.cat(sums)
+
+    @property
+    def tolerance(self) -> float:
+        """The largest relative error that rounding explains."""
+        return tolerance(self.case, self.widths[0] + max(self.totals, default=1))
+
+    def snapshot(self) -> dict[int, list[Tensor]]:
+        """The bytes of the cache of every layer."""
+        return {each: [as_bytes(m).clone() for m in self.memories(each)] for each in (FIRST, LAYER, LAST)}
+
+    def changes(self, before: dict[int, list[Tensor]]) -> Iterator[tuple[int, int, int]]:
+        """Layer, page and row of everything that changed since a snapshot."""
+        for layer_id, copies in before.items():
+            for memory, copy in zip(self.memories(layer_id), copies, strict=True):
+                for page, offset in (as_bytes(memory) != copy).flatten(2).any(-1).nonzero().tolist():
+                    yield layer_id, page, offset
+
+    def healed(self, what: str) -> Scene:
+        """The same scene with zeros in memory that must not be read."""
+        return Scene(self.subject, self.case, what)
+
+
+def tolerance(case: Case, terms: int) -> float:
+    """Every kernel sums in float32, and rounding errors grow with the square root of the number of terms."""
+    kv = ROUNDING[case.kv_dtype or DType.FLOAT32] if case.kv_dtype is DType.FLOAT8_E4M3 else 0.0
+    own = 8 * torch.finfo(torch.float32).eps * math.sqrt(terms) + max(ROUNDING[case.dtype or DType.FLOAT32], kv)
+    return own if case.magnitude == 1.0 else max(2e-2, 3 * own)
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    """The largest ‖found − wanted‖ / ‖wanted‖ of a token and head; NaN if anything found is NaN."""
+    if not wanted.numel():
+        return 0.0
+    found, wanted = found.double().cpu(), wanted.cpu()
+    if wanted.dim() == 2:  # log-sum-exps: absolute where they are small
+        finite = wanted.isfinite()
+        if not torch.equal(found[~finite], wanted[~finite]):
+            return math.inf
+        found, wanted = found[finite], wanted[finite]
+        return float(((found - wanted).abs() / wanted.abs().clamp(min=1.0)).amax()) if len(wanted) else 0.0
+    sizes = wanted.norm(dim=-1)
+    return float(((found - wanted).norm(dim=-1) / torch.maximum(sizes, sizes.mean() / 4 + 1e-30)).amax())
+
+
+def kept(rows: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """Rows as a cache stores them. A tensor is divided by: on a GPU torch multiplies by a number's inverse instead, and
+    where that is not the quotient, one fp8 number in a hundred rounds the other way."""
+    return (rows.float() / torch.tensor(scale, device=rows.device)).to(dtype)
+
+
+def tail(tensor: Tensor, rows: int, value: float = NAN) -> Tensor:
+    """A copy with rows of NaN, or of another value, at its end, ``rows`` in all."""
+    more = torch.full((rows - len(tensor), *tensor.shape[1:]), value, dtype=tensor.dtype, device=tensor.device)
+    return torch.cat([tensor, more])
+
+
+def as_bytes(memory: Tensor) -> Tensor:
+    """The same memory as integers: torch has no index operations for fp8 on a CPU, and NaN is never equal to itself."""
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return memory.view(sizes[memory.element_size()])
+
+
+@contextmanager
+def zero_by_chance_is_nan(device: torch.device) -> Iterator[None]:
+    """Inside, memory that nobody has written holds NaN (or the largest integer) on a CPU, where it is often zero."""
+    if device.type != "cpu" or torch.are_deterministic_algorithms_enabled():
+        yield
+        return
+    torch.set_deterministic_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.set_deterministic_debug_mode("default")

@@ -1,0 +1,194 @@
+"""The backend under test: what it claims, what it refuses, and how it is built."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import TypeVar
+
+import torch
+
+from attnplug import (
+    AttentionBackend,
+    AttentionKind,
+    Capabilities,
+    DType,
+    ExtendPath,
+    ForwardMode,
+    ModelSpec,
+    Problem,
+    Role,
+)
+from attnplug.host import (
+    HostContext,
+    KVPools,
+    Limits,
+    LinearDims,
+    MLADims,
+    Registered,
+    WorkspaceOwner,
+    build_backend,
+    torch_dtype,
+)
+from attnplug_conformance.case import Case
+
+PAGES = (16, 32, 64, 128, 256, 8, 1)
+EQUAL = ((16, 16), (32, 32), (64, 64), (128, 128))
+DIFFERENT = ((32, 16), (64, 32), (128, 64), (192, 128))
+HEADS = (4, 8, 16, 32, 64, 128)
+"""Widths and numbers of heads, the first that is served is taken. A GPU begins with what models have."""
+TYPES = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
+
+
+Shape = TypeVar("Shape")
+
+
+class Refused(Exception):
+    """The backend does not claim what a check needs; ``reasons`` are its own."""
+
+    def __init__(self, *reasons: str) -> None:
+        super().__init__("; ".join(reasons))
+        self.reasons = reasons
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """An installed backend on a device.
+
+    ``seam`` says how it runs where its kernels cannot: the spec's factory then builds it over stand-ins for them.
+    """
+
+    registered: Registered
+    device: torch.device
+    sm: int | None = None
+    longest: int = 1100
+    """Rows of the longest request. A GPU takes more."""
+    seam: str | None = None
+    options: object = None
+    """The backend's own options, parsed; ``None`` for the defaults."""
+
+    @property
+    def name(self) -> str:
+        return self.registered.spec.name
+
+    @property
+    def can(self) -> Capabilities:
+        return self.registered.spec.capabilities
+
+    @property
+    def page_size(self) -> int:
+        """The page size of most cases."""
+        served = (size for size in PAGES if self.can.page_sizes.kernel_size(size) == size)
+        return next(served, max(self.can.page_sizes.kernel or {64}))
+
+    def refusals(self, problem: Problem, role: Role) -> list[str]:
+        return [refusal.message for refusal in self.registered.spec.refusals(problem, role, self.options)]
+
+    def fit(self, case: Case) -> Case:
+        """The case with every choice made that it leaves to the backend; raises :class:`Refused` if none is served."""
+        can = self.can
+        self._need(case)
+        dtype = case.dtype or next((dtype for dtype in TYPES if dtype in can.dtypes), DType.BFLOAT16)
+        kv_dtype = case.kv_dtype
+        if kv_dtype is None and can.kv_dtypes == {DType.FLOAT8_E4M3}:  # it reads no other cache
+            kv_dtype = DType.FLOAT8_E4M3
+            case = replace(case, magnitude=min(case.magnitude, 3.0))  # fp8 ends at 448
+        page_size = case.page_size or self.page_size
+        filled = replace(case, page_size=page_size, dtype=dtype, kv_dtype=kv_dtype, alike=can.layers_alike)
+        first: list[str] | None = None
+        for shaped in self._shapes(filled):
+            reasons = self.refusals(shaped.problem(self.device.type, self.sm), shaped.role)
+            if not reasons:
+                return shaped
+            first = first or reasons
+        raise Refused(*(first or ["no shape of this case is among its dims"]))
+
+    def _need(self, case: Case) -> None:
+        can = self.can
+        if missing := case.extras - can.extras:
+            raise Refused(f"it does not claim the extra {', '.join(sorted(missing))}")
+        if case.role not in can.roles:
+            raise Refused(f"it does not claim the role {case.role}, only {', '.join(sorted(can.roles))}")
+        if case.is_mla and case.role is Role.PREFILL:
+            absorbed = ExtendPath.ABSORBED in can.mla_extend
+            if not case.ragged and not absorbed:
+                raise Refused("it does not extend MLA absorbed: " + (", ".join(sorted(can.mla_extend)) or "not at all"))
+            if case.ragged and not can.mla_extend - {ExtendPath.ABSORBED}:
+                raise Refused("it extends MLA absorbed only")
+
+    def _shapes(self, case: Case) -> Iterator[Case]:
+        if case.is_mla:
+            small = MLADims(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8)
+            dims = [(small, 16)]
+            if self.can.mla_dims is not None:
+                dims = [(MLADims(rank, 128, rope), 128) for rank, rope in sorted(self.can.mla_dims, reverse=True)]
+            else:
+                dims.append((MLADims(512, 128, 64), 128))
+                dims = list(self._usual_first(tuple(dims), dims[-1]))
+            counts = self._usual_first(HEADS, 16) if case.mla_heads is None else (case.mla_heads,)
+            for (mla, width), heads in product(dims if case.mla is None else [(case.mla, case.v_head_dim)], counts):
+                yield replace(case, mla=mla, v_head_dim=width, mla_heads=heads)
+            return
+        if case.kind.is_linear:
+            wide = self.device.type == "cuda"
+            for linear in (_linear(case.kind, *(64, 64) if wide else (12, 8)), _linear(case.kind, 64, 64)):
+                yield replace(case, linear=case.linear or linear)
+            return
+        pairs = self._usual_first(DIFFERENT, (192, 128)) if case.differ else self._usual_first(EQUAL, (64, 64))
+        if self.can.head_dims is not None:
+            claimed = sorted(pair for pair in self.can.head_dims if (pair[0] != pair[1]) == case.differ)
+            pairs = tuple(claimed)
+        for pair in pairs if case.dims is None else (case.dims,):
+            yield replace(case, dims=pair)
+
+    def _usual_first(self, found: tuple[Shape, ...], usual: Shape) -> tuple[Shape, ...]:
+        return (usual, *(each for each in found if each != usual)) if self.device.type == "cuda" else found
+
+    def build(
+        self,
+        model: ModelSpec,
+        problem: Problem,
+        role: Role,
+        pools: KVPools,
+        limits: Limits,
+        roles: frozenset[Role] | None = None,
+    ) -> AttentionBackend:
+        """Build it for a problem, from a context of its own, as a host does."""
+        assert problem.dtype is not None and problem.kv_dtype is not None and problem.page_size is not None
+        context = HostContext(
+            model=model,
+            device=self.device,
+            dtype=torch_dtype(problem.dtype),
+            kv_dtype=problem.kv_dtype,
+            page_size=problem.page_size,
+            limits=limits,
+            pools=pools,
+            workspace=WorkspaceOwner(),
+        )
+        if roles is None:
+            served = {Role.PREFILL, Role.DECODE} & self.can.roles if role in (Role.PREFILL, Role.DECODE) else {role}
+            roles = frozenset(each for each in served if not self.refusals(problem, each)) | {role}
+        own = context.for_backend(self.name, self.can, roles=roles, options=self.options)
+        return build_backend(self.registered, own, problem)
+
+    def claimed_kinds(self) -> list[AttentionKind]:
+        return sorted(self.can.kinds)
+
+    def serves(self, mode: ForwardMode, kind: AttentionKind) -> bool:
+        """Whether it attends, absorbed in the case of MLA, in this mode."""
+        try:
+            self.fit(Case(((3, 1),), mode, kind))
+        except Refused:
+            return False
+        return True
+
+
+def _linear(kind: AttentionKind, key: int, value: int) -> LinearDims:
+    """Dims of a linear layer with more heads than key heads, if its kind has both."""
+    if kind is AttentionKind.SHORT_CONV:
+        return LinearDims(0, 0, 0, 0, conv_channels=4 * key, conv_width=3)
+    heads, key_heads = {AttentionKind.GDN: (4, 2), AttentionKind.MAMBA2: (4, 1)}.get(kind, (3, 3))
+    if kind is AttentionKind.LIGHTNING:
+        return LinearDims(heads, key_heads, key, value)
+    return LinearDims(heads, key_heads, key, value, conv_channels=2 * key_heads * key + heads * value, conv_width=4)

@@ -1,0 +1,1 @@
+"""Backends that ``attnplug new`` starts an author with: small, right, and to be replaced."""

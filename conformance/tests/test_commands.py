@@ -1,0 +1,129 @@
+"""``attnplug conform`` and ``attnplug new``, and the path from one to the other."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from attnplug.cli.app import parse, run
+from attnplug.host import SelectionError, UsageError, load_registry
+from attnplug_conformance.catalog import all_checks
+from attnplug_conformance.chosen import chosen_backends
+from attnplug_conformance.new_command import KINDS, files
+from attnplug_conformance.runner import Status, run_checks
+from attnplug_conformance.subject import Subject
+
+
+def attnplug(*arguments: str) -> int:
+    return run(parse(list(arguments)))
+
+
+def test_conform_runs_one_check(capsys):
+    assert attnplug("conform", "torch_native", "--device", "cpu", "--check", "mha.decode.one_request") == 0
+    assert "torch_native conforms: 1 passed, 0 failed" in capsys.readouterr().out
+
+
+def test_conform_runs_all_below_a_name(capsys):
+    assert attnplug("conform", "torch_native", "--device", "cpu", "--check", "mha.extras") == 0
+    assert "4 passed" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("suffix", ["html", "json"])
+def test_conform_writes_a_report(suffix, tmp_path, capsys):
+    path = tmp_path / f"out.{suffix}"
+    arguments = ("--device", "cpu", "--check", "mha.decode", "--report", str(path))
+    assert attnplug("conform", "torch_native", *arguments) == 0
+    assert "mha.decode.one_request" in path.read_text()
+    if suffix == "json":
+        assert json.loads(path.read_text())["conforms"] is True
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["torch_nativ"], "did you mean torch_native"),
+        (["torch_native", "--check", "mha.decod"], "no check 'mha.decod'; did you mean"),
+        (["torch_native", "--report", "out.txt"], "neither a .html nor a .json"),
+        (["torch_native", "--report", "nowhere/out.html"], "no folder nowhere"),
+        (["torch_native", "--seed", "-1"], "--seed -1 is not a seed"),
+        (["torch_native", "--expected-failures", "nowhere"], "--expected-failures"),
+    ],
+)
+def test_a_mistake_of_the_user_is_told(arguments, words):
+    with pytest.raises(UsageError, match=words):
+        attnplug("conform", *arguments)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_new_package_conforms(kind, tmp_path, monkeypatch, capsys):
+    """D1: installed, it is selectable; and it passes everything that it claims."""
+    name = f"fresh_{kind}"
+    monkeypatch.chdir(tmp_path)
+    assert attnplug("new", name, "--kind", kind) == 0
+    source = Path(name, "src")
+    info = source / f"{name}-0.1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1.0\n")
+    (info / "entry_points.txt").write_text(f"[attnplug.plugins]\n{name} = {name}.plugin\n")
+    monkeypatch.syspath_prepend(str(source.resolve()))
+    verdict = run_checks(Subject(load_registry().backends[name], torch.device("cpu")), all_checks())
+    failed = {result.check.name: result.words for result in verdict.results if result.status is Status.FAILED}
+    assert not failed and verdict.holds, verdict.problems
+    for module in [each for each in sys.modules if each.split(".")[0] == name]:
+        del sys.modules[module]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_author_starts_with_sixty_lines(kind):
+    made = files("my_backend", kind)
+    assert sum(text.count("\n") for path, text in made.items() if path.startswith("src/")) <= 60
+
+
+def test_new_writes_over_nothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("taken").mkdir()
+    with pytest.raises(UsageError, match="taken exists already"):
+        attnplug("new", "taken")
+
+
+@pytest.mark.parametrize("name", ["My-Backend", "1st", "auto", "class"])
+def test_new_refuses_a_name_that_no_backend_can_have(name):
+    with pytest.raises(UsageError, match="is not a name for a backend"):
+        attnplug("new", name)
+
+
+class TestCheck:
+    """The quick run, for the backends that a choice leads to."""
+
+    def test_auto_checks_what_is_chosen_for_every_kind_of_layer(self, capsys):
+        assert attnplug("check", "--device", "cpu", "--json") == 0
+        (verdict,) = json.loads(capsys.readouterr().out)
+        assert verdict["backend"] == "torch_native" and verdict["quick"] and verdict["conforms"]
+        assert {"mha", "mla", "sparse"} <= set(verdict["claims"])
+
+    def test_linear_backends_are_checked_where_one_is_asked_for(self, capsys):
+        assert attnplug("check", "--device", "cpu", "--linear-attention-backend", "torch") == 0
+        assert "torch conforms (quick)" in capsys.readouterr().out
+
+    def test_each_role_may_have_a_backend_of_its_own(self):
+        registry = load_registry()
+        chosen = chosen_backends(registry, "auto", {"decode": "torch_native", "linear": "torch"}, "cpu", None)
+        assert chosen == ["torch", "torch_native"]
+
+    def test_a_backend_that_cannot_be_chosen_is_refused_with_its_reasons(self):
+        with pytest.raises(SelectionError, match="device cpu is not supported, only cuda"):
+            attnplug("check", "--device", "cpu", "--attention-backend", "flashmla")
+
+    def test_options_reach_the_backend_they_name(self):
+        with pytest.raises(UsageError, match="backend torch_native takes no options"):
+            attnplug("check", "--device", "cpu", "--backend-option", "torch_native.speed=11")
+
+
+def test_without_the_kit_core_says_what_to_install(monkeypatch):
+    monkeypatch.setattr("attnplug.cli.foreign.claims", lambda: ({}, []))
+    with pytest.raises(UsageError, match="it comes with attnplug-conformance: pip install attnplug-conformance"):
+        attnplug("check")

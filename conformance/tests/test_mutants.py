@@ -1,0 +1,39 @@
+"""The kit catches every broken backend of ``mutants``, by the check meant for it, and says what is wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+from attnplug_conformance.catalog import all_checks
+from attnplug_conformance.runner import Status, run_check, run_checks
+from kit_subjects import CHECKS, subject, text
+from mutants import MUTANTS, PREPARED, Mutant
+
+
+def mutated(mutant: Mutant) -> str:
+    source = text(mutant.good)
+    for old, new in ((mutant.old, mutant.new), *([PREPARED[mutant.name]] if mutant.name in PREPARED else [])):
+        assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times"
+        source = source.replace(old, new)
+    return source
+
+
+def test_there_are_enough_and_each_has_a_name_of_its_own():
+    assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 60
+
+
+@pytest.mark.parametrize("good", ["mha", "mla", "linear"])
+def test_the_good_backends_pass_everything(good):
+    verdict = run_checks(subject(f"good_{good}", text(good)), all_checks())
+    failed = {result.check.name: result.words for result in verdict.results if result.status is Status.FAILED}
+    assert not failed and not verdict.problems
+    ran = {result.check.name for result in verdict.results if result.status is Status.PASSED}
+    meant = {mutant.caught_by for mutant in MUTANTS if mutant.good == good}
+    assert meant <= ran, "a check that is meant to catch a mutant does not run"
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_the_kit_catches(mutant):
+    result = run_check(CHECKS[mutant.caught_by], subject(mutant.name, mutated(mutant)))
+    assert result.status is Status.FAILED
+    assert mutant.says in result.words

@@ -1,0 +1,40 @@
+"""The code that docs/conformance.md shows works as it stands there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from attnplug_conformance.runner import Status, run_check
+from kit_subjects import CHECKS
+
+PAGE = (Path(__file__).parents[2] / "docs" / "conformance.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
+
+
+def test_two_lines_are_tests_of_every_check():
+    names: dict[str, Any] = {}
+    exec(BLOCKS[0], names)
+    (parametrized,) = names["test_conforms"].pytestmark
+    assert CHECKS["mha.decode.long"] in parametrized.args[1]
+    names["test_enough_is_claimed"]()
+
+
+def test_a_seam_runs_on_a_cpu():
+    names: dict[str, Any] = {}
+    exec(BLOCKS[1], names)
+    subject = names["on_a_cpu"]("torch_native", "attnplug.torch_native.backend:TorchNativeBackend")
+    assert run_check(CHECKS["mha.decode.long"], subject).status is Status.PASSED
+
+
+def test_the_page_knows_how_many_mutants_there_are():
+    from mutants import MUTANTS
+
+    assert f"hold {len(MUTANTS)} broken backends" in PAGE
+
+
+def test_every_check_that_the_page_names_exists():
+    """In full, or as what several begin with."""
+    for name in re.findall(r"check `([\w.]+)`", PAGE):
+        assert any(f".{name}" in check for check in CHECKS), name

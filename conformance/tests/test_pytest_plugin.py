@@ -1,0 +1,26 @@
+"""``pytest --attention-backend NAME --pyargs attnplug_conformance``."""
+
+from __future__ import annotations
+
+import pytest
+
+import attnplug_conformance.testing  # noqa: F401  here, or each run imports it anew
+
+pytest_plugins = "pytester"
+KIT = ("-q", "-p", "no:cacheprovider", "--import-mode=importlib", "--pyargs", "attnplug_conformance")
+
+
+def test_every_check_is_a_test(pytester: pytest.Pytester):
+    pytester.makefile("", known="mha.lse.decode: it is known\n")
+    arguments = ("--attention-backend=torch_native", "--attention-device=cpu", "--expected-failures=known")
+    done = pytester.runpytest_inprocess(*KIT, *arguments, "-rs", "-k", "mha.lse or mha.sinks.decode or enough")
+    done.assert_outcomes(passed=2, failed=1, skipped=1, deselected=done.parseoutcomes()["deselected"])
+    told = done.stdout.str()
+    assert "mha.lse.decode is an expected failure, and it passed" in told
+    assert "it does not claim the extra sinks" in told
+
+
+def test_without_a_backend_it_says_what_to_give(pytester: pytest.Pytester):
+    done = pytester.runpytest_inprocess(*KIT)
+    assert "give --attention-backend NAME" in done.stdout.str()
+    assert done.ret != 0

@@ -1,0 +1,89 @@
+"""What the kit reports: claims, floors, expected failures, and one command for each failure."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from attnplug_conformance.catalog import all_checks
+from attnplug_conformance.report import as_html, as_json, lines
+from attnplug_conformance.runner import Status, read_expected, run_check, run_checks
+from kit_subjects import CHECKS, subject, text
+
+BASE_2 = text("mha").replace("extras.lse[rows] = sums", "extras.lse[rows] = sums / 0.6931471805599453")
+LSE = [CHECKS["mha.lse.extend"], CHECKS["mha.decode.one_request"]]
+
+
+def claiming(**changes):
+    """A good backend that claims something else."""
+    good = subject("good_mha", text("mha"))
+    spec = good.registered.spec
+    spec = replace(spec, capabilities=replace(spec.capabilities, **changes))
+    return replace(good, registered=replace(good.registered, spec=spec))
+
+
+def test_a_failure_says_what_is_wrong_and_how_to_repeat_it():
+    verdict = run_checks(subject("base_2", BASE_2), LSE, floors=False)
+    told = "\n".join(lines(verdict))
+    assert "FAILED mha.lse.extend: the log-sum-exp is base 2" in told
+    assert "attnplug conform good_mha --device cpu --check mha.lse.extend" in told
+    assert not verdict.holds
+
+
+def test_what_is_not_claimed_is_told_by_the_backends_own_refusal():
+    result = run_check(CHECKS["mha.window.decode"], claiming(features=frozenset(), extras=frozenset()))
+    assert result.status is Status.REFUSED and "sliding_window" in result.words
+
+
+def test_claiming_nothing_that_can_run_does_not_pass():
+    verdict = run_checks(claiming(head_dims=frozenset({(13, 11)})), all_checks())
+    assert not verdict.holds and any("must" in problem for problem in verdict.problems)
+
+
+def test_nothing_that_ran_does_not_pass():
+    verdict = run_checks(claiming(devices=frozenset({"cuda"})), all_checks())
+    assert verdict.problems == ("nothing ran: backend good_mha refused every check on cpu",)
+
+
+def test_an_expected_failure_passes_with_its_reason():
+    verdict = run_checks(subject("base_2", BASE_2), LSE, expected={"mha.lse.extend": "base 2 for now"}, floors=False)
+    assert verdict.holds and verdict.results[0].words.startswith("base 2 for now")
+
+
+def test_an_expected_failure_that_passes_is_a_problem():
+    verdict = run_checks(subject("good_mha", text("mha")), LSE, expected={"mha.lse.extend": "once"}, floors=False)
+    assert verdict.problems == ("mha.lse.extend is an expected failure, and it passed; remove the entry",)
+
+
+def test_an_expected_failure_of_no_check_is_a_problem():
+    verdict = run_checks(subject("good_mha", text("mha")), LSE, expected={"mha.lsee": "once"}, floors=False)
+    assert verdict.problems == ("the expected failure mha.lsee names no check",)
+
+
+@pytest.mark.parametrize("entry", ["mha.lse.extend", "mha.lse.extend:", "a: once\na: twice"])
+def test_an_entry_without_a_reason_or_twice_is_an_error(entry):
+    with pytest.raises(ValueError, match="known"):
+        read_expected(entry, "known")
+
+
+def test_expected_failures_are_read_with_comments():
+    assert read_expected("# why\nmha.lse.extend: base 2  # until 1.0\n", "f") == {"mha.lse.extend": "base 2"}
+
+
+def test_the_reports_hold_every_check():
+    verdict = run_checks(subject("base_2", BASE_2), LSE, floors=False)
+    page, data = as_html(verdict), json.loads(json.dumps(as_json(verdict)))
+    assert "base 2" in page and "<svg" in page and "http" not in page.replace("http-equiv", "")
+    assert data["conforms"] is False and data["claims"]["lse"] == {"failed": 1}
+    assert [row["check"] for row in data["results"]] == ["mha.lse.extend", "mha.decode.one_request"]
+
+
+def test_every_check_has_words_and_a_claim():
+    assert all(check.says and check.claim and check.name.count(".") >= 1 for check in all_checks())
+
+
+def test_the_quick_run_has_a_check_of_every_claim_of_the_layers_themselves():
+    quick = {check.claim for check in all_checks() if check.quick}
+    assert {"mha", "mla", "linear", "lse", "window", "cap", "sinks", "out", "trees", "graphs", "mla as mha"} <= quick

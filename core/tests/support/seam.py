@@ -1,0 +1,38 @@
+"""An installed backend on a CPU, built over stand-ins for its kernels: what the conformance kit proves of it there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from attnplug import DType
+from attnplug.host import load_registry
+from attnplug_conformance import Subject
+
+
+def over_stand_ins(
+    name: str,
+    factory: str,
+    *,
+    seam: str,
+    dtypes: Iterable[DType] = (DType.FLOAT32,),
+    kv_dtypes: Iterable[DType] | None = None,
+    longest: int = 300,
+    **claims: Any,
+) -> Subject:
+    """The backend as it is declared, but on a CPU in ``dtypes``, built by a ``factory`` of its tests."""
+    registered = load_registry().backends[name]
+    own = {
+        "devices": frozenset({"cpu", "cuda"}),
+        "dtypes": frozenset(dtypes),
+        "kv_dtypes": frozenset(dtypes if kv_dtypes is None else kv_dtypes),
+        "min_sm": None,
+        "max_sm": None,
+        **claims,
+    }
+    spec = registered.spec
+    stand_in = replace(spec, capabilities=replace(spec.capabilities, **own), factory=factory, requires=())
+    return Subject(replace(registered, spec=stand_in), torch.device("cpu"), longest=longest, seam=seam)

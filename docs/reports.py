@@ -1,0 +1,60 @@
+"""Writes docs/conformance: every backend of this repository by the conformance kit.
+
+python docs/reports.py            on a CPU; where kernels need a GPU, stand-ins of the backends' own tests are in their
+                                  place, and the report says so
+python docs/reports.py cuda       on a GPU: every installed backend that runs there
+python docs/reports.py cuda NAME  some of them
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import sys
+from pathlib import Path
+
+from attnplug.host import load_registry
+from attnplug_conformance import Subject
+from attnplug_conformance.catalog import all_checks
+from attnplug_conformance.report import as_json, lines
+from attnplug_conformance.runner import Status, run_checks
+from attnplug_conformance.testing import subject_of
+
+ROOT = Path(__file__).parent.parent
+FOLDER = ROOT / "docs" / "conformance"
+
+
+def on_a_cpu() -> list[Subject]:
+    """What the packages' own tests prove."""
+    os.environ["TRITON_INTERPRET"] = "1"
+    tests = [ROOT / "core" / "tests", *sorted(ROOT.glob("plugins/*/tests"))]
+    sys.path[:0] = map(str, tests)
+    found = []
+    for folder in tests:
+        spec = importlib.util.spec_from_file_location(f"of_{folder.parent.name}", folder / "test_conformance.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        found += module.SUBJECTS
+    return found
+
+
+def main(device: str = "cpu", *names: str) -> None:
+    FOLDER.mkdir(exist_ok=True)
+    subjects = (
+        on_a_cpu() if device == "cpu" else [subject_of(name, device) for name in names or load_registry().backends]
+    )
+    for subject in subjects:
+        verdict = run_checks(subject, all_checks())
+        told = as_json(verdict)
+        told["results"] = [row for row in told["results"] if row["status"] in (Status.FAILED, Status.EXPECTED)]
+        if any("nothing ran" in problem for problem in verdict.problems):
+            sys.stderr.write(f"{verdict.problems[0]}\n")
+            continue
+        (FOLDER / f"{subject.name}-{device}.json").write_text(json.dumps(told, indent=1) + "\n")
+        sys.stderr.writelines(f"{line}\n" for line in lines(verdict) if not line.startswith("  "))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

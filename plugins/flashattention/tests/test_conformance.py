@@ -1,0 +1,39 @@
+"""Everything that flashattention claims, by the conformance kit over stand-ins for its libraries: a test of planning.
+
+With another library than flash-attn-4 it claims less: no graphs, and torch's kernel no logit cap.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from attnplug import AttentionKind, Feature, GraphLevel
+from attnplug_conformance import Subject, conformance_tests
+from attnplug_conformance.testing import assert_holds, cases
+from support.seam import over_stand_ins
+
+LESS = {"kinds": frozenset({AttentionKind.MHA}), "cuda_graph": GraphLevel.NEVER}
+NO_CAP = {**LESS, "features": frozenset({Feature.SLIDING_WINDOW, Feature.SINKS})}
+
+
+def subject(factory: str, **claims: object) -> Subject:
+    return over_stand_ins("flashattention", f"flash_references:{factory}", seam="over stand-ins", **claims)
+
+
+OTHERS = {
+    "fa2": subject("on_fa2", **LESS),
+    "torch": subject("on_torch", **NO_CAP),
+    "torch before paging": subject("on_torch_before_paging", **NO_CAP),
+}
+
+SUBJECTS = [subject("on_fa4")]
+test_conforms, test_enough_is_claimed = conformance_tests(SUBJECTS[0])
+
+
+@pytest.mark.parametrize(
+    ("kernel", "check"),
+    [(kernel, check) for kernel, one in OTHERS.items() for check in cases(one)],
+    ids=lambda value: value if isinstance(value, str) else value.name,
+)
+def test_other_libraries_conform(kernel, check):
+    assert_holds(OTHERS[kernel], check, {})

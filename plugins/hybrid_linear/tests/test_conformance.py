@@ -1,0 +1,15 @@
+"""Everything that torch claims, by the conformance kit, and fla over a stand-in for its library's chunks."""
+
+from __future__ import annotations
+
+from attnplug_conformance import conformance_tests
+from attnplug_conformance.testing import subject_of
+from support.devices import INTERPRETED
+from support.seam import over_stand_ins
+
+SUBJECTS = [
+    subject_of("torch", "cpu"),
+    over_stand_ins("fla", "linear_settings:interpreted", seam="in Triton's interpreter, chunks by a stand-in"),
+]
+test_torch_conforms, test_enough_of_torch_is_claimed = conformance_tests(SUBJECTS[0])
+test_fla_conforms, test_enough_of_fla_is_claimed = map(INTERPRETED, conformance_tests(SUBJECTS[1]))

@@ -1,0 +1,20 @@
+"""Everything that triton_mha claims, by the conformance kit: its kernels in Triton's interpreter."""
+
+from __future__ import annotations
+
+from attnplug import DType
+from attnplug_conformance import conformance_tests
+from support.devices import INTERPRETED
+from support.seam import over_stand_ins
+
+pytestmark = INTERPRETED
+SUBJECTS = [
+    over_stand_ins(
+        "triton_mha",
+        "interpreted_mha:build",
+        seam="in Triton's interpreter",
+        kv_dtypes=(DType.FLOAT32, DType.FLOAT8_E4M3),
+        longest=100,
+    )
+]
+test_conforms, test_enough_is_claimed = conformance_tests(SUBJECTS[0])

@@ -1,0 +1,24 @@
+"""What triton_mla claims, by the quick run of the conformance kit: its kernels in Triton's interpreter.
+
+``docs/reports.py`` runs all of it.
+"""
+
+from __future__ import annotations
+
+from attnplug import DType
+from attnplug_conformance import conformance_tests
+from support.devices import INTERPRETED
+from support.seam import over_stand_ins
+
+pytestmark = INTERPRETED
+SUBJECTS = [
+    over_stand_ins(
+        "triton_mla",
+        "interpreted_mla:build",
+        seam="in Triton's interpreter",
+        kv_dtypes=(DType.FLOAT32, DType.FLOAT8_E4M3),
+        longest=100,
+        mla_dims=frozenset({(32, 16)}),
+    )
+]
+test_conforms, test_enough_is_claimed = conformance_tests(SUBJECTS[0], quick=True)

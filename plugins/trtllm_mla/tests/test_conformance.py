@@ -1,0 +1,18 @@
+"""Everything that trtllm_mla claims, by the conformance kit over stand-ins for FlashInfer: a test of planning."""
+
+from __future__ import annotations
+
+from attnplug import DType
+from attnplug_conformance import conformance_tests
+from support.seam import over_stand_ins
+
+SUBJECTS = [
+    over_stand_ins(
+        "trtllm_mla",
+        "trtllm_reference:reference_trtllm",
+        seam="over stand-ins for FlashInfer's functions",
+        dtypes=(DType.BFLOAT16,),
+        kv_dtypes=(DType.BFLOAT16, DType.FLOAT8_E4M3),
+    )
+]
+test_conforms, test_enough_is_claimed = conformance_tests(SUBJECTS[0])
