@@ -16,7 +16,7 @@ from attnplug_transformers import BridgeError, PagedCache
 from attnplug_transformers.masks import step_mask
 from tiny_models import CONFIGS, NATIVE, generated, model, padded
 
-MODELS = ["llama", "qwen3", "gemma2", "deepseek_v3"]
+MODELS = ["llama", "qwen3", "gemma2", "gpt_oss", "deepseek_v3"]
 LATENT = "deepseek_v3", "paged"
 """What transformers caches of it are no keys and values."""
 LENS = [40, 3, 17, 33, 1, 25, 8, 39]

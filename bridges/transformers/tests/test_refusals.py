@@ -185,13 +185,6 @@ def test_sinks_are_given_to_the_backend(monkeypatch):
     assert [extras.sinks.tolist() for extras in asked] == [[0.0, 1.0, 2.0, 3.0]] * 2
 
 
-def test_sinks_are_refused_by_a_backend_that_has_none():
-    made = model("gpt_oss")
-    made.set_attn_implementation(NATIVE)
-    with pytest.raises(BridgeError, match="feature sinks is not supported"):
-        made(torch.ones(1, 4, dtype=torch.long))
-
-
 def test_an_unknown_name_is_refused_before_there_are_weights():
     with pytest.raises(ValueError, match="attnplug:nonesuch"):
         AutoModelForCausalLM.from_config(CONFIGS["llama"], attn_implementation="attnplug:nonesuch")
@@ -301,13 +294,13 @@ def test_settings_are_told_as_transformers_spells_them():
 
 def test_explain_and_the_run_refuse_alike(tmp_path):
     """One backend, one model: what the command says before anything is loaded is what the first step says."""
-    CONFIGS["gpt_oss"].save_pretrained(tmp_path)
+    CONFIGS["llama"].save_pretrained(tmp_path)
     read = load_model(str(tmp_path))
     problem = problem_of(read, torch.device("cpu"), torch.float32, None, CacheLayout.TOKEN_MAJOR)
-    choices = explain(load_registry(), BackendRequest("torch_native"), HOST.fit(problem)).choices.values()
+    choices = explain(load_registry(), BackendRequest("triton_mha"), HOST.fit(problem)).choices.values()
     told = {refusal.told(HOST.render) for choice in choices for refusal in choice.candidates[0].refusals}
-    made = model("gpt_oss")
-    made.set_attn_implementation(NATIVE)
+    made = model("llama")
+    made.set_attn_implementation("attnplug:triton_mha")
     with pytest.raises(BridgeError) as refused:
         made(torch.ones(1, 4, dtype=torch.long))
     assert told and all(reason in str(refused.value) for reason in told)
