@@ -19,6 +19,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from attnplug_engine.kernels import launch_options
+from attnplug_engine.kernels.product_ends import finish
 from attnplug_engine.kernels.tile_products import _tile_product
 
 FEW, SOME = 2, 8
@@ -155,21 +156,10 @@ def _product(
                 total_up = tl.where(
                     here[None, :], total_up + tl.sum(first_up * a + second_up * b, 1)[:, None], total_up
                 )
-    exists = number < columns
-    if NORM:
-        factor = tl.rsqrt(squares / K + eps)[None, :]
-        total *= factor
-        total_up *= factor
-    if BIAS:
-        total += tl.load(bias + number, mask=exists, other=0.0).to(tl.float32)[:, None]
-        if GATED:
-            total_up += tl.load(bias + columns + number, mask=exists, other=0.0).to(tl.float32)[:, None]
-    if GATED:
-        total = total / (1.0 + tl.exp(-total)) * total_up
-    live = exists[:, None] & (row < rows)[None, :]
-    if ONTO:
-        total += tl.load(onto + row[None, :] * onto_stride + number[:, None], mask=live, other=0.0).to(tl.float32)
-    tl.store(out + row[None, :] * out_stride + number[:, None], total.to(out.dtype.element_ty), mask=live)
+    finish(
+        total, total_up, squares, out, bias, onto, number, row, rows, columns, out_stride, onto_stride, eps,
+        K, GATED, NORM, BIAS, ONTO,
+    )  # fmt: skip
 
 
 def suits(x: Tensor, weight: Tensor) -> bool:

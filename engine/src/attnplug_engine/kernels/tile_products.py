@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from attnplug_engine.kernels.product_ends import finish
+
 
 @triton.jit
 def _weights(weight, number, pair, columns, PAIRS: tl.constexpr):
@@ -85,18 +87,7 @@ def _tile_product(
         if GATED:
             parts_up = _onto(parts_up, held_up, first, second)
     total, total_up = tl.sum(parts, 0), tl.sum(parts_up, 0)
-    exists = number < columns
-    if NORM:
-        factor = tl.rsqrt(squares / K + eps)[None, :]
-        total *= factor
-        total_up *= factor
-    if BIAS:
-        total += tl.load(bias + number, mask=exists, other=0.0).to(tl.float32)[:, None]
-        if GATED:
-            total_up += tl.load(bias + columns + number, mask=exists, other=0.0).to(tl.float32)[:, None]
-    if GATED:
-        total = total / (1.0 + tl.exp(-total)) * total_up
-    live = exists[:, None] & (row < rows)[None, :]
-    if ONTO:
-        total += tl.load(onto + row[None, :] * onto_stride + number[:, None], mask=live, other=0.0).to(tl.float32)
-    tl.store(out + row[None, :] * out_stride + number[:, None], total.to(out.dtype.element_ty), mask=live)
+    finish(
+        total, total_up, squares, out, bias, onto, number, row, rows, columns, out_stride, onto_stride, eps,
+        K, GATED, NORM, BIAS, ONTO,
+    )  # fmt: skip
