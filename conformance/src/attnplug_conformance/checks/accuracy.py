@@ -190,6 +190,14 @@ def input_checks(kind: AttentionKind) -> Iterator[Check]:
             _of(kind, shape, kv_dtype=DType.FLOAT8_E4M3, kv_scales=(0.4, 1.7)),
             _accurate,
         )
+        if kind is AttentionKind.MLA:
+            yield Check(
+                f"mla.fp8_ds_mla.{mode}",
+                "mla fp8_ds_mla",
+                "rows of fp8_ds_mla are read and written by scales of their own, one for every 128 values",
+                _of(kind, shape, kv_dtype=DType.FP8_DS_MLA),
+                _accurate,
+            )
         yield Check(
             f"{kind}.lse.{mode}",
             "lse",

@@ -20,7 +20,7 @@ from attnplug_conformance.case import LAYER, Case
 from attnplug_conformance.check import Check, Measured, Stand, refused_with_an_error
 from attnplug_conformance.diagnosis import Wrong, check_padding, explain
 from attnplug_conformance.reference import tree_bits
-from attnplug_conformance.scene import NAN, Scene, as_bytes, relative_error, zero_by_chance_is_nan
+from attnplug_conformance.scene import Scene, as_bytes, poison, relative_error, zero_by_chance_is_nan
 from attnplug_conformance.subject import Subject
 
 DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND
@@ -98,7 +98,7 @@ class Capture:
             geometry.tree.fill_(-1)
             geometry.tree[:real] = tree_bits(other.case.trees, other.device)
         for memory, theirs in zip(self.scene.memories(LAYER), other.memories(LAYER), strict=True):
-            memory.copy_(torch.tensor(NAN))
+            poison(memory)
             as_bytes(memory)[: len(theirs)] = as_bytes(theirs)
         given = other.inputs(geometry.rows)
         for target, source in zip((self.q, self.k, self.v), given, strict=True):

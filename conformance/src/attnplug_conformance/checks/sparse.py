@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from torch import Tensor
 from attnplug import (
     INDEX_KEYS,
     AttentionKind,
+    DType,
     ForwardBatch,
     ForwardExtras,
     ForwardMode,
@@ -24,10 +26,11 @@ from attnplug.host import KVPools, bind_hook, optional_hooks
 from attnplug_conformance.case import LAYER, Case
 from attnplug_conformance.check import Check, Measured, Stand
 from attnplug_conformance.diagnosis import Wrong, check_padding, check_result
+from attnplug_conformance.packed import index_keys_in_fp8, put_index_keys
 from attnplug_conformance.reference import Rules, attention
-from attnplug_conformance.scene import NAN, Scene, relative_error, tail, zero_by_chance_is_nan
+from attnplug_conformance.scene import NAN, Scene, poison, relative_error, tail, zero_by_chance_is_nan
 
-EXTEND, DECODE = ForwardMode.EXTEND, ForwardMode.DECODE
+EXTEND, DECODE, VERIFY = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
 INDEX = IndexerDims(heads=8, head_dim=16, topk=8)
 
 
@@ -42,16 +45,29 @@ class SparseScene(Scene):
             self.case.layers,
             num_pages=self.num_pages,
             page_size=self.page_size,
-            dtype=self.case.dtype,
+            dtype=self.case.index_dtype or self.case.dtype,
             device=self.device,
         )
         for layer_id in pool.layer_ids:
-            pool.keys(layer_id).fill_(NAN)
+            poison(pool.keys(layer_id))
         self.index_rows = [self.normal(total, self.index.head_dim) for total in self.totals]
+        fp8 = self.case.index_dtype is DType.FLOAT8_E4M3
+        if fp8:  # keys whose scales differ
+            sizes = [torch.exp2((torch.arange(total) % 5 - 2).float()) for total in self.totals]
+            scaled = zip(self.index_rows, sizes, strict=True)
+            self.index_rows = [(rows * size[:, None].to(self.device)).to(self.dtype) for rows, size in scaled]
         for request, (before, _) in enumerate(self.case.lengths):
             page, offset = self.places(request, 0, before)
-            pool.keys(LAYER)[page, offset] = self.index_rows[request][:before]
-        return KVPools(mla=plain.mla, caches={INDEX_KEYS: pool})
+            if fp8:
+                put_index_keys(pool.keys(LAYER), page, offset, self.index_rows[request][:before])
+            else:
+                pool.keys(LAYER)[page, offset] = self.index_rows[request][:before]
+        return KVPools(mla=plain.mla, caches={**plain.caches, INDEX_KEYS: pool})
+
+    @property
+    def short_of_best(self) -> float:
+        """What rounding may cost a chosen score. Kernels that read fp8 keys may take their queries in fp8 too."""
+        return 5e-2 if self.case.index_dtype is DType.FLOAT8_E4M3 else self.tolerance
 
     def select(self, batch: ForwardBatch) -> SelectedRows:
         """What the backend selects, judged: as many rows as there should be, and none with a lower score than one that
@@ -76,7 +92,8 @@ class SparseScene(Scene):
             raise Wrong(f"select gave {tensor.dtype}, or rows of padding that are not -1; give torch.int32")
         chosen: list[list[int]] = []
         for request, (before, new) in enumerate(self.case.lengths):
-            keys = self.index_rows[request].double().cpu()
+            keys = self.index_rows[request].cpu()
+            keys = (index_keys_in_fp8(keys) if self.case.index_dtype is DType.FLOAT8_E4M3 else keys).double()
             pages, offsets = self.places(request, 0, self.totals[request])
             slots = {slot: row for row, slot in enumerate((pages * self.page_size + offsets).tolist())}
             for position in range(before, before + new):
@@ -93,36 +110,58 @@ class SparseScene(Scene):
                 scores = weights[token] @ torch.relu(q[token] @ keys[: position + 1].T * self.index.scale)
                 best = scores.sort(descending=True).values[:wanted]
                 short = float((best - scores[mine].sort(descending=True).values).max() / scores.abs().max())
-                if not short <= self.tolerance:
+                if not short <= self.short_of_best:
                     raise Wrong(f"select chose rows whose scores fall short of the best by {short:.1e} ({place})")
                 chosen.append(sorted(mine))
         return chosen
 
-    def wanted_sparse(self) -> Tensor:
-        """Attention to the chosen rows alone."""
+    def wanted_sparse(self) -> tuple[Tensor, Tensor]:
+        """Attention to the chosen rows alone, and its log-sum-exp."""
         requests = [request for request, new in enumerate(self.new) for _ in range(new)]
-        outs = []
+        found = []
         for query, request, chosen in zip(self.q, requests, self.chosen, strict=True):
             keys, values = (rows[chosen] for rows in self.stored(request))
-            outs.append(attention(query[None], keys, values, Rules(self.layer.scale, aligned="none"))[0])
-        return torch.cat(outs)
+            found.append(attention(query[None], keys, values, Rules(self.layer.scale, aligned="none")))
+        return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found])
 
 
-def _sparse(stand: Stand) -> None:
-    scene = SparseScene(stand.subject, stand.case)
+def judge_sparse(stand: Stand, scene: SparseScene, *, lse: bool = False, out: bool = False) -> None:
+    """Plan, select and attend; raises :class:`Wrong` unless the result is float64's over the chosen rows."""
     batch = scene.plan(scene.batch())
-    selected = scene.select(batch)
-    out = scene.forward(batch, extras=ForwardExtras(selected=selected))
-    check_result(scene, out, batch.num_tokens)
-    wanted = scene.wanted_sparse()
-    error = relative_error(out[: len(wanted)], wanted)
+    selected, rows, heads = scene.select(batch), batch.num_tokens, scene.layer.num_heads
+    sums = torch.full((rows, heads), NAN, device=scene.device) if lse else None
+    given = torch.full((rows, heads, scene.widths[1]), NAN, dtype=scene.dtype, device=scene.device) if out else None
+    result = scene.forward(batch, extras=ForwardExtras(selected=selected, lse=sums, out=given))
+    check_result(scene, result, rows)
+    if given is not None and result.data_ptr() != given.data_ptr():
+        raise Wrong("the result is in other memory than extras.out")
+    wanted, wanted_lse = scene.wanted_sparse()
+    error = relative_error(result[: len(wanted)], wanted)
     if not error <= scene.tolerance:
-        whole = relative_error(out[: len(wanted)], scene.wanted()[0])
+        whole = relative_error(result[: len(wanted)], scene.wanted()[0])
         if whole <= scene.tolerance:
             raise Wrong("it attended to all rows, and not to those that were selected")
         raise Wrong(f"attention to the selected rows is wrong by {error:.1e} where {scene.tolerance:.0e} is allowed")
-    check_padding(out, len(wanted))
+    check_padding(result, len(wanted))
+    if sums is not None:
+        wrong = relative_error(sums[: len(wanted)], wanted_lse)
+        if not wrong <= max(scene.tolerance, 1e-5):
+            raise Wrong(f"the log-sum-exp over the selected rows is wrong by {wrong:.1e}; it is natural")
+        if not (sums[len(wanted) :] == float("-inf")).all():
+            raise Wrong("the log-sum-exp of rows of padding is not -inf: such a row sees no key")
     stand.measured.append(Measured(len(wanted), max(scene.totals), error, scene.tolerance, 0.0, 0.0))
+
+
+def _sparse(stand: Stand) -> None:
+    judge_sparse(stand, SparseScene(stand.subject, stand.case))
+
+
+def _with_lse(stand: Stand) -> None:
+    judge_sparse(stand, SparseScene(stand.subject, stand.case), lse=True)
+
+
+def _with_out(stand: Stand) -> None:
+    judge_sparse(stand, SparseScene(stand.subject, stand.case), out=True)
 
 
 def _not_given(stand: Stand) -> None:
@@ -136,36 +175,44 @@ def _not_given(stand: Stand) -> None:
 
 
 def sparse_checks() -> Iterator[Check]:
-    shapes: dict[str, tuple[tuple[tuple[int, int], ...], ForwardMode, int]] = {
-        "extend": (((3, 4), (30, 5), (0, 12)), EXTEND, 0),
-        "decode": (((7, 1), (8, 1), (40, 1), (0, 1)), DECODE, 0),
-        "padding": (((7, 2), (30, 3)), EXTEND, 3),
-    }
-    for name, (lengths, mode, padding) in shapes.items():
-        yield Check(
-            f"mla.sparse.{name}",
-            "sparse",
-            "the rows of the largest scores are selected, and attended to",
-            _case(lengths, mode, padding),
-            _sparse,
-            True,
-        )
-    yield Check(
-        "mla.sparse.not_given",
-        "sparse",
-        "a sparse layer without selected rows is an error",
-        _case(((7, 2), (30, 3)), EXTEND),
-        _not_given,
-    )
+    chosen = "it selects the best rows by its index, and attends to these alone"
+    packed = "the selected rows of fp8_ds_mla are read by scales of their own, one for every 128 values"
+    scaled = "index keys in fp8 are read and written by their scales, one for each key"
+    plain, mixed = ((7, 2), (30, 3)), ((3, 4), (30, 5), (0, 12))
+    decode = ((7, 1), (8, 1), (40, 1), (0, 1))
+    rows: tuple[tuple[str, str, str, Callable[[int, int], Case], Callable[[Stand], None]], ...] = (
+        ("extend", "sparse", chosen, sparse_case(mixed, EXTEND), _sparse),
+        ("decode", "sparse", chosen, sparse_case(decode, DECODE), _sparse),
+        ("verify", "sparse", chosen, sparse_case(((12, 3), (30, 3)), VERIFY), _sparse),
+        ("padding", "sparse", chosen, sparse_case(plain, EXTEND, padding=3), _sparse),
+        ("not_given", "sparse", "a sparse layer without selected rows is an error", sparse_case(plain, EXTEND),
+         _not_given),
+        ("lse", "lse", "the log-sum-exp is over the selected rows", sparse_case(plain, EXTEND, "lse", padding=3),
+         _with_lse),
+        ("out", "out", "the result is written to the caller's memory", sparse_case(plain, EXTEND, "out"), _with_out),
+        ("fp8_ds_mla.extend", "sparse fp8_ds_mla", packed, sparse_case(mixed, EXTEND, kv_dtype=DType.FP8_DS_MLA),
+         _sparse),
+        ("fp8_ds_mla.decode", "sparse fp8_ds_mla", packed, sparse_case(decode, DECODE, kv_dtype=DType.FP8_DS_MLA),
+         _sparse),
+        ("fp8_index.extend", "fp8 index keys", scaled, sparse_case(mixed, EXTEND, index_dtype=DType.FLOAT8_E4M3),
+         _sparse),
+        ("fp8_index.decode", "fp8 index keys", scaled, sparse_case(decode, DECODE, index_dtype=DType.FLOAT8_E4M3),
+         _sparse),
+    )  # fmt: skip
+    for name, claim, says, case, run in rows:
+        yield Check(f"mla.sparse.{name}", claim, says, case, run, run is _sparse and name in ("extend", "decode"))
 
 
-def _case(lengths: tuple[tuple[int, int], ...], mode: ForwardMode, padding: int = 0) -> Callable[[int, int], Case]:
+def sparse_case(
+    lengths: tuple[tuple[int, int], ...], mode: ForwardMode, *extras: str, **changes: Any
+) -> Callable[[int, int], Case]:
     """Small where a CPU runs it, and of a model's size where kernels do."""
 
     def case(p: int, longest: int) -> Case:
         large = longest > 2000
         mine = tuple((8 * before, new) for before, new in lengths) if large else lengths
         index = IndexerDims(heads=32, head_dim=128, topk=64) if large else INDEX
-        return Case(mine, mode, AttentionKind.MLA, index=index, extras=frozenset({"selected"}), padding=padding)
+        needed = frozenset({"selected", *extras})
+        return Case(mine, mode, AttentionKind.MLA, index=index, extras=needed, **changes)
 
     return case
