@@ -190,9 +190,9 @@ def sparse_checks() -> Iterator[Check]:
         ("lse", "lse", "the log-sum-exp is over the selected rows", sparse_case(plain, EXTEND, "lse", padding=3),
          _with_lse),
         ("out", "out", "the result is written to the caller's memory", sparse_case(plain, EXTEND, "out"), _with_out),
-        ("fp8_ds_mla.extend", "sparse fp8_ds_mla", packed, sparse_case(mixed, EXTEND, kv_dtype=DType.FP8_DS_MLA),
+        ("fp8_ds_mla.extend", "mla fp8_ds_mla", packed, sparse_case(mixed, EXTEND, kv_dtype=DType.FP8_DS_MLA),
          _sparse),
-        ("fp8_ds_mla.decode", "sparse fp8_ds_mla", packed, sparse_case(decode, DECODE, kv_dtype=DType.FP8_DS_MLA),
+        ("fp8_ds_mla.decode", "mla fp8_ds_mla", packed, sparse_case(decode, DECODE, kv_dtype=DType.FP8_DS_MLA),
          _sparse),
         ("fp8_index.extend", "fp8 index keys", scaled, sparse_case(mixed, EXTEND, index_dtype=DType.FLOAT8_E4M3),
          _sparse),
@@ -200,7 +200,7 @@ def sparse_checks() -> Iterator[Check]:
          _sparse),
     )  # fmt: skip
     for name, claim, says, case, run in rows:
-        yield Check(f"mla.sparse.{name}", claim, says, case, run, run is _sparse and name in ("extend", "decode"))
+        yield Check(f"mla.sparse.{name}", claim, says, case, run, name in ("extend", "decode", "padding"))
 
 
 def sparse_case(
