@@ -121,6 +121,7 @@ class Case:
                 self.v_head_dim,
                 scale,
                 sliding_window=self.window,
+                logit_cap=self.cap,
                 sinks=self.sinks,
                 mla=self.mla,
                 indexer=self.index,

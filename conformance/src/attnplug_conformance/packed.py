@@ -36,7 +36,7 @@ def unpacked(cells: Tensor, rank: int, *, scaled: bool = True) -> Tensor:
 
 
 def put_index_keys(memory: Tensor, pages: Tensor, offsets: Tensor, keys: Tensor) -> None:
-    """Write index keys ``[n, dim]`` to bytes ``[pages, page_size, dim + 4]``: a page is all its keys, then all scales."""
+    """Write index keys ``[n, dim]`` to bytes ``[pages, page_size, dim + 4]``: of a page all keys, then all scales."""
     count, size, width = memory.shape
     dim, whole = width - 4, memory.view(count, -1)
     values, scales = in_fp8(keys)

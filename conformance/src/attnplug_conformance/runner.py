@@ -12,7 +12,7 @@ from enum import StrEnum
 
 import torch
 
-from attnplug import DType, Feature, Role
+from attnplug import AttentionKind, DType, Feature, Role
 from attnplug.host import describe_error
 from attnplug_conformance.case import Case
 from attnplug_conformance.check import Check, Measured, Stand
@@ -190,13 +190,13 @@ def floor_problems(subject: Subject, results: Sequence[Result], quick: bool) -> 
     )
     if not ran:
         return [f"nothing ran: backend {subject.name} refused every check on {subject.device.type}"]
-    can = subject.can
+    can, heads = subject.can, AttentionKind.MHA in subject.can.kinds
     claimed = {
-        "window": Feature.SLIDING_WINDOW in can.features,
-        "cap": Feature.LOGIT_CAP in can.features,
-        "sinks": Feature.SINKS in can.features,
+        "window": heads and Feature.SLIDING_WINDOW in can.features,
+        "cap": heads and Feature.LOGIT_CAP in can.features,
+        "sinks": heads and Feature.SINKS in can.features,
         "sparse": Feature.SPARSE in can.features,
-        "mla fp8_ds_mla": DType.FP8_DS_MLA in can.kv_dtypes,
+        "mla fp8_ds_mla": AttentionKind.MLA in can.kinds and DType.FP8_DS_MLA in can.kv_dtypes,
         "fp8 index keys": Feature.SPARSE in can.features and DType.FLOAT8_E4M3 in can.index_dtypes,
         "hisparse": can.hisparse,
         "compressed": Feature.COMPRESSED in can.features,

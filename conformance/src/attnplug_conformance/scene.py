@@ -228,7 +228,9 @@ class Scene:
         for memory, rows, scale in zip(self.memories(layer_id), self.rows_of(), scales, strict=True):
             for request, (start, stop) in enumerate(spans):
                 page, offset = self.places(request, start, stop)
-                as_bytes(memory)[page, offset] = as_bytes(self.cells(rows[request][start:stop], scale, memory.dtype))
+                cells = as_bytes(self.cells(rows[request][start:stop], scale, memory.dtype))
+                place = memory.device  # HiSparse's is the host
+                as_bytes(memory)[page.to(place), offset.to(place)] = cells.to(place)
 
     def cells(self, rows: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
         """Rows as a cache stores them."""

@@ -1,5 +1,4 @@
-"""Everything that flashmla and flashmla_sparse claim, by the conformance kit over stand-ins for their library: a test of
-planning."""
+"""Everything that the two backends claim, by the conformance kit over stand-ins for FlashMLA: a test of planning."""
 
 from __future__ import annotations
 

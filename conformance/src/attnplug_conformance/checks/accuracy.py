@@ -197,6 +197,7 @@ def input_checks(kind: AttentionKind) -> Iterator[Check]:
                 "rows of fp8_ds_mla are read and written by scales of their own, one for every 128 values",
                 _of(kind, shape, kv_dtype=DType.FP8_DS_MLA),
                 _accurate,
+                quick=True,
             )
         yield Check(
             f"{kind}.lse.{mode}",
@@ -278,6 +279,8 @@ def shape_checks() -> Iterator[Check]:
             ("decode", lambda p, longest: decode(3, 4, 5, 2 * p + 3)),
         ):
             yield Check(f"mha.{name}.{mode}", name, says, _of(AttentionKind.MHA, base, **changes), _accurate, True)
+            case = _of(AttentionKind.MLA, base, **changes)
+            yield Check(f"mla.{name}.{mode}", f"mla {name}", says, case, _accurate)
     yield Check(
         "mha.window.wide",
         "window",

@@ -38,7 +38,7 @@ def check_written(scene: Scene, before: dict[int, list[torch.Tensor]], *, saved:
     for memory, rows, scale in zip(scene.memories(LAYER), scene.rows_of(), scene.case.kv_scales, strict=False):
         for (page, offset), (request, token) in wanted.items():
             found = scene.numbers(memory[page, offset])
-            right = scene.numbers(scene.cells(rows[request][token], scale, memory.dtype))
+            right = scene.numbers(scene.cells(rows[request][token], scale, memory.dtype)).to(found.device)
             if torch.allclose(found, right, rtol=0.13 if memory.element_size() == 1 else 1e-6, atol=1e-2 * scale):
                 continue
             raise Wrong(_unwritten(scene, found, rows[request][token].float(), request, token, scale))

@@ -30,6 +30,7 @@ from attnplug_conformance.reference import Rules, attention, entry
 from attnplug_conformance.scene import NAN, Scene, poison, relative_error, tail, zero_by_chance_is_nan
 
 EPS = 1e-6
+Lengths = Callable[[int], tuple[tuple[int, int], ...]]
 
 
 class Compressor:
@@ -198,7 +199,7 @@ def compressed_checks() -> Iterator[Check]:
     best = "it selects the best entries by its index, and attends to these beside the window"
     extend = lambda p: ((0, 2 * p + 3), (9, 7), (p + 1, 6), (p - 1, 2))  # noqa: E731
     decode = lambda p: ((6, 1), (7, 1), (p - 1, 1), (2 * p + 3, 1), (0, 1))  # noqa: E731
-    shapes: dict[str, tuple[str, Case, Callable[[int], tuple[tuple[int, int], ...]]]] = {
+    shapes: dict[str, tuple[str, Case, Lengths]] = {
         "extend": (one, Case((), EXTEND, compressed=plain, padding=2), extend),
         "decode": (one, Case((), DECODE, compressed=plain), decode),
         "overlap.extend": (two, Case((), EXTEND, compressed=overlap), extend),
@@ -213,13 +214,13 @@ def compressed_checks() -> Iterator[Check]:
             f"mla.compressed.{name}",
             "compressed",
             says,
-            lambda p, longest, case=whole, of=lengths: _sized(case, of(max(p, 16)), longest),  # type: ignore[misc]
+            lambda p, longest, case=whole, of=lengths: _sized(case, of, p, longest),  # type: ignore[misc]
             _compressed,
-            name == "index.extend",
+            name.startswith("index"),
         )
 
 
-def _sized(case: Case, lengths: tuple[tuple[int, int], ...], longest: int) -> Case:
-    """Small where a CPU runs it, and of a model's size where kernels do."""
-    dim = 512 if longest > 2000 else 16
-    return replace(case, lengths=lengths, mla=MLADims(dim, dim, 0), v_head_dim=dim)
+def _sized(case: Case, lengths: Lengths, p: int, longest: int) -> Case:
+    """Small where a CPU runs it, and of a model's size where kernels do. A page holds whole windows."""
+    dim, size = 512 if longest > 2000 else 16, None if p % 8 == 0 else 16
+    return replace(case, lengths=lengths(size or p), page_size=size, mla=MLADims(dim, dim, 0), v_head_dim=dim)

@@ -15,9 +15,11 @@ from attnplug import (
     ForwardBatch,
     ForwardExtras,
     ForwardMode,
+    GraphLevel,
     IndexerDims,
     IndexInputs,
     IndexKeyPool,
+    LayerSpec,
     SelectedPositions,
     SelectedRows,
     SelectedSlots,
@@ -25,10 +27,11 @@ from attnplug import (
 from attnplug.host import KVPools, bind_hook, optional_hooks
 from attnplug_conformance.case import LAYER, Case
 from attnplug_conformance.check import Check, Measured, Stand
+from attnplug_conformance.checks.graphs import Capture, graphs_claimed, others
 from attnplug_conformance.diagnosis import Wrong, check_padding, check_result
 from attnplug_conformance.packed import index_keys_in_fp8, put_index_keys
 from attnplug_conformance.reference import Rules, attention
-from attnplug_conformance.scene import NAN, Scene, poison, relative_error, tail, zero_by_chance_is_nan
+from attnplug_conformance.scene import NAN, Scene, as_bytes, poison, relative_error, tail, zero_by_chance_is_nan
 
 EXTEND, DECODE, VERIFY = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
 INDEX = IndexerDims(heads=8, head_dim=16, topk=8)
@@ -36,6 +39,9 @@ INDEX = IndexerDims(heads=8, head_dim=16, topk=8)
 
 class SparseScene(Scene):
     """Requests with index keys beside their rows, poisoned alike."""
+
+    queries: tuple[Tensor, Tensor] | None = None
+    """Of the index, and their weights."""
 
     def _pools(self, healed: str | None) -> KVPools:
         plain = super()._pools(healed)
@@ -69,21 +75,34 @@ class SparseScene(Scene):
         """What rounding may cost a chosen score. Kernels that read fp8 keys may take their queries in fp8 too."""
         return 5e-2 if self.case.index_dtype is DType.FLOAT8_E4M3 else self.tolerance
 
-    def select(self, batch: ForwardBatch) -> SelectedRows:
-        """What the backend selects, judged: as many rows as there should be, and none with a lower score than one that
-        was left out. Scores that differ by rounding alone may change places."""
-        hook = bind_hook(self.backend, "select", optional_hooks()["select"], ())
-        if hook is None:
+    def hook(self) -> Callable[[IndexInputs, LayerSpec, ForwardBatch], object]:
+        found = bind_hook(self.backend, "select", optional_hooks()["select"], ())
+        if found is None:
             raise Wrong("it claims sparse layers, and has no select")
-        rows = batch.num_tokens
-        q = self.normal(sum(self.new), self.index.heads, self.index.head_dim)
-        weights = self.normal(sum(self.new), self.index.heads).float()
-        keys = self.new_rows(self.index_rows)
+        return found
+
+    def index_inputs(self, rows: int) -> IndexInputs:
+        """What the new tokens bring to the index, in so many rows: NaN for padding."""
+        if self.queries is None:
+            tokens, heads = sum(self.new), self.index.heads
+            self.queries = self.normal(tokens, heads, self.index.head_dim), self.normal(tokens, heads).float()
+        q, weights = self.queries
+        return IndexInputs(tail(q, rows), tail(self.new_rows(self.index_rows), rows), tail(weights, rows))
+
+    def select(self, batch: ForwardBatch) -> SelectedRows:
+        """What the backend selects, judged."""
+        hook = self.hook()
         with zero_by_chance_is_nan(self.device):
-            found = hook(IndexInputs(tail(q, rows), tail(keys, rows), tail(weights, rows)), self.layer, batch)
+            found = hook(self.index_inputs(batch.num_tokens), self.layer, batch)
+        return self.judge(found)
+
+    def judge(self, found: object) -> SelectedRows:
+        """A selection of as many rows as there should be, and none with a lower score than one that was left out.
+        Scores that differ by rounding alone may change places."""
         if not isinstance(found, SelectedPositions | SelectedSlots):
             raise Wrong(f"select returned {type(found).__name__}, not SelectedPositions or SelectedSlots")
-        self.chosen = self._judge(found, q.double().cpu(), weights.double().cpu())
+        assert self.queries is not None
+        self.chosen = self._judge(found, *(each.double().cpu() for each in self.queries))
         return found
 
     def _judge(self, found: SelectedRows, q: Tensor, weights: Tensor) -> list[list[int]]:
@@ -135,6 +154,11 @@ def judge_sparse(stand: Stand, scene: SparseScene, *, lse: bool = False, out: bo
     check_result(scene, result, rows)
     if given is not None and result.data_ptr() != given.data_ptr():
         raise Wrong("the result is in other memory than extras.out")
+    judge_selected(stand, scene, result, sums)
+
+
+def judge_selected(stand: Stand, scene: SparseScene, result: Tensor, sums: Tensor | None = None) -> None:
+    """Raise :class:`Wrong` unless a result is float64's over the rows that were judged to be chosen."""
     wanted, wanted_lse = scene.wanted_sparse()
     error = relative_error(result[: len(wanted)], wanted)
     if not error <= scene.tolerance:
@@ -162,6 +186,51 @@ def _with_lse(stand: Stand) -> None:
 
 def _with_out(stand: Stand) -> None:
     judge_sparse(stand, SparseScene(stand.subject, stand.case), out=True)
+
+
+class SparseCapture(Capture):
+    """A captured batch that selects and attends."""
+
+    def __init__(self, scene: SparseScene) -> None:
+        super().__init__(scene)
+        self.select, given = scene.hook(), scene.index_inputs(sum(scene.new))
+        assert given.k is not None
+        q, k, weights = (torch.zeros_like(each) for each in (given.q, given.k, given.weights))
+        self.index = IndexInputs(q, k, weights)
+
+    def run(self) -> None:
+        scene = self.scene
+        forward = scene.backend.forward_decode if scene.case.mode is DECODE else scene.backend.forward_extend
+        with zero_by_chance_is_nan(scene.device):
+            self.attention.refill(self.batch)
+            self.selected = self.select(self.index, scene.layer, self.batch)
+            extras = ForwardExtras(selected=self.selected)  # type: ignore[arg-type]
+            self.out = forward(self.q, self.k, self.v, scene.layer, self.batch, extras=extras)
+
+    def put(self, other: Scene) -> None:
+        super().put(other)
+        assert isinstance(other, SparseScene)
+        memory, theirs = (scene.pools.cache(INDEX_KEYS).keys(LAYER) for scene in (self.scene, other))
+        poison(memory)
+        as_bytes(memory)[: len(theirs)] = as_bytes(theirs)
+        given = other.index_inputs(self.batch.num_tokens)
+        assert given.k is not None and self.index.k is not None
+        for target, source in ((self.index.q, given.q), (self.index.k, given.k), (self.index.weights, given.weights)):
+            target.copy_(source)
+
+
+def _replays(stand: Stand) -> None:
+    scene = SparseScene(stand.subject, stand.case)
+    capture = SparseCapture(scene)
+    capture.reserve().capture()
+    for other in others(stand, scene):
+        capture.put(other)
+        out = capture.replay()
+        try:
+            other.judge(capture.selected)
+            judge_selected(stand, other, out)
+        except Wrong as wrong:
+            raise Wrong(f"a replay with other lengths and pages: {wrong}") from None
 
 
 def _not_given(stand: Stand) -> None:
@@ -199,8 +268,31 @@ def sparse_checks() -> Iterator[Check]:
         ("fp8_index.decode", "fp8 index keys", scaled, sparse_case(decode, DECODE, index_dtype=DType.FLOAT8_E4M3),
          _sparse),
     )  # fmt: skip
+    yield Check(
+        "mla.sparse.bounds",
+        "mla bounds",
+        "a sparse decode is planned right where the host has upper bounds of its lengths only",
+        sparse_case(decode, DECODE, exact=False),
+        _sparse,
+    )
+    for mode, new, level in ((DECODE, 1, GraphLevel.DECODE), (VERIFY, 3, GraphLevel.UNIFORM)):
+        yield Check(
+            f"mla.sparse.graph.{'decode' if mode is DECODE else 'verify'}",
+            "graphs",
+            "a captured batch selects and attends anew at each replay, with other lengths and pages",
+            sparse_case(((60, new),) * 4, mode, graph=level),
+            _replays,
+            applies=graphs_claimed(level),
+        )
     for name, claim, says, case, run in rows:
-        yield Check(f"mla.sparse.{name}", claim, says, case, run, name in ("extend", "decode", "padding"))
+        yield Check(
+            f"mla.sparse.{name}",
+            claim,
+            says,
+            case,
+            run,
+            claim not in ("lse", "out") and name not in ("verify", "not_given"),
+        )
 
 
 def sparse_case(
