@@ -71,7 +71,7 @@ def hisparse_checks() -> Iterator[Check]:
     modes = {
         "decode": (((17, 1), (8, 1), (40, 1), (0, 1)), DECODE, 0),
         "verify": (((12, 3), (30, 3)), VERIFY, 0),
-        "extend": (((3, 4), (30, 5), (0, 12)), EXTEND, 3),
+        "extend": (((3, 2), (30, 3), (0, 4)), EXTEND, 3),
     }
     for name, (lengths, mode, padding) in modes.items():
         yield Check(
