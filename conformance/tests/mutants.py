@@ -23,7 +23,7 @@ def _of(good: str, *rows: tuple[str, str, str, str, str]) -> list[Mutant]:
     return [Mutant(f"{good}-{name}", good, old, new, check, says) for name, old, new, check, says in rows]
 
 
-SLOTS = "pages * self.page_size + position % self.page_size"
+UNSCALED_ROWS = "torch.cat([part.float().flatten(0, 2)[slots] for part in self.pool.parts(layer.layer_id)[::2]], -1)"
 MUTANTS = [
     *_of(
         "mha",
@@ -223,6 +223,16 @@ MUTANTS = [
         ("fp8_scale_ignored", "self.pool.read_rows(layer.layer_id, slots).float()",
          "self.pool.read_rows(layer.layer_id, slots).float() / self.pool.scale(layer.layer_id)", "mla.fp8.decode",
          "fp8 scale"),
+        ("packed_scales_ignored", "self.pool.read_rows(layer.layer_id, slots).float()", UNSCALED_ROWS,
+         "mla.fp8_ds_mla.decode", "ignored the scales"),
+        ("packed_scale_of_first_values", "self.pool.read_rows(layer.layer_id, slots).float()",
+         "torch.cat([(self.pool.parts(layer.layer_id)[0].float() * self.pool.parts(layer.layer_id)[1][..., :1])"
+         ".flatten(0, 2)[slots], self.pool.parts(layer.layer_id)[2].flatten(0, 2)[slots].float()], -1)",
+         "mla.fp8_ds_mla.extend", "is wrong"),
+        ("packed_written_unscaled", "self.pool.write(layer.layer_id, plan.new_slots, k[: plan.query_rows])",
+         "self.pool.write(layer.layer_id, plan.new_slots, k[: plan.query_rows]); "
+         "self.pool.parts(layer.layer_id)[1].flatten(0, 2)[plan.new_slots] = 1.0",
+         "mla.cache.writes_fp8_ds_mla", "something else"),
         ("mask_aligned_to_first_key", ".triu(len(slots) - new + 1)", ".triu(1)", "mla.verify", "first key"),
         ("q_rope_ignored", "q = torch.cat([q, extras.q_rope], -1)",
          "q = torch.cat([q, torch.zeros_like(extras.q_rope)], -1)", "mla.extras.q_rope", "q_rope"),
@@ -253,6 +263,59 @@ MUTANTS = [
          "cached = self.pool.read_rows(layer.layer_id, slots).float() * (1 if len(self.context.roles) > 1 else 2)",
          "mla.split_roles", "another decodes"),
         ("trees_as_chains", "if geometry.tree is not None:", "if False:", "mla.trees.refused", "trees"),
+    ),
+    *_of(
+        "sparse",
+        ("all_rows_attended", "rows = pool.read_rows(layer.layer_id, where).float()",
+         "rows = pool.read_rows(layer.layer_id, slots[:seen]).float()", "mla.sparse.extend", "attended to all rows"),
+        ("worst_rows_chosen", "scores.topk(min(dims.topk, seen))", "(-scores).topk(min(dims.topk, seen))",
+         "mla.sparse.decode", "fall short"),
+        ("later_rows_chosen", "slots[:seen]).float()\n            scores", "slots).float()\n            scores",
+         "mla.sparse.verify", "and not"),
+        ("products_not_clipped", "torch.relu(index.q[row] @ keys.T * dims.scale)", "(index.q[row] @ keys.T * dims.scale)",
+         "mla.sparse.decode", "fall short"),
+        ("lse_base_2", "scores.logsumexp(-1)", "scores.logsumexp(-1) * 1.4426950408889634", "mla.sparse.lse",
+         "log-sum-exp"),
+        ("index_scales_ignored", "self.index_keys.read_keys(layer.layer_id, slots[:seen]).float()",
+         "self.index_keys.parts(layer.layer_id)[0].float().flatten(0, 2)[slots[:seen]]", "mla.sparse.fp8_index.decode",
+         "fall short"),
+        ("index_scale_of_first_key", "self.index_keys.read_keys(layer.layer_id, slots[:seen]).float()",
+         "self.index_keys.parts(layer.layer_id)[0].float().flatten(0, 2)[slots[:seen]] * "
+         "self.index_keys.parts(layer.layer_id)[1].flatten(0, 2)[slots[:1]]", "mla.sparse.fp8_index.extend",
+         "fall short"),
+        ("packed_scales_ignored", "pool.read_rows(layer.layer_id, where).float()",
+         UNSCALED_ROWS.replace("self.pool", "pool").replace("slots", "where"), "mla.sparse.fp8_ds_mla.decode",
+         "selected rows is wrong"),
+        ("rows_by_the_page_table", "where = selected.slots[row][selected.slots[row] >= 0].long()",
+         "where = slots[self.chosen[row][self.chosen[row] >= 0].long()]", "mla.hisparse.decode",
+         "selected rows is wrong"),
+        ("slots_chosen", "return SelectedPositions(chosen)",
+         "return SelectedSlots(torch.stack([torch.where(c < 0, -1, s[c.clamp(min=0).long()]) for c, (s, _) in "
+         "zip(chosen, plan.metadata)]).int())", "mla.hisparse.verify", "SelectedPositions"),
+        ("written_by_the_page_table", "out = q.new_zeros(*q.shape[:2], rank)",
+         "out = q.new_zeros(*q.shape[:2], rank); pool.write(layer.layer_id, plan.new_slots, q[:, :1])",
+         "mla.hisparse.extend", "on the host"),
+    ),
+    *_of(
+        "compressed",
+        ("entries_ignored", "attend(q, layer, plan, new, extras)\n",
+         "attend(q, replace(layer, compressed=None), plan, new, replace(extras, entries=None))\n",
+         "mla.compressed.extend", "to no entries"),
+        ("entries_not_written", "attend(q, layer, plan, new, extras)\n",
+         "attend(q, layer, plan, new, replace(extras, entries=None))\n", "mla.compressed.overlap.extend", "NaN"),
+        ("sinks_ignored", "attend(q, layer, plan, new, extras)\n",
+         "attend(q, layer, plan, new, replace(extras, sinks=extras.sinks - 1e9))\n", "mla.compressed.decode",
+         "ignored the sinks"),
+        ("window_too_wide", "attend(q, layer, plan, new, extras)\n",
+         "attend(q, replace(layer, sliding_window=layer.sliding_window + 1), plan, new, extras)\n",
+         "mla.compressed.index.extend", "one key too many"),
+        ("earlier_tokens_forgotten", "attend(q, layer, plan, new, extras)\n",
+         "attend(q, layer, plan, new, extras if self.context.pools.cache(COMPRESSED).entries(layer.layer_id)"
+         ".tokens.zero_() is not None else None)\n",
+         "mla.compressed.overlap.decode", "is wrong"),
+        ("worst_entries_chosen", "choose(index, layer, dims, plan)\n",
+         "choose(replace(index, weights=-index.weights), layer, dims, plan)\n", "mla.compressed.index.decode",
+         "fall short"),
     ),
     *_of(
         "linear",
@@ -306,6 +369,10 @@ MUTANTS = [
 PREPARED = {
     "mha-current_batch_kept": ("work = Work(geometry)\n", "work = self.work = Work(geometry)\n"),
     "mha-lanes_share": ("work = Work(geometry)\n", "work = self.lane0 = Work(geometry)\n"),
+    "sparse-rows_by_the_page_table": (
+        "return SelectedPositions(chosen)",
+        "self.chosen = chosen\n        return SelectedPositions(chosen)",
+    ),
     "linear-current_batch_kept": ("work = {", "work = self.current = {"),
 }
 """A second change that a mutant needs to run at all."""

@@ -22,7 +22,7 @@ def test_there_are_enough_and_each_has_a_name_of_its_own():
     assert len({mutant.name for mutant in MUTANTS}) == len(MUTANTS) >= 60
 
 
-@pytest.mark.parametrize("good", ["mha", "mla", "linear"])
+@pytest.mark.parametrize("good", ["mha", "mla", "sparse", "compressed", "linear"])
 def test_the_good_backends_pass_everything(good):
     verdict = run_checks(subject(f"good_{good}", text(good)), all_checks())
     failed = {result.check.name: result.words for result in verdict.results if result.status is Status.FAILED}

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
-from attnplug_conformance.reference import Rules, attention, tree_bits
+from attnplug import AttentionKind, DType, IndexerDims, IndexKeyPool, LayerSpec, MLAPool
+from attnplug.host import MLADims
+from attnplug_conformance.packed import index_keys_in_fp8, packed, put_index_keys, unpacked
+from attnplug_conformance.reference import Rules, attention, entry, tree_bits
 
 
 def test_matches_torch_in_float64():
@@ -57,3 +62,32 @@ def test_a_row_that_sees_no_key_gives_zero_and_minus_infinity():
     v = torch.ones(1, 1, 1)
     out, lse = attention(torch.zeros(1, 1, 1), v, v, Rules(1.0, hidden=1))
     assert float(out) == 0 and float(lse) == float("-inf")
+
+
+def test_an_entry_is_the_turned_norm_of_what_a_window_and_the_one_before_bring():
+    nothing, norm, turned = torch.zeros(2, 4), torch.tensor([1.0, 2.0]), torch.tensor([0.5])
+    values = torch.tensor([[3.0, 4.0, 9.0, 9.0], [3.0, 4.0, 9.0, 9.0], [9.0, 9.0, 3.0, 4.0], [9.0, 9.0, 3.0, 4.0]])
+    made = entry(1, values, torch.zeros(4, 4), nothing, norm, 0.0, turned, overlap=True)
+    size = 12.5**0.5
+    x, y = 3 / size, 2 * 4 / size
+    wanted = [x * math.cos(1) - y * math.sin(1), x * math.sin(1) + y * math.cos(1)]
+    assert made.tolist() == pytest.approx(wanted)
+
+
+def test_packed_rows_are_what_a_pool_reads():
+    layer = LayerSpec(0, AttentionKind.MLA, 1, 1, 192, 128, 1.0, mla=MLADims(256, 128, 64))
+    rows = torch.randn(8, 1, 320) * torch.tensor([1.0, 9.0]).repeat_interleave(128).repeat(2)[:320]
+    pool = MLAPool([layer], num_pages=2, page_size=4, dtype=DType.FP8_DS_MLA, device="cpu")
+    pool.rows(0).copy_(packed(rows, 256).view(2, 4, 1, -1))
+    assert torch.equal(pool.read_rows(0, torch.arange(8)), unpacked(packed(rows, 256), 256).squeeze(1))
+    before = pool.rows(0).clone()
+    pool.write(0, torch.arange(8), rows)
+    assert torch.equal(pool.rows(0), before)
+
+
+def test_packed_index_keys_are_what_a_pool_reads():
+    layer = LayerSpec(0, AttentionKind.MLA, 1, 1, 24, 16, 1.0, mla=MLADims(32, 16, 8), indexer=IndexerDims(2, 16, 4))
+    pool = IndexKeyPool([layer], num_pages=2, page_size=4, dtype=DType.FLOAT8_E4M3, device="cpu")
+    keys, slots = torch.randn(8, 16) * torch.arange(1, 9)[:, None], torch.tensor([7, 2, 0, 4, 1, 6, 5, 3])
+    put_index_keys(pool.keys(0), slots // 4, slots % 4, keys)
+    assert torch.equal(pool.read_keys(0, slots), index_keys_in_fp8(keys))

@@ -42,6 +42,22 @@ def test_claiming_nothing_that_can_run_does_not_pass():
     assert not verdict.holds and any("must" in problem for problem in verdict.problems)
 
 
+@pytest.mark.parametrize(
+    ("good", "old", "new", "claim"),
+    [
+        ("sparse", "if any(", "if problem.hisparse or any(", "hisparse"),
+        ("sparse", "if any(", "if problem.kv_dtype is DType.FP8_DS_MLA or any(", "mla fp8_ds_mla"),
+        ("sparse", "if any(", "if problem.index_dtype is not None or any(", "fp8 index keys"),
+        ("compressed", '"entries", ', "", "compressed"),
+    ],
+)
+def test_a_claim_whose_checks_are_all_refused_does_not_pass(good, old, new, claim):
+    backend = subject(f"refusing_{good}", text(good).replace(old, new))
+    verdict = run_checks(backend, [check for check in all_checks() if "sparse" in check.name or check.claim == claim])
+    (problem,) = (each for each in verdict.problems if f"claim {claim} " in each)
+    assert problem.startswith("0 checks")
+
+
 def test_nothing_that_ran_does_not_pass():
     verdict = run_checks(claiming(devices=frozenset({"cuda"})), all_checks())
     assert verdict.problems == ("nothing ran: backend good_mha refused every check on cpu",)
@@ -87,3 +103,4 @@ def test_every_check_has_words_and_a_claim():
 def test_the_quick_run_has_a_check_of_every_claim_of_the_layers_themselves():
     quick = {check.claim for check in all_checks() if check.quick}
     assert {"mha", "mla", "linear", "lse", "window", "cap", "sinks", "out", "trees", "graphs", "mla as mha"} <= quick
+    assert {"sparse", "mla fp8_ds_mla", "fp8 index keys", "hisparse", "compressed"} <= quick

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from attnplug import (
     AttentionKind,
     CacheLayout,
+    CompressedDims,
     DType,
     ForwardMode,
     GraphLevel,
@@ -19,6 +20,7 @@ from attnplug import (
 from attnplug.host import LinearDims, MLADims
 from attnplug_conformance.reference import Parents
 
+FP8_CACHES = frozenset({DType.FLOAT8_E4M3, DType.FP8_DS_MLA})
 FIRST, LAYER, LAST = 1, 3, 5
 """Ids of the layers: the one before the layer under test, that layer, and one after it."""
 SCALE = 1.3
@@ -76,6 +78,12 @@ class Case:
     """The first layer has no window."""
     index: IndexerDims | None = None
     """Of sparse layers: an index chooses the rows that a token attends to."""
+    index_dtype: DType | None = None
+    """Of cached index keys; ``None``: that of the activations."""
+    hisparse: bool = False
+    """The rows are on the host, and HiSparse brings in those that are chosen."""
+    compressed: CompressedDims | None = None
+    """Of layers that attend to entries, beside a window."""
     linear: LinearDims | None = None
     """Of a kind of linear attention. A request without rows before starts from a state of zeros."""
     silu: bool = True
@@ -105,7 +113,19 @@ class Case:
             width = self.mla.qk_nope_head_dim + self.mla.qk_rope_head_dim
             heads, scale = self.mla_heads or 1, SCALE * width**-0.5
             return LayerSpec(
-                LAYER, self.kind, heads, heads, width, self.v_head_dim, scale, mla=self.mla, indexer=self.index
+                LAYER,
+                self.kind,
+                heads,
+                heads,
+                width,
+                self.v_head_dim,
+                scale,
+                sliding_window=self.window,
+                logit_cap=self.cap,
+                sinks=self.sinks,
+                mla=self.mla,
+                indexer=self.index,
+                compressed=self.compressed,
             )
         if self.linear is not None:
             dims, scale = self.linear, SCALE * max(self.linear.key_dim, 1) ** -0.5
@@ -134,7 +154,7 @@ class Case:
         if self.plain_first:
             first = replace(first, sliding_window=None)
         last = replace(first, layer_id=LAST)
-        if self.index is not None:
+        if self.index is not None and self.compressed is None:
             last = replace(layer, layer_id=LAST, indexer=replace(self.index, shares=LAYER))
         return first, layer, last
 
@@ -154,6 +174,8 @@ class Case:
             exact_lengths=self.exact,
             layout=self.layout,
             is_draft=self.role is Role.DRAFT,
+            index_dtype=self.index_dtype,
+            hisparse=self.hisparse,
         )
 
     def told(self) -> str:
@@ -165,4 +187,5 @@ class Case:
             shape = f"{self.kind}, {self.linear.heads}/{self.linear.key_heads} heads"
         lens = ", ".join(f"{before}+{new}" for before, new in self.lengths[:8]) + ", …" * (len(self.lengths) > 8)
         kv = "" if self.kv_dtype in (None, self.dtype) else f", cache {self.kv_dtype}"
+        kv += "" if self.index_dtype is None else f", index keys {self.index_dtype}"
         return f"{self.mode} of {lens} rows; {shape}; pages of {self.page_size}; {self.dtype}{kv}; seed {self.seed}"

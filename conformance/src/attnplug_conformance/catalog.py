@@ -8,8 +8,10 @@ from attnplug import AttentionKind
 from attnplug_conformance.check import Check
 from attnplug_conformance.checks.accuracy import head_checks, input_checks, shape_checks
 from attnplug_conformance.checks.cache import cache_checks
+from attnplug_conformance.checks.compressed import compressed_checks
 from attnplug_conformance.checks.declared import declared_checks
 from attnplug_conformance.checks.graphs import graph_checks
+from attnplug_conformance.checks.hisparse import hisparse_checks
 from attnplug_conformance.checks.linear import linear_checks
 from attnplug_conformance.checks.mla_paths import path_checks
 from attnplug_conformance.checks.plans import plan_checks
@@ -32,7 +34,7 @@ def all_checks() -> tuple[Check, ...]:
             *graph_checks(kind),
         )
     ]
-    checks += [*sparse_checks(), *linear_checks(), *declared_checks()]
+    checks += [*sparse_checks(), *hisparse_checks(), *compressed_checks(), *linear_checks(), *declared_checks()]
     names = [check.name for check in checks]
     assert len(set(names)) == len(names), sorted({name for name in names if names.count(name) > 1})
     return tuple(checks)

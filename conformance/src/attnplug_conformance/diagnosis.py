@@ -142,6 +142,8 @@ def _hypotheses(scene: Scene) -> Iterator[tuple[str, Tensor]]:
             ((True, False), "values"),
         ):
             yield f"it ignored the fp8 scale of {words}", scene.wanted(scaled=scaled)[0]
+    if scene.packed:
+        yield "it ignored the scales that a row of fp8_ds_mla has", scene.wanted(scaled=(False, False))[0]
     if right.window is not None:
         yield "it ignored the sliding window", scene.wanted(replace(right, window=None))[0]
         for change, words in ((1, "one key too many"), (-1, "one key too few")):

@@ -103,6 +103,38 @@ def tree_bits(trees: tuple[Parents, ...], device: torch.device) -> Tensor:
     return torch.tensor(signed, dtype=torch.int64, device=device)
 
 
+def entry(
+    number: int,
+    values: Tensor,
+    gates: Tensor,
+    bias: Tensor,
+    norm: Tensor,
+    eps: float,
+    frequencies: Tensor,
+    *,
+    overlap: bool,
+) -> Tensor:
+    """An entry of one request's tokens by the equations of ``CompressorInputs``, ``[dim]`` float64.
+
+    ``values`` and ``gates`` are of all its tokens, and ``bias`` ``[ratio, series * dim]``.
+    """
+    ratio, dim, rope = len(bias), len(norm), 2 * len(frequencies)
+    shares, brought = gates.double(), values.double()
+    own = slice(number * ratio, (number + 1) * ratio)
+    terms, gate = brought[own, -dim:], shares[own, -dim:] + bias[:, -dim:].double()
+    if overlap and number:
+        before = slice((number - 1) * ratio, number * ratio)
+        terms = torch.cat((terms, brought[before, :dim]))
+        gate = torch.cat((gate, shares[before, :dim] + bias[:, :dim].double()))
+    pooled = (gate.softmax(0) * terms).sum(0)
+    made: Tensor = pooled / (pooled.square().mean() + eps).sqrt() * norm.double()
+    angles = number * ratio * frequencies.double()
+    even, odd = made[dim - rope :: 2].clone(), made[dim - rope + 1 :: 2].clone()
+    made[dim - rope :: 2] = even * angles.cos() - odd * angles.sin()
+    made[dim - rope + 1 :: 2] = even * angles.sin() + odd * angles.cos()
+    return made
+
+
 def recurrence(inputs: LinearInputs, state: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     """Process one request's tokens in turn, by the equations of ``LinearInputs``.
 

@@ -12,7 +12,7 @@ from enum import StrEnum
 
 import torch
 
-from attnplug import Feature, Role
+from attnplug import AttentionKind, DType, Feature, Role
 from attnplug.host import describe_error
 from attnplug_conformance.case import Case
 from attnplug_conformance.check import Check, Measured, Stand
@@ -113,6 +113,10 @@ FLOORS = {
     "trees": 1,
     "mla as mha": 4,
     "sparse": 3,
+    "mla fp8_ds_mla": 2,
+    "fp8 index keys": 2,
+    "hisparse": 3,
+    "compressed": 4,
 }
 """The fewest checks that must run for a claim, in a full run. A backend of one role runs half of them."""
 
@@ -186,12 +190,16 @@ def floor_problems(subject: Subject, results: Sequence[Result], quick: bool) -> 
     )
     if not ran:
         return [f"nothing ran: backend {subject.name} refused every check on {subject.device.type}"]
-    can = subject.can
+    can, heads = subject.can, AttentionKind.MHA in subject.can.kinds
     claimed = {
-        "window": Feature.SLIDING_WINDOW in can.features,
-        "cap": Feature.LOGIT_CAP in can.features,
-        "sinks": Feature.SINKS in can.features,
+        "window": heads and Feature.SLIDING_WINDOW in can.features,
+        "cap": heads and Feature.LOGIT_CAP in can.features,
+        "sinks": heads and Feature.SINKS in can.features,
         "sparse": Feature.SPARSE in can.features,
+        "mla fp8_ds_mla": AttentionKind.MLA in can.kinds and DType.FP8_DS_MLA in can.kv_dtypes,
+        "fp8 index keys": Feature.SPARSE in can.features and DType.FLOAT8_E4M3 in can.index_dtypes,
+        "hisparse": can.hisparse,
+        "compressed": Feature.COMPRESSED in can.features,
         "lse": "lse" in can.extras,
         "out": "out" in can.extras,
         "trees": can.trees,

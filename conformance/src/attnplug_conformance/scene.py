@@ -29,13 +29,15 @@ from attnplug import (
     ModelSpec,
     Role,
 )
-from attnplug.host import KVPools, Limits, plan_forward, torch_dtype
-from attnplug_conformance.case import FIRST, LAST, LAYER, Case
+from attnplug.host import Coordinator, KVPools, Limits, plan_forward, torch_dtype
+from attnplug_conformance.case import FIRST, FP8_CACHES, LAST, LAYER, Case
+from attnplug_conformance.packed import GROUP, packed, unpacked
 from attnplug_conformance.reference import Rules, attention, tree_bits
 from attnplug_conformance.subject import Subject
 
 NAN = float("nan")
 ROUNDING = {DType.FLOAT32: 0.0, DType.FLOAT16: 2e-3, DType.BFLOAT16: 1.5e-2, DType.FLOAT8_E4M3: 1.5e-1}
+ROUNDING[DType.FP8_DS_MLA] = ROUNDING[DType.BFLOAT16]  # kernels multiply values by their scales in bfloat16
 POISONS = {
     "tail": "rows past the last token of a request, on its last page",
     "table": "a page outside its table: entries of the page table after a request's last page",
@@ -72,6 +74,8 @@ class Scene:
         assert case.page_size is not None and case.dtype is not None
         self.page_size, self.dtype = case.page_size, torch_dtype(case.dtype)
         self.kv_dtype = case.kv_dtype or case.dtype
+        self.packed = self.kv_dtype is DType.FP8_DS_MLA
+        self.coordinator: Coordinator | None = None
         self.random = torch.Generator().manual_seed(case.seed)
         self.new = [new for _, new in case.lengths]
         self.totals = [before + new for before, new in case.lengths]
@@ -85,12 +89,17 @@ class Scene:
             limits = Limits(requests, rows, max(self.totals))
         self.model = ModelSpec("conformance", "conformance", case.layers, 1 << 20)
         self.limits = limits
-        self.backend = backend or subject.build(self.model, self.problem, case.role, self.pools, limits, roles)
+        self.backend = backend or subject.build(
+            self.model, self.problem, case.role, self.pools, limits, roles, self.coordinator
+        )
         key_dim, value_dim, kv_heads = self.widths
         self.q = self.normal(sum(self.new), self.layer.num_heads, key_dim)
         if case.mla is not None:  # absorbing spreads a query of head_dim over a whole row; the logits' spread stays
             self.q = (self.q.float() * (self.layer.head_dim / key_dim) ** 0.5).to(self.dtype)
         self.keys = [self.normal(total, kv_heads, key_dim) for total in self.totals]
+        if self.packed:  # groups whose scales differ
+            sizes = torch.tensor([1.0, 0.25, 2.0, 0.5]).repeat_interleave(GROUP).repeat(1 + key_dim // (4 * GROUP))
+            self.keys = [(keys * sizes[:key_dim].to(self.device)).to(self.dtype) for keys in self.keys]
         self.values = [self.normal(total, kv_heads, value_dim) for total in self.totals]
         if case.mla is not None:
             self.values = [keys[..., :value_dim] for keys in self.keys]
@@ -184,7 +193,7 @@ class Scene:
             pools = KVPools(mha=mha)
         for layer_id in (FIRST, LAYER, LAST):
             for memory in self.memories(layer_id, pools):
-                memory.copy_(torch.tensor(NAN))
+                poison(memory)
                 if (healed is not None and healed == {FIRST: "first", LAST: "last"}.get(layer_id)) or healed == "all":
                     memory.copy_(torch.tensor(0.0))
                 elif layer_id == LAYER and healed == "table":
@@ -219,8 +228,17 @@ class Scene:
         for memory, rows, scale in zip(self.memories(layer_id), self.rows_of(), scales, strict=True):
             for request, (start, stop) in enumerate(spans):
                 page, offset = self.places(request, start, stop)
-                cells = kept(rows[request][start:stop], scale, memory.dtype)
-                as_bytes(memory)[page, offset] = as_bytes(cells)
+                cells = as_bytes(self.cells(rows[request][start:stop], scale, memory.dtype))
+                place = memory.device  # HiSparse's is the host
+                as_bytes(memory)[page.to(place), offset.to(place)] = cells.to(place)
+
+    def cells(self, rows: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+        """Rows as a cache stores them."""
+        return packed(rows, self.widths[1]) if self.packed else kept(rows, scale, dtype)
+
+    def numbers(self, cells: Tensor) -> Tensor:
+        """What cells hold, float32, before a scale of the whole cache."""
+        return unpacked(cells, self.widths[1]) if self.packed else cells.float()
 
     def places(self, request: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         """Pages and offsets of rows of a request."""
@@ -328,6 +346,10 @@ class Scene:
         scales = self.case.kv_scales if self.case.mla is None else (self.case.kv_scales[0],) * 2
         fp8 = self.kv_dtype is DType.FLOAT8_E4M3
         for rows, scale, used in zip((self.keys, self.values), scales, scaled, strict=True):
+            if self.packed:
+                every = unpacked(packed(self.keys[request], self.widths[1]), self.widths[1], scaled=used).double()
+                found.append(every[..., : rows[request].shape[-1]])
+                continue
             scale = scale if fp8 else 1.0
             found.append(kept(rows[request], scale, memory).double() * (scale if used else 1.0))
         return found[0], found[1]
@@ -341,7 +363,8 @@ class Scene:
             offset = (position % self.page_size).to(self.device)
             memories, fp8 = self.memories(LAYER), self.kv_dtype is DType.FLOAT8_E4M3
             scales = self.case.kv_scales if fp8 else (1.0, 1.0)
-            read = [m.float()[page, offset].double() * scale for m, scale in zip(memories, scales, strict=False)]
+            cells = [as_bytes(memory)[page, offset].view(memory.dtype) for memory in memories]
+            read = [self.numbers(mine).double() * scale for mine, scale in zip(cells, scales, strict=False)]
             keys, values = read[0], read[-1][..., : self.widths[1]]
             outs.append(attention(q, keys, values, self.rules(), self.sinks)[0])
         return torch.cat(outs)
@@ -386,7 +409,7 @@ class Scene:
 
 def tolerance(case: Case, terms: int) -> float:
     """Every kernel sums in float32, and rounding errors grow with the square root of the number of terms."""
-    kv = ROUNDING[case.kv_dtype or DType.FLOAT32] if case.kv_dtype is DType.FLOAT8_E4M3 else 0.0
+    kv = ROUNDING[case.kv_dtype] if case.kv_dtype in FP8_CACHES else 0.0
     own = 8 * torch.finfo(torch.float32).eps * math.sqrt(terms) + max(ROUNDING[case.dtype or DType.FLOAT32], kv)
     return own if case.magnitude == 1.0 else max(2e-2, 3 * own)
 
@@ -416,6 +439,14 @@ def tail(tensor: Tensor, rows: int, value: float = NAN) -> Tensor:
     """A copy with rows of NaN, or of another value, at its end, ``rows`` in all."""
     more = torch.full((rows - len(tensor), *tensor.shape[1:]), value, dtype=tensor.dtype, device=tensor.device)
     return torch.cat([tensor, more])
+
+
+def poison(memory: Tensor) -> None:
+    """Fill memory with NaN. Bytes of 255 are NaN in every type that they may hold."""
+    if memory.dtype is torch.uint8:
+        memory.fill_(0xFF)
+    else:
+        memory.copy_(torch.tensor(NAN))
 
 
 def as_bytes(memory: Tensor) -> Tensor:

@@ -21,6 +21,7 @@ from attnplug import (
     Role,
 )
 from attnplug.host import (
+    Coordinator,
     HostContext,
     KVPools,
     Limits,
@@ -31,7 +32,7 @@ from attnplug.host import (
     build_backend,
     torch_dtype,
 )
-from attnplug_conformance.case import Case
+from attnplug_conformance.case import FP8_CACHES, Case
 
 PAGES = (16, 32, 64, 128, 256, 8, 1)
 EQUAL = ((16, 16), (32, 32), (64, 64), (128, 128))
@@ -91,8 +92,8 @@ class Subject:
         self._need(case)
         dtype = case.dtype or next((dtype for dtype in TYPES if dtype in can.dtypes), DType.BFLOAT16)
         kv_dtype = case.kv_dtype
-        if kv_dtype is None and can.kv_dtypes == {DType.FLOAT8_E4M3}:  # it reads no other cache
-            kv_dtype = DType.FLOAT8_E4M3
+        if kv_dtype is None and len(can.kv_dtypes) == 1 and can.kv_dtypes <= FP8_CACHES:  # it reads no other cache
+            (kv_dtype,) = can.kv_dtypes
             case = replace(case, magnitude=min(case.magnitude, 3.0))  # fp8 ends at 448
         page_size = case.page_size or self.page_size
         filled = replace(case, page_size=page_size, dtype=dtype, kv_dtype=kv_dtype, alike=can.layers_alike)
@@ -153,6 +154,7 @@ class Subject:
         pools: KVPools,
         limits: Limits,
         roles: frozenset[Role] | None = None,
+        coordinator: Coordinator | None = None,
     ) -> AttentionBackend:
         """Build it for a problem, from a context of its own, as a host does."""
         assert problem.dtype is not None and problem.kv_dtype is not None and problem.page_size is not None
@@ -165,6 +167,7 @@ class Subject:
             limits=limits,
             pools=pools,
             workspace=WorkspaceOwner(),
+            coordinator=coordinator,
         )
         if roles is None:
             served = {Role.PREFILL, Role.DECODE} & self.can.roles if role in (Role.PREFILL, Role.DECODE) else {role}

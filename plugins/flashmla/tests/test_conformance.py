@@ -1,9 +1,20 @@
-"""Everything that flashmla claims, by the conformance kit over a stand-in for its library: a test of planning."""
+"""Everything that the two backends claim, by the conformance kit over stand-ins for FlashMLA: a test of planning."""
 
 from __future__ import annotations
 
+from attnplug import DType
 from attnplug_conformance import conformance_tests
 from support.seam import over_stand_ins
 
-SUBJECTS = [over_stand_ins("flashmla", "reference_flashmla:build", seam="over a stand-in for FlashMLA")]
+SUBJECTS = [
+    over_stand_ins("flashmla", "reference_flashmla:build", seam="over a stand-in for FlashMLA"),
+    over_stand_ins(
+        "flashmla_sparse",
+        "reference_sparse:build",
+        seam="over a stand-in for FlashMLA",
+        dtypes=(DType.BFLOAT16,),
+        kv_dtypes=(DType.BFLOAT16, DType.FP8_DS_MLA),
+    ),
+]
 test_conforms, test_enough_is_claimed = conformance_tests(SUBJECTS[0])
+test_sparse_conforms, test_enough_of_sparse_is_claimed = conformance_tests(SUBJECTS[1])

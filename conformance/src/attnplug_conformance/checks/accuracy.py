@@ -190,6 +190,15 @@ def input_checks(kind: AttentionKind) -> Iterator[Check]:
             _of(kind, shape, kv_dtype=DType.FLOAT8_E4M3, kv_scales=(0.4, 1.7)),
             _accurate,
         )
+        if kind is AttentionKind.MLA:
+            yield Check(
+                f"mla.fp8_ds_mla.{mode}",
+                "mla fp8_ds_mla",
+                "rows of fp8_ds_mla are read and written by scales of their own, one for every 128 values",
+                _of(kind, shape, kv_dtype=DType.FP8_DS_MLA),
+                _accurate,
+                quick=True,
+            )
         yield Check(
             f"{kind}.lse.{mode}",
             "lse",
@@ -270,6 +279,8 @@ def shape_checks() -> Iterator[Check]:
             ("decode", lambda p, longest: decode(3, 4, 5, 2 * p + 3)),
         ):
             yield Check(f"mha.{name}.{mode}", name, says, _of(AttentionKind.MHA, base, **changes), _accurate, True)
+            case = _of(AttentionKind.MLA, base, **changes)
+            yield Check(f"mla.{name}.{mode}", f"mla {name}", says, case, _accurate)
     yield Check(
         "mha.window.wide",
         "window",

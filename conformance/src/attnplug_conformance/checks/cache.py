@@ -14,7 +14,7 @@ from attnplug.host import SplitBackend
 from attnplug_conformance.case import FIRST, LAYER, Case
 from attnplug_conformance.check import Check, Stand
 from attnplug_conformance.diagnosis import Wrong, check_padding, check_result, judge
-from attnplug_conformance.scene import NAN, Output, Scene, kept, relative_error
+from attnplug_conformance.scene import NAN, Output, Scene, relative_error
 
 EXTEND, DECODE = ForwardMode.EXTEND, ForwardMode.DECODE
 
@@ -37,7 +37,8 @@ def check_written(scene: Scene, before: dict[int, list[torch.Tensor]], *, saved:
         return
     for memory, rows, scale in zip(scene.memories(LAYER), scene.rows_of(), scene.case.kv_scales, strict=False):
         for (page, offset), (request, token) in wanted.items():
-            found, right = memory[page, offset].float(), kept(rows[request][token], scale, memory.dtype).float()
+            found = scene.numbers(memory[page, offset])
+            right = scene.numbers(scene.cells(rows[request][token], scale, memory.dtype)).to(found.device)
             if torch.allclose(found, right, rtol=0.13 if memory.element_size() == 1 else 1e-6, atol=1e-2 * scale):
                 continue
             raise Wrong(_unwritten(scene, found, rows[request][token].float(), request, token, scale))
@@ -310,11 +311,14 @@ DECODES = ((5, 1), (20, 1), (0, 1), (31, 1))
 def cache_checks(kind: AttentionKind) -> Iterator[Check]:
     """Each for an extend, and under a name of its own for a decode; the first of them is part of the quick run."""
     fp8 = {"kv_dtype": DType.FLOAT8_E4M3, "kv_scales": (0.4, 1.7)}
+    packed = ("cache.writes_fp8_ds_mla", " fp8_ds_mla", "rows are stored with scales of their own", _writes,
+              {"kv_dtype": DType.FP8_DS_MLA})  # fmt: skip
     padding = "rows past the planned ones are padding: zero output, nothing written"
     padded = "padded requests have length 0: nothing is read or written for them"
     both: list[tuple[str, str, str, Callable[[Stand], None], dict[str, Any]]] = [
         ("cache.writes", "", "new rows are written, and nothing else", _writes, {}),
         ("cache.writes_fp8", " fp8", "rows are divided by the fp8 scale when they are stored", _writes, fp8),
+        *([] if kind is AttentionKind.MHA else [packed]),
         ("cache.not_saved", "", "save_kv_cache=False writes nothing", _not_saved, {}),
         ("cache.not_saved_rows", "", "save_kv_cache=False writes nothing, even where k and v are given",
          _not_saved_with_rows, {}),

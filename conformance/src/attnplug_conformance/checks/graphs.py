@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -20,9 +21,10 @@ from attnplug_conformance.case import LAYER, Case
 from attnplug_conformance.check import Check, Measured, Stand, refused_with_an_error
 from attnplug_conformance.diagnosis import Wrong, check_padding, explain
 from attnplug_conformance.reference import tree_bits
-from attnplug_conformance.scene import NAN, Scene, as_bytes, relative_error, zero_by_chance_is_nan
+from attnplug_conformance.scene import Scene, as_bytes, poison, relative_error, zero_by_chance_is_nan
 from attnplug_conformance.subject import Subject
 
+AnyScene = TypeVar("AnyScene", bound=Scene)
 DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND
 
 
@@ -98,7 +100,7 @@ class Capture:
             geometry.tree.fill_(-1)
             geometry.tree[:real] = tree_bits(other.case.trees, other.device)
         for memory, theirs in zip(self.scene.memories(LAYER), other.memories(LAYER), strict=True):
-            memory.copy_(torch.tensor(NAN))
+            poison(memory)
             as_bytes(memory)[: len(theirs)] = as_bytes(theirs)
         given = other.inputs(geometry.rows)
         for target, source in zip((self.q, self.k, self.v), given, strict=True):
@@ -118,14 +120,14 @@ class Capture:
         return self.out
 
 
-def _others(stand: Stand, scene: Scene) -> Iterator[Scene]:
+def others(stand: Stand, scene: AnyScene) -> Iterator[AnyScene]:
     """Batches to replay: long and short, full and with fewer requests."""
     new, most = scene.case.lengths[0][1], min(before for before, _ in scene.case.lengths)
     for seed, prefixes in enumerate(([most, 5, 17, 31], [1, 16, 2, 0], [most // 2, 15], [15])):
         case = replace(scene.case, lengths=tuple((prefix, new) for prefix in prefixes), seed=seed + 1)
         if case.trees is not None:
             case = replace(case, trees=(case.trees * 2)[seed : seed + len(prefixes)])
-        yield Scene(stand.subject, case, backend=scene.backend)
+        yield type(scene)(stand.subject, case, backend=scene.backend)
 
 
 def judge_replay(stand: Stand, capture: Capture, other: Scene, out: Tensor) -> None:
@@ -146,7 +148,7 @@ def judge_replay(stand: Stand, capture: Capture, other: Scene, out: Tensor) -> N
             written |= set(zip(pages.tolist(), offsets.tolist(), strict=True))
         changed = (as_bytes(memory)[: len(theirs)] != as_bytes(theirs)).flatten(2).any(-1)
         extra = {tuple(place) for place in changed.nonzero().tolist()} - written
-        beyond = ~memory[len(theirs) :].float().isnan()
+        beyond = ~capture.scene.numbers(memory[len(theirs) :]).isnan()
         if extra or beyond.any():
             raise Wrong("a replay wrote to a row of the cache that is not new: padded requests write nothing")
 
@@ -154,7 +156,7 @@ def judge_replay(stand: Stand, capture: Capture, other: Scene, out: Tensor) -> N
 def _replays(stand: Stand) -> None:
     scene = stand.scene()
     capture = Capture(scene).reserve().capture()
-    for other in _others(stand, scene):
+    for other in others(stand, scene):
         capture.put(other)
         judge_replay(stand, capture, other, capture.replay())
 
@@ -173,7 +175,7 @@ def _eager_between(stand: Stand) -> None:
     """An eager batch between capture and replay leaves the captured one alone."""
     scene = stand.scene()
     capture = Capture(scene).reserve().capture()
-    other, eager = (next(_others(stand, scene)) for _ in range(2))
+    other, eager = (next(others(stand, scene)) for _ in range(2))
     capture.put(other)
     capture.attention.plan_captured(capture.batch)
     eager.case = replace(eager.case, mode=scene.case.mode)
@@ -187,21 +189,21 @@ def _lanes(stand: Stand) -> None:
     attention = ModelAttention(scene.backend, scene.pools)
     first = Capture(scene, 0, attention).reserve().capture()
     second = Capture(scene, 1, attention).capture()
-    others = list(_others(stand, scene))[:2]
-    for capture, other in zip((first, second), others, strict=True):
+    batches = list(others(stand, scene))[:2]
+    for capture, other in zip((first, second), batches, strict=True):
         capture.put(other)
         attention.plan_captured(capture.batch)
         attention.refill(capture.batch)
-    first.put(others[0])  # the pool is one, and holds the first lane's rows again
+    first.put(batches[0])  # the pool is one, and holds the first lane's rows again
     if scene.device.type == "cpu":
         backend = scene.backend
         forward = backend.forward_decode if first.batch.forward_mode.is_decode else backend.forward_extend
         out = forward(first.q, first.k, first.v, scene.layer, first.batch)
     else:
         out = first.replay()
-    wanted = others[0].wanted()[0]
+    wanted = batches[0].wanted()[0]
     error = relative_error(out[: len(wanted)], wanted)
-    if not error <= others[0].tolerance:
+    if not error <= batches[0].tolerance:
         raise Wrong(f"captured batches of two lanes share memory: lane 0 is wrong by {error:.1e} after lane 1's refill")
 
 
@@ -217,7 +219,7 @@ def _never_captured(stand: Stand) -> None:
 def _no_wait(stand: Stand) -> None:
     scene = stand.scene()
     capture = Capture(scene).reserve().capture()
-    for other in _others(stand, scene):
+    for other in others(stand, scene):
         capture.put(other)
         capture.replay()
         torch.cuda.synchronize()
@@ -246,7 +248,7 @@ def nothing_waits() -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def _claims(level: GraphLevel, trees: bool = False, cuda: bool = False):  # type: ignore[no-untyped-def]
+def graphs_claimed(level: GraphLevel, trees: bool = False, cuda: bool = False):  # type: ignore[no-untyped-def]
     def applies(subject: Subject) -> str | None:
         can = subject.can.cuda_graph
         if can < level:
@@ -269,8 +271,12 @@ def graph_checks(kind: AttentionKind) -> Iterator[Check]:
     decode, uniform, always = GraphLevel.DECODE, GraphLevel.UNIFORM, GraphLevel.ALWAYS
     forest = ((-1, 0, 0, 1), (-1, -1, 1, 1), (-1, 0, 1, 2), (-1, 0, 1, 0))
     replayed = "a captured batch is replayed with other lengths and pages, and fewer requests"
-    yield Check(f"{kind}.graph.decode", "graphs", replayed, of(DECODE, 1, decode), _replays, True, _claims(decode))
-    yield Check(f"{kind}.graph.verify", "graphs", replayed, of(VERIFY, 3, uniform), _replays, False, _claims(uniform))
+    yield Check(
+        f"{kind}.graph.decode", "graphs", replayed, of(DECODE, 1, decode), _replays, True, graphs_claimed(decode)
+    )
+    yield Check(
+        f"{kind}.graph.verify", "graphs", replayed, of(VERIFY, 3, uniform), _replays, False, graphs_claimed(uniform)
+    )
     yield Check(
         f"{kind}.graph.trees",
         "graphs",
@@ -278,7 +284,7 @@ def graph_checks(kind: AttentionKind) -> Iterator[Check]:
         of(VERIFY, 4, uniform, trees=forest),
         _replays,
         False,
-        _claims(uniform, trees=True),
+        graphs_claimed(uniform, trees=True),
     )
     yield Check(
         f"{kind}.graph.extend",
@@ -287,7 +293,7 @@ def graph_checks(kind: AttentionKind) -> Iterator[Check]:
         of(EXTEND, 3, always),
         _extends,
         False,
-        _claims(always),
+        graphs_claimed(always),
     )
     yield Check(
         f"{kind}.graph.eager_between",
@@ -296,7 +302,7 @@ def graph_checks(kind: AttentionKind) -> Iterator[Check]:
         of(DECODE, 1, decode),
         _eager_between,
         False,
-        _claims(decode),
+        graphs_claimed(decode),
     )
     yield Check(
         f"{kind}.graph.lanes",
@@ -305,7 +311,7 @@ def graph_checks(kind: AttentionKind) -> Iterator[Check]:
         of(DECODE, 1, decode, lanes=2),
         _lanes,
         False,
-        _claims(decode),
+        graphs_claimed(decode),
     )
     yield Check(
         f"{kind}.graph.never_captured",
@@ -314,7 +320,7 @@ def graph_checks(kind: AttentionKind) -> Iterator[Check]:
         of(DECODE, 1, decode),
         _never_captured,
         False,
-        _claims(decode),
+        graphs_claimed(decode),
     )
     yield Check(
         f"{kind}.graph.no_wait",
@@ -323,5 +329,5 @@ def graph_checks(kind: AttentionKind) -> Iterator[Check]:
         of(DECODE, 1, decode),
         _no_wait,
         False,
-        _claims(decode, cuda=True),
+        graphs_claimed(decode, cuda=True),
     )

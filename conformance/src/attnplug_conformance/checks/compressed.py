@@ -1,0 +1,226 @@
+"""Compressed layers: one softmax over the rows of a window, the entries that stand for older tokens, and a sink."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attnplug import (
+    COMPRESSED,
+    AttentionKind,
+    CompressedDims,
+    CompressedPool,
+    CompressorInputs,
+    CompressorWeights,
+    ForwardBatch,
+    ForwardExtras,
+    IndexerDims,
+    IndexInputs,
+    SelectedPositions,
+)
+from attnplug.host import KVPools, MLADims, bind_hook, optional_hooks
+from attnplug_conformance.case import LAYER, Case
+from attnplug_conformance.check import Check, Measured, Stand
+from attnplug_conformance.checks.sparse import DECODE, EXTEND
+from attnplug_conformance.diagnosis import Wrong, check_padding, check_result
+from attnplug_conformance.reference import Rules, attention, entry
+from attnplug_conformance.scene import NAN, Scene, poison, relative_error, tail, zero_by_chance_is_nan
+
+EPS = 1e-6
+Lengths = Callable[[int], tuple[tuple[int, int], ...]]
+
+
+class Compressor:
+    """What the tokens of every request bring to one compressor of a layer, and the entries made of them."""
+
+    def __init__(self, scene: Scene, dims: CompressedDims, dim: int) -> None:
+        self.scene, self.dims, width = scene, dims, dims.series * dim
+        rope = dim // 4 * 2
+        self.weights = CompressorWeights(
+            scene.normal(dims.ratio, width).float(),
+            1 + 0.2 * scene.normal(dim).float(),
+            EPS,
+            100.0 ** -(torch.arange(0, rope, 2, device=scene.device) / rope),
+        )
+        self.values = [scene.normal(total, width) for total in scene.totals]
+        self.gates = [scene.normal(total, width) for total in scene.totals]
+        self.entries = [
+            [self._entry(request, number) for number in range(total // dims.ratio)]
+            for request, total in enumerate(scene.totals)
+        ]
+
+    def _entry(self, request: int, number: int) -> Tensor:
+        own, bias = self.weights, self.weights.bias
+        made = (self.values[request], self.gates[request], bias, own.norm, own.eps, own.frequencies)
+        return entry(number, *made, overlap=self.dims.overlap)
+
+    def store(self, entries: Tensor, tokens: Tensor) -> None:
+        """Fill caches with what the prefixes left: entries of whole windows, and each page's newest tokens."""
+        scene, ratio, kept, size = self.scene, self.dims.ratio, tokens.shape[1], self.scene.page_size
+        for request, (before, _) in enumerate(scene.case.lengths):
+            pages, offsets = (place.tolist() for place in scene.places(request, 0, before))
+            for number in range(before // ratio):
+                last = number * ratio + ratio - 1
+                entries[pages[last], offsets[last] // ratio] = self.entries[request][number].to(entries.dtype)
+            for token in range(before):
+                if token >= min(before, token - offsets[token] + size) - kept:
+                    row = torch.cat((self.values[request][token], self.gates[request][token]))
+                    tokens[pages[token], offsets[token] % kept] = row
+
+    def inputs(self, rows: int) -> CompressorInputs:
+        """What the new tokens bring, with NaN for padding."""
+        new = self.scene.new_rows
+        return CompressorInputs(tail(new(self.values), rows), tail(new(self.gates), rows), self.weights)
+
+
+class CompressedScene(Scene):
+    """Requests with entries beside their rows, poisoned alike."""
+
+    def _pools(self, healed: str | None) -> KVPools:
+        plain, case = super()._pools(healed), self.case
+        assert case.compressed is not None and case.dtype is not None
+        self.dims, self.index = case.compressed, case.index
+        pool = CompressedPool(
+            case.layers, num_pages=self.num_pages, page_size=self.page_size, dtype=case.dtype, device=self.device
+        )
+        self.own = Compressor(self, self.dims, self.widths[0])
+        self.of_index = None if self.index is None else Compressor(self, self.dims, self.index.head_dim)
+        for layer_id in pool.layer_ids:
+            for compressor, cache in ((self.own, pool.entries(layer_id)), (self.of_index, pool.index(layer_id))):
+                if compressor is not None and cache is not None:
+                    poison(cache.entries)
+                    poison(cache.tokens)
+                    if layer_id == LAYER:
+                        compressor.store(cache.entries, cache.tokens)
+        self.chosen: list[list[int]] | None = None
+        return KVPools(mla=plain.mla, caches={COMPRESSED: pool})
+
+    def places_of_tokens(self) -> Iterator[tuple[int, int]]:
+        """Request and position of each new token."""
+        for request, (before, new) in enumerate(self.case.lengths):
+            for position in range(before, before + new):
+                yield request, position
+
+    def select(self, batch: ForwardBatch) -> SelectedPositions:
+        """The entries that the backend selects, judged by their scores."""
+        assert self.index is not None and self.of_index is not None
+        hook = bind_hook(self.backend, "select", optional_hooks()["select"], ())
+        if hook is None:
+            raise Wrong("it claims sparse layers, and has no select")
+        rows, tokens = batch.num_tokens, sum(self.new)
+        q = self.normal(tokens, self.index.heads, self.index.head_dim)
+        weights = self.normal(tokens, self.index.heads).float()
+        inputs = IndexInputs(tail(q, rows), None, tail(weights, rows), self.of_index.inputs(rows))
+        with zero_by_chance_is_nan(self.device):
+            found = hook(inputs, self.layer, batch)
+        if not isinstance(found, SelectedPositions):
+            raise Wrong(f"select returned {type(found).__name__} for entries, not SelectedPositions")
+        self.chosen = []
+        for token, (request, position) in enumerate(self.places_of_tokens()):
+            mine = [number for number in found.positions[token].tolist() if number >= 0]
+            visible, place = (position + 1) // self.dims.ratio, f"request {request}, token {position}"
+            wanted = min(self.index.topk, visible)
+            if len(set(mine)) != wanted or len(mine) != wanted or not all(number < visible for number in mine):
+                right = f"{wanted} distinct ones of the {visible} windows that are whole by then"
+                raise Wrong(f"select chose entries {sorted(mine)} ({place}), and not {right}")
+            if mine:
+                keys = torch.stack(self.of_index.entries[request][:visible])
+                scores = weights[token].double() @ torch.relu(q[token].double() @ keys.T * self.index.scale)
+                best = scores.sort(descending=True).values[:wanted]
+                short = float((best - scores[mine].sort(descending=True).values).max() / scores.abs().max())
+                if not short <= self.tolerance:
+                    raise Wrong(f"select chose entries whose scores fall short of the best by {short:.1e} ({place})")
+            self.chosen.append(mine)
+        return found
+
+    def wanted_compressed(
+        self, *, entries: bool = True, sinks: bool = True, window: int | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Output and log-sum-exp, token by token; without a part, or by another window, as a mistake gives it."""
+        found, window = [], window or self.case.window
+        assert window is not None
+        for token, (request, position) in enumerate(self.places_of_tokens()):
+            rows = self.stored(request)[0][max(0, position - window + 1) : position + 1]
+            visible = range((position + 1) // self.dims.ratio)
+            mine = self.own.entries[request]
+            for number in (visible if self.chosen is None else self.chosen[token]) if entries else ():
+                rows = torch.cat((rows, mine[number][None, None]))
+            rules = Rules(self.layer.scale, aligned="none")
+            found.append(attention(self.q[token][None], rows, rows, rules, self.sinks if sinks else None))
+        return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found])
+
+
+def _compressed(stand: Stand) -> None:
+    scene = CompressedScene(stand.subject, stand.case)
+    batch = scene.plan(scene.batch())
+    rows = batch.num_tokens
+    selected = None if scene.index is None else scene.select(batch)
+    lse = None
+    if "lse" in stand.subject.can.extras:
+        lse = torch.full((rows, scene.layer.num_heads), NAN, device=scene.device)
+    out = scene.forward(batch, extras=ForwardExtras(selected=selected, lse=lse, entries=scene.own.inputs(rows)))
+    check_result(scene, out, rows)
+    wanted, wanted_lse = scene.wanted_compressed()
+    allowed, mine = 2 * scene.tolerance, out[: len(wanted)]
+    error = relative_error(mine, wanted)
+    if not error <= allowed:
+        raise Wrong(_explained(scene, mine, error, allowed))
+    check_padding(out, len(wanted))
+    if lse is not None and not relative_error(lse[: len(wanted)], wanted_lse) <= max(allowed, 1e-5):
+        raise Wrong("the log-sum-exp is wrong: it is over the rows of the window and the entries, without the sink")
+    stand.measured.append(Measured(len(wanted), max(scene.totals), error, allowed, 0.0, 0.0))
+
+
+def _explained(scene: CompressedScene, out: Tensor, error: float, allowed: float) -> str:
+    window = scene.case.window
+    assert window is not None
+    for words, (other, _) in (
+        ("it attended to the rows of the window alone, and to no entries", scene.wanted_compressed(entries=False)),
+        ("it ignored the sinks", scene.wanted_compressed(sinks=False)),
+        ("it ignored the sliding window, which is over rows", scene.wanted_compressed(window=1 << 20)),
+        ("its sliding window has one key too many", scene.wanted_compressed(window=window + 1)),
+        ("its sliding window has one key too few", scene.wanted_compressed(window=window - 1)),
+    ):
+        if relative_error(out, other) <= allowed:
+            return words
+    if error != error:
+        return "the output is NaN: it read an entry, a row or a token that belongs to no whole window of a request"
+    return f"attention to rows, entries and sink is wrong by {error:.1e} where {allowed:.0e} is allowed"
+
+
+def compressed_checks() -> Iterator[Check]:
+    plain, overlap = CompressedDims(8), CompressedDims(4, overlap=True)
+    index = IndexerDims(heads=8, head_dim=16, topk=3)
+    one = "rows of the window, entries of whole windows and the sink are in one softmax"
+    two = "an entry is made of its own window and of the one before, which an earlier step may have brought"
+    best = "it selects the best entries by its index, and attends to these beside the window"
+    extend = lambda p: ((0, 2 * p + 3), (9, 7), (p + 1, 6), (p - 1, 2))  # noqa: E731
+    decode = lambda p: ((6, 1), (7, 1), (p - 1, 1), (2 * p + 3, 1), (0, 1))  # noqa: E731
+    shapes: dict[str, tuple[str, Case, Lengths]] = {
+        "extend": (one, Case((), EXTEND, compressed=plain, padding=2), extend),
+        "decode": (one, Case((), DECODE, compressed=plain), decode),
+        "overlap.extend": (two, Case((), EXTEND, compressed=overlap), extend),
+        "overlap.decode": (two, Case((), DECODE, compressed=overlap), decode),
+        "index.extend": (best, Case((), EXTEND, compressed=overlap, index=index, padding=2), extend),
+        "index.decode": (best, Case((), DECODE, compressed=overlap, index=index), decode),
+    }
+    for name, (says, case, lengths) in shapes.items():
+        extras = {"entries", "sinks"} | ({"selected"} if case.index is not None else set())
+        whole = replace(case, kind=AttentionKind.MLA, window=6, sinks=True, extras=frozenset(extras))
+        yield Check(
+            f"mla.compressed.{name}",
+            "compressed",
+            says,
+            lambda p, longest, case=whole, of=lengths: _sized(case, of, p, longest),  # type: ignore[misc]
+            _compressed,
+            name.startswith("index"),
+        )
+
+
+def _sized(case: Case, lengths: Lengths, p: int, longest: int) -> Case:
+    """Small where a CPU runs it, and of a model's size where kernels do. A page holds whole windows."""
+    dim, size = 512 if longest > 2000 else 16, None if p % 8 == 0 else 16
+    return replace(case, lengths=lengths(size or p), page_size=size, mla=MLADims(dim, dim, 0), v_head_dim=dim)

@@ -1,0 +1,91 @@
+"""Sparse layers whose rows are in host memory: HiSparse brings in those that were selected, and no others are there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from attnplug import INDEX_KEYS, DType, ForwardMode, Geometry
+from attnplug.host import HOST_ROWS, HiSparse, HostRows, HotPool, HotSizes, KVPools
+from attnplug_conformance.check import Check, Stand
+from attnplug_conformance.checks.cache import check_written
+from attnplug_conformance.checks.sparse import DECODE, EXTEND, VERIFY, SparseScene, judge_sparse, sparse_case
+from attnplug_conformance.diagnosis import Wrong
+
+
+class HotScene(SparseScene):
+    """The cache of the scene is the host's. On the device is NaN, and room for what one step selects.
+
+    Requests are in other rows of the slot table than in the batch.
+    """
+
+    def _pools(self, healed: str | None) -> KVPools:
+        plain = super()._pools(healed)
+        case, layers = self.case, self.case.layers
+        nodes = max(self.new) if case.mode is ForwardMode.TARGET_VERIFY else 1
+        longest = self.page_table.shape[1] * self.page_size
+        rows = sum(self.new) + case.padding + 8
+        sizes = HotSizes(len(self.new) + 2, rows, longest, self.index.topk * nodes, nodes)
+        pool = HotPool(
+            layers,
+            sizes,
+            num_pages=self.num_pages,
+            page_size=self.page_size,
+            dtype=self.kv_dtype,
+            device=self.device,
+        )
+        host = HostRows(
+            len(layers),
+            num_pages=self.num_pages,
+            page_size=self.page_size,
+            row_nbytes=pool.cells.shape[1],
+            device=self.device,
+        )
+        pool.cells.fill_(0xFF)  # which is NaN in every type
+        host.cells.fill_(0xFF)
+        self.coordinator = self.hisparse = HiSparse(pool, host)
+        return KVPools(mla=pool, caches={INDEX_KEYS: plain.caches[INDEX_KEYS], HOST_ROWS: host})
+
+    def memories(self, layer_id: int, pools: KVPools | None = None) -> tuple[Tensor, ...]:
+        return super().memories(layer_id, pools) if pools is not None else (self.hisparse.host_pages(layer_id),)
+
+    def geometry(self, *, lane: int = 0, slots: Tensor | None = None) -> Geometry:
+        rows = torch.arange(len(self.new), 0, -1, device=self.device)
+        return replace(super().geometry(lane=lane, slots=slots), table_rows=rows)
+
+
+def _brought_in(stand: Stand) -> None:
+    scene = HotScene(stand.subject, stand.case)
+    before = scene.snapshot()
+    judge_sparse(stand, scene)
+    try:
+        check_written(scene, before)
+    except Wrong as wrong:
+        raise Wrong(f"the cache in host memory: {wrong}") from None
+
+
+def hisparse_checks() -> Iterator[Check]:
+    modes = {
+        "decode": (((17, 1), (8, 1), (40, 1), (0, 1)), DECODE, 0),
+        "verify": (((12, 3), (30, 3)), VERIFY, 0),
+        "extend": (((3, 2), (30, 3), (0, 4)), EXTEND, 3),
+    }
+    for name, (lengths, mode, padding) in modes.items():
+        yield Check(
+            f"mla.hisparse.{name}",
+            "hisparse",
+            "it reads the selected rows where HiSparse brings them in, and writes new ones through it",
+            sparse_case(lengths, mode, hisparse=True, padding=padding),
+            _brought_in,
+            name != "verify",
+        )
+    yield Check(
+        "mla.hisparse.fp8_ds_mla",
+        "hisparse",
+        "rows of fp8_ds_mla that HiSparse brings in are read by scales of their own",
+        sparse_case(modes["decode"][0], DECODE, hisparse=True, kv_dtype=DType.FP8_DS_MLA),
+        _brought_in,
+    )
