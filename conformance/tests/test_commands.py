@@ -47,15 +47,32 @@ def test_conform_writes_a_report(suffix, tmp_path, capsys):
     [
         (["torch_nativ"], "did you mean torch_native"),
         (["torch_native", "--check", "mha.decod"], "no check 'mha.decod'; did you mean"),
+        (["torch_native", "--check", "nonsense"], "no check 'nonsense'; there are those below mha, mla"),
         (["torch_native", "--report", "out.txt"], "neither a .html nor a .json"),
         (["torch_native", "--report", "nowhere/out.html"], "no folder nowhere"),
         (["torch_native", "--seed", "-1"], "--seed -1 is not a seed"),
-        (["torch_native", "--expected-failures", "nowhere"], "--expected-failures"),
+        (["torch_native", "--expected-failures", "nowhere"], "nowhere cannot be read: No such file"),
     ],
 )
 def test_a_mistake_of_the_user_is_told(arguments, words):
     with pytest.raises(UsageError, match=words):
         attnplug("conform", *arguments)
+
+
+def test_a_file_that_cannot_be_written_is_told(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("folder.html").mkdir()
+    with pytest.raises(UsageError, match=r"--report folder.html is a folder"):
+        attnplug("conform", "torch_native", "--report", "folder.html")
+
+    def full(path: Path, *_, **__) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(UsageError, match=r"--report out.json cannot be written: No space left"):
+        attnplug("conform", "torch_native", "--device", "cpu", "--check", "declared", "--report", "out.json")
+    with pytest.raises(UsageError, match=r"fresh.pyproject.toml cannot be written: No space left"):
+        attnplug("new", "fresh")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -94,6 +111,17 @@ def test_new_writes_over_nothing(tmp_path, monkeypatch):
 def test_new_refuses_a_name_that_no_backend_can_have(name):
     with pytest.raises(UsageError, match="is not a name for a backend"):
         attnplug("new", name)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("torch_native", "there is a backend 'torch_native' already"), ("json", "'json' is the name of a module")],
+)
+def test_new_refuses_a_name_that_is_taken(name, words, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UsageError, match=words):
+        attnplug("new", name)
+    assert not list(tmp_path.iterdir())
 
 
 class TestCheck:

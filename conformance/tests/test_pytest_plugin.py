@@ -24,3 +24,9 @@ def test_without_a_backend_it_says_what_to_give(pytester: pytest.Pytester):
     done = pytester.runpytest_inprocess(*KIT)
     assert "give --attention-backend NAME" in done.stdout.str()
     assert done.ret != 0
+
+
+def test_expected_failures_that_cannot_be_read_are_told_once(pytester: pytest.Pytester):
+    done = pytester.runpytest_inprocess(*KIT, "--attention-backend=torch_native", "--expected-failures=nowhere")
+    assert "--expected-failures nowhere cannot be read: No such file" in done.stdout.str()
+    done.assert_outcomes(errors=1)

@@ -260,6 +260,8 @@ def test_a_random_walk_of_arrivals_aborts_and_failures_leaves_nothing(seed, expe
         ({"hisparse_config": "[1]"}, r"is \[1\]; give an object with any of device_buffer_size, host_memory_gib"),
         ({"hisparse_config": {"device_buffer_size": "many"}}, "device_buffer_size of 'many'; give a number of rows"),
         ({"hisparse_config": {"host_memory_gib": 0}}, "host_memory_gib of 0; give a number above 0"),
+        ({"hisparse_config": '{"host_memory_gib": NaN}'}, "host_memory_gib of nan; give a number above 0"),
+        ({"hisparse_config": '{"host_memory_gib": 1e999}'}, "host_memory_gib of inf; give a number above 0"),
         ({"enable_hisparse": 1}, "`enable_hisparse` 1 is not allowed|enable_hisparse 1 is not allowed"),
         ({"enable_hisparse": False, "hisparse_config": {}}, "hisparse_config.? is given, and HiSparse is off"),
         ({"two_batch_overlap": True}, "one place on the device for the rows of the layer that runs"),
@@ -285,6 +287,8 @@ def test_pages_are_as_many_as_host_and_device_have_room_for(monkeypatch: pytest.
     monkeypatch.setattr("attnplug_engine.options.available_memory", lambda: 64_000)
     row = 4 * 40  # bytes, in each of four layers
     assert make().runner.capacity.num_pages == 64_000 // (4 * LAYERS * row)
+    given = {"host_memory_gib": 32_000 / 2**30, "device_buffer_size": 13}
+    assert make(hisparse_config=given).runner.capacity.num_pages == 32_000 // (4 * LAYERS * row)
     monkeypatch.setattr("attnplug_engine.options._CPU_CACHE_BYTES", 1000)
     with pytest.raises(PoolError, match="MiB on the device for hot buffers of 13 rows of 3 requests"):
         make()

@@ -303,6 +303,12 @@ def test_run_serves_sparse_models_and_explain_shows_them(name, attnplug: Attnplu
     assert ("shared index" in told.out) is (name == "glm_moe_dsa")
 
 
+def test_a_draft_without_index_keys_of_tokens_is_beside_a_target_that_has_them():
+    drafts = {"speculative_algorithm": "standalone", "speculative_draft_model": "tiny:deepseek_v4"}
+    engine = Engine("tiny:glm_moe_dsa", device="cpu", index_dtype=DType.FLOAT8_E4M3, context_length=64, **drafts)
+    assert engine.runner.pools.cache(INDEX_KEYS) is not None
+
+
 def test_every_backend_without_sparse_attention_is_refused_by_name_with_the_reason(attnplug: Attnplug):
     """A10, D3"""
     dense = [

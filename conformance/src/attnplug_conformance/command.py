@@ -61,14 +61,19 @@ def _conform(parsed: argparse.Namespace) -> int:
     for name in parsed.check:
         if not any(_below(check.name, name) for check in checks):
             near = difflib.get_close_matches(name, [check.name for check in checks], n=1)
-            raise UsageError(f"there is no check {name!r}" + (f"; did you mean {near[0]}?" if near else ""))
+            groups = dict.fromkeys(check.name.split(".")[0] for check in checks)
+            hint = f"did you mean {near[0]}?" if near else f"there are those below {', '.join(groups)}"
+            raise UsageError(f"there is no check {name!r}; {hint}")
     if parsed.check:
         checks = tuple(check for check in checks if any(_below(check.name, name) for name in parsed.check))
     expected: dict[str, str] = {}
     if parsed.expected_failures is not None:
         try:
             expected = read_expected(Path(parsed.expected_failures).read_text(), parsed.expected_failures)
-        except (OSError, ValueError) as error:
+        except OSError as error:
+            name = parsed.expected_failures
+            raise UsageError(f"--expected-failures {name} cannot be read: {error.strerror}; give a file") from None
+        except ValueError as error:
             raise UsageError(f"--expected-failures: {error}") from None
     device, sm = open_device(parsed.device)
     longest = 9000 if device.type == "cuda" else 1100
@@ -81,7 +86,10 @@ def _conform(parsed: argparse.Namespace) -> int:
         print(line, file=sys.stderr if parsed.json else None)
     if report is not None:
         text = as_html(verdict) if report.suffix == ".html" else json.dumps(as_json(verdict), indent=1) + "\n"
-        report.write_text(text)
+        try:
+            report.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"--report {report} cannot be written: {error.strerror}; give another file") from None
         print(f"wrote {report}", file=sys.stderr)
     if parsed.json:
         output.write_json(as_json(verdict))
@@ -96,6 +104,8 @@ def _report_path(text: str) -> Path:
     path = Path(text)
     if path.suffix not in (".html", ".json"):
         raise UsageError(f"--report {text} is neither a .html nor a .json file")
+    if path.is_dir():
+        raise UsageError(f"--report {text} is a folder; give a file")
     if not path.parent.is_dir():
         raise UsageError(f"--report {text}: there is no folder {path.parent}")
     return path

@@ -23,7 +23,7 @@ def judge(scene: Scene, output: Output) -> float:
     """The relative error of an output; raises :class:`Wrong` if rounding does not explain it."""
     wanted, wanted_lse = scene.wanted()
     out, rows = output.out, len(wanted)
-    check_result(scene, out, (len(out) if isinstance(out, Tensor) else 0))
+    check_result(scene, out, max(len(out), rows) if isinstance(out, Tensor) and out.dim() else rows)
     error = relative_error(out[:rows], wanted)
     if not error <= scene.tolerance:
         raise Wrong(explain(scene, out[:rows], wanted, error))
@@ -42,8 +42,8 @@ def check_result(scene: Scene, out: object, rows: int) -> None:
     """Raise :class:`Wrong` for a result of another type or shape than the contract's."""
     shape = (rows, scene.layer.num_heads, scene.widths[1])
     if not isinstance(out, Tensor) or tuple(out.shape) != shape:
-        found = tuple(out.shape) if isinstance(out, Tensor) else repr(out)
-        raise Wrong(f"the result has shape {found} and should have {shape} (rows, heads, width of a value)")
+        found = f"has shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"is {out!r:.80}"
+        raise Wrong(f"the result {found} and should have the shape {shape} (rows, heads, width of a value)")
     if out.dtype is not scene.dtype:
         raise Wrong(f"the result is {out.dtype}, but q is {scene.dtype}; they must be the same")
 
@@ -175,6 +175,7 @@ def _hypotheses(scene: Scene) -> Iterator[tuple[str, Tensor]]:
         scene.wanted(replace(right, aligned="first"))[0],
     )
     yield "each query misses its newest key, its own", scene.wanted(replace(right, hidden=1))[0]
+    yield "each query sees one key too many, the next token's", scene.wanted(replace(right, hidden=-1))[0]
     if right.cap is not None:
         yield "it ignored the logit cap", scene.wanted(replace(right, cap=None))[0]
     if scene.sinks is not None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 import keyword
 import re
+from importlib.util import find_spec
 from pathlib import Path
 
-from attnplug.host import Commands, UsageError, add_command, output
+from attnplug.host import Commands, UsageError, add_command, load_registry, output
 
 KINDS = ("mha", "mla", "linear")
 
@@ -119,13 +120,20 @@ def _new(parsed: argparse.Namespace) -> int:
     name = parsed.name
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,63}", name) or keyword.iskeyword(name) or name == "auto":
         raise UsageError(f"{name!r} is not a name for a backend; give lower-case letters, digits and underscores")
+    if name in load_registry().backends:
+        raise UsageError(f"there is a backend {name!r} already; give another name")
+    if find_spec(name) is not None:  # it would hide that module wherever it is installed
+        raise UsageError(f"{name!r} is the name of a module that is installed here; give another one")
     folder = Path(name)
     if folder.exists():
         raise UsageError(f"{folder} exists already; give another name, or remove it")
     made = files(name, parsed.kind)
-    for path, text in made.items():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(text)
+    try:
+        for path, text in made.items():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(text)
+    except OSError as error:
+        raise UsageError(f"{error.filename} cannot be written: {error.strerror}; go to another folder") from None
     if parsed.json:
         output.write_json({"folder": str(folder), "files": sorted(made)})
     else:

@@ -23,6 +23,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         raise pytest.UsageError("give --attention-backend NAME: the backend to prove right")
     from attnplug_conformance.testing import cases, subject_of
 
+    _expected(config)  # a mistake in it is told once, before anything runs
     subject = _subject(config, subject_of)
     found = cases(subject, quick=config.getoption("--attention-quick"))
     metafunc.parametrize("attention_check", found, ids=lambda check: check.name)
@@ -48,11 +49,20 @@ def attention_subject(pytestconfig: pytest.Config) -> Any:
 @pytest.fixture(scope="session")
 def expected_failures(pytestconfig: pytest.Config) -> dict[str, str]:
     """Known failures with their reasons."""
-    path = pytestconfig.getoption("--expected-failures")
+    return _expected(pytestconfig)
+
+
+def _expected(config: pytest.Config) -> dict[str, str]:
+    path = config.getoption("--expected-failures")
     if path is None:
         return {}
     from pathlib import Path
 
     from attnplug_conformance.runner import read_expected
 
-    return read_expected(Path(path).read_text(), path)
+    try:
+        return read_expected(Path(path).read_text(), path)
+    except OSError as error:
+        raise pytest.UsageError(f"--expected-failures {path} cannot be read: {error.strerror}; give a file") from None
+    except ValueError as error:
+        raise pytest.UsageError(f"--expected-failures: {error}") from None

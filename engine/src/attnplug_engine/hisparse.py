@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -48,7 +49,8 @@ class HiSparseConfig:
         rows, memory = config.device_buffer_size, config.host_memory_gib
         if rows is not None and (not isinstance(rows, int) or isinstance(rows, bool) or rows < 1):
             raise _wrong(f"has a device_buffer_size of {show(rows)}; give a number of rows")
-        if memory is not None and (not isinstance(memory, int | float) or isinstance(memory, bool) or memory <= 0):
+        number = isinstance(memory, int | float) and not isinstance(memory, bool)
+        if memory is not None and not (number and 0 < memory < math.inf):
             raise _wrong(f"has a host_memory_gib of {show(memory)}; give a number above 0")
         return config
 

@@ -271,12 +271,18 @@ def _hot_capacity(
     capacity = replace(capacity, num_pages=0, hot_buffer=config.buffer_size(spec, capacity.nodes))
     on_host = host_bytes_per_page(spec, size, kv_dtype)
     on_device = hot_bytes_per_page(spec, size, kv_dtype, dtype, options.index_dtype)
-    on_device += 0 if draft is None else bytes_per_page(draft, size, kv_dtype, dtype, options.index_dtype)
+    on_device += (
+        0
+        if draft is None
+        else bytes_per_page(draft, size, kv_dtype, dtype, options.index_dtype, drafts=capacity.nodes - 1)
+    )
     num_pages, free = options.num_pages, available_memory()
     if num_pages is None:
         fixed = hot_bytes(spec, capacity, kv_dtype, dtype, options.index_dtype)
         room = cache_room(device, _GPU_CACHE_SHARE)
-        host_room = config.host_room(spec.ranks) if device.type == "cuda" else min(free, _CPU_CACHE_BYTES)
+        host_room = config.host_room(spec.ranks)
+        if device.type != "cuda":
+            host_room = min(host_room, free, _CPU_CACHE_BYTES)
         num_pages = min((room - fixed) // on_device, host_room // on_host, most_pages)
         if num_pages < 1:
             raise PoolError(
@@ -284,7 +290,7 @@ def _hot_capacity(
                 f"{capacity.hot_buffer} rows of {capacity.max_batch} requests, and for each page of {size} tokens "
                 f"{on_device / 2**20:.3g} MiB there and {on_host / 2**20:.3g} MiB on the host; there are "
                 f"{room / 2**20:.0f} and {host_room / 2**20:.0f} MiB; lower `max_batch`, or the device_buffer_size of "
-                "`hisparse_config`",
+                "`hisparse_config`, or raise its host_memory_gib",
                 settings=["enable_hisparse", "max_batch", "hisparse_config"],
             )
     if num_pages * on_host > free:

@@ -157,10 +157,10 @@ class Problem:
                 f"{self.speculative_topk} {why}",
                 settings=[Setting.SPECULATIVE_TOKENS, Setting.SPECULATIVE_TOPK],
             )
-        if self.index_dtype is not None and self.model is not None and not self.model.is_sparse:
+        if self.index_dtype is not None and self.model is not None and not self.model.index_layers:
             raise UsageError(
-                f"`{Setting.INDEX_DTYPE}` {self.index_dtype} is given, but {self.model.name} has no index by which it "
-                "chooses rows; leave it out",
+                f"`{Setting.INDEX_DTYPE}` {self.index_dtype} is given, but {self.model.name} has no index with a "
+                "key for each token; leave it out",
                 settings=[Setting.INDEX_DTYPE],
             )
         if self.tensor_parallel < 1:

@@ -73,7 +73,8 @@ class MLAAttention:
     def _only_absorbed(asked: ExtendPath | None) -> ExtendPath:
         if asked not in (None, ExtendPath.ABSORBED):
             raise PlanError(
-                f"the extend path {asked} is asked for, and the model's sparse layers run {ExtendPath.ABSORBED} only"
+                f"the extend path {asked} is asked for, and the model's sparse layers run {ExtendPath.ABSORBED} only; "
+                "ask for that one, or for none"
             )
         return ExtendPath.ABSORBED
 

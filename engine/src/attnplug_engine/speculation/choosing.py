@@ -80,7 +80,7 @@ def choose_draft(
     with naming_draft(speculation):
         spec = draft_spec(speculation, reference)
     _refuse_states(spec, speculation)
-    index_dtype = target.index_dtype if spec.is_sparse else None
+    index_dtype = target.index_dtype if spec.index_layers else None
     problem = replace(target, model=spec, index_dtype=index_dtype, is_draft=True, drafts_by_host=False, hisparse=False)
     roles: dict[Role, str] = {role: name for role, name in request.roles.items() if role is Role.DRAFT}
     bare = BackendRequest(request.attention, roles)
