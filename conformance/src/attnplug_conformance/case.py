@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from attnplug import (
@@ -189,3 +190,12 @@ class Case:
         kv = "" if self.kv_dtype in (None, self.dtype) else f", cache {self.kv_dtype}"
         kv += "" if self.index_dtype is None else f", index keys {self.index_dtype}"
         return f"{self.mode} of {lens} rows; {shape}; pages of {self.page_size}; {self.dtype}{kv}; seed {self.seed}"
+
+
+Shape = Callable[[int, int], Case]
+"""A case, by the page size and the longest context."""
+
+
+def always(case: Case) -> Shape:
+    """The same case for all of them."""
+    return lambda p, longest: case

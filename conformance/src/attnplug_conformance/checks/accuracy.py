@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from attnplug import AttentionKind, CacheLayout, DType, ForwardMode
-from attnplug_conformance.case import Case
+from attnplug_conformance.case import Case, Shape, always
 from attnplug_conformance.check import Check, Stand
 
 EXTEND, DECODE, MIXED = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.MIXED
 VERIFY, DRAFT = ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND
-Shape = Callable[[int, int], Case]
 
 
 def _accurate(stand: Stand) -> None:
@@ -22,8 +22,8 @@ def _with_lse(stand: Stand) -> None:
     stand.accurate(lse=True)
 
 
-def decode(*prefixes: int, **changes: object) -> Case:
-    return replace(Case(tuple((prefix, 1) for prefix in prefixes), DECODE), **changes)  # type: ignore[arg-type]
+def decode(*prefixes: int, **changes: Any) -> Case:
+    return replace(Case(tuple((prefix, 1) for prefix in prefixes), DECODE), **changes)
 
 
 INPUTS: dict[str, tuple[str, bool, Shape]] = {
@@ -165,7 +165,7 @@ def input_checks(kind: AttentionKind) -> Iterator[Check]:
                 f"{kind}.page_size_{size}{mode}",
                 f"{kind} pages",
                 f"pages of {size} are read and written right",
-                lambda p, longest, case=case: case,  # type: ignore[misc]
+                always(case),
                 _accurate,
             )
     for layout in (CacheLayout.HEAD_MAJOR, CacheLayout.STRIDED):
@@ -244,14 +244,17 @@ def head_checks() -> Iterator[Check]:
                 f"mla.heads_{heads}.{mode}",
                 "mla heads",
                 f"{heads} heads are attended to right",
-                lambda p, longest, case=case: case,  # type: ignore[misc]
+                always(case),
                 _accurate,
             )
 
 
 def shape_checks() -> Iterator[Check]:
     """Heads and features of MHA."""
-    small = lambda p, longest: Case(((p + 3, 5), (0, 7)))  # noqa: E731
+
+    def small(p: int, longest: int) -> Case:
+        return Case(((p + 3, 5), (0, 7)))
+
     shapes: tuple[tuple[str, str, dict[str, object]], ...] = (
         ("equal_heads", "each query head has a KV head of its own", {"kv_heads": 3, "group": 1}),
         ("gqa", "neighbouring query heads share a KV head", {"kv_heads": 2, "group": 4}),
@@ -321,5 +324,5 @@ def _both_layers(stand: Stand) -> None:
     run_first_layer(stand, stand.scene())
 
 
-def _of(kind: AttentionKind, shape: Shape, **changes: object) -> Shape:
-    return lambda p, longest: replace(shape(p, longest), kind=kind, **changes)  # type: ignore[arg-type]
+def _of(kind: AttentionKind, shape: Shape, **changes: Any) -> Shape:
+    return lambda p, longest: replace(shape(p, longest), kind=kind, **changes)

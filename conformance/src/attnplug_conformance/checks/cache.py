@@ -11,7 +11,7 @@ import torch
 
 from attnplug import AttentionKind, DType, ForwardBatch, ForwardExtras, ForwardMode, Geometry, Role
 from attnplug.host import SplitBackend
-from attnplug_conformance.case import FIRST, LAYER, Case
+from attnplug_conformance.case import FIRST, LAYER, Case, always
 from attnplug_conformance.check import Check, Stand
 from attnplug_conformance.diagnosis import Wrong, check_padding, check_result, judge
 from attnplug_conformance.scene import NAN, Output, Scene, relative_error
@@ -337,12 +337,12 @@ def cache_checks(kind: AttentionKind) -> Iterator[Check]:
         for suffix, lengths, mode in (("", EXTENDS, EXTEND), ("_decode", DECODES, DECODE)):
             case = Case(lengths, mode, kind, **changes)
             quick = not part and (mode is EXTEND or name == "padding.requests")
-            yield Check(f"{kind}.{name}{suffix}", claim, says, _always(case), run, quick or (name == "extras.out"))
+            yield Check(f"{kind}.{name}{suffix}", claim, says, always(case), run, quick or (name == "extras.out"))
     yield Check(
         f"{kind}.padding.bounds",
         f"{kind} bounds",
         "padded requests have rows where the host has bounds only: their output is zero, and nothing is written",
-        _always(Case(DECODES, DECODE, kind, padded_requests=2, exact=False)),
+        always(Case(DECODES, DECODE, kind, padded_requests=2, exact=False)),
         _padded_bounds,
     )
     yield Check(
@@ -372,8 +372,4 @@ def cache_checks(kind: AttentionKind) -> Iterator[Check]:
     )
     if kind is AttentionKind.MLA:
         case = Case(DECODES, DECODE, kind, extras=frozenset({"q_rope"}))
-        yield Check("mla.extras.q_rope", "q_rope", "the rotary part of q may come apart", _always(case), _q_rope, True)
-
-
-def _always(case: Case) -> Callable[[int, int], Case]:
-    return lambda p, longest: case
+        yield Check("mla.extras.q_rope", "q_rope", "the rotary part of q may come apart", always(case), _q_rope, True)

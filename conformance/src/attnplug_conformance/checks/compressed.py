@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -197,8 +198,13 @@ def compressed_checks() -> Iterator[Check]:
     one = "rows of the window, entries of whole windows and the sink are in one softmax"
     two = "an entry is made of its own window and of the one before, which an earlier step may have brought"
     best = "it selects the best entries by its index, and attends to these beside the window"
-    extend = lambda p: ((0, 2 * p + 3), (9, 7), (p + 1, 6), (p - 1, 2))  # noqa: E731
-    decode = lambda p: ((6, 1), (7, 1), (p - 1, 1), (2 * p + 3, 1), (0, 1))  # noqa: E731
+
+    def extend(p: int) -> tuple[tuple[int, int], ...]:
+        return (0, 2 * p + 3), (9, 7), (p + 1, 6), (p - 1, 2)
+
+    def decode(p: int) -> tuple[tuple[int, int], ...]:
+        return (6, 1), (7, 1), (p - 1, 1), (2 * p + 3, 1), (0, 1)
+
     shapes: dict[str, tuple[str, Case, Lengths]] = {
         "extend": (one, Case((), EXTEND, compressed=plain, padding=2), extend),
         "decode": (one, Case((), DECODE, compressed=plain), decode),
@@ -214,7 +220,7 @@ def compressed_checks() -> Iterator[Check]:
             f"mla.compressed.{name}",
             "compressed",
             says,
-            lambda p, longest, case=whole, of=lengths: _sized(case, of, p, longest),  # type: ignore[misc]
+            partial(_sized, whole, lengths),
             _compressed,
             name.startswith("index"),
         )

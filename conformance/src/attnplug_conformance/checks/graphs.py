@@ -7,17 +7,17 @@ and said so in the report.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from attnplug import AttentionKind, ForwardBatch, ForwardMode, Geometry, GraphLevel
 from attnplug.host import ModelAttention
-from attnplug_conformance.case import LAYER, Case
+from attnplug_conformance.case import LAYER, Case, Shape
 from attnplug_conformance.check import Check, Measured, Stand, refused_with_an_error
 from attnplug_conformance.diagnosis import Wrong, check_padding, explain
 from attnplug_conformance.reference import tree_bits
@@ -248,7 +248,7 @@ def nothing_waits() -> Iterator[None]:
             torch.cuda.set_sync_debug_mode("default")
 
 
-def graphs_claimed(level: GraphLevel, trees: bool = False, cuda: bool = False):  # type: ignore[no-untyped-def]
+def graphs_claimed(level: GraphLevel, trees: bool = False, cuda: bool = False) -> Callable[[Subject], str | None]:
     def applies(subject: Subject) -> str | None:
         can = subject.can.cuda_graph
         if can < level:
@@ -263,7 +263,7 @@ def graphs_claimed(level: GraphLevel, trees: bool = False, cuda: bool = False): 
 
 
 def graph_checks(kind: AttentionKind) -> Iterator[Check]:
-    def of(mode: ForwardMode, new: int, level: GraphLevel, **changes):  # type: ignore[no-untyped-def]
+    def of(mode: ForwardMode, new: int, level: GraphLevel, **changes: Any) -> Shape:
         return lambda p, longest: Case(
             tuple((max(longest // 4, 60), new) for _ in range(4)), mode, kind, graph=level, **changes
         )

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from attnplug import AttentionKind, DType, ForwardBatch, ForwardMode, Geometry, GraphLevel, ModelSpec
 from attnplug.host import HybridLinearBackend
-from attnplug_conformance.case import LAYER, Case
+from attnplug_conformance.case import LAYER, Case, Shape, always
 from attnplug_conformance.check import Check, Measured, Stand, refused_with_an_error
 from attnplug_conformance.diagnosis import Wrong
 from attnplug_conformance.linear_scene import PAGE, LinearScene, tokens_of
@@ -238,13 +239,13 @@ def linear_checks() -> Iterator[Check]:
 def _checks_of(kind: AttentionKind) -> Iterator[Check]:
     claim = "linear"
 
-    def of(*lengths: tuple[int, int], mode: ForwardMode = EXTEND, **changes: object) -> Callable[[int, int], Case]:
-        return lambda p, longest: replace(Case(lengths, mode, kind), **changes)  # type: ignore[arg-type]
+    def of(*lengths: tuple[int, int], mode: ForwardMode = EXTEND, **changes: Any) -> Shape:
+        return always(replace(Case(lengths, mode, kind), **changes))
 
     def check(
         name: str,
         says: str,
-        case: Callable[[int, int], Case],
+        case: Shape,
         run: Callable[[Stand], None],
         quick: bool = False,
         applies: Callable[[Subject], str | None] = lambda subject: None,

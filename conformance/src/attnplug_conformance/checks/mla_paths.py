@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 
 import torch
@@ -17,6 +18,7 @@ from attnplug_conformance.checks.plans import Around
 from attnplug_conformance.diagnosis import Wrong
 from attnplug_conformance.reference import Rules, attention
 from attnplug_conformance.scene import NAN, Scene, relative_error, tail, zero_by_chance_is_nan
+from attnplug_conformance.subject import Subject
 
 MLA = AttentionKind.MLA
 
@@ -162,7 +164,7 @@ def path_checks() -> Iterator[Check]:
             "mla as mha",
             "attention over rows at hand, with its natural log-sum-exp",
             lambda p, longest: some,
-            lambda stand, queries=queries, keys=keys, causal=causal: _ragged(stand, queries, keys, causal),  # type: ignore[misc]
+            partial(_ragged, queries=queries, keys=keys, causal=causal),
             name != "one",
         )
     yield Check(
@@ -177,10 +179,16 @@ def path_checks() -> Iterator[Check]:
             f"mla.path.{path}",
             "mla" if path is ExtendPath.ABSORBED else "mla as mha",
             f"an extend by the path {path} gives what the model's equations give",
-            lambda p, longest, path=path: Case(  # type: ignore[misc]
-                ((2 * p + 3, 5), (0, 9), (p, 2)), kind=MLA, ragged=path is not ExtendPath.ABSORBED, padding=2
-            ),
-            lambda stand, path=path: _extend(path, stand),  # type: ignore[misc]
+            partial(_path_case, path),
+            partial(_extend, path),
             True,
-            lambda subject, path=path: None if path in subject.can.mla_extend else f"it does not extend MLA {path}",  # type: ignore[misc]
+            partial(_extends_by, path),
         )
+
+
+def _path_case(path: ExtendPath, p: int, longest: int) -> Case:
+    return Case(((2 * p + 3, 5), (0, 9), (p, 2)), kind=MLA, ragged=path is not ExtendPath.ABSORBED, padding=2)
+
+
+def _extends_by(path: ExtendPath, subject: Subject) -> str | None:
+    return None if path in subject.can.mla_extend else f"it does not extend MLA {path}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from functools import partial
 
 import torch
 
@@ -19,7 +19,7 @@ from attnplug import (
     Role,
 )
 from attnplug.host import BatchPlan, bind_hook, optional_hooks, plan_forward
-from attnplug_conformance.case import Case
+from attnplug_conformance.case import Case, always
 from attnplug_conformance.check import Check, Stand, refused_with_an_error
 from attnplug_conformance.diagnosis import Wrong
 from attnplug_conformance.scene import Output, Scene, relative_error
@@ -129,7 +129,7 @@ def _plans_once(stand: Stand) -> None:
         planned += 1
         return own(batch)
 
-    scene.backend.init_forward_metadata = counted  # type: ignore[method-assign]
+    scene.backend.init_forward_metadata = counted  # type: ignore[method-assign] # for as long as it is counted
     before = batch.plan
     scene.forward(batch)
     if planned or batch.plan is not before:
@@ -249,11 +249,7 @@ def plan_checks(kind: AttentionKind) -> Iterator[Check]:
     some = ((5, 3), (9, 6), (0, 4))
     one = tuple((before, 1) for before in (5, 20, 0, 31))
     for mode, lengths, suffix in ((EXTEND, some, ""), (DECODE, one, "_decode")):
-
-        def of(mode=mode, lengths=lengths, **changes: Any):  # type: ignore[no-untyped-def]
-            return lambda p, longest: Case(lengths, mode, kind, **changes)
-
-        extend = mode is EXTEND
+        case, extend = Case(lengths, mode, kind), mode is EXTEND
         for name, says, run, quick in (
             ("values", "a plan says who planned, for which mode and for how many rows", _values, True),
             ("missing", "a batch without a plan is an error", _missing, extend),
@@ -266,12 +262,12 @@ def plan_checks(kind: AttentionKind) -> Iterator[Check]:
             ("again", "one plan runs any number of times", _again, False),
             ("wrapped", "it runs inside wrappers, and its hooks are found there", _wrapped, extend),
         ):
-            yield Check(f"{kind}.plan.{name}{suffix}", str(kind), says, of(), run, quick)
+            yield Check(f"{kind}.plan.{name}{suffix}", str(kind), says, always(case), run, quick)
         yield Check(
             f"{kind}.lanes{suffix}",
             str(kind),
             "plans of two lanes run at the same time",
-            of(lengths=((5, 3), (9, 6), (4, 3), (8, 6)) if extend else one, lanes=2),
+            always(replace(case, lengths=((5, 3), (9, 6), (4, 3), (8, 6)) if extend else one, lanes=2)),
             _lanes,
             extend,
         )
@@ -281,15 +277,15 @@ def plan_checks(kind: AttentionKind) -> Iterator[Check]:
             f"{kind}.built.{role}",
             f"{kind} {role}",
             f"it is built for the role {role} alone",
-            lambda p, longest, case=case, role=role: replace(case, only_role=role),  # type: ignore[misc]
-            lambda stand, role=role: _built_for(role, stand),  # type: ignore[misc]
+            always(replace(case, only_role=role)),
+            partial(_built_for, role),
         )
     for suffix, case in (("", Case(some, EXTEND, kind)), ("_decode", Case(one, DECODE, kind))):
         yield Check(
             f"{kind}.built.twice{suffix}",
             str(kind),
             "two instances in one process share nothing",
-            lambda p, longest, case=case: case,  # type: ignore[misc]
+            always(case),
             _built_twice,
             suffix == "",
         )
@@ -297,7 +293,7 @@ def plan_checks(kind: AttentionKind) -> Iterator[Check]:
             f"{kind}.built.claims{suffix}",
             str(kind),
             "what is built claims no more than its spec",
-            lambda p, longest, case=case: case,  # type: ignore[misc]
+            always(case),
             _claims,
         )
     yield Check(

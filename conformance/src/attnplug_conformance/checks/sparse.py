@@ -75,7 +75,7 @@ class SparseScene(Scene):
         """What rounding may cost a chosen score. Kernels that read fp8 keys may take their queries in fp8 too."""
         return 5e-2 if self.case.index_dtype is DType.FLOAT8_E4M3 else self.tolerance
 
-    def hook(self) -> Callable[[IndexInputs, LayerSpec, ForwardBatch], object]:
+    def hook(self) -> Callable[[IndexInputs, LayerSpec, ForwardBatch], SelectedRows]:
         found = bind_hook(self.backend, "select", optional_hooks()["select"], ())
         if found is None:
             raise Wrong("it claims sparse layers, and has no select")
@@ -206,7 +206,7 @@ class SparseCapture(Capture):
         with zero_by_chance_is_nan(scene.device):
             self.attention.refill(self.batch)
             self.selected = self.select(self.index, scene.layer, self.batch)
-            extras = ForwardExtras(selected=self.selected)  # type: ignore[arg-type]
+            extras = ForwardExtras(selected=self.selected)
             self.out = forward(self.q, self.k, self.v, scene.layer, self.batch, extras=extras)
 
     def put(self, other: Scene) -> None:
