@@ -196,7 +196,7 @@ def test_tokens_are_right_on_every_backend(oracles, model, settings, served, gra
     oracle, folder = oracles(model)
     texts = prompts(7, MODELS[model]["vocab_size"])
     more = {"cuda_graph_batch_sizes": (1, 7)} if graphs else {"disable_cuda_graph": True}
-    engine = speculating(folder, model, settings, **{"attention_backend": None, **served, **more})
+    engine = speculating(folder, model, settings, **{"attention_backend": "auto", **served, **more})
     outputs = [one.token_ids for one in engine.generate(texts, SamplingParams(NEW))]
     judge(oracle, texts, outputs)
     assert engine.statistics.rounds.verify_seconds > 0

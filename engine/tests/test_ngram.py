@@ -109,10 +109,11 @@ def test_accepted_tokens_are_appended(kernel_device: str) -> None:
     history = filled(texts, kernel_device)
     rows = torch.tensor([2, 0, 1, 3, 4, 4], device=kernel_device)
     lengths = torch.tensor([4, 10, CONTEXT - 2, 5, 0, 0], device=kernel_device, dtype=torch.int32)
-    tokens = torch.tensor([[31, 32, 33], [11, -1, -1], [21, 22, 23], [41, -1, 7], [7, 7, 7], [7, 7, 7]])
+    accepted = [[31, 32, 33], [11, -1, -1], [21, 22, 23], [41, -1, 7], [7, 7, 7], [7, 7, 7]]
+    tokens = torch.tensor(accepted, device=kernel_device)
     counts = torch.tensor([2, 1, 3, 2, 3, 3], device=kernel_device)
     with nothing_waits(kernel_device):
-        history.append(rows, lengths, tokens.to(kernel_device), counts)
+        history.append(rows, lengths, tokens, counts)
     expected = torch.full((4, CONTEXT), POISON)
     for row, text in enumerate([[*texts[0], 11], [*texts[1], 21, 22], [*texts[2], 31, 32], [*texts[3], 41, 0]]):
         expected[row, : len(text)] = torch.tensor(text)

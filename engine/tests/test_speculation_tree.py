@@ -137,9 +137,10 @@ def test_what_is_accepted_is_committed_by_row(kernel_device: str, tree: bool) ->
     device = kernel_device
     proposal = Proposal(whole([[5, 6], [5, 6]], device, 2), whole([[0, 1], [0, 0]], device, 2) if tree else None)
     chosen, rows = whole([[5, 6, 8], [6, -1, -1]], device, 3), torch.tensor([3, 1], device=device)
+    before = torch.tensor([100, 200], device=device)
     lengths, tokens = torch.arange(5, device=device), torch.arange(10, 15, device=device)
     with nothing_waits(device):
-        accepted = accept_and_commit(proposal, chosen, rows, torch.tensor([100, 200], device=device), lengths, tokens)
+        accepted = accept_and_commit(proposal, chosen, rows, before, lengths, tokens)
     checked(accepted, [[0, 1, 2], [0, 2] if tree else [0]], chosen.tolist())
     assert lengths.tolist() == [0, 202 if tree else 201, 2, 103, 4]
     assert tokens.tolist() == [10, 0 if tree else 6, 12, 8, 14]

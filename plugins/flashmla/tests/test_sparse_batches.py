@@ -132,9 +132,9 @@ class TestPlans:
         assert not stage.backend.claims.needs_cpu_seq_lens
         index = stage.index()
         stage.attend(batch := stage.planned(), stage.backend.select(index, stage.layer, batch))  # compiles
-        batch = stage.batch()
+        kind, batch = type(batch.plan), stage.batch()
         with nothing_waits(device):
-            batch.plan = type(stage.planned().plan)(stage.backend.init_forward_metadata(batch))
+            batch.plan = kind(stage.backend.init_forward_metadata(batch))
             selected = stage.backend.select(index, stage.layer, batch)
         attended(stage, batch, selected)
 
