@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from importlib_metadata import EntryPoint
 
-from attnplug import AttentionKind, MeasuredTable, Role, WorkspaceKind
+from attnplug import AttentionKind, DType, LayerShape, MeasuredTable, Role, WorkspaceKind
 from attnplug.choose.loading import Broken
 from attnplug.host import TINY_CONFIGS, ModelConfigError, PluginError, Registry, load_model, load_registry, tiny_config
 from support.plugins import EMBEDDED, Install, also, bringing, module, spec
@@ -23,9 +23,10 @@ def table(**changes: Any) -> MeasuredTable:
         "sm": 90,
         "backend": "fast",
         "role": Role.DECODE,
-        "kind": AttentionKind.MLA,
-        "rows": [(8, 4096, 1, 31.5), (1, 1024, 1, 12)],
+        "shape": LayerShape(AttentionKind.MLA, 16, 1, 576, 512, DType.BFLOAT16, DType.BFLOAT16, 64),
+        "rows": [(8, 4096, 1, 31.5, 31, 32), (1, 1024, 1, 12, 12, 12)],
         "versions": {"fast-attention": "1.2.3"},
+        "measured": "2026-11-16",
     }
     return MeasuredTable(**{**fields, **changes})
 
@@ -165,14 +166,14 @@ def test_a_kind_of_memory_is_checked_when_it_is_made(name: Any, zeroed: Any) -> 
         ({"backend": None}, "backend=None"),
         ({"sm": "90"}, "sm='90'"),
         ({"role": "cooking"}, "cooking"),
-        ({"kind": "cooking"}, "cooking"),
+        ({"shape": "cooking"}, "cooking"),
         ({"rows": []}, "no rows"),
         ({"rows": "rows"}, "rows='rows'"),
         ({"rows": [(1, 2, 3)]}, "(1, 2, 3)"),
-        ({"rows": [(1, 2, 3, 0)]}, "(1, 2, 3, 0)"),
-        ({"rows": [(1, 2, 3, float("nan"))]}, "nan"),
-        ({"rows": [(1.5, 2, 3, 4)]}, "whole numbers"),
-        ({"rows": [(1, 2, 3, 4), (1, 2, 3, 5)]}, "twice"),
+        ({"rows": [(1, 2, 3, 0, 1, 1)]}, "(1, 2, 3, 0, 1, 1)"),
+        ({"rows": [(1, 2, 3, float("nan"), 1, 1)]}, "nan"),
+        ({"rows": [(1.5, 2, 3, 4, 4, 4)]}, "whole numbers"),
+        ({"rows": [(1, 2, 3, 4, 4, 4), (1, 2, 3, 5, 5, 5)]}, "twice"),
         ({"versions": {}}, "versions={}"),
         ({"versions": {"torch": 2}}, "'torch': 2"),
     ],
@@ -185,7 +186,7 @@ def test_a_measured_table_is_checked_when_it_is_made(changes: dict[str, Any], ne
 
 def test_a_measured_tables_rows_are_in_order() -> None:
     assert [row.requests for row in table().rows] == [1, 8]
-    assert table(role="decode", kind="mla") == table()
+    assert table(role="decode") == table()
 
 
 # ---- tiny models by reference ----

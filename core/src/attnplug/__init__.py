@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from attnplug.declare.errors import BackendError as BackendError
     from attnplug.declare.errors import PlanError as PlanError
     from attnplug.declare.errors import PoolError as PoolError
+    from attnplug.declare.measured import LayerShape as LayerShape
     from attnplug.declare.measured import MeasuredTable as MeasuredTable
     from attnplug.declare.measured import Measurement as Measurement
     from attnplug.declare.model import AttentionKind as AttentionKind
@@ -104,7 +105,7 @@ _MODULES = {
     "declare.capabilities": ("Capabilities",),
     "declare.claims": ("Claims", "ExtendPath", "PageSizes"),
     "declare.errors": ("BackendError", "PlanError", "PoolError"),
-    "declare.measured": ("MeasuredTable", "Measurement"),
+    "declare.measured": ("LayerShape", "MeasuredTable", "Measurement"),
     "declare.model": ("AttentionKind", "CompressedDims", "Feature", "IndexerDims", "LayerSpec", "ModelSpec"),
     "declare.problem": ("CacheLayout", "DType", "GraphLevel", "Problem", "Role"),
     "declare.refusal": ("Refusal", "RefusalCode"),

@@ -8,66 +8,116 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from attnplug.declare.errors import PluginError
-from attnplug.declare.model import AttentionKind
-from attnplug.declare.problem import Role
+from attnplug.declare.model import AttentionKind, LayerSpec
+from attnplug.declare.problem import DType, Role
 from attnplug.declare.reading import integer, members, several
 
 
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """What the time of an attention call depends on, beside its batch: one sort of layer, as one rank has it.
+
+    ``head_dim`` is the width of a cached key row: of MLA that of the latent row, which all heads share. ``value_dim``
+    is the width of a value row, of MLA the latent's. ``window`` and ``topk`` are 0 where all rows are seen.
+    """
+
+    kind: AttentionKind
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: DType
+    kv_dtype: DType
+    page_size: int
+    window: int = 0
+    topk: int = 0
+
+    @classmethod
+    def of(cls, layer: LayerSpec, dtype: DType, kv_dtype: DType, page_size: int) -> LayerShape:
+        """The shape of a rank's layer (``LayerSpec.for_rank``)."""
+        if layer.mla is not None:
+            heads, head_dim, value_dim = 1, layer.mla.row_dim, layer.mla.kv_lora_rank
+        else:
+            heads, head_dim, value_dim = layer.num_kv_heads, layer.head_dim, layer.v_head_dim
+        topk = 0 if layer.indexer is None else layer.indexer.topk
+        window = layer.sliding_window or 0
+        return cls(layer.kind, layer.num_heads, heads, head_dim, value_dim, dtype, kv_dtype, page_size, window, topk)
+
+    def __str__(self) -> str:
+        heads = (
+            f"{self.num_heads} heads"
+            if self.kind is AttentionKind.MLA
+            else f"{self.num_heads}/{self.num_kv_heads} heads"
+        )
+        more = f", window {self.window}" * bool(self.window) + f", {self.topk} rows chosen" * bool(self.topk)
+        types = self.dtype if self.dtype is self.kv_dtype else f"{self.dtype}, cache {self.kv_dtype}"
+        return f"{self.kind} {heads} of {self.head_dim}, {types}, pages of {self.page_size}{more}"
+
+
 class Measurement(NamedTuple):
-    """One call: the number of requests, each request's cache rows and new tokens, and the time."""
+    """One call of one layer: the number of requests, each request's cache rows and new tokens, and the time.
+
+    ``microseconds`` is the median; half of the repetitions took between ``low`` and ``high``.
+    """
 
     requests: int
     length: int
     tokens: int
     microseconds: float
+    low: float
+    high: float
 
 
 @dataclass(frozen=True, slots=True)
 class MeasuredTable:
-    """How long one backend takes for one kind of layer in one role, measured on one GPU.
+    """How long one backend takes for one shape of layer in one role, measured on one GPU.
 
-    ``device`` is the GPU's name as its driver gives it, ``sm`` its compute capability. ``versions`` says what was
-    measured: versions by distribution. Rows are given in any order, each shape once.
+    ``device`` is the GPU's name as its driver gives it, ``sm`` its compute capability; on a CPU, its name and 0.
+    ``versions`` says what was measured: versions by distribution, and the driver's. ``measured`` is the day, such as
+    2026-11-16. Rows are given in any order, each (requests, length, tokens) once.
     """
 
     device: str
     sm: int
     backend: str
     role: Role
-    kind: AttentionKind
+    shape: LayerShape
     rows: tuple[Measurement, ...]
     versions: Mapping[str, str]
+    measured: str
 
     def __post_init__(self) -> None:
-        for name in ("device", "backend"):
+        for name in ("device", "backend", "measured"):
             if not isinstance(value := getattr(self, name), str) or not value.strip():
-                raise PluginError(f"a measured table's {name}={value!r} must be a name")
+                raise PluginError(f"a measured table's {name}={value!r} must be a text")
         integer("sm", self.sm)
         object.__setattr__(self, "role", *members("role", [self.role], Role))
-        object.__setattr__(self, "kind", *members("kind", [self.kind], AttentionKind))
+        if not isinstance(self.shape, LayerShape):
+            raise PluginError(f"a measured table's shape={self.shape!r} must be a LayerShape")
         object.__setattr__(self, "rows", tuple(sorted(_rows(self.title, several("rows", self.rows)))))
         object.__setattr__(self, "versions", _versions(self.title, self.versions))
 
     @property
     def title(self) -> str:
         """What was measured where. Two tables with one title contradict each other."""
-        return f"{self.backend} {self.role} {self.kind} on {self.device} (SM {self.sm})"
+        return f"{self.backend} {self.role} on {self.device} (SM {self.sm}), {self.shape}"
 
 
 def _rows(title: str, rows: Iterable[object]) -> Iterable[Measurement]:
     shapes = set()
     for row in rows:
-        if not isinstance(row, tuple | list) or len(row) != 4 or not all(map(_is_positive, row)):
+        if not isinstance(row, tuple | list) or len(row) != 6 or not all(map(_is_positive, row)):
             raise PluginError(
-                f"the table of {title} has row {row!r}; write (requests, length, tokens, microseconds), all above 0"
+                f"the table of {title} has row {row!r}; write (requests, length, tokens, microseconds, low, high), all "
+                "above 0"
             )
-        requests, length, tokens, microseconds = row
+        requests, length, tokens, *times = row
         if not all(type(count) is int for count in (requests, length, tokens)):
             raise PluginError(f"the table of {title} has row {row!r}; requests, length and tokens are whole numbers")
         if (shape := (requests, length, tokens)) in shapes:
             raise PluginError(f"the table of {title} has (requests, length, tokens) {shape} twice; keep one")
         shapes.add(shape)
-        yield Measurement(requests, length, tokens, float(microseconds))
+        yield Measurement(requests, length, tokens, *map(float, times))
     if not shapes:
         raise PluginError(f"the table of {title} has no rows")
 
