@@ -116,6 +116,14 @@ class RoundedOracle:
         """An engine with these settings generates what it should, within ``slack`` times transformers' rounding."""
         self.judge(self.prompts(), *generate(self.folder, self.prompts(), **settings), slack=slack)
 
+    def errors(self, **settings: Any) -> list[float]:
+        """How far an engine's logits are from float32's, for each prompt, as a share of them."""
+        found, prompts = [], self.prompts()
+        for prompt, chosen, logits in zip(prompts, *generate(self.folder, prompts, **settings), strict=True):
+            wanted = self._logits(self._exact, (prompt + chosen)[:-1])[len(prompt) - 1 :]
+            found.append(float((logits - wanted).norm() / wanted.norm()))
+        return found
+
     def judge(
         self, prompts: Sequence[list[int]], tokens: Sequence[list[int]], seen: Sequence[Tensor], slack: float = 1.5
     ) -> None:

@@ -33,7 +33,9 @@ def test_same_tokens_as_transformers_where_bfloat16_can_tell(oracle, settings):
     oracle.check(attention_backend="flashmla_sparse", slack=2.0, **settings)
 
 
-def test_rows_of_656_bytes_give_tokens_within_what_fp8_costs(oracle):
-    oracle.check(
-        attention_backend="flashmla_sparse", slack=4.0, kv_dtype=DType.FP8_DS_MLA, index_dtype=DType.FLOAT8_E4M3
-    )
+def test_rows_of_656_bytes_cost_no_more_than_their_type(oracle):
+    """The reference reads the same rows. Short texts lose most by fp8: few rows are averaged."""
+    rows = {"kv_dtype": DType.FP8_DS_MLA, "index_dtype": DType.FLOAT8_E4M3}
+    allowed = oracle.errors(attention_backend="torch_native", **rows)
+    found = oracle.errors(attention_backend="flashmla_sparse", **rows)
+    assert all(mine <= 1.25 * reference < 0.1 for mine, reference in zip(found, allowed, strict=True)), (found, allowed)
