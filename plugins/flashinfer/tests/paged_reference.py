@@ -20,7 +20,8 @@ from attnplug.host import torch_dtype
 from attnplug_flashinfer.backend import FlashInferBackend
 from attnplug_flashinfer.kernels import CacheType, FlashInferKernels, Library
 from support.batches import declaring
-from support.mha_scene import MHACase
+from support.mha_scene import MHACase, MHAScene
+from support.mla_scene import relative_error
 from support.signatures import installed, read_signature
 
 PROCESSORS = 8
@@ -302,3 +303,22 @@ class Decode(Wrapper):
             if lse is not None:
                 lse[row] = (merged / LN_2).float()
         return out
+
+
+TOLERANCE = 1e-6, 6e-3
+"""On a CPU, in float32, and on a GPU in types of 16 bits."""
+
+
+def check(case: MHACase, device: str) -> MHAScene:
+    """Output and log-sum-exp are float64's, padding gives zero and -inf, and nothing but new rows was written."""
+    stage = MHAScene(on_cpu(case) if device == "cpu" else case, device, build)
+    out, lse = stage.run()
+    wanted, wanted_lse = stage.wanted()
+    tokens, most = len(wanted), TOLERANCE[device != "cpu"]
+    assert relative_error(out[:tokens], wanted) <= most
+    assert (out[tokens:] == 0).all()
+    if lse is not None:
+        assert relative_error(lse[:tokens], wanted_lse) <= most
+        assert (lse[tokens:] == float("-inf")).all()
+    assert stage.written() == sum(stage.totals)
+    return stage

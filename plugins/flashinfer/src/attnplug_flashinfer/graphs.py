@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from attnplug import BackendError, Geometry, GraphLimits
+from attnplug_flashinfer.filling import fill_schedule
 from attnplug_flashinfer.kernels import FlashInferCaptured, FlashInferKernels, GraphBuffers
-from attnplug_flashinfer.schedule import PageCounts, Schedule, UniformBatch, fill_schedule, schedule_problem
+from attnplug_flashinfer.schedule import PageCounts, Schedule, UniformBatch, schedule_problem
 from attnplug_flashinfer.shapes import LayerShape
 from attnplug_flashinfer_mla.filling import fill_indices
 from attnplug_flashinfer_mla.lengths import Lengths
