@@ -14,10 +14,10 @@ from packaging.requirements import Requirement
 from attnplug import BackendContext, ForwardMode
 from attnplug_flashinfer.backend import FlashInferBackend
 from attnplug_flashinfer.plugin import LIBRARY
-from paged_reference import on_cpu, reference
+from paged_reference import reference, scene
 from support.batches import declaring
 from support.mha_capture import MHACapture
-from support.mha_scene import MHACase, MHAScene
+from support.mha_scene import MHACase
 from support.mla_scene import relative_error
 from support.signatures import installed, unpacked
 
@@ -50,13 +50,13 @@ def over(home: Path, context: BackendContext) -> FlashInferBackend:
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND])
 def test_eager_calls_are_taken(home: Path, mode: ForwardMode) -> None:
     lengths = ((70, 1), (3, 1)) if mode.is_decode else ((3, 70), (0, 66))
-    stage = MHAScene(on_cpu(MHACase(lengths, mode, window=50, cap=3.0)), "cpu", partial(over, home))
+    stage = scene(MHACase(lengths, mode, window=50, cap=3.0), "cpu", partial(over, home))
     assert relative_error(stage.run()[0], stage.wanted()[0]) <= 1e-6
 
 
 @pytest.mark.parametrize(("mode", "new"), [(ForwardMode.DECODE, 1), (ForwardMode.TARGET_VERIFY, 3)])
 def test_captured_calls_are_taken(home: Path, mode: ForwardMode, new: int) -> None:
-    stage = MHAScene(on_cpu(MHACase(((300, new), (3, new)), mode)), "cpu", partial(over, home))
+    stage = scene(MHACase(((300, new), (3, new)), mode), "cpu", partial(over, home))
     capture = MHACapture(stage, requests=2, per_request=new).capture()
     assert relative_error(capture.replay(stage), stage.wanted()[0]) <= 1e-6
 
