@@ -26,8 +26,8 @@ def installed(package: str) -> Path:
 
 @cache  # a library's module of 200 KB takes a fifth of a second to parse, and every scene asks
 def read_signature(path: Path, function: str) -> inspect.Signature:
-    """The signature of a module's function, or of a class's method as ``CLASS.METHOD``: of overloads the last one, which
-    has the code. Defaults are there, but not what they are."""
+    """The signature of a module's function, or of a class's method as ``CLASS.METHOD``: of overloads the last one, with
+    the code. Defaults are there, but not what they are."""
     body = ast.parse(path.read_text()).body
     *outer, name = function.split(".")
     for owner in outer:
