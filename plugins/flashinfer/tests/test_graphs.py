@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import paged_reference
-from attnplug import BackendContext, BackendError, DType, ForwardMode
+from attnplug import BackendContext, BackendError, DType, ForwardBatch, ForwardMode
+from attnplug_flashinfer.shapes import LayerShape
 from paged_reference import TOLERANCE, build, scene
 from support.devices import DEVICES, nothing_waits
 from support.mha_capture import MHACapture
@@ -88,6 +89,28 @@ def test_replay_planning_waits_for_nothing(device):
     assert captured.batch.geometry.host is None
     with nothing_waits(device):
         assert captured.backend.init_forward_metadata_out_graph(captured.batch) is captured.plan
+
+
+def test_new_rows_go_where_the_host_says():
+    """A host that owns its slots has them in the batch."""
+    stage = scene(MHACase(((20, 1), (9, 1)), DECODE), "cpu")
+    capture = MHACapture(stage, requests=2, per_request=1)
+    slots = torch.tensor([5, -1])
+    capture.batch = ForwardBatch(replace(capture.batch.geometry, slots=slots))
+    capture.capture()
+    slots.copy_(torch.tensor([7, 8]))
+    capture.fill()
+    assert capture.plan.new_slots.tolist() == [7, 8]
+
+
+@pytest.mark.parametrize(
+    ("requests", "queries", "tiles", "rows"), [(1, 1, 33, 16), (160, 1, 199, 16), (40, 9, 40, 64), (40, 33, 80, 128)]
+)
+def test_scratch_of_a_capture_holds_the_parts_of_all_tiles(requests, queries, tiles, rows):
+    """As many as the library reserves: 32 heads over 8 of 128, on 132 multiprocessors."""
+    parts = 4 * 32 * tiles * rows * 129
+    found = LayerShape(32, 8, 128, 1.0, None, None).captured_scratch(132, requests, queries)
+    assert parts < found <= parts + (1 << 20)
 
 
 @on_a_gpu

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from attnplug import BackendError, CacheLayout, DType, GraphLevel, Problem, Refusal, Role
+from attnplug import BackendContext, BackendError, CacheLayout, DType, GraphLevel, Problem, Refusal, Role
 from attnplug.host import BackendRequest, UsageError, load_registry, parse_options, select
 from attnplug_flashinfer import kernels
 from attnplug_flashinfer.backend import FlashInferBackend
@@ -20,7 +20,7 @@ from attnplug_flashinfer.kernels import Library
 from attnplug_flashinfer.options import FlashInferOptions
 from attnplug_flashinfer.plugin import attnplug_backends
 from support.configs import DEEPSEEK_V3, LLAMA_3_8B, read
-from support.mha_scene import MHACase, MHAScene
+from support.mha_scene import LAYER, MHACase, MHAScene
 
 (SPEC,) = attnplug_backends()
 BF16, FP16, FP32, FP8 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32, DType.FLOAT8_E4M3
@@ -142,53 +142,71 @@ def test_a_library_that_cannot_be_imported_fails_with_the_factorys_module(monkey
     assert name == FlashInferBackend.__name__
 
 
+# ---- building it, as if there were a GPU ----
+
+
 class Properties:
     major, minor, multi_processor_count = 9, 0, 132
 
 
-@pytest.mark.parametrize(
-    ("kernel", "major", "case", "prefill"),
-    [
-        ("auto", 9, MHACase(((3, 1),)), "fa3"),
-        ("auto", 8, MHACase(((3, 1),)), "fa2"),
-        ("auto", 9, MHACase(((3, 1),), kv_dtype=FP8), "fa2"),
-        ("fa2", 9, MHACase(((3, 1),)), "fa2"),
-        ("fa3", 9, MHACase(((3, 1),)), "fa3"),
-        ("fa3", 8, MHACase(((3, 1),)), "kernel=fa3 needs SM 90, this is SM 80"),
-        ("fa3", 9, MHACase(((3, 1),), kv_dtype=FP8), "kernel=fa3 reads a cache of 16 bits"),
-    ],
-)
-def test_the_kernel_for_prefill_is_chosen_by_gpu_and_cache(monkeypatch, kernel, major, case, prefill) -> None:
-    """What is asked for and does not fit is refused when it is built too: the host may not have known the GPU."""
-    made: list[str] = []
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels of the wrappers that are made, on an H200 unless ``Properties`` say otherwise."""
+    names: list[str] = []
 
-    class Wrapper:
-        def __init__(self, workspace: torch.Tensor, kv_layout: str, backend: str) -> None:
-            made.append(backend)
+    def wrapper(workspace: torch.Tensor, kv_layout: str, backend: str) -> None:
+        names.append(backend)
 
-    monkeypatch.setattr("attnplug_flashinfer.backend.load_library", lambda: Library(Wrapper, Wrapper, lambda: None))
-    monkeypatch.setattr(Properties, "major", major)
+    monkeypatch.setattr("attnplug_flashinfer.backend.load_library", lambda: Library(wrapper, None, lambda: None))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    return names
 
-    def built(context: Any) -> FlashInferBackend:
-        return FlashInferBackend(replace(context, declared=SPEC.capabilities, options=FlashInferOptions(kernel)))
 
-    if not prefill.startswith("fa"):
-        with pytest.raises(BackendError, match=prefill):
-            MHAScene(case, "cpu", built)
-        return
-    MHAScene(case, "cpu", built)
+def context(case: MHACase, kernel: str = "auto") -> BackendContext:
+    """What a host gives the backend for a model of two shapes of layers."""
+    given = MHAScene(case, "cpu", lambda context: context).context
+    return replace(given, declared=SPEC.capabilities, options=FlashInferOptions(kernel))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "major", "kv_dtype", "prefill"),
+    [("auto", 9, BF16, "fa3"), ("auto", 8, BF16, "fa2"), ("auto", 9, FP8, "fa2"), ("fa2", 9, BF16, "fa2")],
+)
+def test_the_kernel_for_prefill_is_chosen_by_gpu_and_cache(made, monkeypatch, kernel, major, kv_dtype, prefill) -> None:
+    monkeypatch.setattr(Properties, "major", major)
+    FlashInferBackend(context(MHACase(((3, 1),), kv_dtype=kv_dtype), kernel))
     assert set(made) == {"fa2", prefill}
     assert len(made) == 2 * len(set(made)), "one wrapper for each kernel and each of two shapes"
 
 
-def test_scratch_is_as_much_as_the_model_needs(monkeypatch) -> None:
+@pytest.mark.parametrize(
+    ("major", "kv_dtype", "problem"),
+    [
+        (8, BF16, "kernel=fa3 needs SM 90, this is SM 80; use flashinfer.kernel=auto"),
+        (9, FP8, "kernel=fa3 reads a cache of 16 bits, this is float8_e4m3fn; use flashinfer.kernel=auto"),
+    ],
+)
+def test_a_kernel_that_does_not_fit_is_refused_when_it_is_built_too(made, monkeypatch, major, kv_dtype, problem):
+    """The host may not have known the GPU."""
+    monkeypatch.setattr(Properties, "major", major)
+    with pytest.raises(BackendError, match=problem):
+        FlashInferBackend(context(MHACase(((3, 1),), kv_dtype=kv_dtype), "fa3"))
+
+
+def test_fa3_is_left_alone_where_keys_and_values_have_other_strides(made, monkeypatch) -> None:
+    """It would read values by the strides of keys, or raise in the middle of a prefill."""
+    given = context(MHACase(((3, 1),)))
+    wide = torch.zeros(*given.pools.mha.values(LAYER).shape[:3], 128, dtype=torch.bfloat16)
+    monkeypatch.setattr(given.pools.mha, "values", lambda layer_id: wide[..., :64])
+    FlashInferBackend(given)
+    assert set(made) == {"fa2"}
+    with pytest.raises(BackendError, match="kernel=fa3 reads keys and values of the same strides, and these differ"):
+        FlashInferBackend(replace(given, options=FlashInferOptions("fa3")))
+
+
+def test_scratch_is_as_much_as_the_model_needs(made) -> None:
     """64 heads over 8: their parts take more than the 128 MiB that FlashInfer recommends."""
-    stage = MHAScene(MHACase(((3, 1),), heads=64, kv_heads=8, head_dim=128), "cpu", lambda context: context)
-    monkeypatch.setattr(
-        "attnplug_flashinfer.backend.load_library",
-        lambda: Library(lambda *_, **__: None, lambda *_, **__: None, lambda: None),
-    )
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
-    FlashInferBackend(replace(stage.context, declared=SPEC.capabilities))
-    assert 64 * 33 * 128 * 129 * 4 <= stage.context.workspace.nbytes <= 64 * 33 * 128 * 129 * 4 + (2 << 20)
+    given = context(MHACase(((3, 1),), heads=64, kv_heads=8, head_dim=128))
+    FlashInferBackend(given)
+    parts = 4 * 64 * 33 * 128 * 129
+    assert 128 << 20 < parts < given.workspace.nbytes <= parts + (1 << 20)
