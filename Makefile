@@ -3,7 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-PACKAGES := core conformance engine plugins/flashattention plugins/flashinfer_mla plugins/flashmla plugins/hybrid_linear plugins/trtllm_mla plugins/tokenspeed_mla plugins/cutedsl_mla plugins/triton_mla plugins/triton_mha bridges/sglang bridges/transformers bridges/vllm
+PACKAGES := core conformance engine plugins/flashattention plugins/flashinfer plugins/flashinfer_mla plugins/flashmla plugins/hybrid_linear plugins/trtllm_mla plugins/tokenspeed_mla plugins/cutedsl_mla plugins/triton_mla plugins/triton_mha bridges/sglang bridges/transformers bridges/vllm
 PLUGINS := $(filter plugins/% bridges/%,$(PACKAGES))
 # pip would compile all of torch and transformers, one file after another: Python compiles what is imported. That has to
 # be kept, also where the caller's shell says otherwise: tests start many processes.
@@ -11,6 +11,7 @@ unexport PYTHONDONTWRITEBYTECODE
 PIP_ANY := $(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile
 PIP := $(PIP_ANY) --constraint constraints.txt
 # Read by plugins/flashinfer_mla/tests/test_signatures.py beside the pinned one: the ends of the range that it claims.
+# The last one is also read by plugins/flashinfer/tests.
 FLASHINFER := 0.6.12 0.7.2.post1
 # The same for plugins/hybrid_linear. Not importable here: transformers' models would run on it.
 FLA := 0.6.0

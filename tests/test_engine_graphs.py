@@ -56,13 +56,19 @@ BACKENDS: list[tuple[str, dict[str, Any]]] = [
     ("llama", {"attention_backend": "triton_mha"}),
     ("llama", {"role_backends": {Role.PREFILL: "flashattention", Role.DECODE: "triton_mha"}, **TORCH_KERNEL}),
     ("llama", {"attention_backend": "flashattention"}),
+    ("llama", {"attention_backend": "flashinfer"}),
     ("deepseek_v3", {"attention_backend": "triton_mla"}),
     ("deepseek_v3", {"attention_backend": "flashinfer_mla"}),
     ("deepseek_v3", {"role_backends": {Role.PREFILL: "triton_mla", Role.DECODE: "flashmla"}}),
     ("qwen3_next", {"attention_backend": "triton_mha"}),
     ("kimi_linear", {"attention_backend": "triton_mla"}),
 ]
-LIBRARIES = {"flashinfer_mla": "flashinfer", "flashmla": "flash_mla", "flashattention": "flash_attn.cute"}
+LIBRARIES = {
+    "flashinfer": "flashinfer",
+    "flashinfer_mla": "flashinfer",
+    "flashmla": "flash_mla",
+    "flashattention": "flash_attn.cute",
+}
 
 
 def named(value: object) -> str:

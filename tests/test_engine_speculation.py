@@ -77,9 +77,10 @@ OTHERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("deepseek_v3", MTP, {"role_backends": {Role.PREFILL: "triton_mla", Role.DECODE: "flashmla"}, "page_size": 64}),
     ("llama", OWN, {"attention_backend": "flashattention"}),
     ("llama", OWN | TREE, {"attention_backend": "flashattention"}),
+    ("llama", OWN, {"attention_backend": "flashinfer"}),
     ("kimi_linear", NGRAM, {"attention_backend": "triton_mla"}),
 ]
-LIBRARIES = {"flashinfer_mla": "flashinfer", "flashmla": "flash_mla"}
+LIBRARIES = {"flashinfer": "flashinfer", "flashinfer_mla": "flashinfer", "flashmla": "flash_mla"}
 
 
 def prompts(count: int, vocab: int = 512) -> list[list[int]]:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from attnplug.author.served_layers import MLAShape as MLAShape
     from attnplug.author.served_layers import NewRows as NewRows
     from attnplug.author.served_layers import check_lse as check_lse
+    from attnplug.author.served_layers import check_rows as check_rows
     from attnplug.author.sparse import SparseAttention as SparseAttention
     from attnplug.choose.plugin_hooks import hookimpl as hookimpl
     from attnplug.contract.backend import AttentionBackend as AttentionBackend
@@ -89,7 +90,7 @@ _MODULES = {
     "author.attention": ("PlannedAttention",),
     "author.graphs": ("GraphLimits",),
     "author.planned": ("PlannedBackend",),
-    "author.served_layers": ("MLAShape", "NewRows", "check_lse"),
+    "author.served_layers": ("MLAShape", "NewRows", "check_lse", "check_rows"),
     "author.sparse": ("SparseAttention",),
     "choose.plugin_hooks": ("hookimpl",),
     "contract.backend": ("AttentionBackend", "ForwardExtras"),

@@ -31,7 +31,7 @@ from attnplug.host import KVPools, Limits, Parallel, WorkspaceOwner, plan_forwar
 from attnplug.kv import LayoutName
 from support.batches import capabilities, geometry, padded
 from support.devices import nothing_is_zero_by_chance
-from support.mla_scene import FIRST_LAYER, LAYER, NAN, RANKS, attention, kept
+from support.mla_scene import FIRST_LAYER, LAYER, NAN, RANKS, attention, kept, relative_error
 from support.trees import Parents, tree_attention, tree_bits
 
 __all__ = ["LAYER", "MHACase", "MHAScene"]
@@ -217,6 +217,18 @@ class MHAScene:
             if batch.plan is None:
                 plan_forward(self.backend, batch)
             return forward(q, k, v, self.layer, batch, extras=extras, **arguments), lse
+
+    def check(self, most: float) -> None:
+        """Output and log-sum-exp are float64's, padding gives zero and -inf, and nothing but new rows was written."""
+        out, lse = self.run()
+        wanted, wanted_lse = self.wanted()
+        tokens = len(wanted)
+        assert relative_error(out[:tokens], wanted) <= most
+        assert (out[tokens:] == 0).all()
+        if lse is not None:
+            assert relative_error(lse[:tokens], wanted_lse) <= most
+            assert (lse[tokens:] == float("-inf")).all()
+        assert self.written() == sum(self.totals)
 
     def wanted(self) -> tuple[Tensor, Tensor]:
         """What ``run`` must give for the rows that are not padding."""

@@ -26,9 +26,13 @@ def installed(package: str) -> Path:
 
 @cache  # a library's module of 200 KB takes a fifth of a second to parse, and every scene asks
 def read_signature(path: Path, function: str) -> inspect.Signature:
-    """The signature of a module's function. Defaults are there, but not what they are."""
-    tree = ast.parse(path.read_text())
-    (found,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == function)
+    """The signature of a module's function, or of a class's method as ``CLASS.METHOD``: of overloads the last one, with
+    the code. Defaults are there, but not what they are."""
+    body = ast.parse(path.read_text()).body
+    *outer, name = function.split(".")
+    for owner in outer:
+        (body,) = (node.body for node in body if isinstance(node, ast.ClassDef) and node.name == owner)
+    *_, found = (node for node in body if isinstance(node, ast.FunctionDef) and node.name == name)
     return _signature(found.args)
 
 

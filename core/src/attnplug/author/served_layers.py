@@ -179,6 +179,22 @@ def check_lse(lse: Tensor, q: Tensor) -> None:
         )
 
 
+_COPIED = 16
+"""Bytes that libraries' kernels copy at once."""
+
+
+def check_rows(pages: Tensor, name: str, library: str) -> None:
+    """Refuse a cache ``[pages, page_size, kv_heads, dim]`` that a library's kernels cannot read where it lies. Its
+    pages, tokens and heads may have any strides that are multiples of 16 bytes."""
+    outer = [stride for stride, size in zip(pages.stride()[:-1], pages.shape[:-1], strict=True) if size > 1]
+    places = [stride * pages.element_size() for stride in outer] + [pages.data_ptr()]
+    if pages.stride(-1) != 1 or any(place % _COPIED for place in places):
+        raise PoolError(
+            f"{name} have strides {pages.stride()} at address {pages.data_ptr():#x}; {library} reads rows with "
+            f"adjacent columns, at multiples of {_COPIED} bytes"
+        )
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class MLAShape:
     """The shape of a model's MLA layers on this rank, which are all alike, and the pool that holds their rows."""

@@ -21,6 +21,7 @@ OURS: Mapping[str, str] = {
     "attnplug-engine": "Runs real models on any attnplug backend: checkpoints, models, tensor parallelism, "
     "continuous batching",
     "attnplug-flashattention": "MHA, GQA and MLA prefill over FlashAttention kernels",
+    "attnplug-flashinfer": "MHA and GQA over FlashInfer's paged kernels",
     "attnplug-flashinfer-mla": "latent attention (MLA) over FlashInfer's kernels",
     "attnplug-flashmla": "latent attention (MLA) decode by FlashMLA on Hopper GPUs",
     "attnplug-triton-mha": "MHA and GQA by Triton kernels, planned on the device",

@@ -25,6 +25,7 @@ from attnplug import (
     RaggedCall,
     Serving,
     check_lse,
+    check_rows,
 )
 from attnplug.host import merge_partial
 from attnplug_flashattention.kernels import Attended, Kernels, Softmax, choose_kernels
@@ -65,22 +66,6 @@ class Metadata:
     cached: CachedPlan | None
     at_hand: RaggedCall | None
     tree: TreePlan | None = None
-
-
-_COPIED = 16
-"""Bytes that the kernels copy at once. flash-attn-4 would copy a cache of other strides at every call."""
-
-
-def _check_rows(pages: Tensor, name: str) -> None:
-    """Refuse a cache that the kernels cannot read where it lies. Its pages, tokens and heads may have any strides that
-    are multiples of 16 bytes."""
-    outer = [stride for stride, size in zip(pages.stride()[:-1], pages.shape[:-1], strict=True) if size > 1]
-    places = [stride * pages.element_size() for stride in outer] + [pages.data_ptr()]
-    if pages.stride(-1) != 1 or any(place % _COPIED for place in places):
-        raise PoolError(
-            f"{name} have strides {pages.stride()} at address {pages.data_ptr():#x}; FlashAttention reads rows with "
-            f"adjacent columns, at multiples of {_COPIED} bytes"
-        )
 
 
 class FlashAttentionBackend(PlannedAttention):
@@ -125,8 +110,9 @@ class FlashAttentionBackend(PlannedAttention):
     def _cached_layer(self, layer: LayerSpec) -> CachedLayer:
         keys, values = self._pool.keys(layer.layer_id), self._pool.values(layer.layer_id)
         if self._kernel_page is not None:
-            _check_rows(keys, f"the keys of layer {layer.layer_id}")
-            _check_rows(values, f"the values of layer {layer.layer_id}")
+            # flash-attn-4 would copy a cache of other strides at every call
+            check_rows(keys, f"the keys of layer {layer.layer_id}", "FlashAttention")
+            check_rows(values, f"the values of layer {layer.layer_id}", "FlashAttention")
             key_layout, value_layout = (layout.split(self._kernel_page) for layout in self._pool.layout(layer.layer_id))
             keys = keys.as_strided(key_layout.shape, key_layout.strides)  # from where the pool's memory begins
             values = values.as_strided(value_layout.shape, value_layout.strides)

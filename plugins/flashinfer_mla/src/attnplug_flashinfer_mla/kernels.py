@@ -192,7 +192,7 @@ class FlashInferPaged:
                 "kv_cache_layout": "packed",
                 "lse_mode": "basee",
             }
-        with _naming(f"a paged call of {len(lengths.kv_lens)} requests and {int(lengths.qo_indptr[-1])} rows"):
+        with naming(f"a paged call of {len(lengths.kv_lens)} requests and {int(lengths.qo_indptr[-1])} rows"):
             self._plan(call, arrays)
         self._sent.record()
 
@@ -300,7 +300,7 @@ class FlashInferRagged:
 
     def plan(self, call: RaggedCall) -> None:
         width, v_width = self._shape.ragged_dims
-        with _naming(f"a ragged call of {call.query_rows} query rows and {call.kv_rows} keys"):
+        with naming(f"a ragged call of {call.query_rows} query rows and {call.kv_rows} keys"):
             self._plan(call, width, v_width)
         self._sent.record()
 
@@ -330,7 +330,7 @@ class FlashInferRagged:
 
 
 @contextmanager
-def _naming(what: str) -> Iterator[None]:
+def naming(what: str) -> Iterator[None]:
     """Say what was being planned when FlashInfer refused; its own errors name its buffers and no more."""
     try:
         yield

@@ -118,13 +118,20 @@ def padded_heads(heads: int) -> int:
 
 
 def _call(geometry: Geometry, segment: Segment, heads: int, causal: bool, slots: Tensor) -> PagedCall:
-    device, page_size = geometry.device, geometry.page_size
-    pages = [-(-rows // page_size) for rows in segment.kv_lens]
-    numbers = on_host(
-        (*accumulate(segment.query_lens, initial=0), *accumulate(pages, initial=0), *segment.kv_lens), device, np.int32
+    page_table = geometry.page_table[segment.requests]
+    host, device, kv_indices = index_pages(
+        page_table, segment.query_lens, segment.kv_lens, geometry.page_size, slots[segment.rows]
     )
+    return PagedCall(segment.rows, heads, causal, host, kv_indices, page_table, device.kv_lens)
+
+
+def index_pages(
+    page_table: Tensor, query_lens: Sequence[int], kv_lens: Sequence[int], page_size: int, slots: Tensor
+) -> tuple[Lengths, Lengths, Tensor]:
+    """Lengths of a call on the host and on the device, and the indices of its pages there. Fills ``slots`` too."""
+    device, pages = page_table.device, [-(-rows // page_size) for rows in kv_lens]
+    numbers = on_host((*accumulate(query_lens, initial=0), *accumulate(pages, initial=0), *kv_lens), device, np.int32)
     lengths = Lengths.of(numbers.to(device, non_blocking=True))  # one copy for the three
     kv_indices = torch.empty(sum(pages), dtype=torch.int32, device=device)
-    page_table = geometry.page_table[segment.requests]
-    fill_indices(page_table, lengths, page_size, kv_indices, slots[segment.rows])
-    return PagedCall(segment.rows, heads, causal, Lengths.of(numbers), kv_indices, page_table, lengths.kv_lens)
+    fill_indices(page_table, lengths, page_size, kv_indices, slots)
+    return Lengths.of(numbers), lengths, kv_indices

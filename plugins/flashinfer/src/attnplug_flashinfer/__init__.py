@@ -1,0 +1,1 @@
+"""MHA and GQA over FlashInfer's paged kernels, as an attnplug backend."""

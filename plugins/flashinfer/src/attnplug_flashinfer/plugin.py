@@ -1,0 +1,69 @@
+"""What the plugin says of its backend. FlashInfer is imported when the backend is built, and not before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from attnplug import (
+    CONTRACT_VERSION,
+    AttentionKind,
+    BackendSpec,
+    CacheLayout,
+    Capabilities,
+    DType,
+    Feature,
+    GraphLevel,
+    Problem,
+    Refusal,
+    Role,
+    hookimpl,
+)
+from attnplug_flashinfer.options import FlashInferOptions
+
+DTYPES = frozenset({DType.BFLOAT16, DType.FLOAT16})
+LIBRARY = "flashinfer-python>=0.6.18.post1,<0.8"
+KERNEL = "flashinfer.kernel"
+FA3_SM = 90
+
+
+@hookimpl
+def attnplug_backends() -> list[BackendSpec]:
+    return [
+        BackendSpec(
+            name="flashinfer",
+            summary="MHA and GQA by FlashInfer's paged kernels: decode, verify and extend",
+            contract=CONTRACT_VERSION,
+            factory="attnplug_flashinfer.factory:FlashInferBackend",
+            requires=((LIBRARY, "flashinfer"),),
+            options=FlashInferOptions,
+            check=refusals,
+            preference=40,  # below triton_mha: its kernels take a minute to compile when they are first used
+            capabilities=Capabilities(
+                kinds=frozenset({AttentionKind.MHA}),
+                devices=frozenset({"cuda"}),
+                min_sm=80,
+                dtypes=DTYPES,
+                kv_dtypes=DTYPES | {DType.FLOAT8_E4M3},
+                kv_matches_dtype=True,
+                roles=frozenset({Role.PREFILL, Role.DECODE, Role.DRAFT}),
+                head_dims=frozenset({(64, 64), (128, 128), (256, 256)}),
+                features=frozenset({Feature.SLIDING_WINDOW, Feature.LOGIT_CAP}),
+                max_speculative_tokens=64,
+                cuda_graph=GraphLevel.UNIFORM,
+                extras=frozenset({"lse", "out"}),
+                layouts=frozenset(CacheLayout),
+            ),
+        )
+    ]
+
+
+def refusals(problem: Problem, role: Role | None, options: FlashInferOptions) -> Iterator[Refusal]:
+    """What kernel=fa3 does not take. The backend asks the same when it is built."""
+    if options.kernel != "fa3":
+        return
+    others = ["auto", "fa2"]
+    if problem.sm not in (None, FA3_SM):
+        yield Refusal("kernel", f"kernel=fa3 needs SM {FA3_SM}, this is SM {problem.sm}", "fa3", others, KERNEL)
+    if problem.kv_dtype is DType.FLOAT8_E4M3:
+        message = f"kernel=fa3 reads a cache of 16 bits, this is {problem.kv_dtype}"
+        yield Refusal("kernel", message, "fa3", others, KERNEL)

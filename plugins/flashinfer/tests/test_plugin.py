@@ -1,0 +1,212 @@
+"""The spec: what it accepts and what it refuses, judged where there is no GPU."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from attnplug import BackendContext, BackendError, CacheLayout, DType, GraphLevel, Problem, Refusal, Role
+from attnplug.host import BackendRequest, UsageError, load_registry, parse_options, select
+from attnplug_flashinfer import kernels
+from attnplug_flashinfer.backend import FlashInferBackend
+from attnplug_flashinfer.kernels import Library
+from attnplug_flashinfer.options import FlashInferOptions
+from attnplug_flashinfer.plugin import attnplug_backends
+from support.configs import DEEPSEEK_V3, LLAMA_3_8B, read
+from support.mha_scene import LAYER, MHACase, MHAScene
+
+(SPEC,) = attnplug_backends()
+BF16, FP16, FP32, FP8 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32, DType.FLOAT8_E4M3
+ON_AN_H200 = Problem(read(LLAMA_3_8B), "cuda", 90, BF16, BF16, 64)
+
+
+def refusals(role: Role | None = Role.DECODE, kernel: str = "auto", **changes: Any) -> list[Refusal]:
+    """The reasons against Llama 3 on an H200, with these changes."""
+    return SPEC.refusals(replace(ON_AN_H200, **changes), role, FlashInferOptions(kernel))
+
+
+def with_layers(**changes: Any) -> Any:
+    model = read(LLAMA_3_8B)
+    return replace(model, layers=tuple(replace(layer, **changes) for layer in model.layers))
+
+
+@pytest.mark.parametrize("role", [Role.PREFILL, Role.DECODE, Role.DRAFT])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"dtype": FP16, "kv_dtype": FP16, "page_size": 1},
+        {"kv_dtype": FP8, "sm": 80},
+        {"layout": CacheLayout.STRIDED, "page_size": 48},
+        {"sm": 120},
+        {"model": with_layers(sliding_window=100, logit_cap=30.0)},
+        {"model": with_layers(head_dim=256, v_head_dim=256)},
+        {"cuda_graph": GraphLevel.UNIFORM, "speculative_tokens": 64},
+        {"tensor_parallel": 8},
+        {"model": None, "sm": None, "dtype": None, "kv_dtype": None, "page_size": None},
+    ],
+    ids=["llama", "fp16", "fp8", "strided", "blackwell", "features", "wide", "graphs", "one-kv-head", "undecided"],
+)
+def test_it_serves(changes: dict[str, Any], role: Role) -> None:
+    """D3"""
+    assert refusals(role, **changes) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "reasons"),
+    [
+        ({"device": "cpu", "sm": None}, [("device", "cpu", ["cuda"], "device")]),
+        ({"sm": 75}, [("sm", 75, "SM 80 or newer", None)]),
+        (
+            {"model": with_layers(head_dim=96, v_head_dim=96)},
+            [("head_dim", [96, 96], [[64, 64], [128, 128], [256, 256]], "decode_attention_backend")],
+        ),
+        (
+            {"model": with_layers(head_dim=192, v_head_dim=128)},
+            [("head_dim", [192, 128], [[64, 64], [128, 128], [256, 256]], "decode_attention_backend")],
+        ),
+        ({"kv_dtype": FP16}, [("kv_dtype", "float16", ["bfloat16", "float8_e4m3fn"], "kv_dtype")]),
+        (
+            {"cuda_graph": GraphLevel.ALWAYS},
+            [("cuda_graph", "ALWAYS", ["NEVER", "DECODE", "UNIFORM"], "cuda_graph")],
+        ),
+        ({"kernel": "fa3", "sm": 80}, [("kernel", "fa3", ["auto", "fa2"], "flashinfer.kernel")]),
+        ({"kernel": "fa3", "kv_dtype": FP8}, [("kernel", "fa3", ["auto", "fa2"], "flashinfer.kernel")]),
+    ],
+    ids=["cpu", "turing", "dim-96", "192-128", "kv-fp16-with-bf16", "extends", "fa3-on-ampere", "fa3-of-fp8"],
+)
+def test_it_refuses_with_value_and_what_is_allowed_and_the_setting(
+    changes: dict[str, Any], reasons: list[tuple[str, object, object, str]]
+) -> None:
+    """D3: every reason, and no other."""
+    found = refusals(**changes)
+    assert [(reason.code, reason.value, reason.allowed, reason.setting) for reason in found] == reasons
+    json.dumps([reason.as_json() for reason in found])
+
+
+def test_sinks_and_trees_and_mla_are_refused() -> None:
+    """D3: the library's kernels for pages take no sinks, and its masks for trees cannot be made on the device."""
+    assert [reason.code for reason in refusals(model=with_layers(sinks=True))] == ["feature"]
+    assert [reason.code for reason in refusals(speculative_tokens=8, speculative_topk=2)] == ["speculation"]
+    assert [reason.code for reason in refusals(model=read(DEEPSEEK_V3))] == ["kind"]
+
+
+def test_it_is_found_by_its_entry_point() -> None:
+    """D1"""
+    found = load_registry().backends["flashinfer"]
+    assert found.spec == SPEC
+    assert found.source.distribution == "attnplug-flashinfer"
+
+
+def test_auto_takes_others_first() -> None:
+    """Nothing is chosen anew by installing it: its kernels take a minute to compile."""
+    chosen = select(load_registry(), BackendRequest(), replace(ON_AN_H200, cuda_graph=GraphLevel.UNIFORM)).choices
+    assert "flashinfer" not in {choice.chosen_name for choice in chosen.values()}
+
+
+def test_an_unknown_kernel_is_refused_with_those_there_are() -> None:
+    with pytest.raises(UsageError, match="must be one of auto, fa2, fa3, not 'fa4'"):
+        parse_options("flashinfer", FlashInferOptions, {"kernel": "fa4"})
+
+
+def test_neither_torch_nor_the_library_is_imported_to_list_it_or_to_refuse_it() -> None:
+    code = """
+import sys
+from attnplug import Problem, Role
+from attnplug_flashinfer import plugin
+(spec,) = plugin.attnplug_backends()
+assert spec.refusals(Problem(device="cpu"), Role.DECODE)
+print([name for name in ("torch", "numpy", "flashinfer") if name in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[]\n"
+
+
+def test_a_library_that_cannot_be_imported_fails_with_the_factorys_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """D2: before anything is built, with its version and what to install."""
+    module, _, name = SPEC.factory.partition(":")
+    kernels.load_library.cache_clear()
+    monkeypatch.setitem(sys.modules, "flashinfer.decode", None)
+    monkeypatch.delitem(sys.modules, module, raising=False)
+    with pytest.raises(BackendError) as caught:
+        importlib.import_module(module)
+    assert "flashinfer-python 0.6.18.post1 cannot be imported" in str(caught.value)
+    assert "pip install 'flashinfer-python>=0.6.18.post1,<0.8'" in str(caught.value)
+    assert name == FlashInferBackend.__name__
+
+
+# ---- building it, as if there were a GPU ----
+
+
+class Properties:
+    major, minor, multi_processor_count = 9, 0, 132
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The kernels of the wrappers that are made, on an H200 unless ``Properties`` say otherwise."""
+    names: list[str] = []
+
+    def wrapper(workspace: torch.Tensor, kv_layout: str, backend: str) -> None:
+        names.append(backend)
+
+    monkeypatch.setattr("attnplug_flashinfer.backend.load_library", lambda: Library(wrapper, None, lambda: None))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    return names
+
+
+def context(case: MHACase, kernel: str = "auto") -> BackendContext:
+    """What a host gives the backend for a model of two shapes of layers."""
+    given = MHAScene(case, "cpu", lambda context: context).context
+    return replace(given, declared=SPEC.capabilities, options=FlashInferOptions(kernel))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "major", "kv_dtype", "prefill"),
+    [("auto", 9, BF16, "fa3"), ("auto", 8, BF16, "fa2"), ("auto", 9, FP8, "fa2"), ("fa2", 9, BF16, "fa2")],
+)
+def test_the_kernel_for_prefill_is_chosen_by_gpu_and_cache(made, monkeypatch, kernel, major, kv_dtype, prefill) -> None:
+    monkeypatch.setattr(Properties, "major", major)
+    FlashInferBackend(context(MHACase(((3, 1),), kv_dtype=kv_dtype), kernel))
+    assert set(made) == {"fa2", prefill}
+    assert len(made) == 2 * len(set(made)), "one wrapper for each kernel and each of two shapes"
+
+
+@pytest.mark.parametrize(
+    ("major", "kv_dtype", "problem"),
+    [
+        (8, BF16, "kernel=fa3 needs SM 90, this is SM 80; use flashinfer.kernel=auto"),
+        (9, FP8, "kernel=fa3 reads a cache of 16 bits, this is float8_e4m3fn; use flashinfer.kernel=auto"),
+    ],
+)
+def test_a_kernel_that_does_not_fit_is_refused_when_it_is_built_too(made, monkeypatch, major, kv_dtype, problem):
+    """The host may not have known the GPU."""
+    monkeypatch.setattr(Properties, "major", major)
+    with pytest.raises(BackendError, match=problem):
+        FlashInferBackend(context(MHACase(((3, 1),), kv_dtype=kv_dtype), "fa3"))
+
+
+def test_fa3_is_left_alone_where_keys_and_values_have_other_strides(made, monkeypatch) -> None:
+    """It would read values by the strides of keys, or raise in the middle of a prefill."""
+    given = context(MHACase(((3, 1),)))
+    wide = torch.zeros(*given.pools.mha.values(LAYER).shape[:3], 128, dtype=torch.bfloat16)
+    monkeypatch.setattr(given.pools.mha, "values", lambda layer_id: wide[..., :64])
+    FlashInferBackend(given)
+    assert set(made) == {"fa2"}
+    with pytest.raises(BackendError, match="kernel=fa3 reads keys and values of the same strides, and these differ"):
+        FlashInferBackend(replace(given, options=FlashInferOptions("fa3")))
+
+
+def test_scratch_is_as_much_as_the_model_needs(made) -> None:
+    """64 heads over 8: their parts take more than the 128 MiB that FlashInfer recommends."""
+    given = context(MHACase(((3, 1),), heads=64, kv_heads=8, head_dim=128))
+    FlashInferBackend(given)
+    parts = 4 * 64 * 33 * 128 * 129
+    assert 128 << 20 < parts < given.workspace.nbytes <= parts + (1 << 20)
