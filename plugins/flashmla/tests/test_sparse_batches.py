@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from attnplug import DType, SelectedPositions, SelectedSlots
-from attnplug_flashmla import scoring, sparse_backend
+from attnplug_flashmla import sparse_backend
 from reference_sparse import CASES, PACKED, ROWS, ReferenceSparse, build, case
 from support.devices import DEVICES, nothing_waits
 from support.sparse_scene import LAYER, SparseCase, SparseScene
@@ -98,29 +98,12 @@ class TestBatches:
         assert (out == 0).all() and (lse == -INF).all()
 
     @on_every_device
-    def test_few_scores_at_a_time_choose_the_same(self, device, monkeypatch):
-        """Memory for scores is bounded."""
-        monkeypatch.setattr(scoring, "_MOST_SCORES", 1000)
-        check(case("extend after prefixes"), device)
-
-    @on_every_device
     def test_more_rows_than_one_call_holds_are_several_calls(self, device, monkeypatch):
         """The decode kernel has memory for partial results of every row."""
-        monkeypatch.setattr(sparse_backend, "_MOST_ROWS", 16)
+        monkeypatch.setattr(sparse_backend, "_MOST_ROWS", 6)
         stage = check(case("extend after prefixes", PACKED), device)
         if isinstance(kernels := stage.backend._kernels, ReferenceSparse):
-            assert kernels.calls == [16, 16, 16, 9]
-
-    def test_a_coordinator_is_told_positions(self):
-        """A10: rows that it keeps elsewhere are not where the page table says."""
-        stage = scene(case("extend after prefixes"), "cpu")
-        stage.backend.context = replace(stage.backend.context, coordinator=object())
-        selected = stage.backend.select(stage.index(), stage.layer, stage.planned())
-        assert isinstance(selected, SelectedPositions) and stage.positions(selected) == stage.chosen()
-
-    def test_where_all_rows_are_chosen_none_is_scored(self, monkeypatch):
-        monkeypatch.setattr(sparse_backend, "score_keys", None)
-        check(case("extend", topk=40, exact_lengths=True))
+            assert kernels.calls == [6, 6, 4]
 
 
 class TestPlans:

@@ -97,8 +97,8 @@ class Capture:
 
 
 @on_every_device
-@pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (VERIFY, 3)])
-@pytest.mark.parametrize("kv_dtype", [ROWS, PACKED])
+@pytest.mark.parametrize(("kv_dtype", "mode", "new"), [(ROWS, VERIFY, 3), (PACKED, DECODE, 1)])
+@pytest.mark.filterwarnings("ignore:All-NaN slice encountered:RuntimeWarning")  # numpy, of a padded request's queries
 def test_one_capture_serves_other_lengths_pages_and_fewer_requests(kv_dtype, mode, new, device):
     """Replays give what an eager run gives; padded requests read and write nothing; NaN is everywhere else."""
     index_dtype = DType.FLOAT8_E4M3 if kv_dtype is PACKED else None
