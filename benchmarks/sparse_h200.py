@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from attnplug_triton_mla.triton_index import launch_score
+from attnplug_triton_mla.triton_topk import launch_choose
 from gpu_clock import capture, device_us
 from gpu_report import Report, attempt, describe
 from torch import Tensor
@@ -43,8 +45,6 @@ from attnplug import (
 )
 from attnplug.host import BatchPlan, HostContext, KVPools, Limits, MLADims, WorkspaceOwner, load_registry
 from attnplug_triton_mla.backend import TritonMLABackend
-from attnplug_triton_mla.triton_index import launch_score
-from attnplug_triton_mla.triton_topk import launch_choose
 
 WHAT = (
     "sparse MLA decode in CUDA graphs, µs a layer: 128 heads, kv_lora 512 + rope 64, bf16, pages of 64, index of 64 × "

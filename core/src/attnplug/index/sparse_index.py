@@ -260,13 +260,14 @@ class SparseIndex:
     def slots(self, plan: IndexPlan, selected: SelectedRows, width: int) -> Tensor:
         """Where the selected rows lie, ``[rows, width]`` int32, adjacent, -1 after the last."""
         given = selected_tensor(selected)
-        if given.shape[1] > width:
+        missing = width - given.shape[1]
+        if missing < 0:
             raise BackendError(
-                f"extras.selected has {given.shape[1]} rows for every token, and the model's layers choose {self.topk}; "
-                "give no more"
+                f"extras.selected has {width - missing} rows for every token, and the model's layers choose "
+                f"{self.topk}; give no more"
             )
-        if given.shape[1] < width:
-            given = pad(given, (0, width - given.shape[1]), value=-1)
+        if missing:
+            given = pad(given, (0, missing), value=-1)
         given = given.contiguous()
         if isinstance(selected, SelectedSlots):
             return given

@@ -1,8 +1,8 @@
 """The schedule of a batch, by one kernel: which program reads which rows of which request, and where new rows go.
 
 The unit of work is a *step*: ``STEP`` cache rows for one *tile*, up to ``TILE`` rows of (query token, head) of one
-request. All steps of all tiles, request by request, form one line of work. Program p of the kernel that is scheduled
-takes the p-th stretch of it, and all stretches have the same length. So a long request is divided among many programs, short ones
+request. All steps of all tiles, request by request, form one line of work. Program p of the scheduled kernel takes the
+p-th stretch of it, and all stretches have the same length. So a long request is divided among many programs, short ones
 share one, and the load is even whatever the lengths. The grid always has the same size, as a captured graph needs. If a
 stretch ends within a tile, the next program continues that tile, and its parts must be merged. A program has at most
 two tiles that it shares with others. If lengths differ much, every tile is preceded on the line by a lead of empty
