@@ -195,45 +195,21 @@ class SparseIndex:
         Positions if there is a coordinator, else slots. ``width`` is that of ``layer.indexer.topk`` or more.
         """
         dims = layer.indexer
-        assert dims is not None and self._keys is not None
-        q, weights, keys = _readable(index.q), index.weights, self._keys.keys(layer.layer_id)
+        assert dims is not None
+        q, weights = _readable(index.q), index.weights
         weights = weights if weights.stride(1) == 1 else weights.contiguous()
         chosen = torch.empty(q.shape[0], width or dims.topk, dtype=torch.int32, device=q.device)
         for block in plan.blocks:
-            memory, table = block.memory, plan.page_table[block.requests]
-            tree = None if plan.tree is None else plan.tree[block.requests]
-            if tree is not None or plan.width > dims.topk:  # else each row takes all that it sees
-                self._fill_scores(plan, block, q[block.rows], weights[block.rows], keys, layer, table, tree)
-            self._topk.launch_choose(
-                memory.scores,
-                memory.groups,
-                memory.group_list,
-                memory.candidates,
-                block.infos,
-                table,
-                tree,
-                chosen[block.rows],
-                topk=dims.topk,
-                group=self._group,
-                page_size=self._page_size,
-                slots=self._by_slots,
-                overlap=block.cut.overlap,
-            )
+            if plan.tree is not None or plan.width > dims.topk:  # else each row takes all that it sees
+                self._fill_scores(plan, block, layer, q[block.rows], weights[block.rows])
+            self._put_best(plan, block, dims.topk, chosen[block.rows])
         return SelectedSlots(chosen) if self._by_slots else SelectedPositions(chosen)
 
-    def _fill_scores(
-        self,
-        plan: IndexPlan,
-        block: IndexBlock,
-        q: Tensor,
-        weights: Tensor,
-        keys: Tensor,
-        layer: LayerSpec,
-        table: Tensor,
-        tree: Tensor | None,
-    ) -> None:
-        dims, memory = layer.indexer, block.memory
-        assert dims is not None
+    def _fill_scores(self, plan: IndexPlan, block: IndexBlock, layer: LayerSpec, q: Tensor, weights: Tensor) -> None:
+        """Scores of a block's rows, in its memory."""
+        dims, memory, table = layer.indexer, block.memory, plan.page_table[block.requests]
+        assert dims is not None and self._keys is not None
+        keys = self._keys.keys(layer.layer_id)
         if self._own_score is not None:
             owners, seen = block.infos.unbind(1)
             found = self._own_score(ScoreInputs(q, weights, keys, dims.scale, table, owners, seen, plan.width))
@@ -245,7 +221,7 @@ class SparseIndex:
             keys.flatten(1) if keys.dtype is torch.uint8 else keys,  # fp8: keys and scales by whole pages
             self._page_size,
             table,
-            tree,
+            None if plan.tree is None else plan.tree[block.requests],
             memory.scores,
             memory.groups,
             block.numbers,
@@ -255,6 +231,25 @@ class SparseIndex:
             width=plan.width,
             group=self._group,
             scale=dims.scale,
+        )
+
+    def _put_best(self, plan: IndexPlan, block: IndexBlock, topk: int, chosen: Tensor) -> None:
+        """The best of a block's rows by the scores in its memory."""
+        memory = block.memory
+        self._topk.launch_choose(
+            memory.scores,
+            memory.groups,
+            memory.group_list,
+            memory.candidates,
+            block.infos,
+            plan.page_table[block.requests],
+            None if plan.tree is None else plan.tree[block.requests],
+            chosen,
+            topk=topk,
+            group=self._group,
+            page_size=self._page_size,
+            slots=self._by_slots,
+            overlap=block.cut.overlap,
         )
 
     def slots(self, plan: IndexPlan, selected: SelectedRows, width: int) -> Tensor:
