@@ -213,6 +213,18 @@ def test_one_capture_serves_other_lengths_pages_and_fewer_requests_as_eager_does
         assert graph.written == len(stage.q)
 
 
+@INTERPRETED
+def test_a_plan_reads_the_page_table_that_it_was_last_filled_from():
+    """A captured plan serves several graphs, each with a table of its own."""
+    stage = scene(CASES["decode"])
+    batch = stage.planned()
+    selected = stage.backend.select(stage.index(), stage.layer, batch)
+    index, geometry = stage.backend.index, batch.geometry
+    plan = index.plan(replace(geometry, page_table=torch.zeros_like(geometry.page_table)))
+    index.fill(plan, geometry)
+    assert torch.equal(index.choose(plan, stage.index(), stage.layer).slots, selected.slots)
+
+
 @by_kernel
 def test_planning_and_choosing_wait_for_nothing(device):
     stage = scene(CASES["lengths on the device only"], device)
