@@ -49,6 +49,7 @@ def _plugin(name: str) -> tuple[str, str]:
 
 
 ROWS, ROW_TESTS = "core/src/attnplug/kv/triton_rows.py", "core/tests/test_kv_rows.py"
+INDEX, INDEX_TESTS = "core/src/attnplug/index", "core/tests/test_index.py"
 FLASHINFER, FLASHINFER_TESTS = _plugin("flashinfer_mla")
 FLASHMLA, FLASHMLA_TESTS = _plugin("flashmla")
 FLASHATTENTION, FLASHATTENTION_TESTS = _plugin("flashattention")
@@ -71,7 +72,7 @@ _LONG = (f"{TRITON_TESTS}/test_batches.py", "-k", "thousandfold and decode")
 """Enough steps per program that it looks up a page ahead."""
 _LAST = (f"{TRITON_TESTS}/test_batches.py", "-k", "ways_to_cut and extend and plain")
 _EARLY = f"{TRITON_TESTS}/test_batches.py"
-_SPARSE = (f"{TRITON_TESTS}/test_sparse.py", "-k", "float64")
+_SPARSE = (INDEX_TESTS, "-k", "float64")
 _WAIT_IN_GLUON = "            gdc_wait()  # for queries and cache rows; schedule and page table are older\n"
 _WITHOUT = "            pass\n"
 
@@ -144,15 +145,15 @@ FAULTS = (
         _MERGE,
     ),
     Fault(
-        "triton_mla: the column of the row behind",
-        f"{TRITON}/triton_plan.py",
+        "schedule: the column of the row behind",
+        f"{INDEX}/triton_schedule.py",
         "column = position // PAGE_SIZE",
         "column = (position + 1) // PAGE_SIZE",
         _PLAN,
     ),
     Fault(
-        "triton_mla: a begun step is left out",
-        f"{TRITON}/triton_plan.py",
+        "schedule: a begun step is left out",
+        f"{INDEX}/triton_schedule.py",
         "steps = tl.maximum((kv_len + STEP - 1) // STEP, 1)",
         "steps = tl.maximum(kv_len // STEP, 1)",
         _PLAN,
@@ -172,15 +173,15 @@ FAULTS = (
         _WIDE,
     ),
     Fault(
-        "triton_mla, index: a token does not see itself",
-        f"{TRITON}/triton_index.py",
+        "index: a token does not see itself",
+        f"{INDEX}/triton_score.py",
         "visible = token[:, None] < seen[None, :]",
         "visible = token[:, None] + 1 < seen[None, :]",
         _SPARSE,
     ),
     Fault(
-        "triton_mla, top-k: scores equal to the threshold are left out",
-        f"{TRITON}/triton_topk.py",
+        "top-k: scores equal to the threshold are left out",
+        f"{INDEX}/triton_topk.py",
         "(values > low).to(tl.int32) + equal * all_of_them, equal * (1 - all_of_them)",
         "(values > low).to(tl.int32), equal * 0",
         _SPARSE,

@@ -35,16 +35,16 @@ from attnplug import (
     IndexerDims,
     IndexInputs,
     IndexKeyPool,
+    IndexPlan,
     LayerSpec,
     MLAPool,
     ModelSpec,
     Role,
     SelectedSlots,
+    SparseIndex,
 )
 from attnplug.host import BatchPlan, HostContext, KVPools, Limits, MLADims, WorkspaceOwner, load_registry
 from attnplug_triton_mla.backend import TritonMLABackend
-from attnplug_triton_mla.triton_index import launch_score
-from attnplug_triton_mla.triton_topk import launch_choose
 
 WHAT = (
     "sparse MLA decode in CUDA graphs, µs a layer: 128 heads, kv_lora 512 + rope 64, bf16, pages of 64, index of 64 × "
@@ -165,41 +165,21 @@ class Sparse:
 
     # Ours
 
-    def index(self, number: int) -> None:
-        plan = self.sparse.batch.plan.attention.metadata.sparse
-        (block,) = plan.blocks
-        launch_score(
-            self.index_q,
-            self.weights,
-            self.keys.keys(number),
-            PAGE,
-            self.table,
-            None,
-            block.memory.scores,
-            block.memory.groups,
-            block.index,
-            topk=TOPK,
-            width=plan.width,
-            group=self._group,
-            scale=INDEX.scale,
-        )
-
     @property
-    def _group(self) -> int:
+    def _index(self) -> tuple[SparseIndex, IndexPlan, Any]:
+        """The index, its plan, and the one block of that."""
         assert self.sparse.backend._sparse is not None
-        return self.sparse.backend._sparse._group
+        plan = self.sparse.batch.plan.attention.metadata.sparse.index
+        (block,) = plan.blocks
+        return self.sparse.backend._sparse.index, plan, block
+
+    def index(self, number: int) -> None:
+        index, plan, block = self._index
+        index._fill_scores(plan, block, self.sparse.layers[number], self.index_q, self.weights)
 
     def topk(self, number: int) -> None:
-        (block,) = self.sparse.batch.plan.attention.metadata.sparse.blocks
-        memory, chosen = block.memory, self.selected[number].slots
-        lists = (memory.group_list, memory.candidates)
-        launch_choose(
-            *(memory.scores, memory.groups, *lists, block.infos, self.table, None, torch.empty_like(chosen)),
-            group=self._group,
-            page_size=PAGE,
-            slots=True,
-            overlap=block.index.configuration.overlap,
-        )
+        index, plan, block = self._index
+        index._put_best(plan, block, TOPK, torch.empty_like(self.selected[number].slots))
 
     def attend(self, number: int) -> Tensor:
         extras = ForwardExtras(selected=self.selected[number])
@@ -254,7 +234,7 @@ class Sparse:
         weights = (self.q[-1].double() @ rows.T * SCALE).softmax(-1)
         wanted, found = weights @ rows[:, : DIMS.kv_lora_rank], self.attend(0)[-1].double()
         self.index(0)
-        (block,) = self.sparse.batch.plan.attention.metadata.sparse.blocks
+        _, _, block = self._index
         scores = block.memory.scores[-1, : self.case.length]
         places = torch.full((self.mla.num_pages,), -1, device=self.device)
         places[self.table[-1].long()] = torch.arange(self.table.shape[1], device=self.device)

@@ -73,6 +73,11 @@ if TYPE_CHECKING:
     from attnplug.declare.version import CONTRACT_VERSION as CONTRACT_VERSION
     from attnplug.declare.workspace_kind import SCRATCH as SCRATCH
     from attnplug.declare.workspace_kind import WorkspaceKind as WorkspaceKind
+    from attnplug.index.plan import IndexPlan as IndexPlan
+    from attnplug.index.refusals import index_refusals as index_refusals
+    from attnplug.index.sparse_index import ScoreInputs as ScoreInputs
+    from attnplug.index.sparse_index import SparseIndex as SparseIndex
+    from attnplug.index.sparse_index import schedule_kernels as schedule_kernels
     from attnplug.kv import COMPRESSED as COMPRESSED
     from attnplug.kv import INDEX_KEYS as INDEX_KEYS
     from attnplug.kv import CompressedPool as CompressedPool
@@ -115,6 +120,9 @@ _MODULES = {
     "declare.spec": ("BackendSpec",),
     "declare.version": ("CONTRACT_VERSION",),
     "declare.workspace_kind": ("SCRATCH", "WorkspaceKind"),
+    "index.plan": ("IndexPlan",),
+    "index.refusals": ("index_refusals",),
+    "index.sparse_index": ("ScoreInputs", "SparseIndex", "schedule_kernels"),
     "kv": (
         "COMPRESSED",
         "INDEX_KEYS",

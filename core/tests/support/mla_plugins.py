@@ -11,7 +11,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from attnplug import AttentionBackend, AttentionKind, BackendContext, DType, ExtendPath, LayerSpec, ModelSpec, Serving
+from attnplug import (
+    AttentionBackend,
+    AttentionKind,
+    BackendContext,
+    DType,
+    ExtendPath,
+    LayerSpec,
+    ModelSpec,
+    Problem,
+    RefusalCode,
+    Serving,
+)
 from attnplug.host import HybridLinearBackend, KVPools, LinearDims, LinearStatePool, MLADims, load_registry
 from support.batches import declaring
 from support.mla_scene import MLACase
@@ -155,14 +166,18 @@ PLUGINS: dict[str, MLAPlugin] = {
 }
 
 
+_DENSE = LayerSpec(0, AttentionKind.MLA, 16, 16, 192, 128, 0.25, mla=MLADims(512, 128, 64))
+
+
 def serving_mla() -> set[str]:
-    """The installed backends of this repository that claim MLA, of dense layers too."""
+    """The installed backends of this repository that claim MLA, and do not refuse a model for its dense layers."""
+    dense = Problem(ModelSpec("dense", "test", (_DENSE,), 1 << 20))
     return {
         name
         for name, found in load_registry().backends.items()
         if found.source.distribution.startswith("attnplug")
         and AttentionKind.MLA in found.spec.capabilities.kinds
-        and name != "flashmla_sparse"
+        and not any(reason.code is RefusalCode.FEATURE for reason in found.spec.refusals(dense))
     }
 
 

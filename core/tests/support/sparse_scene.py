@@ -35,7 +35,7 @@ from attnplug import (
 )
 from attnplug.host import KVPools, Limits, MLADims, TorchNativeBackend, WorkspaceOwner, plan_forward, torch_dtype
 from support.batches import capabilities, geometry, padded
-from support.trees import Parents, ancestors, tree_bits
+from support.trees import Parents, ancestors, random_trees, tree_bits
 
 FIRST, LAYER, SHARED = 1, 3, 5
 """The layer that nobody runs, the one under test, and the one that shares its choice."""
@@ -84,6 +84,19 @@ class SparseCase:
         assert layer.indexer is not None
         shared = replace(layer, layer_id=SHARED, indexer=replace(layer.indexer, shares=LAYER))
         return replace(layer, layer_id=FIRST), layer, shared
+
+
+CASES = {
+    "decode": SparseCase(((40, 1), (7, 1), (90, 1), (8, 1)), ForwardMode.DECODE),
+    "extend": SparseCase(((0, 37), (0, 5), (0, 9))),
+    "extend after prefixes": SparseCase(((50, 20), (3, 4), (16, 33), (5, 4))),
+    "mixed": SparseCase(((33, 1), (0, 25), (64, 1), (2, 1)), ForwardMode.MIXED),
+    "verify": SparseCase(((30, 4), (6, 4), (47, 4)), ForwardMode.TARGET_VERIFY),
+    "verify of trees": SparseCase(((30, 6), (3, 6)), ForwardMode.TARGET_VERIFY, trees=random_trees(2, 6)),
+    "pages of one token": SparseCase(((20, 3), (11, 8)), page_size=1),
+    "one row of choice": SparseCase(((20, 3), (0, 8)), topk=1),
+    "padding": SparseCase(((40, 1), (7, 1)), ForwardMode.DECODE, padding=3),
+}
 
 
 class SparseScene:
@@ -260,6 +273,16 @@ class SparseScene:
                 places = {self._slot(request, position): position for position in range(self.totals[request])}
                 live = [places[slot] for slot in live]
             found.append(sorted(live))
+        return found
+
+    def judged(self, selected: SelectedRows, tolerance: float) -> list[list[int]]:
+        """Positions, if they are as good as any by their scores in float64: relu makes ties, and short types round."""
+        found = self.positions(selected)
+        for token, ((request, seen), mine) in enumerate(zip(self.visible(), found, strict=True)):
+            assert len(mine) == min(self.case.topk, len(seen)) and set(mine) <= set(seen)
+            best = self.scores(token, request, seen).sort(descending=True).values[: len(mine)]
+            scores = self.scores(token, request, mine).sort(descending=True).values
+            assert torch.allclose(scores, best, rtol=0, atol=tolerance * float(best.abs().max().clamp(min=1)))
         return found
 
     def _slot(self, request: int, position: int) -> int:

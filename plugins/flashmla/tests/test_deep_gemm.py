@@ -12,14 +12,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnplug import AttentionKind, DType, IndexerDims, IndexKeyPool, LayerSpec, ModelSpec, Problem, Refusal, Role
+from attnplug import (
+    AttentionKind,
+    DType,
+    IndexerDims,
+    IndexKeyPool,
+    LayerSpec,
+    ModelSpec,
+    Problem,
+    Refusal,
+    Role,
+    ScoreInputs,
+)
 from attnplug.host import MLADims
 from attnplug_flashmla import deep_gemm_index
-from attnplug_flashmla.deep_gemm_index import DeepGEMM, score_keys_in_fp8
+from attnplug_flashmla.deep_gemm_index import DeepGEMM, score_in_fp8
 from attnplug_flashmla.options import SparseOptions
 from attnplug_flashmla.plugin import attnplug_backends
-from attnplug_flashmla.scoring import score_keys
-from attnplug_flashmla.sparse_planner import Tokens
 from support.libraries import install_library
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -76,22 +85,28 @@ def strict(monkeypatch: pytest.MonkeyPatch) -> Strict:
     return made
 
 
-def scored(score: Any) -> Tensor:
+TABLE = [[3, 5, 1, 1 << 30], [8, 2, 0, 4]]
+OWNERS, SEEN = [0, 0, 1, 1], [0, 150, 1, 256]
+
+
+def inputs() -> tuple[ScoreInputs, IndexKeyPool]:
     random = torch.Generator().manual_seed(0)
     pool = IndexKeyPool(MODEL.layers, num_pages=PAGES, page_size=64, dtype=FP8, device="cpu")
     pool.write(0, torch.arange(PAGES * 64), torch.randn(PAGES * 64, DIM, generator=random))
     q, weights = torch.randn(4, HEADS, DIM, generator=random).bfloat16(), torch.randn(4, HEADS, generator=random)
-    table = torch.tensor([[3, 5, 1, 1 << 30], [8, 2, 0, 4]], dtype=torch.int32)
-    owner, visible = torch.tensor([0, 0, 1, 1], dtype=torch.int32), torch.tensor([0, 150, 1, 256], dtype=torch.int32)
-    tokens = Tokens(table, owner, visible, torch.zeros(4, dtype=torch.int64), 64, LONGEST)
-    return score(q, weights, pool, 0, 0.25, tokens)
+    owners, seen = torch.tensor([OWNERS, SEEN], dtype=torch.int32).T.contiguous().unbind(1)
+    table = torch.tensor(TABLE, dtype=torch.int32)
+    return ScoreInputs(q, weights, pool.keys(0), 0.25, table, owners, seen, LONGEST), pool
 
 
-def test_scores_are_ours_but_for_queries_in_fp8(strict: Strict) -> None:
-    found, wanted = scored(score_keys_in_fp8), scored(score_keys)
-    assert torch.equal(found.isneginf(), wanted.isneginf())
-    seen = ~wanted.isneginf()
-    assert float((found[seen] - wanted[seen]).abs().max() / wanted[seen].abs().max()) < 0.05
+def test_scores_are_those_of_the_keys_but_for_queries_in_fp8(strict: Strict) -> None:
+    given, pool = inputs()
+    found = score_in_fp8(given)
+    for row, (owner, seen) in enumerate(zip(OWNERS, SEEN, strict=True)):
+        slots = torch.tensor([TABLE[owner][place // 64] * 64 + place % 64 for place in range(seen)], dtype=torch.int64)
+        wanted = given.weights[row] @ torch.relu(given.q[row].float() @ pool.read_keys(0, slots).T * 0.25)
+        if seen:
+            assert float((found[row, :seen] - wanted).abs().max() / wanted.abs().max()) < 0.05
 
 
 @pytest.mark.parametrize("version", UNPACKED.split())
@@ -99,7 +114,7 @@ def test_the_calls_are_as_the_library_takes_them(strict: Strict, version: str) -
     folder = ROOT / ".venv" / "deepgemm" / version / "deep_gemm"
     if not folder.exists():
         pytest.skip(f"DeepGEMM {version} is not unpacked; 'make .venv/installed-dev' does it")
-    scored(score_keys_in_fp8)
+    score_in_fp8(inputs()[0])
     text = (folder / "__init__.py").read_text()
     arguments = {
         node.name: [argument.arg for argument in node.args.args]

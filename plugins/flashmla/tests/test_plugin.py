@@ -187,6 +187,14 @@ def test_what_the_sparse_kernels_do_not_take_is_refused(
     assert (found.code, found.value, found.allowed, found.setting) == reason
 
 
+def test_an_index_that_cannot_be_scored_is_refused(sparse_model: ModelSpec) -> None:
+    """D3"""
+    index = IndexerDims(heads=64, head_dim=128, topk=9000)
+    model = replace(sparse_model, layers=tuple(replace(layer, indexer=index) for layer in sparse_model.layers))
+    (found,) = SPARSE.refusals(replace(ON_AN_H200, model=model), Role.DECODE)
+    assert (found.code, found.value, found.allowed) == ("feature", 9000, 8192)
+
+
 def test_dense_layers_are_refused_by_how_many() -> None:
     """D3"""
     (found,) = SPARSE.refusals(ON_AN_H200, Role.DECODE)

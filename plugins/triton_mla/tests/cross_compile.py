@@ -1,8 +1,8 @@
 """Compiles the plugin's kernels for GPUs that need not be there, and says what they take. With core/tests on the path:
 
 python cross_compile.py '[{"sm": …, "cut": CONFIGURATION, "q": TYPE, "cache": TYPE, "page_size": …}, …]'
-    the attention kernel of each case, and for its SM both plans, the merge and the kernels of an index; prints
-    [SM, kernel, shared bytes] of all
+    the attention kernel of each case, and for its SM both plans and the merge; prints [SM, kernel, shared bytes]
+    of all
 python cross_compile.py --table    every entry of the table on SM 90, with registers and spills by ptxas; minutes
 """
 
@@ -17,23 +17,18 @@ import triton
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from attnplug_triton_mla.configurations import ENTRIES, RAGGED, Configuration, Room, choose_index
+from attnplug_triton_mla.configurations import ENTRIES, RAGGED, Configuration
 from attnplug_triton_mla.gluon_low import attend_low
 from attnplug_triton_mla.gluon_wide import attend_wide
 from attnplug_triton_mla.triton_attention import attend as attend_triton
-from attnplug_triton_mla.triton_index import _spread, score
 from attnplug_triton_mla.triton_merge import _merge
-from attnplug_triton_mla.triton_plan import _plan
-from attnplug_triton_mla.triton_topk import _translate, choose
+from attnplug_triton_mla.triton_plan import _KERNELS
 from support import ahead
 
 RANK, ROPE, PAGE = 512, 64, 64
-SHARED = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}
-"""What a program can have of shared memory, by SM."""
 POINTERS = {
-    **dict.fromkeys(("lse", "partials", "partial_weights", "weights", "scores", "groups"), "*fp32"),
-    **dict.fromkeys(("page_table", "counters", "numbers", "seq_lens", "new_lens", "infos", "counts"), "*i32"),
-    **dict.fromkeys(("group_list", "candidates", "chosen", "positions"), "*i32"),
+    **dict.fromkeys(("lse", "partials", "partial_weights"), "*fp32"),
+    **dict.fromkeys(("page_table", "counters", "numbers", "seq_lens", "new_lens"), "*i32"),
     **dict.fromkeys(("slots", "tree"), "*i64"),
 }
 FLOATS = dict.fromkeys(("scale", "out_scale", "part_cost"), "fp32")
@@ -122,62 +117,7 @@ def plan(sm: int, cut: dict[str, object], queries: int, parts: int, block: int):
         "BLOCK": block,
         "ROWS": queries or 128,
     }
-    return compiled(_plan, sm, constants, {"num_warps": min(max(block // 128, 1), 8)})
-
-
-def index(sm: int, queries: int, q: str, keys: str, tree: bool = False):
-    cut = choose_index(queries, 64, 128, Room(sm, SHARED[sm], 0, 0))
-    constants = {
-        "table_column": 1,
-        "tree_column": 1,
-        "HEADS": 64,
-        "DIM": 128,
-        "ALL_HEADS": 64,
-        "ALL_DIMS": 128,
-        "PAGE_SIZE": PAGE,
-        "PAGE_STRIDE": PAGE * (132 if keys == "u8" else 128),
-        "SLOT_STRIDE": 128,
-        "TILE": cut.tile,
-        "STEP": cut.step,
-        "GROUP": 8,
-        "TREE": tree,
-        "OVERLAP": cut.overlap,
-    }
-    options = {"num_warps": cut.warps, "num_stages": cut.stages, "launch_pdl": cut.overlap}
-    return compiled(score, sm, constants, options, q=f"*{q}", keys=f"*{keys}")
-
-
-def best(sm: int, tree: bool = False, topk: int = 2048, group: int = 8):
-    block = min(topk * group, 16384)
-    constants = {
-        "table_column": 1,
-        "tree_column": 1,
-        "TOPK": topk,
-        "GROUP": group,
-        "FEW": 2 * topk,
-        "BLOCK": block,
-        "CHUNK": min(2 * topk, 4096),
-        "PAGE_SIZE": PAGE,
-        "SLOTS": True,
-        "TREE": tree,
-        "OVERLAP": sm >= 90,
-    }
-    options = {"num_warps": min(max(block // 1024, 4), 16), "launch_pdl": sm >= 90}
-    return compiled(choose, sm, constants, options)
-
-
-def around_index(sm: int) -> Iterator[tuple[str, Any]]:
-    yield (
-        "spread",
-        compiled(
-            _spread,
-            sm,
-            {"ROWS": 32, "BLOCK": 16},
-            {},
-        ),
-    )
-    constants = {"table_column": 1, "PAGE_SIZE": PAGE, "CHUNK": 1024}
-    yield "translate", compiled(_translate, sm, constants, {}, slots="*i32")
+    return compiled(_KERNELS._plan, sm, constants, {"num_warps": min(max(block // 128, 1), 8)})
 
 
 def resources(made) -> str:
@@ -192,10 +132,6 @@ def table() -> Iterator[tuple[str, Any]]:
     for queries, parts, block in ((1, 0, 16), (1, 16, 256), (0, 0, 16), (0, 1, 1024)):
         name = f"plan   {queries} queries, {parts} parts, {block} requests"
         yield name, plan(90, asdict(RAGGED), queries, parts, block)
-    for queries, keys in itertools.product((1, 2, 0), ("bf16", "u8")):
-        yield f"index  {queries} queries, {keys}", index(90, queries, "bf16", keys)
-    for topk, group in ((2048, 8), (2048, 16), (512, 8)):
-        yield f"best   {topk}, groups of {group}", best(90, topk=topk, group=group)
     merges = sorted({(entry.merge_parts, entry.merge_columns, entry.merge_warps) for entry in ENTRIES})
     for parts, columns, warps in merges:
         cut = asdict(replace(RAGGED, merge_parts=parts, merge_columns=columns, merge_warps=warps))
@@ -224,10 +160,6 @@ def every_kernel(cases: list[dict[str, Any]]) -> Iterator[tuple[int, str, Any]]:
         yield sm, "plan", plan(sm, case["cut"], queries=1, parts=0, block=16)
         yield sm, "plan of different rows", plan(sm, case["cut"], queries=0, parts=0, block=16)
         yield sm, "merge", merge(sm, case["cut"], case["q"])
-        if sm in (80, 90):
-            yield sm, "index", index(sm, 0, "bf16", "u8" if sm == 90 else "bf16", tree=sm == 80)
-            yield sm, "best", best(sm, topk=256, tree=sm == 80)
-            yield from ((sm, "around the index", made) for _, made in around_index(sm))
 
 
 def main(asked: str) -> None:

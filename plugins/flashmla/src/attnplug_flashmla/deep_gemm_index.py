@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnplug import IndexKeyPool
+from attnplug import ScoreInputs
 from attnplug_flashmla.plugin import PAGE
-from attnplug_flashmla.sparse_planner import Tokens
 
 _LARGEST = 448.0
 _SMALLEST = 1e-4
@@ -36,23 +35,18 @@ def load_deep_gemm() -> DeepGEMM:
     return DeepGEMM(library.fp8_fp4_paged_mqa_logits, library.get_paged_mqa_logits_metadata, library.get_num_sms)
 
 
-def score_keys_in_fp8(
-    q: Tensor, weights: Tensor, pool: IndexKeyPool, layer_id: int, scale: float, tokens: Tokens
-) -> Tensor:
-    """As ``scoring.score_keys``. Every token is a request of its own; the scales of queries are positive, so they go
-    through relu and into the weights."""
-    library, keys = load_deep_gemm(), pool.keys(layer_id)
-    queries = q.float()
+def score_in_fp8(inputs: ScoreInputs) -> Tensor:
+    """Scores ``[rows, width]`` float32, for ``SparseIndex``. Every token is a request of its own; the scales of queries
+    are positive, so they go through relu and into the weights."""
+    library, keys, queries = load_deep_gemm(), inputs.keys, inputs.q.float()
     scales = queries.abs().amax(-1).clamp_(min=_SMALLEST).div_(_LARGEST)
-    lens = tokens.visible.unsqueeze(1)
-    scores = library.scores(
+    lens = inputs.seen.unsqueeze(1).contiguous()
+    return library.scores(
         q=(queries / scales.unsqueeze(-1)).clamp_(-_LARGEST, _LARGEST).to(torch.float8_e4m3fn).unsqueeze(1),
         kv_cache=keys.view(-1, PAGE, 1, keys.shape[-1]),
-        weights=weights * scales * scale,
+        weights=inputs.weights * scales * inputs.scale,
         context_lens=lens,
-        block_table=tokens.table.index_select(0, tokens.owner),
+        block_table=inputs.page_table.index_select(0, inputs.owners),
         schedule_meta=library.schedule(lens, PAGE, library.multiprocessors()),
-        max_context_len=tokens.longest,
+        max_context_len=inputs.width,
     )
-    # Past a token's last key the kernel leaves what was there.
-    return scores.masked_fill_(torch.arange(tokens.longest, device=q.device) >= lens, float("-inf"))

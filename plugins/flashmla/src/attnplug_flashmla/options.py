@@ -11,4 +11,4 @@ IndexKernel = Literal["own", "deep_gemm"]
 @dataclass(frozen=True, slots=True)
 class SparseOptions:
     index_kernel: IndexKernel = "own"
-    """What scores index keys: a kernel of this plugin, or DeepGEMM's, which takes queries and keys in fp8."""
+    """What scores index keys: core's kernel, or DeepGEMM's, which takes queries and keys in fp8."""

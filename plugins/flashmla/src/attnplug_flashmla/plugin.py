@@ -20,6 +20,7 @@ from attnplug import (
     Role,
     Setting,
     hookimpl,
+    index_refusals,
     requirement_refusal,
 )
 from attnplug_flashmla.options import SparseOptions
@@ -92,7 +93,7 @@ def attnplug_backends() -> list[BackendSpec]:
 
 
 def _check_sparse(problem: Problem, role: Role | None, options: SparseOptions) -> Iterator[Refusal]:
-    """Dense layers are the other backend's, and DeepGEMM reads less than the kernel of this plugin."""
+    """Dense layers are the other backend's, and DeepGEMM reads less than core's kernel."""
     layers = [] if problem.model is None else problem.model.full_layers
     dense = [layer.layer_id for layer in layers if layer.indexer is None]
     if dense and role is not Role.LINEAR:
@@ -102,6 +103,7 @@ def _check_sparse(problem: Problem, role: Role | None, options: SparseOptions) -
             dense,
             setting=None if role is None else role.setting,
         )
+    yield from index_refusals(problem, role)
     if options.index_kernel == "deep_gemm":
         yield from _deep_gemm_refusals(problem)
 

@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from attnplug import (
     BackendContext,
     DType,
     ForwardExtras,
     Geometry,
-    GraphLimits,
     IndexerDims,
     IndexInputs,
+    IndexPlan,
     LayerSpec,
     MLAShape,
     NewRows,
     Plan,
-    SelectedPositions,
     SelectedRows,
-    SelectedSlots,
     SparseAttention,
+    SparseIndex,
     import_library,
 )
-from attnplug_flashmla.deep_gemm_index import load_deep_gemm, score_keys_in_fp8
+from attnplug_flashmla.deep_gemm_index import load_deep_gemm, score_in_fp8
 from attnplug_flashmla.options import SparseOptions
 from attnplug_flashmla.plugin import DEEP_GEMM, PAGE
-from attnplug_flashmla.scoring import Score, choose_rows, score_keys, translate
 from attnplug_flashmla.sparse_kernels import WIDTH, FlashMLASparseKernels, SparseKernels, padded_heads
-from attnplug_flashmla.sparse_planner import Tokens
 
 _MOST_ROWS = 512
 """Rows of one call of the decode kernel: it holds partial results of all of them in float32, 128 MiB for 128 heads."""
@@ -40,9 +36,9 @@ _MOST_ROWS = 512
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Work:
-    """What a plan says: the new tokens, and the schedules that the kernel makes for them, by shape of a call."""
+    """What a plan says: that of the index, and the schedules that the kernel makes, by shape of a call."""
 
-    tokens: Tokens
+    index: IndexPlan
     schedules: dict[tuple[int, ...], Any] = field(default_factory=dict)
 
 
@@ -53,66 +49,64 @@ class SparseFlashMLABackend(SparseAttention):
     is made on the device alone.
     """
 
-    def __init__(self, context: BackendContext, *, kernels: SparseKernels | None = None) -> None:
+    def __init__(
+        self,
+        context: BackendContext,
+        *,
+        kernels: SparseKernels | None = None,
+        index_multiprocessors: int | None = None,
+    ) -> None:
+        """``index_multiprocessors`` is for an index whose kernels are interpreted."""
         super().__init__(context)
         shape = MLAShape.of(context)
-        self._packed, self._page_size = context.kv_dtype is DType.FP8_DS_MLA, shape.page_size
+        self._packed = context.kv_dtype is DType.FP8_DS_MLA
         places = (-1, PAGE, 1) if self._packed else (-1, 1)
         self._caches = {
             layer_id: (rows := shape.pool.rows(layer_id)).view(*places, rows.shape[-1])
             for layer_id in shape.pool.layer_ids
         }
         self._kernels = FlashMLASparseKernels() if kernels is None else kernels
-        self._score: Score = score_keys
-        if context.options_of(SparseOptions).index_kernel == "deep_gemm":
+        by_deep_gemm = context.options_of(SparseOptions).index_kernel == "deep_gemm"
+        if by_deep_gemm:
             import_library(load_deep_gemm, DEEP_GEMM)
-            self._score = score_keys_in_fp8
+        score = score_in_fp8 if by_deep_gemm else None
+        self._index = SparseIndex(context, score=score, multiprocessors=index_multiprocessors)
 
     # Planning
 
     def plan(self, geometry: Geometry) -> Plan:
         if not geometry.rows:
             return Plan.of(self.backend_id, geometry)
-        requests, pages = geometry.page_table.shape
-        return self._planned(geometry, Tokens.reserve(requests, geometry.rows, pages, self._page_size, geometry.device))
-
-    def _planned(self, geometry: Geometry, memory: Tokens) -> Plan:
-        tokens = memory.part(geometry)
-        tokens.fill(geometry)
-        return Plan.of(self.backend_id, geometry, Work(tokens), tokens.slots)
+        # What becomes of the batch's page table after this is not the plan's concern.
+        index = self._index.plan(replace(geometry, page_table=geometry.page_table.clone()))
+        return Plan.of(self.backend_id, geometry, Work(index), index.slots)
 
     # CUDA graphs
 
-    def reserve(self, limits: GraphLimits) -> Tokens:
-        return Tokens.reserve(limits.max_bs, limits.max_num_tokens, limits.pages, self._page_size, self.context.device)
-
-    def capture(self, geometry: Geometry, memory: Tokens) -> Plan:
-        return self._planned(geometry, memory)
+    def capture(self, geometry: Geometry, memory: None) -> Plan:
+        """Each shape has a plan of its own, which reads the graph's page table."""
+        index = self._index.plan(geometry)
+        return Plan.of(self.backend_id, geometry, Work(index), index.slots)
 
     def refill(self, plan: Plan, geometry: Geometry) -> None:
-        """Tokens, from the page table and the lengths that the batch has when the graph runs. Schedules are made anew,
-        by the first layer of the same graph."""
+        """From the page table and the lengths that the batch has when the graph runs. Schedules are made anew, by the
+        first layer of the same graph."""
         work: Work = plan.metadata
-        work.tokens.fill(geometry)
+        self._index.fill(work.index, geometry)
         work.schedules.clear()
 
     # Running
 
     def choose(self, index: IndexInputs, layer: LayerSpec, dims: IndexerDims, plan: Plan) -> SelectedRows:
         work: Work = plan.metadata
-        assert self.index_keys is not None
-        # A coordinator finds rows by their positions: what the page table says of them is true of index keys alone.
-        by_slots = self.context.coordinator is None
-        width = _width(dims.topk) if by_slots else dims.topk
-        found = choose_rows(
-            self._score, index, self.index_keys, layer.layer_id, dims, work.tokens, width, by_slots=by_slots
-        )
-        return SelectedSlots(found) if by_slots else SelectedPositions(found)
+        width = _width(dims.topk) if self.hisparse is None else dims.topk
+        return self._index.choose(work.index, index, layer, width)
 
     def attend(self, q: Tensor, layer: LayerSpec, plan: Plan, new: NewRows | None, extras: ForwardExtras) -> Tensor:
         work: Work = plan.metadata
         assert extras.selected is not None  # it was checked before
-        slots, cache = _slots(extras.selected, work.tokens), self._caches[layer.layer_id]
+        slots = self._index.slots(work.index, extras.selected, _width(self._index.topk))
+        cache = self._caches[layer.layer_id]
         queries, heads = padded_heads(q), q.shape[1]
         if self._packed:
             out, sums = self._attend_packed(queries, cache, slots, layer.scale, work)
@@ -142,10 +136,3 @@ class SparseFlashMLABackend(SparseAttention):
 def _width(topk: int) -> int:
     """Columns of indices for this many rows."""
     return -(-topk // WIDTH) * WIDTH
-
-
-def _slots(selected: SelectedRows, tokens: Tokens) -> Tensor:
-    """What was selected as the kernels take it."""
-    slots = selected.slots if isinstance(selected, SelectedSlots) else translate(selected.positions, tokens)
-    missing = _width(max(slots.shape[1], 1)) - slots.shape[1]
-    return pad(slots, (0, missing), value=-1) if missing else slots.contiguous()

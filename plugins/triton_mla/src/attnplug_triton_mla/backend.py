@@ -22,13 +22,13 @@ from attnplug import (
     Plan,
     SelectedRows,
     SparseAttention,
+    SparseIndex,
 )
 from attnplug_triton_mla.attention import LayerCache, launch_attend
 from attnplug_triton_mla.configurations import (
     Configuration,
     Room,
     choose,
-    choose_index,
     fitting,
     most_partials,
     on_triton,
@@ -83,6 +83,7 @@ class TritonMLABackend(SparseAttention):
         self._fp8 = context.kv_dtype is DType.FLOAT8_E4M3
         self._caches = {layer_id: LayerCache.of(shape.pool, layer_id, rank) for layer_id in shape.pool.layer_ids}
         self._room: Room | None = None
+        index = SparseIndex(context, multiprocessors=multiprocessors) if context.model.is_sparse else None
         if multiprocessors is None:
             properties = torch.cuda.get_device_properties(device)
             multiprocessors = properties.multi_processor_count
@@ -98,30 +99,16 @@ class TritonMLABackend(SparseAttention):
         self._scratch = [
             Scratch(context.name, context.workspace, device, rank, rows, lane) for lane in range(context.limits.lanes)
         ]
-        self._selects_slots = context.coordinator is None
-        self._sparse = self._sparse_layers(context)
-
-    def _sparse_layers(self, context: BackendContext) -> SparseLayers | None:
-        indexers = [layer.indexer for layer in context.model.layers if layer.indexer is not None]
-        if not indexers:
-            return None
-        limits, topk = context.limits, max(dims.topk for dims in indexers)
-        heads, dim = max(dims.heads for dims in indexers), max(dims.head_dim for dims in indexers)
-        return SparseLayers(
-            context.name,
-            context.workspace,
-            self._device,
-            topk=topk,
-            heads=self._heads,
-            page_size=self._page_size,
-            longest=-(-limits.max_context // self._page_size) * self._page_size,
-            rows=max(limits.max_tokens, limits.max_requests),
-            lanes=limits.lanes,
-            multiprocessors=self._multiprocessors,
-            invariant=self._invariant,
-            choose=lambda rows: self._configuration(self._heads, rows, topk),
-            choose_index=lambda queries: choose_index(queries, heads, dim, self._room),
-        )
+        self._sparse: SparseLayers | None = None
+        if index is not None:
+            self._sparse = SparseLayers(
+                index,
+                device,
+                heads=self._heads,
+                multiprocessors=multiprocessors,
+                invariant=self._invariant,
+                choose=lambda rows, topk: self._configuration(self._heads, rows, topk),
+            )
 
     # Planning
 
@@ -158,7 +145,7 @@ class TritonMLABackend(SparseAttention):
         schedule = Schedule.reserve(shape, configuration, self._multiprocessors, self._device)
         scratch = self._scratch[geometry.lane]
         partials = scratch.partials(schedule.partial_slots, configuration.tile)
-        sparse = None if self._sparse is None else self._sparse.reserve(geometry, scratch, queries)
+        sparse = None if self._sparse is None else self._sparse.reserve(geometry, scratch)
         return Metadata(geometry.page_table, geometry.tree, schedule, partials, ragged, sparse)
 
     def _configuration(self, rows: int, requests: int, tokens: int, *, tree: bool = False) -> Configuration:
@@ -180,13 +167,8 @@ class TritonMLABackend(SparseAttention):
 
     def choose(self, index: IndexInputs, layer: LayerSpec, dims: IndexerDims, plan: Plan) -> SelectedRows:
         metadata: Metadata = plan.metadata
-        assert self._sparse is not None and metadata.sparse is not None and self.index_keys is not None
-        keys = self.index_keys.keys(layer.layer_id)
-        if self.index_keys.dtype is DType.FLOAT8_E4M3:
-            keys = keys.flatten(1)
-        return self._sparse.choose(
-            metadata.sparse, index, keys, dims, metadata.page_table, metadata.tree, slots=self._selects_slots
-        )
+        assert self._sparse is not None and metadata.sparse is not None
+        return self._sparse.index.choose(metadata.sparse.index, index, layer)
 
     def attend(self, q: Tensor, layer: LayerSpec, plan: Plan, new: NewRows | None, extras: ForwardExtras) -> Tensor:
         metadata: Metadata = plan.metadata
@@ -220,9 +202,9 @@ class TritonMLABackend(SparseAttention):
     ) -> None:
         assert self._sparse is not None and metadata.sparse is not None
         cache = self._caches[layer.layer_id]
-        slots = self._sparse.slots(metadata.sparse, selected, metadata.page_table)
+        slots = self._sparse.slots(metadata.sparse, selected)
         for block in metadata.sparse.blocks:
-            rows, schedule = block.rows, block.attention
+            rows, schedule = block.rows, block.schedule
             rope, sums = None if q_rope is None else q_rope[rows], None if lse is None else lse[rows]
             launch_attend(
                 q[rows],

@@ -84,11 +84,6 @@ TABLE_FP8: Table = (
 _TALL = Configuration(32, 64, 8, 3, merge_parts=16, merge_columns=512, overlap=True)
 RAGGED = replace(_TALL, merge="last", merge_columns=128, part_cost=0.25)
 """For batches whose requests have different numbers of rows, as in a prefill."""
-_INDEX = Configuration(1, 64, 4, 4, programs=2)
-INDEX_TILES = {1: _INDEX, 2: replace(_INDEX, tile=2, stages=3), 4: Configuration(4, 128, 8, 3)}
-"""Of the index, by the new tokens that share a read of its keys. Tiles are of tokens with all their heads."""
-_INDEX_COLUMNS = 256
-"""The most heads of a tile's tokens."""
 ENTRIES = (RAGGED, *(entry for *_, entry in (*TABLE, *TABLE_FP8)))
 
 INVARIANT_PARTS = 16
@@ -110,25 +105,6 @@ def choose(rows: int, requests: int, tokens: int, *, fp8: bool, invariant: bool)
     asked, table = (rows, requests, tokens), TABLE_FP8 if fp8 else TABLE
     found = next(entry for *limits, entry in table if all(x <= most for x, most in zip(asked, limits, strict=True)))
     return replace(found, least_steps=_INVARIANT_STEPS) if invariant else found
-
-
-def choose_index(queries: int, heads: int, dim: int, room: Room | None) -> Configuration:
-    """How the scores of an index of ``heads`` × ``dim`` are cut, for so many new tokens per request, 0 if that differs.
-
-    The compiler takes shared memory for a tile's queries, and for the keys of all stages, in 16 bits.
-    """
-    tile = max(size for size in INDEX_TILES if size <= (queries or 4) and (size == 1 or size * heads <= _INDEX_COLUMNS))
-    found = replace(INDEX_TILES[tile], overlap=room is not None and room.sm >= 90)
-    while room is not None and 2 * dim * (found.tile * heads + found.stages * found.step) + 2048 > room.shared_bytes:
-        if found.stages > 2:
-            found = replace(found, stages=found.stages - 1)
-        elif found.step > 64:
-            found = replace(found, step=found.step // 2)
-        elif found.tile > 1:
-            found = replace(found, tile=found.tile // 2)
-        else:
-            break
-    return found
 
 
 def on_triton(configuration: Configuration) -> Configuration:

@@ -21,6 +21,7 @@ from attnplug import (
     Setting,
     WorkspaceKind,
     hookimpl,
+    index_refusals,
 )
 from attnplug_triton_mla.options import TritonMLAOptions
 
@@ -28,8 +29,6 @@ DTYPES = frozenset({DType.BFLOAT16, DType.FLOAT16})
 LIBRARY = "triton>=3.6,<4"
 FP8_SM = 89
 """The first GPUs on which Triton converts from float8_e4m3fn."""
-MOST_OF_INDEX = {"heads": 128, "head_dim": 256, "topk": 8192}
-"""What the kernels of an index can have."""
 COUNTERS = WorkspaceKind("triton-mla-counters", zeroed=True)
 """Counters that every call leaves at zero."""
 
@@ -78,19 +77,9 @@ def attnplug_workspace_kinds() -> list[WorkspaceKind]:
 
 
 def refusals(problem: Problem, role: Role | None, options: TritonMLAOptions) -> Iterator[Refusal]:
-    """What the capabilities cannot say: which GPUs read an fp8 cache, and which indexes sparse layers may have."""
+    """What the capabilities cannot say: which GPUs read an fp8 cache, and which indexes are served."""
     if problem.kv_dtype is DType.FLOAT8_E4M3 and problem.sm is not None and problem.sm < FP8_SM:
         message = f"an fp8 cache is read on SM {FP8_SM} or newer, this is SM {problem.sm}"
         allowed = sorted(map(str, DTYPES)) if problem.dtype is None else [str(problem.dtype)]
         yield Refusal(RefusalCode.KV_DTYPE, message, str(problem.kv_dtype), allowed, Setting.KV_DTYPE)
-    if problem.index_dtype is DType.FLOAT8_E4M3 and problem.sm is not None and problem.sm < FP8_SM:
-        message = f"fp8 index keys are read on SM {FP8_SM} or newer, this is SM {problem.sm}"
-        yield Refusal(
-            RefusalCode.KV_DTYPE, message, str(problem.index_dtype), sorted(map(str, DTYPES)), Setting.INDEX_DTYPE
-        )
-    indexes = () if problem.model is None else problem.model.index_layers
-    for name, most in MOST_OF_INDEX.items():
-        value = max((getattr(layer.indexer, name) for layer in indexes), default=0)
-        if value > most:
-            message = f"an index with {name} {value} is not supported, only up to {most}"
-            yield Refusal(RefusalCode.FEATURE, message, value, most, None if role is None else role.setting)
+    yield from index_refusals(problem, role)

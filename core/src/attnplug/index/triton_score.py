@@ -21,14 +21,16 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnplug_triton_mla.planner import Schedule
-from attnplug_triton_mla.triton_plan import HEADER, RECORD, begin_stretch, next_tile, rows_of_part
+from attnplug.index.cuts import Cut
+from attnplug.index.plan import UNIT as _UNIT
+from attnplug.index.triton_schedule import HEADER, RECORD, begin_stretch, next_tile, rows_of_part
 
-UNIT = tl.constexpr(64)
-"""Rows of scores and of groups start at multiples of this many numbers."""
+UNIT = tl.constexpr(_UNIT)
 LOWEST = tl.constexpr(-3.4e38)
 """No score is lower, but that of a row which is not seen: -inf."""
 _ROWS = 32
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+"""The interpreter multiplies bfloat16 as the integers of the same bits, so it is given float32."""
 
 
 @triton.jit(do_not_specialize=["requests", "rows", "topk", "width"])
@@ -51,14 +53,14 @@ def _spread(numbers, infos, counts, requests, rows, topk, width, ROWS: tl.conste
     tl.store(counts + row, tl.minimum(seen, topk), mask=row < rows)
 
 
-def launch_spread(schedule: Schedule, infos: Tensor, counts: Tensor, topk: int, width: int) -> None:
+def launch_spread(numbers: Tensor, requests: int, infos: Tensor, counts: Tensor, topk: int, width: int) -> None:
     """Of every row, from a filled schedule: ``infos`` ``[rows, 2]``, its request and how many cache rows it sees, and
     ``counts`` ``[rows]``, how many it chooses. At most ``width`` are seen."""
-    requests, rows = schedule.shape.requests, schedule.shape.rows
+    rows = len(counts)
     block = min(max(triton.next_power_of_2(requests), 16), 256)
     _spread[(triton.cdiv(rows, _ROWS),)](
-        schedule.numbers, infos, counts, requests, rows, topk, width, ROWS=_ROWS, BLOCK=block
-    )
+        numbers, infos, counts, requests, rows, topk, width, ROWS=_ROWS, BLOCK=block
+    )  # fmt: skip
 
 
 _VARIED = ("requests", "topk", "width", "table_row", "score_units", "group_units", "weights_row", "tree_row")
@@ -113,6 +115,8 @@ def score(
             largest = tl.max(tl.abs(queries.to(tl.float32)), 1)
             power = tl.exp2(tl.floor(tl.log2(tl.maximum(largest, 1e-30))))
             queries, by_head = (queries / power[:, None]).to(tl.float16), by_head * power
+        if _INTERPRETED and not FLOAT8:
+            queries = queries.to(tl.float32)
         queries = tl.trans(queries)
         if TREE:
             bits = tl.load(
@@ -135,6 +139,8 @@ def score(
             key = tl.load(key_at[:, None] + dim[None, :], mask=there[:, None] & (dim < DIM)[None, :], other=0)
             if FLOAT8:
                 key = key.to(tl.float8e4nv, bitcast=True).to(tl.float16)
+            elif _INTERPRETED:
+                key = key.to(tl.float32)
             products = tl.dot(key, queries, input_precision="ieee")
             by_row = tl.maximum(products, 0.0) * by_head[None, :]
             found = tl.sum(tl.reshape(by_row, [STEP, TILE, ALL_HEADS]), 2)
@@ -174,8 +180,10 @@ def launch_score(
     tree: Tensor | None,
     scores: Tensor,
     groups: Tensor,
-    schedule: Schedule,
+    numbers: Tensor,
     *,
+    cut: Cut,
+    programs: int,
     topk: int,
     width: int,
     group: int,
@@ -183,22 +191,21 @@ def launch_score(
 ) -> None:
     """Scores ``[rows, ≥ width]`` of the index queries ``[rows, heads, dim]`` and the best of every ``group`` of them.
 
-    ``keys`` is ``[pages, page_size, dim]``, or bytes ``[pages, page bytes]``. Rows that need no score are left as they
-    are.
+    ``keys`` is ``[pages, page_size, dim]``, or bytes ``[pages, page bytes]``. ``numbers`` is the schedule. Rows that
+    need no score are left as they are.
     """
     _, heads, dim = q.shape
-    configuration = schedule.configuration
-    all_heads = max(triton.next_power_of_2(heads), 16 // configuration.tile)
-    score[(schedule.programs,)](
+    all_heads = max(triton.next_power_of_2(heads), 16 // cut.tile)
+    score[(programs,)](
         q,
         weights,
         keys,
         page_table,
-        schedule.numbers if tree is None else tree,
+        numbers if tree is None else tree,
         scores,
         groups,
-        schedule.numbers,
-        schedule.shape.requests,
+        numbers,
+        page_table.shape[0],
         topk,
         width,
         q.stride(0),
@@ -207,8 +214,8 @@ def launch_score(
         page_table.stride(0),
         page_table.stride(1),
         *((0, 1) if tree is None else tree.stride()),
-        scores.stride(0) // UNIT.value,
-        groups.stride(0) // UNIT.value,
+        scores.stride(0) // _UNIT,
+        groups.stride(0) // _UNIT,
         scale,
         HEADS=heads,
         DIM=dim,
@@ -217,12 +224,12 @@ def launch_score(
         PAGE_SIZE=page_size,
         PAGE_STRIDE=keys.stride(0),
         SLOT_STRIDE=dim if keys.dim() == 2 else keys.stride(1),
-        TILE=configuration.tile,
-        STEP=configuration.step,
+        TILE=cut.tile,
+        STEP=cut.step,
         GROUP=group,
         TREE=tree is not None,
-        OVERLAP=configuration.overlap,
-        num_warps=configuration.warps,
-        num_stages=configuration.stages,
-        **({"launch_pdl": True} if configuration.overlap else {}),
+        OVERLAP=cut.overlap,
+        num_warps=cut.warps,
+        num_stages=cut.stages,
+        **({"launch_pdl": True} if cut.overlap else {}),
     )

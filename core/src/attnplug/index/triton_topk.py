@@ -27,7 +27,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from attnplug_triton_mla.triton_index import LOWEST, UNIT
+from attnplug.index.triton_score import LOWEST, UNIT
 
 _GUESSES = tl.constexpr(12)
 _HIGHEST = tl.constexpr(3.4e38)
@@ -191,15 +191,15 @@ def _put_best(
 def choose(
     scores, groups, group_list, candidates, infos, page_table, tree, chosen, table_row, table_column,
     tree_row, tree_column, queries, score_units, group_units,
-    TOPK: tl.constexpr, GROUP: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr, CHUNK: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, SLOTS: tl.constexpr, TREE: tl.constexpr, OVERLAP: tl.constexpr,
+    TOPK: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, FEW: tl.constexpr, BLOCK: tl.constexpr,
+    CHUNK: tl.constexpr, PAGE_SIZE: tl.constexpr, SLOTS: tl.constexpr, TREE: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
         gdc_launch_dependents()
     row = tl.program_id(0)
     request, seen = tl.load(infos + 2 * row), tl.load(infos + 2 * row + 1)
     table = page_table + request.to(tl.int64) * table_row
-    chosen += row.to(tl.int64) * TOPK
+    chosen += row.to(tl.int64) * WIDTH
     wanted = tl.minimum(seen, TOPK)
     choice = seen > TOPK
     if TREE:
@@ -211,11 +211,11 @@ def choose(
         choice = seen > 0
     if OVERLAP:
         gdc_wait()  # for scores; page table and rows' requests are older
-    for first in range(0, TOPK, CHUNK):
+    for first in range(0, WIDTH, CHUNK):
         place = first + tl.arange(0, CHUNK)
         taken = place < tl.where(choice, 0, wanted)
         _put(chosen, place, place, taken, table, table_column, PAGE_SIZE, SLOTS)
-        tl.store(chosen + place, tl.full([CHUNK], -1, tl.int32), mask=(place >= wanted) & (place < TOPK))
+        tl.store(chosen + place, tl.full([CHUNK], -1, tl.int32), mask=(place >= wanted) & (place < WIDTH))
     if choice:
         scores += row.to(tl.int64) * (score_units * UNIT)
         count = (seen + GROUP - 1) // GROUP
@@ -307,17 +307,18 @@ def launch_choose(
     tree: Tensor | None,
     chosen: Tensor,
     *,
+    topk: int,
     group: int,
     page_size: int,
     slots: bool,
     overlap: bool,
 ) -> None:
-    """The best rows ``chosen`` ``[rows, topk]`` int32, -1 at the end: positions, or ``slots``.
+    """The best ``topk`` rows, ``chosen`` ``[rows, ≥ topk]`` int32, -1 at the end: positions, or ``slots``.
 
     ``infos`` ``[rows, 2]`` are from ``launch_spread``. ``group_list`` and ``candidates`` are memory like ``groups`` and
     ``scores``, of int32. With ``overlap`` it is launched while the kernel before still runs (SM 90 and newer).
     """
-    rows, topk = chosen.shape
+    rows, width = chosen.shape
     block = _block(group, topk)
     few = min(max(triton.next_power_of_2(2 * topk), 16), block)
     choose[(rows,)](
@@ -335,6 +336,7 @@ def launch_choose(
         scores.stride(0) // UNIT.value,
         groups.stride(0) // UNIT.value,
         TOPK=topk,
+        WIDTH=width,
         GROUP=group,
         FEW=few,
         BLOCK=block,
