@@ -13,7 +13,7 @@ from attnplug import AttentionKind, DType, Feature, LayerShape, MeasuredTable, M
 from attnplug.choose.loading import Provided, Source
 from attnplug.choose.measured import store
 from attnplug.choose.measured.ranking import _told, default_ranking
-from attnplug.choose.measured.store import file_states
+from attnplug.choose.measured.store import file_states, table_files
 from attnplug.declare.installed import installed_version
 from attnplug.host import (
     BackendRequest,
@@ -23,6 +23,7 @@ from attnplug.host import (
     TableWarning,
     explanation,
     load_tables,
+    read_tables,
     select,
     table_path,
     versions_of,
@@ -228,6 +229,12 @@ def test_what_the_user_measured_comes_before_what_ships(tmp_path: Path, monkeypa
     assert "table of 2026-01-01, shipped for Acme Board 3" in chosen().choices[Role.DECODE].why()
     words = chosen(table("early", CROSSING["early"])).choices[Role.DECODE].why()
     assert "table of 2026-11-16, measured on this machine and of 2026-01-01, shipped for Acme Board 3" in words
+
+
+def test_what_ships_can_be_read_and_is_found_by_its_name() -> None:
+    for path in Path(store.shipped.__file__).parent.glob("*.json"):
+        file = read_tables(path)
+        assert path in [each for each, _ in table_files(Processor(file.device, file.sm))]
 
 
 @pytest.mark.parametrize(
