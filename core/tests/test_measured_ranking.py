@@ -119,6 +119,22 @@ def test_the_choice_depends_on_the_tables_and_not_on_their_order() -> None:
     assert [each.spec.name for each in chosen(*reversed(tables)).choices[Role.DECODE].serving] == first == ["late"]
 
 
+@pytest.mark.parametrize("point", [(1, 9000, 1), (1, 128, 4)])
+def test_batches_that_the_problem_does_not_have_say_nothing(point: tuple[int, int, int]) -> None:
+    """The context ends at 4096 rows, and nothing is verified."""
+    early = table("early", {**CROSSING["early"], point: 1.0})
+    late = table("late", {**CROSSING["late"], point: 1000.0})
+    assert decode(chosen(early, late)) == ["late"]
+
+
+def test_verified_batches_count_where_there_is_speculation() -> None:
+    able = replace(PLAIN, max_speculative_tokens=4, roles=set(Role) - {Role.LINEAR})
+    installed = registry(backend("early", able), backend("late", able))
+    early = table("early", {**CROSSING["early"], (1, 128, 4): 1.0})
+    late = table("late", {**CROSSING["late"], (1, 128, 4): 1000.0})
+    assert decode(chosen(early, late, installed=installed, problem=replace(PROBLEM, speculative_tokens=3))) == ["early"]
+
+
 def test_layers_of_several_shapes_count_as_often_as_they_are_there() -> None:
     windowed = replace(MHA, layer_id=1, sliding_window=128)
     model = replace(LLAMA, layers=(MHA, *(replace(windowed, layer_id=n) for n in (1, 2, 3))))

@@ -208,12 +208,15 @@ def prepare(
 
 
 def insist_on_one_choice(selection: Selection, parallel: TensorParallel, device: torch.device) -> None:
-    """Ranks run one schedule, so they must agree on pages. Where a backend is built on some alone, they would not."""
+    """Ranks run the same steps, so they must agree on pages and on who serves which batch. Where a backend is built on
+    some alone, or measured times differ, they would not."""
     chosen = {str(role): choice.chosen_name for role, choice in selection.choices.items()}
-    mine = torch.tensor([zlib.crc32(repr((chosen, selection.page_size)).encode())], device=device)
+    by_batch = [choice.schedule for choice in selection.choices.values()]
+    mine = torch.tensor([zlib.crc32(repr((chosen, by_batch, selection.page_size)).encode())], device=device)
     if len(set(parallel.all_gather(mine, 0).tolist())) > 1:
         raise BackendError(
             f"rank {parallel.rank} runs {', '.join(f'{role} on {name}' for role, name in chosen.items())}, and others "
-            "chose otherwise: a backend could be built on some ranks alone; ask for one by `attention_backend`",
+            "chose otherwise: a backend could be built on some ranks alone, or their machines have other measured "
+            "tables; ask for one by `attention_backend`",
             settings=["attention_backend"],
         )
