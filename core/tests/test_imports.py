@@ -33,7 +33,7 @@ def imports_of(path: Path) -> set[str]:
 
 
 ROOMS = ("cli", "torch_native", "choose", "wrappers", "layers", "mla", "author", "index", "hisparse", "contract", "kv")
-ROOMS = (*ROOMS, "hf", "machine", "declare")
+ROOMS = (*ROOMS, "hf", "machine", "declare", "tables")
 """From top to bottom: a room imports from those below it."""
 FACES = {"attnplug", "attnplug.__main__", "attnplug.host", "attnplug.faces"}
 

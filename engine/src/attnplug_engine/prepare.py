@@ -17,6 +17,7 @@ from attnplug.host import (
     UsageError,
     build_chosen,
     choose_importable,
+    default_ranking,
     load_registry,
     model_dtype,
     open_device,
@@ -85,7 +86,8 @@ class Prepared:
                 two_batch_overlap=two_batch_overlap,
             )
 
-        selection, runner = build_chosen(self.registry, self.request, self.problem, build, self.failed)
+        ranking = default_ranking(self.registry, self.problem, per_batch=True)
+        selection, runner = build_chosen(self.registry, self.request, self.problem, build, self.failed, ranking)
         if self.parallel.size > 1:
             insist_on_one_choice(selection, self.parallel, self.device)
         return selection, runner
@@ -116,7 +118,8 @@ class Prepared:
                 serving=serving,
             )
 
-        selection, runner = build_chosen(self.registry, choice.request, problem, build, choice.failed)
+        ranking = default_ranking(self.registry, problem)
+        selection, runner = build_chosen(self.registry, choice.request, problem, build, choice.failed, ranking)
         if self.parallel.size > 1:
             insist_on_one_choice(selection, self.parallel, self.device)
         return selection, runner
@@ -162,7 +165,8 @@ def prepare(
     problem = speculating(problem, speculation)
     request = target_request(registry, asked, problem, speculation)
     # A refusal, and a kernel library that cannot be imported, are told before a checkpoint is read.
-    failed = choose_importable(registry, request, problem).failed
+    ranking = default_ranking(registry, problem, per_batch=True)
+    failed = choose_importable(registry, request, problem, ranking).failed
     draft_choice = None if speculation is None else choose_draft(registry, asked, problem, speculation, model)
     loaded = load_model(
         model,
@@ -204,12 +208,15 @@ def prepare(
 
 
 def insist_on_one_choice(selection: Selection, parallel: TensorParallel, device: torch.device) -> None:
-    """Ranks run one schedule, so they must agree on pages. Where a backend is built on some alone, they would not."""
+    """Ranks run the same steps, so they must agree on pages and on who serves which batch. Where a backend is built on
+    some alone, or measured times differ, they would not."""
     chosen = {str(role): choice.chosen_name for role, choice in selection.choices.items()}
-    mine = torch.tensor([zlib.crc32(repr((chosen, selection.page_size)).encode())], device=device)
+    by_batch = [choice.schedule for choice in selection.choices.values()]
+    mine = torch.tensor([zlib.crc32(repr((chosen, by_batch, selection.page_size)).encode())], device=device)
     if len(set(parallel.all_gather(mine, 0).tolist())) > 1:
         raise BackendError(
             f"rank {parallel.rank} runs {', '.join(f'{role} on {name}' for role, name in chosen.items())}, and others "
-            "chose otherwise: a backend could be built on some ranks alone; ask for one by `attention_backend`",
+            "chose otherwise: a backend could be built on some ranks alone, or their machines have other measured "
+            "tables; ask for one by `attention_backend`",
             settings=["attention_backend"],
         )
