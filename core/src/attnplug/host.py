@@ -66,6 +66,8 @@ if TYPE_CHECKING:
     from attnplug.declare.options import parse_options as parse_options
     from attnplug.declare.options import split_settings as split_settings
     from attnplug.declare.problem import model_dtype as model_dtype
+    from attnplug.declare.schedule import EVERY_LENGTH as EVERY_LENGTH
+    from attnplug.declare.schedule import Schedule as Schedule
     from attnplug.declare.settings import Render as Render
     from attnplug.hf.config_keys import Config as Config
     from attnplug.hf.config_keys import ModelConfigError as ModelConfigError
@@ -155,6 +157,7 @@ _MODULES = {
     "declare.model": ("LinearDims", "MLADims"),
     "declare.options": ("parse_options", "split_settings"),
     "declare.problem": ("model_dtype",),
+    "declare.schedule": ("EVERY_LENGTH", "Schedule"),
     "declare.settings": ("Render",),
     "hf.config_keys": ("Config", "ModelConfigError", "show"),
     "hf.json_files": ("MOST_BYTES", "read_json_object", "read_text", "regular_size"),
