@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json as jsonlib
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -57,9 +56,8 @@ def _run(parsed: argparse.Namespace, lines: list[PromptLine], options: EngineOpt
     if parsed.prompt is not None and not parsed.json:
         code = _stream(engine, requests[0], lines[0].where, speaks)
     else:
-        code = _generate(engine, requests, Answers(lines, json=parsed.json) if speaks else None, console)
-        if speaks and parsed.json and code != INTERRUPTED and (steps := engine.statistics.served.told()):
-            output.write_line(jsonlib.dumps({"steps": steps}))
+        answers = Answers(lines, engine.statistics.served, json=parsed.json) if speaks else None
+        code = _generate(engine, requests, answers, console)
     if speaks and code != INTERRUPTED:
         _summary(engine, console, parsed.render)
     return code
