@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -327,7 +328,7 @@ def test_steps_of_one_cache_by_turns_equal_float64(layer: LayerSpec) -> None:
             expected.append(reference(part_q, torch.cat(mine), width, layer.scale))
         torch.testing.assert_close(out.double(), torch.cat(expected), rtol=1e-5, atol=1e-5)
     assert set(makers) == set(names)
-    assert sum(before != after for before, after in zip(makers, makers[1:], strict=False)) > 9, "it hardly alternates"
+    assert sum(before != after for before, after in pairwise(makers)) > 9, "it hardly alternates"
 
 
 def reference(q: Tensor, rows: Tensor, width: int, scale: float) -> Tensor:
