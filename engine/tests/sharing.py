@@ -6,8 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from attnplug import AttentionBackend, Role
-from attnplug.host import HostContext, Schedule, Selection, build_selection
+from attnplug import AttentionBackend, DType, LayerShape, MeasuredTable, Measurement, Role
+from attnplug.host import (
+    HostContext,
+    Schedule,
+    Selection,
+    build_selection,
+    load_model,
+    load_registry,
+    table_path,
+    this_processor,
+    versions_of,
+    write_tables,
+)
 
 LONGEST = 48
 """Lengths after which the last one stays the fastest."""
@@ -86,3 +97,24 @@ def share(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
 
     for module in ("runner", "speculation.draft_runner"):
         monkeypatch.setattr(f"attnplug_engine.{module}.build_selection", build)
+
+
+def tune(model: str, *names: str) -> None:
+    """Write what a user would have measured here, if these backends took turns at decoding the model."""
+    processor, registry = this_processor("cpu"), load_registry()
+    assert processor is not None
+    (shape,) = {LayerShape.of(layer, DType.FLOAT32, DType.FLOAT32, 64) for layer in load_model(model).layers}
+    tables = [
+        MeasuredTable(
+            processor.name,
+            processor.sm,
+            name,
+            Role.DECODE,
+            shape,
+            tuple(Measurement(*point, time, time, time) for point, time in times.items()),
+            versions_of(registry.backends[name], processor),
+            "2026-11-16",
+        )
+        for name, times in taking_turns(*names).times.items()
+    ]
+    write_tables(table_path(processor), tables)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from refilled_native import NAME, RefilledNative, captured
-from sharing import LONGEST, TOYS, share, shared, taking_turns
+from sharing import LONGEST, TOYS, share, shared, taking_turns, tune
 from speculating import DEEPSEEK, LLAMA, NGRAM, engine, shaped
 from thread_ranks import in_ranks
 
@@ -53,12 +53,19 @@ class TestThirdParties:
         served = one.statistics.served.told()["decode"]
         assert served.keys() == {"double", "other", NAME} and min(served.values()) >= 3
 
-    def test_the_command_tells_how_many_steps_each_served(self, attnplug: Attnplug, package: Package, monkeypatch):
+    def test_the_command_runs_by_a_table_and_tells_how_many_steps_each_served(
+        self, attnplug: Attnplug, package: Package, tmp_path, monkeypatch
+    ):
+        """Third parties take part without doing anything: the user measured them. Without the table, one runs all."""
+        monkeypatch.setenv("ATTNPLUG_CACHE_DIR", str(tmp_path / "cache"))
         package("toys", TOYS)
-        share(monkeypatch, "double", "other")
         run = ("run", "--model", LLAMA, "--device", "cpu", "--prompt", "hello", "--max-tokens", "9", "--ignore-eos")
-        told = attnplug(*run).err
-        assert "decode steps by backend: double 4, other 4" in told and "prefill steps by backend" not in told
+        before = attnplug(*run)
+        tune(LLAMA, "double", "other")
+        after = attnplug(*run)
+        assert after.out == before.out and "steps by backend" not in before.err
+        assert "decode steps by backend: double 4, other 4" in after.err
+        assert "prefill steps by backend" not in after.err
         (line,) = attnplug(*run, "--json").out.splitlines()
         assert json.loads(line)["steps"] == {"decode": {"double": 4, "other": 4}}
 

@@ -5,12 +5,16 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Generic, TypeVar
 
 from attnplug.host import Turn
 from attnplug_engine.request import StepEntry
 
 Captured = TypeVar("Captured")
+_POSITION = itemgetter(1)
+_FEW = 16
+"""Of fewer requests the lengths are added up at every step, of more the more seldom: choosing costs all the same."""
 
 
 class ByLength(Generic[Captured]):
@@ -30,17 +34,23 @@ class ByLength(Generic[Captured]):
                 made[turn.backends] = capture(middle)
             self._each.append(made[turn.backends])
         self._ends = ends
+        self._count = self._steps = self._mean = 0
         self.captured = made
         """By the names of the backends that plan it."""
 
     def fitting(self, entries: Sequence[StepEntry]) -> Captured:
         """What to replay for these requests."""
-        ends = self._ends
-        if not ends or not entries:
+        if not self._ends or not entries:
             return self._each[0]
-        return self._each[bisect_left(ends, mean_length(entries))]
+        return self._each[bisect_left(self._ends, self._mean_length(entries))]
 
-
-def mean_length(entries: Sequence[StepEntry]) -> int:
-    """About how many cache rows a request has, of those that run one token each."""
-    return sum([position for _, position, _, _ in entries]) // len(entries) + 1
+    def _mean_length(self, entries: Sequence[StepEntry]) -> int:
+        """Cache rows of a request. Of many it is found anew every few steps, in each of which they grow by a row."""
+        count = len(entries)
+        if count != self._count or self._steps == 0:
+            self._count, self._mean = count, sum(map(_POSITION, entries)) // count
+            self._steps = count // _FEW
+        else:
+            self._steps -= 1
+        self._mean += 1
+        return self._mean
