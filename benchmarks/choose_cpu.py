@@ -51,6 +51,19 @@ class Idle:
     def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
         return Plan(self.backend_id, batch.geometry.mode, batch.geometry.rows, None)
 
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        self.plan: Plan | None = None
+
+    def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> Plan:
+        self.plan = self.plan or self.init_forward_metadata(forward_batch)
+        return self.plan
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        pass
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        return 0
+
     def forward_extend(self, q, k, v, layer, batch, *, save_kv_cache=True, extras=None):
         batch.plan_for(self.backend_id, q.shape[0])
         return q
@@ -87,6 +100,8 @@ def statements(requests: int) -> dict[str, tuple[str, dict[str, Any]]]:
     )
     graphs = ByLength(turns(backend, ForwardMode.DECODE, requests, 1), CONTEXT, lambda length: length)
     batch, q = ForwardBatch(unknown), torch.zeros(requests, 1, 8)
+    backend.init_cuda_graph_state(requests, requests)
+    backend.init_forward_metadata_out_graph(batch, in_capture=True)
     batch.plan = BatchPlan(backend.init_forward_metadata(batch))
     alone = ForwardBatch(unknown)
     child = backend.children[backend.fastest(unknown)]
@@ -99,6 +114,8 @@ def statements(requests: int) -> dict[str, tuple[str, dict[str, Any]]]:
         "choose a planner, typical length": "backend.fastest(unknown)",
         "plan, by the wrapper": "backend.init_forward_metadata(batch)",
         "plan, by the child": "child.init_forward_metadata(batch)",
+        "plan a replay, by the wrapper": "backend.init_forward_metadata_out_graph(batch)",
+        "plan a replay, by the child": "child.init_forward_metadata_out_graph(batch)",
         "a layer, by the wrapper": "backend.forward_decode(q, None, None, layer, batch)",
         "a layer, by the child": "child.forward_decode(q, None, None, layer, alone)",
     }

@@ -25,6 +25,7 @@ from attnplug import (
     MHAPool,
     MLAPool,
     ModelSpec,
+    Plan,
     PlanError,
     Role,
 )
@@ -98,6 +99,22 @@ class TestWhoPlans:
         assert plan.planner is self.both.backend_id and plan.makers() == [who]
         captured = self.both.init_forward_metadata_out_graph(given, in_capture=True)
         assert captured.makers() == [who]
+
+    def test_many_requests_are_judged_by_some_of_them(self) -> None:
+        """Choosing costs the same for all."""
+        assert self.both.fastest(batch([60] * 500 + [900] * 40).geometry) == "long"
+        assert self.both.fastest(batch([60] * 500 + [300] * 40).geometry) == "short"
+
+    def test_the_plan_of_a_graph_is_made_once_if_its_child_makes_it_once(self) -> None:
+        """A replay costs no more than a look; another plan of the child's is another plan."""
+        given = batch([50], host=None, typical_len=50)
+        one, other = (Plan(self.short.backend_id, DECODE, 1, None) for _ in range(2))
+        made = iter([one, one, other, one])
+        self.short.init_forward_metadata_out_graph = lambda forward_batch, in_capture: next(made)
+        both = FastestBackend(self.both.children, {Role.DECODE: by_length("short", "long")})
+        found = [both.init_forward_metadata_out_graph(given, in_capture=capture) for capture in (True, *[False] * 3)]
+        assert [plan.parts for plan in found] == [(one,), (one,), (other,), (one,)]
+        assert found[0] is found[1] is found[3]
 
     def test_requests_and_new_tokens_count_too(self) -> None:
         """A verify of a few tokens may have another fastest backend than a decode of as many requests."""

@@ -212,10 +212,11 @@ def insist_on_one_choice(selection: Selection, parallel: TensorParallel, device:
 
     They would not where a backend is built on some alone, or where one reads other measured times than another.
     """
+    schedules = [choice.schedule for choice in selection.choices.values()]
     serving = {
-        str(role): " and ".join(backend.spec.name for backend in selection.serving(role)) for role in selection.choices
+        str(role): choice.chosen_name if choice.schedule is None else " and ".join(choice.schedule.candidates)
+        for role, choice in selection.choices.items()
     }
-    schedules = [selection.schedule(role) for role in selection.choices]
     mine = torch.tensor([zlib.crc32(repr((serving, schedules, selection.page_size)).encode())], device=device)
     if len(set(parallel.all_gather(mine, 0).tolist())) > 1:
         by_time = " or was measured on some alone" * any(schedules)

@@ -18,6 +18,8 @@ from attnplug.declare.schedule import EVERY_LENGTH, Schedule
 from attnplug.wrappers.forwarding import ForwardingBackend, Turn
 from attnplug.wrappers.split import role_of_modes, weakest_by_role
 
+_ENOUGH = 128
+"""Requests whose lengths are added up; of more than these, as many at even distances stand for all."""
 _CHUNKS, _RAGGED = "init_mha_chunk_metadata", "forward_ragged"
 
 
@@ -49,6 +51,8 @@ class FastestBackend(ForwardingBackend):
             self.claims, self.forced_by = combined.claims, combined.forced_by
         self._captured = tuple(children) if self.claims.cuda_graph > GraphLevel.DECODE else decoding
         self._by_mode = {mode: serving.get(role, serving[first]) for mode, role in role_of_modes(verify).items()}
+        self._replayed: dict[int, Plan] = {}
+        """By the identity of a child's plan, which it holds: most children give a graph's plan again at each replay."""
         self._label_of = {child.backend_id: (label,) for label, child in children.items()}
         if getattr(self, _CHUNKS) is None and getattr(self, _RAGGED) is not None:
             delattr(self, _CHUNKS)  # its plan says which child runs the calls, which have no batch
@@ -66,7 +70,8 @@ class FastestBackend(ForwardingBackend):
             return by
         requests, host = geometry.requests or 1, geometry.host
         if host is not None:
-            length = sum(host.kv_lens) // requests
+            lens = host.kv_lens if requests <= _ENOUGH else host.kv_lens[:: requests // _ENOUGH]
+            length = sum(lens) // (len(lens) or 1)
         else:
             length = geometry.max_seq_len if geometry.typical_len is None else geometry.typical_len
         return by.fastest(requests, length, geometry.rows // requests or 1)
@@ -83,7 +88,13 @@ class FastestBackend(ForwardingBackend):
 
     def init_forward_metadata_out_graph(self, forward_batch: ForwardBatch, in_capture: bool = False) -> Plan:
         label, name = self.fastest(forward_batch.geometry), "init_forward_metadata_out_graph"
-        return self.plan_of(forward_batch, {label: self.required(label, name)(forward_batch, in_capture)}, name)
+        made = self.required(label, name)(forward_batch, in_capture)
+        plan = self._replayed.get(id(made))
+        if plan is None:
+            plan = self.plan_of(forward_batch, {label: made}, name)
+            if in_capture:
+                self._replayed[id(made)] = plan
+        return plan
 
     def init_mha_chunk_metadata(
         self, forward_batch: ForwardBatch, disable_flashinfer_ragged: bool = False

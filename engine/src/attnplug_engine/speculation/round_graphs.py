@@ -183,7 +183,7 @@ class RoundGraphs:
         """Capture the parts of a round whose requests are all padded, one graph each. The first of them finds the page
         table up to date."""
         table, mirror = self._page_table[:size], self._table.mirror()
-        members = self.inputs.members(size, table, self._context, typical, has_states=self._has_states)
+        members = self.inputs.members(size, table, self._context, has_states=self._has_states, typical=typical)
         live = torch.zeros(size, dtype=torch.bool, device=table.device)
         target = CapturedBatches(self._attention, members, self._page_size, live)
         draft = CapturedBatches(self._draft or self._attention, members, self._page_size, live)

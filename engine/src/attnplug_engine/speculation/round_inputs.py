@@ -31,7 +31,9 @@ class RoundInputs:
         with self._staging.sent() as host:
             self._pad(host, 0)
 
-    def members(self, size: int, page_table: Tensor, longest: int, typical: int | None, *, has_states: bool) -> Members:
+    def members(
+        self, size: int, page_table: Tensor, longest: int, *, has_states: bool, typical: int | None = None
+    ) -> Members:
         """The first ``size`` requests, where captured rounds read them."""
         rows, known, committed, prompts, slots = (numbers[:size] for numbers in self._numbers)
         sampling = self._sampling.rows(slice(0, size))
