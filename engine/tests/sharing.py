@@ -14,6 +14,7 @@ from attnplug.host import (
     build_selection,
     load_model,
     load_registry,
+    parse_options,
     table_path,
     this_processor,
     versions_of,
@@ -70,30 +71,32 @@ def attnplug_backends():
 """
 
 
-def taking_turns(*names: str) -> Schedule:
+def taking_turns(*names: str, longest: int = LONGEST) -> Schedule:
     """A schedule by which the fastest is another one at every length."""
     return Schedule(
         {
-            name: {(1, length, 1): 1.0 + (length % len(names) != number) for length in range(1, LONGEST)}
+            name: {(1, length, 1): 1.0 + (length % len(names) != number) for length in range(1, longest)}
             for number, name in enumerate(names)
         }
     )
 
 
-def shared(selection: Selection, *names: str) -> Selection:
+def shared(selection: Selection, *names: str, longest: int = LONGEST) -> Selection:
     """The selection, with these backends of all that are installed in every role for full attention."""
-    choices = dict(selection.choices)
+    choices, options = dict(selection.choices), dict(selection.options)
     for role in choices.keys() - {Role.LINEAR}:
         by_name = {candidate.backend.spec.name: candidate.backend for candidate in choices[role].candidates}
-        choices[role] = replace(choices[role], chosen=by_name[names[0]], schedule=taking_turns(*names))
-    return replace(selection, choices=choices)
+        schedule = taking_turns(*names, longest=longest)
+        choices[role] = replace(choices[role], chosen=by_name[names[0]], schedule=schedule)
+        options = {name: parse_options(name, by_name[name].spec.options, {}) for name in names} | options
+    return replace(selection, choices=choices, options=options)
 
 
-def share(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+def share(monkeypatch: pytest.MonkeyPatch, *names: str, longest: int = LONGEST) -> None:
     """Have every engine run on these backends, by turns, as a ranking of measured times would."""
 
     def build(selection: Selection, context: HostContext) -> AttentionBackend:
-        return build_selection(shared(selection, *names), context)
+        return build_selection(shared(selection, *names, longest=longest), context)
 
     for module in ("runner", "speculation.draft_runner"):
         monkeypatch.setattr(f"attnplug_engine.{module}.build_selection", build)
