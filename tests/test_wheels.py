@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import TYPE_CHECKING, Any
+from zipfile import ZipFile
 
 import pytest
 
@@ -173,6 +174,14 @@ def refused_politely(done: CompletedProcess[str], exit_code: int) -> str:
     assert "Traceback" not in done.stderr
     assert "error: " in done.stderr
     return done.stderr
+
+
+def test_core_is_built_with_its_data(wheels: Path) -> None:
+    """Measured tables are files beside its modules."""
+    source = Path(__file__).parent.parent / "core" / "src"
+    files = {str(path.relative_to(source)) for path in source.glob("attnplug/**/*.*") if path.suffix != ".pyc"}
+    (wheel,) = wheels.glob("attnplug-0*.whl")
+    assert {"attnplug/py.typed", "attnplug/tables/__init__.py"} < files < set(ZipFile(wheel).namelist())
 
 
 class TestInstallAndUninstall:

@@ -13,7 +13,7 @@ from attnplug import AttentionKind, DType, Feature, LayerShape, MeasuredTable, M
 from attnplug.choose.loading import Provided, Source
 from attnplug.choose.measured import store
 from attnplug.choose.measured.ranking import _told, default_ranking
-from attnplug.choose.measured.store import file_states
+from attnplug.choose.measured.store import file_states, table_files
 from attnplug.declare.installed import installed_version
 from attnplug.host import (
     BackendRequest,
@@ -23,6 +23,7 @@ from attnplug.host import (
     TableWarning,
     explanation,
     load_tables,
+    read_tables,
     select,
     table_path,
     versions_of,
@@ -116,6 +117,22 @@ def test_the_choice_depends_on_the_tables_and_not_on_their_order() -> None:
     first = [each.spec.name for each in chosen(*tables).choices[Role.DECODE].serving]
     table_path(BOARD).unlink()
     assert [each.spec.name for each in chosen(*reversed(tables)).choices[Role.DECODE].serving] == first == ["late"]
+
+
+@pytest.mark.parametrize("point", [(1, 9000, 1), (1, 128, 4)])
+def test_batches_that_the_problem_does_not_have_say_nothing(point: tuple[int, int, int]) -> None:
+    """The context ends at 4096 rows, and nothing is verified."""
+    early = table("early", {**CROSSING["early"], point: 1.0})
+    late = table("late", {**CROSSING["late"], point: 1000.0})
+    assert decode(chosen(early, late)) == ["late"]
+
+
+def test_verified_batches_count_where_there_is_speculation() -> None:
+    able = replace(PLAIN, max_speculative_tokens=4, roles=set(Role) - {Role.LINEAR})
+    installed = registry(backend("early", able), backend("late", able))
+    early = table("early", {**CROSSING["early"], (1, 128, 4): 1.0})
+    late = table("late", {**CROSSING["late"], (1, 128, 4): 1000.0})
+    assert decode(chosen(early, late, installed=installed, problem=replace(PROBLEM, speculative_tokens=3))) == ["early"]
 
 
 def test_layers_of_several_shapes_count_as_often_as_they_are_there() -> None:
@@ -228,6 +245,12 @@ def test_what_the_user_measured_comes_before_what_ships(tmp_path: Path, monkeypa
     assert "table of 2026-01-01, shipped for Acme Board 3" in chosen().choices[Role.DECODE].why()
     words = chosen(table("early", CROSSING["early"])).choices[Role.DECODE].why()
     assert "table of 2026-11-16, measured on this machine and of 2026-01-01, shipped for Acme Board 3" in words
+
+
+def test_what_ships_can_be_read_and_is_found_by_its_name() -> None:
+    for path in Path(store.shipped.__file__).parent.glob("*.json"):
+        file = read_tables(path)
+        assert path in [each for each, _ in table_files(Processor(file.device, file.sm))]
 
 
 @pytest.mark.parametrize(

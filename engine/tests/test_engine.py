@@ -11,13 +11,14 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
-from attnplug import DType
+from attnplug import DType, Role
 from attnplug.host import UsageError
 from attnplug.host import load_model as load_spec
 from attnplug_engine import Engine, SamplingParams
 from attnplug_engine.models.architectures import build_model
 from attnplug_engine.options import EngineOptions
 from attnplug_engine.random_checkpoint import RandomCheckpoint
+from support.measured import measured_twins
 
 
 @pytest.fixture(scope="module")
@@ -247,3 +248,13 @@ def test_dtypes_and_fp8_cache_run():
     for dtype, kv_dtype in (("bf16", None), ("bf16", "fp8"), (DType.FLOAT16, None)):
         engine = Engine("tiny:deepseek_v3", device="cpu", dtype=dtype, kv_dtype=kv_dtype)
         assert len(engine.generate(["hello"], max_tokens=4)[0].token_ids) == 4
+
+
+def test_auto_takes_what_was_measured_the_fastest(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And others beside it where they are faster."""
+    layer = load_spec("tiny:llama").layers[0]
+    twins = measured_twins(monkeypatch, tmp_path, layer, DType.FLOAT32)
+    monkeypatch.setattr("attnplug_engine.prepare.load_registry", lambda: twins)
+    selection = Engine("tiny:llama", device="cpu", dtype="float32", num_pages=64, max_batch=4).selection
+    assert selection.chosen(Role.DECODE).spec.name == "beta"
+    assert [backend.spec.name for backend in selection.serving(Role.DECODE)] == ["beta", "alpha"]

@@ -18,6 +18,7 @@ from attnplug.host import (
     PluginWarning,
     Registered,
     Registry,
+    Schedule,
     SelectionError,
     UsageError,
     load_registry,
@@ -268,6 +269,10 @@ def test_ranks_that_chose_differently_are_an_error(engine: Engine) -> None:
         insist_on_one_choice(selection, ranks, cpu)
     with pytest.raises(BackendError, match="rank 0 runs prefill on torch_native"):
         insist_on_one_choice(replace(selection, page_size=48), ranks, cpu)
+    by_batch = Schedule({"torch_native": {(1, 64, 1): 2.0}})
+    scheduled = {role: replace(choice, schedule=by_batch) for role, choice in selection.choices.items()}
+    with pytest.raises(BackendError, match="or their machines have other measured tables"):
+        insist_on_one_choice(replace(selection, choices=scheduled, page_size=48), ranks, cpu)
     without = {role: replace(choice, chosen=None) for role, choice in selection.choices.items()}
     with pytest.raises(BackendError, match="rank 0 runs prefill on None"):
         insist_on_one_choice(replace(selection, choices=without, page_size=48), ranks, cpu)

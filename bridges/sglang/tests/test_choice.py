@@ -16,6 +16,7 @@ from attnplug.host import TINY_CONFIGS, SelectionError, UsageError, load_host, l
 from attnplug_sglang.choice import choose, decode_graphs, insist, served_roles
 from attnplug_sglang.front import refuse_arguments
 from attnplug_sglang.host import HOST, OPTIONS, fit, given_options, render
+from support.measured import measured_twins
 from support.specs import GDN, MHA, model
 
 LLAMA = {
@@ -115,6 +116,17 @@ def test_each_role_is_judged_by_itself(folder: str) -> None:
     assert list(selection.choices) == [Role.DECODE]
     with pytest.raises(SelectionError, match="decode_attention_backend"):
         choose(load_registry(), "attnplug:triton_mla", (Role.DECODE,), problem, verify=Role.DECODE, graphs=False)
+
+
+def test_auto_takes_the_backend_that_was_measured_the_fastest(
+    folder: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One for all batches: SGLang does not plan each with a backend of its own."""
+    problem = Problem(load_model(folder), device="cpu", dtype=DType.FLOAT32, page_size=1)
+    assert problem.model is not None
+    twins = measured_twins(monkeypatch, tmp_path, problem.model.layers[0], DType.FLOAT32)
+    found = choose(twins, "attnplug:auto", (Role.DECODE,), problem, verify=Role.DECODE, graphs=False)
+    assert [backend.spec.name for backend in found.serving(Role.DECODE)] == ["beta"]
 
 
 def test_graphs_are_demanded_unless_they_are_off(folder: str) -> None:

@@ -6,8 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from attnplug import DType, GraphLevel, IndexerDims, Problem
+from attnplug import DType, GraphLevel, IndexerDims, Problem, Role
+from attnplug.host import BackendRequest
+from attnplug_transformers import pages
 from attnplug_transformers_host import HOST, fit, refuse
+from support.measured import measured_twins
 from support.specs import GDN, MHA, MLA, model
 
 
@@ -39,6 +42,14 @@ def test_keys_and_values_have_the_models_type():
 def test_what_the_bridge_cannot_carry_is_refused(problem, words):
     (reason,) = refuse(problem)
     assert words in reason.message
+
+
+def test_auto_takes_the_backend_that_was_measured_the_fastest(monkeypatch, tmp_path):
+    """One for all batches: transformers does not plan each with a backend of its own."""
+    twins = measured_twins(monkeypatch, tmp_path, MHA, DType.FLOAT32)
+    monkeypatch.setattr(pages, "load_registry", lambda: twins)
+    found = pages.choose(BackendRequest(), Problem(model(MHA), "cpu", dtype=DType.FLOAT32))
+    assert [backend.spec.name for backend in found.serving(Role.DECODE)] == ["beta"]
 
 
 def test_a_version_past_the_range_is_refused():

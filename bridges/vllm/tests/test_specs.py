@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attnplug import CacheLayout, DType, GraphLevel, Problem
+from attnplug import CacheLayout, DType, GraphLevel, Problem, Role
 from attnplug.host import KVPools, UsageError, WorkspaceOwner
 from attnplug_vllm import choice
 from attnplug_vllm.choice import Refused, choose, graph_level, page_sizes
@@ -28,6 +28,7 @@ from attnplug_vllm.specs import (
     unsupported,
     verify_tokens,
 )
+from support.measured import measured_twins
 from vllm_stage import config
 
 CPU, H200 = Machine("cpu"), Machine("cuda", 90)
@@ -202,6 +203,14 @@ def test_what_was_chosen_is_remembered_for_questions_without_a_configuration():
     assert page_sizes().kernel is None and not choice.remembered()
     chosen = choose(config(), model_of(config(), [LAYER]), "auto", CPU)
     assert choice.remembered() == (chosen,)
+
+
+def test_auto_takes_the_backend_that_was_measured_the_fastest(monkeypatch, tmp_path):
+    """One for all batches: vLLM does not plan each with a backend of its own."""
+    twins = measured_twins(monkeypatch, tmp_path, LAYER, DType.FLOAT32)
+    monkeypatch.setattr(choice, "registry", lambda: twins)
+    chosen = choose(config(), model_of(config(), [LAYER]), "auto", CPU)
+    assert [backend.spec.name for backend in chosen.serving(Role.DECODE)] == ["beta"]
 
 
 def test_settings_that_cannot_be_read_are_refused_when_layers_are_made():

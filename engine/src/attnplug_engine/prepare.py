@@ -219,10 +219,9 @@ def insist_on_one_choice(selection: Selection, parallel: TensorParallel, device:
     }
     mine = torch.tensor([zlib.crc32(repr((serving, schedules, selection.page_size)).encode())], device=device)
     if len(set(parallel.all_gather(mine, 0).tolist())) > 1:
-        by_time = " or was measured on some alone" * any(schedules)
         raise BackendError(
             f"rank {parallel.rank} runs {', '.join(f'{role} on {names}' for role, names in serving.items())}, and "
-            f"others chose otherwise: a backend could be built on some ranks alone{by_time}; ask for one by "
-            "`attention_backend`",
+            "others chose otherwise: a backend could be built on some ranks alone, or their machines have other "
+            "measured tables; ask for one by `attention_backend`",
             settings=["attention_backend"],
         )

@@ -44,7 +44,7 @@ def attnplug_workspace_kinds() -> Iterable[WorkspaceKind]:  # type: ignore[empty
 def attnplug_rankings() -> Iterable[MeasuredTable]:  # type: ignore[empty-body] # a hookspec has none
     """Return measured tables by which backends can be ranked, of this plugin's backends or of others.
 
-    Two tables for the same backend, role, kind of attention and GPU are an error that names both plugins.
+    Two tables for the same backend, role, shape of layer and GPU are an error that names both plugins.
     """
 
 

@@ -27,8 +27,8 @@ TOLERANCE = 1.01
 """A backend takes part in a schedule only if without it some batch would take longer than the best by this factor."""
 NOT_MEASURED = 2.0
 """A point at which a backend was not measured counts as if it took twice the best time."""
-_SHOWN = {Role.PREFILL: Point(1, 4096, 4096)}
-"""The batch whose times are told, or the measured one that is next to it."""
+_SHOWN = Point(1, 4096, 1)
+"""The batch whose times are told, or the measured one that is nearest to it."""
 _MEASURED_AS = {Role.DRAFT: Role.DECODE}
 _BY_BATCH = (Role.PREFILL, Role.DECODE)
 
@@ -89,7 +89,7 @@ class MeasuredRanking:
         only_embedded = all(b.source.embedded for b in usable if b.spec.name in names)
         if not names or len(usable) == 1 or (only_embedded and others):
             return preferred
-        points = sorted({point for of_backend in times.values() for point in of_backend})
+        points = _served({point for of_backend in times.values() for point in of_backend}, role, problem)
         slowness = _slowness({name: filled(of_backend, points) for name, of_backend in times.items()}, points)
         score = {name: math.fsum(map(math.log, slow)) / len(points) for name, slow in slowness.items()}
         by_name = {backend.spec.name: backend for backend in usable}
@@ -98,7 +98,7 @@ class MeasuredRanking:
         schedule = None
         if self._per_batch and role in _BY_BATCH and len(sharing := _sharing(slowness, order)) > 1:
             schedule = Schedule({name: times[name] for name in sharing})
-        return Ranked(backends, _why(order, times, fits, others, role, schedule), schedule)
+        return Ranked(backends, _why(order, points, times, fits, others, schedule), schedule)
 
     def _fits(self, usable: Sequence[Registered], role: Role, problem: Problem) -> list[_Fit]:
         """The tables for each shape of the model's layers; nothing if some shape has none."""
@@ -111,6 +111,15 @@ class MeasuredRanking:
         fits = [_fit(shape, count, tables, len(usable)) for shape, count in _shapes(role, problem).items()]
         found = [fit for fit in fits if fit is not None]
         return found if len(found) == len(fits) else []
+
+
+def _served(points: Iterable[Point], role: Role, problem: Problem) -> list[Point]:
+    """The points that the problem has batches like, or all if there are none: lengths within the model's context, and
+    one new token for each request unless these are prefilled or verified."""
+    found = sorted(points)
+    longest = math.inf if problem.model is None else problem.model.context_length
+    one = role is Role.DRAFT or (role is Role.DECODE and not problem.speculative_tokens)
+    return [p for p in found if p.length <= longest and (p.tokens == 1 or not one)] or found
 
 
 def _shapes(role: Role, problem: Problem) -> Counter[LayerShape]:
@@ -192,17 +201,15 @@ def _sharing(slowness: Mapping[str, Sequence[float]], order: Sequence[str]) -> t
 
 def _why(
     order: Sequence[str],
+    points: Sequence[Point],
     times: Times,
     fits: Sequence[_Fit],
     others: Sequence[Registered],
-    role: Role,
     schedule: Schedule | None,
 ) -> str:
     """In one line: times at one point, where they come from, and what was not measured."""
-    wanted = _SHOWN.get(role, Point(1, 4096, 1))
-    points = {point for name in order for point in times[name]}
-    common = {point for point in points if all(point in times[name] for name in order)}
-    shown = min(common or points, key=lambda point: (sum(map(_octaves, point, wanted)), point))
+    common = [point for point in points if all(point in times[name] for name in order)]
+    shown = min(common or points, key=lambda point: (sum(map(_octaves, point, _SHOWN)), point))
     figures = [f"{name} {times[name][shown]:.1f}" for name in order if shown in times[name]]
     figures[0] += " µs"
     new = f" ({shown.tokens} new)" if shown.tokens > 1 else ""

@@ -1,0 +1,38 @@
+"""Two backends that differ only in what was measured of them, for tests of what hosts do with measured times."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from attnplug import DType, LayerShape, LayerSpec, MeasuredTable, Measurement, Role
+from attnplug.host import Registry, load_registry, table_path, this_processor, versions_of, write_tables
+
+
+def measured_twins(monkeypatch: pytest.MonkeyPatch, folder: Path, layer: LayerSpec, dtype: DType) -> Registry:
+    """``alpha`` and ``beta``, both torch_native: this machine's table says that beta is the faster for long requests
+    by far, and alpha for short ones."""
+    monkeypatch.setenv("ATTNPLUG_CACHE_DIR", str(folder))
+    native = load_registry().get("torch_native")
+    twins = {name: replace(native, spec=replace(native.spec, name=name)) for name in ("alpha", "beta")}
+    here = this_processor("cpu")
+    assert here is not None
+    times = {"alpha": (10.0, 90.0), "beta": (11.0, 20.0)}
+    tables = [
+        MeasuredTable(
+            here.name,
+            here.sm,
+            name,
+            role,
+            LayerShape.of(layer, dtype, dtype, 64),
+            tuple(Measurement(1, length, 1, *[time] * 3) for length, time in zip((64, 4096), times[name], strict=True)),
+            versions_of(twins[name], here),
+            "2026-11-16",
+        )
+        for name in times
+        for role in (Role.PREFILL, Role.DECODE)
+    ]
+    write_tables(table_path(here), tables)
+    return Registry(twins)
