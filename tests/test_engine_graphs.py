@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from rounded_oracle import DEEPSEEK_V3, KIMI_LINEAR, RoundedOracle, watched_logits
+from sharing import share
 
 from attnplug import Role
 from attnplug_engine import Engine, SamplingParams
@@ -166,6 +167,27 @@ def test_tokens_are_right_while_requests_come_end_and_lose_their_pages(oracles, 
     if engine.cache is not None:
         engine.cache.clear()
     assert engine.runner.allocator.free_pages == engine.runner.allocator.num_pages
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [("llama", ("triton_mha", "flashattention")), ("deepseek_v3", ("triton_mla", "flashinfer_mla"))],
+    ids=["MHA", "MLA"],
+)
+def test_backends_that_take_turns_replay_graphs_of_their_own(oracles, model, names, monkeypatch):
+    """Another one at nearly every step, over one cache; each size is captured for both."""
+    need({"role_backends": dict(enumerate(names))})
+    share(monkeypatch, *names, longest=512)
+    oracle, sizes = oracles(model), (1, 2, 4)
+    engine = Engine(oracle.folder, device="cuda", max_batch=4, cuda_graph_batch_sizes=sizes, ignore_eos=True)
+    assert engine.graphs.backends == {(name,): sizes for name in names}
+    texts, each = oracle.prompts(), [SamplingParams(max_tokens=length) for length in (60, 50, 40, 20)]
+    with watched_logits() as seen:
+        outputs = [done.token_ids for done in engine.generate(texts, each)]
+    rows = [torch.stack(seen[number][: len(outputs[number])]) for number in sorted(seen)]
+    oracle.judge(texts, outputs, rows, slack=2.0)
+    assert engine.statistics.replayed_steps > 50 and not engine.statistics.eager_steps
+    assert min(engine.statistics.served.told()["decode"].values()) > 15
 
 
 @pytest.mark.parametrize(("model", "settings"), BACKENDS[::3], ids=named)

@@ -124,8 +124,13 @@ if TYPE_CHECKING:
     from attnplug.mla.chunks import Span as Span
     from attnplug.mla.chunks import plan_prefix_chunks as plan_prefix_chunks
     from attnplug.torch_native.backend import TorchNativeBackend as TorchNativeBackend
+    from attnplug.wrappers import FastestBackend as FastestBackend
     from attnplug.wrappers import HybridLinearBackend as HybridLinearBackend
     from attnplug.wrappers import SplitBackend as SplitBackend
+    from attnplug.wrappers import Turn as Turn
+    from attnplug.wrappers import merged_turns as merged_turns
+    from attnplug.wrappers import plan_alike as plan_alike
+    from attnplug.wrappers import turns as turns
     from attnplug.wrappers import who_forced as who_forced
 
 _MODULES = {
@@ -209,7 +214,16 @@ _MODULES = {
     "mla": ("ExtendPolicy", "MLAWeights", "merge_partial"),
     "mla.chunks": ("Chunk", "Span", "plan_prefix_chunks"),
     "torch_native.backend": ("TorchNativeBackend",),
-    "wrappers": ("HybridLinearBackend", "SplitBackend", "who_forced"),
+    "wrappers": (
+        "FastestBackend",
+        "HybridLinearBackend",
+        "SplitBackend",
+        "Turn",
+        "merged_turns",
+        "plan_alike",
+        "turns",
+        "who_forced",
+    ),
 }
 
 __getattr__, __dir__, __all__ = face(__name__, globals(), _MODULES, other="attnplug")

@@ -208,15 +208,20 @@ def prepare(
 
 
 def insist_on_one_choice(selection: Selection, parallel: TensorParallel, device: torch.device) -> None:
-    """Ranks run the same steps, so they must agree on pages and on who serves which batch. Where a backend is built on
-    some alone, or measured times differ, they would not."""
-    chosen = {str(role): choice.chosen_name for role, choice in selection.choices.items()}
-    by_batch = [choice.schedule for choice in selection.choices.values()]
-    mine = torch.tensor([zlib.crc32(repr((chosen, by_batch, selection.page_size)).encode())], device=device)
+    """Ranks run the same steps, so they must agree on pages, and on who serves which batch.
+
+    They would not where a backend is built on some alone, or where one reads other measured times than another.
+    """
+    schedules = [choice.schedule for choice in selection.choices.values()]
+    serving = {
+        str(role): choice.chosen_name if choice.schedule is None else " and ".join(choice.schedule.candidates)
+        for role, choice in selection.choices.items()
+    }
+    mine = torch.tensor([zlib.crc32(repr((serving, schedules, selection.page_size)).encode())], device=device)
     if len(set(parallel.all_gather(mine, 0).tolist())) > 1:
         raise BackendError(
-            f"rank {parallel.rank} runs {', '.join(f'{role} on {name}' for role, name in chosen.items())}, and others "
-            "chose otherwise: a backend could be built on some ranks alone, or their machines have other measured "
-            "tables; ask for one by `attention_backend`",
+            f"rank {parallel.rank} runs {', '.join(f'{role} on {names}' for role, names in serving.items())}, and "
+            "others chose otherwise: a backend could be built on some ranks alone, or their machines have other "
+            "measured tables; ask for one by `attention_backend`",
             settings=["attention_backend"],
         )
