@@ -8,8 +8,8 @@ from itertools import permutations
 
 import pytest
 
-from attnplug import GraphLevel, Problem, Refusal, RefusalCode, Role
-from attnplug.host import BackendRequest, Ranked, Registered, explain, explanation, select
+from attnplug import GraphLevel, PageSizes, Problem, Refusal, RefusalCode, Role
+from attnplug.host import BackendRequest, Ranked, Registered, Schedule, explain, explanation, select
 from support.selection import HYBRID, LINEAR, LLAMA, PLAIN, backend, names, registry
 
 
@@ -172,3 +172,41 @@ def test_a_ranking_is_not_asked_about_a_backend_that_was_asked_for() -> None:
     installed = registry(backend("slow"), backend("fast"))
     choices = select(installed, BackendRequest("fast"), Problem(LLAMA), ranking=_Measured()).choices
     assert names(choices) == {"prefill": "fast", "decode": "fast"}
+
+
+class _Scheduled:
+    """Ranks by preference, and has every usable backend take some of the batches."""
+
+    def rank(self, usable: Sequence[Registered], role: Role, problem: Problem) -> Ranked:
+        times = {each.spec.name: {(1, 64, 1): float(rank + 1)} for rank, each in enumerate(usable)}
+        return Ranked(tuple(usable), "by batch", Schedule(times))
+
+
+def test_a_schedule_gives_a_role_several_backends() -> None:
+    """D3: the chosen one is its first. A backend that was asked for has no schedule."""
+    installed = registry(backend("slow"), backend("fast", preference=100))
+    request = BackendRequest(roles={Role.DECODE: "slow"})
+    selection = select(installed, request, Problem(LLAMA), ranking=_Scheduled())
+    assert [each.spec.name for each in selection.serving(Role.PREFILL)] == ["fast", "slow"]
+    assert selection.chosen(Role.PREFILL).spec.name == "fast"
+    assert selection.schedule(Role.DECODE) is None
+    assert [each.spec.name for each in selection.serving(Role.DECODE)] == ["slow"]
+
+
+def test_backends_of_a_schedule_share_the_pages_of_the_chosen_one() -> None:
+    """D3: those that cannot read them are left out, unless the host decided on pages that all can read."""
+    paged = replace(PLAIN, page_sizes=PageSizes.of(128))
+    installed = registry(backend("odd", paged), backend("even"), backend("fast", preference=100))
+    chosen = {
+        size: [each.spec.name for each in selection.serving(Role.DECODE)]
+        for size in (None, 128)
+        if (selection := select(installed, BackendRequest(), Problem(LLAMA, page_size=size), ranking=_Scheduled()))
+    }
+    assert chosen == {None: ["fast", "even"], 128: ["fast", "even", "odd"]}
+
+
+def test_every_backend_of_a_schedule_has_its_options() -> None:
+    """D3"""
+    installed = registry(backend("slow"), backend("fast", preference=100))
+    selection = select(installed, BackendRequest(), Problem(LLAMA), ranking=_Scheduled())
+    assert set(selection.options) == {"fast", "slow"}

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from attnplug.choose.hosts import HostSpec as HostSpec
     from attnplug.choose.hosts import load_host as load_host
     from attnplug.choose.loading import Registered as Registered
+    from attnplug.choose.measured.files import TableError as TableError
+    from attnplug.choose.measured.files import TableFile as TableFile
+    from attnplug.choose.measured.files import read_tables as read_tables
+    from attnplug.choose.measured.files import write_tables as write_tables
     from attnplug.choose.models import load_model as load_model
     from attnplug.choose.models import tiny_config as tiny_config
     from attnplug.choose.ranking import Ranked as Ranked
@@ -58,6 +62,7 @@ if TYPE_CHECKING:
     from attnplug.declare.errors import HookError as HookError
     from attnplug.declare.errors import PluginError as PluginError
     from attnplug.declare.errors import PluginWarning as PluginWarning
+    from attnplug.declare.errors import TableWarning as TableWarning
     from attnplug.declare.errors import UsageError as UsageError
     from attnplug.declare.errors import WorkspaceError as WorkspaceError
     from attnplug.declare.errors import describe_error as describe_error
@@ -66,6 +71,8 @@ if TYPE_CHECKING:
     from attnplug.declare.options import parse_options as parse_options
     from attnplug.declare.options import split_settings as split_settings
     from attnplug.declare.problem import model_dtype as model_dtype
+    from attnplug.declare.schedule import EVERY_LENGTH as EVERY_LENGTH
+    from attnplug.declare.schedule import Schedule as Schedule
     from attnplug.declare.settings import Render as Render
     from attnplug.hf.config_keys import Config as Config
     from attnplug.hf.config_keys import ModelConfigError as ModelConfigError
@@ -120,6 +127,7 @@ _MODULES = {
     "choose.building": ("backend_problems", "build_backend"),
     "choose.hosts": ("HostSpec", "load_host"),
     "choose.loading": ("Registered",),
+    "choose.measured.files": ("TableError", "TableFile", "read_tables", "write_tables"),
     "choose.models": ("load_model", "tiny_config"),
     "choose.ranking": ("Ranked", "Ranking"),
     "choose.registry": ("Registry", "load_registry"),
@@ -148,6 +156,7 @@ _MODULES = {
         "HookError",
         "PluginError",
         "PluginWarning",
+        "TableWarning",
         "UsageError",
         "WorkspaceError",
         "describe_error",
@@ -155,6 +164,7 @@ _MODULES = {
     "declare.model": ("LinearDims", "MLADims"),
     "declare.options": ("parse_options", "split_settings"),
     "declare.problem": ("model_dtype",),
+    "declare.schedule": ("EVERY_LENGTH", "Schedule"),
     "declare.settings": ("Render",),
     "hf.config_keys": ("Config", "ModelConfigError", "show"),
     "hf.json_files": ("MOST_BYTES", "read_json_object", "read_text", "regular_size"),

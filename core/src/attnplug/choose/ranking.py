@@ -8,14 +8,20 @@ from typing import Protocol
 
 from attnplug.choose.loading import Registered
 from attnplug.declare.problem import Problem, Role
+from attnplug.declare.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """Usable backends, the best first, and in a few words why it is the best."""
+    """Usable backends, the best first, and in a few words why it is the best.
+
+    ``schedule``, where there is one, says which of them is the fastest for which batch. Its first candidate is then the
+    one to take for all that is not planned batch by batch.
+    """
 
     backends: tuple[Registered, ...]
     why: str
+    schedule: Schedule | None = None
 
 
 class Ranking(Protocol):

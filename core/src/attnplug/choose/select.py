@@ -20,6 +20,7 @@ from attnplug.declare.errors import AttnplugError, UsageError
 from attnplug.declare.options import parse_options
 from attnplug.declare.problem import GraphLevel, Problem, Role
 from attnplug.declare.refusal import Refusal, RefusalCode
+from attnplug.declare.schedule import Schedule
 from attnplug.declare.settings import Render, Setting
 
 AUTO = "auto"
@@ -69,7 +70,8 @@ class Candidate:
 class RoleChoice:
     """The outcome for one role. ``candidates`` holds all installed backends, the one asked for first.
 
-    ``setting`` decided the role; ``rank`` says why ``auto`` took this one among the usable ones.
+    ``setting`` decided the role; ``rank`` says why ``auto`` took this one among the usable ones. ``schedule`` is there
+    if several backends share the role by batch, each where it is the fastest; the chosen one is its first.
     """
 
     role: Role
@@ -78,6 +80,15 @@ class RoleChoice:
     chosen: Registered | None
     candidates: tuple[Candidate, ...]
     rank: str = ""
+    schedule: Schedule | None = None
+
+    @property
+    def serving(self) -> tuple[Registered, ...]:
+        """The backends to build for the role: the chosen one, or all of its schedule, the chosen one first."""
+        if self.schedule is None:
+            return () if self.chosen is None else (self.chosen,)
+        by_name = {candidate.backend.spec.name: candidate.backend for candidate in self.candidates}
+        return tuple(by_name[name] for name in self.schedule.candidates)
 
     @property
     def chosen_name(self) -> str | None:
@@ -114,6 +125,14 @@ class Selection:
         found = self.choices[role].chosen
         assert found is not None, f"role {role} is not served; select() raises then"
         return found
+
+    def serving(self, role: Role) -> tuple[Registered, ...]:
+        """The backends that share a role, the chosen one first; more than one only if the role has a schedule."""
+        return self.choices[role].serving
+
+    def schedule(self, role: Role) -> Schedule | None:
+        """Which of the backends that share a role is the fastest for which batch; ``None`` if there is only one."""
+        return self.choices[role].schedule
 
 
 class SelectionError(AttnplugError):
@@ -159,10 +178,12 @@ def explain(
             f"leave it out, or give `{Role.LINEAR.setting}`",
             settings=[Setting.ATTENTION_BACKEND, Role.LINEAR.setting],
         )
-    chosen = [choice.chosen for choice in choices.values() if choice.chosen is not None]
+    page_size = _page_size(problem, [choice.chosen for choice in choices.values() if choice.chosen is not None])
+    choices = {role: _sharing_pages(choice, page_size) for role, choice in choices.items()}
     _insist_on_options(registry, request, choices)
-    options = {name: given.get(name, _parsed(registry, name, {})) for name in sorted({b.spec.name for b in chosen})}
-    return Selection(problem, choices, _page_size(problem, chosen), options, failed or {}, request.verify)
+    names = {backend.spec.name for choice in choices.values() for backend in choice.serving}
+    options = {name: given.get(name, _parsed(registry, name, {})) for name in sorted(names)}
+    return Selection(problem, choices, page_size, options, failed or {}, request.verify)
 
 
 def select(
@@ -199,15 +220,17 @@ class _Judge:
         )
         candidates = tuple(Candidate(backend, tuple(self._refusals(backend, role))) for backend in ordered)
         usable = [c.backend for c in candidates if not c.refusals and asked in (None, c.backend)]
-        chosen, why = (usable[0] if usable else None), ""
+        chosen, why, schedule = (usable[0] if usable else None), "", None
         if usable and asked is None:
             able = self._captured(usable, role) or usable
             ranked = self.ranking.rank(able, role, self.problem)
-            chosen, why = ranked.backends[0], ranked.why
+            chosen, why, schedule = ranked.backends[0], ranked.why, ranked.schedule
+            if schedule is not None:
+                chosen = self.registry.get(schedule.candidates[0])
             if len(able) < len(usable):
                 others = ", ".join(backend.spec.name for backend in usable if backend not in able)
                 why = f"runs in CUDA graphs, unlike {others}" + (f"; {why}" if len(able) > 1 else "")
-        return RoleChoice(role, requested, self.request.setting_for(role), chosen, candidates, why)
+        return RoleChoice(role, requested, self.request.setting_for(role), chosen, candidates, why, schedule)
 
     def _captured(self, usable: list[Registered], role: Role) -> list[Registered]:
         """Those of some usable backends that can be captured, where the host wants that."""
@@ -252,13 +275,21 @@ def _page_size(problem: Problem, chosen: list[Registered]) -> int | None:
     return math.lcm(min(common.kernel), multiple)
 
 
+def _sharing_pages(choice: RoleChoice, page_size: int | None) -> RoleChoice:
+    """The choice without those of its schedule that cannot read the pages which the chosen backends have in common."""
+    if choice.schedule is None or page_size is None:
+        return choice
+    able = [b for b in choice.serving if b.spec.capabilities.page_sizes.kernel_size(page_size) is not None]
+    return replace(choice, schedule=choice.schedule.only(backend.spec.name for backend in able))
+
+
 def _parsed(registry: Registry, name: str, settings: Mapping[str, str]) -> Any:
     return parse_options(name, registry.get(name).spec.options, settings)
 
 
 def _insist_on_options(registry: Registry, request: BackendRequest, choices: Mapping[Role, RoleChoice]) -> None:
     """Options for a backend that is neither chosen nor asked for would be ignored: an error."""
-    chosen = {choice.chosen.spec.name for choice in choices.values() if choice.chosen is not None}
+    chosen = {backend.spec.name for choice in choices.values() for backend in choice.serving}
     asked = {request.name_for(role) for role in choices}
     for name, settings in request.options.items():
         if not settings or name in chosen | asked:

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from typing import TextIO
 
 from attnplug.choose.registry import ALLOW_VARIABLE, Registry
-from attnplug.declare.errors import PluginWarning
+from attnplug.declare.errors import PluginWarning, TableWarning
+
+_OURS = (PluginWarning, TableWarning)
 
 
 def warn_of_plugins(registry: Registry) -> None:
@@ -29,7 +31,7 @@ def warn_of_the_rest(registry: Registry) -> None:
 
 @contextlib.contextmanager
 def shown_as_lines() -> Iterator[None]:
-    """Show a :class:`PluginWarning` like the other warnings of a command, without a place in our source."""
+    """Show warnings of ours like the other warnings of a command, without a place in our source."""
     with warnings.catch_warnings():
         show = warnings.showwarning
 
@@ -41,11 +43,12 @@ def shown_as_lines() -> Iterator[None]:
             file: TextIO | None = None,
             line: str | None = None,
         ) -> None:
-            if issubclass(category, PluginWarning):
+            if issubclass(category, _OURS):
                 print(f"warning: {message}", file=sys.stderr)
             else:
                 show(message, category, filename, lineno, file, line)
 
-        warnings.simplefilter("default", PluginWarning)  # each once, whatever -W says of warnings
+        for ours in _OURS:
+            warnings.simplefilter("default", ours)  # each once, whatever -W says of warnings
         warnings.showwarning = show_line
         yield

@@ -93,3 +93,7 @@ class WorkspaceError(AttnplugError):
 
 class PluginWarning(UserWarning):
     """A plugin failed, and things go on without it."""
+
+
+class TableWarning(UserWarning):
+    """Measured times cannot be used, and things go on without them."""

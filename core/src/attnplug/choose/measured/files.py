@@ -1,0 +1,189 @@
+"""A file of measured tables: JSON with a schema, read strictly, and written so that several processes may do it."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from attnplug.declare.errors import AttnplugError, PluginError, TableWarning
+from attnplug.declare.measured import LayerShape, MeasuredTable
+from attnplug.declare.model import AttentionKind
+from attnplug.declare.problem import DType
+from attnplug.declare.reading import integer, members, of_type
+from attnplug.hf.json_files import read_json_object
+
+SCHEMA = 1
+LOCK_SECONDS = 10.0
+"""How long a writer waits for another one. Writing takes milliseconds."""
+_KEYS = ("schema", "device", "sm", "tables")
+_TABLE_KEYS = ("backend", "role", "shape", "measured", "versions", "rows")
+_SHAPE_TYPES = {"kind": AttentionKind, "dtype": DType, "kv_dtype": DType}
+
+
+class TableError(AttnplugError):
+    """A file of measured tables cannot be read or written. The message is one line, and names the file."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableFile:
+    """What a file holds: measured tables of one device."""
+
+    path: Path
+    device: str
+    sm: int
+    tables: tuple[MeasuredTable, ...]
+
+
+def read_tables(path: Path) -> TableFile:
+    """The tables of a file. Raises :class:`TableError`, whatever is wrong with it, and nothing else."""
+    try:
+        found = read_json_object(path)
+    except AttnplugError as error:
+        raise TableError(error.message) from error
+    try:
+        if found.get("schema") != SCHEMA:
+            raise PluginError(f"it has schema {found.get('schema')!r}, and this attnplug reads {SCHEMA}")
+        _, device, sm, tables = _values(found, _KEYS, "the file")
+        read = [_table(device, sm, table) for table in of_type("tables", tables, list, "a list")]
+        twice = {table.title for table in read if sum(other.title == table.title for other in read) > 1}
+        for title in sorted(twice):
+            raise PluginError(f"it has two tables of {title}")
+        return TableFile(path, of_type("device", device, str, "a text"), integer("sm", sm) or 0, tuple(read))
+    except PluginError as error:
+        raise TableError(f"{path} is not a file of measured tables: {' '.join(error.message.split())}") from error
+
+
+def write_tables(path: Path, tables: Iterable[MeasuredTable]) -> None:
+    """Add tables to a file, which is made if it is not there. All are of one device, and so is what the file holds.
+
+    Of a table that is there already, measured with the same versions, rows are replaced where they are measured again
+    and kept otherwise. Measured with other versions, it is replaced. Processes that write at once lose nothing of each
+    other. A reader sees the file as it was before or after. Raises :class:`TableError`.
+    """
+    added = tuple(tables)
+    devices = {(table.device, table.sm) for table in added}
+    if len(devices) != 1:
+        raise TableError(f"{path}: tables of {len(devices)} devices cannot be in one file; write one for each device")
+    ((device, sm),) = devices
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path):
+            merged = {table.title: table for table in _present(path, device, sm)}
+            for table in added:
+                merged[table.title] = _merged(merged.get(table.title), table)
+            _replace(path, {"schema": SCHEMA, "device": device, "sm": sm, "tables": [*map(_as_json, merged.values())]})
+    except OSError as error:
+        raise TableError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def _present(path: Path, device: str, sm: int) -> tuple[MeasuredTable, ...]:
+    """What a file holds before it is written. One that cannot be read is kept under another name, and told."""
+    if not path.exists():
+        return ()
+    try:
+        file = read_tables(path)
+    except TableError as error:
+        aside = path.with_suffix(".unreadable")
+        os.replace(path, aside)
+        warnings.warn(f"{error}; it is kept as {aside.name}", TableWarning, stacklevel=3)
+        return ()
+    if (file.device, file.sm) != (device, sm):
+        raise TableError(f"{path} holds tables of {file.device} (SM {file.sm}), not of {device} (SM {sm})")
+    return file.tables
+
+
+def _merged(before: MeasuredTable | None, after: MeasuredTable) -> MeasuredTable:
+    if before is None or before.versions != after.versions:
+        return after
+    rows = {row[:3]: row for row in (*before.rows, *after.rows)}
+    return replace(after, rows=tuple(rows.values()))
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Alone with a file, among the processes that write it. The lock is a file beside it, which stays."""
+    beside = path.with_name(f"{path.name}.lock")
+    until = time.monotonic() + LOCK_SECONDS
+    with beside.open("w") as lock:
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    raise TableError(
+                        f"{path} cannot be written: another process has held {beside} for {LOCK_SECONDS:g} s; "
+                        "end it, or write to another file"
+                    ) from None
+                time.sleep(0.02)
+        yield
+
+
+def _replace(path: Path, content: Mapping[str, object]) -> None:
+    """Write beside the file, and put that in its place: nobody reads half of it."""
+    fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
+    try:
+        fresh.write_text(_text(content), encoding="utf-8")
+        os.replace(fresh, path)
+    finally:
+        with suppress(FileNotFoundError):
+            fresh.unlink()
+
+
+def _text(content: Mapping[str, object]) -> str:
+    """JSON that can be looked at, and compared line by line: a line for each value of a table, and for each row."""
+    head = {name: value for name, value in content.items() if name != "tables"}
+    tables = []
+    for table in content["tables"]:  # type: ignore[attr-defined] # a list
+        lines = [f"   {json.dumps(name)}: {json.dumps(value)}" for name, value in table.items() if name != "rows"]
+        rows = ",\n".join(f"    {json.dumps(row)}" for row in table["rows"])
+        tables.append("  {\n" + ",\n".join([*lines, f'   "rows": [\n{rows}\n   ]']) + "\n  }")
+    lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
+    return "{\n" + ",\n".join([*lines, ' "tables": [\n' + ",\n".join(tables) + "\n ]"]) + "\n}\n"
+
+
+def _as_json(table: MeasuredTable) -> dict[str, object]:
+    return {
+        "backend": table.backend,
+        "role": table.role.value,
+        "shape": asdict(table.shape),
+        "measured": table.measured,
+        "versions": dict(table.versions),
+        "rows": [list(row) for row in table.rows],
+    }
+
+
+def _table(device: Any, sm: Any, value: object) -> MeasuredTable:
+    backend, role, shape, measured, versions, rows = _values(value, _TABLE_KEYS, "a table")
+    return MeasuredTable(device, sm, backend, role, _shape(shape), rows, versions, measured)
+
+
+def _shape(value: object) -> LayerShape:
+    names = [each.name for each in fields(LayerShape)]
+    found: dict[str, Any] = {}
+    for name, given in zip(names, _values(value, names, "a shape"), strict=True):
+        if name in _SHAPE_TYPES:
+            (found[name],) = members(name, [given], _SHAPE_TYPES[name])
+        elif (integer(name, given) or 0) < 0:
+            raise PluginError(f"{name}={given!r} must not be negative")
+        else:
+            found[name] = given
+    return LayerShape(**found)
+
+
+def _values(value: object, names: Iterable[str], what: str) -> list[Any]:
+    """The values of an object that has these keys and no others."""
+    found = of_type(what, value, dict, "an object")
+    missing, unknown = set(names) - set(found), set(found) - set(names)
+    if missing or unknown:
+        wrong = f"lacks {', '.join(sorted(missing))}" if missing else f"has unknown keys {', '.join(sorted(unknown))}"
+        raise PluginError(f"{what} {wrong}")
+    return [found[name] for name in names]

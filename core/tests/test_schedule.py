@@ -1,0 +1,91 @@
+"""Which backend is the fastest for which batch."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from attnplug.declare.schedule import EVERY_LENGTH, Point, Schedule
+
+SHORT_AND_LONG = Schedule(
+    {"short": {(1, 100, 1): 1.0, (1, 10000, 1): 9.0}, "long": {(1, 100, 1): 3.0, (1, 10000, 1): 3.0}}
+)
+
+POINTS = st.builds(Point, st.integers(1, 300), st.integers(1, 1 << 17), st.integers(1, 300))
+TIMES = st.floats(0.5, 5000).map(lambda time: round(time, 1))
+
+
+@st.composite
+def schedules(draw: st.DrawFn) -> Schedule:
+    """Two or three backends over points that need not be a grid, nor the same ones."""
+    points = draw(st.lists(POINTS, min_size=1, max_size=8, unique=True))
+    times = {}
+    for name in draw(st.permutations(["a", "b", "c"]))[: draw(st.integers(2, 3))]:
+        own = draw(st.lists(st.sampled_from(points), min_size=1, unique=True))
+        times[name] = {point: draw(TIMES) for point in own}
+    return Schedule(times)
+
+
+def best(times: dict[str, float]) -> str:
+    return min(times, key=lambda name: (times[name], name))
+
+
+@settings(max_examples=60)
+@given(schedules())
+def test_at_a_measured_point_it_is_the_one_measured_fastest(schedule: Schedule) -> None:
+    """Those that were not measured there may win only by lying between points of their own."""
+    for point in {point for times in schedule.times.values() for point in times}:
+        measured = {name: times[point] for name, times in schedule.times.items() if point in times}
+        expected = schedule.expected(*point)
+        assert measured.items() <= expected.items()
+        assert schedule.fastest(*point) == best(expected)
+
+
+@settings(max_examples=60)
+@given(schedules(), st.integers(1, 400), st.integers(1, 400), st.lists(st.integers(1, 1 << 18), max_size=5))
+def test_crossings_agree_with_expected_times_everywhere(
+    schedule: Schedule, requests: int, tokens: int, lengths: list[int]
+) -> None:
+    crossings = schedule.crossings(requests, tokens)
+    assert [upto for upto, _ in crossings] == sorted({upto for upto, _ in crossings})
+    assert crossings[-1][0] == EVERY_LENGTH
+    assert all(one != following for (_, one), (_, following) in itertools.pairwise(crossings))
+    beside = [upto + more for upto, _ in crossings[:-1] for more in (0, 1)]
+    for length in (*lengths, *beside):
+        name = next(name for upto, name in crossings if length <= upto)
+        assert schedule.fastest(requests, length, tokens) == name
+        expected = schedule.expected(requests, length, tokens)
+        low = min(expected.values())
+        assert expected[name] == low or math.isclose(expected[name], low, rel_tol=1e-9)
+
+
+def test_between_points_times_are_linear_in_logarithms() -> None:
+    assert math.isclose(SHORT_AND_LONG.expected(1, 1000, 1)["short"], 3.0)
+    (crossing, first), (_, second) = SHORT_AND_LONG.crossings(1, 1)
+    assert (first, second) == ("short", "long") and crossing in (999, 1000)  # equal at 1000, but for rounding
+
+
+def test_beyond_what_was_measured_it_stays_as_at_the_border() -> None:
+    assert SHORT_AND_LONG.fastest(1, 1, 1) == SHORT_AND_LONG.fastest(64, 1, 8) == "short"
+    assert SHORT_AND_LONG.fastest(1, 1 << 20, 1) == SHORT_AND_LONG.fastest(64, 1 << 20, 8) == "long"
+
+
+def test_equal_times_are_settled_by_name_whatever_the_order() -> None:
+    for names in ("ab", "ba"):
+        assert Schedule({name: {(1, 1, 1): 2.0} for name in names}).fastest(5, 5, 5) == "a"
+
+
+def test_a_backend_is_not_used_where_only_others_were_measured() -> None:
+    """It may have failed there."""
+    schedule = Schedule({"small": {(1, 100, 1): 1.0}, "all": {(1, 100, 1): 5.0, (1, 200, 1): 5.0}})
+    assert schedule.crossings(1, 1) == ((100, "small"), (EVERY_LENGTH, "all"))
+
+
+def test_crossings_are_kept_for_a_bounded_number_of_batches() -> None:
+    """A prefill may have any number of tokens."""
+    for tokens in range(1, 9000):
+        SHORT_AND_LONG.fastest(3, 100, tokens)
+    assert len(SHORT_AND_LONG._crossings) < 4500
