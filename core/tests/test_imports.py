@@ -32,7 +32,20 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
-ROOMS = ("cli", "torch_native", "choose", "wrappers", "layers", "mla", "author", "hisparse", "contract", "kv", "hf")
+ROOMS = (
+    "cli",
+    "tune",
+    "torch_native",
+    "choose",
+    "wrappers",
+    "layers",
+    "mla",
+    "author",
+    "hisparse",
+    "contract",
+    "kv",
+    "hf",
+)
 ROOMS = (*ROOMS, "machine", "declare")
 """From top to bottom: a room imports from those below it."""
 FACES = {"attnplug", "attnplug.__main__", "attnplug.host", "attnplug.faces"}

@@ -14,6 +14,8 @@ from attnplug.tune.shapes import Task
 _TARGET_S = 0.04
 """About how long the repetitions of one chain take together."""
 _FEWEST, _MOST = 5, 30
+_SLOW_S = 0.2
+"""A chain that takes longer is repeated twice: what is that slow is chosen nowhere."""
 _WARM_UPS = 2
 """Runs before a capture: kernels are compiled and libraries make their handles then."""
 _L2_BYTES = 256 << 20
@@ -66,7 +68,8 @@ class HostClock:
 
     def times(self, chain: Chain) -> list[float]:
         found = [self._once(chain)]
-        while len(found) < _FEWEST or (sum(found) < _TARGET_S and len(found) < _MOST):
+        fewest = _FEWEST if found[0] < _SLOW_S else 2
+        while len(found) < fewest or (sum(found) < _TARGET_S and len(found) < _MOST):
             found.append(self._once(chain))
         return found
 
@@ -96,7 +99,7 @@ class CudaClock:
         current = torch.cuda.current_stream()
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            for _ in range(_WARM_UPS):
+            for _ in range(_WARM_UPS if chain.captured else 1):
                 chain.run()
         current.wait_stream(self._stream)
         torch.cuda.synchronize()
@@ -110,7 +113,7 @@ class CudaClock:
         torch.cuda.synchronize()
         head_start = None if chain.host_counts and not chain.captured else min(_HEAD_START_S + 1.5 * host_s, 0.02)
         first = self._elapsed([self._marked(run, head_start)])[0]
-        count = min(max(int(_TARGET_S / max(first, 1e-9)), _FEWEST), _MOST)
+        count = min(max(int(_TARGET_S / max(first, 1e-9)), _FEWEST if first < _SLOW_S else 2), _MOST)
         return self._elapsed([self._marked(run, head_start) for _ in range(count)])
 
     def _graph(self, chain: Chain) -> Callable[[], None]:
@@ -119,7 +122,7 @@ class CudaClock:
             chain.run()
         if chain.replan is not None:
             chain.replan()
-        return graph.replay  # type: ignore[no-any-return] # which holds the graph
+        return graph.replay  # which holds the graph
 
     def _marked(self, run: Callable[[], None], head_start: float | None) -> tuple[torch.cuda.Event, torch.cuda.Event]:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -23,7 +23,8 @@ tr { border-bottom: 1px solid #e3e7ee } code { font-size: .85em }
 def html_page(title: str, body: str) -> str:
     """A page that needs no other file. ``title`` is text, ``body`` is HTML."""
     shown = html.escape(title)
-    return f"<!doctype html><html lang=en><meta charset=utf-8><title>{shown}</title><style>{_STYLE}</style>{body}</html>"
+    head = f"<meta charset=utf-8><title>{shown}</title><style>{_STYLE}</style>"
+    return f"<!doctype html><html lang=en>{head}{body}</html>"
 
 
 def report_page(title: str, rows: Sequence[Row], notes: Iterable[str] = ()) -> str:
@@ -52,10 +53,9 @@ def _cell(row: Row | None, best: Row) -> str:
 
 
 def plot_rows(rows: Sequence[Row]) -> str:
-    """All rows as one SVG."""
-    return figure(
-        [panel for (layer, role), points in by_point(rows).items() for panel in _panels(layer, role, points)]
-    )
+    """All rows as one SVG file."""
+    groups = by_point(rows).items()
+    return figure([each for (layer, role), points in groups for each in _panels(layer, role, points)], standalone=True)
 
 
 def _sides(points: Mapping[Point, Mapping[str, Row]]) -> list[str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 WIDTH, HEIGHT = 560, 300
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 14, 28, 44
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 14, 44, 48
 _ROW = 15
 _COLOURS = ("#2456c7", "#c2410c", "#17693a", "#7c3aed", "#b3261e", "#0e7490", "#8a5a00", "#be185d")
 _GREY, _INK = "#6b7483", "#1d2430"
@@ -49,21 +49,25 @@ class Panel:
     labels: tuple[str, ...] = ()
 
 
-def figure(panels: Sequence[Panel], columns: int = 2) -> str:
-    """Panels side by side, as one SVG. A series has one colour in all of them."""
+def figure(panels: Sequence[Panel], *, standalone: bool = False) -> str:
+    """Panels in two columns, as one SVG. A series has one colour in all of them.
+
+    A file of its own must be ``standalone``; inside a page an SVG needs no namespace.
+    """
+    space = ' xmlns="http://www.w3.org/2000/svg"' if standalone else ""
     if not panels:
-        return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} 40"><text y="24">Nothing.</text></svg>'
+        return f'<svg{space} viewBox="0 0 {WIDTH} 40"><text y="24">Nothing was measured.</text></svg>'
     names = dict.fromkeys(series.name for panel in panels for series in panel.series if not series.dashed)
     colours = {name: _COLOURS[place % len(_COLOURS)] for place, name in enumerate(names)}
-    columns = min(columns, len(panels))
+    columns = min(2, len(panels))
     rows = -(-len(panels) // columns)
-    height = HEIGHT + _ROW * max(len(panel.series) for panel in panels) // 2
+    height = HEIGHT + 14 + _ROW * -(-max(len(panel.series) for panel in panels) // 2)
     drawn = (
         f'<g transform="translate({place % columns * WIDTH} {place // columns * height})">{_panel(panel, colours)}</g>'
         for place, panel in enumerate(panels)
     )
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {columns * WIDTH} {rows * height}" role="img" '
+        f'<svg{space} viewBox="0 0 {columns * WIDTH} {rows * height}" role="img" '
         f'font-family="system-ui, sans-serif"><rect width="100%" height="100%" fill="#fff"/>{"".join(drawn)}</svg>'
     )
 
@@ -108,7 +112,7 @@ class _Axis:
         return (own - self.low) / (self.high - self.low)
 
     def ticks(self) -> list[float]:
-        """1, 2 and 5 times powers of ten, or the powers alone where these are many; powers of two between few."""
+        """1, 2 and 5 times powers of ten, or the powers alone where these are many."""
         steps = (1, 2, 5) if self.high - self.low < 3 else (1,)
         powers = range(math.floor(self.low), math.ceil(self.high) + 1)
         found = [step * 10.0**power for power in powers for step in steps]
@@ -136,10 +140,10 @@ def _frame(panel: Panel, across: _Axis, up: _Axis) -> Iterator[str]:
         shown = here if len(here) <= 8 else across.ticks()
         places = [(value, _number(value)) for value in shown]
     for value, label in places:
-        yield _text(_x(across, value), bottom + 16, label, anchor="middle")
+        yield _text(_x(across, value), bottom + 16, label, anchor="middle", size=11 if len(places) <= 10 else 8)
     yield f'<path d="M{_LEFT} {_TOP}V{bottom}H{WIDTH - _RIGHT}" fill="none" stroke="{_GREY}"/>'
-    yield _text((_LEFT + WIDTH - _RIGHT) / 2, bottom + 33, panel.x_name, anchor="middle", size=12)
-    yield _text(WIDTH - _RIGHT, 16, panel.y_name, anchor="end", size=12)
+    yield _text((_LEFT + WIDTH - _RIGHT) / 2, bottom + 40, panel.x_name, anchor="middle", size=12)
+    yield _text(_LEFT, 34, panel.y_name, size=12)
 
 
 def _drawn(series: Series, across: _Axis, up: _Axis, colour: str) -> Iterator[str]:
@@ -162,7 +166,7 @@ def _legend(series: Sequence[Series], colours: dict[str, str]) -> Iterator[str]:
     """Names in two columns, below the axis."""
     named = [each for each in series if each.name]
     for place, each in enumerate(named):
-        x, y = _LEFT + place % 2 * (WIDTH - _LEFT) / 2, HEIGHT + place // 2 * _ROW
+        x, y = _LEFT + place % 2 * (WIDTH - _LEFT) / 2, HEIGHT + 14 + place // 2 * _ROW
         yield f'<rect x="{x}" y="{y - 8}" width="14" height="4" fill="{colours.get(each.name, _GREY)}"/>'
         yield _text(x + 20, y - 2, each.name)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from attnplug.declare.errors import UsageError
 from attnplug.declare.problem import Role
@@ -110,14 +111,8 @@ def _levels(values: Sequence[int]) -> Iterator[tuple[int, int]]:
     level, known = 0, sorted(places)
     while len(places) < len(values):
         level += 1
-        for left, right in zip(known, known[1:], strict=False):
+        for left, right in pairwise(known):
             if right - left > 1:
                 places[(left + right) // 2] = level
         known = sorted(places)
     yield from ((places[place], value) for place, value in enumerate(values))
-
-
-def within(points: Iterable[Point], roles: Iterable[Role]) -> tuple[Point, ...]:
-    """The points of some roles."""
-    wanted = set(roles)
-    return tuple(point for point in points if point.role in wanted)

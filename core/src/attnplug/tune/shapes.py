@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from attnplug.choose.loading import Registered
-from attnplug.choose.registry import Registry
 from attnplug.choose.select import DEFAULT_PAGE_SIZE
 from attnplug.declare.errors import UsageError
 from attnplug.declare.measured import LayerShape
 from attnplug.declare.model import AttentionKind, LayerSpec, MLADims, ModelSpec
-from attnplug.declare.problem import DType, Problem, Role
+from attnplug.declare.problem import DType, Problem
 from attnplug.tune.points import Point
 
 _MLA = re.compile(r"mla:(\d+)")
@@ -48,8 +47,11 @@ class Task:
 
 
 def parse_shapes(text: str) -> tuple[ModelSpec, ...]:
-    """Models of one layer from what a user writes: ``mla:16`` has 16 heads over DeepSeek's latent rows, ``gqa:32/8x128``
-    has 32 query and 8 KV heads of 128, and ``w4096`` at its end is a sliding window. Commas separate them."""
+    """Models of one layer, from what a user writes, separated by commas.
+
+    ``mla:16`` has 16 heads over DeepSeek's latent rows, ``gqa:32/8x128`` has 32 query and 8 KV heads of 128, and
+    ``w4096`` at the end is a sliding window.
+    """
     return tuple(ModelSpec(part.strip(), "shape", (_layer(part.strip()),), _CONTEXT) for part in text.split(","))
 
 
@@ -93,13 +95,6 @@ def page_size_for(registered: Registered, problem: Problem) -> int:
     if sizes.kernel is None or sizes.kernel_size(default) is not None:
         return default
     return math.lcm(min(sizes.kernel), multiple)
-
-
-def usable(registry: Registry, problem: Problem, role: Role, options: object = None) -> Iterator[Registered]:
-    """The backends that can serve a role of a problem, by name."""
-    for name in sorted(registry.backends):
-        if not registry.backends[name].spec.refusals(problem, role, options):
-            yield registry.backends[name]
 
 
 def tasks_of(registered: Registered, problems: Sequence[Problem], points: Sequence[Point]) -> tuple[Task, ...]:

@@ -23,7 +23,7 @@ from attnplug.contract.mode import ForwardMode
 from attnplug.contract.sparse import IndexInputs
 from attnplug.declare.model import LayerSpec, ModelSpec
 from attnplug.declare.problem import GraphLevel, Role
-from attnplug.kv import INDEX_KEYS, IndexKeyPool, KVPools, MHAPool, MLAPool, torch_dtype
+from attnplug.kv import INDEX_KEYS, CacheKey, IndexKeyPool, KVPools, MHAPool, MLAPool, PagedCache, torch_dtype
 from attnplug.kv.workspace import WorkspaceOwner
 from attnplug.layers.model_attention import ModelAttention
 from attnplug.mla import MLAWeights
@@ -140,13 +140,15 @@ class Stage:
         return table.to(self.device)
 
     def _pools(self) -> KVPools:
-        shape, sizes = self.task.shape, {"num_pages": self._pages, "page_size": self.page_size}
+        shape, device, pages, size = self.task.shape, self.device, self._pages, self.page_size
+        dtype, caches = shape.kv_dtype, dict[CacheKey[PagedCache], PagedCache]()
         if self.task.layer.mla is None:
-            return KVPools(mha=MHAPool(self.layers, dtype=shape.kv_dtype, device=self.device, **sizes))
-        caches = {}
+            return KVPools(mha=MHAPool(self.layers, num_pages=pages, page_size=size, dtype=dtype, device=device))
         if self.task.layer.indexer is not None:
-            caches[INDEX_KEYS] = IndexKeyPool(self.layers, dtype=shape.dtype, device=self.device, **sizes)
-        return KVPools(mla=MLAPool(self.layers, dtype=shape.kv_dtype, device=self.device, **sizes), caches=caches)
+            keys = IndexKeyPool(self.layers, num_pages=pages, page_size=size, dtype=shape.dtype, device=device)
+            caches[INDEX_KEYS] = keys
+        mla = MLAPool(self.layers, num_pages=pages, page_size=size, dtype=dtype, device=device)
+        return KVPools(mla=mla, caches=caches)
 
     def _fill(self) -> None:
         """Random rows everywhere: what is multiplied decides how much power a GPU takes, and so its clock."""

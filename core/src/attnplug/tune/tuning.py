@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from attnplug.declare.measured import LayerShape, MeasuredTable, Measurement
 from attnplug.declare.problem import Role
+from attnplug.machine.hardware import Processor
 from attnplug.tune.measure import Failed, Job, Outcome, Skipped, Timed
 from attnplug.tune.process import RunJob
 from attnplug.tune.shapes import Task
@@ -51,15 +52,6 @@ class Tuned:
         return found
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where and when is measured, as a table says it."""
-
-    device: str
-    sm: int
-    day: str
-
-
 def tune(
     jobs: Sequence[Job],
     seconds: float,
@@ -70,8 +62,8 @@ def tune(
 ) -> list[Tuned]:
     """Run jobs one after the other. What is left of the budget is shared evenly by those that are left.
 
-    Compiling, and starting a process, is outside of the budget. ``finished`` is called after every backend, with all
-    that there is of it, even if it ended its process.
+    Compiling, and starting a process, is outside of the budget. ``finished`` is called after every backend with all
+    that there is of it: if its process ended or the user interrupted, too.
     """
     results, left = [], seconds
     for number, job in enumerate(jobs):
@@ -79,22 +71,24 @@ def tune(
         results.append(tuned)
         if not job.tasks:
             continue
-        for outcome in run(replace(job, seconds=left / (len(jobs) - number))):
-            told(outcome)
-            if isinstance(outcome, Timed):
-                tuned.timed.append(outcome)
-                left -= outcome.seconds
-            elif isinstance(outcome, Skipped):
-                tuned.skipped.append(outcome)
-            else:
-                tuned.failed.append(outcome)
-        finished(tuned)
+        try:
+            for outcome in run(replace(job, seconds=left / (len(jobs) - number))):
+                told(outcome)
+                if isinstance(outcome, Timed):
+                    tuned.timed.append(outcome)
+                    left -= outcome.seconds
+                elif isinstance(outcome, Skipped):
+                    tuned.skipped.append(outcome)
+                else:
+                    tuned.failed.append(outcome)
+        finally:
+            finished(tuned)
     return results
 
 
-def tables_of(tuned: Tuned, place: Place, versions: Mapping[str, str]) -> list[MeasuredTable]:
+def tables_of(tuned: Tuned, processor: Processor, versions: Mapping[str, str], day: str) -> list[MeasuredTable]:
     return [
-        MeasuredTable(place.device, place.sm, tuned.backend, role, shape, tuple(rows), versions, place.day)
+        MeasuredTable(processor.name, processor.sm, tuned.backend, role, shape, tuple(rows), versions, day)
         for (role, shape), rows in tuned.rows().items()
     ]
 
