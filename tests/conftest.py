@@ -130,7 +130,7 @@ def _run(
     done = subprocess.run(
         list(map(str, command)),
         cwd=folder,
-        env=inherited | variables,
+        env=inherited | {"ATTNPLUG_CACHE_DIR": str(folder / "cache")} | variables,
         capture_output=True,
         text=True,
         timeout=120,

@@ -22,7 +22,17 @@ from attnplug.cli.main import main
 
 Report = Callable[[], dict[str, dict[str, str]]]
 Library = Callable[[str, str], None]
-SECTIONS = ["environment", "torch", "GPUs", "kernel libraries", "plugins", "variables", "cache folders"]
+SECTIONS = [
+    "environment",
+    "torch",
+    "GPUs",
+    "kernel libraries",
+    "plugins",
+    "measured tables",
+    "variables",
+    "cache folders",
+]
+NO_PLUGINS = dict.fromkeys(("findings", "factories", "tables"), "{}")
 
 
 @pytest.fixture(autouse=True)
@@ -78,7 +88,7 @@ def report(run: Callable[..., str], stand_ins: None, monkeypatch: pytest.MonkeyP
 def library(tmp_path: Path, stand_ins: None, monkeypatch: pytest.MonkeyPatch) -> Library:
     """Puts a fake kernel library on the path of this process and of those it starts. Plugins are not listed."""
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(doctor, "_plugins", lambda probes: {})
+    monkeypatch.setattr(doctor, "_ask_plugins", lambda probes: NO_PLUGINS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     def write(name: str, source: str) -> None:
@@ -110,7 +120,7 @@ def test_the_report_names_every_section(run: Callable[..., str], monkeypatch: py
 
 @pytest.mark.usefixtures("stand_ins")
 def test_torch_is_reported_with_its_version(run: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "_plugins", lambda probes: {})
+    monkeypatch.setattr(doctor, "_ask_plugins", lambda probes: NO_PLUGINS)
     found = json.loads(run("--json"))["torch"]
     assert found["version"]
     assert found["CUDA available"] in ("True", "False")
@@ -227,13 +237,14 @@ def test_sections_are_found_out_at_the_same_time_and_given_in_order(
 
     def meet(probes: probe.Probes) -> dict[str, str]:
         meeting.wait(timeout=60)  # one after the other they would wait in vain
-        return {"met": "yes"}
+        return NO_PLUGINS
 
-    for name in ("_torch", "_kernel_libraries", "_plugins"):
+    for name in ("_torch", "_kernel_libraries", "_ask_plugins"):
         monkeypatch.setattr(doctor, name, meet)
     found = json.loads(run("--json"))
     assert list(found) == SECTIONS
-    assert found["torch"] == found["kernel libraries"] == found["plugins"] == {"met": "yes"}
+    assert found["torch"] == found["kernel libraries"] == NO_PLUGINS
+    assert found["plugins"] == found["measured tables"] == {}
 
 
 def test_a_terminal_is_told_what_is_being_probed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -257,8 +268,8 @@ def test_progress_is_for_people_at_a_terminal(
             shown.extend([] if terminal is None else [terminal])
             super().__init__(None)
 
-    for name in ("_torch", "_kernel_libraries", "_plugins"):
-        monkeypatch.setattr(doctor, name, lambda probes: {})
+    for name in ("_torch", "_kernel_libraries", "_ask_plugins"):
+        monkeypatch.setattr(doctor, name, lambda probes: NO_PLUGINS)
     monkeypatch.setattr(doctor, "Probes", Watched)
     monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
     run(*arguments)
@@ -289,8 +300,8 @@ def test_a_report_that_cannot_be_written_waits_for_no_probe(monkeypatch: pytest.
         def stop(self) -> None:
             stopped.append(True)
 
-    for name in ("_torch", "_kernel_libraries", "_plugins"):
-        monkeypatch.setattr(doctor, name, lambda probes: {})
+    for name in ("_torch", "_kernel_libraries", "_ask_plugins"):
+        monkeypatch.setattr(doctor, name, lambda probes: NO_PLUGINS)
     monkeypatch.setattr(doctor, "Probes", Watched)
     with pytest.raises(BrokenPipeError):
         doctor.report(json=False)

@@ -71,7 +71,7 @@ def test_a_writer_that_does_not_end_is_waited_for_a_while(path: Path, monkeypatc
     monkeypatch.setattr(files, "LOCK_SECONDS", 0.05)
     with open(f"{path}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        with pytest.raises(TableError, match="another process has held .*json.lock for 0.05 s; end it"):
+        with pytest.raises(TableError, match=r"another process has held .*json.lock for 0.05 s; end it"):
             write_tables(path, [table(backend="slow")])
     write_tables(path, [table(backend="slow")])
     assert len(read_tables(path).tables) == 2

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from attnplug.choose.measured.files import TableFile as TableFile
     from attnplug.choose.measured.files import read_tables as read_tables
     from attnplug.choose.measured.files import write_tables as write_tables
+    from attnplug.choose.measured.ranking import default_ranking as default_ranking
+    from attnplug.choose.measured.store import load_tables as load_tables
+    from attnplug.choose.measured.store import table_path as table_path
+    from attnplug.choose.measured.store import versions_of as versions_of
     from attnplug.choose.models import load_model as load_model
     from attnplug.choose.models import tiny_config as tiny_config
     from attnplug.choose.ranking import Ranked as Ranked
@@ -111,6 +115,8 @@ if TYPE_CHECKING:
     from attnplug.layers.model_attention import plan_forward as plan_forward
     from attnplug.machine import interrupt as interrupt
     from attnplug.machine.device import open_device as open_device
+    from attnplug.machine.hardware import Processor as Processor
+    from attnplug.machine.hardware import this_processor as this_processor
     from attnplug.mla import ExtendPolicy as ExtendPolicy
     from attnplug.mla import MLAWeights as MLAWeights
     from attnplug.mla import merge_partial as merge_partial
@@ -135,6 +141,8 @@ _MODULES = {
     "choose.hosts": ("HostSpec", "load_host"),
     "choose.loading": ("Registered",),
     "choose.measured.files": ("TableError", "TableFile", "read_tables", "write_tables"),
+    "choose.measured.ranking": ("default_ranking",),
+    "choose.measured.store": ("load_tables", "table_path", "versions_of"),
     "choose.models": ("load_model", "tiny_config"),
     "choose.ranking": ("Ranked", "Ranking"),
     "choose.registry": ("Registry", "load_registry"),
@@ -204,6 +212,7 @@ _MODULES = {
     "layers.model_attention": ("ModelAttention", "active_attention", "plan_forward"),
     "machine": ("interrupt",),
     "machine.device": ("open_device",),
+    "machine.hardware": ("Processor", "this_processor"),
     "mla": ("ExtendPolicy", "MLAWeights", "merge_partial"),
     "mla.chunks": ("Chunk", "Span", "plan_prefix_chunks"),
     "torch_native.backend": ("TorchNativeBackend",),

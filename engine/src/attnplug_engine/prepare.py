@@ -17,6 +17,7 @@ from attnplug.host import (
     UsageError,
     build_chosen,
     choose_importable,
+    default_ranking,
     load_registry,
     model_dtype,
     open_device,
@@ -85,7 +86,8 @@ class Prepared:
                 two_batch_overlap=two_batch_overlap,
             )
 
-        selection, runner = build_chosen(self.registry, self.request, self.problem, build, self.failed)
+        ranking = default_ranking(self.registry, self.problem, per_batch=True)
+        selection, runner = build_chosen(self.registry, self.request, self.problem, build, self.failed, ranking)
         if self.parallel.size > 1:
             insist_on_one_choice(selection, self.parallel, self.device)
         return selection, runner
@@ -116,7 +118,8 @@ class Prepared:
                 serving=serving,
             )
 
-        selection, runner = build_chosen(self.registry, choice.request, problem, build, choice.failed)
+        ranking = default_ranking(self.registry, problem)
+        selection, runner = build_chosen(self.registry, choice.request, problem, build, choice.failed, ranking)
         if self.parallel.size > 1:
             insist_on_one_choice(selection, self.parallel, self.device)
         return selection, runner
@@ -162,7 +165,8 @@ def prepare(
     problem = speculating(problem, speculation)
     request = target_request(registry, asked, problem, speculation)
     # A refusal, and a kernel library that cannot be imported, are told before a checkpoint is read.
-    failed = choose_importable(registry, request, problem).failed
+    ranking = default_ranking(registry, problem, per_batch=True)
+    failed = choose_importable(registry, request, problem, ranking).failed
     draft_choice = None if speculation is None else choose_draft(registry, asked, problem, speculation, model)
     loaded = load_model(
         model,

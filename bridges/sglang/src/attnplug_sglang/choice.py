@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from attnplug import GraphLevel, Problem, Role
-from attnplug.host import BackendRequest, Registry, Selection, SelectionError, UsageError, explain
+from attnplug.host import BackendRequest, Registry, Selection, SelectionError, UsageError, default_ranking, explain
 from attnplug_sglang.host import PREFIX, fit, given_options
 
 _CHAINS = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "FROZEN_KV_MTP")
@@ -33,7 +33,7 @@ def choose(
     fitted = fit(problem)
     if not graphs:
         fitted = replace(fitted, cuda_graph=GraphLevel.NEVER, wants_graphs=False)
-    selection = explain(registry, request, fitted)
+    selection = explain(registry, request, fitted, ranking=default_ranking(registry, fitted))
     selection = replace(
         selection, choices={role: selection.choices[role] for role in roles if role in selection.choices}
     )

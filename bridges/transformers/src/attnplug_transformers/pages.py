@@ -20,6 +20,7 @@ from attnplug.host import (
     Selection,
     WorkspaceOwner,
     build_selection,
+    default_ranking,
     load_registry,
     select,
 )
@@ -87,7 +88,8 @@ def choose(request: BackendRequest, problem: Problem) -> Selection:
         refusals = HOST.refuse(problem)
         if refusals:
             raise BridgeError("; ".join(refusal.told(HOST.render) for refusal in refusals))
-        return select(load_registry(), request, HOST.fit(problem))
+        registry, fitted = load_registry(), HOST.fit(problem)
+        return select(registry, request, fitted, ranking=default_ranking(registry, fitted))
     except AttnplugError as error:
         raise BridgeError(error.told(HOST.render)) from None
 

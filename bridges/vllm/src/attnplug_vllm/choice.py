@@ -13,7 +13,7 @@ from typing import Any
 from weakref import ReferenceType, ref
 
 from attnplug import BackendSpec, GraphLevel, ModelSpec, PageSizes, Problem, Refusal, Role
-from attnplug.host import AttnplugError, Registry, Selection, choose_importable, load_registry
+from attnplug.host import AttnplugError, Registry, Selection, choose_importable, default_ranking, load_registry
 from attnplug_vllm.config import Settings, read_settings
 from attnplug_vllm.host import HOST, render
 from attnplug_vllm.specs import Machine, problem_of, unsupported
@@ -52,7 +52,8 @@ def choose(config: Any, model: ModelSpec, kv_cache_dtype: str, machine: Machine 
         insist([*unsupported(config), *HOST.refuse(problem)])
         key = repr(settings.request), problem
         if (selection := _chosen.get(key)) is None:
-            selection = choose_importable(registry(), settings.request, problem)
+            ranking = default_ranking(registry(), problem)
+            selection = choose_importable(registry(), settings.request, problem, ranking)
     except AttnplugError as error:
         raise Refused(error.told(render)) from None
     _chosen[key] = selection

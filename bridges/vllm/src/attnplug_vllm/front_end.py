@@ -14,7 +14,16 @@ from pathlib import Path
 from typing import Any
 
 from attnplug import DType, ModelSpec, Problem, Refusal, Setting
-from attnplug.host import AttnplugError, ModelConfigError, Registry, UsageError, load_model, model_dtype, select
+from attnplug.host import (
+    AttnplugError,
+    ModelConfigError,
+    Registry,
+    UsageError,
+    default_ranking,
+    load_model,
+    model_dtype,
+    select,
+)
 from attnplug_vllm.config import CUSTOM, SECTION, read_settings, without_custom
 from attnplug_vllm.host import HOST, render
 from attnplug_vllm.words import refused
@@ -92,7 +101,7 @@ def check_command_line(argv: Sequence[str], registry: Registry, device: str | No
     if reasons:
         raise UsageError(refused(reasons))
     try:
-        select(registry, request, problem)
+        select(registry, request, problem, ranking=default_ranking(registry, problem))
     except AttnplugError as error:
         raise UsageError(error.told(render)) from None
 

@@ -26,6 +26,8 @@ from attnplug.declare.settings import Render, Setting
 AUTO = "auto"
 _CAPTURED = (Role.DECODE, Role.LINEAR, Role.DRAFT)
 """The roles that take part in a captured decode."""
+_SHOWN_BATCHES = {Role.PREFILL: ((1, 512), (1, 4096)), Role.DECODE: ((1, 1), (8, 1), (64, 1))}
+"""For which (requests, tokens) an explanation of a schedule says who is the fastest."""
 DEFAULT_PAGE_SIZE = 64
 BY_PREFERENCE = PreferenceRanking()
 
@@ -403,13 +405,17 @@ def _judged(choice: RoleChoice, render: Render) -> Iterator[str]:
     """One role: what it gets, and every candidate. If ``auto`` found one, backends that are made for something else are
     only named."""
     if choice.chosen_name is not None:
-        yield f"{choice.role}: {choice.chosen_name} ({choice.why(render)})"
+        yield f"{choice.role}: {' or '.join(b.spec.name for b in choice.serving)} ({choice.why(render)})"
     elif choice.requested != AUTO:
         yield f"{choice.role}: {choice.requested} was asked for and cannot serve"
     elif choice.candidates:
         yield f"{choice.role}: no installed backend can serve"
     else:
         yield f"{choice.role}: no backend is installed"
+    if choice.schedule is not None:
+        for requests, tokens in _SHOWN_BATCHES[choice.role]:
+            size = f"{requests} × {tokens} new tokens" if tokens > 1 else f"{requests} request{'s' * (requests > 1)}"
+            yield f"  {size}: {choice.schedule.told(requests, tokens)}"
     if choice.chosen is None and choice.role is Role.LINEAR and not _for_linear(choice):
         yield "  none is made for linear attention; 'attnplug plugins' lists packages that bring some"
     elsewhere = passed_over(choice)

@@ -13,36 +13,50 @@ import os
 import platform
 import sys
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
 import importlib_metadata as metadata
 
-from attnplug.choose.registry import ALLOW_VARIABLE, STRICT_VARIABLE, load_registry
+from attnplug.choose.measured.store import CACHE_VARIABLE, TABLES_VARIABLE, cache_folder, file_states
+from attnplug.choose.registry import ALLOW_VARIABLE, STRICT_VARIABLE, Registry, load_registry
 from attnplug.cli import output
 from attnplug.cli.backends import listing
 from attnplug.cli.probe import Findings, Probes
 from attnplug.declare.errors import describe_error
 from attnplug.declare.version import CONTRACT_VERSION
-from attnplug.machine.hardware import visible_gpus
+from attnplug.machine.hardware import this_processor, visible_gpus
 
 KERNEL_LIBRARIES = ("triton", "flashinfer", "flash_attn", "flash_mla", "fla", "tokenspeed_mla", "cutlass", "sgl_kernel")
-_VARIABLES = (ALLOW_VARIABLE, STRICT_VARIABLE, "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "TRITON_CACHE_DIR", "HF_HOME")
+_VARIABLES = (
+    ALLOW_VARIABLE,
+    STRICT_VARIABLE,
+    CACHE_VARIABLE,
+    TABLES_VARIABLE,
+    "CUDA_VISIBLE_DEVICES",
+    "CUDA_HOME",
+    "TRITON_CACHE_DIR",
+    "HF_HOME",
+)
+_AT_ONCE = 9
+"""A thread for each section, and one to ask about plugins."""
 
 
 def report(*, json: bool) -> int:
     probes = Probes(sys.stderr if sys.stderr.isatty() and not json else None)
-    sections: dict[str, Callable[[], Findings]] = {
-        "environment": _environment,
-        "torch": partial(_torch, probes),
-        "GPUs": _gpus,
-        "kernel libraries": partial(_kernel_libraries, probes),
-        "plugins": partial(_plugins, probes),
-        "variables": _variables,
-        "cache folders": _caches,
-    }
-    with ThreadPoolExecutor(max_workers=len(sections)) as pool:
+    with ThreadPoolExecutor(max_workers=_AT_ONCE) as pool:
+        plugins = pool.submit(_ask_plugins, probes)
+        sections: dict[str, Callable[[], Findings]] = {
+            "environment": _environment,
+            "torch": partial(_torch, probes),
+            "GPUs": _gpus,
+            "kernel libraries": partial(_kernel_libraries, probes),
+            "plugins": partial(_plugins, probes, plugins),
+            "measured tables": partial(_tables, plugins),
+            "variables": _variables,
+            "cache folders": _caches,
+        }
         try:
             found = {title: pool.submit(_guarded, probe) for title, probe in sections.items()}
             if json:
@@ -130,9 +144,13 @@ def _version_of(owners: list[str]) -> str:
         return f"version unknown ({describe_error(error)})"
 
 
-def _plugins(probes: Probes) -> Findings:
+def _ask_plugins(probes: Probes) -> Findings:
     """Listed in a process of its own: a plugin that crashes its process must not take the report along."""
-    answer = probes.ask("plugins", "from attnplug.cli.doctor import plugin_answer; answer = plugin_answer()")
+    return probes.ask("plugins", "from attnplug.cli.doctor import plugin_answer; answer = plugin_answer()")
+
+
+def _plugins(probes: Probes, asked: Future[Findings]) -> Findings:
+    answer = asked.result()
     if "failed" in answer:
         return answer
     findings, factories = jsonlib.loads(answer["findings"]), jsonlib.loads(answer["factories"])
@@ -170,7 +188,7 @@ def import_factories(factories: Mapping[str, str]) -> Findings:
 
 
 def plugin_answer() -> Findings:
-    """What to say about each plugin, and where the factories of usable backends are."""
+    """What to say about each plugin, where the factories of usable backends are, and which tables are measured."""
     environment = {name: value for name, value in os.environ.items() if name != STRICT_VARIABLE}
     registry = load_registry(environment=environment)
     rows = list(listing(registry, every=True))
@@ -180,7 +198,21 @@ def plugin_answer() -> Findings:
     for name, text in texts:
         findings[name] = f"{findings[name]}\n{text}" if name in findings else text
     factories = {row.name: registry.backends[row.name].spec.factory for row in rows if row.status == "usable"}
-    return {"findings": jsonlib.dumps(findings), "factories": jsonlib.dumps(factories)}
+    tables = _guarded(partial(_table_states, registry))
+    answers = {"findings": findings, "factories": factories, "tables": tables}
+    return {name: jsonlib.dumps(answer) for name, answer in answers.items()}
+
+
+def _tables(asked: Future[Findings]) -> Findings:
+    answer = asked.result()
+    return answer if "failed" in answer else {str(k): str(text) for k, text in jsonlib.loads(answer["tables"]).items()}
+
+
+def _table_states(registry: Registry) -> Findings:
+    """What to say about each file of measured tables of this machine, and about each plugin that brings some."""
+    processors = [found for device in ("cuda", "cpu") if (found := this_processor(device)) is not None]
+    states = [f for processor in processors for f in file_states(registry, processor).items()]
+    return dict(states) or {"of this user": f"none in {cache_folder()}; 'attnplug tune' measures"}
 
 
 def _variables() -> Findings:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from attnplug.choose.hosts import load_host
+from attnplug.choose.measured.ranking import default_ranking
 from attnplug.choose.models import load_model
 from attnplug.choose.registry import Registry, load_registry
 from attnplug.choose.select import AUTO, BackendRequest, RoleChoice, Selection, explain, explanation, passed_over
@@ -107,7 +108,8 @@ def explain_choice(options: ExplainOptions, render: Render, *, json: bool) -> in
     warn_of_plugins(registry)
     if options.host is not None:
         return _explain_in_host(registry, options.host, options.request(), problem, json=json)
-    return _shown(explain(registry, options.request(), problem), render, json=json)
+    ranking = default_ranking(registry, problem, per_batch=True)
+    return _shown(explain(registry, options.request(), problem, ranking=ranking), render, json=json)
 
 
 def _shown(selection: Selection, render: Render, *, json: bool, host: Mapping[str, object] | None = None) -> int:
@@ -136,7 +138,9 @@ def _explain_in_host(registry: Registry, name: str, request: BackendRequest, pro
         "versions": host.versions,
         "refusals": [refusal_as_json(refusal, host.render) for refusal in refusals],
     }
-    unserved = _shown(explain(registry, request, host.fit(problem)), host.render, json=json, host=told)
+    fitted = host.fit(problem)
+    selection = explain(registry, request, fitted, ranking=default_ranking(registry, fitted))
+    unserved = _shown(selection, host.render, json=json, host=told)
     return 1 if refusals else unserved
 
 
@@ -145,6 +149,7 @@ def _as_json(choice: RoleChoice, render: Render) -> dict[str, object]:
         "requested": choice.requested,
         "chosen": choice.chosen_name,
         "why": choice.why(render),
+        "serving": [backend.spec.name for backend in choice.serving],
         "candidates": [
             {
                 "name": candidate.backend.spec.name,

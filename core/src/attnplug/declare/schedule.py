@@ -117,6 +117,11 @@ class Schedule:
         """The backends along growing lengths: each is the fastest up to a length, the last up to ``EVERY_LENGTH``."""
         return tuple(zip(*self._crossed(requests, tokens), strict=True))
 
+    def told(self, requests: int, tokens: int) -> str:
+        """The crossings in words."""
+        *parts, (_, last) = self.crossings(requests, tokens)
+        return ", ".join([*(f"{name} up to {upto} rows" for upto, name in parts), f"then {last}" if parts else last])
+
     def expected(self, requests: int, length: int, tokens: int) -> dict[str, float]:
         """Microseconds of each candidate; infinite where it was not measured."""
         near = self._points.near(Point(self._counted(requests), length, self._counted(tokens)), clamped=True)

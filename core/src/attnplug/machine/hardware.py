@@ -1,21 +1,55 @@
-"""Which GPUs are here, according to the driver: without torch, and without creating any CUDA state."""
+"""What computes here, according to the driver: without torch, and without creating any CUDA state."""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import platform
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
-class GPU:
-    """One visible NVIDIA GPU; ``sm`` is its compute capability as one number (90 for 9.0)."""
+class Processor:
+    """A visible NVIDIA GPU, with its driver's version, or a CPU, with ``sm`` 0 and no driver.
+
+    ``sm`` is the compute capability as one number (90 for 9.0).
+    """
 
     name: str
     sm: int
+    driver: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} (SM {self.sm})" if self.sm else self.name
 
 
-def visible_gpus() -> tuple[GPU, ...]:
+def this_processor(device: str | None, sm: int | None = None) -> Processor | None:
+    """The processor of this machine that is meant by ``cuda``, which is the first visible GPU, or by ``cpu``.
+
+    ``None`` if there is no such device here, or its compute capability is not the one given.
+    """
+    if device == "cpu":
+        return Processor(_cpu_name(), 0)
+    gpus = visible_gpus() if device == "cuda" else ()
+    if not gpus or sm not in (None, gpus[0].sm):
+        return None
+    return gpus[0]
+
+
+@cache
+def _cpu_name() -> str:
+    """As Linux names it; elsewhere, or in silence, its architecture."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return next(filter(None, names), platform.machine() or "CPU")
+
+
+def visible_gpus() -> tuple[Processor, ...]:
     """The GPUs that NVML knows and ``CUDA_VISIBLE_DEVICES`` does not hide; none if there is no driver.
 
     NVML is asked, not the CUDA driver: asking the latter initialises it, which breaks processes that fork later.
@@ -33,14 +67,17 @@ def visible_gpus() -> tuple[GPU, ...]:
         count = ctypes.c_uint()
         if nvml.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
             return ()
-        gpus = [gpu for index in range(count.value) if (gpu := _gpu(nvml, index)) is not None]
+        version = ctypes.create_string_buffer(96)
+        nvml.nvmlSystemGetDriverVersion(version, len(version))
+        driver = version.value.decode(errors="replace")
+        gpus = [gpu for index in range(count.value) if (gpu := _gpu(nvml, index, driver)) is not None]
     finally:
         nvml.nvmlShutdown()
     chosen = [int(text) for text in (visible or "").split(",") if text.strip().isdigit()]
     return tuple(gpus[index] for index in chosen if index < len(gpus)) if chosen else tuple(gpus)
 
 
-def _gpu(nvml: ctypes.CDLL, index: int) -> GPU | None:
+def _gpu(nvml: ctypes.CDLL, index: int, driver: str) -> Processor | None:
     handle = ctypes.c_void_p()
     major, minor = ctypes.c_int(), ctypes.c_int()
     name = ctypes.create_string_buffer(96)
@@ -49,4 +86,4 @@ def _gpu(nvml: ctypes.CDLL, index: int) -> GPU | None:
     if nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor)) != 0:
         return None
     nvml.nvmlDeviceGetName(handle, name, len(name))
-    return GPU(name.value.decode(errors="replace"), major.value * 10 + minor.value)
+    return Processor(name.value.decode(errors="replace"), major.value * 10 + minor.value, driver)

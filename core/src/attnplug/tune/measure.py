@@ -13,6 +13,7 @@ import torch
 
 from attnplug.choose.assembly import build_selection
 from attnplug.choose.building import build_backend
+from attnplug.choose.measured.ranking import default_ranking
 from attnplug.choose.registry import Registry
 from attnplug.choose.select import AUTO, BackendRequest, select
 from attnplug.contract.backend import AttentionBackend
@@ -199,6 +200,7 @@ def _builder(job: Job, registry: Registry, task: Task) -> Build:
             page_size=shape.page_size,
             wants_graphs=context.device.type == "cuda",
         )
-        return build_selection(select(registry, BackendRequest(), problem), context)
+        ranking = default_ranking(registry, problem, per_batch=True)
+        return build_selection(select(registry, BackendRequest(), problem, ranking=ranking), context)
 
     return choose

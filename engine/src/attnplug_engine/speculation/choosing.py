@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from attnplug import GraphLevel, ModelSpec, Problem, Refusal, Role
-from attnplug.host import BackendRequest, Registry, UsageError, choose_importable, explain
+from attnplug.host import BackendRequest, Registry, UsageError, choose_importable, default_ranking, explain
 from attnplug_engine.speculation.drafts import draft_spec, naming_draft
 from attnplug_engine.speculation.options import ALGORITHM, TOPK, Speculation
 
@@ -65,8 +65,9 @@ def target_request(
     request = replace(request, roles=roles)
     if name is None or name not in request.options:
         return request
-    bare = explain(registry, replace(request, options={}), problem)
-    if name in {choice.chosen_name for choice in bare.choices.values()}:
+    ranking = default_ranking(registry, problem, per_batch=True)
+    bare = explain(registry, replace(request, options={}), problem, ranking=ranking)
+    if name in {backend.spec.name for choice in bare.choices.values() for backend in choice.serving}:
         return request
     return replace(request, options={other: given for other, given in request.options.items() if other != name})
 
@@ -84,7 +85,7 @@ def choose_draft(
     problem = replace(target, model=spec, index_dtype=index_dtype, is_draft=True, drafts_by_host=False, hisparse=False)
     roles: dict[Role, str] = {role: name for role, name in request.roles.items() if role is Role.DRAFT}
     bare = BackendRequest(request.attention, roles)
-    chosen = choose_importable(registry, bare, problem)
+    chosen = choose_importable(registry, bare, problem, default_ranking(registry, problem))
     name = chosen.chosen(Role.DRAFT).spec.name
     options = {name: request.options[name]} if name in request.options else {}
     return DraftChoice(replace(bare, options=options), problem, chosen.failed)
