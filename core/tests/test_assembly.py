@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,17 +13,33 @@ from typing import Any
 import pytest
 import torch
 
-from attnplug import AttentionKind, BackendContext, DType, ForwardBatch, ForwardMode, Geometry, PageSizes, Problem, Role
+from attnplug import (
+    AttentionKind,
+    BackendContext,
+    Claims,
+    DType,
+    ExtendPath,
+    ForwardBatch,
+    ForwardMode,
+    Geometry,
+    GraphLevel,
+    PageSizes,
+    Problem,
+    Role,
+)
 from attnplug.choose.assembly import BuildError
 from attnplug.choose.loading import Source
 from attnplug.host import (
     BackendRequest,
+    FastestBackend,
     HostContext,
     KVPools,
     Limits,
     PluginWarning,
+    Ranked,
     Registered,
     Registry,
+    Schedule,
     Selection,
     SelectionError,
     UsageError,
@@ -35,7 +51,7 @@ from attnplug.host import (
     select,
 )
 from support.recorder import Recorder
-from support.specs import MHA, claiming, model
+from support.specs import MHA, MLA, claiming, model
 
 PROBLEM = Problem(model(MHA), "cpu")
 
@@ -213,3 +229,97 @@ def test_a_draft_has_one_backend_that_knows_its_role(monkeypatch: Any) -> None:
     selection = select(Registry({"drafts": drafts}), BackendRequest(), problem)
     assert build_selection(selection, CONTEXT).backend_id.name == "drafts"
     assert roles == [frozenset({Role.DRAFT})]
+
+
+class Turns:
+    """Ranks by name, and has all usable backends share every role; in some roles only these."""
+
+    def __init__(self, only: dict[Role, tuple[str, ...]] | None = None) -> None:
+        self.only = only or {}
+
+    def rank(self, usable: Sequence[Registered], role: Role, problem: Problem) -> Ranked:
+        names = [each.spec.name for each in usable if each.spec.name in self.only.get(role, (each.spec.name,))]
+        times = {name: {(1, 8 * place + 8, 1): 1.0, (1, 64, 1): 2.0} for place, name in enumerate(sorted(names))}
+        return Ranked(tuple(usable), "by turns", Schedule(times) if len(times) > 1 else None)
+
+
+class TestShared:
+    """Backends that share a role by batch."""
+
+    @pytest.fixture
+    def built(self, monkeypatch: Any) -> dict[str, list[BackendContext]]:
+        """What was built, by name. A backend claims what it declares, or what ``claims`` says."""
+        made: dict[str, list[BackendContext]] = {}
+
+        def factory(context: BackendContext) -> Recorder:
+            made.setdefault(context.name, []).append(context)
+            return Recorder(context.name, self.claims.get(context.name, context.declared.claims))
+
+        self.claims: dict[str, Claims] = {}
+        monkeypatch.setitem(sys.modules, "recorders", SimpleNamespace(build=factory))
+        return made
+
+    def choose(self, problem: Problem, *names: str, ranking: Turns | None = None, **can: Any) -> Selection:
+        able = replace(claiming().capabilities, max_speculative_tokens=8, **can)
+        installed = {name: backend(name, factory="recorders:build", capabilities=able) for name in names}
+        return select(Registry(installed), BackendRequest(), problem, ranking=ranking or Turns())
+
+    def test_each_is_built_once_with_all_its_roles(self, built: dict[str, list[BackendContext]]) -> None:
+        only = {Role.PREFILL: ("a", "b"), Role.DECODE: ("b", "c")}
+        whole = build_selection(self.choose(PROBLEM, "a", "b", "c", ranking=Turns(only)), CONTEXT)
+        assert isinstance(whole, FastestBackend) and list(whole.children) == ["a", "b", "c"]
+        prefill, decode = frozenset({Role.PREFILL}), frozenset({Role.DECODE})
+        assert {name: [context.roles for context in contexts] for name, contexts in built.items()} == {
+            "a": [prefill],
+            "b": [prefill | decode],
+            "c": [decode],
+        }
+
+    def test_a_role_with_one_backend_stays_with_it(self, built: dict[str, list[BackendContext]]) -> None:
+        whole = build_selection(self.choose(PROBLEM, "a", "b", "c", ranking=Turns({Role.PREFILL: ("c",)})), CONTEXT)
+        table = torch.zeros(1, 1, dtype=torch.int32)
+        for length in (1, 8, 64):
+            extend = ForwardBatch(Geometry.of_lengths(ForwardMode.EXTEND, table, [1], [length], 64))
+            assert whole.init_forward_metadata(extend).makers() == ["a"], "the first of all that are usable"
+
+    def test_one_that_cannot_be_built_is_left_out_and_the_choice_made_again(
+        self, built: dict[str, list[BackendContext]], tmp_path: Path, monkeypatch: Any
+    ) -> None:
+        """D2: also if it is not the one that is the best overall."""
+        (tmp_path / "half_of_b.py").write_text("raise OSError('no kernel image')")
+        monkeypatch.syspath_prepend(tmp_path)
+        bad = backend("b", factory="half_of_b:build")
+        installed = Registry({"a": backend("a", factory="recorders:build"), "b": bad})
+        with pytest.warns(PluginWarning, match=r"b \(b-dist 1\.2\).*no kernel image.*auto goes on without it"):
+            selection, whole = build_chosen(
+                installed, BackendRequest(), PROBLEM, lambda chosen: build_selection(chosen, CONTEXT), ranking=Turns()
+            )
+        assert whole.backend_id.name == "a" and selection.schedule(Role.DECODE) is None
+        with pytest.warns(PluginWarning, match="no kernel image"):
+            assert set(choose_importable(installed, BackendRequest(), PROBLEM, Turns()).failed) == {"b"}
+
+    @pytest.mark.parametrize(
+        ("problem", "weaker", "told"),
+        [
+            (replace(PROBLEM, device="cuda", wants_graphs=True), {"cuda_graph": GraphLevel.NEVER}, "level NEVER and"),
+            (replace(PROBLEM, speculative_tokens=4), {"needs_cpu_seq_lens": True}, "every round would wait"),
+            (
+                Problem(model(MLA), "cpu"),
+                {"mla_extend": frozenset({ExtendPath.ABSORBED})},
+                "cannot extend MLA by chunked or one_shot, so it does not share prefill with a",
+            ),
+        ],
+        ids=["graphs", "lengths", "paths of an extend"],
+    )
+    def test_one_that_would_take_something_from_the_chosen_one_is_left_out_with_the_reason(
+        self, built: dict[str, list[BackendContext]], problem: Problem, weaker: dict[str, Any], told: str
+    ) -> None:
+        can = Claims(GraphLevel.UNIFORM, needs_cpu_seq_lens=False, mla_extend=frozenset(ExtendPath))
+        declared = {name: getattr(can, name) for name in ("cuda_graph", "needs_cpu_seq_lens", "mla_extend")}
+        chosen = self.choose(problem, "a", "b", "c", **declared)
+        self.claims = {"a": can, "b": replace(can, **weaker), "c": can}
+        whole = build_selection(chosen, CONTEXT)
+        assert isinstance(whole, FastestBackend) and list(whole.left_out) == ["b"] and told in whole.left_out["b"]
+        assert ("b" in whole.children) is ("needs_cpu_seq_lens" not in weaker), "it may have its other role"
+        self.claims = {"a": replace(can, **weaker), "b": can, "c": can}
+        assert build_selection(chosen, CONTEXT).left_out == {}, "the chosen one has nothing to lose"

@@ -227,7 +227,7 @@ def value_of(field: dataclasses.Field) -> object:
         return BatchPlan(Plan(BackendId("whole"), ForwardMode.EXTEND, tokens, None))
     if field.name == "choice":
         return LayerChoice(0, SelectedPositions(torch.zeros(tokens, 2, dtype=torch.int32)))
-    return {"int": 9, "bool": True, "PlanRecord | None": PlanRecord(3, 6, False)}[field.type]
+    return {"int": 9, "int | None": 9, "bool": True, "PlanRecord | None": PlanRecord(3, 6, False)}[field.type]
 
 
 GEOMETRY, FIELDS = dataclasses.fields(Geometry), dataclasses.fields(ForwardBatch)
@@ -239,7 +239,7 @@ def extend_batch() -> ForwardBatch:
 
 
 DIVIDED = {
-    **dict.fromkeys(("mode", "page_size", "max_seq_len", "max_new", "captured", "step"), "shared"),
+    **dict.fromkeys(("mode", "page_size", "max_seq_len", "max_new", "captured", "step", "typical_len"), "shared"),
     **dict.fromkeys(("input_ids", "positions", "slots"), "token"),
     **dict.fromkeys(("page_table", "seq_lens", "new_lens", "state_slots", "host", "tree", "table_rows"), "request"),
     **dict.fromkeys(("plan", "plan_record", "choice"), "reset"),

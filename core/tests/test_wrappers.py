@@ -23,18 +23,29 @@ from attnplug import (
     PageSizes,
     Plan,
     PlanError,
+    Role,
 )
 from attnplug.contract.backend import hook_signatures, protocol_attributes, protocol_methods
 from attnplug.declare.claims import weakest
-from attnplug.host import GraphPlanning, HybridLinearBackend, LinearHooks, SplitBackend, optional_hooks
+from attnplug.host import (
+    FastestBackend,
+    GraphPlanning,
+    HybridLinearBackend,
+    LinearHooks,
+    Schedule,
+    SplitBackend,
+    optional_hooks,
+)
 from support.recorder import MEMBERS, PLANNERS, Hookless, Recorder, batch_in
 from support.specs import GDN
 
 LINEAR, FULL = GDN, LayerSpec(1, AttentionKind.MHA, 1, 1, 8, 8, 1.0)
 MODEL = ModelSpec("half", "test", (LINEAR, FULL), 64)
+FIRST = Schedule({"first": {(1, 64, 1): 1.0}, "second": {(1, 64, 1): 2.0}})
 BUILD: dict[type, Any] = {
     SplitBackend: SplitBackend,
     HybridLinearBackend: lambda first, second: HybridLinearBackend(first, second, MODEL),
+    FastestBackend: lambda first, second: FastestBackend({"first": first, "second": second}, {Role.PREFILL: FIRST}),
 }
 """How each wrapper is made of two children."""
 KEYWORD_ONLY = inspect.Parameter.KEYWORD_ONLY
@@ -172,16 +183,18 @@ class TestLaterHooks:
         yield Pair("pair", dict(zip(("left", "right"), children, strict=True)))
         yield type("NewSplit", (SplitBackend,), {})(*children)
         yield type("NewHybrid", (HybridLinearBackend,), {})(*children, MODEL)
+        both = dict(zip(("first", "second"), children, strict=True))
+        yield type("NewFastest", (FastestBackend,), {})(both, {Role.DECODE: FIRST})
 
     @pytest.mark.parametrize("hook", ["survey", "forward_gated", "review", "warm_up"])
     def test_they_reach_the_children_with_every_argument_and_the_answer_comes_back(self, hook):
         signature = {**protocol_methods(), **hook_signatures()}[hook]
-        for number in range(3):
+        for number in range(4):
             children = [Later("a"), Later("b")]
             built = list(self.wrappers(*children))[number]
             arguments = arguments_for(hook, signature)
             answer = call(built, hook, signature, arguments)
-            one = hook == "forward_gated" or (hook != "warm_up" and isinstance(built, SplitBackend))
+            one = hook == "forward_gated" or (hook != "warm_up" and isinstance(built, SplitBackend | FastestBackend))
             assert [len(child.calls) for child in children] == [1, 0 if one else 1]
             for child in children[: 1 if one else 2]:
                 assert child.calls == [(hook, *arguments.values())]

@@ -1,5 +1,5 @@
-"""Two-batch overlap, splits, hybrids, speculation, captured steps, the plan stream and ranks, nested in every order
-that makes sense: the tokens are those of a plain engine."""
+"""Two-batch overlap, splits, hybrids, backends that take turns, speculation, captured steps, the plan stream and ranks,
+nested in every order that makes sense: the tokens are those of a plain engine."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 from device_native import DeviceNative
 from refilled_native import captured
+from sharing import taking_turns
 from speculating import DEEPSEEK, HYBRID, LLAMA, MTP, NGRAM, PROMPTS, engine, params, shaped, standalone
 from thread_ranks import in_ranks
 
 from attnplug import AttentionBackend, Role
-from attnplug.host import HostContext, HybridLinearBackend, Selection, SplitBackend, build_backend
+from attnplug.host import FastestBackend, HostContext, HybridLinearBackend, Selection, SplitBackend, build_backend
 from attnplug_engine import Engine
 
 DRAFTS: dict[str, dict[str, Any]] = {
@@ -30,7 +31,7 @@ DRAFTS: dict[str, dict[str, Any]] = {
 @dataclass(frozen=True)
 class Nesting:
     """``verify`` is who verifies where two backends prefill and decode. ``outside``: linear layers are joined to each
-    of the two, and not to both as one."""
+    of the two, and not to both as one. ``shared``: two backends in the place of each take turns by length."""
 
     model: str
     draft: str
@@ -38,10 +39,12 @@ class Nesting:
     outside: bool = False
     replays: bool = False
     ranks: int = 1
+    shared: bool = False
 
     def __str__(self) -> str:
         split = "" if self.verify is None else f"split-{self.verify}-verifies"
         words = (self.model, self.draft, split, "outside" * self.outside, "replayed" * self.replays)
+        words = (*words, "shared" * self.shared)
         return " ".join(word for word in (*words, f"{self.ranks} ranks" * (self.ranks > 1)) if word)
 
     def build(self, selection: Selection, context: HostContext) -> AttentionBackend:
@@ -59,7 +62,9 @@ class Nesting:
 
     def _full(self, name: str, selection: Selection, context: HostContext, *roles: Role) -> AttentionBackend:
         can = selection.chosen(roles[0]).spec.capabilities
-        return DeviceNative(context.for_backend(name, can, roles=frozenset(roles)))
+        names = (f"{name}-odd", f"{name}-even") if self.shared else (name,)
+        built = {each: DeviceNative(context.for_backend(each, can, roles=frozenset(roles))) for each in names}
+        return FastestBackend(built, {roles[0]: taking_turns(*names)}) if self.shared else built[name]
 
     def _joined(self, full: AttentionBackend, selection: Selection, context: HostContext) -> AttentionBackend:
         registered = selection.chosen(Role.LINEAR)
@@ -83,6 +88,13 @@ def nestings() -> list[Nesting]:
     found += [
         Nesting(LLAMA, "tree", Role.DECODE, replays=True, ranks=2),
         Nesting(HYBRID, "ngram", Role.PREFILL, ranks=2),
+    ]
+    found += [
+        Nesting(LLAMA, "plain", shared=True),
+        Nesting(LLAMA, "tree", Role.DECODE, replays=True, shared=True),
+        Nesting(DEEPSEEK, "mtp", Role.PREFILL, replays=True, shared=True),
+        Nesting(HYBRID, "chain", Role.DECODE, outside=True, shared=True),
+        Nesting(HYBRID, "plain", shared=True, ranks=2),
     ]
     return found
 
@@ -113,6 +125,7 @@ def test_every_nesting_gives_the_tokens_of_a_plain_engine(nesting: Nesting, monk
             captured(one, (2,))
         found = tokens(one)
         assert bool(one.statistics.replayed_steps) is nesting.replays
+        assert bool(one.statistics.served.told()) is nesting.shared
         assert not draft or (one.rounds.plan_stream is None) is (nesting.model == HYBRID)
         return found
 

@@ -131,8 +131,13 @@ if TYPE_CHECKING:
     from attnplug.tune.plot import figure as figure
     from attnplug.tune.raw import RawCalls as RawCalls
     from attnplug.tune.raw import RawScene as RawScene
+    from attnplug.wrappers import FastestBackend as FastestBackend
     from attnplug.wrappers import HybridLinearBackend as HybridLinearBackend
     from attnplug.wrappers import SplitBackend as SplitBackend
+    from attnplug.wrappers import Turn as Turn
+    from attnplug.wrappers import merged_turns as merged_turns
+    from attnplug.wrappers import plan_alike as plan_alike
+    from attnplug.wrappers import turns as turns
     from attnplug.wrappers import who_forced as who_forced
 
 _MODULES = {
@@ -219,7 +224,16 @@ _MODULES = {
     "tune.page": ("html_page",),
     "tune.plot": ("Mark", "Panel", "Series", "figure"),
     "tune.raw": ("RawCalls", "RawScene"),
-    "wrappers": ("HybridLinearBackend", "SplitBackend", "who_forced"),
+    "wrappers": (
+        "FastestBackend",
+        "HybridLinearBackend",
+        "SplitBackend",
+        "Turn",
+        "merged_turns",
+        "plan_alike",
+        "turns",
+        "who_forced",
+    ),
 }
 
 __getattr__, __dir__, __all__ = face(__name__, globals(), _MODULES, other="attnplug")

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import json as jsonlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from attnplug.host import interrupt, output
 from attnplug_engine.completion import Completion
 from attnplug_engine.prompts import PromptLine
 from attnplug_engine.request import LikelyToken
+from attnplug_engine.served import Served
 
 
 class Answers:
     """Writes JSON lines as their prompts finish, and texts in the order of the prompts."""
 
-    def __init__(self, lines: Sequence[PromptLine], *, json: bool) -> None:
-        self._lines = lines
+    def __init__(self, lines: Sequence[PromptLine], served: Served, *, json: bool) -> None:
+        self._lines, self._served = lines, served
         self._json = json
         self._waiting: dict[int, Completion] = {}
         self._next = 0
@@ -28,7 +29,7 @@ class Answers:
         if completion.error is not None:
             print(f"error: {line.where}: {completion.error}", file=sys.stderr)
         if self._json:
-            self._write(_json_line(completion, line))
+            self._write(_json_line(completion, line, self._served.told()))
             return
         self._waiting[completion.index] = completion
         while self._next in self._waiting:
@@ -54,7 +55,8 @@ def _text_line(completion: Completion) -> str:
     return f"[{completion.index}] {told}"
 
 
-def _json_line(completion: Completion, line: PromptLine) -> str:
+def _json_line(completion: Completion, line: PromptLine, steps: Mapping[str, Mapping[str, int]]) -> str:
+    """``steps`` are those of the engine until now, by backend; they are told where there is more than one."""
     usage = completion.usage
     told: dict[str, object] = {"index": completion.index}
     if line.id is not None:
@@ -75,6 +77,8 @@ def _json_line(completion: Completion, line: PromptLine) -> str:
             {"token_id": one.token_id, "logprob": one.logprob, "top": [_likely(likely) for likely in one.top]}
             for one in completion.logprobs
         ]
+    if steps:
+        told["steps"] = steps
     return jsonlib.dumps(told)
 
 

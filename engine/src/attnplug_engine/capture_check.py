@@ -29,7 +29,16 @@ from attnplug import (
     MLAPool,
     ModelSpec,
 )
-from attnplug.host import HiSparse, HostLengths, KVPools, LinearDims, ModelAttention, PageAllocator
+from attnplug.host import (
+    BatchPlan,
+    HiSparse,
+    HostLengths,
+    KVPools,
+    LinearDims,
+    ModelAttention,
+    PageAllocator,
+    plan_alike,
+)
 from attnplug_engine.capture import Capture
 
 _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 3e-2, torch.float16: 1e-2}
@@ -80,9 +89,15 @@ class CaptureCheck:
                     strayed = not all(map(torch.equal, others, self._others(layer, eager)))
                     for part, values in before:
                         part.copy_(values)
-                    self._attention.plan(eager)
+                    self._plan_alike(eager, batch)
                     expected = call(eager)
                 self._compare(layer, batch, found, expected, live, strayed=strayed)
+
+    def _plan_alike(self, eager: ForwardBatch, captured: ForwardBatch) -> None:
+        """Plan a batch with the backends that planned the captured one, whatever its lengths are."""
+        assert captured.plan is not None
+        plan = plan_alike(self._attention.backend, captured.plan.attention, eager)
+        eager.plan = BatchPlan(plan, geometry=eager.geometry)
 
     def _plan_before_pages(self, batch: ForwardBatch) -> None:
         """Plan as a step does, which brings the page table up to date only inside the graph."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from attnplug import ForwardMode
 from attnplug_engine.request import Step, TokenLogprobs
+from attnplug_engine.served import Served
 from attnplug_engine.speculation.statistics import RoundStatistics
 
 
@@ -50,6 +51,8 @@ class Statistics:
     """Decode steps that did not."""
     rounds: RoundStatistics | None = None
     """Of an engine that speculates."""
+    served: Served = field(default_factory=Served)
+    """Steps by backend, counted as they are launched."""
 
     def add(self, step: Step, new_tokens: int, seconds: float, *, replayed: bool = False) -> None:
         """A finished step, and how many new tokens it brought.

@@ -132,7 +132,7 @@ class Engine:
         self._launched: deque[tuple[Step, Launched | LaunchedRounds]] = deque()  # the oldest first
         self._stepping = False
         self._leaving: list[Request] = []  # aborted, and not told to the scheduler yet
-        self.statistics = Statistics()
+        self.statistics = Statistics(served=self.runner.served)
         if speculation is not None:
             self.statistics.rounds = RoundStatistics(speculation.steps)
         self._next_id = 0
@@ -161,7 +161,7 @@ class Engine:
         capturing = runner if rounds is None else rounds
         graphs = capturing.capture(sizes, GraphCapture(runner.device), progress)
         taken = max(before - torch.cuda.mem_get_info(runner.device)[0], 0)
-        return GraphReport(level, forced_by, graphs.sizes, taken)
+        return GraphReport(level, forced_by, graphs.sizes, taken, backends=graphs.backends)
 
     def _level_pages(self, parallel: TensorParallel) -> None:
         """Ranks run one schedule, so all have as many pages as the one with the least memory: hold the others'."""

@@ -11,7 +11,7 @@ from dataclasses import replace
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
-from attnplug import DType, ExtendPath, Setting
+from attnplug import DType, ExtendPath, ForwardingBackend, Setting
 from attnplug.host import ExtendPolicy, Render, UsageError, interrupt, output, warn_of_plugins
 from attnplug_engine.answers import Answers
 from attnplug_engine.command_line import shared_settings
@@ -56,7 +56,8 @@ def _run(parsed: argparse.Namespace, lines: list[PromptLine], options: EngineOpt
     if parsed.prompt is not None and not parsed.json:
         code = _stream(engine, requests[0], lines[0].where, speaks)
     else:
-        code = _generate(engine, requests, Answers(lines, json=parsed.json) if speaks else None, console)
+        answers = Answers(lines, engine.statistics.served, json=parsed.json) if speaks else None
+        code = _generate(engine, requests, answers, console)
     if speaks and code != INTERRUPTED:
         _summary(engine, console, parsed.render)
     return code
@@ -181,6 +182,11 @@ def _summary(engine: Engine, console: Console, render: Render) -> None:
     if engine.rounds is not None and (names := engine.rounds.planned_in_order):
         needing = " and ".join(dict.fromkeys(names))
         console.print(f"plan stream: none, since {needing} plans by lengths on the host")
+    for kind, steps in counts.served.told().items():
+        console.print(f"{kind} steps by backend: {', '.join(f'{name} {count}' for name, count in steps.items())}")
+    if isinstance(engine.runner.backend, ForwardingBackend):
+        for name, why in engine.runner.backend.left_out.items():
+            console.print(f"without {name}: {why}")
     if engine.runner.device.type == "cuda":
         console.print(f"CUDA graphs: {engine.graphs}")
         console.print(f"decode steps: {counts.replayed_steps} replayed, {counts.eager_steps} eager")

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from attnplug import ForwardBatch, ForwardMode, Geometry, GraphLevel, to_device
-from attnplug.host import ModelAttention, PageAllocator, SlotTable
+from attnplug.host import ModelAttention, PageAllocator, SlotTable, turns
 from attnplug_engine import kernels
+from attnplug_engine.by_length import ByLength
 from attnplug_engine.capture import Capture
 from attnplug_engine.inputs import StepInputs
 from attnplug_engine.padding import reserve_padding
 from attnplug_engine.pools import Capacity
-from attnplug_engine.request import PENDING, Step
+from attnplug_engine.request import PENDING, Step, StepEntry
 from attnplug_engine.sampler import Sampler, sample
 
 _UNKNOWN = (PENDING,)
@@ -33,7 +35,8 @@ class CapturedStep:
 
 
 class DecodeGraphs:
-    """The decode steps of one model, captured for some batch sizes over one set of inputs.
+    """The decode steps of one model, captured for some batch sizes over one set of inputs; where backends take turns by
+    length, once for each of them.
 
     A captured step takes the requests' last tokens from ``tokens`` ``[requests + 1]`` and their pages from the table's
     mirror, runs the model up to its logits (``run_model``), samples, and writes the new tokens back. The host sends a
@@ -61,7 +64,7 @@ class DecodeGraphs:
         self.sampled = torch.zeros(largest, dtype=torch.int64, device=device)
         """The tokens of the last replay; -1 where logits were not finite."""
         self._page_table = torch.zeros(largest, table.max_pages, dtype=torch.int32, device=device)
-        self._steps: dict[int, CapturedStep] = {}
+        self._steps: dict[int, ByLength[CapturedStep]] = {}
         self.largest = largest
 
     @property
@@ -69,14 +72,25 @@ class DecodeGraphs:
         """Captured batch sizes, the smallest first."""
         return tuple(sorted(self._steps))
 
+    @property
+    def backends(self) -> dict[tuple[str, ...], tuple[int, ...]]:
+        """The batch sizes that were captured for each backend, or for those that plan together."""
+        return sizes_by_backend(self._steps)
+
     def reserve(self, allocator: PageAllocator) -> None:
         """Give padded requests their pages, and have the backend make its memory."""
         name, length = self._attention.backend.backend_id.name, self._attention.padding_length()
         reserve_padding(name, length, self._table, allocator, self._context)
         self._attention.reserve_graphs(self.largest, self.largest)
 
-    def capture(self, size: int, capture: Capture) -> CapturedStep:
-        """Capture the step of ``size`` requests, all padded; its batch is planned and marked here (B2)."""
+    def capture(self, size: int, capture: Capture) -> Sequence[CapturedStep]:
+        """Capture the step of ``size`` requests, for each backend that plans such a step at some length."""
+        who = turns(self._attention.backend, ForwardMode.DECODE, size, 1)
+        self._steps[size] = ByLength(who, self._context, lambda length: self._capture(size, capture, length))
+        return list(self._steps[size].captured.values())
+
+    def _capture(self, size: int, capture: Capture, typical_len: int | None) -> CapturedStep:
+        """Capture a step whose requests are all padded; its batch is planned and marked here (B2)."""
         inputs, states = self.inputs, self.inputs.state_slots[:size] if self._has_states else None
         geometry = Geometry(
             ForwardMode.DECODE,
@@ -89,6 +103,7 @@ class DecodeGraphs:
             state_slots=states,
             captured=True,
             table_rows=inputs.rows[:size],
+            typical_len=typical_len,
         )
         batch = ForwardBatch(geometry)
         logits: list[Tensor] = []
@@ -105,15 +120,13 @@ class DecodeGraphs:
             logits[:] = [self._run_model(batch)]
             end(self.sampled, self._tokens, rows, sample(logits[0], sampling))
 
-        replay = capture(run)
-        step = CapturedStep(size, batch, replay, logits)
-        self._steps[size] = step
-        return step
+        return CapturedStep(size, batch, capture(run), logits)
 
-    def fitting(self, requests: int) -> CapturedStep | None:
-        """The captured step for a batch of so many requests: the smallest that holds them."""
+    def fitting(self, requests: int, entries: Sequence[StepEntry] = ()) -> CapturedStep | None:
+        """The captured step for a batch of so many requests: the smallest that holds them, for the lengths that its
+        ``entries`` have."""
         size = min((size for size in self._steps if size >= requests), default=None)
-        return None if size is None else self._steps[size]
+        return None if size is None else self._steps[size].fitting(entries)
 
     def run(self, captured: CapturedStep, step: Step, sampler: Sampler) -> Tensor:
         """Replay a captured step for these requests; returns their tokens ``[requests]``, valid until the next one."""
@@ -159,6 +172,15 @@ def _end(sampled: Tensor, tokens: Tensor, rows: Tensor, chosen: Tensor) -> None:
     tokens.index_copy_(0, rows, chosen.clamp(min=0))
 
 
+def sizes_by_backend(graphs: Mapping[int, ByLength[Any]]) -> dict[tuple[str, ...], tuple[int, ...]]:
+    """For what was captured by batch size: the sizes for each backend, or for those that plan together."""
+    found: dict[tuple[str, ...], tuple[int, ...]] = {}
+    for size in sorted(graphs):
+        for names in graphs[size].captured:
+            found[names] = (*found.get(names, ()), size)
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class GraphReport:
     """What an engine captured, or why it captured nothing."""
@@ -171,10 +193,16 @@ class GraphReport:
     nbytes: int = 0
     """Memory that the graphs and the backend's own buffers for them took."""
     why_none: str = ""
+    backends: Mapping[tuple[str, ...], tuple[int, ...]] = field(default_factory=dict)
+    """The sizes that were captured for each backend, or for those that plan together."""
 
     def __str__(self) -> str:
         if not self.sizes:
             return f"none: {self.why_none}"
         by = f", by {' and '.join(self.forced_by)}" if self.forced_by else ""
         sizes = ", ".join(map(str, self.sizes))
-        return f"decode with {sizes} requests, {self.nbytes / 2**20:.0f} MiB (level {self.level.name}{by})"
+        told = f"decode with {sizes} requests, {self.nbytes / 2**20:.0f} MiB (level {self.level.name}{by})"
+        if len(self.backends) > 1:
+            each = (f"{' and '.join(names)} with {', '.join(map(str, of))}" for names, of in self.backends.items())
+            told += f"; {sum(map(len, self.backends.values()))} graphs: {'; '.join(each)}"
+        return told

@@ -208,12 +208,20 @@ def prepare(
 
 
 def insist_on_one_choice(selection: Selection, parallel: TensorParallel, device: torch.device) -> None:
-    """Ranks run one schedule, so they must agree on pages. Where a backend is built on some alone, they would not."""
-    chosen = {str(role): choice.chosen_name for role, choice in selection.choices.items()}
-    mine = torch.tensor([zlib.crc32(repr((chosen, selection.page_size)).encode())], device=device)
+    """Ranks run the same steps, so they must agree on pages, and on who serves which batch.
+
+    They would not where a backend is built on some alone, or where one reads other measured times than another.
+    """
+    serving = {
+        str(role): " and ".join(backend.spec.name for backend in selection.serving(role)) for role in selection.choices
+    }
+    schedules = [selection.schedule(role) for role in selection.choices]
+    mine = torch.tensor([zlib.crc32(repr((serving, schedules, selection.page_size)).encode())], device=device)
     if len(set(parallel.all_gather(mine, 0).tolist())) > 1:
+        by_time = " or was measured on some alone" * any(schedules)
         raise BackendError(
-            f"rank {parallel.rank} runs {', '.join(f'{role} on {name}' for role, name in chosen.items())}, and others "
-            "chose otherwise: a backend could be built on some ranks alone; ask for one by `attention_backend`",
+            f"rank {parallel.rank} runs {', '.join(f'{role} on {names}' for role, names in serving.items())}, and "
+            f"others chose otherwise: a backend could be built on some ranks alone{by_time}; ask for one by "
+            "`attention_backend`",
             settings=["attention_backend"],
         )

@@ -44,6 +44,7 @@ from attnplug_engine.parallel import SINGLE, TensorParallel
 from attnplug_engine.pools import Capacity, build_coordinator, build_pools, build_table
 from attnplug_engine.request import PENDING, Step
 from attnplug_engine.sampler import Sampler
+from attnplug_engine.served import Served
 from attnplug_engine.two_batch import LANES, TwoBatch
 
 _REPLANNED = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY)
@@ -132,6 +133,7 @@ class ModelRunner:
         self.tokens = torch.zeros(capacity.max_batch + 1, dtype=torch.int64, device=device)
         self.sampler = Sampler(seed)
         self.graphs: DecodeGraphs | None = None
+        self.served = Served()
         self.phase = Phase.BUILD
         self.dtype = dtype
         if check_layers:
@@ -165,8 +167,8 @@ class ModelRunner:
             graphs.reserve(self.allocator)
             self.enter(Phase.CAPTURE)
             for done, size in enumerate(sorted(sizes, reverse=True)):
-                captured = graphs.capture(size, capture)
-                check.run(captured.batch, capture)
+                for captured in graphs.capture(size, capture):
+                    check.run(captured.batch, capture)
                 if progress is not None:
                     progress(done + 1, len(sizes))
         except torch.OutOfMemoryError as error:
@@ -205,9 +207,10 @@ class ModelRunner:
             self.pools.copy_pages(step.copies)
         captured = None
         if self.graphs is not None and step.mode.is_decode:
-            captured = self.graphs.fitting(len(step.entries))
+            captured = self.graphs.fitting(len(step.entries), step.entries)
         if captured is not None and self.graphs is not None:
             sampled = self.graphs.run(captured, step, self.sampler)
+            self.served.add(captured.batch)
             logits = captured.logits[0]  # those of padded requests, too
         else:
             logits, sampled = self._eager(step)
@@ -265,9 +268,12 @@ class ModelRunner:
     def _forward(self, batch: ForwardBatch) -> Tensor:
         assert batch.input_ids is not None and batch.positions is not None
         if self._two_batch is not None and (halves := self._two_batch.halves(batch)) is not None:
+            self.served.add(*halves)
             return self._two_batch.forward(halves)
         with self.attention.running() as attention:
             attention.plan(batch)
+            if not batch.geometry.captured:  # a graph counts when it is replayed
+                self.served.add(batch)
             return self.model.forward(batch.input_ids, batch.positions, batch)
 
     def batch(self, step: Step) -> ForwardBatch:
@@ -298,6 +304,7 @@ class ModelRunner:
             host=HostLengths(counts, lengths) if exact else None,
             state_slots=None if self.pools.linear is None else to_device(step.state_slots, self.device),
             table_rows=None if self.coordinator is None else to_device(step.rows, self.device),
+            typical_len=sum(lengths) // len(lengths),
         )
         self._fill_in(ids, tokens, step)
         return ForwardBatch(geometry, ids[: len(tokens)], ids[len(tokens) :])

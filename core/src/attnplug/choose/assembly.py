@@ -1,9 +1,9 @@
-"""From a selection to the backend that runs: built once per backend, split where the roles differ."""
+"""From a selection to the backend that runs: built once per backend, joined where roles or batches differ."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
 from attnplug.choose.building import build_backend, import_factory
@@ -13,10 +13,12 @@ from attnplug.choose.registry import Registry
 from attnplug.choose.select import AUTO, BY_PREFERENCE, BackendRequest, Selection, select
 from attnplug.contract.backend import AttentionBackend
 from attnplug.contract.context import HostContext
+from attnplug.declare.claims import Claims
 from attnplug.declare.errors import AttnplugError, BackendError, PluginWarning
-from attnplug.declare.problem import Problem, Role
+from attnplug.declare.problem import GraphLevel, Problem, Role
 from attnplug.declare.refusal import Refusal, RefusalCode
-from attnplug.wrappers import HybridLinearBackend, SplitBackend
+from attnplug.declare.schedule import Schedule
+from attnplug.wrappers import FastestBackend, HybridLinearBackend, SplitBackend
 
 Built = TypeVar("Built")
 
@@ -71,7 +73,8 @@ def choose_importable(
 
 def _import_chosen(selection: Selection) -> None:
     for role in selection.choices:
-        _told(import_factory, selection.chosen(role))
+        for registered in selection.serving(role):
+            _told(import_factory, registered)
 
 
 def _asked_for(selection: Selection, backend: Registered) -> bool:
@@ -82,8 +85,9 @@ def build_selection(selection: Selection, context: HostContext) -> AttentionBack
     """Build what was chosen for each role. A backend's context combines what all share with what is its own.
 
     The context holds pools and coordinators, so these exist before any backend does (A10's order). If different
-    backends prefill and decode, they are split; a backend for linear layers is joined to the one that serves the
-    others. A draft's model has one backend for all that it does. One that cannot be built is a :class:`BuildError`.
+    backends prefill and decode, they are split. If several share a role by batch, each batch goes to the fastest. A
+    backend for linear layers is joined to the one that serves the others. A draft's model has one role for all that it
+    does. A backend that cannot be built is a :class:`BuildError`.
     """
     full = _full_attention(selection, context)
     if Role.LINEAR not in selection.choices:
@@ -101,13 +105,50 @@ def _full_attention(selection: Selection, context: HostContext) -> AttentionBack
     if not roles:
         return None
     built: dict[str, AttentionBackend] = {}
-    for role in roles:
-        registered = selection.chosen(role)
-        name = registered.spec.name
-        if name not in built:
-            mine = frozenset(other for other in roles if selection.chosen(other) is registered)
-            built[name] = _build(selection, registered, context, mine)
+    for name, registered in {each.spec.name: each for role in roles for each in selection.serving(role)}.items():
+        mine = frozenset(role for role in roles if registered in selection.serving(role))
+        built[name] = _build(selection, registered, context, mine)
+    if any(selection.schedule(role) is not None for role in roles):
+        return _by_batch(selection, built, roles)
     return SplitBackend(*built.values(), verify=selection.verify) if len(built) > 1 else next(iter(built.values()))
+
+
+def _by_batch(selection: Selection, built: Mapping[str, AttentionBackend], roles: list[Role]) -> FastestBackend:
+    """The backends that share a role by batch, without those that would take something from the chosen one."""
+    serving: dict[Role, Schedule | str] = {}
+    left_out: dict[str, str] = {}
+    for role in roles:
+        chosen, schedule = selection.chosen(role).spec.name, selection.schedule(role)
+        serving[role] = chosen
+        if schedule is None:
+            continue
+        weaker = {
+            name: "; ".join(reasons)
+            for name in schedule.candidates
+            if (reasons := list(_lost(built[chosen], built[name].claims, selection, role)))
+        }
+        left_out |= {name: f"{why}, so it does not share {role} with {chosen}" for name, why in weaker.items()}
+        serving[role] = schedule.only(name for name in schedule.candidates if name not in weaker) or chosen
+    used = {name for by in serving.values() for name in ((by,) if isinstance(by, str) else by.candidates)}
+    children = {name: backend for name, backend in built.items() if name in used}
+    return FastestBackend(children, serving, verify=selection.verify, left_out=left_out)
+
+
+def _lost(chosen: AttentionBackend, other: Claims, selection: Selection, role: Role) -> Iterator[str]:
+    """What a role's chosen backend can do and the host wants, and could not rely on if this one shared the role."""
+    problem, claims = selection.problem, chosen.claims
+    model, drafts = problem.model, problem.speculative_tokens > 0
+    assert model is not None, "a selection has roles"
+    extends = role is not Role.DECODE and not model.is_sparse and any(layer.mla is not None for layer in model.layers)
+    if extends and (paths := claims.mla_extend - other.mla_extend):
+        yield f"it cannot extend MLA by {' or '.join(sorted(paths))}"
+    captured = role is not Role.PREFILL or (drafts and selection.verify is Role.PREFILL)
+    if captured and problem.wants_graphs and problem.device == "cuda":
+        wanted = min(claims.cuda_graph, GraphLevel.UNIFORM if drafts else GraphLevel.DECODE)
+        if other.cuda_graph < wanted:
+            yield f"it claims CUDA graphs at level {other.cuda_graph.name} and not {wanted.name}"
+    if drafts and other.needs_cpu_seq_lens and not claims.needs_cpu_seq_lens:
+        yield "it plans by lengths on the host, for which every round would wait"
 
 
 def _build(

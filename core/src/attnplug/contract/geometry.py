@@ -88,6 +88,9 @@ class Geometry:
     table_rows: Tensor | None = split_by("request", pad=-1, default=None)
     """``[requests]`` int64 on the device: each request's row of the slot table, the same for as long as it runs. A
     coordinator finds by it what it keeps for the request. Rows that the table does not have are padded requests'."""
+    typical_len: int | None = split_by("shared", default=None)
+    """About how many cache rows a request has, if the host knows. Planners may tune by it and never rely on it. Of a
+    captured batch it says for which lengths the graph is meant."""
 
     @classmethod
     def of_lengths(
@@ -147,6 +150,8 @@ class Geometry:
                 f"rows={self.rows}, max_new={self.max_new}, max_seq_len={self.max_seq_len}, step={self.step} and "
                 f"lane={self.lane}: none may be negative"
             )
+        if self.typical_len is not None and self.typical_len < 0:
+            raise PlanError(f"typical_len={self.typical_len} may not be negative; leave it out where you do not know")
         if tables != requests:
             raise PlanError(f"the batch has {requests} lengths, but {tables} rows in its page table")
         if new_lens is not None and new_lens.shape != lens:

@@ -182,7 +182,10 @@ class Stage:
         return runs and self.attention.graph_level >= needed
 
     def batch(self, *, captured: bool) -> ForwardBatch:
-        """The batch of the point. A captured one has a table for the longest context, and lengths on the device."""
+        """The batch of the point. A captured one has a table for the longest context, and lengths on the device.
+
+        About how long its requests are is still told: an engine captures a batch for each range of lengths.
+        """
         point = self.task.point
         mode = ForwardMode.DECODE if point.tokens == 1 else ForwardMode.TARGET_VERIFY
         if point.role is Role.PREFILL:
@@ -195,7 +198,8 @@ class Stage:
         width = math.ceil(self.context / self.page_size)
         table = torch.zeros(point.requests, width, dtype=torch.int32, device=self.device)
         table[:, : self.page_table.shape[1]] = self.page_table
-        return ForwardBatch(replace(geometry, page_table=table, max_seq_len=self.context, host=None, captured=True))
+        bounded = replace(geometry, page_table=table, max_seq_len=self.context, host=None, captured=True)
+        return ForwardBatch(replace(bounded, typical_len=sum(self.lengths) // len(self.lengths)))
 
     # Chains
 

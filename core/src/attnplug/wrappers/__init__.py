@@ -1,7 +1,18 @@
 """Backends made of backends, all on one forwarding base."""
 
-from attnplug.wrappers.forwarding import ForwardingBackend, who_forced
+from attnplug.wrappers.fastest import FastestBackend
+from attnplug.wrappers.forwarding import ForwardingBackend, Turn, merged_turns, plan_alike, turns, who_forced
 from attnplug.wrappers.hybrid import HybridLinearBackend
 from attnplug.wrappers.split import SplitBackend
 
-__all__ = ["ForwardingBackend", "HybridLinearBackend", "SplitBackend", "who_forced"]
+__all__ = [
+    "FastestBackend",
+    "ForwardingBackend",
+    "HybridLinearBackend",
+    "SplitBackend",
+    "Turn",
+    "merged_turns",
+    "plan_alike",
+    "turns",
+    "who_forced",
+]

@@ -4,20 +4,36 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
-from attnplug.contract.backend import ForwardExtras, bind_optional_hook, hook_signatures, protocol_methods
+from attnplug.contract.backend import (
+    AttentionBackend,
+    ForwardExtras,
+    bind_optional_hook,
+    hook_signatures,
+    protocol_methods,
+)
 from attnplug.contract.batch import ForwardBatch
 from attnplug.contract.hooks import Hook, shown
+from attnplug.contract.mode import ForwardMode
 from attnplug.contract.plan import BackendId, Plan, received_plan
 from attnplug.declare.claims import Claims, weakest
 from attnplug.declare.errors import BackendError
 from attnplug.declare.model import LayerSpec
+from attnplug.declare.schedule import EVERY_LENGTH
 
 _BATCH, _LAYER = ("batch", "forward_batch"), "layer"
+
+
+class Turn(NamedTuple):
+    """The backends that plan a batch together, by name, if its requests have up to so many cache rows."""
+
+    upto: int
+    backends: tuple[str, ...]
 
 
 class ForwardingBackend(ABC):
@@ -75,6 +91,9 @@ class ForwardingBackend(ABC):
     def __init__(self, name: str, children: Mapping[str, Any], decided_by: Mapping[str, str] | None = None) -> None:
         self.backend_id = BackendId(name)
         self.children = dict(children)
+        inside = [child for child in children.values() if isinstance(child, ForwardingBackend)]
+        self.left_out: dict[str, str] = {name: why for child in inside for name, why in child.left_out.items()}
+        """Backends that were to share a role by batch and do not, by name, with the reason."""
         combined = weakest({label: child.claims for label, child in children.items()}, decided_by)
         self.claims = combined.claims
         self.forced_by = combined.forced_by
@@ -123,6 +142,20 @@ class ForwardingBackend(ABC):
         )
         return Plan(self.backend_id, mode, parts[0].query_rows, parts[0].kv_rows, parts=parts)
 
+    def plan_alike(self, plan: Plan, batch: ForwardBatch) -> Plan:
+        """See :func:`plan_alike`."""
+        made = {
+            label: plan_alike(child, part, batch)
+            for label, child in self.children.items()
+            for part in plan.parts
+            if part.planner is child.backend_id
+        }
+        return self.plan_of(batch, made, "init_forward_metadata")
+
+    def turns(self, mode: ForwardMode, requests: int, tokens: int) -> tuple[Turn, ...]:
+        """See :func:`turns`. A wrapper that leaves a mode to some of its children leaves out the others here."""
+        return merged_turns(*(turns(child, mode, requests, tokens) for child in self.children.values()))
+
     def who_forced(self, claim: str) -> tuple[str, ...]:
         """The backends that weakened a claim, by name: children, or children of theirs."""
         children = [self.children[label] for label in self.forced_by.get(claim, ())]
@@ -152,6 +185,30 @@ class ForwardingBackend(ABC):
 def who_forced(backend: object, claim: str) -> tuple[str, ...]:
     """The backends that weakened a claim of this one, by name; none of one that is no wrapper."""
     return backend.who_forced(claim) if isinstance(backend, ForwardingBackend) else ()
+
+
+def plan_alike(backend: AttentionBackend, plan: Plan, batch: ForwardBatch) -> Plan:
+    """The plan of an eager batch by the very backends that made ``plan``, which this backend made for another batch."""
+    if isinstance(backend, ForwardingBackend):
+        return backend.plan_alike(plan, batch)
+    return backend.init_forward_metadata(batch)
+
+
+def turns(backend: AttentionBackend, mode: ForwardMode, requests: int, tokens: int) -> tuple[Turn, ...]:
+    """Who plans batches of so many requests with so many new tokens each, along growing lengths.
+
+    The last turn has no end. There is one alone unless backends share a role by batch.
+    """
+    if isinstance(backend, ForwardingBackend):
+        return backend.turns(mode, requests, tokens)
+    return (Turn(EVERY_LENGTH, (backend.backend_id.name,)),)
+
+
+def merged_turns(*several: tuple[Turn, ...]) -> tuple[Turn, ...]:
+    """The turns of backends that plan their batches at the same time, as those of one."""
+    ends = sorted({turn.upto for each in several for turn in each})
+    taking = [[each[bisect_left(each, (end,))].backends for each in several] for end in ends]
+    return tuple(Turn(end, sum(names, ())) for end, names in zip(ends, taking, strict=True))
 
 
 def _forwarder(name: str, signature: inspect.Signature) -> Callable[..., Any]:

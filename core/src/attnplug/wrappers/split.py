@@ -2,18 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from attnplug.contract.backend import AttentionBackend
 from attnplug.contract.batch import ForwardBatch
 from attnplug.contract.mode import ForwardMode
 from attnplug.contract.plan import Plan
-from attnplug.declare.claims import weakest
+from attnplug.declare.claims import Claims, CombinedClaims, weakest
 from attnplug.declare.model import LayerSpec
 from attnplug.declare.problem import GraphLevel, Role
-from attnplug.wrappers.forwarding import ForwardingBackend
+from attnplug.wrappers.forwarding import ForwardingBackend, Turn, turns
 
 _DECODE_MODES = (ForwardMode.DECODE, ForwardMode.IDLE)
+
+
+def role_of_modes(verify: Role) -> dict[ForwardMode, Role]:
+    """Whose backend takes batches in each mode: decode and idle are decode's, and ``verify`` says whose verify is."""
+    if verify not in (Role.PREFILL, Role.DECODE):
+        raise ValueError(f"verify goes to {Role.PREFILL} or {Role.DECODE}, not to {verify}")
+    found = {mode: Role.DECODE if mode in _DECODE_MODES else Role.PREFILL for mode in ForwardMode}
+    return {**found, ForwardMode.TARGET_VERIFY: verify}
+
+
+def weakest_by_role(claims: Mapping[str, Claims], prefill: Collection[str], decode: Collection[str]) -> CombinedClaims:
+    """The weakest claims of children, some of which prefill and some decode.
+
+    One that only decodes takes no part in an extend, and one that only prefills none in a captured decode.
+    """
+    without = min(min(claims[label].cuda_graph for label in decode), GraphLevel.DECODE)
+    paths = frozenset.intersection(*(claims[label].mla_extend for label in prefill))
+    return weakest(
+        {
+            label: replace(
+                mine,
+                cuda_graph=mine.cuda_graph if label in decode else max(mine.cuda_graph, without),
+                mla_extend=mine.mla_extend if label in prefill else paths,
+            )
+            for label, mine in claims.items()
+        }
+    )
 
 
 class SplitBackend(ForwardingBackend):
@@ -26,21 +54,14 @@ class SplitBackend(ForwardingBackend):
     """
 
     def __init__(self, prefill: AttentionBackend, decode: AttentionBackend, *, verify: Role = Role.DECODE) -> None:
-        if verify not in (Role.PREFILL, Role.DECODE):
-            raise ValueError(f"verify goes to {Role.PREFILL} or {Role.DECODE}, not to {verify}")
         super().__init__(
             f"split({prefill.backend_id.name}, {decode.backend_id.name})",
             {Role.PREFILL: prefill, Role.DECODE: decode},
         )
-        # The decode backend takes no part in an extend, and the prefill backend none in a captured decode.
-        without = min(decode.claims.cuda_graph, GraphLevel.DECODE)
-        beside = replace(prefill.claims, cuda_graph=max(prefill.claims.cuda_graph, without))
-        combined = weakest({Role.PREFILL: beside, Role.DECODE: decode.claims}, {"mla_extend": Role.PREFILL})
+        claims = {label: child.claims for label, child in self.children.items()}
+        combined = weakest_by_role(claims, {Role.PREFILL}, {Role.DECODE})
         self.claims, self.forced_by = combined.claims, combined.forced_by
-        self._child_of: dict[ForwardMode, tuple[str]] = {
-            mode: (Role.DECODE if mode in _DECODE_MODES else Role.PREFILL,) for mode in ForwardMode
-        }
-        self._child_of[ForwardMode.TARGET_VERIFY] = (verify,)
+        self._child_of: dict[ForwardMode, tuple[str]] = {mode: (role,) for mode, role in role_of_modes(verify).items()}
 
     def route(self, batch: ForwardBatch | None, layer: LayerSpec | None) -> tuple[str, ...]:
         # What runs a layer without a batch is a call of a prefill over rows at hand.
@@ -56,6 +77,9 @@ class SplitBackend(ForwardingBackend):
             forward_batch, disable_flashinfer_ragged
         )
         return plan
+
+    def turns(self, mode: ForwardMode, requests: int, tokens: int) -> tuple[Turn, ...]:
+        return turns(self.children[self._child_of[mode][0]], mode, requests, tokens)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         for label in self._captured():

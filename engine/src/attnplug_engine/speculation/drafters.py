@@ -179,6 +179,7 @@ class ModelDrafter:
             max_new=longest,
             new_lens=None if len(tokens) == longest * len(counts) else to_device(counts, device, np.int32),
             host=HostLengths(counts, lengths) if self._runner.exact_prefill else None,
+            typical_len=sum(lengths) // len(lengths),
         )
         batch = ForwardBatch(geometry, ids, places)
         self._runner.attention.plan(batch)

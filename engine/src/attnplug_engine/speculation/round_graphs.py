@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from attnplug import ForwardBatch, ForwardMode, Geometry
-from attnplug.host import ModelAttention, PageAllocator, SlotTable
+from attnplug.host import ModelAttention, PageAllocator, SlotTable, Turn, merged_turns, turns
+from attnplug_engine.by_length import ByLength
 from attnplug_engine.capture import Capture
+from attnplug_engine.graphs import sizes_by_backend
 from attnplug_engine.padding import reserve_padding
 from attnplug_engine.request import StepEntry
 from attnplug_engine.sampling_batch import SeedOf
+from attnplug_engine.speculation.batches import Shape
 from attnplug_engine.speculation.round_inputs import RoundInputs
 from attnplug_engine.speculation.state import Members
 
@@ -77,6 +80,7 @@ class CapturedBatches:
             captured=True,
             tree=bits,
             step=step,
+            typical_len=members.typical,
         )
         batch = ForwardBatch(geometry)
         self._attention.plan_captured(batch, in_capture=True)
@@ -117,26 +121,33 @@ class RoundGraphs:
         largest: int,
         rows: int,
         draft_rows: int,
+        draft_shapes: Sequence[Shape],
         has_states: bool,
         device: torch.device,
     ) -> None:
-        """``rows`` and ``draft_rows`` are the most that a request has in a batch of target and draft."""
+        """``rows`` and ``draft_rows`` are the most that a request has in a batch of target and draft; ``draft_shapes``
+        are those of the draft's batches."""
         self._attention, self._draft, self._table = attention, draft, table
         self._page_size, self._has_states = page_size, has_states
         self._context = min(context, table.max_pages * page_size)
-        self._rows, self._draft_rows = rows, draft_rows
+        self._rows, self._draft_rows, self._draft_shapes = rows, draft_rows, draft_shapes
         fills = [(attention.padding_length(), rows)]
         fills += [] if draft is None else [(draft.padding_length(), draft_rows)]
         self._padding = max(max(fill, most) if fill else 0 for fill, most in fills)
         self.inputs = RoundInputs(largest, table.max_requests, device)
         self._page_table = torch.zeros(largest, table.max_pages, dtype=torch.int32, device=device)
-        self._rounds: dict[int, CapturedRound] = {}
+        self._rounds: dict[int, ByLength[CapturedRound]] = {}
         self.largest = largest
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Captured batch sizes, the smallest first."""
         return tuple(sorted(self._rounds))
+
+    @property
+    def backends(self) -> dict[tuple[str, ...], tuple[int, ...]]:
+        """The batch sizes that were captured for each set of backends: the target's, then the draft's."""
+        return sizes_by_backend(self._rounds)
 
     def reserve(self, allocator: PageAllocator) -> None:
         """Give padded requests their pages, and have the backends make their memory."""
@@ -146,11 +157,33 @@ class RoundGraphs:
         if self._draft is not None:
             self._draft.reserve_graphs(self.largest, self.largest * self._draft_rows)
 
-    def capture(self, size: int, capture: Capture, parts: Callable[[CapturedRound], Sequence[Replay]]) -> CapturedRound:
-        """Capture the ``parts`` of a round of ``size`` requests, all padded, one graph each. The first of them finds
-        the page table up to date."""
+    def capture(
+        self, size: int, capture: Capture, parts: Callable[[CapturedRound], Sequence[Replay]]
+    ) -> Sequence[CapturedRound]:
+        """Capture the ``parts`` of a round of ``size`` requests, for the backends that plan it at each length."""
+        self._rounds[size] = ByLength(
+            self._turns(size), self._context, lambda length: self._capture(size, capture, parts, length)
+        )
+        return list(self._rounds[size].captured.values())
+
+    def _turns(self, size: int) -> tuple[Turn, ...]:
+        """Who plans the batches of a round, the target's and the draft's."""
+        found = [turns(self._attention.backend, ForwardMode.TARGET_VERIFY, size, self._rows)]
+        if self._draft is not None:
+            found += [turns(self._draft.backend, shape.mode, size, shape.rows) for shape in self._draft_shapes]
+        return merged_turns(*found)
+
+    def _capture(
+        self,
+        size: int,
+        capture: Capture,
+        parts: Callable[[CapturedRound], Sequence[Replay]],
+        typical: int | None,
+    ) -> CapturedRound:
+        """Capture the parts of a round whose requests are all padded, one graph each. The first of them finds the page
+        table up to date."""
         table, mirror = self._page_table[:size], self._table.mirror()
-        members = self.inputs.members(size, table, self._context, has_states=self._has_states)
+        members = self.inputs.members(size, table, self._context, typical, has_states=self._has_states)
         live = torch.zeros(size, dtype=torch.bool, device=table.device)
         target = CapturedBatches(self._attention, members, self._page_size, live)
         draft = CapturedBatches(self._draft or self._attention, members, self._page_size, live)
@@ -166,13 +199,13 @@ class RoundGraphs:
             replay = capture(part)
             replay()  # the next part is warmed up on what this one leaves, and a capture alone leaves nothing
             captured.parts.append(replay)
-        self._rounds[size] = captured
         return captured
 
-    def fitting(self, requests: int) -> CapturedRound | None:
-        """The captured round for so many requests: the smallest that holds them."""
+    def fitting(self, requests: int, entries: Sequence[StepEntry] = ()) -> CapturedRound | None:
+        """The captured round for so many requests: the smallest that holds them, for the lengths that their
+        ``entries`` have."""
         size = min((size for size in self._rounds if size >= requests), default=None)
-        return None if size is None else self._rounds[size]
+        return None if size is None else self._rounds[size].fitting(entries)
 
     def begin(
         self,

@@ -31,13 +31,12 @@ class RoundInputs:
         with self._staging.sent() as host:
             self._pad(host, 0)
 
-    def members(self, size: int, page_table: Tensor, longest: int, *, has_states: bool) -> Members:
+    def members(self, size: int, page_table: Tensor, longest: int, typical: int | None, *, has_states: bool) -> Members:
         """The first ``size`` requests, where captured rounds read them."""
         rows, known, committed, prompts, slots = (numbers[:size] for numbers in self._numbers)
         sampling = self._sampling.rows(slice(0, size))
-        return Members(
-            rows, known, committed, prompts, sampling, page_table[:size], longest, slots if has_states else None
-        )
+        states = slots if has_states else None
+        return Members(rows, known, committed, prompts, sampling, page_table[:size], longest, states, typical)
 
     def fill(self, entries: Sequence[StepEntry], rows: Sequence[int], slots: Sequence[int], seed_of: SeedOf) -> None:
         """Send a round's requests, and padded ones after them. Waits for nothing but an older copy."""

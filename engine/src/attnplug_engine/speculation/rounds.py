@@ -83,7 +83,7 @@ class RoundRunner:
         else:
             self.drafter = ModelDrafter(draft, speculation)
         self.graphs: RoundGraphs | None = None
-        self._verified: dict[int, _Found] = {}
+        self._verified: dict[CapturedRound, _Found] = {}
         self._exact = needs_lengths(runner.backend, runner.pools)
         self.plan_stream: PlanStream | None = None
         self.planned_in_order: list[str] = []
@@ -117,6 +117,7 @@ class RoundRunner:
             largest=max(sizes),
             rows=self._nodes,
             draft_rows=self.speculation.most_draft_rows,
+            draft_shapes=[*self.drafter.extends, *self.drafter.further],
             has_states=runner.pools.linear is not None,
             device=runner.device,
         )
@@ -131,10 +132,10 @@ class RoundRunner:
             graphs.reserve(runner.allocator)
             runner.enter(Phase.CAPTURE)
             for done, size in enumerate(sorted(sizes, reverse=True)):
-                captured = graphs.capture(size, capture, self._parts)
-                for check, batches in zip(checks, (captured.target, captured.draft), strict=False):
-                    for batch in batches.made:
-                        check.run(batch, capture)
+                for captured in graphs.capture(size, capture, self._parts):
+                    for check, batches in zip(checks, (captured.target, captured.draft), strict=False):
+                        for batch in batches.made:
+                            check.run(batch, capture)
                 if progress is not None:
                     progress(done + 1, len(sizes))
         except torch.OutOfMemoryError as error:
@@ -146,7 +147,7 @@ class RoundRunner:
 
     def _parts(self, captured: CapturedRound) -> list[Callable[[], None]]:
         """The parts of a round as a graph each: verify, the draft's extend, its further steps."""
-        found = self._verified[captured.size] = _Found()
+        found = self._verified[captured] = _Found()
 
         def verify() -> None:
             found.verified = self.verify(captured.target, captured.members.verify_rows(self.state))
@@ -176,7 +177,8 @@ class RoundRunner:
         timing = captured = None
         if step.rounds:
             timing = Timing(self.runner.device)
-            captured = None if self.graphs is None else self.graphs.fitting(step.rounds)
+            if self.graphs is not None:
+                captured = self.graphs.fitting(step.rounds, step.entries[: step.rounds])
             parts.append(self._round(step, timing) if captured is None else self._replay(captured, step, timing))
         if step.rounds < len(step.entries):
             self._join()
@@ -219,8 +221,9 @@ class RoundRunner:
         self.graphs.begin(captured, entries, step.rows[: step.rounds], slots, self.runner.sampler.seed_of)
         verify, *drafting = captured.parts
         verify()
+        self.runner.served.add(*captured.target.made)
         timing.mark()
-        verified = self._verified[captured.size].verified  # a graph leaves it where it was captured
+        verified = self._verified[captured].verified  # a graph leaves it where it was captured
         assert verified is not None
         brought = self._brought(entries, verified)
         for replay in drafting:
@@ -271,6 +274,8 @@ class RoundRunner:
         assert batch.input_ids is not None and batch.positions is not None
         with self.runner.attention.running() as attention:
             attention.plan(batch)
+            if not batch.geometry.captured:
+                self.runner.served.add(batch)
             hidden, tapped = model.forward(batch.input_ids, batch.positions, batch, takes.layers)
         return hidden, torch.cat([tapped, hidden], 1) if takes.last else tapped
 

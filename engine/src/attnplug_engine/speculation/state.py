@@ -72,6 +72,8 @@ class Members:
     longest: int
     """No request gets more cache rows in this round."""
     state_slots: Tensor | None = None
+    typical: int | None = None
+    """About how many cache rows a request has."""
 
     @property
     def count(self) -> int:
@@ -101,7 +103,9 @@ class Members:
         device = page_table.device
         which, known, committed, prompts, slots = to_device(numbers, device).unbind()
         sampling = SamplingBatch.of(requests, seed_of, device, [0] * len(requests))
-        return Members(which, known, committed, prompts, sampling, page_table, longest, slots if state_slots else None)
+        typical = sum(numbers[2]) // len(requests) + 1
+        states = slots if state_slots else None
+        return Members(which, known, committed, prompts, sampling, page_table, longest, states, typical)
 
     def verify_rows(self, state: RoundState) -> VerifyRows:
         """What is to be verified: the newest tokens, the host's or the device's, and what is proposed after them."""

@@ -1,0 +1,345 @@
+"""Several backends that share their roles: who plans a batch, who runs it, and what all of them claim together."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnplug import (
+    AttentionBackend,
+    AttentionKind,
+    Claims,
+    DType,
+    ExtendPath,
+    ForwardBatch,
+    ForwardMode,
+    Geometry,
+    GraphLevel,
+    LayerSpec,
+    MHAPool,
+    MLAPool,
+    ModelSpec,
+    PlanError,
+    Role,
+)
+from attnplug.host import (
+    EVERY_LENGTH,
+    FastestBackend,
+    HostContext,
+    HybridLinearBackend,
+    KVPools,
+    Limits,
+    MLADims,
+    Schedule,
+    SplitBackend,
+    TorchNativeBackend,
+    Turn,
+    WorkspaceOwner,
+    merged_turns,
+    plan_alike,
+    plan_forward,
+    turns,
+)
+from support.batches import capabilities, with_plan
+from support.recorder import Hookless, Recorder
+from support.specs import GDN as LINEAR
+
+DECODE, EXTEND, VERIFY = ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY
+FULL = LayerSpec(1, AttentionKind.MHA, 1, 1, 8, 8, 1.0)
+PAGES = 64
+
+
+def by_length(first: str, second: str, upto: int = 100) -> Schedule:
+    """The first is the fastest up to a length, and the second from there on, at any number of requests."""
+    points = ((requests, length) for requests in (1, 8) for length in (1, upto, upto + 1, 1000))
+    at = {(requests, length, 1): length <= upto for requests, length in points}
+    return Schedule(
+        {
+            first: {point: 1.0 if early else 3.0 for point, early in at.items()},
+            second: {point: 3.0 if early else 1.0 for point, early in at.items()},
+        }
+    )
+
+
+def batch(lengths: Sequence[int], mode: ForwardMode = DECODE, new: int = 1, **changes: Any) -> ForwardBatch:
+    table = torch.zeros(len(lengths), PAGES, dtype=torch.int32)
+    known = Geometry.of_lengths(mode, table, [new] * len(lengths), list(lengths), 64)
+    return ForwardBatch(replace(known, **changes))
+
+
+class TestWhoPlans:
+    def setup_method(self) -> None:
+        self.short, self.long = Recorder("short"), Recorder("long")
+        self.both = FastestBackend({"short": self.short, "long": self.long}, {Role.DECODE: by_length("short", "long")})
+
+    @pytest.mark.parametrize(
+        ("given", "who"),
+        [
+            (batch([100]), "short"),
+            (batch([101]), "long"),
+            (batch([10, 400, 10]), "long"),  # 140 each
+            (batch([10, 200, 10]), "short"),
+            (batch([500], host=None, typical_len=90), "short"),
+            (batch([90], host=None, typical_len=500), "long"),
+            (batch([90], host=None, max_seq_len=500), "long"),
+            (batch([90], typical_len=500), "short"),
+            (batch([], ForwardMode.IDLE), "short"),
+        ],
+    )
+    def test_a_batch_is_planned_by_the_fastest_for_its_mean_length(self, given: ForwardBatch, who: str) -> None:
+        """By exact lengths if the host has them, else by those that it thinks typical, else by their bound."""
+        plan = self.both.init_forward_metadata(given)
+        assert plan.planner is self.both.backend_id and plan.makers() == [who]
+        captured = self.both.init_forward_metadata_out_graph(given, in_capture=True)
+        assert captured.makers() == [who]
+
+    def test_requests_and_new_tokens_count_too(self) -> None:
+        """A verify of a few tokens may have another fastest backend than a decode of as many requests."""
+        times = {(1, 64, 1): (1.0, 2.0), (8, 64, 1): (2.0, 1.0), (1, 64, 4): (2.0, 1.0), (8, 64, 4): (1.0, 2.0)}
+        schedule = Schedule(
+            {name: {point: each[number] for point, each in times.items()} for number, name in enumerate("ab")}
+        )
+        both = FastestBackend({"a": Recorder("a"), "b": Recorder("b")}, {Role.DECODE: schedule})
+        found = [
+            both.init_forward_metadata(batch([64] * requests, mode, new)).makers()
+            for mode, new in ((DECODE, 1), (VERIFY, 4))
+            for requests in (1, 8)
+        ]
+        assert found == [["a"], ["b"], ["b"], ["a"]]
+
+    def test_roles_have_schedules_of_their_own_or_one_backend(self) -> None:
+        """A9: and whose verify is, is said as for a split."""
+        one = FastestBackend(
+            {"short": self.short, "long": self.long},
+            {Role.PREFILL: "long", Role.DECODE: by_length("short", "long")},
+            verify=Role.PREFILL,
+        )
+        found = [one.init_forward_metadata(batch([50], mode)).makers() for mode in (EXTEND, DECODE, VERIFY)]
+        assert found == [["long"], ["short"], ["long"]]
+
+
+class TestWhoRuns:
+    def setup_method(self) -> None:
+        self.short, self.long = Recorder("short"), Recorder("long")
+        self.both = FastestBackend({"short": self.short, "long": self.long}, {Role.DECODE: by_length("short", "long")})
+
+    @pytest.mark.parametrize("nested", ["alone", "split", "hybrid"])
+    def test_every_layer_runs_on_the_child_that_planned(self, nested: str) -> None:
+        """B5: the plan decides, and not what the schedule would say of a batch whose length is another by now."""
+        model = ModelSpec("m", "test", (LINEAR, FULL), 64)
+        outer: AttentionBackend = {
+            "alone": lambda: self.both,
+            "split": lambda: SplitBackend(Recorder("p"), self.both),
+            "hybrid": lambda: HybridLinearBackend(self.both, Recorder("linear"), model),
+        }[nested]()
+        given = batch([500])
+        with_plan(given, outer.init_forward_metadata(given))
+        given.geometry = batch([50]).geometry
+        self.long.calls.clear()
+        outer.forward_decode("q", "k", "v", FULL, given)
+        outer.select("index", FULL, given)
+        outer.init_forward_metadata_in_graph(given)
+        assert [member for member, _ in self.long.calls] == [
+            "forward_decode",
+            "select",
+            "init_forward_metadata_in_graph",
+        ]
+        assert self.short.calls == []
+
+    def test_without_its_plan_nothing_runs(self) -> None:
+        """B5: no plan, a foreign plan, and that of another instance with the same children."""
+        children = {"short": Hookless("short"), "long": Hookless("long")}
+        serving = {Role.DECODE: by_length("short", "long")}
+        one, other = FastestBackend(children, serving), FastestBackend(children, serving)
+        q, given = torch.zeros(1, 1, 8), batch([500])
+        with pytest.raises(PlanError, match="long was asked to run a batch that has no plan"):
+            one.forward_decode(q, None, None, FULL, given)
+        with pytest.raises(PlanError, match="long was given a plan made by stranger"):
+            one.forward_decode(q, None, None, FULL, with_plan(given, Hookless("stranger").init_forward_metadata(given)))
+        again = FastestBackend({"short": Hookless("short"), "long": Hookless("long")}, serving)
+        with pytest.raises(PlanError, match=r"long was given a plan made by long \(another instance of it\)"):
+            one.forward_decode(q, None, None, FULL, with_plan(given, again.init_forward_metadata(given)))
+        with_plan(given, other.init_forward_metadata(given))
+        assert one.forward_decode(q, None, None, FULL, given) is q, "a child's own plan is a plan of the child"
+
+    def test_a_plan_for_another_batch_can_be_made_by_the_same_children(self) -> None:
+        """What was captured is compared with eager attention of the same backend, whatever the lengths are."""
+        model = ModelSpec("m", "test", (LINEAR, FULL), 64)
+        outer = HybridLinearBackend(SplitBackend(Recorder("p"), self.both), Recorder("linear"), model)
+        plan = outer.init_forward_metadata(batch([500]))
+        again = plan_alike(outer, plan, batch([50, 60]))
+        assert again.makers() == plan.makers() == ["long", "linear"] and again.query_rows == 2
+        assert plan_alike(self.short, self.short.init_forward_metadata(batch([1])), batch([1])).makers() == ["short"]
+
+
+class TestRagged:
+    """C1, C2: the calls of an MLA prefill have no batch, so their plan says whose they are."""
+
+    def backend(self, *children: Any) -> FastestBackend:
+        named = dict(zip(("short", "long"), children, strict=True))
+        return FastestBackend(named, {Role.PREFILL: by_length("short", "long")})
+
+    @pytest.mark.parametrize(("length", "who"), [(50, 0), (500, 1)])
+    def test_calls_run_on_the_child_that_planned_them_by_its_own_plan(self, length: int, who: int) -> None:
+        children = Recorder("short"), Recorder("long")
+        both = self.backend(*children)
+        given = batch([length], EXTEND)
+        plan = both.init_mha_chunk_metadata(given, True)
+        assert children[who].given("init_mha_chunk_metadata")[0]["disable_flashinfer_ragged"] is True
+        assert both.forward_ragged("q", "k", "v", FULL, "call", plan, "lse") is children[who].result
+        assert children[who].given("forward_ragged")[0]["plan"].planner is children[who].backend_id
+        assert children[1 - who].calls == []
+
+    def test_a_child_that_plans_no_calls_runs_them_without_a_plan(self) -> None:
+        """A8: one child has the hook, or neither has."""
+
+        class Planless(Hookless):
+            forward_ragged = Recorder.forward_ragged
+
+            def _answer(self, member: str, arguments: dict[str, Any]) -> Any:
+                return self.backend_id.name, arguments["plan"]
+
+        for short in (Recorder("short"), Planless("short")):
+            both = self.backend(short, Planless("long"))
+            plan = both.init_mha_chunk_metadata(batch([500], EXTEND))
+            assert both.forward_ragged("q", "k", "v", FULL, "call", plan) == ("long", None)
+
+    def test_without_any_plan_the_first_that_prefills_runs_a_call(self) -> None:
+        """A host that makes calls by itself plans none."""
+        children = Recorder("short"), Recorder("long")
+        assert self.backend(*children).forward_ragged("q", "k", "v", FULL, "call") is children[0].result
+
+
+class TestTogether:
+    def test_it_claims_what_all_children_can_in_their_roles(self) -> None:
+        """A9: one that only decodes does not count for an extend, and one that only prefills not for a captured
+        decode."""
+        able = Claims(GraphLevel.UNIFORM, mla_extend=frozenset(ExtendPath), needs_cpu_seq_lens=False)
+        children = {
+            "a": Recorder("a", able),
+            "b": Recorder("b", replace(able, cuda_graph=GraphLevel.NEVER)),
+            "c": Recorder("c", replace(able, mla_extend=frozenset())),
+        }
+        serving = {Role.PREFILL: by_length("a", "b"), Role.DECODE: by_length("a", "c")}
+        shared = FastestBackend(children, serving)
+        assert shared.claims == replace(able, cuda_graph=GraphLevel.DECODE)
+        assert shared.who_forced("cuda_graph") == ("b",)
+        assert FastestBackend(children, {Role.DRAFT: by_length("b", "c")}).claims == replace(
+            able, cuda_graph=GraphLevel.NEVER, mla_extend=frozenset()
+        )
+
+    @pytest.mark.parametrize(
+        ("level", "reserving"), [(GraphLevel.DECODE, ["b", "c"]), (GraphLevel.UNIFORM, ["a", "b", "c"])]
+    )
+    def test_memory_for_graphs_is_asked_once_of_each_that_is_captured(
+        self, level: GraphLevel, reserving: list[str]
+    ) -> None:
+        children = {name: Recorder(name, Claims(level), fill=fill) for name, fill in (("a", 9), ("b", 1), ("c", 2))}
+        shared = FastestBackend(children, {Role.PREFILL: by_length("a", "b"), Role.DECODE: by_length("b", "c")})
+        shared.init_cuda_graph_state(8, 16)
+        assert [name for name, child in children.items() if child.given("init_cuda_graph_state")] == reserving
+        assert all(len(child.calls) <= 1 for child in children.values())
+        assert shared.get_cuda_graph_seq_len_fill_value() == (2 if level is GraphLevel.DECODE else 9)
+
+    def test_turns_say_who_plans_along_the_lengths_whatever_it_is_nested_in(self) -> None:
+        model = ModelSpec("m", "test", (LINEAR, FULL), 64)
+        both = FastestBackend(
+            {"a": Recorder("a"), "b": Recorder("b")}, {Role.PREFILL: "b", Role.DECODE: by_length("a", "b")}
+        )
+        nested = HybridLinearBackend(SplitBackend(Recorder("p"), both), Recorder("linear"), model)
+        assert turns(both, DECODE, 1, 1) == (Turn(100, ("a",)), Turn(EVERY_LENGTH, ("b",)))
+        assert turns(both, EXTEND, 1, 1) == (Turn(EVERY_LENGTH, ("b",)),)
+        assert turns(nested, DECODE, 1, 1) == (Turn(100, ("a", "linear")), Turn(EVERY_LENGTH, ("b", "linear")))
+        assert turns(nested, EXTEND, 1, 1) == (Turn(EVERY_LENGTH, ("p", "linear")),)
+
+    def test_turns_of_several_are_those_of_one(self) -> None:
+        one, other = (Turn(4, ("a",)), Turn(9, ("b",))), (Turn(6, ("c",)), Turn(9, ("d",)))
+        assert merged_turns(one, other) == (Turn(4, ("a", "c")), Turn(6, ("b", "c")), Turn(9, ("b", "d")))
+
+    def test_a_wrapper_tells_who_was_left_out_inside_of_it(self) -> None:
+        both = FastestBackend({"a": Recorder("a")}, {Role.DECODE: "a"}, left_out={"b": "it is weak"})
+        assert SplitBackend(Recorder("p"), both).left_out == {"b": "it is weak"}
+
+
+MLA = LayerSpec(0, AttentionKind.MLA, 2, 1, 24, 16, 0.3, mla=MLADims(16, 16, 8))
+MHA = LayerSpec(0, AttentionKind.MHA, 4, 2, 16, 16, 0.3)
+
+
+@pytest.mark.parametrize("layer", [MHA, MLA], ids=["MHA", "MLA"])
+def test_steps_of_one_cache_by_turns_equal_float64(layer: LayerSpec) -> None:
+    """A9, B5: another backend extends and decodes at every step, each over the rows that the others wrote."""
+    page_size, counts = 4, [(5, 2, 9), *[(1, 1, 1)] * 6, (3, 3, 3), *[(1, 1, 1)] * 5]
+    sizes: dict[str, Any] = {"num_pages": 32, "page_size": page_size, "dtype": DType.FLOAT32, "device": "cpu"}
+    pool = MLAPool((layer,), **sizes) if layer.mla is not None else MHAPool((layer,), **sizes)
+    pools = KVPools(mla=pool) if isinstance(pool, MLAPool) else KVPools(mha=pool)
+    caches = [pool.rows(0)] if isinstance(pool, MLAPool) else [pool.keys(0), pool.values(0)]
+    for cache in caches:
+        cache.fill_(float("nan"))
+    host = HostContext(
+        model=ModelSpec("m", "test", (layer,), 128),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        kv_dtype=DType.FLOAT32,
+        page_size=page_size,
+        limits=Limits(3, 32, 64),
+        pools=pools,
+        workspace=WorkspaceOwner(),
+    )
+    roles = frozenset({Role.PREFILL, Role.DECODE})
+    names = ("one", "two", "three")
+    children = {
+        name: TorchNativeBackend(host.for_backend(name, capabilities("torch_native"), roles=roles)) for name in names
+    }
+    schedule = Schedule(
+        {
+            name: {(1, length, 1): 1.0 + (length % 3 != number) for length in range(1, 40)}
+            for number, name in enumerate(names)
+        }
+    )
+    backend = FastestBackend(children, dict.fromkeys((Role.PREFILL, Role.DECODE), schedule))
+    table = torch.randperm(30, generator=torch.Generator().manual_seed(1), dtype=torch.int32).view(3, 10)
+    random = torch.Generator().manual_seed(2)
+    width = layer.head_dim if layer.mla is None else layer.mla.row_dim
+    kept: list[list[Tensor]] = [[], [], []]
+    makers, lengths = list[str](), [0, 0, 0]
+    for new in counts:
+        lengths = [length + count for length, count in zip(lengths, new, strict=True)]
+        rows, mode = sum(new), DECODE if set(new) == {1} else EXTEND
+        q = torch.randn(rows, layer.num_heads, width, generator=random)
+        k = torch.randn(rows, layer.num_kv_heads, width, generator=random)
+        v = None if layer.mla is not None else torch.randn(rows, layer.num_kv_heads, layer.v_head_dim, generator=random)
+        given = ForwardBatch(Geometry.of_lengths(mode, table, list(new), lengths, page_size))
+        planned = plan_forward(backend, given)
+        assert planned is not None
+        makers += planned.attention.makers()
+        run = backend.forward_decode if mode is DECODE else backend.forward_extend
+        out = run(q, k, v, layer, given)
+        values = k[..., : layer.mla.kv_lora_rank] if layer.mla is not None else v
+        assert values is not None
+        expected = []
+        for mine, part_q, part_k, part_v in zip(kept, q.split(new), k.split(new), values.split(new), strict=True):
+            mine.append(torch.cat([part_k, part_v], -1))
+            expected.append(reference(part_q, torch.cat(mine), width, layer.scale))
+        torch.testing.assert_close(out.double(), torch.cat(expected), rtol=1e-5, atol=1e-5)
+    assert set(makers) == set(names)
+    assert sum(before != after for before, after in pairwise(makers)) > 9, "it hardly alternates"
+
+
+def reference(q: Tensor, rows: Tensor, width: int, scale: float) -> Tensor:
+    """Causal attention in float64 of q ``[new, heads, width]``, the last of rows ``[total, kv_heads, width + …]``."""
+    q, rows = q.double(), rows.double().repeat_interleave(q.shape[1] // rows.shape[1], 1)
+    keys, values, total = rows[..., :width], rows[..., width:], rows.shape[0]
+    scores = torch.einsum("qhd,khd->hqk", q, keys) * scale
+    late = torch.arange(total)[None] > torch.arange(total - q.shape[0], total)[:, None]
+    return torch.einsum("hqk,khd->qhd", scores.masked_fill(late, float("-inf")).softmax(-1), values)
+
+
+def test_a_negative_typical_length_is_refused() -> None:
+    with pytest.raises(PlanError, match="typical_len=-1 may not be negative"):
+        batch([4], typical_len=-1)

@@ -1,0 +1,88 @@
+"""Backends that share their roles by batch, on a CPU: what tests of them have in common."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from attnplug import AttentionBackend, Role
+from attnplug.host import HostContext, Schedule, Selection, build_selection
+
+LONGEST = 48
+"""Lengths after which the last one stays the fastest."""
+
+TOYS = """
+import torch
+from attnplug import CONTRACT_VERSION, BackendSpec, Capabilities, ExtendPath, Plan, PlannedAttention, hookimpl
+from attnplug.host import TorchNativeBackend
+
+
+class Double(PlannedAttention):
+    "Attends request by request, in float64."
+
+    def plan(self, geometry):
+        return Plan.of(self.backend_id, geometry, geometry, geometry.new_slots())
+
+    def attend(self, q, layer, plan, new, extras):
+        geometry, pools, out, end = plan.metadata, self.context.pools, [], 0
+        for request, (count, total) in enumerate(zip(geometry.query_lens, geometry.kv_lens)):
+            mine, end = q[end : end + count].double(), end + count
+            slots = geometry.cache_slots([request])[0, :total]
+            if layer.mla is None:
+                k, v = pools.mha.read_keys(layer.layer_id, slots), pools.mha.read_values(layer.layer_id, slots)
+            else:
+                k = pools.mla.read_rows(layer.layer_id, slots)[:, None]
+                v = k[..., : layer.mla.kv_lora_rank]
+            k, v = (each.double().repeat_interleave(q.shape[1] // each.shape[1], 1) for each in (k, v))
+            scores = torch.einsum("qhd,khd->hqk", mine, k) * layer.scale
+            late = torch.arange(total)[None] > torch.arange(total - count, total)[:, None]
+            weights = scores.masked_fill(late, float("-inf")).softmax(-1)
+            out.append(torch.einsum("hqk,khd->qhd", weights, v))
+        return torch.cat(out).to(q.dtype)
+
+
+class Other(TorchNativeBackend):
+    pass
+
+
+def spec(name, factory, **more):
+    can = Capabilities(kinds={"mha", "mla"}, devices={"cpu"}, dtypes={"float32"}, max_speculative_tokens=8, **more)
+    return BackendSpec(name=name, summary="of a test", contract=CONTRACT_VERSION, factory=f"{__name__}:{factory}",
+                       capabilities=can)
+
+
+@hookimpl
+def attnplug_backends():
+    return [spec("double", "Double"), spec("other", "Other", mla_extend=set(ExtendPath), trees=True,
+                                           roles={"prefill", "decode", "draft"})]
+"""
+
+
+def taking_turns(*names: str) -> Schedule:
+    """A schedule by which the fastest is another one at every length."""
+    return Schedule(
+        {
+            name: {(1, length, 1): 1.0 + (length % len(names) != number) for length in range(1, LONGEST)}
+            for number, name in enumerate(names)
+        }
+    )
+
+
+def shared(selection: Selection, *names: str) -> Selection:
+    """The selection, with these backends of all that are installed in every role for full attention."""
+    choices = dict(selection.choices)
+    for role in choices.keys() - {Role.LINEAR}:
+        by_name = {candidate.backend.spec.name: candidate.backend for candidate in choices[role].candidates}
+        choices[role] = replace(choices[role], chosen=by_name[names[0]], schedule=taking_turns(*names))
+    return replace(selection, choices=choices)
+
+
+def share(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Have every engine run on these backends, by turns, as a ranking of measured times would."""
+
+    def build(selection: Selection, context: HostContext) -> AttentionBackend:
+        return build_selection(shared(selection, *names), context)
+
+    for module in ("runner", "speculation.draft_runner"):
+        monkeypatch.setattr(f"attnplug_engine.{module}.build_selection", build)

@@ -1,0 +1,219 @@
+"""Engines on several backends that take turns: another one plans at every step, over one cache."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from refilled_native import NAME, RefilledNative, captured
+from sharing import LONGEST, TOYS, share, shared, taking_turns
+from speculating import DEEPSEEK, LLAMA, NGRAM, engine, shaped
+from thread_ranks import in_ranks
+
+from attnplug import AttentionBackend, BackendError, ForwardMode, GraphLevel, Problem, Role
+from attnplug.host import (
+    EVERY_LENGTH,
+    BackendRequest,
+    FastestBackend,
+    HostContext,
+    Selection,
+    Turn,
+    load_model,
+    load_registry,
+    select,
+)
+from attnplug_engine import Engine, SamplingParams
+from attnplug_engine.by_length import ByLength
+from attnplug_engine.graphs import GraphReport
+from attnplug_engine.prepare import insist_on_one_choice
+from attnplug_engine.request import Request, StepEntry
+from support.command import Attnplug, Package
+
+PROMPTS = [[5, 9, 2, 77, 31, 4, 8], [1], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]]
+
+
+class TestThirdParties:
+    """Backends of a plugin that knows nothing of schedules, beside the embedded one."""
+
+    @pytest.mark.parametrize("model_type", ["llama", "deepseek_v3"])
+    def test_steps_by_turns_give_the_tokens_of_transformers(
+        self, model_type, make_oracle, package: Package, monkeypatch
+    ):
+        """A9, B5: the tokens change by nothing but the arithmetic of the backends, one of which runs in float64."""
+        package("toys", TOYS)
+        share(monkeypatch, "double", "other", NAME)
+        oracle = make_oracle(model_type)
+        one = Engine(str(oracle.folder), device="cpu", page_size=4, max_batch=3, ignore_eos=True, random_weights=False)
+        outputs = [done.token_ids for done in one.generate(PROMPTS, max_tokens=14)]
+        for prompt, output in zip(PROMPTS, outputs, strict=True):
+            assert output == oracle.logits(prompt + output[:-1])[len(prompt) - 1 :].argmax(-1).tolist()
+        served = one.statistics.served.told()["decode"]
+        assert served.keys() == {"double", "other", NAME} and min(served.values()) >= 3
+
+    def test_the_command_tells_how_many_steps_each_served(self, attnplug: Attnplug, package: Package, monkeypatch):
+        package("toys", TOYS)
+        share(monkeypatch, "double", "other")
+        run = ("run", "--model", LLAMA, "--device", "cpu", "--prompt", "hello", "--max-tokens", "9", "--ignore-eos")
+        told = attnplug(*run).err
+        assert "decode steps by backend: double 4, other 4" in told and "prefill steps by backend" not in told
+        (line,) = attnplug(*run, "--json").out.splitlines()
+        assert json.loads(line)["steps"] == {"decode": {"double": 4, "other": 4}}
+
+    def test_the_command_tells_who_was_left_out(self, attnplug: Attnplug, package: Package, monkeypatch):
+        package("toys", TOYS)
+        share(monkeypatch, NAME, "double")
+        told = attnplug("run", "--model", DEEPSEEK, "--device", "cpu", "--prompt", "hello", "--max-tokens", "3").err
+        told = " ".join(told.split())  # it is wrapped
+        assert "without double: it cannot extend MLA by chunked or one_shot, so it does not share prefill" in told
+
+    def test_one_backend_alone_is_not_told(self, attnplug: Attnplug):
+        run = ("run", "--model", LLAMA, "--device", "cpu", "--prompt", "hello", "--max-tokens", "4")
+        assert "steps by backend" not in attnplug(*run).err
+        assert "steps" not in json.loads(attnplug(*run, "--json").out)
+
+
+@pytest.fixture
+def refilled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every engine runs on two backends that take turns and can be "captured" here."""
+
+    def build(selection: Selection, context: HostContext) -> AttentionBackend:
+        role = Role.DRAFT if selection.problem.is_draft else Role.DECODE
+        can, roles = selection.chosen(role).spec.capabilities, frozenset({role, Role.PREFILL})
+        children = {name: RefilledNative(context.for_backend(name, can, roles=roles)) for name in ("odd", "even")}
+        return FastestBackend(children, {role: taking_turns("even", "odd")})
+
+    for module in ("runner", "speculation.draft_runner"):
+        monkeypatch.setattr(f"attnplug_engine.{module}.build_selection", build)
+
+
+class TestCaptured:
+    def test_a_step_is_captured_once_for_each_backend(self, refilled):
+        graphs = captured(engine(), (1, 4)).runner.graphs
+        assert graphs.sizes == (1, 4) and graphs.backends == {("odd",): (1, 4), ("even",): (1, 4)}
+        found = [graphs.fitting(3, entries(*lengths)) for lengths in ((3, 3, 3), (4, 4, 4), (1, 1, 10), (5, 5, 7))]
+        assert [step.size for step in found] == [4] * 4
+        makers = [step.batch.plan.attention.makers() for step in found]
+        assert makers == [["odd"], ["even"], ["even"], ["odd"]]
+
+    def test_replayed_steps_by_turns_give_the_tokens_of_eager_ones(self, refilled):
+        """B2: the step that is replayed is planned by the backend that is the fastest for its requests' lengths."""
+        each = [SamplingParams(12), SamplingParams(9), SamplingParams(5)]
+        expected = [done.token_ids for done in engine().generate(PROMPTS, each)]
+        one = captured(engine(overlap=True), (2, 4))
+        assert [done.token_ids for done in one.generate(PROMPTS, each)] == expected
+        assert one.statistics.replayed_steps and not one.statistics.eager_steps
+        assert min(one.statistics.served.told()["decode"].values()) >= 4
+
+    def test_replayed_rounds_by_turns_give_the_tokens_of_plain_steps(self, refilled):
+        """B2: verify and the draft's own batches, each by the backend that is the fastest for it."""
+        for draft in (NGRAM | shaped(2), {"speculative_algorithm": "standalone", "speculative_draft_model": LLAMA}):
+            expected = [done.token_ids for done in engine().generate(PROMPTS, max_tokens=12)]
+            one = captured(engine(**draft), (4,))
+            assert [done.token_ids for done in one.generate(PROMPTS, max_tokens=12)] == expected
+            assert one.statistics.replayed_steps and len(one.rounds.graphs.backends) > 1
+
+    def test_a_backend_that_cannot_be_captured_as_it_claims_is_found_whoever_is_the_fastest(self, monkeypatch):
+        """Each is compared with its own eager attention: here the two differ by more than any rounding."""
+
+        class Doubled(RefilledNative):
+            def attend(self, *given: Any) -> torch.Tensor:
+                return 2 * super().attend(*given)
+
+        class Stale(RefilledNative):
+            def refill(self, plan: Any, geometry: Any) -> None:
+                if not plan.metadata.rows:
+                    super().refill(plan, geometry)
+
+        def sharing_with(kind: type[RefilledNative]) -> None:
+            def build(selection: Selection, context: HostContext) -> AttentionBackend:
+                can, roles = selection.chosen(Role.DECODE).spec.capabilities, frozenset({Role.PREFILL, Role.DECODE})
+                children: dict[str, AttentionBackend] = {
+                    name: each(context.for_backend(name, can, roles=roles))
+                    for name, each in (("odd", RefilledNative), ("even", kind))
+                }
+                return FastestBackend(children, {Role.DECODE: taking_turns("even", "odd")})
+
+            monkeypatch.setattr("attnplug_engine.runner.build_selection", build)
+
+        sharing_with(Doubled)
+        assert captured(engine(), (4,)).runner.graphs.sizes == (4,)
+        sharing_with(Stale)
+        with pytest.raises(BackendError, match="cannot be captured as it claims"):
+            captured(engine(), (4,))
+
+    def test_the_report_says_which_sizes_were_captured_for_whom(self):
+        report = GraphReport(GraphLevel.UNIFORM, (), (1, 4), 3 << 20, backends={("a",): (1, 4), ("b", "fla"): (4,)})
+        told = "decode with 1, 4 requests, 3 MiB (level UNIFORM); 3 graphs: a with 1, 4; b and fla with 4"
+        assert str(report) == told
+
+
+def entries(*lengths: int) -> list[StepEntry]:
+    """Of requests that decode, with so many cache rows, the new one included."""
+    return [StepEntry(Request(0, (1,), SamplingParams(4)), length - 1, (7,), True) for length in lengths]
+
+
+class TestByLength:
+    TURNS = (Turn(4, ("a",)), Turn(9, ("b",)), Turn(30, ("a",)), Turn(EVERY_LENGTH, ("c",)))
+
+    def captured(self, context: int) -> tuple[ByLength[int | None], list[int | None]]:
+        asked: list[int | None] = []
+
+        def capture(typical_len: int | None) -> int | None:
+            asked.append(typical_len)
+            return typical_len
+
+        return ByLength(self.TURNS, context, capture), asked
+
+    def test_each_backend_is_captured_once_for_a_length_at_which_it_is_the_fastest(self):
+        found, asked = self.captured(100)
+        assert list(found.captured) == [("a",), ("b",), ("c",)] and asked == [2, 6, 55]
+
+    def test_turns_past_the_context_are_not_captured(self):
+        assert [len(self.captured(context)[1]) for context in (4, 5, 30, 31)] == [1, 2, 2, 3]
+
+    def test_where_one_serves_all_lengths_it_is_told_none(self):
+        assert self.captured(4)[1] == [None]
+
+    def test_the_mean_length_decides(self):
+        found, _ = self.captured(100)
+        lengths = ((4,), (5,), (2, 8), (9, 10), (10, 10), (30,), (31,), (99, 99))
+        assert [found.fitting(entries(*each)) for each in lengths] == [2, 6, 6, 6, 2, 2, 55, 55]
+
+
+class TestRanks:
+    def selection(self, *names: str) -> Selection:
+        problem = Problem(load_model(LLAMA), "cpu")
+        return shared(select(load_registry(), BackendRequest(), problem), *names)
+
+    def test_all_serve_a_batch_by_the_same_backend(self, package: Package):
+        """Ranks that read other measured times would choose otherwise, and be as slow as the slowest."""
+        package("toys", TOYS)
+        alike, other = self.selection("double", "other"), self.selection("double", "other")
+        choice = other.choices[Role.DECODE]
+        times = {**taking_turns("double", "other").times, "double": {(1, 5, 1): 3.0}}
+        other.choices[Role.DECODE] = replace(choice, schedule=type(choice.schedule)(times))
+        cpu = torch.device("cpu")
+        in_ranks(2, lambda parallel: insist_on_one_choice(alike, parallel, cpu))
+        with pytest.raises(BackendError, match=r"decode on double and other, and others chose otherwise: .* measured"):
+            in_ranks(2, lambda parallel: insist_on_one_choice((alike, other)[parallel.rank], parallel, cpu))
+
+
+def test_batches_say_how_long_their_requests_are_about(monkeypatch):
+    """In every mode that an engine runs, also of a draft, and where the lengths are on the device alone."""
+    seen: dict[ForwardMode, list[int | None]] = {}
+
+    class Watching(FastestBackend):
+        def fastest(self, geometry: Any) -> str:
+            seen.setdefault(geometry.mode, []).append(geometry.typical_len)
+            return super().fastest(geometry)
+
+    monkeypatch.setattr("attnplug.choose.assembly.FastestBackend", Watching)
+    share(monkeypatch, NAME)
+    one = engine(speculative_algorithm="standalone", speculative_draft_model=LLAMA, **shaped(2), overlap=False)
+    one.generate(PROMPTS[:1], max_tokens=8)
+    engine().generate(PROMPTS[:1], max_tokens=3)
+    assert seen.keys() >= {ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMode.DECODE}
+    assert all(7 <= length <= LONGEST for lengths in seen.values() for length in lengths)
