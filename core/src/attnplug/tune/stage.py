@@ -36,8 +36,9 @@ Build = Callable[[HostContext], AttentionBackend]
 CALLS = 20
 """Calls of a chain, as many as a model of medium depth has layers."""
 FEW_CALLS = 4
+"""Of those that take long: prefills, and decodes over very large caches."""
 _LONG_BYTES = 2 << 30
-"""With a cache of so many bytes a call takes half a millisecond or more, and fewer make a chain."""
+"""A cache from which a call reads for half a millisecond or longer."""
 _FILL_ROWS = 1 << 15
 ROTATED_BYTES = 4 << 30
 """Up to so many bytes, each call of a chain reads a cache of its own. Past them, a cache is far larger than L2."""
@@ -99,7 +100,7 @@ class Stage:
         self.dtype = torch_dtype(shape.dtype)
         self.lengths = lengths_at(task, ragged=setup.ragged)
         cache = cache_bytes(task, self.lengths)
-        self.calls = CALLS if cache <= _LONG_BYTES else FEW_CALLS
+        self.calls = FEW_CALLS if cache > _LONG_BYTES or task.point.role is Role.PREFILL else CALLS
         self.layers = tuple(replace(task.layer, layer_id=number) for number in range(min(_layers(cache), self.calls)))
         self.context = max(setup.max_context, *self.lengths)
         self.page_table = self._page_table()

@@ -23,8 +23,6 @@ class Tuned:
     backend: str
     asked: int
     """Tasks that it was to be measured at."""
-    known: int = 0
-    """Tasks that its tables had already."""
     timed: list[Timed] = field(default_factory=list)
     skipped: list[Skipped] = field(default_factory=list)
     failed: list[Failed] = field(default_factory=list)
@@ -38,7 +36,7 @@ class Tuned:
         """Tasks for which there was no time."""
         if self.failed:
             return 0  # those of the failing sorts were not tried, and which ones they are is told
-        return self.asked - self.known - len(self.timed) - len(self.skipped)
+        return self.asked - len(self.timed) - len(self.skipped)
 
     def rows(self) -> dict[Sort, list[Measurement]]:
         """What was measured, by table. What a backend failed at is left out as a whole: it must not be chosen for
