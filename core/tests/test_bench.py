@@ -41,7 +41,7 @@ def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
 def test_a_file_that_holds_no_results_is_refused_by_name(text: str, tmp_path: Path) -> None:
     path = tmp_path / "odd.json"
     path.write_text(text)
-    with pytest.raises(UsageError, match="odd.json"):
+    with pytest.raises(UsageError, match=r"odd\.json"):
         read_results(path)
 
 
@@ -61,7 +61,7 @@ def test_what_is_no_longer_measured_is_told() -> None:
 
 
 def test_results_of_two_devices_are_not_compared() -> None:
-    with pytest.raises(UsageError, match="a GPU.*another"):
+    with pytest.raises(UsageError, match=r"a GPU.*another"):
         compare(results(ROW), results(ROW, device="another"))
 
 

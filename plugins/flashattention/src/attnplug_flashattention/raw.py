@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from attnplug.host import RawScene
-from attnplug_flashattention.kernels import load_fa4
+from attnplug_flashattention import kernels
 
 
 def calls(scene: RawScene) -> RawDecode | None:
@@ -21,7 +21,7 @@ class RawDecode:
     def __init__(self, scene: RawScene) -> None:
         pool = scene.pools.mha
         assert pool is not None
-        self._attend, self._q, self._table = load_fa4(), scene.q.unsqueeze(1), scene.page_table
+        self._attend, self._q, self._table = kernels.load_fa4(), scene.q.unsqueeze(1), scene.page_table
         self._longest, self._scale = max(scene.lengths), scene.layers[0].scale
         self._lens = torch.tensor(scene.lengths, dtype=torch.int32, device=scene.q.device)
         self._caches = [(pool.keys(each.layer_id), pool.values(each.layer_id)) for each in scene.layers]

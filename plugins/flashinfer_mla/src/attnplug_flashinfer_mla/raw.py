@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from attnplug.host import RawScene
+from attnplug_flashinfer_mla import kernels
 
 SCRATCH_BYTES = 128 << 20
 """What FlashInfer recommends."""
@@ -25,24 +26,23 @@ class RawDecode:
     """FlashInfer's paged wrapper over the caches of a scene, planned for its lengths."""
 
     def __init__(self, scene: RawScene, kernel: str = "auto", scratch: Tensor | None = None) -> None:
-        from flashinfer.mla import BatchMLAPagedAttentionWrapper
-
         dims, device = scene.layers[0].mla, scene.q.device
         assert dims is not None and scene.pools.mla is not None
-        self._scene, self._dims = scene, dims
+        self._scene, self._dims, library = scene, dims, kernels.load_library()
         pages = [-(-length // scene.page_size) for length in scene.lengths]
         starts = torch.tensor([0, *pages]).cumsum(0).int()
-        self._arrays: dict[str, Tensor] = {
+        arrays = {
             "qo_indptr": torch.arange(len(pages) + 1, dtype=torch.int32, device=device),
             "kv_indptr": starts.to(device),
             "kv_indices": torch.cat([scene.page_table[row, :count] for row, count in enumerate(pages)]),
             "kv_len_arr": torch.tensor(scene.lengths, dtype=torch.int32, device=device),
         }
-        reserved = {name: array.clone() for name, array in self._arrays.items()} if scene.captured else {}
+        reserved = {name: array.clone() for name, array in arrays.items()} if scene.captured else {}
         if scratch is None:
             scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=device)
-        self._wrapper: Any = BatchMLAPagedAttentionWrapper(
-            scratch, use_cuda_graph=scene.captured, backend=kernel, **reserved
+        self._wrapper: Any = library.paged(scratch, use_cuda_graph=scene.captured, backend=kernel, **reserved)
+        self._plan: dict[str, Any] = (
+            arrays if library.metadata is None else {"metadata": library.metadata.csr(**arrays)}
         )
         rank = dims.kv_lora_rank
         self._q = scene.q[..., :rank], scene.q[..., rank:]
@@ -52,7 +52,7 @@ class RawDecode:
 
     def plan(self, _: int = 0) -> None:
         self._wrapper.plan(
-            **self._arrays,
+            **self._plan,
             num_heads=self._scene.layers[0].num_heads,
             head_dim_ckv=self._dims.kv_lora_rank,
             head_dim_kpe=self._dims.qk_rope_head_dim,
