@@ -28,22 +28,19 @@ class RawDecode:
     def __init__(self, scene: RawScene, kernel: str = "auto", scratch: Tensor | None = None) -> None:
         dims, device = scene.layers[0].mla, scene.q.device
         assert dims is not None and scene.pools.mla is not None
-        self._scene, self._dims, library = scene, dims, kernels.load_library()
+        self._scene, self._dims, paged = scene, dims, kernels.load_library().paged
         pages = [-(-length // scene.page_size) for length in scene.lengths]
         starts = torch.tensor([0, *pages]).cumsum(0).int()
-        arrays = {
+        self._arrays: dict[str, Tensor] = {
             "qo_indptr": torch.arange(len(pages) + 1, dtype=torch.int32, device=device),
             "kv_indptr": starts.to(device),
             "kv_indices": torch.cat([scene.page_table[row, :count] for row, count in enumerate(pages)]),
             "kv_len_arr": torch.tensor(scene.lengths, dtype=torch.int32, device=device),
         }
-        reserved = {name: array.clone() for name, array in arrays.items()} if scene.captured else {}
+        reserved = {name: array.clone() for name, array in self._arrays.items()} if scene.captured else {}
         if scratch is None:
             scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=device)
-        self._wrapper: Any = library.paged(scratch, use_cuda_graph=scene.captured, backend=kernel, **reserved)
-        self._plan: dict[str, Any] = (
-            arrays if library.metadata is None else {"metadata": library.metadata.csr(**arrays)}
-        )
+        self._wrapper: Any = paged(scratch, use_cuda_graph=scene.captured, backend=kernel, **reserved)
         rank = dims.kv_lora_rank
         self._q = scene.q[..., :rank], scene.q[..., rank:]
         rows = [scene.pools.mla.rows(layer.layer_id).squeeze(2) for layer in scene.layers]
@@ -52,7 +49,7 @@ class RawDecode:
 
     def plan(self, _: int = 0) -> None:
         self._wrapper.plan(
-            **self._plan,
+            **self._arrays,
             num_heads=self._scene.layers[0].num_heads,
             head_dim_ckv=self._dims.kv_lora_rank,
             head_dim_kpe=self._dims.qk_rope_head_dim,
