@@ -16,7 +16,7 @@ from attnplug.tune import raw
 from attnplug.tune.measure import Failed, Job, Timed, run_job
 from attnplug.tune.page import plot_rows, report_page
 from attnplug.tune.points import parse_points
-from attnplug.tune.results import Results, Row, compare, read_results, row_of
+from attnplug.tune.results import Results, Row, compare, read_results, row_of, standings
 from support.plugins import Install
 from support.tuning import FakeClock, tasks, toys
 
@@ -53,6 +53,19 @@ def test_slower_is_what_is_past_noise_and_five_per_cent() -> None:
         assert len(compare(results(ROW), results(after)).slower) == count
     assert len(compare(results(slower), results(ROW)).faster) == 1
     assert "× 1.20" in compare(results(ROW), results(slower)).slower[0]
+
+
+def test_a_side_stands_by_its_distance_from_the_fastest_backend() -> None:
+    """A library that is faster than all of them does not count."""
+    times = {"raw fast": (1, 1), "fast": (10, 40), "slow": (20, 20)}
+    rows = [
+        replace(ROW, side=side, length=length, us=us)
+        for side, both in times.items()
+        for length, us in zip((64, 128), both, strict=True)
+    ]
+    raw_fast, fast, slow = standings(rows)
+    assert (fast.side, fast.mean, fast.worst) == ("fast", pytest.approx(2**0.5), 2) and "1 × 128" in fast.where
+    assert (slow.side, slow.worst, slow.points) == ("slow", 2, 2) and raw_fast.mean < 1
 
 
 def test_what_is_no_longer_measured_is_told() -> None:

@@ -19,7 +19,7 @@ from attnplug.tune.measure import Failed, Timed
 from attnplug.tune.page import plot_rows
 from attnplug.tune.place import bandwidth, commit
 from attnplug.tune.process import RunJob, runner_for
-from attnplug.tune.results import Comparison, Results, compare, read_results, row_of
+from attnplug.tune.results import Comparison, Results, compare, read_results, row_of, standings
 
 
 def bench(parsed: argparse.Namespace, run: RunJob | None = None) -> int:
@@ -52,7 +52,8 @@ def bench(parsed: argparse.Namespace, run: RunJob | None = None) -> int:
         output.write_json(results.as_json())
     else:
         print_fastest(rows)
-        print("\n".join(["", f"limit: {rate / 1e9:.0f} GB/s, plain reading or copying", *plan.notes, *results.failed]))
+        limit = f"limit: {rate / 1e9:.0f} GB/s, plain reading or copying"
+        print("\n".join(["", *map(str, standings(rows)), limit, *plan.notes, *results.failed]))
     return 1 if not rows or any(isinstance(each, Failed) for each in failed) else 0
 
 

@@ -24,7 +24,7 @@ from attnplug.declare.model import ModelSpec
 from attnplug.declare.options import parse_options
 from attnplug.declare.problem import Problem
 from attnplug.tune.clock import Chain, Clock
-from attnplug.tune.raw import raw_chain
+from attnplug.tune.raw import RAW, raw_chain
 from attnplug.tune.shapes import Task
 from attnplug.tune.stage import Build, Setup, Stage, stage_bytes
 
@@ -117,7 +117,7 @@ def _measured(
     job: Job, task: Task, setup: Setup, registry: Registry, clock: Clock, broken: set[tuple[object, ...]]
 ) -> list[Outcome]:
     """The backend at one point, and its library on the same caches."""
-    side, raw = job.backend, f"raw {job.backend}"
+    side, raw = job.backend, f"{RAW}{job.backend}"
     found: list[Outcome] = []
     if _sort(side, task) in broken:
         return found

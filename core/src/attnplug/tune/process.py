@@ -27,7 +27,7 @@ def in_own_process(job: Job) -> Iterator[Outcome]:
     """The outcomes of a job as they come, from a process that ends with it."""
     context = multiprocessing.get_context("spawn")  # a fork would take along a CUDA context that it cannot use
     receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(job, sender), daemon=True)
+    process = context.Process(target=_work, args=(job, sender))  # no daemon: those may not start compilers
     process.start()
     sender.close()
     done = False

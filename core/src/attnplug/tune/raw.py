@@ -19,6 +19,8 @@ from attnplug.tune.clock import Chain
 from attnplug.tune.stage import Stage
 
 GROUP = "attnplug.raw"
+RAW = "raw "
+"""What the name of a side begins with that is a backend's library."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -13,6 +13,7 @@ from attnplug.declare.measured import MeasuredTable
 from attnplug.declare.problem import Role
 from attnplug.tune.measure import Timed
 from attnplug.tune.points import Point
+from attnplug.tune.raw import RAW
 
 SCHEMA = 1
 SLOWER = 1.05
@@ -156,6 +157,38 @@ def compare(old: Results, new: Results) -> Comparison:
         elif after.high < before.low and before.us > SLOWER * after.us:
             faster.append(line)
     return Comparison(tuple(slower), tuple(faster), tuple(gone), common)
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How a side compares with the fastest at each point where it was measured: as factors of the time."""
+
+    side: str
+    points: int
+    mean: float
+    """The geometric mean."""
+    worst: float
+    where: str
+
+    def __str__(self) -> str:
+        mean = f"{self.mean:.2f} × the fastest backend's time on average over {self.points} points"
+        return f"{self.side}: {mean}, at most {self.worst:.2f} × ({self.where})"
+
+
+def standings(rows: Sequence[Row]) -> list[Standing]:
+    """Every side beside the fastest backend of each point, the best on average first. Libraries do not count."""
+    factors: dict[str, list[tuple[float, str]]] = {}
+    for (layer, role), points in by_point(rows).items():
+        for point, found in points.items():
+            best = min((row.us for side, row in found.items() if not side.startswith(RAW)), default=0.0)
+            for side, row in found.items():
+                if best:
+                    factors.setdefault(side, []).append((row.us / best, f"{role} {point}, {layer}"))
+    made = [
+        Standing(side, len(each), math.exp(math.fsum(math.log(factor) for factor, _ in each) / len(each)), *max(each))
+        for side, each in factors.items()
+    ]
+    return sorted(made, key=lambda standing: (standing.mean, standing.side))
 
 
 def by_point(rows: Sequence[Row]) -> dict[tuple[str, str], dict[Point, dict[str, Row]]]:

@@ -68,10 +68,10 @@ def cache_bytes(task: Task, lengths: Sequence[int]) -> int:
     """What one layer's cache takes at a point."""
     shape = task.shape
     pages = sum(-(-length // shape.page_size) for length in lengths)
-    width = shape.head_dim + (0 if task.layer.mla is not None else shape.value_dim)
-    row = shape.num_kv_heads * width * torch_dtype(shape.kv_dtype).itemsize
     if task.layer.mla is not None:
         row = MLAPool.row_nbytes(task.layer.mla, shape.kv_dtype)
+    else:
+        row = shape.num_kv_heads * (shape.head_dim + shape.value_dim) * torch_dtype(shape.kv_dtype).itemsize
     if task.layer.indexer is not None:
         row += task.layer.indexer.head_dim * torch_dtype(shape.dtype).itemsize
     return pages * shape.page_size * row
