@@ -79,7 +79,7 @@ def test_bench_writes_results_that_compare(attnplug: Attnplug, clock: FakeClock,
     first = attnplug(*command, "--out", str(old), "--plot", str(plot))
     assert first.code == 0, first.err
     told = json.loads(old.read_text())
-    assert {"device", "versions", "commit", "bandwidth_gb_per_s", "rows"} <= set(told)
+    assert {"device", "driver", "versions", "commit", "bandwidth_gb_per_s", "rows"} <= set(told)
     assert [row["side"] for row in told["rows"]] == ["toy", "auto"] and "xmlns" in plot.read_text()
     clock.times_us = {**clock.times_us, "toy": lambda point: 50.0}
     attnplug(*command, "--out", str(new))

@@ -46,6 +46,16 @@ def test_a_measurement_is_the_median_of_a_call_with_its_quartiles(install: Insta
     assert timed.measured[:3] == (1, 64, 1) and timed.measured[3:] == pytest.approx((100, 95, 105))
 
 
+def test_what_lies_between_captured_calls_is_no_part_of_their_time(install: Install, monkeypatch) -> None:
+    registry = toys(install, "toy")
+    monkeypatch.setattr(measure.Stage, "captured", True)
+    monkeypatch.setattr(measure.Stage, "chain", lambda stage, side: replace(stage.links(), side=side))
+    clock = FakeClock({"toy": constant(10), "links": constant(1.5)}, runs=True)
+    timed, _ = run_job(job(registry, "toy", *FEW[:2]), registry, clock)
+    assert isinstance(timed, Timed) and timed.measured.microseconds == pytest.approx(8.5)
+    assert [chain.side for chain in clock.ran] == ["links", "toy", "toy"], "they are measured once"
+
+
 @pytest.mark.parametrize("model", ["tiny:llama", "tiny:deepseek_v3", "tiny:deepseek_v32"])
 def test_every_sort_of_layer_runs_in_every_role(model: str, install: Install) -> None:
     """Heads, latent rows, and latent rows that an index chooses; with their new rows written."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
@@ -65,7 +66,8 @@ def _header(plan: Plan, names: tuple[str, ...], rate: float, *, ragged: bool) ->
     return {
         "device": plan.processor.name,
         "sm": plan.processor.sm,
-        "versions": versions,
+        "driver": plan.processor.driver or None,
+        "versions": {"python": platform.python_version(), **versions},
         "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "bandwidth_gb_per_s": rate / 1e9,

@@ -31,6 +31,7 @@ from attnplug.tune.stage import Build, Setup, Stage, stage_bytes
 _COMPILING_S = 2.0
 """Preparing a point takes a fraction of a second. Whatever takes longer than this compiles kernels."""
 _SHARE_OF_MEMORY = 0.8
+_SHORTEST_US = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,11 +93,11 @@ def run_job(job: Job, registry: Registry, clock: Clock) -> Iterator[Outcome]:
     Where it fails, its other tasks of that role and sort of layer are not tried.
     """
     setup = Setup(torch.device(job.device), job.max_context, job.ragged)
-    spent, broken = 0.0, set[tuple[object, ...]]()
+    spent, broken, gaps = 0.0, set[tuple[object, ...]](), dict[int, float]()
     for task in job.tasks:
         if spent >= job.seconds:
             return
-        for outcome in _measured(job, task, setup, registry, clock, broken):
+        for outcome in _measured(job, task, setup, registry, clock, broken, gaps):
             if isinstance(outcome, Failed):
                 broken.add(_sort(outcome.side, task))
             elif isinstance(outcome, Timed):
@@ -114,7 +115,13 @@ def _sort(side: str, task: Task) -> tuple[object, ...]:
 
 
 def _measured(
-    job: Job, task: Task, setup: Setup, registry: Registry, clock: Clock, broken: set[tuple[object, ...]]
+    job: Job,
+    task: Task,
+    setup: Setup,
+    registry: Registry,
+    clock: Clock,
+    broken: set[tuple[object, ...]],
+    gaps: dict[int, float],
 ) -> list[Outcome]:
     """The backend at one point, and its library on the same caches."""
     side, raw = job.backend, f"{RAW}{job.backend}"
@@ -128,12 +135,12 @@ def _measured(
     try:
         with torch.inference_mode():
             stage = Stage(task, setup, _builder(job, registry, task))
-            found.append(_timed(stage, stage.chain(side), clock, began))
+            found.append(_timed(stage, stage.chain(side), clock, began, gaps))
             if job.raw and _sort(raw, task) not in broken:
                 side, began = raw, clock.now()
                 chain = raw_chain(job.backend, raw, stage)
                 if chain is not None:
-                    found.append(_timed(stage, chain, clock, began))
+                    found.append(_timed(stage, chain, clock, began, gaps))
     except (torch.OutOfMemoryError, MemoryError) as error:
         found.append(Skipped(side, task, f"it runs out of memory: {describe_error(error).splitlines()[0]}"))
     except Exception as error:  # kernels and their libraries raise anything
@@ -141,17 +148,27 @@ def _measured(
     return found
 
 
-def _timed(stage: Stage, chain: Chain, clock: Clock, began: float) -> Timed:
+def _timed(stage: Stage, chain: Chain, clock: Clock, began: float, gaps: dict[int, float]) -> Timed:
     clock.warm_up(chain)
     prepared = clock.now() - began
     if stage.last is not None and not bool(torch.isfinite(stage.last).all()):
         raise BackendError(f"{chain.side} gave results that are not finite, over a cache of random rows")
-    times = [1e6 * seconds / chain.calls for seconds in clock.times(chain)]
+    gap = _gap(stage, clock, gaps) if chain.captured else 0.0
+    times = [max(1e6 * seconds / chain.calls - gap, _SHORTEST_US) for seconds in clock.times(chain)]
     low, middle, high = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
     point = chain.task.point
     measured = Measurement(point.requests, point.length, point.tokens, middle, low, high)
     compile_s = prepared if prepared > _COMPILING_S else 0.0
     return Timed(chain.side, chain.task, measured, clock.now() - began - compile_s, compile_s)
+
+
+def _gap(stage: Stage, clock: Clock, known: dict[int, float]) -> float:
+    """Microseconds between two calls of a captured chain, which are measured once for each length of a chain."""
+    if stage.calls not in known:
+        links = stage.links()
+        clock.warm_up(links)
+        known[stage.calls] = 1e6 * statistics.median(clock.times(links)) / links.calls
+    return known[stage.calls]
 
 
 def memory_of(device: torch.device) -> float:

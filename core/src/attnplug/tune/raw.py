@@ -90,5 +90,7 @@ def raw_chain(backend: str, side: str, stage: Stage) -> Chain | None:
         calls.begin()
         for number in range(stage.calls):
             stage.last = calls.run(number % len(stage.layers))
+            if stage.captured:
+                stage.link(stage.last)
 
     return Chain(side, stage.task, stage.calls, run, captured=stage.captured, host_counts=not scene.prefill)

@@ -2,7 +2,7 @@
 
 A step is what an engine makes of it: planned once, its new rows written by every call. A decode and a verify run in a
 CUDA graph if the backend claims that, over a page table for the longest context, and with their lengths on the device
-only. MLA decodes and verifies absorbed: the up-projections are not a backend's. It prefills as a model's layers do,
+only. There each call waits for the result of the last one, so that no two overlap. MLA decodes and verifies absorbed: the up-projections are not a backend's. It prefills as a model's layers do,
 by the policy's path, up-projections included.
 """
 
@@ -40,6 +40,8 @@ FEW_CALLS = 4
 _LONG_BYTES = 2 << 30
 """A cache from which a call reads for half a millisecond or longer."""
 _FILL_ROWS = 1 << 15
+_LINKED = 8
+"""Numbers of a result that the next call waits for."""
 ROTATED_BYTES = 4 << 30
 """Up to so many bytes, each call of a chain reads a cache of its own. Past them, a cache is far larger than L2."""
 
@@ -220,6 +222,8 @@ class Stage:
                 attention.refill(batch)
             for number in range(self.calls):
                 self.last = call(self.layers[number % len(self.layers)])
+                if captured:
+                    self.link(self.last)
 
         return Chain(
             side,
@@ -230,6 +234,21 @@ class Stage:
             replan=(lambda: attention.plan_captured(batch)) if captured else None,
             host_counts=self.task.point.role is not Role.PREFILL,
         )
+
+    def link(self, out: Tensor) -> None:
+        """Make the next call wait for this result, as layers do: kernels that may begin before the last one ended could
+        otherwise run beside it. The queries stay as they are."""
+        self.q[0, 0, :_LINKED].add_(out[0, 0, :_LINKED], alpha=0)
+
+    def links(self) -> Chain:
+        """What lies between the calls of a captured chain, alone. Its time is no part of theirs."""
+        other = self.q[-1:].clone()
+
+        def run() -> None:
+            for _ in range(self.calls):
+                self.link(other)
+
+        return Chain("links", self.task, self.calls, run, captured=True)
 
     def _call(self, batch: ForwardBatch) -> Callable[[LayerSpec], Tensor]:
         attention, layer, shape, rows = self.attention, self.task.layer, self.task.shape, batch.geometry.rows
