@@ -2,8 +2,9 @@
 
 A step is what an engine makes of it: planned once, its new rows written by every call. A decode and a verify run in a
 CUDA graph if the backend claims that, over a page table for the longest context, and with their lengths on the device
-only. There each call waits for the result of the last one, so that no two overlap. MLA decodes and verifies absorbed: the up-projections are not a backend's. It prefills as a model's layers do,
-by the policy's path, up-projections included.
+only. There each call waits for the result of the last one, so that no two overlap. MLA decodes and verifies absorbed:
+the up-projections are not a backend's. It prefills as a model's layers do, by the policy's path, up-projections
+included.
 """
 
 from __future__ import annotations
