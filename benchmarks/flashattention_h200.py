@@ -42,10 +42,11 @@ from attnplug import (
     RaggedCall,
     Role,
 )
-from attnplug.host import BatchPlan, KVPools, Limits, MLADims, WorkspaceOwner, load_registry, plan_forward
+from attnplug.host import BatchPlan, KVPools, Limits, MLADims, RawScene, WorkspaceOwner, load_registry, plan_forward
 from attnplug_flashattention.backend import FlashAttentionBackend
 from attnplug_flashattention.kernels import load_fa4
 from attnplug_flashattention.options import FlashAttentionOptions
+from attnplug_flashattention.raw import RawDecode
 
 PAGE, MAX_CONTEXT = 64, 131072
 LAYERS, CALLS, REPLAYS = 4, 20, 20
@@ -148,10 +149,14 @@ class Decode:
         self._case, self._rig, self._flashinfer = case, rig, flashinfer
         self._ours = Ours(case, rig.device, LAYERS)
         self._q = random(case.requests, case.heads, case.head_dim, device=rig.device)
-        self._lens = torch.full((case.requests,), case.length, dtype=torch.int32, device=rig.device)
         self._batch = self._ours.batch()
         plan_forward(self._ours.backend, self._batch)
-        self._fa4 = load_fa4()
+        self._fa4 = RawDecode(
+            RawScene(
+                self._ours.layers, self._ours.context.pools, PAGE, self._ours.page_table,
+                (case.length,) * case.requests, 1, False, self._q, True,
+            )
+        )  # fmt: skip
 
     @cached_property
     def _captured(self) -> ForwardBatch:
@@ -166,12 +171,7 @@ class Decode:
         return lambda number: forward(q, None, None, layers[number % LAYERS], batch, save_kv_cache=False)
 
     def _raw(self, number: int) -> Tensor:
-        layer, pool = number % LAYERS, self._ours.pool
-        out, _ = self._fa4(
-            self._q.unsqueeze(1), pool.keys(layer), pool.values(layer), seqused_k=self._lens,
-            page_table=self._ours.page_table, max_seqlen_k=self._case.length,
-        )  # fmt: skip
-        return out.squeeze(1)
+        return self._fa4.run(number)
 
     def eager(self) -> dict[str, Any]:
         """One call on the device, with the cache not in L2."""

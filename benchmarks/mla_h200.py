@@ -51,8 +51,6 @@ from mla_sides import (
     Case,
     Ours,
     Pair,
-    RawDecode,
-    RawFlashMLA,
     RawPrefill,
     Rig,
     decode_bytes,
@@ -227,9 +225,9 @@ class Rotating:
         return body
 
     def graphs(self) -> dict[str, Any]:
-        bodies = {"flashinfer": self._library(RawDecode(self._ours, self._q, self._rig.scratch, graph=True))}
+        bodies = {"flashinfer": self._library(FLASHINFER.raw(self._ours, self._q, self._rig, True))}
         if missing_flashmla() is None:
-            bodies["flashmla"] = self._library(RawFlashMLA(self._ours, self._q))
+            bodies["flashmla"] = self._library(FLASHMLA.raw(self._ours, self._q, self._rig, True))
         bodies |= {name: self._side(backend) for name, backend in self._backends.items()}
         bodies["triton_again"] = bodies["triton"]
         bodies["triton_room"] = self._side(self._ours.build("triton_mla"), room=MAX_CONTEXT)

@@ -11,9 +11,11 @@ from gpu_clock import device_us
 from torch import Tensor
 
 from attnplug import AttentionKind, DType, ForwardBatch, ForwardMode, Geometry, LayerSpec, MLAPool, ModelSpec, Role
-from attnplug.host import HostContext, KVPools, Limits, MLADims, WorkspaceOwner, load_registry
+from attnplug.host import HostContext, KVPools, Limits, MLADims, RawScene, WorkspaceOwner, load_registry
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
+from attnplug_flashinfer_mla.raw import SCRATCH_BYTES, RawDecode
 from attnplug_flashmla.backend import FlashMLABackend
+from attnplug_flashmla.raw import RawFlashMLA
 from attnplug_triton_mla.backend import TritonMLABackend
 
 PAGE = 64
@@ -23,8 +25,6 @@ SCALE = QK_DIM**-0.5
 DTYPE = torch.bfloat16
 KERNEL = "fa3"
 MAX_CONTEXT = 131072
-SCRATCH_BYTES = 128 << 20
-"""What FlashInfer recommends, and our backend's default."""
 
 LAYERS = 4
 CALLS = 20
@@ -181,83 +181,10 @@ class Ours:
         geometry = Geometry.of_lengths(mode, self.page_table, [new or 1] * requests, [length] * requests, PAGE)
         return ForwardBatch(replace(geometry, host=None, captured=True) if captured else geometry)
 
-
-class RawDecode:
-    """FlashInfer's paged wrapper over the caches of our pool, planned and called as its documentation shows."""
-
-    def __init__(self, ours: Ours, q: Tensor, scratch: Tensor, *, graph: bool) -> None:
-        from flashinfer.mla import BatchMLAPagedAttentionWrapper
-
-        case, device, rank = ours.case, ours.device, DIMS.kv_lora_rank
-        counts = torch.arange(case.requests + 1, dtype=torch.int32, device=device)
-        self._arrays = {
-            "qo_indptr": counts,
-            "kv_indptr": counts * ours.page_table.shape[1],
-            "kv_indices": ours.page_table.flatten(),
-            "kv_len_arr": torch.full((case.requests,), case.length, dtype=torch.int32, device=device),
-        }
-        reserved = {name: array.clone() for name, array in self._arrays.items()} if graph else {}
-        self._wrapper = BatchMLAPagedAttentionWrapper(scratch, use_cuda_graph=graph, backend=KERNEL, **reserved)
-        self._heads = case.heads
-        self._q = q[..., :rank], q[..., rank:]
-        rows = [ours.pool.rows(layer.layer_id).squeeze(2) for layer in ours.layers]
-        self._caches = [(cache[..., :rank], cache[..., rank:]) for cache in rows]
-        self.plan()
-
-    def plan(self, _: int = 0) -> None:
-        self._wrapper.plan(
-            **self._arrays,
-            num_heads=self._heads,
-            head_dim_ckv=DIMS.kv_lora_rank,
-            head_dim_kpe=DIMS.qk_rope_head_dim,
-            page_size=PAGE,
-            causal=False,
-            sm_scale=SCALE,
-            q_data_type=DTYPE,
-            kv_data_type=DTYPE,
-        )
-
-    def begin(self) -> None:
-        """Nothing of its planning can be captured."""
-
-    def run(self, number: int) -> Tensor:
-        out: Tensor = self._wrapper.run(*self._q, *self._caches[number % len(self._caches)])
-        return out
-
-
-class RawFlashMLA:
-    """FlashMLA over the caches of our pool, as documented: the first call after ``begin`` makes the schedule."""
-
-    def __init__(self, ours: Ours, q: Tensor) -> None:
-        import flash_mla
-
-        case = ours.case
-        self._library, self._heads = flash_mla, case.heads
-        self._q, self._table = q.unsqueeze(1), ours.page_table
-        self._lens = torch.full((case.requests,), case.length, dtype=torch.int32, device=ours.device)
-        self._caches = [ours.pool.rows(layer.layer_id) for layer in ours.layers]
-        self.begin()
-
-    def begin(self) -> None:
-        self._schedule, _ = self._library.get_mla_metadata()
-
-    def plan(self, _: int = 0) -> None:
-        """The same before the calls, to be timed by itself."""
-        self._library.get_mla_decoding_metadata(self._lens, self._heads, 1, h_q=self._heads, use_legacy=True)
-
-    def run(self, number: int) -> Tensor:
-        out, _ = self._library.flash_mla_with_kvcache(
-            self._q,
-            self._caches[number % len(self._caches)],
-            self._table,
-            self._lens,
-            DIMS.kv_lora_rank,
-            self._schedule,
-            softmax_scale=SCALE,
-            use_legacy=True,
-        )
-        attended: Tensor = out.squeeze(1)
-        return attended
+    def scene(self, q: Tensor, *, captured: bool) -> RawScene:
+        """The same decode for a library that is called directly."""
+        lengths = (self.case.length,) * self.case.requests
+        return RawScene(self.layers, KVPools(mla=self.pool), PAGE, self.page_table, lengths, 1, False, q, captured)
 
 
 @dataclass(frozen=True)
@@ -268,8 +195,10 @@ class Pair:
     raw: Callable[[Ours, Tensor, Rig, bool], Any]
 
 
-FLASHINFER = Pair("flashinfer_mla", lambda ours, q, rig, graph: RawDecode(ours, q, rig.scratch, graph=graph))
-FLASHMLA = Pair("flashmla", lambda ours, q, rig, graph: RawFlashMLA(ours, q))
+FLASHINFER = Pair(
+    "flashinfer_mla", lambda ours, q, rig, graph: RawDecode(ours.scene(q, captured=graph), KERNEL, rig.scratch)
+)
+FLASHMLA = Pair("flashmla", lambda ours, q, rig, graph: RawFlashMLA(ours.scene(q, captured=graph)))
 
 
 def missing_flashmla() -> str | None:

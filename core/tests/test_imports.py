@@ -32,8 +32,8 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
-ROOMS = ("cli", "torch_native", "choose", "wrappers", "layers", "mla", "author", "index", "hisparse", "contract", "kv")
-ROOMS = (*ROOMS, "hf", "machine", "declare", "tables")
+ROOMS = ("cli", "tune", "torch_native", "choose", "wrappers", "layers", "mla", "author", "index", "hisparse", "contract")
+ROOMS = (*ROOMS, "kv", "hf", "machine", "declare", "tables")
 """From top to bottom: a room imports from those below it."""
 FACES = {"attnplug", "attnplug.__main__", "attnplug.host", "attnplug.faces"}
 

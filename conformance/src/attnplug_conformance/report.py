@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import html
-import math
 import platform
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
+from attnplug.host import Mark, Panel, Series, figure, html_page
 from attnplug_conformance.check import Measured
 from attnplug_conformance.runner import Result, Status, Verdict
 
@@ -95,16 +95,6 @@ def as_json(verdict: Verdict) -> dict[str, object]:
     }
 
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; color: #1d2430 }
-h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin-top: 2rem }
-table { border-collapse: collapse; width: 100% } td, th { text-align: left; padding: .2rem .6rem; vertical-align: top }
-tr { border-bottom: 1px solid #e3e7ee } code { font-size: .85em }
-.passed { color: #17693a } .failed { color: #b3261e; font-weight: 600 } .refused { color: #6b7483 }
-.expected { color: #8a5a00 } svg { background: #fafbfd; border: 1px solid #e3e7ee }
-"""
-
-
 def as_html(verdict: Verdict) -> str:
     """One page: claims by results, failures, errors by length, times by rows, and every check."""
     subject, escape = verdict.subject, html.escape
@@ -126,9 +116,9 @@ def as_html(verdict: Verdict) -> str:
         for r in verdict.results
     )
     measured = [one for result in verdict.results for one in result.measured]
-    return (
-        f"<!doctype html><html lang=en><meta charset=utf-8><title>{escape(subject.name)}</title>"
-        f"<style>{_STYLE}</style><h1>{escape(summary(verdict))}</h1>"
+    return html_page(
+        subject.name,
+        f"<h1>{escape(summary(verdict))}</h1>"
         f"<p>{escape(str(subject.registered.source))} on {escape(place(verdict))}</p>"
         f"<h2>Claims</h2><table><tr><th>claim</th>{head}</tr>{claims}</table>"
         + (f"<h2>What is wrong</h2>{failures}" if failures else "")
@@ -136,7 +126,7 @@ def as_html(verdict: Verdict) -> str:
         + _plot(measured, lambda one: one.longest, lambda one: one.error / one.tolerance, "rows", "error / allowed")
         + "<h2>Time by rows</h2><p>Seconds of the call, by its new rows.</p>"
         + _plot([one for one in measured if one.run_s], lambda one: one.rows, lambda one: one.run_s, "new rows", "s")
-        + f"<h2>Checks</h2><table>{rows}</table></html>"
+        + f"<h2>Checks</h2><table>{rows}</table>",
     )
 
 
@@ -148,28 +138,5 @@ def _plot(
     y_name: str,
 ) -> str:
     """Points on logarithmic axes, as SVG."""
-    points = [(max(x(one), 1), y(one)) for one in measured if y(one) > 0 and math.isfinite(y(one))]
-    if not points:
-        return "<p>Nothing was measured.</p>"
-    width, height, edge = 760, 260, 48
-    spans = []
-    for values in zip(*points, strict=True):
-        low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
-        spans.append((low, max(high, low + 1)))
-
-    def at(value: float, axis: int) -> float:
-        low, high = spans[axis]
-        part = (math.log10(value) - low) / (high - low)
-        return edge + part * (width - 2 * edge) if axis == 0 else height - edge - part * (height - 2 * edge)
-
-    shapes = [
-        f'<circle cx="{at(a, 0):.1f}" cy="{at(b, 1):.1f}" r="3" fill="#2456c7" opacity=".55"/>' for a, b in points
-    ]
-    for axis, (low, high) in enumerate(spans):
-        for power in range(low, high + 1):
-            spot = at(10.0**power, axis)
-            where = f'x="{spot:.0f}" y="{height - 28}"' if axis == 0 else f'x="4" y="{spot:.0f}"'
-            shapes.append(f'<text {where} font-size="11" fill="#6b7483">1e{power}</text>')
-    shapes.append(f'<text x="{width / 2:.0f}" y="{height - 8}" font-size="12">{x_name}</text>')
-    shapes.append(f'<text x="{edge}" y="16" font-size="12">{y_name}</text>')
-    return f'<svg viewBox="0 0 {width} {height}" width="100%" role="img">{"".join(shapes)}</svg>'
+    marks = tuple(Mark.at(max(x(one), 1), y(one)) for one in measured)
+    return figure([Panel("", x_name, y_name, (Series("", marks, line=False),))])

@@ -124,6 +124,13 @@ if TYPE_CHECKING:
     from attnplug.mla.chunks import Span as Span
     from attnplug.mla.chunks import plan_prefix_chunks as plan_prefix_chunks
     from attnplug.torch_native.backend import TorchNativeBackend as TorchNativeBackend
+    from attnplug.tune.page import html_page as html_page
+    from attnplug.tune.plot import Mark as Mark
+    from attnplug.tune.plot import Panel as Panel
+    from attnplug.tune.plot import Series as Series
+    from attnplug.tune.plot import figure as figure
+    from attnplug.tune.raw import RawCalls as RawCalls
+    from attnplug.tune.raw import RawScene as RawScene
     from attnplug.wrappers import FastestBackend as FastestBackend
     from attnplug.wrappers import HybridLinearBackend as HybridLinearBackend
     from attnplug.wrappers import SplitBackend as SplitBackend
@@ -214,6 +221,9 @@ _MODULES = {
     "mla": ("ExtendPolicy", "MLAWeights", "merge_partial"),
     "mla.chunks": ("Chunk", "Span", "plan_prefix_chunks"),
     "torch_native.backend": ("TorchNativeBackend",),
+    "tune.page": ("html_page",),
+    "tune.plot": ("Mark", "Panel", "Series", "figure"),
+    "tune.raw": ("RawCalls", "RawScene"),
     "wrappers": (
         "FastestBackend",
         "HybridLinearBackend",

@@ -21,10 +21,12 @@ import torch
 from torch import Tensor
 from torch.nn.attention import varlen
 
-from attnplug import AttentionKind, BackendError, LayerSpec, RaggedCall
+from attnplug import AttentionKind, BackendError, DType, LayerSpec, MHAPool, RaggedCall
+from attnplug.host import KVPools, RawScene
 from attnplug_flashattention import kernels
 from attnplug_flashattention.kernels import FA2Kernels, FA4Kernels, Softmax, TorchKernels, choose_kernels, key_tiles
 from attnplug_flashattention.planner import PagedCall
+from attnplug_flashattention.raw import calls
 from flash_references import (
     fa2_varlen_func,
     fa4_varlen_func,
@@ -330,3 +332,16 @@ class TestChoice:
         monkeypatch.setattr(kernels, "load_fa2", lambda: fa4_varlen_func)
         assert choose_kernels("auto", sm, [LAYER, replace(LAYER, logit_cap=30.0)]).name == "fa2"
         assert choose_kernels("auto", sm, [LAYER]).name == "torch"
+
+
+def test_a_raw_call_is_one_that_the_library_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``attnplug bench --against raw`` measures."""
+    recorder = Recorder("fa4")
+    monkeypatch.setattr(kernels, "load_fa4", lambda: recorder)
+    pool = MHAPool([LAYER], num_pages=4, page_size=64, dtype=DType.BFLOAT16, device="cpu")
+    table, q = torch.tensor([[1, 3], [2, 0]], dtype=torch.int32), torch.zeros(2, 8, 64, dtype=torch.bfloat16)
+    scene = RawScene((LAYER,), KVPools(mha=pool), 64, table, (70, 5), 1, False, q, True)
+    raw = calls(scene)
+    assert raw is not None and raw.run(0).shape == (2, 8, 64)
+    assert recorder.calls[0]["max_seqlen_k"] == 70
+    assert calls(replace(scene, prefill=True)) is None

@@ -23,12 +23,13 @@ import torch
 from packaging.requirements import Requirement
 from torch import Tensor
 
-from attnplug import BackendError, MLAShape, RaggedCall
-from attnplug.host import MLADims
+from attnplug import AttentionKind, BackendError, DType, LayerSpec, MLAPool, MLAShape, RaggedCall
+from attnplug.host import KVPools, MLADims, RawScene
 from attnplug_flashinfer_mla import kernels
 from attnplug_flashinfer_mla.kernels import Cache, FlashInferKernels, GraphBuffers, Library
 from attnplug_flashinfer_mla.lengths import Lengths
 from attnplug_flashinfer_mla.planner import PagedCall
+from attnplug_flashinfer_mla.raw import calls
 from attnplug_flashinfer_mla.schedule import MOST_WORKS, TILE_ROWS
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -441,3 +442,14 @@ def test_other_versions_take_the_same_calls(version: str) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
+
+
+def test_a_raw_call_is_one_that_the_library_takes(library: Library) -> None:
+    """What ``attnplug bench --against raw`` measures."""
+    layer = LayerSpec(0, AttentionKind.MLA, 128, 128, 192, 128, SHAPE.scale, mla=SHAPE.dims)
+    pool = MLAPool([layer], num_pages=4, page_size=64, dtype=DType.BFLOAT16, device="cpu")
+    table = torch.tensor([[3, 1], [2, -1]], dtype=torch.int32)
+    raw = calls(RawScene((layer,), KVPools(mla=pool), 64, table, (70, 5), 1, False, queries(2)[0], True))
+    assert raw is not None
+    given = library.paged.last("plan")
+    assert given["kv_indices"].tolist() == [3, 1, 2] and given["kv_indptr"].tolist() == [0, 2, 3]

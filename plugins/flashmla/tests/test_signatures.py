@@ -17,9 +17,11 @@ import torch
 from packaging.requirements import Requirement
 from torch import Tensor
 
-from attnplug import PlanError
+from attnplug import AttentionKind, DType, LayerSpec, MLAPool, PlanError
+from attnplug.host import KVPools, MLADims, RawScene
 from attnplug_flashmla import kernels, sparse_kernels
 from attnplug_flashmla.kernels import Call, FlashMLAKernels, Library, Schedule
+from attnplug_flashmla.raw import calls
 from attnplug_flashmla.sparse_kernels import FlashMLASparseKernels
 from support.signatures import read_signature
 
@@ -231,3 +233,18 @@ def test_what_is_unpacked_is_what_is_claimed_and_pinned() -> None:
     (pinned,) = re.findall(r"^sgl-flash-mla==(.+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     assert all(claimed.specifier.contains(version) for version in (pinned, *UNPACKED.split()))
     assert pinned in UNPACKED.split()
+
+
+@pytest.mark.parametrize("tokens", [1, QUERIES])
+def test_a_raw_call_is_one_that_the_library_takes(recorder: Recorder, tokens: int) -> None:
+    """What ``attnplug bench --against raw`` measures."""
+    dims = MLADims(512, 128, 64)
+    layer = LayerSpec(0, AttentionKind.MLA, HEADS, HEADS, 192, 128, 192**-0.5, mla=dims)
+    pool = MLAPool([layer], num_pages=4, page_size=64, dtype=DType.BFLOAT16, device="cpu")
+    table, q = torch.zeros(REQUESTS, 2, dtype=torch.int32), torch.zeros(REQUESTS * tokens, HEADS, dims.row_dim)
+    raw = calls(RawScene((layer,), KVPools(mla=pool), 64, table, (70, 5), tokens, False, q, True))
+    assert raw is not None
+    raw.begin()
+    assert raw.run(0).shape == (REQUESTS * tokens, HEADS, 512)
+    assert recorder.calls["flash_mla_with_kvcache"]["causal"] is (tokens > 1)
+    raw.plan()

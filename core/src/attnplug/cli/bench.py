@@ -1,0 +1,89 @@
+"""``attnplug bench``: backends against each other, their libraries and the bandwidth limit; and results compared."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+
+import torch
+
+from attnplug.choose.measured.store import versions_of
+from attnplug.choose.select import AUTO
+from attnplug.cli import output
+from attnplug.cli.measuring import Plan, print_fastest, read_plan, told, watched, write_text
+from attnplug.declare.errors import UsageError
+from attnplug.tune.measure import Failed, Timed
+from attnplug.tune.page import plot_rows
+from attnplug.tune.place import bandwidth, commit
+from attnplug.tune.process import RunJob, runner_for
+from attnplug.tune.results import Comparison, Results, compare, read_results, row_of, standings
+
+
+def bench(parsed: argparse.Namespace, run: RunJob | None = None) -> int:
+    """Measure and show, or compare two results."""
+    if parsed.compare is not None:
+        return _compared(*map(Path, parsed.compare), json=parsed.json)
+    if parsed.against not in (None, "raw"):
+        raise UsageError(f"--against {parsed.against!r} is unknown; use raw, the backends' libraries called directly")
+    plan = read_plan(parsed)
+    names = plan.chosen(parsed.backends)
+    jobs = [plan.job(name, raw=parsed.against == "raw", ragged=parsed.ragged) for name in names]
+    rate = bandwidth(plan.device)
+    if plan.device.type == "cuda":
+        torch.cuda.empty_cache()  # for the processes that measure
+    rows, failed = [], []
+    with watched(sum(len(job.tasks) for job in jobs), shown=not parsed.json) as watching:
+        for job in jobs:
+            for outcome in (run or runner_for(plan.device, plan.registry))(job):
+                watching(outcome)
+                if isinstance(outcome, Timed):
+                    rows.append(row_of(outcome, rate))
+                else:
+                    failed.append(outcome)
+    results = Results(_header(plan, names, rate, ragged=parsed.ragged), tuple(rows), tuple(map(told, failed)))
+    if parsed.out is not None:
+        write_text(parsed.out, json.dumps(results.as_json(), indent=1) + "\n")
+    if parsed.plot is not None:
+        write_text(parsed.plot, plot_rows(rows) + "\n")
+    if parsed.json:
+        output.write_json(results.as_json())
+    else:
+        print_fastest(rows)
+        limit = f"limit: {rate / 1e9:.0f} GB/s, plain reading or copying"
+        print("\n".join(["", *map(str, standings(rows)), limit, *plan.notes, *results.failed]))
+    return 1 if not rows or any(isinstance(each, Failed) for each in failed) else 0
+
+
+def _header(plan: Plan, names: tuple[str, ...], rate: float, *, ragged: bool) -> Mapping[str, object]:
+    versions: dict[str, str] = {}
+    for name in names:
+        if name != AUTO:
+            versions |= versions_of(plan.registry.get(name), plan.processor)
+    return {
+        "device": plan.processor.name,
+        "sm": plan.processor.sm,
+        "driver": plan.processor.driver or None,
+        "versions": {"python": platform.python_version(), **versions},
+        "commit": commit(),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "bandwidth_gb_per_s": rate / 1e9,
+        "ragged": ragged,
+    }
+
+
+def _compared(old: Path, new: Path, *, json: bool) -> int:
+    found: Comparison = compare(read_results(old), read_results(new))
+    if json:
+        lists = {name: list(getattr(found, name)) for name in ("slower", "faster", "gone")}
+        output.write_json({**lists, "compared": found.common})
+    else:
+        for title in ("slower", "faster", "gone"):
+            for line in getattr(found, title):
+                print(f"{title}: {line}")
+        counts = f"{len(found.slower)} slower, {len(found.faster)} faster, {len(found.gone)} gone"
+        print(f"{found.common} measurements compared: {counts}; the rest is the same within noise")
+    return 1 if found.slower else 0

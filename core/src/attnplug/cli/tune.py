@@ -1,0 +1,92 @@
+"""``attnplug tune``: measures the backends that can serve a model, and keeps their times for ``auto``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from attnplug.choose.measured.files import read_tables, write_tables
+from attnplug.choose.measured.store import table_path, versions_of
+from attnplug.choose.select import AUTO
+from attnplug.cli import output
+from attnplug.cli.measuring import Plan, print_fastest, read_plan, told, watched, write_text
+from attnplug.declare.errors import UsageError
+from attnplug.declare.measured import MeasuredTable
+from attnplug.tune.page import report_page
+from attnplug.tune.process import RunJob, runner_for
+from attnplug.tune.results import row_of, rows_of_tables
+from attnplug.tune.tuning import Tuned, not_yet, tables_of, tune
+
+
+def tune_backends(parsed: argparse.Namespace, run: RunJob | None = None) -> int:
+    """Measure, write tables after every backend, and show who is the fastest where."""
+    if not parsed.budget > 0:
+        raise UsageError(f"--budget {parsed.budget:g} is no time to measure in; give seconds above 0")
+    plan = read_plan(parsed)
+    if parsed.backends is not None and AUTO in parsed.backends.split(","):
+        raise UsageError(f"--backends {parsed.backends} names auto, which is a choice and has no times of its own")
+    names, day = plan.chosen(parsed.backends), datetime.now(UTC).date().isoformat()
+    path = table_path(plan.processor) if parsed.tables is None else Path(parsed.tables)
+    versions = {name: versions_of(plan.registry.get(name), plan.processor) for name in names}
+    have = [] if parsed.again else [table for table in _present(path) if table.versions == versions.get(table.backend)]
+    jobs = [plan.job(name) for name in names]
+    asked = {job.backend: len(job.tasks) for job in jobs}
+    jobs = [replace(job, tasks=not_yet(job.tasks, job.backend, have)) for job in jobs]
+
+    def finished(tuned: Tuned) -> None:
+        if tables := tables_of(tuned, plan.processor, versions[tuned.backend], day):
+            write_tables(path, tables)
+
+    with watched(sum(len(job.tasks) for job in jobs), shown=not parsed.json) as watching:
+        run = run or runner_for(plan.device, plan.registry)
+        results = tune(jobs, parsed.budget, run, told=watching, finished=finished)
+    tables = [table for table in _present(path) if table.backend in names and _asked_for(table, plan)]
+    notes = [*plan.notes, *(line for tuned in results for line in _lines(tuned, asked[tuned.backend]))]
+    rows = list(rows_of_tables(tables))
+    if parsed.report is not None:
+        title = f"attnplug tune on {plan.processor.name}, {day}"
+        write_text(parsed.report, report_page(title, rows, [*notes, f"Tables: {path}"]))
+    if parsed.json:
+        output.write_json(
+            {"device": plan.processor.name, "tables": str(path), "backends": [_as_json(each) for each in results]}
+        )
+    else:
+        print_fastest(rows)
+        print("\n".join(["", *notes, f"tables: {path}" + f", report: {parsed.report}" * bool(parsed.report)]))
+    return 0 if rows else 1
+
+
+def _present(path: Path) -> tuple[MeasuredTable, ...]:
+    """What a file holds; one that cannot be read is not an answer to a user who asks to add to it."""
+    return read_tables(path).tables if path.exists() else ()
+
+
+def _asked_for(table: MeasuredTable, plan: Plan) -> bool:
+    return any(table.shape == task.shape for task in plan.job(table.backend).tasks)
+
+
+def _lines(tuned: Tuned, asked: int) -> Iterator[str]:
+    """What came of a backend, in one line, and why it is left out of what."""
+    known = asked - tuned.asked
+    parts = [f"{len(tuned.timed)} points measured in {sum(each.seconds for each in tuned.timed):.1f} s"]
+    parts += [f"{known} known before"] * bool(known)
+    parts += [f"{len(tuned.skipped)} too large for memory"] * bool(tuned.skipped)
+    parts += [f"{tuned.left} not reached within the budget"] * bool(tuned.left)
+    parts += [f"{tuned.compile_s:.0f} s of compiling, beside the budget"] * bool(tuned.compile_s)
+    yield f"{tuned.backend}: {', '.join(parts)}"
+    yield from map(told, tuned.failed)
+
+
+def _as_json(tuned: Tuned) -> dict[str, object]:
+    rows = [row_of(each) for each in tuned.timed]
+    return {
+        "backend": tuned.backend,
+        "rows": [{name: getattr(row, name) for name in row.__slots__ if name != "limit_us"} for row in rows],
+        "left": tuned.left,
+        "compile_s": tuned.compile_s,
+        "skipped": [*map(told, tuned.skipped)],
+        "failed": [*map(told, tuned.failed)],
+    }

@@ -1,0 +1,1 @@
+"""Measuring backends: points, chains of calls, tables, results, plots."""

@@ -1,0 +1,118 @@
+"""The points at which a backend is measured: batches by their numbers, in the order in which they are worth most."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from attnplug.declare.errors import UsageError
+from attnplug.declare.problem import Role
+
+DECODE_REQUESTS = (1, 4, 16, 64, 256)
+DECODE_LENGTHS = (512, 4096, 16384, 65536)
+PREFILLS = ((1, 512, 0), (1, 8192, 0), (1, 512, 8192), (8, 512, 0), (1, 2048, 0), (1, 8192, 8192), (1, 2048, 8192))
+"""Requests, new tokens and prefix, the most telling first."""
+CPU_REQUESTS, CPU_LENGTHS = (1, 4, 16), (64, 256, 1024)
+CPU_PREFILLS = ((1, 32, 0), (1, 256, 0), (1, 32, 256), (4, 32, 0))
+_PATTERN = re.compile(r"(\d+)x(\d+)(k?)(?:\+(\d+)(k?)|v(\d+))?")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Point:
+    """A batch of equal requests: how many, the cache rows of each with its new tokens included, and its new tokens.
+
+    A decode has one new token. A verify has the role decode, and more.
+    """
+
+    role: Role
+    requests: int
+    length: int
+    tokens: int = 1
+
+    @property
+    def rows(self) -> int:
+        """Rows of q."""
+        return self.requests * self.tokens
+
+    def __str__(self) -> str:
+        if self.role is Role.PREFILL:
+            prefix = self.length - self.tokens
+            return f"{self.requests} × {self.tokens} new" + f" after {prefix}" * bool(prefix)
+        return f"{self.requests} × {self.length}" + f", {self.tokens} tokens" * (self.tokens > 1)
+
+
+def parse_points(text: str) -> tuple[Point, ...]:
+    """Points as a user writes them: ``64x4096`` decodes, ``64x4096v4`` verifies 4 tokens, ``1x8k+512`` prefills 512
+    tokens after 8192 rows. Commas separate them."""
+    found = tuple(_parsed(part.strip()) for part in text.split(","))
+    if len(set(found)) < len(found):
+        raise UsageError(f"--points {text!r} names a point twice; keep one")
+    return found
+
+
+def _parsed(text: str) -> Point:
+    match = _PATTERN.fullmatch(text)
+    if match is None:
+        raise UsageError(
+            f"--points: {text!r} is not a point; write 64x4096 (decode), 64x4096v4 (verify of 4 tokens) or 1x8k+512 "
+            "(prefill of 512 tokens after 8192 rows)"
+        )
+    requests, length, thousand, new, new_thousand, drafts = match.groups()
+    rows = int(length) * (1024 if thousand else 1)
+    if new is not None:
+        tokens = int(new) * (1024 if new_thousand else 1)
+        point = Point(Role.PREFILL, int(requests), rows + tokens, tokens)
+    else:
+        point = Point(Role.DECODE, int(requests), rows, int(drafts or 1))
+    if not point.requests or not point.tokens or point.length < point.tokens:
+        raise UsageError(f"--points: {text!r} has no request, no token, or fewer rows than new tokens")
+    return point
+
+
+def default_points(device: str, max_batch: int, max_context: int, speculative_tokens: int = 0) -> tuple[Point, ...]:
+    """Points up to a batch and a context, coarse to fine: whoever stops early has the corners.
+
+    ``speculative_tokens`` are those that a verify checks at once; without them nothing is verified.
+    """
+    cpu = device == "cpu"
+    requests = _up_to(CPU_REQUESTS if cpu else DECODE_REQUESTS, max_batch)
+    lengths = _up_to(CPU_LENGTHS if cpu else DECODE_LENGTHS, max_context)
+    grid = [
+        (max(first, second), Point(Role.DECODE, count, length))
+        for first, count in _levels(requests)
+        for second, length in _levels(lengths)
+    ]
+    if speculative_tokens > 1:
+        grid += [
+            (level + 1, Point(Role.DECODE, p.requests, p.length, speculative_tokens))
+            for level, p in grid
+            if p.length >= speculative_tokens
+        ]
+    prefills = [
+        Point(Role.PREFILL, count, prefix + new, new)
+        for count, new, prefix in (CPU_PREFILLS if cpu else PREFILLS)
+        if prefix + new <= max_context and count <= max_batch
+    ]
+    grid += [(place // 2, point) for place, point in enumerate(prefills)]
+    return tuple(point for _, point in sorted(grid, key=lambda both: both[0]))
+
+
+def _up_to(sizes: Sequence[int], most: int) -> tuple[int, ...]:
+    """The sizes below a limit, and the limit itself where it is between two of them."""
+    below = [size for size in sizes if size <= most]
+    return tuple(below if most in below or most > sizes[-1] else [*below, most])
+
+
+def _levels(values: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Each value with the round in which it comes: both ends first, then what lies in the middle, and so on."""
+    places = {0: 0, len(values) - 1: 0}
+    level, known = 0, sorted(places)
+    while len(places) < len(values):
+        level += 1
+        for left, right in pairwise(known):
+            if right - left > 1:
+                places[(left + right) // 2] = level
+        known = sorted(places)
+    yield from ((places[place], value) for place, value in enumerate(values))

@@ -1,0 +1,63 @@
+"""Jobs in processes of their own: on a GPU, a backend that reads outside of memory ends its process and no other."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+
+import torch
+
+from attnplug.choose.registry import Registry, load_registry
+from attnplug.tune.clock import clock_for
+from attnplug.tune.measure import Failed, Job, Outcome, run_job
+
+RunJob = Callable[[Job], Iterator[Outcome]]
+
+
+def runner_for(device: torch.device, registry: Registry) -> RunJob:
+    """How jobs run on a device: in this process on a CPU, in one of their own on a GPU."""
+    if device.type == "cuda":
+        return in_own_process
+    return lambda job: run_job(job, registry, clock_for(device))
+
+
+def in_own_process(job: Job) -> Iterator[Outcome]:
+    """The outcomes of a job as they come, from a process that ends with it."""
+    context = multiprocessing.get_context("spawn")  # a fork would take along a CUDA context that it cannot use
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(job, sender))  # no daemon: those may not start compilers
+    process.start()
+    sender.close()
+    done = False
+    try:
+        while not done:
+            try:
+                outcome = receiver.recv()
+            except EOFError:
+                break
+            if outcome is None:
+                done = True
+            else:
+                yield outcome
+        process.join()
+    finally:
+        if process.is_alive():
+            process.kill()
+        process.join()
+    if not done:
+        code = process.exitcode or 0
+        ended = f"signal {-code}" if code < 0 else f"exit code {code}"
+        yield Failed(job.backend, None, f"its process ended with {ended}")
+
+
+def _work(job: Job, sender: Connection) -> None:
+    device = torch.device(job.device)
+    registry = load_registry()
+    clock = clock_for(device)
+    gc.collect()
+    gc.freeze()  # every capture collects garbage first: what was imported need not be looked at again
+    for outcome in run_job(job, registry, clock):
+        sender.send(outcome)
+    sender.send(None)

@@ -1,0 +1,199 @@
+"""Results of a benchmark: rows with where and with what they were measured, as a file that can be compared."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+from attnplug.declare.errors import UsageError
+from attnplug.declare.measured import MeasuredTable
+from attnplug.declare.problem import Role
+from attnplug.tune.measure import Timed
+from attnplug.tune.points import Point
+from attnplug.tune.raw import RAW
+
+SCHEMA = 1
+SLOWER = 1.05
+"""A median above so many times the old one is slower, if the middle halves of the repetitions do not overlap."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One call of one side: a backend, or its library called directly. Times are in microseconds.
+
+    ``limit_us`` is what moving each byte once would take at the bandwidth that was measured in the same run; 0 where it
+    was not, and for a prefill, which multiplies more than it moves.
+    """
+
+    side: str
+    layer: str
+    role: str
+    requests: int
+    length: int
+    tokens: int
+    us: float
+    low: float
+    high: float
+    limit_us: float = 0.0
+
+    @property
+    def point(self) -> Point:
+        return Point(Role(self.role), self.requests, self.length, self.tokens)
+
+    @property
+    def share(self) -> float | None:
+        """The share of the bandwidth limit that was reached."""
+        return self.limit_us / self.us if self.limit_us else None
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return self.side, self.layer, self.role, self.requests, self.length, self.tokens
+
+
+def row_of(timed: Timed, bandwidth: float = 0.0) -> Row:
+    """A row of what was timed; ``bandwidth`` is in bytes a second."""
+    task, measured = timed.task, timed.measured
+    bounded = bandwidth and task.point.role is not Role.PREFILL
+    return Row(
+        timed.side,
+        str(task.shape),
+        str(task.point.role),
+        measured.requests,
+        measured.length,
+        measured.tokens,
+        measured.microseconds,
+        measured.low,
+        measured.high,
+        1e6 * task.moved_bytes() / bandwidth if bounded else 0.0,
+    )
+
+
+def rows_of_tables(tables: Iterable[MeasuredTable]) -> Iterator[Row]:
+    for table in tables:
+        for row in table.rows:
+            yield Row(table.backend, str(table.shape), str(table.role), *row)
+
+
+@dataclass(frozen=True, slots=True)
+class Results:
+    """What a benchmark found. ``header`` says on which device, when, and with which versions."""
+
+    header: Mapping[str, object]
+    rows: tuple[Row, ...]
+    failed: tuple[str, ...] = ()
+
+    @property
+    def device(self) -> str:
+        return str(self.header.get("device", "?"))
+
+    def as_json(self) -> dict[str, object]:
+        rows = [{**asdict(row), "share": row.share} for row in self.rows]
+        return {"schema": SCHEMA, **self.header, "rows": rows, "failed": list(self.failed)}
+
+
+def read_results(path: Path) -> Results:
+    """Read a results file. Whatever is wrong with it is a UsageError."""
+    try:
+        told = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read as results of attnplug bench: {error}") from error
+    if not isinstance(told, dict) or told.get("schema") != SCHEMA:
+        found = told.get("schema") if isinstance(told, dict) else type(told).__name__
+        raise UsageError(f"{path} has schema {found!r}, not {SCHEMA}; measure again with this version's attnplug bench")
+    try:
+        rows = tuple(_row(each) for each in told.pop("rows"))
+        failed = tuple(map(str, told.pop("failed")))
+    except (KeyError, TypeError, ValueError) as error:
+        raise UsageError(f"{path} has a row that attnplug bench did not write: {error!r}") from error
+    return Results({key: value for key, value in told.items() if key != "schema"}, rows, failed)
+
+
+def _row(told: Mapping[str, object]) -> Row:
+    values = {each.name: told[each.name] for each in fields(Row)}
+    for name, value in values.items():
+        if name in ("side", "layer", "role"):
+            Role(str(value)) if name == "role" else None
+            right = isinstance(value, str)
+        else:
+            right = type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+        if not right:
+            raise ValueError(f"{name}={value!r}")
+    return Row(**values)  # type: ignore[arg-type] # each was looked at
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """How new results differ from old ones, beyond noise."""
+
+    slower: tuple[str, ...]
+    faster: tuple[str, ...]
+    gone: tuple[str, ...]
+    """Rows that the new results lack."""
+    common: int
+
+
+def compare(old: Results, new: Results) -> Comparison:
+    """What became slower and faster. Results of different devices cannot be compared."""
+    if old.device != new.device:
+        raise UsageError(f"results of {old.device} and of {new.device} cannot be compared; measure both on one device")
+    now = {row.key: row for row in new.rows}
+    slower, faster, gone, common = [], [], [], 0
+    for before in old.rows:
+        after = now.get(before.key)
+        what = f"{before.side}, {before.role} {before.point} ({before.layer})"
+        if after is None:
+            gone.append(what)
+            continue
+        common += 1
+        line = (
+            f"{what}: {before.us:.1f} µs ({before.low:.1f}–{before.high:.1f}) → "
+            f"{after.us:.1f} ({after.low:.1f}–{after.high:.1f}), × {after.us / before.us:.2f}"
+        )
+        if after.low > before.high and after.us > SLOWER * before.us:
+            slower.append(line)
+        elif after.high < before.low and before.us > SLOWER * after.us:
+            faster.append(line)
+    return Comparison(tuple(slower), tuple(faster), tuple(gone), common)
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """How a side compares with the fastest at each point where it was measured: as factors of the time."""
+
+    side: str
+    points: int
+    mean: float
+    """The geometric mean."""
+    worst: float
+    where: str
+
+    def __str__(self) -> str:
+        mean = f"{self.mean:.2f} × the fastest backend's time on average over {self.points} points"
+        return f"{self.side}: {mean}, at most {self.worst:.2f} × ({self.where})"
+
+
+def standings(rows: Sequence[Row]) -> list[Standing]:
+    """Every side beside the fastest backend of each point, the best on average first. Libraries do not count."""
+    factors: dict[str, list[tuple[float, str]]] = {}
+    for (layer, role), points in by_point(rows).items():
+        for point, found in points.items():
+            best = min((row.us for side, row in found.items() if not side.startswith(RAW)), default=0.0)
+            for side, row in found.items():
+                if best:
+                    factors.setdefault(side, []).append((row.us / best, f"{role} {point}, {layer}"))
+    made = [
+        Standing(side, len(each), math.exp(math.fsum(math.log(factor) for factor, _ in each) / len(each)), *max(each))
+        for side, each in factors.items()
+    ]
+    return sorted(made, key=lambda standing: (standing.mean, standing.side))
+
+
+def by_point(rows: Sequence[Row]) -> dict[tuple[str, str], dict[Point, dict[str, Row]]]:
+    """Rows by (layer, role), then by point, then by side."""
+    found: dict[tuple[str, str], dict[Point, dict[str, Row]]] = {}
+    for row in sorted(rows, key=lambda row: (row.layer, row.role, row.tokens, row.requests, row.length, row.side)):
+        found.setdefault((row.layer, row.role), {}).setdefault(row.point, {})[row.side] = row
+    return found

@@ -1,0 +1,120 @@
+"""What is measured: sorts of layers, of a model or written down, and the backends that can serve them."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from attnplug.choose.loading import Registered
+from attnplug.choose.select import DEFAULT_PAGE_SIZE
+from attnplug.declare.errors import UsageError
+from attnplug.declare.measured import LayerShape
+from attnplug.declare.model import AttentionKind, LayerSpec, MLADims, ModelSpec
+from attnplug.declare.problem import DType, Problem
+from attnplug.tune.points import Point
+
+_MLA = re.compile(r"mla:(\d+)")
+_HEADS = re.compile(r"(?:gqa|mha):(\d+)(?:/(\d+))?(?:x(\d+))?(?:w(\d+))?")
+_NOPE, _ROPE, _LATENT, _VALUE = 128, 64, 512, 128
+"""The widths of DeepSeek's layers, which most models with MLA have."""
+_CONTEXT = 1 << 20
+_ITEM_BYTES = {DType.FLOAT32: 4.0, DType.FLOAT16: 2.0, DType.BFLOAT16: 2.0, DType.FLOAT8_E4M3: 1.0}
+_ITEM_BYTES[DType.FP8_DS_MLA] = 656 / 576
+"""Bytes of a number in a cache; in a packed latent row on average."""
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One measurement to make: one sort of layer, as a rank has it, at one point."""
+
+    layer: LayerSpec
+    shape: LayerShape
+    point: Point
+
+    def __str__(self) -> str:
+        return f"{self.point.role} {self.point} ({self.shape})"
+
+    def moved_bytes(self) -> float:
+        """Bytes of the cache rows that are seen, of queries, new rows and results, each moved once."""
+        shape, point = self.shape, self.point
+        seen = min(point.length, *(most + point.tokens for most in (shape.window, shape.topk) if most), 1 << 62)
+        width = shape.head_dim + (0 if self.layer.mla is not None else shape.value_dim)
+        row = shape.num_kv_heads * width * _ITEM_BYTES[shape.kv_dtype]
+        moved = shape.num_heads * (shape.head_dim + shape.value_dim) * _ITEM_BYTES[shape.dtype] + row
+        return point.requests * (seen * row + point.tokens * moved)
+
+
+def parse_shapes(text: str) -> tuple[ModelSpec, ...]:
+    """Models of one layer, from what a user writes, separated by commas.
+
+    ``mla:16`` has 16 heads over DeepSeek's latent rows, ``gqa:32/8x128`` has 32 query and 8 KV heads of 128, and
+    ``w4096`` at the end is a sliding window.
+    """
+    return tuple(ModelSpec(part.strip(), "shape", (_layer(part.strip()),), _CONTEXT) for part in text.split(","))
+
+
+def _layer(text: str) -> LayerSpec:
+    if match := _MLA.fullmatch(text):
+        heads, width = int(match[1]), _NOPE + _ROPE
+        if heads:
+            dims = MLADims(_LATENT, _NOPE, _ROPE)
+            return LayerSpec(0, AttentionKind.MLA, heads, heads, width, _VALUE, width**-0.5, mla=dims)
+    elif match := _HEADS.fullmatch(text):
+        heads, kv_heads, dim = int(match[1]), int(match[2] or match[1]), int(match[3] or 128)
+        if heads and kv_heads and dim and not heads % kv_heads:
+            window = None if match[4] is None else int(match[4])
+            return LayerSpec(0, AttentionKind.MHA, heads, kv_heads, dim, dim, dim**-0.5, sliding_window=window)
+    raise UsageError(
+        f"--shapes: {text!r} is not a layer; write mla:16, gqa:32/8x128 or mha:8x64 (heads, KV heads that divide them, "
+        "width of a head), with w4096 at the end for a sliding window"
+    )
+
+
+def layers_to_measure(model: ModelSpec) -> tuple[tuple[LayerSpec, ...], tuple[str, ...]]:
+    """One layer of each sort that can be measured, and words for those that cannot."""
+    found: dict[LayerSpec, None] = {}
+    left_out: dict[str, int] = {}
+    for layer in model.layers:
+        if layer.linear is not None or layer.compressed is not None:
+            what = f"{layer.kind} layers" if layer.linear is not None else "layers with compressed entries"
+            left_out[what] = left_out.get(what, 0) + 1
+        elif layer.indexer is None or layer.indexer.shares is None:  # the rest attend like the layer they share with
+            found[replace(layer, layer_id=0)] = None
+    return tuple(found), tuple(f"{count} {what}" for what, count in left_out.items())
+
+
+def page_size_for(registered: Registered, problem: Problem) -> int:
+    """The page size asked for, or the default, or else the smallest that a backend serves."""
+    if problem.page_size is not None:
+        return problem.page_size
+    sizes = registered.spec.capabilities.page_sizes
+    multiple = 1 if problem.model is None else problem.model.page_multiple
+    default = math.lcm(DEFAULT_PAGE_SIZE, multiple)
+    if sizes.kernel is None or sizes.kernel_size(default) is not None:
+        return default
+    return math.lcm(min(sizes.kernel), multiple)
+
+
+def tasks_of(registered: Registered, problems: Sequence[Problem], points: Sequence[Point]) -> tuple[Task, ...]:
+    """What there is to measure of a backend, the points in their order and at each of them every sort of layer.
+
+    Roles that it refuses for a model are left out.
+    """
+    found: dict[Task, None] = {}
+    served = {
+        (number, role)
+        for number, problem in enumerate(problems)
+        for role in {point.role for point in points}
+        if not registered.spec.refusals(problem, role)
+    }
+    for point in points:
+        for number, problem in enumerate(problems):
+            if (number, point.role) not in served or problem.model is None:
+                continue
+            dtype, kv_dtype = problem.dtype or DType.FLOAT32, problem.kv_dtype or problem.dtype or DType.FLOAT32
+            page_size = page_size_for(registered, problem)
+            for layer in layers_to_measure(problem.model.for_rank(problem.tensor_parallel))[0]:
+                found[Task(layer, LayerShape.of(layer, dtype, kv_dtype, page_size), point)] = None
+    return tuple(found)

@@ -1,0 +1,293 @@
+"""One backend at one point: caches of random rows in random pages, a batch, and the chain of calls that is timed.
+
+A step is what an engine makes of it: planned once, its new rows written by every call. A decode and a verify run in a
+CUDA graph if the backend claims that, over a page table for the longest context, and with their lengths on the device
+only. There each call waits for the result of the last one, so that no two overlap. MLA decodes and verifies absorbed:
+the up-projections are not a backend's. It prefills as a model's layers do, by the policy's path, up-projections
+included.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from attnplug.contract.backend import AttentionBackend, ForwardExtras
+from attnplug.contract.batch import ForwardBatch
+from attnplug.contract.context import HostContext, Limits
+from attnplug.contract.geometry import Geometry
+from attnplug.contract.mode import ForwardMode
+from attnplug.contract.sparse import IndexInputs
+from attnplug.declare.model import LayerSpec, ModelSpec
+from attnplug.declare.problem import GraphLevel, Role
+from attnplug.kv import INDEX_KEYS, CacheKey, IndexKeyPool, KVPools, MHAPool, MLAPool, PagedCache, torch_dtype
+from attnplug.kv.workspace import WorkspaceOwner
+from attnplug.layers.model_attention import ModelAttention
+from attnplug.mla import MLAWeights
+from attnplug.tune.clock import Chain
+from attnplug.tune.shapes import Task
+
+Build = Callable[[HostContext], AttentionBackend]
+"""Builds what is measured. The context's pools exist and are filled."""
+
+CALLS = 20
+"""Calls of a chain, as many as a model of medium depth has layers."""
+FEW_CALLS = 4
+"""Of those that take long: prefills, and decodes over very large caches."""
+_LONG_BYTES = 2 << 30
+"""A cache from which a call reads for half a millisecond or longer."""
+_FILL_ROWS = 1 << 15
+_LINKED = 8
+"""Numbers of a result that the next call waits for."""
+ROTATED_BYTES = 4 << 30
+"""Up to so many bytes, each call of a chain reads a cache of its own. Past them, a cache is far larger than L2."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What all stages of one run share."""
+
+    device: torch.device
+    max_context: int
+    """The longest context that captured batches leave room for."""
+    ragged: bool = False
+    """Whether requests differ in length, from half to one and a half of the point's; a mean of that point's."""
+
+
+def lengths_at(task: Task, *, ragged: bool = False) -> tuple[int, ...]:
+    """The cache rows of each request, new tokens included."""
+    point = task.point
+    if not ragged or point.requests == 1:
+        return (point.length,) * point.requests
+    spread = [0.5 + place / (point.requests - 1) for place in range(point.requests)]
+    return tuple(max(round(point.length * part), point.tokens) for part in spread)
+
+
+def cache_bytes(task: Task, lengths: Sequence[int]) -> int:
+    """What one layer's cache takes at a point."""
+    shape = task.shape
+    pages = sum(-(-length // shape.page_size) for length in lengths)
+    if task.layer.mla is not None:
+        row = MLAPool.row_nbytes(task.layer.mla, shape.kv_dtype)
+    else:
+        row = shape.num_kv_heads * (shape.head_dim + shape.value_dim) * torch_dtype(shape.kv_dtype).itemsize
+    if task.layer.indexer is not None:
+        row += task.layer.indexer.head_dim * torch_dtype(shape.dtype).itemsize
+    return pages * shape.page_size * row
+
+
+def stage_bytes(task: Task, setup: Setup) -> int:
+    """What a stage takes, without a backend's own memory: caches, queries, rows and results."""
+    cache = cache_bytes(task, lengths_at(task, ragged=setup.ragged))
+    layer, shape = task.layer, task.shape
+    width = layer.num_heads * (2 * max(shape.head_dim, layer.head_dim) + layer.v_head_dim + shape.value_dim)
+    return cache * _layers(cache) + task.point.rows * width * torch_dtype(shape.dtype).itemsize
+
+
+def _layers(cache: int) -> int:
+    return min(CALLS, max(1, ROTATED_BYTES // cache))
+
+
+class Stage:
+    """A backend, built over filled caches, and the calls that its chain makes."""
+
+    def __init__(self, task: Task, setup: Setup, build: Build) -> None:
+        self.task, self.device = task, setup.device
+        self.last: Tensor | None = None
+        """What the last call gave."""
+        shape, self.page_size = task.shape, task.shape.page_size
+        self.dtype = torch_dtype(shape.dtype)
+        self.lengths = lengths_at(task, ragged=setup.ragged)
+        cache = cache_bytes(task, self.lengths)
+        self.calls = FEW_CALLS if cache > _LONG_BYTES or task.point.role is Role.PREFILL else CALLS
+        self.layers = tuple(replace(task.layer, layer_id=number) for number in range(min(_layers(cache), self.calls)))
+        self.context = max(setup.max_context, *self.lengths)
+        self.page_table = self._page_table()
+        self.pools = self._pools()
+        self._fill()
+        rows, requests = task.point.rows, task.point.requests
+        self.attention = ModelAttention(
+            build(
+                HostContext(
+                    model=ModelSpec("measured", "measured", self.layers, self.context),
+                    device=self.device,
+                    dtype=self.dtype,
+                    kv_dtype=shape.kv_dtype,
+                    page_size=self.page_size,
+                    limits=Limits(requests, rows, self.context),
+                    pools=self.pools,
+                    workspace=WorkspaceOwner(),
+                )
+            ),
+            self.pools,
+        )
+        self.q = self._random(rows, task.layer.num_heads, shape.head_dim)
+
+    # Memory
+
+    def _random(self, *dims: int) -> Tensor:
+        return torch.randn(*dims, dtype=self.dtype, device=self.device)
+
+    def _page_table(self) -> Tensor:
+        """``[requests, pages]`` for these lengths, in random order."""
+        counts = [-(-length // self.page_size) for length in self.lengths]
+        order, table = torch.randperm(sum(counts)).int(), torch.zeros(len(counts), max(counts), dtype=torch.int32)
+        start = 0
+        for request, count in enumerate(counts):
+            table[request, :count] = order[start : start + count]
+            start += count
+        self._pages = sum(counts)
+        return table.to(self.device)
+
+    def _pools(self) -> KVPools:
+        shape, device, pages, size = self.task.shape, self.device, self._pages, self.page_size
+        dtype, caches = shape.kv_dtype, dict[CacheKey[PagedCache], PagedCache]()
+        if self.task.layer.mla is None:
+            return KVPools(mha=MHAPool(self.layers, num_pages=pages, page_size=size, dtype=dtype, device=device))
+        if self.task.layer.indexer is not None:
+            keys = IndexKeyPool(self.layers, num_pages=pages, page_size=size, dtype=shape.dtype, device=device)
+            caches[INDEX_KEYS] = keys
+        mla = MLAPool(self.layers, num_pages=pages, page_size=size, dtype=dtype, device=device)
+        return KVPools(mla=mla, caches=caches)
+
+    def _fill(self) -> None:
+        """Random rows everywhere: what is multiplied decides how much power a GPU takes, and so its clock."""
+        total = self._pages * self.page_size
+        block = min(total, _FILL_ROWS)
+        shape, dims, indexer = self.task.shape, self.task.layer.mla, self.task.layer.indexer
+        heads = 1 if dims is not None else shape.num_kv_heads
+        keys, values = (self._random(block, heads, width) for width in (shape.head_dim, shape.value_dim))
+        index = None if indexer is None else self._random(block, indexer.head_dim)
+        for start in range(0, total, block):
+            slots = torch.arange(start, min(start + block, total), device=self.device)
+            count = slots.shape[0]
+            for layer in self.layers:
+                if self.pools.mha is not None:
+                    self.pools.mha.write(layer.layer_id, slots, keys[:count], values[:count])
+                elif self.pools.mla is not None:
+                    self.pools.mla.write(layer.layer_id, slots, keys[:count])
+                if index is not None:
+                    pool = self.pools.caches[INDEX_KEYS]
+                    assert isinstance(pool, IndexKeyPool)
+                    pool.write(layer.layer_id, slots, index[:count])
+
+    # Batches
+
+    @property
+    def captured(self) -> bool:
+        """Whether the chain runs in a CUDA graph."""
+        point = self.task.point
+        needed = GraphLevel.UNIFORM if point.tokens > 1 else GraphLevel.DECODE
+        runs = self.device.type == "cuda" and point.role is not Role.PREFILL
+        return runs and self.attention.graph_level >= needed
+
+    def batch(self, *, captured: bool) -> ForwardBatch:
+        """The batch of the point. A captured one has a table for the longest context, and lengths on the device.
+
+        About how long its requests are is still told: an engine captures a batch for each range of lengths.
+        """
+        point = self.task.point
+        mode = ForwardMode.DECODE if point.tokens == 1 else ForwardMode.TARGET_VERIFY
+        if point.role is Role.PREFILL:
+            mode = ForwardMode.EXTEND
+        geometry = Geometry.of_lengths(
+            mode, self.page_table, [point.tokens] * point.requests, self.lengths, self.page_size
+        )
+        if not captured:
+            return ForwardBatch(geometry)
+        width = math.ceil(self.context / self.page_size)
+        table = torch.zeros(point.requests, width, dtype=torch.int32, device=self.device)
+        table[:, : self.page_table.shape[1]] = self.page_table
+        bounded = replace(geometry, page_table=table, max_seq_len=self.context, host=None, captured=True)
+        return ForwardBatch(replace(bounded, typical_len=sum(self.lengths) // len(self.lengths)))
+
+    # Chains
+
+    def chain(self, side: str) -> Chain:
+        """The calls of the backend, planned."""
+        captured, attention = self.captured, self.attention
+        batch = self.batch(captured=captured)
+        if captured:
+            attention.reserve_graphs(batch.batch_size, batch.num_tokens)
+            attention.plan_captured(batch, in_capture=True)
+        else:
+            attention.plan(batch)
+        call = self._call(batch)
+
+        def run() -> None:
+            if captured:
+                attention.refill(batch)
+            for number in range(self.calls):
+                self.last = call(self.layers[number % len(self.layers)])
+                if captured:
+                    self.link(self.last)
+
+        return Chain(
+            side,
+            self.task,
+            self.calls,
+            run,
+            captured=captured,
+            replan=(lambda: attention.plan_captured(batch)) if captured else None,
+            host_counts=self.task.point.role is not Role.PREFILL,
+        )
+
+    def link(self, out: Tensor) -> None:
+        """Make the next call wait for this result, as layers do: kernels that may begin before the last one ended could
+        otherwise run beside it. The queries stay as they are."""
+        self.q[0, 0, :_LINKED].add_(out[0, 0, :_LINKED], alpha=0)
+
+    def links(self) -> Chain:
+        """What lies between the calls of a captured chain, alone. Its time is no part of theirs."""
+        other = self.q[-1:].clone()
+
+        def run() -> None:
+            for _ in range(self.calls):
+                self.link(other)
+
+        return Chain("links", self.task, self.calls, run, captured=True)
+
+    def _call(self, batch: ForwardBatch) -> Callable[[LayerSpec], Tensor]:
+        attention, layer, shape, rows = self.attention, self.task.layer, self.task.shape, batch.geometry.rows
+        selects = self._selects(batch)
+        if layer.mla is None:
+            k, v = (self._random(rows, layer.num_kv_heads, width) for width in (layer.head_dim, layer.v_head_dim))
+            sinks = torch.randn(layer.num_heads, device=self.device) if layer.sinks else None
+            extras = None if sinks is None else ForwardExtras(sinks=sinks)
+            return lambda each: attention.attend(self.q, k, v, each, batch, extras=extras)
+        new = self._random(rows, 1, shape.head_dim)
+        absorbed = batch.plan is not None and batch.plan.extend is None
+        if absorbed and self.task.point.role is not Role.PREFILL:
+            backend = attention.backend
+            forward = backend.forward_decode if batch.forward_mode.is_decode else backend.forward_extend
+            return lambda each: forward(self.q, new, None, each, batch, extras=selects(each))
+        # Queries of a prefill are not absorbed yet: each path does with them what it needs.
+        queries, flat = self._random(rows, layer.num_heads, layer.head_dim), new.squeeze(1)
+        rank, nope = layer.mla.kv_lora_rank, layer.mla.qk_nope_head_dim
+        weights = MLAWeights(
+            self._random(layer.num_heads, nope, rank) * rank**-0.5,
+            self._random(layer.num_heads, rank, layer.v_head_dim) * rank**-0.5,
+        )
+
+        def prefill(each: LayerSpec) -> Tensor:
+            extras = selects(each)
+            selected = None if extras is None else extras.selected
+            return attention.attend_mla(queries, flat, each, weights, batch, selected=selected)
+
+        return prefill
+
+    def _selects(self, batch: ForwardBatch) -> Callable[[LayerSpec], ForwardExtras | None]:
+        """What a sparse layer does first: choose its rows."""
+        indexer, rows = self.task.layer.indexer, batch.geometry.rows
+        if indexer is None:
+            return lambda each: None
+        index = IndexInputs(
+            self._random(rows, indexer.heads, indexer.head_dim),
+            self._random(rows, indexer.head_dim),
+            torch.rand(rows, indexer.heads, device=self.device),
+        )
+        return lambda each: ForwardExtras(selected=self.attention.select(index, each, batch))

@@ -1,0 +1,106 @@
+"""Tuning: all usable backends within one budget, and the tables that come of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from attnplug.declare.measured import LayerShape, MeasuredTable, Measurement
+from attnplug.declare.problem import Role
+from attnplug.machine.hardware import Processor
+from attnplug.tune.measure import Failed, Job, Outcome, Skipped, Timed
+from attnplug.tune.process import RunJob
+from attnplug.tune.shapes import Task
+
+Sort = tuple[Role, LayerShape]
+"""What one table of a backend is about."""
+
+
+@dataclass(slots=True)
+class Tuned:
+    """What came of one backend."""
+
+    backend: str
+    asked: int
+    """Tasks that it was to be measured at."""
+    timed: list[Timed] = field(default_factory=list)
+    skipped: list[Skipped] = field(default_factory=list)
+    failed: list[Failed] = field(default_factory=list)
+
+    @property
+    def compile_s(self) -> float:
+        return sum(each.compile_s for each in self.timed)
+
+    @property
+    def left(self) -> int:
+        """Tasks for which there was no time."""
+        if self.failed:
+            return 0  # those of the failing sorts were not tried, and which ones they are is told
+        return self.asked - len(self.timed) - len(self.skipped)
+
+    def rows(self) -> dict[Sort, list[Measurement]]:
+        """What was measured, by table. What a backend failed at is left out as a whole: it must not be chosen for
+        it."""
+        broken = {(each.task.point.role, each.task.shape) for each in self.failed if each.task is not None}
+        found: dict[Sort, list[Measurement]] = {}
+        for each in self.timed:
+            sort = each.task.point.role, each.task.shape
+            if sort not in broken:
+                found.setdefault(sort, []).append(each.measured)
+        return found
+
+
+def tune(
+    jobs: Sequence[Job],
+    seconds: float,
+    run: RunJob,
+    *,
+    told: Callable[[Outcome], None] = lambda outcome: None,
+    finished: Callable[[Tuned], None] = lambda tuned: None,
+) -> list[Tuned]:
+    """Run jobs one after the other. What is left of the budget is shared evenly by those that are left.
+
+    Compiling, and starting a process, is outside of the budget. ``finished`` is called after every backend with all
+    that there is of it: if its process ended or the user interrupted, too.
+    """
+    results, left = [], seconds
+    for number, job in enumerate(jobs):
+        tuned = Tuned(job.backend, len(job.tasks))
+        results.append(tuned)
+        if not job.tasks:
+            continue
+        try:
+            for outcome in run(replace(job, seconds=left / (len(jobs) - number))):
+                told(outcome)
+                if isinstance(outcome, Timed):
+                    tuned.timed.append(outcome)
+                    left -= outcome.seconds
+                elif isinstance(outcome, Skipped):
+                    tuned.skipped.append(outcome)
+                else:
+                    tuned.failed.append(outcome)
+        finally:
+            finished(tuned)
+    return results
+
+
+def tables_of(tuned: Tuned, processor: Processor, versions: Mapping[str, str], day: str) -> list[MeasuredTable]:
+    return [
+        MeasuredTable(processor.name, processor.sm, tuned.backend, role, shape, tuple(rows), versions, day)
+        for (role, shape), rows in tuned.rows().items()
+    ]
+
+
+def not_yet(tasks: Iterable[Task], backend: str, tables: Iterable[MeasuredTable]) -> tuple[Task, ...]:
+    """The tasks that a backend's tables do not have yet."""
+    have = {
+        (table.role, table.shape, row.requests, row.length, row.tokens)
+        for table in tables
+        if table.backend == backend
+        for row in table.rows
+    }
+    return tuple(
+        task
+        for task in tasks
+        if (task.point.role, task.shape, task.point.requests, task.point.length, task.point.tokens) not in have
+    )

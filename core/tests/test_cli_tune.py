@@ -1,0 +1,116 @@
+"""``attnplug tune`` and ``attnplug bench``, as users call them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support.command import Attnplug, Package
+from support.tuning import FACTORY, FakeClock
+
+pytestmark = pytest.mark.usefixtures("plain_environment")
+HERE = ("--device", "cpu", "--model", "tiny:llama")
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    """The clock by which the command measures: toy is the faster one up to a length of 160."""
+    times = {"toy": lambda point: point.length / 2, "torch_native": lambda point: 80.0, "auto": lambda point: 70.0}
+    made = FakeClock(times, seconds=0.01)
+    monkeypatch.setattr("attnplug.tune.process.clock_for", lambda device: made)
+    monkeypatch.setattr("attnplug.cli.bench.bandwidth", lambda device: 1e9)
+    return made
+
+
+@pytest.fixture
+def toy(package: Package) -> None:
+    package("toy", fields=f"dict(factory={FACTORY!r}, preference=1)")
+
+
+def test_tuning_makes_auto_take_the_fastest_and_explain_say_so(
+    attnplug: Attnplug, clock: FakeClock, toy: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATTNPLUG_CACHE_DIR", str(tmp_path / "cache"))
+    assert "decode: toy (auto: preference 1" in attnplug("explain", *HERE).out
+    done = attnplug("tune", *HERE, "--max-batch", "1", "--max-context", "1024", "--report", str(tmp_path / "r.html"))
+    assert done.code == 0, done.err
+    assert "1 × 64    toy" in done.out and "1 × 1024  torch_native" in done.out
+    assert (tmp_path / "r.html").read_text().startswith("<!doctype html>")
+    (path,) = (tmp_path / "cache" / "tables").glob("*.json")
+    assert str(path) in done.out
+    after = attnplug("explain", *HERE).out
+    assert "measured on this machine" in after and "toy" in after and "80.0" in after
+
+
+def test_what_is_known_is_not_measured_again_unless_asked_for(
+    attnplug: Attnplug, clock: FakeClock, toy: None, tmp_path: Path
+) -> None:
+    command = ("tune", *HERE, "--points", "1x64,1x128", "--tables", str(tmp_path / "t.json"))
+    attnplug(*command)
+    assert len(clock.ran) == 4
+    again = attnplug(*command)
+    assert len(clock.ran) == 4 and "2 known before" in again.out
+    attnplug(*command, "--again")
+    assert len(clock.ran) == 8
+    told = attnplug(*command, "--json").json
+    assert told["backends"][0] == {
+        "backend": "toy", "rows": [], "left": 0, "compile_s": 0, "skipped": [], "failed": []
+    }  # fmt: skip
+
+
+def test_a_backend_that_cannot_be_built_is_told_and_the_rest_is_measured(
+    attnplug: Attnplug, clock: FakeClock, package: Package, tmp_path: Path
+) -> None:
+    """D2."""
+    package("odd", fields="dict(factory='attnplug:CONTRACT_VERSION')")
+    command = ("tune", *HERE, "--points", "1x64", "--tables", str(tmp_path / "t.json"))
+    done = attnplug(*command)
+    assert done.code == 0 and "odd: left out for decode" in done.out and "1 × 64  torch_native" in done.out
+    assert {table["backend"] for table in json.loads((tmp_path / "t.json").read_text())["tables"]} == {"torch_native"}
+
+
+def test_bench_writes_results_that_compare(attnplug: Attnplug, clock: FakeClock, toy: None, tmp_path: Path) -> None:
+    old, new, plot = tmp_path / "old.json", tmp_path / "new.json", tmp_path / "plot.svg"
+    command = ("bench", "--device", "cpu", "--shapes", "gqa:4/2x16", "--points", "1x64", "--backends", "toy,auto")
+    first = attnplug(*command, "--out", str(old), "--plot", str(plot))
+    assert first.code == 0, first.err
+    told = json.loads(old.read_text())
+    assert {"device", "driver", "versions", "commit", "bandwidth_gb_per_s", "rows"} <= set(told)
+    assert [row["side"] for row in told["rows"]] == ["toy", "auto"] and "xmlns" in plot.read_text()
+    clock.times_us = {**clock.times_us, "toy": lambda point: 50.0}
+    attnplug(*command, "--out", str(new))
+    assert attnplug("bench", "--compare", str(old), str(old)).code == 0
+    compared = attnplug("bench", "--compare", str(old), str(new))
+    assert compared.code == 1 and compared.out.startswith("slower: toy, decode 1 × 64")
+    assert attnplug("bench", "--compare", str(new), str(old)).code == 0
+
+
+WRONG = {
+    ("tune",): "one of --model and --shapes",
+    ("tune", *HERE, "--shapes", "mla:16"): "one of --model and --shapes",
+    ("tune", *HERE, "--budget", "0"): "--budget 0",
+    ("tune", *HERE, "--backends", "none"): "none",
+    ("tune", *HERE, "--backends", "auto"): "names auto",
+    ("tune", *HERE, "--max-batch", "none"): "'none' is not a whole number above 0",
+    ("tune", "--device", "cpu", "--shapes", "mla"): "'mla' is not a layer",
+    ("tune", "--device", "cpu", "--shapes", "gqa:4/3x16"): "'gqa:4/3x16' is not a layer",
+    ("tune", "--device", "cpu", "--model", "tiny:mamba2"): "no layer with full attention",
+    ("bench", *HERE, "--against", "them"): "--against 'them'",
+    ("bench", "--compare", "no.json", "none.json"): "no.json",
+}
+
+
+@pytest.mark.parametrize("arguments", WRONG, ids=lambda arguments: " ".join(arguments))
+def test_a_mistake_is_one_message(arguments: tuple[str, ...], attnplug: Attnplug) -> None:
+    done = attnplug(*arguments)
+    assert done.code == 2 and WRONG[arguments] in done.err and done.out == ""
+
+
+def test_help_needs_no_torch() -> None:
+    parsed = "from attnplug.cli.app import parse; parse(['tune', '--shapes', 'mla:1']); parse(['bench'])"
+    code = f"import sys; {parsed}; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,0 +1,189 @@
+"""Tuning by a clock whose times are known, and once by the real one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attnplug import Role
+from attnplug.choose.registry import Registry
+from attnplug.host import Schedule
+from attnplug.machine.hardware import Processor
+from attnplug.tune import measure
+from attnplug.tune.clock import HostClock
+from attnplug.tune.measure import Failed, Job, Outcome, Skipped, Timed, run_job
+from attnplug.tune.points import Point, parse_points
+from attnplug.tune.process import in_own_process
+from attnplug.tune.shapes import parse_shapes, tasks_of
+from attnplug.tune.stage import lengths_at
+from attnplug.tune.tuning import Tuned, not_yet, tables_of, tune
+from support.plugins import Install
+from support.tuning import FakeClock, problem, tasks, toys
+
+FEW = parse_points("1x64,1x256,4x64,1x16+16")
+HERE = Processor("a processor", 0)
+
+
+def job(registry: Registry, name: str, *points: Point, **changes: object) -> Job:
+    return replace(Job(name, tasks(registry, name, *(points or FEW)), "cpu", 256), **changes)  # type: ignore[arg-type]
+
+
+def constant(us: float) -> Callable[[Point], float]:
+    return lambda point: us
+
+
+def measured_by(clock: FakeClock, registry: Registry) -> Callable[[Job], Iterator[Outcome]]:
+    return lambda job: run_job(job, registry, clock)
+
+
+def test_a_measurement_is_the_median_of_a_call_with_its_quartiles(install: Install) -> None:
+    registry = toys(install, "toy")
+    (timed, *_) = run_job(job(registry, "toy"), registry, FakeClock({"toy": constant(100)}))
+    assert isinstance(timed, Timed)
+    assert timed.measured[:3] == (1, 64, 1) and timed.measured[3:] == pytest.approx((100, 95, 105))
+
+
+def test_what_lies_between_captured_calls_is_no_part_of_their_time(install: Install, monkeypatch) -> None:
+    registry = toys(install, "toy")
+    monkeypatch.setattr(measure.Stage, "captured", True)
+    monkeypatch.setattr(measure.Stage, "chain", lambda stage, side: replace(stage.links(), side=side))
+    clock = FakeClock({"toy": constant(10), "links": constant(1.5)}, runs=True)
+    timed, _ = run_job(job(registry, "toy", *FEW[:2]), registry, clock)
+    assert isinstance(timed, Timed) and timed.measured.microseconds == pytest.approx(8.5)
+    assert [chain.side for chain in clock.ran] == ["links", "toy", "toy"], "they are measured once"
+
+
+@pytest.mark.parametrize("model", ["tiny:llama", "tiny:deepseek_v3", "tiny:deepseek_v32"])
+def test_every_sort_of_layer_runs_in_every_role(model: str, install: Install) -> None:
+    """Heads, latent rows, and latent rows that an index chooses; with their new rows written."""
+    registry = toys(install)
+    points = parse_points("2x70,2x70v3,2x32+8")
+    found = tasks_of(registry.get("torch_native"), [problem(model, speculative_tokens=3)], points)
+    clock = FakeClock({"torch_native": constant(1)}, runs=True)
+    outcomes = list(run_job(Job("torch_native", found, "cpu", 128), registry, clock))
+    assert [type(outcome) for outcome in outcomes] == [Timed] * 3
+
+
+def test_requests_that_differ_have_the_mean_of_their_point(install: Install) -> None:
+    registry = toys(install)
+    clock = FakeClock({"torch_native": constant(1)}, runs=True)
+    ragged = job(registry, "torch_native", *parse_points("4x64"), ragged=True)
+    assert [type(each) for each in run_job(ragged, registry, clock)] == [Timed]
+    (task,) = ragged.tasks
+    assert lengths_at(task, ragged=True) == (32, 53, 75, 96)
+
+
+def test_tables_of_what_was_measured_say_where_backends_cross(install: Install) -> None:
+    """Third-party backends take part without doing anything."""
+    registry = toys(install, "flat", "steep")
+    clock = FakeClock({"flat": constant(80), "steep": lambda point: point.length / 2})
+    jobs = [job(registry, name, *parse_points("1x64,1x256")) for name in ("flat", "steep")]
+    results = tune(jobs, 100, measured_by(clock, registry))
+    tables = [table for each in results for table in tables_of(each, HERE, {"torch": "2"}, "2026-11-16")]
+    times = {table.backend: {row[:3]: row.microseconds for row in table.rows} for table in tables}
+    schedule = Schedule(times)
+    assert [schedule.fastest(1, length, 1) for length in (64, 159, 161, 256)] == ["steep", "steep", "flat", "flat"]
+    assert {table.role for table in tables} == {Role.DECODE} and {table.device for table in tables} == {"a processor"}
+
+
+def test_a_budget_is_shared_evenly_and_covers_the_first_points_of_all(install: Install) -> None:
+    registry = toys(install, "one", "other")
+    clock = FakeClock({"one": constant(1), "other": constant(1)}, seconds=1.0)
+    results = tune([job(registry, name) for name in ("one", "other")], 4, measured_by(clock, registry))
+    assert [len(each.timed) for each in results] == [2, 2] and [each.left for each in results] == [2, 2]
+    assert [timed.task.point for timed in results[1].timed] == list(FEW[:2])
+
+
+def test_what_one_backend_leaves_of_the_budget_is_for_the_next(install: Install) -> None:
+    registry = toys(install, "quick", "slow")
+    clock = FakeClock({"quick": constant(1), "slow": constant(1)}, seconds=1.0)
+    jobs = [job(registry, "quick", FEW[0]), job(registry, "slow")]
+    assert [len(each.timed) for each in tune(jobs, 5, measured_by(clock, registry))] == [1, 4]
+
+
+def test_compiling_is_told_and_is_no_part_of_the_budget(install: Install) -> None:
+    registry = toys(install, "jit")
+    clock = FakeClock({"jit": constant(1)}, seconds=1.0, compile_s=60.0)
+    (tuned,) = tune([job(registry, "jit")], 4, measured_by(clock, registry))
+    assert len(tuned.timed) == 4 and tuned.compile_s == 60
+
+
+def test_a_broken_backend_is_told_and_left_out_for_that_role_alone(install: Install, monkeypatch) -> None:
+    """D2: it disturbs no other."""
+    registry = toys(install, "broken", "good")
+    chain = measure.Stage.chain
+
+    def fail(stage: measure.Stage, side: str) -> object:
+        if side == "broken" and stage.task.point == FEW[1]:
+            raise RuntimeError("illegal\ninstruction")
+        return chain(stage, side)
+
+    monkeypatch.setattr(measure.Stage, "chain", fail)
+    clock = FakeClock({"broken": constant(1), "good": constant(1)})
+    broken, good = tune([job(registry, name) for name in ("broken", "good")], 100, measured_by(clock, registry))
+    (failed,) = broken.failed
+    assert failed.task is not None and failed.task.point == FEW[1] and "illegal" in failed.reason
+    assert {role for role, _ in broken.rows()} == {Role.PREFILL}, "what it had measured of decoding is left out too"
+    assert not good.failed and len(good.timed) == len(FEW)
+
+
+def test_results_that_are_not_finite_are_a_failure(install: Install, monkeypatch) -> None:
+    registry = toys(install, "wild")
+    monkeypatch.setattr(torch, "randn", lambda *dims, **kw: torch.full(dims, float("nan"), **kw))
+    outcomes = list(run_job(job(registry, "wild", FEW[0]), registry, FakeClock({"wild": constant(1)}, runs=True)))
+    assert isinstance(outcomes[0], Failed) and "not finite" in outcomes[0].reason
+
+
+def test_a_point_that_does_not_fit_is_left_out_and_the_backend_is_not(install: Install, monkeypatch) -> None:
+    registry = toys(install, "toy")
+    monkeypatch.setattr(measure, "memory_of", lambda device: 1 << 20)
+    found = list(run_job(job(registry, "toy", *parse_points("64x4k,1x64")), registry, FakeClock({"toy": constant(1)})))
+    assert [type(each) for each in found] == [Skipped, Timed] and "GiB" in found[0].reason
+
+
+def test_points_that_a_table_has_are_not_measured_again(install: Install) -> None:
+    registry = toys(install, "toy", "other")
+    first = Tuned("toy", 2, list(run_job(job(registry, "toy", *FEW[:2]), registry, FakeClock({"toy": constant(1)}))))
+    tables = tables_of(first, HERE, {"torch": "2"}, "2026-11-16")
+    assert [task.point for task in not_yet(tasks(registry, "toy", *FEW), "toy", tables)] == list(FEW[2:])
+    assert len(not_yet(tasks(registry, "other", *FEW), "other", tables)) == len(FEW)
+
+
+def test_what_was_measured_before_an_interrupt_is_kept(install: Install) -> None:
+    registry = toys(install, "toy")
+    kept: list[int] = []
+
+    def interrupted(job: Job) -> Iterator[Outcome]:
+        yield next(run_job(job, registry, FakeClock({"toy": constant(1)})))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        tune([job(registry, "toy")], 9, interrupted, finished=lambda tuned: kept.append(len(tuned.timed)))
+    assert kept == [1]
+
+
+def test_a_process_that_dies_is_a_failure_after_what_it_measured(monkeypatch) -> None:
+    """On a GPU every backend has a process of its own: a fault ends no other's."""
+    registry = toys(lambda *_: None)
+    asked = job(registry, "torch_native", FEW[0])
+    dying = replace(asked, tasks=(*asked.tasks, None))  # type: ignore[arg-type] # what no process expects
+    monkeypatch.setattr("sys.stderr", None)  # its traceback
+    timed, failed = in_own_process(dying)
+    assert isinstance(timed, Timed) and timed.measured.microseconds > 0
+    assert isinstance(failed, Failed) and failed.task is None and "exit code 1" in failed.reason
+
+
+def test_shapes_are_layers_of_their_own() -> None:
+    mla, gqa = (model.layers[0] for model in parse_shapes("mla:128, gqa:32/8x64w4096"))
+    assert mla.mla is not None and (mla.num_heads, mla.mla.row_dim, mla.head_dim) == (128, 576, 192)
+    assert (gqa.num_heads, gqa.num_kv_heads, gqa.head_dim, gqa.sliding_window) == (32, 8, 64, 4096)
+
+
+def test_torch_native_is_tuned_by_the_real_clock(install: Install) -> None:
+    registry = toys(install)
+    found = list(run_job(job(registry, "torch_native", *parse_points("1x64,1x8+8")), registry, HostClock()))
+    assert [type(each) for each in found] == [Timed, Timed]
+    assert all(each.measured.low <= each.measured.microseconds <= each.measured.high for each in found)

@@ -1,0 +1,61 @@
+"""The chain of calls by which the backend is measured gives what torch_native gives on the same caches."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnplug import AttentionBackend, AttentionKind, DType, LayerShape, LayerSpec, Role
+from attnplug.host import HostContext, TorchNativeBackend, load_registry
+from attnplug.tune.clock import CudaClock
+from attnplug.tune.points import Point
+from attnplug.tune.shapes import Task
+from attnplug.tune.stage import Build, Setup, Stage
+from interpreted_mha import build
+from support.devices import DEVICES
+from support.mla_scene import relative_error
+
+LAYER = LayerSpec(0, AttentionKind.MHA, 4, 2, 32, 32, 32**-0.5)
+BOTH = frozenset({Role.PREFILL, Role.DECODE})
+
+
+def built(name: str, context: HostContext) -> AttentionBackend:
+    spec = load_registry().get(name).spec
+    own = context.for_backend(name, spec.capabilities, roles=BOTH)
+    return build(own) if name == "triton_mha" else TorchNativeBackend(own)
+
+
+def last_result(task: Task, device: str, make: Build, *, ragged: bool) -> tuple[Tensor, bool]:
+    """What the last call of a chain gives, and whether it was captured."""
+    torch.manual_seed(0)
+    stage = Stage(task, Setup(torch.device(device), 512, ragged), make)
+    torch.manual_seed(1)
+    chain = stage.chain("measured")
+    if device == "cuda" and chain.captured:
+        clock = CudaClock(torch.device(device))
+        clock.warm_up(chain)
+        clock._graph(chain)()
+        torch.cuda.synchronize()
+    else:
+        chain.run()
+    assert stage.last is not None
+    return stage.last, chain.captured
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_a_captured_chain_gives_what_torch_native_gives(
+    tokens: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU the captured batch runs as it is. Its table is for the longest context, its lengths on the device."""
+    monkeypatch.setattr("attnplug.tune.stage.CALLS", 2)
+    dtype = DType.FLOAT32 if device == "cpu" else DType.BFLOAT16
+    task = Task(LAYER, LayerShape.of(LAYER, dtype, dtype, 64), Point(Role.DECODE, 3, 130, tokens))
+    with torch.inference_mode():
+        wanted, _ = last_result(task, device, lambda context: built("torch_native", context), ragged=True)
+        if device == "cpu":
+            monkeypatch.setattr(Stage, "captured", True)
+        found, captured = last_result(task, device, lambda context: built("triton_mha", context), ragged=True)
+    assert captured
+    assert relative_error(found, wanted.double()) <= (1e-6 if device == "cpu" else 1e-2)
