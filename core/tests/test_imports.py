@@ -32,7 +32,19 @@ def imports_of(path: Path) -> set[str]:
     return found
 
 
-ROOMS = ("cli", "tune", "torch_native", "choose", "wrappers", "layers", "mla", "author", "index", "hisparse", "contract")
+ROOMS = (
+    "cli",
+    "tune",
+    "torch_native",
+    "choose",
+    "wrappers",
+    "layers",
+    "mla",
+    "author",
+    "index",
+    "hisparse",
+    "contract",
+)
 ROOMS = (*ROOMS, "kv", "hf", "machine", "declare", "tables")
 """From top to bottom: a room imports from those below it."""
 FACES = {"attnplug", "attnplug.__main__", "attnplug.host", "attnplug.faces"}
