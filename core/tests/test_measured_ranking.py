@@ -197,6 +197,12 @@ def test_the_embedded_default_does_not_win_by_being_measured_alone() -> None:
     assert decode(chosen(both, installed=installed)) == ["default"]
 
 
+def test_a_backend_that_was_measured_alone_does_not_win_by_that() -> None:
+    """Its times say nothing of the others'."""
+    assert decode(chosen(table("early", {(1, 128, 1): 5.0}))) == ["other"]
+    assert decode(chosen(table("late", {(1, 128, 1): 6.0}))) == ["early"]
+
+
 def test_a_draft_is_ranked_by_its_decoding() -> None:
     problem = replace(PROBLEM, is_draft=True, speculative_tokens=2)
     able = replace(

@@ -157,7 +157,8 @@ def _timed(stage: Stage, chain: Chain, clock: Clock, began: float, gaps: dict[in
     times = [max(1e6 * seconds / chain.calls - gap, _SHORTEST_US) for seconds in clock.times(chain)]
     low, middle, high = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
     point = chain.task.point
-    measured = Measurement(point.requests, point.length, point.tokens, middle, low, high)
+    found = (round(time, 3) for time in (middle, low, high))
+    measured = Measurement(point.requests, point.length, point.tokens, *found)
     compile_s = prepared if prepared > _COMPILING_S else 0.0
     return Timed(chain.side, chain.task, measured, clock.now() - began - compile_s, compile_s)
 

@@ -71,8 +71,8 @@ class MeasuredRanking:
 
     A model's time is the sum over its layers. All backends are compared at one shape, which is the model's own or the
     nearest that two of them were measured at. It has the same kind of attention and types. Page sizes may differ.
-    Backends without a table come after those that have one, by preference. So does the embedded default where nothing
-    else was measured.
+    Backends without a table come after those that have one, by preference. One backend's times say nothing of others':
+    where a single one was measured, or embedded ones alone, preference decides.
     """
 
     def __init__(self, tables: Sequence[FoundTable], *, per_batch: bool = False) -> None:
@@ -86,8 +86,8 @@ class MeasuredRanking:
         times = {name: found for name in present if (found := _model_times(name, fits))}
         names = list(times)
         others = [b for b in preferred.backends if b.spec.name not in names]
-        only_embedded = all(b.source.embedded for b in usable if b.spec.name in names)
-        if not names or len(usable) == 1 or (only_embedded and others):
+        beside_others = len(names) > 1 and not all(b.source.embedded for b in usable if b.spec.name in names)
+        if not names or len(usable) == 1 or (others and not beside_others):
             return preferred
         points = _served({point for of_backend in times.values() for point in of_backend}, role, problem)
         slowness = _slowness({name: filled(of_backend, points) for name, of_backend in times.items()}, points)
