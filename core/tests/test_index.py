@@ -229,10 +229,10 @@ def test_a_plan_reads_the_page_table_that_it_was_last_filled_from():
 def test_planning_and_choosing_wait_for_nothing(device):
     stage = scene(CASES["lengths on the device only"], device)
     index = stage.index()
-    stage.backend.select(index, stage.layer, stage.planned())  # compiles
-    batch = stage.batch()
+    stage.backend.select(index, stage.layer, planned := stage.planned())  # compiles
+    kind, batch = type(planned.plan), stage.batch()
     with nothing_waits(device):
-        batch.plan = type(stage.planned().plan)(stage.backend.init_forward_metadata(batch))
+        batch.plan = kind(stage.backend.init_forward_metadata(batch))
         stage.backend.select(index, stage.layer, batch)
 
 
