@@ -5,10 +5,12 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from attnplug.host import Mark, Panel, Series, figure
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
 sys.path.append(str(RESULTS.parent))
@@ -38,6 +40,44 @@ def decode_times() -> str:
         cells = _fastest(case["graph"]["us"]["ours"], case["flashinfer"]["us"], case["graph"]["us"]["raw"])
         lines.append(f"| {requests} × {length} | {cells} |")
     return "\n".join(lines)
+
+
+def decode_plot() -> str:
+    """The same grid as a plot, with the limit by bytes moved: SVG."""
+    panels = []
+    for heads in (16, 128):
+        cases = [case for case in _read("triton_mla_h200")["triton"] if case["heads"] == heads]
+        found = {
+            name: [case["graph"]["us"][key] for case in cases]
+            for name, key in (("triton_mla", "triton"), ("FlashInfer", "flashinfer"), ("FlashMLA", "flashmla"))
+        }
+        found["limit"] = [case["graph"]["floor_us"] for case in cases]
+        panels.append(_panel(f"MLA, {heads} heads: one layer's decode on an H200", cases, found))
+    attention = _read("flashattention_h200")
+    cases = [case for case in attention["decode"] if "flashinfer" in case]
+    row = 2 * 2 * cases[0]["kv_heads"] * cases[0]["head_dim"] / (1e3 * attention["ceilings"]["copy_gb_per_s"])
+    found = {
+        "flashattention": [case["graph"]["us"]["ours"] for case in cases],
+        "FlashInfer": [case["flashinfer"]["us"] for case in cases],
+        "flash-attn-4": [case["graph"]["us"]["raw"] for case in cases],
+        "limit": [case["requests"] * case["length"] * row for case in cases],
+    }
+    panels.append(_panel("GQA, 32/8 heads of 128: one layer's decode on an H200", cases, found))
+    return figure(panels, standalone=True) + "\n"
+
+
+def _panel(title: str, cases: Sequence[Mapping[str, Any]], found: Mapping[str, Sequence[float]]) -> Panel:
+    order = sorted(range(len(cases)), key=lambda place: cases[place]["requests"] * cases[place]["length"])
+    series = tuple(
+        Series(name, tuple(Mark.at(x, times[place]) for x, place in enumerate(order, 1)), dashed=name == "limit")
+        for name, times in found.items()
+    )
+    labels = tuple(f"{cases[place]['requests']}×{_short(cases[place]['length'])}" for place in order)
+    return Panel(title, "requests × tokens in the cache of each", "µs, bfloat16, in a CUDA graph", series, labels)
+
+
+def _short(tokens: int) -> str:
+    return f"{tokens // 1024}k" if tokens % 1024 == 0 else str(tokens)
 
 
 def cost_of_wrapping() -> str:
