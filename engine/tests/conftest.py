@@ -6,6 +6,7 @@ import math
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from attnplug import (
     ModelSpec,
     Role,
 )
+from attnplug.declare import requirement
 from attnplug.host import (
     TINY_CONFIGS,
     HostContext,
@@ -52,6 +54,9 @@ from support.triton_mode import settle_triton
 __all__ = ["attnplug", "package"]
 
 settle_triton()
+
+# Every engine asks for the versions of all kernel libraries, and half of its start is reading their metadata.
+requirement.installed_version = cache(requirement.installed_version)
 
 # Two test processes on two cores: one thread each is fastest.
 torch.set_num_threads(1)
