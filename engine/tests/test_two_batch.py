@@ -225,7 +225,10 @@ def check_script(model: str, **options: Any) -> None:
 
 
 MODELS = ["tiny:llama", "tiny:deepseek_v3", "tiny:qwen3_next", "tiny:kimi_linear", "tiny:glm_moe_dsa"]
-NESTINGS = [("tiny:llama", False, 1), *((model, split, 16 if split else 4) for model in MODELS for split in (False, True))]
+NESTINGS = [
+    ("tiny:llama", False, 1),
+    *((model, split, 16 if split else 4) for model in MODELS for split in (False, True)),
+]
 
 
 @pytest.mark.parametrize(("model", "split", "page_size"), NESTINGS, ids=str)

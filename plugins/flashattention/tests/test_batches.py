@@ -18,7 +18,9 @@ from support.kernel_scene import KernelCase, KernelScene, check, mha
 
 DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND
 everywhere = on_devices(*KERNELS)
-on_a_gpu = pytest.mark.parametrize(("kernel", "device"), [pytest.param(name, "cuda", marks=DEVICES[1].marks) for name in REAL])
+on_a_gpu = pytest.mark.parametrize(
+    ("kernel", "device"), [pytest.param(name, "cuda", marks=DEVICES[1].marks) for name in REAL]
+)
 
 
 def scene(case: KernelCase, kernel: str, device: str) -> KernelScene:

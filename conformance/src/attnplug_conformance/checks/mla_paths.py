@@ -165,9 +165,7 @@ def _extend(path: ExtendPath, stand: Stand, scene: Scene | None = None) -> None:
         raise Wrong(f"an extend by the path {path} is wrong by {error:.1e} where {allowed:.0e} is allowed")
     if not (out[len(wanted) :] == 0).all():
         raise Wrong(f"an extend by the path {path} gives padding rows that are not zero")
-    stand.measured.append(
-        Measured(len(wanted), max(scene.totals), error, allowed, layer.plan_s, layer.run_s)
-    )
+    stand.measured.append(Measured(len(wanted), max(scene.totals), error, allowed, layer.plan_s, layer.run_s))
 
 
 def path_checks() -> Iterator[Check]:
