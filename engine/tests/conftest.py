@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ __all__ = ["attnplug", "package"]
 settle_triton()
 
 # Every engine asks for the versions of all kernel libraries, and half of its start is reading their metadata.
-requirement.installed_version = cache(requirement.installed_version)
+requirement.installed_version = functools.cache(requirement.installed_version)
 
 # Two test processes on two cores: one thread each is fastest.
 torch.set_num_threads(1)
