@@ -85,10 +85,11 @@ def mla(
     dims: MLADims = DEEPSEEK,
     v_head_dim: int = 128,
     dtype: DType = DType.BFLOAT16,
+    alike: bool = True,
     **changes: Any,
 ) -> KernelCase:
     return KernelCase(lengths, mode, AttentionKind.MLA, page_size, mla=dims, v_head_dim=v_head_dim, mla_heads=heads,
-                      dtype=dtype, **changes)  # fmt: skip
+                      dtype=dtype, alike=alike, **changes)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
