@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -34,6 +35,7 @@ from attnplug.host import (
     MLADims,
     ModelAttention,
     Parallel,
+    Registered,
     WorkspaceOwner,
     load_registry,
 )
@@ -132,14 +134,16 @@ class Made(Subject):
         return self.make(context)
 
 
+@cache
+def _native() -> Registered:
+    return load_registry().backends["torch_native"]
+
+
 class KernelScene(Scene):
     """A scene of a case, for a backend that ``make`` makes."""
 
     def __init__(self, case: KernelCase, device: str, make: Make) -> None:
-        native = load_registry().backends["torch_native"]
-        self.made = Made(
-            native, torch.device(device), options=case.options, make=make, serving=case.serving, contexts=[]
-        )
+        self.made = Made(_native(), torch.device(device), options=case.options, make=make, serving=case.serving)
         super().__init__(self.made, case)
         self.asked = case.lse
 
