@@ -20,7 +20,7 @@ from support.kernel_scene import check as check_scene
 Choose = Callable[[int, int, int, bool], Configuration]
 MULTIPROCESSORS = 3
 """Of the imaginary GPU: few, since each is a loop in Python, and enough to divide a request."""
-FP8_TOLERANCE = 1e-2
+FP8_TOLERANCE = 2e-2
 """fp8 rows are multiplied in fp16, whatever queries are in."""
 
 

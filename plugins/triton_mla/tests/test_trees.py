@@ -56,7 +56,7 @@ def test_a_request_that_is_cut_into_parts(device):
 @on_every_device
 def test_an_fp8_cache(device):
     stage = scene(trees(5, kv_dtype=DType.FLOAT8_E4M3, kv_scales=(0.5, 0.5), dtype=DType.FLOAT16), device)
-    assert stage.error() <= 1e-2
+    assert stage.error() <= 2e-2
 
 
 @on_every_device
@@ -137,7 +137,7 @@ class TestOnAGPU:
         fp8 = entry.kernel == "triton" and entry.stages == 4
         case = trees(8, (0, 100, 3000, 64), page_size=64, heads=16, kv_dtype=DType.FLOAT8_E4M3 if fp8 else None)
         stage = scene(case, device, lambda *_, **__: entry)
-        assert stage.error() <= 1e-2
+        assert stage.error() <= 2e-2
 
     @on_a_gpu
     @pytest.mark.parametrize("heads", [8, 16, 128])
