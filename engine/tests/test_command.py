@@ -317,6 +317,7 @@ print([name for name in ("torch", "numpy", "rich") if name in sys.modules], code
     assert "not JSON" in done.stderr
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_that_an_imported_library_swallows_ends_the_command():
     """As torch's C code does."""
     code = """

@@ -37,6 +37,8 @@ from attnplug.host import AttnplugError
 from attnplug.host import add_command
 from attnplug_engine import launch
 
+launch._PATIENCE = 0.5
+
 
 def declare(commands):
     add_command(commands, "wait", "Two ranks that wait.", run)
@@ -142,8 +144,8 @@ def test_who_joins_as_a_rank_ends_with_the_process_that_started_it(monkeypatch):
     os.close(theirs)
 
 
-def test_a_rank_that_a_signal_ended_is_named(waiting):
-    rank = 1
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_a_signal_ended_is_named(waiting, rank):
     with started("wait", path=waiting) as (process, ranks):
         os.kill(ranks[rank], signal.SIGKILL)
         _, errors = process.communicate(timeout=120)
