@@ -6,6 +6,7 @@ import functools
 import math
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from attnplug import (
     ModelSpec,
     Role,
 )
-from attnplug.declare import requirement
+from attnplug.declare import spec
 from attnplug.host import (
     TINY_CONFIGS,
     HostContext,
@@ -40,11 +41,12 @@ from attnplug.host import (
     LinearStatePool,
     ModelAttention,
     PageAllocator,
+    Registry,
     SlotTable,
     TorchNativeBackend,
     WorkspaceOwner,
 )
-from attnplug_engine import kernels
+from attnplug_engine import kernels, prepare
 from attnplug_engine.models.architectures import LoadedModel
 from support.batches import capabilities
 from support.command import attnplug, package
@@ -55,8 +57,17 @@ __all__ = ["attnplug", "package"]
 
 settle_triton()
 
-# Every engine asks for the versions of all kernel libraries, and half of its start is reading their metadata.
-requirement.installed_version = functools.cache(requirement.installed_version)
+# Every engine looks for all plugins, and for the kernel library of each, once for each role: half of its start.
+spec.requirement_refusal = functools.cache(spec.requirement_refusal)
+_find_plugins = prepare.load_registry
+
+
+@functools.cache
+def _found(*_places: str | None) -> Registry:
+    return _find_plugins()
+
+
+prepare.load_registry = lambda: _found(os.environ.get("ATTNPLUG_PLUGINS"), os.environ.get("ATTNPLUG_STRICT"), *sys.path)
 
 # Two test processes on two cores: one thread each is fastest.
 torch.set_num_threads(1)
