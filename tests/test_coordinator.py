@@ -8,8 +8,8 @@ import pytest
 
 import attnplug_trtllm_mla.build as trtllm
 from attnplug import BackendContext
+from support.kernel_scene import KernelScene, mla
 from support.mla_plugins import PLUGINS
-from support.mla_scene import MLACase, MLAScene
 
 
 def test_a_fallback_is_built_from_its_owners_context(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,7 +17,7 @@ def test_a_fallback_is_built_from_its_owners_context(monkeypatch: pytest.MonkeyP
     given: list[BackendContext] = []
     monkeypatch.setattr(trtllm, "FlashInferMLABackend", given.append)
     plugin, seen = PLUGINS["torch_native"], []
-    MLAScene(plugin.case(MLACase(((0, 1),))), "cpu", lambda context: seen.append(context) or plugin.build(context))
+    KernelScene(plugin.case(mla(((0, 1),))), "cpu", lambda context: seen.append(context) or plugin.build(context))
     owner = replace(seen[0], name="trtllm_mla", coordinator=object())
     trtllm.fallback(owner, 16)
     (own,) = given

@@ -9,9 +9,9 @@ import torch
 
 from attnplug import BackendContext, ForwardBatch, ForwardMode, GraphLevel
 from attnplug.host import SplitBackend
-from support.mla_capture import check_replays, replay_scenes
+from attnplug_conformance.checks.graphs import Capture
+from support.kernel_scene import KernelScene, check_replay, mla
 from support.mla_plugins import PLUGINS
-from support.mla_scene import MLACase, MLAScene
 
 
 @pytest.mark.parametrize("name", ["flashmla", "flashinfer_mla", "triton_mla"])
@@ -23,8 +23,10 @@ def test_a_decode_is_captured_beside_flashattentions_prefill(name):
         assert split.claims.cuda_graph is GraphLevel.DECODE
         return split
 
-    case = PLUGINS[name].case(MLACase(((0, 1),), ForwardMode.DECODE, page_size=64, heads=16))
-    check_replays(*replay_scenes(case, "cpu", build))
+    case = PLUGINS[name].case(mla(((100, 1),) * 3, ForwardMode.DECODE, heads=4))
+    capture = Capture(KernelScene(case, "cpu", build)).reserve().capture()
+    for lengths in (((90, 1), (5, 1), (64, 1)), ((63, 1),)):
+        check_replay(capture, KernelScene(replace(case, lengths=lengths), "cpu", build))
 
 
 @pytest.mark.parametrize(
@@ -34,8 +36,8 @@ def test_graphs_of_one_shape_write_to_their_own_slots(name):
     """B5: each is captured with memory of its own, and what is captured second does not write to the slots of the
     first."""
     plugin = PLUGINS[name]
-    case = plugin.case(MLACase(((70, 1), (9, 1)), ForwardMode.DECODE, page_size=64, heads=16))
-    stage = MLAScene(case, "cpu", plugin.build)
+    case = plugin.case(mla(((70, 1), (9, 1)), ForwardMode.DECODE, page_size=64, heads=16))
+    stage = KernelScene(case, "cpu", plugin.build)
     stage.backend.init_cuda_graph_state(2, 2)
     for slots in (None, [5, 7], [11, -1], None):
         given = None if slots is None else torch.tensor(slots)

@@ -65,9 +65,7 @@ def test_python_m_attnplug_is_the_command() -> None:
     assert outcome.out.startswith("attnplug ")
 
 
-@pytest.mark.parametrize(
-    "arguments", [["backends"], ["backends", "--json"], ["explain", "--model", "tiny:llama"], ["--help"]]
-)
+@pytest.mark.parametrize("arguments", [["backends", "--json"], ["explain", "--model", "tiny:llama"]])
 def test_a_reader_that_goes_away_gets_no_traceback(arguments: list[str]) -> None:
     """As in 'attnplug backends | head -1'."""
     reading, writing = os.pipe()
@@ -135,8 +133,14 @@ output.write_line("b" * 50)
     assert file.read_text() == ("before\n" if mode == "a" else "") + "a" * 50 + "\n"
 
 
-@pytest.mark.parametrize("module", ["attnplug.declare.capabilities", "attnplug.cli.app", "attnplug.cli.backends"])
-@pytest.mark.parametrize("command", ["attnplug", "-m attnplug"])
+@pytest.mark.parametrize(
+    ("command", "module"),
+    [
+        ("attnplug", "attnplug.declare.capabilities"),
+        ("attnplug", "attnplug.cli.backends"),
+        ("-m attnplug", "attnplug.cli.app"),
+    ],
+)
 def test_an_interrupt_while_the_command_is_imported_gets_no_traceback(
     tmp_path: Path, command: str, module: str
 ) -> None:
@@ -163,8 +167,9 @@ sys.meta_path.insert(0, Interrupting())
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
-@pytest.mark.parametrize("arguments", [["backends"], ["explain", "--model", "tiny:llama"]])
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+@pytest.mark.parametrize(
+    ("arguments", "encoding"), [(["backends"], "ascii"), (["explain", "--model", "tiny:llama"], "latin-1")]
+)
 def test_a_terminal_without_unicode_gets_its_answer(arguments: list[str], encoding: str) -> None:
     outcome = in_own_process(*arguments, PYTHONIOENCODING=encoding)
     assert outcome.code == 0

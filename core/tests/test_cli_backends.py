@@ -143,10 +143,13 @@ def test_a_plugin_that_interrupts_is_named(attnplug: Attnplug, package: Package)
     assert (outcome.code, outcome.err) == (130, "interrupted while loading plugin odd (odd-dist 1.2.3)\n")
 
 
-@pytest.mark.parametrize("arguments", [["backends", "--json"], ["explain", "--model", "tiny:llama", "--json"]])
 @pytest.mark.parametrize(
-    ("on_import", "in_check"),
-    [("print('hello')", "None"), ("import os; os.write(1, b'hello')", "None"), ("", "print('hello')")],
+    ("arguments", "on_import", "in_check"),
+    [
+        (["backends", "--json"], "print('hello')", "None"),
+        (["explain", "--model", "tiny:llama", "--json"], "import os; os.write(1, b'hello')", "None"),
+        (["explain", "--model", "tiny:llama", "--json"], "", "print('hello')"),
+    ],
     ids=["on import", "on import, below Python", "in its check"],
 )
 def test_a_plugin_that_prints_does_not_spoil_json(

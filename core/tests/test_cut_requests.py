@@ -9,17 +9,17 @@ import torch
 
 from attnplug import ForwardBatch, ForwardExtras, ForwardMode
 from attnplug.host import MLADims, plan_forward
-from support.stage import Case, Stage, error
+from support.stage import Stage, error, small
 
 LATENT = MLADims(kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4)
 CASES = {
-    "mha": Case(((5, 7), (0, 4), (17, 6)), kv_heads=2),
-    "pages of one": Case(((5, 7), (0, 4), (17, 6)), page_size=1),
-    "window": Case(((5, 7), (0, 4), (17, 6)), window=5, page_size=4),
-    "mla": Case(((5, 7), (0, 4), (17, 6)), mla=LATENT, v_head_dim=8),
-    "mixed": Case(((5, 1), (0, 9), (3, 1)), mode=ForwardMode.MIXED),
-    "draft": Case(((5, 4), (9, 4), (3, 4)), mode=ForwardMode.DRAFT_EXTEND),
-    "one request": Case(((3, 12),), page_size=4),
+    "mha": small(((5, 7), (0, 4), (17, 6)), kv_heads=2),
+    "pages of one": small(((5, 7), (0, 4), (17, 6)), page_size=1),
+    "window": small(((5, 7), (0, 4), (17, 6)), window=5, page_size=4),
+    "mla": small(((5, 7), (0, 4), (17, 6)), mla=LATENT, v_head_dim=8),
+    "mixed": small(((5, 1), (0, 9), (3, 1)), mode=ForwardMode.MIXED),
+    "draft": small(((5, 4), (9, 4), (3, 4)), mode=ForwardMode.DRAFT_EXTEND),
+    "one request": small(((3, 12),), page_size=4),
 }
 
 

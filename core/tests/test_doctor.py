@@ -404,6 +404,8 @@ def test_a_plugin_that_takes_the_process_down_does_not_take_the_report(
 ) -> None:
     """It always prints and never fails: a plugin may import a kernel library although it must not."""
     plugin("crash", "import os; os.abort()")
+    for name in ("torch", *doctor.KERNEL_LIBRARIES):  # whose imports take seconds
+        (tmp_path / f"{name}.py").write_text("raise ImportError('a stand-in')")
     done = subprocess.run(
         [sys.executable, "-m", "attnplug", "doctor"],
         env={**os.environ, "PYTHONPATH": str(tmp_path)},

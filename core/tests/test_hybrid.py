@@ -36,7 +36,7 @@ from attnplug.host import (
     active_attention,
 )
 from support.batches import with_plan
-from support.mla_scene import MLACase, MLAScene
+from support.kernel_scene import KernelScene, mla
 
 FULL = LayerSpec(1, AttentionKind.MHA, 1, 1, 8, 8, 1.0)
 LINEAR = LayerSpec(0, AttentionKind.GDN, 2, 2, 4, 4, 0.5, linear=LinearDims(2, 2, 4, 4, 24, 4))
@@ -299,7 +299,7 @@ class TestChunkHook:
         """A8, C2: the bug that started it was a wrapper without the hook."""
         full = Full(claims=Claims(mla_extend=frozenset(ExtendPath)))
         full.forward_ragged = lambda q, k, v, layer, call, plan=None, lse=None: None  # type: ignore[attr-defined] # a hook
-        scene = MLAScene(MLACase(((800, 8218),), page_size=16), "cpu", lambda context: full)
+        scene = KernelScene(mla(((800, 8218),), page_size=16, heads=1), "cpu", lambda context: full)
         hybrid = HybridLinearBackend(full, Linear(), ModelSpec("mla", "test", (LINEAR, scene.layer), 1 << 20))
         batch = scene.batch()
         ModelAttention(hybrid, KVPools(mla=scene.pool), ExtendPolicy(forced=ExtendPath.CHUNKED)).plan(batch)

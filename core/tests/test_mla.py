@@ -27,38 +27,25 @@ from attnplug import (
 from attnplug.host import ExtendPolicy, HookError, MLADims, MLAWeights, ModelAttention, merge_partial
 from attnplug.mla import MLAAttention
 from attnplug.mla.plan import plan_extend
-from attnplug_conformance.reference import Rules, attention
+from attnplug_conformance.checks.mla_paths import UpProjected
 from support.devices import DEVICES
-from support.stage import Case, Stage, error
+from support.kernel_scene import KernelCase
+from support.stage import Stage, error, small
 
 DIMS = MLADims(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8)
 ALL = frozenset(ExtendPath)
 
 
-class Model:
+class Model(UpProjected):
     """One MLA layer with random up-projections over a stage's cache."""
 
-    def __init__(self, case: Case, device: str = "cpu") -> None:
+    def __init__(self, case: KernelCase, device: str = "cpu") -> None:
         self.stage = Stage(case, device)
-        self.case, self.layer, self.device = case, self.stage.layer, torch.device(device)
-        random = torch.Generator().manual_seed(case.seed + 1)
-        dims = case.mla
-        assert dims is not None
-        rank = dims.kv_lora_rank
-        self.w_kc = torch.randn(case.heads, dims.qk_nope_head_dim, rank, generator=random) * rank**-0.5
-        self.w_vc = torch.randn(case.heads, rank, case.v_head_dim, generator=random) * rank**-0.5
-        self.weights = MLAWeights(*(w.to(self.device, self.stage.dtype) for w in (self.w_kc, self.w_vc)))
-        tokens = sum(new for _, new in case.lengths)
-        self.q = torch.randn(tokens, case.heads, self.layer.head_dim, generator=random).to(self.stage.dtype)
+        super().__init__(self.stage)
+        self.case, self.layer = case, self.stage.layer
 
-    def run(self, policy: ExtendPolicy, padding: int = 0) -> torch.Tensor:
-        attention = ModelAttention(self.stage.backend, self.stage.pools, policy)
-        self.batch = batch = self.stage.batch()
-        attention.plan(batch)
-        q, rows = self.q, self.stage.new_rows(self.stage.keys).squeeze(1)
-        if padding:
-            q, rows = (torch.cat([t, torch.full((padding, *t.shape[1:]), math.nan, dtype=t.dtype)]) for t in (q, rows))
-        return attention.attend_mla(q.to(self.device), rows.to(self.device), self.layer, self.weights, batch).cpu()
+    def run(self, policy: ExtendPolicy, batch: ForwardBatch | None = None) -> torch.Tensor:
+        return super().run(policy, batch).cpu()
 
     @property
     def path(self) -> ExtendPath:
@@ -67,20 +54,6 @@ class Model:
         if not calls:
             return ExtendPath.ABSORBED
         return ExtendPath.ONE_SHOT if self.batch.plan.extend.metadata[0].slots is not None else ExtendPath.CHUNKED
-
-    def wanted(self) -> torch.Tensor:
-        """By the model's equations, in float64: up-project every row, then plain attention."""
-        rank = self.w_kc.shape[2]
-        w_kc, w_vc = (w.to(self.stage.dtype).double() for w in (self.w_kc, self.w_vc))
-        outs = []
-        queries = self.q.split([new for _, new in self.case.lengths])
-        for q, rows in zip(queries, self.stage.keys, strict=True):
-            latent, rope = rows[:, 0, :rank].double(), rows[:, 0, rank:].double()
-            keys = torch.einsum("rl,hnl->rhn", latent, w_kc)
-            keys = torch.cat([keys, rope[:, None].expand(-1, keys.shape[1], -1)], -1)
-            values = torch.einsum("rl,hlv->rhv", latent, w_vc)
-            outs.append(attention(q, keys, values, Rules(self.layer.scale))[0])
-        return torch.cat(outs)
 
 
 def forced(path: ExtendPath, capacity: int = 1 << 17) -> ExtendPolicy:
@@ -107,9 +80,9 @@ class TestPaths:
             st.integers(0, 99),
         )
         def holds(lengths, capacity, page_size, padding, seed):
-            case = Case(tuple(lengths), mla=DIMS, page_size=page_size, seed=seed)
+            case = small(tuple(lengths), mla=DIMS, page_size=page_size, padding=padding, seed=seed)
             model = Model(case, device)
-            out = model.run(forced(path, capacity), padding)
+            out = model.run(forced(path, capacity))
             wanted = model.wanted()
             assert error(out[: len(wanted)], wanted) <= 2e-6
             assert (out[len(wanted) :] == 0).all()
@@ -120,14 +93,14 @@ class TestPaths:
     @pytest.mark.parametrize("path", ExtendPath)
     def test_requests_without_new_tokens_are_in_no_call(self, path):
         """C3: kernels return garbage for empty spans; the others' results do not know of them."""
-        model = Model(Case(((20, 0), (7, 4), (9, 0), (0, 3)), mla=DIMS))
+        model = Model(small(((20, 0), (7, 4), (9, 0), (0, 3)), mla=DIMS))
         assert error(model.run(forced(path, 8)), model.wanted()) <= 2e-6
         assert all(min(call.query_lens) and min(call.kv_lens) for call in model.batch.geometry.calls)
 
     @pytest.mark.parametrize("path", ExtendPath)
     def test_new_rows_are_in_the_cache_afterwards(self, path):
         """A later step reads them, whichever path wrote them."""
-        model = Model(Case(((20, 9), (0, 5)), mla=DIMS))
+        model = Model(small(((20, 9), (0, 5)), mla=DIMS))
         model.run(forced(path))
         cache = model.stage.pools.mla.rows(3)
         for request, rows in enumerate(model.stage.keys):
@@ -138,7 +111,7 @@ class TestPaths:
     @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.MIXED])
     def test_other_modes_run_absorbed_whatever_is_forced(self, mode):
         """C1: only a plain extend is worth up-projecting for."""
-        model = Model(Case(((20, 1), (7, 1)), mode=mode, mla=DIMS))
+        model = Model(small(((20, 1), (7, 1)), mode=mode, mla=DIMS))
         assert error(model.run(forced(ExtendPath.CHUNKED)), model.wanted()) <= 2e-6
         assert model.path is ExtendPath.ABSORBED
 
@@ -147,21 +120,23 @@ class TestPaths:
         largest = []
         original = MLAWeights.up_project
         monkeypatch.setattr(MLAWeights, "up_project", lambda w, rows: largest.append(len(rows)) or original(w, rows))
-        model = Model(Case(((700, 4), (300, 6), (0, 9)), mla=DIMS))
+        model = Model(small(((700, 4), (300, 6), (0, 9)), mla=DIMS))
         out = model.run(forced(ExtendPath.CHUNKED, capacity=64))
         assert max(largest) == 64 and len(largest) == 1 + math.ceil(1000 / 64)
         assert error(out, model.wanted()) <= 2e-6
 
     def test_fewer_rows_than_prepared_are_refused(self):
         """B5"""
-        model = Model(Case(((20, 9),), mla=DIMS))
-        model.q = model.q[:5]
+        model = Model(small(((20, 9),), mla=DIMS))
+        attention = ModelAttention(model.stage.backend, model.stage.pools, forced(ExtendPath.CHUNKED))
+        batch, rows = model.stage.batch(), model.stage.new_rows(model.stage.keys).squeeze(1)
+        attention.plan(batch)
         with pytest.raises(PlanError, match=r"5 query rows, .* 9"):
-            model.run(forced(ExtendPath.CHUNKED))
+            attention.attend_mla(model.q[:5], rows, model.layer, model.weights, batch)
 
     def test_the_path_is_an_argument_of_planning(self):
         """C1: it overrules the policy, and what the backend cannot run is refused."""
-        model = Model(Case(((20, 9),), mla=DIMS))
+        model = Model(small(((20, 9),), mla=DIMS))
         attention, batch = ModelAttention(model.stage.backend, model.stage.pools), model.stage.batch()
         assert attention.plan(batch).extend is None
         assert attention.plan(batch, ExtendPath.CHUNKED).extend is not None and len(batch.geometry.calls) == 2
@@ -172,20 +147,20 @@ class TestPaths:
 
     def test_a_path_that_is_asked_for_holds_in_every_mode_that_extends(self):
         """C1"""
-        model = Model(Case(((20, 3),), mode=ForwardMode.MIXED, mla=DIMS))
+        model = Model(small(((20, 3),), mode=ForwardMode.MIXED, mla=DIMS))
         attention, batch = ModelAttention(model.stage.backend, model.stage.pools), model.stage.batch()
         assert attention.plan(batch, ExtendPath.CHUNKED).extend is not None
 
     def test_decoding_looks_at_no_length_of_the_host(self):
         """C1: of a backend that extends as MHA only, too."""
-        model = Model(Case(((20, 1),), mode=ForwardMode.DECODE, mla=DIMS))
+        model = Model(small(((20, 1),), mode=ForwardMode.DECODE, mla=DIMS))
         model.stage.backend.claims = Claims(mla_extend=frozenset({ExtendPath.CHUNKED}))
         geometry = replace(model.stage.batch().geometry, host=None)
         assert MLAAttention(model.stage.backend, model.stage.pools.mla, ExtendPolicy()).plan(geometry) is None
 
     def test_new_rows_go_where_the_host_says(self):
         """Also where a prefill runs as MHA: the facade writes its rows, and not the backend."""
-        model = Model(Case(((0, 3),), mla=DIMS))
+        model = Model(small(((0, 3),), mla=DIMS))
         slots = torch.tensor([5, -1, 2])
         geometry = replace(model.stage.batch().geometry, slots=slots)
         plan = MLAAttention(model.stage.backend, model.stage.pools.mla, ExtendPolicy()).plan(geometry)
@@ -194,7 +169,7 @@ class TestPaths:
     @pytest.mark.parametrize("path", [ExtendPath.ONE_SHOT, ExtendPath.CHUNKED])
     def test_calls_are_numbered_and_in_the_lane_of_their_batch(self, path):
         """A backend finds its plan by the one and its scratch memory by the other."""
-        model = Model(Case(((20, 3), (4, 2)), mla=DIMS))
+        model = Model(small(((20, 3), (4, 2)), mla=DIMS))
         geometry = replace(model.stage.batch().geometry, lane=1)
         calls = [part.call for part in plan_extend(geometry, path, 16)]
         assert [(call.index, call.lane) for call in calls] == [(index, 1) for index in range(len(calls))]
@@ -202,7 +177,7 @@ class TestPaths:
 
     @pytest.mark.parametrize("path", ExtendPath)
     def test_results_are_in_the_models_type_whatever_the_caches_is(self, path):
-        model = Model(Case(((20, 3), (0, 2)), mla=DIMS, dtype=DType.BFLOAT16, kv_dtype=DType.FLOAT8_E4M3))
+        model = Model(small(((20, 3), (0, 2)), mla=DIMS, dtype=DType.BFLOAT16, kv_dtype=DType.FLOAT8_E4M3))
         out = model.run(forced(path, 8))
         assert out.dtype is torch.bfloat16 and error(out, model.wanted()) <= 0.1
 
@@ -213,12 +188,12 @@ class TestPaths:
             "attnplug.mla.attention.merge_partial",
             lambda out, *parts: merged.append(out.dtype) or merge_partial(out, *parts),
         )
-        Model(Case(((20, 3), (0, 2)), mla=DIMS, dtype=DType.BFLOAT16)).run(forced(ExtendPath.CHUNKED, 8))
+        Model(small(((20, 3), (0, 2)), mla=DIMS, dtype=DType.BFLOAT16)).run(forced(ExtendPath.CHUNKED, 8))
         assert merged == [torch.float32] * 3
 
     def test_a_batch_planned_by_another_facade_is_refused(self):
         """B5: how it runs as MHA is a plan like any other."""
-        model, other = (Model(Case(((20, 9),), mla=DIMS)) for _ in range(2))
+        model, other = (Model(small(((20, 9),), mla=DIMS)) for _ in range(2))
         batch = model.stage.batch()
         ModelAttention(model.stage.backend, model.stage.pools).plan(batch, ExtendPath.CHUNKED)
         attention = ModelAttention(other.stage.backend, other.stage.pools)
@@ -227,7 +202,7 @@ class TestPaths:
 
     def test_without_exact_lengths_a_backend_that_can_runs_absorbed(self):
         """C1: the thresholds are about lengths that the host does not know."""
-        model = Model(Case(((0, 9),), mla=DIMS))
+        model = Model(small(((0, 9),), mla=DIMS))
         known = model.stage.batch().geometry
         mla = MLAAttention(model.stage.backend, model.stage.pools.mla, ExtendPolicy())
         assert mla.plan(known) is not None
@@ -236,13 +211,13 @@ class TestPaths:
 
 class TestHook:
     def prepare(self, backend: Any, policy: ExtendPolicy, lengths=((20, 9),)) -> Any:
-        model = Model(Case(lengths, mla=DIMS))
+        model = Model(small(lengths, mla=DIMS))
         batch = model.stage.batch()
         ModelAttention(backend, model.stage.pools, policy).plan(batch)
         return batch
 
     def backend(self, hook: Any) -> Any:
-        inner = Model(Case(((1, 1),), mla=DIMS)).stage.backend
+        inner = Model(small(((1, 1),), mla=DIMS)).stage.backend
         members = {"init_mha_chunk_metadata": hook} if hook is not None else {}
         cls = type("Hooked", (type(inner),), members)
         backend = object.__new__(cls)
@@ -263,7 +238,7 @@ class TestHook:
 
     def test_every_call_is_given_what_the_hook_planned(self):
         """A6, C2"""
-        model = Model(Case(((20, 9),), mla=DIMS))
+        model = Model(small(((20, 9),), mla=DIMS))
         model.stage.backend = backend = self.backend(lambda self, forward_batch: plan_of(forward_batch))
         ragged, given = backend.forward_ragged, []
         backend.forward_ragged = lambda q, k, v, layer, call, plan, lse: (
@@ -282,7 +257,7 @@ class TestHook:
 
     def test_a_batch_planned_again_keeps_no_chunk_plan(self):
         """C2: neither where the next path has none, nor where its hook plans nothing."""
-        model = Model(Case(((20, 9),), mla=DIMS))
+        model = Model(small(((20, 9),), mla=DIMS))
         batch, plans = model.stage.batch(), [True, False]
         backend = self.backend(lambda self, forward_batch: plan_of(forward_batch) if plans.pop(0) else None)
         attention = ModelAttention(backend, model.stage.pools)
@@ -298,7 +273,7 @@ class TestHook:
     @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND])
     def test_modes_that_graphs_capture_are_planned_without_a_look_at_lengths(self, mode):
         """C1: they extend absorbed, whatever the lengths; those on the device would have to be waited for."""
-        model = Model(Case(((20, 1),), mode=mode, mla=DIMS))
+        model = Model(small(((20, 1),), mode=mode, mla=DIMS))
         geometry = replace(model.stage.batch().geometry, host=None)
         assert MLAAttention(model.stage.backend, model.stage.pools.mla, ExtendPolicy()).plan(geometry) is None
 
@@ -321,25 +296,25 @@ class TestHook:
         backend = self.backend(None)
         setattr(backend, hook, lambda forward_batch, cursor: None)
         with pytest.raises(HookError, match=f"{hook}.*'cursor'"):
-            ModelAttention(backend, Model(Case(((1, 1),), mla=DIMS)).stage.pools)
+            ModelAttention(backend, Model(small(((1, 1),), mla=DIMS)).stage.pools)
 
     def test_a_ragged_hook_without_lse_is_refused_when_built(self):
         """A8, C4: it would leave what is merged to whatever lay in memory."""
         backend = self.backend(None)
         backend.forward_ragged = lambda q, k, v, layer, call, plan: q
         with pytest.raises(HookError, match=r"forward_ragged.* does not accept 'lse'"):
-            ModelAttention(backend, Model(Case(((1, 1),), mla=DIMS)).stage.pools)
+            ModelAttention(backend, Model(small(((1, 1),), mla=DIMS)).stage.pools)
 
     def test_a_log_sum_exp_that_is_never_filled_is_not_finite(self):
         """C4: it cannot pass for a result."""
-        model = Model(Case(((20, 9),), mla=DIMS))
+        model = Model(small(((20, 9),), mla=DIMS))
         ragged = model.stage.backend.forward_ragged
         model.stage.backend.forward_ragged = lambda q, k, v, layer, call, plan, lse: ragged(q, k, v, layer, call)
         assert model.run(forced(ExtendPath.CHUNKED)).isnan().all()
 
     def test_hooks_are_inspected_when_built_and_never_again(self, monkeypatch):
         """A8"""
-        model = Model(Case(((20, 9),), mla=DIMS))
+        model = Model(small(((20, 9),), mla=DIMS))
         backend = self.backend(lambda self, forward_batch: plan_of(forward_batch))
         attention, batch = ModelAttention(backend, model.stage.pools, forced(ExtendPath.CHUNKED)), model.stage.batch()
         monkeypatch.setattr(inspect, "signature", lambda *a, **k: pytest.fail("inspected again"))
@@ -369,10 +344,10 @@ class TestHook:
     def test_claim_without_the_method_is_refused_when_built(self):
         class Boasting:
             claims = Claims(mla_extend=ALL)
-            backend_id = Model(Case(((1, 1),), mla=DIMS)).stage.backend.backend_id
+            backend_id = Model(small(((1, 1),), mla=DIMS)).stage.backend.backend_id
 
         with pytest.raises(BackendError, match=r"chunked, one_shot.*forward_ragged"):
-            ModelAttention(Boasting(), Model(Case(((1, 1),), mla=DIMS)).stage.pools)
+            ModelAttention(Boasting(), Model(small(((1, 1),), mla=DIMS)).stage.pools)
 
 
 class TestRowsOfACall:
@@ -380,7 +355,7 @@ class TestRowsOfACall:
 
     @pytest.mark.parametrize("lens", [([4], [5]), ([5], [4])], ids=["queries", "keys"])
     def test_lengths_that_are_not_those_of_the_rows(self, lens):
-        stage = Stage(Case(((0, 5),), mla=DIMS), "cpu")
+        stage = Stage(small(((0, 5),), mla=DIMS), "cpu")
         q = torch.zeros(5, stage.layer.num_heads, stage.layer.head_dim)
         call = RaggedCall.of(0, *lens, causal=False, device=torch.device("cpu"))
         with pytest.raises(PlanError, match="q, k and v have 5, 5 and 5"):
@@ -392,7 +367,7 @@ class TestRowsOfACall:
 
     @pytest.mark.parametrize("path", ExtendPath)
     def test_queries_of_other_heads(self, path):
-        model = Model(Case(((20, 9),), mla=DIMS))
+        model = Model(small(((20, 9),), mla=DIMS))
         model.q = model.q[:, 1:]
         with pytest.raises(BackendError, match=r"q has shape .*, but on this rank it is \[rows, "):
             model.run(forced(path))

@@ -390,7 +390,7 @@ def reads_or_refuses(config: dict[str, Any]) -> None:
         assert spec.describe()
 
 
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(mutated_configs())
 def test_a_mutated_config_is_read_or_refused(config: dict[str, Any]) -> None:
     reads_or_refuses(config)

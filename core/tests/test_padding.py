@@ -11,7 +11,7 @@ import torch
 
 from attnplug import ForwardBatch, ForwardExtras, ForwardMode, Geometry, Plan, PlanError
 from attnplug.host import ExtendPolicy, HostLengths, MLADims, ModelAttention, TorchNativeBackend, plan_forward
-from support.stage import Case, Stage, error
+from support.stage import Stage, error, small
 from support.trees import tree_bits
 
 NAN = float("nan")
@@ -41,7 +41,7 @@ class Rank:
 
     def __init__(self, mode: ForwardMode, *, mla: bool = False, exact: bool = True, page_size: int = 4) -> None:
         dims = {"mla": LATENT, "v_head_dim": 8} if mla else {"kv_heads": 2}
-        self.stage = Stage(Case(LENGTHS[mode], mode, page_size=page_size, **dims), "cpu", Counting)
+        self.stage = Stage(small(LENGTHS[mode], mode, page_size=page_size, **dims), "cpu", Counting)
         self.batch = self.stage.batch()
         self.rows = self.batch.num_tokens
         ids = torch.arange(self.rows)

@@ -28,8 +28,10 @@ from attnplug import (
     check_lse,
 )
 from attnplug.host import KVPools, Limits, MLADims, plan_forward
+from attnplug_conformance.scene import NAN
 from support.batches import captured, padded, with_plan
-from support.stage import NAN, Case, Stage
+from support.kernel_scene import KernelCase
+from support.stage import Stage, small
 
 DIMS = MLADims(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8)
 
@@ -74,8 +76,8 @@ class Narrowed(Sevens):
         PlannedAttention.__init__(self, context, claims)
 
 
-def stage(case: Case | None = None) -> Stage:
-    return Stage(case or Case(((5, 3), (0, 2))), "cpu", Sevens)
+def stage(case: KernelCase | None = None) -> Stage:
+    return Stage(case or small(((5, 3), (0, 2))), "cpu", Sevens)
 
 
 def planned(on: Stage, padding: int = 0) -> ForwardBatch:
@@ -111,7 +113,7 @@ class TestPadding:
     @pytest.mark.parametrize("padding", [0, 2])
     def test_a_batch_without_rows_runs_no_kernel(self, padding):
         """B5: an idle rank, and one whose requests have no new tokens."""
-        on = stage(Case(((5, 0),)))
+        on = stage(small(((5, 0),)))
         q = torch.full((padding, 4, 16), NAN)
         out = on.backend.forward_extend(q, None, None, on.layer, planned(on, padding))
         assert out.shape == (padding, 4, 16) and (out == 0).all() and not on.backend.seen
@@ -176,14 +178,14 @@ class TestRows:
             on.backend.forward_extend(q, k, v[:4], on.layer, planned(on))
 
     def test_an_mla_layer_brings_no_v(self):
-        on = Stage(Case(((5, 3),), mla=DIMS), "cpu")
+        on = Stage(small(((5, 3),), mla=DIMS), "cpu")
         k = on.new_rows(on.keys)
         with pytest.raises(BackendError, match=r"\(mla\) brings k and no v, but was given k=.*, v="):
             on.backend.forward_extend(on.q, k, k, on.layer, planned(on))
 
     @pytest.mark.parametrize(("dims", "kind"), [(None, "MHA"), (DIMS, "MLA")])
     def test_a_layer_whose_pool_is_missing(self, dims, kind):
-        case = Case(((5, 3),), mla=dims)
+        case = small(((5, 3),), mla=dims)
         on = Stage(case, "cpu", lambda context: Sevens(replace(context, pools=KVPools())))
         v = None if dims else on.new_rows(on.values)
         with pytest.raises(PoolError, match=f"layer 3 is {kind}, but backend under_test has no {kind} pool"):
@@ -240,7 +242,7 @@ class TestCalls:
         ids=["latent", "rope", "rows", "type"],
     )
     def test_absorbed_queries_whose_parts_are_not_those_of_the_layer(self, latent, rope, dtype):
-        on = stage(Case(((5, 3), (0, 2)), mla=DIMS, v_head_dim=32))
+        on = stage(small(((5, 3), (0, 2)), mla=DIMS, v_head_dim=32))
         extras = ForwardExtras(q_rope=torch.zeros(rope, dtype=dtype))
         with pytest.raises(BackendError, match=r"give the latent part \[rows, heads, 32\] and the rotary part .* 8\]"):
             on.backend.forward_extend(
@@ -248,7 +250,7 @@ class TestCalls:
             )
 
     def test_queries_in_two_parts_are_refused_by_a_backend_that_does_not_claim_them(self):
-        on = Stage(Case(((5, 3), (0, 2)), mla=DIMS, v_head_dim=32), "cpu", Narrowed)
+        on = Stage(small(((5, 3), (0, 2)), mla=DIMS, v_head_dim=32), "cpu", Narrowed)
         extras = ForwardExtras(q_rope=torch.zeros(5, 4, 8))
         with pytest.raises(BackendError, match="was asked for q_rope; it knows out"):
             on.backend.forward_extend(
@@ -257,7 +259,7 @@ class TestCalls:
 
     def test_padding_is_cut_off_both_parts_of_absorbed_queries(self):
         """B5"""
-        on = stage(Case(((5, 3), (0, 2)), mla=DIMS, v_head_dim=32))
+        on = stage(small(((5, 3), (0, 2)), mla=DIMS, v_head_dim=32))
         extras = ForwardExtras(q_rope=torch.zeros(7, 4, 8))
         on.backend.forward_extend(
             torch.zeros(7, 4, 32), None, None, on.layer, planned(on, 2), save_kv_cache=False, extras=extras
@@ -289,13 +291,13 @@ class TestCalls:
 
     def test_extras_that_narrowed_claims_leave_out(self):
         """What was built may honour less than its spec declares."""
-        on = Stage(Case(((5, 3),)), "cpu", Narrowed)
+        on = Stage(small(((5, 3),)), "cpu", Narrowed)
         with pytest.raises(BackendError, match="was asked for lse; it knows out"):
-            on.run(on.batch())
+            on.results(on.batch())
 
     @pytest.mark.parametrize(("mode", "entry"), [(ForwardMode.DECODE, "extend"), (ForwardMode.EXTEND, "decode")])
     def test_the_wrong_entry(self, mode, entry):
-        on = stage(Case(((5, 1),), mode))
+        on = stage(small(((5, 1),), mode))
         with pytest.raises(PlanError, match=f"forward_{entry} of backend under_test was called"):
             getattr(on.backend, f"forward_{entry}")(*inputs(on), on.layer, planned(on))
 
@@ -324,7 +326,7 @@ class TestGraphs:
             backend.init_forward_metadata_out_graph(self.batch(pages=257), in_capture=True)
 
     def test_a_last_page_that_is_not_full_counts(self):
-        backend = stage(Case(((5, 3),), page_size=5)).backend
+        backend = stage(small(((5, 3),), page_size=5)).backend
         backend.init_cuda_graph_state(4, 8)
         assert (
             backend.init_forward_metadata_out_graph(self.batch(pages=820, page_size=5), in_capture=True).query_rows == 2
@@ -338,7 +340,7 @@ class TestGraphs:
             backend.init_forward_metadata_out_graph(self.batch())
 
     def test_only_modes_of_the_claimed_level_are_captured(self):
-        backend = Stage(Case(((5, 3),)), "cpu", Narrowed).backend
+        backend = Stage(small(((5, 3),)), "cpu", Narrowed).backend
         backend.init_cuda_graph_state(4, 8)
         verify = captured(ForwardMode.TARGET_VERIFY, 2, 2, pages=4, page_size=16, device=torch.device("cpu"), fill=0)
         with pytest.raises(PlanError, match="target_verify cannot be captured, only decode"):
@@ -349,7 +351,7 @@ class TestGraphs:
 
     def test_one_that_claims_none_says_so(self):
         with pytest.raises(BackendError, match="runs outside of CUDA graphs only"):
-            Stage(Case(((5, 3),)), "cpu").backend.init_cuda_graph_state(4, 8)
+            Stage(small(((5, 3),)), "cpu").backend.init_cuda_graph_state(4, 8)
 
     def test_a_claim_of_graphs_without_the_methods_that_capture_is_refused_at_construction(self):
         class Boasting(Sevens):
@@ -357,7 +359,7 @@ class TestGraphs:
             refill = PlannedAttention.refill
 
         with pytest.raises(BackendError, match=r"cuda_graph UNIFORM, but defines no capture\(.*\) and no refill\("):
-            Stage(Case(((5, 3),)), "cpu", Boasting)
+            Stage(small(((5, 3),)), "cpu", Boasting)
 
     @pytest.mark.parametrize("hook", ["init_forward_metadata", "init_forward_metadata_out_graph"])
     def test_a_lane_that_it_was_not_built_for(self, hook):
@@ -369,8 +371,8 @@ class TestGraphs:
 class TestLanes:
     def test_two_plans_of_one_instance_interleave(self):
         """B5: same shape, both alive, run in either order."""
-        on = Stage(Case(((5, 3), (0, 4))), "cpu", lambda context: _two_lanes(context))
-        alone, _ = on.run()
+        on = Stage(small(((5, 3), (0, 4))), "cpu", lambda context: _two_lanes(context))
+        alone, _ = on.results()
         halves = on.batch().split(1, lanes=(0, 1))
         for half in halves:
             plan_forward(on.backend, half)
@@ -387,14 +389,14 @@ def _two_lanes(context: BackendContext) -> PlannedAttention:
 
 def test_an_mla_shape_needs_a_model_and_a_pool_with_such_layers():
     with pytest.raises(PoolError, match="backend under_test serves MLA layers, and needs a model and a pool with some"):
-        Stage(Case(((1, 1),)), "cpu", MLAShape.of)
+        Stage(small(((1, 1),)), "cpu", MLAShape.of)
 
 
 def test_an_mla_shape_is_that_of_the_layers_and_their_cache():
-    case = Case(((1, 1),), mla=DIMS, v_head_dim=12, kv_dtype=DType.FLOAT8_E4M3)
+    case = small(((1, 1),), mla=DIMS, v_head_dim=12, kv_dtype=DType.FLOAT8_E4M3)
     on = Stage(case, "cpu")
     shape = MLAShape.of(on.backend.context)
-    assert (shape.heads, shape.dims, shape.scale, shape.page_size) == (4, DIMS, 24**-0.5, 16)
+    assert (shape.heads, shape.dims, shape.scale, shape.page_size) == (4, DIMS, on.layer.scale, 16)
     assert (shape.dtype, shape.kv_dtype, shape.pool) == (torch.float32, torch.float8_e4m3fn, on.pools.mla)
     assert shape.ragged_dims == (16 + 8, 12)
 
@@ -435,7 +437,7 @@ def test_fewer_input_ids_than_rows_are_the_hosts_mistake():
 
 
 def test_claims_are_the_specs_unless_narrowed():
-    on = Stage(Case(((1, 1),)), "cpu")
+    on = Stage(small(((1, 1),)), "cpu")
     assert on.backend.claims == on.backend.context.declared.claims
 
 
@@ -444,7 +446,7 @@ def test_options_come_with_their_type_and_their_defaults():
     class Options:
         split: int = 3
 
-    context = Stage(Case(((1, 1),)), "cpu").backend.context
+    context = Stage(small(((1, 1),)), "cpu").backend.context
     assert context.options_of(Options) == Options()
     assert replace(context, options=Options(5)).options_of(Options).split == 5
     with pytest.raises(BackendError, match="under_test was given 7 as its options, not Options"):
@@ -456,6 +458,6 @@ def test_a_plan_without_slots_for_the_rows_to_write_is_refused():
         def plan(self, geometry: Geometry) -> Plan:
             return Plan.of(self.backend_id, geometry, "eager")
 
-    on = Stage(Case(((5, 3), (0, 2))), "cpu", Forgetful)
+    on = Stage(small(((5, 3), (0, 2))), "cpu", Forgetful)
     with pytest.raises(PlanError, match=r"new rows of layer 3, and its plan has no new_slots; .*new_slots\(\)"):
         on.backend.forward_extend(*inputs(on), on.layer, planned(on))

@@ -12,15 +12,16 @@ from hypothesis import strategies as st
 from attnplug import DType, ForwardMode, PoolError
 from attnplug.host import MLADims
 from support.devices import DEVICES
-from support.stage import Case, Stage, error
+from support.kernel_scene import KernelCase
+from support.stage import Stage, error, small
 
 # Measured against float64 as the largest difference over the largest magnitude (1 at least).
 TOLERANCE = {DType.FLOAT32: 2e-6, DType.FLOAT16: 5e-3, DType.BFLOAT16: 2e-2}
 
 
-def check(case: Case, device: str = "cpu") -> None:
+def check(case: KernelCase, device: str = "cpu") -> None:
     stage = Stage(case, device)
-    out, lse = stage.run()
+    out, lse = stage.results()
     wanted, wanted_lse = stage.wanted()
     real = wanted.shape[0]
     if real:
@@ -31,13 +32,13 @@ def check(case: Case, device: str = "cpu") -> None:
 
 
 @st.composite
-def cases(draw, mla: bool) -> Case:
+def cases(draw, mla: bool) -> KernelCase:
     mode = draw(st.sampled_from([m for m in ForwardMode if m is not ForwardMode.IDLE]))
     before = st.one_of(st.just(0), st.integers(1, 70))
     new = st.just(1) if mode is ForwardMode.DECODE else st.one_of(st.just(1), st.integers(1, 25))
     lengths = tuple(draw(st.lists(st.tuples(before, new), min_size=1, max_size=5)))
     kv_heads = draw(st.sampled_from([1, 2, 3]))
-    return Case(
+    return small(
         lengths=lengths,
         mode=mode,
         page_size=draw(st.sampled_from([1, 2, 5, 16, 64])),
@@ -50,7 +51,7 @@ def cases(draw, mla: bool) -> Case:
         cap=draw(st.sampled_from([None, None, 5.0, 50.0])),
         dtype=draw(st.sampled_from([DType.FLOAT32, DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16])),
         layout=draw(st.sampled_from(["token_major", "head_major"])),
-        pages=draw(st.sampled_from(["permuted", "interleaved", "descending"])),
+        pages=draw(st.sampled_from(["shuffled", "interleaved", "descending"])),
         padding=draw(st.sampled_from([0, 0, 1, 5])),
         lse=draw(st.booleans()),
         seed=draw(st.integers(0, 1 << 16)),
@@ -96,7 +97,7 @@ PAGE_EDGES = [
 @pytest.mark.parametrize("device", DEVICES)
 def test_skewed_decode_batch_falls_into_groups(device):
     """One long and many short requests: padding all to the longest would read fifty times too much."""
-    case = Case(((5000, 1), *(((3, 1),) * 30), (4000, 1)), ForwardMode.DECODE, heads=2, kv_heads=1, head_dim=8)
+    case = small(((5000, 1), *(((3, 1),) * 30), (4000, 1)), ForwardMode.DECODE, heads=2, kv_heads=1, head_dim=8)
     stage = Stage(case, device)
     batch = stage.batch()
     groups = stage.backend.init_forward_metadata(batch).metadata.groups
@@ -109,7 +110,7 @@ def test_decode_on_the_cpu_reads_few_rows_at_a_time(monkeypatch):
     from attnplug.torch_native import planner
 
     monkeypatch.setattr(planner, "_CACHED_READ", 1000)
-    case = Case(tuple((90 + request % 5, 1) for request in range(40)), ForwardMode.DECODE, heads=4, kv_heads=2)
+    case = small(tuple((90 + request % 5, 1) for request in range(40)), ForwardMode.DECODE, heads=4, kv_heads=2)
     stage = Stage(case, "cpu")
     groups = stage.backend.init_forward_metadata(stage.batch()).metadata.groups
     assert len(groups) > 1
@@ -123,7 +124,9 @@ def test_one_query_on_the_cpu_sees_its_own_keys_whatever_else_its_group_holds():
     lengths = ((0, 1), (70, 1), (15, 1), (16, 1))
     for window, lse, cap in ((None, False, None), (7, False, None), (None, True, None), (None, False, 5.0)):
         for mode in (ForwardMode.DECODE, ForwardMode.EXTEND):
-            check(Case(lengths, mode, heads=6, kv_heads=2, head_dim=16, v_head_dim=16, window=window, lse=lse, cap=cap))
+            check(
+                small(lengths, mode, heads=6, kv_heads=2, head_dim=16, v_head_dim=16, window=window, lse=lse, cap=cap)
+            )
 
 
 def test_decode_on_the_cpu_over_pages_in_place(monkeypatch):
@@ -135,10 +138,10 @@ def test_decode_on_the_cpu_over_pages_in_place(monkeypatch):
     monkeypatch.setattr(in_place, "_FEWEST_ROWS", 0)
     lengths = ((0, 1), (70, 1), (15, 1), (16, 1), (31, 1), (200, 1))
     for layout in ("token_major", "head_major"):
-        for pages in ("permuted", "interleaved", "descending"):
+        for pages in ("shuffled", "interleaved", "descending"):
             for page_size in (1, 5, 16, 64):
-                case = Case(lengths, ForwardMode.DECODE, page_size=page_size, heads=6, kv_heads=2, head_dim=16,
-                            v_head_dim=16, layout=layout, pages=pages, padding=1, lse=False, scale=0.4)  # fmt: skip
+                case = small(lengths, ForwardMode.DECODE, page_size=page_size, heads=6, kv_heads=2, head_dim=16,
+                            v_head_dim=16, layout=layout, pages=pages, padding=1, lse=False)  # fmt: skip
                 stage = Stage(case, "cpu")
                 assert stage.backend.init_forward_metadata(stage.batch()).metadata.pages is not None
                 check(case)
@@ -157,14 +160,14 @@ def test_one_request_on_the_cpu_whose_pages_follow_each_other_is_read_without_a_
         ("interleaved", "head_major", True),
     ):
         copies.clear()
-        check(Case(((70, 1),), ForwardMode.DECODE, heads=4, kv_heads=2, v_head_dim=16, layout=layout, pages=pages))
+        check(small(((70, 1),), ForwardMode.DECODE, heads=4, kv_heads=2, v_head_dim=16, layout=layout, pages=pages))
         assert bool(copies) is copied
 
 
 def test_rows_that_are_read_without_a_copy_are_attended_to_in_every_way():
     """NaN lies before and after them: a window, a log-sum-exp and a cap each take another way through them."""
     for window, lse, cap in ((None, False, None), (7, False, None), (None, True, None), (None, False, 5.0)):
-        case = Case(((70, 1),), ForwardMode.DECODE, heads=4, kv_heads=2, head_dim=16, v_head_dim=16, window=window,
+        case = small(((70, 1),), ForwardMode.DECODE, heads=4, kv_heads=2, head_dim=16, v_head_dim=16, window=window,
                     lse=lse, cap=cap, pages="interleaved")  # fmt: skip
         stage = Stage(case, "cpu")
         assert stage.backend.init_forward_metadata(stage.batch()).metadata.groups[0].run is not None
@@ -173,7 +176,7 @@ def test_rows_that_are_read_without_a_copy_are_attended_to_in_every_way():
 
 def test_rows_past_the_pool_are_refused_as_a_copy_of_them_would_be():
     """A slice of the pool would end where the pool ends, and hide that rows are missing."""
-    stage = Stage(Case(((70, 1),), ForwardMode.DECODE, pages="interleaved"), "cpu")
+    stage = Stage(small(((70, 1),), ForwardMode.DECODE, pages="interleaved"), "cpu")
     group = stage.backend.init_forward_metadata(stage.batch()).metadata.groups[0]
     past = stage.backend._mha.num_pages * stage.backend._mha.page_size - 1 - int(group.slots[0, 0])
     run = slice(group.run.start + past, group.run.stop + past)
@@ -209,5 +212,5 @@ def test_long_prefill_is_cut_into_tiles(device, monkeypatch):
 
     monkeypatch.setattr(attention, "_TILE_SCORES", 2000)
     for lse in (True, False):
-        check(Case(((100, 90), (0, 61)), heads=4, kv_heads=2, lse=lse), device)
-        check(Case(((100, 90),), heads=4, kv_heads=2, window=9, lse=lse), device)
+        check(small(((100, 90), (0, 61)), heads=4, kv_heads=2, lse=lse), device)
+        check(small(((100, 90),), heads=4, kv_heads=2, window=9, lse=lse), device)

@@ -10,29 +10,29 @@ import torch
 from attnplug import BackendError, ForwardExtras, PlanError
 from attnplug.host import plan_forward
 from support.devices import nothing_waits
-from support.stage import Case, Stage, error
+from support.stage import Stage, error, small
 
 
 class TestRefusals:
     def test_upper_bounds_of_the_lengths_are_not_enough(self):
         """It claims needs_cpu_seq_lens, and never copies them from the device by itself."""
-        stage = Stage(Case(((0, 3),)), "cpu")
+        stage = Stage(small(((0, 3),)), "cpu")
         batch = stage.batch()
         batch.geometry = replace(batch.geometry, host=None)
         with pytest.raises(PlanError, match="the backend needs exact ones"):
             plan_forward(stage.backend, batch)
         batch.geometry = batch.geometry.measured()
-        assert error(stage.run(batch)[0], stage.wanted()[0]) <= 2e-6
+        assert error(stage.results(batch)[0], stage.wanted()[0]) <= 2e-6
 
     def test_nothing_to_write_must_be_said(self):
-        stage = Stage(Case(((0, 3),)), "cpu")
+        stage = Stage(small(((0, 3),)), "cpu")
         batch = stage.batch()
         plan_forward(stage.backend, batch)
         with pytest.raises(BackendError, match="save_kv_cache=False"):
             stage.backend.forward_extend(stage.q, None, None, stage.layer, batch)
 
     def test_lse_of_the_wrong_shape(self):
-        stage = Stage(Case(((0, 3),)), "cpu")
+        stage = Stage(small(((0, 3),)), "cpu")
         batch = stage.batch()
         plan_forward(stage.backend, batch)
         with pytest.raises(BackendError, match=r"\(3, 4\).*\(3, 5\)"):
@@ -49,17 +49,17 @@ class TestRefusals:
 
 def test_backend_keeps_nothing_of_a_batch():
     """B5: no backend keeps "the current metadata" on itself."""
-    stage = Stage(Case(((5, 3),)), "cpu")
+    stage = Stage(small(((5, 3),)), "cpu")
     before = dict(vars(stage.backend))
-    stage.run()
+    stage.results()
     assert vars(stage.backend) == before
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_planning_copies_nothing_from_the_device_where_the_batch_has_its_lengths():
-    stage = Stage(Case(((5, 3), (0, 4))), "cuda")
+    stage = Stage(small(((5, 3), (0, 4))), "cuda")
     batch = stage.batch()
     with nothing_waits("cuda"):
         plan_forward(stage.backend, batch)
-    assert error(stage.run(batch)[0], stage.wanted()[0]) <= 2e-6
+    assert error(stage.results(batch)[0], stage.wanted()[0]) <= 2e-6

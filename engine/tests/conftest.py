@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from attnplug import (
     ModelSpec,
     Role,
 )
+from attnplug.declare import spec
 from attnplug.host import (
     TINY_CONFIGS,
     HostContext,
@@ -38,11 +41,12 @@ from attnplug.host import (
     LinearStatePool,
     ModelAttention,
     PageAllocator,
+    Registry,
     SlotTable,
     TorchNativeBackend,
     WorkspaceOwner,
 )
-from attnplug_engine import kernels
+from attnplug_engine import kernels, prepare
 from attnplug_engine.models.architectures import LoadedModel
 from support.batches import capabilities
 from support.command import attnplug, package
@@ -52,6 +56,18 @@ from support.triton_mode import settle_triton
 __all__ = ["attnplug", "package"]
 
 settle_triton()
+
+# Every engine looks for all plugins, and for the kernel library of each, once for each role: half of its start.
+spec.requirement_refusal = functools.cache(spec.requirement_refusal)
+_find_plugins = prepare.load_registry
+
+
+@functools.cache
+def _found(*_places: str | None) -> Registry:
+    return _find_plugins()
+
+
+prepare.load_registry = lambda: _found(os.environ.get("ATTNPLUG_PLUGINS"), os.environ.get("ATTNPLUG_STRICT"), *sys.path)
 
 # Two test processes on two cores: one thread each is fastest.
 torch.set_num_threads(1)

@@ -45,7 +45,7 @@ def test_one_prompt_streams_text_and_ends_with_figures(attnplug: Attnplug):
         assert told in outcome.err
 
 
-def test_json_gives_one_line_a_prompt_as_they_finish_and_nothing_else(prompts):
+def test_json_gives_one_line_a_prompt_as_they_finish_and_nothing_else(attnplug: Attnplug, prompts):
     path = prompts(
         {"prompt": "hello", "max_tokens": 9},
         {"prompt_token_ids": [1, 2, 3], "max_tokens": 2},
@@ -53,9 +53,9 @@ def test_json_gives_one_line_a_prompt_as_they_finish_and_nothing_else(prompts):
         {"prompt": "x", "temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "seed": 3, "stop_token_ids": [1]},
     )
     arguments = ("--model", "tiny:deepseek_v3", "--prompts", path, "--max-tokens", "5", "--json", "--device", "cpu")
-    done = in_own_process(*arguments)
-    assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    outcome = attnplug("run", *arguments)
+    assert outcome.code == 0, outcome.err
+    lines = [json.loads(line) for line in outcome.out.splitlines()]
     assert [line["index"] for line in lines] == [1, 2, 0]
     assert [line["usage"] for line in lines[::2]] == [
         {"prompt_tokens": 3, "completion_tokens": 2, "cached_tokens": 0},
@@ -317,8 +317,8 @@ print([name for name in ("torch", "numpy", "rich") if name in sys.modules], code
     assert "not JSON" in done.stderr
 
 
-@pytest.mark.parametrize("command", ["run", "embed"])
-def test_an_interrupt_that_an_imported_library_swallows_ends_the_command(command):
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupt_that_an_imported_library_swallows_ends_the_command():
     """As torch's C code does."""
     code = """
 import signal, sys
@@ -326,7 +326,7 @@ from attnplug.cli.main import main
 
 class Swallowing:
     def find_spec(self, name, path=None, target=None):
-        if name in ("attnplug_engine.generate", "attnplug_engine.embed"):
+        if name == "attnplug_engine.generate":
             try:
                 signal.raise_signal(signal.SIGINT)
             except KeyboardInterrupt:
@@ -335,7 +335,7 @@ class Swallowing:
 sys.meta_path.insert(0, Swallowing())
 main()
 """
-    arguments = [command, "--model", "tiny:llama", "--prompt", "x", "--device", "cpu"]
+    arguments = ["run", "--model", "tiny:llama", "--prompt", "x", "--device", "cpu"]
     done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
 

@@ -224,10 +224,7 @@ def test_a_state_that_is_lost_changes_the_logits(name, make_stage, prompts):
     assert (right - wrong).abs().max() > 0.05 * right.abs().max()
 
 
-# Four ranks cannot divide nemotron_h's two groups of normed columns.
-@pytest.mark.parametrize(
-    ("name", "size"), [(name, size) for name in NAMES for size in (2, 4) if (name, size) != ("nemotron_h", 4)]
-)
+@pytest.mark.parametrize(("name", "size"), [*((name, 2) for name in NAMES), ("kimi_linear", 4)])
 def test_every_rank_gets_the_logits_of_one_process(name, size, make_oracle, make_stage, prompts):
     oracle = make_oracle(name)
 

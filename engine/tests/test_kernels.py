@@ -65,10 +65,16 @@ def normed(x: Tensor, gain: Tensor, eps: float) -> Tensor:
 
 
 @pytest.mark.parametrize("device", BY_KERNEL)
-@pytest.mark.parametrize("norm", [False, True])
-@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(
-    ("rows", "inputs", "outputs", "block_k"), [(1, 64, 24, 64), (3, 52, 34, 16), (4, 96, 16, 32), (7, 10, 2, 16)]
+    ("rows", "inputs", "outputs", "block_k", "gated", "norm"),
+    [
+        (1, 64, 24, 64, True, True),
+        (1, 64, 24, 64, False, False),
+        (3, 52, 34, 16, True, False),
+        (3, 52, 34, 16, False, True),
+        (4, 96, 16, 32, True, True),
+        (7, 10, 2, 16, False, True),
+    ],
 )
 def test_a_product_of_few_rows_is_float64s(
     rows: int, inputs: int, outputs: int, block_k: int, gated: bool, norm: bool, device: str
@@ -348,8 +354,7 @@ def logits_of(model: LoadedModel, rows: int, device: str) -> Tensor:
 
 
 @pytest.mark.parametrize("device", BY_KERNEL)
-@pytest.mark.parametrize("rows", [1, 9])
-@pytest.mark.parametrize("model_type", list(MODELS))
+@pytest.mark.parametrize(("model_type", "rows"), [("llama", 1), ("qwen3", 9), ("deepseek_v2", 9), ("deepseek_v3", 1)])
 @pytest.mark.usefixtures("pretend")
 def test_a_model_by_kernels_is_as_near_to_float64_as_by_torch(
     model_type: str, rows: int, device: str, monkeypatch: pytest.MonkeyPatch

@@ -37,6 +37,8 @@ from attnplug.host import AttnplugError
 from attnplug.host import add_command
 from attnplug_engine import launch
 
+launch._PATIENCE = 0.5
+
 
 def declare(commands):
     add_command(commands, "wait", "Two ranks that wait.", run)

@@ -59,8 +59,7 @@ def naive(text: Sequence[int], steps: int, topk: int = 1, most: int = 5, least: 
     return (chains + [[-1] * steps] * topk)[:topk]
 
 
-@pytest.mark.parametrize("topk", [1, 3])
-@pytest.mark.parametrize(("most", "least"), [(5, 2), (3, 1), (1, 1)])
+@pytest.mark.parametrize(("most", "least", "topk"), [(5, 2, 1), (3, 1, 3), (1, 1, 3)])
 def test_the_longest_suffix_and_then_the_latest_occurrence(
     kernel_device: str, topk: int, most: int, least: int
 ) -> None:

@@ -81,16 +81,16 @@ def watch(monkeypatch: pytest.MonkeyPatch) -> Watch:
 
 
 class TestTokens:
-    @pytest.mark.parametrize("overlap", [False, True], ids=["alone", "overlapped"])
     @pytest.mark.parametrize(
-        ("model", "settings"),
+        ("model", "settings", "overlap"),
         [
-            (LLAMA, NGRAM | shaped(4, 2)),
-            (LLAMA, CHAIN),
-            (LLAMA, TREE),
-            (LLAMA, {"speculative_algorithm": "eagle3", "speculative_draft_model": LLAMA} | shaped(2)),
-            (DEEPSEEK, MTP | shaped(3)),
-            (DEEPSEEK, MTP | shaped(3, 2, 5)),
+            (LLAMA, NGRAM | shaped(4, 2), True),
+            (LLAMA, CHAIN, False),
+            (LLAMA, CHAIN, True),
+            (LLAMA, TREE, True),
+            (LLAMA, {"speculative_algorithm": "eagle3", "speculative_draft_model": LLAMA} | shaped(2), False),
+            (DEEPSEEK, MTP | shaped(3), True),
+            (DEEPSEEK, MTP | shaped(3, 2, 5), False),
         ],
     )
     def test_they_are_those_without_speculation(self, model, settings, overlap, watch):
@@ -98,8 +98,7 @@ class TestTokens:
         assert tokens(ahead(model, overlap=overlap, **settings)) == plain(model)
         assert VERIFY in watch.used
 
-    @pytest.mark.parametrize("overlap", [False, True], ids=["alone", "overlapped"])
-    @pytest.mark.parametrize("settings", [CHAIN, TREE], ids=["chain", "tree"])
+    @pytest.mark.parametrize(("settings", "overlap"), [(CHAIN, True), (TREE, False)], ids=["chain", "tree"])
     def test_they_are_the_same_over_arrivals_ends_aborts_and_preemption(self, settings, overlap, watch):
         random = Random(5)
         script = [(random.choice(PROMPTS), random.randrange(2, 40), random.random() < 0.2) for _ in range(14)]

@@ -25,7 +25,7 @@ from attnplug import (
 )
 from attnplug.host import HybridLinearBackend, KVPools, LinearDims, LinearStatePool, MLADims, load_registry
 from support.batches import declaring
-from support.mla_scene import MLACase
+from support.kernel_scene import KernelCase
 
 _PLUGINS = Path(__file__).parents[3] / "plugins"
 _LINEAR = LayerSpec(0, AttentionKind.KDA, 2, 2, 16, 16, 0.25, linear=LinearDims(2, 2, 16, 16, 96, 4))
@@ -67,7 +67,7 @@ class MLAPlugin:
     prefills_always: bool = False
     """Also for a draft's worker, which asks nobody for it."""
 
-    def case(self, case: MLACase) -> MLACase:
+    def case(self, case: KernelCase) -> KernelCase:
         return replace(case, **self.changes)
 
 
@@ -152,7 +152,7 @@ def _nothing(asked: Chunks) -> int:
     return 0
 
 
-_NARROW = {"dims": MLADims(64, 128, 64), "dtype": DType.FLOAT32}
+_NARROW = {"mla": MLADims(64, 128, 64), "dtype": DType.FLOAT32}
 _FP8 = {"kv_dtype": DType.FLOAT8_E4M3}
 PLUGINS: dict[str, MLAPlugin] = {
     "torch_native": MLAPlugin(_torch_native, _NARROW, None, _nothing, prefills_always=True),

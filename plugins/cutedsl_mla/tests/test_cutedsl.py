@@ -11,6 +11,8 @@ import pytest
 
 from attnplug import BackendContext, DType, ExtendPath, ForwardMode, PlanError, Problem, Role
 from attnplug.host import ExtendPolicy, SplitBackend, load_registry
+from attnplug_conformance.checks.mla_paths import UpProjected
+from attnplug_conformance.scene import relative_error
 from attnplug_cutedsl_mla.build import cutedsl_mla
 from attnplug_cutedsl_mla.plugin import attnplug_backends
 from attnplug_trtllm_mla.build import trtllm_mla
@@ -20,9 +22,7 @@ from generation_checks import FP8, check_absorbed, check_decode, check_verify, l
 from support.batches import declaring
 from support.configs import DEEPSEEK_V3, read
 from support.devices import DEVICES
-from support.mla_capture import MLACapture
-from support.mla_lanes import check_lanes
-from support.mla_scene import MLACase, MLAModel, MLAScene, relative_error
+from support.kernel_scene import KernelScene, check_captured_lanes, mla
 from trtllm_reference import NEWEST, ReferenceFlashInfer, flashinfer_folder, reference_trtllm
 
 (SPEC,) = attnplug_backends()
@@ -34,9 +34,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 
 
 @on_every_device
-@of_both_types
-@pytest.mark.parametrize("page_size", [32, 64, 128])
-@pytest.mark.parametrize("heads", [5, 16, 96, 128])
+@pytest.mark.parametrize(
+    ("heads", "page_size", "kv_dtype"), [(5, 32, None), (16, 64, FP8), (96, 128, FP8), (128, 128, None)]
+)
 def test_decode(heads, page_size, kv_dtype, device):
     """A5, C4: natural logarithms as they come; any number of heads up to 128 as it is."""
     check_decode(build_on(device), device, kv_dtype, page_size, heads)
@@ -44,35 +44,22 @@ def test_decode(heads, page_size, kv_dtype, device):
 
 @on_every_device
 @of_both_types
-@pytest.mark.parametrize("new", range(2, 9))
+@pytest.mark.parametrize("new", [2, 8])
 def test_verify_of_a_few_tokens(new, kv_dtype, device):
     check_verify(build_on(device), device, kv_dtype, new)
 
 
 @on_every_device
 def test_a_draft_that_catches_up_by_different_numbers_of_rows(device):
-    case = MLACase(((100, 1), (0, 3), (63, 2), (5, 0)), ForwardMode.DRAFT_EXTEND, 32, padding=3)
+    case = mla(((100, 1), (0, 3), (63, 2), (5, 0)), ForwardMode.DRAFT_EXTEND, 32, padding=3)
     check_absorbed(case, device, build_on(device))
 
 
-@on_every_device
-def test_captured_decode(device):
-    build_one = build_on(device)
-    case = MLACase(((300, 1), (5, 1), (64, 1)), ForwardMode.DECODE)
-    captured = MLACapture(MLAScene(replace(case, lengths=((4000, 1),) * 3), device, build_one), 3, 1)
-    captured.capture()
-    for other in (case, replace(case, lengths=((9, 1),))):
-        replayed = scene(other, device, build_one)
-        out, wanted = captured.replay(replayed), replayed.wanted_absorbed()[0]
-        assert relative_error(out[: len(wanted)], wanted) <= 5e-3
-        assert (out[len(wanted) :] == 0).all()
-
-
-@on_every_device
-def test_two_lanes_run_at_the_same_time(device):
+@pytest.mark.parametrize("device", DEVICES[1:])
+def test_captured_lanes_run_on_two_streams(device):
     """B5, A2: by scratch memory of their own."""
-    case = MLACase(((300, 1), (5, 1), (64, 1), (127, 1)), ForwardMode.DECODE)
-    check_lanes(case, device, build_on(device), 5e-3)
+    case = mla(((300, 1), (5, 1), (64, 1), (127, 1)), ForwardMode.DECODE, lanes=2)
+    check_captured_lanes(KernelScene(case, device, build_on(device)))
 
 
 @pytest.mark.parametrize(
@@ -80,7 +67,7 @@ def test_two_lanes_run_at_the_same_time(device):
 )
 def test_a_call_has_no_more_blocks_than_cuda_counts(heads, queries, most):
     """65535 in the second dimension: one for each 128 rows of a request, begun ones too."""
-    stage = scene(MLACase(((5, 1),), ForwardMode.DECODE, heads=heads), "cpu", reference_cutedsl)
+    stage = scene(mla(((5, 1),), ForwardMode.DECODE, heads=heads), "cpu", reference_cutedsl)
     assert stage.backend.lanes[0].decode.most_requests(queries, with_lse=True) == most
 
 
@@ -89,13 +76,13 @@ def test_every_version_takes_the_calls(version):
     if flashinfer_folder(version) is None:
         pytest.skip(f"flashinfer {version} is not unpacked; make test does it")
     build_one = partial(reference_cutedsl, flashinfer=ReferenceFlashInfer(version))
-    check_absorbed(MLACase(lengths(4, 100, 3, seed=1), ForwardMode.TARGET_VERIFY), "cpu", build_one)
+    check_absorbed(mla(lengths(4, 100, 3, seed=1), ForwardMode.TARGET_VERIFY), "cpu", build_one)
 
 
 @pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.MIXED])
 def test_prefill_is_refused_in_words(mode):
     """A5: decode only."""
-    stage = scene(MLACase(((20, 3), (9, 1)), mode), "cpu", reference_cutedsl)
+    stage = scene(mla(((20, 3), (9, 1)), mode), "cpu", reference_cutedsl)
     with pytest.raises(PlanError, match=rf"does not {mode}.*prefill_attention_backend trtllm_mla"):
         stage.backend.init_forward_metadata(stage.batch())
 
@@ -107,10 +94,10 @@ def test_beside_a_backend_that_prefills_it_decodes():
         return SplitBackend(reference_trtllm(context), reference_cutedsl(context))
 
     for path in ExtendPath:
-        model = MLAModel(scene(MLACase(((40, 9), (0, 3)), heads=2), "cpu", build))
+        model = UpProjected(scene(mla(((40, 9), (0, 3)), heads=2), "cpu", build))
         out = model.run(ExtendPolicy(forced=path, chunk_capacity=32))
-        assert relative_error(out, model.wanted()) <= 1e-2
-    check_absorbed(MLACase(lengths(4, 100, 1, seed=2), ForwardMode.DECODE), "cpu", build)
+        assert relative_error(out, model.wanted()) <= 2e-2
+    check_absorbed(mla(lengths(4, 100, 1, seed=2), ForwardMode.DECODE), "cpu", build)
 
 
 def test_its_scratch_is_never_trtllms(monkeypatch):
@@ -121,7 +108,7 @@ def test_its_scratch_is_never_trtllms(monkeypatch):
         trtllm_mla(replace(declaring(context, "trtllm_mla"), name="trtllm_mla"))
         return cutedsl_mla(replace(declaring(context, "cutedsl_mla"), name="cutedsl_mla"))
 
-    stage = MLAScene(MLACase(((20, 1),), ForwardMode.DECODE, heads=128), "cpu", both)
+    stage = KernelScene(mla(((20, 1),), ForwardMode.DECODE, heads=128), "cpu", both)
     uses = {use.kind: use for use in stage.workspace.report()}
     assert set(uses) == {"scratch", "trtllm-semaphores", "cute-dsl-scratch"}
     assert uses["cute-dsl-scratch"].owners == {"cutedsl_mla": PROCESSORS * 64 * 513 * 4}

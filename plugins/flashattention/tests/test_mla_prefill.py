@@ -21,8 +21,10 @@ from attnplug import (
     Serving,
 )
 from attnplug.host import ExtendPolicy, HybridLinearBackend, SplitBackend, TorchNativeBackend, bind_hook, optional_hooks
+from attnplug_conformance.checks.mla_paths import UpProjected
+from attnplug_conformance.scene import relative_error
 from flash_references import build, on_cpu, on_devices
-from support.mla_scene import MLACase, MLAModel, MLAScene, relative_error
+from support.kernel_scene import KernelCase, KernelScene, mla
 
 ONE_SHOT, CHUNKED = ExtendPath.ONE_SHOT, ExtendPath.CHUNKED
 everywhere = on_devices("fa4", "fa2", "torch", "torch before paging")
@@ -57,62 +59,53 @@ def hybrid_of_split(context: BackendContext, kernel: str):
     return HybridLinearBackend(split(context, kernel), NoLinear(), context.model)
 
 
-WRAPPERS = [alone, hybrid, split, hybrid_of_split]
-
-
-def model(case: MLACase, kernel: str, device: str, wrap=alone) -> MLAModel:
+def scene(case: KernelCase, kernel: str, device: str, wrap=alone) -> KernelScene:
     case = on_cpu(case) if device == "cpu" else case
-    return MLAModel(MLAScene(case, device, lambda context: wrap(context, kernel)))
+    return KernelScene(case, device, lambda context: wrap(context, kernel))
 
 
-def tolerance(device: str) -> float:
-    return 1e-6 if device == "cpu" else 5e-3
+def error(layer: UpProjected, policy: ExtendPolicy) -> float:
+    out, wanted = layer.run(policy), layer.wanted()
+    assert (out[len(wanted) :] == 0).all()
+    return relative_error(out[: len(wanted)], wanted)
 
 
 @everywhere
-@pytest.mark.parametrize("capacity", [1, 100])
-@pytest.mark.parametrize("path", [ONE_SHOT, CHUNKED])
+@pytest.mark.parametrize(("path", "capacity"), [(ONE_SHOT, 100), (CHUNKED, 1), (CHUNKED, 100)])
 def test_chunks_that_split_and_pack_and_leave_requests_out(path, capacity, kernel, device):
     """C1, C2, C3, C4"""
     prefixes = ((3, 4), (0, 2), (2, 5)) if capacity == 1 else MIXED_PREFIXES
     if device == "cuda" and capacity != 1:
         prefixes = ((900, 333), (0, 90), (64, 1), (1, 30))
-    found = model(MLACase(prefixes, page_size=16, padding=3, heads=4), kernel, device)
-    out = found.run(ExtendPolicy(forced=path, chunk_capacity=capacity))
-    wanted = found.wanted()
-    assert relative_error(out[: len(wanted)], wanted) <= tolerance(device)
-    assert (out[len(wanted) :] == 0).all()
+    stage = scene(mla(prefixes, page_size=16, padding=3, heads=4), kernel, device)
+    assert error(UpProjected(stage), ExtendPolicy(forced=path, chunk_capacity=capacity)) <= 4 * stage.tolerance
 
 
 @on_devices("fa4", "torch")
-@pytest.mark.parametrize("heads", [32])
-@pytest.mark.parametrize("path", [ONE_SHOT, CHUNKED])
-def test_heads(path, heads, kernel, device):
-    lengths = ((50, 9), (0, 12)) if device == "cpu" else ((1500, 400), (0, 700), (3, 1))
-    found = model(MLACase(lengths, heads=heads), kernel, device)
-    out = found.run(ExtendPolicy(forced=path, chunk_capacity=1000))
-    assert relative_error(out, found.wanted()) <= tolerance(device)
-
-
-@on_devices("fa4", "torch")
-@pytest.mark.parametrize("wrap", WRAPPERS)
-@pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.MIXED, ForwardMode.DRAFT_EXTEND])
+@pytest.mark.parametrize(
+    ("wrap", "mode"),
+    [
+        (alone, ForwardMode.MIXED),
+        (hybrid, ForwardMode.EXTEND),
+        (split, ForwardMode.DRAFT_EXTEND),
+        (hybrid_of_split, ForwardMode.MIXED),
+    ],
+)
 def test_every_wrapper_drives_it_without_a_hook(mode, wrap, kernel, device):
     """A6, A8, A9: no ``init_mha_chunk_metadata`` means nothing to plan, also behind wrappers. Short prefixes, which
     others would extend absorbed, run as MHA too: it claims no absorbed path."""
-    found = model(MLACase(MIXED_PREFIXES, mode, heads=4), kernel, device, wrap)
-    backend = found.scene.backend
-    assert backend.claims.mla_extend == {ONE_SHOT, CHUNKED}
-    out = found.run(ExtendPolicy())
-    (call,) = found.batch.geometry.calls  # in one shot
-    assert sum(call.kv_lens) == sum(found.scene.totals)
-    assert found.batch.plan.chunks is None
-    assert relative_error(out, found.wanted()) <= tolerance(device)
+    stage = scene(mla(MIXED_PREFIXES, mode, heads=4), kernel, device, wrap)
+    assert stage.backend.claims.mla_extend == {ONE_SHOT, CHUNKED}
+    layer = UpProjected(stage)
+    assert error(layer, ExtendPolicy()) <= 4 * stage.tolerance
+    (call,) = layer.batch.geometry.calls  # in one shot
+    assert sum(call.kv_lens) == sum(stage.totals)
+    assert layer.batch.plan.chunks is None
 
 
 def test_it_has_no_chunk_hook_and_every_other_one_that_it_claims():
     """A6, A9"""
-    backend = model(MLACase(((0, 3),), heads=4), "fa4", "cpu").scene.backend
+    backend = scene(mla(((0, 3),), heads=4), "fa4", "cpu").backend
     hooks = {name for name, offered in optional_hooks().items() if bind_hook(backend, name, offered) is not None}
     assert hooks == {
         "forward_ragged",
@@ -126,14 +119,15 @@ def test_it_has_no_chunk_hook_and_every_other_one_that_it_claims():
 @pytest.mark.parametrize("wrap", [split, hybrid_of_split])
 def test_another_backend_decodes_what_it_prefilled(wrap):
     """A9: prefill by this one and decode by another, over one cache."""
-    found = model(MLACase(((0, 30), (0, 7)), heads=4, page_size=16), "fa4", "cpu", wrap)
-    found.run(ExtendPolicy())
-    stage = found.scene
+    stage = scene(mla(((0, 30), (0, 7)), heads=4, page_size=16), "fa4", "cpu", wrap)
+    layer = UpProjected(stage)
+    layer.run(ExtendPolicy())
     stage.case = replace(stage.case, mode=ForwardMode.DECODE, lengths=tuple((n, 1) for n in stage.totals))
     stage.new, stage.totals = [1, 1], [total + 1 for total in stage.totals]
-    stage.rows = [torch.cat([rows, stage.normal(1, rows.shape[1])]) for rows in stage.rows]
-    found.q = stage.normal(2, 4, stage.layer.head_dim)
-    assert relative_error(found.run(ExtendPolicy()), found.wanted()) <= 1e-5
+    stage.keys = [torch.cat([rows, stage.normal(1, *rows.shape[1:])]) for rows in stage.keys]
+    stage.values = [rows[..., : stage.widths[1]] for rows in stage.keys]
+    layer.q = stage.normal(2, 4, stage.layer.head_dim)
+    assert error(layer, ExtendPolicy()) <= 1e-5
 
 
 @pytest.mark.parametrize("chunks_off", [True, False])
@@ -141,39 +135,40 @@ def test_another_backend_decodes_what_it_prefilled(wrap):
 def test_switches_that_would_leave_it_nothing(prefix, chunks_off):
     """A3's switches: without chunks it runs in one shot; without ragged attention it says that it has nothing else."""
     serving = Serving(disable_chunked_prefix_cache=chunks_off)
-    found = model(MLACase(((prefix, 9),), heads=4, serving=serving), "fa4", "cpu")
-    out = found.run(ExtendPolicy(disable_chunked_prefix_cache=chunks_off, chunk_capacity=4))
-    assert found.batch.geometry.calls[0].kv_lens == (prefix + 9 if chunks_off else 9,)
-    assert relative_error(out, found.wanted()) <= 1e-6
+    stage = scene(mla(((prefix, 9),), heads=4, serving=serving), "fa4", "cpu")
+    layer = UpProjected(stage)
+    assert error(layer, ExtendPolicy(disable_chunked_prefix_cache=chunks_off, chunk_capacity=4)) <= 4 * stage.tolerance
+    assert layer.batch.geometry.calls[0].kv_lens == (prefix + 9 if chunks_off else 9,)
     with pytest.raises(PlanError, match="ragged attention is disabled"):
-        found.run(ExtendPolicy(disable_ragged=True))
+        layer.run(ExtendPolicy(disable_ragged=True))
 
 
 def test_an_mla_layer_cannot_be_run_in_latent_space():
-    stage = MLAScene(on_cpu(MLACase(((20, 1),), ForwardMode.DECODE, heads=4)), "cpu", build("fa4"))
+    stage = scene(mla(((20, 1),), ForwardMode.DECODE, heads=4), "fa4", "cpu")
     with pytest.raises(BackendError, match=r"is MLA, .* no attention over its latent rows; .* another backend decodes"):
-        stage.absorbed()
+        stage.run()
 
 
 def test_a_log_sum_exp_of_another_shape_is_refused():
-    found = model(MLACase(((0, 3),), heads=4), "fa4", "cpu")
-    stage = found.scene
-    keys, values = found.weights.up_project(stage.new_rows())
+    stage = scene(mla(((0, 3),), heads=4), "fa4", "cpu")
+    layer = UpProjected(stage)
+    keys, values = layer.weights.up_project(stage.new_rows(stage.keys).squeeze(1))
     call = RaggedCall.of(0, [3], [3], causal=True, device=stage.device)
     with pytest.raises(BackendError, match=r"lse must be contiguous float32 of shape \(3, 4\)"):
-        stage.backend.forward_ragged(found.q, keys, values, stage.layer, call, lse=torch.empty(4, 3))
+        stage.backend.forward_ragged(layer.q, keys, values, stage.layer, call, lse=torch.empty(4, 3))
 
 
 @pytest.mark.parametrize("kernel", ["fa4", "torch"])
 def test_the_decode_that_another_backend_captures_is_not_its_affair(kernel):
     """A9: by whatever kernel it prefills, a split can have its decode captured; a verify that is sent here cannot be,
     and it does not claim so."""
-    backend = model(MLACase(((0, 3),), heads=4), kernel, "cpu").scene.backend
+    backend = scene(mla(((0, 3),), heads=4), kernel, "cpu").backend
     assert backend.claims.cuda_graph is GraphLevel.DECODE
     backend.init_cuda_graph_state(2, 8)
-    stage = MLAScene(on_cpu(MLACase(((30, 4),), ForwardMode.TARGET_VERIFY, heads=4)), "cpu", build(kernel))
-    with pytest.raises(PlanError, match=r"target_verify cannot be captured, only decode"):
-        backend.init_forward_metadata_out_graph(stage.batch(), in_capture=True)
-    stage = MLAScene(on_cpu(MLACase(((30, 1),), ForwardMode.DECODE, heads=4)), "cpu", build(kernel))
-    with pytest.raises(PlanError, match=r"nothing to capture for a batch to decode; let the decode backend"):
-        backend.init_forward_metadata_out_graph(stage.batch(), in_capture=True)
+    for lengths, mode, told in (
+        (((30, 4),), ForwardMode.TARGET_VERIFY, r"target_verify cannot be captured, only decode"),
+        (((30, 1),), ForwardMode.DECODE, r"nothing to capture for a batch to decode; let the decode backend"),
+    ):
+        batch = scene(mla(lengths, mode, heads=4), kernel, "cpu").batch()
+        with pytest.raises(PlanError, match=told):
+            backend.init_forward_metadata_out_graph(batch, in_capture=True)

@@ -14,14 +14,14 @@ from attnplug_flashinfer_mla.kernels import Cache, GraphBuffers
 from attnplug_flashinfer_mla.planner import PagedCall
 from attnplug_flashinfer_mla.schedule import MOST_WORKS, Schedule
 from support.batches import declaring
-from support.mla_scene import MLACase
+from support.kernel_scene import KernelCase
 
 NARROW = MLADims(kv_lora_rank=64, qk_nope_head_dim=128, qk_rope_head_dim=64)
 
 
-def on_cpu(case: MLACase) -> MLACase:
+def on_cpu(case: KernelCase) -> KernelCase:
     """The same planning in narrower rows, and in float32: nothing hides behind rounding."""
-    narrow = replace(case, dims=NARROW)
+    narrow = replace(case, mla=NARROW)
     return replace(narrow, dtype=DType.FLOAT32) if case.dtype is DType.BFLOAT16 else narrow
 
 

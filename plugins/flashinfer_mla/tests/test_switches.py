@@ -8,13 +8,15 @@ from itertools import product
 import pytest
 
 from attnplug import BackendContext, ExtendPath, ForwardMode, PlanError, Serving
-from attnplug.host import ExtendPolicy, KVPools, ModelAttention
+from attnplug.host import ExtendPolicy, ModelAttention
 from attnplug.mla.plan import plan_extend
+from attnplug_conformance.checks.mla_paths import UpProjected
+from attnplug_conformance.scene import relative_error
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
 from attnplug_flashinfer_mla.options import FlashInferMLAOptions
 from reference_kernels import ReferenceKernels, on_cpu
 from support.batches import declaring
-from support.mla_scene import MLACase, MLAModel, MLAScene, relative_error
+from support.kernel_scene import KernelScene, mla
 
 MATRIX = [
     (Serving(skip, mode, no_chunks), no_ragged)
@@ -37,7 +39,7 @@ def enabled(serving: Serving, disable_ragged: bool) -> bool:
 
 def scene(
     serving: Serving, disable_ragged: bool, lengths=((30, 5), (0, 4)), mode=ForwardMode.EXTEND, lanes=1
-) -> MLAScene:
+) -> KernelScene:
     kernels: list[ReferenceKernels] = []
 
     def build(context: BackendContext) -> FlashInferMLABackend:
@@ -45,14 +47,14 @@ def scene(
         return FlashInferMLABackend(declaring(context, "flashinfer_mla"), kernels=kernels)
 
     options = FlashInferMLAOptions(disable_ragged=disable_ragged)
-    case = MLACase(lengths, mode, page_size=16, serving=serving, options=options, lanes=lanes)
-    stage = MLAScene(on_cpu(case), "cpu", build)
-    stage.made = [lane.made for lane in kernels]
+    case = mla(lengths, mode, page_size=16, serving=serving, options=options, lanes=lanes)
+    stage = KernelScene(on_cpu(case), "cpu", build)
+    stage.wrappers = [lane.made for lane in kernels]
     return stage
 
 
-def attention(stage: MLAScene, **policy: object) -> ModelAttention:
-    return ModelAttention(stage.backend, KVPools(mla=stage.pool), ExtendPolicy(**policy))
+def attention(stage: KernelScene, **policy: object) -> ModelAttention:
+    return ModelAttention(stage.backend, stage.pools, ExtendPolicy(**policy))
 
 
 @every_combination
@@ -65,7 +67,7 @@ def test_planning_constructor_makes_every_wrapper_that_its_role_needs(serving, d
         wanted += ["paged", "paged"]
     if enabled(serving, disable_ragged):
         wanted += ["ragged"]
-    assert [sorted(made) for made in stage.made] == [sorted(wanted)] * 2
+    assert [sorted(made) for made in stage.wrappers] == [sorted(wanted)] * 2
     for lane in stage.backend.lanes:
         assert (lane.mha_chunk_kv_cache is not None) == enabled(serving, disable_ragged)
 
@@ -73,11 +75,11 @@ def test_planning_constructor_makes_every_wrapper_that_its_role_needs(serving, d
 def test_planning_of_every_kind_of_batch_has_a_wrapper_of_its_own():
     """A1: a verify is planned on the verify wrapper, beside an extend and a decode whose plans are still in use."""
     stage = scene(Serving(), False, ((30, 1), (9, 1)), ForwardMode.DECODE)
-    made, plans = list(stage.made[0]), []
+    made, plans = list(stage.wrappers[0]), []
     for mode in (ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY, ForwardMode.DECODE):
         batch = scene(Serving(), False, ((30, 1), (9, 1)), mode).batch()
         plans.append(stage.backend.init_forward_metadata(batch))
-    assert stage.made == [made], "a wrapper was lent out already"
+    assert stage.wrappers == [made], "a wrapper was lent out already"
 
 
 @every_combination
@@ -91,17 +93,21 @@ def test_planning_claims_only_the_extends_it_can_run(serving, disable_ragged):
 
 @every_combination
 @pytest.mark.parametrize("path", ExtendPath)
-@pytest.mark.parametrize("flag", [False, True])
-def test_planning_hook_is_right_or_refuses_in_words(serving, disable_ragged, path, flag):
+def test_planning_hook_is_right_or_refuses_in_words(serving, disable_ragged, path):
     """A3, A4's ground: whatever the switches and whoever prepared the batch, never an AttributeError."""
     stage = scene(serving, disable_ragged)
+    for flag in (False, True):
+        check_hook(stage, enabled(serving, disable_ragged), path, flag)
+
+
+def check_hook(stage: KernelScene, chunks: bool, path: ExtendPath, flag: bool) -> None:
     batch = stage.batch()
     if path is not ExtendPath.ABSORBED:
         calls = tuple(part.call for part in plan_extend(batch.geometry, path, 8))
         batch.geometry = replace(batch.geometry, calls=calls)
     if path is ExtendPath.ABSORBED:
         assert stage.backend.init_mha_chunk_metadata(batch, flag) is None
-    elif path is ExtendPath.CHUNKED and not enabled(serving, disable_ragged):
+    elif path is ExtendPath.CHUNKED and not chunks:
         with pytest.raises(PlanError, match=r"chunked KV off \(.+\).* 4 prefix chunks"):
             stage.backend.init_mha_chunk_metadata(batch, flag)
     else:
@@ -123,20 +129,20 @@ def test_planning_of_what_was_not_built_is_refused_in_words(serving, disable_rag
         with pytest.raises(PlanError, match=f"skip_prefill=True.*not {mode}"):
             stage.backend.init_forward_metadata(stage.batch())
     else:
-        assert relative_error(stage.absorbed()[0], stage.wanted_absorbed()[0]) <= 1e-6
+        assert stage.error() <= stage.tolerance
 
 
 @every_combination
 def test_planning_by_the_policy_alone_runs_in_every_combination(serving, disable_ragged):
     """C1: thresholds low enough that each path would be taken where the backend can."""
     stage = scene(serving, disable_ragged)
-    model = MLAModel(stage)
+    model = UpProjected(stage)
     if serving.skip_prefill:
         with pytest.raises(PlanError, match="skip_prefill"):
             model.run(ExtendPolicy())
         return
     for policy in (ExtendPolicy(), ExtendPolicy(chunk_threshold=1), ExtendPolicy(chunk_threshold=1, chunk_capacity=8)):
-        assert relative_error(model.run(policy), model.wanted()) <= 1e-6
+        assert relative_error(model.run(policy), model.wanted()) <= 4 * stage.tolerance
 
 
 def test_planning_the_regression_8218_after_800():
@@ -153,26 +159,26 @@ def test_planning_the_regression_8218_after_800():
 def test_planning_of_what_runs_as_mha_takes_no_paged_kernel():
     """C2: such a batch is planned once, and not for the path it does not take."""
     stage = scene(Serving(), False)
-    model = MLAModel(stage)
+    model = UpProjected(stage)
     out = model.run(ExtendPolicy(forced=ExtendPath.CHUNKED, chunk_capacity=8))
     plan = model.batch.plan.attention
     assert plan.metadata is None and plan.new_slots is None and plan.query_rows == 9
-    assert relative_error(out, model.wanted()) <= 1e-6
+    assert relative_error(out, model.wanted()) <= 4 * stage.tolerance
     with pytest.raises(PlanError, match="planned to run as MHA"):
-        stage.absorbed(model.batch)
+        stage.results(model.batch)
 
 
 @pytest.mark.parametrize("path", ExtendPath)
 def test_planning_lends_wrappers_of_the_batchs_lane(path):
     """B5: plans of two lanes are alive at once; a lane that was not built is refused."""
     stage = scene(Serving(), False, lanes=2)
-    model, made, plans = MLAModel(stage), [list(lane) for lane in stage.made], []
+    model, made, plans = UpProjected(stage), [list(lane) for lane in stage.wrappers], []
     for lane in (0, 1):
         batch = stage.batch()
         batch.geometry = replace(batch.geometry, lane=lane)
-        assert relative_error(model.run(ExtendPolicy(forced=path), batch), model.wanted()) <= 1e-6
+        assert relative_error(model.run(ExtendPolicy(forced=path), batch), model.wanted()) <= 4 * stage.tolerance
         plans.append(batch.plan)
-    assert stage.made == made, "a wrapper of another lane was lent out"
+    assert stage.wrappers == made, "a wrapper of another lane was lent out"
     beyond = stage.batch()
     beyond.geometry = replace(beyond.geometry, lane=2)
     with pytest.raises(PlanError, match="in lane 2"):
@@ -185,4 +191,4 @@ def test_planning_of_a_capture_takes_a_wrapper_of_its_lane():
     batch = stage.batch()
     batch.geometry = replace(batch.geometry, lane=1, captured=True, host=None)
     stage.backend.init_forward_metadata_out_graph(batch, in_capture=True)
-    assert [made.count("graph decode") for made in stage.made] == [0, 1]
+    assert [made.count("graph decode") for made in stage.wrappers] == [0, 1]

@@ -11,7 +11,7 @@ from attnplug import BackendContext, DType
 from attnplug_flashmla.backend import FlashMLABackend
 from attnplug_flashmla.kernels import Call, Schedule
 from support.batches import declaring
-from support.mla_scene import MLACase, MLAScene
+from support.kernel_scene import KernelCase, KernelScene
 
 PARTS = 7
 ROW_DIM, RANK, PAGE = 576, 512, 64
@@ -23,13 +23,13 @@ def build(context: BackendContext) -> FlashMLABackend:
     return FlashMLABackend(declaring(context, "flashmla"), kernels=kernels)
 
 
-def on(case: MLACase, device: str) -> MLACase:
+def on(case: KernelCase, device: str) -> KernelCase:
     """The case as it runs on a device; on a CPU in float32, where nothing hides behind rounding."""
     return replace(case, dtype=DType.FLOAT32) if device == "cpu" else case
 
 
-def scene(case: MLACase, device: str) -> MLAScene:
-    return MLAScene(on(case, device), device, build)
+def scene(case: KernelCase, device: str) -> KernelScene:
+    return KernelScene(on(case, device), device, build)
 
 
 class ReferenceFlashMLA:

@@ -17,7 +17,7 @@ from support.devices import DEVICES
 TOLERANCE = 1e-6
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     tokens=st.integers(1, 40),
     channels=st.integers(1, 9),

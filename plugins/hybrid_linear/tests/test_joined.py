@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from attnplug import AttentionBackend, BackendContext, ExtendPath, ForwardBatch
-from attnplug.host import ExtendPolicy, HybridLinearBackend, KVPools, ModelAttention
+from attnplug.host import ExtendPolicy, HybridLinearBackend, ModelAttention
 from support.batches import geometry
+from support.kernel_scene import KernelScene, mla
 from support.mla_plugins import PLUGINS, joined, serving_mla
-from support.mla_scene import MLACase, MLAScene
 
 
 def test_every_plugin_that_serves_mla_is_here():
@@ -22,16 +22,16 @@ def test_every_plugin_that_serves_mla_is_here():
 @pytest.mark.parametrize("name", [name for name, plugin in PLUGINS.items() if plugin.prefills and plugin.as_mha])
 def test_planning_8218_rows_after_a_prefix_of_800(name):
     """A8: the regression that started it. Without the hook the plan would be an earlier batch's, of 800 rows."""
-    case = PLUGINS[name].case(MLACase(((800, 8218),), heads=2))
+    case = PLUGINS[name].case(mla(((800, 8218),), heads=2))
     backends: list[HybridLinearBackend] = []
 
     def build(context: BackendContext) -> AttentionBackend:
         backends.append(joined(context, PLUGINS[name].build(context)))
         return backends[0]
 
-    scene = MLAScene(case, "cpu", build)
+    scene = KernelScene(case, "cpu", build)
     policy = ExtendPolicy(forced=ExtendPath.CHUNKED, chunk_capacity=512)
-    attention = ModelAttention(backends[0], KVPools(mla=scene.pool), policy)
+    attention = ModelAttention(backends[0], scene.pools, policy)
     earlier = ForwardBatch(geometry(case.mode, scene.page_table, [800], [800], case.page_size))
     batch = scene.batch()
     for each in (earlier, batch):

@@ -59,7 +59,7 @@ def test_captured_verifies_of_one_shape(setting) -> None:
     scene.backend.init_cuda_graph_state(4, 16)
     captures = [Capture(scene, VERIFY, 2, 4, lane=lane) for lane in range(2)]
     assert captures[0].plan is not captures[1].plan
-    for members in (([0, 2], [3, 1]), ([1, PADDED], [0, 3])):
+    for members in (([0, 2], [3, PADDED]),):
         steps = [capture.replay(own) for capture, own in zip(captures, members, strict=True)]
         for step, accepted in zip(steps, ([2, 4], [1, 3]), strict=True):
             commit(scene, step, accepted)

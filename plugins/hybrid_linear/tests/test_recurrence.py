@@ -59,9 +59,12 @@ def run(way: Callable, inputs: LinearInputs, state: Tensor, device: str = "cpu")
 
 
 def assert_exact(found: tuple[Tensor, Tensor], case: Sequence) -> None:
-    out, state = linear_float64.recurrence(case.inputs, case.state.double().numpy(), SCALE)
-    assert relative_error(found[0], out) <= TOLERANCE
-    assert relative_error(found[1], state) <= TOLERANCE
+    """Relative to 1 where sums of numbers of that size happen to cancel."""
+    for mine, wanted in zip(
+        found, linear_float64.recurrence(case.inputs, case.state.double().numpy(), SCALE), strict=True
+    ):
+        largest = max(abs(wanted).max(initial=0.0), 1.0)
+        assert abs(mine.double().cpu().numpy() - wanted).max(initial=0.0) <= TOLERANCE * largest
 
 
 @st.composite
@@ -80,7 +83,7 @@ def sequences(draw: st.DrawFn, longest: int = 150) -> Sequence:
     )
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(case=sequences())
 def test_both_ways_are_the_recurrence(case: Sequence) -> None:
     """A7: key and value widths that differ, grouped key heads, decays of all strengths, a state to start from."""
@@ -88,7 +91,7 @@ def test_both_ways_are_the_recurrence(case: Sequence) -> None:
         assert_exact(run(way, case.inputs, case.state), case)
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(case=sequences(), data=st.data())
 def test_a_request_may_be_cut_into_any_steps(case: Sequence, data: st.DataObject) -> None:
     """A7: extends and decodes in any order give what one extend gives."""

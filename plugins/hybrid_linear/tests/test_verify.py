@@ -26,8 +26,7 @@ def commit(scene: LinearScene, batch, accepted: list[int]) -> None:
 @pytest.mark.parametrize(
     ("members", "new", "accepted"),
     [
-        ([2, 0, 3, 1], [4, 1, 0, 3], [2, 1, 0, 3]),
-        ([1, PADDED, 2, PADDED], [5, 5, 5, 2], [3, 5, 1, 2]),
+        ([2, 0, 3, PADDED, 1], [4, 1, 0, 5, 3], [2, 1, 0, 5, 3]),
         ([0, 1], [9, 20], [8, 13]),
     ],
 )

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from attnplug import SCRATCH, BackendContext, ForwardExtras, ForwardMode
-from attnplug.host import plan_forward
+from attnplug_conformance.case import LAYER
+from attnplug_conformance.scene import relative_error
 from attnplug_triton_mha.configurations import ENTRIES, Configuration
 from attnplug_triton_mha.plugin import COUNTERS
-from interpreted_mha import TOLERANCE, build, check, on, scene, small
+from interpreted_mha import build, check, on, scene, small
 from support.batches import with_plan
 from support.devices import DEVICES, nothing_waits
-from support.mha_scene import LAYER, MHACase, MHAScene
-from support.mla_scene import relative_error
+from support.kernel_scene import KernelScene, mha
 
 DECODE, VERIFY, DRAFT_EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND
 EXTEND, MIXED = ForwardMode.EXTEND, ForwardMode.MIXED
@@ -40,71 +40,61 @@ def ragged(count: int, longest: int, most: int, seed: int) -> tuple[tuple[int, i
 
 class TestBatches:
     @on_every_device
-    @pytest.mark.parametrize("changes", [{"cap": 2.0, "sinks": True, "window": 30}])
-    @modes
-    def test_caps_and_sinks(self, mode, new, changes, device):
-        check(MHACase(((90, new), (3, new)), mode, 16, 4, 2, 32, **changes), device)
+    @pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (EXTEND, 20)])
+    def test_a_cap_sinks_and_a_window_at_once(self, mode, new, device):
+        check(mha(((90, new), (3, new)), mode, 16, 4, 2, 32, cap=2.0, sinks=True, window=30), device)
 
     @on_every_device
     def test_the_page_table_is_read_where_it_lies(self, device):
         """A part of a larger one, with its columns apart."""
-        stage = scene(MHACase(((130, 1), (64, 1), (1, 1)), DECODE, heads=4, head_dim=32), device)
+        stage = scene(mha(((130, 1), (64, 1), (1, 1)), DECODE, heads=4, head_dim=32), device)
         batch = stage.batch()
         table = batch.geometry.page_table
         wide = torch.full((8, 3 * len(table)), 1 << 30, dtype=torch.int32, device=device)
         view = wide.T[::3, : table.shape[1]].copy_(table)
         batch.geometry = replace(batch.geometry, page_table=view)
-        assert relative_error(stage.run(batch)[0], stage.wanted()[0]) <= 5e-3
+        assert stage.error(batch) <= stage.tolerance
 
     @on_every_device
     def test_queries_whose_columns_are_apart(self, device):
-        stage = scene(MHACase(((20, 1), (9, 1)), DECODE, 16, 4, 2, 32), device)
-        stage.padded = lambda tensor: tensor
-        stage.q = stage.q.transpose(1, 2).contiguous().transpose(1, 2)
-        assert stage.q.stride(2) != 1
-        assert relative_error(stage.run()[0], stage.wanted()[0]) <= 5e-3
+        stage = scene(mha(((20, 1), (9, 1)), DECODE, 16, 4, 2, 32), device)
+        batch = stage.plan(stage.batch())
+        q, k, v = stage.inputs(batch.num_tokens)
+        apart = q.transpose(1, 2).contiguous().transpose(1, 2)
+        assert apart.stride(2) != 1
+        assert relative_error(stage.forward(batch, (apart, k, v)), stage.wanted()[0]) <= stage.tolerance
 
     @on_every_device
-    @pytest.mark.parametrize("contiguous", [True, False])
-    def test_the_result_goes_where_the_host_says(self, contiguous, device):
-        stage = scene(MHACase(((20, 1), (9, 1)), DECODE, 16, 4, 2, 32), device)
-        batch = stage.batch()
-        plan_forward(stage.backend, batch)
-        out = torch.zeros(2, 4, 64, dtype=stage.dtype, device=device)[
-            ..., : 32 if contiguous else 64 : 1 + (not contiguous)
-        ]
-        out = out.contiguous() if contiguous else out
-        found = stage.backend.forward_decode(
-            stage.q, *stage.new_rows(), stage.layer, batch, extras=ForwardExtras(out=out)
-        )
-        assert found is out
-        assert relative_error(out, stage.wanted()[0]) <= 5e-3
+    def test_the_result_goes_to_memory_with_gaps(self, device):
+        stage = scene(mha(((20, 1), (9, 1)), DECODE, 16, 4, 2, 32), device)
+        out = torch.zeros(2, 4, 64, dtype=stage.dtype, device=device)[..., ::2]
+        assert stage.forward(stage.plan(stage.batch()), extras=ForwardExtras(out=out)) is out
+        assert relative_error(out, stage.wanted()[0]) <= stage.tolerance
 
-    @on_every_device
+    @on_a_gpu
     @pytest.mark.parametrize("mode", [DECODE, VERIFY, EXTEND])
     def test_planning_and_running_wait_for_nothing(self, mode, device):
         given = ((30, 1), (4, 1)) if mode is DECODE else ((30, 3), (4, 3)) if mode is VERIFY else ((30, 9), (0, 2))
-        stage = scene(MHACase(given, mode, 16, 4, 2, 32), device)
-        stage.run()  # compiles what there is to compile
+        stage = scene(mha(given, mode, 16, 4, 2, 32), device)
+        stage.results()  # compiles what there is to compile
         batch = stage.batch()
         with nothing_waits(device):
-            out, _ = stage.run(batch)
-        assert relative_error(out, stage.wanted()[0]) <= TOLERANCE[stage.case.dtype]
+            out = stage.forward(stage.plan(batch))
+        assert relative_error(out, stage.wanted()[0]) <= stage.tolerance
 
 
 def test_layers_of_different_shapes_have_schedules_of_their_own():
     """Windows and heads may differ from layer to layer; each layer is planned for, and new rows once."""
 
     def with_another(context: BackendContext):
-        first, own = context.model.layers
-        return build(replace(context, model=replace(context.model, layers=(replace(first, sliding_window=5), own))))
+        first, *others = context.model.layers
+        layers = (replace(first, sliding_window=5), *others)
+        return build(replace(context, model=replace(context.model, layers=layers)))
 
-    case = on(MHACase(((70, 1), (3, 1)), DECODE, 16, 4, 2, 32), "cpu")
-    stage = MHAScene(case, "cpu", with_another)
-    batch = stage.batch()
-    plan_forward(stage.backend, batch)
+    stage = KernelScene(on(mha(((70, 1), (3, 1)), DECODE, 16, 4, 2, 32), "cpu"), "cpu", with_another)
+    batch = stage.plan(stage.batch())
     assert {shape.window for shape in batch.plan.attention.metadata.schedules} == {0, 5}
-    assert relative_error(stage.run(batch)[0], stage.wanted()[0]) <= 1e-6
+    assert stage.error(batch) <= stage.tolerance
 
 
 class TestDivision:
@@ -112,12 +102,10 @@ class TestDivision:
     @pytest.mark.parametrize(
         ("mode", "new", "changes"),
         [
-            (DECODE, 1, {}),
             (DECODE, 1, {"programs": 5}),
             (DECODE, 1, {"programs": 9, "single": True}),
             (VERIFY, 3, {"programs": 4, "single": True, "step": 64}),
             (VERIFY, 3, {"tile": 32, "step": 32}),
-            (VERIFY, 9, {}),
             (EXTEND, 50, {"tile": 64, "programs": 9}),
         ],
         ids=str,
@@ -126,12 +114,12 @@ class TestDivision:
         """Requests of several parts and tiles, and of one, in one batch."""
         cut = replace(Configuration(16, 16, 4, 2, programs=2, overlap=False), **changes)
         given = ((170, new), (0, new), (3, new), (40, new))
-        check(MHACase(given, mode, 16, heads=4, head_dim=32), device, lambda *_: cut)
+        check(mha(given, mode, 16, heads=4, head_dim=32), device, lambda *_: cut)
 
     @on_every_device
     def test_many_parts_are_merged_by_several_rounds(self, device):
         cut = Configuration(16, 16, 4, 2, programs=15, overlap=False)
-        case = MHACase(((600, 1),), DECODE, heads=8, kv_heads=1, head_dim=32, v_head_dim=32)
+        case = mha(((600, 1),), DECODE, heads=8, kv_heads=1, head_dim=32, v_head_dim=32)
         stage = check(case, device, lambda *_: cut)
         ((schedule, _),) = stage.backend.init_forward_metadata(stage.batch()).metadata.schedules.values()
         assert schedule.records[0, 9] > 32, "more than are merged at once"
@@ -139,12 +127,12 @@ class TestDivision:
     @on_every_device
     def test_the_same_batch_gives_the_same_bits_and_leaves_counters_at_zero(self, device):
         """Whoever comes last merges in the order of the parts."""
-        stage = scene(MHACase(((150, 1), (40, 1), (2, 1)), DECODE, heads=4, head_dim=32), device)
-        first, first_lse = stage.run()
+        stage = scene(mha(((150, 1), (40, 1), (2, 1)), DECODE, heads=4, head_dim=32), device)
+        first, first_lse = stage.results()
         for _ in range(1 if device == "cpu" else 100):
-            again, again_lse = stage.run()
+            again, again_lse = stage.results()
             assert torch.equal(again, first) and torch.equal(again_lse, first_lse)
-        counters = stage.context.workspace.request("test", stage.device, COUNTERS, 1).buffer
+        counters = stage.workspace.request("test", stage.device, COUNTERS, 1).buffer
         assert counters.numel() > 1 and not counters.any()
 
 
@@ -160,34 +148,35 @@ class TestOnAGPU:
             (lengths(3, 2000, 4, seed=2), VERIFY),
             (ragged(6, 2000, 300, seed=3), EXTEND),
         ):
-            check(MHACase(given, mode, heads=8, head_dim=dim), device, lambda *_: entry)
+            check(mha(given, mode, heads=8, head_dim=dim), device, lambda *_: entry)
 
     @on_a_gpu
-    @pytest.mark.parametrize(("heads", "kv_heads"), [(32, 8), (8, 8), (16, 1), (14, 2), (71, 1)])
-    @pytest.mark.parametrize("page_size", [1, 16, 64])
-    @pytest.mark.parametrize("requests", [1, 7, 60])
+    @pytest.mark.parametrize(
+        ("heads", "kv_heads", "page_size", "requests"),
+        [(32, 8, 64, 60), (8, 8, 16, 7), (16, 1, 1, 60), (14, 2, 16, 7), (71, 1, 64, 1)],
+    )
     def test_decode(self, requests, page_size, heads, kv_heads, device):
         given = lengths(requests, 3000, 1, seed=heads + requests)
-        check(MHACase(given, DECODE, page_size, heads, kv_heads), device)
+        check(mha(given, DECODE, page_size, heads, kv_heads), device)
 
     @on_a_gpu
     @pytest.mark.parametrize("new", [1, 2, 4, 8, 17])
     def test_verify(self, new, device):
-        check(MHACase(lengths(4, 2500, new, seed=new), VERIFY, heads=32, kv_heads=8), device)
+        check(mha(lengths(4, 2500, new, seed=new), VERIFY, heads=32, kv_heads=8), device)
 
     @on_a_gpu
     @pytest.mark.parametrize("window", [None, 100])
     @pytest.mark.parametrize("seed", range(3))
     def test_extend(self, seed, window, device):
         given = ragged(9, 3000, 300, seed)
-        check(MHACase(given, EXTEND, 16, 32, 8, 128, window=window, padding=seed), device)
+        check(mha(given, EXTEND, 16, 32, 8, 128, window=window, padding=seed), device)
 
     @on_a_gpu
     @pytest.mark.parametrize("requests", [1, 7, 60, 200])
     def test_the_same_bits_on_real_batches(self, requests, device):
-        stage = scene(MHACase(lengths(requests, 9000, 1, seed=requests), DECODE, heads=32, kv_heads=8), device)
-        first = stage.run()[0]
-        assert all(torch.equal(stage.run()[0], first) for _ in range(20))
+        stage = scene(mha(lengths(requests, 9000, 1, seed=requests), DECODE, heads=32, kv_heads=8), device)
+        first = stage.results()[0]
+        assert all(torch.equal(stage.results()[0], first) for _ in range(20))
 
     @on_a_gpu
     @pytest.mark.parametrize("requests", [1, 30])
@@ -197,12 +186,12 @@ class TestOnAGPU:
             pytest.skip("kernels wait for each other on the device from SM 90 on")
         from support.late_kernel import fill_late
 
-        case = MHACase(((5000, 1),) * requests, DECODE, heads=32, kv_heads=8, lse=False)
+        case = mha(((5000, 1),) * requests, DECODE, heads=32, kv_heads=8, lse=False)
         stage = scene(case, device)
         memory = stage.pool.keys(LAYER), stage.pool.values(LAYER)
-        before, first = [pages.clone() for pages in memory], stage.run()[0]
-        assert relative_error(first, stage.wanted()[0]) <= 5e-3
-        given = [stage.q, *stage.new_rows()]
+        before, first = [pages.clone() for pages in memory], stage.results()[0]
+        assert relative_error(first, stage.wanted()[0]) <= stage.tolerance
+        given = list(stage.inputs(len(stage.q)))
         flat = torch.cat([tensor.flatten() for tensor in given])
         late = torch.empty_like(flat)
         parts = late.split([tensor.numel() for tensor in given])
@@ -213,7 +202,7 @@ class TestOnAGPU:
             late.fill_(float("nan"))
             for pages, old in zip(memory, before, strict=True):
                 pages.copy_(old)
-            stage.context.workspace.request("test", stage.device, SCRATCH, 1).buffer.fill_(255)
+            stage.workspace.request("test", stage.device, SCRATCH, 1).buffer.fill_(255)
             with_plan(batch, stage.backend.init_forward_metadata(batch))
             torch.cuda.synchronize()
             fill_late(late, flat, milliseconds=20)
@@ -224,6 +213,6 @@ class TestOnAGPU:
 def test_the_imaginary_gpu_divides():
     """What the tests above rely on: a long request is cut, and short ones are not."""
     for prefix, cut in ((150, True), (3, False)):
-        stage = scene(MHACase(((prefix, 1), (3, 1)), DECODE, heads=4, head_dim=32), "cpu", small)
+        stage = scene(mha(((prefix, 1), (3, 1)), DECODE, heads=4, head_dim=32), "cpu", small)
         ((schedule, _),) = stage.backend.init_forward_metadata(stage.batch()).metadata.schedules.values()
         assert (int(schedule.records[0, 9]) > 1) is cut

@@ -13,17 +13,15 @@ from torch import Tensor
 
 from attnplug import BackendContext, DType, ForwardMode, MHAPool
 from attnplug.host import KVPools
+from attnplug_conformance.case import LAYER
 from attnplug_triton_mha.configurations import TABLE_FP8, Configuration
-from interpreted_mha import build, check, on, scene, tolerance
+from interpreted_mha import FP8_TOLERANCE, build, check, check_fp8, on, scene
 from support.devices import DEVICES
-from support.mha_scene import LAYER, MHACase, MHAScene
-from support.mla_scene import relative_error
+from support.kernel_scene import KernelCase, KernelScene, mha
 
 DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 on_a_gpu = pytest.mark.parametrize("device", DEVICES[1:])
-modes = pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (VERIFY, 3), (EXTEND, 20)])
-FIRST = MHACase((), page_size=16, heads=4, kv_heads=2, kv_dtype=DType.FLOAT8_E4M3, kv_scales=(0.37, 1.7))
 
 pytestmark = pytest.mark.skipif(
     torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9),
@@ -31,22 +29,21 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def case(mode: ForwardMode, *lengths: tuple[int, int], **changes: object) -> MHACase:
-    return replace(FIRST, lengths=lengths, mode=mode, **changes)
+def case(mode: ForwardMode, *lengths: tuple[int, int], **changes: object) -> KernelCase:
+    given = {"page_size": 16, "heads": 4, "kv_dtype": DType.FLOAT8_E4M3, "kv_scales": (0.37, 1.7)}
+    return mha(lengths, mode, **{**given, **changes})
 
 
 @on_every_device
-@pytest.mark.parametrize("dim", [64, 80, 128])
-@modes
+@pytest.mark.parametrize(("mode", "new", "dim"), [(DECODE, 1, 80), (VERIFY, 3, 64), (EXTEND, 20, 128)])
 def test_heads_of_every_width(mode, new, dim, device):
     """C4; and new rows are read as the cache holds them."""
     check(case(mode, (40, new), (7, new), head_dim=dim), device)
 
 
 @on_every_device
-@modes
-def test_window_cap_and_sinks(mode, new, device):
-    check(case(mode, (90, new), (3, new), head_dim=32, window=30, cap=2.0, sinks=True), device)
+def test_window_cap_and_sinks(device):
+    check(case(VERIFY, (90, 3), (3, 3), head_dim=32, window=30, cap=2.0, sinks=True), device)
 
 
 @on_every_device
@@ -63,9 +60,8 @@ def test_parts_are_merged(mode, new, changes, device):
 
 
 @on_every_device
-@pytest.mark.parametrize("mode", [DECODE, EXTEND])
-def test_float16_queries_are_multiplied_as_they_are(mode, device):
-    check(case(mode, (40, 1), (7, 1), head_dim=16, dtype=DType.FLOAT16), device)
+def test_float16_queries_are_multiplied_as_they_are(device):
+    check(case(DECODE, (40, 1), (7, 1), head_dim=32, dtype=DType.FLOAT16), device)
 
 
 @on_every_device
@@ -73,12 +69,12 @@ def test_small_queries_over_a_large_cache(device):
     """Queries that fp16, in which fp8 rows are multiplied, would hold with a bit or two."""
     stage = scene(case(DECODE, (90, 1), (40, 1), head_dim=32, kv_scales=(1e7, 1.0)), device)
     stage.keys = [keys * 1e7 for keys in stage.keys]
-    stage.store([(0, before) for before, _ in stage.case.lengths])
+    stage.store(LAYER, [(0, before) for before, _ in stage.case.lengths])
     stage.q *= 1e-7
-    assert relative_error(stage.run()[0], stage.wanted()[0]) <= tolerance(stage.case)
+    assert stage.error() <= FP8_TOLERANCE
 
 
-def over(shape: str, context: BackendContext, asked: MHACase) -> tuple[MHAPool, bool]:
+def over(shape: str, context: BackendContext, asked: KernelCase) -> tuple[MHAPool, bool]:
     """The scene's pool over a host's memory instead, of the same pages; and whether pairs of columns lie together."""
     made = context.pools.mha
     pages, size, heads, dim = made.keys(LAYER).shape
@@ -101,8 +97,10 @@ def over(shape: str, context: BackendContext, asked: MHACase) -> tuple[MHAPool, 
 
 
 @on_every_device
-@pytest.mark.parametrize("shape", ["vllm", "columns apart", "odd addresses"])
-@pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (EXTEND, 20)])
+@pytest.mark.parametrize(
+    ("shape", "mode", "new"),
+    [("vllm", DECODE, 1), ("vllm", EXTEND, 20), ("columns apart", EXTEND, 20), ("odd addresses", DECODE, 1)],
+)
 def test_a_cache_of_any_strides(mode, new, shape, device):
     pools = []
 
@@ -111,12 +109,11 @@ def test_a_cache_of_any_strides(mode, new, shape, device):
         return build(replace(context, pools=KVPools(mha=pools[0][0])))
 
     asked = on(case(mode, (40, new), (7, new), head_dim=32), device)
-    stage = MHAScene(asked, device, over_a_hosts)
-    stage.pool, pairs = pools[0]
-    stage.store([(0, before) for before, _ in asked.lengths])
+    stage = KernelScene(asked, device, over_a_hosts)
+    pool, pairs = pools[0]
+    stage.over(pool)
     assert stage.backend._caches[LAYER].pairs is pairs
-    assert relative_error(stage.run()[0], stage.wanted()[0]) <= tolerance(asked)
-    assert stage.written() == sum(stage.totals)
+    check_fp8(stage)
 
 
 @on_a_gpu
@@ -132,10 +129,9 @@ def test_every_entry_of_the_table_serves_every_batch(entry, dim, device):
 
 
 @on_a_gpu
-@pytest.mark.parametrize("requests", [1, 7, 200])
-@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize(("requests", "page_size"), [(1, 1), (7, 16), (60, 64)])
 def test_the_same_bits_on_real_batches(requests, page_size, device):
     given = ((3000, 1), *((17 * number % 2500, 1) for number in range(requests - 1)))
     stage = check(case(DECODE, *given, page_size=page_size, heads=32, kv_heads=8, head_dim=128), device)
-    first = stage.run()[0]
-    assert all(torch.equal(stage.run()[0], first) for _ in range(20))
+    first = stage.results()[0]
+    assert all(torch.equal(stage.results()[0], first) for _ in range(20))

@@ -13,14 +13,13 @@ from attnplug import AttentionBackend, BackendContext, DType
 from attnplug.host import MLADims
 from attnplug_triton_mla.configurations import Configuration
 from support.batches import declaring
-from support.mla_scene import DEEPSEEK, LAYER, MLACase, MLAScene, relative_error
+from support.kernel_scene import DEEPSEEK, KernelCase, KernelScene
+from support.kernel_scene import check as check_scene
 
 Choose = Callable[..., Configuration]
 MULTIPROCESSORS = 3
 """Of the imaginary GPU: few, since each is a loop in Python, and enough to divide a request."""
 NARROW = MLADims(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=16)
-TOLERANCE = {DType.FLOAT32: 1e-6, DType.FLOAT16: 1e-3, DType.BFLOAT16: 5e-3}
-"""The interpreter rounds to bfloat16 toward zero, so on a CPU nothing is judged in it."""
 
 
 def small(rows: int, requests: int, tokens: int, **_: bool) -> Configuration:
@@ -45,28 +44,18 @@ def build(context: BackendContext, choose: Choose | None = None) -> AttentionBac
     return TritonMLABackend(context) if choose is None else TritonMLABackend(context, choose=choose)
 
 
-def on(case: MLACase, device: str) -> MLACase:
-    """The case as it runs on a device: on a CPU narrow, and in float32 rather than bfloat16."""
+def on(case: KernelCase, device: str) -> KernelCase:
+    """The case as it runs on a device: on a CPU narrow, and in float32. The interpreter rounds to bfloat16 toward zero,
+    so nothing is judged in it."""
     if device != "cpu":
         return case
-    narrow = replace(case, dims=NARROW) if case.dims is DEEPSEEK else case
+    narrow = replace(case, mla=NARROW) if case.mla is DEEPSEEK else case
     return replace(narrow, dtype=DType.FLOAT32) if case.dtype is DType.BFLOAT16 else narrow
 
 
-def scene(case: MLACase, device: str, choose: Choose | None = None) -> MLAScene:
-    return MLAScene(on(case, device), device, lambda context: build(context, choose))
+def scene(case: KernelCase, device: str, choose: Choose | None = None) -> KernelScene:
+    return KernelScene(on(case, device), device, lambda context: build(context, choose))
 
 
-def check(case: MLACase, device: str, choose: Choose | None = None) -> MLAScene:
-    """Output and log-sum-exp are float64's, padding gives zero and -inf, and nothing but new rows was written."""
-    stage = scene(case, device, choose)
-    out, lse = stage.absorbed()
-    wanted, wanted_lse = stage.wanted_absorbed()
-    tokens, tolerance = len(wanted), TOLERANCE[stage.case.dtype]
-    assert relative_error(out[:tokens], wanted) <= tolerance
-    assert (out[tokens:] == 0).all()
-    assert lse is not None
-    assert relative_error(lse[:tokens], wanted_lse) <= tolerance
-    assert (lse[tokens:] == float("-inf")).all()
-    assert int((~stage.pool.rows(LAYER).float().isnan()).any(-1).sum()) == sum(stage.totals)
-    return stage
+def check(case: KernelCase, device: str, choose: Choose | None = None) -> KernelScene:
+    return check_scene(scene(case, device, choose))

@@ -15,10 +15,10 @@ from attnplug_trtllm_mla.backend import TRTLLMMLABackend
 from attnplug_trtllm_mla.options import TRTLLMMLAOptions
 from blackwell_device import pretend
 from support.batches import declaring
-from support.mla_scene import MLACase, MLAScene
+from support.kernel_scene import KernelScene, mla
 
 MIB = 1 << 20
-CASE = MLACase(((20, 1),), ForwardMode.DECODE, heads=128)
+CASE = mla(((20, 1),), ForwardMode.DECODE, heads=128)
 
 
 def trtllm_mla(context: BackendContext) -> TRTLLMMLABackend:
@@ -28,7 +28,7 @@ def trtllm_mla(context: BackendContext) -> TRTLLMMLABackend:
 def test_one_scratch_buffer_and_semaphores_apart_from_it(monkeypatch):
     """A2: the fallback asks for as much of the same kind, and gets the very same memory."""
     given = pretend(monkeypatch)
-    stage = MLAScene(CASE, "cpu", trtllm_mla)
+    stage = KernelScene(CASE, "cpu", trtllm_mla)
     scratch, semaphores = stage.workspace.report()
     assert (scratch.kind, scratch.zeroed, scratch.nbytes) == ("scratch", False, 128 * MIB)
     assert scratch.owners == {"under_test": 128 * MIB, "under_test/flashinfer_mla": 128 * MIB}
@@ -44,7 +44,7 @@ def test_one_scratch_buffer_and_semaphores_apart_from_it(monkeypatch):
 def test_every_lane_has_memory_of_its_own(monkeypatch):
     """A2: shared with the fallback's lane of the same number, and with nobody else's."""
     given = pretend(monkeypatch)
-    stage = MLAScene(replace(CASE, lanes=2), "cpu", trtllm_mla)
+    stage = KernelScene(replace(CASE, lanes=2), "cpu", trtllm_mla)
     lanes = stage.backend.lanes
     assert [buffer.data_ptr() for buffer in given] == [lane.decode.scratch.buffer.data_ptr() for lane in lanes]
     memories = {memory.buffer.data_ptr() for lane in lanes for memory in (lane.decode.scratch, lane.decode.counters)}
@@ -57,7 +57,7 @@ def test_every_lane_has_memory_of_its_own(monkeypatch):
 def test_semaphores_are_for_the_heads_that_the_kernel_is_given(monkeypatch, heads, kernel_heads):
     """One a request and head, those that pad the model's included, and for the most requests of a call."""
     pretend(monkeypatch)
-    stage = MLAScene(replace(CASE, heads=heads), "cpu", trtllm_mla)
+    stage = KernelScene(replace(CASE, mla_heads=heads), "cpu", trtllm_mla)
     (semaphores,) = (use for use in stage.workspace.report() if use.kind == "trtllm-semaphores")
     assert semaphores.nbytes == 4 * 8192 * kernel_heads
     assert stage.backend.lanes[0].decode.heads == kernel_heads
@@ -74,7 +74,7 @@ def test_the_fallback_is_built_from_the_same_parts(monkeypatch):
         return trtllm_mla(contexts[0])
 
     case = replace(CASE, serving=Serving(disaggregation_mode="prefill"))
-    own = MLAScene(case, "cpu", build).backend._fallback.context
+    own = KernelScene(case, "cpu", build).backend._fallback.context
     for field in fields(BackendContext):
         if field.name not in ("name", "options", "declared"):
             assert getattr(own, field.name) is getattr(contexts[0], field.name), field.name
@@ -84,7 +84,7 @@ def test_the_fallback_is_built_from_the_same_parts(monkeypatch):
 def test_a_larger_workspace_is_asked_for_before_the_fallback_holds_a_smaller_one(monkeypatch):
     """A2"""
     given = pretend(monkeypatch)
-    stage = MLAScene(replace(CASE, options=TRTLLMMLAOptions(workspace_mib=200)), "cpu", trtllm_mla)
+    stage = KernelScene(replace(CASE, options=TRTLLMMLAOptions(workspace_mib=200)), "cpu", trtllm_mla)
     assert {buffer.numel() for buffer in given} == {200 * MIB}
     assert stage.workspace.nbytes == 204 * MIB
 
@@ -97,7 +97,7 @@ def test_beside_flashinfer_mla_itself_nothing_is_added_but_semaphores(monkeypatc
         trtllm_mla(replace(context, name="trtllm_mla"))
         return FlashInferMLABackend(replace(context, name="flashinfer_mla", declared=CAPABILITIES))
 
-    stage = MLAScene(CASE, "cpu", both)
+    stage = KernelScene(CASE, "cpu", both)
     assert stage.workspace.nbytes == 132 * MIB
     assert set(stage.workspace.report()[0].owners) == {"trtllm_mla", "trtllm_mla/flashinfer_mla", "flashinfer_mla"}
 
@@ -113,7 +113,7 @@ def test_on_another_gpu_nothing_is_built(monkeypatch, sm):
         return trtllm_mla(context)
 
     with pytest.raises(BackendError, match=f"needs SM 100 or 103, this is SM {sm}"):
-        MLAScene(CASE, "cpu", build)
+        KernelScene(CASE, "cpu", build)
     assert not given and owners[0].report() == ()
 
 
@@ -127,4 +127,4 @@ def test_too_little_scratch_is_refused_with_what_is_enough(monkeypatch, mib, tok
         return trtllm_mla(replace(context, limits=limits, options=TRTLLMMLAOptions(mib)))
 
     with pytest.raises(BackendError, match=rf"workspace_mib={mib} is too little .* give {least} or more"):
-        MLAScene(CASE, "cpu", build)
+        KernelScene(CASE, "cpu", build)

@@ -31,31 +31,34 @@ DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardM
 class Capture:
     """A batch at fixed addresses in one lane, captured on a GPU, into which other scenes' batches are copied."""
 
-    def __init__(self, scene: Scene, lane: int = 0, attention: ModelAttention | None = None) -> None:
+    def __init__(
+        self, scene: Scene, lane: int = 0, attention: ModelAttention | None = None, requests: int | None = None
+    ) -> None:
         self.scene = scene
         self.attention = attention or ModelAttention(scene.backend, scene.pools)
         self.fill = self.attention.padding_length()
-        case, device, requests, rows = scene.case, scene.device, len(scene.new), sum(scene.new)
-        ragged = case.mode is EXTEND
-        shape = (requests, scene.page_table.shape[1])
-        uniform = max(scene.new)
+        case, device, uniform = scene.case, scene.device, max(scene.new)
+        ragged, count = case.mode is EXTEND, requests or len(scene.new)
+        shape, rows = (count, scene.page_table.shape[1]), sum(scene.new[:count])
         self.batch = ForwardBatch(
             Geometry(
                 case.mode,
                 torch.full(shape, scene.trap, dtype=torch.int32, device=device),
-                torch.full((requests,), self.fill, dtype=torch.int32, device=device),
+                torch.full((count,), self.fill, dtype=torch.int32, device=device),
                 scene.page_size,
                 rows=rows,
                 max_seq_len=shape[1] * scene.page_size,
                 max_new=rows if ragged else uniform,
-                new_lens=torch.zeros(requests, dtype=torch.int32, device=device) if ragged else None,
+                new_lens=torch.zeros(count, dtype=torch.int32, device=device) if ragged else None,
                 captured=True,
                 lane=lane,
-                tree=None if case.trees is None else torch.full((requests, uniform), -1, device=device),
+                tree=None if case.trees is None else torch.full((count, uniform), -1, device=device),
             )
         )
-        q, k, v = scene.inputs(rows)
-        self.q, self.k, self.v = torch.zeros_like(q), torch.zeros_like(k), None if v is None else torch.zeros_like(v)
+        given = scene.inputs(sum(scene.new))
+        q, k, v = (None if each is None else torch.zeros_like(each[:rows]) for each in given)
+        assert q is not None and k is not None
+        self.q, self.k, self.v = q, k, v
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def reserve(self) -> Capture:
@@ -87,25 +90,29 @@ class Capture:
 
     def put(self, other: Scene) -> None:
         """Another scene's batch and cache, of fewer requests perhaps, at the addresses of this one."""
-        geometry, real = self.batch.geometry, len(other.totals)
-        geometry.seq_lens.fill_(self.fill)
-        geometry.seq_lens[:real] = torch.tensor(other.totals, dtype=torch.int32, device=other.device)
-        geometry.page_table.fill_(self.scene.trap)
-        width = other.page_table.shape[1]
-        geometry.page_table[:real, :width] = other.page_table.to(other.device)
+        for target, source in self.copies(other):
+            target.copy_(source)
+
+    def copies(self, other: Scene) -> list[tuple[Tensor, Tensor]]:
+        """What is copied for that, made ready on the device: memory of this batch, and what goes there."""
+        geometry, device = self.batch.geometry, other.device
+        found = [
+            (geometry.seq_lens, filled(geometry.seq_lens, self.fill, torch.tensor(other.totals, device=device))),
+            (geometry.page_table, filled(geometry.page_table, self.scene.trap, other.page_table.to(device))),
+        ]
         if geometry.new_lens is not None:
-            geometry.new_lens.zero_()
-            geometry.new_lens[:real] = torch.tensor(other.new, dtype=torch.int32, device=other.device)
+            found.append((geometry.new_lens, filled(geometry.new_lens, 0, torch.tensor(other.new, device=device))))
         if geometry.tree is not None and other.case.trees is not None:
-            geometry.tree.fill_(-1)
-            geometry.tree[:real] = tree_bits(other.case.trees, other.device)
+            found.append((geometry.tree, filled(geometry.tree, -1, tree_bits(other.case.trees, device))))
         for memory, theirs in zip(self.scene.memories(LAYER), other.memories(LAYER), strict=True):
-            poison(memory)
-            as_bytes(memory)[: len(theirs)] = as_bytes(theirs)
-        given = other.inputs(geometry.rows)
-        for target, source in zip((self.q, self.k, self.v), given, strict=True):
-            if target is not None and source is not None:
-                target.copy_(source)
+            source = torch.empty_like(memory)
+            poison(source)
+            as_bytes(source)[: len(theirs)] = as_bytes(theirs)
+            found.append((memory, source))
+        for target, given in zip((self.q, self.k, self.v), other.inputs(geometry.rows), strict=True):
+            if target is not None and given is not None:
+                found.append((target, given))
+        return found
 
     def replay(self) -> Tensor:
         planned = self.attention.plan_captured(self.batch)
@@ -118,6 +125,13 @@ class Capture:
         else:
             self.graph.replay()
         return self.out
+
+
+def filled(like: Tensor, value: int, rows: Tensor) -> Tensor:
+    """The first rows and columns as given, and a value everywhere else."""
+    made = torch.full_like(like, value)
+    made[tuple(slice(size) for size in rows.shape)] = rows.to(made.dtype)
+    return made
 
 
 def others(stand: Stand, scene: AnyScene) -> Iterator[AnyScene]:

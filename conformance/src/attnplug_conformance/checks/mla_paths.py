@@ -113,40 +113,59 @@ def _wrapped(stand: Stand) -> None:
         raise Wrong(f"inside wrappers: {wrong}") from None
 
 
+class UpProjected:
+    """One layer with random up-projections on a scene: what the three paths of an extend must agree on."""
+
+    def __init__(self, scene: Scene) -> None:
+        self.scene, layer = scene, scene.layer
+        assert scene.case.mla is not None
+        self.mla = scene.case.mla
+        rank, nope = self.mla.kv_lora_rank, self.mla.qk_nope_head_dim
+        self.weights = MLAWeights(
+            (scene.normal(layer.num_heads, nope, rank) * rank**-0.5).to(scene.dtype),
+            (scene.normal(layer.num_heads, rank, layer.v_head_dim) * rank**-0.5).to(scene.dtype),
+        )
+        self.q = scene.normal(sum(scene.new), layer.num_heads, layer.head_dim)
+
+    def run(self, policy: ExtendPolicy, batch: ForwardBatch | None = None) -> Tensor:
+        """Plan by the policy, and attend; the batch is kept, and the seconds of both."""
+        scene = self.scene
+        attention, self.batch = ModelAttention(scene.backend, scene.pools, policy), batch or scene.batch()
+        rows = tail(scene.new_rows(scene.keys).squeeze(1), self.batch.num_tokens)
+        started = scene.now()
+        with zero_by_chance_is_nan(scene.device):
+            attention.plan(self.batch)
+            planned = scene.now()
+            q = tail(self.q, self.batch.num_tokens)
+            out = attention.attend_mla(q, rows, scene.layer, self.weights, self.batch)
+        self.plan_s, self.run_s = planned - started, scene.now() - planned
+        return out
+
+    def wanted(self) -> Tensor:
+        """By the model's equations: up-project every row, then plain attention."""
+        scene, outs = self.scene, []
+        for request, queries in enumerate(self.q.split(scene.new)):
+            stored = scene.stored(request)[0].squeeze(1)
+            latent, rope = stored.split([self.mla.kv_lora_rank, self.mla.qk_rope_head_dim], -1)
+            keys = torch.einsum("rl,hnl->rhn", latent, self.weights.w_kc.double())
+            keys = torch.cat([keys, rope[:, None].expand(-1, keys.shape[1], -1)], -1)
+            values = torch.einsum("rl,hlv->rhv", latent, self.weights.w_vc.double())
+            outs.append(attention(queries, keys, values, Rules(scene.layer.scale))[0])
+        return torch.cat(outs)
+
+
 def _extend(path: ExtendPath, stand: Stand, scene: Scene | None = None) -> None:
     """One layer with random up-projections, by one of the three paths."""
     scene = scene or stand.scene()
-    mla, layer = scene.case.mla, scene.layer
-    assert mla is not None
-    rank, nope = mla.kv_lora_rank, mla.qk_nope_head_dim
-    weights = MLAWeights(
-        (scene.normal(layer.num_heads, nope, rank) * rank**-0.5).to(scene.dtype),
-        (scene.normal(layer.num_heads, rank, layer.v_head_dim) * rank**-0.5).to(scene.dtype),
-    )
-    q = scene.normal(sum(scene.new), layer.num_heads, layer.head_dim)
-    policy = ExtendPolicy(chunk_threshold=0, chunk_capacity=24, forced=path)
-    attention_of, batch = ModelAttention(scene.backend, scene.pools, policy), scene.batch()
-    rows = tail(scene.new_rows(scene.keys).squeeze(1), batch.num_tokens)
-    started = scene.now()
-    with zero_by_chance_is_nan(scene.device):
-        attention_of.plan(batch)
-        planned = scene.now()
-        out = attention_of.attend_mla(tail(q, batch.num_tokens), rows, layer, weights, batch)
-    finished, outs = scene.now(), []
-    for request, queries in enumerate(q.split(scene.new)):
-        stored = scene.stored(request)[0].squeeze(1)
-        latent, rope = stored.split([rank, mla.qk_rope_head_dim], -1)
-        keys = torch.einsum("rl,hnl->rhn", latent, weights.w_kc.double())
-        keys = torch.cat([keys, rope[:, None].expand(-1, keys.shape[1], -1)], -1)
-        values = torch.einsum("rl,hlv->rhv", latent, weights.w_vc.double())
-        outs.append(attention(queries, keys, values, Rules(layer.scale))[0])
-    wanted = torch.cat(outs)
+    layer = UpProjected(scene)
+    out = layer.run(ExtendPolicy(chunk_threshold=0, chunk_capacity=24, forced=path))
+    wanted = layer.wanted()
     error, allowed = relative_error(out[: len(wanted)], wanted), 4 * scene.tolerance
     if not error <= allowed:
         raise Wrong(f"an extend by the path {path} is wrong by {error:.1e} where {allowed:.0e} is allowed")
     if not (out[len(wanted) :] == 0).all():
         raise Wrong(f"an extend by the path {path} gives padding rows that are not zero")
-    stand.measured.append(Measured(len(q), max(scene.totals), error, allowed, planned - started, finished - planned))
+    stand.measured.append(Measured(len(wanted), max(scene.totals), error, allowed, layer.plan_s, layer.run_s))
 
 
 def path_checks() -> Iterator[Check]:

@@ -1,0 +1,45 @@
+"""A batch of which every field has a value, and none its default."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from attnplug import BackendId, ForwardBatch, ForwardMode, Geometry, Plan, RaggedCall, SelectedPositions
+from attnplug.contract.sparse import LayerChoice
+from attnplug.host import BatchPlan, HostLengths, PlanRecord
+
+
+def value_of(field: dataclasses.Field) -> object:
+    """A value that tells where it came from; by the field's type, so that a field that is added has one too."""
+    requests, tokens = 3, 6
+    known: dict[str, object] = {
+        "page_table": torch.arange(12, dtype=torch.int32).view(requests, 4),
+        "new_lens": torch.tensor([2, 1, 3], dtype=torch.int32),
+        "host": HostLengths([2, 1, 3], [7, 8, 9]),
+        "rows": tokens,
+        "max_new": 3,
+        "calls": (RaggedCall.of(0, [6], [6], causal=True, device=torch.device("cpu")),),
+        "mode": ForwardMode.EXTEND,
+    }
+    if field.name in known:
+        return known[field.name]
+    if "Tensor" in field.type:
+        rows = tokens if field.metadata["split"] == "token" else requests
+        return torch.arange(100, 100 + rows, dtype=torch.int32)
+    if field.name == "geometry":
+        return Geometry(**{each.name: value_of(each) for each in dataclasses.fields(Geometry)})
+    if field.name == "plan":
+        return BatchPlan(Plan(BackendId("whole"), ForwardMode.EXTEND, tokens, None))
+    if field.name == "choice":
+        return LayerChoice(0, SelectedPositions(torch.zeros(tokens, 2, dtype=torch.int32)))
+    return {"int": 9, "bool": True, "PlanRecord | None": PlanRecord(3, 6, False)}[field.type]
+
+
+GEOMETRY, FIELDS = dataclasses.fields(Geometry), dataclasses.fields(ForwardBatch)
+
+
+def extend_batch() -> ForwardBatch:
+    """Three requests with 2, 1 and 3 new tokens; really every field has a value, and none its default."""
+    return ForwardBatch(**{field.name: value_of(field) for field in FIELDS})

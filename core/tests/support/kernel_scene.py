@@ -1,0 +1,259 @@
+"""The conformance kit's scene under a plugin's own tests: cases with nothing left open, and any function as a factory.
+
+The model is one rank's of two: whoever divides a rank's heads once more is found by every test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from attnplug import (
+    AttentionBackend,
+    AttentionKind,
+    BackendContext,
+    DType,
+    ForwardBatch,
+    ForwardMode,
+    MHAPool,
+    MLAPool,
+    ModelSpec,
+    Problem,
+    Role,
+    Serving,
+)
+from attnplug.host import (
+    Coordinator,
+    KVPools,
+    Limits,
+    MLADims,
+    ModelAttention,
+    Parallel,
+    Registered,
+    WorkspaceOwner,
+    load_registry,
+)
+from attnplug_conformance.case import LAYER, Case
+from attnplug_conformance.checks.cache import check_written
+from attnplug_conformance.checks.graphs import Capture
+from attnplug_conformance.diagnosis import check_padding, judge
+from attnplug_conformance.scene import Output, Scene, relative_error
+from attnplug_conformance.subject import Subject
+
+DEEPSEEK = MLADims(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64)
+Lengths = tuple[tuple[int, int], ...]
+Make = Callable[[BackendContext], AttentionBackend]
+
+
+@dataclass(frozen=True)
+class KernelCase(Case):
+    """A case, and what its backend is served with."""
+
+    serving: Serving = field(default_factory=Serving)
+    options: Any = None
+    lse: bool = True
+    """Whether it is asked for."""
+
+
+def mha(
+    lengths: Lengths,
+    mode: ForwardMode = ForwardMode.EXTEND,
+    page_size: int = 64,
+    heads: int = 8,
+    kv_heads: int = 2,
+    head_dim: int = 64,
+    v_head_dim: int | None = None,
+    *,
+    dtype: DType = DType.BFLOAT16,
+    **changes: Any,
+) -> KernelCase:
+    dims = head_dim, head_dim if v_head_dim is None else v_head_dim
+    return KernelCase(lengths, mode, AttentionKind.MHA, page_size, kv_heads, heads // kv_heads, dims, dtype=dtype,
+                      **changes)  # fmt: skip
+
+
+def mla(
+    lengths: Lengths,
+    mode: ForwardMode = ForwardMode.EXTEND,
+    page_size: int = 64,
+    heads: int = 16,
+    *,
+    dims: MLADims = DEEPSEEK,
+    v_head_dim: int = 128,
+    dtype: DType = DType.BFLOAT16,
+    alike: bool = True,
+    **changes: Any,
+) -> KernelCase:
+    return KernelCase(lengths, mode, AttentionKind.MLA, page_size, mla=dims, v_head_dim=v_head_dim, mla_heads=heads,
+                      dtype=dtype, alike=alike, **changes)  # fmt: skip
+
+
+@dataclass(frozen=True, eq=False)
+class Made(Subject):
+    """A backend made by a function, whatever its spec says of the case. ``contexts`` are what it was given."""
+
+    make: Make = None  # type: ignore[assignment] # always given
+    serving: Serving = field(default_factory=Serving)
+    contexts: list[BackendContext] = field(default_factory=list)
+
+    def build(
+        self,
+        model: ModelSpec,
+        problem: Problem,
+        role: Role,
+        pools: KVPools,
+        limits: Limits,
+        roles: frozenset[Role] | None = None,
+        coordinator: Coordinator | None = None,
+    ) -> AttentionBackend:
+        pool = pools.mla or pools.mha
+        assert pool is not None
+        context = BackendContext(
+            name="under_test",
+            roles=frozenset({Role.PREFILL, Role.DECODE}),
+            model=model,
+            device=self.device,
+            dtype=getattr(torch, str(problem.dtype)),
+            kv_dtype=pool.dtype,
+            page_size=pool.page_size,
+            limits=replace(limits, max_context=max(limits.max_context, 4096)),
+            pools=pools,
+            workspace=WorkspaceOwner(),
+            parallel=Parallel(1, 2),
+            serving=self.serving,
+            declared=self.can,
+            options=self.options,
+        )
+        self.contexts.append(context)
+        return self.make(context)
+
+
+@cache
+def _native() -> Registered:
+    return load_registry().backends["torch_native"]
+
+
+class KernelScene(Scene):
+    """A scene of a case, for a backend that ``make`` makes."""
+
+    def __init__(self, case: KernelCase, device: str, make: Make) -> None:
+        self.made = Made(_native(), torch.device(device), options=case.options, make=make, serving=case.serving)
+        super().__init__(self.made, case)
+        self.asked = case.lse
+
+    @property
+    def pool(self) -> MHAPool | MLAPool:
+        pool = self.pools.mla or self.pools.mha
+        assert pool is not None
+        return pool
+
+    @property
+    def workspace(self) -> WorkspaceOwner:
+        return self.made.contexts[0].workspace
+
+    def over(self, pool: MHAPool | MLAPool) -> None:
+        """Let another pool, which the backend was built over, hold the prefixes."""
+        self.pools = KVPools(mla=pool) if isinstance(pool, MLAPool) else KVPools(mha=pool)
+        self.store(LAYER, [(0, before) for before, _ in self.case.lengths])
+
+    def results(self, batch: ForwardBatch | None = None, *, save: bool = True) -> tuple[Tensor, Tensor | None]:
+        """Plan, unless the batch is planned, and run; output and log-sum-exp, padding rows included."""
+        output = self.run(batch, lse=self.asked, save=save)
+        return output.out, output.lse
+
+    def error(self, batch: ForwardBatch | None = None) -> float:
+        """The relative error of a run."""
+        wanted = self.wanted()[0]
+        return relative_error(self.results(batch)[0][: len(wanted)], wanted)
+
+    def written(self) -> int:
+        """How many rows of the cache hold something, in all its memories alike."""
+        full = [~self.numbers(memory).isnan().flatten(2).all(-1) for memory in self.memories(LAYER)]
+        assert all(torch.equal(each, full[0]) for each in full)
+        return int(full[0].sum())
+
+    def halves(self) -> list[KernelScene]:
+        """Two batches over one pool and one backend: each has half of the requests, in a lane of its own."""
+        found, half = [], len(self.new) // 2
+        for mine in (slice(0, half), slice(half, None)):
+            part = copy(self)
+            part.case = replace(self.case, lengths=self.case.lengths[mine])
+            part.new, part.totals, part.page_table = self.new[mine], self.totals[mine], self.page_table[mine]
+            part.keys, part.values = self.keys[mine], self.values[mine]
+            begin = sum(self.new[: mine.start or 0])
+            part.q = self.q[begin : begin + sum(part.new)]
+            found.append(part)
+        return found
+
+
+def check(stage: KernelScene) -> KernelScene:
+    """Output and log-sum-exp are float64's, padding gives zero and -inf, and nothing but new rows was written."""
+    before = stage.snapshot()
+    out, lse = stage.results()
+    check_written(stage, before)
+    judge(stage, Output(out, lse, 0.0, 0.0))
+    return stage
+
+
+def replayed(capture: Capture, other: Scene) -> Tensor:
+    capture.put(other)
+    return capture.replay()
+
+
+def check_replay(capture: Capture, other: KernelScene) -> None:
+    """A replay gives float64's result; padded requests read and write nothing; NaN is everywhere else."""
+    out, wanted = replayed(capture, other), other.wanted()[0]
+    error = relative_error(out[: len(wanted)], wanted)
+    assert error <= other.tolerance, error
+    check_padding(out, len(wanted))
+    assert isinstance(capture.scene, KernelScene)
+    assert capture.scene.written() == sum(other.totals)
+
+
+def ready_replays(capture: Capture, others: list[KernelScene]) -> list[Callable[[], Tensor]]:
+    """Batches made ready on the device; call one to replay it there."""
+
+    def ready(copies: list[tuple[Tensor, Tensor]]) -> Callable[[], Tensor]:
+        def replay() -> Tensor:
+            for target, source in copies:
+                target.copy_(source)
+            return capture.replay().clone()
+
+        return replay
+
+    return [ready(capture.copies(other)) for other in others]
+
+
+def check_captured_lanes(stage: KernelScene) -> None:
+    """On a GPU: captured batches of two lanes at once, many times over, each on a stream of its own."""
+    halves, attention = stage.halves(), ModelAttention(stage.backend, stage.pools)
+    captures = [Capture(half, lane, attention) for lane, half in enumerate(halves)]
+    captures[0].reserve()
+    for capture, half in zip(captures, halves, strict=True):
+        capture.capture()
+        geometry, real = capture.batch.geometry, half.geometry()
+        targets = geometry.seq_lens, geometry.page_table, capture.q, capture.k, capture.v
+        sources = real.seq_lens, real.page_table, *half.inputs(len(half.q))
+        for target, source in zip(targets, sources, strict=True):
+            if target is not None and source is not None:
+                target.copy_(source)
+        attention.plan_captured(capture.batch)
+    streams = [torch.cuda.Stream() for _ in captures]
+    torch.cuda.synchronize()
+    outs: list[list[Tensor]] = [[], []]
+    for _ in range(20):
+        for found, capture, stream in zip(outs, captures, streams, strict=True):
+            with torch.cuda.stream(stream):
+                assert capture.graph is not None
+                capture.graph.replay()
+                found.append(capture.out.clone())
+    torch.cuda.synchronize()
+    for found, half in zip(outs, halves, strict=True):
+        wanted = half.wanted()[0]
+        assert max(relative_error(out, wanted) for out in found) <= stage.tolerance

@@ -1,0 +1,226 @@
+"""Batches in two: between requests, inside a request, and what each half has of every field."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from attnplug import ForwardBatch, ForwardMode, Geometry, PlanError
+from attnplug.contract.splitting import split_by
+from attnplug.host import HostLengths
+from support.batches import geometry, padded
+from support.full_batch import FIELDS, GEOMETRY, extend_batch
+
+
+def make(requests: int = 2, tokens: int | None = None, mode: ForwardMode = ForwardMode.DECODE) -> ForwardBatch:
+    """A batch of one new token a request, and padding rows up to ``tokens``."""
+    table = torch.arange(requests * 4, dtype=torch.int32).view(requests, 4)
+    made = ForwardBatch(geometry(mode, table, [1] * requests, [5] * requests, 8))
+    return made if tokens is None else padded(made, tokens - requests)
+
+
+def uncaptured(**changes: object) -> ForwardBatch:
+    batch = extend_batch()
+    batch.geometry = dataclasses.replace(batch.geometry, captured=False, **changes)
+    return batch
+
+
+def two_requests() -> Geometry:
+    """Of 3 new tokens each, after 2."""
+    table = torch.arange(4, dtype=torch.int32).view(2, 2)
+    return Geometry.of_lengths(ForwardMode.EXTEND, table, [3, 3], [5, 5], 4)
+
+
+DIVIDED = {
+    **dict.fromkeys(("mode", "page_size", "max_seq_len", "max_new", "captured", "step", "typical_len"), "shared"),
+    **dict.fromkeys(("input_ids", "positions", "slots"), "token"),
+    **dict.fromkeys(("page_table", "seq_lens", "new_lens", "state_slots", "host", "tree", "table_rows"), "request"),
+    **dict.fromkeys(("plan", "plan_record", "choice"), "reset"),
+}
+
+
+class TestSplit:
+    @pytest.mark.parametrize(
+        "field",
+        [f for f in (*FIELDS, *GEOMETRY) if f.name not in ("geometry", "rows", "calls", "lane")],
+        ids=lambda f: f.name,
+    )
+    def test_every_field_goes_where_it_says(self, field):
+        """B4: tokens and requests to their half, what is shared to both, plans and marks to neither."""
+        batch = extend_batch()
+        first, second = batch.split(2)
+        if field in GEOMETRY:
+            batch, first, second = batch.geometry, first.geometry, second.geometry
+        value, halves = getattr(batch, field.name), (getattr(first, field.name), getattr(second, field.name))
+        how = DIVIDED.get(field.name)
+        assert how is not None, f"say here how {field.name} is divided"
+        if field.name == "host":
+            assert halves == (HostLengths([2, 1], [7, 8]), HostLengths([3], [9]))
+        elif how in ("token", "request"):
+            at = 3 if how == "token" else 2
+            assert torch.equal(halves[0], value[:at]) and torch.equal(halves[1], value[at:])
+        else:
+            assert halves == ((value, value) if how == "shared" else (None, None))
+
+    def test_rows_are_counted_calls_are_planned_anew_and_lanes_are_the_callers(self):
+        """B4"""
+        halves = [half.geometry for half in extend_batch().split(2)]
+        assert [(half.rows, half.calls, half.lane) for half in halves] == [(3, (), 9), (3, (), 9)]
+        assert [half.geometry.lane for half in extend_batch().split(1, lanes=(0, 1))] == [0, 1]
+
+    def test_without_exact_lengths_only_a_uniform_batch_can_be_split(self):
+        """The host does not know after which row."""
+        uniform = make(3)
+        uniform.geometry = dataclasses.replace(uniform.geometry, host=None)
+        assert [half.num_tokens for half in uniform.split(1)] == [1, 2]
+        two_each = dataclasses.replace(uniform.geometry, rows=6, max_new=2)
+        assert [half.rows for half in two_each.split(1)] == [2, 4]
+        ragged = extend_batch()
+        ragged.geometry = dataclasses.replace(ragged.geometry, host=None)
+        with pytest.raises(PlanError, match="is split by exact lengths on the host"):
+            ragged.split(1)
+
+    def test_both_children_start_unplanned(self):
+        """B4"""
+        batch = extend_batch()
+        assert all(child.needs_forward_metadata_init() for child in batch.split(1))
+        assert not batch.needs_forward_metadata_init(), "the parent keeps its own plan"
+
+    def test_field_that_nobody_can_divide_is_refused_by_name(self):
+        """B4: … or refuses by name."""
+
+        @dataclasses.dataclass(slots=True, eq=False)
+        class Extended(ForwardBatch):
+            mrope_positions: torch.Tensor | None = None
+
+        fields = {field.name: getattr(extend_batch(), field.name) for field in dataclasses.fields(ForwardBatch)}
+        first, _ = Extended(**fields).split(1)
+        assert isinstance(first, Extended)
+        with pytest.raises(PlanError, match="mrope_positions"):
+            Extended(**fields, mrope_positions=torch.zeros(6)).split(1)
+
+    def test_undeclared_field_cannot_be_smuggled_in(self):
+        """B4, B6: what is not a field of the batch cannot become one; pools and coordinators least of all."""
+        with pytest.raises(AttributeError):
+            extend_batch().hisparse_coordinator = object()
+        names = {field.name for field in (*FIELDS, *GEOMETRY)}
+        assert not {name for name in names if "pool" in name or "coordinator" in name or "backend" in name}
+
+    @pytest.mark.parametrize("requests", [0, 3])
+    def test_one_half_may_be_empty(self, requests):
+        first, second = extend_batch().split(requests)
+        assert (first.batch_size, second.batch_size) == (requests, 3 - requests)
+        assert first.num_tokens + second.num_tokens == 6
+
+    def test_decode_batch_splits_by_request(self):
+        first, second = make(3).split(1)
+        assert (first.num_tokens, second.num_tokens) == (1, 2)
+
+    def test_padding_stays_at_the_end(self):
+        """It is the second half's: rows keep their order when both are put together again."""
+        batch = make(2, tokens=5)
+        batch.input_ids = torch.arange(5)
+        first, second = batch.split(1)
+        assert (first.input_ids.tolist(), second.input_ids.tolist()) == ([0], [1, 2, 3, 4])
+        assert [half.geometry.rows for half in (first, second)] == [1, 1]
+
+    def test_split_point_outside_is_refused(self):
+        with pytest.raises(PlanError, match=r"3 requests .* after 4"):
+            extend_batch().split(4)
+
+
+LENGTHS = {"seq_lens", "new_lens", "host"}
+"""What a cut request has less of in the first half."""
+
+
+class TestCut:
+    """Requests of 2, 1 and 3 new tokens, of which the last is cut after its first: 4 rows and 2."""
+
+    @pytest.mark.parametrize(
+        "field",
+        [f for f in (*FIELDS, *GEOMETRY) if f.name not in LENGTHS | {"geometry", "rows", "calls", "lane", "max_new"}],
+        ids=lambda f: f.name,
+    )
+    def test_every_field_goes_where_it_says(self, field):
+        """B4: tokens to their half, the cut request to both, what is shared to both, plans and marks to neither."""
+        batch = uncaptured()
+        first, second = batch.split(2, cut=1)
+        if field in GEOMETRY:
+            batch, first, second = batch.geometry, first.geometry, second.geometry
+        value, halves = getattr(batch, field.name), (getattr(first, field.name), getattr(second, field.name))
+        how = DIVIDED[field.name]
+        if value is None or how == "reset":
+            assert halves == (None, None)
+        elif how == "token":
+            assert torch.equal(halves[0], value[:4]) and torch.equal(halves[1], value[4:])
+        elif how == "request":
+            assert torch.equal(halves[0], value) and torch.equal(halves[1], value[2:])
+        else:
+            assert halves == (value, value)
+
+    def test_lengths_are_those_of_each_half(self):
+        """The second half's request has a prefix that is longer by what the first half runs of it."""
+        batch = uncaptured()
+        first, second = (half.geometry for half in batch.split(2, lanes=(0, 1), cut=1))
+        assert first.host == HostLengths([2, 1, 1], [7, 8, 7]) and second.host == HostLengths([2], [9])
+        assert first.new_lens.tolist() == [2, 1, 1] and second.new_lens is None
+        assert first.seq_lens.tolist() == [100, 101, 100] and second.seq_lens.tolist() == [102]
+        assert [(half.rows, half.max_new, half.lane, half.calls) for half in (first, second)] == [
+            (4, 2, 0, ()),
+            (2, 2, 1, ()),
+        ]
+        assert batch.geometry.seq_lens.tolist() == [100, 101, 102], "the whole batch keeps its own"
+
+    def test_every_length_of_a_geometry_is_one_that_a_cut_changes(self):
+        """B4: a length that is added without saying what a cut request has of it gives no geometry."""
+        assert {field.name for field in GEOMETRY if field.metadata["split"] == "length"} == LENGTHS
+
+        @dataclasses.dataclass(slots=True, eq=False)
+        class Longer(ForwardBatch):
+            encoder_lens: torch.Tensor = split_by("length", default=None)
+
+        fields = {field.name: getattr(uncaptured(), field.name) for field in FIELDS}
+        first, _ = Longer(**fields, encoder_lens=torch.arange(3)).split(2)
+        assert first.encoder_lens.tolist() == [0, 1]
+        first, _ = Longer(**fields, encoder_lens=torch.arange(3)).split(2, cut=1)
+        assert first.encoder_lens is None, "never that of the whole request"
+
+    def test_lengths_on_the_host_are_not_needed_where_all_are_alike(self):
+        alike = dataclasses.replace(two_requests(), host=None)
+        first, second = alike.split(1, cut=1)
+        assert first.new_lens.tolist() == [3, 1] and second.new_lens is None and second.max_new == 2
+        assert first.seq_lens.tolist() == [5, 3] and second.seq_lens.tolist() == [5]
+        assert first.host is None and second.host is None
+
+    def test_a_padded_request_stays_without_length(self):
+        alike = dataclasses.replace(two_requests(), host=None, seq_lens=torch.tensor([5, 0], dtype=torch.int32))
+        first, second = alike.split(1, cut=2)
+        assert first.seq_lens.tolist() == [5, 0] and second.seq_lens.tolist() == [0]
+
+    @pytest.mark.parametrize(
+        ("first", "cut", "said"),
+        [
+            (1, 3, "request 1 has 3 new rows and cannot be cut after 3 of them"),
+            (0, -1, "request 0 has 3 new rows and cannot be cut after -1 of them"),
+            (2, 1, "request 2 has 0 new rows and cannot be cut after 1 of them"),
+        ],
+    )
+    def test_a_cut_outside_a_request_is_refused(self, first, cut, said):
+        with pytest.raises(PlanError, match=said):
+            two_requests().split(first, cut=cut)
+
+    @pytest.mark.parametrize(
+        ("changes", "what"),
+        [({"captured": True}, "captured batch"), ({"mode": ForwardMode.TARGET_VERIFY}, "batch in mode target_verify")],
+    )
+    def test_what_a_graph_reads_and_what_leaves_no_state_is_split_between_requests(self, changes, what):
+        """Static memory holds one length a request, and a verify leaves every state as it was."""
+        with pytest.raises(PlanError, match=f"a {what} is split between requests, and not after 2 rows of request 1"):
+            dataclasses.replace(two_requests(), **changes).split(1, cut=2)
+
+    def test_without_exact_lengths_requests_that_differ_are_refused(self):
+        ragged = uncaptured(host=None)
+        with pytest.raises(PlanError, match="is split by exact lengths on the host"):
+            ragged.split(2, cut=1)
