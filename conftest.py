@@ -1,5 +1,5 @@
-"""For all tests: nothing of this machine's user decides what a test sees, and the collector of garbage leaves alone what
-was collected."""
+"""For all tests: nothing of this machine's user decides what a test sees, and garbage collection leaves alone what was
+collected."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def value_of(field: dataclasses.Field) -> object:
         return BatchPlan(Plan(BackendId("whole"), ForwardMode.EXTEND, tokens, None))
     if field.name == "choice":
         return LayerChoice(0, SelectedPositions(torch.zeros(tokens, 2, dtype=torch.int32)))
-    return {"int": 9, "bool": True, "PlanRecord | None": PlanRecord(3, 6, False)}[field.type]
+    return {"int": 9, "int | None": 9, "bool": True, "PlanRecord | None": PlanRecord(3, 6, False)}[field.type]
 
 
 GEOMETRY, FIELDS = dataclasses.fields(Geometry), dataclasses.fields(ForwardBatch)
