@@ -31,7 +31,6 @@ def metadata_lines(distribution: HasMetadata) -> dict[str, str]:
 
 def installed_version(name: str) -> str | None:
     """The version of an installed distribution; ``None`` if it is not there, or does not say."""
-    try:
-        return metadata_lines(metadata.distribution(name)).get("version")
-    except metadata.PackageNotFoundError:
-        return None
+    # ``metadata.distribution`` parses what it finds, to prefer the valid one of several.
+    versions = (metadata_lines(found).get("version") for found in metadata.distributions(name=name))
+    return next(filter(None, versions), None)
