@@ -129,6 +129,7 @@ class Made(Subject):
             serving=self.serving,
             declared=self.can,
             options=self.options,
+            coordinator=coordinator,
         )
         self.contexts.append(context)
         return self.make(context)
