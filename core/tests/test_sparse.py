@@ -36,6 +36,7 @@ CASES = {
     "verify of trees": sparse(((30, 6), (3, 6)), VERIFY, trees=random_trees(2, 6)),
     "pages of one token": sparse(((20, 3), (11, 8)), page_size=1),
     "one row of choice": sparse(((20, 3), (0, 8)), topk=1),
+    "padding": sparse(((40, 1), (7, 1)), DECODE, padding=3),
 }
 OTHERS = ["mixed", "verify of trees", "pages of one token", "one row of choice"]
 
@@ -51,7 +52,7 @@ def test_rows_are_chosen_and_attended_to_as_float64_does(name, device):
 
 def test_keys_of_padding_are_written_nowhere():
     """B5"""
-    stage = SparseStage(sparse(((40, 1), (7, 1)), DECODE, padding=3))
+    stage = SparseStage(CASES["padding"])
     stage.check()
     assert int((~stage.index_keys.keys(LAYER).isnan().any(-1)).sum()) == sum(stage.totals)
 

@@ -111,6 +111,16 @@ def test_the_result_goes_to_memory_with_gaps(device):
 
 
 @on_a_gpu
+def test_plans_that_live_at_the_same_time_have_wrappers_of_their_own(device):
+    """B5: two batches are planned before either runs."""
+    stage = scene(CASES["decode"], device)
+    batches = [stage.plan(stage.batch()) for _ in range(2)]
+    one, other = (batch.plan.attention.metadata.calls.values() for batch in batches)
+    assert not {id(lease.kernel) for lease in one} & {id(lease.kernel) for lease in other}
+    assert all(stage.error(batch) <= stage.tolerance for batch in batches)
+
+
+@on_a_gpu
 @pytest.mark.parametrize("name", ["decode", "verify", "long extends"])
 def test_planning_and_running_wait_for_nothing(name, device):
     stage = scene(CASES[name], device)

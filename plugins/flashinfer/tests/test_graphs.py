@@ -35,6 +35,16 @@ def scenes(case: KernelCase, new: int, device: str) -> tuple[KernelScene, list[K
     return stage, others
 
 
+@on_a_gpu
+@pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (VERIFY, 4)])
+def test_one_capture_serves_other_batches(mode, new, device):
+    """Captured by the library itself; over stand-ins the conformance kit proves it."""
+    stage, others = scenes(mha((), mode), new, device)
+    capture = Capture(stage).reserve().capture()
+    for other in others:
+        check_replay(capture, other)
+
+
 @on_every_device
 @pytest.mark.parametrize(
     ("mode", "new", "changes"),
