@@ -42,12 +42,10 @@ from attnplug.host import (
     SlotTable,
     TorchNativeBackend,
     UsageError,
-    plan_forward,
 )
 from attnplug.torch_native.plugin import attnplug_backends
 from support.devices import DEVICES, INTERPRETED
-from support.hot_scene import HotScene
-from support.sparse_scene import SparseCase, SparseScene
+from support.sparse_scene import HotStage, SparseStage, sparse
 
 BY_KERNEL = [pytest.param("cpu", marks=INTERPRETED), DEVICES[1]]
 DIM, PAGE, CONTEXT, REQUESTS, LAYERS = 10, 4, 64, 3, 2
@@ -272,11 +270,10 @@ def test_kernels_do_what_torch_does(topk, buffer_size, nodes, device, monkeypatc
 
 
 CASES = {
-    "decode": SparseCase(((30, 1), (5, 1), (90, 1)), ForwardMode.DECODE),
-    "extend": SparseCase(((0, 20), (17, 9), (40, 9)), page_size=4),
-    "mixed": SparseCase(((30, 1), (17, 9), (21, 1)), ForwardMode.MIXED, padding=2),
-    "verify": SparseCase(((30, 3), (5, 3), (16, 3)), ForwardMode.TARGET_VERIFY),
-    "verify of trees": SparseCase(
+    "decode": sparse(((30, 1), (5, 1), (90, 1)), ForwardMode.DECODE),
+    "extend": sparse(((0, 20), (17, 9), (40, 9)), page_size=4),
+    "mixed": sparse(((30, 1), (17, 9), (21, 1)), ForwardMode.MIXED, padding=2),
+    "verify of trees": sparse(
         ((30, 4), (16, 4)), ForwardMode.TARGET_VERIFY, trees=((-1, 0, 0, 1), (-1, 0, 1, 2)), seed=1
     ),
 }
@@ -286,15 +283,12 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_layers_attend_to_rows_from_the_host_as_float64_does(name, device):
     """A10: also a layer that shares another one's choice. It has hot buffers of its own."""
-    scene = HotScene(CASES[name], device)
-    batch = scene.planned()
-    selected = scene.backend.select(scene.index(), scene.layer, batch)
-    wanted, wanted_lse = scene.wanted()
-    for layer in (scene.layer, scene.shared, scene.layer):  # the second time rows are there
-        out, lse = scene.attend(batch, selected, layer)
-        assert (out[: len(wanted)].double() - wanted).norm() < 1e-5 * wanted.norm()
-        assert (lse[: len(wanted)].double() - wanted_lse).norm() < 1e-5 * wanted_lse.norm()
-        assert not out[len(wanted) :].any()
+    stage = HotStage(CASES[name], device)
+    stage.store_shared()
+    batch = stage.planned()
+    selected = stage.select(batch)
+    for layer in (stage.layer, stage.shared, stage.layer):  # the second time rows are there
+        stage.check_attends(batch, selected, layer)
 
 
 def test_a_buffer_is_refilled_with_what_was_not_used_for_longest():
@@ -360,16 +354,14 @@ def test_rows_are_kept_by_layer_in_one_block_of_memory():
 
 def refuse(case: str = "decode", **changes: Any) -> None:
     """Attend by a batch or a choice that is not as HiSparse needs it."""
-    scene = HotScene(CASES[case])
-    batch = scene.planned()
-    selected = scene.backend.select(scene.index(), scene.layer, batch)
+    stage = HotStage(CASES[case])
+    batch = stage.planned()
+    selected = stage.select(batch)
     extras = ForwardExtras(selected=changes.get("selected", selected))
     if "geometry" in changes:
         batch.geometry = replace(batch.geometry, **changes["geometry"])
-        plan_forward(scene.backend, batch)
-    rows = scene.new_rows(scene.rows).unsqueeze(1)
-    save = changes.get("save_kv_cache", True)
-    scene.backend.forward_decode(scene.q, rows, None, scene.layer, batch, save_kv_cache=save, extras=extras)
+        stage.plan(batch)
+    stage.forward(batch, save=changes.get("save_kv_cache", True), extras=extras)
 
 
 @pytest.mark.parametrize(
@@ -395,20 +387,20 @@ def test_a_call_that_would_read_other_rows_is_refused(changes, error, message):
 
 
 def test_a_backend_that_writes_by_the_page_table_is_refused():
-    scene = HotScene(CASES["decode"])
-    pool = scene.context.pools.mla
+    stage = HotStage(CASES["decode"])
+    pool = stage.context.pools.mla
     with pytest.raises(PoolError, match="were to be written by slots of the page table, and HiSparse keeps those on"):
         pool.write(3, torch.tensor([0]), torch.zeros(1, pool.rows(3).shape[3]))
     before = pool.rows(3).clone()
-    scene.context.pools.copy_pages([PageCopy(0, 1)])
-    scene.context.pools.move_rows(torch.tensor([0]), torch.tensor([1]))
+    stage.context.pools.copy_pages([PageCopy(0, 1)])
+    stage.context.pools.move_rows(torch.tensor([0]), torch.tensor([1]))
     assert torch.equal(pool.rows(3).view(torch.uint8), before.view(torch.uint8))
 
 
 def test_a_coordinator_that_is_no_hisparse_is_refused():
-    scene = SparseScene(CASES["decode"])
+    stage = SparseStage(CASES["decode"])
     with pytest.raises(BackendError, match="brings in rows by HiSparse, and was given a object as its coordinator"):
-        TorchNativeBackend(replace(scene.context, coordinator=object()))
+        TorchNativeBackend(replace(stage.context, coordinator=object()))
 
 
 @pytest.mark.parametrize(

@@ -33,9 +33,8 @@ from attnplug.index import sparse_index
 from attnplug.index.cuts import Room, choose_cut
 from support.devices import DEVICES, INTERPRETED, nothing_waits
 from support.indexed import MULTIPROCESSORS, IndexedBackend
-from support.sparse_capture import SparseCapture
-from support.sparse_scene import SparseCase, SparseScene
-from support.stage import error
+from support.kernel_scene import KernelCase
+from support.sparse_scene import SparseStage, check_replays, sparse
 from support.trees import random_trees
 from support.triton_mode import compiled_by
 
@@ -52,14 +51,14 @@ SHARED = {80: 163 << 10, 86: 99 << 10, 90: 227 << 10}
 """What a program can have of shared memory, by SM."""
 by_kernel = pytest.mark.parametrize("device", [pytest.param("cpu", marks=INTERPRETED), DEVICES[1]])
 CASES = {
-    "decode": SparseCase(((40, 1), (7, 1), (90, 1), (8, 1)), DECODE),
-    "extend": SparseCase(((0, 12), (30, 3), (5, 4)), EXTEND),
-    "mixed": SparseCase(((33, 1), (0, 11), (64, 1), (2, 1)), MIXED),
-    "verify": SparseCase(((30, 4), (6, 4)), VERIFY),
-    "verify of trees": SparseCase(((30, 6), (3, 6)), VERIFY, trees=random_trees(2, 6)),
-    "pages of one token": SparseCase(((20, 2), (11, 3)), page_size=1),
-    "one row of choice": SparseCase(((20, 2), (0, 3)), topk=1),
-    "lengths on the device only": SparseCase(((40, 1), (7, 3)), padding=2, exact_lengths=False),
+    "decode": sparse(((40, 1), (7, 1), (90, 1), (8, 1)), DECODE),
+    "extend": sparse(((0, 12), (30, 3), (5, 4)), EXTEND),
+    "mixed": sparse(((33, 1), (0, 11), (64, 1), (2, 1)), MIXED),
+    "verify": sparse(((30, 4), (6, 4)), VERIFY),
+    "verify of trees": sparse(((30, 6), (3, 6)), VERIFY, trees=random_trees(2, 6)),
+    "pages of one token": sparse(((20, 2), (11, 3)), page_size=1),
+    "one row of choice": sparse(((20, 2), (0, 3)), topk=1),
+    "lengths on the device only": sparse(((40, 1), (7, 3)), padding=2, exact=False),
 }
 
 
@@ -70,39 +69,27 @@ def small_groups(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("attnplug.index.triton_topk.group_of", lambda longest: 2)
 
 
-def scene(case: SparseCase, device: str = "cpu", types: str = "float32", score: Any = None) -> SparseScene:
+def scene(case: KernelCase, device: str = "cpu", types: str = "float32", score: Any = None) -> SparseStage:
     """On a GPU with the widths and types that kernels are made for."""
     dtype, index_dtype = TYPES[types]
     case = replace(case, dtype=dtype, index_dtype=index_dtype)
     if device == "cuda":
-        case = replace(case, index_heads=64, index_dim=128, dtype=DType.BFLOAT16)
-    return SparseScene(case, device, lambda context: IndexedBackend(context, score))
-
-
-def check(stage: SparseScene) -> None:
-    """Rows are chosen as well as float64 chooses them, and found where they lie."""
-    batch = stage.planned()
-    selected = stage.backend.select(stage.index(), stage.layer, batch)
-    tolerance = 1e-5 if stage.dtype is torch.float32 else 2e-2
-    found = stage.judged(selected, tolerance if stage.case.index_dtype is None else 0.1)
-    out, lse = stage.attend(batch, selected)
-    (wanted, wanted_lse), tokens = stage.wanted(found), sum(stage.new)
-    assert error(out[:tokens], wanted) < 1e-2 and error(lse[:tokens], wanted_lse) < 1e-2
-    assert not out[tokens:].any() and (selected.slots[tokens:] == -1).all()
+        case = replace(case, index=replace(case.index, heads=64, head_dim=128), dtype=DType.BFLOAT16)
+    return SparseStage(case, device, lambda context: IndexedBackend(context, score))
 
 
 @by_kernel
 @pytest.mark.parametrize("name", CASES)
 def test_rows_are_chosen_as_float64_chooses_them(name, device):
     """A10; NaN in every page and row that must not be read."""
-    check(scene(CASES[name], device))
+    scene(CASES[name], device).check()
 
 
 @by_kernel
 @pytest.mark.parametrize("types", ["bfloat16", "fp8"])
 @pytest.mark.parametrize("name", ["decode", "extend", "verify of trees"])
 def test_keys_in_short_types(name, types, device):
-    check(scene(CASES[name], device, types))
+    scene(CASES[name], device, types).check()
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])
@@ -111,7 +98,7 @@ def test_keys_in_short_types(name, types, device):
 def test_contexts_far_longer_than_what_is_chosen(mode, new, types, device, monkeypatch):
     monkeypatch.undo()  # groups as they are
     lengths = ((5000, new), (700, new), (511, new), (0, new), (20000, new))
-    check(scene(SparseCase(lengths, mode, topk=512, page_size=64), device, types))
+    scene(sparse(lengths, mode, 64, topk=512), device, types).check()
 
 
 @by_kernel
@@ -122,23 +109,25 @@ def test_a_batch_whose_scores_do_not_fit_in_memory_is_chosen_for_in_blocks(devic
         stage = scene(replace(CASES[name], page_size=4), device)
         stage.backend.index._nbytes = 4 * sparse_index.IndexMemory.row_bytes(40, 2)
         assert len(stage.planned().plan.attention.metadata.blocks) >= least
-        check(stage)
+        stage.check()
 
 
 @by_kernel
 def test_equal_scores_give_the_first_rows(device):
     stage = scene(replace(CASES["decode"], lengths=((90, 1), (7, 1))), device)
-    stage.index_q.zero_()
-    selected = stage.backend.select(stage.index(), stage.layer, stage.planned())
-    assert stage.positions(selected) == [list(range(8))] * 2
+    index = stage.given()
+    index = replace(index, q=torch.zeros_like(index.q))
+    selected = stage.backend.select(index, stage.layer, stage.planned())
+    first = stage.as_slots(stage.by_position([[*range(8)]] * 2))
+    assert torch.equal(selected.slots.sort().values, first.slots.sort().values)
 
 
 @by_kernel
 def test_a_choice_has_as_many_columns_as_are_asked_for(device):
     stage = scene(CASES["decode"], device)
     batch = stage.planned()
-    narrow = stage.backend.select(stage.index(), stage.layer, batch).slots
-    wide = stage.backend.index.choose(batch.plan.attention.metadata, stage.index(), stage.layer, 20).slots
+    narrow = stage.select(batch).slots
+    wide = stage.backend.index.choose(batch.plan.attention.metadata, stage.given(), stage.layer, 20).slots
     assert torch.equal(wide[:, :8], narrow) and wide.shape == (4, 20) and (wide[:, 8:] == -1).all()
 
 
@@ -147,18 +136,19 @@ def test_a_coordinator_is_told_positions():
     """A10: rows that it keeps elsewhere are not where the page table says."""
     stage = scene(CASES["extend"])
     batch = stage.planned()
-    stage.backend.select(stage.index(), stage.layer, batch)  # which writes the new keys
+    stage.select(batch)  # which writes the new keys
     elsewhere = replace(stage.context, coordinator=object())
     index = SparseIndex(elsewhere, multiprocessors=MULTIPROCESSORS)
-    selected = index.choose(index.plan(batch.geometry), stage.index(), stage.layer)
-    assert isinstance(selected, SelectedPositions) and stage.positions(selected) == stage.chosen()
+    assert isinstance(
+        stage.judge(index.choose(index.plan(batch.geometry), stage.given(), stage.layer)), SelectedPositions
+    )
 
 
 @INTERPRETED
 def test_where_all_rows_are_chosen_none_is_scored():
-    stage = scene(replace(CASES["extend"], topk=40))
+    stage = scene(sparse(CASES["extend"].lengths, topk=40))
     stage.backend.index._score = replace_launch(stage.backend.index._score)
-    check(stage)
+    stage.check()
 
 
 def replace_launch(kernels: Any) -> Any:
@@ -181,14 +171,14 @@ def by_torch(inputs: ScoreInputs) -> Tensor:
 @by_kernel
 @pytest.mark.parametrize("name", ["decode", "extend", "lengths on the device only"])
 def test_scores_of_an_authors_own_kernel(name, device):
-    check(scene(CASES[name], device, score=by_torch))
+    scene(CASES[name], device, score=by_torch).check()
 
 
 @by_kernel
 def test_positions_are_found_where_they_lie_and_slots_are_taken_as_they_are(device):
     stage = scene(CASES["verify"], device)
     index, plan = stage.backend.index, stage.planned().plan.attention.metadata
-    chosen = SelectedPositions(torch.tensor([[5, 0, -1]] * 8, dtype=torch.int32, device=device))
+    chosen = stage.by_position([[5, 0]] * 8, columns=3)
     wanted = torch.nn.functional.pad(stage.as_slots(chosen).slots, (0, 5), value=-1)
     for selected in (chosen, stage.as_slots(chosen)):
         assert torch.equal(index.slots(plan, selected, 8), wanted)
@@ -204,13 +194,9 @@ def test_one_capture_serves_other_lengths_pages_and_fewer_requests_as_eager_does
     case = CASES[name]
     new = case.lengths[0][1]
     longer = ((200, new), (100, new), (90, new), (60, new))[: len(case.lengths)]
-    graph = SparseCapture(scene(replace(case, lengths=longer), device, types), len(case.lengths), new)
     shorter = replace(case, lengths=((70, new),), trees=None if case.trees is None else case.trees[:1], seed=5)
-    for other in (case, shorter):
-        stage = scene(other, device, types)
-        found = graph.replay(stage)[0]
-        assert torch.equal(found.slots, stage.backend.select(stage.index(), stage.layer, stage.planned()).slots)
-        assert graph.written == len(stage.q)
+    stage = scene(replace(case, lengths=longer), device, types)
+    check_replays(stage, [scene(other, device, types) for other in (case, shorter)])
 
 
 @INTERPRETED
@@ -218,17 +204,17 @@ def test_a_plan_reads_the_page_table_that_it_was_last_filled_from():
     """A captured plan serves several graphs, each with a table of its own."""
     stage = scene(CASES["decode"])
     batch = stage.planned()
-    selected = stage.backend.select(stage.index(), stage.layer, batch)
+    selected = stage.select(batch)
     index, geometry = stage.backend.index, batch.geometry
     plan = index.plan(replace(geometry, page_table=torch.zeros_like(geometry.page_table)))
     index.fill(plan, geometry)
-    assert torch.equal(index.choose(plan, stage.index(), stage.layer).slots, selected.slots)
+    assert torch.equal(index.choose(plan, stage.given(), stage.layer).slots, selected.slots)
 
 
 @by_kernel
 def test_planning_and_choosing_wait_for_nothing(device):
     stage = scene(CASES["lengths on the device only"], device)
-    index = stage.index()
+    index = stage.given()
     stage.backend.select(index, stage.layer, planned := stage.planned())  # compiles
     kind, batch = type(planned.plan), stage.batch()
     with nothing_waits(device):
@@ -242,7 +228,7 @@ def test_without_triton_it_is_refused_by_the_backends_name(monkeypatch):
         monkeypatch.delattr(f"attnplug.index.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
     with pytest.raises(BackendError, match="backend under_test chooses rows by kernels in Triton, which cannot be"):
-        SparseScene(CASES["decode"], build=IndexedBackend)
+        SparseStage(CASES["decode"], make=IndexedBackend)
 
 
 # ---- what is served ----

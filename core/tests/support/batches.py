@@ -10,7 +10,6 @@ import torch
 
 from attnplug import BackendContext, Capabilities, ForwardBatch, ForwardMode, Geometry, Plan
 from attnplug.host import BatchPlan, load_registry
-from support.trees import Parents, tree_bits
 
 
 def geometry(
@@ -56,20 +55,6 @@ def captured(
             captured=True,
         )
     )
-
-
-def static_tree(geometry: Geometry, trees: Sequence[Parents] | None) -> torch.Tensor | None:
-    """Static memory for the trees of a captured batch, if its case has some; it holds nonsense until a replay."""
-    shape = geometry.requests, geometry.max_new
-    return None if trees is None else torch.full(shape, -1, dtype=torch.int64, device=geometry.device)
-
-
-def padded_tree(static: torch.Tensor, trees: Sequence[Parents] | None) -> torch.Tensor:
-    """What a replay puts there: the trees of some requests, and nonsense for the padded ones."""
-    assert trees is not None
-    made = torch.full_like(static, -1)
-    made[: len(trees)] = tree_bits(trees, static.device)
-    return made
 
 
 def with_plan(batch: ForwardBatch, plan: Plan) -> ForwardBatch:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from attnplug import (
     BackendContext,
+    ExtendPath,
     ForwardExtras,
     Geometry,
     GraphLevel,
@@ -31,7 +32,8 @@ MULTIPROCESSORS = 3
 
 class IndexedBackend(SparseAttention):
     def __init__(self, context: BackendContext, score: Any = None) -> None:
-        declared = replace(context.declared, cuda_graph=GraphLevel.UNIFORM)
+        paths = frozenset({ExtendPath.ABSORBED})
+        declared = replace(context.declared, cuda_graph=GraphLevel.UNIFORM, mla_extend=paths)
         super().__init__(replace(context, declared=declared))
         on_cpu = context.device.type == "cpu"
         self.index = SparseIndex(context, score=score, multiprocessors=MULTIPROCESSORS if on_cpu else None)

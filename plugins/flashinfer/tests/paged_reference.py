@@ -21,11 +21,12 @@ from attnplug.host import torch_dtype
 from attnplug_flashinfer.backend import FlashInferBackend
 from attnplug_flashinfer.kernels import CacheType, FlashInferKernels, Library
 from support.batches import declaring
-from support.mha_scene import MHACase, MHAScene
+from support.kernel_scene import KernelCase, KernelScene, check_stored
+from support.kernel_scene import check as check_scene
 from support.signatures import installed, read_signature
 
 PROCESSORS = 8
-TOLERANCE = {"cpu": 1e-6, "cuda": 6e-3}
+FP8_TOLERANCE = {"cpu": 1e-6, "cuda": 2e-2}
 """In float32, and in types of 16 bits."""
 LN_2 = math.log(2.0)
 
@@ -36,10 +37,18 @@ def build(context: BackendContext) -> FlashInferBackend:
     return FlashInferBackend(own, kernels=reference(own) if own.device.type == "cpu" else None)
 
 
-def scene(case: MHACase, device: str, made: Callable[[BackendContext], FlashInferBackend] = build) -> MHAScene:
+def scene(case: KernelCase, device: str, made: Callable[[BackendContext], FlashInferBackend] = build) -> KernelScene:
     """The case on a device: on a CPU in float32 rather than bfloat16."""
     exact = device == "cpu" and case.dtype is DType.BFLOAT16
-    return MHAScene(replace(case, dtype=DType.FLOAT32) if exact else case, device, made)
+    return KernelScene(replace(case, dtype=DType.FLOAT32) if exact else case, device, made)
+
+
+def check(case: KernelCase, device: str) -> None:
+    stage = scene(case, device)
+    if case.kv_dtype is None:
+        check_scene(stage)
+    else:
+        check_stored(stage, FP8_TOLERANCE[device])
 
 
 def reference(context: BackendContext, home: Path | None = None) -> list[FlashInferKernels]:

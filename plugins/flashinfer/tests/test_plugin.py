@@ -14,13 +14,14 @@ import torch
 
 from attnplug import BackendContext, BackendError, CacheLayout, DType, GraphLevel, Problem, Refusal, Role
 from attnplug.host import BackendRequest, UsageError, load_registry, parse_options, select
+from attnplug_conformance.case import LAYER
 from attnplug_flashinfer import kernels
 from attnplug_flashinfer.backend import FlashInferBackend
 from attnplug_flashinfer.kernels import Library
 from attnplug_flashinfer.options import FlashInferOptions
 from attnplug_flashinfer.plugin import attnplug_backends
 from support.configs import DEEPSEEK_V3, LLAMA_3_8B, read
-from support.mha_scene import LAYER, MHACase, MHAScene
+from support.kernel_scene import KernelCase, KernelScene, mha
 
 (SPEC,) = attnplug_backends()
 BF16, FP16, FP32, FP8 = DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32, DType.FLOAT8_E4M3
@@ -162,9 +163,9 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def context(case: MHACase, kernel: str = "auto") -> BackendContext:
+def context(case: KernelCase, kernel: str = "auto") -> BackendContext:
     """What a host gives the backend for a model of two shapes of layers."""
-    given = MHAScene(case, "cpu", lambda context: context).context
+    (given,) = KernelScene(case, "cpu", lambda context: context).made.contexts
     return replace(given, declared=SPEC.capabilities, options=FlashInferOptions(kernel))
 
 
@@ -174,7 +175,7 @@ def context(case: MHACase, kernel: str = "auto") -> BackendContext:
 )
 def test_the_kernel_for_prefill_is_chosen_by_gpu_and_cache(made, monkeypatch, kernel, major, kv_dtype, prefill) -> None:
     monkeypatch.setattr(Properties, "major", major)
-    FlashInferBackend(context(MHACase(((3, 1),), kv_dtype=kv_dtype), kernel))
+    FlashInferBackend(context(mha(((3, 1),), kv_dtype=kv_dtype), kernel))
     assert set(made) == {"fa2", prefill}
     assert len(made) == 2 * len(set(made)), "one wrapper for each kernel and each of two shapes"
 
@@ -190,12 +191,12 @@ def test_a_kernel_that_does_not_fit_is_refused_when_it_is_built_too(made, monkey
     """The host may not have known the GPU."""
     monkeypatch.setattr(Properties, "major", major)
     with pytest.raises(BackendError, match=problem):
-        FlashInferBackend(context(MHACase(((3, 1),), kv_dtype=kv_dtype), "fa3"))
+        FlashInferBackend(context(mha(((3, 1),), kv_dtype=kv_dtype), "fa3"))
 
 
 def test_fa3_is_left_alone_where_keys_and_values_have_other_strides(made, monkeypatch) -> None:
     """It would read values by the strides of keys, or raise in the middle of a prefill."""
-    given = context(MHACase(((3, 1),)))
+    given = context(mha(((3, 1),)))
     wide = torch.zeros(*given.pools.mha.values(LAYER).shape[:3], 128, dtype=torch.bfloat16)
     monkeypatch.setattr(given.pools.mha, "values", lambda layer_id: wide[..., :64])
     FlashInferBackend(given)
@@ -206,7 +207,7 @@ def test_fa3_is_left_alone_where_keys_and_values_have_other_strides(made, monkey
 
 def test_scratch_is_as_much_as_the_model_needs(made) -> None:
     """64 heads over 8: their parts take more than the 128 MiB that FlashInfer recommends."""
-    given = context(MHACase(((3, 1),), heads=64, kv_heads=8, head_dim=128))
+    given = context(mha(((3, 1),), heads=64, kv_heads=8, head_dim=128))
     FlashInferBackend(given)
     parts = 4 * 64 * 33 * 128 * 129
     assert 128 << 20 < parts < given.workspace.nbytes <= parts + (1 << 20)

@@ -12,13 +12,12 @@ import pytest
 from packaging.requirements import Requirement
 
 from attnplug import BackendContext, ForwardMode
+from attnplug_conformance.checks.graphs import Capture
 from attnplug_flashinfer.backend import FlashInferBackend
 from attnplug_flashinfer.plugin import LIBRARY
 from paged_reference import reference, scene
 from support.batches import declaring
-from support.mha_capture import MHACapture
-from support.mha_scene import MHACase
-from support.mla_scene import relative_error
+from support.kernel_scene import check, check_replay, mha
 from support.signatures import installed, unpacked
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -50,15 +49,13 @@ def over(home: Path, context: BackendContext) -> FlashInferBackend:
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.EXTEND])
 def test_eager_calls_are_taken(home: Path, mode: ForwardMode) -> None:
     lengths = ((70, 1), (3, 1)) if mode.is_decode else ((3, 70), (0, 66))
-    stage = scene(MHACase(lengths, mode, window=50, cap=3.0), "cpu", partial(over, home))
-    assert relative_error(stage.run()[0], stage.wanted()[0]) <= 1e-6
+    check(scene(mha(lengths, mode, window=50, cap=3.0), "cpu", partial(over, home)))
 
 
 @pytest.mark.parametrize(("mode", "new"), [(ForwardMode.DECODE, 1), (ForwardMode.TARGET_VERIFY, 3)])
 def test_captured_calls_are_taken(home: Path, mode: ForwardMode, new: int) -> None:
-    stage = scene(MHACase(((300, new), (3, new)), mode), "cpu", partial(over, home))
-    capture = MHACapture(stage, requests=2, per_request=new).capture()
-    assert relative_error(capture.replay(stage), stage.wanted()[0]) <= 1e-6
+    stage = scene(mha(((300, new), (3, new)), mode), "cpu", partial(over, home))
+    check_replay(Capture(stage).reserve().capture(), stage)
 
 
 def test_the_numbers_of_a_plan_are_in_the_order_that_we_read_them_in(home: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,30 +11,21 @@ import torch
 from torch import Tensor
 
 from attnplug import AttentionKind, BackendContext, DType, ForwardMode, LayerSpec, MLAPool
-from attnplug.host import MLADims
 from attnplug_flashmla.sparse_backend import SparseFlashMLABackend
 from support.batches import declaring
-from support.sparse_scene import SparseCase
+from support.kernel_scene import DEEPSEEK, KernelCase, Lengths
+from support.sparse_scene import sparse
 
-DIMS = MLADims(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64)
 DECODE, EXTEND, VERIFY = ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY
 PACKED, ROWS = DType.FP8_DS_MLA, DType.BFLOAT16
-CASES = {
-    "decode": SparseCase(((140, 1), (7, 1), (290, 1), (8, 1), (0, 1)), DECODE),
-    "verify": SparseCase(((130, 4), (6, 4), (47, 4)), VERIFY),
-    "extend": SparseCase(((0, 12), (0, 5), (0, 2)), EXTEND),
-    "extend after prefixes": SparseCase(((150, 5), (3, 4), (16, 7)), EXTEND),
-    "mixed": SparseCase(((133, 1), (0, 11), (64, 1), (2, 1)), ForwardMode.MIXED),
-    "padding": SparseCase(((140, 1), (7, 1)), DECODE, padding=3),
-    "no lengths on the host": SparseCase(((150, 3), (3, 4)), EXTEND, exact_lengths=False),
-    "a choice of 130": SparseCase(((260, 3), (20, 3)), VERIFY, topk=130),
-}
 
 
-def case(name: str, kv_dtype: DType = ROWS, **changes: Any) -> SparseCase:
+def case(
+    lengths: Lengths, mode: ForwardMode, kv_dtype: DType = ROWS, page_size: int = 64, **changes: Any
+) -> KernelCase:
     """A case in bfloat16 with pages and rows that the kernels take."""
-    given = {"dtype": DType.BFLOAT16, "kv_dtype": kv_dtype, "dims": DIMS, "page_size": 64, "index_dim": 128}
-    return replace(CASES[name], **{**given, **changes})
+    given = {"dims": DEEPSEEK, "dtype": DType.BFLOAT16, "kv_dtype": kv_dtype, "index": (8, 128), **changes}
+    return sparse(lengths, mode, page_size, **given)
 
 
 def build(context: BackendContext) -> SparseFlashMLABackend:
@@ -73,7 +64,7 @@ class ReferenceSparse:
         shape = (*q.shape[:2], slots.shape[1])
         assert schedule.shape in (None, shape), "a schedule for another shape"
         schedule.shape = shape
-        layer = LayerSpec(0, AttentionKind.MLA, 1, 1, 192, 128, 1.0, mla=DIMS)
+        layer = LayerSpec(0, AttentionKind.MLA, 1, 1, 192, 128, 1.0, mla=DEEPSEEK)
         pool = MLAPool.over([layer], {0: cache.squeeze(2)}, "pages tokens dim", page_size=64, dtype=PACKED)
         return self._attend(q, slots, scale, pages * 64, lambda where: pool.read_rows(0, where))
 

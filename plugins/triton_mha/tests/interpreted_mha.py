@@ -10,11 +10,9 @@ import pytest
 import torch
 
 from attnplug import AttentionBackend, BackendContext, DType
-from attnplug_conformance.checks.cache import check_written
-from attnplug_conformance.scene import relative_error
 from attnplug_triton_mha.configurations import Configuration
 from support.batches import declaring
-from support.kernel_scene import KernelCase, KernelScene
+from support.kernel_scene import KernelCase, KernelScene, check_stored
 from support.kernel_scene import check as check_scene
 
 Choose = Callable[[int, int, int, bool], Configuration]
@@ -55,15 +53,4 @@ def scene(case: KernelCase, device: str, choose: Choose | None = None) -> Kernel
 
 def check(case: KernelCase, device: str, choose: Choose | None = None) -> KernelScene:
     stage = scene(case, device, choose)
-    return check_scene(stage) if case.kv_dtype is None else check_fp8(stage)
-
-
-def check_fp8(stage: KernelScene) -> KernelScene:
-    """Against float64 over the rows that the cache holds, which is far nearer than fp8 is to what was stored."""
-    before = stage.snapshot()
-    found = stage.results()
-    check_written(stage, before)
-    for mine, wanted in zip(found, stage.wanted(), strict=True):
-        assert mine is not None
-        assert relative_error(mine[: len(wanted)], wanted) <= FP8_TOLERANCE
-    return stage
+    return check_scene(stage) if case.kv_dtype is None else check_stored(stage, FP8_TOLERANCE)

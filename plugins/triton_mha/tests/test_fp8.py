@@ -15,9 +15,9 @@ from attnplug import BackendContext, DType, ForwardMode, MHAPool
 from attnplug.host import KVPools
 from attnplug_conformance.case import LAYER
 from attnplug_triton_mha.configurations import TABLE_FP8, Configuration
-from interpreted_mha import FP8_TOLERANCE, build, check, check_fp8, on, scene
+from interpreted_mha import FP8_TOLERANCE, build, check, on, scene
 from support.devices import DEVICES
-from support.kernel_scene import KernelCase, KernelScene, mha
+from support.kernel_scene import KernelCase, KernelScene, check_stored, mha
 
 DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND
 on_every_device = pytest.mark.parametrize("device", DEVICES)
@@ -113,7 +113,7 @@ def test_a_cache_of_any_strides(mode, new, shape, device):
     pool, pairs = pools[0]
     stage.over(pool)
     assert stage.backend._caches[LAYER].pairs is pairs
-    check_fp8(stage)
+    check_stored(stage, FP8_TOLERANCE)
 
 
 @on_a_gpu

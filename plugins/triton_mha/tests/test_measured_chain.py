@@ -12,9 +12,9 @@ from attnplug.tune.clock import CudaClock
 from attnplug.tune.points import Point
 from attnplug.tune.shapes import Task
 from attnplug.tune.stage import Build, Setup, Stage
+from attnplug_conformance.scene import relative_error
 from interpreted_mha import build
 from support.devices import DEVICES
-from support.mla_scene import relative_error
 
 LAYER = LayerSpec(0, AttentionKind.MHA, 4, 2, 32, 32, 32**-0.5)
 BOTH = frozenset({Role.PREFILL, Role.DECODE})

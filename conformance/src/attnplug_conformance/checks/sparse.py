@@ -30,7 +30,7 @@ from attnplug_conformance.check import Check, Measured, Stand
 from attnplug_conformance.checks.graphs import Capture, graphs_claimed, others
 from attnplug_conformance.diagnosis import Wrong, check_padding, check_result
 from attnplug_conformance.packed import index_keys_in_fp8, put_index_keys
-from attnplug_conformance.reference import Rules, attention
+from attnplug_conformance.reference import Rules, ancestors, attention
 from attnplug_conformance.scene import NAN, Scene, as_bytes, poison, relative_error, tail, zero_by_chance_is_nan
 
 EXTEND, DECODE, VERIFY = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
@@ -119,22 +119,29 @@ class SparseScene(Scene):
             slots = {slot: row for row, slot in enumerate((pages * self.page_size + offsets).tolist())}
             for position in range(before, before + new):
                 token, place = len(chosen), f"request {request}, token {position}"
-                row = tensor[token].tolist()
+                seen, row = self.seen(request, position), tensor[token].tolist()
                 live = [value for value in row if value >= 0]
                 mine = live if isinstance(found, SelectedPositions) else [slots.get(value, -1) for value in live]
-                wanted = min(self.index.topk, position + 1)
+                wanted = min(self.index.topk, len(seen))
                 if row[: len(live)] != live:
                     raise Wrong(f"select put -1 before a row that it chose ({place}); -1 follows the last")
-                if len(set(mine)) != wanted or len(mine) != wanted or not all(0 <= each <= position for each in mine):
-                    right = f"{wanted} distinct ones from 0 to {position}"
+                if len(set(mine)) != wanted or len(mine) != wanted or not set(mine) <= set(seen):
+                    right = f"{wanted} distinct ones of those that it sees, up to {position}"
                     raise Wrong(f"select chose rows {sorted(mine)} ({place}), and not {right}")
-                scores = weights[token] @ torch.relu(q[token] @ keys[: position + 1].T * self.index.scale)
-                best = scores.sort(descending=True).values[:wanted]
-                short = float((best - scores[mine].sort(descending=True).values).max() / scores.abs().max())
+                scores = weights[token] @ torch.relu(q[token] @ keys.T * self.index.scale)
+                best = scores[seen].sort(descending=True).values[:wanted]
+                short = float((best - scores[mine].sort(descending=True).values).max() / scores[seen].abs().max())
                 if not short <= self.short_of_best:
                     raise Wrong(f"select chose rows whose scores fall short of the best by {short:.1e} ({place})")
                 chosen.append(sorted(mine))
         return chosen
+
+    def seen(self, request: int, position: int) -> list[int]:
+        """The positions that a new token of a request sees, in ascending order."""
+        before, trees = self.case.lengths[request][0], self.case.trees
+        if trees is None:
+            return [*range(position + 1)]
+        return [*range(before), *(before + row for row in ancestors(trees[request], position - before))]
 
     def wanted_sparse(self) -> tuple[Tensor, Tensor]:
         """Attention to the chosen rows alone, and its log-sum-exp."""
