@@ -12,6 +12,7 @@ import pytest
 from attnplug import AttentionKind, DType, Feature, LayerShape, MeasuredTable, Measurement, Problem, Role
 from attnplug.choose.loading import Provided, Source
 from attnplug.choose.measured import store
+from attnplug.choose.measured.files import TableError
 from attnplug.choose.measured.ranking import _told, default_ranking
 from attnplug.choose.measured.store import file_states, table_files
 from attnplug.declare.installed import installed_version
@@ -314,6 +315,40 @@ def test_where_a_users_tables_lie(variables: dict[str, str], folder: str, monkey
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert table_path(BOARD) == Path(folder) / "acme-board-3.json"
+
+
+def test_a_user_without_a_home_has_no_tables_and_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that was started with a user of its own."""
+
+    def homeless() -> None:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("ATTNPLUG_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    assert decode(chosen()) == ["other"]
+    with pytest.raises(TableError, match="set ATTNPLUG_CACHE_DIR"):
+        table_path(BOARD)
+
+
+def test_a_folder_that_cannot_be_read_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as within:
+        within.setattr("os.listdir", denied)
+        within.setattr("os.stat", denied)
+        fault, *_ = load_tables(INSTALLED, BOARD).faults
+    assert fault.endswith("tables cannot be read: Permission denied; it is not used")
+
+
+def test_what_was_measured_last_comes_before_files_beside_it() -> None:
+    path = table_path(BOARD)
+    beside = path.with_name(f"{path.stem}.before.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for each in (beside, path):
+        each.touch()
+    assert [found for found, origin in table_files(BOARD) if origin.own] == [path, beside]
 
 
 def test_a_report_gives_the_state_of_every_file() -> None:

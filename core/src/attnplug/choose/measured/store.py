@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -54,10 +55,16 @@ class Tables:
 
 
 def cache_folder() -> Path:
-    """Where this user's measured tables lie. The folder need not be there."""
+    """Where this user's measured tables lie. The folder need not be there. Raises TableError if there is no place."""
     if own := os.environ.get(CACHE_VARIABLE):
         return Path(own) / "tables"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attnplug" / "tables"
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared) / "attnplug" / "tables"
+    try:
+        return Path.home() / ".cache" / "attnplug" / "tables"
+    except RuntimeError:
+        told = f"this user has no home folder; set {CACHE_VARIABLE} to a folder for measured tables"
+        raise TableError(told) from None
 
 
 def table_path(processor: Processor) -> Path:
@@ -67,14 +74,21 @@ def table_path(processor: Processor) -> Path:
 
 def table_files(processor: Processor) -> Iterator[tuple[Path, Origin]]:
     """The files that are named after a processor: the user's own, and those that ship with this package."""
+    folders = [(Path(shipped.__file__).parent, partial(Origin, f"shipped for {processor.name}"))]
+    with suppress(TableError):  # a user without a home has no tables there
+        folders.insert(0, (cache_folder(), partial(Origin, "measured on this machine", own=True)))
     name = _file_name(processor)
-    own = partial(Origin, "measured on this machine", own=True)
-    for folder, made in (
-        (cache_folder(), own),
-        (Path(shipped.__file__).parent, partial(Origin, f"shipped for {processor.name}")),
-    ):
-        for path in sorted((*folder.glob(f"{name}.json"), *folder.glob(f"{name}.*.json"))):
-            yield path, made(str(path))
+    more = re.compile(rf"{re.escape(name)}\..*\.json")
+    for folder, made in folders:
+        try:
+            names = os.listdir(folder)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError:
+            yield folder, made(str(folder))  # whoever reads it is told why it cannot be
+            continue
+        found = [f"{name}.json"] * (f"{name}.json" in names) + sorted(filter(more.fullmatch, names))
+        yield from ((folder / each, made(str(folder / each))) for each in found)
 
 
 def versions_of(backend: Registered, processor: Processor) -> dict[str, str]:
