@@ -245,6 +245,30 @@ def test_a_table_of_others_holds_for_other_releases_of_torch_and_drivers(version
     assert len(found.faults) == (not holds and "no-such-library" not in versions)  # then it cannot be used anyway
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "line"),
+    [
+        ("4.0", "4.1", "measured with extra 4.0, and 4.1 is here"),
+        ("4.0", None, "measured with extra 4.0, and it is missing here"),
+        (None, "4.1", "measured with extra missing, and it is 4.1 here"),
+        (None, None, ""),
+    ],
+)
+def test_a_library_that_a_backend_takes_where_it_is_there_counts(
+    before: str | None, after: str | None, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as flash-attn-4, without which ``flashattention`` runs on another kernel."""
+    installed = registry(backend("late", uses=("extra",)))
+    for version in (before, after):
+        monkeypatch.setattr(store, "installed_version", {"extra": version, "torch": "2.11"}.get)
+        versions = versions_of(installed.get("late"), BOARD)
+        if version is before:
+            write_tables(table_path(BOARD), [table("late", CROSSING["late"], versions=versions)])
+        assert versions.get("extra") == version
+    faults = load_tables(installed, BOARD).faults
+    assert line in " ".join(faults) and len(faults) == bool(line)
+
+
 def test_what_the_user_measured_comes_before_what_ships(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     package = tmp_path / "package"
     monkeypatch.setattr(store.shipped, "__file__", str(package / "__init__.py"))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -92,12 +92,12 @@ def table_files(processor: Processor) -> Iterator[tuple[Path, Origin]]:
 
 
 def versions_of(backend: Registered, processor: Processor) -> dict[str, str]:
-    """What a measurement of a backend depends on, as it is installed here: its plugin, the libraries that it requires,
-    torch and the driver."""
+    """What a measurement of a backend depends on, as it is installed here: its plugin, the libraries that it requires
+    or uses, torch and the driver."""
     from packaging.requirements import Requirement  # here: a start-up without measurements need not pay for it
 
     required = [each if isinstance(each, str) else each[0] for each in backend.spec.requires]
-    names = [*(Requirement(each).name for each in required), "torch"]
+    names = [*(Requirement(each).name for each in required), *backend.spec.uses, "torch"]
     found = {name: installed_version(name) for name in names}
     driver = {DRIVER: processor.driver} if processor.driver else {}
     known = {name: version for name, version in found.items() if version is not None}
@@ -114,7 +114,8 @@ def load_tables(registry: Registry, processor: Processor) -> Tables:
     for table, origin in _all_tables(registry, processor, faults):
         if table.backend not in registry.backends:
             continue
-        outdated = _outdated(table, origin, _here(table, registry.backends[table.backend], processor))
+        backend = registry.backends[table.backend]
+        outdated = _outdated(table, origin, _here(table, backend, processor), backend.spec.uses)
         if outdated is None:
             found.setdefault(table.title, FoundTable(table, origin))
         elif outdated:
@@ -149,8 +150,12 @@ def _here(table: MeasuredTable, backend: Registered, processor: Processor) -> di
     return {name: known[name] if name in known else installed_version(name) for name in table.versions}
 
 
-def _outdated(table: MeasuredTable, origin: Origin, here: Mapping[str, str | None]) -> str | None:
+def _outdated(table: MeasuredTable, origin: Origin, here: Mapping[str, str | None], uses: Iterable[str]) -> str | None:
     """Why a table no longer holds; ``None`` if it does, and nothing to say if what it measured is not installed."""
+    for name in uses:
+        measured, found = table.versions.get(name), installed_version(name)
+        if (measured is None) != (found is None):
+            return f"they were measured with {name} {measured or 'missing'}, and it is {found or 'missing'} here"
     if not all(here.values()):
         return ""
     for name, measured in table.versions.items():
