@@ -45,6 +45,20 @@ def test_a_file_that_holds_no_results_is_refused_by_name(text: str, tmp_path: Pa
         read_results(path)
 
 
+@pytest.mark.parametrize(
+    "changes", [{"us": 0}, {"us": -1.0}, {"us": 10**400}, {"low": float("nan")}, {"requests": 1.5}, {"length": 0}, None]
+)
+def test_a_row_that_cannot_be_is_refused(changes: dict[str, object] | None, tmp_path: Path) -> None:
+    """``None``: one that is there twice."""
+    told = results(ROW, ROW).as_json()
+    if changes is not None:
+        told["rows"] = [{**told["rows"][0], **changes}]  # type: ignore[index] # a list
+    path = tmp_path / "odd.json"
+    path.write_text(json.dumps(told))
+    with pytest.raises(UsageError, match=r"odd\.json has"):
+        read_results(path)
+
+
 def test_slower_is_what_is_past_noise_and_five_per_cent() -> None:
     noisy = replace(ROW, us=12, low=10.1, high=14)  # its middle half overlaps the old one's
     little = replace(ROW, us=10.4, low=10.3, high=10.5)
@@ -76,6 +90,16 @@ def test_what_is_no_longer_measured_is_told() -> None:
 def test_results_of_two_devices_are_not_compared() -> None:
     with pytest.raises(UsageError, match=r"a GPU.*another"):
         compare(results(ROW), results(ROW, device="another"))
+
+
+def test_equal_lengths_are_not_compared_with_ragged_ones() -> None:
+    with pytest.raises(UsageError, match="--ragged"):
+        compare(results(ROW, ragged=False), results(ROW, ragged=True))
+
+
+def test_results_without_anything_in_common_are_not_equal() -> None:
+    with pytest.raises(UsageError, match="no measurement in common"):
+        compare(results(ROW), results(replace(ROW, side="slow")))
 
 
 class Library:

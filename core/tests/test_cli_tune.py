@@ -155,6 +155,7 @@ WRONG = {
     ("tune", "--device", "cpu", "--model", "tiny:deepseek_v4"): "no layer with full attention that can be measured",
     ("bench", *HERE, "--against", "them"): "--against 'them'",
     ("bench", "--compare", "no.json", "none.json"): "no.json",
+    ("bench", "--compare", "a.json", "b.json", "--out", "c.json"): "--compare measures nothing; leave out --out",
 }
 
 

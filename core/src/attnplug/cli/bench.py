@@ -15,6 +15,7 @@ from attnplug.choose.measured.store import versions_of
 from attnplug.choose.select import AUTO
 from attnplug.cli import output
 from attnplug.cli.measuring import Plan, check_file, print_fastest, read_plan, told, watched, write_text
+from attnplug.cli.options import option
 from attnplug.declare.errors import UsageError
 from attnplug.machine.interrupt import terminated_in_order
 from attnplug.tune.measure import Failed, Timed
@@ -23,10 +24,14 @@ from attnplug.tune.place import bandwidth, commit
 from attnplug.tune.process import RunJob, runner_for
 from attnplug.tune.results import Comparison, Results, compare, read_results, row_of, standings
 
+_OF_MEASURING = ("model", "shapes", "points", "backends", "against", "ragged", "out", "plot")
+
 
 def bench(parsed: argparse.Namespace, run: RunJob | None = None) -> int:
     """Measure and show, or compare two results."""
     if parsed.compare is not None:
+        if given := [name for name in _OF_MEASURING if getattr(parsed, name)]:
+            raise UsageError(f"--compare measures nothing; leave out {', '.join(map(option, given))}")
         return _compared(*map(Path, parsed.compare), json=parsed.json)
     if parsed.against not in (None, "raw"):
         raise UsageError(f"--against {parsed.against!r} is unknown; use raw, the backends' libraries called directly")
