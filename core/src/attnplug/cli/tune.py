@@ -88,7 +88,8 @@ def _asked_for(table: MeasuredTable, plan: Plan) -> bool:
 def _lines(tuned: Tuned, asked: int) -> Iterator[str]:
     """What came of a backend, in one line, and why it is left out of what."""
     known = asked - tuned.asked
-    parts = [f"{len(tuned.timed)} points measured in {sum(each.seconds for each in tuned.timed):.1f} s"]
+    count = len(tuned.timed)
+    parts = [f"{count} point{'s' * (count != 1)} measured in {sum(each.seconds for each in tuned.timed):.1f} s"]
     parts += [f"{known} known before"] * bool(known)
     parts += [f"{len(tuned.skipped)} too large for memory"] * bool(tuned.skipped)
     parts += [f"{tuned.left} not reached within the budget"] * bool(tuned.left)

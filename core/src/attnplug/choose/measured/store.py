@@ -183,6 +183,7 @@ def file_states(registry: Registry, processor: Processor) -> Mapping[str, str]:
     told = {}
     for holder, backends in states.items():
         names = sorted(set(backends))
-        used = f"used: {len(backends)} tables of {', '.join(names)}" if names else "nothing of it is used"
+        used = f"used: {len(backends)} table{'s' * (len(backends) != 1)} of {', '.join(names)}"
+        used = used if names else "nothing of it is used"
         told[holder] = "\n".join([used, *(fault for fault in tables.faults if fault.startswith(holder))])
     return told
