@@ -9,12 +9,14 @@ from pathlib import Path
 from xml.dom import minidom
 
 import pytest
+import torch
 from torch import Tensor
 
 from attnplug.host import Mark, Panel, RawScene, Series, UsageError, figure
 from attnplug.tune import raw
 from attnplug.tune.measure import Failed, Job, Timed, run_job
 from attnplug.tune.page import plot_rows, report_page
+from attnplug.tune.place import bandwidth
 from attnplug.tune.points import parse_points
 from attnplug.tune.results import Results, Row, compare, read_results, row_of, standings
 from support.plugins import Install
@@ -157,6 +159,15 @@ def test_the_limit_of_a_decode_is_its_bytes_at_the_bandwidth(install: Install) -
 
 def grid(side: str, us: Callable[[int], float]) -> list[Row]:
     return [replace(ROW, side=side, length=n, us=us(n), low=us(n), high=us(n), limit_us=n / 99) for n in (64, 128, 256)]
+
+
+def test_a_device_without_memory_for_its_bandwidth_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch, "ones", full)
+    with pytest.raises(UsageError, match="cpu has no 256 MiB of free memory"):
+        bandwidth(torch.device("cpu"))
 
 
 def test_a_plot_is_svg_with_a_line_for_each_side_and_the_limit() -> None:
