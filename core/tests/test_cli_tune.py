@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -117,6 +119,19 @@ def test_an_interrupted_benchmark_keeps_what_there_is(
     assert [row["side"] for row in json.loads((tmp_path / "r.json").read_text())["rows"]] == ["toy"]
     done = attnplug("tune", *HERE, "--points", "1x64", "--tables", str(tmp_path / "t.json"))
     assert done.code == 130 and f"the points that were finished are in {tmp_path / 't.json'}" in done.err
+
+
+def test_a_tuning_that_is_told_to_end_does_so_and_keeps_what_there_is(
+    attnplug: Attnplug, clock: FakeClock, toy: None, tmp_path: Path
+) -> None:
+    def ended(point: object) -> float:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 1.0
+
+    clock.times_us["torch_native"] = ended  # type: ignore[index]
+    done = attnplug("tune", *HERE, "--points", "1x64", "--tables", str(tmp_path / "t.json"))
+    assert done.code == 128 + signal.SIGTERM
+    assert [table["backend"] for table in json.loads((tmp_path / "t.json").read_text())["tables"]] == ["toy"]
 
 
 def test_bench_writes_results_that_compare(attnplug: Attnplug, clock: FakeClock, toy: None, tmp_path: Path) -> None:

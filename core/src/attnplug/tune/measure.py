@@ -23,6 +23,7 @@ from attnplug.declare.measured import Measurement
 from attnplug.declare.model import ModelSpec
 from attnplug.declare.options import parse_options
 from attnplug.declare.problem import Problem
+from attnplug.machine.interrupt import Terminated
 from attnplug.tune.clock import Chain, Clock
 from attnplug.tune.raw import RAW, raw_chain
 from attnplug.tune.shapes import Task
@@ -142,6 +143,8 @@ def _measured(
                 chain = raw_chain(job.backend, raw, stage)
                 if chain is not None:
                     found.append(_timed(stage, chain, clock, began, gaps))
+    except Terminated:
+        raise
     except (torch.OutOfMemoryError, MemoryError) as error:
         found.append(Skipped(side, task, f"it runs out of memory: {describe_error(error).splitlines()[0]}"))
     except (Exception, SystemExit) as error:  # kernels and their libraries raise anything
