@@ -9,12 +9,14 @@ from pathlib import Path
 from xml.dom import minidom
 
 import pytest
+import torch
 from torch import Tensor
 
 from attnplug.host import Mark, Panel, RawScene, Series, UsageError, figure
 from attnplug.tune import raw
 from attnplug.tune.measure import Failed, Job, Timed, run_job
 from attnplug.tune.page import plot_rows, report_page
+from attnplug.tune.place import bandwidth
 from attnplug.tune.points import parse_points
 from attnplug.tune.results import Results, Row, compare, read_results, row_of, standings
 from support.plugins import Install
@@ -42,6 +44,20 @@ def test_a_file_that_holds_no_results_is_refused_by_name(text: str, tmp_path: Pa
     path = tmp_path / "odd.json"
     path.write_text(text)
     with pytest.raises(UsageError, match=r"odd\.json"):
+        read_results(path)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"us": 0}, {"us": -1.0}, {"us": 10**400}, {"low": float("nan")}, {"requests": 1.5}, {"length": 0}, None]
+)
+def test_a_row_that_cannot_be_is_refused(changes: dict[str, object] | None, tmp_path: Path) -> None:
+    """``None``: one that is there twice."""
+    told = results(ROW, ROW).as_json()
+    if changes is not None:
+        told["rows"] = [{**told["rows"][0], **changes}]  # type: ignore[index] # a list
+    path = tmp_path / "odd.json"
+    path.write_text(json.dumps(told))
+    with pytest.raises(UsageError, match=r"odd\.json has"):
         read_results(path)
 
 
@@ -76,6 +92,16 @@ def test_what_is_no_longer_measured_is_told() -> None:
 def test_results_of_two_devices_are_not_compared() -> None:
     with pytest.raises(UsageError, match=r"a GPU.*another"):
         compare(results(ROW), results(ROW, device="another"))
+
+
+def test_equal_lengths_are_not_compared_with_ragged_ones() -> None:
+    with pytest.raises(UsageError, match="--ragged"):
+        compare(results(ROW, ragged=False), results(ROW, ragged=True))
+
+
+def test_results_without_anything_in_common_are_not_equal() -> None:
+    with pytest.raises(UsageError, match="no measurement in common"):
+        compare(results(ROW), results(replace(ROW, side="slow")))
 
 
 class Library:
@@ -133,6 +159,15 @@ def test_the_limit_of_a_decode_is_its_bytes_at_the_bandwidth(install: Install) -
 
 def grid(side: str, us: Callable[[int], float]) -> list[Row]:
     return [replace(ROW, side=side, length=n, us=us(n), low=us(n), high=us(n), limit_us=n / 99) for n in (64, 128, 256)]
+
+
+def test_a_device_without_memory_for_its_bandwidth_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch, "ones", full)
+    with pytest.raises(UsageError, match="cpu has no 256 MiB of free memory"):
+        bandwidth(torch.device("cpu"))
 
 
 def test_a_plot_is_svg_with_a_line_for_each_side_and_the_limit() -> None:

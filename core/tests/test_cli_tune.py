@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -73,6 +75,65 @@ def test_a_backend_that_cannot_be_built_is_told_and_the_rest_is_measured(
     assert {table["backend"] for table in json.loads((tmp_path / "t.json").read_text())["tables"]} == {"torch_native"}
 
 
+def test_what_failed_later_is_taken_out_of_what_an_earlier_run_measured(
+    attnplug: Attnplug, clock: FakeClock, toy: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backend that fails somewhere must not be chosen by what it does elsewhere."""
+    path = tmp_path / "t.json"
+    attnplug("tune", *HERE, "--points", "1x64", "--tables", str(path))
+    del clock.times_us["toy"]  # type: ignore[attr-defined] # so that measuring it raises
+    attnplug("tune", *HERE, "--points", "1x64,1x128", "--tables", str(path))
+    assert {table["backend"] for table in json.loads(path.read_text())["tables"]} == {"torch_native"}
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [("{", "is not JSON"), ('{"schema": 1, "device": "Other", "sm": 0, "tables": []}', "was measured on Other")],
+)
+def test_a_file_that_cannot_be_added_to_is_told_before_anything_is_measured(
+    content: str, reason: str, attnplug: Attnplug, clock: FakeClock, tmp_path: Path
+) -> None:
+    (tmp_path / "t.json").write_text(content)
+    done = attnplug("tune", *HERE, "--points", "1x64", "--tables", str(tmp_path / "t.json"))
+    assert done.code == 1 and reason in done.err and "remove it, or name another file" in done.err
+    assert not clock.ran and (tmp_path / "t.json").read_text() == content
+
+
+def test_a_folder_that_cannot_be_written_is_told_before_anything_is_measured(
+    attnplug: Attnplug, clock: FakeClock, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    done = attnplug("tune", *HERE, "--points", "1x64", "--tables", str(tmp_path / "file" / "t.json"))
+    assert done.code == 1 and "cannot be written" in done.err and not clock.ran
+
+
+def test_an_interrupted_benchmark_keeps_what_there_is(
+    attnplug: Attnplug, clock: FakeClock, toy: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(point: object) -> float:
+        raise KeyboardInterrupt
+
+    clock.times_us["torch_native"] = interrupted  # type: ignore[index]
+    done = attnplug("bench", *HERE, "--points", "1x64", "--out", str(tmp_path / "r.json"))
+    assert done.code == 130
+    assert [row["side"] for row in json.loads((tmp_path / "r.json").read_text())["rows"]] == ["toy"]
+    done = attnplug("tune", *HERE, "--points", "1x64", "--tables", str(tmp_path / "t.json"))
+    assert done.code == 130 and f"the points that were finished are in {tmp_path / 't.json'}" in done.err
+
+
+def test_a_tuning_that_is_told_to_end_does_so_and_keeps_what_there_is(
+    attnplug: Attnplug, clock: FakeClock, toy: None, tmp_path: Path
+) -> None:
+    def ended(point: object) -> float:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return 1.0
+
+    clock.times_us["torch_native"] = ended  # type: ignore[index]
+    done = attnplug("tune", *HERE, "--points", "1x64", "--tables", str(tmp_path / "t.json"))
+    assert done.code == 128 + signal.SIGTERM
+    assert [table["backend"] for table in json.loads((tmp_path / "t.json").read_text())["tables"]] == ["toy"]
+
+
 def test_bench_writes_results_that_compare(attnplug: Attnplug, clock: FakeClock, toy: None, tmp_path: Path) -> None:
     old, new, plot = tmp_path / "old.json", tmp_path / "new.json", tmp_path / "plot.svg"
     command = ("bench", "--device", "cpu", "--shapes", "gqa:4/2x16", "--points", "1x64", "--backends", "toy,auto")
@@ -94,13 +155,22 @@ WRONG = {
     ("tune", *HERE, "--shapes", "mla:16"): "one of --model and --shapes",
     ("tune", *HERE, "--budget", "0"): "--budget 0",
     ("tune", *HERE, "--backends", "none"): "none",
-    ("tune", *HERE, "--backends", "auto"): "names auto",
+    ("tune", *HERE, "--backends", "torch_native, auto"): "names auto",
+    ("tune", *HERE, "--kv-dtype", "fp8_ds_mla", "--backends", "torch_native"): "change --kv-dtype",
+    ("tune", *HERE, "--points", "99999999999x64"): "more than 1048576 requests",
+    ("tune", *HERE, "--max-batch", "99999999999"): "more than 1048576 requests",
+    ("tune", *HERE, "--report", "/nowhere/r.html"): "there is no folder /nowhere",
+    ("bench", *HERE, "--out", "/nowhere/r.json"): "there is no folder /nowhere",
+    ("bench", *HERE, "--plot", "/"): "/ cannot be written: Is a directory",
     ("tune", *HERE, "--max-batch", "none"): "'none' is not a whole number above 0",
     ("tune", "--device", "cpu", "--shapes", "mla"): "'mla' is not a layer",
     ("tune", "--device", "cpu", "--shapes", "gqa:4/3x16"): "'gqa:4/3x16' is not a layer",
+    ("tune", "--device", "cpu", "--shapes", "gqa:4/2x16w0"): "'gqa:4/2x16w0' is not a layer",
     ("tune", "--device", "cpu", "--model", "tiny:mamba2"): "no layer with full attention",
+    ("tune", "--device", "cpu", "--model", "tiny:deepseek_v4"): "no layer with full attention that can be measured",
     ("bench", *HERE, "--against", "them"): "--against 'them'",
     ("bench", "--compare", "no.json", "none.json"): "no.json",
+    ("bench", "--compare", "a.json", "b.json", "--out", "c.json"): "--compare measures nothing; leave out --out",
 }
 
 

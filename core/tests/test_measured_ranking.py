@@ -12,6 +12,7 @@ import pytest
 from attnplug import AttentionKind, DType, Feature, LayerShape, MeasuredTable, Measurement, Problem, Role
 from attnplug.choose.loading import Provided, Source
 from attnplug.choose.measured import store
+from attnplug.choose.measured.files import TableError
 from attnplug.choose.measured.ranking import _told, default_ranking
 from attnplug.choose.measured.store import file_states, table_files
 from attnplug.declare.installed import installed_version
@@ -233,15 +234,42 @@ def test_a_table_of_this_machine_holds_for_exactly_what_was_measured() -> None:
     [
         ({"late-dist": "1.2", "torch": f"{TORCH.partition('.')[0]}.0", "driver": "570"}, True),
         ({"late-dist": "1.2", "torch": "1.13"}, False),
-        ({"late-dist": "1.1"}, False),
+        ({"late-dist": "1.1"}, True),
+        ({"late-dist": "2.0"}, False),
         ({"late-dist": "1.2", "no-such-library": "3"}, False),
     ],
 )
-def test_a_table_of_others_holds_for_other_releases_of_torch_and_drivers(versions: dict[str, str], holds: bool) -> None:
+def test_a_table_of_others_holds_for_other_releases_of_torch_the_plugin_and_drivers(
+    versions: dict[str, str], holds: bool
+) -> None:
     brought = Provided(table("late", CROSSING["late"], versions=versions), Source("t", "t", "tables-dist", "3"))
     found = load_tables(replace(INSTALLED, rankings={"late": brought}), BOARD)
     assert [each.origin.words for each in found.found] == ["brought by tables-dist 3"] * holds
     assert len(found.faults) == (not holds and "no-such-library" not in versions)  # then it cannot be used anyway
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "line"),
+    [
+        ("4.0", "4.1", "measured with extra 4.0, and 4.1 is here"),
+        ("4.0", None, "measured with extra 4.0, and it is missing here"),
+        (None, "4.1", "measured with extra missing, and it is 4.1 here"),
+        (None, None, ""),
+    ],
+)
+def test_a_library_that_a_backend_takes_where_it_is_there_counts(
+    before: str | None, after: str | None, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as flash-attn-4, without which ``flashattention`` runs on another kernel."""
+    installed = registry(backend("late", uses=("extra",)))
+    for version in (before, after):
+        monkeypatch.setattr(store, "installed_version", {"extra": version, "torch": "2.11"}.get)
+        versions = versions_of(installed.get("late"), BOARD)
+        if version is before:
+            write_tables(table_path(BOARD), [table("late", CROSSING["late"], versions=versions)])
+        assert versions.get("extra") == version
+    faults = load_tables(installed, BOARD).faults
+    assert line in " ".join(faults) and len(faults) == bool(line)
 
 
 def test_what_the_user_measured_comes_before_what_ships(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -314,6 +342,40 @@ def test_where_a_users_tables_lie(variables: dict[str, str], folder: str, monkey
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert table_path(BOARD) == Path(folder) / "acme-board-3.json"
+
+
+def test_a_user_without_a_home_has_no_tables_and_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container that was started with a user of its own."""
+
+    def homeless() -> None:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("ATTNPLUG_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    assert decode(chosen()) == ["other"]
+    with pytest.raises(TableError, match="set ATTNPLUG_CACHE_DIR"):
+        table_path(BOARD)
+
+
+def test_a_folder_that_cannot_be_read_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def denied(*_: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    with monkeypatch.context() as within:
+        within.setattr("os.listdir", denied)
+        within.setattr("os.stat", denied)
+        fault, *_ = load_tables(INSTALLED, BOARD).faults
+    assert fault.endswith("tables cannot be read: Permission denied; it is not used")
+
+
+def test_what_was_measured_last_comes_before_files_beside_it() -> None:
+    path = table_path(BOARD)
+    beside = path.with_name(f"{path.stem}.before.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for each in (beside, path):
+        each.touch()
+    assert [found for found, origin in table_files(BOARD) if origin.own] == [path, beside]
 
 
 def test_a_report_gives_the_state_of_every_file() -> None:

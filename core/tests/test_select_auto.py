@@ -197,12 +197,10 @@ def test_backends_of_a_schedule_share_the_pages_of_the_chosen_one() -> None:
     """D3: those that cannot read them are left out, unless the host decided on pages that all can read."""
     paged = replace(PLAIN, page_sizes=PageSizes.of(128))
     installed = registry(backend("odd", paged), backend("even"), backend("fast", preference=100))
-    chosen = {
-        size: [each.spec.name for each in selection.serving(Role.DECODE)]
-        for size in (None, 128)
-        if (selection := select(installed, BackendRequest(), Problem(LLAMA, page_size=size), ranking=_Scheduled()))
-    }
-    assert chosen == {None: ["fast", "even"], 128: ["fast", "even", "odd"]}
+    for size, wanted, told in ((None, ["fast", "even"], True), (128, ["fast", "even", "odd"], False)):
+        selection = select(installed, BackendRequest(), Problem(LLAMA, page_size=size), ranking=_Scheduled())
+        assert [each.spec.name for each in selection.serving(Role.DECODE)] == wanted
+        assert ("; without odd, for pages of 64" in selection.choices[Role.DECODE].why()) is told
 
 
 def test_every_backend_of_a_schedule_has_its_options() -> None:

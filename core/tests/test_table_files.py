@@ -122,10 +122,13 @@ def _changed(change: Any) -> Any:
         (_changed(lambda c: c["tables"][0].update(role="pilot")), "role holds 'pilot'"),
         (_changed(lambda c: c["tables"][0].update(rows=[[1, 4096, 1, 7.0]])), "write \\(requests, length"),
         (_changed(lambda c: c["tables"][0].update(rows=[[1, 4096, 1, float("nan"), 1, 1]])), "all above 0"),
+        (_changed(lambda c: c["tables"][0].update(rows=[[1, 4096, 1, 10**400, 1, 1]])), "all above 0 and below"),
+        (_changed(lambda c: c["tables"][0].update(measured="today\n\x1b[31m")), "must be a day: 2026-11-16"),
         (_changed(lambda c: c["tables"][0].update(versions={"torch": 2})), "say what was measured"),
         (_changed(lambda c: c["tables"][0]["shape"].update(dtype="float7")), "dtype holds 'float7'"),
         (_changed(lambda c: c["tables"][0]["shape"].update(num_heads="16")), "num_heads='16' must be a whole number"),
         (_changed(lambda c: c["tables"][0]["shape"].update(window=-1)), "window=-1 must not be negative"),
+        (_changed(lambda c: c["tables"][0]["shape"].update(num_heads=10**400)), "must not be negative, and below"),
     ],
 )
 def test_a_damaged_file_is_refused_in_one_line(path: Path, damage: Any, reason: str) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from attnplug import Role
 from attnplug.choose.registry import Registry
-from attnplug.host import Schedule
+from attnplug.host import Schedule, TorchNativeBackend
 from attnplug.machine.hardware import Processor
 from attnplug.tune import measure
 from attnplug.tune.clock import HostClock
@@ -137,6 +137,28 @@ def test_results_that_are_not_finite_are_a_failure(install: Install, monkeypatch
     assert isinstance(outcomes[0], Failed) and "not finite" in outcomes[0].reason
 
 
+@pytest.mark.parametrize("gives", [lambda q: None, lambda q: q[:1], lambda q: q.flatten(1)])
+def test_what_gives_no_attention_is_a_failure_however_fast_it_is(gives, install: Install, monkeypatch) -> None:
+    monkeypatch.setattr(TorchNativeBackend, "forward_decode", lambda self, q, *_, **__: gives(q))
+    registry = toys(install, "toy")
+    (failed,) = run_job(
+        job(registry, "toy", Point(Role.DECODE, 4, 64)), registry, FakeClock({"toy": constant(1)}, runs=True)
+    )
+    assert isinstance(failed, Failed) and "the result has shape [4 tokens, 4 heads, width]" in failed.reason
+
+
+def test_a_backend_that_ends_the_program_is_a_failure(install: Install, monkeypatch) -> None:
+    def exits(*_: object, **__: object) -> None:
+        raise SystemExit("no licence")
+
+    monkeypatch.setattr(TorchNativeBackend, "forward_decode", exits)
+    registry = toys(install, "toy")
+    (failed,) = run_job(
+        job(registry, "toy", Point(Role.DECODE, 4, 64)), registry, FakeClock({"toy": constant(1)}, runs=True)
+    )
+    assert isinstance(failed, Failed) and "no licence" in failed.reason
+
+
 def test_a_point_that_does_not_fit_is_left_out_and_the_backend_is_not(install: Install, monkeypatch) -> None:
     registry = toys(install, "toy")
     monkeypatch.setattr(measure, "memory_of", lambda device: 1 << 20)
@@ -166,14 +188,16 @@ def test_what_was_measured_before_an_interrupt_is_kept(install: Install) -> None
 
 
 def test_a_process_that_dies_is_a_failure_after_what_it_measured(monkeypatch) -> None:
-    """On a GPU every backend has a process of its own: a fault ends no other's."""
+    """On a GPU every backend has a process of its own: a fault ends no other's. The sort of layer that it was at is
+    left out as a whole."""
     registry = toys(lambda *_: None)
     asked = job(registry, "torch_native", FEW[0])
-    dying = replace(asked, tasks=(*asked.tasks, None))  # type: ignore[arg-type] # what no process expects
+    fatal = replace(asked.tasks[0], shape=None)  # type: ignore[arg-type] # what no process expects
+    dying = replace(asked, tasks=(*asked.tasks, fatal))
     monkeypatch.setattr("sys.stderr", None)  # its traceback
     timed, failed = in_own_process(dying)
     assert isinstance(timed, Timed) and timed.measured.microseconds > 0
-    assert isinstance(failed, Failed) and failed.task is None and "exit code 1" in failed.reason
+    assert isinstance(failed, Failed) and failed.task == fatal and failed.last and "exit code 1" in failed.reason
 
 
 def test_shapes_are_layers_of_their_own() -> None:

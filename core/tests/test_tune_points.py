@@ -39,6 +39,12 @@ def test_a_grid_ends_at_the_largest_batch_and_context() -> None:
     assert Point(Role.DECODE, 32, 8192) in decodes[:4]
 
 
+def test_a_grid_goes_on_to_a_batch_and_context_beyond_the_usual_ones() -> None:
+    decodes = [point for point in default_points("cuda", 512, 1 << 20) if point.role is Role.DECODE]
+    assert sorted({point.requests for point in decodes})[-2:] == [256, 512]
+    assert sorted({point.length for point in decodes})[-3:] == [65536, 4 * 65536, 1 << 20]
+
+
 def test_a_verify_is_measured_where_drafts_are_checked() -> None:
     assert not [p for p in default_points("cuda", 4, 4096) if p.role is Role.DECODE and p.tokens > 1]
     verifies = [p for p in default_points("cuda", 4, 4096, 4) if p.role is Role.DECODE and p.tokens > 1]

@@ -5,20 +5,26 @@ from __future__ import annotations
 
 import re
 import tomllib
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 
-from attnplug import BackendContext, ForwardMode
+from attnplug import AttentionKind, BackendContext, DType, ForwardMode, LayerSpec, MHAPool
+from attnplug.host import KVPools, RawScene
 from attnplug_conformance.checks.graphs import Capture
+from attnplug_flashinfer import kernels
 from attnplug_flashinfer.backend import FlashInferBackend
 from attnplug_flashinfer.plugin import LIBRARY
+from attnplug_flashinfer.raw import calls
 from paged_reference import reference, scene
 from support.batches import declaring
 from support.kernel_scene import check, check_replay, mha
-from support.signatures import installed, unpacked
+from support.signatures import installed, read_signature, unpacked
 
 ROOT = Path(__file__).resolve().parents[3]
 (UNPACKED,) = re.findall(r"^FLASHINFER := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
@@ -56,6 +62,42 @@ def test_eager_calls_are_taken(home: Path, mode: ForwardMode) -> None:
 def test_captured_calls_are_taken(home: Path, mode: ForwardMode, new: int) -> None:
     stage = scene(mha(((300, new), (3, new)), mode), "cpu", partial(over, home))
     check_replay(Capture(stage).reserve().capture(), stage)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_raw_calls_are_taken(home: Path, captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``attnplug bench --against raw`` measures."""
+    given: dict[str, dict[str, Any]] = {}
+
+    class Bound:
+        def __init__(self, *args: Any, **named: Any) -> None:
+            self._bind("__init__", args, named)
+
+        def _bind(self, method: str, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+            name = f"BatchDecodeWithPagedKVCacheWrapper.{method}"
+            signature = read_signature(home / "flashinfer" / "decode.py", name)
+            given[method] = dict(signature.bind(self, *args, **named).arguments)
+
+        def plan(self, *args: Any, **named: Any) -> None:
+            self._bind("plan", args, named)
+
+        def run(self, *args: Any, **named: Any) -> torch.Tensor:
+            self._bind("run", args, named)
+            return torch.zeros(2, 8, 64)
+
+    monkeypatch.setattr(kernels, "load_library", lambda: kernels.Library(None, Bound, None))
+    layer = LayerSpec(0, AttentionKind.MHA, 8, 2, 64, 64, 0.125)
+    pool = MHAPool([layer], num_pages=4, page_size=64, dtype=DType.BFLOAT16, device="cpu")
+    table = torch.tensor([[3, 1], [2, -1]], dtype=torch.int32)
+    q = torch.zeros(2, 8, 64, dtype=torch.bfloat16)
+    made = RawScene((layer,), KVPools(mha=pool), 64, table, (70, 5), 1, False, q, captured)
+    raw = calls(made)
+    assert raw is not None and calls(replace(made, tokens=2)) is None
+    raw.begin()
+    raw.run(0)
+    assert given["plan"]["indices"].tolist() == [3, 1, 2] and given["plan"]["indptr"].tolist() == [0, 2, 3]
+    assert given["plan"]["last_page_len"].tolist() == [6, 5]
+    assert given["run"]["paged_kv_cache"][0] is not None
 
 
 def test_the_numbers_of_a_plan_are_in_the_order_that_we_read_them_in(home: Path) -> None:

@@ -282,7 +282,11 @@ def _sharing_pages(choice: RoleChoice, page_size: int | None) -> RoleChoice:
     if choice.schedule is None or page_size is None:
         return choice
     able = [b for b in choice.serving if b.spec.capabilities.page_sizes.kernel_size(page_size) is not None]
-    return replace(choice, schedule=choice.schedule.only(backend.spec.name for backend in able))
+    if len(able) == len(choice.serving):
+        return choice
+    others = " and ".join(backend.spec.name for backend in choice.serving if backend not in able)
+    rank = f"{choice.rank}; without {others}, for pages of {page_size}"
+    return replace(choice, rank=rank, schedule=choice.schedule.only(backend.spec.name for backend in able))
 
 
 def _parsed(registry: Registry, name: str, settings: Mapping[str, str]) -> Any:

@@ -14,41 +14,52 @@ import torch
 from attnplug.choose.measured.store import versions_of
 from attnplug.choose.select import AUTO
 from attnplug.cli import output
-from attnplug.cli.measuring import Plan, print_fastest, read_plan, told, watched, write_text
+from attnplug.cli.measuring import Plan, check_file, print_fastest, read_plan, told, watched, write_text
+from attnplug.cli.options import option
 from attnplug.declare.errors import UsageError
+from attnplug.machine.interrupt import terminated_in_order
 from attnplug.tune.measure import Failed, Timed
 from attnplug.tune.page import plot_rows
 from attnplug.tune.place import bandwidth, commit
 from attnplug.tune.process import RunJob, runner_for
 from attnplug.tune.results import Comparison, Results, compare, read_results, row_of, standings
 
+_OF_MEASURING = ("model", "shapes", "points", "backends", "against", "ragged", "out", "plot")
+
 
 def bench(parsed: argparse.Namespace, run: RunJob | None = None) -> int:
     """Measure and show, or compare two results."""
     if parsed.compare is not None:
+        if given := [name for name in _OF_MEASURING if getattr(parsed, name)]:
+            raise UsageError(f"--compare measures nothing; leave out {', '.join(map(option, given))}")
         return _compared(*map(Path, parsed.compare), json=parsed.json)
     if parsed.against not in (None, "raw"):
         raise UsageError(f"--against {parsed.against!r} is unknown; use raw, the backends' libraries called directly")
+    check_file(parsed.out)
+    check_file(parsed.plot)
     plan = read_plan(parsed)
-    names = plan.chosen(parsed.backends)
+    names = plan.chosen(parsed.backends, parsed.render)
     jobs = [plan.job(name, raw=parsed.against == "raw", ragged=parsed.ragged) for name in names]
     rate = bandwidth(plan.device)
     if plan.device.type == "cuda":
         torch.cuda.empty_cache()  # for the processes that measure
     rows, failed = [], []
-    with watched(sum(len(job.tasks) for job in jobs), shown=not parsed.json) as watching:
-        for job in jobs:
-            for outcome in (run or runner_for(plan.device, plan.registry))(job):
-                watching(outcome)
-                if isinstance(outcome, Timed):
-                    rows.append(row_of(outcome, rate))
-                else:
-                    failed.append(outcome)
-    results = Results(_header(plan, names, rate, ragged=parsed.ragged), tuple(rows), tuple(map(told, failed)))
-    if parsed.out is not None:
-        write_text(parsed.out, json.dumps(results.as_json(), indent=1) + "\n")
-    if parsed.plot is not None:
-        write_text(parsed.plot, plot_rows(rows) + "\n")
+    header = _header(plan, names, rate, ragged=parsed.ragged)
+    try:
+        with terminated_in_order(), watched(sum(len(job.tasks) for job in jobs), shown=not parsed.json) as watching:
+            for job in jobs:
+                for outcome in (run or runner_for(plan.device, plan.registry))(job):
+                    watching(outcome)
+                    if isinstance(outcome, Timed):
+                        rows.append(row_of(outcome, rate))
+                    else:
+                        failed.append(outcome)
+    finally:  # whoever interrupts keeps what there is
+        results = Results(header, tuple(rows), tuple(map(told, failed)))
+        if parsed.out is not None:
+            write_text(parsed.out, json.dumps(results.as_json(), indent=1) + "\n")
+        if parsed.plot is not None:
+            write_text(parsed.plot, plot_rows(rows) + "\n")
     if parsed.json:
         output.write_json(results.as_json())
     else:

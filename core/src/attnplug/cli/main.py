@@ -44,7 +44,7 @@ def _run(parsed: argparse.Namespace) -> int:
     """Run the command. An error in a plugin's code is reported as such; one in ours is a traceback, to be reported."""
     try:
         return run(parsed)
-    except (AttnplugError, KeyboardInterrupt):
+    except (AttnplugError, KeyboardInterrupt, interrupt.Terminated):
         raise
     except BaseException as error:
         fault = plugin_fault(error)

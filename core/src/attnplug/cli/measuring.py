@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from attnplug.declare.errors import UsageError
 from attnplug.declare.model import ModelSpec
 from attnplug.declare.options import parse_options, split_settings
 from attnplug.declare.problem import DType, Problem, model_dtype
-from attnplug.declare.settings import Setting
+from attnplug.declare.settings import Render, Setting
 from attnplug.machine.device import open_device
 from attnplug.machine.hardware import Processor, this_processor
 from attnplug.tune.measure import Failed, Job, Outcome, Skipped, Timed
@@ -69,8 +70,9 @@ class Plan:
         ordered = sorted(self.registry.backends.values(), key=by_preference)
         return tuple(each.spec.name for each in ordered if tasks_of(each, self.problems, self.points))
 
-    def chosen(self, names: str | None) -> tuple[str, ...]:
-        """The backends asked for, each of which must be usable, or all that are."""
+    def chosen(self, names: str | None, render: Render, *, auto: bool = True) -> tuple[str, ...]:
+        """The backends asked for, each of which must be usable, or all that are. ``auto`` may be one where it can be
+        measured."""
         if names is None:
             if not (found := self.usable()):
                 raise UsageError(
@@ -78,17 +80,19 @@ class Plan:
                 )
             return found
         asked = tuple(dict.fromkeys(name.strip() for name in names.split(",")))
+        if AUTO in asked and not auto:
+            raise UsageError(f"--backends {names} names auto, which is a choice and has no times of its own")
         for name in asked:
             if name != AUTO and not tasks_of(self.registry.get(name), self.problems, self.points):
-                raise UsageError(f"backend {name} cannot be measured here: {self._reasons(name)}")
+                raise UsageError(f"backend {name} cannot be measured here: {self._reasons(name, render)}")
         return asked
 
-    def _reasons(self, name: str) -> str:
+    def _reasons(self, name: str, render: Render) -> str:
         spec = self.registry.get(name).spec
         found: dict[str, None] = {}
         for problem in self.problems:
             for role in sorted({point.role for point in self.points}):
-                found |= dict.fromkeys(str(refusal) for refusal in spec.refusals(problem, role))
+                found |= dict.fromkeys(refusal.told(render) for refusal in spec.refusals(problem, role))
         return "; ".join(found) or "it serves none of the points"
 
 
@@ -120,8 +124,8 @@ def _problem(parsed: argparse.Namespace, model: ModelSpec, device: str, sm: int 
     default = model_dtype(model) or (DType.BFLOAT16 if device == "cuda" else DType.FLOAT32)
     dtype = default if parsed.dtype is None else DType.parse(parsed.dtype, Setting.DTYPE)
     full = replace(model, layers=model.full_layers)
-    if not full.layers:
-        raise UsageError(f"{model.name} has no layer with full attention, and others are not measured")
+    if not layers_to_measure(full)[0]:
+        raise UsageError(f"{model.name} has no layer with full attention that can be measured, and no others are")
     return Problem(
         full,
         device=device,
@@ -162,15 +166,30 @@ def told(outcome: Skipped | Failed) -> str:
     reason = " ".join(outcome.reason.split())
     if isinstance(outcome, Skipped):
         return f"{outcome.side}: {outcome.task} is left out: {reason}"
-    if outcome.task is None:
-        return f"{outcome.side}: no more is measured: {reason}"
     role, shape = outcome.task.point.role, outcome.task.shape
-    return f"{outcome.side}: left out for {role} of {shape}, because of {outcome.task.point}: {reason}"
+    more = ", and no more is measured" * outcome.last
+    return f"{outcome.side}: left out for {role} of {shape}, because of {outcome.task.point}{more}: {reason}"
 
 
 def print_fastest(rows: list[Row]) -> None:
     for title, columns, lines in fastest(rows):
         print(f"\n{title}\n{table(columns, lines)}")
+
+
+def check_file(path: str | None) -> None:
+    """Find out that a file can be written, before there is something to lose."""
+    if path is None:
+        return
+    folder = os.path.dirname(os.path.abspath(path))
+    if os.path.isdir(path):
+        wrong = "Is a directory"
+    elif not os.path.isdir(folder):
+        wrong = f"there is no folder {folder}"
+    elif not os.access(path if os.path.exists(path) else folder, os.W_OK):
+        wrong = "Permission denied"
+    else:
+        return
+    raise UsageError(f"{path} cannot be written: {wrong}")
 
 
 def write_text(path: str, text: str) -> None:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from attnplug.choose.measured.files import read_tables, write_tables
+from attnplug.choose.measured.files import TableError, drop_tables, ensure_writable, read_tables, write_tables
 from attnplug.choose.measured.store import table_path, versions_of
-from attnplug.choose.select import AUTO
 from attnplug.cli import output
-from attnplug.cli.measuring import Plan, print_fastest, read_plan, told, watched, write_text
+from attnplug.cli.measuring import Plan, check_file, print_fastest, read_plan, told, watched, write_text
 from attnplug.declare.errors import UsageError
 from attnplug.declare.measured import MeasuredTable
+from attnplug.machine.hardware import Processor
+from attnplug.machine.interrupt import terminated_in_order
 from attnplug.tune.page import report_page
 from attnplug.tune.process import RunJob, runner_for
 from attnplug.tune.results import row_of, rows_of_tables
@@ -25,13 +27,14 @@ def tune_backends(parsed: argparse.Namespace, run: RunJob | None = None) -> int:
     """Measure, write tables after every backend, and show who is the fastest where."""
     if not parsed.budget > 0:
         raise UsageError(f"--budget {parsed.budget:g} is no time to measure in; give seconds above 0")
+    check_file(parsed.report)
     plan = read_plan(parsed)
-    if parsed.backends is not None and AUTO in parsed.backends.split(","):
-        raise UsageError(f"--backends {parsed.backends} names auto, which is a choice and has no times of its own")
-    names, day = plan.chosen(parsed.backends), datetime.now(UTC).date().isoformat()
+    names, day = plan.chosen(parsed.backends, parsed.render, auto=False), datetime.now(UTC).date().isoformat()
     path = table_path(plan.processor) if parsed.tables is None else Path(parsed.tables)
     versions = {name: versions_of(plan.registry.get(name), plan.processor) for name in names}
-    have = [] if parsed.again else [table for table in _present(path) if table.versions == versions.get(table.backend)]
+    present = _present(path, plan.processor)
+    ensure_writable(path)
+    have = [] if parsed.again else [table for table in present if table.versions == versions.get(table.backend)]
     jobs = [plan.job(name) for name in names]
     asked = {job.backend: len(job.tasks) for job in jobs}
     jobs = [replace(job, tasks=not_yet(job.tasks, job.backend, have)) for job in jobs]
@@ -39,11 +42,17 @@ def tune_backends(parsed: argparse.Namespace, run: RunJob | None = None) -> int:
     def finished(tuned: Tuned) -> None:
         if tables := tables_of(tuned, plan.processor, versions[tuned.backend], day):
             write_tables(path, tables)
+        if tuned.broken and os.path.exists(path):  # an earlier run may have measured other points
+            mine = {(tuned.backend, *sort) for sort in tuned.broken}
+            drop_tables(path, lambda table: (table.backend, table.role, table.shape) in mine)
 
-    with watched(sum(len(job.tasks) for job in jobs), shown=not parsed.json) as watching:
+    with terminated_in_order(), watched(sum(len(job.tasks) for job in jobs), shown=not parsed.json) as watching:
         run = run or runner_for(plan.device, plan.registry)
-        results = tune(jobs, parsed.budget, run, told=watching, finished=finished)
-    tables = [table for table in _present(path) if table.backend in names and _asked_for(table, plan)]
+        try:
+            results = tune(jobs, parsed.budget, run, told=watching, finished=finished)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt(f"while measuring; the points that were finished are in {path}") from None
+    tables = [table for table in _present(path, plan.processor) if table.backend in names and _asked_for(table, plan)]
     notes = [*plan.notes, *(line for tuned in results for line in _lines(tuned, asked[tuned.backend]))]
     rows = list(rows_of_tables(tables))
     if parsed.report is not None:
@@ -59,9 +68,17 @@ def tune_backends(parsed: argparse.Namespace, run: RunJob | None = None) -> int:
     return 0 if rows else 1
 
 
-def _present(path: Path) -> tuple[MeasuredTable, ...]:
-    """What a file holds; one that cannot be read is not an answer to a user who asks to add to it."""
-    return read_tables(path).tables if path.exists() else ()
+def _present(path: Path, processor: Processor) -> tuple[MeasuredTable, ...]:
+    """What a file holds. One that cannot be read, or is of another device, is for the user to remove."""
+    if not os.path.exists(path):
+        return ()
+    try:
+        file = read_tables(path)
+        if (file.device, file.sm) != (processor.name, processor.sm):
+            raise TableError(f"{path} was measured on {Processor(file.device, file.sm)}, and this is {processor}")
+    except TableError as error:
+        raise TableError(f"{error.message}; remove it, or name another file with --tables") from error
+    return file.tables
 
 
 def _asked_for(table: MeasuredTable, plan: Plan) -> bool:
@@ -71,7 +88,8 @@ def _asked_for(table: MeasuredTable, plan: Plan) -> bool:
 def _lines(tuned: Tuned, asked: int) -> Iterator[str]:
     """What came of a backend, in one line, and why it is left out of what."""
     known = asked - tuned.asked
-    parts = [f"{len(tuned.timed)} points measured in {sum(each.seconds for each in tuned.timed):.1f} s"]
+    count = len(tuned.timed)
+    parts = [f"{count} point{'s' * (count != 1)} measured in {sum(each.seconds for each in tuned.timed):.1f} s"]
     parts += [f"{known} known before"] * bool(known)
     parts += [f"{len(tuned.skipped)} too large for memory"] * bool(tuned.skipped)
     parts += [f"{tuned.left} not reached within the budget"] * bool(tuned.left)

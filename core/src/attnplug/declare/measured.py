@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from datetime import date
 from typing import NamedTuple
 
 from attnplug.declare.errors import PluginError
 from attnplug.declare.model import AttentionKind, LayerSpec
 from attnplug.declare.problem import DType, Role
 from attnplug.declare.reading import integer, members, several
+
+_MOST = 1 << 40
+"""Above every count and every number of microseconds that can be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,15 @@ class LayerShape:
     page_size: int
     window: int = 0
     topk: int = 0
+
+    def __post_init__(self) -> None:
+        enums = {"kind": AttentionKind, "dtype": DType, "kv_dtype": DType}
+        for name in (each.name for each in fields(self)):
+            value = getattr(self, name)
+            if name in enums:
+                object.__setattr__(self, name, *members(name, [value], enums[name]))
+            elif not 0 <= (integer(name, value) or 0) < _MOST:
+                raise PluginError(f"{name}={value!r} must not be negative, and below {_MOST}")
 
     @classmethod
     def of(cls, layer: LayerSpec, dtype: DType, kv_dtype: DType, page_size: int) -> LayerShape:
@@ -90,6 +102,10 @@ class MeasuredTable:
         for name in ("device", "backend", "measured"):
             if not isinstance(value := getattr(self, name), str) or not value.strip():
                 raise PluginError(f"a measured table's {name}={value!r} must be a text")
+        try:
+            date.fromisoformat(self.measured)
+        except ValueError:
+            raise PluginError(f"a measured table's measured={self.measured!r} must be a day: 2026-11-16") from None
         integer("sm", self.sm)
         object.__setattr__(self, "role", *members("role", [self.role], Role))
         if not isinstance(self.shape, LayerShape):
@@ -109,7 +125,7 @@ def _rows(title: str, rows: Iterable[object]) -> Iterable[Measurement]:
         if not isinstance(row, tuple | list) or len(row) != 6 or not all(map(_is_positive, row)):
             raise PluginError(
                 f"the table of {title} has row {row!r}; write (requests, length, tokens, microseconds, low, high), all "
-                "above 0"
+                f"above 0 and below {_MOST}"
             )
         requests, length, tokens, *times = row
         if not all(type(count) is int for count in (requests, length, tokens)):
@@ -123,7 +139,7 @@ def _rows(title: str, rows: Iterable[object]) -> Iterable[Measurement]:
 
 
 def _is_positive(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(value) and value > 0  # type: ignore[arg-type,operator] # a number
+    return type(value) in (int, float) and 0 < value < _MOST  # type: ignore[operator] # a number
 
 
 def _versions(title: str, versions: object) -> Mapping[str, str]:

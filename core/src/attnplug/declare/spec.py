@@ -38,10 +38,11 @@ class BackendSpec:
 
     ``factory`` is ``"package.module:attribute"``, a callable that takes a ``BackendContext`` and returns the
     backend; it is imported when the backend is built and not before. ``requires`` are requirement strings that
-    must be installed; one written as ``(requirement, module)`` must also bring that module. ``options`` is a frozen
-    dataclass with a default for every field. ``check`` gives further refusals that the capabilities cannot express: of
-    a problem, a role and the backend's options, as parsed. They are the defaults where a user sets none, and ``None``
-    where the spec has no options.
+    must be installed; one written as ``(requirement, module)`` must also bring that module. ``uses`` are names of
+    distributions that it takes where they are installed: times that were measured with another version, or without one,
+    no longer hold. ``options`` is a frozen dataclass with a default for every field. ``check`` gives further refusals
+    that the capabilities cannot express: of a problem, a role and the backend's options, as parsed. They are the
+    defaults where a user sets none, and ``None`` where the spec has no options.
     """
 
     name: str
@@ -50,6 +51,7 @@ class BackendSpec:
     factory: str
     capabilities: Capabilities
     requires: tuple[str | tuple[str, str], ...] = ()
+    uses: tuple[str, ...] = ()
     options: type[Any] | None = None
     check: Callable[[Problem, Role | None, Any], Iterable[Refusal]] | None = field(default=None, compare=False)
     preference: int = 0
@@ -86,6 +88,8 @@ class BackendSpec:
             yield from (problem for needed in self.requires if (problem := requirement_problem(needed)) is not None)
         else:
             yield f"requires {self.requires!r} must be a tuple of requirement strings or pairs (requirement, module)"
+        if not isinstance(self.uses, tuple | list) or not all(_is_distribution(name) for name in self.uses):
+            yield f"uses {self.uses!r} must be a tuple of distributions' names, such as 'flash-attn', without versions"
         if self.options is not None:
             yield from options_problems(self.options)
 
@@ -128,6 +132,10 @@ class BackendSpec:
             text = f"its own check failed with {describe_error(error)}"
             return [Refusal(RefusalCode.CHECK_FAILED, text, value=type(error).__name__)]
         return reasons
+
+
+def _is_distribution(name: object) -> bool:
+    return isinstance(name, str) and re.fullmatch(r"[A-Za-z0-9]([A-Za-z0-9._-]*[A-Za-z0-9])?", name) is not None
 
 
 def _check_problems(check: object) -> Iterator[str]:

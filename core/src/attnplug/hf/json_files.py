@@ -38,7 +38,7 @@ def read_text(path: Path, most_bytes: int = MOST_BYTES) -> str:
         with path.open("rb") as file:
             content = file.read(most_bytes + 1)
         if len(content) > most_bytes:
-            raise UsageError(f"{path} is larger than {most_bytes} bytes: this is not a {path.name}")
+            raise UsageError(f"{path} is larger than {most_bytes} bytes, more than such a file has")
         return content.decode("utf-8-sig")
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}") from error

@@ -61,12 +61,19 @@ def at_once() -> Iterator[None]:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+class Terminated(SystemExit):
+    """The process was told to end, which is nobody's own ``sys.exit``."""
+
+
 @contextmanager
 def terminated_in_order() -> Iterator[None]:
-    """Let SIGTERM raise SystemExit: what must not be lost can be written, and what was started can be ended."""
+    """Let SIGTERM raise :class:`Terminated`: what must not be lost can be written, and what was started be ended."""
     import signal
 
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    def end(*_: object) -> None:
+        raise Terminated(128 + signal.SIGTERM)
+
+    before = signal.signal(signal.SIGTERM, end)
     try:
         yield
     finally:

@@ -23,6 +23,7 @@ from attnplug.declare.measured import Measurement
 from attnplug.declare.model import ModelSpec
 from attnplug.declare.options import parse_options
 from attnplug.declare.problem import Problem
+from attnplug.machine.interrupt import Terminated
 from attnplug.tune.clock import Chain, Clock
 from attnplug.tune.raw import RAW, raw_chain
 from attnplug.tune.shapes import Task
@@ -76,12 +77,13 @@ class Skipped:
 class Failed:
     """A task at which a side failed: it is left out for this role and sort of layer.
 
-    ``task`` is ``None`` where its process ended, and with it all that was to come.
+    ``last`` says that its process ended, or can no longer use the GPU: nothing comes after it.
     """
 
     side: str
-    task: Task | None
+    task: Task
     reason: str
+    last: bool = False
 
 
 Outcome = Timed | Skipped | Failed
@@ -105,7 +107,7 @@ def run_job(job: Job, registry: Registry, clock: Clock) -> Iterator[Outcome]:
             yield outcome
         if setup.device.type == "cuda":
             if (lost := _lost()) is not None:
-                yield Failed(job.backend, None, f"the GPU is lost after {task}: {lost}")
+                yield Failed(job.backend, task, f"the GPU is lost: {lost}", last=True)
                 return
             gc.collect()
 
@@ -141,9 +143,11 @@ def _measured(
                 chain = raw_chain(job.backend, raw, stage)
                 if chain is not None:
                     found.append(_timed(stage, chain, clock, began, gaps))
+    except Terminated:
+        raise
     except (torch.OutOfMemoryError, MemoryError) as error:
         found.append(Skipped(side, task, f"it runs out of memory: {describe_error(error).splitlines()[0]}"))
-    except Exception as error:  # kernels and their libraries raise anything
+    except (Exception, SystemExit) as error:  # kernels and their libraries raise anything
         found.append(Failed(side, task, describe_error(error)))
     return found
 
@@ -151,8 +155,7 @@ def _measured(
 def _timed(stage: Stage, chain: Chain, clock: Clock, began: float, gaps: dict[int, float]) -> Timed:
     clock.warm_up(chain)
     prepared = clock.now() - began
-    if stage.last is not None and not bool(torch.isfinite(stage.last).all()):
-        raise BackendError(f"{chain.side} gave results that are not finite, over a cache of random rows")
+    _looked_at(stage, chain.side)
     gap = _gap(stage, clock, gaps) if chain.captured else 0.0
     times = [max(1e6 * seconds / chain.calls - gap, _SHORTEST_US) for seconds in clock.times(chain)]
     low, middle, high = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
@@ -161,6 +164,19 @@ def _timed(stage: Stage, chain: Chain, clock: Clock, began: float, gaps: dict[in
     measured = Measurement(point.requests, point.length, point.tokens, *found)
     compile_s = prepared if prepared > _COMPILING_S else 0.0
     return Timed(chain.side, chain.task, measured, clock.now() - began - compile_s, compile_s)
+
+
+def _looked_at(stage: Stage, side: str) -> None:
+    """What did not attend must not win by that. Whether the numbers are right is for the conformance suite to say."""
+    out, rows, heads = stage.last, stage.task.point.rows, stage.task.layer.num_heads
+    if not stage.ran:
+        return
+    is_result = isinstance(out, torch.Tensor) and out.ndim == 3 and out.shape[:2] == (rows, heads)
+    if not is_result and not side.startswith(RAW):  # libraries have shapes of their own
+        found = tuple(out.shape) if isinstance(out, torch.Tensor) else type(out).__name__
+        raise BackendError(f"{side} gave {found}; the result has shape [{rows} tokens, {heads} heads, width]")
+    if isinstance(out, torch.Tensor) and not bool(torch.isfinite(out).all()):
+        raise BackendError(f"{side} gave results that are not finite, over a cache of random rows")
 
 
 def _gap(stage: Stage, clock: Clock, known: dict[int, float]) -> float:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import torch
 
+from attnplug.declare.errors import UsageError
+
 _BYTES = {"cuda": 4 << 30, "cpu": 256 << 20}
 
 
@@ -28,7 +30,13 @@ def commit() -> str | None:
 
 def bandwidth(device: torch.device) -> float:
     """Bytes a second of plain reading or copying, whichever is faster, over more memory than any cache holds."""
-    memory = torch.ones(_BYTES[device.type] // 4, dtype=torch.float32, device=device)
+    try:
+        memory = torch.ones(_BYTES[device.type] // 4, dtype=torch.float32, device=device)
+    except torch.OutOfMemoryError as error:
+        needed = f"{_BYTES[device.type] >> 20} MiB"
+        raise UsageError(
+            f"{device} has no {needed} of free memory to measure its bandwidth; end what uses it"
+        ) from error
     first, second = memory.chunk(2)  # a copy reads one half, and writes as much
     seconds = min(_best_s(lambda: memory.sum(), device), _best_s(lambda: first.copy_(second), device))
     return memory.numel() * memory.element_size() / seconds

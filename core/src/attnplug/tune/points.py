@@ -16,7 +16,8 @@ PREFILLS = ((1, 512, 0), (1, 8192, 0), (1, 512, 8192), (8, 512, 0), (1, 2048, 0)
 """Requests, new tokens and prefix, the most telling first."""
 CPU_REQUESTS, CPU_LENGTHS = (1, 4, 16), (64, 256, 1024)
 CPU_PREFILLS = ((1, 32, 0), (1, 256, 0), (1, 32, 256), (4, 32, 0))
-_PATTERN = re.compile(r"(\d+)x(\d+)(k?)(?:\+(\d+)(k?)|v(\d+))?")
+_PATTERN = re.compile(r"(\d+)x(\d+)(k?)(?:\+(\d+)(k?)|v(\d+))?", re.ASCII)
+_MOST_REQUESTS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -68,6 +69,8 @@ def _parsed(text: str) -> Point:
         point = Point(Role.DECODE, int(requests), rows, int(drafts or 1))
     if not point.requests or not point.tokens or point.length < point.tokens:
         raise UsageError(f"--points: {text!r} has no request, no token, or fewer rows than new tokens")
+    if point.requests > _MOST_REQUESTS:
+        raise UsageError(f"--points: {text!r} has more than {_MOST_REQUESTS} requests")
     return point
 
 
@@ -76,6 +79,8 @@ def default_points(device: str, max_batch: int, max_context: int, speculative_to
 
     ``speculative_tokens`` are those that a verify checks at once; without them nothing is verified.
     """
+    if max_batch > _MOST_REQUESTS:
+        raise UsageError(f"--max-batch {max_batch} is more than {_MOST_REQUESTS} requests")
     cpu = device == "cpu"
     requests = _up_to(CPU_REQUESTS if cpu else DECODE_REQUESTS, max_batch)
     lengths = _up_to(CPU_LENGTHS if cpu else DECODE_LENGTHS, max_context)
@@ -100,9 +105,11 @@ def default_points(device: str, max_batch: int, max_context: int, speculative_to
 
 
 def _up_to(sizes: Sequence[int], most: int) -> tuple[int, ...]:
-    """The sizes below a limit, and the limit itself where it is between two of them."""
-    below = [size for size in sizes if size <= most]
-    return tuple(below if most in below or most > sizes[-1] else [*below, most])
+    """The sizes below a limit, further ones up to it, each four times the last, and the limit itself."""
+    below = [size for size in sizes if size < most]
+    while below and below[-1] >= sizes[-1] and 4 * below[-1] < most:
+        below.append(4 * below[-1])
+    return (*below, most)
 
 
 def _levels(values: Sequence[int]) -> Iterator[tuple[int, int]]:

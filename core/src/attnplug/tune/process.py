@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import signal
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 
@@ -12,6 +13,7 @@ import torch
 from attnplug.choose.registry import Registry, load_registry
 from attnplug.tune.clock import clock_for
 from attnplug.tune.measure import Failed, Job, Outcome, run_job
+from attnplug.tune.shapes import Task
 
 RunJob = Callable[[Job], Iterator[Outcome]]
 
@@ -30,7 +32,7 @@ def in_own_process(job: Job) -> Iterator[Outcome]:
     process = context.Process(target=_work, args=(job, sender))  # no daemon: those may not start compilers
     process.start()
     sender.close()
-    done = False
+    done, outcomes = False, list[Outcome]()
     try:
         while not done:
             try:
@@ -40,6 +42,7 @@ def in_own_process(job: Job) -> Iterator[Outcome]:
             if outcome is None:
                 done = True
             else:
+                outcomes.append(outcome)
                 yield outcome
         process.join()
     finally:
@@ -49,10 +52,18 @@ def in_own_process(job: Job) -> Iterator[Outcome]:
     if not done:
         code = process.exitcode or 0
         ended = f"signal {-code}" if code < 0 else f"exit code {code}"
-        yield Failed(job.backend, None, f"its process ended with {ended}")
+        yield Failed(job.backend, _running(job, outcomes), f"its process ended with {ended}", last=True)
+
+
+def _running(job: Job, outcomes: list[Outcome]) -> Task:
+    """The task at which a process ended: the first after the last outcome that is not left out after a failure."""
+    broken = {(each.task.point.role, each.task.shape) for each in outcomes if isinstance(each, Failed)}
+    following = job.tasks[job.tasks.index(outcomes[-1].task) + 1 :] if outcomes else job.tasks
+    return next((task for task in following if (task.point.role, task.shape) not in broken), job.tasks[-1])
 
 
 def _work(job: Job, sender: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that started this one ends it
     device = torch.device(job.device)
     registry = load_registry()
     clock = clock_for(device)

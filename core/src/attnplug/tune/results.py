@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -11,11 +10,13 @@ from pathlib import Path
 from attnplug.declare.errors import UsageError
 from attnplug.declare.measured import MeasuredTable
 from attnplug.declare.problem import Role
+from attnplug.hf.json_files import read_json_object
 from attnplug.tune.measure import Timed
 from attnplug.tune.points import Point
 from attnplug.tune.raw import RAW
 
 SCHEMA = 1
+_MOST = 1 << 40
 SLOWER = 1.05
 """A median above so many times the old one is slower, if the middle halves of the repetitions do not overlap."""
 
@@ -96,19 +97,19 @@ class Results:
 
 def read_results(path: Path) -> Results:
     """Read a results file. Whatever is wrong with it is a UsageError."""
-    try:
-        told = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise UsageError(f"{path} cannot be read as results of attnplug bench: {error}") from error
-    if not isinstance(told, dict) or told.get("schema") != SCHEMA:
-        found = told.get("schema") if isinstance(told, dict) else type(told).__name__
+    told = read_json_object(path)
+    if (found := told.pop("schema", None)) != SCHEMA:
         raise UsageError(f"{path} has schema {found!r}, not {SCHEMA}; measure again with this version's attnplug bench")
+    rows, failed = told.pop("rows", None), told.pop("failed", None)
+    if not isinstance(rows, list) or not isinstance(failed, list):
+        raise UsageError(f"{path} holds no results of attnplug bench: it lacks rows, or what failed")
     try:
-        rows = tuple(_row(each) for each in told.pop("rows"))
-        failed = tuple(map(str, told.pop("failed")))
+        read = {row.key: row for row in map(_row, rows)}
     except (KeyError, TypeError, ValueError) as error:
         raise UsageError(f"{path} has a row that attnplug bench did not write: {error!r}") from error
-    return Results({key: value for key, value in told.items() if key != "schema"}, rows, failed)
+    if len(read) < len(rows):
+        raise UsageError(f"{path} has two rows of one side and point; attnplug bench writes one")
+    return Results(told, tuple(read.values()), tuple(map(str, failed)))
 
 
 def _row(told: Mapping[str, object]) -> Row:
@@ -117,8 +118,11 @@ def _row(told: Mapping[str, object]) -> Row:
         if name in ("side", "layer", "role"):
             Role(str(value)) if name == "role" else None
             right = isinstance(value, str)
+        elif name in ("requests", "length", "tokens"):
+            right = type(value) is int and 0 < value < _MOST
         else:
-            right = type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]
+            least = 0 if name == "limit_us" else 1e-9
+            right = type(value) in (int, float) and least <= value < _MOST  # type: ignore[operator] # a number
         if not right:
             raise ValueError(f"{name}={value!r}")
     return Row(**values)  # type: ignore[arg-type] # each was looked at
@@ -139,6 +143,8 @@ def compare(old: Results, new: Results) -> Comparison:
     """What became slower and faster. Results of different devices cannot be compared."""
     if old.device != new.device:
         raise UsageError(f"results of {old.device} and of {new.device} cannot be compared; measure both on one device")
+    if old.header.get("ragged") != new.header.get("ragged"):
+        raise UsageError("one of these results was measured with --ragged, and one without; measure both alike")
     now = {row.key: row for row in new.rows}
     slower, faster, gone, common = [], [], [], 0
     for before in old.rows:
@@ -156,6 +162,8 @@ def compare(old: Results, new: Results) -> Comparison:
             slower.append(line)
         elif after.high < before.low and before.us > SLOWER * after.us:
             faster.append(line)
+    if not common:
+        raise UsageError("these results have no measurement in common; measure the same backends, layers and points")
     return Comparison(tuple(slower), tuple(faster), tuple(gone), common)
 
 

@@ -15,8 +15,8 @@ from attnplug.declare.model import AttentionKind, LayerSpec, MLADims, ModelSpec
 from attnplug.declare.problem import DType, Problem
 from attnplug.tune.points import Point
 
-_MLA = re.compile(r"mla:(\d+)")
-_HEADS = re.compile(r"(?:gqa|mha):(\d+)(?:/(\d+))?(?:x(\d+))?(?:w(\d+))?")
+_MLA = re.compile(r"mla:(\d+)", re.ASCII)
+_HEADS = re.compile(r"(?:gqa|mha):(\d+)(?:/(\d+))?(?:x(\d+))?(?:w(\d+))?", re.ASCII)
 _NOPE, _ROPE, _LATENT, _VALUE = 128, 64, 512, 128
 """The widths of DeepSeek's layers, which most models with MLA have."""
 _CONTEXT = 1 << 20
@@ -63,8 +63,8 @@ def _layer(text: str) -> LayerSpec:
             return LayerSpec(0, AttentionKind.MLA, heads, heads, width, _VALUE, width**-0.5, mla=dims)
     elif match := _HEADS.fullmatch(text):
         heads, kv_heads, dim = int(match[1]), int(match[2] or match[1]), int(match[3] or 128)
-        if heads and kv_heads and dim and not heads % kv_heads:
-            window = None if match[4] is None else int(match[4])
+        window = None if match[4] is None else int(match[4])
+        if heads and kv_heads and dim and window != 0 and not heads % kv_heads:
             return LayerSpec(0, AttentionKind.MHA, heads, kv_heads, dim, dim, dim**-0.5, sliding_window=window)
     raise UsageError(
         f"--shapes: {text!r} is not a layer; write mla:16, gqa:32/8x128 or mha:8x64 (heads, KV heads that divide them, "
@@ -77,8 +77,12 @@ def layers_to_measure(model: ModelSpec) -> tuple[tuple[LayerSpec, ...], tuple[st
     found: dict[LayerSpec, None] = {}
     left_out: dict[str, int] = {}
     for layer in model.layers:
-        if layer.linear is not None or layer.compressed is not None:
-            what = f"{layer.kind} layers" if layer.linear is not None else "layers with compressed entries"
+        what = None
+        if layer.linear is not None:
+            what = f"{layer.kind} layers"
+        elif layer.compressed is not None or (layer.mla is not None and layer.sinks):
+            what = "layers with compressed entries, or beside such layers"
+        if what is not None:
             left_out[what] = left_out.get(what, 0) + 1
         elif layer.indexer is None or layer.indexer.shares is None:  # the rest attend like the layer they share with
             found[replace(layer, layer_id=0)] = None

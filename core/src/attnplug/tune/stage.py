@@ -99,6 +99,8 @@ class Stage:
         self.task, self.device = task, setup.device
         self.last: Tensor | None = None
         """What the last call gave."""
+        self.ran = False
+        """Whether the backend's calls were made: a clock of a test need not make them."""
         shape, self.page_size = task.shape, task.shape.page_size
         self.dtype = torch_dtype(shape.dtype)
         self.lengths = lengths_at(task, ragged=setup.ragged)
@@ -225,6 +227,7 @@ class Stage:
                 self.last = call(self.layers[number % len(self.layers)])
                 if captured:
                     self.link(self.last)
+            self.ran = True
 
         return Chain(
             side,

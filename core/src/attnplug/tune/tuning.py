@@ -38,14 +38,17 @@ class Tuned:
             return 0  # those of the failing sorts were not tried, and which ones they are is told
         return self.asked - len(self.timed) - len(self.skipped)
 
+    @property
+    def broken(self) -> set[Sort]:
+        """What it failed at. It is left out for it as a whole, and must not be chosen for it."""
+        return {(each.task.point.role, each.task.shape) for each in self.failed}
+
     def rows(self) -> dict[Sort, list[Measurement]]:
-        """What was measured, by table. What a backend failed at is left out as a whole: it must not be chosen for
-        it."""
-        broken = {(each.task.point.role, each.task.shape) for each in self.failed if each.task is not None}
+        """What was measured, by table."""
         found: dict[Sort, list[Measurement]] = {}
         for each in self.timed:
             sort = each.task.point.role, each.task.shape
-            if sort not in broken:
+            if sort not in self.broken:
                 found.setdefault(sort, []).append(each.measured)
         return found
 

@@ -47,6 +47,7 @@ def attnplug_backends() -> list[BackendSpec]:
             summary="MHA and GQA by FlashAttention (flash-attn-4, or torch's own kernel); MLA prefill as MHA",
             contract=CONTRACT_VERSION,
             factory="attnplug_flashattention.backend:FlashAttentionBackend",
+            uses=("flash-attn-4", "flash-attn"),
             options=FlashAttentionOptions,
             check=refusals,
             preference=60,  # below those made for MLA

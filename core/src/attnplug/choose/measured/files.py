@@ -7,7 +7,8 @@ import json
 import os
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -15,9 +16,7 @@ from typing import Any
 
 from attnplug.declare.errors import AttnplugError, PluginError, TableWarning
 from attnplug.declare.measured import LayerShape, MeasuredTable
-from attnplug.declare.model import AttentionKind
-from attnplug.declare.problem import DType
-from attnplug.declare.reading import integer, members, of_type
+from attnplug.declare.reading import integer, of_type
 from attnplug.hf.json_files import read_json_object
 
 SCHEMA = 1
@@ -25,7 +24,7 @@ LOCK_SECONDS = 10.0
 """How long a writer waits for another one. Writing takes milliseconds."""
 _KEYS = ("schema", "device", "sm", "tables")
 _TABLE_KEYS = ("backend", "role", "shape", "measured", "versions", "rows")
-_SHAPE_TYPES = {"kind": AttentionKind, "dtype": DType, "kv_dtype": DType}
+_SHAPE_KEYS = tuple(each.name for each in fields(LayerShape))
 
 
 class TableError(AttnplugError):
@@ -53,12 +52,22 @@ def read_tables(path: Path) -> TableFile:
             raise PluginError(f"it has schema {found.get('schema')!r}, and this attnplug reads {SCHEMA}")
         _, device, sm, tables = _values(found, _KEYS, "the file")
         read = [_table(device, sm, table) for table in of_type("tables", tables, list, "a list")]
-        twice = {table.title for table in read if sum(other.title == table.title for other in read) > 1}
-        for title in sorted(twice):
-            raise PluginError(f"it has two tables of {title}")
+        for title, count in Counter(table.title for table in read).items():
+            if count > 1:
+                raise PluginError(f"it has two tables of {title}")
         return TableFile(path, of_type("device", device, str, "a text"), integer("sm", sm) or 0, tuple(read))
     except PluginError as error:
         raise TableError(f"{path} is not a file of measured tables: {' '.join(error.message.split())}") from error
+
+
+def ensure_writable(path: Path) -> None:
+    """Find out that a file of tables can be written, before there is something to lose. Raises :class:`TableError`."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path):
+            pass
+    except OSError as error:
+        raise TableError(f"{path} cannot be written: {error.strerror or error}") from error
 
 
 def write_tables(path: Path, tables: Iterable[MeasuredTable]) -> None:
@@ -80,6 +89,18 @@ def write_tables(path: Path, tables: Iterable[MeasuredTable]) -> None:
             for table in added:
                 merged[table.title] = _merged(merged.get(table.title), table)
             _replace(path, {"schema": SCHEMA, "device": device, "sm": sm, "tables": [*map(_as_json, merged.values())]})
+    except OSError as error:
+        raise TableError(f"{path} cannot be written: {error.strerror or error}") from error
+
+
+def drop_tables(path: Path, drop: Callable[[MeasuredTable], bool]) -> None:
+    """Take tables out of a file. Raises :class:`TableError`."""
+    try:
+        with _locked(path):
+            file = read_tables(path)
+            kept = [_as_json(table) for table in file.tables if not drop(table)]
+            if len(kept) < len(file.tables):
+                _replace(path, {"schema": SCHEMA, "device": file.device, "sm": file.sm, "tables": kept})
     except OSError as error:
         raise TableError(f"{path} cannot be written: {error.strerror or error}") from error
 
@@ -163,20 +184,8 @@ def _as_json(table: MeasuredTable) -> dict[str, object]:
 
 def _table(device: Any, sm: Any, value: object) -> MeasuredTable:
     backend, role, shape, measured, versions, rows = _values(value, _TABLE_KEYS, "a table")
-    return MeasuredTable(device, sm, backend, role, _shape(shape), rows, versions, measured)
-
-
-def _shape(value: object) -> LayerShape:
-    names = [each.name for each in fields(LayerShape)]
-    found: dict[str, Any] = {}
-    for name, given in zip(names, _values(value, names, "a shape"), strict=True):
-        if name in _SHAPE_TYPES:
-            (found[name],) = members(name, [given], _SHAPE_TYPES[name])
-        elif (integer(name, given) or 0) < 0:
-            raise PluginError(f"{name}={given!r} must not be negative")
-        else:
-            found[name] = given
-    return LayerShape(**found)
+    own = LayerShape(*_values(shape, _SHAPE_KEYS, "a shape"))
+    return MeasuredTable(device, sm, backend, role, own, rows, versions, measured)
 
 
 def _values(value: object, names: Iterable[str], what: str) -> list[Any]:

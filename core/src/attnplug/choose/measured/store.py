@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,8 +24,9 @@ TABLES_VARIABLE = "ATTNPLUG_TABLES"
 DRIVER = "driver"
 """The key of the GPU driver among a table's versions; the others are distributions."""
 _PLATFORM = ("torch", "triton")
-"""Distributions whose releases leave the order of backends as it is, mostly. Tables of others hold until their major
-version changes; who measures on the machine itself gets a table for exactly what is there."""
+"""Distributions whose releases leave the order of backends as it is, mostly; so do those of the backend's own package.
+Tables of others hold until their major version changes; who measures on the machine itself gets a table for exactly
+what is there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +56,16 @@ class Tables:
 
 
 def cache_folder() -> Path:
-    """Where this user's measured tables lie. The folder need not be there."""
+    """Where this user's measured tables lie. The folder need not be there. Raises TableError if there is no place."""
     if own := os.environ.get(CACHE_VARIABLE):
         return Path(own) / "tables"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "attnplug" / "tables"
+    if shared := os.environ.get("XDG_CACHE_HOME"):
+        return Path(shared) / "attnplug" / "tables"
+    try:
+        return Path.home() / ".cache" / "attnplug" / "tables"
+    except RuntimeError:
+        told = f"this user has no home folder; set {CACHE_VARIABLE} to a folder for measured tables"
+        raise TableError(told) from None
 
 
 def table_path(processor: Processor) -> Path:
@@ -67,23 +75,30 @@ def table_path(processor: Processor) -> Path:
 
 def table_files(processor: Processor) -> Iterator[tuple[Path, Origin]]:
     """The files that are named after a processor: the user's own, and those that ship with this package."""
+    folders = [(Path(shipped.__file__).parent, partial(Origin, f"shipped for {processor.name}"))]
+    with suppress(TableError):  # a user without a home has no tables there
+        folders.insert(0, (cache_folder(), partial(Origin, "measured on this machine", own=True)))
     name = _file_name(processor)
-    own = partial(Origin, "measured on this machine", own=True)
-    for folder, made in (
-        (cache_folder(), own),
-        (Path(shipped.__file__).parent, partial(Origin, f"shipped for {processor.name}")),
-    ):
-        for path in sorted((*folder.glob(f"{name}.json"), *folder.glob(f"{name}.*.json"))):
-            yield path, made(str(path))
+    more = re.compile(rf"{re.escape(name)}\..*\.json")
+    for folder, made in folders:
+        try:
+            names = os.listdir(folder)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except OSError:
+            yield folder, made(str(folder))  # whoever reads it is told why it cannot be
+            continue
+        found = [f"{name}.json"] * (f"{name}.json" in names) + sorted(filter(more.fullmatch, names))
+        yield from ((folder / each, made(str(folder / each))) for each in found)
 
 
 def versions_of(backend: Registered, processor: Processor) -> dict[str, str]:
-    """What a measurement of a backend depends on, as it is installed here: its plugin, the libraries that it requires,
-    torch and the driver."""
+    """What a measurement of a backend depends on, as it is installed here: its plugin, the libraries that it requires
+    or uses, torch and the driver."""
     from packaging.requirements import Requirement  # here: a start-up without measurements need not pay for it
 
     required = [each if isinstance(each, str) else each[0] for each in backend.spec.requires]
-    names = [*(Requirement(each).name for each in required), "torch"]
+    names = [*(Requirement(each).name for each in required), *backend.spec.uses, "torch"]
     found = {name: installed_version(name) for name in names}
     driver = {DRIVER: processor.driver} if processor.driver else {}
     known = {name: version for name, version in found.items() if version is not None}
@@ -100,7 +115,8 @@ def load_tables(registry: Registry, processor: Processor) -> Tables:
     for table, origin in _all_tables(registry, processor, faults):
         if table.backend not in registry.backends:
             continue
-        outdated = _outdated(table, origin, _here(table, registry.backends[table.backend], processor))
+        backend = registry.backends[table.backend]
+        outdated = _outdated(table, origin, backend, _here(table, backend, processor))
         if outdated is None:
             found.setdefault(table.title, FoundTable(table, origin))
         elif outdated:
@@ -135,18 +151,23 @@ def _here(table: MeasuredTable, backend: Registered, processor: Processor) -> di
     return {name: known[name] if name in known else installed_version(name) for name in table.versions}
 
 
-def _outdated(table: MeasuredTable, origin: Origin, here: Mapping[str, str | None]) -> str | None:
+def _outdated(table: MeasuredTable, origin: Origin, backend: Registered, here: Mapping[str, str | None]) -> str | None:
     """Why a table no longer holds; ``None`` if it does, and nothing to say if what it measured is not installed."""
+    for name in backend.spec.uses:
+        measured, found = table.versions.get(name), installed_version(name)
+        if (measured is None) != (found is None):
+            return f"they were measured with {name} {measured or 'missing'}, and it is {found or 'missing'} here"
     if not all(here.values()):
         return ""
+    loosely = () if origin.own else (DRIVER, backend.source.distribution, *_PLATFORM)
     for name, measured in table.versions.items():
-        if not _equal(name, measured, str(here[name]), origin):
+        if not _equal(name, measured, str(here[name]), name in loosely):
             return f"they were measured with {name} {measured}, and {here[name]} is here"
     return None
 
 
-def _equal(name: str, measured: str, here: str, origin: Origin) -> bool:
-    if origin.own or name not in (DRIVER, *_PLATFORM):
+def _equal(name: str, measured: str, here: str, loosely: bool) -> bool:
+    if not loosely:
         return measured == here
     return name == DRIVER or measured.partition(".")[0] == here.partition(".")[0]
 
@@ -164,6 +185,7 @@ def file_states(registry: Registry, processor: Processor) -> Mapping[str, str]:
     told = {}
     for holder, backends in states.items():
         names = sorted(set(backends))
-        used = f"used: {len(backends)} tables of {', '.join(names)}" if names else "nothing of it is used"
+        used = f"used: {len(backends)} table{'s' * (len(backends) != 1)} of {', '.join(names)}"
+        used = used if names else "nothing of it is used"
         told[holder] = "\n".join([used, *(fault for fault in tables.faults if fault.startswith(holder))])
     return told
