@@ -175,7 +175,7 @@ GATED_BY_NUMBER = MLPForm(("w1", "w3"), silu_and_mul, "w2")
 """The same under the names that Mixtral gave its experts (Kimi-Linear, MiniMax)."""
 SQUARED = MLPForm(("up_proj",), relu_squared, "down_proj")
 
-_ROWS_AT_ONCE = 256
+_ROWS_AT_ONCE = 1024
 """Rows that an MLP takes at once on a CPU. What it makes of more leaves the caches, and is so large that it comes from
 fresh memory of the system each time."""
 
