@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from attnplug_engine.models import layers
 from attnplug_engine.models.architectures import load_model
 
 
@@ -35,3 +36,17 @@ def test_the_norm_of_rows_of_another_type_than_its_weight(block):
     found = norm(rows)
     assert found.dtype is torch.bfloat16
     torch.testing.assert_close(found.double(), normed(rows, norm.weight, norm.eps), rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("added", [False, True])
+def test_an_mlp_of_many_rows_takes_them_in_parts(block, added, monkeypatch):
+    mlp, norm, taken = block.mlp, block.mlp_norm, []
+    activate = mlp._activate
+    monkeypatch.setattr(mlp, "_activate", lambda x: taken.append(x.shape[0]) or activate(x))
+    monkeypatch.setattr(layers, "_ROWS_AT_ONCE", 4)
+    rows, onto = torch.randn(2, 10, norm.weight.shape[0], generator=torch.Generator().manual_seed(2))
+    gate, up = (normed(rows, norm.weight, norm.eps) @ mlp.gate_up.weight.double().T).chunk(2, -1)
+    wanted = (gate * gate.sigmoid() * up) @ mlp.down.weight.double().T + (onto.double() if added else 0)
+    found = mlp(rows, norm=norm, onto=onto.clone() if added else None)
+    assert taken == [4, 4, 2]
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)

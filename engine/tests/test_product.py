@@ -21,30 +21,33 @@ def check(rows: int, dtype: torch.dtype = torch.float32) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [0, 1, 8, 48, 65])
-def test_product_of_a_small_weight(rows, dtype):
+def test_product_of_a_tiny_weight(rows, dtype):
     check(rows, dtype)
 
 
-@pytest.mark.parametrize("rows", [0, 1, 7, 8, 48, 49])
-def test_product_with_the_weight_first(rows, monkeypatch):
+@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 7, 8, 15, 16, 48, 49])
+def test_product_with_the_weight_first(rows, small, monkeypatch):
+    """A small weight is multiplied so from more rows on."""
+    calls, multiply = [], torch.mm
+    monkeypatch.setattr(torch, "mm", lambda *of: calls.append(1) or multiply(*of))
     monkeypatch.setattr(room, "_MKL", True)
-    monkeypatch.setattr(room, "_ONEDNN", False)
-    monkeypatch.setattr(room, "_SMALL", 0)
+    monkeypatch.setattr(room, "_TINY", 0)
+    if not small:
+        monkeypatch.setattr(room, "_SMALL", 0)
     check(rows)
+    assert bool(calls) is ((16 if small else 8) <= rows <= 48)
 
 
 @pytest.mark.skipif(not room._ONEDNN, reason="torch has no oneDNN here")
-@pytest.mark.parametrize("large", [False, True])
-@pytest.mark.parametrize("rows", [0, 1, 7, 8, 24, 25, 64, 65])
-def test_product_by_onednn(rows, large, monkeypatch):
-    """A larger weight is multiplied so for more rows."""
+@pytest.mark.parametrize("rows", [0, 1, 7, 8, 64, 65])
+def test_product_of_a_large_weight_by_onednn(rows, monkeypatch):
     calls, multiply = [], room._by_onednn
     monkeypatch.setattr(room, "_by_onednn", lambda *of: calls.append(1) or multiply(*of))
-    monkeypatch.setattr(room, "_SMALL", 0)
-    if large:
-        monkeypatch.setattr(room, "_LARGE", 0)
+    for limit in ("_TINY", "_SMALL", "_LARGE"):
+        monkeypatch.setattr(room, limit, 0)
     check(rows)
-    assert bool(calls) is (8 <= rows <= (64 if large else 24))
+    assert bool(calls) is (8 <= rows <= 64)
 
 
 @pytest.mark.parametrize("error", [AttributeError, RuntimeError])
@@ -60,7 +63,8 @@ def test_without_the_operator_onednn_is_not_used(error, monkeypatch):
 
 def test_product_of_strided_rows_and_of_more_dimensions(monkeypatch):
     weight, x = torch.randn(12, 16), torch.randn(9, 32)[:, ::2]
-    for small in (1 << 18, 0):
-        monkeypatch.setattr(room, "_SMALL", small)
+    for tiny in (1 << 18, 0):
+        monkeypatch.setattr(room, "_TINY", tiny)
+        monkeypatch.setattr(room, "_SMALL", tiny)
         torch.testing.assert_close(product(x, weight), x @ weight.T)
         torch.testing.assert_close(product(x.unflatten(0, (3, 3)), weight), (x @ weight.T).unflatten(0, (3, 3)))

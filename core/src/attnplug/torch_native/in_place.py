@@ -19,7 +19,7 @@ from attnplug.contract.geometry import Geometry
 _LEAST_SHARE = 0.5
 # With smaller pages the work on each page is less than the call for it, and so is that of merging few rows.
 _SMALLEST_PAGE = 32
-_FEWEST_ROWS = 1024
+_FEWEST_ROWS = 3072
 
 # F.scaled_dot_product_attention keeps the log-sum-exp to itself. This returns it too, [requests, heads, rows].
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

@@ -175,6 +175,10 @@ GATED_BY_NUMBER = MLPForm(("w1", "w3"), silu_and_mul, "w2")
 """The same under the names that Mixtral gave its experts (Kimi-Linear, MiniMax)."""
 SQUARED = MLPForm(("up_proj",), relu_squared, "down_proj")
 
+_ROWS_AT_ONCE = 1024
+"""Rows that an MLP takes at once on a CPU. What it makes of more leaves the caches, and is so large that it comes from
+fresh memory of the system each time."""
+
 
 class MLP(nn.Module):
     """``down(silu(gate(x)) * up(x))``, or another form, over this rank's intermediate columns: a sum to be reduced."""
@@ -191,6 +195,13 @@ class MLP(nn.Module):
         self._activate = form.activate
 
     def forward(self, x: Tensor, *, norm: RMSNorm | None = None, onto: Tensor | None = None) -> Tensor:
+        if x.is_cpu and x.dim() == 2 and x.shape[0] > _ROWS_AT_ONCE:
+            adds = [None] * -(-x.shape[0] // _ROWS_AT_ONCE) if onto is None else onto.split(_ROWS_AT_ONCE)
+            parts = zip(x.split(_ROWS_AT_ONCE), adds, strict=True)
+            return torch.cat([self._forward(part, norm, add) for part, add in parts])
+        return self._forward(x, norm, onto)
+
+    def _forward(self, x: Tensor, norm: RMSNorm | None, onto: Tensor | None) -> Tensor:
         return cast(Tensor, self.down(self.gate_up(x, norm=norm, activate=self._activate), onto=onto))
 
 

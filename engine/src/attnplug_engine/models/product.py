@@ -7,11 +7,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 # On a CPU torch multiplies float32 by MKL. For the rows of a batch that decodes there are two faster ways, both with
-# the weight as it lies: oneDNN, and MKL with the weight first, because its kernels are made for many rows. A call of
-# either costs more than a plain one, so a small weight is left to that; a large one is oneDNN's for more rows.
-_FEWEST = 8
-_MOST_ONEDNN, _MOST_ONEDNN_LARGE, _MOST_WEIGHT_FIRST = 24, 64, 48
-_SMALL, _LARGE = 1 << 18, 1 << 22
+# the weight as it lies: MKL with the weight first, because its kernels are made for many rows, and oneDNN for a large
+# weight. A call of either costs more than a plain one: a tiny weight is left to that, a small one where rows are few.
+_FEWEST, _FEWEST_SMALL = 8, 16
+_MOST_ONEDNN, _MOST_WEIGHT_FIRST = 64, 48
+_TINY, _SMALL, _LARGE = 1 << 18, 1 << 19, 1 << 22
 _MKL = torch.backends.mkl.is_available()
 
 
@@ -37,8 +37,9 @@ _ONEDNN = _onednn_is_there()
 def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """``x`` ``[…, in_features]`` by ``weight`` ``[out_features, in_features]``: ``[…, out_features]``, contiguous."""
     rows, size = x.shape[0], weight.numel()
-    if size > _SMALL and rows >= _FEWEST and x.dim() == 2 and x.is_cpu and x.dtype is torch.float32:
-        if _ONEDNN and rows <= (_MOST_ONEDNN_LARGE if size >= _LARGE else _MOST_ONEDNN):
+    fewest = _FEWEST if size > _SMALL else _FEWEST_SMALL
+    if size >= _TINY and rows >= fewest and x.dim() == 2 and x.is_cpu and x.dtype is torch.float32:
+        if size >= _LARGE and _ONEDNN and rows <= _MOST_ONEDNN:
             return _by_onednn(x, weight, bias)
         if _MKL and rows <= _MOST_WEIGHT_FIRST:
             turned = torch.mm(weight, x.t()) if bias is None else torch.addmm(bias.unsqueeze(1), weight, x.t())
