@@ -31,7 +31,6 @@ from attnplug import (
     ModelSpec,
     Role,
 )
-from attnplug.declare import spec
 from attnplug.host import (
     TINY_CONFIGS,
     HostContext,
@@ -57,8 +56,7 @@ __all__ = ["attnplug", "package"]
 
 settle_triton()
 
-# Every engine looks for all plugins, and for the kernel library of each, once for each role: half of its start.
-spec.requirement_refusal = functools.cache(spec.requirement_refusal)
+# Every engine looks for all plugins.
 _find_plugins = prepare.load_registry
 
 
