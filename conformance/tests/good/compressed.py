@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace  # noqa: F401
+from dataclasses import replace  # noqa: F401 # broken variants use it
 
-from attnplug import COMPRESSED, AttentionKind, BackendSpec, Capabilities, DType, Feature  # noqa: F401
+from attnplug import COMPRESSED, AttentionKind, BackendSpec, Capabilities, DType, Feature  # noqa: F401 # broken variants use it
 from attnplug.host import TorchNativeBackend
 
 SPEC = BackendSpec(

@@ -68,7 +68,7 @@ class Backend(SparseAttention):
     def attend(self, q, layer, plan, new, extras):
         pool, rank, selected = self.context.pools.mla, layer.mla.kv_lora_rank, extras.selected
         out = q.new_zeros(*q.shape[:2], rank)
-        for row, (slots, seen) in enumerate(plan.metadata):  # noqa: B007
+        for row, (slots, seen) in enumerate(plan.metadata):  # noqa: B007 # broken variants use it
             if isinstance(selected, SelectedSlots):
                 where = selected.slots[row][selected.slots[row] >= 0].long()
             else:

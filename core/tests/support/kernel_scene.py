@@ -98,7 +98,7 @@ def mla(
 class Made(Subject):
     """A backend made by a function, whatever its spec says of the case. ``contexts`` are what it was given."""
 
-    make: Make = None  # type: ignore[assignment] # always given
+    make: Make = field(kw_only=True)
     serving: Serving = field(default_factory=Serving)
     contexts: list[BackendContext] = field(default_factory=list)
 

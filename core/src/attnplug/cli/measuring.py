@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
 from attnplug.choose.models import load_model
 from attnplug.choose.ranking import by_preference
@@ -142,13 +142,13 @@ def _problem(parsed: argparse.Namespace, model: ModelSpec, device: str, sm: int 
 class Watched:
     """A bar on standard error while jobs run, on a terminal; elsewhere a line for each failure."""
 
-    def __init__(self, bar: Progress, task: object) -> None:
+    def __init__(self, bar: Progress, task: TaskID) -> None:
         self._bar, self._task = bar, task
 
     def __call__(self, outcome: Outcome) -> None:
         if isinstance(outcome, Timed):
             point = f"{outcome.side}: {outcome.task.point.role} {outcome.task.point}"
-            self._bar.update(self._task, advance=1, description=point)  # type: ignore[arg-type] # rich's own type
+            self._bar.update(self._task, advance=1, description=point)
         else:
             print(told(outcome), file=sys.stderr)
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -88,7 +87,7 @@ def write_tables(path: Path, tables: Iterable[MeasuredTable]) -> None:
             merged = {table.title: table for table in _present(path, device, sm)}
             for table in added:
                 merged[table.title] = _merged(merged.get(table.title), table)
-            _replace(path, {"schema": SCHEMA, "device": device, "sm": sm, "tables": [*map(_as_json, merged.values())]})
+            _replace(path, device, sm, merged.values())
     except OSError as error:
         raise TableError(f"{path} cannot be written: {error.strerror or error}") from error
 
@@ -98,9 +97,9 @@ def drop_tables(path: Path, drop: Callable[[MeasuredTable], bool]) -> None:
     try:
         with _locked(path):
             file = read_tables(path)
-            kept = [_as_json(table) for table in file.tables if not drop(table)]
+            kept = [table for table in file.tables if not drop(table)]
             if len(kept) < len(file.tables):
-                _replace(path, {"schema": SCHEMA, "device": file.device, "sm": file.sm, "tables": kept})
+                _replace(path, file.device, file.sm, kept)
     except OSError as error:
         raise TableError(f"{path} cannot be written: {error.strerror or error}") from error
 
@@ -131,6 +130,8 @@ def _merged(before: MeasuredTable | None, after: MeasuredTable) -> MeasuredTable
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Alone with a file, among the processes that write it. The lock is a file beside it, which stays."""
+    import fcntl  # here: who only reads tables need not have it
+
     beside = path.with_name(f"{path.name}.lock")
     until = time.monotonic() + LOCK_SECONDS
     with beside.open("w") as lock:
@@ -148,37 +149,37 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _replace(path: Path, content: Mapping[str, object]) -> None:
+def _replace(path: Path, device: str, sm: int, tables: Iterable[MeasuredTable]) -> None:
     """Write beside the file, and put that in its place: nobody reads half of it."""
     fresh = path.with_name(f"{path.name}.{os.getpid()}.new")
     try:
-        fresh.write_text(_text(content), encoding="utf-8")
+        fresh.write_text(_text(device, sm, tables), encoding="utf-8")
         os.replace(fresh, path)
     finally:
         with suppress(FileNotFoundError):
             fresh.unlink()
 
 
-def _text(content: Mapping[str, object]) -> str:
+def _text(device: str, sm: int, tables: Iterable[MeasuredTable]) -> str:
     """JSON that can be looked at, and compared line by line: a line for each value of a table, and for each row."""
-    head = {name: value for name, value in content.items() if name != "tables"}
-    tables = []
-    for table in content["tables"]:  # type: ignore[attr-defined] # a list
-        lines = [f"   {json.dumps(name)}: {json.dumps(value)}" for name, value in table.items() if name != "rows"]
-        rows = ",\n".join(f"    {json.dumps(row)}" for row in table["rows"])
-        tables.append("  {\n" + ",\n".join([*lines, f'   "rows": [\n{rows}\n   ]']) + "\n  }")
+    blocks = []
+    for table in tables:
+        rows = ",\n".join(f"    {json.dumps(list(row))}" for row in table.rows)
+        lines = [f"   {json.dumps(name)}: {json.dumps(value)}" for name, value in _head(table).items()]
+        blocks.append("  {\n" + ",\n".join([*lines, f'   "rows": [\n{rows}\n   ]']) + "\n  }")
+    head = {"schema": SCHEMA, "device": device, "sm": sm}
     lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
-    return "{\n" + ",\n".join([*lines, ' "tables": [\n' + ",\n".join(tables) + "\n ]"]) + "\n}\n"
+    return "{\n" + ",\n".join([*lines, ' "tables": [\n' + ",\n".join(blocks) + "\n ]"]) + "\n}\n"
 
 
-def _as_json(table: MeasuredTable) -> dict[str, object]:
+def _head(table: MeasuredTable) -> dict[str, object]:
+    """All of a table but its rows."""
     return {
         "backend": table.backend,
         "role": table.role.value,
         "shape": asdict(table.shape),
         "measured": table.measured,
         "versions": dict(table.versions),
-        "rows": [list(row) for row in table.rows],
     }
 
 
