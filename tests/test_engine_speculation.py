@@ -56,6 +56,8 @@ MTP = {"speculative_algorithm": "mtp", "speculative_num_steps": 3}
 NGRAM = {"speculative_algorithm": "ngram", "speculative_num_steps": 3}
 OWN = {"speculative_algorithm": "standalone", "speculative_draft_model": "own", "speculative_num_steps": 3}
 ASSISTANT = {**OWN, "speculative_algorithm": "mtp", "speculative_draft_model": "assistant"}
+EAGLE = {**OWN, "speculative_algorithm": "eagle", "speculative_draft_model": "eagle"}
+EAGLE3 = {**OWN, "speculative_algorithm": "eagle3", "speculative_draft_model": "eagle3"}
 TREE = {"speculative_topk": 2, "speculative_num_draft_tokens": 6}
 LAYERS = "deepseek_v3-layers"
 """The same model with a layer for each step."""
@@ -70,6 +72,8 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("qwen3_next", NGRAM),
     (LAYERS, MTP),
     ("llama", ASSISTANT),
+    ("llama", EAGLE),
+    ("llama", EAGLE3 | TREE),
     ("qwen3_next", ASSISTANT),
 ]
 OTHERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
@@ -79,6 +83,10 @@ OTHERS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("llama", OWN | TREE, {"attention_backend": "flashattention"}),
     ("llama", OWN, {"attention_backend": "flashinfer"}),
     ("kimi_linear", NGRAM, {"attention_backend": "triton_mla"}),
+]
+DEEP: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    *((model, settings, {}) for model, settings in CASES if model != LAYERS),  # whose layers are as many as its steps
+    *OTHERS,
 ]
 LIBRARIES = {"flashinfer": "flashinfer", "flashinfer_mla": "flashinfer", "flashmla": "flash_mla"}
 
@@ -91,6 +99,8 @@ def prompts(count: int, vocab: int = 512) -> list[list[int]]:
 def named(value: object) -> str:
     if not isinstance(value, dict):
         return str(value)
+    if not value:
+        return "own"
     if "speculative_algorithm" not in value:
         return value.get("attention_backend") or "+".join(value["role_backends"].values())
     assists = value.get("speculative_draft_model") == "assistant"
@@ -142,12 +152,58 @@ def _assistant(folder: Path) -> str:
     return str(save(folder / "assistant", own, random_tensors(shapes_of_assistant(own, config["head_dim"]))))
 
 
+def _eagle(folder: Path) -> str:
+    """A draft that sees the target's last hidden states."""
+    config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 1}
+    return str(save(folder / "eagle", config, random_tensors(_llama_layer(config, "layers.0", 1))))
+
+
+def _eagle3(folder: Path) -> str:
+    """A draft that sees states of three of the target's layers, with a vocabulary of its own."""
+    drafted = 300
+    config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 1, "draft_vocab_size": drafted}
+    hidden = config["hidden_size"]
+    shapes = _llama_layer(config, "midlayer", 2) | {
+        **{f"midlayer.{name}.weight": (hidden,) for name in ("input_layernorm", "hidden_norm")},
+        "norm.weight": (hidden,),
+        "lm_head.weight": (drafted, hidden),
+        "fc.weight": (hidden, 3 * hidden),
+    }
+    known = torch.arange(config["vocab_size"]) < drafted
+    maps = {"d2t": torch.zeros(drafted, dtype=torch.int64), "t2d": known}
+    return str(save(folder / "eagle3", config, random_tensors(shapes) | maps))
+
+
+def _llama_layer(config: dict[str, Any], name: str, inputs: int) -> dict[str, tuple[int, ...]]:
+    """Attention over so many states side by side; ``fc`` joins two."""
+    hidden, width = config["hidden_size"], config["intermediate_size"]
+    heads, kv_heads = (config["head_dim"] * config[f"num_{of}_heads"] for of in ("attention", "key_value"))
+    return {
+        "fc.weight": (hidden, 2 * hidden),
+        f"{name}.self_attn.q_proj.weight": (heads, inputs * hidden),
+        f"{name}.self_attn.k_proj.weight": (kv_heads, inputs * hidden),
+        f"{name}.self_attn.v_proj.weight": (kv_heads, inputs * hidden),
+        f"{name}.self_attn.o_proj.weight": (hidden, heads),
+        f"{name}.post_attention_layernorm.weight": (hidden,),
+        f"{name}.mlp.gate_proj.weight": (width, hidden),
+        f"{name}.mlp.up_proj.weight": (width, hidden),
+        f"{name}.mlp.down_proj.weight": (hidden, width),
+    }
+
+
 def speculating(folder: str, model: str, settings: dict[str, Any], **more: Any) -> Engine:
     own = {}
     if (draft := settings.get("speculative_draft_model")) is not None:
-        own = {"speculative_draft_model": folder if draft == "own" else _assistant(Path(folder))}
+        make = {"own": str, "assistant": _assistant, "eagle": _eagle, "eagle3": _eagle3}[draft]
+        own = {"speculative_draft_model": make(Path(folder))}
     common = {"device": "cuda", "attention_backend": BACKENDS.get(model), "max_batch": 8, "ignore_eos": True}
     return Engine(folder, **{**common, **settings, **own, **more})
+
+
+def need_libraries(served: dict[str, Any]) -> None:
+    for name, module in LIBRARIES.items():
+        if name in (served.get("attention_backend"), *served.get("role_backends", {}).values()):
+            pytest.importorskip(module, exc_type=ImportError)
 
 
 def judge(oracle: RoundedOracle, texts: list[list[int]], outputs: list[list[int]]) -> None:
@@ -191,13 +247,28 @@ def test_tokens_are_right(oracles, model, settings, graphs, overlap):
 @pytest.mark.parametrize(("model", "settings", "served"), OTHERS, ids=named)
 def test_tokens_are_right_on_every_backend(oracles, model, settings, served, graphs):
     """Rounds are captured where the backend captures verifies, and run eagerly where it does not."""
-    for name, module in LIBRARIES.items():
-        if name in (served.get("attention_backend"), *served.get("role_backends", {}).values()):
-            pytest.importorskip(module, exc_type=ImportError)
+    need_libraries(served)
     oracle, folder = oracles(model)
     texts = prompts(7, MODELS[model]["vocab_size"])
     more = {"cuda_graph_batch_sizes": (1, 7)} if graphs else {"disable_cuda_graph": True}
     engine = speculating(folder, model, settings, **{"attention_backend": "auto", **served, **more})
+    outputs = [one.token_ids for one in engine.generate(texts, SamplingParams(NEW))]
+    judge(oracle, texts, outputs)
+    assert engine.statistics.rounds.verify_seconds > 0
+
+
+@pytest.mark.parametrize("steps", [1, 2, 4])
+@pytest.mark.parametrize(("model", "settings", "served"), DEEP, ids=named)
+def test_tokens_are_right_at_every_depth_in_a_batch_of_32(oracles, model, settings, served, steps):
+    """The other tests propose three tokens, in batches of up to 8."""
+    need_libraries(served)
+    oracle, folder = oracles(model)
+    texts = prompts(32, MODELS[model]["vocab_size"])
+    deep = settings | {"speculative_num_steps": steps}
+    if "speculative_topk" in settings:
+        deep["speculative_num_draft_tokens"] = 1 + 2 * steps
+    sizes = {"max_batch": 32, "cuda_graph_batch_sizes": (1, 7, 32)}
+    engine = speculating(folder, model, deep, **sizes, **({"attention_backend": "auto"} | served if served else {}))
     outputs = [one.token_ids for one in engine.generate(texts, SamplingParams(NEW))]
     judge(oracle, texts, outputs)
     assert engine.statistics.rounds.verify_seconds > 0
