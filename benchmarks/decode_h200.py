@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from decode_models import BYTES_A_SECOND, DENSE, MODELS, Config, distinct_experts, limit_us, parameters, smaller
-from decode_points import Clock, Point, Settings, error_text, points_of
+from decode_points import Clock, Point, Settings, Turns, error_text, points_of
 from decode_report import prefill_table, rates_table, steps_table
 
 _PACKAGES = (
@@ -75,7 +75,7 @@ def measured(arguments: argparse.Namespace, models: list[str]) -> dict[str, Any]
     if arguments.smoke:
         batches, contexts = [1, 3], [40, 100]
         settings = replace(settings, device="cpu", prefill=64, room=100)
-    end = time.perf_counter() + arguments.budget
+    end, turns = time.perf_counter() + arguments.budget, Turns(arguments.turns)
     machine = _machine()
     points: list[Point] = []
     notes: dict[str, Any] = {}
@@ -90,7 +90,7 @@ def measured(arguments: argparse.Namespace, models: list[str]) -> dict[str, Any]
         own = points_of(model, batches, contexts)
         points += own
         left = (end - time.perf_counter()) / (len(models) - number)
-        clock = Clock(left, lambda: _save(arguments.out, found()))
+        clock = Clock(left, lambda: _save(arguments.out, found()), turns)
         clock.notes, clock.prefill = notes, prefills
         is_linear = "layer_types" in config
         with tempfile.TemporaryDirectory() as folder:
@@ -212,6 +212,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--contexts", default="512,8192")
     parser.add_argument(
         "--budget", type=float, default=600, help="seconds in all; the largest points are left out first"
+    )
+    parser.add_argument(
+        "--turns", metavar="FILE", help="processes of one model that name the same file measure one after the other"
     )
     parser.add_argument("--attention-backend", default="auto", help="ours: the backend to run on")
     parser.add_argument("--prefill-attention-backend", help="ours: the one that prefills, if it is another")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -39,14 +40,33 @@ class Settings:
     is_linear: bool = False
 
 
+class Turns:
+    """Engines that start side by side, and measure one after the other when all of them have started.
+
+    A process that starts shares the lock of a file; one that measures has it alone, until it ends.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self._file = open(path, "a") if path else None  # noqa: SIM115 - held until the process ends
+        self._lock(fcntl.LOCK_SH)
+
+    def alone(self) -> None:
+        self._lock(fcntl.LOCK_UN)
+        self._lock(fcntl.LOCK_EX)
+
+    def _lock(self, how: int) -> None:
+        if self._file is not None:
+            fcntl.flock(self._file, how)
+
+
 class Clock:
     """The time that is left, and the records of points: measured, failed, or out of time.
 
     ``after_each`` is called after every record, so that what was found outlives a process that is killed.
     """
 
-    def __init__(self, budget_s: float, after_each: Callable[[], None]) -> None:
-        self._after_each = after_each
+    def __init__(self, budget_s: float, after_each: Callable[[], None], turns: Turns) -> None:
+        self._after_each, self.turns = after_each, turns
         self._end = time.perf_counter() + budget_s
         self.notes: dict[str, dict[str, Any]] = {}
         self.prefill: dict[str, dict[str, Any]] = {}

@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from decode_models import Config, prefill_flops
+from decode_models import Config, cache_bytes, prefill_flops
 from decode_points import Clock, Point, Settings, steps_for
 
 os.environ.update(
@@ -43,12 +43,14 @@ def measure(model: str, config: Config, folder: str, points: Sequence[Point], se
         dtype="bfloat16",
         max_model_len=max(settings.prefill, *(point.context for point in points)) + _ROOM + 32,
         max_num_seqs=max(point.batch for point in points),
-        gpu_memory_utilization=0.85,
+        gpu_memory_utilization=0.3,
+        kv_cache_memory_bytes=int(1.25 * max(cache_bytes(config, p.batch, p.context + _ROOM) for p in points)),
         enable_prefix_caching=False,
         enforce_eager=settings.eager,
         compilation_config={} if settings.eager else {"cudagraph_capture_sizes": sorted({p.batch for p in points})},
     )
     clock.note(model, start_s=time.perf_counter() - started, version=vllm.__version__)
+    clock.turns.alone()
     if model in settings.prefill_models:
         clock.record_prefill(model, settings.prefill, lambda: prefill(llm, config, settings.prefill))
     for context in sorted({point.context for point in points}):

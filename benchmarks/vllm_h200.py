@@ -36,7 +36,7 @@ from typing import Any
 
 from decode_h200 import _machine, _rounded
 from decode_models import MODELS, Config, limit_us, smaller
-from decode_points import Clock, Point, points_of
+from decode_points import Clock, Point, Turns, points_of
 from decode_vllm import Ladder  # sets vLLM's environment, so it comes before vLLM
 
 OWN = ("FLASH_ATTN_MLA", "FLASH_ATTN_MLA@64", "FLASHMLA", "TRITON_MLA@64")
@@ -134,7 +134,7 @@ def measured(arguments: argparse.Namespace, backend: str) -> dict[str, Any]:
             "chosen": _chosen(runner),
         }
         _wait_for_turn(arguments.turn)
-        clock = Clock(arguments.budget, lambda: _save(arguments.out, found()))
+        clock = Clock(arguments.budget, lambda: _save(arguments.out, found()), Turns(None))
         for context in sorted(contexts):
             ladder = Ladder(llm, config["vocab_size"], context)
             here = [p for p in points if p.context == context and p.batch * context <= arguments.most_tokens]
