@@ -74,7 +74,7 @@ def measured(arguments: argparse.Namespace, models: list[str]) -> dict[str, Any]
     )
     if arguments.smoke:
         batches, contexts = [1, 3], [40, 100]
-        settings = replace(settings, device="cpu", prefill=64, room=100)
+        settings = replace(settings, device="cpu", prefill=64, room=100, eager=True)
     end, turns = time.perf_counter() + arguments.budget, Turns(arguments.turns)
     machine = _machine()
     points: list[Point] = []

@@ -65,7 +65,7 @@ def build(folder: str, points: Sequence[Point], settings: Settings) -> Engine:
         "ignore_eos": True,
         "state_slots": 2 * batch + 2 if linear else None,
         # Options that an engine before CUDA graphs does not have.
-        "cuda_graph_batch_sizes": tuple(sorted({point.batch for point in points})),
+        "cuda_graph_batch_sizes": None if settings.eager else tuple(sorted({point.batch for point in points})),
         "disable_cuda_graph": settings.eager,
         "overlap": False if settings.no_overlap else None,
     }
