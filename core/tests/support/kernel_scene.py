@@ -228,20 +228,6 @@ def check_replay(capture: Capture, other: KernelScene, most: float | None = None
     assert capture.scene.written() == sum(other.totals)
 
 
-def ready_replays(capture: Capture, others: list[KernelScene]) -> list[Callable[[], Tensor]]:
-    """Batches made ready on the device; call one to replay it there."""
-
-    def ready(copies: list[tuple[Tensor, Tensor]]) -> Callable[[], Tensor]:
-        def replay() -> Tensor:
-            for target, source in copies:
-                target.copy_(source)
-            return capture.replay().clone()
-
-        return replay
-
-    return [ready(capture.copies(other)) for other in others]
-
-
 def check_captured_lanes(stage: KernelScene) -> None:
     """On a GPU: captured batches of two lanes at once, many times over, each on a stream of its own."""
     halves, attention = stage.halves(), ModelAttention(stage.backend, stage.pools)
