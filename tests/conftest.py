@@ -14,6 +14,10 @@ from typing import Any
 
 import pytest
 
+from support.command import attnplug, explained, plain_environment
+
+__all__ = ["attnplug", "explained", "plain_environment"]
+
 ROOT = Path(__file__).parent.parent
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from attnplug import Capabilities
+from attnplug.host import describe
 from support.command import PLUGIN, Attnplug, Package, in_own_process
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
@@ -48,6 +51,12 @@ def test_a_backend_that_is_refused_here_says_why(attnplug: Attnplug, package: Pa
     text = attnplug("backends").out
     assert "refused here" in text and "pip install 'no-such-library>=2'" in " ".join(text.split())
     assert "--" not in text  # it has no option that would change its answer
+
+
+def test_which_gpus_read_an_fp8_cache_is_listed() -> None:
+    can = Capabilities({"mha"}, {"cuda"}, {"float16"}, {"float8_e4m3fn"}, min_sm=80, max_fp8_sm=90)
+    assert "SM 80–, float16, KV float8_e4m3fn, fp8 on SM –90, page" in describe(can)
+    assert "fp8 on SM 90, page" in describe(replace(can, min_fp8_sm=90))
 
 
 def test_broken_and_blocked_plugins_are_counted_and_shown_with_all(

@@ -104,6 +104,18 @@ from support.specs import GDN, MHA, MLA, claiming, model, page_sizes, sizes, spe
             ("kv_dtype", "bfloat16", ["float8_e4m3fn"], "kv_dtype"),
         ),
         (
+            {"min_fp8_sm": 89, "kv_matches_dtype": True, "kv_dtypes": {"bfloat16", "float16", "float8_e4m3fn"}},
+            Problem(device="cuda", sm=80, dtype=DType.FLOAT16, kv_dtype=DType.FLOAT8_E4M3),
+            None,
+            ("kv_dtype", "float8_e4m3fn", ["float16"], "kv_dtype"),
+        ),
+        (
+            {"min_fp8_sm": 90, "max_fp8_sm": 90, "kv_dtypes": {"bfloat16", "fp8_ds_mla"}},
+            Problem(device="cuda", sm=100, kv_dtype=DType.FP8_DS_MLA),
+            None,
+            ("kv_dtype", "fp8_ds_mla", ["bfloat16"], "kv_dtype"),
+        ),
+        (
             {"kv_dtypes": {"bfloat16", "fp8_ds_mla"}},
             Problem(model(MHA), kv_dtype=DType.FP8_DS_MLA),
             Role.DECODE,
@@ -226,9 +238,20 @@ def test_what_is_not_decided_is_no_reason_to_refuse() -> None:
     assert spec(narrow).refusals(Problem(), Role.PREFILL) == []
 
 
+@pytest.mark.parametrize("sm", [80, 89, 90])
+def test_which_gpus_read_an_fp8_cache_is_no_reason_against_another(sm: int) -> None:
+    """D3: bounds are inclusive, and a cache of 16 bits is read on all of them."""
+    bounded = claiming(min_fp8_sm=89, max_fp8_sm=90)
+    assert bounded.refusals(Problem(device="cuda", sm=sm, kv_dtype=DType.BFLOAT16)) == []
+    refused = bounded.refusals(Problem(device="cuda", sm=sm, kv_dtype=DType.FLOAT8_E4M3))
+    said = "an fp8 cache is read on SM 89 to 90, this is SM 80"
+    assert [reason.message for reason in refused] == ([said] if sm == 80 else [])
+
+
 def test_an_sm_is_no_reason_on_a_cpu() -> None:
     assert claiming(min_sm=100).refusals(Problem(device="cpu", sm=None)) == []
     assert claiming(min_sm=100).refusals(Problem(device="cpu", sm=90)) == []
+    assert claiming(min_fp8_sm=100).refusals(Problem(device="cpu", sm=90, kv_dtype=DType.FLOAT8_E4M3)) == []
 
 
 def test_a_backend_that_only_prefills_takes_no_part_in_captured_decodes() -> None:

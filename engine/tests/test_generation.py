@@ -10,28 +10,16 @@ from attnplug import ExtendPath
 from attnplug.host import TINY_CONFIGS, ExtendPolicy
 from attnplug_engine.engine import Engine, EngineOptions
 from attnplug_engine.request import SamplingParams
+from support.configs import TINY_YARN
 
 NEW_TOKENS = 32
 """Enough to go past a page of 64 tokens, past the context that YaRN begins with, and out of a tiny pool."""
-YARN = {
-    "max_position_embeddings": 256,
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "original_max_position_embeddings": 64,
-    },
-}
 MODELS = {
     "llama": ("llama", {}),
     "qwen3": ("qwen3", {}),
     "deepseek_v2": ("deepseek_v2", {}),
     "deepseek_v3": ("deepseek_v3", {}),
-    "deepseek_v3_yarn": ("deepseek_v3", YARN),
+    "deepseek_v3_yarn": ("deepseek_v3", TINY_YARN),
     "deepseek_v32": ("deepseek_v32", {}),
     "glm_moe_dsa": ("glm_moe_dsa", {}),
 }

@@ -13,21 +13,9 @@ from attnplug.host import TINY_CONFIGS, Config
 from attnplug_engine.models.architectures import ARCHITECTURES, UnknownArchitecture, build_model, load_model
 from attnplug_engine.models.rope import HalfRotation, PairRotation, inverse_frequencies
 from attnplug_engine.random_checkpoint import RandomCheckpoint
+from support.configs import TINY_YARN
 
 DECODED = 8
-YARN = {
-    "max_position_embeddings": 256,
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 10000.0,
-        "factor": 4.0,
-        "mscale": 1.0,
-        "mscale_all_dim": 1.0,
-        "beta_fast": 32,
-        "beta_slow": 1,
-        "original_max_position_embeddings": 64,
-    },
-}
 GROUPS = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "num_experts_per_tok": 3}
 LLAMA3 = {
     "rope_type": "llama3",
@@ -47,7 +35,7 @@ MODELS = {
         {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 500.0}},
     ),
     "llama with llama3 rope": ("llama", {"rope_parameters": LLAMA3}),
-    "llama with yarn": ("llama", {**YARN, "rope_parameters": {**YARN["rope_parameters"], "mscale": None}}),
+    "llama with yarn": ("llama", {**TINY_YARN, "rope_parameters": {**TINY_YARN["rope_parameters"], "mscale": None}}),
     "mistral": ("mistral", {"sliding_window": 9}),
     "qwen2": ("qwen2", {}),
     "qwen3": ("qwen3", {}),
@@ -59,7 +47,7 @@ MODELS = {
         "deepseek_v2",
         {
             "max_position_embeddings": 256,
-            "rope_parameters": {**YARN["rope_parameters"], "mscale": 0.707, "mscale_all_dim": 0.5},
+            "rope_parameters": {**TINY_YARN["rope_parameters"], "mscale": 0.707, "mscale_all_dim": 0.5},
             "routed_scaling_factor": 4.0,
             "n_shared_experts": 2,
         },
@@ -68,14 +56,14 @@ MODELS = {
     "deepseek_v3 without query rank": ("deepseek_v3", {"q_lora_rank": None}),
     "deepseek_v3 with biases": ("deepseek_v3", {"attention_bias": True}),
     "deepseek_v3 with biases, without query rank": ("deepseek_v3", {"attention_bias": True, "q_lora_rank": None}),
-    "deepseek_v3 with yarn": ("deepseek_v3", YARN),
+    "deepseek_v3 with yarn": ("deepseek_v3", TINY_YARN),
     "deepseek_v3 with groups": ("deepseek_v3", {**GROUPS, "norm_topk_prob": False}),
     "deepseek_v3 with half-split rope": ("deepseek_v3", {"rope_interleave": False}),
     "deepseek_v32": ("deepseek_v32", {}),
     "deepseek_v32 that selects all": ("deepseek_v32", {"index_topk": 64}),
     "deepseek_v32 that selects few, with yarn and biases": (
         "deepseek_v32",
-        {**YARN, "index_topk": 3, "attention_bias": True, "mlp_layer_types": ["sparse", "dense", "sparse"]},
+        {**TINY_YARN, "index_topk": 3, "attention_bias": True, "mlp_layer_types": ["sparse", "dense", "sparse"]},
     ),
     "glm_moe_dsa": ("glm_moe_dsa", {}),
     "glm_moe_dsa with an index in every layer": ("glm_moe_dsa", {"indexer_types": ["full"] * 4}),
@@ -135,7 +123,7 @@ def test_a_batch_without_requests_runs(name, make_stage, idle):
 
 
 def test_rope_keys_of_old_configs_mean_the_same(make_oracle):
-    oracle = make_oracle("deepseek_v3", **YARN)
+    oracle = make_oracle("deepseek_v3", **TINY_YARN)
     new = load_model(str(oracle.folder), dtype=torch.float32, device="cpu").module.rope
     path = oracle.folder / "config.json"
     config = json.loads(path.read_text())

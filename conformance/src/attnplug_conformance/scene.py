@@ -457,7 +457,11 @@ def as_bytes(memory: Tensor) -> Tensor:
 
 @contextmanager
 def zero_by_chance_is_nan(device: torch.device) -> Iterator[None]:
-    """Inside, memory that nobody has written holds NaN (or the largest integer) on a CPU, where it is often zero."""
+    """Inside, memory that nobody has written holds NaN (or the largest integer) on a CPU, where it is often zero.
+
+    Torch does so in its deterministic mode; on a GPU that mode forbids more than it finds. The function that is named
+    after the mode would import all of inductor.
+    """
     if device.type != "cpu" or torch.are_deterministic_algorithms_enabled():
         yield
         return

@@ -20,6 +20,20 @@ LLAMA_3_8B: dict[str, Any] = {
     "torch_dtype": "bfloat16",
 }
 YARN_40 = {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0, "beta_fast": 32, "beta_slow": 1}
+TINY_YARN: dict[str, Any] = {
+    "max_position_embeddings": 256,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10000.0,
+        "factor": 4.0,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "original_max_position_embeddings": 64,
+    },
+}
+"""For a tiny model: it begins within the contexts of tests."""
 DEEPSEEK_V3: dict[str, Any] = {
     "model_type": "deepseek_v3",
     "hidden_size": 7168,

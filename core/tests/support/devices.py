@@ -39,20 +39,3 @@ def nothing_waits(device: str) -> Iterator[None]:
     finally:
         with warnings.catch_warnings(action="ignore"):
             torch.cuda.set_sync_debug_mode("default")
-
-
-@contextmanager
-def nothing_is_zero_by_chance(device: torch.device) -> Iterator[None]:
-    """Inside, memory that nobody has written holds NaN (or the largest integer) on a CPU, where it is often zero.
-
-    Torch does so in its deterministic mode; on a GPU that mode forbids more than it finds. The function that is named
-    after the mode would import all of inductor.
-    """
-    if device.type != "cpu" or torch.are_deterministic_algorithms_enabled():
-        yield
-        return
-    torch.set_deterministic_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.set_deterministic_debug_mode("default")

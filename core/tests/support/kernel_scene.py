@@ -5,6 +5,7 @@ The model is one rank's of two: whoever divides a rank's heads once more is foun
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -92,6 +93,19 @@ def mla(
 ) -> KernelCase:
     return KernelCase(lengths, mode, AttentionKind.MLA, page_size, mla=dims, v_head_dim=v_head_dim, mla_heads=heads,
                       dtype=dtype, alike=alike, **changes)  # fmt: skip
+
+
+def lengths(count: int, longest: int, new: int, seed: int) -> Lengths:
+    """Prefixes of every kind (none, one row, whole pages, long ones) with new tokens after them."""
+    chance = random.Random(seed)
+    prefixes = [chance.choice([0, 1, 63, 64, 65, chance.randint(2, longest)]) for _ in range(count)]
+    return tuple((prefix, new) for prefix in prefixes)
+
+
+def ragged(count: int, longest: int, most: int, seed: int) -> Lengths:
+    """The same with some new tokens each, or none."""
+    chance, prefixes = random.Random(seed), lengths(count, longest, 1, seed)
+    return tuple((prefix, chance.choice([0, 1, chance.randint(1, most)])) for prefix, _ in prefixes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -226,20 +240,6 @@ def check_replay(capture: Capture, other: KernelScene, most: float | None = None
     check_padding(out, len(wanted))
     assert isinstance(capture.scene, KernelScene)
     assert capture.scene.written() == sum(other.totals)
-
-
-def ready_replays(capture: Capture, others: list[KernelScene]) -> list[Callable[[], Tensor]]:
-    """Batches made ready on the device; call one to replay it there."""
-
-    def ready(copies: list[tuple[Tensor, Tensor]]) -> Callable[[], Tensor]:
-        def replay() -> Tensor:
-            for target, source in copies:
-                target.copy_(source)
-            return capture.replay().clone()
-
-        return replay
-
-    return [ready(capture.copies(other)) for other in others]
 
 
 def check_captured_lanes(stage: KernelScene) -> None:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
-import torch
 
 from attnplug import DType, ForwardMode, GraphLevel, PlanError
 from attnplug_conformance.checks.graphs import Capture
 from flash_references import build, on_cpu, on_devices
-from support.devices import DEVICES, nothing_waits
+from support.captures import check_host_slots, check_overtaking, replay_scenes
+from support.devices import DEVICES
 from support.kernel_scene import (
     KernelCase,
     KernelScene,
     check_captured_lanes,
     check_replay,
     mha,
-    ready_replays,
-    replayed,
 )
 
 DECODE, VERIFY = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
@@ -31,13 +27,8 @@ def scenes(case: KernelCase, new: int, device: str) -> tuple[KernelScene, list[K
     prefixes = [[300, 5, 64, 127], [1000, 17, 1, 0], [63], [2000, 900], [0, 1, 2, 3]]
     if device == "cpu":
         prefixes = [[300, 5, 64, 127], [63], [500, 90], [0, 1, 2, 3]]
-    longest = max(max(some) for some in prefixes)
-    stage = KernelScene(replace(case, lengths=((2 * longest, new),) * 4), device, build("fa4"))
-    others = [
-        KernelScene(replace(case, lengths=tuple((prefix, new) for prefix in some), seed=seed), device, build("fa4"))
-        for seed, some in enumerate(prefixes)
-    ]
-    return stage, others
+    room = 2 * max(map(max, prefixes))
+    return replay_scenes(lambda each: KernelScene(each, device, build("fa4")), case, new, prefixes, room)
 
 
 @everywhere
@@ -85,31 +76,13 @@ def test_an_undivided_batch_is_read_by_its_own_table(kernel, device):
 @pytest.mark.parametrize("device", DEVICES[1:])
 def test_plans_that_overtake_the_device_do_not_overwrite_each_other(device):
     """Replays queued one after the other, each with lengths of its own, while the device is busy."""
-    stage, others = scenes(mha((), DECODE, 64), 1, device)
-    capture = Capture(stage).reserve().capture()
-    ready = ready_replays(capture, [other for other in others if len(other.totals) == 4])
-    alone = [replay() for replay in ready]
-    busy = torch.randn(8192, 8192, device=device)
-    for _ in range(20):
-        busy = busy @ busy / 8192
-    assert not torch.cuda.current_stream().query()
-    with nothing_waits(device):
-        queued = [replay() for replay in ready * 3]
-    for found, wanted in zip(queued, alone * 3, strict=True):
-        assert torch.equal(found, wanted)
+    check_overtaking(*scenes(mha((), DECODE, 64), 1, device))
 
 
 @everywhere
 def test_captured_rows_go_where_the_host_says(kernel, device):
     stage, others = scenes(mha((), DECODE, 64), 1, device)
-    capture = Capture(stage).reserve()
-    slots = torch.full((4,), -1, dtype=torch.int64, device=device)
-    capture.batch.geometry = replace(capture.batch.geometry, slots=slots)
-    capture.capture()
-    replayed(capture, others[0])
-    assert stage.written() == sum(others[0].totals) - 4
-    slots.copy_(others[0].batch().geometry.new_slots())
-    check_replay(capture, others[0])
+    check_host_slots(stage, others[0])
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])

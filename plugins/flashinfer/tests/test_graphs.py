@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 import paged_reference
 from attnplug import BackendContext, BackendError, CacheLayout, DType, ForwardMode
 from attnplug_conformance.checks.graphs import Capture
 from attnplug_flashinfer.shapes import LayerShape
 from paged_reference import FP8_TOLERANCE, build, scene
+from support.captures import check_host_slots, check_replays, replay_scenes
 from support.devices import DEVICES, nothing_waits
 from support.kernel_scene import KernelCase, KernelScene, check_captured_lanes, check_replay, mha, replayed
 
@@ -26,23 +26,14 @@ def scenes(case: KernelCase, new: int, device: str) -> tuple[KernelScene, list[K
     prefixes = [[300, 5, 64, 127], [63], [0, 1, 2, 3]]
     if device != "cpu":
         prefixes += [[1000, 17, 1, 0], [3000, 2900], [3900, 10, 3900, 200]]
-    longest = max(max(some) for some in prefixes)
-    stage = scene(replace(case, lengths=((longest, new),) * 4), device)
-    others = [
-        scene(replace(case, lengths=tuple((prefix, new) for prefix in some), seed=seed), device)
-        for seed, some in enumerate(prefixes)
-    ]
-    return stage, others
+    return replay_scenes(lambda each: scene(each, device), case, new, prefixes, max(map(max, prefixes)))
 
 
 @on_a_gpu
 @pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (VERIFY, 4)])
 def test_one_capture_serves_other_batches(mode, new, device):
     """Captured by the library itself; over stand-ins the conformance kit proves it."""
-    stage, others = scenes(mha((), mode), new, device)
-    capture = Capture(stage).reserve().capture()
-    for other in others:
-        check_replay(capture, other)
+    check_replays(*scenes(mha((), mode), new, device))
 
 
 @on_every_device
@@ -61,10 +52,8 @@ def test_one_capture_serves_other_batches(mode, new, device):
 )
 def test_one_capture_serves_other_lengths_pages_and_fewer_requests(mode, new, changes, device):
     """Replays give float64's result; padded requests read and write nothing; NaN is everywhere else."""
-    stage, others = scenes(mha((), mode, **changes), new, device)
-    capture = Capture(stage).reserve().capture()
-    for other in others:
-        check_replay(capture, other, FP8_TOLERANCE[device] if "kv_dtype" in changes else None)
+    most = FP8_TOLERANCE[device] if "kv_dtype" in changes else None
+    check_replays(*scenes(mha((), mode, **changes), new, device), most)
 
 
 @on_every_device
@@ -98,14 +87,7 @@ def test_replay_planning_waits_for_nothing(device):
 def test_captured_rows_go_where_the_host_says(device):
     """A host that owns its slots has them in the batch."""
     stage, others = scenes(mha((), DECODE), 1, device)
-    capture = Capture(stage).reserve()
-    slots = torch.full((4,), -1, dtype=torch.int64, device=device)
-    capture.batch.geometry = replace(capture.batch.geometry, slots=slots)
-    capture.capture()
-    replayed(capture, others[0])
-    assert stage.written() == sum(others[0].totals) - 4
-    slots.copy_(others[0].batch().geometry.new_slots())
-    check_replay(capture, others[0])
+    check_host_slots(stage, others[0])
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 from attnplug import BackendError, DType, ForwardMode
 from attnplug_conformance.checks.graphs import Capture
 from attnplug_conformance.scene import relative_error
 from reference_kernels import build, library_schedule, on_cpu
+from support.captures import check_overtaking, check_replays, replay_scenes
 from support.devices import DEVICES, nothing_waits
-from support.kernel_scene import KernelScene, check_captured_lanes, check_replay, mla, ready_replays, replayed
+from support.kernel_scene import KernelScene, check_captured_lanes, check_replay, mla, replayed
 
 DECODE, VERIFY = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
 on_every_device = pytest.mark.parametrize("device", DEVICES)
@@ -25,24 +25,16 @@ def scenes(
     prefixes = [[300, 5, 64, 127], [200, 17, 1, 0], [63], [0, 1, 2, 3]]
     if device != "cpu":
         prefixes += [[2000, 900], [1000, 17, 1, 0]]
-    case, longest = mla((), mode, page_size, heads, **changes), max(max(some) for some in prefixes)
+    case = mla((), mode, page_size, heads, **changes)
     case = on_cpu(case) if device == "cpu" else case
-    stage = KernelScene(replace(case, lengths=((longest, new),) * 4), device, build)
-    others = [
-        KernelScene(replace(case, lengths=tuple((prefix, new) for prefix in some), seed=seed), device, build)
-        for seed, some in enumerate(prefixes)
-    ]
-    return stage, others
+    return replay_scenes(lambda each: KernelScene(each, device, build), case, new, prefixes, max(map(max, prefixes)))
 
 
 @on_every_device
 @pytest.mark.parametrize(("mode", "new", "heads", "page_size"), [(DECODE, 1, 128, 1), (VERIFY, 4, 24, 16)])
 def test_one_capture_serves_other_lengths_pages_and_fewer_requests(mode, new, heads, page_size, device):
     """Replays give float64's result; padded requests read and write nothing; NaN is everywhere else."""
-    stage, others = scenes(mode, new, device, heads, page_size)
-    capture = Capture(stage).reserve().capture()
-    for other in others:
-        check_replay(capture, other)
+    check_replays(*scenes(mode, new, device, heads, page_size))
 
 
 @on_every_device
@@ -81,17 +73,7 @@ def test_replays_are_planned_without_lengths_on_the_host(device):
 @pytest.mark.parametrize("device", DEVICES[1:])
 def test_plans_that_overtake_the_device_do_not_overwrite_each_other(device):
     """Replays queued one after the other, each with lengths of its own, while the device is busy."""
-    stage, others = scenes(DECODE, 1, device)
-    ready = ready_replays(Capture(stage).reserve().capture(), [each for each in others if len(each.totals) == 4])
-    alone = [replay() for replay in ready]
-    busy = torch.randn(8192, 8192, device=device)
-    for _ in range(20):
-        busy = busy @ busy / 8192
-    assert not torch.cuda.current_stream().query()
-    with nothing_waits(device):
-        queued = [replay() for replay in ready * 3]
-    for found, wanted in zip(queued, alone * 3, strict=True):
-        assert torch.equal(found, wanted)
+    check_overtaking(*scenes(DECODE, 1, device))
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])

@@ -12,18 +12,11 @@ from attnplug.host import KVPools
 from attnplug_conformance.scene import relative_error
 from reference_flashmla import build, on, scene
 from support.devices import DEVICES, nothing_waits
-from support.kernel_scene import KernelScene, check, mla
+from support.kernel_scene import KernelScene, check, lengths, mla
 
 DECODE, VERIFY = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
 INF = float("inf")
 on_every_device = pytest.mark.parametrize("device", DEVICES)
-
-
-def lengths(count: int, longest: int, new: int, seed: int) -> tuple[tuple[int, int], ...]:
-    """Prefixes of every kind (none, one row, whole pages, long ones) with new tokens after them."""
-    chance = random.Random(seed)
-    prefixes = [chance.choice([0, 1, 63, 64, 65, chance.randint(2, longest)]) for _ in range(count)]
-    return tuple((prefix, new) for prefix in prefixes)
 
 
 @on_every_device

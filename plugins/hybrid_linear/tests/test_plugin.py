@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import subprocess
 import sys
 from dataclasses import replace
 from typing import Any
@@ -12,7 +11,6 @@ from typing import Any
 import pytest
 
 from attnplug import AttentionKind, BackendError, DType, GraphLevel, Problem, Refusal, RefusalCode, Role
-from attnplug.host import load_registry
 from attnplug_hybrid_linear.plugin import attnplug_backends
 from support.command import Explained
 from support.configs import DEEPSEEK_V3, KIMI_LINEAR, NEMOTRON_H_8B, QWEN3_NEXT, read
@@ -64,29 +62,6 @@ def test_full_attention_is_somebody_elses() -> None:
     assert {reason.code for reason in SPEC.refusals(problem, Role.PREFILL)} == {"role", "kind"}
 
 
-def test_nothing_is_imported_to_list_it() -> None:
-    code = """
-import sys
-from attnplug import Problem, Role
-from attnplug_hybrid_linear import plugin
-spec, fla = plugin.attnplug_backends()
-assert not spec.refusals(Problem(device="cpu"), Role.LINEAR)
-assert fla.refusals(Problem(device="cpu"), Role.LINEAR)
-fla.refusals(Problem(device="cuda", sm=90), Role.LINEAR)
-print([name for name in ("torch", "numpy", "triton", "fla") if name in sys.modules])
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
-
-
-def test_it_is_found_by_its_entry_point() -> None:
-    """D1"""
-    for spec in (SPEC, FLA):
-        found = load_registry().backends[spec.name]
-        assert found.spec == spec
-        assert found.source.distribution == "attnplug-hybrid-linear"
-
-
 def test_auto_takes_it_for_linear_layers_on_a_cpu(explained: Explained) -> None:
     """D1, D3: and leaves the others to the embedded default."""
     code, answer = explained("--model", "tiny:qwen3_next")
@@ -132,13 +107,6 @@ def test_fla_refuses_keys_wider_than_its_kernels_take() -> None:
     problem = replace(ON_A_GPU, model=read(QWEN3_NEXT | {"linear_key_head_dim": 512}))
     (reason,) = _without_library(FLA.refusals(problem, Role.LINEAR))
     assert (reason.code, reason.value, reason.allowed) == ("key_dim", 512, 256)
-
-
-def test_without_the_library_fla_says_what_to_install(monkeypatch) -> None:
-    """D3"""
-    monkeypatch.setattr("attnplug.declare.requirement.installed_version", lambda name: None)
-    (reason,) = FLA.refusals(replace(ON_A_GPU, device=None), Role.LINEAR)
-    assert "fla-core" in reason.message and "pip install 'fla-core" in str(reason.advice)
 
 
 def test_a_library_in_pieces_is_a_refusal_and_one_that_fails_to_import_fails_with_the_factorys_module(

@@ -12,6 +12,7 @@ from attnplug import DType, ForwardBatch, ForwardMode
 from attnplug_conformance.case import LAYER
 from attnplug_conformance.checks.graphs import Capture
 from interpreted_mha import scene
+from support.captures import check_host_slots, check_overtaking, check_second_capture, check_two_shapes, replay_scenes
 from support.devices import DEVICES, nothing_waits
 from support.kernel_scene import (
     KernelCase,
@@ -19,7 +20,6 @@ from support.kernel_scene import (
     check_captured_lanes,
     check_replay,
     mha,
-    ready_replays,
     replayed,
 )
 
@@ -35,13 +35,7 @@ def scenes(case: KernelCase, new: int, device: str) -> tuple[KernelScene, list[K
     prefixes = [[100, 5, 16, 31], [63], [0, 1, 2, 3]]
     if device != "cpu":
         prefixes += [[300, 5, 64, 127], [1000, 17, 1, 0], [2000, 900]]
-    longest = max(max(some) for some in prefixes)
-    stage = scene(replace(case, lengths=((2 * longest, new),) * 4), device)
-    others = [
-        scene(replace(case, lengths=tuple((prefix, new) for prefix in some), seed=seed), device)
-        for seed, some in enumerate(prefixes)
-    ]
-    return stage, others
+    return replay_scenes(lambda each: scene(each, device), case, new, prefixes, 2 * max(map(max, prefixes)))
 
 
 @pytest.mark.filterwarnings("ignore:All-NaN slice")  # the interpreter's, for queries of padded requests
@@ -108,14 +102,7 @@ def test_fifty_replays_are_as_batches_that_were_not_captured(page_size, mode, ne
 @on_every_device
 def test_two_shapes_captured_side_by_side_do_not_disturb_each_other(device):
     """They share partial results and counters, and each is planned anew in its own graph."""
-    stage, others = scenes(mha((), DECODE, **SMALL), 1, device)
-    large = Capture(stage).reserve().capture()
-    small = Capture(stage, 0, large.attention, requests=2).capture()
-    four = [other for other in others if len(other.totals) == 4][:2]
-    alone = [replayed(large, other).clone() for other in four]
-    for other, wanted in zip(four, alone, strict=True):
-        replayed(small, next(other for other in others if len(other.totals) <= 2))
-        assert torch.equal(replayed(large, other), wanted)
+    check_two_shapes(*scenes(mha((), DECODE, **SMALL), 1, device))
 
 
 @on_every_device
@@ -134,42 +121,21 @@ def test_replay_planning_launches_nothing(device):
 @on_a_gpu
 def test_replays_that_overtake_the_device_do_not_overwrite_each_other(device):
     """Queued one after the other, each with lengths of its own, while the device is busy."""
-    stage, others = scenes(mha((), DECODE), 1, device)
-    ready = ready_replays(Capture(stage).reserve().capture(), [each for each in others if len(each.totals) == 4])
-    alone = [replay() for replay in ready]
-    busy = torch.randn(8192, 8192, device=device)
-    for _ in range(20):
-        busy = busy @ busy / 8192
-    assert not torch.cuda.current_stream().query()
-    with nothing_waits(device):
-        queued = [replay() for replay in ready * 3]
-    for found, wanted in zip(queued, alone * 3, strict=True):
-        assert torch.equal(found, wanted)
+    check_overtaking(*scenes(mha((), DECODE), 1, device))
 
 
 @on_every_device
 def test_a_second_capture_of_a_shape_reads_its_own_page_table(device):
     """Two captures share a plan, and each graph reads the memory that it was captured with."""
     stage, others = scenes(mha((), DECODE, **SMALL), 1, device)
-    first = Capture(stage).reserve().capture()
-    second = Capture(stage, 0, first.attention).capture()
-    assert first.plan is second.plan
-    first.batch.geometry.page_table.fill_(1 << 30)
-    check_replay(second, others[0])
+    check_second_capture(stage, others[0])
 
 
 @on_every_device
 def test_captured_rows_go_where_the_host_says(device):
     """Slots are copied inside the graph, from wherever the batch has them then."""
     stage, others = scenes(mha((), DECODE, **SMALL), 1, device)
-    capture = Capture(stage).reserve()
-    slots = torch.full((4,), -1, dtype=torch.int64, device=device)
-    capture.batch.geometry = replace(capture.batch.geometry, slots=slots)
-    capture.capture()
-    replayed(capture, others[0])
-    assert stage.written() == sum(others[0].totals) - 4
-    slots.copy_(others[0].batch().geometry.new_slots())
-    check_replay(capture, others[0])
+    check_host_slots(stage, others[0])
 
 
 class TestLanes:

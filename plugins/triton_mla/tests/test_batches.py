@@ -19,7 +19,7 @@ from attnplug_triton_mla.scratch import COUNTERS
 from interpreted_mla import MULTIPROCESSORS, check, scene, small
 from support.batches import with_plan
 from support.devices import DEVICES
-from support.kernel_scene import KernelScene, mla
+from support.kernel_scene import KernelScene, lengths, mla, ragged
 
 DECODE, VERIFY, DRAFT_EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND
 EXTEND, MIXED = ForwardMode.EXTEND, ForwardMode.MIXED
@@ -27,19 +27,6 @@ FP8, FP8_TOLERANCE = DType.FLOAT8_E4M3, 2e-2
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 on_a_gpu = pytest.mark.parametrize("device", DEVICES[1:])
 modes = pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (VERIFY, 3), (EXTEND, 5)])
-
-
-def lengths(count: int, longest: int, new: int, seed: int) -> tuple[tuple[int, int], ...]:
-    """Prefixes of every kind (none, one row, whole pages, long ones) with new tokens after them."""
-    chance = random.Random(seed)
-    prefixes = [chance.choice([0, 1, 63, 64, 65, chance.randint(2, longest)]) for _ in range(count)]
-    return tuple((prefix, new) for prefix in prefixes)
-
-
-def ragged(count: int, longest: int, most: int, seed: int) -> tuple[tuple[int, int], ...]:
-    """The same with some new tokens each, or none."""
-    chance, prefixes = random.Random(seed), lengths(count, longest, 1, seed)
-    return tuple((prefix, chance.choice([0, 1, chance.randint(1, most)])) for prefix, _ in prefixes)
 
 
 class TestBatches:

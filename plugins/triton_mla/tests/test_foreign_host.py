@@ -28,10 +28,10 @@ from attnplug import (
 )
 from attnplug.host import HostContext, KVPools, Limits, MLADims, WorkspaceOwner, plan_forward, torch_dtype
 from attnplug_conformance.reference import Rules, attention
-from attnplug_conformance.scene import relative_error
+from attnplug_conformance.scene import relative_error, zero_by_chance_is_nan
 from interpreted_mla import NARROW, build
 from support.batches import capabilities
-from support.devices import DEVICES, nothing_is_zero_by_chance
+from support.devices import DEVICES
 from support.kernel_scene import DEEPSEEK
 
 DECODE, VERIFY, EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND
@@ -193,7 +193,7 @@ def test_another_engines_tensors_give_float64s_result(host, page_size, mode, dev
     batch, lse = ForwardBatch(geometry), torch.full(step.q.shape[:2], NAN, device=device)
     out = torch.full((*step.q.shape[:2], dims.kv_lora_rank), NAN, dtype=step.q.dtype, device=device)
     forward = backend.forward_decode if mode.is_decode else backend.forward_extend
-    with nothing_is_zero_by_chance(torch.device(device)):
+    with zero_by_chance_is_nan(torch.device(device)):
         plan_forward(backend, batch)
         forward(step.q, step.k, None, layers[LAYER], batch, extras=ForwardExtras(lse=lse, out=out))
 

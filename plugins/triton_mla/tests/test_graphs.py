@@ -13,8 +13,16 @@ from attnplug_conformance.scene import relative_error
 from attnplug_triton_mla.configurations import Configuration
 from attnplug_triton_mla.options import TritonMLAOptions
 from interpreted_mla import scene
+from support.captures import (
+    check_copied_slots,
+    check_overtaking,
+    check_replays,
+    check_second_capture,
+    check_two_shapes,
+    replay_scenes,
+)
 from support.devices import DEVICES, nothing_waits
-from support.kernel_scene import KernelScene, check_captured_lanes, check_replay, mla, ready_replays, replayed
+from support.kernel_scene import KernelScene, check_captured_lanes, check_replay, mla, replayed
 
 DECODE, VERIFY, DRAFT_EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND
 EXTEND = ForwardMode.EXTEND
@@ -35,19 +43,7 @@ def scenes(
     if device == "cpu":
         prefixes, choose = [[150, 5, 64, 127], [90, 17, 1, 0], [63, 40]], coarse
     case = mla((), mode, page_size, heads, **changes)
-    longest = max(max(some) for some in prefixes)
-    stage = scene(replace(case, lengths=((longest, new),) * 4), device, choose)
-    others = [
-        scene(replace(case, lengths=tuple((prefix, new) for prefix in some), seed=seed), device, choose)
-        for seed, some in enumerate(prefixes)
-    ]
-    return stage, others
-
-
-def check_replays(stage: KernelScene, others: list[KernelScene]) -> None:
-    capture = Capture(stage).reserve().capture()
-    for other in others:
-        check_replay(capture, other)
+    return replay_scenes(lambda each: scene(each, device, choose), case, new, prefixes, max(map(max, prefixes)))
 
 
 @on_every_device
@@ -73,14 +69,7 @@ def test_a_captured_fp8_cache(device):
 @on_every_device
 def test_two_shapes_captured_side_by_side_do_not_disturb_each_other(device):
     """They share partial results and counters, and each is planned anew in its own graph."""
-    stage, others = scenes(DECODE, 1, device)
-    large = Capture(stage).reserve().capture()
-    small = Capture(stage, 0, large.attention, requests=2).capture()
-    four = [other for other in others if len(other.totals) == 4][:2]
-    alone = [replayed(large, other).clone() for other in four]
-    for other, wanted in zip(four, alone, strict=True):
-        replayed(small, next(other for other in others if len(other.totals) <= 2))
-        assert torch.equal(replayed(large, other), wanted)
+    check_two_shapes(*scenes(DECODE, 1, device))
 
 
 @on_every_device
@@ -106,17 +95,7 @@ def test_replay_planning_launches_nothing(device):
 @on_a_gpu
 def test_replays_that_overtake_the_device_do_not_overwrite_each_other(device):
     """Queued one after the other, each with lengths of its own, while the device is busy."""
-    stage, others = scenes(DECODE, 1, device, 16)
-    ready = ready_replays(Capture(stage).reserve().capture(), [each for each in others if len(each.totals) == 4])
-    alone = [replay() for replay in ready]
-    busy = torch.randn(8192, 8192, device=device)
-    for _ in range(20):
-        busy = busy @ busy / 8192
-    assert not torch.cuda.current_stream().query()
-    with nothing_waits(device):
-        queued = [replay() for replay in ready * 3]
-    for found, wanted in zip(queued, alone * 3, strict=True):
-        assert torch.equal(found, wanted)
+    check_overtaking(*scenes(DECODE, 1, device, 16))
 
 
 @on_every_device
@@ -133,24 +112,13 @@ def test_a_captured_extend_serves_any_division_of_its_rows(device):
 def test_a_second_capture_of_a_shape_reads_its_own_page_table(device):
     """Two captures share a plan, and each graph reads the memory that it was captured with."""
     stage, others = scenes(DECODE, 1, device)
-    first = Capture(stage).reserve().capture()
-    second = Capture(stage, 0, first.attention).capture()
-    assert first.plan is second.plan
-    first.batch.geometry.page_table.fill_(1 << 30)
-    check_replay(second, others[0])
+    check_second_capture(stage, others[0])
 
 
 @on_every_device
 def test_a_replay_writes_new_rows_where_the_host_says(device):
     """Its slots are copied inside the graph, from wherever the batch has them then."""
-    capture = Capture(scene(mla(((64, 1),) * 4, DECODE, heads=2), device)).reserve()
-    slots = torch.tensor([64, -1, 7, -1], device=device)
-    capture.batch.geometry = replace(capture.batch.geometry, slots=slots)
-    capture.capture()
-    assert capture.plan.new_slots.tolist() == slots.tolist() and capture.plan.new_slots is not slots
-    slots.copy_(torch.tensor([-1, 3, -1, 9]))
-    capture.attention.refill(capture.batch)
-    assert capture.plan.new_slots.tolist() == [-1, 3, -1, 9]
+    check_copied_slots(scene(mla(((64, 1),) * 4, DECODE, heads=2), device))
 
 
 class TestLanes:

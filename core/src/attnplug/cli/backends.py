@@ -111,14 +111,19 @@ def listing(registry: Registry, every: bool) -> Iterator[Row]:
 def describe(can: Capabilities) -> str:
     """What a backend supports, in one line."""
     parts = ["/".join(sorted(can.kinds)), "for " + "/".join(sorted(can.roles)), "on " + "/".join(sorted(can.devices))]
-    if can.min_sm is not None or can.max_sm is not None:
-        low, high = can.min_sm or "", can.max_sm or ""
-        parts.append(f"SM {low}" if low == high else f"SM {low}–{high}")
+    parts += _sms(can.min_sm, can.max_sm)
     parts.append("/".join(sorted(can.dtypes)))
     if can.kv_dtypes != can.dtypes:
         parts.append("KV " + "/".join(sorted(can.kv_dtypes)))
+        parts += [f"fp8 on {sms}" for sms in _sms(can.min_fp8_sm, can.max_fp8_sm)]
     parts.append(f"page size {can.page_sizes}")
     if can.cuda_graph > GraphLevel.NEVER:
         parts.append(f"graphs {can.cuda_graph.name.lower()}")
     parts += sorted(can.features) + ["trees"] * can.trees
     return ", ".join(parts)
+
+
+def _sms(low: int | None, high: int | None) -> list[str]:
+    if low is None and high is None:
+        return []
+    return [f"SM {low}" if low == high else f"SM {low or ''}–{high or ''}"]

@@ -27,6 +27,7 @@ class Capabilities:
 
     ``max_heads`` is the most query heads that one rank may have, ``None`` any number. ``layers_alike``: one plan serves
     all layers, so they must have one shape. ``kv_matches_dtype``: a cache that is not fp8 has the activations' type.
+    ``min_fp8_sm`` and ``max_fp8_sm`` bound the compute capability for which it reads an fp8 cache, both inclusive.
     ``trees``: it verifies drafts that are trees (``Geometry.tree``) on layers without a window, as well as chains.
     ``index_dtypes`` are the types of cached index keys that it reads, for sparse layers; left out, they are ``dtypes``.
     ``hisparse``: it serves sparse layers whose rows a HiSparse coordinator brings in. Backends over ``SparseAttention``
@@ -56,6 +57,8 @@ class Capabilities:
     trees: bool = False
     index_dtypes: frozenset[DType] = frozenset()
     hisparse: bool = False
+    min_fp8_sm: int | None = None
+    max_fp8_sm: int | None = None
 
     def __post_init__(self) -> None:
         read = {
@@ -82,6 +85,8 @@ class Capabilities:
             "trees": of_type("trees", self.trees, bool, "True or False"),
             "index_dtypes": members("index_dtypes", self.index_dtypes, DType) or dtypes,
             "hisparse": of_type("hisparse", self.hisparse, bool, "True or False"),
+            "min_fp8_sm": integer("min_fp8_sm", self.min_fp8_sm, optional=True),
+            "max_fp8_sm": integer("max_fp8_sm", self.max_fp8_sm, optional=True),
         }
         for name, value in read.items():
             object.__setattr__(self, name, value)
@@ -118,15 +123,9 @@ class Capabilities:
                 yield f"it claims the kinds {_listed(full)} but only the role linear"
             if not full and self.roles - {Role.LINEAR}:
                 yield f"it claims the roles {_listed(self.roles - {Role.LINEAR})} but only linear kinds"
-        if (self.min_sm is not None or self.max_sm is not None) and "cuda" not in self.devices:
-            yield f"it bounds the SM but its devices are {_listed(self.devices)}, without cuda"
-        if self.min_sm is not None and self.max_sm is not None and self.min_sm > self.max_sm:
-            yield f"min_sm {self.min_sm} is above max_sm {self.max_sm}"
+        yield from self._sm_contradictions()
         if self.cuda_graph > GraphLevel.NEVER and "cuda" not in self.devices:
             yield f"it claims CUDA graphs ({self.cuda_graph.name}) but its devices are {_listed(self.devices)}"
-        for name in ("min_sm", "max_sm"):
-            if (sm := getattr(self, name)) is not None and sm not in SM_RANGE:
-                yield f"{name} {sm} is not a compute capability; write 9.0 as 90, 10.3 as 103"
         if any(not 1 <= size <= LARGEST_PAGE for size in self.page_sizes.kernel or ()):
             yield f"page sizes {sorted(self.page_sizes.kernel or ())} hold one that is not from 1 to {LARGEST_PAGE}"
         if self.page_sizes.kernel is not None and not self.page_sizes.kernel:
@@ -149,6 +148,20 @@ class Capabilities:
             yield "it claims trees of drafts but max_speculative_tokens is 0"
         if self.hisparse and Feature.SPARSE not in self.features:
             yield "it claims hisparse but not the feature sparse"
+
+    def _sm_contradictions(self) -> Iterator[str]:
+        bounds = {name: getattr(self, name) for name in ("min_sm", "max_sm", "min_fp8_sm", "max_fp8_sm")}
+        given = {name: sm for name, sm in bounds.items() if sm is not None}
+        if given and "cuda" not in self.devices:
+            yield f"it bounds the SM but its devices are {_listed(self.devices)}, without cuda"
+        for low, high in (("min_sm", "max_sm"), ("min_fp8_sm", "max_fp8_sm")):
+            if low in given and high in given and given[low] > given[high]:
+                yield f"{low} {given[low]} is above {high} {given[high]}"
+        for name, sm in given.items():
+            if sm not in SM_RANGE:
+                yield f"{name} {sm} is not a compute capability; write 9.0 as 90, 10.3 as 103"
+        if given.keys() & {"min_fp8_sm", "max_fp8_sm"} and self.kv_dtypes.isdisjoint(FP8_CACHES):
+            yield f"it bounds the SM of an fp8 cache but claims none, only the KV dtypes {_listed(self.kv_dtypes)}"
 
 
 def _layouts(layouts: frozenset[CacheLayout], kinds: frozenset[AttentionKind]) -> frozenset[CacheLayout]:

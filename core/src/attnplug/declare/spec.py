@@ -163,29 +163,13 @@ def _environment_refusals(can: Capabilities, problem: Problem, role: Role | None
     """Refusals that depend on device, element types, pages and switches."""
     if problem.device is not None and problem.device not in can.devices:
         yield _outside(RefusalCode.DEVICE, "device", problem.device, can.devices, Setting.DEVICE)
-    elif problem.device == "cuda" and problem.sm is not None:
-        low, high = can.min_sm, can.max_sm
-        if (low is not None and problem.sm < low) or (high is not None and problem.sm > high):
-            yield Refusal(
-                RefusalCode.SM,
-                f"it needs {_sm_range(low, high)}, this is SM {problem.sm}",
-                value=problem.sm,
-                allowed=_sm_range(low, high),  # no setting: nobody can change the GPU
-            )
+    elif (needed := _other_sms(problem, can.min_sm, can.max_sm)) is not None:
+        message = f"it needs {needed}, this is SM {problem.sm}"
+        yield Refusal(RefusalCode.SM, message, problem.sm, needed)  # no setting: nobody can change the GPU
     if problem.dtype is not None and problem.dtype not in can.dtypes:
         yield _outside(RefusalCode.DTYPE, "dtype", problem.dtype, can.dtypes, Setting.DTYPE)
-    if problem.kv_dtype is not None and problem.kv_dtype not in can.kv_dtypes:
-        yield _outside(RefusalCode.KV_DTYPE, "KV dtype", problem.kv_dtype, can.kv_dtypes, Setting.KV_DTYPE)
-    elif can.kv_matches_dtype and problem.dtype in can.dtypes and problem.kv_dtype is not None:
-        allowed = [dtype for dtype in DType if dtype in can.kv_dtypes and dtype in {problem.dtype, *FP8_CACHES}]
-        if problem.kv_dtype not in allowed:
-            yield Refusal(
-                RefusalCode.KV_DTYPE,
-                f"a cache in {problem.kv_dtype} cannot be read with {problem.dtype} queries",
-                value=str(problem.kv_dtype),
-                allowed=[str(dtype) for dtype in allowed],
-                setting=Setting.KV_DTYPE,
-            )
+    if problem.kv_dtype is not None:
+        yield from _kv_dtype_refusals(can, problem, problem.kv_dtype)
     if problem.page_size is not None and can.page_sizes.kernel_size(problem.page_size) is None:
         yield Refusal(
             RefusalCode.PAGE_SIZE,
@@ -235,6 +219,23 @@ def _environment_refusals(can: Capabilities, problem: Problem, role: Role | None
             allowed=1,
             setting=Setting.SPECULATIVE_TOPK,
         )
+
+
+def _kv_dtype_refusals(can: Capabilities, problem: Problem, kv_dtype: DType) -> Iterator[Refusal]:
+    if kv_dtype not in can.kv_dtypes:
+        yield _outside(RefusalCode.KV_DTYPE, "KV dtype", kv_dtype, can.kv_dtypes, Setting.KV_DTYPE)
+        return
+    allowed = [dtype for dtype in DType if dtype in can.kv_dtypes]
+    if can.kv_matches_dtype and problem.dtype in can.dtypes:
+        allowed = [dtype for dtype in allowed if dtype in {problem.dtype, *FP8_CACHES}]
+    if kv_dtype not in allowed:
+        message = f"a cache in {kv_dtype} cannot be read with {problem.dtype} queries"
+    elif kv_dtype in FP8_CACHES and (needed := _other_sms(problem, can.min_fp8_sm, can.max_fp8_sm)) is not None:
+        message = f"an fp8 cache is read on {needed}, this is SM {problem.sm}"
+        allowed = [dtype for dtype in allowed if dtype not in FP8_CACHES]
+    else:
+        return
+    yield Refusal(RefusalCode.KV_DTYPE, message, str(kv_dtype), list(map(str, allowed)), Setting.KV_DTYPE)
 
 
 def _role_refusals(can: Capabilities, problem: Problem, role: Role) -> Iterator[Refusal]:
@@ -364,7 +365,11 @@ def _dims(
     return Refusal(code, text, list(value), [list(pair) for pair in pairs], role.setting)
 
 
-def _sm_range(low: int | None, high: int | None) -> str:
+def _other_sms(problem: Problem, low: int | None, high: int | None) -> str | None:
+    """The bounds of a compute capability in words, if a problem's GPU is outside of them."""
+    sm = problem.sm
+    if problem.device != "cuda" or sm is None or ((low is None or low <= sm) and (high is None or sm <= high)):
+        return None
     if low is None:
         return f"SM {high} or older"
     if high is None:

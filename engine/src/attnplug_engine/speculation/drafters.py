@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from attnplug import ForwardBatch, ForwardMode, Geometry, to_device
 from attnplug.host import HostLengths
-from attnplug_engine.request import Request, StepEntry
+from attnplug_engine.request import Request, Step
 from attnplug_engine.speculation.accept import Accepted
 from attnplug_engine.speculation.batches import Batches, Shape
 from attnplug_engine.speculation.draft_runner import DraftRunner
@@ -19,6 +20,20 @@ from attnplug_engine.speculation.drafts import NOTHING, Takes
 from attnplug_engine.speculation.ngram import History
 from attnplug_engine.speculation.options import Speculation
 from attnplug_engine.speculation.tree import Proposal, TreeGrowth
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Prefill:
+    """An extend that the target has run."""
+
+    step: Step
+    page_table: Tensor
+    hidden: Tensor | None
+    """``[tokens, width]``: what the drafter takes of it."""
+    ended: Batches | None
+    """The requests whose prefill ends here, if there are any."""
+    sampled: Tensor
+    """``[requests that end]``: their first tokens."""
 
 
 class Drafter(Protocol):
@@ -33,20 +48,8 @@ class Drafter(Protocol):
     further: Sequence[Shape]
     """The batches that ``look_ahead`` makes, by its lengths."""
 
-    def after_prefill(
-        self,
-        entries: Sequence[StepEntry],
-        rows: Sequence[int],
-        page_table: Tensor,
-        hidden: Tensor | None,
-        ended: Batches | None,
-        sampled: Tensor,
-    ) -> Proposal | None:
-        """After an extend of ``entries`` at ``rows`` of the slot table, with the target's ``hidden [tokens, width]``.
-
-        ``ended`` are the requests whose prefill ends, with ``sampled`` as their first tokens. It returns their
-        proposals.
-        """
+    def after_prefill(self, prefill: Prefill) -> Proposal | None:
+        """What is proposed to the requests whose prefill ends, if there are any."""
         ...
 
     def catch_up(self, batches: Batches, lengths: Tensor, accepted: Accepted, hidden: Tensor | None) -> Tensor | None:
@@ -72,16 +75,9 @@ class NgramDrafter:
         self._history = History(rows, context, device)
         self._owners: dict[int, Request] = {}
 
-    def after_prefill(
-        self,
-        entries: Sequence[StepEntry],
-        rows: Sequence[int],
-        page_table: Tensor,
-        hidden: Tensor | None,
-        ended: Batches | None,
-        sampled: Tensor,
-    ) -> Proposal | None:
-        for row, (request, position, token_ids, _) in zip(rows, entries, strict=True):
+    def after_prefill(self, prefill: Prefill) -> Proposal | None:
+        step, ended = prefill.step, prefill.ended
+        for row, (request, position, token_ids, _) in zip(step.rows, step.entries, strict=True):
             # What the prefix cache supplied is not among the tokens of a first chunk.
             start = position if self._owners.get(row) is request else 0
             self._owners[row] = request
@@ -90,7 +86,7 @@ class NgramDrafter:
             return None
         members = ended.members
         known = members.committed
-        self._history.append(members.rows, known, sampled.unsqueeze(1), torch.ones_like(known))
+        self._history.append(members.rows, known, prefill.sampled.unsqueeze(1), torch.ones_like(known))
         return self.look_ahead(ended, None, known)
 
     def catch_up(self, batches: Batches, lengths: Tensor, accepted: Accepted, hidden: Tensor | None) -> Tensor | None:
@@ -132,25 +128,16 @@ class ModelDrafter:
             for step in range(1, self._steps)
         ]
 
-    def after_prefill(
-        self,
-        entries: Sequence[StepEntry],
-        rows: Sequence[int],
-        page_table: Tensor,
-        hidden: Tensor | None,
-        ended: Batches | None,
-        sampled: Tensor,
-    ) -> Proposal | None:
-        batch, last = self._prefill(entries, page_table, sampled)
-        out = self._runner.forward(batch, hidden)
-        if ended is None:
+    def after_prefill(self, prefill: Prefill) -> Proposal | None:
+        batch, last = self._prefill(prefill)
+        out = self._runner.forward(batch, prefill.hidden)
+        if (ended := prefill.ended) is None:
             return None
         return self.look_ahead(ended, out.index_select(0, last), ended.members.committed)
 
-    def _prefill(
-        self, entries: Sequence[StepEntry], page_table: Tensor, sampled: Tensor
-    ) -> tuple[ForwardBatch, Tensor]:
+    def _prefill(self, prefill: Prefill) -> tuple[ForwardBatch, Tensor]:
         """The draft's batch for a prefill, and which of its rows are the last of the requests that end."""
+        entries, page_table = prefill.step.entries, prefill.page_table
         tokens: list[int] = []
         positions: list[int] = []
         counts: list[int] = []
@@ -168,7 +155,7 @@ class ModelDrafter:
         device, longest = page_table.device, max(counts)
         ids, places = to_device([tokens, positions], device).unbind()
         ends = to_device(last, device)
-        ids.index_copy_(0, ends, sampled.clamp(min=0))
+        ids.index_copy_(0, ends, prefill.sampled.clamp(min=0))
         geometry = Geometry(
             ForwardMode.EXTEND,
             page_table,

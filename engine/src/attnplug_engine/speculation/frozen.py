@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from attnplug import ForwardMode, to_device
-from attnplug_engine.request import StepEntry
 from attnplug_engine.speculation.accept import Accepted
 from attnplug_engine.speculation.batches import Batches, Shape
 from attnplug_engine.speculation.draft_runner import DraftRunner
-from attnplug_engine.speculation.drafters import newest_rows
+from attnplug_engine.speculation.drafters import Prefill, newest_rows
 from attnplug_engine.speculation.options import Speculation
 from attnplug_engine.speculation.tree import Proposal
 
@@ -36,21 +34,13 @@ class FrozenDrafter:
         self._tokens = tokens
         self.takes = runner.model.takes
 
-    def after_prefill(
-        self,
-        entries: Sequence[StepEntry],
-        rows: Sequence[int],
-        page_table: Tensor,
-        hidden: Tensor | None,
-        ended: Batches | None,
-        sampled: Tensor,
-    ) -> Proposal | None:
-        if ended is None:
+    def after_prefill(self, prefill: Prefill) -> Proposal | None:
+        if (ended := prefill.ended) is None:
             return None
+        hidden = prefill.hidden
         assert hidden is not None
-        counts = accumulate(len(entry.token_ids) for entry in entries)
-        last = [count - 1 for count, entry in zip(counts, entries, strict=True) if entry.sampled]
-        return self.look_ahead(ended, hidden.index_select(0, to_device(last, hidden.device)), ended.members.committed)
+        last = to_device(prefill.step.sampled_rows, hidden.device)
+        return self.look_ahead(ended, hidden.index_select(0, last), ended.members.committed)
 
     def catch_up(self, batches: Batches, lengths: Tensor, accepted: Accepted, hidden: Tensor | None) -> Tensor | None:
         assert hidden is not None

@@ -18,7 +18,7 @@ from attnplug_engine.sampler import sample
 from attnplug_engine.speculation.accept import Accepted, accept_and_commit, moves
 from attnplug_engine.speculation.batches import Batches, EagerBatches, Shapes
 from attnplug_engine.speculation.draft_runner import DraftRunner, needs_lengths
-from attnplug_engine.speculation.drafters import Drafter, ModelDrafter, NgramDrafter
+from attnplug_engine.speculation.drafters import Drafter, ModelDrafter, NgramDrafter, Prefill
 from attnplug_engine.speculation.frozen import FrozenDrafter
 from attnplug_engine.speculation.launched import Brought, LaunchedRounds
 from attnplug_engine.speculation.next_verify import NextVerify
@@ -303,7 +303,7 @@ class RoundRunner:
             self.state.commit(members.rows, committed, sampled)
         requests, one = [entry.request for entry in entries], torch.ones_like(sampled)
         brought = Brought(requests, sampled.unsqueeze(1), one, logits, committed)
-        proposal = self.drafter.after_prefill(part.entries, part.rows, batch.geometry.page_table, taken, ended, sampled)
+        proposal = self.drafter.after_prefill(Prefill(part, batch.geometry.page_table, taken, ended, sampled))
         if ended is not None and proposal is not None:
             self.state.propose(ended.members.rows, proposal)
         return brought

@@ -13,7 +13,7 @@ from attnplug import to_device
 from attnplug_engine.request import StepEntry
 from attnplug_engine.speculation.accept import Accepted
 from attnplug_engine.speculation.batches import Batches, Shape
-from attnplug_engine.speculation.drafters import ModelDrafter, newest_rows
+from attnplug_engine.speculation.drafters import ModelDrafter, Prefill, newest_rows
 from attnplug_engine.speculation.tree import Proposal
 
 
@@ -33,20 +33,13 @@ class WindowDrafter(ModelDrafter):
     def _further(self) -> Sequence[Shape]:
         return ()  # all steps run when it catches up
 
-    def after_prefill(
-        self,
-        entries: Sequence[StepEntry],
-        rows: Sequence[int],
-        page_table: Tensor,
-        hidden: Tensor | None,
-        ended: Batches | None,
-        sampled: Tensor,
-    ) -> Proposal | None:
-        batch, last = self._prefill(entries, page_table, sampled)
+    def after_prefill(self, prefill: Prefill) -> Proposal | None:
+        batch, last = self._prefill(prefill)
+        entries, hidden, ended = prefill.step.entries, prefill.hidden, prefill.ended
         assert batch.input_ids is not None
         counts = accumulate(len(entry.token_ids) for entry in entries)
         following = [[_following(entry, step) for entry in entries] for step in range(1, self._steps)]
-        ends, *following_ids = to_device([[count - 1 for count in counts], *following], page_table.device).unbind()
+        ends, *following_ids = to_device([[count - 1 for count in counts], *following], last.device).unbind()
         runner, tokens = self._runner, list[Tensor]()
         for step in range(self._steps):
             if step:

@@ -41,6 +41,8 @@ CAPABILITIES = Capabilities(
     dtypes=DTYPES,
     kv_dtypes=DTYPES | {DType.FLOAT8_E4M3},
     kv_matches_dtype=True,
+    min_fp8_sm=90,
+    max_fp8_sm=90,
     roles=frozenset({Role.PREFILL, Role.DECODE, Role.DRAFT}),
     mla_dims=frozenset({(512, 64)}),
     max_heads=MOST_HEADS,
@@ -70,7 +72,7 @@ def attnplug_backends() -> list[BackendSpec]:
 
 
 def refusals(problem: Problem, role: Role | None, options: FlashInferMLAOptions) -> Iterator[Refusal]:
-    """What the capabilities cannot say: where an fp8 cache is read, and what the kernel that was asked for takes."""
+    """What the capabilities cannot say: what reads an fp8 cache, and what the kernel that was asked for takes."""
     if problem.kv_dtype is DType.FLOAT8_E4M3:
         yield from _fp8_refusals(problem)
     yield from kernel_refusals(problem, options)
@@ -80,15 +82,11 @@ def refusals(problem: Problem, role: Role | None, options: FlashInferMLAOptions)
 
 
 def _fp8_refusals(problem: Problem) -> Iterator[Refusal]:
-    """An fp8 cache is read with bfloat16 queries, on SM 90, by a FlashInfer that is new enough."""
+    """An fp8 cache is read with bfloat16 queries, by a FlashInfer that is new enough."""
     dtype, value = problem.dtype, str(problem.kv_dtype)
     if dtype not in (None, DType.BFLOAT16):
         message = f"an fp8 cache is read with bfloat16 queries only, not with {dtype}"
         yield Refusal(RefusalCode.DTYPE, message, str(dtype), [str(DType.BFLOAT16)], Setting.DTYPE)
-    if problem.sm not in (None, 90):
-        message = f"an fp8 cache is read on SM 90 only, this is SM {problem.sm}"
-        allowed = [str(dtype)] if dtype in DTYPES else []
-        yield Refusal(RefusalCode.KV_DTYPE, message, value, allowed, Setting.KV_DTYPE)
     if (older := _older(READS_FP8)) is not None:
         message = f"flashinfer-python {older.value} reads no fp8 cache"
         allowed = [str(DType.BFLOAT16), str(DType.FLOAT16)]

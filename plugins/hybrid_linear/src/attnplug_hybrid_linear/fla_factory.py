@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from attnplug import import_library
-from attnplug_hybrid_linear.fla_backend import FlaLinearBackend
+from attnplug import BackendContext, PlannedBackend, import_library
 from attnplug_hybrid_linear.fla_kernels import FlaKernels
 from attnplug_hybrid_linear.plugin import LIBRARY
 
-__all__ = ["FlaLinearBackend"]
-
 import_library(FlaKernels, LIBRARY)
+
+
+def fla(context: BackendContext) -> PlannedBackend:
+    from attnplug_hybrid_linear.fla_backend import FlaLinearBackend  # here: its kernels need Triton to be defined
+
+    return FlaLinearBackend(context)

@@ -58,7 +58,7 @@ def attnplug_backends() -> list[BackendSpec]:
             name="fla",
             summary="linear attention in Triton: flash-linear-attention's chunks, and decode on states in place",
             contract=CONTRACT_VERSION,
-            factory="attnplug_hybrid_linear.fla_factory:FlaLinearBackend",
+            factory="attnplug_hybrid_linear.fla_factory:fla",
             requires=((LIBRARY, "fla"),),
             check=refusals,
             preference=100,

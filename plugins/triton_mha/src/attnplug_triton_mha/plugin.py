@@ -17,15 +17,12 @@ from attnplug import (
     Refusal,
     RefusalCode,
     Role,
-    Setting,
     WorkspaceKind,
     hookimpl,
 )
 
 LIBRARY = "triton>=3.6,<4"
 DTYPES = frozenset({DType.BFLOAT16, DType.FLOAT16})
-FP8_SM = 89
-"""The first GPUs that convert from float8_e4m3fn by an instruction."""
 WIDEST_HEAD = 256
 HEAD_STEP = 16
 COUNTERS = WorkspaceKind("triton-mha-counters", zeroed=True)
@@ -50,6 +47,7 @@ def attnplug_backends() -> list[BackendSpec]:
                 dtypes=DTYPES,
                 kv_dtypes=DTYPES | {DType.FLOAT8_E4M3},
                 kv_matches_dtype=True,
+                min_fp8_sm=89,  # the first that convert from float8_e4m3fn by an instruction
                 roles=frozenset({Role.PREFILL, Role.DECODE, Role.DRAFT}),
                 features=frozenset({Feature.SLIDING_WINDOW, Feature.LOGIT_CAP, Feature.SINKS}),
                 max_speculative_tokens=64,
@@ -69,11 +67,7 @@ def attnplug_workspace_kinds() -> list[WorkspaceKind]:
 
 
 def refusals(problem: Problem, role: Role | None, options: None) -> Iterator[Refusal]:
-    """What the capabilities cannot say: which GPUs read an fp8 cache, and widths of heads."""
-    if problem.kv_dtype is DType.FLOAT8_E4M3 and problem.sm is not None and problem.sm < FP8_SM:
-        message = f"an fp8 cache is read on SM {FP8_SM} or newer, this is SM {problem.sm}"
-        allowed = sorted(map(str, DTYPES)) if problem.dtype is None else [str(problem.dtype)]
-        yield Refusal(RefusalCode.KV_DTYPE, message, str(problem.kv_dtype), allowed, Setting.KV_DTYPE)
+    """What the capabilities cannot say: widths of heads."""
     if role is None or role is Role.LINEAR or problem.model is None:
         return
     given = {(layer.head_dim, layer.v_head_dim): None for layer in problem.model.full_layers if layer.mla is None}

@@ -16,9 +16,7 @@ from attnplug import (
     GraphLevel,
     Problem,
     Refusal,
-    RefusalCode,
     Role,
-    Setting,
     WorkspaceKind,
     hookimpl,
     index_refusals,
@@ -27,8 +25,6 @@ from attnplug_triton_mla.options import TritonMLAOptions
 
 DTYPES = frozenset({DType.BFLOAT16, DType.FLOAT16})
 LIBRARY = "triton>=3.6,<4"
-FP8_SM = 89
-"""The first GPUs on which Triton converts from float8_e4m3fn."""
 COUNTERS = WorkspaceKind("triton-mla-counters", zeroed=True)
 """Counters that every call leaves at zero."""
 
@@ -52,6 +48,7 @@ def attnplug_backends() -> list[BackendSpec]:
                 dtypes=DTYPES,
                 kv_dtypes=DTYPES | {DType.FLOAT8_E4M3},
                 kv_matches_dtype=True,
+                min_fp8_sm=89,  # the first that convert from float8_e4m3fn by an instruction
                 roles=frozenset({Role.PREFILL, Role.DECODE, Role.DRAFT}),
                 mla_dims=frozenset({(512, 64), (512, 0), (256, 64), (256, 0)}),
                 max_heads=128,  # the kernels would take more, and nobody has tested them with more
@@ -77,9 +74,5 @@ def attnplug_workspace_kinds() -> list[WorkspaceKind]:
 
 
 def refusals(problem: Problem, role: Role | None, options: TritonMLAOptions) -> Iterator[Refusal]:
-    """What the capabilities cannot say: which GPUs read an fp8 cache, and which indexes are served."""
-    if problem.kv_dtype is DType.FLOAT8_E4M3 and problem.sm is not None and problem.sm < FP8_SM:
-        message = f"an fp8 cache is read on SM {FP8_SM} or newer, this is SM {problem.sm}"
-        allowed = sorted(map(str, DTYPES)) if problem.dtype is None else [str(problem.dtype)]
-        yield Refusal(RefusalCode.KV_DTYPE, message, str(problem.kv_dtype), allowed, Setting.KV_DTYPE)
+    """What the capabilities cannot say: which indexes are served."""
     yield from index_refusals(problem, role)
