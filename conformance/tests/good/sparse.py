@@ -42,6 +42,7 @@ SPEC = BackendSpec(
         max_speculative_tokens=8,
         extras=frozenset({"lse", "out", "selected"}),
         hisparse=True,
+        trees=True,
     ),
 )
 
@@ -50,18 +51,25 @@ class Backend(SparseAttention):
     def plan(self, geometry):
         slots = [geometry.cache_slots([r])[0] if geometry.kv_lens[r] else None for r in range(geometry.requests)]
         seen = [
-            (slots[request], total - new + row + 1)
+            (slots[request], self.seen(total - new, row, None if geometry.tree is None else geometry.tree[request]))
             for request, (new, total) in enumerate(zip(geometry.query_lens, geometry.kv_lens))
             for row in range(new)
         ]
         return Plan.of(self.backend_id, geometry, seen, geometry.new_slots())
 
+    def seen(self, before, row, tree):
+        """The positions that a new row sees: with a tree, the prefix and its ancestors."""
+        rows = torch.arange(row + 1)
+        if tree is not None:
+            rows = rows[((tree[row] >> rows) & 1).bool()]
+        return torch.cat([torch.arange(before), before + rows])
+
     def choose(self, index, layer, dims, plan):
         chosen = torch.full((len(index.q), dims.topk), -1, dtype=torch.int32)
         for row, (slots, seen) in enumerate(plan.metadata):
-            keys = self.index_keys.read_keys(layer.layer_id, slots[:seen]).float()
+            keys = self.index_keys.read_keys(layer.layer_id, slots[seen]).float()
             scores = index.weights[row] @ torch.relu(index.q[row] @ keys.T * dims.scale)
-            best = scores.topk(min(dims.topk, seen)).indices
+            best = seen[scores.topk(min(dims.topk, len(seen))).indices]
             chosen[row, : len(best)] = best
         return SelectedPositions(chosen)
 

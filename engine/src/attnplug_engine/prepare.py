@@ -137,9 +137,9 @@ def _check_sparse_extend(spec: ModelSpec, forced: ExtendPath | None) -> None:
         )
 
 
-def _check_extend(selection: Selection, forced: ExtendPath | None) -> None:
-    """Refuse an extend path that the backend does not declare which prefills a model's MLA layers."""
-    if forced is None or not any(layer.mla is not None for layer in selection.problem.model.layers):
+def _check_extend(spec: ModelSpec, selection: Selection, forced: ExtendPath | None) -> None:
+    """Refuse an extend path that is not declared by the backend that prefills a model's MLA layers."""
+    if forced is None or not any(layer.mla is not None for layer in spec.layers):
         return
     chosen = selection.chosen(Role.PREFILL).spec
     if forced not in (paths := chosen.capabilities.mla_extend):
@@ -194,7 +194,7 @@ def prepare(
     ranking = default_ranking(registry, problem, per_batch=True)
     selection = choose_importable(registry, request, problem, ranking)
     failed = selection.failed
-    _check_extend(selection, options.extend_policy.forced)
+    _check_extend(spec, selection, options.extend_policy.forced)
     draft_choice = None if speculation is None else choose_draft(registry, asked, problem, speculation, model)
     loaded = load_model(
         model,

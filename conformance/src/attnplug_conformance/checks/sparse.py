@@ -35,6 +35,8 @@ from attnplug_conformance.scene import NAN, Scene, as_bytes, poison, relative_er
 
 EXTEND, DECODE, VERIFY = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
 INDEX = IndexerDims(heads=8, head_dim=16, topk=8)
+FOREST = ((-1, 0, 0, 1, 2, 2), (-1, -1, 1, 1, 0, 3), (-1, 0, 1, 2, 3, 3), (-1, 0, 1, 0, -1, 2))
+"""Trees of drafts. In some, rows see fewer rows than the index chooses, where the prefix is short."""
 
 
 class SparseScene(Scene):
@@ -126,8 +128,7 @@ class SparseScene(Scene):
                 if row[: len(live)] != live:
                     raise Wrong(f"select put -1 before a row that it chose ({place}); -1 follows the last")
                 if len(set(mine)) != wanted or len(mine) != wanted or not set(mine) <= set(seen):
-                    right = f"{wanted} distinct ones of those that it sees, up to {position}"
-                    raise Wrong(f"select chose rows {sorted(mine)} ({place}), and not {right}")
+                    self._misjudged(request, position, place, mine, wanted)
                 scores = weights[token] @ torch.relu(q[token] @ keys.T * self.index.scale)
                 best = scores[seen].sort(descending=True).values[:wanted]
                 short = float((best - scores[mine].sort(descending=True).values).max() / scores[seen].abs().max())
@@ -135,6 +136,19 @@ class SparseScene(Scene):
                     raise Wrong(f"select chose rows whose scores fall short of the best by {short:.1e} ({place})")
                 chosen.append(sorted(mine))
         return chosen
+
+    def _misjudged(self, request: int, position: int, place: str, mine: list[int], wanted: int) -> None:
+        """Raise :class:`Wrong` for a choice of too few rows, of one twice, or of one that the token does not see."""
+        before = self.case.lengths[request][0]
+        if self.case.trees is not None:
+            drafted = sorted({row for row in mine if row >= before} - set(self.seen(request, position)))
+            if drafted:
+                raise Wrong(
+                    f"select chose rows {drafted} ({place}), drafts that are no ancestors of it: a row of a tree "
+                    f"chooses from the prefix, itself and its ancestors, {self.seen(request, position)[before:]}"
+                )
+        right = f"{wanted} distinct ones of those that it sees, up to {position}"
+        raise Wrong(f"select chose rows {sorted(mine)} ({place}), and not {right}")
 
     def seen(self, request: int, position: int) -> list[int]:
         """The positions that a new token of a request sees, in ascending order."""
@@ -262,6 +276,8 @@ def sparse_checks() -> Iterator[Check]:
         ("extend", "sparse", chosen, sparse_case(mixed, EXTEND), _sparse),
         ("decode", "sparse", chosen, sparse_case(decode, DECODE), _sparse),
         ("verify", "sparse", chosen, sparse_case(((12, 3), (30, 3)), VERIFY), _sparse),
+        ("trees", "trees", "a row of a drafted tree chooses from the prefix, itself and its ancestors",
+         sparse_case(((3, 6), (1, 6), (30, 6)), VERIFY, trees=FOREST[:3]), _sparse),
         ("padding", "sparse", chosen, sparse_case(plain, EXTEND, padding=3), _sparse),
         ("not_given", "sparse", "a sparse layer without selected rows is an error", sparse_case(plain, EXTEND),
          _not_given),
@@ -284,14 +300,18 @@ def sparse_checks() -> Iterator[Check]:
         sparse_case(decode, DECODE, exact=False),
         _sparse,
     )
-    for mode, new, level in ((DECODE, 1, GraphLevel.DECODE), (VERIFY, 3, GraphLevel.UNIFORM)):
+    for name, mode, new, level, trees in (
+        ("decode", DECODE, 1, GraphLevel.DECODE, None),
+        ("verify", VERIFY, 3, GraphLevel.UNIFORM, None),
+        ("trees", VERIFY, 6, GraphLevel.UNIFORM, FOREST),
+    ):
         yield Check(
-            f"mla.sparse.graph.{'decode' if mode is DECODE else 'verify'}",
+            f"mla.sparse.graph.{name}",
             "graphs",
-            "a captured batch selects and attends anew at each replay, with other lengths and pages",
-            sparse_case(((60, new),) * 4, mode, graph=level),
+            "a captured batch selects and attends anew at each replay, with other lengths, pages and trees",
+            sparse_case(((60, new),) * 4, mode, graph=level, trees=trees),
             _replays,
-            applies=graphs_claimed(level),
+            applies=graphs_claimed(level, trees=trees is not None),
         )
     for name, claim, says, case, run in rows:
         yield Check(
