@@ -24,6 +24,8 @@ def _of(good: str, *rows: tuple[str, str, str, str, str]) -> list[Mutant]:
 
 
 UNSCALED_ROWS = "torch.cat([part.float().flatten(0, 2)[slots] for part in self.pool.parts(layer.layer_id)[::2]], -1)"
+WORKSPACE = "self.context.workspace.request('it', q.device, __import__('attnplug').SCRATCH, 1 << 20).buffer"
+COUNTERS = "WorkspaceKind('counters', zeroed=True)"
 MUTANTS = [
     *_of(
         "mha",
@@ -73,6 +75,22 @@ MUTANTS = [
          "mha.dims_differ.extend", "raised"),
         ("result_in_float32", "q.new_zeros(q.shape[0], q.shape[1], layer.v_head_dim)",
          "torch.zeros(q.shape[0], q.shape[1], layer.v_head_dim)", "mha.bfloat16.extend", "the result is torch.float32"),
+        ("result_flattened", "return out\n\n    def write", "return out.flatten(1)\n\n    def write",
+         "mha.decode.page_edges", "should have the shape"),
+        ("result_in_blocks_of_64", "return out\n\n    def write",
+         "return torch.cat([out, out.new_zeros(-len(out) % 64, *out.shape[1:])])\n\n    def write",
+         "mha.decode.page_edges", "should have the shape"),
+        ("result_on_another_device", "return out\n\n    def write", 'return out.to("meta")\n\n    def write',
+         "mha.decode.page_edges", "is on meta, but q is on cpu"),
+        ("result_in_the_workspace", "q.new_zeros(q.shape[0], q.shape[1], layer.v_head_dim)",
+         f"{WORKSPACE}.view(q.dtype)[: q.shape[0] * q.shape[1] * layer.v_head_dim].view(*q.shape[:2], -1).zero_()",
+         "mha.decode.page_edges", "lies in the workspace"),
+        ("workspace_taken_for_zero", "q.new_zeros(q.shape[0], q.shape[1], layer.v_head_dim)",
+         f"{WORKSPACE}.view(q.dtype)[: q.shape[0] * q.shape[1] * layer.v_head_dim].view(*q.shape[:2], -1).clone()",
+         "mha.padding.rows", "is padding"),
+        ("counters_left", "work, start = plan.metadata, 0",
+         f"work, start = plan.metadata, 0; {WORKSPACE.replace('SCRATCH', COUNTERS)}[:1] += 1", "mha.decode.page_edges",
+         "leaves it zero"),
         # pages, slots and lengths
         ("reads_one_row_more", "slots = work.cache_slots(request, length)",
          "slots = work.cache_slots(request, length + 1)", "mha.decode.one_request", "past the last token"),
@@ -265,6 +283,10 @@ MUTANTS = [
         ("pages_by_another_instance", "cached = self.pool.read_rows(layer.layer_id, slots).float()",
          "cached = self.pool.read_rows(layer.layer_id, slots).float() * (1 if len(self.context.roles) > 1 else 2)",
          "mla.split_roles", "another decodes"),
+        ("result_in_float32", "out = q.new_zeros(*q.shape[:2], rank) if", "out = torch.zeros(*q.shape[:2], rank) if",
+         "mla.bfloat16.decode", "the result is torch.float32"),
+        ("result_ragged_in_float32", "q.new_zeros(*q.shape[:2], v.shape[-1])", "torch.zeros(*q.shape[:2], v.shape[-1])",
+         "mla.ragged.bfloat16", "forward_ragged is torch.float32"),
         ("trees_as_chains", "if geometry.tree is not None:", "if False:", "mla.trees.refused", "trees"),
     ),
     *_of(
@@ -282,7 +304,11 @@ MUTANTS = [
         ("tree_without_ancestors", "rows = rows[((tree[row] >> rows) & 1).bool()]", "rows = rows[-1:]",
          "mla.sparse.trees", "distinct ones of those that it sees"),
         ("tree_of_first_request", "else geometry.tree[request]", "else geometry.tree[0]", "mla.sparse.trees", "select"),
-        ("products_not_clipped", "torch.relu(index.q[row] @ keys.T * dims.scale)", "(index.q[row] @ keys.T * dims.scale)",
+        ("result_in_float32", "q.new_zeros(*q.shape[:2], rank)", "torch.zeros(*q.shape[:2], rank)",
+         "mla.sparse.bfloat16", "the result is torch.float32"),
+        ("result_of_select_in_int64", "dtype=torch.int32)", "dtype=torch.int64)", "mla.sparse.decode",
+         "must be torch.int32"),
+        ("products_not_clipped", "torch.relu(index.q[row].float() @ keys.T * dims.scale)", "(index.q[row].float() @ keys.T * dims.scale)",
          "mla.sparse.decode", "fall short"),
         ("lse_base_2", "scores.logsumexp(-1)", "scores.logsumexp(-1) * 1.4426950408889634", "mla.sparse.lse",
          "log-sum-exp"),

@@ -32,6 +32,11 @@ def test_the_good_backends_pass_everything(good):
     assert meant <= ran, "a check that is meant to catch a mutant does not run"
 
 
+def test_results_of_another_form_are_caught_by_the_quick_run():
+    faults = [mutant for mutant in MUTANTS if "-result_" in mutant.name]
+    assert len(faults) >= 10 and all(CHECKS[mutant.caught_by].quick for mutant in faults)
+
+
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_the_kit_catches(mutant):
     result = run_check(CHECKS[mutant.caught_by], subject(mutant.name, mutated(mutant)))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnplug_conformance.case import FIRST, LAYER
-from attnplug_conformance.scene import POISONS, Output, Scene, relative_error
+from attnplug_conformance.scene import POISONS, SCRATCH_BYTES, Output, Scene, relative_error
 
 BLOCKS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
 
@@ -23,7 +23,7 @@ def judge(scene: Scene, output: Output) -> float:
     """The relative error of an output; raises :class:`Wrong` if rounding does not explain it."""
     wanted, wanted_lse = scene.wanted()
     out, rows = output.out, len(wanted)
-    check_result(scene, out, max(len(out), rows) if isinstance(out, Tensor) and out.dim() else rows)
+    check_result(scene, out, scene.rows)
     error = relative_error(out[:rows], wanted)
     if not error <= scene.tolerance:
         raise Wrong(explain(scene, out[:rows], wanted, error))
@@ -39,13 +39,26 @@ def judge(scene: Scene, output: Output) -> float:
 
 
 def check_result(scene: Scene, out: object, rows: int) -> None:
-    """Raise :class:`Wrong` for a result of another type or shape than the contract's."""
+    """Raise :class:`Wrong` for a result of another form than the contract's, or in memory that is not its own."""
     shape = (rows, scene.layer.num_heads, scene.widths[1])
+    check_form(out, shape, scene.q, "the result", "rows, heads, width of a value")
+    assert isinstance(out, Tensor)
+    for buffer, zeroed in scene.scratch:
+        if out.numel() and out.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr():
+            raise Wrong("the result lies in the workspace, where whoever runs next writes: give it memory of its own")
+        if zeroed and buffer[:SCRATCH_BYTES].any():
+            raise Wrong("it left numbers in a workspace of a zeroed kind: each user leaves it zero, as it finds it")
+
+
+def check_form(out: object, shape: tuple[int, ...], q: Tensor, what: str, dims: str) -> None:
+    """Raise :class:`Wrong` unless a result is a tensor of this shape, of q's type and where q is."""
     if not isinstance(out, Tensor) or tuple(out.shape) != shape:
         found = f"has shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"is {out!r:.80}"
-        raise Wrong(f"the result {found} and should have the shape {shape} (rows, heads, width of a value)")
-    if out.dtype is not scene.dtype:
-        raise Wrong(f"the result is {out.dtype}, but q is {scene.dtype}; they must be the same")
+        raise Wrong(f"{what} {found} and should have the shape {shape} ({dims})")
+    if out.dtype is not q.dtype:
+        raise Wrong(f"{what} is {out.dtype}, but q is {q.dtype}; they must be the same")
+    if out.device != q.device:
+        raise Wrong(f"{what} is on {out.device}, but q is on {q.device}; they must be on one device")
 
 
 def check_padding(out: Tensor, rows: int) -> None:

@@ -35,9 +35,9 @@ SPEC = BackendSpec(
     capabilities=Capabilities(
         kinds=frozenset({AttentionKind.MLA}),
         devices=frozenset({"cpu"}),
-        dtypes=frozenset({DType.FLOAT32}),
-        kv_dtypes=frozenset({DType.FLOAT32, DType.FP8_DS_MLA}),
-        index_dtypes=frozenset({DType.FLOAT32, DType.FLOAT8_E4M3}),
+        dtypes=frozenset({DType.FLOAT32, DType.BFLOAT16}),
+        kv_dtypes=frozenset({DType.FLOAT32, DType.BFLOAT16, DType.FP8_DS_MLA}),
+        index_dtypes=frozenset({DType.FLOAT32, DType.BFLOAT16, DType.FLOAT8_E4M3}),
         features=frozenset({Feature.SPARSE}),
         max_speculative_tokens=8,
         extras=frozenset({"lse", "out", "selected"}),
@@ -68,7 +68,7 @@ class Backend(SparseAttention):
         chosen = torch.full((len(index.q), dims.topk), -1, dtype=torch.int32)
         for row, (slots, seen) in enumerate(plan.metadata):
             keys = self.index_keys.read_keys(layer.layer_id, slots[seen]).float()
-            scores = index.weights[row] @ torch.relu(index.q[row] @ keys.T * dims.scale)
+            scores = index.weights[row] @ torch.relu(index.q[row].float() @ keys.T * dims.scale)
             best = seen[scores.topk(min(dims.topk, len(seen))).indices]
             chosen[row, : len(best)] = best
         return SelectedPositions(chosen)
@@ -82,7 +82,7 @@ class Backend(SparseAttention):
             else:
                 where = slots[selected.positions[row][selected.positions[row] >= 0].long()]
             rows = pool.read_rows(layer.layer_id, where).float()
-            scores = q[row] @ rows.T * layer.scale
+            scores = q[row].float() @ rows.T * layer.scale
             out[row] = scores.softmax(-1) @ rows[:, :rank]
             if extras.lse is not None:
                 extras.lse[row] = scores.logsumexp(-1)

@@ -111,8 +111,14 @@ class SparseScene(Scene):
 
     def _judge(self, found: SelectedRows, q: Tensor, weights: Tensor) -> list[list[int]]:
         tensor = found.positions if isinstance(found, SelectedPositions) else found.slots
-        if tensor.dtype is not torch.int32 or not (tensor[sum(self.new) :] == -1).all():
-            raise Wrong(f"select gave {tensor.dtype}, or rows of padding that are not -1; give torch.int32")
+        if tensor.dtype is not torch.int32:
+            raise Wrong(f"select gave {tensor.dtype}; it must be torch.int32")
+        if tensor.dim() != 2 or len(tensor) < sum(self.new):
+            raise Wrong(f"select gave shape {tuple(tensor.shape)}; it must be (rows of the batch, rows that are chosen)")
+        if tensor.device != self.q.device:
+            raise Wrong(f"select gave a choice on {tensor.device}, but q is on {self.q.device}")
+        if not (tensor[sum(self.new) :] == -1).all():
+            raise Wrong("select chose rows for padding; a row of padding has -1 everywhere")
         chosen: list[list[int]] = []
         for request, (before, new) in enumerate(self.case.lengths):
             keys = self.index_rows[request].cpu()
@@ -278,6 +284,8 @@ def sparse_checks() -> Iterator[Check]:
         ("verify", "sparse", chosen, sparse_case(((12, 3), (30, 3)), VERIFY), _sparse),
         ("trees", "trees", "a row of a drafted tree chooses from the prefix, itself and its ancestors",
          sparse_case(((3, 6), (1, 6), (30, 6)), VERIFY, trees=FOREST[:3]), _sparse),
+        *((str(dtype), "sparse", f"{chosen}, in {dtype}", sparse_case(plain, EXTEND, dtype=dtype), _sparse)
+          for dtype in (DType.FLOAT16, DType.BFLOAT16)),
         ("padding", "sparse", chosen, sparse_case(plain, EXTEND, padding=3), _sparse),
         ("not_given", "sparse", "a sparse layer without selected rows is an error", sparse_case(plain, EXTEND),
          _not_given),
@@ -303,7 +311,7 @@ def sparse_checks() -> Iterator[Check]:
     for name, mode, new, level, trees in (
         ("decode", DECODE, 1, GraphLevel.DECODE, None),
         ("verify", VERIFY, 3, GraphLevel.UNIFORM, None),
-        ("trees", VERIFY, 6, GraphLevel.UNIFORM, FOREST),
+        ("trees", VERIFY, 4, GraphLevel.UNIFORM, tuple(tree[:4] for tree in FOREST)),
     ):
         yield Check(
             f"mla.sparse.graph.{name}",
