@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -108,6 +109,8 @@ class Scene:
         if self.packed:  # groups whose scales differ
             sizes = torch.tensor([1.0, 0.25, 2.0, 0.5]).repeat_interleave(GROUP).repeat(1 + key_dim // (4 * GROUP))
             self.keys = [(keys * sizes[:key_dim].to(self.device)).to(self.dtype) for keys in self.keys]
+        if case.magnitude != 1.0:
+            self._lower()
         self.values = [self.normal(total, kv_heads, value_dim) for total in self.totals]
         if case.mla is not None:
             self.values = [keys[..., :value_dim] for keys in self.keys]
@@ -137,6 +140,12 @@ class Scene:
             buffer[:SCRATCH_BYTES] = 0xFF
         self.scratch.append((buffer, zeroed))
         return buffer
+
+    def _lower(self) -> None:
+        """The first query of a request without a prefix has one logit, its own: as low as others are high."""
+        for row, keys, (before, new) in zip(accumulate(self.new, initial=0), self.keys, self.case.lengths, strict=False):
+            if new and not before:
+                self.q[row] = -keys[0].repeat_interleave(self.layer.num_heads // keys.shape[1], 0)
 
     def _page_table(self) -> tuple[Tensor, int, int]:
         """``[requests, width]`` on the host, how many pages there are, and the page to which entries lead that nobody
