@@ -25,6 +25,10 @@ def _of(good: str, *rows: tuple[str, str, str, str, str]) -> list[Mutant]:
 
 UNSCALED_ROWS = "torch.cat([part.float().flatten(0, 2)[slots] for part in self.pool.parts(layer.layer_id)[::2]], -1)"
 WORKSPACE = "self.context.workspace.request('it', q.device, __import__('attnplug').SCRATCH, 1 << 20).buffer"
+NEW_PLAN = "return Plan.of(self.backend_id, geometry, requests, geometry.new_slots())"
+NEW_RESULT = 'return torch.einsum("hqk,kd->qhd", scores.softmax(-1), values).to(q.dtype)'
+NEW_OUT = NEW_RESULT.replace("return", "out =")
+NEW_CLAIMS = 'extras=frozenset({"lse"}),'
 COUNTERS = "WorkspaceKind('counters', zeroed=True)"
 MUTANTS = [
     *_of(
@@ -289,6 +293,56 @@ MUTANTS = [
         ("result_ragged_in_float32", "q.new_zeros(*q.shape[:2], v.shape[-1])", "torch.zeros(*q.shape[:2], v.shape[-1])",
          "mla.ragged.bfloat16", "forward_ragged is torch.float32"),
         ("trees_as_chains", "if geometry.tree is not None:", "if False:", "mla.trees.refused", "trees"),
+    ),
+    *_of(
+        "new_mla",
+        # kept from an earlier batch or layer
+        ("plan_kept_by_rows", NEW_PLAN, f"requests = self.__dict__.setdefault((geometry.mode, geometry.requests, geometry.rows), requests)\n        {NEW_PLAN}",
+         "mla.plan.anew", "of as many requests and rows"),
+        ("plan_kept_by_lengths", NEW_PLAN, f"requests = self.__dict__.setdefault((geometry.mode, *geometry.kv_lens), requests)\n        {NEW_PLAN}",
+         "mla.plan.anew_decode", "of the same lengths"),
+        ("rows_read_for_one_layer", "rows = self.shape.pool.read_rows(layer.layer_id, slots).float()",
+         "rows = self.__dict__.setdefault(slots, self.shape.pool.read_rows(layer.layer_id, slots).float())",
+         "mla.two_layers", "over the rows of layer 1"),
+        # tiles and splits
+        ("mask_of_the_first_tile", "scores = scores.masked_fill(future", "future[64:] = False\n        scores = scores.masked_fill(future",
+         "mla.extend.many_rows", "first at request 0, token 64"),
+        ("first_tile_of_queries", NEW_RESULT, f"{NEW_OUT}\n        out[128:] = 0\n        return out", "mla.extend.many_rows",
+         "first at request 0, token 128"),
+        ("first_tile_of_heads", NEW_RESULT, f"{NEW_OUT}\n        out[:, 16:] = out[:, :1]\n        return out",
+         "mla.heads_24.decode", "heads 16, 17"),
+        ("empty_split_of_full_blocks", NEW_RESULT, f"{NEW_OUT}\n        return out if len(slots) % 64 else out * float('nan')",
+         "mla.decode.block_edges", "the output is NaN"),
+        ("splits_averaged", NEW_RESULT,
+         "parts = list(zip(scores.split(256, -1), values.split(256)))\n        "
+         "return (sum(torch.einsum('hqk,kd->qhd', s.softmax(-1), v) for s, v in parts) / len(parts)).nan_to_num().to(q.dtype)",
+         "mla.decode.block_edges", "only requests of more than 256 rows are wrong"),
+        # logits and their sum
+        ("finite_mask", 'float("-inf")', "-1e4", "mla.large_inputs", "masks logits with -10000"),
+        ("rope_unscaled", "rows) * layer.scale",
+         "rows * torch.cat([torch.full((rows.shape[1] - 8,), layer.scale), torch.ones(8)]))", "mla.decode.one_request",
+         "did not scale the logits' rotary part"),
+        ("rope_first", "q.float(), rows)", "q.float(), rows.roll(8, -1))", "mla.decode.one_request", "follows the latent part"),
+        ("lse_without_maximum", "scores.logsumexp(-1).T", "(scores.logsumexp(-1) - scores.amax(-1)).T", "mla.lse.extend",
+         "lacks the largest logit"),
+        ("lse_negative", "scores.logsumexp(-1).T", "-scores.logsumexp(-1).T", "mla.lse.decode", "wrong sign"),
+        ("lse_without_logarithm", "scores.logsumexp(-1).T", "scores.exp().sum(-1).T", "mla.lse.decode",
+         "without the logarithm"),
+        ("lse_in_bfloat16", "scores.logsumexp(-1).T", "scores.logsumexp(-1).T.bfloat16()", "mla.lse.extend",
+         "rounded to bfloat16"),
+        # memory
+        ("q_assumed_contiguous", "q.float(), rows)",
+         "q.as_strided(q.shape, torch.empty(q.shape).stride(), q.storage_offset()).float(), rows)", "mla.strides",
+         "not contiguous"),
+        # claims
+        ("claims_trees", NEW_CLAIMS, f"{NEW_CLAIMS} trees=True, max_speculative_tokens=8,", "mla.trees", "as a chain"),
+        ("claims_q_rope", NEW_CLAIMS, 'extras=frozenset({"lse", "q_rope"}),', "mla.extras.q_rope",
+         "do not claim the extra q_rope"),
+        ("claims_a_window", NEW_CLAIMS, f"{NEW_CLAIMS} features=frozenset({{'sliding_window'}}),", "mla.window.decode",
+         "ignored the sliding window"),
+        ("claims_bounds", NEW_CLAIMS, f"{NEW_CLAIMS} needs_cpu_seq_lens=False,", "mla.bounds.decode", "upper bounds"),
+        ("claims_chunks", NEW_CLAIMS, f"{NEW_CLAIMS} mla_extend=frozenset({{'absorbed', 'chunked'}}),",
+         "mla.decode.page_edges", "has no forward_ragged"),
     ),
     *_of(
         "sparse",

@@ -20,7 +20,6 @@ from attnplug_conformance.check import Check, Measured, Stand
 from attnplug_conformance.diagnosis import Wrong
 from attnplug_conformance.subject import Refused, Subject
 
-
 _TORCH = f"{Path(torch.__file__).parent}/"
 
 

@@ -143,7 +143,8 @@ class Scene:
 
     def _lower(self) -> None:
         """The first query of a request without a prefix has one logit, its own: as low as others are high."""
-        for row, keys, (before, new) in zip(accumulate(self.new, initial=0), self.keys, self.case.lengths, strict=False):
+        starts = accumulate(self.new, initial=0)
+        for row, keys, (before, new) in zip(starts, self.keys, self.case.lengths, strict=False):
             if new and not before:
                 self.q[row] = -keys[0].repeat_interleave(self.layer.num_heads // keys.shape[1], 0)
 

@@ -236,11 +236,11 @@ def run_first_layer(stand: Stand, scene: Scene) -> None:
     with _other_rows(scene):
         scene.store(FIRST, [(0, before) for before, _ in scene.case.lengths])
         out_first = scene.forward(batch, layer=first)
-        wanted, own, theirs = (scene.wanted(rules)[0] for rules in (scene.rules(first), None, scene.rules()))
+        wanted, own = (scene.wanted(rules)[0] for rules in (scene.rules(first), None))
     output = Output(scene.forward(batch), None, 0.0, 0.0)
-    if isinstance(output.out, torch.Tensor) and output.out.shape[1:] == theirs.shape[1:]:
-        if relative_error(output.out[: len(theirs)], theirs) <= scene.tolerance:
-            raise Wrong(f"it ran layer {LAYER} over the rows of layer {FIRST}: keep nothing that was read for a layer")
+    check_result(scene, output.out, scene.rows)
+    if relative_error(output.out[: len(own)], own) <= scene.tolerance:
+        raise Wrong(f"it ran layer {LAYER} over the rows of layer {FIRST}: keep nothing that was read for a layer")
     stand.judge(scene, output)
     error = relative_error(out_first[: len(wanted)], wanted)
     if not error <= scene.tolerance and scales == (1.0, 1.0):

@@ -114,7 +114,9 @@ class SparseScene(Scene):
         if tensor.dtype is not torch.int32:
             raise Wrong(f"select gave {tensor.dtype}; it must be torch.int32")
         if tensor.dim() != 2 or len(tensor) < sum(self.new):
-            raise Wrong(f"select gave shape {tuple(tensor.shape)}; it must be (rows of the batch, rows that are chosen)")
+            raise Wrong(
+                f"select gave shape {tuple(tensor.shape)}; it must be (rows of the batch, rows that are chosen)"
+            )
         if tensor.device != self.q.device:
             raise Wrong(f"select gave a choice on {tensor.device}, but q is on {self.q.device}")
         if not (tensor[sum(self.new) :] == -1).all():
