@@ -306,9 +306,9 @@ MUTANTS = [
          "mla.two_layers", "over the rows of layer 1"),
         # tiles and splits
         ("mask_of_the_first_tile", "scores = scores.masked_fill(future", "future[64:] = False\n        scores = scores.masked_fill(future",
-         "mla.extend.many_rows", "first at request 0, token 64"),
+         "mla.extend.many_rows", "first at request 0, token 69"),
         ("first_tile_of_queries", NEW_RESULT, f"{NEW_OUT}\n        out[128:] = 0\n        return out", "mla.extend.many_rows",
-         "first at request 0, token 128"),
+         "first at request 0, token 133"),
         ("first_tile_of_heads", NEW_RESULT, f"{NEW_OUT}\n        out[:, 16:] = out[:, :1]\n        return out",
          "mla.heads_24.decode", "heads 16, 17"),
         ("empty_split_of_full_blocks", NEW_RESULT, f"{NEW_OUT}\n        return out if len(slots) % 64 else out * float('nan')",

@@ -71,7 +71,7 @@ INPUTS: dict[str, tuple[str, bool, Shape]] = {
     "extend.many_rows": (
         "an extend is right for requests of more new rows than a tile of a kernel has",
         True,
-        lambda p, longest: Case(((0, min(longest, 150)), (7, min(longest, 150) - 21))),
+        lambda p, longest: Case(((5, min(longest, 150) - 5), (0, 3))),
     ),
     "extend.no_new_rows": (
         "a request without new rows in an extend disturbs no other",

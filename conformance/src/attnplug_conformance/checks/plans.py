@@ -282,7 +282,7 @@ def plan_checks(kind: AttentionKind) -> Iterator[Check]:
             ("shrunk", "fewer rows than planned are an error", _shrunk, extend),
             ("stale", "a plan for another geometry is an error", _stale, extend),
             ("two_alive", "two plans are alive at once", _two_alive, True),
-            ("anew", "a batch that looks like an earlier one is planned by its own lengths and pages", _anew, True),
+            ("anew", "a batch that looks like an earlier one is planned by its own lengths and pages", _anew, extend),
             ("once", "forward plans nothing", _plans_once, extend),
             ("again", "one plan runs any number of times", _again, False),
             ("wrapped", "it runs inside wrappers, and its hooks are found there", _wrapped, extend),
