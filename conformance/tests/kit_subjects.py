@@ -13,6 +13,7 @@ import torch
 
 from attnplug.choose.loading import Registered, Source
 from attnplug_conformance.catalog import all_checks
+from attnplug_conformance.new_command import files
 from attnplug_conformance.subject import Subject
 
 CHECKS = {check.name: check for check in all_checks()}
@@ -20,6 +21,12 @@ CHECKS = {check.name: check for check in all_checks()}
 
 @cache
 def text(good: str) -> str:
+    """The module of a good backend. ``new_mla`` is the one that ``attnplug new --kind mla`` makes."""
+    if good == "new_mla":
+        made = files(good, "mla")
+        plugin = made[f"src/{good}/plugin.py"].replace("@hookimpl\n", "")
+        backend = made[f"src/{good}/backend.py"].replace("class NewMla(", "class Backend(")
+        return f"{plugin}\n\nSPEC = attnplug_backends()[0]\n{backend}"
     return (Path(__file__).parent / "good" / f"{good}.py").read_text()
 
 

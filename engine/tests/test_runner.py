@@ -10,8 +10,8 @@ import pytest
 import torch
 from thread_ranks import in_ranks
 
-from attnplug import DType, ForwardBatch, ForwardMode, PlanError, Serving
-from attnplug.host import ExtendPolicy, HostContext, Limits, Parallel
+from attnplug import DType, ExtendPath, ForwardBatch, ForwardMode, PlanError, Serving
+from attnplug.host import ExtendPolicy, HostContext, Limits, Parallel, UsageError
 from attnplug.host import load_model as load_spec
 from attnplug_engine import Engine, SamplingParams
 from attnplug_engine.pools import Capacity, build_pools, bytes_per_state
@@ -274,6 +274,13 @@ def test_a_backend_is_told_how_prompts_run_and_what_is_kept(recorded):
     policy = ExtendPolicy(disable_chunked_prefix_cache=True)
     other = recorded(chunked_prefill_size=-1, prefix_cache=False, extend_policy=policy).runner.backend.context.serving
     assert other == Serving(disable_chunked_prefix_cache=True, chunked_prefill_size=-1, disable_radix_cache=True)
+
+
+def test_an_extend_path_that_a_backend_does_not_declare_is_refused_before_weights_are_read(recorded, monkeypatch):
+    """C1"""
+    monkeypatch.setattr("attnplug_engine.prepare.load_model", None)
+    with pytest.raises(UsageError, match="one_shot is asked for, and backend recording can run absorbed; ask for one"):
+        recorded("tiny:deepseek_v3", extend_policy=ExtendPolicy(forced=ExtendPath.ONE_SHOT))
 
 
 def test_limits_hold_the_largest_prefill_and_a_step_in_which_all_decode(recorded):

@@ -303,6 +303,16 @@ def test_run_serves_sparse_models_and_explain_shows_them(name, attnplug: Attnplu
     assert ("shared index" in told.out) is (name == "glm_moe_dsa")
 
 
+@pytest.mark.parametrize("name", ["deepseek_v32", "deepseek_v4"])
+def test_an_extend_path_that_sparse_layers_cannot_run_is_refused_before_weights_are_read(name, monkeypatch, attnplug):
+    """C1"""
+    monkeypatch.setattr("attnplug_engine.prepare.load_model", None)
+    outcome = attnplug("run", "--model", f"tiny:{name}", "--device", "cpu", "--prompt", "x", "--mla-extend", "chunked")
+    assert outcome.code == 2 and outcome.err.count("error: ") == 1 and "Traceback" not in outcome.err
+    assert f"path chunked is asked for, and sparse layers of tiny:{name} run absorbed only" in outcome.err
+    assert "--mla-extend" in outcome.err
+
+
 def test_a_draft_without_index_keys_of_tokens_is_beside_a_target_that_has_them():
     drafts = {"speculative_algorithm": "standalone", "speculative_draft_model": "tiny:deepseek_v4"}
     engine = Engine("tiny:glm_moe_dsa", device="cpu", index_dtype=DType.FLOAT8_E4M3, context_length=64, **drafts)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnplug_conformance.case import FIRST, LAYER
-from attnplug_conformance.scene import POISONS, Output, Scene, relative_error
+from attnplug_conformance.scene import POISONS, SCRATCH_BYTES, Output, Scene, relative_error
 
 BLOCKS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
 
@@ -23,7 +23,7 @@ def judge(scene: Scene, output: Output) -> float:
     """The relative error of an output; raises :class:`Wrong` if rounding does not explain it."""
     wanted, wanted_lse = scene.wanted()
     out, rows = output.out, len(wanted)
-    check_result(scene, out, max(len(out), rows) if isinstance(out, Tensor) and out.dim() else rows)
+    check_result(scene, out, scene.rows)
     error = relative_error(out[:rows], wanted)
     if not error <= scene.tolerance:
         raise Wrong(explain(scene, out[:rows], wanted, error))
@@ -39,13 +39,26 @@ def judge(scene: Scene, output: Output) -> float:
 
 
 def check_result(scene: Scene, out: object, rows: int) -> None:
-    """Raise :class:`Wrong` for a result of another type or shape than the contract's."""
+    """Raise :class:`Wrong` for a result of another form than the contract's, or in memory that is not its own."""
     shape = (rows, scene.layer.num_heads, scene.widths[1])
+    check_form(out, shape, scene.q, "the result", "rows, heads, width of a value")
+    assert isinstance(out, Tensor)
+    for buffer, zeroed in scene.scratch:
+        if out.numel() and out.untyped_storage().data_ptr() == buffer.untyped_storage().data_ptr():
+            raise Wrong("the result lies in the workspace, where whoever runs next writes: give it memory of its own")
+        if zeroed and buffer[:SCRATCH_BYTES].any():
+            raise Wrong("it left numbers in a workspace of a zeroed kind: each user leaves it zero, as it finds it")
+
+
+def check_form(out: object, shape: tuple[int, ...], q: Tensor, what: str, dims: str) -> None:
+    """Raise :class:`Wrong` unless a result is a tensor of this shape, of q's type and where q is."""
     if not isinstance(out, Tensor) or tuple(out.shape) != shape:
         found = f"has shape {tuple(out.shape)}" if isinstance(out, Tensor) else f"is {out!r:.80}"
-        raise Wrong(f"the result {found} and should have the shape {shape} (rows, heads, width of a value)")
-    if out.dtype is not scene.dtype:
-        raise Wrong(f"the result is {out.dtype}, but q is {scene.dtype}; they must be the same")
+        raise Wrong(f"{what} {found} and should have the shape {shape} ({dims})")
+    if out.dtype is not q.dtype:
+        raise Wrong(f"{what} is {out.dtype}, but q is {q.dtype}; they must be the same")
+    if out.device != q.device:
+        raise Wrong(f"{what} is on {out.device}, but q is on {q.device}; they must be on one device")
 
 
 def check_padding(out: Tensor, rows: int) -> None:
@@ -58,10 +71,10 @@ def explain(scene: Scene, out: Tensor, wanted: Tensor, error: float) -> str:
     """The words for a wrong output."""
     place, few = where(scene, out, wanted)
     for words, tables in _tables(scene):
-        if _same(out, other := scene.misread(tables), scene.tolerance) and not _same(wanted, other, scene.tolerance):
+        if _same(out, other := scene.misread(tables), scene.tolerance) and _differ(wanted, other, scene.tolerance):
             return f"{words} ({place})"
     if math.isnan(error):
-        return _explain_nan(scene, out, place)
+        return _explain_nan(scene, out, place, few)
     for words, other in _hypotheses(scene):
         near = relative_error(out, other)
         if relative_error(other, wanted) > 2 * scene.tolerance and near <= 2 * scene.tolerance and near < error / 3:
@@ -91,7 +104,13 @@ def _same(one: Tensor, other: Tensor, tolerance: float) -> bool:
     return relative_error(one[finite], other[finite]) <= 4 * tolerance
 
 
-def _explain_nan(scene: Scene, out: Tensor, place: str) -> str:
+def _differ(wanted: Tensor, other: Tensor, tolerance: float) -> bool:
+    """Whether another output is wrong in a row that is not NaN: NaN alone says little."""
+    finite = ~other.isnan().flatten(1).any(-1)
+    return bool(finite.any()) and not relative_error(wanted[finite], other[finite]) <= 4 * tolerance
+
+
+def _explain_nan(scene: Scene, out: Tensor, place: str, few: str) -> str:
     for what, words in POISONS.items():
         try:
             again = scene.healed(what).run().out[: len(out)]
@@ -101,7 +120,7 @@ def _explain_nan(scene: Scene, out: Tensor, place: str) -> str:
             return f"it read {words} ({place})"
     if scene.case.magnitude != 1.0:
         return f"it overflows with large inputs: subtract each row's largest logit before exp, in float32 ({place})"
-    return f"the output is NaN, first at {place}"
+    return f"the output is NaN, first at {place}{few}"
 
 
 def where(scene: Scene, out: Tensor, wanted: Tensor) -> tuple[str, str]:
@@ -123,7 +142,10 @@ def where(scene: Scene, out: Tensor, wanted: Tensor) -> tuple[str, str]:
     few = ""
     if 0 < len(wrong) < len(scene.new):
         few = f"; requests {', '.join(map(str, wrong))} of {len(scene.new)} are wrong"
-        if wrong == list(range(wrong[0], len(scene.new))):
+        shorter = max(total for request, total in enumerate(scene.totals) if request not in wrong)
+        if min(scene.totals[request] for request in wrong) > shorter:
+            few = f"; only requests of more than {shorter} rows are wrong"
+        elif wrong == list(range(wrong[0], len(scene.new))):
             few = f"; only the first {wrong[0]} of {len(scene.new)} requests are right"
     heads = bad.any(0)
     if not heads.all():
@@ -156,6 +178,7 @@ def _hypotheses(scene: Scene) -> Iterator[tuple[str, Tensor]]:
         scene.wanted(replace(right, scale=width**-0.5))[0],
     )
     if case.mla is not None:
+        yield from _rotary(scene)
         row = case.mla.row_dim
         yield (
             f"it multiplied logits by {row**-0.5:.4g}, that of a latent row, not by the layer's scale",
@@ -169,6 +192,12 @@ def _hypotheses(scene: Scene) -> Iterator[tuple[str, Tensor]]:
     )
     if case.trees is not None:
         yield "it ran a tree of drafts as a chain: each row saw all rows before it", scene.wanted(right)[0]
+    if case.magnitude != 1.0:
+        for value in (-1e4, -65504.0, -1e5):
+            yield (
+                f"it masks logits with {value:g}: a query whose own are lower sees what it must not; mask with -inf",
+                scene.wanted(replace(right, masked=value))[0],
+            )
     yield "it applied no causal mask", scene.wanted(replace(right, aligned="none", window=None))[0]
     yield (
         "its causal mask is aligned to the first key: a prefix shifts what each query sees",
@@ -194,14 +223,36 @@ def _hypotheses(scene: Scene) -> Iterator[tuple[str, Tensor]]:
             )
 
 
+def _rotary(scene: Scene) -> Iterator[tuple[str, Tensor]]:
+    """Mistakes with the parts of an MLA row: the latent one, then the rotary one."""
+    assert scene.case.mla is not None
+    rank, rope, scale = scene.case.mla.kv_lora_rank, scene.case.mla.qk_rope_head_dim, scene.layer.scale
+    if not rope:
+        return
+    q, kept = scene.q.double(), scene.q
+    for words, other in (
+        ("it ignored the rotary part of rows, their last values", torch.cat([q[..., :rank], q[..., rank:] * 0], -1)),
+        ("it did not scale the logits' rotary part", torch.cat([q[..., :rank], q[..., rank:] / scale], -1)),
+        ("it took the rotary part for the first of a row; it follows the latent part", q.roll(-rope, -1)),
+    ):
+        scene.q = other
+        try:
+            yield words, scene.wanted()[0]
+        finally:
+            scene.q = kept
+
+
 def explain_lse(scene: Scene, lse: Tensor, wanted: Tensor, error: float) -> str:
     """The words for a wrong log-sum-exp."""
-    right = scene.rules()
+    right, largest = scene.rules(), _largest(scene)
     others = [
         ("the log-sum-exp is base 2; it is the natural logarithm here", wanted / math.log(2)),
         ("the log-sum-exp is base 10; it is the natural logarithm here", wanted / math.log(10)),
         ("the log-sum-exp is laid out [heads, tokens]; it is [tokens, heads]", wanted.T.reshape(wanted.shape)),
-        ("the log-sum-exp is the largest logit, without the sum", _largest(scene)),
+        ("the log-sum-exp is the largest logit, without the sum", largest),
+        ("the log-sum-exp lacks the largest logit, which was subtracted before exp: add it again", wanted - largest),
+        ("the log-sum-exp has the wrong sign", -wanted),
+        ("the log-sum-exp is the sum of exponentials, without the logarithm", wanted.exp()),
         ("the log-sum-exp is of unscaled logits", scene.wanted(replace(right, scale=1.0))[1]),
     ]
     if scene.sinks is not None:
@@ -210,6 +261,9 @@ def explain_lse(scene: Scene, lse: Tensor, wanted: Tensor, error: float) -> str:
     for words, other in others:
         if relative_error(lse, other) <= max(4 * scene.tolerance, 1e-4):
             return words
+    for name, dtype in (("bfloat16", torch.bfloat16), ("float16", torch.float16)):
+        if error < 2e-2 and relative_error(lse, wanted.to(dtype).double()) <= error / 10:
+            return f"the log-sum-exp is rounded to {name}; compute and store it in float32"
     if lse.isnan().all():
         return "the log-sum-exp was asked for and not filled"
     return f"the log-sum-exp is wrong by {error:.1e}"

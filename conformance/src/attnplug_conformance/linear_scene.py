@@ -15,7 +15,7 @@ from torch import Tensor
 from attnplug import AttentionBackend, AttentionKind, ForwardBatch, Geometry, LinearInputs, ModelSpec
 from attnplug.host import KVPools, Limits, LinearStatePool, ModelAttention, torch_dtype
 from attnplug_conformance.case import FIRST, LAST, LAYER, Case
-from attnplug_conformance.diagnosis import Wrong
+from attnplug_conformance.diagnosis import Wrong, check_form
 from attnplug_conformance.reference import convolution, recurrence
 from attnplug_conformance.scene import NAN, as_bytes, relative_error, tail, tolerance, zero_by_chance_is_nan
 from attnplug_conformance.subject import Subject
@@ -157,10 +157,8 @@ class LinearScene:
         for found, right, what in ((out, outs[0], "the recurrence"), (conv, outs[1], "the convolution")):
             if found is None:
                 continue
-            if found.dtype is not self.dtype:
-                raise Wrong(f"the result of {what} is {found.dtype}, but its input is {self.dtype}")
-            if found.shape[0] != self.rows + self.case.padding or (right and found.shape[1:] != right[0].shape[1:]):
-                raise Wrong(f"the result of {what} has shape {tuple(found.shape)}")
+            shape = (self.rows + self.case.padding, *(right[0] if right else found).shape[1:])
+            check_form(found, shape, self.weight, f"the result of {what}", "rows, then heads and values or channels")
             wanted = torch.cat(right) if right else found.new_zeros(0, *found.shape[1:]).double()
             error = relative_error(_heads(found[: self.rows]), _heads(wanted))
             if not error <= self.tolerance:

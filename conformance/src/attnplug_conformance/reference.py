@@ -31,6 +31,8 @@ class Rules:
     """The newest keys that each query misses."""
     longest: int | None = None
     """Keys after the first so many are missed."""
+    masked: float = float("-inf")
+    """What the mask writes over logits."""
     interleaved: bool = False
     """Query head h goes with KV head ``h % kv_heads``."""
 
@@ -47,7 +49,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, rules: Rules, sinks: Tensor | Non
     logits = torch.einsum("ngxd,mgd->gxnm", heads_first, k) * rules.scale
     if rules.cap is not None:
         logits = rules.cap * torch.tanh(logits / rules.cap)
-    logits = logits.masked_fill(~_visible(queries, rows, rules).to(q.device), float("-inf"))
+    logits = logits.masked_fill(~_visible(queries, rows, rules).to(q.device), rules.masked)
     sums = logits.logsumexp(-1)
     total = sums
     if sinks is not None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from pathlib import Path
 
 import torch
 
@@ -18,6 +19,8 @@ from attnplug_conformance.case import Case
 from attnplug_conformance.check import Check, Measured, Stand
 from attnplug_conformance.diagnosis import Wrong
 from attnplug_conformance.subject import Refused, Subject
+
+_TORCH = f"{Path(torch.__file__).parent}/"
 
 
 class Status(StrEnum):
@@ -74,9 +77,10 @@ def run_check(check: Check, subject: Subject, seed: int = 0) -> Result:
 
 
 def place(error: BaseException) -> str:
-    """Where an exception was raised: its last frame."""
+    """Where an exception was raised: its last frame that is not torch's, which is the author's as a rule."""
     frames = traceback.extract_tb(error.__traceback__)
-    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+    own = [frame for frame in frames if not frame.filename.startswith(_TORCH)] or frames
+    return f" ({own[-1].filename}:{own[-1].lineno})" if own else ""
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -49,6 +50,10 @@ POISONS = {
 """What must not be read, and the words for a backend that does."""
 
 
+SCRATCH_BYTES = 1 << 20
+"""How much of a workspace is looked at: they may be large."""
+
+
 @dataclass(frozen=True, eq=False)
 class Output:
     """What one call gave: the result, the log-sum-exp if it was asked for, and the seconds of plan and run."""
@@ -76,13 +81,17 @@ class Scene:
         self.kv_dtype = case.kv_dtype or case.dtype
         self.packed = self.kv_dtype is DType.FP8_DS_MLA
         self.coordinator: Coordinator | None = None
+        self.scratch: list[tuple[Tensor, bool]] = []
+        """What the backend's workspaces lie in, and whether it is to stay zero."""
         self.random = torch.Generator().manual_seed(case.seed)
         self.new = [new for _, new in case.lengths]
         self.totals = [before + new for before, new in case.lengths]
         self.page_table, self.num_pages, self.trap = self._page_table()
         self.pools = self._pools(healed)
         self.problem = case.problem(self.device.type, subject.sm)
-        rows, requests = sum(self.new) + case.padding, len(self.new) + case.padded_requests
+        self.rows = rows = sum(self.new) + case.padding
+        """Of the newest batch, padding included."""
+        requests = len(self.new) + case.padded_requests
         longest = self.page_table.shape[1] * self.page_size
         limits = Limits(max(requests, 1), max(rows + 64, 128), max(longest, 512), case.lanes)
         if case.tight:
@@ -90,7 +99,7 @@ class Scene:
         self.model = ModelSpec("conformance", "conformance", case.layers, 1 << 20)
         self.limits = limits
         self.backend = backend or subject.build(
-            self.model, self.problem, case.role, self.pools, limits, roles, self.coordinator
+            self.model, self.problem, case.role, self.pools, limits, roles, self.coordinator, self._allocate
         )
         key_dim, value_dim, kv_heads = self.widths
         self.q = self.normal(sum(self.new), self.layer.num_heads, key_dim)
@@ -100,6 +109,8 @@ class Scene:
         if self.packed:  # groups whose scales differ
             sizes = torch.tensor([1.0, 0.25, 2.0, 0.5]).repeat_interleave(GROUP).repeat(1 + key_dim // (4 * GROUP))
             self.keys = [(keys * sizes[:key_dim].to(self.device)).to(self.dtype) for keys in self.keys]
+        if case.magnitude != 1.0:
+            self._lower()
         self.values = [self.normal(total, kv_heads, value_dim) for total in self.totals]
         if case.mla is not None:
             self.values = [keys[..., :value_dim] for keys in self.keys]
@@ -121,6 +132,21 @@ class Scene:
     def normal(self, *shape: int) -> Tensor:
         made = torch.randn(*shape, generator=self.random) * self.case.magnitude
         return made.to(self.dtype).to(self.device)
+
+    def _allocate(self, nbytes: int, device: torch.device, zeroed: bool) -> Tensor:
+        """Memory of a workspace. What need not be zero begins with NaN, as if somebody else had used it."""
+        buffer = (torch.zeros if zeroed else torch.empty)(nbytes, dtype=torch.uint8, device=device)
+        if not zeroed:
+            buffer[:SCRATCH_BYTES] = 0xFF
+        self.scratch.append((buffer, zeroed))
+        return buffer
+
+    def _lower(self) -> None:
+        """The first query of a request without a prefix has one logit, its own: as low as others are high."""
+        starts = accumulate(self.new, initial=0)
+        for row, keys, (before, new) in zip(starts, self.keys, self.case.lengths, strict=False):
+            if new and not before:
+                self.q[row] = -keys[0].repeat_interleave(self.layer.num_heads // keys.shape[1], 0)
 
     def _page_table(self) -> tuple[Tensor, int, int]:
         """``[requests, width]`` on the host, how many pages there are, and the page to which entries lead that nobody
@@ -280,8 +306,8 @@ class Scene:
 
     def batch(self, *, lane: int = 0, slots: Tensor | None = None) -> ForwardBatch:
         geometry = self.geometry(lane=lane, slots=slots)
-        rows = geometry.rows + self.case.padding
-        return ForwardBatch(geometry, input_ids=torch.zeros(rows, dtype=torch.int64, device=self.device))
+        self.rows = geometry.rows + self.case.padding
+        return ForwardBatch(geometry, input_ids=torch.zeros(self.rows, dtype=torch.int64, device=self.device))
 
     def new_rows(self, of: list[Tensor]) -> Tensor:
         return torch.cat([rows[before:] for rows, (before, _) in zip(of, self.case.lengths, strict=True)])

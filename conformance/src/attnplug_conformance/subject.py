@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import TypeVar
@@ -43,6 +43,8 @@ TYPES = (DType.FLOAT32, DType.BFLOAT16, DType.FLOAT16)
 
 
 Shape = TypeVar("Shape")
+Allocate = Callable[[int, torch.device, bool], torch.Tensor]
+"""Memory of a workspace: bytes, device, whether it must be zero."""
 
 
 class Refused(Exception):
@@ -155,8 +157,9 @@ class Subject:
         limits: Limits,
         roles: frozenset[Role] | None = None,
         coordinator: Coordinator | None = None,
+        allocate: Allocate | None = None,
     ) -> AttentionBackend:
-        """Build it for a problem, from a context of its own, as a host does."""
+        """Build it for a problem, from a context of its own, as a host does. ``allocate`` is for its workspaces."""
         assert problem.dtype is not None and problem.kv_dtype is not None and problem.page_size is not None
         context = HostContext(
             model=model,
@@ -166,7 +169,7 @@ class Subject:
             page_size=problem.page_size,
             limits=limits,
             pools=pools,
-            workspace=WorkspaceOwner(),
+            workspace=WorkspaceOwner() if allocate is None else WorkspaceOwner(allocate),
             coordinator=coordinator,
         )
         if roles is None:

@@ -35,13 +35,14 @@ SPEC = BackendSpec(
     capabilities=Capabilities(
         kinds=frozenset({AttentionKind.MLA}),
         devices=frozenset({"cpu"}),
-        dtypes=frozenset({DType.FLOAT32}),
-        kv_dtypes=frozenset({DType.FLOAT32, DType.FP8_DS_MLA}),
-        index_dtypes=frozenset({DType.FLOAT32, DType.FLOAT8_E4M3}),
+        dtypes=frozenset({DType.FLOAT32, DType.BFLOAT16}),
+        kv_dtypes=frozenset({DType.FLOAT32, DType.BFLOAT16, DType.FP8_DS_MLA}),
+        index_dtypes=frozenset({DType.FLOAT32, DType.BFLOAT16, DType.FLOAT8_E4M3}),
         features=frozenset({Feature.SPARSE}),
         max_speculative_tokens=8,
         extras=frozenset({"lse", "out", "selected"}),
         hisparse=True,
+        trees=True,
     ),
 )
 
@@ -50,18 +51,25 @@ class Backend(SparseAttention):
     def plan(self, geometry):
         slots = [geometry.cache_slots([r])[0] if geometry.kv_lens[r] else None for r in range(geometry.requests)]
         seen = [
-            (slots[request], total - new + row + 1)
+            (slots[request], self.seen(total - new, row, None if geometry.tree is None else geometry.tree[request]))
             for request, (new, total) in enumerate(zip(geometry.query_lens, geometry.kv_lens))
             for row in range(new)
         ]
         return Plan.of(self.backend_id, geometry, seen, geometry.new_slots())
 
+    def seen(self, before, row, tree):
+        """The positions that a new row sees: with a tree, the prefix and its ancestors."""
+        rows = torch.arange(row + 1)
+        if tree is not None:
+            rows = rows[((tree[row] >> rows) & 1).bool()]
+        return torch.cat([torch.arange(before), before + rows])
+
     def choose(self, index, layer, dims, plan):
         chosen = torch.full((len(index.q), dims.topk), -1, dtype=torch.int32)
         for row, (slots, seen) in enumerate(plan.metadata):
-            keys = self.index_keys.read_keys(layer.layer_id, slots[:seen]).float()
-            scores = index.weights[row] @ torch.relu(index.q[row] @ keys.T * dims.scale)
-            best = scores.topk(min(dims.topk, seen)).indices
+            keys = self.index_keys.read_keys(layer.layer_id, slots[seen]).float()
+            scores = index.weights[row] @ torch.relu(index.q[row].float() @ keys.T * dims.scale)
+            best = seen[scores.topk(min(dims.topk, len(seen))).indices]
             chosen[row, : len(best)] = best
         return SelectedPositions(chosen)
 
@@ -74,7 +82,7 @@ class Backend(SparseAttention):
             else:
                 where = slots[selected.positions[row][selected.positions[row] >= 0].long()]
             rows = pool.read_rows(layer.layer_id, where).float()
-            scores = q[row] @ rows.T * layer.scale
+            scores = q[row].float() @ rows.T * layer.scale
             out[row] = scores.softmax(-1) @ rows[:, :rank]
             if extras.lse is not None:
                 extras.lse[row] = scores.logsumexp(-1)

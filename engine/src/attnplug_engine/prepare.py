@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attnplug import BackendError, DType, GraphLevel, ModelSpec, Problem, Refusal, Serving, Setting
+from attnplug import BackendError, DType, ExtendPath, GraphLevel, ModelSpec, Problem, Refusal, Role, Serving, Setting
 from attnplug.host import (
     BackendRequest,
     ExtendPolicy,
@@ -125,6 +125,31 @@ class Prepared:
         return selection, runner
 
 
+def _check_sparse_extend(spec: ModelSpec, forced: ExtendPath | None) -> None:
+    """Refuse an extend path that no backend can run, because layers read chosen rows or entries where they lie."""
+    if forced in (None, ExtendPath.ABSORBED):
+        return
+    if any(layer.indexer is not None or layer.compressed is not None for layer in spec.layers):
+        raise UsageError(
+            f"the extend path {forced} is asked for, and sparse layers of {spec.name} run {ExtendPath.ABSORBED} only; "
+            "ask for that one, or for none",
+            settings=["mla_extend"],
+        )
+
+
+def _check_extend(spec: ModelSpec, selection: Selection, forced: ExtendPath | None) -> None:
+    """Refuse an extend path that is not declared by the backend that prefills a model's MLA layers."""
+    if forced is None or not any(layer.mla is not None for layer in spec.layers):
+        return
+    chosen = selection.chosen(Role.PREFILL).spec
+    if forced not in (paths := chosen.capabilities.mla_extend):
+        raise UsageError(
+            f"the extend path {forced} is asked for, and backend {chosen.name} can run {', '.join(sorted(paths))}; ask "
+            "for one of these, or for another backend",
+            settings=["mla_extend", "prefill_attention_backend"],
+        )
+
+
 def prepare(
     model: str,
     options: EngineOptions,
@@ -160,13 +185,16 @@ def prepare(
         )
     if options.enable_hisparse:
         check_buffers(spec, options)
+    _check_sparse_extend(spec, options.extend_policy.forced)
     asked = BackendRequest(options.attention_backend, options.role_backends, options.backend_options)
     registry, speculation = load_registry(), options.speculation
     problem = speculating(problem, speculation)
     request = target_request(registry, asked, problem, speculation)
     # A refusal, and a kernel library that cannot be imported, are told before a checkpoint is read.
     ranking = default_ranking(registry, problem, per_batch=True)
-    failed = choose_importable(registry, request, problem, ranking).failed
+    selection = choose_importable(registry, request, problem, ranking)
+    failed = selection.failed
+    _check_extend(spec, selection, options.extend_policy.forced)
     draft_choice = None if speculation is None else choose_draft(registry, asked, problem, speculation, model)
     loaded = load_model(
         model,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -232,17 +233,33 @@ def run_first_layer(stand: Stand, scene: Scene) -> None:
     batch = scene.plan(scene.batch())
     first = scene.case.layers[0]
     scales = scene.case.kv_scales
-    scene.store(FIRST, [(0, before) for before, _ in scene.case.lengths])
-    out_first = scene.forward(batch, layer=first)
+    with _other_rows(scene):
+        scene.store(FIRST, [(0, before) for before, _ in scene.case.lengths])
+        out_first = scene.forward(batch, layer=first)
+        wanted, own = (scene.wanted(rules)[0] for rules in (scene.rules(first), None))
     output = Output(scene.forward(batch), None, 0.0, 0.0)
+    check_result(scene, output.out, scene.rows)
+    if relative_error(output.out[: len(own)], own) <= scene.tolerance:
+        raise Wrong(f"it ran layer {LAYER} over the rows of layer {FIRST}: keep nothing that was read for a layer")
     stand.judge(scene, output)
-    wanted = scene.wanted(scene.rules(first))[0]
     error = relative_error(out_first[: len(wanted)], wanted)
     if not error <= scene.tolerance and scales == (1.0, 1.0):
-        own = scene.wanted()[0]
         if relative_error(out_first[: len(own)], own) <= scene.tolerance:
             raise Wrong(f"it ran layer {FIRST} by the rules of layer {LAYER}: take scale and window from the layer")
         raise Wrong(f"one plan does not serve two layers: layer {FIRST} is wrong by {error:.1e}, layer {LAYER} right")
+
+
+@contextmanager
+def _other_rows(scene: Scene) -> Iterator[None]:
+    """Inside, the requests have other rows: those of another layer."""
+    kept = scene.keys, scene.values
+    scene.keys, scene.values = ([rows.flip(-1) for rows in each] for each in kept)
+    if scene.case.mla is not None:
+        scene.values = [rows[..., : scene.widths[1]] for rows in scene.keys]
+    try:
+        yield
+    finally:
+        scene.keys, scene.values = kept
 
 
 def _two_layers(stand: Stand) -> None:
@@ -297,11 +314,32 @@ def _q_rope(stand: Stand) -> None:
     batch = scene.plan(scene.batch())
     q, k, _ = scene.inputs(batch.num_tokens)
     apart = q[..., rank:].transpose(0, 1).contiguous().transpose(0, 1)  # strides of its own
-    out = scene.forward(batch, (q[..., :rank].contiguous(), k, None), extras=ForwardExtras(q_rope=apart))
     try:
+        out = scene.forward(batch, (q[..., :rank].contiguous(), k, None), extras=ForwardExtras(q_rope=apart))
         judge(scene, Output(out, None, 0.0, 0.0))
     except Wrong as wrong:
         raise Wrong(f"with the rotary part of q apart (extras.q_rope): {wrong}") from None
+    except Exception as error:
+        raise Wrong(
+            f"with the rotary part of q apart (extras.q_rope) it raised {type(error).__name__}: {error}; join both, or "
+            "do not claim the extra q_rope"
+        ) from None
+
+
+def _strided(stand: Stand) -> None:
+    """Queries and new rows as hosts have them: parts of one product, and heads before rows."""
+    scene = stand.scene()
+    batch = scene.plan(scene.batch())
+    q, k, v = scene.inputs(batch.num_tokens)
+    apart = q.transpose(0, 1).contiguous().transpose(0, 1)
+    wide = [torch.cat([each, each + 1], -1)[..., : each.shape[-1]] for each in ([k] if v is None else [k, v])]
+    before = scene.snapshot()
+    output = Output(scene.forward(batch, (apart, wide[0], None if v is None else wide[1])), None, 0.0, 0.0)
+    try:
+        judge(scene, output)
+        check_written(scene, before)
+    except Wrong as wrong:
+        raise Wrong(f"with q, k and v that are not contiguous; take their strides, or copy them: {wrong}") from None
 
 
 EXTENDS = ((5, 3), (9, 6), (0, 4))
@@ -327,6 +365,7 @@ def cache_checks(kind: AttentionKind) -> Iterator[Check]:
         ("padding.requests", "", padded, _padding, {"padded_requests": 3, "padding": 3}),
         ("idle", "", "an idle batch gives zeros and writes nothing", _idle, {}),
         ("unchanged", "", "q, k, v and the batch are left as they were", _inputs_unchanged, {}),
+        ("strides", "", "q, k and v may have any strides between rows and heads", _strided, {}),
         ("results_kept", "", "a result is not overwritten by the next call", _kept_results, {}),
         ("two_layers", "", "one plan serves all layers, each by its own rules", _two_layers, {}),
         ("extras.out", "out", "the result is written to extras.out", _out, {"extras": frozenset({"out"})}),

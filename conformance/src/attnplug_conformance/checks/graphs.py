@@ -19,7 +19,7 @@ from attnplug import AttentionKind, ForwardBatch, ForwardMode, Geometry, GraphLe
 from attnplug.host import ModelAttention
 from attnplug_conformance.case import LAYER, Case, Shape
 from attnplug_conformance.check import Check, Measured, Stand, refused_with_an_error
-from attnplug_conformance.diagnosis import Wrong, check_padding, explain
+from attnplug_conformance.diagnosis import Wrong, check_padding, check_result, explain
 from attnplug_conformance.reference import tree_bits
 from attnplug_conformance.scene import Scene, as_bytes, poison, relative_error, zero_by_chance_is_nan
 from attnplug_conformance.subject import Subject
@@ -146,6 +146,7 @@ def others(stand: Stand, scene: AnyScene) -> Iterator[AnyScene]:
 
 def judge_replay(stand: Stand, capture: Capture, other: Scene, out: Tensor) -> None:
     wanted = other.wanted()[0]
+    check_result(capture.scene, out, capture.batch.geometry.rows)
     error = relative_error(out[: len(wanted)], wanted)
     if not error <= other.tolerance:
         first = "" if error != error else f": {explain(other, out[: len(wanted)], wanted, error)}"

@@ -282,7 +282,7 @@ def _checks_of(kind: AttentionKind) -> Iterator[Check]:
     yield check("hybrid", "it runs inside the hybrid wrapper", of(*some), _hybrid, True)
     yield check("built.twice", "two instances in one process share nothing", of(*some), _twice)
     for dtype in (DType.FLOAT16, DType.BFLOAT16):
-        yield check(str(dtype), f"results in {dtype} are right", of(*some, dtype=dtype), _accurate)
+        yield check(str(dtype), f"results in {dtype} are right", of(*some, dtype=dtype), _accurate, True)
     if kind is not AttentionKind.LIGHTNING:
         yield check("conv.plain", "without bias and SiLU", of(*some, bias=False, silu=False), _accurate)
     yield check(

@@ -10,12 +10,12 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from attnplug import AttentionKind, ExtendPath, ForwardBatch, RaggedCall
+from attnplug import AttentionKind, DType, ExtendPath, ForwardBatch, RaggedCall
 from attnplug.host import ExtendPolicy, MLAWeights, ModelAttention, SplitBackend, bind_hook, optional_hooks
-from attnplug_conformance.case import Case
+from attnplug_conformance.case import Case, always
 from attnplug_conformance.check import Check, Measured, Stand
 from attnplug_conformance.checks.plans import Around
-from attnplug_conformance.diagnosis import Wrong
+from attnplug_conformance.diagnosis import Wrong, check_form
 from attnplug_conformance.reference import Rules, attention
 from attnplug_conformance.scene import NAN, Scene, relative_error, tail, zero_by_chance_is_nan
 from attnplug_conformance.subject import Subject
@@ -77,8 +77,7 @@ def _chunk_plan(scene: Scene, batch: ForwardBatch, call: RaggedCall) -> object:
 
 def _judge_ragged(stand: Stand, made: Ragged, out: Tensor, lse: Tensor | None) -> None:
     scene, (wanted, wanted_lse) = made.scene, made.wanted()
-    if tuple(out.shape) != tuple(wanted.shape):
-        raise Wrong(f"forward_ragged gave shape {tuple(out.shape)}, not {tuple(wanted.shape)}")
+    check_form(out, tuple(wanted.shape), made.q, "the result of forward_ragged", "query rows, heads, width of a value")
     error = relative_error(out, wanted)
     if not error <= scene.tolerance:
         layer, words = scene.layer, f"forward_ragged is wrong by {error:.1e}"
@@ -185,6 +184,15 @@ def path_checks() -> Iterator[Check]:
             lambda p, longest: some,
             partial(_ragged, queries=queries, keys=keys, causal=causal),
             name != "one",
+        )
+    for dtype in (DType.FLOAT16, DType.BFLOAT16):
+        yield Check(
+            f"mla.ragged.{dtype}",
+            "mla as mha",
+            f"attention over rows at hand is right in {dtype}",
+            always(replace(some, dtype=dtype)),
+            partial(_ragged, queries=calls["prefix"][0], keys=calls["prefix"][1], causal=False),
+            True,
         )
     yield Check(
         "mla.path.wrapped",

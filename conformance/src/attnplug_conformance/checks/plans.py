@@ -19,10 +19,10 @@ from attnplug import (
     Role,
 )
 from attnplug.host import BatchPlan, bind_hook, optional_hooks, plan_forward
-from attnplug_conformance.case import Case, always
+from attnplug_conformance.case import LAYER, Case, always
 from attnplug_conformance.check import Check, Stand, refused_with_an_error
 from attnplug_conformance.diagnosis import Wrong
-from attnplug_conformance.scene import Output, Scene, relative_error
+from attnplug_conformance.scene import Output, Scene, poison, relative_error
 from attnplug_conformance.subject import Subject
 
 EXTEND, DECODE, VERIFY = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
@@ -116,6 +116,30 @@ def _two_alive(stand: Stand) -> None:
             f"with two plans alive, the first one ran by the second one's lengths: keep nothing of a batch on the "
             f"backend ({wrong})"
         ) from None
+
+
+def _anew(stand: Stand) -> None:
+    """Batches that look like an earlier one: as many rows and requests of other lengths, and the same lengths on other
+    pages."""
+    scene = stand.scene()
+    stand.judge(scene, scene.run())
+    lengths = scene.case.lengths
+    for like, case in (
+        ("of as many requests and rows", replace(scene.case, lengths=lengths[::-1])),
+        ("of the same lengths", replace(scene.case, seed=scene.case.seed + 7)),
+    ):
+        other = Scene(stand.subject, case, backend=scene.backend)
+        other.pools, other.scratch = scene.pools, scene.scratch
+        for memory in other.memories(LAYER):
+            poison(memory)
+        other.store(LAYER, [(0, before) for before, _ in case.lengths])
+        try:
+            stand.judge(other, other.run())
+        except Wrong as wrong:
+            raise Wrong(
+                f"a batch after another one {like} ran by what was planned for that one: plan each batch from its own "
+                f"geometry ({wrong})"
+            ) from None
 
 
 def _plans_once(stand: Stand) -> None:
@@ -258,6 +282,7 @@ def plan_checks(kind: AttentionKind) -> Iterator[Check]:
             ("shrunk", "fewer rows than planned are an error", _shrunk, extend),
             ("stale", "a plan for another geometry is an error", _stale, extend),
             ("two_alive", "two plans are alive at once", _two_alive, True),
+            ("anew", "a batch that looks like an earlier one is planned by its own lengths and pages", _anew, extend),
             ("once", "forward plans nothing", _plans_once, extend),
             ("again", "one plan runs any number of times", _again, False),
             ("wrapped", "it runs inside wrappers, and its hooks are found there", _wrapped, extend),

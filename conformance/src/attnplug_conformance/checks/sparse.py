@@ -35,6 +35,8 @@ from attnplug_conformance.scene import NAN, Scene, as_bytes, poison, relative_er
 
 EXTEND, DECODE, VERIFY = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
 INDEX = IndexerDims(heads=8, head_dim=16, topk=8)
+FOREST = ((-1, 0, 0, 1, 2, 2), (-1, -1, 1, 1, 0, 3), (-1, 0, 1, 2, 3, 3), (-1, 0, 1, 0, -1, 2))
+"""Trees of drafts. In some, rows see fewer rows than the index chooses, where the prefix is short."""
 
 
 class SparseScene(Scene):
@@ -109,8 +111,16 @@ class SparseScene(Scene):
 
     def _judge(self, found: SelectedRows, q: Tensor, weights: Tensor) -> list[list[int]]:
         tensor = found.positions if isinstance(found, SelectedPositions) else found.slots
-        if tensor.dtype is not torch.int32 or not (tensor[sum(self.new) :] == -1).all():
-            raise Wrong(f"select gave {tensor.dtype}, or rows of padding that are not -1; give torch.int32")
+        if tensor.dtype is not torch.int32:
+            raise Wrong(f"select gave {tensor.dtype}; it must be torch.int32")
+        if tensor.dim() != 2 or len(tensor) < sum(self.new):
+            raise Wrong(
+                f"select gave shape {tuple(tensor.shape)}; it must be (rows of the batch, rows that are chosen)"
+            )
+        if tensor.device != self.q.device:
+            raise Wrong(f"select gave a choice on {tensor.device}, but q is on {self.q.device}")
+        if not (tensor[sum(self.new) :] == -1).all():
+            raise Wrong("select chose rows for padding; a row of padding has -1 everywhere")
         chosen: list[list[int]] = []
         for request, (before, new) in enumerate(self.case.lengths):
             keys = self.index_rows[request].cpu()
@@ -126,8 +136,7 @@ class SparseScene(Scene):
                 if row[: len(live)] != live:
                     raise Wrong(f"select put -1 before a row that it chose ({place}); -1 follows the last")
                 if len(set(mine)) != wanted or len(mine) != wanted or not set(mine) <= set(seen):
-                    right = f"{wanted} distinct ones of those that it sees, up to {position}"
-                    raise Wrong(f"select chose rows {sorted(mine)} ({place}), and not {right}")
+                    self._misjudged(request, position, place, mine, wanted)
                 scores = weights[token] @ torch.relu(q[token] @ keys.T * self.index.scale)
                 best = scores[seen].sort(descending=True).values[:wanted]
                 short = float((best - scores[mine].sort(descending=True).values).max() / scores[seen].abs().max())
@@ -135,6 +144,19 @@ class SparseScene(Scene):
                     raise Wrong(f"select chose rows whose scores fall short of the best by {short:.1e} ({place})")
                 chosen.append(sorted(mine))
         return chosen
+
+    def _misjudged(self, request: int, position: int, place: str, mine: list[int], wanted: int) -> None:
+        """Raise :class:`Wrong` for a choice of too few rows, of one twice, or of one that the token does not see."""
+        before = self.case.lengths[request][0]
+        if self.case.trees is not None:
+            drafted = sorted({row for row in mine if row >= before} - set(self.seen(request, position)))
+            if drafted:
+                raise Wrong(
+                    f"select chose rows {drafted} ({place}), drafts that are no ancestors of it: a row of a tree "
+                    f"chooses from the prefix, itself and its ancestors, {self.seen(request, position)[before:]}"
+                )
+        right = f"{wanted} distinct ones of those that it sees, up to {position}"
+        raise Wrong(f"select chose rows {sorted(mine)} ({place}), and not {right}")
 
     def seen(self, request: int, position: int) -> list[int]:
         """The positions that a new token of a request sees, in ascending order."""
@@ -262,6 +284,10 @@ def sparse_checks() -> Iterator[Check]:
         ("extend", "sparse", chosen, sparse_case(mixed, EXTEND), _sparse),
         ("decode", "sparse", chosen, sparse_case(decode, DECODE), _sparse),
         ("verify", "sparse", chosen, sparse_case(((12, 3), (30, 3)), VERIFY), _sparse),
+        ("trees", "trees", "a row of a drafted tree chooses from the prefix, itself and its ancestors",
+         sparse_case(((3, 6), (1, 6), (30, 6)), VERIFY, trees=FOREST[:3]), _sparse),
+        *((str(dtype), "sparse", f"{chosen}, in {dtype}", sparse_case(plain, EXTEND, dtype=dtype), _sparse)
+          for dtype in (DType.FLOAT16, DType.BFLOAT16)),
         ("padding", "sparse", chosen, sparse_case(plain, EXTEND, padding=3), _sparse),
         ("not_given", "sparse", "a sparse layer without selected rows is an error", sparse_case(plain, EXTEND),
          _not_given),
@@ -284,14 +310,18 @@ def sparse_checks() -> Iterator[Check]:
         sparse_case(decode, DECODE, exact=False),
         _sparse,
     )
-    for mode, new, level in ((DECODE, 1, GraphLevel.DECODE), (VERIFY, 3, GraphLevel.UNIFORM)):
+    for name, mode, new, level, trees in (
+        ("decode", DECODE, 1, GraphLevel.DECODE, None),
+        ("verify", VERIFY, 3, GraphLevel.UNIFORM, None),
+        ("trees", VERIFY, 4, GraphLevel.UNIFORM, tuple(tree[:4] for tree in FOREST)),
+    ):
         yield Check(
-            f"mla.sparse.graph.{'decode' if mode is DECODE else 'verify'}",
+            f"mla.sparse.graph.{name}",
             "graphs",
-            "a captured batch selects and attends anew at each replay, with other lengths and pages",
-            sparse_case(((60, new),) * 4, mode, graph=level),
+            "a captured batch selects and attends anew at each replay, with other lengths, pages and trees",
+            sparse_case(((60, new),) * 4, mode, graph=level, trees=trees),
             _replays,
-            applies=graphs_claimed(level),
+            applies=graphs_claimed(level, trees=trees is not None),
         )
     for name, claim, says, case, run in rows:
         yield Check(

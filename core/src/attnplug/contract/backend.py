@@ -88,6 +88,8 @@ class AttentionBackend(Protocol):
         returns ``[tokens, heads, v_head_dim]``. MLA, absorbed: q ``[tokens, heads, kv_lora_rank + rope]``, k the new
         latent rows ``[tokens, 1, kv_lora_rank + rope]``, v ``None``; returns ``[tokens, heads, kv_lora_rank]``.
         With ``save_kv_cache=False`` nothing is written: the rows must be in the cache, and k and v may be ``None``.
+        q, k and v may have any strides between rows and heads. The result has q's type and device, and memory of its
+        own: not the workspace's.
         """
         ...
 
