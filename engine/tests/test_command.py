@@ -274,6 +274,7 @@ def test_a_bad_line_is_an_error_with_its_number(attnplug: Attnplug, prompts, lin
         (["--model", "tiny:llama", "--prompt", "x", "--attention-backend", "nope"], 2, "there is no backend 'nope'"),
         (["--model", "tiny:llama", "--prompt", "x", "--tensor-parallel", "0"], 2, "--tensor-parallel 0"),
         (["--model", "tiny:llama", "--prompt", "x", "--mla-extend", "sideways"], 2, "sideways"),
+        (["--model", "tiny:llama", "--prompt", "x", "--mla-extend", "chunked"], 2, "only MLA layers have one"),
         (["--model", "tiny:llama", "--prompt", "x", "--max-tokens", "0"], 2, "max_tokens"),
         (["--model", "tiny:llama", "--prompt", "x", "--page-size", "0"], 2, "--page-size 0"),
         (["--model", "tiny:llama", "--prompt", "x", "--logprobs", "2"], 2, "give --json too"),

@@ -125,11 +125,18 @@ class Prepared:
         return selection, runner
 
 
-def _check_sparse_extend(spec: ModelSpec, forced: ExtendPath | None) -> None:
-    """Refuse an extend path that no backend can run, because layers read chosen rows or entries where they lie."""
-    if forced in (None, ExtendPath.ABSORBED):
+def _check_layers_extend(spec: ModelSpec, forced: ExtendPath | None) -> None:
+    """Refuse an extend path where no layer has one, or where layers read chosen rows or entries where they lie."""
+    if forced is None:
         return
-    if any(layer.indexer is not None or layer.compressed is not None for layer in spec.layers):
+    if not any(layer.mla is not None for layer in spec.layers):
+        raise UsageError(
+            f"the extend path {forced} is asked for, and only MLA layers have one; {spec.name} has none: leave it out",
+            settings=["mla_extend"],
+        )
+    if forced is not ExtendPath.ABSORBED and any(
+        layer.indexer is not None or layer.compressed is not None for layer in spec.layers
+    ):
         raise UsageError(
             f"the extend path {forced} is asked for, and sparse layers of {spec.name} run {ExtendPath.ABSORBED} only; "
             "ask for that one, or for none",
@@ -137,9 +144,9 @@ def _check_sparse_extend(spec: ModelSpec, forced: ExtendPath | None) -> None:
         )
 
 
-def _check_extend(spec: ModelSpec, selection: Selection, forced: ExtendPath | None) -> None:
+def _check_extend(selection: Selection, forced: ExtendPath | None) -> None:
     """Refuse an extend path that is not declared by the backend that prefills a model's MLA layers."""
-    if forced is None or not any(layer.mla is not None for layer in spec.layers):
+    if forced is None:
         return
     chosen = selection.chosen(Role.PREFILL).spec
     if forced not in (paths := chosen.capabilities.mla_extend):
@@ -185,7 +192,7 @@ def prepare(
         )
     if options.enable_hisparse:
         check_buffers(spec, options)
-    _check_sparse_extend(spec, options.extend_policy.forced)
+    _check_layers_extend(spec, options.extend_policy.forced)
     asked = BackendRequest(options.attention_backend, options.role_backends, options.backend_options)
     registry, speculation = load_registry(), options.speculation
     problem = speculating(problem, speculation)
@@ -194,7 +201,7 @@ def prepare(
     ranking = default_ranking(registry, problem, per_batch=True)
     selection = choose_importable(registry, request, problem, ranking)
     failed = selection.failed
-    _check_extend(spec, selection, options.extend_policy.forced)
+    _check_extend(selection, options.extend_policy.forced)
     draft_choice = None if speculation is None else choose_draft(registry, asked, problem, speculation, model)
     loaded = load_model(
         model,
