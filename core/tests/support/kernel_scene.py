@@ -45,7 +45,7 @@ from attnplug_conformance.checks.cache import check_written
 from attnplug_conformance.checks.graphs import Capture
 from attnplug_conformance.diagnosis import check_padding, judge
 from attnplug_conformance.scene import Output, Scene, relative_error
-from attnplug_conformance.subject import Subject
+from attnplug_conformance.subject import Allocate, Subject
 
 DEEPSEEK = MLADims(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64)
 Lengths = tuple[tuple[int, int], ...]
@@ -125,6 +125,7 @@ class Made(Subject):
         limits: Limits,
         roles: frozenset[Role] | None = None,
         coordinator: Coordinator | None = None,
+        allocate: Allocate | None = None,
     ) -> AttentionBackend:
         pool = pools.mla or pools.mha
         assert pool is not None
@@ -138,7 +139,7 @@ class Made(Subject):
             page_size=pool.page_size,
             limits=replace(limits, max_context=max(limits.max_context, 4096)),
             pools=pools,
-            workspace=WorkspaceOwner(),
+            workspace=WorkspaceOwner() if allocate is None else WorkspaceOwner(allocate),
             parallel=Parallel(1, 2),
             serving=self.serving,
             declared=self.can,
