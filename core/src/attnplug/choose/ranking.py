@@ -39,6 +39,9 @@ class PreferenceRanking:
         return Ranked(ordered, _why(ordered[0], ordered[1:]))
 
 
+BY_PREFERENCE = PreferenceRanking()
+
+
 def by_preference(backend: Registered) -> tuple[bool, int, str]:
     """The order that ``BackendSpec.preference`` promises."""
     return backend.source.embedded, -backend.spec.preference, backend.spec.name

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from attnplug.choose.measured.store import versions_of
-from attnplug.choose.select import AUTO
+from attnplug.choose.selection import AUTO
 from attnplug.cli import output
 from attnplug.cli.measuring import Plan, check_file, print_fastest, read_plan, told, watched, write_text
 from attnplug.cli.options import option

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from attnplug.choose.models import load_model
 from attnplug.choose.ranking import by_preference
 from attnplug.choose.registry import Registry, load_registry
-from attnplug.choose.select import AUTO
+from attnplug.choose.selection import AUTO
 from attnplug.cli.text import table
 from attnplug.cli.warn import warn_of_plugins
 from attnplug.declare.errors import UsageError

@@ -15,7 +15,8 @@ from attnplug.choose.assembly import build_selection
 from attnplug.choose.building import build_backend
 from attnplug.choose.measured.ranking import default_ranking
 from attnplug.choose.registry import Registry
-from attnplug.choose.select import AUTO, BackendRequest, select
+from attnplug.choose.select import select
+from attnplug.choose.selection import AUTO, BackendRequest
 from attnplug.contract.backend import AttentionBackend
 from attnplug.contract.context import HostContext
 from attnplug.declare.errors import BackendError, describe_error

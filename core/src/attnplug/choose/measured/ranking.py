@@ -11,9 +11,9 @@ from itertools import combinations
 
 from attnplug.choose.loading import Registered
 from attnplug.choose.measured.store import FoundTable, load_tables
-from attnplug.choose.ranking import PreferenceRanking, Ranked, Ranking, by_preference
+from attnplug.choose.ranking import BY_PREFERENCE, Ranked, Ranking, by_preference
 from attnplug.choose.registry import Registry
-from attnplug.choose.select import BY_PREFERENCE, DEFAULT_PAGE_SIZE
+from attnplug.choose.select import DEFAULT_PAGE_SIZE
 from attnplug.declare.errors import TableWarning, UsageError
 from attnplug.declare.measured import LayerShape
 from attnplug.declare.problem import Problem, Role, model_dtype
@@ -80,7 +80,7 @@ class MeasuredRanking:
         self._per_batch = per_batch
 
     def rank(self, usable: Sequence[Registered], role: Role, problem: Problem) -> Ranked:
-        preferred = PreferenceRanking().rank(usable, role, problem)
+        preferred = BY_PREFERENCE.rank(usable, role, problem)
         fits = self._fits(usable, role, problem)
         present = [b.spec.name for b in usable if fits and all(b.spec.name in fit.tables for fit in fits)]
         times = {name: found for name in present if (found := _model_times(name, fits))}
