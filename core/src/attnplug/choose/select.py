@@ -116,14 +116,19 @@ class _Judge:
         usable = [c.backend for c in candidates if not c.refusals and asked in (None, c.backend)]
         chosen, why, schedule = (usable[0] if usable else None), "", None
         if usable and asked is None:
+            failing = self.ranking.failures(usable, role, self.problem)
+            if others := [backend for backend in usable if backend.spec.name not in failing]:
+                usable, candidates = others, tuple(_with_failure(candidate, failing) for candidate in candidates)
             able = self._captured(usable, role) or usable
             ranked = self.ranking.rank(able, role, self.problem)
             chosen, why, schedule = ranked.backends[0], ranked.why, ranked.schedule
             if schedule is not None:
                 chosen = self.registry.get(schedule.candidates[0])
             if len(able) < len(usable):
-                others = ", ".join(backend.spec.name for backend in usable if backend not in able)
-                why = f"runs in CUDA graphs, unlike {others}" + (f"; {why}" if len(able) > 1 else "")
+                slower = ", ".join(backend.spec.name for backend in usable if backend not in able)
+                why = f"runs in CUDA graphs, unlike {slower}" + (f"; {why}" if len(able) > 1 else "")
+            if chosen.spec.name in failing:
+                why += f"; but {failing[chosen.spec.name].message}"
         return RoleChoice(role, requested, self.request.setting_for(role), chosen, candidates, why, schedule)
 
     def _captured(self, usable: list[Registered], role: Role) -> list[Registered]:
@@ -140,6 +145,11 @@ class _Judge:
             yield _deciding(self.request, role, refusal)
         if spec.name in self.failed:
             yield self.failed[spec.name]
+
+
+def _with_failure(candidate: Candidate, failing: Mapping[str, Refusal]) -> Candidate:
+    found = failing.get(candidate.backend.spec.name)
+    return candidate if found is None else replace(candidate, refusals=(*candidate.refusals, found))
 
 
 def _deciding(request: BackendRequest, role: Role, refusal: Refusal) -> Refusal:

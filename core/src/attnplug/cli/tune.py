@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from attnplug.choose.measured.files import TableError, drop_tables, ensure_writable, read_tables, write_tables
+from attnplug.choose.measured.files import TableError, ensure_writable, read_tables, write_tables
 from attnplug.choose.measured.store import table_path, versions_of
 from attnplug.cli import output
 from attnplug.cli.measuring import Plan, check_file, print_fastest, read_plan, told, watched, write_text
@@ -42,9 +42,6 @@ def tune_backends(parsed: argparse.Namespace, run: RunJob | None = None) -> int:
     def finished(tuned: Tuned) -> None:
         if tables := tables_of(tuned, plan.processor, versions[tuned.backend], day):
             write_tables(path, tables)
-        if tuned.broken and os.path.exists(path):  # an earlier run may have measured other points
-            mine = {(tuned.backend, *sort) for sort in tuned.broken}
-            drop_tables(path, lambda table: (table.backend, table.role, table.shape) in mine)
 
     with terminated_in_order(), watched(sum(len(job.tasks) for job in jobs), shown=not parsed.json) as watching:
         run = run or runner_for(plan.device, plan.registry)
