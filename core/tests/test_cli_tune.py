@@ -11,10 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from support.command import Attnplug, Package
+from attnplug.host import load_registry
+from attnplug.tune.measure import run_job
+from support.command import PLUGIN, Attnplug, Package
 from support.tuning import FACTORY, FakeClock
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
+DYING = """
+import os
+from attnplug.host import TorchNativeBackend
+built = []
+
+def build(context):
+    built.append(context)
+    return TorchNativeBackend(context) if len(built) == 1 else os._exit(7)
+"""
 HERE = ("--device", "cpu", "--model", "tiny:llama")
 
 
@@ -24,6 +35,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     times = {"toy": lambda point: point.length / 2, "torch_native": lambda point: 80.0, "auto": lambda point: 70.0}
     made = FakeClock(times, seconds=0.01)
     monkeypatch.setattr("attnplug.tune.process.clock_for", lambda device: made)
+    monkeypatch.setattr("attnplug.tune.process.in_own_process", lambda job: run_job(job, load_registry(), made))
     monkeypatch.setattr("attnplug.cli.bench.bandwidth", lambda device: 1e9)
     return made
 
@@ -87,11 +99,23 @@ def test_what_failed_is_not_taken_until_it_is_measured_again(
     told = attnplug("explain", *HERE).out
     assert "decode: torch_native (auto: the only usable one; 1 refused)" in told and "prefill: toy" in told
     assert "it failed when it was measured on this machine" in told and "at 1 × 128, KeyError: 'toy'" in told
-    assert "not taken by auto: toy for decode" in attnplug("doctor").out
     assert "decode: toy (asked for" in attnplug("explain", *HERE, "--attention-backend", "toy").out
     clock.times_us["toy"] = times  # type: ignore[index]
     attnplug("tune", *HERE, "--points", "1x64")
     assert "decode: toy or torch_native (auto: " in attnplug("explain", *HERE).out
+
+
+def test_a_third_partys_backend_that_ends_its_process_ends_no_other(
+    attnplug: Attnplug, package: Package, tmp_path: Path
+) -> None:
+    """D2: it is measured once, and fails after that. What it was at is left out as a whole."""
+    source = PLUGIN.format(name="odd", fields="dict(factory=__name__ + ':build')", capabilities="{}")
+    package("odd", source + DYING)
+    done = attnplug("tune", *HERE, "--points", "1x64,1x128", "--tables", str(tmp_path / "t.json"))
+    assert done.code == 0 and "1 × 64   torch_native" in done.out and "odd: 1 point measured" in done.out
+    assert "odd: left out for decode" in done.out and "its process ended with exit code 7" in done.out
+    tables = {table["backend"]: table for table in json.loads((tmp_path / "t.json").read_text())["tables"]}
+    assert tables["odd"]["failed"] == "at 1 × 128, its process ended with exit code 7"
 
 
 @pytest.mark.parametrize(

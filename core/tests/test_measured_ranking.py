@@ -441,10 +441,12 @@ def test_what_was_measured_last_comes_before_files_beside_it() -> None:
 def test_a_report_gives_the_state_of_every_file() -> None:
     """``attnplug doctor`` shows it."""
     outdated = table("other", CROSSING["late"], versions={"other-dist": "0.9"})
-    write_tables(table_path(BOARD), [*crossing(), outdated])
+    write_tables(table_path(BOARD), [*crossing(), failure("early", role=Role.PREFILL), outdated])
     (state,) = file_states(INSTALLED, BOARD).values()
-    assert state.splitlines()[0] == "used: 2 tables of early, late"
-    assert "measured with other-dist 0.9, and 1.2 is here" in state.splitlines()[1]
+    used, failed, unused = state.splitlines()
+    assert used == "used: 2 tables of early, late"
+    assert failed == f"not taken by auto: early for prefill of {SHAPE}, which failed at 1 × 64, RuntimeError: boom"
+    assert "measured with other-dist 0.9, and 1.2 is here" in unused
 
 
 # ---- the command ----

@@ -1,4 +1,4 @@
-"""Jobs in processes of their own: on a GPU, a backend that reads outside of memory ends its process and no other."""
+"""Jobs in processes of their own: a backend that reads outside of memory, or exits, ends its process and no other."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from multiprocessing.connection import Connection
 import torch
 
 from attnplug.choose.registry import Registry, load_registry
+from attnplug.choose.selection import AUTO
 from attnplug.tune.clock import clock_for
 from attnplug.tune.measure import Failed, Job, Outcome, run_job
 from attnplug.tune.shapes import Task
@@ -19,10 +20,15 @@ RunJob = Callable[[Job], Iterator[Outcome]]
 
 
 def runner_for(device: torch.device, registry: Registry) -> RunJob:
-    """How jobs run on a device: in this process on a CPU, in one of their own on a GPU."""
-    if device.type == "cuda":
-        return in_own_process
-    return lambda job: run_job(job, registry, clock_for(device))
+    """How jobs run on a device: each in a process of its own, but for embedded backends on a CPU."""
+
+    def run(job: Job) -> Iterator[Outcome]:
+        embedded = job.backend != AUTO and registry.get(job.backend).source.embedded
+        if embedded and device.type == "cpu":
+            return run_job(job, registry, clock_for(device))
+        return in_own_process(job)
+
+    return run
 
 
 def in_own_process(job: Job) -> Iterator[Outcome]:
@@ -37,7 +43,7 @@ def in_own_process(job: Job) -> Iterator[Outcome]:
         while not done:
             try:
                 outcome = receiver.recv()
-            except EOFError:
+            except (EOFError, OSError):  # the latter in the middle of an outcome
                 break
             if outcome is None:
                 done = True
