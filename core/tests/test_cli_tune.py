@@ -34,8 +34,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     """The clock by which the command measures: toy is the faster one up to a length of 160."""
     times = {"toy": lambda point: point.length / 2, "torch_native": lambda point: 80.0, "auto": lambda point: 70.0}
     made = FakeClock(times, seconds=0.01)
-    monkeypatch.setattr("attnplug.tune.process.clock_for", lambda device: made)
-    monkeypatch.setattr("attnplug.tune.process.in_own_process", lambda job: run_job(job, load_registry(), made))
+    for command in ("tune", "bench"):
+        monkeypatch.setattr(f"attnplug.cli.{command}.in_own_process", lambda job: run_job(job, load_registry(), made))
     monkeypatch.setattr("attnplug.cli.bench.bandwidth", lambda device: 1e9)
     return made
 
@@ -105,17 +105,18 @@ def test_what_failed_is_not_taken_until_it_is_measured_again(
     assert "decode: toy or torch_native (auto: " in attnplug("explain", *HERE).out
 
 
-def test_a_third_partys_backend_that_ends_its_process_ends_no_other(
+def test_a_backend_that_ends_its_process_does_not_end_the_command(
     attnplug: Attnplug, package: Package, tmp_path: Path
 ) -> None:
     """D2: it is measured once, and fails after that. What it was at is left out as a whole."""
     source = PLUGIN.format(name="odd", fields="dict(factory=__name__ + ':build')", capabilities="{}")
     package("odd", source + DYING)
-    done = attnplug("tune", *HERE, "--points", "1x64,1x128", "--tables", str(tmp_path / "t.json"))
-    assert done.code == 0 and "1 × 64   torch_native" in done.out and "odd: 1 point measured" in done.out
+    path = tmp_path / "t.json"
+    done = attnplug("tune", *HERE, "--points", "1x64,1x128", "--backends", "odd", "--tables", str(path))
+    assert done.code == 1 and "odd: 1 point measured" in done.out
     assert "odd: left out for decode" in done.out and "its process ended with exit code 7" in done.out
-    tables = {table["backend"]: table for table in json.loads((tmp_path / "t.json").read_text())["tables"]}
-    assert tables["odd"]["failed"] == "at 1 × 128, its process ended with exit code 7"
+    (table,) = json.loads(path.read_text())["tables"]
+    assert table["failed"] == "at 1 × 128, its process ended with exit code 7"
 
 
 @pytest.mark.parametrize(

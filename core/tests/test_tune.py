@@ -146,9 +146,10 @@ def test_what_gives_no_attention_is_a_failure_however_fast_it_is(gives, install:
     assert isinstance(failed, Failed) and "the result has shape [4 tokens, 4 heads, width]" in failed.reason
 
 
-def test_a_backend_that_ends_the_program_is_a_failure(install: Install, monkeypatch) -> None:
+@pytest.mark.parametrize("kind", [SystemExit, BaseException])
+def test_a_backend_that_raises_what_nobody_catches_is_a_failure(kind, install: Install, monkeypatch) -> None:
     def exits(*_: object, **__: object) -> None:
-        raise SystemExit("no licence")
+        raise kind("no licence")
 
     monkeypatch.setattr(TorchNativeBackend, "forward_decode", exits)
     registry = toys(install, "toy")

@@ -18,12 +18,12 @@ from attnplug.declare.measured import MeasuredTable
 from attnplug.machine.hardware import Processor
 from attnplug.machine.interrupt import terminated_in_order
 from attnplug.tune.page import report_page
-from attnplug.tune.process import RunJob, runner_for
+from attnplug.tune.process import in_own_process
 from attnplug.tune.results import row_of, rows_of_tables
 from attnplug.tune.tuning import Tuned, not_yet, tables_of, tune
 
 
-def tune_backends(parsed: argparse.Namespace, run: RunJob | None = None) -> int:
+def tune_backends(parsed: argparse.Namespace) -> int:
     """Measure, write tables after every backend, and show who is the fastest where."""
     if not parsed.budget > 0:
         raise UsageError(f"--budget {parsed.budget:g} is no time to measure in; give seconds above 0")
@@ -44,9 +44,8 @@ def tune_backends(parsed: argparse.Namespace, run: RunJob | None = None) -> int:
             write_tables(path, tables)
 
     with terminated_in_order(), watched(sum(len(job.tasks) for job in jobs), shown=not parsed.json) as watching:
-        run = run or runner_for(plan.device, plan.registry)
         try:
-            results = tune(jobs, parsed.budget, run, told=watching, finished=finished)
+            results = tune(jobs, parsed.budget, in_own_process, told=watching, finished=finished)
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"while measuring; the points that were finished are in {path}") from None
     tables = [table for table in _present(path, plan.processor) if table.backend in names and _asked_for(table, plan)]

@@ -144,11 +144,11 @@ def _measured(
                 chain = raw_chain(job.backend, raw, stage)
                 if chain is not None:
                     found.append(_timed(stage, chain, clock, began, gaps))
-    except Terminated:
+    except (KeyboardInterrupt, Terminated):
         raise
     except (torch.OutOfMemoryError, MemoryError) as error:
         found.append(Skipped(side, task, f"it runs out of memory: {describe_error(error).splitlines()[0]}"))
-    except (Exception, SystemExit) as error:  # kernels and their libraries raise anything
+    except BaseException as error:  # kernels and their libraries raise anything
         found.append(Failed(side, task, describe_error(error)))
     return found
 

@@ -1,4 +1,7 @@
-"""Jobs in processes of their own: a backend that reads outside of memory, or exits, ends its process and no other."""
+"""Jobs in processes of their own: what reads outside of memory, or exits, ends its process and no other.
+
+All backends start alike by this, which times on a CPU depend on.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +13,12 @@ from multiprocessing.connection import Connection
 
 import torch
 
-from attnplug.choose.registry import Registry, load_registry
-from attnplug.choose.selection import AUTO
+from attnplug.choose.registry import load_registry
 from attnplug.tune.clock import clock_for
 from attnplug.tune.measure import Failed, Job, Outcome, run_job
 from attnplug.tune.shapes import Task
 
 RunJob = Callable[[Job], Iterator[Outcome]]
-
-
-def runner_for(device: torch.device, registry: Registry) -> RunJob:
-    """How jobs run on a device: each in a process of its own, but for embedded backends on a CPU."""
-
-    def run(job: Job) -> Iterator[Outcome]:
-        embedded = job.backend != AUTO and registry.get(job.backend).source.embedded
-        if embedded and device.type == "cpu":
-            return run_job(job, registry, clock_for(device))
-        return in_own_process(job)
-
-    return run
 
 
 def in_own_process(job: Job) -> Iterator[Outcome]:
@@ -75,6 +65,9 @@ def _work(job: Job, sender: Connection) -> None:
     clock = clock_for(device)
     gc.collect()
     gc.freeze()  # every capture collects garbage first: what was imported need not be looked at again
-    for outcome in run_job(job, registry, clock):
-        sender.send(outcome)
+    try:
+        for outcome in run_job(job, registry, clock):
+            sender.send(outcome)
+    except KeyboardInterrupt:  # the backend's own: the user's is ignored here
+        raise SystemExit(130) from None
     sender.send(None)

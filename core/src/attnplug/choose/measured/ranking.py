@@ -240,7 +240,7 @@ def _why(
     nearest = sorted({str(fit.nearest) for fit in fits if fit.nearest is not None})
     best = "the fastest" if schedule is None else f"{' and '.join(schedule.candidates)} by batch, the fastest"
     parts = [
-        f"{best} of {len(order)} at {len(points)} points",
+        f"{best} of {len(order)} at {len(points)} point{'s' * (len(points) > 1)}",
         f"{', '.join(figures)} at {shown.requests} × {shown.length}{new}",
         f"table of {' and of '.join(origins)}",
         *(f"nearest shape: {each}" for each in nearest),
