@@ -193,6 +193,7 @@ WRONG = {
     ("tune", *HERE, "--points", "99999999999x64"): "more than 1048576 requests",
     ("tune", *HERE, "--max-batch", "99999999999"): "more than 1048576 requests",
     ("tune", *HERE, "--report", "/nowhere/r.html"): "there is no folder /nowhere",
+    ("bench", "--compare", "old", "new", "--max-batch", "3"): "--compare measures nothing; leave out --max-batch",
     ("bench", *HERE, "--out", "/nowhere/r.json"): "there is no folder /nowhere",
     ("bench", *HERE, "--plot", "/"): "/ cannot be written: Is a directory",
     ("tune", *HERE, "--max-batch", "none"): "'none' is not a whole number above 0",

@@ -24,7 +24,10 @@ from attnplug.tune.place import bandwidth, commit
 from attnplug.tune.process import in_own_process
 from attnplug.tune.results import Comparison, Results, compare, read_results, row_of, standings
 
-_OF_MEASURING = ("model", "shapes", "points", "backends", "against", "ragged", "out", "plot")
+_OF_MEASURING = (
+    *("model", "shapes", "points", "backends", "device", "dtype", "kv_dtype", "page_size", "backend_option"),
+    *("max_batch", "max_context", "speculative_tokens", "against", "ragged", "out", "plot"),
+)
 
 
 def bench(parsed: argparse.Namespace) -> int:

@@ -133,7 +133,7 @@ def _measured(
         return found
     needed, have = stage_bytes(task, setup), memory_of(setup.device)
     if needed > have:
-        return [Skipped(side, task, f"it takes {needed / 2**30:.1f} GiB, and {have / 2**30:.1f} GiB are free")]
+        return [Skipped(side, task, f"it takes {needed / 2**30:.1f} GiB, and may take {have / 2**30:.1f} GiB")]
     began = clock.now()
     try:
         with torch.inference_mode():
