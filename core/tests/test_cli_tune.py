@@ -108,15 +108,16 @@ def test_what_failed_is_not_taken_until_it_is_measured_again(
 def test_a_backend_that_ends_its_process_does_not_end_the_command(
     attnplug: Attnplug, package: Package, tmp_path: Path
 ) -> None:
-    """D2: it is measured once, and fails after that. What it was at is left out as a whole."""
+    """D2: what it was at is left out as a whole, and its other role is measured in another process."""
     source = PLUGIN.format(name="odd", fields="dict(factory=__name__ + ':build')", capabilities="{}")
     package("odd", source + DYING)
     path = tmp_path / "t.json"
-    done = attnplug("tune", *HERE, "--points", "1x64,1x128", "--backends", "odd", "--tables", str(path))
-    assert done.code == 1 and "odd: 1 point measured" in done.out
+    done = attnplug("tune", *HERE, "--points", "1x64,1x128,1x8+8", "--backends", "odd", "--tables", str(path))
+    assert done.code == 0 and "odd: 2 points measured" in done.out
     assert "odd: left out for decode" in done.out and "its process ended with exit code 7" in done.out
-    (table,) = json.loads(path.read_text())["tables"]
-    assert table["failed"] == "at 1 × 128, its process ended with exit code 7"
+    tables = {table["role"]: table for table in json.loads(path.read_text())["tables"]}
+    assert tables["decode"]["failed"] == "at 1 × 128, its process ended with exit code 7"
+    assert len(tables["prefill"]["rows"]) == 1
 
 
 @pytest.mark.parametrize(
@@ -152,6 +153,8 @@ def test_an_interrupted_benchmark_keeps_what_there_is(
     assert [row["side"] for row in json.loads((tmp_path / "r.json").read_text())["rows"]] == ["toy"]
     done = attnplug("tune", *HERE, "--points", "1x64", "--tables", str(tmp_path / "t.json"))
     assert done.code == 130 and f"the points that were finished are in {tmp_path / 't.json'}" in done.err
+    command = ("tune", *HERE, "--points", "1x64", "--backends", "torch_native", "--tables", str(tmp_path / "none.json"))
+    assert "no point was finished" in attnplug(*command).err
 
 
 def test_a_tuning_that_is_told_to_end_does_so_and_keeps_what_there_is(

@@ -167,8 +167,7 @@ def told(outcome: Skipped | Failed) -> str:
     if isinstance(outcome, Skipped):
         return f"{outcome.side}: {outcome.task} is left out: {reason}"
     role, shape = outcome.task.point.role, outcome.task.shape
-    more = ", and no more is measured" * outcome.last
-    return f"{outcome.side}: left out for {role} of {shape}, because of {outcome.task.point}{more}: {reason}"
+    return f"{outcome.side}: left out for {role} of {shape}, because of {outcome.task.point}: {reason}"
 
 
 def print_fastest(rows: list[Row]) -> None:

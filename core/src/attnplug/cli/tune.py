@@ -47,7 +47,8 @@ def tune_backends(parsed: argparse.Namespace) -> int:
         try:
             results = tune(jobs, parsed.budget, in_own_process, told=watching, finished=finished)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(f"while measuring; the points that were finished are in {path}") from None
+            kept = f"the points that were finished are in {path}" if os.path.exists(path) else "no point was finished"
+            raise KeyboardInterrupt(f"while measuring; {kept}") from None
     tables = [table for table in _present(path, plan.processor) if table.backend in names and _asked_for(table, plan)]
     notes = [*plan.notes, *(line for tuned in results for line in _lines(tuned, asked[tuned.backend]))]
     rows = list(rows_of_tables(tables))

@@ -78,7 +78,7 @@ class Skipped:
 class Failed:
     """A task at which a side failed: it is left out for this role and sort of layer.
 
-    ``last`` says that its process ended, or can no longer use the GPU: nothing comes after it.
+    ``last`` says that its process ended, or can no longer use the GPU: nothing comes after it from that process.
     """
 
     side: str

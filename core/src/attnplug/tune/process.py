@@ -9,20 +9,34 @@ import gc
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import torch
 
 from attnplug.choose.registry import load_registry
 from attnplug.tune.clock import clock_for
-from attnplug.tune.measure import Failed, Job, Outcome, run_job
+from attnplug.tune.measure import Failed, Job, Outcome, Timed, run_job
 from attnplug.tune.shapes import Task
 
 RunJob = Callable[[Job], Iterator[Outcome]]
 
 
 def in_own_process(job: Job) -> Iterator[Outcome]:
-    """The outcomes of a job as they come, from a process that ends with it."""
+    """The outcomes of a job as they come. Where its process fails, another one goes on with what is left: other roles
+    and sorts of layers, about which the failure says nothing."""
+    while job.tasks and job.seconds > 0:
+        outcomes = list[Outcome]()
+        for outcome in _in_one_process(job):
+            outcomes.append(outcome)
+            yield outcome
+        if not (outcomes and isinstance(outcomes[-1], Failed) and outcomes[-1].last):
+            return
+        spent = sum(each.seconds for each in outcomes if isinstance(each, Timed))
+        job = replace(job, tasks=_following(job, outcomes), seconds=job.seconds - spent)
+
+
+def _in_one_process(job: Job) -> Iterator[Outcome]:
     context = multiprocessing.get_context("spawn")  # a fork would take along a CUDA context that it cannot use
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(job, sender))  # no daemon: those may not start compilers
@@ -53,9 +67,15 @@ def in_own_process(job: Job) -> Iterator[Outcome]:
 
 def _running(job: Job, outcomes: list[Outcome]) -> Task:
     """The task at which a process ended: the first after the last outcome that is not left out after a failure."""
-    broken = {(each.task.point.role, each.task.shape) for each in outcomes if isinstance(each, Failed)}
+    return next(iter(_following(job, outcomes)), job.tasks[-1])
+
+
+def _following(job: Job, outcomes: list[Outcome]) -> tuple[Task, ...]:
+    """The tasks after the last outcome, without those that are left out after a failure."""
+    failed = [each.task for each in outcomes if isinstance(each, Failed) and each.side == job.backend]
+    broken = {(task.point.role, task.shape) for task in failed}
     following = job.tasks[job.tasks.index(outcomes[-1].task) + 1 :] if outcomes else job.tasks
-    return next((task for task in following if (task.point.role, task.shape) not in broken), job.tasks[-1])
+    return tuple(task for task in following if (task.point.role, task.shape) not in broken)
 
 
 def _work(job: Job, sender: Connection) -> None:
