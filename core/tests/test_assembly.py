@@ -25,6 +25,7 @@ from attnplug import (
     GraphLevel,
     PageSizes,
     Problem,
+    Refusal,
     Role,
 )
 from attnplug.choose.assembly import BuildError
@@ -241,6 +242,9 @@ class Turns:
         names = [each.spec.name for each in usable if each.spec.name in self.only.get(role, (each.spec.name,))]
         times = {name: {(1, 8 * place + 8, 1): 1.0, (1, 64, 1): 2.0} for place, name in enumerate(sorted(names))}
         return Ranked(tuple(usable), "by turns", Schedule(times) if len(times) > 1 else None)
+
+    def failures(self, usable: Sequence[Registered], role: Role, problem: Problem) -> dict[str, Refusal]:
+        return {}
 
 
 class TestShared:

@@ -48,7 +48,18 @@ def test_a_file_that_holds_no_results_is_refused_by_name(text: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize(
-    "changes", [{"us": 0}, {"us": -1.0}, {"us": 10**400}, {"low": float("nan")}, {"requests": 1.5}, {"length": 0}, None]
+    "changes",
+    [
+        {"us": 0},
+        {"us": -1.0},
+        {"us": 10**400},
+        {"low": float("nan")},
+        {"requests": 1.5},
+        {"length": 0},
+        {"low": 9e9},
+        {"layer": "\x1b[31m"},
+        None,
+    ],
 )
 def test_a_row_that_cannot_be_is_refused(changes: dict[str, object] | None, tmp_path: Path) -> None:
     """``None``: one that is there twice."""

@@ -11,10 +11,21 @@ from pathlib import Path
 
 import pytest
 
-from support.command import Attnplug, Package
+from attnplug.host import load_registry
+from attnplug.tune.measure import run_job
+from support.command import PLUGIN, Attnplug, Package
 from support.tuning import FACTORY, FakeClock
 
 pytestmark = pytest.mark.usefixtures("plain_environment")
+DYING = """
+import os
+from attnplug.host import TorchNativeBackend
+built = []
+
+def build(context):
+    built.append(context)
+    return TorchNativeBackend(context) if len(built) == 1 else os._exit(7)
+"""
 HERE = ("--device", "cpu", "--model", "tiny:llama")
 
 
@@ -23,7 +34,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
     """The clock by which the command measures: toy is the faster one up to a length of 160."""
     times = {"toy": lambda point: point.length / 2, "torch_native": lambda point: 80.0, "auto": lambda point: 70.0}
     made = FakeClock(times, seconds=0.01)
-    monkeypatch.setattr("attnplug.tune.process.clock_for", lambda device: made)
+    for command in ("tune", "bench"):
+        monkeypatch.setattr(f"attnplug.cli.{command}.in_own_process", lambda job: run_job(job, load_registry(), made))
     monkeypatch.setattr("attnplug.cli.bench.bandwidth", lambda device: 1e9)
     return made
 
@@ -72,23 +84,45 @@ def test_a_backend_that_cannot_be_built_is_told_and_the_rest_is_measured(
     command = ("tune", *HERE, "--points", "1x64", "--tables", str(tmp_path / "t.json"))
     done = attnplug(*command)
     assert done.code == 0 and "odd: left out for decode" in done.out and "1 × 64  torch_native" in done.out
-    assert {table["backend"] for table in json.loads((tmp_path / "t.json").read_text())["tables"]} == {"torch_native"}
+    tables = {table["backend"]: table for table in json.loads((tmp_path / "t.json").read_text())["tables"]}
+    assert "rows" in tables["torch_native"] and tables["odd"]["failed"].startswith("at 1 × 64, ")
 
 
-def test_what_failed_later_is_taken_out_of_what_an_earlier_run_measured(
+def test_what_failed_is_not_taken_until_it_is_measured_again(
     attnplug: Attnplug, clock: FakeClock, toy: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A backend that fails somewhere must not be chosen by what it does elsewhere."""
+    """A backend that fails somewhere must not be chosen by what it does elsewhere, nor by its preference."""
+    monkeypatch.setenv("ATTNPLUG_CACHE_DIR", str(tmp_path))
+    attnplug("tune", *HERE, "--points", "1x64")
+    times = clock.times_us.pop("toy")  # type: ignore[attr-defined] # so that measuring it raises
+    assert "toy: left out for decode" in attnplug("tune", *HERE, "--points", "1x64,1x128").out
+    told = attnplug("explain", *HERE).out
+    assert "decode: torch_native (auto: the only usable one; 1 refused)" in told and "prefill: toy" in told
+    assert "it failed when it was measured on this machine" in told and "at 1 × 128, KeyError: 'toy'" in told
+    assert "decode: toy (asked for" in attnplug("explain", *HERE, "--attention-backend", "toy").out
+    clock.times_us["toy"] = times  # type: ignore[index]
+    attnplug("tune", *HERE, "--points", "1x64")
+    assert "decode: toy or torch_native (auto: " in attnplug("explain", *HERE).out
+
+
+def test_a_backend_that_ends_its_process_does_not_end_the_command(
+    attnplug: Attnplug, package: Package, tmp_path: Path
+) -> None:
+    """D2: what it was at is left out as a whole, and its other role is measured in another process."""
+    source = PLUGIN.format(name="odd", fields="dict(factory=__name__ + ':build')", capabilities="{}")
+    package("odd", source + DYING)
     path = tmp_path / "t.json"
-    attnplug("tune", *HERE, "--points", "1x64", "--tables", str(path))
-    del clock.times_us["toy"]  # type: ignore[attr-defined] # so that measuring it raises
-    attnplug("tune", *HERE, "--points", "1x64,1x128", "--tables", str(path))
-    assert {table["backend"] for table in json.loads(path.read_text())["tables"]} == {"torch_native"}
+    done = attnplug("tune", *HERE, "--points", "1x64,1x128,1x8+8", "--backends", "odd", "--tables", str(path))
+    assert done.code == 0 and "odd: 2 points measured" in done.out
+    assert "odd: left out for decode" in done.out and "its process ended with exit code 7" in done.out
+    tables = {table["role"]: table for table in json.loads(path.read_text())["tables"]}
+    assert tables["decode"]["failed"] == "at 1 × 128, its process ended with exit code 7"
+    assert len(tables["prefill"]["rows"]) == 1
 
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [("{", "is not JSON"), ('{"schema": 1, "device": "Other", "sm": 0, "tables": []}', "was measured on Other")],
+    [("{", "is not JSON"), ('{"schema": 2, "device": "Other", "sm": 0, "tables": []}', "was measured on Other")],
 )
 def test_a_file_that_cannot_be_added_to_is_told_before_anything_is_measured(
     content: str, reason: str, attnplug: Attnplug, clock: FakeClock, tmp_path: Path
@@ -119,6 +153,8 @@ def test_an_interrupted_benchmark_keeps_what_there_is(
     assert [row["side"] for row in json.loads((tmp_path / "r.json").read_text())["rows"]] == ["toy"]
     done = attnplug("tune", *HERE, "--points", "1x64", "--tables", str(tmp_path / "t.json"))
     assert done.code == 130 and f"the points that were finished are in {tmp_path / 't.json'}" in done.err
+    command = ("tune", *HERE, "--points", "1x64", "--backends", "torch_native", "--tables", str(tmp_path / "none.json"))
+    assert "no point was finished" in attnplug(*command).err
 
 
 def test_a_tuning_that_is_told_to_end_does_so_and_keeps_what_there_is(
@@ -160,6 +196,7 @@ WRONG = {
     ("tune", *HERE, "--points", "99999999999x64"): "more than 1048576 requests",
     ("tune", *HERE, "--max-batch", "99999999999"): "more than 1048576 requests",
     ("tune", *HERE, "--report", "/nowhere/r.html"): "there is no folder /nowhere",
+    ("bench", "--compare", "old", "new", "--max-batch", "3"): "--compare measures nothing; leave out --max-batch",
     ("bench", *HERE, "--out", "/nowhere/r.json"): "there is no folder /nowhere",
     ("bench", *HERE, "--plot", "/"): "/ cannot be written: Is a directory",
     ("tune", *HERE, "--max-batch", "none"): "'none' is not a whole number above 0",

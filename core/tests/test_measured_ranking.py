@@ -9,7 +9,18 @@ from typing import Any
 
 import pytest
 
-from attnplug import AttentionKind, DType, Feature, LayerShape, MeasuredTable, Measurement, Problem, Role
+from attnplug import (
+    AttentionKind,
+    DType,
+    Feature,
+    GraphLevel,
+    LayerShape,
+    MeasuredTable,
+    Measurement,
+    Problem,
+    RefusalCode,
+    Role,
+)
 from attnplug.choose.loading import Provided, Source
 from attnplug.choose.measured import store
 from attnplug.choose.measured.files import TableError
@@ -204,6 +215,55 @@ def test_a_backend_that_was_measured_alone_does_not_win_by_that() -> None:
     assert decode(chosen(table("late", {(1, 128, 1): 6.0}))) == ["early"]
 
 
+def failure(name: str, **changes: Any) -> MeasuredTable:
+    return table(name, {}, failed="at 1 × 64, RuntimeError: boom", **changes)
+
+
+def test_a_backend_that_failed_here_is_refused_with_what_happened() -> None:
+    """D3: whatever its preference is, and though it was not compared with others."""
+    found = chosen(failure("other"), table("early", {(1, 128, 1): 5.0})).choices[Role.DECODE]
+    assert found.chosen_name == "early" and found.why().endswith("; 1 refused")
+    ((refusal,),) = (each.refusals for each in found.candidates if each.refusals)
+    assert refusal.code == RefusalCode.MEASURED and "on 2026-11-16: at 1 × 64, RuntimeError: boom" in refusal.message
+    assert chosen().choices[Role.PREFILL].chosen_name == "other"
+
+
+def test_a_backend_that_failed_is_not_taken_because_it_alone_is_captured() -> None:
+    """D3"""
+    captured = replace(PLAIN, cuda_graph=GraphLevel.DECODE)
+    installed = registry(backend("early", captured), backend("late"))
+    assert decode(chosen(installed=installed, problem=replace(PROBLEM, wants_graphs=True))) == ["early"]
+    found = chosen(failure("early"), installed=installed, problem=replace(PROBLEM, wants_graphs=True))
+    assert decode(found) == ["late"]
+
+
+def test_where_all_failed_the_preferred_one_is_taken_and_that_is_told() -> None:
+    """A table never keeps a model from running."""
+    found = chosen(*map(failure, ("early", "late", "other"))).choices[Role.DECODE]
+    assert found.chosen_name == "other" and "; but it failed when it was measured" in found.why()
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"shape": replace(SHAPE, num_heads=16)}, PROBLEM),
+        ({}, replace(PROBLEM, page_size=32)),
+        ({"versions": {"other-dist": "1.1"}}, PROBLEM),
+    ],
+    ids=["other heads", "other pages", "other versions"],
+)
+@pytest.mark.filterwarnings("ignore:.*a failure of other is not used. measured with other-dist 1.1")
+def test_a_failure_at_something_else_says_nothing(changes: dict[str, Any], problem: Problem) -> None:
+    assert decode(chosen(failure("other", **changes), problem=problem)) == ["other"]
+
+
+def test_a_failure_that_others_tell_of_is_not_used() -> None:
+    """It was on another machine."""
+    brought = {"t": Provided(failure("other"), Source("p", "p", "p-dist", "1"))}
+    with pytest.warns(TableWarning, match="a failure of other is not used: it was not on this machine"):
+        assert decode(chosen(installed=replace(INSTALLED, rankings=brought))) == ["other"]
+
+
 def test_a_draft_is_ranked_by_its_decoding() -> None:
     problem = replace(PROBLEM, is_draft=True, speculative_tokens=2)
     able = replace(
@@ -224,7 +284,7 @@ def test_a_table_of_this_machine_holds_for_exactly_what_was_measured() -> None:
     assert load_tables(INSTALLED, BOARD).faults == ()
     (fault,) = load_tables(INSTALLED, replace(BOARD, driver="580.2")).faults
     assert fault == (
-        f"{table_path(BOARD)}: times of late are not used: they were measured with driver 580.1, and 580.2 is here; "
+        f"{table_path(BOARD)}: times of late are not used: measured with driver 580.1, and 580.2 is here; "
         "'attnplug tune' measures again"
     )
 
@@ -291,9 +351,9 @@ def test_what_ships_can_be_read_and_is_found_by_its_name() -> None:
     ("content", "line"),
     [
         ("{", "is not JSON"),
-        ('{"schema": 7}', "it has schema 7, and this attnplug reads 1; it is not used"),
+        ('{"schema": 7}', "it has schema 7, and this attnplug reads 2; it is not used"),
         (
-            '{"schema": 1, "device": "B", "sm": 80, "tables": []}',
+            '{"schema": 2, "device": "B", "sm": 80, "tables": []}',
             "measured on B (SM 80), and this is Acme Board 3 (SM 90)",
         ),
     ],
@@ -381,10 +441,12 @@ def test_what_was_measured_last_comes_before_files_beside_it() -> None:
 def test_a_report_gives_the_state_of_every_file() -> None:
     """``attnplug doctor`` shows it."""
     outdated = table("other", CROSSING["late"], versions={"other-dist": "0.9"})
-    write_tables(table_path(BOARD), [*crossing(), outdated])
+    write_tables(table_path(BOARD), [*crossing(), failure("early", role=Role.PREFILL), outdated])
     (state,) = file_states(INSTALLED, BOARD).values()
-    assert state.splitlines()[0] == "used: 2 tables of early, late"
-    assert "measured with other-dist 0.9, and 1.2 is here" in state.splitlines()[1]
+    used, failed, unused = state.splitlines()
+    assert used == "used: 2 tables of early, late"
+    assert failed == f"not taken by auto: early for prefill of {SHAPE}, which failed at 1 × 64, RuntimeError: boom"
+    assert "measured with other-dist 0.9, and 1.2 is here" in unused
 
 
 # ---- the command ----

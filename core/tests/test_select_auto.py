@@ -157,6 +157,9 @@ class _Measured:
         ordered = sorted(usable, key=lambda backend: times[backend.spec.name][role])
         return Ranked(tuple(ordered), f"{times[ordered[0].spec.name][role]} ms")
 
+    def failures(self, usable: Sequence[Registered], role: Role, problem: Problem) -> dict[str, Refusal]:
+        return {}
+
 
 def test_another_ranking_orders_what_is_usable_and_says_why() -> None:
     """D3: the fixed preference is what there is without one."""
@@ -180,6 +183,9 @@ class _Scheduled:
     def rank(self, usable: Sequence[Registered], role: Role, problem: Problem) -> Ranked:
         times = {each.spec.name: {(1, 64, 1): float(rank + 1)} for rank, each in enumerate(usable)}
         return Ranked(tuple(usable), "by batch", Schedule(times))
+
+    def failures(self, usable: Sequence[Registered], role: Role, problem: Problem) -> dict[str, Refusal]:
+        return {}
 
 
 def test_a_schedule_gives_a_role_several_backends() -> None:

@@ -37,7 +37,7 @@ def test_what_is_written_is_read_again(path: Path) -> None:
     write_tables(path, tables)
     read = read_tables(path)
     assert (read.device, read.sm, read.tables) == ("NVIDIA H200", 90, tables)
-    assert json.loads(path.read_text())["schema"] == 1
+    assert json.loads(path.read_text())["schema"] == 2
 
 
 def test_rows_are_added_and_replaced(path: Path) -> None:
@@ -51,6 +51,13 @@ def test_times_of_other_versions_are_not_mixed(path: Path) -> None:
     newer = table(versions={"torch": "2.12.0"})
     write_tables(path, [newer])
     assert read_tables(path).tables == (newer,)
+
+
+def test_a_failure_takes_the_place_of_times_and_times_that_of_a_failure(path: Path) -> None:
+    for after in (table(rows=(), failed="at 1 × 64, ValueError: no"), table()):
+        write_tables(path, [table(rows=(row(2),))] if after.failed else [after])
+        write_tables(path, [after])
+        assert read_tables(path).tables == (after,)
 
 
 def test_writers_at_once_lose_nothing_of_each_other(path: Path) -> None:
@@ -112,7 +119,7 @@ def _changed(change: Any) -> Any:
     ("damage", "reason"),
     [
         (lambda content: [content], "not an object"),
-        (_changed(lambda c: c.update(schema=2)), "it has schema 2, and this attnplug reads 1"),
+        (_changed(lambda c: c.update(schema=1)), "it has schema 1, and this attnplug reads 2"),
         (_changed(lambda c: c.pop("schema")), "it has schema None"),
         (_changed(lambda c: c.pop("device")), "the file lacks device"),
         (_changed(lambda c: c.update(more=1)), "the file has unknown keys more"),
@@ -123,6 +130,10 @@ def _changed(change: Any) -> Any:
         (_changed(lambda c: c["tables"][0].update(rows=[[1, 4096, 1, 7.0]])), "write \\(requests, length"),
         (_changed(lambda c: c["tables"][0].update(rows=[[1, 4096, 1, float("nan"), 1, 1]])), "all above 0"),
         (_changed(lambda c: c["tables"][0].update(rows=[[1, 4096, 1, 10**400, 1, 1]])), "all above 0 and below"),
+        (_changed(lambda c: c["tables"][0].update(rows=[])), "has no rows"),
+        (_changed(lambda c: c["tables"][0].update(failed="boom")), "a table has unknown keys rows"),
+        (_changed(lambda c: c["tables"].append({**c["tables"].pop(), "failed": 3})), "a table has unknown keys rows"),
+        (_changed(lambda c: (c["tables"][0].pop("rows"), c["tables"][0].update(failed="a\nb"))), "say in one line"),
         (_changed(lambda c: c["tables"][0].update(measured="today\n\x1b[31m")), "must be a day: 2026-11-16"),
         (_changed(lambda c: c["tables"][0].update(versions={"torch": 2})), "say what was measured"),
         (_changed(lambda c: c["tables"][0]["shape"].update(dtype="float7")), "dtype holds 'float7'"),

@@ -16,7 +16,6 @@ from attnplug.tune import measure
 from attnplug.tune.clock import HostClock
 from attnplug.tune.measure import Failed, Job, Outcome, Skipped, Timed, run_job
 from attnplug.tune.points import Point, parse_points
-from attnplug.tune.process import in_own_process
 from attnplug.tune.shapes import parse_shapes, tasks_of
 from attnplug.tune.stage import lengths_at
 from attnplug.tune.tuning import Tuned, not_yet, tables_of, tune
@@ -147,9 +146,10 @@ def test_what_gives_no_attention_is_a_failure_however_fast_it_is(gives, install:
     assert isinstance(failed, Failed) and "the result has shape [4 tokens, 4 heads, width]" in failed.reason
 
 
-def test_a_backend_that_ends_the_program_is_a_failure(install: Install, monkeypatch) -> None:
+@pytest.mark.parametrize("kind", [SystemExit, BaseException])
+def test_a_backend_that_raises_what_nobody_catches_is_a_failure(kind, install: Install, monkeypatch) -> None:
     def exits(*_: object, **__: object) -> None:
-        raise SystemExit("no licence")
+        raise kind("no licence")
 
     monkeypatch.setattr(TorchNativeBackend, "forward_decode", exits)
     registry = toys(install, "toy")
@@ -185,19 +185,6 @@ def test_what_was_measured_before_an_interrupt_is_kept(install: Install) -> None
     with pytest.raises(KeyboardInterrupt):
         tune([job(registry, "toy")], 9, interrupted, finished=lambda tuned: kept.append(len(tuned.timed)))
     assert kept == [1]
-
-
-def test_a_process_that_dies_is_a_failure_after_what_it_measured(monkeypatch) -> None:
-    """On a GPU every backend has a process of its own: a fault ends no other's. The sort of layer that it was at is
-    left out as a whole."""
-    registry = toys(lambda *_: None)
-    asked = job(registry, "torch_native", FEW[0])
-    fatal = replace(asked.tasks[0], shape=None)  # type: ignore[arg-type] # what no process expects
-    dying = replace(asked, tasks=(*asked.tasks, fatal))
-    monkeypatch.setattr("sys.stderr", None)  # its traceback
-    timed, failed = in_own_process(dying)
-    assert isinstance(timed, Timed) and timed.measured.microseconds > 0
-    assert isinstance(failed, Failed) and failed.task == fatal and failed.last and "exit code 1" in failed.reason
 
 
 def test_shapes_are_layers_of_their_own() -> None:

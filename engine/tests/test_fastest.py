@@ -23,6 +23,7 @@ from attnplug.host import (
     Turn,
     load_model,
     load_registry,
+    read_tables,
     select,
 )
 from attnplug_engine import Engine, SamplingParams
@@ -30,6 +31,7 @@ from attnplug_engine.by_length import ByLength
 from attnplug_engine.graphs import GraphReport
 from attnplug_engine.prepare import insist_on_one_choice
 from attnplug_engine.request import Request, StepEntry
+from attnplug_engine.served import Served
 from support.command import Attnplug, Package
 
 PROMPTS = [[5, 9, 2, 77, 31, 4, 8], [1], [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8]]
@@ -75,6 +77,21 @@ class TestThirdParties:
         told = attnplug("run", "--model", DEEPSEEK, "--device", "cpu", "--prompt", "hello", "--max-tokens", "3").err
         told = " ".join(told.split())  # it is wrapped
         assert "without double: it cannot extend MLA by chunked or one_shot, so it does not share prefill" in told
+
+    def test_tables_are_read_once_while_an_engine_starts(self, package: Package, tmp_path, monkeypatch):
+        """With a draft's model and its backend, too. What is built is what was found to serve."""
+        monkeypatch.setenv("ATTNPLUG_CACHE_DIR", str(tmp_path / "cache"))
+        package("toys", TOYS)
+        tune(LLAMA, "double", "other")
+        read: list[object] = []
+        monkeypatch.setattr(
+            "attnplug.choose.measured.store.read_tables", lambda path: read.append(path) or read_tables(path)
+        )
+        engine(**{"speculative_algorithm": "standalone", "speculative_draft_model": LLAMA})
+        assert len(read) == 1
+
+    def test_one_backend_alone_is_not_counted(self):
+        Served().add(object())  # type: ignore[arg-type] # not looked at
 
     def test_one_backend_alone_is_not_told(self, attnplug: Attnplug):
         run = ("run", "--model", LLAMA, "--device", "cpu", "--prompt", "hello", "--max-tokens", "4")

@@ -31,6 +31,7 @@ from speculating import (
 from thread_ranks import in_ranks
 
 from attnplug import ForwardMode, Problem, Role
+from attnplug.choose.ranking import BY_PREFERENCE
 from attnplug.host import BackendRequest, SelectionError, UsageError, load_model, load_registry, select
 from attnplug_engine import Engine, SamplingParams
 from attnplug_engine.speculation.choosing import choose_draft, speculating
@@ -324,7 +325,7 @@ class TestRefusals:
         problem = Problem(load_model(DEEPSEEK), "cuda", 90, speculative_tokens=4, drafts_by_host=True)
         speculation = Speculation(Algorithm.STANDALONE, LLAMA, 3)
         with pytest.raises(SelectionError) as caught:
-            choose_draft(load_registry(), BackendRequest("triton_mla"), problem, speculation, DEEPSEEK)
+            choose_draft(load_registry(), BackendRequest("triton_mla"), problem, speculation, DEEPSEEK, BY_PREFERENCE)
         assert "triton_mla" in str(caught.value) and "cannot serve draft" in str(caught.value)
         assert "attention kind mha is not supported, only mla" in str(caught.value)
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from attnplug.choose.assembly import choose_importable as choose_importable
     from attnplug.choose.building import backend_problems as backend_problems
     from attnplug.choose.building import build_backend as build_backend
+    from attnplug.choose.explanation import explanation as explanation
     from attnplug.choose.hosts import HostSpec as HostSpec
     from attnplug.choose.hosts import load_host as load_host
     from attnplug.choose.loading import Registered as Registered
@@ -32,12 +33,11 @@ if TYPE_CHECKING:
     from attnplug.choose.ranking import Ranking as Ranking
     from attnplug.choose.registry import Registry as Registry
     from attnplug.choose.registry import load_registry as load_registry
-    from attnplug.choose.select import BackendRequest as BackendRequest
-    from attnplug.choose.select import Selection as Selection
     from attnplug.choose.select import SelectionError as SelectionError
     from attnplug.choose.select import explain as explain
-    from attnplug.choose.select import explanation as explanation
     from attnplug.choose.select import select as select
+    from attnplug.choose.selection import BackendRequest as BackendRequest
+    from attnplug.choose.selection import Selection as Selection
     from attnplug.cli import output as output
     from attnplug.cli.app import Commands as Commands
     from attnplug.cli.app import add_backend_options as add_backend_options
@@ -143,6 +143,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "choose.assembly": ("build_chosen", "build_selection", "choose_importable"),
     "choose.building": ("backend_problems", "build_backend"),
+    "choose.explanation": ("explanation",),
     "choose.hosts": ("HostSpec", "load_host"),
     "choose.loading": ("Registered",),
     "choose.measured.files": ("TableError", "TableFile", "read_tables", "write_tables"),
@@ -151,7 +152,8 @@ _MODULES = {
     "choose.models": ("load_model", "tiny_config"),
     "choose.ranking": ("Ranked", "Ranking"),
     "choose.registry": ("Registry", "load_registry"),
-    "choose.select": ("BackendRequest", "Selection", "SelectionError", "explain", "explanation", "select"),
+    "choose.select": ("SelectionError", "explain", "select"),
+    "choose.selection": ("BackendRequest", "Selection"),
     "cli": ("output",),
     "cli.app": ("Commands", "add_backend_options", "add_command"),
     "cli.backends": ("describe",),

@@ -12,6 +12,7 @@ from attnplug import BackendError, DType, ExtendPath, GraphLevel, ModelSpec, Pro
 from attnplug.host import (
     BackendRequest,
     ExtendPolicy,
+    Ranking,
     Registry,
     Selection,
     UsageError,
@@ -49,6 +50,8 @@ class Prepared:
     request: BackendRequest
     problem: Problem
     failed: Mapping[str, Refusal]
+    ranking: Ranking
+    """How ``auto`` chose. Measured tables are read once: what is built is what was found to serve."""
     draft: DraftModel | None = None
     draft_choice: DraftChoice | None = None
 
@@ -86,8 +89,7 @@ class Prepared:
                 two_batch_overlap=two_batch_overlap,
             )
 
-        ranking = default_ranking(self.registry, self.problem, per_batch=True)
-        selection, runner = build_chosen(self.registry, self.request, self.problem, build, self.failed, ranking)
+        selection, runner = build_chosen(self.registry, self.request, self.problem, build, self.failed, self.ranking)
         if self.parallel.size > 1:
             insist_on_one_choice(selection, self.parallel, self.device)
         return selection, runner
@@ -118,8 +120,7 @@ class Prepared:
                 serving=serving,
             )
 
-        ranking = default_ranking(self.registry, problem)
-        selection, runner = build_chosen(self.registry, choice.request, problem, build, choice.failed, ranking)
+        selection, runner = build_chosen(self.registry, choice.request, problem, build, choice.failed, self.ranking)
         if self.parallel.size > 1:
             insist_on_one_choice(selection, self.parallel, self.device)
         return selection, runner
@@ -196,13 +197,13 @@ def prepare(
     asked = BackendRequest(options.attention_backend, options.role_backends, options.backend_options)
     registry, speculation = load_registry(), options.speculation
     problem = speculating(problem, speculation)
-    request = target_request(registry, asked, problem, speculation)
-    # A refusal, and a kernel library that cannot be imported, are told before a checkpoint is read.
     ranking = default_ranking(registry, problem, per_batch=True)
+    request = target_request(registry, asked, problem, speculation, ranking)
+    # A refusal, and a kernel library that cannot be imported, are told before a checkpoint is read.
     selection = choose_importable(registry, request, problem, ranking)
     failed = selection.failed
     _check_extend(selection, options.extend_policy.forced)
-    draft_choice = None if speculation is None else choose_draft(registry, asked, problem, speculation, model)
+    draft_choice = None if speculation is None else choose_draft(registry, asked, problem, speculation, model, ranking)
     loaded = load_model(
         model,
         dtype=torch_dtype(dtype),
@@ -237,6 +238,7 @@ def prepare(
         request,
         problem,
         failed,
+        ranking,
         draft,
         draft_choice,
     )

@@ -16,6 +16,7 @@ from attnplug import (
     DType,
     ExtendPath,
     ForwardBatch,
+    ForwardingBackend,
     ForwardMode,
     Geometry,
     PoolError,
@@ -133,7 +134,7 @@ class ModelRunner:
         self.tokens = torch.zeros(capacity.max_batch + 1, dtype=torch.int64, device=device)
         self.sampler = Sampler(seed)
         self.graphs: DecodeGraphs | None = None
-        self.served = Served()
+        self.served = Served(shared=isinstance(self.backend, ForwardingBackend))
         self.phase = Phase.BUILD
         self.dtype = dtype
         if check_layers:

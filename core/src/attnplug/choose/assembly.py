@@ -8,9 +8,10 @@ from typing import TypeVar
 
 from attnplug.choose.building import build_backend, import_factory
 from attnplug.choose.loading import Registered
-from attnplug.choose.ranking import Ranking
+from attnplug.choose.ranking import BY_PREFERENCE, Ranking
 from attnplug.choose.registry import Registry
-from attnplug.choose.select import AUTO, BY_PREFERENCE, BackendRequest, Selection, select
+from attnplug.choose.select import select
+from attnplug.choose.selection import AUTO, BackendRequest, Selection
 from attnplug.contract.backend import AttentionBackend
 from attnplug.contract.context import HostContext
 from attnplug.declare.claims import Claims

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from attnplug.choose.loading import Registered
 from attnplug.declare.problem import Problem, Role
+from attnplug.declare.refusal import Refusal
 from attnplug.declare.schedule import Schedule
 
 
@@ -25,10 +26,15 @@ class Ranked:
 
 
 class Ranking(Protocol):
-    """Orders the backends that can serve a role. It is given usable ones only, at least one, and returns all of
-    them."""
+    """Orders the backends that can serve a role. It is given usable ones only, at least one."""
 
-    def rank(self, usable: Sequence[Registered], role: Role, problem: Problem) -> Ranked: ...
+    def rank(self, usable: Sequence[Registered], role: Role, problem: Problem) -> Ranked:
+        """All of them, in order."""
+        ...
+
+    def failures(self, usable: Sequence[Registered], role: Role, problem: Problem) -> Mapping[str, Refusal]:
+        """Those that are known to fail at this, by name. They are ranked only if there are no others."""
+        ...
 
 
 class PreferenceRanking:
@@ -37,6 +43,12 @@ class PreferenceRanking:
     def rank(self, usable: Sequence[Registered], role: Role, problem: Problem) -> Ranked:
         ordered = tuple(sorted(usable, key=by_preference))
         return Ranked(ordered, _why(ordered[0], ordered[1:]))
+
+    def failures(self, usable: Sequence[Registered], role: Role, problem: Problem) -> Mapping[str, Refusal]:
+        return {}
+
+
+BY_PREFERENCE = PreferenceRanking()
 
 
 def by_preference(backend: Registered) -> tuple[bool, int, str]:

@@ -7,145 +7,37 @@ works for hardware that is not there.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any
 
+from attnplug.choose.explanation import refusal_lines
 from attnplug.choose.loading import Registered
-from attnplug.choose.ranking import PreferenceRanking, Ranking, by_preference
+from attnplug.choose.ranking import BY_PREFERENCE, Ranking, by_preference
 from attnplug.choose.registry import Registry
+from attnplug.choose.selection import AUTO, BackendRequest, Candidate, RoleChoice, Selection
 from attnplug.declare.claims import PageSizes
 from attnplug.declare.errors import AttnplugError, UsageError
 from attnplug.declare.options import parse_options
 from attnplug.declare.problem import GraphLevel, Problem, Role
-from attnplug.declare.refusal import Refusal, RefusalCode
-from attnplug.declare.schedule import Schedule
+from attnplug.declare.refusal import Refusal
 from attnplug.declare.settings import Render, Setting
 
-AUTO = "auto"
 _CAPTURED = (Role.DECODE, Role.LINEAR, Role.DRAFT)
 """The roles that take part in a captured decode."""
-_SHOWN_BATCHES = {Role.PREFILL: ((1, 512), (1, 4096)), Role.DECODE: ((1, 1), (8, 1), (64, 1))}
-"""For which (requests, tokens) an explanation of a schedule says who is the fastest."""
 DEFAULT_PAGE_SIZE = 64
-BY_PREFERENCE = PreferenceRanking()
-
-
-@dataclass(frozen=True, slots=True)
-class BackendRequest:
-    """What a user asked for: a backend for full attention, exceptions by role, and options by backend name."""
-
-    attention: str = AUTO
-    roles: Mapping[Role, str] = field(default_factory=dict)
-    options: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
-    verify: Role = Role.DECODE
-    """Whose backend checks the tokens that a draft proposed, where prefill and decode have different ones. It is an
-    extend of a few tokens, which decode kernels are made for."""
-
-    def __post_init__(self) -> None:
-        if self.verify not in (Role.PREFILL, Role.DECODE):
-            raise UsageError(
-                f"`{Setting.SPECULATIVE_ATTENTION_MODE}` {self.verify} does not verify; use {Role.PREFILL} or "
-                f"{Role.DECODE}",
-                settings=[Setting.SPECULATIVE_ATTENTION_MODE],
-            )
-
-    def name_for(self, role: Role) -> str:
-        """The name asked for in a role. ``attention`` is for full attention, not for linear layers."""
-        return self.roles.get(role, AUTO if role is Role.LINEAR else self.attention)
-
-    def setting_for(self, role: Role) -> Setting:
-        """The setting that decides the role."""
-        return role.setting if role in self.roles or role is Role.LINEAR else Setting.ATTENTION_BACKEND
-
-
-@dataclass(frozen=True, slots=True)
-class Candidate:
-    """A backend as a candidate for one role, with every reason against it."""
-
-    backend: Registered
-    refusals: tuple[Refusal, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RoleChoice:
-    """The outcome for one role. ``candidates`` holds all installed backends, the one asked for first.
-
-    ``setting`` decided the role; ``rank`` says why ``auto`` took this one among the usable ones. ``schedule`` is there
-    if several backends share the role by batch, each where it is the fastest; the chosen one is its first.
-    """
-
-    role: Role
-    requested: str
-    setting: Setting
-    chosen: Registered | None
-    candidates: tuple[Candidate, ...]
-    rank: str = ""
-    schedule: Schedule | None = None
-
-    @property
-    def serving(self) -> tuple[Registered, ...]:
-        """The backends to build for the role: the chosen one, or all of its schedule, the chosen one first."""
-        if self.schedule is None:
-            return () if self.chosen is None else (self.chosen,)
-        by_name = {candidate.backend.spec.name: candidate.backend for candidate in self.candidates}
-        return tuple(by_name[name] for name in self.schedule.candidates)
-
-    @property
-    def chosen_name(self) -> str | None:
-        return None if self.chosen is None else self.chosen.spec.name
-
-    def why(self, render: Render = str) -> str:
-        """Why this one, in one line."""
-        if self.chosen is None:
-            return "nothing can serve"
-        if self.requested != AUTO:
-            return f"asked for by {render(self.setting) or self.setting}"
-        refused = sum(bool(candidate.refusals) for candidate in self.candidates)
-        return f"auto: {self.rank}" + (f"; {refused} refused" if refused else "")
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """One backend per role that the problem needs, or the reasons against each."""
-
-    problem: Problem
-    choices: Mapping[Role, RoleChoice]
-    page_size: int | None
-    options: Mapping[str, Any]
-    failed: Mapping[str, Refusal] = field(default_factory=dict)
-    """Backends that were left out because they could not be built, by name, with the reason."""
-    verify: Role = Role.DECODE
-    """Whose backend verifies."""
-
-    @property
-    def unserved(self) -> tuple[RoleChoice, ...]:
-        return tuple(choice for choice in self.choices.values() if choice.chosen is None)
-
-    def chosen(self, role: Role) -> Registered:
-        found = self.choices[role].chosen
-        assert found is not None, f"role {role} is not served; select() raises then"
-        return found
-
-    def serving(self, role: Role) -> tuple[Registered, ...]:
-        """The backends that share a role, the chosen one first; more than one only if the role has a schedule."""
-        return self.choices[role].serving
-
-    def schedule(self, role: Role) -> Schedule | None:
-        """Which of the backends that share a role is the fastest for which batch; ``None`` if there is only one."""
-        return self.choices[role].schedule
 
 
 class SelectionError(AttnplugError):
     """Some role cannot be served. ``selection`` holds every candidate with every reason."""
 
     def __init__(self, selection: Selection) -> None:
-        super().__init__("\n".join(_refusal(selection, str)))
+        super().__init__("\n".join(refusal_lines(selection, str)))
         self.selection = selection
 
     def told(self, render: Render) -> str:
-        return "\n".join(_refusal(self.selection, render))
+        return "\n".join(refusal_lines(self.selection, render))
 
 
 def explain(
@@ -224,14 +116,19 @@ class _Judge:
         usable = [c.backend for c in candidates if not c.refusals and asked in (None, c.backend)]
         chosen, why, schedule = (usable[0] if usable else None), "", None
         if usable and asked is None:
+            failing = self.ranking.failures(usable, role, self.problem)
+            if others := [backend for backend in usable if backend.spec.name not in failing]:
+                usable, candidates = others, tuple(_with_failure(candidate, failing) for candidate in candidates)
             able = self._captured(usable, role) or usable
             ranked = self.ranking.rank(able, role, self.problem)
             chosen, why, schedule = ranked.backends[0], ranked.why, ranked.schedule
             if schedule is not None:
                 chosen = self.registry.get(schedule.candidates[0])
             if len(able) < len(usable):
-                others = ", ".join(backend.spec.name for backend in usable if backend not in able)
-                why = f"runs in CUDA graphs, unlike {others}" + (f"; {why}" if len(able) > 1 else "")
+                slower = ", ".join(backend.spec.name for backend in usable if backend not in able)
+                why = f"runs in CUDA graphs, unlike {slower}" + (f"; {why}" if len(able) > 1 else "")
+            if chosen.spec.name in failing:
+                why += f"; but {failing[chosen.spec.name].message}"
         return RoleChoice(role, requested, self.request.setting_for(role), chosen, candidates, why, schedule)
 
     def _captured(self, usable: list[Registered], role: Role) -> list[Registered]:
@@ -248,6 +145,11 @@ class _Judge:
             yield _deciding(self.request, role, refusal)
         if spec.name in self.failed:
             yield self.failed[spec.name]
+
+
+def _with_failure(candidate: Candidate, failing: Mapping[str, Refusal]) -> Candidate:
+    found = failing.get(candidate.backend.spec.name)
+    return candidate if found is None else replace(candidate, refusals=(*candidate.refusals, found))
 
 
 def _deciding(request: BackendRequest, role: Role, refusal: Refusal) -> Refusal:
@@ -318,7 +220,7 @@ def _own_refusals(backend: Registered, choices: Mapping[Role, RoleChoice]) -> li
     """Why a backend was not chosen for the first of the roles it is made for; empty if it could have been."""
     for choice in choices.values():
         (candidate,) = (c for c in choice.candidates if c.backend is backend)
-        if not _for_something_else(candidate):
+        if not candidate.for_something_else:
             return list(candidate.refusals)
     return []
 
@@ -328,157 +230,3 @@ def _setting_of(backend: Registered) -> Setting:
     roles = backend.spec.capabilities.roles
     both = {Role.PREFILL, Role.DECODE} <= roles
     return Setting.ATTENTION_BACKEND if both else min(roles, key=list(Role).index).setting
-
-
-def _refusal(selection: Selection, render: Render) -> Iterator[str]:
-    """Why roles are not served: the own reasons of a backend that was asked for, or under ``auto`` every
-    candidate's."""
-    asked: dict[str, list[RoleChoice]] = {}
-    for choice in selection.unserved:
-        if choice.requested != AUTO:
-            asked.setdefault(choice.requested, []).append(choice)
-    for choices in asked.values():
-        yield from _refused_by_name(choices, render)
-        yield ""
-    yield from _inputs(selection)
-    for choice in selection.unserved:
-        if choice.requested == AUTO:
-            yield ""
-            yield from _judged(choice, render)
-
-
-def _refused_by_name(choices: Sequence[RoleChoice], render: Render) -> Iterator[str]:
-    """For a backend that was asked for in these roles: its reasons, then in one line what could serve instead."""
-    asked = choices[0].candidates[0].backend
-    roles = " and ".join(choice.role for choice in choices)
-    by = " and ".join(dict.fromkeys(render(choice.setting) or choice.setting for choice in choices))
-    yield f"{asked.spec.name} ({asked.source}) was asked for by {by} and cannot serve {roles}:"
-    found: dict[str, list[RoleChoice]] = {}
-    for choice in choices:
-        for refusal in choice.candidates[0].refusals:
-            found.setdefault(refusal.told(render), []).append(choice)
-    for reason, concerned in found.items():
-        yield f"  - {reason}" if len(concerned) == len(choices) else f"  - for {concerned[0].role}: {reason}"
-    usable = [{c.backend.spec.name: None for c in choice.candidates if not c.refusals} for choice in choices]
-    names = ", ".join(name for name in usable[0] if all(name in others for others in usable))
-    yield f"usable instead: {names or 'none'}; 'attnplug explain' gives every reason against every other backend"
-
-
-def explanation(selection: Selection, render: Render = str) -> Iterator[str]:
-    """Lines: the inputs, then every role with every candidate and every reason."""
-    yield from _inputs(selection)
-    for choice in selection.choices.values():
-        yield ""
-        yield from _judged(choice, render)
-    if selection.problem.wants_graphs and not selection.unserved:
-        yield ""
-        yield f"CUDA graphs: {captured(selection)}"
-
-
-def captured(selection: Selection) -> str:
-    """What a host can capture with the chosen backends, by their declarations; which allow no more, and why."""
-    levels: dict[str, tuple[GraphLevel, str]] = {}
-    for role in selection.choices:
-        name, limit = selection.chosen(role).spec.name, _captured(selection, role)
-        levels[name] = min(limit, levels.get(name, limit))
-    lowest, highest = min(levels.values())[0], max(levels.values())[0]
-    if lowest is highest and lowest is not GraphLevel.NEVER:
-        return lowest.name
-    reasons: dict[str, list[str]] = {}
-    for name, (level, why) in levels.items():
-        if level is lowest:
-            reasons.setdefault(why, []).append(name)
-    limiting = "; ".join(f"by {' and '.join(names)} ({why})" for why, names in reasons.items())
-    return f"{lowest.name}, {limiting}"
-
-
-def _captured(selection: Selection, role: Role) -> tuple[GraphLevel, str]:
-    """The most that a role's backend allows, and why not more; no reason where it allows all."""
-    spec, allowed = selection.chosen(role).spec, GraphLevel.NEVER
-    for level in list(GraphLevel)[1:]:
-        problem = replace(selection.problem, cuda_graph=level)
-        if refusals := spec.refusals(problem, role, selection.options.get(spec.name)):
-            if problem.captured([role]) <= spec.capabilities.cuda_graph:
-                return allowed, refusals[0].message
-            return allowed, "no more is declared" if allowed else "none are declared"
-        allowed = level
-    return allowed, ""
-
-
-def _judged(choice: RoleChoice, render: Render) -> Iterator[str]:
-    """One role: what it gets, and every candidate. If ``auto`` found one, backends that are made for something else are
-    only named."""
-    if choice.chosen_name is not None:
-        yield f"{choice.role}: {' or '.join(b.spec.name for b in choice.serving)} ({choice.why(render)})"
-    elif choice.requested != AUTO:
-        yield f"{choice.role}: {choice.requested} was asked for and cannot serve"
-    elif choice.candidates:
-        yield f"{choice.role}: no installed backend can serve"
-    else:
-        yield f"{choice.role}: no backend is installed"
-    if choice.schedule is not None:
-        for requests, tokens in _SHOWN_BATCHES[choice.role]:
-            size = f"{requests} × {tokens} new tokens" if tokens > 1 else f"{requests} request{'s' * (requests > 1)}"
-            yield f"  {size}: {choice.schedule.told(requests, tokens)}"
-    if choice.chosen is None and choice.role is Role.LINEAR and not _for_linear(choice):
-        yield "  none is made for linear attention; 'attnplug plugins' lists packages that bring some"
-    elsewhere = passed_over(choice)
-    for candidate in choice.candidates:
-        if candidate in elsewhere:
-            continue
-        spec = candidate.backend.spec
-        if not candidate.refusals:
-            yield f"  {spec.name} ({candidate.backend.source}): usable"
-            continue
-        yield f"  {spec.name} ({candidate.backend.source}): refused"
-        for refusal in candidate.refusals:
-            yield f"    - {refusal.told(render)}"
-    if elsewhere:
-        names = ", ".join(candidate.backend.spec.name for candidate in elsewhere)
-        yield f"  for another role or kind of attention: {names}"
-
-
-def passed_over(choice: RoleChoice) -> list[Candidate]:
-    """Candidates that an explanation only names: if ``auto`` found one, those made for something else."""
-    if choice.requested != AUTO or choice.chosen is None:
-        return []
-    return list(filter(_for_something_else, choice.candidates))
-
-
-def _for_something_else(candidate: Candidate) -> bool:
-    return any(refusal.code in (RefusalCode.ROLE, RefusalCode.KIND) for refusal in candidate.refusals)
-
-
-def _for_linear(choice: RoleChoice) -> bool:
-    return any(Role.LINEAR in candidate.backend.spec.capabilities.roles for candidate in choice.candidates)
-
-
-def _inputs(selection: Selection) -> Iterator[str]:
-    problem = selection.problem
-    if problem.model is not None:
-        yield f"model      {problem.model.describe()}"
-    device = problem.device or "any"
-    if problem.device == "cuda" and problem.sm is not None:
-        device += f", SM {problem.sm}"
-    yield f"device     {device}"
-    index = "" if problem.index_dtype is None else f", index keys {problem.index_dtype}"
-    yield f"dtype      {problem.dtype or 'any'}, KV cache {problem.kv_dtype or 'any'}{index}"
-    page_size = problem.page_size if problem.page_size is not None else f"{selection.page_size} (chosen)"
-    yield f"page size  {page_size if selection.page_size is not None else 'any'}"
-    extras = []
-    if problem.speculative_tokens:
-        extras.append(f"{problem.speculative_tokens} speculative tokens")
-    if problem.speculative_topk > 1:
-        extras.append(f"trees of drafts with {problem.speculative_topk} branches")
-    if problem.tensor_parallel > 1:
-        extras.append(f"{problem.tensor_parallel} tensor-parallel ranks")
-    if problem.is_embedding:
-        extras.append("embedding: no decode")
-    if problem.layout is not None:
-        extras.append(f"cache layout: {problem.layout}")
-    if not problem.exact_lengths:
-        extras.append("upper bounds of lengths only")
-    if problem.cuda_graph:
-        extras.append(f"CUDA graphs: {problem.cuda_graph.name}")
-    if extras:
-        yield f"also       {', '.join(extras)}"

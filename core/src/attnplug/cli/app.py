@@ -192,7 +192,7 @@ def _declare_tune(commands: Commands[argparse.ArgumentParser]) -> None:
     _add_measuring_options(parser)
     text = "seconds to measure in, beside what compiling kernels takes; the most telling points come first"
     parser.add_argument("--budget", type=float, default=180.0, metavar="SECONDS", help=text)
-    text = "the file to add to (default: this GPU's in the user's cache folder)"
+    text = "the file to add to (default: this device's in the user's cache folder)"
     parser.add_argument("--tables", metavar="FILE", help=text)
     parser.add_argument("--again", action="store_true", help="measure points again that the file has already")
     parser.add_argument("--report", metavar="FILE", help="write tables and plots as an HTML page")

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from attnplug.choose.measured.store import versions_of
-from attnplug.choose.select import AUTO
+from attnplug.choose.selection import AUTO
 from attnplug.cli import output
 from attnplug.cli.measuring import Plan, check_file, print_fastest, read_plan, told, watched, write_text
 from attnplug.cli.options import option
@@ -21,13 +21,16 @@ from attnplug.machine.interrupt import terminated_in_order
 from attnplug.tune.measure import Failed, Timed
 from attnplug.tune.page import plot_rows
 from attnplug.tune.place import bandwidth, commit
-from attnplug.tune.process import RunJob, runner_for
+from attnplug.tune.process import in_own_process
 from attnplug.tune.results import Comparison, Results, compare, read_results, row_of, standings
 
-_OF_MEASURING = ("model", "shapes", "points", "backends", "against", "ragged", "out", "plot")
+_OF_MEASURING = (
+    *("model", "shapes", "points", "backends", "device", "dtype", "kv_dtype", "page_size", "backend_option"),
+    *("max_batch", "max_context", "speculative_tokens", "against", "ragged", "out", "plot"),
+)
 
 
-def bench(parsed: argparse.Namespace, run: RunJob | None = None) -> int:
+def bench(parsed: argparse.Namespace) -> int:
     """Measure and show, or compare two results."""
     if parsed.compare is not None:
         if given := [name for name in _OF_MEASURING if getattr(parsed, name)]:
@@ -48,7 +51,7 @@ def bench(parsed: argparse.Namespace, run: RunJob | None = None) -> int:
     try:
         with terminated_in_order(), watched(sum(len(job.tasks) for job in jobs), shown=not parsed.json) as watching:
             for job in jobs:
-                for outcome in (run or runner_for(plan.device, plan.registry))(job):
+                for outcome in in_own_process(job):
                     watching(outcome)
                     if isinstance(outcome, Timed):
                         rows.append(row_of(outcome, rate))

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from attnplug.choose.explanation import explanation, passed_over
 from attnplug.choose.hosts import load_host
 from attnplug.choose.measured.ranking import default_ranking
 from attnplug.choose.models import load_model
 from attnplug.choose.registry import Registry, load_registry
-from attnplug.choose.select import AUTO, BackendRequest, RoleChoice, Selection, explain, explanation, passed_over
+from attnplug.choose.select import explain
+from attnplug.choose.selection import AUTO, BackendRequest, RoleChoice, Selection
 from attnplug.cli import output
 from attnplug.cli.options import refusal_as_json
 from attnplug.cli.warn import warn_of_plugins

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from attnplug.choose.models import load_model
 from attnplug.choose.ranking import by_preference
 from attnplug.choose.registry import Registry, load_registry
-from attnplug.choose.select import AUTO
+from attnplug.choose.selection import AUTO
 from attnplug.cli.text import table
 from attnplug.cli.warn import warn_of_plugins
 from attnplug.declare.errors import UsageError
@@ -167,8 +167,7 @@ def told(outcome: Skipped | Failed) -> str:
     if isinstance(outcome, Skipped):
         return f"{outcome.side}: {outcome.task} is left out: {reason}"
     role, shape = outcome.task.point.role, outcome.task.shape
-    more = ", and no more is measured" * outcome.last
-    return f"{outcome.side}: left out for {role} of {shape}, because of {outcome.task.point}{more}: {reason}"
+    return f"{outcome.side}: left out for {role} of {shape}, because of {outcome.task.point}: {reason}"
 
 
 def print_fastest(rows: list[Row]) -> None:

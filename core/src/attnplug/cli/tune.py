@@ -9,7 +9,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from attnplug.choose.measured.files import TableError, drop_tables, ensure_writable, read_tables, write_tables
+from attnplug.choose.measured.files import TableError, ensure_writable, read_tables, write_tables
 from attnplug.choose.measured.store import table_path, versions_of
 from attnplug.cli import output
 from attnplug.cli.measuring import Plan, check_file, print_fastest, read_plan, told, watched, write_text
@@ -18,12 +18,12 @@ from attnplug.declare.measured import MeasuredTable
 from attnplug.machine.hardware import Processor
 from attnplug.machine.interrupt import terminated_in_order
 from attnplug.tune.page import report_page
-from attnplug.tune.process import RunJob, runner_for
+from attnplug.tune.process import in_own_process
 from attnplug.tune.results import row_of, rows_of_tables
 from attnplug.tune.tuning import Tuned, not_yet, tables_of, tune
 
 
-def tune_backends(parsed: argparse.Namespace, run: RunJob | None = None) -> int:
+def tune_backends(parsed: argparse.Namespace) -> int:
     """Measure, write tables after every backend, and show who is the fastest where."""
     if not parsed.budget > 0:
         raise UsageError(f"--budget {parsed.budget:g} is no time to measure in; give seconds above 0")
@@ -42,16 +42,13 @@ def tune_backends(parsed: argparse.Namespace, run: RunJob | None = None) -> int:
     def finished(tuned: Tuned) -> None:
         if tables := tables_of(tuned, plan.processor, versions[tuned.backend], day):
             write_tables(path, tables)
-        if tuned.broken and os.path.exists(path):  # an earlier run may have measured other points
-            mine = {(tuned.backend, *sort) for sort in tuned.broken}
-            drop_tables(path, lambda table: (table.backend, table.role, table.shape) in mine)
 
     with terminated_in_order(), watched(sum(len(job.tasks) for job in jobs), shown=not parsed.json) as watching:
-        run = run or runner_for(plan.device, plan.registry)
         try:
-            results = tune(jobs, parsed.budget, run, told=watching, finished=finished)
+            results = tune(jobs, parsed.budget, in_own_process, told=watching, finished=finished)
         except KeyboardInterrupt:
-            raise KeyboardInterrupt(f"while measuring; the points that were finished are in {path}") from None
+            kept = f"the points that were finished are in {path}" if os.path.exists(path) else "no point was finished"
+            raise KeyboardInterrupt(f"while measuring; {kept}") from None
     tables = [table for table in _present(path, plan.processor) if table.backend in names and _asked_for(table, plan)]
     notes = [*plan.notes, *(line for tuned in results for line in _lines(tuned, asked[tuned.backend]))]
     rows = list(rows_of_tables(tables))

@@ -82,11 +82,12 @@ class Measurement(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class MeasuredTable:
-    """How long one backend takes for one shape of layer in one role, measured on one GPU.
+    """How long one backend takes for one shape of layer in one role, measured on one device.
 
     ``device`` is the GPU's name as its driver gives it, ``sm`` its compute capability; on a CPU, its name and 0.
     ``versions`` says what was measured: versions by distribution, and the driver's. ``measured`` is the day, such as
-    2026-11-16. Rows are given in any order, each (requests, length, tokens) once.
+    2026-11-16. Rows are given in any order, each (requests, length, tokens) once. A table of a backend that failed has
+    no rows, and in one line why: ``failed``. Only who measures on a machine can tell of failures there.
     """
 
     device: str
@@ -97,6 +98,7 @@ class MeasuredTable:
     rows: tuple[Measurement, ...]
     versions: Mapping[str, str]
     measured: str
+    failed: str = ""
 
     def __post_init__(self) -> None:
         for name in ("device", "backend", "measured"):
@@ -110,7 +112,13 @@ class MeasuredTable:
         object.__setattr__(self, "role", *members("role", [self.role], Role))
         if not isinstance(self.shape, LayerShape):
             raise PluginError(f"a measured table's shape={self.shape!r} must be a LayerShape")
-        object.__setattr__(self, "rows", tuple(sorted(_rows(self.title, several("rows", self.rows)))))
+        if not isinstance(self.failed, str) or not self.failed.isprintable():
+            raise PluginError(f"the table of {self.title} has failed={self.failed!r}; say in one line what failed")
+        rows = tuple(sorted(_rows(self.title, several("rows", self.rows))))
+        if bool(rows) == bool(self.failed):
+            wrong = "rows, and says that the backend failed; keep one" if rows else "no rows"
+            raise PluginError(f"the table of {self.title} has {wrong}")
+        object.__setattr__(self, "rows", rows)
         object.__setattr__(self, "versions", _versions(self.title, self.versions))
 
     @property
@@ -134,8 +142,6 @@ def _rows(title: str, rows: Iterable[object]) -> Iterable[Measurement]:
             raise PluginError(f"the table of {title} has (requests, length, tokens) {shape} twice; keep one")
         shapes.add(shape)
         yield Measurement(requests, length, tokens, *map(float, times))
-    if not shapes:
-        raise PluginError(f"the table of {title} has no rows")
 
 
 def _is_positive(value: object) -> bool:

@@ -36,6 +36,7 @@ class RefusalCode(StrEnum):
     IMPORT = "import"
     FACTORY = "factory"
     CHECK_FAILED = "check_failed"
+    MEASURED = "measured"
 
 
 @dataclass(frozen=True, slots=True)

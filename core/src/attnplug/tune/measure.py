@@ -15,7 +15,8 @@ from attnplug.choose.assembly import build_selection
 from attnplug.choose.building import build_backend
 from attnplug.choose.measured.ranking import default_ranking
 from attnplug.choose.registry import Registry
-from attnplug.choose.select import AUTO, BackendRequest, select
+from attnplug.choose.select import select
+from attnplug.choose.selection import AUTO, BackendRequest
 from attnplug.contract.backend import AttentionBackend
 from attnplug.contract.context import HostContext
 from attnplug.declare.errors import BackendError, describe_error
@@ -77,7 +78,7 @@ class Skipped:
 class Failed:
     """A task at which a side failed: it is left out for this role and sort of layer.
 
-    ``last`` says that its process ended, or can no longer use the GPU: nothing comes after it.
+    ``last`` says that its process ended, or can no longer use the GPU: nothing comes after it from that process.
     """
 
     side: str
@@ -132,7 +133,7 @@ def _measured(
         return found
     needed, have = stage_bytes(task, setup), memory_of(setup.device)
     if needed > have:
-        return [Skipped(side, task, f"it takes {needed / 2**30:.1f} GiB, and {have / 2**30:.1f} GiB are free")]
+        return [Skipped(side, task, f"it takes {needed / 2**30:.1f} GiB, and may take {have / 2**30:.1f} GiB")]
     began = clock.now()
     try:
         with torch.inference_mode():
@@ -143,11 +144,11 @@ def _measured(
                 chain = raw_chain(job.backend, raw, stage)
                 if chain is not None:
                     found.append(_timed(stage, chain, clock, began, gaps))
-    except Terminated:
+    except (KeyboardInterrupt, Terminated):
         raise
     except (torch.OutOfMemoryError, MemoryError) as error:
         found.append(Skipped(side, task, f"it runs out of memory: {describe_error(error).splitlines()[0]}"))
-    except (Exception, SystemExit) as error:  # kernels and their libraries raise anything
+    except BaseException as error:  # kernels and their libraries raise anything
         found.append(Failed(side, task, describe_error(error)))
     return found
 

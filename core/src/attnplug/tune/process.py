@@ -1,4 +1,7 @@
-"""Jobs in processes of their own: on a GPU, a backend that reads outside of memory ends its process and no other."""
+"""Jobs in processes of their own: what reads outside of memory, or exits, ends its process and no other.
+
+All backends start alike by this, which times on a CPU depend on.
+"""
 
 from __future__ import annotations
 
@@ -6,27 +9,34 @@ import gc
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 import torch
 
-from attnplug.choose.registry import Registry, load_registry
+from attnplug.choose.registry import load_registry
 from attnplug.tune.clock import clock_for
-from attnplug.tune.measure import Failed, Job, Outcome, run_job
+from attnplug.tune.measure import Failed, Job, Outcome, Timed, run_job
 from attnplug.tune.shapes import Task
 
 RunJob = Callable[[Job], Iterator[Outcome]]
 
 
-def runner_for(device: torch.device, registry: Registry) -> RunJob:
-    """How jobs run on a device: in this process on a CPU, in one of their own on a GPU."""
-    if device.type == "cuda":
-        return in_own_process
-    return lambda job: run_job(job, registry, clock_for(device))
-
-
 def in_own_process(job: Job) -> Iterator[Outcome]:
-    """The outcomes of a job as they come, from a process that ends with it."""
+    """The outcomes of a job as they come. Where its process fails, another one goes on with what is left: other roles
+    and sorts of layers, about which the failure says nothing."""
+    while job.tasks and job.seconds > 0:
+        outcomes = list[Outcome]()
+        for outcome in _in_one_process(job):
+            outcomes.append(outcome)
+            yield outcome
+        if not (outcomes and isinstance(outcomes[-1], Failed) and outcomes[-1].last):
+            return
+        spent = sum(each.seconds for each in outcomes if isinstance(each, Timed))
+        job = replace(job, tasks=_following(job, outcomes), seconds=job.seconds - spent)
+
+
+def _in_one_process(job: Job) -> Iterator[Outcome]:
     context = multiprocessing.get_context("spawn")  # a fork would take along a CUDA context that it cannot use
     receiver, sender = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(job, sender))  # no daemon: those may not start compilers
@@ -37,7 +47,7 @@ def in_own_process(job: Job) -> Iterator[Outcome]:
         while not done:
             try:
                 outcome = receiver.recv()
-            except EOFError:
+            except (EOFError, OSError):  # the latter in the middle of an outcome
                 break
             if outcome is None:
                 done = True
@@ -57,9 +67,15 @@ def in_own_process(job: Job) -> Iterator[Outcome]:
 
 def _running(job: Job, outcomes: list[Outcome]) -> Task:
     """The task at which a process ended: the first after the last outcome that is not left out after a failure."""
-    broken = {(each.task.point.role, each.task.shape) for each in outcomes if isinstance(each, Failed)}
+    return next(iter(_following(job, outcomes)), job.tasks[-1])
+
+
+def _following(job: Job, outcomes: list[Outcome]) -> tuple[Task, ...]:
+    """The tasks after the last outcome, without those that are left out after a failure."""
+    failed = [each.task for each in outcomes if isinstance(each, Failed) and each.side == job.backend]
+    broken = {(task.point.role, task.shape) for task in failed}
     following = job.tasks[job.tasks.index(outcomes[-1].task) + 1 :] if outcomes else job.tasks
-    return next((task for task in following if (task.point.role, task.shape) not in broken), job.tasks[-1])
+    return tuple(task for task in following if (task.point.role, task.shape) not in broken)
 
 
 def _work(job: Job, sender: Connection) -> None:
@@ -69,6 +85,9 @@ def _work(job: Job, sender: Connection) -> None:
     clock = clock_for(device)
     gc.collect()
     gc.freeze()  # every capture collects garbage first: what was imported need not be looked at again
-    for outcome in run_job(job, registry, clock):
-        sender.send(outcome)
+    try:
+        for outcome in run_job(job, registry, clock):
+            sender.send(outcome)
+    except KeyboardInterrupt:  # the backend's own: the user's is ignored here
+        raise SystemExit(130) from None
     sender.send(None)

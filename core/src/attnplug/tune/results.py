@@ -117,7 +117,7 @@ def _row(told: Mapping[str, object]) -> Row:
     for name, value in values.items():
         if name in ("side", "layer", "role"):
             Role(str(value)) if name == "role" else None
-            right = isinstance(value, str)
+            right = isinstance(value, str) and value.isprintable()
         elif name in ("requests", "length", "tokens"):
             right = type(value) is int and 0 < value < _MOST
         else:
@@ -125,7 +125,10 @@ def _row(told: Mapping[str, object]) -> Row:
             right = type(value) in (int, float) and least <= value < _MOST  # type: ignore[operator] # a number
         if not right:
             raise ValueError(f"{name}={value!r}")
-    return Row(**values)  # type: ignore[arg-type] # each was looked at
+    row = Row(**values)  # type: ignore[arg-type] # each was looked at
+    if not row.low <= row.us <= row.high:
+        raise ValueError(f"us={row.us:g} is not from low={row.low:g} to high={row.high:g}")
+    return row
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +182,8 @@ class Standing:
     where: str
 
     def __str__(self) -> str:
-        mean = f"{self.mean:.2f} × the fastest backend's time on average over {self.points} points"
+        points = f"{self.points} point{'s' * (self.points > 1)}"
+        mean = f"{self.mean:.2f} × the fastest backend's time on average over {points}"
         return f"{self.side}: {mean}, at most {self.worst:.2f} × ({self.where})"
 
 

@@ -12,6 +12,7 @@ from attnplug.tune.measure import Failed, Job, Outcome, Skipped, Timed
 from attnplug.tune.process import RunJob
 from attnplug.tune.shapes import Task
 
+_LONGEST_REASON = 300
 Sort = tuple[Role, LayerShape]
 """What one table of a backend is about."""
 
@@ -39,9 +40,12 @@ class Tuned:
         return self.asked - len(self.timed) - len(self.skipped)
 
     @property
-    def broken(self) -> set[Sort]:
-        """What it failed at. It is left out for it as a whole, and must not be chosen for it."""
-        return {(each.task.point.role, each.task.shape) for each in self.failed}
+    def broken(self) -> dict[Sort, str]:
+        """What it failed at, and in one line why. It is left out for it as a whole."""
+        return {
+            (each.task.point.role, each.task.shape): f"at {each.task.point}, {_one_line(each.reason)}"
+            for each in reversed(self.failed)
+        }
 
     def rows(self) -> dict[Sort, list[Measurement]]:
         """What was measured, by table."""
@@ -88,10 +92,26 @@ def tune(
 
 
 def tables_of(tuned: Tuned, processor: Processor, versions: Mapping[str, str], day: str) -> list[MeasuredTable]:
+    """A table for each role and sort of layer: of its times, or of its failure there."""
+    rows, broken = tuned.rows(), tuned.broken
     return [
-        MeasuredTable(processor.name, processor.sm, tuned.backend, role, shape, tuple(rows), versions, day)
-        for (role, shape), rows in tuned.rows().items()
+        MeasuredTable(
+            processor.name,
+            processor.sm,
+            tuned.backend,
+            *sort,
+            tuple(rows.get(sort, ())),
+            versions,
+            day,
+            broken.get(sort, ""),
+        )
+        for sort in (*rows, *broken)
     ]
+
+
+def _one_line(text: str) -> str:
+    line = "".join(letter if letter.isprintable() else " " for letter in text)
+    return " ".join(line.split())[:_LONGEST_REASON]
 
 
 def not_yet(tasks: Iterable[Task], backend: str, tables: Iterable[MeasuredTable]) -> tuple[Task, ...]:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from attnplug import GraphLevel, ModelSpec, Problem, Refusal, Role
-from attnplug.host import BackendRequest, Registry, UsageError, choose_importable, default_ranking, explain
+from attnplug.host import BackendRequest, Ranking, Registry, UsageError, choose_importable, explain
 from attnplug_engine.speculation.drafts import draft_spec, naming_draft
 from attnplug_engine.speculation.options import ALGORITHM, TOPK, Speculation
 
@@ -43,7 +43,7 @@ def speculating(problem: Problem, speculation: Speculation | None) -> Problem:
 
 
 def target_request(
-    registry: Registry, request: BackendRequest, problem: Problem, speculation: Speculation | None
+    registry: Registry, request: BackendRequest, problem: Problem, speculation: Speculation | None, ranking: Ranking
 ) -> BackendRequest:
     """What was asked of the target alone; without speculation, all that was asked."""
     name = request.roles.get(Role.DRAFT)
@@ -65,7 +65,6 @@ def target_request(
     request = replace(request, roles=roles)
     if name is None or name not in request.options:
         return request
-    ranking = default_ranking(registry, problem, per_batch=True)
     bare = explain(registry, replace(request, options={}), problem, ranking=ranking)
     if name in {backend.spec.name for choice in bare.choices.values() for backend in choice.serving}:
         return request
@@ -73,7 +72,12 @@ def target_request(
 
 
 def choose_draft(
-    registry: Registry, request: BackendRequest, target: Problem, speculation: Speculation, reference: str
+    registry: Registry,
+    request: BackendRequest,
+    target: Problem,
+    speculation: Speculation,
+    reference: str,
+    ranking: Ranking,
 ) -> DraftChoice | None:
     """The draft's backend, in the role draft; ``None`` if no model drafts. Raises SelectionError with every reason."""
     if not speculation.has_model:
@@ -85,7 +89,7 @@ def choose_draft(
     problem = replace(target, model=spec, index_dtype=index_dtype, is_draft=True, drafts_by_host=False, hisparse=False)
     roles: dict[Role, str] = {role: name for role, name in request.roles.items() if role is Role.DRAFT}
     bare = BackendRequest(request.attention, roles)
-    chosen = choose_importable(registry, bare, problem, default_ranking(registry, problem))
+    chosen = choose_importable(registry, bare, problem, ranking)
     name = chosen.chosen(Role.DRAFT).spec.name
     options = {name: request.options[name]} if name in request.options else {}
     return DraftChoice(replace(bare, options=options), problem, chosen.failed)

@@ -7,7 +7,7 @@ import os
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -18,11 +18,11 @@ from attnplug.declare.measured import LayerShape, MeasuredTable
 from attnplug.declare.reading import integer, of_type
 from attnplug.hf.json_files import read_json_object
 
-SCHEMA = 1
+SCHEMA = 2
 LOCK_SECONDS = 10.0
 """How long a writer waits for another one. Writing takes milliseconds."""
 _KEYS = ("schema", "device", "sm", "tables")
-_TABLE_KEYS = ("backend", "role", "shape", "measured", "versions", "rows")
+_TABLE_KEYS = ("backend", "role", "shape", "measured", "versions")
 _SHAPE_KEYS = tuple(each.name for each in fields(LayerShape))
 
 
@@ -73,8 +73,9 @@ def write_tables(path: Path, tables: Iterable[MeasuredTable]) -> None:
     """Add tables to a file, which is made if it is not there. All are of one device, and so is what the file holds.
 
     Of a table that is there already, measured with the same versions, rows are replaced where they are measured again
-    and kept otherwise. Measured with other versions, it is replaced. Processes that write at once lose nothing of each
-    other. A reader sees the file as it was before or after. Raises :class:`TableError`.
+    and kept otherwise. Measured with other versions, it is replaced, and so it is if the backend failed before or does
+    now: what fails somewhere must not be chosen by what it does elsewhere. Processes that write at once lose nothing of
+    each other. A reader sees the file as it was before or after. Raises :class:`TableError`.
     """
     added = tuple(tables)
     devices = {(table.device, table.sm) for table in added}
@@ -88,18 +89,6 @@ def write_tables(path: Path, tables: Iterable[MeasuredTable]) -> None:
             for table in added:
                 merged[table.title] = _merged(merged.get(table.title), table)
             _replace(path, device, sm, merged.values())
-    except OSError as error:
-        raise TableError(f"{path} cannot be written: {error.strerror or error}") from error
-
-
-def drop_tables(path: Path, drop: Callable[[MeasuredTable], bool]) -> None:
-    """Take tables out of a file. Raises :class:`TableError`."""
-    try:
-        with _locked(path):
-            file = read_tables(path)
-            kept = [table for table in file.tables if not drop(table)]
-            if len(kept) < len(file.tables):
-                _replace(path, file.device, file.sm, kept)
     except OSError as error:
         raise TableError(f"{path} cannot be written: {error.strerror or error}") from error
 
@@ -121,7 +110,7 @@ def _present(path: Path, device: str, sm: int) -> tuple[MeasuredTable, ...]:
 
 
 def _merged(before: MeasuredTable | None, after: MeasuredTable) -> MeasuredTable:
-    if before is None or before.versions != after.versions:
+    if before is None or before.versions != after.versions or before.failed or after.failed:
         return after
     rows = {row[:3]: row for row in (*before.rows, *after.rows)}
     return replace(after, rows=tuple(rows.values()))
@@ -164,16 +153,17 @@ def _text(device: str, sm: int, tables: Iterable[MeasuredTable]) -> str:
     """JSON that can be looked at, and compared line by line: a line for each value of a table, and for each row."""
     blocks = []
     for table in tables:
-        rows = ",\n".join(f"    {json.dumps(list(row))}" for row in table.rows)
         lines = [f"   {json.dumps(name)}: {json.dumps(value)}" for name, value in _head(table).items()]
-        blocks.append("  {\n" + ",\n".join([*lines, f'   "rows": [\n{rows}\n   ]']) + "\n  }")
+        rows = ",\n".join(f"    {json.dumps(list(row))}" for row in table.rows)
+        lines.append(f'   "failed": {json.dumps(table.failed)}' if table.failed else f'   "rows": [\n{rows}\n   ]')
+        blocks.append("  {\n" + ",\n".join(lines) + "\n  }")
     head = {"schema": SCHEMA, "device": device, "sm": sm}
     lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
     return "{\n" + ",\n".join([*lines, ' "tables": [\n' + ",\n".join(blocks) + "\n ]"]) + "\n}\n"
 
 
 def _head(table: MeasuredTable) -> dict[str, object]:
-    """All of a table but its rows."""
+    """All of a table but its rows, or what failed."""
     return {
         "backend": table.backend,
         "role": table.role.value,
@@ -184,9 +174,11 @@ def _head(table: MeasuredTable) -> dict[str, object]:
 
 
 def _table(device: Any, sm: Any, value: object) -> MeasuredTable:
-    backend, role, shape, measured, versions, rows = _values(value, _TABLE_KEYS, "a table")
+    last = "failed" if "failed" in of_type("a table", value, dict, "an object") else "rows"
+    backend, role, shape, measured, versions, found = _values(value, (*_TABLE_KEYS, last), "a table")
     own = LayerShape(*_values(shape, _SHAPE_KEYS, "a shape"))
-    return MeasuredTable(device, sm, backend, role, own, rows, versions, measured)
+    rows, failed = ((), found) if last == "failed" else (found, "")
+    return MeasuredTable(device, sm, backend, role, own, rows, versions, measured, failed)
 
 
 def _values(value: object, names: Iterable[str], what: str) -> list[Any]:

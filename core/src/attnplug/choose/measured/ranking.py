@@ -11,12 +11,13 @@ from itertools import combinations
 
 from attnplug.choose.loading import Registered
 from attnplug.choose.measured.store import FoundTable, load_tables
-from attnplug.choose.ranking import PreferenceRanking, Ranked, Ranking, by_preference
+from attnplug.choose.ranking import BY_PREFERENCE, Ranked, Ranking, by_preference
 from attnplug.choose.registry import Registry
-from attnplug.choose.select import BY_PREFERENCE, DEFAULT_PAGE_SIZE
+from attnplug.choose.select import DEFAULT_PAGE_SIZE
 from attnplug.declare.errors import TableWarning, UsageError
 from attnplug.declare.measured import LayerShape
 from attnplug.declare.problem import Problem, Role, model_dtype
+from attnplug.declare.refusal import Refusal, RefusalCode
 from attnplug.declare.schedule import Point, Schedule, filled
 from attnplug.machine.hardware import this_processor
 
@@ -30,6 +31,7 @@ NOT_MEASURED = 2.0
 _SHOWN = Point(1, 4096, 1)
 """The batch whose times are told, or the measured one that is nearest to it."""
 _MEASURED_AS = {Role.DRAFT: Role.DECODE}
+_AGAIN = "measure it again by 'attnplug tune', or ask for it by name"
 _BY_BATCH = (Role.PREFILL, Role.DECODE)
 
 _told: set[str] = set()
@@ -72,15 +74,17 @@ class MeasuredRanking:
     A model's time is the sum over its layers. All backends are compared at one shape, which is the model's own or the
     nearest that two of them were measured at. It has the same kind of attention and types. Page sizes may differ.
     Backends without a table come after those that have one, by preference. One backend's times say nothing of others':
-    where a single one was measured, or embedded ones alone, preference decides.
+    where a single one was measured, or embedded ones alone, preference decides. A backend that failed on this machine
+    comes after all others.
     """
 
     def __init__(self, tables: Sequence[FoundTable], *, per_batch: bool = False) -> None:
-        self._tables = tuple(tables)
+        self._tables = tuple(found for found in tables if not found.table.failed)
+        self._failed = tuple(found.table for found in tables if found.table.failed)
         self._per_batch = per_batch
 
     def rank(self, usable: Sequence[Registered], role: Role, problem: Problem) -> Ranked:
-        preferred = PreferenceRanking().rank(usable, role, problem)
+        preferred = BY_PREFERENCE.rank(usable, role, problem)
         fits = self._fits(usable, role, problem)
         present = [b.spec.name for b in usable if fits and all(b.spec.name in fit.tables for fit in fits)]
         times = {name: found for name in present if (found := _model_times(name, fits))}
@@ -99,6 +103,24 @@ class MeasuredRanking:
         if self._per_batch and role in _BY_BATCH and len(sharing := _sharing(slowness, order)) > 1:
             schedule = Schedule({name: times[name] for name in sharing})
         return Ranked(backends, _why(order, points, times, fits, others, schedule), schedule)
+
+    def failures(self, usable: Sequence[Registered], role: Role, problem: Problem) -> Mapping[str, Refusal]:
+        """The backends that failed at a shape of the model's layers, on this machine and with what is installed now.
+
+        Failures at other shapes, or at other pages than those asked for, say nothing.
+        """
+        names, shapes = {backend.spec.name for backend in usable}, set(_shapes(role, problem))
+        found: dict[str, Refusal] = {}
+        for table in self._failed:
+            pages = problem.page_size or table.shape.page_size
+            if (
+                table.backend in names
+                and table.role is _MEASURED_AS.get(role, role)
+                and table.shape in {replace(shape, page_size=pages) for shape in shapes}
+            ):
+                message = f"it failed when it was measured on this machine, on {table.measured}: {table.failed}"
+                found[table.backend] = Refusal(RefusalCode.MEASURED, message, value=table.backend, advice=_AGAIN)
+        return found
 
     def _fits(self, usable: Sequence[Registered], role: Role, problem: Problem) -> list[_Fit]:
         """The tables for each shape of the model's layers; nothing if some shape has none."""
@@ -218,7 +240,7 @@ def _why(
     nearest = sorted({str(fit.nearest) for fit in fits if fit.nearest is not None})
     best = "the fastest" if schedule is None else f"{' and '.join(schedule.candidates)} by batch, the fastest"
     parts = [
-        f"{best} of {len(order)} at {len(points)} points",
+        f"{best} of {len(order)} at {len(points)} point{'s' * (len(points) > 1)}",
         f"{', '.join(figures)} at {shown.requests} × {shown.length}{new}",
         f"table of {' and of '.join(origins)}",
         *(f"nearest shape: {each}" for each in nearest),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -116,12 +116,17 @@ def load_tables(registry: Registry, processor: Processor) -> Tables:
         if table.backend not in registry.backends:
             continue
         backend = registry.backends[table.backend]
+        what, are = ("a failure", "is") if table.failed else ("times", "are")
+        unused = f"{origin.holder}: {what} of {table.backend} {are} not used"
+        if table.failed and not origin.own:
+            faults[f"{unused}: it was not on this machine"] = None
+            continue
         outdated = _outdated(table, origin, backend, _here(table, backend, processor))
         if outdated is None:
             found.setdefault(table.title, FoundTable(table, origin))
         elif outdated:
             again = "; 'attnplug tune' measures again" if origin.own else ""
-            faults[f"{origin.holder}: times of {table.backend} are not used: {outdated}{again}"] = None
+            faults[f"{unused}: {outdated}{again}"] = None
     return Tables(tuple(found.values()), tuple(faults))
 
 
@@ -156,13 +161,13 @@ def _outdated(table: MeasuredTable, origin: Origin, backend: Registered, here: M
     for name in backend.spec.uses:
         measured, found = table.versions.get(name), installed_version(name)
         if (measured is None) != (found is None):
-            return f"they were measured with {name} {measured or 'missing'}, and it is {found or 'missing'} here"
+            return f"measured with {name} {measured or 'missing'}, and it is {found or 'missing'} here"
     if not all(here.values()):
         return ""
     loosely = () if origin.own else (DRIVER, backend.source.distribution, *_PLATFORM)
     for name, measured in table.versions.items():
         if not _equal(name, measured, str(here[name]), name in loosely):
-            return f"they were measured with {name} {measured}, and {here[name]} is here"
+            return f"measured with {name} {measured}, and {here[name]} is here"
     return None
 
 
@@ -179,13 +184,21 @@ def _file_name(processor: Processor) -> str:
 def file_states(registry: Registry, processor: Processor) -> Mapping[str, str]:
     """What to say about each file of a processor, by its path, and about each plugin that brings tables."""
     tables = load_tables(registry, processor)
-    states: dict[str, list[str]] = {str(path): [] for path, _ in table_files(processor)}
+    states: dict[str, list[MeasuredTable]] = {str(path): [] for path, _ in table_files(processor)}
     for found in tables.found:
-        states.setdefault(found.origin.holder, []).append(found.table.backend)
-    told = {}
-    for holder, backends in states.items():
-        names = sorted(set(backends))
-        used = f"used: {len(backends)} table{'s' * (len(backends) != 1)} of {', '.join(names)}"
-        used = used if names else "nothing of it is used"
-        told[holder] = "\n".join([used, *(fault for fault in tables.faults if fault.startswith(holder))])
-    return told
+        states.setdefault(found.origin.holder, []).append(found.table)
+    return {
+        holder: "\n".join([*_used(used), *(fault for fault in tables.faults if fault.startswith(holder))])
+        for holder, used in states.items()
+    }
+
+
+def _used(tables: Sequence[MeasuredTable]) -> Iterator[str]:
+    times = [table.backend for table in tables if not table.failed]
+    if times:
+        yield f"used: {len(times)} table{'s' * (len(times) != 1)} of {', '.join(sorted(set(times)))}"
+    for table in tables:
+        if table.failed:
+            yield f"not taken by auto: {table.backend} for {table.role} of {table.shape}, which failed {table.failed}"
+    if not tables:
+        yield "nothing of it is used"

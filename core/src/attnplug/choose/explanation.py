@@ -1,0 +1,163 @@
+"""A selection in words: every role with every candidate and every reason, or why something is refused (D3)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from attnplug.choose.selection import AUTO, Candidate, RoleChoice, Selection
+from attnplug.declare.problem import GraphLevel, Role
+from attnplug.declare.settings import Render
+
+_SHOWN_BATCHES = {Role.PREFILL: ((1, 512), (1, 4096)), Role.DECODE: ((1, 1), (8, 1), (64, 1))}
+"""For which (requests, tokens) an explanation of a schedule says who is the fastest."""
+
+
+def refusal_lines(selection: Selection, render: Render) -> Iterator[str]:
+    """Why roles are not served: the own reasons of a backend that was asked for, or under ``auto`` every
+    candidate's."""
+    asked: dict[str, list[RoleChoice]] = {}
+    for choice in selection.unserved:
+        if choice.requested != AUTO:
+            asked.setdefault(choice.requested, []).append(choice)
+    for choices in asked.values():
+        yield from _refused_by_name(choices, render)
+        yield ""
+    yield from _inputs(selection)
+    for choice in selection.unserved:
+        if choice.requested == AUTO:
+            yield ""
+            yield from _judged(choice, render)
+
+
+def _refused_by_name(choices: Sequence[RoleChoice], render: Render) -> Iterator[str]:
+    """For a backend that was asked for in these roles: its reasons, then in one line what could serve instead."""
+    asked = choices[0].candidates[0].backend
+    roles = " and ".join(choice.role for choice in choices)
+    by = " and ".join(dict.fromkeys(render(choice.setting) or choice.setting for choice in choices))
+    yield f"{asked.spec.name} ({asked.source}) was asked for by {by} and cannot serve {roles}:"
+    found: dict[str, list[RoleChoice]] = {}
+    for choice in choices:
+        for refusal in choice.candidates[0].refusals:
+            found.setdefault(refusal.told(render), []).append(choice)
+    for reason, concerned in found.items():
+        yield f"  - {reason}" if len(concerned) == len(choices) else f"  - for {concerned[0].role}: {reason}"
+    usable = [{c.backend.spec.name: None for c in choice.candidates if not c.refusals} for choice in choices]
+    names = ", ".join(name for name in usable[0] if all(name in others for others in usable))
+    yield f"usable instead: {names or 'none'}; 'attnplug explain' gives every reason against every other backend"
+
+
+def explanation(selection: Selection, render: Render = str) -> Iterator[str]:
+    """Lines: the inputs, then every role with every candidate and every reason."""
+    yield from _inputs(selection)
+    for choice in selection.choices.values():
+        yield ""
+        yield from _judged(choice, render)
+    if selection.problem.wants_graphs and not selection.unserved:
+        yield ""
+        yield f"CUDA graphs: {captured(selection)}"
+
+
+def captured(selection: Selection) -> str:
+    """What a host can capture with the chosen backends, by their declarations; which allow no more, and why."""
+    levels: dict[str, tuple[GraphLevel, str]] = {}
+    for role in selection.choices:
+        name, limit = selection.chosen(role).spec.name, _captured(selection, role)
+        levels[name] = min(limit, levels.get(name, limit))
+    lowest, highest = min(levels.values())[0], max(levels.values())[0]
+    if lowest is highest and lowest is not GraphLevel.NEVER:
+        return lowest.name
+    reasons: dict[str, list[str]] = {}
+    for name, (level, why) in levels.items():
+        if level is lowest:
+            reasons.setdefault(why, []).append(name)
+    limiting = "; ".join(f"by {' and '.join(names)} ({why})" for why, names in reasons.items())
+    return f"{lowest.name}, {limiting}"
+
+
+def _captured(selection: Selection, role: Role) -> tuple[GraphLevel, str]:
+    """The most that a role's backend allows, and why not more; no reason where it allows all."""
+    spec, allowed = selection.chosen(role).spec, GraphLevel.NEVER
+    for level in list(GraphLevel)[1:]:
+        problem = replace(selection.problem, cuda_graph=level)
+        if refusals := spec.refusals(problem, role, selection.options.get(spec.name)):
+            if problem.captured([role]) <= spec.capabilities.cuda_graph:
+                return allowed, refusals[0].message
+            return allowed, "no more is declared" if allowed else "none are declared"
+        allowed = level
+    return allowed, ""
+
+
+def _judged(choice: RoleChoice, render: Render) -> Iterator[str]:
+    """One role: what it gets, and every candidate. If ``auto`` found one, backends that are made for something else are
+    only named."""
+    if choice.chosen_name is not None:
+        yield f"{choice.role}: {' or '.join(b.spec.name for b in choice.serving)} ({choice.why(render)})"
+    elif choice.requested != AUTO:
+        yield f"{choice.role}: {choice.requested} was asked for and cannot serve"
+    elif choice.candidates:
+        yield f"{choice.role}: no installed backend can serve"
+    else:
+        yield f"{choice.role}: no backend is installed"
+    if choice.schedule is not None:
+        for requests, tokens in _SHOWN_BATCHES[choice.role]:
+            size = f"{requests} × {tokens} new tokens" if tokens > 1 else f"{requests} request{'s' * (requests > 1)}"
+            yield f"  {size}: {choice.schedule.told(requests, tokens)}"
+    if choice.chosen is None and choice.role is Role.LINEAR and not _for_linear(choice):
+        yield "  none is made for linear attention; 'attnplug plugins' lists packages that bring some"
+    elsewhere = passed_over(choice)
+    for candidate in choice.candidates:
+        if candidate in elsewhere:
+            continue
+        spec = candidate.backend.spec
+        if not candidate.refusals:
+            yield f"  {spec.name} ({candidate.backend.source}): usable"
+            continue
+        yield f"  {spec.name} ({candidate.backend.source}): refused"
+        for refusal in candidate.refusals:
+            yield f"    - {refusal.told(render)}"
+    if elsewhere:
+        names = ", ".join(candidate.backend.spec.name for candidate in elsewhere)
+        yield f"  for another role or kind of attention: {names}"
+
+
+def passed_over(choice: RoleChoice) -> list[Candidate]:
+    """Candidates that an explanation only names: if ``auto`` found one, those made for something else."""
+    if choice.requested != AUTO or choice.chosen is None:
+        return []
+    return [candidate for candidate in choice.candidates if candidate.for_something_else]
+
+
+def _for_linear(choice: RoleChoice) -> bool:
+    return any(Role.LINEAR in candidate.backend.spec.capabilities.roles for candidate in choice.candidates)
+
+
+def _inputs(selection: Selection) -> Iterator[str]:
+    problem = selection.problem
+    if problem.model is not None:
+        yield f"model      {problem.model.describe()}"
+    device = problem.device or "any"
+    if problem.device == "cuda" and problem.sm is not None:
+        device += f", SM {problem.sm}"
+    yield f"device     {device}"
+    index = "" if problem.index_dtype is None else f", index keys {problem.index_dtype}"
+    yield f"dtype      {problem.dtype or 'any'}, KV cache {problem.kv_dtype or 'any'}{index}"
+    page_size = problem.page_size if problem.page_size is not None else f"{selection.page_size} (chosen)"
+    yield f"page size  {page_size if selection.page_size is not None else 'any'}"
+    extras = []
+    if problem.speculative_tokens:
+        extras.append(f"{problem.speculative_tokens} speculative tokens")
+    if problem.speculative_topk > 1:
+        extras.append(f"trees of drafts with {problem.speculative_topk} branches")
+    if problem.tensor_parallel > 1:
+        extras.append(f"{problem.tensor_parallel} tensor-parallel ranks")
+    if problem.is_embedding:
+        extras.append("embedding: no decode")
+    if problem.layout is not None:
+        extras.append(f"cache layout: {problem.layout}")
+    if not problem.exact_lengths:
+        extras.append("upper bounds of lengths only")
+    if problem.cuda_graph:
+        extras.append(f"CUDA graphs: {problem.cuda_graph.name}")
+    if extras:
+        yield f"also       {', '.join(extras)}"
