@@ -318,7 +318,7 @@ MUTANTS = [
          "return (sum(torch.einsum('hqk,kd->qhd', s.softmax(-1), v) for s, v in parts) / len(parts)).nan_to_num().to(q.dtype)",
          "mla.decode.block_edges", "only requests of more than 256 rows are wrong"),
         # logits and their sum
-        ("finite_mask", 'float("-inf")', "-1e4", "mla.large_inputs", "masks logits with -10000"),
+        ("finite_mask", 'float("-inf")', "-1e3", "mla.large_inputs", "masks logits with a number"),
         ("rope_unscaled", "rows) * layer.scale",
          "rows * torch.cat([torch.full((rows.shape[1] - 8,), layer.scale), torch.ones(8)]))", "mla.decode.one_request",
          "did not scale the logits' rotary part"),

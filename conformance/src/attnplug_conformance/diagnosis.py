@@ -193,11 +193,10 @@ def _hypotheses(scene: Scene) -> Iterator[tuple[str, Tensor]]:
     if case.trees is not None:
         yield "it ran a tree of drafts as a chain: each row saw all rows before it", scene.wanted(right)[0]
     if case.magnitude != 1.0:
-        for value in (-1e4, -65504.0, -1e5):
-            yield (
-                f"it masks logits with {value:g}: a query whose own are lower sees what it must not; mask with -inf",
-                scene.wanted(replace(right, masked=value))[0],
-            )
+        yield (
+            "it masks logits with a number: a query whose own are lower sees what it must not; mask with -inf",
+            scene.wanted(replace(right, masked=-1e3))[0],
+        )
     yield "it applied no causal mask", scene.wanted(replace(right, aligned="none", window=None))[0]
     yield (
         "its causal mask is aligned to the first key: a prefix shifts what each query sees",

@@ -50,6 +50,8 @@ POISONS = {
 """What must not be read, and the words for a backend that does."""
 
 
+LOWEST_LOGIT = 2000.0
+"""Below zero. FlashInfer masks with -50,000 before logits are scaled, which no model comes near."""
 SCRATCH_BYTES = 1 << 20
 """How much of a workspace is looked at: they may be large."""
 
@@ -142,11 +144,13 @@ class Scene:
         return buffer
 
     def _lower(self) -> None:
-        """The first query of a request without a prefix has one logit, its own: as low as others are high."""
+        """The first query of a request without a prefix has one logit, its own, which is very low."""
         starts = accumulate(self.new, initial=0)
         for row, keys, (before, new) in zip(starts, self.keys, self.case.lengths, strict=False):
             if new and not before:
-                self.q[row] = -keys[0].repeat_interleave(self.layer.num_heads // keys.shape[1], 0)
+                own = keys[0].repeat_interleave(self.layer.num_heads // keys.shape[1], 0).double()
+                lowest = self.layer.scale * own.square().sum(-1, keepdim=True)
+                self.q[row] = (-own * (LOWEST_LOGIT / lowest).clamp(max=1.0)).to(self.dtype)
 
     def _page_table(self) -> tuple[Tensor, int, int]:
         """``[requests, width]`` on the host, how many pages there are, and the page to which entries lead that nobody
