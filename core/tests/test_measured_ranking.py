@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,8 @@ def crossing(**changes: Any) -> list[MeasuredTable]:
 @pytest.fixture(autouse=True)
 def board(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """This machine has a board of which nothing ships, and a user who measured nothing yet."""
+    for command in ("backends", "doctor", "explain"):  # imported later, they would keep the board
+        import_module(f"attnplug.cli.{command}")
     monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path))
     monkeypatch.setattr("attnplug.machine.hardware.visible_gpus", lambda: (BOARD,))
 
