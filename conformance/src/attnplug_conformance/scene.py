@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -83,8 +84,8 @@ class Scene:
         self.kv_dtype = case.kv_dtype or case.dtype
         self.packed = self.kv_dtype is DType.FP8_DS_MLA
         self.coordinator: Coordinator | None = None
-        self.scratch: list[tuple[Tensor, bool]] = []
-        """What the backend's workspaces lie in, and whether it is to stay zero."""
+        self.scratch: list[tuple[ref[Tensor], bool]] = []
+        """What the backend's workspaces lie in while they are used, and whether it is to stay zero."""
         self.random = torch.Generator().manual_seed(case.seed)
         self.new = [new for _, new in case.lengths]
         self.totals = [before + new for before, new in case.lengths]
@@ -140,7 +141,7 @@ class Scene:
         buffer = (torch.zeros if zeroed else torch.empty)(nbytes, dtype=torch.uint8, device=device)
         if not zeroed:
             buffer[:SCRATCH_BYTES] = 0xFF
-        self.scratch.append((buffer, zeroed))
+        self.scratch.append((ref(buffer), zeroed))
         return buffer
 
     def _lower(self) -> None:
