@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 from attnplug import AttentionKind, DType, IndexerDims, IndexKeyPool, LayerSpec, MLAPool
 from attnplug.host import MLADims
+from attnplug_conformance.catalog import all_checks
 from attnplug_conformance.packed import index_keys_in_fp8, packed, put_index_keys, unpacked
 from attnplug_conformance.reference import Rules, attention, entry, tree_bits
+from attnplug_conformance.scene import Scene
+from attnplug_conformance.testing import subject_of
 
 
 def test_matches_torch_in_float64():
@@ -91,3 +95,18 @@ def test_packed_index_keys_are_what_a_pool_reads():
     keys, slots = torch.randn(8, 16) * torch.arange(1, 9)[:, None], torch.tensor([7, 2, 0, 4, 1, 6, 5, 3])
     put_index_keys(pool.keys(0), slots // 4, slots % 4, keys)
     assert torch.equal(pool.read_keys(0, slots), index_keys_in_fp8(keys))
+
+
+@pytest.mark.parametrize("name", ["large_inputs", "float16.large_inputs", "bfloat16.large_inputs"])
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+def test_large_inputs_are_right_with_a_mask_that_no_model_comes_near(kind, name):
+    """FlashInfer masks with -50,000, before logits are scaled; the checks ask for no row that this changes."""
+    subject = subject_of("torch_native", "cpu")
+    check = next(one for one in all_checks() if one.name == f"{kind}.{name}")
+    case = check.case(64, 300)
+    if kind == "mla":
+        case = replace(case, mla=MLADims(512, 128, 64))
+    scene = Scene(subject, subject.fit(case))
+    rules = scene.rules()
+    wanted, found = (scene.wanted(replace(rules, masked=mask))[0] for mask in (float("-inf"), -5e4 * rules.scale))
+    assert torch.equal(wanted, found)

@@ -145,13 +145,21 @@ class Scene:
         return buffer
 
     def _lower(self) -> None:
-        """The first query of a request without a prefix has one logit, its own, which is very low."""
-        starts = accumulate(self.new, initial=0)
-        for row, keys, (before, new) in zip(starts, self.keys, self.case.lengths, strict=False):
+        """The first query of a request without a prefix has one logit, its own, which is very low. No other query has
+        only logits that are lower still: it is turned around."""
+        scale, groups = self.layer.scale, self.layer.num_heads // self.keys[0].shape[1]
+        for start, keys, (before, new) in zip(
+            accumulate(self.new, initial=0), self.keys, self.case.lengths, strict=False
+        ):
+            rows = slice(start, start + new)
+            every = keys.repeat_interleave(groups, 1).double()
+            logits = torch.einsum("qhd,khd->qhk", self.q[rows].double(), every) * scale
+            hidden = torch.ones(new, before + new, dtype=torch.bool, device=self.device).triu(before + 1)
+            highest = logits.masked_fill(hidden[:, None], float("-inf")).amax(-1, keepdim=True)
+            self.q[rows] = torch.where(highest < -LOWEST_LOGIT, -self.q[rows], self.q[rows])
             if new and not before:
-                own = keys[0].repeat_interleave(self.layer.num_heads // keys.shape[1], 0).double()
-                lowest = self.layer.scale * own.square().sum(-1, keepdim=True)
-                self.q[row] = (-own * (LOWEST_LOGIT / lowest).clamp(max=1.0)).to(self.dtype)
+                lowest = scale * every[0].square().sum(-1, keepdim=True)
+                self.q[start] = (-every[0] * (LOWEST_LOGIT / lowest).clamp(max=1.0)).to(self.dtype)
 
     def _page_table(self) -> tuple[Tensor, int, int]:
         """``[requests, width]`` on the host, how many pages there are, and the page to which entries lead that nobody
