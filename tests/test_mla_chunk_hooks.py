@@ -13,8 +13,8 @@ from attnplug.choose.building import claim_problems
 from attnplug.contract.backend import bind_optional_hook
 from attnplug.host import ExtendPolicy, HybridLinearBackend, backend_problems, load_registry
 from attnplug.mla.plan import plan_extend
+from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.checks.mla_paths import UpProjected
-from attnplug_conformance.scene import relative_error
 from support.kernel_scene import KernelScene, mla
 from support.mla_plugins import PLUGINS, Chunks, joined, serving_mla
 

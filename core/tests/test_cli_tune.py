@@ -94,13 +94,13 @@ def test_what_failed_is_not_taken_until_it_is_measured_again(
     """A backend that fails somewhere must not be chosen by what it does elsewhere, nor by its preference."""
     monkeypatch.setenv("ATTNPLUG_CACHE_DIR", str(tmp_path))
     attnplug("tune", *HERE, "--points", "1x64")
-    times = clock.times_us.pop("toy")  # type: ignore[attr-defined] # so that measuring it raises
+    times = clock.times_us.pop("toy")  # so that measuring it raises
     assert "toy: left out for decode" in attnplug("tune", *HERE, "--points", "1x64,1x128").out
     told = attnplug("explain", *HERE).out
     assert "decode: torch_native (auto: the only usable one; 1 refused)" in told and "prefill: toy" in told
     assert "it failed when it was measured on this machine" in told and "at 1 × 128, KeyError: 'toy'" in told
     assert "decode: toy (asked for" in attnplug("explain", *HERE, "--attention-backend", "toy").out
-    clock.times_us["toy"] = times  # type: ignore[index]
+    clock.times_us["toy"] = times
     attnplug("tune", *HERE, "--points", "1x64")
     assert "decode: toy or torch_native (auto: " in attnplug("explain", *HERE).out
 
@@ -147,7 +147,7 @@ def test_an_interrupted_benchmark_keeps_what_there_is(
     def interrupted(point: object) -> float:
         raise KeyboardInterrupt
 
-    clock.times_us["torch_native"] = interrupted  # type: ignore[index]
+    clock.times_us["torch_native"] = interrupted
     done = attnplug("bench", *HERE, "--points", "1x64", "--out", str(tmp_path / "r.json"))
     assert done.code == 130
     assert [row["side"] for row in json.loads((tmp_path / "r.json").read_text())["rows"]] == ["toy"]
@@ -164,7 +164,7 @@ def test_a_tuning_that_is_told_to_end_does_so_and_keeps_what_there_is(
         os.kill(os.getpid(), signal.SIGTERM)
         return 1.0
 
-    clock.times_us["torch_native"] = ended  # type: ignore[index]
+    clock.times_us["torch_native"] = ended
     done = attnplug("tune", *HERE, "--points", "1x64", "--tables", str(tmp_path / "t.json"))
     assert done.code == 128 + signal.SIGTERM
     assert [table["backend"] for table in json.loads((tmp_path / "t.json").read_text())["tables"]] == ["toy"]

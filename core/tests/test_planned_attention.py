@@ -28,7 +28,7 @@ from attnplug import (
     check_lse,
 )
 from attnplug.host import KVPools, Limits, MLADims, plan_forward
-from attnplug_conformance.scene import NAN
+from attnplug_conformance.arithmetic import NAN
 from support.batches import captured, padded, with_plan
 from support.kernel_scene import KernelCase
 from support.stage import Stage, small

@@ -21,8 +21,8 @@ from attnplug import (
 from attnplug.host import (
     PageCopy,
 )
+from attnplug_conformance.arithmetic import NAN
 from attnplug_conformance.case import LAST, LAYER
-from attnplug_conformance.scene import NAN
 from support.devices import DEVICES
 from support.sparse_scene import SparseStage, sparse
 from support.trees import random_trees

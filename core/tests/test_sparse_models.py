@@ -22,7 +22,7 @@ from attnplug.host import (
     TorchNativeBackend,
     plan_forward,
 )
-from attnplug_conformance.scene import tail
+from attnplug_conformance.arithmetic import tail
 from support.recorder import Hookless, Recorder
 from support.sparse_scene import SparseStage, sparse
 

@@ -11,7 +11,7 @@ import torch
 from attnplug import BackendContext, Claims, DType, ForwardBatch, ForwardMode, Geometry, PlanError
 from attnplug.host import HybridLinearBackend, MLADims, SplitBackend, describe
 from attnplug.torch_native.backend import TorchNativeBackend
-from attnplug_conformance.scene import NAN, relative_error
+from attnplug_conformance.arithmetic import NAN, relative_error
 from support import kernel_scene
 from support.batches import capabilities
 from support.command import Attnplug

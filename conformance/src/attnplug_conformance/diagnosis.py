@@ -9,8 +9,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.case import FIRST, LAYER
-from attnplug_conformance.scene import POISONS, SCRATCH_BYTES, Output, Scene, relative_error
+from attnplug_conformance.scene import POISONS, SCRATCH_BYTES, Output, Scene
 
 BLOCKS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
 

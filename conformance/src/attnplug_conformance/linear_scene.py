@@ -14,10 +14,10 @@ from torch import Tensor
 
 from attnplug import AttentionBackend, AttentionKind, ForwardBatch, Geometry, LinearInputs, ModelSpec
 from attnplug.host import KVPools, Limits, LinearStatePool, ModelAttention, torch_dtype
+from attnplug_conformance.arithmetic import NAN, as_bytes, relative_error, tail, tolerance, zero_by_chance_is_nan
 from attnplug_conformance.case import FIRST, LAST, LAYER, Case
 from attnplug_conformance.diagnosis import Wrong, check_form
 from attnplug_conformance.reference import convolution, recurrence
-from attnplug_conformance.scene import NAN, as_bytes, relative_error, tail, tolerance, zero_by_chance_is_nan
 from attnplug_conformance.subject import Subject
 
 DELTA = (AttentionKind.GDN, AttentionKind.KDA)

@@ -7,10 +7,8 @@ a diagnosis finds out what was read.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from weakref import ref
@@ -32,14 +30,12 @@ from attnplug import (
     Role,
 )
 from attnplug.host import Coordinator, KVPools, Limits, plan_forward, torch_dtype
-from attnplug_conformance.case import FIRST, FP8_CACHES, LAST, LAYER, Case
+from attnplug_conformance.arithmetic import NAN, as_bytes, kept, poison, tail, tolerance, zero_by_chance_is_nan
+from attnplug_conformance.case import FIRST, LAST, LAYER, Case
 from attnplug_conformance.packed import GROUP, packed, unpacked
 from attnplug_conformance.reference import Rules, attention, tree_bits
 from attnplug_conformance.subject import Subject
 
-NAN = float("nan")
-ROUNDING = {DType.FLOAT32: 0.0, DType.FLOAT16: 2e-3, DType.BFLOAT16: 1.5e-2, DType.FLOAT8_E4M3: 1.5e-1}
-ROUNDING[DType.FP8_DS_MLA] = ROUNDING[DType.BFLOAT16]  # kernels multiply values by their scales in bfloat16
 POISONS = {
     "tail": "rows past the last token of a request, on its last page",
     "table": "a page outside its table: entries of the page table after a request's last page",
@@ -49,8 +45,6 @@ POISONS = {
     "all": "memory that belongs to no request: past the last token, and outside its table",
 }
 """What must not be read, and the words for a backend that does."""
-
-
 LOWEST_LOGIT = 2000.0
 """Below zero. FlashInfer masks with -50,000 before logits are scaled, which no model comes near."""
 SCRATCH_BYTES = 1 << 20
@@ -444,68 +438,3 @@ class Scene:
     def healed(self, what: str) -> Scene:
         """The same scene with zeros in memory that must not be read."""
         return Scene(self.subject, self.case, what)
-
-
-def tolerance(case: Case, terms: int) -> float:
-    """Every kernel sums in float32, and rounding errors grow with the square root of the number of terms."""
-    kv = ROUNDING[case.kv_dtype] if case.kv_dtype in FP8_CACHES else 0.0
-    own = 8 * torch.finfo(torch.float32).eps * math.sqrt(terms) + max(ROUNDING[case.dtype or DType.FLOAT32], kv)
-    return own if case.magnitude == 1.0 else max(2e-2, 3 * own)
-
-
-def relative_error(found: Tensor, wanted: Tensor) -> float:
-    """The largest ‖found − wanted‖ / ‖wanted‖ of a token and head; NaN if anything found is NaN."""
-    if not wanted.numel():
-        return 0.0
-    found, wanted = found.double().cpu(), wanted.cpu()
-    if wanted.dim() == 2:  # log-sum-exps: absolute where they are small
-        finite = wanted.isfinite()
-        if not torch.equal(found[~finite], wanted[~finite]):
-            return math.inf
-        found, wanted = found[finite], wanted[finite]
-        return float(((found - wanted).abs() / wanted.abs().clamp(min=1.0)).amax()) if len(wanted) else 0.0
-    sizes = wanted.norm(dim=-1)
-    return float(((found - wanted).norm(dim=-1) / torch.maximum(sizes, sizes.mean() / 4 + 1e-30)).amax())
-
-
-def kept(rows: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Rows as a cache stores them. A tensor is divided by: on a GPU torch multiplies by a number's inverse instead, and
-    where that is not the quotient, one fp8 number in a hundred rounds the other way."""
-    return (rows.float() / torch.tensor(scale, device=rows.device)).to(dtype)
-
-
-def tail(tensor: Tensor, rows: int, value: float = NAN) -> Tensor:
-    """A copy with rows of NaN, or of another value, at its end, ``rows`` in all."""
-    more = torch.full((rows - len(tensor), *tensor.shape[1:]), value, dtype=tensor.dtype, device=tensor.device)
-    return torch.cat([tensor, more])
-
-
-def poison(memory: Tensor) -> None:
-    """Fill memory with NaN. Bytes of 255 are NaN in every type that they may hold."""
-    if memory.dtype is torch.uint8:
-        memory.fill_(0xFF)
-    else:
-        memory.copy_(torch.tensor(NAN))
-
-
-def as_bytes(memory: Tensor) -> Tensor:
-    """The same memory as integers: torch has no index operations for fp8 on a CPU, and NaN is never equal to itself."""
-    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    return memory.view(sizes[memory.element_size()])
-
-
-@contextmanager
-def zero_by_chance_is_nan(device: torch.device) -> Iterator[None]:
-    """Inside, memory that nobody has written holds NaN (or the largest integer) on a CPU, where it is often zero.
-
-    Torch does so in its deterministic mode; on a GPU that mode forbids more than it finds. The function that is named
-    after the mode would import all of inductor.
-    """
-    if device.type != "cpu" or torch.are_deterministic_algorithms_enabled():
-        yield
-        return
-    torch.set_deterministic_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.set_deterministic_debug_mode("default")

@@ -40,11 +40,12 @@ from attnplug.host import (
     WorkspaceOwner,
     load_registry,
 )
+from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.case import LAYER, Case
 from attnplug_conformance.checks.cache import check_written
 from attnplug_conformance.checks.graphs import Capture
 from attnplug_conformance.diagnosis import check_padding, judge
-from attnplug_conformance.scene import Output, Scene, relative_error
+from attnplug_conformance.scene import Output, Scene
 from attnplug_conformance.subject import Allocate, Subject
 
 DEEPSEEK = MLADims(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64)

@@ -23,11 +23,11 @@ from attnplug import (
     SelectedSlots,
 )
 from attnplug.host import MLADims, TorchNativeBackend
+from attnplug_conformance.arithmetic import NAN
 from attnplug_conformance.case import LAST
 from attnplug_conformance.check import Stand
 from attnplug_conformance.checks.hisparse import HotScene
 from attnplug_conformance.checks.sparse import SparseCapture, SparseScene, judge_selected
-from attnplug_conformance.scene import NAN
 from support.devices import nothing_waits
 from support.kernel_scene import KernelCase, KernelScene, Lengths, Make, mla
 

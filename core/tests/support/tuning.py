@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from attnplug import DType, Problem
@@ -20,7 +20,7 @@ FACTORY = "attnplug.torch_native.backend:TorchNativeBackend"
 class FakeClock:
     """Says of each side how many microseconds a call takes, and counts seconds of its own: so many for each chain."""
 
-    times_us: Mapping[str, Callable[[Point], float]]
+    times_us: dict[str, Callable[[Point], float]]
     seconds: float = 1.0
     compile_s: float = 0.0
     """What the first chain of a side takes to be prepared."""

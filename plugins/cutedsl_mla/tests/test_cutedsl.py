@@ -9,8 +9,8 @@ import pytest
 
 from attnplug import BackendContext, DType, ExtendPath, ForwardMode, PlanError, Problem, Role
 from attnplug.host import ExtendPolicy, SplitBackend
+from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.checks.mla_paths import UpProjected
-from attnplug_conformance.scene import relative_error
 from attnplug_cutedsl_mla.build import cutedsl_mla
 from attnplug_cutedsl_mla.plugin import attnplug_backends
 from attnplug_trtllm_mla.build import trtllm_mla

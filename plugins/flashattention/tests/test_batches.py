@@ -9,8 +9,8 @@ import torch
 
 from attnplug import BackendContext, ForwardMode, MHAPool, PlanError, PoolError
 from attnplug.host import KVPools
+from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.case import LAYER
-from attnplug_conformance.scene import relative_error
 from attnplug_flashattention.planner import GatheredCall
 from flash_references import KERNELS, REAL, build, on_cpu, on_devices
 from support.devices import DEVICES, nothing_waits

@@ -21,8 +21,8 @@ from attnplug import (
     Serving,
 )
 from attnplug.host import ExtendPolicy, HybridLinearBackend, SplitBackend, TorchNativeBackend, bind_hook, optional_hooks
+from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.checks.mla_paths import UpProjected
-from attnplug_conformance.scene import relative_error
 from flash_references import build, on_cpu, on_devices
 from support.kernel_scene import KernelCase, KernelScene, mla
 

@@ -10,8 +10,8 @@ import torch
 
 from attnplug import BackendError, ExtendPath, ForwardMode, GraphLevel, PlanError, Serving
 from attnplug.host import ExtendPolicy, plan_forward
+from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.checks.mla_paths import UpProjected
-from attnplug_conformance.scene import relative_error
 from attnplug_flashattention.backend import FlashAttentionBackend
 from flash_references import build, on_cpu, on_devices
 from support.devices import DEVICES

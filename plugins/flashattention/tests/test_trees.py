@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from attnplug import ForwardMode, PlanError, Serving
+from attnplug_conformance.arithmetic import NAN, relative_error
 from attnplug_conformance.case import LAYER
 from attnplug_conformance.checks.graphs import Capture
 from attnplug_conformance.reference import ancestors
-from attnplug_conformance.scene import NAN, relative_error
 from flash_references import KERNELS, build, on_cpu, on_devices
 from support.kernel_scene import KernelCase, KernelScene, check, mha
 from support.trees import chain, random_trees

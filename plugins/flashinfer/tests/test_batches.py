@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from attnplug import BackendContext, CacheLayout, DType, ForwardExtras, ForwardMode, PoolError
+from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.case import LAYER
-from attnplug_conformance.scene import relative_error
 from paged_reference import build, check, scene
 from support.devices import DEVICES, nothing_waits
 from support.kernel_scene import mha

@@ -9,9 +9,9 @@ import torch
 
 from attnplug import BackendError, DType, ExtendPath, ForwardExtras, ForwardMode, PlanError
 from attnplug.host import ExtendPolicy, ModelAttention
+from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.checks.mla_paths import UpProjected
 from attnplug_conformance.reference import Rules, attention
-from attnplug_conformance.scene import relative_error
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
 from attnplug_flashinfer_mla.options import FlashInferMLAOptions
 from reference_kernels import build, on_cpu

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from attnplug import BackendError, DType, ForwardMode
+from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.checks.graphs import Capture
-from attnplug_conformance.scene import relative_error
 from reference_kernels import build, library_schedule, on_cpu
 from support.captures import check_overtaking, check_replays, replay_scenes
 from support.devices import DEVICES, nothing_waits

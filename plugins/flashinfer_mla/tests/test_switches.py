@@ -10,8 +10,8 @@ import pytest
 from attnplug import BackendContext, ExtendPath, ForwardMode, PlanError, Serving
 from attnplug.host import ExtendPolicy, ModelAttention
 from attnplug.mla.plan import plan_extend
+from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.checks.mla_paths import UpProjected
-from attnplug_conformance.scene import relative_error
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
 from attnplug_flashinfer_mla.options import FlashInferMLAOptions
 from reference_kernels import ReferenceKernels, on_cpu

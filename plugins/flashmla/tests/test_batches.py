@@ -9,7 +9,7 @@ import pytest
 
 from attnplug import BackendContext, ForwardMode, MLAPool, PlanError
 from attnplug.host import KVPools
-from attnplug_conformance.scene import relative_error
+from attnplug_conformance.arithmetic import relative_error
 from reference_flashmla import build, on, scene
 from support.devices import DEVICES, nothing_waits
 from support.kernel_scene import KernelScene, check, lengths, mla

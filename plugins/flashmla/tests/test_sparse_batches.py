@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from attnplug import DType, ForwardMode, SelectedPositions, SelectedSlots
-from attnplug_conformance.scene import relative_error
+from attnplug_conformance.arithmetic import relative_error
 from attnplug_flashmla import sparse_backend
 from reference_sparse import DECODE, EXTEND, PACKED, ROWS, VERIFY, ReferenceSparse, build, case
 from support.devices import DEVICES, nothing_waits

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from attnplug import DType
+from attnplug_conformance.arithmetic import NAN
 from attnplug_conformance.case import LAYER
-from attnplug_conformance.scene import NAN
 from reference_sparse import DECODE, PACKED, ROWS, VERIFY, build, case
 from support.devices import DEVICES
 from support.sparse_scene import SparseStage, check_replays

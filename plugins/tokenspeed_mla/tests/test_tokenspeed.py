@@ -14,9 +14,9 @@ import torch
 
 from attnplug import BackendContext, BackendError, DType, ExtendPath, ForwardMode, Problem, RaggedCall, Role, Serving
 from attnplug.host import ExtendPolicy
+from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.checks.graphs import Capture
 from attnplug_conformance.checks.mla_paths import UpProjected
-from attnplug_conformance.scene import relative_error
 from attnplug_tokenspeed_mla import build, kernels
 from attnplug_tokenspeed_mla.plugin import attnplug_backends
 from attnplug_trtllm_mla.kernels import to_float8

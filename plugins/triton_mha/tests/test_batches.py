@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from attnplug import SCRATCH, BackendContext, ForwardExtras, ForwardMode
+from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.case import LAYER
-from attnplug_conformance.scene import relative_error
 from attnplug_triton_mha.configurations import ENTRIES, Configuration
 from attnplug_triton_mha.plugin import COUNTERS
 from interpreted_mha import build, check, on, scene, small

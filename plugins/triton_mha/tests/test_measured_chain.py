@@ -12,7 +12,7 @@ from attnplug.tune.clock import CudaClock
 from attnplug.tune.points import Point
 from attnplug.tune.shapes import Task
 from attnplug.tune.stage import Build, Setup, Stage
-from attnplug_conformance.scene import relative_error
+from attnplug_conformance.arithmetic import relative_error
 from interpreted_mha import build
 from support.devices import DEVICES
 

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from attnplug import DType, ForwardMode
+from attnplug_conformance.arithmetic import NAN, relative_error
 from attnplug_conformance.diagnosis import judge
 from attnplug_conformance.reference import ancestors
-from attnplug_conformance.scene import NAN, Output, relative_error
+from attnplug_conformance.scene import Output
 from attnplug_triton_mha.configurations import ENTRIES, Configuration
 from interpreted_mha import FP8_TOLERANCE, check, scene
 from support.devices import DEVICES, nothing_waits

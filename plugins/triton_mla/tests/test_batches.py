@@ -10,9 +10,10 @@ import torch
 
 from attnplug import SCRATCH, DType, ForwardExtras, ForwardMode
 from attnplug.host import MLADims
+from attnplug_conformance.arithmetic import relative_error, tail
 from attnplug_conformance.case import LAYER
 from attnplug_conformance.diagnosis import judge
-from attnplug_conformance.scene import Output, relative_error, tail
+from attnplug_conformance.scene import Output
 from attnplug_triton_mla.configurations import ENTRIES, Configuration
 from attnplug_triton_mla.options import TritonMLAOptions
 from attnplug_triton_mla.scratch import COUNTERS

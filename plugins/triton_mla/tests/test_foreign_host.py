@@ -27,8 +27,8 @@ from attnplug import (
     PoolError,
 )
 from attnplug.host import HostContext, KVPools, Limits, MLADims, WorkspaceOwner, plan_forward, torch_dtype
+from attnplug_conformance.arithmetic import relative_error, zero_by_chance_is_nan
 from attnplug_conformance.reference import Rules, attention
-from attnplug_conformance.scene import relative_error, zero_by_chance_is_nan
 from interpreted_mla import NARROW, build
 from support.batches import capabilities
 from support.devices import DEVICES

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from attnplug import DType, ForwardMode
+from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.checks.graphs import Capture
-from attnplug_conformance.scene import relative_error
 from attnplug_triton_mla.configurations import Configuration
 from attnplug_triton_mla.options import TritonMLAOptions
 from interpreted_mla import scene

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from attnplug import SCRATCH, ForwardMode, PlanError
+from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.case import LAYER
-from attnplug_conformance.scene import relative_error
 from attnplug_triton_mla.options import TritonMLAOptions
 from interpreted_mla import scene
 from support.devices import DEVICES, nothing_waits

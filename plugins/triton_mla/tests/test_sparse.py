@@ -12,8 +12,8 @@ import torch
 
 from attnplug import BackendError, DType, ForwardMode, SelectedSlots
 from attnplug.host import MLADims
+from attnplug_conformance.arithmetic import NAN, relative_error
 from attnplug_conformance.case import LAST, LAYER
-from attnplug_conformance.scene import NAN, relative_error
 from interpreted_mla import build
 from support.devices import DEVICES
 from support.kernel_scene import KernelCase

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from attnplug import DType, ForwardMode
+from attnplug_conformance.arithmetic import NAN, relative_error
 from attnplug_conformance.checks.graphs import Capture
 from attnplug_conformance.diagnosis import judge
 from attnplug_conformance.reference import ancestors
-from attnplug_conformance.scene import NAN, Output, relative_error
+from attnplug_conformance.scene import Output
 from attnplug_triton_mla.configurations import ENTRIES, Configuration
 from interpreted_mla import check, scene
 from support.devices import DEVICES, nothing_waits

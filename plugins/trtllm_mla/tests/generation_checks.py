@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from attnplug import AttentionBackend, BackendContext, BackendSpec, DType, ForwardMode, Problem
+from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.checks.cache import check_written
 from attnplug_conformance.diagnosis import check_padding
-from attnplug_conformance.scene import relative_error
 from attnplug_trtllm_mla.kernels import to_float8
 from support.kernel_scene import KernelCase, KernelScene, mla
 

@@ -12,8 +12,8 @@ import torch
 from attnplug import BackendError, DType, ExtendPath, ForwardExtras, ForwardMode, PlanError, RaggedCall, Serving
 from attnplug.host import ExtendPolicy
 from attnplug.mla.plan import plan_extend
+from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.checks.mla_paths import UpProjected
-from attnplug_conformance.scene import relative_error
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
 from attnplug_trtllm_mla.planner import table_width
 from generation_checks import (

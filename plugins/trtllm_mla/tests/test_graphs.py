@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from attnplug import ForwardExtras, ForwardMode
+from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.checks.graphs import Capture
-from attnplug_conformance.scene import relative_error
 from attnplug_trtllm_mla.kernels import to_float8
 from generation_checks import FP8, TOLERANCE, scene
 from support.batches import with_plan

@@ -12,10 +12,11 @@ import torch
 
 from attnplug import AttentionKind, DType, ForwardBatch, ForwardExtras, ForwardMode, Geometry, Role
 from attnplug.host import SplitBackend
+from attnplug_conformance.arithmetic import NAN, relative_error
 from attnplug_conformance.case import FIRST, LAYER, Case, always
 from attnplug_conformance.check import Check, Stand
 from attnplug_conformance.diagnosis import Wrong, check_padding, check_result, judge
-from attnplug_conformance.scene import NAN, Output, Scene, relative_error
+from attnplug_conformance.scene import Output, Scene
 
 EXTEND, DECODE = ForwardMode.EXTEND, ForwardMode.DECODE
 

@@ -23,12 +23,13 @@ from attnplug import (
     SelectedPositions,
 )
 from attnplug.host import KVPools, MLADims, bind_hook, optional_hooks
+from attnplug_conformance.arithmetic import NAN, poison, relative_error, tail, zero_by_chance_is_nan
 from attnplug_conformance.case import LAYER, Case
 from attnplug_conformance.check import Check, Measured, Stand
 from attnplug_conformance.checks.sparse import DECODE, EXTEND
 from attnplug_conformance.diagnosis import Wrong, check_padding, check_result
 from attnplug_conformance.reference import Rules, attention, entry
-from attnplug_conformance.scene import NAN, Scene, poison, relative_error, tail, zero_by_chance_is_nan
+from attnplug_conformance.scene import Scene
 
 EPS = 1e-6
 Lengths = Callable[[int], tuple[tuple[int, int], ...]]

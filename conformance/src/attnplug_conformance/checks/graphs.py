@@ -17,11 +17,12 @@ from torch import Tensor
 
 from attnplug import AttentionKind, ForwardBatch, ForwardMode, Geometry, GraphLevel
 from attnplug.host import ModelAttention
+from attnplug_conformance.arithmetic import as_bytes, poison, relative_error, zero_by_chance_is_nan
 from attnplug_conformance.case import LAYER, Case, Shape
 from attnplug_conformance.check import Check, Measured, Stand, refused_with_an_error
 from attnplug_conformance.diagnosis import Wrong, check_padding, check_result, explain
 from attnplug_conformance.reference import tree_bits
-from attnplug_conformance.scene import Scene, as_bytes, poison, relative_error, zero_by_chance_is_nan
+from attnplug_conformance.scene import Scene
 from attnplug_conformance.subject import Subject
 
 AnyScene = TypeVar("AnyScene", bound=Scene)

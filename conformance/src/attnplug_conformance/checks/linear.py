@@ -10,11 +10,11 @@ import torch
 
 from attnplug import AttentionKind, DType, ForwardBatch, ForwardMode, Geometry, GraphLevel, ModelSpec
 from attnplug.host import HybridLinearBackend
+from attnplug_conformance.arithmetic import relative_error
 from attnplug_conformance.case import LAYER, Case, Shape, always
 from attnplug_conformance.check import Check, Measured, Stand, refused_with_an_error
 from attnplug_conformance.diagnosis import Wrong
 from attnplug_conformance.linear_scene import PAGE, LinearScene, tokens_of
-from attnplug_conformance.scene import relative_error
 from attnplug_conformance.subject import Subject
 
 EXTEND, DECODE, MIXED = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.MIXED

@@ -12,12 +12,13 @@ from torch import Tensor
 
 from attnplug import AttentionKind, DType, ExtendPath, ForwardBatch, RaggedCall
 from attnplug.host import ExtendPolicy, MLAWeights, ModelAttention, SplitBackend, bind_hook, optional_hooks
+from attnplug_conformance.arithmetic import NAN, relative_error, tail, zero_by_chance_is_nan
 from attnplug_conformance.case import Case, always
 from attnplug_conformance.check import Check, Measured, Stand
 from attnplug_conformance.checks.plans import Around
 from attnplug_conformance.diagnosis import Wrong, check_form
 from attnplug_conformance.reference import Rules, attention
-from attnplug_conformance.scene import NAN, Scene, relative_error, tail, zero_by_chance_is_nan
+from attnplug_conformance.scene import Scene
 from attnplug_conformance.subject import Subject
 
 MLA = AttentionKind.MLA

@@ -19,10 +19,11 @@ from attnplug import (
     Role,
 )
 from attnplug.host import BatchPlan, bind_hook, optional_hooks, plan_forward
+from attnplug_conformance.arithmetic import poison, relative_error
 from attnplug_conformance.case import LAYER, Case, always
 from attnplug_conformance.check import Check, Stand, refused_with_an_error
 from attnplug_conformance.diagnosis import Wrong
-from attnplug_conformance.scene import Output, Scene, poison, relative_error
+from attnplug_conformance.scene import Output, Scene
 from attnplug_conformance.subject import Subject
 
 EXTEND, DECODE, VERIFY = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY

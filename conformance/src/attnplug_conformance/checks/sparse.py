@@ -25,13 +25,14 @@ from attnplug import (
     SelectedSlots,
 )
 from attnplug.host import KVPools, bind_hook, optional_hooks
+from attnplug_conformance.arithmetic import NAN, as_bytes, poison, relative_error, tail, zero_by_chance_is_nan
 from attnplug_conformance.case import LAYER, Case
 from attnplug_conformance.check import Check, Measured, Stand
 from attnplug_conformance.checks.graphs import Capture, graphs_claimed, others
 from attnplug_conformance.diagnosis import Wrong, check_padding, check_result
 from attnplug_conformance.packed import index_keys_in_fp8, put_index_keys
 from attnplug_conformance.reference import Rules, ancestors, attention
-from attnplug_conformance.scene import NAN, Scene, as_bytes, poison, relative_error, tail, zero_by_chance_is_nan
+from attnplug_conformance.scene import Scene
 
 EXTEND, DECODE, VERIFY = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
 INDEX = IndexerDims(heads=8, head_dim=16, topk=8)
