@@ -30,7 +30,7 @@ from attnplug import (
     Plan,
     Role,
 )
-from attnplug.host import BatchPlan, FastestBackend, Schedule, turns
+from attnplug.host import BatchPlan, FastestBackend, Schedule, TypicalLens, turns
 from attnplug_engine import SamplingParams
 from attnplug_engine.by_length import ByLength
 from attnplug_engine.request import Request, StepEntry
@@ -96,9 +96,18 @@ def statements(requests: int) -> dict[str, tuple[str, dict[str, Any]]]:
     table = torch.zeros(requests, CONTEXT // 64, dtype=torch.int32)
     known = Geometry.of_lengths(ForwardMode.DECODE, table, [1] * requests, lengths, 64)
     unknown = Geometry(
-        ForwardMode.DECODE, table, known.seq_lens, 64, rows=requests, max_seq_len=CONTEXT, max_new=1, typical_len=900
+        ForwardMode.DECODE,
+        table,
+        known.seq_lens,
+        64,
+        rows=requests,
+        max_seq_len=CONTEXT,
+        max_new=1,
+        typical=TypicalLens.of(lengths),
     )
-    graphs = ByLength(turns(backend, ForwardMode.DECODE, requests, 1), CONTEXT, lambda length: length)
+    graphs = ByLength(
+        lambda ragged: turns(backend, ForwardMode.DECODE, requests, 1, ragged), CONTEXT, lambda typical: typical
+    )
     batch, q = ForwardBatch(unknown), torch.zeros(requests, 1, 8)
     backend.init_cuda_graph_state(requests, requests)
     backend.init_forward_metadata_out_graph(batch, in_capture=True)

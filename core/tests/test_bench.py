@@ -22,7 +22,7 @@ from attnplug.tune.results import Results, Row, compare, read_results, row_of, s
 from support.plugins import Install
 from support.tuning import FakeClock, tasks, toys
 
-ROW = Row("fast", "mha 4/2 heads of 16", "decode", 1, 64, 1, 10.0, 9.8, 10.2, 5.0)
+ROW = Row("fast", "mha 4/2 heads of 16", "decode", 1, 64, 1, False, 10.0, 9.8, 10.2, 5.0)
 HEADER = {"device": "a GPU", "versions": {"torch": "2.11"}, "commit": "abc"}
 
 
@@ -38,7 +38,7 @@ def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "[]", '{"schema": 2}', '{"schema": 1}', '{"schema": 1, "rows": [{}], "failed": []}']
+    "text", ["", "[]", '{"schema": 1}', '{"schema": 2}', '{"schema": 2, "rows": [{}], "failed": []}']
 )
 def test_a_file_that_holds_no_results_is_refused_by_name(text: str, tmp_path: Path) -> None:
     path = tmp_path / "odd.json"
@@ -55,6 +55,7 @@ def test_a_file_that_holds_no_results_is_refused_by_name(text: str, tmp_path: Pa
         {"us": 10**400},
         {"low": float("nan")},
         {"requests": 1.5},
+        {"ragged": 0},
         {"length": 0},
         {"low": 9e9},
         {"layer": "\x1b[31m"},
@@ -106,8 +107,9 @@ def test_results_of_two_devices_are_not_compared() -> None:
 
 
 def test_equal_lengths_are_not_compared_with_ragged_ones() -> None:
-    with pytest.raises(UsageError, match="--ragged"):
-        compare(results(ROW, ragged=False), results(ROW, ragged=True))
+    even, ragged = (replace(ROW, requests=4, ragged=kind) for kind in (False, True))
+    found = compare(results(ROW, even), results(ROW, ragged))
+    assert found.common == 1 and "4 × 64" in found.gone[0]
 
 
 def test_results_without_anything_in_common_are_not_equal() -> None:

@@ -122,7 +122,7 @@ def test_a_backend_that_ends_its_process_does_not_end_the_command(
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [("{", "is not JSON"), ('{"schema": 2, "device": "Other", "sm": 0, "tables": []}', "was measured on Other")],
+    [("{", "is not JSON"), ('{"schema": 3, "device": "Other", "sm": 0, "tables": []}', "was measured on Other")],
 )
 def test_a_file_that_cannot_be_added_to_is_told_before_anything_is_measured(
     content: str, reason: str, attnplug: Attnplug, clock: FakeClock, tmp_path: Path

@@ -41,6 +41,7 @@ from attnplug.host import (
     SplitBackend,
     TorchNativeBackend,
     Turn,
+    TypicalLens,
     WorkspaceOwner,
     merged_turns,
     plan_alike,
@@ -86,15 +87,15 @@ class TestWhoPlans:
             (batch([101]), "long"),
             (batch([10, 400, 10]), "long"),  # 140 each
             (batch([10, 200, 10]), "short"),
-            (batch([500], host=None, typical_len=90), "short"),
-            (batch([90], host=None, typical_len=500), "long"),
+            (batch([500], host=None, typical=TypicalLens(90, 500)), "short"),
+            (batch([90], host=None, typical=TypicalLens(500, 500)), "long"),
             (batch([90], host=None, max_seq_len=500), "long"),
-            (batch([90], typical_len=500), "short"),
+            (batch([90], typical=TypicalLens(500, 500)), "long"),
             (batch([], ForwardMode.IDLE), "short"),
         ],
     )
     def test_a_batch_is_planned_by_the_fastest_for_its_mean_length(self, given: ForwardBatch, who: str) -> None:
-        """By exact lengths if the host has them, else by those that it thinks typical, else by their bound."""
+        """By what the host says is typical, else by exact lengths if it has them, else by their bound."""
         plan = self.both.init_forward_metadata(given)
         assert plan.planner is self.both.backend_id and plan.makers() == [who]
         captured = self.both.init_forward_metadata_out_graph(given, in_capture=True)
@@ -107,7 +108,7 @@ class TestWhoPlans:
 
     def test_the_plan_of_a_graph_is_made_once_if_its_child_makes_it_once(self) -> None:
         """A replay costs no more than a look; another plan of the child's is another plan."""
-        given = batch([50], host=None, typical_len=50)
+        given = batch([50], host=None, typical=TypicalLens(50, 50))
         one, other = (Plan(self.short.backend_id, DECODE, 1, None) for _ in range(2))
         made = iter([one, one, other, one])
         self.short.init_forward_metadata_out_graph = lambda forward_batch, in_capture: next(made)
@@ -115,6 +116,20 @@ class TestWhoPlans:
         found = [both.init_forward_metadata_out_graph(given, in_capture=capture) for capture in (True, *[False] * 3)]
         assert [plan.parts for plan in found] == [(one,), (one,), (other,), (one,)]
         assert found[0] is found[1] is found[3]
+
+    def test_requests_that_differ_have_a_fastest_backend_of_their_own(self) -> None:
+        """On the host, by what is typical, and in the turns that are captured."""
+        schedule = Schedule(
+            {"even": {(8, 64, 1): 1.0, (8, 64, 1, True): 3.0}, "ragged": {(8, 64, 1): 2.0, (8, 64, 1, True): 2.0}}
+        )
+        both = FastestBackend({name: Recorder(name) for name in ("even", "ragged")}, {Role.DECODE: schedule})
+        alike, differing = [64] * 8, [32, 40, 48, 60, 70, 80, 90, 96]
+        for lengths, who in ((alike, "even"), (differing, "ragged")):
+            assert both.fastest(batch(lengths).geometry) == who
+            assert both.fastest(batch(alike, host=None, typical=TypicalLens.of(lengths)).geometry) == who
+        assert [turns(both, DECODE, 8, 1, ragged) for ragged in (False, True)] == [
+            (Turn(EVERY_LENGTH, (who,)),) for who in ("even", "ragged")
+        ]
 
     def test_requests_and_new_tokens_count_too(self) -> None:
         """A verify of a few tokens may have another fastest backend than a decode of as many requests."""
@@ -357,6 +372,7 @@ def reference(q: Tensor, rows: Tensor, width: int, scale: float) -> Tensor:
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(late, float("-inf")).softmax(-1), values)
 
 
-def test_a_negative_typical_length_is_refused() -> None:
-    with pytest.raises(PlanError, match="typical_len=-1 may not be negative"):
-        batch([4], typical_len=-1)
+@pytest.mark.parametrize("lens", [(-1, 4), (5, 4)])
+def test_typical_lengths_that_cannot_be_are_refused(lens: tuple[int, int]) -> None:
+    with pytest.raises(PlanError, match=r"TypicalLens.*: give 0 <= mean <= longest"):
+        batch([4], typical=TypicalLens(*lens))

@@ -60,7 +60,7 @@ CROSSING: dict[str, Times] = {
 
 
 def table(name: str, times: Times, role: Role = Role.DECODE, **changes: Any) -> MeasuredTable:
-    rows = tuple(Measurement(*point, time, time, time) for point, time in times.items())
+    rows = tuple(Measurement(*point, False, time, time, time) for point, time in times.items())
     fields = {"shape": SHAPE, "versions": {f"{name}-dist": "1.2"}, "measured": "2026-11-16", **changes}
     return MeasuredTable(BOARD.name, BOARD.sm, name, role, rows=rows, **fields)
 
@@ -354,9 +354,9 @@ def test_what_ships_can_be_read_and_is_found_by_its_name() -> None:
     ("content", "line"),
     [
         ("{", "is not JSON"),
-        ('{"schema": 7}', "it has schema 7, and this attnplug reads 2; it is not used"),
+        ('{"schema": 7}', "it has schema 7, and this attnplug reads 3; it is not used"),
         (
-            '{"schema": 2, "device": "B", "sm": 80, "tables": []}',
+            '{"schema": 3, "device": "B", "sm": 80, "tables": []}',
             "measured on B (SM 80), and this is Acme Board 3 (SM 90)",
         ),
     ],
@@ -473,7 +473,7 @@ def test_a_third_partys_backend_takes_part_without_doing_anything(attnplug: Attn
                 name,
                 role,
                 replace(shape, kv_dtype=DType.FLOAT32),
-                ((1, 4096, 1, time, time, time),),
+                ((1, 4096, 1, False, time, time, time),),
                 {distribution: version},
                 "2026-11-16",
             )

@@ -8,13 +8,15 @@ import math
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from attnplug.declare.schedule import EVERY_LENGTH, Point, Schedule
+from attnplug.declare.schedule import EVERY_LENGTH, Point, Schedule, TypicalLens, is_ragged
 
 SHORT_AND_LONG = Schedule(
     {"short": {(1, 100, 1): 1.0, (1, 10000, 1): 9.0}, "long": {(1, 100, 1): 3.0, (1, 10000, 1): 3.0}}
 )
 
-POINTS = st.builds(Point, st.integers(1, 300), st.integers(1, 1 << 17), st.integers(1, 300))
+POINTS = st.builds(Point, st.integers(1, 300), st.integers(1, 1 << 17), st.integers(1, 300), st.booleans()).map(
+    lambda point: point._replace(ragged=point.ragged and point.requests > 1)
+)
 TIMES = st.floats(0.5, 5000).map(lambda time: round(time, 1))
 
 
@@ -45,19 +47,21 @@ def test_at_a_measured_point_it_is_the_one_measured_fastest(schedule: Schedule) 
 
 
 @settings(max_examples=60)
-@given(schedules(), st.integers(1, 400), st.integers(1, 400), st.lists(st.integers(1, 1 << 18), max_size=5))
+@given(
+    schedules(), st.integers(1, 400), st.integers(1, 400), st.booleans(), st.lists(st.integers(1, 1 << 18), max_size=5)
+)
 def test_crossings_agree_with_expected_times_everywhere(
-    schedule: Schedule, requests: int, tokens: int, lengths: list[int]
+    schedule: Schedule, requests: int, tokens: int, ragged: bool, lengths: list[int]
 ) -> None:
-    crossings = schedule.crossings(requests, tokens)
+    crossings = schedule.crossings(requests, tokens, ragged)
     assert [upto for upto, _ in crossings] == sorted({upto for upto, _ in crossings})
     assert crossings[-1][0] == EVERY_LENGTH
     assert all(one != following for (_, one), (_, following) in itertools.pairwise(crossings))
     beside = [upto + more for upto, _ in crossings[:-1] for more in (0, 1)]
     for length in (*lengths, *beside):
         name = next(name for upto, name in crossings if length <= upto)
-        assert schedule.fastest(requests, length, tokens) == name
-        expected = schedule.expected(requests, length, tokens)
+        assert schedule.fastest(requests, length, tokens, ragged) == name
+        expected = schedule.expected(requests, length, tokens, ragged)
         low = min(expected.values())
         assert expected[name] == low or math.isclose(expected[name], low, rel_tol=1e-9)
 
@@ -66,6 +70,28 @@ def test_between_points_times_are_linear_in_logarithms() -> None:
     assert math.isclose(SHORT_AND_LONG.expected(1, 1000, 1)["short"], 3.0)
     (crossing, first), (_, second) = SHORT_AND_LONG.crossings(1, 1)
     assert (first, second) == ("short", "long") and crossing in (999, 1000)  # equal at 1000, but for rounding
+
+
+def test_requests_that_differ_are_a_grid_of_their_own_but_for_one_request() -> None:
+    at = {(1, 64, 1): (1, 2), (4, 64, 1): (1, 2), (4, 64, 1, True): (4, 1)}
+    schedule = Schedule({name: {point: float(each[n]) for point, each in at.items()} for n, name in enumerate("ab")})
+    assert [schedule.fastest(requests, 64, 1, True) for requests in (1, 4, 8)] == ["a", "b", "b"]
+    assert [schedule.fastest(requests, 64, 1) for requests in (1, 4, 8)] == ["a", "a", "a"]
+    assert math.isclose(schedule.expected(2, 64, 1, True)["b"], math.sqrt(2))
+    assert schedule.told(4, 1) == "a; of different lengths b"
+
+
+def test_where_only_one_kind_was_measured_it_stands_for_both() -> None:
+    for kind in (False, True):
+        schedule = Schedule({"a": {(4, 64, 1, kind): 2.0}, "b": {(4, 64, 1, kind): 1.0}})
+        assert {schedule.fastest(4, 64, 1, ragged) for ragged in (False, True)} == {"b"}
+
+
+@given(st.integers(0, 1 << 20), st.booleans())
+def test_typical_lengths_around_a_mean_are_told_apart(mean: int, ragged: bool) -> None:
+    """What is captured for one kind is planned as that kind."""
+    assert is_ragged(*TypicalLens.around(mean, ragged=ragged)) is (ragged and mean > 0)
+    assert not is_ragged(*TypicalLens.of([])) and TypicalLens.of([4, 8]) == (6, 8)
 
 
 def test_beyond_what_was_measured_it_stays_as_at_the_border() -> None:

@@ -19,7 +19,7 @@ SHAPE = LayerShape(AttentionKind.MLA, 16, 1, 576, 512, DType.BFLOAT16, DType.FLO
 
 
 def row(requests: int, microseconds: float = 7.0) -> Measurement:
-    return Measurement(requests, 4096, 1, microseconds, microseconds - 0.5, microseconds + 0.25)
+    return Measurement(requests, 4096, 1, False, microseconds, microseconds - 0.5, microseconds + 0.25)
 
 
 def table(**changes: Any) -> MeasuredTable:
@@ -37,7 +37,7 @@ def test_what_is_written_is_read_again(path: Path) -> None:
     write_tables(path, tables)
     read = read_tables(path)
     assert (read.device, read.sm, read.tables) == ("NVIDIA H200", 90, tables)
-    assert json.loads(path.read_text())["schema"] == 2
+    assert json.loads(path.read_text())["schema"] == 3
 
 
 def test_rows_are_added_and_replaced(path: Path) -> None:
@@ -119,7 +119,7 @@ def _changed(change: Any) -> Any:
     ("damage", "reason"),
     [
         (lambda content: [content], "not an object"),
-        (_changed(lambda c: c.update(schema=1)), "it has schema 1, and this attnplug reads 2"),
+        (_changed(lambda c: c.update(schema=1)), "it has schema 1, and this attnplug reads 3"),
         (_changed(lambda c: c.pop("schema")), "it has schema None"),
         (_changed(lambda c: c.pop("device")), "the file lacks device"),
         (_changed(lambda c: c.update(more=1)), "the file has unknown keys more"),
@@ -128,8 +128,16 @@ def _changed(change: Any) -> Any:
         (_changed(lambda c: c["tables"].append(3)), "a table=3 must be an object"),
         (_changed(lambda c: c["tables"][0].update(role="pilot")), "role holds 'pilot'"),
         (_changed(lambda c: c["tables"][0].update(rows=[[1, 4096, 1, 7.0]])), "write \\(requests, length"),
-        (_changed(lambda c: c["tables"][0].update(rows=[[1, 4096, 1, float("nan"), 1, 1]])), "all above 0"),
-        (_changed(lambda c: c["tables"][0].update(rows=[[1, 4096, 1, 10**400, 1, 1]])), "all above 0 and below"),
+        (
+            _changed(lambda c: c["tables"][0].update(rows=[[1, 4096, 1, False, float("nan"), 1, 1]])),
+            "above 0",
+        ),
+        (
+            _changed(lambda c: c["tables"][0].update(rows=[[1, 4096, 1, False, 10**400, 1, 1]])),
+            "above 0 and below",
+        ),
+        (_changed(lambda c: c["tables"][0].update(rows=[[2, 4096, 1, 1, 7.0, 7, 7]])), "ragged is true or false"),
+        (_changed(lambda c: c["tables"][0].update(rows=[[1, 4096, 1, True, 7.0, 7, 7]])), "false of one request"),
         (_changed(lambda c: c["tables"][0].update(rows=[])), "has no rows"),
         (_changed(lambda c: c["tables"][0].update(failed="boom")), "a table has unknown keys rows"),
         (_changed(lambda c: c["tables"].append({**c["tables"].pop(), "failed": 3})), "a table has unknown keys rows"),

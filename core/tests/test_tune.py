@@ -17,7 +17,6 @@ from attnplug.tune.clock import HostClock
 from attnplug.tune.measure import Failed, Job, Outcome, Skipped, Timed, run_job
 from attnplug.tune.points import Point, parse_points
 from attnplug.tune.shapes import parse_shapes, tasks_of
-from attnplug.tune.stage import lengths_at
 from attnplug.tune.tuning import Tuned, not_yet, tables_of, tune
 from support.plugins import Install
 from support.tuning import FakeClock, problem, tasks, toys
@@ -42,7 +41,7 @@ def test_a_measurement_is_the_median_of_a_call_with_its_quartiles(install: Insta
     registry = toys(install, "toy")
     (timed, *_) = run_job(job(registry, "toy"), registry, FakeClock({"toy": constant(100)}))
     assert isinstance(timed, Timed)
-    assert timed.measured[:3] == (1, 64, 1) and timed.measured[3:] == pytest.approx((100, 95, 105))
+    assert timed.measured[:4] == (1, 64, 1, False) and timed.measured[4:] == pytest.approx((100, 95, 105))
 
 
 def test_what_lies_between_captured_calls_is_no_part_of_their_time(install: Install, monkeypatch) -> None:
@@ -69,10 +68,10 @@ def test_every_sort_of_layer_runs_in_every_role(model: str, install: Install) ->
 def test_requests_that_differ_have_the_mean_of_their_point(install: Install) -> None:
     registry = toys(install)
     clock = FakeClock({"torch_native": constant(1)}, runs=True)
-    ragged = job(registry, "torch_native", *parse_points("4x64"), ragged=True)
-    assert [type(each) for each in run_job(ragged, registry, clock)] == [Timed]
-    (task,) = ragged.tasks
-    assert lengths_at(task, ragged=True) == (32, 53, 75, 96)
+    ragged = job(registry, "torch_native", *parse_points("4x~64"))
+    (timed,) = run_job(ragged, registry, clock)
+    assert isinstance(timed, Timed) and timed.measured[:4] == (4, 64, 1, True)
+    assert timed.task.point.lengths == (32, 53, 75, 96)
 
 
 def test_tables_of_what_was_measured_say_where_backends_cross(install: Install) -> None:
@@ -82,7 +81,7 @@ def test_tables_of_what_was_measured_say_where_backends_cross(install: Install) 
     jobs = [job(registry, name, *parse_points("1x64,1x256")) for name in ("flat", "steep")]
     results = tune(jobs, 100, measured_by(clock, registry))
     tables = [table for each in results for table in tables_of(each, HERE, {"torch": "2"}, "2026-11-16")]
-    times = {table.backend: {row[:3]: row.microseconds for row in table.rows} for table in tables}
+    times = {table.backend: {row[:4]: row.microseconds for row in table.rows} for table in tables}
     schedule = Schedule(times)
     assert [schedule.fastest(1, length, 1) for length in (64, 159, 161, 256)] == ["steep", "steep", "flat", "flat"]
     assert {table.role for table in tables} == {Role.DECODE} and {table.device for table in tables} == {"a processor"}

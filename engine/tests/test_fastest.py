@@ -21,6 +21,7 @@ from attnplug.host import (
     HostContext,
     Selection,
     Turn,
+    TypicalLens,
     load_model,
     load_registry,
     read_tables,
@@ -182,18 +183,32 @@ def entries(*lengths: int) -> list[StepEntry]:
 class TestByLength:
     TURNS = (Turn(4, ("a",)), Turn(9, ("b",)), Turn(30, ("a",)), Turn(EVERY_LENGTH, ("c",)))
 
-    def captured(self, context: int) -> tuple[ByLength[int | None], list[int | None]]:
-        asked: list[int | None] = []
+    RAGGED = (Turn(9, ("a",)), Turn(EVERY_LENGTH, ("d",)))
 
-        def capture(typical_len: int | None) -> int | None:
-            asked.append(typical_len)
-            return typical_len
+    def captured(
+        self, context: int, *, ragged: tuple[Turn, ...] = TURNS
+    ) -> tuple[ByLength[int | None], list[TypicalLens | None]]:
+        asked: list[TypicalLens | None] = []
 
-        return ByLength(self.TURNS, context, capture), asked
+        def capture(typical: TypicalLens | None) -> int | None:
+            asked.append(typical)
+            return None if typical is None else typical.mean
+
+        return ByLength(lambda kind: ragged if kind else self.TURNS, context, capture), asked
 
     def test_each_backend_is_captured_once_for_a_length_at_which_it_is_the_fastest(self):
         found, asked = self.captured(100)
-        assert list(found.captured) == [("a",), ("b",), ("c",)] and asked == [2, 6, 55]
+        assert list(found.captured) == [("a",), ("b",), ("c",)] and asked == [(2, 2), (6, 6), (55, 55)]
+
+    def test_requests_that_differ_are_captured_for_their_own_backends(self):
+        found, asked = self.captured(100, ragged=self.RAGGED)
+        assert list(found.captured) == [("a",), ("b",), ("c",), ("d",)] and asked[-1] == (31, 47)
+        lengths = ((50, 50), (20, 80), (2, 4), (6, 6))
+        assert [found.fitting(entries(*each)) for each in lengths] == [55, 31, 2, 6]
+
+    def test_one_backend_for_equal_and_another_for_ragged_requests_is_a_choice(self):
+        found, asked = self.captured(4, ragged=(Turn(EVERY_LENGTH, ("d",)),))
+        assert list(found.captured) == [("a",), ("d",)] and asked == [(2, 2), (2, 3)]
 
     def test_turns_past_the_context_are_not_captured(self):
         assert [len(self.captured(context)[1]) for context in (4, 5, 30, 31)] == [1, 2, 2, 3]
@@ -227,11 +242,11 @@ class TestRanks:
 
 def test_batches_say_how_long_their_requests_are_about(monkeypatch):
     """In every mode that an engine runs, also of a draft, and where the lengths are on the device alone."""
-    seen: dict[ForwardMode, list[int | None]] = {}
+    seen: dict[ForwardMode, list[TypicalLens | None]] = {}
 
     class Watching(FastestBackend):
         def fastest(self, geometry: Any) -> str:
-            seen.setdefault(geometry.mode, []).append(geometry.typical_len)
+            seen.setdefault(geometry.mode, []).append(geometry.typical)
             return super().fastest(geometry)
 
     monkeypatch.setattr("attnplug.choose.assembly.FastestBackend", Watching)
@@ -240,4 +255,4 @@ def test_batches_say_how_long_their_requests_are_about(monkeypatch):
     one.generate(PROMPTS[:1], max_tokens=8)
     engine().generate(PROMPTS[:1], max_tokens=3)
     assert seen.keys() >= {ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMode.DECODE}
-    assert all(7 <= length <= LONGEST for lengths in seen.values() for length in lengths)
+    assert all(7 <= lens.mean <= lens.longest <= LONGEST for each in seen.values() for lens in each)

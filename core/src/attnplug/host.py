@@ -77,6 +77,8 @@ if TYPE_CHECKING:
     from attnplug.declare.problem import model_dtype as model_dtype
     from attnplug.declare.schedule import EVERY_LENGTH as EVERY_LENGTH
     from attnplug.declare.schedule import Schedule as Schedule
+    from attnplug.declare.schedule import TypicalLens as TypicalLens
+    from attnplug.declare.schedule import is_ragged as is_ragged
     from attnplug.declare.settings import Render as Render
     from attnplug.hf.config_keys import Config as Config
     from attnplug.hf.config_keys import ModelConfigError as ModelConfigError
@@ -186,7 +188,7 @@ _MODULES = {
     "declare.model": ("LinearDims", "MLADims"),
     "declare.options": ("parse_options", "split_settings"),
     "declare.problem": ("model_dtype",),
-    "declare.schedule": ("EVERY_LENGTH", "Schedule"),
+    "declare.schedule": ("EVERY_LENGTH", "Schedule", "TypicalLens", "is_ragged"),
     "declare.settings": ("Render",),
     "hf.config_keys": ("Config", "ModelConfigError", "show"),
     "hf.json_files": ("MOST_BYTES", "read_json_object", "read_text", "regular_size"),

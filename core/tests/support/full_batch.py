@@ -8,7 +8,7 @@ import torch
 
 from attnplug import BackendId, ForwardBatch, ForwardMode, Geometry, Plan, RaggedCall, SelectedPositions
 from attnplug.contract.sparse import LayerChoice
-from attnplug.host import BatchPlan, HostLengths, PlanRecord
+from attnplug.host import BatchPlan, HostLengths, PlanRecord, TypicalLens
 
 
 def value_of(field: dataclasses.Field) -> object:
@@ -34,7 +34,8 @@ def value_of(field: dataclasses.Field) -> object:
         return BatchPlan(Plan(BackendId("whole"), ForwardMode.EXTEND, tokens, None))
     if field.name == "choice":
         return LayerChoice(0, SelectedPositions(torch.zeros(tokens, 2, dtype=torch.int32)))
-    return {"int": 9, "int | None": 9, "bool": True, "PlanRecord | None": PlanRecord(3, 6, False)}[field.type]
+    more = {"PlanRecord | None": PlanRecord(3, 6, False), "TypicalLens | None": TypicalLens(8, 9)}
+    return {"int": 9, "int | None": 9, "bool": True, **more}[field.type]
 
 
 GEOMETRY, FIELDS = dataclasses.fields(Geometry), dataclasses.fields(ForwardBatch)

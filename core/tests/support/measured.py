@@ -27,7 +27,9 @@ def measured_twins(monkeypatch: pytest.MonkeyPatch, folder: Path, layer: LayerSp
             name,
             role,
             LayerShape.of(layer, dtype, dtype, 64),
-            tuple(Measurement(1, length, 1, *[time] * 3) for length, time in zip((8, 64), times[name], strict=True)),
+            tuple(
+                Measurement(1, length, 1, False, *[time] * 3) for length, time in zip((8, 64), times[name], strict=True)
+            ),
             versions_of(twins[name], here),
             "2026-11-16",
         )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from attnplug import ForwardBatch, ForwardMode, Geometry, GraphLevel, to_device
-from attnplug.host import ModelAttention, PageAllocator, SlotTable, turns
+from attnplug.host import ModelAttention, PageAllocator, SlotTable, TypicalLens, turns
 from attnplug_engine import kernels
 from attnplug_engine.by_length import ByLength
 from attnplug_engine.capture import Capture
@@ -85,11 +85,14 @@ class DecodeGraphs:
 
     def capture(self, size: int, capture: Capture) -> Sequence[CapturedStep]:
         """Capture the step of ``size`` requests, for each backend that plans such a step at some length."""
-        who = turns(self._attention.backend, ForwardMode.DECODE, size, 1)
-        self._steps[size] = ByLength(who, self._context, lambda length: self._capture(size, capture, length))
+        self._steps[size] = ByLength(
+            lambda ragged: turns(self._attention.backend, ForwardMode.DECODE, size, 1, ragged),
+            self._context,
+            lambda typical: self._capture(size, capture, typical),
+        )
         return list(self._steps[size].captured.values())
 
-    def _capture(self, size: int, capture: Capture, typical_len: int | None) -> CapturedStep:
+    def _capture(self, size: int, capture: Capture, typical: TypicalLens | None) -> CapturedStep:
         """Capture a step whose requests are all padded; its batch is planned and marked here (B2)."""
         inputs, states = self.inputs, self.inputs.state_slots[:size] if self._has_states else None
         geometry = Geometry(
@@ -103,7 +106,7 @@ class DecodeGraphs:
             state_slots=states,
             captured=True,
             table_rows=inputs.rows[:size],
-            typical_len=typical_len,
+            typical=typical,
         )
         batch = ForwardBatch(geometry)
         logits: list[Tensor] = []

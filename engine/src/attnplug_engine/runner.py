@@ -32,6 +32,7 @@ from attnplug.host import (
     ModelAttention,
     Parallel,
     Selection,
+    TypicalLens,
     WorkspaceOwner,
     apply_skip_attn_backend_init,
     build_selection,
@@ -288,7 +289,7 @@ class ModelRunner:
             exact, counts = self._exact_extend, [len(entry.token_ids) for entry in entries]
             positions = [position for entry in entries for position in entry.positions]
         lengths, longest = list(map(add, starts, counts)), max(counts)
-        uniform = len(tokens) == longest * len(entries)
+        uniform, typical = len(tokens) == longest * len(entries), TypicalLens.of(lengths)
         ids = to_device(tokens + positions, self.device)
         page_table, seq_lens = self.table.batch(step.rows)
         if self.capacity.spare:  # rows of the table reach past their tokens then
@@ -299,13 +300,13 @@ class ModelRunner:
             seq_lens,
             self.capacity.page_size,
             rows=len(tokens),
-            max_seq_len=max(lengths),
+            max_seq_len=typical.longest,
             max_new=longest,
             new_lens=None if uniform else to_device(counts, self.device, np.int32),
             host=HostLengths(counts, lengths) if exact else None,
             state_slots=None if self.pools.linear is None else to_device(step.state_slots, self.device),
             table_rows=None if self.coordinator is None else to_device(step.rows, self.device),
-            typical_len=sum(lengths) // len(lengths),
+            typical=typical,
         )
         self._fill_in(ids, tokens, step)
         return ForwardBatch(geometry, ids[: len(tokens)], ids[len(tokens) :])

@@ -208,8 +208,6 @@ def _declare_bench(commands: Commands[argparse.ArgumentParser]) -> None:
     parser = add_command(commands, "bench", text, call)
     _add_measuring_options(parser)
     parser.add_argument("--against", metavar="raw", help="measure the backends' libraries too, called directly")
-    text = "lengths from half to one and a half of a point's, in place of equal ones"
-    parser.add_argument("--ragged", action="store_true", help=text)
     parser.add_argument("--out", metavar="FILE", help="write the results as JSON, to be compared")
     parser.add_argument("--plot", metavar="FILE", help="draw the results as SVG")
     text = "compare two results: exits with 1 if something became slower beyond noise"
@@ -222,7 +220,10 @@ def _add_measuring_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="CONFIG", help=text)
     text = "in place of a model, layers such as mla:16,gqa:32/8x128 (heads, KV heads, width)"
     parser.add_argument("--shapes", metavar="LAYERS", help=text)
-    text = "in place of a grid: 64x4096 decodes, 64x4096v4 verifies 4 tokens, 1x8k+512 prefills 512 after 8192 rows"
+    text = (
+        "in place of a grid: 64x4096 decodes, 64x~4096 with lengths around that, 64x4096v4 verifies 4 tokens, 1x8k+512 "
+        "prefills 512 after 8192 rows"
+    )
     parser.add_argument("--points", metavar="POINTS", help=text)
     text = "backends to measure, auto included where it is to be compared (default: all that are usable)"
     parser.add_argument("--backends", metavar="A,B", help=text)

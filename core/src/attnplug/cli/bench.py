@@ -26,7 +26,7 @@ from attnplug.tune.results import Comparison, Results, compare, read_results, ro
 
 _OF_MEASURING = (
     *("model", "shapes", "points", "backends", "device", "dtype", "kv_dtype", "page_size", "backend_option"),
-    *("max_batch", "max_context", "speculative_tokens", "against", "ragged", "out", "plot"),
+    *("max_batch", "max_context", "speculative_tokens", "against", "out", "plot"),
 )
 
 
@@ -42,12 +42,12 @@ def bench(parsed: argparse.Namespace) -> int:
     check_file(parsed.plot)
     plan = read_plan(parsed)
     names = plan.chosen(parsed.backends, parsed.render)
-    jobs = [plan.job(name, raw=parsed.against == "raw", ragged=parsed.ragged) for name in names]
+    jobs = [plan.job(name, raw=parsed.against == "raw") for name in names]
     rate = bandwidth(plan.device)
     if plan.device.type == "cuda":
         torch.cuda.empty_cache()  # for the processes that measure
     rows, failed = [], []
-    header = _header(plan, names, rate, ragged=parsed.ragged)
+    header = _header(plan, names, rate)
     try:
         with terminated_in_order(), watched(sum(len(job.tasks) for job in jobs), shown=not parsed.json) as watching:
             for job in jobs:
@@ -72,7 +72,7 @@ def bench(parsed: argparse.Namespace) -> int:
     return 1 if not rows or any(isinstance(each, Failed) for each in failed) else 0
 
 
-def _header(plan: Plan, names: tuple[str, ...], rate: float, *, ragged: bool) -> Mapping[str, object]:
+def _header(plan: Plan, names: tuple[str, ...], rate: float) -> Mapping[str, object]:
     versions: dict[str, str] = {}
     for name in names:
         if name != AUTO:
@@ -85,7 +85,6 @@ def _header(plan: Plan, names: tuple[str, ...], rate: float, *, ragged: bool) ->
         "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "bandwidth_gb_per_s": rate / 1e9,
-        "ragged": ragged,
     }
 
 

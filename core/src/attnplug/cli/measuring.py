@@ -51,11 +51,9 @@ class Plan:
     notes: tuple[str, ...]
     """What cannot be measured of the models."""
 
-    def job(self, backend: str, *, raw: bool = False, ragged: bool = False) -> Job:
+    def job(self, backend: str, *, raw: bool = False) -> Job:
         settings = self.settings.get(backend, {})
-        return Job(
-            backend, self._tasks(backend), str(self.device), self.max_context, settings=settings, raw=raw, ragged=ragged
-        )
+        return Job(backend, self._tasks(backend), str(self.device), self.max_context, settings=settings, raw=raw)
 
     def _tasks(self, backend: str) -> tuple[Task, ...]:
         if backend != AUTO:
@@ -113,7 +111,7 @@ def read_plan(parsed: argparse.Namespace) -> Plan:
         points = default_points(device.type, batch, context, parsed.speculative_tokens)
     else:
         points = parse_points(parsed.points)
-        context = max(context, *(point.length for point in points))
+        context = max(context, *(point.lengths[-1] for point in points))
     problems = tuple(_problem(parsed, model, device.type, sm) for model in models)
     notes = [f"{model.name}: {what} are not measured" for model in models for what in layers_to_measure(model)[1]]
     processor = this_processor(device.type) or Processor(torch.cuda.get_device_name(device), sm or 0)

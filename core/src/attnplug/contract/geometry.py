@@ -19,6 +19,7 @@ from attnplug.contract.mode import ForwardMode
 from attnplug.contract.ragged import RaggedCall
 from attnplug.contract.splitting import divide, pad, padded, split_by
 from attnplug.declare.errors import PlanError
+from attnplug.declare.schedule import TypicalLens
 from attnplug.machine.transfer import to_device
 
 _UNCUT = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY)
@@ -88,9 +89,9 @@ class Geometry:
     table_rows: Tensor | None = split_by("request", pad=-1, default=None)
     """``[requests]`` int64 on the device: each request's row of the slot table, the same for as long as it runs. A
     coordinator finds by it what it keeps for the request. Rows that the table does not have are padded requests'."""
-    typical_len: int | None = split_by("shared", default=None)
-    """About how many cache rows a request has, if the host knows. Planners may tune by it and never rely on it. Of a
-    captured batch it says for which lengths the graph is meant."""
+    typical: TypicalLens | None = split_by("shared", default=None)
+    """About how many cache rows the requests have, if the host knows. Planners may tune by it and never rely on it. Of
+    a captured batch it says for which lengths the graph is meant."""
 
     @classmethod
     def of_lengths(
@@ -150,8 +151,8 @@ class Geometry:
                 f"rows={self.rows}, max_new={self.max_new}, max_seq_len={self.max_seq_len}, step={self.step} and "
                 f"lane={self.lane}: none may be negative"
             )
-        if self.typical_len is not None and self.typical_len < 0:
-            raise PlanError(f"typical_len={self.typical_len} may not be negative; leave it out where you do not know")
+        if self.typical is not None and not 0 <= self.typical.mean <= self.typical.longest:
+            raise PlanError(f"{self.typical}: give 0 <= mean <= longest, or leave it out where you do not know")
         if tables != requests:
             raise PlanError(f"the batch has {requests} lengths, but {tables} rows in its page table")
         if new_lens is not None and new_lens.shape != lens:

@@ -69,12 +69,14 @@ class LayerShape:
 class Measurement(NamedTuple):
     """One call of one layer: the number of requests, each request's cache rows and new tokens, and the time.
 
-    ``microseconds`` is the median; half of the repetitions took between ``low`` and ``high``.
+    ``ragged`` says that requests differ, evenly from half to one and a half of these rows. ``microseconds`` is the
+    median; half of the repetitions took between ``low`` and ``high``.
     """
 
     requests: int
     length: int
     tokens: int
+    ragged: bool
     microseconds: float
     low: float
     high: float
@@ -86,8 +88,8 @@ class MeasuredTable:
 
     ``device`` is the GPU's name as its driver gives it, ``sm`` its compute capability; on a CPU, its name and 0.
     ``versions`` says what was measured: versions by distribution, and the driver's. ``measured`` is the day, such as
-    2026-11-16. Rows are given in any order, each (requests, length, tokens) once. A table of a backend that failed has
-    no rows, and in one line why: ``failed``. Only who measures on a machine can tell of failures there.
+    2026-11-16. Rows are given in any order, each (requests, length, tokens, ragged) once. A table of a backend that
+    failed has no rows, and in one line why: ``failed``. Only who measures on a machine can tell of failures there.
     """
 
     device: str
@@ -130,18 +132,22 @@ class MeasuredTable:
 def _rows(title: str, rows: Iterable[object]) -> Iterable[Measurement]:
     shapes = set()
     for row in rows:
-        if not isinstance(row, tuple | list) or len(row) != 6 or not all(map(_is_positive, row)):
+        if not isinstance(row, tuple | list) or len(row) != 7 or not all(map(_is_positive, (*row[:3], *row[4:]))):
             raise PluginError(
-                f"the table of {title} has row {row!r}; write (requests, length, tokens, microseconds, low, high), all "
-                f"above 0 and below {_MOST}"
+                f"the table of {title} has row {row!r}; write (requests, length, tokens, ragged, microseconds, low, "
+                f"high), all numbers above 0 and below {_MOST}"
             )
-        requests, length, tokens, *times = row
+        requests, length, tokens, ragged, *times = row
         if not all(type(count) is int for count in (requests, length, tokens)):
             raise PluginError(f"the table of {title} has row {row!r}; requests, length and tokens are whole numbers")
-        if (shape := (requests, length, tokens)) in shapes:
-            raise PluginError(f"the table of {title} has (requests, length, tokens) {shape} twice; keep one")
+        if type(ragged) is not bool or (ragged and requests == 1):
+            raise PluginError(
+                f"the table of {title} has row {row!r}; ragged is true or false, and false of one request"
+            )
+        if (shape := (requests, length, tokens, ragged)) in shapes:
+            raise PluginError(f"the table of {title} has (requests, length, tokens, ragged) {shape} twice; keep one")
         shapes.add(shape)
-        yield Measurement(requests, length, tokens, *map(float, times))
+        yield Measurement(requests, length, tokens, ragged, *map(float, times))
 
 
 def _is_positive(value: object) -> bool:

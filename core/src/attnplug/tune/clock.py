@@ -40,6 +40,8 @@ class Chain:
     """What the host does before replays of a graph."""
     host_counts: bool = False
     """Whether what the host takes for the calls counts, where it is slower than the device."""
+    planned_by: str = ""
+    """The backend that planned, where the side is a choice of several."""
 
 
 class Clock(Protocol):

@@ -51,18 +51,19 @@ class Job:
     """The backend's options, as given."""
     raw: bool = False
     """Whether the backend's library is measured too, called directly."""
-    ragged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """One task, measured in ``seconds``. ``compile_s`` beside them is what compiling its kernels took, if it had to."""
+    """One task, measured in ``seconds``. ``compile_s`` beside them is what compiling its kernels took, if it had to.
+    ``planned_by`` is the backend that ``auto`` took."""
 
     side: str
     task: Task
     measured: Measurement
     seconds: float = 0.0
     compile_s: float = 0.0
+    planned_by: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +96,7 @@ def run_job(job: Job, registry: Registry, clock: Clock) -> Iterator[Outcome]:
 
     Where it fails, its other tasks of that role and sort of layer are not tried.
     """
-    setup = Setup(torch.device(job.device), job.max_context, job.ragged)
+    setup = Setup(torch.device(job.device), job.max_context)
     spent, broken, gaps = 0.0, set[tuple[object, ...]](), dict[int, float]()
     for task in job.tasks:
         if spent >= job.seconds:
@@ -131,7 +132,7 @@ def _measured(
     found: list[Outcome] = []
     if _sort(side, task) in broken:
         return found
-    needed, have = stage_bytes(task, setup), memory_of(setup.device)
+    needed, have = stage_bytes(task), memory_of(setup.device)
     if needed > have:
         return [Skipped(side, task, f"it takes {needed / 2**30:.1f} GiB, and may take {have / 2**30:.1f} GiB")]
     began = clock.now()
@@ -162,9 +163,10 @@ def _timed(stage: Stage, chain: Chain, clock: Clock, began: float, gaps: dict[in
     low, middle, high = statistics.quantiles(times, n=4, method="inclusive") if len(times) > 1 else times * 3
     point = chain.task.point
     found = (round(time, 3) for time in (middle, low, high))
-    measured = Measurement(point.requests, point.length, point.tokens, *found)
+    measured = Measurement(point.requests, point.length, point.tokens, point.ragged, *found)
     compile_s = prepared if prepared > _COMPILING_S else 0.0
-    return Timed(chain.side, chain.task, measured, clock.now() - began - compile_s, compile_s)
+    chosen = chain.planned_by if chain.side == AUTO else ""
+    return Timed(chain.side, chain.task, measured, clock.now() - began - compile_s, compile_s, chosen)
 
 
 def _looked_at(stage: Stage, side: str) -> None:

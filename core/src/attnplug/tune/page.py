@@ -64,15 +64,16 @@ def _sides(points: Mapping[Point, Mapping[str, Row]]) -> list[str]:
 
 def _panels(layer: str, role: str, points: Mapping[Point, Mapping[str, Row]]) -> Iterator[Panel]:
     """A panel for every batch with three lengths or more, over these, and one for all other points."""
-    groups: dict[tuple[int, int], list[Point]] = {}
+    groups: dict[tuple[int, int, bool], list[Point]] = {}
     for point in points:
         if role != "prefill":
-            groups.setdefault((point.requests, point.tokens), []).append(point)
+            groups.setdefault((point.requests, point.tokens, point.ragged), []).append(point)
     alone = {key: group for key, group in groups.items() if len(group) >= 3}
-    for (requests, tokens), group in alone.items():
+    for (requests, tokens, ragged), group in alone.items():
         told = f"{requests} request{'s' * (requests > 1)}" + f", {tokens} tokens" * (tokens > 1)
+        rows = "cache rows of a request, half to one and a half of" if ragged else "cache rows of each request"
         series = _series({point: float(point.length) for point in group}, points)
-        yield Panel(f"{layer}: {told}", "cache rows of each request", "µs of a call", series)
+        yield Panel(f"{layer}: {told}", rows, "µs of a call", series)
     others = [point for point in points if not any(point in group for group in alone.values())]
     if others:
         places = {point: float(place) for place, point in enumerate(others, 1)}
@@ -88,7 +89,7 @@ def _short(point: Point) -> str:
     if point.role == "prefill":
         prefix = point.length - point.tokens
         return f"{point.requests}×{number(point.tokens)}" + f"+{number(prefix)}" * bool(prefix)
-    return f"{point.requests}×{number(point.length)}" + f"v{point.tokens}" * (point.tokens > 1)
+    return f"{point.requests}×{'~' * point.ragged}{number(point.length)}" + f"v{point.tokens}" * (point.tokens > 1)
 
 
 def _series(places: Mapping[Point, float], points: Mapping[Point, Mapping[str, Row]]) -> tuple[Series, ...]:
@@ -110,7 +111,7 @@ def fastest(rows: Sequence[Row]) -> Iterator[tuple[str, list[str], list[list[str
         lines = []
         for point, found in points.items():
             best = min(found.values(), key=lambda row: (row.us, row.side))
-            cells = [f"{found[side].us:.1f}" if side in found else "" for side in sides]
+            cells = [found[side].told if side in found else "" for side in sides]
             share = "" if best.share is None else f" ({best.share:.0%} of the limit)"
             lines.append([str(point), best.side + share, *cells])
         yield f"{role}: {layer}, µs of a call", ["point", "fastest", *sides], lines

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from attnplug.declare.errors import UsageError
@@ -16,37 +16,47 @@ PREFILLS = ((1, 512, 0), (1, 8192, 0), (1, 512, 8192), (8, 512, 0), (1, 2048, 0)
 """Requests, new tokens and prefix, the most telling first."""
 CPU_REQUESTS, CPU_LENGTHS = (1, 4, 16), (64, 256, 1024)
 CPU_PREFILLS = ((1, 32, 0), (1, 256, 0), (1, 32, 256), (4, 32, 0))
-_PATTERN = re.compile(r"(\d+)x(\d+)(k?)(?:\+(\d+)(k?)|v(\d+))?", re.ASCII)
+_PATTERN = re.compile(r"(\d+)x(~?)(\d+)(k?)(?:\+(\d+)(k?)|v(\d+))?", re.ASCII)
 _MOST_REQUESTS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Point:
-    """A batch of equal requests: how many, the cache rows of each with its new tokens included, and its new tokens.
+    """A batch of requests: how many, the cache rows of each with its new tokens included, and its new tokens.
 
-    A decode has one new token. A verify has the role decode, and more.
+    A decode has one new token. A verify has the role decode, and more. The requests of a ``ragged`` one differ, evenly
+    from half to one and a half of these rows.
     """
 
     role: Role
     requests: int
     length: int
     tokens: int = 1
+    ragged: bool = False
 
     @property
     def rows(self) -> int:
         """Rows of q."""
         return self.requests * self.tokens
 
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """The cache rows of each request."""
+        if not self.ragged:
+            return (self.length,) * self.requests
+        spread = [0.5 + place / (self.requests - 1) for place in range(self.requests)]
+        return tuple(max(round(self.length * part), self.tokens) for part in spread)
+
     def __str__(self) -> str:
         if self.role is Role.PREFILL:
             prefix = self.length - self.tokens
             return f"{self.requests} × {self.tokens} new" + f" after {prefix}" * bool(prefix)
-        return f"{self.requests} × {self.length}" + f", {self.tokens} tokens" * (self.tokens > 1)
+        return f"{self.requests} × {'~' * self.ragged}{self.length}" + f", {self.tokens} tokens" * (self.tokens > 1)
 
 
 def parse_points(text: str) -> tuple[Point, ...]:
-    """Points as a user writes them: ``64x4096`` decodes, ``64x4096v4`` verifies 4 tokens, ``1x8k+512`` prefills 512
-    tokens after 8192 rows. Commas separate them."""
+    """Points as a user writes them: ``64x4096`` decodes, ``64x~4096`` with different lengths around that,
+    ``64x4096v4`` verifies 4 tokens, ``1x8k+512`` prefills 512 tokens after 8192 rows. Commas separate them."""
     found = tuple(_parsed(part.strip()) for part in text.split(","))
     if len(set(found)) < len(found):
         raise UsageError(f"--points {text!r} names a point twice; keep one")
@@ -57,20 +67,22 @@ def _parsed(text: str) -> Point:
     match = _PATTERN.fullmatch(text)
     if match is None:
         raise UsageError(
-            f"--points: {text!r} is not a point; write 64x4096 (decode), 64x4096v4 (verify of 4 tokens) or 1x8k+512 "
-            "(prefill of 512 tokens after 8192 rows)"
+            f"--points: {text!r} is not a point; write 64x4096 (decode), 64x~4096 (with different lengths), 64x4096v4 "
+            "(verify of 4 tokens) or 1x8k+512 (prefill of 512 tokens after 8192 rows)"
         )
-    requests, length, thousand, new, new_thousand, drafts = match.groups()
+    requests, about, length, thousand, new, new_thousand, drafts = match.groups()
     rows = int(length) * (1024 if thousand else 1)
     if new is not None:
         tokens = int(new) * (1024 if new_thousand else 1)
         point = Point(Role.PREFILL, int(requests), rows + tokens, tokens)
     else:
-        point = Point(Role.DECODE, int(requests), rows, int(drafts or 1))
+        point = Point(Role.DECODE, int(requests), rows, int(drafts or 1), bool(about))
     if not point.requests or not point.tokens or point.length < point.tokens:
         raise UsageError(f"--points: {text!r} has no request, no token, or fewer rows than new tokens")
     if point.requests > _MOST_REQUESTS:
         raise UsageError(f"--points: {text!r} has more than {_MOST_REQUESTS} requests")
+    if about and (new is not None or point.requests == 1):
+        raise UsageError(f"--points: {text!r}: ~ is for decode and verify of several requests; leave it out")
     return point
 
 
@@ -95,6 +107,11 @@ def default_points(device: str, max_batch: int, max_context: int, speculative_to
             for level, p in grid
             if p.length >= speculative_tokens
         ]
+    grid += [
+        (level + 1, replace(point, ragged=True))
+        for level, point in grid
+        if point.requests > 1 and 3 * point.length <= 2 * max_context
+    ]
     prefills = [
         Point(Role.PREFILL, count, prefix + new, new)
         for count, new, prefix in (CPU_PREFILLS if cpu else PREFILLS)

@@ -15,7 +15,7 @@ from attnplug.tune.measure import Timed
 from attnplug.tune.points import Point
 from attnplug.tune.raw import RAW
 
-SCHEMA = 1
+SCHEMA = 2
 _MOST = 1 << 40
 SLOWER = 1.05
 """A median above so many times the old one is slower, if the middle halves of the repetitions do not overlap."""
@@ -26,7 +26,7 @@ class Row:
     """One call of one side: a backend, or its library called directly. Times are in microseconds.
 
     ``limit_us`` is what moving each byte once would take at the bandwidth that was measured in the same run; 0 where it
-    was not, and for a prefill, which multiplies more than it moves.
+    was not, and for a prefill, which multiplies more than it moves. ``planned_by`` is the backend that ``auto`` took.
     """
 
     side: str
@@ -35,14 +35,20 @@ class Row:
     requests: int
     length: int
     tokens: int
+    ragged: bool
     us: float
     low: float
     high: float
     limit_us: float = 0.0
+    planned_by: str = ""
+
+    @property
+    def told(self) -> str:
+        return f"{self.us:.1f}" + f" ({self.planned_by})" * bool(self.planned_by)
 
     @property
     def point(self) -> Point:
-        return Point(Role(self.role), self.requests, self.length, self.tokens)
+        return Point(Role(self.role), self.requests, self.length, self.tokens, self.ragged)
 
     @property
     def share(self) -> float | None:
@@ -51,7 +57,7 @@ class Row:
 
     @property
     def key(self) -> tuple[object, ...]:
-        return self.side, self.layer, self.role, self.requests, self.length, self.tokens
+        return self.side, self.layer, self.point
 
 
 def row_of(timed: Timed, bandwidth: float = 0.0) -> Row:
@@ -65,10 +71,12 @@ def row_of(timed: Timed, bandwidth: float = 0.0) -> Row:
         measured.requests,
         measured.length,
         measured.tokens,
+        measured.ragged,
         measured.microseconds,
         measured.low,
         measured.high,
         1e6 * task.moved_bytes() / bandwidth if bounded else 0.0,
+        timed.planned_by,
     )
 
 
@@ -115,11 +123,13 @@ def read_results(path: Path) -> Results:
 def _row(told: Mapping[str, object]) -> Row:
     values = {each.name: told[each.name] for each in fields(Row)}
     for name, value in values.items():
-        if name in ("side", "layer", "role"):
+        if name in ("side", "layer", "role", "planned_by"):
             Role(str(value)) if name == "role" else None
             right = isinstance(value, str) and value.isprintable()
         elif name in ("requests", "length", "tokens"):
             right = type(value) is int and 0 < value < _MOST
+        elif name == "ragged":
+            right = type(value) is bool
         else:
             least = 0 if name == "limit_us" else 1e-9
             right = type(value) in (int, float) and least <= value < _MOST  # type: ignore[operator] # a number
@@ -146,8 +156,6 @@ def compare(old: Results, new: Results) -> Comparison:
     """What became slower and faster. Results of different devices cannot be compared."""
     if old.device != new.device:
         raise UsageError(f"results of {old.device} and of {new.device} cannot be compared; measure both on one device")
-    if old.header.get("ragged") != new.header.get("ragged"):
-        raise UsageError("one of these results was measured with --ragged, and one without; measure both alike")
     now = {row.key: row for row in new.rows}
     slower, faster, gone, common = [], [], [], 0
     for before in old.rows:
@@ -206,6 +214,10 @@ def standings(rows: Sequence[Row]) -> list[Standing]:
 def by_point(rows: Sequence[Row]) -> dict[tuple[str, str], dict[Point, dict[str, Row]]]:
     """Rows by (layer, role), then by point, then by side."""
     found: dict[tuple[str, str], dict[Point, dict[str, Row]]] = {}
-    for row in sorted(rows, key=lambda row: (row.layer, row.role, row.tokens, row.requests, row.length, row.side)):
+    for row in sorted(rows, key=_place):
         found.setdefault((row.layer, row.role), {}).setdefault(row.point, {})[row.side] = row
     return found
+
+
+def _place(row: Row) -> tuple[object, ...]:
+    return row.layer, row.role, row.ragged, row.tokens, row.requests, row.length, row.side

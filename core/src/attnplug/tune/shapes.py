@@ -39,11 +39,12 @@ class Task:
     def moved_bytes(self) -> float:
         """Bytes of the cache rows that are seen, of queries, new rows and results, each moved once."""
         shape, point = self.shape, self.point
-        seen = min(point.length, *(most + point.tokens for most in (shape.window, shape.topk) if most), 1 << 62)
+        most = min((most + point.tokens for most in (shape.window, shape.topk) if most), default=1 << 62)
+        seen = sum(min(length, most) for length in point.lengths)
         width = shape.head_dim + (0 if self.layer.mla is not None else shape.value_dim)
         row = shape.num_kv_heads * width * _ITEM_BYTES[shape.kv_dtype]
         moved = shape.num_heads * (shape.head_dim + shape.value_dim) * _ITEM_BYTES[shape.dtype] + row
-        return point.requests * (seen * row + point.tokens * moved)
+        return seen * row + point.rows * moved
 
 
 def parse_shapes(text: str) -> tuple[ModelSpec, ...]:

@@ -10,7 +10,7 @@ included.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,6 +24,7 @@ from attnplug.contract.mode import ForwardMode
 from attnplug.contract.sparse import IndexInputs
 from attnplug.declare.model import LayerSpec, ModelSpec
 from attnplug.declare.problem import GraphLevel, Role
+from attnplug.declare.schedule import TypicalLens
 from attnplug.kv import INDEX_KEYS, CacheKey, IndexKeyPool, KVPools, MHAPool, MLAPool, PagedCache, torch_dtype
 from attnplug.kv.workspace import WorkspaceOwner
 from attnplug.layers.model_attention import ModelAttention
@@ -54,23 +55,12 @@ class Setup:
     device: torch.device
     max_context: int
     """The longest context that captured batches leave room for."""
-    ragged: bool = False
-    """Whether requests differ in length, from half to one and a half of the point's; a mean of that point's."""
 
 
-def lengths_at(task: Task, *, ragged: bool = False) -> tuple[int, ...]:
-    """The cache rows of each request, new tokens included."""
-    point = task.point
-    if not ragged or point.requests == 1:
-        return (point.length,) * point.requests
-    spread = [0.5 + place / (point.requests - 1) for place in range(point.requests)]
-    return tuple(max(round(point.length * part), point.tokens) for part in spread)
-
-
-def cache_bytes(task: Task, lengths: Sequence[int]) -> int:
+def cache_bytes(task: Task) -> int:
     """What one layer's cache takes at a point."""
     shape = task.shape
-    pages = sum(-(-length // shape.page_size) for length in lengths)
+    pages = sum(-(-length // shape.page_size) for length in task.point.lengths)
     if task.layer.mla is not None:
         row = MLAPool.row_nbytes(task.layer.mla, shape.kv_dtype)
     else:
@@ -80,9 +70,9 @@ def cache_bytes(task: Task, lengths: Sequence[int]) -> int:
     return pages * shape.page_size * row
 
 
-def stage_bytes(task: Task, setup: Setup) -> int:
+def stage_bytes(task: Task) -> int:
     """What a stage takes, without a backend's own memory: caches, queries, rows and results."""
-    cache = cache_bytes(task, lengths_at(task, ragged=setup.ragged))
+    cache = cache_bytes(task)
     layer, shape = task.layer, task.shape
     width = layer.num_heads * (2 * max(shape.head_dim, layer.head_dim) + layer.v_head_dim + shape.value_dim)
     return cache * _layers(cache) + task.point.rows * width * torch_dtype(shape.dtype).itemsize
@@ -103,8 +93,8 @@ class Stage:
         """Whether the backend's calls were made: a clock of a test need not make them."""
         shape, self.page_size = task.shape, task.shape.page_size
         self.dtype = torch_dtype(shape.dtype)
-        self.lengths = lengths_at(task, ragged=setup.ragged)
-        cache = cache_bytes(task, self.lengths)
+        self.lengths = task.point.lengths
+        cache = cache_bytes(task)
         self.calls = FEW_CALLS if cache > _LONG_BYTES or task.point.role is Role.PREFILL else CALLS
         self.layers = tuple(replace(task.layer, layer_id=number) for number in range(min(_layers(cache), self.calls)))
         self.context = max(setup.max_context, *self.lengths)
@@ -135,9 +125,10 @@ class Stage:
         return torch.randn(*dims, dtype=self.dtype, device=self.device)
 
     def _page_table(self) -> Tensor:
-        """``[requests, pages]`` for these lengths, in random order."""
+        """``[requests, pages]`` for these lengths, in an order that is random and the same for all who are measured."""
         counts = [-(-length // self.page_size) for length in self.lengths]
-        order, table = torch.randperm(sum(counts)).int(), torch.zeros(len(counts), max(counts), dtype=torch.int32)
+        order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(0)).int()
+        table = torch.zeros(len(counts), max(counts), dtype=torch.int32)
         start = 0
         for request, count in enumerate(counts):
             table[request, :count] = order[start : start + count]
@@ -205,7 +196,7 @@ class Stage:
         table = torch.zeros(point.requests, width, dtype=torch.int32, device=self.device)
         table[:, : self.page_table.shape[1]] = self.page_table
         bounded = replace(geometry, page_table=table, max_seq_len=self.context, host=None, captured=True)
-        return ForwardBatch(replace(bounded, typical_len=sum(self.lengths) // len(self.lengths)))
+        return ForwardBatch(replace(bounded, typical=TypicalLens.of(self.lengths)))
 
     # Chains
 
@@ -237,6 +228,7 @@ class Stage:
             captured=captured,
             replan=(lambda: attention.plan_captured(batch)) if captured else None,
             host_counts=self.task.point.role is not Role.PREFILL,
+            planned_by=", ".join(batch.plan.attention.makers()) if batch.plan is not None else "",
         )
 
     def link(self, out: Tensor) -> None:

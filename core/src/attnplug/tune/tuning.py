@@ -9,6 +9,7 @@ from attnplug.declare.measured import LayerShape, MeasuredTable, Measurement
 from attnplug.declare.problem import Role
 from attnplug.machine.hardware import Processor
 from attnplug.tune.measure import Failed, Job, Outcome, Skipped, Timed
+from attnplug.tune.points import Point
 from attnplug.tune.process import RunJob
 from attnplug.tune.shapes import Task
 
@@ -117,13 +118,6 @@ def _one_line(text: str) -> str:
 def not_yet(tasks: Iterable[Task], backend: str, tables: Iterable[MeasuredTable]) -> tuple[Task, ...]:
     """The tasks that a backend's tables do not have yet."""
     have = {
-        (table.role, table.shape, row.requests, row.length, row.tokens)
-        for table in tables
-        if table.backend == backend
-        for row in table.rows
+        (table.shape, Point(table.role, *row[:4])) for table in tables if table.backend == backend for row in table.rows
     }
-    return tuple(
-        task
-        for task in tasks
-        if (task.point.role, task.shape, task.point.requests, task.point.length, task.point.tokens) not in have
-    )
+    return tuple(task for task in tasks if (task.shape, task.point) not in have)

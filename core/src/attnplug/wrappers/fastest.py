@@ -14,12 +14,12 @@ from attnplug.contract.plan import Plan, received_plan
 from attnplug.contract.ragged import RaggedCall
 from attnplug.declare.model import LayerSpec
 from attnplug.declare.problem import GraphLevel, Role
-from attnplug.declare.schedule import EVERY_LENGTH, Schedule
+from attnplug.declare.schedule import EVERY_LENGTH, Schedule, is_ragged
 from attnplug.wrappers.forwarding import ForwardingBackend, Turn
 from attnplug.wrappers.split import role_of_modes, weakest_by_role
 
-_ENOUGH = 128
-"""Requests whose lengths are added up; of more than these, as many at even distances stand for all."""
+_ENOUGH = 32
+"""Requests whose lengths are looked at; of more than these, as many at even distances stand for all."""
 _CHUNKS, _RAGGED = "init_mha_chunk_metadata", "forward_ragged"
 
 
@@ -68,19 +68,21 @@ class FastestBackend(ForwardingBackend):
         by = self._by_mode[geometry.mode]
         if isinstance(by, str):
             return by
-        requests, host = geometry.requests or 1, geometry.host
-        if host is not None:
+        requests, host, typical = geometry.requests or 1, geometry.host, geometry.typical
+        if typical is not None:
+            mean, longest = typical
+        elif host is not None:
             lens = host.kv_lens if requests <= _ENOUGH else host.kv_lens[:: requests // _ENOUGH]
-            length = sum(lens) // (len(lens) or 1)
+            mean, longest = (sum(lens) // len(lens), max(lens)) if lens else (0, 0)
         else:
-            length = geometry.max_seq_len if geometry.typical_len is None else geometry.typical_len
-        return by.fastest(requests, length, geometry.rows // requests or 1)
+            mean = longest = geometry.max_seq_len
+        return by.fastest(requests, mean, geometry.rows // requests or 1, is_ragged(mean, longest))
 
-    def turns(self, mode: ForwardMode, requests: int, tokens: int) -> tuple[Turn, ...]:
+    def turns(self, mode: ForwardMode, requests: int, tokens: int, ragged: bool = False) -> tuple[Turn, ...]:
         by = self._by_mode[mode]
         if isinstance(by, str):
             return (Turn(EVERY_LENGTH, (by,)),)
-        return tuple(Turn(upto, (name,)) for upto, name in by.crossings(requests, tokens))
+        return tuple(Turn(upto, (name,)) for upto, name in by.crossings(requests, tokens, ragged))
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
         label, name = self.fastest(batch.geometry), "init_forward_metadata"

@@ -152,9 +152,9 @@ class ForwardingBackend(ABC):
         }
         return self.plan_of(batch, made, "init_forward_metadata")
 
-    def turns(self, mode: ForwardMode, requests: int, tokens: int) -> tuple[Turn, ...]:
+    def turns(self, mode: ForwardMode, requests: int, tokens: int, ragged: bool = False) -> tuple[Turn, ...]:
         """See :func:`turns`. A wrapper that leaves a mode to some of its children leaves out the others here."""
-        return merged_turns(*(turns(child, mode, requests, tokens) for child in self.children.values()))
+        return merged_turns(*(turns(child, mode, requests, tokens, ragged) for child in self.children.values()))
 
     def who_forced(self, claim: str) -> tuple[str, ...]:
         """The backends that weakened a claim, by name: children, or children of theirs."""
@@ -194,13 +194,16 @@ def plan_alike(backend: AttentionBackend, plan: Plan, batch: ForwardBatch) -> Pl
     return backend.init_forward_metadata(batch)
 
 
-def turns(backend: AttentionBackend, mode: ForwardMode, requests: int, tokens: int) -> tuple[Turn, ...]:
-    """Who plans batches of so many requests with so many new tokens each, along growing lengths.
+def turns(
+    backend: AttentionBackend, mode: ForwardMode, requests: int, tokens: int, ragged: bool = False
+) -> tuple[Turn, ...]:
+    """Who plans batches of so many requests with so many new tokens each, along growing lengths: those that all
+    requests have, or (``ragged``) have on average.
 
     The last turn has no end. There is one alone unless backends share a role by batch.
     """
     if isinstance(backend, ForwardingBackend):
-        return backend.turns(mode, requests, tokens)
+        return backend.turns(mode, requests, tokens, ragged)
     return (Turn(EVERY_LENGTH, (backend.backend_id.name,)),)
 
 

@@ -78,8 +78,8 @@ class SplitBackend(ForwardingBackend):
         )
         return plan
 
-    def turns(self, mode: ForwardMode, requests: int, tokens: int) -> tuple[Turn, ...]:
-        return turns(self.children[self._child_of[mode][0]], mode, requests, tokens)
+    def turns(self, mode: ForwardMode, requests: int, tokens: int, ragged: bool = False) -> tuple[Turn, ...]:
+        return turns(self.children[self._child_of[mode][0]], mode, requests, tokens, ragged)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         for label in self._captured():

@@ -153,7 +153,7 @@ class EagerBatches:
             table_rows=members.rows,
             tree=tree,
             step=shape.step,
-            typical_len=members.typical,
+            typical=members.typical,
         )
         batch = ForwardBatch(geometry.measured() if self._exact else geometry)
         self._attention.plan(batch)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnplug import ForwardBatch, ForwardMode, Geometry, to_device
-from attnplug.host import HostLengths
+from attnplug.host import HostLengths, TypicalLens
 from attnplug_engine.request import Request, Step
 from attnplug_engine.speculation.accept import Accepted
 from attnplug_engine.speculation.batches import Batches, Shape
@@ -166,7 +166,7 @@ class ModelDrafter:
             max_new=longest,
             new_lens=None if len(tokens) == longest * len(counts) else to_device(counts, device, np.int32),
             host=HostLengths(counts, lengths) if self._runner.exact_prefill else None,
-            typical_len=sum(lengths) // len(lengths),
+            typical=TypicalLens.of(lengths),
         )
         batch = ForwardBatch(geometry, ids, places)
         self._runner.attention.plan(batch)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from attnplug import ForwardBatch, ForwardMode, Geometry
-from attnplug.host import ModelAttention, PageAllocator, SlotTable, Turn, merged_turns, turns
+from attnplug.host import ModelAttention, PageAllocator, SlotTable, Turn, TypicalLens, merged_turns, turns
 from attnplug_engine.by_length import ByLength
 from attnplug_engine.capture import Capture
 from attnplug_engine.graphs import sizes_by_backend
@@ -80,7 +80,7 @@ class CapturedBatches:
             captured=True,
             tree=bits,
             step=step,
-            typical_len=members.typical,
+            typical=members.typical,
         )
         batch = ForwardBatch(geometry)
         self._attention.plan_captured(batch, in_capture=True)
@@ -162,15 +162,17 @@ class RoundGraphs:
     ) -> Sequence[CapturedRound]:
         """Capture the ``parts`` of a round of ``size`` requests, for the backends that plan it at each length."""
         self._rounds[size] = ByLength(
-            self._turns(size), self._context, lambda length: self._capture(size, capture, parts, length)
+            lambda ragged: self._turns(size, ragged),
+            self._context,
+            lambda typical: self._capture(size, capture, parts, typical),
         )
         return list(self._rounds[size].captured.values())
 
-    def _turns(self, size: int) -> tuple[Turn, ...]:
+    def _turns(self, size: int, ragged: bool) -> tuple[Turn, ...]:
         """Who plans the batches of a round, the target's and the draft's."""
-        found = [turns(self._attention.backend, ForwardMode.TARGET_VERIFY, size, self._rows)]
+        found = [turns(self._attention.backend, ForwardMode.TARGET_VERIFY, size, self._rows, ragged)]
         if self._draft is not None:
-            found += [turns(self._draft.backend, shape.mode, size, shape.rows) for shape in self._draft_shapes]
+            found += [turns(self._draft.backend, shape.mode, size, shape.rows, ragged) for shape in self._draft_shapes]
         return merged_turns(*found)
 
     def _capture(
@@ -178,7 +180,7 @@ class RoundGraphs:
         size: int,
         capture: Capture,
         parts: Callable[[CapturedRound], Sequence[Replay]],
-        typical: int | None,
+        typical: TypicalLens | None,
     ) -> CapturedRound:
         """Capture the parts of a round whose requests are all padded, one graph each. The first of them finds the page
         table up to date."""

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from attnplug.host import TypicalLens
 from attnplug_engine.request import PENDING, Request, StepEntry
 from attnplug_engine.sampling_batch import SamplingArrays, SamplingBatch, SeedOf
 from attnplug_engine.speculation.state import Members
@@ -32,7 +33,7 @@ class RoundInputs:
             self._pad(host, 0)
 
     def members(
-        self, size: int, page_table: Tensor, longest: int, *, has_states: bool, typical: int | None = None
+        self, size: int, page_table: Tensor, longest: int, *, has_states: bool, typical: TypicalLens | None = None
     ) -> Members:
         """The first ``size`` requests, where captured rounds read them."""
         rows, known, committed, prompts, slots = (numbers[:size] for numbers in self._numbers)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from attnplug import to_device
+from attnplug.host import TypicalLens
 from attnplug_engine.request import PENDING, Request, StepEntry
 from attnplug_engine.sampling_batch import SamplingBatch, SeedOf
 from attnplug_engine.speculation.tree import Proposal
@@ -72,8 +73,8 @@ class Members:
     longest: int
     """No request gets more cache rows in this round."""
     state_slots: Tensor | None = None
-    typical: int | None = None
-    """About how many cache rows a request has."""
+    typical: TypicalLens | None = None
+    """About how many cache rows the requests have."""
 
     @property
     def count(self) -> int:
@@ -103,7 +104,7 @@ class Members:
         device = page_table.device
         which, known, committed, prompts, slots = to_device(numbers, device).unbind()
         sampling = SamplingBatch.of(requests, seed_of, device, [0] * len(requests))
-        typical = sum(numbers[2]) // len(requests) + 1
+        typical = TypicalLens.of([before + 1 for before in numbers[2]])
         states = slots if state_slots else None
         return Members(which, known, committed, prompts, sampling, page_table, longest, states, typical)
 

@@ -18,7 +18,7 @@ from attnplug.declare.measured import LayerShape, MeasuredTable
 from attnplug.declare.reading import integer, of_type
 from attnplug.hf.json_files import read_json_object
 
-SCHEMA = 2
+SCHEMA = 3
 LOCK_SECONDS = 10.0
 """How long a writer waits for another one. Writing takes milliseconds."""
 _KEYS = ("schema", "device", "sm", "tables")
@@ -112,7 +112,7 @@ def _present(path: Path, device: str, sm: int) -> tuple[MeasuredTable, ...]:
 def _merged(before: MeasuredTable | None, after: MeasuredTable) -> MeasuredTable:
     if before is None or before.versions != after.versions or before.failed or after.failed:
         return after
-    rows = {row[:3]: row for row in (*before.rows, *after.rows)}
+    rows = {row[:4]: row for row in (*before.rows, *after.rows)}
     return replace(after, rows=tuple(rows.values()))
 
 

@@ -191,7 +191,7 @@ def _octaves(one: int, other: int) -> float:
 
 def _model_times(name: str, fits: Iterable[_Fit]) -> dict[Point, float]:
     """Microseconds of a layer by point: the mean over a model's layers, where all of their shapes were measured."""
-    rows = [(fit.count, {Point(*row[:3]): row.microseconds for row in fit.tables[name].table.rows}) for fit in fits]
+    rows = [(fit.count, {Point(*row[:4]): row.microseconds for row in fit.tables[name].table.rows}) for fit in fits]
     points = sorted({point for _, times in rows for point in times})
     layers = sum(count for count, _ in rows)
     parts = [(count, filled(times, points)) for count, times in rows]
