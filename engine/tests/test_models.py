@@ -197,7 +197,8 @@ def test_bfloat16_logits_are_close_to_float32(make_stage, sequences):
         for dtype in (torch.float32, torch.bfloat16):
             loaded = load_model(f"tiny:{name}", dtype=dtype, device="cpu")
             runs.append(make_stage(loaded, 1).step([sequences[0][:6]])[0])
-        assert torch.nn.functional.cosine_similarity(runs[0], runs[1], dim=-1).min() > 0.95, name
+        alike = torch.nn.functional.cosine_similarity(runs[0], runs[1], dim=-1).sort().values
+        assert alike[1] > 0.99, name  # one token may go to another expert, by a router's near tie
 
 
 def test_weights_need_no_gradient_and_are_fused():

@@ -222,10 +222,12 @@ class Logprobs:
         """Of ``rows`` of ``logits [all rows, vocab]`` and of the ``tokens [all rows]`` chosen there."""
         which = torch.tensor(rows, dtype=torch.int64).to(logits.device, non_blocking=True)
         logits, tokens = logits[which], tokens[which]
-        logprobs = torch.log_softmax(logits, dim=-1)
+        most = logits.amax(1, keepdim=True)
+        # A CPU's own log_softmax adds a large vocabulary up in float32, one number after the other.
+        total = (logits - most).exp_().sum(1, keepdim=True, dtype=torch.float64).log_().float()
         top = largest(logits, min(count, logits.shape[1]))
-        chosen = logprobs.gather(1, tokens.clamp(min=0).unsqueeze(1))[:, 0]
-        return Logprobs(tokens, chosen, top, logprobs.gather(1, top))
+        chosen = logits.gather(1, tokens.clamp(min=0).unsqueeze(1)) - most - total
+        return Logprobs(tokens, chosen[:, 0], top, logits.gather(1, top) - most - total)
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Logprobs:
         """The same with every tensor changed: copied to the host, say."""
