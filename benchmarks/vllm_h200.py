@@ -157,7 +157,7 @@ def _chosen(runner: Any) -> list[str]:
     selection = getattr(impl, "selection", None)
     if selection is None:
         return [type(impl).__name__]
-    return [f"{role}: {selection.chosen(role).spec.name}" for role in selection.choices]
+    return [f"{role}: {', '.join(b.spec.name for b in selection.serving(role))}" for role in selection.choices]
 
 
 def _measure(ladder: Any, point: Point, clock: Clock, llm: Any, builder: Any, no_trace: bool) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from attnplug import Problem
+from attnplug.choose.ranking import BY_PREFERENCE
 from attnplug.host import HostSpec, UsageError, load_host
 from support.command import Attnplug
 
@@ -59,6 +60,23 @@ def test_the_hosts_fit_is_judged_and_told_in_its_words(attnplug: Attnplug, bridg
     outcome = attnplug(*EXPLAIN, "--attention-backend", "torch_native")
     assert outcome.out.splitlines()[0] == "host       Engine >=2,<3, not installed here (bridge 1.0)"
     assert "cache layout: strided" in outcome.out and "upper bounds of lengths only" in outcome.out
+
+
+@pytest.mark.parametrize("per_batch", [True, False])
+def test_backends_share_roles_where_the_host_goes_by_batch(
+    attnplug: Attnplug, bridge: Bridge, monkeypatch: pytest.MonkeyPatch, per_batch: bool
+) -> None:
+    """D3: what is explained is what the bridge runs."""
+    asked: list[bool] = []
+
+    def ranking(registry: object, problem: Problem, *, per_batch: bool = False) -> object:
+        asked.append(per_batch)
+        return BY_PREFERENCE
+
+    monkeypatch.setattr("attnplug.cli.explain.default_ranking", ranking)
+    bridge(HOST.replace("refuse=refuse,", f"refuse=refuse, per_batch=lambda problem: {per_batch},"))
+    attnplug(*EXPLAIN)
+    assert asked == [per_batch]
 
 
 def test_what_the_host_cannot_carry_is_a_refusal(attnplug: Attnplug, bridge: Bridge) -> None:

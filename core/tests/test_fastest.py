@@ -46,6 +46,7 @@ from attnplug.host import (
     merged_turns,
     plan_alike,
     plan_forward,
+    planner_claims,
     turns,
 )
 from support.batches import capabilities, with_plan
@@ -100,6 +101,26 @@ class TestWhoPlans:
         assert plan.planner is self.both.backend_id and plan.makers() == [who]
         captured = self.both.init_forward_metadata_out_graph(given, in_capture=True)
         assert captured.makers() == [who]
+
+    def test_a_graph_whose_lengths_nobody_knows_is_planned_by_the_best_over_all(self) -> None:
+        """By the same child at every replay, whatever lengths the device has by then."""
+        times = {(1, 64, 1): (1, 9), (1, 900, 1): (3, 2), (8, 64, 1): (3, 2), (8, 900, 1): (1, 9)}
+        times |= {(8, 64, 1, True): (9, 1), (8, 900, 1, True): (1, 3)}
+        schedule = Schedule(
+            {name: {point: float(each[n]) for point, each in times.items()} for n, name in enumerate(("short", "long"))}
+        )
+        both = FastestBackend(self.both.children, {Role.DECODE: schedule})
+        for requests, bound, who in ((1, 1000, "short"), (8, 1000, "short"), (8, 500, "long")):
+            given = batch([1] * requests, host=None, max_seq_len=bound, captured=True)
+            found = []
+            for length, in_capture in ((1, True), (bound, False), (70, False)):
+                given.geometry.seq_lens.fill_(length)
+                found.append(both.init_forward_metadata_out_graph(given, in_capture=in_capture).makers())
+            assert found == [[who]] * 3
+        eager = batch([1], host=None, max_seq_len=1000)
+        assert both.fastest(eager.geometry) == "long", "without a graph, by the bound"
+        typical = batch([1], host=None, max_seq_len=1000, captured=True, typical=TypicalLens(900, 900))
+        assert both.fastest(typical.geometry) == "long", "a graph that is meant for some lengths, by these"
 
     def test_many_requests_are_judged_by_some_of_them(self) -> None:
         """Choosing costs the same for all."""
@@ -199,6 +220,18 @@ class TestWhoRuns:
             one.forward_decode(q, None, None, FULL, with_plan(given, again.init_forward_metadata(given)))
         with_plan(given, other.init_forward_metadata(given))
         assert one.forward_decode(q, None, None, FULL, given) is q, "a child's own plan is a plan of the child"
+
+    def test_a_plan_tells_what_its_maker_claims(self) -> None:
+        """Less is promised for all batches than for this one."""
+        extras = {"short": {"lse", "q_rope"}, "long": {"lse"}}
+        children = {name: Recorder(name, Claims(extras=frozenset(found))) for name, found in extras.items()}
+        both = FastestBackend(children, {Role.DECODE: by_length("short", "long")})
+        outer = SplitBackend(Recorder("p"), both)
+        assert both.claims.extras == {"lse"}
+        for length, who in ((50, "short"), (500, "long")):
+            for backend in (both, outer, children[who]):
+                claims = planner_claims(backend, backend.init_forward_metadata(batch([length])))
+                assert claims == children[who].claims
 
     def test_a_plan_for_another_batch_can_be_made_by_the_same_children(self) -> None:
         """What was captured is compared with eager attention of the same backend, whatever the lengths are."""

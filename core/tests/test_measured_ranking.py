@@ -44,7 +44,7 @@ from attnplug.host import (
 )
 from attnplug.machine.hardware import _cpu_name
 from support.command import Attnplug, Package
-from support.selection import LLAMA, MHA, PLAIN, backend, registry
+from support.selection import DEEPSEEK, LLAMA, MHA, MLA, PLAIN, backend, registry
 
 BOARD = Processor("Acme Board 3", 90, "580.1")
 SHAPE = LayerShape(AttentionKind.MHA, 8, 2, 64, 64, DType.BFLOAT16, DType.BFLOAT16, 64)
@@ -119,6 +119,35 @@ def test_a_host_that_plans_by_batch_gets_a_schedule() -> None:
     )
     (upto,) = (upto for upto, name in schedule.crossings(1, 1) if name == "early")
     assert f"  1 request: early up to {upto} rows, then late" in lines
+
+
+def test_where_one_graph_serves_all_lengths_it_is_told_who_runs_in_it() -> None:
+    """D3: the mean of both points; without graphs, by length."""
+    able = replace(PLAIN, cuda_graph=GraphLevel.DECODE)
+    installed = registry(backend("early", able), backend("late", able))
+    for graphs in (True, False):
+        problem = replace(PROBLEM, wants_graphs=graphs, graphs_by_length=False)
+        selection = chosen(*crossing(), installed=installed, problem=problem, per_batch=True)
+        schedule = selection.schedule(Role.DECODE)
+        assert schedule is not None
+        first = "late in a graph; without, " if graphs else ""
+        assert f"  8 requests: {first}{schedule.told(8, 1)}" in explanation(selection)
+
+
+def test_what_a_host_prefills_by_its_own_calls_has_one_backend() -> None:
+    """C1: it chunks and merges MLA itself. Its decode goes by batch."""
+    able = replace(PLAIN, kinds={"mla"}, mla_extend={"one_shot", "chunked"})
+    installed = registry(backend("early", able), backend("late", able))
+    shape = LayerShape.of(MLA, DType.BFLOAT16, DType.BFLOAT16, 64)
+    write_tables(
+        table_path(BOARD), [one for role in (Role.PREFILL, Role.DECODE) for one in crossing(shape=shape, role=role)]
+    )
+    for by_host in (True, False):
+        problem = replace(PROBLEM, model=DEEPSEEK, mla_by_host=by_host)
+        ranking = default_ranking(installed, problem, per_batch=True)
+        selection = select(installed, BackendRequest(roles={Role.PREFILL: "auto"}), problem, ranking=ranking)
+        assert decode(selection) == ["late", "early"]
+        assert (selection.schedule(Role.PREFILL) is None) is by_host
 
 
 def test_a_backend_that_is_hardly_better_anywhere_is_not_scheduled() -> None:

@@ -66,6 +66,52 @@ def test_crossings_agree_with_expected_times_everywhere(
         assert expected[name] == low or math.isclose(expected[name], low, rel_tol=1e-9)
 
 
+@given(
+    st.lists(st.integers(1, 1 << 17), min_size=1, max_size=5, unique=True),
+    st.lists(st.tuples(TIMES, TIMES, TIMES), min_size=10, max_size=10),
+    st.integers(1, 1 << 18),
+)
+def test_the_best_over_all_lengths_has_the_smallest_mean_slowness(
+    lengths: list[int], times: list[tuple[float, float, float]], longest: int
+) -> None:
+    """Of equal and of ragged requests, up to the longest; or at the shortest that was measured."""
+    points = [Point(8, length, 1, ragged) for length in lengths for ragged in (False, True)]
+    at = dict(zip(points, times, strict=False))
+    schedule = Schedule({name: {point: row[n] for point, row in at.items()} for n, name in enumerate("abc")})
+    rows = [row for point, row in at.items() if point.length <= max(longest, min(lengths))]
+    slowness = {name: math.prod(row[n] / min(row) for row in rows) for n, name in enumerate("abc")}
+    name = schedule.overall(8, 1, longest)
+    assert math.isclose(slowness[name], min(slowness.values()), rel_tol=1e-9)
+    assert schedule.overall(8, 1, longest) == name
+
+
+@settings(max_examples=60)
+@given(schedules(), st.integers(1, 400), st.integers(1, 400))
+def test_who_is_the_fastest_at_every_length_is_the_best_over_all(
+    schedule: Schedule, requests: int, tokens: int
+) -> None:
+    kinds = [schedule.crossings(requests, tokens, ragged) for ragged in (False, True)]
+    names = {name for crossings in kinds for _, name in crossings}
+    assert len(names) > 1 or names == {schedule.overall(requests, tokens, EVERY_LENGTH)}
+
+
+def test_the_best_over_all_lengths_depends_on_how_far_they_go() -> None:
+    """At both lengths each is three times as slow as the other once: settled by name."""
+    found = [SHORT_AND_LONG.overall(1, 1, longest) for longest in (1, 100, 9999, 10000)]
+    assert found == ["short", "short", "short", "long"]
+
+
+def test_the_best_over_all_lengths_is_that_of_equal_and_ragged_requests() -> None:
+    at = {(8, 64, 1): (2, 3), (8, 64, 1, True): (4, 1)}
+    schedule = Schedule({name: {point: float(each[n]) for point, each in at.items()} for n, name in enumerate("ab")})
+    assert schedule.fastest(8, 64, 1) == "a" and schedule.overall(8, 1, 64) == "b"
+
+
+def test_who_was_not_measured_at_some_length_does_not_serve_all() -> None:
+    schedule = Schedule({"small": {(1, 100, 1): 1.0}, "all": {(1, 100, 1): 5.0, (1, 200, 1): 5.0}})
+    assert [schedule.overall(1, 1, longest) for longest in (199, 200)] == ["small", "all"]
+
+
 def test_between_points_times_are_linear_in_logarithms() -> None:
     assert math.isclose(SHORT_AND_LONG.expected(1, 1000, 1)["short"], 3.0)
     (crossing, first), (_, second) = SHORT_AND_LONG.crossings(1, 1)

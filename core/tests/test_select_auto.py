@@ -209,6 +209,46 @@ def test_backends_of_a_schedule_share_the_pages_of_the_chosen_one() -> None:
         assert ("; without odd, for pages of 64" in selection.choices[Role.DECODE].why()) is told
 
 
+@pytest.mark.parametrize(
+    ("tokens", "verify", "chosen", "wanted"),
+    [
+        (0, Role.DECODE, GraphLevel.UNIFORM, ["fast", "even", "single"]),
+        (4, Role.DECODE, GraphLevel.UNIFORM, ["fast", "even"]),
+        (4, Role.PREFILL, GraphLevel.UNIFORM, ["fast", "even", "single"]),
+        (4, Role.DECODE, GraphLevel.DECODE, ["fast", "even", "single"]),
+    ],
+    ids=["no drafts", "drafts", "verified by who prefills", "nothing to lose"],
+)
+def test_a_backend_of_a_schedule_takes_no_graphs_from_the_chosen_one(
+    tokens: int, verify: Role, chosen: GraphLevel, wanted: list[str]
+) -> None:
+    """D3: where drafts are verified in graphs, those that cannot be captured then are left out."""
+    able = replace(PLAIN, roles={"prefill", "decode", "draft"}, max_speculative_tokens=8)
+    levels = {"single": GraphLevel.DECODE, "even": GraphLevel.UNIFORM, "fast": chosen}
+    installed = registry(
+        *(
+            backend(name, replace(able, cuda_graph=level), preference=100 * (name == "fast"))
+            for name, level in levels.items()
+        )
+    )
+    problem = Problem(LLAMA, "cuda", 90, speculative_tokens=tokens, wants_graphs=True)
+    selection = select(installed, BackendRequest(verify=verify), problem, ranking=_Scheduled())
+    assert [each.spec.name for each in selection.serving(Role.DECODE)] == wanted
+    told = "; without single, for CUDA graphs that verify drafts" in selection.choices[Role.DECODE].why()
+    assert told is ("single" not in wanted)
+
+
+def test_graphs_are_those_of_all_that_share_a_role() -> None:
+    """D3"""
+    levels = {"single": GraphLevel.DECODE, "fast": GraphLevel.UNIFORM}
+    installed = registry(
+        *(backend(name, replace(PLAIN, cuda_graph=level), preference=int(level)) for name, level in levels.items())
+    )
+    problem = Problem(LLAMA, "cuda", 90, wants_graphs=True)
+    lines = list(explanation(select(installed, BackendRequest(), problem, ranking=_Scheduled())))
+    assert lines[-1] == "CUDA graphs: DECODE, by single (no more is declared)"
+
+
 def test_every_backend_of_a_schedule_has_its_options() -> None:
     """D3"""
     installed = registry(backend("slow"), backend("fast", preference=100))

@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from attnplug import GraphLevel, Role
+from attnplug import DType, GraphLevel, Role
 from attnplug.host import KVPools, ModelAttention
 from attnplug_vllm import choice
 from attnplug_vllm.choice import Refused
+from support.measured import measured_twins
 from vllm_recorders import MHARecorder, MLARecorder
 from vllm_stage import caches, config, metadata
 from vllm_stand_in import PLACES, Host, QueryLens, Support, vllm
@@ -242,6 +243,43 @@ def test_lengths_on_the_host_are_those_of_the_requests_that_decode(ours):
     assert step.host[1].tolist() == [6, 41]
 
 
+@pytest.mark.parametrize(("needed", "shared"), [(False, False), (False, True), (True, False)])
+def test_lengths_are_read_only_where_a_backend_needs_or_is_chosen_by_them(ours, needed, shared):
+    builder = mla_builder(ours, MLARecorder())
+    builder._decode.needs_lengths, builder._decode.shared = needed, shared
+    given = metadata([(5, 1), (40, 1)])
+    assert (builder.build(0, given).decode.host is not None) is (needed or shared)
+    if not needed:  # vLLM may have none
+        assert builder.build(0, given.replace(seq_lens_cpu_upper_bound=None)).decode.host is None
+
+
+def test_all_that_decode_by_batch_are_told_and_built(ours, monkeypatch, tmp_path):
+    """D3: two backends of one KV group, by this machine's table."""
+    told: list[str] = []
+    monkeypatch.setattr(ours.mla, "logger", SimpleNamespace(info_once=lambda words, *given: told.append(words % given)))
+    Host.config.additional_config = {}
+    (layer,) = ours.mla.model_of(Host.config, [mla(ours).spec]).layers
+    told.clear()
+    twins = measured_twins(monkeypatch, tmp_path, layer, DType.FLOAT32)
+    monkeypatch.setattr(choice, "registry", lambda: twins)
+    choice.forget()
+    builder = mla_builder(ours)
+    assert told == [
+        "attnplug: beta or alpha by batch decodes, vLLM's own MLA prefill backend prefills; "
+        "--additional-config.attnplug.prefill names another one"
+    ]
+    name = "model.layers.0.attn"
+    held = Host.config.compilation_config.static_forward_context[name]
+    held.kv_cache = torch.zeros(8, BLOCK, RANK + ROPE)
+    q = torch.randn(1, HEADS, RANK), torch.randn(1, HEADS, ROPE)
+    makers = []
+    for before in (3, 60):
+        made = builder.build(0, metadata([(before, 1)]))
+        held.impl.forward_mqa(q, None, made, SimpleNamespace(layer_name=name))
+        makers += made.decode.batch.plan.attention.makers()
+    assert makers == ["alpha", "beta"]
+
+
 def test_mla_steps_after_a_capture_are_replays(ours):
     backend, given = MLARecorder(), metadata([(5, 1), (40, 1)])
     builder = mla_builder(ours, backend)
@@ -271,16 +309,8 @@ def test_the_scale_of_an_fp8_latent_cache_is_its_layers(ours):
     [(True, 0, QueryLens.VARLEN), (False, 4, QueryLens.UNIFORM), (False, 0, QueryLens.SINGLE_ONLY)],
 )
 def test_how_many_tokens_a_decode_may_have_follows_from_the_backend(ours, monkeypatch, absorbed, drafts, support):
-    from attnplug import ExtendPath
-
-    class Decode:
-        def __init__(self, *given: Any) -> None:
-            paths = {ExtendPath.ABSORBED} if absorbed else set()
-            self.capabilities = SimpleNamespace(
-                mla_extend=paths, max_speculative_tokens=drafts, needs_cpu_seq_lens=False
-            )
-
-    monkeypatch.setattr(ours.mla, "DecodeGroup", Decode)
+    made = SimpleNamespace(extends=absorbed, verifies=bool(drafts), needs_lengths=False, shared=False)
+    monkeypatch.setattr(ours.mla, "DecodeGroup", lambda *given: made)
     assert mla_builder(ours).query_len_support is support
 
 

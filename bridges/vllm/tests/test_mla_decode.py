@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from torch import Tensor
 
-from attnplug import Claims, ForwardMode, PlanError, Role
-from attnplug.host import KVPools, ModelAttention
+from attnplug import Capabilities, Claims, ForwardMode, GraphLevel, PlanError, Role
+from attnplug.host import FastestBackend, KVPools, ModelAttention, Schedule
 from attnplug_vllm.choice import choose, forget
 from attnplug_vllm.memory import GroupAttention, mla_pools
 from attnplug_vllm.mla_decode import DecodeGroup, DecodeStep
@@ -24,16 +24,24 @@ NAMES = {"model.layers.0.self_attn.attn": 0, "model.layers.1.self_attn.attn": 1}
 FIRST, LAST = NAMES
 
 
+def declared(**fields: Any) -> Capabilities:
+    return Capabilities(kinds={"mla"}, devices={"cpu"}, dtypes={"float32"}, **fields)
+
+
+def serving(*several: Capabilities) -> Any:
+    """A selection with as many backends that decode."""
+    specs = [SimpleNamespace(name=f"b{number}", capabilities=can) for number, can in enumerate(several)]
+    return SimpleNamespace(serving=lambda role: [SimpleNamespace(spec=spec) for spec in specs])
+
+
 class Group:
     """What a ``DecodeGroup`` reads of the attention of its KV group."""
 
-    def __init__(self, backend: Any, context: int = 256) -> None:
+    def __init__(self, backend: Any, context: int = 256, needs: bool = True, count: int = 1) -> None:
         dims = {"heads": HEADS, "scale": SCALE, "kv_lora_rank": RANK, "nope": 8, "rope": ROPE, "v_head_dim": 8}
         layers = tuple(mla_layer(number, **dims) for number in NAMES.values())
-        capabilities = SimpleNamespace(extras=backend.claims.extras)
-        chosen = SimpleNamespace(spec=SimpleNamespace(capabilities=capabilities))
         self.model = SimpleNamespace(layers=layers, context_length=context)
-        self.selection, self.page_size = SimpleNamespace(chosen=lambda role: chosen), BLOCK
+        self.selection, self.page_size = serving(*[declared(needs_cpu_seq_lens=needs)] * count), BLOCK
         self.attention = ModelAttention(backend, KVPools())
 
     def ready(self) -> ModelAttention:
@@ -129,8 +137,7 @@ class TestQueries:
         """A built backend may claim less than it declared."""
         backend = MLARecorder()
         group = Group(backend)
-        declared = SimpleNamespace(spec=SimpleNamespace(capabilities=SimpleNamespace(extras={"q_rope"})))
-        group.selection = SimpleNamespace(chosen=lambda role: declared)
+        group.selection = serving(declared(extras={"q_rope"}))
         attend(step_of(DecodeGroup(group, NAMES, 0), metadata([(5, 1)])))
         assert backend.calls[1][1][1] == (1, HEADS, RANK + ROPE)
 
@@ -204,6 +211,80 @@ class TestGraphs:
         _, group = self.group(fill=1)
         with pytest.raises(PlanError, match=r"padded requests of length 1, and vLLM's have none; set --compilation"):
             group.capture(step_of(group, metadata([(0, 1)] * 2)))
+
+
+class TestByBatch:
+    """Two backends that share the role: the first is the faster for one request, and the second for many, if both are
+    compared over all lengths. Short requests are the first one's."""
+
+    TIMES: ClassVar = {
+        (1, 16, 1): (1.0, 9.0),
+        (1, 200, 1): (3.0, 2.0),
+        (8, 16, 1): (2.0, 3.0),
+        (8, 200, 1): (9.0, 1.0),
+    }
+
+    def setup_method(self) -> None:
+        with_parts = Claims(GraphLevel.UNIFORM, needs_cpu_seq_lens=False, extras=frozenset({"q_rope"}))
+        self.first, self.second = MLARecorder(with_parts, name="first"), MLARecorder(name="second")
+        names = ("first", "second")
+        schedule = Schedule({name: {at: each[n] for at, each in self.TIMES.items()} for n, name in enumerate(names)})
+        children = {"first": self.first, "second": self.second}
+        both = FastestBackend(children, {Role.DECODE: schedule})
+        self.group = DecodeGroup(Group(both, needs=False, count=2), NAMES, 64)
+
+    def test_a_graph_goes_to_the_best_one_for_its_requests_at_every_replay(self, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        alone, together = metadata([(0, 1)]), metadata([(0, 1)] * 8)
+        for given in (together, alone):
+            step = step_of(self.group, given.replace(max_seq_len=256))
+            self.group.capture(step)
+            attend(step), attend(step, LAST)
+        for before in (3, 150):
+            for requests in (1, 8):
+                self.group.replay(step_of(self.group, metadata([(before, 1)] * requests, width=16)))
+        for backend, requests in ((self.first, 1), (self.second, 8)):
+            assert backend.names() == ["reserve", "capture", "refill", "run", "run", "replay", "replay"]
+            planned = [geometry.requests for name, geometry in backend.calls if name in ("capture", "replay")]
+            assert planned == [requests] * 3
+
+    @pytest.mark.parametrize(
+        ("lengths", "who"),
+        [([5], "first"), ([199], "second"), ([5] * 8, "first"), ([199] * 8, "second"), ([5] * 5 + [100], "first")],
+    )
+    def test_without_a_graph_the_mean_length_decides_too(self, lengths, who):
+        step = step_of(self.group, metadata([(before, 1) for before in lengths], padding=(2, 2)), exact=True)
+        attend(step)
+        assert step.batch.plan.attention.makers() == [who]
+        geometry = getattr(self, who).calls[0][1]
+        assert geometry.host is None and geometry.requests == len(lengths) + 2, "nobody needs exact lengths"
+
+    def test_queries_are_in_parts_for_who_takes_them(self):
+        """Although not all that share the role do."""
+        for before, width in ((5, RANK), (199, RANK + ROPE)):
+            step = step_of(self.group, metadata([(before, 1)]), exact=True)
+            attend(step)
+            backend = self.first if before == 5 else self.second
+            assert backend.calls[1][1][1] == (1, HEADS, width)
+
+    @pytest.mark.parametrize(
+        ("other", "changed"),
+        [
+            ({"mla_extend": set()}, "extends"),
+            ({"max_speculative_tokens": 0}, "verifies"),
+            ({"needs_cpu_seq_lens": True}, "needs_lengths"),
+        ],
+    )
+    def test_only_what_all_declare_is_relied_on(self, other, changed):
+        can = declared(mla_extend={"absorbed"}, max_speculative_tokens=4, needs_cpu_seq_lens=False)
+        group = Group(MLARecorder())
+        found = []
+        for several in ((can, can), (can, replace(can, **other))):
+            group.selection = serving(*several)
+            made = DecodeGroup(group, NAMES, 0)
+            found.append({name: getattr(made, name) for name in ("extends", "verifies", "needs_lengths")})
+        assert found[0] == {"extends": True, "verifies": True, "needs_lengths": False}
+        assert found[1] == {**found[0], changed: not found[0][changed]}
 
 
 def test_absorbed_attention_over_vllms_blocks() -> None:

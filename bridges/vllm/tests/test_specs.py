@@ -9,10 +9,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from attnplug import CacheLayout, DType, GraphLevel, Problem, Role
-from attnplug.host import KVPools, UsageError, WorkspaceOwner
+from attnplug import BackendSpec, CacheLayout, DType, GraphLevel, PageSizes, Problem, Role
+from attnplug.host import KVPools, Registry, UsageError, WorkspaceOwner
 from attnplug_vllm import choice
-from attnplug_vllm.choice import Refused, choose, graph_level, page_sizes
+from attnplug_vllm.choice import Refused, choose, graph_level, page_sizes, serving_specs
 from attnplug_vllm.host import fit
 from attnplug_vllm.specs import (
     Machine,
@@ -206,11 +206,48 @@ def test_what_was_chosen_is_remembered_for_questions_without_a_configuration():
 
 
 def test_auto_takes_the_backend_that_was_measured_the_fastest(monkeypatch, tmp_path):
-    """One for all batches: vLLM does not plan each with a backend of its own."""
+    """MHA and GQA have one for all batches."""
     twins = measured_twins(monkeypatch, tmp_path, LAYER, DType.FLOAT32)
     monkeypatch.setattr(choice, "registry", lambda: twins)
     chosen = choose(config(), model_of(config(), [LAYER]), "auto", CPU)
     assert [backend.spec.name for backend in chosen.serving(Role.DECODE)] == ["beta"]
+
+
+MLA_LAYER = mla_layer(0, heads=16, scale=0.1, kv_lora_rank=512, nope=128, rope=64, v_head_dim=128)
+
+
+def twins_by_batch(monkeypatch, tmp_path, **alpha):
+    """The selection of MLA layers by a table of two equal backends, of which alpha declares something else."""
+    twins = dict(measured_twins(monkeypatch, tmp_path, MLA_LAYER, DType.FLOAT32).backends)
+    spec = twins["alpha"].spec
+    twins["alpha"] = replace(twins["alpha"], spec=replace(spec, capabilities=replace(spec.capabilities, **alpha)))
+    monkeypatch.setattr(choice, "registry", lambda: Registry(twins))
+    return choose(config(), model_of(config(), [MLA_LAYER]), "auto", CPU)
+
+
+def test_mla_is_decoded_by_the_backend_that_was_measured_the_fastest_for_a_batch(monkeypatch, tmp_path):
+    chosen = twins_by_batch(monkeypatch, tmp_path)
+    assert [backend.spec.name for backend in chosen.serving(Role.DECODE)] == ["beta", "alpha"]
+    assert [spec.name for spec in serving_specs(chosen)] == ["beta", "alpha"]
+    schedule = chosen.schedule(Role.DECODE)
+    assert [schedule.fastest(1, length, 1) for length in (8, 64)] == ["alpha", "beta"]
+
+
+def test_pages_are_those_that_all_read_that_decode_by_batch(monkeypatch, tmp_path):
+    twins_by_batch(monkeypatch, tmp_path, page_sizes=PageSizes.of(32))
+    assert page_sizes() == PageSizes.of(32)
+
+
+@pytest.mark.parametrize("level", [GraphLevel.NEVER, GraphLevel.DECODE])
+def test_graphs_are_those_that_all_can_that_decode_by_batch(monkeypatch, tmp_path, level):
+    chosen = twins_by_batch(monkeypatch, tmp_path, cuda_graph=GraphLevel.DECODE)
+    refuse = {"alpha": level}
+
+    def refusals(backend, problem, role, options):
+        return ["not here"] if problem.cuda_graph > refuse.get(backend.name, GraphLevel.UNIFORM) else []
+
+    monkeypatch.setattr(BackendSpec, "refusals", refusals)
+    assert graph_level(chosen) is level
 
 
 def test_settings_that_cannot_be_read_are_refused_when_layers_are_made():
@@ -239,7 +276,7 @@ def test_a_level_that_a_backend_declares_and_refuses_here_is_not_claimed():
 
     selection = choose(config(), model_of(config(), [LAYER]), "auto", CPU)
     chosen = SimpleNamespace(spec=Weaker())
-    weaker = SimpleNamespace(chosen=lambda role: chosen, problem=selection.problem, options={})
+    weaker = SimpleNamespace(serving=lambda role: [chosen], problem=selection.problem, options={})
     assert graph_level(weaker) is GraphLevel.DECODE
 
 

@@ -61,10 +61,11 @@ class MLARecorder:
 
     claims: Claims = field(default_factory=lambda: Claims(GraphLevel.UNIFORM, needs_cpu_seq_lens=False))
     fill: int = 0
+    name: str = "recorder"
     calls: list[tuple[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.backend_id = BackendId("recorder")
+        self.backend_id = BackendId(self.name)
 
     def init_forward_metadata(self, batch: ForwardBatch) -> Plan:
         self.calls.append(("plan", batch.geometry))

@@ -139,6 +139,7 @@ if TYPE_CHECKING:
     from attnplug.wrappers import Turn as Turn
     from attnplug.wrappers import merged_turns as merged_turns
     from attnplug.wrappers import plan_alike as plan_alike
+    from attnplug.wrappers import planner_claims as planner_claims
     from attnplug.wrappers import turns as turns
     from attnplug.wrappers import who_forced as who_forced
 
@@ -235,6 +236,7 @@ _MODULES = {
         "Turn",
         "merged_turns",
         "plan_alike",
+        "planner_claims",
         "turns",
         "who_forced",
     ),

@@ -52,7 +52,7 @@ def choose(config: Any, model: ModelSpec, kv_cache_dtype: str, machine: Machine 
         insist([*unsupported(config), *HOST.refuse(problem)])
         key = repr(settings.request), problem
         if (selection := _chosen.get(key)) is None:
-            ranking = default_ranking(registry(), problem)
+            ranking = default_ranking(registry(), problem, per_batch=HOST.per_batch(problem))
             selection = choose_importable(registry(), settings.request, problem, ranking)
     except AttnplugError as error:
         raise Refused(error.told(render)) from None
@@ -91,25 +91,28 @@ def forget() -> None:
     _chosen.clear()
 
 
-def chosen_specs(selection: Selection) -> tuple[BackendSpec, ...]:
-    """The backends that were chosen; two if one prefills and another decodes."""
-    found = {spec.name: spec for spec in (selection.chosen(role).spec for role in selection.choices)}
-    return tuple(found.values())
+def serving_specs(selection: Selection, *roles: Role) -> tuple[BackendSpec, ...]:
+    """The backends that serve these roles, or all; several if one prefills and another decodes, or by batch."""
+    serving = (backend.spec for role in roles or selection.choices for backend in selection.serving(role))
+    return tuple({spec.name: spec for spec in serving}.values())
 
 
 def page_sizes() -> PageSizes:
     """The page sizes that everything chosen for an engine reads."""
-    specs = [spec for selection in remembered() for spec in chosen_specs(selection)]
+    specs = [spec for selection in remembered() for spec in serving_specs(selection)]
     return reduce(PageSizes.intersection, (spec.capabilities.page_sizes for spec in specs), PageSizes())
 
 
 def graph_level(selection: Selection) -> GraphLevel:
-    """The most that can be captured here: by the backend that decodes, which verifies drafts too.
+    """The most that can be captured here: by every backend that decodes, which verifies drafts too.
 
-    It may declare more, and refuse it on this machine. What prefills takes no part in captured batches.
+    One may declare more, and refuse it on this machine. What prefills takes no part in captured batches.
     """
-    role, problem = Role.DECODE, selection.problem
-    backend = selection.chosen(role).spec
-    options = selection.options.get(backend.name)
-    able = [level for level in GraphLevel if not backend.refusals(replace(problem, cuda_graph=level), role, options)]
+    return min(_graph_level(backend, selection) for backend in serving_specs(selection, Role.DECODE))
+
+
+def _graph_level(backend: BackendSpec, selection: Selection) -> GraphLevel:
+    problem, options = selection.problem, selection.options.get(backend.name)
+    levels = (replace(problem, cuda_graph=level) for level in GraphLevel)
+    able = [asked.cuda_graph for asked in levels if not backend.refusals(asked, Role.DECODE, options)]
     return max(able, default=GraphLevel.NEVER)

@@ -100,8 +100,9 @@ def check_command_line(argv: Sequence[str], registry: Registry, device: str | No
     reasons: list[Refusal] = list(HOST.refuse(problem))
     if reasons:
         raise UsageError(refused(reasons))
+    ranking = default_ranking(registry, problem, per_batch=HOST.per_batch(problem))
     try:
-        select(registry, request, problem, ranking=default_ranking(registry, problem))
+        select(registry, request, problem, ranking=ranking)
     except AttnplugError as error:
         raise UsageError(error.told(render)) from None
 

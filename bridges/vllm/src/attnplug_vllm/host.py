@@ -51,8 +51,8 @@ def fit(problem: Problem) -> Problem:
     """The problem as vLLM poses it.
 
     Linear layers run on vLLM's own kernels, and so does the prefill of MLA, unless a backend is named for it. Keys and
-    values share a row of the cache. With speculation, vLLM schedules ahead and knows upper bounds of lengths only; what
-    drafts is not ours to choose.
+    values share a row of the cache. One graph serves all lengths of a batch size. With speculation, vLLM schedules
+    ahead and knows upper bounds of lengths only; what drafts is not ours to choose.
     """
     model = problem.model
     if model is not None and model.linear_layers and model.full_layers:
@@ -65,6 +65,7 @@ def fit(problem: Problem) -> Problem:
         exact_lengths=problem.exact_lengths and not problem.speculative_tokens,
         drafts_by_host=True,
         wants_graphs=problem.device == "cuda",
+        graphs_by_length=False,
         mla_by_host=True,
     )
 
@@ -96,4 +97,5 @@ HOST = HostSpec(
     render=render,
     fit=fit,
     refuse=refuse,
+    per_batch=lambda problem: problem.prefilled_by_host,  # MLA
 )

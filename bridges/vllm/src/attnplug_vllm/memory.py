@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,8 @@ from attnplug.host import AttnplugError, KVPools, ModelAttention, Selection, Wor
 from attnplug_vllm.choice import Refused
 from attnplug_vllm.host import render
 from attnplug_vllm.specs import context_of
+
+logger = logging.getLogger(f"vllm.{__name__}")
 
 MHA_LAYOUT = "pages heads tokens (kv dim)"
 MLA_LAYOUT = "pages tokens dim"
@@ -105,8 +108,11 @@ class GroupAttention:
                 pools=pools,
                 workspace=workspace,
             )
-            attention = ModelAttention(build_selection(self.selection, context), pools)
+            backend = build_selection(self.selection, context)
+            attention = ModelAttention(backend, pools)
         except AttnplugError as error:
             raise Refused(error.told(render)) from error
+        for name, why in getattr(backend, "left_out", {}).items():
+            logger.info("attnplug: without %s: %s", name, why)
         self._address = self._first.kv_cache.data_ptr()
         return attention

@@ -22,7 +22,7 @@ from vllm.v1.attention.backend import (
 
 from attnplug import GraphLevel, LayerSpec, Refusal, RefusalCode
 from attnplug.host import ModelAttention
-from attnplug_vllm.choice import choose, chosen_specs, graph_level, insist, page_sizes, remembered
+from attnplug_vllm.choice import choose, graph_level, insist, page_sizes, remembered, serving_specs
 from attnplug_vllm.geometry import Shape, of_draft
 from attnplug_vllm.host import BLOCK_STEP
 from attnplug_vllm.memory import GroupAttention, mha_pools
@@ -191,7 +191,7 @@ class AttnplugBuilder(AttentionMetadataBuilder):  # type: ignore[misc]
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._group, self._layers = _group(kv_cache_spec, layer_names, vllm_config, device), len(layer_names)
-        limits, backends = limits_of(vllm_config), chosen_specs(self._group.selection)
+        limits, backends = limits_of(vllm_config), serving_specs(self._group.selection)
         needs_lengths = any(backend.capabilities.needs_cpu_seq_lens for backend in backends)
         self._shape = Shape(
             kv_cache_spec.block_size,

@@ -25,9 +25,9 @@ from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionCGSupport, MultipleOf
 from vllm.v1.attention.backends.mla.prefill.base import MLAPrefillBackend
 
-from attnplug import ExtendPath, LayerSpec, Refusal, RefusalCode, Role, Setting
+from attnplug import LayerSpec, Refusal, RefusalCode, Role, Setting
 from attnplug.host import Selection
-from attnplug_vllm.choice import choose, insist
+from attnplug_vllm.choice import choose, insist, serving_specs
 from attnplug_vllm.config import OPTION, SECTION
 from attnplug_vllm.geometry import of_draft
 from attnplug_vllm.memory import GroupAttention, mla_pools
@@ -199,12 +199,11 @@ class AttnplugMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):  # type: 
         self._given = kv_cache_spec, layer_names, vllm_config, device
         group = _group(*self._given)
         self._decode, selection = _decode(group, layer_names), group.selection
-        can = self._decode.capabilities  # one class serves every backend, so these are set on its objects
-        if ExtendPath.ABSORBED in can.mla_extend:
+        if self._decode.extends:  # one class serves every backend, so this is set on its objects
             self.query_len_support = QueryLenSupport.VARLEN
-        elif can.max_speculative_tokens:
+        elif self._decode.verifies:
             self.query_len_support = QueryLenSupport.UNIFORM
-        self._needs_lengths, self._capturing = can.needs_cpu_seq_lens, False
+        self._capturing = False
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         if Role.PREFILL in selection.choices:
             chosen = replace(selection, choices={Role.PREFILL: selection.choices[Role.PREFILL]})
@@ -220,7 +219,7 @@ class AttnplugMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):  # type: 
         return super().build(common_prefix_len, common_attn_metadata, fast_build)
 
     def build_for_drafting(self, common_attn_metadata: Any, draft_index: int) -> MLACommonMetadata:
-        if self._needs_lengths:
+        if self._decode.needs_lengths:
             common_attn_metadata = of_draft(common_attn_metadata)
         return super().build_for_drafting(common_attn_metadata, draft_index)
 
@@ -256,8 +255,9 @@ class AttnplugMLABuilder(MLACommonMetadataBuilder[MLACommonMetadata]):  # type: 
         if self._capturing:
             self._decode.capture(step)
             return step
-        if self._needs_lengths:
-            assert self._lengths is not None
+        needed = self._decode.needs_lengths
+        assert self._lengths is not None or not needed
+        if self._lengths is not None and (needed or self._decode.shared):
             step.host = (query_start_loc_cpu, self._lengths[:requests])
         self._decode.replay(step)
         return step
@@ -347,7 +347,8 @@ def _choose(config: Any, spec: LayerSpec, kv_cache_dtype: str) -> Selection:
         if isinstance(other, AttnplugMLAImpl) and (other.spec, other.kv_cache_dtype) == (spec, kv_cache_dtype):
             return other.selection
     selection = choose(config, model_of(config, [spec]), kv_cache_dtype)
-    decode = selection.chosen(Role.DECODE).spec.name
+    names = [spec.name for spec in serving_specs(selection, Role.DECODE)]
+    decode = " or ".join(names) + " by batch" * (len(names) > 1)
     if Role.PREFILL in selection.choices:
         logger.info_once("attnplug: %s decodes, %s prefills", decode, selection.chosen(Role.PREFILL).spec.name)
     else:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from attnplug import Capabilities, ForwardBatch, ForwardExtras, ForwardMode, Geometry, PlanError, Role
-from attnplug.host import HostLengths, ModelAttention, plan_forward
+from attnplug import ExtendPath, ForwardBatch, ForwardExtras, ForwardMode, Geometry, PlanError, Role
+from attnplug.host import HostLengths, ModelAttention, TypicalLens, plan_forward, planner_claims
+from attnplug_vllm.choice import serving_specs
 from attnplug_vllm.memory import GroupAttention
 
 
@@ -22,8 +23,10 @@ class DecodeStep:
     """The requests of a step that decode, with ``rows`` new tokens in all and at most ``max_new`` each.
 
     The first two are what vLLM's own metadata of a decode has, too. ``starts`` ``[requests + 1]`` are the first rows of
-    requests. ``host`` are starts and lengths on the CPU, where the backend needs them. ``filled`` says for which run a
-    captured step was last filled: the one that warms up, or the capture that follows with the same metadata.
+    requests. ``host`` are starts and lengths on the CPU, where backends are chosen by these or need them; exact ones if
+    they need them. ``takes_parts`` says that the backend which planned takes queries in two parts. ``filled`` says for
+    which run a captured step was last filled: the one that warms up, or the capture that follows with the same
+    metadata.
     """
 
     block_table: Tensor
@@ -36,6 +39,7 @@ class DecodeStep:
     host: tuple[Tensor, Tensor] | None = None
     attention: ModelAttention | None = None
     batch: ForwardBatch | None = None
+    takes_parts: bool = False
     captured: bool = False
     filled: bool | None = None
 
@@ -43,11 +47,11 @@ class DecodeStep:
         """One layer, ``[rows, heads, latent]``. The first one plans the step for all."""
         attention, batch = self.attention, self.batch
         if attention is None or batch is None:
-            attention, batch = self.attention, self.batch = self.group.plan(self)
+            attention, batch = self.group.plan(self)
         elif self.captured and self.filled is not (capturing := torch.cuda.is_current_stream_capturing()):
             self.filled = capturing
             attention.refill(batch)
-        if q_rope is not None and not self.group.takes_parts:
+        if q_rope is not None and not self.takes_parts:
             q, q_rope = torch.cat((q, q_rope), -1), None
         backend = attention.backend
         run = backend.forward_decode if batch.forward_mode.is_decode else backend.forward_extend
@@ -56,15 +60,21 @@ class DecodeStep:
 
 
 class DecodeGroup:
-    """The decode backend of a KV group, and the batches that CUDA graphs have captured."""
+    """The decode backend of a KV group, and the batches that CUDA graphs have captured.
+
+    Several may share the role, by batch. Then only what all of them declare is relied on.
+    """
 
     def __init__(self, attention: GroupAttention, names: Mapping[str, int], captured_rows: int) -> None:
         self._group, self._captured_rows = attention, captured_rows
         by_id = {spec.layer_id: spec for spec in attention.model.layers}
         self.specs = {name: by_id[layer_id] for name, layer_id in names.items()}
         self.pages = -(-attention.model.context_length // attention.page_size)
-        self.capabilities: Capabilities = attention.selection.chosen(Role.DECODE).spec.capabilities
-        self.takes_parts = "q_rope" in self.capabilities.extras
+        able = [spec.capabilities for spec in serving_specs(attention.selection, Role.DECODE)]
+        self.extends = all(ExtendPath.ABSORBED in can.mla_extend for can in able)
+        self.verifies = all(can.max_speculative_tokens for can in able)
+        self.needs_lengths = any(can.needs_cpu_seq_lens for can in able)
+        self.shared = len(able) > 1
         self._attention: ModelAttention | None = None
         self._batches: dict[tuple[int, int], ForwardBatch] = {}
         """Of the attention that is built now, by requests and rows."""
@@ -75,7 +85,6 @@ class DecodeGroup:
         if attention is not self._attention:
             self._attention = attention
             self._batches.clear()
-            self.takes_parts = "q_rope" in attention.backend.claims.extras
         return attention
 
     def plan(self, step: DecodeStep) -> tuple[ModelAttention, ForwardBatch]:
@@ -83,6 +92,7 @@ class DecodeGroup:
         attention = self.ready()
         batch = ForwardBatch(self.geometry(step))
         plan_forward(attention.backend, batch)
+        self._planned(step, attention, batch)
         return attention, batch
 
     def capture(self, step: DecodeStep) -> None:
@@ -98,7 +108,14 @@ class DecodeGroup:
         batch = ForwardBatch(self.geometry(step, captured=True))
         attention.plan_captured(batch, in_capture=True)
         self._batches[batch.batch_size, step.rows] = batch
-        step.attention, step.batch, step.captured = attention, batch, True
+        self._planned(step, attention, batch)
+        step.captured = True
+
+    @staticmethod
+    def _planned(step: DecodeStep, attention: ModelAttention, batch: ForwardBatch) -> None:
+        assert batch.plan is not None
+        step.attention, step.batch = attention, batch
+        step.takes_parts = "q_rope" in planner_claims(attention.backend, batch.plan.attention).extras
 
     def replay(self, step: DecodeStep) -> None:
         """Plan the replay of a graph, if a batch of this shape was captured. vLLM may still run it without the graph.
@@ -125,7 +142,7 @@ class DecodeGroup:
             mode = ForwardMode.EXTEND
         else:
             mode = ForwardMode.DECODE if step.max_new == 1 else ForwardMode.TARGET_VERIFY
-        page_size = self._group.page_size
+        page_size, known = self._group.page_size, None if captured else step.host
         geometry = Geometry(
             mode,
             table,
@@ -136,8 +153,14 @@ class DecodeGroup:
             max_new=step.max_new,
             new_lens=None if uniform else step.starts.diff(),
             captured=captured,
+            typical=_typical(known[1]) if known is not None and self.shared else None,
         )
-        return geometry if captured or step.host is None else _exact(geometry, *step.host)
+        return geometry if known is None or not self.needs_lengths else _exact(geometry, *known)
+
+
+def _typical(seq_lens: Tensor) -> TypicalLens:
+    """Of requests that are there: those that only pad a batch have length 0."""
+    return TypicalLens.of([length for length in seq_lens.tolist() if length])
 
 
 def _exact(geometry: Geometry, starts: Tensor, seq_lens: Tensor) -> Geometry:

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from attnplug import DType
+from attnplug.host import load_model
+from attnplug_vllm import choice
 from engines import AGAIN, PROMPTS, asking, engine, generate, prompts_of, runner, tokens
 from mla_models import OPTIONS, MLAModels
+from support.measured import measured_twins
 
 OURS = {"AttnplugCPUMLAImpl"}
 BOTH = asking(prefill="torch_native")
@@ -37,16 +42,19 @@ def builder_of(llm: Any) -> Any:
     return builder
 
 
-def planned(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The modes in which decode steps are planned from now on."""
+def planned(
+    monkeypatch: pytest.MonkeyPatch, told: Callable[[Any], str] = lambda batch: str(batch.forward_mode)
+) -> list[str]:
+    """What is told of decode steps that are planned from now on: their modes, or something else."""
     from attnplug_vllm import mla_decode
 
     seen: list[str] = []
     plan = mla_decode.plan_forward
 
     def recording(backend: Any, batch: Any) -> Any:
-        seen.append(str(batch.forward_mode))
-        return plan(backend, batch)
+        made = plan(backend, batch)
+        seen.append(told(batch))
+        return made
 
     monkeypatch.setattr(mla_decode, "plan_forward", recording)
     return seen
@@ -79,12 +87,23 @@ def test_chunks_of_64_in_blocks_of_16_and_prefix_hits(deepseek, monkeypatch):
         assert max(one.num_cached_tokens for one in found) >= 256
 
 
-def test_vllms_own_prefill_stays_unless_one_is_named(deepseek):
+def test_vllms_own_prefill_stays_unless_one_is_named_and_decode_goes_by_batch(deepseek, monkeypatch, tmp_path):
+    """By a table of this machine's: long requests are decoded by another backend than short ones."""
+    (layer, *_) = load_model(deepseek.path("dense")).layers
+    twins = measured_twins(monkeypatch, tmp_path, layer, DType.FLOAT32)
+    monkeypatch.setattr(choice, "registry", lambda: twins)
+    makers = planned(monkeypatch, lambda batch: batch.plan.attention.makers()[0])
     options = {**OPTIONS["dense"], **asking("auto"), "block_size": 64, "enforce_eager": False}
     with engine(deepseek.path("dense"), options) as llm:
         assert impls(llm) == OURS and runner(llm).compilation_config.mode != 0
         assert type(builder_of(llm)._prefill_backend).__module__.startswith("vllm.")
-        assert tokens(llm, PROMPTS) == deepseek.expected("dense", PROMPTS)
+        expected = deepseek.expected("dense", PROMPTS)
+        makers.clear()
+        assert tokens(llm, PROMPTS) == expected
+        assert set(makers) == {"beta"}
+        makers.clear()
+        assert tokens(llm, PROMPTS[:1]) == expected[:1]  # 5 tokens, and 24 new ones
+        assert makers == sorted(makers) and set(makers) == {"alpha", "beta"}
 
 
 def test_a_mixture_of_experts(deepseek):

@@ -6,8 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from attnplug.choose.selection import AUTO, Candidate, RoleChoice, Selection
-from attnplug.declare.problem import GraphLevel, Role
+from attnplug.declare.problem import GraphLevel, Problem, Role
+from attnplug.declare.schedule import Schedule
 from attnplug.declare.settings import Render
+from attnplug.declare.spec import BackendSpec
 
 _SHOWN_BATCHES = {Role.PREFILL: ((1, 512), (1, 4096)), Role.DECODE: ((1, 1), (8, 1), (64, 1))}
 """For which (requests, tokens) an explanation of a schedule says who is the fastest."""
@@ -27,7 +29,7 @@ def refusal_lines(selection: Selection, render: Render) -> Iterator[str]:
     for choice in selection.unserved:
         if choice.requested == AUTO:
             yield ""
-            yield from _judged(choice, render)
+            yield from _judged(choice, selection.problem, render)
 
 
 def _refused_by_name(choices: Sequence[RoleChoice], render: Render) -> Iterator[str]:
@@ -52,18 +54,19 @@ def explanation(selection: Selection, render: Render = str) -> Iterator[str]:
     yield from _inputs(selection)
     for choice in selection.choices.values():
         yield ""
-        yield from _judged(choice, render)
+        yield from _judged(choice, selection.problem, render)
     if selection.problem.wants_graphs and not selection.unserved:
         yield ""
         yield f"CUDA graphs: {captured(selection)}"
 
 
 def captured(selection: Selection) -> str:
-    """What a host can capture with the chosen backends, by their declarations; which allow no more, and why."""
+    """What a host can capture with the backends that serve, by their declarations; which allow no more, and why."""
     levels: dict[str, tuple[GraphLevel, str]] = {}
     for role in selection.choices:
-        name, limit = selection.chosen(role).spec.name, _captured(selection, role)
-        levels[name] = min(limit, levels.get(name, limit))
+        for backend in selection.serving(role):
+            name, limit = backend.spec.name, _captured(selection, backend.spec, role)
+            levels[name] = min(limit, levels.get(name, limit))
     lowest, highest = min(levels.values())[0], max(levels.values())[0]
     if lowest is highest and lowest is not GraphLevel.NEVER:
         return lowest.name
@@ -75,9 +78,9 @@ def captured(selection: Selection) -> str:
     return f"{lowest.name}, {limiting}"
 
 
-def _captured(selection: Selection, role: Role) -> tuple[GraphLevel, str]:
+def _captured(selection: Selection, spec: BackendSpec, role: Role) -> tuple[GraphLevel, str]:
     """The most that a role's backend allows, and why not more; no reason where it allows all."""
-    spec, allowed = selection.chosen(role).spec, GraphLevel.NEVER
+    allowed = GraphLevel.NEVER
     for level in list(GraphLevel)[1:]:
         problem = replace(selection.problem, cuda_graph=level)
         if refusals := spec.refusals(problem, role, selection.options.get(spec.name)):
@@ -88,7 +91,7 @@ def _captured(selection: Selection, role: Role) -> tuple[GraphLevel, str]:
     return allowed, ""
 
 
-def _judged(choice: RoleChoice, render: Render) -> Iterator[str]:
+def _judged(choice: RoleChoice, problem: Problem, render: Render) -> Iterator[str]:
     """One role: what it gets, and every candidate. If ``auto`` found one, backends that are made for something else are
     only named."""
     if choice.chosen_name is not None:
@@ -102,7 +105,7 @@ def _judged(choice: RoleChoice, render: Render) -> Iterator[str]:
     if choice.schedule is not None:
         for requests, tokens in _SHOWN_BATCHES[choice.role]:
             size = f"{requests} × {tokens} new tokens" if tokens > 1 else f"{requests} request{'s' * (requests > 1)}"
-            yield f"  {size}: {choice.schedule.told(requests, tokens)}"
+            yield f"  {size}: {_by_batch(choice.schedule, choice.role, problem, requests, tokens)}"
     if choice.chosen is None and choice.role is Role.LINEAR and not _for_linear(choice):
         yield "  none is made for linear attention; 'attnplug plugins' lists packages that bring some"
     elsewhere = passed_over(choice)
@@ -119,6 +122,15 @@ def _judged(choice: RoleChoice, render: Render) -> Iterator[str]:
     if elsewhere:
         names = ", ".join(candidate.backend.spec.name for candidate in elsewhere)
         yield f"  for another role or kind of attention: {names}"
+
+
+def _by_batch(schedule: Schedule, role: Role, problem: Problem, requests: int, tokens: int) -> str:
+    """Who is the fastest for batches of a size, and who serves its graph if there is one for all lengths."""
+    by_length = schedule.told(requests, tokens)
+    if problem.graphs_by_length or not problem.wants_graphs or role is not Role.DECODE or problem.model is None:
+        return by_length
+    captured = schedule.overall(requests, tokens, problem.model.context_length)
+    return captured if captured == by_length else f"{captured} in a graph; without, {by_length}"
 
 
 def passed_over(choice: RoleChoice) -> list[Candidate]:

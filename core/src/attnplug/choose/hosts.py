@@ -38,6 +38,8 @@ class HostSpec:
     """The problem as this host poses it: with the layout, the lengths and the graphs that it has."""
     refuse: Callable[[Problem], Iterable[Refusal]]
     """What cannot be carried there, whichever backend is chosen."""
+    per_batch: Callable[[Problem], bool] = lambda problem: False
+    """Whether ``auto`` gives such a problem a backend for each batch, as :func:`default_ranking` takes it."""
 
     def installed(self) -> str | None:
         """The version that is installed here; ``None`` if it is not."""

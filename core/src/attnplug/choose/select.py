@@ -129,7 +129,8 @@ class _Judge:
                 why = f"runs in CUDA graphs, unlike {slower}" + (f"; {why}" if len(able) > 1 else "")
             if chosen.spec.name in failing:
                 why += f"; but {failing[chosen.spec.name].message}"
-        return RoleChoice(role, requested, self.request.setting_for(role), chosen, candidates, why, schedule)
+        setting = self.request.setting_for(role)
+        return self._verifying(RoleChoice(role, requested, setting, chosen, candidates, why, schedule))
 
     def _captured(self, usable: list[Registered], role: Role) -> list[Registered]:
         """Those of some usable backends that can be captured, where the host wants that."""
@@ -138,6 +139,17 @@ class _Judge:
             return usable
         captured = replace(problem, cuda_graph=GraphLevel.DECODE)  # more is demanded of all that are usable
         return [b for b in usable if not b.spec.refusals(captured, role, self.options.get(b.spec.name))]
+
+    def _verifying(self, choice: RoleChoice) -> RoleChoice:
+        """The choice without those of its schedule whose verifying cannot be captured, if the chosen one's can."""
+        problem, role = self.problem, choice.role
+        drafts = problem.speculative_tokens and role is self.request.verify
+        if choice.schedule is None or not drafts or not problem.wants_graphs or problem.device != "cuda":
+            return choice
+        captured = replace(problem, cuda_graph=GraphLevel.UNIFORM)
+        options = self.options
+        able = [b for b in choice.serving if not b.spec.refusals(captured, role, options.get(b.spec.name))]
+        return _shared_by(able, choice, "CUDA graphs that verify drafts") if choice.chosen in able else choice
 
     def _refusals(self, backend: Registered, role: Role) -> Iterator[Refusal]:
         spec = backend.spec
@@ -184,11 +196,17 @@ def _sharing_pages(choice: RoleChoice, page_size: int | None) -> RoleChoice:
     if choice.schedule is None or page_size is None:
         return choice
     able = [b for b in choice.serving if b.spec.capabilities.page_sizes.kernel_size(page_size) is not None]
-    if len(able) == len(choice.serving):
-        return choice
+    return _shared_by(able, choice, f"pages of {page_size}")
+
+
+def _shared_by(able: list[Registered], choice: RoleChoice, need: str) -> RoleChoice:
+    """The choice with only these of its schedule, because the others lack something."""
+    assert choice.schedule is not None
     others = " and ".join(backend.spec.name for backend in choice.serving if backend not in able)
-    rank = f"{choice.rank}; without {others}, for pages of {page_size}"
-    return replace(choice, rank=rank, schedule=choice.schedule.only(backend.spec.name for backend in able))
+    if not others:
+        return choice
+    schedule = choice.schedule.only(backend.spec.name for backend in able)
+    return replace(choice, rank=f"{choice.rank}; without {others}, for {need}", schedule=schedule)
 
 
 def _parsed(registry: Registry, name: str, settings: Mapping[str, str]) -> Any:

@@ -141,7 +141,8 @@ def _explain_in_host(registry: Registry, name: str, request: BackendRequest, pro
         "refusals": [refusal_as_json(refusal, host.render) for refusal in refusals],
     }
     fitted = host.fit(problem)
-    selection = explain(registry, request, fitted, ranking=default_ranking(registry, fitted))
+    ranking = default_ranking(registry, fitted, per_batch=host.per_batch(fitted))
+    selection = explain(registry, request, fitted, ranking=ranking)
     unserved = _shown(selection, host.render, json=json, host=told)
     return 1 if refusals else unserved
 

@@ -123,6 +123,9 @@ class Problem:
     layout: CacheLayout | None = None
     wants_graphs: bool = False
     """Whether the host captures decode where it can. ``auto`` then prefers backends that can be captured."""
+    graphs_by_length: bool = True
+    """Whether the host captures a batch size again for each backend that is the fastest at some length of it. Otherwise
+    one graph of a size serves all lengths."""
     mla_by_host: bool = False
     """Whether the host absorbs, chunks and merges MLA itself. It then prefills MLA by kernels of its own, unless a
     backend is asked for in that role, which must be able to run MLA as MHA."""

@@ -133,6 +133,7 @@ class Schedule:
     _crossings: dict[tuple[int, int, bool], tuple[tuple[int, ...], tuple[str, ...]]] = field(
         init=False, repr=False, compare=False, default_factory=dict
     )
+    _overall: dict[tuple[int, int, int], str] = field(init=False, repr=False, compare=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         assert self.times and all(self.times.values()), "a schedule is made of measured backends"
@@ -161,6 +162,20 @@ class Schedule:
         except KeyError:
             upto, names = self._crossed(requests, tokens, ragged)
         return names[bisect_left(upto, length)]
+
+    def overall(self, requests: int, tokens: int, longest: int) -> str:
+        """The backend for batches of any length up to the longest, equal and ragged, if one must plan all of them.
+
+        It has the smallest geometric mean of its time by the best time, over the measured lengths. One that was not
+        measured at some of these comes after those that were.
+        """
+        key = requests, tokens, longest
+        name = self._overall.get(key)
+        if name is None:
+            name = self._best_upto(self._counted(requests), self._counted(tokens), longest)
+            if len(self._overall) < _MOST_KEPT:
+                self._overall[key] = name
+        return name
 
     def crossings(self, requests: int, tokens: int, ragged: bool = False) -> tuple[tuple[int, str], ...]:
         """The backends along growing lengths: each is the fastest up to a length, the last up to ``EVERY_LENGTH``."""
@@ -211,6 +226,20 @@ class Schedule:
                 before, name = high, following
             before = end
         yield EVERY_LENGTH, name
+
+    def _best_upto(self, requests: int, tokens: int, longest: int) -> str:
+        rows = []
+        for ragged in (False, True):
+            lengths = self._points.lengths(requests, tokens, ragged=ragged)
+            upto = [length for length in lengths if length <= longest] or lengths[:1]
+            rows += [self.expected(requests, length, tokens, ragged) for length in upto]
+        unknown = {name: sum(math.isinf(times[name]) for times in rows) for name in self.times}
+        slowness = {
+            name: [times[name] / min(times.values()) for times in rows if math.isfinite(times[name])]
+            for name in self.times
+        }
+        score = {name: math.fsum(map(math.log, slow)) for name, slow in slowness.items()}
+        return min(self.times, key=lambda name: (unknown[name], score[name], name))
 
     def _best(self, requests: int, length: int, tokens: int, ragged: bool) -> str:
         expected = self.expected(requests, length, tokens, ragged)

@@ -1,7 +1,15 @@
 """Backends made of backends, all on one forwarding base."""
 
 from attnplug.wrappers.fastest import FastestBackend
-from attnplug.wrappers.forwarding import ForwardingBackend, Turn, merged_turns, plan_alike, turns, who_forced
+from attnplug.wrappers.forwarding import (
+    ForwardingBackend,
+    Turn,
+    merged_turns,
+    plan_alike,
+    planner_claims,
+    turns,
+    who_forced,
+)
 from attnplug.wrappers.hybrid import HybridLinearBackend
 from attnplug.wrappers.split import SplitBackend
 
@@ -13,6 +21,7 @@ __all__ = [
     "Turn",
     "merged_turns",
     "plan_alike",
+    "planner_claims",
     "turns",
     "who_forced",
 ]

@@ -64,7 +64,8 @@ class FastestBackend(ForwardingBackend):
         return (self.fastest(batch.geometry),) if own is None else self._label_of[own.parts[0].planner]
 
     def fastest(self, geometry: Geometry) -> str:
-        """The child to plan a batch with."""
+        """The child to plan a batch with: where a batch is captured and nobody knows its lengths, the best one over all
+        lengths up to its bound."""
         by = self._by_mode[geometry.mode]
         if isinstance(by, str):
             return by
@@ -74,6 +75,8 @@ class FastestBackend(ForwardingBackend):
         elif host is not None:
             lens = host.kv_lens if requests <= _ENOUGH else host.kv_lens[:: requests // _ENOUGH]
             mean, longest = (sum(lens) // len(lens), max(lens)) if lens else (0, 0)
+        elif geometry.captured:
+            return by.overall(requests, geometry.rows // requests or 1, geometry.max_seq_len)
         else:
             mean = longest = geometry.max_seq_len
         return by.fastest(requests, mean, geometry.rows // requests or 1, is_ragged(mean, longest))

@@ -194,6 +194,15 @@ def plan_alike(backend: AttentionBackend, plan: Plan, batch: ForwardBatch) -> Pl
     return backend.init_forward_metadata(batch)
 
 
+def planner_claims(backend: AttentionBackend, plan: Plan) -> Claims:
+    """What callers may rely on while a batch runs by this plan of the backend's: the claims of who planned it."""
+    if not isinstance(backend, ForwardingBackend):
+        return backend.claims
+    by_id = {child.backend_id: child for child in backend.children.values()}
+    claims = {part.planner.name: planner_claims(by_id[part.planner], part) for part in plan.parts}
+    return weakest(claims).claims if len(claims) > 1 else next(iter(claims.values()))
+
+
 def turns(
     backend: AttentionBackend, mode: ForwardMode, requests: int, tokens: int, ragged: bool = False
 ) -> tuple[Turn, ...]:

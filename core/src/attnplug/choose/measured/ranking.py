@@ -44,8 +44,8 @@ def default_ranking(registry: Registry, problem: Problem, *, per_batch: bool = F
     """How ``auto`` ranks: by measured tables that hold for this machine, or by preference if there are none.
 
     ``per_batch``: the host plans each batch with the backend that its role's schedule names. Otherwise a role gets no
-    schedule, and one backend for all batches. Tables that cannot be used are told by a :class:`TableWarning` each, once
-    in a process.
+    schedule, and one backend for all batches. The prefill of MLA that a host chunks and merges itself never gets one.
+    Tables that cannot be used are told by a :class:`TableWarning` each, once in a process.
     """
     processor = this_processor(problem.device, problem.sm)
     if processor is None:
@@ -100,7 +100,8 @@ class MeasuredRanking:
         order = sorted(names, key=lambda name: (score[name], name))
         backends = (*(by_name[name] for name in order), *others)
         schedule = None
-        if self._per_batch and role in _BY_BATCH and len(sharing := _sharing(slowness, order)) > 1:
+        by_batch = self._per_batch and role in _BY_BATCH and not (role is Role.PREFILL and problem.prefilled_by_host)
+        if by_batch and len(sharing := _sharing(slowness, order)) > 1:
             schedule = Schedule({name: times[name] for name in sharing})
         return Ranked(backends, _why(order, points, times, fits, others, schedule), schedule)
 
