@@ -224,6 +224,7 @@ def _wait_for_turn(turn: str | None) -> None:
 def _each_apart(arguments: argparse.Namespace) -> dict[str, Any]:
     """A process for each backend: vLLM gives its memory back with its process alone."""
     end, results = time.perf_counter() + arguments.budget, []
+    others = Turns(arguments.turns)
     with tempfile.TemporaryDirectory() as folder:
         processes = {}
         for heads, backend in product(_numbers(arguments.heads), arguments.backends.split(",")):
@@ -238,6 +239,7 @@ def _each_apart(arguments: argparse.Namespace) -> dict[str, Any]:
             not Path(f"{turn}.ready").exists() and process.poll() is None for turn, (_, process) in processes.items()
         ):
             time.sleep(0.2)
+        others.alone()
         for turn, (out, process) in processes.items():
             ready = Path(f"{turn}.ready").exists()
             turn.touch()
@@ -332,6 +334,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--smoke", action="store_true", help="a tiny model on the CPU")
     parser.add_argument("--one", metavar="BACKEND", help=argparse.SUPPRESS)
     parser.add_argument("--turn", metavar="FILE", help=argparse.SUPPRESS)
+    parser.add_argument("--turns", metavar="FILE", help="measure when no other process has a lock on this file")
     parser.add_argument("--out", metavar="FILE")
     parser.add_argument("--merge", nargs="+", metavar="FILE")
     parser.add_argument("--table", metavar="FILE")
