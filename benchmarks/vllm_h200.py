@@ -224,7 +224,6 @@ def _wait_for_turn(turn: str | None) -> None:
 def _each_apart(arguments: argparse.Namespace) -> dict[str, Any]:
     """A process for each backend: vLLM gives its memory back with its process alone."""
     end, results = time.perf_counter() + arguments.budget, []
-    others = Turns(arguments.turns)
     with tempfile.TemporaryDirectory() as folder:
         processes = {}
         for heads, backend in product(_numbers(arguments.heads), arguments.backends.split(",")):
@@ -239,6 +238,7 @@ def _each_apart(arguments: argparse.Namespace) -> dict[str, Any]:
             not Path(f"{turn}.ready").exists() and process.poll() is None for turn, (_, process) in processes.items()
         ):
             time.sleep(0.2)
+        others = Turns(arguments.turns)
         others.alone()
         for turn, (out, process) in processes.items():
             ready = Path(f"{turn}.ready").exists()
