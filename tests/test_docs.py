@@ -48,11 +48,16 @@ def files(text: str) -> dict[str, str]:
 def mypy_config(*checked: str) -> str:
     """Strict, and like the workspace's for all that is not checked: a cache holds for the options it was made with."""
     ours = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["mypy"]
-    excluded, libraries = ours["untyped_calls_exclude"], ours["overrides"][0]
+    excluded = ", ".join(ours["untyped_calls_exclude"])
+    libraries = [
+        f"[mypy-{','.join(each['module'])}]\n"
+        f"ignore_missing_imports = {each.get('ignore_missing_imports', False)}\n"
+        f"follow_imports = {each['follow_imports']}\n"
+        for each in ours["overrides"]
+        if "follow_imports" in each
+    ]
     return (
-        f"[mypy]\nstrict = true\nuntyped_calls_exclude = {', '.join(excluded)}\n"
-        f"[mypy-{','.join(libraries['module'])}]\n"
-        f"ignore_missing_imports = true\nfollow_imports = {libraries['follow_imports']}\n"
+        f"[mypy]\nstrict = true\nuntyped_calls_exclude = {excluded}\n{''.join(libraries)}"
         f"[mypy-{','.join(checked)}]\nuntyped_calls_exclude =\n"
     )
 

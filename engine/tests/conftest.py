@@ -29,7 +29,9 @@ from attnplug import (
     MHAPool,
     MLAPool,
     ModelSpec,
+    Refusal,
     Role,
+    requirement_refusal,
 )
 from attnplug.host import (
     TINY_CONFIGS,
@@ -66,6 +68,12 @@ def _found(*_places: str | None) -> Registry:
 
 
 prepare.load_registry = lambda: _found(os.environ.get("ATTNPLUG_PLUGINS"), os.environ.get("ATTNPLUG_STRICT"), *sys.path)
+
+
+@functools.cache
+def _refused(requirement: str, module: str | None, *_places: str) -> Refusal | None:
+    return requirement_refusal(requirement, module)
+
 
 # Two test processes on two cores: one thread each is fastest.
 torch.set_num_threads(1)
@@ -236,6 +244,16 @@ class Oracle:
 def _quiet_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "error")
     monkeypatch.setenv("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+
+
+@pytest.fixture(autouse=True)
+def _installed_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every engine asks for the libraries of every backend, several times; what is installed changes with the path."""
+
+    def refused(requirement: str, module: str | None = None) -> Refusal | None:
+        return _refused(requirement, module, *sys.path)
+
+    monkeypatch.setattr("attnplug.declare.spec.requirement_refusal", refused)
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import math
 import os
 import subprocess
 import sys
@@ -37,6 +38,7 @@ def settle_triton() -> None:
     Autotuner.run = first_configuration
 
 
+@cache  # for all that call settle_triton
 def _quicken_interpreter() -> None:
     """What Triton's interpreter does again and again, and need not.
 
@@ -68,6 +70,50 @@ def _quicken_interpreter() -> None:
     interpreter._patch_builtin = patch_builtin
     interpreter._patch_lang = patch_once
     object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
+    _quicken_types()
+
+
+def _quicken_types() -> None:
+    """What every operation of the interpreter finds out about its result, once for each shape and each type.
+
+    There are few of them, and half of its time goes there. Triton's own code looks at each when it first comes, and
+    refuses it as before.
+    """
+    from triton.language import core
+    from triton.runtime import interpreter
+
+    constexpr, shapes = core.constexpr, core.tuple
+    make_block, same, np_type = core.block_type.__init__, shapes.__eq__, cache(interpreter._get_np_dtype)
+    pointer = np_type(core.uint64)
+
+    @cache
+    def block_of(shape: tuple[int, ...]) -> Any:
+        block = core.block_type.__new__(core.block_type)
+        make_block(block, core.int1, list(shape))
+        return block
+
+    @cache
+    def tensor_of(shape: tuple[int, ...]) -> tuple[Any, Any]:
+        return shapes([constexpr(size) for size in shape]), constexpr(math.prod(shape))
+
+    def new_block(self: Any, element_ty: Any, shape: Any) -> None:
+        block = block_of(tuple([size.value if isinstance(size, constexpr) else size for size in shape]))
+        self.element_ty, self.shape, self.numel = element_ty, block.shape, block.numel
+        self.name = f"<{block.shape}, {element_ty}>"
+
+    def new_tensor(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = tensor_of(tuple(type.shape.values) if type.is_block() else ())
+
+    def equal(self: Any, other: Any) -> Any:
+        if type(other) is list or type(other) is shapes:
+            return constexpr(self.values == list(other))
+        return same(self, other)
+
+    core.block_type.__init__ = new_block
+    core.tensor.__init__ = new_tensor
+    shapes.__eq__ = equal
+    interpreter._get_np_dtype = lambda type: pointer if type.scalar.is_ptr() else np_type(type.scalar)
 
 
 @cache
