@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
+from operator import itemgetter
 from typing import Generic, TypeVar
 
 from attnplug.host import Turn, TypicalLens, is_ragged
 from attnplug_engine.request import StepEntry
 
 Captured = TypeVar("Captured")
+_POSITION = itemgetter(1)
 _FEW = 16
 """Of fewer requests the lengths are added up at every step, of more the more seldom: choosing costs all the same."""
 
@@ -56,7 +58,7 @@ class ByLength(Generic[Captured]):
         row."""
         count = len(entries)
         if count != self._count or self._steps == 0:
-            before = [entry.position for entry in entries]
+            before = list(map(_POSITION, entries))
             self._count, self._mean, self._longest = count, sum(before) // count, max(before)
             self._steps = count // _FEW
         else:

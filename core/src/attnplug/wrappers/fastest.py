@@ -18,7 +18,7 @@ from attnplug.declare.schedule import EVERY_LENGTH, Schedule, is_ragged
 from attnplug.wrappers.forwarding import ForwardingBackend, Turn
 from attnplug.wrappers.split import role_of_modes, weakest_by_role
 
-_ENOUGH = 32
+_ENOUGH = 16
 """Requests whose lengths are looked at; of more than these, as many at even distances stand for all."""
 _CHUNKS, _RAGGED = "init_mha_chunk_metadata", "forward_ragged"
 
