@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from attnplug import Capabilities, Claims, ForwardMode, GraphLevel, PlanError, Role
-from attnplug.host import FastestBackend, KVPools, ModelAttention, Schedule
+from attnplug.host import FastestBackend, KVPools, ModelAttention, Schedule, load_registry
 from attnplug_vllm.choice import choose, forget
 from attnplug_vllm.memory import GroupAttention, mla_pools
 from attnplug_vllm.mla_decode import DecodeGroup, DecodeStep
@@ -285,6 +285,26 @@ class TestByBatch:
             found.append({name: getattr(made, name) for name in ("extends", "verifies", "needs_lengths")})
         assert found[0] == {"extends": True, "verifies": True, "needs_lengths": False}
         assert found[1] == {**found[0], changed: not found[0][changed]}
+
+
+def test_queries_are_never_joined_for_backends_that_share_decode() -> None:
+    """Of those that a Hopper GPU has for it, each takes both parts, whichever has the batch."""
+    registry, names = load_registry(), ("triton_mla", "flashinfer_mla", "flashmla")
+    children = {
+        name: MLARecorder(replace(registry.get(name).spec.capabilities.claims, needs_cpu_seq_lens=False), name=name)
+        for name in names
+    }
+    times = {
+        name: {(requests, 200, 1): float(number != fastest) for fastest, requests in enumerate((1, 8, 64))}
+        for number, name in enumerate(names)
+    }
+    both = FastestBackend(children, {Role.DECODE: Schedule(times)})
+    group = DecodeGroup(Group(both, needs=False, count=len(names)), NAMES, 0)
+    for name, requests in zip(names, (1, 8, 64), strict=True):
+        attend(step := step_of(group, metadata([(199, 1)] * requests), exact=True))
+        assert step.batch.plan.attention.makers() == [name]
+        _, shape, extras = children[name].calls[1][1]
+        assert shape == (requests, HEADS, RANK) and extras.q_rope.shape == (requests, HEADS, ROPE)
 
 
 def test_absorbed_attention_over_vllms_blocks() -> None:

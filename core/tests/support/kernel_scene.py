@@ -21,6 +21,7 @@ from attnplug import (
     BackendContext,
     DType,
     ForwardBatch,
+    ForwardExtras,
     ForwardMode,
     MHAPool,
     MLAPool,
@@ -242,6 +243,19 @@ def check_replay(capture: Capture, other: KernelScene, most: float | None = None
     check_padding(out, len(wanted))
     assert isinstance(capture.scene, KernelScene)
     assert capture.scene.written() == sum(other.totals)
+
+
+class CaptureInParts(Capture):
+    """Queries in their two parts, where the whole ones lie."""
+
+    def run(self) -> None:
+        backend, mla = self.scene.backend, self.scene.case.mla
+        assert mla is not None
+        forward = backend.forward_decode if self.batch.forward_mode.is_decode else backend.forward_extend
+        latent, rope = self.q.split((mla.kv_lora_rank, mla.qk_rope_head_dim), -1)
+        self.attention.refill(self.batch)
+        extras = ForwardExtras(q_rope=rope)
+        self.out = forward(latent, self.k, None, self.scene.layer, self.batch, extras=extras)
 
 
 def check_captured_lanes(stage: KernelScene) -> None:

@@ -85,22 +85,23 @@ class ReferencePaged:
     def schedule(self) -> Schedule:
         return self._schedule
 
-    def run(self, q: Tensor, cache: Cache, out: Tensor | None, lse: Tensor | None) -> Tensor:
+    def run(self, q: Tensor, q_rope: Tensor | None, cache: Cache, out: Tensor, lse: Tensor | None) -> None:
         lengths, shape = self.lengths, self.shape
+        if q_rope is not None:
+            assert (q.shape[2], q_rope.shape[2]) == (shape.dims.kv_lora_rank, shape.dims.qk_rope_head_dim)
+            q = torch.cat((q, q_rope), -1)
         assert q.shape == (int(lengths.qo_indptr[-1]), self.call.heads, shape.dims.row_dim)
         assert q.dtype is shape.dtype and cache.rows.dtype is shape.kv_dtype
         assert bool(cache.scales) == (shape.kv_dtype is torch.float8_e4m3fn)
-        if out is None:
-            out = q.new_full((*q.shape[:2], shape.dims.kv_lora_rank), float("nan"))
+        assert out.shape == (*q.shape[:2], shape.dims.kv_lora_rank) and out.dtype is q.dtype and out.is_contiguous()
         if self.graph is not None:
             self._run_schedule(q, cache, out)
-            return out
+            return
         for request, kv_len in enumerate(lengths.kv_lens.tolist()):
             rows = slice(*lengths.qo_indptr[request : request + 2].tolist())
             keys = self._keys(cache, self.call.kv_indices, int(lengths.kv_indptr[request]), kv_len)
             attend(q[rows], keys[:, None], keys[:, None, : shape.dims.kv_lora_rank], shape.scale, self.call.causal,
                    out[rows], None if lse is None else lse[rows])  # fmt: skip
-        return out
 
     def _keys(self, cache: Cache, kv_indices: Tensor, first: int, kv_len: int) -> Tensor:
         pages = kv_indices[first : first + -(-kv_len // self.shape.page_size)].long()

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch import Tensor
 
 from attnplug import BackendError, DType, ExtendPath, ForwardExtras, ForwardMode, PlanError
 from attnplug.host import ExtendPolicy, ModelAttention
@@ -14,7 +15,7 @@ from attnplug_conformance.checks.mla_paths import UpProjected
 from attnplug_conformance.reference import Rules, attention
 from attnplug_flashinfer_mla.backend import FlashInferMLABackend
 from attnplug_flashinfer_mla.options import FlashInferMLAOptions
-from reference_kernels import build, on_cpu
+from reference_kernels import ReferencePaged, build, on_cpu
 from support.devices import DEVICES, nothing_waits
 from support.kernel_scene import KernelCase, KernelScene, check, mla
 
@@ -30,6 +31,11 @@ LENGTHS = ((64, 7), (0, 3), (300, 40), (1, 1))
 
 def scene(case: KernelCase, device: str) -> KernelScene:
     return KernelScene(on_cpu(case) if device == "cpu" else case, device, build)
+
+
+def apart(q: Tensor, rank: int) -> tuple[Tensor, Tensor]:
+    """Both parts of q as vLLM has them: heads before rows, and columns of something wider."""
+    return q[..., :rank].transpose(0, 1).contiguous().transpose(0, 1), torch.cat((q, q), -1)[..., rank : q.shape[2]]
 
 
 class TestAbsorbed:
@@ -52,6 +58,44 @@ class TestAbsorbed:
         """Queries are rounded once more, by the scale."""
         stage = scene(mla(lengths, mode, kv_dtype=DType.FLOAT8_E4M3, kv_scales=(0.37, 0.37)), device)
         assert stage.error() <= (1e-5 if device == "cpu" else 2e-2)
+
+    @on_every_device
+    @pytest.mark.parametrize("kv_dtype", [None, DType.FLOAT8_E4M3])
+    @pytest.mark.parametrize("heads", [16, 24])
+    @pytest.mark.parametrize(
+        ("mode", "lengths"), [(DECODE, ((64, 1), (0, 1), (300, 1))), (VERIFY, ((64, 3), (9, 3))), (EXTEND, LENGTHS)]
+    )
+    def test_queries_in_parts(self, mode, lengths, heads, kv_dtype, device):
+        """The same numbers as joined, log-sum-exp too, with padded rows and heads that are padded."""
+        scales = {} if kv_dtype is None else {"kv_dtype": kv_dtype, "kv_scales": (0.37, 0.37)}
+        stage = scene(mla(lengths, mode, heads=heads, padding=2, **scales), device)
+        batch = stage.plan(stage.batch())
+        q, k, _ = stage.inputs(batch.num_tokens)
+        wanted, found = (torch.zeros(q.shape[:2], device=device) for _ in range(2))
+        plain = stage.forward(batch, (q, k, None), extras=ForwardExtras(lse=wanted))
+        latent, rope = apart(q, stage.case.mla.kv_lora_rank)
+        out = stage.forward(batch, (latent, k, None), extras=ForwardExtras(lse=found, q_rope=rope))
+        assert torch.equal(out, plain) and torch.equal(found, wanted)
+
+    @pytest.mark.parametrize("padding", [0, 2])
+    @pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (VERIFY, 3), (EXTEND, 5)])
+    def test_queries_in_parts_reach_the_kernel_where_they_lie(self, mode, new, padding, monkeypatch):
+        given, run = [], ReferencePaged.run
+
+        def noting(self, q, q_rope, *others):
+            given.append((q, q_rope))
+            run(self, q, q_rope, *others)
+
+        monkeypatch.setattr(ReferencePaged, "run", noting)
+        stage = scene(mla(((64, new), (9, new)), mode, padding=padding), "cpu")
+        batch = stage.plan(stage.batch())
+        q, k, _ = stage.inputs(batch.num_tokens)
+        parts = apart(q, stage.case.mla.kv_lora_rank)
+        stage.forward(batch, (parts[0], k, None), extras=ForwardExtras(q_rope=parts[1]))
+        ((*found,),) = given
+        for each, part in zip(found, parts, strict=True):
+            assert each.data_ptr() == part.data_ptr() and each.stride() == part.stride() and len(each) == 2 * new
+        assert padding or (found[0] is parts[0] and found[1] is parts[1])
 
     @on_every_device
     @pytest.mark.parametrize("heads", [16, 24])

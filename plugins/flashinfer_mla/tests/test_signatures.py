@@ -198,7 +198,7 @@ def test_a_paged_run_is_taken(library: Library, kv_dtype: torch.dtype, with_lse:
     kernel.plan(paged_call(causal=False))
     rows = cache(kv_dtype)
     q, out, lse = queries(2)
-    assert kernel.run(q, rows, out, lse if with_lse else None) is out
+    kernel.run(q, None, rows, out, lse if with_lse else None)
     assert library.paged.last("plan")["kv_data_type"] is kv_dtype
     given = library.paged.last("run")
     assert given["out"] is out
@@ -215,7 +215,7 @@ def test_a_run_asks_for_the_log_sum_exp_that_its_plan_announced(library: Library
     kernel = make().paged(decode=True)
     kernel.plan(paged_call(causal=False))
     q, out, lse = queries(2)
-    kernel.run(q, cache(), out, lse if with_lse else None)
+    kernel.run(q, None, cache(), out, lse if with_lse else None)
     given = library.paged.last("run")
     if library.metadata is None:
         assert given["return_lse"] is with_lse
@@ -223,6 +223,49 @@ def test_a_run_asks_for_the_log_sum_exp_that_its_plan_announced(library: Library
         assert library.paged.last("plan")["lse_mode"] == "basee"
         assert given["return_lse"] is True
         assert (given["lse"].shape, given["lse"].dtype) == (lse.shape, torch.float32)
+
+
+def query_of(given: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Both parts of q, however the version takes them."""
+    return given["query"] if "query" in given else (given["q_nope"], given["q_pe"])
+
+
+def test_a_query_in_parts_is_handed_on_as_it_is(library: Library) -> None:
+    """Nothing is joined or copied: heads before rows, and a part of something wider, are read where they lie."""
+    kernel = make().paged(decode=True)
+    kernel.plan(paged_call(causal=False))
+    _, out, lse = queries(2)
+    latent = torch.zeros(SHAPE.heads, 2, 512, dtype=SHAPE.dtype).transpose(0, 1)
+    rope = torch.zeros(2, SHAPE.heads, 192, dtype=SHAPE.dtype)[..., 128:]
+    kernel.run(latent, rope, cache(), out, lse)
+    found = query_of(library.paged.last("run"))
+    assert found[0] is latent and found[1] is rope
+    if library.metadata is not None:
+        assert library.paged.last("plan")["query_layout"] == "split"
+
+
+def test_a_query_that_is_joined_is_parted_where_it_lies(library: Library) -> None:
+    kernel = make().paged(decode=True)
+    kernel.plan(paged_call(causal=False))
+    q, out, lse = queries(2)
+    kernel.run(q, None, cache(), out, lse)
+    latent, rope = query_of(library.paged.last("run"))
+    assert (latent.shape[2], rope.shape[2]) == (512, 64)
+    assert latent.data_ptr() == q.data_ptr() and rope.data_ptr() == q[..., 512:].data_ptr()
+
+
+@pytest.mark.parametrize("wrong", ["column", "stride", "address"])
+def test_a_part_that_the_kernels_cannot_read_is_copied(library: Library, wrong: str) -> None:
+    """They copy 16 bytes at once, and do not look at the stride of columns."""
+    kernel = make().paged(decode=True)
+    kernel.plan(paged_call(causal=False))
+    _, out, lse = queries(2)
+    numbers = torch.arange(2 * SHAPE.heads * 128, dtype=SHAPE.dtype).view(2, SHAPE.heads, 128)
+    odd = numbers.flatten()[: 2 * SHAPE.heads * 68].view(2, SHAPE.heads, 68)[..., :64]
+    rope = {"column": numbers[..., ::2], "stride": odd, "address": numbers[..., 1:65]}[wrong]
+    kernel.run(torch.zeros(2, SHAPE.heads, 512, dtype=SHAPE.dtype), rope, cache(), out, lse)
+    found = query_of(library.paged.last("run"))[1]
+    assert found is not rope and found.is_contiguous() and torch.equal(found, rope)
 
 
 def test_a_captured_call_reserves_its_buffers(library: Library) -> None:
@@ -315,7 +358,7 @@ def test_cutlass_calls_are_taken(library: Library) -> None:
     kernel = factory.paged(decode=True)
     kernel.plan(call)
     q, out, _ = queries(2)
-    assert kernel.run(q, cache(), out, None) is out
+    kernel.run(q, None, cache(), out, None)
     assert library.paged.last("__init__")["backend"] == "cutlass"
     given = library.paged.last("run")
     assert given["out"] is out and not given.get("return_lse")
@@ -325,11 +368,22 @@ def test_cutlass_calls_are_taken(library: Library) -> None:
     assert metadata.seq_lens is call.lengths.kv_lens  # on the host: nothing is read back
 
 
+def test_cutlass_takes_one_tensor(library: Library) -> None:
+    kernel = planned_cutlass(library).paged(decode=True)
+    kernel.plan(paged_call(causal=False))
+    q, out, _ = queries(2)
+    q.normal_()
+    kernel.run(q, None, cache(), out, None)
+    assert library.paged.last("run")["query"] is q
+    kernel.run(q[..., :512], q[..., 512:], cache(), out, None)
+    assert torch.equal(library.paged.last("run")["query"], q)
+
+
 def test_cutlass_refuses_what_its_kernel_lacks(library: Library) -> None:
     kernel = planned_cutlass(library).paged(decode=True)
     q, out, lse = queries(2)
     with pytest.raises(BackendError, match="kernel=auto"):
-        kernel.run(q, cache(), out, lse)
+        kernel.run(q, None, cache(), out, lse)
     with pytest.raises(BackendError, match="kernel=auto"):
         kernel.schedule()
 
@@ -398,7 +452,7 @@ def test_nothing_deprecated_is_used(library: Library) -> None:
         paged = make(kernel).paged(decode=True)
         paged.plan(paged_call(causal=False))
         q, out, _ = queries(2)
-        paged.run(q, cache(), out, None)
+        paged.run(q, None, cache(), out, None)
     calls = [call for call in library.paged.calls if call.method != "__init__"]
     assert [call.method for call in calls] == ["plan", "run", "plan", "run"]
     for call in calls:

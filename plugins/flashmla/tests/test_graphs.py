@@ -9,7 +9,7 @@ from attnplug import ForwardMode
 from reference_flashmla import scene
 from support.captures import check_copied_slots, check_overtaking, check_replays, check_two_shapes, replay_scenes
 from support.devices import DEVICES
-from support.kernel_scene import KernelScene, check_captured_lanes, mla
+from support.kernel_scene import CaptureInParts, KernelScene, check_captured_lanes, check_replay, mla
 
 DECODE, VERIFY, DRAFT_EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND
 on_every_device = pytest.mark.parametrize("device", DEVICES)
@@ -32,6 +32,16 @@ def scenes(
 )
 def test_one_capture_serves_other_lengths_pages_and_fewer_requests(mode, new, heads, page_size, device):
     check_replays(*scenes(mode, new, device, heads, page_size))
+
+
+@on_every_device
+@pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (VERIFY, 4)])
+def test_one_capture_takes_queries_in_parts(mode, new, device):
+    """They are joined inside the graph."""
+    stage, others = scenes(mode, new, device)
+    capture = CaptureInParts(stage).reserve().capture()
+    for other in others:
+        check_replay(capture, other)
 
 
 @on_every_device

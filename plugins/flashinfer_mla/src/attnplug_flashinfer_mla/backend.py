@@ -195,14 +195,16 @@ class FlashInferMLABackend(PlannedAttention):
                 f"the batch was planned to run as MHA, so {self.backend_id.name} has no plan to run it absorbed; "
                 f"plan it again for the path {ExtendPath.ABSORBED}"
             )
-        cache, out, lse = self._caches[layer.layer_id], extras.out, extras.lse
-        if out is not None and not out.is_contiguous():
-            out = None
+        cache, q_rope, out, lse = self._caches[layer.layer_id], extras.q_rope, extras.out, extras.lse
+        if out is None or not out.is_contiguous():
+            out = q.new_empty(*q.shape[:2], self._shape.dims.kv_lora_rank)
         if len(calls) == 1:
-            return _run(calls[0], q, cache, out, lse)
-        out = q.new_empty(*q.shape[:2], self._shape.dims.kv_lora_rank) if out is None else out
+            _run(calls[0], q, q_rope, cache, out, lse)
+            return out
         for call in calls:
-            _run(call, q[call.rows], cache, out[call.rows], None if lse is None else lse[call.rows])
+            rows = call.rows
+            rope, sums = None if q_rope is None else q_rope[rows], None if lse is None else lse[rows]
+            _run(call, q[rows], rope, cache, out[rows], sums)
         return out
 
     def forward_ragged(
@@ -231,17 +233,21 @@ class FlashInferMLABackend(PlannedAttention):
         return out
 
 
-def _run(call: PlannedCall, q: Tensor, cache: Cache, out: Tensor | None, lse: Tensor | None) -> Tensor:
-    heads = q.shape[1]
+def _run(call: PlannedCall, q: Tensor, q_rope: Tensor | None, cache: Cache, out: Tensor, lse: Tensor | None) -> None:
+    kernel, (rows, heads, width) = call.lease.kernel, q.shape
     if call.heads == heads:
-        return call.lease.kernel.run(q, cache, out, lse)
-    padded = q.new_zeros(q.shape[0], call.heads, q.shape[2])
-    padded[:, :heads] = q
-    wide_lse = None if lse is None else lse.new_empty(q.shape[0], call.heads)
-    wide = call.lease.kernel.run(padded, cache, None, wide_lse)[:, :heads]
+        kernel.run(q, q_rope, cache, out, lse)
+        return
+    padded = q.new_zeros(rows, call.heads, cache.rows.shape[-1])
+    padded[:, :heads, :width] = q
+    if q_rope is not None:
+        padded[:, :heads, width:] = q_rope
+    wide = out.new_empty(rows, call.heads, out.shape[2])
+    wide_lse = None if lse is None else lse.new_empty(rows, call.heads)
+    kernel.run(padded, None, cache, wide, wide_lse)
+    out.copy_(wide[:, :heads])
     if lse is not None and wide_lse is not None:
         lse.copy_(wide_lse[:, :heads])
-    return wide.contiguous() if out is None else out.copy_(wide)
 
 
 def _flashinfer_kernels(

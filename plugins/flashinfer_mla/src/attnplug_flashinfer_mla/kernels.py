@@ -64,8 +64,11 @@ class PagedKernel(Protocol):
         """The planned call's work list in memory, for callers that fill it themselves."""
         ...
 
-    def run(self, q: Tensor, cache: Cache, out: Tensor | None, lse: Tensor | None) -> Tensor:
-        """q ``[rows, heads, row_dim]`` → ``[rows, heads, kv_lora_rank]``, in ``out`` if given; ``lse`` natural log."""
+    def run(self, q: Tensor, q_rope: Tensor | None, cache: Cache, out: Tensor, lse: Tensor | None) -> None:
+        """q ``[rows, heads, row_dim]`` → ``out`` ``[rows, heads, kv_lora_rank]``; ``lse`` natural log.
+
+        With ``q_rope`` ``[rows, heads, qk_rope_head_dim]``, q is ``[rows, heads, kv_lora_rank]``.
+        """
         ...
 
 
@@ -188,7 +191,7 @@ class FlashInferPaged:
         if self._library.metadata is not None:
             arrays = {
                 "metadata": self._library.metadata.csr(**arrays),
-                "query_layout": "packed",
+                "query_layout": "split",  # parts of one tensor are as good as two tensors
                 "kv_cache_layout": "packed",
                 "lse_mode": "basee",
             }
@@ -213,13 +216,13 @@ class FlashInferPaged:
     def schedule(self) -> Schedule:
         return Schedule.of(list(self._wrapper._plan_info), self._wrapper._int_workspace_buffer)
 
-    def run(self, q: Tensor, cache: Cache, out: Tensor | None, lse: Tensor | None) -> Tensor:
-        dims = self._shape.dims
+    def run(self, q: Tensor, q_rope: Tensor | None, cache: Cache, out: Tensor, lse: Tensor | None) -> None:
+        query = self._parts(q) if q_rope is None else (_readable(q), _readable(q_rope))
         if self._library.metadata is not None:
             if lse is None:  # the call must ask for what was planned
                 lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-            result = self._wrapper.run(
-                query=q,
+            self._wrapper.run(
+                query=query,
                 kv_cache=cache.rows,
                 out=out,
                 lse=lse,
@@ -228,9 +231,9 @@ class FlashInferPaged:
                 **cache.scales,
             )
         else:
-            result = self._wrapper.run(
-                q_nope=q.narrow(2, 0, dims.kv_lora_rank),
-                q_pe=q.narrow(2, dims.kv_lora_rank, dims.qk_rope_head_dim),
+            self._wrapper.run(
+                q_nope=query[0],
+                q_pe=query[1],
                 ckv_cache=cache.latent,
                 kpe_cache=cache.rope,
                 out=out,
@@ -239,8 +242,20 @@ class FlashInferPaged:
                 return_lse_base_on_e=True,
                 **cache.scales,
             )
-        attended: Tensor = result if lse is None else result[0]
-        return attended
+
+    def _parts(self, q: Tensor) -> tuple[Tensor, Tensor]:
+        dims = self._shape.dims
+        return q.narrow(2, 0, dims.kv_lora_rank), q.narrow(2, dims.kv_lora_rank, dims.qk_rope_head_dim)
+
+
+def _readable(part: Tensor) -> Tensor:
+    """A part of q, or a copy where the kernels cannot read it: they copy 16 bytes at once, and take every column to be
+    next to the one before, without looking."""
+    row, head, column = part.stride()
+    size = part.element_size()
+    if column == 1 and not any(place % 16 for place in (part.data_ptr(), row * size, head * size)):
+        return part
+    return part.clone(memory_format=torch.contiguous_format)
 
 
 class CutlassPaged:
@@ -279,11 +294,12 @@ class CutlassPaged:
     def schedule(self) -> Schedule:
         raise BackendError("kernel=cutlass decodes outside of CUDA graphs only; use kernel=auto")
 
-    def run(self, q: Tensor, cache: Cache, out: Tensor | None, lse: Tensor | None) -> Tensor:
+    def run(self, q: Tensor, q_rope: Tensor | None, cache: Cache, out: Tensor, lse: Tensor | None) -> None:
         if lse is not None:
             raise BackendError("kernel=cutlass gives no log-sum-exp; use kernel=auto")
-        attended: Tensor = self._wrapper.run(query=q, kv_cache=cache.rows, out=out)
-        return attended
+        if q_rope is not None:  # the only kernel here that wants one tensor
+            q = torch.cat((q, q_rope), -1)
+        self._wrapper.run(query=q, kv_cache=cache.rows, out=out)
 
 
 class FlashInferRagged:

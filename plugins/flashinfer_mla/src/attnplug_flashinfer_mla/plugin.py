@@ -49,7 +49,7 @@ CAPABILITIES = Capabilities(
     layers_alike=True,
     max_speculative_tokens=64,
     cuda_graph=GraphLevel.UNIFORM,
-    extras=frozenset({"lse", "out"}),
+    extras=frozenset({"lse", "out", "q_rope"}),
     mla_extend=frozenset(ExtendPath),
 )
 

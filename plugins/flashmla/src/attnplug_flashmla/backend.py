@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from attnplug import (
@@ -84,12 +85,26 @@ class FlashMLABackend(PlannedAttention):
     # Running
 
     def attend(self, q: Tensor, layer: LayerSpec, plan: Plan, new: NewRows | None, extras: ForwardExtras) -> Tensor:
+        if extras.q_rope is not None:
+            q = join(q, extras.q_rope)
         attended, sums = self._kernels.attend(q, self._caches[layer.layer_id], plan.metadata, layer.scale)
         if extras.lse is not None:
             # Where a row sees no key the kernel says +inf, core -inf (C4).
             extras.lse.copy_(sums.transpose(1, 2).reshape(extras.lse.shape))
             extras.lse.masked_fill_(extras.lse == float("inf"), float("-inf"))
         return attended
+
+
+def join(q: Tensor, q_rope: Tensor) -> Tensor:
+    """Both parts of q as FlashMLA takes them, in new memory: ``[rows, heads, row_dim]`` contiguous.
+
+    By a kernel of our own: on an H200, torch.cat takes 21 µs for 64 rows of 128 heads, in every layer.
+    """
+    if q.device.type != "cuda" or q.stride(2) != 1 or q_rope.stride(2) != 1:
+        return torch.cat((q, q_rope), -1)
+    from attnplug_flashmla.triton_kernels import launch_join
+
+    return launch_join(q, q_rope)
 
 
 def _kernel_pages(pool: MLAPool, layer_id: int) -> Tensor:

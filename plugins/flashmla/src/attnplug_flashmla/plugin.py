@@ -56,7 +56,7 @@ def attnplug_backends() -> list[BackendSpec]:
                 max_speculative_tokens=8,
                 cuda_graph=GraphLevel.UNIFORM,
                 needs_cpu_seq_lens=False,
-                extras=frozenset({"lse", "out"}),
+                extras=frozenset({"lse", "out", "q_rope"}),
                 mla_extend=frozenset(),
             ),
         ),

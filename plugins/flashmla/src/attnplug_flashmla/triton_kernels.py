@@ -1,4 +1,4 @@
-"""The one Triton kernel of this plugin. Imported where there is a CUDA device and nowhere else."""
+"""The Triton kernels of this plugin. Imported where there is a CUDA device and nowhere else."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from attnplug_flashmla.plugin import PAGE
 _BLOCK = 256
 _MOST_PROGRAMS = 8
 """Programs that share one request's pages: a context of 128k tokens is 8 blocks."""
+PAIRS = 4
+"""Rows of one head each that a program joins: each of its 128 threads moves 16 bytes twice, and 4 of the rope."""
 
 
 @triton.jit
@@ -66,3 +68,40 @@ def launch_fill_pages(
         ROWS=triton.next_power_of_2(queries),
         BLOCK=_BLOCK,
     )
+
+
+@triton.jit(do_not_specialize=["pairs"])
+def _join(
+    joined, latent, rope, pairs, latent_row, latent_head, rope_row, rope_head,
+    HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    pair = tl.program_id(0) * PAIRS + tl.arange(0, PAIRS)
+    row, head, live = (pair // HEADS).to(tl.int64), (pair % HEADS).to(tl.int64), (pair < pairs)[:, None]
+    column, rope_column = tl.arange(0, RANK)[None, :], tl.arange(0, ROPE)[None, :]
+    first = tl.load(latent + (row * latent_row + head * latent_head)[:, None] + column, mask=live)
+    last = tl.load(rope + (row * rope_row + head * rope_head)[:, None] + rope_column, mask=live)
+    target = joined + (pair.to(tl.int64) * (RANK + ROPE))[:, None]
+    tl.store(target + column, first, mask=live)
+    tl.store(target + RANK + rope_column, last, mask=live)
+
+
+def launch_join(latent: Tensor, rope: Tensor) -> Tensor:
+    """``[rows, heads, rank]`` and ``[rows, heads, rope]`` → ``[rows, heads, rank + rope]`` contiguous.
+
+    Both widths are powers of two, and columns are adjacent. Rows and heads may have any strides.
+    """
+    (rows, heads, rank), width = latent.shape, rope.shape[2]
+    joined = latent.new_empty(rows, heads, rank + width)
+    _join[(triton.cdiv(rows * heads, PAIRS),)](
+        joined,
+        latent,
+        rope,
+        rows * heads,
+        *latent.stride()[:2],
+        *rope.stride()[:2],
+        HEADS=heads,
+        RANK=rank,
+        ROPE=width,
+        PAIRS=PAIRS,
+    )
+    return joined

@@ -1,0 +1,90 @@
+"""Queries in two parts joined as FlashMLA takes them: by the kernel, interpreted or on a GPU, and by torch on a CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from attnplug import ForwardExtras, ForwardMode
+from attnplug_flashmla.backend import join
+from attnplug_flashmla.triton_kernels import launch_join
+from reference_flashmla import scene
+from support.devices import DEVICES, INTERPRETED, nothing_waits
+from support.kernel_scene import mla
+from support.triton_mode import compiled_by
+
+RANK, ROPE = 512, 64
+
+
+def parts(rows: int, heads: int, kind: str, dtype: torch.dtype, device: str) -> tuple[Tensor, Tensor]:
+    """``hosts``: as vLLM has them, with heads before rows, and columns of something wider. ``odd``: at addresses and in
+    strides that are no multiples of 16 bytes."""
+    latent, rope = (torch.randn(rows, heads, width, device=device).to(dtype) for width in (RANK, ROPE))
+    if kind == "hosts":
+        latent = latent.transpose(0, 1).contiguous().transpose(0, 1)
+        rope = torch.cat((rope, rope.neg(), rope), -1)[..., 2 * ROPE :]
+    if kind == "odd":
+        latent, rope = (torch.cat((each[..., :3], each, each[..., :2]), -1)[..., 3:-2] for each in (latent, rope))
+    return latent, rope
+
+
+in_every_way = pytest.mark.parametrize(
+    ("joined", "device"),
+    [
+        pytest.param(join, "cpu", id="cpu"),
+        pytest.param(join, "cuda", id="cuda", marks=DEVICES[1].marks),
+        pytest.param(launch_join, "cpu", id="interpreted", marks=INTERPRETED),
+    ],
+)
+
+
+@in_every_way
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["contiguous", "hosts", "odd"])
+@pytest.mark.parametrize(("rows", "heads"), [(1, 16), (3, 16), (3, 126), (64, 16), (1, 128), (64, 128)])
+def test_both_parts_are_joined(rows, heads, kind, dtype, joined, device):
+    if joined is launch_join and rows * heads > 3000 and (kind, dtype) != ("hosts", torch.bfloat16):
+        pytest.skip("the interpreter takes seconds, and smaller ones say as much")
+    given = parts(rows, heads, kind, dtype, device)
+    found = joined(*given)
+    assert found.is_contiguous() and torch.equal(found, torch.cat(given, -1))
+
+
+@in_every_way
+def test_every_call_has_memory_of_its_own(joined, device):
+    """Another batch may still need the first. Nothing waits for the GPU, so that it can be captured."""
+    given = parts(3, 16, "hosts", torch.bfloat16, device)
+    first = joined(*given)
+    with nothing_waits(device):
+        second = joined(*given)
+    assert first.data_ptr() != second.data_ptr()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_columns_that_are_not_adjacent(device):
+    given = [torch.randn(3, 16, 2 * width, device=device)[..., ::2] for width in (RANK, ROPE)]
+    assert torch.equal(join(*given), torch.cat(given, -1))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("mode", "new"), [(ForwardMode.DECODE, 1), (ForwardMode.TARGET_VERIFY, 3)])
+def test_queries_in_parts(mode, new, device):
+    """The same numbers as joined, with padded rows and the log-sum-exp."""
+    stage = scene(mla(((64, new), (9, new)), mode, padding=2), device)
+    batch = stage.plan(stage.batch())
+    q, k, _ = stage.inputs(batch.num_tokens)
+    wanted, found = (torch.zeros(q.shape[:2], device=device) for _ in range(2))
+    plain = stage.forward(batch, (q, k, None), extras=ForwardExtras(lse=wanted))
+    out = stage.forward(batch, (q[..., :RANK], k, None), extras=ForwardExtras(lse=found, q_rope=q[..., RANK:]))
+    assert torch.equal(out, plain) and torch.equal(found, wanted)
+
+
+def test_the_kernel_compiles_for_sm_90():
+    """Without such a GPU: the latent part moves by 16 bytes, the narrow one at once, and no register is spilled."""
+    pytest.importorskip("triton")
+    found = compiled_by(Path(__file__).with_name("cross_compile.py"))
+    moved = [f"{way}.global.{kind}" for way in ("ld", "st") for kind in ("b32", "v4.b32", "v4.b32")]
+    assert found == [["bf16", 0, moved], ["fp16", 0, moved]]
