@@ -26,10 +26,10 @@ def built(name: str, context: HostContext) -> AttentionBackend:
     return build(own) if name == "triton_mha" else TorchNativeBackend(own)
 
 
-def last_result(task: Task, device: str, make: Build, *, ragged: bool) -> tuple[Tensor, bool]:
+def last_result(task: Task, device: str, make: Build) -> tuple[Tensor, bool]:
     """What the last call of a chain gives, and whether it was captured."""
     torch.manual_seed(0)
-    stage = Stage(task, Setup(torch.device(device), 512, ragged), make)
+    stage = Stage(task, Setup(torch.device(device), 512), make)
     torch.manual_seed(1)
     chain = stage.chain("measured")
     if device == "cuda" and chain.captured:
@@ -51,11 +51,11 @@ def test_a_captured_chain_gives_what_torch_native_gives(
     """On a CPU the captured batch runs as it is. Its table is for the longest context, its lengths on the device."""
     monkeypatch.setattr("attnplug.tune.stage.CALLS", 2)
     dtype = DType.FLOAT32 if device == "cpu" else DType.BFLOAT16
-    task = Task(LAYER, LayerShape.of(LAYER, dtype, dtype, 64), Point(Role.DECODE, 3, 130, tokens))
+    task = Task(LAYER, LayerShape.of(LAYER, dtype, dtype, 64), Point(Role.DECODE, 3, 130, tokens, ragged=True))
     with torch.inference_mode():
-        wanted, _ = last_result(task, device, lambda context: built("torch_native", context), ragged=True)
+        wanted, _ = last_result(task, device, lambda context: built("torch_native", context))
         if device == "cpu":
             monkeypatch.setattr(Stage, "captured", True)
-        found, captured = last_result(task, device, lambda context: built("triton_mha", context), ragged=True)
+        found, captured = last_result(task, device, lambda context: built("triton_mha", context))
     assert captured
     assert relative_error(found, wanted.double()) <= (1e-6 if device == "cpu" else 1e-2)
