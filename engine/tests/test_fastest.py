@@ -19,6 +19,7 @@ from attnplug.host import (
     BackendRequest,
     FastestBackend,
     HostContext,
+    Schedule,
     Selection,
     Turn,
     TypicalLens,
@@ -131,6 +132,24 @@ class TestCaptured:
         assert [done.token_ids for done in one.generate(PROMPTS, each)] == expected
         assert one.statistics.replayed_steps and not one.statistics.eager_steps
         assert min(one.statistics.served.told()["decode"].values()) >= 4
+
+    def test_requests_that_differ_in_length_are_replayed_by_the_backend_that_is_the_fastest_for_them(self, monkeypatch):
+        """B2: equal ones by the other, over the same cache, with the same tokens."""
+        times = {"alike": (1.0, 3.0), "apart": (2.0, 2.0)}
+        schedule = Schedule({name: {(4, 8, 1): one, (4, 8, 1, True): other} for name, (one, other) in times.items()})
+
+        def build(selection: Selection, context: HostContext) -> AttentionBackend:
+            can, roles = selection.chosen(Role.DECODE).spec.capabilities, frozenset({Role.PREFILL, Role.DECODE})
+            children = {name: RefilledNative(context.for_backend(name, can, roles=roles)) for name in times}
+            return FastestBackend(children, {Role.DECODE: schedule})
+
+        monkeypatch.setattr("attnplug_engine.runner.build_selection", build)
+        one = captured(engine(), (4,))
+        assert one.runner.graphs.backends == {("alike",): (4,), ("apart",): (4,)}
+        for prompts, steps in (([[5, 6, 7], [8, 9, 10]], 4), ([[5], [6] * 9], 6)):
+            expected = [done.token_ids for done in engine().generate(prompts, max_tokens=steps + 1)]
+            assert [done.token_ids for done in one.generate(prompts, max_tokens=steps + 1)] == expected
+        assert one.statistics.served.told()["decode"] == {"apart": 6, "alike": 4}
 
     def test_replayed_rounds_by_turns_give_the_tokens_of_plain_steps(self, refilled):
         """B2: verify and the draft's own batches, each by the backend that is the fastest for it."""
