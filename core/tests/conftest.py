@@ -7,11 +7,12 @@ import torch
 from hypothesis import settings
 
 from attnplug.choose.loading import find_plugins
+from support.board import board
 from support.command import attnplug, package, plain_environment
 from support.plugins import install, install_source, only_fault
 from support.triton_mode import settle_triton
 
-__all__ = ["attnplug", "install", "install_source", "only_fault", "package", "plain_environment"]
+__all__ = ["attnplug", "board", "install", "install_source", "only_fault", "package", "plain_environment"]
 
 settle_triton()
 

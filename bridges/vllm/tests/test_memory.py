@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from attnplug import DType
-from attnplug.host import BackendRequest, load_registry, select
+from attnplug import DType, Role
+from attnplug.host import BackendRequest, FastestBackend, TorchNativeBackend, load_registry, select
 from attnplug_vllm import memory
 from attnplug_vllm.choice import Refused
 from attnplug_vllm.geometry import Shape
@@ -83,6 +83,19 @@ def test_blocks_of_64_hold_the_same_rows():
 def test_rows_that_belong_to_no_request_are_left_alone():
     out = run(group(memory_of("NHD")), [(0, 3)], 0, rows=5)
     assert (out[:, 3:] == 7.0).all() and not (out[:, :3] == 7.0).any()
+
+
+def test_who_was_left_out_when_it_was_built_is_logged_with_the_reason(monkeypatch, caplog):
+    def build(selection, context):
+        own = context.for_backend("torch_native", selection.chosen(Role.DECODE).spec.capabilities)
+        return FastestBackend(
+            {"one": TorchNativeBackend(own)}, {Role.DECODE: "one"}, left_out={"other": "it cannot be captured"}
+        )
+
+    monkeypatch.setattr(memory, "build_selection", build)
+    with caplog.at_level("INFO"):
+        group(memory_of("NHD")).ready()
+    assert "attnplug: without other: it cannot be captured" in caplog.text
 
 
 def test_it_is_built_when_the_caches_are_there_and_again_when_they_have_moved():

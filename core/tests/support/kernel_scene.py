@@ -6,7 +6,7 @@ The model is one rank's of two: whoever divides a rank's heads once more is foun
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -256,6 +256,13 @@ class CaptureInParts(Capture):
         self.attention.refill(self.batch)
         extras = ForwardExtras(q_rope=rope)
         self.out = forward(latent, self.k, None, self.scene.layer, self.batch, extras=extras)
+
+
+def check_replays_in_parts(stage: KernelScene, others: Iterable[KernelScene]) -> None:
+    """One capture that takes queries in two parts, replayed for other batches."""
+    capture = CaptureInParts(stage).reserve().capture()
+    for other in others:
+        check_replay(capture, other)
 
 
 def check_captured_lanes(stage: KernelScene) -> None:

@@ -12,7 +12,7 @@ from attnplug_conformance.checks.graphs import Capture
 from reference_kernels import build, library_schedule, on_cpu
 from support.captures import check_overtaking, check_replays, replay_scenes
 from support.devices import DEVICES, nothing_waits
-from support.kernel_scene import CaptureInParts, KernelScene, check_captured_lanes, check_replay, mla, replayed
+from support.kernel_scene import KernelScene, check_captured_lanes, check_replay, check_replays_in_parts, mla, replayed
 
 DECODE, VERIFY = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
 on_every_device = pytest.mark.parametrize("device", DEVICES)
@@ -52,10 +52,7 @@ def test_one_capture_serves_an_fp8_cache_too(mode, new, device):
 @on_every_device
 @pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (VERIFY, 4)])
 def test_one_capture_takes_queries_in_parts(mode, new, device):
-    stage, others = scenes(mode, new, device)
-    capture = CaptureInParts(stage).reserve().capture()
-    for other in others:
-        check_replay(capture, other)
+    check_replays_in_parts(*scenes(mode, new, device))
 
 
 def swapped(one: str, other: str):

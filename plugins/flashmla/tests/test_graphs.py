@@ -9,7 +9,7 @@ from attnplug import ForwardMode
 from reference_flashmla import scene
 from support.captures import check_copied_slots, check_overtaking, check_replays, check_two_shapes, replay_scenes
 from support.devices import DEVICES
-from support.kernel_scene import CaptureInParts, KernelScene, check_captured_lanes, check_replay, mla
+from support.kernel_scene import KernelScene, check_captured_lanes, check_replays_in_parts, mla
 
 DECODE, VERIFY, DRAFT_EXTEND = ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND
 on_every_device = pytest.mark.parametrize("device", DEVICES)
@@ -38,10 +38,7 @@ def test_one_capture_serves_other_lengths_pages_and_fewer_requests(mode, new, he
 @pytest.mark.parametrize(("mode", "new"), [(DECODE, 1), (VERIFY, 4)])
 def test_one_capture_takes_queries_in_parts(mode, new, device):
     """They are joined inside the graph."""
-    stage, others = scenes(mode, new, device)
-    capture = CaptureInParts(stage).reserve().capture()
-    for other in others:
-        check_replay(capture, other)
+    check_replays_in_parts(*scenes(mode, new, device))
 
 
 @on_every_device

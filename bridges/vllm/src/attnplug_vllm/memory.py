@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from attnplug import DType, LayerSpec, MHAPool, MLAPool, ModelSpec
+from attnplug import DType, ForwardingBackend, LayerSpec, MHAPool, MLAPool, ModelSpec
 from attnplug.host import AttnplugError, KVPools, ModelAttention, Selection, WorkspaceOwner, build_selection
 from attnplug_vllm.choice import Refused
 from attnplug_vllm.host import render
@@ -112,7 +112,8 @@ class GroupAttention:
             attention = ModelAttention(backend, pools)
         except AttnplugError as error:
             raise Refused(error.told(render)) from error
-        for name, why in getattr(backend, "left_out", {}).items():
-            logger.info("attnplug: without %s: %s", name, why)
+        if isinstance(backend, ForwardingBackend):
+            for name, why in backend.left_out.items():
+                logger.info("attnplug: without %s: %s", name, why)
         self._address = self._first.kv_cache.data_ptr()
         return attention

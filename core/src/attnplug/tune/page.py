@@ -71,7 +71,7 @@ def _panels(layer: str, role: str, points: Mapping[Point, Mapping[str, Row]]) ->
     alone = {key: group for key, group in groups.items() if len(group) >= 3}
     for (requests, tokens, ragged), group in alone.items():
         told = f"{requests} request{'s' * (requests > 1)}" + f", {tokens} tokens" * (tokens > 1)
-        rows = "cache rows of a request, half to one and a half of" if ragged else "cache rows of each request"
+        rows = "cache rows of a request on average, which differ" if ragged else "cache rows of each request"
         series = _series({point: float(point.length) for point in group}, points)
         yield Panel(f"{layer}: {told}", rows, "µs of a call", series)
     others = [point for point in points if not any(point in group for group in alone.values())]

@@ -1,0 +1,82 @@
+"""A made-up GPU, backends that were measured on it, and what ``auto`` takes there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from attnplug import (
+    AttentionKind,
+    DType,
+    LayerShape,
+    MeasuredTable,
+    Measurement,
+    Problem,
+    Role,
+)
+from attnplug.choose.measured import store
+from attnplug.choose.measured.ranking import default_ranking
+from attnplug.declare.installed import installed_version
+from attnplug.host import (
+    BackendRequest,
+    Processor,
+    Registry,
+    Selection,
+    select,
+    table_path,
+    write_tables,
+)
+from support.selection import LLAMA, backend, registry
+
+BOARD = Processor("Acme Board 3", 90, "580.1")
+SHAPE = LayerShape(AttentionKind.MHA, 8, 2, 64, 64, DType.BFLOAT16, DType.BFLOAT16, 64)
+PROBLEM = Problem(LLAMA, "cuda", 90, DType.BFLOAT16)
+INSTALLED = registry(backend("early"), backend("late"), backend("other", preference=100))
+TORCH = str(installed_version("torch"))
+
+Times = Mapping[tuple[int, int, int], float]
+CROSSING: dict[str, Times] = {
+    "early": {(1, 128, 1): 5.0, (1, 4096, 1): 20.0},
+    "late": {(1, 128, 1): 8.0, (1, 4096, 1): 10.0},
+}
+
+
+def table(name: str, times: Times, role: Role = Role.DECODE, **changes: Any) -> MeasuredTable:
+    rows = tuple(Measurement(*point, False, time, time, time) for point, time in times.items())
+    fields = {"shape": SHAPE, "versions": {f"{name}-dist": "1.2"}, "measured": "2026-11-16", **changes}
+    return MeasuredTable(BOARD.name, BOARD.sm, name, role, rows=rows, **fields)
+
+
+def crossing(**changes: Any) -> list[MeasuredTable]:
+    return [table(name, times, **changes) for name, times in CROSSING.items()]
+
+
+def failure(name: str, **changes: Any) -> MeasuredTable:
+    return table(name, {}, failed="at 1 × 64, RuntimeError: boom", **changes)
+
+
+@pytest.fixture
+def board(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """This machine has a board of which nothing ships, and a user who measured nothing yet."""
+    for command in ("backends", "doctor", "explain"):  # imported later, they would keep the board
+        import_module(f"attnplug.cli.{command}")
+    monkeypatch.setenv(store.CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr("attnplug.machine.hardware.visible_gpus", lambda: (BOARD,))
+
+
+def chosen(
+    *tables: MeasuredTable, installed: Registry = INSTALLED, problem: Problem = PROBLEM, per_batch: bool = False
+) -> Selection:
+    """The choice after these were measured on this machine."""
+    if tables:
+        write_tables(table_path(BOARD), tables)
+    ranking = default_ranking(installed, problem, per_batch=per_batch)
+    return select(installed, BackendRequest(), problem, ranking=ranking)
+
+
+def decode(selection: Selection) -> list[str]:
+    return [each.spec.name for each in selection.serving(Role.DECODE)]
