@@ -24,6 +24,7 @@ from decode_trace import traced
 
 from attnplug import Role
 from attnplug_engine import Engine
+from attnplug_engine.models.experts import Experts
 from attnplug_engine.options import EngineOptions
 from attnplug_engine.request import Request, SamplingParams
 
@@ -81,6 +82,7 @@ def decode(engine: Engine, point: Point, settings: Settings) -> dict[str, Any]:
         steps = steps_for(guess, settings.room - 4 * _WARM - _TRACED)
         times = _timed(engine, steps)
         found: dict[str, Any] = {"step_us": 1e6 * sum(times) / steps, "steps": steps, **touched}
+        found["distinct_tokens"] = len({request.output[-1] for request in requests})
         found["median_step_us"] = 1e6 * statistics.median(times)
         found["most_step_us"] = 1e6 * max(times)
         if settings.trace and point.context <= _TRACED_CONTEXT and point.batch <= _TRACED_BATCH:
@@ -187,18 +189,17 @@ def _randomise(engine: Engine) -> None:
 
 @contextmanager
 def _experts_seen(engine: Engine, batch: int) -> Iterator[list[int]]:
-    """How many experts of each layer that many tokens of a prefill go to together, where its routers can be seen."""
+    """How many experts of each layer that many tokens of a prefill go to together."""
     seen: list[int] = []
 
-    def look(_module: object, _inputs: object, output: Any) -> None:
-        chosen = output[0] if isinstance(output, tuple) else output
-        captured = chosen.is_cuda and torch.cuda.is_current_stream_capturing()
-        if chosen.dim() == 2 and chosen.shape[0] >= batch and not captured:
+    def look(_module: object, inputs: tuple[Any, ...]) -> None:
+        chosen = inputs[1]
+        if chosen.shape[0] >= batch:
             rows = torch.linspace(0, chosen.shape[0] - 1, batch, device=chosen.device).long()
             seen.append(int(chosen[rows].unique().numel()))
 
-    routers = [module for module in engine.runner.model.modules() if type(module).__name__.endswith("Router")]
-    handles = [router.register_forward_hook(look) for router in routers]
+    experts = [module for module in engine.runner.model.modules() if isinstance(module, Experts)]
+    handles = [module.register_forward_pre_hook(look) for module in experts]
     try:
         yield seen
     finally:

@@ -1,4 +1,4 @@
-"""``decode_h200.py`` for vLLM, with its defaults, the same config and weights of its own making.
+"""``decode_h200.py`` for vLLM, with its defaults, the same config, and random weights like ours.
 
 Its engine is stepped as ``LLM.generate`` steps it. The largest batch of a context is prefilled once; the smaller ones
 are what is left of it after aborts.
@@ -49,6 +49,7 @@ def measure(model: str, config: Config, folder: str, points: Sequence[Point], se
         enforce_eager=settings.eager,
         compilation_config={} if settings.eager else {"cudagraph_capture_sizes": sorted({p.batch for p in points})},
     )
+    randomise(llm, config["initializer_range"])
     clock.note(model, start_s=time.perf_counter() - started, version=vllm.__version__)
     clock.turns.alone()
     if model in settings.prefill_models:
@@ -58,6 +59,25 @@ def measure(model: str, config: Config, folder: str, points: Sequence[Point], se
         for point in sorted((point for point in points if point.context == context), key=lambda point: -point.batch):
             clock.record(point, partial(runner.measure, point, clock))
         runner.end()
+
+
+def randomise(llm: Any, std: float) -> None:
+    """Give vLLM weights like ours, in their places: graphs read them.
+
+    Its dummy weights are of ±0.001, those of norms too. Tokens hardly tell then which experts they go to, and a step
+    that goes to few of them reads less.
+    """
+    model = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.get_model()
+    for module in model.modules():
+        plain = "RMSNorm" in type(module).__name__ and "Gemma" not in type(module).__name__  # Gemma's adds 1 itself
+        for name, weight in module.named_parameters(recurse=False):
+            if weight.dim() > 1:
+                weight.data.normal_(std=std)
+            elif plain and name == "weight":
+                weight.data.fill_(1.0)
+        for name in ("W_UK_T", "W_UV"):  # parts of kv_b_proj, made when weights are loaded
+            if (part := getattr(module, name, None)) is not None:
+                part.normal_(std=std)
 
 
 class Ladder:
@@ -85,7 +105,8 @@ class Ladder:
         guess = self._timed(_WARM)[0] / _WARM
         steps = steps_for(guess, _STEPS)
         seconds, tokens = self._timed(steps)
-        return {"step_us": 1e6 * seconds * point.batch / tokens, "steps": steps}
+        distinct = len({request.all_token_ids[-1] for request in self._scheduler.running})
+        return {"step_us": 1e6 * seconds * point.batch / tokens, "steps": steps, "distinct_tokens": distinct}
 
     def _bring_to(self, batch: int) -> None:
         if len(self._running) > batch:

@@ -4,7 +4,7 @@ python benchmarks/sglang_h200.py OUT.jsonl [SECONDS] [AT_ONCE] [ONLY]
 
 Each configuration is an engine in a process of its own, and three batches of eight prompts: "none" (nothing cached),
 "repeated" (the same prompts, from the prefix cache) and "extended" (each prompt with 40 tokens more). Each batch is a
-line of JSON. ONLY is a part of "model backend graphs page chunk", to run some configurations alone.
+line of JSON. ONLY are parts of "model backend graphs page chunk", between commas: what has one of them is run.
 
 A token is right if it is transformers' greedy one in bfloat16 after the same tokens; or a near tie: in float32 its
 logit is below the best by no more than twice the largest error that bfloat16 makes in transformers' own logits of that
@@ -260,15 +260,15 @@ def cases() -> list[dict[str, Any]]:
         case(llama, "triton", graphs=False),
         case(mla, "triton", graphs=False),
     ]
-    only = sys.argv[4] if len(sys.argv) > 4 else ""
-    found = [
-        one
-        for one in found
-        if only in " ".join(str(one[key]) for key in ("model", "backend", "graphs", "page_size", "chunk"))
-    ]
+    only = sys.argv[4].split(",") if len(sys.argv) > 4 else [""]
+    found = [one for one in found if any(part in _text(one) for part in only)]
     if not has_fa3():
         found = [one for one in found if one["backend"] != "fa3"]
     return found
+
+
+def _text(case: dict[str, Any]) -> str:
+    return " ".join(str(case[key]) for key in ("model", "backend", "graphs", "page_size", "chunk"))
 
 
 def has_fa3() -> bool:
