@@ -42,6 +42,7 @@ def measure(model: str, config: Config, folder: str, points: Sequence[Point], se
     _randomise(engine)
     seconds, page = time.perf_counter() - started, engine.runner.capacity.page_size
     clock.note(model, start_s=seconds, page_size=page, backends=_backends(engine))
+    clock.turns.alone()
     if model in settings.prefill_models:
         clock.record_prefill(model, settings.prefill, partial(prefill, engine, config, settings.prefill))
     for point in points:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
 from attnplug import ForwardMode
 from reference_flashmla import scene
@@ -68,8 +69,10 @@ def test_a_replay_writes_new_rows_where_the_host_says(device):
 
 
 @pytest.mark.parametrize("device", DEVICES[1:])
-def test_it_waits_for_queries_of_a_kernel_that_lets_others_start_early(device):
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_it_waits_for_queries_of_a_kernel_that_lets_others_start_early(in_parts, device):
     """FlashMLA's first kernel is launched early and never waits itself."""
+    from attnplug_flashmla.backend import ready
     from attnplug_flashmla.kernels import Call, FlashMLAKernels
     from support.late_kernel import fill_late
 
@@ -80,14 +83,19 @@ def test_it_waits_for_queries_of_a_kernel_that_lets_others_start_early(device):
     lens = torch.tensor([5, 100, 180], dtype=torch.int32, device=device)
     table = torch.randperm(9, device=device).int().view(3, 3)
     call = Call(1, lens, table, kernels.schedule(lens, 1))
-    wanted, _ = kernels.attend(queries, cache, call, 0.1)
+
+    def attend(q: Tensor) -> Tensor:
+        q = ready(q[..., :512], q[..., 512:]) if in_parts else ready(q, None)
+        return kernels.attend(q, cache, call, 0.1)[0]
+
+    wanted = attend(queries)
     late = torch.full_like(queries, float("nan"))
     fill_late(late.flatten(), queries.flatten(), 1)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         fill_late(late.flatten(), queries.flatten(), 1)
-        found, _ = kernels.attend(late, cache, call, 0.1)
+        found = attend(late)
     for _ in range(5):
         late.fill_(float("nan"))
         torch.cuda.synchronize()

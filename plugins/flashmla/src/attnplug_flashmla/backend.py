@@ -19,7 +19,7 @@ from attnplug import (
     PlanError,
     PlannedAttention,
 )
-from attnplug_flashmla.kernels import Call, FlashMLAKernels, Kernels
+from attnplug_flashmla.kernels import Call, FlashMLAKernels, Kernels, wait_for_kernels
 from attnplug_flashmla.planner import Pages
 from attnplug_flashmla.plugin import PAGE
 
@@ -85,14 +85,21 @@ class FlashMLABackend(PlannedAttention):
     # Running
 
     def attend(self, q: Tensor, layer: LayerSpec, plan: Plan, new: NewRows | None, extras: ForwardExtras) -> Tensor:
-        if extras.q_rope is not None:
-            q = join(q, extras.q_rope)
+        q = ready(q, extras.q_rope)
         attended, sums = self._kernels.attend(q, self._caches[layer.layer_id], plan.metadata, layer.scale)
         if extras.lse is not None:
             # Where a row sees no key the kernel says +inf, core -inf (C4).
             extras.lse.copy_(sums.transpose(1, 2).reshape(extras.lse.shape))
             extras.lse.masked_fill_(extras.lse == float("inf"), float("-inf"))
         return attended
+
+
+def ready(q: Tensor, q_rope: Tensor | None) -> Tensor:
+    """q as FlashMLA takes it. Every kernel before has ended when it runs: joining is a plain launch."""
+    if q_rope is not None:
+        return join(q, q_rope)
+    wait_for_kernels(q.device)
+    return q
 
 
 def join(q: Tensor, q_rope: Tensor) -> Tensor:

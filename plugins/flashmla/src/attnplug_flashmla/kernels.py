@@ -52,6 +52,7 @@ class Kernels(Protocol):
     def attend(self, q: Tensor, cache: Tensor, call: Call, scale: float) -> tuple[Tensor, Tensor]:
         """q ``[rows, heads, row_dim]`` over the cache ``[pages, 64, 1, row_dim]``, causally.
 
+        It may start before kernels that let others start early have ended: q and the cache are ready before the call.
         Returns ``[rows, heads, kv_lora_rank]`` and the log-sum-exp ``[requests, heads, queries]`` float32, natural log;
         where a row sees no key, zero and +inf.
         """
@@ -112,7 +113,6 @@ class FlashMLAKernels:
             )
 
     def attend(self, q: Tensor, cache: Tensor, call: Call, scale: float) -> tuple[Tensor, Tensor]:
-        wait_for_kernels(q.device)
         schedule, _ = self._library.empty_schedule()
         schedule.tile_scheduler_metadata, schedule.num_splits = call.schedule.tiles, call.schedule.splits
         out, lse = self._library.attend(
@@ -136,7 +136,7 @@ def wait_for_kernels(device: torch.device) -> None:
 
     The library's first kernel is launched early (programmatic dependent launch) and never waits: it would read queries
     that are not written yet if the kernel before it lets others start early. Its last kernel may end before its first
-    has stored all results. A memset is not a kernel: neither it nor what comes after it starts early.
+    has stored all results. A plain launch stands between them: it does not start early, and lets nothing else do so.
     """
     if device.type == "cuda":
         torch.zeros(1, dtype=torch.uint8, device=device)
