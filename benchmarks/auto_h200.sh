@@ -20,6 +20,7 @@ case ${1:-} in
 tune)
   file=${2:?name a file}
   tune --shapes mla:16,mla:128,mla:32,mla:64,mla:8 --backends $mla
+  tune --shapes mla:128,mla:16 --host vllm --backends $mla
   tune --shapes mla:16,mla:128 --kv-dtype float8_e4m3 --backends $fp8
   tune --shapes gqa:32/8x128,gqa:64/8x128,gqa:48/8x128,gqa:28/4x128 --backends $gqa
   ;;

@@ -122,7 +122,7 @@ def test_a_backend_that_ends_its_process_does_not_end_the_command(
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [("{", "is not JSON"), ('{"schema": 3, "device": "Other", "sm": 0, "tables": []}', "was measured on Other")],
+    [("{", "is not JSON"), ('{"schema": 4, "device": "Other", "sm": 0, "tables": []}', "was measured on Other")],
 )
 def test_a_file_that_cannot_be_added_to_is_told_before_anything_is_measured(
     content: str, reason: str, attnplug: Attnplug, clock: FakeClock, tmp_path: Path
@@ -205,6 +205,8 @@ WRONG = {
     ("tune", "--device", "cpu", "--shapes", "gqa:4/2x16w0"): "'gqa:4/2x16w0' is not a layer",
     ("tune", "--device", "cpu", "--model", "tiny:mamba2"): "no layer with full attention",
     ("tune", "--device", "cpu", "--model", "tiny:deepseek_v4"): "no layer with full attention that can be measured",
+    ("tune", *HERE, "--host", "nobody"): "nobody",
+    ("tune", "--device", "cpu", "--model", "tiny:deepseek_v32", "--host", "vllm"): "vLLM cannot serve this: sparse",
     ("bench", *HERE, "--against", "them"): "--against 'them'",
     ("bench", "--compare", "no.json", "none.json"): "no.json",
     ("bench", "--compare", "a.json", "b.json", "--out", "c.json"): "--compare measures nothing; leave out --out",

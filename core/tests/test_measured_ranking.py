@@ -165,6 +165,21 @@ def test_the_nearest_shape_stands_for_one_that_was_not_measured() -> None:
     assert "late 10.0" in why
 
 
+def test_where_a_host_absorbs_what_was_measured_so_comes_first() -> None:
+    """C1: joining the parts of queries costs some backends more than others. Else the same heads stand for it."""
+    able = replace(PLAIN, kinds={"mla"}, mla_extend={"one_shot", "chunked"})
+    installed = registry(backend("early", able), backend("late", able))
+    ours = LayerShape.of(MLA, DType.BFLOAT16, DType.BFLOAT16, 64)
+    problem = replace(PROBLEM, model=DEEPSEEK, mla_by_host=True)
+    others = crossing(shape=replace(ours, num_heads=2 * ours.num_heads, hosted=True))
+    found = chosen(*crossing(shape=ours), *others, installed=installed, problem=problem)
+    assert f"nearest shape: {ours}" in found.choices[Role.DECODE].why()
+    swapped = {"early": CROSSING["late"], "late": CROSSING["early"]}
+    hosted = [table(name, times, shape=replace(ours, hosted=True)) for name, times in swapped.items()]
+    assert decode(chosen(*hosted, installed=installed, problem=problem)) == ["early"]
+    assert decode(chosen(installed=installed, problem=replace(problem, mla_by_host=False))) == ["late"]
+
+
 @pytest.mark.parametrize(
     "shape",
     [

@@ -121,9 +121,9 @@ def test_what_ships_can_be_read_and_is_found_by_its_name() -> None:
     ("content", "line"),
     [
         ("{", "is not JSON"),
-        ('{"schema": 7}', "it has schema 7, and this attnplug reads 3; it is not used"),
+        ('{"schema": 7}', "it has schema 7, and this attnplug reads 4; it is not used"),
         (
-            '{"schema": 3, "device": "B", "sm": 80, "tables": []}',
+            '{"schema": 4, "device": "B", "sm": 80, "tables": []}',
             "measured on B (SM 80), and this is Acme Board 3 (SM 90)",
         ),
     ],

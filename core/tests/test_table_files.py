@@ -37,7 +37,7 @@ def test_what_is_written_is_read_again(path: Path) -> None:
     write_tables(path, tables)
     read = read_tables(path)
     assert (read.device, read.sm, read.tables) == ("NVIDIA H200", 90, tables)
-    assert json.loads(path.read_text())["schema"] == 3
+    assert json.loads(path.read_text())["schema"] == 4
 
 
 def test_rows_are_added_and_replaced(path: Path) -> None:
@@ -119,7 +119,7 @@ def _changed(change: Any) -> Any:
     ("damage", "reason"),
     [
         (lambda content: [content], "not an object"),
-        (_changed(lambda c: c.update(schema=1)), "it has schema 1, and this attnplug reads 3"),
+        (_changed(lambda c: c.update(schema=1)), "it has schema 1, and this attnplug reads 4"),
         (_changed(lambda c: c.pop("schema")), "it has schema None"),
         (_changed(lambda c: c.pop("device")), "the file lacks device"),
         (_changed(lambda c: c.update(more=1)), "the file has unknown keys more"),

@@ -65,6 +65,32 @@ def test_every_sort_of_layer_runs_in_every_role(model: str, install: Install) ->
     assert [type(outcome) for outcome in outcomes] == [Timed] * 3
 
 
+@pytest.mark.parametrize("apart", [True, False])
+def test_where_a_host_absorbs_queries_come_in_parts_and_rows_are_there(apart: bool, install: Install, monkeypatch):
+    """D1: what is timed is what runs there. Queries are joined for a backend that does not take them apart."""
+    native = toys(install).get("torch_native")
+    extras = native.spec.capabilities.extras | ({"q_rope"} if apart else set())
+    able = replace(native, spec=replace(native.spec, capabilities=replace(native.spec.capabilities, extras=extras)))
+    seen, attend = set(), TorchNativeBackend.attend
+
+    def watched(self, q, layer, plan, new, extras):
+        seen.add((q.shape[2], None if extras.q_rope is None else extras.q_rope.shape[2], new is None))
+        q = q if extras.q_rope is None else torch.cat((q, extras.q_rope), -1)
+        return attend(self, q, layer, plan, new, extras)
+
+    monkeypatch.setattr(TorchNativeBackend, "attend", watched)
+    given = problem("tiny:deepseek_v3", mla_by_host=True, speculative_tokens=3)
+    found = tasks_of(able, [given], parse_points("2x70,2x70v3,2x32+8"))
+    assert [task.point.role for task in found] == [Role.DECODE] * 2, "the host prefills"
+    assert all(task.shape.hosted for task in found)
+    clock = FakeClock({"torch_native": constant(1)}, runs=True)
+    outcomes = list(run_job(Job("torch_native", found, "cpu", 128), Registry({"torch_native": able}), clock))
+    assert [type(outcome) for outcome in outcomes] == [Timed] * 2
+    dims = found[0].layer.mla
+    latent, rope = dims.kv_lora_rank, dims.qk_rope_head_dim
+    assert seen == {(latent, rope, True) if apart else (latent + rope, None, True)}
+
+
 def test_requests_that_differ_have_the_mean_of_their_point(install: Install) -> None:
     registry = toys(install)
     clock = FakeClock({"torch_native": constant(1)}, runs=True)

@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 
+from attnplug.choose.hosts import load_host
 from attnplug.choose.models import load_model
 from attnplug.choose.ranking import by_preference
 from attnplug.choose.registry import Registry, load_registry
@@ -113,6 +114,8 @@ def read_plan(parsed: argparse.Namespace) -> Plan:
         points = parse_points(parsed.points)
         context = max(context, *(point.lengths[-1] for point in points))
     problems = tuple(_problem(parsed, model, device.type, sm) for model in models)
+    if parsed.host is not None:
+        problems = tuple(_hosted(parsed.host, problem) for problem in problems)
     notes = [f"{model.name}: {what} are not measured" for model in models for what in layers_to_measure(model)[1]]
     processor = this_processor(device.type) or Processor(torch.cuda.get_device_name(device), sm or 0)
     return Plan(registry, device, processor, problems, points, context, settings, tuple(notes))
@@ -135,6 +138,14 @@ def _problem(parsed: argparse.Namespace, model: ModelSpec, device: str, sm: int 
         speculative_tokens=parsed.speculative_tokens,
         tensor_parallel=parsed.tensor_parallel,
     )
+
+
+def _hosted(name: str, problem: Problem) -> Problem:
+    """The problem as a host poses it."""
+    host, _ = load_host(name)
+    if refusals := host.refusals(problem):
+        raise UsageError(f"{host.title} cannot serve this: {'; '.join(each.told(host.render) for each in refusals)}")
+    return host.fit(problem)
 
 
 class Watched:

@@ -21,7 +21,8 @@ class LayerShape:
     """What the time of an attention call depends on, beside its batch: one sort of layer, as one rank has it.
 
     ``head_dim`` is the width of a cached key row: of MLA that of the latent row, which all heads share. ``value_dim``
-    is the width of a value row, of MLA the latent's. ``window`` and ``topk`` are 0 where all rows are seen.
+    is the width of a value row, of MLA the latent's. ``window`` and ``topk`` are 0 where all rows are seen. ``hosted``
+    is MLA that a host absorbs itself: queries come in two parts, and new rows are in the cache before the call.
     """
 
     kind: AttentionKind
@@ -34,6 +35,7 @@ class LayerShape:
     page_size: int
     window: int = 0
     topk: int = 0
+    hosted: bool = False
 
     def __post_init__(self) -> None:
         enums = {"kind": AttentionKind, "dtype": DType, "kv_dtype": DType}
@@ -41,19 +43,35 @@ class LayerShape:
             value = getattr(self, name)
             if name in enums:
                 object.__setattr__(self, name, *members(name, [value], enums[name]))
+            elif name == "hosted":
+                if type(value) is not bool or (value and self.kind is not AttentionKind.MLA):
+                    raise PluginError(f"hosted={value!r} must be true or false, and is false of {self.kind}")
             elif not 0 <= (integer(name, value) or 0) < _MOST:
                 raise PluginError(f"{name}={value!r} must not be negative, and below {_MOST}")
 
     @classmethod
-    def of(cls, layer: LayerSpec, dtype: DType, kv_dtype: DType, page_size: int) -> LayerShape:
+    def of(
+        cls, layer: LayerSpec, dtype: DType, kv_dtype: DType, page_size: int, *, mla_by_host: bool = False
+    ) -> LayerShape:
         """The shape of a rank's layer (``LayerSpec.for_rank``)."""
         if layer.mla is not None:
             heads, head_dim, value_dim = 1, layer.mla.row_dim, layer.mla.kv_lora_rank
         else:
             heads, head_dim, value_dim = layer.num_kv_heads, layer.head_dim, layer.v_head_dim
         topk = 0 if layer.indexer is None else layer.indexer.topk
-        window = layer.sliding_window or 0
-        return cls(layer.kind, layer.num_heads, heads, head_dim, value_dim, dtype, kv_dtype, page_size, window, topk)
+        return cls(
+            layer.kind,
+            layer.num_heads,
+            heads,
+            head_dim,
+            value_dim,
+            dtype,
+            kv_dtype,
+            page_size,
+            window=layer.sliding_window or 0,
+            topk=topk,
+            hosted=mla_by_host and layer.mla is not None,
+        )
 
     def __str__(self) -> str:
         heads = (
@@ -62,6 +80,7 @@ class LayerShape:
             else f"{self.num_heads}/{self.num_kv_heads} heads"
         )
         more = f", window {self.window}" * bool(self.window) + f", {self.topk} rows chosen" * bool(self.topk)
+        more += ", absorbed by a host" * self.hosted
         types = self.dtype if self.dtype is self.kv_dtype else f"{self.dtype}, cache {self.kv_dtype}"
         return f"{self.kind} {heads} of {self.head_dim}, {types}, pages of {self.page_size}{more}"
 

@@ -236,6 +236,7 @@ def _builder(job: Job, registry: Registry, task: Task) -> Build:
             kv_dtype=shape.kv_dtype,
             page_size=shape.page_size,
             wants_graphs=context.device.type == "cuda",
+            mla_by_host=shape.hosted,
         )
         ranking = default_ranking(registry, problem, per_batch=True)
         return build_selection(select(registry, BackendRequest(), problem, ranking=ranking), context)

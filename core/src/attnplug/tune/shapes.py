@@ -12,7 +12,7 @@ from attnplug.choose.select import DEFAULT_PAGE_SIZE
 from attnplug.declare.errors import UsageError
 from attnplug.declare.measured import LayerShape
 from attnplug.declare.model import AttentionKind, LayerSpec, MLADims, ModelSpec
-from attnplug.declare.problem import DType, Problem
+from attnplug.declare.problem import DType, Problem, Role
 from attnplug.tune.points import Point
 
 _MLA = re.compile(r"mla:(\d+)", re.ASCII)
@@ -105,14 +105,14 @@ def page_size_for(registered: Registered, problem: Problem) -> int:
 def tasks_of(registered: Registered, problems: Sequence[Problem], points: Sequence[Point]) -> tuple[Task, ...]:
     """What there is to measure of a backend, the points in their order and at each of them every sort of layer.
 
-    Roles that it refuses for a model are left out.
+    Roles that it refuses for a model are left out, and so is the prefill of MLA that a host has kernels of its own for.
     """
     found: dict[Task, None] = {}
     served = {
         (number, role)
         for number, problem in enumerate(problems)
         for role in {point.role for point in points}
-        if not registered.spec.refusals(problem, role)
+        if not (role is Role.PREFILL and problem.prefilled_by_host) and not registered.spec.refusals(problem, role)
     }
     for point in points:
         for number, problem in enumerate(problems):
@@ -121,5 +121,6 @@ def tasks_of(registered: Registered, problems: Sequence[Problem], points: Sequen
             dtype, kv_dtype = problem.dtype or DType.FLOAT32, problem.kv_dtype or problem.dtype or DType.FLOAT32
             page_size = page_size_for(registered, problem)
             for layer in layers_to_measure(problem.model.for_rank(problem.tensor_parallel))[0]:
-                found[Task(layer, LayerShape.of(layer, dtype, kv_dtype, page_size), point)] = None
+                shape = LayerShape.of(layer, dtype, kv_dtype, page_size, mla_by_host=problem.mla_by_host)
+                found[Task(layer, shape, point)] = None
     return tuple(found)

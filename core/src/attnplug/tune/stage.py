@@ -4,7 +4,7 @@ A step is what an engine makes of it: planned once, its new rows written by ever
 CUDA graph if the backend claims that, over a page table for the longest context, and with their lengths on the device
 only. There each call waits for the result of the last one, so that no two overlap. MLA decodes and verifies absorbed:
 the up-projections are not a backend's. It prefills as a model's layers do, by the policy's path, up-projections
-included.
+included. Where a host absorbs MLA itself, its queries are the two parts that it has, and it has written the rows.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from attnplug.contract.context import HostContext, Limits
 from attnplug.contract.geometry import Geometry
 from attnplug.contract.mode import ForwardMode
 from attnplug.contract.sparse import IndexInputs
-from attnplug.declare.model import LayerSpec, ModelSpec
+from attnplug.declare.model import LayerSpec, MLADims, ModelSpec
 from attnplug.declare.problem import GraphLevel, Role
 from attnplug.declare.schedule import TypicalLens
 from attnplug.kv import INDEX_KEYS, CacheKey, IndexKeyPool, KVPools, MHAPool, MLAPool, PagedCache, torch_dtype
@@ -31,7 +31,9 @@ from attnplug.layers.model_attention import ModelAttention
 from attnplug.mla import MLAWeights
 from attnplug.tune.clock import Chain
 from attnplug.tune.shapes import Task
+from attnplug.wrappers.forwarding import planner_claims
 
+Forward = Callable[..., Tensor]
 Build = Callable[[HostContext], AttentionBackend]
 """Builds what is measured. The context's pools exist and are filled."""
 
@@ -118,6 +120,8 @@ class Stage:
             self.pools,
         )
         self.q = self._random(rows, task.layer.num_heads, shape.head_dim)
+        self._first = self.q
+        """What the next call reads first."""
 
     # Memory
 
@@ -234,7 +238,7 @@ class Stage:
     def link(self, out: Tensor) -> None:
         """Make the next call wait for this result, as layers do: kernels that may begin before the last one ended could
         otherwise run beside it. The queries stay as they are."""
-        self.q[0, 0, :_LINKED].add_(out[0, 0, :_LINKED], alpha=0)
+        self._first[0, 0, :_LINKED].add_(out[0, 0, :_LINKED], alpha=0)
 
     def links(self) -> Chain:
         """What lies between the calls of a captured chain, alone. Its time is no part of theirs."""
@@ -259,6 +263,8 @@ class Stage:
         if absorbed and self.task.point.role is not Role.PREFILL:
             backend = attention.backend
             forward = backend.forward_decode if batch.forward_mode.is_decode else backend.forward_extend
+            if shape.hosted:
+                return self._hosted(forward, batch, layer.mla)
             return lambda each: forward(self.q, new, None, each, batch, extras=selects(each))
         # Queries of a prefill are not absorbed yet: each path does with them what it needs.
         queries, flat = self._random(rows, layer.num_heads, layer.head_dim), new.squeeze(1)
@@ -274,6 +280,18 @@ class Stage:
             return attention.attend_mla(queries, flat, each, weights, batch, selected=selected)
 
         return prefill
+
+    def _hosted(self, forward: Forward, batch: ForwardBatch, dims: MLADims) -> Callable[[LayerSpec], Tensor]:
+        """Queries where vLLM has them: a product has left the latent part, heads first, and the rotary part is the end
+        of what the query projection gave. They are joined for a backend that does not take them apart."""
+        rows, heads, nope = batch.geometry.rows, self.task.layer.num_heads, dims.qk_nope_head_dim
+        latent = self._first = self._random(heads, rows, dims.kv_lora_rank).transpose(0, 1)
+        rope = self._random(rows, heads, nope + dims.qk_rope_head_dim)[..., nope:]
+        assert batch.plan is not None
+        if "q_rope" in planner_claims(self.attention.backend, batch.plan.attention).extras:
+            extras = ForwardExtras(q_rope=rope)
+            return lambda each: forward(latent, None, None, each, batch, save_kv_cache=False, extras=extras)
+        return lambda each: forward(torch.cat((latent, rope), -1), None, None, each, batch, save_kv_cache=False)
 
     def _selects(self, batch: ForwardBatch) -> Callable[[LayerSpec], ForwardExtras | None]:
         """What a sparse layer does first: choose its rows."""

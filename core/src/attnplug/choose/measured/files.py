@@ -18,7 +18,7 @@ from attnplug.declare.measured import LayerShape, MeasuredTable
 from attnplug.declare.reading import integer, of_type
 from attnplug.hf.json_files import read_json_object
 
-SCHEMA = 3
+SCHEMA = 4
 LOCK_SECONDS = 10.0
 """How long a writer waits for another one. Writing takes milliseconds."""
 _KEYS = ("schema", "device", "sm", "tables")

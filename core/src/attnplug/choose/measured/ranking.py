@@ -24,6 +24,8 @@ from attnplug.machine.hardware import this_processor
 MOST_OCTAVES = 3.0
 """How far a shape may be from the one that was measured: factors of two, added over heads, widths, window and rows
 chosen."""
+OF_HOSTS = 0.5
+"""How far MLA that a host absorbs is from the same layers in an engine of ours: most of a call is the same."""
 TOLERANCE = 1.01
 """A backend takes part in a schedule only if without it some batch would take longer than the best by this factor."""
 NOT_MEASURED = 2.0
@@ -156,7 +158,8 @@ def _shapes(role: Role, problem: Problem) -> Counter[LayerShape]:
         return Counter()
     layers = model.linear_layers if role is Role.LINEAR else model.full_layers
     page_size = problem.page_size or math.lcm(DEFAULT_PAGE_SIZE, model.page_multiple)
-    return Counter(LayerShape.of(layer, dtype, problem.kv_dtype or dtype, page_size) for layer in layers)
+    kv_dtype, by_host = problem.kv_dtype or dtype, problem.mla_by_host
+    return Counter(LayerShape.of(layer, dtype, kv_dtype, page_size, mla_by_host=by_host) for layer in layers)
 
 
 def _fit(shape: LayerShape, count: int, tables: Sequence[FoundTable], usable: int) -> _Fit | None:
@@ -183,7 +186,8 @@ def _distance(measured: LayerShape, shape: LayerShape) -> float:
     if bool(measured.window) != bool(shape.window) or bool(measured.topk) != bool(shape.topk):
         return math.inf
     widths = ("num_heads", "num_kv_heads", "head_dim", "value_dim", "window", "topk")
-    return sum(_octaves(getattr(measured, name), getattr(shape, name)) for name in widths)
+    apart = OF_HOSTS * (measured.hosted is not shape.hosted)
+    return apart + sum(_octaves(getattr(measured, name), getattr(shape, name)) for name in widths)
 
 
 def _octaves(one: int, other: int) -> float:
