@@ -16,7 +16,7 @@ from attnplug_conformance.scene import POISONS, SCRATCH_BYTES, Output, Scene
 
 BLOCKS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
 
-UNUSUAL_SEED = 20_611
+UNUSUAL_SEED, UNUSUAL_THREADS = 20_611, 3
 
 
 class Wrong(Exception):
@@ -73,18 +73,20 @@ def check_form(out: object, shape: tuple[int, ...], q: Tensor, what: str, dims: 
 def settings_kept(device: torch.device) -> Iterator[None]:
     """Raise :class:`Wrong` if what torch keeps for a whole process is changed inside. It is put back afterwards.
 
-    The seed is one that nobody takes: a backend that seeds again with the present one would not show.
+    Before, it is what no backend would set: one that sets what is there already would not show.
     """
-    dtype, devices = torch.get_default_dtype(), [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices):
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
         torch.manual_seed(UNUSUAL_SEED)
         torch.set_default_dtype(torch.float32)
+        torch.set_num_threads(UNUSUAL_THREADS)
         before = _settings(device)
         try:
             yield
             after = _settings(device)
         finally:
             torch.set_default_dtype(dtype)
+            torch.set_num_threads(threads)
     for name, value in before.items():
         if after[name] != value:
             raise Wrong(f"it changed {name}, which is the whole process's: its host samples and computes by it too")
