@@ -275,6 +275,8 @@ MUTANTS = [
          "mha.layers.heads.extend", "raised"),
         ("width_of_first_layer", "q.shape[1], layer.v_head_dim)", "q.shape[1], self.context.model.layers[0].v_head_dim)",
          "mha.layers.widths.decode", "raised"),
+        ("exits", "work, start = plan.metadata, 0", "work, start = plan.metadata, 0; raise SystemExit(3)",
+         "mha.decode.page_edges", "SystemExit"),
         # lanes, trees, graphs
         ("lanes_share", "work, start = plan.metadata, 0", "work, start = self.lane0, 0", "mha.lanes", "lane"),
         ("tree_as_chain", "if tree is not None:", "if False:", "mha.trees", "as a chain"),

@@ -71,7 +71,7 @@ def run_check(check: Check, subject: Subject, seed: int = 0) -> Result:
         return result(Status.FAILED, str(wrong), told, stand.measured)
     except Refused as refused:
         return result(Status.REFUSED, str(refused), told)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return result(Status.FAILED, f"it raised {describe_error(error)}{place(error)}", told, stand.measured)
     return result(Status.PASSED, "", told, stand.measured)
 
