@@ -90,6 +90,8 @@ def test_a_new_package_conforms(kind, tmp_path, monkeypatch, capsys):
     verdict = run_checks(Subject(load_registry().backends[name], torch.device("cpu")), all_checks())
     failed = {result.check.name: result.words for result in verdict.results if result.status is Status.FAILED}
     assert not failed and verdict.holds, verdict.problems
+    asked = ("auto", {"linear": name}) if kind == "linear" else (name, {})
+    assert chosen_backends(load_registry(), *asked, "cpu", None) == [name]  # what check does
     for module in [each for each in sys.modules if each.split(".")[0] == name]:
         del sys.modules[module]
 

@@ -58,6 +58,13 @@ def test_a_claim_whose_checks_are_all_refused_does_not_pass(good, old, new, clai
     assert problem.startswith("0 checks")
 
 
+def test_a_kind_that_is_claimed_and_refused_does_not_pass():
+    """C1, D3: it would be chosen for MLA layers, and nothing is known of them."""
+    mla = {"kinds": frozenset({"mha", "mla"}), "mla_dims": frozenset({(7, 3)}), "max_heads": 8}
+    verdict = run_checks(claiming(**mla), [CHECKS["mha.decode.one_request"], CHECKS["mla.fp8_ds_mla.extend"]])
+    assert "nothing of the kind mla ran, which it claims; see what it refused" in verdict.problems
+
+
 def test_nothing_that_ran_does_not_pass():
     verdict = run_checks(claiming(devices=frozenset({"cuda"})), all_checks())
     assert verdict.problems == ("nothing ran: backend good_mha refused every check on cpu",)

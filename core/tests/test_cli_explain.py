@@ -121,6 +121,29 @@ def test_a_gpu_that_does_not_suit_is_not_an_option_to_change(attnplug: Attnplug,
     assert "    - it needs SM 100 or newer, this is SM 90\n" in attnplug(*arguments).out
 
 
+def test_an_extend_path_that_is_asked_for_is_a_reason(attnplug: Attnplug, package: Package) -> None:
+    """C1, D3: as in run."""
+    package("absorbs", capabilities='{"kinds": ["mla"]}')
+    arguments = ("explain", "--model", "tiny:deepseek_v3", "--mla-extend", "chunked")
+    assert "prefill: torch_native" in (outcome := attnplug(*arguments)).out
+    assert "MLA extend path chunked is not supported, only absorbed (change --mla-extend)" in outcome.out
+    assert attnplug(*arguments, "--attention-backend", "absorbs").code == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--mla-extend", "sideways"], "--mla-extend 'sideways' is unknown; use one of absorbed, one_shot, chunked"),
+        (["--mla-extend", "chunked"], "only MLA layers have one; tiny:llama has none: leave --mla-extend out"),
+        (["--mla-extend", "chunked", "--host", "vllm"], "--mla-extend chunked is for our own engine"),
+        (["--cuda-graph", ""], "--cuda-graph '' is unknown"),
+    ],
+)
+def test_mistakes_in_an_explanation_are_told(attnplug: Attnplug, arguments: list[str], told: str) -> None:
+    outcome = attnplug("explain", "--model", "tiny:llama", *arguments)
+    assert outcome.code == 2 and told in outcome.err
+
+
 @pytest.mark.parametrize(
     ("capabilities", "option"),
     [

@@ -210,6 +210,7 @@ WRONG = {
     ("bench", *HERE, "--against", "them"): "--against 'them'",
     ("bench", "--compare", "no.json", "none.json"): "no.json",
     ("bench", "--compare", "a.json", "b.json", "--out", "c.json"): "--compare measures nothing; leave out --out",
+    ("bench", "--compare", "a", "b", "--tensor-parallel", "2"): "measures nothing; leave out --tensor-parallel",
 }
 
 

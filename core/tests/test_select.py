@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from attnplug import DType, GraphLevel, ModelSpec, Problem, Refusal, RefusalCode, Role
+from attnplug import DType, ExtendPath, GraphLevel, ModelSpec, Problem, Refusal, RefusalCode, Role
 from attnplug.choose.registry import Broken, Source
 from attnplug.host import BackendRequest, PluginError, SelectionError, UsageError, explain, explanation, select
 from support.selection import CPU_FLOAT32, DEEPSEEK, HYBRID, LINEAR, LINEAR_ONLY, LLAMA, PLAIN, backend, names, registry
@@ -157,6 +157,32 @@ class TestMLAByTheHost:
         problem = Problem(LINEAR_ONLY, mla_by_host=True)
         with pytest.raises(UsageError, match="prefill_attention_backend any is given, but the model has no full"):
             select(registry(backend("any")), BackendRequest(roles={Role.PREFILL: "any"}), problem)
+
+
+class TestAnExtendPathThatIsAskedFor:
+    """C1, D3: who cannot prefill MLA in the way that is asked for is refused, and auto takes another."""
+
+    PROBLEM = Problem(DEEPSEEK, mla_extend=ExtendPath.CHUNKED)
+    ABSORBED = backend("absorbed", replace(PLAIN, kinds={"mla"}, mla_extend={"absorbed"}), preference=9)
+    CHUNKED = backend("chunked", replace(PLAIN, kinds={"mla"}, mla_extend={"chunked"}))
+
+    def test_auto_takes_one_that_can(self) -> None:
+        selection = select(registry(self.ABSORBED, self.CHUNKED), BackendRequest(), self.PROBLEM)
+        assert names(selection.choices)["prefill"] == "chunked"
+
+    def test_one_that_cannot_is_refused_with_the_setting(self) -> None:
+        with pytest.raises(SelectionError, match="MLA extend path chunked is not supported, only absorbed") as caught:
+            select(registry(self.ABSORBED), BackendRequest("absorbed"), self.PROBLEM)
+        assert "mla_extend" in str(caught.value)
+
+    def test_it_is_nothing_to_a_backend_that_decodes(self) -> None:
+        request = BackendRequest("chunked", {Role.DECODE: "absorbed"})
+        selection = select(registry(self.ABSORBED, self.CHUNKED), request, self.PROBLEM)
+        assert names(selection.choices) == {"prefill": "chunked", "decode": "absorbed"}
+
+    def test_a_model_without_mla_has_none(self) -> None:
+        with pytest.raises(UsageError, match="only MLA layers have one"):
+            Problem(LLAMA, mla_extend=ExtendPath.ABSORBED)
 
 
 def test_an_unknown_name_is_an_error_with_the_nearest() -> None:

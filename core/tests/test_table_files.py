@@ -137,6 +137,7 @@ def _changed(change: Any) -> Any:
             "above 0 and below",
         ),
         (_changed(lambda c: c["tables"][0].update(rows=[[2, 4096, 1, 1, 7.0, 7, 7]])), "ragged is true or false"),
+        (_changed(lambda c: c["tables"][0].update(rows=[[2, 4096, 1, False, 7.0, 8, 9]])), "between low and high"),
         (_changed(lambda c: c["tables"][0].update(rows=[[1, 4096, 1, True, 7.0, 7, 7]])), "false of one request"),
         (_changed(lambda c: c["tables"][0].update(rows=[])), "has no rows"),
         (_changed(lambda c: c["tables"][0].update(failed="boom")), "a table has unknown keys rows"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
@@ -12,7 +14,7 @@ from attnplug import Role
 from attnplug.choose.registry import Registry
 from attnplug.host import Schedule, TorchNativeBackend
 from attnplug.machine.hardware import Processor
-from attnplug.tune import measure
+from attnplug.tune import measure, process
 from attnplug.tune.clock import HostClock
 from attnplug.tune.measure import Failed, Job, Outcome, Skipped, Timed, run_job
 from attnplug.tune.points import Point, parse_points
@@ -223,3 +225,13 @@ def test_torch_native_is_tuned_by_the_real_clock(install: Install) -> None:
     found = list(run_job(job(registry, "torch_native", *parse_points("1x64,1x8+8")), registry, HostClock()))
     assert [type(each) for each in found] == [Timed, Timed]
     assert all(each.measured.low <= each.measured.microseconds <= each.measured.high for each in found)
+
+
+def test_a_backend_that_hangs_is_ended_and_left_out(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once: the rest of its points would take as long, one after the other."""
+    forking = multiprocessing.get_context("fork")
+    monkeypatch.setattr(process.multiprocessing, "get_context", lambda method: forking)
+    monkeypatch.setattr(process, "_work", lambda job, sender: time.sleep(60))
+    monkeypatch.setattr(process, "SILENT_S", 0.2)
+    (outcome,) = process.in_own_process(job(toys(install, "toy"), "toy"))
+    assert isinstance(outcome, Failed) and "nothing came of it for 0 s, so it was ended" in outcome.reason

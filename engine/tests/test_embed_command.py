@@ -149,6 +149,7 @@ def test_a_prompt_by_name_goes_before_the_text(embedding_model, tmp_path):
 
 
 MISTAKES = [
+    (["--model", "x" * 300, "--prompt", "x"], "does not exist"),
     (["--prompt", ""], "empty prompt"),
     (["--prompt", "x", "--pooling", "max"], "--pooling 'max' is unknown; use one of last, mean, first"),
     (["--prompt", "x", "--prompt-name", "query"], "no prompt 'query'"),

@@ -13,6 +13,7 @@ from attnplug import DType
 from attnplug_conformance.case import FP8_CACHES, Case
 
 NAN = float("nan")
+FP8_MAX = torch.finfo(torch.float8_e4m3fn).max
 ROUNDING = {DType.FLOAT32: 0.0, DType.FLOAT16: 2e-3, DType.BFLOAT16: 1.5e-2, DType.FLOAT8_E4M3: 1.5e-1}
 ROUNDING[DType.FP8_DS_MLA] = ROUNDING[DType.BFLOAT16]  # kernels multiply values by their scales in bfloat16
 
@@ -40,9 +41,10 @@ def relative_error(found: Tensor, wanted: Tensor) -> float:
 
 
 def kept(rows: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
-    """Rows as a cache stores them. A tensor is divided by: on a GPU torch multiplies by a number's inverse instead, and
-    where that is not the quotient, one fp8 number in a hundred rounds the other way."""
-    return (rows.float() / torch.tensor(scale, device=rows.device)).to(dtype)
+    """Rows as a cache stores them: fp8 saturates. A tensor is divided by: on a GPU torch multiplies by a number's
+    inverse instead, and where that is not the quotient, one fp8 number in a hundred rounds the other way."""
+    cells = rows.float() / torch.tensor(scale, device=rows.device)
+    return (cells.clamp(-FP8_MAX, FP8_MAX) if dtype is torch.float8_e4m3fn else cells).to(dtype)
 
 
 def tail(tensor: Tensor, rows: int, value: float = NAN) -> Tensor:

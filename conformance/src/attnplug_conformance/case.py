@@ -76,7 +76,11 @@ class Case:
     alike: bool = False
     """All layers have one shape, because the backend asks for it."""
     plain_first: bool = False
-    """The first layer has no window."""
+    """The first layer has no window and no logit cap."""
+    other_heads: int | None = None
+    """How many heads, and KV heads, the other layers have, if not as many as this one."""
+    other_widths: int = 1
+    """How many times wider the heads of the other layers are."""
     index: IndexerDims | None = None
     """Of sparse layers: an index chooses the rows that a token attends to."""
     index_dtype: DType | None = None
@@ -153,7 +157,12 @@ class Case:
         layer = self.layer
         first = replace(layer, layer_id=FIRST, scale=layer.scale if self.alike else 2 * layer.scale)
         if self.plain_first:
-            first = replace(first, sliding_window=None)
+            first = replace(first, sliding_window=None, logit_cap=None)
+        if self.other_heads is not None:
+            first = replace(first, num_heads=self.other_heads, num_kv_heads=self.other_heads)
+        first = replace(
+            first, head_dim=self.other_widths * first.head_dim, v_head_dim=self.other_widths * first.v_head_dim
+        )
         last = replace(first, layer_id=LAST)
         if self.index is not None and self.compressed is None:
             last = replace(layer, layer_id=LAST, indexer=replace(self.index, shares=LAYER))

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from attnplug import AttentionKind, DType, LayerSpec, ModelSpec, Problem, Role
 from attnplug.host import (
     BackendRequest,
-    LinearDims,
     MLADims,
     Registry,
     SelectionError,
@@ -16,15 +15,22 @@ from attnplug.host import (
     select,
     split_settings,
 )
+from attnplug_conformance.subject import linear_dims
 
 AUTO = "auto"
 MLA = MLADims(kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64)
-GDN = LinearDims(4, 2, 64, 64, conv_channels=512, conv_width=4)
 LAYERS = {
     "MHA": LayerSpec(0, AttentionKind.MHA, 8, 2, 64, 64, 64**-0.5),
     "MLA": LayerSpec(0, AttentionKind.MLA, 16, 16, 192, 128, 192**-0.5, mla=MLA),
 }
-LINEAR = {"GDN": LayerSpec(0, AttentionKind.GDN, 4, 2, 64, 64, 64**-0.5, linear=GDN)}
+
+
+def _linear_layer(kind: AttentionKind) -> LayerSpec:
+    dims = linear_dims(kind, 64, 64)
+    return LayerSpec(0, kind, dims.heads, dims.key_heads, dims.key_dim, dims.value_dim, 64**-0.5, linear=dims)
+
+
+LINEAR = {kind: _linear_layer(kind) for kind in AttentionKind if kind.is_linear}
 
 
 def chosen_backends(

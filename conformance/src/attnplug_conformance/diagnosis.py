@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -14,6 +15,8 @@ from attnplug_conformance.case import FIRST, LAYER
 from attnplug_conformance.scene import POISONS, SCRATCH_BYTES, Output, Scene
 
 BLOCKS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096, 8192)
+
+UNUSUAL_SEED, UNUSUAL_THREADS = 20_611, 3
 
 
 class Wrong(Exception):
@@ -62,6 +65,43 @@ def check_form(out: object, shape: tuple[int, ...], q: Tensor, what: str, dims: 
         raise Wrong(f"{what} is {out.dtype}, but q is {q.dtype}; they must be the same")
     if out.device != q.device:
         raise Wrong(f"{what} is on {out.device}, but q is on {q.device}; they must be on one device")
+    if out.requires_grad:
+        raise Wrong(f"{what} requires a gradient, so all that it was made of stays in memory; compute under no_grad")
+
+
+@contextmanager
+def settings_kept(device: torch.device) -> Iterator[None]:
+    """Raise :class:`Wrong` if what torch keeps for a whole process is changed inside. It is put back afterwards.
+
+    Before, it is what no backend would set: one that sets what is there already would not show.
+    """
+    dtype, threads = torch.get_default_dtype(), torch.get_num_threads()
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.enable_grad():
+        torch.manual_seed(UNUSUAL_SEED)
+        torch.set_default_dtype(torch.float32)
+        torch.set_num_threads(UNUSUAL_THREADS)
+        before = _settings(device)
+        try:
+            yield
+            after = _settings(device)
+        finally:
+            torch.set_default_dtype(dtype)
+            torch.set_num_threads(threads)
+    for name, value in before.items():
+        if after[name] != value:
+            raise Wrong(f"it changed {name}, which is the whole process's: its host samples and computes by it too")
+
+
+def _settings(device: torch.device) -> dict[str, object]:
+    found: dict[str, object] = {
+        "the default dtype": torch.get_default_dtype(),
+        "whether gradients are recorded": torch.is_grad_enabled(),
+        "the number of threads": torch.get_num_threads(),
+        "the state of torch's random numbers": torch.get_rng_state().numpy().tobytes(),
+    }
+    if device.type == "cuda":
+        found["the state of the GPU's random numbers"] = torch.cuda.get_rng_state(device).numpy().tobytes()
+    return found
 
 
 def check_padding(out: Tensor, rows: int) -> None:

@@ -12,7 +12,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from attnplug import AttentionBackend, AttentionKind, ForwardBatch, Geometry, LinearInputs, ModelSpec
+from attnplug import AttentionBackend, AttentionKind, ForwardBatch, Geometry, LayerSpec, LinearInputs, ModelSpec
 from attnplug.host import KVPools, Limits, LinearStatePool, ModelAttention, torch_dtype
 from attnplug_conformance.arithmetic import NAN, as_bytes, relative_error, tail, tolerance, zero_by_chance_is_nan
 from attnplug_conformance.case import FIRST, LAST, LAYER, Case
@@ -103,13 +103,15 @@ class LinearScene:
                 attention.plan(batch)
             return self.forward(attention, batch)
 
-    def forward(self, attention: ModelAttention, batch: ForwardBatch) -> tuple[Tensor | None, Tensor | None]:
-        rows, conv, out = batch.num_tokens, None, None
+    def forward(
+        self, attention: ModelAttention, batch: ForwardBatch, layer: LayerSpec | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        rows, conv, out, layer = batch.num_tokens, None, None, layer or self.layer
         if self.x is not None:
             x = tail(self.x, rows)
-            conv = attention.convolve(x, self.weight, self.bias, self.layer, batch, silu=self.case.silu)
+            conv = attention.convolve(x, self.weight, self.bias, layer, batch, silu=self.case.silu)
         if self.inputs is not None:
-            out = attention.attend_linear(padded_inputs(self.inputs, rows), self.layer, batch)
+            out = attention.attend_linear(padded_inputs(self.inputs, rows), layer, batch)
         return conv, out
 
     # What is right
@@ -235,15 +237,15 @@ def _changed(inputs: LinearInputs, scale: float, mistake: str | None) -> tuple[L
     return inputs, 1.0 if mistake == "scale" else scale
 
 
-def tokens_of(inputs: LinearInputs, rows: slice) -> LinearInputs:
-    """Some rows, on the host."""
+def tokens_of(inputs: LinearInputs, rows: slice, device: torch.device | str = "cpu") -> LinearInputs:
+    """Some rows, on the host unless another place is given."""
     decay, beta = inputs.log_decay, inputs.beta
     return LinearInputs(
-        inputs.q[rows].cpu(),
-        inputs.k[rows].cpu(),
-        inputs.v[rows].cpu(),
-        (decay if decay.dim() == 1 else decay[rows]).cpu(),
-        None if beta is None else beta[rows].cpu(),
+        inputs.q[rows].to(device),
+        inputs.k[rows].to(device),
+        inputs.v[rows].to(device),
+        (decay if decay.dim() == 1 else decay[rows]).to(device),
+        None if beta is None else beta[rows].to(device),
         inputs.normalize,
     )
 

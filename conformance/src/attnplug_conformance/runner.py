@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from attnplug import AttentionKind, DType, Feature, Role
+from attnplug import AttentionKind, DType, ExtendPath, Feature, GraphLevel, Role
 from attnplug.host import describe_error
 from attnplug_conformance.case import Case
 from attnplug_conformance.check import Check, Measured, Stand
@@ -71,7 +71,7 @@ def run_check(check: Check, subject: Subject, seed: int = 0) -> Result:
         return result(Status.FAILED, str(wrong), told, stand.measured)
     except Refused as refused:
         return result(Status.REFUSED, str(refused), told)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return result(Status.FAILED, f"it raised {describe_error(error)}{place(error)}", told, stand.measured)
     return result(Status.PASSED, "", told, stand.measured)
 
@@ -115,6 +115,7 @@ FLOORS = {
     "sinks": 2,
     "out": 1,
     "trees": 1,
+    "graphs": 1,
     "mla as mha": 4,
     "sparse": 3,
     "mla fp8_ds_mla": 2,
@@ -207,9 +208,16 @@ def floor_problems(subject: Subject, results: Sequence[Result], quick: bool) -> 
         "lse": "lse" in can.extras,
         "out": "out" in can.extras,
         "trees": can.trees,
+        "mla as mha": AttentionKind.MLA in can.kinds and bool(can.mla_extend - {ExtendPath.ABSORBED}),
+        "graphs": can.cuda_graph > GraphLevel.NEVER and not quick,  # few of them are quick
     }
+    kinds = {result.check.kind for result in results if result.status is not Status.REFUSED}
+    problems = [
+        f"nothing of the kind {kind} ran, which it claims; see what it refused"
+        for kind in sorted(map(str, can.kinds))
+        if kind not in kinds
+    ]
     share = 4 if quick else 1 if {Role.PREFILL, Role.DECODE} <= can.roles else 2
-    problems = []
     for claim, floor in FLOORS.items():
         fewest = max(1, floor // share)
         if (ran[claim] or claimed.get(claim, False)) and ran[claim] < fewest:

@@ -135,7 +135,7 @@ class Subject:
             return
         if case.kind.is_linear:
             wide = self.device.type == "cuda"
-            for linear in (_linear(case.kind, *(64, 64) if wide else (12, 8)), _linear(case.kind, 64, 64)):
+            for linear in (linear_dims(case.kind, *(64, 64) if wide else (12, 8)), linear_dims(case.kind, 64, 64)):
                 yield replace(case, linear=case.linear or linear)
             return
         pairs = self._usual_first(DIFFERENT, (192, 128)) if case.differ else self._usual_first(EQUAL, (64, 64))
@@ -190,7 +190,7 @@ class Subject:
         return True
 
 
-def _linear(kind: AttentionKind, key: int, value: int) -> LinearDims:
+def linear_dims(kind: AttentionKind, key: int, value: int) -> LinearDims:
     """Dims of a linear layer with more heads than key heads, if its kind has both."""
     if kind is AttentionKind.SHORT_CONV:
         return LinearDims(0, 0, 0, 0, conv_channels=4 * key, conv_width=3)

@@ -45,7 +45,6 @@ if TYPE_CHECKING:
     from attnplug.contract.sparse import SelectedSlots as SelectedSlots
     from attnplug.declare.capabilities import Capabilities as Capabilities
     from attnplug.declare.claims import Claims as Claims
-    from attnplug.declare.claims import ExtendPath as ExtendPath
     from attnplug.declare.claims import PageSizes as PageSizes
     from attnplug.declare.errors import BackendError as BackendError
     from attnplug.declare.errors import PlanError as PlanError
@@ -61,6 +60,7 @@ if TYPE_CHECKING:
     from attnplug.declare.model import ModelSpec as ModelSpec
     from attnplug.declare.problem import CacheLayout as CacheLayout
     from attnplug.declare.problem import DType as DType
+    from attnplug.declare.problem import ExtendPath as ExtendPath
     from attnplug.declare.problem import GraphLevel as GraphLevel
     from attnplug.declare.problem import Problem as Problem
     from attnplug.declare.problem import Role as Role
@@ -109,11 +109,11 @@ _MODULES = {
     "contract.ragged": ("RaggedCall",),
     "contract.sparse": ("IndexInputs", "SelectedPositions", "SelectedRows", "SelectedSlots"),
     "declare.capabilities": ("Capabilities",),
-    "declare.claims": ("Claims", "ExtendPath", "PageSizes"),
+    "declare.claims": ("Claims", "PageSizes"),
     "declare.errors": ("BackendError", "PlanError", "PoolError"),
     "declare.measured": ("LayerShape", "MeasuredTable", "Measurement"),
     "declare.model": ("AttentionKind", "CompressedDims", "Feature", "IndexerDims", "LayerSpec", "ModelSpec"),
-    "declare.problem": ("CacheLayout", "DType", "GraphLevel", "Problem", "Role"),
+    "declare.problem": ("CacheLayout", "DType", "ExtendPath", "GraphLevel", "Problem", "Role"),
     "declare.refusal": ("Refusal", "RefusalCode"),
     "declare.requirement": ("import_library", "requirement_refusal"),
     "declare.settings": ("Setting",),

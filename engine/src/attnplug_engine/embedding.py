@@ -245,7 +245,7 @@ def _gather(pooling: Pooling, before: Tensor | None, rows: Tensor) -> Tensor:
 def _folder(model: str) -> Path | None:
     if model.startswith(TINY):
         return None
-    return Path(model) if Path(model).is_dir() else Path(model).parent
+    return Path(model) if os.path.isdir(model) else Path(model).parent  # a name that is too long is no folder
 
 
 def _prefix(rules: EmbeddingRules, name: str | None) -> str:

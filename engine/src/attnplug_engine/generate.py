@@ -66,9 +66,7 @@ def _run(parsed: argparse.Namespace, lines: list[PromptLine], options: EngineOpt
 def _options(parsed: argparse.Namespace) -> EngineOptions:
     policy = ExtendPolicy()
     if parsed.mla_extend is not None:
-        if parsed.mla_extend not in list(ExtendPath):
-            raise UsageError(f"--mla-extend {parsed.mla_extend!r} is unknown; use one of {', '.join(ExtendPath)}")
-        policy = replace(policy, forced=ExtendPath(parsed.mla_extend))
+        policy = replace(policy, forced=ExtendPath.parse(parsed.mla_extend))
     if parsed.mla_chunk_capacity is not None:
         policy = replace(policy, chunk_capacity=parsed.mla_chunk_capacity)
     return EngineOptions(

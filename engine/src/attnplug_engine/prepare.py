@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from attnplug import BackendError, DType, ExtendPath, GraphLevel, ModelSpec, Problem, Refusal, Role, Serving, Setting
+from attnplug import BackendError, DType, GraphLevel, ModelSpec, Problem, Refusal, Serving, Setting
 from attnplug.host import (
     BackendRequest,
     ExtendPolicy,
@@ -126,38 +126,6 @@ class Prepared:
         return selection, runner
 
 
-def _check_layers_extend(spec: ModelSpec, forced: ExtendPath | None) -> None:
-    """Refuse an extend path where no layer has one, or where layers read chosen rows or entries where they lie."""
-    if forced is None:
-        return
-    if not any(layer.mla is not None for layer in spec.layers):
-        raise UsageError(
-            f"the extend path {forced} is asked for, and only MLA layers have one; {spec.name} has none: leave it out",
-            settings=["mla_extend"],
-        )
-    if forced is not ExtendPath.ABSORBED and any(
-        layer.indexer is not None or layer.compressed is not None for layer in spec.layers
-    ):
-        raise UsageError(
-            f"the extend path {forced} is asked for, and sparse layers of {spec.name} run {ExtendPath.ABSORBED} only; "
-            "ask for that one, or for none",
-            settings=["mla_extend"],
-        )
-
-
-def _check_extend(selection: Selection, forced: ExtendPath | None) -> None:
-    """Refuse an extend path that is not declared by the backend that prefills a model's MLA layers."""
-    if forced is None:
-        return
-    chosen = selection.chosen(Role.PREFILL).spec
-    if forced not in (paths := chosen.capabilities.mla_extend):
-        raise UsageError(
-            f"the extend path {forced} is asked for, and backend {chosen.name} can run {', '.join(sorted(paths))}; ask "
-            "for one of these, or for another backend",
-            settings=["mla_extend", "prefill_attention_backend"],
-        )
-
-
 def prepare(
     model: str,
     options: EngineOptions,
@@ -184,6 +152,7 @@ def prepare(
         cuda_graph=GraphLevel.DECODE if options.cuda_graph_batch_sizes is not None else GraphLevel.NEVER,
         wants_graphs=options.captures and not is_embedding,
         hisparse=options.enable_hisparse,
+        mla_extend=options.extend_policy.forced,
     )
     if problem.cuda_graph and device.type != "cuda":
         raise UsageError(
@@ -193,7 +162,6 @@ def prepare(
         )
     if options.enable_hisparse:
         check_buffers(spec, options)
-    _check_layers_extend(spec, options.extend_policy.forced)
     asked = BackendRequest(options.attention_backend, options.role_backends, options.backend_options)
     registry, speculation = load_registry(), options.speculation
     problem = speculating(problem, speculation)
@@ -202,7 +170,6 @@ def prepare(
     # A refusal, and a kernel library that cannot be imported, are told before a checkpoint is read.
     selection = choose_importable(registry, request, problem, ranking)
     failed = selection.failed
-    _check_extend(selection, options.extend_policy.forced)
     draft_choice = None if speculation is None else choose_draft(registry, asked, problem, speculation, model, ranking)
     loaded = load_model(
         model,

@@ -22,6 +22,22 @@ def _with_lse(stand: Stand) -> None:
     stand.accurate(lse=True)
 
 
+def _most_rows(stand: Stand) -> None:
+    """As many drafted rows as it claims. Trees of them have rows whose bits lie beyond the first 32."""
+    rows = min(stand.subject.can.max_speculative_tokens, MOST_ROWS)
+    lengths = tuple((before, rows) for before, _ in stand.case.lengths)
+    trees = None
+    if stand.case.trees is not None:
+        branches = tuple((row - 1) // 2 if row else -1 for row in range(rows))
+        trees = (branches, tuple(row - 1 if row % 3 else row // 2 - 1 for row in range(rows)))
+    stand.accurate(stand.scene(lengths=lengths, trees=trees))
+
+
+MOST_ROWS = 64
+"""What a verify is tried with at most: ``Geometry.tree`` has a bit for each."""
+FULL_TILES = ((0, 128), (64, 64), (96, 32), (0, 64), (32, 32))
+
+
 def decode(*prefixes: int, **changes: Any) -> Case:
     return replace(Case(tuple((prefix, 1) for prefix in prefixes), DECODE), **changes)
 
@@ -42,6 +58,11 @@ INPUTS: dict[str, tuple[str, bool, Shape]] = {
         "decode is right for more requests than three",
         True,
         lambda p, longest: decode(*(3 + (request * 7) % (2 * p + 5) for request in range(19))),
+    ),
+    "decode.more_requests": (
+        "decode is right for more requests than a warp has threads",
+        False,
+        lambda p, longest: decode(*(request % 5 for request in range(67))),
     ),
     "decode.block_edges": (
         "decode is right where a context is a whole number of a kernel's blocks",
@@ -72,6 +93,18 @@ INPUTS: dict[str, tuple[str, bool, Shape]] = {
         "an extend is right for requests of more new rows than a tile of a kernel has",
         True,
         lambda p, longest: Case(((5, min(longest, 150) - 5), (0, 3))),
+    ),
+    "extend.block_edges": (
+        "an extend is right where new rows, and all rows, are a whole number of a kernel's tiles",
+        True,
+        lambda p, longest: Case(
+            tuple((before, new) for before, new in FULL_TILES if before + new <= max(longest, 64)),
+        ),
+    ),
+    "extend.many_requests": (
+        "an extend is right for more requests than a warp has threads",
+        False,
+        lambda p, longest: Case(tuple((request % 4, 1 + request % 3) for request in range(35))),
     ),
     "extend.no_new_rows": (
         "a request without new rows in an extend disturbs no other",
@@ -218,6 +251,17 @@ def input_checks(kind: AttentionKind) -> Iterator[Check]:
             _with_lse,
             quick=True,
         )
+    for mode, shape in (
+        ("long", lambda p, longest: decode(longest - 1, 3, longest // 2)),
+        ("verify", lambda p, longest: Case(((p + 3, 3), (2, 3)), VERIFY)),
+    ):
+        yield Check(
+            f"{kind}.lse.{mode}",
+            "lse",
+            "the log-sum-exp is right for long contexts and for drafted rows",
+            _of(kind, shape, extras=frozenset({"lse"})),
+            _with_lse,
+        )
     yield Check(
         f"{kind}.bounds.decode",
         f"{kind} bounds",
@@ -242,6 +286,27 @@ def input_checks(kind: AttentionKind) -> Iterator[Check]:
         _accurate,
         quick=True,
     )
+    for name, claim, drafted in (("verify.most", str(kind), None), ("trees.most", "trees", trees)):
+        yield Check(
+            f"{kind}.{name}",
+            claim,
+            f"a verify is right for as many rows as are claimed, up to {MOST_ROWS}",
+            _of(kind, lambda p, longest: Case(((70, 6), (4, 6)), VERIFY), trees=drafted),
+            _most_rows,
+        )
+
+
+FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "window": ("a query sees so many keys as the window says, itself included", {"window": 5}),
+    "cap": ("logits are capped: cap * tanh(logit / cap)", {"cap": 1.5}),
+    "sinks": ("sinks are in the sum of a softmax", {"sinks": True, "extras": frozenset({"sinks"})}),
+    "window_and_cap": ("a layer may have a window and a logit cap", {"window": 5, "cap": 1.5}),
+    "window_and_sinks": (
+        "a layer may have a window and sinks",
+        {"window": 5, "sinks": True, "extras": frozenset({"sinks"})},
+    ),
+}
+"""What a layer may have beside its scale, and the cases that ask for it."""
 
 
 def head_checks() -> Iterator[Check]:
@@ -269,7 +334,11 @@ def shape_checks() -> Iterator[Check]:
     shapes: tuple[tuple[str, str, dict[str, object]], ...] = (
         ("equal_heads", "each query head has a KV head of its own", {"kv_heads": 3, "group": 1}),
         ("gqa", "neighbouring query heads share a KV head", {"kv_heads": 2, "group": 4}),
+        ("gqa_7", "a group of query heads need not be a power of two", {"kv_heads": 2, "group": 7}),
+        ("gqa_12", "a group of query heads may be larger than 8", {"kv_heads": 2, "group": 12}),
         ("mqa", "all query heads share one KV head", {"kv_heads": 1, "group": 6}),
+        ("layers.heads", "layers may differ in their numbers of heads", {"other_heads": 5}),
+        ("layers.widths", "layers may differ in their widths", {"other_widths": 2}),
         ("dims_differ", "keys and values may differ in width", {"differ": True}),
     )
     for name, says, changes in shapes:
@@ -282,19 +351,16 @@ def shape_checks() -> Iterator[Check]:
             case = _of(AttentionKind.MHA, base, dims=(width, width), kv_heads=1, group=2)
             says = f"heads of {width} are attended to right"
             yield Check(f"mha.width_{width}.{mode}", "mha widths", says, case, _accurate)
-    features: dict[str, tuple[str, dict[str, object]]] = {
-        "window": ("a query sees so many keys as the window says, itself included", {"window": 5}),
-        "cap": ("logits are capped: cap * tanh(logit / cap)", {"cap": 1.5}),
-        "sinks": ("sinks are in the sum of a softmax", {"sinks": True, "extras": frozenset({"sinks"})}),
-    }
-    for name, (says, changes) in features.items():
+    for name, (says, changes) in FEATURES.items():
         for mode, base in (
             ("extend", lambda p, longest: Case(((0, 9), (3, 2), (4, 1), (p + 3, 6)))),
-            ("decode", lambda p, longest: decode(3, 4, 5, 2 * p + 3)),
+            ("decode", lambda p, longest: decode(3, 4, 5, 2 * p + 3, 2 * p + 4)),
+            ("verify", lambda p, longest: Case(((3, 3), (p + 3, 3), (20, 3)), VERIFY)),
         ):
-            yield Check(f"mha.{name}.{mode}", name, says, _of(AttentionKind.MHA, base, **changes), _accurate, True)
+            claim = name.partition("_")[0]
+            yield Check(f"mha.{name}.{mode}", claim, says, _of(AttentionKind.MHA, base, **changes), _accurate, True)
             case = _of(AttentionKind.MLA, base, **changes)
-            yield Check(f"mla.{name}.{mode}", f"mla {name}", says, case, _accurate, True)
+            yield Check(f"mla.{name}.{mode}", f"mla {claim}", says, case, _accurate, True)
     yield Check(
         "mha.window.wide",
         "window",
@@ -302,13 +368,26 @@ def shape_checks() -> Iterator[Check]:
         _of(AttentionKind.MHA, lambda p, longest: Case(((4 * p, 3), (p, p + 5)), window=2 * p + 3)),
         _accurate,
     )
-    yield Check(
-        "mha.window.some_layers",
-        "window",
-        "layers with a window stand beside layers without one",
-        _of(AttentionKind.MHA, lambda p, longest: Case(((2 * p, 3), (2, 4)), window=6, plain_first=True)),
-        _both_layers,
-    )
+    for mode, base in (
+        ("", lambda p, longest: Case(((longest - 33, 33), (0, 5)))),
+        ("_decode", lambda p, longest: decode(longest - 1, 3, longest // 2)),
+    ):
+        yield Check(
+            f"mha.window.long{mode}",
+            "window",
+            "a window holds where a context is longer than any block of a kernel",
+            _of(AttentionKind.MHA, base, window=37),
+            _accurate,
+        )
+    some_layers: tuple[tuple[str, dict[str, Any]], ...] = (("window", {"window": 6}), ("cap", {"cap": 1.5}))
+    for name, changes in some_layers:
+        yield Check(
+            f"mha.{name}.some_layers",
+            name,
+            f"layers with a {name} stand beside layers without one",
+            _of(AttentionKind.MHA, lambda p, longest: Case(((2 * p, 3), (2, 4)), plain_first=True), **changes),
+            _both_layers,
+        )
     yield Check(
         "mha.sinks.lse",
         "sinks",

@@ -12,10 +12,10 @@ import torch
 
 from attnplug import AttentionKind, DType, ForwardBatch, ForwardExtras, ForwardMode, Geometry, Role
 from attnplug.host import SplitBackend
-from attnplug_conformance.arithmetic import NAN, relative_error
+from attnplug_conformance.arithmetic import FP8_MAX, NAN, relative_error
 from attnplug_conformance.case import FIRST, LAYER, Case, always
 from attnplug_conformance.check import Check, Stand
-from attnplug_conformance.diagnosis import Wrong, check_padding, check_result, judge
+from attnplug_conformance.diagnosis import Wrong, check_padding, check_result, judge, settings_kept
 from attnplug_conformance.scene import Output, Scene
 
 EXTEND, DECODE = ForwardMode.EXTEND, ForwardMode.DECODE
@@ -63,6 +63,37 @@ def _writes(stand: Stand) -> None:
     output = scene.run()
     check_written(scene, before)
     stand.judge(scene, output)
+
+
+def _saturates(stand: Stand) -> None:
+    """A new row that fp8 cannot hold is stored as the largest number that it can."""
+    scene = stand.scene()
+    for rows, (start, _) in zip(scene.keys, scene.case.lengths, strict=True):
+        rows[start:, ..., :4] = 2 * FP8_MAX * max(scene.case.kv_scales)
+    before = scene.snapshot()
+    scene.run()
+    try:
+        check_written(scene, before)
+    except Wrong as wrong:
+        raise Wrong(
+            f"where a new row holds numbers that fp8 does not: clamp them before they are rounded: {wrong}"
+        ) from None
+
+
+def _cut_table(stand: Stand) -> None:
+    """The page table of a batch is a part of the host's, which is wider."""
+    scene = stand.scene()
+    made = scene.geometry()
+    rows, columns = made.page_table.shape
+    whole = torch.full((rows, columns + 5), scene.trap, dtype=torch.int32, device=scene.device)
+    whole[:, 2 : 2 + columns] = made.page_table
+    batch = ForwardBatch(replace(made, page_table=whole[:, 2 : 2 + columns]))
+    try:
+        judge(scene, scene.run(scene.plan(batch)))
+    except Wrong as wrong:
+        raise Wrong(
+            f"with a page table whose rows do not follow each other; take its strides, or copy it: {wrong}"
+        ) from None
 
 
 def _split_roles(stand: Stand) -> None:
@@ -179,20 +210,28 @@ def _host_slots(stand: Stand) -> None:
     for given in (k, v):
         if given is not None:
             given[:first] = 7.0
-    out = scene.forward(batch, (q, k, v))
-    own = {
-        tuple(place) for place in torch.stack(scene.places(0, scene.case.lengths[0][0], scene.totals[0]), 1).tolist()
-    }
+    for _ in range(2):  # once more by the same plan, as the next layer does
+        out = scene.forward(batch, (q, k, v))
+    marked, *others = (
+        {tuple(place) for place in torch.stack(scene.places(request, start, scene.totals[request]), 1).tolist()}
+        for request, (start, _) in enumerate(scene.case.lengths)
+    )
     for layer_id, page, offset in scene.changes(before):
-        if (page, offset) in own or layer_id != LAYER:
+        if layer_id != LAYER or not any((page, offset) in places for places in others):
+            of = "a row" if (page, offset) in marked else "elsewhere for a row"
             raise Wrong(
-                f"it wrote a row whose slot the host marks with -1 ({scene.owner(page, offset)}): write new rows to "
-                "geometry.new_slots(), which honours the host's slots"
+                f"it wrote {of} whose slot the host marks with -1 ({scene.owner(page, offset)}): write new rows to "
+                "geometry.new_slots(), which honours the host's slots, and leave them as they are"
             )
     judge(scene, Output(out, None, 0.0, 0.0))
 
 
 def _inputs_unchanged(stand: Stand) -> None:
+    with settings_kept(stand.subject.device):
+        _only_results(stand)
+
+
+def _only_results(stand: Stand) -> None:
     scene = stand.scene()
     batch = scene.batch()
     geometry = batch.geometry
@@ -357,6 +396,7 @@ def cache_checks(kind: AttentionKind) -> Iterator[Check]:
     both: list[tuple[str, str, str, Callable[[Stand], None], dict[str, Any]]] = [
         ("cache.writes", "", "new rows are written, and nothing else", _writes, {}),
         ("cache.writes_fp8", " fp8", "rows are divided by the fp8 scale when they are stored", _writes, fp8),
+        ("cache.saturates_fp8", " fp8", "numbers beyond fp8's are clamped when they are stored", _saturates, fp8),
         *([] if kind is AttentionKind.MHA else [packed]),
         ("cache.not_saved", "", "save_kv_cache=False writes nothing", _not_saved, {}),
         ("cache.not_saved_rows", "", "save_kv_cache=False writes nothing, even where k and v are given",
@@ -365,7 +405,8 @@ def cache_checks(kind: AttentionKind) -> Iterator[Check]:
         ("padding.rows", "", padding, _padding, {"padding": 5}),
         ("padding.requests", "", padded, _padding, {"padded_requests": 3, "padding": 3}),
         ("idle", "", "an idle batch gives zeros and writes nothing", _idle, {}),
-        ("unchanged", "", "q, k, v and the batch are left as they were", _inputs_unchanged, {}),
+        ("unchanged", "", "q, k, v, the batch and torch's settings are left as they were", _inputs_unchanged, {}),
+        ("cut_table", "", "a page table may be a part of a wider one", _cut_table, {}),
         ("strides", "", "q, k and v may have any strides between rows and heads", _strided, {}),
         ("results_kept", "", "a result is not overwritten by the next call", _kept_results, {}),
         ("two_layers", "", "one plan serves all layers, each by its own rules", _two_layers, {}),
@@ -411,5 +452,7 @@ def cache_checks(kind: AttentionKind) -> Iterator[Check]:
         _split,
     )
     if kind is AttentionKind.MLA:
-        case = Case(DECODES, DECODE, kind, extras=frozenset({"q_rope"}))
-        yield Check("mla.extras.q_rope", "q_rope", "the rotary part of q may come apart", always(case), _q_rope, True)
+        for name, lengths, mode in (("q_rope", DECODES, DECODE), ("q_rope_extend", EXTENDS, EXTEND)):
+            case = Case(lengths, mode, kind, extras=frozenset({"q_rope"}))
+            says = "the rotary part of q may come apart"
+            yield Check(f"mla.extras.{name}", "q_rope", says, always(case), _q_rope, True)

@@ -15,11 +15,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from attnplug import AttentionKind, ForwardBatch, ForwardMode, Geometry, GraphLevel
+from attnplug import AttentionKind, ForwardBatch, ForwardExtras, ForwardMode, Geometry, GraphLevel
 from attnplug.host import ModelAttention
 from attnplug_conformance.arithmetic import as_bytes, poison, relative_error, zero_by_chance_is_nan
 from attnplug_conformance.case import LAYER, Case, Shape
 from attnplug_conformance.check import Check, Measured, Stand, refused_with_an_error
+from attnplug_conformance.checks.accuracy import FEATURES
 from attnplug_conformance.diagnosis import Wrong, check_padding, check_result, explain
 from attnplug_conformance.reference import tree_bits
 from attnplug_conformance.scene import Scene
@@ -60,6 +61,7 @@ class Capture:
         q, k, v = (None if each is None else torch.zeros_like(each[:rows]) for each in given)
         assert q is not None and k is not None
         self.q, self.k, self.v = q, k, v
+        self.extras = None if scene.sinks is None else ForwardExtras(sinks=scene.sinks.clone())
         self.graph: torch.cuda.CUDAGraph | None = None
 
     def reserve(self) -> Capture:
@@ -87,7 +89,7 @@ class Capture:
         forward = backend.forward_decode if self.batch.forward_mode.is_decode else backend.forward_extend
         with zero_by_chance_is_nan(self.scene.device):
             self.attention.refill(self.batch)
-            self.out = forward(self.q, self.k, self.v, self.scene.layer, self.batch)
+            self.out = forward(self.q, self.k, self.v, self.scene.layer, self.batch, extras=self.extras)
 
     def put(self, other: Scene) -> None:
         """Another scene's batch and cache, of fewer requests perhaps, at the addresses of this one."""
@@ -113,6 +115,8 @@ class Capture:
         for target, given in zip((self.q, self.k, self.v), other.inputs(geometry.rows), strict=True):
             if target is not None and given is not None:
                 found.append((target, given))
+        if self.extras is not None and self.extras.sinks is not None and other.sinks is not None:
+            found.append((self.extras.sinks, other.sinks))
         return found
 
     def replay(self) -> Tensor:
@@ -293,6 +297,16 @@ def graph_checks(kind: AttentionKind) -> Iterator[Check]:
     yield Check(
         f"{kind}.graph.verify", "graphs", replayed, of(VERIFY, 3, uniform), _replays, False, graphs_claimed(uniform)
     )
+    for name in ("window", "cap", "sinks"):
+        yield Check(
+            f"{kind}.graph.{name}",
+            "graphs",
+            f"a captured batch is replayed with other lengths and pages where layers have a {name.rstrip('s')}",
+            of(DECODE, 1, decode, **FEATURES[name][1]),
+            _replays,
+            False,
+            graphs_claimed(decode),
+        )
     yield Check(
         f"{kind}.graph.trees",
         "graphs",

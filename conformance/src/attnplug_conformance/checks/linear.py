@@ -10,15 +10,17 @@ import torch
 
 from attnplug import AttentionKind, DType, ForwardBatch, ForwardMode, Geometry, GraphLevel, ModelSpec
 from attnplug.host import HybridLinearBackend
-from attnplug_conformance.arithmetic import relative_error
-from attnplug_conformance.case import LAYER, Case, Shape, always
+from attnplug_conformance.arithmetic import NAN, relative_error
+from attnplug_conformance.case import FIRST, LAYER, Case, Shape, always
 from attnplug_conformance.check import Check, Measured, Stand, refused_with_an_error
-from attnplug_conformance.diagnosis import Wrong
+from attnplug_conformance.diagnosis import Wrong, settings_kept
 from attnplug_conformance.linear_scene import PAGE, LinearScene, tokens_of
 from attnplug_conformance.subject import Subject
 
 EXTEND, DECODE, MIXED = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.MIXED
 VERIFY = ForwardMode.TARGET_VERIFY
+STRONG = 8.0
+"""How many times stronger than others: 64 tokens then decay by exp(-256)."""
 KINDS = tuple(kind for kind in AttentionKind if kind.is_linear)
 
 
@@ -72,6 +74,102 @@ def _verify(stand: Stand) -> None:
             _measure(stand, scene, error)
 
 
+def _verify_of_all_layers(stand: Stand) -> None:
+    """One plan verifies two layers, and one commit advances the states of both."""
+    scene = _scene(stand)
+    first = scene.case.layers[0]
+    for mine, theirs in zip(scene.states(FIRST), scene.states(LAYER), strict=True):
+        mine.copy_(theirs)
+    attention, batch = scene.attention(), scene.batch()
+    attention.plan(batch)
+    for layer in (first, scene.layer):
+        scene.forward(attention, batch, layer)
+    accepted = [count % (new + 1) for count, new in zip((2, 0, 4, 1), scene.new, strict=False)]
+    attention.commit_states(batch, torch.tensor(accepted, device=scene.device))
+    right = [states for states in scene.wanted(accepted)[1] if states]
+    for states, wanted in zip(scene.states(FIRST), right, strict=True):
+        for slot, should in zip(scene.slots, wanted, strict=True):
+            if not relative_error(states[slot], should) <= scene.tolerance:
+                raise Wrong(f"commit_states left a wrong state in layer {FIRST}: it advances the states of all layers")
+        states.fill_(NAN)
+    scene.judge_states(accepted)
+
+
+def _verify_two_alive(stand: Stand) -> None:
+    """Two batches are verified, and then the states of each are committed."""
+    scene = _scene(stand)
+    half = len(scene.new) // 2
+    cut = sum(scene.new[:half])
+    attention, accepted = scene.attention(), [2, 0, 4, 1]
+    both = list(scene.batch().split(half, lanes=(0, 1)))
+    for batch in both:
+        attention.plan(batch)
+    x, inputs = scene.x, scene.inputs
+    for batch, rows in zip(both, (slice(0, cut), slice(cut, None)), strict=True):
+        scene.x = None if x is None else x[rows]
+        scene.inputs = None if inputs is None else tokens_of(inputs, rows, scene.device)
+        scene.forward(attention, batch)
+    scene.x, scene.inputs = x, inputs
+    for batch, counts in zip(both, (accepted[:half], accepted[half:]), strict=True):
+        attention.commit_states(batch, torch.tensor(counts, device=scene.device))
+    try:
+        scene.judge_states(accepted)
+    except Wrong as wrong:
+        raise Wrong(f"with two batches verified before either was committed: {wrong}") from None
+
+
+def _anew(stand: Stand) -> None:
+    """A batch of as many requests and rows as an earlier one, whose states lie elsewhere."""
+    scene = _scene(stand)
+    scene.judge(*scene.run())
+    other = LinearScene(stand.subject, replace(scene.case, seed=11), backend=scene.backend)
+    for mine, theirs in zip(scene.states(LAYER), other.states(LAYER), strict=True):
+        mine.copy_(theirs)
+    other.pool, other.pools = scene.pool, scene.pools
+    try:
+        _measure(stand, other, other.judge(*other.run()))
+    except Wrong as wrong:
+        raise Wrong(
+            f"a batch after another one of as many requests and rows ran by what was planned for that one: plan each "
+            f"batch from its own geometry ({wrong})"
+        ) from None
+
+
+def _strided(stand: Stand) -> None:
+    """Inputs as models have them: parts of one projection."""
+    scene = _scene(stand)
+    if scene.x is not None:
+        scene.x = _part_of_more(scene.x)
+    if (kept := scene.inputs) is not None:
+        q, k, v = (_part_of_more(each) for each in (kept.q, kept.k, kept.v))
+        scene.inputs = replace(kept, q=q, k=k, v=v)
+    batch, attention = scene.batch(), scene.attention()
+    attention.plan(batch)
+    conv = out = None
+    if scene.x is not None:
+        conv = attention.convolve(scene.x, scene.weight, scene.bias, scene.layer, batch, silu=scene.case.silu)
+    if scene.inputs is not None:
+        out = attention.attend_linear(scene.inputs, scene.layer, batch)
+    try:
+        scene.judge(conv, out)
+    except Wrong as wrong:
+        raise Wrong(f"with rows that are not contiguous; take their strides, or copy them: {wrong}") from None
+
+
+def _part_of_more(rows: torch.Tensor) -> torch.Tensor:
+    """The same numbers as the first part of wider rows."""
+    flat = rows.flatten(1)
+    return torch.cat([flat, flat + 1], 1)[:, : flat.shape[1]].view(rows.shape)
+
+
+def _strong_decay(stand: Stand) -> None:
+    """Decays whose products leave float32, as trained models have them."""
+    scene = _scene(stand)
+    if scene.inputs is not None:
+        scene.inputs = replace(scene.inputs, log_decay=scene.inputs.log_decay * STRONG)
+    _measure(stand, scene, scene.judge(*scene.run()))
+
+
 def _idle(stand: Stand) -> None:
     scene = _scene(stand)
     before = scene.snapshot()
@@ -104,6 +202,11 @@ def _two_alive(stand: Stand) -> None:
 
 
 def _unchanged(stand: Stand) -> None:
+    with settings_kept(stand.subject.device):
+        _only_results(stand)
+
+
+def _only_results(stand: Stand) -> None:
     scene = _scene(stand)
     given = [t for t in (scene.x, scene.weight, scene.bias) if t is not None]
     if scene.inputs is not None:
@@ -262,6 +365,9 @@ def _checks_of(kind: AttentionKind) -> Iterator[Check]:
     yield check("extend", right, of(*some), _accurate, True)
     yield check("extend.no_state", right, of((0, 9), (0, 4)), _accurate)
     yield check("extend.long", "requests longer than a chunk of 64", of((3, 65), (0, 130), (1, 64)), _accurate)
+    yield check("extend.many", right, of(*[(request % 3, 1 + request % 2) for request in range(20)]), _accurate)
+    if kind is not AttentionKind.SHORT_CONV:
+        yield check("strong_decay", "states that decay at once give no NaN", of((3, 70), (0, 9)), _strong_decay)
     yield check("mixed", right, of((4, 1), (0, 9), (6, 1), mode=MIXED), _accurate)
     yield check("two_steps", "a decode goes on from the state that an extend left", of(*some), _two_steps, True)
     yield check("padding.rows", "rows of padding give zero", of(*some, padding=4), _accurate, True)
@@ -275,6 +381,15 @@ def _checks_of(kind: AttentionKind) -> Iterator[Check]:
     yield check("idle", "an idle batch gives zeros and changes no state", of(*some), _idle, True)
     yield check("verify", "a verify changes no state, and a commit advances by what was accepted",
                 of((5, 4), (0, 4), (9, 4), (1, 4), mode=VERIFY), _verify, True, claim="linear verify")  # fmt: skip
+    drafts = of((5, 4), (0, 4), (9, 4), (1, 4), mode=VERIFY, lanes=2)
+    yield check("verify.layers", "a commit advances the states of all layers", drafts, _verify_of_all_layers,
+                claim="linear verify")  # fmt: skip
+    yield check("verify.two_alive", "two batches are verified before either is committed", drafts, _verify_two_alive,
+                claim="linear verify")  # fmt: skip
+    yield check(
+        "plan.anew", "a batch that looks like an earlier one has states of its own", of(*one, mode=DECODE), _anew
+    )
+    yield check("strides", "rows may be parts of wider ones", of(*some), _strided, True)
     yield check("plan.two_alive", "two plans are alive at once", of(*some), _two_alive, True)
     yield check("plan.refused", "missing and foreign plans, and fewer rows, are errors", of(*some), _plans, True)
     yield check("unchanged", "inputs and the batch are left as they were", of(*some), _unchanged, True)

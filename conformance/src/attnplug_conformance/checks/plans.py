@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -26,6 +27,8 @@ from attnplug_conformance.diagnosis import Wrong
 from attnplug_conformance.scene import Output, Scene
 from attnplug_conformance.subject import Subject
 
+KEPT = 6
+"""How many batches show whether something of each is kept."""
 EXTEND, DECODE, VERIFY = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.TARGET_VERIFY
 
 
@@ -141,6 +144,25 @@ def _anew(stand: Stand) -> None:
                 f"a batch after another one {like} ran by what was planned for that one: plan each batch from its own "
                 f"geometry ({wrong})"
             ) from None
+
+
+def _let_go(stand: Stand) -> None:
+    """Nothing of a batch stays behind: a server plans millions of them."""
+    scene, counts = stand.scene(), []
+    for _ in range(2):
+        for _ in range(KEPT):
+            scene.forward(scene.plan(scene.batch()))
+        counts.append(_tensors_alive())
+    if counts[1] - counts[0] >= KEPT:
+        raise Wrong(
+            f"it keeps what it made for earlier batches: {KEPT} batches left {counts[1] - counts[0]} tensors behind; "
+            "what belongs to a batch is in its plan, and goes with it"
+        )
+
+
+def _tensors_alive() -> int:
+    gc.collect()
+    return sum(type(found) is torch.Tensor for found in gc.get_objects())
 
 
 def _plans_once(stand: Stand) -> None:
@@ -297,6 +319,14 @@ def plan_checks(kind: AttentionKind) -> Iterator[Check]:
             _lanes,
             extend,
         )
+    yield Check(
+        f"{kind}.plan.let_go",
+        str(kind),
+        "nothing of a batch is kept after it",
+        always(Case(one, DECODE, kind)),
+        _let_go,
+        applies=lambda subject: None if subject.seam is None else f"what runs {subject.seam} may remember its calls",
+    )
     for role in (Role.PREFILL, Role.DECODE, Role.DRAFT):
         case = Case(one, DECODE, kind) if role is not Role.PREFILL else Case(some, EXTEND, kind)
         yield Check(

@@ -14,9 +14,10 @@ from attnplug.contract.batch import ForwardBatch
 from attnplug.contract.context import BackendContext
 from attnplug.contract.plan import Plan
 from attnplug.contract.sparse import first_rows
-from attnplug.declare.claims import Claims, ExtendPath
+from attnplug.declare.claims import Claims
 from attnplug.declare.errors import PlanError
 from attnplug.declare.model import LayerSpec
+from attnplug.declare.problem import ExtendPath
 
 
 class PlannedAttention(PlannedBackend):

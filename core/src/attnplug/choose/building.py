@@ -23,10 +23,10 @@ from attnplug.contract.backend import (
 from attnplug.contract.context import BackendContext
 from attnplug.contract.hooks import shown
 from attnplug.declare.capabilities import Capabilities
-from attnplug.declare.claims import Claims, ExtendPath
+from attnplug.declare.claims import Claims
 from attnplug.declare.errors import AttnplugError, BackendError, HookError, PluginError, describe_error
 from attnplug.declare.model import AttentionKind, Feature
-from attnplug.declare.problem import GraphLevel, Problem, Role
+from attnplug.declare.problem import ExtendPath, GraphLevel, Problem, Role
 from attnplug.declare.settings import Setting
 
 EXTRA_OF = {Feature.SINKS: "sinks", Feature.SPARSE: "selected", Feature.COMPRESSED: "entries"}

@@ -14,7 +14,7 @@ from attnplug.cli import foreign, output
 from attnplug.cli.foreign import Commands as Commands
 from attnplug.cli.options import option, options_of
 from attnplug.cli.warn import shown_as_lines
-from attnplug.declare.problem import Role
+from attnplug.declare.problem import ExtendPath, Role
 
 EPILOG = "Exit codes: 0 good, 1 a refusal or a failed check, 2 wrong usage."
 
@@ -127,6 +127,7 @@ def _declare_explain(commands: Commands[argparse.ArgumentParser]) -> None:
             speculative_topk=parsed.speculative_topk,
             enable_hisparse=parsed.enable_hisparse,
             tensor_parallel=parsed.tensor_parallel,
+            mla_extend=parsed.mla_extend,
             cuda_graph=parsed.cuda_graph,
             settings=tuple(parsed.backend_option),
             host=parsed.host,
@@ -157,6 +158,8 @@ def _declare_explain(commands: Commands[argparse.ArgumentParser]) -> None:
     text = "keep latent rows in host memory, where sparse layers choose from them"
     parser.add_argument("--enable-hisparse", action="store_true", help=text)
     parser.add_argument("--tensor-parallel", type=int, default=1, metavar="N", help="ranks that share the heads")
+    text = f"how MLA must prefill: {', '.join(ExtendPath)} (default: as the backend can)"
+    parser.add_argument("--mla-extend", metavar="PATH", help=text)
     text = "never, decode, uniform or always (default: what can be captured, as in run)"
     parser.add_argument("--cuda-graph", metavar="LEVEL", help=text)
 

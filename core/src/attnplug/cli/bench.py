@@ -33,7 +33,9 @@ _OF_MEASURING = (
 def bench(parsed: argparse.Namespace) -> int:
     """Measure and show, or compare two results."""
     if parsed.compare is not None:
-        if given := [name for name in _OF_MEASURING if getattr(parsed, name)]:
+        given = [name for name in _OF_MEASURING if getattr(parsed, name)]
+        given += ["tensor_parallel"] if parsed.tensor_parallel != 1 else []
+        if given:
             raise UsageError(f"--compare measures nothing; leave out {', '.join(map(option, given))}")
         return _compared(*map(Path, parsed.compare), json=parsed.json)
     if parsed.against not in (None, "raw"):

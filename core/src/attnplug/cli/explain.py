@@ -19,7 +19,7 @@ from attnplug.declare.capabilities import DEVICES
 from attnplug.declare.errors import UsageError
 from attnplug.declare.model import ModelSpec
 from attnplug.declare.options import split_settings
-from attnplug.declare.problem import DType, GraphLevel, Problem, Role, model_dtype
+from attnplug.declare.problem import DType, ExtendPath, GraphLevel, Problem, Role, model_dtype
 from attnplug.declare.settings import Render, Setting
 from attnplug.machine.hardware import visible_gpus
 
@@ -41,6 +41,7 @@ class ExplainOptions:
     speculative_topk: int = 1
     enable_hisparse: bool = False
     tensor_parallel: int = 1
+    mla_extend: str | None = None
     cuda_graph: str | None = None
     """The level that is demanded; ``None`` for what the chosen backends can."""
     settings: tuple[str, ...] = ()
@@ -66,12 +67,13 @@ class ExplainOptions:
             kv_dtype=DType.parse(self.kv_dtype, Setting.KV_DTYPE) if self.kv_dtype is not None else dtype,
             index_dtype=None if self.index_dtype is None else DType.parse(self.index_dtype, Setting.INDEX_DTYPE),
             page_size=self.page_size,
-            cuda_graph=graph_level(self.cuda_graph or GraphLevel.NEVER.name),
+            cuda_graph=GraphLevel.NEVER if self.cuda_graph is None else graph_level(self.cuda_graph),
             wants_graphs=device == "cuda" and self.cuda_graph is None,
             speculative_tokens=self.speculative_tokens,
             speculative_topk=self.speculative_topk,
             hisparse=self.enable_hisparse,
             tensor_parallel=self.tensor_parallel,
+            mla_extend=None if self.mla_extend is None else ExtendPath.parse(self.mla_extend),
         )
 
 
@@ -105,6 +107,11 @@ def graph_level(text: str) -> GraphLevel:
 
 
 def explain_choice(options: ExplainOptions, render: Render, *, json: bool) -> int:
+    if options.host is not None and options.mla_extend is not None:
+        raise UsageError(
+            f"--mla-extend {options.mla_extend} is for our own engine, and {options.host} decides itself how MLA "
+            "prefills; leave one of them out"
+        )
     registry = load_registry()
     problem = options.problem(load_model(options.model, registry))
     warn_of_plugins(registry)

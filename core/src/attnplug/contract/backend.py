@@ -89,7 +89,8 @@ class AttentionBackend(Protocol):
         latent rows ``[tokens, 1, kv_lora_rank + rope]``, v ``None``; returns ``[tokens, heads, kv_lora_rank]``.
         With ``save_kv_cache=False`` nothing is written: the rows must be in the cache, and k and v may be ``None``.
         q, k and v may have any strides between rows and heads. The result has q's type and device, and memory of its
-        own: not the workspace's.
+        own: not the workspace's. What torch keeps for the whole process (its random numbers, its default type) stays as
+        it is.
         """
         ...
 
@@ -173,6 +174,7 @@ class LinearHooks(Protocol):
 
         x ``[tokens, conv_channels]``, weight ``[conv_channels, conv_width]`` (its last column meets the newest row),
         bias ``[conv_channels]``; returns ``[tokens, conv_channels]``, after SiLU if ``silu``. Padding rows give zero.
+        x may have any stride between rows.
         """
         ...
 

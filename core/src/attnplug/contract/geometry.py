@@ -50,7 +50,7 @@ class Geometry:
     mode: ForwardMode = split_by("shared")
     page_table: Tensor = split_by("request")
     """``[requests, pages]`` int32 on the device that reads the cache. Entries after a request's last page mean
-    nothing and are never read."""
+    nothing and are never read. It may be a part of a wider table: its rows then lie apart."""
     seq_lens: Tensor = split_by("length")
     """``[requests]`` int32 on the device: cache rows of each request, its new tokens included."""
     page_size: int = split_by("shared")

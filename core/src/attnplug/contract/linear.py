@@ -22,7 +22,8 @@ class LinearInputs:
     q and k are ``[tokens, key_heads, key_dim]``, v is ``[tokens, heads, value_dim]``; head h goes with key head
     ``h * key_heads // heads``. ``log_decay``, float32 and never above 0, is ``[tokens, heads]``, or ``[tokens, heads,
     key_dim]``, or ``[heads]`` where it is the same for every token. ``beta`` is ``[tokens, heads]``. With ``normalize``
-    q and k are first brought to length one (divided by the root of their squares' sum plus 1e-6).
+    q and k are first brought to length one (divided by the root of their squares' sum plus 1e-6). q, k and v may have
+    any stride between rows.
     """
 
     q: Tensor

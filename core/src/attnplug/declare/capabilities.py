@@ -6,9 +6,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from attnplug.declare.claims import Claims, ExtendPath, PageSizes
+from attnplug.declare.claims import Claims, PageSizes
 from attnplug.declare.model import AttentionKind, Feature
-from attnplug.declare.problem import FP8_CACHES, LARGEST_PAGE, SM_RANGE, CacheLayout, DType, GraphLevel, Role
+from attnplug.declare.problem import (
+    FP8_CACHES,
+    LARGEST_PAGE,
+    SM_RANGE,
+    CacheLayout,
+    DType,
+    ExtendPath,
+    GraphLevel,
+    Role,
+)
 from attnplug.declare.reading import integer, members, of_type, pairs, several
 
 DEVICES = ("cpu", "cuda")

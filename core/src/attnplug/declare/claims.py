@@ -6,24 +6,12 @@ import math
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from enum import StrEnum
 from functools import reduce
 from typing import Any
 
 from attnplug.declare.errors import PluginError
-from attnplug.declare.problem import GraphLevel
+from attnplug.declare.problem import ExtendPath, GraphLevel
 from attnplug.declare.reading import integer, members, of_type, several
-
-
-class ExtendPath(StrEnum):
-    """The ways to run an MLA extend (C1)."""
-
-    ABSORBED = "absorbed"
-    """In latent space, over the paged cache."""
-    ONE_SHOT = "one_shot"
-    """Gather all rows, up-project them, and make one causal call."""
-    CHUNKED = "chunked"
-    """Causal over the new rows, then chunk by chunk over the prefix, merged by log-sum-exp."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -163,6 +163,9 @@ def _rows(title: str, rows: Iterable[object]) -> Iterable[Measurement]:
             raise PluginError(
                 f"the table of {title} has row {row!r}; ragged is true or false, and false of one request"
             )
+        median, low, high = times
+        if not low <= median <= high:
+            raise PluginError(f"the table of {title} has row {row!r}; the median lies between low and high")
         if (shape := (requests, length, tokens, ragged)) in shapes:
             raise PluginError(f"the table of {title} has (requests, length, tokens, ragged) {shape} twice; keep one")
         shapes.add(shape)

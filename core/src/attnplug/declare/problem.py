@@ -99,6 +99,24 @@ class CacheLayout(StrEnum):
     """Any strides between pages, tokens and heads; the elements of one row lie together."""
 
 
+class ExtendPath(StrEnum):
+    """The ways to run an MLA extend (C1)."""
+
+    ABSORBED = "absorbed"
+    """In latent space, over the paged cache."""
+    ONE_SHOT = "one_shot"
+    """Gather all rows, up-project them, and make one causal call."""
+    CHUNKED = "chunked"
+    """Causal over the new rows, then chunk by chunk over the prefix, merged by log-sum-exp."""
+
+    @classmethod
+    def parse(cls, text: str) -> ExtendPath:
+        """The path of that name."""
+        if text not in list(cls):
+            raise _wrong(Setting.MLA_EXTEND, repr(text), f"is unknown; use one of {', '.join(cls)}")
+        return cls(text)
+
+
 @dataclass(frozen=True, slots=True)
 class Problem:
     """What is to be served, where and how. ``None`` means: not decided, so no reason to refuse.
@@ -141,6 +159,8 @@ class Problem:
     """Element type of cached index keys, for sparse models. ``None``: that of the activations."""
     hisparse: bool = False
     """Whether latent rows are kept in host memory, and a coordinator brings in those that sparse layers choose."""
+    mla_extend: ExtendPath | None = None
+    """The way in which MLA layers must be prefilled. ``None``: any of those that the backend can."""
 
     def __post_init__(self) -> None:
         if self.page_size is not None and not 1 <= self.page_size <= LARGEST_PAGE:
@@ -177,8 +197,27 @@ class Problem:
             raise _wrong(Setting.PAGE_SIZE, self.page_size, why)
         if self.hisparse and self.model is not None:
             self._check_sparse(self.model)
+        if self.mla_extend is not None and self.model is not None:
+            self._check_extend(self.model, self.mla_extend)
         if self.sm is not None and self.sm not in SM_RANGE:
             raise _wrong(Setting.SM, self.sm, "is not a compute capability; write 9.0 as 90, 10.3 as 103")
+
+    @staticmethod
+    def _check_extend(model: ModelSpec, path: ExtendPath) -> None:
+        """Refuse a path where no layer has one, or where layers read chosen rows or entries where they lie."""
+        if not any(layer.mla is not None for layer in model.layers):
+            raise UsageError(
+                f"the extend path {path} is asked for, and only MLA layers have one; {model.name} has none: leave "
+                f"`{Setting.MLA_EXTEND}` out",
+                settings=[Setting.MLA_EXTEND],
+            )
+        sparse = any(layer.indexer is not None or layer.compressed is not None for layer in model.layers)
+        if sparse and path is not ExtendPath.ABSORBED:
+            raise UsageError(
+                f"the extend path {path} is asked for, and sparse layers of {model.name} run {ExtendPath.ABSORBED} "
+                f"only; give that one as `{Setting.MLA_EXTEND}`, or none",
+                settings=[Setting.MLA_EXTEND],
+            )
 
     @staticmethod
     def _check_sparse(model: ModelSpec) -> None:
@@ -228,5 +267,5 @@ def model_dtype(model: ModelSpec) -> DType | None:
         raise UsageError(message, settings=[Setting.DTYPE]) from None
 
 
-def _wrong(setting: Setting, value: int, why: str) -> UsageError:
+def _wrong(setting: Setting, value: object, why: str) -> UsageError:
     return UsageError(f"`{setting}` {value} {why}", settings=[setting])

@@ -34,6 +34,7 @@ class Setting(StrEnum):
     CONTEXT_LENGTH = "context_length"
     CHUNKED_PREFILL_SIZE = "chunked_prefill_size"
     ENABLE_HISPARSE = "enable_hisparse"
+    MLA_EXTEND = "mla_extend"
 
 
 Render = Callable[[str], str | None]

@@ -17,12 +17,11 @@ from itertools import islice
 from typing import Any
 
 from attnplug.declare.capabilities import Capabilities
-from attnplug.declare.claims import ExtendPath
 from attnplug.declare.errors import PluginError, describe_error
 from attnplug.declare.factory import DOTTED, factory_refusal
 from attnplug.declare.model import AttentionKind, Feature, LayerSpec
 from attnplug.declare.options import options_problems
-from attnplug.declare.problem import FP8_CACHES, LATENT_GROUP, DType, GraphLevel, Problem, Role
+from attnplug.declare.problem import FP8_CACHES, LATENT_GROUP, DType, ExtendPath, GraphLevel, Problem, Role
 from attnplug.declare.refusal import Refusal, RefusalCode
 from attnplug.declare.requirement import requirement_problem, requirement_refusal
 from attnplug.declare.settings import Setting
@@ -310,6 +309,10 @@ def _layer_refusals(can: Capabilities, problem: Problem, role: Role, layer: Laye
             "this host prefills MLA as MHA, and it extends absorbed only; leave the role to the host's own kernels"
         )
         yield Refusal(RefusalCode.FEATURE, message, sorted(can.mla_extend), setting=role.setting)
+    path, prefills = problem.mla_extend, role is Role.PREFILL and role in can.roles and layer.kind in can.kinds
+    if layer.mla is not None and prefills and path is not None and path not in can.mla_extend:
+        setting = Setting.MLA_EXTEND
+        yield _outside(RefusalCode.FEATURE, "MLA extend path", path, can.mla_extend, setting)
     ranks = problem.tensor_parallel
     if layer.num_heads % ranks:
         yield Refusal(

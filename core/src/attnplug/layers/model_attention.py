@@ -21,10 +21,9 @@ from attnplug.contract.hooks import Hook
 from attnplug.contract.linear import DeltaInputs, LinearInputs
 from attnplug.contract.plan import Plan, received_plan
 from attnplug.contract.sparse import IndexInputs, LayerChoice, SelectedPositions, SelectedRows, SelectedSlots
-from attnplug.declare.claims import ExtendPath
 from attnplug.declare.errors import BackendError, PlanError
 from attnplug.declare.model import LayerSpec
-from attnplug.declare.problem import GraphLevel
+from attnplug.declare.problem import ExtendPath, GraphLevel
 from attnplug.kv import COMPRESSED, INDEX_KEYS, KVPools
 from attnplug.mla import ExtendPolicy, MLAAttention, MLAWeights
 

@@ -13,9 +13,9 @@ from attnplug.contract.mode import ForwardMode
 from attnplug.contract.plan import BackendId, Plan, received_plan
 from attnplug.contract.ragged import Part
 from attnplug.contract.sparse import SelectedRows
-from attnplug.declare.claims import ExtendPath
 from attnplug.declare.errors import BackendError, PlanError
 from attnplug.declare.model import LayerSpec
+from attnplug.declare.problem import ExtendPath
 from attnplug.kv import MLAPool
 from attnplug.mla.merge import merge_partial
 from attnplug.mla.plan import plan_extend

@@ -6,7 +6,7 @@ from itertools import accumulate
 
 from attnplug.contract.geometry import Geometry, spread
 from attnplug.contract.ragged import Part, RaggedCall
-from attnplug.declare.claims import ExtendPath
+from attnplug.declare.problem import ExtendPath
 from attnplug.mla.chunks import Chunk, plan_prefix_chunks
 
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from attnplug.contract.mode import ForwardMode
-from attnplug.declare.claims import ExtendPath
 from attnplug.declare.errors import PlanError, UsageError
+from attnplug.declare.problem import ExtendPath
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,8 @@ from collections.abc import Mapping
 
 from attnplug.choose.plugin_hooks import hookimpl
 from attnplug.declare.capabilities import Capabilities
-from attnplug.declare.claims import ExtendPath
 from attnplug.declare.model import AttentionKind, Feature
-from attnplug.declare.problem import CacheLayout, DType, Role
+from attnplug.declare.problem import CacheLayout, DType, ExtendPath, Role
 from attnplug.declare.spec import BackendSpec
 from attnplug.declare.version import CONTRACT_VERSION
 from attnplug.declare.workspace_kind import SCRATCH, WorkspaceKind

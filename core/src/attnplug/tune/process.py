@@ -20,6 +20,8 @@ from attnplug.tune.measure import Failed, Job, Outcome, Timed, run_job
 from attnplug.tune.shapes import Task
 
 RunJob = Callable[[Job], Iterator[Outcome]]
+SILENT_S = 900.0
+"""After so long without an outcome a process hangs. Compiling a library's kernels takes minutes."""
 
 
 def in_own_process(job: Job) -> Iterator[Outcome]:
@@ -42,9 +44,12 @@ def _in_one_process(job: Job) -> Iterator[Outcome]:
     process = context.Process(target=_work, args=(job, sender))  # no daemon: those may not start compilers
     process.start()
     sender.close()
-    done, outcomes = False, list[Outcome]()
+    done, hangs, outcomes = False, False, list[Outcome]()
     try:
         while not done:
+            if hangs := not receiver.poll(SILENT_S):
+                process.kill()
+                break
             try:
                 outcome = receiver.recv()
             except (EOFError, OSError):  # the latter in the middle of an outcome
@@ -59,7 +64,9 @@ def _in_one_process(job: Job) -> Iterator[Outcome]:
         if process.is_alive():
             process.kill()
         process.join()
-    if not done:
+    if hangs:  # the rest would take as long, one after the other
+        yield Failed(job.backend, _running(job, outcomes), f"nothing came of it for {SILENT_S:.0f} s, so it was ended")
+    elif not done:
         code = process.exitcode or 0
         ended = f"signal {-code}" if code < 0 else f"exit code {code}"
         yield Failed(job.backend, _running(job, outcomes), f"its process ended with {ended}", last=True)

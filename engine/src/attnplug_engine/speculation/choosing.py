@@ -86,7 +86,15 @@ def choose_draft(
         spec = draft_spec(speculation, reference)
     _refuse_states(spec, speculation)
     index_dtype = target.index_dtype if spec.index_layers else None
-    problem = replace(target, model=spec, index_dtype=index_dtype, is_draft=True, drafts_by_host=False, hisparse=False)
+    problem = replace(
+        target,
+        model=spec,
+        index_dtype=index_dtype,
+        is_draft=True,
+        drafts_by_host=False,
+        hisparse=False,
+        mla_extend=None,
+    )
     roles: dict[Role, str] = {role: name for role, name in request.roles.items() if role is Role.DRAFT}
     bare = BackendRequest(request.attention, roles)
     chosen = choose_importable(registry, bare, problem, ranking)
