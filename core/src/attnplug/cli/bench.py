@@ -25,7 +25,7 @@ from attnplug.tune.process import in_own_process
 from attnplug.tune.results import Comparison, Results, compare, read_results, row_of, standings
 
 _OF_MEASURING = (
-    *("model", "shapes", "points", "backends", "device", "dtype", "kv_dtype", "page_size", "backend_option"),
+    *("model", "shapes", "host", "points", "backends", "device", "dtype", "kv_dtype", "page_size", "backend_option"),
     *("max_batch", "max_context", "speculative_tokens", "against", "out", "plot"),
 )
 
