@@ -1,5 +1,5 @@
 """For all tests: nothing of this machine's user decides what a test sees, and garbage collection leaves alone what was
-collected. On some CPUs torch multiplies small matrices by another library."""
+collected. On some CPUs torch multiplies small matrices by another library. Without a GPU, tests of one are left out."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import gc
 import os
 import tempfile
 
+import pytest
 import torch
 
 _nowhere = tempfile.TemporaryDirectory(prefix="attnplug-cache-")
@@ -22,6 +23,23 @@ def _onednn_only_slows() -> bool:
 
 if _onednn_only_slows():
     torch.backends.mkldnn.enabled = False
+
+
+def pytest_report_header(config: pytest.Config) -> str | None:
+    return "no CUDA device: tests marked gpu are left out" if _gpu_is_left_out(config) else None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Seven of ten skips would be these. Who selects by marks sees them skipped, with the reason."""
+    if _gpu_is_left_out(config):
+        gpu = [item for item in items if item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=gpu)
+        left = set(gpu)
+        items[:] = [item for item in items if item not in left]
+
+
+def _gpu_is_left_out(config: pytest.Config) -> bool:
+    return not config.option.markexpr and not torch.cuda.is_available()
 
 
 def pytest_collection_finish() -> None:
