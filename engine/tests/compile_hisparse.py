@@ -36,4 +36,4 @@ def facts() -> Iterator[tuple[int, str, int, bool]]:
     for sm in (80, 90):
         for name, kernel, constants, warps in KERNELS if sm == 90 else KERNELS[:1]:
             made = compiled(kernel, sm, TYPES, constants, {"num_warps": warps}, ALIGNED)
-            yield sm, name, resources(made, sm)[1], "ld.global.v2.b64" in made.asm["ptx"]
+            yield sm, name, resources(made)[1], "ld.global.v2.b64" in made.asm["ptx"]

@@ -15,16 +15,8 @@ ALIGNED = ("stride", "vocab")
 
 def facts() -> Iterator[tuple[int, str, int]]:
     """SM, kernel and bytes spilled of each."""
-    for sm in (80, 90):
-        early = sm >= 90
-        look = compiled(sample._look, sm, TYPES, {"CHUNK": sample.CHUNK, "EARLY": early}, {"num_warps": 4}, ALIGNED)
-        choose = compiled(
-            sample._choose,
-            sm,
-            TYPES,
-            {"CHUNKS": 128, "BLOCK": sample.BLOCK, "EARLY": early},
-            {"num_warps": sample.WARPS, "launch_pdl": early},
-            ALIGNED,
-        )
-        for kernel, made in (("_look", look), ("_choose", choose)):
-            yield sm, kernel, resources(made, sm)[1]
+    look = sample._look, {"CHUNK": sample.CHUNK}, {"num_warps": 4}
+    choose = sample._choose, {"CHUNKS": 128, "BLOCK": sample.BLOCK}, {"num_warps": sample.WARPS, "launch_pdl": True}
+    for sm, (kernel, constants, options) in ((80, look), (90, look), (90, choose)):
+        made = compiled(kernel, sm, TYPES, {**constants, "EARLY": sm >= 90}, options, ALIGNED)
+        yield sm, kernel.__name__, resources(made)[1]

@@ -27,6 +27,8 @@ OTHERS = {
     **dict.fromkeys((("_move", "rows"), ("_grow", "rows")), "i32"),
 }
 """What is of another type in some kernels."""
+ON_SM_80 = ("_cut", "_search")
+"""None of them has instructions of its own there."""
 
 
 def made(nodes: int, *, tree: bool) -> tuple[dict[str, object], dict[str, object]]:
@@ -35,24 +37,23 @@ def made(nodes: int, *, tree: bool) -> tuple[dict[str, object], dict[str, object
     return sizes, {"num_warps": sizes.pop("num_warps")}
 
 
-def each(*, all_sizes: bool) -> Iterator[tuple[Any, dict[str, object], dict[str, object]]]:
+def each() -> Iterator[tuple[Any, dict[str, object], dict[str, object]]]:
     """Kernels with their constants and options."""
-    large = 64 if all_sizes else 8
-    yield trees._relate, *made(large, tree=True)
-    for nodes, tree in {(4, False), (8, True), (large, True)}:
+    yield trees._relate, *made(64, tree=True)
+    for nodes, tree in ((4, False), (8, True), (64, True)):
         constants, options = made(nodes, tree=tree)
         yield trees._lay_out, {**constants, "TREE": tree}, options
         yield trees._accept, {**constants, "TREE": tree, "COMMIT": nodes < 64}, options
     yield trees._move, {"NODES": 8, "BLOCK": 256}, {}
-    topk = 8 if all_sizes else 2
+    topk = 8
     for root in (True, False):
         added = {"TOPK": topk, "ROOT": root, "COUNT": topk if root else topk**2}
         block = topk if root else topk**2
         sizes = {"BLOCK": block, "CHUNK": min(block, growth.CHUNK)}
         yield growth._grow, {**added, **sizes}, {"num_warps": 1 if block <= 16 else 4}
-    yield growth._cut, {"NODES": large, "BLOCK": 512, "CHUNK": growth.CHUNK}, {"num_warps": 8}
+    yield growth._cut, {"NODES": 64, "BLOCK": 512, "CHUNK": growth.CHUNK}, {"num_warps": 8}
     yield ngram._append, {"NODES": 5, "BLOCK": 8}, {"num_warps": 1}
-    for topk in (1, 4) if all_sizes else (2,):
+    for topk in (1, 4):
         lengths = {"TOPK": topk, "LENGTHS": ngram.LENGTHS}
         yield ngram._search, {**lengths, "LEAST": 2, "MOST": 5, "BLOCK": ngram.BLOCK}, {"num_warps": 8}
         yield ngram._propose, {**lengths, "STEPS": 5, "VALUES": 64 * topk, "BLOCK": 8}, {"num_warps": 4}
@@ -65,9 +66,11 @@ def facts() -> Iterator[tuple[int, str, int]]:
     """SM, kernel and bytes spilled of each."""
     for sm in (80, 90):
         early = {"launch_pdl": True} if sm >= 90 else {}
-        for kernel, constants, options in each(all_sizes=sm >= 90):
+        for kernel, constants, options in each():
             name = kernel.fn.__name__
+            if sm == 80 and name not in ON_SM_80:
+                continue
             types = {**TYPES, **{argument: kind for (of, argument), kind in OTHERS.items() if of == name}}
             constants = {**constants, "EARLY": sm >= 90}
             found = compiled(kernel, sm, types, constants, {**options, **early}, ("stride", "vocab"))
-            yield sm, f"{kernel.fn.__module__.rsplit('.')[-1]}.{name}", resources(found, sm)[1]
+            yield sm, f"{kernel.fn.__module__.rsplit('.')[-1]}.{name}", resources(found)[1]

@@ -229,11 +229,14 @@ class Oracle:
                     tensor.random_(config.n_routed_experts)
         self.folder = folder
         self.model.save_pretrained(folder, max_shard_size=max_shard_size)
+        self._logits: dict[tuple[int, ...], Tensor] = {}
 
     def logits(self, tokens: Sequence[int]) -> Tensor:
         """``[tokens, vocab]`` of a whole sequence at once."""
-        with torch.inference_mode():
-            return self.model(torch.tensor([list(tokens)])).logits[0]
+        if (key := tuple(tokens)) not in self._logits:
+            with torch.inference_mode():
+                self._logits[key] = self.model(torch.tensor([key])).logits[0]
+        return self._logits[key]
 
     def cache(self, tokens: Sequence[int]) -> Any:
         with torch.inference_mode():
@@ -270,6 +273,17 @@ def make_oracle(tmp_path: Path) -> Callable[..., Oracle]:
         return Oracle(tmp_path / folder, model_type, changes, max_shard_size)
 
     return make
+
+
+@pytest.fixture(scope="module")
+def shared_oracle(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Oracle]:
+    """The oracle of a tiny model, for tests that change neither it nor its folder."""
+
+    @functools.cache
+    def shared(model_type: str) -> Oracle:
+        return Oracle(tmp_path_factory.mktemp(model_type), model_type, {})
+
+    return shared
 
 
 @pytest.fixture

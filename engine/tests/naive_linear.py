@@ -1,4 +1,4 @@
-"""Linear attention as its equations read: one request, one token and one state at a time, in loops."""
+"""Linear attention as its equations read: one request and one token at a time, in loops."""
 
 from __future__ import annotations
 
@@ -45,17 +45,16 @@ class NaiveLinearBackend:
         each = heads // inputs.q.shape[1]
         out = torch.zeros_like(inputs.v)
         for slot, row in self._rows(batch):
-            for head in range(heads):
-                q, k = inputs.q[row, head // each].float(), inputs.k[row, head // each].float()
-                if inputs.normalize:
-                    q, k = (x / (x.square().sum() + 1e-6).sqrt() for x in (q, k))
-                log_decay = inputs.log_decay[head] if inputs.log_decay.dim() == 1 else inputs.log_decay[row, head]
-                state = states[slot, head] * log_decay.exp().reshape(-1, 1)
-                v = inputs.v[row, head].float()
-                added = v if inputs.beta is None else (v - k @ state) * inputs.beta[row, head]
-                state = state + k[:, None] * added[None, :]
-                states[slot, head] = state
-                out[row, head] = layer.scale * (q @ state)
+            q, k = (x[row].float().repeat_interleave(each, dim=0)[:, :, None] for x in (inputs.q, inputs.k))
+            if inputs.normalize:
+                q, k = (x / (x.square().sum(dim=1, keepdim=True) + 1e-6).sqrt() for x in (q, k))
+            log_decay = inputs.log_decay if inputs.log_decay.dim() == 1 else inputs.log_decay[row]
+            state = states[slot] * log_decay.exp().reshape(heads, -1, 1)
+            v = inputs.v[row].float()
+            added = v if inputs.beta is None else (v - (k * state).sum(dim=1)) * inputs.beta[row][:, None]
+            state = state + k * added[:, None]
+            states[slot] = state
+            out[row] = layer.scale * (q * state).sum(dim=1)
         return out
 
     def _rows(self, batch: ForwardBatch) -> Iterator[tuple[int, int]]:

@@ -292,13 +292,6 @@ def test_mistakes_are_told_in_one_message(attnplug: Attnplug, arguments, code, t
     assert told in outcome.err and "Traceback" not in outcome.err
 
 
-def test_a_mistake_that_ranks_find_is_told_once():
-    done = in_own_process("--model", "tiny:llama", "--prompt", "", "--tensor-parallel", "2", "--device", "cpu")
-    assert done.returncode == 2, done.stderr
-    assert "empty prompt" in done.stderr and "Traceback" not in done.stderr
-    assert done.stderr.count("error: ") == 1
-
-
 def test_a_command_line_is_read_without_torch(prompts):
     """A mistake in it is told at once, and who starts ranks has no use for a second's import and its memory."""
     code = """

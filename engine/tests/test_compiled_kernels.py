@@ -24,7 +24,7 @@ def test_models(facts: Facts) -> None:
     """Every one for SM 90, some for SM 80."""
     every = {"product", "heads", "latent", "by_head", "pairs", "rms_norm", "silu_and_mul", "angles"}
     assert {one["kernel"] for one in facts["models"] if one["sm"] == 90} == every
-    assert {one["kernel"] for one in facts["models"] if one["sm"] == 80} == {"product", "by_head", "heads"}
+    assert {one["kernel"] for one in facts["models"] if one["sm"] == 80} == {"product", "by_head"}
     assert all(one["spilled"] == 0 for one in facts["models"])
 
 
@@ -41,8 +41,9 @@ def test_angles_are_computed_exactly(facts: Facts) -> None:
 
 
 def test_experts(facts: Facts) -> None:
-    kernels = {"_rank", "_spread", "_spread_one", "_gather", "_gather_one", "_join", "_score", "_choose"}
-    assert {(sm, kernel) for sm, kernel, _ in facts["experts"]} == {(sm, name) for sm in (80, 90) for name in kernels}
+    every = {"_rank", "_spread", "_spread_one", "_gather", "_gather_one", "_join", "_score", "_choose"}
+    assert {name for sm, name, _ in facts["experts"] if sm == 90} == every
+    assert {name for sm, name, _ in facts["experts"] if sm == 80} == {"_spread", "_gather"}
     room = {80: 163 * 1024, 90: 227 * 1024}
     assert all(taken <= room[sm] for sm, _, taken in facts["experts"]), facts["experts"]
 
@@ -57,11 +58,11 @@ def test_hisparse(facts: Facts) -> None:
 
 def test_linear_gates(facts: Facts) -> None:
     names = {"_delta_gates", "_time_steps", "_gated_norm", "_sigmoid_gate"}
-    assert {tuple(each) for each in facts["linear gates"]} == {(sm, name) for sm in (80, 90) for name in names}
+    assert {tuple(each) for each in facts["linear gates"]} == {(80, "_gated_norm"), *((90, name) for name in names)}
 
 
 def test_the_sampler(facts: Facts) -> None:
-    assert [each[:2] for each in facts["sampler"]] == [[sm, name] for sm in (80, 90) for name in ("_look", "_choose")]
+    assert [each[:2] for each in facts["sampler"]] == [[80, "_look"], [90, "_look"], [90, "_choose"]]
     assert all(spilled == 0 for *_, spilled in facts["sampler"]), facts["sampler"]
 
 
@@ -72,5 +73,6 @@ def test_speculation(facts: Facts) -> None:
         | {"growth._grow", "growth._cut"}
         | {"ngram._append", "ngram._search", "ngram._propose", "noised._look", "noised._choose"}
     )
-    assert {(sm, name) for sm, name, _ in facts["speculation"]} == {(sm, name) for sm in (80, 90) for name in names}
+    assert {name for sm, name, _ in facts["speculation"] if sm == 90} == names
+    assert {name for sm, name, _ in facts["speculation"] if sm == 80} == {"growth._cut", "ngram._search"}
     assert all(spilled == 0 for *_, spilled in facts["speculation"]), facts["speculation"]

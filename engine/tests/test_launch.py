@@ -33,7 +33,7 @@ TEXT = "".join(json.dumps(line) + "\n" for line in LINES)
 WAITING = """
 import os, sys, threading
 from attnplug.host import interrupt
-from attnplug.host import AttnplugError
+from attnplug.host import AttnplugError, UsageError
 from attnplug.host import add_command
 from attnplug_engine import launch
 
@@ -52,6 +52,8 @@ def declare_fail(commands):
 def fail(parsed):
     if not launch.started_as_rank():
         return launch.run_ranks(2, sys.argv[1:])
+    if parsed.how == "mistake":
+        raise UsageError("an empty prompt")
     if os.environ["RANK"] == "0":
         return 1 if parsed.how == "agree" else launch._LOST
     if parsed.how == "refuse":
@@ -157,14 +159,15 @@ def test_a_rank_that_a_signal_ended_is_named(waiting, rank):
 
 
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "code", "told"),
     [
-        ("refuse", "error: rank 1 of 2 failed: the second rank refuses\nfor a reason\n"),
-        ("break", "error: rank 1 of 2 failed: RuntimeError: the second rank breaks\n"),
-        ("agree", ""),  # such as an error of one prompt, of which the first rank speaks
+        ("refuse", 1, "error: rank 1 of 2 failed: the second rank refuses\nfor a reason\n"),
+        ("break", 1, "error: rank 1 of 2 failed: RuntimeError: the second rank breaks\n"),
+        ("agree", 1, ""),  # such as an error of one prompt, of which the first rank speaks
+        ("mistake", 2, "error: an empty prompt\n"),  # which both find
     ],
 )
-def test_what_another_rank_than_the_first_has_to_say_is_told(waiting, how, told):
+def test_what_ranks_have_to_say_is_told_once(waiting, how, code, told):
     process = subprocess.run(
         [sys.executable, "-m", "attnplug", "fail", how],
         env={**os.environ, "PYTHONPATH": str(waiting)},
@@ -173,7 +176,7 @@ def test_what_another_rank_than_the_first_has_to_say_is_told(waiting, how, told)
         check=False,
         timeout=120,
     )
-    assert (process.returncode, process.stderr) == (1, told)
+    assert (process.returncode, process.stderr) == (code, told)
 
 
 class Ended:

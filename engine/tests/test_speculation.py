@@ -44,14 +44,12 @@ from support.command import Attnplug
     [
         (LLAMA, NGRAM | shaped(3), True),
         (LLAMA, NGRAM | shaped(4, 2), False),
-        (LLAMA, standalone(LLAMA) | shaped(1), False),
-        (LLAMA, standalone("tiny:qwen3") | shaped(4), True),
+        (LLAMA, standalone("tiny:qwen3") | shaped(4), False),
         (LLAMA, standalone(LLAMA) | shaped(3, 4, 9), True),
         (LLAMA, {"speculative_algorithm": "eagle", "speculative_draft_model": LLAMA} | shaped(3), False),
         (LLAMA, {"speculative_algorithm": "eagle3", "speculative_draft_model": LLAMA} | shaped(2, 2), True),
         (DEEPSEEK, NGRAM | shaped(2), False),
         (DEEPSEEK, MTP | shaped(3), True),
-        (DEEPSEEK, MTP | shaped(1, 2), True),
         (DEEPSEEK, MTP | shaped(3, 2, 5), False),
         (DEEPSEEK, standalone(LLAMA) | shaped(2), True),
         (HYBRID, NGRAM | shaped(3), True),
@@ -171,7 +169,6 @@ class TestServing:
             (LLAMA, NGRAM | shaped(3), True),
             (LLAMA, standalone(LLAMA) | shaped(2), False),
             (DEEPSEEK, MTP | shaped(3, 2), True),
-            (HYBRID, MTP | shaped(2), False),
             (HYBRID, MTP | shaped(2), True),
         ],
     )

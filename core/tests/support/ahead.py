@@ -6,17 +6,15 @@ when they are defined. To start one by hand: ``PYTHONPATH=core/tests python SCRI
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import tempfile
 import warnings
 from collections.abc import Collection, Mapping
+from contextlib import redirect_stdout
+from io import StringIO
 from typing import Any
 
-import triton
+from triton import compile, knobs
 from triton.backends.compiler import GPUTarget
-from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 
@@ -45,18 +43,29 @@ def compiled(
             if signature[name].startswith("*") or name in aligned
         },
     )
-    with warnings.catch_warnings(action="ignore"):
-        return triton.compile(made, target=GPUTarget("cuda", sm, 32), options=options)
+    with warnings.catch_warnings(action="ignore"), knobs.runtime.scope():
+        knobs.runtime.add_stages_inspection_hook = _keep_resources
+        return compile(made, target=GPUTarget("cuda", sm, 32), options=options)
 
 
-def resources(made: Any, sm: int) -> tuple[int, int]:
+def resources(made: Any) -> tuple[int, int]:
     """The registers of a thread, and the bytes that do not fit in them, by ptxas."""
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as source:
-        source.write(made.asm["ptx"])
-        source.flush()
-        name = "sm_90a" if sm == 90 else f"sm_{sm}"
-        command = [get_ptxas(sm).path, "-v", f"--gpu-name={name}", source.name, "-o", os.devnull]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers, spilled = re.search(r"Used (\d+) registers", said), re.search(r"(\d+) bytes spill stores", said)
-    assert registers and spilled, said
-    return int(registers[1]), int(spilled[1])
+    return made.metadata.registers, made.metadata.spilled
+
+
+def _keep_resources(backend: Any = None, stages: Any = None, options: Any = None, *_: object) -> tuple[str, str]:
+    """Triton's hook: what ptxas says of a kernel is kept with it, so that nobody runs ptxas once more to ask."""
+    if stages is not None:
+
+        def make_cubin(ptx: str, metadata: dict[str, object]) -> bytes:
+            with redirect_stdout(StringIO()) as said, knobs.nvidia.scope():
+                knobs.nvidia.dump_ptxas_log = True
+                cubin = backend.make_cubin(ptx, metadata, options, backend.target.arch)
+            text = said.getvalue()
+            registers, spilled = re.search(r"Used (\d+) registers", text), re.search(r"(\d+) bytes spill stores", text)
+            assert registers and spilled, text
+            metadata |= {"registers": int(registers[1]), "spilled": int(spilled[1])}
+            return cubin
+
+        stages["cubin"] = make_cubin
+    return "with resources", "with resources"

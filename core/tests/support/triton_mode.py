@@ -67,10 +67,19 @@ def _quicken_interpreter() -> None:
             return patch_lang(function)
         return interpreter._LangPatchScope()
 
+    def patch_attr(owner: Any, name: str, member: Any, builder: Any, scope: Any) -> None:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = interpreter.interpreter_semantic
+            return member(*args, **kwargs)
+
+        scope.set_attr(owner, name, call)
+
+    interpreter._patch_attr = patch_attr
     interpreter._patch_builtin = patch_builtin
     interpreter._patch_lang = patch_once
     object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
     _quicken_types()
+    _quicken_operands()
 
 
 def _quicken_types() -> None:
@@ -87,19 +96,19 @@ def _quicken_types() -> None:
     pointer = np_type(core.uint64)
 
     @cache
-    def block_of(shape: tuple[int, ...]) -> Any:
+    def block_of(shape: tuple[int, ...]) -> tuple[Any, str]:
         block = core.block_type.__new__(core.block_type)
         make_block(block, core.int1, list(shape))
-        return block
+        return block, str(block.shape)
 
     @cache
     def tensor_of(shape: tuple[int, ...]) -> tuple[Any, Any]:
         return shapes([constexpr(size) for size in shape]), constexpr(math.prod(shape))
 
     def new_block(self: Any, element_ty: Any, shape: Any) -> None:
-        block = block_of(tuple([size.value if isinstance(size, constexpr) else size for size in shape]))
+        block, text = block_of(tuple([size.value if isinstance(size, constexpr) else size for size in shape]))
         self.element_ty, self.shape, self.numel = element_ty, block.shape, block.numel
-        self.name = f"<{block.shape}, {element_ty}>"
+        self.name = f"<{text}, {element_ty}>"
 
     def new_tensor(self: Any, handle: Any, type: Any) -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
@@ -114,6 +123,64 @@ def _quicken_types() -> None:
     core.tensor.__init__ = new_tensor
     shapes.__eq__ = equal
     interpreter._get_np_dtype = lambda type: pointer if type.scalar.is_ptr() else np_type(type.scalar)
+
+
+def _quicken_operands() -> None:
+    """What every sum and every comparison finds out about its operands, once for each pair of types.
+
+    Triton's own code looks at a pair when it first comes. Operands that it leaves as they are it need not see again,
+    and a number becomes the same tensor again, which nobody can write to.
+    """
+    import numpy
+    from triton.language import core, semantic
+
+    rules, tensor, constexpr = semantic.TritonSemantic, core.tensor, core.constexpr
+    check, broadcast, unwrap = rules.binary_op_type_checking_impl, rules.broadcast_impl_value, core._unwrap_if_constexpr
+    plain = {tensor, bool, int, float, str, type(None)}
+    checked, broadcasted = set[Any](), set[Any]()
+    numbers: dict[Any, Any] = {}
+
+    def operands(self: Any, lhs: Any, rhs: Any, *how: bool, **more: bool) -> Any:
+        if more or type(lhs) is not tensor:
+            return check(self, lhs, rhs, *how, **more)
+        if type(rhs) is tensor:
+            key = lhs.type.name, rhs.type.name, how
+            if key in checked:
+                return lhs, rhs
+            found = check(self, lhs, rhs, *how)
+            if found[0] is lhs and found[1] is rhs:
+                checked.add(key)
+            return found
+        if type(rhs) is not int and (type(rhs) is not float or rhs == 0):  # which may be -0.0
+            return check(self, lhs, rhs, *how)
+        key = lhs.type.name, type(rhs), rhs, how
+        if key in numbers:
+            return lhs, numbers[key]
+        found = check(self, lhs, rhs, *how)
+        if found[0] is lhs:
+            handle = found[1].handle
+            handle.data = numpy.broadcast_to(handle.data.reshape(-1)[:1], handle.data.shape)
+            numbers[key] = found[1]
+        return found
+
+    def broadcast_once(self: Any, lhs: Any, rhs: Any) -> Any:
+        key = lhs.type.name, rhs.type.name
+        if key in broadcasted:
+            return lhs, rhs
+        found = broadcast(self, lhs, rhs)
+        if found[0] is lhs and found[1] is rhs:
+            broadcasted.add(key)
+        return found
+
+    def unwrap_once(value: Any) -> Any:
+        kind = type(value)
+        if kind in plain:
+            return value
+        return value.value if kind is constexpr else unwrap(value)
+
+    rules.binary_op_type_checking_impl = operands
+    rules.broadcast_impl_value = broadcast_once
+    core._unwrap_if_constexpr = unwrap_once
 
 
 @cache

@@ -9,7 +9,8 @@ import pytest
 
 from attnplug import AttentionKind, Feature, GraphLevel
 from attnplug_conformance import Subject, conformance_tests
-from attnplug_conformance.testing import assert_holds, cases
+from attnplug_conformance.catalog import all_checks
+from attnplug_conformance.runner import Status, run_checks
 from support.seam import over_stand_ins
 
 LESS = {"kinds": frozenset({AttentionKind.MHA}), "cuda_graph": GraphLevel.NEVER}
@@ -30,10 +31,8 @@ SUBJECTS = [subject("on_fa4")]
 test_conforms, test_enough_is_claimed = conformance_tests(SUBJECTS[0])
 
 
-@pytest.mark.parametrize(
-    ("kernel", "check"),
-    [(kernel, check) for kernel, one in OTHERS.items() for check in cases(one)],
-    ids=lambda value: value if isinstance(value, str) else value.name,
-)
-def test_other_libraries_conform(kernel, check):
-    assert_holds(OTHERS[kernel], check, {})
+@pytest.mark.parametrize("kernel", OTHERS)
+def test_other_libraries_conform(kernel):
+    verdict = run_checks(OTHERS[kernel], all_checks())
+    failed = {result.check.name: result.words for result in verdict.results if result.status is Status.FAILED}
+    assert not failed and not verdict.problems

@@ -19,5 +19,5 @@ if __name__ == "__main__":
         # page_size, queries and tiles of 1 become constants, as the launcher makes them
         ones = {} if requests == 32 else {"queries": 1, "tiles": 1, "least_chunk": 1}
         made = compiled(_fill_schedule, 90, kinds, {**constants, **ones}, {"num_warps": max(requests // 128, 1)})
-        found.append((requests, *resources(made, 90)))
+        found.append((requests, *resources(made)))
     print(json.dumps(found))

@@ -16,5 +16,5 @@ if __name__ == "__main__":
         constants = {"HEADS": 128, "RANK": 512, "ROPE": 64, "PAIRS": PAIRS}
         made = compiled(_join, 90, kinds, constants, {}, STRIDES)
         moved = re.findall(r"(?:ld|st)\.global\.\S+", made.asm["ptx"])
-        found.append((kind, resources(made, 90)[1], sorted(moved)))
+        found.append((kind, resources(made)[1], sorted(moved)))
     print(json.dumps(found))

@@ -43,5 +43,5 @@ if __name__ == "__main__":
         (90, True, "bf16", 32),
     ):
         made = decode(sm, by_channel, dtype, columns)
-        found.append([sm, by_channel, made.metadata.shared, *(resources(made, sm) if sm == 90 else (0, 0))])
+        found.append([sm, by_channel, made.metadata.shared, *(resources(made) if sm == 90 else (0, 0))])
     print(json.dumps(found))
