@@ -42,6 +42,7 @@ EXPLAIN = {
     "host": "vllm",
     "index_dtype": "fp8",
     "enable_hisparse": True,
+    "mla_extend": "chunked",
 }
 
 
@@ -50,7 +51,7 @@ EXPLAIN = {
     [
         ("explain", ExplainOptions, ("--model", "tiny:llama", "--sm", "90", "--speculative-tokens", "3",
          "--speculative-topk", "4", "--tensor-parallel", "2", "--cuda-graph", "uniform", "--host", "vllm",
-         "--draft-attention-backend", "five", "--index-dtype", "fp8", "--enable-hisparse"), EXPLAIN),
+         "--draft-attention-backend", "five", "--index-dtype", "fp8", "--enable-hisparse", "--mla-extend", "chunked"), EXPLAIN),
     ],
     ids=["explain"],
 )  # fmt: skip
