@@ -11,7 +11,7 @@ import torch
 from thread_ranks import in_ranks
 
 from attnplug import DType, ExtendPath, ForwardBatch, ForwardMode, PlanError, Serving
-from attnplug.host import ExtendPolicy, HostContext, Limits, Parallel, UsageError
+from attnplug.host import ExtendPolicy, HostContext, Limits, Parallel, SelectionError
 from attnplug.host import load_model as load_spec
 from attnplug_engine import Engine, SamplingParams
 from attnplug_engine.pools import Capacity, build_pools, bytes_per_state
@@ -277,9 +277,9 @@ def test_a_backend_is_told_how_prompts_run_and_what_is_kept(recorded):
 
 
 def test_an_extend_path_that_a_backend_does_not_declare_is_refused_before_weights_are_read(recorded, monkeypatch):
-    """C1"""
+    """C1, D3"""
     monkeypatch.setattr("attnplug_engine.prepare.load_model", None)
-    with pytest.raises(UsageError, match="one_shot is asked for, and backend recording can run absorbed; ask for one"):
+    with pytest.raises(SelectionError, match="MLA extend path one_shot is not supported, only absorbed"):
         recorded("tiny:deepseek_v3", extend_policy=ExtendPolicy(forced=ExtendPath.ONE_SHOT))
 
 
