@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from attnplug import DType, GraphLevel, Problem, Role
+from attnplug import DType, ExtendPath, GraphLevel, Problem, Role
 from attnplug.cli.explain import ExplainOptions
 from attnplug.host import UsageError, load_model, option
 from support.command import Attnplug
@@ -38,11 +38,11 @@ EXPLAIN = {
     "speculative_tokens": 3,
     "speculative_topk": 4,
     "tensor_parallel": 2,
+    "mla_extend": "absorbed",
     "cuda_graph": "uniform",
     "host": "vllm",
     "index_dtype": "fp8",
     "enable_hisparse": True,
-    "mla_extend": "chunked",
 }
 
 
@@ -51,7 +51,8 @@ EXPLAIN = {
     [
         ("explain", ExplainOptions, ("--model", "tiny:llama", "--sm", "90", "--speculative-tokens", "3",
          "--speculative-topk", "4", "--tensor-parallel", "2", "--cuda-graph", "uniform", "--host", "vllm",
-         "--draft-attention-backend", "five", "--index-dtype", "fp8", "--enable-hisparse", "--mla-extend", "chunked"), EXPLAIN),
+         "--mla-extend", "absorbed",
+         "--draft-attention-backend", "five", "--index-dtype", "fp8", "--enable-hisparse"), EXPLAIN),
     ],
     ids=["explain"],
 )  # fmt: skip
@@ -92,6 +93,7 @@ def test_every_field_of_explain_is_part_of_the_problem_or_of_the_request() -> No
         tensor_parallel=2,
         index_dtype=DType.FLOAT8_E4M3,
         hisparse=True,
+        mla_extend=ExtendPath.ABSORBED,
     )
     request = options.request()
     assert (request.attention, request.roles, request.options) == ("one", EXPLAIN["roles"], {"one": {"split": "2"}})
