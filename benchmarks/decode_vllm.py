@@ -64,7 +64,7 @@ def measure(model: str, config: Config, folder: str, points: Sequence[Point], se
 def randomise(llm: Any, std: float) -> None:
     """Give vLLM weights like ours, in their places: graphs read them.
 
-    Its dummy weights are of ±0.001, those of norms too. Tokens hardly tell then which experts they go to, and a step
+    Its dummy weights are of ±0.001, those of norms too. Tokens that hardly differ go to the same experts, and a step
     that goes to few of them reads less.
     """
     model = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner.get_model()
