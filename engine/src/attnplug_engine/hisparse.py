@@ -1,4 +1,4 @@
-"""HiSparse by its settings: how large hot buffers are, and how much memory of the host there is."""
+"""HiSparse by its settings: how large hot buffers are, and how much memory of the host they leave room for."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from pathlib import Path
 from typing import Any
 
 from attnplug import ModelSpec
 from attnplug.host import UsageError, show
+from attnplug_engine.host_memory import available_memory
 
 _BUFFER_TIMES_TOPK = 2
 _HOST_SHARE = 0.8
-_MEMORY = Path("/proc/meminfo")
-_GROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,20 +64,6 @@ class HiSparseConfig:
         if self.host_memory_gib is not None:
             return int(self.host_memory_gib * 2**30)
         return int(available_memory() * _HOST_SHARE) // ranks
-
-
-def available_memory() -> int:
-    """Bytes of host memory that this process may still take: what is free, and what its control group leaves."""
-    found = []
-    try:
-        lines = _MEMORY.read_text().splitlines()
-        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
-        limit = (_GROUP / "memory.max").read_text().strip()
-        if limit != "max":
-            found.append(int(limit) - int((_GROUP / "memory.current").read_text()))
-    except (OSError, ValueError, IndexError):
-        pass  # no such file: what was found before it counts
-    return max(min(found, default=1 << 62), 0)
 
 
 def _wrong(what: str) -> UsageError:

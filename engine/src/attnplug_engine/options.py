@@ -12,7 +12,8 @@ import torch
 from attnplug import DType, ModelSpec, PoolError, Role
 from attnplug.host import ExtendPolicy, HotSizes, Selection, UsageError, show
 from attnplug_engine.graph_sizes import check_sizes
-from attnplug_engine.hisparse import HiSparseConfig, available_memory
+from attnplug_engine.hisparse import HiSparseConfig
+from attnplug_engine.host_memory import available_memory
 from attnplug_engine.pools import (
     Capacity,
     bytes_per_page,

@@ -16,6 +16,7 @@ from attnplug_engine.bare_checkpoint import HEAD, check_head, with_full_names
 from attnplug_engine.checkpoint import Checkpoint, WeightSource, checkpoint_config, checkpoint_folder
 from attnplug_engine.models import deepseek, deepseek_v4, kimi, llama, mamba, minimax, nemotron, qwen_hybrid, ring
 from attnplug_engine.models.decoder import Decoder
+from attnplug_engine.models.layers import pack_weights
 from attnplug_engine.models.weights import Weights
 from attnplug_engine.parallel import SINGLE, TensorParallel
 from attnplug_engine.random_checkpoint import TINY, RandomCheckpoint
@@ -165,6 +166,8 @@ def build_model(
     with torch.no_grad():
         module = architecture.build(weights, config, spec)
     weights.check_all_taken(_ignored(architecture, config, head=head))
+    if torch.device(device).type == "cpu":
+        pack_weights(module)
     return LoadedModel(module.eval(), spec.for_rank(parallel.size), source.config)
 
 

@@ -13,14 +13,17 @@ _FEWEST, _FEWEST_SMALL = 8, 16
 _MOST_ONEDNN, _MOST_WEIGHT_FIRST = 64, 48
 _TINY, _SMALL, _LARGE = 1 << 18, 1 << 19, 1 << 22
 _MKL = torch.backends.mkl.is_available()
+# Without MKL it is OpenBLAS, on Arm for one, which lays a weight out anew for every product. Laid out for oneDNN once,
+# it is multiplied by two rows or more 1.1 to 4.8 times as fast; by a single row not.
+_FEWEST_PACKED, _PACKED_FOR = 2, 8
 
 
 def _onednn_is_there() -> bool:
     """Whether torch has the operator below, which is its compiler's own, in the form in which it is called."""
-    if not (_MKL and torch.backends.mkldnn.is_available()):
+    if not torch.backends.mkldnn.is_available():
         return False
     try:
-        _by_onednn(torch.ones(1, 1), torch.ones(1, 1), None)
+        _by_onednn(torch.ones(1, 1), torch.ones(1, 1) if _MKL else _laid_out(torch.ones(1, 1)), None)
     except (AttributeError, RuntimeError):
         return False
     return True
@@ -31,15 +34,31 @@ def _by_onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return result
 
 
+def _laid_out(weight: Tensor) -> Tensor:
+    result: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR)
+    return result
+
+
 _ONEDNN = _onednn_is_there()
 
 
-def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x`` ``[…, in_features]`` by ``weight`` ``[out_features, in_features]``: ``[…, out_features]``, contiguous."""
+def pack(weight: Tensor) -> Tensor | None:
+    """A copy of a weight by which :func:`product` is faster on this machine; ``None`` where there is none."""
+    packs = _ONEDNN and not _MKL and weight.is_cpu and weight.dtype is torch.float32 and weight.numel() >= _TINY
+    return _laid_out(weight) if packs else None
+
+
+def product(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor | None = None) -> Tensor:
+    """``x`` ``[…, in_features]`` by ``weight`` ``[out_features, in_features]``: ``[…, out_features]``, contiguous.
+
+    ``packed`` is the weight as :func:`pack` gives it.
+    """
     rows, size = x.shape[0], weight.numel()
+    if packed is not None and rows >= _FEWEST_PACKED and x.dim() == 2:
+        return _by_onednn(x, packed, bias)
     fewest = _FEWEST if size > _SMALL else _FEWEST_SMALL
     if size >= _TINY and rows >= fewest and x.dim() == 2 and x.is_cpu and x.dtype is torch.float32:
-        if size >= _LARGE and _ONEDNN and rows <= _MOST_ONEDNN:
+        if size >= _LARGE and _MKL and _ONEDNN and rows <= _MOST_ONEDNN:
             return _by_onednn(x, weight, bias)
         if _MKL and rows <= _MOST_WEIGHT_FIRST:
             turned = torch.mm(weight, x.t()) if bias is None else torch.addmm(bias.unsqueeze(1), weight, x.t())
