@@ -206,6 +206,9 @@ WRONG = {
     ("tune", "--device", "cpu", "--model", "tiny:mamba2"): "no layer with full attention",
     ("tune", "--device", "cpu", "--model", "tiny:deepseek_v4"): "no layer with full attention that can be measured",
     ("tune", *HERE, "--host", "nobody"): "nobody",
+    ("tune", "--device", "cpu", "--shapes", "mla:4", "--host", "vllm", "--points", "1x32+16"): (
+        "prefills are not measured: vllm has kernels of its own for them"
+    ),
     ("tune", "--device", "cpu", "--model", "tiny:deepseek_v32", "--host", "vllm"): "vLLM cannot serve this: sparse",
     ("bench", *HERE, "--against", "them"): "--against 'them'",
     ("bench", "--compare", "no.json", "none.json"): "no.json",

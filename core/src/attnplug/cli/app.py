@@ -223,7 +223,7 @@ def _add_measuring_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="CONFIG", help=text)
     text = "in place of a model, layers such as mla:16,gqa:32/8x128 (heads, KV heads, width)"
     parser.add_argument("--shapes", metavar="LAYERS", help=text)
-    text = "measure layers as an engine calls them that a bridge leads to: vllm, sglang or transformers (default: ours)"
+    text = "measure layers as another engine calls them: vllm, sglang or transformers (default: ours)"
     parser.add_argument("--host", metavar="NAME", help=text)
     text = (
         "in place of a grid: 64x4096 decodes, 64x~4096 with lengths around that, 64x4096v4 verifies 4 tokens, 1x8k+512 "

@@ -24,7 +24,7 @@ from attnplug.cli.warn import warn_of_plugins
 from attnplug.declare.errors import UsageError
 from attnplug.declare.model import ModelSpec
 from attnplug.declare.options import parse_options, split_settings
-from attnplug.declare.problem import DType, Problem, model_dtype
+from attnplug.declare.problem import DType, Problem, Role, model_dtype
 from attnplug.declare.settings import Render, Setting
 from attnplug.machine.device import open_device
 from attnplug.machine.hardware import Processor, this_processor
@@ -74,9 +74,8 @@ class Plan:
         measured."""
         if names is None:
             if not (found := self.usable()):
-                raise UsageError(
-                    "no installed backend can serve what is to be measured; 'attnplug explain' says why for a model"
-                )
+                why = "'attnplug explain' says why for a model"
+                raise UsageError("; ".join(["no installed backend can serve what is to be measured", *self.notes, why]))
             return found
         asked = tuple(dict.fromkeys(name.strip() for name in names.split(",")))
         if AUTO in asked and not auto:
@@ -117,6 +116,8 @@ def read_plan(parsed: argparse.Namespace) -> Plan:
     if parsed.host is not None:
         problems = tuple(_hosted(parsed.host, problem) for problem in problems)
     notes = [f"{model.name}: {what} are not measured" for model in models for what in layers_to_measure(model)[1]]
+    if any(problem.prefilled_by_host for problem in problems) and any(point.role is Role.PREFILL for point in points):
+        notes.append(f"prefills are not measured: {parsed.host} has kernels of its own for them")
     processor = this_processor(device.type) or Processor(torch.cuda.get_device_name(device), sm or 0)
     return Plan(registry, device, processor, problems, points, context, settings, tuple(notes))
 
