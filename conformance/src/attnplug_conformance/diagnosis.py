@@ -23,6 +23,15 @@ class Wrong(Exception):
     """What a backend did wrong."""
 
 
+@contextmanager
+def wrong_when(words: str) -> Iterator[None]:
+    """Say of what goes wrong inside when that was."""
+    try:
+        yield
+    except Wrong as wrong:
+        raise Wrong(f"{words}: {wrong}") from None
+
+
 def judge(scene: Scene, output: Output) -> float:
     """The relative error of an output; raises :class:`Wrong` if rounding does not explain it."""
     wanted, wanted_lse = scene.wanted()

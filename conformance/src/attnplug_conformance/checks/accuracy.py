@@ -13,6 +13,10 @@ from attnplug_conformance.check import Check, Stand
 EXTEND, DECODE, MIXED = ForwardMode.EXTEND, ForwardMode.DECODE, ForwardMode.MIXED
 VERIFY, DRAFT = ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND
 
+MOST_ROWS = 64
+"""What a verify is tried with at most: ``Geometry.tree`` has a bit for each."""
+FULL_TILES = ((0, 128), (64, 64), (96, 32), (0, 64), (32, 32))
+
 
 def _accurate(stand: Stand) -> None:
     stand.accurate()
@@ -31,11 +35,6 @@ def _most_rows(stand: Stand) -> None:
         branches = tuple((row - 1) // 2 if row else -1 for row in range(rows))
         trees = (branches, tuple(row - 1 if row % 3 else row // 2 - 1 for row in range(rows)))
     stand.accurate(stand.scene(lengths=lengths, trees=trees))
-
-
-MOST_ROWS = 64
-"""What a verify is tried with at most: ``Geometry.tree`` has a bit for each."""
-FULL_TILES = ((0, 128), (64, 64), (96, 32), (0, 64), (32, 32))
 
 
 def decode(*prefixes: int, **changes: Any) -> Case:

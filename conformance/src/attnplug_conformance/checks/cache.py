@@ -15,7 +15,7 @@ from attnplug.host import SplitBackend
 from attnplug_conformance.arithmetic import FP8_MAX, NAN, relative_error
 from attnplug_conformance.case import FIRST, LAYER, Case, always
 from attnplug_conformance.check import Check, Stand
-from attnplug_conformance.diagnosis import Wrong, check_padding, check_result, judge, settings_kept
+from attnplug_conformance.diagnosis import Wrong, check_padding, check_result, judge, settings_kept, wrong_when
 from attnplug_conformance.scene import Output, Scene
 
 EXTEND, DECODE = ForwardMode.EXTEND, ForwardMode.DECODE
@@ -72,12 +72,8 @@ def _saturates(stand: Stand) -> None:
         rows[start:, ..., :4] = 2 * FP8_MAX * max(scene.case.kv_scales)
     before = scene.snapshot()
     scene.run()
-    try:
+    with wrong_when("where a new row holds numbers that fp8 does not: clamp them before they are rounded"):
         check_written(scene, before)
-    except Wrong as wrong:
-        raise Wrong(
-            f"where a new row holds numbers that fp8 does not: clamp them before they are rounded: {wrong}"
-        ) from None
 
 
 def _cut_table(stand: Stand) -> None:
@@ -88,12 +84,8 @@ def _cut_table(stand: Stand) -> None:
     whole = torch.full((rows, columns + 5), scene.trap, dtype=torch.int32, device=scene.device)
     whole[:, 2 : 2 + columns] = made.page_table
     batch = ForwardBatch(replace(made, page_table=whole[:, 2 : 2 + columns]))
-    try:
+    with wrong_when("with a page table whose rows do not follow each other; take its strides, or copy it"):
         judge(scene, scene.run(scene.plan(batch)))
-    except Wrong as wrong:
-        raise Wrong(
-            f"with a page table whose rows do not follow each other; take its strides, or copy it: {wrong}"
-        ) from None
 
 
 def _split_roles(stand: Stand) -> None:
@@ -103,10 +95,8 @@ def _split_roles(stand: Stand) -> None:
     role = Role.DECODE
     decode = stand.subject.build(scene.model, problem, role, scene.pools, scene.limits, frozenset({role}))
     scene.backend = SplitBackend(scene.backend, decode)
-    try:
+    with wrong_when("where one instance prefills and another decodes"):
         _extend_and_decode(stand, scene)
-    except Wrong as wrong:
-        raise Wrong(f"where one instance prefills and another decodes: {wrong}") from None
 
 
 def _round_trip(stand: Stand) -> None:
@@ -375,11 +365,9 @@ def _strided(stand: Stand) -> None:
     wide = [torch.cat([each, each + 1], -1)[..., : each.shape[-1]] for each in ([k] if v is None else [k, v])]
     before = scene.snapshot()
     output = Output(scene.forward(batch, (apart, wide[0], None if v is None else wide[1])), None, 0.0, 0.0)
-    try:
+    with wrong_when("with q, k and v that are not contiguous; take their strides, or copy them"):
         judge(scene, output)
         check_written(scene, before)
-    except Wrong as wrong:
-        raise Wrong(f"with q, k and v that are not contiguous; take their strides, or copy them: {wrong}") from None
 
 
 EXTENDS = ((5, 3), (9, 6), (0, 4))

@@ -13,7 +13,7 @@ from attnplug.host import HOST_ROWS, HiSparse, HostRows, HotPool, HotSizes, KVPo
 from attnplug_conformance.check import Check, Stand
 from attnplug_conformance.checks.cache import check_written
 from attnplug_conformance.checks.sparse import DECODE, EXTEND, VERIFY, SparseScene, judge_sparse, sparse_case
-from attnplug_conformance.diagnosis import Wrong
+from attnplug_conformance.diagnosis import wrong_when
 
 
 class HotScene(SparseScene):
@@ -61,10 +61,8 @@ def _brought_in(stand: Stand) -> None:
     scene = HotScene(stand.subject, stand.case)
     before = scene.snapshot()
     judge_sparse(stand, scene)
-    try:
+    with wrong_when("the cache in host memory"):
         check_written(scene, before)
-    except Wrong as wrong:
-        raise Wrong(f"the cache in host memory: {wrong}") from None
 
 
 def hisparse_checks() -> Iterator[Check]:

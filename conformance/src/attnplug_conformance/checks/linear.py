@@ -13,7 +13,7 @@ from attnplug.host import HybridLinearBackend
 from attnplug_conformance.arithmetic import NAN, relative_error
 from attnplug_conformance.case import FIRST, LAYER, Case, Shape, always
 from attnplug_conformance.check import Check, Measured, Stand, refused_with_an_error
-from attnplug_conformance.diagnosis import Wrong, settings_kept
+from attnplug_conformance.diagnosis import Wrong, settings_kept, wrong_when
 from attnplug_conformance.linear_scene import PAGE, LinearScene, tokens_of
 from attnplug_conformance.subject import Subject
 
@@ -45,10 +45,8 @@ def _two_steps(stand: Stand) -> None:
     second = LinearScene(stand.subject, later, backend=scene.backend)
     second.pool, second.pools, second.slots = scene.pool, scene.pools, scene.slots
     second.before = [[states[slot].clone() for slot in scene.slots] for states in scene.states(LAYER)]
-    try:
+    with wrong_when("in the step after an extend"):
         _measure(stand, second, second.judge(*second.run()))
-    except Wrong as wrong:
-        raise Wrong(f"in the step after an extend: {wrong}") from None
 
 
 def _verify(stand: Stand) -> None:
@@ -61,10 +59,8 @@ def _verify(stand: Stand) -> None:
         raise Wrong("a target verify changed states; commit_states advances them, by what was accepted")
     accepted = [count % (new + 1) for count, new in zip((2, 0, 4, 1), scene.new, strict=False)]
     attention.commit_states(batch, torch.tensor(accepted, device=scene.device))
-    try:
+    with wrong_when(f"after commit_states with {accepted} rows accepted"):
         scene.judge_states(accepted)
-    except Wrong as wrong:
-        raise Wrong(f"after commit_states with {accepted} rows accepted: {wrong}") from None
     outs = scene.wanted()[0]
     for found, right, what in ((out, outs[0], "the recurrence"), (conv, outs[1], "the convolution")):
         if found is not None and torch.cat(right).shape == found.shape:
@@ -112,10 +108,8 @@ def _verify_two_alive(stand: Stand) -> None:
     scene.x, scene.inputs = x, inputs
     for batch, counts in zip(both, (accepted[:half], accepted[half:]), strict=True):
         attention.commit_states(batch, torch.tensor(counts, device=scene.device))
-    try:
+    with wrong_when("with two batches verified before either was committed"):
         scene.judge_states(accepted)
-    except Wrong as wrong:
-        raise Wrong(f"with two batches verified before either was committed: {wrong}") from None
 
 
 def _anew(stand: Stand) -> None:
@@ -126,13 +120,11 @@ def _anew(stand: Stand) -> None:
     for mine, theirs in zip(scene.states(LAYER), other.states(LAYER), strict=True):
         mine.copy_(theirs)
     other.pool, other.pools = scene.pool, scene.pools
-    try:
+    with wrong_when(
+        "a batch after another one of as many requests and rows ran by what was planned for that one: plan each "
+        "batch from its own geometry"
+    ):
         _measure(stand, other, other.judge(*other.run()))
-    except Wrong as wrong:
-        raise Wrong(
-            f"a batch after another one of as many requests and rows ran by what was planned for that one: plan each "
-            f"batch from its own geometry ({wrong})"
-        ) from None
 
 
 def _strided(stand: Stand) -> None:
@@ -150,10 +142,8 @@ def _strided(stand: Stand) -> None:
         conv = attention.convolve(scene.x, scene.weight, scene.bias, scene.layer, batch, silu=scene.case.silu)
     if scene.inputs is not None:
         out = attention.attend_linear(scene.inputs, scene.layer, batch)
-    try:
+    with wrong_when("with rows that are not contiguous; take their strides, or copy them"):
         scene.judge(conv, out)
-    except Wrong as wrong:
-        raise Wrong(f"with rows that are not contiguous; take their strides, or copy them: {wrong}") from None
 
 
 def _part_of_more(rows: torch.Tensor) -> torch.Tensor:
@@ -195,10 +185,8 @@ def _two_alive(stand: Stand) -> None:
     attention.plan(first)
     other = LinearScene(stand.subject, replace(scene.case, lengths=((1, 1),) * 2, mode=DECODE), backend=scene.backend)
     attention.plan(other.batch())
-    try:
+    with wrong_when("with two plans alive, the first one ran by the second one's"):
         scene.judge(*scene.forward(attention, first))
-    except Wrong as wrong:
-        raise Wrong(f"with two plans alive, the first one ran by the second one's ({wrong})") from None
 
 
 def _unchanged(stand: Stand) -> None:
@@ -263,19 +251,15 @@ def _hybrid(stand: Stand) -> None:
     scene = _scene(stand)
     model = ModelSpec("conformance", "conformance", scene.case.layers, 4096)
     scene.backend = HybridLinearBackend(None, scene.backend, model)
-    try:
+    with wrong_when("inside the hybrid wrapper"):
         scene.judge(*scene.run())
-    except Wrong as wrong:
-        raise Wrong(f"inside the hybrid wrapper: {wrong}") from None
 
 
 def _twice(stand: Stand) -> None:
     first, second = _scene(stand), LinearScene(stand.subject, replace(stand.case, seed=9))
     second.judge(*second.run())
-    try:
+    with wrong_when("after a second instance was built in this process, the first is wrong"):
         first.judge(*first.run())
-    except Wrong as wrong:
-        raise Wrong(f"after a second instance was built in this process, the first is wrong: {wrong}") from None
 
 
 def _graph(stand: Stand) -> None:

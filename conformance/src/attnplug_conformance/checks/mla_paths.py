@@ -16,7 +16,7 @@ from attnplug_conformance.arithmetic import NAN, relative_error, tail, zero_by_c
 from attnplug_conformance.case import FP8_CACHES, Case, always
 from attnplug_conformance.check import Check, Measured, Stand
 from attnplug_conformance.checks.plans import Around
-from attnplug_conformance.diagnosis import Wrong, check_form
+from attnplug_conformance.diagnosis import Wrong, check_form, wrong_when
 from attnplug_conformance.reference import Rules, attention
 from attnplug_conformance.scene import Scene
 from attnplug_conformance.subject import Subject
@@ -73,15 +73,13 @@ def _two_alive(stand: Stand) -> None:
     first, second = Ragged(scene, (5, 3), (11, 7), False, 0), Ragged(scene, (3, 5), (9, 9), False, 0)
     plan = _chunk_plan(scene, first.call)
     _chunk_plan(scene, second.call)
-    try:
+    with wrong_when(
+        "with the calls of two batches planned, that of the first one ran by the second one's lengths: keep what "
+        "init_mha_chunk_metadata plans in the plan that it returns"
+    ):
         with zero_by_chance_is_nan(scene.device):
             out = hook(first.q.clone(), first.k.clone(), first.v.clone(), scene.layer, first.call, plan, None)
         _judge_ragged(stand, first, out, None)
-    except Wrong as wrong:
-        raise Wrong(
-            f"with the calls of two batches planned, that of the first one ran by the second one's lengths: keep what "
-            f"init_mha_chunk_metadata plans in the plan that it returns ({wrong})"
-        ) from None
 
 
 def _chunk_plan(scene: Scene, call: RaggedCall) -> object:
@@ -135,10 +133,8 @@ def _wrapped(stand: Stand) -> None:
     scene.backend = SplitBackend(Around(Around(scene.backend)), scene.backend)
     paths = stand.subject.can.mla_extend
     path = ExtendPath.CHUNKED if ExtendPath.CHUNKED in paths else ExtendPath.ONE_SHOT
-    try:
+    with wrong_when("inside wrappers"):
         _extend(path, stand, scene)
-    except Wrong as wrong:
-        raise Wrong(f"inside wrappers: {wrong}") from None
 
 
 class UpProjected:

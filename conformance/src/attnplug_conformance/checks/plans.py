@@ -23,7 +23,7 @@ from attnplug.host import BatchPlan, bind_hook, optional_hooks, plan_forward
 from attnplug_conformance.arithmetic import poison, relative_error
 from attnplug_conformance.case import LAYER, Case, always
 from attnplug_conformance.check import Check, Stand, refused_with_an_error
-from attnplug_conformance.diagnosis import Wrong
+from attnplug_conformance.diagnosis import Wrong, wrong_when
 from attnplug_conformance.scene import Output, Scene
 from attnplug_conformance.subject import Subject
 
@@ -113,13 +113,10 @@ def _two_alive(stand: Stand) -> None:
     first = scene.plan(scene.batch())
     plan_forward(scene.backend, other.batch())
     output = scene.run(first)
-    try:
+    with wrong_when(
+        "with two plans alive, the first one ran by the second one's lengths: keep nothing of a batch on the backend"
+    ):
         stand.judge(scene, output)
-    except Wrong as wrong:
-        raise Wrong(
-            f"with two plans alive, the first one ran by the second one's lengths: keep nothing of a batch on the "
-            f"backend ({wrong})"
-        ) from None
 
 
 def _anew(stand: Stand) -> None:
@@ -137,13 +134,11 @@ def _anew(stand: Stand) -> None:
         for memory in other.memories(LAYER):
             poison(memory)
         other.store(LAYER, [(0, before) for before, _ in case.lengths])
-        try:
+        with wrong_when(
+            f"a batch after another one {like} ran by what was planned for that one: plan each batch from its own "
+            "geometry"
+        ):
             stand.judge(other, other.run())
-        except Wrong as wrong:
-            raise Wrong(
-                f"a batch after another one {like} ran by what was planned for that one: plan each batch from its own "
-                f"geometry ({wrong})"
-            ) from None
 
 
 def _let_go(stand: Stand) -> None:
@@ -262,10 +257,8 @@ def _built_twice(stand: Stand) -> None:
     first = stand.scene()
     second = stand.scene(seed=5)
     stand.judge(second, second.run())
-    try:
+    with wrong_when("after a second instance was built in this process, the first is wrong"):
         stand.judge(first, first.run())
-    except Wrong as wrong:
-        raise Wrong(f"after a second instance was built in this process, the first is wrong: {wrong}") from None
 
 
 def _claims(stand: Stand) -> None:

@@ -29,7 +29,7 @@ from attnplug_conformance.arithmetic import NAN, as_bytes, poison, relative_erro
 from attnplug_conformance.case import LAYER, Case
 from attnplug_conformance.check import Check, Measured, Stand
 from attnplug_conformance.checks.graphs import Capture, graphs_claimed, others
-from attnplug_conformance.diagnosis import Wrong, check_padding, check_result
+from attnplug_conformance.diagnosis import Wrong, check_padding, check_result, wrong_when
 from attnplug_conformance.packed import index_keys_in_fp8, put_index_keys
 from attnplug_conformance.reference import Rules, ancestors, attention
 from attnplug_conformance.scene import Scene
@@ -258,11 +258,9 @@ def _replays(stand: Stand) -> None:
     for other in others(stand, scene):
         capture.put(other)
         out = capture.replay()
-        try:
+        with wrong_when("a replay with other lengths and pages"):
             other.judge(capture.selected)
             judge_selected(stand, other, out)
-        except Wrong as wrong:
-            raise Wrong(f"a replay with other lengths and pages: {wrong}") from None
 
 
 def _not_given(stand: Stand) -> None:
