@@ -93,6 +93,21 @@ def test_where_a_host_absorbs_queries_come_in_parts_and_rows_are_there(apart: bo
     assert seen == {(latent, rope, True) if apart else (latent + rope, None, True)}
 
 
+@pytest.mark.parametrize("by_host", [True, False])
+def test_auto_is_chosen_by_tables_of_the_host_that_is_measured(by_host: bool, install: Install, monkeypatch) -> None:
+    registry, seen, rank = toys(install), [], measure.default_ranking
+
+    def watched(registry, problem, **more):
+        seen.append(problem.mla_by_host)
+        return rank(registry, problem, **more)
+
+    monkeypatch.setattr(measure, "default_ranking", watched)
+    given = problem("tiny:deepseek_v3", mla_by_host=by_host)
+    found = tasks_of(registry.get("torch_native"), [given], parse_points("1x64"))
+    (timed,) = run_job(Job("auto", found, "cpu", 128), registry, FakeClock({"auto": constant(1)}, runs=True))
+    assert isinstance(timed, Timed) and seen == [by_host]
+
+
 def test_requests_that_differ_have_the_mean_of_their_point(install: Install) -> None:
     registry = toys(install)
     clock = FakeClock({"torch_native": constant(1)}, runs=True)
