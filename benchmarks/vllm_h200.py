@@ -7,7 +7,8 @@ python benchmarks/vllm_h200.py --table benchmarks/results/vllm_h200.json
 A backend is one of vLLM's (--attention-backend NAME), or one of ours as attnplug:NAME. NAME@64 sets --block-size, which
 is otherwise left to vLLM. Each runs in a process of its own, with vLLM's defaults: torch.compile, full decode graphs.
 All start at once, since most of a start is compiling on the host; then one after the other measures, while the others
-wait.
+wait. They do so --rounds times, each time in the reverse order of the time before: a host is not equally fast all the
+time, and a step takes it longer than the GPU. ``step_us`` is the median of the rounds, ``rounds_us`` are all of them.
 The model is the dense DeepSeek-V3 shape of decode_models.py (16 layers, hidden 2048, latent 512 + 64) with random
 weights and 16 or 128 heads.
 
@@ -29,6 +30,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -133,14 +135,17 @@ def measured(arguments: argparse.Namespace, backend: str) -> dict[str, Any]:
             "cudagraph_mode": str(runner.compilation_config.cudagraph_mode),
             "chosen": _chosen(runner),
         }
-        _wait_for_turn(arguments.turn)
-        clock = Clock(arguments.budget, lambda: _save(arguments.out, found()), Turns(None))
-        for context in sorted(contexts):
-            ladder = Ladder(llm, config["vocab_size"], context)
-            here = [p for p in points if p.context == context and p.batch * context <= arguments.most_tokens]
-            for point in sorted(here, key=lambda p: -p.batch):
-                clock.record(point, partial(_measure, ladder, point, clock, llm, builder, arguments.no_trace))
-            ladder.end()
+        for number in range(arguments.rounds):
+            _wait_for_turn(arguments.turn, number)
+            clock = Clock(arguments.budget, lambda: _save(arguments.out, found()), Turns(None))
+            trace = number == 0 and not arguments.no_trace
+            for context in sorted(contexts):
+                ladder = Ladder(llm, config["vocab_size"], context)
+                here = [p for p in points if p.context == context and p.batch * context <= arguments.most_tokens]
+                for point in sorted(here, key=lambda p: -p.batch):
+                    clock.record(point, partial(_measure, ladder, point, clock, llm, builder, trace))
+                ladder.end()
+            _end_turn(arguments.turn, number)
     return found()
 
 
@@ -160,10 +165,13 @@ def _chosen(runner: Any) -> list[str]:
     return [f"{role}: {', '.join(b.spec.name for b in selection.serving(role))}" for role in selection.choices]
 
 
-def _measure(ladder: Any, point: Point, clock: Clock, llm: Any, builder: Any, no_trace: bool) -> dict[str, Any]:
+def _measure(ladder: Any, point: Point, clock: Clock, llm: Any, builder: Any, trace: bool) -> dict[str, Any]:
     found: dict[str, Any] = ladder.measure(point, clock)
-    found["build_us"] = _build_us(llm, builder)
-    if not no_trace:
+    found["rounds_us"] = [*point.found.get("rounds_us", ()), found["step_us"]]
+    found["step_us"] = statistics.median(found["rounds_us"])
+    if "build_us" not in point.found:
+        found["build_us"] = _build_us(llm, builder)
+    if trace:
         from decode_trace import traced
 
         def steps(count: int) -> float:
@@ -213,12 +221,17 @@ def _cache_bytes(config: Config, tokens: int) -> int:
     return int(1.05 * row * tokens) + (1 << 28)
 
 
-def _wait_for_turn(turn: str | None) -> None:
+def _wait_for_turn(turn: str | None, number: int) -> None:
     if turn is None:
         return
     Path(f"{turn}.ready").touch()
-    while not Path(turn).exists():
+    while not Path(f"{turn}.{number}").exists():
         time.sleep(0.1)
+
+
+def _end_turn(turn: str | None, number: int) -> None:
+    if turn is not None:
+        Path(f"{turn}.{number}.done").touch()
 
 
 def _each_apart(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -240,15 +253,23 @@ def _each_apart(arguments: argparse.Namespace) -> dict[str, Any]:
             time.sleep(0.2)
         others = Turns(arguments.turns)
         others.alone()
-        for turn, (out, process) in processes.items():
-            ready = Path(f"{turn}.ready").exists()
-            turn.touch()
-            try:
-                process.wait(timeout=max(min(arguments.points_s + 15, end - time.perf_counter()), 0) if ready else 0)
-            except subprocess.TimeoutExpired:
-                print(f"{turn.name}: {'not done' if ready else 'not started'} in time", flush=True)
-                process.kill()
-                process.wait()
+        for number in range(arguments.rounds):
+            for turn, (_, process) in list(processes.items())[:: 1 - 2 * (number % 2)]:
+                if process.poll() is not None:
+                    continue
+                ready, done = Path(f"{turn}.ready").exists(), Path(f"{turn}.{number}.done")
+                Path(f"{turn}.{number}").touch()
+                latest = min(time.perf_counter() + arguments.points_s + 15, end) if ready else 0
+                while not done.exists() and process.poll() is None and time.perf_counter() < latest:
+                    time.sleep(0.1)
+                if not done.exists() and process.poll() is None:
+                    print(f"{turn.name}: {'not done' if ready else 'not started'} in time", flush=True)
+                    process.kill()
+        for out, process in processes.values():
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(timeout=10)
+            process.kill()
+            process.wait()
             if out.exists():
                 results.append(json.loads(out.read_text()))
     return merged(results)
@@ -322,7 +343,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--batches", default="1,4,16,64")
     parser.add_argument("--contexts", default="1024,16384,65536")
     parser.add_argument("--budget", type=float, default=570, help="seconds in all")
-    parser.add_argument("--points-s", type=float, default=50, help="seconds for the points of one backend")
+    parser.add_argument("--points-s", type=float, default=50, help="seconds for the points of one backend in a round")
+    parser.add_argument("--rounds", type=int, default=1, help="how often all points are measured")
     parser.add_argument(
         "--most-tokens",
         type=int,
