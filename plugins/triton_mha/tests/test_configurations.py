@@ -75,7 +75,7 @@ def test_it_compiles_for_gpus_and_fits_them() -> None:
         (90, 8000, 1, "bf16", 64, 16, {"window": 100}),
         (80, 64, 1, "fp16", 128, 16, {"tree": True}),
         (90, 16, 1, "bf16", 128, 64, {"tree": True, "extras": True}),
-        (90, 8000, 1, "bf16", 128, 64, {"fp8": True}),
+        (90, 8000, 1, "bf16", 128, 64, {"fp8": True, "apart": True}),
         (100, 4, 256, "bf16", 128, 1, {"extras": True}),
     ):
         fp8, width = "fp8" in more, 1 << (dim - 1).bit_length()
@@ -84,7 +84,7 @@ def test_it_compiles_for_gpus_and_fits_them() -> None:
     compiled = compiled_by(Path(__file__).with_name("cross_compile.py"), json.dumps(wanted))
     assert {(sm, kernel) for sm, kernel, _ in compiled} == {
         *((sm, "attend") for sm in (80, 86, 89, 90, 100)),
-        *((90, kernel) for kernel in ("plan", "plan of different rows")),
+        *((90, kernel) for kernel in ("plan", "plan of different rows", "merge")),
     }
     for sm, kernel, taken in compiled:
         assert taken <= SHARED[sm], (sm, kernel)
