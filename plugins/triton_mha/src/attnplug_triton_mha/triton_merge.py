@@ -144,7 +144,7 @@ def launch_merge(
     value_scale: float,
     fp8: bool,
 ) -> None:
-    """Merge the rows of ``out`` ``[rows, heads, v_dim]`` and ``lse`` whose tiles have parts; others stay as they are."""
+    """Merge rows of ``out`` ``[rows, heads, v_dim]`` and ``lse`` whose tiles have parts; others stay as they are."""
     configuration, shape, cut = schedule.configuration, schedule.layers, apart.cut
     heads = shape.kv_heads * shape.group
     merge[schedule.rows * heads, triton.cdiv(shape.v_dim, cut.columns)](
