@@ -99,6 +99,7 @@ class Schedule:
         tiles: int,
         target: int,
     ) -> Apart | None:
+        """For a batch of equally many new tokens, by its shape and by the room in its page table."""
         tile, step, rows = configuration.tile, configuration.step, geometry.max_new * layers.group
         cache_rows = geometry.page_table.shape[1] * geometry.page_size
         if layers.window:

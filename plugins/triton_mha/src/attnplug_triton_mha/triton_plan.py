@@ -107,7 +107,7 @@ def _plan(
         tl.store(mine + 10, partial)
         tl.store(mine + 11, page)
         if MERGED:
-            # Every request has as many tiles. Each has a first part, whose program says it for all of them.
+            # All requests have equally many tiles. The program of a tile's first part writes for all of its parts.
             first = (its_new > 0) & (part == 0)
             its_tile = merged + (owner * its_tiles + tile) * 2
             tl.store(its_tile, its_parts, mask=first)
