@@ -35,7 +35,7 @@ class RowPlaces:
     cache: Tensor
     """``[slots, row_dim]``: the layer's memory. Rows may lie apart, their numbers are adjacent."""
     slots: Tensor
-    """``[rows]``, adjacent."""
+    """``[rows]`` integers, of any stride."""
 
 
 class MLAAttention:
@@ -123,7 +123,7 @@ class MLAAttention:
         # Judged here already: by a stale plan rows would go to slots that are somebody else's by now (B5).
         slots = batch.plan_for(self._backend.backend_id, tokens).row_slots()
         cache = self._by_slot.get(layer.layer_id)
-        if slots is None or slots.stride(0) != 1 or cache is None or cache.dtype is not dtype:
+        if slots is None or cache is None or cache.dtype is not dtype:
             return None
         return RowPlaces(cache, slots)
 

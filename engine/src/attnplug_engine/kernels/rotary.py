@@ -97,7 +97,8 @@ def _gains(q_gain, k_gain, query, place, DIM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["planned", "limit"])
 def _latent_rows(
-    rows, slots, q, down, cos, sin, gain, planned, limit, row_stride, q_stride, q_head_stride, down_stride, eps,
+    rows, slots, q, down, cos, sin, gain, planned, limit, slot_step, row_stride, q_stride, q_head_stride, down_stride,
+    eps,
     HEADS: tl.constexpr, NOPE: tl.constexpr, LATENT: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
     BLOCK_HEADS: tl.constexpr, BLOCK_LATENT: tl.constexpr, BLOCK_HALF: tl.constexpr, BY_SLOT: tl.constexpr,
     EARLY: tl.constexpr,
@@ -121,7 +122,7 @@ def _latent_rows(
         column = tl.arange(0, BLOCK_LATENT)
         place = token
         if BY_SLOT:
-            place = tl.load(slots + token, mask=token < planned, other=-1).to(tl.int64)
+            place = tl.load(slots + token * slot_step, mask=token < planned, other=-1).to(tl.int64)
         # Padding is computed, and not stored: to branch would be to wait for the slot before the row is loaded.
         kept = (place >= 0) & (place < limit)
         stored, stored_pairs = column < tl.where(kept, LATENT, 0), pair < tl.where(kept, HALF, 0)
@@ -129,10 +130,10 @@ def _latent_rows(
         inside = column < LATENT
         latent = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
         gains = tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
-        latent *= tl.rsqrt(tl.sum(latent * latent, 0) / LATENT + eps) * gains
-        tl.store(target + column, latent.to(rows.dtype.element_ty), mask=stored)
         a = tl.load(source + LATENT + first, mask=there, other=0.0).to(tl.float32)
         b = tl.load(source + LATENT + second, mask=there, other=0.0).to(tl.float32)
+        latent *= tl.rsqrt(tl.sum(latent * latent, 0) / LATENT + eps) * gains
+        tl.store(target + column, latent.to(rows.dtype.element_ty), mask=stored)
         tl.store(target + LATENT + first, (a * c - b * s).to(rows.dtype.element_ty), mask=stored_pairs)
         tl.store(target + LATENT + second, (b * c + a * s).to(rows.dtype.element_ty), mask=stored_pairs)
     else:
@@ -233,7 +234,8 @@ class Turn:
             block = _heads_at_once(tokens, heads)
             _latent_rows[tokens, 1 + triton.cdiv(heads, block)](
                 rows, slots, q, down, self._cos, self._sin, norm.weight,
-                slots.shape[0], rows.shape[0], rows.stride(0), q.stride(0), q.stride(1), down.stride(0), norm.eps,
+                slots.shape[0], rows.shape[0], slots.stride(0), rows.stride(0), q.stride(0), q.stride(1),
+                down.stride(0), norm.eps,
                 HEADS=heads,
                 NOPE=nope,
                 LATENT=latent,
