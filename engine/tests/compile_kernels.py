@@ -51,7 +51,7 @@ PAIRS = {
     "VALUE_DIM_STRIDE": 1, "VALUE_DIM": 64, "KEY_BLOCKS": 1,
 }  # fmt: skip
 HEADS = {"QUERIES": 32, "SKIPPED": 0, "HEADS": 40, "DIM": 96, "NORM": True, "BLOCK_REST": 32, **ROTATED}
-LATENT = {"HEADS": 16, "NOPE": 128, "LATENT": 512, "BLOCK_LATENT": 512, **ROTATED}
+LATENT = {"HEADS": 16, "NOPE": 128, "LATENT": 512, "BLOCK_LATENT": 512, "slot_step": 1, **ROTATED}
 _TILES = {**product(8, 2048, 16, 512, gated=False, norm=True, onto=False), "WARPS": 4}
 KERNELS: list[tuple[str, Any, dict[str, object], tuple[str, ...], int]] = [
     ("product", _product, product(1, 2048, 4, 2048, gated=True, norm=True, onto=False), ("rows", "columns"), 4),
@@ -60,7 +60,8 @@ KERNELS: list[tuple[str, Any, dict[str, object], tuple[str, ...], int]] = [
     ("by_head", _by_head, by_head(16, 128, 512, 64, transposed=False), ("rows",), 4),
     ("by_head", _by_head, by_head(16, 512, 128, 32, transposed=True), ("rows",), 4),
     ("heads", _turn_heads, {**HEADS, "PAIRS": False}, (), 2),
-    ("latent", _latent_rows, {**LATENT, "PAIRS": True}, (), 2),
+    ("latent", _latent_rows, {**LATENT, "PAIRS": True, "BY_SLOT": False}, (), 2),
+    ("latent", _latent_rows, {**LATENT, "PAIRS": True, "BY_SLOT": True}, (), 2),
     ("angles", _angles, {"HALF": 32, "BLOCK": 32}, (), 1),
     ("rms_norm", _rms_norm, {"WIDTH": 2048, "BLOCK": 2048}, (), 4),
     ("silu_and_mul", _silu_and_mul, {"WIDTH": 8192, "BLOCK": 1024}, (), 4),

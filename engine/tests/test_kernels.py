@@ -295,20 +295,6 @@ def test_heads_are_normed_and_rotated_where_they_lie(with_norms: bool, dim: int,
     assert torch.equal(qkv[:, 7 + skipped :], before[:, 7 + skipped :])
 
 
-@pytest.mark.parametrize("device", BY_KERNEL)
-@pytest.mark.parametrize("pairs", [False, True])
-def test_latent_rows_are_normed_and_rotated_with_their_queries(pairs: bool, device: str) -> None:
-    turn, twin = turn_and_twin(pairs, device)
-    q, down = random(3, 5, 24 + 16, device=device), poisoned_rows(3, 20 + 16, device, seed=1)
-    before = q.clone()
-    gain = random(20, device=device, seed=2)
-    rows = turn.latent_rows(q, down, 24, SimpleNamespace(weight=gain, eps=1e-3)).cpu()
-    assert torch.equal(q[..., :24], before[..., :24])
-    assert error(q[..., 24:].cpu(), rotated(twin, before[..., 24:])) <= BOUNDS[q.dtype]
-    assert error(rows[:, :20], normed(down[:, :20].cpu(), gain.cpu(), 1e-3)) <= BOUNDS[q.dtype]
-    assert error(rows[:, 20:], rotated(twin, down[:, None, 20:]).squeeze(1)) <= BOUNDS[q.dtype]
-
-
 # Whole models
 
 
@@ -319,6 +305,9 @@ class PretendAttention:
         group = q.shape[1] // k.shape[1]
         k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
         return v * (q * k).sum(-1, keepdim=True).tanh()
+
+    def row_places(self, *_: object) -> None:
+        """Rows are attended to as they are."""
 
     def attend_mla(self, q: Tensor, rows: Tensor, layer: Any, weights: Any, *_: object, **_extras: object) -> Tensor:
         absorbed = weights.absorb(q)

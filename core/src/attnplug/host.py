@@ -121,6 +121,7 @@ if TYPE_CHECKING:
     from attnplug.machine.hardware import this_processor as this_processor
     from attnplug.mla import ExtendPolicy as ExtendPolicy
     from attnplug.mla import MLAWeights as MLAWeights
+    from attnplug.mla import RowPlaces as RowPlaces
     from attnplug.mla import merge_partial as merge_partial
     from attnplug.mla.chunks import Chunk as Chunk
     from attnplug.mla.chunks import Span as Span
@@ -223,7 +224,7 @@ _MODULES = {
     "machine": ("interrupt",),
     "machine.device": ("open_device",),
     "machine.hardware": ("Processor", "this_processor"),
-    "mla": ("ExtendPolicy", "MLAWeights", "merge_partial"),
+    "mla": ("ExtendPolicy", "MLAWeights", "RowPlaces", "merge_partial"),
     "mla.chunks": ("Chunk", "Span", "plan_prefix_chunks"),
     "torch_native.backend": ("TorchNativeBackend",),
     "tune.page": ("html_page",),

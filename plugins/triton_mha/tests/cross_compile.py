@@ -1,7 +1,8 @@
 """Compiles the plugin's kernels for GPUs that need not be there, and says what they take. With core/tests on the path:
 
 python cross_compile.py '[{"sm": …, "cut": CONFIGURATION, "type": TYPE, "dim": …, "page_size": …}, …]'
-    the attention kernel of each case, and for SM 90 both plans; prints [SM, kernel, shared bytes] of all
+    the attention kernel of each case, and for SM 90 both plans and the merge; prints [SM, kernel, shared bytes]
+    of all
 python cross_compile.py --table    every entry of the table on SM 90, with registers and spills by ptxas; minutes
 """
 
@@ -13,16 +14,18 @@ from typing import Any
 
 import triton
 
-from attnplug_triton_mha.attention import merge_parts
-from attnplug_triton_mha.configurations import TABLE, TABLE_FP8, Room, fitting
+from attnplug_triton_mha.attention import merged_at_once
+from attnplug_triton_mha.configurations import TABLE, TABLE_FP8, MergeCut, Room, fitting, merge_cut
 from attnplug_triton_mha.triton_attention import attend as attend_kernel
+from attnplug_triton_mha.triton_merge import _FEW
+from attnplug_triton_mha.triton_merge import merge as merge_kernel
 from attnplug_triton_mha.triton_plan import _plan
 from support import ahead
 
 GROUP, KV_HEADS = 4, 8
 POINTERS = {
     **dict.fromkeys(("lse", "sinks", "partials", "partial_weights"), "*fp32"),
-    **dict.fromkeys(("page_table", "counters", "records", "seq_lens", "new_lens"), "*i32"),
+    **dict.fromkeys(("page_table", "counters", "records", "tiles", "merged", "seq_lens", "new_lens"), "*i32"),
     **dict.fromkeys(("slots", "tree"), "*i64"),
 }
 FLOATS = dict.fromkeys(("scale", "cap", "value_scale"), "fp32")
@@ -44,6 +47,7 @@ def attend(
     fp8: bool = False,
     pairs: bool = True,
     tree: bool = False,
+    apart: bool = False,
 ):
     rows, width = GROUP if cut["tile"] == 16 else 16, 1 << (dim - 1).bit_length()
     strides = {"PAGE": page_size * KV_HEADS * dim, "SLOT": KV_HEADS * dim, "HEAD": dim, "COLUMN": 1}
@@ -65,8 +69,9 @@ def attend(
         "LSE": extras,
         "TILE": cut["tile"],
         "STEP": cut["step"],
+        "APART": apart,
         "MERGE_ROWS": rows,
-        "MERGE_PARTS": merge_parts(rows, width, cut["merged"] * 32 * cut["warps"]),
+        "MERGE_PARTS": merged_at_once(rows, width, cut["merged"] * 32 * cut["warps"]),
         "SINGLE": cut["single"],
         "OVERLAP": cut["overlap"],
         "PREFETCH": cut["prefetch"],
@@ -78,6 +83,25 @@ def attend(
     return compiled(attend_kernel, sm, constants, options, **{name: f"*{kind}" for name, kind in pointers.items()})
 
 
+def merge(sm: int, cut: dict[str, Any], type: str, merging: MergeCut, dim: int = 256, fp8: bool = False):
+    constants = {
+        "HEADS": KV_HEADS * GROUP,
+        "GROUP": GROUP,
+        "TILE": cut["tile"],
+        "V_DIM": dim,
+        "V_WIDTH": 1 << (dim - 1).bit_length(),
+        "COLUMNS": merging.columns,
+        "PARTS": merging.parts,
+        "FEW": min(merging.parts, _FEW),
+        "SINKS": True,
+        "LSE": True,
+        "FLOAT8": fp8,
+        "OVERLAP": cut["overlap"],
+    }
+    options = {"num_warps": merging.warps, "launch_pdl": cut["overlap"]}
+    return compiled(merge_kernel, sm, constants, options, out=f"*{type}")
+
+
 def plan(sm: int, cut: dict[str, Any], uniform: bool, window: int, block: int = 16):
     constants = {
         "UNIFORM": uniform,
@@ -87,6 +111,7 @@ def plan(sm: int, cut: dict[str, Any], uniform: bool, window: int, block: int = 
         "WINDOW": window,
         "PAGE_SIZE": 64,
         "SLOTS": True,
+        "MERGED": uniform,
         "BLOCK": block,
         "ROWS": 128 if uniform else 32,
     }
@@ -102,6 +127,10 @@ def resources(made) -> str:
 
 def table() -> Iterator[tuple[str, Any]]:
     """Every kernel that the table asks for, by what tells it from others."""
+    for parts, rows in ((132, 16), (33, 32), (16, 16), (16, 4096)):
+        cut = merge_cut(parts, rows, 256, 132)
+        name = f"merge {cut.parts} parts, {cut.columns} columns, {cut.warps} warps"
+        yield name, merge(90, asdict(TABLE[0][-1]), "bf16", cut)
     for fp8, table in ((False, TABLE), (True, TABLE_FP8)):
         for entry in dict.fromkeys(entry for *_, entry in table):
             for dim in (64, 128, 256):
@@ -113,12 +142,14 @@ def table() -> Iterator[tuple[str, Any]]:
 
 
 def every_kernel(cases: list[dict[str, Any]]) -> Iterator[tuple[int, str, Any]]:
-    """Of each case its attention kernel; cut as the first one on SM 90 is, the plans."""
+    """Of each case its attention kernel; cut as the first one on SM 90 is, the kernels around it."""
     for case in cases:
         yield case["sm"], "attend", attend(**case)
-    cut = next(case["cut"] for case in cases if case["sm"] == 90)
+    first = next(case for case in cases if case["sm"] == 90)
+    cut = first["cut"]
     yield 90, "plan", plan(90, cut, uniform=True, window=0)
     yield 90, "plan of different rows", plan(90, cut, uniform=False, window=100)
+    yield 90, "merge", merge(90, cut, first["type"], merge_cut(132, 16, 256, 132))
 
 
 def main(asked: str) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from attnplug import AttentionBackend, BackendContext, DType
-from attnplug_triton_mha.configurations import Configuration
+from attnplug_triton_mha.configurations import Configuration, Merge
 from support.batches import declaring
 from support.kernel_scene import KernelCase, KernelScene, check_stored
 from support.kernel_scene import check as check_scene
@@ -23,8 +23,10 @@ FP8_TOLERANCE = 2e-2
 
 
 def small(rows: int, requests: int, kv_heads: int, fp8: bool) -> Configuration:
-    """Short steps and low tiles, so that small batches have many of both."""
-    return Configuration(16 if rows <= 16 else 64, 16, 4, 2, programs=2, single=requests > 2, overlap=False)
+    """Short steps and low tiles, so that small batches have many of both; merged in both ways."""
+    merge: Merge = "inside" if requests % 2 else "apart"
+    tile = 16 if rows <= 16 else 64
+    return Configuration(tile, 16, 4, 2, programs=2, single=requests > 2, merge=merge, overlap=False)
 
 
 def build(context: BackendContext, choose: Choose | None = None) -> AttentionBackend:

@@ -166,13 +166,14 @@ class TestOnAGPU:
 
     @on_a_gpu
     @pytest.mark.parametrize("requests", [1, 30])
-    def test_kernels_that_are_launched_early(self, requests, device):
+    @pytest.mark.parametrize("heads", [{"heads": 32, "kv_heads": 8}, {"heads": 16, "kv_heads": 2, "head_dim": 256}])
+    def test_kernels_that_are_launched_early(self, heads, requests, device):
         """Queries and new rows are made by a kernel that lets the next ones begin at once, and is late with both."""
         if torch.cuda.get_device_capability() < (9, 0):
             pytest.skip("kernels wait for each other on the device from SM 90 on")
         from support.late_kernel import fill_late
 
-        case = mha(((5000, 1),) * requests, DECODE, heads=32, kv_heads=8, lse=False)
+        case = mha(((5000, 1),) * requests, DECODE, lse=False, **heads)
         stage = scene(case, device)
         memory = stage.pool.keys(LAYER), stage.pool.values(LAYER)
         before, first = [pages.clone() for pages in memory], stage.results()[0]

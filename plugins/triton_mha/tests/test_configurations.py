@@ -47,6 +47,55 @@ def test_no_plan_asks_for_more_partial_results_than_were_reserved(kv_heads, mult
             assert made.partial_rows * kv_heads <= most_partial_rows(multiprocessors, kv_heads)
 
 
+def a_schedule(heads: tuple[int, int, int], requests: int, new: int, window: int = 0, differ: bool = False):
+    """Of a batch on an H200: (KV heads, query heads of each, columns), new tokens of each request."""
+    from attnplug_triton_mha.planner import LayerShape, Schedule
+
+    kv_heads, group, dim = heads
+    table, lens = torch.zeros(requests, 512, dtype=torch.int32), torch.zeros(requests, dtype=torch.int32)
+    mode, rows = ForwardMode.EXTEND, requests * new
+    batch = Geometry(
+        mode, table, lens, 64, rows=rows, max_seq_len=1 << 15, max_new=new, new_lens=lens if differ else None
+    )
+    cut = choose(new * group, requests, kv_heads, False)
+    return Schedule.reserve(LayerShape(kv_heads, group, dim, dim, window), cut, batch, 132)
+
+
+@INTERPRETED
+class TestWhoMerges:
+    """Decided by shapes alone: lengths are on the device, and a captured graph serves all of them."""
+
+    @pytest.mark.parametrize(
+        ("heads", "requests", "new"),
+        [((2, 8, 256), 1, 1), ((2, 8, 256), 8, 1), ((2, 8, 256), 1, 4), ((1, 32, 128), 1, 1), ((2, 8, 256), 2, 60)],
+    )
+    def test_a_kernel_apart_merges_much(self, heads, requests, new):
+        made = a_schedule(heads, requests, new)
+        assert made.apart is not None
+        cut, group = made.apart.cut, heads[1]
+        assert len(made.apart.tiles) == requests * -(-new * group // made.configuration.tile)
+        assert cut.parts * cut.columns <= 64 * 32 * cut.warps and cut.warps <= 4 and cut.columns <= heads[2]
+
+    @pytest.mark.parametrize(
+        ("heads", "requests", "new", "more"),
+        [
+            ((8, 4, 64), 1, 1, {}),
+            ((8, 4, 128), 64, 1, {}),
+            ((2, 8, 256), 500, 1, {}),
+            ((2, 8, 256), 1, 8192, {}),
+            ((8, 8, 64), 1, 1, {"window": 128}),
+            ((2, 8, 256), 3, 4, {"differ": True}),
+        ],
+        ids=["small heads", "many requests", "not divided", "long prompts", "a short window", "different rows"],
+    )
+    def test_one_program_merges_little(self, heads, requests, new, more):
+        assert a_schedule(heads, requests, new, **more).apart is None
+
+    def test_all_parts_of_one_request_are_loaded_at_once_and_by_all_multiprocessors(self):
+        cut = a_schedule((2, 8, 256), 1, 1).apart.cut
+        assert cut.parts >= 132 and 16 * 256 // cut.columns >= 120
+
+
 @pytest.mark.parametrize("sm", SHARED)
 @pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("fp8", [False, True])
@@ -75,7 +124,7 @@ def test_it_compiles_for_gpus_and_fits_them() -> None:
         (90, 8000, 1, "bf16", 64, 16, {"window": 100}),
         (80, 64, 1, "fp16", 128, 16, {"tree": True}),
         (90, 16, 1, "bf16", 128, 64, {"tree": True, "extras": True}),
-        (90, 8000, 1, "bf16", 128, 64, {"fp8": True}),
+        (90, 8000, 1, "bf16", 128, 64, {"fp8": True, "apart": True}),
         (100, 4, 256, "bf16", 128, 1, {"extras": True}),
     ):
         fp8, width = "fp8" in more, 1 << (dim - 1).bit_length()
@@ -84,7 +133,7 @@ def test_it_compiles_for_gpus_and_fits_them() -> None:
     compiled = compiled_by(Path(__file__).with_name("cross_compile.py"), json.dumps(wanted))
     assert {(sm, kernel) for sm, kernel, _ in compiled} == {
         *((sm, "attend") for sm in (80, 86, 89, 90, 100)),
-        *((90, kernel) for kernel in ("plan", "plan of different rows")),
+        *((90, kernel) for kernel in ("plan", "plan of different rows", "merge")),
     }
     for sm, kernel, taken in compiled:
         assert taken <= SHARED[sm], (sm, kernel)

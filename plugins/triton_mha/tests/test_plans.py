@@ -14,12 +14,11 @@ from support.batches import geometry
 from support.devices import INTERPRETED
 
 pytestmark = INTERPRETED
-CUT = Configuration(16, 16, 4, 2, programs=2, overlap=False)
 PAGE = 16
 
 
 def schedule(batch: Geometry, window: int = 0, group: int = 3, programs: int = 2) -> tuple[Schedule, torch.Tensor]:
-    cut = Configuration(16, 16, 4, 2, programs=programs, overlap=False)
+    cut = Configuration(16, 16, 4, 2, programs=programs, merge="apart", overlap=False)
     made = Schedule.reserve(LayerShape(2, group, 32, 32, window), cut, batch, multiprocessors=3)
     slots = torch.full((batch.rows,), -7)
     made.fill(batch, slots)
@@ -34,7 +33,7 @@ def a_batch(mode: ForwardMode, new: list[int], totals: list[int], exact: bool = 
 
 def check(made: Schedule, batch: Geometry, new: list[int], totals: list[int]) -> None:
     """Each tile of each request is divided into parts that follow each other, from what its first query sees to what
-    its last one does; and parts that are merged have places of their own."""
+    its last one does; and parts that are merged have places of their own, which the merging kernel finds."""
     tile, step, group, window = 16, 16, made.layers.group, made.layers.window
     found: dict[tuple[int, int], list[list[int]]] = {}
     for record in made.records.tolist():
@@ -60,6 +59,9 @@ def check(made: Schedule, batch: Geometry, new: list[int], totals: list[int]) ->
                 assert record[11] == batch.page_table[request, record[6] // PAGE]
         if len(parts) > 1:
             places += [parts[0][10] + part for part in range(len(parts))]
+        if made.apart is not None:
+            tiles_of_each = -(-made.queries * group // tile)
+            assert made.apart.tiles[request * tiles_of_each + number].tolist() == parts[0][9:11]
     assert len(set(places)) == len(places)
     assert max(places, default=0) < made.partial_rows // tile
 
@@ -73,6 +75,7 @@ def test_batches_of_equal_rows(window, programs):
         new = [queries] * 4
         batch = a_batch(ForwardMode.TARGET_VERIFY, new, totals)
         made, slots = schedule(batch, window, programs=programs)
+        assert made.apart is not None and len(made.apart.tiles) == 4 * -(-3 * queries // 16)
         check(made, batch, new, totals)
         assert torch.equal(slots, batch.new_slots())
 

@@ -73,6 +73,12 @@ class Plan:
                 return found
         return None
 
+    def row_slots(self) -> Tensor | None:
+        """Where the batch's new rows are written: ``new_slots``, or those of the first part that has any."""
+        if self.new_slots is not None:
+            return self.new_slots
+        return next((slots for part in self.parts if (slots := part.row_slots()) is not None), None)
+
     def makers(self) -> list[str]:
         """The names of the backends that planned; for a wrapper's plan, those of its children."""
         return [name for part in self.parts for name in part.makers()] or [self.planner.name]

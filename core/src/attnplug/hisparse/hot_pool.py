@@ -81,6 +81,9 @@ class HotPool(MLAPool):
             "host; the backend has to write through its coordinator, as SparseAttention does"
         )
 
+    def by_slot(self, layer_id: int) -> None:
+        """Nothing: no slot of the page table is a slot of this pool."""
+
     def copy_pages(self, copies: Sequence[PageCopy]) -> None:
         """Nothing: rows here belong to positions of requests, and not to pages."""
 

@@ -261,6 +261,17 @@ class MLAPool(RowPool):
         """``[pages, page_size, 1, row_dim]`` as stored: the cache itself; bytes in ``DType.FP8_DS_MLA``."""
         return self._of(layer_id).pages
 
+    def by_slot(self, layer_id: int) -> Tensor | None:
+        """``[slots, row_dim]``: a layer's memory by slots of the page table, for whoever stores new rows itself.
+
+        Its numbers are adjacent within a row. ``None`` where a row takes more than a store: in fp8, or where one stride
+        does not lead to all slots.
+        """
+        pages, layout = self.rows(layer_id), self.layout(layer_id)
+        if self.dtype in FP8_CACHES or not layout.tokens_evenly_spaced or pages.stride(3) != 1:
+            return None
+        return pages.view(-1, layout.dim)
+
     def layout(self, layer_id: int) -> PageLayout:
         return self._of(layer_id).layout
 

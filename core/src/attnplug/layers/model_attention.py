@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from attnplug.contract.backend import (
@@ -25,7 +26,7 @@ from attnplug.declare.errors import BackendError, PlanError
 from attnplug.declare.model import LayerSpec
 from attnplug.declare.problem import ExtendPath, GraphLevel
 from attnplug.kv import COMPRESSED, INDEX_KEYS, KVPools
-from attnplug.mla import ExtendPolicy, MLAAttention, MLAWeights
+from attnplug.mla import ExtendPolicy, MLAAttention, MLAWeights, RowPlaces
 
 
 class ModelAttention:
@@ -199,10 +200,19 @@ class ModelAttention:
             )
         return last.rows
 
+    def row_places(self, layer: LayerSpec, batch: ForwardBatch, tokens: int, dtype: torch.dtype) -> RowPlaces | None:
+        """Where to store an MLA layer's new rows of ``tokens`` rows of input, if the kernel that makes them, in
+        ``dtype``, can do it; ``attend_mla`` then goes without them. One launch less in every layer.
+
+        ``None`` where ``attend_mla`` needs the rows: in a batch that runs as MHA, for sparse layers, for caches in
+        another type or on the host, and for a plan that does not say where rows go.
+        """
+        return None if self._mla is None else self._mla.row_places(layer, batch, tokens, dtype)
+
     def attend_mla(
         self,
         q: Tensor,
-        rows: Tensor,
+        rows: Tensor | None,
         layer: LayerSpec,
         weights: MLAWeights,
         batch: ForwardBatch,
@@ -212,7 +222,8 @@ class ModelAttention:
         """An MLA layer.
 
         q ``[tokens, heads, nope + rope]`` with its rope part rotated, rows ``[tokens, kv_lora_rank + rope]`` the new
-        cache rows (normed latent, rotated key). Writes the rows and returns ``[tokens, heads, v_head_dim]``.
+        cache rows (normed latent, rotated key). Writes the rows and returns ``[tokens, heads, v_head_dim]``. Rows are
+        ``None`` if they are stored already, where ``row_places`` said.
         ``selected`` is what ``select`` returned, for a sparse layer.
         """
         if self._mla is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,19 @@ from attnplug.mla.policy import ExtendPolicy
 from attnplug.mla.weights import MLAWeights
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class RowPlaces:
+    """Where new rows of a layer are to be stored: that of token ``i`` in ``cache[slots[i]]``.
+
+    Tokens whose slot is negative are padding, and so are those past the last slot: nothing is stored for them.
+    """
+
+    cache: Tensor
+    """``[slots, row_dim]``: the layer's memory. Rows may lie apart, their numbers are adjacent."""
+    slots: Tensor
+    """``[rows]`` integers, of any stride."""
+
+
 class MLAAttention:
     """The MLA layers of one model on one backend. Holds the pool and the policy, and binds the backend's hooks once.
 
@@ -34,6 +49,7 @@ class MLAAttention:
     ) -> None:
         self._backend, self._pool, self._policy, self._absorbed = backend, pool, policy, absorbed
         self._id = BackendId(f"mla over {backend.backend_id.name}")
+        self._by_slot = {layer_id: pool.by_slot(layer_id) for layer_id in pool.layer_ids}
         self._plan_chunks: Hook | None = bind_optional_hook(backend, "init_mha_chunk_metadata")
         self._ragged: Hook | None = bind_optional_hook(backend, "forward_ragged")
         needed = backend.claims.mla_extend - {ExtendPath.ABSORBED}
@@ -98,10 +114,23 @@ class MLAAttention:
         who, hook = self._backend.backend_id, "init_mha_chunk_metadata"
         return received_plan(plan, who, batch.forward_mode, batch.num_tokens, hook, delegated=True)
 
+    def row_places(self, layer: LayerSpec, batch: ForwardBatch, tokens: int, dtype: torch.dtype) -> RowPlaces | None:
+        """See ``ModelAttention.row_places``."""
+        if batch.plan is None or batch.plan.extend is not None:
+            return None
+        if layer.indexer is not None or layer.compressed is not None:
+            return None
+        # Judged here already: by a stale plan rows would go to slots that are somebody else's by now (B5).
+        slots = batch.plan_for(self._backend.backend_id, tokens).row_slots()
+        cache = self._by_slot.get(layer.layer_id)
+        if slots is None or cache is None or cache.dtype is not dtype:
+            return None
+        return RowPlaces(cache, slots)
+
     def attend(
         self,
         q: Tensor,
-        rows: Tensor,
+        rows: Tensor | None,
         layer: LayerSpec,
         weights: MLAWeights,
         batch: ForwardBatch,
@@ -116,11 +145,21 @@ class MLAAttention:
         if batch.plan is None or batch.plan.extend is None:
             run = self._backend.forward_decode if batch.forward_mode.is_decode else self._backend.forward_extend
             extras = None if selected is None else ForwardExtras(selected=selected)
-            return weights.project_back(run(weights.absorb(q), rows.unsqueeze(1), None, layer, batch, extras=extras))
+            # Rows that are in the cache may have been stored by the kernel right before ``absorb``, still running where
+            # kernels are launched early. Attention waits for the kernel in front of it, and that is enough: each one of
+            # ``absorb`` waits as well, in all of its programs, or is a library's plain launch.
+            new, save = (None, False) if rows is None else (rows.unsqueeze(1), True)
+            out = run(weights.absorb(q), new, None, layer, batch, save_kv_cache=save, extras=extras)
+            return weights.project_back(out)
         if layer.indexer is not None:
             raise BackendError(
                 f"layer {layer.layer_id} is sparse, and the batch was planned to run as MHA, over all rows; build the "
                 "model's attention with its pool of index keys, and plan the batch again"
+            )
+        if rows is None:
+            raise BackendError(
+                f"layer {layer.layer_id} was given no new rows, and the batch was planned to run as MHA, which attends "
+                "to them as they are; leave them out only where row_places said where to store them"
             )
         plan = batch.judged(batch.plan.extend, self._id, q.shape[0])
         assert plan.new_slots is not None

@@ -30,7 +30,7 @@ def _by_head(
     )
     if EARLY:  # what is above depends on no other kernel
         gdc_launch_dependents()
-        gdc_wait()
+        gdc_wait()  # in every program: attention waits for this kernel alone, and reads rows that one before it stored
     row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
     x += head * x_head_stride
     out += head * out_head_stride

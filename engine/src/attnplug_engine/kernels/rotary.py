@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from attnplug.host import RowPlaces
 from attnplug_engine.kernels import launch_options
 
 _MANY_TOKENS = 64
@@ -94,13 +95,20 @@ def _gains(q_gain, k_gain, query, place, DIM: tl.constexpr):
     return tl.where(query, of_query[None, :], of_key[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["planned", "limit"])
 def _latent_rows(
-    rows, q, down, cos, sin, gain, q_stride, q_head_stride, down_stride, eps,
+    rows, slots, q, down, cos, sin, gain, planned, limit, slot_step, row_stride, q_stride, q_head_stride, down_stride,
+    eps,
     HEADS: tl.constexpr, NOPE: tl.constexpr, LATENT: tl.constexpr, HALF: tl.constexpr, PAIRS: tl.constexpr,
-    BLOCK_HEADS: tl.constexpr, BLOCK_LATENT: tl.constexpr, BLOCK_HALF: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK_HEADS: tl.constexpr, BLOCK_LATENT: tl.constexpr, BLOCK_HALF: tl.constexpr, BY_SLOT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Of one token the cache row (program 0), or some heads' rotary parts in place."""
+    """Of one token the cache row (program 0), or some heads' rotary parts in place.
+
+    With ``BY_SLOT`` ``rows`` are ``limit`` rows of a cache, and the row is stored at the token's slot, if it is one of
+    the ``planned`` tokens and its slot is none of padding. The attention that reads it comes after other kernels, which
+    wait as this one does: see ``MLAAttention.attend``.
+    """
     if EARLY:
         gdc_launch_dependents()
         gdc_wait()
@@ -111,17 +119,23 @@ def _latent_rows(
     c = tl.load(cos + token * HALF + pair, mask=there, other=0.0)
     s = tl.load(sin + token * HALF + pair, mask=there, other=0.0)
     if tl.program_id(1) == 0:
-        source, target = down + token * down_stride, rows + token * (LATENT + 2 * HALF)
         column = tl.arange(0, BLOCK_LATENT)
+        place = token
+        if BY_SLOT:
+            place = tl.load(slots + token * slot_step, mask=token < planned, other=-1).to(tl.int64)
+        # Padding is computed, and not stored: to branch would be to wait for the slot before the row is loaded.
+        kept = (place >= 0) & (place < limit)
+        stored, stored_pairs = column < tl.where(kept, LATENT, 0), pair < tl.where(kept, HALF, 0)
+        source, target = down + token * down_stride, rows + place * row_stride
         inside = column < LATENT
         latent = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
         gains = tl.load(gain + column, mask=inside, other=0.0).to(tl.float32)
-        latent *= tl.rsqrt(tl.sum(latent * latent, 0) / LATENT + eps) * gains
-        tl.store(target + column, latent.to(rows.dtype.element_ty), mask=inside)
         a = tl.load(source + LATENT + first, mask=there, other=0.0).to(tl.float32)
         b = tl.load(source + LATENT + second, mask=there, other=0.0).to(tl.float32)
-        tl.store(target + LATENT + first, (a * c - b * s).to(rows.dtype.element_ty), mask=there)
-        tl.store(target + LATENT + second, (b * c + a * s).to(rows.dtype.element_ty), mask=there)
+        latent *= tl.rsqrt(tl.sum(latent * latent, 0) / LATENT + eps) * gains
+        tl.store(target + column, latent.to(rows.dtype.element_ty), mask=stored)
+        tl.store(target + LATENT + first, (a * c - b * s).to(rows.dtype.element_ty), mask=stored_pairs)
+        tl.store(target + LATENT + second, (b * c + a * s).to(rows.dtype.element_ty), mask=stored_pairs)
     else:
         head = (tl.program_id(1) - 1) * BLOCK_HEADS + tl.arange(0, BLOCK_HEADS)
         live = (head < HEADS)[:, None] & there[None, :]
@@ -206,18 +220,22 @@ class Turn:
             **self._options,
         )  # fmt: skip
 
-    def latent_rows(self, q: Tensor, down: Tensor, nope: int, norm: Norm) -> Tensor:
-        """See ``Rotation.latent_rows``: one launch for queries and rows."""
+    def latent_rows(
+        self, q: Tensor, down: Tensor, nope: int, norm: Norm, places: RowPlaces | None = None
+    ) -> Tensor | None:
+        """See ``Rotation.latent_rows``: one launch for queries and rows, which also stores them."""
         tokens, heads, dim = q.shape
         latent = norm.weight.shape[0]
         assert dim - nope == 2 * self._half and down.shape[1] == latent + dim - nope
         assert q.stride(2) == 1 and down.stride(1) == 1
-        rows = down.new_empty(tokens, down.shape[1])
+        rows = down.new_empty(tokens, down.shape[1]) if places is None else places.cache
+        slots = rows if places is None else places.slots
         if tokens:
             block = _heads_at_once(tokens, heads)
             _latent_rows[tokens, 1 + triton.cdiv(heads, block)](
-                rows, q, down, self._cos, self._sin, norm.weight,
-                q.stride(0), q.stride(1), down.stride(0), norm.eps,
+                rows, slots, q, down, self._cos, self._sin, norm.weight,
+                slots.shape[0], rows.shape[0], slots.stride(0), rows.stride(0), q.stride(0), q.stride(1),
+                down.stride(0), norm.eps,
                 HEADS=heads,
                 NOPE=nope,
                 LATENT=latent,
@@ -226,10 +244,11 @@ class Turn:
                 BLOCK_HEADS=block,
                 BLOCK_LATENT=triton.next_power_of_2(latent),
                 BLOCK_HALF=triton.next_power_of_2(self._half),
+                BY_SLOT=places is not None,
                 num_warps=2,
                 **self._options,
             )  # fmt: skip
-        return rows
+        return rows if places is None else None
 
 
 def _heads_at_once(tokens: int, heads: int) -> int:

@@ -111,8 +111,10 @@ class LatentAttention(Attention):
         """Queries ``[tokens, heads * width]`` and rows, neither rotated, to the attention's output."""
         layer = self.layer
         q = query.unflatten(1, (layer.num_heads, layer.head_dim))
-        rows = rotation.latent_rows(q, rows, self._nope, self.row_norm)
-        attended = active_attention().attend_mla(q, rows, layer, self.weights, batch, selected=selected)
+        attention = active_attention()
+        places = attention.row_places(layer, batch, q.shape[0], rows.dtype)
+        new = rotation.latent_rows(q, rows, self._nope, self.row_norm, places)
+        attended = attention.attend_mla(q, new, layer, self.weights, batch, selected=selected)
         return cast(Tensor, self.out(attended.flatten(1), onto=onto))
 
 

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from attnplug.host import Config, rope_section, rope_type, rope_type_key
+from attnplug.host import Config, RowPlaces, rope_section, rope_type, rope_type_key
 from attnplug_engine import kernels
 from attnplug_engine.models.layers import RMSNorm
 
@@ -41,11 +41,13 @@ class Rotation(Protocol):
         """
         ...
 
-    def latent_rows(self, q: Tensor, down: Tensor, nope: int, norm: RMSNorm) -> Tensor:
+    def latent_rows(
+        self, q: Tensor, down: Tensor, nope: int, norm: RMSNorm, places: RowPlaces | None = None
+    ) -> Tensor | None:
         """New cache rows ``[tokens, latent | rope]`` of ``down``: its latent normed, its other dimensions rotated.
 
         ``q`` ``[tokens, heads, nope | rope]``, which may be a view, is rotated in place after its first ``nope``
-        dimensions.
+        dimensions. Rows may be stored in their ``places`` in the cache, and are not returned then.
         """
         ...
 
@@ -72,7 +74,9 @@ class TorchRotation:
             q, k = norms[0](q), norms[1](k)
         return self.apply(q), self.apply(k)
 
-    def latent_rows(self, q: Tensor, down: Tensor, nope: int, norm: RMSNorm) -> Tensor:
+    def latent_rows(
+        self, q: Tensor, down: Tensor, nope: int, norm: RMSNorm, places: RowPlaces | None = None
+    ) -> Tensor | None:
         self.apply_(q[..., nope:])
         latent, rope = down.tensor_split((norm.weight.shape[0],), dim=1)
         return torch.cat((norm(latent), self.apply(rope.unsqueeze(1)).squeeze(1)), dim=1)

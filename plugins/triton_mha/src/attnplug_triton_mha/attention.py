@@ -11,6 +11,7 @@ from attnplug import LayerSpec, MHAPool
 from attnplug_triton_mha.planner import LayerShape, Schedule
 from attnplug_triton_mha.scratch import Partials
 from attnplug_triton_mha.triton_attention import attend
+from attnplug_triton_mha.triton_merge import launch_merge
 
 _LOG2_E = 1.4426950408889634
 _LARGEST_OFFSET = (1 << 31) - 1
@@ -56,7 +57,7 @@ def readable(q: Tensor) -> Tensor:
     return q.clone(memory_format=torch.contiguous_format)
 
 
-def merge_parts(rows: int, width: int, numbers: int) -> int:
+def merged_at_once(rows: int, width: int, numbers: int) -> int:
     """Partial results of ``rows`` rows that are merged at once, if a program holds so many numbers: a power of two."""
     most = numbers // (rows * width)
     return 1 << min(max(most.bit_length() - 1, 0), 6)
@@ -126,8 +127,9 @@ def launch_attend(
         LSE=lse is not None,
         TILE=configuration.tile,
         STEP=configuration.step,
+        APART=schedule.apart is not None,
         MERGE_ROWS=merge_rows,
-        MERGE_PARTS=merge_parts(merge_rows, shape.v_width, configuration.merged * 32 * configuration.warps),
+        MERGE_PARTS=merged_at_once(merge_rows, shape.v_width, configuration.merged * 32 * configuration.warps),
         SINGLE=configuration.single,
         OVERLAP=configuration.overlap,
         PREFETCH=configuration.prefetch,
@@ -139,3 +141,6 @@ def launch_attend(
         num_stages=configuration.stages,
         **({"launch_pdl": True} if configuration.overlap else {}),
     )
+    if schedule.apart is not None:
+        fp8 = keys.element_size() == 1
+        launch_merge(partials, out, lse, sinks, schedule, schedule.apart, cache.value_scale, fp8)

@@ -8,7 +8,9 @@ schedule adapts to them.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
+Merge = Literal["inside", "apart"]
 TALLEST = 128
 
 
@@ -28,8 +30,12 @@ class Configuration:
     """Whether programs with one step run code of their own, which asks for queries and cache rows at once."""
     merged: int = 32
     """Numbers of partial results that a thread holds while it merges: more wait together, and take more registers."""
+    merge: Merge | None = None
+    """What merges the parts of a tile: the program that finishes last, ``inside`` the attention kernel, or a kernel
+    ``apart``. Without one it depends on how much there may be to merge (``merged_apart``). Where requests have
+    different numbers of new rows it is always inside."""
     overlap: bool = True
-    """Launch the kernel while the previous one still runs, and let it wait on the device (SM 90 and newer)."""
+    """Launch each kernel while the previous one still runs, and let it wait on the device (SM 90 and newer)."""
 
 
 ANY = 1 << 30
@@ -115,3 +121,54 @@ def _shared_bytes(configuration: Configuration, room: Room) -> int:
 def most_partial_rows(multiprocessors: int, kv_heads: int) -> int:
     """Rows of partial results that any entry of the table can need at once, over all KV heads."""
     return max(2 * max(entry.programs * multiprocessors, kv_heads) * entry.tile for entry in ENTRIES)
+
+
+MERGED_INSIDE = 48 << 10
+"""Bytes of a tile's partial results up to which one program merges them: a second launch costs more (about 1.3 µs)."""
+_UNEVEN = 2
+"""How much longer than the mean a request of a batch is expected to be. One that is longer is merged by more rounds, or
+inside the attention kernel."""
+_MERGED_NUMBERS = 64
+"""Numbers of partial results that a thread of the separate kernel holds."""
+_MERGING_WARPS = 4
+_LEAST_PARTS = 16
+_LEAST_COLUMNS = 32
+"""A line of L2: 128 bytes."""
+
+
+def most_parts(target: int, tiles: int, requests: int, steps: int) -> int:
+    """Parts that a tile is expected to have at most, where ``target`` programs share the work of ``tiles``.
+
+    ``steps`` are the most that a tile can have. All tiles of a request are divided alike. Lengths are not known here.
+    """
+    share = -(-target * min(requests, _UNEVEN) // tiles)
+    return max(min(share, steps), 1)
+
+
+def merged_apart(configuration: Configuration, parts: int, rows: int, v_width: int) -> bool:
+    """Whether a kernel of its own merges ``parts`` of ``rows`` rows with ``v_width`` columns."""
+    if configuration.merge is not None:
+        return configuration.merge == "apart"
+    return parts > 1 and parts * rows * v_width * 4 > MERGED_INSIDE
+
+
+@dataclass(frozen=True, slots=True)
+class MergeCut:
+    """How the separate kernel is cut."""
+
+    parts: int
+    """Parts that a program takes at once."""
+    columns: int
+    """Columns of one row that a program merges."""
+    warps: int
+
+
+def merge_cut(parts: int, rows: int, v_width: int, multiprocessors: int) -> MergeCut:
+    """For ``rows`` of (query token, head) whose tiles have up to ``parts``: all at once if a program can hold them, and
+    narrow columns while multiprocessors would be left without a program."""
+    most = _MERGED_NUMBERS * 32 * _MERGING_WARPS
+    at_once = min(max(1 << (parts - 1).bit_length(), _LEAST_PARTS), most // _LEAST_COLUMNS)
+    columns = min(most // at_once, v_width)
+    while columns > _LEAST_COLUMNS and rows * (v_width // columns) < multiprocessors:
+        columns //= 2
+    return MergeCut(at_once, columns, max(at_once * columns // (_MERGED_NUMBERS * 32), 1))

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from attnplug import Geometry, LayerSpec
-from attnplug_triton_mha.configurations import Configuration
-from attnplug_triton_mha.triton_plan import RECORD_NUMBERS, launch_plan
+from attnplug_triton_mha.configurations import Configuration, MergeCut, merge_cut, merged_apart, most_parts
+from attnplug_triton_mha.triton_plan import RECORD_NUMBERS, TILE_NUMBERS, launch_plan
 
 _MERGED_ROWS = 16
 
@@ -47,12 +47,22 @@ def padded(width: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Apart:
+    """What a separate kernel merges by: ``tiles`` ``[requests * tiles of each, TILE_NUMBERS]`` int32, made by
+    ``Schedule.fill``, and how the kernel is cut."""
+
+    tiles: Tensor
+    cut: MergeCut
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Schedule:
     """How a batch is divided for layers of one shape: ``records`` ``[programs, RECORD_NUMBERS]`` int32, made by
     ``fill``.
 
     ``rows`` are the query rows of the batch, ``queries`` the new tokens of every request or 0 if they differ, ``most``
-    the most that one has. ``target`` programs per KV head share the work.
+    the most that one has. ``target`` programs per KV head share the work. Without ``apart``, parts are merged where
+    they are made.
     """
 
     layers: LayerShape
@@ -62,6 +72,7 @@ class Schedule:
     most: int
     target: int
     records: Tensor
+    apart: Apart | None
 
     @classmethod
     def reserve(
@@ -76,7 +87,29 @@ class Schedule:
         target = max(configuration.programs * multiprocessors // layers.kv_heads, 1)
         records = torch.empty(tiles + target, RECORD_NUMBERS, dtype=torch.int32, device=geometry.device)
         queries = geometry.max_new if uniform else 0
-        return cls(layers, configuration, geometry.rows, queries, geometry.max_new, target, records)
+        apart = cls._apart(layers, configuration, geometry, multiprocessors, tiles, target) if uniform else None
+        return cls(layers, configuration, geometry.rows, queries, geometry.max_new, target, records, apart)
+
+    @staticmethod
+    def _apart(
+        layers: LayerShape,
+        configuration: Configuration,
+        geometry: Geometry,
+        multiprocessors: int,
+        tiles: int,
+        target: int,
+    ) -> Apart | None:
+        """For a batch of equally many new tokens, by its shape and by the room in its page table."""
+        tile, step, rows = configuration.tile, configuration.step, geometry.max_new * layers.group
+        cache_rows = geometry.page_table.shape[1] * geometry.page_size
+        if layers.window:
+            queries = (tile + layers.group - 2) // layers.group
+            cache_rows = min(cache_rows, layers.window + queries + step)
+        parts = most_parts(target, tiles, geometry.requests, -(-cache_rows // step))
+        if not merged_apart(configuration, parts, min(rows, tile), layers.v_width):
+            return None
+        cut = merge_cut(parts, geometry.rows * layers.kv_heads * layers.group, layers.v_width, multiprocessors)
+        return Apart(torch.empty(tiles, TILE_NUMBERS, dtype=torch.int32, device=geometry.device), cut)
 
     @property
     def partial_rows(self) -> int:
@@ -96,6 +129,7 @@ class Schedule:
             geometry.new_lens,
             slots,
             self.records,
+            None if self.apart is None else self.apart.tiles,
             rows=self.rows,
             queries=self.queries,
             target=self.target,

@@ -8,7 +8,8 @@ requests it waits for neither bytes nor arithmetic, but for loads that depend on
   brought to L2, and only then waits for the previous kernel, which makes queries and new rows.
 - Rows (query token, head of the group) of one KV head fill one tile. The cache is read once for all of them. Tensor
   cores take 16 rows at least, so some of them may be empty.
-- The program that finishes a tile's last part merges all of them (``_merge``). There is no second kernel.
+- Where a tile's parts are few or small, the program that finishes the last of them merges all, and there is no second
+  kernel. Where they are many bytes, a kernel that follows merges them (``triton_merge``).
 - Tiles of many rows divide their steps: those that every row sees whole need no mask. So do tiles of a tree: steps
   that reach new rows test its bits, and others do not.
 - fp8 rows are two halves (see ``triton_rows``), and so are queries and sums. They are tuples here: of two, or of one.
@@ -23,11 +24,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from attnplug_triton_mha.triton_merge import LOG2_E, finish, load_sinks, merge_parts
 from attnplug_triton_mha.triton_plan import RECORD
 from attnplug_triton_mha.triton_rows import columns, fp16_halves, fp16_of_pairs, load, prefetch, rows_at
 
-LN_2 = tl.constexpr(0.6931471805599453)
-LOG2_E = tl.constexpr(1.4426950408889634)
 _LOW = tl.constexpr(32)
 """Tiles of up to so many rows add up their weights over tokens after the last step, and mask every step."""
 
@@ -127,58 +127,6 @@ def _attend_steps(
 
 
 @triton.jit
-def _finish(
-    top, total, sums, out, lse, sinks, value_scale, begin, query, head, live, v_column,
-    HEADS: tl.constexpr, V_DIM: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, FLOAT8: tl.constexpr,
-):  # fmt: skip
-    """Write a tile's result. Where no key is seen it is zero, and its log-sum-exp -inf."""
-    base = tl.where(top == float("-inf"), 0.0, top)
-    whole = total
-    if SINKS:
-        sink = tl.load(sinks + head, mask=live, other=0.0).to(tl.float32) * LOG2_E
-        whole += tl.exp2(sink - base)
-    result = sums / tl.where(whole == 0.0, 1.0, whole)[:, None]
-    if FLOAT8:
-        result *= value_scale
-    row = (begin + query).to(tl.int64) * HEADS + head
-    written = live[:, None] & (v_column < V_DIM)[None, :]
-    tl.store(out + row[:, None] * V_DIM + v_column[None, :], result.to(out.dtype.element_ty), mask=written)
-    if LSE:
-        log2 = tl.where(total == 0.0, float("-inf"), base + tl.log2(tl.where(total == 0.0, 1.0, total)))
-        tl.store(lse + row, log2 * LN_2, mask=live)
-
-
-@triton.jit
-def _merge(partials, partial_tops, partial_totals, place, first_row, parts, live, TILE: tl.constexpr,
-           ROWS: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr):  # fmt: skip
-    """Top, total and sums of ``parts`` partial results from ``place`` on, of ``ROWS`` rows each from
-    ``first_row`` on, of which some are live.
-
-    Always in the order of their cache rows, ``PARTS`` at once: the bits do not depend on who finished first, and loads
-    that do not depend on each other wait together.
-    """
-    row, column = first_row + tl.arange(0, ROWS), tl.arange(0, WIDTH)
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    sums = tl.zeros([ROWS, WIDTH], tl.float32)
-    for first in range(0, parts, PARTS):
-        part = first + tl.arange(0, PARTS)
-        at = (place + part.to(tl.int64))[:, None] * TILE + row[None, :]
-        there = (part < parts)[:, None] & live[None, :]
-        tops = tl.load(partial_tops + at, mask=there, other=float("-inf"), cache_modifier=".cg")
-        totals = tl.load(partial_totals + at, mask=there, other=0.0, cache_modifier=".cg")
-        values_at = partials + at[:, :, None] * WIDTH + column[None, None, :]
-        values = tl.load(values_at, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
-        higher = tl.maximum(top, tl.max(tops, 0))
-        base = tl.where(higher == float("-inf"), 0.0, higher)
-        kept, factors = tl.exp2(top - base), tl.exp2(tops - base[None, :])
-        total = total * kept + tl.sum(totals * factors, 0)
-        sums = sums * kept[:, None] + tl.sum(values * factors[:, :, None], 0)
-        top = higher
-    return top, total, sums
-
-
-@triton.jit
 def _queries(rows, there, scale, FLOAT8: tl.constexpr):
     """Queries as the products take them, zeros where there are none, and what to scale their logits by."""
     rows = tl.where(there, rows, 0.0)
@@ -199,8 +147,8 @@ def attend(
     V_WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, K_PAGE: tl.constexpr, K_SLOT: tl.constexpr, K_HEAD: tl.constexpr,
     K_COLUMN: tl.constexpr, V_PAGE: tl.constexpr, V_SLOT: tl.constexpr, V_HEAD: tl.constexpr, V_COLUMN: tl.constexpr,
     FAR: tl.constexpr, PAIRS: tl.constexpr, WINDOW: tl.constexpr, CAPPED: tl.constexpr, SINKS: tl.constexpr,
-    LSE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, MERGE_ROWS: tl.constexpr, MERGE_PARTS: tl.constexpr,
-    SINGLE: tl.constexpr, OVERLAP: tl.constexpr, PREFETCH: tl.constexpr,
+    LSE: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, APART: tl.constexpr, MERGE_ROWS: tl.constexpr,
+    MERGE_PARTS: tl.constexpr, SINGLE: tl.constexpr, OVERLAP: tl.constexpr, PREFETCH: tl.constexpr,
     tree, tree_row, tree_column, TREE: tl.constexpr,
 ):  # fmt: skip
     if OVERLAP:
@@ -298,10 +246,11 @@ def attend(
         if TILE <= _LOW:
             total = tl.sum(total, 1)
         if parts == 1:
-            _finish(
-                top, total, whole_rows, out, lse, sinks, value_scale, begin, query, head, live, v_column,
-                HEADS, V_DIM, SINKS, LSE, FLOAT8,
-            )  # fmt: skip
+            out_row = (begin + query).to(tl.int64) * HEADS + head
+            sink = load_sinks(sinks, head, live, SINKS)
+            finish(
+                top, total, whole_rows, out, lse, sink, value_scale, out_row, live, v_column, V_DIM, SINKS, LSE, FLOAT8
+            )
         else:
             first_place = kv_head.to(tl.int64) * (partial_rows // TILE) + place
             partial_row = (first_place + part) * TILE + tl.arange(0, TILE)
@@ -309,22 +258,28 @@ def attend(
             totals = partial_weights + partial_rows.to(tl.int64) * tl.num_programs(0)
             tl.store(partial_weights + partial_row, top, mask=live)
             tl.store(totals + partial_row, total, mask=live)
-            # The program that counts last finds all parts written: the barrier orders each program's own stores before
-            # its count, and the count is a release and an acquire. The counter is reset to zero for the next call.
-            tl.debug_barrier()
-            counter = counters + first_place
-            if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == parts - 1:
-                for first_row in range(0, tl.minimum(new * GROUP - tile * TILE, TILE), MERGE_ROWS):
-                    used = tile * TILE + first_row + tl.arange(0, MERGE_ROWS)
-                    used_live = used < new * GROUP
-                    whole_top, whole_total, whole_sums = _merge(
-                        partials, partial_weights, totals, first_place, first_row, parts, used_live,
-                        TILE, MERGE_ROWS, V_WIDTH, MERGE_PARTS,
-                    )  # fmt: skip
-                    _finish(
-                        whole_top, whole_total, whole_sums, out, lse, sinks, value_scale, begin, used // GROUP,
-                        kv_head * GROUP + used % GROUP, used_live, v_column, HEADS, V_DIM, SINKS, LSE, FLOAT8,
-                    )  # fmt: skip
-                tl.store(counter, 0)
+            if not APART:
+                # The program that counts last finds all parts written: the barrier orders each program's own stores
+                # before its count, and the count is a release and an acquire. The counter is reset to zero for the next
+                # call.
+                tl.debug_barrier()
+                counter = counters + first_place
+                if tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu") == parts - 1:
+                    for first_row in range(0, tl.minimum(new * GROUP - tile * TILE, TILE), MERGE_ROWS):
+                        used = tile * TILE + first_row + tl.arange(0, MERGE_ROWS)
+                        used_live = used < new * GROUP
+                        used_head = kv_head * GROUP + used % GROUP
+                        used_at = first_place * TILE + first_row + tl.arange(0, MERGE_ROWS)
+                        whole_top, whole_total, whole_sums, sink = merge_parts(
+                            partials + used_at[:, None] * V_WIDTH + v_column[None, :], partial_weights + used_at,
+                            totals + used_at, sinks, used_head, parts, place, used_live,
+                            TILE, V_WIDTH, MERGE_PARTS, SINKS, False,
+                        )  # fmt: skip
+                        out_row = (begin + used // GROUP).to(tl.int64) * HEADS + used_head
+                        finish(
+                            whole_top, whole_total, whole_sums, out, lse, sink, value_scale, out_row, used_live,
+                            v_column, V_DIM, SINKS, LSE, FLOAT8,
+                        )  # fmt: skip
+                    tl.store(counter, 0)
     elif OVERLAP and me == 0:
         gdc_wait()  # also where nobody has work: the next kernel waits for this one alone

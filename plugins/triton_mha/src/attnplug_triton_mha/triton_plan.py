@@ -25,6 +25,8 @@ RECORD = tl.constexpr(16)
 ones, cache rows, tile, first and end cache row of the part, part, parts of the tile, place of the tile's first partial
 result, page of the part's first cache row. A program without work has no new tokens."""
 RECORD_NUMBERS = 16
+TILE_NUMBERS = 2
+"""Numbers of a tile, for the kernel that merges: its parts, and the place of its first partial result."""
 _MOST_PAIRS = 8192
 """Pairs of (new row, request) that a program looks at together, to find out whose row it is."""
 _MOST_ROWS = 128
@@ -34,10 +36,11 @@ _MOST_ROWS = 128
     do_not_specialize=["table_row", "table_column", "width", "requests", "rows", "queries", "target", "programs"]
 )
 def _plan(
-    page_table, table_row, table_column, width, seq_lens, new_lens, slots, records,
+    page_table, table_row, table_column, width, seq_lens, new_lens, slots, records, merged,
     requests, rows, queries, target, programs,
     UNIFORM: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, STEP: tl.constexpr, WINDOW: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, SLOTS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, SLOTS: tl.constexpr, MERGED: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
 ):  # fmt: skip
     me = tl.program_id(0)
     request = tl.arange(0, BLOCK)
@@ -103,6 +106,12 @@ def _plan(
         tl.store(mine + 9, its_parts)
         tl.store(mine + 10, partial)
         tl.store(mine + 11, page)
+        if MERGED:
+            # All requests have equally many tiles. The program of a tile's first part writes for all of its parts.
+            first = (its_new > 0) & (part == 0)
+            its_tile = merged + (owner * its_tiles + tile) * 2
+            tl.store(its_tile, its_parts, mask=first)
+            tl.store(its_tile + 1, partial, mask=first)
 
     if SLOTS and me * ROWS < rows:
         row = me * ROWS + tl.arange(0, ROWS)
@@ -127,6 +136,7 @@ def launch_plan(
     new_lens: Tensor | None,
     slots: Tensor | None,
     records: Tensor,
+    merged: Tensor | None,
     *,
     rows: int,
     queries: int,
@@ -137,7 +147,8 @@ def launch_plan(
     window: int,
     page_size: int,
 ) -> None:
-    """Fill ``records`` ``[programs, RECORD_NUMBERS]`` int32, and ``slots`` ``[rows]`` int64 if they are given.
+    """Fill ``records`` ``[programs, RECORD_NUMBERS]`` int32, ``slots`` ``[rows]`` int64 if they are given, and
+    ``merged`` ``[tiles, TILE_NUMBERS]`` int32 of all requests' tiles if it is, for requests of equally many new tokens.
 
     ``queries`` is the number of new tokens of every request; ``new_lens`` is read if it is 0. ``window`` is 0 without
     one.
@@ -155,6 +166,7 @@ def launch_plan(
         seq_lens if new_lens is None else new_lens,
         records if slots is None else slots,
         records,
+        records if merged is None else merged,
         requests,
         rows,
         queries,
@@ -167,6 +179,7 @@ def launch_plan(
         WINDOW=window,
         PAGE_SIZE=page_size,
         SLOTS=slots is not None,
+        MERGED=merged is not None,
         BLOCK=block,
         ROWS=at_once,
         num_warps=min(max(block // 128, 1), 8),

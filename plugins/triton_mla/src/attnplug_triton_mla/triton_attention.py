@@ -148,8 +148,9 @@ def attend(
         if APART:
             q_rope_at = q_rope + (begin + query).to(tl.int64) * q_rope_row + head * q_rope_head
         if OVERLAP and at == start and not SELECTED:
-            # Wait for the previous kernel, which may have written queries and cache rows, but not schedule or page
-            # table. What depends on those alone is computed before: the condition keeps the compiler from mixing.
+            # Wait for the previous kernel, and so for the one that it waited for: they may have written queries and
+            # cache rows, but not schedule or page table. What depends on those alone is computed before: the condition
+            # keeps the compiler from mixing.
             gdc_wait()
         by = scale
         if FLOAT8:

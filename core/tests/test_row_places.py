@@ -1,0 +1,158 @@
+"""New rows of MLA layers that the host's own kernel stores: where they go, and who has to be given them instead."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from attnplug import BackendError, DType, ExtendPath, ForwardMode, IndexerDims, MLAPool, Plan, PlanError
+from attnplug.hisparse import HotPool, HotSizes
+from attnplug.host import ExtendPolicy, FastestBackend, MLADims, ModelAttention, RowPlaces, SplitBackend
+from attnplug_conformance.checks.mla_paths import UpProjected
+from support.pools import PLAIN, mla_layer, mla_pool
+from support.stage import Stage, error, small
+
+DIMS = MLADims(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8)
+MODES = {
+    ForwardMode.DECODE: ((20, 1), (7, 1), (0, 1)),
+    ForwardMode.TARGET_VERIFY: ((20, 3), (7, 3)),
+    ForwardMode.EXTEND: ((20, 9), (0, 5)),
+}
+
+
+class Model(UpProjected):
+    """One MLA layer with random up-projections, with rows of padding after those of the requests."""
+
+    def __init__(self, mode: ForwardMode = ForwardMode.DECODE, **changes: Any) -> None:
+        self.stage = Stage(small(MODES[mode], mode, mla=DIMS, padding=2, **changes), "cpu")
+        super().__init__(self.stage)
+        self.layer, self.pool = self.stage.layer, self.stage.pools.mla
+        self.attention = ModelAttention(self.stage.backend, self.stage.pools, ExtendPolicy(forced=ExtendPath.ABSORBED))
+        self.planned_batch = self.stage.batch()
+
+    def places(self, dtype: torch.dtype = torch.float32, tokens: int | None = None) -> RowPlaces | None:
+        batch = self.planned_batch
+        return self.attention.row_places(self.layer, batch, batch.num_tokens if tokens is None else tokens, dtype)
+
+    def attended(self) -> torch.Tensor:
+        """With rows where ``row_places`` says, and without giving them."""
+        batch = self.planned_batch
+        self.attention.plan(batch)
+        places = self.places()
+        assert places is not None
+        for slot, row in zip(places.slots.tolist(), self.stage.new_rows(self.stage.keys).squeeze(1), strict=False):
+            if slot >= 0:
+                places.cache[slot] = row
+        q = torch.cat((self.q, torch.full((2, *self.q.shape[1:]), torch.nan)))
+        return self.attention.attend_mla(q, None, self.layer, self.weights, batch)
+
+
+def bits(pool: MLAPool) -> torch.Tensor:
+    return pool.rows(3).view(torch.uint8)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rows_that_are_stored_are_attended_to_and_written_by_nobody_else(mode, monkeypatch):
+    """B5: a step leaves the bytes in the cache that it leaves with rows, nothing for padding, and the same result."""
+    given, stored = Model(mode), Model(mode)
+    wanted = given.run(ExtendPolicy(forced=ExtendPath.ABSORBED))
+    monkeypatch.setattr(MLAPool, "write", lambda *_: pytest.fail("written again"))
+    found = stored.attended()
+    assert torch.equal(found, wanted) and error(found[: len(stored.q)], stored.wanted()) <= 2e-6
+    assert torch.equal(bits(stored.pool), bits(given.pool))
+
+
+@pytest.mark.parametrize("wrap", [lambda b: SplitBackend(b, b), lambda b: FastestBackend({"a": b}, {"decode": "a"})])
+def test_a_wrappers_plan_says_it_by_its_parts(wrap):
+    model = Model()
+    model.attention = ModelAttention(wrap(model.stage.backend), model.stage.pools)
+    assert error(model.attended()[: len(model.q)], model.wanted()) <= 2e-6
+
+
+def test_a_place_is_the_cache_itself_at_the_slots_of_the_plan():
+    model = Model()
+    model.attention.plan(model.planned_batch)
+    places = model.places()
+    assert places.cache.data_ptr() == model.pool.rows(3).data_ptr()
+    assert places.cache.shape == (model.pool.num_pages * model.pool.page_size, 40)
+    assert places.slots is model.planned_batch.plan.attention.new_slots
+
+
+def test_rows_that_somebody_needs_have_no_place():
+    """Those of another type are rounded, those of a sparse layer may be on the host, and MHA attends to them."""
+    model = Model()
+    assert model.places() is None  # not planned
+    model.attention.plan(model.planned_batch)
+    assert model.places() is not None
+    assert model.places(torch.bfloat16) is None
+    model.layer = replace(model.layer, indexer=IndexerDims(heads=2, head_dim=16, topk=4))
+    assert model.places() is None
+    as_mha = Model(ForwardMode.EXTEND)
+    as_mha.attention.plan(as_mha.planned_batch, ExtendPath.CHUNKED)
+    assert as_mha.places() is None
+    with pytest.raises(BackendError, match=r"layer 3 was given no new rows, and the batch was planned to run as MHA"):
+        as_mha.attention.attend_mla(as_mha.q, None, as_mha.layer, as_mha.weights, as_mha.planned_batch)
+
+
+def test_a_plan_without_slots_gives_no_place(monkeypatch):
+    model = Model()
+    backend = model.stage.backend
+    monkeypatch.setattr(backend, "plan", lambda geometry: Plan.of(backend.backend_id, geometry))
+    model.attention.plan(model.planned_batch)
+    assert model.places() is None
+
+
+def test_a_stale_plan_gives_no_place():
+    """B5: rows are stored before attention could refuse the plan."""
+    model = Model()
+    model.attention.plan(model.planned_batch)
+    with pytest.raises(PlanError, match=r"2 query rows, but the plan is for 3"):
+        model.places(tokens=2)
+    model.planned_batch.geometry = replace(model.planned_batch.geometry)
+    with pytest.raises(PlanError, match="geometry was replaced"):
+        model.places()
+
+
+def test_a_model_without_mla_has_no_place():
+    attention = ModelAttention(Model().stage.backend, replace(Model().stage.pools, mla=None))
+    assert attention.row_places(mla_layer(), None, 1, torch.float32) is None
+
+
+# Pools
+
+
+@pytest.mark.parametrize("dtype", PLAIN)
+def test_a_pool_is_seen_by_slots(dtype):
+    pool = mla_pool(dtype)
+    pool.by_slot(0)[7] = torch.arange(20)
+    assert torch.equal(pool.rows(0)[1, 3, 0].float(), torch.arange(20.0)) and int(pool.rows(0).count_nonzero()) == 19
+
+
+@pytest.mark.parametrize("dtype", [DType.FLOAT8_E4M3, DType.FP8_DS_MLA])
+def test_rows_with_scales_are_stored_by_the_pool_alone(dtype):
+    layer = replace(mla_layer(), mla=MLADims(512, 128, 64))
+    assert MLAPool([layer], num_pages=5, page_size=4, dtype=dtype, device="cpu").by_slot(0) is None
+
+
+def test_rows_of_a_hosts_memory_may_lie_apart():
+    memory = torch.zeros(5, 4, 32)
+    pool = MLAPool.over([mla_layer()], {0: memory[..., 8:28]}, "pages tokens dim", page_size=4, dtype=DType.FLOAT32)
+    pool.by_slot(0)[7] = 1.0
+    assert (memory[1, 3, 8:28] == 1).all() and int(memory.count_nonzero()) == 20
+
+
+def test_pages_that_one_stride_does_not_lead_to_are_the_pools_affair():
+    """As where all layers lie together in a page."""
+    memory = torch.zeros(5, 2, 4, 20)
+    pool = MLAPool.over([mla_layer()], {0: memory[:, 0]}, "pages tokens dim", page_size=4, dtype=DType.FLOAT32)
+    assert pool.by_slot(0) is None
+
+
+def test_rows_of_hot_buffers_are_found_by_no_slot_of_the_page_table():
+    layer = replace(mla_layer(), indexer=IndexerDims(heads=2, head_dim=16, topk=4))
+    sizes = HotSizes(max_requests=3, max_tokens=8, max_context=64, buffer_size=5)
+    pool = HotPool([layer], sizes, num_pages=10, page_size=4, dtype=DType.FLOAT32, device="cpu")
+    assert pool.by_slot(0) is None

@@ -1,0 +1,174 @@
+"""Merging partial results, and writing what comes of them: a tile's cache rows may be shared by several programs.
+
+A part is a sum of its values with weights ``2 ** (logit - top)``, the weights' sum, and ``top``, the largest logit in
+base 2. Parts are always taken in the order of their cache rows, so the bits do not depend on who finished first.
+
+Bytes in L2 decide who merges. One multiprocessor reads about 110 GB/s: 132 parts of 8 rows with 256 columns are 1 MB,
+and take 10 µs on one multiprocessor, and 0.1 µs on all of them. So where there may be much to merge, a separate kernel
+does it, with one row and some columns per program (``launch_merge``). It loads as many parts at once as there may be,
+since loads one after the other wait. On SM 90 it is launched early, and costs 1.3 µs. Where there is less, that is
+more than it saves: the program that finishes last merges at the end of the attention kernel. So it does if requests
+have different numbers of rows, which the separate kernel cannot divide.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from attnplug_triton_mha.planner import Apart, Schedule
+from attnplug_triton_mha.scratch import Partials
+
+LN_2 = tl.constexpr(0.6931471805599453)
+LOG2_E = tl.constexpr(1.4426950408889634)
+_FEW = 32
+"""Up to this many parts of a tile are loaded at once by code for so many: loading 256 takes longer."""
+
+
+@triton.jit
+def load_sinks(sinks, head, live, SINKS: tl.constexpr):
+    """Logits of the heads' sinks in base 2, for ``finish``; zeros where a layer has none."""
+    if SINKS:
+        return tl.load(sinks + head, mask=live, other=0.0).to(tl.float32) * LOG2_E
+    return tl.zeros(head.shape, tl.float32)
+
+
+@triton.jit
+def finish(
+    top, total, sums, out, lse, sink, value_scale, row, live, column,
+    V_DIM: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr, FLOAT8: tl.constexpr,
+):  # fmt: skip
+    """Write some columns of some rows of (token, head). Where no key is seen the result is zero, and its log-sum-exp
+    -inf."""
+    base = tl.where(top == float("-inf"), 0.0, top)
+    whole = total
+    if SINKS:
+        whole += tl.exp2(sink - base)
+    result = sums / tl.where(whole == 0.0, 1.0, whole)[:, None]
+    if FLOAT8:
+        result *= value_scale
+    written = live[:, None] & (column < V_DIM)[None, :]
+    tl.store(out + row[:, None] * V_DIM + column[None, :], result.to(out.dtype.element_ty), mask=written)
+    if LSE:
+        log2 = tl.where(total == 0.0, float("-inf"), base + tl.log2(tl.where(total == 0.0, 1.0, total)))
+        tl.store(lse + row, log2 * LN_2, mask=live)
+
+
+@triton.jit
+def merge_parts(
+    values_at, tops_at, totals_at, sinks, head, parts, place, live,
+    TILE: tl.constexpr, V_WIDTH: tl.constexpr, PARTS: tl.constexpr, SINKS: tl.constexpr, WAIT: tl.constexpr,
+):  # fmt: skip
+    """Top, total and sums of some rows, of which some are live, and their sinks. The addresses are those of the rows'
+    first parts.
+
+    ``PARTS`` at once: loads that do not depend on each other wait together. They bypass the L1 cache, which does not
+    see what other multiprocessors wrote.
+    """
+    top = tl.full([values_at.shape[0]], float("-inf"), tl.float32)
+    total = tl.zeros([values_at.shape[0]], tl.float32)
+    sums = tl.zeros(values_at.shape, tl.float32)
+    sink = total
+    for first in range(0, parts, PARTS):
+        part = first + tl.arange(0, PARTS)
+        there = (part < parts)[:, None] & live[None, :]
+        weights = (part * TILE)[:, None]
+        part_tops, part_totals = tops_at[None, :] + weights, totals_at[None, :] + weights
+        part_values = values_at[None, :, :] + (part * (TILE * V_WIDTH))[:, None, None]
+        if WAIT and place >= 0:
+            # Wait for the parts and for sinks, but not for the schedule, which says where parts are. No place is
+            # negative, but the compiler does not know that, and so computes addresses before the wait.
+            gdc_wait()
+        sink = load_sinks(sinks, head, live, SINKS)  # each round anew, to wait with the others
+        tops = tl.load(part_tops, mask=there, other=float("-inf"), cache_modifier=".cg")
+        totals = tl.load(part_totals, mask=there, other=0.0, cache_modifier=".cg")
+        values = tl.load(part_values, mask=there[:, :, None], other=0.0, cache_modifier=".cg")
+        higher = tl.maximum(top, tl.max(tops, 0))
+        base = tl.where(higher == float("-inf"), 0.0, higher)
+        kept, factors = tl.exp2(top - base), tl.exp2(tops - base[None, :])
+        total = total * kept + tl.sum(totals * factors, 0)
+        sums = sums * kept[:, None] + tl.sum(values * factors[:, :, None], 0)
+        top = higher
+    return top, total, sums, sink
+
+
+# As of ``attend``: numbers that change from batch to batch are not specialised.
+@triton.jit(do_not_specialize=["partial_rows", "queries"])
+def merge(
+    partials, partial_weights, partial_rows, tiles, out, lse, sinks, value_scale, queries,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, TILE: tl.constexpr, V_DIM: tl.constexpr, V_WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr, PARTS: tl.constexpr, FEW: tl.constexpr, SINKS: tl.constexpr, LSE: tl.constexpr,
+    FLOAT8: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """One row of (token, head) and some columns, if its tile has parts. All blocks of columns write the same
+    log-sum-exp."""
+    if OVERLAP:
+        gdc_launch_dependents()
+    flat = tl.program_id(0)
+    token, head = flat // HEADS, flat % HEADS
+    its_row = token % queries * GROUP + head % GROUP
+    tile = tiles + (token // queries * ((queries * GROUP + TILE - 1) // TILE) + its_row // TILE) * 2
+    parts, place = tl.load(tile), tl.load(tile + 1)
+    one = tl.arange(0, 1)
+    live = one == 0
+    at = ((head // GROUP).to(tl.int64) * (partial_rows // TILE) + place) * TILE + its_row % TILE + one
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    values_at, tops_at = partials + at[:, None] * V_WIDTH + column[None, :], partial_weights + at
+    totals_at = tops_at + partial_rows.to(tl.int64) * (HEADS // GROUP)
+    if parts > 1:
+        if parts > FEW:
+            top, total, sums, sink = merge_parts(
+                values_at, tops_at, totals_at, sinks, head + one, parts, place, live,
+                TILE, V_WIDTH, PARTS, SINKS, OVERLAP,
+            )  # fmt: skip
+        else:
+            top, total, sums, sink = merge_parts(
+                values_at, tops_at, totals_at, sinks, head + one, parts, place, live,
+                TILE, V_WIDTH, FEW, SINKS, OVERLAP,
+            )  # fmt: skip
+        out_row = flat.to(tl.int64) + one
+        finish(top, total, sums, out, lse, sink, value_scale, out_row, live, column, V_DIM, SINKS, LSE, FLOAT8)
+    if OVERLAP:
+        gdc_wait()  # with or without parts: the next kernel waits for this one alone
+
+
+def launch_merge(
+    partials: Partials,
+    out: Tensor,
+    lse: Tensor | None,
+    sinks: Tensor | None,
+    schedule: Schedule,
+    apart: Apart,
+    value_scale: float,
+    fp8: bool,
+) -> None:
+    """Merge rows of ``out`` ``[rows, heads, v_dim]`` and ``lse`` whose tiles have parts; others stay as they are."""
+    configuration, shape, cut = schedule.configuration, schedule.layers, apart.cut
+    heads = shape.kv_heads * shape.group
+    merge[schedule.rows * heads, triton.cdiv(shape.v_dim, cut.columns)](
+        partials.values,
+        partials.weights,
+        schedule.partial_rows,
+        apart.tiles,
+        out,
+        partials.weights if lse is None else lse,
+        partials.weights if sinks is None else sinks,
+        value_scale,
+        schedule.queries,
+        HEADS=heads,
+        GROUP=shape.group,
+        TILE=configuration.tile,
+        V_DIM=shape.v_dim,
+        V_WIDTH=shape.v_width,
+        COLUMNS=cut.columns,
+        PARTS=cut.parts,
+        FEW=min(cut.parts, _FEW),
+        SINKS=sinks is not None,
+        LSE=lse is not None,
+        FLOAT8=fp8,
+        OVERLAP=configuration.overlap,
+        num_warps=cut.warps,
+        **({"launch_pdl": True} if configuration.overlap else {}),
+    )
